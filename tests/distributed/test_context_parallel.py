@@ -243,8 +243,8 @@ def test_what_is_refused(
 
 
 def test_other_jobs_refuse_it(wan_folder: Path) -> None:
-    with refused(f"{KEY}: 2 is of flow models, such as Wan and Qwen-Image; set it to 1", ConfigError):
-        load(LMRLConfig, None, ["model.path=any", SHARED])
+    with refused(f"{KEY}: 2 is of flow models and autoregressive language models; set it to 1", ConfigError):
+        load(LMRLConfig, None, ["model.path=any", "model.block_size=4", "data.max_response_length=8", SHARED])
     message = f"{KEY}: 2 is of training; ranks sample different prompts here, so set it to 1"
     with refused(message, ConfigError):
         load(SampleConfig, None, [f"model.path={wan_folder}", "prompts=[a cat]", SHARED])

@@ -25,6 +25,7 @@ BLOCKS = ("model.block_size=4", "data.max_response_length=8")
 IN_BLOCKS = "rollout.engine='phalanx.rollout.lm.in_blocks:BlockDiffusionRollout'"
 PIPELINED = "rollout.schedule=pipelined"
 CONTEXT = "parallel.ulysses_sequence_parallel_size=2"
+OF_CONTEXT = CONTEXT.replace("=", ": ")
 
 # schema, overrides, and how the message begins
 LOADED: list[tuple[type, tuple[str, ...], str]] = [
@@ -231,10 +232,19 @@ LOADED: list[tuple[type, tuple[str, ...], str]] = [
         "rollout.schedule: pipelined does not know the longest sample",
     ),
     (FlowRLConfig, ("rollout.sde_window_range=[1]",), "rollout.sde_window_range: [1] should be two numbers"),
-    (LMRLConfig, (CONTEXT,), f"{CONTEXT.replace('=', ': ')} is of flow models"),
-    (SampleConfig, (CONTEXT,), f"{CONTEXT.replace('=', ': ')} is of training"),
-    (FlowRLConfig, (CONTEXT, "rollout.engine=vllm_omni"), f"{CONTEXT.replace('=', ': ')} samples in the policy"),
-    (FlowRLConfig, (CONTEXT, "model.compile=true"), f"{CONTEXT.replace('=', ': ')} exchanges tokens"),
+    (JointConfig, (CONTEXT,), f"{OF_CONTEXT} is of jobs with one policy"),
+    (LMRLConfig, (CONTEXT, *BLOCKS), f"{OF_CONTEXT} is of flow models and autoregressive"),
+    (
+        LMRLConfig,
+        (CONTEXT, "model.attn_implementation=flex_attention"),
+        f"{OF_CONTEXT} has no way with model.attn_implementation=flex_attention; expected sdpa or eager",
+    ),
+    (LMRLConfig, (CONTEXT, "parallel.expert_parallel=true"), f"{OF_CONTEXT} does not work with parallel.expert_par"),
+    (LMRLConfig, (CONTEXT, "rollout.top_p=0.9"), f"{OF_CONTEXT} does not work with rollout.top_p"),
+    (LMRLConfig, (CONTEXT, "rollout.partial_rollout=true"), f"{OF_CONTEXT} does not work with rollout.partial_rol"),
+    (SampleConfig, (CONTEXT,), f"{OF_CONTEXT} is of training"),
+    (FlowRLConfig, (CONTEXT, "rollout.engine=vllm_omni"), f"{OF_CONTEXT} samples in the policy"),
+    (FlowRLConfig, (CONTEXT, "model.compile=true"), f"{OF_CONTEXT} exchanges tokens"),
     (
         FlowRLConfig,
         ("parallel.param_offload=true", "parallel.expert_parallel=true"),
@@ -319,12 +329,7 @@ STARTED: list[tuple[type, tuple[str, ...], str]] = [
 ]
 NODE = Ranks(width=4, node=4, sampling_node=4, apart=False, restarts=False)
 LAUNCHED: list[tuple[type, tuple[str, ...], Ranks, str]] = [
-    (
-        FlowRLConfig,
-        (CONTEXT,),
-        Ranks(2, 2, 2, apart=True, restarts=False),
-        f"{CONTEXT.replace('=', ': ')} does not work",
-    ),
+    (FlowRLConfig, (CONTEXT,), Ranks(2, 2, 2, apart=True, restarts=False), f"{OF_CONTEXT} does not work"),
     (FlowRLConfig, (CONTEXT.replace("2", "3"),), NODE, "parallel.ulysses_sequence_parallel_size: 3 does not divide"),
     (
         FlowRLConfig,

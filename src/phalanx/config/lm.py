@@ -216,7 +216,10 @@ class LMActorConfig(ActorConfig):
         "ppo_micro_batch_size_per_gpu samples each",
     )
     ppo_max_token_len_per_gpu: int = arg(
-        16384, "most tokens of such a pass, prompts and padding included", **MOST_TOKENS
+        16384,
+        "most tokens of such a pass, prompts and padding included; ranks that share the tokens of a sample have as "
+        "many each",
+        **MOST_TOKENS,
     )
     log_prob_chunk_size: int = arg(
         1024, "tokens whose logits over the vocabulary are in memory at once, in training too", ge=1
@@ -274,6 +277,11 @@ class LMRLConfig(LMRunConfig, RLConfig):
         assert size is not None, "of block diffusion"
         states = {"trace": self.rollout.denoising_steps_per_block or size, "coupled": 3}
         return states.get(self.actor.log_prob_estimate, 1) * self.data.max_response_length // size
+
+    @property
+    def token_budget(self) -> int:
+        """The most tokens of a pass, of all ranks that share it."""
+        return self.actor.ppo_max_token_len_per_gpu * self.parallel.ulysses_sequence_parallel_size
 
     @property
     def longest_row(self) -> int:

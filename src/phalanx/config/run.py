@@ -81,7 +81,10 @@ class ParallelConfig:
         False, "under FSDP keep experts apart on its ranks, where tokens travel to them, in place of gathering them"
     )
     ulysses_sequence_parallel_size: int = arg(
-        1, "neighbouring ranks that hold the same samples and each a part of their tokens: of flow models", **COUNT
+        1,
+        "neighbouring ranks that hold the same samples and each a part of their tokens: of flow models and of "
+        "autoregressive language models",
+        **COUNT,
     )
     param_offload: bool = arg(False, "keep sharded weights on the CPU between uses (needs fsdp_size > 1)")
     optimizer_offload: bool = arg(False, "keep the optimizer's state and the EMA on the CPU")

@@ -127,7 +127,7 @@ def _busiest(plan: BatchPlan, n: int, ranks: int) -> int:
 def _lm(cfg: LMRLConfig, cluster: Cluster, plan: BatchPlan, teaches: bool) -> RLRehearsal:
     algorithm = lm_rl.build_algorithm(cfg)
     plan = replace(plan, rollout_micro=cfg.rollout.micro_batch_size_per_gpu or plan.per_rank)
-    rank, actor = _busiest(plan, cfg.rollout.n, cluster.ranks), cfg.actor
+    rank, actor = _busiest(plan, cfg.rollout.n, cfg.parallel.data_ranks(cluster.ranks)), cfg.actor
     options: dict[str, Any] = {"chunk": actor.log_prob_chunk_size, "estimate": actor.log_prob_estimate}
     policy = planned_lm_policy(cfg, cluster, Ledger(), rank=rank, **options)
     passes = lm_rl.scoring(plan, algorithm, cfg.rollout)

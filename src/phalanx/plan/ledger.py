@@ -109,7 +109,7 @@ class Ledger(TorchDispatchMode):
             # a mask that is indexed by another one keeps all of its true elements
             true = self._true.get(args[0].untyped_storage()._cdata)
             args = args[0], self._numbered(args[1])
-        elif func is aten.ne.Scalar and args[0].is_meta:
+        elif func in (aten.ne.Scalar, aten.constant_pad_nd.default) and args[0].is_meta:
             true = self._true.get(args[0].untyped_storage()._cdata)
         elif func is aten.nonzero.default and args[0].is_meta:
             places = [self._count_true(args[0]), args[0].dim()]
@@ -209,9 +209,8 @@ class Ledger(TorchDispatchMode):
         return numbered
 
     def _count_true(self, mask: Tensor) -> int:
-        """Its true elements; all of them where nothing else was said."""
-        key = mask.untyped_storage()._cdata
-        return self._true[key] if key in self._true else mask.numel()
+        """Its true elements; all of them where nothing else was said, and as many as may be of a part of a mask."""
+        return min(self._true.get(mask.untyped_storage()._cdata, mask.numel()), mask.numel())
 
     def _compute(self, func: Any, args: Any, kwargs: Any) -> Any:
         """A new result; the second one of equal inputs is as the first, which torch may have worked out in Python."""

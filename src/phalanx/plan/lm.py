@@ -145,7 +145,7 @@ class PlannedLMRollout(LMRollout):
     def sample(self, prompts: list[Prompt], *, seed: int, step: int, each: Each) -> Samples:
         n, share = self.config.n, len(prompts) * self.config.n // self.world.data_size
         index = self.world.data_rank * share + torch.arange(share)
-        self._decoded(min(self.micro_batch_size, share), n, self.how)
+        self._decoded(min(self.micro_batch_size, -(-share // self.world.context_size)), n, self.how)
         trace, longest = self._longest(share)
         positions = torch.full((share,), longest)
         log_prob = torch.zeros(share, self.how.limit, device=META)

@@ -13,6 +13,7 @@ from phalanx.data.overlap import held_out_overlap
 from phalanx.data.prompts import PromptRow, load_prompts, numbered, validation_sets
 from phalanx.data.streams import PromptStream
 from phalanx.distributed import mesh
+from phalanx.distributed.context_parallel import KEY
 from phalanx.distributed.launch import Launch
 from phalanx.distributed.mesh import World
 from phalanx.distributed.passes import Passes
@@ -117,6 +118,7 @@ def check_images(cfg: LMRLConfig, subject: str) -> None:
         (bool(cfg.placement), "ranks have no roles; leave placement out"),
         (bool(build_algorithm(cfg).teachers), "there are no teachers; expected an algorithm without them"),
         (cfg.model.block_size is not None, "there is no block diffusion; leave model.block_size out"),
+        (cfg.parallel.ulysses_sequence_parallel_size > 1, f"ranks share no samples; set {KEY} to 1"),
         (cfg.model.lora_path is not None, "no run starts from model.lora_path; merge it before"),
     )
     for given, message in limits:
@@ -165,7 +167,7 @@ def build_algorithm(cfg: LMRLConfig) -> Algorithm:
 
 def plan(cfg: LMRLConfig, world_size: int) -> BatchPlan:
     """The step's arithmetic for `world_size` ranks; ConfigError with the numbers if it is uneven."""
-    budget = cfg.actor.ppo_max_token_len_per_gpu if cfg.actor.use_dynamic_bsz else None
+    budget = cfg.token_budget if cfg.actor.use_dynamic_bsz else None
     packed = cfg.model.use_remove_padding
     result = batch_plan.plan(cfg, build_algorithm(cfg), world_size, micro=None if budget is None else 1)
     prompts, age = result.samples // cfg.rollout.n, cfg.rollout.max_staleness

@@ -17,11 +17,15 @@ from phalanx.config.rules.rule import (
 )
 
 
-def _budget(c: Any) -> tuple[int, str] | None:
-    """Tokens of the longest sample where they are more than a pass may have, and further keys that they follow from."""
-    if not c.actor.use_dynamic_bsz or c.actor.ppo_max_token_len_per_gpu >= c.longest_row:
+def _budget(c: Any) -> tuple[int, str, str] | None:
+    """Tokens of the longest sample where they are more than a pass may have, further keys that they follow from, and
+    the ranks that share a pass.
+    """
+    if not c.actor.use_dynamic_bsz or c.token_budget >= c.longest_row:
         return None
-    return c.longest_row, ", and rollout.denoising_steps_per_block times it" if c.model.block_size else ""
+    ranks = c.parallel.ulysses_sequence_parallel_size
+    keys = ", and rollout.denoising_steps_per_block times it" if c.model.block_size else ""
+    return c.longest_row, keys, f" on each of {ranks} ranks" if ranks > 1 else ""
 
 
 def _no_date(text: str | None) -> str | None:
@@ -56,8 +60,8 @@ RULES = (
          "With `actor.use_dynamic_bsz` a pass has room for the longest sample: the longest prompt and response, and "
          "of block diffusion all states of the response.",
          _budget,
-         "actor.ppo_max_token_len_per_gpu: {c.actor.ppo_max_token_len_per_gpu} tokens do not hold a sample, which "
-         "may have {x[0]} (data.max_prompt_length, data.max_response_length{x[1]})"),
+         "actor.ppo_max_token_len_per_gpu: {c.actor.ppo_max_token_len_per_gpu} tokens{x[2]} do not hold a sample, "
+         "which may have {x[0]} (data.max_prompt_length, data.max_response_length{x[1]})"),
     Rule("data.min_pixels data.max_pixels", LM, "The bounds of an image's pixels leave a range.",
          lambda c: None not in (c.data.min_pixels, c.data.max_pixels) and c.data.min_pixels > c.data.max_pixels,
          "data.min_pixels: {c.data.min_pixels} is more than data.max_pixels={c.data.max_pixels}"),

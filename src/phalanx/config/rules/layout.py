@@ -3,7 +3,7 @@
 from typing import Any
 
 from phalanx.config.messages import near_divisors
-from phalanx.config.rules.rule import FLOW, LM, LM_RL, RL, RUN, SAMPLE, Rule
+from phalanx.config.rules.rule import FLOW, JOINT, LM, LM_RL, RL, RUN, SAMPLE, Rule
 
 _CONTEXT = "parallel.ulysses_sequence_parallel_size"
 _SIZE = f"{_CONTEXT}: {{c.{_CONTEXT}}} "
@@ -14,17 +14,41 @@ def _shares(c: Any) -> bool:
     return bool(c.parallel.ulysses_sequence_parallel_size > 1)
 
 
+def _truncated(c: Any) -> str | None:
+    """The key that truncates the distributions that are sampled, None where none does."""
+    r = c.rollout
+    limits = {"top_k": r.top_k > 0, "top_p": r.top_p < 1, "min_p": r.min_p > 0}
+    return next((key for key, limited in limits.items() if limited), None)
+
+
 RULES = (
-    Rule(f"{_CONTEXT} model.path", LM, "Only flow models have context parallelism.",
+    Rule(_CONTEXT, JOINT, "A joint run has no context parallelism.",
          _shares,
-         _SIZE + "is of flow models, such as Wan and Qwen-Image; set it to 1"),
+         _SIZE + "is of jobs with one policy; set it to 1"),
+    Rule(f"{_CONTEXT} model.block_size", LM, "Block diffusion has no context parallelism.",
+         lambda c: _shares(c) and c.model.block_size is not None,
+         _SIZE + "is of flow models and autoregressive language models; set it to 1"),
+    Rule(f"{_CONTEXT} model.attn_implementation", LM,
+         "Context parallelism of language models has torch's own and the eager attention.",
+         lambda c: _shares(c) and c.model.attn_implementation not in ("sdpa", "eager"),
+         _SIZE + "has no way with model.attn_implementation={c.model.attn_implementation}; expected sdpa or eager"),
+    Rule(f"{_CONTEXT} parallel.expert_parallel", LM, "Context parallelism leaves experts on each rank.",
+         lambda c: _shares(c) and c.parallel.expert_parallel,
+         _SIZE + "does not work with parallel.expert_parallel; set one of them back to its default"),
+    Rule(f"{_CONTEXT} rollout.top_k rollout.top_p rollout.min_p", LM_RL,
+         "Context parallelism scores whole distributions.",
+         lambda c: _shares(c) and _truncated(c),
+         _SIZE + "does not work with rollout.{x}; set one of them back to its default"),
+    Rule(f"{_CONTEXT} rollout.partial_rollout", LM_RL, "Context parallelism has no partial rollouts.",
+         lambda c: _shares(c) and c.rollout.partial_rollout,
+         _SIZE + "does not work with rollout.partial_rollout; set one of them back to its default"),
     Rule(_CONTEXT, SAMPLE, "Sampling has no context parallelism.",
          _shares,
          _SIZE + "is of training; ranks sample different prompts here, so set it to 1"),
     Rule(f"{_CONTEXT} rollout.engine", FLOW, "Context parallelism samples in the policy itself.",
          lambda c: _shares(c) and c.rollout.facts.weights == "copy",
          _SIZE + "samples in the policy itself; set rollout.engine=policy"),
-    Rule(f"{_CONTEXT} model.compile", FLOW, "Blocks that exchange tokens are not compiled.",
+    Rule(f"{_CONTEXT} model.compile", RUN, "Blocks that exchange tokens are not compiled.",
          lambda c: _shares(c) and c.model.compile,
          _SIZE + "exchanges tokens within blocks, which are not compiled; set model.compile=false"),
     Rule("parallel.param_offload parallel.expert_parallel", RUN, "Weights are not offloaded under expert parallelism.",
@@ -45,10 +69,10 @@ RULES = (
 )  # fmt: skip
 
 LAUNCH_RULES = (
-    Rule(f"{_CONTEXT} placement", FLOW, "Context parallelism needs ranks that do everything.",
+    Rule(f"{_CONTEXT} placement", RUN, "Context parallelism needs ranks that do everything.",
          lambda c, w: _shares(c) and w.apart,
          _SIZE + "does not work with placement; set one of them back to its default"),
-    Rule(_CONTEXT, FLOW, "The ranks that hold the same samples divide those of a node.",
+    Rule(_CONTEXT, RUN, "The ranks that hold the same samples divide those of a node.",
          lambda c, w: (
              w.node % c.parallel.ulysses_sequence_parallel_size
              and near_divisors(w.node, c.parallel.ulysses_sequence_parallel_size)

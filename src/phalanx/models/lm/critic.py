@@ -12,6 +12,7 @@ from phalanx.config.run import ParallelConfig
 from phalanx.functional.tokens import TokenTrace
 from phalanx.models.lm import experts
 from phalanx.models.lm.model import DTYPES, CausalLM, decoder_of, load_model, outputs_at, positions
+from phalanx.models.lm.packing import Share
 from phalanx.models.lm.policy import LMPolicy
 from phalanx.models.trained import TrainedModel
 
@@ -23,7 +24,7 @@ class ValueLM(nn.Module):
         super().__init__()
         self.vision = model.vision  # see CausalLM
         self.backbone = decoder_of(model.lm) if self.vision is None else self.vision.model
-        self.recomputes = model.recomputes
+        self.recomputes, self.context = model.recomputes, model.context
         self.value = nn.Linear(model.lm.get_output_embeddings().in_features, 1)
         nn.init.zeros_(self.value.weight)
         nn.init.zeros_(self.value.bias)
@@ -36,12 +37,14 @@ class ValueLM(nn.Module):
         """
         for block in self.blocks()[: self.recomputes]:  # see CausalLM
             block.training = torch.is_grad_enabled()
+        share = None if self.context is None else Share.of(self.context, ids, predicting, lengths)
         if self.vision is None:
-            states = outputs_at(self.backbone, ids, predicting, lengths).last_hidden_state
+            states = outputs_at(self.backbone, ids, predicting, lengths, share).last_hidden_state
         else:
             states = self.vision.outputs_at(ids, predicting, lengths, looks).last_hidden_state
         # in bfloat16 a value would have three digits
-        return nn.functional.linear(states.float(), self.value.weight.float(), self.value.bias.float()).squeeze(1)
+        values = nn.functional.linear(states.float(), self.value.weight.float(), self.value.bias.float()).squeeze(1)
+        return values if share is None else share.whole([values])[0]
 
     def blocks(self) -> list[nn.Module]:
         """The layers, which are sharded one by one."""
@@ -95,6 +98,7 @@ def build_critic(config: CriticModelConfig, parallel: ParallelConfig, policy: LM
             f"{key}: {settings.path!r} has {limit} positions, and data.max_prompt_length "
             f"with data.max_response_length is {longest} tokens"
         )
+    model.share_positions(policy.world, settings.attn_implementation)
     spread = experts.spread(model.lm, settings, parallel, policy.world.shard_size)
     critic = ValueLM(model)
     dtype = DTYPES[settings.dtype]

@@ -12,6 +12,8 @@ import transformers
 from torch import Tensor, nn
 
 from phalanx.config.lm import LMModelConfig
+from phalanx.distributed.context_parallel import ContextGroup
+from phalanx.distributed.mesh import World
 from phalanx.engines.loading import check_weights, loading
 from phalanx.functional.tokens import Truncation, sampled_from, token_scores
 from phalanx.models.lm import experts, llada2, packing
@@ -43,6 +45,7 @@ class CausalLM(nn.Module):
         self.lm, self.chunk, self.recomputes = lm, chunk, recomputes
         self.places: dict[str, str] = {}  # in the composite model that it was loaded from; see places_of
         self.vision: Any = None  # a phalanx.models.lm.vision.Vision, where prompts may have images
+        self.context: ContextGroup | None = None  # the ranks that share the positions of each pass
 
     def forward(
         self,
@@ -67,22 +70,33 @@ class CausalLM(nn.Module):
                 decoding |= self.vision.inputs(decoding.pop("input_ids"), looks)
             return self.lm(**decoding)
         self._recompute(torch.is_grad_enabled())
+        share = None if self.context is None else packing.Share.of(self.context, ids, predicting, lengths)
         if self.vision is None:
-            output = outputs_at(decoder_of(self.lm), ids, predicting, lengths)
+            output = outputs_at(decoder_of(self.lm), ids, predicting, lengths, share)
         else:
             output = self.vision.outputs_at(ids, predicting, lengths, looks)
-        tokens, head = ids[:, 1:][predicting], self.head(output)
+        tokens, head = ids[:, 1:][predicting] if share is None else share.tokens, self.head(output)
         hidden = output.last_hidden_state
         options: dict[str, Any] = {"temperature": temperature, "chunk": self.chunk, "never": self.never}
         if truncation is not None and pool is None:
             pool = sampled_from(hidden, head, tokens, truncation, **options)
         scores = token_scores(hidden, head, tokens, pool=pool, **options)
+        if share is not None:
+            return share.whole(scores)
         return scores if pool is None else (*scores, *pool)
 
     @property
     def never(self) -> tuple[int, ...]:
         """Tokens that have no part in the distributions: those that stand for images."""
         return () if self.vision is None else self.vision.never
+
+    def share_positions(self, world: World, name: str) -> None:
+        """Spread the positions of each pass over the ranks that hold the same samples, where there are such; `name` is
+        that of model.attn_implementation. Raises ValueError for a model that cannot be.
+        """
+        if world.context is not None:
+            self.context = ContextGroup.of(world.context)
+            packing.spread(self.lm, self.context, name)
 
     def head(self, output: Any) -> Callable[[Tensor], Tensor]:
         """The function of states [N, H] to logits [N, V] as the language model's forward computes it, with whatever it
@@ -161,10 +175,16 @@ def name_in_whole(name: str, places: dict[str, str]) -> str:
     return name
 
 
-def outputs_at(decoder: Any, ids: Tensor, predicting: Tensor, lengths: Sequence[int] | None) -> Any:
+def outputs_at(
+    decoder: Any, ids: Tensor, predicting: Tensor, lengths: Sequence[int] | None, share: packing.Share | None = None
+) -> Any:
     """The decoder's output, whose last_hidden_state is the last layer's states [N, H] at the positions `predicting`
-    [B, T - 1] of ids [B, T]; see CausalLM.
+    [B, T - 1] of ids [B, T], or at those of this rank's `share`; see CausalLM.
     """
+    if share is not None:
+        output = decoder(input_ids=share.ids, use_cache=False, **share.arguments())
+        output.last_hidden_state = output.last_hidden_state[share.predicting]
+        return output
     read = ids[:, :-1]
     if lengths is None:
         # padding stands behind, where a causal model does not look: no mask is needed

@@ -1,22 +1,34 @@
-"""Sequences of different lengths side by side in one row, without padding, each of which attends only to itself.
+"""Sequences of different lengths side by side in one row, without padding, each of which attends only to itself; and
+rows whose positions are spread over ranks.
 
-With flash-attention that is its kernel for variable lengths; with eager and FlexAttention transformers makes the mask
-from positions that begin anew. With torch's own kernels each sequence is a separate call: the mask of a whole row
+With flash-attention packing is its kernel for variable lengths; with eager and FlexAttention transformers makes the
+mask from positions that begin anew. With torch's own kernels each sequence is a separate call: the mask of a whole row
 would take the square of its length, in memory and arithmetic.
+
+Ranks that share rows exchange positions for heads around each attention, which then sees whole rows of some heads.
 """
 
-from collections.abc import Sequence
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+from transformers.masking_utils import eager_mask, sdpa_mask
+
+from phalanx.distributed.context_parallel import KEY, ContextGroup
 
 PACKED_SDPA = "phalanx_packed_sdpa"
+SHARED = {"sdpa": "phalanx_shared_sdpa", "eager": "phalanx_shared_eager"}  # by model.attn_implementation
 _ATTENDS = ("full_attention", "sliding_attention")
+_OF_LENGTH = ("dynamic", "longrope")  # positions whose angles depend on the longest one
 
 
 def implementation(name: str) -> str:
@@ -24,15 +36,38 @@ def implementation(name: str) -> str:
     return PACKED_SDPA if name == "sdpa" else name
 
 
-def check(lm: Any) -> None:
-    """Raise ValueError for a model in which a sequence would see its neighbors all the same."""
+def check(lm: Any, given: str = "model.use_remove_padding: true", advice: str = "set it to false") -> None:
+    """Raise ValueError for a model in which a sequence would see its neighbors all the same, or not the rest of it;
+    `given` is what asks for it.
+    """
     kinds = lm.config.to_dict().get("layer_types") or ()
     other = sorted({kind for kind in kinds if kind not in _ATTENDS})
     if other or lm._is_stateful:
         raise ValueError(
-            f"model.use_remove_padding: true needs layers of attention, and {lm.config.model_type} has others"
-            f"{f' ({other[0]})' if other else ''}; set it to false"
+            f"{given} needs layers of attention, and {lm.config.model_type} has others"
+            f"{f' ({other[0]})' if other else ''}; {advice}"
         )
+
+
+def spread(lm: Any, context: ContextGroup, name: str) -> None:
+    """Let a model's attention exchange positions for heads, where `name` is that of model.attn_implementation. Raises
+    ValueError, in one line, for a model that cannot.
+    """
+    given = f"{KEY}: {context.size}"
+    check(lm, given, "set it to 1")
+    settings = lm.config.to_dict()
+    heads = lm.config.num_attention_heads
+    if heads % context.size:
+        raise ValueError(f"{given} does not divide the model's {heads} attention heads")
+    rope = settings.get("rope_parameters") or {}
+    kinds = {part.get("rope_type") for part in (rope, *rope.values()) if isinstance(part, dict)}
+    for kind in _OF_LENGTH:
+        if kind in kinds:
+            raise ValueError(
+                f"{given} does not work with the positions of {lm.config.model_type} (rope_type {kind}), whose angles "
+                "depend on the longest of a pass; set it to 1"
+            )
+    lm.set_attn_implementation(SHARED[name])
 
 
 def arguments(lm: Any, lengths: Sequence[int], device: torch.device) -> dict[str, Any]:
@@ -51,6 +86,10 @@ def arguments(lm: Any, lengths: Sequence[int], device: torch.device) -> dict[str
     return {"position_ids": positions, **names}
 
 
+# attention of q, k, v [R, heads, N, d] and the positions [1, 1, N, N] bool that each sees, None for those up to it
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+
+
 def packed_sdpa(
     module: nn.Module,
     query: Tensor,
@@ -65,13 +104,151 @@ def packed_sdpa(
     """Attention as transformers calls it, [1, heads, N, d] -> [1, N, heads, d]; without `sequences`, that of sdpa."""
     if sequences is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None) -> Tensor:
+        return sdpa_attention_forward(module, q, k, v, seen, **kwargs)[0]
+
+    return _one_by_one(attend, query, key, value, sequences, sliding_window), None
+
+
+def _one_by_one(
+    attend: Attend, query: Tensor, key: Tensor, value: Tensor, sequences: Sequence[int], window: int | None
+) -> Tensor:
+    """[R, N, heads, d] of query, key and value [R, heads, N, d], each of the sequences of a row by itself."""
     parts = []
     for q, k, v in zip(*(states.split(list(sequences), 2) for states in (query, key, value)), strict=True):
-        mask = None
-        if sliding_window is not None and q.shape[2] > sliding_window:
-            mask = _band(q.shape[2], sliding_window, q.device)
-        parts.append(sdpa_attention_forward(module, q, k, v, mask, **kwargs)[0])
-    return torch.cat(parts, 1), None
+        seen = None
+        if window is not None and q.shape[2] > window:
+            seen = _band(q.shape[2], window, q.device)
+        parts.append(attend(q, k, v, seen))
+    return torch.cat(parts, 1)
+
+
+@dataclass(frozen=True)
+class Share:
+    """This rank's positions of rows [R, L] that the ranks of `context` share, L rounded up to a multiple of them: the
+    tokens `ids` [R, n] there, those of them that predict, `predicting` [R, n], and the N tokens that follow these.
+
+    Every rank knows `everywhere` [R, L], the positions that predict. `sequences` are the lengths of the sequences in a
+    row, one behind the other, and `positions` [1, n] the place of each of this rank's in its sequence.
+    """
+
+    context: ContextGroup
+    ids: Tensor
+    predicting: Tensor
+    tokens: Tensor
+    everywhere: Tensor
+    sequences: Sequence[int]
+    positions: Tensor
+
+    @classmethod
+    def of(cls, context: ContextGroup, ids: Tensor, predicting: Tensor, lengths: Sequence[int] | None) -> "Share":
+        """That of samples ids [B, T], of which the positions `predicting` [B, T - 1] predict; see CausalLM."""
+        read, follows = ids[:, :-1], ids[:, 1:]
+        sequences = [read.shape[1]]
+        if lengths is not None:
+            sequences = [length - 1 for length in lengths]  # nothing follows the last token
+            real = (torch.arange(read.shape[1]) < torch.tensor(sequences)[:, None]).to(ids.device)
+            read, follows, predicting = read[real][None], follows[real][None], predicting[real][None]
+        places = torch.cat([torch.arange(length) for length in sequences]).to(ids.device)[None]
+        behind = -read.shape[1] % context.size
+        width = (read.shape[1] + behind) // context.size
+        part = slice(context.place * width, (context.place + 1) * width)
+        read, follows, places, everywhere = (pad(values, (0, behind)) for values in (read, follows, places, predicting))
+        local = everywhere[:, part]
+        return cls(context, read[:, part], local, follows[:, part][local], everywhere, sequences, places[:, part])
+
+    def arguments(self) -> dict[str, Any]:
+        """Arguments of a decoder beside the tokens `ids`; see the function `arguments`."""
+        lost = torch.full((1, 1, 1, 1), torch.nan, device=self.ids.device)
+        return {"position_ids": self.positions, "attention_mask": lost, "share": self}
+
+    def whole(self, values: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """All ranks' values, in the order of the positions that predict, from this rank's [N] each."""
+        zeros = values[0].new_zeros(self.predicting.shape)
+        dense = torch.stack([zeros.masked_scatter(self.predicting, value) for value in values])
+        return self.context.gather(dense, -1)[:, self.everywhere].unbind(0)
+
+    def attention(
+        self, attend: Attend, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, window: int | None
+    ) -> Tensor:
+        """[R, n, heads, d] of query, key and value [R, heads, n, d], by `attend` of whole sequences and some of the
+        heads of the layer `module`; see packed_sdpa for `window`.
+        """
+        size, heads = self.context.size, query.shape[1]
+        if heads % size:
+            raise ValueError(f"{KEY}: {size} does not divide the {heads} attention heads of a layer")
+        # as many heads of keys and values as the ranks can be dealt equally
+        times = size // math.gcd(size, key.shape[1])
+        length, parts = sum(self.sequences), []
+        for states in (query, key, value):
+            if states is not query and times > 1:
+                states = states.repeat_interleave(times, 1)
+            parts.append(self.context.exchange(states, 1, 2)[:, :, :length])
+        query, key, value = parts
+        with _groups(module, query.shape[1] // key.shape[1]):
+            output = _one_by_one(attend, query, key, value, self.sequences, window)
+        behind = self.everywhere.shape[1] - length
+        return self.context.exchange(pad(output, (0, 0, 0, 0, 0, behind)), 1, 2)
+
+
+@contextmanager
+def _groups(module: nn.Module, count: int) -> Iterator[None]:
+    """A layer has `count` query heads for each head of keys: on a rank that has some of the heads."""
+    if vars(module).get("num_key_value_groups", count) == count:
+        yield
+        return
+    before, module.num_key_value_groups = module.num_key_value_groups, count  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        module.num_key_value_groups = before
+
+
+def shared_sdpa(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    share: Share | None = None,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """As packed_sdpa, of rows that ranks share; without `share`, that of sdpa."""
+    if share is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None) -> Tensor:
+        return sdpa_attention_forward(module, q, k, v, seen, **kwargs)[0]
+
+    return share.attention(attend, module, query, key, value, sliding_window), None
+
+
+def shared_eager(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    share: Share | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """The same with the eager attention of the model's module, which gets a mask in any case."""
+    eager = vars(sys.modules[type(module).__module__])["eager_attention_forward"]
+    if share is None:
+        result: tuple[Tensor, Tensor | None] = eager(module, query, key, value, attention_mask, **kwargs)
+        return result
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None) -> Tensor:
+        seen = _band(q.shape[2], q.shape[2], q.device) if seen is None else seen
+        mask = torch.zeros(seen.shape, dtype=q.dtype, device=q.device).masked_fill(~seen, torch.finfo(q.dtype).min)
+        output: Tensor = eager(module, q, k, v, mask, **kwargs)[0]
+        return output
+
+    return share.attention(attend, module, query, key, value, kwargs.get("sliding_window")), None
 
 
 def _band(length: int, window: int, device: torch.device) -> Tensor:
@@ -80,5 +257,10 @@ def _band(length: int, window: int, device: torch.device) -> Tensor:
     return ones.tril() & ones.triu(1 - window)
 
 
-AttentionInterface.register(PACKED_SDPA, packed_sdpa)
-AttentionMaskInterface.register(PACKED_SDPA, sdpa_mask)
+for _name, _attention, _mask in (
+    (PACKED_SDPA, packed_sdpa, sdpa_mask),
+    (SHARED["sdpa"], shared_sdpa, sdpa_mask),
+    (SHARED["eager"], shared_eager, eager_mask),
+):
+    AttentionInterface.register(_name, _attention)
+    AttentionMaskInterface.register(_name, _mask)

@@ -80,6 +80,7 @@ class LMPolicy:
         self._weights = sum(p.numel() for p in model.parameters())
         self._head = 2 * model.lm.get_output_embeddings().weight.numel()  # operations of a token's logits
         self._check(model)
+        model.share_positions(world, config.attn_implementation)
         start_from_lora(model, config.lora_path, read_lora, kept)
         self.trained = TrainedModel(
             model,

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from phalanx.config.engines import EngineFacts
 from phalanx.config.lm import LMRolloutConfig
 from phalanx.distributed.collectives import on_all_ranks, reduce_float, reduce_int
+from phalanx.distributed.context_parallel import ContextGroup
 from phalanx.distributed.mesh import World
 from phalanx.distributed.passes import Passes
 from phalanx.distributed.seed import fold_in
@@ -85,9 +87,9 @@ class LMRollout:
 
         The uniform numbers of response i of group g at training step k are a function of (seed, k, g, i).
         """
-        n, share = self.config.n, len(prompts) * self.config.n // self.world.size
+        n, share = self.config.n, len(prompts) * self.config.n // self.world.data_size
         # sample i of all ranks is response i % n to prompt i // n; a rank has consecutive ones [B]
-        index = torch.arange(self.world.rank * share, (self.world.rank + 1) * share)
+        index = torch.arange(self.world.data_rank * share, (self.world.data_rank + 1) * share)
         self._seed = (seed, step)
         local, names = [], []
         for i in index.tolist():
@@ -177,9 +179,12 @@ class LMRollout:
         result: list[Drawn] = []
         if self.policy.vision is not None:
             self._held = on_all_ranks(lambda: [self.policy.look(prompt) for prompt in prompts])
-        for start in range(0, len(prompts), self.micro_batch_size):
-            part = slice(start, start + self.micro_batch_size)
-            new = self.decode(prompts[part], names[part], decoding)
+        draw, together = self.decode, self.micro_batch_size
+        if self.world.context is not None:
+            draw, together = self._decode_shares, together * self.world.context_size
+        for start in range(0, len(prompts), together):
+            part = slice(start, start + together)
+            new = draw(prompts[part], names[part], decoding)
             each(
                 [drawn.text for drawn in new],
                 [measured(p, d, decoding) for p, d in zip(prompts[part], new, strict=True)],
@@ -187,6 +192,18 @@ class LMRollout:
             result += new
         self._held = []
         return result
+
+    def _decode_shares(
+        self, prompts: list[Prompt], names: Sequence[tuple[int, ...]], decoding: Decoding
+    ) -> list[Drawn]:
+        """As `decode`, where several ranks hold the same samples: each draws a part of them, and all get all."""
+        assert self.world.context is not None
+        context = ContextGroup.of(self.world.context)
+        share = -(-len(prompts) // context.size)
+        # all ranks draw equally many: what the last ones lack is filled up, and dropped
+        places = [min(context.place * share + i, len(prompts) - 1) for i in range(share)]
+        drawn = self.decode([prompts[i] for i in places], [names[i] for i in places], decoding)
+        return list(chain.from_iterable(context.objects(drawn)))[: len(prompts)]
 
     def decode(self, prompts: list[Prompt], names: Sequence[tuple[int, ...]], decoding: Decoding) -> list[Drawn]:
         """A response for each prompt, drawn together; other engines override this. The random numbers of each response

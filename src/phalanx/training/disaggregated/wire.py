@@ -148,13 +148,17 @@ def concatenate(parts: Sequence[Collected]) -> Collected:
 
 def exchanged(samples: Samples, ranks: Tensor, world: World) -> Samples:
     """The samples that are this rank's by `ranks` [N], which has the rank of each of all ranks' samples, -1 for those
-    that nobody needs; as yet each rank has consecutive ones, `samples`.
+    that nobody needs; as yet each rank has consecutive ones, `samples`. Ranks count those with different samples.
     """
-    this, kind, parcels = world.data_rank, type(samples.trace), dict[int, Tensor]()
+    this, kind, parcels = world.rank, type(samples.trace), dict[int, Tensor]()
+    size = world.context_size
+    place = this % size  # of ranks that hold the same samples, those of one place exchange them
     goes = ranks[samples.index]
     for rank in goes[goes >= 0].unique().tolist():
-        parcels[rank] = serialize(Collected(samples, torch.empty(0), {}), (goes == rank).nonzero().flatten())
-    sources = ((ranks == this).nonzero().flatten() // len(samples.index)).unique().tolist()
+        rows = (goes == rank).nonzero().flatten()
+        parcels[rank * size + place] = serialize(Collected(samples, torch.empty(0), {}), rows)
+    holders = ((ranks == world.data_rank).nonzero().flatten() // len(samples.index)).unique()
+    sources = (holders * size + place).tolist()
     kept = {this: parcels.pop(this)} if this in parcels else {}
     arrived = kept | exchange(parcels, [rank for rank in sources if rank != this])
     parts = []

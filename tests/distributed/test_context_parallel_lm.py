@@ -1,0 +1,281 @@
+"""Ranks that share the tokens of a language model's samples (Ulysses): the same job as without."""
+
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    Gemma2Config,
+    GPT2Config,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from phalanx.config.lm import LMModelConfig, LMRLConfig
+from phalanx.config.run import ParallelConfig
+from phalanx.distributed import mesh
+from phalanx.distributed.context_parallel import ContextGroup
+from phalanx.models.lm import packing
+from phalanx.models.lm.critic import ValueLM
+from phalanx.models.lm.model import CausalLM, causal_lm
+from phalanx.plan.jobs import planned
+from phalanx.plan.layout import Cluster
+from phalanx.plan.pace import Gpu
+from phalanx.plan.rehearsal import Planned
+from phalanx.plan.text import describe
+from phalanx.training import update
+from tests.checks import refused
+from tests.distributed.test_resume import stop_after
+from tests.jobs import assert_same_weights, rows
+from tests.lm import fit, one_step, tiny_lm_config
+from tests.ranks import run_ranks
+
+KEY = "parallel.ulysses_sequence_parallel_size"
+KL = "algorithm.kl_loss_coef=0.04"
+PACKED = "model.use_remove_padding=true"
+BUDGET = ("actor.use_dynamic_bsz=true", "actor.ppo_max_token_len_per_gpu=60")
+
+COUNTED = """
+import os
+from pathlib import Path
+
+def counted(completions, prompts, metadata):
+    with open(Path(__file__).with_name("calls"), "a") as file:
+        print(os.environ["RANK"], len(completions), file=file)
+    return [float(sum(ord(c) % 2 == 0 for c in text) > len(text) / 2) for text in completions]
+"""
+
+
+def with_heads(folder: Path, base: Path, heads: int, keys: int) -> Path:
+    """The tiny model with other numbers of heads, of queries and of keys."""
+    shutil.copytree(base, folder)
+    config = AutoConfig.from_pretrained(base, num_attention_heads=heads, num_key_value_heads=keys, head_dim=16)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[config.eos_token_id] *= 4
+    model.save_pretrained(folder)
+    return folder
+
+
+def assert_same(alone: dict[str, Any], shared: list[dict[str, Any]], size: int, *, packed: bool) -> None:
+    """The same texts, and the rest up to the order of sums; ranks that hold the same samples agree to the last bit."""
+    norm = alone["row"]["actor/grad_norm"]
+    assert norm > 1e-4
+    groups = shared[::size]
+    assert [text for part in groups for text in part["texts"]] == alone["texts"]
+    log_prob = torch.cat([part["log_prob"] for part in groups])
+    torch.testing.assert_close(log_prob, alone["log_prob"], rtol=0, atol=1e-5, equal_nan=True)
+    for rank, part in enumerate(shared):
+        assert torch.equal(part["log_prob"].nan_to_num(), shared[rank // size * size]["log_prob"].nan_to_num())
+        assert torch.equal(part["reward"], alone["reward"])
+        # rollout and replay share tokens alike; packed passes have other shapes, with one rank as well
+        assert part["row"]["actor/first_ratio_error"] <= (2e-6 if packed else 0)
+        assert part["row"].keys() == alone["row"].keys()
+        for key, value in alone["row"].items():
+            assert part["row"][key] == pytest.approx(value, rel=1e-5, abs=1e-5), key
+        assert_same_weights(alone["weights"], part["weights"], 1e-3)
+
+
+def models(attention: str) -> dict[str, tuple[PreTrainedConfig, dict[str, Any]]]:
+    """Configurations with 4 heads, by what is special about them, and keys of the model."""
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+             "vocab_size": 60, "max_position_embeddings": 64, "head_dim": 8}  # fmt: skip
+    windows = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
+    if attention == "eager":
+        capped = Gemma2Config(**sizes, num_key_value_heads=1, attn_logit_softcapping=0.5, **windows)
+        return {"soft caps": (capped, {"attn_implementation": "eager"})}
+    learned = GPT2Config(n_embd=32, n_head=4, n_layer=2, vocab_size=60, n_positions=40, bos_token_id=0, eos_token_id=0)
+    windowed = Qwen2Config(**sizes, num_key_value_heads=2, use_sliding_window=True, max_window_layers=0, **windows)
+    return {
+        "heads of keys in halves": (Qwen3Config(**sizes, num_key_value_heads=2), {"gradient_checkpointing": True}),
+        "one head of keys": (Qwen3Config(**sizes, num_key_value_heads=1), {}),
+        "windows": (windowed, {}),
+        "learned positions": (learned, {}),
+    }
+
+
+def passes(model: CausalLM | ValueLM, packed: bool) -> tuple[list[Tensor], list[Tensor]]:
+    """Scores of three samples of which one has no response in the first half of its positions, and the gradient of an
+    uneven sum of them.
+    """
+    lengths, starts, generator = [20, 13, 5], [15, 2, 1], torch.Generator().manual_seed(0)
+    ids, at = torch.randint(3, 60, (3, 20), generator=generator), torch.arange(1, 20)
+    predicting = (at >= torch.tensor(starts)[:, None]) & (at < torch.tensor(lengths)[:, None])
+    given = (ids, predicting) if isinstance(model, ValueLM) else (ids, predicting, 0.7)
+    result = model(*given, lengths if packed else None)
+    scores = [result] if isinstance(result, Tensor) else list(result)
+    model.zero_grad()
+    sum((torch.linspace(0.5, 2, len(some)) * some).sum() for some in scores).backward()
+    return scores, [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
+
+
+def differences(attention: str) -> dict[str, float]:
+    """How far scores and gradients with shared positions are from those without, of each model and pass."""
+    world = mesh.start(ParallelConfig(ulysses_sequence_parallel_size=dist_size()))
+    found: dict[str, float] = {}
+    for name, (config, keys) in models(attention).items():
+        kind = LMModelConfig(path="any", dtype="float32", **keys)
+        for critic, packed in ((False, False), (False, True), (True, True)):
+            torch.manual_seed(0)
+            lm = AutoModelForCausalLM.from_config(config, attn_implementation=kind.attn_implementation).eval()
+            causal = causal_lm(lm, replace(kind, use_remove_padding=packed), chunk=3)
+            alone = ValueLM(causal) if critic else causal
+            if critic:
+                torch.nn.init.normal_(alone.value.weight, std=0.05)
+            expected, gradients = passes(alone, packed)
+            causal.share_positions(world, kind.attn_implementation)
+            alone.context = causal.context
+            scores, parts = passes(alone, packed)
+            for part in parts:
+                torch.distributed.all_reduce(part)
+            largest = 0.0  # as a part of the largest number, where that is above 1
+            for one, other in zip([*expected, *gradients], [*scores, *parts], strict=True):
+                largest = max(largest, float(((one - other).abs().max() / one.abs().max().clamp(min=1)).detach()))
+            found[f"{name}, {critic=}, {packed=}"] = largest
+    mesh.stop()
+    return found
+
+
+def dist_size() -> int:
+    return int(os.environ["WORLD_SIZE"])
+
+
+@pytest.mark.parametrize(
+    ("attention", "ranks"), [("sdpa", 2), ("eager", 2), pytest.param("sdpa", 4, marks=pytest.mark.full)]
+)
+def test_the_same_scores_and_gradient(attention: str, ranks: int) -> None:
+    """Padded and packed, of the policy and of a critic; also where a rank has none of the tokens that are scored."""
+    for found in run_ranks(differences, ranks, attention):
+        assert len(found) >= 3
+        assert max(found.values()) < 1e-5, found
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (Qwen3Config(num_attention_heads=3, num_key_value_heads=3), "does not divide the model's 3 attention heads"),
+        (Qwen3Config(layer_types=["linear_attention"], num_hidden_layers=1),
+         "needs layers of attention, and qwen3 has others (linear_attention); set it to 1"),
+        (Qwen3Config(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}),
+         "does not work with the positions of qwen3 (rope_type dynamic), whose angles depend on the longest of a pass; "
+         "set it to 1"),
+    ],
+    ids=["heads", "layers", "positions"],
+)  # fmt: skip
+def test_what_a_model_cannot_share(config: PreTrainedConfig, message: str) -> None:
+    config.vocab_size, config.num_hidden_layers = 8, 1
+    with torch.device("meta"):
+        lm = Qwen3ForCausalLM._from_config(config)
+    group: Any = None  # nothing is sent
+    with refused(f"{KEY}: 2 {message}", ValueError):
+        packing.spread(lm, ContextGroup(group, 2, 0), "sdpa")
+
+
+def one_step_with_exchanges(cfg: LMRLConfig) -> dict[str, Any]:
+    """With the number of times that ranks exchanged samples."""
+    with patch.object(update, "exchanged", wraps=update.exchanged) as exchanged:
+        return one_step(cfg) | {"exchanges": exchanged.call_count}
+
+
+@pytest.mark.quick("lora")
+@pytest.mark.parametrize(
+    ("ranks", "size", "heads", "keys"),
+    [
+        (2, 2, (4, 2), ("model.lora_rank=4", "parallel.fsdp_size=1")),
+        (4, 2, (4, 1), ("parallel.fsdp_size=2", "model.gradient_checkpointing=true", PACKED, *BUDGET)),
+        pytest.param(4, 4, (4, 2), ("parallel.fsdp_size=4",), marks=pytest.mark.long),
+    ],
+    ids=["lora", "full-2x2", "full-4"],
+)
+def test_the_same_step(
+    ranks: int, size: int, heads: tuple[int, int], keys: tuple[str, ...], lm_folder: Path, tmp_path: Path
+) -> None:
+    """With fewer heads of keys than ranks share them, and as many; where passes have a budget, groups exchange samples."""
+    model = with_heads(tmp_path / "model", lm_folder, *heads)
+    plain = [key.replace("=60", "=120") for key in keys if "fsdp" not in key]
+    alone = run_ranks(one_step, ranks // size, tiny_lm_config(model, tmp_path / "alone", KL, *plain))
+    first = alone[0] | {"texts": [text for part in alone for text in part["texts"]]}
+    first["log_prob"] = torch.cat([part["log_prob"] for part in alone])
+    cfg = tiny_lm_config(model, tmp_path / "shared", KL, *keys, f"{KEY}={size}")
+    shared = run_ranks(one_step_with_exchanges, ranks, cfg)
+    assert_same(first, shared, size, packed=PACKED in keys)
+    assert all(part["exchanges"] == (ranks > size) for part in shared)
+
+
+def long_job(model: Path, folder: Path, *keys: str) -> LMRLConfig:
+    """PPO with samples that are drawn again, and three prompts to validate, which two ranks cannot share evenly."""
+    folder.mkdir(parents=True)
+    (folder / "counted.py").write_text(COUNTED)
+    (folder / "held_out.jsonl").write_text(
+        '{"prompt": "Ann has 9 books."}\n{"prompt": "Tim has 2."}\n{"prompt": "Hi"}\n'
+    )
+    fixed = [
+        "algorithm.name=ppo", "critic.optim.lr=1e-3", "rollout.n=6", "rollout.micro_batch_size_per_gpu=3", "optim.eps=1e-3",
+        "rollout.max_draws_per_prompt=2", "trainer.total_training_steps=4", "trainer.save_freq=2",
+        "trainer.test_freq=2", "trainer.log_val_generations=3", f"data.val_files=[{folder / 'held_out.jsonl'}]",
+    ]  # fmt: skip
+    cfg = tiny_lm_config(model, folder, *fixed, *keys)
+    cfg.reward.functions[0].path = f"{folder / 'counted.py'}:counted"
+    return cfg
+
+
+@pytest.mark.long
+def test_a_run_resumes_with_and_without(lm_folder: Path, tmp_path: Path) -> None:
+    model = with_heads(tmp_path / "model", lm_folder, 4, 2)
+    plain = long_job(model, tmp_path / "plain", "trainer.balance_batch=false")
+    alone = run_ranks(fit, 1, plain)[0]
+    shared = long_job(model, tmp_path / "shared", f"{KEY}=2", "parallel.fsdp_size=2")
+    weights = run_ranks(fit, 2, shared)
+    for name, value in alone.items():
+        torch.testing.assert_close(weights[0][name], value, rtol=0, atol=2e-5)
+        assert torch.equal(weights[0][name], weights[1][name])
+
+    def assert_same_rows(name: str) -> None:
+        for one, other in zip(rows(tmp_path / name / "out"), rows(tmp_path / "plain" / "out"), strict=True):
+            assert one.keys() == other.keys()
+            for key, value in other.items():
+                assert one[key] == pytest.approx(value, rel=1e-4, abs=1e-5), key
+
+    assert_same_rows("shared")
+    # each sample is scored once, and either rank has its half
+    counts = {}
+    for name in ("plain", "shared"):
+        calls = [tuple(map(int, line.split())) for line in (tmp_path / name / "calls").read_text().splitlines()]
+        counts[name] = [sum(count for rank, count in calls if rank == r) for r in range(2)]
+    assert sum(counts["shared"]) == sum(counts["plain"])
+    assert abs(counts["shared"][0] - counts["shared"][1]) <= 8
+    # from the second step on: the same again to the last bit, and on ranks of their own
+    wanted = rows(tmp_path / "shared" / "out")
+    stop_after(tmp_path / "shared", 2)
+    again = run_ranks(fit, 2, shared)[0]
+    assert rows(tmp_path / "shared" / "out") == wanted
+    assert all(torch.equal(again[name], value) for name, value in weights[0].items())
+    stop_after(tmp_path / "shared", 2)
+    run_ranks(fit, 2, long_job(model, tmp_path / "apart", f"trainer.output_dir={tmp_path / 'shared' / 'out'}"))
+    assert_same_rows("shared")
+
+
+def test_the_plan_divides_activations(lm_folder: Path, tmp_path: Path) -> None:
+    model = with_heads(tmp_path / "model", lm_folder, 4, 2)
+    long = ("data.max_response_length=448", "actor.log_prob_chunk_size=16", "model.use_remove_padding=true")
+
+    def plan(*keys: str) -> Planned:
+        return planned(tiny_lm_config(model, tmp_path, *long, *keys), Cluster(1, 4))
+
+    alone, shared = plan(), plan(f"{KEY}=2", "data.train_batch_size=2", "actor.ppo_mini_batch_size=1")
+    whole, half = (p.ledger.phases["update"] for p in (alone, shared))
+    assert 0.45 < (half.peak - half.before - half.gathered) / (whole.peak - whole.before - whole.gathered) < 0.62
+    assert shared.plan is not None and shared.plan.per_rank == 4
+    assert shared.flops == pytest.approx(alone.flops / 2, rel=1e-3)
+    assert "context groups  0-1 | 2-3: each has samples of its own" in describe(shared, Gpu())
