@@ -45,6 +45,7 @@ LORA, FULL = "model.lora_rank=16", "model.lora_rank=0"
 CHECKPOINTING, BF16 = "model.gradient_checkpointing=true", "model.dtype=bfloat16"
 SOME_BLOCKS = [CHECKPOINTING, "model.gradient_checkpointing_blocks=2"]
 SHARDED = "parallel.fsdp_size=2"
+NF4 = "model.quantization=nf4"
 ONE_PASS = ["actor.ppo_micro_batch_size_per_gpu=4", "rollout.micro_batch_size_per_gpu=4"]
 
 needs_glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the heap is asked for by glibc's mallinfo2")
@@ -297,6 +298,8 @@ def compare(plan: Planned, memory: Memory, took: dict[str, int]) -> None:
             [LORA, BF16, SHARDED, "parallel.lora_sharding=replicate", "parallel.rollout_unsharded=false"],
             id="sharded base, replicated LoRA",
         ),
+        pytest.param(1, [LORA, BF16, CHECKPOINTING, NF4], id="a base in 4 bits", marks=pytest.mark.long),
+        pytest.param(2, [LORA, BF16, SHARDED, NF4], id="sharded, a base in 4 bits", marks=pytest.mark.long),
     ],
 )
 def test_memory(ranks: int, overrides: list[str], medium_folder: Path, tmp_path: Path) -> None:

@@ -95,6 +95,16 @@ def test_parts_are_filled_up() -> None:
     assert (sharded.copies(), sharded.message()) == (0, 0)
 
 
+def test_weights_in_4_bits_travel_as_they_are_kept() -> None:
+    """Of a base [6, 128] in NF4: 72 bytes of a row, a scale for each 64 weights; a LoRA is gathered in bfloat16."""
+    base = Weight("0.base", (6, 72), torch.uint8, False, 4, 0)
+    lora = Weight("0.lora_A", (3, 128), torch.float32, True, 4, 0)
+    sharded = Layout([base, lora], Cluster(1, 4), 4, torch.bfloat16)
+    assert (base.count, lora.count) == (6 * 128, 3 * 128)
+    assert sharded.kept([base]) == 2 * 72
+    assert sharded.units() == [4 * (2 * 72 + 128 * 2), 0]
+
+
 def test_attention_keeps_no_weights() -> None:
     """Inputs, output and a number a row; torch's plain attention would keep two [4, 1024, 1024]."""
     q, k, v = (torch.zeros(1, 4, 1024, 16, device=META, requires_grad=True) for _ in range(3))

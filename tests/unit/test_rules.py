@@ -260,6 +260,17 @@ LOADED: list[tuple[type, tuple[str, ...], str]] = [
         ("model.freeze_vision_tower=false", "model.lora_rank=4"),
         "model.freeze_vision_tower: false is for training all weights",
     ),
+    (FlowRLConfig, ("model.quantization=nf4",), "model.quantization: nf4 is of the frozen weights under a LoRA"),
+    (
+        FlowRLConfig,
+        ("model.quantization=nf4", "model.lora_rank=4", "rollout.engine=vllm_omni"),
+        "model.quantization: nf4 samples in the trained modules, and vllm_omni has whole weights",
+    ),
+    (
+        LMRLConfig,
+        ("model.quantization=nf4", "model.lora_rank=4", "model.lora_init=pissa"),
+        "model.lora_init: pissa moves a part of the base into the LoRA",
+    ),
     (LMRLConfig, ("model.compile=true", "model.use_remove_padding=true"), "model.compile: true would compile anew"),
     (SampleConfig, ("prompts=[a]", "prompt_file=x"), "prompts and prompt_file are both set"),
     (SampleConfig, (), "neither prompts nor prompt_file is set"),

@@ -153,4 +153,4 @@ class JointConfig:
 
 def frozen(config: Any) -> Any:
     """A section `model` of a policy that is not trained: without the LoRA that it would get."""
-    return replace(config, lora_rank=0)
+    return replace(config, lora_rank=0, quantization=None)

@@ -40,6 +40,12 @@ class ModelConfig:
         path=True,
     )
     lora_dtype: str = arg("float32", "dtype in which LoRA weights are kept and optimized", choices=DTYPES)
+    quantization: Optional[str] = arg(
+        None,
+        "bits of the frozen weights under a LoRA: nf4 keeps those of the linear layers in the model's blocks in 4 bits, "
+        "from which sampling and training compute alike; null: as model.dtype",
+        choices=("nf4",),
+    )
     gradient_checkpointing: bool = arg(False, "recompute activations block by block in the backward pass")
     gradient_checkpointing_blocks: Optional[int] = arg(
         None, "with gradient_checkpointing, how many of the first blocks are recomputed; null: all", ge=1

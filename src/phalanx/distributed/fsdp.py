@@ -161,7 +161,9 @@ class Sharded:
 
     def _dtype(self, p: Tensor) -> torch.dtype:
         """The dtype in which a parameter is stored."""
-        return p.dtype if self._kept is None or p.dtype.itemsize >= self._kept.itemsize else self._kept
+        if self._kept is None or p.dtype.itemsize >= self._kept.itemsize or not p.is_floating_point():
+            return p.dtype
+        return self._kept
 
     def _own(self, name: str, p: nn.Parameter, dtype: torch.dtype) -> Tensor:
         """The optimizer's tensor of a replicated parameter: a copy where that is not in `dtype`."""

@@ -17,9 +17,8 @@ import torch
 from peft.tuners.lora.layer import Linear
 from torch import Tensor, nn
 
-from phalanx.models.linear import OneDnnLinear, UnfusedLinear, product
+from phalanx.models.linear import PLAIN, Nf4Linear, OneDnnLinear, dense, product
 
-PLAIN = (nn.Linear, OneDnnLinear, UnfusedLinear)
 # Merging is worth it where the rows' products with the LoRA's two matrices take this much more than that of the two.
 CLEARLY = 4
 
@@ -41,10 +40,11 @@ class FusedLinear(Linear):
             return super().forward(x, *args, **kwargs)
         [name] = self.active_adapters
         base, down, up = self.base_layer, self.lora_A[name].weight, self.lora_B[name].weight
-        fused = _MergedLinear if _merges(x, base.weight) else _LoraLinear
-        out: Tensor = fused.apply(
-            x, base.weight, base.bias, down, up, self.scaling[name], isinstance(base, OneDnnLinear)
-        )
+        fused = _MergedLinear if _merges(x, base.out_features, base.in_features) else _LoraLinear
+        table, onednn = None, isinstance(base, OneDnnLinear)
+        if isinstance(base, Nf4Linear):
+            table, onednn = base.table, base.onednn
+        out: Tensor = fused.apply(x, base.weight, table, base.bias, down, up, self.scaling[name], onednn)
         return out
 
     def _is_plain(self, x: Tensor) -> bool:
@@ -53,42 +53,51 @@ class FusedLinear(Linear):
         if len(names) != 1 or names[0] not in self.lora_A or self.lora_variant or self.fan_in_fan_out:
             return False
         base, name = self.base_layer, names[0]
-        if type(base) not in PLAIN or base.weight.requires_grad or self.lora_bias[name]:
+        if type(base) not in (*PLAIN, Nf4Linear) or base.weight.requires_grad or self.lora_bias[name]:
             return False
         if not isinstance(self.lora_dropout[name], nn.Identity):
             return False
-        return bool(x.dtype == base.weight.dtype == self.lora_A[name].weight.dtype == self.lora_B[name].weight.dtype)
+        dtype = x.dtype if isinstance(base, Nf4Linear) else base.weight.dtype
+        return bool(x.dtype == dtype == self.lora_A[name].weight.dtype == self.lora_B[name].weight.dtype)
 
 
-def _merges(x: Tensor, weight: Tensor) -> bool:
+def _merges(x: Tensor, wide: int, narrow: int) -> bool:
     """Whether the weight takes the LoRA without loss, and `x` has rows enough for that to be the cheaper way."""
     if x.dtype != torch.float32:
         return False
     if torch.compiler.is_compiling():
         return True  # one graph for any number of rows
-    wide, narrow = weight.shape
     return x.numel() // narrow * (wide + narrow) >= CLEARLY * wide * narrow
 
 
 class _MergedLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, scale: float, onednn: bool
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        table: Tensor | None,
+        bias: Tensor | None,
+        down: Tensor,
+        up: Tensor,
+        scale: float,
+        onednn: bool,
     ) -> Tensor:
         # the sum is made again in the backward pass: kept, it would be a second copy of the model
-        ctx.save_for_backward(x, weight, down, up)
+        ctx.save_for_backward(x, weight, table, down, up)
         ctx.scale, ctx.onednn = scale, onednn
-        return product(x, torch.addmm(weight, up, down, alpha=scale), bias, onednn=onednn)
+        return product(x, torch.addmm(dense(weight, table, x.dtype), up, down, alpha=scale), bias, onednn=onednn)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, down, up = ctx.saved_tensors
+        x, weight, table, down, up = ctx.saved_tensors
         scale, onednn = ctx.scale, ctx.onednn
         of_x, grad, rows = None, _rows(grad), _rows(x)
         if ctx.needs_input_grad[0]:
-            merged = torch.addmm(weight, up, down, alpha=scale)
+            merged = torch.addmm(dense(weight, table, x.dtype), up, down, alpha=scale)
             of_x = product(grad, merged.t(), None, onednn=onednn).view_as(x)
-        if weight.numel() <= 2 * len(down) * sum(weight.shape):  # by the fewer operations
+        wide, narrow = len(up), down.shape[1]
+        if wide * narrow <= 2 * len(down) * (wide + narrow):  # by the fewer operations
             of_sum = product(grad.t(), rows.t(), None, onednn=onednn)
             of_down, of_up = up.t() @ of_sum, of_sum @ down.t()
         else:
@@ -96,18 +105,26 @@ class _MergedLinear(torch.autograd.Function):
             hidden = product(rows, down, None, onednn=onednn)
             of_down = product(of_hidden.t(), rows.t(), None, onednn=onednn)
             of_up = product(grad.t(), hidden.t(), None, onednn=onednn)
-        return of_x, None, None, of_down.mul_(scale), of_up.mul_(scale), None, None
+        return of_x, None, None, None, of_down.mul_(scale), of_up.mul_(scale), None, None
 
 
 class _LoraLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, scale: float, onednn: bool
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        table: Tensor | None,
+        bias: Tensor | None,
+        down: Tensor,
+        up: Tensor,
+        scale: float,
+        onednn: bool,
     ) -> Tensor:
         # in the shape that it has: torch rounds some shapes otherwise, and the base by itself is the reference
-        out = product(x, weight, bias, onednn=onednn)
+        out = product(x, dense(weight, table, x.dtype), bias, onednn=onednn)
         hidden = product(_rows(x), down, None, onednn=onednn)
-        ctx.save_for_backward(x, weight, down, up, hidden)
+        ctx.save_for_backward(x, weight, table, down, up, hidden)
         ctx.scale, ctx.onednn = scale, onednn
         # in place: cuBLAS would copy the base's output first
         out.view(-1, out.shape[-1]).addmm_(hidden, up.t(), alpha=scale)
@@ -115,19 +132,20 @@ class _LoraLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, down, up, hidden = ctx.saved_tensors
-        needs_x, _, _, needs_down, needs_up, *_ = ctx.needs_input_grad
+        x, weight, table, down, up, hidden = ctx.saved_tensors
+        needs_x, _, _, _, needs_down, needs_up, *_ = ctx.needs_input_grad
         onednn, grad = ctx.onednn, _rows(grad)
         of_x = of_down = of_up = None
         # scaled where there are `rank` columns, not where there are as many as the output has
         of_hidden = product(grad, up.t(), None, onednn=onednn).mul_(ctx.scale)
         if needs_x:
-            of_x = product(grad, weight.t(), None, onednn=onednn).addmm_(of_hidden, down).view_as(x)
+            whole = dense(weight, table, x.dtype)
+            of_x = product(grad, whole.t(), None, onednn=onednn).addmm_(of_hidden, down).view_as(x)
         if needs_down:
             of_down = product(of_hidden.t(), _rows(x).t(), None, onednn=onednn)
         if needs_up:
             of_up = product(grad.t(), hidden.t(), None, onednn=onednn).mul_(ctx.scale)
-        return of_x, None, None, of_down, of_up, None, None
+        return of_x, None, None, None, of_down, of_up, None, None
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -1,13 +1,20 @@
-"""Linear layers on CPUs: by the faster library, and without a separate pass for the bias where they are compiled.
+"""Linear layers: on CPUs by the faster library, and without a separate pass for the bias where they are compiled; with a
+frozen weight in 4 bits.
 
 torch hands float32 matrix products to MKL, which on processors that are not Intel's keeps to AVX2
 even where they have AVX-512. oneDNN, which torch brings as well and uses for convolutions and
 bfloat16, does not: on one core of an AMD EPYC with AVX-512 it does 240 GFLOP/s instead of 105
 (docs/performance.md).
+
+NF4 is QLoRA's format: each 64 weights of a row share a float32 scale, their largest magnitude, and each is the nearest
+of 16 multiples of it, with the values of bitsandbytes without double quantization. A row holds its own scales, so that
+FSDP may cut between any two rows, and a weight is the same bytes on every layout.
 """
 
+import logging
 import math
 import re
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,6 +27,18 @@ from torch.utils.flop_counter import register_flop_formula
 # The choice: rounding differs in the last bits, so that it depends on no clock and is one for all ranks of a job.
 TORCH, ONEDNN = "torch", "onednn"
 MIN_ROWS = 64  # fewer are MKL's: oneDNN takes about 10 us to find its kernel
+
+log = logging.getLogger(__name__)
+
+# Quantiles of a normal distribution, with 0 and both ends: the values of NF4 in bitsandbytes and torchao.
+NF4 = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
+    -0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0,
+    0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+NF4_BLOCK = 64  # weights that share a scale
+NF4_BYTES = NF4_BLOCK // 2 + 4  # of a block: two codes per byte, and the scale
 
 
 def preferred(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
@@ -48,6 +67,71 @@ def unfuse_biases(module: nn.Module) -> None:
     _make(UnfusedLinear, module)
 
 
+def quantize_layers(blocks: Iterable[nn.Module], device: torch.device, *, stays: bool) -> None:
+    """Keep the frozen weights of all linear layers in `blocks` in NF4, in place. They are quantized on `device`, and stay
+    there or return to where they were. Raises ValueError where that fits no layer.
+    """
+    quantized = total = 0
+    left_out: dict[int, list[str]] = {}
+    for block in blocks:
+        total += sum(p.numel() for p in block.parameters() if not p.requires_grad)
+        for name, part in block.named_modules():
+            if type(part) not in PLAIN or part.weight.requires_grad:
+                continue
+            if part.in_features % NF4_BLOCK:
+                left_out.setdefault(part.in_features, []).append(name.removesuffix(".base_layer"))
+                continue
+            quantized += part.weight.numel()
+            place = device if stays else part.weight.device
+            packed = quantize(part.weight.detach().to(device)).to(place)
+            part.onednn = type(part) is OneDnnLinear
+            # not a new module in its place: hooks and names in checkpoints stay
+            part.__class__ = Nf4Linear
+            part.weight = nn.Parameter(packed, requires_grad=False)
+            part.register_buffer("table", _pairs(place), persistent=False)
+    widths = ", ".join(f"{names[0]} has {width}" for width, names in left_out.items())
+    if not quantized:
+        fault = f"the inputs of none are a multiple of {NF4_BLOCK} ({widths})" if left_out else "they have none"
+        raise ValueError(f"model.quantization: nf4 is for the linear layers of the model's blocks, and {fault}")
+    log.info("nf4: %.2f M of the %.2f M frozen weights in the blocks are in 4 bits", quantized / 1e6, total / 1e6)
+    if left_out:
+        count = sum(map(len, left_out.values()))
+        log.warning("nf4: %d layers stay as they are, whose inputs are no multiple of %d: %s", count, NF4_BLOCK, widths)
+
+
+def quantize(weight: Tensor) -> Tensor:
+    """[out, in] -> uint8 [out, in / 64 * 36]: of each row the codes, the first of two in the upper bits, and then the
+    float32 scales.
+    """
+    blocks = weight.float().unflatten(1, (-1, NF4_BLOCK))
+    scales = blocks.abs().amax(-1)
+    values = torch.tensor(NF4, device=weight.device)
+    units = blocks / torch.where(scales == 0, 1, scales)[..., None]
+    codes = torch.bucketize(units, (values[1:] + values[:-1]) / 2, out_int32=True).to(torch.uint8).flatten(1)
+    return torch.cat([codes[:, ::2] << 4 | codes[:, 1::2], scales.view(torch.uint8)], 1)
+
+
+def count_weights(parameters: Iterable[Tensor]) -> int:
+    """The number of weights in parameters, of which some may be as `quantize` gives them."""
+    return sum(p.numel() // NF4_BYTES * NF4_BLOCK if p.dtype is torch.uint8 else p.numel() for p in parameters)
+
+
+def dense(weight: Tensor, table: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """[out, in]: a layer's weight, in `dtype` and by its `table` where it is in NF4."""
+    if table is None:
+        return weight
+    width = weight.shape[1] // NF4_BYTES * NF4_BLOCK // 2
+    scales = weight[:, width:].contiguous().view(torch.float32)
+    values = F.embedding(weight[:, :width].int(), table).view(*scales.shape, NF4_BLOCK)
+    return values.mul_(scales[..., None]).flatten(1).to(dtype)
+
+
+def _pairs(device: torch.device) -> Tensor:
+    """[256, 2]: the two values of each byte of codes."""
+    values = torch.tensor(NF4, device=device)
+    return torch.stack([values.repeat_interleave(16), values.repeat(16)], 1)
+
+
 def _make(kind: type[nn.Linear], module: nn.Module) -> None:
     for part in module.modules():
         if type(part) is nn.Linear:
@@ -74,6 +158,36 @@ class OneDnnLinear(nn.Linear):
             return _product(input, self.weight, self.bias)
         # the operation has no derivative in torch
         return _Linear.apply(input, self.weight, self.bias)
+
+
+class Nf4Linear(nn.Linear):
+    """nn.Linear with a frozen weight as `quantize` gives it, and the `table` of its codes.
+
+    The weight in the input's dtype is there while it is multiplied, in both passes, and never kept.
+    """
+
+    table: Tensor
+    onednn: bool
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[..., in] -> [..., out]."""
+        return _Nf4Linear.apply(input, self.weight, self.table, self.bias, self.onednn)
+
+
+PLAIN = (nn.Linear, OneDnnLinear, UnfusedLinear)
+
+
+class _Nf4Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: Tensor, table: Tensor, bias: Tensor | None, onednn: bool) -> Tensor:
+        ctx.save_for_backward(weight, table)
+        ctx.onednn = onednn
+        return product(input, dense(weight, table, input.dtype), bias, onednn=onednn)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        weight, table = ctx.saved_tensors
+        return product(grad, dense(weight, table, grad.dtype).t(), None, onednn=ctx.onednn), None, None, None, None
 
 
 def product(input: Tensor, weight: Tensor, bias: Tensor | None, *, onednn: bool) -> Tensor:

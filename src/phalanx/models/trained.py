@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from phalanx.config.run import ModelConfig, ParallelConfig
 from phalanx.distributed.fsdp import Sharded, as_part_of, local
 from phalanx.distributed.mesh import World
-from phalanx.models.linear import ONEDNN, preferred, unfuse_biases, use_onednn
+from phalanx.models.linear import ONEDNN, preferred, quantize_layers, unfuse_biases, use_onednn
 from phalanx.models.lora import add_lora, lora_off, merged_weights
 from phalanx.models.one_graph import OneGraph
 
@@ -79,6 +79,9 @@ class TrainedModel:
         if config.compile:
             unfuse_biases(module)
             self._one_graph = OneGraph(blocks)
+        if config.quantization is not None:
+            # a copy on the device is of whole weights only until FSDP has cut them
+            quantize_layers(blocks, world.device, stays=world.shard_size == 1)
         units = [*beside.blocks, *blocks]
         self.sharded = Sharded(module, units, world, parallel, dtype, experts, kept, whole)
         self.parameters = self.sharded.parameters

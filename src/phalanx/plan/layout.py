@@ -20,6 +20,7 @@ from phalanx.config.run import ParallelConfig
 from phalanx.distributed import mesh
 from phalanx.distributed.launch import Launch
 from phalanx.distributed.roles import Roles
+from phalanx.models.linear import NF4_BLOCK, NF4_BYTES
 from phalanx.models.trained import TrainedModel
 from phalanx.plan.ledger import Ledger
 
@@ -101,6 +102,16 @@ class Weight:
         return math.prod(self.shape)
 
     @property
+    def quantized(self) -> bool:
+        """Whether it is the bytes of a weight in NF4."""
+        return self.kept is torch.uint8
+
+    @property
+    def count(self) -> int:
+        """The number of weights."""
+        return self.numel // NF4_BYTES * NF4_BLOCK if self.quantized else self.numel
+
+    @property
     def part(self) -> int:
         """Elements on a rank: FSDP cuts the first dim and fills up the last part."""
         return -(-self.shape[0] // self.width) * math.prod(self.shape[1:]) if self.sharded else self.numel
@@ -163,7 +174,8 @@ class Layout:
         totals = [0] * (max(w.unit for w in self.weights) + 2)
         for w in self.weights:
             if w.travels:
-                totals[w.unit] += w.gathered * self.dtype.itemsize  # -1 is the last
+                sent = w.kept if w.quantized else self.dtype
+                totals[w.unit] += w.gathered * sent.itemsize  # -1 is the last
         return totals
 
     def experts(self) -> int:

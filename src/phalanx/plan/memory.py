@@ -212,10 +212,12 @@ def _weights(policy: AnyPlannedPolicy) -> Loading:
     """The weights of the trained model in its files; a LoRA is new, and in none."""
     lora = sum(w.numel * w.kept.itemsize for w in policy.layout.weights if w.lora)
     base = [w for w in policy.layout.weights if not w.lora]
-    kept = base[0].kept
+    kept = next(w.kept for w in base if not w.quantized)
     # where all weights are trained, each rank casts its part of the files' tensors
     read = dtype_to_read(policy.files, kept) if policy.config.lora_rank == 0 else kept
-    size = sum(w.numel * w.kept.itemsize for w in base) * read.itemsize // kept.itemsize
+    # they are quantized once they are there
+    stored = sum(w.count * (kept if w.quantized else w.kept).itemsize for w in base)
+    size = stored * read.itemsize // kept.itemsize
     return loading(policy.files, size, read) + Loading(copied=lora)
 
 

@@ -197,7 +197,7 @@ def _of_a_rank(p: Planned, memory: Memory, ranks: int, gpu: Gpu) -> Iterator[lis
 
 def _numbers(weights: Iterable[Weight]) -> str:
     """Billions of elements of all of these."""
-    return f"{sum(w.numel for w in weights) / 1e9:.3g}"
+    return f"{sum(w.count for w in weights) / 1e9:.3g}"
 
 
 def _held(memory: Memory) -> Iterator[str]:

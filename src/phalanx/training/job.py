@@ -21,6 +21,7 @@ from phalanx.distributed import mesh
 from phalanx.distributed.collectives import agree
 from phalanx.distributed.mesh import World
 from phalanx.exit import Stopped
+from phalanx.models.linear import count_weights
 from phalanx.telemetry.metrics import METRICS_FILE, RunLogger, Timers, read_metrics
 from phalanx.telemetry.report import write_report
 from phalanx.training import folder_lock
@@ -119,7 +120,7 @@ class Job:
         w, models = self.world, []
         for state in self.policies.values():
             trained = sum(p.numel() for p in state.model.parameters.values())
-            total = sum(p.numel() for p in state.model.module.parameters())
+            total = count_weights(state.model.module.parameters())
             kind = type(state.model.module).__name__
             models.append(f"{kind}: {trained / 1e6:.2f} M of {total / 1e6:.2f} M weights are trained")
         shared = f", each sample on {w.context_size}" if w.context_size > 1 else ""

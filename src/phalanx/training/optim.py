@@ -257,4 +257,6 @@ class TrainState:
         }
         if self.model.config.cpu_linear is not None:
             signature["cpu_linear"] = self.model.config.cpu_linear
+        if self.model.config.quantization is not None or self.model.lora:
+            signature["quantization"] = self.model.config.quantization or "none"
         return signature

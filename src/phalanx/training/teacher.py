@@ -33,7 +33,8 @@ def check_kind(teacher: Teacher, kind: str, expected: str) -> None:
 
 def teacher_model(config: FlowModelConfig, path: str, revision: str | None = None) -> FlowModelConfig:
     """The configuration to load a teacher with: whole weights, of which none are trained."""
-    return replace(config, path=path, revision=revision, lora_rank=0, lora_path=None, gradient_checkpointing=False)
+    frozen = replace(config, path=path, revision=revision, lora_rank=0, lora_path=None)
+    return replace(frozen, quantization=None, gradient_checkpointing=False)
 
 
 def teacher_rollout(config: FlowRolloutConfig, teacher: Teacher, model: FlowModel) -> FlowRolloutConfig:

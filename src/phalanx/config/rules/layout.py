@@ -61,6 +61,18 @@ RULES = (
     Rule("model.freeze_vision_tower model.lora_rank", LM_RL, "A LoRA leaves the vision tower as it is.",
          lambda c: c.model.lora_rank > 0 and not c.model.freeze_vision_tower,
          "model.freeze_vision_tower: false is for training all weights: a LoRA is in the language model; leave it out"),
+    Rule("model.quantization model.lora_rank", RUN, "Only frozen weights are quantized.",
+         lambda c: c.model.quantization and c.model.lora_rank == 0,
+         "model.quantization: {c.model.quantization} is of the frozen weights under a LoRA; set model.lora_rank, such "
+         "as 32, or leave it out"),
+    Rule("model.quantization rollout.engine", RL, "A quantized model samples in the trained modules.",
+         lambda c: c.model.quantization and c.rollout.facts.weights == "copy",
+         "model.quantization: {c.model.quantization} samples in the trained modules, and {c.rollout.engine} has whole "
+         "weights of its own; set rollout.engine=policy or leave it out"),
+    Rule("model.quantization model.lora_init", RUN, "PiSSA changes the weights that quantization would round.",
+         lambda c: c.model.quantization and c.model.lora_init == "pissa",
+         "model.lora_init: pissa moves a part of the base into the LoRA, which model.quantization would round; set it "
+         "to gaussian"),
     Rule("model.compile model.use_remove_padding model.attn_implementation", LM_RL,
          "Compiled blocks with packed samples need flash attention.",
          lambda c: c.model.use_remove_padding and c.model.compile and c.model.attn_implementation == "sdpa",

@@ -79,6 +79,7 @@ def build_critic(config: CriticModelConfig, parallel: ParallelConfig, policy: LM
         dtype=base.dtype if config.dtype is None else config.dtype,
         lora_rank=0,
         lora_path=None,
+        quantization=None,
         gradient_checkpointing=base.gradient_checkpointing if checkpointing is None else checkpointing,
         gradient_checkpointing_blocks=None,
     )

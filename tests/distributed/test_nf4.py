@@ -1,0 +1,99 @@
+"""A base in 4 bits (`model.quantization`): its replay is its rollout, on every layout, and runs resume and export."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.distributed.checkpoint import FileSystemReader
+
+from phalanx.config import load
+from phalanx.config.tasks import ExportConfig
+from phalanx.jobs.export import Export
+from tests import jobs, lm
+from tests.jobs import assert_same_weights, rows
+from tests.lm import fit, tiny_lm_config
+from tests.ranks import run_ranks
+
+NF4 = ("model.lora_rank=4", "model.quantization=nf4")
+SHARDED = "parallel.fsdp_size=2"
+KINDS = {
+    "flow": ("sd3_folder", jobs.tiny_config, jobs.one_step, ("rollout.micro_batch_size_per_gpu=4",)),
+    "text": ("lm_folder", tiny_lm_config, lm.one_step, ()),
+    "blocks": ("blocks_folder", tiny_lm_config, lm.one_step, ("model.block_size=4",)),
+}
+
+
+def log_probs(parts: list[dict[str, Any]]) -> torch.Tensor:
+    return torch.cat([part["log_prob"] for part in parts])
+
+
+@pytest.mark.seldom("flow-float32", "text-bfloat16", "blocks-float32", "blocks-bfloat16")
+@pytest.mark.quick("text-float32")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_a_step_is_exact_on_every_layout(kind: str, dtype: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    """Sampled and replayed to the same bits, with a KL to the base, and alike on one rank and on two that share it."""
+    name, config, one_step, keys = KINDS[kind]
+    folder = request.getfixturevalue(name)
+
+    def step(ranks: int, *more: str) -> list[dict[str, Any]]:
+        place = tmp_path / "_".join((str(ranks), *more)).replace("/", "")
+        cfg = config(folder, place, *keys, *more, f"model.dtype={dtype}", "algorithm.kl_loss_coef=0.04")
+        return run_ranks(one_step, ranks, cfg)
+
+    (alone,) = step(1, *NF4)
+    row = alone["row"]
+    assert row["actor/first_ratio_error"] == 0 and row["actor/grad_norm"] > 1e-4 and row["actor/kl_ref"] > 0
+    for more in ((), ("parallel.param_offload=true", "model.gradient_checkpointing=true")):
+        parts = step(2, *NF4, SHARDED, *more)
+        assert torch.equal(log_probs(parts), alone["log_prob"])
+        assert parts[0]["row"]["actor/first_ratio_error"] == 0
+        assert parts[0]["row"]["actor/grad_norm"] == pytest.approx(row["actor/grad_norm"], rel=1e-5)
+        assert_same_weights(alone["weights"], parts[0]["weights"], 1e-3)
+
+
+def test_a_run_is_resumed_and_exported(lm_folder: Path, tmp_path: Path) -> None:
+    """To the last bit, also on another layout; a checkpoint and an export hold the LoRA and nothing of the base."""
+
+    def job(folder: str, steps: int, *more: str) -> Any:
+        keys = (*NF4, "trainer.save_freq=1", "actor.ema.decay=0.9", f"trainer.total_training_steps={steps}")
+        return tiny_lm_config(lm_folder, tmp_path / folder, *keys, *more)
+
+    whole = run_ranks(fit, 2, job("whole", 2, SHARDED))[0]
+    run_ranks(fit, 2, job("parts", 1, SHARDED))
+    again = run_ranks(fit, 2, job("parts", 2, SHARDED))[0]
+    assert all(torch.equal(value, again[name]) for name, value in whole.items())
+    assert rows(tmp_path / "whole" / "out") == rows(tmp_path / "parts" / "out")
+    run_ranks(fit, 2, job("other", 1, SHARDED))
+    elsewhere = run_ranks(fit, 1, job("other", 2))[0]
+    assert_same_weights(whole, elsewhere, 1e-3)
+    with pytest.raises(Exception, match="holds quantization nf4, this run has none; give another trainer.output_dir"):
+        run_ranks(fit, 1, job("other", 3, "model.quantization=null"))
+
+    checkpoint = tmp_path / "whole" / "out" / "checkpoints" / "step_000002"
+    saved = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    assert whole and all("lora_" in name for name in saved)
+    cfg = load(ExportConfig, None, [f"checkpoint={checkpoint}", "weights=model", f"output_dir={tmp_path / 'lora'}"])
+    Export(cfg).run()
+    exported = load_file(tmp_path / "lora" / "adapter_model.safetensors")
+    assert len(exported) == len(whole)
+    for name, value in exported.items():
+        ours = name.removeprefix("base_model.model.").replace(".weight", ".default.weight")
+        assert torch.equal(value, whole[f"lm.{ours}"])
+
+
+def compiled_step(cfg: Any) -> dict[str, Any]:
+    torch.compile = partial(torch.compile, backend="eager")  # to make code of the graphs takes the compiler minutes
+    return lm.one_step(cfg)
+
+
+@pytest.mark.long
+def test_compiled_blocks_are_exact(lm_folder: Path, tmp_path: Path) -> None:
+    (plain,) = run_ranks(lm.one_step, 1, tiny_lm_config(lm_folder, tmp_path / "plain", *NF4))
+    cfg = tiny_lm_config(lm_folder, tmp_path / "compiled", *NF4, "model.compile=true")
+    (step,) = run_ranks(compiled_step, 1, cfg, timeout=200)
+    assert step["row"]["actor/first_ratio_error"] == 0
+    assert step["row"]["actor/grad_norm"] == pytest.approx(plain["row"]["actor/grad_norm"], rel=1e-4)
