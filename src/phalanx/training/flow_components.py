@@ -41,19 +41,28 @@ def check_plan(cfg: FlowRunConfig) -> None:
 
 
 def build_components(
-    cfg: FlowRunConfig, micro: int, rows: Sequence[PromptRow] = (), *, detach_uncond: bool = False, window: bool = True
+    cfg: FlowRunConfig,
+    micro: int,
+    rows: Sequence[PromptRow] = (),
+    *,
+    detach_uncond: bool = False,
+    window: bool = True,
+    last_steps: int = 0,
 ) -> FlowComponents:
-    """`micro` and `window` are the rollout's, and `rows` those sampled in training. Raises ValueError, with one line,
-    for what the user can fix.
+    """`micro` and `window` are the rollout's, `rows` those sampled in training, `last_steps` the algorithm's. Raises
+    ValueError, with one line, for what the user can fix.
     """
     world = start(cfg)
     val_sets = validation_sets(cfg.data.val_files, images=image_columns(cfg.model), prompt=cfg.data.prompt_key)
-    rewards = build_rewards(cfg, world, rows, val_sets)
+    rewards = build_rewards(cfg, world, rows, val_sets, gradients=last_steps > 0)
     policy = build_policy(cfg.model, cfg.parallel, cfg.data, world, seed=cfg.trainer.seed, detach_uncond=detach_uncond)
     fit = partial(fitting, model=policy.model, data=cfg.data, first=world.rank == 0)
     val_sets = fitting_sets(val_sets, fit)
     rollout, exact = None, cfg.rollout.facts.exact
     if world.samples:
         rollout = build_rollout(policy, cfg.rollout, world, micro, window=window)
-        exact = rollout.exact
+        exact, rollout.last_steps = rollout.exact, last_steps
+    vae = policy.model.vae
+    if last_steps and cfg.model.gradient_checkpointing and vae._supports_gradient_checkpointing:
+        vae.enable_gradient_checkpointing()
     return FlowComponents(world, rewards, policy, rollout, val_sets, exact=exact, noun=PolicyRollout.noun)
