@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from phalanx.config.flow import FlowRunConfig
+from phalanx.config.flow import FlowModelConfig, FlowRunConfig
 from phalanx.config.load import ConfigError
 from phalanx.config.registry import known_modules, resolve_registry
 from phalanx.data.prompts import PromptRow, validation_sets
@@ -61,8 +61,15 @@ def build_components(
     rollout, exact = None, cfg.rollout.facts.exact
     if world.samples:
         rollout = build_rollout(policy, cfg.rollout, world, micro, window=window)
-        exact, rollout.last_steps = rollout.exact, last_steps
-    vae = policy.model.vae
-    if last_steps and cfg.model.gradient_checkpointing and vae._supports_gradient_checkpointing:
-        vae.enable_gradient_checkpointing()
+        exact = rollout.exact
+        keep_last_steps(policy, rollout, last_steps, cfg.model)
     return FlowComponents(world, rewards, policy, rollout, val_sets, exact=exact, noun=PolicyRollout.noun)
+
+
+def keep_last_steps(policy: FlowPolicy, rollout: PolicyRollout, last_steps: int, config: FlowModelConfig) -> None:
+    """Where an algorithm differentiates the reward from these last steps on, the rollout keeps their states, and the
+    blocks of the VAE are recomputed if others are, and diffusers can.
+    """
+    rollout.last_steps, vae = last_steps, policy.model.vae
+    if last_steps and config.gradient_checkpointing and vae._supports_gradient_checkpointing:
+        vae.enable_gradient_checkpointing()
