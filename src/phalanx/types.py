@@ -135,7 +135,8 @@ class Batch(Generic[T]):
     advantage [B], or [B, A] of an algorithm with `per_action`. weight [U, A] is that of each action of each unit (a
     sample, or the samples that the algorithm's `units` trains together): it already holds the denominator over all
     ranks, and is 0 for what does not count. `reference_outputs` holds what the algorithm's `reference_output` returned
-    for these samples, by names of weights. `on_policy`: see `Samples`.
+    for these samples, by names of weights. `on_policy`: see `Samples`. `score`: with the algorithm's `last_steps`, the
+    reward [k b] of images [k b, 3, H, W] or videos, k of each of these samples, with a gradient.
     """
 
     trace: T
@@ -147,6 +148,7 @@ class Batch(Generic[T]):
     corrupted: Any = None  # a Corrupted
     on_policy: bool = False
     correction: Tensor | None = None
+    score: Callable[[Tensor], Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -290,10 +292,13 @@ class Algorithm(Protocol):
     `Batch.correction`; else rollout.correction weighs the whole of it. `clip_range`: how far from 1 a likelihood ratio
     may be before the loss clips it, or where it does not clip, before samples are no longer taken for on-policy; where
     the policy's replay of its own samples is off by a tenth of it, old log-probs are taken again. `max_ratio`: the mean
-    ratio of an update above which what is left of a step's updates is left out; None: never.
+    ratio of an update above which what is left of a step's updates is left out; None: never. `last_steps`: with
+    `levels`, the loss differentiates the reward, from states of this many of the last denoising steps on, which the
+    rollout keeps; 0: it wants only the reward's value.
     """
 
     levels: int | None
+    last_steps: int
     behaviour: str | None
     references: tuple[str, ...]
     averages: tuple[str, ...]

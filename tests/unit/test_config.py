@@ -232,7 +232,7 @@ ALGORITHM_FILES = [
     ("from phalanx.config.run import TrainerConfig as Config\n", NO_CONFIG),
     (HEAD, "'{file}' has no class Algorithm, which is made of its Config"),
     (HEAD + "Algorithm = 3\n", "'{file}': class Algorithm is not a class"),
-    (HEAD + "class Algorithm:\n    pass\n", "'{file}': class Algorithm lacks levels, behaviour, references, averages, teachers, samples_per_unit, "
+    (HEAD + "class Algorithm:\n    pass\n", "'{file}': class Algorithm lacks levels, last_steps, behaviour, references, averages, teachers, samples_per_unit, "
      "needs_reward, per_action, corrects, clip_range, max_ratio, advantage, sample_mask, units, credit, decay, corrupt, reference_output, loss; derive it from GroupAlgorithm, TransitionAlgorithm, "
      "ForwardAlgorithm or TokenAlgorithm of phalanx.algorithms"),
     (HEAD + "from phalanx.algorithms import TransitionAlgorithm as T\nclass Algorithm(T):\n    pass\n", "'{file}': class Algorithm lacks surrogate; "
@@ -253,8 +253,8 @@ def test_an_algorithm_that_is_unknown(name: str) -> None:
     near = "; did you mean flow_grpo?" if "flow" in name else ";"
     assert refusal(f"algorithm.name={name}") == (
         f"algorithm.name: {name!r} is unknown{near} known: awm, cispo, cps, dance_grpo, diffusion_dpo, diffusion_nft, "
-        "distillation, flow_dppo, flow_grpo, grpo, grpo_guard, mix_grpo, opd, ppo, raft, reinforce_plus_plus, rloo, rwr, "
-        "sapo, sft, a dotted module, or path/to/file.py"
+        "distillation, draft, flow_dppo, flow_grpo, grpo, grpo_guard, mix_grpo, opd, ppo, raft, refl, reinforce_plus_plus, "
+        "rloo, rwr, sapo, sft, a dotted module, or path/to/file.py"
     )
 
 

@@ -170,6 +170,64 @@ def test_aesthetic_is_the_mlp_on_the_unit_image_vector(
     assert found.std() > 1e-3
 
 
+# --- gradients
+
+
+def with_gradient(reward: RewardSet, images: Tensor, prompts: list[str] = PROMPTS) -> tuple[Tensor, Tensor]:
+    """The scores with a gradient, and that of their sum by the images."""
+    images = images.clone().requires_grad_()
+    scores = reward.with_gradient(images, prompts=[Prompt(text, i, {}) for i, text in enumerate(prompts)], step=0)
+    (gradient,) = torch.autograd.grad(scores.sum(), images)
+    return scores.detach(), gradient
+
+
+@pytest.mark.parametrize("size", [(EDGE, EDGE), (64, 48)])
+@pytest.mark.parametrize("name", ["clip_score", "pickscore", "hps_v2", "aesthetic"])
+def test_scores_have_a_gradient(
+    name: str, size: tuple[int, int], clip_folder: Path, predictor_file: Path, tmp_path: Path
+) -> None:
+    """They are those of a call to 1e-6; the gradient is that of the preprocessing without its rounding."""
+    kwargs = {"clip_score": {"model": clip_folder}, "hps_v2": {"model": clip_folder}}
+    kwargs["pickscore"] = {"model": clip_folder, "processor": clip_folder}
+    kwargs["aesthetic"] = {"predictor": predictor_file, "clip_model": clip_folder}
+    images = 0.1 + 0.8 * random_images(*size)
+    reward = build(name, **kwargs[name])
+    reward.check_gradients()
+    reward.submit(images, [Prompt(text, i, {}) for i, text in enumerate(PROMPTS)])
+    scores, gradient = with_gradient(reward, images)
+    torch.testing.assert_close(scores, reward.collect()[name], atol=1e-6, rtol=1e-6)
+    # a step along the gradient, far larger than the rounding, changes the scores by about its length
+    assert gradient.shape == images.shape and gradient.abs().amax((1, 2, 3)).min() > 0
+    step = 0.01 * gradient / gradient.abs().max()
+    moved = with_gradient(reward, images + step)[0] - with_gradient(reward, images - step)[0]
+    assert float(moved.sum()) == pytest.approx(2 * float((gradient * step).sum()), rel=0.2)
+
+
+def test_the_weighted_sum_has_the_gradients_of_its_terms(clip_folder: Path, predictor_file: Path) -> None:
+    terms = [
+        entry("clip_score", model=str(clip_folder), weight=0.5),
+        entry("aesthetic", predictor=str(predictor_file), clip_model=str(clip_folder), weight=-2.0),
+        entry("jpeg_compressibility", weight=0.0),
+    ]
+    reward, images = rewards(*terms), random_images(EDGE, EDGE)
+    reward.check_gradients()
+    scores, gradient = with_gradient(reward, images)
+    parts = [with_gradient(rewards(term), images) for term in terms[:2]]
+    torch.testing.assert_close(scores, parts[0][0] + parts[1][0])
+    torch.testing.assert_close(gradient, parts[0][1] + parts[1][1])
+    # two images of each prompt, side by side
+    twice = with_gradient(reward, images.repeat_interleave(2, 0))[0]
+    torch.testing.assert_close(twice, scores.repeat_interleave(2))
+
+
+def test_a_term_that_has_no_gradient_is_named() -> None:
+    assert told(ValueError, rewards(entry("jpeg_compressibility")).check_gradients) == (
+        "reward.functions[0]: 'jpeg_compressibility' has no gradient, and the algorithm differentiates the reward; "
+        "expected such as aesthetic, clip_score, hps_v2 or pickscore, a function that phalanx.rewards.differentiable "
+        "marks, or a weight of 0"
+    )
+
+
 # --- mistakes
 
 

@@ -43,6 +43,12 @@ LOADED: list[tuple[type, tuple[str, ...], str]] = [
         ("painter.algorithm.name=opd", "painter.algorithm.teacher_path=x"),
         "painter.algorithm.name: opd has a teacher",
     ),
+    (JointConfig, ("painter.algorithm.name=draft",), "painter.algorithm.name: draft differentiates the reward"),
+    (
+        FlowRLConfig,
+        ("algorithm.name=draft", "algorithm.noise_draws=2", "algorithm.last_steps=3"),
+        "algorithm.noise_draws: 2 draws start",
+    ),
     (
         JointConfig,
         ("painter.algorithm.name=diffusion_dpo", "painter.rollout.n=2", "diffusion_group_scope=prompt"),
@@ -326,6 +332,13 @@ STARTED: list[tuple[type, tuple[str, ...], str]] = [
         ("algorithm.name=awm", "rollout.engine=vllm_omni", "rollout.correction=none"),
         "rollout.correction: none is of log-probs",
     ),
+    (FlowRLConfig, ("algorithm.name=draft", "rollout.noise_level=0.7"), "rollout.noise_level: 0.7 does not go with"),
+    (FlowRLConfig, ("algorithm.name=refl", "rollout.engine=vllm_omni"), "rollout.engine: vllm_omni does not go with"),
+    (FlowRLConfig, ("algorithm.name=draft", "rollout.solver=dpm_solver++"), "rollout.solver: dpm_solver++ does not go"),
+    (FlowRLConfig, ("algorithm.name=draft", "reward.normalize=group"), "reward.normalize: group does not go with"),
+    (FlowRLConfig, ("algorithm.name=draft", "placement={rollout: 1}"), "placement: rollout does not go with"),
+    (FlowRLConfig, ("algorithm.name=draft", CONTEXT), f"{CONTEXT.replace('=', ': ')} does not go with"),
+    (FlowRLConfig, ("algorithm.name=draft", "algorithm.last_steps=11"), "algorithm.last_steps: 11 is more than"),
     (FlowRLConfig, ("algorithm.name=awm", "rollout.ode_compression=0.5"), "rollout.ode_compression: 0.5 shortens"),
     (
         FlowRLConfig,

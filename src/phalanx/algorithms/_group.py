@@ -38,6 +38,7 @@ class GroupAlgorithm:
 
     config: Any
     levels: int | None = None
+    last_steps = 0
     behaviour: str | None = None
     references: tuple[str, ...] = ()
     averages: tuple[str, ...] = ()

@@ -6,6 +6,7 @@ Shapes: B samples of this rank, W trained denoising steps or noise levels, P pro
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -155,6 +156,35 @@ class Noised:
     def t(self) -> Tensor:
         """The levels, to broadcast over latents [B, W, ...]."""
         return self.levels.view(*self.levels.shape, *[1] * (self.noise.dim() - 2))
+
+
+@dataclass(frozen=True)
+class States:
+    """States of the last denoising steps, from which images are computed anew: V for each sample.
+
+    latents [B, V, ...] float32; step [B, V], the number of the step that each is before, among those of the trace; mask
+    [B, W] bool: see phalanx.types.Corrupted.
+    """
+
+    latents: Tensor
+    step: Tensor
+    mask: Tensor
+
+    def select(self, rows: Tensor) -> "States":
+        """The samples in `rows` [b]."""
+        return States(self.latents[rows], self.step[rows], self.mask[rows])
+
+
+class Denoiser(Protocol):
+    """The policy of a flow-matching model, see phalanx.models.flow.policy.FlowPolicy."""
+
+    @property
+    def model(self) -> Any: ...
+
+    def velocity(
+        self, latents: Tensor, timesteps: Tensor, embeds: dict[str, Tensor], rows: Tensor, sampler: Sampler
+    ) -> Tensor:
+        """Guided velocity [N, ...] float32."""
 
 
 FlowBatch = Batch[FlowTrace]

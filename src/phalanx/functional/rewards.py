@@ -25,6 +25,11 @@ class Share:
     initial_weight: float | None = None
     weight_steps: int = 0
 
+    @property
+    def counts(self) -> bool:
+        """Whether the weight is another than 0 in any step."""
+        return self.weight != 0 or bool(self.initial_weight)
+
     def at(self, step: int | None) -> float:
         """The weight in training step `step`, counted from 0; None: the last one."""
         if step is None or self.initial_weight is None or step >= self.weight_steps:

@@ -32,6 +32,7 @@ from phalanx.training import block_diffusion, flow_matching, flow_rl, lm_rl
 from phalanx.training.block_diffusion import DECODED_TOGETHER, Example
 from phalanx.training.components import about
 from phalanx.training.disaggregated.batches import of_role
+from phalanx.training.flow_components import keep_last_steps
 from phalanx.training.flow_matching import ENCODED_TOGETHER, FlowMatching
 from phalanx.training.minibatches import BatchPlan
 from phalanx.training.teacher import LoadedFlowTeacher, check_kind, load_teacher
@@ -148,6 +149,7 @@ def _rl(cfg: FlowRLConfig, cluster: Cluster, plan: BatchPlan, teaches: bool) -> 
     rank = _busiest(plan, n, cfg.parallel.data_ranks(cluster.ranks))
     policy = planned_policy(cfg, cluster, Ledger(), rank=rank, detach_uncond=cfg.actor.detach_uncond)
     rollout, prompts = _rollout(cfg, policy, plan), _prompts(policy, plan.samples // n, cfg.rollout.facts.columns)
+    keep_last_steps(policy, rollout, algorithm.last_steps, cfg.model)
     teachers = {}
     for teacher in algorithm.teachers if teaches else ():
         teachers[teacher.name] = _teacher(teacher, cfg, policy, rollout.micro_batch_size)

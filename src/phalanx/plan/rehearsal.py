@@ -164,6 +164,11 @@ class Rehearsal(ABC):
                 self.rollout.sample_validation(prompts, each=Unscored().submit)
 
 
+def _unscored(images: Tensor, *, prompts: list[Prompt], step: int) -> Tensor:
+    """A number for each image, with a gradient, in place of a reward's."""
+    return images.flatten(1).mean(1)
+
+
 class RLRehearsal(Rehearsal):
     """Reinforcement learning; it is also the loop's collector, of the step's `samples`, which it has drawn before.
     `rescores`: log-probs may be taken again here, not by another role.
@@ -192,9 +197,9 @@ class RLRehearsal(Rehearsal):
         timers, progress = self.job.timers, self.job.progress
         self.rescorer = Rescorer(cfg, plan, algorithm, policy, timers, progress, exact=rollout.exact)
         algorithm.credit = self._credit  # type: ignore[method-assign]
-        self.updater = PlannedUpdater(
-            cfg, plan, algorithm, policy, policy.world, state, self.rescorer, timers, teachers=teachers
-        )
+        common = (cfg, plan, algorithm, policy, policy.world, state, self.rescorer, timers)
+        score = _unscored if algorithm.last_steps else None
+        self.updater = PlannedUpdater(*common, teachers=teachers, score=score)
 
     @property
     def sent(self) -> int:

@@ -10,12 +10,22 @@ asks the reward model instead.
 """
 
 from phalanx.media.pictures import to_uint8
-from phalanx.rewards.base import DeviceReward, PolicyReward, RewardError, RewardFunction, RewardOutput, RewardWithExtras
+from phalanx.rewards.base import (
+    DeviceReward,
+    HasGradient,
+    PolicyReward,
+    RewardError,
+    RewardFunction,
+    RewardOutput,
+    RewardWithExtras,
+    differentiable,
+)
 from phalanx.rewards.judge._base import Judge
 from phalanx.rewards.runner import RewardSet
 
 __all__ = [
     "DeviceReward",
+    "HasGradient",
     "Judge",
     "PolicyReward",
     "RewardError",
@@ -23,5 +33,6 @@ __all__ = [
     "RewardOutput",
     "RewardSet",
     "RewardWithExtras",
+    "differentiable",
     "to_uint8",
 ]

@@ -7,9 +7,9 @@ images.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from numpy.typing import NDArray
 from torch import Tensor
@@ -19,6 +19,7 @@ from phalanx.telemetry.records import TALKS
 from phalanx.types import JobError, Prompt, Samples
 
 Scores = Sequence[float] | NDArray[Any] | Tensor
+MARK = "differentiable"  # attribute of functions that `differentiable` marks
 UNJUDGED = "unjudged"  # the extra of rewards that limit the time of each sample: 1 where it had no verdict
 
 
@@ -72,6 +73,23 @@ class GivesAnswers(Protocol):
 
     def answer(self, completion: str, /) -> str | None:
         """The answer, the same text for equal ones; None where there is none."""
+
+
+@runtime_checkable
+class HasGradient(Protocol):
+    """A reward of images or videos that can be differentiated by them, as some algorithms do."""
+
+    def with_gradient(self, outputs: Tensor, prompts: list[str], metadata: list[dict[str, Any]], /) -> Tensor:
+        """The scores [B] of a call, with a gradient in `outputs`, which are on the rank's device."""
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def differentiable(function: F) -> F:
+    """Mark a function as a reward whose scores, a tensor [B], have a gradient in its images or videos."""
+    vars(function)[MARK] = True
+    return function
 
 
 class DeviceReward(ABC):

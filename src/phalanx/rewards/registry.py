@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from pydantic import ValidationError
+from torch import Tensor
 
 from phalanx.config.flow import FlowRewardFunctionConfig
 from phalanx.config.load import ConfigError
@@ -17,7 +18,7 @@ from phalanx.config.messages import nearest, reason
 from phalanx.config.registry import known_modules, object_forms, resolve_object
 from phalanx.config.reward import RewardFunctionConfig
 from phalanx.functional.rewards import Share
-from phalanx.rewards.base import ChecksRows, DeviceReward, PolicyReward, RewardWithExtras, copied
+from phalanx.rewards.base import MARK, ChecksRows, DeviceReward, HasGradient, PolicyReward, RewardWithExtras, copied
 from phalanx.rewards.foreign import OUTPUTS, TrlReward, VerlReward, form_of, verl_arguments
 from phalanx.rewards.judge._base import Judge, ParsedAnswers
 from phalanx.rewards.protocol import complaint
@@ -58,6 +59,15 @@ class Term:
         except Exception as error:  # whatever the user's code raises
             return reason(error).removeprefix("ValueError: ")
         return None
+
+    @cached_property
+    def gradient(self) -> Callable[..., Tensor] | None:
+        """The function that gives scores with a gradient; None for a reward that has none."""
+        function = self.function
+        if isinstance(function, HasGradient):
+            return function.with_gradient
+        inner = function.func if isinstance(function, functools.partial) else None
+        return function if inspect.isfunction(inner) and vars(inner).get(MARK) else None
 
     @cached_property
     def rows(self) -> tuple[str, ...]:

@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 
 from phalanx.config.load import ConfigError
+from phalanx.config.messages import reason
 from phalanx.config.reward import RewardConfig
 from phalanx.distributed.launch import Launch
 from phalanx.distributed.passes import Passes
 from phalanx.functional.frames import evenly_spaced
 from phalanx.functional.rewards import combine
-from phalanx.rewards.base import UNJUDGED, PolicyReward, RewardError, transcript
+from phalanx.rewards.base import UNJUDGED, PolicyReward, RewardError, copied, transcript
 from phalanx.rewards.call import Call, DaemonPool, Rows, on_prompts
 from phalanx.rewards.judge._base import ParsedAnswers
 from phalanx.rewards.judge._pool import JudgePool
@@ -229,6 +230,41 @@ class RewardSet:
             if isinstance(term.function, PolicyReward):
                 rows[term.name] = term.function(policy, samples, passes).float().cpu()
         return rows
+
+    def check_gradients(self) -> None:
+        """Raise ConfigError for the first term with a weight that has no gradient."""
+        for i, term in enumerate(self.terms):
+            if term.share.counts and term.gradient is None:
+                raise ConfigError(
+                    f"reward.functions[{i}]: {term.name!r} has no gradient, and the algorithm differentiates the "
+                    "reward; expected such as aesthetic, clip_score, hps_v2 or pickscore, a function that "
+                    "phalanx.rewards.differentiable marks, or a weight of 0"
+                )
+
+    def with_gradient(self, outputs: Tensor, *, prompts: list[Prompt], step: int) -> Tensor:
+        """The weighted reward [k B] of k images [k B, 3, H, W] or videos of each of B prompts, in their order, on the
+        device, with a gradient. Raises RewardError for a term that raises, or returns anything else than scores with a
+        gradient.
+        """
+        values, shares = [], []
+        prompts = [prompt for prompt in prompts for _ in range(len(outputs) // len(prompts))]
+        for term in self.terms:
+            if term.gradient is None or not term.share.counts:
+                continue
+            subjects, prompt_of = seen_by(term.takes, outputs, prompts, term.frames)
+            texts, metadata = [p.text for p in prompt_of], [copied(p.meta) for p in prompt_of]
+            try:
+                scores = term.gradient(subjects, texts, metadata)
+            except Exception as error:  # whatever the reward raises
+                raise RewardError(f"reward {term.name!r} raised {reason(error)} on {on_prompts(prompts)}") from error
+            if not isinstance(scores, Tensor) or scores.shape != (len(prompt_of),) or not scores.requires_grad:
+                raise RewardError(
+                    f"reward {term.name!r} returned no scores with a gradient on {on_prompts(prompts)}; expected a "
+                    f"tensor [{len(prompt_of)}] that is computed from the images by torch"
+                )
+            values.append(scores.float().to(outputs.device).view(len(prompts), -1).mean(1))
+            shares.append(term.share)
+        return combine(values, shares, step=step)
 
     def weighted(self, terms: Rows, step: int | None = None, group_id: Tensor | None = None) -> Tensor:
         """The reward [B] of the terms [B], without those that the policy gives where `terms` lacks them; see

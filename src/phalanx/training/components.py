@@ -138,10 +138,11 @@ def build_rewards(
     val_sets: Mapping[str, list[Prompt]] = MappingProxyType({}),
     *,
     outputs: str = "images",
+    gradients: bool = False,
 ) -> RewardSet | None:
     """The rewards of this rank, None where the configuration has none, or other ranks sample. `outputs`: what the job
     makes, "images" (or videos) or "completions". They are asked about all rows whose samples they are to score: `rows`
-    are trained on. Raises ConfigError for one that they cannot.
+    are trained on. `gradients`: the algorithm differentiates the rewards. Raises ConfigError for what they cannot do.
     """
     if not cfg.reward.functions or not world.samples:
         return None
@@ -150,6 +151,8 @@ def build_rewards(
     rewards = RewardSet(
         cfg.reward, str(world.device), cfg.parallel.timeout_s, outputs=outputs, beside=beside, launch=world.launch
     )
+    if gradients:
+        rewards.check_gradients()
     rewards.check_rows(rows, first=world.rank == 0)
     for held_out in val_sets.values():
         rewards.check_rows(held_out, first=world.rank == 0)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from phalanx.config.flow import FlowRunConfig
+from phalanx.config.flow import FlowModelConfig, FlowRunConfig
 from phalanx.config.load import ConfigError
 from phalanx.config.registry import known_modules, resolve_registry
 from phalanx.data.prompts import PromptRow, validation_sets
@@ -41,14 +41,20 @@ def check_plan(cfg: FlowRunConfig) -> None:
 
 
 def build_components(
-    cfg: FlowRunConfig, micro: int, rows: Sequence[PromptRow] = (), *, detach_uncond: bool = False, window: bool = True
+    cfg: FlowRunConfig,
+    micro: int,
+    rows: Sequence[PromptRow] = (),
+    *,
+    detach_uncond: bool = False,
+    window: bool = True,
+    last_steps: int = 0,
 ) -> FlowComponents:
-    """`micro` and `window` are the rollout's, and `rows` those sampled in training. Raises ValueError, with one line,
-    for what the user can fix.
+    """`micro` and `window` are the rollout's, `rows` those sampled in training, `last_steps` the algorithm's. Raises
+    ValueError, with one line, for what the user can fix.
     """
     world = start(cfg)
     val_sets = validation_sets(cfg.data.val_files, images=image_columns(cfg.model), prompt=cfg.data.prompt_key)
-    rewards = build_rewards(cfg, world, rows, val_sets)
+    rewards = build_rewards(cfg, world, rows, val_sets, gradients=last_steps > 0)
     policy = build_policy(cfg.model, cfg.parallel, cfg.data, world, seed=cfg.trainer.seed, detach_uncond=detach_uncond)
     fit = partial(fitting, model=policy.model, data=cfg.data, first=world.rank == 0)
     val_sets = fitting_sets(val_sets, fit)
@@ -56,4 +62,14 @@ def build_components(
     if world.samples:
         rollout = build_rollout(policy, cfg.rollout, world, micro, window=window)
         exact = rollout.exact
+        keep_last_steps(policy, rollout, last_steps, cfg.model)
     return FlowComponents(world, rewards, policy, rollout, val_sets, exact=exact, noun=PolicyRollout.noun)
+
+
+def keep_last_steps(policy: FlowPolicy, rollout: PolicyRollout, last_steps: int, config: FlowModelConfig) -> None:
+    """Where an algorithm differentiates the reward from these last steps on, the rollout keeps their states, and the
+    blocks of the VAE are recomputed if others are, and diffusers can.
+    """
+    rollout.last_steps, vae = last_steps, policy.model.vae
+    if last_steps and config.gradient_checkpointing and vae._supports_gradient_checkpointing:
+        vae.enable_gradient_checkpointing()

@@ -41,7 +41,9 @@ def build(cfg: FlowRLConfig) -> Trainer | RolloutWorker | LogProbWorker:
     for teacher in algorithm.teachers:
         check_teacher(teacher, cfg.model)
     detach, window = cfg.actor.detach_uncond, algorithm.levels is None
-    components = build_components(cfg, plan.rollout_micro, rows, detach_uncond=detach, window=window)
+    components = build_components(
+        cfg, plan.rollout_micro, rows, detach_uncond=detach, window=window, last_steps=algorithm.last_steps
+    )
     world, policy, rollout = components.world, components.policy, components.rollout
     rows = fitting(rows, "data.train_files", policy.model, cfg.data, first=world.rank == 0)
     prompts = PromptStream(rows, plan.samples // cfg.rollout.n, cfg.data.seed)

@@ -1,7 +1,9 @@
 """The samples of one rank, cut into optimizer steps, and these into the batches of its forward and backward passes."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -84,7 +86,8 @@ class Minibatches:
     """This rank's B samples with all that a Batch has of them, and the `units` that are trained.
 
     advantage [B], or [B, A] of each action; `reference_outputs` [B, ...] by names of weights; `corrupted` where a
-    forward-process algorithm trains. `corrects`: see phalanx.types.Algorithm.
+    forward-process algorithm trains. `corrects`: see phalanx.types.Algorithm. `score(images, prompts=...)`: the reward
+    with a gradient, where the algorithm differentiates it.
     """
 
     samples: Samples
@@ -94,6 +97,7 @@ class Minibatches:
     reference_outputs: dict[str, Tensor] = field(default_factory=dict)
     corrupted: Any = None
     corrects: bool = True
+    score: Callable[..., Tensor] | None = None
 
     @classmethod
     def of(
@@ -147,6 +151,9 @@ class Minibatches:
         correction = None if samples.weight is None else samples.weight[at]
         if correction is not None and not self.corrects:
             weights, correction = weights * correction, None
+        score = None
+        if self.score is not None:
+            score = partial(self.score, prompts=[samples.prompts[i] for i in rows.tolist()])
         return Batch(
             trace=samples.trace.select(at),
             log_prob=samples.log_prob[at],
@@ -157,6 +164,7 @@ class Minibatches:
             corrupted=None if self.corrupted is None else self.corrupted.select(at),
             on_policy=samples.on_policy,
             correction=correction,
+            score=score,
         )
 
 

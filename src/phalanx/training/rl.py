@@ -111,6 +111,7 @@ def build_trainer(
         chunks=collector.chunks,
         noun=noun,
         costs=costs,
+        score=components.rewards.with_gradient if components.rewards is not None and algorithm.last_steps else None,
     )
     return Trainer(job, collector, updater)
 

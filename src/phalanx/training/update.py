@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -97,12 +98,15 @@ class Updater:
         noun: str = "samples",
         costs: Callable[[Samples], list[float]] | None = None,
         group: int | None = None,
+        score: Callable[..., Tensor] | None = None,
     ) -> None:
-        """`group`: see phalanx.training.collect.Collector."""
+        """`group`: see phalanx.training.collect.Collector. `score`: RewardSet.with_gradient, where the algorithm
+        differentiates the reward.
+        """
         self.cfg, self.plan, self.algorithm, self.policy, self.world = cfg, plan, algorithm, policy, world
         self.state, self.rescorer, self.timers, self.noun = state, rescorer, timers, noun
         self.teachers, self.critic, self.chunks, self.costs = dict(teachers or {}), critic, chunks, costs
-        self.chunk_plan = plan
+        self.score, self.chunk_plan = score, plan
         if chunks > 1:
             samples, per_rank = plan.samples // chunks, plan.per_rank // chunks
             self.chunk_plan = replace(plan, samples=samples, per_rank=per_rank, units=per_rank, updates=1)
@@ -154,6 +158,8 @@ class Updater:
                 # forward process: x_t = (1 - t) x_0 + t noise, with noise and t [B, W] of this epoch
                 seeds = self._corruption_seeds(batch.samples, step, epoch)
                 batch.corrupted = self.algorithm.corrupt(self.policy, batch.samples, seeds)
+                if self.score is not None:
+                    batch.score = partial(self.score, step=step)
                 batch.reference_outputs = self.reference_outputs(batch)
             steps = self._steps(batch, log, chunk)
             # log pi_old by the very passes that follow, where their shapes depend on the samples in them

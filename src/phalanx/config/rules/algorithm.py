@@ -122,6 +122,11 @@ RULES = (
          ),
          "algorithm.timestep_weight: {c.algorithm.timestep_weight} tells a sample's steps apart, which "
          "algorithm.importance=sequence takes as one; set one of the two to its default"),
+    Rule("algorithm.noise_draws algorithm.last_steps", FLOW_RL,
+         "Fresh draws of noise are of the last denoising step.",
+         lambda c: vars(c.algorithm).get("noise_draws") and c.algorithm.last_steps > 1,
+         "algorithm.noise_draws: {c.algorithm.noise_draws} draws start the last denoising step anew; set "
+         "algorithm.last_steps to 1, or leave it out"),
     Rule("algorithm.old_decay_rate algorithm.old_decay_flat algorithm.old_decay_limit algorithm.old_decay", FLOW_RL,
          "With `algorithm.old_decay=zero` the sampling weights are the policy's, without a schedule.",
          _old_decay,

@@ -99,6 +99,10 @@ RULES = (
     Rule("writer.algorithm.name painter.algorithm.name", JOINT, "No policy of a joint run has a teacher.",
          _teacher,
          "{x[0]}.algorithm.name: {x[1]} has a teacher, which a joint run has not; expected such as grpo or flow_grpo"),
+    Rule("painter.algorithm.name", JOINT, "The painter's algorithm does not differentiate the reward.",
+         lambda c: "last_steps" in vars(c.painter.algorithm),
+         "painter.algorithm.name: {c.painter.algorithm.name} differentiates the reward, which a joint run does not; "
+         "expected such as flow_grpo"),
     Rule("painter.algorithm.name diffusion_group_scope", JOINT, "Pairs of pictures are of one rewritten prompt.",
          lambda c: c.diffusion_group_scope == "prompt" and c.painter.algorithm.name == "diffusion_dpo",
          "diffusion_group_scope: prompt would make pairs of pictures of different texts for "

@@ -92,6 +92,20 @@ def _other_number_of_images(c: Any, a: Any) -> tuple[int, str] | None:
     return (len(columns), " image and the ".join(columns)) if columns and c.rollout.n != len(columns) else None
 
 
+def _not_differentiated(c: Any, a: Any) -> tuple[str, Any, str] | None:
+    """The first key that does not go with an algorithm that differentiates the reward, its value, and what is done."""
+    r, ranks = c.rollout, c.parallel.ulysses_sequence_parallel_size
+    broken = (
+        ("rollout.engine", r.engine, r.engine == "policy", "set it to policy"),
+        ("rollout.noise_level", f"{r.noise_level:g}", r.noise_level == 0, "set it to 0"),
+        ("rollout.solver", r.solver, r.solver == "euler", "set it to euler"),
+        ("reward.normalize", c.reward.normalize, c.reward.normalize == "none", "set it to none"),
+        ("placement", ", ".join(map(str, c.placement)), not c.placement, "leave it out"),
+        ("parallel.ulysses_sequence_parallel_size", ranks, ranks == 1, "set it to 1"),
+    )
+    return next(((key, value, what) for key, value, fits, what in broken if a.last_steps and not fits), None)
+
+
 def _last_step(c: Any, a: Any) -> int | None:
     """The most that the window's end may be where it holds the last step, which has no log-probability under cps."""
     r, window = c.rollout, c.rollout.sde_window_range
@@ -217,6 +231,17 @@ START_RULES = (
          lambda c, a: c.algorithm.name == "opd" and c.rollout.correction not in ("rescore", "none"),
          "rollout.correction: {c.rollout.correction} weighs a policy gradient, which algorithm.name=opd does not have; "
          "set it to rescore or none"),
+    Rule("rollout.engine rollout.noise_level rollout.solver reward.normalize placement "
+         "parallel.ulysses_sequence_parallel_size algorithm.name", FLOW_RL,
+         "A reward is differentiated through Euler steps without noise, which the policy takes on ranks that do "
+         "everything, each with whole images, and through the plain sum of the terms.",
+         _not_differentiated,
+         "{x[0]}: {x[1]} does not go with algorithm.name={c.algorithm.name}, which differentiates the reward; {x[2]}"),
+    Rule("algorithm.last_steps rollout.num_inference_steps", FLOW_RL,
+         "The last steps, through which a reward is differentiated, are among those that are sampled.",
+         lambda c, a: a.last_steps > c.rollout.num_inference_steps,
+         "algorithm.last_steps: {a.last_steps} is more than rollout.num_inference_steps="
+         "{c.rollout.num_inference_steps}; lower it"),
     Rule("rollout.ode_compression algorithm.name", FLOW_RL,
          "Steps after a window are left out only for an algorithm that has a window.",
          lambda c, a: a.levels is not None and c.rollout.ode_compression < 1,

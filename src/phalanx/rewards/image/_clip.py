@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.engines.loading import check_weights, loading
-from phalanx.media.pictures import to_uint8
 
 _BICUBIC = 3  # PIL's number, as preprocessor_config.json gives it
 _STEPS = ("do_resize", "do_center_crop", "do_rescale", "do_normalize")
@@ -82,9 +81,8 @@ class Clip:
         self._text: nn.Module = clip.text_model.to(device)
         self._text_projection: nn.Module = clip.text_projection.to(device)
 
-    @torch.no_grad()
     def images(self, images: Tensor) -> Tensor:
-        """Images [B, 3, H, W] in 0..1 -> unit vectors [B, dim]."""
+        """Images [B, 3, H, W] in 0..1 -> unit vectors [B, dim], with a gradient where the images have one."""
         pixels = self._pixels(images.to(self._device))
         return F.normalize(self._vision_projection(self._vision(pixels).pooler_output), dim=-1)
 
@@ -115,9 +113,24 @@ def pixels_of(config: dict[str, Any], device: torch.device) -> Pixels:
 
 
 def resize(images: Tensor, size: tuple[int, int]) -> Tensor:
-    """Images [B, 3, H, W] in 0..1 -> [B, 3, *size] in whole numbers 0..255: an 8-bit bicubic resize, as PIL's."""
-    levels = F.interpolate(to_uint8(images).float(), size=size, mode="bicubic", antialias=True)
-    return levels.round().clamp(0, 255)
+    """Images [B, 3, H, W] in 0..1 -> [B, 3, *size] in whole numbers 0..255: an 8-bit bicubic resize, as PIL's.
+
+    The gradient is that of the resize without rounding.
+    """
+    levels = F.interpolate(_Rounded.apply(images * 255).clamp(0, 255), size=size, mode="bicubic", antialias=True)
+    return _Rounded.apply(levels).clamp(0, 255)
+
+
+class _Rounded(torch.autograd.Function):
+    """Whole numbers, with the gradient of what was not rounded: the straight-through estimator."""
+
+    @staticmethod
+    def forward(context: Any, values: Tensor) -> Tensor:
+        return values.round()
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Tensor:
+        return gradient
 
 
 def read_weights(file: Path, what: str) -> dict[str, Tensor]:

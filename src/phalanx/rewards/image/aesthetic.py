@@ -40,6 +40,10 @@ class Aesthetic(DeviceReward):
     @torch.no_grad()
     def __call__(self, images: Tensor, prompts: list[str], metadata: list[dict[str, Any]]) -> Tensor:
         """Images [B, 3, H, W] in 0..1 -> [B], about 1..10."""
+        return self.with_gradient(images, prompts, metadata)
+
+    def with_gradient(self, images: Tensor, prompts: list[str], metadata: list[dict[str, Any]]) -> Tensor:
+        """See phalanx.rewards.HasGradient."""
         scores: Tensor = self._layers(self._clip.images(images))  # [B, 1]
         return scores.squeeze(-1)
 

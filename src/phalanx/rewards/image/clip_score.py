@@ -5,6 +5,7 @@ flow_grpo's clipscore is 100 / 30 of it: weight 3.333 gives its scale.
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from phalanx.rewards.base import DeviceReward
@@ -17,6 +18,11 @@ class ClipScore(DeviceReward):
     def __init__(self, model: str = "openai/clip-vit-large-patch14", device: str = "cpu") -> None:
         self._clip = Clip(model, device)
 
+    @torch.no_grad()
     def __call__(self, images: Tensor, prompts: list[str], metadata: list[dict[str, Any]]) -> Tensor:
         """Images [B, 3, H, W] in 0..1 -> [B] in -1..1."""
+        return self.with_gradient(images, prompts, metadata)
+
+    def with_gradient(self, images: Tensor, prompts: list[str], metadata: list[dict[str, Any]]) -> Tensor:
+        """See phalanx.rewards.HasGradient."""
         return (self._clip.images(images) * self._clip.prompts(prompts)).sum(-1)

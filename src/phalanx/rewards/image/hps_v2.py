@@ -25,8 +25,13 @@ class HpsV2(DeviceReward):
         self._clip = Clip(model, device, processor=processor)
         self._device = torch.device(device)
 
+    @torch.no_grad()
     def __call__(self, images: Tensor, prompts: list[str], metadata: list[dict[str, Any]]) -> Tensor:
         """Images [B, 3, H, W] in 0..1 -> [B] in -1..1."""
+        return self.with_gradient(images, prompts, metadata)
+
+    def with_gradient(self, images: Tensor, prompts: list[str], metadata: list[dict[str, Any]]) -> Tensor:
+        """See phalanx.rewards.HasGradient."""
         square = letterbox(images.to(self._device), self._clip.edge)
         return (self._clip.images(square) * self._clip.prompts(prompts)).sum(-1)
 

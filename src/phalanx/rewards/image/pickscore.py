@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from phalanx.rewards.base import DeviceReward
@@ -21,7 +22,12 @@ class Pickscore(DeviceReward):
     ) -> None:
         self._clip = Clip(model, device, processor=processor)
 
+    @torch.no_grad()
     def __call__(self, images: Tensor, prompts: list[str], metadata: list[dict[str, Any]]) -> Tensor:
         """Images [B, 3, H, W] in 0..1 -> [B]."""
+        return self.with_gradient(images, prompts, metadata)
+
+    def with_gradient(self, images: Tensor, prompts: list[str], metadata: list[dict[str, Any]]) -> Tensor:
+        """See phalanx.rewards.HasGradient."""
         cosine = (self._clip.images(images) * self._clip.prompts(prompts)).sum(-1)
         return cosine * self._clip.logit_scale / _SCALE

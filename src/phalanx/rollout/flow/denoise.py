@@ -86,7 +86,7 @@ def generate(policy: FlowPolicy, job: Job) -> Generated:
     """
     sampler, schedule, window = job.sampler, job.schedule, job.window
     shape = policy.model.sample_shape(sampler.height, sampler.width, sampler.num_frames)
-    noisy = window
+    noisy = window if sampler.noise_level > 0 else range(0)
     if not window and sampler.noise_level > 0:
         noisy = range(sampler.num_inference_steps - 1)  # noise of the last would stay in the image
     x, levels = job.initial_noise(shape), job.levels()  # x [R, ...] ~ N(0, 1), at sigma = 1

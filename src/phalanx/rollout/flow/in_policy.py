@@ -34,6 +34,7 @@ class PolicyRollout:
 
     facts = EngineFacts()
     noun = "images"
+    last_steps = 0  # of a training sample without a window, whose states are kept as well; see phalanx.types.Algorithm
 
     def __init__(
         self, policy: FlowPolicy, config: FlowRolloutConfig, world: World, micro_batch_size: int, *, window: bool = True
@@ -74,7 +75,7 @@ class PolicyRollout:
         """
         c, sampler = self.config, self.sampler
         window = self.stochastic_steps(seed, step)
-        trained = trained_steps(window, step, fraction=c.timestep_fraction, seed=seed)
+        trained = trained_steps(window, step, fraction=c.timestep_fraction, seed=seed) if self.window else []
         index, rows, embeds = self.share(prompts)
         schedule = self.schedule(sampler)
         # Names, not the state of a generator, seed the noise: which rank draws an image, and what
@@ -192,7 +193,8 @@ class PolicyRollout:
         """The stochastic steps of training step `step`, from which the trained ones are taken."""
         c = self.config
         if not self.window:
-            return range(0)
+            end = c.num_inference_steps if self.last_steps else 0
+            return range(end - self.last_steps, end)
         return sde_window(
             step,
             num_inference_steps=c.num_inference_steps,

@@ -1,0 +1,70 @@
+"""DRaFT-K and DRaFT-LV: the reward's gradient through the last K steps of the sampler (https://arxiv.org/abs/2309.17400).
+
+    DRaFT-K:   L = mean over samples of  -r(D(x_0)),   x_0 = K Euler steps of the policy from stop(x_K)
+    DRaFT-LV:  L = mean over samples and n draws of  -r(D(x_0)),   x_0 = x_1 - sigma_1 v(x_1),
+               x_1 = (1 - sigma_1) stop(x_0) + sigma_1 noise
+
+with r the weighted reward, D the VAE's decoder, and x_K a sample before the last K of its denoising steps: the rollout
+takes those before it without a gradient. lambda mean (v - v_ref)^2, at x_K or x_1, may be added.
+
+Deviations from the paper:
+1. Later updates of a training step go on from the x_K that the weights before the first one have sampled.
+2. Images are of the model's own sampler, Euler's steps of the flow's ODE; the paper has DDIM's.
+3. Full fine-tuning is possible; the paper trains a LoRA, whose scale it lowers against over-optimisation. Here that is
+   lambda.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from phalanx.algorithms._reward_gradient import RewardGradientAlgorithm, RewardGradientConfig, euler_steps
+from phalanx.config.load import arg
+from phalanx.functional.flow import Denoiser, FlowTrace, States
+from phalanx.types import Policy, Samples
+
+
+@dataclass
+class Config(RewardGradientConfig):
+    """Keys of `algorithm` where its name is draft."""
+
+    last_steps: int = arg(1, "K: the last denoising steps, through which the reward is differentiated", ge=1)
+    noise_draws: int = arg(
+        0,
+        "n: the last step is taken from n fresh draws of noise for each final latent, not from the sampled state "
+        "(DRaFT-LV; 2 in the paper); 0: DRaFT-K",
+        ge=0,
+    )
+
+
+class Algorithm(RewardGradientAlgorithm):
+    """The algorithm, pure: see phalanx.types.Algorithm."""
+
+    config: Config
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.last_steps = config.last_steps
+        self.levels = config.noise_draws or config.last_steps
+
+    def states(self, policy: Policy, samples: Samples, seeds: Sequence[int]) -> States:
+        """The sampled states x_K [B, 1, ...], or draws of x_1 [B, n, ...]."""
+        trace: FlowTrace = samples.trace
+        draws, latents = self.config.noise_draws, trace.latents[:, :1]
+        if draws:
+            noise = policy.corrupt(samples, seeds, levels=draws, distribution="uniform").noise
+            latents = (1 - trace.sigmas[0]) * trace.clean[:, None] + trace.sigmas[0] * noise
+        step = torch.zeros(latents.shape[:2], dtype=torch.long, device=latents.device)
+        return States(latents, step, step.new_ones(len(step), self.levels or 1).bool())
+
+    def clean(self, policy: Denoiser, trace: FlowTrace, states: States, velocity: Tensor) -> Tensor:
+        """The final latents [B, V, ...] of the K steps from the states."""
+        if self.config.noise_draws:
+            return super().clean(policy, trace, states, velocity)
+        return euler_steps(policy, trace, states.latents[:, 0], velocity[:, 0])[:, None]
+
+    def shaped(self, reward: Tensor) -> Tensor:
+        """The loss [B, V] of rewards [B, V]."""
+        return -reward

@@ -1,0 +1,57 @@
+"""ReFL: reward feedback learning, the reward's gradient at a late denoising step (https://arxiv.org/abs/2304.05977).
+
+    L = mean over samples of  lambda_r max(m - r(D(x_0)), 0),   x_0 = x_t - sigma_t v(x_t)
+
+with r the weighted reward, D the VAE's decoder, and x_t a sample before one of its last `last_steps` denoising steps,
+which is drawn for each sample. The rollout takes the steps before it without a gradient, and x_0 is the image that the
+model expects of x_t. lambda mean (v - v_ref)^2 at x_t may be added.
+
+Deviations from the paper:
+1. There is no loss on data beside it, which the paper adds against over-optimisation. Here that is lambda.
+2. The rollout finishes each image, so that its reward is known; x_t is a state on the way.
+3. Later updates of a training step take x_t of the weights before the first one.
+"""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from phalanx.algorithms._reward_gradient import RewardGradientAlgorithm, RewardGradientConfig
+from phalanx.config.load import arg
+from phalanx.functional.flow import FlowTrace, States
+from phalanx.types import Policy, Samples
+
+
+@dataclass
+class Config(RewardGradientConfig):
+    """Keys of `algorithm` where its name is refl."""
+
+    last_steps: int = arg(3, "the last denoising steps, of which each sample trains one; 10 of 40 in the paper", ge=1)
+    margin: float = arg(2.0, "m: rewards above it have no gradient; 2 in the authors' code, of ImageReward")
+    reward_coef: float = arg(1e-3, "lambda_r: factor of the loss of the reward", gt=0)
+
+
+class Algorithm(RewardGradientAlgorithm):
+    """The algorithm, pure: see phalanx.types.Algorithm."""
+
+    config: Config
+    levels = 1
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.last_steps = config.last_steps
+
+    def states(self, policy: Policy, samples: Samples, seeds: Sequence[int]) -> States:
+        """A late state x_t [B, 1, ...] of each sample."""
+        trace: FlowTrace = samples.trace
+        drawn = [random.Random(seed).randrange(self.last_steps) for seed in seeds]
+        step = torch.tensor(drawn, device=trace.latents.device)
+        latents = trace.latents[torch.arange(len(step), device=step.device), step]
+        return States(latents[:, None], step[:, None], torch.ones_like(step[:, None], dtype=torch.bool))
+
+    def shaped(self, reward: Tensor) -> Tensor:
+        """The loss [B, 1] of rewards [B, 1]."""
+        return self.config.reward_coef * torch.relu(self.config.margin - reward)
