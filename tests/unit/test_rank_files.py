@@ -20,7 +20,7 @@ from phalanx.exit import Stopped
 from phalanx.telemetry import rank_files
 from phalanx.telemetry.metrics import Timers
 from phalanx.telemetry.rank_files import RankFiles
-from phalanx.telemetry.runs import read_ranks
+from phalanx.telemetry.run_folder import read_ranks
 
 
 @pytest.fixture

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from phalanx.telemetry import runs
-from phalanx.telemetry.runs import main, overview, read_ranks, states
+from phalanx.telemetry.run_folder import read_ranks
+from phalanx.telemetry.runs import main, overview, states
 from phalanx.training import folder_lock
 from phalanx.training.folder_lock import FolderLock
 

@@ -56,7 +56,8 @@ class Timers:
     phase that ends with a value read by the host is exact; any other one leaves work to the next phase.
 
     `spans` are the last phases that ended, each with its training step, from 1, its begin and its end, for the thread
-    of phalanx.telemetry.rank_files; `step` is that of now, 0 before the first one.
+    of phalanx.telemetry.rank_files; `step` is that of now, 0 before the first one, and `rate` that of this rank in its
+    last step, in words.
     """
 
     def __init__(self, sync: bool = False, *, part: str = "", whole: "Timers | None" = None) -> None:
@@ -65,7 +66,7 @@ class Timers:
         self._whole = self if whole is None else whole
         self._seconds: dict[str, float] = {} if whole is None else whole._seconds
         self._phase = Phase("")
-        self.step = 0
+        self.step, self.rate = 0, ""
         self.spans: deque[tuple[str, int, float, float]] = deque(maxlen=MAX_SPANS)
 
     @property
@@ -104,6 +105,10 @@ class Timers:
         """Add time that was measured elsewhere, as by a worker thread; call it from the main thread."""
         name = f"{self._before}{name}"
         self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+
+    def note_rate(self, per_second: float, noun: str) -> None:
+        """Keep what this rank has done per second of the step."""
+        self._whole.rate = f"{per_second:.4g} {noun}/s"
 
     def seconds(self, name: str) -> float:
         """Seconds of a phase since the last `pop`."""

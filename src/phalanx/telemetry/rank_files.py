@@ -145,6 +145,7 @@ class RankFiles:
         self._state |= {
             "at": time.time(),
             "step": self._timers.step,
+            "rate": self._timers.rate,
             "phase": str(phase),
             "phase_since": self._wall(phase.since),
             "memory_gb": peak_memory_gb(self._world.device),

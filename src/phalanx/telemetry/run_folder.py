@@ -115,5 +115,28 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
     part.replace(path)
 
 
+def read_ranks(folder: Path) -> list[dict[str, Any]]:
+    """The states of the ranks of the last start, in their order."""
+    states = []
+    for path in (folder / RANKS).glob("*.json"):
+        state = read_json(path) if path.stem.isdecimal() and _is_inside(folder, path) else None
+        if state is not None and state.keys() >= {"rank", "ranks", "host", "pid", "at"}:
+            states.append(state)
+    states.sort(key=lambda state: state["rank"])
+    count = max(states, key=lambda state: state["at"])["ranks"] if states else 0
+    return [state for state in states if state["rank"] < count]
+
+
+def inside(folder: Path, path: Path) -> Path:
+    """A path of a run's folder. Raises FileNotFoundError where a link or `..` leads out of the folder."""
+    if not _is_inside(folder, path):
+        raise FileNotFoundError(f"{path}: it leads out of {folder}")
+    return path
+
+
+def _is_inside(folder: Path, path: Path) -> bool:
+    return path.resolve().is_relative_to(folder.resolve())
+
+
 def _is_finite(value: Any) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)

@@ -18,7 +18,16 @@ from typing import Any
 from phalanx.exit import show
 from phalanx.telemetry.loggers import ELAPSED, setting
 from phalanx.telemetry.metrics import METRICS_FILE
-from phalanx.telemetry.run_folder import BEAT_S, RANKS, RUNNING_FILE, STOP_FILE, read_config, read_json, write_json
+from phalanx.telemetry.run_folder import (
+    BEAT_S,
+    RANKS,
+    RUNNING_FILE,
+    STOP_FILE,
+    read_config,
+    read_json,
+    read_ranks,
+    write_json,
+)
 
 LIVING, DEAD = "running", "dead"
 NOT_RUNS = {"checkpoints", "images", "samples", "tensorboard", RANKS}  # folders of a run
@@ -82,7 +91,7 @@ def states(folders: Sequence[Path]) -> dict[Path, str]:
     known, silent = {}, {}
     for folder, job in jobs.items():
         if job is None:
-            known[folder] = _ended(folder)
+            known[folder] = ended(folder)
         elif _age(folder) < 2 * BEAT_S:
             known[folder] = LIVING
         else:  # clocks of machines differ: a beat that goes on shows that the job lives
@@ -91,11 +100,12 @@ def states(folders: Sequence[Path]) -> dict[Path, str]:
         time.sleep(1.5 * BEAT_S)
     for folder, job in silent.items():
         now = read_json(folder / RUNNING_FILE)
-        known[folder] = _ended(folder) if now is None else DEAD if now == job else LIVING
+        known[folder] = ended(folder) if now is None else DEAD if now == job else LIVING
     return known
 
 
-def _ended(folder: Path) -> str:
+def ended(folder: Path) -> str:
+    """How a run has ended, by its first rank's last word."""
     first = read_json(folder / RANKS / "0.json")
     return "ended" if first is None else str(first.get("ended", DEAD))
 
@@ -105,18 +115,6 @@ def _age(folder: Path) -> float:
         return abs(time.time() - (folder / RUNNING_FILE).stat().st_mtime)
     except OSError:
         return float("inf")
-
-
-def read_ranks(folder: Path) -> list[dict[str, Any]]:
-    """The states of the ranks of the last start, in their order."""
-    states = []
-    for path in (folder / RANKS).glob("*.json"):
-        state = read_json(path) if path.stem.isdecimal() else None
-        if state is not None and state.keys() >= {"rank", "ranks", "host", "pid", "at"}:
-            states.append(state)
-    states.sort(key=lambda state: state["rank"])
-    count = max(states, key=lambda state: state["at"])["ranks"] if states else 0
-    return [state for state in states if state["rank"] < count]
 
 
 def last_rows(folder: Path) -> list[dict[str, Any]]:
@@ -263,5 +261,5 @@ def _stop(folder: Path, wait: bool) -> int:
         if states([folder])[folder] == DEAD:
             raise ValueError(f"{folder}: {named} has died before it stopped")
         time.sleep(POLL_S)
-    last = overview(folder, _ended(folder))
+    last = overview(folder, ended(folder))
     return show(f"{last.state} after step {last.step}" + (f" of {last.total}" if last.total is not None else ""))
