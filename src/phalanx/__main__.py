@@ -62,6 +62,10 @@ COMMANDS = {
     "serve": Command("serve rewards over HTTP", "serve_reward", one_rank=True),
     "prepare": Command("make training data of a language model", "prepare_data", one_rank=True),
     "report": Command("make RUN_DIR/report.html of a run: phalanx report RUN_DIR"),
+    "watch": Command("follow runs in a browser while they train: phalanx watch RUN_DIR"),
+    "runs": Command("list the runs below a folder: where they run, how far they are, which of them live"),
+    "logs": Command("print what a rank prints: phalanx logs RUN_DIR [--rank R] [--follow]"),
+    "stop": Command("stop a run after its step, with a checkpoint: phalanx stop RUN_DIR"),
     "configs": Command("list the shipped configurations; with a NAME, print that one"),
 }
 
@@ -94,6 +98,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         from phalanx.telemetry.report import main as report
 
         return report(words)
+    if given.command == "watch":
+        from phalanx.telemetry.watch import main as watch
+
+        return watch(words)
+    if given.command in ("runs", "logs", "stop"):
+        from phalanx.telemetry.runs import main as of_runs
+
+        return of_runs(given.command, words)
     try:
         if command.task is None:
             return show(_configs(words))

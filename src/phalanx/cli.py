@@ -22,7 +22,20 @@ from typing import TYPE_CHECKING, NoReturn, TextIO, TypeVar
 from phalanx.config import ConfigError, help_text, load
 from phalanx.config.messages import reason
 from phalanx.config.secrets import hide
-from phalanx.exit import Stopped, begin, end, end_with_parent, hide_with, is_first, leads, place, rank, say, show
+from phalanx.exit import (
+    REQUEST,
+    Stopped,
+    begin,
+    end,
+    end_with_parent,
+    hide_with,
+    is_first,
+    leads,
+    place,
+    rank,
+    say,
+    show,
+)
 from phalanx.garbage import uncollected
 
 if TYPE_CHECKING:
@@ -168,7 +181,7 @@ def run(build: Callable[[T], Callable[[], None]], config: T) -> NoReturn:
     except (JobError, SystemExit) as error:
         _tell(error, status=1)
     except Stopped as stop:
-        end(128 + stop.number, str(stop), str(stop) if leads() else None)
+        end(stop.status, str(stop), str(stop) if leads() else None, restart=stop.number != REQUEST)
     # All is written and closed. Worker threads and those of process groups would outlive the interpreter's teardown; a
     # rank was seen to abort ("terminate called without an active exception"), which this most likely prevents.
     end(0)

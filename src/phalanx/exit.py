@@ -28,17 +28,37 @@ _first: bool | None = None
 _format_warning = warnings.formatwarning
 _leave = os._exit  # `begin` may replace it
 hide: Callable[[str], str] = str  # takes secrets out of what is printed and reported; `hide_with` sets it
+# In place of a signal's number: `phalanx stop` has asked. No launcher sends it (train.sh ignores it).
+REQUEST = signal.SIGUSR2
+
+
+def _uncopied(words: str, last: bool) -> None:
+    """Nobody keeps a copy."""
+
+
+# Gets the lines that do not pass through sys.stdout or sys.stderr, and whether they may be this process's last.
+copy: Callable[[str, bool], None] = _uncopied
 
 
 class Stopped(RuntimeError):
     """The job stops on all ranks at once, as signal `number` asked; its message says what is kept."""
 
     def __init__(self, number: int, kept: str = "") -> None:
-        cause = f"stopped by {signal.Signals(number).name}"
-        if ":" in os.environ.get("NNODES", "") and _mark is not None and not _mark.with_name(TOLD).exists():
+        cause = f"stopped by {'phalanx stop' if number == REQUEST else signal.Signals(number).name}"
+        if (
+            number != REQUEST
+            and ":" in os.environ.get("NNODES", "")
+            and _mark is not None
+            and not _mark.with_name(TOLD).exists()
+        ):
             cause = "nodes come or go: starting again"
         super().__init__(f"{cause}{kept}")
         self.number = number
+
+    @property
+    def status(self) -> int:
+        """The exit status: that of a shell's command that the signal ends; of a request, as of SIGTERM."""
+        return 128 + (signal.SIGTERM if self.number == REQUEST else self.number)
 
 
 def rank() -> int:
@@ -157,6 +177,7 @@ def say(words: str) -> None:
     """Print a line to the terminal."""
     words = hide(words)
     _printed.add(words)
+    copy(words, True)
     # Not through sys.stderr: torch.distributed redirects it while its excepthook runs.
     with contextlib.suppress(OSError):  # nobody reads it any more: the terminal is closed
         os.write(2, f"{words}\n".encode(errors="backslashreplace"))
@@ -171,14 +192,17 @@ def show(text: str) -> int:
     return 0
 
 
-def end(status: int, report: str | None = None, words: str | None = None) -> NoReturn:
+def end(status: int, report: str | None = None, words: str | None = None, *, restart: bool = True) -> NoReturn:
     """End this process without waiting for its threads, some of which may never end.
 
-    `report` is what torchrun prints last, as the failure of this rank; `words` are printed now.
+    `report` is what torchrun prints last, as the failure of this rank; `words` are printed now. Without `restart` only
+    phalanx.launch sees the status, and torchrun 0: it would start the ranks again, where it may.
     """
     if words is not None:
         say(words)
     report = None if report is None else hide(report)
+    if report is not None and report not in _printed:
+        copy(report, True)
     # Torch's own way to this file is the decorator @record, which ends with a traceback and a wait
     # for threads. torchrun shows the `message` of the rank with the earliest stamp.
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
@@ -198,6 +222,7 @@ def end(status: int, report: str | None = None, words: str | None = None) -> NoR
         else:
             with contextlib.suppress(OSError):  # a full disk
                 _mark.write_text(f"{rank()} {status}")
+                status = status if restart else 0
     with contextlib.suppress(OSError):
         sys.stdout.flush()  # os._exit flushes nothing
     _leave(status)

@@ -106,13 +106,15 @@ def _run(args: Namespace, folder: str) -> None:
 
 
 def _unfinished(folder: str) -> int:
-    """The exit status of ranks that all ended with status 0: 1 where some of them did not say so (see `exit.begin`)."""
+    """The exit status of ranks that all ended with status 0: 1 where some of them did not say so (see `exit.begin`),
+    and that of ranks that are not to be started again (see `exit.end`).
+    """
     ranks = [rank for rank, status in _marks(folder) if status < 0]
     if ranks:
         numbers = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
         ended = f"ended with status 0 before {'their' if len(ranks) > 1 else 'its'} job was done"
         say(f"error: {numbers} on {socket.gethostname()} {ended}, as by os._exit in a reward")
-    return 1 if ranks else 0
+    return 1 if ranks else max((status for _, status in _marks(folder)), default=0)
 
 
 def _marks(folder: str) -> list[tuple[int, int]]:

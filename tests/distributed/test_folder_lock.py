@@ -18,7 +18,7 @@ from tests.ranks import RankError, run_ranks
 
 
 def hold(folder: Path, ready: Any) -> None:
-    FolderLock(folder, lambda _: None)
+    FolderLock(folder, lambda _: None, lambda: None)
     ready.set()
     time.sleep(60)
 
@@ -50,11 +50,30 @@ def test_a_dead_job_is_no_hindrance(other: Any, tmp_path: Path) -> None:
     os.kill(other.pid, signal.SIGKILL)
     other.join()
     begin = time.monotonic()
-    lock = FolderLock(tmp_path / "out", lambda _: None)
+    lock = FolderLock(tmp_path / "out", lambda _: None, lambda: None)
     assert time.monotonic() - begin < 1
     assert json.loads((tmp_path / "out" / "running.json").read_text())["pid"] == os.getpid()
     lock.release()
     assert not (tmp_path / "out" / "running.json").exists()
+
+
+def test_a_request_to_stop_is_for_one_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that names another start, as one that is left over does, is not heard; the lock's own is, once."""
+    monkeypatch.setattr(folder_lock, "BEAT_S", 0.05)
+    asked: list[str] = []
+    request = tmp_path / "stop.json"
+    request.write_text('{"token": "of a start before"}')
+    lock = FolderLock(tmp_path, lambda _: None, lambda: asked.append("stop"))
+    time.sleep(0.5)
+    assert asked == []
+    request.write_text((tmp_path / "running.json").read_text())
+    deadline = time.monotonic() + 10
+    while not asked and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.3)
+    assert asked == ["stop"]
+    lock.release()
+    assert not request.exists()
 
 
 def note(folder: Path, beat: int) -> None:
@@ -76,16 +95,16 @@ def test_a_job_of_another_machine(tmp_path: Path) -> None:
     beat = threading.Timer(0.3, note, (tmp_path, 2))
     beat.start()
     with pytest.raises(ValueError, match="is in use by another job, process 7 on node-b, since then; stop that one"):
-        FolderLock(tmp_path, lambda _: None)
+        FolderLock(tmp_path, lambda _: None, lambda: None)
     begin = time.monotonic()
-    FolderLock(tmp_path, lambda _: None).release()
+    FolderLock(tmp_path, lambda _: None, lambda: None).release()
     assert 1 <= time.monotonic() - begin < 3
 
 
 @pytest.mark.usefixtures("fast")
 def test_a_job_that_was_thought_dead_ends_when_it_wakes(tmp_path: Path) -> None:
     lost: list[str] = []
-    lock = FolderLock(tmp_path, lost.append)
+    lock = FolderLock(tmp_path, lost.append, lambda: None)
     note(tmp_path, 1)
     deadline = time.monotonic() + 5
     while not lost and time.monotonic() < deadline:
@@ -100,4 +119,4 @@ def test_a_job_that_was_thought_dead_ends_when_it_wakes(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(OSError):
-        FolderLock(tmp_path / "file", lambda _: None)
+        FolderLock(tmp_path / "file", lambda _: None, lambda: None)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from phalanx.telemetry.runs import main, states
 from tests.faults.jobs import Job, checkpoints, kill, rows, steps
 from tests.jobs import fit, tiny_config
 from tests.ranks import run_ranks
@@ -51,6 +52,31 @@ def test_a_stopped_job_goes_on(
     unstopped(sd3_folder, tmp_path, total)  # its last checkpoint is where it goes on
     assert checkpoints(tmp_path) == [kept.name, f"step_{total:06d}"] and kept.stat().st_mtime_ns == written
     assert rows(tmp_path) == unstopped(sd3_folder, tmp_path / "whole", total)
+
+
+@pytest.mark.full
+def test_phalanx_stop_ends_a_job_that_would_be_started_again(sd3_folder: Path, tmp_path: Path) -> None:
+    """The launcher may start failed ranks again, but not those that were asked to stop; nor does the request, left in
+    the folder, stop the next start.
+    """
+    out = tmp_path / "out"
+    env = {"PHASE_S": "0.1", "MAX_RESTARTS": "2"}
+    with Job(sd3_folder, tmp_path, *SETTINGS, "trainer.total_training_steps=500", env=env) as job:
+        job.until(lambda: job.phase(0)[1] >= 2)
+        assert main("stop", [str(out), "--no-wait"]) == 0
+        request = (out / "stop.json").read_text()
+        assert job.wait(MAY_TAKE_S) == 143
+        done = steps(tmp_path)[-1]
+        kept = out / "checkpoints" / f"step_{done:06d}"
+        line = f"stopped by phalanx stop after step {done} of 500; the same command goes on from {kept}"
+        assert job.said.splitlines().count(line) == 1 and job.said.count("joining 2 ranks") == 1
+    assert states([out]) == {out: "stopped"} and not (out / "stop.json").exists()
+    (out / "stop.json").write_text(request)
+    total = f"trainer.total_training_steps={done + 2}"
+    with Job(sd3_folder, tmp_path, *SETTINGS, total, env={"PHASE_S": "1.5"}) as job:
+        assert job.wait() == 0, job.said
+    assert steps(tmp_path)[-1] == done + 2 and states([out]) == {out: "finished"}
+    assert "stopped by phalanx stop" in (out / "ranks" / "1.jsonl").read_text()
 
 
 @pytest.mark.long

@@ -1,6 +1,10 @@
 """Collectives across all ranks on small CPU values. Every rank must reach each call."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import itertools
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -13,6 +17,22 @@ from phalanx.types import JobError
 T = TypeVar("T")
 
 _alike = 1
+
+WAIT_S = 1e-3  # a shorter collective is no wait
+# The last waits of this rank's main thread: the number of the collective, the same on all ranks, its begin and its end,
+# by time.perf_counter. phalanx.telemetry.rank_files writes them down.
+waits: deque[tuple[int, float, float]] = deque(maxlen=4096)
+_numbers = itertools.count()
+
+
+@contextmanager
+def _timed() -> Iterator[None]:
+    """Note a collective in which this rank waits for others."""
+    number, begin = next(_numbers), time.perf_counter()
+    yield
+    end = time.perf_counter()
+    if end - begin > WAIT_S:
+        waits.append((number, begin, end))
 
 
 def count_once(alike: int) -> None:
@@ -31,21 +51,24 @@ def all_gather(value: Tensor) -> Tensor:
 def all_gather_apart(value: Tensor) -> list[Tensor]:
     """Equal-shaped CPU tensors of all ranks, in the order of ranks."""
     out = [torch.empty_like(value) for _ in range(dist.get_world_size())]
-    dist.all_gather(out, value.contiguous())
+    with _timed():
+        dist.all_gather(out, value.contiguous())
     return out
 
 
 def all_gather_object(value: T) -> list[T]:
     """Every rank's value, in the order of ranks; for small values that can be pickled."""
     out: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(out, value)
+    with _timed():
+        dist.all_gather_object(out, value)
     return out
 
 
 def broadcast_object(value: T, source: int = 0) -> T:
     """The value of rank `source`, on all ranks."""
     box = [value]
-    dist.broadcast_object_list(box, src=source)
+    with _timed():
+        dist.broadcast_object_list(box, src=source)
     return box[0]
 
 
@@ -68,7 +91,8 @@ def _reduced(values: Tensor, op: str) -> Tensor:
     """Reduce `values` in place over all ranks."""
     if op == "sum" and dist.get_rank() % _alike:
         values.zero_()
-    dist.all_reduce(values, {"max": dist.ReduceOp.MAX, "sum": dist.ReduceOp.SUM}[op])
+    with _timed():
+        dist.all_reduce(values, {"max": dist.ReduceOp.MAX, "sum": dist.ReduceOp.SUM}[op])
     return values
 
 
@@ -77,7 +101,8 @@ def mean_rows(rows: Sequence[dict[str, float]]) -> dict[str, float]:
     keys = sorted(rows[0])
     values = [[row[key] for key in keys] for row in rows]
     local = torch.tensor(values, dtype=torch.float64).mean(0)
-    dist.all_reduce(local)
+    with _timed():
+        dist.all_reduce(local)
     return dict(zip(keys, (local / dist.get_world_size()).tolist(), strict=True))
 
 
@@ -90,7 +115,8 @@ def agree(error: str | None, stop: int) -> tuple[str | None, int]:
     ranks = dist.get_world_size()
     # called at every micro-batch: two numbers per rank are reduced, and texts are sent only where there is an error
     box = torch.tensor([ranks - dist.get_rank() if error else 0, stop], dtype=torch.int64)
-    dist.all_reduce(box, dist.ReduceOp.MAX)
+    with _timed():
+        dist.all_reduce(box, dist.ReduceOp.MAX)
     failed, largest = box.tolist()
     if not failed:
         return None, largest

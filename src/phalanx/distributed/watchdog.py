@@ -35,7 +35,7 @@ from typing import NoReturn, TypeVar
 
 import torch.distributed as dist
 
-from phalanx.exit import end, say
+from phalanx.exit import REQUEST, end, say
 
 T = TypeVar("T")
 
@@ -116,6 +116,12 @@ class Watch:
         os.register_at_fork(after_in_child=_deaf)  # a reward's worker process, say, is not a rank
         if not self._started:
             self.start()
+
+    def ask(self) -> None:
+        """Stop the job at its next step's end, as a signal to all ranks would; only this rank has to be asked."""
+        self.stop = REQUEST
+        if self._spreads:
+            self._bounded(lambda store: store.set("stop", str(int(REQUEST))))
 
     def close(self) -> None:
         """Mark the job as done: what peers do from now on is not a failure."""

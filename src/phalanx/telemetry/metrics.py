@@ -9,9 +9,10 @@ import logging
 import math
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -26,16 +27,20 @@ from phalanx.telemetry.loggers import ELAPSED, KEY, Logger, RunStart, check_logg
 from phalanx.telemetry.records import Record, kind_of, save_records
 
 METRICS_FILE = "metrics.jsonl"
+MAX_SPANS = 4096  # phases that wait to be written
 _log = logging.getLogger(__name__)
 
 
 @dataclass
 class Phase:
-    """The work in progress: `done` of `expected` micro-batches; `expected` is 0 where their number is not known."""
+    """The work in progress: `done` of `expected` micro-batches; `expected` is 0 where their number is not known. It
+    began at `since`, by time.perf_counter.
+    """
 
     name: str
     done: int = 0
     expected: int = 0
+    since: float = field(default_factory=time.perf_counter)
 
     def __str__(self) -> str:
         if not self.done and not self.expected:
@@ -49,6 +54,10 @@ class Timers:
 
     With `sync` both ends wait for the device, which attributes CUDA work exactly but stalls the queue. Without it, a
     phase that ends with a value read by the host is exact; any other one leaves work to the next phase.
+
+    `spans` are the last phases that ended, each with its training step, from 1, its begin and its end, for the thread
+    of phalanx.telemetry.rank_files; `step` is that of now, 0 before the first one, and `rate` that of this rank in its
+    last step, in words.
     """
 
     def __init__(self, sync: bool = False, *, part: str = "", whole: "Timers | None" = None) -> None:
@@ -57,6 +66,8 @@ class Timers:
         self._whole = self if whole is None else whole
         self._seconds: dict[str, float] = {} if whole is None else whole._seconds
         self._phase = Phase("")
+        self.step, self.rate = 0, ""
+        self.spans: deque[tuple[str, int, float, float]] = deque(maxlen=MAX_SPANS)
 
     @property
     def phase(self) -> Phase:
@@ -77,12 +88,14 @@ class Timers:
             yield
             self._wait()
         finally:
-            self.add(name, time.perf_counter() - start)
+            end = time.perf_counter()
+            self.add(name, end - start)
+            self._whole.spans.append((self.phase.name, self._whole.step, start, end))
             self.phase = outer
 
     def expect(self, micro_batches: int) -> None:
         """Set the number of micro-batches of the phase."""
-        self.phase = Phase(self.phase.name, expected=micro_batches)
+        self.phase = replace(self.phase, done=0, expected=micro_batches)
 
     def advance(self) -> None:
         """A micro-batch of the phase is done."""
@@ -92,6 +105,10 @@ class Timers:
         """Add time that was measured elsewhere, as by a worker thread; call it from the main thread."""
         name = f"{self._before}{name}"
         self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+
+    def note_rate(self, per_second: float, noun: str) -> None:
+        """Keep what this rank has done per second of the step."""
+        self._whole.rate = f"{per_second:.4g} {noun}/s"
 
     def seconds(self, name: str) -> float:
         """Seconds of a phase since the last `pop`."""

@@ -18,6 +18,7 @@ from html import escape
 from importlib.resources import files
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from phalanx.config.load import flat
 from phalanx.telemetry.advice import Advisor, is_training_row
@@ -25,7 +26,8 @@ from phalanx.telemetry.charts import Chart, charts_of, constants_of
 from phalanx.telemetry.comparison import comparison_table
 from phalanx.telemetry.loggers import LOSS
 from phalanx.telemetry.metrics import METRICS_FILE
-from phalanx.telemetry.run_folder import Point, Run, read_run
+from phalanx.telemetry.rank_history import RankHistory
+from phalanx.telemetry.run_folder import RANKS, Point, Run, read_run
 from phalanx.telemetry.samples import notes_html, samples_html
 
 REPORT_FILE = "report.html"
@@ -39,17 +41,21 @@ def write_report(*run_dirs: str | Path, output: Path | None = None) -> Path:
     one of `run_dirs` is not a run's folder.
     """
     folders = list(dict.fromkeys(Path(run_dir) for run_dir in run_dirs))
-    if len(folders) == 1:
-        runs = [read_run(folders[0])]
-    else:
-        names = [folder.resolve().name for folder in folders]
-        labels = names if len(set(names)) == len(names) else map(str, folders)
-        runs = [read_run(folder, label) for folder, label in zip(folders, labels, strict=True)]
+    runs = read_runs(folders)
     path = output or folders[0] / (REPORT_FILE if len(runs) == 1 else COMPARISON_FILE)
     partial = path.with_name(path.name + ".tmp")
-    partial.write_text(_page(runs), encoding="utf-8")
+    partial.write_text(page_of(runs)[0], encoding="utf-8")
     os.replace(partial, path)
     return path
+
+
+def read_runs(folders: Sequence[Path]) -> list[Run]:
+    """The runs of a page, with labels where there are several. Raises ValueError for a folder that is not a run's."""
+    if len(folders) == 1:
+        return [read_run(folders[0])]
+    names = [folder.resolve().name for folder in folders]
+    labels = names if len(set(names)) == len(names) else map(str, folders)
+    return [read_run(folder, label) for folder, label in zip(folders, labels, strict=True)]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -81,21 +87,30 @@ def main(argv: Sequence[str] | None = None) -> int:
 # --- the page -----------------------------------------------------------------------------------------------------
 
 
-def _page(runs: list[Run]) -> str:
+def page_of(runs: list[Run], *, live: bool = False) -> tuple[str, str]:
+    """A page about runs, and its Content-Security-Policy. A live one asks the server that it comes from for more."""
     if len(runs) == 1:
         name = runs[0].setting("trainer.experiment_name") or runs[0].folder.resolve().name
         facts = [runs[0].setting("algorithm.name"), runs[0].setting("model.path")]
     else:
         name = f"Comparison of {len(runs)} runs"
         facts = [run.label for run in runs]
-    known, others = charts_of(runs)
     scripts = [_asset("uPlot.iife.min.js"), _asset("report.js")]
-    headlines = [_headline(runs[0])] if len(runs) == 1 else [comparison_table(runs), *map(_run_notes, runs)]
-    parts = [*headlines, samples_html(runs), _curves(known, others, constants_of(runs)), *map(_table, runs)]
-    body = "\n".join([*parts, _differences(runs), *map(_config, runs)])
-    return (
+    sections = sections_of(runs)
+    charts = sections.pop("charts")
+    ranks = None if live else _ranks(runs)
+    of_ranks = ""
+    if live or ranks is not None:
+        of_ranks = f'<script type="application/json" id="of-ranks">{_json(ranks)}</script>\n'
+        scripts.append(_asset("ranks.js"))
+        names = escape(json.dumps([run.label or run.folder.resolve().name for run in runs]))
+        place = f'<section id="ranks" {"data-live" if live else ""} data-runs="{names}"><h2>Ranks</h2></section>'
+        sections = {"headline": sections.pop("headline"), "ranks": place} | sections
+    body = "\n".join(sections.values())
+    policy = _policy(scripts) + ("; connect-src 'self'" if live else "")
+    text = (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{_policy(scripts)}">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
         f"<title>{escape(name)} · Phalanx</title>\n"
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<style>{_asset('uPlot.min.css')}{_asset('report.css')}</style></head>\n"
@@ -103,10 +118,35 @@ def _page(runs: list[Run]) -> str:
         f"<p>{escape(' · '.join(filter(None, facts)))}</p></header>\n{body}\n"
         "<footer>Made by <code>phalanx report</code> from "
         f"{METRICS_FILE}, config.yaml, images/ and samples/.</footer></main>\n"
-        f'<script type="application/json" id="charts">{_json([chart.data() for chart in known + others])}</script>\n'
+        f'<script type="application/json" id="charts">{_json(charts)}</script>\n'
+        f"{of_ranks}"
         f"<!-- uPlot: {_asset('uPlot.LICENSE')} -->\n"
         f"<script>{'</script><script>'.join(scripts)}</script></body></html>\n"
     )
+    return text, policy
+
+
+def sections_of(runs: list[Run], *, with_samples: bool = True) -> dict[str, Any]:
+    """The sections of a page by the ids of their elements, in their order, and the data of its charts."""
+    known, others = charts_of(runs)
+    headlines = [_headline(runs[0])] if len(runs) == 1 else [comparison_table(runs), *map(_run_notes, runs)]
+    tables = [*map(_table, runs), _differences(runs), *map(_config, runs)]
+    sections: dict[str, Any] = {"headline": f'<div id="headline">{"".join(headlines)}</div>'}
+    if with_samples:
+        sections["samples"] = f'<div id="samples">{samples_html(runs)}</div>'
+    sections["curves"] = _curves(known, others, constants_of(runs))
+    sections["tables"] = f'<div id="tables">{"".join(tables)}</div>'
+    return sections | {"charts": [chart.data() for chart in known + others]}
+
+
+def _ranks(runs: list[Run]) -> list[dict[str, Any]] | None:
+    """The last step of the ranks of each run, as the live page gets it; None where no run has files of its ranks."""
+    if not any((run.folder / RANKS).is_dir() for run in runs):
+        return None
+    data = []
+    for run in runs:
+        data.append({"state": None, "done": run.last_step(), **RankHistory(run.folder).data()})
+    return data
 
 
 def _asset(name: str) -> str:

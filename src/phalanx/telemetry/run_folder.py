@@ -1,5 +1,8 @@
-"""The files of a run that the report reads: metrics.jsonl and config.yaml of its trainer.output_dir."""
+"""The files of a run's folder (trainer.output_dir) by their names, and those that the report reads: metrics.jsonl and
+config.yaml.
+"""
 
+import json
 import math
 import re
 from dataclasses import dataclass
@@ -12,6 +15,10 @@ from phalanx.telemetry.loggers import ELAPSED, setting
 from phalanx.telemetry.metrics import METRICS_FILE, read_metrics
 
 Point = tuple[int, float]
+RUNNING_FILE = "running.json"  # of the job that has the folder, see phalanx.training.folder_lock
+BEAT_S = 2.0  # between two of its signs of life
+STOP_FILE = "stop.json"  # a request to stop, with the token of the start that it is for
+RANKS = "ranks"  # see phalanx.telemetry.rank_files
 VALIDATION = re.compile(r"val/(.+)/reward/mean")
 
 
@@ -78,13 +85,57 @@ def read_run(folder: Path, label: str = "") -> Run:
         raise ValueError(f"{folder}: no such folder; give the trainer.output_dir of a run")
     if not (folder / METRICS_FILE).is_file():
         raise ValueError(f"{folder}: no {METRICS_FILE} in it; give the trainer.output_dir of a run")
+    return Run(folder, label, read_metrics(folder / METRICS_FILE), *read_config(folder))
+
+
+def read_config(folder: Path) -> tuple[str | None, dict[str, Any]]:
+    """The text of a run's config.yaml, None where there is none, and its values."""
     path = folder / "config.yaml"
     text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else None
     try:
         config = yaml.safe_load(text) if text is not None else {}
     except yaml.YAMLError:
         config = {}  # its text is still shown
-    return Run(folder, label, read_metrics(folder / METRICS_FILE), text, config if isinstance(config, dict) else {})
+    return text, config if isinstance(config, dict) else {}
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """The object in a file that another process may replace; None where there is none."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """Replace a file: a reader never sees a half. Raises OSError."""
+    part = path.with_name(f"{path.name}.tmp")
+    part.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+    part.replace(path)
+
+
+def read_ranks(folder: Path) -> list[dict[str, Any]]:
+    """The states of the ranks of the last start, in their order."""
+    states = []
+    for path in (folder / RANKS).glob("*.json"):
+        state = read_json(path) if path.stem.isdecimal() and _is_inside(folder, path) else None
+        if state is not None and state.keys() >= {"rank", "ranks", "host", "pid", "at"}:
+            states.append(state)
+    states.sort(key=lambda state: state["rank"])
+    count = max(states, key=lambda state: state["at"])["ranks"] if states else 0
+    return [state for state in states if state["rank"] < count]
+
+
+def inside(folder: Path, path: Path) -> Path:
+    """A path of a run's folder. Raises FileNotFoundError where a link or `..` leads out of the folder."""
+    if not _is_inside(folder, path):
+        raise FileNotFoundError(f"{path}: it leads out of {folder}")
+    return path
+
+
+def _is_inside(folder: Path, path: Path) -> bool:
+    return path.resolve().is_relative_to(folder.resolve())
 
 
 def _is_finite(value: Any) -> bool:

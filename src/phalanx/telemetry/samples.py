@@ -19,7 +19,7 @@ from PIL import Image
 
 from phalanx.functional.frames import evenly_spaced
 from phalanx.telemetry.records import IMAGES, SAMPLES, read_index, spoken, summary
-from phalanx.telemetry.run_folder import Run
+from phalanx.telemetry.run_folder import Run, inside
 
 CONTENT = {IMAGES: "file", SAMPLES: "text"}  # the key of the sample in an index.jsonl, by the run's folder
 MAX_CARDS = 24
@@ -210,11 +210,11 @@ def _frame(kept: Kept, step: int, key: Key, movies: bool) -> str:
         if row.get("truncated"):
             sample += '<span class="mark">cut</span>'
     elif movies and "video" in row and (folder / row["video"]).is_file():
-        source = _data_url("video/mp4", (folder / row["video"]).read_bytes())
+        source = _data_url("video/mp4", inside(kept.run.folder, folder / row["video"]).read_bytes())
         sample = f'<video controls loop muted playsinline aria-label="{alt}" src="{source}"></video>'
     else:
         try:
-            sample = _image(folder / row["file"], alt)
+            sample = _image(inside(kept.run.folder, folder / row["file"]), alt)
         except OSError:
             sample = '<span class="lost">image file is missing or damaged</span>'
     caption = f'<div class="cap"><span>{escape(label)}</span><b>{escape(reward)}</b></div>'
@@ -240,7 +240,7 @@ def _caption(kept: Kept, step: int, key: Key) -> str:
     for image in row.get("images", []):
         title = f"{image['place']}, {image['width']} x {image['height']} pixels"
         try:
-            shown += _image(kept.path(step) / image["file"], escape(title))
+            shown += _image(inside(kept.run.folder, kept.path(step) / image["file"]), escape(title))
         except OSError:
             shown += '<span class="lost">image file is missing or damaged</span>'
     shown = f'<div class="shown">{shown}</div>' if shown else ""

@@ -7,7 +7,6 @@ job and counts up every BEAT_S seconds: a count that stands still is a dead job'
 
 import errno
 import fcntl
-import json
 import os
 import secrets
 import socket
@@ -21,8 +20,8 @@ from typing import Any
 from phalanx.distributed.collectives import broadcast_object
 from phalanx.distributed.mesh import World
 from phalanx.exit import say
+from phalanx.telemetry.run_folder import BEAT_S, RUNNING_FILE, STOP_FILE, read_json, write_json
 
-BEAT_S = 2.0
 PATIENCE_S = 10.0  # without a new beat, for a job of another machine
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # of a file system that has none
 
@@ -39,7 +38,7 @@ def hold(folder: Path, world: World) -> None:
     if world.rank == 0:
         release()
         try:
-            _held = FolderLock(folder, world.watch.fail)
+            _held = FolderLock(folder, world.watch.fail, world.watch.ask)
         except (ValueError, OSError) as error:
             problem = f"trainer.output_dir: {error}"
     problem = broadcast_object(problem)
@@ -56,19 +55,20 @@ def release() -> None:
 
 
 class FolderLock:
-    """A folder that this process has to itself. `lost` is called, once, with a message where another job takes it.
+    """A folder that this process has to itself. `lost` is called, once, with a message where another job takes it, and
+    `asked`, once, where `phalanx stop` asks this job to stop.
 
     Raises ValueError where another job has it, OSError where it cannot be written.
     """
 
-    def __init__(self, folder: Path, lost: Callable[[str], object]) -> None:
-        self.folder, self._lost = folder, lost
-        self._file = folder / "running.json"
+    def __init__(self, folder: Path, lost: Callable[[str], object], asked: Callable[[], object]) -> None:
+        self.folder, self._lost, self._asked = folder, lost, asked
+        self._file, self._request = folder / RUNNING_FILE, folder / STOP_FILE
         folder.mkdir(parents=True, exist_ok=True)
         self._lock = (folder / ".lock").open("w")
         try:
             sure = self._try_lock()
-            other = self._read()
+            other = read_json(self._file)
             if other is not None and not (sure and other.get("machine") == _machine()):
                 self._wait_for_silence(other)
         except BaseException:
@@ -83,15 +83,16 @@ class FolderLock:
             "beat": 0,
         }
         self._write()
-        self._done = threading.Event()
+        self._done, self._stops = threading.Event(), False
         threading.Thread(target=self._beats, name="folder lock", daemon=True).start()
 
     def release(self) -> None:
         """Stop the beats and free the folder."""
         self._done.set()
-        other = self._read()
+        other = read_json(self._file)
         if other is not None and other.get("token") == self._me["token"]:
             self._file.unlink(missing_ok=True)
+            self._request.unlink(missing_ok=True)
         self._lock.close()
 
     def _try_lock(self) -> bool:
@@ -100,7 +101,7 @@ class FolderLock:
             # of the process, so that a reward's forked child does not keep it
             fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
-            raise ValueError(self._in_use(self._read() or {})) from None
+            raise ValueError(self._in_use(read_json(self._file) or {})) from None
         except OSError as error:
             if error.errno not in NO_LOCKS:
                 raise
@@ -113,7 +114,7 @@ class FolderLock:
         deadline = time.monotonic() + PATIENCE_S
         while time.monotonic() < deadline:
             time.sleep(BEAT_S / 4)
-            now = self._read()
+            now = read_json(self._file)
             if now is None:  # it has just ended
                 return
             if now != other:
@@ -121,10 +122,14 @@ class FolderLock:
 
     def _beats(self) -> None:
         while not self._done.wait(BEAT_S):
-            other = self._read()
+            other = read_json(self._file)
             if other is not None and other.get("token") != self._me["token"]:
                 self._lost(f"trainer.output_dir: {self._in_use(other)}")
                 return
+            # a request names the start that it is for: one that is left over does not stop the next start
+            if not self._stops and (read_json(self._request) or {}).get("token") == self._me["token"]:
+                self._stops = True
+                self._asked()
             self._me["beat"] += 1
             self._write()
 
@@ -134,19 +139,9 @@ class FolderLock:
             "stop that one first, or give this one another trainer.output_dir"
         )
 
-    def _read(self) -> dict[str, Any] | None:
-        try:
-            job = json.loads(self._file.read_text())
-        except (OSError, ValueError):
-            return None
-        return job if isinstance(job, dict) else None
-
     def _write(self) -> None:
-        # renamed into place: a reader never sees a half
-        part = self._file.with_suffix(".json.tmp")
         try:
-            part.write_text(json.dumps(self._me, indent=1) + "\n")
-            part.replace(self._file)
+            write_json(self._file, self._me)
         except OSError:
             if self._me["beat"] == 0:
                 raise

@@ -23,6 +23,7 @@ from phalanx.distributed.mesh import World
 from phalanx.exit import Stopped
 from phalanx.models.linear import count_weights
 from phalanx.telemetry.metrics import METRICS_FILE, RunLogger, Timers, read_metrics
+from phalanx.telemetry.rank_files import RankFiles
 from phalanx.telemetry.report import write_report
 from phalanx.training import folder_lock
 from phalanx.training.checkpoint import Checkpointer, Progress, find, kept_in_flight
@@ -141,7 +142,8 @@ class Job:
             self.world.link.meet()
         self.world.watch.listen()
         try:
-            self._run(fit)
+            with RankFiles(self.output_dir, self.world, self.timers, self.total_steps):
+                self._run(fit)
         finally:
             folder_lock.release()
         mesh.stop()
@@ -179,7 +181,9 @@ class Job:
             if self.cfg.reward.functions:
                 log.info("validating on %d prompts", self.sampling.validates)
             self.logger.log(0, self.validate(0) | self.timers.pop())
-        yield from range(self.progress.step, self.total_steps)
+        for step in range(self.progress.step, self.total_steps):
+            self.timers.step = step + 1
+            yield step
         self.checkpointer.wait()
 
     def validate(self, step: int) -> dict[str, float]:

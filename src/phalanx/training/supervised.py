@@ -112,6 +112,7 @@ class SupervisedTrainer:
                     f"perf/{task.noun}_per_gpu_per_s": shares.per_rank / job.world.context_size / seconds,
                     "perf/peak_memory_gb": peak_memory_gb(job.world.device),
                 }
+                job.timers.note_rate(shares.per_rank / job.world.context_size / seconds, task.noun)
                 job.end_step(step + 1, row)
 
     def run(self) -> None:

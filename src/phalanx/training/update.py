@@ -286,8 +286,11 @@ class Updater:
             # no datasheet has a CPU's peak: `peak_flops` measures a rate, and these are shares of that one
             measured = "cpu_" if self.world.device.type == "cpu" else ""
             row[f"perf/{measured}mfu"], row[f"perf/{measured}hfu"] = used.tolist()
+        self.timers.note_rate(self.plan.per_rank / seconds, self.noun)
         if log.lengths:
-            row |= token_metrics(torch.cat(log.lengths), log.trained_tokens, seconds, self.timers, ranks)
+            lengths = torch.cat(log.lengths)
+            self.timers.note_rate(int(lengths[:, :2].sum()) / seconds, "tokens")
+            row |= token_metrics(lengths, log.trained_tokens, seconds, self.timers, ranks)
         return row
 
     def step_flops(self, samples: Samples, trained: int, *, recomputed: bool) -> int:

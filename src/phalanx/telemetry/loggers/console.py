@@ -8,6 +8,7 @@ from statistics import median
 from textwrap import indent
 from typing import TYPE_CHECKING, Any
 
+from phalanx import exit
 from phalanx.config.messages import counted
 from phalanx.telemetry.advice import is_training_row
 from phalanx.telemetry.loggers import LOSS, Logger, RunStart
@@ -90,6 +91,7 @@ class Console(Logger):
         if self._bar is not None and sys.stdout.isatty():
             # above the line that changes, and not broken by the width of the terminal
             self._bar.console.print(line, soft_wrap=True, markup=False, highlight=False)
+            exit.copy(line, False)
         else:
             print(line, flush=True)
 

@@ -192,6 +192,16 @@
     new ResizeObserver(() => plot.setSize({ width: place.clientWidth, height: HEIGHT })).observe(place);
     return {
       redraw: () => plot.redraw(),
+      // New values of the same curves; a zoom stays.
+      update(next) {
+        const steps = plot.data[0];
+        const { min, max } = plot.scales.x;
+        const isWhole = min <= steps[0] && max >= steps[steps.length - 1];
+        chart.series.forEach((series, k) => Object.assign(series, next.series[k]));
+        plot.setData(columns((k) => plot.series[chart.bars ? chart.series.length - k : k].show), isWhole);
+        if (!isWhole) plot.setScale("x", { min, max });
+        showLast(plot);
+      },
       smooth(value) {
         if (chart.plain || chart.bars) return;
         weight = value;
@@ -202,27 +212,35 @@
 
   // --- the page ----------------------------------------------------------------------------------------------------
 
-  const charts = JSON.parse(document.getElementById("charts").textContent);
-  const places = [...document.querySelectorAll(".plot")];
-  const drawn = [];
-  const smoothing = document.getElementById("smoothing");
+  let charts = [];
+  let drawn = []; // by the number of the chart; a hole where it was not opened yet
 
-  function start(k) {
-    drawn.push(draw(charts[k], places[k], Number(smoothing.value)));
+  function startCharts(data) {
+    charts = data;
+    drawn = [];
+    const places = [...document.querySelectorAll(".plot")];
+    const smoothing = document.getElementById("smoothing");
+    const start = (k) => (drawn[k] = draw(charts[k], places[k], Number(smoothing.value)));
+    places.forEach((place, k) => {
+      const folded = place.closest("details:not([open])"); // it has no width before it is opened
+      if (folded === null) start(k);
+      else folded.addEventListener("toggle", () => start(k), { once: true });
+    });
+    smoothing?.addEventListener("input", () => {
+      smoothing.nextElementSibling.value = smoothing.value;
+      drawn.forEach((one) => one.smooth(Number(smoothing.value)));
+    });
   }
 
-  places.forEach((place, k) => {
-    const folded = place.closest("details"); // it has no width before it is opened
-    if (folded === null) start(k);
-    else folded.addEventListener("toggle", () => start(k), { once: true });
-  });
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => drawn.forEach((one) => one.redraw()));
-  document.querySelectorAll("[hidden]").forEach((element) => (element.hidden = false));
+  // Draw new data in the charts that are there; false where it has other charts or curves.
+  function updateCharts(data) {
+    const namesOf = (chart) => chart.series.map((series) => series.label).join("\n");
+    if (data.length !== charts.length || data.some((chart, k) => namesOf(chart) !== namesOf(charts[k]))) return false;
+    data.forEach((chart, k) => (drawn[k] ? drawn[k].update(chart) : Object.assign(charts[k], chart)));
+    return true;
+  }
 
-  smoothing?.addEventListener("input", () => {
-    smoothing.nextElementSibling.value = smoothing.value;
-    drawn.forEach((one) => one.smooth(Number(smoothing.value)));
-  });
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => drawn.forEach((one) => one.redraw()));
 
   // What a side shows at each step: what it shows now, and its templates. A step that it lacks shows the one before.
   function framesOf(side) {
@@ -233,7 +251,7 @@
     return { side, frames, steps: [...frames.keys()].sort((a, b) => a - b) };
   }
 
-  for (const slider of document.querySelectorAll("input[data-steps]")) {
+  function startSlider(slider) {
     const stops = slider.dataset.steps.split(",").map(Number);
     const sides = [...slider.closest(".set").querySelectorAll(".side")].map(framesOf).filter((s) => s.steps.length > 1);
     slider.addEventListener("input", () => {
@@ -245,6 +263,16 @@
       }
     });
   }
+
+  // The elements that need scripts, and what moves in them: of the whole page, or of a part that is new.
+  function start(part) {
+    part.querySelectorAll("[hidden]").forEach((element) => (element.hidden = false));
+    part.querySelectorAll("input[data-steps]").forEach(startSlider);
+  }
+
+  start(document);
+  startCharts(JSON.parse(document.getElementById("charts").textContent));
+  window.phalanx = { start, startCharts, updateCharts }; // for ranks.js, where the page is live
 
   // --- a picture, enlarged -----------------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ Which samples come from whom, and go to whom, follows from their numbers: nothin
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
@@ -20,6 +21,7 @@ from phalanx.exit import Stopped, speak_for_role
 from phalanx.rewards.client import RewardClient
 from phalanx.rollout.correction import rescore
 from phalanx.telemetry.metrics import Timers
+from phalanx.telemetry.rank_files import RankFiles
 from phalanx.training.collect import Collected, Collector
 from phalanx.training.components import JobComponents, TrainedPolicy
 from phalanx.training.disaggregated.wire import (
@@ -107,7 +109,8 @@ class RolloutWorker:
     def run(self) -> None:
         """Sample until the actor ends the job."""
         try:
-            serve(self.world, self.policy, self.plan.samples, self.timers, self.work)
+            with RankFiles(Path(self.cfg.trainer.output_dir), self.world, self.timers, None):
+                serve(self.world, self.policy, self.plan.samples, self.timers, self.work)
         finally:
             self.validator.end()
 
@@ -116,6 +119,7 @@ class RolloutWorker:
         if order.validate:
             self.report()
         for step in order.steps:
+            self.timers.step = step + 1
             for chunk in range(self.plan.parts):
                 self.deliver(step, chunk, order.version)
 
@@ -165,12 +169,15 @@ class LogProbWorker:
 
     def run(self) -> None:
         """Score until the actor ends the job."""
-        serve(self.world, self.policy, self.plan.samples, self.timers, self.work)
+        with RankFiles(Path(self.cfg.trainer.output_dir), self.world, self.timers, None):
+            serve(self.world, self.policy, self.plan.samples, self.timers, self.work)
 
     def work(self, order: Order) -> None:
         """Score the samples of the steps that are ordered."""
-        for _ in range(len(order.steps) * self.plan.parts):
-            self.pass_on()
+        for step in order.steps:
+            self.timers.step = step + 1
+            for _ in range(self.plan.parts):
+                self.pass_on()
 
     def pass_on(self) -> None:
         """Receive samples, score them, and send them on."""

@@ -1,0 +1,202 @@
+"""The files of each rank in a run's folder, which `phalanx watch`, `runs` and `logs` read:
+
+- `ranks/<rank>.json`: the rank as it is now, replaced at each beat;
+- `ranks/<rank>.jsonl`: a line for each start, phase, wait in a collective, warning and error;
+- `ranks/<rank>.log`: what the rank prints by Python, on the terminal as before.
+
+A thread beside the training writes them, so that no step waits for a disk: the training itself only appends to a queue
+(see phalanx.telemetry.metrics.Timers). Of the latter two the newest MAX_BYTES are kept.
+"""
+
+import json
+import logging
+import os
+import re
+import socket
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TextIO, cast
+
+from phalanx import exit
+from phalanx.distributed.collectives import waits
+from phalanx.distributed.mesh import World
+from phalanx.exit import Stopped
+from phalanx.telemetry.metrics import Timers
+from phalanx.telemetry.run_folder import RANKS, write_json
+from phalanx.telemetry.step_metrics import peak_memory_gb
+
+MAX_BYTES = 1 << 19
+LAST_WORDS_S = 1.0  # for what a rank says before it ends: a disk that hangs must not keep it
+LONGEST_EVENT = 500  # characters
+CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\r")
+_log = logging.getLogger(__name__)
+
+
+class RankFiles:
+    """A context in which a thread writes this rank's files into `folder`, once per interval of the watch.
+
+    `total_steps` is None where the rank does not know it. A disk that refuses the files costs them, not the job.
+    """
+
+    def __init__(self, folder: Path, world: World, timers: Timers, total_steps: int | None) -> None:
+        watch = world.watch
+        self._folder, self._world, self._timers = folder / RANKS, world, timers
+        self._paths = {ending: self._folder / f"{watch.rank}.{ending}" for ending in ("json", "jsonl", "log")}
+        self._interval = watch.interval
+        self._state: dict[str, Any] = {
+            "rank": watch.rank,
+            "ranks": len(watch.hosts),
+            "role": world.role,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "since": time.time(),
+            "interval": self._interval,
+            "total": total_steps,
+        }
+        self._offset = time.time() - time.perf_counter()
+        self._text, self._events = deque[str](maxlen=1 << 14), deque[dict[str, Any]](maxlen=1 << 10)
+        self._wake, self._written, self._done = threading.Event(), threading.Event(), False
+        self._thread = threading.Thread(target=self._run, name="rank files", daemon=True)
+        self._handler = _Warnings(self._events)
+        self._streams, self._copied_before = (sys.stdout, sys.stderr), exit.copy
+        self._has_failed = False
+
+    def __enter__(self) -> Self:
+        self._events.append({"event": "start", "at": time.time(), **self._state})
+        self._streams = sys.stdout, sys.stderr
+        sys.stdout, sys.stderr = (cast(TextIO, _Copy(stream, self._hear)) for stream in self._streams)
+        logging.getLogger().addHandler(self._handler)
+        self._copied_before, exit.copy = exit.copy, self._copy
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        end = "finished" if error is None else "stopped" if isinstance(error, Stopped) else "failed"
+        text = "" if error is None else str(error) or type(error).__name__
+        self._events.append({"event": end, "at": time.time(), "text": text[:LONGEST_EVENT]})
+        self._state["ended"], self._done = end, True
+        logging.getLogger().removeHandler(self._handler)
+        for name, stream in zip(("stdout", "stderr"), self._streams, strict=True):
+            current = sys.stdout if name == "stdout" else sys.stderr
+            if isinstance(current, _Copy):  # a line of progress may have put its own there
+                setattr(sys, name, stream)
+        self._flush()
+        if error is None:
+            exit.copy = self._copied_before
+
+    # -- the side of the training ----------------------------------------------------------------------------------
+
+    def _hear(self, text: str) -> None:
+        if os.getpid() == self._state["pid"]:  # not in a child
+            self._text.append(text)
+
+    def _copy(self, words: str, last: bool) -> None:
+        """Take in a line that passes by sys.stderr; the last words of this process are written now."""
+        self._hear(f"{words}\n")
+        if not last or os.getpid() != self._state["pid"]:
+            return
+        self._events.append({"event": "said", "at": time.time(), "text": words[:LONGEST_EVENT]})
+        self._flush()
+
+    def _flush(self) -> None:
+        if threading.current_thread() is not self._thread and self._thread.is_alive():
+            self._written.clear()
+            self._wake.set()
+            self._written.wait(LAST_WORDS_S)
+
+    # -- the thread ------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            self._wake.clear()
+            try:
+                self._write()
+            except OSError as error:
+                if not self._has_failed:
+                    _log.error("%s: %s; phalanx watch misses what this rank does", exit.place(), error)
+                self._has_failed = True
+            self._written.set()
+            self._wake.wait(self._interval)
+
+    def _write(self) -> None:
+        """Write the files with what has come since the last time."""
+        # not its parents: who deletes a run's folder gets it back from rank 0, as a whole
+        self._folder.mkdir(exist_ok=True)
+        lines = []
+        for event in _taken(self._events):
+            lines.append(json.dumps(event))
+        for name, step, begin, end in _taken(self._timers.spans):
+            lines.append(f'{{"phase":"{name}","step":{step},"from":{self._wall(begin)},"to":{self._wall(end)}}}')
+        for number, begin, end in _taken(waits):
+            lines.append(f'{{"wait":{number},"from":{self._wall(begin)},"to":{self._wall(end)}}}')
+        if lines:
+            _append(self._paths["jsonl"], "\n".join([*lines, ""]))
+        text = CONTROL.sub("", "".join(_taken(self._text)))
+        if text:
+            _append(self._paths["log"], text)
+        phase = self._timers.phase
+        self._state |= {
+            "at": time.time(),
+            "step": self._timers.step,
+            "rate": self._timers.rate,
+            "phase": str(phase),
+            "phase_since": self._wall(phase.since),
+            "memory_gb": peak_memory_gb(self._world.device),
+        }
+        write_json(self._paths["json"], self._state)
+
+    def _wall(self, moment: float) -> float:
+        return round(moment + self._offset, 6)
+
+
+class _Copy:
+    """A stream that also hands over what is written to it."""
+
+    def __init__(self, stream: TextIO, hear: Callable[[str], object]) -> None:
+        self._stream, self._hear = stream, hear
+
+    def write(self, text: str) -> int:
+        self._hear(text)
+        return self._stream.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+class _Warnings(logging.Handler):
+    """Makes an event of each warning and error."""
+
+    def __init__(self, events: deque[dict[str, Any]]) -> None:
+        super().__init__(logging.WARNING)
+        self._events = events
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = record.getMessage()[:LONGEST_EVENT]
+        self._events.append({"event": record.levelname.lower(), "at": record.created, "text": text})
+
+
+def _taken(queue: deque[Any]) -> list[Any]:
+    """The entries of a queue to which another thread may append, taken out."""
+    entries = []
+    for _ in range(len(queue)):
+        entries.append(queue.popleft())
+    return entries
+
+
+def _append(path: Path, text: str) -> None:
+    """Append to a file that is kept short."""
+    with path.open("ab") as file:
+        file.write(text.encode("utf-8", "backslashreplace"))
+        size = file.tell()
+    if size > MAX_BYTES:
+        kept = path.read_bytes()[-MAX_BYTES // 2 :]
+        part = path.with_name(f"{path.name}.tmp")
+        part.write_bytes(kept[kept.find(b"\n") + 1 :])
+        part.replace(path)

@@ -1,0 +1,166 @@
+"""The ranks of a run over time, from the files of phalanx.telemetry.rank_files: the timeline of a step, the ranks that
+the others waited for, and events. page/ranks.js draws the result, on the live page and in the report.
+"""
+
+import json
+import os
+import time
+from collections import deque
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from phalanx.telemetry.run_folder import RANKS, inside, read_ranks
+
+MAX_LINES = 4000  # of a rank, of phases and waits; other events are rarer and all kept
+MAX_EVENTS = 200
+MAX_SPANS = 40_000  # of a timeline
+WAITING = {"wait", "idle"}  # phases in which a rank of a role waits for another role
+COMMON = {"start", "finished", "stopped"}  # events of all ranks, told once
+NOTED = ("checkpoint", "validation")  # phases of rank 0 that are events
+
+
+class RankLines:
+    """The lines of a rank's `.jsonl`, read as they come."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.events: list[dict[str, Any]] = []
+        self._start_over()
+
+    def _start_over(self, file: int = 0) -> None:
+        self._file, self._offset, self._rest = file, 0, b""
+        self.phases, self.waits = deque[dict[str, Any]](maxlen=MAX_LINES), deque[dict[str, Any]](maxlen=MAX_LINES)
+
+    def read(self) -> None:
+        """Read what is new; a file that was cut at its front is read anew, without the events that are known."""
+        try:
+            with self.path.open("rb") as file:
+                number = os.fstat(file.fileno()).st_ino
+                if number != self._file:
+                    self._start_over(number)
+                file.seek(self._offset)
+                data = self._rest + file.read()
+                self._offset = file.tell()
+        except OSError:
+            return
+        *lines, self._rest = data.split(b"\n")
+        last = self.events[-1]["at"] if self.events else 0.0
+        recent = len(lines) - 2 * MAX_LINES
+        for i, line in enumerate(lines):
+            if i < recent and not line.startswith(b'{"event"'):
+                continue
+            value = _parsed(line)
+            if "event" in value:
+                if value.get("at", 0.0) > last:
+                    self.events.append(value)
+            elif value.keys() >= {"phase", "step", "from", "to"}:
+                self.phases.append(value)
+            elif value.keys() >= {"wait", "from", "to"}:
+                self.waits.append(value)
+
+
+class RankHistory:
+    """The ranks of one run; `data` reads what is new."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._lines: dict[int, RankLines] = {}
+
+    def data(self, step: int | None = None) -> dict[str, Any]:
+        """The ranks, the timeline of a step (by default the last whole one) and the events, for page/ranks.js.
+
+        Times of ranks and events are of time.time(), those of the timeline seconds since its begin.
+        """
+        ranks = read_ranks(self.folder)
+        for state in ranks:
+            number = state["rank"]
+            if number not in self._lines:
+                self._lines[number] = RankLines(inside(self.folder, self.folder / RANKS / f"{number}.jsonl"))
+            self._lines[number].read()
+        lines = {state["rank"]: self._lines[state["rank"]] for state in ranks}
+        return {"now": time.time(), "ranks": ranks, "events": _events(lines), **self._timeline(ranks, lines, step)}
+
+    def _timeline(self, ranks: list[dict[str, Any]], lines: dict[int, RankLines], step: int | None) -> dict[str, Any]:
+        """The window of a step, by the first rank that trains, with what all ranks did in it."""
+        lead = next((state for state in ranks if state.get("role") == "actor"), None)
+        phases = [] if lead is None else [line for line in lines[lead["rank"]].phases if line["step"] > 0]
+        steps = sorted({line["step"] for line in phases})
+        if lead is None or not steps:
+            return {"steps": [], "step": None, "spans": [], "waits": [], "blame": []}
+        if "ended" not in lead and len(steps) > 1 and lead.get("step") == steps[-1]:
+            steps = steps[:-1]  # it is not whole yet
+        step = steps[-1] if step is None else min(max(step, steps[0]), steps[-1])
+        begin = min(line["from"] for line in phases if line["step"] == step)
+        end = max(line["to"] for line in phases if line["step"] == step)
+        window: dict[str, Any] = {"steps": [steps[0], steps[-1]], "step": step, "begin": begin, "seconds": end - begin}
+        return window | _within(ranks, lines, begin, end)
+
+
+def _within(ranks: list[dict[str, Any]], lines: dict[int, RankLines], begin: float, end: float) -> dict[str, Any]:
+    """Phases and waits of all ranks between two moments: [rank, name or the rank that is waited for, from, to]."""
+    spans: list[list[Any]] = []
+    waits: list[list[Any]] = []
+    met: dict[tuple[str, int], list[tuple[int, float, float]]] = {}  # by the role, which has numbers of its own
+    for state in ranks:
+        rank = state["rank"]
+        for line in _overlapping(lines[rank].phases, begin, end):
+            spans.append([rank, line["phase"], *_clipped(line, begin, end)])
+        for line in _overlapping(lines[rank].waits, begin, end):
+            part = _clipped(line, begin, end)
+            met.setdefault((str(state.get("role")), line["wait"]), []).append((rank, *part))
+    blame: dict[int, float] = {}
+    for (role, _), parts in met.items():
+        # all leave a collective together: who came last waited least, or so short that nothing was noted
+        waited = dict.fromkeys((state["rank"] for state in ranks if str(state.get("role")) == role), 0.0)
+        for rank, first, last in parts:
+            waited[rank] = last - first
+        late = min(waited, key=lambda rank: waited[rank])
+        for rank, first, last in parts:
+            waits.append([rank, late, first, last])
+            if rank != late:
+                blame[late] = blame.get(late, 0.0) + last - first
+    worst = sorted(blame.items(), key=lambda item: -item[1])
+    return {"spans": spans[-MAX_SPANS:], "waits": waits[-MAX_SPANS:], "blame": worst[:8]}
+
+
+def _overlapping(lines: Iterable[dict[str, Any]], begin: float, end: float) -> list[dict[str, Any]]:
+    return [line for line in lines if line["from"] < end and line["to"] > begin]
+
+
+def _clipped(line: dict[str, Any], begin: float, end: float) -> tuple[float, float]:
+    return round(max(line["from"] - begin, 0.0), 5), round(min(line["to"], end) - begin, 5)
+
+
+def _events(lines: dict[int, RankLines]) -> list[dict[str, Any]]:
+    """The last events of all ranks, in their order, with starts in words."""
+    events, size = [], None
+    for rank, of_rank in lines.items():
+        told = set[str]()
+        for line in of_rank.events:
+            event = {"at": line["at"], "rank": rank, "kind": str(line["event"]), "text": str(line.get("text", ""))}
+            if (rank > 0 and event["kind"] in COMMON) or (event["kind"] == "said" and event["text"] in told):
+                continue
+            told.add(event["text"])
+            if event["kind"] == "start":
+                event["text"] = f"{line.get('ranks')} ranks, the first on {line.get('host')}"
+                if size is not None:
+                    event["kind"] = "restart"
+                    event["text"] += f" (before: {size} ranks)" if size != line.get("ranks") else ""
+                size = line.get("ranks")
+            events.append(event)
+        if rank > 0:
+            continue
+        for line in of_rank.phases:
+            if line["phase"].endswith(NOTED):
+                text = f"after step {line['step']}, {line['to'] - line['from']:.2g} s"
+                events.append({"at": line["to"], "rank": rank, "kind": line["phase"], "text": text})
+    return sorted(events, key=lambda event: event["at"])[-MAX_EVENTS:]
+
+
+def _parsed(line: bytes) -> dict[str, Any]:
+    try:
+        value = json.loads(line)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}

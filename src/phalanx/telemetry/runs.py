@@ -1,0 +1,265 @@
+"""`phalanx runs`, `logs` and `stop`: the runs below a folder, what a rank prints, and a clean stop. All of it goes by
+the files of a run's folder, from any machine that sees it.
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from phalanx.exit import show
+from phalanx.telemetry.loggers import ELAPSED, setting
+from phalanx.telemetry.metrics import METRICS_FILE
+from phalanx.telemetry.run_folder import (
+    BEAT_S,
+    RANKS,
+    RUNNING_FILE,
+    STOP_FILE,
+    read_config,
+    read_json,
+    read_ranks,
+    write_json,
+)
+
+LIVING, DEAD = "running", "dead"
+NOT_RUNS = {"checkpoints", "images", "samples", "tensorboard", RANKS}  # folders of a run
+TAIL_BYTES = 1 << 16
+ETA_STEPS = 20  # recent ones, by whose median the ETA goes
+POLL_S = 0.5
+
+
+@dataclass(frozen=True)
+class Overview:
+    """A run in a line: `ranks` holds the states of its ranks, `job` the running.json of the job that has the folder."""
+
+    folder: Path
+    state: str
+    step: int
+    total: int | None
+    eta_s: float | None
+    ranks: list[dict[str, Any]]
+    job: dict[str, Any] | None
+
+    @property
+    def hosts(self) -> list[str]:
+        """The machines, each once, in the order of ranks."""
+        return list(dict.fromkeys(rank["host"] for rank in self.ranks))
+
+    def row(self) -> list[str]:
+        """The cells of COLUMNS."""
+        steps = f"{self.step}/{self.total}" if self.total is not None else str(self.step)
+        eta = "-" if self.eta_s is None or self.state != LIVING else str(timedelta(seconds=round(self.eta_s)))
+        first = self.job or (self.ranks[0] if self.ranks else {})
+        hosts = self.hosts or ([first["host"]] if first else [])
+        shown = ", ".join(hosts[:3]) + (f" and {len(hosts) - 3} more" if len(hosts) > 3 else "")
+        signs = [rank["at"] for rank in self.ranks]
+        last = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(max(signs))) if signs else "-"
+        pid = str(first.get("pid", "-"))
+        return [str(self.folder), self.state, steps, eta, str(len(self.ranks) or "-"), shown or "-", pid, last]
+
+
+COLUMNS = ["RUN", "STATE", "STEP", "ETA", "RANKS", "HOSTS", "PID OF RANK 0", "LAST SIGN OF LIFE"]
+
+
+def overview(folder: Path, state: str) -> Overview:
+    """A run as its files are now; `state`: see `states`."""
+    rows, ranks = last_rows(folder), read_ranks(folder)
+    step = rows[-1]["step"] if rows else 0
+    total = next((rank["total"] for rank in ranks if rank.get("total") is not None), None)
+    total = setting(read_config(folder)[1], "trainer.total_training_steps") if total is None else total
+    seconds = []
+    for before, row in pairwise(rows):
+        if row["step"] > before["step"] and ELAPSED in row and ELAPSED in before:
+            seconds.append((row[ELAPSED] - before[ELAPSED]) / (row["step"] - before["step"]))
+    left = None if total is None or not seconds else median(seconds[-ETA_STEPS:]) * max(total - step, 0)
+    return Overview(folder, state, step, total, left, ranks, read_json(folder / RUNNING_FILE))
+
+
+def states(folders: Sequence[Path]) -> dict[Path, str]:
+    """The state of each run: `running`, `dead` (without a word), or how it has ended: `finished`, `stopped`, `failed`;
+    `ended` where an older version left no word on that.
+    """
+    jobs = {folder: read_json(folder / RUNNING_FILE) for folder in folders}
+    known, silent = {}, {}
+    for folder, job in jobs.items():
+        if job is None:
+            known[folder] = ended(folder)
+        elif _age(folder) < 2 * BEAT_S:
+            known[folder] = LIVING
+        else:  # clocks of machines differ: a beat that goes on shows that the job lives
+            silent[folder] = job
+    if silent:
+        time.sleep(1.5 * BEAT_S)
+    for folder, job in silent.items():
+        now = read_json(folder / RUNNING_FILE)
+        known[folder] = ended(folder) if now is None else DEAD if now == job else LIVING
+    return known
+
+
+def ended(folder: Path) -> str:
+    """How a run has ended, by its first rank's last word."""
+    first = read_json(folder / RANKS / "0.json")
+    return "ended" if first is None else str(first.get("ended", DEAD))
+
+
+def _age(folder: Path) -> float:
+    try:
+        return abs(time.time() - (folder / RUNNING_FILE).stat().st_mtime)
+    except OSError:
+        return float("inf")
+
+
+def last_rows(folder: Path) -> list[dict[str, Any]]:
+    """The last rows of a run's metrics.jsonl, without the others being read."""
+    try:
+        with (folder / METRICS_FILE).open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(size - TAIL_BYTES, 0))
+            lines = file.read().split(b"\n")
+    except OSError:
+        return []
+    rows = []
+    for line in lines[size > TAIL_BYTES :]:
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict) and isinstance(row.get("step"), int):
+            rows.append(row)
+    return rows
+
+
+def run_folders(root: Path) -> Iterator[Path]:
+    """The folders of runs in a folder, itself included."""
+    for name, folders, files in os.walk(root):
+        is_run = METRICS_FILE in files or RUNNING_FILE in files
+        folders[:] = sorted(folder for folder in folders if not (is_run and folder in NOT_RUNS))
+        if is_run:
+            yield Path(name)
+
+
+def check_run(folder: Path) -> Path:
+    """The folder; raises ValueError where it is not a run's."""
+    if not folder.is_dir():
+        raise ValueError(f"{folder}: no such folder; give the trainer.output_dir of a run")
+    if not any((folder / name).exists() for name in (METRICS_FILE, RUNNING_FILE, RANKS)):
+        raise ValueError(f"{folder}: no {METRICS_FILE} or {RUNNING_FILE} in it; give the trainer.output_dir of a run")
+    return folder
+
+
+# --- the commands -----------------------------------------------------------------------------------------------------
+
+
+def main(command: str, argv: Sequence[str]) -> int:
+    """The command line of `runs`, `logs` or `stop`; returns the exit status (2 for a folder that is not a run's)."""
+    parser = argparse.ArgumentParser(prog=f"phalanx {command}", description=ABOUT[command])
+    if command == "runs":
+        parser.add_argument("folder", metavar="FOLDER", nargs="?", type=Path, default=Path("outputs"))
+    else:
+        parser.add_argument("folder", metavar="RUN", type=Path, help="trainer.output_dir of a run")
+    if command == "logs":
+        parser.add_argument("--rank", type=int, default=0, help="by default 0")
+        parser.add_argument("--follow", "-f", action="store_true", help="print what comes until the run ends")
+        parser.add_argument("--lines", "-n", type=int, help="only the last ones; by default all that is kept")
+    if command == "stop":
+        parser.add_argument("--no-wait", action="store_true", help="return once the request is written")
+    given = parser.parse_args(argv)
+    try:
+        if command == "runs":
+            return _runs(given.folder)
+        if command == "logs":
+            return _logs(check_run(given.folder), given.rank, given.lines, given.follow)
+        return _stop(check_run(given.folder), wait=not given.no_wait)
+    except (ValueError, OSError) as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+ABOUT = {
+    "runs": "List the runs below a folder: where they run, how far they are, and which of them live.",
+    "logs": "Print what a rank of a run has printed.",
+    "stop": "Have a run stop after its step, with a checkpoint; the same command as before goes on from it.",
+}
+
+
+def _runs(root: Path) -> int:
+    if not root.is_dir():
+        raise ValueError(f"{root}: no such folder; give one that holds runs")
+    folders = list(run_folders(root))
+    state = states(folders)
+    table = [COLUMNS]
+    for folder in folders:
+        table.append(overview(folder, state[folder]).row())
+    if len(table) == 1:
+        return show(f"no runs in {root}")
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = []
+    for row in table:
+        lines.append("  ".join(map(str.ljust, row, widths)).rstrip())
+    return show("\n".join(lines))
+
+
+def _logs(folder: Path, rank: int, lines: int | None, follow: bool) -> int:
+    path = folder / RANKS / f"{rank}.log"
+    if not path.exists() and not (follow and (folder / RANKS / f"{rank}.json").exists()):
+        known = [str(state["rank"]) for state in read_ranks(folder)]
+        ranks = f"its ranks are {', '.join(known)}" if known else "it has no files of ranks"
+        raise ValueError(f"{folder}: no log of rank {rank}; {ranks}")
+    text = _text(path)
+    shown = text if lines is None else "".join(text.splitlines(keepends=True)[-lines:] if lines > 0 else [])
+    sys.stdout.write(shown)
+    sys.stdout.flush()
+    while follow:
+        ends = states([folder])[folder] != LIVING
+        newer = _text(path)
+        sys.stdout.write(_after(text, newer))
+        sys.stdout.flush()
+        text = newer
+        if ends:
+            break
+        time.sleep(POLL_S)
+    return 0
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+
+
+def _after(before: str, now: str) -> str:
+    """The part of a log that is new; its beginning may be gone, as logs are kept short."""
+    if now.startswith(before):
+        return now[len(before) :]
+    end = before[-500:]
+    at = now.rfind(end)
+    return now if at < 0 else now[at + len(end) :]
+
+
+def _stop(folder: Path, wait: bool) -> int:
+    """Leave the request beside running.json. It names the start that it is for by its token, so that one that is left
+    over, as of a job that died meanwhile, stops no other.
+    """
+    state = states([folder])[folder]
+    job = read_json(folder / RUNNING_FILE)
+    if state != LIVING or job is None:
+        raise ValueError(f"{folder}: no job runs here (it is {state}); nothing to stop")
+    write_json(folder / STOP_FILE, {"token": job["token"]})
+    named = f"process {job['pid']} on {job['host']}"
+    show(f"asked {named} to stop after its step; a checkpoint is kept where trainer.save_freq is above 0")
+    if not wait:
+        return 0
+    while (now := read_json(folder / RUNNING_FILE)) is not None and now["token"] == job["token"]:
+        if states([folder])[folder] == DEAD:
+            raise ValueError(f"{folder}: {named} has died before it stopped")
+        time.sleep(POLL_S)
+    last = overview(folder, ended(folder))
+    return show(f"{last.state} after step {last.step}" + (f" of {last.total}" if last.total is not None else ""))

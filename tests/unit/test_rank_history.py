@@ -1,0 +1,109 @@
+"""What the files of ranks say of a step: who was at what, and who waited for whom."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from phalanx.telemetry import rank_history
+from phalanx.telemetry.rank_history import RankHistory
+
+
+def write(folder: Path, rank: int, lines: list[dict[str, Any]], **state: Any) -> None:
+    """A rank's state, and lines at the end of its file; times are seconds from 1000 on."""
+    (folder / "ranks").mkdir(parents=True, exist_ok=True)
+    values = {"rank": rank, "ranks": 3, "host": "a", "pid": 1, "at": 1000.0, "role": "actor", "interval": 2.0}
+    (folder / "ranks" / f"{rank}.json").write_text(json.dumps(values | state))
+    with (folder / "ranks" / f"{rank}.jsonl").open("a") as file:
+        for line in lines:
+            for key in line.keys() & {"from", "to", "at"}:
+                line[key] += 1000
+            file.write(json.dumps(line) + "\n")
+
+
+def phase(name: str, step: int, begin: float, end: float) -> dict[str, Any]:
+    return {"phase": name, "step": step, "from": begin, "to": end}
+
+
+def wait(number: int, begin: float, end: float) -> dict[str, Any]:
+    return {"wait": number, "from": begin, "to": end}
+
+
+def test_who_waits_for_whom(tmp_path: Path) -> None:
+    """Who comes last waits least, or too short to be noted; clocks that differ do not matter to that."""
+    write(tmp_path, 0, [phase("rollout", 1, 0, 4), wait(1, 1, 4), phase("update", 1, 4, 6), wait(2, 5, 5.5)], step=2)
+    write(tmp_path, 1, [phase("rollout", 1, 0.5, 4.5), wait(1, 2.5, 4.5), phase("update", 1, 4.5, 6.5)], step=2)
+    write(tmp_path, 2, [phase("rollout", 1, 0, 4), phase("update", 1, 4, 6), wait(2, 4.25, 5.5)], step=2)
+    data = RankHistory(tmp_path).data()
+    assert (data["step"], data["begin"], data["seconds"]) == (1, 1000.0, 6.0)
+    assert data["blame"] == [(2, 5.0), (1, 1.75)]
+    assert [0, 2, 1.0, 4.0] in data["waits"] and [1, 2, 2.5, 4.5] in data["waits"]
+    assert [1, "update", 4.5, 6.0] in data["spans"]  # up to the end of the step of rank 0
+
+
+def test_roles_have_numbers_of_their_own(tmp_path: Path) -> None:
+    write(tmp_path, 0, [phase("update", 1, 0, 2), wait(7, 0, 1)], role="actor")
+    write(tmp_path, 1, [phase("update", 1, 0, 2)], role="actor")
+    write(tmp_path, 2, [phase("rollout", 2, 0, 2), wait(7, 0, 2)], role="rollout")
+    data = RankHistory(tmp_path).data()
+    assert data["blame"] == [(1, 1.0)]
+    assert [2, "rollout", 0.0, 2.0] in data["spans"]  # of the next step, which it draws ahead
+
+
+def test_the_last_whole_step_or_the_one_that_is_asked_for(tmp_path: Path) -> None:
+    history = RankHistory(tmp_path)
+    for step in (1, 2):
+        write(tmp_path, 0, [phase("rollout", step, step, step + 1)], step=2)
+    assert (history.data()["step"], history.data()["steps"]) == (1, [1, 1])
+    write(tmp_path, 0, [phase("update", 2, 3, 3.5), phase("rollout", 3, 3.5, 4)], step=3)
+    data = history.data()
+    assert (data["step"], data["steps"], data["seconds"]) == (2, [1, 2], 1.5)
+    assert [history.data(step)["step"] for step in (1, 2, 99, -5)] == [1, 2, 2, 1]
+    write(tmp_path, 0, [], step=3, ended="finished")
+    assert history.data()["step"] == 3
+
+
+def test_events_are_told_once(tmp_path: Path) -> None:
+    write(tmp_path, 0, [{"event": "start", "at": 0, "ranks": 4, "host": "a"}, phase("checkpoint", 2, 1, 3)])
+    write(tmp_path, 1, [{"event": "start", "at": 0, "ranks": 4}, {"event": "error", "at": 2, "text": "<b>lost</b>"}])
+    history = RankHistory(tmp_path)
+    kinds = [(event["kind"], event["rank"], event["text"]) for event in history.data()["events"]]
+    first = [
+        ("start", 0, "4 ranks, the first on a"),
+        ("error", 1, "<b>lost</b>"),
+        ("checkpoint", 0, "after step 2, 2 s"),
+    ]
+    assert kinds == first
+    write(tmp_path, 0, [{"event": "start", "at": 5, "ranks": 3, "host": "b"}])
+    write(tmp_path, 0, [{"event": "stopped", "at": 6, "text": "why"}, {"event": "said", "at": 7, "text": "why"}])
+    kinds = [(event["kind"], event["rank"], event["text"]) for event in history.data()["events"]]
+    assert kinds[len(first) :] == [("restart", 0, "3 ranks, the first on b (before: 4 ranks)"), ("stopped", 0, "why")]
+
+
+def test_a_file_is_read_as_it_grows_and_as_it_is_cut(tmp_path: Path) -> None:
+    history = RankHistory(tmp_path)
+    write(tmp_path, 0, [{"event": "start", "at": 0, "ranks": 3}, phase("rollout", 1, 0, 1)])
+    path = tmp_path / "ranks" / "0.jsonl"
+    with path.open("a") as file:
+        file.write('{"phase":"update","step":1,"from":1001,')  # half a line
+    assert history.data()["seconds"] == 1.0
+    with path.open("a") as file:
+        file.write('"to":1003}\nnot JSON\n[]\n')
+    assert history.data()["seconds"] == 3.0
+    path.with_suffix(".tmp").write_text(path.read_text().split("\n", 1)[1])  # its front is dropped
+    path.with_suffix(".tmp").replace(path)
+    data = history.data()
+    assert data["seconds"] == 3.0 and [event["kind"] for event in data["events"]] == ["start"]
+    assert len(data["spans"]) == 2
+
+
+def test_a_link_that_leads_out_is_not_read(tmp_path: Path) -> None:
+    write(tmp_path / "other", 0, [phase("rollout", 1, 0, 1)])
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "ranks").symlink_to(tmp_path / "other" / "ranks")
+    assert RankHistory(tmp_path / "run").data()["ranks"] == []
+
+
+def test_no_ranks(tmp_path: Path) -> None:
+    data = RankHistory(tmp_path).data()
+    assert (data["ranks"], data["step"], data["events"], data["spans"]) == ([], None, [], [])
+    assert rank_history.MAX_EVENTS > 0

@@ -1,0 +1,153 @@
+"""`phalanx runs`, `logs` and `stop`, on folders as jobs leave them."""
+
+import json
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phalanx.telemetry import runs
+from phalanx.telemetry.run_folder import read_ranks
+from phalanx.telemetry.runs import main, overview, states
+from phalanx.training import folder_lock
+from phalanx.training.folder_lock import FolderLock
+
+
+@pytest.fixture(autouse=True)
+def fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folder_lock, "BEAT_S", 0.05)
+    monkeypatch.setattr(runs, "BEAT_S", 0.2)
+    monkeypatch.setattr(runs, "POLL_S", 0.05)
+
+
+def a_run(folder: Path, steps: int = 4, total: int | None = 10, ranks: int = 2, **state: Any) -> Path:
+    """A run's folder after some steps of 2 s, on a host for each two ranks."""
+    (folder / "ranks").mkdir(parents=True)
+    rows = []
+    for step in range(1, steps + 1):
+        rows.append(json.dumps({"step": step, "perf/elapsed_s": 2 * step}) + "\n")
+    (folder / "metrics.jsonl").write_text("".join(rows))
+    for rank in range(ranks):
+        values = {"rank": rank, "ranks": ranks, "host": f"node-{rank // 2}", "pid": 100 + rank, "at": time.time()}
+        (folder / "ranks" / f"{rank}.json").write_text(json.dumps(values | {"total": total} | state))
+    return folder
+
+
+def test_runs_and_their_states(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a_run(tmp_path / "a" / "finished", 10, ended="finished", ranks=8)
+    (a_run(tmp_path / "dead") / "running.json").write_text('{"pid": 7, "host": "x", "beat": 3, "token": "t"}')
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "metrics.jsonl").write_text('{"step": 2}\n{"step": 3')
+    (tmp_path / "old" / "config.yaml").write_text("trainer: {total_training_steps: 6}\n")
+    a_run(tmp_path / "dead" / "images" / "no run")  # of a run's own folders
+    lock = FolderLock(a_run(tmp_path / "lives"), lambda _: None, lambda: None)
+    os.utime(tmp_path / "dead" / "running.json", (0, 0))
+    assert main("runs", [str(tmp_path)]) == 0
+    lock.release()
+    first, *rows = capsys.readouterr().out.splitlines()
+    assert first.split()[:3] == ["RUN", "STATE", "STEP"]
+    table = [row.removeprefix(f"{tmp_path}/").split() for row in rows]
+    assert [row[:5] for row in table] == [
+        ["a/finished", "finished", "10/10", "-", "8"],
+        ["dead", "dead", "4/10", "-", "2"],
+        ["lives", "running", "4/10", "0:00:12", "2"],
+        ["old", "ended", "2/6", "-", "-"],
+    ]
+    assert " node-0, node-1, node-2 and 1 more " in rows[0] and f" {os.getpid()} " in rows[2]
+
+
+def test_a_beat_counts_whatever_the_clock_says(tmp_path: Path) -> None:
+    """Of a machine whose clock is an hour late, and of one that has stopped."""
+    lock = FolderLock(a_run(tmp_path / "run"), lambda _: None, lambda: None)
+    done = threading.Event()
+
+    def turn_back() -> None:
+        while not done.wait(0.005):
+            os.utime(tmp_path / "run" / "running.json", (time.time() - 3600,) * 2)
+
+    thread = threading.Thread(target=turn_back)
+    thread.start()
+    try:
+        assert states([tmp_path / "run"]) == {tmp_path / "run": "running"}
+    finally:
+        done.set()
+        thread.join()
+        lock.release()
+
+
+def test_ranks_of_a_larger_start_are_left_out(tmp_path: Path) -> None:
+    """After a node was lost, the files of its ranks remain."""
+    a_run(tmp_path / "run", ranks=4)
+    for rank in range(4):
+        path = tmp_path / "run" / "ranks" / f"{rank}.json"
+        state = json.loads(path.read_text())
+        state |= {"ranks": 2, "at": state["at"] + 60} if rank < 2 else {}
+        path.write_text(json.dumps(state))
+    assert [state["rank"] for state in read_ranks(tmp_path / "run")] == [0, 1]
+    assert overview(tmp_path / "run", "running").hosts == ["node-0"]
+
+
+def test_logs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = a_run(tmp_path / "run", ended="finished")
+    (run / "ranks" / "1.log").write_text("one\ntwo\nthree\n")
+    assert main("logs", [str(run), "--rank", "1"]) == 0
+    assert capsys.readouterr().out == "one\ntwo\nthree\n"
+    assert main("logs", [str(run), "--rank", "1", "-n", "2", "--follow"]) == 0  # it has ended
+    assert capsys.readouterr().out == "two\nthree\n"
+    assert main("logs", [str(run), "--rank", "9"]) == 2
+    assert capsys.readouterr().err == f"error: {run}: no log of rank 9; its ranks are 0, 1\n"
+
+
+def test_a_log_is_followed_until_the_run_ends(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also where its beginning is dropped meanwhile."""
+    run = a_run(tmp_path / "run")
+    lock = FolderLock(run, lambda _: None, lambda: None)
+    log = run / "ranks" / "0.log"
+    one, two = "1" * 800 + "\n", "2" * 800 + "\n"
+    log.write_text(one + two)
+    thread = threading.Thread(target=main, args=("logs", [str(run), "--follow"]))
+    thread.start()
+    time.sleep(0.4)
+    log.with_suffix(".new").write_text(two + "three\n")
+    log.with_suffix(".new").rename(log)
+    time.sleep(0.4)
+    with log.open("a") as file:
+        file.write("four\n")
+    lock.release()
+    thread.join(10)
+    assert not thread.is_alive()
+    assert capsys.readouterr().out == f"{one}{two}three\nfour\n"
+
+
+def test_stop(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, asked = a_run(tmp_path / "run"), threading.Event()
+    lock = FolderLock(run, lambda _: None, asked.set)
+
+    def train() -> None:
+        assert asked.wait(10)
+        a_run(tmp_path / "after", 5, ended="stopped")
+        for name in ("metrics.jsonl", "ranks/0.json"):
+            (tmp_path / "after" / name).rename(run / name)
+        lock.release()
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    assert main("stop", [str(run)]) == 0
+    thread.join()
+    first, last = capsys.readouterr().out.splitlines()
+    assert first.startswith(f"asked process {os.getpid()} on ") and last == "stopped after step 5 of 10"
+    assert main("stop", [str(run)]) == 2
+    assert capsys.readouterr().err == f"error: {run}: no job runs here (it is stopped); nothing to stop\n"
+
+
+@pytest.mark.parametrize("command", ["logs", "stop"])
+def test_other_folders_are_refused(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(command, [str(tmp_path)]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {tmp_path}: no metrics.jsonl or running.json in it; give the ")
+    assert main(command, [str(tmp_path / "x")]) == 2
+    assert main("runs", [str(tmp_path / "x")]) == 2
+    assert main("runs", [str(tmp_path)]) == 0
+    assert capsys.readouterr().out == f"no runs in {tmp_path}\n"

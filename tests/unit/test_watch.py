@@ -1,0 +1,224 @@
+"""`phalanx watch`: what its server answers, to whom, and that it reads nothing but the run's folder."""
+
+import json
+import re
+import threading
+import time
+from collections.abc import Iterator
+from http.client import HTTPConnection, HTTPResponse
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from phalanx.telemetry import watch
+from phalanx.telemetry.records import Record
+from phalanx.telemetry.report import write_report
+from phalanx.telemetry.watch import Server, Watcher, is_loopback, main
+from tests.pages import Page, logger, run
+
+EVIL = '</pre></script><script>alert(1)</script><img src=x onerror="alert(2)">'
+
+
+def add_ranks(folder: Path, ranks: int = 2, text: str = "") -> Path:
+    """Files of ranks after a step of 2 s, in which all wait a second for rank 1."""
+    (folder / "ranks").mkdir()
+    for rank in range(ranks):
+        state = {"rank": rank, "ranks": ranks, "role": "actor", "host": f"node-{rank // 8}", "pid": 1, "interval": 2.0}
+        state |= {"at": time.time(), "step": 2, "phase": "rollout", "phase_since": time.time(), "total": 3}
+        (folder / "ranks" / f"{rank}.json").write_text(json.dumps(state | {"memory_gb": 1.5, "rate": "9 tokens/s"}))
+        lines: list[dict[str, Any]] = [{"event": "warning", "at": 5.0, "text": text}]
+        lines.append({"phase": "rollout", "step": 1, "from": 10.0, "to": 12.0})
+        if rank != 1:
+            lines.append({"wait": 4, "from": 11.0, "to": 12.0})
+        (folder / "ranks" / f"{rank}.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+        (folder / "ranks" / f"{rank}.log").write_text(f"rank {rank} says {text}\n")
+    return folder
+
+
+class Client:
+    """A server of some runs, and requests to it."""
+
+    def __init__(self, *folders: Path, token: str | None = None) -> None:
+        self.server = Server(Watcher(folders), "127.0.0.1", 0, token)
+        self.port = self.server.server_address[1]
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def ask(self, path: str, method: str = "GET", host: str | None = None) -> tuple[HTTPResponse, str]:
+        connection = HTTPConnection("127.0.0.1", self.port, timeout=10)
+        connection.request(method, path, headers={"Host": f"127.0.0.1:{self.port}" if host is None else host})
+        answer = connection.getresponse()
+        text = answer.read().decode()
+        connection.close()
+        return answer, text
+
+    def json(self, path: str) -> Any:
+        answer, text = self.ask(path)
+        assert answer.status == 200, text
+        return json.loads(text)
+
+
+@pytest.fixture
+def client(tmp_path: Path) -> Iterator[Client]:
+    client = Client(add_ranks(run(tmp_path / "run"), text=EVIL))
+    yield client
+    client.server.shutdown()
+    client.server.server_close()
+
+
+def test_the_page_is_the_report_with_ranks(client: Client, tmp_path: Path) -> None:
+    answer, text = client.ask("/")
+    assert answer.status == 200 and answer.headers["Content-Type"] == "text/html; charset=utf-8"
+    policy = answer.headers["Content-Security-Policy"]
+    assert policy.startswith("default-src 'none'; img-src data:;") and "connect-src 'self'" in policy
+    assert "frame-ancestors 'none'" in policy and "http:" not in policy
+    (tmp_path / "page.html").write_text(text)
+    page, report = Page(tmp_path / "page.html"), Page(write_report(tmp_path / "run"))
+    assert page.charts() == report.charts() != []
+    assert page.words() == report.words()
+    assert "data-live" in text and "data-live" not in report.source.split("<script")[0]
+    (embedded,) = re.findall(r'id="of-ranks">(.*?)</script>', report.source)
+    live = client.json("/ranks")
+    for key in ("spans", "waits", "blame", "steps", "events"):
+        assert json.loads(embedded)[0][key] == json.loads(json.dumps(live[key]))
+    assert live["blame"] == [[1, 1.0]] and (live["state"], live["done"], live["total"]) == ("dead", 3, 3)
+
+
+def test_texts_are_never_markup(client: Client, tmp_path: Path) -> None:
+    """Prompts, answers, names of sets, warnings and logs that would be scripts."""
+    folder = tmp_path / "evil"
+    with logger(folder) as log:
+        for step in range(2):
+            record = Record(EVIL, 0.5, EVIL, 0, ground_truth=EVIL, scores={EVIL: 1.0, "b": 2.0})
+            log.records(step, EVIL.replace("/", "|"), [record])
+            log.log(step, {f"reward/{EVIL}": 1.0 + step, "val/a<img src=x>/reward/mean": 1.0})
+    (folder / "config.yaml").write_text(f"trainer: {{experiment_name: '{EVIL}'}}\n")
+    other = Client(add_ranks(folder, text=EVIL))
+    _, text = other.ask("/")
+    (tmp_path / "page.html").write_text(text)
+    page = Page(tmp_path / "page.html")
+    assert EVIL in page.words()
+    assert len(page.all("script")) == 5  # two of data, and three of ours
+    sections = other.json("/sections")
+    for name, html in sections.items():
+        if name in ("headline", "samples", "curves", "tables"):
+            assert "<script" not in html and not re.search(r"<img(?! class='pixels')(?! tabindex)", html)
+    script = (files("phalanx.telemetry") / "page" / "ranks.js").read_text()
+    assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(", script)
+    assert other.json("/log?rank=0") == {"text": f"rank 0 says {EVIL}\n"}
+    other.server.shutdown()
+    other.server.server_close()
+
+
+def test_only_what_is_new_is_sent(client: Client, tmp_path: Path) -> None:
+    first = client.json("/sections")
+    seen = {name: first[name] for name in ("seen", "kept")}
+    query = "&".join(f"{name}={value.replace(' ', '%20')}" for name, value in seen.items())
+    assert first["samples"] and client.json(f"/sections?{query}") == seen
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "reward/mean": 0.9}\n')
+    newer = client.json(f"/sections?{query}")
+    assert "samples" not in newer and newer["charts"][0]["series"][0]["x"][-1] == 4
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS"])
+def test_it_only_reads(method: str, client: Client) -> None:
+    assert client.ask("/", method)[0].status == 501
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/../run/config.yaml",
+        "/%2e%2e/x",
+        "/log?rank=../../secret",
+        "/log?rank=-1.5",
+        "/log",
+        "/log?rank=0&run=1",
+        "/ranks?run=-1",
+        "/ranks?step=x",
+        "/metrics.jsonl",
+        "//etc/passwd",
+        "/log?rank=..%2f0",
+    ],
+)
+def test_other_paths_are_refused(path: str, client: Client) -> None:
+    answer, text = client.ask(path)
+    assert answer.status in (400, 404) and answer.headers["Content-Type"].startswith("text/plain")
+    assert "Traceback" not in text
+
+
+def test_links_out_of_the_folder_are_not_followed(tmp_path: Path) -> None:
+    folder, secret = add_ranks(run(tmp_path / "run")), tmp_path / "secret"
+    secret.write_text("a secret")
+    log = folder / "ranks" / "0.log"
+    log.unlink()
+    log.symlink_to(secret)
+    client = Client(folder)
+    answer, text = client.ask("/log?rank=0")
+    assert answer.status == 400 and "a secret" not in text
+    image = folder / "images" / "ocr" / "step_000003" / "00000.png"
+    image.rename(tmp_path / "outside.png")
+    image.symlink_to(tmp_path / "outside.png")
+    assert "image file is missing" in client.ask("/")[1]
+    (folder / "config.yaml").unlink()
+    (folder / "config.yaml").symlink_to(secret)
+    answer, text = client.ask("/")
+    assert answer.status == 400 and "a secret" not in text
+    client.server.shutdown()
+    client.server.server_close()
+
+
+def test_a_token_is_needed_where_others_reach_it(tmp_path: Path) -> None:
+    client = Client(run(tmp_path / "run"), token="t0ken")
+    for path in ("/", "/?token=", "/?token=t0ke", "/ranks", "/sections?token=t0kenn", "/?token=%ff"):
+        assert client.ask(path)[0].status == 403
+    assert client.ask("/?token=t0ken")[0].status == 200
+    assert urlsplit(client.server.url).query == "token=t0ken"
+    client.server.shutdown()
+    client.server.server_close()
+
+
+def test_a_foreign_name_is_refused(client: Client) -> None:
+    """As of a page whose name was made to lead here."""
+    for host in ("evil.example", "evil.example:80", "", "127.0.0.1.evil.example", "localhost.evil.example"):
+        assert client.ask("/ranks", host=host)[0].status == 403
+    for host in ("localhost", "localhost:9999", "127.0.0.1", "[::1]:5"):  # a tunnel has a port of its own
+        assert client.ask("/ranks", host=host)[0].status == 200
+
+
+def test_what_is_loopback() -> None:
+    assert all(map(is_loopback, ("127.0.0.1", "127.9.9.9", "::1", "localhost")))
+    assert not any(map(is_loopback, ("0.0.0.0", "", "::", "10.0.0.1", "node-0")))
+
+
+def test_a_job_that_falls_silent_is_dead(client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "SILENCE_S", 0.3)
+    for beat in range(3):
+        (tmp_path / "run" / "running.json").write_text(json.dumps({"beat": beat, "token": "t"}))
+        time.sleep(0.2)
+        assert client.json("/ranks")["state"] == "running"
+    time.sleep(0.4)
+    assert client.json("/ranks")["state"] == "dead"
+
+
+def test_64_ranks_and_two_runs(tmp_path: Path) -> None:
+    one, two = add_ranks(run(tmp_path / "one"), ranks=64), run(tmp_path / "two")
+    client = Client(one, two)
+    data = client.json("/ranks?run=0")
+    assert len(data["ranks"]) == 64 and data["blame"] == [[1, 63.0]]
+    assert client.json("/ranks?run=1")["ranks"] == []
+    page = client.ask("/")[1]
+    assert "Comparison of 2 runs" in page and '["one", "two"]' in page.replace("&quot;", '"')
+    client.server.shutdown()
+    client.server.server_close()
+
+
+def test_folders_that_are_no_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path / "x")]) == 2 and main([str(tmp_path)]) == 2
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.startswith(f"error: {tmp_path / 'x'}: no such folder; ") and second.startswith(
+        f"error: {tmp_path}: no"
+    )
