@@ -70,7 +70,7 @@ def test_a_run_is_resumed_and_exported(lm_folder: Path, tmp_path: Path) -> None:
     run_ranks(fit, 2, job("other", 1, SHARDED))
     elsewhere = run_ranks(fit, 1, job("other", 2))[0]
     assert_same_weights(whole, elsewhere, 1e-3)
-    with pytest.raises(Exception, match="holds quantization nf4, this run has none; give another trainer.output_dir"):
+    with pytest.raises(Exception, match=r"holds quantization nf4, this run has none; give another trainer\.output_dir"):
         run_ranks(fit, 1, job("other", 3, "model.quantization=null"))
 
     checkpoint = tmp_path / "whole" / "out" / "checkpoints" / "step_000002"
