@@ -1,5 +1,6 @@
 """A base in 4 bits (`model.quantization`): its replay is its rollout, on every layout, and runs resume and export."""
 
+import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,12 @@ from torch.distributed.checkpoint import FileSystemReader
 from phalanx.config import load
 from phalanx.config.tasks import ExportConfig
 from phalanx.jobs.export import Export
+from phalanx.telemetry.records import read_index
 from tests import jobs, lm
 from tests.jobs import assert_same_weights, rows
 from tests.lm import fit, tiny_lm_config
 from tests.ranks import run_ranks
+from tests.tasks import run_task
 
 NF4 = ("model.lora_rank=4", "model.quantization=nf4")
 SHARDED = "parallel.fsdp_size=2"
@@ -70,7 +73,7 @@ def test_a_run_is_resumed_and_exported(lm_folder: Path, tmp_path: Path) -> None:
     run_ranks(fit, 2, job("other", 1, SHARDED))
     elsewhere = run_ranks(fit, 1, job("other", 2))[0]
     assert_same_weights(whole, elsewhere, 1e-3)
-    with pytest.raises(Exception, match="holds quantization nf4, this run has none; give another trainer.output_dir"):
+    with pytest.raises(Exception, match=r"holds quantization nf4, this run has none; give another trainer\.output_dir"):
         run_ranks(fit, 1, job("other", 3, "model.quantization=null"))
 
     checkpoint = tmp_path / "whole" / "out" / "checkpoints" / "step_000002"
@@ -83,6 +86,20 @@ def test_a_run_is_resumed_and_exported(lm_folder: Path, tmp_path: Path) -> None:
     for name, value in exported.items():
         ours = name.removeprefix("base_model.model.").replace(".weight", ".default.weight")
         assert torch.equal(value, whole[f"lm.{ours}"])
+
+
+@pytest.mark.long
+def test_a_checkpoint_is_sampled_as_the_run_does(lm_folder: Path, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    keys = ("trainer.save_freq=2", "trainer.test_freq=2", f"data.val_files=[{prompts}]")
+    run_ranks(fit, 1, tiny_lm_config(lm_folder, tmp_path, *NF4, *keys))
+    (kept,) = (tmp_path / "out" / "samples").glob("*/step_000002")
+    file = tmp_path / "texts.jsonl"
+    words = [f"checkpoint={tmp_path / 'out'}", f"prompt_file={prompts}", f"output_file={file}"]
+    done = run_task(["tasks/generate.py", *words])
+    assert done.returncode == 0, done.stderr
+    texts = [json.loads(line)["text"] for line in file.read_text().splitlines()]
+    assert texts == [row["text"] for row in read_index(kept, "text")]
 
 
 def compiled_step(cfg: Any) -> dict[str, Any]:

@@ -82,7 +82,7 @@ RENAMED = {
     "actor_rollout_ref.rollout.algo.iters_per_group": "rollout.window_iters",
     "actor_rollout_ref.rollout.algo.sde_window_seed": "trainer.seed",
     "actor_rollout_ref.rollout.seed": "trainer.seed",
-    "load_in_4bit": "model.quantization=nf4",
+    "load_in_4bit": "model.quantization, nf4",
     "bnb_4bit_quant_type": "model.quantization",
     "pretrained.model": "model.path",
     "resolution": "rollout.height and rollout.width",

@@ -42,8 +42,8 @@ class ModelConfig:
     lora_dtype: str = arg("float32", "dtype in which LoRA weights are kept and optimized", choices=DTYPES)
     quantization: Optional[str] = arg(
         None,
-        "bits of the frozen weights under a LoRA: nf4 keeps those of the linear layers in the model's blocks in 4 bits, "
-        "from which sampling and training compute alike; null: as model.dtype",
+        "how frozen weights under a LoRA are kept: nf4, those of linear layers in the model's blocks in 4 bits, from "
+        "which sampling and training compute alike; null: in model.dtype",
         choices=("nf4",),
     )
     gradient_checkpointing: bool = arg(False, "recompute activations block by block in the backward pass")

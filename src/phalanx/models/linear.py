@@ -1,5 +1,5 @@
-"""Linear layers: on CPUs by the faster library, and without a separate pass for the bias where they are compiled; with a
-frozen weight in 4 bits.
+"""Linear layers: on CPUs by the faster library, and without a separate pass for the bias where they are compiled; and
+with a frozen weight in 4 bits.
 
 torch hands float32 matrix products to MKL, which on processors that are not Intel's keeps to AVX2
 even where they have AVX-512. oneDNN, which torch brings as well and uses for convolutions and
@@ -68,8 +68,8 @@ def unfuse_biases(module: nn.Module) -> None:
 
 
 def quantize_layers(blocks: Iterable[nn.Module], device: torch.device, *, stays: bool) -> None:
-    """Keep the frozen weights of all linear layers in `blocks` in NF4, in place. They are quantized on `device`, and stay
-    there or return to where they were. Raises ValueError where that fits no layer.
+    """Keep the frozen weights of all linear layers in `blocks` in NF4, in place. They are quantized on `device`, and
+    stay there or return to where they were. Raises ValueError where that fits no layer.
     """
     quantized = total = 0
     left_out: dict[int, list[str]] = {}
