@@ -298,7 +298,7 @@ def write_json(file: Path, content: Mapping[str, Any]) -> None:
 def shown_scores(names: Sequence[str], scores: Mapping[str, Any]) -> list[str]:
     """The scores that a table shows: without the reward where a single term is the same."""
     terms = [name for name in names if name != REWARD]
-    if len(terms) == 1 and scores[terms[0]]["mean"] == scores[REWARD]["mean"]:
+    if len(terms) == 1 and REWARD in scores and scores[terms[0]].get("mean") == scores[REWARD].get("mean"):
         return terms
     return list(names)
 
