@@ -34,7 +34,7 @@ def test_a_table_and_three_files(tmp_path: Path) -> None:
     lines = done.stdout.splitlines()
     assert lines[0] == "sums: 3 prompts x 2, 95 % intervals over prompts"
     assert [line.split()[:2] for line in lines[2:7]] == [
-        ["gsm8k", name] for name in ("mean", "pass@1", "pass@2", "avg@2", "majority@2")
+        ["gsm8k", name] for name in ("mean", "avg@2", "pass@1", "pass@2", "majority@2")
     ]
     assert lines[-2:] == [
         f"6 samples in {tmp_path / 'out' / 'records.jsonl'}, their statistics in {tmp_path / 'out' / 'evaluation.json'}",
