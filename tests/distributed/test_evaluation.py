@@ -102,7 +102,7 @@ def test_a_killed_evaluation_goes_on(lm_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "fatal").touch()
     run_ranks(evaluate, 1, [*again, "k=[3]", "threshold=0.5", "group_by=null"])
     _, part = written(tmp_path / "killed")
-    assert list(part["scores"]["reward"]) == ["mean", "pass@3", "avg@3", "best@3"]
+    assert list(part["scores"]["reward"]) == ["mean", "avg@3", "pass@3", "best@3"]
 
 
 def test_a_checkpoint_scores_as_in_its_validation_and_beats_no_baseline(sd3_folder: Path, tmp_path: Path) -> None:

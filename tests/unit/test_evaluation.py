@@ -40,7 +40,7 @@ def value(result: dict[str, Any], statistic: str, score: str = "exact") -> float
 def test_statistics_of_marks() -> None:
     result = result_of(records([1.0, 0.0], [0.0, 0.0], [1.0, 1.0]), Wanted(), HEAD)
     assert (value(result, "mean"), value(result, "pass@1"), value(result, "pass@2")) == (0.5, 0.5, 2 / 3)
-    assert list(result["sets"]["test"]["scores"]["exact"]) == ["mean", "pass@1", "pass@2", "avg@2"]
+    assert list(result["sets"]["test"]["scores"]["exact"]) == ["mean", "avg@2", "pass@1", "pass@2"]
     assert result["sets"]["test"]["scores"]["exact"]["mean"]["count"] == 3
 
 
@@ -65,7 +65,7 @@ def test_samples_without_a_score_are_left_out() -> None:
     result = result_of(records([1.0, None], [0.0, 0.0], [None, None]), Wanted(), HEAD)
     assert (value(result, "mean"), value(result, "pass@2")) == (0.5, 0.0)
     counts = {name: row["count"] for name, row in result["sets"]["test"]["scores"]["exact"].items()}
-    assert counts == {"mean": 2, "pass@1": 2, "pass@2": 1, "avg@2": 1}
+    assert counts == {"mean": 2, "avg@2": 1, "pass@1": 2, "pass@2": 1}
 
 
 def test_a_baseline_is_paired_by_prompt_and_seed() -> None:

@@ -8,6 +8,7 @@ import math
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from statistics import NormalDist
 
 import numpy as np
@@ -61,7 +62,7 @@ def majority_at_k(answers: Sequence[Hashable | None], scores: Values, k: int) ->
     if len(silent) >= k:
         expected += math.comb(len(silent), k) / total * (sum(silent) / len(silent))
     for answer, given in groups.items():
-        others = [len(other) for name, other in groups.items() if name != answer]
+        others = tuple(sorted(len(other) for name, other in groups.items() if name != answer))
         chance = 0.0
         for votes in range(1, min(len(given), k) + 1):
             for ties, ways in enumerate(_ways(others, len(silent), votes, k - votes)):
@@ -70,7 +71,8 @@ def majority_at_k(answers: Sequence[Hashable | None], scores: Values, k: int) ->
     return expected
 
 
-def _ways(others: Sequence[int], silent: int, most: int, left: int) -> list[int]:
+@lru_cache(maxsize=2**14)  # prompts have few different sizes of groups
+def _ways(others: tuple[int, ...], silent: int, most: int, left: int) -> list[int]:
     """In how many ways the `left` samples come from groups of these sizes, at most `most` of each, and from those that
     are `silent`; by the number of groups with `most`.
     """

@@ -64,7 +64,8 @@ class Candidate:
         content = public(self.run)
         facts: dict[str, Any] = {name: content[name] for name in SECTIONS if name in content}
         facts["rollout"].pop("gpu_memory_utilization", None)  # of memory only
-        facts["data"].pop("train_files")
+        for key in ("train_files", "val_files"):  # the prompts themselves are below
+            facts["data"].pop(key)
         checkpoint = None if self.trained is None else {"folder": str(self.trained.folder), "step": self._step()}
         facts["checkpoint"] = checkpoint
         facts["weights"] = "model" if self.trained is None else self.trained.weights
@@ -134,7 +135,7 @@ def read_baseline(cfg: EvaluateConfig, candidate: Candidate) -> Candidate:
         trained, name = None, cfg.baseline
         base = candidate.run.model
         model = replace(base, path=name, revision=None, lora_rank=0, lora_path=None, target_modules=None)
-        if _kind(name) != ("flow" if isinstance(candidate.run, FlowRunConfig) else "lm"):
+        if folder.is_dir() and _kind(name) != ("flow" if isinstance(candidate.run, FlowRunConfig) else "lm"):
             raise ConfigError(f"baseline: {name!r} is a model of another kind than {candidate.name!r}")
     run = replace(candidate.run, model=model)
     _check(run)
@@ -144,6 +145,8 @@ def read_baseline(cfg: EvaluateConfig, candidate: Candidate) -> Candidate:
 def _open(checkpoint: str, cfg: EvaluateConfig) -> Trained:
     """A checkpoint with the libraries' choice of its run."""
     trained = open_checkpoint(checkpoint, cfg.weights, cfg.policy)
+    if cfg.policy is not None and not trained.policy:
+        raise ConfigError(f"policy: {cfg.policy} is of joint runs, and {checkpoint!r} is of none; leave it out")
     signature, policy = read_meta(trained.folder)["signature"], f"{trained.policy}: " if trained.policy else ""
     model = trained.run.model
     model.cpu_linear = model.cpu_linear or signature.get(f"{policy}cpu_linear")

@@ -24,6 +24,7 @@ from phalanx.functional.statistics import (
 
 RECORDS, RESULT, ARGUMENTS, PAGE = "records.jsonl", "evaluation.json", "arguments.json", "evaluation.html"
 REWARD = "reward"
+STATISTICS = ("mean", "avg", "pass", "best", "majority")
 CHANGED = 20  # prompts that changed most, half of them upwards
 KEYS = {"set", "index", "sample", "prompt", "reward", "scores"}
 
@@ -153,8 +154,14 @@ def per_prompt(scores: Scores, wanted: Wanted) -> dict[str, dict[str, NDArray[np
             if name in scores.answers:
                 votes = partial(_majority, values=values, answers=scores.answers[name], k=k)
                 statistics[f"majority@{k}"] = _each(values, k, votes)
-        result[name] = statistics
+        result[name] = {statistic: statistics[statistic] for statistic in sorted(statistics, key=_order)}
     return result
+
+
+def _order(statistic: str) -> tuple[int, int]:
+    """Sorts statistics by their kind, and then by k."""
+    kind, _, k = statistic.partition("@")
+    return STATISTICS.index(kind), int(k or 0)
 
 
 def _each(values: NDArray[np.float64], least: int, statistic: Any) -> NDArray[np.float64]:
@@ -298,7 +305,7 @@ def write_json(file: Path, content: Mapping[str, Any]) -> None:
 def shown_scores(names: Sequence[str], scores: Mapping[str, Any]) -> list[str]:
     """The scores that a table shows: without the reward where a single term is the same."""
     terms = [name for name in names if name != REWARD]
-    if len(terms) == 1 and scores[terms[0]]["mean"] == scores[REWARD]["mean"]:
+    if len(terms) == 1 and REWARD in scores and scores[terms[0]].get("mean") == scores[REWARD].get("mean"):
         return terms
     return list(names)
 

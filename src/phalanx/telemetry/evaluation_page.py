@@ -123,6 +123,8 @@ def _groups(part: Mapping[str, Any]) -> str:
         columns.append("difference")
     for value, group in part["groups"].items():
         for name in shown_scores(list(group["scores"]), group["scores"]):
+            if "mean" not in group["scores"][name]:  # none of its samples has this score
+                continue
             row = [value, str(group["prompts"]), name, interval_text(group["scores"][name]["mean"])]
             if inner is not None:
                 other = inner[value]["differences"].get(name, {}).get("mean")

@@ -1,0 +1,216 @@
+"""The samples of an evaluation with their scores: drawn and scored on all ranks, and written as they come."""
+
+import json
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from phalanx.config import ConfigError
+from phalanx.config.tasks import EvaluateConfig
+from phalanx.distributed.collectives import all_gather, broadcast_object, gather_object
+from phalanx.distributed.mesh import World
+from phalanx.jobs.candidate import Candidate, Parts, Sets, build_parts, differing
+from phalanx.jobs.outputs import writing
+from phalanx.media.videos import write_video
+from phalanx.rewards.base import GivesAnswers
+from phalanx.rewards.client import RewardClient
+from phalanx.telemetry.evaluation import ARGUMENTS, Records, write_json
+from phalanx.telemetry.metrics import Timers
+from phalanx.telemetry.records import CONVERSATION, TALKS, storable
+from phalanx.training.collect import check_range
+from phalanx.types import JobError, Outputs, Prompt
+
+log = logging.getLogger(__name__)
+LONGEST_CELL = 200  # characters of a column's value in records
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Prompts of a set that all ranks sample together."""
+
+    set_name: str
+    prompts: list[Prompt]
+
+
+class Sampling:
+    """The records of a candidate in `folder`: those that are there, and those that `run` adds. `key` names the model in
+    messages.
+    """
+
+    def __init__(
+        self, cfg: EvaluateConfig, candidate: Candidate, world: World, sets: Sets, folder: Path, key: str = "model.path"
+    ) -> None:
+        self.key = key
+        self.cfg, self.candidate, self.world, self.sets, self.folder = cfg, candidate, world, sets, folder
+        self.records, self.facts = Records(folder), candidate.facts(sets) | {"chunk": cfg.prompts_per_chunk}
+        self.parts: Parts | None = None
+        complete, problem = False, None
+        if world.rank == 0:
+            stored = stored_in(folder)
+            complete = stored is not None and stored["complete"]
+            problem = None if stored is None else differing(stored["facts"], self.facts)
+        complete, problem = broadcast_object((complete, problem))
+        if problem is not None:
+            raise ConfigError(
+                f"output_dir: {folder} has an evaluation with other arguments: {problem}; give another output_dir"
+            )
+        self.complete = complete
+
+    def build(self) -> None:
+        """Load the model and the rewards. Raises ValueError for what the user can fix."""
+        try:
+            self.parts = build_parts(self.candidate, self.world, self.sets)
+        except ValueError as error:
+            raise ValueError(str(error).replace("model.path: ", f"{self.key}: ")) from error
+
+    def run(self) -> None:
+        """Sample and score what the folder lacks."""
+        if self.complete:
+            return
+        try:
+            if self.parts is None:
+                self.build()
+        except ValueError as error:
+            raise JobError(str(error)) from error
+        assert self.parts is not None, "it is built"
+        self.timers = Timers()
+        run, rollout = self.candidate.run, self.parts.rollout
+        self.client = RewardClient(run, self.world, self.parts.rewards, self.timers, rollout.noun)
+        self.drawn: list[dict[str, Any]] = []  # of this rank's samples of a chunk, beside their scores
+        chunks, n = self._chunks(self.parts.sets), run.rollout.val.n
+        done = 0
+        with writing(self.folder, "output_dir"):
+            if self.world.rank == 0:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                write_json(self.folder / ARGUMENTS, {"facts": self.facts, "complete": False})
+                done = self.records.keep([len(chunk.prompts) * n for chunk in chunks])
+        done = broadcast_object(done)
+        if done and self.world.rank == 0:
+            log.info("going on behind %d of %d chunks in %s", done, len(chunks), self.folder)
+        for number, chunk in enumerate(chunks[done:], start=done + 1):
+            rows = self._sample(chunk)
+            if self.world.rank == 0:
+                with writing(self.folder, "output_dir"):
+                    self.records.add(rows)
+                log.info("%d of %d chunks: %d samples of %s", number, len(chunks), len(rows), chunk.set_name)
+        if self.world.rank == 0:
+            with writing(self.folder, "output_dir"):
+                write_json(self.folder / ARGUMENTS, {"facts": self.facts, "complete": True})
+        self.parts.close()
+        self.parts = None
+
+    def _chunks(self, sets: Sets) -> list[Chunk]:
+        chunks, size = [], self.cfg.prompts_per_chunk
+        for name, prompts in sets.items():
+            for first in range(0, len(prompts), size):
+                chunks.append(Chunk(name, prompts[first : first + size]))
+        return chunks
+
+    def _sample(self, chunk: Chunk) -> list[dict[str, Any]]:
+        """The rows of a chunk, on rank 0, in the order of its prompts and their samples."""
+        assert self.parts is not None, "run has built them"
+        world, prompts, n = self.world, chunk.prompts, self.candidate.run.rollout.val.n
+        share = -(-len(prompts) // world.data_size)
+        # ranks must do equal work, so the end is filled up with the last prompt and cut off again below
+        local = [prompts[min(world.data_rank * share + j, len(prompts) - 1)] for j in range(share)]
+        self.drawn, rollout = [], self.parts.rollout
+        numbers = iter(range(world.data_rank * share * n, (world.data_rank + 1) * share * n))
+
+        def each(outputs: Outputs, sampled: list[Prompt]) -> None:
+            beside = []
+            for prompt, output in zip(sampled, outputs, strict=True):
+                place = next(numbers)
+                row = {"set": chunk.set_name, "index": prompt.group_id, "sample": place % n}
+                row |= {"prompt": prompt.text, "place": place}
+                row |= self._text(prompt, output) if isinstance(output, str) else {}
+                beside.append(row)
+            if isinstance(outputs, Tensor):
+                self._keep_pictures(outputs, beside, len(prompts) * n)
+            self.drawn += beside
+            self.client.submit(outputs, sampled)
+
+        with rollout.awake():
+            rollout.sample_validation(local, each=each)
+        reward, terms = self.client.score()
+        real = len(prompts) * n
+        reward = all_gather(reward)[:real]
+        check_range(reward)
+        values = {name: all_gather(scores)[:real].tolist() for name, scores in terms.items()}
+        rows = []
+        for drawn in gather_object(self.drawn)[:: world.context_size]:
+            rows += drawn
+        for place, (row, prompt) in enumerate(zip(rows[:real], _repeated(prompts, n), strict=False)):
+            assert row.pop("place") == place, "ranks are in order"
+            row["reward"] = _finite(float(reward[place]))
+            row["scores"] = {name: _finite(scores[place]) for name, scores in values.items()}
+            row["columns"] = columns_of(prompt)
+        return rows[:real]
+
+    def _text(self, prompt: Prompt, output: str) -> dict[str, Any]:
+        """The part of a record that is of a response."""
+        assert self.parts is not None
+        row: dict[str, Any] = {"text": storable(output), "tokens": prompt.meta.get("response_length")}
+        row["truncated"] = prompt.meta.get("truncated", False)
+        if TALKS in prompt.meta:
+            # the time that it took is another one each time
+            row |= storable({name: prompt.meta[name] for name in CONVERSATION if name != "environment_seconds"})
+        answers: dict[str, str | None] = {}
+        for term in self.parts.rewards.terms:
+            if isinstance(term.function, GivesAnswers):
+                answers[term.name] = term.function.answer(output)
+        return row | ({"answers": answers} if answers else {})
+
+    def _keep_pictures(self, outputs: Tensor, rows: list[dict[str, Any]], real: int) -> None:
+        """Write a micro-batch of all ranks' pictures on rank 0, and their files into the rows."""
+        assert self.parts is not None
+        videos = outputs.ndim == 5
+        for row in rows:
+            row["file"] = f"images/{row['set']}/{row['index']:05d}_{row['sample']}.{'mp4' if videos else 'png'}"
+        pixels = (outputs * 255).round().byte().movedim(-3, -1).numpy()
+        shown = [(row["place"], row["file"], picture) for row, picture in zip(rows, pixels, strict=True)]
+        for of_rank in gather_object(shown)[:: self.world.context_size]:
+            for place, file, picture in of_rank:
+                if place >= real:
+                    continue
+                with writing(self.folder, "output_dir"):
+                    (self.folder / file).parent.mkdir(parents=True, exist_ok=True)
+                    if videos:
+                        write_video(self.folder / file, picture, self.parts.rollout.fps)
+                    else:
+                        Image.fromarray(picture).save(self.folder / file)
+
+
+def columns_of(prompt: Prompt) -> dict[str, Any]:
+    """The columns of a prompt's data that a record holds: short texts, numbers and truth values."""
+    columns = {}
+    for name, value in prompt.meta.items():
+        if isinstance(value, bool | int | float | str) and len(str(value)) <= LONGEST_CELL:
+            columns[name] = storable(value)
+    return columns
+
+
+def _repeated(prompts: list[Prompt], n: int) -> list[Prompt]:
+    return [prompt for prompt in prompts for _ in range(n)]
+
+
+def _finite(value: float) -> float | None:
+    return None if torch.tensor(value).isnan() else value
+
+
+def stored_in(folder: Path) -> dict[str, Any] | None:
+    """The arguments of the evaluation in a folder; None without one, ConfigError for a file that is none."""
+    file = folder / ARGUMENTS
+    if not file.is_file():
+        return None
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError):
+        content = None
+    if not isinstance(content, dict) or not content.keys() >= {"facts", "complete"}:
+        raise ConfigError(f"{file} is not the arguments of an evaluation; give another folder")
+    return content

@@ -1,0 +1,72 @@
+"""phalanx evaluate as a command: its table and files, and its mistakes in one line."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from phalanx.config import ConfigError, load
+from phalanx.config.tasks import EvaluateConfig
+from phalanx.jobs.evaluate import Evaluation
+from tests.ranks import ROOT
+from tests.tasks import run_task
+
+FAILS = """
+def fails(completions, prompts, metadata):
+    raise KeyError("no such thing")
+"""
+
+
+def words(folder: Path, reward: str = "{name: gsm8k}") -> list[str]:
+    rows = [{"question": f"Ann has {i} books and buys 2.", "answer": f"#### {i + 2}"} for i in range(3)]
+    (folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "reward.py").write_text(FAILS)
+    settings = ["model.path=assets/words/base", "model.dtype=float32", "data.max_prompt_length=64"]
+    settings += ["data.max_response_length=8", "n=2"]
+    data = [f"data.val_files=[{folder / 'sums.jsonl'}]", "data.prompt_key=question", "rollout.val.temperature=1"]
+    return ["tasks/evaluate.py", *settings, *data, f"reward.functions=[{reward}]", f"output_dir={folder / 'out'}"]
+
+
+def test_a_table_and_three_files(tmp_path: Path) -> None:
+    done = run_task(words(tmp_path))
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0] == "sums: 3 prompts x 2, 95 % intervals over prompts"
+    assert [line.split()[:2] for line in lines[2:7]] == [
+        ["gsm8k", name] for name in ("mean", "avg@2", "pass@1", "pass@2", "majority@2")
+    ]
+    assert lines[-2:] == [
+        f"6 samples in {tmp_path / 'out' / 'records.jsonl'}, their statistics in {tmp_path / 'out' / 'evaluation.json'}",
+        f"page: {tmp_path / 'out' / 'evaluation.html'}",
+    ]
+    mean = json.loads((tmp_path / "out" / "evaluation.json").read_text())["sets"]["sums"]["scores"]["gsm8k"]["mean"]
+    assert f"{mean['value']:.4f} [{mean['low']:.4f}, {mean['high']:.4f}]" in lines[2]
+    assert "prompts x 2" in (tmp_path / "out" / "evaluation.html").read_text()
+
+
+def test_a_reward_that_fails_is_one_line(tmp_path: Path) -> None:
+    done = run_task(words(tmp_path, f"{{path: '{tmp_path / 'reward.py'}:fails'}}"), nproc=2)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("error: rank 0: reward 'fails' raised KeyError: 'no such thing' on")
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "out" / "evaluation.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ("reward.functions=[]", "reward.functions is empty; give what is measured, such as [{name: gsm8k}]"),
+        ("data.val_files=[]", "data.val_files is empty; give the files of the prompts"),
+        ("rollout.val.temprature=1", "unknown key rollout.val.temprature; did you mean rollout.val.temperature?"),
+        ("rollout.val.n=4", "n and rollout.val.n are both set; give one of them"),
+        ("group_by=level", "sums.jsonl:1 has no number or short text in a column 'level'; it has answer, ground_truth"),
+        ("k=[4]", "k: 4 is none of 1 to n=2"),
+        ("baseline=assets/digits/base", "baseline: 'assets/digits/base' is a model of another kind"),
+        ("model.path=org/model", "kind: 'org/model' is no local folder that would say what it is; give kind=lm or"),
+    ],
+)
+def test_a_mistake_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: str, message: str) -> None:
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        Evaluation(load(EvaluateConfig, None, [*words(tmp_path)[1:], changed]))
