@@ -35,6 +35,8 @@ from phalanx.plan.rehearsal import Planned
 from phalanx.plan.text import describe
 from phalanx.training import update
 from tests.checks import refused
+from tests.distributed import test_conversations as talks
+from tests.distributed import test_lm_algorithms
 from tests.distributed.test_resume import stop_after
 from tests.jobs import assert_same_weights, rows
 from tests.lm import fit, one_step, tiny_lm_config
@@ -264,6 +266,30 @@ def test_a_run_resumes_with_and_without(lm_folder: Path, tmp_path: Path) -> None
     stop_after(tmp_path / "shared", 2)
     run_ranks(fit, 2, long_job(model, tmp_path / "apart", f"trainer.output_dir={tmp_path / 'shared' / 'out'}"))
     assert_same_rows("shared")
+
+
+@pytest.mark.long
+def test_a_teacher(lm_folder: Path, tmp_path: Path) -> None:
+    keys = test_lm_algorithms.distilled(lm_folder)
+    model = with_heads(tmp_path / "model", lm_folder, 4, 2)
+    (alone,) = run_ranks(one_step, 1, tiny_lm_config(model, tmp_path / "alone", *keys))
+    assert alone["row"]["actor/teacher_kl"] > 1e-3
+    for part in run_ranks(one_step, 2, tiny_lm_config(model, tmp_path / "shared", *keys, f"{KEY}=2")):
+        for key, value in alone["row"].items():
+            assert part["row"][key] == pytest.approx(value, rel=1e-5, abs=1e-5), key
+
+
+@pytest.mark.full
+def test_conversations(lm_folder: Path, tmp_path: Path) -> None:
+    """Each is drawn on one of the ranks that train on it."""
+    cfg = talks.job(lm_folder, tmp_path / "alone", PACKED)
+    (alone,) = run_ranks(talks.one_step, 1, cfg)
+    cfg = talks.job(lm_folder, tmp_path / "shared", PACKED, f"{KEY}=2")
+    for part in run_ranks(talks.one_step, 2, cfg):
+        assert part["conversations"] == alone["conversations"]
+        assert torch.equal(part["reward"], alone["reward"]) and torch.equal(part["earned"], alone["earned"])
+        for key, value in alone["row"].items():
+            assert part["row"][key] == pytest.approx(value, rel=1e-5, abs=1e-5), key
 
 
 def test_the_plan_divides_activations(lm_folder: Path, tmp_path: Path) -> None:

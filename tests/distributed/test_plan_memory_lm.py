@@ -35,6 +35,7 @@ from tests.jobs import update
 from tests.lm import tiny_lm_config
 from tests.ranks import run_ranks
 
+SHARED = "parallel.ulysses_sequence_parallel_size=2"
 PACKED = ("model.use_remove_padding=true", "actor.use_dynamic_bsz=true", "actor.ppo_max_token_len_per_gpu=500")
 
 
@@ -117,6 +118,7 @@ def measure(cfg: Any) -> dict[str, int]:
         pytest.param(
             2, [FULL, SHARDED, CHECKPOINTING, "algorithm.kl_loss_coef=0.1", *PACKED], id="sharded, KL, packed"
         ),
+        pytest.param(2, [FULL, SHARDED, SHARED, *PACKED], id="shared samples, packed", marks=pytest.mark.long),
     ],
 )
 def test_memory(ranks: int, overrides: list[str], medium_lm: Path, tmp_path: Path) -> None:

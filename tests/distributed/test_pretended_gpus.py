@@ -50,6 +50,7 @@ JOBS: dict[str, tuple[str, tuple[str, ...], int]] = {
     "z_image": ("z_image", (LORA,), 1),
     "wan_2_ranks_a_sample": ("wan", (LORA, FILMS, "parallel.ulysses_sequence_parallel_size=2"), 2),
     "lm_2_ranks": ("lm", (AGAIN, "parallel.fsdp_size=2"), 2),
+    "lm_2_ranks_a_sample": ("lm", (AGAIN, *PACKED, "parallel.ulysses_sequence_parallel_size=2"), 2),
     "judge": ("lm", OF_TEXTS, 1),  # which sleeps
     "judge_beside": ("sd3", (LORA, *OF_IMAGES, "reward.model.placement=ranks 1-1"), 2),
     "roles": ("lm", (*OF_TEXTS, "placement={rollout: 0, actor: 1}"), 2),
@@ -63,7 +64,17 @@ JOBS: dict[str, tuple[str, tuple[str, ...], int]] = {
     "vision": ("vision", (AGAIN, "parallel.fsdp_size=2", "data.max_prompt_length=100"), 2),
 }
 # jobs whose paths others of these take as well
-ALIKE = {"flux", "z_image", "lm", "lm_2_ranks", "flow_roles", "flow_inference", "judge_on_a_rank", "vllm_judge"}
+ALIKE = {
+    "flux",
+    "z_image",
+    "lm",
+    "lm_2_ranks",
+    "lm_2_ranks_a_sample",
+    "flow_roles",
+    "flow_inference",
+    "judge_on_a_rank",
+    "vllm_judge",
+}
 
 
 def build(cfg: Any) -> Any:
@@ -141,6 +152,7 @@ CEILINGS = {
     "z_image": {"rollout": 32, "update": 58},
     "wan_2_ranks_a_sample": {"rollout": 35, "update": 66},
     "lm_2_ranks": {"rollout": 363, "update": 94},
+    "lm_2_ranks_a_sample": {"rollout": 419, "update": 158},
     "judge": {"rollout": 716, "judge": 64, "update": 154},
     "judge_beside": {"update": 42},  # the judge is awake in all phases of the rollout
     "roles": {"sync": 2, "rollout": 716, "judge": 64, "wait": 12, "update": 154},

@@ -15,6 +15,7 @@ from phalanx.config import load
 from phalanx.config.lm import LMRLConfig
 from phalanx.config.load import ConfigError
 from phalanx.config.tasks import ExportConfig
+from phalanx.distributed.context_parallel import KEY
 from phalanx.engines.transformers import load_processor
 from phalanx.jobs.export import Export
 from phalanx.models.lm import vision_families
@@ -151,6 +152,7 @@ def test_a_critic_reads_images(qwen: Path, tmp_path: Path) -> None:
 def test_what_images_do_not_go_with_is_told_in_one_line(qwen: Path, tmp_path: Path) -> None:
     for keys, message in (
         (["model.block_size=4"], "there is no block diffusion; leave model.block_size out"),
+        ([f"{KEY}=2"], f"ranks share no samples; set {KEY} to 1"),
         (["model.lora_rank=2", "model.lora_path=x"], "no run starts from model.lora_path; merge it before"),
         (["environment.tools=[calculator]"], "there are no conversations with an environment; leave one of them out"),
     ):

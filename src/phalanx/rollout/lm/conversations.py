@@ -12,7 +12,7 @@ from torch import Tensor
 
 from phalanx.config.environment import EnvironmentConfig
 from phalanx.config.lm import LMRolloutConfig
-from phalanx.distributed.collectives import agree, all_gather, reduce_float, reduce_int
+from phalanx.distributed.collectives import agree, all_gather, all_gather_apart, reduce_float, reduce_int
 from phalanx.distributed.mesh import World
 from phalanx.distributed.passes import Passes
 from phalanx.distributed.seed import fold_in
@@ -151,7 +151,8 @@ class ConversationRollout(LMRollout):
         try:
             drawn = super()._draw(prompts, names, decoding, each)
             with self._in_step():
-                problem = self.environments.check(lambda count: reduce_int(count, "sum"))
+                # of all ranks: those that hold the same samples drew different ones
+                problem = self.environments.check(lambda count: int(sum(all_gather_apart(torch.tensor([count])))))
         except JobError:  # on all ranks
             self.environments.abandon()
             raise
