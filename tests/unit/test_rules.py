@@ -53,6 +53,11 @@ LOADED: list[tuple[type, tuple[str, ...], str]] = [
         ("painter.algorithm.name=diffusion_dpo", "painter.rollout.n=2", "diffusion_group_scope=prompt"),
         "diffusion_group_scope: prompt would make pairs of pictures of different texts",
     ),
+    (
+        JointConfig,
+        ("painter.algorithm.name=dgpo", "diffusion_group_scope=prompt"),
+        "diffusion_group_scope: prompt would make pairs of pictures of different texts for painter.algorithm.name=dgpo",
+    ),
     (JointConfig, ("rewrite.pattern=a",), "rewrite.pattern: 'a' does not work (it has no group in parentheses)"),
     (JointConfig, ("rewrite.template=a",), "rewrite.template: 'a' should hold {} once"),
     (JointConfig, ("rewrite.validate=[both]",), "rewrite.validate: ['both'] should list some of rewritten, original"),

@@ -83,7 +83,7 @@ def _two_sleep(c: Any) -> bool:
 def _trains_on_whole_steps(c: Any, a: Any) -> bool:
     """Whether the algorithm looks at all samples of a step before it trains the first one."""
     whole = vars(c.algorithm).get("global_std") or a.per_action or c.reward.normalize == "gdpo"
-    return bool(whole) or a.levels is not None or a.samples_per_unit > 1
+    return bool(whole) or a.levels is not None or a.samples_per_unit != 1
 
 
 def _other_number_of_images(c: Any, a: Any) -> tuple[int, str] | None:
