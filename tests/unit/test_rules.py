@@ -42,6 +42,12 @@ LOADED: list[tuple[type, tuple[str, ...], str]] = [
         ("painter.algorithm.name=opd", "painter.algorithm.teacher_path=x"),
         "painter.algorithm.name: opd has a teacher",
     ),
+    (FlowRLConfig, ("rollout.branching=true",), "rollout.branching: true has one trajectory up to the window"),
+    (
+        FlowRLConfig,
+        ("algorithm.name=tempflow_grpo", "rollout.max_draws_per_prompt=2"),
+        "rollout.branching: true draws all images of a prompt together",
+    ),
     (JointConfig, ("painter.algorithm.name=draft",), "painter.algorithm.name: draft differentiates the reward"),
     (
         FlowRLConfig,
@@ -311,6 +317,11 @@ STARTED: list[tuple[type, tuple[str, ...], str]] = [
         FlowRLConfig,
         ("algorithm.name=awm", "rollout.engine=vllm_omni", "rollout.correction=none"),
         "rollout.correction: none is of log-probs",
+    ),
+    (
+        FlowRLConfig,
+        ("algorithm.name=awm", "rollout.branching=true", "rollout.init_same_noise=true"),
+        "rollout.branching: true needs a window, and awm has none",
     ),
     (FlowRLConfig, ("algorithm.name=draft", "rollout.noise_level=0.7"), "rollout.noise_level: 0.7 does not go with"),
     (FlowRLConfig, ("algorithm.name=refl", "rollout.engine=vllm_omni"), "rollout.engine: vllm_omni does not go with"),

@@ -11,7 +11,7 @@ images of a prompt get the same noise at the same level, and come from the ODE. 
 Deviations from the paper and its authors' code:
 1. The loss is divided by beta, so that its gradient in e_i is A_i sigmoid(beta mean A (e - e_ref)) / n, as in the code.
 2. e_old is that of the policy before the first update of a pass over the samples; the code has a moving average.
-3. Where the rollout is guided, so are the velocities; the code's recipe trains without guidance what it samples with it.
+3. Where the rollout is guided, so are the velocities; the code trains without guidance what it samples with it.
 4. Levels are drawn as in the other algorithms on the forward process, and moved to min_level .. 1; the code trains
    some of the first levels of its sampler.
 5. Prompts whose images all have one reward are left out.
