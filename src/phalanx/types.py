@@ -287,14 +287,14 @@ class Algorithm(Protocol):
     `levels` before that of each pass), "reference", or names of `averages` or `teachers`. `teachers`: frozen models
     beside the policy. `averages`: copies of the weights that the algorithm keeps, in the checkpoint too; after training
     step number `step` (from 1) each becomes decay * itself + (1 - decay) * the policy's. `samples_per_unit`: samples of
-    a prompt that are trained as one. `needs_reward`: False where nothing is learned from rewards. `per_action`: each
-    action has a separate advantage, which `credit` gives. `corrects`: the loss has its policy's term weighed by
-    `Batch.correction`; else rollout.correction weighs the whole of it. `clip_range`: how far from 1 a likelihood ratio
-    may be before the loss clips it, or where it does not clip, before samples are no longer taken for on-policy; where
-    the policy's replay of its own samples is off by a tenth of it, old log-probs are taken again. `max_ratio`: the mean
-    ratio of an update above which what is left of a step's updates is left out; None: never. `last_steps`: with
-    `levels`, the loss differentiates the reward, from states of this many of the last denoising steps on, which the
-    rollout keeps; 0: it wants only the reward's value.
+    a prompt that are trained as one, 0 for all of them. `needs_reward`: False where nothing is learned from rewards.
+    `per_action`: each action has a separate advantage, which `credit` gives. `corrects`: the loss has its policy's term
+    weighed by `Batch.correction`; else rollout.correction weighs the whole of it. `clip_range`: how far from 1 a
+    likelihood ratio may be before the loss clips it, or where it does not clip, before samples are no longer taken for
+    on-policy; where the policy's replay of its own samples is off by a tenth of it, old log-probs are taken again.
+    `max_ratio`: the mean ratio of an update above which what is left of a step's updates is left out; None: never.
+    `last_steps`: with `levels`, the loss differentiates the reward, from states of this many of the last denoising
+    steps on, which the rollout keeps; 0: it wants only the reward's value.
     """
 
     levels: int | None

@@ -22,6 +22,7 @@ RULES = [
     ("flow_dppo", ("rollout.sde_type=cps", "algorithm.timestep_weight=noise", REFERENCE)),
     ("dance_grpo", (LORA,)),
     ("mix_grpo", (LORA, *FLASH, "algorithm.importance=sequence")),
+    ("tempflow_grpo", (LORA, "rollout.sde_window_range=[2,3]")),
     ("cps", (LORA, "algorithm.timestep_weight=noise", "algorithm.clip_ratio=1e-6")),
     ("flow_grpo", (LORA, "algorithm.group_filter=top_bottom", "algorithm.group_filter_k=1")),
 ]
@@ -31,7 +32,7 @@ def configure(model: Path, folder: Path, name: str, *overrides: str) -> FlowRLCo
     """A tiny job, as tests.jobs has it, of another algorithm, which keeps its own sampling."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "prompts.txt").write_text("\n".join(PROMPTS) + "\n")
-    own = ("algorithm.", "rollout.sde_window_size") if name == "dance_grpo" else ("algorithm.",)
+    own = ("algorithm.", "rollout.sde_window_size") if name in ("dance_grpo", "tempflow_grpo") else ("algorithm.",)
     base = [o for o in base_overrides(model, folder) if not o.startswith(own)]
     return load(FlowRLConfig, None, [*base, f"algorithm.name={name}", *overrides])
 
@@ -61,7 +62,7 @@ def test_layouts_agree(name: str, kind: tuple[str, ...], sd3_folder: Path, tmp_p
     [one] = run_ranks(one_step, 1, cfg)
     split = configure(sd3_folder, tmp_path, name, *kind, "parallel.fsdp_size=2")
     assert_same_step(one, run_ranks(one_step, 2, split))
-    assert one["log_prob"].shape == (16, 2)
+    assert one["log_prob"].shape == (16, 1 if name == "tempflow_grpo" else 2)
     assert one["row"]["actor/first_ratio_error"] == 0.0  # the old policy is exactly the one that sampled
     assert ("actor/kl_ref" in one["row"]) == (REFERENCE in kind)
     if name == "flow_dppo":

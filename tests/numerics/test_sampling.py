@@ -117,6 +117,27 @@ def test_images_of_a_prompt_begin_with_the_same_noise(world: World, sd3_folder: 
     assert not torch.isin(again, first).any()
 
 
+@pytest.mark.parametrize("micro", [2, 3, 6])
+def test_images_of_a_prompt_branch_in_the_window(micro: int, world: World, sd3_folder: Path) -> None:
+    """They are those of the same noise without sharing, and each step before the window is taken once a group."""
+    policy = make_policy(world, sd3_folder)
+    options: dict[str, Any] = {"n": N, "sde_window_size": 1, "sde_window_range": [2, 3], "init_same_noise": True}
+    apart = sample(make_rollout(policy, micro, guidance=3.0, **options))
+    rows, velocity = [], policy.velocity
+    policy.velocity = lambda x, *args: rows.append(len(x)) or velocity(x, *args)  # type: ignore[method-assign]
+    shared = sample(make_rollout(policy, micro, guidance=3.0, branching=True, **options))
+    assert shared.outputs.shape == apart.outputs.shape
+    torch.testing.assert_close(shared.trace.latents, apart.trace.latents, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(shared.outputs, apart.outputs, rtol=1e-4, atol=1e-5)
+    trunks = [len({i // N for i in range(start, start + micro)}) for start in range(0, len(PROMPTS) * N, micro)]
+    assert rows == [count for groups in trunks for count in (groups, groups, micro, micro)]
+    before = shared.trace.latents[:, 0].view(len(PROMPTS), N, -1)
+    if micro % N == 0:  # of one pass
+        assert torch.equal(before, before[:, :1].expand_as(before))
+    assert len(shared.outputs.flatten(1).unique(dim=0)) == len(PROMPTS) * N
+    assert (apart.trace.evaluations, shared.trace.evaluations) == (4, 4 - round(2 * (1 - 1 / N)))
+
+
 # -- solvers --------------------------------------------------------------------------------------------------------
 
 

@@ -43,6 +43,12 @@ LOADED: list[tuple[type, tuple[str, ...], str]] = [
         ("painter.algorithm.name=opd", "painter.algorithm.teacher_path=x"),
         "painter.algorithm.name: opd has a teacher",
     ),
+    (FlowRLConfig, ("rollout.branching=true",), "rollout.branching: true has one trajectory up to the window"),
+    (
+        FlowRLConfig,
+        ("algorithm.name=tempflow_grpo", "rollout.max_draws_per_prompt=2"),
+        "rollout.branching: true draws all images of a prompt together",
+    ),
     (JointConfig, ("painter.algorithm.name=draft",), "painter.algorithm.name: draft differentiates the reward"),
     (
         FlowRLConfig,
@@ -53,6 +59,11 @@ LOADED: list[tuple[type, tuple[str, ...], str]] = [
         JointConfig,
         ("painter.algorithm.name=diffusion_dpo", "painter.rollout.n=2", "diffusion_group_scope=prompt"),
         "diffusion_group_scope: prompt would make pairs of pictures of different texts",
+    ),
+    (
+        JointConfig,
+        ("painter.algorithm.name=dgpo", "diffusion_group_scope=prompt"),
+        "diffusion_group_scope: prompt would make pairs of pictures of different texts for painter.algorithm.name=dgpo",
     ),
     (JointConfig, ("rewrite.pattern=a",), "rewrite.pattern: 'a' does not work (it has no group in parentheses)"),
     (JointConfig, ("rewrite.template=a",), "rewrite.template: 'a' should hold {} once"),
@@ -331,6 +342,11 @@ STARTED: list[tuple[type, tuple[str, ...], str]] = [
         FlowRLConfig,
         ("algorithm.name=awm", "rollout.engine=vllm_omni", "rollout.correction=none"),
         "rollout.correction: none is of log-probs",
+    ),
+    (
+        FlowRLConfig,
+        ("algorithm.name=awm", "rollout.branching=true", "rollout.init_same_noise=true"),
+        "rollout.branching: true needs a window, and awm has none",
     ),
     (FlowRLConfig, ("algorithm.name=draft", "rollout.noise_level=0.7"), "rollout.noise_level: 0.7 does not go with"),
     (FlowRLConfig, ("algorithm.name=refl", "rollout.engine=vllm_omni"), "rollout.engine: vllm_omni does not go with"),

@@ -81,7 +81,7 @@ def _check_facts(algorithm: types.Algorithm, name: str) -> None:
         if shape != [8]:
             raise ConfigError(f"{here}: {method} of 8 rewards has shape {shape}; expected [8]")
     units = tried("units", algorithm.units)
-    expected = (8 if algorithm.samples_per_unit == 1 else 2, algorithm.samples_per_unit)
+    expected = (8 if algorithm.samples_per_unit == 1 else 2, algorithm.samples_per_unit or 4)
     if tuple(units.shape) != expected:
         raise ConfigError(
             f"{here}: samples_per_unit is {algorithm.samples_per_unit}, and units of 2 prompts x 4 samples has shape "

@@ -1,7 +1,7 @@
 """The base of algorithms on the forward process: fresh noise, a penalty on leaving the reference."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -59,3 +59,9 @@ class ForwardAlgorithm(GroupAlgorithm):
 def mean_square(difference: Tensor) -> Tensor:
     """[B, W, ...] -> [B, W]: the mean over a latent's dims of the square, float32."""
     return torch.square(difference.float()).flatten(2).mean(2)
+
+
+def shared_noise(batch: FlowBatch, size: int) -> FlowBatch:
+    """The batch, of units of `size` samples, with noise and levels of each unit's first sample for all of it."""
+    first = torch.arange(len(batch.corrupted.levels), device=batch.corrupted.levels.device) // size * size
+    return replace(batch, corrupted=batch.corrupted.select(first))

@@ -15,13 +15,12 @@ Deviations from the paper:
 4. Each pair is trained at `train_timesteps` levels at once, from the distribution that `level_distribution` names.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
-from phalanx.algorithms._forward import ForwardAlgorithm, ForwardConfig, mean_square
+from phalanx.algorithms._forward import ForwardAlgorithm, ForwardConfig, mean_square, shared_noise
 from phalanx.algorithms._group import OF_ADVANTAGES
 from phalanx.config.load import arg
 from phalanx.functional.flow import FlowBatch
@@ -54,11 +53,11 @@ class Algorithm(ForwardAlgorithm):
 
     def reference_output(self, policy: Policy, batch: FlowBatch) -> Tensor:
         """The velocities [B, W, ...] of other weights."""
-        return super().reference_output(policy, _shared(batch))
+        return super().reference_output(policy, shared_noise(batch, 2))
 
     def loss(self, policy: Policy, batch: FlowBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss [B / 2, W] of each pair, and its scalars."""
-        batch = _shared(batch)
+        batch = shared_noise(batch, 2)
         velocity = policy.predict(batch.trace, batch.corrupted)
         reference = batch.reference_outputs["reference"]
         target = batch.corrupted.target(batch.trace.clean)
@@ -71,9 +70,3 @@ class Algorithm(ForwardAlgorithm):
             loss = loss + self.config.kl_loss_coef * distance
             stats["kl_ref"] = distance.detach().mean()
         return loss, stats
-
-
-def _shared(batch: FlowBatch) -> FlowBatch:
-    """The batch with the noise and the levels of each pair's first image for both."""
-    first = torch.arange(len(batch.corrupted.levels), device=batch.corrupted.levels.device) // 2 * 2
-    return replace(batch, corrupted=batch.corrupted.select(first))

@@ -131,6 +131,11 @@ class FlowRolloutConfig(RolloutConfig):
         None, "denoising steps by which a progressive window moves; null: its own size", ge=1
     )
     init_same_noise: bool = arg(False, "start all images of a prompt from the same noise")
+    branching: bool = arg(
+        False,
+        "take the steps before the window once for all images of a prompt, which start from the same noise and branch "
+        "in the window (TempFlow-GRPO)",
+    )
     solver: str = arg(
         "euler",
         "solver of the deterministic steps after the window, or of all where no step is stochastic: euler, or "
@@ -160,6 +165,7 @@ OF_TRAINING_SAMPLES = (
         "max_draws_per_prompt",
         *("schedule", "parts", "max_staleness", "in_flight"),
         "init_same_noise",
+        "branching",
         "noise_level",
     ),
     *("sde_window_size", "sde_window_range", "timestep_fraction", "window_schedule", "window_iters", "window_stride"),

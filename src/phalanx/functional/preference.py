@@ -1,4 +1,6 @@
-"""Preference losses on pairs of samples (Diffusion-DPO, arXiv 2311.12908, equation 14)."""
+"""Preference losses on pairs of samples (Diffusion-DPO, arXiv 2311.12908, equation 14) and on groups (DGPO, arXiv
+2510.08425).
+"""
 
 import torch
 from torch import Tensor
@@ -24,6 +26,32 @@ def dpo_loss(error: Tensor, reference_error: Tensor, *, beta: float) -> tuple[Te
     loss = -logsigmoid(margin)
     with torch.no_grad():
         stats = {"dpo_loss": loss.mean(), "accuracy": (margin > 0).float().mean(), "margin": margin.mean()}
+    return loss, stats
+
+
+def group_preference(
+    error: Tensor, reference_error: Tensor, advantage: Tensor, *, beta: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """-1 / beta log sigmoid(-beta mean over the group of A (e - e_ref)).
+
+    Samples of A > 0 are preferred to those of A < 0, each with the weight |A|. Partition functions cancel where the
+    advantages of a group sum to 0.
+
+    Args:
+        error: [U, n, ...] the policy's regression errors e of a group of n samples, each a mean over a sample's dims.
+        reference_error: [U, n, ...] those of the reference; it carries no gradient.
+        advantage: [U, n].
+        beta: how soon a group that is told apart no longer counts.
+
+    Returns:
+        The loss [U, ...], float32, and detached scalars: dgpo_loss, its mean, accuracy, the share of groups whose
+        preferred samples have the larger implicit reward, and margin, the mean of -beta mean A (e - e_ref).
+    """
+    a = advantage.float().view(*advantage.shape, *[1] * (error.dim() - 2))
+    margin = -beta * (a * (error.float() - reference_error.detach().float())).mean(1)
+    loss = -logsigmoid(margin) / beta
+    with torch.no_grad():
+        stats = {"dgpo_loss": loss.mean(), "accuracy": (margin > 0).float().mean(), "margin": margin.mean()}
     return loss, stats
 
 

@@ -30,7 +30,7 @@ def plan(
         mini=cfg.actor.mini_batch_size(world_size),
         micro=cfg.actor.ppo_micro_batch_size_per_gpu if micro is None else micro,
         rollout=cfg.rollout.micro_batch_size_per_gpu,
-        together=algorithm.samples_per_unit,
+        together=algorithm.samples_per_unit or cfg.rollout.n,
         per_gpu=_per_gpu(cfg),
     )
     problem = numbers.problem()

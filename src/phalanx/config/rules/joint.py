@@ -103,10 +103,11 @@ RULES = (
          lambda c: "last_steps" in vars(c.painter.algorithm),
          "painter.algorithm.name: {c.painter.algorithm.name} differentiates the reward, which a joint run does not; "
          "expected such as flow_grpo"),
-    Rule("painter.algorithm.name diffusion_group_scope", JOINT, "Pairs of pictures are of one rewritten prompt.",
-         lambda c: c.diffusion_group_scope == "prompt" and c.painter.algorithm.name == "diffusion_dpo",
+    Rule("painter.algorithm.name diffusion_group_scope", JOINT,
+         "Pictures that are trained as a pair, or as a group, are of one rewritten prompt.",
+         lambda c: c.diffusion_group_scope == "prompt" and c.painter.algorithm.name in ("diffusion_dpo", "dgpo"),
          "diffusion_group_scope: prompt would make pairs of pictures of different texts for "
-         "painter.algorithm.name=diffusion_dpo; set it to rewrite"),
+         "painter.algorithm.name={c.painter.algorithm.name}; set it to rewrite"),
     Rule("rewrite.pattern", JOINT, "The pattern has a group, which is the rewritten prompt.",
          _pattern,
          "rewrite.pattern: {c.rewrite.pattern!r} does not work ({x}); expected such as '<prompt>(.*?)</prompt>'"),

@@ -83,7 +83,7 @@ def _two_sleep(c: Any) -> bool:
 def _trains_on_whole_steps(c: Any, a: Any) -> bool:
     """Whether the algorithm looks at all samples of a step before it trains the first one."""
     whole = vars(c.algorithm).get("global_std") or a.per_action or c.reward.normalize == "gdpo"
-    return bool(whole) or a.levels is not None or a.samples_per_unit > 1
+    return bool(whole) or a.levels is not None or a.samples_per_unit != 1
 
 
 def _other_number_of_images(c: Any, a: Any) -> tuple[int, str] | None:
@@ -193,6 +193,15 @@ RULES = (
          ),
          "rollout.schedule: pipelined does not know the longest sample before the last one; set "
          "actor.loss_scale_factor"),
+    Rule("rollout.branching rollout.init_same_noise", FLOW_RL,
+         "Images that branch in the window start from the same noise.",
+         lambda c: c.rollout.branching and not c.rollout.init_same_noise,
+         "rollout.branching: true has one trajectory up to the window; set rollout.init_same_noise=true"),
+    Rule("rollout.branching rollout.max_num_gen_batches rollout.max_draws_per_prompt", FLOW_RL,
+         "Images that branch in the window are drawn with all others of their prompt.",
+         lambda c: c.rollout.branching and max(c.rollout.max_num_gen_batches, c.rollout.max_draws_per_prompt) > 1,
+         "rollout.branching: true draws all images of a prompt together; set rollout.max_num_gen_batches and "
+         "rollout.max_draws_per_prompt to 1"),
     Rule("rollout.sde_window_range", FLOW_RL, "The range of the window is two numbers.",
          lambda c: c.rollout.sde_window_range is not None and len(c.rollout.sde_window_range) != 2,
          "rollout.sde_window_range: {c.rollout.sde_window_range} should be two numbers [a, b]"),
@@ -247,6 +256,9 @@ START_RULES = (
          lambda c, a: a.levels is not None and c.rollout.ode_compression < 1,
          "rollout.ode_compression: {c.rollout.ode_compression:g} shortens what follows a window, and "
          "{c.algorithm.name} has none; lower rollout.num_inference_steps instead"),
+    Rule("rollout.branching algorithm.name", FLOW_RL, "Images branch only where an algorithm has a window.",
+         lambda c, a: a.levels is not None and c.rollout.branching,
+         "rollout.branching: true needs a window, and {c.algorithm.name} has none; set it to false"),
     Rule("rollout.solver rollout.noise_level algorithm.name", FLOW_RL,
          "A solver of higher order needs steps without noise.",
          lambda c, a: a.levels is not None and c.rollout.noise_level > 0 and c.rollout.solver != "euler",

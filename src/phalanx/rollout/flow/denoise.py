@@ -30,7 +30,8 @@ class Job:
 
     Sample r has the prompt rows[r] of `embeds` and the noise that names[r] stands for: (seed, step, group, image).
     `window` holds the stochastic steps, `trained` those of them whose log-probabilities are wanted; the VAE decodes
-    `vae_batch_size` images at once (None: all). With `same_init` all images of a group begin with the same noise.
+    `vae_batch_size` images at once (None: all). With `same_init` all images of a group begin with the same noise, and
+    with `branching` they are one until the window.
     """
 
     sampler: Sampler
@@ -42,6 +43,7 @@ class Job:
     vae_batch_size: int | None = None
     trained: list[int] = field(default_factory=list)
     same_init: bool = False
+    branching: bool = False
 
     def levels(self) -> list[int]:
         """Numbers of the schedule's levels that the images pass, from the first to the last."""
@@ -57,6 +59,13 @@ class Job:
     def step_noise(self, shape: tuple[int, ...], i: int) -> Tensor:
         """[R, *shape] of step i."""
         return self._noise(shape, [fold_in(*name, "step", i) for name in self.names])
+
+    def trunks(self) -> tuple[Tensor, Tensor]:
+        """The first image [T] of each group, and which of these each image [R] begins as."""
+        groups = [name[2] for name in self.names]
+        distinct = list(dict.fromkeys(groups))
+        first, trunk = [groups.index(group) for group in distinct], [distinct.index(group) for group in groups]
+        return torch.tensor(first, device=self.rows.device), torch.tensor(trunk, device=self.rows.device)
 
     def _noise(self, shape: tuple[int, ...], seeds: list[int]) -> Tensor:
         # sample by sample: in one draw for all, a sample's noise would depend on its place
@@ -95,11 +104,18 @@ def generate(policy: FlowPolicy, job: Job) -> Generated:
     solve = None
     if sampler.solver != "euler" and window.stop < sampler.num_inference_steps:
         solve = multistep_solver([schedule.levels[i] for i in levels if i >= window.stop])
+    rows, trunk = job.rows, None
+    if job.branching and window.start > 0:  # the images of a group are one until the window
+        first, trunk = job.trunks()
+        x, rows = x[first], rows[first]
     states, means, log_probs = [x], [], []
     for i, after in pairwise(levels):
+        if trunk is not None and i == window.start:
+            x, rows = x[trunk], job.rows
+            states[-1] = x
         timesteps = schedule.timesteps[i].expand(len(x))
         # v(x, t, prompt) [R, ...], with classifier-free guidance where the sampler has it
-        velocity = policy.velocity(x, timesteps, job.embeds, job.rows, sampler)
+        velocity = policy.velocity(x, timesteps, job.embeds, rows, sampler)
         if solve is not None and i >= window.stop:
             x = solve(velocity, x)
             continue

@@ -94,6 +94,7 @@ class PolicyRollout:
             vae_batch_size=c.vae_batch_size,
             trained=trained,
             same_init=c.init_same_noise,
+            branching=c.branching,
         )
         drawn = self.draw(job, local, each)
         # a replay needs only the latents of the window; those of all steps would fill the memory
@@ -110,7 +111,7 @@ class PolicyRollout:
             trained=torch.tensor(trained, dtype=torch.long, device=self.world.device) - first,
             embeds=embeds,
             prompt_index=rows,
-            evaluations=len(job.levels()) - 1,
+            evaluations=len(job.levels()) - 1 - (round(first * (1 - 1 / c.n)) if c.branching else 0),
         )
         self._last = job
         mask = torch.ones_like(drawn.log_prob, dtype=torch.bool)  # all have the same number of steps

@@ -1,0 +1,107 @@
+"""DGPO: direct group preference optimisation (https://arxiv.org/abs/2510.08425).
+
+    L = mean over prompts and noise levels of  -1 / beta log sigmoid(-beta mean over the group of A (e - e_ref))
+
+with e = mean (v - u)^2 the error of the predicted velocity v at a freshly noised image, u = noise - image, A the
+advantage of an image in its prompt's group, and ref the reference. It is Diffusion-DPO between the images of A > 0 and
+those of A < 0, each with the weight |A|; as the A of a group sum to 0, the unknown partition functions cancel. All
+images of a prompt get the same noise at the same level, and come from the ODE. An image whose exp(e_old - e) is beyond
+1 +- eps, on the side where A leads, has no gradient.
+
+Deviations from the paper and its authors' code:
+1. The loss is divided by beta, so that its gradient in e_i is A_i sigmoid(beta mean A (e - e_ref)) / n, as in the code.
+2. e_old is that of the policy before the first update of a pass over the samples; the code has a moving average.
+3. Where the rollout is guided, so are the velocities; the code trains without guidance what it samples with it.
+4. Levels are drawn as in the other algorithms on the forward process, and moved to min_level .. 1; the code trains
+   some of the first levels of its sampler.
+5. Prompts whose images all have one reward are left out.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, Optional
+
+import torch
+from torch import Tensor
+
+from phalanx.algorithms._forward import ForwardAlgorithm, ForwardConfig, mean_square, shared_noise
+from phalanx.config.load import arg
+from phalanx.functional.advantage import sorted_in_groups
+from phalanx.functional.flow import FlowBatch, Noised
+from phalanx.functional.preference import group_preference
+from phalanx.types import Policy, Samples
+
+
+@dataclass
+class Config(ForwardConfig):
+    """Keys of `algorithm` where its name is dgpo."""
+
+    unused: ClassVar[tuple[str, ...]] = ("group_filter", "group_filter_k")
+
+    beta: float = arg(100.0, "how soon a group counts less once its images are told apart", gt=0)
+    clip_ratio: Optional[float] = arg(
+        1e-2, "eps: images whose exp(e_old - e) is beyond 1 +- clip_ratio have no gradient; null: all have", gt=0
+    )
+    min_level: float = arg(
+        0.3, "smallest noise level that is trained: levels t become min_level + (1 - min_level) t", ge=0, lt=1
+    )
+
+
+class Algorithm(ForwardAlgorithm):
+    """See phalanx.types.Algorithm. n rows of a Batch, one after the other, are the images of a prompt."""
+
+    config: Config
+    samples_per_unit = 0
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.references = ("reference",) if config.clip_ratio is None else ("reference", "policy")
+
+    def units(self, reward: Tensor, group_id: Tensor) -> Tensor:
+        """[G, n]: all images of each prompt."""
+        order, counts = sorted_in_groups(torch.zeros_like(reward), group_id)
+        return order.view(len(counts), -1)
+
+    def corrupt(self, policy: Policy, samples: Samples, seeds: Sequence[int]) -> Noised:
+        """Fresh noise at levels from min_level on."""
+        noised, least = super().corrupt(policy, samples, seeds), self.config.min_level
+        return replace(noised, levels=least + (1 - least) * noised.levels)
+
+    def reference_output(self, policy: Policy, batch: FlowBatch) -> Tensor:
+        """The velocities [B, W, ...] of other weights."""
+        return super().reference_output(policy, _shared(batch))
+
+    def loss(self, policy: Policy, batch: FlowBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss [G, W] of each group, and its scalars."""
+        batch = _shared(batch)
+        velocity, target = policy.predict(batch.trace, batch.corrupted), batch.corrupted.target(batch.trace.clean)
+        error = mean_square(velocity - target)  # [B, W]
+        reference = batch.reference_outputs["reference"]
+        stats: dict[str, Tensor] = {}
+        if self.config.clip_ratio is not None:
+            old_error = mean_square(batch.reference_outputs["policy"] - target)
+            beyond = _beyond(old_error - error.detach(), batch.advantage, self.config.clip_ratio)
+            error, stats["clipfrac"] = torch.where(beyond, error.detach(), error), beyond.float().mean()
+        # [B, W] -> [G, n, W]: a group's images stand one after the other
+        groups = (len(batch.weight), -1)
+        loss, preferred = group_preference(
+            error.unflatten(0, groups),
+            mean_square(reference - target).unflatten(0, groups),
+            batch.advantage.unflatten(0, groups),
+            beta=self.config.beta,
+        )
+        if self.config.kl_loss_coef > 0:
+            distance = mean_square(velocity - reference).unflatten(0, groups).mean(1)
+            loss, stats["kl_ref"] = loss + self.config.kl_loss_coef * distance, distance.detach().mean()
+        return loss, stats | preferred
+
+
+def _beyond(log_ratio: Tensor, advantage: Tensor, clip_ratio: float) -> Tensor:
+    """[B, W] bool: log-ratios [B, W] outside of the clip range, on the side where the advantage [B] leads."""
+    ratio, better = torch.exp(log_ratio), advantage[:, None] > 0
+    return torch.where(better, ratio > 1 + clip_ratio, ratio < 1 - clip_ratio)
+
+
+def _shared(batch: FlowBatch) -> FlowBatch:
+    """The batch with the noise and the levels of each group's first image for all of it."""
+    return shared_noise(batch, len(batch.advantage) // len(batch.weight))

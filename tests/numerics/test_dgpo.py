@@ -1,0 +1,110 @@
+"""DGPO's loss against the formula in float64 and against autograd; groups, their noise, and the clip."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from phalanx.algorithms.dgpo import Algorithm, Config
+from phalanx.functional.advantage import group_advantage
+from phalanx.functional.flow import Noised
+from phalanx.functional.preference import group_preference
+from phalanx.types import Batch
+from tests.checks import normal
+from tests.policies import disturb, make_policy, make_rollout, one_rank, sample
+
+
+def test_loss_and_gradient() -> None:
+    """d loss / d e_i = A_i sigmoid(beta mean A (e - e_ref)) / n, whatever beta is."""
+    advantage = group_advantage(normal(3, 4, seed=0).flatten(), torch.arange(12) // 4).view(3, 4)
+    for beta in (0.1, 100.0):
+        reference = 1 + normal(3, 4, 2, seed=1) / beta
+        error = (reference + normal(3, 4, 2, seed=2) / beta).requires_grad_()
+        loss, stats = group_preference(error, reference, advantage, beta=beta)
+        loss.sum().backward()
+        assert loss.dtype == torch.float32 and loss.shape == (3, 2)
+        a = advantage.double()[..., None]
+        margin = -beta * (a * (error.detach().double() - reference.double())).mean(1)
+        torch.testing.assert_close(loss.detach().double(), torch.log1p(torch.exp(-margin)) / beta, rtol=1e-3, atol=1e-6)
+        slope = a * torch.sigmoid(-margin)[:, None] / 4
+        torch.testing.assert_close(error.grad.double(), slope, rtol=1e-3, atol=1e-5)
+        assert stats["accuracy"].item() == pytest.approx((margin > 0).double().mean().item())
+
+
+def test_a_group_of_two_is_a_pair_of_diffusion_dpo() -> None:
+    """With advantages of 1 and -1 the mean over the group is half of the pair's difference."""
+    from phalanx.functional.preference import dpo_loss
+
+    error, reference = normal(5, 2, seed=0), normal(5, 2, seed=1)
+    pair, _ = dpo_loss(error, reference, beta=3.0)
+    group, _ = group_preference(error, reference, torch.tensor([[1.0, -1.0]]).expand(5, 2), beta=3.0)
+    torch.testing.assert_close(group * 3.0, pair)
+
+
+def test_groups_are_all_images_of_a_prompt() -> None:
+    rule = Algorithm(Config())
+    reward, group = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 5.0]), torch.tensor([7, 1, 7, 1, 3, 3])
+    assert rule.units(reward, group).tolist() == [[1, 3], [4, 5], [0, 2]]
+    assert rule.sample_mask(reward, group)[rule.units(reward, group)].all(1).tolist() == [True, False, True]
+
+
+@pytest.mark.parametrize(("clip", "kl"), [(None, 0.5), (1e-3, 0.0)])
+def test_a_step_is_the_plain_formula(clip: float | None, kl: float, sd3_folder: Path) -> None:
+    """Two groups of three, by hand from velocities at the noise of each one's first image."""
+    rule = Algorithm(Config(beta=50.0, clip_ratio=clip, kl_loss_coef=kl, min_level=0.4))
+    with one_rank() as world:
+        policy = make_policy(world, sd3_folder)
+        samples = sample(make_rollout(policy, 6, guidance=3.0, n=3, noise_level=0.7))
+        trace = samples.trace.select(torch.arange(6))
+        drawn = rule.corrupt(policy, samples, list(range(9)))
+        assert drawn.levels.shape == (9, 2) and drawn.levels.min() >= 0.4 and drawn.levels.max() > 0.8
+        noised = drawn.select(torch.arange(6))
+        advantage = torch.tensor([1.2, -0.2, -1.0, 0.3, 0.9, -1.2])
+        batch = Batch(trace, torch.zeros(6, 2), noised.mask, advantage, torch.full((2, 2), 0.25), {}, noised)
+        with torch.no_grad():
+            batch.reference_outputs["reference"] = rule.reference_output(policy, batch)
+            disturb(policy, 0.01)
+            batch.reference_outputs["policy"] = rule.reference_output(policy, batch)
+            disturb(policy, 0.002, seed=1)
+        loss, stats = rule.loss(policy, batch)
+        assert loss.shape == (2, 2)
+        ours = gradients(policy.trained.parameters, (loss * batch.weight).sum())
+
+        shared = noised.select(torch.tensor([0, 0, 0, 3, 3, 3]))
+        v = policy.predict(trace, shared)
+        u = shared.noise - trace.clean[:, None]
+        views = (v, batch.reference_outputs["reference"], batch.reference_outputs["policy"])
+        e, e_ref, e_old = ((x - u).square().flatten(2).mean(2) for x in views)
+        expected, dropped = torch.zeros(()), 0
+        for g in range(2):
+            for w in range(2):
+                total = torch.zeros(())
+                for i in range(3 * g, 3 * g + 3):
+                    error = e[i, w]
+                    ratio = torch.exp(e_old[i, w] - error).item()
+                    if clip is not None and (ratio > 1 + clip if advantage[i] > 0 else ratio < 1 - clip):
+                        error, dropped = error.detach(), dropped + 1
+                    total = total + advantage[i] * (error - e_ref[i, w]) / 3
+                    expected = expected + kl * (v[i, w] - views[1][i, w]).square().mean() / 12
+                expected = expected + torch.log1p(torch.exp(50.0 * total)) / 50.0 / 4
+        assert (loss * batch.weight).sum().item() == pytest.approx(expected.item(), rel=1e-6)
+        theirs = gradients(policy.trained.parameters, expected)
+        largest = max(gradient.abs().max() for gradient in theirs.values())
+        for name, gradient in theirs.items():
+            torch.testing.assert_close(ours[name], gradient, rtol=1e-4, atol=float(1e-5 * largest), msg=name)
+        assert ("kl_ref" in stats) == (kl > 0)
+        if clip is not None:
+            assert 0 < dropped < 12 and stats["clipfrac"].item() == pytest.approx(dropped / 12)
+
+        noise = noised.noise.clone()
+        noise[[1, 2, 4, 5]] = 100.0
+        again, _ = rule.loss(policy, replace(batch, corrupted=Noised(noise, noised.levels)))
+        assert torch.equal(again, loss)
+
+
+def gradients(parameters: dict[str, Tensor], loss: Tensor) -> dict[str, Tensor]:
+    """Of a loss, by names of weights."""
+    found = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+    return {name: value for name, value in zip(parameters, found, strict=True) if value is not None}
