@@ -32,7 +32,7 @@ examples:
   phalanx plan flowgrpo --config qwen_image_ocr_lora nnodes=1 nproc=8 gpu_memory_gb=80
   phalanx sample checkpoint=outputs/phalanx/quickstart prompt_file=assets/digits/held_out.txt n=2
   phalanx evaluate checkpoint=outputs/phalanx/quickstart_lm n=4 rollout.val.temperature=1
-  phalanx report outputs/phalanx/quickstart
+  phalanx watch outputs/phalanx/quickstart
 """
 CONFIGS_HELP = """\
 usage: phalanx configs [NAME]
@@ -65,7 +65,7 @@ COMMANDS = {
     "watch": Command("follow runs in a browser while they train: phalanx watch RUN_DIR"),
     "runs": Command("list the runs below a folder: where they run, how far they are, which of them live"),
     "logs": Command("print what a rank prints: phalanx logs RUN_DIR [--rank R] [--follow]"),
-    "stop": Command("stop a run after its step, with a checkpoint: phalanx stop RUN_DIR"),
+    "stop": Command("stop a run with a checkpoint: phalanx stop RUN_DIR"),
     "configs": Command("list the shipped configurations; with a NAME, print that one"),
 }
 

@@ -19,7 +19,6 @@ from phalanx.training.folder_lock import FolderLock
 @pytest.fixture(autouse=True)
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(folder_lock, "BEAT_S", 0.05)
-    monkeypatch.setattr(runs, "BEAT_S", 0.2)
     monkeypatch.setattr(runs, "POLL_S", 0.05)
 
 
@@ -36,7 +35,10 @@ def a_run(folder: Path, steps: int = 4, total: int | None = 10, ranks: int = 2, 
     return folder
 
 
-def test_runs_and_their_states(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_and_their_states(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runs, "BEAT_S", 0.5)
     a_run(tmp_path / "a" / "finished", 10, ended="finished", ranks=8)
     (a_run(tmp_path / "dead") / "running.json").write_text('{"pid": 7, "host": "x", "beat": 3, "token": "t"}')
     (tmp_path / "old").mkdir()
@@ -59,8 +61,9 @@ def test_runs_and_their_states(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert " node-0, node-1, node-2 and 1 more " in rows[0] and f" {os.getpid()} " in rows[2]
 
 
-def test_a_beat_counts_whatever_the_clock_says(tmp_path: Path) -> None:
-    """Of a machine whose clock is an hour late, and of one that has stopped."""
+def test_a_beat_counts_whatever_the_clock_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a machine whose clock is an hour late."""
+    monkeypatch.setattr(runs, "BEAT_S", 0.5)
     lock = FolderLock(a_run(tmp_path / "run"), lambda _: None, lambda: None)
     done = threading.Event()
 
@@ -141,6 +144,16 @@ def test_stop(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert first.startswith(f"asked process {os.getpid()} on ") and last == "stopped after step 5 of 10"
     assert main("stop", [str(run)]) == 2
     assert capsys.readouterr().err == f"error: {run}: no job runs here (it is stopped); nothing to stop\n"
+
+
+def test_a_job_that_dies_before_it_stops(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runs, "PATIENCE_S", 0.5)
+    (a_run(tmp_path / "run") / "running.json").write_text('{"pid": 7, "host": "x", "beat": 3, "token": "t"}')
+    assert main("stop", [str(tmp_path / "run")]) == 2
+    assert capsys.readouterr().err == f"error: {tmp_path / 'run'}: process 7 on x has died before it stopped\n"
+    assert json.loads((tmp_path / "run" / "stop.json").read_text()) == {"token": "t"}
 
 
 @pytest.mark.parametrize("command", ["logs", "stop"])

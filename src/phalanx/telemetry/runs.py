@@ -34,6 +34,7 @@ NOT_RUNS = {"checkpoints", "images", "samples", "tensorboard", RANKS}  # folders
 TAIL_BYTES = 1 << 16
 ETA_STEPS = 20  # recent ones, by whose median the ETA goes
 POLL_S = 0.5
+PATIENCE_S = 20.0  # without a beat of a job that was asked to stop: it may be busy with a checkpoint
 
 
 @dataclass(frozen=True)
@@ -188,7 +189,7 @@ def main(command: str, argv: Sequence[str]) -> int:
 ABOUT = {
     "runs": "List the runs below a folder: where they run, how far they are, and which of them live.",
     "logs": "Print what a rank of a run has printed.",
-    "stop": "Have a run stop after its step, with a checkpoint; the same command as before goes on from it.",
+    "stop": "Have a run stop with a checkpoint, as SIGTERM does; the same command as before goes on from it.",
 }
 
 
@@ -254,11 +255,14 @@ def _stop(folder: Path, wait: bool) -> int:
         raise ValueError(f"{folder}: no job runs here (it is {state}); nothing to stop")
     write_json(folder / STOP_FILE, {"token": job["token"]})
     named = f"process {job['pid']} on {job['host']}"
-    show(f"asked {named} to stop after its step; a checkpoint is kept where trainer.save_freq is above 0")
+    show(f"asked {named} to stop; its last complete step is kept where trainer.save_freq is above 0")
     if not wait:
         return 0
+    beat, since = job, time.monotonic()
     while (now := read_json(folder / RUNNING_FILE)) is not None and now["token"] == job["token"]:
-        if states([folder])[folder] == DEAD:
+        if now != beat:
+            beat, since = now, time.monotonic()
+        if time.monotonic() - since > PATIENCE_S:
             raise ValueError(f"{folder}: {named} has died before it stopped")
         time.sleep(POLL_S)
     last = overview(folder, ended(folder))

@@ -92,7 +92,7 @@ def _check_output_dir(output_dir: str) -> None:
 
 # of a run's folder
 _CONTENTS = dict.fromkeys((".lock", "running.json", "config.yaml", "metrics.jsonl", "report.html"), "file")
-_CONTENTS |= dict.fromkeys(("checkpoints", "val", "tensorboard"), "folder")
+_CONTENTS |= dict.fromkeys(("checkpoints", "val", "tensorboard", "ranks"), "folder")
 
 
 KEYS = {

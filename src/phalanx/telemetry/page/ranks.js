@@ -9,6 +9,7 @@
   const SILENT = 4; // intervals without a sign of life, after which a rank is marked
   const ROW = 14;
   const LABEL = 64;
+  const PADDING = 28; // of .timeline in report.css, both sides
 
   const place = document.getElementById("ranks");
   const embedded = JSON.parse(document.getElementById("of-ranks").textContent);
@@ -175,7 +176,7 @@
       blame.textContent = "No step has ended yet.";
       return;
     }
-    const width = Math.max(timeline.clientWidth, 280);
+    const width = Math.max(timeline.clientWidth - PADDING, 240);
     const height = ROW * data.ranks.length + 18;
     const ratio = window.devicePixelRatio || 1;
     canvas.width = width * ratio;
@@ -226,7 +227,7 @@
     if (!data.blame.length) {
       blame.textContent = ranks > 1 ? "In this step no rank waited for another." : "There is no other rank to wait for.";
     } else {
-      const parts = data.blame.slice(0, 3).map(([rank, seconds]) => `rank ${rank} ${precise(seconds)}`);
+      const parts = data.blame.slice(0, 3).map(([rank, seconds]) => `rank ${rank} (${precise(seconds)})`);
       const total = data.blame.reduce((sum, [, seconds]) => sum + seconds, 0);
       const share = (100 * total) / (ranks * data.seconds);
       blame.textContent = `The others waited for: ${parts.join(", ")}. That is ${share.toFixed(1)} % of the time of ${ranks} ranks in this step.`;

@@ -1,0 +1,72 @@
+"""The cost of the files that `phalanx watch` reads (phalanx.telemetry.rank_files) in a training step, on a CPU.
+
+    python benchmarks/rank_files.py
+
+It times what the training's thread does for them, per phase and per collective, and what the thread beside it does per
+beat with the phases and waits of a step; and from these the share of a step with a number of phases and collectives.
+"""
+
+import argparse
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from phalanx.config.run import ParallelConfig
+from phalanx.distributed import collectives, mesh
+from phalanx.telemetry.metrics import Phase, Timers
+from phalanx.telemetry.rank_files import RankFiles
+
+
+def microseconds(act: Callable[[], object], times: int = 2000, rounds: int = 15) -> float:
+    """The median over rounds of the mean processor time of a call."""
+    means = []
+    for _ in range(rounds):
+        begin = time.thread_time()
+        for _ in range(times):
+            act()
+        means.append((time.thread_time() - begin) / times)
+    return 1e6 * median(means)
+
+
+def main() -> None:
+    """Print the numbers."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--phases", type=int, default=10, help="of a step")
+    parser.add_argument("--collectives", type=int, default=100, help="of a step, on small values")
+    parser.add_argument("--waits", type=int, default=20, help="of a step: collectives of more than a millisecond")
+    parser.add_argument("--step_s", type=float, default=2.0, help="seconds of a step")
+    args = parser.parse_args()
+    timers = Timers()
+
+    def note_phase() -> None:
+        timers.spans.append((Phase("rollout").name, timers.step, time.perf_counter(), time.perf_counter()))
+
+    def time_collective() -> None:
+        with collectives._timed():
+            pass
+
+    phase, collective = microseconds(note_phase), microseconds(time_collective)
+    with tempfile.TemporaryDirectory() as folder, mesh.alone():
+        world = mesh.lone_world(ParallelConfig(), 1, 0, torch.device("cpu"))
+        files = RankFiles(Path(folder), world, timers, 100)
+
+        def beat() -> None:
+            for _ in range(args.phases):
+                note_phase()
+            for number in range(args.waits):
+                collectives.waits.append((number, 0.0, 1.0))
+            files._write()
+
+        per_beat = microseconds(beat, times=20)
+    step = args.phases * phase + args.collectives * collective
+    print(f"per phase {phase:.1f} us, per collective {collective:.1f} us, per beat of the thread {per_beat:.0f} us")
+    print(f"per step of {args.step_s:g} s, in the training's thread: {step:.0f} us, {step / 1e4 / args.step_s:.4f} %")
+    print(f"beside it, per beat of 2 s with all of a step's lines: {per_beat / 1e4 / 2:.3f} % of a core")
+
+
+if __name__ == "__main__":
+    main()
