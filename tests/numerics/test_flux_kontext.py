@@ -53,12 +53,7 @@ def stock_images(
 
 @pytest.mark.parametrize(("guidance", "scale", "length"), [(1.0, 2.5, 64), (3.0, 1.0, 6)])
 def test_images_are_those_of_the_stock_pipeline(
-    guidance: float,
-    scale: float,
-    length: int,
-    world: World,
-    flux_kontext_folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    guidance: float, scale: float, length: int, world: World, flux_kontext_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An instruction that is cut, and an empty one, among them."""
     policy = kontext_policy(world, flux_kontext_folder, max_prompt_length=length)
@@ -102,9 +97,7 @@ def test_a_reference_is_one_tensor(world: World, flux_kontext_folder: Path) -> N
 
 
 @pytest.mark.parametrize(("lora_rank", "dtype", "guidance"), [(0, "float32", 1.0), (4, "bfloat16", 3.0)])
-def test_replay_is_exact(
-    lora_rank: int, dtype: str, guidance: float, world: World, flux_kontext_folder: Path
-) -> None:
+def test_replay_is_exact(lora_rank: int, dtype: str, guidance: float, world: World, flux_kontext_folder: Path) -> None:
     policy = kontext_policy(world, flux_kontext_folder, lora_rank=lora_rank, dtype=dtype)
     disturb(policy)
     samples = sample(make_rollout(policy, 6, guidance=guidance, sde_window_size=1), edits())

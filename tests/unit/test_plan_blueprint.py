@@ -25,7 +25,8 @@ from tests.unit.test_plan_lm import SHIPPED_LM
 
 
 @pytest.mark.parametrize(
-    ("family", "branches"), [("qwen", 2), ("flux", 1), ("z_image", 2), ("wan", 2), ("flux2", 1), ("flux2_klein", 2), ("flux_kontext", 1)]
+    ("family", "branches"),
+    [("qwen", 2), ("flux", 1), ("z_image", 2), ("wan", 2), ("flux2", 1), ("flux2_klein", 2), ("flux_kontext", 1)],
 )
 def test_a_plan_of_each_family(
     family: str, branches: int, request: pytest.FixtureRequest, config_only: Callable[[Path], Path], tmp_path: Path

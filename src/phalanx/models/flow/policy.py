@@ -57,7 +57,7 @@ def known_family(path: str, index: dict[str, Any]) -> str:
     for family in known_modules(FAMILIES):
         module = resolve_registry(FAMILIES, family, "model.family")
         if "Model" in vars(module):
-            known[module.Model.pipeline_class] = family
+            known.setdefault(module.Model.pipeline_class, family)  # a variant, flux2_edit, comes after flux2
     if name not in known:
         raise ValueError(f"model.path: {path!r} is a {name}; supported: {', '.join(sorted(known))}")
     return known[name]
