@@ -1,4 +1,4 @@
-"""Reference images of models that edit: one size for all that stand in a batch, and one tensor for all texts about one."""
+"""Reference images of models that edit: one size for all of a batch, and one tensor for all texts about one."""
 
 import math
 from collections.abc import Callable
