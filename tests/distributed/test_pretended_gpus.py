@@ -46,6 +46,7 @@ JOBS: dict[str, tuple[str, tuple[str, ...], int]] = {
     "qwen_2_ranks": ("qwen", (AGAIN, LORA, "parallel.fsdp_size=2"), 2),
     "flux": ("flux", (LORA,), 1),
     "z_image": ("z_image", (LORA,), 1),
+    "flux2_klein": ("flux2_klein", (LORA,), 1),
     "wan_2_ranks_a_sample": ("wan", (LORA, FILMS, "parallel.ulysses_sequence_parallel_size=2"), 2),
     "lm_2_ranks": ("lm", (AGAIN, "parallel.fsdp_size=2"), 2),
     "judge": ("lm", OF_TEXTS, 1),  # which sleeps
@@ -60,7 +61,7 @@ JOBS: dict[str, tuple[str, tuple[str, ...], int]] = {
     "experts": ("llada2", ("parallel.fsdp_size=2", "parallel.expert_parallel=true"), 2),
 }
 # jobs whose paths others of these take as well
-ALIKE = {"flux", "z_image", "lm", "lm_2_ranks", "flow_inference", "judge_on_a_rank", "vllm_judge"}
+ALIKE = {"flux", "flux2_klein", "z_image", "lm", "lm_2_ranks", "flow_inference", "judge_on_a_rank", "vllm_judge"}
 
 
 def build(cfg: Any) -> Any:
@@ -132,6 +133,7 @@ CEILINGS = {
     "qwen_2_ranks": {"rollout": 43, "update": 50},
     "flux": {"rollout": 29, "update": 58},
     "z_image": {"rollout": 32, "update": 58},
+    "flux2_klein": {"rollout": 29, "update": 58},
     "wan_2_ranks_a_sample": {"rollout": 35, "update": 66},
     "lm_2_ranks": {"rollout": 363, "update": 94},
     "judge": {"rollout": 716, "judge": 64, "update": 154},

@@ -72,7 +72,9 @@ class FlowValRolloutConfig(ValRolloutConfig):
     height: Optional[int] = arg(None, "pixels", **COUNT)
     width: Optional[int] = arg(None, "pixels", **COUNT)
     num_frames: Optional[int] = arg(None, "frames of a video", **COUNT)
-    guidance_scale: Optional[float] = arg(None, "classifier-free guidance (SD3, Z-Image, Wan, FLUX.2 Klein base), or the input of FLUX")
+    guidance_scale: Optional[float] = arg(
+        None, "classifier-free guidance (SD3, Z-Image, Wan, FLUX.2 Klein base), or the input of FLUX"
+    )
     true_cfg_scale: Optional[float] = arg(None, "true classifier-free guidance (Qwen-Image, FLUX.1)")
     noise_level: float = arg(0.0, "eta of the sampler; 0 is the ODE", ge=0)
     solver: Optional[str] = arg(None, "solver of the ODE", choices=SOLVERS)
@@ -100,8 +102,9 @@ class FlowRolloutConfig(RolloutConfig):
     width: int = arg(512, "pixels", **COUNT)
     num_frames: int = arg(1, "frames of a video, for Wan one more than a multiple of 4; 1: an image", **COUNT)
     guidance_scale: float = arg(
-        1.0, "classifier-free guidance of SD3, Z-Image, Wan and FLUX.2 Klein base, 1 is off; the scale that FLUX.1-dev, FLUX.1 "
-        "Kontext and FLUX.2-dev take as an input"
+        1.0,
+        "classifier-free guidance of SD3, Z-Image, Wan and FLUX.2 Klein base, 1 is off; the scale that FLUX.1-dev, FLUX.1 "
+        "Kontext and FLUX.2-dev take as an input",
     )
     true_cfg_scale: float = arg(1.0, "true classifier-free guidance of Qwen-Image and FLUX.1; 1 is off")
     noise_level: float = arg(0.7, "eta of the stochastic steps; 0 is the ODE, which has no transitions to train", ge=0)

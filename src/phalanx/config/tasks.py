@@ -85,7 +85,8 @@ class SampleConfig:
     width: Optional[int] = arg(None, "pixels; null: the run's, or 512", **COUNT)
     num_frames: Optional[int] = arg(None, "frames of a video; null: the run's, or 1, an image", **COUNT)
     guidance_scale: Optional[float] = arg(
-        None, "classifier-free guidance (SD3, Z-Image, Wan, FLUX.2 Klein base), or the input of FLUX; null: the run's, or 1"
+        None,
+        "classifier-free guidance (SD3, Z-Image, Wan, FLUX.2 Klein base), or the input of FLUX; null: the run's, or 1",
     )
     true_cfg_scale: Optional[float] = arg(
         None, "true classifier-free guidance (Qwen-Image, FLUX.1); null: the run's, or 1, off"

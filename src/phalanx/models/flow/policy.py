@@ -52,7 +52,7 @@ def family_of(config: FlowModelConfig) -> type[FlowModel]:
 def known_family(path: str, index: dict[str, Any]) -> str:
     """The module of FAMILIES for a folder's model_index.json; raises ValueError without one."""
     name = index["_class_name"]
-    known = {}
+    known: dict[str, str] = {}
     # asked of the families themselves, so that a new file is all that a new family takes
     for family in known_modules(FAMILIES):
         module = resolve_registry(FAMILIES, family, "model.family")

@@ -131,7 +131,7 @@ class Model(FlowModel):
         sigmas[0] = 1.0  # the multistep solver stays 1e-6 below, for its logarithms
         return sigmas, scheduler.timesteps.float().cpu()
 
-    def shift(self, height: int, width: int) -> float:
+    def shift(self, num_inference_steps: int, height: int, width: int) -> float:
         c = self.pipeline.scheduler.config
         return float(c.flow_shift if type(self.pipeline.scheduler).__name__ == MULTISTEP else c.shift)
 
