@@ -84,11 +84,14 @@ def test_the_same_step(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("family", ["qwen_edit", "flux_kontext"])
+@pytest.mark.seldom("flux2_klein_edit", "flux_kontext")
+@pytest.mark.parametrize("family", ["qwen_image_edit", "flux_kontext", "flux2_klein_edit"])
 def test_the_tokens_of_a_second_image(family: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
-    folder = request.getfixturevalue(f"{family}_folder")
-    alone = run_ranks(one_step, 1, test_editing.configure(folder, tmp_path, GENTLE, LORA))
-    shared = test_editing.configure(folder, tmp_path, GENTLE, LORA, SHARED)
+    names = {"qwen_image_edit": "qwen_edit_folder", "flux2_klein_edit": "flux2_klein_folder"}
+    folder = request.getfixturevalue(names.get(family, f"{family}_folder"))
+    keys = GENTLE, LORA, f"model.family={family}"
+    alone = run_ranks(one_step, 1, test_editing.configure(folder, tmp_path, *keys))
+    shared = test_editing.configure(folder, tmp_path, *keys, SHARED)
     assert_same(alone, run_ranks(one_step, 2, shared))
 
 
@@ -205,15 +208,19 @@ def test_a_teacher(qwen_folder: Path, tmp_path: Path) -> None:
             assert part["row"][key] == pytest.approx(alone[0]["row"][key], rel=1e-4), key
 
 
+PLANNED = (
+    "flux, flux2, flux2_edit, flux2_klein, flux2_klein_edit, flux_kontext, hunyuan_video_15, qwen_image, qwen_image_edit, "
+    "qwen_image_edit_2508, wan"
+)
+
+
 @pytest.mark.parametrize(
     ("family", "keys", "ranks", "message"),
     [
         ("sd3", (SHARED,), 2, f"{KEY}: 2 needs a plan of diffusers for model.path FOLDER, which has one only for "
-         "flux, flux2, flux2_klein, flux_kontext, hunyuan_video_15, qwen_image, qwen_image_edit, qwen_image_edit_2508, "
-         "wan; set it to 1"),
+         f"{PLANNED}; set it to 1"),
         ("z_image", (SHARED,), 2, f"{KEY}: 2 needs a plan of diffusers for model.path FOLDER, which has one only for "
-         "flux, flux2, flux2_klein, flux_kontext, hunyuan_video_15, qwen_image, qwen_image_edit, qwen_image_edit_2508, "
-         "wan; set it to 1"),
+         f"{PLANNED}; set it to 1"),
         ("wan", (f"{KEY}=3",), 4, f"{KEY}: 3 does not divide the 4 ranks of a node; nearest that does: 2 or 4"),
         ("wan", (SHARED, "model.compile=true"), 2,
          f"{KEY}: 2 exchanges tokens within blocks, which are not compiled; set model.compile=false"),

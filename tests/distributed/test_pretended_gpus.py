@@ -48,6 +48,7 @@ JOBS: dict[str, tuple[str, tuple[str, ...], int]] = {
     "nf4_2_ranks": ("sd3", (AGAIN, LORA, "model.quantization=nf4", "parallel.fsdp_size=2"), 2),
     "flux": ("flux", (LORA,), 1),
     "z_image": ("z_image", (LORA,), 1),
+    "flux2_klein": ("flux2_klein", (LORA,), 1),
     "wan_2_ranks_a_sample": ("wan", (LORA, FILMS, "parallel.ulysses_sequence_parallel_size=2"), 2),
     "lm_2_ranks": ("lm", (AGAIN, "parallel.fsdp_size=2"), 2),
     "lm_2_ranks_a_sample": ("lm", (AGAIN, *PACKED, "parallel.ulysses_sequence_parallel_size=2"), 2),
@@ -65,15 +66,8 @@ JOBS: dict[str, tuple[str, tuple[str, ...], int]] = {
 }
 # jobs whose paths others of these take as well
 ALIKE = {
-    "flux",
-    "z_image",
-    "lm",
-    "lm_2_ranks",
-    "lm_2_ranks_a_sample",
-    "flow_roles",
-    "flow_inference",
-    "judge_on_a_rank",
-    "vllm_judge",
+    *("flux", "flux2_klein", "z_image", "lm", "lm_2_ranks", "lm_2_ranks_a_sample", "flow_roles", "flow_inference"),
+    *("judge_on_a_rank", "vllm_judge"),
 }
 
 
@@ -150,6 +144,7 @@ CEILINGS = {
     "nf4_2_ranks": {"rollout": 29, "update": 58},
     "flux": {"rollout": 29, "update": 58},
     "z_image": {"rollout": 32, "update": 58},
+    "flux2_klein": {"rollout": 29, "update": 58},
     "wan_2_ranks_a_sample": {"rollout": 35, "update": 66},
     "lm_2_ranks": {"rollout": 363, "update": 94},
     "lm_2_ranks_a_sample": {"rollout": 419, "update": 158},

@@ -12,8 +12,9 @@ from phalanx.distributed.mesh import World
 from phalanx.types import Prompt
 from tests.checks import refused
 from tests.numerics.test_models import assert_stock, stock_images
-from tests.policies import PROMPTS, disturb, make_policy, make_rollout, sample
+from tests.policies import PROMPTS, disturb, make_policy, make_rollout, ode, sample
 from tests.tiny import load_pipeline
+from tests.tiny_edit import edits
 from tests.tiny_flux2 import tiny_flux2_klein
 
 
@@ -105,6 +106,48 @@ def test_replay_is_exact(
     with torch.no_grad():
         assert torch.equal(policy.replay(samples.trace).log_prob, samples.log_prob)
     assert samples.log_prob is not None and samples.log_prob.std() > 0
+
+
+SIDE = 78  # of the area of a reference: with images of 32 x 48 to be made, 64 x 96 pixels, as `edits` has them
+
+
+@pytest.mark.parametrize(("family", "guidance"), [("flux2", 1.0), ("flux2_klein", 3.0)])
+def test_edits_are_those_of_the_stock_pipeline(
+    family: str, guidance: float, world: World, request: pytest.FixtureRequest
+) -> None:
+    folder = request.getfixturevalue(f"{family}_folder")
+    policy = make_policy(world, folder, family=f"{family}_edit", reference_size=SIDE)
+    rollout = make_rollout(policy, 3, guidance=guidance)
+    ours, latents = ode(rollout, edits())
+    pipeline, images = load_pipeline(folder), []
+    for prompt, noise in zip(edits(), latents, strict=True):
+        scale = {"guidance_scale": rollout.sampler.embedded_guidance or guidance}
+        if family == "flux2_klein":
+            negative = prompt.negative or ""
+            scale["negative_prompt_embeds"], _ = pipeline.encode_prompt([negative], max_sequence_length=64)
+        made = pipeline(
+            prompt.meta["image"].pil(),
+            [prompt.text],
+            height=32,
+            width=48,
+            num_inference_steps=4,
+            latents=noise[None],
+            max_sequence_length=64,
+            output_type="pt",
+            **scale,
+        )
+        images.append(made.images)
+    torch.testing.assert_close(ours, torch.cat(images), rtol=0, atol=1e-4)
+    other = [Prompt(p.text, p.group_id, edits(1)[0].meta, negative=p.negative) for p in edits()]
+    assert (ode(rollout, other)[0][1:] - ours[1:]).abs().mean() > 1e-3
+    samples = sample(rollout, edits())
+    with torch.no_grad():
+        assert torch.equal(policy.replay(samples.trace.select(torch.arange(1))).log_prob, samples.log_prob[:1])
+    assert policy.model.split_tokens(32, 48, 1, 64) == {"an image of 32 x 48": 24 + 96, "data.max_prompt_length": 64}
+    found = policy.embed(edits(1), False, (32, 32))[0]  # cut to a square, and scaled
+    assert {name: value.shape for name, value in found.items()} == {
+        name: value.shape for name, value in policy.model.embeds_like(64, 32, 32).items()
+    }
 
 
 def test_layers_that_get_a_lora(world: World, flux2_klein_folder: Path) -> None:

@@ -224,6 +224,7 @@ SHIPPED = {
     "Qwen/Qwen-Image": [20_430_401_088, VIDEO_VAE, QWEN_VL],
     "Qwen/Qwen-Image-2512": [20_430_401_088, VIDEO_VAE, QWEN_VL],
     "Qwen/Qwen-Image-Edit-2509": [20_430_401_088, VIDEO_VAE, QWEN_VL],
+    "Tongyi-MAI/Z-Image": [6_154_908_736, KL_VAE, 4_022_468_096],
     "Tongyi-MAI/Z-Image-Turbo": [6_154_908_736, KL_VAE, 4_022_468_096],
     "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": [1_418_996_800, VIDEO_VAE, UMT5],
     "Wan-AI/Wan2.1-T2V-14B-Diffusers": [14_288_491_584, VIDEO_VAE, UMT5],

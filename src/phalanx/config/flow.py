@@ -77,7 +77,9 @@ class FlowValRolloutConfig(ValRolloutConfig):
     height: Optional[int] = arg(None, "pixels", **COUNT)
     width: Optional[int] = arg(None, "pixels", **COUNT)
     num_frames: Optional[int] = arg(None, "frames of a video", **COUNT)
-    guidance_scale: Optional[float] = arg(None, "classifier-free guidance (SD3, Z-Image, videos), or FLUX.1-dev's own")
+    guidance_scale: Optional[float] = arg(
+        None, "classifier-free guidance (SD3, Z-Image, FLUX.2 Klein base, videos), or the input of FLUX"
+    )
     guidance_scale_2: Optional[float] = arg(None, "guidance of the steps that Wan 2.2 A14B's transformer_2 takes")
     true_cfg_scale: Optional[float] = arg(None, "true classifier-free guidance (Qwen-Image, FLUX.1)")
     noise_level: float = arg(0.0, "eta of the sampler; 0 is the ODE", ge=0)
@@ -106,7 +108,9 @@ class FlowRolloutConfig(RolloutConfig):
     width: int = arg(512, "pixels", **COUNT)
     num_frames: int = arg(1, "frames of a video, for Wan one more than a multiple of 4; 1: an image", **COUNT)
     guidance_scale: float = arg(
-        1.0, "classifier-free guidance of SD3, Z-Image, videos, 1 is off; the guidance that FLUX.1-dev takes as input"
+        1.0,
+        "classifier-free guidance of SD3, Z-Image, FLUX.2 Klein base and videos, 1 is off; the scale that FLUX.1-dev, "
+        "FLUX.1 Kontext and FLUX.2-dev take as an input",
     )
     guidance_scale_2: Optional[float] = arg(
         None, "guidance of the steps that Wan 2.2 A14B's transformer_2 takes; null: guidance_scale, as in diffusers"

@@ -52,12 +52,12 @@ def family_of(config: FlowModelConfig) -> type[FlowModel]:
 def known_family(path: str, index: dict[str, Any]) -> str:
     """The module of FAMILIES for a folder's model_index.json; raises ValueError without one."""
     name = index["_class_name"]
-    known = {}
+    known: dict[str, str] = {}
     # asked of the families themselves, so that a new file is all that a new family takes
     for family in known_modules(FAMILIES):
         module = resolve_registry(FAMILIES, family, "model.family")
         if "Model" in vars(module):
-            known[module.Model.pipeline_class] = family
+            known.setdefault(module.Model.pipeline_class, family)  # a variant, flux2_edit, comes after flux2
     if name not in known:
         raise ValueError(f"model.path: {path!r} is a {name}; supported: {', '.join(sorted(known))}")
     return known[name]

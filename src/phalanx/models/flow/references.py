@@ -1,4 +1,4 @@
-"""Reference images of models that edit: one size for all that stand in a batch, and one tensor for all texts about one."""
+"""Reference images of models that edit: one size for all of a batch, and one tensor for all texts about one."""
 
 import math
 from collections.abc import Callable
@@ -29,7 +29,8 @@ class References:
         return rows * self.unit, columns * self.unit
 
     def latents(self, instruction: Instruction, encode: Callable[[Image.Image, int, int], Tensor]) -> Tensor:
-        """What `encode(image, height, width)` makes of an instruction's image, cut; the size is that to scale it to.
+        """The latents of an instruction's image, which `encode(image, height, width)` makes of the cut image, scaled to
+        this size.
 
         Raises ValueError for an image that cannot be read.
         """

@@ -1,21 +1,25 @@
-"""FLUX.2 dev, text to image: a Mistral's hidden states as text, and a shift by the size and the number of steps."""
+"""FLUX.2 dev: a Mistral's hidden states as text, and a shift by the size and the number of steps."""
 
 from typing import Any
 
 import torch
 from diffusers import Flux2Transformer2DModel
 from diffusers.pipelines.flux2.pipeline_flux2 import compute_empirical_mu, format_input
+from PIL import Image
 from torch import Tensor, nn
 from transformers import AutoTokenizer
 
 from phalanx.config.flow import FlowModelConfig
-from phalanx.models.flow.family import JOINT_ATTENTION, Embeds, FlowModel, check_size, to_pixels
+from phalanx.models.flow.family import JOINT_ATTENTION, Embeds, FlowModel, Instruction, check_size, to_pixels
 from phalanx.models.flow.folder import base_folder, check_tokenizers
+from phalanx.models.flow.references import References
 
 
 class Model(FlowModel):
     """FLUX.2: latents [N, 128, H/16, W/16], a token for each position; `rollout.guidance_scale` is an
-    input of dev, which has no classifier-free guidance.
+    input of dev, which has no classifier-free guidance. With an `image_column` (see flux2_edit.py) the
+    latents of the edited image, `embeds["reference"]` [N, 128, h, w], stand behind those of the image that is
+    made, in every forward pass, without noise.
     """
 
     pipeline_class = "Flux2Pipeline"
@@ -35,6 +39,7 @@ class Model(FlowModel):
         super().__init__(config, dtype, weights_dtype)
         if not self.transformer.config.guidance_embeds:
             self.embedded_guidance_key = None
+        self.references = References(config.reference_size, self.pipeline.vae_scale_factor * 2)
 
     def components(self, path: str) -> dict[str, Any]:
         """None for the folder's processor, whose part for images would need torchvision; see `load`."""
@@ -64,6 +69,18 @@ class Model(FlowModel):
         # cloned: a part would keep the whole batch in memory
         return [{"prompt_embeds": text.clone()} for text in embeds.cpu()]
 
+    def encode_instruction(self, instruction: Instruction, device: torch.device, max_length: int) -> Embeds:
+        """`prompt_embeds` of the text, which is read without the image, and `reference` [C, h, w], one tensor for all
+        texts about an image.
+        """
+
+        def encode_image(image: Image.Image, height: int, width: int) -> Tensor:
+            pixels = self.pipeline.image_processor.preprocess(image, height, width, resize_mode="crop")
+            return self.pipeline._encode_vae_image(pixels.to(device, self.dtype), None)[0].cpu()
+
+        (embeds,) = self.encode([instruction.text], device, max_length)
+        return embeds | {"reference": self.references.latents(instruction, encode_image)}
+
     def dynamic_shift(self, tokens: int, num_inference_steps: int) -> float:
         return compute_empirical_mu(tokens, num_inference_steps)
 
@@ -78,18 +95,28 @@ class Model(FlowModel):
         return rows * columns
 
     def split_tokens(self, height: int, width: int, frames: int, max_length: int) -> dict[str, int]:
-        return super().split_tokens(height, width, frames, max_length) | {"data.max_prompt_length": max_length}
+        count = self.tokens(height, width)
+        if self.image_column is not None:
+            count += self.tokens(*self.references.size(height, width))
+        return {f"an image of {height} x {width}": count, "data.max_prompt_length": max_length}
 
     def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
+        if self.image_column is not None:
+            self.references.size(height, width)
         return (self.transformer.config.in_channels, *self.grid(height, width))
 
     def velocity(self, latents: Tensor, timesteps: Tensor, embeds: Embeds, height: int, width: int) -> Tensor:
-        text = embeds["prompt_embeds"]
+        text, tokens = embeds["prompt_embeds"], latents.to(self.dtype).flatten(2).mT
+        count = tokens.shape[1]
         with latents.device:  # a copy from the host would wait for it
             image_ids = self.pipeline._prepare_latent_ids(latents[:1])
             text_ids = self.pipeline._prepare_text_ids(text[:1])
+            if self.image_column is not None:
+                reference = embeds["reference"]
+                tokens = torch.cat([tokens, reference.flatten(2).mT], 1)
+                image_ids = torch.cat([image_ids, self.pipeline._prepare_image_ids([reference[:1]])], 1)
         out = self.transformer(
-            hidden_states=latents.to(self.dtype).flatten(2).mT,
+            hidden_states=tokens,
             timestep=timesteps.to(self.dtype) / 1000,  # in this order, as the pipeline rounds it
             guidance=embeds["guidance"] if self.embedded_guidance_key is not None else None,
             encoder_hidden_states=text,
@@ -97,7 +124,7 @@ class Model(FlowModel):
             img_ids=image_ids,
             return_dict=False,
         )[0]
-        return out.mT.unflatten(2, latents.shape[2:])
+        return out[:, :count].mT.unflatten(2, latents.shape[2:])
 
     def latent_statistics(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Mean and standard deviation [C, 1, 1] of the patches of the VAE's latents."""
@@ -115,4 +142,8 @@ class Model(FlowModel):
         return (self.pipeline._patchify_latents(self.posterior(images, generator)) - mean) / std
 
     def embeds_like(self, length: int, height: int, width: int) -> Embeds:
-        return {"prompt_embeds": torch.empty(length, self.transformer.config.joint_attention_dim, dtype=self.dtype)}
+        c = self.transformer.config
+        shapes: dict[str, tuple[int, ...]] = {"prompt_embeds": (length, c.joint_attention_dim)}
+        if self.image_column is not None:
+            shapes["reference"] = (c.in_channels, *self.grid(*self.references.size(height, width)))
+        return {name: torch.empty(shape, dtype=self.dtype) for name, shape in shapes.items()}

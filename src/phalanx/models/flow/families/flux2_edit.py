@@ -1,0 +1,9 @@
+"""FLUX.2 dev with a reference image: `model.family: flux2_edit`."""
+
+from phalanx.models.flow.families import flux2
+
+
+class Model(flux2.Model):
+    """As flux2, with an image that each instruction is about."""
+
+    image_column = "image"
