@@ -28,6 +28,7 @@ from tests.policies import one_rank
 from tests.tiny import tiny_flux, tiny_qwen_image, tiny_sd3, tiny_wan, tiny_z_image
 from tests.tiny_edit import tiny_qwen_image_edit
 from tests.tiny_hunyuan import tiny_hunyuan_video_15
+from tests.tiny_qwen_image_21 import tiny_qwen_image_21
 
 torch.set_num_threads(1)
 
@@ -65,6 +66,7 @@ sd3_folder = model_folder(tiny_sd3, "sd3")
 sd3_t5_folder = model_folder(tiny_sd3, "sd3_t5", t5=True)
 qwen_folder = model_folder(tiny_qwen_image, "qwen_image")
 qwen_edit_folder = model_folder(tiny_qwen_image_edit, "qwen_image_edit")
+qwen_21_folder = model_folder(tiny_qwen_image_21, "qwen_image_21")
 flux_folder = model_folder(tiny_flux, "flux")
 z_image_folder = model_folder(tiny_z_image, "z_image")
 wan_folder = model_folder(tiny_wan, "wan")

@@ -17,13 +17,8 @@ from tests.policies import make_policy
 
 LIMIT = 64
 FAMILIES = (
-    "sd3_folder",
-    "sd3_t5_folder",
-    "qwen_folder",
-    "z_image_folder",
-    "flux_folder",
-    "wan_folder",
-    "hunyuan_folder",
+    *("sd3_folder", "sd3_t5_folder", "qwen_folder", "z_image_folder", "flux_folder", "wan_folder", "hunyuan_folder"),
+    "qwen_21_folder",
 )
 SHORT = PromptRow("a cat", None, {})
 

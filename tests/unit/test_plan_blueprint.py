@@ -24,7 +24,9 @@ from tests.unit.test_plan_lm import SHIPPED_LM
 # -- the model without its weights --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("family", "branches"), [("qwen", 2), ("flux", 1), ("z_image", 2), ("wan", 2), ("hunyuan", 2)])
+@pytest.mark.parametrize(
+    ("family", "branches"), [("qwen", 2), ("flux", 1), ("z_image", 2), ("wan", 2), ("hunyuan", 2), ("qwen_21", 2)]
+)
 def test_a_plan_of_each_family(
     family: str, branches: int, request: pytest.FixtureRequest, config_only: Callable[[Path], Path], tmp_path: Path
 ) -> None:
@@ -36,16 +38,13 @@ def test_a_plan_of_each_family(
     assert "  update " in text and "TFLOP" in text
 
 
-@pytest.mark.parametrize(
-    "family",
-    ["sd3_folder", "sd3_t5_folder", "qwen_folder", "flux_folder", "z_image_folder", "wan_folder", "hunyuan_folder"],
-)
+@pytest.mark.parametrize("family", ["sd3", "sd3_t5", "qwen", "qwen_21", "flux", "z_image", "wan", "hunyuan"])
 @pytest.mark.parametrize("keys", [["model.lora_rank=4", "model.dtype=bfloat16"], []], ids=["lora", "full"])
 def test_the_blueprint_is_the_model(
     family: str, keys: list[str], request: pytest.FixtureRequest, config_only: Callable[[Path], Path], tmp_path: Path
 ) -> None:
     """Names, shapes and dtypes of all tensors are those of the loaded model, and no tensor has memory."""
-    real_folder = request.getfixturevalue(family)
+    real_folder = request.getfixturevalue(f"{family}_folder")
     cfg = tiny_config(config_only(real_folder), tmp_path / "job", *keys)
     drawn = plan_of(cfg).policy.model
     dtype = {"bfloat16": torch.bfloat16, "float32": torch.float32}[cfg.model.dtype]
@@ -154,7 +153,8 @@ def broken_index(**changes: Any) -> Callable[[Path], object]:
         (
             broken_index(_class_name="SanaPipeline"),
             "model.path: '{folder}' is a SanaPipeline; supported: FluxPipeline, HunyuanVideo15Pipeline, "
-            "QwenImageEditPipeline, QwenImageEditPlusPipeline, QwenImagePipeline, StableDiffusion3Pipeline, WanPipeline, ZImagePipeline",
+            "QwenImage21Pipeline, QwenImageEditPipeline, QwenImageEditPlusPipeline, QwenImagePipeline, "
+            "StableDiffusion3Pipeline, WanPipeline, ZImagePipeline",
         ),
         (
             lambda folder: shutil.rmtree(folder / "scheduler"),
@@ -202,6 +202,7 @@ SHIPPED = {
     "stabilityai/stable-diffusion-3.5-large": [8_056_627_520, KL_VAE, CLIP_L, CLIP_G, T5],
     "black-forest-labs/FLUX.1-dev": [11_901_408_320, KL_VAE, CLIP_L - 768 * 768, T5],  # without a projection
     "Qwen/Qwen-Image": [20_430_401_088, VIDEO_VAE, QWEN_VL],
+    "Qwen/Qwen-Image-2.1": [7_115_124_736, 337_740_404, 8_767_123_696],
     "Qwen/Qwen-Image-2512": [20_430_401_088, VIDEO_VAE, QWEN_VL],
     "Qwen/Qwen-Image-Edit-2509": [20_430_401_088, VIDEO_VAE, QWEN_VL],
     "Tongyi-MAI/Z-Image-Turbo": [6_154_908_736, KL_VAE, 4_022_468_096],
