@@ -204,9 +204,9 @@ def test_a_teacher(qwen_folder: Path, tmp_path: Path) -> None:
     ("family", "keys", "ranks", "message"),
     [
         ("sd3", (SHARED,), 2, f"{KEY}: 2 needs a plan of diffusers for model.path FOLDER, which has one only for "
-         "flux, hunyuan_video_15, qwen_image, qwen_image_edit, qwen_image_edit_2508, wan; set it to 1"),
+         "flux, hunyuan_video_15, hunyuan_video_15_i2v, qwen_image, qwen_image_edit, qwen_image_edit_2508, wan; set it to 1"),
         ("z_image", (SHARED,), 2, f"{KEY}: 2 needs a plan of diffusers for model.path FOLDER, which has one only for "
-         "flux, hunyuan_video_15, qwen_image, qwen_image_edit, qwen_image_edit_2508, wan; set it to 1"),
+         "flux, hunyuan_video_15, hunyuan_video_15_i2v, qwen_image, qwen_image_edit, qwen_image_edit_2508, wan; set it to 1"),
         ("wan", (f"{KEY}=3",), 4, f"{KEY}: 3 does not divide the 4 ranks of a node; nearest that does: 2 or 4"),
         ("wan", (SHARED, "model.compile=true"), 2,
          f"{KEY}: 2 exchanges tokens within blocks, which are not compiled; set model.compile=false"),

@@ -152,9 +152,9 @@ def broken_index(**changes: Any) -> Callable[[Path], object]:
         ),
         (
             broken_index(_class_name="SanaPipeline"),
-            "model.path: '{folder}' is a SanaPipeline; supported: FluxPipeline, HunyuanVideo15Pipeline, "
-            "QwenImage21Pipeline, QwenImageEditPipeline, QwenImageEditPlusPipeline, QwenImagePipeline, "
-            "StableDiffusion3Pipeline, WanPipeline, ZImagePipeline",
+            "model.path: '{folder}' is a SanaPipeline; supported: FluxPipeline, "
+            "HunyuanVideo15ImageToVideoPipeline, HunyuanVideo15Pipeline, QwenImage21Pipeline, QwenImageEditPipeline, "
+            "QwenImageEditPlusPipeline, QwenImagePipeline, StableDiffusion3Pipeline, WanPipeline, ZImagePipeline",
         ),
         (
             lambda folder: shutil.rmtree(folder / "scheduler"),

@@ -24,10 +24,12 @@ class PromptProcessor(Qwen3VLProcessor):
         return ["image_processor", "tokenizer"]
 
 
-class CausalAttention(DispatchedJointAttention):
+class CausalAttention:
     """diffusers' attention of the model's blocks for a text and the image behind it, each in one call."""
 
     _attention_backend: Any = None  # what diffusers is set to
+    _parallel_config: Any = None
+    _heads = staticmethod(DispatchedJointAttention._heads)
 
     def __call__(
         self,
