@@ -31,6 +31,7 @@ from tests.tiny_flux2 import tiny_flux2, tiny_flux2_klein
 from tests.tiny_hunyuan import tiny_hunyuan_video_15
 from tests.tiny_i2v import tiny_wan_a14b, tiny_wan_i2v
 from tests.tiny_vision import tiny_vision
+from tests.tiny_qwen_image_21 import tiny_qwen_image_21
 
 torch.set_num_threads(1)
 
@@ -68,6 +69,7 @@ sd3_folder = model_folder(tiny_sd3, "sd3")
 sd3_t5_folder = model_folder(tiny_sd3, "sd3_t5", t5=True)
 qwen_folder = model_folder(tiny_qwen_image, "qwen_image")
 qwen_edit_folder = model_folder(tiny_qwen_image_edit, "qwen_image_edit")
+qwen_21_folder = model_folder(tiny_qwen_image_21, "qwen_image_21")
 flux_folder = model_folder(tiny_flux, "flux")
 flux_kontext_folder = model_folder(tiny_flux, "flux_kontext", kontext=True)
 flux2_folder = model_folder(tiny_flux2, "flux2")
@@ -77,6 +79,7 @@ wan_folder = model_folder(tiny_wan, "wan")
 hunyuan_folder = model_folder(tiny_hunyuan_video_15, "hunyuan_video_15")
 a14b_folder = model_folder(tiny_wan_a14b, "a14b")
 i2v_folder = model_folder(tiny_wan_i2v, "i2v", sees=False, two=True)
+hunyuan_i2v_folder = model_folder(tiny_hunyuan_video_15, "hunyuan_video_15_i2v", images=True)
 lm_folder = model_folder(tiny_lm, "lm")
 blocks_folder = model_folder(tiny_blocks, "blocks")
 llada2_folder = model_folder(tiny_llada2, "llada2")

@@ -5,6 +5,7 @@ from typing import Any
 
 import diffusers
 import transformers
+from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
 from tests.tiny import HEADS, drawn_by, jittered, save
 from tests.tiny_edit import tokenizer
@@ -39,9 +40,9 @@ def byt5_encoder(words: transformers.ByT5Tokenizer, seed: int) -> Any:
     return jittered(transformers.T5EncoderModel(config), seed)
 
 
-def tiny_hunyuan_video_15(folder: str | Path, seed: int = 0, use_meanflow: bool = False) -> Path:
-    """Save a tiny HunyuanVideo15Pipeline: 4 px a token, latents [4, (f - 1) / 4 + 1, h / 4, w / 4], 2 blocks of
-    4 heads x 16.
+def tiny_hunyuan_video_15(folder: str | Path, seed: int = 0, use_meanflow: bool = False, images: bool = False) -> Path:
+    """Save a tiny HunyuanVideo15Pipeline, or (`images`) the one of images to videos: 4 px a token, latents
+    [4, (f - 1) / 4 + 1, h / 4, w / 4], 2 blocks of 4 heads x 16.
     """
     with drawn_by(seed):
         transformer = diffusers.HunyuanVideo15Transformer3DModel(
@@ -72,7 +73,16 @@ def tiny_hunyuan_video_15(folder: str | Path, seed: int = 0, use_meanflow: bool 
         words, glyphs = tokenizer(prefix, PREFIX_TOKENS), transformers.ByT5Tokenizer()
         words.chat_template = TEMPLATE
         encoders = text_encoder(words, seed + 3), byt5_encoder(glyphs, seed + 4)
-    pipeline = diffusers.HunyuanVideo15Pipeline(
+    kind, extra = diffusers.HunyuanVideo15Pipeline, {}
+    if images:
+        vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+        config = transformers.SiglipVisionConfig(image_size=16, patch_size=8, **vision)
+        kind = diffusers.HunyuanVideo15ImageToVideoPipeline
+        with drawn_by(seed + 5):
+            extra["image_encoder"] = jittered(transformers.SiglipVisionModel(config), seed + 5)
+        extra["feature_extractor"] = SiglipImageProcessorPil(size={"height": 16, "width": 16})
+    pipeline = kind(
+        **extra,
         transformer=transformer,
         vae=vae,
         scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=5.0),
@@ -82,4 +92,6 @@ def tiny_hunyuan_video_15(folder: str | Path, seed: int = 0, use_meanflow: bool 
         tokenizer_2=glyphs,
         guider=diffusers.ClassifierFreeGuidance(guidance_scale=6.0),
     )
-    return save(pipeline, folder)
+    index = save(pipeline, folder) / "model_index.json"
+    index.write_text(index.read_text().replace("SiglipImageProcessorPil", "SiglipImageProcessor"))
+    return Path(folder)

@@ -209,8 +209,8 @@ def test_a_teacher(qwen_folder: Path, tmp_path: Path) -> None:
 
 
 PLANNED = (
-    "flux, flux2, flux2_edit, flux2_klein, flux2_klein_edit, flux_kontext, hunyuan_video_15, qwen_image, qwen_image_edit, "
-    "qwen_image_edit_2508, wan"
+    "flux, flux2, flux2_edit, flux2_klein, flux2_klein_edit, flux_kontext, hunyuan_video_15, "
+    "hunyuan_video_15_i2v, qwen_image, qwen_image_edit, qwen_image_edit_2508, wan, wan_i2v"
 )
 
 

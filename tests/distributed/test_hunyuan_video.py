@@ -11,11 +11,14 @@ from phalanx.config import load
 from phalanx.config.tasks import ExportConfig
 from phalanx.distributed.seed import fold_in, normal
 from phalanx.jobs.export import Export
+from phalanx.plan.jobs import planned
+from phalanx.plan.layout import Cluster
 from tests.distributed.test_layouts import assert_same_step
 from tests.distributed.test_videos import train
 from tests.jobs import PROMPTS, algorithm_config, one_step, tiny_config
 from tests.ranks import run_ranks
 from tests.tiny import load_pipeline
+from tests.tiny_edit import write_edits
 
 FRAMES = 5
 VIDEO = f"rollout.num_frames={FRAMES}"
@@ -34,9 +37,35 @@ def test_layouts_agree(name: str, hunyuan_folder: Path, tmp_path: Path) -> None:
     assert_same_step(one, run_ranks(one_step, 2, cfg), cfg.optim.lr)
 
 
+@pytest.mark.full
+def test_layouts_agree_from_images(hunyuan_i2v_folder: Path, tmp_path: Path) -> None:
+    data = f"data.train_files=[{write_edits(tmp_path)}]"
+    cfg = tiny_config(hunyuan_i2v_folder, tmp_path, VIDEO, LORA, data, "rollout.micro_batch_size_per_gpu=4")
+    one = run_ranks(one_step, 1, cfg)
+    assert one[0]["images"].shape == (16, FRAMES, 3, 32, 32) and one[0]["row"]["actor/first_ratio_error"] == 0
+    cfg.parallel.fsdp_size = 2
+    assert_same_step(one, run_ranks(one_step, 2, cfg), cfg.optim.lr)
+    cfg.parallel.ulysses_sequence_parallel_size = 2
+    for part in run_ranks(one_step, 2, cfg):
+        torch.testing.assert_close(part["images"], one[0]["images"], rtol=0, atol=1e-5)
+
+
+def test_plans_count_the_image(hunyuan_folder: Path, hunyuan_i2v_folder: Path, tmp_path: Path) -> None:
+    folders = hunyuan_folder, hunyuan_i2v_folder
+    configs = [tiny_config(folder, tmp_path / folder.name, VIDEO, f"model.family={folder.name}") for folder in folders]
+    text, image = (planned(cfg, Cluster(1, 1)) for cfg in configs)
+    assert text.flops < image.flops < 1.2 * text.flops  # 4 tokens more
+    assert {name: t.shape for name, t in image.policy.model.embeds_like(40, 32, 48).items()} == {
+        "prompt_embeds": (40, 64),
+        "kinds": (40,),
+        "first": (4, 8, 12),
+    }
+
+
 def stock_videos(pipeline: Any) -> Tensor:
     """The stock pipeline's videos [2, F, 3, H, W] from the noise that validation starts from."""
     pipeline.guider.guidance_scale, pipeline.tokenizer_max_length, videos = 3.0, 32, []
+    pipeline.vision_num_semantic_tokens = 9  # of the absent image, to which none attends
     for i in range(2):
         noise = normal((4, 2, 8, 8), fold_in(1234, 0, i, 0, "init"), torch.device("cpu"))
         keys = {"height": 32, "width": 32, "num_frames": FRAMES, "num_inference_steps": 4, "output_type": "pt"}

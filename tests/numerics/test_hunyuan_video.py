@@ -10,12 +10,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from phalanx.distributed.mesh import World
-from phalanx.models.flow.families.hunyuan_video_15 import GLYPHS, Model
+from phalanx.models.flow.families.hunyuan_video_15 import GLYPHS, IMAGE, Model
 from phalanx.types import Prompt
 from tests.checks import refused
 from tests.numerics.test_wan import edited
 from tests.policies import MAX_LENGTH, PROMPTS, disturb, make_policy, make_rollout, ode, sample
 from tests.tiny import load_pipeline
+from tests.tiny_edit import edits
 from tests.tiny_hunyuan import tiny_hunyuan_video_15
 
 VIDEO = 5  # frames: two of the latent
@@ -30,6 +31,8 @@ TEXTS = [
 def stock(pipeline: Any, guidance: float, frames: int, latents: Tensor, prompts: list[Prompt]) -> Tensor:
     """Videos [3, F, 3, 32, 48] of diffusers' pipeline, one at a time."""
     pipeline.guider.guidance_scale, pipeline.tokenizer_max_length = guidance, MAX_LENGTH
+    # fewer tokens that none attends to: of the absent image, and padding
+    pipeline.vision_num_semantic_tokens, pipeline.tokenizer_2_max_length = 9, 64
     keys = {"height": 32, "width": 48, "num_frames": frames, "num_inference_steps": 4, "output_type": "pt"}
     videos = []
     for prompt, latent in zip(prompts, latents, strict=True):
@@ -162,3 +165,35 @@ def test_folders_that_are_refused(world: World, hunyuan_folder: Path, tmp_path: 
     few = tiny_hunyuan_video_15(tmp_path / "few", use_meanflow=True)
     with refused(f"model.path: '{few}' is distilled to few steps (use_meanflow), which is not supported"):
         make_policy(world, few)
+
+
+@pytest.mark.parametrize("guidance", [1.0, 4.5])
+def test_videos_of_images_are_those_of_the_stock_pipeline(
+    world: World, hunyuan_i2v_folder: Path, guidance: float
+) -> None:
+    """At the size that the pipeline takes from the image, which it cuts to it."""
+    prompts, pipeline = edits(), load_pipeline(hunyuan_i2v_folder)
+    height, width = pipeline.video_processor.calculate_default_height_width(height=64, width=96, target_size=32)
+    size = {"height": int(height), "width": int(width), "num_frames": VIDEO}
+    policy = make_policy(world, hunyuan_i2v_folder)
+    videos, latents = ode(make_rollout(policy, 3, guidance=guidance, **size), prompts)
+    pipeline.guider.guidance_scale, pipeline.tokenizer_max_length, theirs = guidance, MAX_LENGTH, []
+    keys = {"num_frames": VIDEO, "num_inference_steps": 4, "output_type": "pt"}
+    for prompt, latent in zip(prompts, latents, strict=True):
+        image = prompt.meta["image"].pil()
+        made = pipeline(image, prompt.text, negative_prompt=prompt.negative, latents=latent[None], **keys)
+        theirs.append(made.frames)
+    assert theirs[0].shape == (1, VIDEO, 3, height, width) and videos.std(0).mean() > 0.01
+    torch.testing.assert_close(videos, torch.cat(theirs), rtol=0, atol=1e-4)
+
+
+def test_log_probs_of_videos_of_images_are_exact(world: World, hunyuan_i2v_folder: Path) -> None:
+    policy = make_policy(world, hunyuan_i2v_folder, lora_rank=4, dtype="bfloat16")
+    disturb(policy)
+    samples = sample(make_rollout(policy, 4, guidance=3.0, num_frames=VIDEO), edits())
+    assert samples.log_prob is not None and samples.log_prob.std() > 0
+    for part in torch.arange(4).split(2):
+        assert torch.equal(policy.replay(samples.trace.select(part)).log_prob, samples.log_prob[part])
+    one, other = policy.embed(edits()[:1], negatives=True, size=(32, 48))
+    assert torch.equal(one["first"], other["first"]) and one["first"].shape == (4, 8, 12)
+    assert (one["kinds"] == IMAGE).sum() == 4 and len(one["kinds"]) <= policy.model.most_tokens(MAX_LENGTH, 32, 48)

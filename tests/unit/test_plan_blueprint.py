@@ -27,14 +27,8 @@ from tests.unit.test_plan_lm import SHIPPED_LM
 @pytest.mark.parametrize(
     ("family", "branches"),
     [
-        ("qwen", 2),
-        ("flux", 1),
-        ("z_image", 2),
-        ("wan", 2),
-        ("flux2", 1),
-        ("flux2_klein", 2),
-        ("flux_kontext", 1),
-        ("hunyuan", 2),
+        *(("qwen", 2), ("qwen_21", 2), ("flux", 1), ("z_image", 2), ("wan", 2), ("flux2", 1), ("flux2_klein", 2)),
+        *(("flux_kontext", 1), ("hunyuan", 2)),
     ],
 )
 def test_a_plan_of_each_family(
@@ -50,17 +44,14 @@ def test_a_plan_of_each_family(
 
 @pytest.mark.parametrize(
     "family",
-    [
-        "sd3_folder", "sd3_t5_folder", "qwen_folder", "flux_folder", "z_image_folder", "wan_folder", "flux2_folder",
-        "flux2_klein_folder", "hunyuan_folder",
-    ],
-)  # fmt: skip
+    ["sd3", "sd3_t5", "qwen", "qwen_21", "flux", "z_image", "wan", "flux2", "flux2_klein", "hunyuan"],
+)
 @pytest.mark.parametrize("keys", [["model.lora_rank=4", "model.dtype=bfloat16"], []], ids=["lora", "full"])
 def test_the_blueprint_is_the_model(
     family: str, keys: list[str], request: pytest.FixtureRequest, config_only: Callable[[Path], Path], tmp_path: Path
 ) -> None:
     """Names, shapes and dtypes of all tensors are those of the loaded model, and no tensor has memory."""
-    real_folder = request.getfixturevalue(family)
+    real_folder = request.getfixturevalue(f"{family}_folder")
     cfg = tiny_config(config_only(real_folder), tmp_path / "job", *keys)
     drawn = plan_of(cfg).policy.model
     dtype = {"bfloat16": torch.bfloat16, "float32": torch.float32}[cfg.model.dtype]
@@ -169,8 +160,9 @@ def broken_index(**changes: Any) -> Callable[[Path], object]:
         (
             broken_index(_class_name="SanaPipeline"),
             "model.path: '{folder}' is a SanaPipeline; supported: Flux2KleinPipeline, Flux2Pipeline, FluxKontextPipeline, "
-            "FluxPipeline, HunyuanVideo15Pipeline, QwenImageEditPipeline, QwenImageEditPlusPipeline, QwenImagePipeline, "
-            "StableDiffusion3Pipeline, WanPipeline, ZImagePipeline",
+            "FluxPipeline, HunyuanVideo15ImageToVideoPipeline, HunyuanVideo15Pipeline, QwenImage21Pipeline, "
+            "QwenImageEditPipeline, QwenImageEditPlusPipeline, QwenImagePipeline, StableDiffusion3Pipeline, "
+            "WanImageToVideoPipeline, WanPipeline, ZImagePipeline",
         ),
         (
             lambda folder: shutil.rmtree(folder / "scheduler"),
@@ -222,6 +214,7 @@ SHIPPED = {
     "black-forest-labs/FLUX.2-klein-4B": [3_875_544_576, PATCH_VAE, 4_022_468_096],
     "black-forest-labs/FLUX.2-klein-9B": [9_078_581_248, PATCH_VAE, 8_190_735_360],
     "Qwen/Qwen-Image": [20_430_401_088, VIDEO_VAE, QWEN_VL],
+    "Qwen/Qwen-Image-2.1": [7_115_124_736, 337_740_404, 8_767_123_696],
     "Qwen/Qwen-Image-2512": [20_430_401_088, VIDEO_VAE, QWEN_VL],
     "Qwen/Qwen-Image-Edit-2509": [20_430_401_088, VIDEO_VAE, QWEN_VL],
     "Tongyi-MAI/Z-Image": [6_154_908_736, KL_VAE, 4_022_468_096],

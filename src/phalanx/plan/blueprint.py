@@ -24,7 +24,7 @@ from phalanx.models.recompute import recompute
 from phalanx.plan.layout import Cluster, CountedPolicy
 from phalanx.plan.ledger import META, Ledger
 
-_WITHOUT_TENSORS = ("Tokenizer", "TokenizerFast", "Processor", "FeatureExtractor")
+_WITHOUT_TENSORS = ("Tokenizer", "TokenizerFast", "FeatureExtractor")
 _SHIPPED = Path(__file__).with_name("models")  # a folder of configurations for each hub id
 _FILES = {"scheduler": "scheduler_config.json", "guider": "guider_config.json"}  # of what has no tensors
 _CONFIGURATIONS = ("model_index.json", "*/config.json", *(f"{name}/{file}" for name, file in _FILES.items()))
@@ -87,6 +87,20 @@ class _Blueprint(FlowModel):
     def encode_images(self, images: Tensor, generator: torch.Generator | None = None) -> Tensor:
         with self.ledger.during("encode images"):
             return self.ledger.once(tuple(images.shape), partial(super().encode_images, images, generator))
+
+
+class _Processor:
+    """In place of a processor, which some pipelines ask for the tokens of their template as they are made."""
+
+    @property
+    def tokenizer(self) -> "_Processor":
+        return self
+
+    def apply_chat_template(self, *_: Any, **__: Any) -> list[list[int]]:
+        return [[]]
+
+    def encode(self, text: str) -> list[int]:
+        return [0]
 
 
 class PlannedFlowPolicy(CountedPolicy, FlowPolicy):
@@ -176,6 +190,8 @@ def _component(folder: Path, name: str, library: str | None, kind: str | None) -
     """
     if library is None or kind is None or kind.endswith(_WITHOUT_TENSORS):
         return None
+    if kind.endswith("Processor"):
+        return _Processor()
     module = getattr(importlib.import_module(library), kind)
     part = folder / name
     file = part / _FILES.get(name, "config.json")

@@ -155,7 +155,9 @@ def use_real_rotations(transformer: Any) -> None:
 
 
 def rotated(x: Tensor, rotations: Tensor) -> Tensor:
-    """x [N, L, heads, D], whose pairs turn by the cosines and sines of `rotations` [L, D / 2, 2], in float32."""
+    """x [N, L, heads, D], whose pairs turn by the cosines and sines of `rotations` [L, D / 2, 2], in float32; those of
+    each row are [N, L, D / 2, 2].
+    """
     a, b = x.float().unflatten(-1, (-1, 2)).unbind(-1)
-    cos, sin = rotations[:, None].unbind(-1)
+    cos, sin = rotations.unsqueeze(-3).unbind(-1)
     return torch.stack([a * cos - b * sin, a * sin + b * cos], -1).flatten(3).to(x.dtype)

@@ -16,7 +16,7 @@ from phalanx.models.flow.attention import DispatchedJointAttention
 from phalanx.models.flow.embeds import padded_texts
 from phalanx.models.flow.family import JOINT_ATTENTION, Embeds, FlowModel, check_size, to_pixels
 
-TEXT, GLYPHS = 0, 1  # kinds of tokens, which are rows of the model's cond_type_embed
+TEXT, GLYPHS, IMAGE = 0, 1, 2  # kinds of tokens, which are rows of the model's cond_type_embed
 FPS = 24  # of the videos that the model was trained on
 GUIDER = "ClassifierFreeGuidance"
 
@@ -101,7 +101,9 @@ class Transformer(HunyuanVideo15Transformer3DModel):
             texts = texts & attention_mask
         text = self.context_embedder(encoder_hidden_states, timestep, texts)
         glyphs = self.context_embedder_2(encoder_hidden_states[..., : self.config.text_embed_2_dim])
-        text = torch.where(kinds[..., None] == TEXT, text, glyphs) + self.cond_type_embed(kinds)
+        image = self.image_embedder(encoder_hidden_states[..., : self.config.image_embed_dim])
+        kind = kinds[..., None]
+        text = torch.where(kind == TEXT, text, torch.where(kind == GLYPHS, glyphs, image)) + self.cond_type_embed(kinds)
         for block in self.transformer_blocks:
             inputs = tokens, text, condition, attention_mask, rope
             if self.gradient_checkpointing and torch.is_grad_enabled():
@@ -222,15 +224,18 @@ class Model(FlowModel):
 
     def velocity(self, latents: Tensor, timesteps: Tensor, embeds: Embeds, height: int, width: int) -> Tensor:
         x = latents.to(self.dtype)
-        # of the first frame and its mask, of which a text has none
-        missing = x.new_zeros(len(x), self.transformer.config.in_channels - x.shape[1], *x.shape[2:])
         return self.transformer(
-            hidden_states=torch.cat([x, missing], 1),
+            hidden_states=torch.cat([x, self.conditions(x, embeds)], 1),
             timestep=timesteps.to(self.dtype),
             encoder_hidden_states=embeds["prompt_embeds"],
             kinds=embeds["kinds"],
             attention_mask=embeds.get("attention_mask"),
         )[0]
+
+    def conditions(self, latents: Tensor, embeds: Embeds) -> Tensor:
+        """[N, C, F, H, W] beside latents: of a first frame and its place, of which a text has none."""
+        channels = self.transformer.config.in_channels - latents.shape[1]
+        return latents.new_zeros(len(latents), channels, *latents.shape[2:])
 
     def decode(self, latents: Tensor, height: int, width: int) -> Tensor:
         unscaled = (latents / self.vae.config.scaling_factor).to(self.vae.dtype)

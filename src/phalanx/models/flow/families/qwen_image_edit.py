@@ -73,7 +73,7 @@ class Model(qwen_image.Model):
         """
         image = to_ratio(instruction.picture.pil(), *instruction.size)
         seen = self.pipeline.image_processor.resize(image, *self.seen_size(*instruction.size))
-        text = self.cut(instruction.text, max_length)
+        text = cut_text(self.pipeline.tokenizer, instruction.text, max_length)
         embeds, _ = self.pipeline.encode_prompt([text], image=self.condition(seen), device=device)
         key = (instruction.picture.digest, instruction.size)
         reference = self._references.get(key)
@@ -92,15 +92,8 @@ class Model(qwen_image.Model):
         return [image]
 
     def text_tokens(self, texts: list[str], max_length: int) -> tuple[Any, list[list[int]], int]:
-        """Of the instruction: see `cut`."""
+        """Of the instruction: see `cut_text`."""
         return self.pipeline.tokenizer, self.pipeline.tokenizer(texts)["input_ids"], max_length
-
-    def cut(self, text: str, max_length: int) -> str:
-        """The text, or its first `max_length` tokens."""
-        tokens = self.pipeline.tokenizer(text)["input_ids"]
-        if len(tokens) <= max_length:
-            return text
-        return self.pipeline.tokenizer.decode(tokens[:max_length]).rstrip("\ufffd")  # of a character that was cut
 
     def most_tokens(self, max_length: int, height: int, width: int) -> int:
         vision = self.pipeline.text_encoder.config.vision_config
@@ -123,3 +116,11 @@ class Model(qwen_image.Model):
         rows, columns = self.grid(*self.reference_size(height, width))
         reference = torch.empty(rows * columns, self.transformer.config.in_channels, dtype=self.dtype)
         return super().embeds_like(length, height, width) | {"reference": reference}
+
+
+def cut_text(tokenizer: Any, text: str, max_length: int) -> str:
+    """The text, or its first `max_length` tokens."""
+    tokens = tokenizer(text)["input_ids"]
+    if len(tokens) <= max_length:
+        return text
+    return tokenizer.decode(tokens[:max_length]).rstrip("\ufffd")  # of a character that was cut

@@ -12,7 +12,7 @@ from transformers.models.clip.image_processing_pil_clip import CLIPImageProcesso
 
 from phalanx.config.flow import FlowModelConfig
 from phalanx.models.flow.families import wan
-from phalanx.models.flow.families.qwen_image_edit import to_ratio
+from phalanx.models.flow.references import to_ratio
 from phalanx.models.flow.family import Embeds, Instruction
 from phalanx.models.flow.folder import load_text_encoder, model_index
 from phalanx.models.flow.headers import component_names

@@ -1,0 +1,196 @@
+"""Qwen-Image 2.1, text to image: one stream of tokens, in which a text attends only to what precedes."""
+
+from typing import Any
+
+import torch
+from diffusers import QwenImage21Transformer2DModel
+from diffusers.models.attention_dispatch import dispatch_attention_fn
+from torch import Tensor
+from transformers import Qwen3VLProcessor
+
+from phalanx.models.flow.attention import DispatchedJointAttention, rotated
+from phalanx.models.flow.embeds import padded_texts
+from phalanx.models.flow.families.qwen_image_edit import cut_text
+from phalanx.models.flow.family import Embeds, PackedModel, check_size, to_pixels
+
+TEMPLATE_TOKENS = 8  # that stay of the pipeline's template around a text
+
+
+class PromptProcessor(Qwen3VLProcessor):
+    """The pipeline's processor without its part for videos, which would need torchvision."""
+
+    @classmethod
+    def get_attributes(cls) -> list[str]:
+        return ["image_processor", "tokenizer"]
+
+
+class CausalAttention:
+    """diffusers' attention of the model's blocks for a text and the image behind it, each in one call."""
+
+    _attention_backend: Any = None  # what diffusers is set to
+    _parallel_config: Any = None
+    _heads = staticmethod(DispatchedJointAttention._heads)
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        rotary_emb: Tensor | None = None,
+        layer_cache: None = None,
+        kv_cache_mode: None = None,
+        cache_write_slice: None = None,
+        segments: int = 0,
+        key_valid: None = None,
+    ) -> Tensor:
+        """hidden_states [N, L, D], rotary_emb [N, L, head_dim / 2, 2] -> [N, L, D].
+
+        The first `segments` tokens are a text, of which `attention_mask` [N, segments] is False where there is nothing.
+        """
+        assert rotary_emb is not None
+        q = rotated(self._heads(attn, hidden_states, attn.to_q, attn.norm_q), rotary_emb)
+        k = rotated(self._heads(attn, hidden_states, attn.to_k, attn.norm_k), rotary_emb)
+        v = self._heads(attn, hidden_states, attn.to_v)
+        q, k = q.to(v.dtype), k.to(v.dtype)
+        way = {"backend": self._attention_backend, "parallel_config": self._parallel_config}
+        # what is not there stands behind a text, and so no token of a text sees it
+        text = dispatch_attention_fn(*(x[:, :segments] for x in (q, k, v)), is_causal=True, **way)
+        mask = attention_mask
+        if mask is not None:
+            mask = torch.cat([mask, mask.new_ones(len(q), q.shape[1] - segments)], 1)[:, None, None]
+        image = dispatch_attention_fn(q[:, segments:], k, v, attn_mask=mask, **way)
+        out = torch.cat([text, image], 1).flatten(2, 3).to(q.dtype)
+        return attn.to_out[1](attn.to_out[0](out))
+
+
+class Transformer(QwenImage21Transformer2DModel):
+    """diffusers' transformer, modules and weights alike, with texts of different lengths in a batch.
+
+    diffusers' own takes positions from the padded text, so that an image would depend on its batch, and lists tokens on
+    the host.
+    """
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        timestep: Tensor,
+        encoder_hidden_states: Tensor,
+        grid: tuple[int, int],
+        attention_mask: Tensor | None = None,
+        return_dict: bool = False,
+    ) -> tuple[Tensor]:
+        """Velocity of latents [N, T, C] of `grid` (rows, columns) at timestep [N] in 0..1.
+
+        Texts [N, L, D]; where `attention_mask` [N, L] is False, there is nothing.
+        """
+        assert not return_dict
+        n, length = encoder_hidden_states.shape[:2]
+        lengths = torch.full((n,), length, device=hidden_states.device)
+        if attention_mask is not None:
+            lengths = attention_mask.sum(1)
+        rotations = self._rotations(lengths, length, *grid)
+        image = self.img_in(hidden_states)
+        tokens = torch.cat([self.txt_in(encoder_hidden_states), image], 1)
+        levels, drawn = timestep, None
+        if self.config.causal_condition:  # texts are at level 0, which is the last row
+            levels = torch.cat([timestep, timestep.new_zeros(1)])
+            drawn = torch.arange(tokens.shape[1], device=tokens.device) >= length
+        condition = self.time_text_embed(levels, image)
+        modulation = self.modulation(condition)
+        for block in self.transformer_blocks:
+            inputs = tokens, modulation, rotations, attention_mask, drawn, None, None, None, length
+            if self.gradient_checkpointing and torch.is_grad_enabled():
+                tokens = self._gradient_checkpointing_func(block, *inputs)
+            else:
+                tokens = block(*inputs)
+        return (self.proj_out(self.norm_out(tokens[:, length:], condition[:n])),)
+
+    def _rotations(self, lengths: Tensor, length: int, rows: int, columns: int) -> Tensor:
+        """[N, length + rows x columns, head_dim / 2, 2]: tokens of a text are at (j, j, j), those of the image at (the
+        text's length, row, column), counted from its middle.
+        """
+        device, n = lengths.device, len(lengths)
+        self.pos_embed.freqs = [table.to(device) for table in self.pos_embed.freqs]
+        first, second, third = self.pos_embed.freqs
+        text = torch.cat([table[:length] for table in (first, second, third)], -1).expand(n, -1, -1)
+        row = torch.arange(rows // 2 - rows, rows // 2, device=device).repeat_interleave(columns)
+        column = torch.arange(columns // 2 - columns, columns // 2, device=device).repeat(rows)
+        place = torch.cat([second[row], third[column]], -1).expand(n, -1, -1)
+        image = torch.cat([first[lengths][:, None].expand(-1, rows * columns, -1), place], -1)
+        return torch.view_as_real(torch.cat([text, image], 1))
+
+
+class Model(PackedModel):
+    """Qwen-Image 2.1: latents [N, (H/16)(W/16), 64], a token per latent; meant to do without guidance."""
+
+    pipeline_class = "QwenImage21Pipeline"
+    transformer_class = Transformer
+    guidance_key = "true_cfg_scale"
+    default_negative = " "
+    masks_text = True
+    # all but the modulation
+    lora_targets = (
+        "attn.to_k", "attn.to_out.0", "attn.to_q", "attn.to_v", "img_mlp.gate_layer", "img_mlp.out", "img_mlp.proj",
+    )  # fmt: skip
+
+    @staticmethod
+    def adapt(transformer: Any) -> None:
+        for block in transformer.transformer_blocks:
+            block.attn.set_processor(CausalAttention())
+
+    def components(self, path: str) -> dict[str, Any]:
+        return {"processor": PromptProcessor.from_pretrained(path, subfolder="processor")}
+
+    def grid(self, height: int, width: int) -> tuple[int, int]:
+        factor = self.pipeline.vae_scale_factor
+        check_size(height, width, 2 * factor)  # as the pipeline wants it, though a token is one latent
+        return height // factor, width // factor
+
+    def text_tokens(self, texts: list[str], max_length: int) -> tuple[Any, list[list[int]], int]:
+        """Without the template: see `cut_text`."""
+        tokenizer = self.pipeline.processor.tokenizer
+        return tokenizer, tokenizer(texts)["input_ids"], max_length
+
+    def encode(self, texts: list[str], device: torch.device, max_length: int) -> list[Embeds]:
+        """`prompt_embeds` [L, D] of texts cut at `max_length` tokens, as the stock pipeline does not."""
+        embeds = []
+        for text in texts:
+            short = cut_text(self.pipeline.processor.tokenizer, text, max_length)
+            encoded, _, _ = self.pipeline.encode_prompt(short, device=device)
+            embeds.append({"prompt_embeds": encoded[0].cpu()})
+        return embeds
+
+    def most_tokens(self, max_length: int, height: int, width: int) -> int:
+        return max_length + TEMPLATE_TOKENS
+
+    def collate(self, embeds: list[Embeds], length: int, padded: bool) -> Embeds:
+        """`prompt_embeds` [N, length, D] and, where `padded`, `attention_mask` [N, length]."""
+        batch = {"prompt_embeds": padded_texts(embeds, length)}
+        if padded:
+            lengths = torch.tensor([[len(e["prompt_embeds"])] for e in embeds])
+            batch["attention_mask"] = torch.arange(length) < lengths
+        return batch
+
+    def velocity(self, latents: Tensor, timesteps: Tensor, embeds: Embeds, height: int, width: int) -> Tensor:
+        return self.transformer(
+            hidden_states=latents.to(self.dtype),
+            timestep=timesteps.to(self.dtype) / 1000,  # in this order, as the pipeline rounds it
+            encoder_hidden_states=embeds["prompt_embeds"],
+            grid=self.grid(height, width),
+            attention_mask=embeds.get("attention_mask"),
+        )[0]
+
+    def decode(self, latents: Tensor, height: int, width: int) -> Tensor:
+        """The VAE's images have transparency, and lie on white here."""
+        mean, std = self.latent_statistics(latents.device)
+        unscaled = (self.unpack(latents, height, width) * std + mean).to(self.vae.dtype)
+        pixels = to_pixels(self.vae.decode(unscaled, return_dict=False)[0][:, :, 0])
+        color, opacity = pixels[:, :3], pixels[:, 3:]
+        return color * opacity + (1 - opacity)
+
+    def encode_images(self, images: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        opaque = torch.cat([images, torch.ones_like(images[:, :1])], 1)
+        return self.pack(self.frame_latents(opaque, generator))
+
+    def embeds_like(self, length: int, height: int, width: int) -> Embeds:
+        return {"prompt_embeds": torch.empty(length, self.transformer.config.context_in_dim, dtype=self.dtype)}
