@@ -222,7 +222,7 @@ class FlowModel(ModelFiles):
         raise AssertionError
 
     def guidance(self, sampler: Sampler, timesteps: Tensor) -> Any:
-        """The scale of classifier-free guidance, a number, or those of rows at `timesteps` [N], a tensor [N, 1, ...]."""
+        """The scale of classifier-free guidance, or those of rows at `timesteps` [N], a tensor [N, 1, ...]."""
         return sampler.guidance
 
     def computed_as_sampled(self) -> AbstractContextManager[None]:
