@@ -153,7 +153,7 @@ def broken_index(**changes: Any) -> Callable[[Path], object]:
         (
             broken_index(_class_name="SanaPipeline"),
             "model.path: '{folder}' is a SanaPipeline; supported: FluxPipeline, QwenImageEditPipeline, "
-            "QwenImageEditPlusPipeline, QwenImagePipeline, StableDiffusion3Pipeline, WanPipeline, ZImagePipeline",
+            "QwenImageEditPlusPipeline, QwenImagePipeline, StableDiffusion3Pipeline, WanImageToVideoPipeline, WanPipeline, ZImagePipeline",
         ),
         (
             lambda folder: shutil.rmtree(folder / "scheduler"),

@@ -225,6 +225,9 @@ class FlowModel(ModelFiles):
         """The scale of classifier-free guidance, or those of rows at `timesteps` [N], a tensor [N, 1, ...]."""
         return sampler.guidance
 
+    def check_window(self, timesteps: Tensor, components: Sequence[str] | None) -> None:
+        """Warn where `model.target_components` has a part that learns nothing from steps at `timesteps` [S]."""
+
     def computed_as_sampled(self) -> AbstractContextManager[None]:
         """A context in which each row is computed in a batch as large as that of all rows, as it was sampled."""
         return nullcontext()

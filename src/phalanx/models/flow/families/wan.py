@@ -260,6 +260,20 @@ class Model(FlowModel):
         rows = timesteps.view(-1, 1, 1, 1, 1)
         return torch.where(rows >= self.transformer.boundary, sampler.guidance, sampler.guidance_2)
 
+    def check_window(self, timesteps: Tensor, components: Sequence[str] | None) -> None:
+        if not isinstance(self.transformer, Experts) or timesteps.is_meta:
+            return
+        high = timesteps >= self.transformer.boundary
+        for name, steps in ((FIRST, high), (SECOND, ~high)):
+            if name in (components or (FIRST, SECOND)) and not steps.any():
+                log.warning(
+                    "model.target_components: no step of rollout.sde_window_range is one of %s, so that it learns "
+                    "nothing; its steps are those whose timestep is %s %g",
+                    name,
+                    "at least" if name == FIRST else "below",
+                    self.transformer.boundary,
+                )
+
     @contextmanager
     def computed_as_sampled(self) -> Iterator[None]:
         experts = self.transformer if isinstance(self.transformer, Experts) else None
