@@ -145,7 +145,9 @@ def test_sampling_from_a_file(qwen_edit_folder: Path, tmp_path: Path) -> None:
     base = [f"model.path={qwen_edit_folder}", f"output_dir={tmp_path / 'made'}", *size]
     run_ranks(sampled, 1, [*base, f"prompt_file={write_edits(tmp_path)}"])
     assert Image.open(tmp_path / "made" / "00003.png").size == (48, 32)
-    with pytest.raises(RankError, match="prompts: the model edits images; give prompt_file, with a column image"):
+    with pytest.raises(
+        RankError, match="prompts: the model takes an image with each text; give prompt_file, with a column image"
+    ):
         run_ranks(sampled, 1, [*base, "prompts=[make it red]"])
 
 
@@ -201,7 +203,10 @@ def test_supervised_flow_matching_is_refused(qwen_edit_folder: Path, tmp_path: P
             "trainer.total_training_steps=1",
         ],
     )
-    with refused(f"model.path: '{qwen_edit_folder}' edits images; flow matching trains only from texts", ConfigError):
+    with refused(
+        f"model.path: '{qwen_edit_folder}' takes an image with each text; flow matching trains only from texts",
+        ConfigError,
+    ):
         built(cfg)
 
 

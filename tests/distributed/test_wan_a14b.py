@@ -146,3 +146,20 @@ def test_a_run_resumes_and_its_export_is_played_by_stock_diffusers(
         name = "blocks.0.attn1.to_q.weight"
         weight = getattr(pipeline, part).get_parameter(name)
         torch.testing.assert_close(begun.get_parameter(f"{part}.{name}"), weight, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["a14b", pytest.param("5b", marks=pytest.mark.full)])
+def test_ranks_that_share_the_tokens_of_a_video(
+    kind: str, a14b_folder: Path, datasets_cache: None, tmp_path: Path
+) -> None:
+    """Of both transformers, and with a timestep of each token."""
+    if kind == "a14b":
+        cfg = tiny_config(a14b_folder, tmp_path, *BOTH, "model.lora_rank=4", "optim.eps=1e-3")
+    else:
+        cfg = i2v(tiny_wan(tmp_path / "model", multistep=False, per_token=True), tmp_path, "optim.eps=1e-3")
+    alone = run_ranks(one_step, 1, cfg)
+    cfg.parallel.ulysses_sequence_parallel_size = 2
+    for part in run_ranks(one_step, 2, cfg):
+        assert part["row"]["actor/first_ratio_error"] == 0.0
+        assert part["row"]["actor/grad_norm"] == pytest.approx(alone[0]["row"]["actor/grad_norm"], rel=1e-4)
+        torch.testing.assert_close(part["images"], alone[0]["images"], rtol=0, atol=1e-5)

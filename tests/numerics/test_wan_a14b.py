@@ -136,6 +136,23 @@ def test_half_of_each_is_recomputed(world: World, a14b_folder: Path) -> None:
     assert [names[id(block)] for block in model.blocks()] == order and len(blocks) == 4
 
 
+def test_a_transformer_that_learns_nothing_is_told(
+    world: World, a14b_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    policy = make_policy(world, a14b_folder, max_prompt_length=512)
+    make_rollout(policy, 1, num_frames=VIDEO)
+    assert caplog.messages == []
+    make_rollout(policy, 1, num_frames=VIDEO, sde_window_range=[0, 2])
+    assert caplog.messages == [
+        "model.target_components: no step of rollout.sde_window_range is one of transformer_2, so that it learns nothing; "
+        "its steps are those whose timestep is below 800"
+    ]
+    caplog.clear()
+    chosen = make_policy(world, a14b_folder, max_prompt_length=512, target_components=["transformer"])
+    make_rollout(chosen, 1, num_frames=VIDEO, sde_window_range=[0, 2])
+    assert caplog.messages == []
+
+
 def test_folders_and_keys_that_are_refused(world: World, a14b_folder: Path, wan_folder: Path, tmp_path: Path) -> None:
     with refused("rollout.guidance_scale_2: 3 is of models with two transformers, and this has one"):
         make_rollout(make_policy(world, wan_folder), 1, guidance=4.0, guidance_scale_2=3.0)

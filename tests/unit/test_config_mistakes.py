@@ -36,7 +36,7 @@ MISTAKES = [
     (["++actor_rollout_ref.rollout.mode=x"], "unknown key ++actor_rollout_ref.rollout.mode; here there is nothing to set for it"),
     (["sample.num_steps=10"], "unknown key sample.num_steps; here it is rollout.num_inference_steps"),
     (["model.zzz=1"], "unknown key model.zzz; known here: path, revision, dtype, lora_rank, lora_alpha, lora_init, target_modules, "
-     "lora_path, lora_dtype, gradient_checkpointing, gradient_checkpointing_blocks, compile, cpu_linear, family, reference_size, attn_backend"),
+     "lora_path, lora_dtype, gradient_checkpointing, gradient_checkpointing_blocks, compile, cpu_linear, family, reference_size, attn_backend, target_components"),
     (["algorithm.clip_rate=1"], "unknown key algorithm.clip_rate; did you mean algorithm.clip_ratio?"),
     (["reward.functions=[{name: ocr}, {nam: ocr}]"], "unknown key reward.functions[1].nam; did you mean reward.functions[1].name?"),
     (["trainer={sed: 3}"], "unknown key trainer.sed; did you mean trainer.seed?"),
@@ -61,7 +61,7 @@ MISTAKES = [
     (["rollout.sde_window_range=3"], "rollout.sde_window_range: expected a list of integers or null, got 3; write [3]"),
     (["rollout.sde_window_range=[0, x]"], "rollout.sde_window_range: expected a list of integers or null, got [0, 'x']"),
     (["rollout.val=5"], "rollout.val: expected a section, got 5; its keys: n, seed, num_inference_steps, height, width, num_frames, "
-     "guidance_scale, true_cfg_scale, noise_level, solver"),
+     "guidance_scale, guidance_scale_2, true_cfg_scale, noise_level, solver"),
     (["algorithm=flow_grpo"], f"algorithm: expected a section, got 'flow_grpo'; its keys: {ALGORITHM_KEYS}"),
     (["reward.functions=ocr"], "reward.functions: expected a list of sections, got 'ocr'"),
     (["reward.functions=[ocr]"], "reward.functions[0]: expected a section, got 'ocr'; its keys: name, path, weight, "

@@ -173,3 +173,16 @@ def test_a_node_encodes_a_prompt_once(nodes: int, shards: int) -> None:
 def test_what_is_on_disk_is_encoded_by_none(tmp_path: Path) -> None:
     run_ranks(in_turns, 2, tmp_path)
     assert [calls for calls, _ in run_ranks(in_turns, 2, tmp_path)] == [[], []]
+
+
+def test_a_tensor_that_texts_share_travels_once() -> None:
+    """As that of an image does, which several texts are about."""
+    image, alone = torch.randn(6, 8), torch.randn(6, 8)
+    texts = [torch.randn(n + 1, 8) for n in range(3)]
+    sent = {3: image, 4: image, 7: alone}
+    packed = embeds._pack({i: {"prompt_embeds": t, "image": sent[i]} for i, t in zip(sent, texts, strict=True)})
+    assert packed.count(b"image") == 2
+    received = embeds._unpack(packed)
+    assert sorted(received) == sorted(sent) and received[3]["image"] is received[4]["image"]
+    for i, t in zip(sent, texts, strict=True):
+        assert same(received[i], {"prompt_embeds": t, "image": sent[i]})

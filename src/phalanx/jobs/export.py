@@ -270,7 +270,7 @@ def _family(config: ModelConfig) -> Family:
 
 
 def _part(base: nn.Module, config: ModelConfig) -> nn.Module:
-    """What of the base was trained."""
+    """The part of the base that was trained."""
     return family_of(config).trained_part(base, config) if isinstance(config, FlowModelConfig) else base
 
 

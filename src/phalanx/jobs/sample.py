@@ -146,7 +146,9 @@ def read_prompts(cfg: SampleConfig, images: Sequence[str] = ()) -> list[Prompt]:
         rows = load_prompts([cfg.prompt_file], "prompt_file", images, cfg.prompt_key)
         return [Prompt(row.text, i, row.meta, row.negative) for i, row in enumerate(rows)]
     if images:
-        raise ConfigError(f"prompts: the model edits images; give prompt_file, with a column {images[0]}")
+        raise ConfigError(
+            f"prompts: the model takes an image with each text; give prompt_file, with a column {images[0]}"
+        )
     return [Prompt(text, i, {}) for i, text in enumerate(cfg.prompts)]
 
 

@@ -41,7 +41,9 @@ def check(cfg: FlowMatchingTaskConfig, launch: Launch | None = None) -> int:
     """
     batch_plan.check(cfg)
     if image_columns(cfg.model):
-        raise ConfigError(f"model.path: {cfg.model.path!r} edits images; flow matching trains only from texts")
+        raise ConfigError(
+            f"model.path: {cfg.model.path!r} takes an image with each text; flow matching trains only from texts"
+        )
     check_loggers(cfg.trainer.logger)
     check_plan(cfg)
 

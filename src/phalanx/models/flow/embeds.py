@@ -138,18 +138,22 @@ class EmbedsCache:
 
 
 def _pack(embeds: dict[int, Embeds]) -> bytes:
-    tensors = {}
+    # texts about one image share a tensor, which travels once and is one tensor where it arrives
+    places: dict[tuple[str, int], list[str]] = {}
+    tensors: dict[tuple[str, int], Tensor] = {}
     for i, of_text in embeds.items():
         for name, t in of_text.items():
-            tensors[f"{i} {name}"] = t.contiguous()
-    return save(tensors)
+            places.setdefault((name, id(t)), []).append(str(i))
+            tensors[name, id(t)] = t.contiguous()
+    return save({f"{','.join(places[key])} {key[0]}": t for key, t in tensors.items()})
 
 
 def _unpack(parcel: bytes) -> dict[int, Embeds]:
     embeds: dict[int, Embeds] = {}
     for key, tensor in load(parcel).items():
-        i, _, name = key.partition(" ")
-        embeds.setdefault(int(i), {})[name] = tensor
+        texts, _, name = key.partition(" ")
+        for i in texts.split(","):
+            embeds.setdefault(int(i), {})[name] = tensor
     return embeds
 
 

@@ -221,15 +221,18 @@ class FlowModel(ModelFiles):
         """
         raise AssertionError
 
-    def guidance(self, sampler: Sampler, timesteps: Tensor) -> float | Tensor:
-        """The scale of classifier-free guidance, or those of rows at `timesteps` [N], [N, 1, ...]."""
+    def guidance(self, sampler: Sampler, timesteps: Tensor) -> Any:
+        """The scale of classifier-free guidance, or those of rows at `timesteps` [N], a tensor [N, 1, ...]."""
         return sampler.guidance
+
+    def check_window(self, timesteps: Tensor, components: Sequence[str] | None) -> None:
+        """Warn where `model.target_components` has a part that learns nothing from steps at `timesteps` [S]."""
 
     def computed_as_sampled(self) -> AbstractContextManager[None]:
         """A context in which each row is computed in a batch as large as that of all rows, as it was sampled."""
         return nullcontext()
 
-    def guide(self, negative: Tensor, positive: Tensor, scale: float | Tensor) -> Tensor:
+    def guide(self, negative: Tensor, positive: Tensor, scale: float) -> Tensor:
         """Classifier-free guidance of two velocities, float32."""
         return negative + scale * (positive - negative)
 

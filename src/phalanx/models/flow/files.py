@@ -28,7 +28,7 @@ class ModelFiles:
 
     @classmethod
     def trained_part(cls, transformer: Any, config: FlowModelConfig) -> nn.Module:
-        """What of the transformer is trained; raises ValueError for `model.target_components` that it lacks."""
+        """The part of the transformer that is trained; ValueError for `model.target_components` that it lacks."""
         parts, chosen = cls.parts(transformer), config.target_components
         if chosen is None or sorted(chosen) == sorted(parts):
             return transformer

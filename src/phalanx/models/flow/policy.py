@@ -159,8 +159,7 @@ class FlowPolicy:
             return list(texts)
         assert size is not None
         height, width, *frames = size
-        shown = prompts * 2 if negatives else prompts
-        pairs = zip(texts, shown, strict=True)
+        pairs = zip(texts, prompts * 2 if negatives else prompts, strict=True)
         return [Instruction(text, p.meta[column], (height, width), *frames) for text, p in pairs]
 
     def text_length(self, longest: int, size: tuple[int, int]) -> int:

@@ -51,6 +51,10 @@ class PolicyRollout:
         for sampler in (self.sampler, self.val_sampler):
             policy.model.sample_shape(sampler.height, sampler.width, sampler.num_frames)
             check_tokens(policy.model, sampler, policy.longest, policy.world.context_size)
+        if window:
+            steps = window_reach(config.num_inference_steps, config.sde_window_range)
+            timesteps = self.schedule(self.sampler).timesteps[steps.start : steps.stop]
+            policy.model.check_window(timesteps, policy.config.target_components)
 
     @property
     def exact(self) -> bool:

@@ -161,7 +161,7 @@ class Model(FlowModel):
 
     def blocks(self) -> list[nn.Module]:
         # in turns: of a fraction that is recomputed, each transformer has a part
-        blocks = []
+        blocks: list[nn.Module] = []
         for turn in zip(*[part.blocks for part in self.parts(self.transformer).values()], strict=True):
             blocks += turn
         return blocks
@@ -254,11 +254,25 @@ class Model(FlowModel):
             return_dict=False,
         )[0]
 
-    def guidance(self, sampler: Sampler, timesteps: Tensor) -> float | Tensor:
+    def guidance(self, sampler: Sampler, timesteps: Tensor) -> Any:
         if sampler.guidance_2 is None:
             return sampler.guidance
         rows = timesteps.view(-1, 1, 1, 1, 1)
         return torch.where(rows >= self.transformer.boundary, sampler.guidance, sampler.guidance_2)
+
+    def check_window(self, timesteps: Tensor, components: Sequence[str] | None) -> None:
+        if not isinstance(self.transformer, Experts) or timesteps.is_meta:
+            return
+        high = timesteps >= self.transformer.boundary
+        for name, steps in ((FIRST, high), (SECOND, ~high)):
+            if name in (components or (FIRST, SECOND)) and not steps.any():
+                log.warning(
+                    "model.target_components: no step of rollout.sde_window_range is one of %s, so that it learns "
+                    "nothing; its steps are those whose timestep is %s %g",
+                    name,
+                    "at least" if name == FIRST else "below",
+                    self.transformer.boundary,
+                )
 
     @contextmanager
     def computed_as_sampled(self) -> Iterator[None]:
@@ -292,7 +306,10 @@ class Experts(nn.Module):
     size. Where weights are sharded, a transformer runs on all ranks or on none.
     """
 
-    def __init__(self, transformer: nn.Module, transformer_2: nn.Module, boundary: float) -> None:
+    transformer: Any
+    transformer_2: Any
+
+    def __init__(self, transformer: Any, transformer_2: Any, boundary: float) -> None:
         super().__init__()
         self.transformer, self.transformer_2, self.boundary, self.whole = transformer, transformer_2, boundary, False
         self.config = transformer.config
@@ -313,12 +330,12 @@ class Experts(nn.Module):
             return (torch.where(high.view(-1, *[1] * (first.dim() - 1)), first, second),)
         parts, order = [], []
         for expert, level in zip(experts, (True, False), strict=True):
-            own = [i for i, place in enumerate(places) if place == level]
+            chosen = [i for i, place in enumerate(places) if place == level]
             # without any, one row whose result is dropped: other ranks wait for this one in the same collectives
-            index = torch.tensor(own or [0], device=high.device)
+            index = torch.tensor(chosen or [0], device=high.device)
             taken = {name: value[index] if isinstance(value, Tensor) else value for name, value in rows.items()}
-            parts.append(expert(**taken)[0][: len(own)])
-            order += own
+            parts.append(expert(**taken)[0][: len(chosen)])
+            order += chosen
         return (torch.cat(parts)[torch.tensor(order, device=high.device).argsort()],)
 
     def _agreed(self, each: list[bool]) -> list[bool]:
