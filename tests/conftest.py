@@ -30,8 +30,8 @@ from tests.tiny_edit import tiny_qwen_image_edit
 from tests.tiny_flux2 import tiny_flux2, tiny_flux2_klein
 from tests.tiny_hunyuan import tiny_hunyuan_video_15
 from tests.tiny_i2v import tiny_wan_a14b, tiny_wan_i2v
-from tests.tiny_vision import tiny_vision
 from tests.tiny_qwen_image_21 import tiny_qwen_image_21
+from tests.tiny_vision import tiny_vision
 
 torch.set_num_threads(1)
 

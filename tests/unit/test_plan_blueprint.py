@@ -43,8 +43,7 @@ def test_a_plan_of_each_family(
 
 
 @pytest.mark.parametrize(
-    "family",
-    ["sd3", "sd3_t5", "qwen", "qwen_21", "flux", "z_image", "wan", "flux2", "flux2_klein", "hunyuan"],
+    "family", ["sd3", "sd3_t5", "qwen", "qwen_21", "flux", "z_image", "wan", "flux2", "flux2_klein", "hunyuan"]
 )
 @pytest.mark.parametrize("keys", [["model.lora_rank=4", "model.dtype=bfloat16"], []], ids=["lora", "full"])
 def test_the_blueprint_is_the_model(

@@ -12,10 +12,10 @@ from transformers.models.clip.image_processing_pil_clip import CLIPImageProcesso
 
 from phalanx.config.flow import FlowModelConfig
 from phalanx.models.flow.families import wan
-from phalanx.models.flow.references import to_ratio
 from phalanx.models.flow.family import Embeds, Instruction
 from phalanx.models.flow.folder import load_text_encoder, model_index
 from phalanx.models.flow.headers import component_names
+from phalanx.models.flow.references import to_ratio
 
 
 class Model(wan.Model):
