@@ -87,7 +87,7 @@ class SampleConfig:
     num_frames: Optional[int] = arg(None, "frames of a video; null: the run's, or 1, an image", **COUNT)
     guidance_scale: Optional[float] = arg(
         None,
-        "classifier-free guidance (SD3, Z-Image, FLUX.2 Klein base, videos), or the input of FLUX; null: the run's, or 1",
+        "classifier-free guidance (SD3, Z-Image, FLUX.2 Klein base, videos), or FLUX's input; null: the run's, or 1",
     )
     guidance_scale_2: Optional[float] = arg(
         None, "guidance of the steps that Wan 2.2 A14B's transformer_2 takes; null: the run's, or guidance_scale"

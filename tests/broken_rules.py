@@ -1,0 +1,392 @@
+"""Configurations that break each rule across keys, and how the message about it begins."""
+
+from typing import Any
+
+from phalanx.config.block_diffusion import BlockDiffusionTaskConfig
+from phalanx.config.flow import FlowMatchingTaskConfig, FlowRLConfig
+from phalanx.config.joint import JointConfig
+from phalanx.config.lm import LMRLConfig
+from phalanx.config.rules import Ranks
+from phalanx.config.tasks import EvaluateConfig, GenerateConfig, PrepareDataConfig, SampleConfig
+
+PPO_OF_ONE = ("algorithm.name=ppo", "rollout.n=1")
+DPO = ("algorithm.name=diffusion_dpo", "rollout.n=2", "rollout.noise_level=0")
+OPD = ("algorithm.name=opd", "algorithm.teacher_path=x")
+BLOCKS = ("model.block_size=4", "data.max_response_length=8")
+IN_BLOCKS = "rollout.engine='phalanx.rollout.lm.in_blocks:BlockDiffusionRollout'"
+PIPELINED = "rollout.schedule=pipelined"
+CONTEXT = "parallel.ulysses_sequence_parallel_size=2"
+OF_CONTEXT = CONTEXT.replace("=", ": ")
+
+# schema, overrides, and how the message begins
+LOADED: list[tuple[type, tuple[str, ...], str]] = [
+    (JointConfig, ("train=[writer,writer]",), "train: ['writer', 'writer'] should be [writer], [painter] or"),
+    (JointConfig, ("train=[painter]", "alternate=2"), "alternate: 2 is of two policies that are trained"),
+    (JointConfig, ("painter.rollout.max_draws_per_prompt=2",), "painter.rollout.max_draws_per_prompt: 2 would draw"),
+    (JointConfig, ("writer.rollout.schedule=one_step_off",), "writer.rollout.schedule: one_step_off needs ranks of"),
+    (JointConfig, ("writer.rollout.partial_rollout=true",), "writer.rollout.partial_rollout: true would leave texts"),
+    (JointConfig, ("data.image_key=picture",), "data.image_key: picture is of prompts with images"),
+    (JointConfig, ("painter.rollout.engine=vllm_omni",), "painter.rollout.engine: vllm_omni does not make pictures"),
+    (JointConfig, ("writer.model.block_size=4",), "writer.model.block_size: 4 is of block diffusion, which does not"),
+    (JointConfig, ("writer.algorithm.name=ppo",), "writer.algorithm.name: ppo wants a critic"),
+    (
+        JointConfig,
+        ("painter.algorithm.name=opd", "painter.algorithm.teacher_path=x"),
+        "painter.algorithm.name: opd has a teacher",
+    ),
+    (FlowRLConfig, ("rollout.branching=true",), "rollout.branching: true has one trajectory up to the window"),
+    (
+        FlowRLConfig,
+        ("algorithm.name=tempflow_grpo", "rollout.max_draws_per_prompt=2"),
+        "rollout.branching: true draws all images of a prompt together",
+    ),
+    (JointConfig, ("painter.algorithm.name=draft",), "painter.algorithm.name: draft differentiates the reward"),
+    (
+        FlowRLConfig,
+        ("algorithm.name=draft", "algorithm.noise_draws=2", "algorithm.last_steps=3"),
+        "algorithm.noise_draws: 2 draws start",
+    ),
+    (
+        JointConfig,
+        ("painter.algorithm.name=diffusion_dpo", "painter.rollout.n=2", "diffusion_group_scope=prompt"),
+        "diffusion_group_scope: prompt would make pairs of pictures of different texts",
+    ),
+    (
+        JointConfig,
+        ("painter.algorithm.name=dgpo", "diffusion_group_scope=prompt"),
+        "diffusion_group_scope: prompt would make pairs of pictures of different texts for painter.algorithm.name=dgpo",
+    ),
+    (JointConfig, ("rewrite.pattern=a",), "rewrite.pattern: 'a' does not work (it has no group in parentheses)"),
+    (JointConfig, ("rewrite.template=a",), "rewrite.template: 'a' should hold {} once"),
+    (JointConfig, ("rewrite.validate=[both]",), "rewrite.validate: ['both'] should list some of rewritten, original"),
+    (
+        FlowRLConfig,
+        ("actor.ppo_mini_batch_size=8", "actor.ppo_mini_batch_size_per_gpu=2"),
+        "actor.ppo_mini_batch_size_per_gpu: 2 beside",
+    ),
+    (FlowRLConfig, ("actor.ppo_mini_batch_size_per_gpu=2",), "actor.ppo_mini_batch_size_per_gpu: 2 follows"),
+    (
+        FlowMatchingTaskConfig,
+        ("data.train_batch_size=8", "data.train_batch_size_per_gpu=2"),
+        "data.train_batch_size_per_gpu: 2 beside",
+    ),
+    (
+        LMRLConfig,
+        ("actor.use_dynamic_bsz=true", "actor.ppo_max_token_len_per_gpu=9"),
+        "actor.ppo_max_token_len_per_gpu: 9 tokens do not hold a sample, which may have 2048",
+    ),
+    (LMRLConfig, ("data.min_pixels=9", "data.max_pixels=8"), "data.min_pixels: 9 is more than data.max_pixels=8"),
+    (FlowRLConfig, ("optim.betas=[0.9,1]",), "optim.betas: [0.9, 1.0] should be two numbers"),
+    (FlowRLConfig, ("trainer.save_freq=0",), "trainer.save_freq: 0 should be -1"),
+    (FlowRLConfig, ("trainer.test_freq=-2",), "trainer.test_freq: -2 should be -1"),
+    (LMRLConfig, ("rollout.n=1",), "rollout.n: 1 leaves algorithm.name=grpo nothing"),
+    (LMRLConfig, (*PPO_OF_ONE, "reward.normalize=group"), "rollout.n: 1 leaves reward.normalize=group no group"),
+    (LMRLConfig, (*PPO_OF_ONE, "rollout.max_num_gen_batches=2"), "rollout.n: 1 leaves rollout.max_num_gen_batches=2"),
+    (LMRLConfig, (*PPO_OF_ONE, "rollout.max_draws_per_prompt=2"), "rollout.n: 1 leaves rollout.max_draws_per_prompt=2"),
+    (LMRLConfig, ("algorithm.name=ppo", "critic.optim.betas=[0.9]"), "critic.optim.betas: [0.9] should be two"),
+    (LMRLConfig, ("trainer.critic_warmup=3",), "trainer.critic_warmup: 3 is of a critic"),
+    (LMRLConfig, ("critic.optim.lr=1",), "critic.optim.lr: 1.0 is of a critic"),
+    (LMRLConfig, ("environment.path=3",), "environment.path: expected a built-in environment"),
+    (LMRLConfig, ("environment.max_turns=3",), "environment.max_turns: 3 is of an environment; set environment.path"),
+    (
+        LMRLConfig,
+        ("environment.path=a:B", "environment.tool_config_path=t.yaml"),
+        "environment.tool_config_path: t.yaml is beside environment.path",
+    ),
+    (LMRLConfig, ("environment.tools=[calculator]", *BLOCKS, IN_BLOCKS), "environment.path: block diffusion"),
+    (
+        LMRLConfig,
+        ("environment.tools=[calculator]", "rollout.engine=phalanx.rollout.lm.in_policy:LMRollout"),
+        "rollout.engine: phalanx.rollout.lm.in_policy:LMRollout draws samples of one turn; with an environment expected",
+    ),
+    (
+        LMRLConfig,
+        ("environment.tools=[calculator]", "rollout.stop_token_ids=[3]"),
+        "rollout.stop: with an environment a turn ends by an end token of the model",
+    ),
+    (
+        LMRLConfig,
+        ("reward.functions=[{name: environment}]",),
+        "reward.functions: the reward environment is what an environment gives; set environment.path",
+    ),
+    (
+        LMRLConfig,
+        ("reward.functions=[{name: environment}]", "environment.tools=[calculator]"),
+        "reward.functions: the reward environment is what an environment gives, and environment.tools have no state",
+    ),
+    (
+        LMRLConfig,
+        ("algorithm.name=ppo", "trainer.critic_warmup=4", "trainer.total_training_steps=3"),
+        "trainer.critic_warmup: 4 is beyond trainer.total_training_steps=3; expected fewer",
+    ),
+    (
+        FlowRLConfig,
+        ("reward.functions=[{name: ocr}, {name: ocr, clip: [1, 0]}]",),
+        "reward.functions[1].clip: [1.0, 0.0] should be two numbers, the smaller first",
+    ),
+    (
+        LMRLConfig,
+        ("reward.functions=[{name: gsm8k, initial_weight: 2}]",),
+        "reward.functions[0].initial_weight: 2.0 with weight_steps 0 is half of a schedule",
+    ),
+    (
+        FlowMatchingTaskConfig,
+        ("reward.functions=[{name: ocr, weight_steps: 2}]",),
+        "reward.functions[0].initial_weight: None with weight_steps 2 is half of a schedule",
+    ),
+    (LMRLConfig, ("rollout.val.temperature=1e-30",), "rollout.val.temperature: 1e-30 leaves float32 no choice"),
+    (FlowRLConfig, ("reward.model.temperature=0.001",), "reward.model.temperature: 0.001 leaves float32 no choice"),
+    (GenerateConfig, ("prompts=[a]", "temperature=0.009"), "temperature: 0.009 leaves float32 no choice"),
+    (
+        FlowRLConfig,
+        ("rollout.max_num_gen_batches=2", "rollout.max_draws_per_prompt=2"),
+        "rollout.max_num_gen_batches: 2 draws new prompts",
+    ),
+    (FlowRLConfig, ("reward.normalize=gdpo", "algorithm.global_std=false"), "algorithm.global_std: false contradicts"),
+    (LMRLConfig, ("algorithm.name=ppo", "algorithm.adv_clip_max=1"), "algorithm.adv_clip_max: 1.0 means nothing"),
+    (
+        LMRLConfig,
+        ("algorithm.norm_adv_by_std_in_grpo=false", "algorithm.adv_clip_max=1"),
+        "algorithm.adv_clip_max: 1.0 clamps advantages that were divided by a std",
+    ),
+    (FlowRLConfig, ("algorithm.name=grpo_guard", "rollout.sde_type=cps"), "rollout.sde_type: cps makes no sense"),
+    (
+        FlowRLConfig,
+        ("algorithm.importance=sequence", "algorithm.timestep_weight=noise"),
+        "algorithm.timestep_weight: noise tells",
+    ),
+    (
+        FlowRLConfig,
+        ("algorithm.name=diffusion_nft", "algorithm.old_decay=zero", "algorithm.old_decay_flat=3"),
+        "algorithm.old_decay_flat: 3 has no effect with algorithm.old_decay=zero; set old_decay to slow or late",
+    ),
+    (BlockDiffusionTaskConfig, (), "model.block_size is missing"),
+    (
+        LMRLConfig,
+        ("rollout.engine=vllm", "reward.model.path=x"),
+        "reward.model.sleep: true beside rollout.sleep=true: vLLM lets only one engine of a process sleep; set one of ",
+    ),
+    (LMRLConfig, ("rollout.threshold=0.5",), "rollout.threshold: 0.5 is of block diffusion"),
+    (LMRLConfig, ("actor.log_prob_estimate=elbo",), "actor.log_prob_estimate: elbo is of block diffusion"),
+    (LMRLConfig, (IN_BLOCKS,), "rollout.engine: phalanx.rollout.lm.in_blocks:BlockDiffusionRollout is of block"),
+    (LMRLConfig, ("model.block_size=4", "data.max_response_length=3"), "data.max_response_length: 3 tokens are no"),
+    (LMRLConfig, (*BLOCKS, "rollout.val.max_response_length=9"), "rollout.val.max_response_length: 9 tokens are no"),
+    (LMRLConfig, (*BLOCKS, "rollout.denoising_steps_per_block=5"), "rollout.denoising_steps_per_block: 5 is more"),
+    (LMRLConfig, (*BLOCKS, "rollout.val.denoising_steps_per_block=5"), "rollout.val.denoising_steps_per_block: 5 is"),
+    (LMRLConfig, (*BLOCKS, "algorithm.name=ppo"), "algorithm.name: ppo trains a critic"),
+    (LMRLConfig, (*BLOCKS, "rollout.engine=vllm"), "rollout.engine: vllm does not go with block diffusion"),
+    (LMRLConfig, (*BLOCKS, "rollout.min_p=0.1"), "rollout.min_p: 0.1 does not go with block diffusion"),
+    (LMRLConfig, (*BLOCKS, "rollout.stop=[a]"), "rollout.stop: ['a'] does not go with block diffusion"),
+    (LMRLConfig, (*BLOCKS, "model.use_remove_padding=true"), "model.use_remove_padding: true does not go"),
+    (LMRLConfig, (*BLOCKS, "model.attn_implementation=flash_attention_2"), "model.attn_implementation: flash_att"),
+    (
+        BlockDiffusionTaskConfig,
+        (*BLOCKS, "block_diffusion.noise_range_low=0.9"),
+        "block_diffusion.noise_range_low: 0.9 is above noise_range_high 0.8",
+    ),
+    (
+        BlockDiffusionTaskConfig,
+        (*BLOCKS, "data.max_prompt_length=7", "block_diffusion.train_fill=max_length"),
+        "data.max_prompt_length: it and data.max_response_length are 15 tokens",
+    ),
+    (
+        BlockDiffusionTaskConfig,
+        (*BLOCKS, "block_diffusion.same_token_labels=false", "data.val_files=[x]"),
+        "block_diffusion.same_token_labels: false",
+    ),
+    (FlowRLConfig, ("rollout.correction=none",), "rollout.correction: none has nothing to correct"),
+    (
+        FlowRLConfig,
+        ("rollout.engine=dataset", "rollout.max_num_gen_batches=2"),
+        "rollout.max_num_gen_batches: 2 needs rollout.engine=policy",
+    ),
+    (
+        FlowRLConfig,
+        ("rollout.engine=dataset", "rollout.max_draws_per_prompt=2"),
+        "rollout.max_draws_per_prompt: 2 needs rollout.engine=policy",
+    ),
+    (
+        FlowRLConfig,
+        ("rollout.engine=dataset", "rollout.num_frames=5"),
+        "rollout.num_frames: 5 needs rollout.engine=policy; dataset samples images and no videos",
+    ),
+    (FlowMatchingTaskConfig, ("rollout.num_frames=5",), "rollout.num_frames: 5: flow matching trains on images"),
+    (LMRLConfig, ("data.chat_template_date=today",), "data.chat_template_date: 'today'; expected a day such as"),
+    (
+        LMRLConfig,
+        ("rollout.engine=vllm", "rollout.correction=none", "rollout.top_k=1"),
+        "rollout.top_k: 1 needs the policy's own log-probs",
+    ),
+    (LMRLConfig, ("rollout.stop=['']",), "rollout.stop: an empty text"),
+    (LMRLConfig, ("rollout.partial_rollout_tokens=8",), "rollout.partial_rollout_tokens: 8 is of partial rollouts"),
+    (
+        LMRLConfig,
+        ("rollout.partial_rollout=true", "environment.tools=[calculator]"),
+        "rollout.partial_rollout: true does not go with an environment",
+    ),
+    (
+        LMRLConfig,
+        ("rollout.partial_rollout=true", "rollout.partial_rollout_tokens=300"),
+        "rollout.partial_rollout_tokens: 300 does not divide data.max_response_length=1024",
+    ),
+    (GenerateConfig, ("prompts=[a]", "stop=['']"), "stop: an empty text"),
+    (LMRLConfig, ("rollout.stop_token_ids=[3,-1]",), "rollout.stop_token_ids: [3, -1] should be numbers of tokens"),
+    (LMRLConfig, ("parallel.rollout_unsharded=false",), "parallel.rollout_unsharded: false would gather"),
+    (LMRLConfig, ("rollout.schedule=one_step_off", "rollout.max_staleness=0"), "rollout.schedule: one_step_off trains"),
+    (LMRLConfig, (PIPELINED, "actor.ppo_epochs=2"), "rollout.schedule: pipelined trains each sample once"),
+    (
+        LMRLConfig,
+        (PIPELINED, "actor.loss_agg_mode=seq-mean-token-sum-norm"),
+        "rollout.schedule: pipelined does not know the longest sample",
+    ),
+    (FlowRLConfig, ("rollout.sde_window_range=[1]",), "rollout.sde_window_range: [1] should be two numbers"),
+    (JointConfig, (CONTEXT,), f"{OF_CONTEXT} is of jobs with one policy"),
+    (LMRLConfig, (CONTEXT, *BLOCKS), f"{OF_CONTEXT} is of flow models and autoregressive"),
+    (
+        LMRLConfig,
+        (CONTEXT, "model.attn_implementation=flex_attention"),
+        f"{OF_CONTEXT} has no way with model.attn_implementation=flex_attention; expected sdpa or eager",
+    ),
+    (LMRLConfig, (CONTEXT, "parallel.expert_parallel=true"), f"{OF_CONTEXT} does not work with parallel.expert_par"),
+    (LMRLConfig, (CONTEXT, "rollout.top_p=0.9"), f"{OF_CONTEXT} does not work with rollout.top_p"),
+    (LMRLConfig, (CONTEXT, "rollout.partial_rollout=true"), f"{OF_CONTEXT} does not work with rollout.partial_rol"),
+    (SampleConfig, (CONTEXT,), f"{OF_CONTEXT} is of training"),
+    (FlowRLConfig, (CONTEXT, "rollout.engine=vllm_omni"), f"{OF_CONTEXT} samples in the policy"),
+    (FlowRLConfig, (CONTEXT, "model.compile=true"), f"{OF_CONTEXT} exchanges tokens"),
+    (
+        FlowRLConfig,
+        ("parallel.param_offload=true", "parallel.expert_parallel=true"),
+        "parallel.param_offload: true does not work with parallel.expert_parallel",
+    ),
+    (
+        LMRLConfig,
+        ("parallel.sync_each_batch=true", "model.lora_rank=4"),
+        "parallel.sync_each_batch: true is for training all weights",
+    ),
+    (
+        LMRLConfig,
+        ("model.freeze_vision_tower=false", "model.lora_rank=4"),
+        "model.freeze_vision_tower: false is for training all weights",
+    ),
+    (FlowRLConfig, ("model.quantization=nf4",), "model.quantization: nf4 is of the frozen weights under a LoRA"),
+    (
+        FlowRLConfig,
+        ("model.quantization=nf4", "model.lora_rank=4", "rollout.engine=vllm_omni"),
+        "model.quantization: nf4 samples in the trained modules, and vllm_omni has whole weights",
+    ),
+    (
+        LMRLConfig,
+        ("model.quantization=nf4", "model.lora_rank=4", "model.lora_init=pissa"),
+        "model.lora_init: pissa moves a part of the base into the LoRA",
+    ),
+    (LMRLConfig, ("model.compile=true", "model.use_remove_padding=true"), "model.compile: true would compile anew"),
+    (SampleConfig, ("prompts=[a]", "prompt_file=x"), "prompts and prompt_file are both set"),
+    (SampleConfig, (), "neither prompts nor prompt_file is set"),
+    (SampleConfig, ("prompts=[a]", "model.path=null"), "neither model.path nor checkpoint is set"),
+    (SampleConfig, ("prompts=[a]", "weights=ema"), "weights: ema needs a checkpoint"),
+    (GenerateConfig, ("prompts=[a]", "prompt_file=x"), "prompts and prompt_file are both set"),
+    (GenerateConfig, (), "neither prompts nor prompt_file is set"),
+    (GenerateConfig, ("prompts=[a]", "model.path=null"), "neither model.path nor checkpoint is set"),
+    (GenerateConfig, ("prompts=[a]", "weights=ema"), "weights: ema needs a checkpoint"),
+    (EvaluateConfig, ("model.path=null",), "neither model.path nor checkpoint is set"),
+    (EvaluateConfig, ("weights=ema",), "weights: ema needs a checkpoint"),
+    (EvaluateConfig, ("checkpoint=x", "kind=lm"), "kind: lm is of a model folder"),
+    (EvaluateConfig, ("n=4", "k=[1,8]"), "k: 8 is none of 1 to n=4"),
+    (PrepareDataConfig, (), "give either source, a file, or reasoning_gym"),
+    (PrepareDataConfig, ("source=x", "reasoning_gym=[y]"), "give either source, a file, or reasoning_gym"),
+]
+STARTED: list[tuple[type, tuple[str, ...], str]] = [
+    (FlowRLConfig, (), "data.train_files: [] names no prompts"),
+    (FlowMatchingTaskConfig, (), "data.train_files: [] names no images"),
+    (BlockDiffusionTaskConfig, BLOCKS, "data.train_files: [] names no samples"),
+    (FlowRLConfig, (), "trainer.total_training_steps: null needs trainer.total_epochs"),
+    (FlowRLConfig, ("trainer.test_freq=5",), "trainer.test_freq: 5 needs data.val_files"),
+    (
+        FlowRLConfig,
+        (),
+        "reward.functions: [] leaves nothing to optimise; give at least one, e.g. reward.functions=[{name:",
+    ),
+    (
+        LMRLConfig,
+        ("reward.functions=[{name: gsm8k, weight: 0}, {name: format, weight: 0}]",),
+        "reward.functions: all weights are 0",
+    ),
+    (FlowRLConfig, (*OPD, "rollout.max_num_gen_batches=2"), "rollout.max_num_gen_batches: 2 goes by rewards"),
+    (FlowRLConfig, (*OPD, "rollout.max_draws_per_prompt=2"), "rollout.max_draws_per_prompt: 2 goes by rewards"),
+    (FlowRLConfig, ("actor.ref_model_sync_steps=5",), "actor.ref_model_sync_steps: 5 has no reference to sync"),
+    (FlowRLConfig, (PIPELINED, "algorithm.global_std=true"), "rollout.schedule: pipelined: flow_grpo looks at all"),
+    (FlowRLConfig, ("placement={inference: 1}",), "placement.inference: there are no log-probs"),
+    (FlowRLConfig, ("rollout.engine=dataset",), "rollout.engine: dataset brings images"),
+    (FlowRLConfig, (*DPO, "rollout.engine=dataset", "rollout.n=3"), "rollout.n: 3 should be 2"),
+    (FlowRLConfig, ("rollout.noise_level=0",), "rollout.noise_level: 0.0 should be greater than 0"),
+    (
+        FlowRLConfig,
+        ("rollout.sde_type=cps", "rollout.sde_window_range=[6,10]"),
+        "rollout.sde_window_range: [6, 10] holds the last step",
+    ),
+    (
+        FlowRLConfig,
+        ("algorithm.name=opd", "algorithm.teacher_path=x", "rollout.engine=vllm_omni", "rollout.correction=rejection"),
+        "rollout.correction: rejection weighs a policy gradient",
+    ),
+    (
+        FlowRLConfig,
+        ("algorithm.name=awm", "rollout.engine=vllm_omni", "rollout.correction=none"),
+        "rollout.correction: none is of log-probs",
+    ),
+    (
+        FlowRLConfig,
+        ("algorithm.name=awm", "rollout.branching=true", "rollout.init_same_noise=true"),
+        "rollout.branching: true needs a window, and awm has none",
+    ),
+    (FlowRLConfig, ("algorithm.name=draft", "rollout.noise_level=0.7"), "rollout.noise_level: 0.7 does not go with"),
+    (FlowRLConfig, ("algorithm.name=refl", "rollout.engine=vllm_omni"), "rollout.engine: vllm_omni does not go with"),
+    (FlowRLConfig, ("algorithm.name=draft", "rollout.solver=dpm_solver++"), "rollout.solver: dpm_solver++ does not go"),
+    (FlowRLConfig, ("algorithm.name=draft", "reward.normalize=group"), "reward.normalize: group does not go with"),
+    (FlowRLConfig, ("algorithm.name=draft", "placement={rollout: 1}"), "placement: rollout does not go with"),
+    (FlowRLConfig, ("algorithm.name=draft", CONTEXT), f"{CONTEXT.replace('=', ': ')} does not go with"),
+    (FlowRLConfig, ("algorithm.name=draft", "algorithm.last_steps=11"), "algorithm.last_steps: 11 is more than"),
+    (FlowRLConfig, ("algorithm.name=awm", "rollout.ode_compression=0.5"), "rollout.ode_compression: 0.5 shortens"),
+    (
+        FlowRLConfig,
+        ("algorithm.name=awm", "rollout.noise_level=0.7", "rollout.solver=dpm_solver++"),
+        "rollout.solver: dpm_solver++ takes steps without noise",
+    ),
+    (
+        FlowRLConfig,
+        ("algorithm.name=awm", "rollout.noise_level=0", "rollout.init_same_noise=true"),
+        "rollout.init_same_noise: true makes",
+    ),
+]
+NODE = Ranks(width=4, node=4, sampling_node=4, apart=False, restarts=False)
+LAUNCHED: list[tuple[type, tuple[str, ...], Ranks, str]] = [
+    (FlowRLConfig, (CONTEXT,), Ranks(2, 2, 2, apart=True, restarts=False), f"{OF_CONTEXT} does not work"),
+    (FlowRLConfig, (CONTEXT.replace("2", "3"),), NODE, "parallel.ulysses_sequence_parallel_size: 3 does not divide"),
+    (
+        FlowRLConfig,
+        ("parallel.param_offload=true",),
+        Ranks(1, 4, 4, apart=False, restarts=False),
+        "parallel.param_offload: true needs parallel.fsdp_size > 1",
+    ),
+    (FlowRLConfig, ("optim.name=muon",), NODE, "optim.name: 'muon' orthogonalizes whole matrices, which 4 ranks"),
+    (
+        LMRLConfig,
+        ("rollout.engine=vllm", "rollout.tensor_parallel_size=3"),
+        NODE,
+        "rollout.tensor_parallel_size: 3 does not divide the 4 ranks of a node; nearest that does: 2 or 4",
+    ),
+    (LMRLConfig, (PIPELINED,), NODE, "rollout.schedule: pipelined needs ranks that only sample"),
+    (
+        FlowRLConfig,
+        ("trainer.resume=never",),
+        Ranks(4, 4, 4, apart=False, restarts=True),
+        "trainer.resume: 'never' would begin from there again",
+    ),
+]
+MODELS: list[tuple[tuple[str, ...], dict[str, Any], str]] = [
+    (("threshold=0.5",), {}, "threshold: 0.5 is of block diffusion"),
+    (("max_response_length=7",), {"block_size": 4}, "max_response_length: 7 tokens are no whole number of blocks"),
+    (("stop=[a]",), {"block_size": 4}, "stop: ['a'] does not go with block diffusion"),
+    (("denoising_steps_per_block=5",), {"block_size": 4}, "denoising_steps_per_block: 5 is more than"),
+    ((), {"block_size": 4, "attn_implementation": "flash_attention_2"}, "model.attn_implementation: flash_attention_2"),
+]
