@@ -4,8 +4,8 @@
 
 The images of a prompt are one trajectory of the ODE up to step k, at which each goes on with separate noise; then each
 follows the ODE again. They differ only by that step, which gets the credit for their rewards. sigma_k is the std of its
-transition. It is flow_grpo's surrogate on these samples (rollout.sde_window_size=1, init_same_noise, branching), with its
-weights by noise (algorithm.timestep_weight).
+transition. It is the surrogate of flow_grpo on these samples (rollout.sde_window_size=1, init_same_noise, branching),
+with its weights by noise (algorithm.timestep_weight).
 
 Deviations from the paper:
 1. A training step branches at one k for all prompts, drawn at random (rollout.window_schedule); the authors' code
