@@ -32,7 +32,7 @@ VIDEO = (f"rollout.num_frames={FRAMES}", "rollout.micro_batch_size_per_gpu=4")
 BOTH = (*VIDEO, "rollout.sde_window_range=[1,3]", "rollout.guidance_scale_2=2")
 
 
-@pytest.mark.quick("lora")
+@pytest.mark.long
 @pytest.mark.parametrize("kind", [(*LORA, "algorithm.kl_loss_coef=0.04"), ()], ids=["lora", "full"])
 def test_layouts_agree(kind: tuple[str, ...], a14b_folder: Path, tmp_path: Path) -> None:
     cfg = tiny_config(a14b_folder, tmp_path, *BOTH, *kind)
@@ -42,7 +42,7 @@ def test_layouts_agree(kind: tuple[str, ...], a14b_folder: Path, tmp_path: Path)
     assert_same_step(reference, run_ranks(one_step, 2, cfg), cfg.optim.lr)
 
 
-@pytest.mark.quick("lora-2")
+@pytest.mark.seldom("lora-1", "full-1", "full-2")
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("kind", [LORA, ()], ids=["lora", "full"])
 def test_levels_that_differ_between_ranks(kind: tuple[str, ...], size: int, a14b_folder: Path, tmp_path: Path) -> None:
@@ -59,11 +59,11 @@ def test_levels_that_differ_between_ranks(kind: tuple[str, ...], size: int, a14b
 
 def i2v(model: Path, folder: Path, *overrides: str) -> FlowRLConfig:
     folder.mkdir(parents=True, exist_ok=True)
-    files = f"data.train_files=[{write_edits(folder)}]"
-    return tiny_config(model, folder, *VIDEO, "model.family=wan_i2v", files, *LORA, *overrides)
+    files = (f"data.train_files=[{write_edits(folder)}]", "data.max_prompt_length=512")
+    return tiny_config(model, folder, *VIDEO, "model.family=wan_i2v", *files, *LORA, *overrides)
 
 
-@pytest.mark.quick("2.2")
+@pytest.mark.seldom("2.1", "5b")
 @pytest.mark.parametrize("kind", ["2.1", "2.2", "5b"])
 def test_image_to_video_on_any_ranks(kind: str, datasets_cache: None, tmp_path: Path) -> None:
     folder = tmp_path / "model"
@@ -108,7 +108,8 @@ def stock_videos(pipeline: Any) -> Tensor:
     ).frames
 
 
-@pytest.mark.quick("lora")
+@pytest.mark.seldom("full")
+@pytest.mark.full
 @pytest.mark.parametrize("kind", [LORA, ("model.gradient_checkpointing=true",)], ids=["lora", "full"])
 def test_a_run_resumes_and_its_export_is_played_by_stock_diffusers(
     kind: tuple[str, ...], a14b_folder: Path, tmp_path: Path
@@ -148,7 +149,8 @@ def test_a_run_resumes_and_its_export_is_played_by_stock_diffusers(
         torch.testing.assert_close(begun.get_parameter(f"{part}.{name}"), weight, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["a14b", pytest.param("5b", marks=pytest.mark.full)])
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["a14b", "5b"])
 def test_ranks_that_share_the_tokens_of_a_video(
     kind: str, a14b_folder: Path, datasets_cache: None, tmp_path: Path
 ) -> None:

@@ -56,6 +56,14 @@ class Model(wan.Model):
             parts["image_processor"] = CLIPImageProcessorPil.from_pretrained(path, subfolder="image_processor")
         return parts
 
+    def check_length(self, max_length: int) -> None:
+        if self.sees and max_length != wan.TRAINED_LENGTH:
+            raise ValueError(
+                f"data.max_prompt_length: {max_length}: expected {wan.TRAINED_LENGTH}, since the transformer takes the "
+                f"last {wan.TRAINED_LENGTH} tokens for the text and those before for the image"
+            )
+        super().check_length(max_length)
+
     def encode_instruction(self, instruction: Instruction, device: torch.device, max_length: int) -> Embeds:
         """As `encode`, with `condition` and, where the transformer sees it, `image_embeds`: a tensor each for all texts
         about an image.
