@@ -3,14 +3,17 @@
 import json
 import random
 import re
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from PIL import Image
 from transformers import Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
 
-from phalanx.media.pictures import Picture
+from phalanx.media.pictures import Picture, in_memory
 from phalanx.models.flow.families.qwen_image_edit import ImageProcessor
 from phalanx.types import Prompt
+from tests.pairs import png
 from tests.tiny import (
     CHAT_TOKENS,
     byte_alphabet,
@@ -92,22 +95,29 @@ def photo(number: int, width: int = 96, height: int = 64) -> Image.Image:
     return Image.frombytes("RGB", (6, 4), rng.randbytes(72)).resize((width, height), Image.Resampling.BICUBIC)
 
 
-def write_edits(folder: Path, count: int = len(INSTRUCTIONS)) -> Path:
-    """A .jsonl file of instructions with paths, and the pictures beside it."""
+def write_edits(folder: Path, count: int = len(INSTRUCTIONS), each: int = 1) -> Path:
+    """A .jsonl file of instructions with paths, or lists of `each` paths, and the pictures beside it."""
     folder.mkdir(parents=True, exist_ok=True)
     lines = []
     for i, text in enumerate(INSTRUCTIONS[:count]):
         photo(i).save(folder / f"{i}.png")
-        lines.append(json.dumps({"prompt": text, "image": f"{i}.png"}))
+        image: Any = f"{i}.png"
+        if each > 1:
+            image = [f"{(i + j) % count}.png" for j in range(each)]
+        lines.append(json.dumps({"prompt": text, "image": image}))
     file = folder / "edits.jsonl"
     file.write_text("\n".join(lines) + "\n")
     return file
 
 
-def edits(count: int = 3) -> list[Prompt]:
-    """Prompts of different lengths, each with its picture; the second has a negative of its own."""
+def edits(count: int = 3, each: int = 1) -> list[Prompt]:
+    """Prompts of different lengths, each with its picture, or `each` of them; the second has a negative of its own."""
 
     def one(i: int) -> Prompt:
+        if each > 1:
+            files = [png(photo(10 * i + j)) for j in range(each)]
+            meta = {"image": Picture(partial(in_memory, files), Path(), f"edits {i}")}
+            return Prompt(INSTRUCTIONS[i], i, meta, negative="blur" if i == 1 else None)
         picture = Picture(lambda: b"", Path(), f"edits {i}")
         object.__setattr__(picture, "pil", lambda: photo(i))
         return Prompt(INSTRUCTIONS[i], i, {"image": picture}, negative="blur" if i == 1 else None)

@@ -1,6 +1,7 @@
 """Training a model that edits images: data with images, any layout, validation, sampling, export, and what is refused."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,41 @@ def test_layouts_agree(kind: tuple[str, ...], qwen_edit_folder: Path, tmp_path: 
     assert reference[0]["row"]["actor/first_ratio_error"] == 0.0
     cfg.parallel.fsdp_size = 2
     assert_same_step(reference, run_ranks(one_step, 2, cfg), cfg.optim.lr)
+
+
+@pytest.mark.full
+def test_layouts_agree_of_several_references(qwen_edit_folder: Path, tmp_path: Path) -> None:
+    data = f"data.train_files=[{write_edits(tmp_path / 'two', each=2)}]"
+    reward = "reward.functions=[{name: jpeg_incompressibility}]"
+    cfg = configure(qwen_edit_folder, tmp_path, *LORA, data, reward, "model.reference_count=2", "optim.eps=1e-3")
+    reference = run_ranks(one_step, 1, cfg)
+    assert reference[0]["row"]["actor/first_ratio_error"] == 0.0
+    cfg.parallel.fsdp_size = 2
+    assert_same_step(reference, run_ranks(one_step, 2, cfg), cfg.optim.lr)
+    cfg.parallel.ulysses_sequence_parallel_size = 2
+    for part in run_ranks(one_step, 2, cfg):
+        torch.testing.assert_close(part["images"], reference[0]["images"], rtol=0, atol=1e-5)
+
+
+def test_other_numbers_of_references_are_refused(qwen_edit_folder: Path, qwen_folder: Path, tmp_path: Path) -> None:
+    """Before any training, in either kind of file, of training and validation."""
+    two = write_edits(tmp_path / "two", each=2)
+    rows = [
+        {"prompt": text, "image": [{"bytes": png(photo(i)), "path": None}] * (1 + i % 2)}
+        for i, text in enumerate("abc")
+    ]
+    mixed = write_parquet(tmp_path / "mixed.parquet", rows)
+    for keys, said in (
+        ([f"data.train_files=[{two}]"], f"data.train_files: {two}:1: image holds 2 images; model.reference_count is 1"),
+        ([f"data.val_files=[{two}]"], f"data.val_files: {two}:1: image holds 2 images; model.reference_count is 1"),
+        (["model.reference_count=2"], "image holds 1 images; model.reference_count is 2"),
+        ([f"data.train_files=[{mixed}]"], "mixed.parquet, row 1: image holds 2 images; model.reference_count is 1"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(said)):
+            built_here(configure(qwen_edit_folder, tmp_path / "job", *keys))
+    said = "model.reference_count: 2, but QwenImagePipeline takes no image per row; set it to 1"
+    with refused(said, ConfigError):
+        built_here(tiny_config(qwen_folder, tmp_path / "plain", "model.reference_count=2"))
 
 
 def test_images_in_parquet_are_the_same(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from phalanx.models.flow.references import to_ratio
 from phalanx.rollout.flow.in_policy import PolicyRollout
 from phalanx.types import JobError, Prompt
 from tests.checks import refused
-from tests.policies import disturb, make_policy, make_rollout, ode, sample, validated
+from tests.policies import MAX_LENGTH, disturb, make_policy, make_rollout, ode, sample, validated
 from tests.tiny_edit import edits, load_edit_pipeline, photo, tiny_qwen_image_edit
 
 SIDE = 64  # of the area at which the VAE sees a reference
@@ -43,7 +43,7 @@ def stock_images(folder: Path, rollout: PolicyRollout, prompts: list[Prompt], la
     return torch.cat(
         [
             pipeline(
-                p.meta["image"].pil(),
+                [part.pil() for part in p.meta["image"].parts] if p.meta["image"].count > 1 else p.meta["image"].pil(),
                 p.text,
                 negative_prompt=" " if p.negative is None else p.negative,
                 true_cfg_scale=sampler.guidance,
@@ -73,6 +73,30 @@ def test_images_are_those_of_the_stock_pipeline(
     ours, latents = ode(rollout, edits())
     assert ours.shape == (3, 3, 32, 48) and ours.std(0).mean() > 0.01
     torch.testing.assert_close(ours, stock_images(folder, rollout, edits(), latents), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(("each", "guidance"), [(2, 4.0), (3, 1.0)])
+def test_images_of_several_references_are_those_of_the_stock_pipeline(
+    each: int, guidance: float, world: World, qwen_edit_folder: Path
+) -> None:
+    policy, prompts = edit_policy(world, qwen_edit_folder, reference_count=each), edits(each=each)
+    rollout = make_rollout(policy, 3, guidance=guidance)
+    images, latents = ode(rollout, prompts)
+    torch.testing.assert_close(images, stock_images(qwen_edit_folder, rollout, prompts, latents), rtol=0, atol=1e-4)
+    model = policy.model
+    embeds = policy.embed(prompts, negatives=True, size=(32, 48))
+    assert embeds[0]["reference"].shape == model.embeds_like(40, 32, 48)["reference"].shape
+    assert torch.equal(embeds[0]["reference"], embeds[3]["reference"])
+    assert len(embeds[0]["prompt_embeds"]) <= model.most_tokens(MAX_LENGTH, 32, 48)
+    samples = sample(make_rollout(policy, 4, guidance=guidance), prompts)
+    assert samples.log_prob is not None
+    assert torch.equal(policy.replay(samples.trace.select(torch.arange(4))).log_prob, samples.log_prob[:4])
+
+
+def test_another_number_of_references_ends_the_job(world: World, qwen_edit_folder: Path) -> None:
+    rollout = make_rollout(edit_policy(world, qwen_edit_folder), 1)
+    with refused("edits 0 holds 2 images; model.reference_count is 1", JobError):
+        rollout.encode([edits(each=2)[:1]])
 
 
 def test_both_encoders_see_the_image(world: World, qwen_edit_folder: Path) -> None:

@@ -37,6 +37,9 @@ class FlowModelConfig(ModelConfig):
     reference_size: int = arg(
         1024, "square root of the area, in pixels, at which an editing model's VAE sees the image to edit", ge=32
     )
+    reference_count: int = arg(
+        1, "images that each row's `image` holds, in a list where more than 1 (Qwen-Image-Edit 2509 and 2511)", **COUNT
+    )
     attn_backend: Optional[str] = arg(
         None, "attention backend of diffusers' dispatch, e.g. native, flash; null: torch's"
     )

@@ -55,6 +55,7 @@ class SampleModelConfig:
         None, "module of phalanx.models.flow.families (or a dotted module); null: from model_index.json"
     )
     dtype: Optional[str] = arg(None, "dtype that the model computes in; null: the run's, or bfloat16", choices=DTYPES)
+    reference_count: Optional[int] = arg(None, "images that each row's `image` holds; null: the run's, or 1", **COUNT)
     reference_size: Optional[int] = arg(
         None, "side of the area at which an editing model's VAE sees the image; null: the run's, or 1024", ge=32
     )

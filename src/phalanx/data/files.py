@@ -12,7 +12,7 @@ from typing import Any
 
 from phalanx.config.files import kind, parse_json, read_bytes
 from phalanx.config.messages import cut, reason
-from phalanx.data.shown import COLUMNS, Located, column_of, holds_images, in_rows, in_table, undecoded
+from phalanx.data.shown import COLUMNS, Located, column_of, holds_images, in_rows, in_table, lengths_of, undecoded
 from phalanx.media.pictures import Picture, in_memory
 
 FORMATS = (
@@ -241,11 +241,16 @@ def _with_pictures(dataset: Any, folder: Path, place: str, images: Sequence[str]
             dataset = dataset.rename_column(column, name)
     columns = {name: undecoded(dataset.select_columns([name])) for name in images}
 
+    lengths = {name: lengths_of(columns[name], name) for name in images}
+
     def cell(name: str, number: int) -> Any:
         return columns[name][number][name]
 
     for number, (where, texts) in enumerate(_numbered(dataset.remove_columns(list(images)), place)):
-        pictures = {name: Picture(partial(cell, name, number), folder, f"{where}: {name}") for name in images}
+        pictures = {}
+        for name in images:
+            source = partial(cell, name, number)
+            pictures[name] = Picture(source, folder, f"{where}: {name}", lengths[name][number])
         yield where, {**texts, **pictures}
 
 

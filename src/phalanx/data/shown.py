@@ -68,6 +68,17 @@ def _is_list(type_: Any) -> bool:
     return bool(pa.types.is_list(type_) or pa.types.is_large_list(type_))
 
 
+def lengths_of(dataset: Any, name: str) -> list[int]:
+    """Images of each row of a dataset's column, of which only the lengths of lists are read."""
+    import pyarrow.compute as pc
+
+    lengths: list[int] = []
+    for table in dataset.with_format("arrow").iter(batch_size=1000):
+        column = table[name]
+        lengths += pc.list_value_length(column).fill_null(1).to_pylist() if _is_list(column.type) else [1] * len(column)
+    return lengths
+
+
 def undecoded(dataset: Any) -> Any:
     """A dataset whose images are what is stored of them."""
     from datasets import Image, List

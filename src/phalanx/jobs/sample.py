@@ -35,6 +35,7 @@ from phalanx.models.flow.policy import DTYPES, FlowPolicy, family_of
 from phalanx.rollout.flow.in_policy import PolicyRollout
 from phalanx.rollout.flow.samplers import check_frames, check_guidance
 from phalanx.telemetry.records import read_index, write_index
+from phalanx.training.flow_components import check_references
 from phalanx.types import Outputs, Prompt
 
 # shown in grid.mp4: the encoder takes 16384 pixels per side, and all their frames stay in memory
@@ -69,6 +70,7 @@ class Generator:
         family = family_of(self.model)
         if family.image_column is not None:
             self.prompts = read_prompts(cfg, (family.image_column,))
+        check_references(self.model, self.prompts)
         check_guidance(cfg, family)
         check_frames(cfg, family)
         mesh.shard_size(cfg.parallel, Launch.from_env())

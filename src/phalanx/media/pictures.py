@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,12 +24,35 @@ class Picture:
     """An image of a data file. `where` names its place in messages.
 
     `source()` returns what the file, which is in `folder`, holds of it: bytes, a path, or, as
-    Hugging Face stores images, {"bytes": ..., "path": ...} with one of them; or a list of one of these.
+    Hugging Face stores images, {"bytes": ..., "path": ...} with one of them; or a list of these. Where that has
+    several, there are only `parts`, `count`, `digest` and `file_size`.
     """
 
     source: Callable[[], Any]
     folder: Path
     where: str
+    length: int | None = None  # images of that list, where the file's columns say so; else it has to be read
+
+    @property
+    def count(self) -> int:
+        """Images of this place: those of a list, or 1."""
+        if self.length is not None:
+            return self.length
+        value = self.source()
+        return len(value) if isinstance(value, list) else 1
+
+    def check_count(self, expected: int) -> None:
+        """Raise ValueError for another number of images: all rows of a batch have one."""
+        if self.count != expected:
+            raise ValueError(f"{self.where} holds {self.count} images; model.reference_count is {expected}")
+
+    @property
+    def parts(self) -> list["Picture"]:
+        """The images of a list, one by one; or this one."""
+        value = self.source()
+        if not isinstance(value, list):
+            return [self]
+        return [Picture(partial(in_memory, each), self.folder, f"{self.where}[{i}]") for i, each in enumerate(value)]
 
     def pixels(self, height: int, width: int) -> "Tensor":
         """[3, H, W]; see `to_size`. Raises ValueError as `pil` does."""
@@ -75,6 +98,8 @@ class Picture:
     @cached_property
     def digest(self) -> str:
         """A name of the image by its pixels. Raises ValueError as `pil` does."""
+        if self.count > 1:
+            return hashlib.sha256(" ".join(part.digest for part in self.parts).encode()).hexdigest()
         image = self.pil()
         return hashlib.sha256(repr(image.size).encode() + image.tobytes()).hexdigest()
 
@@ -89,6 +114,8 @@ class Picture:
     @cached_property
     def file_size(self) -> int:
         """Bytes of the image's file. Raises ValueError, with one line, where there is none."""
+        if self.count > 1:
+            return sum(part.file_size for part in self.parts)
         file = self._file(self.source())
         try:
             return file.stat().st_size if isinstance(file, Path) else len(file.getvalue())

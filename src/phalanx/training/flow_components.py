@@ -1,8 +1,9 @@
 """The components of every job that trains a flow-matching model."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 
 from phalanx.config.flow import FlowModelConfig, FlowRunConfig
 from phalanx.config.load import ConfigError
@@ -14,6 +15,7 @@ from phalanx.rollout.flow import build_rollout
 from phalanx.rollout.flow.in_policy import PolicyRollout
 from phalanx.training.components import JobComponents, build_rewards, fitting_sets, start
 from phalanx.training.prompt_lengths import fitting
+from phalanx.types import Prompt
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,19 @@ def check_plan(cfg: FlowRunConfig) -> None:
     )
 
 
+def check_references(config: FlowModelConfig, rows: Iterable[PromptRow | Prompt]) -> None:
+    """Refuse another number of images than the model takes (ConfigError), or than it is to take (ValueError)."""
+    family, count = family_of(config), config.reference_count
+    if count > 1 and not family.takes_several:
+        most = "no image" if family.image_column is None else "one image"
+        raise ConfigError(
+            f"model.reference_count: {count}, but {family.pipeline_class} takes {most} per row; set it to 1"
+        )
+    if family.image_column is not None:
+        for row in rows:
+            row.meta[family.image_column].check_count(count)
+
+
 def build_components(
     cfg: FlowRunConfig,
     micro: int,
@@ -54,6 +69,7 @@ def build_components(
     """
     world = start(cfg)
     val_sets = validation_sets(cfg.data.val_files, images=image_columns(cfg.model), prompt=cfg.data.prompt_key)
+    check_references(cfg.model, chain(rows, *val_sets.values()))
     rewards = build_rewards(cfg, world, rows, val_sets, gradients=last_steps > 0)
     policy = build_policy(cfg.model, cfg.parallel, cfg.data, world, seed=cfg.trainer.seed, detach_uncond=detach_uncond)
     fit = partial(fitting, model=policy.model, data=cfg.data, first=world.rank == 0)

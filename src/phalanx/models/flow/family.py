@@ -77,6 +77,7 @@ class FlowModel(ModelFiles):
     masks_text: bool = False  # True where attention takes a mask if prompts differ in length
     # of the data: the image that a prompt is about; None: the model takes only texts
     image_column: str | None = None
+    takes_several: bool = False  # True where that column may hold a list: `model.reference_count` images
     omni_pipeline: str | None = None  # module:class of its pipeline in phalanx.engines.omni, if any
 
     pipeline: Any

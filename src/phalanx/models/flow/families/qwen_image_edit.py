@@ -19,6 +19,7 @@ from phalanx.models.flow.family import Embeds, Instruction
 from phalanx.models.flow.references import to_ratio
 
 TEMPLATE_TOKENS = 16  # that stay of the pipeline's template around image and instruction, at most
+PICTURE_TOKENS = 8  # of the template around each further image, at most
 
 
 class ImageProcessor(Qwen2VLProcessor):
@@ -30,20 +31,22 @@ class ImageProcessor(Qwen2VLProcessor):
 
 
 class Model(qwen_image.Model):
-    """As Qwen-Image; `embeds["reference"]` [N, R, 64] has the packed latents of the edited image.
+    """As Qwen-Image; `embeds["reference"]` [N, R, 64] has the packed latents of the edited image, or of several, one
+    after the other.
 
-    All of a batch have one size: the image is cut in the middle to the ratio of the images to be
+    All of a batch have one size: each image is cut in the middle to the ratio of the images to be
     made, and scaled as the pipeline does, to an area of `model.reference_size` squared for the VAE,
-    and 384 squared for the text encoder.
+    and 384 squared for the text encoder; and there are as many for each row.
     """
 
     pipeline_class = "QwenImageEditPlusPipeline"
     omni_pipeline = None
     image_column = "image"
+    takes_several = True
 
     def __init__(self, config: FlowModelConfig, dtype: torch.dtype, weights_dtype: torch.dtype) -> None:
         super().__init__(config, dtype, weights_dtype)
-        self.area = config.reference_size**2
+        self.area, self.count = config.reference_size**2, config.reference_count
         # by the image's digest and size, for as long as some embeddings have them
         self._references = WeakValueDictionary[tuple[str, tuple[int, int]], Tensor]()
 
@@ -71,14 +74,18 @@ class Model(qwen_image.Model):
         """`prompt_embeds` [L, D] and `reference` [R, 64], one tensor for all texts about an image.
         The instruction is cut at `max_length` tokens, as the stock pipeline does not.
         """
-        image = to_ratio(instruction.picture.pil(), *instruction.size)
-        seen = self.pipeline.image_processor.resize(image, *self.seen_size(*instruction.size))
+        instruction.picture.check_count(self.count)
+        images, seen = [], []
+        for part in instruction.picture.parts:
+            images.append(to_ratio(part.pil(), *instruction.size))
+            seen.append(self.pipeline.image_processor.resize(images[-1], *self.seen_size(*instruction.size)))
         text = cut_text(self.pipeline.tokenizer, instruction.text, max_length)
         embeds, _ = self.pipeline.encode_prompt([text], image=self.condition(seen), device=device)
         key = (instruction.picture.digest, instruction.size)
         reference = self._references.get(key)
         if reference is None:
-            self._references[key] = reference = self.reference(image, instruction.size, device)
+            latents = [self.reference(image, instruction.size, device) for image in images]
+            self._references[key] = reference = torch.cat(latents)
         return {"prompt_embeds": embeds[0].cpu(), "reference": reference}
 
     def reference(self, image: Image.Image, size: tuple[int, int], device: torch.device) -> Tensor:
@@ -87,9 +94,9 @@ class Model(qwen_image.Model):
         frame = pixels[:, :, None].to(device, self.dtype)
         return self.pack(self.pipeline._encode_vae_image(frame, None))[0].cpu()
 
-    def condition(self, image: Image.Image) -> Any:
-        """The image as the pipeline hands it to the text encoder."""
-        return [image]
+    def condition(self, images: list[Image.Image]) -> Any:
+        """The images as the pipeline hands them to the text encoder."""
+        return images
 
     def text_tokens(self, texts: list[str], max_length: int) -> tuple[Any, list[list[int]], int]:
         """Of the instruction: see `cut_text`."""
@@ -99,7 +106,7 @@ class Model(qwen_image.Model):
         vision = self.pipeline.text_encoder.config.vision_config
         patch = vision.patch_size * vision.spatial_merge_size
         rows, columns = (round(side / patch) for side in self.seen_size(height, width))
-        return max_length + rows * columns + TEMPLATE_TOKENS
+        return max_length + self.count * (rows * columns + PICTURE_TOKENS) - PICTURE_TOKENS + TEMPLATE_TOKENS
 
     def collate(self, embeds: list[Embeds], length: int, padded: bool) -> Embeds:
         batch = super().collate(embeds, length, padded)
@@ -110,11 +117,12 @@ class Model(qwen_image.Model):
         return super().velocity(both, timesteps, embeds, height, width)[:, : latents.shape[1]]
 
     def image_shapes(self, height: int, width: int) -> list[tuple[int, int, int]]:
-        return [*super().image_shapes(height, width), (1, *self.grid(*self.reference_size(height, width)))]
+        reference = (1, *self.grid(*self.reference_size(height, width)))
+        return [*super().image_shapes(height, width), *[reference] * self.count]
 
     def embeds_like(self, length: int, height: int, width: int) -> Embeds:
         rows, columns = self.grid(*self.reference_size(height, width))
-        reference = torch.empty(rows * columns, self.transformer.config.in_channels, dtype=self.dtype)
+        reference = torch.empty(self.count * rows * columns, self.transformer.config.in_channels, dtype=self.dtype)
         return super().embeds_like(length, height, width) | {"reference": reference}
 
 

@@ -11,9 +11,11 @@ class Model(qwen_image_edit.Model):
     """As qwen_image_edit; the text encoder sees the image as large as the VAE does."""
 
     pipeline_class = "QwenImageEditPipeline"
+    takes_several = False
 
     def seen_size(self, height: int, width: int) -> tuple[int, int]:
         return self.reference_size(height, width)
 
-    def condition(self, image: Image.Image) -> Any:
+    def condition(self, images: list[Image.Image]) -> Any:
+        (image,) = images
         return image
