@@ -90,17 +90,18 @@ def assert_same(alone: dict[str, Any], shared: list[dict[str, Any]], size: int, 
 
 
 def models(attention: str) -> dict[str, tuple[PreTrainedConfig, dict[str, Any]]]:
-    """Configurations with 4 heads, by what is special about them, and keys of the model."""
+    """Configurations with 4 heads or 8, by what is special about them, and keys of the model."""
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
              "vocab_size": 60, "max_position_embeddings": 64, "head_dim": 8}  # fmt: skip
     windows = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
     if attention == "eager":
         capped = Gemma2Config(**sizes, num_key_value_heads=1, attn_logit_softcapping=0.5, **windows)
         return {"soft caps": (capped, {"attn_implementation": "eager"})}
+    wide = Qwen3Config(**sizes | {"num_attention_heads": 8}, num_key_value_heads=4)
     learned = GPT2Config(n_embd=32, n_head=4, n_layer=2, vocab_size=60, n_positions=40, bos_token_id=0, eos_token_id=0)
     windowed = Qwen2Config(**sizes, num_key_value_heads=2, use_sliding_window=True, max_window_layers=0, **windows)
     return {
-        "heads of keys in halves": (Qwen3Config(**sizes, num_key_value_heads=2), {"gradient_checkpointing": True}),
+        "heads of keys in halves": (wide, {"gradient_checkpointing": True}),
         "one head of keys": (Qwen3Config(**sizes, num_key_value_heads=1), {}),
         "windows": (windowed, {}),
         "learned positions": (learned, {}),
