@@ -3,15 +3,9 @@
     L = mean over samples of  w_k max(-A rho, -A clip(rho, 1 - eps, 1 + eps)),   w_k = sigma_k / mean of sigma_s
 
 The images of a prompt are one trajectory of the ODE up to step k, at which each goes on with separate noise; then each
-<<<<<<< HEAD
-follows the ODE again. They differ only by that step, which gets the credit for their rewards. sigma_k is the std of its
-transition. It is the surrogate of flow_grpo on these samples (rollout.sde_window_size=1, init_same_noise, branching),
-with its weights by noise (algorithm.timestep_weight).
-=======
 follows the ODE again. They differ only by that step, which gets the credit for their rewards. sigma_k is the std of the
 transition. It is flow_grpo's surrogate on these samples (rollout.sde_window_size=1, init_same_noise, branching), with
 its weights by noise (algorithm.timestep_weight).
->>>>>>> draft
 
 Deviations from the paper:
 1. A training step branches at one k for all prompts, drawn at random (rollout.window_schedule); the authors' code
