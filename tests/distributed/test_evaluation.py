@@ -9,6 +9,7 @@ import pytest
 
 from phalanx.config import load
 from phalanx.config.tasks import EvaluateConfig
+from tests.distributed.test_conversations import ENVIRONMENTS
 from tests.jobs import PROMPTS, fit, rows, tiny_config
 from tests.ranks import RankError, run_ranks
 
@@ -133,3 +134,35 @@ def test_a_checkpoint_scores_as_in_its_validation_and_beats_no_baseline(sd3_fold
     other = [f"checkpoint={tmp_path / 'out'}", f"baseline={earlier}", f"output_dir={tmp_path / 'again'}"]
     with pytest.raises(RankError, match=r"has other samples: there rollout\.val\.seed was 1234 and is 7; compare"):
         run_ranks(evaluate, 1, [*other, "seed=7"])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["flow", "blocks", "conversations"])
+def test_other_models_on_two_ranks(
+    kind: str, sd3_folder: Path, blocks_folder: Path, lm_folder: Path, tmp_path: Path
+) -> None:
+    small = ("rollout.height=32", "rollout.width=32", "rollout.val.num_inference_steps=2")
+    bright = f"reward.functions=[{{path: '{tmp_path / 'reward.py'}:brightness'}}]"
+    folder, words = {
+        "flow": (sd3_folder, (*small, bright)),
+        "blocks": (blocks_folder, ("model.block_size=4",)),
+        "conversations": (
+            lm_folder,
+            (f"environment.path='{tmp_path / 'talk.py'}:Talk'", "data.max_response_length=40"),
+        ),
+    }[kind]
+    (tmp_path / "talk.py").write_text(ENVIRONMENTS)
+    for world in (1, 2):
+        given = lm_words(folder, tmp_path, str(world), *words, "parallel.fsdp_size=1")
+        if kind == "flow":
+            of_texts = ("rollout.val.temperature", "data.max_response_length")
+            given = [word for word in given if not word.startswith(of_texts)]
+        run_ranks(evaluate, world, given)
+    assert written(tmp_path / "1") == written(tmp_path / "2")
+    records = [json.loads(line) for line in written(tmp_path / "1")[0].splitlines()]
+    assert len(records) == 15
+    if kind == "flow":
+        images = sorted(path.name for path in (tmp_path / "2" / "images" / "held_out").iterdir())
+        assert images == [f"{i:05d}_{j}.png" for i in range(5) for j in range(3)]
+    if kind == "conversations":
+        assert any(len(row["messages"]) > 2 for row in records)
