@@ -76,6 +76,8 @@ def test_events_are_told_once(tmp_path: Path) -> None:
     write(tmp_path, 0, [{"event": "start", "at": 5, "ranks": 3, "host": "b"}])
     write(tmp_path, 0, [{"event": "stopped", "at": 6, "text": "why"}, {"event": "said", "at": 7, "text": "why"}])
     kinds = [(event["kind"], event["rank"], event["text"]) for event in history.data()["events"]]
+    write(tmp_path, 1, [{"event": "failed", "at": 6, "text": "why"}, {"event": "failed", "at": 99, "text": "why"}])
+    assert [event["at"] for event in history.data()["events"] if event["kind"] == "failed"] == [1099]
     assert kinds[len(first) :] == [("restart", 0, "3 ranks, the first on b (before: 4 ranks)"), ("stopped", 0, "why")]
 
 

@@ -60,7 +60,9 @@ class RankFiles:
         }
         self._offset = time.time() - time.perf_counter()
         self._text, self._events = deque[str](maxlen=1 << 14), deque[dict[str, Any]](maxlen=1 << 10)
-        self._wake, self._written, self._done = threading.Event(), threading.Event(), False
+        self._turn = threading.Condition()
+        self._asked = self._answered = 0  # requests to write at once
+        self._done = False
         self._thread = threading.Thread(target=self._run, name="rank files", daemon=True)
         self._handler = _Warnings(self._events)
         self._streams, self._copied_before = (sys.stdout, sys.stderr), exit.copy
@@ -79,17 +81,20 @@ class RankFiles:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         end = "finished" if error is None else "stopped" if isinstance(error, Stopped) else "failed"
-        text = "" if error is None else str(error) or type(error).__name__
+        text = "" if error is None else exit.hide(str(error) or type(error).__name__)
         self._events.append({"event": end, "at": time.time(), "text": text[:LONGEST_EVENT]})
-        self._state["ended"], self._done = end, True
+        self._state["ended"] = end
         logging.getLogger().removeHandler(self._handler)
         for name, stream in zip(("stdout", "stderr"), self._streams, strict=True):
             current = sys.stdout if name == "stdout" else sys.stderr
             if isinstance(current, _Copy):  # a line of progress may have put its own there
                 setattr(sys, name, stream)
         self._flush()
-        if error is None:
+        if error is None:  # else there may be last words
             exit.copy = self._copied_before
+            with self._turn:
+                self._done = True
+                self._turn.notify_all()
 
     # -- the side of the training ----------------------------------------------------------------------------------
 
@@ -106,24 +111,30 @@ class RankFiles:
         self._flush()
 
     def _flush(self) -> None:
-        if threading.current_thread() is not self._thread and self._thread.is_alive():
-            self._written.clear()
-            self._wake.set()
-            self._written.wait(LAST_WORDS_S)
+        """Have all that is known now written, or LAST_WORDS_S pass."""
+        if threading.current_thread() is self._thread:
+            return
+        with self._turn:
+            self._asked += 1
+            number = self._asked
+            self._turn.notify_all()
+            self._turn.wait_for(lambda: self._answered >= number, LAST_WORDS_S)
 
     # -- the thread ------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while True:
-            self._wake.clear()
+        while not self._done:
+            number = self._asked
             try:
                 self._write()
             except OSError as error:
                 if not self._has_failed:
                     _log.error("%s: %s; phalanx watch misses what this rank does", exit.place(), error)
                 self._has_failed = True
-            self._written.set()
-            self._wake.wait(self._interval)
+            with self._turn:
+                self._answered = number
+                self._turn.notify_all()
+                self._turn.wait_for(lambda: self._done or self._asked > self._answered, self._interval)
 
     def _write(self) -> None:
         """Write the files with what has come since the last time."""
@@ -138,11 +149,11 @@ class RankFiles:
             lines.append(f'{{"wait":{number},"from":{self._wall(begin)},"to":{self._wall(end)}}}')
         if lines:
             _append(self._paths["jsonl"], "\n".join([*lines, ""]))
-        text = CONTROL.sub("", "".join(_taken(self._text)))
+        text = exit.hide(CONTROL.sub("", "".join(_taken(self._text))))
         if text:
             _append(self._paths["log"], text)
         phase = self._timers.phase
-        self._state |= {
+        state = self._state | {
             "at": time.time(),
             "step": self._timers.step,
             "rate": self._timers.rate,
@@ -150,7 +161,7 @@ class RankFiles:
             "phase_since": self._wall(phase.since),
             "memory_gb": peak_memory_gb(self._world.device),
         }
-        write_json(self._paths["json"], self._state)
+        write_json(self._paths["json"], state)
 
     def _wall(self, moment: float) -> float:
         return round(moment + self._offset, 6)

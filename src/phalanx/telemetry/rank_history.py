@@ -3,6 +3,7 @@ the others waited for, and events. page/ranks.js draws the result, on the live p
 """
 
 import json
+import math
 import os
 import time
 from collections import deque
@@ -17,6 +18,8 @@ MAX_EVENTS = 200
 MAX_SPANS = 40_000  # of a timeline
 WAITING = {"wait", "idle"}  # phases in which a rank of a role waits for another role
 COMMON = {"start", "finished", "stopped"}  # events of all ranks, told once
+ENDS = {"said", "failed", "error"}
+TOGETHER_S = 60.0
 NOTED = ("checkpoint", "validation")  # phases of rank 0 that are events
 
 
@@ -134,14 +137,14 @@ def _clipped(line: dict[str, Any], begin: float, end: float) -> tuple[float, flo
 
 def _events(lines: dict[int, RankLines]) -> list[dict[str, Any]]:
     """The last events of all ranks, in their order, with starts in words."""
-    events, size = [], None
+    events, size, told = [], None, dict[str, float]()
     for rank, of_rank in lines.items():
-        told = set[str]()
         for line in of_rank.events:
             event = {"at": line["at"], "rank": rank, "kind": str(line["event"]), "text": str(line.get("text", ""))}
-            if (rank > 0 and event["kind"] in COMMON) or (event["kind"] == "said" and event["text"] in told):
+            is_repeated = event["at"] - told.get(event["text"], -math.inf) < TOGETHER_S  # all ranks end with one error
+            if (rank > 0 and event["kind"] in COMMON) or (event["kind"] in ENDS and is_repeated):
                 continue
-            told.add(event["text"])
+            told[event["text"]] = event["at"]
             if event["kind"] == "start":
                 event["text"] = f"{line.get('ranks')} ranks, the first on {line.get('host')}"
                 if size is not None:

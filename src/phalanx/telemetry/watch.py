@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from phalanx.config.secrets import hide
 from phalanx.telemetry.metrics import METRICS_FILE
 from phalanx.telemetry.rank_history import RankHistory
 from phalanx.telemetry.records import IMAGES, SAMPLES
@@ -88,7 +87,7 @@ class Watcher:
         folder = self.folders[number]
         path = folder / RANKS / f"{rank}.log"
         data = inside(folder, path).read_bytes()[-LOG_BYTES:] if path.is_file() else b""
-        return {"text": hide(data.decode("utf-8", "replace"))}
+        return {"text": data.decode("utf-8", "replace")}
 
     def _sections(self, seen: str, kept: str) -> dict[str, Any]:
         """The sections of the report that have changed since the page got what it has `seen`, by keys of the files."""

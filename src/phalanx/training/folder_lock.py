@@ -84,11 +84,13 @@ class FolderLock:
         }
         self._write()
         self._done, self._stops = threading.Event(), False
-        threading.Thread(target=self._beats, name="folder lock", daemon=True).start()
+        self._thread = threading.Thread(target=self._beats, name="folder lock", daemon=True)
+        self._thread.start()
 
     def release(self) -> None:
         """Stop the beats and free the folder."""
         self._done.set()
+        self._thread.join(PATIENCE_S)  # a beat that is being written would bring the file back
         other = read_json(self._file)
         if other is not None and other.get("token") == self._me["token"]:
             self._file.unlink(missing_ok=True)

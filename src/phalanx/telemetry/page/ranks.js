@@ -224,7 +224,10 @@
 
   function describe() {
     const ranks = data.ranks.length;
-    if (!data.blame.length) {
+    const apart = data.spans.filter((span) => WAITING.includes(span[1])).reduce((sum, [, , from, to]) => sum + to - from, 0);
+    if (!data.blame.length && apart > 0) {
+      blame.textContent = `Ranks of one role waited ${precise(apart)} for another role.`;
+    } else if (!data.blame.length) {
       blame.textContent = ranks > 1 ? "In this step no rank waited for another." : "There is no other rank to wait for.";
     } else {
       const parts = data.blame.slice(0, 3).map(([rank, seconds]) => `rank ${rank} (${precise(seconds)})`);
