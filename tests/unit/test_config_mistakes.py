@@ -36,7 +36,7 @@ MISTAKES = [
     (["++actor_rollout_ref.rollout.mode=x"], "unknown key ++actor_rollout_ref.rollout.mode; here there is nothing to set for it"),
     (["sample.num_steps=10"], "unknown key sample.num_steps; here it is rollout.num_inference_steps"),
     (["model.zzz=1"], "unknown key model.zzz; known here: path, revision, dtype, lora_rank, lora_alpha, lora_init, target_modules, "
-     "lora_path, lora_dtype, gradient_checkpointing, gradient_checkpointing_blocks, compile, cpu_linear, family, reference_size, reference_count, attn_backend, target_components"),
+     "lora_path, lora_dtype, quantization, gradient_checkpointing, gradient_checkpointing_blocks, compile, cpu_linear, family, reference_size, reference_count, attn_backend, target_components"),
     (["algorithm.clip_rate=1"], "unknown key algorithm.clip_rate; did you mean algorithm.clip_ratio?"),
     (["reward.functions=[{name: ocr}, {nam: ocr}]"], "unknown key reward.functions[1].nam; did you mean reward.functions[1].name?"),
     (["trainer={sed: 3}"], "unknown key trainer.sed; did you mean trainer.seed?"),
