@@ -103,8 +103,8 @@ class FlowRolloutConfig(RolloutConfig):
     num_frames: int = arg(1, "frames of a video, for Wan one more than a multiple of 4; 1: an image", **COUNT)
     guidance_scale: float = arg(
         1.0,
-        "classifier-free guidance of SD3, Z-Image, Wan and FLUX.2 Klein base, 1 is off; the scale that FLUX.1-dev, FLUX.1 "
-        "Kontext and FLUX.2-dev take as an input",
+        "classifier-free guidance of SD3, Z-Image, Wan and FLUX.2 Klein base, 1 is off; the scale that FLUX.1-dev, "
+        "FLUX.1 Kontext and FLUX.2-dev take as an input",
     )
     true_cfg_scale: float = arg(1.0, "true classifier-free guidance of Qwen-Image and FLUX.1; 1 is off")
     noise_level: float = arg(0.7, "eta of the stochastic steps; 0 is the ODE, which has no transitions to train", ge=0)
