@@ -4,7 +4,6 @@ from typing import Any
 
 import torch
 from diffusers import Flux2Transformer2DModel
-from diffusers.pipelines.flux2.pipeline_flux2 import compute_empirical_mu, format_input
 from PIL import Image
 from torch import Tensor, nn
 from transformers import AutoTokenizer
@@ -60,6 +59,9 @@ class Model(FlowModel):
 
     def text_tokens(self, texts: list[str], max_length: int) -> tuple[Any, list[list[int]], int]:
         """With the system's message, in the chat template."""
+        # not above: a job imports all families, and this module takes a twentieth of the time of all
+        from diffusers.pipelines.flux2.pipeline_flux2 import format_input
+
         tokenizer, chats = self.pipeline.tokenizer, format_input(texts, self.pipeline.system_message)
         return tokenizer, tokenizer.apply_chat_template(chats, return_dict=True)["input_ids"], max_length
 
@@ -82,6 +84,8 @@ class Model(FlowModel):
         return embeds | {"reference": self.references.latents(instruction, encode_image)}
 
     def dynamic_shift(self, tokens: int, num_inference_steps: int) -> float:
+        from diffusers.pipelines.flux2.pipeline_flux2 import compute_empirical_mu
+
         return compute_empirical_mu(tokens, num_inference_steps)
 
     def grid(self, height: int, width: int) -> tuple[int, int]:
