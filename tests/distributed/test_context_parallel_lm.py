@@ -1,6 +1,7 @@
 """Ranks that share the tokens of a language model's samples (Ulysses): the same job as without."""
 
 import os
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    BloomConfig,
     Gemma2Config,
     GPT2Config,
     PreTrainedConfig,
@@ -26,6 +28,7 @@ from phalanx.config.run import ParallelConfig
 from phalanx.distributed import mesh
 from phalanx.distributed.context_parallel import ContextGroup
 from phalanx.models.lm import packing
+from phalanx.models.lm.agreement import check_agreement
 from phalanx.models.lm.critic import ValueLM
 from phalanx.models.lm.model import CausalLM, causal_lm
 from phalanx.plan.jobs import planned
@@ -40,6 +43,7 @@ from tests.distributed import test_lm_algorithms
 from tests.distributed.test_resume import stop_after
 from tests.jobs import assert_same_weights, rows
 from tests.lm import fit, one_step, tiny_lm_config
+from tests.numerics.test_agreement import Tokenizer
 from tests.ranks import run_ranks
 
 KEY = "parallel.ulysses_sequence_parallel_size"
@@ -162,6 +166,25 @@ def test_the_same_scores_and_gradient(attention: str, ranks: int) -> None:
     for found in run_ranks(differences, ranks, attention):
         assert len(found) >= 3
         assert max(found.values()) < 1e-5, found
+
+
+def tried(config: PreTrainedConfig) -> str:
+    """What the check at load says of a model whose positions are shared."""
+    world = mesh.start(ParallelConfig(ulysses_sequence_parallel_size=2))
+    kind, lm = LMModelConfig(path="any", dtype="float32"), AutoModelForCausalLM.from_config(config).eval()
+    model = causal_lm(lm, kind, chunk=3)
+    model.share_positions(world, "sdpa")
+    with pytest.raises(ValueError) as error:
+        check_agreement(model, kind, Tokenizer(), world.device, decodes=False)
+    mesh.stop()
+    return str(error.value)
+
+
+def test_a_model_without_the_interface_is_seen_at_load() -> None:
+    config = BloomConfig(vocab_size=60, hidden_size=32, n_layer=1, n_head=4)
+    for message in run_ranks(tried, 2, config):
+        assert re.match("model.path: 'any': .*Bloom.* passes over padded samples", message)
+        assert message.endswith(f"; set {KEY} to 1")
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from transformers import DynamicCache
 
 from phalanx.config.lm import LMModelConfig
 from phalanx.config.messages import reason
+from phalanx.distributed.context_parallel import KEY
 from phalanx.functional.tokens import FAR, left_padded
 from phalanx.models.lm.model import CACHE, CausalLM
 
@@ -52,7 +53,7 @@ def check_agreement(
     at, ends = torch.arange(1, ids.shape[1], device=device), torch.tensor(lengths, device=device)[:, None]
     predicting = (at < ends) & (at >= ends - torch.tensor(counts, device=device)[:, None])
     paths = ["passes over padded samples"]
-    advice = ["this model cannot be trained here"]
+    advice = ["this model cannot be trained here" if module.context is None else f"set {KEY} to 1"]
     if config.use_remove_padding:
         paths.append("passes over packed samples")
         advice.append("set model.use_remove_padding=false")
