@@ -65,8 +65,8 @@ def test_groups_are_trained_as_one(sd3_folder: Path, tmp_path: Path) -> None:
         fixed = ("rollout.micro_batch_size_per_gpu=4", "algorithm.beta=10")
         return algorithm_config(sd3_folder, tmp_path, "dgpo", *fixed, LORA, "algorithm.kl_loss_coef=0.01", *overrides)
 
-    one = run_ranks(one_step, 1, configured())
-    cfg = configured("parallel.fsdp_size=2", "actor.ppo_micro_batch_size_per_gpu=8")
+    one = run_ranks(one_step, 1, configured("actor.ppo_micro_batch_size_per_gpu=8"))  # two groups a pass
+    cfg = configured("parallel.fsdp_size=2")
     assert_same_step(one, run_ranks(one_step, 2, cfg), cfg.optim.lr)
     assert one[0]["row"]["actor/kl_ref"] > 0
 
