@@ -267,8 +267,8 @@ class Model(FlowModel):
         for name, steps in ((FIRST, high), (SECOND, ~high)):
             if name in (components or (FIRST, SECOND)) and not steps.any():
                 log.warning(
-                    "model.target_components: no step of rollout.sde_window_range is one of %s, so that it learns "
-                    "nothing; its steps are those whose timestep is %s %g",
+                    "model.target_components: no step of rollout.sde_window_range, or of algorithm.last_steps, is one "
+                    "of %s, so that it learns nothing; its steps are those whose timestep is %s %g",
                     name,
                     "at least" if name == FIRST else "below",
                     self.transformer.boundary,
