@@ -84,7 +84,7 @@ def test_levels_and_timesteps(world: World, hunyuan_folder: Path) -> None:
     policy, pipeline = make_policy(world, hunyuan_folder, dtype="bfloat16"), load_pipeline(hunyuan_folder)
     sigmas, timesteps = policy.model.schedule(4, 32, 48)
     torch.testing.assert_close(sigmas, torch.tensor([1.0, 15 / 16, 5 / 6, 5 / 8, 0.0]))
-    assert policy.model.shift(32, 48) == 5
+    assert policy.model.shift(4, 32, 48) == 5
     seen: list[list[float]] = []
     pipeline = pipeline.to(torch.bfloat16)
     for transformer in (policy.model.transformer, pipeline.transformer):
