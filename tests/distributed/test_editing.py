@@ -14,8 +14,9 @@ from torch import Tensor
 
 from phalanx.config import ConfigError, load
 from phalanx.config.flow import FlowMatchingTaskConfig, FlowRLConfig
-from phalanx.config.tasks import ExportConfig, SampleConfig
+from phalanx.config.tasks import EvaluateConfig, ExportConfig, SampleConfig
 from phalanx.data.prompts import DataError, load_prompts
+from phalanx.jobs.evaluate import Evaluation
 from phalanx.jobs.export import Export
 from tests.checks import refused
 from tests.distributed.test_layouts import assert_same_step
@@ -100,6 +101,9 @@ def test_other_numbers_of_references_are_refused(qwen_edit_folder: Path, qwen_fo
     said = "model.reference_count: 2, but QwenImagePipeline takes no image per row; set it to 1"
     with refused(said, ConfigError):
         built_here(tiny_config(qwen_folder, tmp_path / "plain", "model.reference_count=2"))
+    words = [f"model.path={qwen_edit_folder}", f"data.val_files=[{two}]", "reward.functions=[{name: aesthetic}]"]
+    with refused(f"data.val_files: {two}:1: image holds 2 images; model.reference_count is 1", ValueError):
+        Evaluation(load(EvaluateConfig, None, words))
 
 
 def test_images_in_parquet_are_the_same(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from phalanx.config.joint import POLICIES, JointConfig
 from phalanx.config.load import ConfigError
 from phalanx.jobs.export import open_checkpoint
 from phalanx.training.joint import build
+from tests.checks import refused
 from tests.jobs import CONTRAST, PROMPTS, SIZE, assert_same_weights, full_weights, rows
 from tests.ranks import RankError, run_ranks
 
@@ -275,3 +276,10 @@ def test_images_of_prompts_are_refused(
     with pytest.raises(ConfigError) as error:
         build(cfg)
     assert str(error.value) == f"data.train_files: {file}:1 {message}"
+
+
+def test_other_numbers_of_references_are_refused(lm_folder: Path, sd3_folder: Path, tmp_path: Path) -> None:
+    cfg = joint_config(lm_folder, sd3_folder, tmp_path, "painter.model.reference_count=2")
+    said = "painter.model.reference_count: 2, but StableDiffusion3Pipeline takes no image per row; set it to 1"
+    with refused(said, ConfigError):
+        build(cfg)

@@ -84,7 +84,7 @@ def test_levels_and_timesteps(world: World, hunyuan_folder: Path) -> None:
     policy, pipeline = make_policy(world, hunyuan_folder, dtype="bfloat16"), load_pipeline(hunyuan_folder)
     sigmas, timesteps = policy.model.schedule(4, 32, 48)
     torch.testing.assert_close(sigmas, torch.tensor([1.0, 15 / 16, 5 / 6, 5 / 8, 0.0]))
-    assert policy.model.shift(32, 48) == 5
+    assert policy.model.shift(4, 32, 48) == 5
     seen: list[list[float]] = []
     pipeline = pipeline.to(torch.bfloat16)
     for transformer in (policy.model.transformer, pipeline.transformer):
@@ -127,7 +127,7 @@ def test_images_are_encoded_as_they_are_decoded(world: World, hunyuan_folder: Pa
     torch.testing.assert_close(model.encode_images(torch.full((1, 3, 32, 48), 0.5)), moments)
 
 
-def test_sizes(world: World, hunyuan_folder: Path) -> None:
+def test_sizes(world: World, hunyuan_folder: Path, hunyuan_i2v_folder: Path) -> None:
     model = make_policy(world, hunyuan_folder).model
     assert model.latent_shape(32, 48) == (4, 1, 8, 12) and model.sample_shape(36, 48, 9) == (4, 3, 9, 12)
     for size, message in (
@@ -136,6 +136,8 @@ def test_sizes(world: World, hunyuan_folder: Path) -> None:
     ):
         with refused(message):
             model.sample_shape(*size)
+    with refused("rollout.num_frames: 1 is the given image; expected those of a video that begins with it"):
+        make_rollout(make_policy(world, hunyuan_i2v_folder), 1)
 
 
 def test_the_count_of_flops_is_that_of_the_real_forward_pass(world: World, hunyuan_folder: Path) -> None:

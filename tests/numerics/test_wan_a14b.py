@@ -10,6 +10,7 @@ from torch import Tensor
 from phalanx.distributed.mesh import World
 from phalanx.models.flow.families.wan import Experts
 from phalanx.models.flow.policy import FlowPolicy
+from phalanx.training.flow_components import keep_last_steps
 from tests.checks import refused
 from tests.policies import MAX_LENGTH, PROMPTS, disturb, make_policy, make_rollout, ode, sample, velocity
 from tests.tiny import load_pipeline
@@ -144,9 +145,16 @@ def test_a_transformer_that_learns_nothing_is_told(
     assert caplog.messages == []
     make_rollout(policy, 1, num_frames=VIDEO, sde_window_range=[0, 2])
     assert caplog.messages == [
-        "model.target_components: no step of rollout.sde_window_range is one of transformer_2, so that it learns nothing; "
-        "its steps are those whose timestep is below 800"
+        "model.target_components: no step of rollout.sde_window_range, or of algorithm.last_steps, is one of "
+        "transformer_2, so that it learns nothing; its steps are those whose timestep is below 800"
     ]
+    caplog.clear()
+    rollout = make_rollout(policy, 1, num_frames=VIDEO)
+    rollout.window = False
+    keep_last_steps(policy, rollout, 3, policy.config)
+    assert caplog.messages == []
+    keep_last_steps(policy, rollout, 1, policy.config)
+    assert "is one of transformer, so that it learns nothing; its steps are those whose timestep is at" in caplog.text
     caplog.clear()
     chosen = make_policy(world, a14b_folder, max_prompt_length=512, target_components=["transformer"])
     make_rollout(chosen, 1, num_frames=VIDEO, sde_window_range=[0, 2])

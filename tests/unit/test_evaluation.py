@@ -6,6 +6,9 @@ from typing import Any
 
 import pytest
 
+from phalanx.config import load
+from phalanx.config.tasks import EvaluateConfig
+from phalanx.jobs.candidate import read_baseline, read_candidate
 from phalanx.rewards.base import GivesAnswers
 from phalanx.rewards.text.dapo import Dapo
 from phalanx.rewards.text.gsm8k import Gsm8k
@@ -123,3 +126,11 @@ def test_a_page_without_scripts(tmp_path: Path) -> None:
     assert not [tag for tag, _ in page.tags if tag == "script"]
     for words in ("Student's t", "mean before", "Highest rewards", "By group", "against base"):
         assert words in page.text
+
+
+def test_a_baseline_folder_has_whole_weights(lm_folder: Path) -> None:
+    words = [f"model.path={lm_folder}", "model.lora_rank=4", "model.quantization=nf4", f"baseline={lm_folder}"]
+    files = ["data.val_files=[assets/words/test.jsonl]", "reward.functions=[{name: gsm8k}]"]
+    cfg = load(EvaluateConfig, None, [*words, *files])
+    model = read_baseline(cfg, read_candidate(cfg)).run.model
+    assert (model.lora_rank, model.quantization) == (0, None)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import sha256
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ from phalanx.rollout import lm as lm_engines
 from phalanx.rollout.registry import check_installed
 from phalanx.training.checkpoint import read_meta
 from phalanx.training.components import TrainedPolicy, build_rewards, fitting_sets
-from phalanx.training.flow_components import check_plan
+from phalanx.training.flow_components import check_plan, check_references
 from phalanx.training.lm_rl import fitting, with_tools
 from phalanx.training.prompt_lengths import fitting as fitting_flow
 from phalanx.types import Prompt, Rollout
@@ -135,6 +136,7 @@ def read_baseline(cfg: EvaluateConfig, candidate: Candidate) -> Candidate:
         trained, name = None, cfg.baseline
         base = candidate.run.model
         model = replace(base, path=name, revision=None, lora_rank=0, lora_path=None, target_modules=None)
+        model = replace(model, quantization=None)
         if folder.is_dir() and _kind(name) != ("flow" if isinstance(candidate.run, FlowRunConfig) else "lm"):
             raise ConfigError(f"baseline: {name!r} is a model of another kind than {candidate.name!r}")
     run = replace(candidate.run, model=model)
@@ -189,7 +191,9 @@ def read_sets(run: RunConfig) -> Sets:
     """The prompts by the names of their sets; ValueError for files that cannot be read."""
     data = run.data
     if isinstance(run, FlowRunConfig):
-        return validation_sets(data.val_files, images=image_columns(run.model), prompt=data.prompt_key)
+        sets = validation_sets(data.val_files, images=image_columns(run.model), prompt=data.prompt_key)
+        check_references(run.model, chain.from_iterable(sets.values()))
+        return sets
     assert isinstance(run, LMRunConfig), "of the two kinds"
     form: dict[str, Any] = {"quoted": False, "answered": True, "image_key": run.data.image_key}
     sets = validation_sets(data.val_files, prompt=data.prompt_key, **form)

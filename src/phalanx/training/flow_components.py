@@ -87,5 +87,7 @@ def keep_last_steps(policy: FlowPolicy, rollout: PolicyRollout, last_steps: int,
     blocks of the VAE are recomputed if others are, and diffusers can.
     """
     rollout.last_steps, vae = last_steps, policy.model.vae
+    if last_steps:
+        rollout.check_steps(rollout.stochastic_steps(0, 0))
     if last_steps and config.gradient_checkpointing and vae._supports_gradient_checkpointing:
         vae.enable_gradient_checkpointing()

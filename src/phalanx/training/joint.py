@@ -35,6 +35,7 @@ from phalanx.telemetry.step_metrics import reward_metrics
 from phalanx.training import flow_rl, lm_rl, prompt_lengths
 from phalanx.training.collect import Collected, Collector, Rescorer, total_steps
 from phalanx.training.components import TrainedPolicy, build_rewards, choose_cpu_linear, fitting_sets, start
+from phalanx.training.flow_components import check_references
 from phalanx.training.job import Job
 from phalanx.training.loop import train_step
 from phalanx.training.minibatches import BatchPlan
@@ -265,6 +266,8 @@ def build(cfg: JointConfig) -> JointTrainer:
             raise ConfigError(f"{row.place} has a place for an image, {MARK}; the writer of a joint run reads texts")
         if "images" in row.meta:
             raise ConfigError(f"{row.place} has a column images; the writer of a joint run reads texts")
+    with about(PAINTER):
+        check_references(painter.model, every)
     world = start(writer, WRITER)
     if world.device.type == "cpu":
         choose_cpu_linear(painter, world, PAINTER)

@@ -354,3 +354,16 @@ def check_size(height: int, width: int, unit: int, limit: int | None = None) -> 
             raise ValueError(f"rollout.{name}: {size} should be a multiple of {unit}, e.g. {near}")
         if limit is not None and size > limit:
             raise ValueError(f"rollout.{name}: {size} is more than the model's {limit} pixels")
+
+
+def latent_frames(frames: int, step: int) -> int:
+    """Latents of so many frames by a causal VAE: one of the first frame, and one of each `step` after it. Raises
+    ValueError where some are left over.
+    """
+    count = max(frames - 1, 0) // step + 1
+    below = (count - 1) * step + 1
+    if frames != below:
+        raise ValueError(
+            f"rollout.num_frames: {frames} should be 1 more than a multiple of {step}, e.g. {below} or {below + step}"
+        )
+    return count

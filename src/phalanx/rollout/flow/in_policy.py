@@ -52,9 +52,12 @@ class PolicyRollout:
             policy.model.sample_shape(sampler.height, sampler.width, sampler.num_frames)
             check_tokens(policy.model, sampler, policy.longest, policy.world.context_size)
         if window:
-            steps = window_reach(config.num_inference_steps, config.sde_window_range)
-            timesteps = self.schedule(self.sampler).timesteps[steps.start : steps.stop]
-            policy.model.check_window(timesteps, policy.config.target_components)
+            self.check_steps(window_reach(config.num_inference_steps, config.sde_window_range))
+
+    def check_steps(self, steps: range) -> None:
+        """Warn where a part of the model learns nothing from `steps`, those that are trained."""
+        timesteps = self.schedule(self.sampler).timesteps[steps.start : steps.stop]
+        self.policy.model.check_window(timesteps, self.policy.config.target_components)
 
     @property
     def exact(self) -> bool:

@@ -64,6 +64,8 @@ def check_noise(sde_type: str, noise_level: float, key: str) -> None:
 def check_frames(section: Any, model: FlowModel | type[FlowModel], prefix: str = "") -> None:
     """Raise ValueError for videos that the model does not make, or that could not be written."""
     frames = section.num_frames
+    if frames == 1 and model.makes_videos and model.image_column is not None:
+        raise ValueError(f"{prefix}num_frames: 1 is the given image; expected those of a video that begins with it")
     if frames is None or frames == 1:
         return
     if not model.makes_videos:

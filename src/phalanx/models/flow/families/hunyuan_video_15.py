@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 from phalanx.config.flow import FlowModelConfig
 from phalanx.models.flow.attention import DispatchedJointAttention
 from phalanx.models.flow.embeds import padded_texts
-from phalanx.models.flow.family import JOINT_ATTENTION, Embeds, FlowModel, check_size, to_pixels
+from phalanx.models.flow.family import JOINT_ATTENTION, Embeds, FlowModel, check_size, latent_frames, to_pixels
 
 TEXT, GLYPHS, IMAGE = 0, 1, 2  # kinds of tokens, which are rows of the model's cond_type_embed
 FPS = 24  # of the videos that the model was trained on
@@ -212,15 +212,9 @@ class Model(FlowModel):
     def sample_shape(self, height: int, width: int, frames: int) -> tuple[int, ...]:
         factor, step = self.vae.spatial_compression_ratio, self.vae.temporal_compression_ratio
         check_size(height, width, factor * self.transformer.config.patch_size)
-        # the VAE is causal: the first frame is a latent of its own, and each `step` after it another
-        if frames % step != 1 % step:
-            below = max(frames - 1, 0) // step * step + 1
-            raise ValueError(
-                f"rollout.num_frames: {frames} should be 1 more than a multiple of {step}, e.g. {below} or "
-                f"{below + step}"
-            )
+        count = latent_frames(frames, step)
         channels = self.transformer.config.out_channels
-        return (channels, (frames - 1) // step + 1, height // factor, width // factor)
+        return (channels, count, height // factor, width // factor)
 
     def velocity(self, latents: Tensor, timesteps: Tensor, embeds: Embeds, height: int, width: int) -> Tensor:
         x = latents.to(self.dtype)

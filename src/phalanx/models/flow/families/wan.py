@@ -18,7 +18,7 @@ from phalanx.config.flow import FlowModelConfig
 from phalanx.distributed.collectives import reduce_sum
 from phalanx.functional.flow import Sampler
 from phalanx.models.flow.embeds import padded_texts
-from phalanx.models.flow.family import Embeds, FlowModel, check_size, to_pixels
+from phalanx.models.flow.family import Embeds, FlowModel, check_size, latent_frames, to_pixels
 from phalanx.models.flow.folder import base_folder, check_layers, check_tensors, load_transformer, model_index
 from phalanx.models.flow.headers import component_names
 from phalanx.models.lora import WEIGHTS, Layers
@@ -234,17 +234,11 @@ class Model(FlowModel):
         patches = c.patch_size
         unit = factor * patches[1]
         check_size(height, width, unit, c.rope_max_seq_len * unit)
-        # the VAE is causal: the first frame is a latent of its own, and each `step` after it another
-        if frames % step != 1 % step:
-            below = max(frames - 1, 0) // step * step + 1
-            raise ValueError(
-                f"rollout.num_frames: {frames} should be 1 more than a multiple of {step}, e.g. {below} or "
-                f"{below + step}"
-            )
+        count = latent_frames(frames, step)
         most = (c.rope_max_seq_len * patches[0] - 1) * step + 1
         if frames > most:
             raise ValueError(f"rollout.num_frames: {frames} is more than the model's {most} frames")
-        return (c.out_channels, (frames - 1) // step + 1, height // factor, width // factor)
+        return (c.out_channels, count, height // factor, width // factor)
 
     def velocity(self, latents: Tensor, timesteps: Tensor, embeds: Embeds, height: int, width: int) -> Tensor:
         return self.transformer(
@@ -267,8 +261,8 @@ class Model(FlowModel):
         for name, steps in ((FIRST, high), (SECOND, ~high)):
             if name in (components or (FIRST, SECOND)) and not steps.any():
                 log.warning(
-                    "model.target_components: no step of rollout.sde_window_range is one of %s, so that it learns "
-                    "nothing; its steps are those whose timestep is %s %g",
+                    "model.target_components: no step of rollout.sde_window_range, or of algorithm.last_steps, is one "
+                    "of %s, so that it learns nothing; its steps are those whose timestep is %s %g",
                     name,
                     "at least" if name == FIRST else "below",
                     self.transformer.boundary,

@@ -103,16 +103,6 @@ class Model(wan.Model):
         # with the timesteps of each token
         return self.transformer_class._cp_plan if self.keeps_frame else super().context_plan()
 
-    def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
-        return super().sample_shape(height, width, 1)
-
-    def sample_shape(self, height: int, width: int, frames: int) -> tuple[int, ...]:
-        if frames == 1:
-            raise ValueError(
-                "rollout.num_frames: 1 is the given image; expected the frames of a video that begins with it"
-            )
-        return super().sample_shape(height, width, frames)
-
     def velocity(self, latents: Tensor, timesteps: Tensor, embeds: Embeds, height: int, width: int) -> Tensor:
         inputs = {
             "encoder_hidden_states": embeds["prompt_embeds"],
