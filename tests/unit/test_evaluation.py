@@ -71,6 +71,26 @@ def test_samples_without_a_score_are_left_out() -> None:
     assert counts == {"mean": 2, "avg@2": 1, "pass@1": 2, "pass@2": 1}
 
 
+def test_groups_of_values_that_look_the_same() -> None:
+    """A number and its text are one group: none may take the place of another. Numbers are in their order."""
+
+    def of(*levels: Any) -> dict[str, Any]:
+        rows = [record(i, 0, 1.0, columns={"level": level}) for i, level in enumerate(levels)]
+        result = result_of(rows, Wanted(group_by="level"), HEAD)
+        assert "\x1b" not in table(result) and len(table(result).splitlines()) == 4 + len(set(map(str, levels)))
+        return {name: group["prompts"] for name, group in result["sets"]["test"]["groups"].items()}
+
+    assert of(1, "1", 1, True, "a\x1b[31m\nb") == {"1": 3, "True": 1, "a\x1b[31m\nb": 1}
+    assert list(of(10, 9, -1.5)) == ["-1.5", "9", "10"]
+
+
+def test_bounds_at_the_ends_have_no_sign() -> None:
+    for count in range(1, 30):
+        shown = table(result_of(records(*[[0.0]] * count), Wanted(), HEAD))
+        assert "-0.0000" not in shown and "[0.0000, " in shown
+        assert ", 1.0000]" in table(result_of(records(*[[1.0]] * count), Wanted(), HEAD))
+
+
 def test_a_baseline_is_paired_by_prompt_and_seed() -> None:
     now, before = records([1.0, 1.0], [0.0, 0.0], [0.0, 1.0]), records([0.0, 1.0], [0.0, 0.0], [1.0, 1.0])
     result = result_of(list(reversed(now)), Wanted(group_by="level"), HEAD | {"baseline": "base"}, before)

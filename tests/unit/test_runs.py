@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -164,3 +166,21 @@ def test_other_folders_are_refused(command: str, tmp_path: Path, capsys: pytest.
     assert main("runs", [str(tmp_path / "x")]) == 2
     assert main("runs", [str(tmp_path)]) == 0
     assert capsys.readouterr().out == f"no runs in {tmp_path}\n"
+
+
+def test_a_log_steers_no_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Texts of models may hold escapes; a huge log is read from its end."""
+    folder = a_run(tmp_path / "run")
+    with (folder / "ranks" / "0.log").open("wb") as file:
+        file.seek(5 << 30)  # of which the disk has only the last lines
+        file.write(b"\n\x1b]0;title\x07 \x1b[2J caf\xc3\xa9 \xff\n")
+    assert main("logs", [str(folder), "-n", "1"]) == 0
+    assert capsys.readouterr().out == "\\x1b]0;title\\x07 \\x1b[2J café \ufffd\n"
+
+
+def test_who_reads_only_the_head_of_a_log_gets_no_error(tmp_path: Path) -> None:
+    folder = a_run(tmp_path / "run")
+    (folder / "ranks" / "0.log").write_text("line\n" * 200_000)
+    pipe = f"{sys.executable} -m phalanx logs '{folder}' | head -n 1"
+    done = subprocess.run(["bash", "-o", "pipefail", "-c", pipe], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "line\n", "")

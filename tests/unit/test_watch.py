@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from phalanx.telemetry import watch
+from phalanx.telemetry import runs, watch
 from phalanx.telemetry.records import Record
 from phalanx.telemetry.report import write_report
 from phalanx.telemetry.watch import Server, Watcher, is_loopback, main
@@ -222,3 +222,83 @@ def test_folders_that_are_no_runs(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert first.startswith(f"error: {tmp_path / 'x'}: no such folder; ") and second.startswith(
         f"error: {tmp_path}: no"
     )
+
+
+JUNK = [
+    ("ranks/1.json", '{"rank": "x", "ranks": 2, "host": "h", "pid": 1, "at": 5}'),
+    ("ranks/1.json", '{"rank": 1, "ranks": null, "host": "h", "pid": 1, "at": 5}'),
+    ("ranks/1.json", '{"rank": 1, "ranks": 2, "host": 3, "pid": 1, "at": 1e300}'),
+    ("ranks/1.json", '{"rank": 7, "ranks": 9, "host": "h", "pid": 1, "at": 5}'),
+    ("ranks/1.json", "[" * 100_000),
+    ("ranks/1.jsonl", "[" * 100_000 + "\n"),
+    ("ranks/1.jsonl", '{"event": "warning", "at": "x"}\n{"phase": "a", "step": "1", "from": 0, "to": 1}\n'),
+    ("ranks/1.jsonl", '{"phase": "a", "step": 1, "from": NaN, "to": null}\n{"wait": [], "from": 0, "to": 1}\n'),
+    ("running.json", '{"beat": 1}'),
+    ("metrics.jsonl", '{"step": 1, "perf/elapsed_s": 1}\n{"step": 2, "perf/elapsed_s": "a"}\n' + "[" * 100_000),
+    ("config.yaml", "trainer: {total_training_steps: many}\n"),
+]
+
+
+@pytest.mark.parametrize(("name", "content"), JUNK)
+def test_junk_in_a_file_hides_nothing_else(
+    tmp_path: Path, name: str, content: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The other rank is shown, and nothing ends with a traceback."""
+    folder = add_ranks(run(tmp_path / "run"))
+    (folder / name).write_text(content)
+    client = Client(folder)
+    live = client.json("/ranks")
+    assert live["ranks"][0]["rank"] == 0 and [0, "rollout"] in [span[:2] for span in live["spans"]]
+    assert client.ask("/")[0].status == 200
+    client.server.shutdown()
+    client.server.server_close()
+    assert runs.main("runs", [str(tmp_path)]) == 0
+    shown = capsys.readouterr()
+    assert "node-0" in shown.out and shown.err == ""
+
+
+def test_what_a_browser_cannot_read_is_refused(
+    client: Client, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "run" / "ranks" / "0.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"memory_gb": float("nan")}))
+    assert client.ask("/ranks")[0].status == 400
+    assert client.ask("/", host="[")[0].status == 403
+    assert client.ask("http://[/")[0].status == 400
+    assert capfd.readouterr().err == ""
+
+
+def test_samples_that_lead_out_of_the_folder_are_not_shown(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with logger(folder) as log:
+        log.records(0, "val", [Record("inner prompt", 0.5, "answer", 0)])
+        log.records(0, "linked", [Record("outer prompt", 0.5, "answer", 0)])
+        for step in range(2):
+            log.log(step, {"reward/mean": 1.0 + step})
+    index = folder / "samples" / "linked" / "step_000000" / "index.jsonl"
+    index.rename(tmp_path / "outside.jsonl")
+    index.symlink_to(tmp_path / "outside.jsonl")
+    html = Watcher([folder]).ask("/sections", {})["samples"]
+    assert "inner prompt" in html and "outer prompt" not in html
+
+
+def test_a_huge_log_is_read_from_its_end(client: Client, tmp_path: Path) -> None:
+    """5 GB, of which the disk has only the last line."""
+    with (tmp_path / "run" / "ranks" / "0.log").open("r+b") as file:
+        file.seek(5 << 30)
+        file.write(b"\nthe end\n")
+    assert client.json("/log?rank=0")["text"].endswith("\nthe end\n")
+    with (tmp_path / "run" / "ranks" / "0.jsonl").open("r+b") as file:
+        file.seek(5 << 30)
+        file.write(b'\n{"event": "warning", "at": 9.0, "text": "late"}\n')
+    assert "late" in [event["text"] for event in client.json("/ranks")["events"]]
+
+
+@pytest.mark.parametrize("port", ["99999", "taken"])
+def test_a_port_that_cannot_be_had_is_one_line(
+    client: Client, tmp_path: Path, port: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    number = str(client.port) if port == "taken" else port
+    assert main([str(tmp_path / "run"), "--port", number]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: cannot listen at 127.0.0.1, port {number}: ") and said.count("\n") == 1

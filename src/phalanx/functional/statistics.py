@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 CONFIDENCE = 0.95
 DRAWS = 10_000  # of a bootstrap
+FEW = 10  # prompts, of which a bootstrap is too narrow
 SEED = 0  # of its draws, so that an interval repeats
 _AT_ONCE = 2**20  # numbers of the draws in memory
 Values = NDArray[np.float64]
@@ -101,11 +102,16 @@ def mean_interval(values: Values, confidence: float = CONFIDENCE) -> Estimate:
         z = NormalDist().inv_cdf((1 + confidence) / 2)
         centre = (mean + z * z / (2 * count)) / (1 + z * z / count)
         half = z / (1 + z * z / count) * math.sqrt(mean * (1 - mean) / count + z * z / (4 * count * count))
-        return Estimate(mean, min(centre - half, mean), max(centre + half, mean), count)
-    half_width = t_half_width(values, confidence)
+        # where all are 0, or all 1, the rounding error of a bound would show as -0.0
+        return Estimate(mean, centre - half if mean > 0 else 0.0, centre + half if mean < 1 else 1.0, count)
+    return _t_interval(values, confidence)
+
+
+def _t_interval(values: Values, confidence: float) -> Estimate:
+    mean, half_width = float(values.mean()), t_half_width(values, confidence)
     if half_width is None:
-        return Estimate(mean, None, None, count)
-    return Estimate(mean, mean - half_width, mean + half_width, count)
+        return Estimate(mean, None, None, len(values))
+    return Estimate(mean, mean - half_width, mean + half_width, len(values))
 
 
 def t_half_width(values: Values, confidence: float = CONFIDENCE) -> float | None:
@@ -121,12 +127,14 @@ def paired_interval(
 ) -> Estimate:
     """The mean of values - others [P], of the same prompts, and its interval: the percentiles of a bootstrap over
     prompts, taken as much further out as Student's t is wider than the normal distribution (Hesterberg, arXiv
-    1411.5279, section 5.3), without which intervals of few prompts are too narrow.
+    1411.5279, section 5.3), without which intervals of few prompts are too narrow. Of fewer than FEW prompts it is
+    Student's t interval: no mean of a draw lies outside the differences, and with 2 prompts all of them hold the truth
+    in half of the cases.
     """
     differences = values - others
     count, mean = len(differences), float(differences.mean())
-    if count < 2:
-        return Estimate(mean, None, None, count)
+    if count < FEW:
+        return _t_interval(differences, confidence)
     generator, means = np.random.default_rng(seed), []
     for start in range(0, draws, max(_AT_ONCE // count, 1)):
         rows = min(max(_AT_ONCE // count, 1), draws - start)

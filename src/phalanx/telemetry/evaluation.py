@@ -21,6 +21,7 @@ from phalanx.functional.statistics import (
     paired_interval,
     pass_at_k,
 )
+from phalanx.telemetry.loggers.console import plain
 
 RECORDS, RESULT, ARGUMENTS, PAGE = "records.jsonl", "evaluation.json", "arguments.json", "evaluation.html"
 REWARD = "reward"
@@ -240,12 +241,15 @@ def _wins(changes: NDArray[np.float64]) -> tuple[int, int, int]:
 
 def grouped(scores: Scores, column: str) -> dict[str, list[int]]:
     """The places of the prompts by the values of a column of their data, numbers in their order."""
-    groups: dict[Any, list[int]] = {}
+    groups: dict[str, list[int]] = {}
+    numbers: dict[str, float] = {}
     for i, row in enumerate(scores.rows):
-        groups.setdefault(row["columns"].get(column), []).append(i)
-    are_numbers = all(isinstance(value, int | float) for value in groups)
-    order = sorted(groups) if are_numbers else sorted(groups, key=str)
-    return {str(value): groups[value] for value in order}
+        value = row["columns"].get(column)
+        groups.setdefault(str(value), []).append(i)
+        if isinstance(value, int | float):
+            numbers[str(value)] = value
+    order = sorted(groups, key=numbers.__getitem__) if len(numbers) == len(groups) else sorted(groups)
+    return {value: groups[value] for value in order}
 
 
 # -- evaluation.json --------------------------------------------------------------------------------------------------
@@ -327,7 +331,7 @@ def table(result: Mapping[str, Any]) -> str:
         for value, group in part.get("groups", {}).items():
             inner = part.get("baseline", {}).get("groups", {}).get(value, {}).get("differences")
             only = {score: {"mean": row["mean"]} for score, row in group["scores"].items() if "mean" in row}
-            rows += _lines(only, inner, f"{value} ({group['prompts']} prompts) ")
+            rows += _lines(only, inner, f"{plain(' '.join(value.split()))} ({group['prompts']} prompts) ")
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         for row in rows:
             lines.append("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

@@ -16,7 +16,7 @@ EXTREMES = 8  # prompts of each set that score most, and least
 MOST_TEXT = 1500  # characters of a response
 MOST_VIDEO_BYTES = 1 << 20  # of a video in the page
 INTERVALS = "95 % intervals over prompts: Student's t, or Wilson's of values that are all 0 or 1."
-PAIRED = "Differences are paired by prompt and seed; their intervals are a bootstrap over prompts."
+PAIRED = "Differences are paired by prompt and seed; intervals: a bootstrap over prompts, of fewer than 10 Student's t."
 
 
 @dataclass(frozen=True)

@@ -137,7 +137,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
             continue
         try:
             row = json.loads(line)
-        except json.JSONDecodeError:
+        except (json.JSONDecodeError, RecursionError):
             row = None
         if isinstance(row, dict) and isinstance(row.get("step"), int):
             rows.append(row)

@@ -2,7 +2,6 @@
 the others waited for, and events. page/ranks.js draws the result, on the live page and in the report.
 """
 
-import json
 import math
 import os
 import time
@@ -11,10 +10,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from phalanx.telemetry.run_folder import RANKS, inside, read_ranks
+from phalanx.telemetry.run_folder import RANKS, inside, is_finite, parsed, read_ranks
 
 MAX_LINES = 4000  # of a rank, of phases and waits; other events are rarer and all kept
 MAX_EVENTS = 200
+MOST_BYTES = 1 << 22  # read at once: a rank keeps an eighth of them
 MAX_SPANS = 40_000  # of a timeline
 WAITING = {"wait", "idle"}  # phases in which a rank of a role waits for another role
 COMMON = {"start", "finished", "stopped"}  # events of all ranks, told once
@@ -42,8 +42,8 @@ class RankLines:
                 number = os.fstat(file.fileno()).st_ino
                 if number != self._file:
                     self._start_over(number)
-                file.seek(self._offset)
-                data = self._rest + file.read()
+                begin = file.seek(max(self._offset, file.seek(0, os.SEEK_END) - MOST_BYTES))
+                data = (self._rest if begin == self._offset else b"") + file.read(MOST_BYTES)
                 self._offset = file.tell()
         except OSError:
             return
@@ -53,13 +53,15 @@ class RankLines:
         for i, line in enumerate(lines):
             if i < recent and not line.startswith(b'{"event"'):
                 continue
-            value = _parsed(line)
+            value = parsed(line) or {}
             if "event" in value:
-                if value.get("at", 0.0) > last:
+                if is_finite(value.get("at")) and value["at"] > last:
                     self.events.append(value)
-            elif value.keys() >= {"phase", "step", "from", "to"}:
+            elif not (is_finite(value.get("from")) and is_finite(value.get("to"))):
+                continue  # junk, as a disk that was full leaves it
+            elif isinstance(value.get("phase"), str) and isinstance(value.get("step"), int):
                 self.phases.append(value)
-            elif value.keys() >= {"wait", "from", "to"}:
+            elif isinstance(value.get("wait"), int):
                 self.waits.append(value)
 
 
@@ -159,11 +161,3 @@ def _events(lines: dict[int, RankLines]) -> list[dict[str, Any]]:
                 text = f"after step {line['step']}, {line['to'] - line['from']:.2g} s"
                 events.append({"at": line["to"], "rank": rank, "kind": line["phase"], "text": text})
     return sorted(events, key=lambda event: event["at"])[-MAX_EVENTS:]
-
-
-def _parsed(line: bytes) -> dict[str, Any]:
-    try:
-        value = json.loads(line)
-    except ValueError:
-        return {}
-    return value if isinstance(value, dict) else {}

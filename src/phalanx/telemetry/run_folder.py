@@ -4,6 +4,7 @@ config.yaml.
 
 import json
 import math
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ RUNNING_FILE = "running.json"  # of the job that has the folder, see phalanx.tra
 BEAT_S = 2.0  # between two of its signs of life
 STOP_FILE = "stop.json"  # a request to stop, with the token of the start that it is for
 RANKS = "ranks"  # see phalanx.telemetry.rank_files
+LATEST = 1e11  # seconds, in the year 5138: of a moment beyond there is no date
 VALIDATION = re.compile(r"val/(.+)/reward/mean")
 
 
@@ -36,7 +38,7 @@ class Run:
         """(step, value) of all rows that have a finite value of `key`."""
         points = []
         for row in self.rows:
-            if _is_finite(row.get(key)):
+            if is_finite(row.get(key)):
                 points.append((row["step"], row[key]))
         return points
 
@@ -102,10 +104,25 @@ def read_config(folder: Path) -> tuple[str | None, dict[str, Any]]:
 def read_json(path: Path) -> dict[str, Any] | None:
     """The object in a file that another process may replace; None where there is none."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return parsed(path.read_bytes())
+    except OSError:
+        return None
+
+
+def parsed(text: bytes) -> dict[str, Any] | None:
+    """The object in a line of JSON; None for anything else, such as half a line."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
+
+
+def tail(path: Path, size: int) -> bytes:
+    """The last bytes of a file, without the others being read. Raises OSError."""
+    with path.open("rb") as file:
+        file.seek(max(file.seek(0, os.SEEK_END) - size, 0))
+        return file.read(size)
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
@@ -119,24 +136,32 @@ def read_ranks(folder: Path) -> list[dict[str, Any]]:
     """The states of the ranks of the last start, in their order."""
     states = []
     for path in (folder / RANKS).glob("*.json"):
-        state = read_json(path) if path.stem.isdecimal() and _is_inside(folder, path) else None
-        if state is not None and state.keys() >= {"rank", "ranks", "host", "pid", "at"}:
+        state = read_json(path) if path.stem.isdecimal() and is_inside(folder, path) else None
+        if state is not None and state.get("rank") == int(path.stem) and _is_state(state):
             states.append(state)
     states.sort(key=lambda state: state["rank"])
     count = max(states, key=lambda state: state["at"])["ranks"] if states else 0
     return [state for state in states if state["rank"] < count]
 
 
+def _is_state(state: dict[str, Any]) -> bool:
+    """Whether a rank's file has what all readers count on, whoever wrote it."""
+    numbers = isinstance(state.get("ranks"), int) and isinstance(state.get("pid"), int)
+    return numbers and isinstance(state.get("host"), str) and is_finite(state.get("at")) and 0 < state["at"] < LATEST
+
+
 def inside(folder: Path, path: Path) -> Path:
     """A path of a run's folder. Raises FileNotFoundError where a link or `..` leads out of the folder."""
-    if not _is_inside(folder, path):
+    if not is_inside(folder, path):
         raise FileNotFoundError(f"{path}: it leads out of {folder}")
     return path
 
 
-def _is_inside(folder: Path, path: Path) -> bool:
+def is_inside(folder: Path, path: Path) -> bool:
+    """Whether no link, and no `..`, leads out of the folder."""
     return path.resolve().is_relative_to(folder.resolve())
 
 
-def _is_finite(value: Any) -> bool:
+def is_finite(value: Any) -> bool:
+    """Whether it is a number, and neither NaN nor infinite."""
     return isinstance(value, int | float) and math.isfinite(value)

@@ -3,7 +3,6 @@ the files of a run's folder, from any machine that sees it.
 """
 
 import argparse
-import json
 import os
 import sys
 import time
@@ -17,21 +16,27 @@ from typing import Any
 
 from phalanx.exit import show
 from phalanx.telemetry.loggers import ELAPSED, setting
+from phalanx.telemetry.loggers.console import plain
 from phalanx.telemetry.metrics import METRICS_FILE
 from phalanx.telemetry.run_folder import (
     BEAT_S,
     RANKS,
     RUNNING_FILE,
     STOP_FILE,
+    inside,
+    is_finite,
+    parsed,
     read_config,
     read_json,
     read_ranks,
+    tail,
     write_json,
 )
 
 LIVING, DEAD = "running", "dead"
 NOT_RUNS = {"checkpoints", "images", "samples", "tensorboard", RANKS}  # folders of a run
-TAIL_BYTES = 1 << 16
+TAIL_BYTES = 1 << 16  # of metrics.jsonl
+LOG_BYTES = 1 << 20  # a rank keeps half of them
 ETA_STEPS = 20  # recent ones, by whose median the ETA goes
 POLL_S = 0.5
 PATIENCE_S = 20.0  # without a beat of a job that was asked to stop: it may be busy with a checkpoint
@@ -59,7 +64,7 @@ class Overview:
         steps = f"{self.step}/{self.total}" if self.total is not None else str(self.step)
         eta = "-" if self.eta_s is None or self.state != LIVING else str(timedelta(seconds=round(self.eta_s)))
         first = self.job or (self.ranks[0] if self.ranks else {})
-        hosts = self.hosts or ([first["host"]] if first else [])
+        hosts = self.hosts or ([str(first["host"])] if "host" in first else [])
         shown = ", ".join(hosts[:3]) + (f" and {len(hosts) - 3} more" if len(hosts) > 3 else "")
         signs = [rank["at"] for rank in self.ranks]
         last = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(max(signs))) if signs else "-"
@@ -74,11 +79,11 @@ def overview(folder: Path, state: str) -> Overview:
     """A run as its files are now; `state`: see `states`."""
     rows, ranks = last_rows(folder), read_ranks(folder)
     step = rows[-1]["step"] if rows else 0
-    total = next((rank["total"] for rank in ranks if rank.get("total") is not None), None)
-    total = setting(read_config(folder)[1], "trainer.total_training_steps") if total is None else total
+    totals = [rank.get("total") for rank in ranks] + [setting(read_config(folder)[1], "trainer.total_training_steps")]
+    total = next((total for total in totals if isinstance(total, int)), None)
     seconds = []
     for before, row in pairwise(rows):
-        if row["step"] > before["step"] and ELAPSED in row and ELAPSED in before:
+        if row["step"] > before["step"] and is_finite(row.get(ELAPSED)) and is_finite(before.get(ELAPSED)):
             seconds.append((row[ELAPSED] - before[ELAPSED]) / (row["step"] - before["step"]))
     left = None if total is None or not seconds else median(seconds[-ETA_STEPS:]) * max(total - step, 0)
     return Overview(folder, state, step, total, left, ranks, read_json(folder / RUNNING_FILE))
@@ -121,19 +126,13 @@ def _age(folder: Path) -> float:
 def last_rows(folder: Path) -> list[dict[str, Any]]:
     """The last rows of a run's metrics.jsonl, without the others being read."""
     try:
-        with (folder / METRICS_FILE).open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(size - TAIL_BYTES, 0))
-            lines = file.read().split(b"\n")
+        lines = tail(folder / METRICS_FILE, TAIL_BYTES).split(b"\n")
     except OSError:
         return []
     rows = []
-    for line in lines[size > TAIL_BYTES :]:
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(row, dict) and isinstance(row.get("step"), int):
+    for line in lines:  # the first one may be cut, and is no object then
+        row = parsed(line)
+        if row is not None and isinstance(row.get("step"), int):
             rows.append(row)
     return rows
 
@@ -179,6 +178,9 @@ def main(command: str, argv: Sequence[str]) -> int:
         if command == "logs":
             return _logs(check_run(given.folder), given.rank, given.lines, given.follow)
         return _stop(check_run(given.folder), wait=not given.no_wait)
+    except BrokenPipeError:  # `phalanx logs RUN | head` has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left is flushed once more at the end
+        return 0
     except (ValueError, OSError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
@@ -206,24 +208,24 @@ def _runs(root: Path) -> int:
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines = []
     for row in table:
-        lines.append("  ".join(map(str.ljust, row, widths)).rstrip())
+        lines.append(plain("  ".join(map(str.ljust, row, widths)).rstrip()))
     return show("\n".join(lines))
 
 
 def _logs(folder: Path, rank: int, lines: int | None, follow: bool) -> int:
-    path = folder / RANKS / f"{rank}.log"
-    if not path.exists() and not (follow and (folder / RANKS / f"{rank}.json").exists()):
+    path = inside(folder, folder / RANKS / f"{rank}.log")
+    if not path.is_file() and not (follow and (folder / RANKS / f"{rank}.json").exists()):
         known = [str(state["rank"]) for state in read_ranks(folder)]
         ranks = f"its ranks are {', '.join(known)}" if known else "it has no files of ranks"
         raise ValueError(f"{folder}: no log of rank {rank}; {ranks}")
     text = _text(path)
     shown = text if lines is None else "".join(text.splitlines(keepends=True)[-lines:] if lines > 0 else [])
-    sys.stdout.write(shown)
+    sys.stdout.write(plain(shown))
     sys.stdout.flush()
     while follow:
         ends = states([folder])[folder] != LIVING
         newer = _text(path)
-        sys.stdout.write(_after(text, newer))
+        sys.stdout.write(plain(_after(text, newer)))
         sys.stdout.flush()
         text = newer
         if ends:
@@ -233,7 +235,7 @@ def _logs(folder: Path, rank: int, lines: int | None, follow: bool) -> int:
 
 
 def _text(path: Path) -> str:
-    return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    return tail(path, LOG_BYTES).decode("utf-8", "replace") if path.is_file() else ""
 
 
 def _after(before: str, now: str) -> str:
@@ -251,7 +253,7 @@ def _stop(folder: Path, wait: bool) -> int:
     """
     state = states([folder])[folder]
     job = read_json(folder / RUNNING_FILE)
-    if state != LIVING or job is None:
+    if state != LIVING or job is None or not job.keys() >= {"token", "pid", "host"}:
         raise ValueError(f"{folder}: no job runs here (it is {state}); nothing to stop")
     write_json(folder / STOP_FILE, {"token": job["token"]})
     named = f"process {job['pid']} on {job['host']}"
@@ -259,7 +261,7 @@ def _stop(folder: Path, wait: bool) -> int:
     if not wait:
         return 0
     beat, since = job, time.monotonic()
-    while (now := read_json(folder / RUNNING_FILE)) is not None and now["token"] == job["token"]:
+    while (now := read_json(folder / RUNNING_FILE)) is not None and now.get("token") == job["token"]:
         if now != beat:
             beat, since = now, time.monotonic()
         if time.monotonic() - since > PATIENCE_S:

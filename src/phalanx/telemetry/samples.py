@@ -19,7 +19,7 @@ from PIL import Image
 
 from phalanx.functional.frames import evenly_spaced
 from phalanx.telemetry.records import IMAGES, SAMPLES, read_index, spoken, summary
-from phalanx.telemetry.run_folder import Run, inside
+from phalanx.telemetry.run_folder import Run, inside, is_inside
 
 CONTENT = {IMAGES: "file", SAMPLES: "text"}  # the key of the sample in an index.jsonl, by the run's folder
 MAX_CARDS = 24
@@ -82,7 +82,8 @@ def _read(run: Run, folder: Path) -> Kept:
     steps = {}
     for path in folder.glob("step_*"):
         # a folder that was used before may hold samples of steps that this run has not reached
-        if path.name[5:].isdecimal() and int(path.name[5:]) <= run.last_step():
+        reached = path.name[5:].isdecimal() and int(path.name[5:]) <= run.last_step()
+        if reached and is_inside(run.folder, path / "index.jsonl"):
             rows = {(row["index"], row["prompt"]): row for row in read_index(path, CONTENT[folder.parent.name])}
             if rows:
                 steps[int(path.name[5:])] = rows

@@ -25,7 +25,7 @@ from phalanx.telemetry.metrics import METRICS_FILE
 from phalanx.telemetry.rank_history import RankHistory
 from phalanx.telemetry.records import IMAGES, SAMPLES
 from phalanx.telemetry.report import page_of, read_runs, sections_of
-from phalanx.telemetry.run_folder import BEAT_S, RANKS, RUNNING_FILE, Run, inside, read_json
+from phalanx.telemetry.run_folder import BEAT_S, RANKS, RUNNING_FILE, Run, inside, read_json, tail
 from phalanx.telemetry.runs import DEAD, LIVING, check_run, ended, overview
 
 SILENCE_S = 4 * BEAT_S  # without a new beat of the job: it is dead
@@ -86,7 +86,7 @@ class Watcher:
     def _log(self, number: int, rank: int) -> dict[str, Any]:
         folder = self.folders[number]
         path = folder / RANKS / f"{rank}.log"
-        data = inside(folder, path).read_bytes()[-LOG_BYTES:] if path.is_file() else b""
+        data = tail(inside(folder, path), LOG_BYTES) if path.is_file() else b""
         return {"text": data.decode("utf-8", "replace")}
 
     def _sections(self, seen: str, kept: str) -> dict[str, Any]:
@@ -122,7 +122,10 @@ class Server(ThreadingHTTPServer):
     def __init__(self, watcher: Watcher, host: str, port: int, token: str | None) -> None:
         self.watcher, self.token, self.host = watcher, token, host
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        super().__init__((host, port), Handler)
+        try:
+            super().__init__((host, port), Handler)
+        except (OSError, OverflowError) as error:
+            raise ValueError(f"cannot listen at {host}, port {port}: {error}; give another --host or --port") from error
 
     @property
     def url(self) -> str:
@@ -136,7 +139,10 @@ class Server(ThreadingHTTPServer):
         """Whether a request's Host is an address or a name of this machine: a page of somebody else's could have a name
         of its own lead here (DNS rebinding), and read what this server answers.
         """
-        name = urlsplit(f"//{host}").hostname or ""
+        try:
+            name = urlsplit(f"//{host}").hostname or ""
+        except ValueError:  # as of "["
+            return False
         try:
             ipaddress.ip_address(name)
         except ValueError:
@@ -148,10 +154,14 @@ class Handler(BaseHTTPRequestHandler):
     """Answers GET requests; there are no others."""
 
     server: Server
+    timeout = 60  # seconds, for one who connects and asks nothing
     server_version, sys_version = "phalanx", ""
 
     def do_GET(self) -> None:
-        address = urlsplit(self.path)
+        try:
+            address = urlsplit(self.path)
+        except ValueError as error:
+            return self._refuse(HTTPStatus.BAD_REQUEST, str(error))
         query = {name: values[-1] for name, values in parse_qs(address.query).items()}
         token = self.server.token
         if not self.server.admits(self.headers.get("Host", "")):
@@ -163,11 +173,13 @@ class Handler(BaseHTTPRequestHandler):
                 text, policy = self.server.watcher.page()
                 return self._send(HTTPStatus.OK, text, "text/html", policy)
             answer = self.server.watcher.ask(address.path, query)
+            # a NaN, which no browser reads, is a ValueError
+            text = json.dumps(answer, separators=(",", ":"), allow_nan=False)
         except KeyError:
             return self._refuse(HTTPStatus.NOT_FOUND, "there is no such page")
         except (ValueError, OSError) as error:  # such as a file that is just being replaced
             return self._refuse(HTTPStatus.BAD_REQUEST, str(error))
-        return self._send(HTTPStatus.OK, json.dumps(answer, separators=(",", ":")), "application/json")
+        return self._send(HTTPStatus.OK, text, "application/json")
 
     def _refuse(self, status: HTTPStatus, words: str) -> None:
         self._send(status, f"{words}\n", "text/plain")
@@ -182,10 +194,10 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Referrer-Policy", "no-referrer")
         self.send_header("Cache-Control", "no-store")
         self.send_header("Cross-Origin-Resource-Policy", "same-origin")
-        self.end_headers()
         try:
+            self.end_headers()
             self.wfile.write(data)
-        except (BrokenPipeError, ConnectionResetError):
+        except OSError:
             self.close_connection = True  # the page was closed
 
     def log_message(self, format: str, *args: Any) -> None:
