@@ -19,6 +19,7 @@ RUNNING_FILE = "running.json"  # of the job that has the folder, see phalanx.tra
 BEAT_S = 2.0  # between two of its signs of life
 STOP_FILE = "stop.json"  # a request to stop, with the token of the start that it is for
 RANKS = "ranks"  # see phalanx.telemetry.rank_files
+PROFILES = "profiles"  # see phalanx.telemetry.profiles
 VALIDATION = re.compile(r"val/(.+)/reward/mean")
 
 
