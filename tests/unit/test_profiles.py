@@ -94,7 +94,20 @@ def test_a_step_that_an_error_ends_has_no_files(world: World, tmp_path: Path) ->
     assert [folder.name for folder in (tmp_path / "profiles").iterdir()] == ["step_000002"]
 
 
-def test_steps_that_a_run_does_not_reach(sd3_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_steps_that_a_run_does_not_take(sd3_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     keys = ("trainer.total_training_steps=null", "trainer.total_epochs=1", "trainer.profile_steps=[1,3]")
     with pytest.raises(ValueError, match=r"^trainer\.profile_steps: 3 is beyond the last step; expected 1 to 2$"):
         build(tiny_config(sd3_folder, tmp_path, *keys))
+
+    def config(steps: str) -> Any:
+        last = f"trainer.total_training_steps={steps}"
+        return tiny_config(
+            sd3_folder, tmp_path, *SMALL, last, "trainer.save_freq=1", f"trainer.profile_steps=[{steps}]"
+        )
+
+    build(config("1")).run()
+    caplog.clear()
+    cfg = config("2")
+    cfg.trainer.profile_steps = [1, 2]
+    build(cfg)
+    assert "trainer.profile_steps: [1] were taken before, and the run goes on after step 1" in caplog.text

@@ -124,7 +124,7 @@ class Job:
             raise ValueError(f"{key}: {max(steps)} is beyond the last step; expected 1 to {self.total_steps}")
         passed = [step for step in steps if step <= done]
         if passed and self.world.rank == 0:
-            log.warning("%s: %s were taken before step %d, from which the run goes on", key, passed, done)
+            log.warning("%s: %s were taken before, and the run goes on after step %d", key, passed, done)
         self.timers.profile(self.cfg.trainer, self.world)
 
     def describe(self) -> str:
