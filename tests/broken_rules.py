@@ -79,6 +79,12 @@ LOADED: list[tuple[type, tuple[str, ...], str]] = [
     (FlowRLConfig, ("optim.betas=[0.9,1]",), "optim.betas: [0.9, 1.0] should be two numbers"),
     (FlowRLConfig, ("trainer.save_freq=0",), "trainer.save_freq: 0 should be -1"),
     (FlowRLConfig, ("trainer.test_freq=-2",), "trainer.test_freq: -2 should be -1"),
+    (LMRLConfig, ("trainer.profile_steps=[2,0]",), "trainer.profile_steps: [2, 0] should be numbers"),
+    (
+        FlowRLConfig,
+        ("trainer.profile_steps=[2,9]", "trainer.total_training_steps=8"),
+        "trainer.profile_steps: [2, 9] goes beyond trainer.total_training_steps=8",
+    ),
     (LMRLConfig, ("rollout.n=1",), "rollout.n: 1 leaves algorithm.name=grpo nothing"),
     (LMRLConfig, (*PPO_OF_ONE, "reward.normalize=group"), "rollout.n: 1 leaves reward.normalize=group no group"),
     (LMRLConfig, (*PPO_OF_ONE, "rollout.max_num_gen_batches=2"), "rollout.n: 1 leaves rollout.max_num_gen_batches=2"),

@@ -82,12 +82,14 @@ VERL = {
     "custom_reward_function.path": "path of an entry of reward.functions",
     "trainer.n_gpus_per_node": "the environment variable NPROC_PER_NODE",
     "trainer.default_local_dir": "trainer.output_dir",
+    "global_profiler.steps": "trainer.profile_steps",
+    "global_profiler.save_path": "trainer.output_dir, with the folder profiles",
 }
 NOTHING = (
     "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu actor_rollout_ref.rollout.log_prob_micro_batch_size "
     "actor_rollout_ref.ref.fsdp_config.param_offload actor_rollout_ref.rollout.enforce_eager "
     "actor_rollout_ref.model.use_shm data.shuffle data.val_batch_size "
-    "actor_rollout_ref.actor.fsdp_config.grad_offload"
+    "actor_rollout_ref.actor.fsdp_config.grad_offload global_profiler.tool actor_rollout_ref.actor.profiler.enable"
 )
 
 

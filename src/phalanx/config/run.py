@@ -310,6 +310,11 @@ class TrainerConfig:
         10, "consecutive steps without a finite update (NaN in loss or gradient) that end the run", ge=1
     )
     max_checkpoints: int = arg(2, "checkpoints to keep, the newest ones", ge=1)
+    profile_steps: list[int] = arg(
+        [],
+        "training steps, from 1, of which each rank writes a trace, a table of the busiest operations and on GPUs a "
+        "snapshot of the memory to profiles/ in output_dir",
+    )
     deterministic: bool = arg(False, "torch.use_deterministic_algorithms: slower on GPUs, repeatable to the last bit")
 
 

@@ -322,6 +322,6 @@ def _of_policy(content: dict[str, Any], policy: str) -> dict[str, Any]:
         "parallel": content["parallel"],
         "data": known,
         "reward": content["reward"] if policy == PAINTER else {},
-        "trainer": {f.name: trainer[f.name] for f in fields(TrainerConfig)},
+        "trainer": {f.name: trainer[f.name] for f in fields(TrainerConfig) if f.name in trainer},
     }
     return content[policy] | sections

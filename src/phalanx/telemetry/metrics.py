@@ -11,11 +11,11 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from phalanx.config.joint import POLICIES, WRITER
 from phalanx.config.load import ConfigError
@@ -25,6 +25,9 @@ from phalanx.exit import Stopped
 from phalanx.telemetry.advice import Advisor
 from phalanx.telemetry.loggers import ELAPSED, KEY, Logger, RunStart, check_loggers, setting
 from phalanx.telemetry.records import Record, kind_of, save_records
+
+if TYPE_CHECKING:
+    from phalanx.distributed.mesh import World
 
 METRICS_FILE = "metrics.jsonl"
 MAX_SPANS = 4096  # phases that wait to be written
@@ -58,6 +61,8 @@ class Timers:
     `spans` are the last phases that ended, each with its training step, from 1, its begin and its end, for the thread
     of phalanx.telemetry.rank_files; `step` is that of now, 0 before the first one, and `rate` that of this rank in its
     last step, in words.
+
+    Each phase is also a `range(name)` and each step a `profiler(step)`, which do nothing unless the step is profiled.
     """
 
     def __init__(self, sync: bool = False, *, part: str = "", whole: "Timers | None" = None) -> None:
@@ -68,6 +73,22 @@ class Timers:
         self._phase = Phase("")
         self.step, self.rate = 0, ""
         self.spans: deque[tuple[str, int, float, float]] = deque(maxlen=MAX_SPANS)
+        self.range: Callable[[str], AbstractContextManager[object]] = nullcontext
+        self.profiler: Callable[[int], AbstractContextManager[object]] = nullcontext
+
+    def profile(self, trainer: TrainerConfig, world: "World") -> None:
+        """Have the steps of trainer.profile_steps profiled on this rank, where there are some."""
+        if trainer.profile_steps:
+            from phalanx.telemetry.profiles import Profiler
+
+            self.profiler = Profiler(trainer, world, self)
+
+    @contextmanager
+    def training_step(self, number: int) -> Iterator[None]:
+        """The `with` block is a training step, from 1."""
+        self.step = number
+        with self.profiler(number):
+            yield
 
     @property
     def phase(self) -> Phase:
@@ -85,8 +106,9 @@ class Timers:
         outer, self.phase = self.phase, Phase(f"{self._before}{name}")
         start = time.perf_counter()
         try:
-            yield
-            self._wait()
+            with self._whole.range(self.phase.name):
+                yield
+                self._wait()
         finally:
             end = time.perf_counter()
             self.add(name, end - start)

@@ -27,7 +27,7 @@ from phalanx.telemetry.comparison import comparison_table
 from phalanx.telemetry.loggers import LOSS
 from phalanx.telemetry.metrics import METRICS_FILE
 from phalanx.telemetry.rank_history import RankHistory
-from phalanx.telemetry.run_folder import RANKS, Point, Run, read_run
+from phalanx.telemetry.run_folder import PROFILES, RANKS, Point, Run, read_run
 from phalanx.telemetry.samples import notes_html, samples_html
 
 REPORT_FILE = "report.html"
@@ -203,8 +203,22 @@ def _run_notes(run: Run) -> str:
         notes.append("No validation was logged, so there is no figure on held-out prompts.")
     if run.rows and not any(map(is_training_row, run.rows)):
         notes.append("No training step was logged.")
+    notes += _profiles(run)
     prefix = f"{run.label}: " if run.label else ""
     return notes_html([f"{prefix}{note}" for note in notes + _advice(run)])
+
+
+def _profiles(run: Run) -> list[str]:
+    """Where the profiles of each profiled step are."""
+    notes = []
+    for folder in sorted((run.folder / PROFILES).glob("step_*")):
+        count = len(list(folder.glob("*.json.gz")))
+        ranks = "1 rank" if count == 1 else f"{count} ranks"
+        place = f"{PROFILES}/{folder.name}"
+        notes.append(
+            f"Step {int(folder.name[5:])} was profiled on {ranks}: ui.perfetto.dev opens the traces in {place}."
+        )
+    return notes
 
 
 def _advice(run: Run) -> list[str]:

@@ -21,6 +21,7 @@ BEAT_S = 2.0  # between two of its signs of life
 STOP_FILE = "stop.json"  # a request to stop, with the token of the start that it is for
 RANKS = "ranks"  # see phalanx.telemetry.rank_files
 LATEST = 1e11  # seconds, in the year 5138: of a moment beyond there is no date
+PROFILES = "profiles"  # see phalanx.telemetry.profiles
 VALIDATION = re.compile(r"val/(.+)/reward/mean")
 
 

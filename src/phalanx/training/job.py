@@ -94,6 +94,7 @@ class Job:
         if problem is not None:
             raise ValueError(f"model.path: {problem}; a base or a checkpoint of such weights cannot be trained")
         self.checkpointer.saved_step = self.progress.step
+        self._profile()
         self._good = copy(self.progress)  # as after the last step that was not a bad one
         self.bad_steps = 0
         self._skipped = 0  # updates of policy and critic since this start of the job
@@ -115,6 +116,16 @@ class Job:
         ids, total = self.progress.logger_ids, self.total_steps
         self.logger = RunLogger(cfg.trainer, public(cfg), ids, logged, total, first, self.timers)
         self.progress.logger_ids = self.logger.ids
+
+    def _profile(self) -> None:
+        """Have steps profiled. Raises ValueError for one that the run never reaches."""
+        key, done, steps = "trainer.profile_steps", self.progress.step, self.cfg.trainer.profile_steps
+        if max(steps, default=0) > self.total_steps:
+            raise ValueError(f"{key}: {max(steps)} is beyond the last step; expected 1 to {self.total_steps}")
+        passed = [step for step in steps if step <= done]
+        if passed and self.world.rank == 0:
+            log.warning("%s: %s were taken before, and the run goes on after step %d", key, passed, done)
+        self.timers.profile(self.cfg.trainer, self.world)
 
     def describe(self) -> str:
         """The world and what is trained, in one line."""
@@ -182,8 +193,8 @@ class Job:
                 log.info("validating on %d prompts", self.sampling.validates)
             self.logger.log(0, self.validate(0) | self.timers.pop())
         for step in range(self.progress.step, self.total_steps):
-            self.timers.step = step + 1
-            yield step
+            with self.timers.training_step(step + 1):
+                yield step
         self.checkpointer.wait()
 
     def validate(self, step: int) -> dict[str, float]:

@@ -76,6 +76,14 @@ RULES = (
          "Validations are made every `trainer.test_freq` steps, at least 1, or with -1 never.",
          lambda c: c.trainer.test_freq < 1 and c.trainer.test_freq != -1,
          "trainer.test_freq: {c.trainer.test_freq} should be -1 (never) or a number of steps"),
+    Rule("trainer.profile_steps", RUN, "Profiled steps are counted from 1.",
+         lambda c: min(c.trainer.profile_steps, default=1) < 1,
+         "trainer.profile_steps: {c.trainer.profile_steps} should be numbers of training steps, from 1"),
+    Rule("trainer.profile_steps trainer.total_training_steps", RUN, "Profiled steps are steps of the run.",
+         lambda c: c.trainer.total_training_steps is not None
+         and max(c.trainer.profile_steps, default=0) > c.trainer.total_training_steps,
+         "trainer.profile_steps: {c.trainer.profile_steps} goes beyond "
+         "trainer.total_training_steps={c.trainer.total_training_steps}; expected steps of the run"),
 )  # fmt: skip
 
 START_RULES = (

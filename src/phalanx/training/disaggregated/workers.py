@@ -92,6 +92,7 @@ class RolloutWorker:
         assert components.rollout is not None, "this role samples"
         self.cfg, self.plan, self.world, self.policy = cfg, plan, components.world, components.policy
         self.timers = Timers()
+        self.timers.profile(cfg.trainer, self.world)
         rewards = RewardClient(cfg, self.world, components.rewards, self.timers, components.noun, self._on_stop)
         rollout = components.rollout
         # the weights that sample are those that the actor has sent
@@ -119,9 +120,9 @@ class RolloutWorker:
         if order.validate:
             self.report()
         for step in order.steps:
-            self.timers.step = step + 1
-            for chunk in range(self.plan.parts):
-                self.deliver(step, chunk, order.version)
+            with self.timers.training_step(step + 1):
+                for chunk in range(self.plan.parts):
+                    self.deliver(step, chunk, order.version)
 
     def report(self) -> None:
         """Validate with the weights that are here, and send the actor the result."""
@@ -161,6 +162,7 @@ class LogProbWorker:
         """`plan` is that of this role: see phalanx.training.disaggregated.batches.of_role."""
         self.cfg, self.plan, self.world, self.policy = cfg, plan, world, policy
         self.timers = Timers()
+        self.timers.profile(cfg.trainer, world)
         self.pace = Pace(self.timers)
         self.link = link_of(world)
         roles = self.link.roles.ranks
@@ -175,9 +177,9 @@ class LogProbWorker:
     def work(self, order: Order) -> None:
         """Score the samples of the steps that are ordered."""
         for step in order.steps:
-            self.timers.step = step + 1
-            for _ in range(self.plan.parts):
-                self.pass_on()
+            with self.timers.training_step(step + 1):
+                for _ in range(self.plan.parts):
+                    self.pass_on()
 
     def pass_on(self) -> None:
         """Receive samples, score them, and send them on."""
