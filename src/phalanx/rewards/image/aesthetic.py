@@ -27,7 +27,8 @@ class Aesthetic(DeviceReward):
     """`predictor`: the layers as a .safetensors file (or the folder of one); `clip_model`: folder or hub id."""
 
     def __init__(self, predictor: str, clip_model: str = "openai/clip-vit-large-patch14", device: str = "cpu") -> None:
-        layers = _load_predictor(predictor)
+        where = f"predictor={predictor!r}"
+        layers = linear_layers(read_published(predictor, where), where)
         self._clip = Clip(clip_model, device, name="clip_model", text=False)
         width = layers[0].in_features
         if width != self._clip.dim:
@@ -48,32 +49,32 @@ class Aesthetic(DeviceReward):
         return scores.squeeze(-1)
 
 
-def _load_predictor(predictor: str) -> nn.Sequential:
-    """The layers of a file with the keys `layers.0.weight`, `layers.0.bias`, ..., `layers.7.bias`."""
-    state = read_weights(_predictor_file(predictor), f"predictor={predictor!r}")
+def linear_layers(state: dict[str, Tensor], where: str) -> nn.Sequential:
+    """The layers with the weights `layers.0.weight`, `layers.0.bias`, ..., `layers.7.bias`, which `where` gave."""
     first = state.get("layers.0.weight")
     if first is None or first.ndim != 2:
-        raise ValueError(f"predictor={predictor!r} has no matrix layers.0.weight; expected {_KEYS}")
+        raise ValueError(f"{where} has no matrix layers.0.weight; expected {_KEYS}")
     widths = [first.shape[1], *_WIDTHS.values()]
     layers = nn.Sequential(OrderedDict(zip(_WIDTHS, map(nn.Linear, widths, widths[1:]), strict=True)))
     try:
         layers.load_state_dict({name.removeprefix("layers."): value.float() for name, value in state.items()})
     except RuntimeError as error:
         reason = " ".join(str(error).split())
-        raise ValueError(f"predictor={predictor!r} has other layers ({reason}); expected {_KEYS}") from error
+        raise ValueError(f"{where} has other layers ({reason}); expected {_KEYS}") from error
     return layers.requires_grad_(False).eval()
 
 
-def _predictor_file(predictor: str) -> Path:
-    path = Path(predictor).expanduser()
-    if path.is_dir():
-        files = sorted(path.glob("*.safetensors"))
+def read_published(path: str, where: str) -> dict[str, Tensor]:
+    """The weights of a .safetensors file, or of the only one of a folder; `where` is the kwarg that gave `path`."""
+    file = Path(path).expanduser()
+    if file.is_dir():
+        files = sorted(file.glob("*.safetensors"))
         if len(files) != 1:
-            raise ValueError(f"predictor={predictor!r} is a folder with {len(files)} .safetensors files; expected one")
-        return files[0]
-    if path.suffix in (".pth", ".pt", ".bin", ".ckpt"):
-        command = _CONVERT.format(path=path, stem=path.with_suffix(""))
-        raise ValueError(f"predictor={predictor!r} is a pickle, which can run code; convert it once: {command}")
-    if not path.is_file():
-        raise ValueError(f"predictor={predictor!r} does not exist; expected a .safetensors file or its folder")
-    return path
+            raise ValueError(f"{where} is a folder with {len(files)} .safetensors files; expected one")
+        file = files[0]
+    if file.suffix in (".pth", ".pt", ".bin", ".ckpt"):
+        command = _CONVERT.format(path=file, stem=file.with_suffix(""))
+        raise ValueError(f"{where} is a pickle, which can run code; convert it once: {command}")
+    if not file.is_file():
+        raise ValueError(f"{where} does not exist; expected a .safetensors file or its folder")
+    return read_weights(file, where)
