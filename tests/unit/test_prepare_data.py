@@ -123,9 +123,19 @@ def test_the_instructions_are_those_of_the_schema() -> None:
     assert tuple(prepare_data.INSTRUCTIONS) == INSTRUCTIONS
 
 
+def test_a_benchmark_has_only_a_test_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No row of it is left out, and no other file is written; ~ is the home."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    source = jsonl(tmp_path / "s.jsonl", [*GSM8K, GSM8K[0]])
+    PrepareData(load(PrepareDataConfig, None, [f"test_source={source}", "output_dir=~/out"])).run()
+    assert [file.name for file in (tmp_path / "out").iterdir()] == ["test.jsonl"]
+    rows = [json.loads(line) for line in (tmp_path / "out" / "test.jsonl").open()]
+    assert [row["prompt"] for row in rows] == [f"{row['question']} {HASH}" for row in [*GSM8K, GSM8K[0]]]
+
+
 def test_mistakes(tmp_path: Path) -> None:
     source = jsonl(tmp_path / "s.jsonl", GSM8K)
-    assert mistake() == "give either source, a file, or reasoning_gym, a list of its tasks"
+    assert mistake() == ("give either source, a file, or reasoning_gym, a list of its tasks, or only test_source")
     assert mistake(f"source={source}", "reasoning_gym=[chain_sum]") == mistake()
     assert mistake(f"source={source}", "val_size=20") == "val_size: 20 of 20 distinct prompts leave none to train on"
     assert mistake(f"source={source}", "answer_key=solution") == (

@@ -60,6 +60,7 @@ SAME = [
     ("0.5", ".5"),
     ("50", r"50\%"),
     ("90", r"90^\circ"),
+    ("90", "90\u00b0"),
     ("12", r"12 \text{ apples}"),
     ("yes", r"\text{yes}"),
     ("5", "x = 5"),
@@ -121,6 +122,44 @@ def test_math() -> None:
     assert scores(Math("string", format_score=0.1), [r"\boxed{3}", "3"], [4, 4]) == [0.1, 0]
     assert scores(Math("string", answer="hash"), ["#### 3\nmore", r"\boxed{3}"], [3, 3]) == [1, 0]
     assert scores(Math("string", answer="answer"), ["<answer> 3 </answer>"], ["#### 3"]) == [1]
+
+
+JUDGED = [  # an answer for MATH-500's kinds of truths, and whether it is right, as docs/evaluation.md has it
+    (r"\frac{14}{3}", r"\frac{28}{6}", 1),
+    (r"-\frac{35}{9}", r"\frac{-35}{9}", 1),
+    (r"\frac{14}{3}", "4.67", 0),
+    ("10080", r"10,\!080", 1),
+    ("10,080", "10 , 080", 0),
+    (r"90^\circ", r"90 \text{ degrees}", 1),
+    (r"90^\circ", r"\frac{\pi}{2}", 0),
+    ("42", r"x + y = 42", 1),
+    ("42", r"42 \text{ or } 43", 0),
+    ("42", "42 inches", 1),
+    (r"\text{Evelyn}", "evelyn", 1),
+    (r"\text{(C)}", "C", 1),
+    ("2516_8", "2516_{8}", 1),
+    ("2516_8", "2516_9", 0),
+    ("2516_8", "2516", 1),
+    ("[2,5)", r"\left[ 2, 5 \right)", 1),
+    ("[2,5)", "[2,5]", 0),
+    ("(2,5)", "[2,5]", 0),
+    (r"(-\infty,-1)\cup(1,\infty)", r"(1,\infty)\cup(-\infty,-1)", 1),
+    ("(-2,1)", "(1,-2)", 0),
+    ("(-2,1)", "-2,1", 1),
+    ("1,-2", "-2,1", 0),
+    (r"\{1,2,3\}", r"\{3,2,1\}", 1),
+    (r"1 \pm \sqrt{5}", r"1+\sqrt{5}, 1-\sqrt{5}", 1),
+    (r"\begin{pmatrix} 1 \\ -2 \end{pmatrix}", r"\begin{pmatrix} -2 \\ 1 \end{pmatrix}", 0),
+    (r"6 - 5i", "-5i + 6", 1),
+    (r"\frac{x+2}{7}", "x+2/7", 0),
+    (r"\pi", "3.14", 0),
+]
+
+
+def test_answers_of_math_500() -> None:
+    boxes = [rf"so \boxed{{{answer}}}." for _, answer, _ in JUDGED]
+    judged = scores(Math(), boxes, [truth for truth, _, _ in JUDGED])
+    assert [case for case, score in zip(JUDGED, judged, strict=True) if score != case[2]] == []
 
 
 def test_an_answer_that_takes_too_long_is_wrong(caplog: pytest.LogCaptureFixture) -> None:

@@ -267,7 +267,9 @@ class PrepareDataConfig:
         None, "column of the answers; null: ground_truth, reward_model.ground_truth, answer or solution"
     )
     test_source: Optional[str] = arg(
-        None, "file of held-out problems: becomes test.jsonl, and its prompts are left out of the others", path=True
+        None,
+        "file of held-out problems: becomes test.jsonl, and its prompts are left out of the others, if there are any",
+        path=True,
     )
     instruction: Optional[str] = arg(
         None,

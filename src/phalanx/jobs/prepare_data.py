@@ -37,19 +37,20 @@ class PrepareData:
         self.cfg = cfg
         self.proofs: list[str] = []  # counts of them, in words
         check(cfg)
-        if cfg.source is None:
-            rows, form = list(self._made()), "answer"
-        else:
+        test, form = ([], "none") if cfg.test_source is None else self._read(cfg.test_source, "test_source")
+        rows: list[Row] = []
+        if cfg.source is not None:
             rows, form = self._read(cfg.source, "source")
+        elif cfg.reasoning_gym:
+            rows, form = list(self._made()), "answer"
         self.instruction = INSTRUCTIONS[cfg.instruction or form] if cfg.suffix is None else cfg.suffix
-        test = [] if cfg.test_source is None else self._read(cfg.test_source, "test_source")[0]
         self._split(rows, test)
 
     def run(self) -> None:
         """Write train.jsonl, val.jsonl and test.jsonl, of those the ones that are to have rows."""
         if rank() != 0:
             return
-        folder = Path(self.cfg.output_dir)
+        folder = Path(self.cfg.output_dir).expanduser()
         with writing(folder, "output_dir"):
             folder.mkdir(parents=True, exist_ok=True)
             for name, rows in self.files.items():
@@ -73,8 +74,8 @@ class PrepareData:
             distinct.setdefault(_name(row), row)  # the first one of those alike
         kept = [row for name, row in distinct.items() if name not in held_out]
         self.repeated, self.leaked = len(rows) - len(distinct), len(distinct) - len(kept)
-        count = self.cfg.val_size
-        if count >= len(kept):
+        count = self.cfg.val_size if rows else 0  # a benchmark has only test_source
+        if rows and count >= len(kept):
             raise ConfigError(f"val_size: {count} of {len(kept)} distinct prompts leave none to train on")
         chosen = set(random.Random(self.cfg.seed).sample(range(len(kept)), count))
         files = {

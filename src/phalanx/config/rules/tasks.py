@@ -37,7 +37,8 @@ RULES = (
     Rule("k n", EVALUATE, "Each k is at least 1, and at most n where that is given.",
          lambda c: [k for k in c.k or [] if k < 1 or (c.n is not None and k > c.n)],
          "k: {x[0]} is none of 1 to n={c.n}; give another k, or a larger n"),
-    Rule("source reasoning_gym", PREPARE_DATA, "Problems come from a file or from tasks of reasoning-gym.",
-         lambda c: (c.source is None) == (not c.reasoning_gym),
-         "give either source, a file, or reasoning_gym, a list of its tasks"),
+    Rule("source reasoning_gym test_source", PREPARE_DATA,
+         "Problems come from a file or from tasks of reasoning-gym; those of a benchmark are a test_source alone.",
+         lambda c: bool(c.source and c.reasoning_gym) or not (c.source or c.reasoning_gym or c.test_source),
+         "give either source, a file, or reasoning_gym, a list of its tasks, or only test_source"),
 )  # fmt: skip

@@ -13,13 +13,14 @@ _WORDS = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox)\s*\{([^
 # words at the end, behind a quantity, are its unit
 _UNIT = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox)\s*\{([^{}]*)\}\s*(?:\^\s*\{?\d\}?)?\s*\Z")
 # what a formula may have or not, and is the same: layout, dollars, degrees, percent
-_LAYOUT = re.compile(r"\\(?:left|right)(?![a-z])|\\!|\\?[$%]|\^\s*\{?\\circ\}?|\\degree\b")
+_LAYOUT = re.compile(r"\\(?:left|right)(?![a-z])|\\!|\\?[$%]|\^\s*\{?\\circ\}?|\\degree\b|\u00b0")
 _BLANK = re.compile(r"(?:\\[,;:> ]|\\q?quad\b|~|\s)+")
 _SHORT = re.compile(r"\\(frac|sqrt)(?:\s*)([0-9a-z])(?:([0-9a-z])(?![0-9a-z]))?")
 _RATIO = re.compile(r"([+-]?)(?:(\d+) )?(\d+)/(\d+)")
 # separated by commas or thin spaces, but for the members of a list in brackets
 _THOUSANDS = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(?:(?:,|\\,)\d{3})+(?![\d,])")
 _LIST = ("(", "[", r"\{", r"\left")
+_BASE = re.compile(r"\d_\{?(\d+)\}?")
 _DECIMAL = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)")
 _MIXED = re.compile(r"([+-]?)(\d*)\\frac\{(\d+)\}\{(\d+)\}")
 
@@ -160,6 +161,11 @@ def canonical(answer: str) -> str | None:
 def parted(text: str) -> bool:
     """Whether a normal form holds digits that only a blank, or a comma, parts: they are several numbers."""
     return re.search(r"\d[ ,]\d", text) is not None
+
+
+def bases(text: str) -> list[str]:
+    r"""The bases of the numbers in a normal form: 8 of 2516_8 and 2516_{8}."""
+    return _BASE.findall(text)
 
 
 def same(answer: str, other: str) -> bool:

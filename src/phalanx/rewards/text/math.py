@@ -64,9 +64,11 @@ class Math(RewardWithExtras):
             return 0.0, 0.0
         if _answers.same(answer, truth):
             return 1.0, 0.0
-        # math-verify would join digits that a blank or a comma parts
-        several = _answers.parted(_answers.normalised(answer)) != _answers.parted(_answers.normalised(truth))
-        if self._verifier is None or several:
+        given, wanted = _answers.normalised(answer), _answers.normalised(truth)
+        # math-verify would join digits that a blank or a comma parts, and leave out the base of a number
+        several = _answers.parted(given) != _answers.parted(wanted)
+        bases = {tuple(_answers.bases(given)), tuple(_answers.bases(wanted))} - {()}
+        if self._verifier is None or several or len(bases) == 2:
             return self._format_score, 0.0
         right, unjudged = self._verifier.judge(0.0, truth, answer)
         return (1.0 if right else self._format_score), unjudged

@@ -1,0 +1,107 @@
+"""Every recipe of configs/evaluate: the commands that it names make its files, and it evaluates a tiny model."""
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from phalanx.config import load
+from phalanx.config.tasks import EvaluateConfig, PrepareDataConfig
+from phalanx.jobs.prepare_data import PrepareData
+from phalanx.rewards.text.gsm8k import Gsm8k
+from phalanx.rewards.text.math import Math
+from tests.ranks import ROOT
+from tests.tasks import run_task
+
+RECIPES = sorted((ROOT / "configs" / "evaluate").glob("*.yaml"))
+ENDS = "-- end of a command"
+BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
+
+
+def download(folder: Path) -> None:
+    """The files of the benchmarks, three rows each, in the columns of their authors."""
+    files: dict[str, list[dict[str, Any]]] = {
+        "gsm8k/main/test-00000-of-00001.parquet": [],
+        "math500/test.jsonl": [],
+        "aime24/data/train-00000-of-00001.parquet": [],
+        "aime25/data/train-00000-of-00001.parquet": [],
+    }
+    gsm8k, math500, aime24, aime25 = files.values()
+    for i in range(3):
+        gsm8k.append({"question": f"Ann has {i} books and buys 2.", "answer": f"{i}+2=<<{i}+2={i + 2}>>\n#### {i + 2}"})
+        problem = {"problem": f"What is ${i}/7$?", "solution": f"It is $\\boxed{{\\frac{{{i}}}7}}$."}
+        math500.append(
+            problem | {"answer": rf"\frac{i}7", "subject": "Algebra", "level": 1 + i, "unique_id": f"test/{i}.json"}
+        )
+        problem = {"problem": f"What is 2{i}?", "solution": f"It is $\\boxed{{02{i}}}$."}
+        aime24.append({"id": i} | problem | {"answer": f"02{i}", "url": "", "year": "2024"})
+        aime25.append({"problem_idx": i, "problem": "What is it?", "answer": 20 + i, "problem_type": ["Algebra"]})
+    for name, rows in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        if name.endswith(".parquet"):
+            pq.write_table(pa.Table.from_pylist(rows), folder / name)
+        else:
+            (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def prepare_commands(recipe: Path) -> list[list[str]]:
+    """The words of each command `phalanx prepare` in the comments, as the shell reads them."""
+    block = [line[4:] for line in recipe.read_text().splitlines() if line.startswith("#   ")]
+    shell = f"hf() {{ :; }}; phalanx() {{ shift; printf '%s\\n' \"$@\" '{ENDS}'; }}\n" + "\n".join(block)
+    printed = subprocess.run(["sh", "-c", shell], capture_output=True, text=True, check=True).stdout
+    return [command.strip("\n").split("\n") for command in printed.split(ENDS)[:-1]]
+
+
+@pytest.mark.parametrize(
+    ("name", "sets", "samples", "statistics", "instruction"),
+    [
+        (
+            "gsm8k",
+            ["test"],
+            1,
+            ["mean", "pass@1"],
+            'Let\'s think step by step and output the final answer after "####".',
+        ),
+        ("math500", ["test"], 4, ["mean", "avg@4", "pass@1", "pass@4", "majority@4"], BOXED),
+        ("aime", ["aime24_test", "aime25_test"], 64, ["mean", "avg@64", "pass@1", "pass@64", "majority@64"], BOXED),
+    ],
+)
+def test_a_recipe(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    sets: list[str],
+    samples: int,
+    statistics: list[str],
+    instruction: str,
+) -> None:
+    assert name in [path.stem for path in RECIPES]
+    recipe = ROOT / "configs" / "evaluate" / f"{name}.yaml"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    download(tmp_path / "downloads")
+    monkeypatch.chdir(tmp_path)
+    commands = prepare_commands(recipe)
+    assert len(commands) == len(sets)
+    for words in commands:
+        PrepareData(load(PrepareDataConfig, None, words)).run()
+    tiny = ["model.path=assets/words/base", "model.dtype=float32", "data.max_prompt_length=64"]
+    out = tmp_path / "out"
+    done = run_task(["tasks/evaluate.py", str(recipe), *tiny, "data.max_response_length=4", f"output_dir={out}"])
+    assert done.returncode == 0, done.stderr
+    result = json.loads((out / "evaluation.json").read_text())["sets"]
+    assert list(result) == sets
+    (term,) = load(EvaluateConfig, str(recipe), ["model.path=x"]).reward["functions"]
+    assert all(list(result[group]["scores"][term["name"]]) == statistics for group in sets)
+    records = [json.loads(line) for line in (out / "records.jsonl").open()]
+    assert len(records) == len(sets) * 3 * samples
+    assert all(record["prompt"].endswith(f" {instruction}") for record in records)
+    reward = {"gsm8k": Gsm8k, "math": Math}[term["name"]](**term.get("kwargs", {}))
+    for record in records[::samples]:
+        truth = record["columns"]["ground_truth"]
+        right = f"#### {truth}" if name == "gsm8k" else rf"\boxed{{{truth}}}"
+        output = reward([right, right.replace(truth, "777")], ["?"] * 2, [record["columns"]] * 2)
+        assert list(output if isinstance(output, list) else output.scores) == [1, 0], truth
