@@ -80,8 +80,8 @@ def models_page(text: str) -> str:
 def models_table() -> Iterator[str]:
     """A row for each family, of what its class says of itself."""
     yield (
-        "| `model.family` | LoRA, also on 4 bits | all weights | context parallelism | `vllm_omni` | supervised | input "
-        "| samples | export | recipes |"
+        "| `model.family` | LoRA, also on 4 bits | all weights | context parallelism | `vllm_omni` | supervised "
+        "| input | samples | export | recipes |"
     )
     yield "|---|---|---|---|---|---|---|---|---|---|"
     recipes = {path.stem for path in RECIPES.glob("*.yaml")}
@@ -99,7 +99,7 @@ def models_table() -> Iterator[str]:
             "yes",
             "yes" if family.transformer_class._cp_plan else "no",
             "no" if family.omni_pipeline is None else "yes",
-            "yes" if family.image_column is None else "no",
+            "yes" if family.image_column is None and family.encodes_images else "no",
             takes,
             "video, image" if family.makes_videos else "image",
             f"`{family.pipeline_class}`",

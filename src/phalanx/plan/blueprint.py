@@ -3,7 +3,6 @@
 All tensors are on torch's meta device, where they have shapes and dtypes and take no memory.
 """
 
-import importlib
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -18,6 +17,7 @@ from phalanx.config.flow import FlowModelConfig, FlowRunConfig
 from phalanx.distributed.mesh import lone_world
 from phalanx.models.flow.family import Embeds, FlowModel, Instruction
 from phalanx.models.flow.folder import read_index
+from phalanx.models.flow.headers import module_of
 from phalanx.models.flow.policy import FlowPolicy, build_policy, family_of, known_family
 from phalanx.models.headers import read_json
 from phalanx.models.recompute import recompute
@@ -192,7 +192,7 @@ def _component(folder: Path, name: str, library: str | None, kind: str | None) -
         return None
     if kind.endswith("Processor"):
         return _Processor()
-    module = getattr(importlib.import_module(library), kind)
+    module = getattr(module_of(library), kind)
     part = folder / name
     file = part / _FILES.get(name, "config.json")
     if not file.is_file():
