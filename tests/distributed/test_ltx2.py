@@ -5,11 +5,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from phalanx.config import load
+from phalanx.config import ConfigError, load
+from phalanx.config.flow import FlowMatchingTaskConfig
 from phalanx.config.tasks import ExportConfig
 from phalanx.distributed.seed import fold_in, normal
 from phalanx.jobs.export import Export
+from phalanx.training import flow_matching, flow_rl
 from phalanx.types import Prompt
+from tests.checks import refused
 from tests.distributed.test_layouts import assert_same_step
 from tests.distributed.test_videos import train
 from tests.jobs import PROMPTS, algorithm_config, one_step, tiny_config
@@ -34,6 +37,21 @@ def test_layouts_agree(name: str, ltx2_folder: Path, tmp_path: Path) -> None:
         assert one[0]["row"]["actor/first_ratio_error"] == 0
     cfg = make(ltx2_folder, tmp_path, *keys, "parallel.fsdp_size=2")
     assert_same_step(one, run_ranks(one_step, 2, cfg), cfg.optim.lr)
+
+
+def test_what_trains_on_images_is_refused(ltx2_folder: Path, tmp_path: Path) -> None:
+    keys = (f"model.path={ltx2_folder}", "data.train_files=[x.jsonl]", "trainer.total_training_steps=1")
+    with refused(
+        f"model.path: '{ltx2_folder}' has no latents of images alone; flow matching trains on images", ConfigError
+    ):
+        flow_matching.check(load(FlowMatchingTaskConfig, None, list(keys)))
+    cfg = algorithm_config(ltx2_folder, tmp_path, "diffusion_dpo", "rollout.engine=dataset", "rollout.n=2")
+    with refused(
+        "rollout.engine: dataset trains on images of the data, of which LTX2Pipeline has no latents; set "
+        "rollout.engine=policy",
+        ConfigError,
+    ):
+        flow_rl.check(cfg)
 
 
 @pytest.mark.parametrize("kind", ["lora", pytest.param("full", marks=pytest.mark.full)])
