@@ -1,4 +1,5 @@
-"""Write the reference part of docs/configuration.md, below its marker, from the schema, and docs/rules.md.
+"""Write the reference part of docs/configuration.md, below its marker, from the schema, docs/rules.md, and the table of
+models in docs/models.md.
 
 python scripts/generate_configuration.py
 """
@@ -24,10 +25,27 @@ from phalanx.config.tasks import (
     SampleConfig,
     ServeRewardConfig,
 )
+from phalanx.models.flow.policy import FAMILIES
 
 PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
 MARKER = "<!-- Below this line: written by scripts/generate_configuration.py -->\n"
 RULES_PAGE = PAGE.with_name("rules.md")
+MODELS_PAGE = PAGE.with_name("models.md")
+MODELS_MARKER = "<!-- Between these lines: written by scripts/generate_configuration.py -->\n"
+RECIPES = PAGE.parents[1] / "configs" / "flowgrpo"
+# how the names of each family's recipes begin
+RECIPES_OF = {
+    "flux": ("flux1_dev",),
+    "flux2_klein": ("flux2_klein",),
+    "flux_kontext": ("flux1_kontext",),
+    "hunyuan_video_15": ("hunyuan_video_15",),
+    "qwen_image": ("qwen_image_ocr", "qwen_image_2512", "qwen_image_vlm"),
+    "qwen_image_edit": ("qwen_image_edit",),
+    "sd3": ("sd35", "quickstart"),
+    "wan": ("wan21_t2v", "wan22_t2v"),
+    "wan_i2v": ("wan22_i2v",),
+    "z_image": ("z_image",),
+}
 JOINT_SHARED = ("writer", "painter", "parallel", "reward", "trainer")
 JOBS = {
     "RunConfig": "all training",
@@ -49,6 +67,47 @@ JOBS = {
 def main() -> None:
     PAGE.write_text(page(PAGE.read_text()))
     RULES_PAGE.write_text("\n".join(rules_page()))
+    MODELS_PAGE.write_text(models_page(MODELS_PAGE.read_text()))
+
+
+def models_page(text: str) -> str:
+    """The whole page: `text` with the table of models as it is now."""
+    parts = text.split(MODELS_MARKER)
+    assert len(parts) == 3, f"{MODELS_PAGE} should have the line {MODELS_MARKER!r} twice"
+    return MODELS_MARKER.join([parts[0], "\n" + "\n".join(models_table()), parts[2]])
+
+
+def models_table() -> Iterator[str]:
+    """A row for each family, of what its class says of itself."""
+    yield (
+        "| `model.family` | LoRA, also on 4 bits | all weights | context parallelism | `vllm_omni` | supervised "
+        "| input | samples | export | recipes |"
+    )
+    yield "|---|---|---|---|---|---|---|---|---|---|"
+    recipes = {path.stem for path in RECIPES.glob("*.yaml")}
+    for name in known_modules(FAMILIES):
+        family = resolve_registry(FAMILIES, name, "model.family").Model
+        prefixes = RECIPES_OF.get(name, ())
+        some = sorted(recipe for recipe in recipes if recipe.startswith(prefixes))  # none by no prefix
+        recipes -= set(some)
+        takes = "images, text" if family.takes_several else "image, text"
+        if family.image_column is None:
+            takes = "text"
+        cells = (
+            f"`{name}`",
+            "yes" if family.lora_targets else "no",
+            "yes",
+            "yes" if family.transformer_class._cp_plan else "no",
+            "no" if family.omni_pipeline is None else "yes",
+            "yes" if family.image_column is None and family.encodes_images else "no",
+            takes,
+            "video, image" if family.makes_videos else "image",
+            f"`{family.pipeline_class}`",
+            ", ".join(f"`{recipe}`" for recipe in some) or "none",
+        )
+        yield f"| {' | '.join(cells)} |"
+    assert not recipes, f"recipes of no family: {sorted(recipes)}"
+    yield ""
 
 
 def rules_page() -> Iterator[str]:

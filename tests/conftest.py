@@ -30,6 +30,7 @@ from tests.tiny_edit import tiny_qwen_image_edit
 from tests.tiny_flux2 import tiny_flux2, tiny_flux2_klein
 from tests.tiny_hunyuan import tiny_hunyuan_video_15
 from tests.tiny_i2v import tiny_wan_a14b, tiny_wan_i2v
+from tests.tiny_ltx2 import tiny_ltx2
 from tests.tiny_qwen_image_21 import tiny_qwen_image_21
 from tests.tiny_vision import tiny_vision
 
@@ -79,6 +80,7 @@ wan_folder = model_folder(tiny_wan, "wan")
 hunyuan_folder = model_folder(tiny_hunyuan_video_15, "hunyuan_video_15")
 a14b_folder = model_folder(tiny_wan_a14b, "a14b")
 i2v_folder = model_folder(tiny_wan_i2v, "i2v", sees=False, two=True)
+ltx2_folder = model_folder(tiny_ltx2, "ltx2")
 hunyuan_i2v_folder = model_folder(tiny_hunyuan_video_15, "hunyuan_video_15_i2v", images=True)
 lm_folder = model_folder(tiny_lm, "lm")
 blocks_folder = model_folder(tiny_blocks, "blocks")

@@ -219,6 +219,8 @@ PLANNED = (
     [
         ("sd3", (SHARED,), 2, f"{KEY}: 2 needs a plan of diffusers for model.path FOLDER, which has one only for "
          f"{PLANNED}; set it to 1"),
+        ("ltx2", (SHARED,), 2, f"{KEY}: 2 needs a plan of diffusers for model.path FOLDER, which has one only for "
+         f"{PLANNED}; set it to 1"),
         ("z_image", (SHARED,), 2, f"{KEY}: 2 needs a plan of diffusers for model.path FOLDER, which has one only for "
          f"{PLANNED}; set it to 1"),
         ("wan", (f"{KEY}=3",), 4, f"{KEY}: 3 does not divide the 4 ranks of a node; nearest that does: 2 or 4"),

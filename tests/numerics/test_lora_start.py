@@ -27,6 +27,7 @@ TARGETS = {
     "z_image": "attention.to_k",
     "wan": "ffn.net.2",
     "hunyuan": "ff_context.net.2",
+    "ltx2": "audio_to_video_attn.to_out.0",
 }
 
 

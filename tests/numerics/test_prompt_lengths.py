@@ -18,7 +18,7 @@ from tests.policies import make_policy
 LIMIT = 64
 FAMILIES = (
     *("sd3_folder", "sd3_t5_folder", "qwen_folder", "qwen_21_folder", "z_image_folder", "flux_folder", "flux2_folder"),
-    *("flux2_klein_folder", "wan_folder", "hunyuan_folder"),
+    *("flux2_klein_folder", "wan_folder", "hunyuan_folder", "ltx2_folder"),
 )
 SHORT = PromptRow("a cat", None, {})
 

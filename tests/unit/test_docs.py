@@ -248,6 +248,9 @@ def test_the_configuration_reference_is_up_to_date() -> None:
     text = module.PAGE.read_text()
     assert module.page(text) == text, "run: python scripts/generate_configuration.py"
     assert module.RULES_PAGE.read_text() == "\n".join(module.rules_page())
+    models = module.MODELS_PAGE.read_text()
+    assert module.models_page(models) == models, "run: python scripts/generate_configuration.py"
+    assert "| `qwen_image_edit` | yes | yes | yes | no | no | images, text | image |" in models
     assert "| `optim.lr` | float | `0.0001` | peak learning rate |" in text
 
 

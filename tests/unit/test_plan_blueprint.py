@@ -28,7 +28,7 @@ from tests.unit.test_plan_lm import SHIPPED_LM
     ("family", "branches"),
     [
         *(("qwen", 2), ("qwen_21", 2), ("flux", 1), ("z_image", 2), ("wan", 2), ("flux2", 1), ("flux2_klein", 2)),
-        *(("flux_kontext", 1), ("hunyuan", 2)),
+        *(("flux_kontext", 1), ("hunyuan", 2), ("ltx2", 2)),
     ],
 )
 def test_a_plan_of_each_family(
@@ -43,7 +43,7 @@ def test_a_plan_of_each_family(
 
 
 @pytest.mark.parametrize(
-    "family", ["sd3", "sd3_t5", "qwen", "qwen_21", "flux", "z_image", "wan", "flux2", "flux2_klein", "hunyuan"]
+    "family", ["sd3", "sd3_t5", "qwen", "qwen_21", "flux", "z_image", "wan", "flux2", "flux2_klein", "hunyuan", "ltx2"]
 )
 @pytest.mark.parametrize("keys", [["model.lora_rank=4", "model.dtype=bfloat16"], []], ids=["lora", "full"])
 def test_the_blueprint_is_the_model(

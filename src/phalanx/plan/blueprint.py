@@ -3,7 +3,6 @@
 All tensors are on torch's meta device, where they have shapes and dtypes and take no memory.
 """
 
-import importlib
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -18,6 +17,7 @@ from phalanx.config.flow import FlowModelConfig, FlowRunConfig
 from phalanx.distributed.mesh import lone_world
 from phalanx.models.flow.family import Embeds, FlowModel, Instruction
 from phalanx.models.flow.folder import read_index
+from phalanx.models.flow.headers import module_of
 from phalanx.models.flow.policy import FlowPolicy, build_policy, family_of, known_family
 from phalanx.models.headers import read_json
 from phalanx.models.recompute import recompute
@@ -46,7 +46,7 @@ class _Blueprint(FlowModel):
         parts: dict[str, Any] = {}
         for name, entry in read_index(folder).items():
             if isinstance(entry, list) and len(entry) == 2:
-                parts[name] = _component(folder, name, *entry)
+                parts[name] = _component(folder, name, *entry, dtype)
             elif name in signature(pipeline.__init__).parameters:
                 parts[name] = entry  # a setting, such as Wan's boundary_ratio
         if "transformer" in parts:  # the family's own class, which may be a subclass of the folder's
@@ -183,7 +183,7 @@ def family_name(config: FlowModelConfig) -> str:
     return config.family or known_family(config.path, read_index(Path(config.path)))
 
 
-def _component(folder: Path, name: str, library: str | None, kind: str | None) -> Any:
+def _component(folder: Path, name: str, library: str | None, kind: str | None, dtype: torch.dtype) -> Any:
     """A component of the folder by its class in model_index.json; None where it is absent, or has no tensors.
 
     The scheduler and the guider are real ones: they have none to load.
@@ -192,7 +192,7 @@ def _component(folder: Path, name: str, library: str | None, kind: str | None) -
         return None
     if kind.endswith("Processor"):
         return _Processor()
-    module = getattr(importlib.import_module(library), kind)
+    module = getattr(module_of(library), kind)
     part = folder / name
     file = part / _FILES.get(name, "config.json")
     if not file.is_file():
@@ -202,5 +202,6 @@ def _component(folder: Path, name: str, library: str | None, kind: str | None) -
         with torch.device("cpu"):
             return module.from_pretrained(part)
     if library == "transformers":
-        return module(module.config_class.from_pretrained(part))
+        # as from_pretrained makes it, whose buffers that are in no file may have the dtype, too
+        return module._from_config(module.config_class.from_pretrained(part), dtype=dtype)
     return module.from_config(module.load_config(part))

@@ -21,7 +21,7 @@ from phalanx.distributed.launch import Launch
 from phalanx.distributed.mesh import World
 from phalanx.distributed.roles import Roles
 from phalanx.distributed.seed import fold_in
-from phalanx.models.flow.policy import FlowPolicy, image_columns
+from phalanx.models.flow.policy import FlowPolicy, family_of, image_columns
 from phalanx.rollout.flow.in_policy import PolicyRollout
 from phalanx.rollout.flow.samplers import train_sampler
 from phalanx.telemetry.metrics import check_loggers
@@ -43,6 +43,10 @@ def check(cfg: FlowMatchingTaskConfig, launch: Launch | None = None) -> int:
     if image_columns(cfg.model):
         raise ConfigError(
             f"model.path: {cfg.model.path!r} takes an image with each text; flow matching trains only from texts"
+        )
+    if not family_of(cfg.model).encodes_images:
+        raise ConfigError(
+            f"model.path: {cfg.model.path!r} has no latents of images alone; flow matching trains on images"
         )
     check_loggers(cfg.trainer.logger)
     check_plan(cfg)

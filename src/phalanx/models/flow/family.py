@@ -73,6 +73,7 @@ class FlowModel(ModelFiles):
     default_negative: str
     makes_videos: bool = False  # True where samples can have more than one frame
     fps: int = 1  # frames per second of its videos
+    encodes_images: bool = True  # False where latents cannot be had of images alone
     vae_dtype: torch.dtype | None = None  # that the VAE is read and computes in; None: the model's
     masks_text: bool = False  # True where attention takes a mask if prompts differ in length
     # of the data: the image that a prompt is about; None: the model takes only texts
@@ -180,6 +181,12 @@ class FlowModel(ModelFiles):
         scheduler.set_timesteps(sigmas=even, mu=self.dynamic_shift(self.tokens(height, width), num_inference_steps))
         return scheduler.sigmas.float().cpu(), scheduler.timesteps.float().cpu()
 
+    def schedule_of_video(
+        self, num_inference_steps: int, height: int, width: int, frames: int
+    ) -> tuple[Tensor, Tensor]:
+        """`schedule` where it depends on the number of frames."""
+        return self.schedule(num_inference_steps, height, width)
+
     def dynamic_shift(self, tokens: int, num_inference_steps: int) -> float:
         """diffusers' mu of an image of `tokens` tokens."""
         c = self.pipeline.scheduler.config
@@ -205,6 +212,10 @@ class FlowModel(ModelFiles):
             return float(c.shift)
         mu = self.dynamic_shift(self.tokens(height, width), num_inference_steps)
         return math.exp(mu) if c.time_shift_type == "exponential" else mu
+
+    def shift_of_video(self, num_inference_steps: int, height: int, width: int, frames: int) -> float:
+        """`shift` where it depends on the number of frames."""
+        return self.shift(num_inference_steps, height, width)
 
     def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
         """Shape of one sample's latent; raises ValueError for a size that the model cannot make."""

@@ -15,7 +15,7 @@ from phalanx.config.flow import FlowModelConfig
 from phalanx.config.messages import cut, shown
 from phalanx.engines.loading import check_weights, loading
 from phalanx.models.flow import headers
-from phalanx.models.flow.headers import absent_components, check_index, component_names
+from phalanx.models.flow.headers import absent_components, check_index, component_names, module_of
 from phalanx.models.headers import check_variants, read_json, tensors
 from phalanx.models.lora import ADAPTER, Layers, lora_file, plain_layers, read_adapter
 from phalanx.models.stored import computes_alike, dtype_to_read, widen_buffers
@@ -35,7 +35,7 @@ def read_index(folder: Path) -> dict[str, Any]:
 def _check_classes(index: dict[str, Any], folder: str) -> dict[str, Any]:
     for name in component_names(index):
         library, kind = index[name]
-        known = importlib.import_module(library).__all__  # dir() of transformers would take a seventh of a second
+        known = module_of(library).__all__  # dir() of transformers would take a seventh of a second
         # published folders name a T5TokenizerFast, which transformers still knows, but lists no more
         if kind not in known and not (kind.endswith("TokenizerFast") and kind.removesuffix("Fast") in known):
             raise ValueError(f"model.path: '{folder}' has a {cut(kind)}, which the installed {library} lacks")

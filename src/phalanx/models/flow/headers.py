@@ -3,6 +3,7 @@
 A cut download would otherwise end in a library's traceback, or in random weights.
 """
 
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ from phalanx.config.messages import cut, shown
 from phalanx.models.headers import check_numbers, check_weights, read_json, require
 
 LIBRARIES = ("diffusers", "transformers")
+# modules of pipelines' own parts, as diffusers names them in a model_index.json
+_PIPELINES = {"ltx2": "diffusers.pipelines.ltx2"}
 _SHIFTS = {"shift", "flow_shift", "base_shift", "max_shift", "base_image_seq_len", "max_image_seq_len"}
 SCHEDULER = "FlowMatchEulerDiscreteScheduler"
 # whose noise levels its family knows how to take
@@ -68,11 +71,16 @@ def check_index(index: Any, folder: str) -> dict[str, Any]:
                 f"model.path: {folder}/model_index.json: {name!r} is {cut(repr(value))}; expected [library, class]"
             )
         library = value[0]
-        if library not in LIBRARIES:
+        if library not in (*LIBRARIES, *_PIPELINES):
             raise ValueError(
                 f"model.path: '{folder}' has its {name} from {cut(library)}; known: {', '.join(LIBRARIES)}"
             )
     return {name: [None, None] for name in _UNNAMED.get(index["_class_name"], ())} | index
+
+
+def module_of(library: str) -> Any:
+    """The module in which a library of a model_index.json has its classes."""
+    return importlib.import_module(_PIPELINES.get(library, library))
 
 
 def component_names(index: dict[str, Any]) -> list[str]:

@@ -284,16 +284,16 @@ class FlowPolicy:
         """
         trace: FlowTrace = samples.trace
         device, sampler = trace.clean.device, trace.sampler
-        shape = (levels, *trace.clean.shape[1:])
-        noise = torch.stack([normal(shape, seed, device) for seed in seeds])
-        sigmas, _ = self.model.schedule(sampler.num_inference_steps, sampler.height, sampler.width)
+        noise = torch.stack([normal((levels, *trace.clean.shape[1:]), seed, device) for seed in seeds])
+        size = (sampler.num_inference_steps, sampler.height, sampler.width, sampler.num_frames)
+        sigmas, _ = self.model.schedule_of_video(*size)
         schedule = sigmas[:-1]  # at the last level, 0, there is no noise to predict
         # a stream for each sample, whichever rank has it; "schedule" shuffles the whole schedule,
         # and so wants a number for each of its levels
         count = max(len(schedule), levels)
         streams = [torch.Generator().manual_seed(fold_in(seed, "level")) for seed in seeds]
         uniform = torch.stack([torch.rand(count, generator=stream) for stream in streams])
-        shift = self.model.shift(sampler.num_inference_steps, sampler.height, sampler.width)
+        shift = self.model.shift_of_video(*size)
         drawn = noise_levels(uniform, levels, schedule, distribution=distribution, shift=shift)
         return Noised(noise, drawn.to(device))
 

@@ -265,8 +265,8 @@ class PolicyRollout:
     def schedule(self, sampler: Sampler) -> Schedule:
         """The model's schedule, on the device."""
         model, device = self.policy.model, self.world.device
-        steps = sampler.num_inference_steps
-        sigmas, timesteps = model.schedule(steps, sampler.height, sampler.width)
+        size = (sampler.height, sampler.width, sampler.num_frames)
+        sigmas, timesteps = model.schedule_of_video(sampler.num_inference_steps, *size)
         return Schedule(sigmas.to(device), timesteps.to(device), sigmas.tolist())
 
     def encode(self, batches: list[list[Prompt]]) -> int:

@@ -1,0 +1,173 @@
+"""LTX-2 (arXiv 2601.03233), text to video: a stream of video tokens and one of sound, which see each other."""
+
+import math
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from diffusers import LTX2VideoTransformer3DModel
+from torch import Tensor
+
+from phalanx.config.flow import FlowModelConfig
+from phalanx.models.flow.family import Embeds, FlowModel, check_size, to_pixels
+
+FPS = 24  # of the videos, by which the transformer computes the times of both streams
+UNUSED = ("audio_vae", "vocoder", "processor", "prompt_enhancer", "duration_head")
+
+
+class Transformer(LTX2VideoTransformer3DModel):
+    """diffusers' transformer without its plan of context parallelism.
+
+    The plan splits video tokens, but not their positions in the attention between video and sound, nor sound.
+    """
+
+    _cp_plan: ClassVar[None] = None
+
+
+class Model(FlowModel):
+    """LTX-2: latents [N, L, 128] of videos [N, F, 3, H, W], whose L are the video's tokens, then those of its sound.
+
+    Both are sampled and trained as one; the sound is not decoded. Guidance `rollout.guidance_scale` is that of both.
+    """
+
+    pipeline_class = "LTX2Pipeline"
+    transformer_class = Transformer
+    guidance_key = "guidance_scale"
+    default_negative = ""
+    makes_videos = True
+    fps = FPS
+    encodes_images = False
+    # the layers of all attention, of a stream, between both and to the text
+    lora_targets = ("to_k", "to_out.0", "to_q", "to_v")
+
+    def __init__(self, config: FlowModelConfig, dtype: torch.dtype, weights_dtype: torch.dtype) -> None:
+        super().__init__(config, dtype, weights_dtype)
+        c, vae = self.transformer.config, self.vae.config
+        sizes = (c.patch_size, c.patch_size_t, c.audio_in_channels)
+        if sizes != (1, 1, c.in_channels):
+            raise ValueError(
+                f"model.path: the transformer of {config.path!r} should have patches of 1 and as many channels of "
+                "sound as of video"
+            )
+        if vae.timestep_conditioning or np.any(vae.decoder_inject_noise):
+            raise ValueError(f"model.path: the VAE of {config.path!r} decodes with noise, which is not supported")
+        connectors = self.pipeline.connectors.config
+        self.registers = connectors.video_connector_num_learnable_registers
+        if not self.registers or self.registers != connectors.audio_connector_num_learnable_registers:
+            raise ValueError(f"model.path: the connectors of {config.path!r} should have registers, as many for both")
+        self.text_encoders.append(self.pipeline.connectors)
+
+    def components(self, path: str) -> dict[str, Any]:
+        """None for what decodes sound, and for what rewrites prompts or chooses the length of a video."""
+        return dict.fromkeys(UNUSED)
+
+    def check_length(self, max_length: int) -> None:
+        if max_length % self.registers:
+            below = max(max_length // self.registers, 1) * self.registers
+            raise ValueError(
+                f"data.max_prompt_length: {max_length} should be a multiple of {self.registers}, which are the learned "
+                f"tokens that LTX-2 fills texts up with, e.g. {below} or {below + self.registers}"
+            )
+
+    def text_tokens(self, texts: list[str], max_length: int) -> tuple[Any, list[list[int]], int]:
+        """Of texts as the pipeline strips them."""
+        return super().text_tokens([text.strip() for text in texts], max_length)
+
+    def encode(self, texts: list[str], device: torch.device, max_length: int) -> list[Embeds]:
+        """`prompt_embeds` [max_length, D] and `sound_embeds` [max_length, D'], filled up with learned tokens, to which
+        the model attends.
+        """
+        p = self.pipeline
+        hidden, mask = p._get_gemma_prompt_embeds(texts, max_sequence_length=max_length, device=device)
+        video, sound, _ = p.connectors(hidden, mask, padding_side=p.tokenizer.padding_side)
+        return [{"prompt_embeds": video[i].cpu(), "sound_embeds": sound[i].cpu()} for i in range(len(texts))]
+
+    def schedule(self, num_inference_steps: int, height: int, width: int) -> tuple[Tensor, Tensor]:
+        return self.schedule_of_video(num_inference_steps, height, width, 1)
+
+    def schedule_of_video(
+        self, num_inference_steps: int, height: int, width: int, frames: int
+    ) -> tuple[Tensor, Tensor]:
+        scheduler = self.pipeline.scheduler
+        even = np.linspace(1.0, 1 / num_inference_steps, num_inference_steps)
+        tokens = self.latent_frames(frames) * self.tokens(height, width)
+        scheduler.set_timesteps(sigmas=even, mu=self.dynamic_shift(tokens, num_inference_steps))
+        return scheduler.sigmas.float().cpu(), scheduler.timesteps.float().cpu()
+
+    def shift_of_video(self, num_inference_steps: int, height: int, width: int, frames: int) -> float:
+        """Without what `shift_terminal` adds to the schedule."""
+        if not self.pipeline.scheduler.config.use_dynamic_shifting:
+            return self.shift(num_inference_steps, height, width)
+        tokens = self.latent_frames(frames) * self.tokens(height, width)
+        return math.exp(self.dynamic_shift(tokens, num_inference_steps))
+
+    def tokens(self, height: int, width: int) -> int:
+        unit = self.pipeline.vae_spatial_compression_ratio
+        return (height // unit) * (width // unit)
+
+    def latent_frames(self, frames: int) -> int:
+        """The VAE is causal: the first frame is a latent of its own, and each `step` after it another."""
+        return (frames - 1) // self.pipeline.vae_temporal_compression_ratio + 1
+
+    def sound_tokens(self, latent_frames: int) -> int:
+        """Tokens of the sound of a video."""
+        c = self.transformer.config
+        frames = (latent_frames - 1) * self.pipeline.vae_temporal_compression_ratio + 1
+        return round(frames / FPS * (c.audio_sampling_rate / c.audio_hop_length / float(c.audio_scale_factor)))
+
+    def grid(self, length: int, height: int, width: int) -> tuple[int, int, int]:
+        """Frames, rows and columns of the video among `length` tokens."""
+        unit, frames = self.pipeline.vae_spatial_compression_ratio, 1
+        while frames * self.tokens(height, width) + self.sound_tokens(frames) < length:
+            frames += 1
+        return frames, height // unit, width // unit
+
+    def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
+        return self.sample_shape(height, width, 1)
+
+    def sample_shape(self, height: int, width: int, frames: int) -> tuple[int, ...]:
+        check_size(height, width, self.pipeline.vae_spatial_compression_ratio)
+        step = self.pipeline.vae_temporal_compression_ratio
+        if frames % step != 1 % step:
+            below = max(frames - 1, 0) // step * step + 1
+            raise ValueError(
+                f"rollout.num_frames: {frames} should be 1 more than a multiple of {step}, e.g. {below} or "
+                f"{below + step}"
+            )
+        latents = self.latent_frames(frames)
+        return (latents * self.tokens(height, width) + self.sound_tokens(latents), self.transformer.config.in_channels)
+
+    def velocity(self, latents: Tensor, timesteps: Tensor, embeds: Embeds, height: int, width: int) -> Tensor:
+        frames, rows, columns = self.grid(latents.shape[1], height, width)
+        video, sound = latents.to(self.dtype).tensor_split([frames * rows * columns], 1)
+        velocities = self.transformer(
+            hidden_states=video,
+            audio_hidden_states=sound,
+            encoder_hidden_states=embeds["prompt_embeds"],
+            audio_encoder_hidden_states=embeds["sound_embeds"],
+            timestep=timesteps,
+            sigma=timesteps,
+            num_frames=frames,
+            height=rows,
+            width=columns,
+            fps=FPS,
+            audio_num_frames=sound.shape[1],
+            use_cross_timestep=True,  # the times of both streams are one
+            return_dict=False,
+        )
+        return torch.cat(velocities, 1)
+
+    def decode(self, latents: Tensor, height: int, width: int) -> Tensor:
+        frames, rows, columns = self.grid(latents.shape[1], height, width)
+        video = latents[:, : frames * rows * columns]
+        video = self.pipeline._unpack_latents(video, frames, rows, columns)
+        vae = self.vae
+        video = self.pipeline._denormalize_latents(video, vae.latents_mean, vae.latents_std, vae.config.scaling_factor)
+        pixels = to_pixels(vae.decode(video.to(vae.dtype), return_dict=False)[0].transpose(1, 2))
+        return pixels if frames > 1 else pixels[:, 0]
+
+    def embeds_like(self, length: int, height: int, width: int) -> Embeds:
+        connectors = self.pipeline.connectors
+        widths = connectors.video_connector.inner_dim, connectors.audio_connector.inner_dim
+        names = "prompt_embeds", "sound_embeds"
+        return {name: torch.empty(length, width, dtype=self.dtype) for name, width in zip(names, widths, strict=True)}

@@ -1,0 +1,71 @@
+"""Training of LTX-2: the same step on any ranks, two algorithms, and an export that stock diffusers plays."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from phalanx.config import ConfigError, load
+from phalanx.config.flow import FlowMatchingTaskConfig
+from phalanx.config.tasks import ExportConfig
+from phalanx.distributed.seed import fold_in, normal
+from phalanx.jobs.export import Export
+from phalanx.training import flow_matching, flow_rl
+from phalanx.types import Prompt
+from tests.checks import refused
+from tests.distributed.test_layouts import assert_same_step
+from tests.distributed.test_videos import train
+from tests.jobs import PROMPTS, algorithm_config, one_step, tiny_config
+from tests.numerics.test_ltx2 import stock
+from tests.ranks import run_ranks
+from tests.tiny import load_pipeline
+
+FRAMES = 5
+VIDEO = f"rollout.num_frames={FRAMES}"
+LORA = "model.lora_rank=4"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["flowgrpo", "diffusion_nft"])
+def test_layouts_agree(name: str, ltx2_folder: Path, tmp_path: Path) -> None:
+    keys = (VIDEO, LORA, "algorithm.kl_loss_coef=0.01", "rollout.micro_batch_size_per_gpu=4")
+    make = tiny_config if name == "flowgrpo" else lambda *args: algorithm_config(*args[:2], name, *args[2:])
+    one = run_ranks(one_step, 1, make(ltx2_folder, tmp_path, *keys))
+    assert one[0]["images"].shape == (16, FRAMES, 3, 32, 32)
+    assert one[0]["row"]["actor/updates_skipped"] == 0 and one[0]["row"]["actor/grad_norm"] > 0
+    if name == "flowgrpo":
+        assert one[0]["row"]["actor/first_ratio_error"] == 0
+    cfg = make(ltx2_folder, tmp_path, *keys, "parallel.fsdp_size=2")
+    assert_same_step(one, run_ranks(one_step, 2, cfg), cfg.optim.lr)
+
+
+def test_what_trains_on_images_is_refused(ltx2_folder: Path, tmp_path: Path) -> None:
+    keys = (f"model.path={ltx2_folder}", "data.train_files=[x.jsonl]", "trainer.total_training_steps=1")
+    with refused(
+        f"model.path: '{ltx2_folder}' has no latents of images alone; flow matching trains on images", ConfigError
+    ):
+        flow_matching.check(load(FlowMatchingTaskConfig, None, list(keys)))
+    cfg = algorithm_config(ltx2_folder, tmp_path, "diffusion_dpo", "rollout.engine=dataset", "rollout.n=2")
+    with refused(
+        "rollout.engine: dataset trains on images of the data, of which LTX2Pipeline has no latents; set "
+        "rollout.engine=policy",
+        ConfigError,
+    ):
+        flow_rl.check(cfg)
+
+
+@pytest.mark.parametrize("kind", ["lora", pytest.param("full", marks=pytest.mark.full)])
+def test_the_export_is_played_by_stock_diffusers(kind: str, ltx2_folder: Path, tmp_path: Path) -> None:
+    keys = [LORA, "optim.lr=3e-2"] if kind == "lora" else ["optim.lr=1e-2"]
+    cfg = tiny_config(ltx2_folder, tmp_path, VIDEO, *keys, "trainer.save_freq=2")
+    [videos] = run_ranks(train, 1, cfg, timeout=150)
+    exported = tmp_path / "export"
+    Export(load(ExportConfig, None, [f"checkpoint={tmp_path / 'out'}", f"output_dir={exported}"])).run()
+    pipeline = load_pipeline(ltx2_folder if kind == "lora" else exported)
+    if kind == "lora":
+        pipeline.load_lora_weights(exported)
+    shape = (3 * 64 + 5, 8)
+    latents = torch.stack([normal(shape, fold_in(1234, 0, i, 0, "init"), torch.device("cpu")) for i in range(2)])
+    prompts = [Prompt(PROMPTS[i], i, {}) for i in range(2)]
+    theirs = stock(pipeline, 3.0, FRAMES, latents, prompts, width=32, length=32)
+    torch.testing.assert_close(theirs, videos, rtol=0, atol=1e-4)
