@@ -166,7 +166,7 @@ def _sets(file: str, key: str) -> list[_Set]:
 
 def numbered(row: PromptRow, group_id: int) -> Prompt:
     """The row as the prompt of that number."""
-    return Prompt(row.text, group_id, row.meta, row.negative, row.messages, row.place, row.images, row.teacher)
+    return Prompt(row.text, group_id, row.meta, row.negative, row.messages, row.place, row.images)
 
 
 def refuse_images(rows: Iterable[PromptRow | Prompt], reader: str) -> None:

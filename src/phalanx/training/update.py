@@ -23,7 +23,7 @@ from phalanx.training.critic import CriticTrainer
 from phalanx.training.disaggregated.wire import exchanged
 from phalanx.training.minibatches import BatchPlan, Minibatches, Units, optimizer_steps
 from phalanx.training.optim import TrainState
-from phalanx.types import TEACHER, Algorithm, Policy, Samples
+from phalanx.types import TEACHER, Algorithm, Policy, Prompt, Samples
 
 Pass = tuple[Tensor, Tensor]  # rows [b] of this rank's samples, and the weights [u, A] of the actions of their units
 
@@ -255,6 +255,10 @@ class Updater:
             outputs[key][places.to(joined.device)] = joined
         return outputs
 
+    def asks(self, name: str, prompt: Prompt) -> bool:
+        """Whether the weights of that name are asked about the samples of a prompt."""
+        return name not in self.routed or prompt.teacher == name
+
     def _asked(self, name: str, batch: Minibatches, micro: int) -> tuple[Tensor, int]:
         """The units [u, s] of this rank that the passes with other weights see, and the number of those that these are
         asked about, which come first: with sharded weights all ranks make equally many passes.
@@ -263,8 +267,8 @@ class Updater:
         if name not in self.routed:
             return local, len(local)
         # the samples of a unit are of one prompt
-        teachers = [batch.samples.prompts[place].teacher for place in local[:, 0].tolist()]
-        chosen = local[torch.tensor([teacher in ("", name) for teacher in teachers])]
+        prompts = batch.samples.prompts
+        chosen = local[torch.tensor([self.asks(name, prompts[place]) for place in local[:, 0].tolist()])]
         most = reduce_int(len(chosen), "max")
         # whole passes, so that the shape of a pass does not depend on the rows of a step
         wanted = min(math.ceil(most / micro) * micro, len(local))
@@ -324,10 +328,7 @@ class Updater:
         plan = self.plan
         cost = 0.0  # per sample, in forward passes of the policy
         for name in self.algorithm.references:
-            share = 1.0
-            if name in self.routed:
-                asked = [prompt.teacher in ("", name) for prompt in samples.prompts]
-                share = sum(asked) / len(asked)
+            share = sum(self.asks(name, prompt) for prompt in samples.prompts) / len(samples.prompts)
             cost += share * (self.teachers[name].relative_cost(samples) if name in self.teachers else 1.0)
         if self.critic is not None:
             cost += self.critic.relative_cost(self.policy.trained)
