@@ -34,6 +34,10 @@ LOADED: list[tuple[type, tuple[str, ...], str]] = [
         ("painter.algorithm.name=opd", "painter.algorithm.teacher_path=x"),
         "painter.algorithm.name: opd has a teacher",
     ),
+    (FlowRLConfig, ("algorithm.name=opd",), "algorithm.teacher_path is not set; give algorithm.teacher_path=..., or"),
+    (LMRLConfig, ("algorithm.name=distillation",), "algorithm.teacher_path is not set; give algorithm.teacher_path="),
+    (FlowRLConfig, (*OPD, "algorithm.teachers={a: x}", "algorithm.teacher_key=t"), "algorithm.teachers: they are in"),
+    (FlowRLConfig, (OPD[0], "algorithm.teachers={a: x}"), "algorithm.teacher_key: None should be the column of the"),
     (FlowRLConfig, ("rollout.branching=true",), "rollout.branching: true has one trajectory up to the window"),
     (
         FlowRLConfig,

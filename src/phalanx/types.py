@@ -35,7 +35,8 @@ class Prompt:
     other columns of the data file. `negative` is the negative prompt, None for the model family's default. `messages`
     is the whole chat, {role, content} each, where the data has one; `text` is then its last user message. `place` is
     its key, file and line, for messages. `images` are those that a language model reads, in order: a content of
-    `messages` with images is a list of parts, {"type": "image"} for each and {"type": "text", "text": ...}.
+    `messages` with images is a list of parts, {"type": "image"} for each and {"type": "text", "text": ...}. `teacher`:
+    the name of the teacher that is asked about its samples, empty where all are.
     """
 
     text: str
@@ -45,6 +46,7 @@ class Prompt:
     messages: list[dict[str, Any]] | None = None
     place: str = field(default="", compare=False)
     images: tuple[Any, ...] = field(default=(), compare=False)  # phalanx.media.pictures.Picture
+    teacher: str = ""
 
 
 class Trace(Protocol):
@@ -179,10 +181,15 @@ class Credit:
     metrics: dict[str, float]
 
 
+TEACHER = "teacher"
+
+
 @dataclass(frozen=True)
 class Teacher:
     """A frozen model beside the policy, of its family: a model folder or hub id, which the configuration's `key` names,
-    its guidance scale (None: the rollout's), and the hub's revision (None: its main branch).
+    its guidance scale (None: the rollout's), and the hub's revision (None: its main branch). `rows`: a column of the
+    data and its value in the rows that the teacher is asked about; None: all. The outputs of all teachers with `rows`
+    are together `Batch.reference_outputs[TEACHER]`, each sample's of the teacher that was asked about it.
     """
 
     name: str
@@ -190,6 +197,7 @@ class Teacher:
     key: str
     guidance: float | None = None
     revision: str | None = None
+    rows: tuple[str, str] | None = None
 
 
 class Policy(Protocol):

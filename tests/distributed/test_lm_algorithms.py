@@ -1,5 +1,6 @@
 """Algorithms on tokens in whole jobs: a teacher on every layout, and options that change what a step trains on."""
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,8 @@ import torch
 from transformers import AutoTokenizer
 
 from phalanx.distributed.fsdp import local
-from tests.jobs import assert_same_weights, first_step, rows
+from phalanx.training.loop import train_step
+from tests.jobs import assert_same_weights, first_step, full_weights, rows
 from tests.lm import fit, one_step, tiny_lm_config
 from tests.ranks import run_ranks
 
@@ -63,6 +65,40 @@ def test_layouts_agree_beside_a_teacher(lm_folder: Path, teacher_folder: Path, t
             assert part["row"]["actor/teacher_kl"] == pytest.approx(row["actor/teacher_kl"], rel=0.05)  # of its tokens
             assert part["held"] < (1.01 if shards == 1 else 0.6) * alone["held"]
         assert_same_weights(alone["weights"], parts[0]["weights"], 1e-3)
+
+
+@pytest.mark.full
+def test_several_teachers(lm_folder: Path, teacher_folder: Path, tmp_path: Path) -> None:
+    """Each prompt has its teacher, also where ranks exchange samples; one of two ranks has few rows of either."""
+    files = tmp_path / "rows.jsonl"
+    base = ("algorithm.name=distillation", f"data.train_files=[{files}]", *NO_REWARD, "actor.use_dynamic_bsz=true")
+    base = (*base, "actor.ppo_max_token_len_per_gpu=80")
+    two = (f"algorithm.teachers={{large: {teacher_folder}, own: {lm_folder}}}", "algorithm.teacher_key=task")
+
+    def step(name: str, ranks: int, tasks: tuple[str, ...], *keys: str) -> dict[str, Any]:
+        data = [{"prompt": f"Ann has {i} books" + " and more" * (4 * i), "task": tasks[i]} for i in range(4)]
+        cfg = tiny_lm_config(lm_folder, tmp_path / name, *base, *keys)
+        files.write_text("".join(json.dumps(row) + "\n" for row in data))
+        return run_ranks(distilled_step, ranks, cfg)[0]
+
+    mixed = ("large", "large", "own", "large")
+    one = step("one", 1, mixed, *two)
+    for ranks, shards in ((2, 1), (2, 2)):
+        other = step(f"{ranks}_{shards}", ranks, mixed, *two, f"parallel.fsdp_size={shards}")
+        assert other["row"]["actor/grad_norm"] == pytest.approx(one["row"]["actor/grad_norm"], rel=1e-5)
+        assert_same_weights(one["weights"], other["weights"], 1e-3)
+    alone = step("alone", 1, ("large",) * 4, f"algorithm.teacher_path={teacher_folder}")
+    named = step("named", 1, ("large",) * 4, two[0].replace(f", own: {lm_folder}", ""), two[1])
+    assert alone["row"]["actor/grad_norm"] == named["row"]["actor/grad_norm"] > 1.01 * one["row"]["actor/grad_norm"]
+
+
+def distilled_step(cfg: Any) -> dict[str, Any]:
+    """The metrics of a job's step, and the weights after it."""
+    from phalanx.training.lm_rl import build
+
+    trainer = build(cfg)
+    row = train_step(trainer.job, trainer.collector, trainer.updater, 0)
+    return {"row": row, "weights": full_weights(trainer.policy.trained.parameters)}
 
 
 @pytest.mark.full

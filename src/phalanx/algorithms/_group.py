@@ -10,7 +10,7 @@ from torch import Tensor
 from phalanx.config.load import arg
 from phalanx.config.run import AlgorithmConfig
 from phalanx.functional.advantage import group_advantage, has_signal, top_and_bottom
-from phalanx.types import Batch, Credit, Policy, Samples, Scored, Teacher
+from phalanx.types import TEACHER, Batch, Credit, Policy, Samples, Scored, Teacher
 
 # Keys that algorithms without group-relative advantages do not read.
 OF_ADVANTAGES = ("adv_clip_max", "global_std", "norm_adv_by_std_in_grpo", "group_filter", "group_filter_k")
@@ -31,6 +31,18 @@ class GroupConfig(AlgorithmConfig):
         "all", "train on all samples of a prompt, or only on the best and worst", choices=("all", "top_bottom")
     )
     group_filter_k: int = arg(4, "samples of each end that group_filter=top_bottom keeps", ge=1)
+
+
+def teachers_of(config: Any, guidance: float | None = None) -> tuple[Teacher, ...]:
+    """The teacher of `teacher_path`, or those of `teachers`, each for the rows that name it in column `teacher_key`."""
+    if config.teacher_path is not None:
+        key = "algorithm.teacher_path"
+        return (Teacher(TEACHER, config.teacher_path, key, guidance, config.teacher_revision),)
+    teachers = []
+    for name, path in config.teachers.items():
+        rows = (config.teacher_key, name)
+        teachers.append(Teacher(f"{TEACHER} {name}", path, f"algorithm.teachers.{name}", guidance, rows=rows))
+    return tuple(teachers)
 
 
 class GroupAlgorithm:

@@ -12,6 +12,8 @@ The teacher gives the log-probability log pi_T of each token that the student dr
 
 A is the group-relative advantage of the response; without a reward, or with use_task_rewards false, it is 0.
 
+With `teachers` each prompt has a teacher of several.
+
 Deviation from the papers: the KL is estimated at the drawn tokens, and never summed over the vocabulary.
 """
 
@@ -22,20 +24,25 @@ import torch
 from torch import Tensor
 
 from phalanx.algorithms import grpo
+from phalanx.algorithms._group import teachers_of
 from phalanx.config.load import arg
 from phalanx.functional.token_losses import KL_LOSS_TYPES, kl_estimate, masked_mean, spread
 from phalanx.functional.tokens import TokenReplay, TokenTrace
-from phalanx.types import Batch, Teacher
-
-TEACHER = "teacher"
+from phalanx.types import TEACHER, Batch
 
 
 @dataclass
 class Config(grpo.Config):
     """Keys of `algorithm` where its name is distillation."""
 
-    teacher_path: str = arg("???", "the teacher: a folder (or hub id) of a causal LM with the same tokens", path=True)
+    teacher_path: Optional[str] = arg(
+        None, "the teacher: a folder (or hub id) of a causal LM with the same tokens", path=True
+    )
     teacher_revision: Optional[str] = arg(None, "commit, tag or branch of the teacher's hub id; null: its main branch")
+    teachers: dict[str, str] = arg(
+        {}, "several teachers by name, in place of teacher_path, each for the rows that name it", path=True
+    )
+    teacher_key: Optional[str] = arg(None, "column of the data that names each row's teacher, of `teachers`")
     loss_type: str = arg(
         "k1",
         "KL to the teacher at each drawn token: in the advantage (k1), or as an estimate in the loss (all others)",
@@ -53,10 +60,8 @@ class Algorithm(grpo.Algorithm):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self.references = (*self.references, TEACHER)
-        self.teachers = (
-            Teacher(TEACHER, config.teacher_path, "algorithm.teacher_path", revision=config.teacher_revision),
-        )
+        self.teachers = teachers_of(config)
+        self.references = (*self.references, *(teacher.name for teacher in self.teachers))
 
     def advantage(self, reward: Tensor, group_id: Tensor) -> Tensor:
         """[N] advantages of the rewards; zeros where task rewards are not used."""

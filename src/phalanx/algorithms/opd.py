@@ -9,10 +9,12 @@ mu_T that of the teacher's from the same state. The KL of the two Gaussians is e
 
 With `teacher_guidance` a guided teacher teaches a student that samples without guidance.
 
+With `teachers` each prompt has one of several teachers (Flow-OPD, https://arxiv.org/abs/2605.08063). `kl_loss_coef`
+weighs the same loss to the reference, which anchors the student.
+
 Deviations from the paper:
-1. There is one teacher, for all prompts.
-2. Only the steps of the rollout's window are stochastic and trained, where rollout.sde_window_size says so.
-3. `velocity` is an addition: it has the same states, with equal weights at all noise levels.
+1. Only the steps of the rollout's window are stochastic and trained, where rollout.sde_window_size says so.
+2. `velocity` is an addition: it has the same states, with equal weights at all noise levels.
 """
 
 from dataclasses import dataclass
@@ -21,30 +23,35 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from phalanx.algorithms._group import GroupAlgorithm
+from phalanx.algorithms._group import GroupAlgorithm, teachers_of
 from phalanx.config.load import arg
 from phalanx.config.run import AlgorithmConfig
 from phalanx.functional.flow import FlowBatch, FlowReplay
 from phalanx.functional.sde import gaussian_kl
-from phalanx.types import Policy, Teacher
-
-TEACHER = "teacher"
+from phalanx.types import TEACHER, Policy
 
 
 @dataclass
 class Config(AlgorithmConfig):
     """Keys of `algorithm` where its name is opd."""
 
-    teacher_path: str = arg("???", "the teacher: a diffusers folder (or hub id) of the model's family", path=True)
+    teacher_path: Optional[str] = arg(
+        None, "the teacher: a diffusers folder (or hub id) of the model's family", path=True
+    )
     teacher_revision: Optional[str] = arg(None, "commit, tag or branch of the teacher's hub id; null: its main branch")
+    teachers: dict[str, str] = arg(
+        {}, "several teachers by name, in place of teacher_path, each for the rows that name it", path=True
+    )
+    teacher_key: Optional[str] = arg(None, "column of the data that names each row's teacher, of `teachers`")
     teacher_guidance: Optional[float] = arg(
-        None, "classifier-free guidance of the teacher, 1 is off; null: as in the rollout", ge=1
+        None, "classifier-free guidance of each teacher, 1 is off; null: as in the rollout", ge=1
     )
     loss_type: str = arg(
         "kl",
         "KL divergence of the transitions, or mean square of the velocities' difference",
         choices=("kl", "velocity"),
     )
+    kl_loss_coef: float = arg(0.0, "weight of the same loss to the reference; 0 runs no reference at all", ge=0)
 
 
 class Algorithm(GroupAlgorithm):
@@ -55,9 +62,9 @@ class Algorithm(GroupAlgorithm):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self.references = (TEACHER,)
-        key, guidance = "algorithm.teacher_path", config.teacher_guidance
-        self.teachers = (Teacher(TEACHER, config.teacher_path, key, guidance, config.teacher_revision),)
+        self.teachers = teachers_of(config, config.teacher_guidance)
+        anchors = ("reference",) if config.kl_loss_coef > 0 else ()
+        self.references = (*anchors, *(teacher.name for teacher in self.teachers))
 
     def advantage(self, reward: Tensor, group_id: Tensor) -> Tensor:
         """[N] zeros: rewards are only reported."""
@@ -68,20 +75,27 @@ class Algorithm(GroupAlgorithm):
         return torch.ones(len(reward), dtype=torch.bool)
 
     def reference_output(self, policy: Policy, batch: FlowBatch) -> Tensor:
-        """The teacher's means or velocities [B, W, ...] of the same transitions."""
+        """The means or velocities [B, W, ...] of the same transitions under other weights."""
         return self._prediction(policy.replay(batch.trace))
 
     def loss(self, policy: Policy, batch: FlowBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss [B, W] per sample and trained step, before its weight, and detached scalars."""
         replay: FlowReplay = policy.replay(batch.trace)
-        teacher = batch.reference_outputs[TEACHER]
+        loss = self._distance(replay, batch.reference_outputs[TEACHER])
+        stats = {f"teacher_{self.config.loss_type}": loss.detach().mean()}
+        if "reference" in batch.reference_outputs:
+            anchor = self._distance(replay, batch.reference_outputs["reference"])
+            loss = loss + self.config.kl_loss_coef * anchor
+            stats["kl_ref"] = anchor.detach().mean()
+        return loss, stats
+
+    def _distance(self, replay: FlowReplay, other: Tensor) -> Tensor:
+        """The loss [B, W] of each transition from means or velocities [B, W, ...] of other weights."""
         student = self._prediction(replay)
-        if self.config.loss_type == "kl":
-            loss = gaussian_kl(student.flatten(0, 1), teacher.flatten(0, 1), replay.std.repeat(len(student)))
-        else:
-            loss = torch.square(student - teacher).flatten(2).mean(2)
-        loss = loss.view(student.shape[:2])
-        return loss, {f"teacher_{self.config.loss_type}": loss.detach().mean()}
+        if self.config.loss_type == "velocity":
+            return torch.square(student - other).flatten(2).mean(2)
+        kl = gaussian_kl(student.flatten(0, 1), other.flatten(0, 1), replay.std.repeat(len(student)))
+        return kl.view(student.shape[:2])
 
     def _prediction(self, replay: FlowReplay) -> Tensor:
         return replay.mean if self.config.loss_type == "kl" else replay.velocity

@@ -14,6 +14,8 @@ def located(path: P) -> P:
     """A path, or each of several, as it is to be opened: ~ is the home, and what the working folder has not of
     `assets/...`, as the shipped configurations call it, is the shipped one.
     """
+    if isinstance(path, dict):
+        return {name: located(each) for name, each in path.items()}
     if isinstance(path, list):
         return [located(each) for each in path]
     if path.startswith("assets/") and not Path(path).exists() and (ROOT / path).exists():

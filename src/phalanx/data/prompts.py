@@ -21,7 +21,7 @@ MARK = "<image>"  # of an image in texts of verl, for models that read images
 @dataclass(frozen=True)
 class PromptRow:
     """A row of a data file; `meta` holds what a reward may need, `messages` a language model's whole chat, `images`
-    those that it shows: see Prompt.
+    those that it shows, `teacher` who is asked about it: see Prompt.
     """
 
     text: str
@@ -30,6 +30,7 @@ class PromptRow:
     messages: list[dict[str, Any]] | None = None
     place: str = field(default="", compare=False)  # its key, file and line or row, for messages
     images: tuple[Picture, ...] = field(default=(), compare=False)
+    teacher: str = ""
 
 
 def load_prompts(

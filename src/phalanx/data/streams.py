@@ -69,7 +69,9 @@ class PromptStream:
         prompts = []
         for group_id, number in enumerate(numbers, start=first):
             row = self._rows[number]
-            prompts.append(Prompt(row.text, group_id, row.meta, row.negative, row.messages, images=row.images))
+            images, teacher = row.images, row.teacher
+            prompt = Prompt(row.text, group_id, row.meta, row.negative, row.messages, images=images, teacher=teacher)
+            prompts.append(prompt)
         return prompts
 
     def renewed(self, numbers: list[int], places: list[int], draw: int) -> list[int]:

@@ -113,6 +113,10 @@ class PlannedUpdater(Updater):
         phase.enter_context(weights)
         return policy, theirs, phase
 
+    def asks(self, name: str, prompt: Prompt) -> bool:
+        """Each teacher counts with all samples, as on a rank with only its rows."""
+        return True
+
     def follow(self, step: int) -> None:
         """No weight has changed."""
 

@@ -4,7 +4,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
 from types import MappingProxyType
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from phalanx.config.lm import LMDataConfig
+from phalanx.config.load import ConfigError
 from phalanx.config.run import RLConfig, RunConfig
 from phalanx.data.prompts import PromptRow, numbered
 from phalanx.distributed import mesh
@@ -166,6 +167,30 @@ def about(teacher: Teacher) -> Iterator[None]:
         yield
     except ValueError as error:
         raise ValueError(f"{teacher.key}: {str(error).removeprefix('model.path: ')}") from error
+
+
+def routed(rows: list[PromptRow], teachers: Sequence[Teacher], *, first: bool) -> list[PromptRow]:
+    """The rows, each with the teacher that it names, where the teachers are for rows of their own. Raises ConfigError
+    for a row that names none; the rank that is `first` warns of a teacher that no row names.
+    """
+    names = {teacher.rows[1]: teacher.name for teacher in teachers if teacher.rows is not None}
+    if not names:
+        return rows
+    column = next(teacher.rows[0] for teacher in teachers if teacher.rows is not None)
+    result = []
+    for row in rows:
+        value = row.meta.get(column)
+        if str(value) not in names:
+            given = f"{column} is {value!r}" if column in row.meta else f"it has no column {column!r}"
+            raise ConfigError(
+                f"{row.place}: {given}; expected one of algorithm.teachers, {', '.join(names)} (algorithm.teacher_key)"
+            )
+        result.append(replace(row, teacher=names[str(value)]))
+    asked = {row.teacher for row in result}
+    for teacher in teachers:
+        if first and teacher.name not in asked:
+            log.warning("%s: no row of data.train_files has it in column %s; it is never asked", teacher.key, column)
+    return result
 
 
 def fitting_sets(

@@ -18,6 +18,7 @@ from phalanx.rollout.flow.samplers import train_sampler, val_sampler
 from phalanx.rollout.registry import check_installed
 from phalanx.telemetry.metrics import check_loggers
 from phalanx.training import batch_plan
+from phalanx.training.components import routed
 from phalanx.training.disaggregated.batches import checked, of_role, part_of
 from phalanx.training.disaggregated.workers import LogProbWorker, RolloutWorker
 from phalanx.training.flow_components import build_components, check_plan
@@ -38,6 +39,7 @@ def build(cfg: FlowRLConfig) -> Trainer | RolloutWorker | LogProbWorker:
     algorithm = algorithms.build(cfg.algorithm)
     columns = (*image_columns(cfg.model), *cfg.rollout.facts.columns)
     rows = load_prompts(cfg.data.train_files, "data.train_files", images=columns, prompt=cfg.data.prompt_key)
+    rows = routed(rows, algorithm.teachers, first=Launch.from_env().rank == 0)
     for teacher in algorithm.teachers:
         check_teacher(teacher, cfg.model)
     detach, window = cfg.actor.detach_uncond, algorithm.levels is None

@@ -30,7 +30,7 @@ from phalanx.rollout.lm.in_policy import LMRollout
 from phalanx.rollout.lm.partial import PartialRollout, drawn_at_once
 from phalanx.telemetry.metrics import check_loggers
 from phalanx.training import batch_plan
-from phalanx.training.components import JobComponents, build_rewards, fitting_sets, start
+from phalanx.training.components import JobComponents, build_rewards, fitting_sets, routed, start
 from phalanx.training.critic import CriticTrainer
 from phalanx.training.disaggregated.batches import checked, part_of
 from phalanx.training.disaggregated.workers import LogProbWorker, RolloutWorker
@@ -50,6 +50,7 @@ def build(cfg: LMRLConfig) -> Trainer | RolloutWorker | LogProbWorker:
     algorithm = build_algorithm(cfg)
     data, key = cfg.data, cfg.data.prompt_key
     rows = load_prompts(data.train_files, "data.train_files", prompt=key, quoted=False, image_key=data.image_key)
+    rows = routed(rows, algorithm.teachers, first=Launch.from_env().rank == 0)
     val_sets = validation_sets(data.val_files, prompt=key, quoted=False, image_key=data.image_key)
     held_out = [prompt for prompts in val_sets.values() for prompt in prompts]
     every: list[PromptRow | Prompt] = [*rows, *held_out]

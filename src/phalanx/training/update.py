@@ -1,5 +1,6 @@
 """Optimizer steps on collected samples: reference outputs, fresh noise, early stops, and the metrics of a step."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from phalanx.config.run import RLConfig
-from phalanx.distributed.collectives import all_gather, reduce_float, reduce_sum
+from phalanx.distributed.collectives import all_gather, reduce_float, reduce_int, reduce_sum
 from phalanx.distributed.mesh import World
 from phalanx.distributed.seed import fold_in
 from phalanx.telemetry.flops import peak_flops
@@ -22,7 +23,7 @@ from phalanx.training.critic import CriticTrainer
 from phalanx.training.disaggregated.wire import exchanged
 from phalanx.training.minibatches import BatchPlan, Minibatches, Units, optimizer_steps
 from phalanx.training.optim import TrainState
-from phalanx.types import Algorithm, Policy, Samples
+from phalanx.types import TEACHER, Algorithm, Policy, Prompt, Samples
 
 Pass = tuple[Tensor, Tensor]  # rows [b] of this rank's samples, and the weights [u, A] of the actions of their units
 
@@ -107,6 +108,7 @@ class Updater:
         self.state, self.rescorer, self.timers, self.noun = state, rescorer, timers, noun
         self.teachers, self.critic, self.chunks, self.costs = dict(teachers or {}), critic, chunks, costs
         self.score, self.chunk_plan = score, plan
+        self.routed = [teacher.name for teacher in algorithm.teachers if teacher.rows is not None]
         if chunks > 1:
             samples, per_rank = plan.samples // chunks, plan.per_rank // chunks
             self.chunk_plan = replace(plan, samples=samples, per_rank=per_rank, units=per_rank, updates=1)
@@ -228,24 +230,50 @@ class Updater:
         name, with the samples in their places.
         """
         outputs: dict[str, Tensor] = {}
-        if not self.algorithm.references:
-            return outputs
-        local, tokens = batch.units.local, batch.samples.tokens
-        passes = self.plan.passes_of(self.plan.together)
-        cut = passes.parts(len(local), None if tokens is None else tokens[local])
-        parts = [local[rows] for rows in cut]
+        passes, tokens = self.plan.passes_of(self.plan.together), batch.samples.tokens
         for name in self.algorithm.references:
+            units, asked = self._asked(name, batch, passes.micro)
+            if not len(units):  # on no rank
+                continue
             policy, theirs, weights = self.reference(name, batch)
             results = []
+            cut = passes.parts(len(units), None if tokens is None else tokens[units])
             with weights, policy.unsharded():
-                for part in parts:
-                    of_pass = theirs.select(part.flatten(), torch.ones(len(part), batch.mask.shape[1]))
+                for part in cut:
+                    rows = units[part].flatten()
+                    of_pass = theirs.select(rows, torch.ones(len(part), batch.mask.shape[1]))
                     results.append(self.algorithm.reference_output(policy, of_pass))
+            joined, order = torch.cat(results), torch.cat(cut)
+            places = units[order].flatten()
+            if asked < len(units):  # without what fills up the passes
+                real = (order < asked).repeat_interleave(units.shape[1]).nonzero().flatten()
+                joined, places = joined[real.to(joined.device)], places[real]
             # back from the order of passes to the samples' own places [B, A, ...]
-            joined = torch.cat(results)
-            outputs[name] = joined.new_zeros(len(batch.advantage), *joined.shape[1:])
-            outputs[name][torch.cat(parts).flatten().to(joined.device)] = joined
+            key = TEACHER if name in self.routed else name
+            if key not in outputs:
+                outputs[key] = joined.new_zeros(len(batch.advantage), *joined.shape[1:])
+            outputs[key][places.to(joined.device)] = joined
         return outputs
+
+    def asks(self, name: str, prompt: Prompt) -> bool:
+        """Whether the weights of that name are asked about the samples of a prompt."""
+        return name not in self.routed or prompt.teacher == name
+
+    def _asked(self, name: str, batch: Minibatches, micro: int) -> tuple[Tensor, int]:
+        """The units [u, s] of this rank that the passes with other weights see, and the number of those that these are
+        asked about, which come first: with sharded weights all ranks make equally many passes.
+        """
+        local = batch.units.local
+        if name not in self.routed:
+            return local, len(local)
+        # the samples of a unit are of one prompt
+        prompts = batch.samples.prompts
+        chosen = local[torch.tensor([self.asks(name, prompts[place]) for place in local[:, 0].tolist()])]
+        most = reduce_int(len(chosen), "max")
+        # whole passes, so that the shape of a pass does not depend on the rows of a step
+        wanted = min(math.ceil(most / micro) * micro, len(local))
+        filled = local[:1].expand(wanted - len(chosen), -1)
+        return torch.cat([chosen, filled]), len(chosen)
 
     def reference(self, name: str, batch: Minibatches) -> tuple[Policy, Minibatches, AbstractContextManager[Any]]:
         """The policy that gives the outputs of that name, the samples that it sees, and a context with its weights."""
@@ -300,7 +328,8 @@ class Updater:
         plan = self.plan
         cost = 0.0  # per sample, in forward passes of the policy
         for name in self.algorithm.references:
-            cost += self.teachers[name].relative_cost(samples) if name in self.teachers else 1.0
+            share = sum(self.asks(name, prompt) for prompt in samples.prompts) / len(samples.prompts)
+            cost += share * (self.teachers[name].relative_cost(samples) if name in self.teachers else 1.0)
         if self.critic is not None:
             cost += self.critic.relative_cost(self.policy.trained)
         references = cost * plan.reference_samples / plan.per_rank if trained > 0 else 0.0

@@ -52,6 +52,11 @@ def _term(c: Any, broken: Callable[[Any], bool]) -> tuple[int, Any] | None:
     return None
 
 
+def _teachers(c: Any, broken: Callable[[Any], bool]) -> bool:
+    """Whether the keys of an algorithm with one teacher or several break a rule."""
+    return "teachers" in vars(c.algorithm) and broken(c.algorithm)
+
+
 _NO_GROUP = "rollout.n: 1 leaves {} no group of samples to compare; set it to at least 2, or leave that out"
 
 RULES = (
@@ -127,6 +132,20 @@ RULES = (
          lambda c: vars(c.algorithm).get("noise_draws") and c.algorithm.last_steps > 1,
          "algorithm.noise_draws: {c.algorithm.noise_draws} draws start the last denoising step anew; set "
          "algorithm.last_steps to 1, or leave it out"),
+    Rule("algorithm.teacher_path algorithm.teachers", RL,
+         "An algorithm that learns from a teacher has one, or several.",
+         lambda c: _teachers(c, lambda a: a.teacher_path is None and not a.teachers),
+         "algorithm.teacher_path is not set; give algorithm.teacher_path=..., or several as algorithm.teachers"),
+    Rule("algorithm.teachers algorithm.teacher_path algorithm.teacher_revision", RL,
+         "Several teachers take the place of one and of its revision.",
+         lambda c: _teachers(c, lambda a: a.teachers and (a.teacher_path or a.teacher_revision)),
+         "algorithm.teachers: they are in place of algorithm.teacher_path and algorithm.teacher_revision; leave those "
+         "out, or algorithm.teachers"),
+    Rule("algorithm.teacher_key algorithm.teachers", RL,
+         "Several teachers and the column that names each row's are given together.",
+         lambda c: _teachers(c, lambda a: bool(a.teachers) != (a.teacher_key is not None)),
+         "algorithm.teacher_key: {c.algorithm.teacher_key} should be the column of the data that names each row's "
+         "teacher, one of algorithm.teachers; set both, or leave both out"),
     Rule("algorithm.old_decay_rate algorithm.old_decay_flat algorithm.old_decay_limit algorithm.old_decay", FLOW_RL,
          "With `algorithm.old_decay=zero` the sampling weights are the policy's, without a schedule.",
          _old_decay,
