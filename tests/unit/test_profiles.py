@@ -62,6 +62,7 @@ def test_a_step_of_a_job(sd3_folder: Path, tmp_path: Path, caplog: pytest.LogCap
     )
 
 
+@pytest.mark.full
 def test_ranks_with_roles(sd3_folder: Path, tmp_path: Path) -> None:
     keys = ("placement={rollout: 0, actor: 1}", "trainer.total_training_steps=1", "trainer.profile_steps=[1]")
     run_roles(build, 2, tiny_config(sd3_folder, tmp_path, *keys, *SMALL))
