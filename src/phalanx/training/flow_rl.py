@@ -90,8 +90,8 @@ def check(cfg: FlowRLConfig, launch: Launch | None = None) -> BatchPlan:
     family = family_of(cfg.model)
     if cfg.rollout.facts.columns and not family.encodes_images:
         raise ConfigError(
-            f"rollout.engine: {cfg.rollout.engine} trains on images of the data, of which {family.pipeline_class} has no "
-            "latents; set rollout.engine=policy"
+            f"rollout.engine: {cfg.rollout.engine} trains on images of the data, of which {family.pipeline_class} has "
+            "no latents; set rollout.engine=policy"
         )
     train_sampler(cfg.rollout, family)
     val_sampler(cfg.rollout, family)
