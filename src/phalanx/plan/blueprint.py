@@ -46,7 +46,7 @@ class _Blueprint(FlowModel):
         parts: dict[str, Any] = {}
         for name, entry in read_index(folder).items():
             if isinstance(entry, list) and len(entry) == 2:
-                parts[name] = _component(folder, name, *entry, dtype=dtype)
+                parts[name] = _component(folder, name, entry[0], entry[1], dtype)
             elif name in signature(pipeline.__init__).parameters:
                 parts[name] = entry  # a setting, such as Wan's boundary_ratio
         if "transformer" in parts:  # the family's own class, which may be a subclass of the folder's
