@@ -159,9 +159,9 @@ def broken_index(**changes: Any) -> Callable[[Path], object]:
         (
             broken_index(_class_name="SanaPipeline"),
             "model.path: '{folder}' is a SanaPipeline; supported: Flux2KleinPipeline, Flux2Pipeline, FluxKontextPipeline, "
-            "FluxPipeline, HunyuanVideo15ImageToVideoPipeline, HunyuanVideo15Pipeline, QwenImage21Pipeline, "
-            "QwenImageEditPipeline, QwenImageEditPlusPipeline, QwenImagePipeline, StableDiffusion3Pipeline, "
-            "WanImageToVideoPipeline, WanPipeline, ZImagePipeline",
+            "FluxPipeline, HunyuanVideo15ImageToVideoPipeline, HunyuanVideo15Pipeline, LTX2Pipeline, "
+            "QwenImage21Pipeline, QwenImageEditPipeline, QwenImageEditPlusPipeline, QwenImagePipeline, "
+            "StableDiffusion3Pipeline, WanImageToVideoPipeline, WanPipeline, ZImagePipeline",
         ),
         (
             lambda folder: shutil.rmtree(folder / "scheduler"),
