@@ -242,6 +242,21 @@ def test_a_teacher(sd3_folder: Path, tmp_path: Path) -> None:
     )
 
 
+def test_several_teachers(sd3_folder: Path, tmp_path: Path) -> None:
+    """Each is held, and passes over all samples, as on a rank that has only its rows."""
+    cluster, cfg = Cluster(1, 2), taught(sd3_folder, sd3_folder, tmp_path)
+    one = plan_of(cfg, cluster)
+    algorithm = replace(cfg.algorithm, teacher_path=None, teachers={n: str(sd3_folder) for n in "ab"}, teacher_key="t")
+    two = plan_of(replace(cfg, algorithm=algorithm), cluster)
+    single, held = count(one).held, count(two).held
+    assert held["teacher a"] == held["teacher b"] == single["teacher"]
+    view = two.policy.model.flops(32, 32, 77 + 32)
+    assert two.flops - one.flops == 16 * 2 * view  # of 16 images, 2 steps
+    assert section(describe(two, Gpu()), "Batch")[6] == (
+        "forward passes  8 to sample, 4 of the teacher a, 4 of the teacher b, 4 to train, a rank and step"
+    )
+
+
 def test_each_count_of_operations_is_a_new_one(sd3_folder: Path, tmp_path: Path) -> None:
     """Each is of a model that is gone afterwards: the next one may have its place in memory, and is another one."""
     model = plan_of(tiny_config(sd3_folder, tmp_path), Cluster(1, 2)).policy.model
