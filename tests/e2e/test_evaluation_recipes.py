@@ -17,7 +17,7 @@ from phalanx.rewards.text.math import Math
 from tests.ranks import ROOT
 from tests.tasks import run_task
 
-RECIPES = sorted((ROOT / "configs" / "evaluate").glob("*.yaml"))
+FOLDER = ROOT / "configs" / "evaluate"
 ENDS = "-- end of a command"
 BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
 
@@ -56,6 +56,7 @@ def prepare_commands(recipe: Path) -> list[list[str]]:
     return [command.strip("\n").split("\n") for command in printed.split(ENDS)[:-1]]
 
 
+@pytest.mark.quick("aime")
 @pytest.mark.parametrize(
     ("name", "sets", "samples", "statistics", "instruction"),
     [
@@ -69,6 +70,7 @@ def prepare_commands(recipe: Path) -> list[list[str]]:
         ("math500", ["test"], 4, ["mean", "avg@4", "pass@1", "pass@4", "majority@4"], BOXED),
         ("aime", ["aime24_test", "aime25_test"], 64, ["mean", "avg@64", "pass@1", "pass@64", "majority@64"], BOXED),
     ],
+    ids=["gsm8k", "math500", "aime"],
 )
 def test_a_recipe(
     tmp_path: Path,
@@ -79,8 +81,7 @@ def test_a_recipe(
     statistics: list[str],
     instruction: str,
 ) -> None:
-    assert name in [path.stem for path in RECIPES]
-    recipe = ROOT / "configs" / "evaluate" / f"{name}.yaml"
+    recipe = FOLDER / f"{name}.yaml"
     monkeypatch.setenv("HOME", str(tmp_path))
     download(tmp_path / "downloads")
     monkeypatch.chdir(tmp_path)
@@ -105,3 +106,23 @@ def test_a_recipe(
         right = f"#### {truth}" if name == "gsm8k" else rf"\boxed{{{truth}}}"
         output = reward([right, right.replace(truth, "777")], ["?"] * 2, [record["columns"]] * 2)
         assert list(output if isinstance(output, list) else output.scores) == [1, 0], truth
+
+
+def test_the_recipe_of_ocr(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the authors' file, a prompt per line; the text in quotes is the truth."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    folder = tmp_path / "data" / "flow_grpo_ocr"
+    folder.mkdir(parents=True)
+    (folder / "test.txt").write_text("".join(f'A sign that says "Stop {i}".\n' for i in range(3)))
+    tiny = ["model.path=assets/digits/base", "model.dtype=float32", "rollout.height=32", "rollout.width=32"]
+    out = tmp_path / "out"
+    recipe = str(FOLDER / "ocr.yaml")
+    done = run_task(["tasks/evaluate.py", recipe, *tiny, "rollout.val.num_inference_steps=2", f"output_dir={out}"])
+    assert done.returncode == 0, done.stderr
+    records = [json.loads(line) for line in (out / "records.jsonl").open()]
+    assert [record["columns"]["ground_truth"] for record in records] == ["Stop 0", "Stop 1", "Stop 2"]
+    assert all(0 <= record["scores"]["ocr"] <= 1 for record in records)
+
+
+def test_every_recipe_is_tried() -> None:
+    assert sorted(path.stem for path in FOLDER.glob("*.yaml")) == ["aime", "gsm8k", "math500", "ocr"]

@@ -158,9 +158,10 @@ def canonical(answer: str) -> str | None:
     return text or None if value is None else str(value)
 
 
-def parted(text: str) -> bool:
-    """Whether a normal form holds digits that only a blank, or a comma, parts: they are several numbers."""
-    return re.search(r"\d[ ,]\d", text) is not None
+def parted(text: str, other: str) -> bool:
+    """Whether a normal form has digits that only a blank, or a comma, parts, and the other one is no list."""
+    pattern = r"\d[ ,]\d"
+    return re.search(pattern, text) is not None and re.search(f"{pattern}|,", other) is None
 
 
 def bases(text: str) -> list[str]:

@@ -66,7 +66,7 @@ class Math(RewardWithExtras):
             return 1.0, 0.0
         given, wanted = _answers.normalised(answer), _answers.normalised(truth)
         # math-verify would join digits that a blank or a comma parts, and leave out the base of a number
-        several = _answers.parted(given) != _answers.parted(wanted)
+        several = _answers.parted(given, wanted) or _answers.parted(wanted, given)
         bases = {tuple(_answers.bases(given)), tuple(_answers.bases(wanted))} - {()}
         if self._verifier is None or several or len(bases) == 2:
             return self._format_score, 0.0
