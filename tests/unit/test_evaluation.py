@@ -143,3 +143,11 @@ def test_a_page_without_scripts(tmp_path: Path) -> None:
     assert not [tag for tag, _ in page.tags if tag == "script"]
     for words in ("Student's t", "mean before", "Highest rewards", "By group", "against base"):
         assert words in page.text
+
+
+def test_a_score_that_no_sample_has_leaves_the_others(tmp_path: Path) -> None:
+    rows = [record(i, 0, 0.5, scores={"exact": 0.5, "judge": None}) for i in range(2)]
+    result = result_of(rows, Wanted(), HEAD)
+    page = Page(write_page(tmp_path, result, Side(rows, tmp_path), None))
+    assert "Mean · exact" in page.words() and "Mean · judge" not in page.words()
+    assert "judge" not in table(result)
