@@ -134,6 +134,13 @@ class _Terminal(logging.StreamHandler[TextIO]):
         return words if record.levelno == logging.INFO else f"{record.levelname}: {words}"
 
 
+def _leave_folder() -> None:
+    """Free the output_dir that the job has taken: it would count as a dead job's, and `phalanx stop` would wait."""
+    module = sys.modules.get("phalanx.training.folder_lock")  # as in _watch
+    if module is not None:
+        module.release()
+
+
 def _plan_words(argv: list[str]) -> tuple[list[str], dict[str, str] | None]:
     """The command line without --plan (or plan=true) and its words; these words, None without it."""
     asked = False
@@ -173,14 +180,17 @@ def run(build: Callable[[T], Callable[[], None]], config: T) -> NoReturn:
         with uncollected():  # or until the job has a world
             job = build(config)
     except (ValueError, SystemExit) as error:  # nothing of ours leaves by sys.exit
+        _leave_folder()
         _tell(error, status=2)
     # Not ValueError again: what `build` let pass and training stumbles over is an error of ours,
     # which needs its traceback.
     try:
         job()
     except (JobError, SystemExit) as error:
+        _leave_folder()
         _tell(error, status=1)
     except Stopped as stop:
+        _leave_folder()
         end(stop.status, str(stop), str(stop) if leads() else None, restart=stop.number != REQUEST)
     # All is written and closed. Worker threads and those of process groups would outlive the interpreter's teardown; a
     # rank was seen to abort ("terminate called without an active exception"), which this most likely prevents.

@@ -45,11 +45,34 @@ def test_a_table_and_three_files(tmp_path: Path) -> None:
     assert "prompts x 2" in (tmp_path / "out" / "evaluation.html").read_text()
 
 
+def test_records_that_were_lost_are_sampled_anew(tmp_path: Path) -> None:
+    """Of a complete evaluation: the last ones, and a damaged one in the middle, which is refused."""
+    records = tmp_path / "out" / "records.jsonl"
+    assert run_task(words(tmp_path)).returncode == 0
+    whole = records.read_text()
+    records.write_text(whole[:-40])
+    other = [*words(tmp_path), f"output_dir={tmp_path / 'other'}", f"baseline={tmp_path / 'out'}"]
+    done = run_task(other)
+    assert done.returncode == 2 and f"baseline: the evaluation in {records.parent} has not ended" in done.stderr
+    done = run_task(words(tmp_path))
+    assert done.returncode == 0 and records.read_text() == whole, done.stderr
+    lines = whole.splitlines(keepends=True)
+    records.write_text("".join([lines[0], lines[1][:9] + "\n", *lines[2:]]))
+    done = run_task(words(tmp_path))
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1] == (
+        f"error: {records}:2: not a record of an evaluation; delete the file to sample anew"
+    )
+    # an evaluation that ends with an error has left its folder
+    assert not (tmp_path / "out" / "running.json").exists()
+
+
 def test_a_reward_that_fails_is_one_line(tmp_path: Path) -> None:
     done = run_task(words(tmp_path, f"{{path: '{tmp_path / 'reward.py'}:fails'}}"), nproc=2)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith("error: rank 0: reward 'fails' raised KeyError: 'no such thing' on")
     assert "Traceback" not in done.stderr
+    assert not (tmp_path / "out" / "running.json").exists()
     assert not (tmp_path / "out" / "evaluation.json").exists()
 
 

@@ -154,3 +154,11 @@ def test_a_baseline_folder_has_whole_weights(lm_folder: Path) -> None:
     cfg = load(EvaluateConfig, None, [*words, *files])
     model = read_baseline(cfg, read_candidate(cfg)).run.model
     assert (model.lora_rank, model.quantization) == (0, None)
+
+
+def test_a_score_that_no_sample_has_leaves_the_others(tmp_path: Path) -> None:
+    rows = [record(i, 0, 0.5, scores={"exact": 0.5, "judge": None}) for i in range(2)]
+    result = result_of(rows, Wanted(), HEAD)
+    page = Page(write_page(tmp_path, result, Side(rows, tmp_path), None))
+    assert "Mean · exact" in page.words() and "Mean · judge" not in page.words()
+    assert "judge" not in table(result)

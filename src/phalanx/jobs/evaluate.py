@@ -17,7 +17,7 @@ from phalanx.distributed import mesh
 from phalanx.distributed.collectives import broadcast_object
 from phalanx.jobs.candidate import Candidate, Sets, differing, read_baseline, read_candidate, read_sets
 from phalanx.jobs.outputs import check_place, writing
-from phalanx.jobs.scored import Sampling, columns_of, stored_in
+from phalanx.jobs.scored import Sampling, columns_of, is_complete, stored_in
 from phalanx.telemetry.evaluation import ARGUMENTS, RECORDS, RESULT, Wanted, read_records, result_of, table, write_json
 from phalanx.telemetry.evaluation_page import Side, write_page
 from phalanx.training import folder_lock
@@ -137,7 +137,7 @@ class Evaluation:
         if self.earlier is None:
             return
         stored, now = stored_in(self.earlier), self.candidate.facts(self.sets)
-        if stored is None or not stored["complete"]:
+        if stored is None or not is_complete(self.earlier, stored):
             raise ConfigError(f"baseline: the evaluation in {self.earlier} has not ended; run it to its end first")
         for key in PAIRED:
             problem = differing(_part(stored["facts"], key), _part(now, key))

@@ -19,7 +19,7 @@ from phalanx.jobs.outputs import writing
 from phalanx.media.videos import write_video
 from phalanx.rewards.base import GivesAnswers
 from phalanx.rewards.client import RewardClient
-from phalanx.telemetry.evaluation import ARGUMENTS, Records, write_json
+from phalanx.telemetry.evaluation import ARGUMENTS, RECORDS, Records, read_records, write_json
 from phalanx.telemetry.metrics import Timers
 from phalanx.telemetry.records import CONVERSATION, TALKS, storable
 from phalanx.training.collect import check_range
@@ -51,15 +51,26 @@ class Sampling:
         self.parts: Parts | None = None
         complete, problem = False, None
         if world.rank == 0:
-            stored = stored_in(folder)
-            complete = stored is not None and stored["complete"]
-            problem = None if stored is None else differing(stored["facts"], self.facts)
+            try:
+                complete = self._is_complete()
+            except ConfigError as error:
+                problem = str(error)
         complete, problem = broadcast_object((complete, problem))
         if problem is not None:
-            raise ConfigError(
-                f"output_dir: {folder} has an evaluation with other arguments: {problem}; give another output_dir"
-            )
+            raise ConfigError(problem)
         self.complete = complete
+
+    def _is_complete(self) -> bool:
+        """Whether the folder has all records. Raises ConfigError where it has others, or damaged ones."""
+        stored = stored_in(self.folder)
+        if stored is None:
+            return False
+        problem = differing(stored["facts"], self.facts)
+        if problem is not None:
+            raise ConfigError(
+                f"output_dir: {self.folder} has an evaluation with other arguments: {problem}; give another output_dir"
+            )
+        return is_complete(self.folder, stored)
 
     def build(self) -> None:
         """Load the model and the rewards. Raises ValueError for what the user can fix."""
@@ -83,7 +94,7 @@ class Sampling:
         self.client = RewardClient(run, self.world, self.parts.rewards, self.timers, rollout.noun)
         self.drawn: list[dict[str, Any]] = []  # of this rank's samples of a chunk, beside their scores
         chunks, n = self._chunks(self.parts.sets), run.rollout.val.n
-        done = 0
+        done, samples = 0, sum(len(chunk.prompts) * n for chunk in chunks)
         with writing(self.folder, "output_dir"):
             if self.world.rank == 0:
                 self.folder.mkdir(parents=True, exist_ok=True)
@@ -100,7 +111,7 @@ class Sampling:
                 log.info("%d of %d chunks: %d samples of %s", number, len(chunks), len(rows), chunk.set_name)
         if self.world.rank == 0:
             with writing(self.folder, "output_dir"):
-                write_json(self.folder / ARGUMENTS, {"facts": self.facts, "complete": True})
+                write_json(self.folder / ARGUMENTS, {"facts": self.facts, "complete": True, "samples": samples})
         self.parts.close()
         self.parts = None
 
@@ -214,3 +225,12 @@ def stored_in(folder: Path) -> dict[str, Any] | None:
     if not isinstance(content, dict) or not content.keys() >= {"facts", "complete"}:
         raise ConfigError(f"{file} is not the arguments of an evaluation; give another folder")
     return content
+
+
+def is_complete(folder: Path, stored: dict[str, Any]) -> bool:
+    """Whether all records of an evaluation are there; ConfigError where one is damaged."""
+    try:
+        count = len(read_records(folder / RECORDS, is_cut=True))
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    return stored["complete"] and count == stored.get("samples")

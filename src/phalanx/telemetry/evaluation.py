@@ -68,10 +68,10 @@ def read_records(file: Path, *, is_cut: bool = False) -> list[Row]:
     for number, line in enumerate(lines[:-1] if is_cut else filter(None, lines), start=1):
         try:
             row = json.loads(line)
-        except json.JSONDecodeError:
+        except (json.JSONDecodeError, RecursionError):
             row = None
         if not isinstance(row, dict) or not row.keys() >= KEYS:
-            raise ValueError(f"{file}:{number}: not a record of an evaluation")
+            raise ValueError(f"{file}:{number}: not a record of an evaluation; delete the file to sample anew")
         rows.append(row)
     return rows
 

@@ -90,6 +90,8 @@ def _set(name: str, part: Mapping[str, Any], now: Side, baseline: Side | None) -
 def _tiles(part: Mapping[str, Any]) -> str:
     scores, html = part["scores"], ""
     for name in shown_scores(list(scores), scores):
+        if "mean" not in scores[name]:  # none of the samples has this score
+            continue
         mean = scores[name]["mean"]
         low, high = mean["low"], mean["high"]
         note = "one prompt" if low is None else f"{low:.4f} to {high:.4f}"
