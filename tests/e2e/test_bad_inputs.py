@@ -152,7 +152,7 @@ CONFIG: list[tuple[str, Arguments, str]] = [
         "unknown key two sections down",
         lambda p: ["rollout.val.stepz=3"],
         "unknown key rollout.val.stepz; known here: n, seed, num_inference_steps, height, width, num_frames, "
-        "guidance_scale, true_cfg_scale, noise_level, solver",
+        "guidance_scale, guidance_scale_2, true_cfg_scale, noise_level, solver",
     ),
     ("wrong type", lambda p: ["rollout.n=many"], "rollout.n: expected an integer, got 'many'"),
     (
@@ -168,9 +168,9 @@ CONFIG: list[tuple[str, Arguments, str]] = [
     (
         "unknown algorithm",
         lambda p: ["algorithm.name=flow_gpro"],
-        "algorithm.name: 'flow_gpro' is unknown; did you mean flow_grpo? known: awm, cispo, cps, dance_grpo, "
-        "diffusion_dpo, diffusion_nft, distillation, flow_dppo, flow_grpo, grpo, grpo_guard, mix_grpo, opd, ppo, raft, "
-        "reinforce_plus_plus, rloo, rwr, sapo, sft, a dotted module, or path/to/file.py",
+        "algorithm.name: 'flow_gpro' is unknown; did you mean flow_grpo? known: awm, cispo, cps, dance_grpo, dgpo, "
+        "diffusion_dpo, diffusion_nft, distillation, draft, flow_dppo, flow_grpo, grpo, grpo_guard, mix_grpo, opd, ppo, raft, "
+        "refl, reinforce_plus_plus, rloo, rwr, sapo, sft, tempflow_grpo, a dotted module, or path/to/file.py",
     ),
     (
         "a key of another algorithm",

@@ -4,6 +4,7 @@ import gzip
 import json
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from phalanx.config.run import TrainerConfig
+from phalanx.distributed import mesh
 from phalanx.distributed.mesh import World
 from phalanx.telemetry.metrics import Timers
 from phalanx.telemetry.report import write_report
@@ -95,6 +97,14 @@ def test_a_step_that_an_error_ends_has_no_files(world: World, tmp_path: Path) ->
     assert [folder.name for folder in (tmp_path / "profiles").iterdir()] == ["step_000002"]
 
 
+@pytest.fixture
+def left() -> Iterator[None]:
+    """Jobs that are built and do not run leave the world behind."""
+    yield
+    mesh.stop()
+
+
+@pytest.mark.usefixtures("left")
 def test_steps_that_a_run_does_not_take(sd3_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     keys = ("trainer.total_training_steps=null", "trainer.total_epochs=1", "trainer.profile_steps=[1,3]")
     with pytest.raises(ValueError, match=r"^trainer\.profile_steps: 3 is beyond the last step; expected 1 to 2$"):
