@@ -25,7 +25,7 @@ from phalanx.config.tasks import (
     SampleConfig,
     ServeRewardConfig,
 )
-from phalanx.models.flow.policy import FAMILIES
+from phalanx.models.flow.registry import families
 
 PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
 MARKER = "<!-- Below this line: written by scripts/generate_configuration.py -->\n"
@@ -85,8 +85,7 @@ def models_table() -> Iterator[str]:
     )
     yield "|---|---|---|---|---|---|---|---|---|---|"
     recipes = {path.stem for path in RECIPES.glob("*.yaml")}
-    for name in known_modules(FAMILIES):
-        family = resolve_registry(FAMILIES, name, "model.family").Model
+    for name, family in families().items():
         prefixes = RECIPES_OF.get(name, ())
         some = sorted(recipe for recipe in recipes if recipe.startswith(prefixes))  # none by no prefix
         recipes -= set(some)

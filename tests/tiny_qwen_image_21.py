@@ -6,7 +6,6 @@ from typing import Any
 import diffusers
 import transformers
 
-from phalanx.models.flow.families.qwen_image_21 import PromptProcessor
 from tests.tiny import HEADS, drawn_by, jittered, load_pipeline, save
 from tests.tiny_edit import tokenizer
 from tests.tiny_vision import QWEN_CHAT
@@ -59,6 +58,8 @@ def tiny_qwen_image_21(folder: str | Path, seed: int = 0) -> Path:
     """Save a tiny QwenImage21Pipeline: 16 px a token, latents of 4 channels, 2 blocks of 4 heads x 16."""
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+    from phalanx.models.flow.families.qwen_image_21 import PromptProcessor  # older diffusers do not have the model
+
     words = tokenizer(SYSTEM, SYSTEM_TOKENS)
     with drawn_by(seed):
         transformer = diffusers.QwenImage21Transformer2DModel(
@@ -95,4 +96,6 @@ def tiny_qwen_image_21(folder: str | Path, seed: int = 0) -> Path:
 
 def load_21_pipeline(folder: Path) -> Any:
     """Stock diffusers' pipeline of a folder in float32."""
+    from phalanx.models.flow.families.qwen_image_21 import PromptProcessor
+
     return load_pipeline(folder, processor=PromptProcessor.from_pretrained(folder, subfolder="processor"))

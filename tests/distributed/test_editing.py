@@ -264,7 +264,7 @@ def test_vllm_omni_has_no_such_model(qwen_edit_folder: Path) -> None:
 
 
 def test_the_plan_counts_the_longer_sequence(qwen_edit_folder: Path, qwen_folder: Path, tmp_path: Path) -> None:
-    from phalanx.models.flow.policy import family_of
+    from phalanx.models.flow.registry import family_of
     from phalanx.plan import plan_job
     from phalanx.plan.blueprint import family_name
     from phalanx.plan.jobs import planned

@@ -11,7 +11,7 @@ from torch import nn
 
 from phalanx.config.flow import FlowModelConfig
 from phalanx.models.flow.family import FlowModel
-from phalanx.models.flow.policy import family_of
+from phalanx.models.flow.registry import family_of
 from phalanx.models.lm.model import read_lora
 from phalanx.models.lora import WEIGHTS, Layers, joined, plain_layers, start_from_lora
 from tests.checks import refused

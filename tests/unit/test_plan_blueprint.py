@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.distributed.mesh import alone
-from phalanx.models.flow.policy import family_of
+from phalanx.models.flow.registry import family_of
 from phalanx.plan import plan_job
 from phalanx.plan.blueprint import family_name, fetch, planned_policy, shipped
 from phalanx.plan.ledger import Ledger

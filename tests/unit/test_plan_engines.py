@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from phalanx.config.flow import FlowRewardFunctionConfig, FlowRLConfig
-from phalanx.models.flow.policy import family_of
+from phalanx.models.flow.registry import family_of
 from phalanx.plan.batch import messages
 from phalanx.plan.layout import Cluster
 from phalanx.plan.ledger import nbytes

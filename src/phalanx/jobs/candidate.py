@@ -28,7 +28,8 @@ from phalanx.distributed.launch import Launch
 from phalanx.distributed.mesh import World
 from phalanx.environments.environments import Environments
 from phalanx.jobs.export import Trained, open_checkpoint
-from phalanx.models.flow.policy import build_policy, family_of, image_columns
+from phalanx.models.flow.policy import build_policy
+from phalanx.models.flow.registry import family_of, image_columns
 from phalanx.models.lm import vision_families
 from phalanx.models.lm.blocks import build_block_policy
 from phalanx.models.lm.export import reads_images

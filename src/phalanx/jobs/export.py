@@ -27,7 +27,8 @@ from phalanx.config.tasks import ExportConfig, read_run
 from phalanx.distributed.launch import Launch
 from phalanx.jobs.outputs import check_place, writing
 from phalanx.models.flow.folder import how_to_load
-from phalanx.models.flow.policy import DTYPES, family_of
+from phalanx.models.flow.policy import DTYPES
+from phalanx.models.flow.registry import family_of
 from phalanx.models.lm import export as language_models
 from phalanx.models.lm.blocks import adds_mask
 from phalanx.models.lora import Layers, add_lora, joined, lora_alpha, merge_lora, plain_layers, start_from_lora

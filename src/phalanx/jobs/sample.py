@@ -31,7 +31,8 @@ from phalanx.jobs.outputs import check_place, writing
 from phalanx.media.grids import STRIP, fit, pictures, sheet, side_by_side, standing
 from phalanx.media.videos import write_video
 from phalanx.models.flow.family import FlowModel
-from phalanx.models.flow.policy import DTYPES, FlowPolicy, family_of
+from phalanx.models.flow.policy import DTYPES, FlowPolicy
+from phalanx.models.flow.registry import family_of
 from phalanx.rollout.flow.in_policy import PolicyRollout
 from phalanx.rollout.flow.samplers import check_frames, check_guidance
 from phalanx.telemetry.records import read_index, write_index

@@ -18,7 +18,8 @@ from phalanx.distributed.mesh import lone_world
 from phalanx.models.flow.family import Embeds, FlowModel, Instruction
 from phalanx.models.flow.folder import read_index
 from phalanx.models.flow.headers import module_of
-from phalanx.models.flow.policy import FlowPolicy, build_policy, family_of, known_family
+from phalanx.models.flow.policy import FlowPolicy, build_policy
+from phalanx.models.flow.registry import family_of, known_family
 from phalanx.models.headers import read_json
 from phalanx.models.recompute import recompute
 from phalanx.plan.layout import Cluster, CountedPolicy

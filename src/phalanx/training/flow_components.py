@@ -7,10 +7,10 @@ from itertools import chain
 
 from phalanx.config.flow import FlowModelConfig, FlowRunConfig
 from phalanx.config.load import ConfigError
-from phalanx.config.registry import known_modules, resolve_registry
 from phalanx.data.prompts import PromptRow, validation_sets
 from phalanx.distributed.context_parallel import KEY
-from phalanx.models.flow.policy import FAMILIES, FlowPolicy, build_policy, family_of, image_columns
+from phalanx.models.flow.policy import FlowPolicy, build_policy
+from phalanx.models.flow.registry import families, family_of, image_columns
 from phalanx.rollout.flow import build_rollout
 from phalanx.rollout.flow.in_policy import PolicyRollout
 from phalanx.training.components import JobComponents, build_rewards, fitting_sets, start
@@ -31,11 +31,7 @@ def check_plan(cfg: FlowRunConfig) -> None:
     size = cfg.parallel.ulysses_sequence_parallel_size
     if size == 1 or family_of(cfg.model).transformer_class._cp_plan is not None:
         return
-    families = {name: resolve_registry(FAMILIES, name, "model.family") for name in known_modules(FAMILIES)}
-    able = []
-    for name, module in sorted(families.items()):
-        if "Model" in vars(module) and module.Model.transformer_class._cp_plan:
-            able.append(name)
+    able = [name for name, model in families().items() if model.transformer_class._cp_plan]
     raise ConfigError(
         f"{KEY}: {size} needs a plan of diffusers for model.path {cfg.model.path!r}, which has one only for "
         f"{', '.join(able)}; set it to 1"

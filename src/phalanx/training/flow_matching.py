@@ -21,7 +21,8 @@ from phalanx.distributed.launch import Launch
 from phalanx.distributed.mesh import World
 from phalanx.distributed.roles import Roles
 from phalanx.distributed.seed import fold_in
-from phalanx.models.flow.policy import FlowPolicy, family_of, image_columns
+from phalanx.models.flow.policy import FlowPolicy
+from phalanx.models.flow.registry import family_of, image_columns
 from phalanx.rollout.flow.in_policy import PolicyRollout
 from phalanx.rollout.flow.samplers import train_sampler
 from phalanx.telemetry.metrics import check_loggers

@@ -13,7 +13,7 @@ from phalanx.distributed import mesh
 from phalanx.distributed.launch import Launch
 from phalanx.distributed.roles import INFERENCE, ROLLOUT, Roles
 from phalanx.functional.window import sde_window, trained_count
-from phalanx.models.flow.policy import family_of, image_columns
+from phalanx.models.flow.registry import family_of, image_columns
 from phalanx.rollout.flow.samplers import train_sampler, val_sampler
 from phalanx.rollout.registry import check_installed
 from phalanx.telemetry.metrics import check_loggers

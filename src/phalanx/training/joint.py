@@ -26,7 +26,8 @@ from phalanx.data.prompts import MARK, PromptRow, load_prompts, validation_sets
 from phalanx.data.streams import PromptStream
 from phalanx.distributed.launch import Launch
 from phalanx.distributed.mesh import World
-from phalanx.models.flow.policy import build_policy, image_columns
+from phalanx.models.flow.policy import build_policy
+from phalanx.models.flow.registry import image_columns
 from phalanx.rewards.client import RewardClient
 from phalanx.rollout import flow as flow_rollouts
 from phalanx.rollout import lm as lm_rollouts

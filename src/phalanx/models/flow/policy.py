@@ -13,7 +13,6 @@ from torch import Tensor
 
 from phalanx.config.flow import FlowDataConfig, FlowModelConfig
 from phalanx.config.messages import reason
-from phalanx.config.registry import known_modules, resolve_registry
 from phalanx.config.run import ParallelConfig
 from phalanx.distributed.mesh import World
 from phalanx.distributed.node import Node
@@ -25,7 +24,7 @@ from phalanx.models.flow.attention import set_backend
 from phalanx.models.flow.context import share_tokens
 from phalanx.models.flow.embeds import EmbedsCache
 from phalanx.models.flow.family import Embeds, FlowModel, Instruction
-from phalanx.models.flow.folder import model_index
+from phalanx.models.flow.registry import family_of
 from phalanx.models.lora import start_from_lora
 from phalanx.models.recompute import recompute
 from phalanx.models.trained import TrainedModel
@@ -33,40 +32,8 @@ from phalanx.telemetry.flops import step_flops
 from phalanx.types import Prompt, Samples
 
 log = logging.getLogger(__name__)
-FAMILIES = "phalanx.models.flow.families"
 NUM_TRAIN_TIMESTEPS = 1000  # of diffusers' flow-matching schedulers: timestep = level x 1000
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-def family_of(config: FlowModelConfig) -> type[FlowModel]:
-    """The class `Model` of the model's family; raises ValueError for a pipeline that none knows."""
-    name = config.family
-    if name is None:
-        name = known_family(config.path, model_index(config.path, config.revision))
-    module = resolve_registry(FAMILIES, name, "model.family")
-    if "Model" not in vars(module):
-        raise ValueError(f"model.family: {name!r} has no class Model")
-    return module.Model
-
-
-def known_family(path: str, index: dict[str, Any]) -> str:
-    """The module of FAMILIES for a folder's model_index.json; raises ValueError without one."""
-    name = index["_class_name"]
-    known: dict[str, str] = {}
-    # asked of the families themselves, so that a new file is all that a new family takes
-    for family in known_modules(FAMILIES):
-        module = resolve_registry(FAMILIES, family, "model.family")
-        if "Model" in vars(module):
-            known.setdefault(module.Model.pipeline_class, family)  # a variant, flux2_edit, comes after flux2
-    if name not in known:
-        raise ValueError(f"model.path: {path!r} is a {name}; supported: {', '.join(sorted(known))}")
-    return known[name]
-
-
-def image_columns(config: FlowModelConfig) -> tuple[str, ...]:
-    """Columns of the data in which the model finds images; raises as `family_of` does."""
-    column = family_of(config).image_column
-    return () if column is None else (column,)
 
 
 class FlowPolicy:

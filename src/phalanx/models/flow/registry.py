@@ -1,0 +1,58 @@
+"""Which family a model is of, by the pipeline's class in its folder."""
+
+from typing import Any
+
+import diffusers
+
+from phalanx.config import ConfigError
+from phalanx.config.flow import FlowModelConfig
+from phalanx.config.registry import known_modules, resolve_registry
+from phalanx.models.flow.family import FlowModel
+from phalanx.models.flow.folder import model_index
+
+FAMILIES = "phalanx.models.flow.families"
+
+
+def families() -> dict[str, type[FlowModel]]:
+    """The classes `Model` of all modules of FAMILIES, but for those that are newer than the installed diffusers."""
+    known: dict[str, type[FlowModel]] = {}
+    # asked of the families themselves, so that a new file is all that a new family takes
+    for name in known_modules(FAMILIES):
+        try:
+            module = resolve_registry(FAMILIES, name, "model.family")
+        except ConfigError as error:
+            if isinstance(error.__cause__, ImportError) and error.__cause__.name == "diffusers":
+                continue
+            raise
+        if "Model" in vars(module):
+            known[name] = module.Model
+    return known
+
+
+def family_of(config: FlowModelConfig) -> type[FlowModel]:
+    """The class `Model` of the model's family; raises ValueError for a pipeline that none knows."""
+    name = config.family
+    if name is None:
+        name = known_family(config.path, model_index(config.path, config.revision))
+    module = resolve_registry(FAMILIES, name, "model.family")
+    if "Model" not in vars(module):
+        raise ValueError(f"model.family: {name!r} has no class Model")
+    return module.Model
+
+
+def known_family(path: str, index: dict[str, Any]) -> str:
+    """The module of FAMILIES for a folder's model_index.json; raises ValueError without one."""
+    name = index["_class_name"]
+    known: dict[str, str] = {}
+    for family, model in families().items():
+        known.setdefault(model.pipeline_class, family)  # a variant, flux2_edit, comes after flux2
+    if name not in known:
+        older = "" if name in dir(diffusers) else f", which diffusers {diffusers.__version__} does not have"
+        raise ValueError(f"model.path: {path!r} is a {name}{older}; supported: {', '.join(sorted(known))}")
+    return known[name]
+
+
+def image_columns(config: FlowModelConfig) -> tuple[str, ...]:
+    """Columns of the data in which the model finds images; raises as `family_of` does."""
+    column = family_of(config).image_column
+    return () if column is None else (column,)
