@@ -21,7 +21,7 @@ from phalanx.types import Prompt
 from tests.checks import refused
 from tests.comfy import add_as_comfy, wan_name
 from tests.distributed.test_layouts import assert_same_step, together
-from tests.jobs import PROMPTS, base_overrides, one_step, tiny_config
+from tests.jobs import PROMPTS, algorithm_config, base_overrides, one_step, tiny_config
 from tests.pairs import write_jsonl
 from tests.ranks import run_ranks
 from tests.tiny import load_pipeline
@@ -47,6 +47,23 @@ def configure(model: Path, folder: Path, *overrides: str) -> FlowRLConfig:
         f"reward.functions=[{{name: jpeg_incompressibility, frames: 3}}, {motion}]",
         *overrides,
     )
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["flowgrpo", "diffusion_nft"])
+@pytest.mark.parametrize("family", ["hunyuan", "ltx2"])
+def test_layouts_agree(family: str, name: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    folder: Path = request.getfixturevalue(f"{family}_folder")
+    keys = (f"rollout.num_frames={FRAMES}", "model.lora_rank=4", "algorithm.kl_loss_coef=0.01")
+    keys = (*keys, "rollout.micro_batch_size_per_gpu=4")
+    make = tiny_config if name == "flowgrpo" else lambda *args: algorithm_config(*args[:2], name, *args[2:])
+    one = run_ranks(one_step, 1, make(folder, tmp_path, *keys))
+    assert one[0]["images"].shape == (16, FRAMES, 3, 32, 32)
+    assert one[0]["row"]["actor/updates_skipped"] == 0 and one[0]["row"]["actor/grad_norm"] > 0
+    if name == "flowgrpo":
+        assert one[0]["row"]["actor/first_ratio_error"] == 0
+    cfg = make(folder, tmp_path, *keys, "parallel.fsdp_size=2")
+    assert_same_step(one, run_ranks(one_step, 2, cfg), cfg.optim.lr)
 
 
 @pytest.mark.quick("lora")

@@ -146,7 +146,8 @@ class Server(ThreadingHTTPServer):
         try:
             ipaddress.ip_address(name)
         except ValueError:
-            return name in {"localhost", self.host.lower(), socket.gethostname().lower(), socket.getfqdn().lower()}
+            local = {"localhost", self.host.lower(), socket.gethostname().lower()}
+            return name in local or name == socket.getfqdn().lower()  # which may ask a name server, for seconds
         return True
 
 
