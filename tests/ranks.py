@@ -123,6 +123,7 @@ def _rank_main(
                 store = dist.FileStore(str(folder / "store"), world)
                 limit = timedelta(seconds=timeout)
                 dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
+                dist.barrier()  # a rank with nothing to do would be gone before others have reached it
             result = fn(*args)
             torch.save(result, folder / f"{rank}.pt")
             if dist.is_initialized():
