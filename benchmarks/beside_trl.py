@@ -33,7 +33,7 @@ def phalanx(steps: int, folder: Path) -> dict[str, float]:
     return job(CONFIG, PROMPTS * RESPONSES, steps, folder)
 
 
-def job(config: Path, samples: int, steps: int, folder: Path) -> dict[str, float]:
+def job(config: Path, samples: int, steps: int, folder: Path, *overrides: str) -> dict[str, float]:
     """A job of a language model on this process alone, with so many samples per step."""
     from phalanx.config import load
     from phalanx.config.lm import LMRLConfig
@@ -53,7 +53,9 @@ def job(config: Path, samples: int, steps: int, folder: Path) -> dict[str, float
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     os.chdir(ROOT)
-    trainer: Any = build(load(LMRLConfig, str(config), [f"{key}={value}" for key, value in keys.items()]))
+    trainer: Any = build(
+        load(LMRLConfig, str(config), [*(f"{key}={value}" for key, value in keys.items()), *overrides])
+    )
     plain = trainer.job.end_step
 
     def end_step(step: int, row: dict[str, float]) -> None:
@@ -167,7 +169,8 @@ def main(script: str, description: str | None, sides: Sides) -> None:
             found[side].append(turn(script, side, args.steps))
             print(f"run {run + 1}, {side}: {found[side][-1]}", flush=True)
     medians = {side: statistics.median(run["cpu_s_per_1000_tokens"] for run in runs) for side, runs in found.items()}
-    print(json.dumps(medians | {"ratio": medians["trl"] / medians["phalanx"]}))
+    ratios = {f"trl / {side}": medians["trl"] / median for side, median in medians.items() if side != "trl"}
+    print(json.dumps(medians | ratios))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@
 One process each, on one thread: the same model, prompts, calculator, reward and batch (8 prompts x 8 samples of at most
 4 turns and 112 tokens behind the prompt, one update a step), sampling without vLLM, no gradient checkpointing. A figure
 is CPU seconds of the process from the end of the first step to the end of the last, per 1,000 tokens that the model
-sampled, without the calculator's answers. The last line is JSON.
+sampled, without the calculator's answers. `prompts_once` computes each prompt once in an update. The last line is JSON.
 """
 
 from pathlib import Path
@@ -21,6 +21,12 @@ PROMPTS, TURNS, LIMIT = 8, 4, 112
 def phalanx(steps: int, folder: Path) -> dict[str, float]:
     """The job of the quickstart on this process alone."""
     return job(ROOT / "configs" / "grpo" / "quickstart_tools.yaml", PROMPTS * RESPONSES, steps, folder)
+
+
+def prompts_once(steps: int, folder: Path) -> dict[str, float]:
+    """The same job with packed samples, each prompt computed once in an update."""
+    packed = "model.use_remove_padding=true", "model.use_prefix_grouper=true"
+    return job(ROOT / "configs" / "grpo" / "quickstart_tools.yaml", PROMPTS * RESPONSES, steps, folder, *packed)
 
 
 def trl(steps: int, folder: Path) -> dict[str, float]:
@@ -43,4 +49,4 @@ def trl(steps: int, folder: Path) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    main(__file__, __doc__, {"phalanx": phalanx, "trl": trl})
+    main(__file__, __doc__, {"phalanx": phalanx, "prompts_once": prompts_once, "trl": trl})

@@ -31,6 +31,7 @@ from phalanx.models.lm import packing
 from phalanx.models.lm.agreement import check_agreement
 from phalanx.models.lm.critic import ValueLM
 from phalanx.models.lm.model import CausalLM, causal_lm
+from phalanx.models.lm.packing import Row
 from phalanx.plan.jobs import planned
 from phalanx.plan.layout import Cluster
 from phalanx.plan.pace import Gpu
@@ -120,7 +121,7 @@ def passes(model: CausalLM | ValueLM, packed: bool) -> tuple[list[Tensor], list[
     ids, at = torch.randint(3, 60, (3, 20), generator=generator), torch.arange(1, 20)
     predicting = (at >= torch.tensor(starts)[:, None]) & (at < torch.tensor(lengths)[:, None])
     given = (ids, predicting) if isinstance(model, ValueLM) else (ids, predicting, 0.7)
-    result = model(*given, lengths if packed else None)
+    result = model(*given, Row.of(ids, lengths) if packed else None)
     scores = [result] if isinstance(result, Tensor) else list(result)
     model.zero_grad()
     sum((torch.linspace(0.5, 2, len(some)) * some).sum() for some in scores).backward()

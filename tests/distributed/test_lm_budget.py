@@ -17,6 +17,7 @@ from tests.ranks import run_ranks
 KEYS = ("algorithm.kl_loss_coef=0.04", "actor.loss_agg_mode=seq-mean-token-mean")
 BUDGET = ("actor.use_dynamic_bsz=true", "actor.ppo_max_token_len_per_gpu=80", "rollout.mask_truncated=true")
 PACKED = "model.use_remove_padding=true"
+GROUPED = "model.use_prefix_grouper=true"
 
 
 def watched(cfg: Any) -> dict[str, Any]:
@@ -35,8 +36,8 @@ def watched(cfg: Any) -> dict[str, Any]:
         return one_step(cfg) | {"passes": passes}
 
 
-@pytest.mark.quick("packed")
-@pytest.mark.parametrize("own", [(), (PACKED,)], ids=["padded", "packed"])
+@pytest.mark.quick("packed", "prompts once")
+@pytest.mark.parametrize("own", [(), (PACKED,), (PACKED, GROUPED)], ids=["padded", "packed", "prompts once"])
 def test_the_step_is_that_of_fixed_micro_batches(own: tuple[str, ...], lm_folder: Path, tmp_path: Path) -> None:
     mask = "rollout.mask_truncated=true"
     (fixed,) = run_ranks(one_step, 1, tiny_lm_config(lm_folder, tmp_path / "fixed", *KEYS, mask))

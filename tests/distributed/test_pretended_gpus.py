@@ -41,7 +41,7 @@ JOBS: dict[str, tuple[str, tuple[str, ...], int]] = {
     "sd3_lora": ("sd3", (AGAIN, LORA), 1),
     "sd3_full": ("sd3", (AGAIN, *STATES), 1),
     "lm": ("lm", (AGAIN,), 1),
-    "lm_packed": ("lm", PACKED, 1),
+    "lm_packed": ("lm", (*PACKED, "model.use_prefix_grouper=true"), 1),
     "blocks": ("blocks", ("model.block_size=4", "rollout.threshold=0.02"), 1),
     "ppo": ("lm", ("algorithm.name=ppo",), 1),
     "qwen_2_ranks": ("qwen", (AGAIN, LORA, "parallel.fsdp_size=2"), 2),

@@ -1,5 +1,6 @@
 """Samples side by side in one row get the log-probabilities and the gradient that they get with padding."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,14 @@ from phalanx.models.lm.policy import LMPolicy, build_policy
 from phalanx.types import Prompt, Samples
 from tests.policies import disturb
 
-STARTS, LENGTHS = [4, 9, 1, 2], [3, 11, 1, 7]
+STARTS, LENGTHS = [4, 9, 1, 4, 4], [3, 11, 1, 7, 1]
+GROUPED = {"use_prefix_grouper": True, "gradient_checkpointing": True}
 
 
 def trace() -> TokenTrace:
-    """Four samples of very different lengths."""
-    ids = torch.randint(3, 400, (4, 20), generator=torch.Generator().manual_seed(0))
+    """Samples of very different lengths, of which the first, the fourth and the last have one prompt."""
+    ids = torch.randint(3, 400, (5, 20), generator=torch.Generator().manual_seed(0))
+    ids[3:, :4] = ids[0, :4]
     return TokenTrace(ids, torch.tensor(STARTS), torch.tensor(LENGTHS), 11)
 
 
@@ -39,13 +42,15 @@ def scored(policy: LMPolicy) -> list[Tensor]:
 
 @pytest.mark.parametrize(
     "keys",
-    [{}, {"gradient_checkpointing": True}, {"lora_rank": 4, "gradient_checkpointing": True}],
-    ids=["full", "checkpointing", "lora"],
+    [{}, {"gradient_checkpointing": True}, {"lora_rank": 4, "gradient_checkpointing": True}, {**GROUPED}],
+    ids=["full", "checkpointing", "lora", "prompts once"],
 )
 def test_a_packed_pass_is_a_padded_one(keys: dict[str, Any], lm_folder: Path, world: World) -> None:
     found = []
     for packed in (False, True):
-        config = LMModelConfig(path=str(lm_folder), dtype="float32", use_remove_padding=packed, **keys)
+        config = LMModelConfig(path=str(lm_folder), dtype="float32", use_remove_padding=packed)
+        if packed or "use_prefix_grouper" not in keys:
+            config = replace(config, **keys)
         data = LMDataConfig(max_prompt_length=64, max_response_length=16)
         policy = build_policy(config, ParallelConfig(), data, world, chunk=5, temperature=0.7, seed=0)
         disturb(policy, 0.02)
@@ -92,13 +97,26 @@ def test_conversations_are_replayed_as_their_turns_are(lm_folder: Path, world: W
         torch.testing.assert_close(replay, expected, rtol=1e-5, atol=1e-5)
 
 
+def test_a_prompt_of_several_samples_is_read_once() -> None:
+    """The row has 3 tokens of a prompt, and what follows it in each sample: of the last one nothing is to be read."""
+    given = trace().select(torch.tensor([0, 3, 4]))
+    row = packing.Row.of(given.ids, given.stops.tolist(), [4, 4, 4], [b"", b"", b""])
+    assert row.groups == [(4, [2, 6])] and row.first == [0]
+    assert row.positions.tolist() == [[0, 1, 2, 3, 4, 5, 4, 5, 6, 7, 8, 9]]
+    read = row.read(given.ids[:, :-1])
+    assert read.tolist() == [*given.ids[0, :6].tolist(), *given.ids[1, 4:10].tolist()]
+    assert torch.equal(read[row.places[1, :10]], given.ids[1, :10])
+    assert torch.equal(read[row.places[2, :4]], given.ids[2, :4])
+
+
 def flash(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any) -> Any:
     """Variable lengths as flash-attention takes them."""
     ends = kwargs["cu_seq_lens_q"]
     assert mask is None and ends.dtype == torch.int32 and torch.equal(ends, kwargs["cu_seq_lens_k"])
     lengths = ends.diff().tolist()
     assert max(lengths) == kwargs["max_length_q"] == kwargs["max_length_k"]
-    return packing.packed_sdpa(module, query, key, value, None, sequences=lengths, scaling=kwargs["scaling"])
+    groups = [(length, ()) for length in lengths]
+    return packing.packed_sdpa(module, query, key, value, None, groups=groups, scaling=kwargs["scaling"])
 
 
 @pytest.mark.parametrize("kind", ["eager", "flash_attention_2"])
@@ -107,8 +125,8 @@ def test_other_kinds_of_attention(kind: str, lm_folder: Path, monkeypatch: pytes
     monkeypatch.setitem(AttentionInterface._global_mapping, "flash_attention_2", flash)
     lm = AutoModelForCausalLM.from_pretrained(lm_folder, dtype=torch.float32).eval()
     found, given = [], trace()
-    for lengths in (None, (given.starts + given.lengths).tolist()):
-        found.append(CausalLM(lm, chunk=64)(given.ids, given.predicting, 1.0, lengths)[0])
+    for row in (None, packing.Row.of(given.ids, given.stops.tolist())):
+        found.append(CausalLM(lm, chunk=64)(given.ids, given.predicting, 1.0, row)[0])
         lm.config._attn_implementation = kind
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=1e-5)
 
@@ -122,8 +140,10 @@ def test_a_sliding_window_is_kept() -> None:
     lm, given = Qwen3ForCausalLM(settings).eval(), trace()
     padded = CausalLM(lm, chunk=64)(given.ids, given.predicting, 1.0)[0]
     lm.config._attn_implementation = packing.PACKED_SDPA
-    packed = CausalLM(lm, chunk=64)(given.ids, given.predicting, 1.0, (given.starts + given.lengths).tolist())[0]
-    torch.testing.assert_close(packed, padded, rtol=0, atol=1e-5)
+    for prompts in (None, "abcaa"):
+        row = packing.Row.of(given.ids, given.stops.tolist(), STARTS, prompts)
+        packed = CausalLM(lm, chunk=64)(given.ids, given.predicting, 1.0, row)[0]
+        torch.testing.assert_close(packed, padded, rtol=0, atol=1e-5)
     settings.layer_types = ["linear_attention", "full_attention"]
     with pytest.raises(ValueError, match=r"^model\.use_remove_padding: true needs layers of attention, and qwen3 has"):
         packing.check(lm)

@@ -162,8 +162,10 @@ def test_truncated_distributions_and_packed_rows_are_the_same(
         with pytest.raises(ValueError, match=r"use_remove_padding.*Gemma3ForConditionalGeneration are seen both ways"):
             policy_of(folder, world, use_remove_padding=True)
         return
-    packed = policy_of(folder, world, use_remove_padding=True, truncation=policy.truncation)
-    torch.testing.assert_close(in_passes(packed, samples, rows, 8), samples.log_prob, atol=1e-5, rtol=0)
+    for once in (False, True):  # prompts with their images
+        keys = {"use_remove_padding": True, "use_prefix_grouper": once}
+        packed = policy_of(folder, world, truncation=policy.truncation, **keys)
+        torch.testing.assert_close(in_passes(packed, samples, rows, 8), samples.log_prob, atol=1e-5, rtol=0)
 
 
 @QUICK

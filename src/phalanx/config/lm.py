@@ -36,6 +36,10 @@ class LMModelConfig(ModelConfig):
     use_remove_padding: bool = arg(
         False, "pack the samples of a forward and backward pass into one row, without padding between them"
     )
+    use_prefix_grouper: bool = arg(
+        False,
+        "with use_remove_padding: of the samples of a pass that have the same prompt, compute it once, with its images",
+    )
     block_size: Optional[int] = arg(
         None, "block diffusion: tokens of a block, which are denoised together; null: an autoregressive model", **TIMES
     )

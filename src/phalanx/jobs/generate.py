@@ -71,7 +71,8 @@ class Generation:
         given = _given(**asdict(cfg.model))
         if "path" in given:  # the run's revision is for the run's model
             given = {"revision": None} | given
-        config = replace(run.model, gradient_checkpointing=False, use_remove_padding=False, **given)
+        given |= dict.fromkeys(("gradient_checkpointing", "use_remove_padding", "use_prefix_grouper"), False)
+        config = replace(run.model, **given)
         check_model(cfg, config)
         shown = next((prompt.place for prompt in self.prompts if prompt.images), None)
         if shown is not None:

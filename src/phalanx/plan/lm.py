@@ -27,6 +27,7 @@ from phalanx.functional.tokens import TokenReplay, TokenTrace
 from phalanx.models.lm import experts
 from phalanx.models.lm.blocks import BlockDiffusionLM, BlockDiffusionPolicy, check_layers
 from phalanx.models.lm.model import CACHE, DTYPES, CausalLM, causal_lm, text_part
+from phalanx.models.lm.packing import Row
 from phalanx.models.lm.policy import LMPolicy
 from phalanx.models.lm.vision import Vision
 from phalanx.models.lm.vision_families import FAMILIES
@@ -79,8 +80,8 @@ class PlannedLMPolicy(CountedPolicy, LMPolicy):
         rows, longest = trace.ids.shape
         predicting = torch.ones(rows, longest - 1, dtype=torch.bool, device=META)
         self.ledger.mark(predicting, rows * trace.width)
-        lengths = [longest] * rows if self.config.use_remove_padding else None
-        return torch.stack(self.trained.module(trace.ids, predicting, temperature, lengths))
+        row = Row.of(trace.ids, [longest] * rows) if self.config.use_remove_padding else None
+        return torch.stack(self.trained.module(trace.ids, predicting, temperature, row))
 
 
 class PlannedExperts:

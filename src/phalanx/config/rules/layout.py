@@ -73,6 +73,14 @@ RULES = (
          lambda c: c.model.quantization and c.model.lora_init == "pissa",
          "model.lora_init: pissa moves a part of the base into the LoRA, which model.quantization would round; set it "
          "to gaussian"),
+    Rule("model.use_prefix_grouper model.use_remove_padding model.attn_implementation", LM,
+         "A prompt that samples share is computed once in a row of them, by torch's attention.",
+         lambda c: c.model.use_prefix_grouper
+         and not (c.model.use_remove_padding and c.model.attn_implementation == "sdpa"),
+         "model.use_prefix_grouper: true needs model.use_remove_padding=true and model.attn_implementation=sdpa"),
+    Rule(f"{_CONTEXT} model.use_prefix_grouper", LM, "Ranks that share the positions of a pass have whole samples.",
+         lambda c: _shares(c) and c.model.use_prefix_grouper,
+         _SIZE + "does not work with model.use_prefix_grouper; set one of them back to its default"),
     Rule("model.compile model.use_remove_padding model.attn_implementation", LM_RL,
          "Compiled blocks with packed samples need flash attention.",
          lambda c: c.model.use_remove_padding and c.model.compile and c.model.attn_implementation == "sdpa",

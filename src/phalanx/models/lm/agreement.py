@@ -18,6 +18,7 @@ from phalanx.config.lm import LMModelConfig
 from phalanx.config.messages import reason
 from phalanx.distributed.context_parallel import KEY
 from phalanx.functional.tokens import FAR, left_padded
+from phalanx.models.lm import packing
 from phalanx.models.lm.model import CACHE, CausalLM
 
 LENGTHS = (14, 9)  # tokens of the two samples
@@ -57,6 +58,9 @@ def check_agreement(
     if config.use_remove_padding:
         paths.append("passes over packed samples")
         advice.append("set model.use_remove_padding=false")
+    if config.use_prefix_grouper:
+        paths.append("passes over samples behind one prompt")
+        advice.append("set model.use_prefix_grouper=false")
     if decodes:
         paths.append("decoding with a cache")
         advice.append("this model cannot sample here; set rollout.engine=vllm")
@@ -69,9 +73,11 @@ def check_agreement(
             for path in paths:
                 if path.endswith("cache"):
                     values.append(_decoded(module, ids, lengths, looks))
+                elif path.endswith("prompt"):
+                    values.append(_grouped(module, ids, predicting, lengths, looks))
                 else:
-                    packed = lengths if "packed" in path else None
-                    values.append(module(ids, predicting, 1.0, packed, looks=looks)[0])
+                    row = packing.Row.of(ids, lengths) if "packed" in path else None
+                    values.append(module(ids, predicting, 1.0, row, looks=looks)[0])
         except (dist.DistError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # of a class of transformers, which may stumble in whatever way
@@ -119,6 +125,15 @@ def _log_probs(module: CausalLM, logits: Tensor, tokens: Tensor) -> Tensor:
 def _responses(log_probs: Tensor, counts: Sequence[int]) -> Tensor:
     """The last RESPONSE of each sample's, of [sum of counts]."""
     return torch.cat([part[-RESPONSE:] for part in log_probs.split(list(counts))])
+
+
+def _grouped(module: CausalLM, ids: Tensor, predicting: Tensor, lengths: Sequence[int], looks: Sequence[Any]) -> Tensor:
+    """Log-probs of the samples, the second of two equal ones of each, whose prompts stand in the row once."""
+    twice = torch.tensor([0, 1, 0, 1], device=ids.device)
+    starts = [length - RESPONSE for length in lengths] * 2
+    row = packing.Row.of(ids[twice], list(lengths) * 2, starts, [0, 1, 0, 1])
+    values: Tensor = module(ids[twice], predicting[twice], 1.0, row, looks=[*looks, *looks])[0]
+    return values[len(values) // 2 :]
 
 
 def _decoded(module: CausalLM, ids: Tensor, lengths: Sequence[int], looks: Sequence[Any]) -> Tensor:

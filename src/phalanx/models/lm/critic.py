@@ -12,7 +12,7 @@ from phalanx.config.run import ParallelConfig
 from phalanx.functional.tokens import TokenTrace
 from phalanx.models.lm import experts
 from phalanx.models.lm.model import DTYPES, CausalLM, decoder_of, load_model, outputs_at, positions
-from phalanx.models.lm.packing import Share
+from phalanx.models.lm.packing import Row, Share
 from phalanx.models.lm.policy import LMPolicy
 from phalanx.models.trained import TrainedModel
 
@@ -30,18 +30,18 @@ class ValueLM(nn.Module):
         nn.init.zeros_(self.value.bias)
 
     def forward(
-        self, ids: Tensor, predicting: Tensor, lengths: Sequence[int] | None = None, looks: Sequence[Any] | None = None
+        self, ids: Tensor, predicting: Tensor, row: Row | None = None, looks: Sequence[Any] | None = None
     ) -> Tensor:
-        """Values [N] float32 of the text up to each of the positions `predicting` [B, T - 1] of ids [B, T]; `lengths`
-        and `looks` as in CausalLM.
+        """Values [N] float32 of the text up to each of the positions `predicting` [B, T - 1] of ids [B, T]; `row` and
+        `looks` as in CausalLM.
         """
         for block in self.blocks()[: self.recomputes]:  # see CausalLM
             block.training = torch.is_grad_enabled()
-        share = None if self.context is None else Share.of(self.context, ids, predicting, lengths)
+        share = None if self.context is None else Share.of(self.context, ids, predicting, row)
         if self.vision is None:
-            states = outputs_at(self.backbone, ids, predicting, lengths, share).last_hidden_state
+            states = outputs_at(self.backbone, ids, predicting, row, share).last_hidden_state
         else:
-            states = self.vision.outputs_at(ids, predicting, lengths, looks).last_hidden_state
+            states = self.vision.outputs_at(ids, predicting, row, looks).last_hidden_state
         # in bfloat16 a value would have three digits
         values = nn.functional.linear(states.float(), self.value.weight.float(), self.value.bias.float()).squeeze(1)
         return values if share is None else share.whole([values])[0]
@@ -61,8 +61,8 @@ class LMCritic:
 
     def values(self, trace: TokenTrace) -> Tensor:
         """[B, A] float32: the value before each token of the responses, 0 behind a response's end."""
-        trace, lengths = self.policy.read(trace)
-        values = self.trained.run(self.trained.module, trace.ids, trace.predicting, lengths, trace.looks)
+        trace, row = self.policy.read(trace)
+        values = self.trained.run(self.trained.module, trace.ids, trace.predicting, row, trace.looks)
         mask = trace.mask
         return torch.zeros(mask.shape, device=mask.device).masked_scatter(mask, values)
 

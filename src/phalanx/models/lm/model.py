@@ -52,7 +52,7 @@ class CausalLM(nn.Module):
         ids: Tensor | None = None,
         predicting: Tensor | None = None,
         temperature: float = 1.0,
-        lengths: Sequence[int] | None = None,
+        row: packing.Row | None = None,
         looks: Sequence[Any] | None = None,
         truncation: Truncation | None = None,
         pool: tuple[Tensor, Tensor] | None = None,
@@ -60,7 +60,7 @@ class CausalLM(nn.Module):
     ) -> Any:
         """Scores [N] of the tokens that follow the positions `predicting` [B, T - 1] of ids [B, T]: see token_scores.
 
-        With `lengths`, the B ones of ids without padding, all samples stand in one row. Of truncated distributions the
+        With `row` all samples stand in it, without padding. Of truncated distributions the
         `pool` of the tokens that are kept comes behind the scores, that of `truncation` where none is given. `looks`:
         see TokenTrace. With other keywords, the language model's own forward.
         """
@@ -70,11 +70,11 @@ class CausalLM(nn.Module):
                 decoding |= self.vision.inputs(decoding.pop("input_ids"), looks)
             return self.lm(**decoding)
         self._recompute(torch.is_grad_enabled())
-        share = None if self.context is None else packing.Share.of(self.context, ids, predicting, lengths)
+        share = None if self.context is None else packing.Share.of(self.context, ids, predicting, row)
         if self.vision is None:
-            output = outputs_at(decoder_of(self.lm), ids, predicting, lengths, share)
+            output = outputs_at(decoder_of(self.lm), ids, predicting, row, share)
         else:
-            output = self.vision.outputs_at(ids, predicting, lengths, looks)
+            output = self.vision.outputs_at(ids, predicting, row, looks)
         tokens, head = ids[:, 1:][predicting] if share is None else share.tokens, self.head(output)
         hidden = output.last_hidden_state
         options: dict[str, Any] = {"temperature": temperature, "chunk": self.chunk, "never": self.never}
@@ -176,7 +176,7 @@ def name_in_whole(name: str, places: dict[str, str]) -> str:
 
 
 def outputs_at(
-    decoder: Any, ids: Tensor, predicting: Tensor, lengths: Sequence[int] | None, share: packing.Share | None = None
+    decoder: Any, ids: Tensor, predicting: Tensor, row: packing.Row | None, share: packing.Share | None = None
 ) -> Any:
     """The decoder's output, whose last_hidden_state is the last layer's states [N, H] at the positions `predicting`
     [B, T - 1] of ids [B, T], or at those of this rank's `share`; see CausalLM.
@@ -186,16 +186,13 @@ def outputs_at(
         output.last_hidden_state = output.last_hidden_state[share.predicting]
         return output
     read = ids[:, :-1]
-    if lengths is None:
+    if row is None:
         # padding stands behind, where a causal model does not look: no mask is needed
         output = decoder(input_ids=read, use_cache=False)
         output.last_hidden_state = output.last_hidden_state[predicting]
         return output
-    ends = [length - 1 for length in lengths]  # nothing follows the last token
-    real = (torch.arange(read.shape[1]) < torch.tensor(ends)[:, None]).to(ids.device)
-    beside = packing.arguments(decoder, ends, ids.device)
-    output = decoder(input_ids=read[real][None], use_cache=False, **beside)
-    output.last_hidden_state = output.last_hidden_state[0, predicting[real]]
+    output = decoder(input_ids=row.read(read)[None], use_cache=False, **row.arguments(decoder))
+    output.last_hidden_state = output.last_hidden_state[0, row.places[predicting]]
     return output
 
 

@@ -1,5 +1,5 @@
-"""Sequences of different lengths side by side in one row, without padding, each of which attends only to itself; and
-rows whose positions are spread over ranks.
+"""Sequences of different lengths side by side in one row, without padding, each of which attends only to itself, or to
+a prompt before it that several share; and rows whose positions are spread over ranks.
 
 With flash-attention packing is its kernel for variable lengths; with eager and FlexAttention transformers makes the
 mask from positions that begin anew. With torch's own kernels each sequence is a separate call: the mask of a whole row
@@ -10,7 +10,7 @@ Ranks that share rows exchange positions for heads around each attention, which 
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
@@ -70,20 +70,74 @@ def spread(lm: Any, context: ContextGroup, name: str) -> None:
     lm.set_attn_implementation(SHARED[name])
 
 
-def arguments(lm: Any, lengths: Sequence[int], device: torch.device) -> dict[str, Any]:
-    """Arguments of a decoder beside the tokens [1, sum of lengths] of sequences of these lengths."""
-    positions = torch.cat([torch.arange(length) for length in lengths]).to(device)[None]
-    kind = lm.config._attn_implementation
-    if kind == PACKED_SDPA:
-        # a mask of four dims is left as it is; should a model lose `sequences`, it shows at once
-        lost = torch.full((1, 1, 1, 1), torch.nan, device=device)
-        return {"position_ids": positions, "attention_mask": lost, "sequences": list(lengths)}
-    if not kind.startswith("flash"):
-        return {"position_ids": positions}
-    ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(device)
-    # without these each layer would look for them in the positions, and wait for the device
-    names = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": max(lengths), "max_length_k": max(lengths)}
-    return {"position_ids": positions, **names}
+# lengths of a sequence, and of those behind it that attend to it and to themselves
+Group = tuple[int, Sequence[int]]
+
+
+@dataclass(frozen=True)
+class Row:
+    """The tokens that a pass reads of samples ids [B, T], M of them side by side in one row.
+
+    `order` [M] are their places in ids[:, :-1].flatten(), `positions` [1, M] those in their samples, and `places`
+    [B, T - 1] where in the row each token of the samples stands. `first` are the samples whose prompts are there.
+    """
+
+    order: Tensor
+    positions: Tensor
+    places: Tensor
+    groups: Sequence[Group]
+    first: Sequence[int]
+
+    @classmethod
+    def of(
+        cls, ids: Tensor, lengths: Sequence[int], starts: Sequence[int] = (), prompts: Sequence[Hashable] | None = None
+    ) -> "Row":
+        """That of samples [B, T] of these lengths, without padding. Of those whose `prompts` [B] are equal, which are
+        as long as `starts` [B] says, the prompt stands once in the row, before what follows it in each of them.
+        """
+        width = ids.shape[1] - 1
+        ends = [length - 1 for length in lengths]  # nothing follows the last token
+        members: dict[Hashable, list[int]] = {}
+        for sample, prompt in enumerate(prompts or range(len(lengths))):
+            members.setdefault(prompt, []).append(sample)
+        order, positions, groups = [], [], []
+        places, at = torch.zeros(len(lengths), width, dtype=torch.long), 0
+        for samples in members.values():
+            shared = max(ends[sample] for sample in samples)
+            if len(samples) > 1:
+                shared = min(shared, starts[samples[0]])
+            spans = [(samples[0], 0, shared)]
+            spans += [(sample, shared, ends[sample]) for sample in samples if ends[sample] > shared]
+            for sample, begin, end in spans:
+                span = torch.arange(begin, end)
+                order.append(sample * width + span)
+                positions.append(span)
+                places[sample, begin:end] = at + span - begin
+                at += end - begin
+            places[samples, :shared] = places[samples[0], :shared].clone()
+            groups.append((shared, [end - begin for _, begin, end in spans[1:]]))
+        first = [samples[0] for samples in members.values()]
+        row = torch.stack([torch.cat(order), torch.cat(positions)]).to(ids.device)
+        return cls(row[0], row[1:], places.to(ids.device), groups, first)
+
+    def read(self, values: Tensor) -> Tensor:
+        """[..., M] of the samples' values [..., B, T - 1]."""
+        return values.flatten(-2)[..., self.order]
+
+    def arguments(self, lm: Any) -> dict[str, Any]:
+        """Arguments of a decoder beside the tokens [1, M]."""
+        kind, device = lm.config._attn_implementation, self.order.device
+        if kind == PACKED_SDPA:
+            # a mask of four dims is left as it is; should a model lose `groups`, it shows at once
+            lost = torch.full((1, 1, 1, 1), torch.nan, device=device)
+            return {"position_ids": self.positions, "attention_mask": lost, "groups": self.groups}
+        if not kind.startswith("flash"):
+            return {"position_ids": self.positions}
+        lengths = [length for length, _ in self.groups]
+        ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(device)
+        # without these each layer would look for them in the positions, and wait for the device
+        names = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
+        return {"position_ids": self.positions, **names, "max_length_q": max(lengths), "max_length_k": max(lengths)}
 
 
 # attention of q, k, v [R, heads, N, d] and the positions [1, 1, N, N] bool that each sees, None for those up to it
@@ -97,30 +151,36 @@ def packed_sdpa(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    sequences: Sequence[int] | None = None,
+    groups: Sequence[Group] | None = None,
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention as transformers calls it, [1, heads, N, d] -> [1, N, heads, d]; without `sequences`, that of sdpa."""
-    if sequences is None:
+    """Attention as transformers calls it, [1, heads, N, d] -> [1, N, heads, d]; without `groups`, that of sdpa."""
+    if groups is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None) -> Tensor:
         return sdpa_attention_forward(module, q, k, v, seen, **kwargs)[0]
 
-    return _one_by_one(attend, query, key, value, sequences, sliding_window), None
+    return _one_by_one(attend, query, key, value, groups, sliding_window), None
 
 
 def _one_by_one(
-    attend: Attend, query: Tensor, key: Tensor, value: Tensor, sequences: Sequence[int], window: int | None
+    attend: Attend, query: Tensor, key: Tensor, value: Tensor, groups: Sequence[Group], window: int | None
 ) -> Tensor:
     """[R, N, heads, d] of query, key and value [R, heads, N, d], each of the sequences of a row by itself."""
-    parts = []
-    for q, k, v in zip(*(states.split(list(sequences), 2) for states in (query, key, value)), strict=True):
+    parts, lengths = [], [length for first, rest in groups for length in (first, *rest)]
+    split = iter(zip(*(states.split(lengths, 2) for states in (query, key, value)), strict=True))
+    for first, rest in groups:
+        q, shared_k, shared_v = next(split)
         seen = None
-        if window is not None and q.shape[2] > window:
-            seen = _band(q.shape[2], window, q.device)
-        parts.append(attend(q, k, v, seen))
+        if window is not None and first > window:
+            seen = _band(first, window, q.device)
+        parts.append(attend(q, shared_k, shared_v, seen))
+        for length in rest:
+            q, k, v = next(split)
+            seen = _band(first + length, window or first + length, q.device)[..., first:, :]
+            parts.append(attend(q, torch.cat([shared_k, k], 2), torch.cat([shared_v, v], 2), seen))
     return torch.cat(parts, 1)
 
 
@@ -142,15 +202,13 @@ class Share:
     positions: Tensor
 
     @classmethod
-    def of(cls, context: ContextGroup, ids: Tensor, predicting: Tensor, lengths: Sequence[int] | None) -> "Share":
+    def of(cls, context: ContextGroup, ids: Tensor, predicting: Tensor, row: Row | None) -> "Share":
         """That of samples ids [B, T], of which the positions `predicting` [B, T - 1] predict; see CausalLM."""
         read, follows = ids[:, :-1], ids[:, 1:]
-        sequences = [read.shape[1]]
-        if lengths is not None:
-            sequences = [length - 1 for length in lengths]  # nothing follows the last token
-            real = (torch.arange(read.shape[1]) < torch.tensor(sequences)[:, None]).to(ids.device)
-            read, follows, predicting = read[real][None], follows[real][None], predicting[real][None]
-        places = torch.cat([torch.arange(length) for length in sequences]).to(ids.device)[None]
+        sequences, places = [read.shape[1]], torch.arange(read.shape[1], device=ids.device)[None]
+        if row is not None:
+            sequences, places = [length for length, _ in row.groups], row.positions
+            read, follows, predicting = (row.read(values)[None] for values in (read, follows, predicting))
         behind = -read.shape[1] % context.size
         width = (read.shape[1] + behind) // context.size
         part = slice(context.place * width, (context.place + 1) * width)
@@ -159,7 +217,7 @@ class Share:
         return cls(context, read[:, part], local, follows[:, part][local], everywhere, sequences, places[:, part])
 
     def arguments(self) -> dict[str, Any]:
-        """Arguments of a decoder beside the tokens `ids`; see the function `arguments`."""
+        """Arguments of a decoder beside the tokens `ids`; see Row.arguments."""
         lost = torch.full((1, 1, 1, 1), torch.nan, device=self.ids.device)
         return {"position_ids": self.positions, "attention_mask": lost, "share": self}
 
@@ -187,7 +245,7 @@ class Share:
             parts.append(self.context.exchange(states, 1, 2)[:, :, :length])
         query, key, value = parts
         with _groups(module, query.shape[1] // key.shape[1]):
-            output = _one_by_one(attend, query, key, value, self.sequences, window)
+            output = _one_by_one(attend, query, key, value, [(length, ()) for length in self.sequences], window)
         behind = self.everywhere.shape[1] - length
         return self.context.exchange(pad(output, (0, 0, 0, 0, 0, behind)), 1, 2)
 

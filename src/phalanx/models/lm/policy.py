@@ -31,6 +31,7 @@ from phalanx.models.lm.model import (
     positions,
     read_lora,
 )
+from phalanx.models.lm.packing import Row
 from phalanx.models.lora import ALL_LINEAR, start_from_lora
 from phalanx.models.trained import TrainedModel
 from phalanx.telemetry.flops import forward_flops, step_flops
@@ -195,19 +196,26 @@ class LMPolicy:
         return self._scored(trace, temperature)
 
     def _scored(self, trace: TokenTrace, temperature: float, *truncated: Any) -> TokenReplay:
-        trace, lengths = self.read(trace)
-        given = trace.ids, trace.predicting, temperature, lengths, trace.looks, *truncated
+        trace, row = self.read(trace)
+        given = trace.ids, trace.predicting, temperature, row, trace.looks, *truncated
         scores = self.trained.run(self.trained.module, *given)
         mask = trace.mask
         zeros = torch.zeros(mask.shape, device=mask.device)
         values = [zeros.masked_scatter(mask, part) for part in scores[:3]]
         return TokenReplay(*values, *(trace.pooled(*scores[3:]) if truncated else ()))
 
-    def read(self, trace: TokenTrace) -> tuple[TokenTrace, list[int] | None]:
-        """The samples of a pass, and their lengths where they are packed."""
+    def read(self, trace: TokenTrace) -> tuple[TokenTrace, Row | None]:
+        """The samples of a pass, and the row that they stand in where they are packed."""
         if self.trim:
             trace = trace.trimmed()
-        return trace, trace.stops.tolist() if self.config.use_remove_padding else None
+        if not self.config.use_remove_padding:
+            return trace, None
+        if not self.config.use_prefix_grouper:
+            return trace, Row.of(trace.ids, trace.stops.tolist())
+        starts, stops = torch.stack([trace.starts, trace.stops]).tolist()
+        ids, looks = trace.ids.cpu().numpy(), trace.looks or [None] * len(starts)
+        prompts = [(ids[i, :start].tobytes(), looks[i]) for i, start in enumerate(starts)]
+        return trace, Row.of(trace.ids, stops, starts, prompts)
 
     def predict(self, trace: Any, corrupted: Any) -> Tensor:
         """Only of kinds of policy that corrupt their samples."""

@@ -25,9 +25,9 @@ from phalanx.config.messages import cut
 from phalanx.engines.loading import loading
 from phalanx.engines.transformers import image_tokens, load_processor
 from phalanx.media.pictures import Picture
-from phalanx.models.lm import packing
 from phalanx.models.lm.chat import rendered
 from phalanx.models.lm.model import decoder_of
+from phalanx.models.lm.packing import Row
 from phalanx.models.lm.vision_families import FAMILIES
 from phalanx.models.trained import Beside
 from phalanx.types import Prompt
@@ -180,25 +180,22 @@ class Vision:
 
     # -- passes -----------------------------------------------------------------------------------
 
-    def outputs_at(
-        self, ids: Tensor, predicting: Tensor, lengths: Sequence[int] | None, looks: Sequence[Look | None] | None
-    ) -> Any:
+    def outputs_at(self, ids: Tensor, predicting: Tensor, row: Row | None, looks: Sequence[Look | None] | None) -> Any:
         """See phalanx.models.lm.model.outputs_at; `looks` [B]: of the samples' prompts."""
         read = ids[:, :-1]
         looks = [None] * len(ids) if looks is None else looks
         at = self.positions(looks, read.shape[1]).to(ids.device)
-        if lengths is None:
+        if row is None:
             output = self.model(**self.inputs(read, looks), position_ids=at, use_cache=False)
             output.last_hidden_state = output.last_hidden_state[predicting]
             return output
-        ends = [length - 1 for length in lengths]  # nothing follows the last token
-        real = (torch.arange(read.shape[1]) < torch.tensor(ends)[:, None]).to(ids.device)
-        beside = packing.arguments(self.decoder, ends, ids.device)
+        beside = row.arguments(self.decoder)
         if self.family.rotary:
             # the first row, that of texts, says where samples begin
-            beside["position_ids"] = torch.cat([beside["position_ids"][None], at[:, real][:, None]])
-        output = self.model(**self.inputs(read[real][None], looks), **beside, use_cache=False)
-        output.last_hidden_state = output.last_hidden_state[0, predicting[real]]
+            beside["position_ids"] = torch.cat([row.positions[None], row.read(at)[:, None]])
+        inputs = self.inputs(row.read(read)[None], [looks[sample] for sample in row.first])
+        output = self.model(**inputs, **beside, use_cache=False)
+        output.last_hidden_state = output.last_hidden_state[0, row.places[predicting]]
         return output
 
     def inputs(self, ids: Tensor, looks: Sequence[Look | None]) -> dict[str, Any]:
