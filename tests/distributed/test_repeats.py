@@ -1,5 +1,6 @@
 """Jobs that are repeated while all cores are busy: nothing that they compute depends on a clock or on who comes first."""
 
+import hashlib
 import multiprocessing
 import os
 import shutil
@@ -15,6 +16,7 @@ from tests import jobs, lm
 from tests.ranks import run_ranks
 
 REPEATS = int(os.environ.get("PHALANX_REPEATS", "20"))
+TOGETHER = 30  # repeats in one pair of processes, each of which leaves threads of its process groups behind
 Fit = Callable[[Any], dict[str, torch.Tensor]]
 
 
@@ -40,11 +42,11 @@ def busy() -> Iterator[None]:
         process.join()
 
 
-def repeated(fit: Fit, config: Callable[[Path], Any], folder: Path) -> list[int]:
-    """The repeats whose metrics or weights differ from those of the first run in a bit."""
+def repeated(fit: Fit, config: Callable[[Path], Any], folder: Path, repeats: range) -> tuple[list[int], str]:
+    """The repeats whose metrics or weights differ from those of the first of them in a bit, and a digest of these."""
     first: tuple[Any, dict[str, torch.Tensor]] | None = None
     differ = []
-    for i in range(REPEATS + 1):
+    for i in repeats:
         cfg = config(folder / str(i))
         weights = fit(cfg)
         rows = jobs.rows(Path(cfg.trainer.output_dir)) if os.environ["RANK"] == "0" else []
@@ -55,7 +57,11 @@ def repeated(fit: Fit, config: Callable[[Path], Any], folder: Path) -> list[int]
         if os.environ["RANK"] == "0":
             # the other rank may still be closing a file in it
             shutil.rmtree(folder / str(i), ignore_errors=True)
-    return differ
+    assert first is not None
+    digest = hashlib.sha256(repr(first[0]).encode())
+    for name, value in sorted(first[1].items()):
+        digest.update(name.encode() + value.contiguous().view(torch.uint8).numpy().tobytes())
+    return differ, digest.hexdigest()
 
 
 @pytest.mark.long
@@ -79,4 +85,10 @@ def test_a_repeated_job_is_the_job(
         return lm.tiny_lm_config(blocks_folder if blocks else lm_folder, folder, *blocks, *rl)
 
     fit: Fit = {"flow LoRA": jobs.fit, "SFT": lm.fit_sft}.get(kind, lm.fit)
-    assert run_ranks(repeated, 2, fit, config, tmp_path, timeout=3500) == [[], []]
+    parts = []
+    for begin in range(0, REPEATS + 1, TOGETHER):
+        repeats = range(begin, min(begin + TOGETHER, REPEATS + 1))
+        parts.append(run_ranks(repeated, 2, fit, config, tmp_path, repeats, timeout=3500))
+    assert all(differ == [] for part in parts for differ, _ in part)
+    for rank in range(2):
+        assert len({part[rank][1] for part in parts}) == 1
