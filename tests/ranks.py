@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import faulthandler
 import gc
+import importlib
 import multiprocessing
 import os
 import random
@@ -32,6 +33,8 @@ ROOT = Path(__file__).parent.parent
 GRACE_S = 2.0  # after the first failure: time for the other ranks to fail by themselves and say why
 LIBC = ctypes.CDLL(None)
 PR_SET_PDEATHSIG = 1
+SHARED = "diffusers", "phalanx", "torch", "transformers"  # packages that ranks need not import anew
+APART = "torch._inductor"  # but for this part, which starts processes
 
 
 class RankError(AssertionError):
@@ -77,6 +80,7 @@ def run_ranks(
             raise RankError(
                 "\n\n".join([f"{what}: {', '.join(head for head, _ in failures)}", *(t for _, t in failures)])
             )
+        import_as_ranks_did(folder)
         return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(world)]
 
 
@@ -87,6 +91,20 @@ def before_forks() -> None:
         # Each collection of a rank, and of a later call here, would look through all that was imported, for most of a
         # second, and in a rank copy all its pages.
         gc.freeze()
+
+
+def write_imports(path: Path, before: set[str]) -> None:
+    """Leave to `import_as_ranks_did` the modules that a rank has imported since it had those `before`."""
+    files = [name for name, module in sys.modules.items() if name not in before and vars(module).get("__file__")]
+    shared = [name for name in files if name.partition(".")[0] in SHARED and not name.startswith(APART)]
+    path.with_suffix(".modules").write_text("\n".join(shared))
+
+
+def import_as_ranks_did(folder: Path) -> None:
+    """Import what ranks have imported: those of later tests are copies of this process, and have it then."""
+    for path in sorted(folder.glob("*.modules")):
+        for name in path.read_text().split():
+            importlib.import_module(name)
 
 
 def rank_environment(rank: int, world: int, local_world: int) -> dict[str, str]:
@@ -113,6 +131,7 @@ def _rank_main(
 ) -> None:
     end_with_parent(signal.SIGKILL)
     os.environ.update(env)
+    before = set(sys.modules)
     # torch makes its thread pool anew at the first call after a fork, and that is not safe from several threads at once
     torch.set_num_threads(1)
     with open(folder / f"{rank}.stack", "w") as stack:
@@ -126,6 +145,7 @@ def _rank_main(
                 dist.barrier()  # a rank with nothing to do would be gone before others have reached it
             result = fn(*args)
             torch.save(result, folder / f"{rank}.pt")
+            write_imports(folder / f"{rank}.pt", before)
             if dist.is_initialized():
                 dist.destroy_process_group()
         except BaseException:
