@@ -29,6 +29,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from phalanx.telemetry.flops import peak_flops
+
 ROOT = Path(__file__).parent.parent
 GRACE_S = 2.0  # after the first failure: time for the other ranks to fail by themselves and say why
 LIBC = ctypes.CDLL(None)
@@ -85,7 +87,8 @@ def run_ranks(
 
 
 def before_forks() -> None:
-    """Leave to the copies of this process nothing that they would collect."""
+    """Leave to the copies of this process nothing that they would collect, or measure, each for itself."""
+    peak_flops(torch.device("cpu"), torch.float32)  # measured once in a process
     gc.collect()  # what is left of earlier tests' process groups ends its threads here, not in a copy that lacks them
     if not dist.is_initialized():
         # Each collection of a rank, and of a later call here, would look through all that was imported, for most of a
