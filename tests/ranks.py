@@ -8,6 +8,7 @@ import ctypes
 import faulthandler
 import gc
 import importlib
+import json
 import multiprocessing
 import os
 import random
@@ -29,7 +30,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from phalanx.telemetry.flops import peak_flops
+from phalanx.telemetry.flops import COUNTED, peak_flops
 
 ROOT = Path(__file__).parent.parent
 GRACE_S = 2.0  # after the first failure: time for the other ranks to fail by themselves and say why
@@ -82,7 +83,7 @@ def run_ranks(
             raise RankError(
                 "\n\n".join([f"{what}: {', '.join(head for head, _ in failures)}", *(t for _, t in failures)])
             )
-        import_as_ranks_did(folder)
+        keep_finds(folder)
         return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(world)]
 
 
@@ -96,17 +97,19 @@ def before_forks() -> None:
         gc.freeze()
 
 
-def write_imports(path: Path, before: set[str]) -> None:
-    """Leave to `import_as_ranks_did` the modules that a rank has imported since it had those `before`."""
+def write_finds(path: Path, before: set[str]) -> None:
+    """Leave to `keep_finds` what a rank has found out: modules, since it had those `before`, and counted operations."""
     files = [name for name, module in sys.modules.items() if name not in before and vars(module).get("__file__")]
     shared = [name for name in files if name.partition(".")[0] in SHARED and not name.startswith(APART)]
-    path.with_suffix(".modules").write_text("\n".join(shared))
+    path.with_suffix(".finds").write_text(json.dumps([shared, COUNTED]))
 
 
-def import_as_ranks_did(folder: Path) -> None:
-    """Import what ranks have imported: those of later tests are copies of this process, and have it then."""
-    for path in sorted(folder.glob("*.modules")):
-        for name in path.read_text().split():
+def keep_finds(folder: Path) -> None:
+    """Import and remember what ranks have: those of later tests are copies of this process, and have it then."""
+    for path in sorted(folder.glob("*.finds")):
+        names, counted = json.loads(path.read_text())
+        COUNTED.update(counted)
+        for name in names:
             importlib.import_module(name)
 
 
@@ -148,7 +151,7 @@ def _rank_main(
                 dist.barrier()  # a rank with nothing to do would be gone before others have reached it
             result = fn(*args)
             torch.save(result, folder / f"{rank}.pt")
-            write_imports(folder / f"{rank}.pt", before)
+            write_finds(folder / f"{rank}.pt", before)
             if dist.is_initialized():
                 dist.destroy_process_group()
         except BaseException:

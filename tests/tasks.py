@@ -23,9 +23,9 @@ from tests.ranks import (
     before_forks,
     end_with_parent,
     free_port,
-    import_as_ranks_did,
+    keep_finds,
     rank_environment,
-    write_imports,
+    write_finds,
 )
 
 
@@ -52,7 +52,7 @@ def run_task(
             else:
                 ranks.append(_fork_rank(command, dict(env or {}), out, err))
             status = _wait(ranks, timeout)
-        import_as_ranks_did(Path(name))
+        keep_finds(Path(name))
         said = out.read_text(), err.read_text()
     if status is None:
         raise TimeoutExpired(command, timeout, *said)
@@ -105,7 +105,7 @@ def _be_the_task(command: list[str], environment: dict[str, str], out: Path, err
         status = 1
     sys.stdout.flush()
     sys.stderr.flush()
-    write_imports(out.with_name(str(os.getpid())), before)
+    write_finds(out.with_name(str(os.getpid())), before)
     os._exit(status)
 
 
