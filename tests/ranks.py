@@ -7,6 +7,8 @@ import contextlib
 import ctypes
 import faulthandler
 import gc
+import importlib
+import json
 import multiprocessing
 import os
 import random
@@ -28,10 +30,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from phalanx.telemetry.flops import COUNTED, peak_flops
+
 ROOT = Path(__file__).parent.parent
 GRACE_S = 2.0  # after the first failure: time for the other ranks to fail by themselves and say why
 LIBC = ctypes.CDLL(None)
 PR_SET_PDEATHSIG = 1
+SHARED = "diffusers", "phalanx", "torch", "transformers"  # packages that ranks need not import anew
+APART = "torch._inductor"  # but for this part, which starts processes
 
 
 class RankError(AssertionError):
@@ -77,16 +83,34 @@ def run_ranks(
             raise RankError(
                 "\n\n".join([f"{what}: {', '.join(head for head, _ in failures)}", *(t for _, t in failures)])
             )
+        keep_finds(folder)
         return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(world)]
 
 
 def before_forks() -> None:
-    """Leave to the copies of this process nothing that they would collect."""
+    """Leave to the copies of this process nothing that they would collect, or measure, each for itself."""
+    peak_flops(torch.device("cpu"), torch.float32)  # measured once in a process
     gc.collect()  # what is left of earlier tests' process groups ends its threads here, not in a copy that lacks them
     if not dist.is_initialized():
         # Each collection of a rank, and of a later call here, would look through all that was imported, for most of a
         # second, and in a rank copy all its pages.
         gc.freeze()
+
+
+def write_finds(path: Path, before: set[str]) -> None:
+    """Leave to `keep_finds` what a rank has found out: modules, since it had those `before`, and counted operations."""
+    files = [name for name, module in sys.modules.items() if name not in before and vars(module).get("__file__")]
+    shared = [name for name in files if name.partition(".")[0] in SHARED and not name.startswith(APART)]
+    path.with_suffix(".finds").write_text(json.dumps([shared, COUNTED]))
+
+
+def keep_finds(folder: Path) -> None:
+    """Import and remember what ranks have: those of later tests are copies of this process, and have it then."""
+    for path in sorted(folder.glob("*.finds")):
+        names, counted = json.loads(path.read_text())
+        COUNTED.update(counted)
+        for name in names:
+            importlib.import_module(name)
 
 
 def rank_environment(rank: int, world: int, local_world: int) -> dict[str, str]:
@@ -113,6 +137,7 @@ def _rank_main(
 ) -> None:
     end_with_parent(signal.SIGKILL)
     os.environ.update(env)
+    before = set(sys.modules)
     # torch makes its thread pool anew at the first call after a fork, and that is not safe from several threads at once
     torch.set_num_threads(1)
     with open(folder / f"{rank}.stack", "w") as stack:
@@ -126,6 +151,7 @@ def _rank_main(
                 dist.barrier()  # a rank with nothing to do would be gone before others have reached it
             result = fn(*args)
             torch.save(result, folder / f"{rank}.pt")
+            write_finds(folder / f"{rank}.pt", before)
             if dist.is_initialized():
                 dist.destroy_process_group()
         except BaseException:

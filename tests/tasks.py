@@ -17,7 +17,16 @@ from subprocess import CompletedProcess, TimeoutExpired
 import torch
 import torch.distributed as dist
 
-from tests.ranks import GRACE_S, ROOT, before_forks, end_with_parent, free_port, rank_environment
+from tests.ranks import (
+    GRACE_S,
+    ROOT,
+    before_forks,
+    end_with_parent,
+    free_port,
+    keep_finds,
+    rank_environment,
+    write_finds,
+)
 
 
 def run_task(
@@ -43,6 +52,7 @@ def run_task(
             else:
                 ranks.append(_fork_rank(command, dict(env or {}), out, err))
             status = _wait(ranks, timeout)
+        keep_finds(Path(name))
         said = out.read_text(), err.read_text()
     if status is None:
         raise TimeoutExpired(command, timeout, *said)
@@ -75,6 +85,7 @@ def _fork_rank(command: list[str], environment: dict[str, str], out: Path, err: 
 def _be_the_task(command: list[str], environment: dict[str, str], out: Path, err: Path) -> None:
     """Do what the interpreter does with a script; never returns."""
     status = 0
+    before = set(sys.modules)
     try:
         end_with_parent(signal.SIGKILL)
         os.environ.update(environment)
@@ -94,6 +105,7 @@ def _be_the_task(command: list[str], environment: dict[str, str], out: Path, err
         status = 1
     sys.stdout.flush()
     sys.stderr.flush()
+    write_finds(out.with_name(str(os.getpid())), before)
     os._exit(status)
 
 

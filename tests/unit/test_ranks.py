@@ -1,7 +1,9 @@
 """The harness that distributed tests stand on: results, failures and hangs of forked ranks."""
 
+import importlib
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -29,6 +31,18 @@ def test_results_come_back_by_rank() -> None:
         ("3", "1", "4", "2", "1"),
     ]
     assert "RANK" not in os.environ and not dist.is_initialized()
+
+
+def test_what_ranks_have_imported_is_there_in_later_ones() -> None:
+    def known(name: str) -> bool:
+        before = name in sys.modules
+        importlib.import_module(name)
+        return before
+
+    name = "torch.utils.collect_env"
+    sys.modules.pop(name, None)
+    assert run_ranks(known, 2, name) == [False, False]
+    assert run_ranks(known, 2, name) == [True, True]
 
 
 def test_ranks_can_differentiate_after_the_parent_did() -> None:

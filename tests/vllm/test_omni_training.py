@@ -9,7 +9,8 @@ import torch
 
 from tests.jobs import base_overrides, one_step, tiny_config
 from tests.judged import config, settings
-from tests.ranks import run_ranks, torchrun
+from tests.ranks import run_ranks
+from tests.tasks import run_task
 from tests.vllm import omni_cpu_platform
 
 # smooth, unlike the length of a JPEG, which jumps where a pixel is rounded the other way
@@ -26,7 +27,7 @@ def train(model: Path, folder: Path, *overrides: str) -> list[dict[str, Any]]:
     (folder / "val.txt").write_text('a door with "eta" on it\n"theta"\n')
     (folder / "reward.py").write_text(REWARD)
     shared_memory = set(Path("/dev/shm").iterdir())
-    done = torchrun(
+    done = run_task(
         [
             TASK,
             *base_overrides(model, folder),

@@ -52,9 +52,10 @@ _PEAK_TFLOPS: dict[str, tuple[float, float]] = {
 }
 _GEMM_SIZES = (384, 512, 640)
 _GEMM_REPEATS = 3
+COUNTED: dict[str, int] = {}  # by `forward_flops`, of each kind of pass
 
 
-def forward_flops(build: Callable[[], nn.Module], inputs: Callable[[], dict[str, Any]]) -> int:
+def forward_flops(build: Callable[[], nn.Module], inputs: Callable[[], dict[str, Any]], model: str = "") -> int:
     """FLOPs of one forward pass of `build()(**inputs())`, counted without memory or arithmetic.
 
     Both callables run under `torch.device("meta")`: they must make new tensors and not name a
@@ -62,13 +63,19 @@ def forward_flops(build: Callable[[], nn.Module], inputs: Callable[[], dict[str,
     does not depend on the dtype. Tables made in a model's constructor (Qwen-Image's complex
     rotations) become meta tensors as well.
 
+    Passes of equal inputs through models of which `model` says the same are counted once.
+
     Raises ValueError where a parameter is not on the meta device: real tensors take attention
     kernels that torch's counter does not know, and the count would be low by all of attention.
     """
     # SDPBackend.MATH splits attention into its two batched products, which are counted like any other.
     with torch.device("meta"), torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
-        model = build()
-        for name, parameter in model.named_parameters():
+        given = inputs()
+        key = f"{model} {given}"  # with the shapes of tensors, which have no values
+        if model and key in COUNTED:
+            return COUNTED[key]
+        module = build()
+        for name, parameter in module.named_parameters():
             if not parameter.is_meta:
                 raise ValueError(
                     f"forward_flops: parameter {name} is on {parameter.device}; build() must make a new model "
@@ -76,8 +83,9 @@ def forward_flops(build: Callable[[], nn.Module], inputs: Callable[[], dict[str,
                 )
         counter = FlopCounterMode(display=False)
         with counter:
-            model(**inputs())
-    return counter.get_total_flops()
+            module(**given)
+    COUNTED[key] = counter.get_total_flops()
+    return COUNTED[key]
 
 
 def step_flops(

@@ -309,7 +309,7 @@ class FlowModel(ModelFiles):
             self.adapt(transformer)
             return _ForwardPass(self, transformer)
 
-        return forward_flops(forward_pass, inputs)
+        return forward_flops(forward_pass, inputs, f"{type(self)} {kind} {config}")
 
 
 class _ForwardPass(nn.Module):

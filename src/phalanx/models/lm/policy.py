@@ -250,7 +250,7 @@ class LMPolicy:
             return {"input_ids": torch.zeros(1, length, dtype=torch.long), "attention_mask": mask, "use_cache": False}
 
         try:
-            return forward_flops(build, inputs)
+            return forward_flops(build, inputs, f"{type(self.settings)} {self.settings.to_json_string(use_diff=False)}")
         except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
             # A class that takes no such mask. Its layers count by their weights, without attention.
             return 2 * length * self._weights
