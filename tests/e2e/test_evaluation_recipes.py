@@ -155,5 +155,28 @@ def test_the_recipe_of_geneval(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     assert "pass@4" in part["scores"]["geneval"] and len(result["records"]) == 12
 
 
+@pytest.mark.long
+def test_the_recipe_of_long_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, qwen_folder: Path) -> None:
+    """Of rows as the authors publish them, whose column `text` is a list."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    folder = tmp_path / "data" / "long_text"
+    folder.mkdir(parents=True)
+    rows = []
+    for i, category in enumerate(["sign", "poster"]):
+        texts = {"prompt": f'A {category} that says "Stop" and "Go {i}".', "text": ["Stop", f"Go {i}"]}
+        rows.append({"category": category, "length": "short", **texts, "text_length": 3, "prompt_id": i})
+    (folder / "text_prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    result = evaluated(tmp_path, "long_text", "n=2", model=str(qwen_folder))
+    assert list(result["sets"]["text_prompts"]["groups"]) == ["poster", "sign"]
+    assert [record["scores"]["ocr_expected"] for record in result["records"]] == [3.0] * 4
+
+
 def test_every_recipe_is_tried() -> None:
-    assert sorted(path.stem for path in FOLDER.glob("*.yaml")) == ["aime", "geneval", "gsm8k", "math500", "ocr"]
+    assert sorted(path.stem for path in FOLDER.glob("*.yaml")) == [
+        "aime",
+        "geneval",
+        "gsm8k",
+        "long_text",
+        "math500",
+        "ocr",
+    ]
