@@ -18,6 +18,7 @@ from tests.ranks import ROOT
 from tests.tasks import run_task
 from tests.unit.test_rewards_clip import clip_folder  # noqa: F401
 from tests.unit.test_rewards_geneval import save_detector
+from tests.unit.test_rewards_vbench import dino_folder  # noqa: F401
 
 FOLDER = ROOT / "configs" / "evaluate"
 ENDS = "-- end of a command"
@@ -171,6 +172,50 @@ def test_the_recipe_of_long_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert [record["scores"]["ocr_expected"] for record in result["records"]] == [3.0] * 4
 
 
+@pytest.mark.long
+def test_the_recipe_of_vbench(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    wan_folder: Path,
+    clip_folder: Path,  # noqa: F811
+    dino_folder: Path,  # noqa: F811
+) -> None:
+    """Its commands make a file per dimension of the authors' list, with the style of those prompts that have one."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    info = tmp_path / "downloads" / "VBench" / "vbench" / "VBench_full_info.json"
+    info.parent.mkdir(parents=True)
+    dimensions = [
+        ["subject_consistency", "dynamic_degree"],
+        ["scene", "background_consistency"],
+        ["temporal_flickering"],
+    ]
+    rows: list[dict[str, Any]] = []
+    for i, names in enumerate([*dimensions, ["appearance_style"], ["color"]]):
+        rows.append({"prompt_en": f"a cat {i}", "dimension": names})
+    rows[3]["auxiliary_info"] = {"appearance_style": {"appearance_style": "oil painting"}}
+    info.write_text(json.dumps(rows))
+    block = [line[4:] for line in (FOLDER / "vbench.yaml").read_text().splitlines() if line.startswith("#   ")]
+    shell = "\n".join(["hf() { :; }; git() { :; }", *block])
+    subprocess.run(["sh", "-c", shell], check=True, cwd=tmp_path)
+    functions = load(EvaluateConfig, str(FOLDER / "vbench.yaml"), ["model.path=x"]).reward["functions"]
+    folders = {"models/dino": dino_folder, "models/clip_b32": clip_folder}
+    for function in functions:
+        if "kwargs" in function:
+            function["kwargs"]["model"] = str(folders[function["kwargs"]["model"]])
+    words = ["n=1", "rollout.num_frames=5", f"reward.functions={json.dumps(functions)}"]
+    result = evaluated(tmp_path, "vbench", *words, model=str(wan_folder))
+    names = ["subject_consistency", "background_consistency", "temporal_flickering", "appearance_style"]
+    assert list(result["sets"]) == names
+    assert [record["columns"]["style"] for record in result["records"]] == [
+        "a cat 0",
+        "a cat 1",
+        "a cat 2",
+        "oil painting",
+    ]
+    for record in result["records"]:
+        assert set(record["scores"]) == set(names) and all(-1 <= score <= 1 for score in record["scores"].values())
+
+
 def test_every_recipe_is_tried() -> None:
     assert sorted(path.stem for path in FOLDER.glob("*.yaml")) == [
         "aime",
@@ -179,4 +224,5 @@ def test_every_recipe_is_tried() -> None:
         "long_text",
         "math500",
         "ocr",
+        "vbench",
     ]
