@@ -16,6 +16,9 @@ from phalanx.rewards.text.gsm8k import Gsm8k
 from phalanx.rewards.text.math import Math
 from tests.ranks import ROOT
 from tests.tasks import run_task
+from tests.unit.test_rewards_clip import clip_folder  # noqa: F401
+from tests.unit.test_rewards_geneval import save_detector
+from tests.unit.test_rewards_vbench import dino_folder  # noqa: F401
 
 FOLDER = ROOT / "configs" / "evaluate"
 ENDS = "-- end of a command"
@@ -108,21 +111,118 @@ def test_a_recipe(
         assert list(output if isinstance(output, list) else output.scores) == [1, 0], truth
 
 
+def evaluated(tmp_path: Path, name: str, *words: str, model: str = "assets/digits/base") -> dict[str, Any]:
+    """The result of a recipe with a tiny flow model, of which `records` are the samples."""
+    tiny = [f"model.path={model}", "model.dtype=float32", "rollout.height=32", "rollout.width=32", *words]
+    out = tmp_path / "out"
+    recipe = str(FOLDER / f"{name}.yaml")
+    done = run_task(["tasks/evaluate.py", recipe, *tiny, "rollout.val.num_inference_steps=2", f"output_dir={out}"])
+    assert done.returncode == 0, done.stderr
+    result = json.loads((out / "evaluation.json").read_text())
+    return result | {"records": [json.loads(line) for line in (out / "records.jsonl").open()]}
+
+
 def test_the_recipe_of_ocr(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the authors' file, a prompt per line; the text in quotes is the truth."""
     monkeypatch.setenv("HOME", str(tmp_path))
     folder = tmp_path / "data" / "flow_grpo_ocr"
     folder.mkdir(parents=True)
     (folder / "test.txt").write_text("".join(f'A sign that says "Stop {i}".\n' for i in range(3)))
-    tiny = ["model.path=assets/digits/base", "model.dtype=float32", "rollout.height=32", "rollout.width=32"]
-    out = tmp_path / "out"
-    recipe = str(FOLDER / "ocr.yaml")
-    done = run_task(["tasks/evaluate.py", recipe, *tiny, "rollout.val.num_inference_steps=2", f"output_dir={out}"])
-    assert done.returncode == 0, done.stderr
-    records = [json.loads(line) for line in (out / "records.jsonl").open()]
+    records = evaluated(tmp_path, "ocr")["records"]
     assert [record["columns"]["ground_truth"] for record in records] == ["Stop 0", "Stop 1", "Stop 2"]
     assert all(0 <= record["scores"]["ocr"] <= 1 for record in records)
 
 
+@pytest.mark.long
+def test_the_recipe_of_geneval(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clip_folder: Path) -> None:  # noqa: F811
+    """Of rows as the authors publish them: a mean per tag, and that of the tags."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "data").mkdir()
+    clauses = {"single_object": {"class": "dog", "count": 1}, "colors": {"class": "dog", "count": 1, "color": "red"}}
+    rows = []
+    for tag, clause in clauses.items():
+        rows.append({"tag": tag, "include": [clause], "prompt": f"a photo of a dog, {tag}"})
+    rows.append(rows[0] | {"exclude": [{"class": "dog", "count": 2}], "prompt": "a photo of one dog"})
+    (tmp_path / "data" / "geneval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    detector = save_detector(tmp_path / "detector")
+    kwargs = (
+        f"{{strict: true, detector: {detector}, clip_model: {clip_folder}, threshold: 0.01, detector_size: [64, 64]}}"
+    )
+    result = evaluated(tmp_path, "geneval", f"reward.functions=[{{name: geneval, kwargs: {kwargs}}}]")
+    part = result["sets"]["geneval"]
+    assert {name: group["prompts"] for name, group in part["groups"].items()} == {"colors": 1, "single_object": 2}
+    means = [group["scores"]["geneval"]["mean"]["value"] for group in part["groups"].values()]
+    assert part["mean_of_groups"]["scores"]["geneval"]["mean"]["value"] == pytest.approx(sum(means) / 2)
+    assert "pass@4" in part["scores"]["geneval"] and len(result["records"]) == 12
+
+
+@pytest.mark.long
+def test_the_recipe_of_long_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, qwen_folder: Path) -> None:
+    """Of rows as the authors publish them, whose column `text` is a list."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    folder = tmp_path / "data" / "long_text"
+    folder.mkdir(parents=True)
+    rows = []
+    for i, category in enumerate(["sign", "poster"]):
+        texts = {"prompt": f'A {category} that says "Stop" and "Go {i}".', "text": ["Stop", f"Go {i}"]}
+        rows.append({"category": category, "length": "short", **texts, "text_length": 3, "prompt_id": i})
+    (folder / "text_prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    result = evaluated(tmp_path, "long_text", "n=2", model=str(qwen_folder))
+    assert list(result["sets"]["text_prompts"]["groups"]) == ["poster", "sign"]
+    assert [record["scores"]["ocr_expected"] for record in result["records"]] == [3.0] * 4
+
+
+@pytest.mark.long
+def test_the_recipe_of_vbench(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    wan_folder: Path,
+    clip_folder: Path,  # noqa: F811
+    dino_folder: Path,  # noqa: F811
+) -> None:
+    """Its commands make a file per dimension of the authors' list, with the style of those prompts that have one."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    info = tmp_path / "downloads" / "VBench" / "vbench" / "VBench_full_info.json"
+    info.parent.mkdir(parents=True)
+    dimensions = [
+        ["subject_consistency", "dynamic_degree"],
+        ["scene", "background_consistency"],
+        ["temporal_flickering"],
+    ]
+    rows: list[dict[str, Any]] = []
+    for i, names in enumerate([*dimensions, ["appearance_style"], ["color"]]):
+        rows.append({"prompt_en": f"a cat {i}", "dimension": names})
+    rows[3]["auxiliary_info"] = {"appearance_style": {"appearance_style": "oil painting"}}
+    info.write_text(json.dumps(rows))
+    block = [line[4:] for line in (FOLDER / "vbench.yaml").read_text().splitlines() if line.startswith("#   ")]
+    shell = "\n".join(["hf() { :; }; git() { :; }", *block])
+    subprocess.run(["sh", "-c", shell], check=True, cwd=tmp_path)
+    functions = load(EvaluateConfig, str(FOLDER / "vbench.yaml"), ["model.path=x"]).reward["functions"]
+    folders = {"models/dino": dino_folder, "models/clip_b32": clip_folder}
+    for function in functions:
+        if "kwargs" in function:
+            function["kwargs"]["model"] = str(folders[function["kwargs"]["model"]])
+    words = ["n=1", "rollout.num_frames=5", f"reward.functions={json.dumps(functions)}"]
+    result = evaluated(tmp_path, "vbench", *words, model=str(wan_folder))
+    names = ["subject_consistency", "background_consistency", "temporal_flickering", "appearance_style"]
+    assert list(result["sets"]) == names
+    assert [record["columns"]["style"] for record in result["records"]] == [
+        "a cat 0",
+        "a cat 1",
+        "a cat 2",
+        "oil painting",
+    ]
+    for record in result["records"]:
+        assert set(record["scores"]) == set(names) and all(-1 <= score <= 1 for score in record["scores"].values())
+
+
 def test_every_recipe_is_tried() -> None:
-    assert sorted(path.stem for path in FOLDER.glob("*.yaml")) == ["aime", "gsm8k", "math500", "ocr"]
+    assert sorted(path.stem for path in FOLDER.glob("*.yaml")) == [
+        "aime",
+        "geneval",
+        "gsm8k",
+        "long_text",
+        "math500",
+        "ocr",
+        "vbench",
+    ]

@@ -59,6 +59,7 @@ OWNERS: dict[str, tuple[str, ...]] = {
         "tools",
         "engines.transformers",
         "rewards.image",
+        "rewards.video",
         "rollout.lm",
     ),
     "uvicorn": ("jobs.reward_server",),

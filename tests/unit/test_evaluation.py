@@ -1,6 +1,7 @@
 """Records of an evaluation, their statistics, tables and pages."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -77,11 +78,34 @@ def test_groups_of_values_that_look_the_same() -> None:
     def of(*levels: Any) -> dict[str, Any]:
         rows = [record(i, 0, 1.0, columns={"level": level}) for i, level in enumerate(levels)]
         result = result_of(rows, Wanted(group_by="level"), HEAD)
-        assert "\x1b" not in table(result) and len(table(result).splitlines()) == 4 + len(set(map(str, levels)))
+        assert "\x1b" not in table(result) and len(table(result).splitlines()) == 5 + len(set(map(str, levels)))
         return {name: group["prompts"] for name, group in result["sets"]["test"]["groups"].items()}
 
     assert of(1, "1", 1, True, "a\x1b[31m\nb") == {"1": 3, "True": 1, "a\x1b[31m\nb": 1}
     assert list(of(10, 9, -1.5)) == ["-1.5", "9", "10"]
+
+
+def test_the_mean_of_groups_gives_each_the_same_weight() -> None:
+    """0.75 and 0.25 are of three prompts and of two: their mean is 0.5, and that of the prompts 0.55."""
+    now = [record(i, 0, mean, columns={"level": int(i > 2)}) for i, mean in enumerate([0.5, 0.75, 1.0, 0.25])]
+    now.append(record(4, 0, 0.25, columns={"level": 1}))
+    before = [row | {"reward": 0.25, "scores": {"exact": 0.25}} for row in now]
+    result = result_of(now, Wanted(group_by="level"), HEAD | {"baseline": "base"}, before)
+    part = result["sets"]["test"]
+    mean = part["mean_of_groups"]["scores"]["exact"]["mean"]
+    # the first group's t of two degrees of freedom, 4.303 x 0.25 / sqrt 3; the second's has no width
+    assert value(result, "mean") == pytest.approx(0.55) and (mean["value"], mean["count"]) == (0.5, 5)
+    assert [mean["low"], mean["high"]] == pytest.approx([0.5 - 0.6210 / 2, 0.5 + 0.6210 / 2], abs=1e-3)
+    difference = part["baseline"]["mean_of_groups"]["differences"]["exact"]["mean"]
+    assert [difference["value"], difference["low"]] == pytest.approx([0.25, 0.25 - 0.6210 / 2], abs=1e-3)
+    shown = [line for line in table(result).splitlines() if line.startswith("  mean of 2 groups exact")]
+    assert len(shown) == 1 and "0.5000 [" in shown[0] and "0.2500 [" in shown[0]
+
+
+def test_a_group_of_one_prompt_leaves_their_mean_without_bounds() -> None:
+    result = result_of(records([1.0], [0.5], [0.0]), Wanted(group_by="level"), HEAD)
+    mean = result["sets"]["test"]["mean_of_groups"]["scores"]["exact"]["mean"]
+    assert mean == {"value": 0.5, "low": None, "high": None, "count": 3}
 
 
 def test_bounds_at_the_ends_have_no_sign() -> None:
@@ -103,7 +127,7 @@ def test_a_baseline_is_paired_by_prompt_and_seed() -> None:
     assert result["sets"]["test"]["groups"]["0"]["scores"]["exact"]["mean"]["value"] == 0.75
     lines = table(result).splitlines()
     assert lines[-1] == "  prompts: 1 better, 1 equal, 1 worse than the baseline"
-    assert "  exact                mean    0.5000 [" in "\n".join(lines)
+    assert re.search(r"^  exact +mean +0\.5000 \[", "\n".join(lines), re.M)
 
 
 def test_a_table_is_short() -> None:

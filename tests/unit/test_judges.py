@@ -130,7 +130,8 @@ def refused(kwargs: dict[str, Any] | None = None, model: str | None = None, **se
 
 def test_mistakes_are_told_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert refused(kwargs={"stict": True}) == (
-        "reward.functions[0].kwargs: vlm_ocr(**kwargs): got an unexpected keyword argument 'stict'; its kwargs: strict"
+        "reward.functions[0].kwargs: vlm_ocr(**kwargs): got an unexpected keyword argument 'stict'; its kwargs: strict, "
+        "recall, column"
     )
     assert refused() == "reward.functions[0]: vlm_ocr is a judge, which asks reward.model: training jobs have one"
     assert refused(group_timeout_s=60.0) == (

@@ -112,7 +112,7 @@ def test_detection_finds_lines_in_reading_order(page_ocr: Ocr) -> None:
     page = picture({(150, 20): "SECOND", (20, 20): "FIRST", (60, 110): "third"}, (288, 160), 28, "navy")
     blank = torch.full_like(page, 0.8)
     images = torch.stack([page, blank])
-    assert page_ocr.read(images) == ["FIRSTSECONDthird", ""]
+    assert page_ocr.read(images) == ["FIRST SECOND third", ""]
     assert page_ocr(images, ["p", "p"], metas("first second third", "x")) == [1.0, 0.0]
 
 

@@ -145,6 +145,21 @@ def paired_interval(
     return Estimate(mean, float(low), float(high), count)
 
 
+def mean_of_groups(groups: Sequence[Estimate]) -> Estimate:
+    """The mean of the groups' means, each with the same weight, over all of their prompts. Each bound is as far from it
+    as the groups' own are from theirs, in quadrature (MOVER; Zou and Donner, Statistics in Medicine 27, 2008), which
+    keeps Wilson's intervals uneven.
+    """
+    value, count = sum(group.value for group in groups) / len(groups), sum(group.count for group in groups)
+    below, above = 0.0, 0.0
+    for group in groups:
+        if group.low is None or group.high is None:
+            return Estimate(value, None, None, count)
+        below += (group.value - group.low) ** 2
+        above += (group.high - group.value) ** 2
+    return Estimate(value, value - math.sqrt(below) / len(groups), value + math.sqrt(above) / len(groups), count)
+
+
 def t_quantile(probability: float, degrees: int) -> float:
     """Student's t: exact of 1 and 2 degrees of freedom, of more to a thousandth (Abramowitz and Stegun, 26.7.5)."""
     if degrees == 1:

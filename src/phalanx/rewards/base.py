@@ -134,13 +134,15 @@ def transcript(prompt: Prompt, completion: str) -> list[dict[str, Any]]:
     return copy
 
 
-def ground_truth(prompt: str, metadata: dict[str, Any]) -> str:
-    """The text that an image of `prompt` is to show; ValueError where the data has none."""
-    target = metadata.get("ground_truth")
+def ground_truth(prompt: str, metadata: dict[str, Any], column: str = "ground_truth") -> str:
+    """The text that an image of `prompt` is to show, of a list all with blanks between; ValueError where the data has
+    none.
+    """
+    target = metadata.get(column)
+    if isinstance(target, list) and all(isinstance(part, str) for part in target):
+        target = " ".join(target)
     if not isinstance(target, str) or not target.strip():
-        actual = "no ground_truth" if target is None else f"ground_truth {target!r}"
-        raise ValueError(
-            f'{actual} for the prompt "{prompt}" (expected a text in double quotes in the prompt, '
-            "or a column ground_truth in the data)"
-        )
+        actual = f"no {column}" if target is None else f"{column} {target!r}"
+        quoted = "a text in double quotes in the prompt, or " if column == "ground_truth" else ""
+        raise ValueError(f'{actual} for the prompt "{prompt}" (expected {quoted}a column {column} in the data)')
     return target

@@ -25,7 +25,7 @@ from phalanx.rewards.protocol import complaint
 
 log = logging.getLogger(__name__)
 
-PACKAGES = ("phalanx.rewards.image", "phalanx.rewards.text", "phalanx.rewards.judge")
+PACKAGES = ("phalanx.rewards.image", "phalanx.rewards.video", "phalanx.rewards.text", "phalanx.rewards.judge")
 FORMS = object_forms("function")
 TEXTS = ("completions", "transcripts")
 TAKES = ("images", "videos", *TEXTS)  # names of a reward's first parameter that say what it takes

@@ -18,6 +18,7 @@ from phalanx.functional.statistics import (
     best_of_k,
     majority_at_k,
     mean_interval,
+    mean_of_groups,
     paired_interval,
     pass_at_k,
 )
@@ -268,9 +269,11 @@ def result_of(
         part["scores"] = _plain(figures(scores, wanted))
         groups = {} if wanted.group_by is None else grouped(scores, wanted.group_by)
         if groups:
+            of_groups = {value: figures(scores.of(places), wanted) for value, places in groups.items()}
             part["groups"] = {}
             for value, places in groups.items():
-                part["groups"][value] = {"prompts": len(places), "scores": _plain(figures(scores.of(places), wanted))}
+                part["groups"][value] = {"prompts": len(places), "scores": _plain(of_groups[value])}
+            part["mean_of_groups"] = {"scores": _plain(_over(list(of_groups.values())))}
         if others is not None:
             part["baseline"] = _compared(scores, others[name], wanted, groups)
         sets[name] = part
@@ -286,10 +289,25 @@ def _compared(scores: Scores, others: Scores, wanted: Wanted, groups: Mapping[st
     part: dict[str, Any] = {"scores": _plain(figures(others, wanted)), "differences": _plain(compared.figures)}
     part["better_equal_worse"] = compared.wins
     part["changed_most"] = changed
+    inner = {}
     for value, places in groups.items():
-        inner = difference(scores.of(places), others.of(places), wanted)
-        part.setdefault("groups", {})[value] = {"differences": _plain(inner.figures)}
+        inner[value] = difference(scores.of(places), others.of(places), wanted).figures
+        part.setdefault("groups", {})[value] = {"differences": _plain(inner[value])}
+    if inner:
+        part["mean_of_groups"] = {"differences": _plain(_over(list(inner.values())))}
     return part
+
+
+def _over(groups: Sequence[Figures]) -> Figures:
+    """The mean over groups of each figure that all of them have."""
+    result: Figures = {}
+    for name, row in groups[0].items():
+        result[name] = {}
+        for statistic in row:
+            estimates = [group[name][statistic] for group in groups if statistic in group.get(name, {})]
+            if len(estimates) == len(groups):
+                result[name][statistic] = mean_of_groups(estimates)
+    return result
 
 
 def _plain(result: Figures) -> dict[str, Any]:
@@ -321,6 +339,18 @@ def interval_text(estimate: Mapping[str, Any]) -> str:
     return f"{estimate['value']:.4f} [{estimate['low']:.4f}, {estimate['high']:.4f}]"
 
 
+def groups_of(part: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any], Mapping[str, Any] | None]]:
+    """What a table shows of groups: of each, and of their mean, a label, the scores, and the differences."""
+    compared, shown = part.get("baseline", {}), []
+    for value, group in part.get("groups", {}).items():
+        inner = compared.get("groups", {}).get(value, {}).get("differences")
+        shown.append((f"{value} ({group['prompts']} prompts)", group["scores"], inner))
+    if len(shown) > 1:
+        over = part["mean_of_groups"]["scores"]
+        shown.append((f"mean of {len(shown)} groups", over, compared.get("mean_of_groups", {}).get("differences")))
+    return shown
+
+
 def table(result: Mapping[str, Any]) -> str:
     """The statistics as lines for the console."""
     lines = []
@@ -328,10 +358,9 @@ def table(result: Mapping[str, Any]) -> str:
         lines.append(f"{name}: {part['prompts']} prompts x {part['n']}, 95 % intervals over prompts")
         rows = [["", "", "value", *(["difference"] if "baseline" in part else [])]]
         rows += _lines(part["scores"], part.get("baseline", {}).get("differences"), "")
-        for value, group in part.get("groups", {}).items():
-            inner = part.get("baseline", {}).get("groups", {}).get(value, {}).get("differences")
-            only = {score: {"mean": row["mean"]} for score, row in group["scores"].items() if "mean" in row}
-            rows += _lines(only, inner, f"{plain(' '.join(value.split()))} ({group['prompts']} prompts) ")
+        for label, group, inner in groups_of(part):
+            only = {score: {"mean": row["mean"]} for score, row in group.items() if "mean" in row}
+            rows += _lines(only, inner, f"{plain(' '.join(label.split()))} ")
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         for row in rows:
             lines.append("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

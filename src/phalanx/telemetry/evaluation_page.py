@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.config.load import flat
-from phalanx.telemetry.evaluation import CHANGED, PAGE, REWARD, Row, interval_text, shown_scores
+from phalanx.telemetry.evaluation import CHANGED, PAGE, REWARD, Row, groups_of, interval_text, shown_scores
 from phalanx.telemetry.report import _asset, _cells, _details, _policy, _tile
 from phalanx.telemetry.samples import _data_url, _image, notes_html
 
@@ -119,17 +119,16 @@ def _table(scores: Mapping[str, Any], before: Mapping[str, Any] | None, differen
 
 
 def _groups(part: Mapping[str, Any]) -> str:
-    columns, table = ["group", "prompts", "score", "mean"], list[list[str]]()
-    inner = part.get("baseline", {}).get("groups")
-    if inner is not None:
+    columns, table = ["group", "score", "mean"], list[list[str]]()
+    if "baseline" in part:
         columns.append("difference")
-    for value, group in part["groups"].items():
-        for name in shown_scores(list(group["scores"]), group["scores"]):
-            if "mean" not in group["scores"][name]:  # none of its samples has this score
+    for label, scores, inner in groups_of(part):
+        for name in shown_scores(list(scores), scores):
+            if "mean" not in scores[name]:  # none of its samples has this score
                 continue
-            row = [value, str(group["prompts"]), name, interval_text(group["scores"][name]["mean"])]
+            row = [label, name, interval_text(scores[name]["mean"])]
             if inner is not None:
-                other = inner[value]["differences"].get(name, {}).get("mean")
+                other = inner.get(name, {}).get("mean")
                 row.append("-" if other is None else interval_text(other))
             table.append(row)
     return _cells(columns, table)

@@ -1,7 +1,7 @@
 """A frozen CLIP on the rank's device: normalised embeddings of image tensors and of prompts."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,8 @@ class Pixels:
     """CLIP's image preprocessing, for a batch of tensors on any device.
 
     The steps and values of transformers' CLIPImageProcessor (8-bit bicubic resize, centre crop, normalisation), which
-    works image by image and leaves the device; the two agree within two of 255 levels (tested).
+    works image by image and leaves the device; the two agree within two of 255 levels (tested). Without `antialias`
+    resize and crop are torchvision's of tensors: it neither smooths nor rounds levels.
     """
 
     shortest_edge: int | None  # None: `size` is the exact (height, width)
@@ -29,6 +30,7 @@ class Pixels:
     crop: tuple[int, int]
     mean: Tensor  # [3, 1, 1]
     std: Tensor  # [3, 1, 1]
+    antialias: bool = True
 
     def __call__(self, images: Tensor) -> Tensor:
         """Images [B, 3, H, W] in 0..1 -> [B, 3, *crop], normalised."""
@@ -37,8 +39,9 @@ class Pixels:
         if self.shortest_edge is not None:
             long = int(self.shortest_edge * max(height, width) / min(height, width))
             size = (self.shortest_edge, long) if height <= width else (long, self.shortest_edge)
-        levels = resize(images, size)
-        top, left = (size[0] - self.crop[0]) // 2, (size[1] - self.crop[1]) // 2
+        levels = resize(images, size) if self.antialias else F.interpolate(images * 255, size=size, mode="bicubic")
+        halves = [(edge - crop) / 2 for edge, crop in zip(size, self.crop, strict=True)]
+        top, left = map(int if self.antialias else round, halves)
         levels = levels[:, :, top : top + self.crop[0], left : left + self.crop[1]]
         return (levels / 255 - self.mean) / self.std
 
@@ -47,9 +50,18 @@ class Clip:
     """A CLIPModel in float32; `text=False` leaves its text tower out."""
 
     def __init__(
-        self, model: str, device: str, *, processor: str | None = None, name: str = "model", text: bool = True
+        self,
+        model: str,
+        device: str,
+        *,
+        processor: str | None = None,
+        name: str = "model",
+        text: bool = True,
+        antialias: bool = True,
     ) -> None:
-        """Load from folders or hub ids; `name` is the kwarg that gave `model`. None: the model's own processor."""
+        """Load from folders or hub ids; `name` is the kwarg that gave `model`. None: the model's own processor. For
+        `antialias` see Pixels.
+        """
         from transformers import AutoImageProcessor, AutoTokenizer, CLIPModel
 
         source = folder_or_hub(model, name)
@@ -66,7 +78,8 @@ class Clip:
         if processor is not None:
             name, model = "processor", processor
             source = folder_or_hub(model, name)
-        self._pixels = pixels_of(load_part(AutoImageProcessor, source, name).to_dict(), self._device)
+        pixels = pixels_of(load_part(AutoImageProcessor, source, name).to_dict(), self._device)
+        self._pixels = replace(pixels, antialias=antialias)
         if not text:
             return
         self._tokenizer = load_part(AutoTokenizer, source, name)

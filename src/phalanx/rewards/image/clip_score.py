@@ -13,10 +13,19 @@ from phalanx.rewards.image._clip import Clip
 
 
 class ClipScore(DeviceReward):
-    """`model`: folder or hub id of a CLIPModel with its processor."""
+    """`model`: folder or hub id of a CLIPModel with its processor. `column`: of the data, with the text that images are
+    compared with in the place of the prompt, such as a style.
+    """
 
-    def __init__(self, model: str = "openai/clip-vit-large-patch14", device: str = "cpu") -> None:
-        self._clip = Clip(model, device)
+    def __init__(
+        self, model: str = "openai/clip-vit-large-patch14", column: str | None = None, device: str = "cpu"
+    ) -> None:
+        self._clip, self._column = Clip(model, device), column
+
+    def check_row(self, prompt: str, metadata: dict[str, Any]) -> None:
+        """Raise ValueError for a row without a text."""
+        if self._column is not None and not isinstance(metadata.get(self._column), str):
+            raise ValueError(f"{self._column} {metadata.get(self._column)!r}; expected a text in this column")
 
     @torch.no_grad()
     def __call__(self, images: Tensor, prompts: list[str], metadata: list[dict[str, Any]]) -> Tensor:
@@ -25,4 +34,6 @@ class ClipScore(DeviceReward):
 
     def with_gradient(self, images: Tensor, prompts: list[str], metadata: list[dict[str, Any]]) -> Tensor:
         """See phalanx.rewards.HasGradient."""
+        if self._column is not None:
+            prompts = [meta[self._column] for meta in metadata]
         return (self._clip.images(images) * self._clip.prompts(prompts)).sum(-1)

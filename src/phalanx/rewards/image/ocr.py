@@ -17,44 +17,72 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from phalanx.media.pictures import to_uint8
-from phalanx.rewards.base import ground_truth
+from phalanx.rewards._recall import KINDS, matched
+from phalanx.rewards.base import RewardOutput, RewardWithExtras, ground_truth
 
 RECOGNISER = "models/PP-OCRv6_rec_small.onnx"
 _LINE_HEIGHT = 48  # pixels: the height of a line that the recogniser was trained on
 _BATCH = 16
 
 
-class Ocr:
+class Ocr(RewardWithExtras):
     """Reads images and compares what it read with the target.
 
     detect: find lines of text, then read them in reading order (images that contain text); False: the whole image is
         one line of text (a hundred times faster, for small images of a word).
     contains: score 1 where the target is part of what was read.
     exact: score 1 where the target is what was read, and else 0: nothing for a text that is right in part.
+    recall: the score is the share of the target's "words" or "characters" that were read, in any order.
+    column: of the data, with the target; of a list all texts count, with blanks between.
     threads: of onnxruntime in one call; several calls run at once with reward.num_workers.
     """
 
-    def __init__(self, detect: bool = True, contains: bool = False, threads: int = 1, exact: bool = False) -> None:
+    def __init__(
+        self,
+        detect: bool = True,
+        contains: bool = False,
+        threads: int = 1,
+        exact: bool = False,
+        recall: str | None = None,
+        column: str = "ground_truth",
+    ) -> None:
+        if recall not in (None, *KINDS) or (recall and (contains or exact)):
+            raise ValueError(f"recall={recall!r}; expected words or characters, without contains and exact")
         for name in ("rapidocr", "onnxruntime"):
             if find_spec(name) is None:
                 raise ValueError(f"the package {name} is not installed; pip install 'phalanx[ocr]'")
         package = find_spec("rapidocr")
         assert package is not None and package.origin is not None
-        self._contains, self._exact = contains, exact
+        self._contains, self._exact, self._recall, self._column = contains, exact, recall, column
+        if recall is not None:
+            self.extras = ("matched", "expected")  # numbers of words or characters
         self._reader: _DetectingReader | _LineReader
         if detect:
             self._reader = _DetectingReader(threads)
         else:
             self._reader = _LineReader(Path(package.origin).parent / RECOGNISER, threads)
 
-    def __call__(self, images: Tensor, prompts: list[str], metadata: list[dict[str, Any]]) -> list[float]:
+    def __call__(
+        self, images: Tensor, prompts: list[str], metadata: list[dict[str, Any]]
+    ) -> list[float] | RewardOutput:
         """Images [B, 3, H, W] in 0..1 -> B scores in 0..1."""
-        targets = [_plain(ground_truth(prompt, meta)) for meta, prompt in zip(metadata, prompts, strict=True)]
-        return [self._score(target, _plain(text)) for target, text in zip(targets, self.read(images), strict=True)]
+        targets = [self._target(prompt, meta) for meta, prompt in zip(metadata, prompts, strict=True)]
+        pairs = zip(targets, self.read(images), strict=True)
+        if self._recall is None:
+            return [self._score(_plain(target), _plain(text)) for target, text in pairs]
+        counts = [matched(target, text, self._recall) for target, text in pairs]
+        extras = dict(zip(self.extras, zip(*counts, strict=True), strict=True))
+        return RewardOutput([right / expected for right, expected in counts], extras)
 
     def check_row(self, prompt: str, metadata: dict[str, Any]) -> None:
         """Raise ValueError for a row without a target."""
-        ground_truth(prompt, metadata)
+        self._target(prompt, metadata)
+
+    def _target(self, prompt: str, metadata: dict[str, Any]) -> str:
+        target = ground_truth(prompt, metadata, self._column)
+        if self._recall is not None and not matched(target, "", self._recall)[1]:
+            raise ValueError(f"{self._column} {target!r} has no letters or digits that recall could count")
+        return target
 
     def read(self, images: Tensor) -> list[str]:
         """The text in the images [B, 3, H, W] in 0..1, as the engine reads it."""
@@ -125,4 +153,4 @@ class _DetectingReader(threading.local):
 
             self._engine = RapidOCR(params=self._params)
         pictures = images.flip(1).permute(0, 2, 3, 1).contiguous().numpy()  # BGR, as OpenCV has it
-        return ["".join(self._engine(picture).txts or ()) for picture in pictures]
+        return [" ".join(self._engine(picture).txts or ()) for picture in pictures]

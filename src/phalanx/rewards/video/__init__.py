@@ -1,0 +1,1 @@
+"""Rewards for whole videos, a file each."""

@@ -1,0 +1,70 @@
+"""Reward: VBench's subject consistency (arXiv 2311.17982): how alike DINO finds the frames of a video, 0..1.
+
+DINO (arXiv 2104.14294) sees whole frames whose shorter side has the size of its training images.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AutoConfig, AutoImageProcessor, ViTModel
+
+from phalanx.engines.loading import check_weights
+from phalanx.rewards.base import DeviceReward
+from phalanx.rewards.image._clip import folder_or_hub, load_part
+from phalanx.rewards.video._frames import check_frames, consistency
+
+
+class SubjectConsistency(DeviceReward):
+    """`model`: folder or hub id of DINO, a ViTModel with its processor."""
+
+    def __init__(self, model: str = "facebook/dino-vitb16", device: str = "cpu") -> None:
+        source = folder_or_hub(model, "model", "DINO")
+        config = load_part(AutoConfig, source, "model")
+        if config.model_type != "vit":
+            raise ValueError(f"model={model!r} is a model of type {config.model_type}; expected DINO, of type vit")
+        told = {"output_loading_info": True, "ignore_mismatched_sizes": True}
+        options = {"add_pooling_layer": False, "dtype": torch.float32}
+        vit, info = load_part(ViTModel, source, "model", **options, **told)
+        check_weights(info, f"model={model!r} is not DINO")
+        self._vit: Any = vit.requires_grad_(False).eval().to(device)
+        self._vit.embeddings.interpolate_pos_encoding = self._positions
+        processor = load_part(AutoImageProcessor, source, "model")
+        mean, std = torch.tensor([processor.image_mean, processor.image_std], device=device).view(2, 3, 1, 1)
+        self._edge: int = config.image_size
+        self._mean, self._std, self._device = mean, std, torch.device(device)
+
+    @torch.no_grad()
+    def __call__(self, videos: Tensor, prompts: list[str], metadata: list[dict[str, Any]]) -> Tensor:
+        """Videos [B, F, 3, H, W] in 0..1 -> [B]."""
+        return self.with_gradient(videos, prompts, metadata)
+
+    def with_gradient(self, videos: Tensor, prompts: list[str], metadata: list[dict[str, Any]]) -> Tensor:
+        """See phalanx.rewards.HasGradient."""
+        check_frames(videos)
+        return torch.stack([consistency(self._features(video.to(self._device))) for video in videos])
+
+    def _features(self, frames: Tensor) -> Tensor:
+        """Frames [F, 3, H, W] -> the first token of each [F, D]."""
+        height, width = frames.shape[2:]
+        long = int(self._edge * max(height, width) / min(height, width))
+        size = (self._edge, long) if height <= width else (long, self._edge)
+        frames = F.interpolate(frames, size=size, mode="bilinear")  # without antialiasing, as VBench's
+        pixels = (frames - self._mean) / self._std
+        features: Tensor = self._vit(pixels, interpolate_pos_encoding=True).last_hidden_state[:, 0]
+        return features
+
+    def _positions(self, embeddings: Tensor, height: int, width: int) -> Tensor:
+        """DINO's positions [1, 1 + patches, D] of frames of any size, in the place of transformers', which takes the
+        exact ratio of the sizes rather than that of a tenth of a patch more.
+        """
+        learnt: Tensor = self._vit.embeddings.position_embeddings
+        patch, side = self._vit.config.patch_size, self._edge // self._vit.config.patch_size
+        rows, columns = height // patch, width // patch
+        if rows == columns == side:
+            return learnt
+        grid = learnt[:, 1:].unflatten(1, (side, side)).movedim(-1, 1)
+        factors = ((rows + 0.1) / side, (columns + 0.1) / side)
+        grid = F.interpolate(grid, scale_factor=factors, mode="bicubic")
+        return torch.cat([learnt[:, :1], grid.flatten(2).transpose(1, 2)], dim=1)
