@@ -12,7 +12,7 @@ from tests.unit.test_rewards import HERE, Stateful, mine, some
 
 BUILT_IN = (
     "aesthetic, clip_score, dapo, environment, format, geneval, geo3k, gsm8k, hps_v2, hps_v3, http, image_reward, iou, jpeg_compressibility, "
-    "jpeg_incompressibility, length, llm_judge, math, ocr, overlong, pickscore, preferred, reasoning_gym, self_certainty, unified_reward, vlm_ocr"
+    "jpeg_incompressibility, length, llm_judge, math, ocr, overlong, pairwise_judge, pickscore, preferred, reasoning_gym, self_certainty, unified_reward, vlm_ocr"
 )
 FORMS = "module:function or path/to/file.py:function"
 
