@@ -26,7 +26,7 @@ from tests.tasks import run_task
 TASK = "tasks/train_flowgrpo.py"
 LIMIT_S = 120.0  # a bad input takes a second; this is the end of a hang
 BUILT_IN = (
-    "aesthetic, clip_score, dapo, environment, format, geneval, geo3k, gsm8k, hps_v2, hps_v3, http, image_reward, iou, jpeg_compressibility, "
+    "aesthetic, clip_score, dapo, edit_reward, environment, format, geneval, geo3k, gsm8k, hps_v2, hps_v3, http, image_reward, iou, jpeg_compressibility, "
     "jpeg_incompressibility, length, llm_judge, math, ocr, overlong, pairwise_judge, pickscore, preferred, reasoning_gym, self_certainty, unified_reward, vlm_ocr"
 )
 WEIGHTS = "diffusion_pytorch_model.safetensors"

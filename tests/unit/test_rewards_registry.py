@@ -11,7 +11,7 @@ from tests.rewards import entry, rewards, told
 from tests.unit.test_rewards import HERE, Stateful, mine, some
 
 BUILT_IN = (
-    "aesthetic, clip_score, dapo, environment, format, geneval, geo3k, gsm8k, hps_v2, hps_v3, http, image_reward, iou, jpeg_compressibility, "
+    "aesthetic, clip_score, dapo, edit_reward, environment, format, geneval, geo3k, gsm8k, hps_v2, hps_v3, http, image_reward, iou, jpeg_compressibility, "
     "jpeg_incompressibility, length, llm_judge, math, ocr, overlong, pairwise_judge, pickscore, preferred, reasoning_gym, self_certainty, unified_reward, vlm_ocr"
 )
 FORMS = "module:function or path/to/file.py:function"

@@ -72,7 +72,7 @@ class PairwiseJudge(PairJudge):
         return template.format_map({**metadata, "prompt": prompt})
 
     def parse(self, answer: str, prompt: str, metadata: dict[str, Any]) -> float | None:
-        """What is said last counts: within <answer>, or behind the reasons where that is missing."""
+        """The last verdict counts: within <answer>, or behind the reasons where that is missing."""
         answers = _ANSWER.findall(answer)
         text = answers[-1] if answers else answer.rpartition("</think>")[2].partition("<think>")[0]
         verdicts = _BETTER.findall(text)
