@@ -97,7 +97,7 @@ def asked_about_texts(cfg: RewardModelConfig, completion: str, ranks: list[list[
     prompts = prompts_with_images()
     for i in ranks[dist.get_rank()]:
         pool.submit([completion] * 2, [prompts[i]] * 2)
-    _, answers = pool.ask()
+    _, answers, _ = pool.ask()
     return answers["n"], warnings
 
 

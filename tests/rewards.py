@@ -9,6 +9,13 @@ from phalanx.config.flow import FlowRewardConfig, FlowRewardFunctionConfig
 from phalanx.rewards import RewardSet
 from phalanx.types import Outputs, Prompt
 
+BUILT_IN = (
+    "aesthetic, background_consistency, clip_score, dapo, edit_reward, environment, format, geneval, geo3k, gsm8k, "
+    "hps_v2, hps_v3, http, image_reward, iou, jpeg_compressibility, jpeg_incompressibility, length, llm_judge, "
+    "math, ocr, overlong, pairwise_judge, pickscore, preferred, reasoning_gym, self_certainty, "
+    "subject_consistency, temporal_flickering, unified_reward, vlm_ocr"
+)
+
 
 def entry(
     name: str | None = None, path: str | None = None, weight: float = 1.0, **kwargs: Any

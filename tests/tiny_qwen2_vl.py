@@ -1,4 +1,4 @@
-"""The folder of a tiny Qwen2-VL without weights, as the base of HPSv3."""
+"""The folders of a tiny Qwen2-VL and Qwen2.5-VL without weights, as bases of HPSv3 and EditReward."""
 
 from pathlib import Path
 
@@ -14,10 +14,22 @@ QWEN_CHAT = (
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
+VISION = {
+    "qwen2_vl": {"depth": 2, "embed_dim": 32, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2},
+    "qwen2_5_vl": {
+        "depth": 2,
+        "hidden_size": 32,
+        "out_hidden_size": 32,
+        "intermediate_size": 64,
+        "num_heads": 2,
+        "fullatt_block_indexes": [1],
+    },
+}
 
-def tiny_qwen2_vl(folder: Path) -> Path:
-    """Its configuration and tokenizer, a token a byte."""
-    from transformers import Qwen2Tokenizer, Qwen2VLConfig
+
+def tiny_qwen2_vl(folder: Path, kind: str = "qwen2_vl") -> Path:
+    """Its configuration and tokenizer, a token a byte; `kind` may also be qwen2_5_vl."""
+    from transformers import CONFIG_MAPPING, Qwen2Tokenizer
 
     tokens = [*byte_alphabet(), *SPECIAL]
     tokenizer = Qwen2Tokenizer(
@@ -30,9 +42,9 @@ def tiny_qwen2_vl(folder: Path) -> Path:
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
     text = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     ids = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    config = Qwen2VLConfig(
+    config = CONFIG_MAPPING[kind](
         text_config={**text, **ids, "num_key_value_heads": 1, "rope_parameters": rope, "vocab_size": len(tokens) + 40},
-        vision_config={"depth": 2, "embed_dim": 32, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2},
+        vision_config=VISION[kind],
         image_token_id=tokenizer.convert_tokens_to_ids("<|image_pad|>"),
         video_token_id=len(tokens) + 30,
         vision_start_token_id=tokenizer.convert_tokens_to_ids("<|vision_start|>"),

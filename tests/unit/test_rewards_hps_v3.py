@@ -123,8 +123,8 @@ def test_hps_v3_with_its_own_template_and_in_bfloat16(qwen_base: Path, hps_v3_st
     found = score("hps_v3", images, PROMPTS[:1], model=hps_v3_file, base=qwen_base, dtype="float32")
     assert found.item() == pytest.approx(expected, abs=1e-4)
     reward = build("hps_v3", model=hps_v3_file, base=qwen_base).terms[0].function
-    assert {p.dtype for p in reward._backbone.parameters()} == {torch.bfloat16}
-    assert {p.dtype for p in reward._head.parameters()} == {torch.float32}
+    assert {p.dtype for p in reward._trunk.backbone.parameters()} == {torch.bfloat16}
+    assert {p.dtype for p in reward._trunk.heads["rm_head"].parameters()} == {torch.float32}
     half = reward(images, PROMPTS[:1], [{}])
     assert half.dtype == torch.float32 and half.item() == pytest.approx(expected, abs=0.1)
     assert half.item() != found.item()
@@ -171,7 +171,7 @@ def test_weights_in_shards_and_under_the_names_of_today(
 def test_sizes_and_patches_are_those_of_the_image_processor() -> None:
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
 
-    from phalanx.rewards.image.hps_v3 import patches_of, resized
+    from phalanx.rewards.image._qwen_vl import patches_of, resized
 
     area = 256 * 28 * 28
     sides = (30, 64, 448, 449, 512, 768, 1000, 1024, 1328, 1664)

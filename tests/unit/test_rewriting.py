@@ -62,7 +62,8 @@ def test_a_pattern_has_a_second_for_a_text() -> None:
 
 
 def test_a_picture_is_judged_by_the_original_prompt() -> None:
-    shown = Prompt("a red fox", 3, {"ground_truth": "x", "original_prompt": "fox"})
+    shown = Prompt("a red fox", 3, {"ground_truth": "x", "original_prompt": "fox", "original_group": 1})
     assert as_original(shown).text == "fox" and as_original(shown).meta["ground_truth"] == "x"
+    assert as_original(shown).group_id == 1
     plain = Prompt("fox", 3, {})
     assert as_original(plain) is plain

@@ -30,12 +30,13 @@ class VllmEngine:
         *,
         text: bool = False,
         images: bool = True,
+        pairs: bool = False,
     ) -> None:
         """Load the model; see TransformersEngine for `text` and `images`. ValueError where vLLM refuses it."""
         assert cfg.path is not None
         self._groups, self._of_text = groups, text
-        # about a text it may be shown any number of images
-        self._limits = {"video": 0, "audio": 0} if text else {"image": 1, "video": 0}
+        # about a text, or two samples, it may be shown any number of images
+        self._limits = {"video": 0, "audio": 0} if text or pairs else {"image": 1, "video": 0}
         cuda = torch.cuda.is_available()
         self._sleeps = cfg.sleep and cuda
         with groups.active():

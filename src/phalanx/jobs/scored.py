@@ -18,7 +18,7 @@ from phalanx.jobs.candidate import Candidate, Parts, Sets, build_parts, differin
 from phalanx.jobs.outputs import writing
 from phalanx.media.videos import write_video
 from phalanx.rewards.base import GivesAnswers
-from phalanx.rewards.client import RewardClient
+from phalanx.rewards.client import RewardClient, without_filling
 from phalanx.telemetry.evaluation import ARGUMENTS, RECORDS, Records, read_records, write_json
 from phalanx.telemetry.metrics import Timers
 from phalanx.telemetry.records import CONVERSATION, TALKS, storable
@@ -143,7 +143,7 @@ class Sampling:
             if isinstance(outputs, Tensor):
                 self._keep_pictures(outputs, beside, len(prompts) * n)
             self.drawn += beside
-            self.client.submit(outputs, sampled)
+            self.client.submit(outputs, without_filling(sampled, beside[0]["place"], len(prompts) * n))
 
         with rollout.awake():
             rollout.sample_validation(local, each=each)

@@ -20,13 +20,14 @@ from phalanx.rewards.base import (
     RewardWithExtras,
     differentiable,
 )
-from phalanx.rewards.judge._base import Judge
+from phalanx.rewards.judge._base import Judge, PairJudge
 from phalanx.rewards.runner import RewardSet
 
 __all__ = [
     "DeviceReward",
     "HasGradient",
     "Judge",
+    "PairJudge",
     "PolicyReward",
     "RewardError",
     "RewardFunction",

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -170,6 +171,16 @@ class RewardClient:
             raise RewardError(message) from failure
         if stop:
             self.on_stop(stop)
+
+
+def without_filling(prompts: list[Prompt], first: int, real: int) -> list[Prompt]:
+    """The prompts of the samples `first`, `first` + 1 and so on of all ranks. Those from `real` on only fill up the
+    last ranks: none of them is in a group, so that real samples are not compared with them.
+    """
+    shown = []
+    for number, prompt in enumerate(prompts, start=first):
+        shown.append(prompt if number < real else replace(prompt, group_id=-1 - number))
+    return shown
 
 
 def check_finite(outputs: Outputs, prompts: Sequence[Prompt]) -> None:

@@ -20,7 +20,7 @@ from phalanx.config.reward import RewardFunctionConfig
 from phalanx.functional.rewards import Share
 from phalanx.rewards.base import MARK, ChecksRows, DeviceReward, HasGradient, PolicyReward, RewardWithExtras, copied
 from phalanx.rewards.foreign import OUTPUTS, TrlReward, VerlReward, form_of, verl_arguments
-from phalanx.rewards.judge._base import Judge, ParsedAnswers
+from phalanx.rewards.judge._base import Judge, PairJudge, ParsedAnswers, WinRates
 from phalanx.rewards.protocol import complaint
 
 log = logging.getLogger(__name__)
@@ -143,7 +143,8 @@ def _build(cfg: RewardFunctionConfig, key: str, device: str, unparseable_score: 
             _check_arguments(function.parse, ("answer", "prompt", "metadata"), {}, key, f"{label}.parse")
             if unparseable_score is None:
                 raise ConfigError(f"{key}: {label} is a judge, which asks reward.model: training jobs have one")
-            function = ParsedAnswers(function, unparseable_score)
+            scores = WinRates if isinstance(function, PairJudge) else ParsedAnswers
+            function = scores(function, unparseable_score)
         elif not callable(function):
             call = f"__call__({', '.join(arguments)})"
             raise ConfigError(f"{key}: {label} is a class without __call__; expected {call}")
@@ -186,7 +187,7 @@ def _takes(reward: Callable[..., Any], key: str, label: str, outputs: str) -> st
     Of a class it is read before an instance is made, which may load a model.
     """
     if isinstance(reward, type) and issubclass(reward, Judge | PolicyReward):
-        return reward.takes
+        return outputs if reward.takes == EITHER else reward.takes
     signature = _call_signature(reward, key, label)
     names = signature.parameters
     if form_of(signature) is not None:

@@ -64,13 +64,15 @@ class RewardSet:
         outputs: str = "images",
         beside: bool = False,
         launch: Launch | None = None,
+        context_size: int = 1,
     ) -> None:
         """Resolve and load the rewards; raises ConfigError, one line, for what cannot be used.
 
         `group_timeout_s` is the time limit of collectives between the ranks, which judges need; None: no judges.
         `outputs` is what the job makes, "images" (or videos) or "completions": rewards of the other are refused.
         `beside`: the reward model answers from `submit` on, which all ranks of the world then call equally often;
-        `launch` is that world, None for the launcher's.
+        `launch` is that world, None for the launcher's; samples of `context_size` neighbours of it are dealt out to
+        them one by one.
         """
         unparseable_score = None if group_timeout_s is None else cfg.model.unparseable_score
         self.terms = build_terms(cfg.functions, device, unparseable_score, outputs)
@@ -95,7 +97,14 @@ class RewardSet:
         self._judges: JudgePool | None = None
         if judges and group_timeout_s is not None:
             self._judges = JudgePool(
-                judges, cfg.model, group_timeout_s, outputs=outputs, device=self._device, beside=beside, launch=launch
+                judges,
+                cfg.model,
+                group_timeout_s,
+                outputs=outputs,
+                device=self._device,
+                beside=beside,
+                launch=launch,
+                context_size=context_size,
             )
         self._asked = False
 
@@ -129,8 +138,8 @@ class RewardSet:
                     self._start(call)
         if self._judges is not None:
             subjects, prompt_of = seen_by("images", outputs, prompts, self._max_judge_frames)
-            self._judges.submit(subjects, prompt_of)
             self._judge_frames = len(prompt_of) // len(prompts)
+            self._judges.submit(subjects, prompt_of, self._judge_frames)
         self._raise_failures(self._calls)
 
     def check_rows(self, rows: Iterable[Row], *, first: bool) -> None:
@@ -177,13 +186,16 @@ class RewardSet:
         """
         if self._judges is None or self._asked:
             return
-        prompts, answers = self._judges.ask()
+        prompts, answers, rates = self._judges.ask()
         self._asked = True
         if not prompts:
             return  # this rank has only helped others to their answers
         for term in self.terms:
             if term.name in answers:
                 self._calls.append(Call(term, answers[term.name], prompts, self._judge_frames, forgives=self._forgives))
+            elif term.name in rates:
+                compared: Any = rates[term.name]  # each sample once, whatever its frames
+                self._calls.append(Call(term, compared, prompts[:: self._judge_frames], forgives=self._forgives))
 
     def collect(self) -> Rows:
         """Wait for all submitted micro-batches: unweighted float32 scores [B] by term, in the order of submission, and

@@ -150,7 +150,13 @@ def build_rewards(
     # where ranks share the scoring of a sample they do not submit equally often
     beside = judged_beside(cfg, world.shard_size) and world.context_size == 1
     rewards = RewardSet(
-        cfg.reward, str(world.device), cfg.parallel.timeout_s, outputs=outputs, beside=beside, launch=world.launch
+        cfg.reward,
+        str(world.device),
+        cfg.parallel.timeout_s,
+        outputs=outputs,
+        beside=beside,
+        launch=world.launch,
+        context_size=world.context_size,
     )
     if gradients:
         rewards.check_gradients()

@@ -16,11 +16,17 @@ log = logging.getLogger(__name__)
 
 MATCH_S = 1.0  # seconds of the processor for a response: the pattern is the user's, but the text is the model's
 ORIGINAL = "original_prompt"  # in a rewritten prompt's meta
+GROUP = "original_group"  # its group_id
 
 
 def as_original(prompt: Prompt) -> Prompt:
     """The prompt by which a picture is judged: the original one of a rewritten prompt."""
-    return replace(prompt, text=prompt.meta[ORIGINAL]) if ORIGINAL in prompt.meta else prompt
+    if ORIGINAL not in prompt.meta:
+        return prompt
+    # Pictures of all rewritten prompts are one group: where they were compared only within one of these, all would be
+    # equally good on average. Those that belong to no group (see without_filling) still do not.
+    group_id = prompt.meta[GROUP] if prompt.group_id >= 0 else prompt.group_id
+    return replace(prompt, text=prompt.meta[ORIGINAL], group_id=group_id)
 
 
 def rewritten(response: str, config: RewriteConfig, last_group: Verifier) -> str | None:
@@ -105,7 +111,7 @@ class Rewriter:
 
     def prompt(self, original: Prompt, text: str | None, number: int) -> Prompt:
         """The painter's prompt of that number: an original with another text, or as it is."""
-        meta = original.meta | {ORIGINAL: original.text}
+        meta = original.meta | {ORIGINAL: original.text, GROUP: original.group_id}
         return replace(original, text=original.text if text is None else text, group_id=number, meta=meta)
 
     # -- the source of the painter's prompts --------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import islice
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from phalanx.config.run import RunConfig
 from phalanx.distributed.collectives import all_gather, gather_object, to_first
 from phalanx.distributed.mesh import World
 from phalanx.functional.statistics import t_half_width
-from phalanx.rewards.client import RewardClient
+from phalanx.rewards.client import RewardClient, without_filling
 from phalanx.telemetry.metrics import Timers
 from phalanx.telemetry.records import CONVERSATION, TALKS, Output, Record, Thumbnail, storable
 from phalanx.telemetry.step_metrics import reward_by_turns
@@ -105,8 +106,10 @@ def validate(
     pictures: dict[int, Tensor] = {}  # of this rank's prompts, by their numbers
     texts: dict[int, Kept] = {}
     turns: list[int] = []  # of this rank's samples, where they are conversations
+    numbers = iter(range(world.data_rank * share * n, (world.data_rank + 1) * share * n))
 
     def each(outputs: Outputs, sampled: list[Prompt]) -> None:
+        first, *_ = islice(numbers, len(sampled))
         for prompt, output in zip(sampled, outputs, strict=True):
             if TALKS in prompt.meta:
                 turns.append(prompt.meta["turns"])
@@ -122,7 +125,7 @@ def validate(
             elif number not in pictures:
                 # floats would take four times the memory until the end
                 pictures[number] = (output * 255).round_().byte().movedim(-3, -1).contiguous()
-        submit(outputs, sampled)
+        submit(outputs, without_filling(sampled, first, len(prompts) * n))
 
     with weights, rollout.awake():
         rollout.sample_validation(local, each=each)

@@ -11,7 +11,6 @@ CHAT = (
     "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
     "<|im_start|>user\n<|vision_start|>{image}<|vision_end|>{text}<|im_end|>\n<|im_start|>assistant\n"
 )
-IMAGE_TOKEN = "<|image_pad|>"
 
 TEMPLATE = (
     "\nYou are tasked with evaluating a generated image based on Visual Quality and Text Alignment and give a overall "

@@ -1,4 +1,4 @@
-"""The base class of rewards that ask a model about each image or completion."""
+"""The base classes of rewards that ask a model about each image or completion, or about pairs of them."""
 
 from abc import ABC, abstractmethod
 from typing import Any
@@ -48,3 +48,37 @@ class ParsedAnswers(RewardWithExtras):
             scores.append(self._unparseable_score if score is None else score)
             unparseable.append(float(score is None))
         return RewardOutput(scores, {"unparseable": unparseable})
+
+
+class PairJudge(Judge):
+    """A reward that asks the reward model which of two samples of a prompt is better; the score of a sample is its win
+    rate against other samples of the prompt.
+
+    `takes` may also be "outputs", of images or texts, whichever the job makes. Of texts, {completion_1} and
+    {completion_2} in the template stand for the two; images are shown in this order, all frames of a video's first one
+    before those of the second and {frames} being their number, behind those of the column `source_key` of the data,
+    such as the image to edit.
+    `opponents`: how many others each sample is compared with, None for all; an even number. `shuffle_order`: which of
+    two samples comes first is drawn for each pair, else it is the one that was sampled first; `both_orders`: each pair
+    is asked about twice.
+    """
+
+    takes = "outputs"
+    opponents: int | None = None
+    shuffle_order: bool = True
+    both_orders: bool = False
+    source_key: str | None = None
+
+    @abstractmethod
+    def parse(self, answer: str, prompt: str, metadata: dict[str, Any]) -> float | None:
+        """1 where the answer prefers the first of the two, 0 for the second and 1/2 for neither; None where it cannot
+        be read, which is counted and scored as 1/2.
+        """
+
+
+class WinRates(ParsedAnswers):
+    """The scores that comparisons have given; it takes the place of a reward's function."""
+
+    def __call__(self, answers: Any, prompts: list[str], metadata: list[dict[str, Any]]) -> RewardOutput:
+        """B win rates, each with the share of its answers that could not be read -> B scores, and the shares."""
+        return RewardOutput([rate for rate, _ in answers], {"unparseable": [lost for _, lost in answers]})

@@ -54,10 +54,17 @@ class RewardModel:
     """
 
     def __init__(
-        self, cfg: RewardModelConfig, timeout_s: float, *, text: bool = False, launch: Launch | None = None
+        self,
+        cfg: RewardModelConfig,
+        timeout_s: float,
+        *,
+        text: bool = False,
+        pairs: bool = False,
+        launch: Launch | None = None,
     ) -> None:
         """Place the model on the ranks of `launch` (None: of the whole world) and load it; ValueError where that cannot
-        be. `text`: it is asked about texts, and is a language model or one that reads images, too.
+        be. `text`: it is asked about texts, and is a language model or one that reads images, too. `pairs`: a question
+        may be about several images.
         """
         launch = launch or Launch.from_env()
         domains = place(cfg, launch.world_size, launch.local_world_size)
@@ -76,7 +83,7 @@ class RewardModel:
 
             groups = VllmGroups(holders or (launch.rank,), launch.local_rank, timeout_s)  # all ranks of the world do
             if holders is not None:
-                self._engine = VllmEngine(cfg, groups, launch.rank, launch.local_rank, **kind)
+                self._engine = VllmEngine(cfg, groups, launch.rank, launch.local_rank, pairs=pairs, **kind)
         elif holders is not None:
             from phalanx.distributed.tensor_parallel import replica_mesh
             from phalanx.engines.transformers import TransformersEngine

@@ -2,11 +2,13 @@
 
 import logging
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -17,31 +19,50 @@ from phalanx.distributed.launch import Launch
 from phalanx.media.pictures import raw_file, to_uint8
 from phalanx.rewards.base import RewardError, copied
 from phalanx.rewards.call import DaemonPool
-from phalanx.rewards.judge._base import Judge
-from phalanx.rewards.judge._model import RewardModel
+from phalanx.rewards.judge._base import Judge, PairJudge
+from phalanx.rewards.judge._model import Question, RewardModel
+from phalanx.rewards.judge._pairs import Comparison, Subject
 from phalanx.types import Outputs, Prompt
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 Answers = dict[str, list[str]]  # by judge, an answer about each sample
+Rates = dict[str, list[tuple[float, float]]]  # by judge of pairs, see Comparison.win_rates
 
 
 @dataclass(frozen=True)
 class JudgeBatch:
     """B prompts, and by judge a question about a sample of each. `shown` are the numbers in `files` of the images that
-    come with it: the sample itself, or those of the prompt where texts are judged, which the questions hold.
+    come with it: the sample itself, or those of the prompt where texts are judged, which the questions hold. Of a video
+    there are `frames` of all of these. `texts` are the samples where they are texts.
     """
 
     files: list[bytes]
     shown: list[tuple[int, ...]]
     prompts: list[Prompt]
     questions: dict[str, list[str]]
+    frames: int
+    texts: list[str]
+
+    @property
+    def subjects(self) -> list[Subject]:
+        """The samples, as they are compared."""
+        subjects = []
+        for i, text in enumerate(self.texts):
+            beside = tuple(self.files[number] for number in self.shown[i])
+            subjects.append(Subject(self.prompts[i], (text.encode(),), beside))
+        if not self.texts:
+            for i in range(0, len(self.prompts), self.frames):
+                subjects.append(Subject(self.prompts[i], tuple(self.files[i : i + self.frames])))
+        return subjects
 
 
 class JudgePool:
     """`judges` by the name of their term. All ranks of the world make it, and `ask`, at the same point.
 
     Either all is asked at once in `ask`, or (`beside`) each micro-batch on a thread, while the next is sampled; then
-    all ranks of a domain must `submit` equally often. `busy_s`: seconds from questions to answers, of the last `ask`.
+    all ranks of a domain must `submit` equally often. Pairs are asked about in `ask`, when all samples are there.
+    `busy_s`: seconds from questions to answers, of the last `ask`.
     """
 
     def __init__(
@@ -54,11 +75,18 @@ class JudgePool:
         device: torch.device,
         beside: bool,
         launch: Launch | None = None,
+        context_size: int = 1,
     ) -> None:
-        """Load the reward model for `outputs`, images or completions; ValueError where it cannot be used."""
-        self._judges = judges
-        self._of_text = outputs == "completions"
-        self._model = RewardModel(cfg, timeout_s, text=self._of_text, launch=launch)
+        """Load the reward model for `outputs`, images or completions; ValueError where it cannot be used. Samples of
+        `context_size` neighbours are dealt out to them one by one.
+        """
+        self._pair_judges = {name: judge for name, judge in judges.items() if isinstance(judge, PairJudge)}
+        self._judges = {name: judge for name, judge in judges.items() if name not in self._pair_judges}
+        self._of_text, self._context_size = outputs == "completions", context_size
+        launch = launch or Launch.from_env()
+        self._rank = launch.rank
+        pairs = bool(self._pair_judges)
+        self._model = RewardModel(cfg, timeout_s, text=self._of_text, pairs=pairs, launch=launch)
         self._warned_of_images = False
         self._batches: list[JudgeBatch] = []  # submitted, and not yet handed out by `ask`
         self.busy_s = 0.0
@@ -73,18 +101,19 @@ class JudgePool:
         self._awake = ExitStack()
         self._is_awake = False
 
-    def submit(self, outputs: Outputs, prompts: list[Prompt]) -> None:
-        """Take images [B, 3, H, W] in 0..1, or completions, of B prompts. RewardError where a judge cannot ask about
-        one, or where an earlier question could not be asked.
+    def submit(self, outputs: Outputs, prompts: list[Prompt], frames: int = 1) -> None:
+        """Take images [B, 3, H, W] in 0..1, or completions, of B prompts; of videos `frames` of each, one after the
+        other. RewardError where a judge cannot ask about one, or where an earlier question could not be asked.
         """
         texts = [None] * len(prompts) if isinstance(outputs, Tensor) else outputs
         questions = {}
         for name, judge in self._judges.items():
             questions[name] = list(map(partial(_question, name, judge), prompts, texts))
-        batch = JudgeBatch(*self._seen(outputs, prompts), prompts, questions)
+        completions = [] if isinstance(outputs, Tensor) else outputs
+        batch = JudgeBatch(*self._seen(outputs, prompts), prompts, questions, frames, completions)
         self._batches.append(batch)
-        if self._thread is not None:
-            self._answers.append(self._thread.submit(lambda: self._ask_beside(batch)))
+        if self._thread is not None and self._judges:
+            self._answers.append(self._thread.submit(lambda: self._ask_beside([batch])))
             for answers in self._answers:
                 if answers.done():
                     answers.result()  # raises what has failed meanwhile
@@ -116,8 +145,9 @@ class JudgePool:
             shown.append(tuple(numbers[id(image)] for image in prompt.images))
         return files, shown
 
-    def ask(self) -> tuple[list[Prompt], Answers]:
-        """The prompts of all that was submitted, which is forgotten, and by judge an answer about each.
+    def ask(self) -> tuple[list[Prompt], Answers, Rates]:
+        """The prompts of all that was submitted, which is forgotten, and by judge an answer about each; by judge of
+        pairs the win rate of each sample.
 
         A collective: where this rank has submitted nothing, it answers the questions of others.
         """
@@ -125,21 +155,48 @@ class JudgePool:
         pending, self._answers = self._answers, []
         if self._thread is None:
             with self._model.awake():
-                parts = [self._ask_model(batches)]
+                parts, rates = self._ask_all(batches, [lambda: self._ask_judges(batches)] if self._judges else [])
         else:
-            asleep = self._thread.submit(self._sleep)  # behind the last batch
-            parts = [answers.result() for answers in pending]
-            asleep.result()
+            parts, rates = self._ask_all(batches, [answers.result for answers in pending])
+            self._thread.submit(self._sleep).result()  # behind the last question
         self.busy_s, self._spent_s = self._spent_s, 0.0
 
         prompts = list(chain.from_iterable(batch.prompts for batch in batches))
         answers_of: Answers = {}
         for name in self._judges:
             answers_of[name] = list(chain.from_iterable(part[name] for part in parts))
-        return prompts, answers_of
+        return prompts, answers_of, rates
 
-    def _ask_beside(self, batch: JudgeBatch) -> Answers:
-        """On the thread: ask about one batch. The model stays awake until `_sleep`, on a separate stream."""
+    def _ask_all(self, batches: list[JudgeBatch], asked: list[Callable[[], Answers]]) -> tuple[list[Answers], Rates]:
+        """The answers about single samples, and then the win rates of pairs, which all ranks of the world need one
+        another for: where the first ones fail on a rank, it tells all.
+        """
+        if not self._pair_judges:
+            return [answers() for answers in asked], {}
+        parts, problem = [], None
+        try:
+            parts = [answers() for answers in asked]
+        except RewardError as error:
+            problem = str(error)
+        subjects = list(chain.from_iterable(batch.subjects for batch in batches))
+        comparison = Comparison(subjects, self._rank, self._context_size, problem)
+        rates = {}
+        for name, judge in self._pair_judges.items():
+            rates[name] = comparison.win_rates(name, judge, self._ask_pairs, of_text=self._of_text)
+        return parts, rates
+
+    def _ask_pairs(self, files: list[bytes], questions: list[Question]) -> list[str]:
+        """The model's answers, on the thread where it has one."""
+        if self._thread is None:
+            return self._ask_model(files, questions)
+        return self._thread.submit(lambda: self._on_thread(lambda: self._ask_model(files, questions))).result()
+
+    def _ask_beside(self, batches: list[JudgeBatch]) -> Answers:
+        """On the thread: ask about some batches."""
+        return self._on_thread(lambda: self._ask_judges(batches))
+
+    def _on_thread(self, ask: Callable[[], T]) -> T:
+        """Ask on the thread. The model stays awake until `_sleep`, on a separate stream."""
         if self._device.type == "cuda" and self._stream is None:
             torch.cuda.set_device(self._device)  # a thread begins on the first one
             self._stream = torch.cuda.Stream()  # one for good: the allocator keeps memory by stream
@@ -147,16 +204,15 @@ class JudgePool:
         if not self._is_awake:
             self._awake.enter_context(self._model.awake())
             self._is_awake = True
-        return self._ask_model([batch])
+        return ask()
 
     def _sleep(self) -> None:
         """On the thread: the model may sleep until the next rollout."""
         self._awake.close()
         self._is_awake = False
 
-    def _ask_model(self, batches: list[JudgeBatch]) -> Answers:
+    def _ask_judges(self, batches: list[JudgeBatch]) -> Answers:
         """The model's answers about all samples of `batches`, on all ranks of the domain at once."""
-        begin = time.perf_counter()
         files: list[bytes] = []
         shown: list[tuple[int, ...]] = []
         for batch in batches:
@@ -165,14 +221,20 @@ class JudgePool:
             files += batch.files
 
         # one judge after the other, each about all samples; a rank without samples takes part with none
-        questions: list[tuple[tuple[int, ...], str]] = []
+        questions: list[Question] = []
         for name in self._judges:
             texts = chain.from_iterable(batch.questions[name] for batch in batches)
             questions += zip(shown, texts, strict=True)
         count = len(shown)
+        answers = self._ask_model(files, questions)
+        return {name: answers[i * count : (i + 1) * count] for i, name in enumerate(self._judges)}
+
+    def _ask_model(self, files: list[bytes], questions: list[Question]) -> list[str]:
+        """The model's answers, and the time that they take."""
+        begin = time.perf_counter()
         answers = self._model.ask(files, questions)
         self._spent_s += time.perf_counter() - begin
-        return {name: answers[i * count : (i + 1) * count] for i, name in enumerate(self._judges)}
+        return answers
 
 
 def _question(name: str, judge: Judge, prompt: Prompt, completion: str | None) -> str:

@@ -1,0 +1,240 @@
+"""Qwen2-VL and Qwen2.5-VL as trunks of reward models, whose published weights have heads that read special tokens.
+
+Tokens, those of images too, have their number as position, rather than Qwen2-VL's time, height and width: the code that
+these models were trained with puts the images' embeddings into the sequence by itself, and transformers then counts the
+tokens through.
+"""
+
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from phalanx.rewards.image._clip import folder_or_hub, load_part, read_weights, resize
+
+IMAGE_TOKEN = "<|image_pad|>"
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+_PIXELS = 256 * 28 * 28  # about the area of an image after resizing
+_HEAD = ("0", "3", "5")  # positions of the linear layers in the published nn.Sequential
+
+
+@dataclass(frozen=True)
+class Published:
+    """Weights of a reward model. `model`: the .safetensors file, or its folder; `base`: folder or hub id of the
+    configuration and tokenizer that they were trained from, a model of type `kind`, named `family` in messages. `name`
+    and `expected` are those of the weights in messages.
+    """
+
+    model: str
+    base: str
+    kind: str
+    family: str
+    name: str
+    expected: str
+
+    def wrong(self, problem: str) -> ValueError:
+        """The error for these weights."""
+        return ValueError(f"model={self.model!r} {problem}; {self.expected}")
+
+
+class Trunk:
+    """The transformer of `published` on `device`, its tokenizer with the tokens `added`, and `heads` by their names in
+    the weights, in float32.
+    """
+
+    def __init__(
+        self, published: Published, added: list[str], heads: list[str], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        from transformers import AutoConfig, AutoTokenizer
+
+        model, base = published.model, published.base
+        source = folder_or_hub(base, "base", f"the configuration and tokenizer of {published.family}")
+        config = load_part(AutoConfig, source, "base")
+        if config.model_type != published.kind:
+            raise ValueError(f"base={base!r} is a model of type {config.model_type}; expected a {published.kind}")
+        tokenizer = load_part(AutoTokenizer, source, "base", padding_side="right")
+        if tokenizer.convert_tokens_to_ids(IMAGE_TOKEN) != config.image_token_id:
+            # transformers makes an empty tokenizer, silently, of a folder without one
+            raise ValueError(
+                f"base={base!r} has no tokenizer of {published.family}: {IMAGE_TOKEN} is not its image token"
+            )
+        tokenizer.add_tokens(added, special_tokens=True)
+        self.tokenizer, self.device, self.vision = tokenizer, device, config.vision_config
+        self.added: list[int] = tokenizer.convert_tokens_to_ids(added)
+        self._specials = re.compile("|".join(map(re.escape, tokenizer.get_added_vocab())))
+        weights, head = _split(_read(published), published)
+        embeddings = weights.get("language_model.embed_tokens.weight")
+        if embeddings is None:
+            raise published.wrong("has no weights model.embed_tokens.weight")
+        rows = len(embeddings)
+        if rows <= max(self.added):
+            raise ValueError(
+                f"model={model!r} embeds {rows} tokens, and {added[-1]} is number {self.added[-1]} of "
+                f"base={base!r}; expected the base that the model was trained from"
+            )
+        config.text_config.vocab_size = rows
+        self.heads = _heads(head, heads, published, device)
+        self.backbone = _backbone(weights, config, dtype, device, published)
+
+    def plain(self, text: str) -> str:
+        """The text, in which special tokens become plain words."""
+        return self._specials.sub(lambda match: f"{match[0][0]} {match[0][1:]}", text)
+
+    def tokens(self, texts: list[str]) -> Tensor:
+        """Token ids [b, longest] of whole chats."""
+        ids: Tensor = self.tokenizer(texts, padding=True, return_tensors="pt").input_ids
+        return ids.to(self.device)
+
+    def patches(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        """Images [b, 3, H, W] in 0..1 -> their patches and grid; see `patches_of`."""
+        vision = self.vision
+        return patches_of(
+            images.to(self.device), vision.patch_size, vision.spatial_merge_size, vision.temporal_patch_size
+        )
+
+    def image_tokens(self, grid: Tensor) -> list[int]:
+        """Tokens of each image of a grid [b, 3]."""
+        counts: list[int] = (grid.prod(1) // self.vision.spatial_merge_size**2).tolist()
+        return counts
+
+    def hidden(self, tokens: Tensor, pixels: Tensor, grid: Tensor) -> Tensor:
+        """The last hidden states [b, D] of the first of the tokens added, float32, of token ids [b, longest]."""
+        # no mask: a token sees what is left of it, and the padding is right of the token that is read
+        positions = torch.arange(tokens.shape[1], device=self.device).expand(3, *tokens.shape)
+        states = self.backbone(
+            input_ids=tokens, pixel_values=pixels, image_grid_thw=grid, position_ids=positions, use_cache=False
+        ).last_hidden_state  # [b, tokens, D]
+        rows = torch.arange(len(tokens), device=self.device)
+        read: Tensor = states[rows, (tokens == self.added[0]).int().argmax(1)].float()
+        return read
+
+
+def check_options(dtype: str, micro_batch_size: int) -> None:
+    """Raise ValueError for a dtype or a number of images that cannot be."""
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype={dtype!r}; expected one of {', '.join(DTYPES)}")
+    if micro_batch_size < 1:
+        raise ValueError(f"micro_batch_size={micro_batch_size}; expected a number of images, at least 1")
+
+
+def patches_of(images: Tensor, side: int, merge: int, frames: int) -> tuple[Tensor, Tensor]:
+    """Images [b, 3, H, W] in 0..1 -> patches [b * h * w, values], and their grid [b, 3] of rows (1, h, w).
+
+    Qwen2-VL's preprocessing, for a batch on any device: the steps of transformers' Qwen2VLImageProcessor, which works
+    image by image and leaves the device; the two agree within two of 255 levels (tested). A patch is `side` pixels
+    wide, merge * merge of them become a token. An image fills all `frames` of the model's pairs of video frames.
+    """
+    from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
+
+    b, device = len(images), images.device
+    height, width = resized(images.shape[2], images.shape[3], side * merge, _PIXELS)
+    mean, std = (torch.tensor(rgb, device=device).view(3, 1, 1) for rgb in (OPENAI_CLIP_MEAN, OPENAI_CLIP_STD))
+    pixels = (resize(images, (height, width)) / 255 - mean) / std
+    h, w = height // side, width // side
+    pixels = pixels.view(b, 3, 1, h // merge, merge, side, w // merge, merge, side)
+    # patches that become one token lie together: [b, h, w, merge, merge, 3, frames, side, side]
+    patches = pixels.permute(0, 3, 6, 4, 7, 1, 2, 5, 8).expand(-1, -1, -1, -1, -1, -1, frames, -1, -1)
+    return patches.reshape(b * h * w, -1), torch.tensor([[1, h, w]] * b, device=device)
+
+
+def resized(height: int, width: int, unit: int, pixels: int) -> tuple[int, int]:
+    """The size that Qwen2-VL gives an image for an area of `pixels`: of its shape, in multiples of `unit`.
+
+    ValueError for an image more than 200 times as long as wide.
+    """
+    if max(height, width) > 200 * min(height, width):
+        raise ValueError(f"an image of {height} x {width} pixels is more than 200 times as long as wide")
+    nearest = [max(unit, round(side / unit) * unit) for side in (height, width)]
+    area = nearest[0] * nearest[1]
+    if area > pixels:
+        shrink = math.sqrt(height * width / pixels)
+        nearest = [max(unit, math.floor(side / shrink / unit) * unit) for side in (height, width)]
+    elif area < pixels:
+        grow = math.sqrt(pixels / (height * width))
+        nearest = [math.ceil(side * grow / unit) * unit for side in (height, width)]
+    return nearest[0], nearest[1]
+
+
+def _read(published: Published) -> dict[str, Tensor]:
+    """All weights of a .safetensors file, or of those of a folder."""
+    path = Path(published.model).expanduser()
+    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    if not files or not files[0].is_file():
+        raise published.wrong("has no .safetensors file")
+    state: dict[str, Tensor] = {}
+    for file in files:
+        state |= read_weights(file, f"model={published.model!r}: {file.name}")
+    return state
+
+
+def _split(state: dict[str, Tensor], published: Published) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The weights of the trunk, under today's names or the published ones, and of heads; the rest is not used."""
+    trunk: dict[str, Tensor] = {}
+    heads: dict[str, Tensor] = {}
+    for name, value in state.items():
+        part, _, rest = name.partition(".")
+        if part in ("rm_head", "rm_heads"):
+            heads[name] = value
+        elif part == "visual":
+            trunk[name] = value
+        elif part == "model":
+            trunk[rest if rest.startswith(("visual.", "language_model.")) else f"language_model.{rest}"] = value
+        elif part != "lm_head":
+            raise published.wrong(f"has {name}, which is not a weight of {published.name}")
+    return trunk, heads
+
+
+def _require(names: list[str], state: dict[str, Tensor], published: Published, why: str = "") -> None:
+    """ValueError for weights that are not there."""
+    missing = [name for name in names if name not in state]
+    if missing:
+        more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
+        raise published.wrong(f"has no weights {missing[0]}{more}{why}")
+
+
+def _heads(
+    state: dict[str, Tensor], prefixes: list[str], published: Published, device: torch.device
+) -> dict[str, nn.Sequential]:
+    """The heads in float32, their widths read from the weights."""
+    names = [f"{prefix}.{k}.{kind}" for prefix in prefixes for k in _HEAD for kind in ("weight", "bias")]
+    _require(names, state, published, ": no reward model")
+    extra = sorted(state.keys() - set(names))
+    if extra:
+        raise published.wrong(f"has another head, with {extra[0]}")
+    heads = {}
+    for prefix in prefixes:
+        first, second, third = (nn.Linear(*state[f"{prefix}.{k}.weight"].T.shape) for k in _HEAD)
+        head = nn.Sequential(first, nn.ReLU(), nn.Dropout(), second, nn.ReLU(), third)
+        weights = {name.removeprefix(f"{prefix}."): value.float() for name, value in state.items() if prefix in name}
+        head.load_state_dict(weights)
+        heads[prefix] = head.requires_grad_(False).eval().to(device)
+    return heads
+
+
+def _backbone(
+    state: dict[str, Tensor], config: Any, dtype: torch.dtype, device: torch.device, published: Published
+) -> nn.Module:
+    """The transformer with exactly these weights."""
+    from transformers import AutoModel
+
+    with torch.device("meta"):
+        empty = AutoModel.from_config(config)
+    expected = empty.state_dict()
+    _require(sorted(expected), state, published)
+    wrong = sorted(state.keys() - expected.keys())
+    for name, value in state.items():
+        if name in expected and value.shape != expected[name].shape:
+            wrong.append(f"{name} of {list(value.shape)} rather than {list(expected[name].shape)}")
+    if wrong:
+        raise ValueError(
+            f"model={published.model!r} has {wrong[0]}, which does not go with base={published.base!r}; expected the "
+            "base that the model was trained from"
+        )
+    backbone: nn.Module = type(empty).from_pretrained(
+        None, config=config, state_dict=state, dtype=dtype, device_map={"": device}
+    )
+    return backbone.requires_grad_(False).eval()

@@ -1,0 +1,220 @@
+"""Comparisons of samples of a prompt, wherever they are: each pair is judged on a rank that has one of the two, and win
+rates are the same on any number of ranks.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from phalanx.config.messages import reason
+from phalanx.distributed.collectives import all_gather_object, exchange
+from phalanx.distributed.seed import fold_in
+from phalanx.rewards.base import RewardError, copied
+from phalanx.rewards.judge._base import PairJudge
+from phalanx.rewards.judge._model import Question
+from phalanx.types import Prompt
+
+Ask = Callable[[list[bytes], list[Question]], list[str]]
+Place = tuple[int, int]  # a rank, and the number of a sample among its own
+TIE = 0.5
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A sample of this rank: its image or the frames of its video as files, or its text in UTF-8, and the files of
+    images that its prompt has.
+    """
+
+    prompt: Prompt
+    files: tuple[bytes, ...]
+    beside: tuple[bytes, ...] = ()
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two samples in the order in which they are shown, and the rank that asks about them."""
+
+    first: Place
+    second: Place
+    asker: int
+
+
+def pairings(count: int, opponents: int | None) -> list[tuple[int, int]]:
+    """The pairs (i, j), i < j, of `count` samples that are compared: all, or those by which each has `opponents`, an
+    even number, its nearest neighbours on a circle.
+    """
+    if opponents is None or opponents >= count - 1:
+        return [(i, j) for i in range(count) for j in range(i + 1, count)]
+    pairs = set()
+    for i in range(count):
+        for distance in range(1, opponents // 2 + 1):
+            j = (i + distance) % count
+            pairs.add((min(i, j), max(i, j)))
+    return sorted(pairs)
+
+
+class Comparison:
+    """The samples of all ranks, as their pairs are judged. All ranks of the world make it at the same point."""
+
+    def __init__(self, subjects: Sequence[Subject], rank: int, context_size: int, problem: str | None) -> None:
+        """`subjects`: this rank's samples, those of `context_size` neighbours being dealt out one by one. `problem`:
+        why this rank cannot go on; RewardError, on all ranks, where one has such.
+        """
+        self.subjects, self.rank, self.problem = subjects, rank, problem
+        facts = [(subject.prompt.group_id, tuple(map(len, subject.files))) for subject in subjects]
+        told = self._of_all(facts)
+        self._sizes = {(rank, i): sizes for rank, samples in enumerate(told) for i, (_, sizes) in enumerate(samples)}
+        # samples in the order of the step: by the first rank of their context, then as they were dealt out
+        places = sorted(self._sizes, key=lambda at: (at[0] // context_size, at[1], at[0]))
+        self._groups: dict[int, list[Place]] = {}
+        for at in places:
+            self._groups.setdefault(told[at[0]][at[1]][0], []).append(at)
+
+    def win_rates(self, name: str, judge: PairJudge, ask: Ask, *, of_text: bool) -> list[tuple[float, float]]:
+        """Of each sample of this rank the share of its comparisons that it wins, 1/2 where there are none, and the
+        share of those whose answer could not be read. A collective; RewardError, on all ranks, where one fails.
+        """
+        pairs = self._pairs(judge)
+        local = [pair for pair in pairs if pair.asker == self.rank]
+        files = self._brought(pairs)
+        verdicts: list[float | None] = []
+        questions: list[Question] = []
+        shown: list[bytes] = []
+        try:
+            shown, questions = self._questions(name, judge, local, files, of_text=of_text)
+        except RewardError as error:
+            self.problem = str(error)
+        try:
+            answers = ask(shown, questions)  # with all ranks of the domain, whatever has failed on this one
+            if self.problem is None:
+                verdicts = [self._verdict(name, judge, *both) for both in zip(local, answers, strict=True)]
+        except RewardError as error:
+            self.problem = self.problem or str(error)
+        return self._rates(pairs, self._of_all(verdicts))
+
+    def _of_all(self, value: Any) -> list[Any]:
+        """Every rank's value; RewardError, on all ranks, where one has a problem."""
+        told = all_gather_object((value, self.problem))
+        for _, problem in told:
+            if problem is not None:
+                raise RewardError(problem)
+        return [values for values, _ in told]
+
+    def _pairs(self, judge: PairJudge) -> list[Pair]:
+        """All pairs, the same list on all ranks."""
+        pairs = []
+        for group, places in self._groups.items():
+            for i, j in pairings(len(places), judge.opponents):
+                one, other = places[i], places[j]
+                asker = (one if (i + j) % 2 == 0 else other)[0]
+                swapped = judge.shuffle_order and fold_in("order of a pair", group, i, j) % 2 == 1
+                orders = [(other, one) if swapped else (one, other)]
+                if judge.both_orders:
+                    orders = [(one, other), (other, one)]
+                pairs += [Pair(*order, asker) for order in orders]
+        return pairs
+
+    def _brought(self, pairs: list[Pair]) -> dict[Place, tuple[bytes, ...]]:
+        """The files of all samples that this rank asks about; those that it lacks come from other ranks."""
+        sent: dict[int, set[int]] = {}
+        coming: dict[int, set[int]] = {}
+        for pair in pairs:
+            for rank, number in (pair.first, pair.second):
+                if rank == self.rank != pair.asker:
+                    sent.setdefault(pair.asker, set()).add(number)
+                elif rank != self.rank == pair.asker:
+                    coming.setdefault(rank, set()).add(number)
+        parcels: dict[int, Tensor] = {}
+        for rank, numbers in sent.items():
+            joined = b"".join(file for number in sorted(numbers) for file in self.subjects[number].files)
+            parcels[rank] = torch.frombuffer(bytearray(joined), dtype=torch.uint8) if joined else torch.empty(0).byte()
+        files = {(self.rank, i): subject.files for i, subject in enumerate(self.subjects)}
+        for rank, parcel in exchange(parcels, coming).items():
+            content, first = parcel.numpy().tobytes(), 0
+            for number in sorted(coming[rank]):
+                parts = []
+                for size in self._sizes[rank, number]:
+                    parts.append(content[first : first + size])
+                    first += size
+                files[rank, number] = tuple(parts)
+        return files
+
+    def _questions(
+        self, name: str, judge: PairJudge, pairs: list[Pair], files: dict[Place, tuple[bytes, ...]], *, of_text: bool
+    ) -> tuple[list[bytes], list[Question]]:
+        """The files that the model is shown about some pairs, and the questions with the numbers of these."""
+        shown: list[bytes] = []
+        numbers: dict[Any, tuple[int, ...]] = {}  # of what was put into `shown`
+
+        def numbered(key: Any, new: tuple[bytes, ...]) -> tuple[int, ...]:
+            if key not in numbers:
+                numbers[key] = tuple(range(len(shown), len(shown) + len(new)))
+                shown.extend(new)
+            return numbers[key]
+
+        questions: list[Question] = []
+        for pair in pairs:
+            subject = self._asked_about(pair)
+            prompt, meta = subject.prompt, copied(subject.prompt.meta)
+            try:
+                seen = numbered(prompt.group_id, subject.beside or _sources(judge, prompt))
+                if of_text:
+                    meta |= {f"completion_{i}": files[at][0].decode() for i, at in ((1, pair.first), (2, pair.second))}
+                else:
+                    seen += numbered(pair.first, files[pair.first]) + numbered(pair.second, files[pair.second])
+                    if len(files[pair.first]) > 1:
+                        meta |= {"frames": len(files[pair.first])}
+                questions.append((seen, judge.question(prompt.text, meta)))
+            except (Exception, SystemExit) as error:  # whatever the user's code raises
+                raise RewardError(
+                    f'reward {name!r} has no question: {reason(error)} on the prompt "{prompt.text}"; its data has '
+                    f"{', '.join(prompt.meta) or 'no columns'}"
+                ) from error
+        return shown, questions
+
+    def _asked_about(self, pair: Pair) -> Subject:
+        """The sample of this rank in a pair that it asks about."""
+        return self.subjects[(pair.first if pair.first[0] == self.rank else pair.second)[1]]
+
+    def _verdict(self, name: str, judge: PairJudge, pair: Pair, answer: str) -> float | None:
+        """The share of a pair that its first sample wins by an answer; None where it cannot be read."""
+        prompt = self._asked_about(pair).prompt
+        try:
+            verdict = judge.parse(answer, prompt.text, copied(prompt.meta))
+        except (Exception, SystemExit) as error:  # whatever the user's code raises
+            raise RewardError(f'reward {name!r} raised {reason(error)} on the prompt "{prompt.text}"') from error
+        if verdict is not None and not 0 <= verdict <= 1:
+            raise RewardError(
+                f"reward {name!r}: parse returned {verdict!r}; expected 1 for the first sample, 0 for the second, 1/2 "
+                "for neither, or None"
+            )
+        return verdict
+
+    def _rates(self, pairs: list[Pair], verdicts: list[list[float | None]]) -> list[tuple[float, float]]:
+        """The win rates of this rank's samples, and the shares of answers that could not be read."""
+        count = len(self.subjects)
+        wins, lost, total = [0.0] * count, [0] * count, [0] * count
+        left = [iter(of_rank) for of_rank in verdicts]
+        for pair in pairs:
+            verdict = next(left[pair.asker])
+            won = TIE if verdict is None else verdict
+            for (rank, number), share in ((pair.first, won), (pair.second, 1 - won)):
+                if rank == self.rank:
+                    wins[number] += share
+                    lost[number] += verdict is None
+                    total[number] += 1
+        rates = []
+        for won, unread, asked in zip(wins, lost, total, strict=True):
+            rates.append((won / asked, unread / asked) if asked else (TIE, 0.0))
+        return rates
+
+
+def _sources(judge: PairJudge, prompt: Prompt) -> tuple[bytes, ...]:
+    """The files of the images in the column `source_key` of the prompt's data."""
+    if judge.source_key is None:
+        return ()
+    picture = prompt.meta[judge.source_key]
+    return tuple(part.encoded() for part in picture.parts)
