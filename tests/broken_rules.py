@@ -306,8 +306,9 @@ LOADED: list[tuple[type, tuple[str, ...], str]] = [
     (GenerateConfig, ("prompts=[a]", "weights=ema"), "weights: ema needs a checkpoint"),
     (EvaluateConfig, ("model.path=null",), "neither model.path nor checkpoint is set"),
     (EvaluateConfig, ("weights=ema",), "weights: ema needs a checkpoint"),
+    (EvaluateConfig, ("policy=writer",), "policy: writer is of the checkpoint of a joint run"),
     (EvaluateConfig, ("checkpoint=x", "kind=lm"), "kind: lm is of a model folder"),
-    (EvaluateConfig, ("n=4", "k=[1,8]"), "k: 8 is none of 1 to n=4"),
+    (EvaluateConfig, ("n=4", "k=[1,8]"), "k: 8 is not between 1 and n"),
     (PrepareDataConfig, (), "give either source, a file, or reasoning_gym"),
     (PrepareDataConfig, ("source=x", "reasoning_gym=[y]"), "give either source, a file, or reasoning_gym"),
 ]

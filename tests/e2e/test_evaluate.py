@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.config import ConfigError, load
+from phalanx.config import load
 from phalanx.config.tasks import EvaluateConfig
 from phalanx.jobs.evaluate import Evaluation
 from tests.ranks import ROOT
@@ -84,12 +84,27 @@ def test_a_reward_that_fails_is_one_line(tmp_path: Path) -> None:
         ("rollout.val.temprature=1", "unknown key rollout.val.temprature; did you mean rollout.val.temperature?"),
         ("rollout.val.n=4", "n and rollout.val.n are both set; give one of them"),
         ("group_by=level", "sums.jsonl:1 has no number or short text in a column 'level'; it has answer, ground_truth"),
-        ("k=[4]", "k: 4 is none of 1 to n=2"),
+        ("k=[4]", "k: 4 is not between 1 and n, the samples per prompt"),
+        ("k=[0]", "k: 0 is not between 1 and n, the samples per prompt; give another k, or a larger n"),
+        (
+            "parallel.ulysses_sequence_parallel_size=2",
+            "parallel.ulysses_sequence_parallel_size: 2 does not divide the 1 ranks",
+        ),
+        ("output_dir=Makefile", "output_dir: 'Makefile' is a file; give a folder"),
+        ("rollout.val=3", "rollout.val: expected a section, got 3"),
+        ("baseline=/no/where", "baseline: '/no/where': no such folder"),
+        ("baseline=''", "baseline: expected a path, got ''"),
+        ("output_dir=' '", "output_dir: expected a path, got ' '"),
+        ("baseline=assets/words/test.jsonl", "baseline: 'assets/words/test.jsonl' is a single file"),
+        ("baseline=assets/words", "baseline: assets/words has no config.json"),
         ("baseline=assets/digits/base", "baseline: 'assets/digits/base' is a model of another kind"),
-        ("model.path=org/model", "kind: 'org/model' is no local folder that would say what it is; give kind=lm or"),
+        (
+            "model.path=org/model",
+            "model.path: 'org/model' is no folder on this machine; of a hub id say what it is, kind=lm or kind=flow",
+        ),
     ],
 )
 def test_a_mistake_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: str, message: str) -> None:
     monkeypatch.chdir(ROOT)
-    with pytest.raises(ConfigError, match=re.escape(message)):
+    with pytest.raises(ValueError, match=re.escape(message)):
         Evaluation(load(EvaluateConfig, None, [*words(tmp_path)[1:], changed]))

@@ -78,7 +78,7 @@ def test_the_recipe_of_ppo_trains_policy_and_critic(tmp_path: Path) -> None:
             "critic.model.path=nowhere/at/all",
             "critic.model.path: nowhere/at/all is of a critic, which algorithm.name=grpo",
         ),
-        ("data.max_prompt_length=9", "data.train_files, prompt 0: it has 1"),
+        ("data.max_prompt_length=9", "train.jsonl:1: it has 1"),
         ("reward.functions=[{name: ocr}]", "reward.functions[0]: ocr takes images, and this job makes completions"),
     ],
 )

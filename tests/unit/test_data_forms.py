@@ -10,7 +10,7 @@ from datasets import Dataset, Features, Image, List, Value
 
 from phalanx.config import load
 from phalanx.config.lm import LMRLConfig
-from phalanx.data.files import DataError
+from phalanx.data.files import FORMATS, DataError
 from phalanx.data.prompts import answer_of, load_prompts, validation_sets
 from tests.checks import refused
 from tests.pairs import write_parquet
@@ -208,3 +208,28 @@ def test_image_editing_of_verl_omni(tmp_path: Path) -> None:
         two[0].meta["image"].pil()
     with pytest.raises(DataError, match=r"has no column 'image'; it has prompt$"):
         load_prompts([str(write_parquet(tmp_path / "r.parquet", [{"prompt": "p"}]))], KEY, images=["image"])
+
+
+OBJECT = 'expected one object per line, {"prompt": "..."}'
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("p.jsonl", '{"prompt": "a", "prompt": "b"}\n', ":1: not JSON (the key 'prompt' is there twice); " + OBJECT),
+        ("p.jsonl", '{"prompt": "a", "x": {"y": 1, "y": 1}}\n', ":1: not JSON (the key 'y' is there twice); " + OBJECT),
+        ("p.csv", "prompt,answer,answer\na,b,c\n", " has the column 'answer' twice; rename one of them"),
+    ],
+)
+def test_a_name_that_is_there_twice(name: str, content: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(content)
+    with refused(f"{KEY}: {tmp_path / name}{message}"):
+        texts([str(tmp_path / name)])
+
+
+def test_a_long_cell_and_an_entry_without_a_name(tmp_path: Path) -> None:
+    (tmp_path / "p.csv").write_text("prompt\n" + "a" * 200_000 + "\n")
+    assert [len(text) for text in texts([str(tmp_path / "p.csv")])] == [200_000]
+    for entry in ("", " "):  # of which the first would be the current folder
+        with refused(f"{KEY}: {entry!r} names no file; expected {FORMATS}"):
+            texts([entry])

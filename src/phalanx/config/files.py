@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import stat
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +37,12 @@ def read_bytes(path: Path) -> bytes:
     return path.expanduser().read_bytes()
 
 
-def parse_json(text: str) -> Any:
-    """The value of a JSON text. Raises json.JSONDecodeError, or another ValueError of one line."""
+def parse_json(text: str, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
+    """The value of a JSON text, with `pairs` of the keys and values of each object. Raises json.JSONDecodeError, or
+    another ValueError of one line.
+    """
     try:
-        value = json.loads(text)
+        value = json.loads(text, object_pairs_hook=pairs)
     except json.JSONDecodeError:
         raise
     except RecursionError:

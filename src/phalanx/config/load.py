@@ -4,7 +4,6 @@ OmegaConf merges, converts and resolves `${...}` and `${oc.env:NAME}`. Every mis
 names the key, what was expected, and what was given.
 """
 
-import difflib
 import importlib
 import math
 import operator
@@ -12,13 +11,13 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, TypeVar, get_args, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import OmegaConfBaseException, ValidationError
 
 from phalanx.config.aliases import alias
-from phalanx.config.messages import ConfigError, cut, element_of, expected, nearest, shown, type_name
+from phalanx.config.messages import ConfigError, close, cut, element_of, expected, nearest, shown, type_name
 from phalanx.config.registry import resolve_registry
 from phalanx.config.rules import check
 from phalanx.config.secrets import mark, public
@@ -37,6 +36,7 @@ LIMITS = {
 }
 
 
+PLACES = ("output_dir", "output_file", "checkpoint", "baseline")  # keys with a path: an empty one is the current folder
 MOST = 1e9  # of any number, above 0 and below, where its key does not say otherwise
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")  # and what is left of bytes that are not UTF-8
 
@@ -151,7 +151,11 @@ def _defaults(schema: Any) -> DictConfig:
     for section in _registries(schema):
         before, dot, _ = section.rpartition(".")
         for key, default in _section(schema, section).DEFAULTS.items():
-            OmegaConf.update(base, f"{before}{dot}{key}", default)
+            try:
+                OmegaConf.update(base, f"{before}{dot}{key}", default)
+            except OmegaConfBaseException:
+                name = OmegaConf.select(base, f"{section}.name")
+                raise ConfigError(f"{section}.name: {name} is for jobs with {key}, and this one has none") from None
     return base
 
 
@@ -280,6 +284,11 @@ def _assign(base: DictConfig, root: type, hint: Any, value: Any, key: str) -> No
             # peft has one word for a list of names, and verl one file for a list of files
             alone = key.endswith("target_modules") and value == "all-linear"
             alone |= key in ("data.train_files", "data.val_files") and isinstance(value, str)
+            # OmegaConf takes any number for true, and a list for a text
+            number_for_truth = bool in (hint, *get_args(hint)) and type(value) is int and value not in (0, 1)
+            items = value if element is not None and isinstance(value, list) else ()
+            if number_for_truth or any(isinstance(item, list | dict) for item in items):
+                raise ValidationError
             OmegaConf.update(base, key, [value] if alone else value)
     except OmegaConfBaseException:
         example = f"; write [{value}]" if type(value) is element else ""
@@ -298,9 +307,12 @@ def _foreign(key: str, value: Any, root: type) -> str | None:
 def _unknown(key: str, leaf: str, siblings: list[str], root: type) -> str:
     """The message about an unknown key: the nearest one beside it, or keys of its name elsewhere, or all beside it."""
     elsewhere = [row.key for row in rows(root) if row.key.rpartition(".")[2] == leaf]
-    near = difflib.get_close_matches(leaf, siblings, 1, 0.7 if elsewhere else 0.5)
+    near = close(leaf, siblings, 0.7 if elsewhere else 0.5)
+    if leaf in [row.key for row in rows(root)]:
+        sections = leaf.replace(".", ": {")
+        return f"unknown key {key}; in a file each part of it is a section of its own, as in {{{sections}: …"
     if near:
-        return f"unknown key {key}; did you mean {key.removesuffix(leaf)}{near[0]}?"
+        return f"unknown key {key}; did you mean {key.removesuffix(leaf)}{near}?"
     if elsewhere:
         return f"unknown key {key}; did you mean {'one of ' if elsewhere[1:] else ''}{', '.join(elsewhere)}?"
     return f"unknown key {key}; known here: {', '.join(siblings)}"
@@ -317,6 +329,8 @@ def _finish(section: Any, prefix: str) -> None:
                 _finish(element, f"{key}[{i}].")
         elif value is not None:
             _check(value, meta, key)
+            if f.name in PLACES and not value.strip():
+                raise ConfigError(f"{key}: expected a path, got {value!r}")
             if meta["path"]:
                 setattr(section, f.name, located(value))
 

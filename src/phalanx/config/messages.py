@@ -54,8 +54,15 @@ def counted(number: int, noun: str) -> str:
 
 def nearest(word: str, known: Sequence[str]) -> str:
     """`; did you mean ...?` where one of the known words is near, else nothing."""
-    near = difflib.get_close_matches(word, known, 1)
-    return f"; did you mean {near[0]}?" if near else ""
+    near = close(word, known)
+    return f"; did you mean {near}?" if near else ""
+
+
+def close(word: str, known: Sequence[str], cutoff: float = 0.6) -> str | None:
+    """The known word that is nearest, in whatever case it is written; None where none is near."""
+    by_case = {name.casefold(): name for name in known}
+    near = difflib.get_close_matches(word.casefold(), by_case, 1, cutoff)
+    return by_case[near[0]] if near else None
 
 
 def element_of(hint: Any) -> Any:

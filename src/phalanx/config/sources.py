@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 from yaml.constructor import ConstructorError
 from yaml.reader import ReaderError
@@ -50,7 +50,7 @@ def override(file: DictConfig, overrides: Sequence[str]) -> DictConfig:
     for item in overrides:
         key, equals, value = item.partition("=")
         told = cut(repr(item))
-        if not key or not equals:
+        if "" in key.split(".") or not equals:
             if item.endswith((".yaml", ".yml")):
                 raise ConfigError(f"{told}: the configuration file comes first, and there is only one")
             raise ConfigError(f"{told}: an override is written key=value, e.g. trainer.seed=1")
@@ -63,6 +63,10 @@ def override(file: DictConfig, overrides: Sequence[str]) -> DictConfig:
             hint = "; within [ ] or { } an interpolation needs quotes" if "${" in value else ""
             raise ConfigError(f"{told}: the value is not valid YAML: {error.problem}{hint}") from None
         except OmegaConfBaseException as error:
+            before = OmegaConf.select(user, key, throw_on_missing=False)
+            if isinstance(before, DictConfig | ListConfig):
+                form = "a section" if isinstance(before, DictConfig) else "a list"
+                raise ConfigError(f"{key}: expected {form}, got {cut(value)}") from None
             raise ConfigError(f"{told}: {reason(error)}") from None
         except (TypeError, ValueError):  # of OmegaConf, for a word where a list wants a number
             example = "reward.functions[0].weight=2"
@@ -84,13 +88,16 @@ def reason(error: OmegaConfBaseException) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """Names the place of a scalar that has no value, such as a date in month 99."""
+    """Names the place of a scalar that has no value, such as a date in month 99 or `!!int x`."""
 
     def construct_object(self, node: Any, deep: bool = False) -> Any:
         try:
             return super().construct_object(node, deep)
         except ValueError as error:
             raise ConstructorError(problem=str(error).partition(";")[0], problem_mark=node.start_mark) from None
+        except (AttributeError, IndexError, KeyError):  # of a text that does not have the form of its tag
+            problem = f"{node.value!r} is no value of the tag {node.tag!r}"
+            raise ConstructorError(problem=problem, problem_mark=node.start_mark) from None
 
 
 def _parse(text: str) -> Any:

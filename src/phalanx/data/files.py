@@ -19,6 +19,7 @@ FORMATS = (
     "a .txt, .jsonl, .csv or .parquet file, a folder or a pattern of such files, or the folder of a Hugging Face "
     "dataset (folder:split for one split)"
 )
+LONGEST = 2**22  # characters of a prompt: a tokenizer is not at it for minutes
 _ENDINGS = (".parquet", ".jsonl", ".csv")  # of the files of a folder
 _OF_DATASET = ("dataset_info.json", "dataset_dict.json", "state.json")  # files in a folder written by save_to_disk
 _SHARD = re.compile(r"[-_.]?\d+[-_]of[-_]\d+$|^(part|shard|chunk)?[-_]?\d+$")  # the end of a name that counts parts
@@ -42,6 +43,8 @@ def locate(file: str, key: str) -> list[Source]:
     """The files that an entry means: itself, those of a folder or a pattern in the order of their names, or a dataset's
     folder, `folder:split` for one split.
     """
+    if not file.strip():  # which would be the current folder
+        raise DataError(f"{key}: {file!r} names no file; expected {FORMATS}")
     path = Path(file)
     try:
         form = kind(path)
@@ -151,7 +154,7 @@ def json_objects(path: Path, place: str) -> Iterator[Located]:
     expected = 'expected one object per line, {"prompt": "..."}'
     for where, line in _lines(path, place):
         try:
-            value = parse_json(line)
+            value = parse_json(line, _named_once)
         except json.JSONDecodeError as error:
             raise DataError(f"{where}: not JSON ({error.msg} at column {error.colno}); {expected}") from None
         except ValueError as error:
@@ -159,6 +162,19 @@ def json_objects(path: Path, place: str) -> Iterator[Located]:
         if not isinstance(value, dict):
             raise DataError(f"{where}: JSON of type {kind_of(value)}; {expected}")
         yield where, value
+
+
+def _named_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; ValueError where two of its keys are the same, of which only the last would be seen."""
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        raise ValueError(f"the key {_repeated([name for name, _ in pairs])!r} is there twice")
+    return value
+
+
+def _repeated(names: Sequence[str]) -> str | None:
+    """The first name that is there a second time."""
+    return next((name for i, name in enumerate(names) if name in names[:i]), None)
 
 
 def _json_rows(path: Path, place: str, images: Sequence[str]) -> Iterator[Located]:
@@ -173,6 +189,7 @@ def _json_rows(path: Path, place: str, images: Sequence[str]) -> Iterator[Locate
 
 
 def _csv_rows(path: Path, place: str, images: Sequence[str], prompt: str) -> Iterator[Located]:
+    csv.field_size_limit(max(csv.field_size_limit(), LONGEST))  # the whole process's, as small as 2**17
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             reader = csv.DictReader(file, strict=True)
@@ -305,6 +322,8 @@ def _check_columns(columns: Sequence[str], place: str, wanted: Sequence[str]) ->
     for name in wanted:
         if name not in columns:
             raise DataError(f"{place} has no column {name!r}; it has {', '.join(columns) or 'none'}")
+    if (repeated := _repeated(columns)) is not None:
+        raise DataError(f"{place} has the column {repeated!r} twice; rename one of them")
 
 
 def kind_of(value: Any) -> str:

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.config.files import parse_json
-from phalanx.data.files import FORMATS, DataError, Source, kind_of, locate, read, without_number
+from phalanx.data.files import FORMATS, LONGEST, DataError, Source, kind_of, locate, read, without_number
 from phalanx.media.pictures import Picture
 from phalanx.types import Prompt
 
-LONGEST = 2**22  # characters of a prompt: a tokenizer is not at it for minutes
 _QUOTED = re.compile(r'["“”„‟«]([^"“”„‟«»]+)["“”‟»]')
 _PLACEHOLDER = re.compile(r"(Picture \d+: ?)?<image>")  # of the image in texts of VeRL-Omni, whose place is the model's
 MARK = "<image>"  # of an image in texts of verl, for models that read images

@@ -18,6 +18,7 @@ from phalanx.config.block_diffusion import BlockDiffusionRunConfig
 from phalanx.config.flow import FlowRunConfig
 from phalanx.config.lm import LMRunConfig, LMTurnRunConfig
 from phalanx.config.load import build, flat
+from phalanx.config.messages import shown
 from phalanx.config.rules import check
 from phalanx.config.run import RunConfig, TrainerConfig
 from phalanx.config.secrets import public
@@ -28,11 +29,13 @@ from phalanx.distributed.launch import Launch
 from phalanx.distributed.mesh import World
 from phalanx.environments.environments import Environments
 from phalanx.jobs.export import Trained, open_checkpoint
+from phalanx.models.flow.headers import local_index
 from phalanx.models.flow.policy import build_policy
 from phalanx.models.flow.registry import family_of, image_columns
 from phalanx.models.lm import vision_families
 from phalanx.models.lm.blocks import build_block_policy
 from phalanx.models.lm.export import reads_images
+from phalanx.models.lm.headers import check_folder
 from phalanx.models.lm.policy import LMPolicy
 from phalanx.models.lm.policy import build_policy as build_lm_policy
 from phalanx.rewards import RewardSet
@@ -109,7 +112,7 @@ def read_candidate(cfg: EvaluateConfig) -> Candidate:
             changes["model"] = {"revision": None} | changes["model"]
     else:
         name = str(changes["model"]["path"])
-        kind = FlowRunConfig if (cfg.kind or _kind(name)) == "flow" else LMTurnRunConfig
+        kind = FlowRunConfig if (cfg.kind or _kind(name, "model.path")) == "flow" else LMTurnRunConfig
         run = build(kind, OmegaConf.create({"model": {"path": name}}))
     content = OmegaConf.merge(OmegaConf.create(public(run)), OmegaConf.create(changes))
     assert isinstance(content, type(OmegaConf.create({}))), "a configuration has keys"
@@ -138,8 +141,13 @@ def read_baseline(cfg: EvaluateConfig, candidate: Candidate) -> Candidate:
         base = candidate.run.model
         model = replace(base, path=name, revision=None, lora_rank=0, lora_path=None, target_modules=None)
         model = replace(model, quantization=None)
-        if folder.is_dir() and _kind(name) != ("flow" if isinstance(candidate.run, FlowRunConfig) else "lm"):
+        kind = "flow" if isinstance(candidate.run, FlowRunConfig) else "lm"
+        if folder.is_dir() and _kind(name, "baseline") != kind:
             raise ConfigError(f"baseline: {name!r} is a model of another kind than {candidate.name!r}")
+        try:
+            local_index(name) if kind == "flow" else check_folder(name, "baseline")
+        except ValueError as error:
+            raise ConfigError(str(error).replace("model.path", "baseline")) from error
     run = replace(candidate.run, model=model)
     _check(run)
     return Candidate(run, trained, name)
@@ -158,17 +166,21 @@ def _open(checkpoint: str, cfg: EvaluateConfig) -> Trained:
 
 def _with_val(rollout: dict[str, Any], val: dict[str, Any]) -> dict[str, Any]:
     given = rollout.get("val") or {}
+    if not isinstance(given, dict):
+        raise ConfigError(f"rollout.val: expected a section, got {shown(given)}")
     both = [name for name in val if name in given]
     if both:
         raise ConfigError(f"{both[0]} and rollout.val.{both[0]} are both set; give one of them")
     return rollout | {"val": given | val}
 
 
-def _kind(path: str) -> str:
+def _kind(path: str, key: str) -> str:
     """lm or flow, by what a model folder holds; ConfigError for one that is not here."""
     folder = Path(path).expanduser()
     if not folder.is_dir():
-        raise ConfigError(f"kind: {path!r} is no local folder that would say what it is; give kind=lm or kind=flow")
+        raise ConfigError(
+            f"{key}: {path!r} is no folder on this machine; of a hub id say what it is, kind=lm or kind=flow"
+        )
     return "flow" if (folder / "model_index.json").is_file() else "lm"
 
 
@@ -179,7 +191,8 @@ def _check(run: RunConfig) -> None:
         raise ConfigError("data.val_files is empty; give the files of the prompts, such as [assets/words/test.jsonl]")
     if not run.reward.functions:
         raise ConfigError("reward.functions is empty; give what is measured, such as [{name: gsm8k}]")
-    mesh.shard_size(run.parallel, Launch.from_env())
+    # a job that is started again goes on with its records, whatever trainer.resume is
+    mesh.check(replace(run, trainer=TrainerConfig()), lambda *_: None, Launch.from_env())
     check_installed(run.rollout)
     if isinstance(run, FlowRunConfig):
         check_plan(run)

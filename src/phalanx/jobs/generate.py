@@ -67,7 +67,7 @@ class Generation:
         if self.file is not None and self.file.is_dir():
             raise ConfigError(f"output_file: {cfg.output_file!r} is a folder; give a file")
         if self.file is not None:
-            check_place(self.file, "output_file")
+            check_place(self.file, "output_file", folder=False)
         given = _given(**asdict(cfg.model))
         if "path" in given:  # the run's revision is for the run's model
             given = {"revision": None} | given

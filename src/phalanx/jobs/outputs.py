@@ -9,8 +9,12 @@ from safetensors import SafetensorError
 from phalanx.types import JobError
 
 
-def check_place(path: Path, key: str) -> None:
-    """Raise ValueError, with the `key` that names it, where nothing below a parent of the path can be made."""
+def check_place(path: Path, key: str, *, folder: bool = True) -> None:
+    """Raise ValueError, with the `key` that names it, where nothing below a parent of the path can be made, or where
+    the path, of a `folder`, is a file.
+    """
+    if folder and path.exists() and not path.is_dir():
+        raise ValueError(f"{key}: '{path}' is a file; give a folder")
     parent = path.parent
     while not parent.exists() and parent != parent.parent:
         parent = parent.parent

@@ -56,8 +56,6 @@ class Generator:
         self.cfg = cfg
         self.prompts = read_prompts(cfg)
         self.output_dir = Path(cfg.output_dir).expanduser()
-        if self.output_dir.exists() and not self.output_dir.is_dir():
-            raise ConfigError(f"output_dir: {cfg.output_dir!r} is a file; give a folder")
         check_place(self.output_dir, "output_dir")
         self.trained = None if cfg.checkpoint is None else open_checkpoint(cfg.checkpoint, cfg.weights, PAINTER)
         run = self.trained.run if self.trained is not None else FlowRunConfig()

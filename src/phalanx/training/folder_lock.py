@@ -39,8 +39,12 @@ def hold(folder: Path, world: World) -> None:
         release()
         try:
             _held = FolderLock(folder, world.watch.fail, world.watch.ask)
-        except (ValueError, OSError) as error:
+        except ValueError as error:
             problem = f"trainer.output_dir: {error}"
+        except OSError as error:
+            problem = (
+                f"trainer.output_dir: '{error.filename or folder}' cannot be made or written: {error.strerror or error}"
+            )
     problem = broadcast_object(problem)
     if problem is not None:
         raise ValueError(problem)

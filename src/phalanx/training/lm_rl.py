@@ -217,8 +217,8 @@ def fitting(rows: list[PromptRow], key: str, policy: LMPolicy, *, first: bool) -
             )
         elif overlong == "error":
             raise ValueError(
-                f"{key}, prompt {number}: it has {length} tokens with the chat template, more than data."
-                f"max_prompt_length={limit}; raise that, or set data.overlong_prompts to filter or truncate"
+                f"{row.place or f'{key}, prompt {number}'}: it has {length} tokens with the chat template, more than "
+                f"data.max_prompt_length={limit}; raise that, or set data.overlong_prompts to filter or truncate"
             )
     if not kept:
         raise ValueError(f"{key}: all {len(rows)} prompts are longer than data.max_prompt_length={limit}")

@@ -37,6 +37,12 @@ def family_of(config: FlowModelConfig) -> type[FlowModel]:
     module = resolve_registry(FAMILIES, name, "model.family")
     if "Model" not in vars(module):
         raise ValueError(f"model.family: {name!r} has no class Model")
+    if config.family in known_modules(FAMILIES):
+        expected, index = module.Model.transformer_class, model_index(config.path, config.revision)
+        given = (index.get("transformer") or ["", None])[1]
+        if given not in [kind.__name__ for kind in expected.__mro__]:
+            kinds = f"{expected.__mro__[expected.__name__ == 'Transformer'].__name__}, and {config.path!r} a {given}"
+            raise ValueError(f"model.family: {name} has a {kinds}; leave it out, or name another")
     return module.Model
 
 
