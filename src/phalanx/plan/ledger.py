@@ -43,7 +43,8 @@ class Kind:
     """A kind of phase, by its name in the ledger.
 
     `passes`: the purpose of its forward passes, in words; `message`: the name of weights that are gathered for them.
-    `draws`: samples are drawn; `decodes`: they become images or texts. `optional`: it does nothing without a pass.
+    `draws`: samples are drawn; `decodes`: they become images or texts; `trains`: they are trained on. `optional`: it
+    does nothing without a pass.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Kind:
     message: str = ""
     draws: bool = False
     decodes: bool = False
+    trains: bool = False
     optional: bool = False
 
 
@@ -63,9 +65,9 @@ _BEFORE = (
     Kind("validation: decode", decodes=True),
     Kind("judge"),
     Kind("rescore", "to score samples again", _SCORES, optional=True),
-    Kind("reference", "of the reference", "weights, gathered for the reference"),
+    Kind("reference", "of the reference", "weights, gathered for the reference", trains=True),
 )
-_AFTER = (Kind("encode images"), Kind("update", "to train", "weights, gathered to train"))
+_AFTER = (Kind("encode images"), Kind("update", "to train", "weights, gathered to train", trains=True))
 
 
 def kinds(teachers: Iterable[str]) -> list[Kind]:

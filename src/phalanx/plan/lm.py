@@ -296,14 +296,22 @@ class _Tokenizer:
 
 
 def planned_lm_policy(
-    cfg: LMRunConfig, cluster: Cluster, ledger: Ledger, *, rank: int = 0, chunk: int = 1024, estimate: str = "trace"
+    cfg: LMRunConfig,
+    cluster: Cluster,
+    ledger: Ledger,
+    *,
+    rank: int = 0,
+    chunk: int = 1024,
+    estimate: str = "trace",
+    frozen: bool = False,
 ) -> PlannedLMPolicy:
     """The policy as training builds it, on the meta device, of one rank that holds all weights. Raises as build_policy.
 
     `cfg.model.path` is a local folder, `chunk` is log_prob_chunk_size, and `estimate` log_prob_estimate of a model in
     blocks. Its layout is that of a rank of the cluster.
     """
-    model, kept = cfg.model, torch.float32 if cfg.model.lora_rank == 0 else DTYPES[cfg.model.dtype]
+    model, whole = cfg.model, cfg.model.lora_rank == 0 and not frozen
+    kept = torch.float32 if whole else DTYPES[model.dtype]
     # kernels that are not here take as much memory as torch's own; and none of these changes what is kept
     attention = "eager" if model.attn_implementation == "eager" else "sdpa"
     config = replace(model, attn_implementation=attention, compile=False, lora_init="gaussian")
@@ -323,7 +331,7 @@ def planned_lm_policy(
         lm.config._experts_implementation = experts.SHAPES
         blocks = module.blocks()
         make: type[PlannedLMPolicy] = PlannedLMPolicy
-        options: dict[str, Any] = {"temperature": cfg.rollout.temperature, "seed": cfg.trainer.seed}
+        options: dict[str, Any] = {"temperature": cfg.rollout.temperature, "seed": cfg.trainer.seed, "frozen": frozen}
         if model.block_size is not None:
             check_layers(module.lm, model.path)
             module = PlannedBlockLM(module.lm, chunk, 0, recomputes=module.recomputes)
