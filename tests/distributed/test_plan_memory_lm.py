@@ -11,26 +11,34 @@ from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeC
 
 from phalanx.config import load
 from phalanx.config.block_diffusion import BlockDiffusionTaskConfig
-from phalanx.plan.jobs import planned
+from phalanx.config.joint import PAINTER, WRITER
+from phalanx.plan.jobs import planned, planned_joint
 from phalanx.plan.layout import Cluster
 from phalanx.plan.memory import count
+from phalanx.plan.pace import Gpu
+from phalanx.plan.text import describe_joint
+from phalanx.training import joint
 from phalanx.training.lm_rl import build
 from tests.distributed.test_plan_memory import (
     BF16,
     CHECKPOINTING,
     FULL,
+    HEAP_NOISE,
     LORA,
     SHARDED,
+    WITHIN,
     Heap,
     WideProducts,
     alive,
     as_on_gpus,
     compare,
+    medium_folder,  # noqa: F401 - a fixture
     needs_glibc,
     storages,
     total,
     train,
 )
+from tests.distributed.test_joint import joint_config
 from tests.jobs import update
 from tests.lm import tiny_lm_config
 from tests.ranks import run_ranks
@@ -253,3 +261,56 @@ def test_memory_of_experts_on_ranks(experts_folder: Path, tmp_path: Path) -> Non
     memory = count(job)
     compare(job, memory, took)
     assert memory.peak == pytest.approx(took["peak"], rel=0.02), (one, other, memory)
+
+
+def measure_joint(cfg: Any) -> dict[str, int]:
+    """Bytes that are held, and the most that there are in phases of both policies."""
+    strangers = alive()
+    t = joint.build(cfg)
+    writer, painter = t.parts[WRITER], t.parts[PAINTER]
+    writer.rollout.how = replace(writer.rollout.how, ends=[])  # all responses are the longest
+    encoders = [*painter.policy.model.text_encoders]
+    step(t, lambda phase, function: function)  # imports that come late, and kernels' caches
+    on_host = strangers | storages([p for e in encoders for p in [*e.parameters(), *e.buffers()]])
+    found = {"held": sum(size for address, size in alive().items() if address not in on_host)}
+    with Heap(found["held"]) as heap:
+        writer.rollout.decode = heap.during("writer: rollout: sample", writer.rollout.decode)
+        painter.policy.model.decode = heap.during("painter: rollout: decode", painter.policy.model.decode)
+        painter.rollout.sample = heap.during("painter: rollout: sample", painter.rollout.sample)
+        step(t, heap.during)
+    return found | heap.most
+
+
+def step(t: Any, during: Any) -> None:
+    """A training step of a joint run, of which each policy's part is `during` a phase."""
+    drawn = t.draw(0)
+    for name, updater in t.updaters.items():
+        learn = during(f"{name}: update", joint.train_step)
+        learn(t.job, joint.Drawn(drawn.pop(name)), updater, 0)
+
+
+@pytest.mark.long
+@needs_glibc
+@pytest.mark.parametrize("train", ["[writer,painter]", "[writer]"], ids=["both", "writer"])
+def test_memory_of_joint_runs(train: str, medium_lm: Path, medium_folder: Path, tmp_path: Path) -> None:  # noqa: F811
+    """Each policy beside all that the other one holds."""
+    sizes = ["painter.rollout.height=64", "painter.rollout.width=64", "painter.rollout.micro_batch_size_per_gpu=4"]
+    sizes += ["painter.actor.ppo_micro_batch_size_per_gpu=4", "data.max_response_length=64", f"train={train}"]
+    prompt = "Ann has 3 books." * 3
+    tokenizer = AutoTokenizer.from_pretrained(medium_lm)
+    chat = [{"role": "user", "content": prompt}]
+    length = len(tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)["input_ids"])
+    cfg = joint_config(medium_lm, medium_folder, tmp_path, *sizes, f"data.max_prompt_length={length}")
+    (tmp_path / "prompts.txt").write_text((prompt + "\n") * 2)
+    (took,) = run_ranks(measure_joint, 1, cfg, timeout=240)
+    parts = planned_joint(cfg, Cluster(1, 1))
+    text = describe_joint(cfg, parts, Cluster(1, 1), Gpu())
+    planned_bytes = {}
+    for p in parts:
+        memory = count(p)
+        planned_bytes["held"] = sum(memory.held.values())
+        for phase in memory.phases:
+            planned_bytes[f"{p.part}: {phase.name}"] = planned_bytes["held"] + phase.total
+        planned_bytes["peak"] = max(memory.peak, planned_bytes.get("peak", 0))
+    assert {name: planned_bytes[name] for name in took} == pytest.approx(took, rel=WITHIN, abs=HEAP_NOISE), text
+    assert planned_bytes["held"] == pytest.approx(took["held"], rel=0.01), text
