@@ -7,18 +7,30 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    Qwen3VLForConditionalGeneration,
+)
 
 from phalanx.config import load
 from phalanx.config.block_diffusion import BlockDiffusionTaskConfig
 from phalanx.config.joint import PAINTER, WRITER
+from phalanx.config.lm import LMRLConfig
+from phalanx.data.prompts import load_prompts, numbered
+from phalanx.distributed.mesh import alone, lone_world
 from phalanx.plan.jobs import planned, planned_joint
 from phalanx.plan.layout import Cluster
 from phalanx.plan.memory import count
 from phalanx.plan.pace import Gpu
 from phalanx.plan.text import describe_joint
 from phalanx.training import joint
-from phalanx.training.lm_rl import build
+from phalanx.training.lm_rl import build, load_policy
+from tests.distributed.test_joint import joint_config
 from tests.distributed.test_plan_memory import (
     BF16,
     CHECKPOINTING,
@@ -38,11 +50,12 @@ from tests.distributed.test_plan_memory import (
     total,
     train,
 )
-from tests.distributed.test_joint import joint_config
 from tests.jobs import update
-from tests.lm import tiny_lm_config
+from tests.lm import lm_overrides, tiny_lm_config
 from tests.ranks import run_ranks
+from tests.tiny_vision import picture, tiny_vision
 
+TRAINED = "model.freeze_vision_tower=false"
 SHARED = "parallel.ulysses_sequence_parallel_size=2"
 PACKED = ("model.use_remove_padding=true", "actor.use_dynamic_bsz=true", "actor.ppo_max_token_len_per_gpu=500")
 
@@ -96,9 +109,13 @@ def measure(cfg: Any) -> dict[str, int]:
     as_on_gpus(t)
     with WideProducts():
         train(t)  # imports that come late, and kernels' caches
+    t.collector.rollout._drawn = []  # as metrics let the images go
     on_host = dict(strangers)
     if "reference" in t.policy.trained._weights:
         on_host |= storages(t.policy.trained._weights["reference"].values())
+    if t.policy.vision is not None:  # pixels
+        looks = [t.policy.reader.tried[1], *t.policy._looks.values()]
+        on_host |= storages(value for look in looks for value in look.inputs.values())
     found = {
         "held": sum(size for address, size in alive().items() if address not in on_host),
         "weights": total([*t.policy.trained.module.parameters(), *t.policy.trained.parameters.values()]),
@@ -314,3 +331,55 @@ def test_memory_of_joint_runs(train: str, medium_lm: Path, medium_folder: Path, 
         planned_bytes["peak"] = max(memory.peak, planned_bytes.get("peak", 0))
     assert {name: planned_bytes[name] for name in took} == pytest.approx(took, rel=WITHIN, abs=HEAP_NOISE), text
     assert planned_bytes["held"] == pytest.approx(took["held"], rel=0.01), text
+
+
+@pytest.fixture(scope="session")
+def medium_vision(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Qwen3-VL: a decoder of four blocks, 256 wide, and a tower of four, 128 wide."""
+    folder = tiny_vision(tmp_path_factory.mktemp("models") / "medium_vision", "qwen3_vl")
+    settings = AutoConfig.from_pretrained(folder)
+    text = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "num_attention_heads": 8}
+    tower = {"hidden_size": 128, "intermediate_size": 512, "depth": 4, "num_heads": 4, "out_hidden_size": 256}
+    settings.text_config.update(text | {"num_key_value_heads": 4})
+    settings.vision_config.update(tower)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        Qwen3VLForConditionalGeneration(settings).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.long
+@needs_glibc
+@pytest.mark.parametrize(
+    ("ranks", "overrides"),
+    [
+        pytest.param(1, [FULL, PACKED[0], *PACKED[1:2], "actor.ppo_max_token_len_per_gpu=1500"], id="frozen, packed"),
+        pytest.param(1, [FULL, TRAINED], id="trained"),
+        pytest.param(2, [FULL, TRAINED, SHARDED, CHECKPOINTING], id="trained, sharded, checkpointing"),
+    ],
+)
+def test_memory_of_images(ranks: int, overrides: list[str], medium_vision: Path, tmp_path: Path) -> None:
+    """Prompts with an image of 256 tokens, whose tower is in the passes or has read it before them."""
+    sizes = ["data.max_response_length=32", "data.train_batch_size=4", f"data.max_pixels={128 * 128}"]
+    batch = [f"rollout.n={4 * ranks}", "rollout.micro_batch_size_per_gpu=8", "actor.log_prob_chunk_size=64"]
+    batch += ["actor.ppo_mini_batch_size=2", "actor.ppo_micro_batch_size_per_gpu=4"]
+    keys = lm_overrides(medium_vision, tmp_path)
+    rows = []
+    for i in range(4):
+        picture(128, 128, seed=i).save(tmp_path / f"{i}.png")
+        rows.append(json.dumps({"prompt": "<image>read it", "images": [f"{i}.png"]}) + "\n")
+    (tmp_path / "prompts.jsonl").write_text("".join(rows))
+    cfg = load(LMRLConfig, None, [*keys, "data.max_prompt_length=400", *sizes, *batch, *overrides])
+    cfg.data.max_prompt_length = length_of(cfg)
+    took = run_ranks(measure, ranks, cfg, timeout=240)[0]
+    job = planned(cfg, Cluster(1, ranks))
+    assert job.policy.vision.look.count == 256
+    compare(job, count(job), took)
+
+
+def length_of(cfg: LMRLConfig) -> int:
+    """The length of the first prompt."""
+    with alone():
+        policy = load_policy(cfg, lone_world(cfg.parallel, 1, 0, torch.device("cpu")), images=True)
+        row = load_prompts(cfg.data.train_files, "data.train_files", quoted=False)[0]
+        return policy.length(numbered(row, 0))

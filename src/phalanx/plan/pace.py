@@ -17,6 +17,7 @@ from phalanx.config.run import SCHEDULES, RLConfig, RunConfig
 from phalanx.distributed.roles import ACTOR, INFERENCE, ROLLOUT, Roles
 from phalanx.plan.jobs import task_of
 from phalanx.plan.layout import Cluster
+from phalanx.plan.lm import PlannedLMPolicy
 from phalanx.plan.rehearsal import Planned, RLRehearsal
 from phalanx.plan.tables import Rows
 from phalanx.telemetry.flops import named_peak_flops
@@ -59,7 +60,9 @@ def arithmetic(p: Planned, gpu: Gpu) -> tuple[str, Rows]:
     if p.policy.tokens:
         tokens = between(rate * p.policy.tokens / ranks)
         rows.append(("tokens", f"{tokens} a second on a GPU, were all prompts and responses the longest"))
-    rows += [*whole_job(p.cfg, step, ranks, gpu), ("left out", task.untimed)]
+    seen = isinstance(p.policy, PlannedLMPolicy) and p.policy.vision is not None
+    untimed = f"the vision tower, {task.untimed}" if seen else task.untimed
+    rows += [*whole_job(p.cfg, step, ranks, gpu), ("left out", untimed)]
     return f"Arithmetic and time, {assumed(gpu, dtype)}", rows
 
 

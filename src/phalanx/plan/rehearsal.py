@@ -52,7 +52,7 @@ class PlannedState(TrainState):
         self.policy = policy
         self.updates_made = self.micro_batches = 0
         module = policy.trained.module
-        self.sharding = ShardedUpdate(module, policy.blocks, policy.layout, policy.ledger, cfg.parallel)
+        self.sharding = ShardedUpdate(module, policy.units, policy.layout, policy.ledger, cfg.parallel)
         named = dict(module.named_parameters())
         for w in policy.layout.trained:
             named[w.name].register_post_accumulate_grad_hook(partial(self._keep_gradient, w))
