@@ -6,7 +6,6 @@ sh train.sh tasks/train_joint.py configs/joint/quickstart.yaml trainer.seed=1
 from collections.abc import Callable
 
 from phalanx.cli import parse, run
-from phalanx.config import ConfigError
 from phalanx.config.joint import JointConfig
 
 
@@ -25,7 +24,9 @@ def check(cfg: JointConfig) -> None:
 
 
 def plan(cfg: JointConfig, words: dict[str, str]) -> str:
-    raise ConfigError("--plan: joint runs are not predicted; plan the writer as a job of grpo, the painter of flowgrpo")
+    from phalanx.plan import plan_job
+
+    return plan_job(cfg, words)
 
 
 if __name__ == "__main__":

@@ -7,34 +7,55 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    Qwen3VLForConditionalGeneration,
+)
 
 from phalanx.config import load
 from phalanx.config.block_diffusion import BlockDiffusionTaskConfig
-from phalanx.plan.jobs import planned
+from phalanx.config.joint import PAINTER, WRITER
+from phalanx.config.lm import LMRLConfig
+from phalanx.data.prompts import load_prompts, numbered
+from phalanx.distributed.mesh import alone, lone_world
+from phalanx.plan.jobs import planned, planned_joint
 from phalanx.plan.layout import Cluster
 from phalanx.plan.memory import count
-from phalanx.training.lm_rl import build
+from phalanx.plan.pace import Gpu
+from phalanx.plan.text import describe_joint
+from phalanx.training import joint
+from phalanx.training.lm_rl import build, load_policy
+from tests.distributed.test_joint import joint_config
 from tests.distributed.test_plan_memory import (
     BF16,
     CHECKPOINTING,
     FULL,
+    HEAP_NOISE,
     LORA,
     SHARDED,
+    WITHIN,
     Heap,
     WideProducts,
     alive,
     as_on_gpus,
     compare,
+    medium_folder,  # noqa: F401 - a fixture
     needs_glibc,
     storages,
     total,
     train,
 )
 from tests.jobs import update
-from tests.lm import tiny_lm_config
+from tests.lm import lm_overrides, tiny_lm_config
 from tests.ranks import run_ranks
+from tests.tiny_vision import picture, tiny_vision
 
+TRAINED = "model.freeze_vision_tower=false"
 SHARED = "parallel.ulysses_sequence_parallel_size=2"
 PACKED = ("model.use_remove_padding=true", "actor.use_dynamic_bsz=true", "actor.ppo_max_token_len_per_gpu=500")
 
@@ -88,9 +109,13 @@ def measure(cfg: Any) -> dict[str, int]:
     as_on_gpus(t)
     with WideProducts():
         train(t)  # imports that come late, and kernels' caches
+    t.collector.rollout._drawn = []  # as metrics let the images go
     on_host = dict(strangers)
     if "reference" in t.policy.trained._weights:
         on_host |= storages(t.policy.trained._weights["reference"].values())
+    if t.policy.vision is not None:  # pixels
+        looks = [t.policy.reader.tried[1], *t.policy._looks.values()]
+        on_host |= storages(value for look in looks for value in look.inputs.values())
     found = {
         "held": sum(size for address, size in alive().items() if address not in on_host),
         "weights": total([*t.policy.trained.module.parameters(), *t.policy.trained.parameters.values()]),
@@ -253,3 +278,108 @@ def test_memory_of_experts_on_ranks(experts_folder: Path, tmp_path: Path) -> Non
     memory = count(job)
     compare(job, memory, took)
     assert memory.peak == pytest.approx(took["peak"], rel=0.02), (one, other, memory)
+
+
+def measure_joint(cfg: Any) -> dict[str, int]:
+    """Bytes that are held, and the most that there are in phases of both policies."""
+    strangers = alive()
+    t = joint.build(cfg)
+    writer, painter = t.parts[WRITER], t.parts[PAINTER]
+    writer.rollout.how = replace(writer.rollout.how, ends=[])  # all responses are the longest
+    encoders = [*painter.policy.model.text_encoders]
+    step(t, lambda phase, function: function)  # imports that come late, and kernels' caches
+    on_host = strangers | storages([p for e in encoders for p in [*e.parameters(), *e.buffers()]])
+    found = {"held": sum(size for address, size in alive().items() if address not in on_host)}
+    with Heap(found["held"]) as heap:
+        writer.rollout.decode = heap.during("writer: rollout: sample", writer.rollout.decode)
+        painter.policy.model.decode = heap.during("painter: rollout: decode", painter.policy.model.decode)
+        painter.rollout.sample = heap.during("painter: rollout: sample", painter.rollout.sample)
+        step(t, heap.during)
+    return found | heap.most
+
+
+def step(t: Any, during: Any) -> None:
+    """A training step of a joint run, of which each policy's part is `during` a phase."""
+    drawn = t.draw(0)
+    for name, updater in t.updaters.items():
+        learn = during(f"{name}: update", joint.train_step)
+        learn(t.job, joint.Drawn(drawn.pop(name)), updater, 0)
+
+
+@pytest.mark.long
+@needs_glibc
+@pytest.mark.parametrize("train", ["[writer,painter]", "[writer]"], ids=["both", "writer"])
+def test_memory_of_joint_runs(train: str, medium_lm: Path, medium_folder: Path, tmp_path: Path) -> None:  # noqa: F811
+    """Each policy beside all that the other one holds."""
+    sizes = ["painter.rollout.height=64", "painter.rollout.width=64", "painter.rollout.micro_batch_size_per_gpu=4"]
+    sizes += ["painter.actor.ppo_micro_batch_size_per_gpu=4", "data.max_response_length=64", f"train={train}"]
+    prompt = "Ann has 3 books." * 3
+    tokenizer = AutoTokenizer.from_pretrained(medium_lm)
+    chat = [{"role": "user", "content": prompt}]
+    length = len(tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)["input_ids"])
+    cfg = joint_config(medium_lm, medium_folder, tmp_path, *sizes, f"data.max_prompt_length={length}")
+    (tmp_path / "prompts.txt").write_text((prompt + "\n") * 2)
+    (took,) = run_ranks(measure_joint, 1, cfg, timeout=240)
+    parts = planned_joint(cfg, Cluster(1, 1))
+    text = describe_joint(cfg, parts, Cluster(1, 1), Gpu())
+    planned_bytes = {}
+    for p in parts:
+        memory = count(p)
+        planned_bytes["held"] = sum(memory.held.values())
+        for phase in memory.phases:
+            planned_bytes[f"{p.part}: {phase.name}"] = planned_bytes["held"] + phase.total
+        planned_bytes["peak"] = max(memory.peak, planned_bytes.get("peak", 0))
+    assert {name: planned_bytes[name] for name in took} == pytest.approx(took, rel=WITHIN, abs=HEAP_NOISE), text
+    assert planned_bytes["held"] == pytest.approx(took["held"], rel=0.01), text
+
+
+@pytest.fixture(scope="session")
+def medium_vision(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Qwen3-VL: a decoder of four blocks, 256 wide, and a tower of four, 128 wide."""
+    folder = tiny_vision(tmp_path_factory.mktemp("models") / "medium_vision", "qwen3_vl")
+    settings = AutoConfig.from_pretrained(folder)
+    text = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "num_attention_heads": 8}
+    tower = {"hidden_size": 128, "intermediate_size": 512, "depth": 4, "num_heads": 4, "out_hidden_size": 256}
+    settings.text_config.update(text | {"num_key_value_heads": 4})
+    settings.vision_config.update(tower)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        Qwen3VLForConditionalGeneration(settings).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.long
+@needs_glibc
+@pytest.mark.parametrize(
+    ("ranks", "overrides"),
+    [
+        pytest.param(1, [FULL, PACKED[0], *PACKED[1:2], "actor.ppo_max_token_len_per_gpu=1500"], id="frozen, packed"),
+        pytest.param(1, [FULL, TRAINED], id="trained"),
+        pytest.param(2, [FULL, TRAINED, SHARDED, CHECKPOINTING], id="trained, sharded, checkpointing"),
+    ],
+)
+def test_memory_of_images(ranks: int, overrides: list[str], medium_vision: Path, tmp_path: Path) -> None:
+    """Prompts with an image of 256 tokens, whose tower is in the passes or has read it before them."""
+    sizes = ["data.max_response_length=32", "data.train_batch_size=4", f"data.max_pixels={128 * 128}"]
+    batch = [f"rollout.n={4 * ranks}", "rollout.micro_batch_size_per_gpu=8", "actor.log_prob_chunk_size=64"]
+    batch += ["actor.ppo_mini_batch_size=2", "actor.ppo_micro_batch_size_per_gpu=4"]
+    keys = lm_overrides(medium_vision, tmp_path)
+    rows = []
+    for i in range(4):
+        picture(128, 128, seed=i).save(tmp_path / f"{i}.png")
+        rows.append(json.dumps({"prompt": "<image>read it", "images": [f"{i}.png"]}) + "\n")
+    (tmp_path / "prompts.jsonl").write_text("".join(rows))
+    cfg = load(LMRLConfig, None, [*keys, "data.max_prompt_length=400", *sizes, *batch, *overrides])
+    cfg.data.max_prompt_length = length_of(cfg)
+    took = run_ranks(measure, ranks, cfg, timeout=240)[0]
+    job = planned(cfg, Cluster(1, ranks))
+    assert job.policy.vision.look.count == 256
+    compare(job, count(job), took)
+
+
+def length_of(cfg: LMRLConfig) -> int:
+    """The length of the first prompt."""
+    with alone():
+        policy = load_policy(cfg, lone_world(cfg.parallel, 1, 0, torch.device("cpu")), images=True)
+        row = load_prompts(cfg.data.train_files, "data.train_files", quoted=False)[0]
+        return policy.length(numbered(row, 0))

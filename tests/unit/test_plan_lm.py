@@ -1,12 +1,14 @@
 """--plan of language models: their shapes, what a rank holds in each phase, and what is printed."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from phalanx.config import load
+from phalanx.config.joint import JointConfig
 from phalanx.config.lm import LMRLConfig
 from phalanx.distributed.mesh import alone
 from phalanx.plan import plan_job
@@ -17,9 +19,12 @@ from phalanx.plan.layout import Cluster
 from phalanx.plan.ledger import Ledger
 from phalanx.plan.lm import FILES, PlannedLMPolicy, planned_lm_policy
 from phalanx.plan.memory import Memory, count
+from phalanx.plan.rehearsal import Planned
+from tests.checks import refused
 from tests.llada2 import tiny_llada2
 from tests.lm import tiny_lm_config
 from tests.ranks import ROOT
+from tests.tiny_vision import shown_prompts, tiny_vision
 
 GB = 10**9
 SHIPPED_LM = {
@@ -189,3 +194,63 @@ def test_advantages_of_tokens_are_planned_without_a_critic(
     text = plan_job(cfg, {"nproc_per_node": "2"})
     assert "reference" in text
     assert ("warning: algorithm.name=ppo trains a critic, which is in none of these figures" in text) == critic
+
+
+def joint_plan(*keys: str) -> str:
+    return plan_job(load(JointConfig, str(ROOT / "configs" / "joint" / "quickstart.yaml"), list(keys)), {"nproc": "2"})
+
+
+def test_joint_runs_hold_both_policies() -> None:
+    """Each policy beside the weights and the optimizer of the other; a frozen one has neither optimizer nor update."""
+    both, writer = joint_plan(), joint_plan("train=[writer]")
+    for text in (both, writer):
+        assert "Batch of the writer" in text and "64 prompts x 4 images = 256 images" in text
+    # 0.509 M weights of the writer in float32, and 2.298 M of the painter, 3 times, with 0.07 MB of buffers, and the VAE
+    assert re.search(r"the writer +6\.11\n", both) and re.search(r"the painter +28\.36\n", both)
+    assert re.search(r"the writer +6\.11\n", writer) and re.search(r"the painter +9\.98\n", writer)
+    assert both.count("  update ") == 2 and writer.count("  update ") == 1 and "painter: gradients" not in writer
+
+
+def test_joint_runs_are_refused_by_their_own_keys(tmp_path: Path) -> None:
+    with refused("writer.model.path: './none': no such folder"):
+        joint_plan("writer.model.path=./none")
+    with refused("painter.model.path: './none': no such folder"):
+        joint_plan("painter.model.path=./none")
+    config = load(JointConfig, str(ROOT / "configs" / "joint" / "quickstart.yaml"), [])
+    with refused("actor_s: the ranks of a joint run have no roles; leave it out"):
+        plan_job(config, {"actor_s": "3"})
+
+
+@pytest.mark.quick("qwen3_vl")
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "smolvlm", "gemma3"])
+def test_the_passes_of_a_vision_tower(family: str, tmp_path: Path) -> None:
+    """A tower that is trained is in the updates; of a frozen one the features stay beside the samples."""
+    folder = tiny_vision(tmp_path / "model", family)
+    shown_prompts(tmp_path, "prompts.jsonl")
+    keys = ("data.max_prompt_length=110",)
+    jobs = []
+    for frozen in ("true", "false"):
+        cfg = tiny_lm_config(folder, tmp_path, *keys, f"model.freeze_vision_tower={frozen}")
+        shown_prompts(tmp_path, "prompts.jsonl")
+        jobs.append(planned(cfg, Cluster(1, 1)))
+    still, trained = jobs
+    assert isinstance(still.policy, PlannedLMPolicy)
+    look, width = still.samples.trace.looks[0], still.policy.settings.hidden_size
+    assert look.count <= 110 and (look.count > 100 or not still.policy.vision.family.sizes)
+    deep = len(look.seen["model.path"].deep)
+    # the features of 4 prompts, and 16 samples in int64
+    assert still.samples_size - trained.samples_size == 4 * look.count * width * 4 * (1 + deep)
+    took = [job.ledger.phases["update"] for job in jobs]
+    assert took[1].peak - took[1].before > took[0].peak - took[0].before
+    assert "1 image per prompt" in plan_text(still)
+
+
+def test_prompts_without_room_for_an_image(tmp_path: Path) -> None:
+    folder = tiny_vision(tmp_path / "model", "gemma3")
+    cfg = tiny_lm_config(folder, tmp_path, "data.image_key=images", "data.max_prompt_length=3")
+    with refused(f"data.max_prompt_length: 3 tokens have no room for an image, of which {str(folder)!r} makes 4"):
+        planned(cfg, Cluster(1, 1))
+
+
+def plan_text(job: Planned) -> str:
+    return " ".join(" ".join(row) for row in batch(job))

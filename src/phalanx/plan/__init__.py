@@ -8,23 +8,26 @@ import os
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 
 import torch
 
 from phalanx.cli import PLAN_SECONDS
 from phalanx.config import ConfigError
 from phalanx.config.flow import FlowRunConfig
+from phalanx.config.joint import JointConfig
 from phalanx.config.lm import LMRunConfig
-from phalanx.config.run import RLConfig
+from phalanx.config.run import RLConfig, RunConfig
 from phalanx.distributed.launch import Launch
 from phalanx.plan.blueprint import family_name, fetch
-from phalanx.plan.jobs import planned, planned_role, task_of
+from phalanx.plan.jobs import planned, planned_joint, planned_role, task_of
 from phalanx.plan.layout import Cluster
 from phalanx.plan.lm import FILES
 from phalanx.plan.pace import Gpu, assumed_seconds, given_seconds, schedules
 from phalanx.plan.tables import listed
-from phalanx.plan.text import OF_A_RANK, describe, describe_parts, roles_on, sizes
+from phalanx.plan.text import OF_A_RANK, describe, describe_joint, describe_parts, roles_on, sizes
 from phalanx.telemetry.flops import known_gpus, named_peak_flops
+from phalanx.training import joint
 
 _NUMBERS = {
     "gpu_memory_gb": "GB (10^9 bytes) of a GPU, such as 80",
@@ -33,7 +36,7 @@ _NUMBERS = {
 }
 
 
-def plan_job(cfg: FlowRunConfig | LMRunConfig, words: Mapping[str, str]) -> str:
+def plan_job(cfg: FlowRunConfig | LMRunConfig | JointConfig, words: Mapping[str, str]) -> str:
     """The plan as text. `words` may hold nnodes, nproc_per_node (or nproc), gpu, gpu_memory_gb, gpu_hour_price and the
     seconds of phases; the others come from train.sh's variables, and from the local GPU.
 
@@ -43,17 +46,21 @@ def plan_job(cfg: FlowRunConfig | LMRunConfig, words: Mapping[str, str]) -> str:
     asked, gpu = clusters(words, os.environ), gpu_of(words)
     cfg = deepcopy(cfg)
     cfg.trainer.output_dir = "."  # that of the cluster need not be here
-    if isinstance(cfg, LMRunConfig):
-        cfg.model.path = fetch(cfg.model.path, cfg.model.revision, FILES)
+    # of a joint run, what is said of all ranks is said of the painter's job
+    whole = cfg.of_painter() if isinstance(cfg, JointConfig) else cfg
+    check = partial(joint.check, installed=False) if isinstance(cfg, JointConfig) else task_of(cfg).check
+    if isinstance(cfg, JointConfig):
+        for name, part in cfg.parts().items():
+            with joint.about(name):
+                _find(part)
     else:
-        cfg.model.path = fetch(cfg.model.path, cfg.model.revision)
-        cfg.model.family = family_name(cfg.model)
+        _find(cfg)
     refused: dict[Cluster, str] = {}
     for cluster in asked:
         # restarts, and the range of an elastic job, are those of the present environment
         launch = replace(Launch.from_env(), world_size=cluster.ranks, local_world_size=cluster.per_node)
         try:
-            task_of(cfg).check(cfg, launch)
+            check(cfg, launch)
         except ConfigError as error:
             refused[cluster] = str(error)
     if len(refused) == len(asked):
@@ -61,10 +68,26 @@ def plan_job(cfg: FlowRunConfig | LMRunConfig, words: Mapping[str, str]) -> str:
         raise ConfigError(none + refused[asked[0]])
     largest = [cluster for cluster in asked if cluster not in refused][-1]
     text = _described(cfg, largest, gpu, words)
-    return text if len(asked) == 1 else f"{sizes(cfg, asked, refused)}\n\n{text}"
+    return text if len(asked) == 1 else f"{sizes(whole, asked, refused)}\n\n{text}"
 
 
-def _described(cfg: FlowRunConfig | LMRunConfig, cluster: Cluster, gpu: Gpu, words: Mapping[str, str]) -> str:
+def _find(cfg: RunConfig) -> None:
+    """Have the configuration name local folders of its model, and the family of a flow model."""
+    if isinstance(cfg, LMRunConfig):
+        cfg.model.path = fetch(cfg.model.path, cfg.model.revision, FILES)
+    elif isinstance(cfg, FlowRunConfig):
+        cfg.model.path = fetch(cfg.model.path, cfg.model.revision)
+        cfg.model.family = family_name(cfg.model)
+
+
+def _described(
+    cfg: FlowRunConfig | LMRunConfig | JointConfig, cluster: Cluster, gpu: Gpu, words: Mapping[str, str]
+) -> str:
+    if isinstance(cfg, JointConfig):
+        word = next((name for name in PLAN_SECONDS if name in words), None)
+        if word is not None:
+            raise ConfigError(f"{word}: the ranks of a joint run have no roles; leave it out")
+        return describe_joint(cfg, planned_joint(cfg, cluster), cluster, gpu)
     roles = roles_on(cfg, cluster)
     given = given_seconds(numbers(words), cfg, roles)
     if not isinstance(cfg, RLConfig):  # then all ranks train, and given_seconds refuses seconds

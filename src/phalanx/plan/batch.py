@@ -9,7 +9,7 @@ from phalanx.distributed.roles import ACTOR, ROLLOUT
 from phalanx.plan.blueprint import PlannedFlowPolicy
 from phalanx.plan.jobs import task_of
 from phalanx.plan.ledger import kinds
-from phalanx.plan.lm import PER_LOOK, PlannedBlockPolicy, PlannedBlockRollout
+from phalanx.plan.lm import PER_LOOK, PlannedBlockPolicy, PlannedBlockRollout, PlannedLMPolicy
 from phalanx.plan.rehearsal import Planned, RLRehearsal, SupervisedRehearsal
 from phalanx.plan.tables import Rows
 
@@ -78,6 +78,10 @@ def _tokens(p: Planned) -> Rows:
     """The lengths of a language model's samples, and the states of their blocks."""
     prompt = p.cfg.data.max_prompt_length
     rows = [("tokens", f"{prompt} + {p.policy.tokens - prompt}, the most that there can be")]
+    vision = p.policy.vision if isinstance(p.policy, PlannedLMPolicy) else None
+    if vision is not None:
+        tower = "frozen, which reads each once" if vision.frozen else "trained, which reads it in each pass"
+        rows.append(("images", f"1 image per prompt, {vision.look.count} of its tokens; the tower is {tower}"))
     if isinstance(p.cfg, LMRLConfig) and p.cfg.environment.used:
         turns, answer = counted(p.cfg.environment.max_turns, "turn"), p.cfg.environment.max_observation_length
         rows.append(("turns", f"at most {turns}, with their answers, of {answer} tokens or fewer, within these tokens"))

@@ -13,7 +13,9 @@ from torch import Tensor
 from phalanx import algorithms
 from phalanx.config.block_diffusion import BlockDiffusionTaskConfig
 from phalanx.config.flow import FlowMatchingTaskConfig, FlowModelConfig, FlowRLConfig, FlowRunConfig
+from phalanx.config.joint import WRITER, JointConfig, frozen
 from phalanx.config.lm import LMRLConfig
+from phalanx.config.reward import RewardModelConfig
 from phalanx.config.run import RLConfig, RunConfig
 from phalanx.data.prompts import PromptRow
 from phalanx.data.streams import PromptStream
@@ -30,10 +32,11 @@ from phalanx.rollout.flow.in_policy import PolicyRollout
 from phalanx.rollout.lm.converse import WASTE
 from phalanx.training import block_diffusion, flow_matching, flow_rl, lm_rl
 from phalanx.training.block_diffusion import DECODED_TOGETHER, Example
-from phalanx.training.components import about
+from phalanx.training.components import about as of_teacher
 from phalanx.training.disaggregated.batches import of_role
 from phalanx.training.flow_components import keep_last_steps
 from phalanx.training.flow_matching import ENCODED_TOGETHER, FlowMatching
+from phalanx.training.joint import about
 from phalanx.training.minibatches import BatchPlan
 from phalanx.training.teacher import LoadedFlowTeacher, check_kind, load_teacher
 from phalanx.types import Teacher
@@ -45,8 +48,9 @@ class Task:
     configuration with the sizes of an update. `untimed`: the work that no time of the plan contains.
 
     `check(cfg, launch)` raises ConfigError for what the ranks of a launch cannot run. `parts(cfg, cluster, plan,
-    teaches)` makes the job, with the algorithm's teachers if it `teaches`. `plan(cfg, ranks)` is the arithmetic of a
-    step of reinforcement learning; None: the task is supervised.
+    teaches)` makes the job, with the algorithm's teachers if it `teaches`, and of reinforcement learning, without
+    training if it is `frozen`. `plan(cfg, ranks)` is the arithmetic of a step of reinforcement learning; None: the task
+    is supervised.
     """
 
     samples: str
@@ -74,6 +78,30 @@ def planned(cfg: RunConfig, cluster: Cluster) -> Planned:
         job = task.parts(cfg, cluster, plan, teaches=True)
         _run(job)
     return job
+
+
+def planned_joint(cfg: JointConfig, cluster: Cluster) -> list[RLRehearsal]:
+    """The writer and the painter of a joint run, each beside what the other one holds on the device; see `planned`."""
+    jobs = []
+    for name, part in cfg.parts().items():
+        learns = name in cfg.train
+        if not learns:
+            part.model = frozen(part.model)
+        if name == WRITER:  # the judge is the painter's
+            part.reward = replace(part.reward, model=RewardModelConfig())
+            if cfg.rewrite.validate == ["original"]:
+                part.reward = replace(part.reward, functions=[])
+        ranks, task = part.parallel.data_ranks(cluster.ranks), task_of(part)
+        assert task.plan is not None, "both draw samples"
+        with about(name), _alone(part):
+            job = task.parts(part, cluster, task.plan(part, ranks), teaches=False, frozen=not learns)
+            assert isinstance(job, RLRehearsal), "it has a plan of batches"
+            job.part = name
+            _run(job)
+        jobs.append(job)
+    writer, painter = jobs
+    writer.waiting, painter.waiting = (0, painter.samples_size), (writer.samples_size, 0)
+    return jobs
 
 
 def planned_role(cfg: RLConfig, cluster: Cluster, roles: Roles, role: str) -> RLRehearsal:
@@ -125,13 +153,14 @@ def _busiest(plan: BatchPlan, n: int, ranks: int) -> int:
     return max(range(ranks), key=lambda rank: ((rank + 1) * each - 1) // n - rank * each // n)
 
 
-def _lm(cfg: LMRLConfig, cluster: Cluster, plan: BatchPlan, teaches: bool) -> RLRehearsal:
+def _lm(cfg: LMRLConfig, cluster: Cluster, plan: BatchPlan, teaches: bool, frozen: bool = False) -> RLRehearsal:
     algorithm = lm_rl.build_algorithm(cfg)
     plan = replace(plan, rollout_micro=cfg.rollout.micro_batch_size_per_gpu or plan.per_rank)
     rank, actor = _busiest(plan, cfg.rollout.n, cfg.parallel.data_ranks(cluster.ranks)), cfg.actor
     options: dict[str, Any] = {"chunk": actor.log_prob_chunk_size, "estimate": actor.log_prob_estimate}
+    options["frozen"] = frozen
     policy = planned_lm_policy(cfg, cluster, Ledger(), rank=rank, **options)
-    passes = lm_rl.scoring(plan, algorithm, cfg.rollout)
+    passes = None if frozen else lm_rl.scoring(plan, algorithm, cfg.rollout)
     kind = PlannedLMRollout if cfg.model.block_size is None else PlannedBlockRollout
     rollout = kind(policy, cfg.rollout, policy.world, plan.rollout_micro, passes)
     if isinstance(rollout, PlannedBlockRollout):
@@ -140,21 +169,26 @@ def _lm(cfg: LMRLConfig, cluster: Cluster, plan: BatchPlan, teaches: bool) -> RL
     if cfg.environment.used:  # samples that wait for an answer have empty columns
         rollout.waste = WASTE
     with policy.ledger, policy.ledger.uncounted():
-        return RLRehearsal(cfg, plan, algorithm, policy, rollout, _prompts(policy, plan.samples // cfg.rollout.n))
+        prompts = _prompts(policy, plan.samples // cfg.rollout.n)
+        return RLRehearsal(cfg, plan, algorithm, policy, rollout, prompts, learns=not frozen)
 
 
-def _rl(cfg: FlowRLConfig, cluster: Cluster, plan: BatchPlan, teaches: bool) -> RLRehearsal:
-    """`teaches`: with the algorithm's teachers."""
+def _rl(cfg: FlowRLConfig, cluster: Cluster, plan: BatchPlan, teaches: bool, frozen: bool = False) -> RLRehearsal:
+    """`teaches`: with the algorithm's teachers. Nothing is trained on what a frozen policy draws."""
     algorithm, n = algorithms.build(cfg.algorithm), cfg.rollout.n
     rank = _busiest(plan, n, cfg.parallel.data_ranks(cluster.ranks))
-    policy = planned_policy(cfg, cluster, Ledger(), rank=rank, detach_uncond=cfg.actor.detach_uncond)
-    rollout, prompts = _rollout(cfg, policy, plan), _prompts(policy, plan.samples // n, cfg.rollout.facts.columns)
+    detach = cfg.actor.detach_uncond
+    policy = planned_policy(cfg, cluster, Ledger(), rank=rank, detach_uncond=detach, frozen=frozen)
+    rollout, prompts = (
+        _rollout(cfg, policy, plan, window=not plan.forward and not frozen),
+        _prompts(policy, plan.samples // n, cfg.rollout.facts.columns),
+    )
     keep_last_steps(policy, rollout, algorithm.last_steps, cfg.model)
     teachers = {}
     for teacher in algorithm.teachers if teaches else ():
         teachers[teacher.name] = _teacher(teacher, cfg, policy, rollout.micro_batch_size)
     with policy.ledger, policy.ledger.uncounted():
-        return RLRehearsal(cfg, plan, algorithm, policy, rollout, prompts, teachers)
+        return RLRehearsal(cfg, plan, algorithm, policy, rollout, prompts, teachers, learns=not frozen)
 
 
 def _flow_matching(cfg: FlowMatchingTaskConfig, cluster: Cluster, plan: None, teaches: bool) -> SupervisedRehearsal:
@@ -184,15 +218,15 @@ def _block_diffusion(cfg: BlockDiffusionTaskConfig, cluster: Cluster, plan: None
         return SupervisedRehearsal(cfg, policy, rollout, task, cfg.block_diffusion.ema, flops)
 
 
-def _rollout(cfg: FlowRLConfig, policy: PlannedFlowPolicy, plan: BatchPlan) -> PolicyRollout:
-    """The rollout, with the window where it ends last."""
+def _rollout(cfg: FlowRLConfig, policy: PlannedFlowPolicy, plan: BatchPlan, *, window: bool) -> PolicyRollout:
+    """The rollout, with a window where it ends last, or without one."""
     c = cfg.rollout
-    if not plan.forward:
+    if window:
         end = c.num_inference_steps - 1 if c.sde_window_range is None else c.sde_window_range[1]
         c = replace(c, sde_window_range=[end - flow_rl.stochastic_steps(cfg), end])
     facts = c.facts
     kind = DatasetRollout if facts.columns else PolicyRollout if facts.weights == "policy" else _Engine
-    rollout: PolicyRollout = kind(policy, c, policy.world, plan.rollout_micro, window=not plan.forward)
+    rollout: PolicyRollout = kind(policy, c, policy.world, plan.rollout_micro, window=window)
     rollout.facts = facts
     return rollout
 
@@ -208,7 +242,7 @@ class _Engine(PolicyRollout):
 
 def _teacher(teacher: Teacher, cfg: FlowRLConfig, student: PlannedFlowPolicy, micro: int) -> LoadedFlowTeacher:
     """As load_teacher; text encoders of equal shapes count as equal."""
-    with about(teacher):
+    with of_teacher(teacher):
         folder = fetch(teacher.path, teacher.revision)
         kind = read_index(Path(folder))["_class_name"]
     check_kind(teacher, kind, read_index(Path(cfg.model.path))["_class_name"])

@@ -220,9 +220,9 @@ class Layout:
 class CountedPolicy:
     """A base in front of FlowPolicy or LMPolicy, whose ledger hears of gathered weights and of copies of weights.
 
-    `layout`: the weights on a rank of the cluster. `files`: the folder of the trained model's weights. `tokens`: length
-    of a language model's longest sample, 0 for images. `encoders`, `decoders` and `components` of the pipeline, and
-    `image_columns` of prompts, belong to flow models.
+    `layout`: the weights on a rank of the cluster; `units`: what FSDP gathers one by one. `files`: the folder of the
+    trained model's weights. `tokens`: length of a language model's longest sample, 0 for images. `encoders`,
+    `decoders` and `components` of the pipeline, and `image_columns` of prompts, belong to flow models.
     """
 
     trained: TrainedModel
@@ -230,6 +230,7 @@ class CountedPolicy:
     ledger: Ledger
     layout: Layout
     blocks: list[nn.Module]
+    units: list[nn.Module]
     files: Path
     tokens = 0
     encoders: Sequence[nn.Module] = ()
@@ -237,10 +238,17 @@ class CountedPolicy:
     components: Mapping[str, Any] = {}
     image_columns: Sequence[str] = ()
 
-    def count(self, ledger: Ledger, blocks: list[nn.Module], parallel: ParallelConfig, cluster: Cluster) -> None:
-        """Once it is made: its ledger, and its layout on a cluster."""
-        self.ledger, self.blocks = ledger, blocks
-        self.layout = Layout.of(self.trained, blocks, parallel, cluster)
+    def count(
+        self,
+        ledger: Ledger,
+        blocks: list[nn.Module],
+        parallel: ParallelConfig,
+        cluster: Cluster,
+        beside: Sequence[nn.Module] = (),
+    ) -> None:
+        """Once it is made: its ledger, and its layout on a cluster; blocks `beside`, of a vision tower, run before."""
+        self.ledger, self.blocks, self.units = ledger, blocks, [*beside, *blocks]
+        self.layout = Layout.of(self.trained, self.units, parallel, cluster)
 
     def unsharded(self) -> AbstractContextManager[None]:
         """Count a round of forward passes that may share gathered weights."""

@@ -10,10 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 META = torch.device("meta")
 aten = torch.ops.aten
+_INDEXED = (aten.index.Tensor, aten.index_put.default, aten.index_put_.default)  # take indices of the host
 
 
 @dataclass
@@ -43,7 +44,8 @@ class Kind:
     """A kind of phase, by its name in the ledger.
 
     `passes`: the purpose of its forward passes, in words; `message`: the name of weights that are gathered for them.
-    `draws`: samples are drawn; `decodes`: they become images or texts. `optional`: it does nothing without a pass.
+    `draws`: samples are drawn; `decodes`: they become images or texts; `trains`: they are trained on. `optional`: it
+    does nothing without a pass.
     """
 
     name: str
@@ -51,6 +53,7 @@ class Kind:
     message: str = ""
     draws: bool = False
     decodes: bool = False
+    trains: bool = False
     optional: bool = False
 
 
@@ -63,9 +66,9 @@ _BEFORE = (
     Kind("validation: decode", decodes=True),
     Kind("judge"),
     Kind("rescore", "to score samples again", _SCORES, optional=True),
-    Kind("reference", "of the reference", "weights, gathered for the reference"),
+    Kind("reference", "of the reference", "weights, gathered for the reference", trains=True),
 )
-_AFTER = (Kind("encode images"), Kind("update", "to train", "weights, gathered to train"))
+_AFTER = (Kind("encode images"), Kind("update", "to train", "weights, gathered to train", trains=True))
 
 
 def kinds(teachers: Iterable[str]) -> list[Kind]:
@@ -104,11 +107,15 @@ class Ledger(TorchDispatchMode):
             return self._to_host(args[0], kwargs)
         if func is aten.copy_.default and args[1].is_meta and not args[0].is_meta:
             return args[0]  # memory of the host is never written to, and so takes none
+        if func not in _INDEXED and any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in tree_leaves(args)):
+            args = tree_map_only(Tensor, _on_device, args)
         true: int | None = None
         if func is aten.index.Tensor and args[0].is_meta:
             # a mask that is indexed by another one keeps all of its true elements
             true = self._true.get(args[0].untyped_storage()._cdata)
             args = args[0], self._numbered(args[1])
+        elif func is aten.index.Tensor:
+            args = args[0], [self._to_host(i, kwargs) if i is not None and i.is_meta else i for i in args[1]]
         elif func in (aten.ne.Scalar, aten.constant_pad_nd.default) and args[0].is_meta:
             true = self._true.get(args[0].untyped_storage()._cdata)
         elif func is aten.nonzero.default and args[0].is_meta:
@@ -254,6 +261,11 @@ class Ledger(TorchDispatchMode):
     def _add(self, size: int) -> None:
         self.live += size
         self.phase.reach(self.live, self.gradients, self.gathered)
+
+
+def _on_device(tensor: Tensor) -> Tensor:
+    """A tensor of the host beside tensors of the device: what a vision tower makes of the sizes of images."""
+    return tensor if tensor.is_meta or tensor.dim() == 0 else torch.empty_like(tensor, device=META)
 
 
 def _form(value: Any) -> Hashable:

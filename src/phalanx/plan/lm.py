@@ -5,7 +5,7 @@ All prompts and responses are as long as they may be, and for memory a response 
 each token, as if each denoising step unmasked one. Only the folder's configurations are read.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +16,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from phalanx.config.lm import LMDataConfig, LMRunConfig
+from phalanx.config.lm import LMRunConfig
 from phalanx.config.run import ParallelConfig
 from phalanx.distributed.expert_parallel import Exchange
 from phalanx.distributed.mesh import lone_world
@@ -29,32 +29,19 @@ from phalanx.models.lm.blocks import BlockDiffusionLM, BlockDiffusionPolicy, che
 from phalanx.models.lm.model import CACHE, DTYPES, CausalLM, causal_lm, text_part
 from phalanx.models.lm.packing import Row
 from phalanx.models.lm.policy import LMPolicy
-from phalanx.models.lm.vision import Vision
-from phalanx.models.lm.vision_families import FAMILIES
 from phalanx.models.stored import cast_weights
+from phalanx.models.trained import Beside
 from phalanx.plan.layout import Cluster, CountedPolicy
 from phalanx.plan.ledger import META, Ledger
+from phalanx.plan.vision import PlannedVision, shows_images
 from phalanx.rollout.lm.decode import Decoding, draw
 from phalanx.rollout.lm.denoise import Denoising, drawn_tokens, read
 from phalanx.rollout.lm.in_blocks import BlockDiffusionRollout
 from phalanx.rollout.lm.in_policy import LMRollout
 from phalanx.types import Each, Prompt, Samples
 
-FILES = ("config.json", "generation_config.json")
+FILES = ("config.json", "generation_config.json", "preprocessor_config.json", "processor_config.json")
 PER_LOOK = 2.5  # tokens that a pass over a block unmasks by a threshold; an assumption, only for the time
-
-
-class PlannedVision(Vision):
-    """A vision tower of which the weights are counted: its passes over images are not planned."""
-
-    def unseen(self) -> float:
-        return 0.0
-
-
-def shows_images(data: LMDataConfig, settings: Any) -> bool:
-    """Whether prompts are planned with images: the data has keys of them, and the model reads them."""
-    keys = data.image_key, data.min_pixels, data.max_pixels
-    return any(key is not None for key in keys) and (settings.architectures or [""])[0] in FAMILIES
 
 
 class PlannedLMPolicy(CountedPolicy, LMPolicy):
@@ -81,7 +68,7 @@ class PlannedLMPolicy(CountedPolicy, LMPolicy):
         predicting = torch.ones(rows, longest - 1, dtype=torch.bool, device=META)
         self.ledger.mark(predicting, rows * trace.width)
         row = Row.of(trace.ids, [longest] * rows) if self.config.use_remove_padding else None
-        return torch.stack(self.trained.module(trace.ids, predicting, temperature, row))
+        return torch.stack(self.trained.module(trace.ids, predicting, temperature, row, trace.looks))
 
 
 class PlannedExperts:
@@ -146,8 +133,13 @@ class PlannedLMRollout(LMRollout):
     def sample(self, prompts: list[Prompt], *, seed: int, step: int, each: Each) -> Samples:
         n, share = self.config.n, len(prompts) * self.config.n // self.world.data_size
         index = self.world.data_rank * share + torch.arange(share)
-        self._decoded(min(self.micro_batch_size, -(-share // self.world.context_size)), n, self.how)
         trace, longest = self._longest(share)
+        if self.policy.vision is not None:
+            rows = [i // n for i in index.tolist()]
+            looks = self.policy.vision.looks(rows[-1] - rows[0] + 1)
+            self.policy.vision.keep(looks)
+            trace = replace(trace, looks=tuple(looks[row - rows[0]] for row in rows))
+        self._decoded(min(self.micro_batch_size, -(-share // self.world.context_size)), n, self.how, trace.looks)
         positions = torch.full((share,), longest)
         log_prob = torch.zeros(share, self.how.limit, device=META)
         if self.exact and self.passes is not None:
@@ -162,7 +154,9 @@ class PlannedLMRollout(LMRollout):
 
     def sample_validation(self, prompts: list[Prompt], *, each: Each) -> None:
         val = self.config.val
-        self._decoded(min(self.micro_batch_size, len(prompts) * val.n), val.n, self.val_how)
+        count = min(self.micro_batch_size, len(prompts) * val.n)
+        looks = None if self.policy.vision is None else self.policy.vision.looks(count)
+        self._decoded(count, val.n, self.val_how, looks)
 
     def _longest(self, share: int) -> tuple[Any, int]:
         """`share` of the longest samples, and the positions of each in a pass."""
@@ -171,15 +165,19 @@ class PlannedLMRollout(LMRollout):
         starts, lengths = torch.full((share,), before, device=META), torch.full((share,), limit, device=META)
         return TokenTrace(ids, starts, lengths, limit), before + limit
 
-    def _decoded(self, count: int, n: int, decoding: Decoding) -> None:
-        """Read the prompts, and decode the last token of `count` responses, n of each prompt."""
+    def _decoded(self, count: int, n: int, decoding: Decoding, looks: Sequence[Any] | None) -> None:
+        """Read the prompts, and decode the last token of `count` responses, n of each. `looks`: see TokenTrace."""
         if self.facts.weights != "policy":
             return
         self.policy.ledger.phase.passes += 1
         forward, length = self.policy.trained.module, self.before + decoding.limit
         ids = torch.zeros(-(-count // n), self.before, dtype=torch.long, device=META)
         cache = DynamicCache(config=self.policy.settings)
-        forward(input_ids=ids, **{CACHE: cache}, use_cache=True, logits_to_keep=1)
+        given: dict[str, Any] = {}
+        if looks is not None:
+            shown = list(dict.fromkeys(looks))[: len(ids)]
+            given, _ = self.policy.vision.prefill(ids, torch.ones(ids.shape, dtype=torch.long), shown)
+        forward(input_ids=ids, **given, **{CACHE: cache}, use_cache=True, logits_to_keep=1)
         full = self._filled(cache, count, round(self.waste * (length - 1)))
         del cache
         at = torch.full((count, 1), length - 1, device=META)
@@ -263,7 +261,7 @@ class PlannedBlockRollout(PlannedLMRollout, BlockDiffusionRollout):
         trace = BlockTrace(plain.ids, plain.starts, plain.lengths, limit, **beside)
         return trace, length + (self.most - 1) * size
 
-    def _decoded(self, count: int, n: int, decoding: Decoding) -> None:
+    def _decoded(self, count: int, n: int, decoding: Decoding, looks: Sequence[Any] | None) -> None:
         """Read the prompts, and pass over the last block of `count` responses, n of each prompt."""
         assert isinstance(decoding, Denoising), "as BlockDiffusionRollout makes it"
         self.policy.ledger.phase.passes += 1
@@ -297,21 +295,29 @@ class _Tokenizer:
 
 
 def planned_lm_policy(
-    cfg: LMRunConfig, cluster: Cluster, ledger: Ledger, *, rank: int = 0, chunk: int = 1024, estimate: str = "trace"
+    cfg: LMRunConfig,
+    cluster: Cluster,
+    ledger: Ledger,
+    *,
+    rank: int = 0,
+    chunk: int = 1024,
+    estimate: str = "trace",
+    frozen: bool = False,
 ) -> PlannedLMPolicy:
     """The policy as training builds it, on the meta device, of one rank that holds all weights. Raises as build_policy.
 
     `cfg.model.path` is a local folder, `chunk` is log_prob_chunk_size, and `estimate` log_prob_estimate of a model in
     blocks. Its layout is that of a rank of the cluster.
     """
-    model, kept = cfg.model, torch.float32 if cfg.model.lora_rank == 0 else DTYPES[cfg.model.dtype]
+    model, whole = cfg.model, cfg.model.lora_rank == 0 and not frozen
+    kept = torch.float32 if whole else DTYPES[model.dtype]
     # kernels that are not here take as much memory as torch's own; and none of these changes what is kept
     attention = "eager" if model.attn_implementation == "eager" else "sdpa"
     config = replace(model, attn_implementation=attention, compile=False, lora_init="gaussian")
     world = lone_world(cfg.parallel, cluster.ranks, rank, META)
     with loading(f"model.path: {model.path!r} does not load"):
         settings = transformers.AutoConfig.from_pretrained(model.path, trust_remote_code=False)
-    images = shows_images(cfg.data, settings)
+    images = shows_images(cfg, settings)
     kind = transformers.AutoModelForImageTextToText if images else transformers.AutoModelForCausalLM
     with META:
         lm = kind.from_config(
@@ -324,7 +330,7 @@ def planned_lm_policy(
         lm.config._experts_implementation = experts.SHAPES
         blocks = module.blocks()
         make: type[PlannedLMPolicy] = PlannedLMPolicy
-        options: dict[str, Any] = {"temperature": cfg.rollout.temperature, "seed": cfg.trainer.seed}
+        options: dict[str, Any] = {"temperature": cfg.rollout.temperature, "seed": cfg.trainer.seed, "frozen": frozen}
         if model.block_size is not None:
             check_layers(module.lm, model.path)
             module = PlannedBlockLM(module.lm, chunk, 0, recomputes=module.recomputes)
@@ -332,11 +338,16 @@ def planned_lm_policy(
             make, options = PlannedBlockPolicy, options | {"size": model.block_size, "estimate": estimate}
         policy = make(module, _Tokenizer(), world, config, cfg.parallel, cfg.data, **options)
     policy.trained.config = model  # PiSSA's reference is a copy
-    policy.count(ledger, blocks, cfg.parallel, cluster)
-    if images and module.vision.frozen:  # whole on each rank
-        decoding = {f"lm.{name}" for name, p in lm.named_parameters() if p.requires_grad}
-        weights = [w if w.name in decoding else replace(w, width=1, away=False) for w in policy.layout.weights]
+    beside = module.vision.beside() if images else Beside()
+    policy.count(ledger, blocks, cfg.parallel, cluster, beside.blocks)
+    if beside.frozen:  # whole on each rank
+        whole = {id(p) for part in beside.parts for p in part.parameters()}
+        names = {name for name, p in module.named_parameters() if id(p) in whole}
+        weights = [replace(w, width=1, away=False) if w.name in names else w for w in policy.layout.weights]
         policy.layout = replace(policy.layout, weights=weights)
+    if images:
+        with ledger, ledger.uncounted():
+            module.vision.begin(model.path, cfg.data)
     keep_apart(policy, cfg.parallel)
     policy.files, policy.tokens = Path(model.path), cfg.data.max_prompt_length + cfg.data.max_response_length
     return policy

@@ -128,7 +128,7 @@ def count(p: Planned, gpu_memory: int | None = None) -> Memory:
     the reward model, where there is one.
     """
     layout, policy = p.policy.layout, p.policy
-    samples, trains = p.role in ("", ROLLOUT), p.role in ("", ACTOR)
+    samples, trains = p.role in ("", ROLLOUT), p.trains
     reward = reward_model(p.cfg, gpu_memory, layout.width) if samples else None
     judge = reward or RewardModel()
     engine = engine_share(p.cfg, gpu_memory, layout) if samples else 0
@@ -150,21 +150,24 @@ def count(p: Planned, gpu_memory: int | None = None) -> Memory:
         if teacher.model.text_encoders is not policy.encoders:
             encoders.append(nbytes(*teacher.model.text_encoders))
     held |= {"reward model": judge.held, "sampling engine": 0 if p.cfg.rollout.engine_memory.sleeps else engine}
+    held |= p.beside
     host["text encoders"] = sum(encoders)
     for name, size in state.items():
         host[name] = size - on_device[name]
     host["reference"] = layout.kept(layout.trained) if p.copies_reference and trains else 0
     host |= {"images": p.outputs_size, "sleeping reward model": judge.asleep}
     phases = []
+    before, after = p.waiting
     if encoders[0] and samples:
-        phases.append(Phase("encode prompts", other=max(encoders)))
+        phases.append(Phase("encode prompts", other=max(encoders) + before))
     if p.role:
         phases.append(Phase("weights from the actor", other=_passing_on(p)))
     phases += _phases(p, layout.kept(trained), reward, engine if p.cfg.rollout.engine_memory.sleeps else 0)
     if trains:
         moved = _beside(p, trained)["optimizer's state"] * p.cfg.parallel.optimizer_offload
         gradients = sum(map(layout.gradient, trained))
-        phases.append(Phase("optimizer", gradients=gradients, other=p.samples_size + _stepping(p, trained, moved)))
+        other = p.samples_size + _stepping(p, trained, moved) + after
+        phases.append(Phase("optimizer", gradients=gradients, other=other))
     return Memory(_some(held), phases, _some(host), list(_loading(p)), reward)
 
 
@@ -254,14 +257,14 @@ def _phases(p: Planned, trained: int, reward: RewardModel | None, engine: int) -
     """
     for kind in kinds(p.frozen):
         if kind.name == "judge" and reward is not None:
-            yield Phase(kind.name, other=p.samples_size + reward.woken)
+            yield Phase(kind.name, other=p.samples_size + reward.woken + p.waiting[0])
         if kind.name not in p.ledger.phases:
             continue
         took = p.ledger.phases[kind.name]
         cache = engine if kind.draws and p.policy.tokens else 0  # an engine runs its own passes
         if kind.optional and not took.passes and not cache:
             continue
-        other = took.before + trained * took.aside + cache
+        other = took.before + trained * took.aside + cache + p.waiting[kind.trains]
         # images of the data are scored like drawn ones
         scored = kind.draws or kind.decodes or (kind.name == "encode images" and bool(p.cfg.rollout.facts.columns))
         if reward is not None and scored:

@@ -11,11 +11,13 @@ from typing import Any
 import torch
 
 from phalanx.config import ConfigError
+from phalanx.config.joint import JointConfig
 from phalanx.config.messages import counted
 from phalanx.config.run import SCHEDULES, RLConfig, RunConfig
 from phalanx.distributed.roles import ACTOR, INFERENCE, ROLLOUT, Roles
 from phalanx.plan.jobs import task_of
 from phalanx.plan.layout import Cluster
+from phalanx.plan.lm import PlannedLMPolicy
 from phalanx.plan.rehearsal import Planned, RLRehearsal
 from phalanx.plan.tables import Rows
 from phalanx.telemetry.flops import named_peak_flops
@@ -58,8 +60,33 @@ def arithmetic(p: Planned, gpu: Gpu) -> tuple[str, Rows]:
     if p.policy.tokens:
         tokens = between(rate * p.policy.tokens / ranks)
         rows.append(("tokens", f"{tokens} a second on a GPU, were all prompts and responses the longest"))
-    rows += [*whole_job(p.cfg, step, ranks, gpu), ("left out", task.untimed)]
+    seen = isinstance(p.policy, PlannedLMPolicy) and p.policy.vision is not None
+    untimed = f"the vision tower, {task.untimed}" if seen else task.untimed
+    rows += [*whole_job(p.cfg, step, ranks, gpu), ("left out", untimed)]
     return f"Arithmetic and time, {assumed(gpu, dtype)}", rows
+
+
+def joint_arithmetic(cfg: JointConfig, parts: Sequence[RLRehearsal], gpu: Gpu) -> tuple[str, Rows]:
+    """Title and rows: operations of a joint run's policies, and the time of both."""
+    ranks, cards, step = parts[0].policy.layout.cluster.ranks, {}, 0.0
+    rows = []
+    for p in parts:
+        dtype, flops = p.policy.layout.dtype, p.flops
+        text = f"{flops / 1e12:.4g} TFLOP, {flops / ranks / 1e12:.4g} a rank"
+        if cfg.alternate is not None:  # each is trained in one of two steps
+            text += f"; {p.drawn_flops / 1e12:.4g} in a step that does not train it"
+            flops = (flops + p.drawn_flops) // 2
+        each = seconds(flops / ranks, gpu, dtype)
+        if each / SPREAD >= SHORTEST:
+            text += f": {between(each)} s{' in the mean' * (cfg.alternate is not None)}"
+        step += each
+        cards[assumed(gpu, dtype)] = None
+        rows.append((p.part, text))
+    if step / SPREAD < SHORTEST:
+        return "Arithmetic", [*rows, ("a step", "too little to tell a time from")]
+    rows += [("a step", f"{between(step)} s"), *whole_job(parts[-1].cfg, step, ranks, gpu)]
+    untimed = f"{task_of(parts[0].cfg).untimed.partition(', ')[0]}, {task_of(parts[-1].cfg).untimed}"
+    return f"Arithmetic and time, {' and '.join(cards)}", [*rows, ("left out", untimed)]
 
 
 def seconds(flops: float, gpu: Gpu, dtype: torch.dtype) -> float:

@@ -52,7 +52,7 @@ class PlannedState(TrainState):
         self.policy = policy
         self.updates_made = self.micro_batches = 0
         module = policy.trained.module
-        self.sharding = ShardedUpdate(module, policy.blocks, policy.layout, policy.ledger, cfg.parallel)
+        self.sharding = ShardedUpdate(module, policy.units, policy.layout, policy.ledger, cfg.parallel)
         named = dict(module.named_parameters())
         for w in policy.layout.trained:
             named[w.name].register_post_accumulate_grad_hook(partial(self._keep_gradient, w))
@@ -127,7 +127,9 @@ class PlannedUpdater(Updater):
 
 
 class Rehearsal(ABC):
-    """A job whose step runs on shapes. `role` is that of the planned rank, where ranks have roles.
+    """A job whose step runs on shapes. `role` is that of the planned rank, where ranks have roles. `part` is the policy
+    of a joint run that it is, `learns` whether that is trained, `beside` the bytes that the other one holds on the
+    device, and `waiting` those of the other one's samples, before this one's updates and in them.
 
     `samples_size` are the bytes of the step's samples on the device, `outputs_size` those of their images on the host.
     `copies_reference`: the reference is a copy of the weights as they were at first.
@@ -137,13 +139,26 @@ class Rehearsal(ABC):
     samples: Samples
     samples_size = outputs_size = 0
     copies_reference = False
-    role = ""
+    role = part = ""
+    learns = True
+    beside: Mapping[str, int] = {}
+    waiting = 0, 0
     frozen: Mapping[str, PlannedFlowPolicy] = {}  # the policies of teachers by name
 
     def __init__(self, cfg: RunConfig, policy: AnyPlannedPolicy, rollout: Rollout, state: PlannedState) -> None:
         self.cfg, self.policy, self.rollout, self.state = cfg, policy, rollout, state
         self.ledger: Ledger = policy.ledger
         self.job = PlannedJob(cfg, policy, state)
+
+    @property
+    def label(self) -> str:
+        """What tells it from the other parts of the job; empty where there are none."""
+        return self.role or self.part
+
+    @property
+    def trains(self) -> bool:
+        """Whether this rank trains the policy."""
+        return self.learns and self.role in ("", ACTOR)
 
     @abstractmethod
     def operations(self, *, recomputed: bool) -> int:
@@ -180,7 +195,6 @@ class RLRehearsal(Rehearsal):
 
     cfg: RLConfig
     plan: BatchPlan
-    rescores = True
     chunks = 1
 
     def __init__(
@@ -192,9 +206,12 @@ class RLRehearsal(Rehearsal):
         rollout: Rollout,
         prompts: PromptStream,
         teachers: Mapping[str, LoadedTeacher] | None = None,
+        *,
+        learns: bool = True,
     ) -> None:
-        state = PlannedState(policy, cfg, cfg.actor.ema, weights_beside(cfg, algorithm, policy))
+        state = PlannedState(policy, cfg, cfg.actor.ema, weights_beside(cfg, algorithm, policy) if learns else ())
         super().__init__(cfg, policy, rollout, state)
+        self.learns = self.rescores = learns
         self.plan, self.algorithm, self.prompts = plan, algorithm, prompts
         state.sharding.middle = plan.budget is not None or plan.passes > 2
         self.frozen = {name: cast(PlannedFlowPolicy, teacher.policy) for name, teacher in (teachers or {}).items()}
@@ -234,7 +251,7 @@ class RLRehearsal(Rehearsal):
         outputs = self.samples.outputs
         if isinstance(outputs, Tensor) and self.role in ("", ROLLOUT):  # texts are next to nothing
             self.outputs_size = outputs.nbytes
-        if self.role in ("", ACTOR):
+        if self.trains:
             self.train()
 
     def train(self) -> None:
@@ -257,18 +274,27 @@ class RLRehearsal(Rehearsal):
         return Credit(advantage, advantage, {})
 
     def operations(self, *, recomputed: bool) -> int:
+        if not self.learns:
+            return self.drawn_flops
         return self.updater.step_flops(self.samples, self.updater.trained, recomputed=recomputed)
+
+    @property
+    def drawn_flops(self) -> int:
+        """Operations of all ranks that draw a step's samples."""
+        return self._without_updates(references=0)
+
+    def _without_updates(self, references: int) -> int:
+        samples = replace(self.samples, on_policy=True)  # so that no log-probs are taken again
+        actions, count = self.algorithm.levels or samples.mask.shape[1], self.plan.samples
+        beside: dict[str, Any] = {"references": references, "recomputed": True}
+        return self.policy.step_flops(samples, actions=actions, count=count, updates=0, **beside)
 
     @property
     def flops_of_role(self) -> int:
         """Operations of all ranks of this one's role in a step."""
         samples = replace(self.samples, on_policy=True)  # so that no log-probs are taken again
         trained = self.updater.step_flops(samples, self.updater.trained, recomputed=True)
-        actions = self.algorithm.levels or samples.mask.shape[1]
-        cost = partial(
-            self.policy.step_flops, samples, actions=actions, count=self.plan.samples, updates=0, recomputed=True
-        )
-        drawn, scored = cost(references=0), cost(references=1)
+        drawn, scored = self.drawn_flops, self._without_updates(references=1)
         phases = self.ledger.phases
         again = sum(name in phases and phases[name].passes > 0 for name in ("rollout: log-probs", "rescore"))
         role_flops = {ROLLOUT: drawn, INFERENCE: 0, ACTOR: trained - drawn}[self.role]

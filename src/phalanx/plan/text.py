@@ -4,7 +4,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 
+from phalanx.config.joint import JointConfig
 from phalanx.config.messages import counted
+from phalanx.config.rules import of_part
 from phalanx.config.run import RLConfig, RunConfig
 from phalanx.distributed.placement import judged_beside, place
 from phalanx.distributed.roles import ACTOR, INFERENCE, ROLLOUT, Roles, roles_of, span
@@ -13,7 +15,7 @@ from phalanx.plan.blueprint import shipped
 from phalanx.plan.jobs import task_of
 from phalanx.plan.layout import Cluster, Weight
 from phalanx.plan.memory import Memory, count
-from phalanx.plan.pace import Gpu, arithmetic
+from phalanx.plan.pace import Gpu, arithmetic, joint_arithmetic
 from phalanx.plan.rehearsal import Planned, RLRehearsal
 from phalanx.plan.tables import GROUPS, Rows, Scale, groups, listed, shortened, table
 from phalanx.plan.warnings import ALLOWED, crossing, fewer_blocks, warnings
@@ -39,26 +41,38 @@ def describe(p: Planned, gpu: Gpu) -> str:
     return describe_parts([p], cluster, roles_of({}, cluster.launch), gpu, arithmetic(p, gpu))
 
 
+def describe_joint(cfg: JointConfig, parts: Sequence[RLRehearsal], cluster: Cluster, gpu: Gpu) -> str:
+    """The plan of a joint run's policies, which are on all ranks, one beside the other."""
+    held = {p.part: sum(count(p, gpu.memory).held.values()) for p in parts}
+    for p in parts:
+        p.beside = {f"the {name}": size for name, size in held.items() if name != p.part}
+    time = joint_arithmetic(cfg, parts, gpu)
+    return describe_parts(parts, cluster, roles_of({}, cluster.launch), gpu, time)
+
+
 def describe_parts(parts: Sequence[Planned], cluster: Cluster, roles: Roles, gpu: Gpu, time: tuple[str, Rows]) -> str:
-    """The same of the parts that a job has by roles, in the order of OF_A_RANK. `time`: a title and rows."""
+    """The same of the parts that a job has by roles, in the order of OF_A_RANK, or of a joint run's policies. `time`: a
+    title and rows.
+    """
     memories = [(p, count(p, gpu.memory)) for p in parts]
     shapes: dict[str, None] = {}
     of_ranks: list[list[str]] = []
     warned = []
     for p, memory in memories:
-        ranks, layout, role = roles.ranks[p.role or ACTOR], p.policy.layout, f"{p.role}: " if p.role else ""
+        ranks, layout, label = roles.ranks[p.role or ACTOR], p.policy.layout, f"{p.label}: " if p.label else ""
         shapes |= dict.fromkeys(_shipped_shapes(p, memory))
         of_ranks += _of_a_rank(p, memory, len(ranks), gpu)
         across = crossing(layout, ranks, cluster.per_node)
-        warned += [f"warning: {role}{warning}" for warning in (*across, *warnings(p, memory, gpu))]
+        for warning in (*across, *warnings(p, memory, gpu)):
+            warned.append(f"warning: {label}{of_part(warning, p.part) if p.part else warning}")
     topology, within = "Topology", ""
     if not roles.collocated:
         topology, within = "Placement", " within a role"
     title, rows = time
     sections = [
         [f"Plan of {words(cluster)}; no GPU, process group or weights were used", *shapes],
-        [topology, *listed([*_ranks(parts, roles, cluster), *_rewards(parts[0].cfg, roles, cluster)])],
-        ["Batch", *listed(_batch(parts))],
+        [topology, *listed([*_ranks(parts, roles, cluster), *_rewards(parts[-1].cfg, roles, cluster)])],
+        *_batches(parts),
         *of_ranks,
         ["In the host's memory", *listed(_host(memories, roles, cluster.per_node))],
         _across(parts, roles),
@@ -166,6 +180,15 @@ def _rewards(cfg: RunConfig, roles: Roles, cluster: Cluster) -> Rows:
     return rows
 
 
+def _batches(parts: Sequence[Planned]) -> Iterator[list[str]]:
+    """The arithmetic of a step, of each policy of a joint run."""
+    if not parts[0].part:
+        yield ["Batch", *listed(_batch(parts))]
+        return
+    for p in parts:
+        yield [f"Batch of the {p.part}", *listed(batch(p))]
+
+
 def _batch(parts: Sequence[Planned]) -> Rows:
     """The arithmetic of a step; of all roles, where ranks have roles."""
     p = parts[-1]  # the actor's
@@ -182,7 +205,7 @@ def _batch(parts: Sequence[Planned]) -> Rows:
 
 def _of_a_rank(p: Planned, memory: Memory, ranks: int, gpu: Gpu) -> Iterator[list[str]]:
     """The memory of a rank; of a role with its work, a rank of `ranks`."""
-    layout, title, work = p.policy.layout, "Memory of a rank", []
+    layout, title, work = p.policy.layout, f"Memory of a rank{': ' * bool(p.part)}{p.part}", []
     trained = f"{_numbers(layout.trained)} B of them trained"
     if p.role:
         title = f"{p.role.capitalize()}, a rank of {ranks}"
@@ -229,6 +252,7 @@ def _checkpointing(p: Planned, gpu: Gpu) -> Iterator[str]:
     key = f"model.gradient_checkpointing_blocks={blocks} of {len(p.policy.blocks)}"
     if not blocks:
         key = "model.gradient_checkpointing=false"
+    key = of_part(key, p.part) if p.part else key
     before, after = 100 * (1 - p.model_flops / p.flops), 100 * (1 - p.model_flops / flops)
     yield f"  fits too: {key}; backward passes then repeat {after:.0f} instead of {before:.0f} % of a step's arithmetic"
 
@@ -268,17 +292,18 @@ def _host(memories: Sequence[tuple[Planned, Memory]], roles: Roles, per_node: in
                 judges = sum(len(replica) for domain in domains for replica in domain.replicas)
                 kept -= memory.reward.asleep * (ranks - judges)
             kept += ranks * sum(memory.host.values())
-            known += memory.loading_of_a_node(ranks, judges, cast=False)
-            cast += memory.loading_of_a_node(ranks, judges, cast=True)
+            loads = [memory.loading_of_a_node(ranks, judges, cast=casts) for casts in (False, True)]
+            # the policies of a joint run are loaded one after the other
+            known, cast = (max(known, loads[0]), max(cast, loads[1])) if p.part else (known + loads[0], cast + loads[1])
         full, least, most = max(full, kept), max(least, known), max(most, cast)
     scale = Scale(max(full, most))
     rows = []
     for p, memory in memories:
         text = "nothing that counts"
         if memory.host:
-            text = f"{scale(sum(memory.host.values()))} {scale.unit}{' a rank' * bool(p.role)}: "
+            text = f"{scale(sum(memory.host.values()))} {scale.unit}{' a rank' * bool(p.label)}: "
             text += ", ".join(f"{name} {scale(size)}" for name, size in memory.host.items())
-        rows.append((p.role or "a rank", text))
+        rows.append((p.label or "a rank", text))
     loading = f"up to {scale.plain(least)} {scale.unit} a node"
     if most > least:
         loading += f"; {scale.plain(most)} if files that are not here hold other dtypes, for each rank casts its own"
@@ -313,15 +338,15 @@ def _across(parts: Sequence[Planned], roles: Roles) -> list[str]:
 
 
 def _messages(parts: Sequence[Planned]) -> Iterable[str]:
-    items = [(p.role, item) for p in parts for item in messages(p)]
+    items = [(p.label, item) for p in parts for item in messages(p)]
     if not items:
         return ["  none"]
     scale = Scale(max(item.size for _, item in items))
     rows: list[Sequence[str]] = [(scale.unit, "within a node", "across nodes")]
     within = across = 0
-    for role, item in items:
+    for label, item in items:
         sizes = item.size * (not item.nodes), item.size * item.nodes
-        rows.append((f"{role}: {item.what}" if role else item.what, *map(scale, sizes)))
+        rows.append((f"{label}: {item.what}" if label else item.what, *map(scale, sizes)))
         within, across = within + sizes[0], across + sizes[1]
     if not parts[0].role:
         rows.append(("together", scale(within), scale(across)))

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from phalanx.config.run import RLConfig
-from phalanx.distributed.roles import ACTOR, ROLLOUT, span
+from phalanx.distributed.roles import ROLLOUT, span
 from phalanx.plan.jobs import task_of, train_again
 from phalanx.plan.layout import Layout
 from phalanx.plan.memory import Memory, count
@@ -34,7 +34,7 @@ def crossing(layout: Layout, ranks: Sequence[int], per_node: int) -> Iterator[st
 def warnings(p: Planned, memory: Memory, gpu: Gpu) -> Iterator[str]:
     """Other facts that a user should know before the job runs."""
     plan = p.plan
-    samples, trains = p.role in ("", ROLLOUT), p.role in ("", ACTOR)
+    samples, trains = p.role in ("", ROLLOUT), p.trains
     if plan is not None and not plan.exact and samples and not p.policy.tokens:
         yield (
             f"rollout.micro_batch_size_per_gpu {plan.rollout_micro} is not ppo_micro_batch_size_per_gpu x window = "

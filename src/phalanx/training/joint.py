@@ -361,13 +361,13 @@ def build(cfg: JointConfig) -> JointTrainer:
     return JointTrainer(cfg, parts, rewriter, collectors, updaters, job)
 
 
-def check(cfg: JointConfig, launch: Launch | None = None) -> dict[str, BatchPlan]:
+def check(cfg: JointConfig, launch: Launch | None = None, *, installed: bool = True) -> dict[str, BatchPlan]:
     """The arithmetic of each policy's steps; refuses a configuration that the ranks of a launch (None: the present one)
-    cannot run (ConfigError), before ranks wait for one another.
+    cannot run (ConfigError), before ranks wait for one another. With `installed` False, engines need not be here.
     """
     plans = {}
     with about(WRITER):
-        plans[WRITER] = lm_rl.check(cfg.of_writer(), launch)
+        plans[WRITER] = lm_rl.check(cfg.of_writer(), launch, installed=installed)
     with about(PAINTER):
         plans[PAINTER] = flow_rl.check(cfg.of_painter(), launch)
     return plans

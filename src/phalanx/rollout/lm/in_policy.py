@@ -153,6 +153,8 @@ class LMRollout:
         }
         if count:
             row["response/truncated_reward_mean"] = of_cut / count
+        # nothing is drawn again: what a frozen tower has made of the images goes with the samples
+        self._drawn = [replace(drawn, look=None) for drawn in self._drawn]
         return row
 
     def close(self) -> None:
