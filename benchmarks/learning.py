@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,6 @@ import yaml
 from phalanx.functional.statistics import Estimate, paired_interval, t_half_width
 
 ROOT = Path(__file__).resolve().parents[1]
-TEACHER = "{teacher}"  # in a recipe: the folder of the model that the configuration's whole run ends with
 TEACHING = threading.Lock()
 Rows = list[dict[str, Any]]
 Run = dict[str, Any]  # the result of one
@@ -44,7 +43,9 @@ class Subject:
 
     `compared` are the keys of a model by which the recipes are compared with the first one, pair by pair of equal seeds:
     the first of `spreads` where it is empty. `scores(folder)` are a finished run's scores of the held-out prompts, of
-    the measure that is compared; `seeds` are the configuration keys that a run's seed is given to.
+    the measure that is compared; `seeds` are the configuration keys that a run's seed is given to. A name in braces in a
+    recipe or in `fixed` stands for a path: that which `paths[name](output)` has made, or {teacher}, the folder of the
+    model that the configuration's whole run ends with.
     """
 
     name: str
@@ -69,6 +70,7 @@ class Subject:
     compared: tuple[str, ...] = ()
     scores: Callable[[Path], list[float]] | None = None  # None: those of the last validation
     seeds: tuple[str, ...] = ("trainer.seed",)
+    paths: dict[str, Callable[[Path], Path]] = field(default_factory=dict)
 
     @property
     def results(self) -> Path:
@@ -171,8 +173,8 @@ def trained(subject: Subject, output: Path, name: str, recipe: list[str], seed: 
     shutil.rmtree(folder, ignore_errors=True)
     keys = [f"total_training_steps={steps}", f"test_freq={subject.test_freq}", "log_val_generations=1000"]
     keys += ["resume=never", f"output_dir={folder}", f"save_freq={steps}", "logger=[]"]
-    recipe = [part.replace(TEACHER, str(teacher(subject, output))) if TEACHER in part else part for part in recipe]
-    arguments = [subject.config, *subject.fixed, *recipe, *(f"trainer.{key}" for key in keys)]
+    parts = [with_paths(subject, output, part) for part in (*subject.fixed, *recipe)]
+    arguments = [subject.config, *parts, *(f"trainer.{key}" for key in keys)]
     arguments += [f"{key}={seed}" for key in subject.seeds]
     start = time.perf_counter()
     cpu_s = task(subject.task, arguments, output / f"{slug(name)}-{seed}.log", subject.ranks)
@@ -203,15 +205,26 @@ def validated(folder: Path, metric: str) -> list[float]:
     return [round(row["reward"] if term == "mean" else row["scores"][term], 4) for row in rows]
 
 
-def teacher(subject: Subject, output: Path) -> Path:
-    """The folder of the model that the configuration's whole run ends with, which the first that asks trains."""
-    folder = output / "teacher"
-    with TEACHING:
-        if not (folder / "export").is_dir():
-            keys = ["resume=never", f"output_dir={folder}", "log_val_generations=0", "logger=[]"]
-            task(subject.task, [subject.config, *(f"trainer.{key}" for key in keys)], output / "teacher.log")
-            keys = [f"checkpoint={folder}", f"output_dir={folder / 'export'}"]
-            task("export_checkpoint", keys, output / "export.log")
+def with_paths(subject: Subject, output: Path, part: str) -> str:
+    """A key with the paths of the names in braces, each of which the first that asks for it makes."""
+    for name in ("teacher", *subject.paths):
+        if f"{{{name}}}" in part:
+            with TEACHING:
+                path = subject.paths[name](output) if name in subject.paths else teacher(subject, output)
+            part = part.replace(f"{{{name}}}", str(path))
+    return part
+
+
+def teacher(subject: Subject, output: Path, name: str = "teacher", keys: Sequence[str] = ()) -> Path:
+    """The folder of the model that the configuration's run with these keys ends with, which is trained where it is not
+    there yet.
+    """
+    folder = output / name
+    if not (folder / "export").is_dir():
+        keys = [*keys, *(f"trainer.{key}" for key in ("resume=never", "log_val_generations=0", "logger=[]"))]
+        task(subject.task, [subject.config, *keys, f"trainer.output_dir={folder}"], output / f"{name}.log")
+        export = [f"checkpoint={folder}", f"output_dir={folder / 'export'}"]
+        task("export_checkpoint", export, output / f"{name}_export.log")
     return folder / "export"
 
 
