@@ -3,9 +3,9 @@
     python benchmarks/learn_joint.py
     python benchmarks/learn_joint.py both writer --seeds 0 --steps 20 --no-docs
 
-As learn.py, with the recipes of learn_joint.yaml. The table has rewards of test.jsonl: of pictures of the writer's texts,
-and of texts that it wrote for another problem (`swapped`), which is what a painter scores that ignores its prompt. It
-goes to docs/joint.md.
+As learn.py, with the recipes of learn_joint.yaml. The table has rewards of test.jsonl: of pictures of the writer's
+texts, and of texts that it wrote for another problem (`swapped`), which is what a painter scores that ignores its
+prompt. It goes to docs/joint.md.
 """
 
 from pathlib import Path
@@ -43,9 +43,9 @@ SUBJECT = Subject(
     scale="reward of pictures of the writer's texts",
     noun="pictures",
     samples=256,  # of every recipe
-    steps=40,
-    test_freq=10,
-    target=0.5,
+    steps=20,
+    test_freq=20,
+    target=None,
     spreads={"rewritten": "rewritten", "swapped": "swapped", "difference": "rewritten - swapped"},
     means={},
     base=base,

@@ -1,8 +1,8 @@
 """What the tables of learning have in common: see learn.py, of flow models, and learn_lm.py, of language models.
 
-A table has the mean of each recipe over its seeds with Student's 95 % interval, and the difference from the first recipe:
-over pairs of runs with equal seeds, and over held-out prompts where both have the scores of each. A difference whose
-interval holds 0 is "not told apart". Of three seeds an interval is 2.5 standard deviations to either side.
+A table has the mean of each recipe over its seeds with Student's 95 % interval, and the difference from the first
+recipe: over pairs of runs with equal seeds, and over held-out prompts where both have the scores of each. A difference
+whose interval holds 0 is "not told apart". Of three seeds an interval is 2.5 standard deviations to either side.
 """
 
 import argparse
@@ -37,15 +37,16 @@ class Subject:
 
     Results go to `results/<name>.json`. `page` is a file below docs/, and `picture` is the page's, if any; the table
     stands between the page's marks `<!-- mark: begin -->` and `<!-- mark: end -->`. `validation` is the metric of the
-    curves, called `scale`, which is to reach `target`; a step samples `samples` of `noun`. `base(output)` and
-    `after(folder, rows)`, of a finished run's folder and rows of metrics, say what the table has of a model; its
-    columns, titles by key, are the means of all seeds with their intervals (`spreads`), or the means alone (`means`).
+    curves, called `scale`, which is to reach `target`, unless it is None; a step samples `samples` of `noun`.
+    `base(output)` and `after(folder, rows)`, of a finished run's folder and rows of metrics, say what the table has of
+    a model; its columns, titles by key, are the means of all seeds with their intervals (`spreads`), or only the means
+    (`means`).
 
-    `compared` are the keys of a model by which the recipes are compared with the first one, pair by pair of equal seeds:
-    the first of `spreads` where it is empty. `scores(folder)` are a finished run's scores of the held-out prompts, of
-    the measure that is compared; `seeds` are the configuration keys that a run's seed is given to. A name in braces in a
-    recipe or in `fixed` stands for a path: that which `paths[name](output)` has made, or {teacher}, the folder of the
-    model that the configuration's whole run ends with.
+    `compared` are the keys of a model by which the recipes are compared with the first one, in pairs of equal seeds:
+    the first of `spreads` where it is empty. `scores(folder)` are a finished run's scores of the held-out prompts, of the
+    first measure that is compared; `seeds` are the configuration keys that a run's seed is given to. A name in braces
+    in a recipe or in `fixed` stands for a path: that which `paths[name](output)` has made, or {teacher}, the folder of
+    the model that the configuration's whole run ends with.
     """
 
     name: str
@@ -61,7 +62,7 @@ class Subject:
     samples: int
     steps: int
     test_freq: int
-    target: float
+    target: float | None
     spreads: dict[str, str]
     means: dict[str, str]
     base: Callable[[Path], dict[str, float]]
@@ -256,21 +257,26 @@ def table(subject: Subject, base: dict[str, float], results: Iterable[Run]) -> l
     first = next(iter(runs))
     compared = subject.compared or tuple(subject.spreads)[:1]
     differences = [f"{subject.spreads[key]}, difference from `{first}`" for key in compared]
-    reaching = [f"{subject.noun} to {subject.target:g}", f"CPU seconds to {subject.target:g}"]
+    reaching = []
+    if subject.target is not None:
+        reaching = [f"{subject.noun} to {subject.target:g}", f"CPU seconds to {subject.target:g}"]
     titles = ["recipe", "seeds", *subject.spreads.values(), *differences, *reaching, *subject.means.values()]
 
     def of_base(keys: Iterable[str]) -> list[str]:
         return [f"{base[key]:.3f}" if key in base else "" for key in keys]
 
-    cells = ["the base", "", *of_base(subject.spreads), *[""] * (len(compared) + 2), *of_base(subject.means)]
-    of_none = "|" + "".join(f" {cell} |" if cell else " |" for cell in cells)
-    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|", of_none]
+    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
+    if base:
+        gap = [""] * (len(compared) + len(reaching))
+        cells = ["the base", "", *of_base(subject.spreads), *gap, *of_base(subject.means)]
+        lines.append("|" + "".join(f" {cell} |" if cell else " |" for cell in cells))
     for name, group in runs.items():
-        samples, seconds = zip(*(reached(subject, run["curve"]) for run in group), strict=True)
         cells = [with_interval([run["after"][key] for run in group]) for key in subject.spreads]
         for key in compared:
             cells.append("" if name == first else str(difference(group, runs[first], key, scored=key == compared[0])))
-        cells += [spread(samples, "{:.0f}"), spread(seconds, "{:.0f}")]
+        if subject.target is not None:
+            samples, seconds = zip(*(reached(subject, run["curve"]) for run in group), strict=True)
+            cells += [spread(samples, "{:.0f}"), spread(seconds, "{:.0f}")]
         cells += [f"{statistics.fmean(run['after'][key] for run in group):.3f}" for key in subject.means]
         lines.append(f"| `{name}` | {len(group)} | {' | '.join(cells)} |")
     return lines
@@ -325,7 +331,7 @@ def with_interval(values: Sequence[float]) -> str:
 def reached(subject: Subject, curve: list[list[float]]) -> tuple[float | None, float | None]:
     """Samples and seconds until the validation first reaches the target; None where it never does."""
     for step, value, seconds in curve:
-        if value >= subject.target:
+        if subject.target is not None and value >= subject.target:
             return step * subject.samples, seconds
     return None, None
 
@@ -364,7 +370,8 @@ def curves(subject: Subject, results: Iterable[Run], file: Path) -> None:
         for curve in own:
             draw(*axes_of(subject, curve), color="tab:blue", linewidth=1.4)
         panel.set_title(name, fontsize=9)
-        panel.axhline(subject.target, color="0.6", linewidth=0.6, linestyle=":")
+        if subject.target is not None:
+            panel.axhline(subject.target, color="0.6", linewidth=0.6, linestyle=":")
         panel.tick_params(labelsize=7)
     for panel in list(axes.flat)[len(runs) :]:
         panel.set_visible(False)
