@@ -43,10 +43,10 @@ class Subject:
     (`means`).
 
     `compared` are the keys of a model by which the recipes are compared with the first one, in pairs of equal seeds:
-    the first of `spreads` where it is empty. `scores(folder)` are a finished run's scores of the held-out prompts, of the
-    first measure that is compared; `seeds` are the configuration keys that a run's seed is given to. A name in braces
-    in a recipe or in `fixed` stands for a path: that which `paths[name](output)` has made, or {teacher}, the folder of
-    the model that the configuration's whole run ends with.
+    the first of `spreads` where it is empty. `scores(folder)` are a finished run's scores of the held-out prompts, of
+    the first measure that is compared; `seeds` are the configuration keys that a run's seed is given to. A name in
+    braces in a recipe or in `fixed` stands for a path: that which `paths[name](output)` has made, or {teacher}, the
+    folder of the model that the configuration's whole run ends with.
     """
 
     name: str
