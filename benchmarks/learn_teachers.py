@@ -18,7 +18,7 @@ from learning import ROOT, Rows, Subject, main, metrics, task, teacher
 CONFIG = "configs/grpo/quickstart.yaml"
 TEST = "val/test/reward/gsm8k"
 TASKS = ("sums", "products")
-STEPS = 60
+STEPS = 40
 
 
 def kind(question: str) -> str:
@@ -75,7 +75,7 @@ SUBJECT = Subject(
     name="learn_teachers",
     task="train_grpo",
     config=CONFIG,
-    fixed=["data.train_files=[{tasks}]"],
+    fixed=["data.train_files=[{tasks}]", "trainer.val_before_train=false"],
     page="algorithms.md",
     picture="",
     mark="teachers",
@@ -84,8 +84,8 @@ SUBJECT = Subject(
     noun="samples",
     samples=128,  # of every recipe
     steps=STEPS,
-    test_freq=10,
-    target=0.7,
+    test_freq=STEPS,
+    target=None,
     spreads={"test": "test", "sums": "sums", "products": "products"},
     means={},
     base=base,
