@@ -49,7 +49,8 @@ def sampled(folder: Path, source: list[str]) -> dict[str, float]:
 
 def scores(folder: Path) -> dict[str, float]:
     """The images of a folder: `ocr` and `tesseract`, their mean scores in 0..1; `pixels`, the mean distance (RMS, of
-    1) of two images of one prompt; `colours`, the standard deviation of the images' mean colours.
+    1) of two images of one prompt; `colours`, the standard deviation of the images' mean colours. Each prompt's score
+    by `ocr` goes to prompts.json.
     """
     import torch
 
@@ -61,6 +62,8 @@ def scores(folder: Path) -> dict[str, float]:
     reader = Ocr(detect=False)
     tensor = torch.from_numpy(images).permute(0, 3, 1, 2).float()
     ocr = reader(tensor, prompts, [{"ground_truth": target(prompt)} for prompt in prompts])
+    by_prompt = np.round(np.reshape(ocr, (-1, IMAGES_PER_PROMPT)).mean(1), 4)
+    (folder / "prompts.json").write_text(json.dumps(by_prompt.tolist()))
     groups = images.reshape(-1, IMAGES_PER_PROMPT, images[0].size)
     pairs = [(i, j) for i in range(IMAGES_PER_PROMPT) for j in range(i)]
     distances = [np.sqrt(np.square(groups[:, i] - groups[:, j]).mean(1)).mean() for i, j in pairs]
@@ -72,6 +75,12 @@ def scores(folder: Path) -> dict[str, float]:
         "pixels": float(np.mean(distances)),
         "colours": float(images.mean((1, 2)).std(0).mean()),
     }
+
+
+def of_prompts(folder: Path) -> list[float]:
+    """The score of each held-out prompt by `ocr`, of a finished run."""
+    known: list[float] = json.loads((folder / "samples" / "prompts.json").read_text())
+    return known
 
 
 def target(prompt: str) -> str:
@@ -137,6 +146,7 @@ SUBJECT = Subject(
     means={"pixels": "pixels", "colours": "colours"},
     base=base,
     after=after,
+    scores=of_prompts,
 )
 
 if __name__ == "__main__":

@@ -1,4 +1,9 @@
-"""What the two tables of learning have in common: see learn.py, of flow models, and learn_lm.py, of language models."""
+"""What the tables of learning have in common: see learn.py, of flow models, and learn_lm.py, of language models.
+
+A table has the mean of each recipe over its seeds with Student's 95 % interval, and the difference from the first
+recipe: over pairs of runs with equal seeds, and over held-out prompts where both have the scores of each. A difference
+whose interval holds 0 is "not told apart". Of three seeds an interval is 2.5 standard deviations to either side.
+"""
 
 import argparse
 import json
@@ -11,16 +16,19 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
 
+from phalanx.functional.statistics import Estimate, paired_interval, t_half_width
+
 ROOT = Path(__file__).resolve().parents[1]
-TEACHER = "{teacher}"  # in a recipe: the folder of the model that the configuration's whole run ends with
 TEACHING = threading.Lock()
 Rows = list[dict[str, Any]]
+Run = dict[str, Any]  # the result of one
 
 
 @dataclass(frozen=True)
@@ -29,10 +37,16 @@ class Subject:
 
     Results go to `results/<name>.json`. `page` is a file below docs/, and `picture` is the page's, if any; the table
     stands between the page's marks `<!-- mark: begin -->` and `<!-- mark: end -->`. `validation` is the metric of the
-    curves, called `scale`, which is to reach `target`; a step samples `samples` of `noun`. `base(output)` and
-    `after(folder, rows)`, of a finished run's folder and rows of metrics, say what the table has of a model; its
-    columns, titles by key, are the means of all seeds with the smallest and the largest (`spreads`), or the means alone
+    curves, called `scale`, which is to reach `target`, unless it is None; a step samples `samples` of `noun`.
+    `base(output)` and `after(folder, rows)`, of a finished run's folder and rows of metrics, say what the table has of
+    a model; its columns, titles by key, are the means of all seeds with their intervals (`spreads`), or only the means
     (`means`).
+
+    `compared` are the keys of a model by which the recipes are compared with the first one, in pairs of equal seeds:
+    the first of `spreads` where it is empty. `scores(folder)` are a finished run's scores of the held-out prompts, of
+    the first measure that is compared; `seeds` are the configuration keys that a run's seed is given to. A name in
+    braces in a recipe or in `fixed` stands for a path: that which `paths[name](output)` has made, or {teacher}, the
+    folder of the model that the configuration's whole run ends with.
     """
 
     name: str
@@ -48,12 +62,16 @@ class Subject:
     samples: int
     steps: int
     test_freq: int
-    target: float
+    target: float | None
     spreads: dict[str, str]
     means: dict[str, str]
     base: Callable[[Path], dict[str, float]]
     after: Callable[[Path, Rows], dict[str, float]]
     ranks: int = 1  # CPU processes of a run
+    compared: tuple[str, ...] = ()
+    scores: Callable[[Path], list[float]] | None = None  # None: those of the last validation
+    seeds: tuple[str, ...] = ("trainer.seed",)
+    paths: dict[str, Callable[[Path], Path]] = field(default_factory=dict)
 
     @property
     def results(self) -> Path:
@@ -76,6 +94,7 @@ def main(subject: Subject, description: str | None) -> None:
     parser.add_argument("--jobs", type=int, default=2, help="runs at once, a CPU core each (2)")
     parser.add_argument("--output", type=Path, default=ROOT / "outputs" / subject.name)
     parser.add_argument("--keep", action="store_true", help=f"take those of results/{subject.name}.json as they are")
+    parser.add_argument("--no-training", action="store_true", help="only runs whose results are there")
     parser.add_argument("--no-docs", action="store_true", help="print the table, write no results, table or picture")
     args = parser.parse_args()
     unknown = sorted(set(args.names) - set(recipes))
@@ -86,20 +105,28 @@ def main(subject: Subject, description: str | None) -> None:
     args.output.mkdir(parents=True, exist_ok=True)
     if args.keep:
         keep(subject, args.output)
-    base = remembered(args.output / "base" / "scores.json", lambda: subject.base(args.output))
-    with ThreadPoolExecutor(args.jobs) as pool:
-        jobs = [
-            pool.submit(trained, subject, args.output, name, recipes[name], seed, args.steps) for name, seed in runs
-        ]
-        done, _ = wait(jobs, return_when=FIRST_EXCEPTION)
-        if any(job.exception() is not None for job in done):
-            pool.shutdown(cancel_futures=True)
-        results = [job.result() for job in jobs]
+    if args.no_training:
+        base, results = json.loads((args.output / "base" / "scores.json").read_text()), []
+        for name, seed in runs:
+            result = finished(args.output, name, recipes[name], seed, args.steps)
+            if result is not None:
+                results.append(result)
+    else:
+        base = remembered(args.output / "base" / "scores.json", lambda: subject.base(args.output))
+        with ThreadPoolExecutor(args.jobs) as pool:
+            jobs = [
+                pool.submit(trained, subject, args.output, name, recipes[name], seed, args.steps) for name, seed in runs
+            ]
+            done, _ = wait(jobs, return_when=FIRST_EXCEPTION)
+            if any(job.exception() is not None for job in done):
+                pool.shutdown(cancel_futures=True)
+            results = [job.result() for job in jobs]
     lines = table(subject, base, results)
     print("\n".join(lines))
     if not args.no_docs:
         docs = ROOT / "docs"
-        subject.results.write_text(json.dumps({"base": base, "runs": results}, indent=1) + "\n")
+        runs_of_lines = ",\n".join(json.dumps(result) for result in results)
+        subject.results.write_text(f'{{"base": {json.dumps(base)}, "runs": [\n{runs_of_lines}\n]}}\n')
         if subject.picture:
             curves(subject, results, docs / "images" / subject.picture)
         insert(docs / subject.page, subject.mark, lines)
@@ -127,20 +154,29 @@ def remembered(file: Path, find: Callable[[], dict[str, float]]) -> dict[str, fl
     return known
 
 
-def trained(subject: Subject, output: Path, name: str, recipe: list[str], seed: int, steps: int) -> dict[str, Any]:
-    """The result of one run, which is trained where it is not there yet."""
-    folder = output / f"{slug(name)}-{seed}"
-    file = folder / "result.json"
+def finished(output: Path, name: str, recipe: list[str], seed: int, steps: int) -> Run | None:
+    """The result of a run that is there; None where it is not, or has another recipe."""
+    file = output / f"{slug(name)}-{seed}" / "result.json"
+    if not file.is_file():
+        return None
+    result: Run = json.loads(file.read_text())
     wanted = {"name": name, "recipe": recipe, "seed": seed, "steps": steps}
-    if file.is_file():
-        result: dict[str, Any] = json.loads(file.read_text())
-        if {key: result[key] for key in wanted} == wanted:
-            return result
+    return result if {key: result[key] for key in wanted} == wanted else None
+
+
+def trained(subject: Subject, output: Path, name: str, recipe: list[str], seed: int, steps: int) -> Run:
+    """The result of one run, which is trained where it is not there yet."""
+    result = finished(output, name, recipe, seed, steps)
+    if result is not None:
+        return result
+    wanted = {"name": name, "recipe": recipe, "seed": seed, "steps": steps}
+    folder = output / f"{slug(name)}-{seed}"
     shutil.rmtree(folder, ignore_errors=True)
-    keys = [f"total_training_steps={steps}", f"test_freq={subject.test_freq}", "log_val_generations=0", f"seed={seed}"]
+    keys = [f"total_training_steps={steps}", f"test_freq={subject.test_freq}", "log_val_generations=1000"]
     keys += ["resume=never", f"output_dir={folder}", f"save_freq={steps}", "logger=[]"]
-    recipe = [part.replace(TEACHER, str(teacher(subject, output))) if TEACHER in part else part for part in recipe]
-    arguments = [subject.config, *subject.fixed, *recipe, *(f"trainer.{key}" for key in keys)]
+    parts = [with_paths(subject, output, part) for part in (*subject.fixed, *recipe)]
+    arguments = [subject.config, *parts, *(f"trainer.{key}" for key in keys)]
+    arguments += [f"{key}={seed}" for key in subject.seeds]
     start = time.perf_counter()
     cpu_s = task(subject.task, arguments, output / f"{slug(name)}-{seed}.log", subject.ranks)
     share = cpu_s / (time.perf_counter() - start)  # of a core: what else the machine does must not count
@@ -151,7 +187,8 @@ def trained(subject: Subject, output: Path, name: str, recipe: list[str], seed: 
         if subject.validation in row:
             curve.append([row["step"], round(row[subject.validation], 4), round(seconds, 1)])
     result = wanted | {"curve": curve, "seconds": round(cpu_s, 1), "after": subject.after(folder, rows)}
-    file.write_text(json.dumps(result, indent=1) + "\n")
+    result["scores"] = validated(folder, subject.validation) if subject.scores is None else subject.scores(folder)
+    (folder / "result.json").write_text(json.dumps(result, indent=1) + "\n")
     print(f"{name}, seed {seed}: {curve[0][1]:.3f} -> {curve[-1][1]:.3f} in {result['seconds']:.0f} CPU s", flush=True)
     return result
 
@@ -161,15 +198,34 @@ def metrics(folder: Path) -> Rows:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def teacher(subject: Subject, output: Path) -> Path:
-    """The folder of the model that the configuration's whole run ends with, which the first that asks trains."""
-    folder = output / "teacher"
-    with TEACHING:
-        if not (folder / "export").is_dir():
-            keys = ["resume=never", f"output_dir={folder}", "log_val_generations=0", "logger=[]"]
-            task(subject.task, [subject.config, *(f"trainer.{key}" for key in keys)], output / "teacher.log")
-            keys = [f"checkpoint={folder}", f"output_dir={folder / 'export'}"]
-            task("export_checkpoint", keys, output / "export.log")
+def validated(folder: Path, metric: str) -> list[float]:
+    """The scores of all prompts in a run's last validation, whose mean is `metric`."""
+    _, name, _, term = metric.split("/")
+    index = sorted(folder.glob(f"*/{name}/step_*/index.jsonl"))[-1]
+    rows = [json.loads(line) for line in index.read_text().splitlines()]
+    return [round(row["reward"] if term == "mean" else row["scores"][term], 4) for row in rows]
+
+
+def with_paths(subject: Subject, output: Path, part: str) -> str:
+    """A key with the paths of the names in braces, each of which the first that asks for it makes."""
+    for name in ("teacher", *subject.paths):
+        if f"{{{name}}}" in part:
+            with TEACHING:
+                path = subject.paths[name](output) if name in subject.paths else teacher(subject, output)
+            part = part.replace(f"{{{name}}}", str(path))
+    return part
+
+
+def teacher(subject: Subject, output: Path, name: str = "teacher", keys: Sequence[str] = ()) -> Path:
+    """The folder of the model that the configuration's run with these keys ends with, which is trained where it is not
+    there yet.
+    """
+    folder = output / name
+    if not (folder / "export").is_dir():
+        keys = [*keys, *(f"trainer.{key}" for key in ("resume=never", "log_val_generations=0", "logger=[]"))]
+        task(subject.task, [subject.config, *keys, f"trainer.output_dir={folder}"], output / f"{name}.log")
+        export = [f"checkpoint={folder}", f"output_dir={folder / 'export'}"]
+        task("export_checkpoint", export, output / f"{name}_export.log")
     return folder / "export"
 
 
@@ -193,33 +249,89 @@ def task(name: str, arguments: Sequence[str], log: Path, ranks: int = 1) -> floa
     return usage.ru_utime + usage.ru_stime
 
 
-def table(subject: Subject, base: dict[str, float], results: Iterable[dict[str, Any]]) -> list[str]:
-    """The results as Markdown: means over the seeds, with the smallest and the largest."""
-    runs: dict[str, list[dict[str, Any]]] = {}
+def table(subject: Subject, base: dict[str, float], results: Iterable[Run]) -> list[str]:
+    """The results as Markdown: means over the seeds with their intervals, and differences from the first recipe."""
+    runs: dict[str, list[Run]] = {}
     for result in results:
         runs.setdefault(result["name"], []).append(result)
-    reaching = [f"{subject.noun} to {subject.target:g}", f"CPU seconds to {subject.target:g}"]
-    titles = ["recipe", "seeds", *subject.spreads.values(), *reaching, *subject.means.values()]
+    first = next(iter(runs))
+    compared = subject.compared or tuple(subject.spreads)[:1]
+    differences = [f"{subject.spreads[key]}, difference from `{first}`" for key in compared]
+    reaching = []
+    if subject.target is not None:
+        reaching = [f"{subject.noun} to {subject.target:g}", f"CPU seconds to {subject.target:g}"]
+    titles = ["recipe", "seeds", *subject.spreads.values(), *differences, *reaching, *subject.means.values()]
 
     def of_base(keys: Iterable[str]) -> list[str]:
         return [f"{base[key]:.3f}" if key in base else "" for key in keys]
 
-    cells = ["the base", "", *of_base(subject.spreads), "", "", *of_base(subject.means)]
-    of_none = "|" + "".join(f" {cell} |" if cell else " |" for cell in cells)
-    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|", of_none]
-    for name, found in runs.items():
-        samples, seconds = zip(*(reached(subject, run["curve"]) for run in found), strict=True)
-        cells = [spread([run["after"][key] for run in found], "{:.3f}") for key in subject.spreads]
-        cells += [spread(samples, "{:.0f}"), spread(seconds, "{:.0f}")]
-        cells += [f"{statistics.fmean(run['after'][key] for run in found):.3f}" for key in subject.means]
-        lines.append(f"| `{name}` | {len(found)} | {' | '.join(cells)} |")
+    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
+    if base:
+        gap = [""] * (len(compared) + len(reaching))
+        cells = ["the base", "", *of_base(subject.spreads), *gap, *of_base(subject.means)]
+        lines.append("|" + "".join(f" {cell} |" if cell else " |" for cell in cells))
+    for name, group in runs.items():
+        cells = [with_interval([run["after"][key] for run in group]) for key in subject.spreads]
+        for key in compared:
+            cells.append("" if name == first else str(difference(group, runs[first], key, scored=key == compared[0])))
+        if subject.target is not None:
+            samples, seconds = zip(*(reached(subject, run["curve"]) for run in group), strict=True)
+            cells += [spread(samples, "{:.0f}"), spread(seconds, "{:.0f}")]
+        cells += [f"{statistics.fmean(run['after'][key] for run in group):.3f}" for key in subject.means]
+        lines.append(f"| `{name}` | {len(group)} | {' | '.join(cells)} |")
     return lines
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How a recipe differs from another one: over runs with equal seeds, and over held-out prompts, if known."""
+
+    seeds: Estimate
+    prompts: Estimate | None
+
+    @property
+    def told_apart(self) -> bool:
+        """Whether there is an interval over seeds, and none of both holds 0."""
+        for estimate in (self.seeds, self.prompts):
+            if estimate is not None and (estimate.low is None or estimate.high is None):
+                return False
+            if estimate is not None and estimate.low <= 0 <= estimate.high:
+                return False
+        return True
+
+    def __str__(self) -> str:
+        text = f"{self.seeds.value:+.3f}"
+        if self.seeds.high is not None:
+            text += f" ± {self.seeds.high - self.seeds.value:.3f}"
+        if self.prompts is not None and self.prompts.low is not None:
+            text += f"; of prompts {self.prompts.low:+.3f} to {self.prompts.high:+.3f}"
+        return text if self.told_apart else f"{text}: not told apart"
+
+
+def difference(runs: Sequence[Run], others: Sequence[Run], key: str, scored: bool = True) -> Difference:
+    """The difference of `after[key]` of runs from others with equal seeds; that of prompts is of their means over these
+    seeds, where `scored` says that the runs' scores are of this measure.
+    """
+    by_seed = {run["seed"]: run for run in others}
+    pairs = [(run, by_seed[run["seed"]]) for run in runs if run["seed"] in by_seed]
+    values, references = np.array([[run["after"][key] for run in pair] for pair in pairs]).T
+    of_prompts = None
+    if scored and all("scores" in run for pair in pairs for run in pair):
+        scores, expected = np.array([[run["scores"] for run in pair] for pair in pairs]).mean(0)
+        of_prompts = paired_interval(scores, expected)
+    return Difference(paired_interval(values, references), of_prompts)
+
+
+def with_interval(values: Sequence[float]) -> str:
+    """`mean ± half the width` of Student's interval; the mean alone of a single run."""
+    half = t_half_width(np.array(values))
+    return f"{statistics.fmean(values):.3f}" if half is None else f"{statistics.fmean(values):.3f} ± {half:.3f}"
 
 
 def reached(subject: Subject, curve: list[list[float]]) -> tuple[float | None, float | None]:
     """Samples and seconds until the validation first reaches the target; None where it never does."""
     for step, value, seconds in curve:
-        if value >= subject.target:
+        if subject.target is not None and value >= subject.target:
             return step * subject.samples, seconds
     return None, None
 
@@ -235,7 +347,7 @@ def spread(values: Sequence[float | None], form: str) -> str:
     return text if len(there) == len(values) else f"{text}, {len(there)} of {len(values)} runs"
 
 
-def curves(subject: Subject, results: Iterable[dict[str, Any]], file: Path) -> None:
+def curves(subject: Subject, results: Iterable[Run], file: Path) -> None:
     """Validation over the sampled images, a panel for each recipe, all seeds in it and the others behind."""
     import matplotlib
 
@@ -258,7 +370,8 @@ def curves(subject: Subject, results: Iterable[dict[str, Any]], file: Path) -> N
         for curve in own:
             draw(*axes_of(subject, curve), color="tab:blue", linewidth=1.4)
         panel.set_title(name, fontsize=9)
-        panel.axhline(subject.target, color="0.6", linewidth=0.6, linestyle=":")
+        if subject.target is not None:
+            panel.axhline(subject.target, color="0.6", linewidth=0.6, linestyle=":")
         panel.tick_params(labelsize=7)
     for panel in list(axes.flat)[len(runs) :]:
         panel.set_visible(False)

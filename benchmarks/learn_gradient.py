@@ -1,0 +1,60 @@
+"""What does the reward's gradient give? Algorithms with and without it, with an equal number of images, over several
+seeds.
+
+    python benchmarks/learn_gradient.py
+    python benchmarks/learn_gradient.py draft --seeds 0 --no-docs
+
+As learn.py, with the recipes of learn_gradient.yaml and a reward that has a gradient: the share of red in an image's
+light. The table goes to docs/algorithms.md.
+"""
+
+from pathlib import Path
+
+from learning import Rows, Subject, main, metrics, task
+
+CONFIG = "configs/flowgrpo/quickstart.yaml"
+FIXED = [
+    "reward.functions=[{path: benchmarks/redness.py:redness}]",
+    "optim.lr_scheduler=constant",
+    "actor.ema.decay=null",
+]
+HELD_OUT = "val/held_out/reward/redness"
+
+
+def base(output: Path) -> dict[str, float]:
+    """What is said of the base: a run without a step."""
+    folder = output / "base"
+    keys = ["total_training_steps=0", "resume=never", "save_freq=-1", "logger=[]", f"output_dir={folder}"]
+    task("train_flowgrpo", [CONFIG, *FIXED, *(f"trainer.{key}" for key in keys)], output / "base.log")
+    return after(folder, metrics(folder))
+
+
+def after(folder: Path, rows: Rows) -> dict[str, float]:
+    """What is said of a run at its end."""
+    return {"redness": [row[HELD_OUT] for row in rows if HELD_OUT in row][-1]}
+
+
+SUBJECT = Subject(
+    name="learn_gradient",
+    task="train_flowgrpo",
+    config=CONFIG,
+    fixed=FIXED,
+    page="algorithms.md",
+    picture="",
+    mark="gradient",
+    validation=HELD_OUT,
+    scale="redness of held-out prompts",
+    noun="images",
+    samples=96,  # of every recipe
+    steps=10,
+    test_freq=10,
+    target=None,
+    spreads={"redness": "redness"},
+    means={},
+    base=base,
+    after=after,
+    seeds=("trainer.seed", "data.seed"),
+)
+
+if __name__ == "__main__":
+    main(SUBJECT, __doc__)

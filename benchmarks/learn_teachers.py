@@ -1,0 +1,103 @@
+"""Does a student learn from several teachers what each of them knows? Over several seeds.
+
+    python benchmarks/learn_teachers.py
+    python benchmarks/learn_teachers.py "two teachers" --seeds 0 --no-docs
+
+The problems of the quickstart of language models are split into two tasks: those with a product, and those of sums and
+differences only. A teacher of each is trained on its rows, for as many steps as a student. As learn_lm.py, with the
+recipes of learn_teachers.yaml; the table goes to docs/algorithms.md.
+"""
+
+import json
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+from learning import ROOT, Rows, Subject, main, metrics, task, teacher
+
+CONFIG = "configs/grpo/quickstart.yaml"
+TEST = "val/test/reward/gsm8k"
+TASKS = ("sums", "products")
+STEPS = 40
+
+
+def kind(question: str) -> str:
+    """The task of a problem."""
+    return "products" if " boxes with " in question or " a day for " in question else "sums"
+
+
+def rows_of(output: Path, *tasks: str) -> Path:
+    """A file of the training problems of these tasks, with a column `task`."""
+    file = output / f"{'_'.join(tasks)}.jsonl"
+    lines = []
+    for line in (ROOT / "assets/words/train.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        row["task"] = kind(row["question"])
+        if row["task"] in tasks:
+            lines.append(json.dumps(row) + "\n")
+    file.write_text("".join(lines))
+    return file
+
+
+def taught(output: Path, name: str) -> Path:
+    """The teacher of a task."""
+    keys = [f"data.train_files=[{rows_of(output, name)}]", f"trainer.total_training_steps={STEPS}"]
+    keys += [f"trainer.test_freq={STEPS}", f"trainer.save_freq={STEPS}"]
+    return teacher(SUBJECT, output, f"teacher_{name}", keys)
+
+
+def base(output: Path) -> dict[str, float]:
+    """What is said of the base: a run without a step."""
+    folder = output / "base"
+    keys = ["total_training_steps=0", "resume=never", "save_freq=-1", "log_val_generations=1000", "logger=[]"]
+    task(
+        "train_grpo", [CONFIG, *(f"trainer.{key}" for key in keys), f"trainer.output_dir={folder}"], output / "base.log"
+    )
+    return after(folder, metrics(folder))
+
+
+def after(folder: Path, rows: Rows) -> dict[str, float]:
+    """What is said of a run at its end."""
+    index = sorted(folder.glob("samples/test/step_*/index.jsonl"))[-1]
+    records = [json.loads(line) for line in index.read_text().splitlines()]
+    scores: dict[str, list[float]] = {name: [] for name in TASKS}
+    for record in records:
+        scores[kind(record["prompt"])].append(record["scores"]["gsm8k"])
+    return {"test": mean([*scores["sums"], *scores["products"]])} | {name: mean(scores[name]) for name in TASKS}
+
+
+def mean(values: Sequence[float]) -> float:
+    """The mean, as tables have it."""
+    return round(statistics.fmean(values), 4)
+
+
+SUBJECT = Subject(
+    name="learn_teachers",
+    task="train_grpo",
+    config=CONFIG,
+    fixed=["data.train_files=[{tasks}]", "trainer.val_before_train=false"],
+    page="algorithms.md",
+    picture="",
+    mark="teachers",
+    validation=TEST,
+    scale="right answers to test.jsonl",
+    noun="samples",
+    samples=128,  # of every recipe
+    steps=STEPS,
+    test_freq=STEPS,
+    target=None,
+    spreads={"test": "test", "sums": "sums", "products": "products"},
+    means={},
+    base=base,
+    after=after,
+    compared=("test", "sums", "products"),
+    seeds=("trainer.seed", "data.seed"),
+    paths={
+        "tasks": lambda output: rows_of(output, *TASKS),
+        "sums": lambda output: taught(output, "sums"),
+        "products": lambda output: taught(output, "products"),
+    },
+)
+
+if __name__ == "__main__":
+    main(SUBJECT, __doc__)
