@@ -17,25 +17,7 @@ from phalanx.telemetry import runs, watch
 from phalanx.telemetry.records import Record
 from phalanx.telemetry.report import write_report
 from phalanx.telemetry.watch import Server, Watcher, is_loopback, main
-from tests.pages import Page, logger, run
-
-EVIL = '</pre></script><script>alert(1)</script><img src=x onerror="alert(2)">'
-
-
-def add_ranks(folder: Path, ranks: int = 2, text: str = "") -> Path:
-    """Files of ranks after a step of 2 s, in which all wait a second for rank 1."""
-    (folder / "ranks").mkdir()
-    for rank in range(ranks):
-        state = {"rank": rank, "ranks": ranks, "role": "actor", "host": f"node-{rank // 8}", "pid": 1, "interval": 2.0}
-        state |= {"at": time.time(), "step": 2, "phase": "rollout", "phase_since": time.time(), "total": 3}
-        (folder / "ranks" / f"{rank}.json").write_text(json.dumps(state | {"memory_gb": 1.5, "rate": "9 tokens/s"}))
-        lines: list[dict[str, Any]] = [{"event": "warning", "at": 5.0, "text": text}]
-        lines.append({"phase": "rollout", "step": 1, "from": 10.0, "to": 12.0})
-        if rank != 1:
-            lines.append({"wait": 4, "from": 11.0, "to": 12.0})
-        (folder / "ranks" / f"{rank}.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-        (folder / "ranks" / f"{rank}.log").write_text(f"rank {rank} says {text}\n")
-    return folder
+from tests.pages import EVIL, Page, add_ranks, logger, run
 
 
 class Client:
