@@ -145,12 +145,27 @@ def test_a_server_that_goes_and_comes_back(tmp_path: Path, visitor: Visitor, ser
         status = page.locator("#ranks .status")
         expect(status).to_contain_text("step 1 of 20")
         site.close()
-        expect(status).to_contain_text("no answer: ")
+        expect(status).to_contain_text("no answer of phalanx watch: ")
         run.step()
         again = Site(run.folder, port=site.port)
         expect(status).to_contain_text("running · step 2 of 20")
         again.close()
     refused = [error for error in visitor.errors if "ERR_CONNECTION_REFUSED" in error]
+    assert visitor.errors == refused != []
+    visitor.errors.clear()
+
+
+def test_a_folder_that_goes_and_comes_back(tmp_path: Path, visitor: Visitor, serve: Any) -> None:
+    with Training(tmp_path / "run") as run:
+        run.step()
+    page = visitor.open(serve(run.folder).url)
+    status = page.locator("#ranks .status")
+    expect(status).to_contain_text("step 1 of 20")
+    run.folder.rename(tmp_path / "elsewhere")
+    expect(status).to_have_text(f"{run.folder} is not there any more")
+    (tmp_path / "elsewhere").rename(run.folder)
+    expect(status).to_contain_text("step 1 of 20")
+    refused = [error for error in visitor.errors if "400 (Bad Request)" in error]
     assert visitor.errors == refused != []
     visitor.errors.clear()
 

@@ -29,10 +29,11 @@ class RankLines:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.events: list[dict[str, Any]] = []
+        self._known: set[bytes] = set()  # their lines
         self._start_over()
 
     def _start_over(self, file: int = 0) -> None:
-        self._file, self._offset, self._rest = file, 0, b""
+        self._file, self._offset, self._rest, self._starts = file, 0, b"", 0
         self.phases, self.waits = deque[dict[str, Any]](maxlen=MAX_LINES), deque[dict[str, Any]](maxlen=MAX_LINES)
 
     def read(self) -> None:
@@ -48,19 +49,21 @@ class RankLines:
         except OSError:
             return
         *lines, self._rest = data.split(b"\n")
-        last = self.events[-1]["at"] if self.events else 0.0
         recent = len(lines) - 2 * MAX_LINES
         for i, line in enumerate(lines):
             if i < recent and not line.startswith(b'{"event"'):
                 continue
             value = parsed(line) or {}
             if "event" in value:
-                if is_finite(value.get("at")) and value["at"] > last:
+                self._starts += value["event"] == "start"
+                # not by their time: a clock may be set back
+                if is_finite(value.get("at")) and line not in self._known:
+                    self._known.add(line)
                     self.events.append(value)
             elif not (is_finite(value.get("from")) and is_finite(value.get("to"))):
                 continue  # junk, as a disk that was full leaves it
             elif isinstance(value.get("phase"), str) and isinstance(value.get("step"), int):
-                self.phases.append(value)
+                self.phases.append(value | {"start": self._starts})
             elif isinstance(value.get("wait"), int):
                 self.waits.append(value)
 
@@ -96,8 +99,10 @@ class RankHistory:
         if "ended" not in lead and len(steps) > 1 and lead.get("step") == steps[-1]:
             steps = steps[:-1]  # it is not whole yet
         step = steps[-1] if step is None else min(max(step, steps[0]), steps[-1])
-        begin = min(line["from"] for line in phases if line["step"] == step)
-        end = max(line["to"] for line in phases if line["step"] == step)
+        of_step = [line for line in phases if line["step"] == step]
+        newest = of_step[-1]["start"]  # a start that was resumed may have begun this step as well
+        begin = min(line["from"] for line in of_step if line["start"] == newest)
+        end = max(line["to"] for line in of_step if line["start"] == newest)
         window: dict[str, Any] = {"steps": [steps[0], steps[-1]], "step": step, "begin": begin, "seconds": end - begin}
         return window | _within(ranks, lines, begin, end)
 
@@ -143,7 +148,9 @@ def _events(lines: dict[int, RankLines]) -> list[dict[str, Any]]:
     for rank, of_rank in lines.items():
         for line in of_rank.events:
             event = {"at": line["at"], "rank": rank, "kind": str(line["event"]), "text": str(line.get("text", ""))}
-            is_repeated = event["at"] - told.get(event["text"], -math.inf) < TOGETHER_S  # all ranks end with one error
+            is_repeated = (
+                abs(event["at"] - told.get(event["text"], -math.inf)) < TOGETHER_S
+            )  # all ranks end with one error
             if (rank > 0 and event["kind"] in COMMON) or (event["kind"] in ENDS and is_repeated):
                 continue
             told[event["text"]] = event["at"]
