@@ -68,9 +68,15 @@ class Visitor:
                 others.append(url)
         return others
 
+    def expect_errors(self, words: str) -> None:
+        """Close the pages; all of their errors, of which there are some, have these words."""
+        self.close()
+        errors, self.errors = self.errors, []
+        assert errors != [] and [error for error in errors if words not in error] == []
+
     def close(self) -> None:
-        for context in self._contexts:
-            context.close()
+        while self._contexts:
+            self._contexts.pop().close()
 
 
 class Site:
