@@ -81,6 +81,19 @@ def test_events_are_told_once(tmp_path: Path) -> None:
     assert kinds[len(first) :] == [("restart", 0, "3 ranks, the first on b (before: 4 ranks)"), ("stopped", 0, "why")]
 
 
+def test_each_role_tells_its_own_events(tmp_path: Path) -> None:
+    """Rank 0 samples and validates; who trains saves, and says at the end what is kept."""
+    ends = ["what is kept is said elsewhere", "checkpoints/step_1 is kept", "checkpoints/step_1 is kept"]
+    for rank, role in enumerate(("rollout", "actor", "actor")):
+        lines = [
+            {"event": "start", "at": 0, "ranks": 3, "host": "a"},
+            {"event": "stopped", "at": 9, "text": ends[rank]},
+        ]
+        write(tmp_path, rank, [*lines, phase("checkpoint" if rank else "validation", 1, 2, 3)], role=role)
+    events = [(event["kind"], event["rank"]) for event in RankHistory(tmp_path).data()["events"]]
+    assert events == [("start", 0), ("validation", 0), ("checkpoint", 1), ("stopped", 1)]
+
+
 def test_a_file_is_read_as_it_grows_and_as_it_is_cut(tmp_path: Path) -> None:
     history = RankHistory(tmp_path)
     write(tmp_path, 0, [{"event": "start", "at": 0, "ranks": 3}, phase("rollout", 1, 0, 1)])

@@ -156,7 +156,7 @@ def test_stop(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first, last = capsys.readouterr().out.splitlines()
     assert first.startswith(f"asked process {os.getpid()} on ") and last == "stopped after step 5 of 10"
     assert main("stop", [str(run)]) == 2
-    assert capsys.readouterr().err == f"error: {run}: no job runs here (it is stopped); nothing to stop\n"
+    assert capsys.readouterr().err == f"error: {run}: no job runs here (state: stopped); nothing to stop\n"
 
 
 @pytest.mark.parametrize("complete", [False, True])
@@ -175,6 +175,8 @@ def test_a_stopped_evaluation_says_what_is_kept(
     last = capsys.readouterr().out.splitlines()[-1]
     going_on = f"stopped; the same command goes on from the samples in {tmp_path}"
     assert last == (f"finished; see {tmp_path / 'evaluation.json'}" if complete else going_on)
+    assert main("stop", [str(tmp_path)]) == 2
+    assert capsys.readouterr().err == f"error: {tmp_path}: no job runs here (state: ended); nothing to stop\n"
 
 
 def test_a_stop_tells_the_last_words_of_the_ranks_that_train(
@@ -186,7 +188,8 @@ def test_a_stop_tells_the_last_words_of_the_ranks_that_train(
     (run / "ranks" / "1.json").write_text(json.dumps(state))
     words = "stopped by phalanx stop after step 4 of 10; the same command goes on from checkpoints/step_4"
     for rank, text in enumerate(("stopped by phalanx stop; what is kept is said where the actor runs", words)):
-        (run / "ranks" / f"{rank}.jsonl").write_text(json.dumps({"event": "stopped", "at": 1.0, "text": text}) + "\n")
+        lines = [{"event": name, "at": 1.0, "text": text} for name in ("stopped", "said")]
+        (run / "ranks" / f"{rank}.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     second = threading.Thread(target=main, args=("stop", [str(run)]))
 
     def end() -> None:
@@ -199,7 +202,7 @@ def test_a_stop_tells_the_last_words_of_the_ranks_that_train(
     second.join(10)
     assert sorted(capsys.readouterr().out.splitlines()[2:]) == [words, words]
     assert main("stop", [str(run)]) == 2
-    assert capsys.readouterr().err == f"error: {run}: no job runs here (it is stopped); nothing to stop\n"
+    assert capsys.readouterr().err == f"error: {run}: no job runs here (state: stopped); nothing to stop\n"
 
 
 def test_a_request_that_cannot_be_written_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,10 +17,10 @@ MAX_EVENTS = 200
 MOST_BYTES = 1 << 22  # read at once: a rank keeps an eighth of them
 MAX_SPANS = 40_000  # of a timeline
 WAITING = {"wait", "idle"}  # phases in which a rank of a role waits for another role
-COMMON = {"start", "finished", "stopped"}  # events of all ranks, told once
+COMMON = {"start", "finished", "stopped"}  # events of all ranks, told once; the ends by a rank that trains
 ENDS = {"said", "failed", "error"}
 TOGETHER_S = 60.0
-NOTED = ("checkpoint", "validation")  # phases of rank 0 that are events
+NOTED = ("checkpoint", "validation")  # phases of the first rank of each role that are events
 
 
 class RankLines:
@@ -87,7 +87,12 @@ class RankHistory:
                 self._lines[number] = RankLines(inside(self.folder, self.folder / RANKS / f"{number}.jsonl"))
             self._lines[number].read()
         lines = {state["rank"]: self._lines[state["rank"]] for state in ranks}
-        return {"now": time.time(), "ranks": ranks, "events": _events(lines), **self._timeline(ranks, lines, step)}
+        return {
+            "now": time.time(),
+            "ranks": ranks,
+            "events": _events(ranks, lines),
+            **self._timeline(ranks, lines, step),
+        }
 
     def _timeline(self, ranks: list[dict[str, Any]], lines: dict[int, RankLines], step: int | None) -> dict[str, Any]:
         """The window of a step, by the first rank that trains, with what all ranks did in it."""
@@ -142,16 +147,21 @@ def _clipped(line: dict[str, Any], begin: float, end: float) -> tuple[float, flo
     return round(max(line["from"] - begin, 0.0), 5), round(min(line["to"], end) - begin, 5)
 
 
-def _events(lines: dict[int, RankLines]) -> list[dict[str, Any]]:
+def _events(ranks: list[dict[str, Any]], lines: dict[int, RankLines]) -> list[dict[str, Any]]:
     """The last events of all ranks, in their order, with starts in words."""
     events, size, told = [], None, dict[str, float]()
+    firsts: dict[str, int] = {}
+    for state in ranks:
+        firsts.setdefault(str(state.get("role")), state["rank"])
+    closing = firsts.get("actor", min(lines, default=0))
     for rank, of_rank in lines.items():
         for line in of_rank.events:
             event = {"at": line["at"], "rank": rank, "kind": str(line["event"]), "text": str(line.get("text", ""))}
             is_repeated = (
                 abs(event["at"] - told.get(event["text"], -math.inf)) < TOGETHER_S
             )  # all ranks end with one error
-            if (rank > 0 and event["kind"] in COMMON) or (event["kind"] in ENDS and is_repeated):
+            is_spoken_for = event["kind"] in COMMON and rank != (0 if event["kind"] == "start" else closing)
+            if is_spoken_for or (event["kind"] in ENDS and is_repeated):
                 continue
             told[event["text"]] = event["at"]
             if event["kind"] == "start":
@@ -161,7 +171,7 @@ def _events(lines: dict[int, RankLines]) -> list[dict[str, Any]]:
                     event["text"] += f" (before: {size} ranks)" if size != line.get("ranks") else ""
                 size = line.get("ranks")
             events.append(event)
-        if rank > 0:
+        if rank not in firsts.values():
             continue
         for line in of_rank.phases:
             if line["phase"].endswith(NOTED):

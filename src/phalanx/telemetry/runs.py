@@ -188,7 +188,8 @@ def main(command: str, argv: Sequence[str]) -> int:
             return _runs(given.folder)
         if command == "logs":
             return _logs(check_run(given.folder), given.rank, given.lines, given.follow)
-        return _stop(check_run(given.folder), wait=not given.no_wait)
+        is_evaluation = (given.folder / ARGUMENTS).is_file()  # which has ended, and no steps
+        return _stop(given.folder if is_evaluation else check_run(given.folder), wait=not given.no_wait)
     except BrokenPipeError:  # `phalanx logs RUN | head` has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left is flushed once more at the end
         return 0
@@ -265,7 +266,7 @@ def _stop(folder: Path, wait: bool) -> int:
     state = states([folder])[folder]
     job = read_json(folder / RUNNING_FILE)
     if state != LIVING or job is None or not job.keys() >= {"token", "pid", "host"}:
-        raise ValueError(f"{folder}: no job runs here (it is {state}); nothing to stop")
+        raise ValueError(f"{folder}: no job runs here (state: {state}); nothing to stop")
     request, named = {"token": job["token"]}, f"process {job['pid']} on {job['host']}"
     try:
         write_json(folder / STOP_FILE, request)
@@ -297,6 +298,9 @@ def _last_words(folder: Path) -> str:
     lead = next((state["rank"] for state in last.ranks if state.get("role") == "actor"), 0)
     lines = RankLines(folder / RANKS / f"{lead}.jsonl")
     lines.read()
-    if lines.events and lines.events[-1]["event"] == "stopped":
-        return plain(str(lines.events[-1].get("text", "stopped")))
+    for event in reversed(lines.events):  # an end may be followed by the same words once more
+        if event["event"] == "start":
+            break
+        if event["event"] == "stopped":
+            return plain(str(event.get("text") or "stopped"))
     return f"{last.state} after step {last.step}" + (f" of {last.total}" if last.total is not None else "")
