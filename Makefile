@@ -10,6 +10,7 @@ VLLM_VENV ?= .venv-vllm
 TRACKERS_VENV ?= .venv-trackers
 VERIFIERS_VENV ?= .venv-verifiers
 OPENENV_VENV ?= .venv-openenv
+BROWSER_VENV ?= .venv-browser
 NEWEST_VENV ?= .venv-newest
 # The tests that depend most on transformers, diffusers and peft.
 NEWEST_TESTS ?= tests/numerics/test_models.py tests/numerics/test_llada2.py tests/distributed/test_llada2.py \
@@ -35,7 +36,7 @@ ON_CPU = $(IN_VENV) CUDA_VISIBLE_DEVICES="$${CUDA_VISIBLE_DEVICES-}" OMP_NUM_THR
 PYTEST = $(IN_VENV) OMP_NUM_THREADS=1 python -m pytest -n $(LANES) --dist loadfile --no-loadscope-reorder --durations 40
 TWO_RANKS = $(ON_CPU) NPROC_PER_NODE="$${NPROC_PER_NODE:-2}"
 
-.PHONY: help quickstart quickstart-lora quickstart-lm quickstart-lm-vllm quickstart-tools quickstart-vl quickstart-bd quickstart-joint test-fast test test-rest test-all test-vllm test-trackers test-verifiers test-openenv test-newest test-locks faults check lint bench gpu-smoke gpu-wheels learn learn-lm learn-bd learn-tools base base-lm base-tools base-vl base-bd docs wheel lock clean
+.PHONY: help quickstart quickstart-lora quickstart-lm quickstart-lm-vllm quickstart-tools quickstart-vl quickstart-bd quickstart-joint test-fast test test-rest test-all test-vllm test-trackers test-verifiers test-openenv test-browser test-newest test-locks faults check lint bench gpu-smoke gpu-wheels learn learn-lm learn-bd learn-tools base base-lm base-tools base-vl base-bd docs wheel lock clean
 
 help:
 	@echo "make quickstart       train the tiny base on OCR with FlowGRPO, two CPU ranks, 2 to 4 minutes"
@@ -53,6 +54,7 @@ help:
 	@echo "make test-trackers    tests of mlflow, swanlab and trackio, in an environment of their own, about 2 minutes"
 	@echo "make test-verifiers   tests with tasksets of verifiers, in an environment of their own, half a minute"
 	@echo "make test-openenv     tests with environments of OpenEnv, in an environment of their own, half a minute"
+	@echo "make test-browser     tests of the pages in Chromium, which has to be there, in an environment of their own, about a minute"
 	@echo "make test-newest      tests that depend on transformers, diffusers and peft, with the newest versions, a few minutes"
 	@echo "make faults           what can go wrong, with 20 random kills in one run, under 15 minutes"
 	@echo "make check            lint, format, types, layers"
@@ -124,6 +126,10 @@ test-verifiers: $(VERIFIERS_VENV)/.installed
 
 test-openenv: $(OPENENV_VENV)/.installed
 	@PATH="$(abspath $(OPENENV_VENV))/bin:$$PATH" OMP_NUM_THREADS=1 python -m pytest tests/openenv $(ARGS)
+
+# With the Chromium or Chrome on PATH (`apt install chromium`), or the one that the variable CHROMIUM names.
+test-browser: $(BROWSER_VENV)/.installed
+	@PATH="$(abspath $(BROWSER_VENV))/bin:$$PATH" OMP_NUM_THREADS=1 python -m pytest tests/browser $(ARGS)
 
 # In an environment of its own that is brought up to date each time, but for torch, which has builds of many gigabytes.
 test-newest:
@@ -220,7 +226,7 @@ test-locks: $(VENV)/.installed-test
 	@$(IN_VENV) python scripts/lock_versions.py --check
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(TRACKERS_VENV) $(VERIFIERS_VENV) $(OPENENV_VENV) $(NEWEST_VENV) site build dist .mypy_cache .pytest_cache .ruff_cache src/*.egg-info
+	rm -rf $(VENV) $(VLLM_VENV) $(TRACKERS_VENV) $(VERIFIERS_VENV) $(OPENENV_VENV) $(BROWSER_VENV) $(NEWEST_VENV) site build dist .mypy_cache .pytest_cache .ruff_cache src/*.egg-info
 	find src tasks tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The constraints that an environment was installed with: others install it anew.
@@ -271,11 +277,15 @@ $(TRACKERS_VENV)/.installed: pyproject.toml constraints.txt
 
 # verifiers and OpenEnv exclude each other: they need different versions of mcp. OpenEnv's gradio excludes the newest Pillow.
 $(VERIFIERS_VENV)/.installed: ADAPTED = verifiers==0.4.0
+$(VERIFIERS_VENV)/.installed: EXTRA = verifiers
 $(OPENENV_VENV)/.installed: ADAPTED = openenv==0.10.0
-$(VERIFIERS_VENV)/.installed $(OPENENV_VENV)/.installed: pyproject.toml constraints.txt
+$(OPENENV_VENV)/.installed: EXTRA = openenv
+$(BROWSER_VENV)/.installed: ADAPTED = playwright==1.65.2
+$(BROWSER_VENV)/.installed: EXTRA = browser
+$(VERIFIERS_VENV)/.installed $(OPENENV_VENV)/.installed $(BROWSER_VENV)/.installed: pyproject.toml constraints.txt
 	@echo "Installing $(ADAPTED) into $(@D); the first time takes a few minutes."
 	@$(PYTHON) -m venv $(@D)
 	@grep -v '^pillow==' constraints.txt >$(@D)/constraints.txt
 	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --constraint $(@D)/constraints.txt \
-	  --editable '.[$(firstword $(subst ==, ,$(ADAPTED)))]' $(ADAPTED) pytest pytest-timeout
+	  --editable '.[$(EXTRA)]' $(ADAPTED) pytest pytest-timeout
 	@touch $@

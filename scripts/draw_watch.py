@@ -1,11 +1,15 @@
 """Draw docs/images/watch.png: `phalanx watch` in Chromium, on a run of 16 ranks whose files this script makes up.
 
-python scripts/draw_watch.py [chromium]
+    python scripts/draw_watch.py
+
+It needs the extra `browser`, and a Chromium on PATH or one that CHROMIUM names.
 """
 
+import io
 import json
+import os
 import random
-import subprocess
+import shutil
 import sys
 import tempfile
 import threading
@@ -13,12 +17,12 @@ import time
 from pathlib import Path
 
 from PIL import Image
+from playwright.sync_api import sync_playwright
 
 from phalanx.telemetry.watch import Server, Watcher
 
 FILE = Path(__file__).resolve().parents[1] / "docs" / "images" / "watch.png"
 RANKS, STEPS, TOTAL, SLOW = 16, 24, 300, 11
-TOP, BOTTOM = 266.0, 1126.0  # of the section of the ranks, in pixels of the page
 WIDTH, SCALE = 1180, 2
 
 
@@ -79,21 +83,36 @@ def make_run(folder: Path) -> None:
     (folder / "running.json").write_text(json.dumps({"beat": 1, "token": "t", "pid": 100, "host": "node-0"}))
 
 
+def section(url: str, chromium: str) -> Image.Image:
+    """The section of the ranks without its log, once it is drawn."""
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium)
+        page = browser.new_page(viewport={"width": WIDTH, "height": 2000}, device_scale_factor=SCALE)
+        page.goto(url)
+        page.locator("#ranks tbody tr").last.wait_for()
+        page.locator("#ranks .log").wait_for()
+        page.add_style_tag(content="#ranks .log, #ranks h3:has(select) {display: none}")
+        box = page.locator("#ranks").bounding_box()
+        assert box is not None
+        part = {"x": 0, "y": box["y"], "width": WIDTH, "height": box["height"] + 12}
+        shot = page.screenshot(clip=part, full_page=True)
+        browser.close()
+    return Image.open(io.BytesIO(shot)).convert("RGB")
+
+
 def main() -> None:
     """Draw the picture."""
-    chromium = sys.argv[1] if len(sys.argv) > 1 else "chromium"
+    chromium = shutil.which(os.environ.get("CHROMIUM", "chromium"))
+    if chromium is None:
+        sys.exit("no chromium: `apt install chromium`, or CHROMIUM=<path of a Chromium or Chrome>")
     with tempfile.TemporaryDirectory() as name:
-        folder, picture = Path(name, "qwen_image_ocr_lora"), Path(name, "page.png")
+        folder = Path(name, "qwen_image_ocr_lora")
         make_run(folder)
         server = Server(Watcher([folder]), "127.0.0.1", 0, None)
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        command = [chromium, "--headless", "--no-sandbox", "--hide-scrollbars", f"--force-device-scale-factor={SCALE}"]
-        command += [f"--window-size={WIDTH},2000", "--virtual-time-budget=3000", f"--screenshot={picture}"]
-        subprocess.run([*command, server.url], check=True, stderr=subprocess.DEVNULL, timeout=120)
+        picture = section(server.url, chromium)
         server.shutdown()
-        with Image.open(picture) as page:
-            part = page.convert("RGB").crop((0, int(SCALE * TOP), page.width, int(SCALE * BOTTOM)))
-        part.quantize(64).save(FILE, optimize=True)
+    picture.quantize(64).save(FILE, optimize=True)
     print(FILE)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from phalanx.config.run import TrainerConfig
 from phalanx.telemetry.metrics import RunLogger
 from phalanx.telemetry.records import Record
 
+EVIL = '</pre></script><script>alert(1)</script><img src=x onerror="alert(2)">'
 VOID = {"meta", "img", "br", "link", "input", "hr"}
 
 
@@ -102,4 +104,20 @@ def steps_of(folder: Path, name: str, steps: int, samples: int) -> Path:
             ]
             log.records(step, name, rows)
             log.log(step, {"reward/mean": step / 10, "time/rollout": 1.0})
+    return folder
+
+
+def add_ranks(folder: Path, ranks: int = 2, text: str = "") -> Path:
+    """Files of ranks after a step of 2 s, in which all wait a second for rank 1."""
+    (folder / "ranks").mkdir()
+    for rank in range(ranks):
+        state = {"rank": rank, "ranks": ranks, "role": "actor", "host": f"node-{rank // 8}", "pid": 1, "interval": 2.0}
+        state |= {"at": time.time(), "step": 2, "phase": "rollout", "phase_since": time.time(), "total": 3}
+        (folder / "ranks" / f"{rank}.json").write_text(json.dumps(state | {"memory_gb": 1.5, "rate": "9 tokens/s"}))
+        lines: list[dict[str, Any]] = [{"event": "warning", "at": 5.0, "text": text}]
+        lines.append({"phase": "rollout", "step": 1, "from": 10.0, "to": 12.0})
+        if rank != 1:
+            lines.append({"wait": 4, "from": 11.0, "to": 12.0})
+        (folder / "ranks" / f"{rank}.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+        (folder / "ranks" / f"{rank}.log").write_text(f"rank {rank} says {text}\n")
     return folder

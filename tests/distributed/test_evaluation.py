@@ -9,13 +9,16 @@ import pytest
 
 from phalanx.config import load
 from phalanx.config.tasks import EvaluateConfig
+from phalanx.exit import Stopped
+from phalanx.training.folder_lock import FolderLock
 from tests.distributed.test_conversations import ENVIRONMENTS
 from tests.jobs import PROMPTS, fit, rows, tiny_config
 from tests.ranks import RankError, run_ranks
 
-# scores evenness, or the mean of an image; it kills its rank at the third call where `fatal` is there
+# scores evenness, or the mean of an image; at the third call it kills its rank where `fatal` is there, and asks the job to
+# stop, as `phalanx stop` does, where `stop` is
 REWARD = """
-import os, signal
+import json, os, signal, time
 from pathlib import Path
 
 calls = 0
@@ -25,6 +28,11 @@ def evenness(completions, prompts, metadata):
     calls += 1
     if calls == 3 and (Path(__file__).parent / "fatal").exists():
         os.kill(os.getpid(), signal.SIGKILL)
+    if calls == 3 and (Path(__file__).parent / "stop").exists():
+        folder = Path(__file__).parent / "stopped"
+        token = json.loads((folder / "running.json").read_text())["token"]
+        (folder / "stop.json").write_text(json.dumps({"token": token}))
+        time.sleep(0.5)
     return [sum(ord(c) % 2 == 0 for c in text) / max(len(text), 1) for text in completions]
 
 def brightness(images, prompts, metadata):
@@ -104,6 +112,33 @@ def test_a_killed_evaluation_goes_on(lm_folder: Path, tmp_path: Path) -> None:
     run_ranks(evaluate, 1, [*again, "k=[3]", "threshold=0.5", "group_by=null"])
     _, part = written(tmp_path / "killed")
     assert list(part["scores"]["reward"]) == ["mean", "avg@3", "pass@3", "best@3"]
+
+
+def evaluate_until_it_is_stopped(words: list[str], message: str) -> None:
+    from phalanx.training import folder_lock
+
+    folder_lock.BEAT_S = 0.05
+    with pytest.raises(Stopped, match=message):
+        evaluate(words)
+    folder_lock.release()
+
+
+@pytest.mark.full
+def test_a_stopped_evaluation_goes_on_and_two_at_once_are_refused(lm_folder: Path, tmp_path: Path) -> None:
+    words, folder = lm_words(lm_folder, tmp_path, "stopped"), tmp_path / "stopped"
+    (tmp_path / "stop").touch()
+    line = f"^stopped by phalanx stop after [12] of 3 chunks of prompts; the same command goes on from {re.escape(str(folder))}$"
+    run_ranks(evaluate_until_it_is_stopped, 1, words, line)
+    assert (folder / "records.jsonl").read_text() and not (folder / "evaluation.json").exists()
+    assert not (folder / "running.json").exists() and not (folder / "stop.json").exists()
+    other = FolderLock(folder, lambda _: None, lambda: None)
+    with pytest.raises(RankError, match=f"output_dir: {re.escape(str(folder))} is in use by another job, process "):
+        run_ranks(evaluate, 1, words)
+    other.release()
+    (tmp_path / "stop").unlink()
+    run_ranks(evaluate, 1, words)
+    run_ranks(evaluate, 1, lm_words(lm_folder, tmp_path, "whole"))
+    assert written(folder) == written(tmp_path / "whole")
 
 
 def test_a_checkpoint_scores_as_in_its_validation_and_beats_no_baseline(sd3_folder: Path, tmp_path: Path) -> None:

@@ -417,6 +417,16 @@ def test_pictures_are_what_their_scripts_draw(script: str) -> None:
     assert module.FILE.read_text() == module.draw(), f"run: python scripts/{script}"
 
 
+def test_every_picture_has_a_command() -> None:
+    text = (ROOT / "docs" / "contributing.md").read_text()
+    section = text[text.index("## Pictures") : text.index("## Style")]
+    assert set(re.findall(r"`(\w+\.(?:png|svg))`", section)) == {
+        path.name for path in (ROOT / "docs" / "images").iterdir()
+    }
+    scripts = re.findall(r"(?:scripts|benchmarks)/\w+\.py", section)
+    assert len(scripts) > 6 and [script for script in scripts if not (ROOT / script).is_file()] == []
+
+
 def test_the_job_of_the_readme_trains(examples: Path) -> None:
     """train.py with its reward, for one step."""
     (examples / "configs").symlink_to(ROOT / "configs")

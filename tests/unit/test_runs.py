@@ -17,6 +17,17 @@ from phalanx.telemetry.runs import main, overview, states
 from phalanx.training import folder_lock
 from phalanx.training.folder_lock import FolderLock
 
+HUGE = b"9" * 400
+DAMAGE = {
+    "running.json": b'{"beat"',
+    "metrics.jsonl": b'{"step": 1, "perf/elapsed_s": 1}\n{"step": 2, "perf/elapsed_s": '
+    + HUGE
+    + b'}\n{"step": 3, "perf/ela',
+    "ranks/0.json": b'{"rank": 0, "ranks": 2, "host": "h", "pid": 1, "at": ' + HUGE + b"}",
+    "ranks/1.json": b"\xff\x00",
+    "config.yaml": b"trainer: [",
+}
+
 
 @pytest.fixture(autouse=True)
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,7 +156,87 @@ def test_stop(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first, last = capsys.readouterr().out.splitlines()
     assert first.startswith(f"asked process {os.getpid()} on ") and last == "stopped after step 5 of 10"
     assert main("stop", [str(run)]) == 2
-    assert capsys.readouterr().err == f"error: {run}: no job runs here (it is stopped); nothing to stop\n"
+    assert capsys.readouterr().err == f"error: {run}: no job runs here (state: stopped); nothing to stop\n"
+
+
+@pytest.mark.parametrize("complete", [False, True])
+def test_a_stopped_evaluation_says_what_is_kept(
+    complete: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It has no steps."""
+    lock: list[FolderLock] = []
+
+    def end() -> None:
+        (tmp_path / "arguments.json").write_text(json.dumps({"facts": {}, "complete": complete}))
+        threading.Thread(target=lock[0].release).start()
+
+    lock.append(FolderLock(tmp_path, lambda _: None, end))
+    assert main("stop", [str(tmp_path)]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    going_on = f"stopped; the same command goes on from the samples in {tmp_path}"
+    assert last == (f"finished; see {tmp_path / 'evaluation.json'}" if complete else going_on)
+    assert main("stop", [str(tmp_path)]) == 2
+    assert capsys.readouterr().err == f"error: {tmp_path}: no job runs here (state: ended); nothing to stop\n"
+
+
+def test_a_stop_tells_the_last_words_of_the_ranks_that_train(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where ranks have roles, only those know what is kept. A second request beside the first is answered as well."""
+    run, lock = a_run(tmp_path / "run", role="rollout", ended="stopped"), list[FolderLock]()
+    state = json.loads((run / "ranks" / "1.json").read_text()) | {"role": "actor"}
+    (run / "ranks" / "1.json").write_text(json.dumps(state))
+    words = "stopped by phalanx stop after step 4 of 10; the same command goes on from checkpoints/step_4"
+    for rank, text in enumerate(("stopped by phalanx stop; what is kept is said where the actor runs", words)):
+        lines = [{"event": name, "at": 1.0, "text": text} for name in ("stopped", "said")]
+        (run / "ranks" / f"{rank}.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    second = threading.Thread(target=main, args=("stop", [str(run)]))
+
+    def end() -> None:
+        second.start()
+        time.sleep(0.5)
+        lock[0].release()
+
+    lock.append(FolderLock(run, lambda _: None, threading.Thread(target=end).start))
+    assert main("stop", [str(run)]) == 0
+    second.join(10)
+    assert sorted(capsys.readouterr().out.splitlines()[2:]) == [words, words]
+    assert main("stop", [str(run)]) == 2
+    assert capsys.readouterr().err == f"error: {run}: no job runs here (state: stopped); nothing to stop\n"
+
+
+def test_a_request_that_cannot_be_written_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As in a folder of somebody else's."""
+    run = a_run(tmp_path / "run")
+    lock = FolderLock(run, lambda _: None, lambda: None)
+    (run / "stop.json.tmp").mkdir()
+    assert main("stop", [str(run)]) == 2
+    lock.release()
+    reason = (
+        "the request cannot be written (Is a directory); ask as the user of the job, or send SIGTERM to its launcher"
+    )
+    assert capsys.readouterr().err == f"error: {run}: {reason}\n"
+
+
+def test_hundreds_of_runs_and_damaged_ones(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each has a line, within seconds; those that say nothing are waited for once."""
+    monkeypatch.setattr(runs, "BEAT_S", 0.2)
+    for number in range(300):
+        a_run(tmp_path / f"{number:03d}", ended="finished")
+    for number, (name, content) in enumerate(DAMAGE.items()):
+        path = a_run(tmp_path / f"damaged_{number}") / name
+        path.unlink(missing_ok=True)
+        path.write_bytes(content)
+    (a_run(tmp_path / "damaged_link") / "config.yaml").symlink_to("config.yaml")
+    begin = time.monotonic()
+    assert main("runs", [str(tmp_path)]) == 0
+    assert time.monotonic() - begin < 20
+    shown = capsys.readouterr()
+    states_of = [line.split()[1] for line in shown.out.splitlines()[1:]]
+    assert states_of.count("finished") == 300 and len(states_of) == 301 + len(DAMAGE)
+    assert shown.err == ""
 
 
 def test_a_job_that_dies_before_it_stops(

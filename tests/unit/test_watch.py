@@ -2,6 +2,7 @@
 
 import json
 import re
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -17,25 +18,7 @@ from phalanx.telemetry import runs, watch
 from phalanx.telemetry.records import Record
 from phalanx.telemetry.report import write_report
 from phalanx.telemetry.watch import Server, Watcher, is_loopback, main
-from tests.pages import Page, logger, run
-
-EVIL = '</pre></script><script>alert(1)</script><img src=x onerror="alert(2)">'
-
-
-def add_ranks(folder: Path, ranks: int = 2, text: str = "") -> Path:
-    """Files of ranks after a step of 2 s, in which all wait a second for rank 1."""
-    (folder / "ranks").mkdir()
-    for rank in range(ranks):
-        state = {"rank": rank, "ranks": ranks, "role": "actor", "host": f"node-{rank // 8}", "pid": 1, "interval": 2.0}
-        state |= {"at": time.time(), "step": 2, "phase": "rollout", "phase_since": time.time(), "total": 3}
-        (folder / "ranks" / f"{rank}.json").write_text(json.dumps(state | {"memory_gb": 1.5, "rate": "9 tokens/s"}))
-        lines: list[dict[str, Any]] = [{"event": "warning", "at": 5.0, "text": text}]
-        lines.append({"phase": "rollout", "step": 1, "from": 10.0, "to": 12.0})
-        if rank != 1:
-            lines.append({"wait": 4, "from": 11.0, "to": 12.0})
-        (folder / "ranks" / f"{rank}.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-        (folder / "ranks" / f"{rank}.log").write_text(f"rank {rank} says {text}\n")
-    return folder
+from tests.pages import EVIL, Page, add_ranks, logger, run
 
 
 class Client:
@@ -123,7 +106,7 @@ def test_only_what_is_new_is_sent(client: Client, tmp_path: Path) -> None:
     assert "samples" not in newer and newer["charts"][0]["series"][0]["x"][-1] == 4
 
 
-@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS"])
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS", "HEAD", "TRACE"])
 def test_it_only_reads(method: str, client: Client) -> None:
     assert client.ask("/", method)[0].status == 501
 
@@ -229,13 +212,19 @@ JUNK = [
     ("ranks/1.json", '{"rank": 1, "ranks": null, "host": "h", "pid": 1, "at": 5}'),
     ("ranks/1.json", '{"rank": 1, "ranks": 2, "host": 3, "pid": 1, "at": 1e300}'),
     ("ranks/1.json", '{"rank": 7, "ranks": 9, "host": "h", "pid": 1, "at": 5}'),
+    ("ranks/1.json", '{"rank": 1, "ranks": 2, "host": "h", "pid": 1, "at": 5, "memory_gb": "much"}'),
+    ("ranks/1.json", '{"rank": 1, "ranks": 2, "host": "h", "pid": 1, "at": 5, "memory_gb": NaN}'),
+    ("ranks/1.json", f'{{"rank": 1, "ranks": 2, "host": "h", "pid": 1, "at": {"9" * 400}}}'),
+    ("ranks/1.json", f'{{"rank": 1, "ranks": 2, "host": "h", "pid": 1, "at": 5, "total": {"9" * 400}}}'),
     ("ranks/1.json", "[" * 100_000),
     ("ranks/1.jsonl", "[" * 100_000 + "\n"),
     ("ranks/1.jsonl", '{"event": "warning", "at": "x"}\n{"phase": "a", "step": "1", "from": 0, "to": 1}\n'),
     ("ranks/1.jsonl", '{"phase": "a", "step": 1, "from": NaN, "to": null}\n{"wait": [], "from": 0, "to": 1}\n'),
     ("running.json", '{"beat": 1}'),
     ("metrics.jsonl", '{"step": 1, "perf/elapsed_s": 1}\n{"step": 2, "perf/elapsed_s": "a"}\n' + "[" * 100_000),
+    ("metrics.jsonl", '{"step": 1, "perf/elapsed_s": 1}\n{"step": 2, "perf/elapsed_s": 1e300}\n'),
     ("config.yaml", "trainer: {total_training_steps: many}\n"),
+    ("config.yaml", "[" * 1_000),
 ]
 
 
@@ -261,11 +250,65 @@ def test_what_a_browser_cannot_read_is_refused(
     client: Client, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "run" / "ranks" / "0.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"memory_gb": float("nan")}))
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"rate": float("nan")}))
     assert client.ask("/ranks")[0].status == 400
     assert client.ask("/", host="[")[0].status == 403
     assert client.ask("http://[/")[0].status == 400
     assert capfd.readouterr().err == ""
+
+
+def test_a_damaged_sample_is_one_line(client: Client, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """It names the file, and the ranks are shown all the same."""
+    index = tmp_path / "run" / "images" / "ocr" / "step_000003" / "index.jsonl"
+    for prompt, beside in (("5", ""), ('"p"', ', "messages": []')):
+        index.write_text(f'{{"index": 0, "prompt": {prompt}, "reward": 1.0, "file": "0.png"{beside}}}\n')
+        answer, text = client.ask("/sections")
+        assert (answer.status, text) == (400, f"{index}:1: not a row with index, prompt, reward and file\n")
+    assert client.ask("/ranks")[0].status == 200
+    assert capfd.readouterr().err == ""
+
+
+def test_a_folder_that_vanishes_and_comes_back(client: Client, tmp_path: Path) -> None:
+    (tmp_path / "run").rename(tmp_path / "elsewhere")
+    for path in ("/ranks", "/log?rank=0"):
+        answer, text = client.ask(path)
+        assert (answer.status, text) == (400, f"{tmp_path / 'run'} is not there any more\n")
+    answer, text = client.ask("/")
+    assert answer.status == 400 and text.startswith(f"{tmp_path / 'run'}: no such folder; ")
+    (tmp_path / "elsewhere").rename(tmp_path / "run")
+    assert client.json("/ranks")["done"] == 3 and client.ask("/")[0].status == 200
+
+
+def test_connections_that_ask_nothing_are_few_and_short(
+    client: Client, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch.Handler, "timeout", 2)
+    before = threading.active_count()
+    idle = [socket.create_connection(("127.0.0.1", client.port), 10) for _ in range(3 * watch.MOST_CONNECTIONS)]
+    refused = idle[-1].recv(1)  # the last one is answered by its end
+    assert refused == b"" and threading.active_count() - before <= watch.MOST_CONNECTIONS
+    deadline = time.monotonic() + 20
+    while threading.active_count() > before and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert client.json("/ranks")["done"] == 3
+    for connection in idle:
+        connection.close()
+    assert capfd.readouterr().err == ""
+
+
+def test_a_token_is_drawn_at_each_start_where_others_reach_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ended(server: Server) -> None:
+        assert (server.token is None) == ("127.0.0.1" in server.url)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Server, "serve_forever", ended)
+    for host in ("127.0.0.1", "0.0.0.0", "0.0.0.0"):
+        assert main([str(run(tmp_path / "run")), "--host", host, "--port", "0"]) == 130
+    here, first, second = capsys.readouterr().out.split()
+    assert here.endswith("/") and first != second
+    assert all(len(urlsplit(url).query.removeprefix("token=")) == 32 for url in (first, second))
 
 
 def test_samples_that_lead_out_of_the_folder_are_not_shown(tmp_path: Path) -> None:

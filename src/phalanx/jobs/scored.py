@@ -14,6 +14,7 @@ from phalanx.config import ConfigError
 from phalanx.config.tasks import EvaluateConfig
 from phalanx.distributed.collectives import all_gather, broadcast_object, gather_object
 from phalanx.distributed.mesh import World
+from phalanx.exit import Stopped
 from phalanx.jobs.candidate import Candidate, Parts, Sets, build_parts, differing
 from phalanx.jobs.outputs import writing
 from phalanx.media.videos import write_video
@@ -49,6 +50,7 @@ class Sampling:
         self.cfg, self.candidate, self.world, self.sets, self.folder = cfg, candidate, world, sets, folder
         self.records, self.facts = Records(folder), candidate.facts(sets) | {"chunk": cfg.prompts_per_chunk}
         self.parts: Parts | None = None
+        self._kept = ""  # in words
         complete, problem = False, None
         if world.rank == 0:
             try:
@@ -91,7 +93,7 @@ class Sampling:
         assert self.parts is not None, "it is built"
         self.timers = Timers()
         run, rollout = self.candidate.run, self.parts.rollout
-        self.client = RewardClient(run, self.world, self.parts.rewards, self.timers, rollout.noun)
+        self.client = RewardClient(run, self.world, self.parts.rewards, self.timers, rollout.noun, on_stop=self._stop)
         self.drawn: list[dict[str, Any]] = []  # of this rank's samples of a chunk, beside their scores
         chunks, n = self._chunks(self.parts.sets), run.rollout.val.n
         done, samples = 0, sum(len(chunk.prompts) * n for chunk in chunks)
@@ -104,6 +106,7 @@ class Sampling:
         if done and self.world.rank == 0:
             log.info("going on behind %d of %d chunks in %s", done, len(chunks), self.folder)
         for number, chunk in enumerate(chunks[done:], start=done + 1):
+            self._kept = f"{number - 1} of {len(chunks)} chunks of prompts"
             rows = self._sample(chunk)
             if self.world.rank == 0:
                 with writing(self.folder, "output_dir"):
@@ -114,6 +117,9 @@ class Sampling:
                 write_json(self.folder / ARGUMENTS, {"facts": self.facts, "complete": True, "samples": samples})
         self.parts.close()
         self.parts = None
+
+    def _stop(self, number: int) -> None:
+        raise Stopped(number, f" after {self._kept}; the same command goes on from {self.folder}")
 
     def _chunks(self, sets: Sets) -> list[Chunk]:
         chunks, size = [], self.cfg.prompts_per_chunk

@@ -17,10 +17,10 @@ MAX_EVENTS = 200
 MOST_BYTES = 1 << 22  # read at once: a rank keeps an eighth of them
 MAX_SPANS = 40_000  # of a timeline
 WAITING = {"wait", "idle"}  # phases in which a rank of a role waits for another role
-COMMON = {"start", "finished", "stopped"}  # events of all ranks, told once
+COMMON = {"start", "finished", "stopped"}  # events of all ranks, told once; the ends by a rank that trains
 ENDS = {"said", "failed", "error"}
 TOGETHER_S = 60.0
-NOTED = ("checkpoint", "validation")  # phases of rank 0 that are events
+NOTED = ("checkpoint", "validation")  # phases of the first rank of each role that are events
 
 
 class RankLines:
@@ -29,10 +29,11 @@ class RankLines:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.events: list[dict[str, Any]] = []
+        self._known: set[bytes] = set()  # their lines
         self._start_over()
 
     def _start_over(self, file: int = 0) -> None:
-        self._file, self._offset, self._rest = file, 0, b""
+        self._file, self._offset, self._rest, self._starts = file, 0, b"", 0
         self.phases, self.waits = deque[dict[str, Any]](maxlen=MAX_LINES), deque[dict[str, Any]](maxlen=MAX_LINES)
 
     def read(self) -> None:
@@ -48,19 +49,21 @@ class RankLines:
         except OSError:
             return
         *lines, self._rest = data.split(b"\n")
-        last = self.events[-1]["at"] if self.events else 0.0
         recent = len(lines) - 2 * MAX_LINES
         for i, line in enumerate(lines):
             if i < recent and not line.startswith(b'{"event"'):
                 continue
             value = parsed(line) or {}
             if "event" in value:
-                if is_finite(value.get("at")) and value["at"] > last:
+                self._starts += value["event"] == "start"
+                # not by their time: a clock may be set back
+                if is_finite(value.get("at")) and line not in self._known:
+                    self._known.add(line)
                     self.events.append(value)
             elif not (is_finite(value.get("from")) and is_finite(value.get("to"))):
                 continue  # junk, as a disk that was full leaves it
             elif isinstance(value.get("phase"), str) and isinstance(value.get("step"), int):
-                self.phases.append(value)
+                self.phases.append(value | {"start": self._starts})
             elif isinstance(value.get("wait"), int):
                 self.waits.append(value)
 
@@ -84,7 +87,12 @@ class RankHistory:
                 self._lines[number] = RankLines(inside(self.folder, self.folder / RANKS / f"{number}.jsonl"))
             self._lines[number].read()
         lines = {state["rank"]: self._lines[state["rank"]] for state in ranks}
-        return {"now": time.time(), "ranks": ranks, "events": _events(lines), **self._timeline(ranks, lines, step)}
+        return {
+            "now": time.time(),
+            "ranks": ranks,
+            "events": _events(ranks, lines),
+            **self._timeline(ranks, lines, step),
+        }
 
     def _timeline(self, ranks: list[dict[str, Any]], lines: dict[int, RankLines], step: int | None) -> dict[str, Any]:
         """The window of a step, by the first rank that trains, with what all ranks did in it."""
@@ -96,8 +104,10 @@ class RankHistory:
         if "ended" not in lead and len(steps) > 1 and lead.get("step") == steps[-1]:
             steps = steps[:-1]  # it is not whole yet
         step = steps[-1] if step is None else min(max(step, steps[0]), steps[-1])
-        begin = min(line["from"] for line in phases if line["step"] == step)
-        end = max(line["to"] for line in phases if line["step"] == step)
+        of_step = [line for line in phases if line["step"] == step]
+        newest = of_step[-1]["start"]  # a start that was resumed may have begun this step as well
+        begin = min(line["from"] for line in of_step if line["start"] == newest)
+        end = max(line["to"] for line in of_step if line["start"] == newest)
         window: dict[str, Any] = {"steps": [steps[0], steps[-1]], "step": step, "begin": begin, "seconds": end - begin}
         return window | _within(ranks, lines, begin, end)
 
@@ -137,14 +147,21 @@ def _clipped(line: dict[str, Any], begin: float, end: float) -> tuple[float, flo
     return round(max(line["from"] - begin, 0.0), 5), round(min(line["to"], end) - begin, 5)
 
 
-def _events(lines: dict[int, RankLines]) -> list[dict[str, Any]]:
+def _events(ranks: list[dict[str, Any]], lines: dict[int, RankLines]) -> list[dict[str, Any]]:
     """The last events of all ranks, in their order, with starts in words."""
     events, size, told = [], None, dict[str, float]()
+    firsts: dict[str, int] = {}
+    for state in ranks:
+        firsts.setdefault(str(state.get("role")), state["rank"])
+    closing = firsts.get("actor", min(lines, default=0))
     for rank, of_rank in lines.items():
         for line in of_rank.events:
             event = {"at": line["at"], "rank": rank, "kind": str(line["event"]), "text": str(line.get("text", ""))}
-            is_repeated = event["at"] - told.get(event["text"], -math.inf) < TOGETHER_S  # all ranks end with one error
-            if (rank > 0 and event["kind"] in COMMON) or (event["kind"] in ENDS and is_repeated):
+            is_repeated = (
+                abs(event["at"] - told.get(event["text"], -math.inf)) < TOGETHER_S
+            )  # all ranks end with one error
+            is_spoken_for = event["kind"] in COMMON and rank != (0 if event["kind"] == "start" else closing)
+            if is_spoken_for or (event["kind"] in ENDS and is_repeated):
                 continue
             told[event["text"]] = event["at"]
             if event["kind"] == "start":
@@ -154,7 +171,7 @@ def _events(lines: dict[int, RankLines]) -> list[dict[str, Any]]:
                     event["text"] += f" (before: {size} ranks)" if size != line.get("ranks") else ""
                 size = line.get("ranks")
             events.append(event)
-        if rank > 0:
+        if rank not in firsts.values():
             continue
         for line in of_rank.phases:
             if line["phase"].endswith(NOTED):

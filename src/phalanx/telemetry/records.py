@@ -276,12 +276,21 @@ def read_index(folder: Path, content: str = "file") -> list[dict[str, Any]]:
             continue
         try:
             row = json.loads(line)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             row = None
-        if not isinstance(row, dict) or not row.keys() >= {"index", "prompt", "reward", content}:
+        if not _is_row(row, content):
             raise ValueError(f"{path}:{number}: not a row with index, prompt, reward and {content}")
         rows.append(row)
     return rows
+
+
+def _is_row(row: Any, content: str) -> bool:
+    """Whether a line of an index has what its readers count on, whoever wrote it."""
+    if not isinstance(row, dict) or not row.keys() >= {"index", "prompt", "reward", content}:
+        return False
+    has_words = isinstance(row["prompt"], str) and isinstance(row[content], str)
+    has_reward = row["reward"] is None or isinstance(row["reward"], int | float)
+    return has_words and has_reward and ("messages" not in row or row.keys() >= set(CONVERSATION))
 
 
 # -- the grid ---------------------------------------------------------------------------------------------------------

@@ -3,9 +3,9 @@ config.yaml.
 """
 
 import json
-import math
 import os
 import re
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,7 +72,8 @@ class Run:
     def wall_seconds(self) -> float | None:
         """The time that the run took, earlier starts included; None where no row says it."""
         elapsed, seconds = self.values(ELAPSED), self.values("perf/step_s")
-        return elapsed[-1] if elapsed else sum(seconds) if seconds else None
+        taken = elapsed[-1] if elapsed else sum(seconds) if seconds else None
+        return taken if taken is not None and 0 <= taken < LATEST else None  # of a damaged file
 
     def titled(self, title: str) -> str:
         """A title that names the run, if there are others."""
@@ -94,10 +95,13 @@ def read_run(folder: Path, label: str = "") -> Run:
 def read_config(folder: Path) -> tuple[str | None, dict[str, Any]]:
     """The text of a run's config.yaml, None where there is none, and its values."""
     path = folder / "config.yaml"
-    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else None
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else None
+    except OSError:  # it may just be replaced, or be somebody else's
+        text = None
     try:
         config = yaml.safe_load(text) if text is not None else {}
-    except yaml.YAMLError:
+    except (yaml.YAMLError, RecursionError):
         config = {}  # its text is still shown
     return text, config if isinstance(config, dict) else {}
 
@@ -141,14 +145,19 @@ def read_ranks(folder: Path) -> list[dict[str, Any]]:
         if state is not None and state.get("rank") == int(path.stem) and _is_state(state):
             states.append(state)
     states.sort(key=lambda state: state["rank"])
-    count = max(states, key=lambda state: state["at"])["ranks"] if states else 0
+    if not states:
+        return []
+    # every start has a rank 0; the newest of the other files is it only as long as no clock is set back
+    count = states[0]["ranks"] if states[0]["rank"] == 0 else max(states, key=lambda state: state["at"])["ranks"]
     return [state for state in states if state["rank"] < count]
 
 
 def _is_state(state: dict[str, Any]) -> bool:
     """Whether a rank's file has what all readers count on, whoever wrote it."""
     numbers = isinstance(state.get("ranks"), int) and isinstance(state.get("pid"), int)
-    return numbers and isinstance(state.get("host"), str) and is_finite(state.get("at")) and 0 < state["at"] < LATEST
+    shown = all(is_finite(state.get(name, 0)) for name in ("interval", "memory_gb", "phase_since"))
+    is_dated = is_finite(state.get("at")) and 0 < state["at"] < LATEST
+    return numbers and shown and is_dated and isinstance(state.get("host"), str)
 
 
 def inside(folder: Path, path: Path) -> Path:
@@ -165,4 +174,4 @@ def is_inside(folder: Path, path: Path) -> bool:
 
 def is_finite(value: Any) -> bool:
     """Whether it is a number, and neither NaN nor infinite."""
-    return isinstance(value, int | float) and math.isfinite(value)
+    return isinstance(value, int | float) and abs(value) <= sys.float_info.max  # an int may be beyond all floats

@@ -15,11 +15,14 @@ from statistics import median
 from typing import Any
 
 from phalanx.exit import show
+from phalanx.telemetry.evaluation import ARGUMENTS, RESULT
 from phalanx.telemetry.loggers import ELAPSED, setting
 from phalanx.telemetry.loggers.console import plain
 from phalanx.telemetry.metrics import METRICS_FILE
+from phalanx.telemetry.rank_history import RankLines
 from phalanx.telemetry.run_folder import (
     BEAT_S,
+    LATEST,
     RANKS,
     RUNNING_FILE,
     STOP_FILE,
@@ -79,14 +82,22 @@ def overview(folder: Path, state: str) -> Overview:
     """A run as its files are now; `state`: see `states`."""
     rows, ranks = last_rows(folder), read_ranks(folder)
     step = rows[-1]["step"] if rows else 0
-    totals = [rank.get("total") for rank in ranks] + [setting(read_config(folder)[1], "trainer.total_training_steps")]
-    total = next((total for total in totals if isinstance(total, int)), None)
+    total = next((rank["total"] for rank in ranks if _is_count(rank.get("total"))), None)
+    if total is None:  # the configuration takes longer to read than all else
+        planned = setting(read_config(folder)[1], "trainer.total_training_steps")
+        total = planned if _is_count(planned) else None
     seconds = []
     for before, row in pairwise(rows):
         if row["step"] > before["step"] and is_finite(row.get(ELAPSED)) and is_finite(before.get(ELAPSED)):
             seconds.append((row[ELAPSED] - before[ELAPSED]) / (row["step"] - before["step"]))
     left = None if total is None or not seconds else median(seconds[-ETA_STEPS:]) * max(total - step, 0)
+    if left is not None and not 0 <= left < LATEST:  # of a damaged file
+        left = None
     return Overview(folder, state, step, total, left, ranks, read_json(folder / RUNNING_FILE))
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and is_finite(value)
 
 
 def states(folders: Sequence[Path]) -> dict[Path, str]:
@@ -132,7 +143,7 @@ def last_rows(folder: Path) -> list[dict[str, Any]]:
     rows = []
     for line in lines:  # the first one may be cut, and is no object then
         row = parsed(line)
-        if row is not None and isinstance(row.get("step"), int):
+        if row is not None and _is_count(row.get("step")):
             rows.append(row)
     return rows
 
@@ -177,7 +188,8 @@ def main(command: str, argv: Sequence[str]) -> int:
             return _runs(given.folder)
         if command == "logs":
             return _logs(check_run(given.folder), given.rank, given.lines, given.follow)
-        return _stop(check_run(given.folder), wait=not given.no_wait)
+        is_evaluation = (given.folder / ARGUMENTS).is_file()  # which has ended, and no steps
+        return _stop(given.folder if is_evaluation else check_run(given.folder), wait=not given.no_wait)
     except BrokenPipeError:  # `phalanx logs RUN | head` has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left is flushed once more at the end
         return 0
@@ -254,10 +266,15 @@ def _stop(folder: Path, wait: bool) -> int:
     state = states([folder])[folder]
     job = read_json(folder / RUNNING_FILE)
     if state != LIVING or job is None or not job.keys() >= {"token", "pid", "host"}:
-        raise ValueError(f"{folder}: no job runs here (it is {state}); nothing to stop")
-    write_json(folder / STOP_FILE, {"token": job["token"]})
-    named = f"process {job['pid']} on {job['host']}"
-    show(f"asked {named} to stop; its last complete step is kept where trainer.save_freq is above 0")
+        raise ValueError(f"{folder}: no job runs here (state: {state}); nothing to stop")
+    request, named = {"token": job["token"]}, f"process {job['pid']} on {job['host']}"
+    try:
+        write_json(folder / STOP_FILE, request)
+    except OSError as error:
+        if read_json(folder / STOP_FILE) != request:  # else another one asks at the same moment
+            reason = f"{folder}: the request cannot be written ({error.strerror}); "
+            raise ValueError(f"{reason}ask as the user of the job, or send SIGTERM to its launcher") from error
+    show(f"asked {named} to stop")
     if not wait:
         return 0
     beat, since = job, time.monotonic()
@@ -267,5 +284,23 @@ def _stop(folder: Path, wait: bool) -> int:
         if time.monotonic() - since > PATIENCE_S:
             raise ValueError(f"{folder}: {named} has died before it stopped")
         time.sleep(POLL_S)
+    return show(_last_words(folder))
+
+
+def _last_words(folder: Path) -> str:
+    """How a job that was asked to stop has ended, where it can in its own words."""
+    evaluation = read_json(folder / ARGUMENTS)
+    if evaluation is not None or (folder / "baseline" / ARGUMENTS).is_file():
+        if evaluation is not None and evaluation.get("complete") is True:
+            return f"finished; see {folder / RESULT}"
+        return f"stopped; the same command goes on from the samples in {folder}"
     last = overview(folder, ended(folder))
-    return show(f"{last.state} after step {last.step}" + (f" of {last.total}" if last.total is not None else ""))
+    lead = next((state["rank"] for state in last.ranks if state.get("role") == "actor"), 0)
+    lines = RankLines(folder / RANKS / f"{lead}.jsonl")
+    lines.read()
+    for event in reversed(lines.events):  # an end may be followed by the same words once more
+        if event["event"] == "start":
+            break
+        if event["event"] == "stopped":
+            return plain(str(event.get("text") or "stopped"))
+    return f"{last.state} after step {last.step}" + (f" of {last.total}" if last.total is not None else "")

@@ -30,6 +30,8 @@ from phalanx.telemetry.runs import DEAD, LIVING, check_run, ended, overview
 
 SILENCE_S = 4 * BEAT_S  # without a new beat of the job: it is dead
 LOG_BYTES = 1 << 16  # of a log, in the page
+PATHS = ("/sections", "/ranks", "/log")  # beside the page itself
+MOST_CONNECTIONS = 64  # at once, a thread each
 WATCHED_FILES = (METRICS_FILE, "config.yaml", RANKS, IMAGES, SAMPLES)
 
 
@@ -45,21 +47,22 @@ class Watcher:
 
     def page(self) -> tuple[str, str]:
         """The page, and its policy."""
-        return page_of(self._runs(), live=True)
+        with self._lock:
+            return page_of(self._runs(), live=True)
 
     def ask(self, path: str, query: dict[str, str]) -> dict[str, Any]:
-        """The answer to a request. Raises KeyError or ValueError for one that makes no sense."""
+        """The answer to a request of PATHS. Raises ValueError for one that makes no sense, OSError for lost files."""
+        number = int(query.get("run", "0"))
+        if not 0 <= number < len(self.folders):
+            raise ValueError(f"run {number}: there are {len(self.folders)}")
         with self._lock:
             if path == "/sections":
                 return self._sections(query.get("seen", ""), query.get("kept", ""))
-            number = int(query.get("run", "0"))
-            if not 0 <= number < len(self.folders):
-                raise ValueError(f"run {number}: there are {len(self.folders)}")
+            if not self.folders[number].is_dir():
+                raise FileNotFoundError(f"{self.folders[number]} is not there any more")
             if path == "/ranks":
                 return self._ranks(number, int(query["step"]) if "step" in query else None)
-            if path == "/log":
-                return self._log(number, int(query["rank"]))
-        raise KeyError(path)
+            return self._log(number, int(query.get("rank", "")))
 
     def _runs(self) -> list[Run]:
         for folder in self.folders:
@@ -118,14 +121,30 @@ class Server(ThreadingHTTPServer):
     """The server of one page; `token` None lets everybody in who can reach it."""
 
     daemon_threads = True
+    request_queue_size = MOST_CONNECTIONS
 
     def __init__(self, watcher: Watcher, host: str, port: int, token: str | None) -> None:
         self.watcher, self.token, self.host = watcher, token, host
+        self._free = threading.BoundedSemaphore(MOST_CONNECTIONS)
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
             super().__init__((host, port), Handler)
         except (OSError, OverflowError) as error:
             raise ValueError(f"cannot listen at {host}, port {port}: {error}; give another --host or --port") from error
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer in a thread, or not at all where too many are busy."""
+        if self._free.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """As in the class above, which runs it in the thread."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
 
     @property
     def url(self) -> str:
@@ -155,7 +174,7 @@ class Handler(BaseHTTPRequestHandler):
     """Answers GET requests; there are no others."""
 
     server: Server
-    timeout = 60  # seconds, for one who connects and asks nothing
+    timeout = 10  # seconds, for one who connects and asks nothing
     server_version, sys_version = "phalanx", ""
 
     def do_GET(self) -> None:
@@ -169,6 +188,8 @@ class Handler(BaseHTTPRequestHandler):
             return self._refuse(HTTPStatus.FORBIDDEN, "this host is not known here; use the address that was printed")
         if token is not None and not secrets.compare_digest(query.get("token", "").encode(), token.encode()):
             return self._refuse(HTTPStatus.FORBIDDEN, "the token is missing; use the address that was printed")
+        if address.path not in ("/", *PATHS):
+            return self._refuse(HTTPStatus.NOT_FOUND, "there is no such page")
         try:
             if address.path == "/":
                 text, policy = self.server.watcher.page()
@@ -176,8 +197,6 @@ class Handler(BaseHTTPRequestHandler):
             answer = self.server.watcher.ask(address.path, query)
             # a NaN, which no browser reads, is a ValueError
             text = json.dumps(answer, separators=(",", ":"), allow_nan=False)
-        except KeyError:
-            return self._refuse(HTTPStatus.NOT_FOUND, "there is no such page")
         except (ValueError, OSError) as error:  # such as a file that is just being replaced
             return self._refuse(HTTPStatus.BAD_REQUEST, str(error))
         return self._send(HTTPStatus.OK, text, "application/json")

@@ -346,7 +346,8 @@
         await refreshSections();
       }
     } catch (error) {
-      status.textContent = `no answer: ${error.message}`;
+      // fetch itself fails with a TypeError; other words are the server's
+      status.textContent = error instanceof TypeError ? `no answer of phalanx watch: ${error.message}` : error.message;
       status.dataset.state = "dead";
     }
     setTimeout(poll, POLL_MS);
