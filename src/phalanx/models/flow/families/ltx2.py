@@ -129,6 +129,7 @@ class Model(FlowModel):
             raise ValueError(f"{KEY}: {size} does not divide the {heads} attention heads of the model's sound")
         self.shared_by, self.sound = size, SharedAttention()
         self.transformer.set_attn_processor(SharedAttention())
+        block: Any
         for block in self.blocks():
             block.audio_attn1.set_processor(self.sound)
             block.audio_to_video_attn.set_processor(self.sound)

@@ -81,7 +81,7 @@ class Rotations(QwenImage21Rope):
         those of the image at (the text's length of `lengths` [N], row, column), counted from its middle.
         """
         device, n = lengths.device, len(lengths)
-        self.freqs = [table.to(device) for table in self.freqs]
+        self.freqs: list[Tensor] = [table.to(device) for table in self.freqs]
         first, second, third = self.freqs
         text = torch.cat([table[:length] for table in self.freqs], -1).expand(n, -1, -1)
         row = torch.arange(rows // 2 - rows, rows // 2, device=device).repeat_interleave(columns)
