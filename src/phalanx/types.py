@@ -182,6 +182,7 @@ class Credit:
 
 
 TEACHER = "teacher"
+ASKED = "asked"  # of `Batch.reference_outputs`, with several teachers: [B], the place among them of each sample's own
 
 
 @dataclass(frozen=True)

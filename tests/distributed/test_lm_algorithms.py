@@ -87,6 +87,11 @@ def test_several_teachers(lm_folder: Path, teacher_folder: Path, tmp_path: Path)
         other = step(f"{ranks}_{shards}", ranks, mixed, *two, f"parallel.fsdp_size={shards}")
         assert other["row"]["actor/grad_norm"] == pytest.approx(one["row"]["actor/grad_norm"], rel=1e-5)
         assert_same_weights(one["weights"], other["weights"], 1e-3)
+        for key in ("actor/teacher_kl/large", "actor/teacher_kl/own"):
+            assert other["row"][key] == pytest.approx(one["row"][key], rel=1e-3, abs=1e-5), key
+        for name, share in (("large", 0.75), ("own", 0.25)):
+            assert one["row"][f"actor/teacher_share/{name}"] == other["row"][f"actor/teacher_share/{name}"] == share
+    assert abs(one["row"]["actor/teacher_kl/own"]) < 0.1 * one["row"]["actor/teacher_kl/large"]
     alone = step("alone", 1, ("large",) * 4, f"algorithm.teacher_path={teacher_folder}")
     named = step("named", 1, ("large",) * 4, two[0].replace(f", own: {lm_folder}", ""), two[1])
     assert alone["row"]["actor/grad_norm"] == named["row"]["actor/grad_norm"] > 1.01 * one["row"]["actor/grad_norm"]

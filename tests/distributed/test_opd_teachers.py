@@ -86,6 +86,12 @@ def test_each_sample_is_judged_by_its_teacher(sd3_folder: Path, other_folder: Pa
     torch.testing.assert_close(torch.cat([part["seen"] for part in two]), one["seen"], rtol=0, atol=1e-5)
     for key in ("actor/grad_norm", "actor/teacher_kl"):
         assert one["row"][key] > 1e-5 and two[0]["row"][key] == pytest.approx(one["row"][key], rel=1e-5), key
+    # the student begins as the first teacher; the shares are those of the rows
+    for row in (one["row"], two[0]["row"]):
+        shares = row["actor/teacher_share/sharp"], row["actor/teacher_share/soft"]
+        kls = row["actor/teacher_kl/sharp"], row["actor/teacher_kl/soft"]
+        assert shares == (0.75, 0.25) and kls[0] < kls[1]
+        assert shares[0] * kls[0] + shares[1] * kls[1] == pytest.approx(row["actor/teacher_kl"], rel=1e-5)
 
 
 @pytest.mark.full

@@ -10,7 +10,7 @@ from torch import Tensor
 from phalanx.config.load import arg
 from phalanx.config.run import AlgorithmConfig
 from phalanx.functional.advantage import group_advantage, has_signal, top_and_bottom
-from phalanx.types import TEACHER, Batch, Credit, Policy, Samples, Scored, Teacher
+from phalanx.types import ASKED, TEACHER, Batch, Credit, Policy, Samples, Scored, Teacher
 
 # Keys that algorithms without group-relative advantages do not read.
 OF_ADVANTAGES = ("adv_clip_max", "global_std", "norm_adv_by_std_in_grpo", "group_filter", "group_filter_k")
@@ -43,6 +43,22 @@ def teachers_of(config: Any, guidance: float | None = None) -> tuple[Teacher, ..
         rows = (config.teacher_key, name)
         teachers.append(Teacher(f"{TEACHER} {name}", path, f"algorithm.teachers.{name}", guidance, rows=rows))
     return tuple(teachers)
+
+
+def of_teachers(teachers: Sequence[Teacher], name: str, divergence: Tensor, batch: Batch) -> dict[str, Tensor]:
+    """Sums for a metric `name` of each of several teachers: of the `divergence` [B, A] of the samples that it was asked
+    about, each the mean over its actions, and the number of these samples; see phalanx.telemetry.step_metrics.
+    """
+    asked, sums = batch.reference_outputs.get(ASKED), {}
+    if asked is None:
+        return sums
+    counted = (batch.weight > 0).any(1)
+    each = (divergence.detach() * batch.mask).sum(1) / batch.mask.sum(1).clamp(min=1)
+    for place, teacher in enumerate(teachers):
+        chosen = (asked == place) & counted
+        label = teacher.name.removeprefix(f"{TEACHER} ")
+        sums[f"{name}/{label}"], sums[f"teacher_share/{label}"] = each[chosen].sum(), chosen.sum()
+    return sums
 
 
 class GroupAlgorithm:

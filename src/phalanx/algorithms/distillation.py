@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from phalanx.algorithms import grpo
-from phalanx.algorithms._group import teachers_of
+from phalanx.algorithms._group import of_teachers, teachers_of
 from phalanx.config.load import arg
 from phalanx.functional.token_losses import KL_LOSS_TYPES, kl_estimate, masked_mean, spread
 from phalanx.functional.tokens import TokenReplay, TokenTrace
@@ -80,8 +80,9 @@ class Algorithm(grpo.Algorithm):
         if c.loss_type == "k1":
             advantage = advantage - c.distillation_loss_coef * kl_estimate(batch.log_prob, teacher, "k1")
         loss, stats = self.clipped(replay, batch, advantage)
-        stats["teacher_kl"] = masked_mean(kl_estimate(replay.log_prob.detach(), teacher, "k1"), batch.mask)
-        return loss, stats
+        kl = kl_estimate(replay.log_prob.detach(), teacher, "k1")
+        stats["teacher_kl"] = masked_mean(kl, batch.mask)
+        return loss, stats | of_teachers(self.teachers, "teacher_kl", kl, batch)
 
     def regularize(
         self, loss: Tensor, replay: TokenReplay, batch: Batch[TokenTrace], stats: dict[str, Tensor]

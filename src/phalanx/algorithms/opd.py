@@ -23,7 +23,7 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from phalanx.algorithms._group import GroupAlgorithm, teachers_of
+from phalanx.algorithms._group import GroupAlgorithm, of_teachers, teachers_of
 from phalanx.config.load import arg
 from phalanx.config.run import AlgorithmConfig
 from phalanx.functional.flow import FlowBatch, FlowReplay
@@ -82,7 +82,8 @@ class Algorithm(GroupAlgorithm):
         """The loss [B, W] per sample and trained step, before its weight, and detached scalars."""
         replay: FlowReplay = policy.replay(batch.trace)
         loss = self._distance(replay, batch.reference_outputs[TEACHER])
-        stats = {f"teacher_{self.config.loss_type}": loss.detach().mean()}
+        name = f"teacher_{self.config.loss_type}"
+        stats = {name: loss.detach().mean()} | of_teachers(self.teachers, name, loss, batch)
         if "reference" in batch.reference_outputs:
             anchor = self._distance(replay, batch.reference_outputs["reference"])
             loss = loss + self.config.kl_loss_coef * anchor

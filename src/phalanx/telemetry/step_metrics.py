@@ -78,6 +78,24 @@ def token_metrics(
     return row
 
 
+def by_teacher(means: dict[str, float]) -> dict[str, float]:
+    """Metrics of several teachers from the means over micro-batches of the sums that `teacher_share/<name>` and others
+    of that name hold: the share of the samples that the teacher was asked about, and means over these, where there are
+    any.
+    """
+    counts = {key.split("/", 1)[1]: value for key, value in means.items() if key.startswith("teacher_share/")}
+    row = {}
+    for key, value in means.items():
+        metric, _, teacher = key.partition("/")
+        if teacher not in counts:
+            row[key] = value
+        elif metric == "teacher_share":
+            row[key] = value / max(sum(counts.values()), 1e-9)
+        elif counts[teacher] > 0:
+            row[key] = value / counts[teacher]
+    return row
+
+
 def update_metrics(
     who: str, stats: Sequence[Sequence[dict[str, Any]]], updates: Sequence[dict[str, Any]], planned: int
 ) -> dict[str, float]:
@@ -91,7 +109,7 @@ def update_metrics(
     for micro_batches in stats:
         for row in micro_batches:
             plain.append({name: float(value) for name, value in row.items()})
-    means = mean_rows(plain)
+    means = by_teacher(mean_rows(plain))
     if "ratio_error" in plain[0]:
         # of the first optimizer step: 0 to the last bit if rollout and replay run at equal shapes
         error = max(row["ratio_error"] for row in plain[: len(stats[0])])

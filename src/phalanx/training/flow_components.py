@@ -27,14 +27,14 @@ class FlowComponents(JobComponents):
 
 
 def check_plan(cfg: FlowRunConfig) -> None:
-    """Refuse context parallelism of a family that diffusers has no plan for (ConfigError)."""
+    """Refuse context parallelism of a family without a plan of what is split (ConfigError)."""
     size = cfg.parallel.ulysses_sequence_parallel_size
     if size == 1 or family_of(cfg.model).transformer_class._cp_plan is not None:
         return
     able = [name for name, model in families().items() if model.transformer_class._cp_plan]
     raise ConfigError(
-        f"{KEY}: {size} needs a plan of diffusers for model.path {cfg.model.path!r}, which has one only for "
-        f"{', '.join(able)}; set it to 1"
+        f"{KEY}: {size} needs a plan of which tokens are split, which neither diffusers nor Phalanx has for model.path "
+        f"{cfg.model.path!r}; set it to 1, or use one of the families {', '.join(able)}"
     )
 
 

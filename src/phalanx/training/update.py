@@ -23,7 +23,7 @@ from phalanx.training.critic import CriticTrainer
 from phalanx.training.disaggregated.wire import exchanged
 from phalanx.training.minibatches import BatchPlan, Minibatches, Units, optimizer_steps
 from phalanx.training.optim import TrainState
-from phalanx.types import TEACHER, Algorithm, Policy, Prompt, Samples
+from phalanx.types import ASKED, TEACHER, Algorithm, Policy, Prompt, Samples
 
 Pass = tuple[Tensor, Tensor]  # rows [b] of this rank's samples, and the weights [u, A] of the actions of their units
 
@@ -253,6 +253,9 @@ class Updater:
             if key not in outputs:
                 outputs[key] = joined.new_zeros(len(batch.advantage), *joined.shape[1:])
             outputs[key][places.to(joined.device)] = joined
+            if name in self.routed:
+                asked_of = outputs.setdefault(ASKED, torch.full((len(batch.advantage),), -1, device=joined.device))
+                asked_of[places.to(joined.device)] = self.routed.index(name)
         return outputs
 
     def asks(self, name: str, prompt: Prompt) -> bool:

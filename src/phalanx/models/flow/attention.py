@@ -8,6 +8,7 @@ import torch
 from diffusers.models.attention_dispatch import AttentionBackendName, dispatch_attention_fn
 from torch import Tensor
 
+from phalanx.distributed.context_parallel import ContextGroup
 from phalanx.models.flow.family import FlowModel
 
 
@@ -54,6 +55,13 @@ def _try(model: FlowModel, backend: str, device: torch.device, *, masked: bool) 
 
 def _line(error: Exception) -> str:
     return str(error).strip().split("\n")[0]
+
+
+def sharing_ranks(parallel_config: Any) -> ContextGroup | None:
+    """The ranks that share tokens, by what is written on processors, for attention that diffusers cannot split:
+    causal attention, or attention of queries and keys that are not equally many.
+    """
+    return None if parallel_config is None else ContextGroup.of(parallel_config.context_parallel_config._mesh)
 
 
 class DispatchedJointAttention:

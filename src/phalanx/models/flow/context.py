@@ -24,6 +24,7 @@ def share_tokens(model: FlowModel, world: World) -> None:
     size, (heads, _) = world.context_size, model.heads()
     if heads % size:
         raise ValueError(f"{KEY}: {size} does not divide the model's {heads} attention heads")
+    model.prepare_sharing(size)
     config = ContextParallelConfig(ulysses_degree=size, mesh=world.context)
     parallel = ParallelConfig(context_parallel_config=config)
     # not by enable_parallelism, which would count accelerators, of which a CPU has none

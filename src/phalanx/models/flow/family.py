@@ -197,6 +197,12 @@ class FlowModel(ModelFiles):
         """Image tokens of the transformer."""
         raise AssertionError
 
+    def prepare_sharing(self, size: int) -> None:
+        """Exchange, before `size` ranks share the tokens of a sample, parts of the transformer that cannot.
+
+        Raises ValueError where they are too many.
+        """
+
     def context_plan(self) -> dict[str, Any]:
         """diffusers' plan of context parallelism: which layers' inputs are split, and whose outputs are gathered."""
         return self.transformer_class._cp_plan

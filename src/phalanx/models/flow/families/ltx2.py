@@ -6,22 +6,83 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from diffusers import LTX2VideoTransformer3DModel
+from diffusers.models._modeling_parallel import ContextParallelInput, ContextParallelOutput
+from diffusers.models.attention_dispatch import dispatch_attention_fn
+from diffusers.models.transformers.transformer_ltx2 import apply_interleaved_rotary_emb, apply_split_rotary_emb
 from torch import Tensor
+from torch.nn.functional import pad
 
 from phalanx.config.flow import FlowModelConfig
+from phalanx.distributed.context_parallel import KEY
+from phalanx.models.flow.attention import sharing_ranks
 from phalanx.models.flow.family import Embeds, FlowModel, check_size, to_pixels
 
 FPS = 24  # of the videos, by which the transformer computes the times of both streams
 UNUSED = ("audio_vae", "vocoder", "processor", "prompt_enhancer", "duration_head")
 
 
-class Transformer(LTX2VideoTransformer3DModel):
-    """diffusers' transformer without its plan of context parallelism.
+def context_plan(rope_type: str) -> dict[str, Any]:
+    """Of both streams and all positions, whose tensors have tokens in another place by `rope_type`; texts are whole."""
+    dim, dims = (2, 4) if rope_type == "split" else (1, 3)
+    position = ContextParallelInput(split_dim=dim, expected_dims=dims, split_output=True)
+    stream = ContextParallelInput(split_dim=1, expected_dims=3, split_output=True)
+    whole = ContextParallelOutput(gather_dim=1, expected_dims=3)
+    plan: dict[str, Any] = {"proj_in": {0: stream}, "audio_proj_in": {0: stream}}
+    for rope in ("rope", "audio_rope", "cross_attn_rope", "cross_attn_audio_rope"):
+        plan[rope] = {0: position, 1: position}
+    return plan | {"proj_out": whole, "audio_proj_out": whole}
 
-    The plan splits video tokens, but not their positions in the attention between video and sound, nor sound.
+
+class Transformer(LTX2VideoTransformer3DModel):
+    """diffusers' transformer with another plan of context parallelism.
+
+    Its own splits video tokens, but not their positions, nor sound.
     """
 
-    _cp_plan: ClassVar[None] = None
+    _cp_plan: ClassVar[dict[str, Any]] = context_plan("split")
+
+
+class SharedAttention:
+    """diffusers' attention of the model's blocks for ranks that share tokens, of whose queries and keys there are not
+    equally many.
+
+    `count` is how many keys there are where some of the last, which make the parts of sound equal, are not.
+    """
+
+    _attention_backend: Any = None  # what diffusers is set to
+    _parallel_config: Any = None
+    count: int | None = None
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: None = None,
+        query_rotary_emb: tuple[Tensor, Tensor] | None = None,
+        key_rotary_emb: tuple[Tensor, Tensor] | None = None,
+        perturbation_mask: None = None,
+        all_perturbed: bool = False,
+    ) -> Tensor:
+        """hidden_states [N, L, D], and encoder_hidden_states [N, S, D'] of another stream or of a text -> [N, L, D].
+
+        A text has no positions, and is whole on each rank.
+        """
+        read = hidden_states if encoder_hidden_states is None else encoder_hidden_states
+        q, k, v = attn.norm_q(attn.to_q(hidden_states)), attn.norm_k(attn.to_k(read)), attn.to_v(read)
+        if query_rotary_emb is not None:
+            rotated = apply_split_rotary_emb if attn.rope_type == "split" else apply_interleaved_rotary_emb
+            q, k = rotated(q, query_rotary_emb), rotated(k, key_rotary_emb or query_rotary_emb)
+        q, k, v = (x.unflatten(2, (attn.heads, -1)) for x in (q, k, v))
+        ranks = None if query_rotary_emb is None else sharing_ranks(self._parallel_config)
+        if ranks is not None:
+            q, k, v = (ranks.exchange(x, 2, 1) for x in (q, k, v))
+        out = dispatch_attention_fn(q, k[:, : self.count], v[:, : self.count], backend=self._attention_backend)
+        if ranks is not None:
+            out = ranks.exchange(out, 1, 2)
+        if attn.to_gate_logits is not None:
+            out = out * (2 * attn.to_gate_logits(hidden_states).sigmoid()).unsqueeze(-1)
+        return attn.to_out[1](attn.to_out[0](out.flatten(2, 3).to(q.dtype)))
 
 
 class Model(FlowModel):
@@ -56,10 +117,29 @@ class Model(FlowModel):
         if not self.registers or self.registers != connectors.audio_connector_num_learnable_registers:
             raise ValueError(f"model.path: the connectors of {config.path!r} should have registers, as many for both")
         self.text_encoders.append(self.pipeline.connectors)
+        self.shared_by = 1  # ranks
 
     def components(self, path: str) -> dict[str, Any]:
         """None for what decodes sound, and for what rewrites prompts or chooses the length of a video."""
         return dict.fromkeys(UNUSED)
+
+    def prepare_sharing(self, size: int) -> None:
+        heads = self.transformer.config.audio_num_attention_heads
+        if heads % size:
+            raise ValueError(f"{KEY}: {size} does not divide the {heads} attention heads of the model's sound")
+        self.shared_by, self.sound = size, SharedAttention()
+        self.transformer.set_attn_processor(SharedAttention())
+        block: Any
+        for block in self.blocks():
+            block.audio_attn1.set_processor(self.sound)
+            block.audio_to_video_attn.set_processor(self.sound)
+
+    def context_plan(self) -> dict[str, Any]:
+        return context_plan(self.transformer.config.rope_type)
+
+    def split_tokens(self, height: int, width: int, frames: int, max_length: int) -> dict[str, int]:
+        video = self.latent_frames(frames) * self.tokens(height, width)
+        return {f"a video of {frames} x {height} x {width}": video}
 
     def check_length(self, max_length: int) -> None:
         if max_length % self.registers:
@@ -140,6 +220,9 @@ class Model(FlowModel):
     def velocity(self, latents: Tensor, timesteps: Tensor, embeds: Embeds, height: int, width: int) -> Tensor:
         frames, rows, columns = self.grid(latents.shape[1], height, width)
         video, sound = latents.to(self.dtype).tensor_split([frames * rows * columns], 1)
+        if self.shared_by > 1:
+            self.sound.count = sound.shape[1]
+            sound = pad(sound, (0, 0, 0, -sound.shape[1] % self.shared_by))
         velocities = self.transformer(
             hidden_states=video,
             audio_hidden_states=sound,
@@ -155,7 +238,7 @@ class Model(FlowModel):
             use_cross_timestep=True,  # the times of both streams are one
             return_dict=False,
         )
-        return torch.cat(velocities, 1)
+        return torch.cat(velocities, 1)[:, : latents.shape[1]]
 
     def decode(self, latents: Tensor, height: int, width: int) -> Tensor:
         frames, rows, columns = self.grid(latents.shape[1], height, width)

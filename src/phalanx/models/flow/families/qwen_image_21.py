@@ -1,14 +1,16 @@
 """Qwen-Image 2.1, text to image: one stream of tokens, in which a text attends only to what precedes."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from diffusers import QwenImage21Transformer2DModel
+from diffusers.models._modeling_parallel import ContextParallelInput, ContextParallelOutput
 from diffusers.models.attention_dispatch import dispatch_attention_fn
+from diffusers.models.transformers.transformer_qwenimage21 import QwenImage21Rope
 from torch import Tensor
 from transformers import Qwen3VLProcessor
 
-from phalanx.models.flow.attention import DispatchedJointAttention, rotated
+from phalanx.models.flow.attention import DispatchedJointAttention, rotated, sharing_ranks
 from phalanx.models.flow.embeds import padded_texts
 from phalanx.models.flow.families.qwen_image_edit import cut_text
 from phalanx.models.flow.family import Embeds, PackedModel, check_size, to_pixels
@@ -45,30 +47,66 @@ class CausalAttention:
     ) -> Tensor:
         """hidden_states [N, L, D], rotary_emb [N, L, head_dim / 2, 2] -> [N, L, D].
 
-        The first `segments` tokens are a text, of which `attention_mask` [N, segments] is False where there is nothing.
+        The first `segments` tokens are a text, of which `attention_mask` [N, L'] is False where there is nothing. Where
+        ranks share tokens, both are parts of the text and of the image, and L' is the length of the whole text.
         """
         assert rotary_emb is not None
         q = rotated(self._heads(attn, hidden_states, attn.to_q, attn.norm_q), rotary_emb)
         k = rotated(self._heads(attn, hidden_states, attn.to_k, attn.norm_k), rotary_emb)
         v = self._heads(attn, hidden_states, attn.to_v)
         q, k = q.to(v.dtype), k.to(v.dtype)
-        way = {"backend": self._attention_backend, "parallel_config": self._parallel_config}
+        text, drawn, ranks = [x[:, :segments] for x in (q, k, v)], q[:, segments:], sharing_ranks(self._parallel_config)
+        if ranks is not None:  # whose parts are of the text and of the image
+            text = [ranks.exchange(x, 2, 1) for x in text]
+            drawn, *image = (ranks.exchange(x[:, segments:], 2, 1) for x in (q, k, v))
+            k, v = (torch.cat(pair, 1) for pair in zip(text[1:], image, strict=True))
         # what is not there stands behind a text, and so no token of a text sees it
-        text = dispatch_attention_fn(*(x[:, :segments] for x in (q, k, v)), is_causal=True, **way)
+        backend = self._attention_backend
+        read = dispatch_attention_fn(*text, is_causal=True, backend=backend)
         mask = attention_mask
         if mask is not None:
-            mask = torch.cat([mask, mask.new_ones(len(q), q.shape[1] - segments)], 1)[:, None, None]
-        image = dispatch_attention_fn(q[:, segments:], k, v, attn_mask=mask, **way)
-        out = torch.cat([text, image], 1).flatten(2, 3).to(q.dtype)
+            mask = torch.cat([mask, mask.new_ones(drawn.shape[:2])], 1)[:, None, None]
+        seen = dispatch_attention_fn(drawn, k, v, attn_mask=mask, backend=backend)
+        if ranks is not None:
+            read, seen = ranks.exchange(read, 1, 2), ranks.exchange(seen, 1, 2)
+        out = torch.cat([read, seen], 1).flatten(2, 3).to(q.dtype)
         return attn.to_out[1](attn.to_out[0](out))
+
+
+class Rotations(QwenImage21Rope):
+    """The rotations of a text and of the image behind it."""
+
+    def forward(self, lengths: Tensor, length: int, rows: int, columns: int) -> tuple[Tensor, Tensor]:
+        """[N, length, head_dim / 2, 2] and [N, rows x columns, head_dim / 2, 2]: tokens of a text are at (j, j, j), and
+        those of the image at (the text's length of `lengths` [N], row, column), counted from its middle.
+        """
+        device, n = lengths.device, len(lengths)
+        self.freqs: list[Tensor] = [table.to(device) for table in self.freqs]
+        first, second, third = self.freqs
+        text = torch.cat([table[:length] for table in self.freqs], -1).expand(n, -1, -1)
+        row = torch.arange(rows // 2 - rows, rows // 2, device=device).repeat_interleave(columns)
+        column = torch.arange(columns // 2 - columns, columns // 2, device=device).repeat(rows)
+        place = torch.cat([second[row], third[column]], -1).expand(n, -1, -1)
+        image = torch.cat([first[lengths][:, None].expand(-1, rows * columns, -1), place], -1)
+        return torch.view_as_real(text), torch.view_as_real(image)
 
 
 class Transformer(QwenImage21Transformer2DModel):
     """diffusers' transformer, modules and weights alike, with texts of different lengths in a batch.
 
     diffusers' own takes positions from the padded text, so that an image would depend on its batch, and lists tokens on
-    the host.
+    the host. It has no plan of context parallelism: here a rank has a part of the text, then one of the image.
     """
+
+    _cp_plan: ClassVar[dict[str, Any]] = {
+        "txt_in": {0: ContextParallelInput(split_dim=1, expected_dims=3, split_output=True)},
+        "img_in": {0: ContextParallelInput(split_dim=1, expected_dims=3, split_output=True)},
+        "pos_embed": {
+            0: ContextParallelInput(split_dim=1, expected_dims=4, split_output=True),
+            1: ContextParallelInput(split_dim=1, expected_dims=4, split_output=True),
+        },
+        "proj_out": ContextParallelOutput(gather_dim=1, expected_dims=3),
+    }
 
     def forward(
         self,
@@ -88,9 +126,10 @@ class Transformer(QwenImage21Transformer2DModel):
         lengths = torch.full((n,), length, device=hidden_states.device)
         if attention_mask is not None:
             lengths = attention_mask.sum(1)
-        rotations = self._rotations(lengths, length, *grid)
-        image = self.img_in(hidden_states)
-        tokens = torch.cat([self.txt_in(encoder_hidden_states), image], 1)
+        rotations = torch.cat(self.pos_embed(lengths, length, *grid), 1)
+        text, image = self.txt_in(encoder_hidden_states), self.img_in(hidden_states)
+        length = text.shape[1]  # of the part that is this rank's
+        tokens = torch.cat([text, image], 1)
         levels, drawn = timestep, None
         if self.config.causal_condition:  # texts are at level 0, which is the last row
             levels = torch.cat([timestep, timestep.new_zeros(1)])
@@ -104,20 +143,6 @@ class Transformer(QwenImage21Transformer2DModel):
             else:
                 tokens = block(*inputs)
         return (self.proj_out(self.norm_out(tokens[:, length:], condition[:n])),)
-
-    def _rotations(self, lengths: Tensor, length: int, rows: int, columns: int) -> Tensor:
-        """[N, length + rows x columns, head_dim / 2, 2]: tokens of a text are at (j, j, j), those of the image at (the
-        text's length, row, column), counted from its middle.
-        """
-        device, n = lengths.device, len(lengths)
-        self.pos_embed.freqs = [table.to(device) for table in self.pos_embed.freqs]
-        first, second, third = self.pos_embed.freqs
-        text = torch.cat([table[:length] for table in (first, second, third)], -1).expand(n, -1, -1)
-        row = torch.arange(rows // 2 - rows, rows // 2, device=device).repeat_interleave(columns)
-        column = torch.arange(columns // 2 - columns, columns // 2, device=device).repeat(rows)
-        place = torch.cat([second[row], third[column]], -1).expand(n, -1, -1)
-        image = torch.cat([first[lengths][:, None].expand(-1, rows * columns, -1), place], -1)
-        return torch.view_as_real(torch.cat([text, image], 1))
 
 
 class Model(PackedModel):
@@ -135,6 +160,8 @@ class Model(PackedModel):
 
     @staticmethod
     def adapt(transformer: Any) -> None:
+        rope = transformer.pos_embed
+        transformer.pos_embed = Rotations(rope.theta, rope.axes_dim)
         for block in transformer.transformer_blocks:
             block.attn.set_processor(CausalAttention())
 
