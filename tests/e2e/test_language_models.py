@@ -8,6 +8,7 @@ from phalanx.telemetry.metrics import METRICS_FILE, read_metrics
 from tests.checks import mistakes
 from tests.lm import tiny_lm_config
 from tests.ranks import run_ranks, torchrun
+from tests.tasks import run_task
 
 TASK, CONFIG = "tasks/train_grpo.py", "configs/grpo/quickstart.yaml"
 PPO = "configs/ppo/quickstart.yaml"
@@ -29,7 +30,7 @@ def test_the_quickstart_with_tools_learns(tmp_path: Path) -> None:
     """In the first 12 of its steps more answers are right, since the calculator is called more often."""
     keys = ["trainer.total_training_steps=12", "trainer.save_freq=-1", "trainer.test_freq=-1"]
     keys += ["trainer.val_before_train=false", f"trainer.output_dir={tmp_path}"]
-    done = torchrun([TASK, "configs/grpo/quickstart_tools.yaml", *keys], nproc=2, timeout=280)
+    done = run_task([TASK, "configs/grpo/quickstart_tools.yaml", *keys], nproc=2, timeout=280)
     assert done.returncode == 0, done.stderr
     rows = [row for row in read_metrics(tmp_path / METRICS_FILE) if row["step"] > 0]
     for key in ("reward/mean", "tools/call_frequency", "conversation/turns_mean"):
@@ -43,7 +44,7 @@ def test_the_quickstart_with_images_learns(tmp_path: Path) -> None:
     """In the first 10 of its steps greedy answers to held-out pictures get right far more often."""
     keys = ["trainer.total_training_steps=10", "trainer.save_freq=-1", f"trainer.output_dir={tmp_path}"]
     keys += ["optim.lr_scheduler=constant"]  # as in the first steps of many
-    done = torchrun([TASK, "configs/grpo/quickstart_vl.yaml", *keys], nproc=2, timeout=280)
+    done = run_task([TASK, "configs/grpo/quickstart_vl.yaml", *keys], nproc=2, timeout=280)
     assert done.returncode == 0, done.stderr
     rows = read_metrics(tmp_path / METRICS_FILE)
     greedy = [row["val/test/reward/mean"] for row in rows if "val/test/reward/mean" in row]
@@ -56,7 +57,7 @@ def test_the_recipe_of_ppo_trains_policy_and_critic(tmp_path: Path) -> None:
     """A few steps of it, at a quarter of its size."""
     small = ["data.train_batch_size=32", "actor.ppo_mini_batch_size=32", "actor.ppo_micro_batch_size_per_gpu=16"]
     keys = ["trainer.total_training_steps=4", "trainer.test_freq=-1", "trainer.critic_warmup=2", *small]
-    done = torchrun([TASK, PPO, *keys, f"trainer.output_dir={tmp_path}"], nproc=2, timeout=120)
+    done = run_task([TASK, PPO, *keys, f"trainer.output_dir={tmp_path}"], nproc=2, timeout=120)
     assert done.returncode == 0, done.stderr
     rows = [row for row in read_metrics(tmp_path / METRICS_FILE) if row["step"] > 0]
     assert ["actor/grad_norm" in row for row in rows] == [False, False, True, True]
