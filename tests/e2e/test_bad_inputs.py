@@ -26,8 +26,8 @@ from tests.tasks import run_task
 TASK = "tasks/train_flowgrpo.py"
 LIMIT_S = 120.0  # a bad input takes a second; this is the end of a hang
 BUILT_IN = (
-    "aesthetic, background_consistency, clip_score, dapo, environment, format, geneval, geo3k, gsm8k, hps_v2, hps_v3, http, image_reward, "
-    "iou, jpeg_compressibility, jpeg_incompressibility, length, llm_judge, math, ocr, overlong, pickscore, preferred, reasoning_gym, "
+    "aesthetic, background_consistency, blip_vqa, clip_score, dapo, environment, format, geneval, geo3k, gsm8k, hps_v2, hps_v3, http, "
+    "image_reward, iou, jpeg_compressibility, jpeg_incompressibility, length, llm_judge, math, ocr, overlong, pickscore, preferred, reasoning_gym, "
     "self_certainty, subject_consistency, temporal_flickering, unified_reward, vlm_ocr"
 )
 WEIGHTS = "diffusion_pytorch_model.safetensors"

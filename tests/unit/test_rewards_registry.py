@@ -11,8 +11,8 @@ from tests.rewards import entry, rewards, told
 from tests.unit.test_rewards import HERE, Stateful, mine, some
 
 BUILT_IN = (
-    "aesthetic, background_consistency, clip_score, dapo, environment, format, geneval, geo3k, gsm8k, hps_v2, hps_v3, http, image_reward, "
-    "iou, jpeg_compressibility, jpeg_incompressibility, length, llm_judge, math, ocr, overlong, pickscore, preferred, reasoning_gym, "
+    "aesthetic, background_consistency, blip_vqa, clip_score, dapo, environment, format, geneval, geo3k, gsm8k, hps_v2, hps_v3, http, "
+    "image_reward, iou, jpeg_compressibility, jpeg_incompressibility, length, llm_judge, math, ocr, overlong, pickscore, preferred, reasoning_gym, "
     "self_certainty, subject_consistency, temporal_flickering, unified_reward, vlm_ocr"
 )
 FORMS = "module:function or path/to/file.py:function"
