@@ -3,8 +3,8 @@
 Outputs are images, videos or completions; the name of the first parameter says which (see phalanx.rewards.base).
 
 Every module of `image`, `video`, `text` and `judge` whose name has no leading underscore is a built-in reward, and its
-name is the reward's name. The module holds either a class of that name in CamelCase (`clip_score.py`: `ClipScore`), which is
-instantiated once with the configured kwargs, or a function of that name (`jpeg_compressibility.py`:
+name is the reward's name. The module holds either a class of that name in CamelCase (`clip_score.py`: `ClipScore`),
+which is instantiated once with the configured kwargs, or a function of that name (`jpeg_compressibility.py`:
 `jpeg_compressibility`), which gets the kwargs at each call. A new reward is one new file. A class derived from Judge
 asks the reward model instead.
 """

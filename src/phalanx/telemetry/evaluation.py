@@ -340,7 +340,7 @@ def interval_text(estimate: Mapping[str, Any]) -> str:
 
 
 def groups_of(part: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any], Mapping[str, Any] | None]]:
-    """What a table shows of groups: of each, and of their mean, a label, the scores, and the differences."""
+    """The rows of a table for the groups and for their mean: a label, the scores, and the differences."""
     compared, shown = part.get("baseline", {}), []
     for value, group in part.get("groups", {}).items():
         inner = compared.get("groups", {}).get(value, {}).get("differences")

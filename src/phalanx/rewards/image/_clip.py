@@ -41,7 +41,7 @@ class Pixels:
             size = (self.shortest_edge, long) if height <= width else (long, self.shortest_edge)
         levels = resize(images, size) if self.antialias else F.interpolate(images * 255, size=size, mode="bicubic")
         halves = [(edge - crop) / 2 for edge, crop in zip(size, self.crop, strict=True)]
-        top, left = map(int if self.antialias else round, halves)
+        top, left = (int(half) if self.antialias else round(half) for half in halves)
         levels = levels[:, :, top : top + self.crop[0], left : left + self.crop[1]]
         return (levels / 255 - self.mean) / self.std
 

@@ -1,4 +1,4 @@
-"""What rewards for whole videos share: how alike the frames of one are."""
+"""The common parts of rewards for whole videos: the likeness of the frames of one."""
 
 import torch.nn.functional as F
 from torch import Tensor
