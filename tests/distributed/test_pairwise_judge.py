@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from phalanx.config.reward import RewardModelConfig
 from phalanx.distributed.seed import fold_in
 from phalanx.rewards.judge._pairs import pairings
+from tests.judged import config, settings, step_and_terms
 from tests.judged_pairs import COUNT, GROUPS, Broken, Reading, compared, failed, plainly
 from tests.ranks import run_ranks
 
@@ -80,3 +82,17 @@ def test_a_failure_on_one_rank_is_told_on_all(judge_model: Path) -> None:
     )
     long = run_ranks(failed, 2, section(judge_model, max_model_len=5), [12, 0], Reading())
     assert long[0] == long[1] and long[0].startswith("reward.model.max_model_len: a question with its image has ")
+
+
+@pytest.mark.full
+def test_a_group_on_two_ranks_in_a_job(sd3_folder: Path, judge_model: Path, tmp_path: Path) -> None:
+    """A step of one prompt: its images get the same win rates, of a mean of a half, on one rank and on two."""
+    judge = "{path: 'tests.judged_pairs:Reading'}"
+    keys = ("data.train_batch_size=1", "actor.ppo_mini_batch_size=1", "actor.ppo_micro_batch_size_per_gpu=1")
+    single = (*keys, "reward.model.engine=transformers")
+    rates = []
+    for world in (1, 2):
+        cfg = config(sd3_folder, tmp_path / str(world), *settings(judge_model, judge), *single)
+        ranks = run_ranks(step_and_terms, world, cfg)
+        rates.append(torch.cat([rank["terms"]["Reading"] for rank in ranks]))
+    assert torch.equal(*rates) and rates[0].mean() == 0.5 and len(set(rates[0].tolist())) > 1

@@ -3,6 +3,7 @@
 import json
 import logging
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -139,9 +140,8 @@ class Sampling:
         numbers = iter(range(world.data_rank * share * n, (world.data_rank + 1) * share * n))
 
         def each(outputs: Outputs, sampled: list[Prompt]) -> None:
-            beside = []
-            for prompt, output in zip(sampled, outputs, strict=True):
-                place = next(numbers)
+            beside, places = [], list(islice(numbers, len(sampled)))
+            for prompt, output, place in zip(sampled, outputs, places, strict=True):
                 row = {"set": chunk.set_name, "index": prompt.group_id, "sample": place % n}
                 row |= {"prompt": prompt.text, "place": place}
                 row |= self._text(prompt, output) if isinstance(output, str) else {}
@@ -149,7 +149,7 @@ class Sampling:
             if isinstance(outputs, Tensor):
                 self._keep_pictures(outputs, beside, len(prompts) * n)
             self.drawn += beside
-            self.client.submit(outputs, without_filling(sampled, beside[0]["place"], len(prompts) * n))
+            self.client.submit(outputs, without_filling(sampled, places[0], len(prompts) * n))
 
         with rollout.awake():
             rollout.sample_validation(local, each=each)
