@@ -99,7 +99,8 @@ class Evaluation:
         return read(folder)
 
     def run(self) -> None:
-        """Sample and score what is lacking, and write the statistics on rank 0."""
+        """Sample and score what is lacking, and write the statistics on rank 0. Raises Stopped, on all ranks."""
+        self.world.watch.listen()
         for sampling in self.samplings:
             sampling.run()
         if self.world.rank == 0:

@@ -120,6 +120,7 @@ class Sampling:
         self.parts = None
 
     def _stop(self, number: int) -> None:
+        self.world.watch.close()
         raise Stopped(number, f" after {self._kept}; the same command goes on from {self.folder}")
 
     def _chunks(self, sets: Sets) -> list[Chunk]:
