@@ -116,10 +116,10 @@ class Model(FlowModel):
         return Experts(first, cls.load_part(config, dtype, SECOND), index["boundary_ratio"] * TIMESTEPS)
 
     @classmethod
-    def read_lora(cls, path: str, config: FlowModelConfig) -> Layers:
+    def read_lora(cls, path: str, config: FlowModelConfig | None = None) -> Layers:
         """That of both transformers, or of the one whose file the folder has, where the model has two."""
         folder = Path(path).expanduser()
-        if SECOND not in component_names(model_index(str(base_folder(config)))):
+        if config is None or SECOND not in component_names(model_index(str(base_folder(config)))):
             return super().read_lora(path, config)
         layers: Layers = {}
         for part, file in ((FIRST, WEIGHTS), (SECOND, SECOND_LORA)):
