@@ -15,6 +15,7 @@ from phalanx.config.tasks import ExportConfig
 from phalanx.distributed.seed import fold_in, normal
 from phalanx.jobs.export import Export
 from phalanx.types import Prompt
+from tests.checks import refused
 from tests.comfy import add_as_comfy, wan_name
 from tests.distributed.test_layouts import assert_same_step
 from tests.distributed.test_resume import stop_after
@@ -147,6 +148,18 @@ def test_a_run_resumes_and_its_export_is_played_by_stock_diffusers(
         name = "blocks.0.attn1.to_q.weight"
         weight = getattr(pipeline, part).get_parameter(name)
         torch.testing.assert_close(begun.get_parameter(f"{part}.{name}"), weight, rtol=0, atol=1e-6)
+    (tmp_path / "export" / second).rename(tmp_path / "second.safetensors")
+    with one_rank() as world:
+        first = make_policy(world, a14b_folder, lora_path=str(tmp_path / "export")).model.transformer
+        file = str(tmp_path / "second.safetensors")
+        with refused(
+            f"model.lora_path: {file!r} should be a folder with pytorch_lora_weights.safetensors for the first of the "
+            f"model's two transformers, {second} for the second, or both"
+        ):
+            make_policy(world, a14b_folder, lora_path=file)
+    base = load_pipeline(a14b_folder).transformer_2.get_parameter(name)
+    assert torch.equal(first.get_parameter(f"transformer.{name}"), begun.get_parameter(f"transformer.{name}"))
+    assert torch.equal(first.get_parameter(f"transformer_2.{name}"), base)
 
 
 @pytest.mark.long

@@ -49,7 +49,8 @@ def of_teachers(teachers: Sequence[Teacher], name: str, divergence: Tensor, batc
     """Sums for a metric `name` of each of several teachers: of the `divergence` [B, A] of the samples that it was asked
     about, each the mean over its actions, and the number of these samples; see phalanx.telemetry.step_metrics.
     """
-    asked, sums = batch.reference_outputs.get(ASKED), {}
+    sums: dict[str, Tensor] = {}
+    asked = batch.reference_outputs.get(ASKED)
     if asked is None:
         return sums
     counted = (batch.weight > 0).any(1)

@@ -49,8 +49,8 @@ class ModelFiles:
         return diffusers.AutoModel.from_pretrained(str(base), subfolder=name, torch_dtype=dtype)
 
     @classmethod
-    def read_lora(cls, path: str) -> Layers:
-        """See phalanx.models.flow.folder.read_lora."""
+    def read_lora(cls, path: str, config: FlowModelConfig | None = None) -> Layers:
+        """See phalanx.models.flow.folder.read_lora; `config` is that of the model that it is for."""
         return read_lora(path, getattr(diffusers, cls.lora_pipeline or cls.pipeline_class))
 
     @classmethod

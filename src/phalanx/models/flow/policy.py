@@ -4,6 +4,7 @@ import copy
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import diffusers
@@ -57,7 +58,7 @@ class FlowPolicy:
         """`frozen`: nothing is trained; `kept`: see Sharded. Raises ValueError for what the model refuses."""
         self.model, self.world, self.config, self.detach_uncond = model, world, config, detach_uncond
         model.check_length(data.max_prompt_length)
-        start_from_lora(model.transformer, config.lora_path, model.read_lora, kept)
+        start_from_lora(model.transformer, config.lora_path, partial(model.read_lora, config=config), kept)
         for module in (model.vae, *model.text_encoders):
             module.requires_grad_(False).eval()
         if config.gradient_checkpointing:

@@ -298,7 +298,7 @@ def causal_lm(lm: Any, config: LMModelConfig, chunk: int, key: str = "model.path
     return model
 
 
-def read_lora(path: str) -> Layers:
+def read_lora(path: str, config: object = None) -> Layers:
     """The LoRA of model.lora_path, by the names of a CausalLM's layers; ValueError, in one line, for what is none.
     That of a composite model's text part may have the names of the whole, also those before transformers 4.52.
     """

@@ -116,14 +116,21 @@ class Model(FlowModel):
         return Experts(first, cls.load_part(config, dtype, SECOND), index["boundary_ratio"] * TIMESTEPS)
 
     @classmethod
-    def read_lora(cls, path: str) -> Layers:
-        """That of both transformers where the folder has a file for the second."""
+    def read_lora(cls, path: str, config: FlowModelConfig | None = None) -> Layers:
+        """That of both transformers, or of the one whose file the folder has, where the model has two."""
         folder = Path(path).expanduser()
-        if not (folder / SECOND_LORA).is_file():
-            return super().read_lora(path)
-        layers = {f"{SECOND}.{name}": pair for name, pair in super().read_lora(str(folder / SECOND_LORA)).items()}
-        if (folder / WEIGHTS).is_file():
-            layers |= {f"{FIRST}.{name}": pair for name, pair in super().read_lora(str(folder / WEIGHTS)).items()}
+        if config is None or SECOND not in component_names(model_index(str(base_folder(config)))):
+            return super().read_lora(path, config)
+        layers: Layers = {}
+        for part, file in ((FIRST, WEIGHTS), (SECOND, SECOND_LORA)):
+            if (folder / file).is_file():
+                read = super().read_lora(str(folder / file), config)
+                layers |= {f"{part}.{name}": pair for name, pair in read.items()}
+        if not layers:
+            raise ValueError(
+                f"model.lora_path: {path!r} should be a folder with {WEIGHTS} for the first of the model's two "
+                f"transformers, {SECOND_LORA} for the second, or both"
+            )
         return layers
 
     @classmethod
