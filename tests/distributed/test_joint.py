@@ -1,6 +1,7 @@
 """Joint runs: a writer's texts are a painter's prompts, one reward trains both, and the layout is no part of the result."""
 
 import json
+import logging
 import os
 import signal
 from pathlib import Path
@@ -14,7 +15,7 @@ from phalanx.config import load
 from phalanx.config.joint import POLICIES, JointConfig
 from phalanx.config.load import ConfigError
 from phalanx.jobs.export import open_checkpoint
-from phalanx.training.joint import build
+from phalanx.training.joint import about, build, check
 from tests.checks import refused
 from tests.jobs import CONTRAST, PROMPTS, SIZE, assert_same_weights, full_weights, rows
 from tests.ranks import RankError, run_ranks
@@ -283,3 +284,19 @@ def test_other_numbers_of_references_are_refused(lm_folder: Path, sd3_folder: Pa
     said = "painter.model.reference_count: 2, but StableDiffusion3Pipeline takes no image per row; set it to 1"
     with refused(said, ConfigError):
         build(cfg)
+
+
+def test_messages_have_the_keys_of_the_joint_run(
+    lm_folder: Path, sd3_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of errors and of lines of the log; the painter's batch is what the writer makes of the data's."""
+    with refused(
+        "painter.actor.ppo_mini_batch_size: 3 prompts do not divide data.train_batch_size x (writer.rollout.n + "
+        "rewrite.keep_originals) 8; nearest that work: painter.actor.ppo_mini_batch_size=2 or 4"
+    ):
+        check(joint_config(lm_folder, sd3_folder, tmp_path, "painter.actor.ppo_mini_batch_size=3"))
+    log = logging.getLogger("phalanx.training.rl")
+    with about("writer"):
+        log.warning("algorithm.kl_loss_type: %s", "k1")
+    log.warning("algorithm.kl_loss_type: %s", "k1")
+    assert caplog.messages == ["writer.algorithm.kl_loss_type: k1", "algorithm.kl_loss_type: k1"]

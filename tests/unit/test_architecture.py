@@ -56,6 +56,7 @@ OWNERS: dict[str, tuple[str, ...]] = {
         "environments.tools",
         "models",
         "plan.lm",
+        "plan.vision",
         "tools",
         "engines.transformers",
         "rewards.image",

@@ -341,8 +341,8 @@ def planned_lm_policy(
     beside = module.vision.beside() if images else Beside()
     policy.count(ledger, blocks, cfg.parallel, cluster, beside.blocks)
     if beside.frozen:  # whole on each rank
-        whole = {id(p) for part in beside.parts for p in part.parameters()}
-        names = {name for name, p in module.named_parameters() if id(p) in whole}
+        apart = {id(p) for part in beside.parts for p in part.parameters()}
+        names = {name for name, p in module.named_parameters() if id(p) in apart}
         weights = [replace(w, width=1, away=False) if w.name in names else w for w in policy.layout.weights]
         policy.layout = replace(policy.layout, weights=weights)
     if images:

@@ -68,7 +68,8 @@ def arithmetic(p: Planned, gpu: Gpu) -> tuple[str, Rows]:
 
 def joint_arithmetic(cfg: JointConfig, parts: Sequence[RLRehearsal], gpu: Gpu) -> tuple[str, Rows]:
     """Title and rows: operations of a joint run's policies, and the time of both."""
-    ranks, cards, step = parts[0].policy.layout.cluster.ranks, {}, 0.0
+    ranks, step = parts[0].policy.layout.cluster.ranks, 0.0
+    cards: dict[str, None] = {}
     rows = []
     for p in parts:
         dtype, flops = p.policy.layout.dtype, p.flops

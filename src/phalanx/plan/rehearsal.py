@@ -152,7 +152,7 @@ class Rehearsal(ABC):
 
     @property
     def label(self) -> str:
-        """What tells it from the other parts of the job; empty where there are none."""
+        """The name of this part of the job; empty where it is all of it."""
         return self.role or self.part
 
     @property

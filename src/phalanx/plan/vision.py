@@ -65,7 +65,10 @@ class PlannedVision(Vision):
         each = [(known[look].pooled, *known[look].deep) for look in looks]
         layers = [torch.cat(layer) for layer in zip(*each, strict=True)]
         rows = torch.arange(len(layers[0]), device=META)
-        shown = embedded.flatten(0, 1).index_put((rows,), sum(layers).to(embedded.dtype)).view(embedded.shape)
+        features = layers[0]
+        for layer in layers[1:]:
+            features = features + layer
+        shown = embedded.flatten(0, 1).index_put((rows,), features.to(embedded.dtype)).view(embedded.shape)
         types = {"token_type_ids": torch.zeros_like(ids)} if self.family.types else {}
         # the class is given them, and so they are there until its forward ends
         return {"inputs_embeds": shown, "mm_encoder_outputs": {"layers": layers}, **types}

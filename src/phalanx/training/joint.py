@@ -7,11 +7,13 @@ Shapes: P prompts, N rewritten ones of each, K that the painter is given of each
 M pictures of each of these.
 """
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -126,7 +128,8 @@ class JointTrainer:
             collected = drawn.pop(name)
             if trains(self.cfg, name, step):
                 start = time.perf_counter() - self.seconds[name]  # as if it had drawn them just now
-                numbers = train_step(self.job, Drawn(collected), self.updaters[name], step, start)
+                with about(name, JobError, JobError):
+                    numbers = train_step(self.job, Drawn(collected), self.updaters[name], step, start)
             else:
                 numbers = collected.row
             row |= named(name, numbers)
@@ -247,11 +250,23 @@ class JointValidator(Validator):
 def about(
     part: str, kind: type[Exception] = ValueError, told_as: Callable[[str], Exception] = ConfigError
 ) -> Iterator[None]:
-    """Messages about a policy's configuration within the block, errors of that kind, have the joint run's keys."""
+    """Messages about a policy's configuration within the block, errors of that kind and lines of the log, have the keys
+    of the joint run.
+    """
+    make = logging.getLogRecordFactory()
+
+    def named_record(*args: Any, **kwargs: Any) -> logging.LogRecord:
+        record = make(*args, **kwargs)
+        record.msg = of_part(str(record.msg), part)
+        return record
+
+    logging.setLogRecordFactory(named_record)
     try:
         yield
     except kind as error:
         raise told_as(of_part(str(error), part)) from error
+    finally:
+        logging.setLogRecordFactory(make)
 
 
 def build(cfg: JointConfig) -> JointTrainer:
@@ -322,7 +337,8 @@ def build(cfg: JointConfig) -> JointTrainer:
     for name in cfg.train:
         part = parts[name]
         steps = sum(trains(cfg, name, step) for step in range(trainer_steps))
-        part.state = states[name] = train_state(part.cfg, part.plan, part.algorithm, part.policy, steps)
+        with about(name):
+            part.state = states[name] = train_state(part.cfg, part.plan, part.algorithm, part.policy, steps)
     unscored = RewardClient(writer, world, None, of_words, texts.noun)
     rewards = RewardClient(painter, world, reward_set, of_pictures, images.noun, judged=as_original)
     validator = JointValidator(cfg, world, parts, rewriter, rewards, val_sets, timers)

@@ -62,7 +62,11 @@ def changed(section: Any, default: Any, prefix: str) -> Iterator[tuple[str, Any]
 def of_part(message: str, part: str) -> str:
     """The text of an error about the configuration of a joint run's policy, with the joint run's keys."""
     message = re.sub(r"(?<![\w.])(model|rollout|algorithm|actor|optim)\.(?=[a-z])", rf"{part}.\1.", message)
-    return message.replace("data.max_prompt_length", "data.max_rewrite_length") if part == "painter" else message
+    if part == "painter":  # its data is what the writer makes of the run's
+        message = message.replace("data.max_prompt_length", "data.max_rewrite_length")
+        texts = "data.train_batch_size x (writer.rollout.n + rewrite.keep_originals) "
+        message = re.sub(r"(?<![\w.])data\.train_batch_size (?=\d)", texts, message)
+    return message
 
 
 def beside_per_gpu(section: Any, key: str) -> tuple[Any, Any, Any] | None:
