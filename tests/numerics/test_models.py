@@ -405,6 +405,9 @@ def test_a_model_may_lack_some_of_its_familys_layers() -> None:
         "to_q.lora_A.default.weight",
         "to_q.lora_B.default.weight",
     }
+    config.target_modules = []
+    with refused("model.target_modules: [] names no layer; null takes the default"):
+        add_lora(nn.ModuleDict({"to_q": nn.Linear(4, 4)}), config, ("to_q",), seed=0)
     config.target_modules = ["to_add_out"]
     with refused("model.target_modules: no linear layer ends in 'to_add_out'; in a block: none"):
         add_lora(nn.ModuleDict({"to_q": nn.Linear(4, 4)}), config, ("to_q",), seed=0)

@@ -7,6 +7,8 @@ import pytest
 
 from phalanx.config import ConfigError, load
 from phalanx.config.flow import FlowRLConfig
+from phalanx.config.lm import LMRLConfig
+from tests.checks import refused
 from tests.configs import refusal
 
 SECTIONS = "model, parallel, data, rollout, optim, reward, trainer, algorithm, actor, placement"
@@ -87,6 +89,8 @@ MISTAKES = [
     (["algorithm.kl_convention=exakt"], "algorithm.kl_convention: expected one of exact, flow_grpo, got 'exakt'; did you mean exact?"),
     (["rollout.n=1"], "rollout.n: expected at least 2, got 1"),
     (["optim.lr=0"], "optim.lr: expected more than 0, got 0.0"),
+    (["model.lora_rank=4", "model.lora_alpha=0"], "model.lora_alpha: expected more than 0, got 0.0"),
+    (["algorithm.name=opd", "algorithm.teachers={1: a}"], "algorithm.teachers: expected a section of names and strings, got {1: 'a'}"),
     (["actor.ema.decay=1"], "actor.ema.decay: expected less than 1, got 1.0"),
     (["rollout.timestep_fraction=1.5"], "rollout.timestep_fraction: expected at most 1, got 1.5"),
     (["rollout.ode_compression=0"], "rollout.ode_compression: expected more than 0, got 0.0"),
@@ -178,6 +182,12 @@ FILES = [
 def test_mistakes_in_a_file(text: str, message: str, yaml_file: Path) -> None:
     yaml_file.write_text(text)
     assert refusal(path=yaml_file) == message.replace("{file}", str(yaml_file))
+
+
+def test_an_algorithm_of_another_kind_of_job() -> None:
+    message = "algorithm.name: draft is for jobs with rollout.noise_level, and this one has none"
+    with refused(message, ConfigError):
+        load(LMRLConfig, None, ["model.path=x", "data.train_files=[x]", "algorithm.name=draft"])
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:

@@ -5,7 +5,9 @@ import sys
 import diffusers
 import pytest
 
-from phalanx.models.flow.registry import FAMILIES, families, known_family
+from phalanx.config.flow import FlowModelConfig
+from phalanx.models.flow.registry import FAMILIES, families, family_of, known_family
+from tests.checks import refused
 
 
 def test_a_family_that_is_newer_than_diffusers_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -25,3 +27,14 @@ def test_a_pipeline_that_diffusers_lacks_is_told() -> None:
         f"model.path: 'folder' is a TomorrowPipeline, which diffusers {version} does not have; supported: Flux2Klein"
     )
     assert str(error.value).startswith(begin)
+
+
+@pytest.mark.parametrize(
+    ("family", "expected"), [("wan", "WanTransformer3DModel"), ("ltx2", "LTX2VideoTransformer3DModel")]
+)
+def test_a_family_that_is_not_the_folders_is_told(family: str, expected: str) -> None:
+    base = "assets/digits/base"
+    assert family_of(FlowModelConfig(path=base, family="sd3")) is family_of(FlowModelConfig(path=base))
+    message = f"{family} has a {expected}, and {base!r} a SD3Transformer2DModel; leave it out, or name another"
+    with refused(f"model.family: {message}"):
+        family_of(FlowModelConfig(path=base, family=family))

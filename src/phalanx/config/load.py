@@ -154,7 +154,7 @@ def _defaults(schema: Any) -> DictConfig:
             try:
                 OmegaConf.update(base, f"{before}{dot}{key}", default)
             except OmegaConfBaseException:
-                name = OmegaConf.select(base, f"{section}.name")
+                name = _section(schema, section).__module__.rpartition(".")[2]
                 raise ConfigError(f"{section}.name: {name} is for jobs with {key}, and this one has none") from None
     return base
 

@@ -76,7 +76,7 @@ def expected(hint: Any) -> str:
     if element is not None:
         text = f"a list of {PLURALS[element] if element in PLURALS else 'sections'}"
     elif get_origin(bare) is dict:
-        text = "a section of keys and values"
+        text = "a section of names and strings" if get_args(bare)[1] is str else "a section of keys and values"
     else:
         text = TYPES[bare] if bare in TYPES else type_name(bare)
     return text if bare is hint else f"{text} or null"

@@ -26,7 +26,7 @@ class ModelConfig:
     revision: Optional[str] = arg(None, "commit, tag or branch of a hub id; null: its main branch")
     dtype: str = arg("bfloat16", "dtype that the model computes in", choices=DTYPES)
     lora_rank: int = arg(0, "rank of the LoRA; 0 trains all weights", ge=0, le=65536)
-    lora_alpha: Optional[float] = arg(None, "LoRA is scaled by lora_alpha / lora_rank; null: 2 x lora_rank")
+    lora_alpha: Optional[float] = arg(None, "LoRA is scaled by lora_alpha / lora_rank; null: 2 x lora_rank", gt=0)
     lora_init: str = arg(
         "gaussian", "initialization of LoRA's A (B is 0)", choices=("gaussian", "kaiming", "orthogonal", "pissa")
     )

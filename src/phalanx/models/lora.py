@@ -33,6 +33,8 @@ def add_lora(module: nn.Module, config: ModelConfig, default_targets: Sequence[s
 
     from phalanx.models.fused_lora import fuse
 
+    if config.target_modules == []:
+        raise ValueError("model.target_modules: [] names no layer; null takes the default")
     left_out = towers(module)
     linear = [name for name in linear_layers(module) if module.get_submodule(name) not in left_out]
 

@@ -37,7 +37,7 @@ def local_index(path: str) -> dict[str, Any] | None:
             f"model.path: {path!r} is a single file; expected a diffusers model folder, such as "
             "from_single_file(file).save_pretrained(folder) of the pipeline's class writes"
         )
-    if form == "folder":
+    if form == "folder" and path:
         folder = Path(path).expanduser()
         index = read_index(folder)
         check_components(folder, index)

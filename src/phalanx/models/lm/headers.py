@@ -18,7 +18,7 @@ def check_folder(path: str, key: str = "model.path") -> None:
     folder = Path(path).expanduser()
     if folder.is_file():
         raise ValueError(f"{key}: {path!r} is a single file; expected a folder, with config.json and *.safetensors")
-    if not folder.is_dir():
+    if not path or not folder.is_dir():
         if path.count("/") != 1 or path.startswith((".", "/", "~")):
             raise ValueError(f"{key}: {path!r}: no such folder")
         return
