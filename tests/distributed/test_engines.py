@@ -112,8 +112,8 @@ def test_an_engine_of_ones_own_samples(made: Made, ranks: int, tmp_path: Path) -
     assert all("rollout/logprob_abs_diff_mean" not in row for row in rows(tmp_path / "counted"))
 
 
-@pytest.mark.seldom("flow-1", "lm-1")
-@pytest.mark.quick("flow-2")
+@pytest.mark.seldom("flow-1", "lm-1", "flow-2")
+@pytest.mark.quick("lm-2")
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("made", KINDS, indirect=True)
 def test_log_probs_of_an_engine_that_is_not_exact_are_taken_again(made: Made, ranks: int, tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ LORA = "model.lora_rank=4"
 
 
 @pytest.mark.full
+@pytest.mark.long
 def test_layouts_agree_from_images(hunyuan_i2v_folder: Path, tmp_path: Path) -> None:
     data = f"data.train_files=[{write_edits(tmp_path)}]"
     cfg = tiny_config(hunyuan_i2v_folder, tmp_path, VIDEO, LORA, data, "rollout.micro_batch_size_per_gpu=4")
@@ -61,7 +62,7 @@ def stock_videos(pipeline: Any) -> Tensor:
     return torch.cat(videos)
 
 
-@pytest.mark.parametrize("kind", ["lora", pytest.param("full", marks=pytest.mark.full)])
+@pytest.mark.parametrize("kind", ["lora", pytest.param("full", marks=pytest.mark.long)])
 def test_the_export_is_played_by_stock_diffusers(kind: str, hunyuan_folder: Path, tmp_path: Path) -> None:
     keys = [LORA, "optim.lr=3e-2"] if kind == "lora" else ["optim.lr=1e-2"]
     cfg = tiny_config(hunyuan_folder, tmp_path, VIDEO, *keys, "trainer.save_freq=2")

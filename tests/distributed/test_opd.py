@@ -95,6 +95,7 @@ def test_layouts_agree(loss_type: str, student_folder: Path, sd3_folder: Path, t
 
 
 @pytest.mark.full
+@pytest.mark.long
 def test_qwen_image(qwen_folder: Path, tmp_path: Path) -> None:
     """Other latents and true guidance; a LoRA learns from whole weights."""
     teacher = moved(qwen_folder, tmp_path / "teacher")

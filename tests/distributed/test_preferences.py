@@ -80,6 +80,7 @@ def test_odd_micro_batches_keep_pairs(sd3_folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.long
 def test_qwen_image(qwen_folder: Path, tmp_path: Path) -> None:
     """Other latents, a padded text and true guidance."""
     one = run_ranks(one_step, 1, configure(qwen_folder, tmp_path, LORA, "algorithm.train_timesteps=1"))

@@ -86,7 +86,7 @@ def test_a_teacher_stands_beside_the_actor(sd3_folder: Path, lm_folder: Path, tm
         assert all(torch.equal(value, apart[name]) for name, value in together.items())
 
 
-@pytest.mark.seldom("lm-lora", "blocks")
+@pytest.mark.seldom("lm", "lm-lora", "blocks")
 @pytest.mark.full
 def test_shards_of_other_widths(kind: tuple[Job, Job], tmp_path: Path) -> None:
     """One rank samples for three that share the weights' shards, and two for one: whole tensors cross the roles."""

@@ -66,7 +66,7 @@ def test_layouts_agree(family: str, name: str, request: pytest.FixtureRequest, t
     assert_same_step(one, run_ranks(one_step, 2, cfg), cfg.optim.lr)
 
 
-@pytest.mark.quick("lora")
+@pytest.mark.seldom("full")
 @pytest.mark.parametrize("kind", [("model.lora_rank=4",), ()], ids=["lora", "full"])
 def test_shards_and_replicas_agree(kind: tuple[str, ...], wan_folder: Path, tmp_path: Path) -> None:
     cfg = configure(wan_folder, tmp_path, *kind)

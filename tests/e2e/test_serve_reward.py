@@ -165,7 +165,7 @@ def trained(folder: Path, model: Path, functions: str, ranks: int) -> tuple[list
     return [{k: v for k, v in row.items() if not k.startswith(("time/", "perf/"))} for row in rows], weights
 
 
-@pytest.mark.quick("json")
+@pytest.mark.seldom("multipart")
 @pytest.mark.parametrize("encoding", ["json", "multipart"])
 def test_a_job_learns_the_same_from_a_server(server: str, encoding: str, sd3_folder: Path, tmp_path: Path) -> None:
     """Two ranks: all numbers of metrics.jsonl but times, and the weights, to the last bit."""

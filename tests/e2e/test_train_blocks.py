@@ -10,6 +10,7 @@ from tests.ranks import run_ranks, two_nodes
 
 
 @pytest.mark.full
+@pytest.mark.long
 def test_two_nodes_are_one_world(lm_folder: Path, tmp_path: Path) -> None:
     """Two torchruns of one rank each do what two ranks of one node do."""
     fixed = ["parallel.fsdp_size=2", "trainer.save_freq=2"]

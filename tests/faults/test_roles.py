@@ -122,6 +122,7 @@ def test_a_signal_to_one_roles_launcher_stops_all(lm_folder: Path, tmp_path: Pat
 
 
 @pytest.mark.full
+@pytest.mark.seldom("rollout")
 @pytest.mark.parametrize("killed", ["rollout", "actor"])
 def test_a_killed_role_on_another_node_is_named(killed: str, lm_folder: Path, tmp_path: Path) -> None:
     port, number = free_port(), ("rollout", "actor").index(killed)

@@ -73,7 +73,7 @@ def test_it_learns_what_the_policy_learns(
     assert not any(key.startswith("rollout/") for row in ours for key in row)
 
 
-@pytest.mark.seldom("none")
+@pytest.mark.seldom("none", "rejection")
 @pytest.mark.parametrize("correction", ["none", "truncated_is", "rejection"])
 def test_corrections(correction: str, sd3_folder: Path, tmp_path: Path) -> None:
     """A limit between the mean and the largest difference rejects some steps and keeps others."""
