@@ -100,7 +100,9 @@ def before_forks() -> None:
 def write_finds(path: Path, before: set[str]) -> None:
     """Leave to `keep_finds` what a rank has found out: modules, since it had those `before`, and counted operations."""
     files = [name for name, module in sys.modules.items() if name not in before and vars(module).get("__file__")]
-    shared = [name for name in files if name.partition(".")[0] in SHARED and not name.startswith(APART)]
+    # transformers lists some modules under former names as well, by which nothing can be imported
+    named = [name for name in files if vars(sys.modules[name]).get("__name__") == name]
+    shared = [name for name in named if name.partition(".")[0] in SHARED and not name.startswith(APART)]
     path.with_suffix(".finds").write_text(json.dumps([shared, COUNTED]))
 
 
