@@ -186,7 +186,7 @@ class Comparison:
             verdict = judge.parse(answer, prompt.text, copied(prompt.meta))
         except (Exception, SystemExit) as error:  # whatever the user's code raises
             raise RewardError(f'reward {name!r} raised {reason(error)} on the prompt "{prompt.text}"') from error
-        if verdict is not None and not 0 <= verdict <= 1:
+        if verdict is not None and not (isinstance(verdict, int | float) and 0 <= verdict <= 1):
             raise RewardError(
                 f"reward {name!r}: parse returned {verdict!r}; expected 1 for the first sample, 0 for the second, 1/2 "
                 "for neither, or None"
