@@ -85,16 +85,16 @@ def test_what_fills_up_ranks_is_in_no_group() -> None:
 
 @dataclass
 class Picture:
-    """The parts of a data file's image that a judge needs."""
+    """The parts of a data file's image that a judge needs, which can be read once."""
 
-    content: bytes
+    contents: list[bytes]
 
     @property
     def parts(self) -> list["Picture"]:
         return [self]
 
     def encoded(self) -> bytes:
-        return self.content
+        return self.contents.pop()
 
 
 def asked(judge: PairwiseJudge, subjects: list[Subject], answer: str, of_text: bool) -> Any:
@@ -142,7 +142,7 @@ def test_a_verdict_that_is_no_share_is_refused(answer: str, verdict: str) -> Non
 
 
 def test_edits_and_videos_are_shown_in_order() -> None:
-    prompt = Prompt("make it red", 0, {"image": Picture(b"source")})
+    prompt = Prompt("make it red", 0, {"image": Picture([b"source"])})
     subjects = [Subject(prompt, (b"1a", b"1b")), Subject(prompt, (b"2a", b"2b"))]
     judge = PairwiseJudge(template="{frames}", shuffle_order=False, both_orders=True, source_key="image")
     ((rates, seen),) = run_ranks(asked, 1, judge, subjects, '"winner": "Image 2"', False)

@@ -160,7 +160,9 @@ class Comparison:
             subject = self._asked_about(pair)
             prompt, meta = subject.prompt, copied(subject.prompt.meta)
             try:
-                seen = numbered(prompt.group_id, subject.beside or _sources(judge, prompt))
+                if prompt.group_id not in numbers:  # the data's images are read once for all pairs
+                    numbered(prompt.group_id, subject.beside or _sources(judge, prompt))
+                seen = numbers[prompt.group_id]
                 if of_text:
                     meta |= {f"completion_{i}": files[at][0].decode() for i, at in ((1, pair.first), (2, pair.second))}
                 else:
