@@ -16,6 +16,7 @@ from phalanx.rewards.text.gsm8k import Gsm8k
 from phalanx.rewards.text.math import Math
 from tests.ranks import ROOT
 from tests.tasks import run_task
+from tests.unit.test_rewards_blip_vqa import blip_folder  # noqa: F401
 from tests.unit.test_rewards_clip import clip_folder  # noqa: F401
 from tests.unit.test_rewards_geneval import save_detector
 from tests.unit.test_rewards_vbench import dino_folder  # noqa: F401
@@ -216,6 +217,44 @@ def test_the_recipe_of_vbench(
         assert set(record["scores"]) == set(names) and all(-1 <= score <= 1 for score in record["scores"].values())
 
 
+SPACY = """'''The parts of a text between `and` as noun phrases, in the place of spaCy.'''
+from types import SimpleNamespace
+
+
+def load(name):
+    assert name == "en_core_web_sm"
+
+    def parse(text):
+        parts = text.split(" and ") + ["top"]
+        return SimpleNamespace(noun_chunks=[SimpleNamespace(text=part) for part in parts])
+
+    return parse
+"""
+
+
+@pytest.mark.long
+def test_the_recipe_of_t2i_compbench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, blip_folder: Path) -> None:  # noqa: F811
+    """Its commands, which the docs have as well, write the authors' prompts with their noun phrases."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    dataset = tmp_path / "downloads" / "T2I-CompBench" / "examples" / "dataset"
+    dataset.mkdir(parents=True)
+    for name in ("color", "shape", "texture"):
+        (dataset / f"{name}_val.txt").write_bytes(b"a green bench and a red cat\r\na cat")  # as the authors' files end
+    block = [line[4:] for line in (FOLDER / "t2i_compbench.yaml").read_text().splitlines() if line.startswith("#   ")]
+    snippet = "\n".join(block).split("<<'END'\n")[1].split("END")[0]
+    assert snippet in (ROOT / "docs" / "evaluation.md").read_text()
+    (tmp_path / "spacy.py").write_text(SPACY)
+    shell = "\n".join(["hf() { :; }; git() { :; }; pip() { false; }", *block])
+    subprocess.run(["sh", "-c", shell], check=True, cwd=tmp_path)
+    words = [f"reward.functions=[{{name: blip_vqa, kwargs: {{model: {blip_folder}}}}}]", "n=2"]
+    result = evaluated(tmp_path, "t2i_compbench", *words)
+    assert list(result["sets"]) == ["color", "shape", "texture"]
+    for name in result["sets"]:
+        rows = (tmp_path / "data" / "t2i_compbench" / f"{name}.jsonl").read_text().splitlines()
+        assert [json.loads(row)["phrases"] for row in rows] == [["a green bench", "a red cat"], ["a cat"]]
+    assert all(0 < record["scores"]["blip_vqa"] < 1 for record in result["records"])
+
+
 def test_every_recipe_is_tried() -> None:
     assert sorted(path.stem for path in FOLDER.glob("*.yaml")) == [
         "aime",
@@ -224,5 +263,6 @@ def test_every_recipe_is_tried() -> None:
         "long_text",
         "math500",
         "ocr",
+        "t2i_compbench",
         "vbench",
     ]

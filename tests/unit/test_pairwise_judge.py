@@ -1,5 +1,6 @@
 """Judges of pairs without a model: what they ask, what an answer is worth, and which pairs are compared."""
 
+import json
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import pytest
 
 from phalanx.config import ConfigError
-from phalanx.rewards import RewardOutput
+from phalanx.rewards import RewardError, RewardOutput
 from phalanx.rewards.client import without_filling
 from phalanx.rewards.judge._base import WinRates
 from phalanx.rewards.judge._pairs import Comparison, Subject, pairings
@@ -48,11 +49,9 @@ def test_questions_suit_what_is_compared() -> None:
     assert "<answer>Answer 1 is better</answer>" in asked
     edits = PairwiseJudge(source_key="image")
     assert "edited twice by this instruction:\n[make it red]" in edits.question("make it red", {"image": None})
-    assert told(ValueError, edits.check_row, "p", {}) == "it has no column 'image' (source_key)"
+    for meta in ({}, {"image": "a.png"}):
+        assert told(ValueError, edits.check_row, "p", meta) == "it has no image in the column 'image' (source_key)"
     assert PairwiseJudge(template="{prompt}?").question("a", {}) == "a?"
-    assert told(ValueError, PairwiseJudge, opponents=3) == (
-        "opponents=3 should be an even number, such as 4, or null for all"
-    )
 
 
 def test_all_or_some_opponents() -> None:
@@ -71,9 +70,11 @@ def test_it_takes_what_the_job_makes() -> None:
         assert term.takes == outputs and isinstance(term.function, WinRates)
         assert term.rows == ("pairwise_judge", "pairwise_judge_unparseable")
         assert term.function([(0.75, 0.5)], ["p"], [{}]) == RewardOutput([0.75], {"unparseable": [0.5]})
-    assert told(ConfigError, build_terms, [entry("pairwise_judge", opponents=1)], "cpu", 0.0) == (
-        "reward.functions[0] (pairwise_judge): opponents=1 should be an even number, such as 4, or null for all"
-    )
+    for opponents in (1, 3):
+        for name, path in (("pairwise_judge", None), ("Reading", "tests.judged_pairs:Reading")):
+            assert told(ConfigError, build_terms, [entry(name, path, opponents=opponents)], "cpu", 0.0) == (
+                f"reward.functions[0] ({name}): opponents={opponents} should be an even number, such as 4, or null for all"
+            )
 
 
 def test_what_fills_up_ranks_is_in_no_group() -> None:
@@ -84,16 +85,16 @@ def test_what_fills_up_ranks_is_in_no_group() -> None:
 
 @dataclass
 class Picture:
-    """The parts of a data file's image that a judge needs."""
+    """The parts of a data file's image that a judge needs, which can be read once."""
 
-    content: bytes
+    contents: list[bytes]
 
     @property
     def parts(self) -> list["Picture"]:
         return [self]
 
     def encoded(self) -> bytes:
-        return self.content
+        return self.contents.pop()
 
 
 def asked(judge: PairwiseJudge, subjects: list[Subject], answer: str, of_text: bool) -> Any:
@@ -120,8 +121,28 @@ def test_texts_are_compared_within_their_prompt() -> None:
     assert rates == [(0.5, 1.0)] * 3 + [(0.5, 0.0)]
 
 
+class Loose(PairwiseJudge):
+    """Takes any JSON as its verdict."""
+
+    def parse(self, answer: str, prompt: str, metadata: dict[str, Any]) -> Any:
+        return json.loads(answer)
+
+
+def refused(subjects: list[Subject], answer: str) -> str:
+    return told(RewardError, asked, Loose(), subjects, answer, True)
+
+
+@pytest.mark.parametrize(("answer", "verdict"), [('"1"', "'1'"), ("NaN", "nan"), ("2", "2"), ("[1]", "[1]")])
+def test_a_verdict_that_is_no_share_is_refused(answer: str, verdict: str) -> None:
+    subjects = [Subject(Prompt("a", 0, {}), (text,)) for text in (b"x", b"y")]
+    assert run_ranks(refused, 1, subjects, answer) == [
+        f"reward 'pairs': parse returned {verdict}; expected 1 for the first sample, 0 for the second, 1/2 for neither, or "
+        "None"
+    ]
+
+
 def test_edits_and_videos_are_shown_in_order() -> None:
-    prompt = Prompt("make it red", 0, {"image": Picture(b"source")})
+    prompt = Prompt("make it red", 0, {"image": Picture([b"source"])})
     subjects = [Subject(prompt, (b"1a", b"1b")), Subject(prompt, (b"2a", b"2b"))]
     judge = PairwiseJudge(template="{frames}", shuffle_order=False, both_orders=True, source_key="image")
     ((rates, seen),) = run_ranks(asked, 1, judge, subjects, '"winner": "Image 2"', False)

@@ -143,7 +143,13 @@ def _build(cfg: RewardFunctionConfig, key: str, device: str, unparseable_score: 
             _check_arguments(function.parse, ("answer", "prompt", "metadata"), {}, key, f"{label}.parse")
             if unparseable_score is None:
                 raise ConfigError(f"{key}: {label} is a judge, which asks reward.model: training jobs have one")
-            scores = WinRates if isinstance(function, PairJudge) else ParsedAnswers
+            scores = ParsedAnswers
+            if isinstance(function, PairJudge):
+                scores, opponents = WinRates, function.opponents
+                if opponents is not None and (opponents < 2 or opponents % 2):
+                    raise ConfigError(
+                        f"{key} ({name}): opponents={opponents} should be an even number, such as 4, or null for all"
+                    )
             function = scores(function, unparseable_score)
         elif not callable(function):
             call = f"__call__({', '.join(arguments)})"

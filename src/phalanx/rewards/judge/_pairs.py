@@ -160,7 +160,9 @@ class Comparison:
             subject = self._asked_about(pair)
             prompt, meta = subject.prompt, copied(subject.prompt.meta)
             try:
-                seen = numbered(prompt.group_id, subject.beside or _sources(judge, prompt))
+                if prompt.group_id not in numbers:  # the data's images are read once for all pairs
+                    numbered(prompt.group_id, subject.beside or _sources(judge, prompt))
+                seen = numbers[prompt.group_id]
                 if of_text:
                     meta |= {f"completion_{i}": files[at][0].decode() for i, at in ((1, pair.first), (2, pair.second))}
                 else:
@@ -186,7 +188,7 @@ class Comparison:
             verdict = judge.parse(answer, prompt.text, copied(prompt.meta))
         except (Exception, SystemExit) as error:  # whatever the user's code raises
             raise RewardError(f'reward {name!r} raised {reason(error)} on the prompt "{prompt.text}"') from error
-        if verdict is not None and not 0 <= verdict <= 1:
+        if verdict is not None and not (isinstance(verdict, int | float) and 0 <= verdict <= 1):
             raise RewardError(
                 f"reward {name!r}: parse returned {verdict!r}; expected 1 for the first sample, 0 for the second, 1/2 "
                 "for neither, or None"

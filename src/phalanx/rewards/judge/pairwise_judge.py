@@ -7,6 +7,7 @@ of UnifiedReward-Flex's JSON is read as well; the words of the questions are our
 import re
 from typing import Any
 
+from phalanx.media.pictures import Picture
 from phalanx.rewards.judge._base import PairJudge
 
 _FORM = (
@@ -51,16 +52,14 @@ class PairwiseJudge(PairJudge):
         both_orders: bool = False,
         source_key: str | None = None,
     ) -> None:
-        if opponents is not None and (opponents < 2 or opponents % 2):
-            raise ValueError(f"opponents={opponents} should be an even number, such as 4, or null for all")
         self._given = template
         self.opponents, self.shuffle_order, self.both_orders = opponents, shuffle_order, both_orders
         self.source_key = source_key
 
     def check_row(self, prompt: str, metadata: dict[str, Any]) -> None:
         """Raise ValueError for a row without the image that was edited."""
-        if self.source_key is not None and self.source_key not in metadata:
-            raise ValueError(f"it has no column {self.source_key!r} (source_key)")
+        if self.source_key is not None and not isinstance(metadata.get(self.source_key), Picture):
+            raise ValueError(f"it has no image in the column {self.source_key!r} (source_key)")
 
     def question(self, prompt: str, metadata: dict[str, Any]) -> str:
         """The question about two samples."""
