@@ -4,9 +4,10 @@
     python benchmarks/beside_trl_tools.py [--steps 20] [--runs 3]
 
 One process each, on one thread: the same model, prompts, calculator, reward and batch (8 prompts x 8 samples of at most
-4 turns and 112 tokens behind the prompt, one update a step), sampling without vLLM, no gradient checkpointing. A figure
-is CPU seconds of the process from the end of the first step to the end of the last, per 1,000 tokens that the model
-sampled, without the calculator's answers. `prompts_once` computes each prompt once in an update. The last line is JSON.
+4 turns and 112 tokens behind the prompt, one update per step), sampling without vLLM, no gradient checkpointing. A
+figure is CPU seconds of the process from the end of the first step to the end of the last, per 1,000 tokens that the
+model sampled, without the calculator's answers. `prompts_once` computes each prompt once in an update. The last line is
+JSON.
 """
 
 from pathlib import Path

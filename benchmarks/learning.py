@@ -323,7 +323,7 @@ def difference(runs: Sequence[Run], others: Sequence[Run], key: str, scored: boo
 
 
 def with_interval(values: Sequence[float]) -> str:
-    """`mean ± half the width` of Student's interval; the mean alone of a single run."""
+    """`mean ± half the width` of Student's interval; of a single run only the mean."""
     half = t_half_width(np.array(values))
     return f"{statistics.fmean(values):.3f}" if half is None else f"{statistics.fmean(values):.3f} ± {half:.3f}"
 

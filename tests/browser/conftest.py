@@ -22,7 +22,8 @@ def browser() -> Iterator[Browser]:
     names = [os.environ["CHROMIUM"]] if os.environ.get("CHROMIUM") else NAMES
     path = next(filter(None, map(shutil.which, names)), None)
     if path is None:
-        pytest.skip(f"no {' or '.join(names)}: `apt install chromium`, or CHROMIUM=<path of a Chromium or Chrome>")
+        reason = f"no {' or '.join(names)}: `apt install chromium`, or CHROMIUM=<path of a Chromium or Chrome>"
+        pytest.fail(reason, pytrace=False)
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=path)
         yield browser

@@ -94,7 +94,7 @@ def test_a_report_of_a_finished_run(tmp_path: Path, visitor: Visitor) -> None:
     slider.focus()
     page.keyboard.press("Home")
     expect(shown).to_contain_text("Step 0")
-    assert visitor.requests == [page.url] or all(url.startswith(("file:", "data:")) for url in visitor.requests)
+    assert all(url.startswith(("file:", "data:")) for url in visitor.requests)
 
 
 def test_a_report_without_scripts(tmp_path: Path, visitor: Visitor) -> None:
