@@ -127,9 +127,10 @@ class Model(FlowModel):
         heads = self.transformer.config.audio_num_attention_heads
         if heads % size:
             raise ValueError(f"{KEY}: {size} does not divide the {heads} attention heads of the model's sound")
-        self.shared_by, self.sound = size, SharedAttention()
-        self.transformer.set_attn_processor(SharedAttention())
-        block: Any
+        self.shared_by, self.sound, others = size, SharedAttention(), SharedAttention()
+        block: Any = self.blocks()[0]
+        self.sound._attention_backend = others._attention_backend = block.attn1.processor._attention_backend
+        self.transformer.set_attn_processor(others)
         for block in self.blocks():
             block.audio_attn1.set_processor(self.sound)
             block.audio_to_video_attn.set_processor(self.sound)
