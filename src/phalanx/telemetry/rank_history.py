@@ -157,9 +157,8 @@ def _events(ranks: list[dict[str, Any]], lines: dict[int, RankLines]) -> list[di
     for rank, of_rank in lines.items():
         for line in of_rank.events:
             event = {"at": line["at"], "rank": rank, "kind": str(line["event"]), "text": str(line.get("text", ""))}
-            is_repeated = (
-                abs(event["at"] - told.get(event["text"], -math.inf)) < TOGETHER_S
-            )  # all ranks end with one error
+            # all ranks end with one error
+            is_repeated = abs(event["at"] - told.get(event["text"], -math.inf)) < TOGETHER_S
             is_spoken_for = event["kind"] in COMMON and rank != (0 if event["kind"] == "start" else closing)
             if is_spoken_for or (event["kind"] in ENDS and is_repeated):
                 continue

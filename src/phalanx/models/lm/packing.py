@@ -70,7 +70,7 @@ def spread(lm: Any, context: ContextGroup, name: str) -> None:
     lm.set_attn_implementation(SHARED[name])
 
 
-# lengths of a sequence, and of those behind it that attend to it and to themselves
+# lengths of a sequence, and of those behind it, each of which attends to it and to itself
 Group = tuple[int, Sequence[int]]
 
 

@@ -22,7 +22,9 @@ UNUSED = ("audio_vae", "vocoder", "processor", "prompt_enhancer", "duration_head
 
 
 def context_plan(rope_type: str) -> dict[str, Any]:
-    """Of both streams and all positions, whose tensors have tokens in another place by `rope_type`; texts are whole."""
+    """diffusers' plan by which both streams and all positions are split, and texts are not. In which dim positions have
+    their tokens depends on `rope_type`.
+    """
     dim, dims = (2, 4) if rope_type == "split" else (1, 3)
     position = ContextParallelInput(split_dim=dim, expected_dims=dims, split_output=True)
     stream = ContextParallelInput(split_dim=1, expected_dims=3, split_output=True)
