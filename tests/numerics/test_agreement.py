@@ -190,6 +190,15 @@ def test_a_policy_is_checked_as_it_is_built(lm_folder: Path, world: World, monke
     build_policy(config, ParallelConfig(), data, world, decodes=False, **options)
 
 
+def test_flex_attention_is_refused_on_cpus(lm_folder: Path, world: World) -> None:
+    config = LMModelConfig(path=str(lm_folder), dtype="float32", attn_implementation="flex_attention")
+    data = LMDataConfig(max_prompt_length=8, max_response_length=8)
+    with pytest.raises(
+        ValueError, match=r"^model\.attn_implementation: flex_attention needs a GPU; expected sdpa or eag"
+    ):
+        build_policy(config, ParallelConfig(), data, world, chunk=5, temperature=1.0, seed=0)
+
+
 def test_positions_of_yarn_and_of_models_without_a_limit() -> None:
     def longest(kind: str, **sizes: Any) -> int | None:
         return positions(CONFIG_MAPPING[kind](**sizes))

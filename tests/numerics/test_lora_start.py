@@ -128,7 +128,9 @@ def test_two_loras_are_joined_into_one_of_equal_ranks() -> None:
         torch.testing.assert_close(up @ down, expected)
 
 
-def test_what_is_no_plain_lora_is_refused(sd3_folder: Path, qwen_folder: Path, tmp_path: Path) -> None:
+def test_what_is_no_plain_lora_is_refused(
+    sd3_folder: Path, qwen_folder: Path, wan_folder: Path, tmp_path: Path
+) -> None:
     family, _, transformer = base_of(sd3_folder)
     with refused(f"model.lora_path: '{tmp_path / 'gone'}': no such file or folder"):
         family.read_lora(str(tmp_path / "gone"))
@@ -137,6 +139,11 @@ def test_what_is_no_plain_lora_is_refused(sd3_folder: Path, qwen_folder: Path, t
         "expected a LoRA of peft or diffusers, such as tasks/export_checkpoint.py writes"
     ):
         family.read_lora(str(sd3_folder))
+    (tmp_path / "pytorch_lora_weights_2.safetensors").touch()
+    wan, settings, _ = base_of(wan_folder)
+    message = f"'{tmp_path}' has pytorch_lora_weights_2.safetensors, and the model no second transformer"
+    with refused(f"model.lora_path: {message}"):
+        wan.read_lora(str(tmp_path), settings)
     peft = get_peft_model(Net(), LoraConfig(target_modules=["first"], use_dora=True))
     peft.save_pretrained(tmp_path / "dora")
     name = "first.lora_magnitude_vector"

@@ -5,9 +5,11 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers.models.attention_dispatch import AttentionBackendName
 from torch import Tensor
 
 from phalanx.distributed.mesh import World
+from phalanx.models.flow.attention import set_backend
 from phalanx.types import Prompt
 from tests.checks import refused
 from tests.numerics.test_wan import edited
@@ -95,6 +97,15 @@ def test_levels_depend_on_the_length_of_a_video(world: World, ltx2_folder: Path)
         levels.append(sigmas)
         assert model.shift_of_video(4, 64, 64, frames) > 1
     assert levels[1][1] > levels[0][1] and torch.equal(levels[0], model.schedule(4, 64, 64)[0])
+
+
+def test_ranks_that_share_tokens_keep_the_backend(world: World, ltx2_folder: Path) -> None:
+    """Their processors take the place of those that model.attn_backend was set on."""
+    model = make_policy(world, ltx2_folder).model
+    set_backend(model, "_native_math", world.device)
+    model.prepare_sharing(2)
+    backends = [processor._attention_backend for processor in model.transformer.attn_processors.values()]
+    assert set(backends) == {AttentionBackendName._NATIVE_MATH}
 
 
 def test_sizes(world: World, ltx2_folder: Path) -> None:

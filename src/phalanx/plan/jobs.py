@@ -179,10 +179,8 @@ def _rl(cfg: FlowRLConfig, cluster: Cluster, plan: BatchPlan, teaches: bool, fro
     rank = _busiest(plan, n, cfg.parallel.data_ranks(cluster.ranks))
     detach = cfg.actor.detach_uncond
     policy = planned_policy(cfg, cluster, Ledger(), rank=rank, detach_uncond=detach, frozen=frozen)
-    rollout, prompts = (
-        _rollout(cfg, policy, plan, window=not plan.forward and not frozen),
-        _prompts(policy, plan.samples // n, cfg.rollout.facts.columns),
-    )
+    rollout = _rollout(cfg, policy, plan, window=not plan.forward and not frozen)
+    prompts = _prompts(policy, plan.samples // n, cfg.rollout.facts.columns)
     keep_last_steps(policy, rollout, algorithm.last_steps, cfg.model)
     teachers = {}
     for teacher in algorithm.teachers if teaches else ():

@@ -60,9 +60,9 @@ class CausalLM(nn.Module):
     ) -> Any:
         """Scores [N] of the tokens that follow the positions `predicting` [B, T - 1] of ids [B, T]: see token_scores.
 
-        With `row` all samples stand in it, without padding. Of truncated distributions the
-        `pool` of the tokens that are kept comes behind the scores, that of `truncation` where none is given. `looks`:
-        see TokenTrace. With other keywords, the language model's own forward.
+        With `row` all samples stand in it, without padding. Of truncated distributions the `pool` of the tokens kept
+        comes behind the scores, that of `truncation` where none is given. `looks`: see TokenTrace. With other keywords,
+        the language model's own forward.
         """
         if ids is None or predicting is None:
             self._recompute(False)

@@ -70,7 +70,7 @@ def spread(lm: Any, context: ContextGroup, name: str) -> None:
     lm.set_attn_implementation(SHARED[name])
 
 
-# lengths of a sequence, and of those behind it that attend to it and to themselves
+# lengths of a sequence, and of those behind it, each of which attends to it and to itself
 Group = tuple[int, Sequence[int]]
 
 
@@ -175,11 +175,11 @@ def _one_by_one(
         q, shared_k, shared_v = next(split)
         seen = None
         if window is not None and first > window:
-            seen = _band(first, window, q.device)
+            seen = _band(first, first, window, q.device)
         parts.append(attend(q, shared_k, shared_v, seen))
         for length in rest:
             q, k, v = next(split)
-            seen = _band(first + length, window or first + length, q.device)[..., first:, :]
+            seen = _band(length, first + length, window or first + length, q.device)
             parts.append(attend(q, torch.cat([shared_k, k], 2), torch.cat([shared_v, v], 2), seen))
     return torch.cat(parts, 1)
 
@@ -301,7 +301,7 @@ def shared_eager(
         return result
 
     def attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None) -> Tensor:
-        seen = _band(q.shape[2], q.shape[2], q.device) if seen is None else seen
+        seen = _band(q.shape[2], q.shape[2], q.shape[2], q.device) if seen is None else seen
         mask = torch.zeros(seen.shape, dtype=q.dtype, device=q.device).masked_fill(~seen, torch.finfo(q.dtype).min)
         output: Tensor = eager(module, q, k, v, mask, **kwargs)[0]
         return output
@@ -309,10 +309,10 @@ def shared_eager(
     return share.attention(attend, module, query, key, value, kwargs.get("sliding_window")), None
 
 
-def _band(length: int, window: int, device: torch.device) -> Tensor:
-    """[1, 1, length, length] bool: each token, and window - 1 before it."""
-    ones = torch.ones(1, 1, length, length, dtype=torch.bool, device=device)
-    return ones.tril() & ones.triu(1 - window)
+def _band(rows: int, length: int, window: int, device: torch.device) -> Tensor:
+    """[1, 1, rows, length] bool, of the last `rows` of `length` tokens: each token, and window - 1 before it."""
+    ones, before = torch.ones(1, 1, rows, length, dtype=torch.bool, device=device), length - rows
+    return ones.tril(before) & ones.triu(before + 1 - window)
 
 
 for _name, _attention, _mask in (

@@ -108,6 +108,9 @@ class LMPolicy:
         self.trained.sharded.reshard()
 
     def _check(self, model: CausalLM) -> None:
+        if self.config.attn_implementation == "flex_attention" and self.world.device.type == "cpu":
+            # it has no backward pass there, and what is compiled for some lengths is no valid C++
+            raise ValueError("model.attn_implementation: flex_attention needs a GPU; expected sdpa or eager on CPUs")
         rows = self.rows = model.lm.get_input_embeddings().num_embeddings
         # some folders list special tokens of their other inputs behind those that are embedded
         beyond = len(self.tokenizer) - rows

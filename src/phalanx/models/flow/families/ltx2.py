@@ -22,7 +22,9 @@ UNUSED = ("audio_vae", "vocoder", "processor", "prompt_enhancer", "duration_head
 
 
 def context_plan(rope_type: str) -> dict[str, Any]:
-    """Of both streams and all positions, whose tensors have tokens in another place by `rope_type`; texts are whole."""
+    """diffusers' plan by which both streams and all positions are split, and texts are not. In which dim positions have
+    their tokens depends on `rope_type`.
+    """
     dim, dims = (2, 4) if rope_type == "split" else (1, 3)
     position = ContextParallelInput(split_dim=dim, expected_dims=dims, split_output=True)
     stream = ContextParallelInput(split_dim=1, expected_dims=3, split_output=True)
@@ -127,9 +129,10 @@ class Model(FlowModel):
         heads = self.transformer.config.audio_num_attention_heads
         if heads % size:
             raise ValueError(f"{KEY}: {size} does not divide the {heads} attention heads of the model's sound")
-        self.shared_by, self.sound = size, SharedAttention()
-        self.transformer.set_attn_processor(SharedAttention())
-        block: Any
+        self.shared_by, self.sound, others = size, SharedAttention(), SharedAttention()
+        block: Any = self.blocks()[0]
+        self.sound._attention_backend = others._attention_backend = block.attn1.processor._attention_backend
+        self.transformer.set_attn_processor(others)
         for block in self.blocks():
             block.audio_attn1.set_processor(self.sound)
             block.audio_to_video_attn.set_processor(self.sound)

@@ -120,6 +120,8 @@ class Model(FlowModel):
         """That of both transformers, or of the one whose file the folder has, where the model has two."""
         folder = Path(path).expanduser()
         if config is None or SECOND not in component_names(model_index(str(base_folder(config)))):
+            if (folder / SECOND_LORA).is_file():
+                raise ValueError(f"model.lora_path: {path!r} has {SECOND_LORA}, and the model no second transformer")
             return super().read_lora(path, config)
         layers: Layers = {}
         for part, file in ((FIRST, WEIGHTS), (SECOND, SECOND_LORA)):
