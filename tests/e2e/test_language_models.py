@@ -79,7 +79,7 @@ def test_the_recipe_of_ppo_trains_policy_and_critic(tmp_path: Path) -> None:
             "critic.model.path=nowhere/at/all",
             "critic.model.path: nowhere/at/all is of a critic, which algorithm.name=grpo",
         ),
-        ("data.max_prompt_length=9", "train.jsonl:1: it has 1"),
+        ("data.max_prompt_length=9", "data.train_files: {folder}/prompts.jsonl:1: it has 14 tokens with the chat"),
         ("reward.functions=[{name: ocr}]", "reward.functions[0]: ocr takes images, and this job makes completions"),
     ],
 )
@@ -92,7 +92,7 @@ def test_a_mistake_is_told(key: str, message: str, lm_folder: Path, tmp_path: Pa
         return str(error.value)
 
     (said,) = run_ranks(built, 1)
-    assert said.startswith(message) and "\n" not in said
+    assert said.startswith(message.format(folder=tmp_path)) and "\n" not in said
 
 
 def test_files_are_looked_at_before_a_rank_starts(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Which family a model is of, by the pipeline's class in its folder."""
 
+from pathlib import Path
 from typing import Any
 
 import diffusers
@@ -9,6 +10,7 @@ from phalanx.config.flow import FlowModelConfig
 from phalanx.config.registry import known_modules, resolve_registry
 from phalanx.models.flow.family import FlowModel
 from phalanx.models.flow.folder import model_index
+from phalanx.models.flow.headers import read_index
 
 FAMILIES = "phalanx.models.flow.families"
 
@@ -37,12 +39,15 @@ def family_of(config: FlowModelConfig) -> type[FlowModel]:
     module = resolve_registry(FAMILIES, name, "model.family")
     if "Model" not in vars(module):
         raise ValueError(f"model.family: {name!r} has no class Model")
-    if config.family in known_modules(FAMILIES):
-        expected, index = module.Model.transformer_class, model_index(config.path, config.revision)
-        given = (index.get("transformer") or ["", None])[1]
-        if given not in [kind.__name__ for kind in expected.__mro__]:
-            kinds = f"{expected.__mro__[expected.__name__ == 'Transformer'].__name__}, and {config.path!r} a {given}"
-            raise ValueError(f"model.family: {name} has a {kinds}; leave it out, or name another")
+    folder = Path(config.path).expanduser()
+    if config.family in known_modules(FAMILIES) and (folder / "model_index.json").is_file():
+        # some families train a class of their own, which is derived from diffusers'
+        kinds = [kind.__name__ for kind in module.Model.transformer_class.__mro__]
+        transformer = (read_index(folder).get("transformer") or ["", None])[1]
+        if transformer not in kinds:
+            raise ValueError(
+                f"model.family: {name} has no {transformer}, which {config.path!r} has; leave it out, or name another"
+            )
     return module.Model
 
 
