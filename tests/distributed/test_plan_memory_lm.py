@@ -141,7 +141,10 @@ def measure(cfg: Any) -> dict[str, int]:
         pytest.param(1, [FULL], id="full", marks=pytest.mark.long),
         pytest.param(1, [LORA, CHECKPOINTING, BF16, *PACKED], id="lora, checkpointing, bfloat16, packed"),
         pytest.param(
-            2, [FULL, SHARDED, CHECKPOINTING, "algorithm.kl_loss_coef=0.1", *PACKED], id="sharded, KL, packed"
+            2,
+            [FULL, SHARDED, CHECKPOINTING, "algorithm.kl_loss_coef=0.1", *PACKED],
+            id="sharded, KL, packed",
+            marks=pytest.mark.long,
         ),
         pytest.param(2, [FULL, SHARDED, SHARED, *PACKED], id="shared samples, packed", marks=pytest.mark.long),
     ],
