@@ -37,7 +37,6 @@ SUBJECT = Subject(
     config=CONFIG,
     fixed=["trainer.val_before_train=false"],  # equal for all runs: the base's row
     page="joint.md",
-    picture="",
     mark="learning",
     validation=VALIDATION.format("rewritten"),
     scale="reward of pictures of the writer's texts",
@@ -45,9 +44,7 @@ SUBJECT = Subject(
     samples=256,  # of every recipe
     steps=20,
     test_freq=20,
-    target=None,
     spreads={"rewritten": "rewritten", "swapped": "swapped", "difference": "rewritten - swapped"},
-    means={},
     base=base,
     after=after,
     compared=("rewritten", "difference"),

@@ -77,7 +77,6 @@ SUBJECT = Subject(
     config=CONFIG,
     fixed=["data.train_files=[{tasks}]", "trainer.val_before_train=false"],
     page="algorithms.md",
-    picture="",
     mark="teachers",
     validation=TEST,
     scale="right answers to test.jsonl",
@@ -85,9 +84,7 @@ SUBJECT = Subject(
     samples=128,  # of every recipe
     steps=STEPS,
     test_freq=STEPS,
-    target=None,
     spreads={"test": "test", "sums": "sums", "products": "products"},
-    means={},
     base=base,
     after=after,
     compared=("test", "sums", "products"),

@@ -54,7 +54,6 @@ class Subject:
     config: str
     fixed: list[str]
     page: str
-    picture: str
     mark: str
     validation: str
     scale: str
@@ -62,11 +61,12 @@ class Subject:
     samples: int
     steps: int
     test_freq: int
-    target: float | None
     spreads: dict[str, str]
-    means: dict[str, str]
     base: Callable[[Path], dict[str, float]]
     after: Callable[[Path, Rows], dict[str, float]]
+    means: dict[str, str] = field(default_factory=dict)
+    picture: str = ""
+    target: float | None = None
     ranks: int = 1  # CPU processes of a run
     compared: tuple[str, ...] = ()
     scores: Callable[[Path], list[float]] | None = None  # None: those of the last validation

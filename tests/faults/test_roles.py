@@ -66,7 +66,7 @@ def test_killed_roles_start_again(schedule: str, lm_folder: Path, tmp_path: Path
         gone_after = time.monotonic() - begin
         job.until(lambda: job.phase(1)[0] not in old and len(job.ranks()) == 2 and job.phase(1)[1] >= 7)
         kill(job.phase(1)[0], signal.SIGKILL)
-        assert job.wait(30) == 137
+        assert job.wait(30) == 137, job.said
         assert job.processes() == {}
         said = job.said
     assert gone_after < 15
