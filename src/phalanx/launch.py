@@ -309,7 +309,9 @@ def _tell(error: "ChildFailedError") -> int:
     failures = dict(sorted(error.failures.items(), key=lambda item: item[1].timestamp))
     told = [failure for failure in failures.values() if _told(failure)]
     if told and told[0].exitcode < 128:
-        return told[0].exitcode
+        # one that lost a killed rank may end by itself before the launcher looks at either
+        killed = any(failure.exitcode == -signal.SIGKILL for failure in failures.values())
+        return 128 + signal.SIGKILL if killed else told[0].exitcode
     # a rank that died tells nothing; another one tells of it, and ends because the launcher wants it to
     causes = [rank for rank, failure in failures.items() if failure.exitcode not in STOPPED]
     rank = causes[0] if causes else next(iter(failures))
