@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 PATIENCE_S = 5.0  # of silence, while node 0 is not there: nodes need not start together
 JOIN_S = 600.0  # torch's own limit
+HEED_S = 30  # torch's own limit: a rank that has not ended by then after SIGTERM is killed
 QUIET_S = 10.0  # without a rank on this node, until the launcher prints for which nodes it waits
 # train.sh's arguments for one rank, where nothing else is asked for
 ALONE = ["--standalone", "--nnodes", "1", "--nproc-per-node", "1", "--max-restarts", "0"]
@@ -309,9 +310,10 @@ def _tell(error: "ChildFailedError") -> int:
     failures = dict(sorted(error.failures.items(), key=lambda item: item[1].timestamp))
     told = [failure for failure in failures.values() if _told(failure)]
     if told and told[0].exitcode < 128:
-        # one that lost a killed rank may end by itself before the launcher looks at either
-        killed = any(failure.exitcode == -signal.SIGKILL for failure in failures.values())
-        return 128 + signal.SIGKILL if killed else told[0].exitcode
+        # one that lost a killed rank may end by itself before the launcher looks at either; it kills later itself
+        killed = [failure for failure in failures.values() if failure.exitcode == -signal.SIGKILL]
+        found = any(failure.timestamp - told[0].timestamp < HEED_S for failure in killed)
+        return 128 + signal.SIGKILL if found else told[0].exitcode
     # a rank that died tells nothing; another one tells of it, and ends because the launcher wants it to
     causes = [rank for rank, failure in failures.items() if failure.exitcode not in STOPPED]
     rank = causes[0] if causes else next(iter(failures))

@@ -1,6 +1,7 @@
 """What `phalanx.launch` makes of the ranks that failed."""
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -9,13 +10,20 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from phalanx.launch import _tell
 
 
-@pytest.mark.parametrize(("others", "status"), [([-9], 137), ([1], 1), ([-15], 1)], ids=["killed", "failed", "stopped"])
+@pytest.mark.parametrize(
+    ("others", "ago", "status"),
+    [([-9], 1, 137), ([-9], 31, 1), ([1], 1, 1), ([-15], 1, 1)],
+    ids=["killed", "killed by the launcher", "failed", "stopped"],
+)
 def test_a_killed_rank_gives_the_status_though_another_one_told_first(
-    others: list[int], status: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    others: list[int], ago: int, status: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Rank 0 has printed what it lost, and ended with status 1; the launcher finds both of them at once."""
+    """Rank 0 has printed what it lost, and ended with status 1; the launcher finds both of them at once. A rank that it
+    killed itself did not heed SIGTERM for 30 s before.
+    """
     file = tmp_path / "error.json"
-    file.write_text(json.dumps({"message": {"message": "x", "extraInfo": {"timestamp": "1", "told": True}}}))
+    said = {"timestamp": str(int(time.time()) - ago), "told": True}
+    file.write_text(json.dumps({"message": {"message": "x", "extraInfo": said}}))
     failures = {0: ProcessFailure(0, 1, 1, str(file))}
     for rank, exitcode in enumerate(others, 1):
         failures[rank] = ProcessFailure(rank, 1 + rank, exitcode, str(tmp_path / "none.json"))
