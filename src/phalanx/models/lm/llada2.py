@@ -6,10 +6,11 @@ read and written. The folders' own code is never run.
 
 from typing import Any, ClassVar
 
+import torch
 from huggingface_hub.dataclasses import strict
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
-from transformers.core_model_loading import Split, WeightConverter, WeightRenaming
+from transformers.core_model_loading import Concatenate, ConversionOps, WeightConverter, WeightRenaming
 from transformers.models.glm4_moe.configuration_glm4_moe import Glm4MoeConfig
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeForCausalLM
 
@@ -74,12 +75,40 @@ class LLaDA2MoeModelLM(Glm4MoeForCausalLM):
         return True
 
 
+class SplitHeads(ConversionOps):
+    """The rows of a fused projection, divided among the projections of queries, keys and values by their sizes.
+
+    `transformers.core_model_loading.Split` does the same from transformers 5.20 on; vLLM 0.32 asks for 5.19.
+    """
+
+    def convert(
+        self,
+        input_dict: dict[str, torch.Tensor],
+        source_patterns: list[str],
+        target_patterns: list[str],
+        *,
+        full_layer_name: str,
+        model: Glm4MoeForCausalLM,
+        **kwargs: Any,
+    ) -> dict[str, torch.Tensor]:
+        (fused,) = input_dict.values()
+        names = [full_layer_name.replace(target_patterns[0], target) for target in target_patterns]
+        rows = [model.get_parameter(name).shape[0] for name in names]
+        # contiguous, since a view would keep all of the fused projection
+        pieces = [piece.contiguous() for piece in (fused[0] if isinstance(fused, list) else fused).split(rows)]
+        return dict(zip(target_patterns, pieces, strict=True))
+
+    @property
+    def reverse_op(self) -> ConversionOps:
+        return Concatenate(dim=0)
+
+
 def register() -> None:
     """Make transformers' Auto classes load folders of LLaDA2, and save them as they were."""
     experts = get_checkpoint_conversion_mapping(Glm4MoeConfig.model_type)
     renamed = [WeightRenaming(there.replace(".", r"\."), here) for there, here in _RENAMED]
     heads = [
-        WeightConverter(f"attention.query_key_value.{kind}", [f"{name}.{kind}" for name in _HEADS], [Split(dim=0)])
+        WeightConverter(f"attention.query_key_value.{kind}", [f"{name}.{kind}" for name in _HEADS], [SplitHeads()])
         for kind in ("weight", "bias")
     ]
     AutoConfig.register(LLaDA2Config.model_type, LLaDA2Config)
