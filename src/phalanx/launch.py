@@ -312,8 +312,8 @@ def _tell(error: "ChildFailedError") -> int:
     if told and told[0].exitcode < 128:
         # one that lost a killed rank may end by itself before the launcher looks at either; it kills later itself
         killed = [failure for failure in failures.values() if failure.exitcode == -signal.SIGKILL]
-        found = any(failure.timestamp - told[0].timestamp < HEED_S for failure in killed)
-        return 128 + signal.SIGKILL if found else told[0].exitcode
+        early = any(failure.timestamp - told[0].timestamp < HEED_S for failure in killed)
+        return 128 + signal.SIGKILL if early else told[0].exitcode
     # a rank that died tells nothing; another one tells of it, and ends because the launcher wants it to
     causes = [rank for rank, failure in failures.items() if failure.exitcode not in STOPPED]
     rank = causes[0] if causes else next(iter(failures))
