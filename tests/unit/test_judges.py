@@ -133,7 +133,10 @@ def test_mistakes_are_told_in_one_line(tmp_path: Path, monkeypatch: pytest.Monke
         "reward.functions[0].kwargs: vlm_ocr(**kwargs): got an unexpected keyword argument 'stict'; its kwargs: strict, "
         "recall, column"
     )
-    assert refused() == "reward.functions[0]: vlm_ocr is a judge, which asks reward.model: training jobs have one"
+    assert (
+        refused()
+        == "reward.functions[0]: vlm_ocr is a judge, which asks reward.model: training and evaluations have one"
+    )
     assert refused(group_timeout_s=60.0) == (
         "reward.model.path is null, but reward.functions has a judge, which asks that model"
     )

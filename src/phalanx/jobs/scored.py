@@ -19,6 +19,7 @@ from phalanx.exit import Stopped
 from phalanx.jobs.candidate import Candidate, Parts, Sets, build_parts, differing
 from phalanx.jobs.outputs import writing
 from phalanx.media.videos import write_video
+from phalanx.rewards import RewardSet
 from phalanx.rewards.base import GivesAnswers
 from phalanx.rewards.client import RewardClient, without_filling
 from phalanx.telemetry.evaluation import ARGUMENTS, RECORDS, Records, read_records, write_json
@@ -41,16 +42,24 @@ class Chunk:
 
 class Sampling:
     """The records of a candidate in `folder`: those that are there, and those that `run` adds. `key` names the model in
-    messages.
+    messages; `before` is that of another model, whose rewards and reward model score this one's samples as well.
     """
 
     def __init__(
-        self, cfg: EvaluateConfig, candidate: Candidate, world: World, sets: Sets, folder: Path, key: str = "model.path"
+        self,
+        cfg: EvaluateConfig,
+        candidate: Candidate,
+        world: World,
+        sets: Sets,
+        folder: Path,
+        key: str = "model.path",
+        before: "Sampling | None" = None,
     ) -> None:
-        self.key = key
+        self.key, self.before = key, before
         self.cfg, self.candidate, self.world, self.sets, self.folder = cfg, candidate, world, sets, folder
         self.records, self.facts = Records(folder), candidate.facts(sets) | {"chunk": cfg.prompts_per_chunk}
         self.parts: Parts | None = None
+        self.rewards: RewardSet | None = None
         self._kept = ""  # in words
         complete, problem = False, None
         if world.rank == 0:
@@ -78,7 +87,9 @@ class Sampling:
     def build(self) -> None:
         """Load the model and the rewards. Raises ValueError for what the user can fix."""
         try:
-            self.parts = build_parts(self.candidate, self.world, self.sets)
+            before = None if self.before is None else self.before.rewards
+            self.parts = build_parts(self.candidate, self.world, self.sets, before)
+            self.rewards = self.parts.rewards
         except ValueError as error:
             raise ValueError(str(error).replace("model.path: ", f"{self.key}: ")) from error
 
