@@ -81,7 +81,7 @@ def test_unified_reward_weighs_axes() -> None:
 
 def test_unreadable_answers_are_counted_and_scored_as_configured() -> None:
     parsed = ParsedAnswers(UnifiedReward(), unparseable_score=0.25)
-    output = parsed(["no idea", GRADES.format(5, 5, 5), ""], ["a", "b", "c"], [{}, {}, {}])
+    output = parsed([["no idea"], [GRADES.format(5, 5, 5)], [""]], ["a", "b", "c"], [{}, {}, {}])
     assert output == RewardOutput([0.25, 1.0, 0.25], {"unparseable": [1.0, 0.0, 1.0]})
 
 
@@ -109,7 +109,7 @@ def test_a_judge_of_ones_own(tmp_path: Path) -> None:
     assert isinstance(term.function, ParsedAnswers)
     assert term.function.judge.question("p", {"thing": "a dog"}) == "How well does the image show a dog? {0 to 10}"
     assert term.rows == ("Seen", "Seen_unparseable")
-    assert term.function(["7", "seven"], ["p", "p"], [{}, {}]).scores == [0.7, -1.0]
+    assert term.function([["7"], ["seven"]], ["p", "p"], [{}, {}]).scores == [0.7, -1.0]
     problem = "reward.functions[0]: the judge Empty has no method parse(answer, prompt, metadata)"
     assert told(ConfigError, build_terms, [entry(path=f"{tmp_path}/own.py:Empty")], "cpu", 0.0) == problem
 
