@@ -51,8 +51,16 @@ from phalanx.types import Prompt, Rollout
 
 SECTIONS = ("model", "data", "rollout", "reward", "environment")
 # of these neither samples nor scores depend, but the memory and the time that they take
-COSTS = {"rollout.gpu_memory_utilization", "reward.overlap", "reward.num_workers", "reward.timeout_s"}
-COSTS |= {f"reward.model.{name}" for name in ("gpu_memory_utilization", "placement", "sleep", "tensor_parallel_size")}
+COSTS = (
+    "rollout.gpu_memory_utilization",
+    "reward.overlap",
+    "reward.num_workers",
+    "reward.timeout_s",
+    "reward.model.gpu_memory_utilization",
+    "reward.model.placement",
+    "reward.model.sleep",
+    "reward.model.tensor_parallel_size",
+)
 DECODED = 8  # responses that the policy's own modules decode together, where rollout.micro_batch_size_per_gpu is null
 Sets = dict[str, list[Prompt]]
 

@@ -111,8 +111,11 @@ def build_terms(
 
 def asks_model(functions: Sequence[RewardFunctionConfig]) -> bool:
     """Whether a judge is among them, which asks `reward.model`."""
-    rewards = [_find(entry, f"reward.functions[{i}]")[0] for i, entry in enumerate(functions)]
-    return any(isinstance(reward, type) and issubclass(reward, Judge) for reward in rewards)
+    for i, entry in enumerate(functions):
+        reward, _ = _find(entry, f"reward.functions[{i}]")
+        if isinstance(reward, type) and issubclass(reward, Judge):
+            return True
+    return False
 
 
 def _build(cfg: RewardFunctionConfig, key: str, device: str, unparseable_score: float | None, outputs: str) -> Term:

@@ -192,7 +192,8 @@ class RewardSet:
             return  # this rank has only helped others to their answers
         for term in self.terms:
             if term.name in answers:
-                self._calls.append(Call(term, answers[term.name], prompts, self._judge_frames, forgives=self._forgives))
+                judged: Any = answers[term.name]  # of each frame
+                self._calls.append(Call(term, judged, prompts, self._judge_frames, forgives=self._forgives))
             elif term.name in rates:
                 compared: Any = rates[term.name]  # each sample once, whatever its frames
                 self._calls.append(Call(term, compared, prompts[:: self._judge_frames], forgives=self._forgives))

@@ -22,7 +22,7 @@ class Judge(ABC):
     opens: bool = False  # whether it has an `opening`
 
     def opening(self, prompt: str, metadata: dict[str, Any]) -> str:
-        """What a judge that `opens` asks first; it and its answer stand before each of the `questions`."""
+        """The first question of a judge that `opens`; it and its answer stand before each of the `questions`."""
         return ""
 
     def questions(self, prompt: str, metadata: dict[str, Any]) -> list[str]:

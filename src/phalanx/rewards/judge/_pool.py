@@ -224,20 +224,24 @@ class JudgePool:
         # one judge after the other, each about all samples; a rank without samples takes part with none
         asked: dict[str, list[tuple[tuple[int, ...], Asked]]] = {}
         for name in self._judges:
-            of_judge = chain.from_iterable(batch.questions[name] for batch in batches)
-            asked[name] = list(zip(shown, of_judge, strict=True))
-        openings = [(numbers, first) for each in asked.values() for numbers, (first, _) in each if first is not None]
-        opens = any(judge.opens for judge in self._judges.values())
+            each = chain.from_iterable(batch.questions[name] for batch in batches)
+            asked[name] = list(zip(shown, each, strict=True))
+        openings: list[Question] = []
+        opens = False
+        for name, of_judge in asked.items():
+            if self._judges[name].opens:
+                opens = True
+                openings += [(numbers, first or "") for numbers, (first, _) in of_judge]
         descriptions = iter(self._ask_model(files, openings) if opens else [])
         questions: list[Question] = []
-        for each in asked.values():
-            for numbers, (first, texts) in each:
-                before = () if first is None else (first, next(descriptions))
-                questions += [(numbers, (*before, text)) for text in texts]
+        for numbers, (first, texts) in chain.from_iterable(asked.values()):
+            before = () if first is None else (first, next(descriptions))
+            for text in texts:
+                questions.append((numbers, (*before, text)))
         answers = iter(self._ask_model(files, questions))
         answers_of: Answers = {}
-        for name, each in asked.items():
-            answers_of[name] = [list(islice(answers, len(texts))) for _, (_, texts) in each]
+        for name, of_judge in asked.items():
+            answers_of[name] = [list(islice(answers, len(texts))) for _, (_, texts) in of_judge]
         return answers_of
 
     def _ask_model(self, files: list[bytes], questions: list[Question]) -> list[str]:
@@ -249,7 +253,7 @@ class JudgePool:
 
 
 def _asked(name: str, judge: Judge, prompt: Prompt, completion: str | None) -> Asked:
-    """What a judge asks about a sample of the prompt; RewardError where it cannot ask."""
+    """The questions of a judge about a sample of the prompt; RewardError where it cannot ask."""
     text = {} if completion is None else {"completion": completion}
     try:
         first = judge.opening(prompt.text, copied(prompt.meta) | text) if judge.opens else None

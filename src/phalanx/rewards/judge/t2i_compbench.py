@@ -5,7 +5,6 @@ prompt from 1 to 4, of other prompts the whole from 1 to 5. A part's level is wo
 product of the shares.
 """
 
-import math
 import re
 from typing import Any
 
@@ -15,7 +14,6 @@ from phalanx.rewards.judge._t2i_compbench_text import ATTRIBUTES, DESCRIBE, GRAD
 _LEVEL = re.compile(r'"score"\s*:\s*"?\s*(\d+)(?:\.0+)?\s*"?\s*[,}]', re.IGNORECASE)
 _OF_FOUR = {1: 0.1, 2: 0.2, 3: 0.75, 4: 1.0}
 _OF_FIVE = {1: 0.2, 2: 0.4, 3: 0.6, 4: 0.8, 5: 1.0}
-_PARTS = ("phrases", "nouns", "attributes")
 
 
 class T2iCompbench(Judge):
@@ -36,7 +34,7 @@ class T2iCompbench(Judge):
             raise ValueError(f"category {category!r}; expected one of {', '.join(GRADE)}")
         if category not in ATTRIBUTES:
             return
-        for name in _PARTS:
+        for name in ("phrases", "nouns", "attributes"):
             texts, phrases = metadata.get(name), metadata.get("phrases")
             if not isinstance(texts, list) or not texts or not all(isinstance(each, str) for each in texts):
                 raise ValueError(f"{name} {texts!r}; expected a list with a text for each part of the prompt")
@@ -55,7 +53,8 @@ class T2iCompbench(Judge):
         if category not in ATTRIBUTES:
             return [GRADE[category].format(prompt=prompt)]
         texts = []
-        for phrase, noun, attribute in zip(*(metadata[name] for name in _PARTS), strict=True):
+        parts = zip(metadata["phrases"], metadata["nouns"], metadata["attributes"], strict=True)
+        for phrase, noun, attribute in parts:
             texts.append(GRADE[category].format(phrase=phrase, noun=noun, attribute=attribute))
         return texts
 
@@ -67,6 +66,10 @@ class T2iCompbench(Judge):
 
     def score(self, answers: list[str], prompt: str, metadata: dict[str, Any]) -> float | None:
         """The product of the shares; None where one of them cannot be read."""
-        shares = [self.parse(answer, prompt, metadata) for answer in answers]
-        readable = [share for share in shares if share is not None]
-        return math.prod(readable) if len(readable) == len(shares) else None
+        product = 1.0
+        for answer in answers:
+            share = self.parse(answer, prompt, metadata)
+            if share is None:
+                return None
+            product *= share
+        return product
