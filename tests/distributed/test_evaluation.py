@@ -15,12 +15,13 @@ from phalanx.config.tasks import EvaluateConfig
 from phalanx.exit import Stopped
 from phalanx.rewards.client import RewardClient
 from phalanx.rewards.judge._model import RewardModel
+from phalanx.rewards.judge.unified_reward import UnifiedReward
 from phalanx.training.folder_lock import FolderLock
 from tests.distributed.test_conversations import ENVIRONMENTS
 from tests.jobs import PROMPTS, fit, rows, tiny_config
 from tests.judged import settings, shown
 from tests.ranks import RankError, run_ranks
-from tests.tiny_vlm import picture
+from tests.tiny_vlm import grades, picture
 
 # scores evenness, or the mean of an image; at the third call it kills its rank where `fatal` is there, and asks the job to
 # stop, as `phalanx stop` does, where `stop` is, and fails behind it where `wrong` is as well
@@ -263,7 +264,9 @@ def test_a_judge_scores_alike_on_any_ranks(judge_model: Path, sd3_folder: Path, 
     run_ranks(evaluate_shown, 2, on_one)
     assert written(tmp_path / "one") == written(tmp_path / "two")
     records = [json.loads(line) for line in written(tmp_path / "one")[0].splitlines()]
-    assert {row["reward"] for row in records} <= {float(torch.tensor((2 * lit + 2) / 12)) for lit in range(5)}
+    for row in records:
+        (lit,) = [lit for lit in range(5) if row["judged"] == {"unified_reward": [grades(1 + lit)]}]
+        assert row["reward"] == float(torch.tensor((2 * lit + 2) / 12))
     assert len({row["reward"] for row in records}) > 2
 
 
@@ -292,3 +295,15 @@ def test_a_judge_without_a_model_is_refused(sd3_folder: Path, tmp_path: Path) ->
     words = judged_words(sd3_folder, tmp_path, tmp_path, "none", "reward.model.path=null")
     with pytest.raises(RankError, match=r"ConfigError: reward\.model\.path is null, but reward\.functions has a judge"):
         run_ranks(evaluate, 1, words)
+
+
+@pytest.mark.long
+def test_answers_are_those_about_their_samples(judge_model: Path, qwen_folder: Path, tmp_path: Path) -> None:
+    """Also where ranks share a sample, so that samples are dealt out to them."""
+    shared = ("parallel.ulysses_sequence_parallel_size=2", "n=3", "prompts_per_chunk=3")
+    run_ranks(evaluate_shown, 2, judged_words(qwen_folder, judge_model, tmp_path, "shared", *shared))
+    records = [json.loads(line) for line in written(tmp_path / "shared")[0].splitlines()]
+    assert len(records) == 15 and len({row["reward"] for row in records}) > 2
+    for row in records:
+        (answer,) = row["judged"]["unified_reward"]
+        assert row["reward"] == pytest.approx(UnifiedReward().parse(answer, "", {}))

@@ -3,7 +3,7 @@
 import json
 import logging
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from phalanx.media.videos import write_video
 from phalanx.rewards import RewardSet
 from phalanx.rewards.base import GivesAnswers
 from phalanx.rewards.client import RewardClient, without_filling
+from phalanx.rewards.judge._pool import Answers
 from phalanx.telemetry.evaluation import ARGUMENTS, RECORDS, Records, read_records, write_json
 from phalanx.telemetry.metrics import Timers
 from phalanx.telemetry.records import CONVERSATION, TALKS, storable
@@ -170,9 +171,10 @@ class Sampling:
         reward = all_gather(reward)[:real]
         check_range(reward)
         values = {name: all_gather(scores)[:real].tolist() for name, scores in terms.items()}
-        rows = []
-        for drawn in gather_object(self.drawn)[:: world.context_size]:
-            rows += drawn
+        rows: list[dict[str, Any]] = []
+        judged = gather_object(self.parts.rewards.answers)
+        for rank, drawn in list(enumerate(gather_object(self.drawn)))[:: world.context_size]:
+            rows += _with_answers(drawn, judged[rank : rank + world.context_size])
         for place, (row, prompt) in enumerate(zip(rows[:real], _repeated(prompts, n), strict=False)):
             assert row.pop("place") == place, "ranks are in order"
             row["reward"] = _finite(float(reward[place]))
@@ -212,6 +214,19 @@ class Sampling:
                         write_video(self.folder / file, picture, self.parts.rollout.fps)
                     else:
                         Image.fromarray(picture).save(self.folder / file)
+
+
+def _with_answers(drawn: list[dict[str, Any]], judged: list[Answers]) -> list[dict[str, Any]]:
+    """The rows of samples with the answers of judges about them; `judged` are those of each of the ranks that score
+    them, to which they were dealt out one by one.
+    """
+    for name in judged[0]:
+        for i, row in enumerate(drawn):
+            of_rank = judged[i % len(judged)][name]
+            frames = len(of_rank) // len(drawn[i % len(judged) :: len(judged)])
+            first = i // len(judged) * frames
+            row.setdefault("judged", {})[name] = list(chain.from_iterable(of_rank[first : first + frames]))
+    return drawn
 
 
 def columns_of(prompt: Prompt) -> dict[str, Any]:
