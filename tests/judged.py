@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from phalanx.config.reward import RewardModelConfig
-from phalanx.media.pictures import decoded, raw_file
-from phalanx.rewards import RewardError
+from phalanx.media.pictures import decoded, pil_image, raw_file
+from phalanx.rewards import Judge, RewardError
 from phalanx.rewards.judge.unified_reward import UnifiedReward
 from phalanx.rewards.judge.vlm_ocr import VlmOcr
 from phalanx.types import Prompt
@@ -82,6 +82,64 @@ def converted(cfg: RewardModelConfig, count: int, numbers: list[int]) -> tuple[l
     with model.awake():
         answers = model.ask(images_of(list(range(count))), [((i,), text) for i in numbers for text in QUESTIONS])
     return answers, len(made)
+
+
+class Plain(Judge):
+    """Asks what the model was not taught: its answers depend on all that stands before them."""
+
+    template = "And?"
+
+    def parse(self, answer: str, prompt: str, metadata: dict[str, Any]) -> float | None:
+        """Not called."""
+
+
+class Described(Plain):
+    """Opens, and then asks twice: each question has only the opening and its answer before it."""
+
+    opens = True
+
+    def opening(self, prompt: str, metadata: dict[str, Any]) -> str:
+        return QUESTIONS[0]
+
+    def questions(self, prompt: str, metadata: dict[str, Any]) -> list[str]:
+        return ["And?", "user user"]
+
+
+def talk(cfg: RewardModelConfig, shares: list[list[int]]) -> dict[str, list[list[str]]]:
+    """On each rank: the answers about its share of PICTURES to a judge that opens, and to one that does not."""
+    from phalanx.rewards.judge._pool import JudgePool
+
+    cpu, judges = torch.device("cpu"), {"described": Described(), "plain": Plain()}
+    pool = JudgePool(judges, cfg, 60.0, outputs="images", device=cpu, beside=False)
+    for i in shares[dist.get_rank()]:
+        pool.submit(picture(*PICTURES[i])[None], [Prompt(PROMPTS[0], i, {})])
+    _, answers, _ = pool.ask()
+    return answers
+
+
+def plain_talk(cfg: RewardModelConfig, number: int) -> list[str]:
+    """What the model by itself answers to Described about one of PICTURES."""
+    from transformers import AutoModelForImageTextToText
+
+    from phalanx.engines.transformers import load_processor
+
+    processor = load_processor(str(cfg.path))
+    model = AutoModelForImageTextToText.from_pretrained(cfg.path, dtype=torch.float32).eval()
+    image = pil_image((picture(*PICTURES[number]) * 255).byte())
+    shown: list[dict[str, Any]] = [{"type": "image"}, {"type": "text", "text": QUESTIONS[0]}]
+    messages: list[dict[str, Any]] = [{"role": "user", "content": shown}]
+
+    def answer() -> str:
+        text = processor.apply_chat_template(messages, add_generation_prompt=True)
+        inputs = processor(text=[text], images=[[image]], return_tensors="pt")
+        tokens = model.generate(**inputs, max_new_tokens=cfg.max_tokens, do_sample=False)
+        return str(processor.decode(tokens[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
+
+    answers, reading = [], answer()
+    for question in ("And?", "user user"):
+        messages[1:] = [{"role": "assistant", "content": reading}, {"role": "user", "content": question}]
+        answers.append(answer())
+    return answers
 
 
 def refused(cfg: RewardModelConfig, shares: list[list[int]], questions: tuple[str, ...]) -> str:

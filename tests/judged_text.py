@@ -98,7 +98,7 @@ def asked_about_texts(cfg: RewardModelConfig, completion: str, ranks: list[list[
     for i in ranks[dist.get_rank()]:
         pool.submit([completion] * 2, [prompts[i]] * 2)
     _, answers, _ = pool.ask()
-    return answers["n"], warnings
+    return [answer for (answer,) in answers["n"]], warnings
 
 
 def plainly(model: Path, shown: list[tuple[int, int, int]], question: str) -> str:

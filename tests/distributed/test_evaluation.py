@@ -1,22 +1,30 @@
 """phalanx evaluate: the same records on any ranks, in one go or in several, of folders and of checkpoints."""
 
 import json
+import os
 import re
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from phalanx.config import load
 from phalanx.config.tasks import EvaluateConfig
 from phalanx.exit import Stopped
+from phalanx.rewards.client import RewardClient
+from phalanx.rewards.judge._model import RewardModel
+from phalanx.rewards.judge.unified_reward import UnifiedReward
 from phalanx.training.folder_lock import FolderLock
 from tests.distributed.test_conversations import ENVIRONMENTS
 from tests.jobs import PROMPTS, fit, rows, tiny_config
+from tests.judged import settings, shown
 from tests.ranks import RankError, run_ranks
+from tests.tiny_vlm import grades, picture
 
 # scores evenness, or the mean of an image; at the third call it kills its rank where `fatal` is there, and asks the job to
-# stop, as `phalanx stop` does, where `stop` is
+# stop, as `phalanx stop` does, where `stop` is, and fails behind it where `wrong` is as well
 REWARD = """
 import json, os, signal, time
 from pathlib import Path
@@ -33,6 +41,8 @@ def evenness(completions, prompts, metadata):
         token = json.loads((folder / "running.json").read_text())["token"]
         (folder / "stop.json").write_text(json.dumps({"token": token}))
         time.sleep(0.5)
+        if (Path(__file__).parent / "wrong").exists():
+            raise KeyError("no such thing")
     return [sum(ord(c) % 2 == 0 for c in text) / max(len(text), 1) for text in completions]
 
 def brightness(images, prompts, metadata):
@@ -131,12 +141,22 @@ def test_a_stopped_evaluation_goes_on_and_two_at_once_are_refused(lm_folder: Pat
     run_ranks(evaluate_until_it_is_stopped, 1, words, line)
     assert (folder / "records.jsonl").read_text() and not (folder / "evaluation.json").exists()
     assert not (folder / "running.json").exists() and not (folder / "stop.json").exists()
+    end = json.loads((folder / "ended.json").read_text())
+    assert end["ended"] == "stopped" and re.match(line, end["text"])
     other = FolderLock(folder, lambda _: None, lambda: None)
     with pytest.raises(RankError, match=f"output_dir: {re.escape(str(folder))} is in use by another job, process "):
         run_ranks(evaluate, 1, words)
     other.release()
+    # a failure that comes between the request and the stop
+    (tmp_path / "wrong").touch()
+    (folder / "records.jsonl").unlink()
+    with pytest.raises(RankError, match="no such thing"):
+        run_ranks(evaluate, 1, words)
+    end = json.loads((folder / "ended.json").read_text())
+    assert end["ended"] == "failed" and "raised KeyError: 'no such thing'" in end["text"]
     (tmp_path / "stop").unlink()
     run_ranks(evaluate, 1, words)
+    assert json.loads((folder / "ended.json").read_text())["ended"] == "finished"
     run_ranks(evaluate, 1, lm_words(lm_folder, tmp_path, "whole"))
     assert written(folder) == written(tmp_path / "whole")
 
@@ -201,3 +221,89 @@ def test_other_models_on_two_ranks(
         assert images == [f"{i:05d}_{j}.png" for i in range(5) for j in range(3)]
     if kind == "conversations":
         assert any(len(row["messages"]) > 2 for row in records)
+
+
+def evaluate_shown(words: list[str], last: int = 100) -> int:
+    """Evaluate while the rewards see pictures in the place of the sampled images, about which the judge was taught; the
+    rank is killed behind the last sample. Returns how often a reward model was loaded.
+    """
+    submit, load_model = RewardClient.submit, RewardModel.__init__
+    shows, loads = [], []
+
+    def count(self: RewardModel, *args: Any, **kwargs: Any) -> None:
+        loads.append(self)
+        load_model(self, *args, **kwargs)
+
+    RewardModel.__init__ = count  # type: ignore[method-assign, assignment]
+
+    def show(self: RewardClient, images: torch.Tensor, prompts: list[Any]) -> None:
+        shows.append(images)
+        if len(shows) > last:
+            os.kill(os.getpid(), signal.SIGKILL)
+        submit(self, torch.stack([picture(*shown(image)) for image in images]), prompts)
+
+    RewardClient.submit = show  # type: ignore[method-assign, assignment]
+    evaluate(words)
+    return len(loads)
+
+
+def judged_words(model: Path, judge: Path, folder: Path, name: str, *words: str) -> list[str]:
+    """An evaluation of a flow model by a judge."""
+    given = lm_words(
+        model, folder, name, *settings(judge, "{name: unified_reward}"), "reward.model.engine=transformers"
+    )
+    of_texts = ("rollout.val.temperature", "data.max_response_length")
+    given = [word for word in given if not word.startswith(of_texts)]
+    return [*given, "rollout.height=32", "rollout.width=32", "rollout.val.num_inference_steps=2", "n=2", *words]
+
+
+def test_a_judge_scores_alike_on_any_ranks(judge_model: Path, sd3_folder: Path, tmp_path: Path) -> None:
+    """By the reward model of training, here whole on each rank, and on one of two, which answers beside the sampling."""
+    run_ranks(evaluate_shown, 1, judged_words(sd3_folder, judge_model, tmp_path, "one"))
+    on_one = judged_words(sd3_folder, judge_model, tmp_path, "two", "reward.model.placement='ranks 1-1'")
+    run_ranks(evaluate_shown, 2, on_one)
+    assert written(tmp_path / "one") == written(tmp_path / "two")
+    records = [json.loads(line) for line in written(tmp_path / "one")[0].splitlines()]
+    for row in records:
+        (lit,) = [lit for lit in range(5) if row["judged"] == {"unified_reward": [grades(1 + lit)]}]
+        assert row["reward"] == float(torch.tensor((2 * lit + 2) / 12))
+    assert len({row["reward"] for row in records}) > 2
+
+
+@pytest.mark.long
+def test_a_judged_evaluation_goes_on_and_has_a_baseline(judge_model: Path, sd3_folder: Path, tmp_path: Path) -> None:
+    """Cut in the middle of the second chunk, and gone on with on other ranks with a divided model; one model judges the
+    samples of both. What was scored by another judge is no baseline.
+    """
+    first = judged_words(sd3_folder, judge_model, tmp_path, "first")
+    assert run_ranks(evaluate_shown, 1, [*first, f"baseline={sd3_folder}"]) == [1]
+    records, part = written(tmp_path / "first")
+    assert (tmp_path / "first" / "baseline" / "records.jsonl").read_text() == records
+    assert part["baseline"]["better_equal_worse"]["unified_reward"]["prompts"] == [0, 5, 0]
+    again = judged_words(sd3_folder, judge_model, tmp_path, "again")
+    with pytest.raises(RankError):
+        run_ranks(evaluate_shown, 1, again, 6)
+    assert len((tmp_path / "again" / "records.jsonl").read_text().splitlines()) == 4
+    run_ranks(evaluate_shown, 2, [*again, "reward.model.tensor_parallel_size=2"])
+    assert (tmp_path / "again" / "records.jsonl").read_text() == records
+    other = judged_words(sd3_folder, judge_model, tmp_path, "other", f"baseline={tmp_path / 'first'}")
+    with pytest.raises(RankError, match=r"other samples: there reward\.model\.max_tokens was 40 and is 30; compare"):
+        run_ranks(evaluate_shown, 1, [*other, "reward.model.max_tokens=30"])
+
+
+def test_a_judge_without_a_model_is_refused(sd3_folder: Path, tmp_path: Path) -> None:
+    words = judged_words(sd3_folder, tmp_path, tmp_path, "none", "reward.model.path=null")
+    with pytest.raises(RankError, match=r"ConfigError: reward\.model\.path is null, but reward\.functions has a judge"):
+        run_ranks(evaluate, 1, words)
+
+
+@pytest.mark.long
+def test_answers_are_those_about_their_samples(judge_model: Path, qwen_folder: Path, tmp_path: Path) -> None:
+    """Also where ranks share a sample, so that samples are dealt out to them."""
+    shared = ("parallel.ulysses_sequence_parallel_size=2", "n=3", "prompts_per_chunk=3")
+    run_ranks(evaluate_shown, 2, judged_words(qwen_folder, judge_model, tmp_path, "shared", *shared))
+    records = [json.loads(line) for line in written(tmp_path / "shared")[0].splitlines()]
+    assert len(records) == 15 and len({row["reward"] for row in records}) > 2
+    for row in records:
+        (answer,) = row["judged"]["unified_reward"]
+        assert row["reward"] == pytest.approx(UnifiedReward().parse(answer, "", {}))

@@ -29,10 +29,12 @@ from tests.judged import (
     expected,
     images_of,
     mistake,
+    plain_talk,
     read,
     refused,
     settings,
     step_and_terms,
+    talk,
 )
 from tests.judged_text import BASE, COMPLETION, SHOWN, asked_about_texts, plainly
 from tests.ranks import run_ranks
@@ -64,6 +66,17 @@ def test_answers_are_right_wherever_the_model_stands(judge_model: Path, world: i
     got = run_ranks(ask, world, section(judge_model, **settings), shares)
     for answers, share in zip(got, shares, strict=True):
         assert answers == [expected(share)] * 2
+
+
+def test_a_question_stands_behind_a_description(judge_model: Path) -> None:
+    """Of a judge that opens; a rank without pictures takes part."""
+    cfg = section(judge_model, micro_batch_size=2, placement="ranks 1-1")
+    numbers = [7, 10]
+    first, second = run_ranks(talk, 2, cfg, [numbers, []])
+    assert first["described"] == [plain_talk(cfg, number) for number in numbers]
+    assert second == {"described": [], "plain": []}
+    # each differs from the answer without the opening
+    assert all(talked[0] != plain[0] for talked, plain in zip(first["described"], first["plain"], strict=True))
 
 
 def test_sampled_answers_depend_on_the_question_and_the_seed_alone(judge_model: Path) -> None:

@@ -14,6 +14,7 @@ from phalanx.config.tasks import EvaluateConfig, PrepareDataConfig
 from phalanx.jobs.prepare_data import PrepareData
 from phalanx.rewards.text.gsm8k import Gsm8k
 from phalanx.rewards.text.math import Math
+from tests.judged import JUDGE
 from tests.ranks import ROOT
 from tests.tasks import run_task
 from tests.unit.test_rewards_blip_vqa import blip_folder  # noqa: F401
@@ -221,38 +222,64 @@ SPACY = """'''The parts of a text between `and` as noun phrases, in the place of
 from types import SimpleNamespace
 
 
+class Chunk(list):
+    def __init__(self, text):
+        words = text.split()
+        kinds = ["DET" if word == "a" else "ADJ" for word in words[:-1]] + ["NOUN"]
+        super().__init__(SimpleNamespace(text=word, pos_=kind) for word, kind in zip(words, kinds))
+        self.text, self.root = text, self[-1]
+        self.root.lemma_ = words[-1].removesuffix("s")
+
+
 def load(name):
     assert name == "en_core_web_sm"
-
-    def parse(text):
-        parts = text.split(" and ") + ["top"]
-        return SimpleNamespace(noun_chunks=[SimpleNamespace(text=part) for part in parts])
-
-    return parse
+    return lambda text: SimpleNamespace(noun_chunks=[Chunk(part) for part in text.split(" and ") + ["top"]])
 """
+SETS = ["color", "shape", "texture", "spatial", "3d_spatial", "non_spatial", "complex", "numeracy"]
 
 
-@pytest.mark.long
-def test_the_recipe_of_t2i_compbench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, blip_folder: Path) -> None:  # noqa: F811
-    """Its commands, which the docs have as well, write the authors' prompts with their noun phrases."""
-    monkeypatch.setenv("HOME", str(tmp_path))
+def write_t2i_compbench(tmp_path: Path) -> None:
+    """The authors' prompts with their parts, by the commands of the recipe, which the docs have as well."""
     dataset = tmp_path / "downloads" / "T2I-CompBench" / "examples" / "dataset"
     dataset.mkdir(parents=True)
-    for name in ("color", "shape", "texture"):
-        (dataset / f"{name}_val.txt").write_bytes(b"a green bench and a red cat\r\na cat")  # as the authors' files end
+    for name in SETS:
+        (dataset / f"{name}_val.txt").write_bytes(b"a green bench and red cats\r\na cat")  # as the authors' files end
     block = [line[4:] for line in (FOLDER / "t2i_compbench.yaml").read_text().splitlines() if line.startswith("#   ")]
     snippet = "\n".join(block).split("<<'END'\n")[1].split("END")[0]
     assert snippet in (ROOT / "docs" / "evaluation.md").read_text()
     (tmp_path / "spacy.py").write_text(SPACY)
     shell = "\n".join(["hf() { :; }; git() { :; }; pip() { false; }", *block])
     subprocess.run(["sh", "-c", shell], check=True, cwd=tmp_path)
+    for name in SETS:
+        lines = (tmp_path / "data" / "t2i_compbench" / f"{name}.jsonl").read_text().splitlines()
+        first, second = map(json.loads, lines)
+        parts = {"phrases": ["a green bench", "red cats"], "nouns": ["bench", "cat"], "attributes": ["green", "red"]}
+        assert first == {"prompt": "a green bench and red cats", "category": name, **parts}
+        assert (second["nouns"], second["attributes"]) == (["cat"], ["visible"])
+
+
+@pytest.mark.long
+def test_the_recipe_of_t2i_compbench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, blip_folder: Path) -> None:  # noqa: F811
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write_t2i_compbench(tmp_path)
     words = [f"reward.functions=[{{name: blip_vqa, kwargs: {{model: {blip_folder}}}}}]", "n=2"]
     result = evaluated(tmp_path, "t2i_compbench", *words)
-    assert list(result["sets"]) == ["color", "shape", "texture"]
-    for name in result["sets"]:
-        rows = (tmp_path / "data" / "t2i_compbench" / f"{name}.jsonl").read_text().splitlines()
-        assert [json.loads(row)["phrases"] for row in rows] == [["a green bench", "a red cat"], ["a cat"]]
+    assert list(result["sets"]) == SETS[:3]
     assert all(0 < record["scores"]["blip_vqa"] < 1 for record in result["records"])
+
+
+@pytest.mark.long
+def test_the_recipe_of_t2i_compbench_by_a_judge(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, judge_model: Path
+) -> None:
+    """The tiny judge was taught other questions, so that it gives no levels, which is counted."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write_t2i_compbench(tmp_path)
+    words = [f"reward.model.path={judge_model}", "reward.model.engine=transformers", *JUDGE, "n=2"]
+    result = evaluated(tmp_path, "t2i_compbench_judge", *words, "reward.model.unparseable_score=0.25")
+    assert list(result["sets"]) == SETS and len(result["records"]) == 8 * 2 * 2
+    for record in result["records"]:
+        assert record["scores"] == {"t2i_compbench": 0.25, "t2i_compbench_unparseable": 1.0}
 
 
 def test_every_recipe_is_tried() -> None:
@@ -264,5 +291,6 @@ def test_every_recipe_is_tried() -> None:
         "math500",
         "ocr",
         "t2i_compbench",
+        "t2i_compbench_judge",
         "vbench",
     ]

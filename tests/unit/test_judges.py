@@ -81,7 +81,7 @@ def test_unified_reward_weighs_axes() -> None:
 
 def test_unreadable_answers_are_counted_and_scored_as_configured() -> None:
     parsed = ParsedAnswers(UnifiedReward(), unparseable_score=0.25)
-    output = parsed(["no idea", GRADES.format(5, 5, 5), ""], ["a", "b", "c"], [{}, {}, {}])
+    output = parsed([["no idea"], [GRADES.format(5, 5, 5)], [""]], ["a", "b", "c"], [{}, {}, {}])
     assert output == RewardOutput([0.25, 1.0, 0.25], {"unparseable": [1.0, 0.0, 1.0]})
 
 
@@ -109,7 +109,7 @@ def test_a_judge_of_ones_own(tmp_path: Path) -> None:
     assert isinstance(term.function, ParsedAnswers)
     assert term.function.judge.question("p", {"thing": "a dog"}) == "How well does the image show a dog? {0 to 10}"
     assert term.rows == ("Seen", "Seen_unparseable")
-    assert term.function(["7", "seven"], ["p", "p"], [{}, {}]).scores == [0.7, -1.0]
+    assert term.function([["7"], ["seven"]], ["p", "p"], [{}, {}]).scores == [0.7, -1.0]
     problem = "reward.functions[0]: the judge Empty has no method parse(answer, prompt, metadata)"
     assert told(ConfigError, build_terms, [entry(path=f"{tmp_path}/own.py:Empty")], "cpu", 0.0) == problem
 
@@ -133,7 +133,10 @@ def test_mistakes_are_told_in_one_line(tmp_path: Path, monkeypatch: pytest.Monke
         "reward.functions[0].kwargs: vlm_ocr(**kwargs): got an unexpected keyword argument 'stict'; its kwargs: strict, "
         "recall, column"
     )
-    assert refused() == "reward.functions[0]: vlm_ocr is a judge, which asks reward.model: training jobs have one"
+    assert (
+        refused()
+        == "reward.functions[0]: vlm_ocr is a judge, which asks reward.model: training and evaluations have one"
+    )
     assert refused(group_timeout_s=60.0) == (
         "reward.model.path is null, but reward.functions has a judge, which asks that model"
     )

@@ -83,7 +83,7 @@ def test_a_server_that_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
     assert problem("host=no.such.host.invalid", "port=8077").startswith("host=no.such.host.invalid port=8077: ")
     assert problem("port=0").startswith("reward.functions is empty: nothing to optimise;")
     assert problem("port=0", "reward.functions=[{name: vlm_ocr}]") == (
-        "reward.functions[0]: vlm_ocr is a judge, which asks reward.model: training jobs have one"
+        "reward.functions[0]: vlm_ocr is a judge, which asks reward.model: training and evaluations have one"
     )
     assert problem("port=0", "token_env=NO_SUCH_VARIABLE") == (
         "token_env: the environment variable NO_SUCH_VARIABLE is not set; it holds the server's token"

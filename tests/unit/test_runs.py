@@ -138,43 +138,45 @@ def test_a_log_is_followed_until_the_run_ends(tmp_path: Path, capsys: pytest.Cap
     assert capsys.readouterr().out == f"{one}{two}three\nfour\n"
 
 
-def test_stop(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("ended", ["stopped", "failed"])
+def test_stop(ended: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run, asked = a_run(tmp_path / "run"), threading.Event()
     lock = FolderLock(run, lambda _: None, asked.set)
 
     def train() -> None:
         assert asked.wait(10)
-        a_run(tmp_path / "after", 5, ended="stopped")
+        a_run(tmp_path / "after", 5, ended=ended)
         for name in ("metrics.jsonl", "ranks/0.json"):
             (tmp_path / "after" / name).rename(run / name)
         lock.release()
 
     thread = threading.Thread(target=train)
     thread.start()
-    assert main("stop", [str(run)]) == 0
+    assert main("stop", [str(run)]) == (1 if ended == "failed" else 0)
     thread.join()
     first, last = capsys.readouterr().out.splitlines()
-    assert first.startswith(f"asked process {os.getpid()} on ") and last == "stopped after step 5 of 10"
+    assert first.startswith(f"asked process {os.getpid()} on ") and last == f"{ended} after step 5 of 10"
     assert main("stop", [str(run)]) == 2
-    assert capsys.readouterr().err == f"error: {run}: no job runs here (state: stopped); nothing to stop\n"
+    assert capsys.readouterr().err == f"error: {run}: no job runs here (state: {ended}); nothing to stop\n"
 
 
-@pytest.mark.parametrize("complete", [False, True])
-def test_a_stopped_evaluation_says_what_is_kept(
-    complete: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("ended", ["stopped", "finished", "failed", None])
+def test_a_stopped_evaluation_says_how_it_has_ended(
+    ended: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It has no steps."""
+    """It has no steps. One that failed on its way to the stop, or left no word, was not stopped."""
     lock: list[FolderLock] = []
 
     def end() -> None:
-        (tmp_path / "arguments.json").write_text(json.dumps({"facts": {}, "complete": complete}))
+        (tmp_path / "arguments.json").write_text(json.dumps({"facts": {}, "complete": ended == "finished"}))
+        if ended is not None:
+            (tmp_path / "ended.json").write_text(json.dumps({"ended": ended, "text": f"{ended}: so it was"}))
         threading.Thread(target=lock[0].release).start()
 
     lock.append(FolderLock(tmp_path, lambda _: None, end))
-    assert main("stop", [str(tmp_path)]) == 0
+    assert main("stop", [str(tmp_path)]) == (0 if ended in ("stopped", "finished") else 1)
     last = capsys.readouterr().out.splitlines()[-1]
-    going_on = f"stopped; the same command goes on from the samples in {tmp_path}"
-    assert last == (f"finished; see {tmp_path / 'evaluation.json'}" if complete else going_on)
+    assert last == (f"{ended}: so it was" if ended else "failed")
     assert main("stop", [str(tmp_path)]) == 2
     assert capsys.readouterr().err == f"error: {tmp_path}: no job runs here (state: ended); nothing to stop\n"
 

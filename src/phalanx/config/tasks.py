@@ -184,7 +184,7 @@ class EvaluateConfig:
     model: dict[str, Any] = arg({}, "model.path, model.lora_path and others, as in training; of a folder, its path")
     data: dict[str, Any] = arg({}, "data.val_files, data.max_response_length and others, as in training")
     rollout: dict[str, Any] = arg({}, "rollout.engine, rollout.val.temperature and others, as in training")
-    reward: dict[str, Any] = arg({}, "reward.functions and others, as in training")
+    reward: dict[str, Any] = arg({}, "reward.functions, reward.model.path and others, as in training")
     environment: dict[str, Any] = arg({}, "environment.path, environment.tools and others, as in training")
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     checkpoint: Optional[str] = arg(

@@ -7,6 +7,7 @@ from typing import Any
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 
+Turns = str | tuple[str, ...]  # a question, or a talk of questions and answers in turn that ends with a question
 # whatever classes raise that are built with settings which they do not expect
 _MISFITS = (
     ArithmeticError,
@@ -59,6 +60,15 @@ def check_weights(info: dict[str, Any], what: str) -> None:
 def special_tokens(tokenizer: Any) -> list[str]:
     """Tokens that a tokenizer does not read as text, such as <|im_end|>."""
     return [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
+
+
+def as_talk(turns: Turns, shown: Sequence[dict[str, Any]], special: Sequence[str]) -> list[dict[str, Any]]:
+    """The messages of a question about images, whose parts are `shown`, in front of all; see `as_text`."""
+    talk = []
+    for i, turn in enumerate((turns,) if isinstance(turns, str) else turns):
+        content = [*(shown if i == 0 else ()), {"type": "text", "text": as_text(turn, special)}]
+        talk.append({"role": "assistant" if i % 2 else "user", "content": content})
+    return talk
 
 
 def as_text(question: str, special: Sequence[str]) -> str:

@@ -12,11 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from phalanx.config.reward import RewardModelConfig
 from phalanx.distributed.seed import fold_in
 from phalanx.distributed.tensor_parallel import KEY, parallelize, wildcard
-from phalanx.engines.loading import as_text, check_weights, loading, special_tokens
+from phalanx.engines.loading import Turns, as_talk, check_weights, loading, special_tokens
 from phalanx.engines.sleeping import Sleeping
 from phalanx.media.pictures import Picture, decoded
 
-Question = tuple[tuple[int, ...], str]
+Question = tuple[tuple[int, ...], Turns]
 
 
 class TransformersEngine:
@@ -80,7 +80,7 @@ class TransformersEngine:
             for shows in (True, False):
                 numbered = [i for i, (numbers, _) in enumerate(questions) if bool(numbers) == shows]
                 # neighbours ask much the same: their lengths differ little, of questions, and mostly of answers
-                order = sorted(numbered, key=lambda i: len(questions[i][1]))
+                order = sorted(numbered, key=lambda i: sum(map(len, questions[i][1])))
                 for first in range(0, len(order), size):
                     batch = order[first : first + size]
                     pictures: dict[int, Any] = {}
@@ -96,7 +96,7 @@ class TransformersEngine:
                         answers[i] = text
         return answers
 
-    def _answer(self, batch: list[tuple[list[Any], str]]) -> list[str]:
+    def _answer(self, batch: list[tuple[list[Any], Turns]]) -> list[str]:
         """A batch of questions, each with pictures or none with any -> the answers."""
         cfg, asked = self._cfg, self._tokens(batch)
         lengths: list[int] = asked["attention_mask"].sum(1).tolist()
@@ -120,19 +120,18 @@ class TransformersEngine:
             answers.append(str(self._processor.decode(row[: self._limit - length], skip_special_tokens=True)))
         return answers
 
-    def _tokens(self, batch: list[tuple[list[Any], str]]) -> Any:
+    def _tokens(self, batch: list[tuple[list[Any], Turns]]) -> Any:
         """The model's inputs: `input_ids` and `attention_mask` [B, S], padded on the left, and pixels."""
         if not self._reads_images:
             talks = []
             for _, question in batch:
-                talks.append([{"role": "user", "content": as_text(question, self._special)}])
+                talk = as_talk(question, (), self._special)
+                talks.append([message | {"content": message["content"][0]["text"]} for message in talk])
             form = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt", "padding": True}
             return self._tokenizer.apply_chat_template(talks, **form).to(self._device)
         texts = []
         for pictures, question in batch:
-            content: list[dict[str, Any]] = [{"type": "image"} for _ in pictures]
-            content.append({"type": "text", "text": as_text(question, self._special)})
-            talk = [{"role": "user", "content": content}]
+            talk = as_talk(question, [{"type": "image"} for _ in pictures], self._special)
             texts.append(self._processor.apply_chat_template(talk, add_generation_prompt=True))
         first = self._tokenizer.bos_token
         return self._processor(

@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 
 from phalanx.config.reward import RewardModelConfig
 from phalanx.distributed.vllm_groups import VllmGroups
-from phalanx.engines.loading import as_text, special_tokens
+from phalanx.engines.loading import Turns, as_talk, special_tokens
 from phalanx.media.pictures import decoded
 
 CPU_KV_CACHE = 2**30  # bytes; on GPUs it is what gpu_memory_utilization leaves
@@ -88,7 +88,7 @@ class VllmEngine:
         with self._groups.active():
             self._llm.sleep(level=1)
 
-    def answer(self, files: Sequence[bytes], questions: Sequence[tuple[tuple[int, ...], str]]) -> list[str]:
+    def answer(self, files: Sequence[bytes], questions: Sequence[tuple[tuple[int, ...], Turns]]) -> list[str]:
         """Files of images and questions, each with the images of its numbers -> the answers.
 
         ValueError for an image that cannot be read.
@@ -100,13 +100,12 @@ class VllmEngine:
         special = special_tokens(self._llm.get_tokenizer()) if self._of_text else []
         talks = []
         for numbers, question in questions:
-            content: list[dict[str, Any]] = []
+            shown: list[dict[str, Any]] = []
             for number in numbers:
                 if number not in pictures:
                     pictures[number] = decoded(files[number], "an image for the reward model")
-                content.append({"type": "image_pil", "image_pil": pictures[number]})
-            content.append({"type": "text", "text": as_text(question, special)})
-            talks.append([{"role": "user", "content": content}])
+                shown.append({"type": "image_pil", "image_pil": pictures[number]})
+            talks.append(as_talk(question, shown, special))
         with self._groups.active():
             try:
                 outputs = self._llm.chat(talks, self._sampling, use_tqdm=False)

@@ -50,6 +50,17 @@ from phalanx.training.prompt_lengths import fitting as fitting_flow
 from phalanx.types import Prompt, Rollout
 
 SECTIONS = ("model", "data", "rollout", "reward", "environment")
+# of these neither samples nor scores depend, but the memory and the time that they take
+COSTS = (
+    "rollout.gpu_memory_utilization",
+    "reward.overlap",
+    "reward.num_workers",
+    "reward.timeout_s",
+    "reward.model.gpu_memory_utilization",
+    "reward.model.placement",
+    "reward.model.sleep",
+    "reward.model.tensor_parallel_size",
+)
 DECODED = 8  # responses that the policy's own modules decode together, where rollout.micro_batch_size_per_gpu is null
 Sets = dict[str, list[Prompt]]
 
@@ -65,10 +76,9 @@ class Candidate:
     name: str
 
     def facts(self, sets: Sets) -> dict[str, Any]:
-        """All that the samples and their scores depend on; `sets` are the prompts."""
+        """All that the samples and their scores depend on, and COSTS; `sets` are the prompts."""
         content = public(self.run)
         facts: dict[str, Any] = {name: content[name] for name in SECTIONS if name in content}
-        facts["rollout"].pop("gpu_memory_utilization", None)  # of memory only
         for key in ("train_files", "val_files"):  # the prompts themselves are below
             facts["data"].pop(key)
         checkpoint = None if self.trained is None else {"folder": str(self.trained.folder), "step": self._step()}
@@ -224,20 +234,21 @@ def _digest(prompts: list[Prompt]) -> str:
 
 
 def differing(before: dict[str, Any], now: dict[str, Any]) -> str | None:
-    """The first key in which two facts of candidates differ, with both values; None where they are the same."""
+    """The first key in which two facts differ, with both values; None where they differ in nothing but COSTS."""
     values, others = flat(before), flat(json.loads(json.dumps(now)))
     for name in [*values, *others]:
-        if values.get(name) != others.get(name):
+        if name not in COSTS and values.get(name) != others.get(name):
             return f"{name} was {values.get(name, 'not there')} and is {others.get(name, 'not there')}"
     return None
 
 
-def build_parts(candidate: Candidate, world: World, sets: Sets) -> Parts:
-    """The model with its weights, its rollout and its rewards, on all ranks in step. Raises ValueError for what the
-    user can fix.
+def build_parts(candidate: Candidate, world: World, sets: Sets, rewards: RewardSet | None) -> Parts:
+    """The model with its weights, its rollout and its rewards, on all ranks in step; `rewards` are those of another
+    model before it, if there was one. Raises ValueError for what the user can fix.
     """
     run = candidate.run
-    made = _flow(run, world, sets) if isinstance(run, FlowRunConfig) else _lm(candidate, world, sets)
+    build = _flow if isinstance(run, FlowRunConfig) else _lm
+    made = build(candidate, world, sets, rewards)
     if candidate.trained is not None:
         trained = made.policy.trained
         candidate.trained.check_fits(trained.parameters, run.model.path)
@@ -247,15 +258,17 @@ def build_parts(candidate: Candidate, world: World, sets: Sets) -> Parts:
     return made
 
 
-def _flow(run: FlowRunConfig, world: World, sets: Sets) -> Parts:
-    rewards = _rewards(run, world, sets, "images")
+def _flow(candidate: Candidate, world: World, sets: Sets, rewards: RewardSet | None) -> Parts:
+    run = candidate.run
+    assert isinstance(run, FlowRunConfig), "of the two kinds"
+    rewards = rewards or _rewards(run, world, sets, "images")
     policy = build_policy(run.model, run.parallel, run.data, world, seed=run.trainer.seed, detach_uncond=False)
     sets = fitting_sets(sets, partial(fitting_flow, model=policy.model, data=run.data, first=world.rank == 0))
     micro = run.rollout.micro_batch_size_per_gpu or 1
     return Parts(policy, flow_engines.build_rollout(policy, run.rollout, world, micro, window=False), rewards, sets)
 
 
-def _lm(candidate: Candidate, world: World, sets: Sets) -> Parts:
+def _lm(candidate: Candidate, world: World, sets: Sets, rewards: RewardSet | None) -> Parts:
     run, facts = candidate.run, candidate.run.rollout.facts
     assert isinstance(run, LMRunConfig), "of the two kinds"
     environments = None
@@ -264,7 +277,7 @@ def _lm(candidate: Candidate, world: World, sets: Sets) -> Parts:
         tools: Callable[..., Any] = partial(with_tools, environments=environments)
         sets = {name: tools(prompts) for name, prompts in sets.items()}
     images = _images(candidate, sets, talks=environments is not None)
-    rewards = _rewards(run, world, sets, "completions")
+    rewards = rewards or _rewards(run, world, sets, "completions")
     options: dict[str, Any] = {"chunk": 1024, "seed": run.trainer.seed}
     if run.model.block_size is not None:
         options |= {"temperature": 1.0, "add_mask": isinstance(run, BlockDiffusionRunConfig)}

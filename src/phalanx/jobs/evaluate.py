@@ -5,26 +5,41 @@ Records are written as they come, so that a job that was cut goes on where it en
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from phalanx.config import ConfigError
 from phalanx.config.lm import LMRunConfig
+from phalanx.config.messages import reason
+from phalanx.config.secrets import hide
 from phalanx.config.tasks import EvaluateConfig
 from phalanx.distributed import mesh
 from phalanx.distributed.collectives import broadcast_object
+from phalanx.exit import Stopped
 from phalanx.jobs.candidate import Candidate, Sets, differing, read_baseline, read_candidate, read_sets
 from phalanx.jobs.outputs import check_place, writing
 from phalanx.jobs.scored import Sampling, columns_of, is_complete, stored_in
-from phalanx.telemetry.evaluation import ARGUMENTS, RECORDS, RESULT, Wanted, read_records, result_of, table, write_json
+from phalanx.rewards.registry import asks_model
+from phalanx.telemetry.evaluation import (
+    ARGUMENTS,
+    ENDED,
+    RECORDS,
+    RESULT,
+    Wanted,
+    read_records,
+    result_of,
+    table,
+    write_json,
+)
 from phalanx.telemetry.evaluation_page import Side, write_page
 from phalanx.training import folder_lock
 from phalanx.training.components import start
 
 log = logging.getLogger(__name__)
-# of the facts, what two evaluations that are compared must have in common
+# of the facts, what two evaluations that are compared must have in common, with a judge its model too
 PAIRED = ("rollout.val.n", "rollout.val.seed", "reward.functions", "prompts")
 
 
@@ -53,10 +68,11 @@ class Evaluation:
                 self.baseline = read_baseline(cfg, self.candidate)
         self._start()
         self._on_first(self._check_earlier)
-        self.samplings = [Sampling(cfg, self.candidate, self.world, self.sets, self.folder)]
+        parts, before = (self.world, self.sets), None
         if self.baseline is not None:
-            place = self.folder / "baseline"
-            self.samplings.insert(0, Sampling(cfg, self.baseline, self.world, self.sets, place, key="baseline"))
+            before = Sampling(cfg, self.baseline, *parts, self.folder / "baseline", key="baseline")
+        main = Sampling(cfg, self.candidate, *parts, self.folder, before=before)
+        self.samplings = [main] if before is None else [before, main]
         first = next((sampling for sampling in self.samplings if not sampling.complete), None)
         if first is not None:  # of two models the second one has to wait for the first one's place
             first.build()
@@ -70,6 +86,8 @@ class Evaluation:
             self.world = start(run)
         except ValueError as error:
             raise ConfigError(str(error).replace("trainer.output_dir", "output_dir")) from error
+        if self.world.rank == 0:  # it has the folder, and how an earlier one ended tells nothing of this one
+            (self.folder / ENDED).unlink(missing_ok=True)
         # a run in progress may have written another checkpoint since this rank looked
         self.candidate = self._agreed(
             self.candidate, lambda folder: read_candidate(replace(self.cfg, checkpoint=folder))
@@ -101,13 +119,29 @@ class Evaluation:
     def run(self) -> None:
         """Sample and score what is lacking, and write the statistics on rank 0. Raises Stopped, on all ranks."""
         self.world.watch.listen()
-        for sampling in self.samplings:
-            sampling.run()
-        if self.world.rank == 0:
-            with writing(self.folder, "output_dir"):
-                self._finish()
+        with self._last_words():
+            for sampling in self.samplings:
+                sampling.run()
+            if self.world.rank == 0:
+                with writing(self.folder, "output_dir"):
+                    self._finish()
         folder_lock.release()
         mesh.stop()
+
+    @contextmanager
+    def _last_words(self) -> Iterator[None]:
+        """Leave in the folder how the block ends, for `phalanx stop`; without a word the job has failed or died."""
+        end = {"ended": "finished", "text": f"finished; see {self.folder / RESULT}"}
+        try:
+            yield
+        except BaseException as error:  # whatever it is: it goes on its way
+            kind = "stopped" if isinstance(error, Stopped) else "failed"
+            end = {"ended": kind, "text": hide(str(error)) if kind == "stopped" else f"failed: {hide(reason(error))}"}
+            raise
+        finally:
+            if self.world.rank == 0:
+                with suppress(OSError):  # of a full disk, which hides no error
+                    write_json(self.folder / ENDED, end)
 
     def _finish(self) -> None:
         rows, others, baseline = read_records(self.folder / RECORDS), None, None
@@ -140,7 +174,8 @@ class Evaluation:
         stored, now = stored_in(self.earlier), self.candidate.facts(self.sets)
         if stored is None or not is_complete(self.earlier, stored):
             raise ConfigError(f"baseline: the evaluation in {self.earlier} has not ended; run it to its end first")
-        for key in PAIRED:
+        judged = asks_model(self.candidate.run.reward.functions)
+        for key in (*PAIRED, "reward.model") if judged else PAIRED:
             problem = differing(_part(stored["facts"], key), _part(now, key))
             if problem is not None:
                 raise ConfigError(

@@ -3,7 +3,7 @@
 import json
 import logging
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,10 @@ from phalanx.exit import Stopped
 from phalanx.jobs.candidate import Candidate, Parts, Sets, build_parts, differing
 from phalanx.jobs.outputs import writing
 from phalanx.media.videos import write_video
+from phalanx.rewards import RewardSet
 from phalanx.rewards.base import GivesAnswers
 from phalanx.rewards.client import RewardClient, without_filling
+from phalanx.rewards.judge._pool import Answers
 from phalanx.telemetry.evaluation import ARGUMENTS, RECORDS, Records, read_records, write_json
 from phalanx.telemetry.metrics import Timers
 from phalanx.telemetry.records import CONVERSATION, TALKS, storable
@@ -41,16 +43,24 @@ class Chunk:
 
 class Sampling:
     """The records of a candidate in `folder`: those that are there, and those that `run` adds. `key` names the model in
-    messages.
+    messages; `before` is that of another model, whose rewards and reward model score this one's samples as well.
     """
 
     def __init__(
-        self, cfg: EvaluateConfig, candidate: Candidate, world: World, sets: Sets, folder: Path, key: str = "model.path"
+        self,
+        cfg: EvaluateConfig,
+        candidate: Candidate,
+        world: World,
+        sets: Sets,
+        folder: Path,
+        key: str = "model.path",
+        before: "Sampling | None" = None,
     ) -> None:
-        self.key = key
+        self.key, self.before = key, before
         self.cfg, self.candidate, self.world, self.sets, self.folder = cfg, candidate, world, sets, folder
         self.records, self.facts = Records(folder), candidate.facts(sets) | {"chunk": cfg.prompts_per_chunk}
         self.parts: Parts | None = None
+        self.rewards: RewardSet | None = None
         self._kept = ""  # in words
         complete, problem = False, None
         if world.rank == 0:
@@ -78,7 +88,9 @@ class Sampling:
     def build(self) -> None:
         """Load the model and the rewards. Raises ValueError for what the user can fix."""
         try:
-            self.parts = build_parts(self.candidate, self.world, self.sets)
+            before = None if self.before is None else self.before.rewards
+            self.parts = build_parts(self.candidate, self.world, self.sets, before)
+            self.rewards = self.parts.rewards
         except ValueError as error:
             raise ValueError(str(error).replace("model.path: ", f"{self.key}: ")) from error
 
@@ -159,9 +171,10 @@ class Sampling:
         reward = all_gather(reward)[:real]
         check_range(reward)
         values = {name: all_gather(scores)[:real].tolist() for name, scores in terms.items()}
-        rows = []
-        for drawn in gather_object(self.drawn)[:: world.context_size]:
-            rows += drawn
+        rows: list[dict[str, Any]] = []
+        judged = gather_object(self.parts.rewards.answers)
+        for rank, drawn in list(enumerate(gather_object(self.drawn)))[:: world.context_size]:
+            rows += _with_answers(drawn, judged[rank : rank + world.context_size])
         for place, (row, prompt) in enumerate(zip(rows[:real], _repeated(prompts, n), strict=False)):
             assert row.pop("place") == place, "ranks are in order"
             row["reward"] = _finite(float(reward[place]))
@@ -201,6 +214,19 @@ class Sampling:
                         write_video(self.folder / file, picture, self.parts.rollout.fps)
                     else:
                         Image.fromarray(picture).save(self.folder / file)
+
+
+def _with_answers(drawn: list[dict[str, Any]], judged: list[Answers]) -> list[dict[str, Any]]:
+    """The rows of samples with the answers of judges about them; `judged` are those of each of the ranks that score
+    them, to which they were dealt out one by one.
+    """
+    for name in judged[0]:
+        for i, row in enumerate(drawn):
+            of_rank = judged[i % len(judged)][name]
+            frames = len(of_rank) // len(drawn[i % len(judged) :: len(judged)])
+            first = i // len(judged) * frames
+            row.setdefault("judged", {})[name] = list(chain.from_iterable(of_rank[first : first + frames]))
+    return drawn
 
 
 def columns_of(prompt: Prompt) -> dict[str, Any]:

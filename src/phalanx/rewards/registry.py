@@ -109,6 +109,15 @@ def build_terms(
     return terms
 
 
+def asks_model(functions: Sequence[RewardFunctionConfig]) -> bool:
+    """Whether a judge is among them, which asks `reward.model`."""
+    for i, entry in enumerate(functions):
+        reward, _ = _find(entry, f"reward.functions[{i}]")
+        if isinstance(reward, type) and issubclass(reward, Judge):
+            return True
+    return False
+
+
 def _build(cfg: RewardFunctionConfig, key: str, device: str, unparseable_score: float | None, outputs: str) -> Term:
     reward, label = _find(cfg, key)
     name = label if cfg.name is None else cfg.name
@@ -142,7 +151,9 @@ def _build(cfg: RewardFunctionConfig, key: str, device: str, unparseable_score: 
         if isinstance(function, Judge):
             _check_arguments(function.parse, ("answer", "prompt", "metadata"), {}, key, f"{label}.parse")
             if unparseable_score is None:
-                raise ConfigError(f"{key}: {label} is a judge, which asks reward.model: training jobs have one")
+                raise ConfigError(
+                    f"{key}: {label} is a judge, which asks reward.model: training and evaluations have one"
+                )
             scores = ParsedAnswers
             if isinstance(function, PairJudge):
                 scores, opponents = WinRates, function.opponents

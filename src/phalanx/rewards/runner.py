@@ -25,7 +25,7 @@ from phalanx.functional.rewards import combine
 from phalanx.rewards.base import UNJUDGED, PolicyReward, RewardError, copied, transcript
 from phalanx.rewards.call import Call, DaemonPool, Rows, on_prompts
 from phalanx.rewards.judge._base import ParsedAnswers
-from phalanx.rewards.judge._pool import JudgePool
+from phalanx.rewards.judge._pool import Answers, JudgePool
 from phalanx.rewards.registry import Term, build_terms, judged_frames
 from phalanx.rewards.text.environment import Environment
 from phalanx.types import Outputs, Policy, Prompt, Samples
@@ -107,6 +107,7 @@ class RewardSet:
                 context_size=context_size,
             )
         self._asked = False
+        self.answers: Answers = {}  # of the last `ask`, by judge those about each sample, or frame of one
 
         # the threads start with the first call
         self._workers = cfg.num_workers
@@ -187,12 +188,13 @@ class RewardSet:
         if self._judges is None or self._asked:
             return
         prompts, answers, rates = self._judges.ask()
-        self._asked = True
+        self._asked, self.answers = True, answers
         if not prompts:
             return  # this rank has only helped others to their answers
         for term in self.terms:
             if term.name in answers:
-                self._calls.append(Call(term, answers[term.name], prompts, self._judge_frames, forgives=self._forgives))
+                judged: Any = answers[term.name]  # of each frame
+                self._calls.append(Call(term, judged, prompts, self._judge_frames, forgives=self._forgives))
             elif term.name in rates:
                 compared: Any = rates[term.name]  # each sample once, whatever its frames
                 self._calls.append(Call(term, compared, prompts[:: self._judge_frames], forgives=self._forgives))

@@ -25,6 +25,7 @@ from phalanx.functional.statistics import (
 from phalanx.telemetry.loggers.console import plain
 
 RECORDS, RESULT, ARGUMENTS, PAGE = "records.jsonl", "evaluation.json", "arguments.json", "evaluation.html"
+ENDED = "ended.json"  # how the last command has ended that had the folder, and its last words
 REWARD = "reward"
 STATISTICS = ("mean", "avg", "pass", "best", "majority")
 CHANGED = 20  # prompts that changed most, half of them upwards

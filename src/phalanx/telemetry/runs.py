@@ -15,7 +15,7 @@ from statistics import median
 from typing import Any
 
 from phalanx.exit import show
-from phalanx.telemetry.evaluation import ARGUMENTS, RESULT
+from phalanx.telemetry.evaluation import ARGUMENTS, ENDED
 from phalanx.telemetry.loggers import ELAPSED, setting
 from phalanx.telemetry.loggers.console import plain
 from phalanx.telemetry.metrics import METRICS_FILE
@@ -284,17 +284,18 @@ def _stop(folder: Path, wait: bool) -> int:
         if time.monotonic() - since > PATIENCE_S:
             raise ValueError(f"{folder}: {named} has died before it stopped")
         time.sleep(POLL_S)
-    return show(_last_words(folder))
+    failed, words = _last_words(folder)
+    show(words)
+    return int(failed)
 
 
-def _last_words(folder: Path) -> str:
-    """How a job that was asked to stop has ended, where it can in its own words."""
-    evaluation = read_json(folder / ARGUMENTS)
-    if evaluation is not None or (folder / "baseline" / ARGUMENTS).is_file():
-        if evaluation is not None and evaluation.get("complete") is True:
-            return f"finished; see {folder / RESULT}"
-        return f"stopped; the same command goes on from the samples in {folder}"
+def _last_words(folder: Path) -> tuple[bool, str]:
+    """Whether a job that was asked to stop has failed, and how it has ended, where it can in its own words."""
+    if (folder / ARGUMENTS).is_file() or (folder / "baseline" / ARGUMENTS).is_file():
+        end = read_json(folder / ENDED) or {}
+        return end.get("ended") not in ("finished", "stopped"), plain(str(end.get("text", "failed")))
     last = overview(folder, ended(folder))
+    failed = last.state == "failed"
     lead = next((state["rank"] for state in last.ranks if state.get("role") == "actor"), 0)
     lines = RankLines(folder / RANKS / f"{lead}.jsonl")
     lines.read()
@@ -302,5 +303,5 @@ def _last_words(folder: Path) -> str:
         if event["event"] == "start":
             break
         if event["event"] == "stopped":
-            return plain(str(event.get("text") or "stopped"))
-    return f"{last.state} after step {last.step}" + (f" of {last.total}" if last.total is not None else "")
+            return failed, plain(str(event.get("text") or "stopped"))
+    return failed, f"{last.state} after step {last.step}" + (f" of {last.total}" if last.total is not None else "")

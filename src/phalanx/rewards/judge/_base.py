@@ -7,7 +7,8 @@ from phalanx.rewards.base import RewardOutput, RewardWithExtras
 
 
 class Judge(ABC):
-    """A reward that asks the reward model (`reward.model`) one question about each image and reads its answer.
+    """A reward that asks the reward model (`reward.model`) about each image, one question by default, and reads the
+    answer.
 
     `template` is the question: {prompt} in it stands for the image's prompt, {ground_truth} and so on for the columns
     of its data; braces that belong to the question are doubled. The constructor takes the configured kwargs.
@@ -18,6 +19,15 @@ class Judge(ABC):
 
     template: str
     takes: str = "images"
+    opens: bool = False  # whether it has an `opening`
+
+    def opening(self, prompt: str, metadata: dict[str, Any]) -> str:
+        """The first question of a judge that `opens`; it and its answer stand before each of the `questions`."""
+        return ""
+
+    def questions(self, prompt: str, metadata: dict[str, Any]) -> list[str]:
+        """The questions, each of which is answered by itself; `question` by default."""
+        return [self.question(prompt, metadata)]
 
     def question(self, prompt: str, metadata: dict[str, Any]) -> str:
         """The question about an image or a completion of `prompt`."""
@@ -30,6 +40,10 @@ class Judge(ABC):
         Such answers are counted and scored with `reward.model.unparseable_score`.
         """
 
+    def score(self, answers: list[str], prompt: str, metadata: dict[str, Any]) -> float | None:
+        """The score by the answers to all `questions`; `parse` of the first by default."""
+        return self.parse(answers[0], prompt, metadata)
+
 
 class ParsedAnswers(RewardWithExtras):
     """The scores that a judge reads from the model's answers; it takes the place of a reward's function."""
@@ -40,11 +54,11 @@ class ParsedAnswers(RewardWithExtras):
         self.judge = judge
         self._unparseable_score = unparseable_score
 
-    def __call__(self, answers: list[str], prompts: list[str], metadata: list[dict[str, Any]]) -> RewardOutput:
-        """B answers -> B scores, with 1 as `unparseable` for each answer that could not be read."""
+    def __call__(self, answers: list[list[str]], prompts: list[str], metadata: list[dict[str, Any]]) -> RewardOutput:
+        """The answers about B samples -> B scores, with 1 as `unparseable` for each that could not be read."""
         scores, unparseable = [], []
-        for answer, prompt, meta in zip(answers, prompts, metadata, strict=True):
-            score = self.judge.parse(answer, prompt, meta)
+        for of_sample, prompt, meta in zip(answers, prompts, metadata, strict=True):
+            score = self.judge.score(of_sample, prompt, meta)
             scores.append(self._unparseable_score if score is None else score)
             unparseable.append(float(score is None))
         return RewardOutput(scores, {"unparseable": unparseable})

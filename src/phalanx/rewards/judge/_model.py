@@ -12,11 +12,12 @@ from phalanx.config.reward import RewardModelConfig
 from phalanx.distributed.launch import Launch
 from phalanx.distributed.placement import place
 from phalanx.distributed.reward_group import DomainRank
+from phalanx.engines.loading import Turns
 from phalanx.engines.transformers import reads_images
 from phalanx.rewards.base import RewardError
 
 log = logging.getLogger(__name__)
-Question = tuple[tuple[int, ...], str]  # the numbers of the images that are shown, in order, and the question
+Question = tuple[tuple[int, ...], Turns]  # the numbers of the images that are shown, in order, and the question
 
 
 class Engine(Protocol):

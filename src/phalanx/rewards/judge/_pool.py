@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from typing import TypeVar
 
 import torch
@@ -26,13 +26,14 @@ from phalanx.types import Outputs, Prompt
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-Answers = dict[str, list[str]]  # by judge, an answer about each sample
+Asked = tuple[str | None, list[str]]  # what a judge opens with about a sample, and its questions
+Answers = dict[str, list[list[str]]]  # by judge, the answers about each sample
 Rates = dict[str, list[tuple[float, float]]]  # by judge of pairs, see Comparison.win_rates
 
 
 @dataclass(frozen=True)
 class JudgeBatch:
-    """B prompts, and by judge a question about a sample of each. `shown` are the numbers in `files` of the images that
+    """B prompts, and by judge what it asks about a sample of each. `shown` are the numbers in `files` of images that
     come with it: the sample itself, or those of the prompt where texts are judged, which the questions hold. Of a video
     there are `frames` of all of these. `texts` are the samples where they are texts.
     """
@@ -40,7 +41,7 @@ class JudgeBatch:
     files: list[bytes]
     shown: list[tuple[int, ...]]
     prompts: list[Prompt]
-    questions: dict[str, list[str]]
+    questions: dict[str, list[Asked]]
     frames: int
     texts: list[str]
 
@@ -108,7 +109,7 @@ class JudgePool:
         texts = [None] * len(prompts) if isinstance(outputs, Tensor) else outputs
         questions = {}
         for name, judge in self._judges.items():
-            questions[name] = list(map(partial(_question, name, judge), prompts, texts))
+            questions[name] = list(map(partial(_asked, name, judge), prompts, texts))
         completions = [] if isinstance(outputs, Tensor) else outputs
         batch = JudgeBatch(*self._seen(outputs, prompts), prompts, questions, frames, completions)
         self._batches.append(batch)
@@ -221,13 +222,27 @@ class JudgePool:
             files += batch.files
 
         # one judge after the other, each about all samples; a rank without samples takes part with none
-        questions: list[Question] = []
+        asked: dict[str, list[tuple[tuple[int, ...], Asked]]] = {}
         for name in self._judges:
-            texts = chain.from_iterable(batch.questions[name] for batch in batches)
-            questions += zip(shown, texts, strict=True)
-        count = len(shown)
-        answers = self._ask_model(files, questions)
-        return {name: answers[i * count : (i + 1) * count] for i, name in enumerate(self._judges)}
+            each = chain.from_iterable(batch.questions[name] for batch in batches)
+            asked[name] = list(zip(shown, each, strict=True))
+        openings: list[Question] = []
+        opens = False
+        for name, of_judge in asked.items():
+            if self._judges[name].opens:
+                opens = True
+                openings += [(numbers, first or "") for numbers, (first, _) in of_judge]
+        descriptions = iter(self._ask_model(files, openings) if opens else [])
+        questions: list[Question] = []
+        for numbers, (first, texts) in chain.from_iterable(asked.values()):
+            before = () if first is None else (first, next(descriptions))
+            for text in texts:
+                questions.append((numbers, (*before, text)))
+        answers = iter(self._ask_model(files, questions))
+        answers_of: Answers = {}
+        for name, of_judge in asked.items():
+            answers_of[name] = [list(islice(answers, len(texts))) for _, (_, texts) in of_judge]
+        return answers_of
 
     def _ask_model(self, files: list[bytes], questions: list[Question]) -> list[str]:
         """The model's answers, and the time that they take."""
@@ -237,11 +252,12 @@ class JudgePool:
         return answers
 
 
-def _question(name: str, judge: Judge, prompt: Prompt, completion: str | None) -> str:
-    """The question of a judge about a sample of the prompt; RewardError where it cannot ask."""
+def _asked(name: str, judge: Judge, prompt: Prompt, completion: str | None) -> Asked:
+    """The questions of a judge about a sample of the prompt; RewardError where it cannot ask."""
     text = {} if completion is None else {"completion": completion}
     try:
-        return judge.question(prompt.text, copied(prompt.meta) | text)
+        first = judge.opening(prompt.text, copied(prompt.meta) | text) if judge.opens else None
+        return first, judge.questions(prompt.text, copied(prompt.meta) | text)
     except (Exception, SystemExit) as error:  # whatever the user's code raises
         raise RewardError(
             f"reward {name!r} has no question: {reason(error)} on the prompt "

@@ -1,0 +1,75 @@
+"""Reward: T2I-CompBench++'s questions to a vision-language model (arXiv 2307.06350), as its authors ask ShareGPT4V.
+
+The model describes the image, and then grades it by stated levels: of colours, shapes and textures each part of the
+prompt from 1 to 4, of other prompts the whole from 1 to 5. A part's level is worth a share, and the score is the
+product of the shares.
+"""
+
+import re
+from typing import Any
+
+from phalanx.rewards.judge._base import Judge
+from phalanx.rewards.judge._t2i_compbench_text import ATTRIBUTES, DESCRIBE, GRADE
+
+_LEVEL = re.compile(r'"score"\s*:\s*"?\s*(\d+)(?:\.0+)?\s*"?\s*[,}]', re.IGNORECASE)
+_OF_FOUR = {1: 0.1, 2: 0.2, 3: 0.75, 4: 1.0}
+_OF_FIVE = {1: 0.2, 2: 0.4, 3: 0.6, 4: 0.8, 5: 1.0}
+
+
+class T2iCompbench(Judge):
+    """`category`: of all prompts, null: that in the data's column `category`, one of color, shape, texture, spatial,
+    3d_spatial, non_spatial, complex and numeracy. `describe`: the image is described first. Rows of the first three
+    have lists of equal length of their parts: `phrases` (a green bench), `nouns` (bench) and `attributes` (green).
+    """
+
+    def __init__(self, category: str | None = None, describe: bool = True) -> None:
+        if category is not None and category not in GRADE:
+            raise ValueError(f"category={category!r}; expected one of {', '.join(GRADE)}")
+        self._category, self.opens = category, describe
+
+    def check_row(self, prompt: str, metadata: dict[str, Any]) -> None:
+        """Raise ValueError for a row without a category, or without its parts."""
+        category = self._category or metadata.get("category")
+        if category not in GRADE:
+            raise ValueError(f"category {category!r}; expected one of {', '.join(GRADE)}")
+        if category not in ATTRIBUTES:
+            return
+        for name in ("phrases", "nouns", "attributes"):
+            texts, phrases = metadata.get(name), metadata.get("phrases")
+            if not isinstance(texts, list) or not texts or not all(isinstance(each, str) for each in texts):
+                raise ValueError(f"{name} {texts!r}; expected a list with a text for each part of the prompt")
+            if isinstance(phrases, list) and len(texts) != len(phrases):
+                raise ValueError(f"{name} has {len(texts)} texts, and phrases has {len(phrases)}")
+
+    def opening(self, prompt: str, metadata: dict[str, Any]) -> str:
+        """The request for a description."""
+        category = self._category or metadata["category"]
+        return DESCRIBE[category].format(category=category)
+
+    def questions(self, prompt: str, metadata: dict[str, Any]) -> list[str]:
+        """The requests for a level, of each part or of the whole."""
+        self.check_row(prompt, metadata)
+        category = self._category or metadata["category"]
+        if category not in ATTRIBUTES:
+            return [GRADE[category].format(prompt=prompt)]
+        texts = []
+        parts = zip(metadata["phrases"], metadata["nouns"], metadata["attributes"], strict=True)
+        for phrase, noun, attribute in parts:
+            texts.append(GRADE[category].format(phrase=phrase, noun=noun, attribute=attribute))
+        return texts
+
+    def parse(self, answer: str, prompt: str, metadata: dict[str, Any]) -> float | None:
+        """The share of a part or of the whole by the last level in an answer; None for none, or one off the scale."""
+        levels = _LEVEL.findall(answer)
+        scale = _OF_FOUR if (self._category or metadata["category"]) in ATTRIBUTES else _OF_FIVE
+        return scale.get(int(levels[-1])) if levels else None
+
+    def score(self, answers: list[str], prompt: str, metadata: dict[str, Any]) -> float | None:
+        """The product of the shares; None where one of them cannot be read."""
+        product = 1.0
+        for answer in answers:
+            share = self.parse(answer, prompt, metadata)
+            if share is None:
+                return None
+            product *= share
+        return product
