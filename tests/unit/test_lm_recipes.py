@@ -2,6 +2,8 @@
 
 import io
 import json
+import math
+import re
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -134,3 +136,21 @@ def test_data_paths(path: Path, home: Path) -> None:
     cfg = load(LMRLConfig, str(path), [])
     for key, files in (("data.train_files", cfg.data.train_files), ("data.val_files", cfg.data.val_files)):
         assert files and all("ground_truth" in row.meta for row in load_prompts(files, key, quoted=False))
+
+
+def test_products_that_are_held_out(tmp_path: Path) -> None:
+    """No product is asked for in both files, nor is the one that all chats show."""
+    from assets.make.make_products import ProductsConfig, build
+
+    build(ProductsConfig(output_dir=str(tmp_path), train=3000, test=3000))()
+    asked = {}
+    for split in ("train", "test"):
+        rows = [json.loads(line) for line in (tmp_path / f"{split}.jsonl").read_text().splitlines()]
+        questions = [re.fullmatch(r"What is (\d{3}) \* (\d{3})\?", row["prompt"][-1]["content"]) for row in rows]
+        asked[split] = {frozenset(map(int, question.groups())) for question in questions if question}
+        assert len(asked[split]) == len(rows) == 3000
+        assert all(
+            math.prod(map(int, q.groups())) == int(r["ground_truth"]) for q, r in zip(questions, rows, strict=True) if q
+        )
+        assert rows[0]["prompt"][1]["content"] == "What is 205 * 318?"
+    assert asked["train"].isdisjoint(asked["test"]) and frozenset((205, 318)) not in asked["train"] | asked["test"]

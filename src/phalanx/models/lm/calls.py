@@ -8,6 +8,7 @@ and reads a description of the format that few model folders have.
 import json
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from phalanx.config.files import parse_json
@@ -152,8 +153,7 @@ def _gpt_oss(text: str, types: Types) -> _Parts:
         if not opened:
             parts.rest.append(head)
         elif recipient is not None:
-            call = {"name": recipient[1]}
-            parts.add(body, lambda body, call=call: _call(call | {"arguments": parse_json(body)}, "arguments"))
+            parts.add(body, partial(_received, recipient[1]))
         elif "analysis" in head:
             parts.thoughts.append(body)
         else:
@@ -224,6 +224,11 @@ def _texts(body: str, opening: re.Pattern[str], closing: str) -> dict[str, str]:
         texts[tag[1].strip()] = body[tag.end() : end]
         place = end
     return texts
+
+
+def _received(name: str, body: str) -> dict[str, Any]:
+    """A call of a function that JSON is sent to."""
+    return _call({"name": name, "arguments": parse_json(body)}, "arguments")
 
 
 def _braced(body: str) -> dict[str, Any]:
