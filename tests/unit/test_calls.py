@@ -36,7 +36,19 @@ def coder(name: str, *arguments: tuple[str, str]) -> str:
     return f"<tool_call>\n<function={name}>\n{body}</function>\n</tool_call>"
 
 
+def glm(name: str, *arguments: tuple[str, str]) -> str:
+    body = "".join(f"<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n" for key, value in arguments)
+    return f"<tool_call>{name}\n{body}</tool_call>"
+
+
+def gemma(text: str) -> str:
+    return f"<|tool_call>call:{text}<tool_call|>".replace("`", '<|"|>')
+
+
 CALL = '{"name": "calc", "arguments": {"x": 1}}'
+TO_CALC = " to=functions.calc<|channel|>commentary json<|message|>"  # as the template writes it
+TO_NOW = "<|channel|>commentary to=functions.now <|constrain|>json<|message|>"  # as the model does
+ANALYSIS = "<|channel|>analysis<|message|>Let me see.<|end|><|start|>assistant"
 
 
 @pytest.mark.parametrize(
@@ -63,6 +75,28 @@ CALL = '{"name": "calc", "arguments": {"x": 1}}'
         ("llama3", f'<|python_tag|>{CALL}; {{"name": "now"}}', "", [call("calc", x=1), call("now")]),
         ("llama3", 'The set {"a", "b"}.', 'The set {"a", "b"}.', []),
         ("llama3", "{x | x > 0}", "{x | x > 0}", []),
+        ("glm45", f"Hm.\n{glm('calc', ('x', '1'), ('on', 'true'))}", "Hm.", [call("calc", x=1, on=True)]),
+        ("glm45", glm("calc", ("text", "1\n"), ("items", "[1, 2]")), "", [call("calc", text="1\n", items=[1, 2])]),
+        ("glm45", "<tool_call>now</tool_call><tool_call>now", "", [call("now"), call("now")]),
+        ("gpt_oss", "<|channel|>final<|message|>It is 4.", "It is 4.", []),
+        ("gpt_oss", TO_CALC + '{"x": 1}', "", [call("calc", x=1)]),
+        ("gpt_oss", f'{TO_NOW}{{}}<|call|><|start|>assistant{TO_CALC}{{"x": 1}}', "", [call("now"), call("calc", x=1)]),
+        (
+            "gpt_oss",
+            f"<|channel|>commentary<|message|>Now.<|end|><|start|>assistant{TO_NOW}{{}}",
+            "Now.",
+            [call("now")],
+        ),
+        ("gpt_oss", "It is to=4.", "It is to=4.", []),
+        ("gemma4", f"Hm. {gemma('calc{x:1,on:true,limit:null}')}", "Hm.", [call("calc", x=1, on=True, limit=None)]),
+        ("gemma4", gemma("now{}") + gemma("now{}"), "", [call("now"), call("now")]),
+        ("gemma4", gemma('calc{text:`a:1,{\\"b\\":2}`}'), "", [call("calc", text='a:1,{\\"b\\":2}')]),
+        (
+            "gemma4",
+            gemma("calc{items:[1,{a:`x`, `b`:-2.5}],label:`c`}"),
+            "",
+            [call("calc", items=[1, {"a": "x", "b": -2.5}], label="c")],
+        ),
     ],
 )
 def test_calls(form: str, text: str, content: str, calls: list[dict[str, Any]]) -> None:
@@ -88,6 +122,14 @@ def test_calls(form: str, text: str, content: str, calls: list[dict[str, Any]]) 
         ("qwen3_coder", hermes("<function=calc>\n<parameter=x>\n1"), "no </parameter> behind <parameter=x>"),
         ("llama3", "<|python_tag|>print(1)", "Expecting value: line 1 column 1 (char 0)"),
         ("llama3", '{"name": "calc", "parameters": 3}', "the parameters should be a JSON object"),
+        ("glm45", glm(""), "expected the name of a function behind <tool_call>"),
+        ("glm45", "<tool_call>calc<arg_key>x</arg_key><arg_value>1", "no </arg_value> behind <arg_key>x</arg_key>"),
+        ("gpt_oss", TO_CALC + "{x}", "Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"),
+        ("gpt_oss", TO_CALC + "[1]", "the arguments should be a JSON object"),
+        ("gemma4", gemma("calc"), "expected call:name{...} behind <|tool_call>"),
+        ("gemma4", "<|tool_call>calc{x:1}", "expected call:name{...} behind <|tool_call>"),
+        ("gemma4", gemma("calc{x:one}"), "Expecting value: line 1 column 6 (char 5)"),
+        ("gemma4", gemma("calc{text:`a}"), "Expecting "),
         ("llama3", f"{CALL}; and more", "Expecting value: line 1 column 1 (char 0)"),
     ],
 )
@@ -112,6 +154,14 @@ def test_a_call_among_thoughts_is_none(begin: str) -> None:
     assert never == {"role": "assistant", "content": "", "reasoning_content": thought}
 
 
+def test_thoughts_of_other_families() -> None:
+    message = parser("gpt_oss")(f"{ANALYSIS}{TO_NOW}{{}}")
+    assert message["reasoning_content"] == "Let me see." and message["tool_calls"] == [call("now")]
+    thought = f"I could call {gemma('now{}')}"
+    message = parser("gemma4")(f"<|channel>thought\n{thought}\n<channel|>It is 4.")
+    assert message == {"role": "assistant", "content": "It is 4.", "reasoning_content": thought}
+
+
 LONG = 100_000
 
 
@@ -133,6 +183,15 @@ LONG = 100_000
         '{"name": [',
         "[",
         '{"name": "a", "parameters": {"name": ',
+        "<arg_key>x</arg_key>",
+        "<arg_key>x</arg_key><arg_value>",
+        "<|start|>assistant to=a<|message|>",
+        " to=",
+        "<|message|>",
+        "<|tool_call>call:a{",
+        '<|"|>',
+        "{a:",
+        "a,",
         "\\ud83d",
         "9",
         " ",
@@ -141,7 +200,7 @@ LONG = 100_000
 def test_long_texts_take_little_time(form: str, part: str) -> None:
     """No text of a policy holds up a step."""
     read = parser(form, TOOLS)
-    for begin in ("", "<tool_call>", "<tool_call><function=calc>", '{"name": '):
+    for begin in ("", "<tool_call>", "<tool_call><function=calc>", '{"name": ', "<|tool_call>call:a{"):
         start = time.process_time()
         assert read(begin + part * (LONG // len(part)))["role"] == "assistant"
         assert time.process_time() - start < 1.0
@@ -178,8 +237,8 @@ def test_an_unknown_format() -> None:
     with pytest.raises(ConfigError) as caught:
         parser("hermess")
     assert str(caught.value) == (
-        "environment.format='hermess' is unknown; did you mean hermes? known: hermes, qwen3_coder, llama3, "
-        "module:function or path/to/file.py:function"
+        "environment.format='hermess' is unknown; did you mean hermes? known: hermes, qwen3_coder, llama3, glm45, gpt_oss, "
+        "gemma4, module:function or path/to/file.py:function"
     )
     with pytest.raises(
         ConfigError, match=r"^environment.format='nowhere:read': no module 'nowhere' on the Python path"

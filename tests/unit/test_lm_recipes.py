@@ -2,6 +2,8 @@
 
 import io
 import json
+import math
+import re
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -58,11 +60,12 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         for split in ("train", "test"):
             rows = pa.Table.from_pylist(list(verl_rows(split, images=name == "geo3k")))
             pq.write_table(rows, tmp_path / "data" / name / f"{split}.parquet")
-    folder = tmp_path / "data" / "boba"
-    folder.mkdir()
     rows = [{"prompt": f"What is {i} + 1?", "ground_truth": str(i + 1)} for i in range(4)]
-    for split in ("train", "test"):
-        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name in ("boba", "products"):
+        (tmp_path / "data" / name).mkdir()
+        for split in ("train", "test"):
+            file = tmp_path / "data" / name / f"{split}.jsonl"
+            file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(ROOT)
     return tmp_path
@@ -72,8 +75,8 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_batches_divide(path: Path) -> None:
     cfg = load(LMRLConfig, str(path), [])
     plan = lm_rl.plan(cfg, ranks_of(path))
-    # a pass that is cut by tokens has a shape that no other pass has: old log-probs are taken by the training's passes
-    assert plan.exact != cfg.actor.use_dynamic_bsz
+    # a pass whose shape depends on its samples is like no other: old log-probs are taken by the training's passes
+    assert plan.exact != (cfg.actor.use_dynamic_bsz or cfg.model.use_remove_padding)
     assert plan.samples == cfg.data.train_batch_size * cfg.rollout.n
 
 
@@ -84,7 +87,7 @@ def test_holds_differences_only(path: Path) -> None:
     cfg = dict(leaves(asdict(load(LMRLConfig, str(path), []))))
     for key, _ in leaves(yaml.safe_load(path.read_text())):
         needed = ("model.path", "algorithm.name")
-        assert key in needed or cfg[key] != plain[key], f"{path.name}: {key} is the default"
+        assert key in needed or cfg[key] != plain.get(key), f"{path.name}: {key} is the default"
     assert cfg["trainer.experiment_name"] == path.stem
 
 
@@ -103,6 +106,7 @@ def test_one_tiny_step(path: Path, home: Path, lm_folder: Path) -> None:
     tiny += ["data.train_batch_size=2", "actor.ppo_mini_batch_size=1", "actor.ppo_micro_batch_size_per_gpu=1"]
     tiny += [f"reward.functions=[{{path: '{home}/reward.py:evenness'}}]", "trainer.logger=[]"]
     cfg = load(LMRLConfig, str(path), [*tiny, f"trainer.output_dir={home / 'out'}"])
+    cfg.data.chat_template_kwargs = {}  # of the recipe's own template
     (result,) = run_ranks(one_step, 1, cfg)
     row = result["row"]
     assert row["actor/first_ratio_error"] == 0
@@ -132,3 +136,21 @@ def test_data_paths(path: Path, home: Path) -> None:
     cfg = load(LMRLConfig, str(path), [])
     for key, files in (("data.train_files", cfg.data.train_files), ("data.val_files", cfg.data.val_files)):
         assert files and all("ground_truth" in row.meta for row in load_prompts(files, key, quoted=False))
+
+
+def test_products_that_are_held_out(tmp_path: Path) -> None:
+    """No product is asked for in both files, nor is the one that all chats show."""
+    from assets.make.make_products import ProductsConfig, build
+
+    build(ProductsConfig(output_dir=str(tmp_path), train=3000, test=3000))()
+    asked = {}
+    for split in ("train", "test"):
+        rows = [json.loads(line) for line in (tmp_path / f"{split}.jsonl").read_text().splitlines()]
+        questions = [re.fullmatch(r"What is (\d{3}) \* (\d{3})\?", row["prompt"][-1]["content"]) for row in rows]
+        asked[split] = {frozenset(map(int, question.groups())) for question in questions if question}
+        assert len(asked[split]) == len(rows) == 3000
+        assert all(
+            math.prod(map(int, q.groups())) == int(r["ground_truth"]) for q, r in zip(questions, rows, strict=True) if q
+        )
+        assert rows[0]["prompt"][1]["content"] == "What is 205 * 318?"
+    assert asked["train"].isdisjoint(asked["test"]) and frozenset((205, 318)) not in asked["train"] | asked["test"]

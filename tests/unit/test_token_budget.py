@@ -1,5 +1,6 @@
 """Micro-batches by tokens: nothing is lost, none is over the budget, and there are as few as a quick search finds."""
 
+import itertools
 import random
 
 import pytest
@@ -36,6 +37,42 @@ def test_by_hand() -> None:
     assert (needed(lengths, 14, packed=False), needed(lengths, 13, packed=False)) == (2, 3)
     assert (needed(lengths, 11, packed=True), needed(lengths, 10, packed=True)) == (2, 3)
     assert needed(lengths, 20, packed=True, least=4) == 4
+
+
+def test_neighbors_stay_together() -> None:
+    """Each part is a run of rows, and no other runs of as few parts have a smaller largest one."""
+    lengths = torch.tensor([[3], [3], [3], [4], [4], [4]])
+    assert split(lengths, 2, packed=True, adjacent=True) == [[3, 4, 5], [0, 1, 2]]
+    assert cost(lengths, split(lengths, 2, packed=True)[0], packed=True) == 11  # else the prompts are mixed
+    rng = random.Random(0)
+    for _ in range(100):
+        units = rng.randint(1, 9)
+        tokens = torch.tensor([[rng.randint(1, 100)] for _ in range(units)])
+        budget = rng.randint(100, 300)
+        number = needed(tokens, budget, packed=True, adjacent=True)
+        parts = split(tokens, number, packed=True, adjacent=True)
+        assert sorted(parts) == sorted(parts, key=lambda rows: rows[0]) and len(parts) == number
+        assert [row for rows in sorted(parts) for row in rows] == list(range(units))
+        largest = []
+        for ends in itertools.combinations(range(1, units), number - 1):
+            runs = itertools.pairwise((0, *ends, units))
+            largest.append(max(int(tokens[start:end].sum()) for start, end in runs))
+        assert cost(tokens, parts[0], packed=True) == min(largest) <= budget
+
+
+@pytest.mark.parametrize(("adjacent", "prompts"), [(True, 38), (False, 170)])
+def test_prompts_that_passes_compute(adjacent: bool, prompts: int) -> None:
+    """The figures of docs/language-models.md: 32 groups of 8, of lengths that are correlated within each."""
+    rng, groups, n = random.Random(0), 32, 8
+    lengths = []
+    for _ in range(groups):
+        middle = 500 * rng.lognormvariate(0, 0.4)
+        for _ in range(n):
+            lengths.append([1000 + int(middle * rng.lognormvariate(0, 0.4))])
+    tokens = torch.tensor(lengths)
+    parts = split(tokens, 7, packed=True, adjacent=adjacent)
+    computed = sum(len({row // n for row in rows}) for rows in parts)
+    assert computed == prompts and (computed <= groups + len(parts) - 1) == adjacent
 
 
 def test_ranks_get_equal_costs() -> None:

@@ -12,12 +12,13 @@ from phalanx.functional.token_budget import needed, split
 @dataclass(frozen=True)
 class Passes:
     """Passes of `micro` units (samples, or those that are trained as one), or of at most `budget` tokens: those of
-    padded samples, or of `packed` ones.
+    padded samples, or of `packed` ones. `adjacent`: such passes have units that follow one another.
     """
 
     micro: int
     budget: int | None = None
     packed: bool = False
+    adjacent: bool = False
 
     def parts(self, units: int, tokens: Tensor | None) -> list[Tensor]:
         """The places of this rank's units, part by part; `tokens` [units, s] are the lengths of their samples.
@@ -37,8 +38,9 @@ class Passes:
         number = 1
         while True:
             rows = tokens[: max(wanted, number)]
-            agreed = reduce_int(needed(rows, self.budget, packed=self.packed, least=number), "max")
+            parts = needed(rows, self.budget, packed=self.packed, adjacent=self.adjacent, least=number)
+            agreed = reduce_int(parts, "max")
             if agreed == number:
                 break
             number = agreed
-        return [torch.tensor(part) for part in split(rows, number, packed=self.packed)]
+        return [torch.tensor(part) for part in split(rows, number, packed=self.packed, adjacent=self.adjacent)]

@@ -3,25 +3,31 @@
 A pass over padded samples has rows x longest tokens, one over packed samples the sum of their lengths.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from heapq import heapify, heappop, heapreplace
 
 import torch
 from torch import Tensor
 
 
-def split(tokens: Tensor, parts: int, *, packed: bool) -> list[list[int]]:
+def split(tokens: Tensor, parts: int, *, packed: bool, adjacent: bool = False) -> list[list[int]]:
     """Exactly `parts` parts, of costs as equal as a quick search gets them; the costliest come first.
 
     Args:
         tokens: [U, s] lengths of the s samples of each of U units, which stay together.
         parts: at most U.
         packed: whether the samples of a part stand in one row.
+        adjacent: whether units that follow one another go together, as the samples of a prompt that they share; only of
+            packed ones.
 
     Returns:
         Rows of `tokens`, in ascending order within each part; none is empty.
     """
-    result = _packed(tokens, parts) if packed else _padded(tokens, parts)
+    if adjacent and packed:
+        result = _adjacent(tokens, parts)
+    else:
+        result = _packed(tokens, parts) if packed else _padded(tokens, parts)
     result.sort(key=lambda rows: (-cost(tokens, rows, packed=packed), rows))
     return result
 
@@ -38,13 +44,13 @@ def cost(tokens: Tensor, rows: list[int], *, packed: bool) -> int:
     return int(part.sum()) if packed else int(part.max()) * part.numel()
 
 
-def needed(tokens: Tensor, budget: int, *, packed: bool, least: int = 1) -> int:
+def needed(tokens: Tensor, budget: int, *, packed: bool, adjacent: bool = False, least: int = 1) -> int:
     """The smallest number of parts, from `least` on, with which `split` of tokens [U, s] has at most `budget` tokens in
     each; U where none does.
     """
     total = int(tokens.sum())
     parts = max(least, -(-total // budget))  # packed or not, no part can have more
-    while parts < len(tokens) and _largest(tokens, parts, packed=packed) > budget:
+    while parts < len(tokens) and _largest(tokens, parts, packed=packed, adjacent=adjacent) > budget:
         parts += 1
     return min(parts, len(tokens))
 
@@ -68,8 +74,9 @@ def evenly_dealt(costs: Sequence[float], room: Sequence[int]) -> list[int]:
     return result
 
 
-def _largest(tokens: Tensor, parts: int, *, packed: bool) -> int:
-    return max(cost(tokens, rows, packed=packed) for rows in split(tokens, parts, packed=packed))
+def _largest(tokens: Tensor, parts: int, *, packed: bool, adjacent: bool) -> int:
+    cut = split(tokens, parts, packed=packed, adjacent=adjacent)
+    return max(cost(tokens, rows, packed=packed) for rows in cut)
 
 
 def _packed(tokens: Tensor, parts: int) -> list[list[int]]:
@@ -88,14 +95,24 @@ def _padded(tokens: Tensor, parts: int) -> list[list[int]]:
     longest, width = tokens.max(1).values.tolist(), tokens.shape[1]
     order = sorted(range(len(longest)), key=lambda row: (-longest[row], row))
     lengths = [longest[row] * width for row in order]
-    low, high = lengths[0], lengths[0] * len(lengths)
+    return _runs(order, partial(_cut, lengths), lengths[0], lengths[0] * len(lengths), parts)
+
+
+def _adjacent(tokens: Tensor, parts: int) -> list[list[int]]:
+    """Rows that follow one another: of the smallest sum with which `parts` are enough."""
+    sums = tokens.sum(1).tolist()
+    return _runs(list(range(len(sums))), partial(_filled, sums), max(sums), sum(sums), parts)
+
+
+def _runs(order: list[int], cut: Callable[[int], list[int]], low: int, high: int, parts: int) -> list[list[int]]:
+    """Rows in an order, part by part, where `cut` says how many go together at most at a cost from `low` to `high`."""
     while low < high:
         middle = (low + high) // 2
-        if len(_cut(lengths, middle)) <= parts:
+        if len(cut(middle)) <= parts:
             high = middle
         else:
             low = middle + 1
-    sizes = _cut(lengths, low)
+    sizes = cut(low)
     while len(sizes) < parts:
         largest = sizes.index(max(sizes))
         half = sizes[largest] // 2
@@ -114,4 +131,16 @@ def _cut(lengths: list[int], most: int) -> list[int]:
         size = min(max(most // lengths[at], 1), len(lengths) - at)
         sizes.append(size)
         at += size
+    return sizes
+
+
+def _filled(sums: list[int], most: int) -> list[int]:
+    """How many rows go together, part by part, where the sum of their tokens is at most `most`."""
+    sizes, total = [0], 0
+    for tokens in sums:
+        if total + tokens > most:
+            sizes.append(0)
+            total = 0
+        sizes[-1] += 1
+        total += tokens
     return sizes

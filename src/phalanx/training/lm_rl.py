@@ -181,7 +181,9 @@ def plan(cfg: LMRLConfig, world_size: int) -> BatchPlan:
     # log-probs are taken in passes of the training's shape, whatever is decoded together
     decoded = cfg.rollout.micro_batch_size_per_gpu or -(-drawn * cfg.rollout.n // world_size)
     exact = budget is None and not packed
-    return replace(result, rollout_micro=decoded, exact=exact, budget=budget, packed=packed)
+    # the samples of a prompt follow one another
+    adjacent = cfg.model.use_prefix_grouper
+    return replace(result, rollout_micro=decoded, exact=exact, budget=budget, packed=packed, adjacent=adjacent)
 
 
 def scoring(plan: BatchPlan, algorithm: Algorithm, config: LMRolloutConfig) -> Passes | None:

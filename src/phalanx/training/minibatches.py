@@ -27,7 +27,8 @@ class BatchPlan:
     forward: each of them trains on samples that are corrupted anew.
 
     A rank trains `units` in a pass: samples, or `together` of the samples of each prompt as one. `budget`: in place of
-    `micro`, the most tokens of a forward and backward pass. `packed`: its samples stand in one row, without padding.
+    `micro`, the most tokens of a forward and backward pass. `packed`: its samples stand in one row, without padding,
+    and `adjacent`: those that follow one another, of a prompt, stay together.
     `parts`: of a step, of which this is one, where samples are trained while further ones are drawn.
     """
 
@@ -44,6 +45,7 @@ class BatchPlan:
     forward: bool = False
     budget: int | None = None
     packed: bool = False
+    adjacent: bool = False
     parts: int = 1
 
     @property
@@ -53,7 +55,7 @@ class BatchPlan:
 
     def passes_of(self, together: int) -> Passes:
         """How units of `together` samples are cut into passes."""
-        return Passes(max(self.micro // together, 1), self.budget, self.packed)
+        return Passes(max(self.micro // together, 1), self.budget, self.packed, self.adjacent)
 
     @property
     def micro_units(self) -> int:

@@ -8,7 +8,8 @@ and reads a description of the format that few model folders have.
 import json
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 from phalanx.config.files import parse_json
 from phalanx.config.messages import ConfigError, cut, nearest, reason
@@ -18,10 +19,13 @@ from phalanx.types import JobError
 # The message {role, content} of a text, with `tool_calls` where there are any, `reasoning_content` where the text
 # begins with thoughts, and `error` where a call is malformed: one line on the first of these.
 Parser = Callable[[str], dict[str, Any]]
-_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
-_THINK, _THOUGHT = "<think>", "</think>"
 _TAG = "<|python_tag|>"
 _PARAMETER = re.compile(r"<parameter=([^<>\n]*)>")
+_ARGUMENT = re.compile(r"<arg_key>([^<>\n]*)</arg_key>\s*<arg_value>")
+_RECIPIENT = re.compile(r"\bto=(?:functions\.)?([^\s<]+)")
+_ENDS = re.compile(r"<\|(?:end|call|return)\|>")
+_QUOTE = '<|"|>'
+_KEY = re.compile(r'([{,]\s*+)([^\s{}\[\],:"]++)\s*+:')
 
 
 class CallError(ValueError):
@@ -50,6 +54,7 @@ class _Parts:
         self.calls: list[dict[str, Any]] = []
         self.error: str | None = None  # of the first that is malformed
         self.rest: list[str] = []
+        self.thoughts: list[str] = []
 
     def add(self, text: str, read: Callable[[str], dict[str, Any]]) -> None:
         """Read a call."""
@@ -62,15 +67,26 @@ class _Parts:
 Types = dict[str, dict[str, set[str]]]  # of arguments, by the tool's name
 
 
-def _message(text: str, read: Callable[[str, Types], _Parts], types: Types) -> dict[str, Any]:
+class Format(NamedTuple):
+    """A form of calls, and the tags around thoughts, or empty ones where `read` finds the thoughts itself."""
+
+    read: Callable[[str, Types], _Parts]
+    think: str = "<think>"
+    thought: str = "</think>"
+
+
+def _message(text: str, format: Format, types: Types) -> dict[str, Any]:
     """The message of a text. A call among thoughts is none."""
-    thoughts, thought, answer = text.partition(_THOUGHT)
-    if not thought:  # the template may have begun the thoughts
-        thoughts, answer = (text, "") if text.lstrip().startswith(_THINK) else ("", text)
-    parts = read(answer, types)
+    thoughts, answer = "", text
+    if format.thought and format.thought in text:
+        thoughts, _, answer = text.partition(format.thought)
+    elif format.think and text.lstrip().startswith(format.think):  # the template may have begun the thoughts
+        thoughts, answer = text, ""
+    parts = format.read(answer, types)
+    thoughts = thoughts or "\n".join(parts.thoughts)
     message: dict[str, Any] = {"role": "assistant", "content": "".join(parts.rest).strip()}
     if thoughts:
-        message["reasoning_content"] = thoughts.strip().removeprefix(_THINK).strip()
+        message["reasoning_content"] = thoughts.strip().removeprefix(format.think).strip()
     if parts.calls:
         message["tool_calls"] = [{"type": "function", "function": call} for call in parts.calls]
     if parts.error is not None:
@@ -78,16 +94,18 @@ def _message(text: str, read: Callable[[str, Types], _Parts], types: Types) -> d
     return message
 
 
-def _tagged(text: str, read: Callable[[str], dict[str, Any]]) -> _Parts:
+def _tagged(
+    text: str, read: Callable[[str], dict[str, Any]], opening: str = "<tool_call>", closing: str = "</tool_call>"
+) -> _Parts:
     """Calls between tags; a turn may end without the last closing one."""
     parts, place = _Parts(), 0
-    while (start := text.find(_OPEN, place)) >= 0:
+    while (start := text.find(opening, place)) >= 0:
         parts.rest.append(text[place:start])
-        end = text.find(_CLOSE, start)
+        end = text.find(closing, start)
         end = end if end >= 0 else len(text)
-        body = text[start + len(_OPEN) : end].strip()
+        body = text[start + len(opening) : end].strip()
         parts.add(body, read)
-        place = end + len(_CLOSE)
+        place = end + len(closing)
     parts.rest.append(text[place:])
     return parts
 
@@ -118,7 +136,44 @@ def _llama3(text: str, types: Types) -> _Parts:
     return parts
 
 
-FORMATS: dict[str, Callable[[str, Types], _Parts]] = {"hermes": _hermes, "qwen3_coder": _qwen3_coder, "llama3": _llama3}
+def _glm45(text: str, types: Types) -> _Parts:
+    """A name between tags, with two pairs of tags for each argument, typed by the tool's schema: GLM-4.5 and later."""
+    return _tagged(text, lambda body: _keyed(body, types))
+
+
+def _gpt_oss(text: str, types: Types) -> _Parts:
+    """Messages of channels, those of analysis being thoughts, and JSON for the function that is a message's recipient:
+    harmony.
+    """
+    parts = _Parts()
+    for piece in text.split("<|start|>assistant"):
+        head, opened, body = piece.partition("<|message|>")
+        body = _ENDS.split(body, maxsplit=1)[0]
+        recipient = _RECIPIENT.search(head)
+        if not opened:
+            parts.rest.append(head)
+        elif recipient is not None:
+            parts.add(body, partial(_received, recipient[1]))
+        elif "analysis" in head:
+            parts.thoughts.append(body)
+        else:
+            parts.rest.append(body)
+    return parts
+
+
+def _gemma4(text: str, types: Types) -> _Parts:
+    """A name with an object that has a token in the place of quotation marks, and keys without any: Gemma 4."""
+    return _tagged(text, _braced, "<|tool_call>", "<tool_call|>")
+
+
+FORMATS: dict[str, Format] = {
+    "hermes": Format(_hermes),
+    "qwen3_coder": Format(_qwen3_coder),
+    "llama3": Format(_llama3),
+    "glm45": Format(_glm45),
+    "gpt_oss": Format(_gpt_oss, "", ""),
+    "gemma4": Format(_gemma4, "<|channel>thought", "<channel|>"),
+}
 
 
 def _call(value: Any, arguments: str) -> dict[str, Any]:
@@ -140,15 +195,52 @@ def _function(body: str, types: Types) -> dict[str, Any]:
     if not closed or not head.startswith("<function=") or not name:
         raise CallError("expected <function=name> behind <tool_call>")
     arguments: dict[str, Any] = {}
-    place = 0
-    while (opening := _PARAMETER.search(rest, place)) is not None:
-        end = rest.find("</parameter>", opening.end())
-        if end < 0:
-            raise CallError(f"no </parameter> behind <parameter={opening[1]}>")
-        text = rest[opening.end() : end].removeprefix("\n").removesuffix("\n")
-        arguments[opening[1].strip()] = _typed(text, types.get(name, {}).get(opening[1].strip(), set()))
-        place = end
+    for key, text in _texts(rest, _PARAMETER, "</parameter>").items():
+        text = text.removeprefix("\n").removesuffix("\n")
+        arguments[key] = _typed(text, types.get(name, {}).get(key, set()))
     return {"name": name, "arguments": arguments}
+
+
+def _keyed(body: str, types: Types) -> dict[str, Any]:
+    """A call of a name, with `<arg_key>name</arg_key><arg_value>` each."""
+    head, tag, rest = body.partition("<arg_key>")
+    name = head.strip()
+    if not name:
+        raise CallError("expected the name of a function behind <tool_call>")
+    arguments: dict[str, Any] = {}
+    for key, text in _texts(tag + rest, _ARGUMENT, "</arg_value>").items():
+        arguments[key] = _typed(text, types.get(name, {}).get(key, set()))
+    return {"name": name, "arguments": arguments}
+
+
+def _texts(body: str, opening: re.Pattern[str], closing: str) -> dict[str, str]:
+    """The texts between tags, by the names that the opening ones have."""
+    texts: dict[str, str] = {}
+    place = 0
+    while (tag := opening.search(body, place)) is not None:
+        end = body.find(closing, tag.end())
+        if end < 0:
+            raise CallError(f"no {closing} behind {tag[0]}")
+        texts[tag[1].strip()] = body[tag.end() : end]
+        place = end
+    return texts
+
+
+def _received(name: str, body: str) -> dict[str, Any]:
+    """A call of a function that JSON is sent to."""
+    return _call({"name": name, "arguments": parse_json(body)}, "arguments")
+
+
+def _braced(body: str) -> dict[str, Any]:
+    """A call `call:name{key:value}`, whose texts are between tokens that stand for quotation marks."""
+    head, brace, rest = body.partition("{")
+    name = head.removeprefix("call:").strip()
+    if not brace or not head.startswith("call:") or not name:
+        raise CallError("expected call:name{...} behind <|tool_call>")
+    pieces = (brace + rest).split(_QUOTE)
+    for place, piece in enumerate(pieces):
+        pieces[place] = json.dumps(piece) if place % 2 else _KEY.sub(r'\1"\2":', piece)
+    return _call({"name": name, "arguments": parse_json("".join(pieces))}, "arguments")
 
 
 def _types(tools: Sequence[dict[str, Any]]) -> Types:
