@@ -251,7 +251,8 @@ def _heads(
     heads: dict[str, nn.Module] = {}
     for prefix in prefixes:
         if published.linear:
-            head: nn.Module = nn.Linear(*state[f"{prefix}.weight"].T.shape, bias=False)
+            rows, width = state[f"{prefix}.weight"].shape
+            head: nn.Module = nn.Linear(width, rows, bias=False)
         else:
             first, second, third = (nn.Linear(*state[f"{prefix}.{k}.weight"].T.shape) for k in _HEAD)
             head = nn.Sequential(first, nn.ReLU(), nn.Dropout(), second, nn.ReLU(), third)

@@ -24,8 +24,8 @@ _EXPECTED = "expected a folder with model_config.json and model.pth of KwaiVGI/V
 _LEAST = 128 * 28 * 28  # pixels of a frame
 _FEWEST, _MOST_FRAMES = 4, 768
 _GRADES = ("VQ", "MQ", "TA")
-# what the published configuration says, of what this reward computes in one way alone
-_FIXED = {
+# of the published configuration, what this reward has no other way to compute
+_FIXED: dict[str, dict[str, Any]] = {
     "data_config": {
         "eval_dim": list(_GRADES),
         "num_frames": None,
