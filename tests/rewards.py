@@ -13,7 +13,7 @@ BUILT_IN = (
     "aesthetic, background_consistency, blip_vqa, clip_score, dapo, edit_reward, environment, format, geneval, geo3k, gsm8k, "
     "hps_v2, hps_v3, http, image_reward, iou, jpeg_compressibility, jpeg_incompressibility, length, llm_judge, "
     "math, ocr, overlong, pairwise_judge, pickscore, preferred, reasoning_gym, self_certainty, "
-    "subject_consistency, t2i_compbench, temporal_flickering, unified_reward, vlm_ocr"
+    "subject_consistency, t2i_compbench, temporal_flickering, unified_reward, video_align, vlm_ocr"
 )
 
 

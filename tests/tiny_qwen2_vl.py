@@ -1,4 +1,4 @@
-"""The folders of a tiny Qwen2-VL and Qwen2.5-VL without weights, as bases of HPSv3 and EditReward."""
+"""The folders of a tiny Qwen2-VL and Qwen2.5-VL without weights, as bases of HPSv3, EditReward and VideoReward."""
 
 from pathlib import Path
 
@@ -10,7 +10,8 @@ QWEN_CHAT = (
     "{% for message in messages %}{% if loop.first and message['role'] != 'system' %}<|im_start|>system\n"
     "You are a helpful assistant.<|im_end|>\n{% endif %}<|im_start|>{{ message['role'] }}\n"
     "{% for content in message['content'] %}{% if content['type'] == 'image' %}"
-    "<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ content['text'] }}{% endif %}{% endfor %}<|im_end|>\n"
+    "<|vision_start|><|image_pad|><|vision_end|>{% elif content['type'] == 'video' %}"
+    "<|vision_start|><|video_pad|><|vision_end|>{% else %}{{ content['text'] }}{% endif %}{% endfor %}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
@@ -27,15 +28,16 @@ VISION = {
 }
 
 
-def tiny_qwen2_vl(folder: Path, kind: str = "qwen2_vl") -> Path:
-    """Its configuration and tokenizer, a token a byte; `kind` may also be qwen2_5_vl."""
+def tiny_qwen2_vl(folder: Path, kind: str = "qwen2_vl", videos: bool = False) -> Path:
+    """Its configuration and tokenizer, a token a byte; `kind` may also be qwen2_5_vl. `videos`: it has their token."""
     from transformers import CONFIG_MAPPING, Qwen2Tokenizer
 
-    tokens = [*byte_alphabet(), *SPECIAL]
+    special = [*SPECIAL, "<|video_pad|>"] if videos else SPECIAL
+    tokens = [*byte_alphabet(), *special]
     tokenizer = Qwen2Tokenizer(
         vocab={token: i for i, token in enumerate(tokens)},
         merges=[],
-        extra_special_tokens=SPECIAL[1:],
+        extra_special_tokens=special[1:],
         padding_side="left",  # as Qwen's own
         chat_template=QWEN_CHAT,
     )
@@ -46,7 +48,7 @@ def tiny_qwen2_vl(folder: Path, kind: str = "qwen2_vl") -> Path:
         text_config={**text, **ids, "num_key_value_heads": 1, "rope_parameters": rope, "vocab_size": len(tokens) + 40},
         vision_config=VISION[kind],
         image_token_id=tokenizer.convert_tokens_to_ids("<|image_pad|>"),
-        video_token_id=len(tokens) + 30,
+        video_token_id=len(tokens) - 1 if videos else len(tokens) + 30,
         vision_start_token_id=tokenizer.convert_tokens_to_ids("<|vision_start|>"),
         vision_end_token_id=tokenizer.convert_tokens_to_ids("<|vision_end|>"),
     )

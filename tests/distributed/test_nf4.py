@@ -15,7 +15,9 @@ from phalanx.config.tasks import ExportConfig
 from phalanx.jobs.export import Export
 from phalanx.telemetry.records import read_index
 from tests import jobs, lm
+from tests.distributed import test_vision
 from tests.jobs import assert_same_weights, rows
+from tests.llada2 import tiny_llada2
 from tests.lm import fit, tiny_lm_config
 from tests.ranks import run_ranks
 from tests.tasks import run_task
@@ -114,3 +116,27 @@ def test_compiled_blocks_are_exact(lm_folder: Path, tmp_path: Path) -> None:
     (step,) = run_ranks(compiled_step, 1, cfg, timeout=200)
     assert step["row"]["actor/first_ratio_error"] == 0
     assert step["row"]["actor/grad_norm"] == pytest.approx(plain["row"]["actor/grad_norm"], rel=1e-4)
+
+
+@pytest.mark.long
+def test_prompts_with_images(vision_folder: Path, tmp_path: Path) -> None:
+    """On one rank and on two that share the weights."""
+    found = []
+    for ranks in (1, 2):
+        out = tmp_path / f"out{ranks}"
+        keys = (*NF4, f"parallel.fsdp_size={ranks}", f"trainer.output_dir={out}")
+        found.append(run_ranks(test_vision.job, ranks, test_vision.config_of(vision_folder, tmp_path, *keys))[0][0])
+    for row, other in zip(*found, strict=True):
+        assert row["actor/first_ratio_error"] == other["actor/first_ratio_error"] == 0
+        assert row["actor/grad_norm"] == pytest.approx(other["actor/grad_norm"], rel=1e-4)
+
+
+@pytest.mark.long
+def test_experts_on_ranks_of_their_own(tmp_path: Path) -> None:
+    """They stay as they are; the layers beside them are in 4 bits."""
+    folder, norms = tiny_llada2(tmp_path, hidden_size=64), []
+    for i, key in enumerate(("model.experts_implementation=batched_mm", "parallel.expert_parallel=true")):
+        row = run_ranks(lm.one_step, 2, tiny_lm_config(folder, tmp_path / str(i), *NF4, SHARDED, key))[0]["row"]
+        assert row["actor/first_ratio_error"] <= i * 1e-5  # gathered tokens are multiplied in another order
+        norms.append(row["actor/grad_norm"])
+    assert norms[0] == pytest.approx(norms[1], rel=1e-4)

@@ -224,6 +224,9 @@ SHIPPED = {
     "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v": [
         *(8_326_608_160, 1_260_634_115, 7_070_619_136, 219_314_944)
     ],
+    "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_i2v": [
+        *(8_326_608_160, 1_260_634_115, 7_070_619_136, 219_314_944, 428_225_600)
+    ],
     "Wan-AI/Wan2.2-T2V-A14B-Diffusers": [2 * 14_288_491_584, VIDEO_VAE, UMT5],
     "Wan-AI/Wan2.2-I2V-A14B-Diffusers": [2 * (14_288_491_584 + 20 * 4 * 5120), VIDEO_VAE, UMT5],
 }

@@ -177,17 +177,20 @@ def test_sizes_and_patches_are_those_of_the_image_processor() -> None:
     sides = (30, 64, 448, 449, 512, 768, 1000, 1024, 1328, 1664)
     for height in sides:
         for width in sides:
-            assert resized(height, width, 28, area) == smart_resize(height, width, 28, area, area), (height, width)
-    assert resized(512, 512, 28, area) == resized(1024, 1024, 28, area) == (448, 448)
-    assert resized(20, 3000, 28, area) == (56, 5488)
+            assert resized(height, width, 28, area, area) == smart_resize(height, width, 28, area, area), (
+                height,
+                width,
+            )
+    assert resized(512, 512, 28, area, area) == resized(1024, 1024, 28, area, area) == (448, 448)
+    assert resized(20, 3000, 28, area, area) == (56, 5488)
     with pytest.raises(ValueError, match="an image of 3000 x 14 pixels is more than 200 times as long as wide"):
-        resized(3000, 14, 28, area)
+        resized(3000, 14, 28, area, area)
 
     processor = Qwen2VLImageProcessorPil(size={"shortest_edge": area, "longest_edge": area})
     for size in ((SIZE, SIZE), (96, 200), (700, 500)):
         images = random_images(*size)
         expected = processor(images=pil(images), return_tensors="pt")
-        pixels, grid = patches_of(images, 14, 2, 2)
+        pixels, grid = patches_of(images[:, None], 14, 2, 2)
         assert torch.equal(grid, expected.image_grid_thw)
         levels = (pixels - expected.pixel_values).abs() * 0.28 * 255
         assert levels.max() < (0.01 if size == (SIZE, SIZE) else 2.1) and levels.mean() < 0.25

@@ -17,16 +17,19 @@ from torch import Tensor, nn
 from phalanx.rewards.image._clip import folder_or_hub, load_part, read_weights, resize
 
 IMAGE_TOKEN = "<|image_pad|>"
+VIDEO_TOKEN = "<|video_pad|>"
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _PIXELS = 256 * 28 * 28  # about the area of an image after resizing
 _HEAD = ("0", "3", "5")  # positions of the linear layers in the published nn.Sequential
+_PEFT = "base_model.model."  # where peft puts the names of the model that has a LoRA
 
 
 @dataclass(frozen=True)
 class Published:
     """Weights of a reward model. `model`: the .safetensors file, or its folder; `base`: folder or hub id of the
     configuration and tokenizer that they were trained from, a model of type `kind`, named `family` in messages. `name`
-    and `expected` are those of the weights in messages.
+    and `expected` are those of the weights in messages. `lora_scale`: of the LoRA that comes with them and is merged.
+    `linear`: a head is a linear layer without a bias.
     """
 
     model: str
@@ -35,6 +38,8 @@ class Published:
     family: str
     name: str
     expected: str
+    lora_scale: float | None = None
+    linear: bool = False
 
     def wrong(self, problem: str) -> ValueError:
         """The error for these weights."""
@@ -66,7 +71,7 @@ class Trunk:
         self.tokenizer, self.device, self.vision = tokenizer, device, config.vision_config
         self.added: list[int] = tokenizer.convert_tokens_to_ids(added)
         self._specials = re.compile("|".join(map(re.escape, tokenizer.get_added_vocab())))
-        weights, head = _split(_read(published), published)
+        weights, head = _split(_without_lora(_read(published), published), published)
         embeddings = weights.get("language_model.embed_tokens.weight")
         if embeddings is None:
             raise published.wrong("has no weights model.embed_tokens.weight")
@@ -91,26 +96,34 @@ class Trunk:
 
     def patches(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """Images [b, 3, H, W] in 0..1 -> their patches and grid; see `patches_of`."""
+        return self.video_patches(images.to(self.device)[:, None], _PIXELS, _PIXELS)
+
+    def video_patches(self, videos: Tensor, least: int, most: int) -> tuple[Tensor, Tensor]:
+        """Videos [b, F, 3, H, W] in 0..1 -> their patches and grid; see `patches_of`."""
         vision = self.vision
-        return patches_of(
-            images.to(self.device), vision.patch_size, vision.spatial_merge_size, vision.temporal_patch_size
-        )
+        sizes = vision.patch_size, vision.spatial_merge_size, vision.temporal_patch_size
+        return patches_of(videos.to(self.device), *sizes, least, most)
 
     def image_tokens(self, grid: Tensor) -> list[int]:
-        """Tokens of each image of a grid [b, 3]."""
+        """Tokens of each image or video of a grid [b, 3]."""
         counts: list[int] = (grid.prod(1) // self.vision.spatial_merge_size**2).tolist()
         return counts
 
-    def hidden(self, tokens: Tensor, pixels: Tensor, grid: Tensor) -> Tensor:
-        """The last hidden states [b, D] of the first of the tokens added, float32, of token ids [b, longest]."""
-        # no mask: a token sees what is left of it, and the padding is right of the token that is read
+    def hidden(self, tokens: Tensor, pixels: Tensor, grid: Tensor, videos: bool = False) -> Tensor:
+        """The last hidden states [b, A, D], float32, of the A tokens added, of token ids [b, longest] that have each of
+        them once. `pixels` are those of images, or of `videos`.
+        """
+        # no mask: a token sees what is left of it, and the padding is right of the tokens that are read
         positions = torch.arange(tokens.shape[1], device=self.device).expand(3, *tokens.shape)
+        seen = {"pixel_values": pixels, "image_grid_thw": grid}
+        if videos:
+            seen = {"pixel_values_videos": pixels, "video_grid_thw": grid}
         states = self.backbone(
-            input_ids=tokens, pixel_values=pixels, image_grid_thw=grid, position_ids=positions, use_cache=False
+            input_ids=tokens, position_ids=positions, use_cache=False, **seen
         ).last_hidden_state  # [b, tokens, D]
         rows = torch.arange(len(tokens), device=self.device)
-        read: Tensor = states[rows, (tokens == self.added[0]).int().argmax(1)].float()
-        return read
+        read = [states[rows, (tokens == token).int().argmax(1)] for token in self.added]
+        return torch.stack(read, 1).float()
 
 
 def check_options(dtype: str, micro_batch_size: int) -> None:
@@ -121,28 +134,36 @@ def check_options(dtype: str, micro_batch_size: int) -> None:
         raise ValueError(f"micro_batch_size={micro_batch_size}; expected a number of images, at least 1")
 
 
-def patches_of(images: Tensor, side: int, merge: int, frames: int) -> tuple[Tensor, Tensor]:
-    """Images [b, 3, H, W] in 0..1 -> patches [b * h * w, values], and their grid [b, 3] of rows (1, h, w).
+def patches_of(
+    videos: Tensor, side: int, merge: int, frames: int, least: int = _PIXELS, most: int = _PIXELS
+) -> tuple[Tensor, Tensor]:
+    """Videos [b, F, 3, H, W] in 0..1 -> patches [b * t * h * w, values], and their grid [b, 3] of rows (t, h, w).
 
     Qwen2-VL's preprocessing, for a batch on any device: the steps of transformers' Qwen2VLImageProcessor, which works
     image by image and leaves the device; the two agree within two of 255 levels (tested). A patch is `side` pixels
-    wide, merge * merge of them become a token. An image fills all `frames` of the model's pairs of video frames.
+    wide and `frames` frames deep, merge * merge of them become a token. An image is a video of one frame, which fills
+    all `frames` of a patch. `least` and `most` are the pixels of a frame after resizing.
     """
     from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 
-    b, device = len(images), images.device
-    height, width = resized(images.shape[2], images.shape[3], side * merge, _PIXELS)
+    b, count, device = len(videos), videos.shape[1], videos.device
+    height, width = resized(videos.shape[3], videos.shape[4], side * merge, least, most)
     mean, std = (torch.tensor(rgb, device=device).view(3, 1, 1) for rgb in (OPENAI_CLIP_MEAN, OPENAI_CLIP_STD))
-    pixels = (resize(images, (height, width)) / 255 - mean) / std
+    pixels = (resize(videos.flatten(0, 1), (height, width)) / 255 - mean) / std
     h, w = height // side, width // side
-    pixels = pixels.view(b, 3, 1, h // merge, merge, side, w // merge, merge, side)
-    # patches that become one token lie together: [b, h, w, merge, merge, 3, frames, side, side]
-    patches = pixels.permute(0, 3, 6, 4, 7, 1, 2, 5, 8).expand(-1, -1, -1, -1, -1, -1, frames, -1, -1)
-    return patches.reshape(b * h * w, -1), torch.tensor([[1, h, w]] * b, device=device)
+    pixels = pixels.view(b, count, 3, h // merge, merge, side, w // merge, merge, side)
+    if count == 1:
+        pixels = pixels.expand(-1, frames, *(-1,) * 7)
+    pixels = pixels.unflatten(1, (-1, frames))
+    # patches that become one token lie together: [b, t, h, w, merge, merge, 3, frames, side, side]
+    patches = pixels.permute(0, 1, 4, 7, 5, 8, 3, 2, 6, 9)
+    t = patches.shape[1]
+    return patches.reshape(b * t * h * w, -1), torch.tensor([[t, h, w]] * b, device=device)
 
 
-def resized(height: int, width: int, unit: int, pixels: int) -> tuple[int, int]:
-    """The size that Qwen2-VL gives an image for an area of `pixels`: of its shape, in multiples of `unit`.
+def resized(height: int, width: int, unit: int, least: int, most: int) -> tuple[int, int]:
+    """The size that Qwen2-VL gives an image for an area of `least` to `most` pixels: of its shape, in multiples of
+    `unit`.
 
     ValueError for an image more than 200 times as long as wide.
     """
@@ -150,11 +171,11 @@ def resized(height: int, width: int, unit: int, pixels: int) -> tuple[int, int]:
         raise ValueError(f"an image of {height} x {width} pixels is more than 200 times as long as wide")
     nearest = [max(unit, round(side / unit) * unit) for side in (height, width)]
     area = nearest[0] * nearest[1]
-    if area > pixels:
-        shrink = math.sqrt(height * width / pixels)
+    if area > most:
+        shrink = math.sqrt(height * width / most)
         nearest = [max(unit, math.floor(side / shrink / unit) * unit) for side in (height, width)]
-    elif area < pixels:
-        grow = math.sqrt(pixels / (height * width))
+    elif area < least:
+        grow = math.sqrt(least / (height * width))
         nearest = [math.ceil(side * grow / unit) * unit for side in (height, width)]
     return nearest[0], nearest[1]
 
@@ -169,6 +190,26 @@ def _read(published: Published) -> dict[str, Tensor]:
     for file in files:
         state |= read_weights(file, f"model={published.model!r}: {file.name}")
     return state
+
+
+def _without_lora(state: dict[str, Tensor], published: Published) -> dict[str, Tensor]:
+    """The weights of peft's model with its LoRA merged, in float32, under the model's own names; others as they are."""
+    scale = published.lora_scale
+    if scale is None:
+        return state
+    plain: dict[str, Tensor] = {}
+    for name, value in state.items():
+        if not name.startswith(_PEFT):
+            raise published.wrong(f"has {name}, which does not begin with {_PEFT}")
+        if ".lora_" in name:
+            continue
+        layer, base, kind = name.removeprefix(_PEFT).partition(".base_layer.")
+        if base and kind == "weight":
+            down, up = (f"{_PEFT}{layer}.lora_{part}.default.weight" for part in "AB")
+            _require([down, up], state, published)
+            value = value.float().addmm(state[up].float(), state[down].float(), alpha=scale).to(value.dtype)
+        plain[f"{layer}.{kind}" if base else layer] = value
+    return plain
 
 
 def _split(state: dict[str, Tensor], published: Published) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -198,17 +239,23 @@ def _require(names: list[str], state: dict[str, Tensor], published: Published, w
 
 def _heads(
     state: dict[str, Tensor], prefixes: list[str], published: Published, device: torch.device
-) -> dict[str, nn.Sequential]:
+) -> dict[str, nn.Module]:
     """The heads in float32, their widths read from the weights."""
-    names = [f"{prefix}.{k}.{kind}" for prefix in prefixes for k in _HEAD for kind in ("weight", "bias")]
+    parts = [f"{k}.{kind}" for k in _HEAD for kind in ("weight", "bias")]
+    parts = ["weight"] if published.linear else parts
+    names = [f"{prefix}.{part}" for prefix in prefixes for part in parts]
     _require(names, state, published, ": no reward model")
     extra = sorted(state.keys() - set(names))
     if extra:
         raise published.wrong(f"has another head, with {extra[0]}")
-    heads = {}
+    heads: dict[str, nn.Module] = {}
     for prefix in prefixes:
-        first, second, third = (nn.Linear(*state[f"{prefix}.{k}.weight"].T.shape) for k in _HEAD)
-        head = nn.Sequential(first, nn.ReLU(), nn.Dropout(), second, nn.ReLU(), third)
+        if published.linear:
+            rows, width = state[f"{prefix}.weight"].shape
+            head: nn.Module = nn.Linear(width, rows, bias=False)
+        else:
+            first, second, third = (nn.Linear(*state[f"{prefix}.{k}.weight"].T.shape) for k in _HEAD)
+            head = nn.Sequential(first, nn.ReLU(), nn.Dropout(), second, nn.ReLU(), third)
         weights = {name.removeprefix(f"{prefix}."): value.float() for name, value in state.items() if prefix in name}
         head.load_state_dict(weights)
         heads[prefix] = head.requires_grad_(False).eval().to(device)

@@ -90,7 +90,7 @@ class EditReward(DeviceReward, RewardWithExtras):
                 chat = self._chat(template.replace("{prompt}", self._trunk.plain(prompt)))
                 head, middle, tail = chat.split(IMAGE_TOKEN)
                 texts.append(head + IMAGE_TOKEN * counts[2 * i] + middle + IMAGE_TOKEN * counts[2 * i + 1] + tail)
-            hidden = self._trunk.hidden(self._trunk.tokens(texts), torch.cat(pixels), both)
+            hidden = self._trunk.hidden(self._trunk.tokens(texts), torch.cat(pixels), both)[:, 0]
             scores.append(self._trunk.heads[name](hidden)[:, 0])  # column 1 is the spread
         return torch.stack(scores, 1)
 

@@ -58,5 +58,6 @@ class HpsV3(DeviceReward):
         for prompt, count in zip(prompts, self._trunk.image_tokens(grid), strict=True):
             text = CHAT.replace("{text}", self._template.replace("{prompt}", self._trunk.plain(prompt)))
             texts.append(text.replace("{image}", IMAGE_TOKEN * count, 1))
-        hidden = self._trunk.hidden(self._trunk.tokens(texts), pixels, grid)
-        return self._trunk.heads["rm_head"](hidden)[:, 0]  # column 1 is the spread
+        hidden = self._trunk.hidden(self._trunk.tokens(texts), pixels, grid)[:, 0]
+        scores: Tensor = self._trunk.heads["rm_head"](hidden)[:, 0]  # column 1 is the spread
+        return scores
