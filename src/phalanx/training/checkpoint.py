@@ -32,7 +32,7 @@ from phalanx.training.checkpoint_reader import Reader
 
 log = logging.getLogger(__name__)
 # to signatures, since checkpoints were first written
-ADDED = ("chat_template_date", "chat_template_kwargs", "cpu_linear", "lora_alpha", "quantization")
+ADDED = ("chat_template_date", "chat_template_kwargs", "cpu_linear", "lora_alpha", "lora_init", "quantization")
 MOST = 10**15  # of any count
 FULL = 2**20  # bytes of space that are none to a checkpoint
 IN_FLIGHT = "in_flight.safetensors"  # behind the rank, in the names of files
