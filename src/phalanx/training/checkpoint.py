@@ -69,8 +69,9 @@ class Progress:
         for value in self.logger_ids.values():
             if not isinstance(value, str):
                 raise ValueError("logger_ids of another type")
-        if not isinstance(self.unfinished, dict | None):
-            raise ValueError("unfinished of another type")
+        row = {} if self.unfinished is None else self.unfinished
+        if not isinstance(self.rescoring, bool) or not all(isinstance(value, int | float) for value in row.values()):
+            raise ValueError("rescoring or unfinished of another type")
 
 
 def trained_state(
@@ -104,7 +105,7 @@ def complete(folder: Path) -> str | None:
             if written != size:
                 return f"{name} has {written} bytes of {size}"
         Progress(**meta["progress"]).check()
-        dict(meta["signature"])
+        meta["signature"].keys()
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"
     except OSError as error:
