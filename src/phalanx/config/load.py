@@ -387,7 +387,8 @@ def changed(before: Path, config: Any) -> list[str]:
     """
     # through YAML, as `save` writes it: numbers may be read as others than they were written
     plain = OmegaConf.create(OmegaConf.to_yaml(OmegaConf.create(public(config))))
-    saved, values = (flat(dict(OmegaConf.to_container(c))) for c in (read(str(before)), plain))
+    contents: list[Any] = [OmegaConf.to_container(content) for content in (read(str(before)), plain)]
+    saved, values = map(flat, contents)
     lines = []
     for key in saved.keys() & values.keys():
         if saved[key] != values[key] and (not key.startswith("trainer.") or key == "trainer.seed"):
