@@ -379,19 +379,3 @@ def flat(config: dict[str, Any], prefix: str = "") -> dict[str, str]:
         else:
             values[f"{prefix}{key}"] = str(value)
     return values
-
-
-def changed(before: Path, config: Any) -> list[str]:
-    """The settings that a saved configuration has with another value, with both values where they are short; of those
-    of `trainer` only the seed. Raises ConfigError for a file that cannot be read.
-    """
-    # through YAML, as `save` writes it: numbers may be read as others than they were written
-    plain = OmegaConf.create(OmegaConf.to_yaml(OmegaConf.create(public(config))))
-    contents: list[Any] = [OmegaConf.to_container(content) for content in (read(str(before)), plain)]
-    saved, values = map(flat, contents)
-    lines = []
-    for key in saved.keys() & values.keys():
-        if saved[key] != values[key] and (not key.startswith("trainer.") or key == "trainer.seed"):
-            values_of = f" {saved[key]} -> {values[key]}"
-            lines.append(key + (values_of if len(values_of) < 200 else ""))
-    return sorted(lines)

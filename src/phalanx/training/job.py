@@ -14,9 +14,9 @@ from torch import Tensor
 from phalanx.config import ConfigError, save
 from phalanx.config.joint import JointConfig
 from phalanx.config.lm import LMDataConfig
-from phalanx.config.load import changed
 from phalanx.config.run import JobConfig
 from phalanx.config.secrets import public
+from phalanx.config.sources import changed
 from phalanx.distributed import mesh
 from phalanx.distributed.collectives import agree
 from phalanx.distributed.mesh import World
