@@ -1,4 +1,4 @@
-"""The user's input as OmegaConf reads it, a YAML file and `key=value` overrides, and how it differs from an earlier one."""
+"""The user's input as OmegaConf reads it, a YAML file and `key=value` overrides, and its differences to another."""
 
 import copy
 from collections.abc import Sequence
