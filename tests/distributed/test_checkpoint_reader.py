@@ -21,8 +21,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from phalanx.distributed.mesh import World
 from phalanx.jobs.export import open_checkpoint
-from phalanx.training.checkpoint import complete, find
+from phalanx.training.checkpoint import Checkpointer, Progress, complete, find
 from phalanx.training.checkpoint_reader import Reader
 from tests.jobs import fit, tiny_config
 from tests.ranks import RankError, run_ranks
@@ -91,6 +92,8 @@ PROGRESS = {
         {"logger_ids": {"wandb": None}},
         {"logger_ids": ["wandb"]},
         {"unfinished": [1]},
+        {"unfinished": {"reward/mean": None}},
+        {"rescoring": "no"},
         {"updates_beside": {"a": -1}},
     ],
 )
@@ -102,7 +105,10 @@ def test_counts_that_no_run_has(wrong: dict[str, object], tmp_path: Path) -> Non
         assert complete(tmp_path) == problem
 
 
-@pytest.mark.parametrize("text", ["[" * 10**5, "[1]", '{"files": {"../a": [1, 0]}}'])
+WITH_A_LIST = json.dumps({"files": {}, "signature": [], "progress": PROGRESS})
+
+
+@pytest.mark.parametrize("text", ["[" * 10**5, "[1]", '{"files": {"../a": [1, 0]}}', WITH_A_LIST])
 def test_a_meta_json_that_is_none(text: str, tmp_path: Path) -> None:
     (tmp_path / "meta.json").write_text(text)
     assert complete(tmp_path) == "meta.json is damaged, or of another program"
@@ -113,6 +119,20 @@ def test_other_bytes(content: bytes, tmp_path: Path) -> None:
     (tmp_path / ".metadata").write_bytes(content)
     with pytest.raises(ValueError, match=r"\.metadata is damaged, or not a checkpoint's: "):
         Reader(tmp_path).read_metadata()
+
+
+@pytest.mark.parametrize("content", [b"", b"garbage" * 99, pickle.dumps(print, protocol=2) * 99])
+def test_files_that_hold_no_tensors(content: bytes, tmp_path: Path, world: World) -> None:
+    """Without torch's advice, which is to run what they say."""
+    checkpoints = Checkpointer(tmp_path, world, {}, 1)
+    state = {"a": torch.ones(3)}
+    checkpoints.save(state, Progress())
+    checkpoints.wait()
+    folder = tmp_path / "checkpoints" / "step_000000"
+    (folder / "__0_0.distcp").write_bytes(content)
+    with pytest.raises(ValueError, match="holds what is no tensor, or is damaged") as error:
+        checkpoints.load(folder, state)
+    assert "weights_only" not in str(error.value) and "\n" not in str(error.value)
 
 
 class ByGetattr(pickle.Pickler):

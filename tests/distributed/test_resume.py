@@ -176,13 +176,23 @@ def test_a_foreign_checkpoint_is_passed_over(meta: str, tmp_path: Path, caplog: 
 
 
 @pytest.mark.full
-def test_other_training_prompts_are_told(sd3_folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    keys = (*LORA, "trainer.save_freq=1")
+def test_other_settings_are_told(sd3_folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Also where the configuration of before cannot be read. A LoRA on another base is refused."""
+    keys = ("model.lora_rank=4", "model.lora_init=pissa", "trainer.save_freq=1")
     run_ranks(loud_fit, 1, tiny_config(sd3_folder, tmp_path, *keys, "trainer.total_training_steps=1"))
     shutil.copy(tmp_path / "prompts.txt", tmp_path / "other.txt")
-    run_ranks(loud_fit, 1, tiny_config(sd3_folder, tmp_path, *keys, f"data.train_files=[{tmp_path}/other.txt]"))
-    line = f"data.train_files: other training prompts than before: {tmp_path}/prompts.txt"
-    assert capfd.readouterr().err.count(line) == 1
+    another = f"data.train_files=[{tmp_path}/other.txt]"
+    run_ranks(loud_fit, 1, tiny_config(sd3_folder, tmp_path, *keys, another, "optim.lr=0.002"))
+    before = tmp_path / "out" / "config.yaml"
+    line = f"data.train_files ['{tmp_path}/prompts.txt'] -> ['{tmp_path}/other.txt'], optim.lr 0.001 -> 0.002"
+    assert capfd.readouterr().err.count(f"other settings than in {before}: {line}\n") == 1
+    before.write_text("a: [b")
+    more = tiny_config(sd3_folder, tmp_path, *keys, another, "trainer.total_training_steps=3")
+    run_ranks(loud_fit, 1, more)
+    assert f"the settings of before are not known: {before}:1:6: not valid YAML" in capfd.readouterr().err
+    for changed in ("trainer.seed=1", "model.lora_init=gaussian"):
+        with pytest.raises(RankError, match=r"holds lora_init pissa of trainer\.seed=0, this run has"):
+            run_ranks(loud_fit, 1, tiny_config(sd3_folder, tmp_path, *keys, another, changed))
 
 
 @pytest.mark.full

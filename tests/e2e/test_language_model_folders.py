@@ -1,6 +1,7 @@
 """Model folders and settings that a language model's job meets: each trains, or ends with one line that says why."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,9 @@ from transformers import (
     GPT2LMHeadModel,
 )
 
+from phalanx.config.lm import LMModelConfig
+from phalanx.models.lm.headers import check_folder
+from phalanx.models.lm.model import load_tokenizer
 from phalanx.types import JobError
 from tests.jobs import rows
 from tests.lm import fit, one_step, tiny_lm_config
@@ -56,9 +60,9 @@ def another(make: Callable[[], Any]) -> Change:
     return change
 
 
-def setting(name: str, value: Any) -> Change:
+def setting(name: str, value: Any, file_name: str = "config.json") -> Change:
     def change(folder: Path) -> None:
-        file = folder / "config.json"
+        file = folder / file_name
         file.write_text(json.dumps(json.loads(file.read_text()) | {name: value}))
 
     return change
@@ -125,6 +129,11 @@ def test_it_trains(change: Change, folder: Path, tmp_path: Path) -> None:
             (),
             ": its chat template does not render the prompt 'Ann has 0 books.', a chat of user: TemplateError: no such role",
         ),
+        (
+            setting("eos_token_id", "x", "generation_config.json"),
+            (),
+            ": its generation_config.json has eos_token_id 'x'; expected a token's id, or a list of them",
+        ),
         (lambda folder: (folder / "model_index.json").write_text("{}"), (), " is a diffusers pipeline; expected a"),
         (
             lambda folder: (folder / "config.json").rename(folder / "adapter_config.json"),
@@ -151,6 +160,7 @@ def test_it_trains(change: Change, folder: Path, tmp_path: Path) -> None:
         "no-heads",
         "layers-text",
         "template",
+        "end-text",
         "pipeline",
         "adapter",
         "gpt2-lora",
@@ -169,6 +179,19 @@ def test_it_is_refused(change: Change, keys: tuple[str, ...], message: str, fold
     (said,) = run_ranks(built, 1)
     assert said.startswith(message if message.startswith("model.") else f"model.path: '{folder}'{message}")
     assert "\n" not in said
+
+
+def test_damaged_settings_are_told(folder: Path) -> None:
+    """Also where transformers overlooks it, or raises only as it is used."""
+    for name in ("model.safetensors.index.json", "generation_config.json", "special_tokens_map.json"):
+        for text, problem in (("[1]", " holds a list; expected an object, {...}"), ("{", ":1:2 is not valid JSON: ")):
+            (folder / name).write_text(text)
+            with pytest.raises(ValueError, match=re.escape(f"model.path: {folder / name}{problem}")):
+                check_folder(str(folder))
+        (folder / name).unlink()
+    setting("model_max_length", "x", "tokenizer_config.json")(folder)
+    with pytest.raises(ValueError, match=f"model.path: the tokenizer of '{folder}' does not load: TypeError: "):
+        load_tokenizer(LMModelConfig(path=str(folder)))
 
 
 @pytest.mark.full

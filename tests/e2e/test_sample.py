@@ -108,6 +108,7 @@ def test_command_line_grid_and_older_images(sd3_folder: Path, tmp_path: Path) ->
     (folder / "mine.png").write_bytes(b"kept")
     job = run_task(["tasks/sample.py", *common, prompts(["a", "b"]), "n=2"])
     assert job.returncode == 0, job.stderr
+    assert "100%" not in job.stderr  # nor a library's bars, behind which an error would stand
     assert job.stdout == f"4 images in {folder}, all of them in {folder / 'grid.png'}\n"
     assert sorted(file.name for file in folder.iterdir()) == [
         "00000.png", "00001.png", "00002.png", "00003.png", "grid.png", "index.jsonl", "mine.png",

@@ -14,6 +14,7 @@ from phalanx.config.flow import FlowMatchingTaskConfig, FlowRLConfig, FlowRunCon
 from phalanx.config.load import arg, help_text, rows
 from phalanx.config.registry import resolve_registry
 from phalanx.config.run import ModelConfig, RunConfig
+from phalanx.config.sources import changed
 from phalanx.config.tasks import SampleConfig, read_run
 from tests.configs import ALGORITHM, refusal, train
 from tests.ranks import ROOT, launch_environment
@@ -144,11 +145,25 @@ def test_the_resolved_configuration_is_saved_and_reads_as_the_same(
         *["rollout.sde_window_range=[0,5]", "trainer.experiment_name='007'", "trainer.resume='null'"],
     )
     save(cfg, tmp_path / "saved.yaml")
+    assert changed(tmp_path / "saved.yaml", cfg) == []
     again = load(FlowRLConfig, str(tmp_path / "saved.yaml"), [])
     assert again == cfg
     assert again.model.path == "d\u00e4ta: #1 'x'" and again.trainer.resume == "null"
     assert again.reward.functions[0].kwargs == {"a": 1e-7, "b": [1, "x"], "c": None, "d": "1e3", "e": "yes"}
     assert "path: ${oc.env:PHALANX_TEST_FOLDER}\n" in (tmp_path / "saved.yaml").read_text()
+
+
+def test_settings_that_differ_from_those_of_before(tmp_path: Path) -> None:
+    before = tmp_path / "config.yaml"
+    save(train("optim.lr=1e-5", "trainer.save_freq=3"), before)
+    now = train("trainer.save_freq=4", "trainer.seed=7", "optim.lr=1e-6", "reward.functions=[{name: ocr, weight: 2}]")
+    now.placement = {"actor": "0", "rollout": "1"}
+    lr, placement, rewards, seed = changed(before, now)
+    assert (lr, seed) == ("optim.lr 1e-05 -> 1e-06", "trainer.seed 0 -> 7")
+    assert placement == "placement {} -> {'actor': '0', 'rollout': '1'}" and rewards.startswith("reward.functions")
+    before.write_text("[")
+    with pytest.raises(ConfigError, match="not valid YAML"):
+        changed(before, now)
 
 
 def test_the_configuration_of_a_run_is_read_as_that_of_its_kind(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The user's input as OmegaConf reads it: a YAML file and `key=value` overrides."""
+"""The user's input as OmegaConf reads it, a YAML file and `key=value` overrides, and its differences to another."""
 
 import copy
 from collections.abc import Sequence
@@ -13,6 +13,7 @@ from yaml.reader import ReaderError
 
 from phalanx.config.files import kind, read_bytes
 from phalanx.config.messages import ConfigError, cut, nearest
+from phalanx.config.secrets import public
 
 MOST_DEPTH = 50  # of sections and lists: libraries recurse, and no configuration comes near
 
@@ -115,3 +116,25 @@ def _parse(text: str) -> Any:
         problem = f"the character #x{ord(text[error.position]):02x} is not allowed"
         raise yaml.MarkedYAMLError(problem=problem, problem_mark=mark) from None
     return yaml.load(text, _Loader)
+
+
+def changed(before: Path, config: Any) -> list[str]:
+    """The settings that a saved configuration has with another value, with both values where they are short; of those
+    of `trainer` only the seed. Raises ConfigError for a file that cannot be read.
+    """
+    # through YAML, as it was saved: numbers may be read as others than they were written
+    plain = OmegaConf.create(OmegaConf.to_yaml(OmegaConf.create(public(config))))
+    contents: list[Any] = [OmegaConf.to_container(content) for content in (read(str(before)), plain)]
+    return sorted(_changed(*contents))
+
+
+def _changed(before: dict[str, Any], now: dict[str, Any], prefix: str = "") -> list[str]:
+    lines = []
+    for key in before.keys() & now.keys():  # other keys are of another version, or of another algorithm
+        one, other, name = before[key], now[key], f"{prefix}{key}"
+        if isinstance(one, dict) and isinstance(other, dict) and one and other:
+            lines += _changed(one, other, f"{name}.")
+        elif one != other and (prefix != "trainer." or key == "seed"):
+            values = f" {one} -> {other}"
+            lines.append(name + (values if len(values) < 200 else ""))
+    return lines

@@ -99,6 +99,8 @@ def open_checkpoint(checkpoint: str, weights: str, policy: str | None = None) ->
     # of a joint run the names of all that a policy has begin with its own
     policy = policy if policy is not None and "trained policies" in signature else ""
     before = f"{policy}: " if policy else ""
+    if not signature:
+        raise ValueError(f"checkpoint: {folder} cannot be used: its meta.json has no signature")
     if f"{before}lora_rank" not in signature:
         raise ValueError(f"policy: {policy} was not trained in this run; {run.model.path} is what it is")
     if isinstance(run, LMRunConfig):

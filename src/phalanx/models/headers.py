@@ -30,6 +30,14 @@ def read_json(file: Path, key: str = "model.path") -> Any:
         raise ValueError(f"{key}: {file} is not valid JSON: {error}") from None
 
 
+def read_object(file: Path, key: str = "model.path") -> dict[str, Any]:
+    """As `read_json`, of a file that holds an object."""
+    content = read_json(file, key)
+    if not isinstance(content, dict):
+        raise ValueError(f"{key}: {file} holds a {type(content).__name__}; expected an object, {{...}}")
+    return content
+
+
 def tensors(file: Path, key: str = "model.path") -> dict[str, tuple[str, list[int]]]:
     """The dtype, such as BF16 or F8_E4M3, and the shape of each tensor of a *.safetensors file, by its header.
 
@@ -57,7 +65,7 @@ def check_weights(part: Path, key: str = "model.path") -> None:
     short, or are not floating point.
     """
     for file in part.glob("*.safetensors.index.json"):
-        shards = read_json(file, key).get("weight_map")
+        shards = read_object(file, key).get("weight_map")
         if not isinstance(shards, dict) or not all(isinstance(name, str) for name in shards.values()):
             raise ValueError(f"{key}: {file} has no weight_map, an object that names the file of each tensor")
         for shard in sorted(set(shards.values())):

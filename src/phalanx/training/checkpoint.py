@@ -32,7 +32,7 @@ from phalanx.training.checkpoint_reader import Reader
 
 log = logging.getLogger(__name__)
 # to signatures, since checkpoints were first written
-ADDED = ("chat_template_date", "chat_template_kwargs", "cpu_linear", "lora_alpha", "quantization")
+ADDED = ("chat_template_date", "chat_template_kwargs", "cpu_linear", "lora_alpha", "lora_init", "quantization")
 MOST = 10**15  # of any count
 FULL = 2**20  # bytes of space that are none to a checkpoint
 IN_FLIGHT = "in_flight.safetensors"  # behind the rank, in the names of files
@@ -69,8 +69,9 @@ class Progress:
         for value in self.logger_ids.values():
             if not isinstance(value, str):
                 raise ValueError("logger_ids of another type")
-        if not isinstance(self.unfinished, dict | None):
-            raise ValueError("unfinished of another type")
+        row = {} if self.unfinished is None else self.unfinished
+        if not isinstance(self.rescoring, bool) or not all(isinstance(value, int | float) for value in row.values()):
+            raise ValueError("rescoring or unfinished of another type")
 
 
 def trained_state(
@@ -104,7 +105,7 @@ def complete(folder: Path) -> str | None:
             if written != size:
                 return f"{name} has {written} bytes of {size}"
         Progress(**meta["progress"]).check()
-        dict(meta["signature"])
+        meta["signature"].keys()
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"
     except OSError as error:

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.futures import Future
 from torch.serialization import _get_layout
 
 
@@ -57,6 +58,14 @@ class Reader(FileSystemReader):
         metadata.storage_meta = StorageMeta(load_id=self.load_id)
         return metadata
 
+    def read_data(self, *args: Any, **kwargs: Any) -> Future[None]:
+        """Fill the tensors; raises ValueError for bytes that are no tensors."""
+        try:
+            return super().read_data(*args, **kwargs)
+        except (EOFError, pickle.UnpicklingError) as error:  # torch's text advises to run what the file says
+            kind = type(error).__name__
+            raise ValueError(f"a file holds what is no tensor, or is damaged ({kind})") from error
+
 
 def _read(file: Path) -> Metadata:
     try:
@@ -73,5 +82,5 @@ def _read(file: Path) -> Metadata:
                 raise ValueError(f"{place.relative_path!r} is not a file of this folder")
     # a damaged pickle raises whatever its bytes happen to say
     except Exception as error:
-        raise ValueError(f"{file.name} is damaged, or not a checkpoint's: {error}") from error
+        raise ValueError(f"{file} is damaged, or not a checkpoint's: {error}") from error
     return metadata

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch.distributed as dist
-from omegaconf import OmegaConf
 from torch import Tensor
 
-from phalanx.config import save
+from phalanx.config import ConfigError, save
 from phalanx.config.joint import JointConfig
 from phalanx.config.lm import LMDataConfig
 from phalanx.config.run import JobConfig
 from phalanx.config.secrets import public
+from phalanx.config.sources import changed
 from phalanx.distributed import mesh
 from phalanx.distributed.collectives import agree
 from phalanx.distributed.mesh import World
@@ -323,9 +323,14 @@ class Job:
 
     def _signature(self) -> dict[str, Any]:
         signature: dict[str, Any] = {}
+        seed = self.cfg.trainer.seed
         for name, state in self.states.items():
             before = f"{name}: " if name else ""
             signature |= {f"{before}{key}": value for key, value in state.signature().items()}
+            if state.model.lora:
+                # PiSSA takes from the base what its LoRA begins with, a function of the seed
+                pissa = state.model.config.lora_init == "pissa"
+                signature[f"{before}lora_init"] = f"pissa of trainer.seed={seed}" if pissa else "not pissa"
         if list(self.policies) != [""]:
             signature["trained policies"] = ", ".join(self.policies)
         data = self.cfg.data
@@ -356,9 +361,13 @@ class Job:
             if done:
                 log.warning("no step is left to train: all of them (%d) were done already", self.total_steps)
             before = folder.parent.parent / CONFIG_FILE  # of the run that wrote it, where it is one of ours
-            files = OmegaConf.select(OmegaConf.load(before), "data.train_files") if before.is_file() else None
-            if files is not None and list(files) != list(self.cfg.data.train_files):
-                log.warning("data.train_files: other training prompts than before: %s", ", ".join(map(str, files)))
+            try:
+                settings = changed(before, _with_whole_path(self.cfg)) if before.is_file() else []
+            except ConfigError as error:
+                log.warning("the settings of before are not known: %s", error)
+            else:
+                if settings:
+                    log.warning("other settings than in %s: %s", before, ", ".join(settings))
         return progress
 
 

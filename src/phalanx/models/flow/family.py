@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import diffusers
 import numpy as np
 import torch
+import transformers
 from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 from torch import Tensor, nn
 
@@ -93,6 +94,9 @@ class FlowModel(ModelFiles):
         Where all is trained, or nothing, parameters of the transformer come as their files hold them where that is for
         the caller to cast; see phalanx.models.stored.
         """
+        # every rank would draw its own, and an error would stand behind one
+        diffusers.utils.logging.disable_progress_bar()
+        transformers.utils.logging.disable_progress_bar()
         self.load(config, dtype, weights_dtype, getattr(diffusers, self.pipeline_class), self.transformer_class)
         self.adapt(self.transformer)
         encoders = [part for name, part in self.pipeline.components.items() if name.startswith("text_encoder")]

@@ -9,7 +9,7 @@ from typing import Any
 
 from phalanx.config.files import kind
 from phalanx.config.messages import cut, shown
-from phalanx.models.headers import check_numbers, check_weights, read_json, require
+from phalanx.models.headers import check_numbers, check_weights, read_json, read_object, require
 
 LIBRARIES = ("diffusers", "transformers")
 # modules of pipelines' own parts, as diffusers names them in a model_index.json
@@ -103,9 +103,7 @@ def check_components(folder: Path, index: dict[str, Any]) -> None:
         if not part.is_dir():
             raise ValueError(f"model.path: '{folder}' lacks the folder {name!r} that its model_index.json names")
         for file in sorted(part.glob("*.json")):
-            content = read_json(file)
-            if not isinstance(content, dict):
-                raise ValueError(f"model.path: {file} holds a {type(content).__name__}; expected an object, {{...}}")
+            content = read_object(file)
             if file.name in ("config.json", "scheduler_config.json"):
                 check_numbers(content, str(file))
         if name == "scheduler":
@@ -125,7 +123,7 @@ def check_components(folder: Path, index: dict[str, Any]) -> None:
 
 def _check_scheduler(file: Path) -> None:
     """Raise ValueError for settings that give no noise levels from 1 down to 0, and those that are not obeyed."""
-    config = read_json(file)
+    config = read_object(file)
     for name in _SHIFTS & config.keys():
         value = config[name]
         if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:

@@ -7,9 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
-import diffusers
 import torch
-import transformers
 from torch import Tensor
 
 from phalanx.config.flow import FlowDataConfig, FlowModelConfig
@@ -338,9 +336,6 @@ def build_policy(
 
     Raises ValueError, with one line that begins with `model.path`, for a folder that cannot be used.
     """
-    # every rank would draw its own
-    diffusers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.disable_progress_bar()
     dtype = DTYPES[config.dtype]
     # full fine-tuning keeps float32 weights; a frozen base is kept in the dtype that it computes in
     weights_dtype = dtype if config.lora_rank > 0 or frozen else torch.float32

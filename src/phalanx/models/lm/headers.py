@@ -6,9 +6,11 @@ from pathlib import Path
 
 from safetensors import safe_open
 
-from phalanx.models.headers import check_weights, read_json, require
+from phalanx.models.headers import check_weights, read_object, require
 
 CAUSAL = ("ForCausalLM", "LMHeadModel", "MoeModelLM")  # how the classes of causal language models end
+# of some of these transformers overlooks that they are damaged
+_BESIDE = ("generation_config.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 
 
 def check_folder(path: str, key: str = "model.path") -> None:
@@ -27,9 +29,11 @@ def check_folder(path: str, key: str = "model.path") -> None:
     if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
         raise ValueError(f"{key}: {path!r} is an adapter of peft; expected a whole model, with the adapter merged")
     require(folder, "config.json", key=key)
-    settings = read_json(folder / "config.json", key)
-    names = settings.get("architectures") if isinstance(settings, dict) else None
-    text = settings.get("text_config") if isinstance(settings, dict) else None
+    settings = read_object(folder / "config.json", key)
+    for name in _BESIDE:
+        if (folder / name).is_file():
+            read_object(folder / name, key)
+    names, text = settings.get("architectures"), settings.get("text_config")
     if isinstance(names, list) and names and not any(str(name).endswith(CAUSAL) for name in names) and not text:
         raise ValueError(f"{key}: {path!r} is a {names[0]}; expected a causal language model")
     check_weights(folder, key)

@@ -328,6 +328,7 @@ def load_tokenizer(config: LMModelConfig) -> Any:
         tokenizer = transformers.AutoTokenizer.from_pretrained(
             config.path, revision=config.revision, trust_remote_code=False
         )
+        tokenizer.encode("a")  # settings of a wrong type show themselves
     if tokenizer.eos_token_id is None:
         raise ValueError(f"model.path: {config.path!r}: its tokenizer has no eos_token, by which a response would end")
     if tokenizer.chat_template is None:
@@ -341,4 +342,9 @@ def end_tokens(lm: Any, tokenizer: Any) -> list[int]:
     ends = {tokenizer.eos_token_id}
     if listed is not None:
         ends.update(listed if isinstance(listed, list) else [listed])
+    if not all(type(end) is int for end in ends):
+        raise ValueError(
+            f"model.path: {lm.name_or_path!r}: its generation_config.json has eos_token_id {listed!r}; expected a "
+            "token's id, or a list of them"
+        )
     return sorted(ends)
