@@ -221,7 +221,10 @@ def test_pictures_that_cannot_be_read(tmp_path: Path) -> None:
     assert row.images[0].size == (2, 4)
     with pytest.raises(ValueError, match=r":1: images\[0\]: the image cannot be read: "):
         row.images[0].pil()
-    for i, problem in enumerate(["format is unknown"] * 3 + ["decompression bomb", "No such file", "of type int"], 1):
+    for i, problem in enumerate(
+        ["format is unknown", "is empty", "format is unknown"] + ["decompression bomb", "No such file", "of type int"],
+        1,
+    ):
         with pytest.raises(ValueError, match=problem) as error:
             assert row.images[i].size
         assert str(error.value).startswith(f"{KEY}: {file}:1: images[{i}]") and "\n" not in str(error.value)
