@@ -5,7 +5,7 @@ import math
 import random
 from functools import lru_cache
 
-from phalanx.data.prompts import PromptRow
+from phalanx.data.prompts import PromptRow, numbered
 from phalanx.types import Prompt
 
 logger = logging.getLogger(__name__)
@@ -66,13 +66,7 @@ class PromptStream:
 
     def prompts(self, numbers: list[int], first: int = 0) -> list[Prompt]:
         """The prompts of these rows, whose `group_id` count from `first`."""
-        prompts = []
-        for group_id, number in enumerate(numbers, start=first):
-            row = self._rows[number]
-            images, teacher = row.images, row.teacher
-            prompt = Prompt(row.text, group_id, row.meta, row.negative, row.messages, images=images, teacher=teacher)
-            prompts.append(prompt)
-        return prompts
+        return [numbered(self._rows[number], group_id) for group_id, number in enumerate(numbers, start=first)]
 
     def renewed(self, numbers: list[int], places: list[int], draw: int) -> list[int]:
         """The rows of a step, with others in these places: rows that the step does not have, as far as there are any.

@@ -173,6 +173,8 @@ class LMPolicy:
         for (key, prompt), tokens in zip(new.items(), every, strict=True):
             if self.data.overlong_prompts == "truncate":
                 tokens = tokens[-self.data.max_prompt_length :]
+            if self.reader is not None:
+                self.reader.check(prompt, tokens, 0)
             if max(tokens, default=0) >= self.rows:
                 token = self.tokenizer.convert_ids_to_tokens(max(tokens))
                 raise ValueError(
