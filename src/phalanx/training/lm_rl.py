@@ -120,7 +120,6 @@ def check_images(cfg: LMRLConfig, subject: str) -> None:
         (bool(build_algorithm(cfg).teachers), "there are no teachers; expected an algorithm without them"),
         (cfg.model.block_size is not None, "there is no block diffusion; leave model.block_size out"),
         (cfg.parallel.ulysses_sequence_parallel_size > 1, f"ranks share no samples; set {KEY} to 1"),
-        (cfg.model.lora_path is not None, "no run starts from model.lora_path; merge it before"),
     )
     for given, message in limits:
         if given:
