@@ -205,6 +205,11 @@ def test_what_images_do_not_go_with_is_told_in_one_line(qwen: Path, tmp_path: Pa
     ):
         with refused(f"data.train_files: a:1 has images, with which {message}", ConfigError):
             lm_rl.check_images(config_of(qwen, tmp_path / "data", *keys), "data.train_files: a:1 has images")
+    config = config_of(qwen, tmp_path / "data", "rollout.limit_images=1")
+    with refused(
+        f"data.train_files: {tmp_path}/data/prompts.jsonl:3 has 2 images, more than rollout.limit_images=1", ConfigError
+    ):
+        lm_rl.build(config)
     text = tiny_lm(tmp_path / "text")
     with refused(f"a:1 has images, and model.path: {str(text)!r} is a Qwen3ForCausalLM, which reads none"):
         vision_families.check(config_of(text, tmp_path / "data").model, "a:1")
