@@ -201,7 +201,6 @@ def test_what_images_do_not_go_with_is_told_in_one_line(qwen: Path, tmp_path: Pa
     for keys, message in (
         (["model.block_size=4"], "there is no block diffusion; leave model.block_size out"),
         ([f"{KEY}=2"], f"ranks share no samples; set {KEY} to 1"),
-        (["environment.tools=[calculator]"], "there are no conversations with an environment; leave one of them out"),
     ):
         with refused(f"data.train_files: a:1 has images, with which {message}", ConfigError):
             lm_rl.check_images(config_of(qwen, tmp_path / "data", *keys), "data.train_files: a:1 has images")

@@ -97,7 +97,7 @@ def engines(folder: Path) -> dict[int, dict[str, Any]]:
         reference.move(0.05)
         engine.refresh(reference.weights())
         result: dict[str, Any] = {"before": before, "placeholders": reference.placeholders}
-        result["free"], _ = engine.generate(*asked, DRAWN, reference.shown)
+        result["free"], _ = engine.generate(*asked, replace(DRAWN, limit=64), reference.shown)
         result["after"], log_probs = engine.generate(*asked, drawn, reference.shown)
         exact = reference.log_probs(result["after"])
         result["errors"] = [float((torch.tensor(p) - q).abs().max()) for p, q in zip(log_probs, exact, strict=True)]

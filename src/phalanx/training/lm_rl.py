@@ -116,7 +116,10 @@ def build(cfg: LMRLConfig) -> Trainer | RolloutWorker | LogProbWorker:
 def check_images(cfg: LMRLConfig, subject: str) -> None:
     """Raise ConfigError, in one line that begins with `subject`, for what no job has whose policy reads images."""
     limits = (
-        (cfg.environment.used, "there are no conversations with an environment; leave one of them out"),
+        (
+            cfg.environment.used and cfg.rollout.facts.weights != "policy",
+            "conversations with an environment are drawn by the policy itself; set rollout.engine=policy",
+        ),
         (cfg.rollout.partial_rollout, "there are no partial rollouts; leave rollout.partial_rollout out"),
         (bool(cfg.placement), "ranks have no roles; leave placement out"),
         (bool(build_algorithm(cfg).teachers), "there are no teachers; expected an algorithm without them"),
