@@ -12,7 +12,11 @@ from torch import Tensor
 from phalanx.config import load
 from phalanx.config.lm import LMRLConfig
 from phalanx.config.load import ConfigError
+from phalanx.config.tasks import EvaluateConfig, GenerateConfig
+from phalanx.jobs.evaluate import Evaluation
+from phalanx.jobs.generate import Generation
 from phalanx.rollout.lm.decode import draw
+from phalanx.telemetry.records import read_index
 from phalanx.training import lm_rl
 from tests.checks import refused
 from tests.jobs import assert_same_weights, first_step
@@ -122,3 +126,37 @@ def test_another_engine_draws_none(talker: Path, tmp_path: Path) -> None:
         ConfigError,
     ):
         lm_rl.check_images(config, "a:1 has images")
+
+
+def fit(config: LMRLConfig) -> None:
+    trainer: Any = lm_rl.build(config)
+    trainer.fit()
+
+
+def write(words: list[str]) -> None:
+    Generation(load(GenerateConfig, None, words)).run()
+
+
+def measure(words: list[str]) -> None:
+    Evaluation(load(EvaluateConfig, None, words)).run()
+
+
+@pytest.mark.full
+def test_a_checkpoint_talks_as_validation_did(talker: Path, tmp_path: Path) -> None:
+    """In tasks/generate.py and tasks/evaluate.py."""
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out"
+    keys = [
+        "trainer.total_training_steps=1",
+        "trainer.save_freq=1",
+        "trainer.test_freq=1",
+        f"data.val_files=[{prompts}]",
+    ]
+    run_ranks(fit, 1, config_of(talker, tmp_path, *keys, "rollout.val.temperature=0.8"))
+    kept = read_index(out / "samples/prompts/step_000001", "text")
+    assert max(row["turns"] for row in kept) > 1 and any("images" in row for row in kept)
+    run_ranks(write, 1, [f"checkpoint={out}", f"prompt_file={prompts}", f"output_file={tmp_path / 'texts.jsonl'}"])
+    rows = [json.loads(line) for line in (tmp_path / "texts.jsonl").read_text().splitlines()]
+    assert [row["messages"] for row in rows] == [row["messages"] for row in kept]
+    run_ranks(measure, 1, [f"checkpoint={out}", f"output_dir={tmp_path / 'measured'}"])
+    told = [json.loads(line) for line in (tmp_path / "measured" / "records.jsonl").read_text().splitlines()]
+    assert [row["messages"] for row in told] == [row["messages"] for row in kept]

@@ -185,7 +185,8 @@ def upright(image: Image.Image) -> Image.Image:
         image = image.convert("RGBA")
         return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
     if image.mode in ("I", "F"):
-        low, high = image.getextrema()
+        values = np.asarray(image)
+        low, high = values.min(), values.max()
         if low < 0 or not 1 < high <= 255:  # PIL would cut them off
             raise ValueError(f"its pixels are 32-bit numbers from {low:g} to {high:g}; expected 8 or 16 bits")
     if image.mode.startswith("I;16"):  # of whose 65536 grays PIL makes all but the 256 darkest white
