@@ -307,11 +307,13 @@ def read_lora(path: str, config: object = None, names: Iterable[str] = ()) -> La
     file = lora_file(path)
     with loading(f"model.lora_path: {path!r} does not load"):
         layers = read_adapter(file)
-    place = next((match[2] for name in names if (match := OF_WHOLE.match(name))), "model")
-    placed = {f"lm.{_OF_LORA.sub(f'{place}.', name)}": layer for name, layer in layers.items()}
-    if place != "model" and (others := [name for name in placed if not OF_WHOLE.match(name)]):
-        name = others[0].removeprefix("lm.")
-        raise ValueError(f"model.lora_path: {path!r} has {name}; expected only layers of the decoder, {place}")
+    whole = next(filter(None, map(OF_WHOLE.match, names)), None)
+    place, placed = "model" if whole is None else whole[2], {}
+    for name, layer in layers.items():
+        name = _OF_LORA.sub(f"{place}.", name)
+        if whole is not None and not OF_WHOLE.match(name):
+            raise ValueError(f"model.lora_path: {path!r} has {name}; expected only layers of the decoder, {place}")
+        placed[f"lm.{name}"] = layer
     return placed
 
 

@@ -83,7 +83,7 @@ class LMPolicy:
         self._head = 2 * model.lm.get_output_embeddings().weight.numel()  # operations of a token's logits
         self._check(model)
         model.share_positions(world, config.attn_implementation)
-        names = [name for name, _ in model.named_parameters()]
+        names = dict(model.named_parameters())
         start_from_lora(model, config.lora_path, partial(read_lora, names=names), kept)
         self.trained = TrainedModel(
             model,

@@ -6,6 +6,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import filterfalse
 from typing import Any
 
 import torch
@@ -222,8 +223,8 @@ class ConversationRollout(LMRollout):
         tokens, rows = distinct(prompts, looks)
         prefill: Prefill | None = None
         if self.policy.vision is not None:
-            of_prompts = [looks[rows.index(number)] for number in range(len(tokens))]
-            prefill = partial(self.policy.vision.prefill, looks=of_prompts)
+            of_prompts = dict(zip(rows, looks, strict=True))  # by their numbers, in order
+            prefill = partial(self.policy.vision.prefill, looks=list(of_prompts.values()))
         uniform = self._uniform(names, decoding.limit, decoding)
         room, join = [decoding.limit] * len(prompts), self.environment.join
         forward, settings = self.policy.trained.module, self.policy.settings
@@ -279,7 +280,7 @@ class ConversationRollout(LMRollout):
         prompt, look = talk.prompt[-self.data.max_prompt_length :], talk.look
         if look is not None and len(prompt) < len(talk.prompt):  # nothing was drawn, and images are not cut
             never = self.policy.vision.never
-            prompt, look = [token for token in prompt if token not in never] or [self.policy.pad], None
+            prompt, look = list(filterfalse(never.__contains__, prompt)) or [self.policy.pad], None
         return Conversed(
             prompt,
             tokens,
@@ -353,7 +354,7 @@ class _Partner:
             return None
         with _about(talk):
             # what a text says of images stands for none
-            return [token for token in talk.renderer.answer(messages) if token not in self._never]
+            return list(filterfalse(self._never.__contains__, talk.renderer.answer(messages)))
 
     def _cut(self, message: Message) -> Message:
         """The message, whose content is no longer than it may be."""
