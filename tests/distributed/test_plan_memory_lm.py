@@ -374,7 +374,7 @@ def test_memory_of_images(ranks: int, overrides: list[str], medium_vision: Path,
     (tmp_path / "prompts.jsonl").write_text("".join(rows))
     cfg = load(LMRLConfig, None, [*keys, "data.max_prompt_length=400", *sizes, *batch, *overrides])
     cfg.data.max_prompt_length = length_of(cfg)
-    took = run_ranks(measure, ranks, cfg, timeout=240)[0]
+    took = run_ranks(measure, ranks, cfg, timeout=600)[0]
     job = planned(cfg, Cluster(1, ranks))
     assert job.policy.vision.look.count == 256
     compare(job, count(job), took)

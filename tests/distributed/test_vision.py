@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
 
 from phalanx.config import load
@@ -19,6 +19,7 @@ from phalanx.distributed.context_parallel import KEY
 from phalanx.engines.transformers import load_processor
 from phalanx.jobs.export import Export
 from phalanx.models.lm import vision_families
+from phalanx.models.lm.model import read_lora
 from phalanx.training import lm_rl
 from phalanx.types import JobError
 from tests.checks import refused
@@ -143,6 +144,53 @@ def test_exports_are_read_by_stock_libraries_with_the_processor_beside(
     assert (logits_of(model, qwen if rank else folder) - before).abs().max() > 1e-3
 
 
+def trained_from(config: LMRLConfig) -> Tensor:
+    """The logits of a run's policy at its end, of a prompt with an image."""
+    trainer: Any = lm_rl.build(config)
+    trainer.fit()
+    with trainer.policy.unsharded():
+        return logits_of(trainer.policy.trained.module.lm, Path(config.model.path))
+
+
+@pytest.mark.quick("qwen3_vl")
+@pytest.mark.parametrize("family", ["qwen3_vl", "smolvlm"])
+def test_a_run_goes_on_from_a_lora_of_peft_and_to_one(family: str, tmp_path: Path) -> None:
+    base, adapter = tiny_vision(tmp_path / family, family), tmp_path / "adapter"
+
+    def stock() -> Any:
+        return transformers.AutoModelForImageTextToText.from_pretrained(base)
+
+    targets = r".*\.(language_model|text_model)\..*\.(q_proj|down_proj)"
+    torch.manual_seed(1)
+    lora = get_peft_model(stock(), LoraConfig(r=3, target_modules=targets, init_lora_weights=False))
+    lora.save_pretrained(adapter)
+    started = logits_of(lora, base)
+    assert (started - logits_of(stock(), base)).abs().max() > 0.1
+    for rank, rate in ((4, 1e-12), (4, 1e-2), (0, 1e-2)):
+        out, folder = tmp_path / f"out{rank}{rate}", tmp_path / f"export{rank}{rate}"
+        keys = [f"model.lora_path={adapter}", f"model.lora_rank={rank}", f"trainer.output_dir={out}"]
+        keys += [f"optim.lr={rate}", "trainer.save_freq=2"]
+        [trained] = run_ranks(trained_from, 1, config_of(base, tmp_path / "data", *keys))
+        if rate < 1e-9:  # it stays where it began
+            torch.testing.assert_close(trained, started, atol=1e-5, rtol=0)
+            continue
+        assert (trained - started).abs().max() > 1e-3
+        Export(load(ExportConfig, None, [f"checkpoint={out}", f"output_dir={folder}"])).run()
+        kind = transformers.AutoModelForImageTextToText
+        read = PeftModel.from_pretrained(stock(), folder) if rank else kind.from_pretrained(folder)
+        torch.testing.assert_close(logits_of(read, base), trained, atol=1e-5, rtol=0)
+
+
+def test_a_lora_of_the_tower_is_no_start(qwen: Path, tmp_path: Path) -> None:
+    whole = transformers.AutoModelForImageTextToText.from_pretrained(qwen)
+    get_peft_model(whole, LoraConfig(r=3, target_modules=["qkv"])).save_pretrained(tmp_path / "adapter")
+    with refused(
+        f"model.lora_path: '{tmp_path}/adapter' has model.visual.blocks.0.attn.qkv; expected only layers of the decoder, "
+        "model.language_model"
+    ):
+        read_lora(str(tmp_path / "adapter"), names=["lm.model.language_model.layers.0.self_attn.q_proj.weight"])
+
+
 def test_a_critic_reads_images(qwen: Path, tmp_path: Path) -> None:
     keys = ["algorithm.name=ppo", f"trainer.output_dir={tmp_path / 'out'}"]
     rows, _ = run_ranks(job, 1, config_of(qwen, tmp_path / "data", *keys))[0]
@@ -153,11 +201,14 @@ def test_what_images_do_not_go_with_is_told_in_one_line(qwen: Path, tmp_path: Pa
     for keys, message in (
         (["model.block_size=4"], "there is no block diffusion; leave model.block_size out"),
         ([f"{KEY}=2"], f"ranks share no samples; set {KEY} to 1"),
-        (["model.lora_rank=2", "model.lora_path=x"], "no run starts from model.lora_path; merge it before"),
-        (["environment.tools=[calculator]"], "there are no conversations with an environment; leave one of them out"),
     ):
         with refused(f"data.train_files: a:1 has images, with which {message}", ConfigError):
             lm_rl.check_images(config_of(qwen, tmp_path / "data", *keys), "data.train_files: a:1 has images")
+    config = config_of(qwen, tmp_path / "data", "rollout.limit_images=1")
+    with refused(
+        f"data.train_files: {tmp_path}/data/prompts.jsonl:3 has 2 images, more than rollout.limit_images=1", ConfigError
+    ):
+        lm_rl.build(config)
     text = tiny_lm(tmp_path / "text")
     with refused(f"a:1 has images, and model.path: {str(text)!r} is a Qwen3ForCausalLM, which reads none"):
         vision_families.check(config_of(text, tmp_path / "data").model, "a:1")

@@ -212,7 +212,7 @@ def test_an_image_that_cannot_be_read_ends_the_job(world: World, qwen_edit_folde
     rollout = make_rollout(edit_policy(world, qwen_edit_folder), 1)
     gone = Prompt("x", 0, {"image": Picture(lambda: "gone.png", tmp_path, "data.train_files: edits.jsonl:3: image")})
     with refused(
-        "data.train_files: edits.jsonl:3: image: the image cannot be read: [Errno 2] No such file or directory: "
+        "data.train_files: edits.jsonl:3: image: the image cannot be read: No such file or directory: "
         f"'{tmp_path / 'gone.png'}'",
         JobError,
     ):

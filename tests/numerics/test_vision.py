@@ -1,7 +1,10 @@
 """Policies that read images are transformers' own models: in decoding, in replays, and in whatever batch."""
 
+import json
+import re
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -195,6 +198,21 @@ def test_a_model_that_cannot_read_images_is_told_as_it_is_loaded(qwen: Path, wor
     ):
         policy_of(folder, world, data={"max_pixels": 9})
     policy_of(folder, world, data={"max_prompt_length": 9, "overlong_prompts": "truncate"})  # its own image is longer
+    policy = policy_of(folder, world)
+    # texts that hold what stands for images
+    for i, token in ((0, "<|image_pad|>"), (0, "<|video_pad|>"), (2, "<|image_pad|>"), (2, "<|video_pad|>")):
+        parts = [{"type": "image"} for _ in PROMPTS[i].images]
+        message = {"role": "user", "content": [*parts, {"type": "text", "text": token}]}
+        with pytest.raises(
+            ValueError, match=rf"^a:{i}: its text holds '{re.escape(token)}', which stands for an image"
+        ):
+            policy.length(replace(PROMPTS[i], messages=[message], place=f"a:{i}"))
+    file = folder / "preprocessor_config.json"
+    given = file.read_text()
+    file.write_text(json.dumps(json.loads(given) | {"size": {"height": 16, "width": 16}}))
+    with pytest.raises(ValueError, match=r"^data\.min_pixels, data\.max_pixels: '.*' has no bounds of pixels, "):
+        policy_of(folder, world, data={"max_pixels": 900})
+    file.write_text(given)
     weights = load_file(folder / "model.safetensors")
     weights["model.visual.blocks.0.attn.qkv.weight"][0] = torch.nan
     save_file(weights, folder / "model.safetensors", {"format": "pt"})

@@ -19,7 +19,7 @@ from phalanx.config.load import ConfigError
 from phalanx.config.run import RLConfig, TrainerConfig
 from phalanx.media.videos import GIF_FRAMES
 from phalanx.telemetry.metrics import RunLogger
-from phalanx.telemetry.records import Record
+from phalanx.telemetry.records import Record, Thumbnail
 from phalanx.training.checkpoint import read_meta
 from tests.ranks import run_ranks
 from tests.toy import build, word_config
@@ -45,6 +45,13 @@ def videos(count: int = 2, frames: int = 20) -> list[Record]:
 
 def texts() -> list[Record]:
     return [Record("1 + 1?", 0.5, "# 2", 0, scores={"exact": 1.0}, ground_truth="2"), Record("2 + 2?", 0.0, "", 1)]
+
+
+def seen() -> list[Record]:
+    """Two samples, of which the prompt of one shows two images."""
+    pixels = np.full((6, 9, 3), 200, np.uint8)
+    shown = Thumbnail("a.jsonl:1: images[0]", 60, 90, pixels)
+    return [Record("a", 0.5, "x", 0, images=(shown, shown)), Record("b", 0.25, "y", 1)]
 
 
 def two_starts(folder: Path, name: str, project: str = "p") -> str:
@@ -95,9 +102,13 @@ class TestMlflow:
     def test_texts_and_names_that_it_refuses(self, tmp_path: Path) -> None:
         with start(tmp_path, "mlflow") as log:
             log.records(3, "math+", texts())
+            log.records(3, "seen", seen())
             log.log(3, {"val/math+/reward/mean": 0.25})
         assert self.history(tmp_path, log.ids["mlflow"], "val/math_/reward/mean") == [(3, 0.25)]
-        (file,) = (tmp_path / "mlflow").rglob("index.jsonl")
+        (picture,) = (tmp_path / "mlflow").rglob("images/samples~seen*.png")
+        with Image.open(picture) as grid:
+            assert grid.getpixel((50, 20)) == (200, 200, 200)
+        (file,) = (tmp_path / "mlflow").rglob("math+/**/index.jsonl")
         assert file.parent.parts[-3:] == ("samples", "math+", "step_000003")
         assert [json.loads(line)["text"] for line in file.read_text().splitlines()] == ["# 2", ""]
 
@@ -156,10 +167,16 @@ class TestTrackio:
         with start(tmp_path, "trackio", project="samples") as log:
             log.records(3, "math", texts())
             log.records(3, "wan", videos())
+            log.records(4, "seen", seen())
         rows = [row for _, step, row in self.rows(trackio_folder, "samples") if step == 3]
         assert rows[0]["samples/math"]["_value"][0] == {
             "prompt": "1 + 1?", "reward": 0.5, "reward/exact": 1.0, "ground_truth": "2", "text": "# 2"
         }  # fmt: skip
+        ((_, _, row),) = [row for row in self.rows(trackio_folder, "samples") if row[1] == 4]
+        first, second = row["samples/seen"]["_value"]
+        assert second["images"] is None
+        with Image.open(trackio_folder / "media" / first["images"]["file_path"]) as image:
+            assert image.size == (18, 6) and image.getpixel((0, 0))[:3] == (200, 200, 200)
         media = [(key, value) for row in rows[1:] for key, value in row.items()]
         assert [key for key, _ in media] == ["videos/wan/00000", "videos/wan/00001"]
         assert media[1][1]["caption"] == "0.250: video 1"
@@ -217,8 +234,13 @@ class TestSwanlab:
         with start(tmp_path, "swanlab") as log:
             log.records(3, "math", texts())
             log.records(3, "wan", videos())
+            log.records(3, "seen", seen())
         (records,) = self.written(tmp_path)
         media = {record.media.key: record.media for record in records if record.HasField("media")}
+        shown = media.pop("samples/seen/images").value.items
+        assert [item.caption for item in shown] == ["0.500: a"] and media.pop("samples/seen").value.items
+        with Image.open(next(tmp_path.glob(f"swanlab/run-*/media/image/{shown[0].filename}"))) as image:
+            assert image.size == (18, 6)
         assert set(media) == {"samples/math", "videos/wan"} and {item.step for item in media.values()} == {3}
         (folder,) = tmp_path.glob("swanlab/run-*/media")
         text = media["samples/math"].value.items[0]

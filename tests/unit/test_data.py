@@ -470,5 +470,5 @@ def test_overlap_of_prompts_about_images(tmp_path: Path) -> None:
     asked = [("brighter", "green"), ("brighter", "large"), ("darker", "red"), ("smaller", "nowhere")]
     assert held_out_overlap(train, rows("held_out/new.jsonl", *asked), "image") == 0
     assert held_out_overlap(train, rows("held_out/old.jsonl", *asked, ("brighter ", "red")), "image") == 1
-    with pytest.raises(ValueError, match=r"train.jsonl:3: image: the image cannot be read: .* No such file"):
+    with pytest.raises(ValueError, match=r"train.jsonl:3: image: the image cannot be read: No such file"):
         held_out_overlap(train, rows("held_out/gone.jsonl", ("gone", "red")), "image")

@@ -6,6 +6,8 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset, Features, Image, List, Value
 from PIL import Image as Pil
@@ -145,11 +147,32 @@ def test_the_column_of_images(tmp_path: Path) -> None:
     (row,) = read(file, image_key="view")
     assert (shown(row), row.meta["image"]) == ([1], "1.png")
     # columns that hold no images are columns like any other, and so are marks where there is none
-    file = jsonl(tmp_path / "b.jsonl", {"prompt": "<image>", "images": 3, "image": [1]})
-    (row,) = read(file)
-    assert (row.text, row.images, row.meta) == ("<image>", (), {"images": 3, "image": [1]})
-    write_parquet(tmp_path / "c.parquet", [{"prompt": "<image>", "images": 3}])
-    assert read(tmp_path / "c.parquet") == [PromptRow("<image>", None, {"images": 3})]
+    file = jsonl(tmp_path / "b.jsonl", {"prompt": "x", "images": 3, "image": [1]}, {"prompt": "<image>"})
+    row, marked = read(file)
+    assert (row.text, row.images, row.meta) == ("x", (), {"images": 3, "image": [1]})
+    assert (marked.text, marked.images) == ("<image>", ())
+    write_parquet(tmp_path / "c.parquet", [{"prompt": "x", "images": 3}])
+    assert read(tmp_path / "c.parquet") == [PromptRow("x", None, {"images": 3})]
+
+
+def test_marks_are_not_read_as_texts(tmp_path: Path) -> None:
+    """Where the row has a column of images in a form that is not known, or videos."""
+    pixels = [[[0, 0, 0], [9, 9, 9]]]
+    pq.write_table(pa.table({"prompt": ["<image>"], "image": [pixels]}), tmp_path / "a.parquet")
+    forms = "none of them is the bytes of an image file, its path beside the data file, or {bytes, path}"
+    with refused(f"{KEY}: {tmp_path / 'a.parquet'}, row 0: prompt has <image>, and the row a column 'image'; {forms}"):
+        read(tmp_path / "a.parquet")
+    file = jsonl(tmp_path / "b.jsonl", {"prompt": user("see <video>"), "videos": ["a.mp4"], "images": ["0.png"]})
+    with refused(f"{KEY}: {file}:1: prompt has <video>, and the row a column 'videos'; videos are not read"):
+        read(file)
+
+
+@pytest.mark.parametrize("kind", [pa.large_binary(), pa.list_(pa.large_binary()), pa.list_(pa.binary(), 1)], ids=str)
+def test_other_columns_of_bytes(tmp_path: Path, kind: pa.DataType) -> None:
+    cell = png(0) if kind == pa.large_binary() else [png(0)]
+    pq.write_table(pa.table({"prompt": ["<image>"], "images": pa.array([cell], kind)}), tmp_path / "a.parquet")
+    (row,) = read(tmp_path / "a.parquet")
+    assert shown(row) == [0]
 
 
 @pytest.mark.parametrize(
@@ -221,7 +244,8 @@ def test_pictures_that_cannot_be_read(tmp_path: Path) -> None:
     assert row.images[0].size == (2, 4)
     with pytest.raises(ValueError, match=r":1: images\[0\]: the image cannot be read: "):
         row.images[0].pil()
-    for i, problem in enumerate(["format is unknown"] * 3 + ["decompression bomb", "No such file", "of type int"], 1):
+    kinds = ("format is unknown", "is empty", "format is unknown", "decompression bomb", "No such file", "of type int")
+    for i, problem in enumerate(kinds, 1):
         with pytest.raises(ValueError, match=problem) as error:
             assert row.images[i].size
         assert str(error.value).startswith(f"{KEY}: {file}:1: images[{i}]") and "\n" not in str(error.value)

@@ -5,9 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from phalanx.config.environment import EnvironmentConfig
 from phalanx.environments import Conversation, EnvironmentFailure, Environments, Turn
+from phalanx.environments.texts import Odd, in_texts, joined, text_of
 
 ENVIRONMENTS = '''
 import asyncio, threading, time
@@ -182,6 +184,17 @@ def test_results_become_texts_of_a_limited_length(file: Path) -> None:
     assert table == '{"ä": [1, 2], "half": "?"}'
     assert digits == "an integer of 5001 digits or so"
     assert time.perf_counter() - start < 2
+
+
+def test_images_are_no_texts() -> None:
+    with pytest.raises(
+        Odd, match=r"^a tool returned an image; the model sees only those of the prompt, expected a text"
+    ):
+        text_of(Image.new("RGB", (2, 2)), 4, "right")
+    parts = [{"type": "image"}, {"type": "text", "text": " what?"}]
+    prompt = [{"role": "system", "content": "see"}, {"role": "user", "content": parts}]
+    told = in_texts(joined(prompt, [{"role": "user", "content": " now"}]))
+    assert told == [prompt[0], {"role": "user", "content": "<image> what? now"}]
 
 
 def test_what_a_tool_raises_is_read(file: Path) -> None:

@@ -39,6 +39,8 @@ class Check(Base):
     async def execute(self, instance_id, parameters, **kwargs):
         instance = self.instances[instance_id]
         right = parameters["answer"] == instance["truth"]
+        if parameters["answer"] == "draw":
+            return SimpleNamespace(text="", image=["pixels"]), 0.0, {}
         instance["answers"].append(parameters["answer"])
         return SimpleNamespace(text=f"right: {right}", image=None), 0.0 if right else -0.05, {}
 
@@ -132,6 +134,8 @@ def test_a_conversation_with_tools_of_verl(tmp_path: Path, nested: bool) -> None
         assert text.startswith("error: search: pages: Input should be a valid integer")
     assert [conversation.reward().result(5) for conversation in conversations] == [-0.05, 1.0]
     assert [conversation.problem for conversation in conversations] == [None, None]
+    text = conversations[0].hear(call("check", answer="draw")).result(5).messages[0]["content"]
+    assert text.endswith("check returned an image; the model sees only those of the prompt, expected a text")
     for conversation in conversations:
         conversation.close()
     tools.close()

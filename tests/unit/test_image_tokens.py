@@ -70,9 +70,7 @@ def test_shapes_that_the_processor_refuses(folder: Path) -> None:
     with pytest.raises(ValueError, match=r"^a.jsonl:1: 4000 x 4: absolute aspect ratio must be smaller than 200"):
         image_tokens(processor, [picture(4000, 4)])
     gone = Picture(lambda: "gone.png", Path("/nowhere"), "a.jsonl:2: images[0]")
-    with refused(
-        "a.jsonl:2: images[0]: the image cannot be read: [Errno 2] No such file or directory: '/nowhere/gone.png'"
-    ):
+    with refused("a.jsonl:2: images[0]: the image cannot be read: No such file or directory: '/nowhere/gone.png'"):
         image_tokens(processor, [gone])
 
 

@@ -6,6 +6,7 @@ import struct
 import subprocess
 import sys
 from collections.abc import Iterator
+from io import BytesIO
 from pathlib import Path
 from textwrap import indent
 from typing import Any
@@ -216,7 +217,13 @@ class TestTensorBoard:
         with start(tmp_path, "tensorboard") as log:
             log.records(3, "math", texts())
             log.records(3, "tools", [talk()])
+            log.records(3, "seen", [Record("a", 0.5, "x", 0, images=(prompt_image(),) * 2), Record("b", 0.5, "y", 1)])
         events = read_events(tmp_path)
+        assert events.Tags()["images"] == ["samples/seen"]
+        with Image.open(BytesIO(events.Images("samples/seen")[0].encoded_image_string)) as seen:
+            assert (
+                seen.getpixel((50, 20)) == (200, 200, 200) and min(seen.crop((0, 60, *seen.size)).getextrema()[0]) < 99
+            )
         (event,) = events.Tensors("samples/math/text_summary")
         assert event.step == 3
         shown = event.tensor_proto.string_val[0].decode().split("\n\n---\n\n")

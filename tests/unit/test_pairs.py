@@ -116,7 +116,7 @@ def test_missing_columns(tmp_path: Path) -> None:
         (png(Image.new("RGB", (64, 64)))[:70], "place: the image cannot be read: "),
         (b"P6\n4 4x\n255\n", "place: the image cannot be read: invalid literal for int()"),
         ("a\0.png", "place: the image cannot be read: embedded null byte"),
-        ("none.png", "place: the image cannot be read: [Errno 2] No such file or directory: "),
+        ("none.png", "place: the image cannot be read: No such file or directory: "),
         (
             None,
             "place is of type NoneType; expected the bytes of an image file, its path beside the data file, or {bytes, path}",

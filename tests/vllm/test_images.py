@@ -97,7 +97,7 @@ def engines(folder: Path) -> dict[int, dict[str, Any]]:
         reference.move(0.05)
         engine.refresh(reference.weights())
         result: dict[str, Any] = {"before": before, "placeholders": reference.placeholders}
-        result["free"], _ = engine.generate(*asked, DRAWN, reference.shown)
+        result["free"], _ = engine.generate(*asked, replace(DRAWN, limit=64), reference.shown)
         result["after"], log_probs = engine.generate(*asked, drawn, reference.shown)
         exact = reference.log_probs(result["after"])
         result["errors"] = [float((torch.tensor(p) - q).abs().max()) for p, q in zip(log_probs, exact, strict=True)]
@@ -167,7 +167,13 @@ def fit_and_break(cfg: LMRLConfig) -> str:
 )
 def test_jobs_on_images(tmp_path: Path, family: str, tp: int, kind: str) -> None:
     """The engine follows the policy, a trained tower included, and has what vLLM makes of the processor's settings."""
-    keys = (f"rollout.tensor_parallel_size={tp}", f"model.{kind}", "parallel.fsdp_size=2", "optim.lr=1e-2")
+    keys = (
+        f"rollout.tensor_parallel_size={tp}",
+        f"model.{kind}",
+        "parallel.fsdp_size=2",
+        "optim.lr=1e-2",
+        "rollout.limit_images=2",
+    )
     cfg = shown_config(family, tmp_path, *keys, "data.max_pixels=1024")
     for message in run_ranks(fit_and_break, 2, cfg, timeout=280):
         assert message.startswith("rollout.engine: after the weights were handed over, " if tp == 2 else "")

@@ -191,6 +191,9 @@ class LMRolloutConfig(RolloutConfig):
     )
     stop: list[str] = arg([], "texts that end a response, in validation too; the token that completes one is its last")
     stop_token_ids: list[int] = arg([], "tokens that end a response, in validation too, beside those of the model")
+    limit_images: Optional[int] = arg(
+        None, "most images of a prompt, also of what vLLM sets memory aside for; null: any number", **COUNT
+    )
     mask_truncated: bool = arg(False, "do not train on responses that max_response_length cut (DAPO's overlong filter)")
     micro_batch_size_per_gpu: Optional[int] = arg(None, "responses decoded together; null: all of the rank", **COUNT)
     val: LMValRolloutConfig = field(default_factory=LMValRolloutConfig)

@@ -9,12 +9,14 @@ from typing import Any
 
 from phalanx.config.files import parse_json
 from phalanx.data.files import FORMATS, LONGEST, DataError, Source, kind_of, locate, read, without_number
-from phalanx.media.pictures import Picture
+from phalanx.data.shown import COLUMNS
+from phalanx.media.pictures import FORMS, Picture
 from phalanx.types import Prompt
 
 _QUOTED = re.compile(r'["“”„‟«]([^"“”„‟«»]+)["“”‟»]')
 _PLACEHOLDER = re.compile(r"(Picture \d+: ?)?<image>")  # of the image in texts of VeRL-Omni, whose place is the model's
 MARK = "<image>"  # of an image in texts of verl, for models that read images
+_VIDEO, _VIDEOS = "<video>", ("videos", "video")  # its mark of a video, and columns of them
 
 
 @dataclass(frozen=True)
@@ -165,7 +167,7 @@ def _sets(file: str, key: str) -> list[_Set]:
 
 def numbered(row: PromptRow, group_id: int) -> Prompt:
     """The row as the prompt of that number."""
-    return Prompt(row.text, group_id, row.meta, row.negative, row.messages, row.place, row.images)
+    return Prompt(row.text, group_id, row.meta, row.negative, row.messages, row.place, row.images, row.teacher)
 
 
 def refuse_images(rows: Iterable[PromptRow | Prompt], reader: str) -> None:
@@ -217,12 +219,23 @@ def _row(
         return PromptRow(text, negative, meta, place=where)
     if "tools" in meta:
         meta["tools"] = _tools(meta["tools"])
+    _check_marks(columns, prompt, where, shows)
     if not shows:
         return PromptRow(text, negative, meta, _messages(columns[prompt], prompt, where, answered), where)
     given = columns[prompt]
     chat = _messages(given, prompt, where, answered, shows) or [{"role": "user", "content": _parts(given)}]
     _place_images(chat, len(pictures), f"{where}: {prompt}")
     return PromptRow(text, negative, meta, chat if isinstance(given, list) or pictures else None, where, pictures)
+
+
+def _check_marks(columns: dict[str, Any], prompt: str, where: str, shows: bool) -> None:
+    """Raise DataError for marks of images or videos that would be read as text in a row with a column of them."""
+    content = str(columns[prompt])
+    marks = ((MARK, COLUMNS, f"none of them is {FORMS}"), (_VIDEO, _VIDEOS, "videos are not read"))
+    for mark, names, reason in marks:
+        name = next((name for name in names if columns.get(name)), None)
+        if name is not None and mark in content and not (shows and mark == MARK):
+            raise DataError(f"{where}: {prompt} has {mark}, and the row a column {name!r}; {reason}")
 
 
 def _place_images(chat: list[dict[str, Any]], images: int, where: str) -> None:

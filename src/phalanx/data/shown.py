@@ -48,7 +48,8 @@ def column_of(schema: Any, names: Sequence[str]) -> str | None:
         type_ = schema.field(name).type
         while _is_list(type_):
             type_ = type_.value_type
-        if holds_images(type_) or pa.types.is_string(type_) or pa.types.is_binary(type_):
+        kinds = (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_large_binary)
+        if holds_images(type_) or any(is_kind(type_) for is_kind in kinds):
             return name
     return None
 
@@ -65,7 +66,7 @@ def holds_images(type_: Any) -> bool:
 def _is_list(type_: Any) -> bool:
     import pyarrow as pa
 
-    return bool(pa.types.is_list(type_) or pa.types.is_large_list(type_))
+    return bool(pa.types.is_list(type_) or pa.types.is_large_list(type_) or pa.types.is_fixed_size_list(type_))
 
 
 def lengths_of(dataset: Any, name: str) -> list[int]:

@@ -69,9 +69,8 @@ class PromptStream:
         prompts = []
         for group_id, number in enumerate(numbers, start=first):
             row = self._rows[number]
-            images, teacher = row.images, row.teacher
-            prompt = Prompt(row.text, group_id, row.meta, row.negative, row.messages, images=images, teacher=teacher)
-            prompts.append(prompt)
+            beside = row.negative, row.messages, row.place, row.images, row.teacher
+            prompts.append(Prompt(row.text, group_id, row.meta, *beside))
         return prompts
 
     def renewed(self, numbers: list[int], places: list[int], draw: int) -> list[int]:

@@ -44,7 +44,7 @@ class Shown:
 @dataclass(frozen=True)
 class TextEngineConfig:
     """Settings of an engine: `longest` tokens of a prompt with its response, `together` responses at once. With
-    `images` prompts may have some, which the model's processor reads with these keywords.
+    `images` prompts may have some, at most `limit_images`, which the model's processor reads with these keywords.
     """
 
     path: str
@@ -56,6 +56,7 @@ class TextEngineConfig:
     together: int
     sleep: bool
     images: dict[str, Any] | None = None
+    limit_images: int | None = None
 
 
 class TextEngine:
@@ -98,7 +99,7 @@ class TextEngine:
                     enable_prefix_caching=True,
                     use_tqdm_on_load=False,
                     logprobs_mode="processed_logprobs",  # of the distribution that is sampled, temperature included
-                    **_reads_images(config.images),
+                    **_reads_images(config.images, config.limit_images),
                 )
             except (OSError, ValueError, VLLMError) as error:
                 reason = " ".join(str(error).split())  # pydantic's have several lines
@@ -201,13 +202,14 @@ class Requests:
         return ended
 
 
-def _reads_images(processor: dict[str, Any] | None) -> dict[str, Any]:
+def _reads_images(processor: dict[str, Any] | None, limit: int | None) -> dict[str, Any]:
     """Arguments of an engine whose prompts have images, but neither videos nor sounds."""
     if processor is None:
         return {}
     # the samples of a prompt follow one another: what the processor makes of its images is kept so long
     beside = {"mm_processor_cache_gb": 1, "mm_processor_kwargs": processor or None}
-    return beside | {"limit_mm_per_prompt": {"video": 0, "audio": 0}}
+    images = {} if limit is None else {"image": limit}
+    return beside | {"limit_mm_per_prompt": {"video": 0, "audio": 0, **images}}
 
 
 def _asked(prompts: list[list[int]], shown: Sequence[Shown | None]) -> list[dict[str, Any]]:

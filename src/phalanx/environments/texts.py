@@ -5,11 +5,15 @@ import math
 import numbers
 from typing import Any
 
+from PIL import Image
+
 from phalanx.config.messages import cut
+from phalanx.data.prompts import MARK
 from phalanx.environments.base import Message, Turn
 
 _CHARACTERS = 16  # of a token at most, by which texts are cut before anything is tokenized
 _MOST_BITS = 10_000  # of an integer that is written; Python refuses 4300 digits and more
+SEEN = "an image; the model sees only those of the prompt, expected a text"
 _TURN_KEYS = {"messages", "observation", "observations", "reward", "done"}
 _TURNS = (
     "expected a Turn, a text, a list of messages, a dict with messages, reward and done, or (messages, reward, done)"
@@ -21,7 +25,9 @@ class Odd(Exception):
 
 
 def text_of(value: Any, most_tokens: int, side: str) -> str:
-    """The value that a tool returned, as a text that a tokenizer takes, cut where it has certainly more tokens."""
+    """The value that a tool returned, as a text that a tokenizer takes, cut where it has certainly more tokens. Raises
+    Odd for an image.
+    """
     if isinstance(value, str):
         text = value
     elif value is None:
@@ -30,6 +36,8 @@ def text_of(value: Any, most_tokens: int, side: str) -> str:
         text = f"an integer of {math.ceil(value.bit_length() * math.log10(2))} digits or so"
     elif isinstance(value, dict | list | tuple | bool | int | float):
         text = json.dumps(value, ensure_ascii=False, default=str)
+    elif isinstance(value, Image.Image):
+        raise Odd(f"a tool returned {SEEN}")
     else:
         text = str(value)
     most = _CHARACTERS * most_tokens
@@ -134,6 +142,19 @@ def reward_of(value: Any, what: str) -> float | dict[str, float] | None:
 def joined(prompt: list[Message], added: list[Message]) -> list[Message]:
     """The messages of a prompt with those that `reset` added: a text joins the last message, where the user says it."""
     if prompt and added and prompt[-1]["role"] == added[0]["role"] == "user":
-        last = {**prompt[-1], "content": prompt[-1]["content"] + added[0]["content"]}
+        content, text = prompt[-1]["content"], added[0]["content"]
+        more = [{"type": "text", "text": text}] if isinstance(content, list) else text
+        last = {**prompt[-1], "content": content + more}
         return [*prompt[:-1], last, *added[1:]]
     return [*prompt, *added]
+
+
+def in_texts(messages: list[Message]) -> list[Message]:
+    """The messages, whose contents in parts are texts, with a mark for each image."""
+    result = []
+    for message in messages:
+        content = message.get("content")
+        if isinstance(content, list):
+            message = {**message, "content": "".join(part.get("text", MARK) for part in content)}
+        result.append(message)
+    return result

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from phalanx.config.messages import ConfigError, reason
 from phalanx.config.registry import resolve_object
 from phalanx.config.sources import read
+from phalanx.environments.texts import SEEN, Odd
 from phalanx.environments.tools import Tool, schema_tool
 
 KEY = "environment.tool_config_path"
@@ -74,7 +75,11 @@ class VerlTools:
         returned = await _awaited(tool.execute(self._names[name], arguments, **kwargs))
         response, reward = (*returned, None)[:2] if isinstance(returned, tuple) else (returned, None)
         self._earned += 0.0 if reward is None else float(reward)
-        return response if isinstance(response, str | None) else response.text
+        if isinstance(response, str | None):
+            return response
+        if vars(response).get("image") or vars(response).get("video"):
+            raise Odd(f"{name} returned {SEEN}")
+        return response.text
 
     async def get_reward(self) -> float:
         """The sum of the tools' rewards."""

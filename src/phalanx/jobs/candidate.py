@@ -305,9 +305,13 @@ def _images(candidate: Candidate, sets: Sets, *, talks: bool) -> bool:
     run, trained = candidate.run, candidate.trained
     assert isinstance(run, LMRunConfig)
     place = next((prompt.place for prompts in sets.values() for prompt in prompts if prompt.images), None)
-    if place is not None and (talks or run.model.block_size is not None):
-        reader = "conversations with an environment show none" if talks else "block diffusion reads none"
-        raise ConfigError(f"{place} has images, and {reader}; leave them out")
+    if place is not None and talks and run.rollout.facts.weights != "policy":
+        raise ConfigError(
+            f"{place} has images, and conversations about them are drawn by the policy itself; set "
+            "rollout.engine=policy"
+        )
+    if place is not None and run.model.block_size is not None:
+        raise ConfigError(f"{place} has images, and block diffusion reads none; leave them out")
     if place is not None:
         vision_families.check(run.model, place)
     if trained is not None:

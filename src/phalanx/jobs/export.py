@@ -7,7 +7,7 @@ language model a LoRA becomes an adapter of peft, and all weights a folder of tr
 
 import shutil
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -160,8 +160,8 @@ class Family(Protocol):
     def load_base(self, config: Any, dtype: torch.dtype | None, names: Collection[str]) -> nn.Module:
         """The module that is trained, from the base folder, on the CPU; `names` of the tensors that are."""
 
-    def read_lora(self, path: str, config: Any) -> Layers:
-        """The LoRA of model.lora_path, by the names of the module's layers."""
+    def read_lora(self, path: str, config: Any, names: Iterable[str]) -> Layers:
+        """The LoRA of model.lora_path, by the names of the module's layers; `names` of the tensors that are trained."""
 
     def export_model(self, folder: Path, config: Any, module: Any) -> None:
         """Write the whole model."""
@@ -187,7 +187,7 @@ class Export:
         self.model = model if cfg.model_path is None else replace(model, path=cfg.model_path, revision=None)
         self.family = _family(self.model)
         path = self.model.lora_path
-        self.start: Layers = {} if path is None else self.family.read_lora(path, self.model)
+        self.start: Layers = {} if path is None else self.family.read_lora(path, self.model, self.trained.entries)
         if self.model.lora_rank > 0 and not cfg.merge_lora and _embeds_more(self.model):
             raise ValueError(
                 "merge_lora: false leaves out the mask token that the run gave the model, which is no part of its "
@@ -210,7 +210,8 @@ class Export:
         lora = self.model.lora_rank > 0
         dtype = DTYPES[self.model.dtype] if lora else self.dtype
         base = self.family.load_base(self.model, dtype, self.trained.entries.keys())
-        start_from_lora(base, self.model.lora_path, partial(self.family.read_lora, config=self.model))
+        read = partial(self.family.read_lora, config=self.model, names=self.trained.entries)
+        start_from_lora(base, self.model.lora_path, read)
         if lora:
             exact = replace(self.model, lora_dtype="float32")
             add_lora(_part(base, self.model), exact, self.family.lora_targets, self.trained.run.trainer.seed)

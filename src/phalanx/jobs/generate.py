@@ -127,10 +127,6 @@ class Generation:
 
     def _check_images(self, config: LMModelConfig, place: str) -> None:
         """Raise ConfigError or ValueError, in one line, where the prompt at `place` cannot have images."""
-        if self.environments is not None:
-            raise ConfigError(
-                f"{place} has images, and conversations with an environment show none; set environment=false"
-            )
         if config.block_size is not None:
             raise ConfigError(f"{place} has images, and block diffusion reads none; leave model.block_size out")
         vision_families.check(config, place)

@@ -1,6 +1,8 @@
 """Images of data files: found at once, read when needed, so that a dataset may exceed memory."""
 
+import base64
 import hashlib
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,10 +15,14 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
+from phalanx.config.messages import cut
+
 if TYPE_CHECKING:
     from torch import Tensor
 
 FORMS = "the bytes of an image file, its path beside the data file, or {bytes, path}"
+_ADDRESS = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+://")  # of a file on another machine
+_DATA = re.compile(r"data:image/[\w.+-]+;base64,")  # a file within its address
 
 
 @dataclass(frozen=True)
@@ -88,12 +94,16 @@ class Picture:
         file = self._file(self.source())
         try:
             with Image.open(file) as image:
+                if image.format == "EPS":
+                    raise ValueError("EPS is a program, and is not run")
                 yield image
         except UnidentifiedImageError:
-            raise ValueError(f"{self.where}: the image cannot be read: its format is unknown") from None
+            is_empty = self.file_size == 0
+            reason = "its file is empty" if is_empty else "its format is unknown"
+            raise ValueError(f"{self.where}: the image cannot be read: {reason}") from None
         except (OSError, RuntimeError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
             # of damaged files: PIL raises SyntaxError for a PNG, RuntimeError for an AVIF, ValueError for a PPM
-            raise ValueError(f"{self.where}: the image cannot be read: {error}") from None
+            raise self._unreadable(error) from None
 
     @cached_property
     def digest(self) -> str:
@@ -108,8 +118,8 @@ class Picture:
         file = self._file(self.source())
         try:
             return file.read_bytes() if isinstance(file, Path) else file.getvalue()
-        except OSError as error:
-            raise ValueError(f"{self.where}: the image cannot be read: {error}") from None
+        except (OSError, ValueError) as error:
+            raise self._unreadable(error) from None
 
     @cached_property
     def file_size(self) -> int:
@@ -119,8 +129,15 @@ class Picture:
         file = self._file(self.source())
         try:
             return file.stat().st_size if isinstance(file, Path) else len(file.getvalue())
-        except OSError as error:
-            raise ValueError(f"{self.where}: the image cannot be read: {error}") from None
+        except (OSError, ValueError) as error:
+            raise self._unreadable(error) from None
+
+    def _unreadable(self, error: Exception) -> ValueError:
+        """The error of an image's file in one line."""
+        reason = " ".join(str(error).split())
+        if isinstance(error, OSError) and error.filename is not None:
+            reason = f"{error.strerror}: {cut(str(error.filename))!r}"
+        return ValueError(f"{self.where}: the image cannot be read: {reason}")
 
     def _file(self, value: Any) -> Path | BytesIO:
         """The argument for Image.open."""
@@ -130,10 +147,27 @@ class Picture:
             value = value.get("path") if value.get("bytes") is None else value["bytes"]
         if isinstance(value, bytes):
             return BytesIO(value)
-        if isinstance(value, str):
+        if isinstance(value, str) and value:
+            if data := _DATA.match(value):
+                return BytesIO(self._decoded(value[data.end() :]))
+            value = value.removeprefix("file://")
+            if _ADDRESS.match(value):
+                raise ValueError(
+                    f"{self.where}: {cut(value)!r} is an address, and nothing is downloaded; expected {FORMS}"
+                )
             return self.folder / value
         form = f"a list of {len(value)}" if isinstance(value, list) else f"of type {type(value).__name__}"
+        if isinstance(value, dict):
+            form = f"an object with {', '.join(map(str, value)) or 'nothing'}"
+        form = "empty" if value in ("", None) else form
         raise ValueError(f"{self.where} is {form}; expected {FORMS}")
+
+    def _decoded(self, text: str) -> bytes:
+        """The file that stands in base64."""
+        try:
+            return base64.b64decode(text, validate=True)
+        except ValueError as error:
+            raise ValueError(f"{self.where}: the image is not in base64: {error}") from None
 
 
 def in_memory(value: Any) -> Any:
@@ -142,8 +176,19 @@ def in_memory(value: Any) -> Any:
 
 
 def upright(image: Image.Image) -> Image.Image:
-    """The image in RGB, rotated as its EXIF data say."""
+    """The image in RGB, rotated as its EXIF data say, on white where it is transparent; of an animation the first
+    frame. Raises ValueError for pixels that are 32-bit numbers beyond 0..255.
+    """
     image = ImageOps.exif_transpose(image)
+    if image.has_transparency_data:
+        # the colors of transparent pixels are whatever a program has left there
+        image = image.convert("RGBA")
+        return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
+    if image.mode in ("I", "F"):
+        values = np.asarray(image)
+        low, high = values.min(), values.max()
+        if low < 0 or not 1 < high <= 255:  # PIL would cut them off
+            raise ValueError(f"its pixels are 32-bit numbers from {low:g} to {high:g}; expected 8 or 16 bits")
     if image.mode.startswith("I;16"):  # of whose 65536 grays PIL makes all but the 256 darkest white
         image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
     return image.convert("RGB")

@@ -301,6 +301,21 @@ def grid(records: Sequence[Record]) -> Image.Image:
     return _grid(records, [standing(record.frames) for record in records])
 
 
+def shown_grid(records: Sequence[Record]) -> Image.Image | None:
+    """The images that prompts of texts show in one picture, each prompt's with its reward, itself and its answer below;
+    None where no prompt shows any.
+    """
+    seen = [record for record in records if record.images]
+    if not seen:
+        return None
+    tiles, captions, headings = [], [], []
+    for record in seen:
+        tiles.append(fit(together(record.images)))
+        captions.append(f"{record.prompt} -> {record.output}")
+        headings.append(f"reward {record.reward:.3f}")
+    return sheet(tiles, captions, math.ceil(math.sqrt(len(tiles))), headings)
+
+
 def moving_grid(records: Sequence[Record]) -> Iterator[NDArray[np.uint8]]:
     """The frames of the grid of videos of one length, uint8 [H, W, 3] each."""
     for at_once in zip(*(record.frames for record in records), strict=True):

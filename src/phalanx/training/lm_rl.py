@@ -1,6 +1,7 @@
 """Reinforcement learning of a causal language model: the loop's parts, and what must hold before."""
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -58,6 +59,7 @@ def build(cfg: LMRLConfig) -> Trainer | RolloutWorker | LogProbWorker:
     if place is not None:
         check_images(cfg, f"{place} has images")
         vision_families.check(cfg.model, place)
+        check_counts(every, cfg.rollout.limit_images)
     elif data.image_key is not None:
         raise ConfigError(f"data.image_key: no row of the data files has images in a column {data.image_key!r}")
     images = place is not None or vision_families.is_needed(cfg.model)
@@ -114,17 +116,26 @@ def build(cfg: LMRLConfig) -> Trainer | RolloutWorker | LogProbWorker:
 def check_images(cfg: LMRLConfig, subject: str) -> None:
     """Raise ConfigError, in one line that begins with `subject`, for what no job has whose policy reads images."""
     limits = (
-        (cfg.environment.used, "there are no conversations with an environment; leave one of them out"),
+        (
+            cfg.environment.used and cfg.rollout.facts.weights != "policy",
+            "conversations with an environment are drawn by the policy itself; set rollout.engine=policy",
+        ),
         (cfg.rollout.partial_rollout, "there are no partial rollouts; leave rollout.partial_rollout out"),
         (bool(cfg.placement), "ranks have no roles; leave placement out"),
         (bool(build_algorithm(cfg).teachers), "there are no teachers; expected an algorithm without them"),
         (cfg.model.block_size is not None, "there is no block diffusion; leave model.block_size out"),
         (cfg.parallel.ulysses_sequence_parallel_size > 1, f"ranks share no samples; set {KEY} to 1"),
-        (cfg.model.lora_path is not None, "no run starts from model.lora_path; merge it before"),
     )
     for given, message in limits:
         if given:
             raise ConfigError(f"{subject}, with which {message}")
+
+
+def check_counts(rows: Sequence[PromptRow | Prompt], limit: int | None) -> None:
+    """Raise ConfigError for the first row with more images than rollout.limit_images allows."""
+    for row in rows:
+        if limit is not None and len(row.images) > limit:
+            raise ConfigError(f"{row.place} has {len(row.images)} images, more than rollout.limit_images={limit}")
 
 
 def load_policy(cfg: LMRLConfig, world: World, *, frozen: bool = False, images: bool = False) -> LMPolicy:

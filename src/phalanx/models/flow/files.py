@@ -1,7 +1,7 @@
 """The files of a family of flow-matching models: its base, LoRAs, and the export that stock diffusers loads."""
 
 import shutil
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,7 @@ class ModelFiles:
         return diffusers.AutoModel.from_pretrained(str(base), subfolder=name, torch_dtype=dtype)
 
     @classmethod
-    def read_lora(cls, path: str, config: FlowModelConfig | None = None) -> Layers:
+    def read_lora(cls, path: str, config: FlowModelConfig | None = None, names: Iterable[str] = ()) -> Layers:
         """See phalanx.models.flow.folder.read_lora; `config` is that of the model that it is for."""
         return read_lora(path, getattr(diffusers, cls.lora_pipeline or cls.pipeline_class))
 

@@ -17,6 +17,7 @@ from phalanx.models.headers import read_json
 from phalanx.models.lm.blocks import load_blocks, mask_tokenizer
 from phalanx.models.lm.model import (
     DTYPES,
+    OF_WHOLE,
     CausalLM,
     decoder_of,
     load_class,
@@ -39,7 +40,6 @@ __all__ = [
 ]  # of a Family, see jobs/export.py
 
 lora_targets = LORA_TARGETS
-_OF_WHOLE = re.compile(r"(lm\.)?model\.(language_model|text_model)\.")  # a decoder's names in a composite model
 # files of the base folder that training does not change
 _KEPT = (
     "tokenizer*",
@@ -57,7 +57,7 @@ _KEPT = (
 
 def reads_images(names: Collection[str]) -> bool:
     """Whether the names of trained tensors are those of a whole composite model, not those of its text part."""
-    return any(_OF_WHOLE.match(name) for name in names)
+    return any(OF_WHOLE.match(name) for name in names)
 
 
 def load_base(config: LMModelConfig, dtype: torch.dtype | None, names: Collection[str]) -> CausalLM:
@@ -106,7 +106,7 @@ def export_lora(folder: Path, config: LMModelConfig, layers: dict[str, Tensor], 
     for name, t in layers.items():
         name = name.removeprefix("lm.")
         # that of a model that reads images is whole already
-        place = name if _OF_WHOLE.match(name) else name_in_whole(name, places)
+        place = name if OF_WHOLE.match(name) else name_in_whole(name, places)
         tensors[f"base_model.model.{place}"] = t.contiguous()
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     leaves = {name.partition(".lora_")[0].rpartition(".")[2] for name in layers}

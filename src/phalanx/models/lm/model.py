@@ -3,7 +3,7 @@
 import copy
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,9 @@ llada2.register()
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # the keyword of a language model's forward, which transformers 5.24 has renamed
 CACHE = "cache" if tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 24) else "past_key_values"
-# how a composite model's names of the decoder begin, those before transformers 4.52 last
-_IN_WHOLE = re.compile(r"^(model\.)?language_model\.(model\.)?")
+OF_WHOLE = re.compile(r"(lm\.)?(model\.(?:language_model|text_model))\.")  # a decoder's names in a composite model
+# how the decoder's names in a LoRA begin: in a composite model, those before transformers 4.52 last, or by itself
+_OF_LORA = re.compile(r"^(model\.)?(language_model|text_model)\.(model\.)?|^model\.(?=layers\.)")
 
 
 class CausalLM(nn.Module):
@@ -298,14 +299,22 @@ def causal_lm(lm: Any, config: LMModelConfig, chunk: int, key: str = "model.path
     return model
 
 
-def read_lora(path: str, config: object = None) -> Layers:
+def read_lora(path: str, config: object = None, names: Iterable[str] = ()) -> Layers:
     """The LoRA of model.lora_path, by the names of a CausalLM's layers; ValueError, in one line, for what is none.
-    That of a composite model's text part may have the names of the whole, also those before transformers 4.52.
+    That of a composite model's text part may have the names of the whole, also those before transformers 4.52, or its
+    own. `names` of the CausalLM's tensors say which of them it has.
     """
     file = lora_file(path)
     with loading(f"model.lora_path: {path!r} does not load"):
         layers = read_adapter(file)
-    return {f"lm.{_IN_WHOLE.sub('model.', name)}": layer for name, layer in layers.items()}
+    whole = next(filter(None, map(OF_WHOLE.match, names)), None)
+    place, placed = "model" if whole is None else whole[2], {}
+    for name, layer in layers.items():
+        name = _OF_LORA.sub(f"{place}.", name)
+        if whole is not None and not OF_WHOLE.match(name):
+            raise ValueError(f"model.lora_path: {path!r} has {name}; expected only layers of the decoder, {place}")
+        placed[f"lm.{name}"] = layer
+    return placed
 
 
 def positions(config: Any) -> int | None:

@@ -6,6 +6,7 @@ import json
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -82,7 +83,8 @@ class LMPolicy:
         self._head = 2 * model.lm.get_output_embeddings().weight.numel()  # operations of a token's logits
         self._check(model)
         model.share_positions(world, config.attn_implementation)
-        start_from_lora(model, config.lora_path, read_lora, kept)
+        names = dict(model.named_parameters())
+        start_from_lora(model, config.lora_path, partial(read_lora, names=names), kept)
         self.trained = TrainedModel(
             model,
             model.blocks(),
@@ -173,6 +175,8 @@ class LMPolicy:
         for (key, prompt), tokens in zip(new.items(), every, strict=True):
             if self.data.overlong_prompts == "truncate":
                 tokens = tokens[-self.data.max_prompt_length :]
+            if self.reader is not None:
+                self.reader.check(prompt, tokens, 0)
             if max(tokens, default=0) >= self.rows:
                 token = self.tokenizer.convert_ids_to_tokens(max(tokens))
                 raise ValueError(

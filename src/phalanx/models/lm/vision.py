@@ -271,6 +271,11 @@ class Reader:
         size = self.processor.image_processor.size
         for name, pixels in given.items():
             size[name] = pixels
+        if given and (size["shortest_edge"] is None or size["longest_edge"] is None):
+            raise ValueError(
+                f"data.min_pixels, data.max_pixels: {self.path!r} has no bounds of pixels, "
+                "size.shortest_edge and longest_edge, in its preprocessor_config.json"
+            )
         if given and size["shortest_edge"] > size["longest_edge"]:
             raise ValueError(
                 f"data.min_pixels, data.max_pixels: {self.path!r} has images of at least {size['shortest_edge']} and "
@@ -302,11 +307,15 @@ class Reader:
         self.render([prompt], data)
         text = self._texts[_chat(prompt)]
         tokens: list[int] = self.processor.tokenizer(text, add_special_tokens=False)["input_ids"]
-        expected = 0 if self.vision.family.types else len(prompt.images)  # Gemma's placeholder is another one
-        if tokens.count(self.vision.image) != expected:
-            token = self.processor.tokenizer.convert_ids_to_tokens(self.vision.image)
-            raise ValueError(f"{named(prompt)}: its text holds {token!r}, which stands for an image; take it out")
+        self.check(prompt, tokens, 0 if self.vision.family.types else len(prompt.images))  # Gemma has another one
         return text, tokens
+
+    def check(self, prompt: Prompt, tokens: Sequence[int], images: int) -> None:
+        """Raise ValueError for the tokens of a prompt that has placeholders for more than its images."""
+        for token in self.vision.never:
+            if tokens.count(token) != (images if token == self.vision.image else 0):
+                name = self.processor.tokenizer.convert_ids_to_tokens(token)
+                raise ValueError(f"{named(prompt)}: its text holds {name!r}, which stands for an image; take it out")
 
     def length(self, prompt: Prompt, data: LMDataConfig) -> int:
         """The number of a prompt's tokens. Where images keep their sizes, only the heads of their files are read."""

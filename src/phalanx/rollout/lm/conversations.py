@@ -5,6 +5,8 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import filterfalse
 from typing import Any
 
 import torch
@@ -20,14 +22,14 @@ from phalanx.environments.base import Message, Turn
 from phalanx.environments.conversation import Conversation
 from phalanx.environments.environments import Environments
 from phalanx.environments.registry import COLUMN
-from phalanx.environments.texts import joined, shortened
+from phalanx.environments.texts import in_texts, joined, shortened
 from phalanx.functional.tokens import TokenTrace
 from phalanx.models.lm.blocks import other_layers
 from phalanx.models.lm.calls import Parser, parser
 from phalanx.models.lm.policy import LMPolicy
 from phalanx.models.lm.turns import TurnRenderer
 from phalanx.rollout.lm.converse import Partner, Spoken, converse
-from phalanx.rollout.lm.decode import Decoding
+from phalanx.rollout.lm.decode import Decoding, Prefill
 from phalanx.rollout.lm.in_policy import Drawn, LMRollout, distinct
 from phalanx.telemetry.step_metrics import reward_by_turns
 from phalanx.types import Each, JobError, Prompt, Samples
@@ -70,6 +72,7 @@ class _Talk:
     parse: Parser
     messages: list[Message]
     prompt: list[int] = field(default_factory=list)
+    look: Any = None  # the images of the prompt
     turns: int = 0
     ends: list[int] = field(default_factory=list)  # of turns: the numbers of their last drawn tokens
     full: bool = False  # it had as many turns as there may be
@@ -188,8 +191,9 @@ class ConversationRollout(LMRollout):
         fits = self.data.max_prompt_length
         places = [i for i, talk in enumerate(talks) if talk.conversation.ended is None and len(talk.prompt) <= fits]
         speaking = [talks[i] for i in places]
-        partner = _Partner(speaking, self.environment, self.policy.tokenizer)
-        outcomes = self._speak([talk.prompt for talk in speaking], [names[i] for i in places], decoding, partner)
+        partner = _Partner(speaking, self.environment, self.policy)
+        begun = [talk.prompt for talk in speaking], [talk.look for talk in speaking]
+        outcomes = self._speak(*begun, [names[i] for i in places], decoding, partner)
         spoken = dict(zip(places, outcomes, strict=True))
         for i, speech in spoken.items():
             talk, tokens = talks[i], speech.tokens
@@ -204,18 +208,27 @@ class ConversationRollout(LMRollout):
         return drawn
 
     def _speak(
-        self, prompts: list[list[int]], names: Sequence[tuple[int, ...]], decoding: Decoding, partner: Partner
+        self,
+        prompts: list[list[int]],
+        looks: list[Any],
+        names: Sequence[tuple[int, ...]],
+        decoding: Decoding,
+        partner: Partner,
     ) -> list[Spoken]:
-        """A conversation behind each of the prompts, of which a rank may have none. Other engines override this; where
-        `facts` are not exact, each has the log_probs of the tokens that are drawn.
+        """A conversation behind each of the prompts with its images, of which a rank may have none. Other engines
+        override this; where `facts` are not exact, each has the log_probs of the tokens that are drawn.
         """
         if not prompts:
             return []
-        tokens, rows = distinct(prompts)
+        tokens, rows = distinct(prompts, looks)
+        prefill: Prefill | None = None
+        if self.policy.vision is not None:
+            of_prompts = dict(zip(rows, looks, strict=True))  # by their numbers, in order
+            prefill = partial(self.policy.vision.prefill, looks=list(of_prompts.values()))
         uniform = self._uniform(names, decoding.limit, decoding)
         room, join = [decoding.limit] * len(prompts), self.environment.join
         forward, settings = self.policy.trained.module, self.policy.settings
-        return converse(forward, settings, tokens, rows, uniform, decoding, room, partner, join)
+        return converse(forward, settings, tokens, rows, uniform, decoding, room, partner, join, prefill)
 
     def _begun(self, prompts: list[Prompt], names: Sequence[tuple[int, ...]]) -> list[_Talk]:
         """A conversation with each prompt, in a new instance of its environment, which may have added to the prompt."""
@@ -225,19 +238,29 @@ class ConversationRollout(LMRollout):
             row = {key: value for key, value in prompt.meta.items() if key != "tools"}
             # the samples of a prompt are compared: (seed, step, group) is what they begin with
             conversation = self.environments.open(
-                row | {"prompt": prompt.messages or prompt.text}, fold_in(*name[:3]), fold_in(*name, "environment")
+                row | {"prompt": in_texts(prompt.messages or []) or prompt.text},
+                fold_in(*name[:3]),
+                fold_in(*name, "environment"),
             )
             kind = None if None in self._renderers else prompt.meta[COLUMN]
             talks.append(_Talk(conversation, *self._renderers[kind], list(messages)))
+        known: dict[tuple[int, str], tuple[list[int], Any]] = {}  # of prompts that reset has changed
         resets = [talk.conversation.reset() for talk in talks]
         for talk, prompt, reset in zip(talks, prompts, resets, strict=True):
             added = reset.result()
             if added:
                 talk.messages = joined(talk.messages, added)
-                with _about(talk):
+            with _about(talk):
+                if not added:
+                    talk.prompt, talk.look = self.policy.encode(prompt), self.policy.look(prompt)
+                elif not prompt.images:
                     talk.prompt = talk.renderer.prompt(talk.messages)
-            else:
-                talk.prompt = self.policy.encode(prompt)
+                else:
+                    key = prompt.group_id, str(talk.messages)
+                    if key not in known:  # samples with the same images share them
+                        known[key] = self.policy.reader.read(replace(prompt, messages=talk.messages), self.data)
+                    talk.prompt, talk.look = known[key]
+            talk.messages = in_texts(talk.messages)
         return talks
 
     def _conversation(self, talk: _Talk, spoken: Spoken | None, reward: float | dict[str, float] | None) -> Conversed:
@@ -254,13 +277,18 @@ class ConversationRollout(LMRollout):
             "environment_seconds": conversation.seconds,
             "turn_rewards": conversation.turn_rewards,
         }
+        prompt, look = talk.prompt[-self.data.max_prompt_length :], talk.look
+        if look is not None and len(prompt) < len(talk.prompt):  # nothing was drawn, and images are not cut
+            never = self.policy.vision.never
+            prompt, look = list(filterfalse(never.__contains__, prompt)) or [self.policy.pad], None
         return Conversed(
-            talk.prompt[-self.data.max_prompt_length :],
+            prompt,
             tokens,
             text,
             ended == "tokens",
             [] if spoken is None else spoken.log_probs,
             beside=beside,
+            look=look,
             sampled=[] if spoken is None else spoken.sampled,
             ended=ended,
             turns=talk.turns,
@@ -295,14 +323,17 @@ class ConversationRollout(LMRollout):
         for i, drawn in enumerate(self._conversed):
             ends[i] = len(drawn.prompt) + len(drawn.response)
             sampled[i, len(drawn.prompt) : ends[i]] = torch.tensor(drawn.sampled, dtype=torch.bool)
-        return TokenTrace(ids, starts, lengths, width, sampled=sampled.to(ids.device), ends=ends.to(ids.device))
+        looks = tuple(drawn.look for drawn in self._drawn)
+        given = {"sampled": sampled.to(ids.device), "ends": ends.to(ids.device)}
+        return TokenTrace(ids, starts, lengths, width, looks=looks if any(looks) else None, **given)
 
 
 class _Partner:
     """See phalanx.rollout.lm.converse.Partner."""
 
-    def __init__(self, talks: Sequence[_Talk], config: EnvironmentConfig, tokenizer: Any) -> None:
-        self._talks, self._config, self._tokenizer = talks, config, tokenizer
+    def __init__(self, talks: Sequence[_Talk], config: EnvironmentConfig, policy: LMPolicy) -> None:
+        self._talks, self._config, self._tokenizer = talks, config, policy.tokenizer
+        self._never = policy.trained.module.never
 
     def hear(self, sample: int, turn: list[int]) -> Future[Turn]:
         talk = self._talks[sample]
@@ -322,7 +353,8 @@ class _Partner:
         if talk.full:
             return None
         with _about(talk):
-            return talk.renderer.answer(messages)
+            # what a text says of images stands for none
+            return list(filterfalse(self._never.__contains__, talk.renderer.answer(messages)))
 
     def _cut(self, message: Message) -> Message:
         """The message, whose content is no longer than it may be."""

@@ -16,7 +16,7 @@ from transformers import DynamicCache
 
 from phalanx.functional.tokens import left_padded
 from phalanx.models.lm.model import CACHE
-from phalanx.rollout.lm.decode import SHRINK, Decoding, check_finite, draw
+from phalanx.rollout.lm.decode import SHRINK, Decoding, Prefill, check_finite, draw
 
 WASTE = 1.5  # columns of the cache per token of the longest conversation, from which on the empty ones are taken out
 
@@ -78,15 +78,17 @@ def converse(
     room: list[int],
     partner: Partner,
     join: int,
+    prefill: Prefill | None = None,
 ) -> list[Spoken]:
     """A conversation for each of `rows`, numbers of prompts; uniform [B, limit]. `room` [B] are the most tokens behind
     each prompt, at least one. Answers join at every `join`-th step, or as they arrive with 0, and where nobody speaks.
 
-    `forward` and `config` are the language model's. Raises JobError where its logits are not finite.
+    `forward` and `config` are the language model's; `prefill`: where prompts may have images. Raises JobError where its
+    logits are not finite.
     """
     device = uniform.device
     batch = _Batch(forward, config, device, decoding.pad)
-    logits = batch.begin(prompts, rows)
+    logits = batch.begin(prompts, rows, prefill)
     spoken = [Spoken(most) for most in room]
     speaking = list(range(len(rows)))  # samples that draw a token of these logits
     alive = list(range(len(rows)))  # samples of the batch, row by row
@@ -147,29 +149,31 @@ class _Batch:
         self._forward, self._device, self._pad = forward, device, pad
         self._cache = DynamicCache(config=config)
         self._real = torch.zeros(0)  # [B, columns]: whether a column is the sample's own
+        # [B]: how far positions behind the prompt are from the numbers of the tokens; images may take fewer
+        self._shift = torch.zeros(0)
 
-    def begin(self, prompts: list[list[int]], rows: list[int]) -> Tensor:
+    def begin(self, prompts: list[list[int]], rows: list[int], prefill: Prefill | None) -> Tensor:
         """The logits [B, V] behind the prompts; each is read once for all of its samples."""
         self._real = torch.zeros(len(prompts), 0, dtype=torch.long, device=self._device)
-        logits = self.read(prompts)
+        self._shift = torch.zeros(len(prompts), dtype=torch.long, device=self._device)
+        logits = self.read(prompts, prefill)
         at = torch.tensor(rows, device=self._device)
         self._cache.reorder_cache(at)
-        self._real = self._real[at]
+        self._real, self._shift = self._real[at], self._shift[at]
         return logits[at]
 
-    def read(self, feeds: list[list[int]]) -> Tensor:
+    def read(self, feeds: list[list[int]], prefill: Prefill | None = None) -> Tensor:
         """The logits [B, V] behind the tokens that each sample adds; of no meaning for one that adds none."""
         ids, new = left_padded(feeds, self._pad)
         ids, new = ids.to(self._device), new.to(self._device)
-        before = self._real.sum(1, keepdim=True)
+        before = self._real.sum(1, keepdim=True) + self._shift[:, None]
+        given: dict[str, Any] = {"position_ids": (before + new.cumsum(1) - 1).clamp(min=0)}
+        if prefill is not None:
+            given, following = prefill(ids, new)
+            self._shift = following - new.sum(1)
         self._real = torch.cat([self._real, new], 1)
         out = self._forward(
-            input_ids=ids,
-            attention_mask=self._real,
-            position_ids=(before + new.cumsum(1) - 1).clamp(min=0),
-            **{CACHE: self._cache},
-            use_cache=True,
-            logits_to_keep=1,
+            input_ids=ids, attention_mask=self._real, **given, **{CACHE: self._cache}, use_cache=True, logits_to_keep=1
         )
         longest = int(self._real.sum(1).max()) if new.shape[1] > 1 else self._real.shape[1]
         if self._real.shape[1] > WASTE * longest:
@@ -181,7 +185,7 @@ class _Batch:
         """Only these rows go on."""
         at = torch.tensor(rows, device=self._device)
         self._cache.reorder_cache(at)
-        self._real = self._real[at]
+        self._real, self._shift = self._real[at], self._shift[at]
 
     def _compact(self, longest: int) -> None:
         """Move each sample's own columns to the end, and leave out what is then empty in all rows."""

@@ -338,11 +338,13 @@ class LMRollout:
         return replace(samples, log_prob=log_prob, trace=trace.rescored(replays, parts))
 
 
-def distinct(prompts: Sequence[list[int]]) -> tuple[list[list[int]], list[int]]:
-    """The different ones, and the number among these of each."""
-    known: dict[tuple[int, ...], int] = {}
-    rows = [known.setdefault(tuple(prompt), len(known)) for prompt in prompts]
-    return [list(prompt) for prompt in known], rows
+def distinct(prompts: Sequence[list[int]], looks: Sequence[Any] = ()) -> tuple[list[list[int]], list[int]]:
+    """The different ones, with their images, and the number among these of each."""
+    known: dict[tuple[tuple[int, ...], int], int] = {}
+    rows = []
+    for prompt, look in zip(prompts, looks or [None] * len(prompts), strict=True):
+        rows.append(known.setdefault((tuple(prompt), id(look)), len(known)))
+    return [list(prompt) for prompt, _ in known], rows
 
 
 def check_stops(policy: LMPolicy, config: LMRolloutConfig) -> None:

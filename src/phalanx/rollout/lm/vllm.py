@@ -65,6 +65,7 @@ class VllmRollout(LMRollout):
             together=min(micro_batch_size * size, 1024),
             sleep=config.sleep,
             images=None if policy.vision is None else bounds(policy.data),
+            limit_images=config.limit_images,
         )
         self._groups = VllmGroups(self.group, world.launch.local_rank, policy.parallel.timeout_s)
         self.engine = TextEngine(settings, self._groups, world.rank, world.launch.local_rank)

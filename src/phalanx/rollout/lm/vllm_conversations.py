@@ -44,7 +44,12 @@ class VllmConversationRollout(ConversationRollout):
         return super().metrics(samples, reward) | {"rollout/sync_error": self.turns.sync_error}
 
     def _speak(
-        self, prompts: list[list[int]], names: Sequence[tuple[int, ...]], decoding: Decoding, partner: Partner
+        self,
+        prompts: list[list[int]],
+        looks: list[Any],
+        names: Sequence[tuple[int, ...]],
+        decoding: Decoding,
+        partner: Partner,
     ) -> list[Spoken]:
         with self.turns.engine.requests() as requests:
             return converse(requests, prompts, names, decoding, partner, self.environment.join)

@@ -13,13 +13,14 @@ from PIL import Image
 
 from phalanx.config.load import flat
 from phalanx.telemetry.loggers import Logger, RunStart
-from phalanx.telemetry.records import IMAGES, SAMPLES, Record, kind_of
+from phalanx.telemetry.records import SAMPLES, Record, kind_of, shown_grid
 
 _REFUSED = re.compile(r"[^\w/. :-]")  # in a metric's name
 
 
 class Mlflow(Logger):
-    """Metrics; the configuration as parameters; a validation's files as artifacts, and its grid as an image.
+    """Metrics; the configuration as parameters; a validation's files as artifacts, and its grid, of texts that of the
+    images of their prompts, as an image.
     The experiment is `trainer.project_name`.
 
     MLflow's client waits for the server, for minutes where that is gone. It does so on a thread, beside the training.
@@ -68,9 +69,9 @@ class Mlflow(Logger):
     def records(self, step: int, set_name: str, records: list[Record], folder: Path) -> None:
         kind = kind_of(records)
         self._send(self._client.log_artifacts, str(folder), f"{kind}/{set_name}/{folder.name}")
-        if kind != SAMPLES:
-            grid = Image.open(folder / "grid.png")
-            key = re.sub(r"[^\w/. -]", "_", f"{IMAGES}/{set_name}", flags=re.ASCII)
+        grid = shown_grid(records) if kind == SAMPLES else Image.open(folder / "grid.png")
+        if grid is not None:
+            key = re.sub(r"[^\w/. -]", "_", f"{kind}/{set_name}", flags=re.ASCII)
             self._send(self._client.log_image, grid, key=key, step=step)
 
     def _send(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> None:

@@ -8,12 +8,12 @@ from typing import Any
 from phalanx.config.load import ConfigError
 from phalanx.media.videos import gif
 from phalanx.telemetry.loggers import KEY, Logger, RunStart
-from phalanx.telemetry.records import IMAGES, SAMPLES, Record, kind_of
+from phalanx.telemetry.records import IMAGES, SAMPLES, Record, kind_of, together
 
 
 class Swanlab(Logger):
-    """Metrics; validations as pictures, GIFs of videos, or texts. A resumed run continues under its id, and SwanLab
-    drops what it has of a step already.
+    """Metrics; validations as pictures, GIFs of videos, or texts and the images of their prompts. A resumed run
+    continues under its id, and SwanLab drops what it has of a step already.
     """
 
     extra = "swanlab"
@@ -55,7 +55,14 @@ class Swanlab(Logger):
                 shown.append(self._swanlab.Image(record.output, caption=record.caption))
             else:  # it plays no other videos
                 shown.append(self._swanlab.Video(gif(list(record.frames), record.fps), caption=record.caption))
-        self._run.log({f"{kind}/{set_name}": shown}, step=step)
+        row = {f"{kind}/{set_name}": shown}
+        of_prompts = []
+        for record in records:
+            if record.images:
+                of_prompts.append(self._swanlab.Image(together(record.images), caption=record.caption))
+        if of_prompts:
+            row[f"{kind}/{set_name}/{IMAGES}"] = of_prompts
+        self._run.log(row, step=step)
 
     def close(self, failed: bool) -> None:
         handler = signal.getsignal(signal.SIGINT)

@@ -10,11 +10,12 @@ from PIL import Image
 
 from phalanx.media.videos import gif
 from phalanx.telemetry.loggers import Logger, RunStart
-from phalanx.telemetry.records import IMAGES, SAMPLES, Record, kind_of, moving_grid
+from phalanx.telemetry.records import IMAGES, SAMPLES, Record, kind_of, moving_grid, shown_grid
 
 
 class Tensorboard(Logger):
-    """Scalars; validations as grids of pictures, GIFs of videos, or texts."""
+    """Scalars; validations as grids of pictures, GIFs of videos, or texts and a grid of the images of
+    their prompts."""
 
     extra = "tensorboard"
 
@@ -41,6 +42,9 @@ class Tensorboard(Logger):
                 if record.ground_truth is not None:
                     parts[-1] += f"\n\n**ground truth**\n\n{indent(record.ground_truth, '    ')}"
             self._writer.add_text(f"{SAMPLES}/{set_name}", "\n\n---\n\n".join(parts), step)
+            shown = shown_grid(records)
+            if shown is not None:
+                self._writer.add_image(f"{SAMPLES}/{set_name}", np.asarray(shown), step, dataformats="HWC")
             return
         picture = np.asarray(Image.open(folder / "grid.png").convert("RGB"))
         self._writer.add_image(f"{IMAGES}/{set_name}", picture, step, dataformats="HWC")

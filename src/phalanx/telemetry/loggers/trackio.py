@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.telemetry.loggers import Logger, RunStart
-from phalanx.telemetry.records import SAMPLES, Record, kind_of
+from phalanx.telemetry.records import SAMPLES, Record, kind_of, together
 
 
 class Trackio(Logger):
-    """Metrics; validations as tables of texts or pictures, and mp4 files.
+    """Metrics; validations as tables of pictures, or of texts and the images of their prompts, and mp4 files.
 
     Trackio identifies a run by its name, which therefore ends in random digits; the group is `trainer.experiment_name`.
     """
@@ -42,12 +42,15 @@ class Trackio(Logger):
                 self._run.log({f"videos/{set_name}/{record.stem}": video}, step=step)
             return
         kind, rows = kind_of(records), []
+        shows = any(record.images for record in records)
         for record in records:
             row: dict[str, Any] = {"prompt": record.prompt, "reward": record.reward}
             for term, score in record.scores.items():
                 row[f"reward/{term}"] = score
             if kind == SAMPLES:
                 row |= {"ground_truth": record.ground_truth, "text": record.output}
+                if shows:
+                    row["images"] = self._trackio.Image(together(record.images)) if record.images else None
                 rows.append(row if record.conversation is None else row | {"messages": record.transcript})
             else:
                 rows.append(row | {"image": self._trackio.Image(folder / f"{record.stem}.png")})

@@ -2,7 +2,7 @@
 
 import logging
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -116,7 +116,7 @@ class Model(FlowModel):
         return Experts(first, cls.load_part(config, dtype, SECOND), index["boundary_ratio"] * TIMESTEPS)
 
     @classmethod
-    def read_lora(cls, path: str, config: FlowModelConfig | None = None) -> Layers:
+    def read_lora(cls, path: str, config: FlowModelConfig | None = None, names: Iterable[str] = ()) -> Layers:
         """That of both transformers, or of the one whose file the folder has, where the model has two."""
         folder = Path(path).expanduser()
         if config is None or SECOND not in component_names(model_index(str(base_folder(config)))):
