@@ -156,7 +156,7 @@ def fit_and_break(cfg: LMRLConfig) -> str:
     with torch.no_grad():
         for name, p in trainer.policy.trained.module.named_parameters():
             if "visual" in name:
-                p.add_(0.1 * torch.randn_like(p))
+                p.add_(torch.randn_like(p))
     with patch.object(rollout.engine, "refresh", list), pytest.raises(JobError) as error, rollout.awake():
         pass
     return str(error.value)
