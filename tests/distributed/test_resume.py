@@ -189,7 +189,7 @@ def test_other_settings_are_told(sd3_folder: Path, tmp_path: Path, capfd: pytest
     before.write_text("a: [b")
     more = tiny_config(sd3_folder, tmp_path, *keys, another, "trainer.total_training_steps=3")
     run_ranks(loud_fit, 1, more)
-    assert f"the settings of before are not known: {before}:1:6: not valid YAML" in capfd.readouterr().err
+    assert f"the settings of the earlier run cannot be read: {before}:1:6: not valid YAML" in capfd.readouterr().err
     for changed in ("trainer.seed=1", "model.lora_init=gaussian"):
         with pytest.raises(RankError, match=r"holds lora_init pissa of trainer\.seed=0, this run has"):
             run_ranks(loud_fit, 1, tiny_config(sd3_folder, tmp_path, *keys, another, changed))

@@ -155,12 +155,16 @@ def test_the_resolved_configuration_is_saved_and_reads_as_the_same(
 
 def test_settings_that_differ_from_those_of_before(tmp_path: Path) -> None:
     before = tmp_path / "config.yaml"
-    save(train("optim.lr=1e-5", "trainer.save_freq=3"), before)
+    old = train("optim.lr=1e-5", "trainer.save_freq=3")
+    old.placement = {"actor": "0"}
+    save(old, before)
     now = train("trainer.save_freq=4", "trainer.seed=7", "optim.lr=1e-6", "reward.functions=[{name: ocr, weight: 2}]")
     now.placement = {"actor": "0", "rollout": "1"}
     lr, placement, rewards, seed = changed(before, now)
     assert (lr, seed) == ("optim.lr 1e-05 -> 1e-06", "trainer.seed 0 -> 7")
-    assert placement == "placement {} -> {'actor': '0', 'rollout': '1'}" and rewards.startswith("reward.functions")
+    assert placement == "placement {'actor': '0'} -> {'actor': '0', 'rollout': '1'}" and rewards.startswith(
+        "reward.functions"
+    )
     before.write_text("[")
     with pytest.raises(ConfigError, match="not valid YAML"):
         changed(before, now)

@@ -1,7 +1,8 @@
-"""The user's input as OmegaConf reads it, a YAML file and `key=value` overrides, and its differences to another."""
+"""The user's input as OmegaConf reads it, a YAML file and `key=value` overrides, and how it differs from another."""
 
 import copy
 from collections.abc import Sequence
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -125,15 +126,16 @@ def changed(before: Path, config: Any) -> list[str]:
     # through YAML, as it was saved: numbers may be read as others than they were written
     plain = OmegaConf.create(OmegaConf.to_yaml(OmegaConf.create(public(config))))
     contents: list[Any] = [OmegaConf.to_container(content) for content in (read(str(before)), plain)]
-    return sorted(_changed(*contents))
+    return sorted(_changed(*contents, config))
 
 
-def _changed(before: dict[str, Any], now: dict[str, Any], prefix: str = "") -> list[str]:
+def _changed(before: dict[str, Any], now: dict[str, Any], config: Any, prefix: str = "") -> list[str]:
     lines = []
     for key in before.keys() & now.keys():  # other keys are of another version, or of another algorithm
         one, other, name = before[key], now[key], f"{prefix}{key}"
-        if isinstance(one, dict) and isinstance(other, dict) and one and other:
-            lines += _changed(one, other, f"{name}.")
+        part = vars(config)[key]
+        if isinstance(one, dict) and isinstance(other, dict) and is_dataclass(part):
+            lines += _changed(one, other, part, f"{name}.")
         elif one != other and (prefix != "trainer." or key == "seed"):
             values = f" {one} -> {other}"
             lines.append(name + (values if len(values) < 200 else ""))

@@ -80,7 +80,7 @@ class TransformersEngine:
             for shows in (True, False):
                 numbered = [i for i, (numbers, _) in enumerate(questions) if bool(numbers) == shows]
                 # neighbours ask much the same: their lengths differ little, of questions, and mostly of answers
-                order = sorted(numbered, key=lambda i: sum(map(len, questions[i][1])))
+                order = sorted(numbered, key=lambda i: len("".join(questions[i][1])))
                 for first in range(0, len(order), size):
                     batch = order[first : first + size]
                     pictures: dict[int, Any] = {}

@@ -45,12 +45,12 @@ from phalanx.rollout.registry import check_installed
 from phalanx.training.checkpoint import read_meta
 from phalanx.training.components import TrainedPolicy, build_rewards, fitting_sets
 from phalanx.training.flow_components import check_plan, check_references
-from phalanx.training.lm_rl import fitting, with_tools
+from phalanx.training.lm_rl import check_counts, fitting, with_tools
 from phalanx.training.prompt_lengths import fitting as fitting_flow
 from phalanx.types import Prompt, Rollout
 
 SECTIONS = ("model", "data", "rollout", "reward", "environment")
-# of these neither samples nor scores depend, but the memory and the time that they take
+# samples and scores do not depend on these, only the memory and the time that they take
 COSTS = (
     "rollout.gpu_memory_utilization",
     "reward.overlap",
@@ -314,6 +314,7 @@ def _images(candidate: Candidate, sets: Sets, *, talks: bool) -> bool:
         raise ConfigError(f"{place} has images, and block diffusion reads none; leave them out")
     if place is not None:
         vision_families.check(run.model, place)
+        check_counts(list(chain.from_iterable(sets.values())), run.rollout.limit_images)
     if trained is not None:
         return place is not None or reads_images(trained.entries)
     return place is not None or vision_families.is_needed(run.model)

@@ -87,7 +87,8 @@ class Evaluation:
         except ValueError as error:
             raise ConfigError(str(error).replace("trainer.output_dir", "output_dir")) from error
         if self.world.rank == 0:  # it has the folder, and how an earlier one ended tells nothing of this one
-            (self.folder / ENDED).unlink(missing_ok=True)
+            with writing(self.folder, "output_dir"):
+                (self.folder / ENDED).unlink(missing_ok=True)
         # a run in progress may have written another checkpoint since this rank looked
         self.candidate = self._agreed(
             self.candidate, lambda folder: read_candidate(replace(self.cfg, checkpoint=folder))
@@ -134,13 +135,13 @@ class Evaluation:
         end = {"ended": "finished", "text": f"finished; see {self.folder / RESULT}"}
         try:
             yield
-        except BaseException as error:  # whatever it is: it goes on its way
+        except BaseException as error:  # any error is told, and raised again
             kind = "stopped" if isinstance(error, Stopped) else "failed"
             end = {"ended": kind, "text": hide(str(error)) if kind == "stopped" else f"failed: {hide(reason(error))}"}
             raise
         finally:
             if self.world.rank == 0:
-                with suppress(OSError):  # of a full disk, which hides no error
+                with suppress(OSError):  # a full disk must not hide the error
                     write_json(self.folder / ENDED, end)
 
     def _finish(self) -> None:

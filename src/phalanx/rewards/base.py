@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 from numpy.typing import NDArray
 from torch import Tensor
 
+from phalanx.config.messages import reason
 from phalanx.distributed.passes import Passes
 from phalanx.telemetry.records import TALKS
 from phalanx.types import JobError, Prompt, Samples
@@ -65,6 +66,17 @@ class ChecksRows(Protocol):
 
     def check_row(self, prompt: str, metadata: dict[str, Any], /) -> None:
         """Raise ValueError, with the reason as a part of a line, for such a row; cheap, as it is called often."""
+
+
+def objection_of(reward: object, prompt: str, metadata: dict[str, Any]) -> str | None:
+    """The reason why samples of a row of the data cannot be scored, as the reward's `check_row` gives it."""
+    if not isinstance(reward, ChecksRows):
+        return None
+    try:
+        reward.check_row(prompt, copied(metadata))
+    except Exception as error:  # whatever the user's code raises
+        return reason(error).removeprefix("ValueError: ")
+    return None
 
 
 @runtime_checkable

@@ -18,7 +18,7 @@ from phalanx.config.messages import nearest, reason
 from phalanx.config.registry import known_modules, object_forms, resolve_object
 from phalanx.config.reward import RewardFunctionConfig
 from phalanx.functional.rewards import Share
-from phalanx.rewards.base import MARK, ChecksRows, DeviceReward, HasGradient, PolicyReward, RewardWithExtras, copied
+from phalanx.rewards.base import MARK, DeviceReward, HasGradient, PolicyReward, RewardWithExtras, objection_of
 from phalanx.rewards.foreign import OUTPUTS, TrlReward, VerlReward, form_of, verl_arguments
 from phalanx.rewards.judge._base import Judge, PairJudge, ParsedAnswers, WinRates
 from phalanx.rewards.protocol import complaint
@@ -50,15 +50,9 @@ class Term:
     chats: bool = False  # prompts that are chats are given as lists of messages
 
     def objection(self, prompt: str, metadata: dict[str, Any]) -> str | None:
-        """The reason why samples of a row of the data cannot be scored, as the reward's `check_row` gives it."""
+        """See `objection_of`."""
         reward = self.function.judge if isinstance(self.function, ParsedAnswers) else self.function
-        if not isinstance(reward, ChecksRows):
-            return None
-        try:
-            reward.check_row(prompt, copied(metadata))
-        except Exception as error:  # whatever the user's code raises
-            return reason(error).removeprefix("ValueError: ")
-        return None
+        return objection_of(reward, prompt, metadata)
 
     @cached_property
     def gradient(self) -> Callable[..., Tensor] | None:
@@ -157,6 +151,8 @@ def _build(cfg: RewardFunctionConfig, key: str, device: str, unparseable_score: 
             scores = ParsedAnswers
             if isinstance(function, PairJudge):
                 scores, opponents = WinRates, function.opponents
+                if function.opens:
+                    raise ConfigError(f"{key} ({name}): opens=True is of judges of single samples, not of pairs")
                 if opponents is not None and (opponents < 2 or opponents % 2):
                     raise ConfigError(
                         f"{key} ({name}): opponents={opponents} should be an even number, such as 4, or null for all"

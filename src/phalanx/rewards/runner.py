@@ -103,6 +103,7 @@ class RewardSet:
                 outputs=outputs,
                 device=self._device,
                 beside=beside,
+                forgives=self._forgives,
                 launch=launch,
                 context_size=context_size,
             )

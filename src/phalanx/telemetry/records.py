@@ -11,7 +11,7 @@ import math
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -308,12 +308,9 @@ def shown_grid(records: Sequence[Record]) -> Image.Image | None:
     seen = [record for record in records if record.images]
     if not seen:
         return None
-    tiles, captions, headings = [], [], []
-    for record in seen:
-        tiles.append(fit(together(record.images)))
-        captions.append(f"{record.prompt} -> {record.output}")
-        headings.append(f"reward {record.reward:.3f}")
-    return sheet(tiles, captions, math.ceil(math.sqrt(len(tiles))), headings)
+    tiles = [fit(together(record.images)) for record in seen]
+    answered = [replace(record, prompt=f"{record.prompt} -> {record.output}") for record in seen]
+    return _sheet(answered, tiles, math.ceil(math.sqrt(len(tiles))))
 
 
 def moving_grid(records: Sequence[Record]) -> Iterator[NDArray[np.uint8]]:
@@ -326,6 +323,11 @@ def _grid(records: Sequence[Record], strips: Sequence[NDArray[np.uint8]]) -> Ima
     """The grid with these frames [f, H, W, 3] of each record side by side."""
     tiles = [side_by_side(list(map(fit, pictures(strip)))) for strip in strips]
     columns = math.ceil(math.sqrt(len(tiles) / len(strips[0])))  # a strip is as wide as its frames together
+    return _sheet(records, tiles, columns)
+
+
+def _sheet(records: Sequence[Record], tiles: Sequence[Image.Image], columns: int) -> Image.Image:
+    """One picture of these, each with the reward and the prompt of its record."""
     prompts, headings = [], []
     for record in records:
         prompts.append(record.prompt)

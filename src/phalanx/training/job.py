@@ -364,7 +364,7 @@ class Job:
             try:
                 settings = changed(before, _with_whole_path(self.cfg)) if before.is_file() else []
             except ConfigError as error:
-                log.warning("the settings of before are not known: %s", error)
+                log.warning("the settings of the earlier run cannot be read: %s", error)
             else:
                 if settings:
                     log.warning("other settings than in %s: %s", before, ", ".join(settings))

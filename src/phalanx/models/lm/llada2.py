@@ -94,8 +94,7 @@ class SplitHeads(ConversionOps):
         (fused,) = input_dict.values()
         names = [full_layer_name.replace(target_patterns[0], target) for target in target_patterns]
         rows = [model.get_parameter(name).shape[0] for name in names]
-        # contiguous, since a view would keep all of the fused projection
-        pieces = [piece.contiguous() for piece in (fused[0] if isinstance(fused, list) else fused).split(rows)]
+        pieces = (fused[0] if isinstance(fused, list) else fused).split(rows)
         return dict(zip(target_patterns, pieces, strict=True))
 
     @property

@@ -17,7 +17,7 @@ from phalanx.config.messages import reason
 from phalanx.config.reward import RewardModelConfig
 from phalanx.distributed.launch import Launch
 from phalanx.media.pictures import raw_file, to_uint8
-from phalanx.rewards.base import RewardError, copied
+from phalanx.rewards.base import RewardError, copied, objection_of
 from phalanx.rewards.call import DaemonPool
 from phalanx.rewards.judge._base import Judge, PairJudge
 from phalanx.rewards.judge._model import Question, RewardModel
@@ -75,15 +75,18 @@ class JudgePool:
         outputs: str,
         device: torch.device,
         beside: bool,
+        forgives: bool = False,
         launch: Launch | None = None,
         context_size: int = 1,
     ) -> None:
         """Load the reward model for `outputs`, images or completions; ValueError where it cannot be used. Samples of
-        `context_size` neighbours are dealt out to them one by one.
+        `context_size` neighbours are dealt out to them one by one. `forgives`: about samples of rows that a judge's
+        `check_row` refuses it asks nothing.
         """
         self._pair_judges = {name: judge for name, judge in judges.items() if isinstance(judge, PairJudge)}
         self._judges = {name: judge for name, judge in judges.items() if name not in self._pair_judges}
         self._of_text, self._context_size = outputs == "completions", context_size
+        self._forgives = forgives
         launch = launch or Launch.from_env()
         self._rank = launch.rank
         pairs = bool(self._pair_judges)
@@ -109,7 +112,7 @@ class JudgePool:
         texts = [None] * len(prompts) if isinstance(outputs, Tensor) else outputs
         questions = {}
         for name, judge in self._judges.items():
-            questions[name] = list(map(partial(_asked, name, judge), prompts, texts))
+            questions[name] = list(map(partial(_asked, name, judge, self._forgives), prompts, texts))
         completions = [] if isinstance(outputs, Tensor) else outputs
         batch = JudgeBatch(*self._seen(outputs, prompts), prompts, questions, frames, completions)
         self._batches.append(batch)
@@ -231,7 +234,7 @@ class JudgePool:
         for name, of_judge in asked.items():
             if self._judges[name].opens:
                 opens = True
-                openings += [(numbers, first or "") for numbers, (first, _) in of_judge]
+                openings += [(numbers, first) for numbers, (first, _) in of_judge if first is not None]
         descriptions = iter(self._ask_model(files, openings) if opens else [])
         questions: list[Question] = []
         for numbers, (first, texts) in chain.from_iterable(asked.values()):
@@ -252,12 +255,17 @@ class JudgePool:
         return answers
 
 
-def _asked(name: str, judge: Judge, prompt: Prompt, completion: str | None) -> Asked:
+def _asked(name: str, judge: Judge, forgives: bool, prompt: Prompt, completion: str | None) -> Asked:
     """The questions of a judge about a sample of the prompt; RewardError where it cannot ask."""
+    if forgives and objection_of(judge, prompt.text, prompt.meta) is not None:
+        return None, []
     text = {} if completion is None else {"completion": completion}
     try:
         first = judge.opening(prompt.text, copied(prompt.meta) | text) if judge.opens else None
-        return first, judge.questions(prompt.text, copied(prompt.meta) | text)
+        questions = judge.questions(prompt.text, copied(prompt.meta) | text)
+        if not isinstance(questions, list) or not questions:
+            raise TypeError(f"questions returned {questions!r}; expected a list of one text or more")
+        return first, questions
     except (Exception, SystemExit) as error:  # whatever the user's code raises
         raise RewardError(
             f"reward {name!r} has no question: {reason(error)} on the prompt "

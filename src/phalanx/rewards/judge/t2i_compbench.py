@@ -29,7 +29,7 @@ class T2iCompbench(Judge):
 
     def check_row(self, prompt: str, metadata: dict[str, Any]) -> None:
         """Raise ValueError for a row without a category, or without its parts."""
-        category = self._category or metadata.get("category")
+        category = self._category_of(metadata)
         if category not in GRADE:
             raise ValueError(f"category {category!r}; expected one of {', '.join(GRADE)}")
         if category not in ATTRIBUTES:
@@ -41,15 +41,18 @@ class T2iCompbench(Judge):
             if isinstance(phrases, list) and len(texts) != len(phrases):
                 raise ValueError(f"{name} has {len(texts)} texts, and phrases has {len(phrases)}")
 
+    def _category_of(self, metadata: dict[str, Any]) -> Any:
+        return self._category or metadata.get("category")
+
     def opening(self, prompt: str, metadata: dict[str, Any]) -> str:
         """The request for a description."""
-        category = self._category or metadata["category"]
+        category = self._category_of(metadata)
         return DESCRIBE[category].format(category=category)
 
     def questions(self, prompt: str, metadata: dict[str, Any]) -> list[str]:
         """The requests for a level, of each part or of the whole."""
         self.check_row(prompt, metadata)
-        category = self._category or metadata["category"]
+        category = self._category_of(metadata)
         if category not in ATTRIBUTES:
             return [GRADE[category].format(prompt=prompt)]
         texts = []
@@ -59,9 +62,11 @@ class T2iCompbench(Judge):
         return texts
 
     def parse(self, answer: str, prompt: str, metadata: dict[str, Any]) -> float | None:
-        """The share of a part or of the whole by the last level in an answer; None for none, or one off the scale."""
+        """The share of a part or of the whole by the last level in an answer; None where there is none, or it is
+        not on the scale.
+        """
         levels = _LEVEL.findall(answer)
-        scale = _OF_FOUR if (self._category or metadata["category"]) in ATTRIBUTES else _OF_FIVE
+        scale = _OF_FOUR if self._category_of(metadata) in ATTRIBUTES else _OF_FIVE
         return scale.get(int(levels[-1])) if levels else None
 
     def score(self, answers: list[str], prompt: str, metadata: dict[str, Any]) -> float | None:
