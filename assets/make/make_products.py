@@ -21,8 +21,8 @@ class ProductsConfig:
     """Keys of the task."""
 
     output_dir: str = arg("data/products", "gets train.jsonl and test.jsonl")
-    train: int = arg(256, "questions to train on", ge=1)
-    test: int = arg(128, "questions held out", ge=1)
+    train: int = arg(256, "questions to train on", ge=1, le=100_000)
+    test: int = arg(128, "questions held out", ge=1, le=100_000)
     seed: int = arg(0, "seed of the numbers", ge=0)
 
 

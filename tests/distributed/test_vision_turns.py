@@ -33,7 +33,8 @@ class Talk:
 
     def reset(self, seed, sample_seed, images):
         self.number, self.random, self.images = seed % 1000, random.Random(sample_seed), len(images)
-        return f" Number {self.number}." if self.number % 2 else None
+        mark = "" if images else "<|image_pad|>"
+        return f" Number {mark}{self.number}." if self.number % 2 else None
 
     def step(self, message: str):
         return "and " * self.random.randrange(4) + "<|image_pad|>more", (len(message) % 5 + self.images) / 8, False
@@ -97,12 +98,13 @@ def logits_of(policy: Any, stock: Any, ids: Tensor, look: Any) -> Tensor:
     return logits
 
 
+TOGETHER = ("rollout.micro_batch_size_per_gpu=16",)  # conversations with images and without
 PACKED = ("model.use_remove_padding=true", "actor.use_dynamic_bsz=true", "actor.ppo_max_token_len_per_gpu=400")
 
 
 def test_turns_behind_images_are_those_of_transformers_on_any_layout(talker: Path, tmp_path: Path) -> None:
     """In two updates per step, padded and packed."""
-    (alone,) = run_ranks(one_step, 1, config_of(talker, tmp_path / "alone"))
+    (alone,) = run_ranks(one_step, 1, config_of(talker, tmp_path / "alone", *TOGETHER))
     assert alone["off"] < 2e-5 and alone["same"] and alone["row"]["actor/first_ratio_error"] == 0
     turns = {str(sampled).count("False, True") for _, sampled, shown in alone["talks"] if shown}
     assert turns >= {2, 3} and {shown for *_, shown in alone["talks"]} == {True, False}

@@ -124,6 +124,8 @@ def test_calls(form: str, text: str, content: str, calls: list[dict[str, Any]]) 
         ("llama3", '{"name": "calc", "parameters": 3}', "the parameters should be a JSON object"),
         ("glm45", glm(""), "expected the name of a function behind <tool_call>"),
         ("glm45", "<tool_call>calc<arg_key>x</arg_key><arg_value>1", "no </arg_value> behind <arg_key>x</arg_key>"),
+        ("glm45", glm("calc <arg_key>x</arg_key>5"), "malformed <arg_key>"),
+        ("qwen3_coder", hermes("<function=calc>\n<parameter=x\n1</parameter>"), "malformed <parameter="),
         ("gpt_oss", TO_CALC + "{x}", "Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"),
         ("gpt_oss", TO_CALC + "[1]", "the arguments should be a JSON object"),
         ("gemma4", gemma("calc"), "expected call:name{...} behind <|tool_call>"),

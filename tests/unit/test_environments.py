@@ -187,10 +187,12 @@ def test_results_become_texts_of_a_limited_length(file: Path) -> None:
 
 
 def test_images_are_no_texts() -> None:
-    with pytest.raises(
-        Odd, match=r"^a tool returned an image; the model sees only those of the prompt, expected a text"
-    ):
-        text_of(Image.new("RGB", (2, 2)), 4, "right")
+    image = Image.new("RGB", (2, 2))
+    for value in (image, {"seen": [image]}):
+        with pytest.raises(
+            Odd, match=r"^a tool returned an image; the model sees only those of the prompt, expected a text"
+        ):
+            text_of(value, 4, "right")
     parts = [{"type": "image"}, {"type": "text", "text": " what?"}]
     prompt = [{"role": "system", "content": "see"}, {"role": "user", "content": parts}]
     told = in_texts(joined(prompt, [{"role": "user", "content": " now"}]))

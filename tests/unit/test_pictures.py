@@ -75,11 +75,13 @@ def test_pictures_of_other_modes() -> None:
     assert decoded(film, "here").tobytes() == noise.convert("RGB").tobytes()  # the first frame
     deep = Image.fromarray(np.full((4, 8), 200 * 256 + 17, np.uint16))
     assert decoded(stored(deep), "here").getpixel((0, 0)) == (200, 200, 200)
+    assert decoded(stored(deep, transparency=5), "here").getpixel((0, 0)) == (200, 200, 200)
     for dtype, value in ((np.int32, 300), (np.float32, 0.5)):
         with pytest.raises(ValueError, match=r"^here: the image cannot be read: its pixels are 32-bit numbers from"):
             decoded(stored(Image.fromarray(np.full((4, 8), value, dtype)), "TIFF"), "here")
-    within = stored(Image.fromarray(np.full((4, 8), 200, np.int32)), "TIFF")
-    assert decoded(within, "here").getpixel((0, 0)) == (200, 200, 200)
+    for value in (0, 200):
+        within = stored(Image.fromarray(np.full((4, 8), value, np.int32)), "TIFF")
+        assert decoded(within, "here").getpixel((0, 0)) == (value,) * 3
 
 
 def test_addresses(tmp_path: Path) -> None:

@@ -35,15 +35,20 @@ def text_of(value: Any, most_tokens: int, side: str) -> str:
     elif isinstance(value, int) and value.bit_length() > _MOST_BITS:
         text = f"an integer of {math.ceil(value.bit_length() * math.log10(2))} digits or so"
     elif isinstance(value, dict | list | tuple | bool | int | float):
-        text = json.dumps(value, ensure_ascii=False, default=str)
-    elif isinstance(value, Image.Image):
-        raise Odd(f"a tool returned {SEEN}")
+        text = json.dumps(value, ensure_ascii=False, default=_plain)
     else:
-        text = str(value)
+        text = _plain(value)
     most = _CHARACTERS * most_tokens
     if len(text) > most:
         text = shortened(text, most, side)
     return text.encode("utf-8", "replace").decode()  # of halves of surrogate pairs
+
+
+def _plain(value: Any) -> str:
+    """The text of a value that JSON has no form for."""
+    if isinstance(value, Image.Image):
+        raise Odd(f"a tool returned {SEEN}")
+    return str(value)
 
 
 def shortened(text: Any, most: int, side: str) -> Any:

@@ -105,7 +105,9 @@ def _adjacent(tokens: Tensor, parts: int) -> list[list[int]]:
 
 
 def _runs(order: list[int], cut: Callable[[int], list[int]], low: int, high: int, parts: int) -> list[list[int]]:
-    """Rows in an order, part by part, where `cut` says how many go together at most at a cost from `low` to `high`."""
+    """The rows of `order` in `parts` runs, of the smallest cost from `low` to `high` with which `cut(cost)`, the lengths
+    of the runs that it allows, has at most `parts`.
+    """
     while low < high:
         middle = (low + high) // 2
         if len(cut(middle)) <= parts:

@@ -180,6 +180,8 @@ def upright(image: Image.Image) -> Image.Image:
     frame. Raises ValueError for pixels that are 32-bit numbers beyond 0..255.
     """
     image = ImageOps.exif_transpose(image)
+    if image.mode.startswith("I;16"):  # of whose 65536 grays PIL makes all but the 256 darkest white
+        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
     if image.has_transparency_data:
         # the colors of transparent pixels are whatever a program has left there
         image = image.convert("RGBA")
@@ -187,10 +189,10 @@ def upright(image: Image.Image) -> Image.Image:
     if image.mode in ("I", "F"):
         values = np.asarray(image)
         low, high = values.min(), values.max()
-        if low < 0 or not 1 < high <= 255:  # PIL would cut them off
-            raise ValueError(f"its pixels are 32-bit numbers from {low:g} to {high:g}; expected 8 or 16 bits")
-    if image.mode.startswith("I;16"):  # of whose 65536 grays PIL makes all but the 256 darkest white
-        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+        if low < 0 or not (high == 0 or 1 < high <= 255):  # PIL would cut them off
+            raise ValueError(
+                f"its pixels are 32-bit numbers from {low:g} to {high:g}; expected 0 to 255, or a PNG or TIFF of 16 bits"
+            )
     return image.convert("RGB")
 
 

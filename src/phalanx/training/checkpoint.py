@@ -105,7 +105,8 @@ def complete(folder: Path) -> str | None:
             if written != size:
                 return f"{name} has {written} bytes of {size}"
         Progress(**meta["progress"]).check()
-        meta["signature"].keys()
+        if not isinstance(meta["signature"], dict):
+            raise ValueError("a signature of another type")
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"
     except OSError as error:

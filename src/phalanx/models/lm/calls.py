@@ -195,7 +195,7 @@ def _function(body: str, types: Types) -> dict[str, Any]:
     if not closed or not head.startswith("<function=") or not name:
         raise CallError("expected <function=name> behind <tool_call>")
     arguments: dict[str, Any] = {}
-    for key, text in _texts(rest, _PARAMETER, "</parameter>").items():
+    for key, text in _texts(rest, "<parameter=", _PARAMETER, "</parameter>").items():
         text = text.removeprefix("\n").removesuffix("\n")
         arguments[key] = _typed(text, types.get(name, {}).get(key, set()))
     return {"name": name, "arguments": arguments}
@@ -208,22 +208,26 @@ def _keyed(body: str, types: Types) -> dict[str, Any]:
     if not name:
         raise CallError("expected the name of a function behind <tool_call>")
     arguments: dict[str, Any] = {}
-    for key, text in _texts(tag + rest, _ARGUMENT, "</arg_value>").items():
+    for key, text in _texts(tag + rest, "<arg_key>", _ARGUMENT, "</arg_value>").items():
         arguments[key] = _typed(text, types.get(name, {}).get(key, set()))
     return {"name": name, "arguments": arguments}
 
 
-def _texts(body: str, opening: re.Pattern[str], closing: str) -> dict[str, str]:
-    """The texts between tags, by the names that the opening ones have."""
+def _texts(body: str, head: str, opening: re.Pattern[str], closing: str) -> dict[str, str]:
+    """The texts between tags, by the names that the opening ones have; they begin with `head`."""
     texts: dict[str, str] = {}
     place = 0
-    while (tag := opening.search(body, place)) is not None:
+    while True:
+        tag = opening.search(body, place)
+        if head in body[place : len(body) if tag is None else tag.start()]:
+            raise CallError(f"malformed {head}")
+        if tag is None:
+            return texts
         end = body.find(closing, tag.end())
         if end < 0:
             raise CallError(f"no {closing} behind {tag[0]}")
         texts[tag[1].strip()] = body[tag.end() : end]
         place = end
-    return texts
 
 
 def _received(name: str, body: str) -> dict[str, Any]:

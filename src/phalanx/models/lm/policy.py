@@ -184,6 +184,11 @@ class LMPolicy:
                 )
             self._tokens[key] = tokens
 
+    def readable(self, tokens: Sequence[int]) -> list[int]:
+        """Tokens of a text without those that stand for images: what a text says of them stands for none."""
+        never = self.trained.module.never
+        return [token for token in tokens if token not in never]
+
     def decode(self, tokens: list[int]) -> str:
         """The text of a response, without its special tokens."""
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True))

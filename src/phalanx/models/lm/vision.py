@@ -32,6 +32,7 @@ from phalanx.models.lm.vision_families import FAMILIES
 from phalanx.models.trained import Beside
 from phalanx.types import Prompt
 
+MOST_TEXTS = 2**16  # of prompts that are kept
 PER_TOKEN = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids")  # of a processor's tensors
 
 
@@ -297,6 +298,8 @@ class Reader:
 
     def render(self, prompts: Sequence[Prompt], data: LMDataConfig) -> None:
         """Render prompts all at once, and keep their texts."""
+        if len(self._texts) > MOST_TEXTS:  # environments may make others in each step
+            self._texts.clear()
         new = {_chat(prompt): prompt for prompt in prompts if _chat(prompt) not in self._texts}
         if new:
             texts = rendered(self.tokenizer, self.in_parts(list(new.values())), data, self.path)

@@ -6,7 +6,6 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import filterfalse
 from typing import Any
 
 import torch
@@ -254,7 +253,7 @@ class ConversationRollout(LMRollout):
                 if not added:
                     talk.prompt, talk.look = self.policy.encode(prompt), self.policy.look(prompt)
                 elif not prompt.images:
-                    talk.prompt = talk.renderer.prompt(talk.messages)
+                    talk.prompt = self.policy.readable(talk.renderer.prompt(talk.messages))
                 else:
                     key = prompt.group_id, str(talk.messages)
                     if key not in known:  # samples with the same images share them
@@ -279,8 +278,7 @@ class ConversationRollout(LMRollout):
         }
         prompt, look = talk.prompt[-self.data.max_prompt_length :], talk.look
         if look is not None and len(prompt) < len(talk.prompt):  # nothing was drawn, and images are not cut
-            never = self.policy.vision.never
-            prompt, look = list(filterfalse(never.__contains__, prompt)) or [self.policy.pad], None
+            prompt, look = self.policy.readable(prompt) or [self.policy.pad], None
         return Conversed(
             prompt,
             tokens,
@@ -333,7 +331,7 @@ class _Partner:
 
     def __init__(self, talks: Sequence[_Talk], config: EnvironmentConfig, policy: LMPolicy) -> None:
         self._talks, self._config, self._tokenizer = talks, config, policy.tokenizer
-        self._never = policy.trained.module.never
+        self._readable = policy.readable
 
     def hear(self, sample: int, turn: list[int]) -> Future[Turn]:
         talk = self._talks[sample]
@@ -353,8 +351,7 @@ class _Partner:
         if talk.full:
             return None
         with _about(talk):
-            # what a text says of images stands for none
-            return list(filterfalse(self._never.__contains__, talk.renderer.answer(messages)))
+            return self._readable(talk.renderer.answer(messages))
 
     def _cut(self, message: Message) -> Message:
         """The message, whose content is no longer than it may be."""
