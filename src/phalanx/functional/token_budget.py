@@ -105,8 +105,8 @@ def _adjacent(tokens: Tensor, parts: int) -> list[list[int]]:
 
 
 def _runs(order: list[int], cut: Callable[[int], list[int]], low: int, high: int, parts: int) -> list[list[int]]:
-    """The rows of `order` in `parts` runs, of the smallest cost from `low` to `high` with which `cut(cost)`, the lengths
-    of the runs that it allows, has at most `parts`.
+    """The rows of `order` in `parts` runs, of the smallest cost from `low` to `high` with which `cut(cost)`, the
+    lengths of the runs that it allows, has at most `parts`.
     """
     while low < high:
         middle = (low + high) // 2

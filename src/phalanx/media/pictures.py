@@ -191,7 +191,7 @@ def upright(image: Image.Image) -> Image.Image:
         low, high = values.min(), values.max()
         if low < 0 or not (high == 0 or 1 < high <= 255):  # PIL would cut them off
             raise ValueError(
-                f"its pixels are 32-bit numbers from {low:g} to {high:g}; expected 0 to 255, or a PNG or TIFF of 16 bits"
+                f"its pixels are 32-bit numbers from {low:g} to {high:g}; expected 0 to 255, or 16 bits in PNG or TIFF"
             )
     return image.convert("RGB")
 
