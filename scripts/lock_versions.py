@@ -61,7 +61,9 @@ def check(name: str) -> None:
 
 
 def main() -> None:
-    checks = sys.argv[1:] == ["--check"]
+    if sys.argv[1:] not in ([], ["--check"]):
+        sys.exit(__doc__)
+    checks = bool(sys.argv[1:])
     for name in LOCKS:
         if not checks:
             write(name)

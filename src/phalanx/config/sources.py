@@ -125,8 +125,9 @@ def changed(before: Path, config: Any) -> list[str]:
     """
     # through YAML, as it was saved: numbers may be read as others than they were written
     plain = OmegaConf.create(OmegaConf.to_yaml(OmegaConf.create(public(config))))
-    contents: list[Any] = [OmegaConf.to_container(content) for content in (read(str(before)), plain)]
-    return sorted(_changed(*contents, config))
+    saved: Any = OmegaConf.to_container(read(str(before)))
+    now: Any = OmegaConf.to_container(plain)
+    return sorted(_changed(saved, now, config))
 
 
 def _changed(before: dict[str, Any], now: dict[str, Any], config: Any, prefix: str = "") -> list[str]:
