@@ -117,11 +117,8 @@ def test_missing_columns(tmp_path: Path) -> None:
         (b"P6\n4 4x\n255\n", "place: the image cannot be read: invalid literal for int()"),
         ("a\0.png", "place: the image cannot be read: embedded null byte"),
         ("none.png", "place: the image cannot be read: No such file or directory: "),
-        (
-            None,
-            "place is of type NoneType; expected the bytes of an image file, its path beside the data file, or {bytes, path}",
-        ),
-        ({"bytes": None, "path": None}, "place is of type NoneType; expected "),
+        (None, "place is empty; expected the bytes of an image file, its path beside the data file, or {bytes, path}"),
+        ({"bytes": None, "path": None}, "place is empty; expected "),
         (3, "place is of type int; expected "),
     ],
 )
