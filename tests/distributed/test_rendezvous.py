@@ -5,6 +5,8 @@ import re
 import socket
 import time
 from datetime import timedelta
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -16,23 +18,29 @@ from tests.ranks import free_port, run_ranks
 HOST = socket.gethostname()
 
 
-def come(port: int, ranks: list[int], sizes: list[int], limit_s: float) -> str:
-    """What this process is told where it comes as `ranks[i]` of `sizes[i]` ranks; nothing where all is well."""
+def come(folder: Path, port: int, ranks: list[int], sizes: list[int], limit_s: float) -> str:
+    """What this process is told where it comes as `ranks[i]` of `sizes[i]` ranks; nothing where all is well. Rank 0,
+    which has the store, goes last.
+    """
     i = int(os.environ["RANK"])
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     rendezvous.SAY_S = 1
     try:
         store = rendezvous.meet(Launch(ranks[i], sizes[i], 0, 1), timedelta(seconds=limit_s))
+        assert store.check(["meet/end"])
+        answer = ""
     except ConfigError as error:
-        return str(error)
-    # one that comes twice may come late; rank 0, which has the store, goes last
-    time.sleep(4 if ranks[i] == 0 else 2)
-    assert store.check(["meet/end"])
-    return ""
+        answer = str(error)
+    (folder / str(i)).touch()
+    while ranks[i] == 0 and len(list(folder.iterdir())) < len(ranks):
+        time.sleep(0.05)
+    return answer
 
 
 def told(ranks: list[int], sizes: list[int], limit_s: float = 20, port: int | None = None) -> list[str]:
-    answers: list[str] = run_ranks(come, len(ranks), port or free_port(), ranks, sizes, limit_s, init=False)
+    with TemporaryDirectory() as folder:
+        given = Path(folder), port or free_port(), ranks, sizes, limit_s
+        answers: list[str] = run_ranks(come, len(ranks), *given, init=False)
     return answers
 
 
