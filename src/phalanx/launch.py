@@ -310,7 +310,8 @@ def _tell(error: "ChildFailedError") -> int:
     failures = dict(sorted(error.failures.items(), key=lambda item: item[1].timestamp))
     told = [failure for failure in failures.values() if _told(failure)]
     if told and told[0].exitcode < 128:
-        # one that lost a killed rank may end by itself before the launcher looks at either; it kills later itself
+        # a rank that lost a killed one may end by itself before the launcher looks at either of them; a rank that the
+        # launcher kills itself, since it does not heed SIGTERM, is found HEED_S later
         killed = [failure for failure in failures.values() if failure.exitcode == -signal.SIGKILL]
         early = any(failure.timestamp - told[0].timestamp < HEED_S for failure in killed)
         return 128 + signal.SIGKILL if early else told[0].exitcode

@@ -19,9 +19,8 @@ _REFUSED = re.compile(r"[^\w/. :-]")  # in a metric's name
 
 
 class Mlflow(Logger):
-    """Metrics; the configuration as parameters; a validation's files as artifacts, and its grid, of texts that of the
-    images of their prompts, as an image.
-    The experiment is `trainer.project_name`.
+    """Metrics; the configuration as parameters; a validation's files as artifacts, and as an image its grid, or where
+    it is of texts that of the images of their prompts. The experiment is `trainer.project_name`.
 
     MLflow's client waits for the server, for minutes where that is gone. It does so on a thread, beside the training.
     """

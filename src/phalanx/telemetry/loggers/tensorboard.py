@@ -14,9 +14,7 @@ from phalanx.telemetry.records import IMAGES, SAMPLES, Record, kind_of, moving_g
 
 
 class Tensorboard(Logger):
-    """Scalars; validations as grids of pictures, GIFs of videos, or texts and a grid of the images of
-    their prompts.
-    """
+    """Scalars; validations as grids of pictures, GIFs of videos, or texts and a grid of the images of their prompts."""
 
     extra = "tensorboard"
 
