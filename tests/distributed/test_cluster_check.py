@@ -70,10 +70,14 @@ def test_what_is_measured_follows_the_layout(world: int, local: int, kinds: set[
 
 
 def whole(
-    port: int, overrides: list[list[str]], env: list[dict[str, str]] | None = None, grace_s: float = check.GRACE_S
+    port: int,
+    overrides: list[list[str]],
+    env: list[dict[str, str]] | None = None,
+    grace_s: float = check.GRACE_S,
+    patience_s: float = check.PATIENCE_S,
 ) -> tuple[list[str], str | None]:
     """Rank 0's findings, and how the check ended; `overrides` and `env` of each rank."""
-    rank, check.GRACE_S = int(os.environ["RANK"]), grace_s
+    rank, check.GRACE_S, check.PATIENCE_S = int(os.environ["RANK"]), grace_s, patience_s
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **(env[rank] if env else {})}
     checked = ClusterCheck(load(CheckClusterConfig, None, overrides[rank]))
     try:
@@ -125,8 +129,10 @@ def test_a_placement_that_does_not_fit(tmp_path: Path) -> None:
 
 
 def test_two_nodes_that_do_not_share_a_disk(tmp_path: Path) -> None:
-    own = [[f"trainer.output_dir={tmp_path}/{rank}", "timeout_s=2"] for rank in range(2)]
-    (findings, verdict), (_, other) = run_ranks(whole, 2, free_port(), own, local_world=1, init=False)
+    own = [[f"trainer.output_dir={tmp_path}/{rank}"] for rank in range(2)]
+    (findings, verdict), (_, other) = run_ranks(
+        whole, 2, free_port(), own, None, check.GRACE_S, 1.0, local_world=1, init=False
+    )
     first, second = f"{HOST} (node 0)", f"{HOST} (node 1)"
     assert (
         f"FAIL     shared disk: {tmp_path}/0: {first} does not see what {second} wrote and {second} does not see what "
