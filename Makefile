@@ -73,7 +73,7 @@ help:
 	@echo "make docs             build the documentation into site/"
 	@echo "make wheel            build the wheel into dist/"
 	@echo "make lock             write constraints*.txt anew: the newest versions of all packages that work together"
-	@echo "make test-locks       whether constraints*.txt have a solution on Python 3.11, 3.12 and 3.13, about a minute"
+	@echo "make test-locks       whether constraints*.txt have a solution on Python 3.11, 3.12 and 3.13, a few minutes"
 	@echo "make clean            remove the environment, caches and the site; runs in outputs/ stay"
 
 quickstart: $(VENV)/.installed

@@ -14,11 +14,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PYTHONS = ("3.13", "3.12", "3.11")
-# File: the extras that it pins, and other sets of extras that are installed with it.
+# File: the extras that it pins. A solution for them is one for each of them, and for any part of `all`.
 LOCKS = {
-    "constraints.txt": ("all,base,docs,test", ("ocr", "all")),
-    "constraints-vllm.txt": ("all,vllm", ("vllm", "ocr,vllm")),
-    "constraints-vllm-omni.txt": ("all,vllm-omni", ("vllm-omni",)),
+    "constraints.txt": "all,base,docs,test",
+    "constraints-vllm.txt": "all,vllm",
+    "constraints-vllm-omni.txt": "all,vllm-omni",
 }
 # uv prefers the newest versions of other packages, whose combination only an older vLLM allows.
 NEWEST = {"constraints-vllm.txt": "vllm==0.32.*\n"}
@@ -39,7 +39,7 @@ def resolve(extras: str, python: str, *options: str) -> str:
 
 def write(name: str) -> None:
     """Resolve for each Python, from the newest on; none takes a newer version of a package than those before it."""
-    extras, _ = LOCKS[name]
+    extras = LOCKS[name]
     bounds = NEWEST.get(name, "")
     for python in PYTHONS:
         with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
@@ -53,11 +53,9 @@ def write(name: str) -> None:
 
 
 def check(name: str) -> None:
-    extras, others = LOCKS[name]
     for python in PYTHONS:
-        for chosen in (extras, *others):
-            resolve(chosen, python, "--constraint", name)
-            print(f"{name}: [{chosen}] has a solution on Python {python}", flush=True)
+        resolve(LOCKS[name], python, "--constraint", name)
+        print(f"{name}: [{LOCKS[name]}] has a solution on Python {python}", flush=True)
 
 
 def main() -> None:
