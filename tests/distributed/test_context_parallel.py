@@ -67,7 +67,7 @@ def assert_same(alone: list[dict[str, Any]], shared: list[dict[str, Any]]) -> No
     *("flux2_klein-lora-4-2", "flux2_klein-full-2-1", "flux2_klein-full-4-2"),
     *("ltx2-lora-4-2", "ltx2-full-2-1", "ltx2-full-4-2"),
     *("qwen_21-lora-4-2", "qwen_21-full-2-1", "qwen_21-full-4-2"),
-    *("hunyuan-lora-4-2", "hunyuan-full-2-1", "hunyuan-full-4-2"),
+    *("hunyuan-lora-2-1", "hunyuan-lora-4-2", "hunyuan-full-2-1", "hunyuan-full-4-2"),
 )
 @pytest.mark.quick("qwen-lora-2-1", "wan-full-4-2")
 @pytest.mark.parametrize(("world", "shards"), [(2, 1), (4, 2)])

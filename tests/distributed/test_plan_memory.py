@@ -297,6 +297,7 @@ def compare(plan: Planned, memory: Memory, took: dict[str, int]) -> None:
             2,
             [LORA, BF16, SHARDED, "parallel.lora_sharding=replicate", "parallel.rollout_unsharded=false"],
             id="sharded base, replicated LoRA",
+            marks=pytest.mark.long,
         ),
         pytest.param(1, [LORA, BF16, CHECKPOINTING, NF4], id="a base in 4 bits", marks=pytest.mark.long),
         pytest.param(2, [LORA, BF16, SHARDED, NF4], id="sharded, a base in 4 bits", marks=pytest.mark.long),

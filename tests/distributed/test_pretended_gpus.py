@@ -67,7 +67,7 @@ JOBS: dict[str, tuple[str, tuple[str, ...], int]] = {
 # jobs whose paths others of these take as well
 ALIKE = {
     *("flux", "flux2_klein", "z_image", "lm", "lm_2_ranks", "lm_2_ranks_a_sample", "flow_roles", "flow_inference"),
-    *("nf4_2_ranks", "judge", "judge_on_a_rank", "vllm_judge"),
+    *("nf4_2_ranks", "judge", "judge_beside", "judge_on_a_rank", "vllm_judge", "wan_2_ranks_a_sample"),
 }
 
 

@@ -67,8 +67,8 @@ def rehearse(jobs: dict[str, Any], ports: list[int]) -> dict[str, str]:
     return places
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("lora", [pytest.param(0, marks=pytest.mark.long), 4], ids=["full", "lora"])
+@pytest.mark.long
+@pytest.mark.parametrize("lora", [0, 4], ids=["full", "lora"])
 def test_offloads_are_saved_resumed_and_exported(lora: int, lm_folder: Path, tmp_path: Path) -> None:
     jobs = {}
     for name, keys in LAYOUTS.items():

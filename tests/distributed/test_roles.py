@@ -146,7 +146,7 @@ def test_each_update_has_parts_of_its_own(lm_folder: Path, tmp_path: Path) -> No
 STEPS = ("trainer.total_training_steps=4", "trainer.save_freq=2", "rollout.schedule=one_step_off")
 
 
-@pytest.mark.seldom("lm", "lm-lora")
+@pytest.mark.seldom("lm", "lm-lora", "blocks")
 @pytest.mark.quick("flow-lora")
 def test_one_step_off_goes_on_with_what_was_in_flight(kind: tuple[Job, Job], tmp_path: Path) -> None:
     """A resumed run is the run to the last bit: the samples that were drawn already are in the checkpoint."""

@@ -49,7 +49,7 @@ def configure(model: Path, folder: Path, *overrides: str) -> FlowRLConfig:
     )
 
 
-@pytest.mark.seldom("hunyuan-diffusion_nft", "ltx2-flowgrpo")
+@pytest.mark.seldom("hunyuan-flowgrpo", "hunyuan-diffusion_nft", "ltx2-flowgrpo")
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["flowgrpo", "diffusion_nft"])
 @pytest.mark.parametrize("family", ["hunyuan", "ltx2"])

@@ -17,8 +17,7 @@ RL = (*SETTINGS, "model.block_size=4", "rollout.threshold=0.02", "actor.log_prob
 SFT = (*SETTINGS, "block_diffusion.noise_per_block=true", "block_diffusion.ema={decay: 0.7, warmup: false}")
 
 
-@pytest.mark.seldom("rl")
-@pytest.mark.full
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["rl", "sft"])
 def test_a_killed_job_goes_on(kind: str, blocks_folder: Path, lm_folder: Path, tmp_path: Path) -> None:
     """SIGKILL of one rank while blocks are denoised, or while their loss is taken."""

@@ -78,7 +78,10 @@ def leave(images, prompts, metadata, rank, status):
         pytest.param(1, 3, 3, "error: rank 1 on {host} ended with status 3, without a word", marks=pytest.mark.long),
         (0, 0, 1, "lost rank 0 on {host}: no sign of life for "),  # its launcher takes that for success
         pytest.param(1, 0, 1, "lost rank 1 on {host}: no sign of life for ", marks=pytest.mark.long),
-        (-1, 0, 1, "error: ranks 0, 1 on {host} ended with status 0 before their job was done"),
+        pytest.param(
+            *(-1, 0, 1, "error: ranks 0, 1 on {host} ended with status 0 before their job was done"),
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_a_reward_that_ends_its_rank(  # -1: all ranks

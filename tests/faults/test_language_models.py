@@ -22,8 +22,7 @@ SETTINGS = (
 REWARD = "reward.functions=[{{path: '{}/reward.py:evenness'}}, {{name: format, kwargs: {{pattern: '.*e.*'}}}}]"
 
 
-@pytest.mark.full
-@pytest.mark.seldom("images")
+@pytest.mark.long
 @pytest.mark.parametrize("images", [False, True], ids=["texts", "images"])
 def test_a_killed_and_a_stopped_job_go_on(images: bool, lm_folder: Path, tmp_path: Path) -> None:
     """SIGKILL of one rank in an update, after which the launcher starts all again; SIGTERM in a rollout."""

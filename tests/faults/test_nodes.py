@@ -92,6 +92,7 @@ def test_a_stop_of_node_0_is_one_line_on_the_other(hosts: Hosts, sd3_folder: Pat
     assert last.startswith(line)
 
 
+@pytest.mark.long
 def test_an_error_on_one_host_is_told_on_the_other(hosts: Hosts, sd3_folder: Path, tmp_path: Path) -> None:
     """Rank 2 raises on host 1; host 0 ends within seconds, and with that error."""
     settings = (*FIXED, "trainer.total_training_steps=500")

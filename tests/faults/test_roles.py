@@ -121,8 +121,7 @@ def test_a_signal_to_one_roles_launcher_stops_all(lm_folder: Path, tmp_path: Pat
     assert rows(tmp_path) == untouched(lm_folder, tmp_path / "whole", steps(tmp_path)[-1], *settings[:-1])
 
 
-@pytest.mark.full
-@pytest.mark.seldom("rollout")
+@pytest.mark.long
 @pytest.mark.parametrize("killed", ["rollout", "actor"])
 def test_a_killed_role_on_another_node_is_named(killed: str, lm_folder: Path, tmp_path: Path) -> None:
     port, number = free_port(), ("rollout", "actor").index(killed)
@@ -159,8 +158,7 @@ REPORTS = {
 }
 
 
-@pytest.mark.seldom("actor")
-@pytest.mark.quick("reward")
+@pytest.mark.seldom("rollout", "actor")
 @pytest.mark.parametrize("where", REPORTS)
 def test_a_role_that_fails_says_so_once(where: str, lm_folder: Path, tmp_path: Path) -> None:
     """So does a warning about the rewards, which rank 1 computes and rank 0 logs."""

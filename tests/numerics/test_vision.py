@@ -152,6 +152,7 @@ def test_greedy_decoding_is_that_of_transformers(folder: Path, world: World) -> 
     lm.model.rope_deltas = None
 
 
+@pytest.mark.seldom("qwen3_vl-whole", "smolvlm-top_k")
 @pytest.mark.quick("qwen3_vl-top_k", "smolvlm-whole")
 @pytest.mark.parametrize("truncation", [Truncation(), Truncation(top_k=5)], ids=["whole", "top_k"])
 def test_truncated_distributions_and_packed_rows_are_the_same(

@@ -284,18 +284,15 @@ def test_the_command() -> None:
     assert run(sys.executable, task, config, *words).stdout == done.stdout
 
 
-@pytest.mark.quick(
-    "words2-unknown key trainer.sed; did you mean trainer.seed?",
-    "words3-unknown option --plan; expected [config.yaml] [key=value ...], or --help",
-    "words4-nnodes=2 goes with --plan; a job's own size is its launcher's, such as NNODES=2",
-)
+@pytest.mark.seldom("words1-gpu_hour_price=2,5: expected the price of a GPU for an hour, such as 2.5")
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (
+        pytest.param(
             ["tasks/train_flowgrpo.py", "configs/flowgrpo/quickstart.yaml", "--plan", "nproc=5"],
             "actor.ppo_mini_batch_size: 3 prompts x rollout.n 16 = 48 samples of an update do not divide over 5 ranks; "
             "nearest that work: rollout.n=20",
+            marks=pytest.mark.full,
         ),
         (
             ["tasks/train_flowgrpo.py", "configs/flowgrpo/quickstart.yaml", "--plan", "gpu_hour_price=2,5"],

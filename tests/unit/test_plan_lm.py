@@ -164,7 +164,7 @@ def test_operations_are_those_of_the_job(lm_folder: Path, tmp_path: Path) -> Non
     assert planned(cfg, Cluster(1, 2)).flops < job.flops
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_seven_billion_weights() -> None:
     """On 8 GPUs of 80 GB, in words."""
     words = {"nproc": "8", "gpu": "H100", "gpu_memory_gb": "80", "gpu_hour_price": "2.5"}

@@ -54,7 +54,8 @@ def test_two_replicas_on_four_ranks(sd3_folder: Path, judge_model: Path, tmp_pat
     assert shared_memory() == before
 
 
-@pytest.mark.parametrize("placement", [pytest.param("colocate", marks=pytest.mark.long), "ranks 2-3"])
+@pytest.mark.long
+@pytest.mark.parametrize("placement", ["colocate", "ranks 2-3"])
 def test_a_rank_killed_while_it_scores_ends_the_job(
     sd3_folder: Path, judge_model: Path, tmp_path: Path, placement: str
 ) -> None:
