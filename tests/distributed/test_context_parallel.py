@@ -122,6 +122,7 @@ def long_job(wan_folder: Path, folder: Path, *keys: str) -> FlowRLConfig:
     return tiny_config(wan_folder, folder, *fixed, *keys)
 
 
+@pytest.mark.long
 def test_a_run_resumes_with_and_without(wan_folder: Path, tmp_path: Path) -> None:
     plain = long_job(wan_folder, tmp_path / "plain")
     alone = run_ranks(fit, 1, plain)[0]

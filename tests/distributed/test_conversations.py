@@ -146,7 +146,7 @@ def test_layouts_hold_the_same_conversations(keys: tuple[str, ...], talker: Path
         assert_same_weights(alone["weights"], parts[0]["weights"], 1e-3)
 
 
-@pytest.mark.seldom("grpo")
+@pytest.mark.long
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
 def test_a_resumed_run_is_the_run(algorithm: str, talker: Path, tmp_path: Path) -> None:
     """With metrics of the conversations, and validation, whose samples are kept with their messages."""

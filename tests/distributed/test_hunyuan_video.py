@@ -62,7 +62,8 @@ def stock_videos(pipeline: Any) -> Tensor:
     return torch.cat(videos)
 
 
-@pytest.mark.parametrize("kind", ["lora", pytest.param("full", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["lora", "full"])
 def test_the_export_is_played_by_stock_diffusers(kind: str, hunyuan_folder: Path, tmp_path: Path) -> None:
     keys = [LORA, "optim.lr=3e-2"] if kind == "lora" else ["optim.lr=1e-2"]
     cfg = tiny_config(hunyuan_folder, tmp_path, VIDEO, *keys, "trainer.save_freq=2")

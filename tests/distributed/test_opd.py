@@ -102,8 +102,8 @@ def test_qwen_image(qwen_folder: Path, tmp_path: Path) -> None:
     assert_same_step(qwen_folder, teacher, tmp_path / "job", "model.lora_rank=4")
 
 
-@pytest.mark.quick("kl")
-@pytest.mark.parametrize("loss_type", ["kl", pytest.param("velocity", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("loss_type", ["kl", "velocity"])
 def test_the_student_comes_nearer(loss_type: str, student_folder: Path, sd3_folder: Path, tmp_path: Path) -> None:
     keys = ("trainer.total_training_steps=16", "rollout.sde_window_range=[1,3]", "optim.lr=1e-3")
     cfg = configure(student_folder, tmp_path, f"algorithm.loss_type={loss_type}", *keys, teacher=sd3_folder)

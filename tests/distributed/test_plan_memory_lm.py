@@ -263,6 +263,7 @@ def experts_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.long
 @needs_glibc
 def test_memory_of_experts_on_ranks(experts_folder: Path, tmp_path: Path) -> None:
     """The peak is within 2 %, with the rows that travel to the experts of another rank and back."""

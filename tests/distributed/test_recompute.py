@@ -52,6 +52,7 @@ def test_some_layers(shards: int, lm_folder: Path, tmp_path: Path) -> None:
     assert_only_repeated([run_ranks(passes, shards, lm.one_step, cfg, Qwen3MLP)[0] for cfg in cfgs], 2)
 
 
+@pytest.mark.seldom("2-qwen-QwenImageTransformerBlock")
 @pytest.mark.parametrize(("family", "kind"), [("sd3", JointTransformerBlock), ("qwen", QwenImageTransformerBlock)])
 @pytest.mark.parametrize("shards", [1, 2])
 def test_some_blocks(

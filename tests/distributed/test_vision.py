@@ -57,6 +57,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.seldom("frozen")
 @pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "trained"])
 def test_ranks_train_as_one_though_images_are_on_some_of_them(qwen: Path, tmp_path: Path, frozen: bool) -> None:
     """In two updates per step, of which the first has the weights that sampled."""

@@ -45,11 +45,8 @@ def node(number: int, port: int, model: Path, folder: Path, *overrides: str, **e
     return Job(model, folder, *overrides, env=place, name=f"node_{number}", lm=True)
 
 
-@pytest.mark.seldom("synchronous")
-@pytest.mark.quick("one step off")
-@pytest.mark.parametrize(
-    "schedule", [*list(SCHEDULES)[:2], pytest.param("one step off, dropped", marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_killed_roles_start_again(schedule: str, lm_folder: Path, tmp_path: Path) -> None:
     """SIGKILL of rank 0, which samples and keeps the store: all start again, and the run is the one that nothing
     happened to, but for a batch that was dropped. Then of the actor: all end, by one cause.
