@@ -192,6 +192,10 @@ def test_every_page_is_in_the_navigation_once() -> None:
     groups = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
     files = [file for group in groups for pages in group.values() for page in pages for file in page.values()]
     assert sorted(files) == sorted(page.name for page in (ROOT / "docs").glob("*.md"))
+    # the README names them in the same order, behind the home page, with the changelog among them
+    section = (ROOT / "README.md").read_text().split("## Documentation\n")[1]
+    linked = re.findall(r"\]\(docs/([\w-]+\.md)\)", section)
+    assert linked == files[1:]
 
 
 REMOTE = re.compile(
