@@ -20,7 +20,6 @@ def overrides(model: Path, folder: Path) -> list[str]:
     return base_overrides(model, folder)
 
 
-@pytest.mark.timeout(600)  # two lanes of tests share the cores
 def test_quickstart_learns(tmp_path: Path) -> None:
     """The first twelve of its steps, on two ranks: the held-out reward rises, and the report holds both sides."""
     out = tmp_path / "run"

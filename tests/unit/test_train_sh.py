@@ -376,7 +376,7 @@ sys.exit(1)
 def test_failed_ranks_start_again_on_two_nodes(tmp_path: Path) -> None:
     task = tmp_path / "task.py"
     task.write_text(FAILS_ONCE)
-    for done in two_nodes([task, tmp_path], nproc=2, env={"MAX_RESTARTS": "1"}, timeout=60):
+    for done in two_nodes([task, tmp_path], nproc=2, env={"MAX_RESTARTS": "1"}):
         assert done.returncode == 0, done.stderr
     assert [(tmp_path / str(rank)).read_text() for rank in range(4)] == ["4"] * 4
 
