@@ -1,7 +1,8 @@
 """What tests of one module after the other want: seeded numbers, and an error with its exact message."""
 
 import logging
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -12,6 +13,14 @@ from torch import Tensor
 def normal(*shape: int, seed: int = 0) -> Tensor:
     """Standard normal numbers, a function of shape and seed."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    """Return as soon as it holds; it has far longer than a busy machine needs."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 STARTING = ("starting ", "loading ", "joining ", "laying out ", "encoding ", "validating ")

@@ -38,6 +38,9 @@ LIBC = ctypes.CDLL(None)
 PR_SET_PDEATHSIG = 1
 SHARED = "diffusers", "phalanx", "torch", "transformers"  # packages that ranks need not import anew
 APART = "torch._inductor"  # but for this part, which starts processes
+LIMIT_S = 240.0  # of what has to succeed: far above what it takes on a busy machine, and below pytest's limit
+
+_ports: list[socket.socket] = []  # names of those that `free_port` has given
 
 
 class RankError(AssertionError):
@@ -48,7 +51,7 @@ def run_ranks(
     fn: Callable[..., Any],
     world: int,
     *args: Any,
-    timeout: float = 60.0,
+    timeout: float = LIMIT_S,
     local_world: int | None = None,
     init: bool = True,
 ) -> list[Any]:
@@ -203,12 +206,17 @@ def free_port() -> int:
     """A TCP port of the loopback interface that was free a moment ago.
 
     It is none of those that the kernel hands out by itself (from 32768 on), so a connection of another test that
-    runs at the same time does not take it.
+    runs at the same time does not take it. Nor is it given to another process that runs tests: the first one holds a
+    name of the port, which the kernel frees with the process.
     """
     while True:
         port = random.SystemRandom().randrange(15_000, 32_000)
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
+            if sys.platform == "linux":
+                name = socket.socket(socket.AF_UNIX)
+                name.bind(f"\0phalanx tests: port {port}")
+                _ports.append(name)
             return port
 
 
@@ -216,7 +224,7 @@ def torchrun(
     args: Sequence[str | Path],
     nproc: int = 1,
     env: Mapping[str, str] | None = None,
-    timeout: float = 120.0,
+    timeout: float = LIMIT_S,
     cwd: Path = ROOT,
 ) -> CompletedProcess[str]:
     """Run `sh train.sh ARGS` with `nproc` ranks; raises subprocess.TimeoutExpired, with the output so far."""
@@ -227,7 +235,7 @@ def two_nodes(
     args: Sequence[str | Path],
     nproc: int = 1,
     env: Mapping[str, str] | None = None,
-    timeout: float = 180.0,
+    timeout: float = LIMIT_S,
     cwd: Path = ROOT,
 ) -> tuple[CompletedProcess[str], CompletedProcess[str]]:
     """Run `sh train.sh ARGS` twice at once, as nodes 0 and 1 on loopback with `nproc` ranks each."""

@@ -5,7 +5,6 @@ import json
 import socket
 import struct
 import threading
-import time
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from phalanx.config import load
 from phalanx.config.tasks import ServeRewardConfig
 from phalanx.jobs.reward_server import RewardServer
 from phalanx.rewards.http import Http, ServerError
+from tests.checks import wait_for
 from tests.rewards import told
 
 REWARDS = """
@@ -53,8 +53,14 @@ gate = threading.Event()
 
 def gated(images, prompts, metadata):
     begun.append(prompts)
-    assert gate.wait(30)
+    assert gate.wait(60)
     return [1.0] * len(images)
+
+meeting = threading.Barrier(4)
+
+def meets(images, prompts, metadata):
+    meeting.wait(60)
+    return [0.0] * len(images)
 
 def nan(images, prompts, metadata):
     return [float("nan")] * len(images)
@@ -107,13 +113,6 @@ def listening(listener: uvicorn.Server, address: socket.socket) -> Iterator[None
     finally:
         listener.should_exit = True
         thread.join()
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 Answer = Callable[["Strange", dict[str, Any]], None]

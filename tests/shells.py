@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from subprocess import CompletedProcess
 
-from tests.ranks import ROOT
+from tests.ranks import LIMIT_S, ROOT
 
 SCRIPT = str(ROOT / "train.sh")
 SHELLS = {"dash": ["dash"], "bash": ["bash"], "bash-posix": ["bash", "--posix"], "busybox": ["busybox", "sh"]}
@@ -116,7 +116,7 @@ def launch(shell: list[str], folder: Path, *args: str, **env: str) -> CompletedP
     """Run train.sh with this environment and no other."""
     path = {"PATH": str(folder / "bin")}
     return subprocess.run(
-        command(shell, *args), cwd=folder, env={**path, **env}, capture_output=True, text=True, timeout=30
+        command(shell, *args), cwd=folder, env={**path, **env}, capture_output=True, text=True, timeout=LIMIT_S
     )
 
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from tests.ranks import (
     GRACE_S,
+    LIMIT_S,
     ROOT,
     before_forks,
     end_with_parent,
@@ -30,7 +31,7 @@ from tests.ranks import (
 
 
 def run_task(
-    args: Sequence[str | Path], nproc: int = 1, env: Mapping[str, str] | None = None, timeout: float = 120.0
+    args: Sequence[str | Path], nproc: int = 1, env: Mapping[str, str] | None = None, timeout: float = LIMIT_S
 ) -> CompletedProcess[str]:
     """Run `python tasks/... ARGS` on `nproc` ranks and return what all of them printed.
 
@@ -65,7 +66,9 @@ def _store(port: int) -> Iterator[None]:
     pid = os.fork()
     if pid == 0:
         end_with_parent(signal.SIGKILL)
-        store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+        store = dist.TCPStore(
+            "127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=LIMIT_S)
+        )
         while store:
             signal.pause()
     try:

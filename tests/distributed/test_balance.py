@@ -103,7 +103,7 @@ def assert_balanced(parts: list[dict[str, Any]], kinds: dict[str, tuple[str, ...
 def test_the_step_is_that_without_an_exchange(ranks: int, lm_folder: Path, tmp_path: Path) -> None:
     """Replicas, and two replicas of two shards; padded, packed and truncated samples, and a critic."""
     cfgs = both(lm_folder, tmp_path, KINDS, f"parallel.fsdp_size={ranks // 2}")
-    assert_balanced(run_ranks(steps, ranks, cfgs, timeout=120), KINDS)
+    assert_balanced(run_ranks(steps, ranks, cfgs), KINDS)
 
 
 @pytest.mark.full

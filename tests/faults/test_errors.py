@@ -1,13 +1,13 @@
 """The first error of the world, with rank, host and traceback, is the last thing on the terminal; nothing hangs."""
 
+import re
 import signal
 import socket
-import time
 from pathlib import Path
 
 import pytest
 
-from tests.faults.jobs import TIMEOUT_S, Job, kill, steps
+from tests.faults.jobs import SHORT, Job, kill, killed, steps
 
 HOST = socket.gethostname()
 pytestmark = pytest.mark.full
@@ -16,7 +16,7 @@ SETTINGS = ("trainer.total_training_steps=500",)
 
 def test_a_rank_that_raises(sd3_folder: Path, tmp_path: Path) -> None:
     with Job(sd3_folder, tmp_path, *SETTINGS, env={"FAULT": "raise:1:2"}) as job:
-        assert job.wait(60) == 1
+        assert job.wait() == 1
         said = job.said
     report = said[said.index(f"rank 1 on {HOST}:") :].splitlines()
     assert report[-1] == "KeyError: 'no such thing'"
@@ -27,11 +27,8 @@ def test_a_rank_that_raises(sd3_folder: Path, tmp_path: Path) -> None:
 
 def test_a_rank_that_hangs(sd3_folder: Path, tmp_path: Path) -> None:
     """The time limit ends the job, and the stack of the rank that hangs is on the terminal."""
-    with Job(sd3_folder, tmp_path, *SETTINGS, env={"FAULT": "hang:1:2"}) as job:
-        job.until(lambda: job.phase(1)[1:] == (2, "update"))
-        begin = time.monotonic()
-        assert job.wait(4 * TIMEOUT_S) == 1
-        assert time.monotonic() - begin < TIMEOUT_S + 25
+    with Job(sd3_folder, tmp_path, *SETTINGS, SHORT, env={"FAULT": "hang:1:2"}) as job:
+        assert job.wait() == 1
         assert f"stacks of rank 1 on {HOST}:" in job.said
         assert 'task.py", line' in job.said and "in advantage" in job.said  # where it hangs
         assert "Timed out waiting" in job.said
@@ -40,13 +37,10 @@ def test_a_rank_that_hangs(sd3_folder: Path, tmp_path: Path) -> None:
 
 def test_a_rank_that_is_frozen_is_named(sd3_folder: Path, tmp_path: Path) -> None:
     """Not even its threads run. The launcher waits 30 s for it to heed SIGTERM before it is killed."""
-    with Job(sd3_folder, tmp_path, *SETTINGS, env={"PHASE_S": "0.1"}) as job:
+    with Job(sd3_folder, tmp_path, *SETTINGS, SHORT, env={"PHASE_S": "0.1"}) as job:
         job.until(lambda: job.phase(1)[1] >= 1)
         kill(job.phase(1)[0], signal.SIGSTOP)
-        begin = time.monotonic()
-        job.until(lambda: f"lost rank 1 on {HOST}: no sign of life for " in job.said, timeout=TIMEOUT_S + 20)
-        assert job.wait(45) == 1
-        assert time.monotonic() - begin < TIMEOUT_S + 60
+        assert job.wait() == 1
         assert f"lost rank 1 on {HOST}: no sign of life for " in job.said.splitlines()[-1]
 
 
@@ -55,11 +49,8 @@ def test_a_rank_that_is_killed_is_named(sd3_folder: Path, tmp_path: Path) -> Non
     with Job(sd3_folder, tmp_path, *SETTINGS, env={"PHASE_S": "0.1"}) as job:
         job.until(lambda: job.phase(1)[1] >= 1)
         kill(job.phase(1)[0], signal.SIGKILL)
-        begin = time.monotonic()
-        assert job.wait(2 * TIMEOUT_S) == 137
-        assert time.monotonic() - begin < 20
-        said = f"rank 1 on {HOST} ended without a word: killed, out of memory, or crashed"
-        assert job.said.splitlines()[-1] == said
+        assert job.wait() == 137
+        assert re.fullmatch(killed(1), job.said.splitlines()[-1])
 
 
 EXIT = """
@@ -90,7 +81,7 @@ def test_a_reward_that_ends_its_rank(  # -1: all ranks
     (tmp_path / "rewards.py").write_text(EXIT)
     kwargs = f"{{rank: {rank}, status: {status}}}"
     reward = f"reward.functions=[{{path: '{tmp_path}/rewards.py:leave', kwargs: {kwargs}}}]"
-    with Job(sd3_folder, tmp_path, *SETTINGS, reward) as job:
-        assert job.wait(90) == ends
+    with Job(sd3_folder, tmp_path, *SETTINGS, SHORT, reward) as job:
+        assert job.wait() == ends
         assert job.said.splitlines()[-1].startswith(last.format(host=HOST))
         assert "Traceback" not in job.said

@@ -33,7 +33,7 @@ def writing(job: Job) -> bool:
 
 @pytest.mark.full
 @pytest.mark.long
-@pytest.mark.timeout(180 + 45 * KILLS)
+@pytest.mark.timeout(600 + 90 * KILLS)
 def test_random_kills(sd3_folder: Path, tmp_path: Path) -> None:
     chance = random.Random(SEED)
     (tmp_path / "held_out.txt").write_text('the word "eta"\n"theta" in red\n')
@@ -58,7 +58,7 @@ def test_random_kills(sd3_folder: Path, tmp_path: Path) -> None:
             kill(pid, signal.SIGKILL)
             killed.append((pid, step, phase))
             job.until(lambda: pid not in job.ranks())  # noqa: B023
-        assert job.wait(120) == 0, job.said
+        assert job.wait() == 0, job.said
         starts = job.said.count(" ranks on cpu: ")
     assert starts <= KILLS + 1 and len(killed) == KILLS
     assert rows(tmp_path) == rows(tmp_path / "whole")

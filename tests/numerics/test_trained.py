@@ -206,7 +206,6 @@ def compiled(path: Path, backend: str, dtype: str) -> tuple[Tensor, Tensor, Tens
 
 @pytest.mark.full
 @pytest.mark.long
-@pytest.mark.timeout(600)
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile on a CPU wants a C++ compiler")
 def test_compiled_blocks_compute_the_same(qwen_folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """In bfloat16, where another fusion is another number. On a rank of its own: the compiler leaves threads and

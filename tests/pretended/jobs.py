@@ -11,12 +11,12 @@ from phalanx.distributed import link
 from phalanx.telemetry.metrics import Timers
 from tests.pretended.cuda import install
 from tests.pretended.record import Record
-from tests.ranks import free_port, run_ranks
+from tests.ranks import LIMIT_S, free_port, run_ranks
 
 Build = Callable[[Any], Any]  # the job of a configuration, or this rank's part in it
 
 
-def rehearse(build: Build, cfg: Any, world: int = 1, timeout: float = 120.0) -> list[Record]:
+def rehearse(build: Build, cfg: Any, world: int = 1, timeout: float = LIMIT_S) -> list[Record]:
     """Train two steps with a checkpoint after each, then one more from the last of them; the records of the first
     start, by rank.
 

@@ -17,6 +17,7 @@ from phalanx.distributed.launch import Launch
 from phalanx.distributed.mesh import ranks_of, shard_size, warn_of_sizes
 from phalanx.distributed.roles import roles_of
 from phalanx.distributed.watchdog import Watch
+from tests.checks import wait_for
 from tests.ranks import run_ranks
 
 ENV = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4"}
@@ -83,7 +84,7 @@ def pool_beside_a_watch() -> int | None:
 
 
 def test_a_signal_to_a_forked_worker_is_not_the_ranks() -> None:
-    assert run_ranks(pool_beside_a_watch, 1, timeout=20) == [None]
+    assert run_ranks(pool_beside_a_watch, 1) == [None]
 
 
 def stopped_beside_many_files() -> int | None:
@@ -93,12 +94,12 @@ def stopped_beside_many_files() -> int | None:
     assert watch._wakeup.fileno() > max(kept) >= 1024
     watch.listen()
     os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(0.3)
+    wait_for(lambda: watch.stop is not None)
     return watch.stop
 
 
 def test_a_signal_is_heard_beside_more_open_files_than_select_knows() -> None:
-    assert run_ranks(stopped_beside_many_files, 1, timeout=20) == [signal.SIGTERM]
+    assert run_ranks(stopped_beside_many_files, 1) == [signal.SIGTERM]
 
 
 def watches(count: int) -> list[Watch]:
@@ -136,9 +137,9 @@ def test_who_is_silent_is_lost() -> None:
             assert watch._store is not None
             watch._exchange(watch._store)
         time.sleep(0.2)
-    assert first._lost(10.0) is None
+    assert first._lost(60.0) is None
     lost = first._lost(3.0)
     assert lost is not None and lost.startswith("lost ranks 2, 3 on b: no sign of life for ")
     assert (first.explain() or "").startswith("lost ranks 2, 3 on b: no sign of life for ")
     assert third._names([0, 1, 3]) == "ranks 0, 1 on a, rank 3 on b"
-    assert fourth._lost(3.0) == "lost rank 0 on a, which keeps the store: no contact for 4 s"
+    assert (fourth._lost(3.0) or "").startswith("lost rank 0 on a, which keeps the store: no contact for ")

@@ -46,9 +46,9 @@ from phalanx.environments.built_in.python import Python
     ],
 )
 def test_the_calculator_computes_and_runs_nothing(expression: str, value: str) -> None:
-    start = time.perf_counter()
+    start = time.thread_time()
     assert Calculator().calculator(expression).startswith(value)
-    assert time.perf_counter() - start < 1
+    assert time.thread_time() - start < 1
 
 
 PYTHON = Python(timeout_s=1)
@@ -125,7 +125,7 @@ def test_python_has_limits(code: str, end: str) -> None:
     text = PYTHON.python(code)
     busy = text == "error: it ran longer than 5 seconds"  # on a machine that is, for what computes
     assert text.endswith(end) or (busy and "while True: pass" in code)
-    assert time.perf_counter() - start < 20
+    assert time.perf_counter() - start < 60
     children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children")
     if sys.platform.startswith("linux") and children.exists():
         running = [Path(f"/proc/{pid}/cmdline").read_text() for pid in children.read_text().split()]

@@ -103,38 +103,38 @@ def file(tmp_path: Path) -> Path:
 
 
 def opened(file: Path, name: str, prompt: Any = PROMPT, **keys: Any) -> Conversation:
-    environments = Environments(EnvironmentConfig(path=f"{file}:{name}", timeout_s=5.0, num_workers=2, **keys))
+    environments = Environments(EnvironmentConfig(path=f"{file}:{name}", timeout_s=60.0, num_workers=2, **keys))
     return environments.open({"prompt": prompt}, 0, 0)
 
 
 def hear(conversation: Conversation, text: str, **more: Any) -> Turn:
-    return conversation.hear({"role": "assistant", "content": text, **more}).result(20)
+    return conversation.hear({"role": "assistant", "content": text, **more}).result(60)
 
 
 @pytest.mark.parametrize("prompt", [PROMPT, "Hi."])
 def test_a_loop_asks_for_turns_and_returns_a_reward(file: Path, prompt: Any) -> None:
     conversation = opened(file, "ask_again", prompt, kwargs={"times": 3})
-    assert conversation.reset().result(5) == []
+    assert conversation.reset().result(60) == []
     assert hear(conversation, "one") == Turn([{"role": "user", "content": "again 0"}])
     assert hear(conversation, "three") == Turn([{"role": "user", "content": "again 1"}])
     assert hear(conversation, "five") == Turn(done=True)
     assert conversation.ended == "done"
-    assert conversation.reward().result(5) == 12
+    assert conversation.reward().result(60) == 12
     conversation.close()
 
 
 def test_a_loop_is_told_that_there_is_no_further_turn(file: Path) -> None:
     conversation = opened(file, "Loop", kwargs={"scale": 0.5})
-    assert conversation.reset().result(5) == []
+    assert conversation.reset().result(60) == []
     assert hear(conversation, "one", tool_calls=[{}]) == Turn([{"role": "tool", "content": "ok"}])
     assert hear(conversation, "two", tool_calls=[{}], error="malformed").messages
     assert conversation.ended is None
-    assert conversation.reward().result(5) == {"calls": 1.0}
+    assert conversation.reward().result(60) == {"calls": 1.0}
 
     conversation = opened(file, "ask_again")
-    conversation.reset().result(5)
+    conversation.reset().result(60)
     hear(conversation, "one")
-    assert conversation.reward().result(5) == 0
+    assert conversation.reward().result(60) == 0
 
 
 PROBLEMS = [
@@ -147,12 +147,12 @@ PROBLEMS = [
 @pytest.mark.parametrize(("name", "problem"), PROBLEMS)
 def test_what_a_loop_raises_ends_the_sample(file: Path, name: str, problem: str) -> None:
     conversation = opened(file, name)
-    conversation.reset().result(5)
+    conversation.reset().result(60)
     assert hear(conversation, "one") == Turn(done=True)
     assert conversation.ended == "error"
     assert conversation.problem is not None
     assert conversation.problem.startswith(f"environment {name}: {problem}")
-    assert conversation.reward().result(5) is None
+    assert conversation.reward().result(60) is None
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_what_a_loop_raises_ends_the_sample(file: Path, name: str, problem: str)
 )
 def test_a_loop_that_does_not_begin(file: Path, name: str, problem: str) -> None:
     conversation = opened(file, name)
-    conversation.reset().result(5)
+    conversation.reset().result(60)
     if conversation.ended is None:  # of two calls at once, the second one is refused
         hear(conversation, "one")
     assert conversation.ended == "error"
@@ -171,7 +171,7 @@ def test_a_loop_that_does_not_begin(file: Path, name: str, problem: str) -> None
 def test_a_loop_ends_with_its_sample(file: Path) -> None:
     environments = Environments(EnvironmentConfig(path=f"{file}:odd", max_error_fraction=1))
     conversation = environments.open({"prompt": PROMPT}, 0, 0)
-    conversation.reset().result(5)
+    conversation.reset().result(60)
     assert hear(conversation, "one") == Turn(done=True)
     assert conversation.problem is not None
     assert "a content of type int; expected a text" in conversation.problem
@@ -184,26 +184,29 @@ def test_a_loop_ends_with_its_sample(file: Path) -> None:
 
 @pytest.mark.parametrize("name", ["sleep", "block"])
 def test_a_loop_that_hangs_ends_its_sample_only(file: Path, name: str) -> None:
-    cfg = EnvironmentConfig(path={"a": f"{file}:{name}", "b": f"{file}:Loop"}, timeout_s=0.5, num_workers=2)
+    cfg = EnvironmentConfig(path={"a": f"{file}:{name}", "b": f"{file}:Loop"}, timeout_s=60.0, num_workers=2)
     environments = Environments(cfg)
     conversation = environments.open({"prompt": PROMPT, "environment": "a"}, 0, 0)
-    conversation.reset().result(5)
+    conversation.reset().result(60)
+    environments._pool._timeout_s = 0.5
     assert hear(conversation, "one") == Turn(done=True)
     assert conversation.ended == "timeout"
+    environments._pool._timeout_s = 60
     after = environments.open({"prompt": PROMPT, "environment": "b"}, 0, 0)
-    after.reset().result(5)
+    after.reset().result(60)
     assert hear(after, "one").messages == [{"role": "tool", "content": "ok"}]
 
 
 def test_loops_beside_one_that_never_ends_go_on(file: Path, caplog: pytest.LogCaptureFixture) -> None:
-    cfg = EnvironmentConfig(path={"a": f"{file}:spin", "b": f"{file}:Loop"}, timeout_s=0.5, num_workers=2)
+    cfg = EnvironmentConfig(path={"a": f"{file}:spin", "b": f"{file}:Loop"}, timeout_s=60.0, num_workers=2)
     environments = Environments(cfg)
     blocking, beside = [environments.open({"prompt": PROMPT, "environment": name}, 0, 0) for name in "ab"]
     for conversation in (blocking, beside):
-        conversation.reset().result(5)
+        conversation.reset().result(60)
+    environments._pool._timeout_s = 1.5  # of both, and anew for the one beside, once it can go on
     first, second = [each.hear({"role": "assistant", "content": "one"}) for each in (blocking, beside)]
-    assert first.result(20) == Turn(done=True) and blocking.ended == "timeout"
-    assert second.result(20).messages == [{"role": "tool", "content": "ok"}] and beside.ended is None
+    assert first.result(60) == Turn(done=True) and blocking.ended == "timeout"
+    assert second.result(60).messages == [{"role": "tool", "content": "ok"}] and beside.ended is None
     (line,) = [record.message for record in caplog.records if record.name == "phalanx.environments.pool"]
     assert f"an async function at {file}:" in line and line.endswith(
         "expected await, or asyncio.to_thread for what blocks"

@@ -135,7 +135,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def environments(**keys: Any) -> Environments:
-    return Environments(EnvironmentConfig(**({"timeout_s": 5.0, "num_workers": 2} | keys)))
+    return Environments(EnvironmentConfig(**({"timeout_s": 60.0, "num_workers": 2} | keys)))
 
 
 def call(name: str, **arguments: Any) -> Message:
@@ -160,33 +160,33 @@ def test_public_methods_are_tools_and_functions_beside_them(file: Path) -> None:
         },
     }
     room = rooms.open({"prompt": "x", "answer": "gold", "more": 1}, 0, 0)
-    assert room.reset().result(5) == []
-    assert room.hear(call("open", number=2)).result(5).messages[0]["content"] == "door 2 of 3: gold"
-    assert room.hear(call("double", x=4)).result(5).messages[0]["content"] == "8.0"
-    assert room.hear(call("calculator", expression="2*3")).result(5).messages[0]["content"] == "6"
-    assert room.hear(call("wait")).result(5).messages[0]["content"] == ""
-    assert room.reward().result(5) == 1.0
+    assert room.reset().result(60) == []
+    assert room.hear(call("open", number=2)).result(60).messages[0]["content"] == "door 2 of 3: gold"
+    assert room.hear(call("double", x=4)).result(60).messages[0]["content"] == "8.0"
+    assert room.hear(call("calculator", expression="2*3")).result(60).messages[0]["content"] == "6"
+    assert room.hear(call("wait")).result(60).messages[0]["content"] == ""
+    assert room.reward().result(60) == 1.0
 
 
 def test_a_tool_may_give_a_reward_and_end_the_conversation(file: Path) -> None:
     vaults = environments(path=f"{file}:Vault")
     conversation = vaults.open({"prompt": "x"}, 0, 0)
-    conversation.reset().result(5)
-    assert conversation.hear(call("turn", number=3)).result(5).messages[0]["content"] == "click"
+    conversation.reset().result(60)
+    assert conversation.hear(call("turn", number=3)).result(60).messages[0]["content"] == "click"
     assert conversation.ended is None
-    assert conversation.hear(call("turn", number=9)).result(5) == Turn(done=True)
+    assert conversation.hear(call("turn", number=9)).result(60) == Turn(done=True)
     assert (conversation.ended, conversation.calls) == ("done", 2)
-    assert conversation.reward().result(5) == 0.5
+    assert conversation.reward().result(60) == 0.5
     untouched = vaults.open({"prompt": "x"}, 0, 0)
-    untouched.reset().result(5)
-    assert untouched.reward().result(5) is None
+    untouched.reset().result(60)
+    assert untouched.reward().result(60) is None
 
 
 def test_a_reward_reads_the_messages(file: Path) -> None:
     conversation = environments(path=f"{file}:Judged").open({"prompt": "x"}, 0, 0)
-    conversation.reset().result(5)
+    conversation.reset().result(60)
     messages = [{"role": "user", "content": "x"}, *2 * [{"role": "assistant", "content": "y"}]]
-    assert conversation.reward(messages).result(5) == 2
+    assert conversation.reward(messages).result(60) == 2
     assert [message["role"] for message in messages] == ["user", "assistant", "assistant"]  # it had copies
 
 
@@ -194,9 +194,9 @@ def test_functions_need_no_environment(file: Path) -> None:
     tools = environments(tools=[f"{file}:double"])
     assert names(tools.tools()) == ["double"]
     conversation = tools.open({"prompt": "x"}, 0, 0)
-    assert conversation.reset().result(5) == []
-    assert conversation.hear(call("double", x="1.5")).result(5).messages[0]["content"] == "3.0"
-    assert conversation.reward().result(5) is None
+    assert conversation.reset().result(60) == []
+    assert conversation.hear(call("double", x="1.5")).result(60).messages[0]["content"] == "3.0"
+    assert conversation.reward().result(60) is None
 
 
 def test_the_column_environment_picks_one(file: Path) -> None:
@@ -204,8 +204,8 @@ def test_the_column_environment_picks_one(file: Path) -> None:
     assert both.names == ["room", "game"]
     assert (names(both.tools("room")), both.tools("game")) == (["look", "open", "wait"], [])
     room = both.open({"prompt": "x", "environment": "room", "answer": "a"}, 0, 0)
-    room.reset().result(5)
-    assert room.hear(call("open", number=1)).result(5).messages[0]["content"] == "door 1 of 2: a"
+    room.reset().result(60)
+    assert room.hear(call("open", number=1)).result(60).messages[0]["content"] == "door 1 of 2: a"
     both.check_row({"prompt": "x", "environment": "game"})
     with pytest.raises(
         ValueError, match=r"^its column environment is 'rom'; did you mean room\?; expected one of room"
@@ -233,10 +233,10 @@ FORMS: list[tuple[str, Turn]] = [
 @pytest.mark.parametrize(("code", "turn"), FORMS)
 def test_forms_of_a_step(file: Path, code: str, turn: Turn) -> None:
     game = environments(path=f"{file}:Game").open({"prompt": "x"}, 0, 0)
-    assert len(game.reset().result(5)) == 2
-    assert game.hear({"role": "assistant", "content": code}).result(5) == turn
+    assert len(game.reset().result(60)) == 2
+    assert game.hear({"role": "assistant", "content": code}).result(60) == turn
     assert game.ended == ("done" if turn.done else None)
-    assert game.reward().result(5) == turn.reward
+    assert game.reward().result(60) == turn.reward
 
 
 ODD: list[tuple[str, str]] = [
@@ -260,27 +260,27 @@ ODD: list[tuple[str, str]] = [
 @pytest.mark.parametrize(("code", "problem"), ODD)
 def test_other_forms_of_a_step_end_the_sample(file: Path, code: str, problem: str) -> None:
     game = environments(path=f"{file}:Game").open({"prompt": "x"}, 0, 0)
-    game.reset().result(5)
-    assert game.hear({"role": "assistant", "content": code}).result(5) == Turn(done=True)
+    game.reset().result(60)
+    assert game.hear({"role": "assistant", "content": code}).result(60) == Turn(done=True)
     assert game.ended == "error"
     assert game.problem is not None
     assert game.problem.startswith(f"environment Game: {problem}")
-    assert game.reward().result(5) is None
+    assert game.reward().result(60) is None
 
 
 def test_an_async_step_and_its_sum_of_rewards(file: Path) -> None:
     game = environments(path=f"{file}:Async").open({"prompt": "x"}, 0, 0)
-    game.reset().result(5)
+    game.reset().result(60)
     for _ in range(3):
-        assert game.hear({"role": "assistant", "content": ""}).result(5).messages[0]["content"] == "go on"
-    assert game.reward().result(5) == 1.5
+        assert game.hear({"role": "assistant", "content": ""}).result(60).messages[0]["content"] == "go on"
+    assert game.reward().result(60) == 1.5
 
 
 @pytest.mark.parametrize("prize", ["much", [1], {"a": None}, {1: 2}, float("inf")])
 def test_odd_rewards_are_failures(file: Path, prize: Any) -> None:
     conversation = environments(path=f"{file}:Prize").open({"prompt": "x", "prize": prize}, 0, 0)
-    conversation.reset().result(5)
-    assert conversation.reward().result(5) is None
+    conversation.reset().result(60)
+    assert conversation.reward().result(60) is None
     assert conversation.failures == 1
     assert conversation.problem is not None
     assert conversation.problem.startswith("environment Prize: get_reward returned ")
@@ -288,7 +288,7 @@ def test_odd_rewards_are_failures(file: Path, prize: Any) -> None:
 
 def test_a_reset_that_lacks_a_column_fails(file: Path) -> None:
     conversation = environments(path=f"{file}:Room").open({"prompt": "x"}, 0, 0)
-    assert conversation.reset().result(5) == []
+    assert conversation.reset().result(60) == []
     assert conversation.ended == "error"
     assert conversation.problem is not None
     assert "missing 1 required positional argument: 'answer'" in conversation.problem

@@ -104,7 +104,7 @@ def environments(folder: Path, content: str = FILE) -> Environments:
     classes, file = folder / "verl_tools.py", folder / "tools.yaml"
     classes.write_text(CLASSES)
     file.write_text(content.replace("FILE", str(classes)))
-    return Environments(EnvironmentConfig(tool_config_path=str(file), timeout_s=5.0, num_workers=2))
+    return Environments(EnvironmentConfig(tool_config_path=str(file), timeout_s=60.0, num_workers=2))
 
 
 def call(name: str, **arguments: Any) -> Message:
@@ -125,16 +125,16 @@ def test_a_conversation_with_tools_of_verl(tmp_path: Path, nested: bool) -> None
     conversations = [tools.open({"prompt": "x", **row}, 0, i) for i in range(2)]
     answers = ("4", 5)
     for conversation, answer in zip(conversations, answers, strict=True):
-        assert conversation.reset().result(5) == []
-        text = conversation.hear(call("check", answer=answer)).result(5).messages[0]["content"]
+        assert conversation.reset().result(60) == []
+        text = conversation.hear(call("check", answer=answer)).result(60).messages[0]["content"]
         assert text == f"right: {answer == 5}"
-        text = conversation.hear(call("search", query="ducks")).result(5).messages[0]["content"]
+        text = conversation.hear(call("search", query="ducks")).result(60).messages[0]["content"]
         assert text == "wiki: ducks 3"
-        text = conversation.hear(call("search", query="ducks", pages="two")).result(5).messages[0]["content"]
+        text = conversation.hear(call("search", query="ducks", pages="two")).result(60).messages[0]["content"]
         assert text.startswith("error: search: pages: Input should be a valid integer")
-    assert [conversation.reward().result(5) for conversation in conversations] == [-0.05, 1.0]
+    assert [conversation.reward().result(60) for conversation in conversations] == [-0.05, 1.0]
     assert [conversation.problem for conversation in conversations] == [None, None]
-    text = conversations[0].hear(call("check", answer="draw")).result(5).messages[0]["content"]
+    text = conversations[0].hear(call("check", answer="draw")).result(60).messages[0]["content"]
     assert text.endswith("check returned an image; the model sees only those of the prompt, expected a text")
     for conversation in conversations:
         conversation.close()

@@ -17,7 +17,7 @@ import yaml
 from phalanx.config import load
 from phalanx.config.flow import FlowRLConfig
 from phalanx.training import flow_rl
-from tests.ranks import ROOT
+from tests.ranks import LIMIT_S, ROOT
 from tests.shells import (
     DSTACK,
     EIGHT_GPUS,
@@ -162,7 +162,13 @@ def project(folder: Path) -> Path:
 def run(project: Path, words: list[str], env: Mapping[str, str]) -> CompletedProcess[str]:
     path = {"PATH": str(project / "bin"), "HOME": str(project)}
     return subprocess.run(
-        words, cwd=project, env={**path, **env}, capture_output=True, text=True, timeout=30, stdin=subprocess.DEVNULL
+        words,
+        cwd=project,
+        env={**path, **env},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        stdin=subprocess.DEVNULL,
     )
 
 

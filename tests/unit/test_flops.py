@@ -182,15 +182,14 @@ def test_the_peak_of_a_cpu_is_measured_once() -> None:
     assert peak_flops(torch.device("meta"), torch.float32) is None
     device = torch.device("cpu")
     first = peak_flops(device, torch.float32)
-    start = time.perf_counter()
-    second = peak_flops(device, torch.float32)
-    assert time.perf_counter() - start < 0.01
     assert first is not None
-    assert first == second
+    assert first == peak_flops(device, torch.float32)  # two measurements would differ
     assert 1e8 < first < 1e14
     # A product of this size runs at about that rate; far off would be a slip in the units.
     a = torch.ones(512, 512)
-    torch.mm(a, a)
-    start = time.perf_counter()
-    torch.mm(a, a)
-    assert 0.02 < linear(512, 512, 512) / (time.perf_counter() - start) / first < 50
+    seconds = []
+    for _ in range(10):
+        start = time.perf_counter()
+        torch.mm(a, a)
+        seconds.append(time.perf_counter() - start)
+    assert 0.02 < linear(512, 512, 512) / min(seconds) / first < 50

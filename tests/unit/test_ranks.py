@@ -71,13 +71,11 @@ def test_an_exception_surfaces_with_its_traceback_before_those_it_caused() -> No
 
 def test_a_hung_rank_is_named_with_its_stack() -> None:
     def hangs_on_rank_1() -> None:
-        if dist.get_rank() == 1:
-            time.sleep(60)
+        if os.environ["RANK"] == "1":
+            time.sleep(600)
 
-    begin = time.monotonic()
     with pytest.raises(RankError) as caught:
-        run_ranks(hangs_on_rank_1, 2, timeout=2)
-    assert time.monotonic() - begin < 10
+        run_ranks(hangs_on_rank_1, 2, timeout=3, init=False)
     assert str(caught.value).startswith(f"{hangs_on_rank_1.__qualname__} on 2 ranks: ranks [1] hung")
     assert "in hangs_on_rank_1" in str(caught.value)
 
@@ -99,7 +97,7 @@ def test_a_test_that_is_killed_leaves_no_torchrun(tmp_path: Path) -> None:
     if test == 0:
         torchrun([task], timeout=300)
         os._exit(1)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while not said.exists() or not said.read_text().endswith("\n"):
         assert time.monotonic() < deadline
         time.sleep(0.05)

@@ -20,7 +20,8 @@ from phalanx.config import load
 from phalanx.config.tasks import ServeRewardConfig
 from phalanx.jobs.reward_server import RewardServer
 from phalanx.rewards.http import Http, ServerError
-from tests.reward_servers import asked, b64, bomb, only, own_rewards, png, refusal, scores, serving, wait_for
+from tests.checks import wait_for
+from tests.reward_servers import asked, b64, bomb, only, own_rewards, png, refusal, scores, serving
 from tests.rewards import told
 
 
@@ -98,7 +99,7 @@ def test_a_server_that_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def small(own: Path) -> Iterator[RewardServer]:
     """A server with narrow limits."""
-    limits = ["max_images=3", "max_pixels=1000", "max_body_mb=0.02", "read_timeout_s=0.5"]
+    limits = ["max_images=3", "max_pixels=1000", "max_body_mb=0.02"]
     with serving(only(own, "brightness"), *limits) as server:
         yield server
 
@@ -164,18 +165,18 @@ def test_a_request_that_is_too_long_is_told_to_the_client(small: RewardServer) -
     assert told(ServerError, Http(small.url, retries=0), noise, ["a"] * 8, [{}] * 8) == problem
 
 
-def test_a_request_that_never_ends(small: RewardServer) -> None:
-    host, port = small.socket.getsockname()
+def test_a_request_that_never_ends(own: Path) -> None:
     head = "POST /score HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\r\n"
-    for length, sent, expected in (
-        (1000, 10, "408: the body was not there within read_timeout_s=0.5"),
-        (10**9, 30_000, "413: the body is longer than max_body_mb=0.02; send fewer images"),
-    ):
-        with socket.create_connection((host, port), timeout=10) as connection:
-            connection.sendall(head.format(length).encode() + b"x" * sent)
-            answer = connection.makefile("rb").read().decode()
-        status, _, body = answer.partition("\r\n\r\n")
-        assert f"{status.split()[1]}: {json.loads(body)['detail']}" == expected
+    with serving(only(own, "brightness"), "max_body_mb=0.02", "read_timeout_s=0.5") as server:
+        for length, sent, expected in (
+            (1000, 10, "408: the body was not there within read_timeout_s=0.5"),
+            (10**9, 30_000, "413: the body is longer than max_body_mb=0.02; send fewer images"),
+        ):
+            with socket.create_connection(server.socket.getsockname(), timeout=60) as connection:
+                connection.sendall(head.format(length).encode() + b"x" * sent)
+                answer = connection.makefile("rb").read().decode()
+            status, _, body = answer.partition("\r\n\r\n")
+            assert f"{status.split()[1]}: {json.loads(body)['detail']}" == expected
 
 
 # --- its rewards
@@ -194,28 +195,28 @@ def test_rewards_that_fail(own: Path, caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_a_reward_that_hangs(fresh: Path) -> None:
-    with serving(only(fresh, "naps", seconds=2), "reward.timeout_s=0.3") as server:
-        health = server.url.replace("score", "health")
-        problem = "answered 504: reward 'naps' was not done within reward.timeout_s=0.3 seconds (try 1 of 1)"
+    with serving(only(fresh, "gated"), "reward.timeout_s=0.3") as server:
+        user, health = sys.modules["phalanx_user_own"], server.url.replace("score", "health")
+        problem = "answered 504: reward 'gated' was not done within reward.timeout_s=0.3 seconds (try 1 of 1)"
         assert refusal(server.url, 1, retries=0) == problem
         wait_for(lambda: httpx2.get(health).status_code == 503)
-        assert httpx2.get(health).json() == {"detail": "a call of reward 'naps' hangs; start the server again"}
+        assert httpx2.get(health).json() == {"detail": "a call of reward 'gated' hangs; start the server again"}
         assert refusal(server.url, 1, retries=0) == problem  # it has waited behind the first one, and is not begun
+        user.gate.set()
         wait_for(lambda: httpx2.get(health).status_code == 200)
-        assert sys.modules["phalanx_user_own"].begun == [["p0"]]
+        assert user.begun == [["p0"]]
+        user.gate.clear()
         # and of a call whose client has left
         assert refusal(server.url, 1, retries=0, read_timeout_s=0.1).startswith("silent")
-        assert httpx2.get(health).status_code == 200
         wait_for(lambda: httpx2.get(health).status_code == 503)
+        user.gate.set()
 
 
 def test_workers_of_rewards(own: Path) -> None:
     """CPU rewards on several threads, rewards on the device one at a time."""
-    functions = f"[{{path: '{own}:naps', kwargs: {{seconds: 0.3}}}}, {{path: '{own}:OneAtATime'}}]"
+    functions = f"[{{path: '{own}:meets'}}, {{path: '{own}:OneAtATime'}}]"  # passed only by four calls at once
     with serving(f"reward.functions={functions}", "reward.num_workers=4") as server:
-        begin = time.monotonic()
         assert scores(server.url, 4, batch_size=1, concurrency=4, retries=0) == [1.0] * 4
-        assert time.monotonic() - begin < 1.0
 
 
 @pytest.mark.parametrize("most", [1, 2])
@@ -230,12 +231,12 @@ def test_more_connections_than_allowed(own: Path, most: int) -> None:
             others.enter_context(socket.create_connection(address))
             time.sleep(0.1)
             assert refusal(server.url, retries=0) == "answered 503: Service Unavailable (try 1 of 1)"
-        assert len(scores(server.url, retries=5, backoff_s=0.1)) == 4
+        assert len(scores(server.url, retries=8, backoff_s=0.1)) == 4
 
 
 def hung_up(connection: socket.socket, drip: bytes) -> bool:
     """Whether the server closes a connection within seconds, while `drip` comes on it again and again."""
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     connection.settimeout(0.05)
     while time.monotonic() < deadline:
         try:
@@ -269,14 +270,13 @@ def test_connections_without_a_request_are_closed(own: Path, sent: bytes, drip: 
         with ThreadPoolExecutor(3) as pool:
             assert all(pool.map(hung_up, strangers, [drip] * 3))
         assert time.monotonic() - begin >= 0.4 * waits
-        assert len(scores(server.url, retries=0)) == 4
+        assert len(scores(server.url, retries=8, backoff_s=0.1)) == 4
 
 
 def test_a_connection_is_kept_while_its_request_is_scored(own: Path) -> None:
-    with serving(only(own, "naps", seconds=0.5), "read_timeout_s=0.2") as server, httpx2.Client() as client:
+    with serving(only(own, "naps", seconds=0.7), "read_timeout_s=0.5") as server, httpx2.Client() as client:
         for _ in range(2):  # on one connection
             assert client.post(server.url, json=asked(1)).json()["scores"] == [0.0]
-            time.sleep(0.1)
 
 
 # --- requests that wait
@@ -309,10 +309,11 @@ def test_requests_wait_as_bytes_and_go_with_their_clients(fresh: Path) -> None:
 
 def test_a_client_that_asks_again_finds_a_server_that_recovers(fresh: Path) -> None:
     """Of each of its calls but the first, nothing is left once it has given up."""
-    with serving(only(fresh, "naps", seconds=1)) as server:
+    with serving(only(fresh, "gated")) as server:
+        user = sys.modules["phalanx_user_own"]
         silent = "silent for read_timeout_s=0.1 (try 4 of 4)"
         assert refusal(server.url, 6, batch_size=1, concurrency=6, retries=3, read_timeout_s=0.1) == silent
-        begin = time.monotonic()
-        assert scores(server.url, 1, retries=0) == [0.0]
-        assert time.monotonic() - begin < 3
-        assert len(sys.modules["phalanx_user_own"].begun) <= 3
+        wait_for(lambda: held(torch.uint8, 3 * 8 * 8) == 0)  # none waits
+        user.gate.set()
+        assert scores(server.url, 1, retries=0) == [1.0]
+        assert len(user.begun) == 2

@@ -43,7 +43,7 @@ def test_the_form(text: str, good: bool) -> None:
 
 
 def test_hostile_texts_take_no_time() -> None:
-    begin = time.perf_counter()
+    begin = time.thread_time()
     for text in ("<think>" * 30_000, "<think>" + "</think>\\boxed{" * 20_000, "\\boxed{" * 30_000):
         assert score(text) == 0
-    assert time.perf_counter() - begin < 2
+    assert time.thread_time() - begin < 2

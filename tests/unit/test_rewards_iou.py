@@ -93,7 +93,7 @@ def test_what_is_refused() -> None:
 
 
 def test_hostile_texts_take_no_time() -> None:
-    begin = time.perf_counter()
+    begin = time.thread_time()
     for part in ("[", "[1,", "[1, 2, 3, ", "[1,2,3,4", "[1,2,3,4]", "9", "[ ", "<answer>", "(1,1),(", "1e1,"):
         assert score(part * (200_000 // len(part))) == 0
-    assert time.perf_counter() - begin < 3
+    assert time.thread_time() - begin < 3

@@ -27,7 +27,7 @@ def exact(completions: list[str], prompts: list[str], metadata: Meta, case: bool
 
 
 def meets(completions: list[str], prompts: list[str], metadata: Meta) -> list[float]:
-    MEETING.wait(timeout=20)  # passed only by two calls at once
+    MEETING.wait(timeout=60)  # passed only by two calls at once
     return [float(len(completion) - len(prompt)) for completion, prompt in zip(completions, prompts, strict=True)]
 
 
@@ -145,7 +145,7 @@ def test_a_call_that_does_not_fit_names_what_the_reward_takes() -> None:
 
 
 def hangs(completions: list[str], prompts: list[str], metadata: Meta) -> list[float]:
-    threading.Event().wait(60)  # in a daemon thread, for which nothing waits
+    threading.Event().wait(600)  # in a daemon thread, for which nothing waits
     return []
 
 
@@ -191,7 +191,7 @@ def test_completions_of_any_kind_are_scored(name: str, kwargs: dict[str, Any]) -
     begin = time.monotonic()
     found = scored(RewardSet(cfg, "cpu", outputs="completions"), (odd, prompts(*["1"] * len(odd))))[name]
     assert len(found) == len(odd) and (name == "length" or max(found) <= 0)
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - begin < 60
 
 
 def either(outputs: Any, prompts: list[str], metadata: Meta) -> list[float]:

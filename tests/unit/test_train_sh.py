@@ -7,13 +7,15 @@ import shlex
 import shutil
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
-from tests.ranks import ROOT, launch_environment, torchrun, two_nodes
+from tests.checks import wait_for
+from tests.ranks import LIMIT_S, ROOT, launch_environment, torchrun, two_nodes
 from tests.shells import SCRIPT, command, environment, launch, shellcheck, torchrun_arguments, write_tool
 
 TASK = ("tasks/train.py", "cfg.yaml", "a.b=two words", "c=*")
@@ -67,7 +69,7 @@ def test_as_many_open_files_as_the_system_allows(shell: list[str], folder: Path)
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (500, 3000)),
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=LIMIT_S,
     )
     assert (done.stdout, done.stderr) == ("3000\n", "")
 
@@ -234,7 +236,7 @@ def started(shell: list[str], folder: Path) -> Iterator[subprocess.Popen[str]]:
         start_new_session=True,
         preexec_fn=default_signals,
     )
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not (folder / "ready").exists():
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.02)
@@ -250,7 +252,7 @@ def started(shell: list[str], folder: Path) -> Iterator[subprocess.Popen[str]]:
 def test_told_to_stop(started: subprocess.Popen[str], folder: Path, number: signal.Signals, status: int) -> None:
     started.send_signal(number)
     started.send_signal(number)
-    assert started.wait(20) == status
+    assert started.wait(60) == status
     assert (folder / "heard").read_text() == "heard TERM\nsaved\n"
 
 
@@ -262,7 +264,7 @@ def test_signals_of_the_terminal(
     for _ in range(3):
         os.killpg(started.pid, number)
         time.sleep(0.05)
-    assert started.wait(20) == status
+    assert started.wait(60) == status
     assert (folder / "heard").read_text() == "heard TERM\nsaved\n"
 
 
@@ -276,7 +278,7 @@ def test_nohup(shell: list[str], folder: Path) -> None:
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=LIMIT_S,
         start_new_session=True,
     )
     assert (done.returncode, done.stdout) == (0, "goes on\n")
@@ -299,7 +301,7 @@ def test_the_ranks_read_the_terminal(shell: list[str], folder: Path) -> None:
         input="continue\n",
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=LIMIT_S,
     )
     assert (done.stdout, done.stderr, done.returncode) == ("read continue\n", "", 0)
 
@@ -316,7 +318,7 @@ def test_a_closed_stdin(shell: list[str], folder: Path) -> None:
         executable="/bin/sh",
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=LIMIT_S,
     )
     assert torchrun_arguments(done)[-len(TASK) :] == list(TASK)
 
@@ -376,16 +378,29 @@ sys.exit(1)
 def test_failed_ranks_start_again_on_two_nodes(tmp_path: Path) -> None:
     task = tmp_path / "task.py"
     task.write_text(FAILS_ONCE)
-    for done in two_nodes([task, tmp_path], nproc=2, env={"MAX_RESTARTS": "1"}, timeout=60):
+    for done in two_nodes([task, tmp_path], nproc=2, env={"MAX_RESTARTS": "1"}):
         assert done.returncode == 0, done.stderr
     assert [(tmp_path / str(rank)).read_text() for rank in range(4)] == ["4"] * 4
 
 
 def test_a_launch_that_hangs_is_ended(tmp_path: Path) -> None:
     task = tmp_path / "task.py"
-    task.write_text("import os, time; print(os.getpid(), flush=True); time.sleep(100)\n")
+    task.write_text(
+        f"import os, time; print(os.getpid(), flush=True); open('{tmp_path}/began', 'w'); time.sleep(1000)\n"
+    )
+
+    def limit(*_: object) -> None:
+        raise subprocess.TimeoutExpired("torchrun", 0)
+
+    def watch() -> None:
+        wait_for((tmp_path / "began").exists, LIMIT_S)
+        os.kill(os.getpid(), signal.SIGUSR2)
+
+    before = signal.signal(signal.SIGUSR2, limit)
+    threading.Thread(target=watch).start()
     with pytest.raises(subprocess.TimeoutExpired) as caught:
-        torchrun([task], timeout=8)
+        torchrun([task])
+    signal.signal(signal.SIGUSR2, before)
     said = caught.value.output
     pid = int(next(line for line in said.splitlines() if line.isdigit()))
     with pytest.raises(ProcessLookupError):

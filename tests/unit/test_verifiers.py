@@ -175,19 +175,19 @@ def test_an_answer_that_takes_too_long_is_wrong(caplog: pytest.LogCaptureFixture
 
 
 def test_a_verifier_that_is_killed_costs_only_its_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    start, started = Verifier._start, []
+    ready, asked = Verifier._ready, list[Any]()
 
     def doomed(verifier: Verifier) -> Any:
-        started.append(start(verifier))
-        if len(started) == 1:
-            threading.Timer(0.5, started[0].kill).start()
-        return started[-1]
+        asked.append(ready(verifier))
+        if len(asked) == 1:
+            threading.Timer(0.5, asked[0].kill).start()
+        return asked[-1]
 
-    monkeypatch.setattr(Verifier, "_start", doomed)
+    monkeypatch.setattr(Verifier, "_ready", doomed)
     reward = Format("(a+)+b", timeout_s=60)
     result = reward(["a" * 60, "aab", "c"], ["?"] * 3, [{}] * 3)  # the first would take for ever
     assert list(result.scores) == [0, 1, 0] and result.extras == {"unjudged": [1, 0, 0]}
-    assert len(started) == 2
+    assert len(set(asked)) == 2
 
 
 def text_rewards(on_error: str, **kwargs: Any) -> RewardSet:

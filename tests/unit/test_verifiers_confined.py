@@ -71,7 +71,7 @@ def test_no_answer_runs(task: str, tmp_path: Path) -> None:
     ]
     begin = time.monotonic()
     assert max(judge(task, *answers)) <= 0.01  # which puzzle24 and countdown give whatever is no formula
-    assert time.monotonic() - begin < 60
+    assert time.monotonic() - begin < 240
     assert not touch.exists()
 
 

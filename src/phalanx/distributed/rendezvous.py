@@ -19,6 +19,7 @@ from phalanx.exit import place_of, rank, say
 SAY_S = 20.0  # of waiting, until that is said; again after twice the time
 MOST = 400  # characters of an error
 CONNECT_S = 60  # to a port that answers
+LINGER_S = 10.0  # for others to read an error, most of whom look once per second
 SIZES = {"rank": "WORLD_SIZE", "node": "NNODES"}
 NUMBERS = {"rank": "RANK", "node": "NODE_RANK"}
 
@@ -77,6 +78,7 @@ def meet(launch: Launch, limit: timedelta) -> dist.Store:
         register(at, "rank", launch.rank, launch.world_size)
     except ConfigError as error:
         at.set("end", str(error))  # nobody waits for this rank
+        _linger(at, launch)
         raise
     if at.add("count", 1) == launch.world_size:
         at.set("end", "")
@@ -87,15 +89,23 @@ def meet(launch: Launch, limit: timedelta) -> dist.Store:
             line = waiting("rank", launch.world_size, missing(at, "rank", launch.world_size), waited)
             if waited > limit.total_seconds():
                 at.set("end", line)
-                time.sleep(2)  # until all have read it: the store ends with this rank
             else:
                 say(line)
                 told *= 2
         time.sleep(min(1.0, 0.01 + waited / 10))
     problem = at.get("end").decode()
+    at.add("read", 1)
     if problem:
+        _linger(at, launch)
         raise ConfigError(problem)
     return store
+
+
+def _linger(at: dist.Store, launch: Launch) -> None:
+    """On rank 0, wait until the ranks that have come know why they end: the store may end with this rank."""
+    deadline = time.monotonic() + LINGER_S
+    while launch.rank == 0 and at.add("read", 0) < at.add("count", 0) and time.monotonic() < deadline:
+        time.sleep(0.05)
 
 
 def _is_launchers() -> bool:
