@@ -79,7 +79,7 @@ MUTANTS = [
     Mutant("sd3_lora", MINI, "weights = weight.to(self.device)", "weights = weight"),
     Mutant("sd3_lora", "distributed/fsdp.py", "module.to(world.device)", "module.to('cpu')"),
     Mutant("sd3_lora", "distributed/mesh.py", '"cpu:gloo,cuda:nccl" if cuda', '"nccl" if cuda'),
-    Mutant("qwen_2_ranks", "distributed/mesh.py", 'dist.new_group(backend="gloo"', 'dist.new_group(backend="nccl"'),
+    Mutant("qwen_2_ranks", "distributed/mesh.py", "_size), config.timeout_s)", '_size), config.timeout_s, "nccl")'),
     Mutant("offload", OFFLOAD, "computing.wait_event(fetched[i])", "pass"),
     Mutant("offload", OFFLOAD, "coming.wait_event(returned[i - SLOTS])", "pass"),
     Mutant("offload", OFFLOAD, "going.wait_event(updated[i])", "pass"),

@@ -8,7 +8,7 @@ import logging
 import os
 import socket
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -154,6 +154,13 @@ def group_timeout(timeout_s: float) -> timedelta:
     return timedelta(seconds=timeout_s + (30 if torch.cuda.is_available() else 0))
 
 
+def group_of(ranks: Sequence[int], timeout_s: float, backend: str = "gloo") -> dist.ProcessGroup:
+    """The group of the `ranks`, of which this is one. Other ranks take no part in making it."""
+    group = dist.new_group(list(ranks), group_timeout(timeout_s), backend, use_local_synchronization=True)
+    assert isinstance(group, dist.ProcessGroup)  # a rank outside the group would get a number
+    return group
+
+
 @joining()
 def start(config: ParallelConfig, placement: Mapping[str, Any] | None = None) -> World:
     """Join the world, as a rank of a role by `placement`, and cut its mesh. Every group gets the configured time
@@ -207,7 +214,7 @@ def start(config: ParallelConfig, placement: Mapping[str, Any] | None = None) ->
         getattr(distributed_c10d, SET_TIMEOUT)(timeout, group)
     # Checkpoints are written by a thread while training goes on. Collectives of two threads on one
     # group may meet in another order on another rank, so that thread has a group to itself.
-    checkpoint_group = dist.new_group(backend="gloo", timeout=timeout)
+    checkpoint_group = group_of(range(launch.world_size), config.timeout_s)
     link = None if roles.collocated else Link(roles, whole.rank, store, device)
     watch = _watch(whole, min(config.heartbeat_timeout_s, config.timeout_s), store, link)
     return World(launch.rank, launch.world_size, device, mesh, checkpoint_group, watch, launch, link, context)

@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.distributed.mesh import World, group_timeout
+from phalanx.distributed.mesh import World, group_of
 
 
 class Node:
@@ -24,9 +24,7 @@ class Node:
         if size == world.shard_size:
             self._group = world.mesh.get_group("shard")
         else:
-            self._group = dist.new_group(
-                list(self.ranks), group_timeout(timeout_s), backend="gloo", use_local_synchronization=True
-            )
+            self._group = group_of(self.ranks, timeout_s)
 
     def all_gather(self, value: Tensor) -> Tensor:
         """Every rank's CPU tensor of one shape, stacked in the order of ranks."""

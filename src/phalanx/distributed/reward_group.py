@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.distributed.mesh import group_timeout
+from phalanx.distributed.mesh import group_of
 from phalanx.distributed.placement import Domain
 
 T = TypeVar("T")
@@ -24,9 +24,7 @@ class DomainRank:
         self.rank = dist.get_rank()
         self.replica = next((i for i, ranks in enumerate(domain.replicas) if self.rank in ranks), None)
         # gloo on GPUs too: what travels lies in the CPU's memory, and NCCL is left to the training
-        self._group = dist.new_group(
-            list(domain.ranks), group_timeout(timeout_s), backend="gloo", use_local_synchronization=True
-        )
+        self._group = group_of(domain.ranks, timeout_s)
 
     @property
     def position(self) -> int:

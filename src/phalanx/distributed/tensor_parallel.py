@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
-from phalanx.distributed.mesh import group_timeout
+from phalanx.distributed.mesh import group_of
 
 KEY = "reward.model.tensor_parallel_size"
 EXPERTS = "moe_tp_experts"
@@ -31,8 +31,7 @@ WHOLE = ("replicate", "replicated_with_grad_allreduce", "mla_kv_a_proj", "embedd
 def replica_mesh(ranks: Sequence[int], timeout_s: float) -> DeviceMesh:
     """The mesh of the `ranks` that hold a model together, of which this is one; other ranks take no part."""
     device, backend = ("cuda", "nccl") if torch.cuda.is_available() else ("cpu", "gloo")
-    group = dist.new_group(list(ranks), group_timeout(timeout_s), backend, use_local_synchronization=True)
-    return DeviceMesh.from_group(group, device)
+    return DeviceMesh.from_group(group_of(ranks, timeout_s, backend), device)
 
 
 def wildcard(name: str) -> str:
