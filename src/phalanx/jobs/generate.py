@@ -68,24 +68,13 @@ class Generation:
             raise ConfigError(f"output_file: {cfg.output_file!r} is a folder; give a file")
         if self.file is not None:
             check_place(self.file, "output_file", folder=False)
-        given = _given(**asdict(cfg.model))
-        if "path" in given:  # the run's revision is for the run's model
-            given = {"revision": None} | given
-        given |= dict.fromkeys(("gradient_checkpointing", "use_remove_padding", "use_prefix_grouper"), False)
-        config = replace(run.model, **given)
-        check_model(cfg, config)
-        shown = next((prompt.place for prompt in self.prompts if prompt.images), None)
-        if shown is not None:
-            self._check_images(config, shown)
-        variables = run.data.chat_template_kwargs | cfg.chat_template_kwargs
-        data = replace(run.data, overlong_prompts="error", chat_template_kwargs=variables)
-        data = replace(data, **_given(system_prompt=cfg.system_prompt))
-        if self.trained is not None:
-            images = shown is not None or reads_images(self.trained.entries)
-        else:
-            images = shown is not None or vision_families.is_needed(config)
+        config = self._model_config(run)
+        data = replace(run.data, overlong_prompts="error", **_given(system_prompt=cfg.system_prompt))
+        data.chat_template_kwargs = run.data.chat_template_kwargs | cfg.chat_template_kwargs
         # supervised training adds the mask token that its base lacks
-        model, tokenizer = load(config, add_mask=isinstance(run, BlockDiffusionRunConfig), images=images)
+        model, tokenizer = load(
+            config, add_mask=isinstance(run, BlockDiffusionRunConfig), images=self._reads_images(config)
+        )
         self.world = mesh.start(ParallelConfig())
         # the policy counts the tokens of prompts before their limit is set
         shortest = replace(data, max_prompt_length=1, max_response_length=1)
@@ -125,11 +114,27 @@ class Generation:
         if self.trained is not None:
             self.trained.check_fits(self.policy.trained.parameters, config.path)
 
-    def _check_images(self, config: LMModelConfig, place: str) -> None:
-        """Raise ConfigError or ValueError, in one line, where the prompt at `place` cannot have images."""
-        if config.block_size is not None:
-            raise ConfigError(f"{place} has images, and block diffusion reads none; leave model.block_size out")
-        vision_families.check(config, place)
+    def _model_config(self, run: LMRunConfig) -> LMModelConfig:
+        """The run's model with what the task's configuration changes of it; ConfigError for what cannot be."""
+        given = _given(**asdict(self.cfg.model))
+        if "path" in given:  # the run's revision is for the run's model
+            given = {"revision": None} | given
+        given |= dict.fromkeys(("gradient_checkpointing", "use_remove_padding", "use_prefix_grouper"), False)
+        config = replace(run.model, **given)
+        check_model(self.cfg, config)
+        return config
+
+    def _reads_images(self, config: LMModelConfig) -> bool:
+        """Whether the model is loaded with its vision tower. Raises ConfigError or ValueError, in one line, where a
+        prompt has images and the model cannot read them.
+        """
+        place = next((prompt.place for prompt in self.prompts if prompt.images), None)
+        if place is not None:
+            if config.block_size is not None:
+                raise ConfigError(f"{place} has images, and block diffusion reads none; leave model.block_size out")
+            vision_families.check(config, place)
+            return True
+        return vision_families.is_needed(config) if self.trained is None else reads_images(self.trained.entries)
 
     def _limit(self, run: LMRunConfig, lengths: Sequence[int], positions: int, size: int) -> int:
         """The longest response, in tokens, whole blocks of `size`; ConfigError where it does not fit behind the longest
