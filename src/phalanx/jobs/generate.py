@@ -8,7 +8,7 @@ are counted.
 import json
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -24,6 +24,7 @@ from phalanx.distributed import mesh
 from phalanx.distributed.launch import Launch
 from phalanx.environments.environments import Environments
 from phalanx.jobs.export import open_checkpoint
+from phalanx.jobs.inputs import given, model_changes
 from phalanx.jobs.outputs import check_place, writing
 from phalanx.models.lm import vision_families
 from phalanx.models.lm.blocks import BlockDiffusionLM, BlockDiffusionPolicy, load_blocks
@@ -69,7 +70,7 @@ class Generation:
         if self.file is not None:
             check_place(self.file, "output_file", folder=False)
         config = self._model_config(run)
-        data = replace(run.data, overlong_prompts="error", **_given(system_prompt=cfg.system_prompt))
+        data = replace(run.data, overlong_prompts="error", **given(system_prompt=cfg.system_prompt))
         data.chat_template_kwargs = run.data.chat_template_kwargs | cfg.chat_template_kwargs
         # supervised training adds the mask token that its base lacks
         model, tokenizer = load(
@@ -94,11 +95,11 @@ class Generation:
         if self.environments is not None:  # which may add to a prompt
             longest = max(longest, min(data.max_prompt_length, room - limit))
         self.policy.data = replace(data, max_prompt_length=longest, max_response_length=limit)
-        settings = _given(n=cfg.n, temperature=cfg.temperature, top_p=cfg.top_p, seed=cfg.seed)
-        settings |= _given(top_k=cfg.top_k, min_p=cfg.min_p)
-        settings |= _given(denoising_steps_per_block=cfg.denoising_steps_per_block, threshold=cfg.threshold)
+        settings = given(n=cfg.n, temperature=cfg.temperature, top_p=cfg.top_p, seed=cfg.seed)
+        settings |= given(top_k=cfg.top_k, min_p=cfg.min_p)
+        settings |= given(denoising_steps_per_block=cfg.denoising_steps_per_block, threshold=cfg.threshold)
         self.val = replace(run.rollout.val, **settings, max_response_length=limit)
-        sampled = replace(run.rollout, **_given(stop=cfg.stop), val=self.val)
+        sampled = replace(run.rollout, **given(stop=cfg.stop), val=self.val)
         arguments = sampled, self.world, cfg.micro_batch_size_per_gpu, None
         self.tokens = self.forwards = 0  # of block diffusion
         if isinstance(self.policy, BlockDiffusionPolicy):
@@ -116,11 +117,10 @@ class Generation:
 
     def _model_config(self, run: LMRunConfig) -> LMModelConfig:
         """The run's model with what the task's configuration changes of it; ConfigError for what cannot be."""
-        given = _given(**asdict(self.cfg.model))
-        if "path" in given:  # the run's revision is for the run's model
-            given = {"revision": None} | given
-        given |= dict.fromkeys(("gradient_checkpointing", "use_remove_padding", "use_prefix_grouper"), False)
-        config = replace(run.model, **given)
+        training: dict[str, Any] = dict.fromkeys(
+            ("gradient_checkpointing", "use_remove_padding", "use_prefix_grouper"), False
+        )
+        config = replace(run.model, **model_changes(self.cfg.model), **training)
         check_model(self.cfg, config)
         return config
 
@@ -161,9 +161,7 @@ class Generation:
     def run(self) -> None:
         """Print all responses, and write them to the file, each micro-batch as soon as it is done."""
         if self.trained is not None:
-            tensors = {name: p.detach() for name, p in self.policy.trained.parameters.items()}
-            self.trained.read_into(tensors, self.world.checkpoint_group)
-            self.policy.trained.sharded.copy_to_module()
+            self.trained.load(self.policy.trained, self.world.checkpoint_group)
         n = self.val.n
         together = max(1, self.cfg.micro_batch_size_per_gpu // n)
         with ExitStack() as stack:
@@ -226,8 +224,3 @@ def read_prompts(cfg: GenerateConfig, key: str, image_key: str | None = None) ->
         rows = load_prompts([cfg.prompt_file], "prompt_file", **form)
         return [question(numbered(row, i)) for i, row in enumerate(rows)]
     return [Prompt(text, i, {}, place=f"prompts[{i}]") for i, text in enumerate(cfg.prompts)]
-
-
-def _given(**values: Any) -> dict[str, Any]:
-    """Those that are not null."""
-    return {name: value for name, value in values.items() if value is not None}

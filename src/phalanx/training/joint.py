@@ -25,7 +25,7 @@ from phalanx.config.joint import PAINTER, WRITER, JointConfig, frozen
 from phalanx.config.rules import of_part
 from phalanx.config.run import RLConfig
 from phalanx.data.overlap import held_out_overlap
-from phalanx.data.prompts import MARK, PromptRow, load_prompts, validation_sets
+from phalanx.data.prompts import MARK, PromptRow, load_prompts, share_of_rank, validation_sets
 from phalanx.data.streams import PromptStream
 from phalanx.distributed.launch import Launch
 from phalanx.distributed.mesh import World
@@ -48,7 +48,7 @@ from phalanx.training.optim import TrainState
 from phalanx.training.rewriting import Rewriter, as_original
 from phalanx.training.rl import train_state
 from phalanx.training.update import Updater
-from phalanx.training.validation import Records, Validator, validate
+from phalanx.training.validation import Records, Validator
 from phalanx.types import Algorithm, JobError, Outputs, Prompt, Rollout, Samples
 
 
@@ -217,17 +217,15 @@ class JointValidator(Validator):
                 shown = [
                     self.rewriter.prompt(p, text, p.group_id) for p, text in zip(prompts, texts[kind], strict=True)
                 ]
-                best, submit, score = self.parts[PAINTER].best(), self.rewards.submit, self.rewards.score
                 with about(PAINTER, JobError, JobError):
-                    metrics, kept[name] = validate(self.cfg, self.rollout, best, submit, score, name, shown, self.world)
+                    metrics, kept[name] = self.validate_set(name, shown, self.parts[PAINTER].best())
                 row |= metrics | self.rewards.take_errors(f"val/{name}/")
         return row, kept
 
     def _rewritten(self, prompts: list[Prompt]) -> list[Prompt]:
         """The prompts of all ranks with the texts that the writer makes of them."""
-        writer, world = self.parts[WRITER], self.world
-        share = -(-len(prompts) // world.size)
-        local = [prompts[min(world.rank * share + j, len(prompts) - 1)] for j in range(share)]
+        writer = self.parts[WRITER]
+        local = share_of_rank(prompts, self.world.rank, self.world.size)
         responses: list[str] = []
 
         def each(outputs: Outputs, sampled: list[Prompt]) -> None:
