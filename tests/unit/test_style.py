@@ -17,6 +17,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 # Names of variables that tell a reader nothing about their values.
 VAGUE = {"found", "own", "said", "mine", "whose", "how"}
 MAX_COMPREHENSIONS = 25  # per 1,000 lines of src
+MAX_FUNCTION = 72  # lines without docstring and lines of only comments
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 # Where the method itself stands, a reader needs more comments than elsewhere: lines of comments per 100 lines of code.
 MIN_COMMENTS = 10
@@ -72,11 +73,27 @@ def comments_per_100(source: str) -> float:
     return 100 * len(comments) / len(code - docstrings)
 
 
+def long_functions(source: str) -> list[str]:
+    """Functions of more than MAX_FUNCTION lines, as `name: lines`; docstrings and lines of only comments are free."""
+    lines, errors = source.splitlines(), []
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        first = node.body[0]
+        docstring = (first.end_lineno or 0) - first.lineno + 1 if ast.get_docstring(node) else 0
+        body = lines[node.lineno - 1 : node.end_lineno]
+        count = len([line for line in body if not line.lstrip().startswith("#")]) - docstring
+        if count > MAX_FUNCTION:
+            errors.append(f"{node.name}: {count}")
+    return errors
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
 def test_names_and_docstrings(path: Path) -> None:
     source = path.read_text()
     assert vague_names(source) == []
     assert questions(source) == []
+    assert long_functions(source) == []
 
 
 def test_comprehensions_are_few() -> None:
@@ -101,6 +118,12 @@ def test_a_question_is_refused() -> None:
     assert questions('"""What it is."""') == ["line 1"]
     assert questions('def f():\n    """What f gives."""') == ["line 2"]
     assert questions('def f():\n    """The value."""') == []
+
+
+def test_a_long_function_is_refused() -> None:
+    head = 'def f():\n    """Two\n    lines."""\n    # why\n'
+    assert long_functions(head + "    x = 1\n" * (MAX_FUNCTION - 1)) == []
+    assert long_functions(head + "    x = 1\n" * MAX_FUNCTION) == [f"f: {MAX_FUNCTION + 1}"]
 
 
 def test_comprehensions_and_comments_are_counted() -> None:

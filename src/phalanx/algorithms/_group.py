@@ -74,6 +74,7 @@ class GroupAlgorithm:
     teachers: tuple[Teacher, ...] = ()
     samples_per_unit = 1
     needs_reward = True
+    trains_all = False  # whatever the rewards of a group are
     per_action = False
     corrects = False
     clip_range = 0.2
@@ -90,7 +91,9 @@ class GroupAlgorithm:
         return values.clamp(-c.adv_clip_max, c.adv_clip_max) if c.norm_adv_by_std_in_grpo else values
 
     def sample_mask(self, reward: Tensor, group_id: Tensor) -> Tensor:
-        """[N] bool: samples of groups whose rewards differ, those that group_filter keeps."""
+        """[N] bool: samples of groups whose rewards differ, those that group_filter keeps, or all samples."""
+        if self.trains_all:
+            return torch.ones(len(reward), dtype=torch.bool)
         chosen = has_signal(reward, group_id)
         if self.config.group_filter == "top_bottom":
             chosen &= top_and_bottom(reward, group_id, self.config.group_filter_k)

@@ -36,6 +36,7 @@ class RewardGradientAlgorithm(GroupAlgorithm, ABC):
     """
 
     config: RewardGradientConfig
+    trains_all = True
 
     def __init__(self, config: RewardGradientConfig) -> None:
         super().__init__(config)
@@ -52,10 +53,6 @@ class RewardGradientAlgorithm(GroupAlgorithm, ABC):
     def advantage(self, reward: Tensor, group_id: Tensor) -> Tensor:
         """[N] zeros: there is none."""
         return torch.zeros(len(reward))
-
-    def sample_mask(self, reward: Tensor, group_id: Tensor) -> Tensor:
-        """[N] bool: all."""
-        return torch.ones(len(reward), dtype=torch.bool)
 
     def corrupt(self, policy: Policy, samples: Samples, seeds: Sequence[int]) -> States:
         """See `states`."""

@@ -57,6 +57,7 @@ class Algorithm(grpo.Algorithm):
 
     config: Config
     needs_reward = False
+    trains_all = True
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -68,10 +69,6 @@ class Algorithm(grpo.Algorithm):
         if not self.config.use_task_rewards:
             return torch.zeros(len(reward))
         return super().advantage(reward, group_id)
-
-    def sample_mask(self, reward: Tensor, group_id: Tensor) -> Tensor:
-        """[N] bool: all."""
-        return torch.ones(len(reward), dtype=torch.bool)
 
     def surrogate(self, replay: TokenReplay, batch: Batch[TokenTrace]) -> tuple[Tensor, dict[str, Tensor]]:
         """The clipped surrogate [B, A], with the teacher in its advantage under k1, and its scalars."""

@@ -59,6 +59,7 @@ class Algorithm(GroupAlgorithm):
 
     config: Config
     needs_reward = False
+    trains_all = True
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -69,10 +70,6 @@ class Algorithm(GroupAlgorithm):
     def advantage(self, reward: Tensor, group_id: Tensor) -> Tensor:
         """[N] zeros: rewards are only reported."""
         return torch.zeros(len(reward))
-
-    def sample_mask(self, reward: Tensor, group_id: Tensor) -> Tensor:
-        """[N] bool: all."""
-        return torch.ones(len(reward), dtype=torch.bool)
 
     def reference_output(self, policy: Policy, batch: FlowBatch) -> Tensor:
         """The means or velocities [B, W, ...] of the same transitions under other weights."""

@@ -1,4 +1,4 @@
-"""Files that somebody else wrote: what is at a path, and its content. Every problem is an error of one line."""
+"""Files: what is at a path that somebody else wrote, its content, and files that are replaced at once."""
 
 import errno
 import json
@@ -35,6 +35,22 @@ def read_bytes(path: Path) -> bytes:
         code = errno.ENOENT if form is None else errno.EISDIR
         raise OSError(code, os.strerror(code), str(path))
     return path.expanduser().read_bytes()
+
+
+def replace_file(path: Path, content: str | bytes) -> None:
+    """Write a file anew: a reader never sees a half. Raises OSError."""
+    part = path.with_name(f"{path.name}.tmp")
+    part.write_bytes(content.encode() if isinstance(content, str) else content)
+    part.replace(path)
+
+
+def json_object(text: str | bytes) -> dict[str, Any] | None:
+    """The object in a line of JSON; None for anything else, such as half a line."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
 
 
 def parse_json(text: str, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:

@@ -330,6 +330,14 @@ def _parsed(value: Any, kind: type) -> Any:
     return parsed if isinstance(parsed, kind) else value
 
 
+def share_of_rank(prompts: Sequence[Prompt], rank: int, ranks: int) -> list[Prompt]:
+    """The prompts that a rank samples, equally many on all ranks: the last one fills up the end, where its samples are
+    to be dropped.
+    """
+    share = -(-len(prompts) // ranks)
+    return [prompts[min(rank * share + j, len(prompts) - 1)] for j in range(share)]
+
+
 def _ground_truth(columns: dict[str, Any], text: str, quoted: bool) -> Any:
     """The ground truth of a row or of its prompt, None if neither has one."""
     if columns.get("ground_truth") is not None:

@@ -140,6 +140,21 @@ def on_all_ranks(read: Callable[[], T]) -> T:
     return result
 
 
+def from_first(read: Callable[[], T]) -> T:
+    """The result of `read` on rank 0, on all ranks; the ValueError that it raises there is raised on all."""
+    told: Any = None
+    if dist.get_rank() == 0:
+        try:
+            told = read()
+        except ValueError as error:
+            told = error
+    told = broadcast_object(told)
+    if isinstance(told, ValueError):
+        raise told
+    result: T = told
+    return result
+
+
 def to_first(value: Tensor, source: int) -> None:
     """Fill rank 0's `value` with that of `source`, a contiguous CPU tensor of the same shape and dtype.
 

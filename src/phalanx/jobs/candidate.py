@@ -250,11 +250,8 @@ def build_parts(candidate: Candidate, world: World, sets: Sets, rewards: RewardS
     build = _flow if isinstance(run, FlowRunConfig) else _lm
     made = build(candidate, world, sets, rewards)
     if candidate.trained is not None:
-        trained = made.policy.trained
-        candidate.trained.check_fits(trained.parameters, run.model.path)
-        tensors = {name: p.detach() for name, p in trained.parameters.items()}
-        candidate.trained.read_into(tensors, world.checkpoint_group)
-        trained.sharded.copy_to_module()
+        candidate.trained.check_fits(made.policy.trained.parameters, run.model.path)
+        candidate.trained.load(made.policy.trained, world.checkpoint_group)
     return made
 
 

@@ -17,7 +17,7 @@ from phalanx.config.messages import reason
 from phalanx.config.secrets import hide
 from phalanx.config.tasks import EvaluateConfig
 from phalanx.distributed import mesh
-from phalanx.distributed.collectives import broadcast_object
+from phalanx.distributed.collectives import broadcast_object, from_first
 from phalanx.exit import Stopped
 from phalanx.jobs.candidate import Candidate, Sets, differing, read_baseline, read_candidate, read_sets
 from phalanx.jobs.outputs import check_place, writing
@@ -67,7 +67,7 @@ class Evaluation:
             else:
                 self.baseline = read_baseline(cfg, self.candidate)
         self._start()
-        self._on_first(self._check_earlier)
+        from_first(self._check_earlier)
         parts, before = (self.world, self.sets), None
         if self.baseline is not None:
             before = Sampling(cfg, self.baseline, *parts, self.folder / "baseline", key="baseline")
@@ -183,18 +183,6 @@ class Evaluation:
                     f"baseline: the evaluation in {self.earlier} has other samples: there {problem}; compare what has "
                     "the same prompts, seeds and rewards"
                 )
-
-    def _on_first(self, check: Callable[[], None]) -> None:
-        """Call `check` on rank 0, and raise its ConfigError on all ranks."""
-        problem = None
-        if self.world.rank == 0:
-            try:
-                check()
-            except ConfigError as error:
-                problem = str(error)
-        problem = broadcast_object(problem)
-        if problem is not None:
-            raise ConfigError(problem)
 
 
 def _check_column(sets: Sets, column: str) -> None:

@@ -33,6 +33,7 @@ from phalanx.models.flow.registry import family_of
 from phalanx.models.lm import export as language_models
 from phalanx.models.lm.blocks import adds_mask
 from phalanx.models.lora import Layers, add_lora, joined, lora_alpha, merge_lora, plain_layers, start_from_lora
+from phalanx.models.trained import TrainedModel
 from phalanx.training.checkpoint import complete, damaged, find, read_meta
 from phalanx.training.checkpoint_reader import Reader
 from phalanx.types import JobError
@@ -84,6 +85,11 @@ class Trained:
         except CheckpointException as error:
             reason = type(next(iter(error.failures.values()))[0]).__name__  # torch's text speaks to programmers
             raise JobError(f"checkpoint: {self.folder} is damaged ({reason}); use another one of the run") from error
+
+    def load(self, model: TrainedModel, group: dist.ProcessGroup | None) -> None:
+        """Fill the trained weights of a model over the ranks of a group; raises JobError as `read_into`."""
+        self.read_into({name: p.detach() for name, p in model.parameters.items()}, group)
+        model.sharded.copy_to_module()
 
 
 def open_checkpoint(checkpoint: str, weights: str, policy: str | None = None) -> Trained:

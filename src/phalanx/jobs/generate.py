@@ -8,7 +8,7 @@ are counted.
 import json
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -24,6 +24,7 @@ from phalanx.distributed import mesh
 from phalanx.distributed.launch import Launch
 from phalanx.environments.environments import Environments
 from phalanx.jobs.export import open_checkpoint
+from phalanx.jobs.inputs import given, model_changes
 from phalanx.jobs.outputs import check_place, writing
 from phalanx.models.lm import vision_families
 from phalanx.models.lm.blocks import BlockDiffusionLM, BlockDiffusionPolicy, load_blocks
@@ -68,24 +69,13 @@ class Generation:
             raise ConfigError(f"output_file: {cfg.output_file!r} is a folder; give a file")
         if self.file is not None:
             check_place(self.file, "output_file", folder=False)
-        given = _given(**asdict(cfg.model))
-        if "path" in given:  # the run's revision is for the run's model
-            given = {"revision": None} | given
-        given |= dict.fromkeys(("gradient_checkpointing", "use_remove_padding", "use_prefix_grouper"), False)
-        config = replace(run.model, **given)
-        check_model(cfg, config)
-        shown = next((prompt.place for prompt in self.prompts if prompt.images), None)
-        if shown is not None:
-            self._check_images(config, shown)
-        variables = run.data.chat_template_kwargs | cfg.chat_template_kwargs
-        data = replace(run.data, overlong_prompts="error", chat_template_kwargs=variables)
-        data = replace(data, **_given(system_prompt=cfg.system_prompt))
-        if self.trained is not None:
-            images = shown is not None or reads_images(self.trained.entries)
-        else:
-            images = shown is not None or vision_families.is_needed(config)
+        config = self._model_config(run)
+        data = replace(run.data, overlong_prompts="error", **given(system_prompt=cfg.system_prompt))
+        data.chat_template_kwargs = run.data.chat_template_kwargs | cfg.chat_template_kwargs
         # supervised training adds the mask token that its base lacks
-        model, tokenizer = load(config, add_mask=isinstance(run, BlockDiffusionRunConfig), images=images)
+        model, tokenizer = load(
+            config, add_mask=isinstance(run, BlockDiffusionRunConfig), images=self._reads_images(config)
+        )
         self.world = mesh.start(ParallelConfig())
         # the policy counts the tokens of prompts before their limit is set
         shortest = replace(data, max_prompt_length=1, max_response_length=1)
@@ -105,11 +95,11 @@ class Generation:
         if self.environments is not None:  # which may add to a prompt
             longest = max(longest, min(data.max_prompt_length, room - limit))
         self.policy.data = replace(data, max_prompt_length=longest, max_response_length=limit)
-        settings = _given(n=cfg.n, temperature=cfg.temperature, top_p=cfg.top_p, seed=cfg.seed)
-        settings |= _given(top_k=cfg.top_k, min_p=cfg.min_p)
-        settings |= _given(denoising_steps_per_block=cfg.denoising_steps_per_block, threshold=cfg.threshold)
+        settings = given(n=cfg.n, temperature=cfg.temperature, top_p=cfg.top_p, seed=cfg.seed)
+        settings |= given(top_k=cfg.top_k, min_p=cfg.min_p)
+        settings |= given(denoising_steps_per_block=cfg.denoising_steps_per_block, threshold=cfg.threshold)
         self.val = replace(run.rollout.val, **settings, max_response_length=limit)
-        sampled = replace(run.rollout, **_given(stop=cfg.stop), val=self.val)
+        sampled = replace(run.rollout, **given(stop=cfg.stop), val=self.val)
         arguments = sampled, self.world, cfg.micro_batch_size_per_gpu, None
         self.tokens = self.forwards = 0  # of block diffusion
         if isinstance(self.policy, BlockDiffusionPolicy):
@@ -125,11 +115,26 @@ class Generation:
         if self.trained is not None:
             self.trained.check_fits(self.policy.trained.parameters, config.path)
 
-    def _check_images(self, config: LMModelConfig, place: str) -> None:
-        """Raise ConfigError or ValueError, in one line, where the prompt at `place` cannot have images."""
-        if config.block_size is not None:
-            raise ConfigError(f"{place} has images, and block diffusion reads none; leave model.block_size out")
-        vision_families.check(config, place)
+    def _model_config(self, run: LMRunConfig) -> LMModelConfig:
+        """The run's model with what the task's configuration changes of it; ConfigError for what cannot be."""
+        training: dict[str, Any] = dict.fromkeys(
+            ("gradient_checkpointing", "use_remove_padding", "use_prefix_grouper"), False
+        )
+        config = replace(run.model, **model_changes(self.cfg.model), **training)
+        check_model(self.cfg, config)
+        return config
+
+    def _reads_images(self, config: LMModelConfig) -> bool:
+        """Whether the model is loaded with its vision tower. Raises ConfigError or ValueError, in one line, where a
+        prompt has images and the model cannot read them.
+        """
+        place = next((prompt.place for prompt in self.prompts if prompt.images), None)
+        if place is not None:
+            if config.block_size is not None:
+                raise ConfigError(f"{place} has images, and block diffusion reads none; leave model.block_size out")
+            vision_families.check(config, place)
+            return True
+        return vision_families.is_needed(config) if self.trained is None else reads_images(self.trained.entries)
 
     def _limit(self, run: LMRunConfig, lengths: Sequence[int], positions: int, size: int) -> int:
         """The longest response, in tokens, whole blocks of `size`; ConfigError where it does not fit behind the longest
@@ -156,9 +161,7 @@ class Generation:
     def run(self) -> None:
         """Print all responses, and write them to the file, each micro-batch as soon as it is done."""
         if self.trained is not None:
-            tensors = {name: p.detach() for name, p in self.policy.trained.parameters.items()}
-            self.trained.read_into(tensors, self.world.checkpoint_group)
-            self.policy.trained.sharded.copy_to_module()
+            self.trained.load(self.policy.trained, self.world.checkpoint_group)
         n = self.val.n
         together = max(1, self.cfg.micro_batch_size_per_gpu // n)
         with ExitStack() as stack:
@@ -221,8 +224,3 @@ def read_prompts(cfg: GenerateConfig, key: str, image_key: str | None = None) ->
         rows = load_prompts([cfg.prompt_file], "prompt_file", **form)
         return [question(numbered(row, i)) for i, row in enumerate(rows)]
     return [Prompt(text, i, {}, place=f"prompts[{i}]") for i, text in enumerate(cfg.prompts)]
-
-
-def _given(**values: Any) -> dict[str, Any]:
-    """Those that are not null."""
-    return {name: value for name, value in values.items() if value is not None}

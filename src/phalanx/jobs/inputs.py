@@ -17,6 +17,17 @@ from phalanx.models.flow.headers import local_index
 from phalanx.models.lm.headers import check_folder
 
 
+def given(**values: Any) -> dict[str, Any]:
+    """Those keys of a task that are not null: what it changes of a run's configuration."""
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def model_changes(section: Any) -> dict[str, Any]:
+    """The keys of a section `model` that a task changes; the run's revision is for the run's model."""
+    changes = given(**vars(section))
+    return {"revision": None} | changes if "path" in changes else changes
+
+
 def check_flow(cfg: FlowRunConfig, *, prompts: bool = True) -> None:
     """Raise ValueError, in one line, for files of a flow-matching job that cannot be read. With `prompts` the training
     files hold prompts, otherwise something else.

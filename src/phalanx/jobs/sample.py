@@ -6,7 +6,7 @@ the work. Image j of prompt i has the noise that validation gives it, so a run's
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +21,13 @@ from phalanx.config.flow import FlowRolloutConfig, FlowRunConfig
 from phalanx.config.joint import PAINTER
 from phalanx.config.rules import check
 from phalanx.config.tasks import SampleConfig
-from phalanx.data.prompts import load_prompts
+from phalanx.data.prompts import load_prompts, share_of_rank
 from phalanx.distributed import mesh
 from phalanx.distributed.collectives import broadcast_object, gather_object
 from phalanx.distributed.launch import Launch
 from phalanx.functional.frames import evenly_spaced
 from phalanx.jobs.export import open_checkpoint
+from phalanx.jobs.inputs import given, model_changes
 from phalanx.jobs.outputs import check_place, writing
 from phalanx.media.grids import STRIP, fit, pictures, sheet, side_by_side, standing
 from phalanx.media.videos import write_video
@@ -62,10 +63,7 @@ class Generator:
         if not isinstance(run, FlowRunConfig):
             raise ConfigError(f"checkpoint: {cfg.checkpoint!r} is of a language model; use tasks/generate.py")
         self.base = run
-        given = _given(cfg.model, *asdict(cfg.model))
-        if "path" in given:  # the run's revision is for the run's model
-            given = {"revision": None} | given
-        self.model = replace(self.base.model, gradient_checkpointing=False, **given)
+        self.model = replace(self.base.model, gradient_checkpointing=False, **model_changes(cfg.model))
         family = family_of(self.model)
         if family.image_column is not None:
             self.prompts = read_prompts(cfg, (family.image_column,))
@@ -107,18 +105,13 @@ class Generator:
     def run(self) -> None:
         """Sample all images and write them on rank 0, each as soon as it is sampled, then the grid."""
         if self.trained is not None:
-            tensors = {name: p.detach() for name, p in self.policy.trained.parameters.items()}
-            self.trained.read_into(tensors, self.world.checkpoint_group)
-            self.policy.trained.sharded.copy_to_module()
+            self.trained.load(self.policy.trained, self.world.checkpoint_group)
         fps = self.policy.model.fps
         seed = self.rollout.config.val.seed
         with writing(self.output_dir, "output_dir"):
             writer = Writer(self.output_dir, self.cfg.n, fps, seed=seed) if self.world.rank == 0 else None
-        share = -(-len(self.prompts) // self.world.size)
-        first = self.world.rank * share
-        # ranks must do equal work, so the end is filled up with the last prompt; those images are dropped
-        local_prompts = [self.prompts[min(first + j, len(self.prompts) - 1)] for j in range(share)]
-        done = 0
+        local = share_of_rank(self.prompts, self.world.rank, self.world.size)
+        first, done = self.world.rank * len(local), 0
 
         def each(images: Outputs, prompts: list[Prompt]) -> None:
             nonlocal done
@@ -133,7 +126,7 @@ class Generator:
 
         with writing(self.output_dir, "output_dir"):
             with self.rollout.awake():
-                self.rollout.sample_validation(local_prompts, each=each)
+                self.rollout.sample_validation(local, each=each)
             if writer is not None:
                 writer.finish(self.cfg.columns)
         mesh.stop()
@@ -155,14 +148,10 @@ def read_prompts(cfg: SampleConfig, images: Sequence[str] = ()) -> list[Prompt]:
 
 def rollout_settings(cfg: SampleConfig, base: FlowRolloutConfig) -> FlowRolloutConfig:
     """The settings of a run's rollout with what the task changes, where validation reads them."""
-    val = replace(base.val, **_given(cfg, *SIZES, *SETTINGS))
+    val = replace(base.val, **given(**{name: vars(cfg)[name] for name in (*SIZES, *SETTINGS)}))
     # training's own sizes are not sampled here, but they are checked
-    return replace(base, sde_type=cfg.sde_type or base.sde_type, val=val, **_given(val, *SIZES))
-
-
-def _given(section: Any, *names: str) -> dict[str, Any]:
-    """Those of the keys that are not null, with their values."""
-    return {name: getattr(section, name) for name in names if getattr(section, name) is not None}
+    sizes = given(**{name: vars(val)[name] for name in SIZES})
+    return replace(base, sde_type=cfg.sde_type or base.sde_type, val=val, **sizes)
 
 
 class Writer:

@@ -7,13 +7,13 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-import torch
 from PIL import Image
 from torch import Tensor
 
 from phalanx.config import ConfigError
 from phalanx.config.tasks import EvaluateConfig
-from phalanx.distributed.collectives import all_gather, broadcast_object, gather_object
+from phalanx.data.prompts import share_of_rank
+from phalanx.distributed.collectives import all_gather, broadcast_object, from_first, gather_object
 from phalanx.distributed.mesh import World
 from phalanx.exit import Stopped
 from phalanx.jobs.candidate import Candidate, Parts, Sets, build_parts, differing
@@ -25,7 +25,7 @@ from phalanx.rewards.client import RewardClient, without_filling
 from phalanx.rewards.judge._pool import Answers
 from phalanx.telemetry.evaluation import ARGUMENTS, RECORDS, Records, read_records, write_json
 from phalanx.telemetry.metrics import Timers
-from phalanx.telemetry.records import CONVERSATION, TALKS, storable
+from phalanx.telemetry.records import CONVERSATION, TALKS, finite_or_none, storable
 from phalanx.training.collect import check_range
 from phalanx.types import JobError, Outputs, Prompt
 
@@ -62,16 +62,7 @@ class Sampling:
         self.parts: Parts | None = None
         self.rewards: RewardSet | None = None
         self._kept = ""  # in words
-        complete, problem = False, None
-        if world.rank == 0:
-            try:
-                complete = self._is_complete()
-            except ConfigError as error:
-                problem = str(error)
-        complete, problem = broadcast_object((complete, problem))
-        if problem is not None:
-            raise ConfigError(problem)
-        self.complete = complete
+        self.complete = from_first(self._is_complete)
 
     def _is_complete(self) -> bool:
         """Whether the folder has all records. Raises ConfigError where it has others, or damaged ones."""
@@ -146,10 +137,8 @@ class Sampling:
         """The rows of a chunk, on rank 0, in the order of its prompts and their samples."""
         assert self.parts is not None, "run has built them"
         world, prompts, n = self.world, chunk.prompts, self.candidate.run.rollout.val.n
-        share = -(-len(prompts) // world.data_size)
-        # ranks must do equal work, so the end is filled up with the last prompt and cut off again below
-        local = [prompts[min(world.data_rank * share + j, len(prompts) - 1)] for j in range(share)]
-        self.drawn, rollout = [], self.parts.rollout
+        local = share_of_rank(prompts, world.data_rank, world.data_size)
+        share, self.drawn, rollout = len(local), [], self.parts.rollout
         numbers = iter(range(world.data_rank * share * n, (world.data_rank + 1) * share * n))
 
         def each(outputs: Outputs, sampled: list[Prompt]) -> None:
@@ -177,8 +166,8 @@ class Sampling:
             rows += _with_answers(drawn, judged[rank : rank + world.context_size])
         for place, (row, prompt) in enumerate(zip(rows[:real], _repeated(prompts, n), strict=False)):
             assert row.pop("place") == place, "ranks are in order"
-            row["reward"] = _finite(float(reward[place]))
-            row["scores"] = {name: _finite(scores[place]) for name, scores in values.items()}
+            row["reward"] = finite_or_none(float(reward[place]))
+            row["scores"] = {name: finite_or_none(scores[place]) for name, scores in values.items()}
             row["columns"] = columns_of(prompt)
         return rows[:real]
 
@@ -240,10 +229,6 @@ def columns_of(prompt: Prompt) -> dict[str, Any]:
 
 def _repeated(prompts: list[Prompt], n: int) -> list[Prompt]:
     return [prompt for prompt in prompts for _ in range(n)]
-
-
-def _finite(value: float) -> float | None:
-    return None if torch.tensor(value).isnan() else value
 
 
 def stored_in(folder: Path) -> dict[str, Any] | None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -114,6 +115,19 @@ class DeviceReward(ABC):
     @abstractmethod
     def __call__(self, outputs: Any, prompts: list[str], metadata: list[dict[str, Any]], /) -> Scores | RewardOutput:
         """Images, videos or completions, as its first parameter's name says -> B numbers."""
+
+
+class DifferentiableReward(DeviceReward):
+    """Base class of a DeviceReward of images that has a gradient: see HasGradient."""
+
+    @torch.no_grad()
+    def __call__(self, images: Tensor, prompts: list[str], metadata: list[dict[str, Any]]) -> Tensor:
+        """Images [B, 3, H, W] in 0..1 -> [B]."""
+        return self.with_gradient(images, prompts, metadata)
+
+    @abstractmethod
+    def with_gradient(self, images: Tensor, prompts: list[str], metadata: list[dict[str, Any]]) -> Tensor:
+        """Images [B, 3, H, W] in 0..1 -> [B], with a gradient where the images have one."""
 
 
 class PolicyReward(ABC):

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from phalanx.config.files import json_object, replace_file
 from phalanx.functional.statistics import (
     CONFIDENCE,
     Estimate,
@@ -57,9 +58,7 @@ class Records:
             chunks += 1
         if self.file.is_file():
             lines = self.file.read_bytes().split(b"\n")[:kept]
-            partial = self.file.with_name(self.file.name + ".tmp")
-            partial.write_bytes(b"".join(line + b"\n" for line in lines))
-            os.replace(partial, self.file)
+            replace_file(self.file, b"".join(line + b"\n" for line in lines))
         return chunks
 
 
@@ -68,11 +67,8 @@ def read_records(file: Path, *, is_cut: bool = False) -> list[Row]:
     rows: list[Row] = []
     lines = file.read_text(encoding="utf-8", errors="replace").split("\n") if file.is_file() else [""]
     for number, line in enumerate(lines[:-1] if is_cut else filter(None, lines), start=1):
-        try:
-            row = json.loads(line)
-        except (json.JSONDecodeError, RecursionError):
-            row = None
-        if not isinstance(row, dict) or not row.keys() >= KEYS:
+        row = json_object(line)
+        if row is None or not row.keys() >= KEYS:
             raise ValueError(f"{file}:{number}: not a record of an evaluation; delete the file to sample anew")
         rows.append(row)
     return rows
@@ -317,9 +313,7 @@ def _plain(result: Figures) -> dict[str, Any]:
 
 def write_json(file: Path, content: Mapping[str, Any]) -> None:
     """Write a file of the folder at once, complete. Raises OSError."""
-    partial = file.with_name(file.name + ".tmp")
-    partial.write_text(json.dumps(content, ensure_ascii=False, allow_nan=False, indent=1) + "\n", encoding="utf-8")
-    os.replace(partial, file)
+    replace_file(file, json.dumps(content, ensure_ascii=False, allow_nan=False, indent=1) + "\n")
 
 
 # -- the console ------------------------------------------------------------------------------------------------------

@@ -1,12 +1,12 @@
 """evaluation.html: a self-contained page about an evaluation, with the style of the report."""
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from typing import Any
 
+from phalanx.config.files import replace_file
 from phalanx.config.load import flat
 from phalanx.telemetry.evaluation import CHANGED, PAGE, REWARD, Row, groups_of, interval_text, shown_scores
 from phalanx.telemetry.report import _asset, _cells, _details, _policy, _tile
@@ -44,9 +44,7 @@ def write_page(folder: Path, result: Mapping[str, Any], now: Side, baseline: Sid
     baseline. Raises OSError.
     """
     path = folder / PAGE
-    partial = path.with_name(path.name + ".tmp")
-    partial.write_text(_page(result, now, baseline), encoding="utf-8")
-    os.replace(partial, path)
+    replace_file(path, _page(result, now, baseline))
     return path
 
 

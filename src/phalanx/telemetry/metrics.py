@@ -7,7 +7,6 @@ The step convention: row `step: k` is written once k training steps are done; th
 import json
 import logging
 import math
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -17,6 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from phalanx.config.files import json_object, replace_file
 from phalanx.config.joint import POLICIES, WRITER
 from phalanx.config.load import ConfigError
 from phalanx.config.messages import reason
@@ -157,11 +157,8 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
-        try:
-            row = json.loads(line)
-        except (json.JSONDecodeError, RecursionError):
-            row = None
-        if isinstance(row, dict) and isinstance(row.get("step"), int):
+        row = json_object(line)
+        if row is not None and isinstance(row.get("step"), int):
             rows.append(row)
         elif number < len(lines):
             _log.warning("%s:%d: not a JSON object with a step; the line is left out", path, number)
@@ -310,9 +307,7 @@ class _MetricsFile:
 
     def _begin(self, content: bytes) -> None:
         """Write the file anew, with these rows, and open it for more."""
-        partial = self._path.with_name(self._path.name + ".tmp")
-        partial.write_bytes(content)
-        os.replace(partial, self._path)
+        replace_file(self._path, content)
         self._stream = self._path.open("a+b", buffering=0)
 
     def write(self, step: int, row: dict[str, float]) -> dict[str, float]:

@@ -23,6 +23,7 @@ from types import TracebackType
 from typing import Any, Self, TextIO, cast
 
 from phalanx import exit
+from phalanx.config.files import replace_file
 from phalanx.distributed.collectives import waits
 from phalanx.distributed.mesh import World
 from phalanx.exit import Stopped
@@ -208,6 +209,4 @@ def _append(path: Path, text: str) -> None:
         size = file.tell()
     if size > MAX_BYTES:
         kept = path.read_bytes()[-MAX_BYTES // 2 :]
-        part = path.with_name(f"{path.name}.tmp")
-        part.write_bytes(kept[kept.find(b"\n") + 1 :])
-        part.replace(path)
+        replace_file(path, kept[kept.find(b"\n") + 1 :])

@@ -10,7 +10,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from phalanx.telemetry.run_folder import RANKS, inside, is_finite, parsed, read_ranks
+from phalanx.config.files import json_object
+from phalanx.telemetry.run_folder import RANKS, inside, is_finite, read_ranks
 
 MAX_LINES = 4000  # of a rank, of phases and waits; other events are rarer and all kept
 MAX_EVENTS = 200
@@ -53,7 +54,7 @@ class RankLines:
         for i, line in enumerate(lines):
             if i < recent and not line.startswith(b'{"event"'):
                 continue
-            value = parsed(line) or {}
+            value = json_object(line) or {}
             if "event" in value:
                 self._starts += value["event"] == "start"
                 # not by their time: a clock may be set back

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from phalanx.config.files import json_object
 from phalanx.config.messages import counted
 from phalanx.media.grids import fit, pictures, sheet, side_by_side, standing
 from phalanx.media.pictures import Picture
@@ -124,9 +125,9 @@ class Record:
 
     def row(self) -> dict[str, Any]:
         """The beginning of its line in index.jsonl; strict JSON knows no NaN."""
-        row: dict[str, Any] = {"index": self.index, "prompt": self.prompt, "reward": _finite(self.reward)}
+        row: dict[str, Any] = {"index": self.index, "prompt": self.prompt, "reward": finite_or_none(self.reward)}
         if self.scores:
-            row["scores"] = {name: _finite(score) for name, score in self.scores.items()}
+            row["scores"] = {name: finite_or_none(score) for name, score in self.scores.items()}
         if self.ground_truth is not None:
             row["ground_truth"] = self.ground_truth
         if self.truncated:
@@ -174,7 +175,8 @@ def summary(conversation: dict[str, Any]) -> str:
     return "; ".join([*parts, f"ended: {conversation['ended']}"])
 
 
-def _finite(value: float) -> float | None:
+def finite_or_none(value: float) -> float | None:
+    """A number as strict JSON can hold it."""
     return value if math.isfinite(value) else None
 
 
@@ -274,19 +276,16 @@ def read_index(folder: Path, content: str = "file") -> list[dict[str, Any]]:
     for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
         if not line:
             continue
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            row = None
-        if not _is_row(row, content):
+        row = json_object(line)
+        if row is None or not _is_row(row, content):
             raise ValueError(f"{path}:{number}: not a row with index, prompt, reward and {content}")
         rows.append(row)
     return rows
 
 
-def _is_row(row: Any, content: str) -> bool:
+def _is_row(row: dict[str, Any], content: str) -> bool:
     """Whether a line of an index has what its readers count on, whoever wrote it."""
-    if not isinstance(row, dict) or not row.keys() >= {"index", "prompt", "reward", content}:
+    if not row.keys() >= {"index", "prompt", "reward", content}:
         return False
     has_words = isinstance(row["prompt"], str) and isinstance(row[content], str)
     has_reward = row["reward"] is None or isinstance(row["reward"], int | float)

@@ -9,7 +9,6 @@ import argparse
 import base64
 import hashlib
 import json
-import os
 import sys
 import webbrowser
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from phalanx.config.files import replace_file
 from phalanx.config.load import flat
 from phalanx.telemetry.advice import Advisor, is_training_row
 from phalanx.telemetry.charts import Chart, charts_of, constants_of
@@ -43,9 +43,7 @@ def write_report(*run_dirs: str | Path, output: Path | None = None) -> Path:
     folders = list(dict.fromkeys(Path(run_dir) for run_dir in run_dirs))
     runs = read_runs(folders)
     path = output or folders[0] / (REPORT_FILE if len(runs) == 1 else COMPARISON_FILE)
-    partial = path.with_name(path.name + ".tmp")
-    partial.write_text(page_of(runs)[0], encoding="utf-8")
-    os.replace(partial, path)
+    replace_file(path, page_of(runs)[0])
     return path
 
 

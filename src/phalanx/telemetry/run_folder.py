@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from phalanx.config.files import json_object, replace_file
 from phalanx.telemetry.loggers import ELAPSED, setting
 from phalanx.telemetry.metrics import METRICS_FILE, read_metrics
 
@@ -109,18 +110,9 @@ def read_config(folder: Path) -> tuple[str | None, dict[str, Any]]:
 def read_json(path: Path) -> dict[str, Any] | None:
     """The object in a file that another process may replace; None where there is none."""
     try:
-        return parsed(path.read_bytes())
+        return json_object(path.read_bytes())
     except OSError:
         return None
-
-
-def parsed(text: bytes) -> dict[str, Any] | None:
-    """The object in a line of JSON; None for anything else, such as half a line."""
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None
 
 
 def tail(path: Path, size: int) -> bytes:
@@ -132,9 +124,7 @@ def tail(path: Path, size: int) -> bytes:
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
     """Replace a file: a reader never sees a half. Raises OSError."""
-    part = path.with_name(f"{path.name}.tmp")
-    part.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
-    part.replace(path)
+    replace_file(path, json.dumps(value, indent=1) + "\n")
 
 
 def read_ranks(folder: Path) -> list[dict[str, Any]]:

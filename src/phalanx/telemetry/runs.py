@@ -14,6 +14,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from phalanx.config.files import json_object
 from phalanx.exit import show
 from phalanx.telemetry.evaluation import ARGUMENTS, ENDED
 from phalanx.telemetry.loggers import ELAPSED, setting
@@ -28,7 +29,6 @@ from phalanx.telemetry.run_folder import (
     STOP_FILE,
     inside,
     is_finite,
-    parsed,
     read_config,
     read_json,
     read_ranks,
@@ -142,7 +142,7 @@ def last_rows(folder: Path) -> list[dict[str, Any]]:
         return []
     rows = []
     for line in lines:  # the first one may be cut, and is no object then
-        row = parsed(line)
+        row = json_object(line)
         if row is not None and _is_count(row.get("step")):
             rows.append(row)
     return rows

@@ -17,7 +17,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from phalanx.distributed.collectives import broadcast_object
+from phalanx.distributed.collectives import from_first
 from phalanx.distributed.mesh import World
 from phalanx.exit import say
 from phalanx.telemetry.run_folder import BEAT_S, RUNNING_FILE, STOP_FILE, read_json, write_json
@@ -33,21 +33,20 @@ def hold(folder: Path, world: World) -> None:
 
     Raises ValueError where another job has it, or it cannot be written.
     """
-    global _held
-    problem = None
-    if world.rank == 0:
+
+    def take() -> None:
+        global _held
         release()
         try:
             _held = FolderLock(folder, world.watch.fail, world.watch.ask)
         except ValueError as error:
-            problem = f"trainer.output_dir: {error}"
+            raise ValueError(f"trainer.output_dir: {error}") from error
         except OSError as error:
-            problem = (
+            raise ValueError(
                 f"trainer.output_dir: '{error.filename or folder}' cannot be made or written: {error.strerror or error}"
-            )
-    problem = broadcast_object(problem)
-    if problem is not None:
-        raise ValueError(problem)
+            ) from error
+
+    from_first(take)
 
 
 def release() -> None:

@@ -20,11 +20,12 @@ from torch import Tensor
 
 from phalanx import algorithms
 from phalanx.config import ConfigError
+from phalanx.config.flow import FlowRLConfig
 from phalanx.config.joint import PAINTER, WRITER, JointConfig, frozen
 from phalanx.config.rules import of_part
 from phalanx.config.run import RLConfig
 from phalanx.data.overlap import held_out_overlap
-from phalanx.data.prompts import MARK, PromptRow, load_prompts, validation_sets
+from phalanx.data.prompts import MARK, PromptRow, load_prompts, share_of_rank, validation_sets
 from phalanx.data.streams import PromptStream
 from phalanx.distributed.launch import Launch
 from phalanx.distributed.mesh import World
@@ -36,7 +37,8 @@ from phalanx.rollout import lm as lm_rollouts
 from phalanx.telemetry.metrics import Timers
 from phalanx.telemetry.step_metrics import reward_metrics
 from phalanx.training import flow_rl, lm_rl, prompt_lengths
-from phalanx.training.collect import Collected, Collector, Rescorer, total_steps
+from phalanx.training.checkpoint import Progress
+from phalanx.training.collect import Collected, Collector, PromptSource, Rescorer, total_steps
 from phalanx.training.components import TrainedPolicy, build_rewards, choose_cpu_linear, fitting_sets, start
 from phalanx.training.flow_components import check_references
 from phalanx.training.job import Job
@@ -46,7 +48,7 @@ from phalanx.training.optim import TrainState
 from phalanx.training.rewriting import Rewriter, as_original
 from phalanx.training.rl import train_state
 from phalanx.training.update import Updater
-from phalanx.training.validation import Records, Validator, validate
+from phalanx.training.validation import Records, Validator
 from phalanx.types import Algorithm, JobError, Outputs, Prompt, Rollout, Samples
 
 
@@ -215,17 +217,15 @@ class JointValidator(Validator):
                 shown = [
                     self.rewriter.prompt(p, text, p.group_id) for p, text in zip(prompts, texts[kind], strict=True)
                 ]
-                best, submit, score = self.parts[PAINTER].best(), self.rewards.submit, self.rewards.score
                 with about(PAINTER, JobError, JobError):
-                    metrics, kept[name] = validate(self.cfg, self.rollout, best, submit, score, name, shown, self.world)
+                    metrics, kept[name] = self.validate_set(name, shown, self.parts[PAINTER].best())
                 row |= metrics | self.rewards.take_errors(f"val/{name}/")
         return row, kept
 
     def _rewritten(self, prompts: list[Prompt]) -> list[Prompt]:
         """The prompts of all ranks with the texts that the writer makes of them."""
-        writer, world = self.parts[WRITER], self.world
-        share = -(-len(prompts) // world.size)
-        local = [prompts[min(world.rank * share + j, len(prompts) - 1)] for j in range(share)]
+        writer = self.parts[WRITER]
+        local = share_of_rank(prompts, self.world.rank, self.world.size)
         responses: list[str] = []
 
         def each(outputs: Outputs, sampled: list[Prompt]) -> None:
@@ -273,17 +273,7 @@ def build(cfg: JointConfig) -> JointTrainer:
     """The job, built on all ranks in step; a ValueError is the user's mistake."""
     plans = check(cfg)
     writer, painter = cfg.of_writer(), cfg.of_painter()
-    data, columns = cfg.data, image_columns(painter.model)
-    rows = load_prompts(data.train_files, "data.train_files", images=columns, prompt=data.prompt_key)
-    val_sets = validation_sets(data.val_files, images=columns, prompt=data.prompt_key)
-    every: list[PromptRow | Prompt] = [*rows, *(prompt for prompts in val_sets.values() for prompt in prompts)]
-    for row in every:
-        if MARK in row.text:
-            raise ConfigError(f"{row.place} has a place for an image, {MARK}; the writer of a joint run reads texts")
-        if "images" in row.meta:
-            raise ConfigError(f"{row.place} has a column images; the writer of a joint run reads texts")
-    with about(PAINTER):
-        check_references(painter.model, every)
+    rows, val_sets = read_prompts(cfg, painter)
     world = start(writer, WRITER)
     if world.device.type == "cpu":
         choose_cpu_linear(painter, world, PAINTER)
@@ -330,7 +320,7 @@ def build(cfg: JointConfig) -> JointTrainer:
         WRITER: Part(writer, plans[WRITER], by_words, words, texts, of_words, n),
         PAINTER: Part(painter, plans[PAINTER], by_pictures, pictures, images, of_pictures, compared),
     }
-    originals = PromptStream(rows, plans[WRITER].samples // n, data.seed)
+    originals = PromptStream(rows, plans[WRITER].samples // n, cfg.data.seed)
     rewriter = Rewriter(cfg.rewrite, originals, pictures.model, painter.data.max_prompt_length)
     trainer_steps = total_steps(cfg.trainer, originals)
     states = {}
@@ -344,37 +334,52 @@ def build(cfg: JointConfig) -> JointTrainer:
     validator = JointValidator(cfg, world, parts, rewriter, rewards, val_sets, timers)
     batch = f"{plans[WRITER].samples // n} prompts x {cfg.rewrites} of the writer x {m} {images.noun}"
     job = Job(cfg, world, states, validator, timers, trainer_steps, batch=batch)
+    by_cost = cfg.trainer.balance_batch and plans[WRITER].by_tokens
+    costs = {WRITER: words.sample_flops if by_cost else None, PAINTER: None}
     collectors, updaters = {}, {}
     for name, client, source in ((WRITER, unscored, originals), (PAINTER, rewards, rewriter)):
-        part = parts[name]
-        common = (part.cfg, part.plan, part.algorithm, part.policy)
-        rescorer = Rescorer(*common, part.timers, job.progress, exact=part.rollout.exact)
-        trained = part.state is not None
-        collectors[name] = Collector(
-            part.cfg,
-            part.plan,
-            part.policy,
-            part.rollout,
-            client,
-            source,
-            part.timers,
-            weights=part.algorithm.behaviour if trained else None,
-            rescorer=rescorer if trained else None,
-            group=part.group,
-        )
-        if part.state is not None:
-            by_cost = name == WRITER and cfg.trainer.balance_batch and part.plan.by_tokens
-            updaters[name] = Updater(
-                *common,
-                world,
-                part.state,
-                rescorer,
-                part.timers,
-                noun=part.rollout.noun,
-                costs=words.sample_flops if by_cost else None,
-                group=part.group,
-            )
+        collectors[name], updater = around_loop(parts[name], world, job.progress, client, source, costs[name])
+        if updater is not None:
+            updaters[name] = updater
     return JointTrainer(cfg, parts, rewriter, collectors, updaters, job)
+
+
+def read_prompts(cfg: JointConfig, painter: FlowRLConfig) -> tuple[list[PromptRow], dict[str, list[Prompt]]]:
+    """The prompts that are rewritten in training, and the held-out ones by the names of their sets. Raises ValueError
+    for what one of the policies cannot read.
+    """
+    data, columns = cfg.data, image_columns(painter.model)
+    rows = load_prompts(data.train_files, "data.train_files", images=columns, prompt=data.prompt_key)
+    val_sets = validation_sets(data.val_files, images=columns, prompt=data.prompt_key)
+    every: list[PromptRow | Prompt] = [*rows, *(prompt for prompts in val_sets.values() for prompt in prompts)]
+    for row in every:
+        if MARK in row.text:
+            raise ConfigError(f"{row.place} has a place for an image, {MARK}; the writer of a joint run reads texts")
+        if "images" in row.meta:
+            raise ConfigError(f"{row.place} has a column images; the writer of a joint run reads texts")
+    with about(PAINTER):
+        check_references(painter.model, every)
+    return rows, val_sets
+
+
+def around_loop(
+    part: Part,
+    world: World,
+    progress: Progress,
+    client: RewardClient,
+    source: PromptSource,
+    costs: Callable[[Samples], list[float]] | None,
+) -> tuple[Collector, Updater | None]:
+    """The parts that the loop is handed for a policy; a frozen one has no Updater. `costs`: see Updater."""
+    common = (part.cfg, part.plan, part.algorithm, part.policy)
+    rescorer = Rescorer(*common, part.timers, progress, exact=part.rollout.exact)
+    drawing = partial(Collector, part.cfg, part.plan, part.policy, part.rollout, client, source, part.timers)
+    if part.state is None:
+        return drawing(weights=None, rescorer=None, group=part.group), None
+    updater = Updater(
+        *common, world, part.state, rescorer, part.timers, noun=part.rollout.noun, costs=costs, group=part.group
+    )
+    return drawing(weights=part.algorithm.behaviour, rescorer=rescorer, group=part.group), updater
 
 
 def check(cfg: JointConfig, launch: Launch | None = None, *, installed: bool = True) -> dict[str, BatchPlan]:

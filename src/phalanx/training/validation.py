@@ -1,7 +1,7 @@
 """Validation: every held-out prompt once across the ranks, with the same noise each time."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from typing import Any
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from phalanx.config.run import RunConfig
+from phalanx.data.prompts import share_of_rank
 from phalanx.distributed.collectives import all_gather, gather_object, to_first
 from phalanx.distributed.mesh import World
 from phalanx.functional.statistics import t_half_width
@@ -18,9 +19,8 @@ from phalanx.telemetry.metrics import Timers
 from phalanx.telemetry.records import CONVERSATION, TALKS, Output, Record, Thumbnail, storable
 from phalanx.telemetry.step_metrics import reward_by_turns
 from phalanx.training.collect import check_range
-from phalanx.types import Each, KeepsSamples, Outputs, Policy, Prompt, Rollout
+from phalanx.types import KeepsSamples, Outputs, Policy, Prompt, Rollout
 
-Score = Callable[[], tuple[Tensor, dict[str, Tensor]]]
 Kept = tuple[Output, dict[str, Any]]  # an output, and what its Record says beside
 Records = dict[str, list[Record]]  # by the names of validation sets
 
@@ -68,11 +68,77 @@ class Validator:
             samples = -(-len(prompts) // self.world.data_size) * self.cfg.rollout.val.n  # of a rank
             self.timers.expect(-(-samples // self.rollout.micro_batch_size))
             context = nullcontext() if weights is None else self.policy.using(weights)
-            metrics, kept[name] = validate(
-                self.cfg, self.rollout, context, self.rewards.submit, self.rewards.score, name, prompts, self.world
-            )
+            metrics, kept[name] = self.validate_set(name, prompts, context)
             row |= metrics | self.rewards.take_errors(f"val/{name}/")
         return row, kept
+
+    def validate_set(
+        self, name: str, prompts: list[Prompt], weights: AbstractContextManager[None]
+    ) -> tuple[dict[str, float], list[Record]]:
+        """Sample and score the set `name`: the row of its metrics, and on rank 0 the samples to keep, the first of each
+        of the first trainer.log_val_generations prompts. Within `weights` those are in place that sample.
+        """
+        world, rollout = self.world, self.rollout
+        keep, n = self.cfg.trainer.log_val_generations, self.cfg.rollout.val.n
+        local = share_of_rank(prompts, world.data_rank, world.data_size)
+        share = len(local)
+        pictures: dict[int, Tensor] = {}  # of this rank's prompts, by their numbers
+        texts: dict[int, Kept] = {}
+        turns: list[int] = []  # of this rank's samples, where they are conversations
+        numbers = iter(range(world.data_rank * share * n, (world.data_rank + 1) * share * n))
+
+        def each(outputs: Outputs, sampled: list[Prompt]) -> None:
+            first, *_ = islice(numbers, len(sampled))
+            for prompt, output in zip(sampled, outputs, strict=True):
+                if TALKS in prompt.meta:
+                    turns.append(prompt.meta["turns"])
+                number = prompt.group_id
+                if number >= keep or _holder(number, share, world) != world.rank:
+                    continue
+                # a prompt's samples come one after the other, its first one first
+                if isinstance(output, str):
+                    beside = {"truncated": prompt.meta.get("truncated", False)}
+                    if TALKS in prompt.meta:  # a conversation, of which the output is the last turn
+                        beside["conversation"] = storable({name: prompt.meta[name] for name in CONVERSATION})
+                    texts.setdefault(number, (output, beside))
+                elif number not in pictures:
+                    # floats would take four times the memory until the end
+                    pictures[number] = (output * 255).round_().byte().movedim(-3, -1).contiguous()
+            self.rewards.submit(outputs, without_filling(sampled, first, len(prompts) * n))
+
+        with weights, rollout.awake():
+            rollout.sample_validation(local, each=each)
+        local_reward, local_terms = self.rewards.score()
+        real = len(prompts) * n
+        reward = all_gather(local_reward)[:real]
+        check_range(reward)
+        scored = ~reward.isnan()  # all, unless reward.on_error says otherwise
+        known = reward[scored]
+        row = {f"val/{name}/reward/mean": known.mean().item(), f"val/{name}/reward/std": known.std(correction=0).item()}
+        of_prompts = reward.double().view(-1, n).nanmean(1)
+        half_width = t_half_width(of_prompts[~of_prompts.isnan()].numpy())
+        if half_width is not None:
+            row[f"val/{name}/reward/ci95"] = half_width
+        terms = {term: all_gather(values)[:real] for term, values in local_terms.items()}
+        for term, values in terms.items():
+            row[f"val/{name}/reward/{term}"] = values[scored].mean().item()
+        if turns:
+            counts = all_gather(torch.tensor(turns))[:real]
+            talks = {"conversation/turns_mean": counts.float().mean().item()} | reward_by_turns(reward, counts)
+            row |= {f"val/{name}/{key}": value for key, value in talks.items()}
+        kept = _on_first(pictures, texts, min(keep, len(prompts)), share, world)
+        records = []
+        for number, (output, beside) in enumerate(kept):
+            scores = {term: float(values[number * n]) for term, values in terms.items()}
+            prompt, truth = prompts[number], None
+            if isinstance(output, str) and "ground_truth" in prompt.meta:
+                truth = str(prompt.meta["ground_truth"])
+            value = float(reward[number * n])
+            shown = tuple(map(Thumbnail.of, prompt.images))
+            records.append(
+                Record(prompt.text, value, output, number, rollout.fps, scores, truth, images=shown, **beside)
+            )
+        return row, records
 
     def in_flight(self, step: int) -> Tensor | None:
         """Those of a rollout that keeps some."""
@@ -81,83 +147,6 @@ class Validator:
     def end(self, stop: int = 0) -> None:
         """Let the rollout end; there are no ranks of other roles."""
         self.rollout.close()
-
-
-def validate(
-    cfg: RunConfig,
-    rollout: Rollout,
-    weights: AbstractContextManager[None],
-    submit: Each,
-    score: Score,
-    name: str,
-    prompts: list[Prompt],
-    world: World,
-) -> tuple[dict[str, float], list[Record]]:
-    """Sample and score the set `name`: the row of its metrics, and on rank 0 the samples to keep, the first of each of
-    the first trainer.log_val_generations prompts.
-
-    Within `weights` those are in place that sample. `score()` returns this rank's rewards and terms for what
-    `submit` was given.
-    """
-    keep, n = cfg.trainer.log_val_generations, cfg.rollout.val.n
-    share = -(-len(prompts) // world.data_size)
-    # ranks must do equal work, so the end is filled up with the last prompt and cut off again below
-    local = [prompts[min(world.data_rank * share + j, len(prompts) - 1)] for j in range(share)]
-    pictures: dict[int, Tensor] = {}  # of this rank's prompts, by their numbers
-    texts: dict[int, Kept] = {}
-    turns: list[int] = []  # of this rank's samples, where they are conversations
-    numbers = iter(range(world.data_rank * share * n, (world.data_rank + 1) * share * n))
-
-    def each(outputs: Outputs, sampled: list[Prompt]) -> None:
-        first, *_ = islice(numbers, len(sampled))
-        for prompt, output in zip(sampled, outputs, strict=True):
-            if TALKS in prompt.meta:
-                turns.append(prompt.meta["turns"])
-            number = prompt.group_id
-            if number >= keep or _holder(number, share, world) != world.rank:
-                continue
-            # a prompt's samples come one after the other, its first one first
-            if isinstance(output, str):
-                beside = {"truncated": prompt.meta.get("truncated", False)}
-                if TALKS in prompt.meta:  # a conversation, of which the output is the last turn
-                    beside["conversation"] = storable({name: prompt.meta[name] for name in CONVERSATION})
-                texts.setdefault(number, (output, beside))
-            elif number not in pictures:
-                # floats would take four times the memory until the end
-                pictures[number] = (output * 255).round_().byte().movedim(-3, -1).contiguous()
-        submit(outputs, without_filling(sampled, first, len(prompts) * n))
-
-    with weights, rollout.awake():
-        rollout.sample_validation(local, each=each)
-    local_reward, local_terms = score()
-    real = len(prompts) * n
-    reward = all_gather(local_reward)[:real]
-    check_range(reward)
-    scored = ~reward.isnan()  # all, unless reward.on_error says otherwise
-    known = reward[scored]
-    row = {f"val/{name}/reward/mean": known.mean().item(), f"val/{name}/reward/std": known.std(correction=0).item()}
-    of_prompts = reward.double().view(-1, n).nanmean(1)
-    half_width = t_half_width(of_prompts[~of_prompts.isnan()].numpy())
-    if half_width is not None:
-        row[f"val/{name}/reward/ci95"] = half_width
-    terms = {term: all_gather(values)[:real] for term, values in local_terms.items()}
-    for term, values in terms.items():
-        row[f"val/{name}/reward/{term}"] = values[scored].mean().item()
-    if turns:
-        counts = all_gather(torch.tensor(turns))[:real]
-        talks = {"conversation/turns_mean": counts.float().mean().item()} | reward_by_turns(reward, counts)
-        row |= {f"val/{name}/{key}": value for key, value in talks.items()}
-    kept = _on_first(pictures, texts, min(keep, len(prompts)), share, world)
-    records = []
-    for number, (output, beside) in enumerate(kept):
-        scores = {term: float(values[number * n]) for term, values in terms.items()}
-        prompt, truth = prompts[number], None
-        if isinstance(output, str) and "ground_truth" in prompt.meta:
-            truth = str(prompt.meta["ground_truth"])
-        value = float(reward[number * n])
-        shown = tuple(map(Thumbnail.of, prompt.images))
-        records.append(Record(prompt.text, value, output, number, rollout.fps, scores, truth, images=shown, **beside))
-    return row, records
 
 
 def _holder(number: int, share: int, world: World) -> int:

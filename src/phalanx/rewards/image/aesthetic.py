@@ -8,10 +8,9 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from phalanx.rewards.base import DeviceReward
+from phalanx.rewards.base import DifferentiableReward
 from phalanx.rewards.image._clip import Clip, read_weights
 
 # Positions in the published nn.Sequential, which has a dropout at 1, 3 and 5.
@@ -23,7 +22,7 @@ _CONVERT = (
 )
 
 
-class Aesthetic(DeviceReward):
+class Aesthetic(DifferentiableReward):
     """`predictor`: the layers as a .safetensors file (or the folder of one); `clip_model`: folder or hub id."""
 
     def __init__(self, predictor: str, clip_model: str = "openai/clip-vit-large-patch14", device: str = "cpu") -> None:
@@ -38,13 +37,8 @@ class Aesthetic(DeviceReward):
             )
         self._layers = layers.to(device)
 
-    @torch.no_grad()
-    def __call__(self, images: Tensor, prompts: list[str], metadata: list[dict[str, Any]]) -> Tensor:
-        """Images [B, 3, H, W] in 0..1 -> [B], about 1..10."""
-        return self.with_gradient(images, prompts, metadata)
-
     def with_gradient(self, images: Tensor, prompts: list[str], metadata: list[dict[str, Any]]) -> Tensor:
-        """See phalanx.rewards.HasGradient."""
+        """Images [B, 3, H, W] in 0..1 -> [B], about 1..10."""
         scores: Tensor = self._layers(self._clip.images(images))  # [B, 1]
         return scores.squeeze(-1)
 

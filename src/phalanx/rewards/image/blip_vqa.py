@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, BlipForQuestionAnswering
 from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 
 from phalanx.engines.loading import check_weights
-from phalanx.rewards.base import DeviceReward
+from phalanx.rewards.base import DifferentiableReward
 from phalanx.rewards.image._clip import Pixels, folder_or_hub, load_part
 
 _IGNORED = re.compile(r'[.!"()*#:;~]')  # characters that BLIP's questions do not have
@@ -21,7 +21,7 @@ _MAX_TOKENS = 35
 _ANSWERS = ("yes", "no")
 
 
-class BlipVqa(DeviceReward):
+class BlipVqa(DifferentiableReward):
     """`model`: folder or hub id of a BlipForQuestionAnswering with its tokenizer; `column`: of the phrases."""
 
     def __init__(
@@ -51,13 +51,8 @@ class BlipVqa(DeviceReward):
         if not isinstance(phrases, list) or not phrases or not all(isinstance(each, str) for each in phrases):
             raise ValueError(f"{self._column} {phrases!r}; expected a list of parts of the prompt, such as [a red cat]")
 
-    @torch.no_grad()
-    def __call__(self, images: Tensor, prompts: list[str], metadata: list[dict[str, Any]]) -> Tensor:
-        """Images [B, 3, H, W] in 0..1 -> [B] in 0..1."""
-        return self.with_gradient(images, prompts, metadata)
-
     def with_gradient(self, images: Tensor, prompts: list[str], metadata: list[dict[str, Any]]) -> Tensor:
-        """See phalanx.rewards.HasGradient."""
+        """Images [B, 3, H, W] in 0..1 -> [B] in 0..1."""
         questions, image_of = [], []
         for i, (prompt, row) in enumerate(zip(prompts, metadata, strict=True)):
             self.check_row(prompt, row)

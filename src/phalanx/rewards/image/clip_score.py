@@ -5,14 +5,13 @@ flow_grpo's clipscore is 100 / 30 of it: weight 3.333 gives its scale.
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from phalanx.rewards.base import DeviceReward
+from phalanx.rewards.base import DifferentiableReward
 from phalanx.rewards.image._clip import Clip
 
 
-class ClipScore(DeviceReward):
+class ClipScore(DifferentiableReward):
     """`model`: folder or hub id of a CLIPModel with its processor. `column`: of the data, with the text that images are
     compared with in the place of the prompt, such as a style.
     """
@@ -27,13 +26,8 @@ class ClipScore(DeviceReward):
         if self._column is not None and not isinstance(metadata.get(self._column), str):
             raise ValueError(f"{self._column} {metadata.get(self._column)!r}; expected a text in this column")
 
-    @torch.no_grad()
-    def __call__(self, images: Tensor, prompts: list[str], metadata: list[dict[str, Any]]) -> Tensor:
-        """Images [B, 3, H, W] in 0..1 -> [B] in -1..1."""
-        return self.with_gradient(images, prompts, metadata)
-
     def with_gradient(self, images: Tensor, prompts: list[str], metadata: list[dict[str, Any]]) -> Tensor:
-        """See phalanx.rewards.HasGradient."""
+        """Images [B, 3, H, W] in 0..1 -> [B] in -1..1."""
         if self._column is not None:
             prompts = [meta[self._column] for meta in metadata]
         return (self._clip.images(images) * self._clip.prompts(prompts)).sum(-1)

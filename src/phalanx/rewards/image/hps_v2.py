@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from phalanx.rewards.base import DeviceReward
+from phalanx.rewards.base import DifferentiableReward
 from phalanx.rewards.image._clip import Clip, resize
 
 
-class HpsV2(DeviceReward):
+class HpsV2(DifferentiableReward):
     """`model`: folder or hub id of the CLIPModel; `processor`: of its tokenizer and preprocessing, default `model`.
 
     The published weights are those of open_clip: `python -m phalanx.tools.convert_open_clip` makes the folder of them.
@@ -25,13 +25,8 @@ class HpsV2(DeviceReward):
         self._clip = Clip(model, device, processor=processor)
         self._device = torch.device(device)
 
-    @torch.no_grad()
-    def __call__(self, images: Tensor, prompts: list[str], metadata: list[dict[str, Any]]) -> Tensor:
-        """Images [B, 3, H, W] in 0..1 -> [B] in -1..1."""
-        return self.with_gradient(images, prompts, metadata)
-
     def with_gradient(self, images: Tensor, prompts: list[str], metadata: list[dict[str, Any]]) -> Tensor:
-        """See phalanx.rewards.HasGradient."""
+        """Images [B, 3, H, W] in 0..1 -> [B] in -1..1."""
         square = letterbox(images.to(self._device), self._clip.edge)
         return (self._clip.images(square) * self._clip.prompts(prompts)).sum(-1)
 

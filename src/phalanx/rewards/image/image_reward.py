@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from phalanx.rewards.base import DeviceReward
+from phalanx.rewards.base import DifferentiableReward
 from phalanx.rewards.image._clip import Pixels, folder_or_hub, load_part
 from phalanx.rewards.image.aesthetic import linear_layers, read_published
 
@@ -34,7 +34,7 @@ _NAMES = {  # of the vision tower
 _EXPECTED = "expected the weights of THUDM/ImageReward"
 
 
-class ImageReward(DeviceReward):
+class ImageReward(DifferentiableReward):
     """`model`: the published weights as a .safetensors file (or the folder of one); `tokenizer`: folder or hub id."""
 
     def __init__(self, model: str, tokenizer: str = "google-bert/bert-base-uncased", device: str = "cpu") -> None:
@@ -64,13 +64,8 @@ class ImageReward(DeviceReward):
         mean, std = (torch.tensor(rgb, device=device).view(3, 1, 1) for rgb in (OPENAI_CLIP_MEAN, OPENAI_CLIP_STD))
         self._pixels = Pixels(edge, (edge, edge), (edge, edge), mean, std)
 
-    @torch.no_grad()
-    def __call__(self, images: Tensor, prompts: list[str], metadata: list[dict[str, Any]]) -> Tensor:
-        """Images [B, 3, H, W] in 0..1 -> [B], about -2..2."""
-        return self.with_gradient(images, prompts, metadata)
-
     def with_gradient(self, images: Tensor, prompts: list[str], metadata: list[dict[str, Any]]) -> Tensor:
-        """See phalanx.rewards.HasGradient."""
+        """Images [B, 3, H, W] in 0..1 -> [B], about -2..2."""
         tokens = self._tokenizer(
             prompts, padding=True, truncation=True, max_length=_MAX_TOKENS, return_tensors="pt"
         ).to(self._device)

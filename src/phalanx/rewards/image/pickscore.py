@@ -2,16 +2,15 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from phalanx.rewards.base import DeviceReward
+from phalanx.rewards.base import DifferentiableReward
 from phalanx.rewards.image._clip import Clip
 
 _SCALE = 26.0  # about the largest logit of PickScore on good images, so that scores lie near 0..1
 
 
-class Pickscore(DeviceReward):
+class Pickscore(DifferentiableReward):
     """`model`: folder or hub id of the CLIPModel; `processor`: folder or hub id of its tokenizer and preprocessing."""
 
     def __init__(
@@ -22,12 +21,7 @@ class Pickscore(DeviceReward):
     ) -> None:
         self._clip = Clip(model, device, processor=processor)
 
-    @torch.no_grad()
-    def __call__(self, images: Tensor, prompts: list[str], metadata: list[dict[str, Any]]) -> Tensor:
-        """Images [B, 3, H, W] in 0..1 -> [B]."""
-        return self.with_gradient(images, prompts, metadata)
-
     def with_gradient(self, images: Tensor, prompts: list[str], metadata: list[dict[str, Any]]) -> Tensor:
-        """See phalanx.rewards.HasGradient."""
+        """Images [B, 3, H, W] in 0..1 -> [B]."""
         cosine = (self._clip.images(images) * self._clip.prompts(prompts)).sum(-1)
         return cosine * self._clip.logit_scale / _SCALE

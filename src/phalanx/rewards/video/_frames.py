@@ -1,7 +1,31 @@
 """The common parts of rewards for whole videos: the likeness of the frames of one."""
 
+from abc import abstractmethod
+from typing import Any
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from phalanx.rewards.base import DeviceReward
+
+
+class Consistency(DeviceReward):
+    """Base class of rewards by how alike the `features` of the frames of a video are."""
+
+    @torch.no_grad()
+    def __call__(self, videos: Tensor, prompts: list[str], metadata: list[dict[str, Any]]) -> Tensor:
+        """Videos [B, F, 3, H, W] in 0..1 -> [B]."""
+        return self.with_gradient(videos, prompts, metadata)
+
+    def with_gradient(self, videos: Tensor, prompts: list[str], metadata: list[dict[str, Any]]) -> Tensor:
+        """See phalanx.rewards.HasGradient."""
+        check_frames(videos)
+        return torch.stack([consistency(self.features(video)) for video in videos])
+
+    @abstractmethod
+    def features(self, frames: Tensor) -> Tensor:
+        """Frames [F, 3, H, W] in 0..1 -> [F, D]."""
 
 
 def check_frames(videos: Tensor) -> None:

@@ -11,12 +11,11 @@ from torch import Tensor
 from transformers import AutoConfig, AutoImageProcessor, ViTModel
 
 from phalanx.engines.loading import check_weights
-from phalanx.rewards.base import DeviceReward
 from phalanx.rewards.image._clip import folder_or_hub, load_part
-from phalanx.rewards.video._frames import check_frames, consistency
+from phalanx.rewards.video._frames import Consistency
 
 
-class SubjectConsistency(DeviceReward):
+class SubjectConsistency(Consistency):
     """`model`: folder or hub id of DINO, a ViTModel with its processor."""
 
     def __init__(self, model: str = "facebook/dino-vitb16", device: str = "cpu") -> None:
@@ -35,18 +34,9 @@ class SubjectConsistency(DeviceReward):
         self._edge: int = config.image_size
         self._mean, self._std, self._device = mean, std, torch.device(device)
 
-    @torch.no_grad()
-    def __call__(self, videos: Tensor, prompts: list[str], metadata: list[dict[str, Any]]) -> Tensor:
-        """Videos [B, F, 3, H, W] in 0..1 -> [B]."""
-        return self.with_gradient(videos, prompts, metadata)
-
-    def with_gradient(self, videos: Tensor, prompts: list[str], metadata: list[dict[str, Any]]) -> Tensor:
-        """See phalanx.rewards.HasGradient."""
-        check_frames(videos)
-        return torch.stack([consistency(self._features(video.to(self._device))) for video in videos])
-
-    def _features(self, frames: Tensor) -> Tensor:
-        """Frames [F, 3, H, W] -> the first token of each [F, D]."""
+    def features(self, frames: Tensor) -> Tensor:
+        """Frames [F, 3, H, W] in 0..1 -> the first token of each [F, D]."""
+        frames = frames.to(self._device)
         height, width = frames.shape[2:]
         long = int(self._edge * max(height, width) / min(height, width))
         size = (self._edge, long) if height <= width else (long, self._edge)

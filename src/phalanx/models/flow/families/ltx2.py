@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 from phalanx.config.flow import FlowModelConfig
 from phalanx.distributed.context_parallel import KEY
 from phalanx.models.flow.attention import sharing_ranks
-from phalanx.models.flow.family import Embeds, FlowModel, check_size, to_pixels
+from phalanx.models.flow.family import Embeds, FlowModel, check_size, latent_frames, to_pixels
 
 FPS = 24  # of the videos, by which the transformer computes the times of both streams
 UNUSED = ("audio_vae", "vocoder", "processor", "prompt_enhancer", "duration_head")
@@ -141,8 +141,7 @@ class Model(FlowModel):
         return context_plan(self.transformer.config.rope_type)
 
     def split_tokens(self, height: int, width: int, frames: int, max_length: int) -> dict[str, int]:
-        video = self.latent_frames(frames) * self.tokens(height, width)
-        return {f"a video of {frames} x {height} x {width}": video}
+        return {f"a video of {frames} x {height} x {width}": self.video_tokens(height, width, frames)}
 
     def check_length(self, max_length: int) -> None:
         if max_length % self.registers:
@@ -173,7 +172,7 @@ class Model(FlowModel):
     ) -> tuple[Tensor, Tensor]:
         scheduler = self.pipeline.scheduler
         even = np.linspace(1.0, 1 / num_inference_steps, num_inference_steps)
-        tokens = self.latent_frames(frames) * self.tokens(height, width)
+        tokens = self.video_tokens(height, width, frames)
         scheduler.set_timesteps(sigmas=even, mu=self.dynamic_shift(tokens, num_inference_steps))
         return scheduler.sigmas.float().cpu(), scheduler.timesteps.float().cpu()
 
@@ -181,16 +180,16 @@ class Model(FlowModel):
         """Without what `shift_terminal` adds to the schedule."""
         if not self.pipeline.scheduler.config.use_dynamic_shifting:
             return self.shift(num_inference_steps, height, width)
-        tokens = self.latent_frames(frames) * self.tokens(height, width)
+        tokens = self.video_tokens(height, width, frames)
         return math.exp(self.dynamic_shift(tokens, num_inference_steps))
 
     def tokens(self, height: int, width: int) -> int:
         unit = self.pipeline.vae_spatial_compression_ratio
         return (height // unit) * (width // unit)
 
-    def latent_frames(self, frames: int) -> int:
-        """The VAE is causal: the first frame is a latent of its own, and each `step` after it another."""
-        return (frames - 1) // self.pipeline.vae_temporal_compression_ratio + 1
+    def video_tokens(self, height: int, width: int, frames: int) -> int:
+        """Tokens of all frames of a video."""
+        return latent_frames(frames, self.pipeline.vae_temporal_compression_ratio) * self.tokens(height, width)
 
     def sound_tokens(self, latent_frames: int) -> int:
         """Tokens of the sound of a video."""
@@ -210,14 +209,7 @@ class Model(FlowModel):
 
     def sample_shape(self, height: int, width: int, frames: int) -> tuple[int, ...]:
         check_size(height, width, self.pipeline.vae_spatial_compression_ratio)
-        step = self.pipeline.vae_temporal_compression_ratio
-        if frames % step != 1 % step:
-            below = max(frames - 1, 0) // step * step + 1
-            raise ValueError(
-                f"rollout.num_frames: {frames} should be 1 more than a multiple of {step}, e.g. {below} or "
-                f"{below + step}"
-            )
-        latents = self.latent_frames(frames)
+        latents = latent_frames(frames, self.pipeline.vae_temporal_compression_ratio)
         return (latents * self.tokens(height, width) + self.sound_tokens(latents), self.transformer.config.in_channels)
 
     def velocity(self, latents: Tensor, timesteps: Tensor, embeds: Embeds, height: int, width: int) -> Tensor:
