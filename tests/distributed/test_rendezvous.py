@@ -20,8 +20,8 @@ HOST = socket.gethostname()
 
 
 def come(folder: Path, port: int, ranks: list[int], sizes: list[int], limit_s: float, late_s: float) -> str:
-    """What this process is told where it comes as `ranks[i]` of `sizes[i]` ranks; nothing where all is well. Rank 0,
-    which has the store, goes last; the others sleep for at least `late_s` between two looks at it.
+    """What this process is told where it comes as `ranks[i]` of `sizes[i]` ranks; nothing where all is well. Where
+    all is well, rank 0, which has the store, goes last; the others sleep for at least `late_s` between two looks at it.
     """
     i = int(os.environ["RANK"])
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -39,7 +39,7 @@ def come(folder: Path, port: int, ranks: list[int], sizes: list[int], limit_s: f
     except ConfigError as error:
         answer = str(error)
     (folder / f"{i}.ended").touch()
-    while ranks[i] == 0 and len(list(folder.glob("*.ended"))) < len(ranks):
+    while ranks[i] == 0 and not answer and len(list(folder.glob("*.ended"))) < len(ranks):
         time.sleep(0.05)
     return answer
 
