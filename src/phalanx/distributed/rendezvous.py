@@ -74,6 +74,7 @@ def meet(launch: Launch, limit: timedelta) -> dist.Store:
     if _is_launchers() and (launch.max_restarts or launch.nodes):
         return store  # it may hold the ranks of an earlier start
     at = dist.PrefixStore("meet", store)
+    at.add("came", 1)
     try:
         register(at, "rank", launch.rank, launch.world_size)
     except ConfigError as error:
@@ -94,7 +95,6 @@ def meet(launch: Launch, limit: timedelta) -> dist.Store:
                 told *= 2
         time.sleep(min(1.0, 0.01 + waited / 10))
     problem = at.get("end").decode()
-    at.add("read", 1)
     if problem:
         _linger(at, launch)
         raise ConfigError(problem)
@@ -102,9 +102,10 @@ def meet(launch: Launch, limit: timedelta) -> dist.Store:
 
 
 def _linger(at: dist.Store, launch: Launch) -> None:
-    """On rank 0, wait until the ranks that have come know why they end: the store may end with this rank."""
+    """This rank knows why it ends; on rank 0 wait until all that came do, since the store may end with it."""
+    at.add("read", 1)
     deadline = time.monotonic() + LINGER_S
-    while launch.rank == 0 and at.add("read", 0) < at.add("count", 0) and time.monotonic() < deadline:
+    while launch.rank == 0 and at.add("read", 0) < at.add("came", 0) and time.monotonic() < deadline:
         time.sleep(0.05)
 
 
