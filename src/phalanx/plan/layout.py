@@ -298,9 +298,7 @@ class ShardedUpdate:
     def begin(self) -> None:
         """Before a pass: nothing is gathered. Gradients that are summed are there as a whole, or as parts."""
         self.end()
-        if not self.summed:
-            return
-        for w in self.layout.trained:
+        for w in self.layout.trained if self.summed else ():
             self.ledger.keep_gradient(self.layout.gradient(w, summed=not self._each))
 
     def add_gradient(self, w: Weight) -> None:
@@ -323,11 +321,9 @@ class ShardedUpdate:
             self._free()
             self._waiting = {unit: len(weights) for unit, weights in self._weights.items()}
         size = self._sizes[number]
-        self._hold("next message", size)  # while the message of the unit before is there
-        self._hold("message", 0)
-        self._hold(str(number), size)
-        self._hold("next message", 0)
+        self._hold("message", self._gathered.get("message", 0) + size)  # that of the unit before is there yet
         self._hold("message", size)
+        self._hold(str(number), size)
 
     def _leave(self, number: int, module: nn.Module, args: Any, output: Any) -> None:
         if self.ledger.phase.name != "update" or (self._backward and number != ROOT):
@@ -382,7 +378,7 @@ class ShardedUpdate:
     def end(self) -> None:
         """After an update: no gradients, and nothing is gathered."""
         self._free()
-        self.ledger.drop_gradients()
+        self.ledger.keep_gradient(-self.ledger.gradients)
         self._message = 0
         self._computed.clear()
 

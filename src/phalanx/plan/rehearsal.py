@@ -132,7 +132,8 @@ class Rehearsal(ABC):
     device, and `waiting` those of the other one's samples, before this one's updates and in them.
 
     `samples_size` are the bytes of the step's samples on the device, `outputs_size` those of their images on the host.
-    `copies_reference`: the reference is a copy of the weights as they were at first.
+    `copies_reference`: the reference is a copy of the weights as they were at first. `rescores`: log-probs may be taken
+    again here, not by another role.
     """
 
     plan: BatchPlan | None = None
@@ -140,7 +141,7 @@ class Rehearsal(ABC):
     samples_size = outputs_size = 0
     copies_reference = False
     role = part = ""
-    learns = True
+    learns = rescores = True
     beside: Mapping[str, int] = {}
     waiting = 0, 0
     frozen: Mapping[str, PlannedFlowPolicy] = {}  # the policies of teachers by name
@@ -189,9 +190,7 @@ def _unscored(images: Tensor, *, prompts: list[Prompt], step: int) -> Tensor:
 
 
 class RLRehearsal(Rehearsal):
-    """Reinforcement learning; it is also the loop's collector, of the step's `samples`, which it has drawn before.
-    `rescores`: log-probs may be taken again here, not by another role.
-    """
+    """Reinforcement learning; it is also the loop's collector, of the step's `samples`, which it has drawn before."""
 
     cfg: RLConfig
     plan: BatchPlan
@@ -211,7 +210,7 @@ class RLRehearsal(Rehearsal):
     ) -> None:
         state = PlannedState(policy, cfg, cfg.actor.ema, weights_beside(cfg, algorithm, policy) if learns else ())
         super().__init__(cfg, policy, rollout, state)
-        self.learns = self.rescores = learns
+        self.learns = learns
         self.plan, self.algorithm, self.prompts = plan, algorithm, prompts
         state.sharding.middle = plan.budget is not None or plan.passes > 2
         self.frozen = {name: cast(PlannedFlowPolicy, teacher.policy) for name, teacher in (teachers or {}).items()}

@@ -12,10 +12,10 @@ from phalanx.distributed.placement import judged_beside, place
 from phalanx.distributed.roles import ACTOR, INFERENCE, ROLLOUT, Roles, roles_of, span
 from phalanx.plan.batch import batch, messages
 from phalanx.plan.blueprint import shipped
-from phalanx.plan.jobs import task_of
+from phalanx.plan.jobs import roles_on, task_of
 from phalanx.plan.layout import Cluster, Weight
 from phalanx.plan.memory import Memory, count
-from phalanx.plan.pace import Gpu, arithmetic, joint_arithmetic
+from phalanx.plan.pace import Gpu, Seconds, arithmetic, assumed_seconds, schedules
 from phalanx.plan.rehearsal import Planned, RLRehearsal
 from phalanx.plan.tables import GROUPS, Rows, Scale, groups, listed, shortened, table
 from phalanx.plan.warnings import ALLOWED, crossing, fewer_blocks, warnings
@@ -35,25 +35,17 @@ OF_A_RANK = {
 }
 
 
-def describe(p: Planned, gpu: Gpu) -> str:
-    """The plan of a job on one size, whose ranks all do everything."""
-    cluster = p.policy.layout.cluster
-    return describe_parts([p], cluster, roles_of({}, cluster.launch), gpu, arithmetic(p, gpu))
-
-
-def describe_joint(cfg: JointConfig, parts: Sequence[RLRehearsal], cluster: Cluster, gpu: Gpu) -> str:
-    """The plan of a joint run's policies, which are on all ranks, one beside the other."""
-    held = {p.part: sum(count(p, gpu.memory).held.values()) for p in parts}
-    for p in parts:
-        p.beside = {f"the {name}": size for name, size in held.items() if name != p.part}
-    time = joint_arithmetic(cfg, parts, gpu)
-    return describe_parts(parts, cluster, roles_of({}, cluster.launch), gpu, time)
-
-
-def describe_parts(parts: Sequence[Planned], cluster: Cluster, roles: Roles, gpu: Gpu, time: tuple[str, Rows]) -> str:
-    """The same of the parts that a job has by roles, in the order of OF_A_RANK, or of a joint run's policies. `time`: a
-    title and rows.
+def describe(
+    cfg: RunConfig | JointConfig, cluster: Cluster, parts: Sequence[Planned], gpu: Gpu, given: Seconds | None = None
+) -> str:
+    """The plan of a job of these parts (phalanx.plan.jobs.parts_of). `given`: the seconds of each role's phase, None to
+    go by the arithmetic.
     """
+    if isinstance(cfg, JointConfig):  # each policy is beside the other one, on all ranks
+        held = {p.part: sum(count(p, gpu.memory).held.values()) for p in parts}
+        for p in parts:
+            p.beside = {f"the {name}": size for name, size in held.items() if name != p.part}
+    roles = roles_on(parts[0].cfg, cluster) if parts[0].role else roles_of({}, cluster.launch)
     memories = [(p, count(p, gpu.memory)) for p in parts]
     shapes: dict[str, None] = {}
     of_ranks: list[list[str]] = []
@@ -65,10 +57,11 @@ def describe_parts(parts: Sequence[Planned], cluster: Cluster, roles: Roles, gpu
         across = crossing(layout, ranks, cluster.per_node)
         for warning in (*across, *warnings(p, memory, gpu)):
             warned.append(f"warning: {label}{of_part(warning, p.part) if p.part else warning}")
-    topology, within = "Topology", ""
-    if not roles.collocated:
-        topology, within = "Placement", " within a role"
-    title, rows = time
+    topology, within = ("Topology", "") if roles.collocated else ("Placement", " within a role")
+    times = [arithmetic(cfg, parts, gpu)] if roles.collocated else []
+    if isinstance(cfg, RLConfig) and (given is not None or not roles.collocated):
+        times.append(schedules(cfg, cluster, roles, given or assumed_seconds(parts, gpu), gpu))
+    timed = [[title, *listed(rows)] for title, rows in times]
     sections = [
         [f"Plan of {words(cluster)}; no GPU, process group or weights were used", *shapes],
         [topology, *listed([*_ranks(parts, roles, cluster), *_rewards(parts[-1].cfg, roles, cluster)])],
@@ -77,8 +70,9 @@ def describe_parts(parts: Sequence[Planned], cluster: Cluster, roles: Roles, gpu
         ["In the host's memory", *listed(_host(memories, roles, cluster.per_node))],
         _across(parts, roles),
         [f"Messages of a step{within}: what a rank receives, and sends as much of", *_messages(parts)],
-        [title, *listed(rows)],
+        timed[0],
         warned,
+        *timed[1:],
     ]
     return "\n\n".join("\n".join(lines) for lines in sections if lines)
 
@@ -98,11 +92,6 @@ def sizes(cfg: RunConfig, asked: Sequence[Cluster], refused: Mapping[Cluster, st
             share = cfg.data.batch_size(ranks) * each // ranks
             rows.append((words(c), f"{share} {task_of(cfg).samples} a rank, {copies(c, c.width(cfg.parallel))}"))
     return "\n".join(["Sizes", *listed(rows)])
-
-
-def roles_on(cfg: RunConfig, c: Cluster) -> Roles:
-    """The roles of a cluster's ranks; ConfigError where the placement does not fit it."""
-    return roles_of(cfg.placement if isinstance(cfg, RLConfig) else {}, c.launch)
 
 
 def words(c: Cluster) -> str:
@@ -181,23 +170,16 @@ def _rewards(cfg: RunConfig, roles: Roles, cluster: Cluster) -> Rows:
 
 
 def _batches(parts: Sequence[Planned]) -> Iterator[list[str]]:
-    """The arithmetic of a step, of each policy of a joint run."""
-    if not parts[0].part:
-        yield ["Batch", *listed(_batch(parts))]
+    """The arithmetic of a step, of each policy of a joint run, or of the whole step where ranks have roles."""
+    if parts[0].part:
+        yield from ([f"Batch of the {p.part}", *listed(batch(p))] for p in parts)
         return
-    for p in parts:
-        yield [f"Batch of the {p.part}", *listed(batch(p))]
-
-
-def _batch(parts: Sequence[Planned]) -> Rows:
-    """The arithmetic of a step; of all roles, where ranks have roles."""
-    p = parts[-1]  # the actor's
-    rows = batch(p)
-    if not p.role:
-        return rows
-    of_a_rank, r = set().union(*OF_A_RANK.values()), p.cfg.rollout
-    schedule = f"{r.schedule}, in {r.parts} parts" if r.schedule == "pipelined" else r.schedule
-    return [*(row for row in rows if row[0] not in of_a_rank), ("schedule", schedule)]
+    rows, r = batch(parts[-1]), parts[-1].cfg.rollout  # the actor's
+    if parts[-1].role:
+        of_a_rank = set().union(*OF_A_RANK.values())
+        schedule = f"{r.schedule}, in {r.parts} parts" if r.schedule == "pipelined" else r.schedule
+        rows = [*(row for row in rows if row[0] not in of_a_rank), ("schedule", schedule)]
+    yield ["Batch", *listed(rows)]
 
 
 # -- memory -------------------------------------------------------------------------------------------------------
