@@ -31,11 +31,9 @@ from phalanx.rollout.flow.dataset import DatasetRollout
 from phalanx.rollout.flow.in_policy import PolicyRollout
 from phalanx.rollout.lm.converse import WASTE
 from phalanx.training import block_diffusion, flow_matching, flow_rl, lm_rl
-from phalanx.training.block_diffusion import DECODED_TOGETHER, Example
 from phalanx.training.components import about as of_teacher
 from phalanx.training.disaggregated.batches import of_role
 from phalanx.training.flow_components import keep_last_steps
-from phalanx.training.flow_matching import ENCODED_TOGETHER, FlowMatching
 from phalanx.training.joint import about
 from phalanx.training.minibatches import BatchPlan
 from phalanx.training.teacher import LoadedFlowTeacher, check_kind, load_teacher
@@ -67,7 +65,7 @@ def task_of(cfg: RunConfig) -> Task:
 
 
 def parts_of(cfg: RunConfig | JointConfig, cluster: Cluster) -> list[Planned]:
-    """What is planned of a job one by one: the policies of a joint run, the ranks of each role, or all of it."""
+    """The parts of a job that are planned one by one: policies of a joint run, ranks of each role, or all of it."""
     if isinstance(cfg, JointConfig):
         return planned_joint(cfg, cluster)
     roles = roles_on(cfg, cluster)
@@ -131,14 +129,15 @@ def planned_joint(cfg: JointConfig, cluster: Cluster) -> list[Planned]:
 
 def planned_role(cfg: RLConfig, cluster: Cluster, roles: Roles, role: str) -> Planned:
     """The part of the job that the ranks of a role have, which are a separate world."""
-    task, width = task_of(cfg), mesh.role_width(cfg.parallel, roles.launch(role, cluster.launch), role)
+    task, launch = task_of(cfg), roles.launch(role, cluster.launch)
     assert task.plan is not None, "only samples are drawn elsewhere"
     plan = task.plan(cfg, len(roles.ranks[ACTOR]))  # the actor's is that of the whole step, others' that of a part
     if role != ACTOR:
         plan = of_role(plan, cfg, roles, role)
+    width, node = mesh.role_width(cfg.parallel, launch, role), launch.local_world_size
     cfg = replace(cfg, parallel=replace(cfg.parallel, fsdp_size=width))
     rescores = role == (INFERENCE if INFERENCE in roles.ranks else ACTOR)
-    return planned(cfg, cluster.of_role(roles, role), plan=plan, role=role, rescores=rescores)
+    return planned(cfg, Cluster(launch.world_size // node, node), plan=plan, role=role, rescores=rescores)
 
 
 def train_again(job: Planned, recomputed: int) -> None:
@@ -160,8 +159,10 @@ def _lm(cfg: LMRLConfig, cluster: Cluster, plan: BatchPlan, teaches: bool, froze
     algorithm, actor = lm_rl.build_algorithm(cfg), cfg.actor
     plan = replace(plan, rollout_micro=cfg.rollout.micro_batch_size_per_gpu or plan.per_rank)
     rank = _busiest(plan, cfg.rollout.n, cfg.parallel.data_ranks(cluster.ranks))
-    options: dict[str, Any] = {"chunk": actor.log_prob_chunk_size, "estimate": actor.log_prob_estimate}
-    policy = planned_lm_policy(cfg, cluster, Ledger(), rank=rank, frozen=frozen, **options)
+    options: dict[str, Any] = {"chunk": actor.log_prob_chunk_size, "frozen": frozen}
+    if cfg.model.block_size is not None:
+        options["estimate"] = actor.log_prob_estimate
+    policy = planned_lm_policy(cfg, cluster, Ledger(), rank=rank, **options)
     passes = None if frozen else lm_rl.scoring(plan, algorithm, cfg.rollout)
     kind = PlannedLMRollout if cfg.model.block_size is None else PlannedBlockRollout
     rollout = kind(policy, cfg.rollout, policy.world, plan.rollout_micro, passes)
@@ -203,20 +204,20 @@ def _flow_matching(cfg: FlowMatchingTaskConfig, cluster: Cluster, *_: Any, **__:
     flops = policy.model.flops(r.height, r.width, policy.model.most_tokens(length, r.height, r.width))
     with policy.ledger, policy.ledger.uncounted():
         images = _Images(cfg, cfg.parallel.data_ranks(cluster.ranks))
-        task = FlowMatching(cfg, policy, rollout, images, policy.world)  # type: ignore[arg-type]
+        task = flow_matching.FlowMatching(cfg, policy, rollout, images, policy.world)  # type: ignore[arg-type]
         return SupervisedRehearsal(cfg, policy, rollout, task, cfg.flow_matching.ema, flops)
 
 
 def _block_diffusion(cfg: BlockDiffusionTaskConfig, cluster: Cluster, *_: Any, **__: Any) -> SupervisedRehearsal:
     policy = planned_lm_policy(cfg, cluster, Ledger(), chunk=cfg.block_diffusion.log_prob_chunk_size)
     assert isinstance(policy, PlannedBlockPolicy), "of a model in blocks"
-    decoded = cfg.rollout.micro_batch_size_per_gpu or DECODED_TOGETHER
+    decoded = cfg.rollout.micro_batch_size_per_gpu or block_diffusion.DECODED_TOGETHER
     rollout = PlannedBlockRollout(policy, cfg.rollout, policy.world, decoded, None)
     prompt, response, noise = cfg.data.max_prompt_length, cfg.data.max_response_length, cfg.block_diffusion
     most_noised = replace(cfg, block_diffusion=replace(noise, noise_range_low=noise.noise_range_high))
     flops = policy.states_flops(prompt + response, response / policy.size, response * noise.noise_range_high)
     with policy.ledger, policy.ledger.uncounted():
-        examples = [Example([0] * prompt, [0] * response)] * cfg.data.batch_size(cluster.ranks)
+        examples = [block_diffusion.Example([0] * prompt, [0] * response)] * cfg.data.batch_size(cluster.ranks)
         task = PlannedBlockDiffusion(most_noised, policy, examples, policy.world)
         return SupervisedRehearsal(cfg, policy, rollout, task, noise.ema, round(flops))
 
@@ -267,7 +268,7 @@ class _Images:
     ranks: int
 
     def __len__(self) -> int:
-        return self.cfg.data.batch_size(self.ranks) * ENCODED_TOGETHER
+        return self.cfg.data.batch_size(self.ranks) * flow_matching.ENCODED_TOGETHER
 
     def image(self, i: int) -> Tensor:
         return _Picture().pixels(self.cfg.rollout.height, self.cfg.rollout.width)

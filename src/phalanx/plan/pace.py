@@ -81,7 +81,7 @@ def _operations(flops: int, ranks: int) -> str:
 
 
 def _rates(p: Planned, step: float) -> Iterator[tuple[str, str]]:
-    """What is repeated of a job's arithmetic, and the samples and tokens of a second, where a step takes `step`."""
+    """Rows: the repeated part of a job's arithmetic, and samples and tokens per second where a step takes `step` s."""
     ranks, again = p.policy.layout.cluster.ranks, 1 - p.model_flops / p.flops
     if again > 0:
         useful = between(100 * USED[1] * (1 - again))

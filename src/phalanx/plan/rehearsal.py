@@ -51,9 +51,8 @@ class PlannedState(TrainState):
         super().__init__(policy.trained, cfg.optim, 1, ema=ema, averages=averages, offload=offload)
         self.policy = policy
         self.updates_made = self.micro_batches = 0
-        module = policy.trained.module
-        self.sharding = ShardedUpdate(module, policy.units, policy.layout, policy.ledger, cfg.parallel)
-        named = dict(module.named_parameters())
+        self.sharding = ShardedUpdate(policy, cfg.parallel)
+        named = dict(policy.trained.module.named_parameters())
         for w in policy.layout.trained:
             named[w.name].register_post_accumulate_grad_hook(partial(self._keep_gradient, w))
         policy.trained.sharded.set_last_micro_batch = self._begin_micro_batch  # type: ignore[method-assign]

@@ -194,7 +194,9 @@ def _of_a_rank(p: Planned, memory: Memory, ranks: int, gpu: Gpu) -> Iterator[lis
         work = [row for row in batch(p) if row[0] in OF_A_RANK[p.role] and not row[1].startswith(", ")]
     if p.role not in ("", ACTOR):
         trained = "without gradients and optimizer"
-    yield [f"{title} ({_numbers(layout.weights)} B weights, {trained})", *listed(work), *_held(memory)]
+    scale = Scale(memory.peak)
+    rows = [("held throughout", scale.unit), *((f"  {name}", scale(size)) for name, size in memory.held.items())]
+    yield [f"{title} ({_numbers(layout.weights)} B weights, {trained})", *listed(work), *table(rows)]
     fewer = () if p.role else _checkpointing(p, gpu)
     compiled = [COMPILED] if p.cfg.model.compile else []
     yield [*_phases(memory, gpu), *fewer, *compiled, *_judging(p, memory)]
@@ -203,13 +205,6 @@ def _of_a_rank(p: Planned, memory: Memory, ranks: int, gpu: Gpu) -> Iterator[lis
 def _numbers(weights: Iterable[Weight]) -> str:
     """Billions of elements of all of these."""
     return f"{sum(w.count for w in weights) / 1e9:.3g}"
-
-
-def _held(memory: Memory) -> Iterator[str]:
-    scale = Scale(memory.peak)
-    rows = [("held throughout", scale.unit)]
-    rows += [(f"  {name}", scale(size)) for name, size in memory.held.items()]
-    return table(rows)
 
 
 def _phases(memory: Memory, gpu: Gpu) -> Iterator[str]:
@@ -231,9 +226,8 @@ def _checkpointing(p: Planned, gpu: Gpu) -> Iterator[str]:
     if fewer is None:
         return
     blocks, flops = fewer
-    key = f"model.gradient_checkpointing_blocks={blocks} of {len(p.policy.blocks)}"
-    if not blocks:
-        key = "model.gradient_checkpointing=false"
+    some = f"model.gradient_checkpointing_blocks={blocks} of {len(p.policy.blocks)}"
+    key = some if blocks else "model.gradient_checkpointing=false"
     key = of_part(key, p.part) if p.part else key
     before, after = 100 * (1 - p.model_flops / p.flops), 100 * (1 - p.model_flops / flops)
     yield f"  fits too: {key}; backward passes then repeat {after:.0f} instead of {before:.0f} % of a step's arithmetic"
@@ -325,11 +319,11 @@ def _messages(parts: Sequence[Planned]) -> Iterable[str]:
         return ["  none"]
     scale = Scale(max(item.size for _, item in items))
     rows: list[Sequence[str]] = [(scale.unit, "within a node", "across nodes")]
-    within = across = 0
+    together = [0, 0]
     for label, item in items:
         sizes = item.size * (not item.nodes), item.size * item.nodes
         rows.append((f"{label}: {item.what}" if label else item.what, *map(scale, sizes)))
-        within, across = within + sizes[0], across + sizes[1]
+        together[item.nodes] += item.size
     if not parts[0].role:
-        rows.append(("together", scale(within), scale(across)))
+        rows.append(("together", *map(scale, together)))
     return table(rows)
