@@ -7,13 +7,13 @@ from subprocess import CompletedProcess
 
 from phalanx.config import load
 from phalanx.config.flow import FlowMatchingTaskConfig, FlowRLConfig, FlowRunConfig
+from phalanx.plan import text
 from phalanx.plan.blueprint import family_name
 from phalanx.plan.jobs import planned
 from phalanx.plan.layout import Cluster
 from phalanx.plan.memory import Memory, Phase, count
 from phalanx.plan.pace import Gpu
 from phalanx.plan.rehearsal import Planned
-from phalanx.plan.text import describe
 from tests.jobs import tiny_config
 from tests.ranks import ROOT, launch_environment
 
@@ -29,6 +29,11 @@ def plan_of(cfg: FlowRunConfig, cluster: Cluster = ONE) -> Planned:
 
 def memory_of(cfg: FlowRunConfig, gpu: int | None = None) -> Memory:
     return count(plan_of(cfg, Cluster(1, 4)), gpu)
+
+
+def describe(plan: Planned, gpu: Gpu) -> str:
+    """The text of a job whose ranks all do everything."""
+    return text.describe(plan.cfg, plan.policy.layout.cluster, [plan], gpu)
 
 
 def phases_of(memory: Memory) -> dict[str, Phase]:

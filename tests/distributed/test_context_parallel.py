@@ -15,12 +15,12 @@ from phalanx.plan.jobs import planned
 from phalanx.plan.layout import Cluster
 from phalanx.plan.pace import Gpu
 from phalanx.plan.rehearsal import Planned
-from phalanx.plan.text import describe
 from phalanx.training import flow_rl
 from tests.checks import refused
 from tests.distributed import test_editing, test_flow_matching, test_opd, test_preferences
 from tests.distributed.test_resume import stop_after
 from tests.jobs import fit, one_step, rows, tiny_config
+from tests.plans import describe
 from tests.ranks import RankError, run_ranks
 
 KEY = "parallel.ulysses_sequence_parallel_size"

@@ -36,7 +36,6 @@ from phalanx.plan.jobs import planned
 from phalanx.plan.layout import Cluster
 from phalanx.plan.pace import Gpu
 from phalanx.plan.rehearsal import Planned
-from phalanx.plan.text import describe
 from phalanx.training import update
 from tests.checks import refused
 from tests.distributed import test_conversations as talks
@@ -45,6 +44,7 @@ from tests.distributed.test_resume import stop_after
 from tests.jobs import assert_same_weights, rows
 from tests.lm import fit, one_step, tiny_lm_config
 from tests.numerics.test_agreement import Tokenizer
+from tests.plans import describe
 from tests.ranks import run_ranks
 
 KEY = "parallel.ulysses_sequence_parallel_size"

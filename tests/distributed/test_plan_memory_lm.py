@@ -27,7 +27,7 @@ from phalanx.plan.jobs import planned, planned_joint
 from phalanx.plan.layout import Cluster
 from phalanx.plan.memory import count
 from phalanx.plan.pace import Gpu
-from phalanx.plan.text import describe_joint
+from phalanx.plan.text import describe
 from phalanx.training import joint
 from phalanx.training.lm_rl import build, load_policy
 from tests.distributed.test_joint import joint_config
@@ -325,7 +325,7 @@ def test_memory_of_joint_runs(train: str, medium_lm: Path, medium_folder: Path, 
     (tmp_path / "prompts.txt").write_text((prompt + "\n") * 2)
     (took,) = run_ranks(measure_joint, 1, cfg, timeout=240)
     parts = planned_joint(cfg, Cluster(1, 1))
-    text = describe_joint(cfg, parts, Cluster(1, 1), Gpu())
+    text = describe(cfg, Cluster(1, 1), parts, Gpu())
     planned_bytes = {}
     for p in parts:
         memory = count(p)

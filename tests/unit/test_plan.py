@@ -13,11 +13,11 @@ from phalanx.plan import plan_job
 from phalanx.plan.layout import Cluster
 from phalanx.plan.memory import count
 from phalanx.plan.pace import Gpu
-from phalanx.plan.text import describe, sizes
+from phalanx.plan.text import sizes
 from phalanx.plan.warnings import ALLOWED
 from phalanx.training import flow_rl
 from tests.jobs import tiny_config
-from tests.plans import GB, flow_matching_config, memory_of, plan_of, quickstart, run, section, warnings
+from tests.plans import GB, describe, flow_matching_config, memory_of, plan_of, quickstart, run, section, warnings
 from tests.ranks import ROOT
 
 # -- the text -----------------------------------------------------------------------------------------------------

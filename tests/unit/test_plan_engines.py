@@ -19,9 +19,19 @@ from phalanx.plan.layout import Cluster
 from phalanx.plan.ledger import nbytes
 from phalanx.plan.memory import Loading, Memory, count
 from phalanx.plan.pace import Gpu
-from phalanx.plan.text import describe
 from tests.jobs import algorithm_config, tiny_config
-from tests.plans import GB, described, flow_matching_config, judged, memory_of, phases_of, plan_of, section, warnings
+from tests.plans import (
+    GB,
+    describe,
+    described,
+    flow_matching_config,
+    judged,
+    memory_of,
+    phases_of,
+    plan_of,
+    section,
+    warnings,
+)
 from tests.tiny import halved, load_pipeline
 
 PART = (3000 * 2 + 100) // 2  # bytes of a rank's half of reward_folder's weights, in bfloat16

@@ -5,7 +5,7 @@ torch's meta device, which have only shapes.
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -17,15 +17,14 @@ from phalanx.config import ConfigError
 from phalanx.config.flow import FlowRunConfig
 from phalanx.config.joint import JointConfig
 from phalanx.config.lm import LMRunConfig
-from phalanx.config.run import RLConfig, RunConfig
+from phalanx.config.run import RunConfig
 from phalanx.distributed.launch import Launch
 from phalanx.plan.blueprint import family_name, fetch
-from phalanx.plan.jobs import planned, planned_joint, planned_role, task_of
+from phalanx.plan.jobs import parts_of, task_of
 from phalanx.plan.layout import Cluster
 from phalanx.plan.lm import FILES
-from phalanx.plan.pace import Gpu, assumed_seconds, given_seconds, schedules
-from phalanx.plan.tables import listed
-from phalanx.plan.text import OF_A_RANK, describe, describe_joint, describe_parts, roles_on, sizes
+from phalanx.plan.pace import Gpu, given_seconds
+from phalanx.plan.text import describe, sizes
 from phalanx.telemetry.flops import known_gpus, named_peak_flops
 from phalanx.training import joint
 
@@ -43,17 +42,19 @@ def plan_job(cfg: FlowRunConfig | LMRunConfig | JointConfig, words: Mapping[str,
     Of several sizes the largest that works is described. Raises ValueError, with one line, where the job itself would
     be refused, or the model folder cannot be read.
     """
-    asked, gpu = clusters(words, os.environ), gpu_of(words)
+    asked, gpu, given = clusters(words, os.environ), gpu_of(words), numbers(words)
     cfg = deepcopy(cfg)
     cfg.trainer.output_dir = "."  # that of the cluster need not be here
     # of a joint run, what is said of all ranks is said of the painter's job
-    whole = cfg.of_painter() if isinstance(cfg, JointConfig) else cfg
-    check = partial(joint.check, installed=False) if isinstance(cfg, JointConfig) else task_of(cfg).check
+    whole: RunConfig
+    check: Callable[..., object]
     if isinstance(cfg, JointConfig):
+        whole, check = cfg.of_painter(), partial(joint.check, installed=False)
         for name, part in cfg.parts().items():
             with joint.about(name):
                 _find(part)
     else:
+        whole, check = cfg, task_of(cfg).check
         _find(cfg)
     refused: dict[Cluster, str] = {}
     for cluster in asked:
@@ -67,7 +68,8 @@ def plan_job(cfg: FlowRunConfig | LMRunConfig | JointConfig, words: Mapping[str,
         none = f"no number of nodes from {asked[0].nodes} to {asked[-1].nodes} works: " if len(asked) > 1 else ""
         raise ConfigError(none + refused[asked[0]])
     largest = [cluster for cluster in asked if cluster not in refused][-1]
-    text = _described(cfg, largest, gpu, words)
+    known = given_seconds(given, cfg, largest)
+    text = describe(cfg, largest, parts_of(cfg, largest), gpu, known)
     return text if len(asked) == 1 else f"{sizes(whole, asked, refused)}\n\n{text}"
 
 
@@ -80,48 +82,23 @@ def _find(cfg: RunConfig) -> None:
         cfg.model.family = family_name(cfg.model)
 
 
-def _described(
-    cfg: FlowRunConfig | LMRunConfig | JointConfig, cluster: Cluster, gpu: Gpu, words: Mapping[str, str]
-) -> str:
-    if isinstance(cfg, JointConfig):
-        word = next((name for name in PLAN_SECONDS if name in words), None)
-        if word is not None:
-            raise ConfigError(f"{word}: the ranks of a joint run have no roles; leave it out")
-        return describe_joint(cfg, planned_joint(cfg, cluster), cluster, gpu)
-    roles = roles_on(cfg, cluster)
-    given = given_seconds(numbers(words), cfg, roles)
-    if not isinstance(cfg, RLConfig):  # then all ranks train, and given_seconds refuses seconds
-        return describe(planned(cfg, cluster), gpu)
-    if not roles.collocated:
-        parts = []
-        for role in OF_A_RANK:
-            if role in roles.ranks:
-                parts.append(planned_role(cfg, cluster, roles, role))
-        time = schedules(cfg, cluster, roles, given or assumed_seconds(parts, gpu), gpu)
-        return describe_parts(parts, cluster, roles, gpu, time)
-    text = describe(planned(cfg, cluster), gpu)
-    if given is not None:
-        title, rows = schedules(cfg, cluster, roles, given, gpu)
-        text = "\n".join([text, "", title, *listed(rows)])
-    return text
-
-
 def clusters(words: Mapping[str, str], env: Mapping[str, str]) -> list[Cluster]:
     """The sizes to plan: one, or each of a range of nodes such as 2:4. Raises ConfigError for other values."""
     given = {"NNODES": env.get("NNODES", "1"), "NPROC_PER_NODE": env.get("NPROC_PER_NODE", "1"), **words}
     name = "nnodes" if "nnodes" in words else "NNODES"
     first, _, last = given[name].partition(":")
-    last = last or first
-    if not (_positive(first) and _positive(last) and int(first) <= int(last)):
+    nodes = range(_integer(first), _integer(last or first) + 1)
+    if not nodes or nodes[0] == 0:
         raise ConfigError(f"{name}={given[name]}: expected an integer, e.g. 4, or a range, e.g. 2:4")
     name = next(key for key in ("nproc_per_node", "nproc", "NPROC_PER_NODE") if key in given)
-    if not _positive(given[name]):
+    if _integer(given[name]) == 0:
         raise ConfigError(f"{name}={given[name]}: expected an integer, e.g. 8")
-    return [Cluster(nodes, int(given[name])) for nodes in range(int(first), int(last) + 1)]
+    return [Cluster(number, _integer(given[name])) for number in nodes]
 
 
-def _positive(text: str) -> bool:
-    return text.isdecimal() and int(text) > 0
+def _integer(text: str) -> int:
+    """0 for what is none."""
+    return int(text) if text.isdecimal() else 0
 
 
 def gpu_of(words: Mapping[str, str]) -> Gpu:

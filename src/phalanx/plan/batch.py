@@ -1,5 +1,6 @@
 """The batches of a planned step, in words, and its messages: bytes that a rank receives, and sends as many."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from phalanx.config.flow import FlowRunConfig
@@ -9,7 +10,7 @@ from phalanx.distributed.roles import ACTOR, ROLLOUT
 from phalanx.plan.blueprint import PlannedFlowPolicy
 from phalanx.plan.jobs import task_of
 from phalanx.plan.ledger import kinds
-from phalanx.plan.lm import PER_LOOK, PlannedBlockPolicy, PlannedBlockRollout, PlannedLMPolicy
+from phalanx.plan.lm import PER_LOOK, PlannedBlockPolicy, PlannedBlockRollout
 from phalanx.plan.rehearsal import Planned, RLRehearsal, SupervisedRehearsal
 from phalanx.plan.tables import Rows
 
@@ -18,7 +19,6 @@ def batch(p: Planned) -> Rows:
     """The arithmetic of a step."""
     trainer, samples, part = p.cfg.trainer, task_of(p.cfg).samples, "step"
     noun, total = samples.removesuffix("s"), trainer.total_training_steps
-    updates_of, inputs_of = (_lm_updates, _tokens) if p.policy.tokens else (_flow_updates, _texts)
     run = "" if total is None else counted(total, "step")
     if isinstance(p, SupervisedRehearsal):
         shares, source = p.task.shares, samples
@@ -34,29 +34,25 @@ def batch(p: Planned) -> Rows:
         rows = [
             ("a step", f"{plan.samples // n} prompts x {n} {samples} = {plan.samples} {samples}"),
             ("a rank", f"{counted(plan.per_rank, noun)} of {counted(prompts, 'prompt')}{in_parts}"),
-            *updates_of(p),
+            *(_of_tokens(p) if p.policy.tokens else _of_images(p)),
         ]
         if total is not None:
             run += f", {counted(total * plan.updates * plan.epochs, 'optimizer step')}"
+    passes = []
+    for kind in kinds(p.frozen):  # a language model decodes in as many as a response has tokens
+        took = p.ledger.phases.get(kind.name)
+        if kind.passes and took is not None and took.passes and not (kind.draws and p.policy.tokens):
+            passes.append(f"{took.passes} {kind.passes}")
     return [
         *rows,
-        *inputs_of(p),
-        ("forward passes", f"{_forward(p)}, a rank and {part}"),
+        *_inputs(p),
+        ("forward passes", f"{', '.join(passes)}, a rank and {part}"),
         ("run", run or f"as many steps as trainer.total_epochs={trainer.total_epochs} and the {source} make"),
     ]
 
 
-def _forward(p: Planned) -> str:
-    """The passes of a step on a rank; a language model decodes in as many as a response has tokens."""
-    texts = []
-    for kind in kinds(p.frozen):
-        counts = kind.passes and kind.name in p.ledger.phases and not (kind.draws and p.policy.tokens)
-        if counts and p.ledger.phases[kind.name].passes:
-            texts.append(f"{p.ledger.phases[kind.name].passes} {kind.passes}")
-    return ", ".join(texts)
-
-
-def _lm_updates(p: RLRehearsal) -> Rows:
+def _of_tokens(p: RLRehearsal) -> Rows:
+    """How responses are drawn and trained."""
     plan = p.plan
     assert p.samples.tokens is not None, "samples of tokens have lengths"
     longest, what = int(p.samples.tokens[0]), "tokens"
@@ -74,28 +70,8 @@ def _lm_updates(p: RLRehearsal) -> Rows:
     ]
 
 
-def _tokens(p: Planned) -> Rows:
-    """The lengths of a language model's samples, and the states of their blocks."""
-    prompt = p.cfg.data.max_prompt_length
-    rows = [("tokens", f"{prompt} + {p.policy.tokens - prompt}, the most that there can be")]
-    vision = p.policy.vision if isinstance(p.policy, PlannedLMPolicy) else None
-    if vision is not None:
-        tower = "frozen, which reads each once" if vision.frozen else "trained, which reads it in each pass"
-        rows.append(("images", f"1 image per prompt, {vision.look.count} of its tokens; the tower is {tower}"))
-    if isinstance(p.cfg, LMRLConfig) and p.cfg.environment.used:
-        turns, answer = counted(p.cfg.environment.max_turns, "turn"), p.cfg.environment.max_observation_length
-        rows.append(("turns", f"at most {turns}, with their answers, of {answer} tokens or fewer, within these tokens"))
-    if isinstance(p, SupervisedRehearsal):
-        assert isinstance(p.policy, PlannedBlockPolicy), "of a model in blocks"
-        rows.append(("states", f"one of each block of a response, {p.policy.size} tokens"))
-    elif isinstance(p.rollout, PlannedBlockRollout) and p.samples.tokens is not None:
-        size, most = p.rollout.policy.size, p.rollout.most
-        clean = int(p.samples.tokens[0]) - most * size
-        rows.append(("states", f"{most} of {size} tokens behind {clean} of a sample, the most that there can be"))
-    return rows
-
-
-def _flow_updates(p: RLRehearsal) -> Rows:
+def _of_images(p: RLRehearsal) -> Rows:
+    """How images are drawn and trained."""
     assert isinstance(p.policy, PlannedFlowPolicy), "of a flow model"
     plan, images = p.plan, p.plan.first(1)
     # branches that share a forward pass
@@ -110,11 +86,28 @@ def _flow_updates(p: RLRehearsal) -> Rows:
     ]
 
 
-def _texts(p: Planned) -> Rows:
-    assert isinstance(p.policy, PlannedFlowPolicy) and isinstance(p.cfg, FlowRunConfig), "of a flow model"
-    image = p.policy.model.most_tokens
-    length = image(p.cfg.data.max_prompt_length, p.cfg.rollout.height, p.cfg.rollout.width)
-    return [("texts", f"{counted(length, 'token')}, the most that there can be")]
+def _inputs(p: Planned) -> Iterator[tuple[str, str]]:
+    """The lengths of texts, or of a language model's samples with the states of their blocks."""
+    prompt, cfg = p.cfg.data.max_prompt_length, p.cfg
+    if isinstance(p.policy, PlannedFlowPolicy):
+        assert isinstance(cfg, FlowRunConfig), "of a flow model"
+        length = p.policy.model.most_tokens(prompt, cfg.rollout.height, cfg.rollout.width)
+        yield "texts", f"{counted(length, 'token')}, the most that there can be"
+        return
+    yield "tokens", f"{prompt} + {p.policy.tokens - prompt}, the most that there can be"
+    if p.policy.vision is not None:
+        tower = "frozen, which reads each once" if p.policy.vision.frozen else "trained, which reads it in each pass"
+        yield "images", f"1 image per prompt, {p.policy.vision.look.count} of its tokens; the tower is {tower}"
+    if isinstance(cfg, LMRLConfig) and cfg.environment.used:
+        turns, answer = counted(cfg.environment.max_turns, "turn"), cfg.environment.max_observation_length
+        yield "turns", f"at most {turns}, with their answers, of {answer} tokens or fewer, within these tokens"
+    if isinstance(p, SupervisedRehearsal):
+        assert isinstance(p.policy, PlannedBlockPolicy), "of a model in blocks"
+        yield "states", f"one of each block of a response, {p.policy.size} tokens"
+    elif isinstance(p.rollout, PlannedBlockRollout) and p.samples.tokens is not None:
+        size, most = p.rollout.policy.size, p.rollout.most
+        clean = int(p.samples.tokens[0]) - most * size
+        yield "states", f"{most} of {size} tokens behind {clean} of a sample, the most that there can be"
 
 
 # -- messages -----------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from phalanx.models.flow.policy import FlowPolicy, build_policy
 from phalanx.models.flow.registry import family_of, known_family
 from phalanx.models.headers import read_json
 from phalanx.models.recompute import recompute
-from phalanx.plan.layout import Cluster, CountedPolicy
+from phalanx.plan.layout import Cluster, CountedPolicy, Layout
 from phalanx.plan.ledger import META, Ledger
 
 _WITHOUT_TENSORS = ("Tokenizer", "TokenizerFast", "FeatureExtractor")
@@ -94,9 +94,8 @@ class _Blueprint(FlowModel):
 class _Processor:
     """In place of a processor, which some pipelines ask for the tokens of their template as they are made."""
 
-    @property
-    def tokenizer(self) -> "_Processor":
-        return self
+    def __init__(self) -> None:
+        self.tokenizer = self
 
     def apply_chat_template(self, *_: Any, **__: Any) -> list[list[int]]:
         return [[]]
@@ -115,38 +114,23 @@ class PlannedFlowPolicy(CountedPolicy, FlowPolicy):
 
 
 def planned_policy(
-    cfg: FlowRunConfig,
-    cluster: Cluster,
-    ledger: Ledger,
-    *,
-    rank: int = 0,
-    detach_uncond: bool = False,
-    frozen: bool = False,
+    cfg: FlowRunConfig, cluster: Cluster, ledger: Ledger, *, rank: int = 0, **options: bool
 ) -> PlannedFlowPolicy:
-    """The policy as training builds it, on the meta device, of one rank that holds all weights. Raises as build_policy.
-
-    Its layout is that of a rank of the cluster.
+    """The policy as training builds it, on the meta device, of one rank that holds all weights. Options, and errors,
+    are those of build_policy. Its layout is that of a rank of the cluster.
     """
     kind = type("Blueprint", (_Blueprint, family_of(cfg.model)), {"ledger": ledger})
     # neither of these changes what is kept in memory, and none can be done without numbers
     config = replace(cfg.model, attn_backend=None, compile=False, lora_init="gaussian")
     data = replace(cfg.data, embeds_cache_dir=None)
     world = lone_world(cfg.parallel, cluster.ranks, rank, META)
+    given: dict[str, Any] = {"detach_uncond": False, "seed": cfg.trainer.seed, "make": PlannedFlowPolicy, **options}
     with META:
-        policy = build_policy(
-            config,
-            cfg.parallel,
-            data,
-            world,
-            seed=cfg.trainer.seed,
-            detach_uncond=detach_uncond,
-            frozen=frozen,
-            family=kind,
-            make=PlannedFlowPolicy,
-        )
+        policy = build_policy(config, cfg.parallel, data, world, family=kind, **given)
     assert isinstance(policy, PlannedFlowPolicy)
     policy.trained.config = cfg.model  # PiSSA's reference is a copy
-    policy.count(ledger, policy.model.blocks(), cfg.parallel, cluster)
+    policy.ledger, policy.blocks = ledger, policy.model.blocks()
+    policy.units, policy.layout = policy.blocks, Layout.of(policy.trained, policy.blocks, cfg.parallel, cluster)
     policy.files, policy.components = Path(config.path) / "transformer", policy.model.pipeline.components
     policy.encoders, policy.decoders = policy.model.text_encoders, [policy.model.vae]
     policy.image_columns = [] if policy.model.image_column is None else [policy.model.image_column]

@@ -20,7 +20,7 @@ from phalanx.config.run import RLConfig, RunConfig
 from phalanx.data.prompts import PromptRow
 from phalanx.data.streams import PromptStream
 from phalanx.distributed import mesh
-from phalanx.distributed.roles import ACTOR, INFERENCE, ROLLOUT, Roles
+from phalanx.distributed.roles import ACTOR, INFERENCE, ROLLOUT, Roles, roles_of
 from phalanx.models.flow.folder import read_index
 from phalanx.plan.blueprint import PlannedFlowPolicy, fetch, planned_policy
 from phalanx.plan.layout import Cluster
@@ -31,11 +31,9 @@ from phalanx.rollout.flow.dataset import DatasetRollout
 from phalanx.rollout.flow.in_policy import PolicyRollout
 from phalanx.rollout.lm.converse import WASTE
 from phalanx.training import block_diffusion, flow_matching, flow_rl, lm_rl
-from phalanx.training.block_diffusion import DECODED_TOGETHER, Example
 from phalanx.training.components import about as of_teacher
 from phalanx.training.disaggregated.batches import of_role
 from phalanx.training.flow_components import keep_last_steps
-from phalanx.training.flow_matching import ENCODED_TOGETHER, FlowMatching
 from phalanx.training.joint import about
 from phalanx.training.minibatches import BatchPlan
 from phalanx.training.teacher import LoadedFlowTeacher, check_kind, load_teacher
@@ -48,9 +46,9 @@ class Task:
     configuration with the sizes of an update. `untimed`: the work that no time of the plan contains.
 
     `check(cfg, launch)` raises ConfigError for what the ranks of a launch cannot run. `parts(cfg, cluster, plan,
-    teaches)` makes the job, with the algorithm's teachers if it `teaches`, and of reinforcement learning, without
-    training if it is `frozen`. `plan(cfg, ranks)` is the arithmetic of a step of reinforcement learning; None: the task
-    is supervised.
+    teaches, frozen)` makes the job, with the algorithm's teachers if it `teaches`, and of reinforcement learning,
+    without training if it is `frozen`. `plan(cfg, ranks)` is the arithmetic of a step of reinforcement learning; None:
+    the task is supervised.
     """
 
     samples: str
@@ -66,70 +64,80 @@ def task_of(cfg: RunConfig) -> Task:
     return next(_TASKS[kind] for kind in type(cfg).__mro__ if kind in _TASKS)
 
 
-def planned(cfg: RunConfig, cluster: Cluster) -> Planned:
-    """The job on a cluster that it can run on, after a step; seconds.
+def parts_of(cfg: RunConfig | JointConfig, cluster: Cluster) -> list[Planned]:
+    """The parts of a job that are planned one by one: policies of a joint run, ranks of each role, or all of it."""
+    if isinstance(cfg, JointConfig):
+        return planned_joint(cfg, cluster)
+    roles = roles_on(cfg, cluster)
+    if not isinstance(cfg, RLConfig) or roles.collocated:
+        return [planned(cfg, cluster)]
+    return [planned_role(cfg, cluster, roles, role) for role in (ROLLOUT, INFERENCE, ACTOR) if role in roles.ranks]
+
+
+def roles_on(cfg: RunConfig, c: Cluster) -> Roles:
+    """The roles of a cluster's ranks; ConfigError where the placement does not fit it."""
+    return roles_of(cfg.placement if isinstance(cfg, RLConfig) else {}, c.launch)
+
+
+def planned(
+    cfg: RunConfig,
+    cluster: Cluster,
+    *,
+    plan: BatchPlan | None = None,
+    role: str = "",
+    part: str = "",
+    frozen: bool = False,
+    rescores: bool = True,
+) -> Planned:
+    """The job on a cluster that it can run on, after a validation, where one is due, and a step; seconds. For `plan`,
+    None: as the job's, and the other options see Task and Rehearsal.
 
     `cfg.model.path` is a local folder (`fetch`); of a flow model, `cfg.model.family` is set (`family_name`). Raises
     ValueError for a model folder that cannot be read.
     """
-    task, ranks = task_of(cfg), cfg.parallel.data_ranks(cluster.ranks)
-    plan = None if task.plan is None else task.plan(cfg, ranks)
-    with _alone(cfg):
-        job = task.parts(cfg, cluster, plan, teaches=True)
-        _run(job)
+    task = task_of(cfg)
+    if plan is None and task.plan is not None:
+        plan = task.plan(cfg, cfg.parallel.data_ranks(cluster.ranks))
+    with mesh.alone(cfg.parallel.ulysses_sequence_parallel_size), fused_attention():
+        job = task.parts(cfg, cluster, plan, teaches=role in ("", ACTOR) and not part, frozen=frozen)
+        job.role, job.part, job.rescores = role, part, rescores and not frozen
+        due = cfg.trainer.test_freq > 0 or cfg.trainer.val_before_train
+        with job.ledger:
+            if due and cfg.data.val_files and cfg.reward.functions and role in ("", ROLLOUT):
+                few = -(-job.rollout.micro_batch_size // cfg.rollout.val.n)
+                job.run_validation(_prompts(job.policy, few).batch(0))
+            job.run_step()
     return job
 
 
-def planned_joint(cfg: JointConfig, cluster: Cluster) -> list[RLRehearsal]:
+def planned_joint(cfg: JointConfig, cluster: Cluster) -> list[Planned]:
     """The writer and the painter of a joint run, each beside what the other one holds on the device; see `planned`."""
     jobs = []
     for name, part in cfg.parts().items():
-        learns = name in cfg.train
-        if not learns:
+        if name not in cfg.train:
             part.model = frozen(part.model)
         if name == WRITER:  # the judge is the painter's
             part.reward = replace(part.reward, model=RewardModelConfig())
             if cfg.rewrite.validate == ["original"]:
                 part.reward = replace(part.reward, functions=[])
-        ranks, task = part.parallel.data_ranks(cluster.ranks), task_of(part)
-        assert task.plan is not None, "both draw samples"
-        with about(name), _alone(part):
-            job = task.parts(part, cluster, task.plan(part, ranks), teaches=False, frozen=not learns)
-            assert isinstance(job, RLRehearsal), "it has a plan of batches"
-            job.part = name
-            _run(job)
-        jobs.append(job)
+        with about(name):
+            jobs.append(planned(part, cluster, part=name, frozen=name not in cfg.train))
     writer, painter = jobs
     writer.waiting, painter.waiting = (0, painter.samples_size), (writer.samples_size, 0)
     return jobs
 
 
-def planned_role(cfg: RLConfig, cluster: Cluster, roles: Roles, role: str) -> RLRehearsal:
+def planned_role(cfg: RLConfig, cluster: Cluster, roles: Roles, role: str) -> Planned:
     """The part of the job that the ranks of a role have, which are a separate world."""
-    task, width = task_of(cfg), mesh.role_width(cfg.parallel, roles.launch(role, cluster.launch), role)
+    task, launch = task_of(cfg), roles.launch(role, cluster.launch)
     assert task.plan is not None, "only samples are drawn elsewhere"
     plan = task.plan(cfg, len(roles.ranks[ACTOR]))  # the actor's is that of the whole step, others' that of a part
     if role != ACTOR:
         plan = of_role(plan, cfg, roles, role)
-    role_cfg = replace(cfg, parallel=replace(cfg.parallel, fsdp_size=width))
-    with _alone(cfg):
-        job = task.parts(role_cfg, cluster.of_role(roles, role), plan, teaches=role == ACTOR)
-        assert isinstance(job, RLRehearsal), "it has a plan of batches"
-        job.role = role
-        job.rescores = role == (INFERENCE if INFERENCE in roles.ranks else ACTOR)
-        _run(job)
-    return job
-
-
-def _run(job: Planned) -> None:
-    """A validation, where one is due, and a step."""
-    cfg = job.cfg
-    due = cfg.trainer.test_freq > 0 or cfg.trainer.val_before_train
-    with job.ledger:
-        if due and cfg.data.val_files and cfg.reward.functions and job.role in ("", ROLLOUT):
-            few = -(-job.rollout.micro_batch_size // cfg.rollout.val.n)
-            job.run_validation(_prompts(job.policy, few).batch(0))
-        job.run_step()
+    width, node = mesh.role_width(cfg.parallel, launch, role), launch.local_world_size
+    cfg = replace(cfg, parallel=replace(cfg.parallel, fsdp_size=width))
+    rescores = role == (INFERENCE if INFERENCE in roles.ranks else ACTOR)
+    return planned(cfg, Cluster(launch.world_size // node, node), plan=plan, role=role, rescores=rescores)
 
 
 def train_again(job: Planned, recomputed: int) -> None:
@@ -137,28 +145,23 @@ def train_again(job: Planned, recomputed: int) -> None:
     job.state.updates_made = job.state.micro_batches = 0
     job.ledger.forget("update")
     job.policy.recompute(recomputed)
-    with _alone(job.cfg), job.ledger:
+    with mesh.alone(job.cfg.parallel.ulysses_sequence_parallel_size), fused_attention(), job.ledger:
         job.train()
 
 
-@contextmanager
-def _alone(cfg: RunConfig) -> Iterator[None]:
-    """The environment of a planned job: one of its ranks, or those that share its tokens."""
-    with mesh.alone(cfg.parallel.ulysses_sequence_parallel_size), fused_attention():
-        yield
-
-
 def _busiest(plan: BatchPlan, n: int, ranks: int) -> int:
+    """The rank whose samples are of the most prompts."""
     each = plan.per_rank
     return max(range(ranks), key=lambda rank: ((rank + 1) * each - 1) // n - rank * each // n)
 
 
-def _lm(cfg: LMRLConfig, cluster: Cluster, plan: BatchPlan, teaches: bool, frozen: bool = False) -> RLRehearsal:
-    algorithm = lm_rl.build_algorithm(cfg)
+def _lm(cfg: LMRLConfig, cluster: Cluster, plan: BatchPlan, teaches: bool, frozen: bool) -> RLRehearsal:
+    algorithm, actor = lm_rl.build_algorithm(cfg), cfg.actor
     plan = replace(plan, rollout_micro=cfg.rollout.micro_batch_size_per_gpu or plan.per_rank)
-    rank, actor = _busiest(plan, cfg.rollout.n, cfg.parallel.data_ranks(cluster.ranks)), cfg.actor
-    options: dict[str, Any] = {"chunk": actor.log_prob_chunk_size, "estimate": actor.log_prob_estimate}
-    options["frozen"] = frozen
+    rank = _busiest(plan, cfg.rollout.n, cfg.parallel.data_ranks(cluster.ranks))
+    options: dict[str, Any] = {"chunk": actor.log_prob_chunk_size, "frozen": frozen}
+    if cfg.model.block_size is not None:
+        options["estimate"] = actor.log_prob_estimate
     policy = planned_lm_policy(cfg, cluster, Ledger(), rank=rank, **options)
     passes = None if frozen else lm_rl.scoring(plan, algorithm, cfg.rollout)
     kind = PlannedLMRollout if cfg.model.block_size is None else PlannedBlockRollout
@@ -173,14 +176,19 @@ def _lm(cfg: LMRLConfig, cluster: Cluster, plan: BatchPlan, teaches: bool, froze
         return RLRehearsal(cfg, plan, algorithm, policy, rollout, prompts, learns=not frozen)
 
 
-def _rl(cfg: FlowRLConfig, cluster: Cluster, plan: BatchPlan, teaches: bool, frozen: bool = False) -> RLRehearsal:
-    """`teaches`: with the algorithm's teachers. Nothing is trained on what a frozen policy draws."""
-    algorithm, n = algorithms.build(cfg.algorithm), cfg.rollout.n
-    rank = _busiest(plan, n, cfg.parallel.data_ranks(cluster.ranks))
+def _rl(cfg: FlowRLConfig, cluster: Cluster, plan: BatchPlan, teaches: bool, frozen: bool) -> RLRehearsal:
+    """The window is where it ends last; nothing is trained on what a frozen policy draws."""
+    algorithm, c, facts = algorithms.build(cfg.algorithm), cfg.rollout, cfg.rollout.facts
+    rank, window = _busiest(plan, c.n, cfg.parallel.data_ranks(cluster.ranks)), not plan.forward and not frozen
     detach = cfg.actor.detach_uncond
     policy = planned_policy(cfg, cluster, Ledger(), rank=rank, detach_uncond=detach, frozen=frozen)
-    rollout = _rollout(cfg, policy, plan, window=not plan.forward and not frozen)
-    prompts = _prompts(policy, plan.samples // n, cfg.rollout.facts.columns)
+    if window:
+        end = c.num_inference_steps - 1 if c.sde_window_range is None else c.sde_window_range[1]
+        c = replace(c, sde_window_range=[end - flow_rl.stochastic_steps(cfg), end])
+    kind = DatasetRollout if facts.columns else PolicyRollout if facts.weights == "policy" else _Engine
+    rollout: PolicyRollout = kind(policy, c, policy.world, plan.rollout_micro, window=window)
+    rollout.facts = facts
+    prompts = _prompts(policy, plan.samples // c.n, facts.columns)
     keep_last_steps(policy, rollout, algorithm.last_steps, cfg.model)
     teachers = {}
     for teacher in algorithm.teachers if teaches else ():
@@ -189,44 +197,29 @@ def _rl(cfg: FlowRLConfig, cluster: Cluster, plan: BatchPlan, teaches: bool, fro
         return RLRehearsal(cfg, plan, algorithm, policy, rollout, prompts, teachers, learns=not frozen)
 
 
-def _flow_matching(cfg: FlowMatchingTaskConfig, cluster: Cluster, plan: None, teaches: bool) -> SupervisedRehearsal:
+def _flow_matching(cfg: FlowMatchingTaskConfig, cluster: Cluster, *_: Any, **__: Any) -> SupervisedRehearsal:
     policy = planned_policy(cfg, cluster, Ledger())
     r, length = cfg.rollout, cfg.data.max_prompt_length
     rollout = PolicyRollout(policy, r, policy.world, r.micro_batch_size_per_gpu or 16)
     flops = policy.model.flops(r.height, r.width, policy.model.most_tokens(length, r.height, r.width))
     with policy.ledger, policy.ledger.uncounted():
         images = _Images(cfg, cfg.parallel.data_ranks(cluster.ranks))
-        task = FlowMatching(cfg, policy, rollout, images, policy.world)  # type: ignore[arg-type]
+        task = flow_matching.FlowMatching(cfg, policy, rollout, images, policy.world)  # type: ignore[arg-type]
         return SupervisedRehearsal(cfg, policy, rollout, task, cfg.flow_matching.ema, flops)
 
 
-def _block_diffusion(cfg: BlockDiffusionTaskConfig, cluster: Cluster, plan: None, teaches: bool) -> SupervisedRehearsal:
+def _block_diffusion(cfg: BlockDiffusionTaskConfig, cluster: Cluster, *_: Any, **__: Any) -> SupervisedRehearsal:
     policy = planned_lm_policy(cfg, cluster, Ledger(), chunk=cfg.block_diffusion.log_prob_chunk_size)
     assert isinstance(policy, PlannedBlockPolicy), "of a model in blocks"
-    decoded = cfg.rollout.micro_batch_size_per_gpu or DECODED_TOGETHER
+    decoded = cfg.rollout.micro_batch_size_per_gpu or block_diffusion.DECODED_TOGETHER
     rollout = PlannedBlockRollout(policy, cfg.rollout, policy.world, decoded, None)
-    response, most_noised = cfg.data.max_response_length, cfg.block_diffusion.noise_range_high
-    longest = Example([0] * cfg.data.max_prompt_length, [0] * response)
-    noise = replace(cfg.block_diffusion, noise_range_low=most_noised)
-    length = cfg.data.max_prompt_length + response
-    flops = round(policy.states_flops(length, response / policy.size, response * most_noised))
+    prompt, response, noise = cfg.data.max_prompt_length, cfg.data.max_response_length, cfg.block_diffusion
+    most_noised = replace(cfg, block_diffusion=replace(noise, noise_range_low=noise.noise_range_high))
+    flops = policy.states_flops(prompt + response, response / policy.size, response * noise.noise_range_high)
     with policy.ledger, policy.ledger.uncounted():
-        examples = [longest] * cfg.data.batch_size(cluster.ranks)
-        task = PlannedBlockDiffusion(replace(cfg, block_diffusion=noise), policy, examples, policy.world)
-        return SupervisedRehearsal(cfg, policy, rollout, task, cfg.block_diffusion.ema, flops)
-
-
-def _rollout(cfg: FlowRLConfig, policy: PlannedFlowPolicy, plan: BatchPlan, *, window: bool) -> PolicyRollout:
-    """The rollout, with a window where it ends last, or without one."""
-    c = cfg.rollout
-    if window:
-        end = c.num_inference_steps - 1 if c.sde_window_range is None else c.sde_window_range[1]
-        c = replace(c, sde_window_range=[end - flow_rl.stochastic_steps(cfg), end])
-    facts = c.facts
-    kind = DatasetRollout if facts.columns else PolicyRollout if facts.weights == "policy" else _Engine
-    rollout: PolicyRollout = kind(policy, c, policy.world, plan.rollout_micro, window=window)
-    rollout.facts = facts
-    return rollout
+        examples = [block_diffusion.Example([0] * prompt, [0] * response)] * cfg.data.batch_size(cluster.ranks)
+        task = PlannedBlockDiffusion(most_noised, policy, examples, policy.world)
+        return SupervisedRehearsal(cfg, policy, rollout, task, noise.ema, round(flops))
 
 
 class _Engine(PolicyRollout):
@@ -275,7 +268,7 @@ class _Images:
     ranks: int
 
     def __len__(self) -> int:
-        return self.cfg.data.batch_size(self.ranks) * ENCODED_TOGETHER
+        return self.cfg.data.batch_size(self.ranks) * flow_matching.ENCODED_TOGETHER
 
     def image(self, i: int) -> Tensor:
         return _Picture().pixels(self.cfg.rollout.height, self.cfg.rollout.width)

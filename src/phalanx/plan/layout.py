@@ -5,6 +5,7 @@ passes of an update: gathered units, and gradients on their way to their parts.
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -19,7 +20,6 @@ from torch.utils._pytree import tree_leaves
 from phalanx.config.run import ParallelConfig
 from phalanx.distributed import mesh
 from phalanx.distributed.launch import Launch
-from phalanx.distributed.roles import Roles
 from phalanx.models.linear import NF4_BLOCK, NF4_BYTES
 from phalanx.models.trained import TrainedModel
 from phalanx.plan.ledger import Ledger
@@ -43,11 +43,6 @@ class Cluster:
     def launch(self) -> Launch:
         """The launch of its first rank."""
         return Launch(0, self.ranks, 0, self.per_node)
-
-    def of_role(self, roles: Roles, role: str) -> "Cluster":
-        """The ranks of a role as the world that they see."""
-        launch = roles.launch(role, self.launch)
-        return Cluster(launch.world_size // launch.local_world_size, launch.local_world_size)
 
     def width(self, parallel: ParallelConfig) -> int:
         """Ranks that share a copy of the weights; ConfigError where it does not divide the world."""
@@ -134,10 +129,15 @@ class Layout:
 
     @classmethod
     def of(
-        cls, model: TrainedModel, blocks: Iterable[nn.Module], parallel: ParallelConfig, cluster: Cluster
+        cls,
+        model: TrainedModel,
+        blocks: Iterable[nn.Module],
+        parallel: ParallelConfig,
+        cluster: Cluster,
+        whole: Iterable[Tensor] = (),
     ) -> "Layout":
-        """The layout on a cluster of a model that one rank holds as a whole."""
-        width = cluster.width(parallel)
+        """The layout on a cluster of a model that one rank holds as a whole; these parameters are `whole` on each."""
+        width, unshared = cluster.width(parallel), set(map(id, whole))
         named, parameters, weights = dict(model.module.named_parameters()), model.parameters, []
         units: dict[int, int] = {}
         for number, block in enumerate(blocks):
@@ -146,7 +146,7 @@ class Layout:
         for name, p in named.items():
             trained = name in parameters
             kept = parameters[name].dtype if trained else p.dtype
-            shared_by = 1 if replicate and trained else width
+            shared_by = 1 if (replicate and trained) or id(p) in unshared else width
             away = shared_by > 1 and parallel.param_offload
             apart = shared_by > 1 and parallel.expert_parallel and p.dim() == 3
             weights.append(Weight(name, tuple(p.shape), kept, trained, shared_by, units.get(id(p), -1), away, apart))
@@ -220,9 +220,10 @@ class Layout:
 class CountedPolicy:
     """A base in front of FlowPolicy or LMPolicy, whose ledger hears of gathered weights and of copies of weights.
 
-    `layout`: the weights on a rank of the cluster; `units`: what FSDP gathers one by one. `files`: the folder of the
-    trained model's weights. `tokens`: length of a language model's longest sample, 0 for images. `encoders`,
-    `decoders` and `components` of the pipeline, and `image_columns` of prompts, belong to flow models.
+    `layout`: the weights on a rank of the cluster; `units`: what FSDP gathers one by one, the blocks behind those of a
+    vision tower. `files`: the folder of the trained model's weights. `tokens`: length of a language model's longest
+    sample, 0 for images. `encoders`, `decoders` and `components` of the pipeline, and `image_columns` of prompts,
+    belong to flow models.
     """
 
     trained: TrainedModel
@@ -238,18 +239,6 @@ class CountedPolicy:
     components: Mapping[str, Any] = {}
     image_columns: Sequence[str] = ()
 
-    def count(
-        self,
-        ledger: Ledger,
-        blocks: list[nn.Module],
-        parallel: ParallelConfig,
-        cluster: Cluster,
-        beside: Sequence[nn.Module] = (),
-    ) -> None:
-        """Once it is made: its ledger, and its layout on a cluster; blocks `beside`, of a vision tower, run before."""
-        self.ledger, self.blocks, self.units = ledger, blocks, [*beside, *blocks]
-        self.layout = Layout.of(self.trained, self.units, parallel, cluster)
-
     def unsharded(self) -> AbstractContextManager[None]:
         """Count a round of forward passes that may share gathered weights."""
         self.ledger.phase.rounds += 1
@@ -264,7 +253,7 @@ class CountedPolicy:
 
 
 class ShardedUpdate:
-    """The units of a model whose weights are sharded by `layout`, in the phase "update".
+    """The units of a policy whose weights are sharded by its layout, in the phase "update".
 
     FSDP2 gathers a unit into a flat message, copies that out into the unit's parameters, and frees both at certain
     times. The hooks here tell a ledger of the same bytes at the same times, since peaks of gathered weights, gradients
@@ -275,32 +264,28 @@ class ShardedUpdate:
     With `parallel.sync_each_batch` each pass reduces them, and it is the parts that are added up.
     """
 
-    def __init__(
-        self, module: nn.Module, blocks: list[nn.Module], layout: Layout, ledger: Ledger, parallel: ParallelConfig
-    ) -> None:
-        self.ledger, self.layout, self.reshards = ledger, layout, parallel.reshard_after_forward
+    def __init__(self, policy: CountedPolicy, parallel: ParallelConfig) -> None:
+        self.ledger, self.layout, self.reshards = policy.ledger, policy.layout, parallel.reshard_after_forward
         self.summed, self.middle, self._each = False, True, parallel.sync_each_batch
-        self._sizes = layout.units()
-        self._weights: dict[int, list[Weight]] = {}
-        for w in layout.trained:
+        self._sizes = self.layout.units()
+        self._weights: dict[int, list[Weight]] = defaultdict(list)
+        for w in self.layout.trained:
             if w.travels:
-                self._weights.setdefault(w.unit, []).append(w)
-        self._gathered: dict[str, int] = {}
+                self._weights[w.unit].append(w)
+        self._gathered: dict[str, int] = defaultdict(int)
         self._waiting: dict[int, int] = {}  # parameters of a unit that have no gradient yet in this backward pass
-        self._computed: dict[int, int] = {}  # bytes of a unit's gradients that are not reduced yet
+        self._computed: dict[int, int] = defaultdict(int)  # bytes of a unit's gradients that are not reduced yet
         self._backward = False
         self._unit: int | None = None  # the unit whose backward pass runs
         self._message = 0  # of the last reduction, which the next one frees
-        for number, unit in [*enumerate(blocks), (ROOT, module)]:
+        for number, unit in [*enumerate(policy.units), (ROOT, policy.trained.module)]:
             unit.register_forward_pre_hook(partial(self._enter, number))
             unit.register_forward_hook(partial(self._leave, number))
 
     def begin(self) -> None:
         """Before a pass: nothing is gathered. Gradients that are summed are there as a whole, or as parts."""
         self.end()
-        if not self.summed:
-            return
-        for w in self.layout.trained:
+        for w in self.layout.trained if self.summed else ():
             self.ledger.keep_gradient(self.layout.gradient(w, summed=not self._each))
 
     def add_gradient(self, w: Weight) -> None:
@@ -311,7 +296,7 @@ class ShardedUpdate:
             return
         size = w.numel * self.layout.dtype.itemsize
         self.ledger.keep_gradient(size)
-        self._computed[w.unit] = self._computed.get(w.unit, 0) + size
+        self._computed[w.unit] += size
         self._waiting[w.unit] -= 1
         if self._waiting[w.unit] == 0:
             self._reduce(w.unit)
@@ -323,11 +308,9 @@ class ShardedUpdate:
             self._free()
             self._waiting = {unit: len(weights) for unit, weights in self._weights.items()}
         size = self._sizes[number]
-        self._hold("next message", size)  # while the message of the unit before is there
-        self._hold("message", 0)
-        self._hold(str(number), size)
-        self._hold("next message", 0)
+        self._hold("message", self._gathered["message"] + size)  # that of the unit before is there yet
         self._hold("message", size)
+        self._hold(str(number), size)
 
     def _leave(self, number: int, module: nn.Module, args: Any, output: Any) -> None:
         if self.ledger.phase.name != "update" or (self._backward and number != ROOT):
@@ -375,14 +358,13 @@ class ShardedUpdate:
 
     def _hold(self, name: str, size: int) -> None:
         """Let `size` gathered bytes be there by this name, in place of those before."""
-        before = self._gathered.get(name, 0)
+        self.ledger.gather(size - self._gathered[name])
         self._gathered[name] = size
-        self.ledger.gather(size - before)
 
     def end(self) -> None:
         """After an update: no gradients, and nothing is gathered."""
         self._free()
-        self.ledger.drop_gradients()
+        self.ledger.keep_gradient(-self.ledger.gradients)
         self._message = 0
         self._computed.clear()
 

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 META = torch.device("meta")
 aten = torch.ops.aten
+_KEEP_TRUE = (aten.index.Tensor, aten.ne.Scalar, aten.constant_pad_nd.default)
 _INDEXED = (aten.index.Tensor, aten.index_put.default, aten.index_put_.default)  # take indices of the host
 
 
@@ -110,21 +111,23 @@ class Ledger(TorchDispatchMode):
         if func not in _INDEXED and any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in tree_leaves(args)):
             args = tree_map_only(Tensor, _on_device, args)
         true: int | None = None
-        if func is aten.index.Tensor and args[0].is_meta:
+        if func in _KEEP_TRUE and args[0].is_meta:
             # a mask that is indexed by another one keeps all of its true elements
             true = self._true.get(args[0].untyped_storage()._cdata)
+        if func is aten.index.Tensor and args[0].is_meta:
             args = args[0], self._numbered(args[1])
         elif func is aten.index.Tensor:
             args = args[0], [self._to_host(i, kwargs) if i is not None and i.is_meta else i for i in args[1]]
-        elif func in (aten.ne.Scalar, aten.constant_pad_nd.default) and args[0].is_meta:
-            true = self._true.get(args[0].untyped_storage()._cdata)
         elif func is aten.nonzero.default and args[0].is_meta:
             places = [self._count_true(args[0]), args[0].dim()]
             func, args, kwargs = aten.new_empty.default, (args[0], places), {"dtype": torch.long}
         elif func is aten.bincount.default and args[0].is_meta:
             func, args, kwargs = aten.new_empty.default, (args[0], [args[2]]), {}
         elif func is aten._grouped_mm.default:  # torch knows its shapes only in bfloat16
-            func, args, kwargs = aten.new_empty.default, (args[0], _grouped_shape(*args[:3])), {}
+            # rows [N, K] by their group's matrix [G, K, M], or columns [K, N] by rows [N, M] in each of G groups
+            first, second, ends = args[:3]
+            shape = [*([len(ends)] if second.dim() == 2 else []), first.shape[0], second.shape[-1]]
+            func, args, kwargs = aten.new_empty.default, (first, shape), {}
         elif func is aten.masked_scatter_backward.default:  # torch's own would look for what is true
             func, args = aten.new_empty.default, (args[0], args[2])
         # results that are views of an argument, or the argument itself, are nothing new
@@ -201,10 +204,6 @@ class Ledger(TorchDispatchMode):
         self.gathered += size
         self._add(size)
 
-    def drop_gradients(self) -> None:
-        """After an optimizer step."""
-        self.live, self.gradients = self.live - self.gradients, 0
-
     def _numbered(self, indices: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Indices of which a mask is as many numbers as it has true elements."""
         numbered: list[Tensor | None] = []
@@ -233,9 +232,9 @@ class Ledger(TorchDispatchMode):
         return out
 
     def _to_host(self, tensor: Tensor, kwargs: Any) -> Tensor:
-        key = tensor.untyped_storage()._cdata
-        if key in self._numbers:
-            return self._numbers[key].clone()
+        numbers = self._numbers.get(tensor.untyped_storage()._cdata)
+        if numbers is not None:
+            return numbers.clone()
         if tensor.dtype is torch.bool:
             return torch.ones(tensor.shape, dtype=torch.bool)
         out = torch.empty_like(tensor, dtype=kwargs.get("dtype"))
@@ -275,14 +274,6 @@ def _form(value: Any) -> Hashable:
     if isinstance(value, list | tuple):
         return tuple(map(_form, value))
     return type(value), value
-
-
-def _grouped_shape(first: Tensor, second: Tensor, ends: Tensor) -> list[int]:
-    """The shape of a product of groups: of rows [N, K] by their group's matrix [G, K, M], or of columns [K, N] by
-    rows [N, M] in each of G groups.
-    """
-    groups = [len(ends)] if second.dim() == 2 else []
-    return [*groups, first.shape[0], second.shape[-1]]
 
 
 def _storages(tree: Any) -> list[torch.UntypedStorage]:

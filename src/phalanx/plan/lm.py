@@ -7,7 +7,7 @@ each token, as if each denoising step unmasked one. Only the folder's configurat
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from phalanx.models.lm.packing import Row
 from phalanx.models.lm.policy import LMPolicy
 from phalanx.models.stored import cast_weights
 from phalanx.models.trained import Beside
-from phalanx.plan.layout import Cluster, CountedPolicy
+from phalanx.plan.layout import Cluster, CountedPolicy, Layout
 from phalanx.plan.ledger import META, Ledger
 from phalanx.plan.vision import PlannedVision, shows_images
 from phalanx.rollout.lm.decode import Decoding, draw
@@ -71,27 +71,29 @@ class PlannedLMPolicy(CountedPolicy, LMPolicy):
         return torch.stack(self.trained.module(trace.ids, predicting, temperature, row, trace.looks))
 
 
+@dataclass(frozen=True)
 class PlannedExperts:
     """The experts of a `layer` on one of `ranks` ranks, in place of SpreadExperts: to them come as many tokens as the
     rank sends. Passes beside an update have all experts where these are `unsharded`; the layout counts their memory.
     """
 
-    def __init__(self, layer: nn.Module, policy: PlannedLMPolicy, ranks: int, *, unsharded: bool) -> None:
-        self.layer, self.ledger, self.dtype = layer, policy.ledger, policy.trained.dtype
-        self.ranks, self.unsharded = ranks, unsharded
+    layer: nn.Module
+    policy: PlannedLMPolicy
+    ranks: int
+    unsharded: bool
 
     @property
     def gathered(self) -> bool | None:
         """None where tokens travel, as in SpreadExperts."""
-        return None if self.ledger.phase.name == "update" or not self.unsharded else True
+        return None if self.policy.ledger.phase.name == "update" or not self.unsharded else True
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors that the layer computes with: the experts of this rank, or of all."""
-        parts = dict(self.layer.named_parameters(recurse=False))
+        parts, dtype = dict(self.layer.named_parameters(recurse=False)), self.policy.trained.dtype
         if self.gathered is None:
-            return {name: p.to(self.dtype) for name, p in parts.items()}
-        with self.ledger.uncounted():
-            return {name: p.new_empty(len(p) * self.ranks, *p.shape[1:], dtype=self.dtype) for name, p in parts.items()}
+            return {name: p.to(dtype) for name, p in parts.items()}
+        with self.policy.ledger.uncounted():
+            return {name: p.new_empty(len(p) * self.ranks, *p.shape[1:], dtype=dtype) for name, p in parts.items()}
 
     def exchange(self, rows: Tensor, counts: Tensor) -> Exchange:
         """Let rows [N, D] go, and as many come."""
@@ -110,7 +112,7 @@ def keep_apart(policy: PlannedLMPolicy, parallel: ParallelConfig) -> None:
         setattr(layer, leaf, part)
         if w.trained:
             policy.trained.parameters[w.name] = part
-        layer.spread = PlannedExperts(layer, policy, w.width, unsharded=parallel.rollout_unsharded)
+        layer.spread = PlannedExperts(layer, policy, w.width, parallel.rollout_unsharded)
         module.lm.config._experts_implementation = experts.SPREAD
 
 
@@ -215,7 +217,7 @@ class PlannedBlockPolicy(PlannedLMPolicy, BlockDiffusionPolicy):
 
     def seen(self, trace: BlockTrace) -> States:
         """States in which each token is predicted once, or twice of three; random masks cover all tokens."""
-        views, asked = 3 if self.estimate == "coupled" else 1, 2 if self.estimate == "coupled" else 1
+        views, asked = (3, 2) if self.estimate == "coupled" else (1, 1)
         if self.estimate in ("coupled", "elbo"):
             masked = (trace.steps >= 0)[:, :, None].expand(-1, -1, views, -1)
             states = states_of(trace.ids, Views(masked, masked.float()), mask_id=self.mask_id, count=trace.states)
@@ -295,22 +297,15 @@ class _Tokenizer:
 
 
 def planned_lm_policy(
-    cfg: LMRunConfig,
-    cluster: Cluster,
-    ledger: Ledger,
-    *,
-    rank: int = 0,
-    chunk: int = 1024,
-    estimate: str = "trace",
-    frozen: bool = False,
+    cfg: LMRunConfig, cluster: Cluster, ledger: Ledger, *, rank: int = 0, chunk: int = 1024, **options: Any
 ) -> PlannedLMPolicy:
-    """The policy as training builds it, on the meta device, of one rank that holds all weights. Raises as build_policy.
+    """The policy as training builds it, on the meta device, of one rank that holds all weights. Options, and errors,
+    are those of build_policy, or build_block_policy of a model in blocks. Its layout is that of a rank of the cluster.
 
-    `cfg.model.path` is a local folder, `chunk` is log_prob_chunk_size, and `estimate` log_prob_estimate of a model in
-    blocks. Its layout is that of a rank of the cluster.
+    `cfg.model.path` is a local folder.
     """
-    model, whole = cfg.model, cfg.model.lora_rank == 0 and not frozen
-    kept = torch.float32 if whole else DTYPES[model.dtype]
+    model, frozen = cfg.model, options.get("frozen", False)
+    kept = DTYPES[model.dtype] if model.lora_rank > 0 or frozen else torch.float32
     # kernels that are not here take as much memory as torch's own; and none of these changes what is kept
     attention = "eager" if model.attn_implementation == "eager" else "sdpa"
     config = replace(model, attn_implementation=attention, compile=False, lora_init="gaussian")
@@ -330,21 +325,18 @@ def planned_lm_policy(
         lm.config._experts_implementation = experts.SHAPES
         blocks = module.blocks()
         make: type[PlannedLMPolicy] = PlannedLMPolicy
-        options: dict[str, Any] = {"temperature": cfg.rollout.temperature, "seed": cfg.trainer.seed, "frozen": frozen}
+        options |= {"temperature": cfg.rollout.temperature, "seed": cfg.trainer.seed}
         if model.block_size is not None:
             check_layers(module.lm, model.path)
             module = PlannedBlockLM(module.lm, chunk, 0, recomputes=module.recomputes)
             module.flex = model.attn_implementation == "flex_attention"
-            make, options = PlannedBlockPolicy, options | {"size": model.block_size, "estimate": estimate}
+            make, options = PlannedBlockPolicy, {"estimate": "trace", "size": model.block_size, **options}
         policy = make(module, _Tokenizer(), world, config, cfg.parallel, cfg.data, **options)
     policy.trained.config = model  # PiSSA's reference is a copy
     beside = module.vision.beside() if images else Beside()
-    policy.count(ledger, blocks, cfg.parallel, cluster, beside.blocks)
-    if beside.frozen:  # whole on each rank
-        apart = {id(p) for part in beside.parts for p in part.parameters()}
-        names = {name for name, p in module.named_parameters() if id(p) in apart}
-        weights = [replace(w, width=1, away=False) if w.name in names else w for w in policy.layout.weights]
-        policy.layout = replace(policy.layout, weights=weights)
+    policy.ledger, policy.blocks, policy.units = ledger, blocks, [*beside.blocks, *blocks]
+    whole = [p for part in beside.parts for p in part.parameters()] if beside.frozen else []
+    policy.layout = Layout.of(policy.trained, policy.units, cfg.parallel, cluster, whole)
     if images:
         with ledger, ledger.uncounted():
             module.vision.begin(model.path, cfg.data)

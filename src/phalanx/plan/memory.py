@@ -9,7 +9,8 @@ allocator's gaps, CUDA's context, NCCL's buffers, and models that rewards keep.
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,7 @@ class RewardModel:
     held: int = 0
     woken: int = 0
     while_sampling: int = 0
-    loading: Loading = field(default_factory=Loading)
+    loading: Loading = Loading()
     asleep: int = 0
     folder: str | None = None
 
@@ -127,14 +128,14 @@ def count(p: Planned, gpu_memory: int | None = None) -> Memory:
     """The memory of a job on GPUs of `gpu_memory` bytes (None: not known). Of the ranks, it is one that holds a part of
     the reward model, where there is one.
     """
-    layout, policy = p.policy.layout, p.policy
-    samples, trains = p.role in ("", ROLLOUT), p.trains
+    layout, policy, sleeps = p.policy.layout, p.policy, p.cfg.rollout.engine_memory.sleeps
+    samples, trains, offload = p.role in ("", ROLLOUT), p.trains, p.cfg.parallel.optimizer_offload
     reward = reward_model(p.cfg, gpu_memory, layout.width) if samples else None
     judge = reward or RewardModel()
     engine = engine_share(p.cfg, gpu_memory, layout) if samples else 0
     trained = [w for w in layout.trained if not w.away]
     state = _beside(p, layout.trained if trains else [])
-    on_device = _beside(p, trained if trains and not p.cfg.parallel.optimizer_offload else [])
+    on_device = _beside(p, trained if trains and not offload else [])
     held = {
         "frozen weights": layout.kept_on(host=False) - layout.kept(trained),
         "trained weights": layout.kept(trained) + layout.copies(),
@@ -149,11 +150,9 @@ def count(p: Planned, gpu_memory: int | None = None) -> Memory:
         host[name] = teacher.layout.kept_on(host=True)
         if teacher.model.text_encoders is not policy.encoders:
             encoders.append(nbytes(*teacher.model.text_encoders))
-    held |= {"reward model": judge.held, "sampling engine": 0 if p.cfg.rollout.engine_memory.sleeps else engine}
-    held |= p.beside
+    held |= {"reward model": judge.held, "sampling engine": 0 if sleeps else engine, **p.beside}
     host["text encoders"] = sum(encoders)
-    for name, size in state.items():
-        host[name] = size - on_device[name]
+    host |= {name: size - on_device[name] for name, size in state.items()}
     host["reference"] = layout.kept(layout.trained) if p.copies_reference and trains else 0
     host |= {"images": p.outputs_size, "sleeping reward model": judge.asleep}
     phases = []
@@ -162,17 +161,14 @@ def count(p: Planned, gpu_memory: int | None = None) -> Memory:
         phases.append(Phase("encode prompts", other=max(encoders) + before))
     if p.role:
         phases.append(Phase("weights from the actor", other=_passing_on(p)))
-    phases += _phases(p, layout.kept(trained), reward, engine if p.cfg.rollout.engine_memory.sleeps else 0)
+    phases += _phases(p, layout.kept(trained), reward, engine if sleeps else 0)
     if trains:
-        moved = _beside(p, trained)["optimizer's state"] * p.cfg.parallel.optimizer_offload
+        moved = _beside(p, trained)["optimizer's state"] * offload
         gradients = sum(map(layout.gradient, trained))
         other = p.samples_size + _stepping(p, trained, moved) + after
         phases.append(Phase("optimizer", gradients=gradients, other=other))
-    return Memory(_some(held), phases, _some(host), list(_loading(p)), reward)
-
-
-def _some(sizes: dict[str, int]) -> dict[str, int]:
-    return {name: size for name, size in sizes.items() if size}
+    some = [{name: size for name, size in sizes.items() if size} for sizes in (held, host)]
+    return Memory(some[0], phases, some[1], list(_loading(p)), reward)
 
 
 def _stepping(p: Planned, trained: list[Weight], moved: int) -> int:
@@ -309,32 +305,23 @@ def reward_model(cfg: RunConfig, gpu_memory: int | None, width: int) -> RewardMo
 
     Raises ValueError, with one line, for files that are damaged.
     """
-    model = cfg.reward.model
+    model, vllm, loads = cfg.reward.model, cfg.reward.model.engine == "vllm", Loading()
     if model.path is None or not cfg.reward.functions:
         return None
-    try:
+    folder = whole = weights = None
+    with suppress(ValueError):
         folder = fetch(model.path, model.revision, [_INDEX])  # of a hub id: what is in the cache, and the index
-    except ValueError:
-        folder = None
-    whole = None if folder is None else _size(model, Path(folder))
-    vllm = model.engine == "vllm"
-    loads = Loading()
-    if folder is not None and whole is not None and not vllm:  # vLLM loads to the device, a part at a time
-        loads = loading(Path(folder), whole, DTYPES[model.dtype])
-    weights = None if whole is None else -(-whole // model.tensor_parallel_size)
+    if folder is not None:
+        whole = _size(model, Path(folder))
+    if folder is not None and whole is not None:
+        weights = -(-whole // model.tensor_parallel_size)
+        if not vllm:  # which loads to the device, a part at a time
+            loads = loading(Path(folder), whole, DTYPES[model.dtype])
     share = int(gpu_memory * model.gpu_memory_utilization) if vllm and gpu_memory is not None else None
-    awake = share if share is not None else weights or 0
-    woken = awake if model.sleep else 0
-    return RewardModel(
-        weights=weights,
-        share=share,
-        held=awake - woken,
-        woken=woken,
-        while_sampling=woken if judged_beside(cfg, width) else 0,
-        loading=loads,
-        asleep=weights or 0 if model.sleep else 0,
-        folder=folder,
-    )
+    awake, beside = weights or 0 if share is None else share, judged_beside(cfg, width)
+    if not model.sleep:
+        return RewardModel(weights, share, held=awake, loading=loads, folder=folder)
+    return RewardModel(weights, share, 0, awake, awake * beside, loads, asleep=weights or 0, folder=folder)
 
 
 def engine_copy(cfg: RunConfig, layout: Layout) -> int:

@@ -4,7 +4,7 @@ Also the seconds of a step under each schedule, and the fastest split of the ran
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from phalanx.config.joint import JointConfig
 from phalanx.config.messages import counted
 from phalanx.config.run import SCHEDULES, RLConfig, RunConfig
 from phalanx.distributed.roles import ACTOR, INFERENCE, ROLLOUT, Roles
-from phalanx.plan.jobs import task_of
+from phalanx.plan.jobs import roles_on, task_of
 from phalanx.plan.layout import Cluster
 from phalanx.plan.lm import PlannedLMPolicy
 from phalanx.plan.rehearsal import Planned, RLRehearsal
@@ -41,53 +41,57 @@ class Gpu:
     price: float | None = None
 
 
-def arithmetic(p: Planned, gpu: Gpu) -> tuple[str, Rows]:
-    """Title and rows: operations of a job, their time on such GPUs, and their price."""
-    ranks, dtype, flops = p.policy.layout.cluster.ranks, p.policy.layout.dtype, p.flops
-    unit, size = ("PFLOP", 1e15) if flops >= 1e15 else ("TFLOP", 1e12)
-    each = f"{flops / size:.4g} {unit}, {flops / ranks / size:.4g} a rank"
-    step = seconds(flops / ranks, gpu, dtype)
-    if step / SPREAD < SHORTEST:
-        return "Arithmetic", [("a step", f"{each}: too little to tell a time from")]
-    rows = [("a step", f"{each}: {between(step)} s")]
-    again = 1 - p.model_flops / flops
-    if again > 0:
-        useful = between(100 * USED[1] * (1 - again))
-        rows.append(("repeated", f"{100 * again:.0f} % of it, in backward passes: perf/mfu would be {useful} %"))
-    samples = p.cfg.data.batch_size(p.cfg.parallel.data_ranks(ranks)) if p.plan is None else p.plan.samples
-    rate, task = samples * SPREAD / step, task_of(p.cfg)
-    rows.append((task.samples, f"{between(rate)} a second, {between(rate / ranks)} on a GPU"))
-    if p.policy.tokens:
-        tokens = between(rate * p.policy.tokens / ranks)
-        rows.append(("tokens", f"{tokens} a second on a GPU, were all prompts and responses the longest"))
-    seen = isinstance(p.policy, PlannedLMPolicy) and p.policy.vision is not None
-    untimed = f"the vision tower, {task.untimed}" if seen else task.untimed
-    rows += [*whole_job(p.cfg, step, ranks, gpu), ("left out", untimed)]
-    return f"Arithmetic and time, {assumed(gpu, dtype)}", rows
-
-
-def joint_arithmetic(cfg: JointConfig, parts: Sequence[RLRehearsal], gpu: Gpu) -> tuple[str, Rows]:
-    """Title and rows: operations of a joint run's policies, and the time of both."""
-    ranks, step = parts[0].policy.layout.cluster.ranks, 0.0
+def arithmetic(cfg: RunConfig | JointConfig, parts: Sequence[Planned], gpu: Gpu) -> tuple[str, Rows]:
+    """Title and rows: operations of a step, or of each policy of a joint run in one, their time on such GPUs, and their
+    price.
+    """
+    alternate = isinstance(cfg, JointConfig) and cfg.alternate is not None
+    ranks, step, rows = parts[0].policy.layout.cluster.ranks, 0.0, []
     cards: dict[str, None] = {}
-    rows = []
     for p in parts:
         dtype, flops = p.policy.layout.dtype, p.flops
-        text = f"{flops / 1e12:.4g} TFLOP, {flops / ranks / 1e12:.4g} a rank"
-        if cfg.alternate is not None:  # each is trained in one of two steps
+        text = _operations(flops, ranks)
+        if alternate:  # each is trained in one of two steps
+            assert isinstance(p, RLRehearsal), "both draw samples"
             text += f"; {p.drawn_flops / 1e12:.4g} in a step that does not train it"
             flops = (flops + p.drawn_flops) // 2
         each = seconds(flops / ranks, gpu, dtype)
         if each / SPREAD >= SHORTEST:
-            text += f": {between(each)} s{' in the mean' * (cfg.alternate is not None)}"
+            text += f": {between(each)} s{' in the mean' * alternate}"
         step += each
         cards[assumed(gpu, dtype)] = None
-        rows.append((p.part, text))
+        rows.append((p.part or "a step", text))
+    little, untimed = "too little to tell a time from", task_of(p.cfg).untimed
     if step / SPREAD < SHORTEST:
-        return "Arithmetic", [*rows, ("a step", "too little to tell a time from")]
-    rows += [("a step", f"{between(step)} s"), *whole_job(parts[-1].cfg, step, ranks, gpu)]
-    untimed = f"{task_of(parts[0].cfg).untimed.partition(', ')[0]}, {task_of(parts[-1].cfg).untimed}"
-    return f"Arithmetic and time, {' and '.join(cards)}", [*rows, ("left out", untimed)]
+        return "Arithmetic", [*rows, ("a step", little)] if p.part else [("a step", f"{text}: {little}")]
+    if p.part:
+        rows.append(("a step", f"{between(step)} s"))
+        untimed = f"{task_of(parts[0].cfg).untimed.partition(', ')[0]}, {untimed}"
+    else:
+        rows += _rates(p, step)
+        seen = isinstance(p.policy, PlannedLMPolicy) and p.policy.vision is not None
+        untimed = f"the vision tower, {untimed}" if seen else untimed
+    rows += [*whole_job(p.cfg, step, ranks, gpu), ("left out", untimed)]
+    return f"Arithmetic and time, {' and '.join(cards)}", rows
+
+
+def _operations(flops: int, ranks: int) -> str:
+    unit, size = ("PFLOP", 1e15) if flops >= 1e15 else ("TFLOP", 1e12)
+    return f"{flops / size:.4g} {unit}, {flops / ranks / size:.4g} a rank"
+
+
+def _rates(p: Planned, step: float) -> Iterator[tuple[str, str]]:
+    """Rows: the repeated part of a job's arithmetic, and samples and tokens per second where a step takes `step` s."""
+    ranks, again = p.policy.layout.cluster.ranks, 1 - p.model_flops / p.flops
+    if again > 0:
+        useful = between(100 * USED[1] * (1 - again))
+        yield "repeated", f"{100 * again:.0f} % of it, in backward passes: perf/mfu would be {useful} %"
+    samples = p.cfg.data.batch_size(p.cfg.parallel.data_ranks(ranks)) if p.plan is None else p.plan.samples
+    rate = samples * SPREAD / step
+    yield task_of(p.cfg).samples, f"{between(rate)} a second, {between(rate / ranks)} on a GPU"
+    if p.policy.tokens:
+        tokens = between(rate * p.policy.tokens / ranks)
+        yield "tokens", f"{tokens} a second on a GPU, were all prompts and responses the longest"
 
 
 def seconds(flops: float, gpu: Gpu, dtype: torch.dtype) -> float:
@@ -146,7 +150,7 @@ class Seconds:
     spread: float = SPREAD
 
 
-def given_seconds(words: Mapping[str, float], cfg: RunConfig, roles: Roles) -> Seconds | None:
+def given_seconds(words: Mapping[str, float], cfg: RunConfig | JointConfig, cluster: Cluster) -> Seconds | None:
     """Of the words rollout_s, inference_s and actor_s; None without them. ConfigError where one of them is missing, or
     the job samples nothing.
     """
@@ -154,19 +158,24 @@ def given_seconds(words: Mapping[str, float], cfg: RunConfig, roles: Roles) -> S
     if not phases:
         return None
     first = f"{next(iter(phases))}_s"
+    if isinstance(cfg, JointConfig):
+        raise ConfigError(f"{first}: the ranks of a joint run have no roles; leave it out")
     if not isinstance(cfg, RLConfig):
         raise ConfigError(f"{first}: this task draws no samples; leave it out")
-    for role in (ROLLOUT, ACTOR, *([INFERENCE] if INFERENCE in roles.ranks else [])):
+    for role in (ROLLOUT, ACTOR, *([INFERENCE] if INFERENCE in roles_on(cfg, cluster).ranks else [])):
         if role not in phases:
             raise ConfigError(f"{first} without {role}_s; expected the seconds of each role, if all ranks did its part")
     given = " ".join(f"{role}_s={value:g}" for role, value in phases.items())
     return Seconds(phases, f"by {given} on all ranks", spread=1)
 
 
-def assumed_seconds(parts: Sequence[RLRehearsal], gpu: Gpu) -> Seconds:
+def assumed_seconds(parts: Sequence[Planned], gpu: Gpu) -> Seconds:
     """By the arithmetic of each role."""
     world, dtype = sum(p.policy.layout.cluster.ranks for p in parts), parts[0].policy.layout.dtype
-    phases = {p.role: seconds(p.flops_of_role / world, gpu, dtype) for p in parts}
+    phases = {}
+    for p in parts:
+        assert isinstance(p, RLRehearsal), "only samples are drawn elsewhere"
+        phases[p.role] = seconds(p.flops_of_role / world, gpu, dtype)
     return Seconds(phases, assumed(gpu, dtype))
 
 

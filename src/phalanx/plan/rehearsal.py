@@ -51,9 +51,8 @@ class PlannedState(TrainState):
         super().__init__(policy.trained, cfg.optim, 1, ema=ema, averages=averages, offload=offload)
         self.policy = policy
         self.updates_made = self.micro_batches = 0
-        module = policy.trained.module
-        self.sharding = ShardedUpdate(module, policy.units, policy.layout, policy.ledger, cfg.parallel)
-        named = dict(module.named_parameters())
+        self.sharding = ShardedUpdate(policy, cfg.parallel)
+        named = dict(policy.trained.module.named_parameters())
         for w in policy.layout.trained:
             named[w.name].register_post_accumulate_grad_hook(partial(self._keep_gradient, w))
         policy.trained.sharded.set_last_micro_batch = self._begin_micro_batch  # type: ignore[method-assign]
@@ -132,7 +131,8 @@ class Rehearsal(ABC):
     device, and `waiting` those of the other one's samples, before this one's updates and in them.
 
     `samples_size` are the bytes of the step's samples on the device, `outputs_size` those of their images on the host.
-    `copies_reference`: the reference is a copy of the weights as they were at first.
+    `copies_reference`: the reference is a copy of the weights as they were at first. `rescores`: log-probs may be taken
+    again here, not by another role.
     """
 
     plan: BatchPlan | None = None
@@ -140,7 +140,7 @@ class Rehearsal(ABC):
     samples_size = outputs_size = 0
     copies_reference = False
     role = part = ""
-    learns = True
+    learns = rescores = True
     beside: Mapping[str, int] = {}
     waiting = 0, 0
     frozen: Mapping[str, PlannedFlowPolicy] = {}  # the policies of teachers by name
@@ -189,9 +189,7 @@ def _unscored(images: Tensor, *, prompts: list[Prompt], step: int) -> Tensor:
 
 
 class RLRehearsal(Rehearsal):
-    """Reinforcement learning; it is also the loop's collector, of the step's `samples`, which it has drawn before.
-    `rescores`: log-probs may be taken again here, not by another role.
-    """
+    """Reinforcement learning; it is also the loop's collector, of the step's `samples`, which it has drawn before."""
 
     cfg: RLConfig
     plan: BatchPlan
@@ -211,7 +209,7 @@ class RLRehearsal(Rehearsal):
     ) -> None:
         state = PlannedState(policy, cfg, cfg.actor.ema, weights_beside(cfg, algorithm, policy) if learns else ())
         super().__init__(cfg, policy, rollout, state)
-        self.learns = self.rescores = learns
+        self.learns = learns
         self.plan, self.algorithm, self.prompts = plan, algorithm, prompts
         state.sharding.middle = plan.budget is not None or plan.passes > 2
         self.frozen = {name: cast(PlannedFlowPolicy, teacher.policy) for name, teacher in (teachers or {}).items()}

@@ -12,10 +12,10 @@ from phalanx.distributed.placement import judged_beside, place
 from phalanx.distributed.roles import ACTOR, INFERENCE, ROLLOUT, Roles, roles_of, span
 from phalanx.plan.batch import batch, messages
 from phalanx.plan.blueprint import shipped
-from phalanx.plan.jobs import task_of
+from phalanx.plan.jobs import roles_on, task_of
 from phalanx.plan.layout import Cluster, Weight
 from phalanx.plan.memory import Memory, count
-from phalanx.plan.pace import Gpu, arithmetic, joint_arithmetic
+from phalanx.plan.pace import Gpu, Seconds, arithmetic, assumed_seconds, schedules
 from phalanx.plan.rehearsal import Planned, RLRehearsal
 from phalanx.plan.tables import GROUPS, Rows, Scale, groups, listed, shortened, table
 from phalanx.plan.warnings import ALLOWED, crossing, fewer_blocks, warnings
@@ -35,25 +35,17 @@ OF_A_RANK = {
 }
 
 
-def describe(p: Planned, gpu: Gpu) -> str:
-    """The plan of a job on one size, whose ranks all do everything."""
-    cluster = p.policy.layout.cluster
-    return describe_parts([p], cluster, roles_of({}, cluster.launch), gpu, arithmetic(p, gpu))
-
-
-def describe_joint(cfg: JointConfig, parts: Sequence[RLRehearsal], cluster: Cluster, gpu: Gpu) -> str:
-    """The plan of a joint run's policies, which are on all ranks, one beside the other."""
-    held = {p.part: sum(count(p, gpu.memory).held.values()) for p in parts}
-    for p in parts:
-        p.beside = {f"the {name}": size for name, size in held.items() if name != p.part}
-    time = joint_arithmetic(cfg, parts, gpu)
-    return describe_parts(parts, cluster, roles_of({}, cluster.launch), gpu, time)
-
-
-def describe_parts(parts: Sequence[Planned], cluster: Cluster, roles: Roles, gpu: Gpu, time: tuple[str, Rows]) -> str:
-    """The same of the parts that a job has by roles, in the order of OF_A_RANK, or of a joint run's policies. `time`: a
-    title and rows.
+def describe(
+    cfg: RunConfig | JointConfig, cluster: Cluster, parts: Sequence[Planned], gpu: Gpu, given: Seconds | None = None
+) -> str:
+    """The plan of a job of these parts (phalanx.plan.jobs.parts_of). `given`: the seconds of each role's phase, None to
+    go by the arithmetic.
     """
+    if isinstance(cfg, JointConfig):  # each policy is beside the other one, on all ranks
+        held = {p.part: sum(count(p, gpu.memory).held.values()) for p in parts}
+        for p in parts:
+            p.beside = {f"the {name}": size for name, size in held.items() if name != p.part}
+    roles = roles_on(parts[0].cfg, cluster) if parts[0].role else roles_of({}, cluster.launch)
     memories = [(p, count(p, gpu.memory)) for p in parts]
     shapes: dict[str, None] = {}
     of_ranks: list[list[str]] = []
@@ -65,10 +57,11 @@ def describe_parts(parts: Sequence[Planned], cluster: Cluster, roles: Roles, gpu
         across = crossing(layout, ranks, cluster.per_node)
         for warning in (*across, *warnings(p, memory, gpu)):
             warned.append(f"warning: {label}{of_part(warning, p.part) if p.part else warning}")
-    topology, within = "Topology", ""
-    if not roles.collocated:
-        topology, within = "Placement", " within a role"
-    title, rows = time
+    topology, within = ("Topology", "") if roles.collocated else ("Placement", " within a role")
+    times = [arithmetic(cfg, parts, gpu)] if roles.collocated else []
+    if isinstance(cfg, RLConfig) and (given is not None or not roles.collocated):
+        times.append(schedules(cfg, cluster, roles, given or assumed_seconds(parts, gpu), gpu))
+    timed = [[title, *listed(rows)] for title, rows in times]
     sections = [
         [f"Plan of {words(cluster)}; no GPU, process group or weights were used", *shapes],
         [topology, *listed([*_ranks(parts, roles, cluster), *_rewards(parts[-1].cfg, roles, cluster)])],
@@ -77,8 +70,9 @@ def describe_parts(parts: Sequence[Planned], cluster: Cluster, roles: Roles, gpu
         ["In the host's memory", *listed(_host(memories, roles, cluster.per_node))],
         _across(parts, roles),
         [f"Messages of a step{within}: what a rank receives, and sends as much of", *_messages(parts)],
-        [title, *listed(rows)],
+        timed[0],
         warned,
+        *timed[1:],
     ]
     return "\n\n".join("\n".join(lines) for lines in sections if lines)
 
@@ -98,11 +92,6 @@ def sizes(cfg: RunConfig, asked: Sequence[Cluster], refused: Mapping[Cluster, st
             share = cfg.data.batch_size(ranks) * each // ranks
             rows.append((words(c), f"{share} {task_of(cfg).samples} a rank, {copies(c, c.width(cfg.parallel))}"))
     return "\n".join(["Sizes", *listed(rows)])
-
-
-def roles_on(cfg: RunConfig, c: Cluster) -> Roles:
-    """The roles of a cluster's ranks; ConfigError where the placement does not fit it."""
-    return roles_of(cfg.placement if isinstance(cfg, RLConfig) else {}, c.launch)
 
 
 def words(c: Cluster) -> str:
@@ -181,23 +170,16 @@ def _rewards(cfg: RunConfig, roles: Roles, cluster: Cluster) -> Rows:
 
 
 def _batches(parts: Sequence[Planned]) -> Iterator[list[str]]:
-    """The arithmetic of a step, of each policy of a joint run."""
-    if not parts[0].part:
-        yield ["Batch", *listed(_batch(parts))]
+    """The arithmetic of a step, of each policy of a joint run, or of the whole step where ranks have roles."""
+    if parts[0].part:
+        yield from ([f"Batch of the {p.part}", *listed(batch(p))] for p in parts)
         return
-    for p in parts:
-        yield [f"Batch of the {p.part}", *listed(batch(p))]
-
-
-def _batch(parts: Sequence[Planned]) -> Rows:
-    """The arithmetic of a step; of all roles, where ranks have roles."""
-    p = parts[-1]  # the actor's
-    rows = batch(p)
-    if not p.role:
-        return rows
-    of_a_rank, r = set().union(*OF_A_RANK.values()), p.cfg.rollout
-    schedule = f"{r.schedule}, in {r.parts} parts" if r.schedule == "pipelined" else r.schedule
-    return [*(row for row in rows if row[0] not in of_a_rank), ("schedule", schedule)]
+    rows, r = batch(parts[-1]), parts[-1].cfg.rollout  # the actor's
+    if parts[-1].role:
+        of_a_rank = set().union(*OF_A_RANK.values())
+        schedule = f"{r.schedule}, in {r.parts} parts" if r.schedule == "pipelined" else r.schedule
+        rows = [*(row for row in rows if row[0] not in of_a_rank), ("schedule", schedule)]
+    yield ["Batch", *listed(rows)]
 
 
 # -- memory -------------------------------------------------------------------------------------------------------
@@ -212,7 +194,9 @@ def _of_a_rank(p: Planned, memory: Memory, ranks: int, gpu: Gpu) -> Iterator[lis
         work = [row for row in batch(p) if row[0] in OF_A_RANK[p.role] and not row[1].startswith(", ")]
     if p.role not in ("", ACTOR):
         trained = "without gradients and optimizer"
-    yield [f"{title} ({_numbers(layout.weights)} B weights, {trained})", *listed(work), *_held(memory)]
+    scale = Scale(memory.peak)
+    rows = [("held throughout", scale.unit), *((f"  {name}", scale(size)) for name, size in memory.held.items())]
+    yield [f"{title} ({_numbers(layout.weights)} B weights, {trained})", *listed(work), *table(rows)]
     fewer = () if p.role else _checkpointing(p, gpu)
     compiled = [COMPILED] if p.cfg.model.compile else []
     yield [*_phases(memory, gpu), *fewer, *compiled, *_judging(p, memory)]
@@ -221,13 +205,6 @@ def _of_a_rank(p: Planned, memory: Memory, ranks: int, gpu: Gpu) -> Iterator[lis
 def _numbers(weights: Iterable[Weight]) -> str:
     """Billions of elements of all of these."""
     return f"{sum(w.count for w in weights) / 1e9:.3g}"
-
-
-def _held(memory: Memory) -> Iterator[str]:
-    scale = Scale(memory.peak)
-    rows = [("held throughout", scale.unit)]
-    rows += [(f"  {name}", scale(size)) for name, size in memory.held.items()]
-    return table(rows)
 
 
 def _phases(memory: Memory, gpu: Gpu) -> Iterator[str]:
@@ -249,9 +226,8 @@ def _checkpointing(p: Planned, gpu: Gpu) -> Iterator[str]:
     if fewer is None:
         return
     blocks, flops = fewer
-    key = f"model.gradient_checkpointing_blocks={blocks} of {len(p.policy.blocks)}"
-    if not blocks:
-        key = "model.gradient_checkpointing=false"
+    some = f"model.gradient_checkpointing_blocks={blocks} of {len(p.policy.blocks)}"
+    key = some if blocks else "model.gradient_checkpointing=false"
     key = of_part(key, p.part) if p.part else key
     before, after = 100 * (1 - p.model_flops / p.flops), 100 * (1 - p.model_flops / flops)
     yield f"  fits too: {key}; backward passes then repeat {after:.0f} instead of {before:.0f} % of a step's arithmetic"
@@ -343,11 +319,11 @@ def _messages(parts: Sequence[Planned]) -> Iterable[str]:
         return ["  none"]
     scale = Scale(max(item.size for _, item in items))
     rows: list[Sequence[str]] = [(scale.unit, "within a node", "across nodes")]
-    within = across = 0
+    together = [0, 0]
     for label, item in items:
         sizes = item.size * (not item.nodes), item.size * item.nodes
         rows.append((f"{label}: {item.what}" if label else item.what, *map(scale, sizes)))
-        within, across = within + sizes[0], across + sizes[1]
+        together[item.nodes] += item.size
     if not parts[0].role:
-        rows.append(("together", scale(within), scale(across)))
+        rows.append(("together", *map(scale, together)))
     return table(rows)

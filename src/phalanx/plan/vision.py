@@ -4,6 +4,7 @@ Each prompt shows one image, of as many tokens as the processor makes of one at 
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from math import isqrt
 from pathlib import Path
 from typing import Any
@@ -44,8 +45,7 @@ class PlannedVision(Vision):
 
     def looks(self, count: int) -> list[Look]:
         """Those of so many prompts."""
-        one = self.look
-        return [Look(one.inputs, one.positions, one.following, one.count, [], ()) for _ in range(count)]
+        return [replace(self.look, seen={}) for _ in range(count)]
 
     def keep(self, looks: Sequence[Look]) -> None:
         """Have a frozen tower read the images of prompts, which stay until the step ends: one pass is as the others."""
