@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from phalanx.config.files import json_object, replace_file
+from phalanx.config.files import replace_file
 from phalanx.config.joint import POLICIES, WRITER
 from phalanx.config.load import ConfigError
 from phalanx.config.messages import reason
@@ -25,11 +25,11 @@ from phalanx.exit import Stopped
 from phalanx.telemetry.advice import Advisor
 from phalanx.telemetry.loggers import ELAPSED, KEY, Logger, RunStart, check_loggers, setting
 from phalanx.telemetry.records import Record, kind_of, save_records
+from phalanx.telemetry.run_folder import METRICS_FILE, read_metrics
 
 if TYPE_CHECKING:
     from phalanx.distributed.mesh import World
 
-METRICS_FILE = "metrics.jsonl"
 MAX_SPANS = 4096  # phases that wait to be written
 _log = logging.getLogger(__name__)
 
@@ -148,21 +148,6 @@ class Timers:
 
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
-
-
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """All rows of a metrics.jsonl. A half-written last line is dropped, other broken lines with a warning."""
-    rows = []
-    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        row = json_object(line)
-        if row is not None and isinstance(row.get("step"), int):
-            rows.append(row)
-        elif number < len(lines):
-            _log.warning("%s:%d: not a JSON object with a step; the line is left out", path, number)
-    return rows
 
 
 class RunLogger:

@@ -25,9 +25,8 @@ from phalanx.telemetry.advice import Advisor, is_training_row
 from phalanx.telemetry.charts import Chart, charts_of, constants_of
 from phalanx.telemetry.comparison import comparison_table
 from phalanx.telemetry.loggers import LOSS
-from phalanx.telemetry.metrics import METRICS_FILE
 from phalanx.telemetry.rank_history import RankHistory
-from phalanx.telemetry.run_folder import PROFILES, RANKS, Point, Run, read_run
+from phalanx.telemetry.run_folder import METRICS_FILE, PROFILES, RANKS, Point, Run, read_run
 from phalanx.telemetry.samples import notes_html, samples_html
 
 REPORT_FILE = "report.html"

@@ -3,6 +3,7 @@ config.yaml.
 """
 
 import json
+import logging
 import os
 import re
 import sys
@@ -14,9 +15,9 @@ import yaml
 
 from phalanx.config.files import json_object, replace_file
 from phalanx.telemetry.loggers import ELAPSED, setting
-from phalanx.telemetry.metrics import METRICS_FILE, read_metrics
 
 Point = tuple[int, float]
+METRICS_FILE = "metrics.jsonl"
 RUNNING_FILE = "running.json"  # of the job that has the folder, see phalanx.training.folder_lock
 BEAT_S = 2.0  # between two of its signs of life
 STOP_FILE = "stop.json"  # a request to stop, with the token of the start that it is for
@@ -24,6 +25,7 @@ RANKS = "ranks"  # see phalanx.telemetry.rank_files
 LATEST = 1e11  # seconds, in the year 5138: of a moment beyond there is no date
 PROFILES = "profiles"  # see phalanx.telemetry.profiles
 VALIDATION = re.compile(r"val/(.+)/reward/mean")
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,21 @@ def read_run(folder: Path, label: str = "") -> Run:
     if not (folder / METRICS_FILE).is_file():
         raise ValueError(f"{folder}: no {METRICS_FILE} in it; give the trainer.output_dir of a run")
     return Run(folder, label, read_metrics(folder / METRICS_FILE), *read_config(folder))
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """All rows of a metrics.jsonl. A half-written last line is dropped, other broken lines with a warning."""
+    rows = []
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        row = json_object(line)
+        if row is not None and isinstance(row.get("step"), int):
+            rows.append(row)
+        elif number < len(lines):
+            log.warning("%s:%d: not a JSON object with a step; the line is left out", path, number)
+    return rows
 
 
 def read_config(folder: Path) -> tuple[str | None, dict[str, Any]]:

@@ -19,11 +19,11 @@ from phalanx.exit import show
 from phalanx.telemetry.evaluation import ARGUMENTS, ENDED
 from phalanx.telemetry.loggers import ELAPSED, setting
 from phalanx.telemetry.loggers.console import plain
-from phalanx.telemetry.metrics import METRICS_FILE
 from phalanx.telemetry.rank_history import RankLines
 from phalanx.telemetry.run_folder import (
     BEAT_S,
     LATEST,
+    METRICS_FILE,
     RANKS,
     RUNNING_FILE,
     STOP_FILE,

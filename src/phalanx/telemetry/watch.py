@@ -21,11 +21,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from phalanx.telemetry.metrics import METRICS_FILE
 from phalanx.telemetry.rank_history import RankHistory
 from phalanx.telemetry.records import IMAGES, SAMPLES
 from phalanx.telemetry.report import page_of, read_runs, sections_of
-from phalanx.telemetry.run_folder import BEAT_S, RANKS, RUNNING_FILE, Run, inside, read_json, tail
+from phalanx.telemetry.run_folder import BEAT_S, METRICS_FILE, RANKS, RUNNING_FILE, Run, inside, read_json, tail
 from phalanx.telemetry.runs import DEAD, LIVING, check_run, ended, overview
 
 SILENCE_S = 4 * BEAT_S  # without a new beat of the job: it is dead

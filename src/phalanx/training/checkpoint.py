@@ -14,6 +14,7 @@ import threading
 import zlib
 from collections.abc import Collection
 from dataclasses import InitVar, asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from phalanx.config.files import parse_json
-from phalanx.distributed.collectives import all_gather_object, broadcast_object
+from phalanx.distributed.collectives import all_gather_object, broadcast_object, from_first
 from phalanx.distributed.fsdp import as_part_of
 from phalanx.distributed.mesh import World
 from phalanx.models.lora import ADAPTER, WEIGHTS
@@ -221,15 +222,7 @@ class Checkpointer:
         passed: list[Path] = []
         while True:
             # Rank 0 looks and tells the others: a network's disk may show them another state.
-            answer: Path | ValueError | None = None
-            if self.world.rank == 0:
-                try:
-                    answer = self._locate(resume, passed)
-                except ValueError as error:
-                    answer = error
-            folder = broadcast_object(answer)
-            if isinstance(folder, ValueError):
-                raise folder
+            folder = from_first(partial(self._locate, resume, passed))
             if folder is None:
                 return None
             # checksums want every byte read, which the ranks share

@@ -65,10 +65,7 @@ class Clip:
         from transformers import AutoImageProcessor, AutoTokenizer, CLIPModel
 
         source = folder_or_hub(model, name)
-        told = {"output_loading_info": True, "ignore_mismatched_sizes": True}
-        clip, info = load_part(CLIPModel, source, name, use_safetensors=True, dtype=torch.float32, **told)
-        check_weights(info, f"{name}={model!r} is not a CLIP model")
-        clip.requires_grad_(False).eval()
+        clip = load_model(CLIPModel, source, name, "a CLIP model", use_safetensors=True)
         self._device = torch.device(device)
         self._vision: nn.Module = clip.vision_model.to(device)
         self._vision_projection: nn.Module = clip.visual_projection.to(device)
@@ -171,3 +168,13 @@ def load_part(cls: Any, source: str, name: str, **options: Any) -> Any:
     """`cls.from_pretrained`, whose errors become one ValueError that names the kwarg `name`."""
     with loading(f"{name}={source!r} does not load as {cls.__name__}"):
         return cls.from_pretrained(source, **options)
+
+
+def load_model(cls: Any, source: str, name: str, what: str, **options: Any) -> Any:
+    """A frozen model in float32. ValueError, that it is not `what`, where the files lack some of its weights, which
+    transformers would draw at random.
+    """
+    told = {"output_loading_info": True, "ignore_mismatched_sizes": True}
+    model, info = load_part(cls, source, name, dtype=torch.float32, **told, **options)
+    check_weights(info, f"{name}={source!r} is not {what}")
+    return model.requires_grad_(False).eval()

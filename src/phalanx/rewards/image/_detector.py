@@ -13,9 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoImageProcessor, Mask2FormerConfig, Mask2FormerModel, Mask2FormerPreTrainedModel
 
-from phalanx.engines.loading import check_weights
 from phalanx.media.pictures import to_uint8
-from phalanx.rewards.image._clip import folder_or_hub, load_part
+from phalanx.rewards.image._clip import folder_or_hub, load_model, load_part
 from phalanx.rewards.image._geneval_rules import CLASSES, Detection
 
 _KIND = "a Mask2Former for COCO's instances"
@@ -50,10 +49,7 @@ class Detector:
                 f"{name}={model!r} is a model of type {config.model_type} with {config.num_labels} classes; expected "
                 f"{_KIND}, which has {len(CLASSES)}"
             )
-        told = {"output_loading_info": True, "ignore_mismatched_sizes": True}
-        segmenter, info = load_part(_Segmenter, source, name, dtype=torch.float32, **told)
-        check_weights(info, f"{name}={model!r} is not {_KIND}")
-        self._segmenter: Any = segmenter.requires_grad_(False).eval().to(device)
+        self._segmenter: Any = load_model(_Segmenter, source, name, _KIND).to(device)
         size = dict(zip(("shortest_edge", "longest_edge"), edges, strict=True))
         self._processor = load_part(AutoImageProcessor, source, name, size=size)
         self._device = torch.device(device)

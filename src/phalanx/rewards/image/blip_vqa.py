@@ -12,12 +12,12 @@ from torch import Tensor
 from transformers import AutoTokenizer, BlipForQuestionAnswering
 from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 
-from phalanx.engines.loading import check_weights
 from phalanx.rewards.base import DifferentiableReward
-from phalanx.rewards.image._clip import Pixels, folder_or_hub, load_part
+from phalanx.rewards.image._clip import Pixels, folder_or_hub, load_model, load_part
 
 _IGNORED = re.compile(r'[.!"()*#:;~]')  # characters that BLIP's questions do not have
 _MAX_TOKENS = 35
+_KIND = "a BLIP that answers questions"
 _ANSWERS = ("yes", "no")
 
 
@@ -27,11 +27,9 @@ class BlipVqa(DifferentiableReward):
     def __init__(
         self, model: str = "Salesforce/blip-vqa-capfilt-large", column: str = "phrases", device: str = "cpu"
     ) -> None:
-        source = folder_or_hub(model, "model", "a BLIP that answers questions")
-        told = {"output_loading_info": True, "ignore_mismatched_sizes": True}
-        blip, info = load_part(BlipForQuestionAnswering, source, "model", dtype=torch.float32, **told)
-        check_weights(info, f"model={model!r} is not a BLIP that answers questions")
-        self._blip: Any = blip.requires_grad_(False).eval().to(device)
+        source = folder_or_hub(model, "model", _KIND)
+        blip = load_model(BlipForQuestionAnswering, source, "model", _KIND)
+        self._blip: Any = blip.to(device)
         self._tokenizer = load_part(AutoTokenizer, source, "model")
         text = blip.config.text_config
         self._answers = self._tokenizer.convert_tokens_to_ids(list(_ANSWERS))

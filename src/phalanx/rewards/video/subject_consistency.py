@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoConfig, AutoImageProcessor, ViTModel
 
-from phalanx.engines.loading import check_weights
-from phalanx.rewards.image._clip import folder_or_hub, load_part
+from phalanx.rewards.image._clip import folder_or_hub, load_model, load_part
 from phalanx.rewards.video._frames import Consistency
 
 
@@ -23,11 +22,7 @@ class SubjectConsistency(Consistency):
         config = load_part(AutoConfig, source, "model")
         if config.model_type != "vit":
             raise ValueError(f"model={model!r} is a model of type {config.model_type}; expected DINO, of type vit")
-        told = {"output_loading_info": True, "ignore_mismatched_sizes": True}
-        options = {"add_pooling_layer": False, "dtype": torch.float32}
-        vit, info = load_part(ViTModel, source, "model", **options, **told)
-        check_weights(info, f"model={model!r} is not DINO")
-        self._vit: Any = vit.requires_grad_(False).eval().to(device)
+        self._vit: Any = load_model(ViTModel, source, "model", "DINO", add_pooling_layer=False).to(device)
         self._vit.embeddings.interpolate_pos_encoding = self._positions
         processor = load_part(AutoImageProcessor, source, "model")
         mean, std = torch.tensor([processor.image_mean, processor.image_std], device=device).view(2, 3, 1, 1)
