@@ -2,14 +2,13 @@
 
 import logging
 import os
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -31,9 +30,6 @@ from phalanx.training import folder_lock
 from phalanx.training.checkpoint import saved_choice
 from phalanx.types import KeepsSamples, Policy, Prompt, Rollout, Samples, Teacher
 
-if TYPE_CHECKING:
-    from phalanx.training.job import Job
-
 log = logging.getLogger(__name__)
 
 
@@ -50,26 +46,6 @@ class TrainedPolicy(Policy, Protocol):
         `actions` of each are trained `updates` times and seen `references` times by other weights;
         `recomputed`: with what backward passes compute again to save memory.
         """
-
-
-@dataclass
-class JobTrainer(ABC):
-    """A job with its loop, on one rank."""
-
-    job: "Job"
-
-    @property
-    def world(self) -> World:
-        """The ranks that train."""
-        return self.job.world
-
-    @abstractmethod
-    def fit(self) -> None:
-        """Train to the last step."""
-
-    def run(self) -> None:
-        """Train, write the report, and print what came of it. Raises JobError, or Stopped once the state is saved."""
-        self.job.run(self.fit)
 
 
 class LoadedTeacher(Protocol):

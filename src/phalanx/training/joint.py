@@ -39,7 +39,7 @@ from phalanx.telemetry.step_metrics import reward_metrics
 from phalanx.training import flow_rl, lm_rl, prompt_lengths
 from phalanx.training.checkpoint import Progress
 from phalanx.training.collect import Collected, Collector, PromptSource, Rescorer, total_steps
-from phalanx.training.components import JobTrainer, TrainedPolicy, build_rewards, choose_cpu_linear, fitting_sets, start
+from phalanx.training.components import TrainedPolicy, build_rewards, choose_cpu_linear, fitting_sets, start
 from phalanx.training.flow_components import check_references
 from phalanx.training.job import Job
 from phalanx.training.loop import train_step
@@ -90,7 +90,7 @@ class Drawn:
         return samples, self.collected.reward, {}
 
 
-class JointTrainer(JobTrainer):
+class JointTrainer:
     """Both policies of a joint run, on one rank."""
 
     def __init__(
@@ -102,10 +102,18 @@ class JointTrainer(JobTrainer):
         updaters: Mapping[str, Updater],
         job: Job,
     ) -> None:
-        super().__init__(job)
-        self.cfg, self.parts, self.rewriter = cfg, parts, rewriter
+        self.cfg, self.parts, self.rewriter, self.job = cfg, parts, rewriter, job
         self.collectors, self.updaters = collectors, updaters
         self.seconds: dict[str, float] = {}  # that each policy took to draw the samples of the step
+
+    @property
+    def world(self) -> World:
+        """The ranks that train."""
+        return self.job.world
+
+    def run(self) -> None:
+        """Train, write the report, and print what came of it. Raises JobError, or Stopped once the state is saved."""
+        self.job.run(self.fit)
 
     def fit(self) -> None:
         """Train to the last step."""

@@ -11,7 +11,7 @@ from phalanx.distributed.roles import ACTOR, INFERENCE
 from phalanx.rewards.client import RewardClient
 from phalanx.telemetry.metrics import Timers
 from phalanx.training.collect import Collector, Rescorer, total_steps
-from phalanx.training.components import JobComponents, JobTrainer, LoadedTeacher, TrainedPolicy
+from phalanx.training.components import JobComponents, LoadedTeacher, TrainedPolicy
 from phalanx.training.critic import CriticTrainer
 from phalanx.training.disaggregated.batches import of_role
 from phalanx.training.disaggregated.schedules import SCHEDULES, RemoteCollector
@@ -27,9 +27,10 @@ log = logging.getLogger(__name__)
 
 
 @dataclass
-class Trainer(JobTrainer):
+class Trainer:
     """The arguments of phalanx.training.loop.train, on one rank."""
 
+    job: Job
     collector: Collects
     updater: Updater
 
@@ -38,10 +39,19 @@ class Trainer(JobTrainer):
         """The model that is trained."""
         return self.updater.policy
 
+    @property
+    def world(self) -> World:
+        """The ranks that train."""
+        return self.job.world
+
     def fit(self) -> None:
         """Train to the last step."""
         with self.job.logger:
             train(self.job, self.collector, self.updater)
+
+    def run(self) -> None:
+        """Train, write the report, and print what came of it. Raises JobError, or Stopped once the state is saved."""
+        self.job.run(self.fit)
 
 
 def build_trainer(

@@ -15,7 +15,7 @@ from phalanx.distributed.mesh import World
 from phalanx.rewards.client import RewardClient
 from phalanx.telemetry.metrics import Timers
 from phalanx.telemetry.step_metrics import peak_memory_gb
-from phalanx.training.components import JobComponents, JobTrainer, TrainedPolicy
+from phalanx.training.components import JobComponents, TrainedPolicy
 from phalanx.training.job import Job
 from phalanx.training.optim import TrainState
 from phalanx.training.validation import Validator
@@ -79,9 +79,10 @@ class Task(Protocol):
 
 
 @dataclass
-class SupervisedTrainer(JobTrainer):
+class SupervisedTrainer:
     """A job that learns from samples that are given."""
 
+    job: Job
     task: Task
     shares: Shares
 
@@ -89,6 +90,11 @@ class SupervisedTrainer(JobTrainer):
     def policy(self) -> TrainedPolicy:
         """The model that is trained."""
         return self.task.policy
+
+    @property
+    def world(self) -> World:
+        """The ranks that train."""
+        return self.job.world
 
     def fit(self) -> None:
         """Train to the last step."""
@@ -108,6 +114,10 @@ class SupervisedTrainer(JobTrainer):
                 }
                 job.timers.note_rate(shares.per_rank / job.world.context_size / seconds, task.noun)
                 job.end_step(step + 1, row)
+
+    def run(self) -> None:
+        """Train, write the report, and print what came of it. Raises JobError, or Stopped once the state is saved."""
+        self.job.run(self.fit)
 
     def update(self, step: int) -> dict[str, float]:
         """One optimizer step on this rank's share of the step's samples."""
