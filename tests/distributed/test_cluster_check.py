@@ -24,7 +24,7 @@ from tests.ranks import free_port, run_ranks
 
 HOST = socket.gethostname()
 ADVICE_OF_MACHINES = "try ls on the paths of the configuration there"
-LIMIT_S = 1.0  # of what must run out; all else has the limit of the configuration
+SHORT_S = 1.0  # of what must run out; all else has the limit of the configuration
 
 
 def sums(impostor: int | None) -> str | None:
@@ -73,14 +73,14 @@ def test_what_is_measured_follows_the_layout(world: int, local: int, kinds: set[
 
 
 class Hasty(ClusterCheck):
-    """A check that has all its time for what succeeds, and only LIMIT_S for the one step that does not."""
+    """A check that has all its time for what succeeds, and only SHORT_S for the one step that does not."""
 
     hangs: tuple[int, str] = -1, ""  # rank and topic
 
     def _ask(self, topic: str, work: Callable[[], Any]) -> dict[int, Any] | None:
         plain = self.cfg.timeout_s
         if self.hangs == (self.launch.rank, topic):
-            self.cfg.timeout_s = LIMIT_S
+            self.cfg.timeout_s = SHORT_S
         try:
             return super()._ask(topic, work)
         finally:
@@ -205,7 +205,7 @@ def test_a_rank_that_hangs_is_named_in_time(tmp_path: Path) -> None:
     overrides = [f"trainer.output_dir={tmp_path}"]
     results = run_ranks(stuck, 2, free_port(), tmp_path / "pipe", overrides, local_world=1, init=False)
     assert results[0][0][-1] == (
-        f"FAIL     machines: not finished within {LIMIT_S:g} s (rank 1 on {HOST} (node 1)); {ADVICE_OF_MACHINES}"
+        f"FAIL     machines: not finished within {SHORT_S:g} s (rank 1 on {HOST} (node 1)); {ADVICE_OF_MACHINES}"
     )
     rest = "shared disk, groups, clocks, all-reduce, bandwidth"
     for _, verdict, seconds in results:
@@ -240,7 +240,7 @@ class Late(ClusterCheck):
     def _ranks(self) -> bool:
         if self.launch.rank == 0:
             self.exchange._wait(["1/1"], 60)
-            self.cfg.timeout_s, check.GRACE_S = LIMIT_S, 0.5
+            self.cfg.timeout_s, check.GRACE_S = SHORT_S, 0.5
         return super()._ranks()
 
     def run(self) -> None:
@@ -259,7 +259,7 @@ def test_ranks_that_never_come_are_named() -> None:
     env = [{"WORLD_SIZE": "3"}] * 2
     results = run_ranks(whole, 2, port, [[]] * 2, env, Late, local_world=1, init=False)
     assert results[0][0] == [
-        f"FAIL     ranks: 2 of 3 came within {LIMIT_S:g} s: rank 0 on {HOST} (node 0) and rank 1 on {HOST} (node 1); look "
+        f"FAIL     ranks: 2 of 3 came within {SHORT_S:g} s: rank 0 on {HOST} (node 0) and rank 1 on {HOST} (node 1); look "
         f"at the logs of rank 2, and whether their machines reach MASTER_ADDR=127.0.0.1, MASTER_PORT={port} through the "
         "firewalls"
     ]

@@ -17,7 +17,7 @@ from phalanx.config.run import ModelConfig, RunConfig
 from phalanx.config.sources import changed
 from phalanx.config.tasks import SampleConfig, read_run
 from tests.configs import ALGORITHM, refusal, train
-from tests.ranks import ROOT, launch_environment
+from tests.ranks import LIMIT_S, ROOT, launch_environment
 
 
 @pytest.fixture
@@ -357,7 +357,7 @@ def test_help_lists_every_key_with_its_default_and_meaning(tmp_path: Path) -> No
     task = ["tasks/train_flowgrpo.py", "configs/flowgrpo/quickstart.yaml", f"algorithm.name={file}", "--help"]
     command = [sys.executable, *task]
     done = subprocess.run(
-        command, cwd=ROOT, env=launch_environment(), capture_output=True, text=True, timeout=60, check=True
+        command, cwd=ROOT, env=launch_environment(), capture_output=True, text=True, timeout=LIMIT_S, check=True
     )
     assert done.stderr == ""
     shown = done.stdout

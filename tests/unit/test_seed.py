@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from phalanx.distributed.seed import fold_in, normal
-from tests.ranks import launch_environment
+from tests.ranks import LIMIT_S, launch_environment
 
 GOLDEN: list[tuple[tuple[int | str, ...], int]] = [
     ((), 6510301506637419378),
@@ -39,7 +39,12 @@ def test_another_process_agrees() -> None:
     """Python's own hash() of a text differs from process to process."""
     code = "from phalanx.distributed.seed import fold_in; print(fold_in(0, 1, 2, 3, 'step', 4))"
     said = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=launch_environment(), timeout=60
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=launch_environment(),
+        timeout=LIMIT_S,
     )
     assert int(said.stdout) == 6456701563446389500
 

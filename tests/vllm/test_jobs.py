@@ -65,7 +65,7 @@ def test_a_rank_killed_while_it_scores_ends_the_job(
     with Job(sd3_folder, tmp_path, *judged(judge_model), *many, env=env) as job:
         pid = job.until(lambda: job.phase(3)[0] if job.phase(3)[1:] == (2, "judge") else 0, timeout=200)
         kill(pid, signal.SIGKILL)
-        assert job.wait(60) != 0
+        assert job.wait() != 0
         assert "rank 3 on " in job.said and "ended without a word: killed, out of memory, or crashed" in job.said
         assert job.processes() == {}
     assert shared_memory() == before
@@ -84,7 +84,7 @@ def test_a_killed_language_model_goes_on(lm_folder: Path, tmp_path: Path) -> Non
         old = set(job.ranks())
         kill(job.phase(1)[0], signal.SIGKILL)
         begin = time.monotonic()
-        job.until(lambda: old.isdisjoint(job.ranks()), timeout=30)
+        job.until(lambda: old.isdisjoint(job.ranks()))
         gone_after = time.monotonic() - begin
         assert job.wait(200) == 0, job.said
         assert job.said.count("rank 1 on ") == 1 and "ended without a word" in job.said
@@ -99,7 +99,7 @@ def test_a_killed_language_model_goes_on(lm_folder: Path, tmp_path: Path) -> Non
 
 def test_what_cannot_be_used_is_told_in_one_line(sd3_folder: Path, judge_model: Path, tmp_path: Path) -> None:
     with Job(sd3_folder, tmp_path, *judged(judge_model, tp=3), env={"NPROC_PER_NODE": "4"}) as job:
-        assert job.wait(100) != 0
+        assert job.wait() != 0
     assert (  # before any process group
         "error: reward.model.tensor_parallel_size: 3 does not divide the 4 ranks of a node; "
         "nearest that does: 2 or 4\n" in job.said
