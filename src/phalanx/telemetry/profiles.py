@@ -13,6 +13,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch.autograd.profiler import record_function
@@ -21,8 +22,10 @@ from torch.profiler import ProfilerActivity, profile
 from phalanx.config.run import TrainerConfig
 from phalanx.distributed.mesh import World
 from phalanx.exit import place
-from phalanx.telemetry.metrics import Timers
 from phalanx.telemetry.run_folder import PROFILES
+
+if TYPE_CHECKING:
+    from phalanx.telemetry.metrics import Timers
 
 ROWS = 50  # of the table
 LONGEST_NAME = 60  # characters of an operation in the table
@@ -34,7 +37,7 @@ _log = logging.getLogger(__name__)
 class Profiler:
     """`with profiler(step): ...` profiles a training step, from 1, where it is one of `trainer.profile_steps`."""
 
-    def __init__(self, trainer: TrainerConfig, world: World, timers: Timers) -> None:
+    def __init__(self, trainer: TrainerConfig, world: World, timers: "Timers") -> None:
         """The phases of `timers` are ranges of the trace."""
         self._steps, self._folder = frozenset(trainer.profile_steps), Path(trainer.output_dir) / PROFILES
         self._timers, self._rank, self._ranks = timers, world.watch.rank, len(world.watch.hosts)
