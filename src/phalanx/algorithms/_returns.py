@@ -24,7 +24,7 @@ class ReturnsConfig(grpo.Config):
 
     gamma: float = arg(1.0, "discount of later rewards, for each token", ge=0, le=1)
     kl_reward_coef: float = arg(
-        0.0, "weight of the KL to the reference that is taken off each token's reward; 0: none", ge=0
+        0.0, "weight of the KL to the reference that is subtracted from each token's reward; 0: none", ge=0
     )
     kl_reward_type: str = arg("k1", "estimate of that KL: k1, k2 or k3", choices=KL_TYPES)
 
