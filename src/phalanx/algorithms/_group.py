@@ -18,7 +18,7 @@ OF_ADVANTAGES = ("adv_clip_max", "global_std", "norm_adv_by_std_in_grpo", "group
 
 @dataclass
 class GroupConfig(AlgorithmConfig):
-    """Keys of `algorithm` that algorithms with advantages have, but for those in `unused`."""
+    """Keys of `algorithm` that algorithms with advantages have, except those in `unused`."""
 
     bounds_stds: ClassVar[bool] = True
 

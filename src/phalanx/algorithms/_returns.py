@@ -18,7 +18,7 @@ from phalanx.types import Credit, Scored
 
 @dataclass
 class ReturnsConfig(grpo.Config):
-    """Keys of `algorithm` that all algorithms with advantages of single tokens have, but for those in `unused`."""
+    """Keys of `algorithm` that all algorithms with advantages of single tokens have, except those in `unused`."""
 
     unused: ClassVar[tuple[str, ...]] = (*OF_ADVANTAGES, "importance")
 
@@ -30,7 +30,7 @@ class ReturnsConfig(grpo.Config):
 
 
 class ReturnsAlgorithm(grpo.Algorithm, ABC):
-    """The reward r of a sample comes with its last token, but for the parts e_t that came with single turns, each of
+    """The reward r of a sample comes with its last token, except the parts e_t that came with single turns, each of
     which is at its turn's last token; and each token costs its KL:
 
     r_t = e_t + (r - sum over t of e_t) [t is the last] - kl_reward_coef KL_t
