@@ -373,7 +373,7 @@ def test_help_lists_every_key_with_its_default_and_meaning(tmp_path: Path) -> No
         assert " = " in lines[at]
         assert key == "algorithm.plain" or len(lines[at + 1].strip()) > 3, key
     for line in (
-        "  model.path: str = required\n      model folder (or hub id, where a hub is reachable)\n",
+        "  model.path: str = required\n      model folder (or hub id, if a hub is reachable)\n",
         "  model.compile: bool = false\n",
         "  rollout.sde_type: str = sde\n      the stochastic step [sde | cps | dance_sde]\n",
         "  rollout.sde_window_range: list[int] or null = null\n",

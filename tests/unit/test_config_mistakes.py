@@ -114,7 +114,7 @@ MISTAKES = [
     (["model.path=/m\udce9"], "'model.path=/m\\udce9': the value is not valid YAML: the character #xdce9 is not allowed"),
     (["data.train_files=[\"a\\eb\"]"], "data.train_files[0]: expected text in UTF-8 without control characters, got 'a\\x1bb'"),
     # missing
-    (["model.path=???"], "model.path is not set; give model.path=...: model folder (or hub id, where a hub is reachable)"),
+    (["model.path=???"], "model.path is not set; give model.path=...: model folder (or hub id, if a hub is reachable)"),
     # interpolation
     (["trainer.output_dir=${trainer.nope}"], "trainer.output_dir: Interpolation key 'trainer.nope' not found"),
     (["trainer.output_dir=${oc.env:PHALANX_TEST_UNSET}"], "trainer.output_dir: Environment variable 'PHALANX_TEST_UNSET' not found"),

@@ -18,11 +18,11 @@ OF_ADVANTAGES = ("adv_clip_max", "global_std", "norm_adv_by_std_in_grpo", "group
 
 @dataclass
 class GroupConfig(AlgorithmConfig):
-    """Keys of `algorithm` that algorithms with advantages have, but for those in `unused`."""
+    """Keys of `algorithm` that algorithms with advantages have, except those in `unused`."""
 
     bounds_stds: ClassVar[bool] = True
 
-    adv_clip_max: float = arg(5.0, "advantages that were divided by a std are clamped to +- this", gt=0)
+    adv_clip_max: float = arg(5.0, "advantages divided by a std are clamped to +- this", gt=0)
     global_std: Optional[bool] = arg(
         None, "divide advantages by the std of all rewards, not of the group's; null: only with reward.normalize=gdpo"
     )
@@ -30,7 +30,7 @@ class GroupConfig(AlgorithmConfig):
     group_filter: str = arg(
         "all", "train on all samples of a prompt, or only on the best and worst", choices=("all", "top_bottom")
     )
-    group_filter_k: int = arg(4, "samples of each end that group_filter=top_bottom keeps", ge=1)
+    group_filter_k: int = arg(4, "number of best and of worst samples that group_filter=top_bottom keeps", ge=1)
 
 
 def teachers_of(config: Any, guidance: float | None = None) -> tuple[Teacher, ...]:

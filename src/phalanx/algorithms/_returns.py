@@ -18,19 +18,19 @@ from phalanx.types import Credit, Scored
 
 @dataclass
 class ReturnsConfig(grpo.Config):
-    """Keys of `algorithm` that all algorithms with advantages of single tokens have, but for those in `unused`."""
+    """Keys of `algorithm` that all algorithms with advantages of single tokens have, except those in `unused`."""
 
     unused: ClassVar[tuple[str, ...]] = (*OF_ADVANTAGES, "importance")
 
     gamma: float = arg(1.0, "discount of later rewards, for each token", ge=0, le=1)
     kl_reward_coef: float = arg(
-        0.0, "weight of the KL to the reference that is taken off each token's reward; 0: none", ge=0
+        0.0, "weight of the KL to the reference that is subtracted from each token's reward; 0: none", ge=0
     )
     kl_reward_type: str = arg("k1", "estimate of that KL: k1, k2 or k3", choices=KL_TYPES)
 
 
 class ReturnsAlgorithm(grpo.Algorithm, ABC):
-    """The reward r of a sample comes with its last token, but for the parts e_t that came with single turns, each of
+    """The reward r of a sample comes with its last token, except the parts e_t that came with single turns, each of
     which is at its turn's last token; and each token costs its KL:
 
     r_t = e_t + (r - sum over t of e_t) [t is the last] - kl_reward_coef KL_t

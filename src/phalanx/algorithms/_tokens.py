@@ -20,15 +20,15 @@ class TokenConfig(GroupConfig):
     kl_loss_coef: float = arg(0.0, "beta: weight of the KL to the reference; 0 runs no reference at all", ge=0)
     kl_loss_type: str = arg(
         "k3",
-        "estimate of that KL at each token (Schulman); k3+: the value of k3 with the gradient of k2, both unbiased; k1 "
-        "has no gradient in the mean",
+        "estimate of that KL at each token (Schulman); k3+: the value of k3 with the gradient of k2, "
+        "both unbiased; the expected gradient of k1 is 0",
         choices=KL_LOSS_TYPES,
     )
     entropy_coeff: float = arg(0.0, "weight of the entropy, which is maximised", ge=0)
     early_stop_imp_ratio: Optional[float] = arg(
         None,
-        "leave out what is left of a step's updates from the one on, after the first, whose tokens have a mean ratio "
-        "above this; 5 in RLinf; null: never",
+        "skip the rest of a step's updates, starting with the first later update whose tokens have a "
+        "mean ratio above this; 5 in RLinf; null: never",
         gt=1,
     )
 

@@ -24,13 +24,13 @@ class TransitionConfig(GroupConfig):
     )
     importance: str = arg(
         "step",
-        "likelihood ratio of each step, or one of a sample, from the mean of its steps' log-ratios (GSPO)",
+        "one likelihood ratio per step, or per sample from the mean of its steps' log-ratios (GSPO)",
         choices=("step", "sequence"),
     )
     timestep_weight: str = arg(
         "none",
-        "noise: the surrogate of each step is weighted by the std of its transition (TempFlow-GRPO); the weights' mean "
-        "over all steps that a window may hold is 1",
+        "noise: the surrogate of each step is weighted by the std of its transition (TempFlow-GRPO); the"
+        " weights' mean over all steps that a window may contain is 1",
         choices=("none", "noise"),
     )
 

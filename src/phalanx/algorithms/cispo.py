@@ -29,7 +29,7 @@ class Config(TokenConfig):
         None, "eps below 1: the importance weight is at least 1 - this; null: no bound, as in the paper", gt=0, le=1
     )
     clip_ratio_high: float = arg(
-        0.28, "eps above 1: the importance weight is at most 1 + this; the paper does not say its own", gt=0
+        0.28, "eps above 1: the importance weight is at most 1 + this; the paper does not state its value", gt=0
     )
 
 

@@ -38,7 +38,9 @@ class Config(ForwardConfig):
 
     unused: ClassVar[tuple[str, ...]] = ("group_filter", "group_filter_k")
 
-    beta: float = arg(100.0, "how soon a group counts less once its images are told apart", gt=0)
+    beta: float = arg(
+        100.0, "scale of the sigmoid: a larger beta reduces the gradient of correctly ranked groups sooner", gt=0
+    )
     clip_ratio: Optional[float] = arg(
         1e-2, "eps: images whose exp(e_old - e) is beyond 1 +- clip_ratio have no gradient; null: all have", gt=0
     )

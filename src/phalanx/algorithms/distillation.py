@@ -40,16 +40,16 @@ class Config(grpo.Config):
     )
     teacher_revision: Optional[str] = arg(None, "commit, tag or branch of the teacher's hub id; null: its main branch")
     teachers: dict[str, str] = arg(
-        {}, "several teachers by name, in place of teacher_path, each for the rows that name it", path=True
+        {}, "several teachers by name, instead of teacher_path, each for the rows that name it", path=True
     )
     teacher_key: Optional[str] = arg(None, "column of the data that names each row's teacher, of `teachers`")
     loss_type: str = arg(
         "k1",
-        "KL to the teacher at each drawn token: in the advantage (k1), or as an estimate in the loss (all others)",
+        "KL to the teacher at each sampled token: in the advantage (k1), or as an estimate in the loss (all others)",
         choices=KL_LOSS_TYPES,
     )
-    distillation_loss_coef: float = arg(1.0, "weight of that KL, beside advantages of rewards", gt=0)
-    use_task_rewards: bool = arg(True, "learn from rewards as well, where there are any; false only reports them")
+    distillation_loss_coef: float = arg(1.0, "weight of that KL, relative to advantages of rewards", gt=0)
+    use_task_rewards: bool = arg(True, "also learn from rewards, if there are any; false only reports them")
 
 
 class Algorithm(grpo.Algorithm):

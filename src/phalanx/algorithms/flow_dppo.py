@@ -27,7 +27,7 @@ from phalanx.functional.losses import masked_ratio
 class Config(TransitionConfig):
     """Keys of `algorithm` where its name is flow_dppo."""
 
-    threshold: float = arg(1e-5, "divergence to the old policy from which on no step leads further away", gt=0)
+    threshold: float = arg(1e-5, "divergence from the old policy above which no update leads further away", gt=0)
 
 
 class Algorithm(TransitionAlgorithm):

@@ -34,10 +34,10 @@ class Config(TokenConfig):
     clip_ratio: float = arg(0.2, "eps: the ratio is clipped to 1 +- clip_ratio", gt=0)
     clip_ratio_low: Optional[float] = arg(None, "eps below 1; null: clip_ratio", gt=0, le=1)
     clip_ratio_high: Optional[float] = arg(None, "eps above 1, 0.28 in DAPO; null: clip_ratio", gt=0)
-    clip_ratio_c: Optional[float] = arg(3.0, "bound of the ratio where the advantage is negative; null: none", gt=1)
+    clip_ratio_c: Optional[float] = arg(3.0, "bound of the ratio for negative advantages (dual clip); null: none", gt=1)
     importance: str = arg(
         "token",
-        "likelihood ratio of each token, or one of a response, from the mean of its tokens' log-ratios (GSPO)",
+        "one likelihood ratio per token, or per response from the mean of its tokens' log-ratios (GSPO)",
         choices=("token", "sequence"),
     )
 

@@ -40,7 +40,7 @@ class Config(AlgorithmConfig):
     )
     teacher_revision: Optional[str] = arg(None, "commit, tag or branch of the teacher's hub id; null: its main branch")
     teachers: dict[str, str] = arg(
-        {}, "several teachers by name, in place of teacher_path, each for the rows that name it", path=True
+        {}, "several teachers by name, instead of teacher_path, each for the rows that name it", path=True
     )
     teacher_key: Optional[str] = arg(None, "column of the data that names each row's teacher, of `teachers`")
     teacher_guidance: Optional[float] = arg(

@@ -30,7 +30,7 @@ from phalanx.types import Scored
 class Config(ReturnsConfig):
     """Keys of `algorithm` where its name is ppo."""
 
-    lam: float = arg(1.0, "lambda of the generalised advantage estimate; 1: returns less values", ge=0, le=1)
+    lam: float = arg(1.0, "lambda of the generalised advantage estimate; 1: returns minus values", ge=0, le=1)
 
     @property
     def needs_groups(self) -> bool:

@@ -8,7 +8,7 @@ The paper's is REINFORCE on whole responses, which is actor.loss_agg_mode=seq-me
 Deviations from the paper:
 1. Later updates of a step have grpo's clipped ratio of each token; in the first one that is 1, and its gradient
    REINFORCE's.
-2. The KL to the reference, where there is one, is in the loss and not in the reward.
+2. The KL to the reference, if there is one, is in the loss and not in the reward.
 3. Samples of a group whose rewards are all equal have weight 0 and leave the denominator.
 """
 

@@ -28,8 +28,8 @@ class Config(TokenConfig):
 
     DEFAULTS: ClassVar[dict[str, Any]] = {"actor.loss_agg_mode": "seq-mean-token-mean"}
 
-    tau_pos: float = arg(1.0, "temperature of the gate where the advantage is positive: larger ones close sooner", gt=0)
-    tau_neg: float = arg(1.05, "temperature of the gate where it is not", gt=0)
+    tau_pos: float = arg(1.0, "temperature of the gate for positive advantages: larger ones close sooner", gt=0)
+    tau_neg: float = arg(1.05, "temperature of the gate for all others", gt=0)
 
 
 class Algorithm(TokenAlgorithm):

@@ -36,7 +36,7 @@ class Config(FlowGrpoConfig):
 
     timestep_weight: str = arg(
         "noise",
-        "noise: the surrogate of each step is weighted by the std of its transition; the weights' mean over all steps "
-        "that a window may hold is 1",
+        "noise: the surrogate of each step is weighted by the std of its transition; the weights' mean "
+        "over all steps that a window may contain is 1",
         choices=("none", "noise"),
     )

@@ -13,22 +13,22 @@ class EnvironmentConfig:
 
     path: Any = arg(
         None,
-        "environment: a built-in one, module:Class or path/to/file.py:Class, or an async function there; or a section "
-        "of such by their names, of which the data's column environment has one; null: none",
+        "environment: a built-in one, module:Class or path/to/file.py:Class, or an async function there;"
+        " or a mapping of names to these, from which the data's column environment selects; null: none",
     )
-    kwargs: dict[str, Any] = arg({}, "keyword arguments of its class; of a section of environments, by their names")
+    kwargs: dict[str, Any] = arg({}, "keyword arguments of its class; with several environments, keyed by their names")
     tools: list[str] = arg([], "functions without a state as tools: built-in ones, module:function or file.py:function")
     tool_config_path: Optional[str] = arg(
         None, "tools of verl: a YAML file with a list of class_name, config and tool_schema", path=True
     )
-    max_turns: int = arg(8, "most turns of the model in a sample", **TIMES)
+    max_turns: int = arg(8, "maximum turns of the model per sample", **TIMES)
     max_calls_per_turn: int = arg(
         1, "calls of tools in a turn that run; the model reads that further ones did not", ge=1
     )
     max_observation_length: int = arg(512, "longest answer of an environment or a tool, in tokens", ge=1, le=2**20)
     truncate_side: str = arg(
         "middle",
-        "the part of longer ones that is left out: the beginning (left), the middle or the end (right)",
+        "the part of longer ones that is removed: the beginning (left), the middle or the end (right)",
         choices=("middle", "left", "right"),
     )
     timeout_s: float = arg(
@@ -37,8 +37,8 @@ class EnvironmentConfig:
     num_workers: int = arg(32, "threads of a rank for them; all async functions share one event loop", ge=1, le=1024)
     join: int = arg(
         32,
-        "decoding steps after which answers join the batch; 0: as they arrive, so that runs do not repeat bit by bit "
-        "where dtype is bfloat16",
+        "decoding steps after which answers join the batch; 0: on arrival, so that bfloat16 runs are not"
+        " bitwise reproducible",
         ge=0,
         le=COUNT["le"],
     )

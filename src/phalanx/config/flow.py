@@ -38,7 +38,7 @@ class FlowModelConfig(ModelConfig):
         1024, "square root of the area, in pixels, at which an editing model's VAE sees the image to edit", ge=32
     )
     reference_count: int = arg(
-        1, "images that each row's `image` holds, in a list where more than 1 (Qwen-Image-Edit 2509 and 2511)", **COUNT
+        1, "number of images in each row's `image`, a list if more than 1 (Qwen-Image-Edit 2509 and 2511)", **COUNT
     )
     attn_backend: Optional[str] = arg(
         None, "attention backend of diffusers' dispatch, e.g. native, flash; null: torch's"
@@ -56,17 +56,18 @@ class FlowDataConfig(DataConfig):
 
     overlong_prompts: str = arg(
         "truncate",
-        "prompts of more than max_prompt_length tokens: error ends the job, filter leaves them out, truncate keeps "
-        "their first tokens and says how many are cut",
+        "prompts of more than max_prompt_length tokens: error ends the job, filter leaves them out, "
+        "truncate keeps their first tokens and reports how many are truncated",
         choices=("error", "filter", "truncate"),
     )
     embeds_cache_dir: Optional[str] = arg(
-        None, "folder where prompt embeddings are kept between runs; null: memory only", path=True
+        None, "folder that caches prompt embeddings between runs; null: memory only", path=True
     )
     text_length_multiple: int = arg(
         32,
-        "texts that attention masks (Qwen-Image, Z-Image, HunyuanVideo) are padded to a multiple of this number of "
-        "tokens, up to the longest possible text, so that few shapes come up; 1: to the longest of the step",
+        "texts with masked attention (Qwen-Image, Z-Image, HunyuanVideo) are padded to a multiple of "
+        "this number of tokens, up to the longest possible text, so that there are few shapes; 1: to the"
+        " longest text of the step",
         **COUNT,
     )
 
@@ -99,9 +100,9 @@ class FlowRolloutConfig(RolloutConfig):
 
     engine: str = arg(
         "policy",
-        "policy: in the very modules that are trained; vllm_omni: in vLLM-omni, on a copy of the weights; dataset: "
-        "nothing is sampled, the images are the pairs `chosen` and `rejected` of data.train_files; or a class of your "
-        "own",
+        "policy: in the trained modules; vllm_omni: in vLLM-omni, on a copy of the weights; dataset: "
+        "nothing is sampled, the images are the pairs `chosen` and `rejected` of data.train_files; or a "
+        "class of your own",
         choices=tuple(ENGINES),
         forms=FORMS,
     )
@@ -112,8 +113,8 @@ class FlowRolloutConfig(RolloutConfig):
     num_frames: int = arg(1, "frames of a video, for Wan one more than a multiple of 4; 1: an image", **COUNT)
     guidance_scale: float = arg(
         1.0,
-        "classifier-free guidance of SD3, Z-Image, FLUX.2 Klein base and videos, 1 is off; the scale that FLUX.1-dev, "
-        "FLUX.1 Kontext and FLUX.2-dev take as an input",
+        "classifier-free guidance of SD3, Z-Image, FLUX.2 Klein base and videos, 1 is off; an input of "
+        "FLUX.1-dev, FLUX.1 Kontext and FLUX.2-dev",
     )
     guidance_scale_2: Optional[float] = arg(
         None, "guidance of the steps that Wan 2.2 A14B's transformer_2 takes; null: guidance_scale, as in diffusers"
@@ -128,7 +129,7 @@ class FlowRolloutConfig(RolloutConfig):
         None, "[a, b]: the window lies in steps a .. b-1; null: all but the last step"
     )
     timestep_fraction: float = arg(
-        1.0, "fraction of the stochastic steps that is trained, drawn anew for each training step", gt=0, le=1
+        1.0, "fraction of the stochastic steps that is trained, redrawn for each training step", gt=0, le=1
     )
     window_schedule: str = arg(
         "random", "the window's start: random per step, or progressive (MixGRPO)", choices=("random", "progressive")
@@ -145,13 +146,13 @@ class FlowRolloutConfig(RolloutConfig):
     )
     solver: str = arg(
         "euler",
-        "solver of the deterministic steps after the window, or of all where no step is stochastic: euler, or "
-        "dpm_solver++ of second order",
+        "solver of the deterministic steps after the window, or of all if no step is stochastic: euler, "
+        "or the second-order dpm_solver++",
         choices=SOLVERS,
     )
     ode_compression: float = arg(1.0, "fraction of the steps after the window that is taken", gt=0, le=1)
     max_draws_per_prompt: int = arg(
-        1, "most times that a prompt is sampled, while all rewards of its images are equal", **TIMES
+        1, "maximum number of times that a prompt is sampled while all rewards of its images are equal", **TIMES
     )
     micro_batch_size_per_gpu: Optional[int] = arg(
         None, "images sampled together; null: ppo_micro_batch_size_per_gpu x window, for exact log-probs", **COUNT
@@ -227,7 +228,9 @@ class FlowMatchingConfig:
     """The supervised loss (rectified flow; SD3, arXiv 2403.03206, section 3.1)."""
 
     micro_batch_size_per_gpu: int = arg(8, "images per forward and backward pass", **COUNT)
-    logit_mean: float = arg(0.0, "noise levels are sigmoid(N(logit_mean, logit_std)), then shifted as by the scheduler")
+    logit_mean: float = arg(
+        0.0, "noise levels are sigmoid(N(logit_mean, logit_std)), then shifted like the scheduler's"
+    )
     logit_std: float = arg(1.0, "see logit_mean", gt=0)
     prompt_dropout: float = arg(0.1, "fraction of images that get the empty prompt, for guidance", ge=0, lt=1)
     cache_latents: bool = arg(True, "encode all images once at the start and keep their latents in memory")

@@ -72,7 +72,7 @@ class RewriteConfig:
         "regular expression: the first group of its last match in the response, without think blocks, is the rewritten "
         "prompt; null: all of the response",
     )
-    template: str = arg("{}", "text with the rewritten prompt in place of {}, which the painter is given")
+    template: str = arg("{}", "text that the painter receives, with {} for the rewritten prompt")
     keep_originals: int = arg(
         0, "prompts of each group that stay as they are, beside writer.rollout.n rewritten ones", ge=0, le=65535
     )

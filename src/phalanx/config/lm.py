@@ -43,16 +43,15 @@ class LMModelConfig(ModelConfig):
     block_size: Optional[int] = arg(
         None, "block diffusion: tokens of a block, which are denoised together; null: an autoregressive model", **TIMES
     )
-    mask_token: Optional[str] = arg(
-        None, "block diffusion: the token that stands for those to come; null: the tokenizer's mask token"
-    )
+    mask_token: Optional[str] = arg(None, "block diffusion: the mask token; null: the tokenizer's")
     experts_implementation: Optional[str] = arg(
         None, "how transformers computes layers with experts; null: its best, grouped_mm", choices=EXPERTS
     )
     freeze_vision_tower: bool = arg(
         True,
-        "prompts with images: do not train the vision tower and what projects its output, as with LoRA; each image is "
-        "then read once per rollout, alike in whatever batch, which false, verl's default, gives up",
+        "prompts with images: do not train the vision tower and its projector, as with LoRA; each image "
+        "is then encoded once per rollout, independently of its batch. False, verl's default, trains "
+        "them",
     )
 
 
@@ -63,8 +62,8 @@ class LMDataConfig(DataConfig):
     prompt_key: str = arg("prompt", "column of the prompts in these files: texts, or chats")
     image_key: Optional[str] = arg(
         None,
-        "column of the images that prompts show, one or a list per row; null: images, or else image, where a file has "
-        "one of them",
+        "column of the images in prompts, one or a list per row; null: images, or else image, if a file "
+        "has one of them",
     )
     min_pixels: Optional[int] = arg(
         None,
@@ -73,7 +72,7 @@ class LMDataConfig(DataConfig):
     )
     max_pixels: Optional[int] = arg(
         None,
-        "most pixels of an image as the model reads it, to which larger ones are reduced; null: the processor's",
+        "maximum pixels of an image as the model reads it, to which larger ones are reduced; null: the processor's",
         ge=1,
     )
     max_prompt_length: int = arg(1024, "longest prompt, in tokens with the chat template and images", **MOST_TOKENS)
@@ -97,13 +96,13 @@ class LMDataConfig(DataConfig):
 class LMValRolloutConfig(ValRolloutConfig):
     """Sampling in validation."""
 
-    temperature: float = arg(0.0, "temperature; 0 takes the likeliest token", ge=0)
-    top_k: int = arg(-1, "sample among this many of the likeliest tokens; -1 and 0: all", ge=-1)
-    top_p: float = arg(1.0, "sample among the likeliest tokens of this probability in all", gt=0, le=1)
+    temperature: float = arg(0.0, "temperature; 0 is greedy", ge=0)
+    top_k: int = arg(-1, "sample from this many of the most likely tokens; -1 and 0: all", ge=-1)
+    top_p: float = arg(1.0, "sample from the most likely tokens with this total probability", gt=0, le=1)
     min_p: float = arg(0.0, "sample among tokens of at least this share of the largest probability", ge=0, le=1)
     max_response_length: Optional[int] = arg(None, "longest response; null: data.max_response_length", **MOST_TOKENS)
     denoising_steps_per_block: Optional[int] = arg(
-        None, "block diffusion: most denoising steps of a block; null: rollout's", **TIMES
+        None, "block diffusion: maximum denoising steps per block; null: rollout's", **TIMES
     )
     threshold: Optional[float] = arg(
         None, "block diffusion: probability from which a token is sure; null: rollout's", gt=0, le=1
@@ -145,11 +144,13 @@ class LMRolloutConfig(RolloutConfig):
         1.0, "temperature of sampling, by which the policy's log-probs are divided as well", ge=0.01
     )
     top_k: int = arg(
-        -1, "sample among this many of the likeliest tokens, of which log-probs are then, too; -1 and 0: all", ge=-1
+        -1,
+        "sample from this many of the most likely tokens, over which log-probs are renormalised; -1 and 0: all",
+        ge=-1,
     )
     top_p: float = arg(
         1.0,
-        "sample among the likeliest tokens of this probability in all, of which log-probs are then, too",
+        "sample from the most likely tokens with this total probability, over which log-probs are renormalised",
         gt=0,
         le=1,
     )
@@ -161,8 +162,8 @@ class LMRolloutConfig(RolloutConfig):
     )
     denoising_steps_per_block: Optional[int] = arg(
         None,
-        "block diffusion: most denoising steps of a block, each of which unmasks an equal share of it at least; null: "
-        "one a token",
+        "block diffusion: maximum denoising steps per block, each of which unmasks at least an equal "
+        "share of it; null: one per token",
         **TIMES,
     )
     threshold: float = arg(
@@ -170,8 +171,8 @@ class LMRolloutConfig(RolloutConfig):
     )
     confidence: str = arg(
         "distribution",
-        "block diffusion: what the threshold is compared with, the largest probability at a position, or that of the "
-        "token drawn there (LLaDA2), which makes old log-probs inexact",
+        "block diffusion: the confidence compared with the threshold: the largest probability at a "
+        "position, or that of the sampled token (LLaDA2), which makes old log-probs inexact",
         choices=("distribution", "token"),
     )
     partial_rollout: bool = arg(
@@ -181,7 +182,7 @@ class LMRolloutConfig(RolloutConfig):
     )
     over_sampling_batch_size: Optional[int] = arg(
         None,
-        "partial_rollout: prompts whose responses are drawn at once; null: twice those of a training step",
+        "partial_rollout: prompts whose responses are sampled at once; null: twice those of a training step",
         **COUNT,
     )
     partial_rollout_tokens: int = arg(
@@ -192,7 +193,7 @@ class LMRolloutConfig(RolloutConfig):
     stop: list[str] = arg([], "texts that end a response, in validation too; the token that completes one is its last")
     stop_token_ids: list[int] = arg([], "tokens that end a response, in validation too, beside those of the model")
     limit_images: Optional[int] = arg(
-        None, "most images of a prompt, also of what vLLM sets memory aside for; null: any number", **COUNT
+        None, "maximum images per prompt, for which vLLM also reserves memory; null: any number", **COUNT
     )
     mask_truncated: bool = arg(False, "do not train on responses that max_response_length cut (DAPO's overlong filter)")
     micro_batch_size_per_gpu: Optional[int] = arg(None, "responses decoded together; null: all of the rank", **COUNT)
@@ -219,13 +220,13 @@ class LMActorConfig(ActorConfig):
 
     use_dynamic_bsz: bool = arg(
         False,
-        "cut forward and backward passes by their tokens, ppo_max_token_len_per_gpu, in place of "
-        "ppo_micro_batch_size_per_gpu samples each",
+        "split forward and backward passes by tokens, ppo_max_token_len_per_gpu, instead of by "
+        "ppo_micro_batch_size_per_gpu samples",
     )
     ppo_max_token_len_per_gpu: int = arg(
         16384,
-        "most tokens of such a pass, prompts and padding included; ranks that share the tokens of a sample have as "
-        "many each",
+        "maximum tokens of such a pass, including prompts and padding; each of the ranks that share the "
+        "tokens of a sample has this many",
         **MOST_TOKENS,
     )
     log_prob_chunk_size: int = arg(
@@ -246,8 +247,8 @@ class LMTrainerConfig(TrainerConfig):
     critic_warmup: int = arg(0, "first training steps, in which only the critic is trained", ge=0)
     balance_batch: bool = arg(
         True,
-        "in reinforcement learning ranks exchange samples before they train them, so that each has about equal work, "
-        "where passes differ in cost: with actor.use_dynamic_bsz or model.use_remove_padding",
+        "in reinforcement learning ranks exchange samples before training, so that each has about equal "
+        "work, if passes differ in cost: with actor.use_dynamic_bsz or model.use_remove_padding",
     )
 
 

@@ -31,7 +31,7 @@ class RewardFunctionConfig:
 class RewardModelConfig:
     """The model that judges ask, such as the reward vlm_ocr; it runs in the ranks themselves."""
 
-    path: Optional[str] = arg(None, "model folder (or hub id, where a hub is reachable); null: no model", path=True)
+    path: Optional[str] = arg(None, "model folder (or hub id, if a hub is reachable); null: no model", path=True)
     revision: Optional[str] = arg(None, "commit, tag or branch of a hub id; null: its main branch")
     engine: str = arg(
         "vllm",
@@ -42,21 +42,21 @@ class RewardModelConfig:
     placement: str = arg(
         "colocate", "colocate: on all ranks; ranks a-b: on these ranks of each node, such as ranks 6-7"
     )
-    dtype: str = arg("bfloat16", "dtype that the model computes in", choices=DTYPES)
+    dtype: str = arg("bfloat16", "dtype of computation", choices=DTYPES)
     gpu_memory_utilization: float = arg(
         0.3, "vllm: fraction of a GPU's memory for the model and its KV cache, beside the training", gt=0, lt=1
     )
     micro_batch_size: int = arg(16, "transformers: questions answered at once", **COUNT)
     sleep: bool = arg(
         True,
-        "keep the model in CPU memory while it does not score (GPUs only); where it scores during the rollout, it is "
-        "awake from the first samples to the last score",
+        "keep the model in CPU memory while it does not score (GPUs only); if it scores during the "
+        "rollout, it is awake from the first samples to the last score",
     )
     max_model_len: Optional[int] = arg(None, "tokens of question, sample and answer; null: the model's own limit", ge=1)
     max_tokens: int = arg(512, "longest answer, in tokens", ge=1)
-    temperature: float = arg(0.0, "temperature of the sampled answers; 0 takes the likeliest token", ge=0)
+    temperature: float = arg(0.0, "temperature of the sampled answers; 0 is greedy", ge=0)
     seed: int = arg(0, "seed of each answer: equal questions about equal samples get equal answers", **SEEDS)
-    unparseable_score: float = arg(0.0, "score where the judge's answer cannot be parsed; such answers are counted")
+    unparseable_score: float = arg(0.0, "score if the judge's answer cannot be parsed; such answers are counted")
 
 
 @dataclass
@@ -81,5 +81,5 @@ class RewardConfig:
         choices=("fail", "zero", "skip"),
     )
     max_error_fraction: float = arg(
-        0.1, "largest fraction of the samples scored at a time that zero and skip forgive; more end the job", gt=0, lt=1
+        0.1, "largest fraction of failed samples per scoring that zero and skip tolerate; more end the job", gt=0, lt=1
     )

@@ -22,9 +22,9 @@ LOSS_AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "se
 class ModelConfig:
     """The model that is trained."""
 
-    path: str = arg("???", "model folder (or hub id, where a hub is reachable)", path=True)
+    path: str = arg("???", "model folder (or hub id, if a hub is reachable)", path=True)
     revision: Optional[str] = arg(None, "commit, tag or branch of a hub id; null: its main branch")
-    dtype: str = arg("bfloat16", "dtype that the model computes in", choices=DTYPES)
+    dtype: str = arg("bfloat16", "dtype of computation", choices=DTYPES)
     lora_rank: int = arg(0, "rank of the LoRA; 0 trains all weights", ge=0, le=65536)
     lora_alpha: Optional[float] = arg(None, "LoRA is scaled by lora_alpha / lora_rank; null: 2 x lora_rank", gt=0)
     lora_init: str = arg(
@@ -35,15 +35,15 @@ class ModelConfig:
     )
     lora_path: Optional[str] = arg(
         None,
-        "LoRA to start from, a file or folder of diffusers or peft, such as an export: it is added to the weights, and "
-        "the KL's reference has it as well",
+        "LoRA to start from, a file or folder of diffusers or peft, such as an export: it is added to "
+        "the weights, including those of the KL's reference",
         path=True,
     )
-    lora_dtype: str = arg("float32", "dtype in which LoRA weights are kept and optimized", choices=DTYPES)
+    lora_dtype: str = arg("float32", "dtype in which LoRA weights are stored and optimized", choices=DTYPES)
     quantization: Optional[str] = arg(
         None,
-        "how frozen weights under a LoRA are kept: nf4, those of linear layers in the model's blocks in 4 bits, from "
-        "which sampling and training compute alike; null: in model.dtype",
+        "storage of frozen weights under a LoRA: nf4 quantizes the linear layers in the model's blocks "
+        "to 4 bits, for both sampling and training; null: model.dtype",
         choices=("nf4",),
     )
     gradient_checkpointing: bool = arg(False, "recompute activations block by block in the backward pass")
@@ -76,20 +76,20 @@ class ParallelConfig:
     reshard_after_forward: bool = arg(True, "free a block's gathered weights after its forward pass in training")
     sync_each_batch: bool = arg(
         False,
-        "under FSDP reduce gradients to the ranks' parts after each micro-batch, not once per optimizer step: more "
-        "messages, but no whole gradients in between",
+        "under FSDP reduce-scatter gradients after each micro-batch, not once per optimizer step: more "
+        "messages, but no unsharded gradients in between",
     )
     rollout_unsharded: bool = arg(True, "gather all weights once for the whole rollout (needs memory for a full copy)")
     lora_sharding: str = arg(
         "shard", "LoRA weights under FSDP: sharded with their block, or replicated", choices=("shard", "replicate")
     )
     expert_parallel: bool = arg(
-        False, "under FSDP keep experts apart on its ranks, where tokens travel to them, in place of gathering them"
+        False, "under FSDP keep each expert on one rank and send tokens to it, instead of gathering the experts"
     )
     ulysses_sequence_parallel_size: int = arg(
         1,
-        "neighbouring ranks that hold the same samples and each a part of their tokens: of flow models and of "
-        "autoregressive language models",
+        "number of neighbouring ranks that hold the same samples, each a part of their tokens: for flow "
+        "models and autoregressive language models",
         **COUNT,
     )
     param_offload: bool = arg(False, "keep sharded weights on the CPU between uses (needs fsdp_size > 1)")
@@ -115,7 +115,9 @@ class DataConfig:
     prompt_key: str = arg("prompt", "column of the prompts in these files")
     train_batch_size: int = arg(32, "prompts per training step, across all ranks", **COUNT)
     train_batch_size_per_gpu: Optional[int] = arg(
-        None, "in place of train_batch_size: prompts per training step and rank; the batch follows the ranks", **COUNT
+        None,
+        "instead of train_batch_size: prompts per training step and rank; the batch scales with the ranks",
+        **COUNT,
     )
     max_prompt_length: int = arg(256, "tokens of a prompt that the model sees", **COUNT)
     seed: int = arg(0, "seed of the order of prompts", **SEEDS)
@@ -148,8 +150,9 @@ class RolloutConfig:
     engine: str = arg("policy", "policy: in the very modules that are trained", choices=("policy",))
     correction: str = arg(
         "rescore",
-        "old log-probs of samples that another engine drew: the policy's (rescore), also with importance weights "
-        "(truncated_is) or without actions that are too far off (rejection), or the engine's (none)",
+        "old log-probs of samples from another engine: the policy's (rescore), also with importance "
+        "weights (truncated_is) or without actions that differ too much (rejection), or the engine's "
+        "(none)",
         choices=CORRECTIONS,
     )
     correction_limit: float = arg(
@@ -158,25 +161,27 @@ class RolloutConfig:
     n: int = arg(16, "samples per prompt: the group that the advantage compares", ge=2, le=65536)
     max_num_gen_batches: int = arg(
         1,
-        "most times that a step draws prompts: new ones for those whose samples' rewards are all equal (DAPO)",
+        "maximum number of draws of prompts per step: new prompts replace those whose samples' rewards "
+        "are all equal (DAPO)",
         **TIMES,
     )
     max_draws_per_prompt: int = arg(
-        1, "most times that a prompt is sampled, while all rewards of its samples are equal", **TIMES
+        1, "maximum number of times that a prompt is sampled while all rewards of its samples are equal", **TIMES
     )
     micro_batch_size_per_gpu: Optional[int] = arg(None, "samples drawn together; null: the engine's choice", **COUNT)
     schedule: str = arg(
         "synchronous",
-        "with ranks that only sample (placement): each phase after the other; pipelined: a step's samples are trained "
-        "while further ones are drawn; one_step_off: the next step's are drawn while this one's are trained",
+        "with ranks that only sample (placement): synchronous: one phase after the other; pipelined: a "
+        "step's first samples are trained while further ones are sampled; one_step_off: the next step is"
+        " sampled while this one is trained",
         choices=SCHEDULES,
     )
     parts: int = arg(4, "parts of a step that a pipelined schedule samples one after the other", **TIMES)
-    max_staleness: int = arg(1, "most training steps by which samples may be older than the weights", ge=0)
+    max_staleness: int = arg(1, "maximum age of samples, in training steps, relative to the weights", ge=0)
     in_flight: str = arg(
         "finish",
-        "samples that are being drawn one step off at a checkpoint or a stop: finish waits for them and keeps them in "
-        "the checkpoint; drop draws them again after a restart, by the newer weights",
+        "samples in flight (one_step_off) at a checkpoint or a stop: finish waits for them and saves "
+        "them in the checkpoint; drop samples them again after a restart, with the newer weights",
         choices=("finish", "drop"),
     )
     val: ValRolloutConfig = field(default_factory=ValRolloutConfig)
@@ -239,7 +244,7 @@ class ActorConfig:
 
     ppo_mini_batch_size: int = arg(16, "prompts per optimizer step (x rollout.n samples)", **COUNT)
     ppo_mini_batch_size_per_gpu: Optional[int] = arg(
-        None, "in place of ppo_mini_batch_size: prompts per optimizer step and rank", **COUNT
+        None, "instead of ppo_mini_batch_size: prompts per optimizer step and rank", **COUNT
     )
     ppo_micro_batch_size_per_gpu: int = arg(
         8, "samples per forward and backward pass, each with all its trained actions", **COUNT
@@ -247,12 +252,13 @@ class ActorConfig:
     ppo_epochs: int = arg(1, "passes over the samples of a training step", **TIMES)
     loss_agg_mode: str = arg(
         "token-mean",
-        "how actions (denoising steps, tokens) are weighed in the loss, over all ranks: each alike, each sample's sum "
-        "or mean alike, or each sample's sum over a constant (Dr.GRPO)",
+        "weights of actions (denoising steps, tokens) in the loss, over all ranks: equal for all "
+        "actions, for each sample's sum or for each sample's mean, or each sample's sum over a constant "
+        "(Dr.GRPO)",
         choices=LOSS_AGG_MODES,
     )
     loss_scale_factor: Optional[float] = arg(
-        None, "the constant of seq-mean-token-sum-norm; null: the most actions of a sample", gt=0
+        None, "the constant of seq-mean-token-sum-norm; null: the maximum number of actions per sample", gt=0
     )
     ref_model_sync_steps: Optional[int] = arg(
         None, "training steps after which the current weights become the reference; null: never", ge=1
@@ -287,13 +293,11 @@ class TrainerConfig:
     """The run."""
 
     total_training_steps: Optional[int] = arg(None, "training steps; null: from total_epochs", ge=0)
-    total_epochs: Optional[float] = arg(
-        None, "passes over the training prompts, where total_training_steps is null", gt=0
-    )
+    total_epochs: Optional[float] = arg(None, "passes over the training prompts, if total_training_steps is null", gt=0)
     save_freq: int = arg(50, "steps between checkpoints, with one at the end; -1: never")
     test_freq: int = arg(-1, "steps between validations, with one at the end; -1: never")
     val_before_train: bool = arg(True, "validate before the first step")
-    log_val_generations: int = arg(16, "samples kept of each validation", ge=0)
+    log_val_generations: int = arg(16, "number of samples stored from each validation", ge=0)
     logger: list[str] = arg(
         ["console"],
         "modules of phalanx.telemetry.loggers, such as console and wandb, module:Class, or path/to/file.py:Class; "
@@ -312,10 +316,10 @@ class TrainerConfig:
     max_checkpoints: int = arg(2, "checkpoints to keep, the newest ones", ge=1)
     profile_steps: list[int] = arg(
         [],
-        "training steps, from 1, of which each rank writes a trace, a table of the busiest operations and on GPUs a "
-        "snapshot of the memory to profiles/ in output_dir",
+        "training steps, from 1, for which each rank writes a trace, a table of the most expensive "
+        "operations and on GPUs a memory snapshot to profiles/ in output_dir",
     )
-    deterministic: bool = arg(False, "torch.use_deterministic_algorithms: slower on GPUs, repeatable to the last bit")
+    deterministic: bool = arg(False, "torch.use_deterministic_algorithms: slower on GPUs, bitwise reproducible")
 
 
 class JobConfig(Protocol):

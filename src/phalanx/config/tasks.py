@@ -27,21 +27,21 @@ class ExportConfig:
     """Configuration of tasks/export_checkpoint.py."""
 
     checkpoint: str = arg("???", "a run's output_dir, for its newest complete checkpoint, or a folder step_NNNNNN")
-    policy: Optional[str] = arg(None, "of a joint run: the policy that is exported", choices=POLICIES)
+    policy: Optional[str] = arg(None, "for a joint run: the policy to export", choices=POLICIES)
     output_dir: Optional[str] = arg(
         None,
-        "new folder for the export; null: export/step_NNNNNN in the run's output_dir, of a joint run "
+        "new folder for the export; null: export/step_NNNNNN in the run's output_dir, for a joint run "
         "export/<policy>/step_NNNNNN",
     )
-    weights: str = arg("auto", "auto: the moving average where the checkpoint has one", choices=WEIGHTS)
+    weights: str = arg("auto", "auto: the moving average if the checkpoint has one", choices=WEIGHTS)
     dtype: Optional[str] = arg(
         None,
-        "null: a LoRA as trained, a whole transformer as in the base model folder, a whole language model and what has "
-        "a LoRA merged in the run's model.dtype",
+        "null: a LoRA as trained, a whole transformer as in the base model folder, a whole language "
+        "model or a model with a merged LoRA in the run's model.dtype",
         choices=EXPORT_DTYPES,
     )
-    merge_lora: bool = arg(False, "of a LoRA: a whole folder with it in the weights, instead of the LoRA as a file")
-    model_path: Optional[str] = arg(None, "the base model, where it is no longer at the run's model.path", path=True)
+    merge_lora: bool = arg(False, "for a LoRA: write a whole folder with merged weights, instead of the LoRA as a file")
+    model_path: Optional[str] = arg(None, "the base model, if it is no longer at the run's model.path", path=True)
     push_to_hub: Optional[str] = arg(None, "hub repository (user/name) for the export; it is created if needed")
 
 
@@ -54,8 +54,8 @@ class SampleModelConfig:
     family: Optional[str] = arg(
         None, "module of phalanx.models.flow.families (or a dotted module); null: from model_index.json"
     )
-    dtype: Optional[str] = arg(None, "dtype that the model computes in; null: the run's, or bfloat16", choices=DTYPES)
-    reference_count: Optional[int] = arg(None, "images that each row's `image` holds; null: the run's, or 1", **COUNT)
+    dtype: Optional[str] = arg(None, "dtype of computation; null: the run's, or bfloat16", choices=DTYPES)
+    reference_count: Optional[int] = arg(None, "number of images in each row's `image`; null: the run's, or 1", **COUNT)
     reference_size: Optional[int] = arg(
         None, "side of the area at which an editing model's VAE sees the image; null: the run's, or 1024", ge=32
     )
@@ -72,7 +72,7 @@ class SampleConfig:
     checkpoint: Optional[str] = arg(
         None, "a run's output_dir, for its newest complete checkpoint, or a folder step_NNNNNN; null: the model folder"
     )
-    weights: str = arg("auto", "auto: the moving average where the checkpoint has one", choices=WEIGHTS)
+    weights: str = arg("auto", "auto: the moving average if the checkpoint has one", choices=WEIGHTS)
     prompts: list[str] = arg([], "prompts, such as '[a red apple, two cats]'")
     prompt_file: Optional[str] = arg(
         None, "prompts: .txt, .jsonl, .csv, .parquet or a Hugging Face dataset folder", path=True
@@ -98,12 +98,12 @@ class SampleConfig:
     )
     noise_level: Optional[float] = arg(None, "eta of the sampler, 0 is the ODE; null: the run's, or 0", ge=0)
     sde_type: Optional[str] = arg(
-        None, "the stochastic step, where noise_level > 0; null: the run's, or sde", choices=SDE_TYPES
+        None, "the stochastic step, if noise_level > 0; null: the run's, or sde", choices=SDE_TYPES
     )
     seed: Optional[int] = arg(None, "seed of the noise; null: that of the run's validation, or 1234", **SEEDS)
     micro_batch_size_per_gpu: int = arg(1, "images sampled together", **COUNT)
     output_dir: str = arg("outputs/samples", "folder for the images and grid.png, which are replaced")
-    columns: Optional[int] = arg(None, "images per row of the grid; null: n, or a square grid where n is 1", **COUNT)
+    columns: Optional[int] = arg(None, "images per row of the grid; null: n, or a square grid if n is 1", **COUNT)
 
 
 @dataclass
@@ -112,16 +112,14 @@ class GenerateModelConfig:
 
     path: Optional[str] = arg(None, "language model's folder or hub id; null: the checkpoint's base model", path=True)
     revision: Optional[str] = arg(None, "commit, tag or branch of a hub id; null: the run's for its own model, or main")
-    dtype: Optional[str] = arg(None, "dtype that the model computes in; null: the run's, or bfloat16", choices=DTYPES)
+    dtype: Optional[str] = arg(None, "dtype of computation; null: the run's, or bfloat16", choices=DTYPES)
     attn_implementation: Optional[str] = arg(
         None, "attention of transformers; null: the run's, or sdpa", choices=ATTENTION
     )
     block_size: Optional[int] = arg(
         None, "block diffusion: tokens of a block; null: the run's, or an autoregressive model", **TIMES
     )
-    mask_token: Optional[str] = arg(
-        None, "block diffusion: the token that stands for those to come; null: the run's, or the tokenizer's mask token"
-    )
+    mask_token: Optional[str] = arg(None, "block diffusion: the mask token; null: the run's, or the tokenizer's")
 
 
 @dataclass
@@ -132,7 +130,7 @@ class GenerateConfig:
     checkpoint: Optional[str] = arg(
         None, "a run's output_dir, for its newest complete checkpoint, or a folder step_NNNNNN; null: the model folder"
     )
-    weights: str = arg("auto", "auto: the moving average where the checkpoint has one", choices=WEIGHTS)
+    weights: str = arg("auto", "auto: the moving average if the checkpoint has one", choices=WEIGHTS)
     prompts: list[str] = arg([], "prompts, such as '[Why is the sky blue?]'; quote one that has commas")
     prompt_file: Optional[str] = arg(
         None, "prompts: .txt, .jsonl, .csv, .parquet or a Hugging Face dataset folder", path=True
@@ -143,24 +141,27 @@ class GenerateConfig:
         {}, "variables that the chat template reads, in addition to the run's data.chat_template_kwargs"
     )
     n: Optional[int] = arg(None, "responses per prompt; null: the run's, or 1", **COUNT)
-    temperature: Optional[float] = arg(None, "temperature; 0 takes the likeliest token; null: the run's, or 0", ge=0)
+    temperature: Optional[float] = arg(None, "temperature; 0 is greedy; null: the run's, or 0", ge=0)
     top_p: Optional[float] = arg(
-        None, "sample among the likeliest tokens of this probability in all; null: the run's, or 1", gt=0, le=1
+        None, "sample from the most likely tokens with this total probability; null: the run's, or 1", gt=0, le=1
     )
     top_k: Optional[int] = arg(
-        None, "sample among this many of the likeliest tokens; -1 and 0: all; null: the run's, or all", ge=-1
+        None, "sample from this many of the most likely tokens; -1 and 0: all; null: the run's, or all", ge=-1
     )
     min_p: Optional[float] = arg(
-        None, "sample among tokens of at least this share of the largest probability; null: the run's, or 0", ge=0, le=1
+        None,
+        "sample from tokens with at least this share of the largest probability; null: the run's, or 0",
+        ge=0,
+        le=1,
     )
     stop: Optional[list[str]] = arg(None, "texts that end a response; null: the run's, or none")
     max_response_length: Optional[int] = arg(
-        None, "longest response, in tokens; null: the run's, or 1024 where the model has room for them", **MOST_TOKENS
+        None, "longest response, in tokens; null: the run's, or 1024 if the model has room for them", **MOST_TOKENS
     )
     denoising_steps_per_block: Optional[int] = arg(
         None,
-        "block diffusion: most denoising steps of a block, each of which unmasks an equal share of it at least; null: "
-        "the run's, or one a token",
+        "block diffusion: maximum denoising steps per block, each of which unmasks at least an equal "
+        "share of it; null: the run's, or one per token",
         **TIMES,
     )
     threshold: Optional[float] = arg(
@@ -190,13 +191,13 @@ class EvaluateConfig:
     checkpoint: Optional[str] = arg(
         None, "a run's output_dir, for its newest complete checkpoint, or a folder step_NNNNNN; null: the model folder"
     )
-    policy: Optional[str] = arg(None, "of a joint run: the policy that is evaluated", choices=POLICIES)
-    weights: str = arg("auto", "auto: the moving average where the checkpoint has one", choices=WEIGHTS)
+    policy: Optional[str] = arg(None, "for a joint run: the policy to evaluate", choices=POLICIES)
+    weights: str = arg("auto", "auto: the moving average if the checkpoint has one", choices=WEIGHTS)
     kind: Optional[str] = arg(
         None, "kind of the model without a checkpoint: lm or flow; null: by its local folder", choices=KINDS
     )
     baseline: Optional[str] = arg(
-        None, "what the differences are to: the output_dir of an earlier evaluation, a checkpoint, or a model folder"
+        None, "baseline of the differences: the output_dir of an earlier evaluation, a checkpoint, or a model folder"
     )
     n: Optional[int] = arg(None, "samples per prompt; null: those of the run's validation, or 1", **COUNT)
     seed: Optional[int] = arg(None, "seed of the samples; null: that of the run's validation, or 1234", **SEEDS)
@@ -204,7 +205,7 @@ class EvaluateConfig:
         None, "the numbers k of avg@k, pass@k, best@k and majority@k; null: the powers of 2 up to n"
     )
     threshold: Optional[float] = arg(
-        None, "score from which on a sample passes; null: 1 of scores that are all 0 or 1, and no pass@k of others"
+        None, "lowest score with which a sample passes; null: 1 if all scores are 0 or 1, otherwise no pass@k"
     )
     group_by: Optional[str] = arg(None, "column of the data: the same statistics of the prompts of each of its values")
     prompts_per_chunk: int = arg(
@@ -212,8 +213,9 @@ class EvaluateConfig:
     )
     output_dir: Optional[str] = arg(
         None,
-        "folder for records.jsonl, evaluation.json and evaluation.html; one with records of the same arguments is gone "
-        "on with; null: evaluation/step_NNNNNN in the run's output_dir, of a folder outputs/evaluation/<its name>",
+        "folder for records.jsonl, evaluation.json and evaluation.html; one with records of the same "
+        "arguments is resumed; null: evaluation/step_NNNNNN in the run's output_dir, or "
+        "outputs/evaluation/<its name> for a folder",
     )
 
 
@@ -231,7 +233,7 @@ class CheckClusterConfig(FlowRLConfig, FlowMatchingTaskConfig):
     model: CheckedModelConfig = field(default_factory=CheckedModelConfig)
     expect: Optional[int] = arg(None, "expected number of ranks; null: any", ge=1)
     timeout_s: float = arg(60.0, "longest step of the check, in seconds", gt=0)
-    min_free_gb: float = arg(50.0, "warn where trainer.output_dir has less free space, in GB (10^9 bytes)", ge=0)
+    min_free_gb: float = arg(50.0, "warn if trainer.output_dir has less free space, in GB (10^9 bytes)", ge=0)
 
 
 @dataclass
@@ -246,10 +248,10 @@ class ServeRewardConfig:
     token_env: Optional[str] = arg(None, "environment variable that holds the token clients must send; null: none")
     allow_open: bool = arg(False, "serve everyone who reaches the server, without a token")
     max_body_mb: float = arg(64.0, "largest request, in MB (10^6 bytes)", gt=0)
-    max_images: int = arg(64, "most images per request", ge=1)
+    max_images: int = arg(64, "maximum images per request", ge=1)
     max_pixels: int = arg(2**22, "largest image, in pixels", ge=1)
     max_memory_mb: float = arg(4000.0, "memory for the pixels of all requests, in MB; further ones wait", gt=0)
-    max_requests: int = arg(256, "most connections at once; further ones are told to retry", ge=1)
+    max_requests: int = arg(256, "maximum concurrent connections; further ones are told to retry", ge=1)
     read_timeout_s: float = arg(30.0, "seconds for the head of a request to arrive, and then for its body", gt=0)
 
 
@@ -260,7 +262,7 @@ class PrepareDataConfig:
     source: Optional[str] = arg(
         None, "file of problems with answers, such as GSM8K's .jsonl, MATH's or a .parquet of verl", path=True
     )
-    reasoning_gym: list[str] = arg([], "in place of source: tasks of reasoning-gym, such as [chain_sum&min_terms=2]")
+    reasoning_gym: list[str] = arg([], "instead of source: tasks of reasoning-gym, such as [chain_sum&min_terms=2]")
     size: int = arg(1000, "rows of each of these tasks", ge=1)
     prompt_key: Optional[str] = arg(None, "column of the prompts; null: prompt, question, problem or messages")
     answer_key: Optional[str] = arg(
@@ -268,17 +270,18 @@ class PrepareDataConfig:
     )
     test_source: Optional[str] = arg(
         None,
-        "file of held-out problems: becomes test.jsonl, and its prompts are left out of the others, if there are any",
+        "file of held-out problems: becomes test.jsonl, and its prompts are excluded from the other files",
         path=True,
     )
     instruction: Optional[str] = arg(
         None,
-        "what is asked for behind each prompt: the answer behind ####, in \\boxed{}, in a line Answer:, in tags, or "
-        "nothing; null: what the source's own solutions have, tags for reasoning-gym",
+        "instruction appended to each prompt, which asks for the answer after ####, in \\boxed{}, in a "
+        "line Answer:, in tags, or for nothing; null: the form of the source's own solutions, tags for "
+        "reasoning-gym",
         choices=INSTRUCTIONS,
     )
     suffix: Optional[str] = arg(None, "an instruction in words of your own")
-    val_size: int = arg(200, "prompts that are held out as val.jsonl; 0: none", ge=0)
+    val_size: int = arg(200, "prompts held out as val.jsonl; 0: none", ge=0)
     seed: int = arg(0, "seed of the split, and of reasoning-gym's tasks", **SEEDS)
     output_dir: str = arg("outputs/data", "gets train.jsonl, val.jsonl and test.jsonl, which are replaced")
 

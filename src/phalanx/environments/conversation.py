@@ -195,7 +195,7 @@ class Conversation:
         *,
         observe: bool = False,
     ) -> Outcome | None:
-        """Call code of the environment; None where that ended the conversation. `observe`: the model may read what was
+        """Call code of the environment; None if that ended the conversation. `observe`: the model may read what was
         raised. Raises EnvironmentFailure where on_error says so.
         """
         outcome = await self._pool.call(function, convert)

@@ -196,7 +196,7 @@ class Pool:
         threading.Thread(target=self._work, name=f"environments-{self._started}", daemon=True).start()
 
     def _gives_up(self, call: _Call) -> bool:
-        """Give a call up that runs too long; False where it has ended meanwhile."""
+        """Give a call up that runs too long; False if it has ended meanwhile."""
         with self._lock:
             if call.ended.done():
                 return False

@@ -75,7 +75,7 @@ def build_kinds(cfg: EnvironmentConfig) -> dict[Key, Kind]:
 
 
 def kind_of(row: Mapping[str, Any], kinds: Mapping[Key, Kind]) -> Kind:
-    """The environment of a row of the data. Raises ValueError where it has none."""
+    """The environment of a row of the data. Raises ValueError if it has none."""
     if None in kinds:
         return kinds[None]
     name = row.get(COLUMN)
@@ -212,7 +212,7 @@ def _public(factory: type) -> list[str]:
 
 
 def _taken(factory: type) -> frozenset[str] | None:
-    """The names of what reset takes of a row; None where it takes all."""
+    """The names of what reset takes of a row; None if it takes all."""
     parameters = inspect.signature(getattr_static(factory, "reset")).parameters
     if any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters.values()):
         return None

@@ -234,7 +234,7 @@ def _digest(prompts: list[Prompt]) -> str:
 
 
 def differing(before: dict[str, Any], now: dict[str, Any]) -> str | None:
-    """The first key in which two facts differ, with both values; None where they differ in nothing but COSTS."""
+    """The first key in which two facts differ, with both values; None if they differ in nothing but COSTS."""
     values, others = flat(before), flat(json.loads(json.dumps(now)))
     for name in [*values, *others]:
         if name not in COSTS and values.get(name) != others.get(name):

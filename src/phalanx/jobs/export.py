@@ -56,7 +56,7 @@ class Trained:
     policy: str = ""
 
     def check_fits(self, parameters: Mapping[str, Tensor], path: str) -> None:
-        """Raise ValueError where the trained parameters of the model at `path` are not those of the checkpoint."""
+        """Raise ValueError if the trained parameters of the model at `path` are not those of the checkpoint."""
         for name in sorted(self.entries.keys() | parameters.keys()):
             held = list(self.entries[name].size) if name in self.entries else "nothing"
             wanted = list(parameters[name].shape) if name in parameters else "nothing"
@@ -96,7 +96,7 @@ def open_checkpoint(checkpoint: str, weights: str, policy: str | None = None) ->
     """The checkpoint that the task's key `checkpoint` means; `weights` is auto, model or ema, and `policy` that of a
     joint run.
 
-    Raises ValueError where there is none, it is incomplete, or it has no such weights.
+    Raises ValueError if there is none, it is incomplete, or it has no such weights.
     """
     folder = _locate(checkpoint)
     kinds = (LMTurnRunConfig, LMRunConfig, BlockDiffusionRunConfig, FlowRunConfig)
@@ -312,7 +312,7 @@ def _without_start(tensors: dict[str, Tensor], start: dict[str, Tensor]) -> dict
 
 
 def make_repository(repo: str) -> None:
-    """Make the hub repository, before any work is done for it; raises ValueError where that fails."""
+    """Make the hub repository, before any work is done for it; raises ValueError if that fails."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HFValidationError, HTTPError
 

@@ -55,7 +55,7 @@ def tensors(file: Path, key: str = "model.path") -> dict[str, tuple[str, list[in
 
 
 def require(part: Path, *names: str, key: str = "model.path") -> None:
-    """Raise ValueError where a folder, which `key` names, has none of these files."""
+    """Raise ValueError if a folder, which `key` names, has none of these files."""
     if not any((part / name).is_file() for name in names):
         raise ValueError(f"{key}: {part} has no {' or '.join(names)}")
 
@@ -86,7 +86,7 @@ def check_weights(part: Path, key: str = "model.path") -> None:
 
 
 def check_variants(part: str, files: list[str], key: str = "model.path") -> None:
-    """Raise ValueError where the weights of a component, by the names of their files, are only those of a variant."""
+    """Raise ValueError if the weights of a component, by the names of their files, are only those of a variant."""
     variants = [_VARIANT.fullmatch(file) for file in files]
     if variants and variants[0] is not None and all(variants):
         name = variants[0][1]

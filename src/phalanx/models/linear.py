@@ -55,7 +55,7 @@ def preferred(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 
 
 def use_onednn(module: nn.Module) -> None:
-    """Let all float32 linear layers in `module` compute by oneDNN, in place. Raises ValueError where torch lacks it."""
+    """Let all float32 linear layers in `module` compute by oneDNN, in place. Raises ValueError if torch lacks it."""
     if not torch.backends.mkldnn.is_available():
         raise ValueError("model.cpu_linear: onednn is no part of this torch; expected torch, or null")
     _count_operations()
@@ -69,7 +69,7 @@ def unfuse_biases(module: nn.Module) -> None:
 
 def quantize_layers(blocks: Iterable[nn.Module], device: torch.device, *, stays: bool) -> None:
     """Keep the frozen weights of all linear layers in `blocks` in NF4, in place. They are quantized on `device`, and
-    stay there or return to where they were. Raises ValueError where that fits no layer.
+    stay there or return to where they were. Raises ValueError if that fits no layer.
     """
     quantized = total = 0
     left_out: dict[int, list[str]] = {}

@@ -27,7 +27,7 @@ def add_lora(module: nn.Module, config: ModelConfig, default_targets: Sequence[s
     """Add a LoRA to a module and freeze all else. Its weights are a function of `seed`. Of a model that reads images
     only the decoder gets one.
 
-    Raises ValueError where no module matches `model.target_modules`.
+    Raises ValueError if no module matches `model.target_modules`.
     """
     from peft import LoraConfig, inject_adapter_in_model
 
@@ -193,7 +193,7 @@ def adapter_config(rank: int, alpha: float, targets: Sequence[str] | str, base: 
 
 
 def lora_file(path: str) -> Path:
-    """The file that model.lora_path means; ValueError where there is none."""
+    """The file that model.lora_path means; ValueError if there is none."""
     given = Path(path).expanduser()
     for file in (given, given / ADAPTER, given / WEIGHTS):
         if file.is_file():

@@ -85,7 +85,7 @@ class GivesAnswers(Protocol):
     """A reward that scores an answer within a text, and can say which: an evaluation takes the majority of them."""
 
     def answer(self, completion: str, /) -> str | None:
-        """The answer, the same text for equal ones; None where there is none."""
+        """The answer, the same text for equal ones; None if there is none."""
 
 
 @runtime_checkable
@@ -161,7 +161,7 @@ def transcript(prompt: Prompt, completion: str) -> list[dict[str, Any]]:
 
 
 def ground_truth(prompt: str, metadata: dict[str, Any], column: str = "ground_truth") -> str:
-    """The text that an image of `prompt` is to show, of a list all with blanks between; ValueError where the data has
+    """The text that an image of `prompt` is to show, of a list all with blanks between; ValueError if the data has
     none.
     """
     target = metadata.get(column)

@@ -57,7 +57,7 @@ class Call:
         return running and time.perf_counter() - self.start > limit_s
 
     def failure(self) -> RewardError | None:
-        """The error that ended the call, in one line and with its cause; None where it has none so far."""
+        """The error that ended the call, in one line and with its cause; None if it has none so far."""
         if self.future is None or not self.future.done() or self.future.cancelled():
             return None
         error = self.future.exception()

@@ -28,7 +28,7 @@ def raise_stopped(signal: int) -> None:
 class RewardClient:
     """Hands samples to the rewards and collects their scores, in step on all ranks of a world.
 
-    `reward_set` is None where the configuration has no rewards, or other ranks sample. `noun` is what a sample is
+    `reward_set` is None if the configuration has no rewards, or other ranks sample. `noun` is what a sample is
     called in messages, in the plural. `on_stop` is called on all ranks at once where a signal asked one to stop.
     """
 

@@ -98,7 +98,7 @@ def form_of(signature: inspect.Signature) -> type[TrlReward] | type[VerlReward] 
 
 
 def verl_arguments(signature: inspect.Signature) -> list[str]:
-    """The names by which verl's arguments are given to a function."""
+    """The names under which verl passes arguments to a function."""
     output = [name for name in OUTPUTS if name in signature.parameters]
     others = [name for name in ("data_source", "ground_truth", "extra_info") if _takes(signature, name)]
     return output + others

@@ -294,7 +294,7 @@ def encode(outputs: Outputs, prompts: list[str], metadata: list[dict[str, Any]],
 
 
 def _base64(image: Picture) -> str:
-    """The image's file; ValueError, with one line, where there is none."""
+    """The image's file; ValueError, with one line, if there is none."""
     return base64.b64encode(image.encoded()).decode()
 
 

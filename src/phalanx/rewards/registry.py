@@ -77,7 +77,7 @@ def build_terms(
 ) -> list[Term]:
     """Resolve and bind all entries of `reward.functions`; a DeviceReward is put on `device`.
 
-    `unparseable_score` is that of the reward model's section; None where no judge can be asked. `outputs` is what the
+    `unparseable_score` is that of the reward model's section; None if no judge can be asked. `outputs` is what the
     job makes: "images", videos among them, or "completions".
     """
     if not functions:

@@ -168,12 +168,12 @@ class RewardSet:
 
     @property
     def validates(self) -> bool:
-        """True where there are terms in validation, too: those of the policy are computed only in training."""
+        """True if there are terms in validation, too: those of the policy are computed only in training."""
         return bool(self._scored)
 
     @property
     def must_ask(self) -> bool:
-        """True where judges have not asked yet, so that `ask` must be called before `collect`."""
+        """True if judges have not asked yet, so that `ask` must be called before `collect`."""
         return self._judges is not None and not self._asked
 
     @property

@@ -20,7 +20,7 @@ def plan(
     """The step's arithmetic for `world_size` ranks; ConfigError with the numbers if it is uneven.
 
     `actions`: rows of a forward pass for each sample in training, where rollout and replay are to have equal shapes.
-    `micro`: samples of a pass in place of the configuration's.
+    `micro`: samples of a pass instead of the configuration's.
     """
     numbers = _Numbers(
         world=world_size,

@@ -96,7 +96,7 @@ def trained_state(
 
 
 def complete(folder: Path) -> str | None:
-    """The problem with a checkpoint folder, None where it is complete. For contents see `damaged`."""
+    """The problem with a checkpoint folder, None if it is complete. For contents see `damaged`."""
     try:
         meta = read_meta(folder)
         for name, (size, _) in meta["files"].items():
@@ -146,7 +146,7 @@ def _checksum(path: Path) -> int:
 
 
 def find(root: Path, without: Collection[Path] = ()) -> Path | None:
-    """The newest complete checkpoint below `root`, but for those of `without`.
+    """The newest complete checkpoint below `root`, except those of `without`.
 
     Incomplete ones are skipped with a message.
     """
@@ -161,7 +161,7 @@ def find(root: Path, without: Collection[Path] = ()) -> Path | None:
 
 
 def saved_choice(root: Path, resume: str, key: str) -> Any:
-    """The value of `key` in the signature of the checkpoint that trainer.resume will take; None where there is none.
+    """The value of `key` in the signature of the checkpoint that trainer.resume will take; None if there is none.
 
     For choices that come before models are built; what is wrong with the checkpoint is told by `locate`.
     """
@@ -185,7 +185,7 @@ def read_meta(folder: Path) -> dict[str, Any]:
 
 
 def _unseen(folder: Path) -> str | None:
-    """The problem where files that other ranks wrote are not seen here; None where all are."""
+    """The problem where files that other ranks wrote are not seen here; None if all are."""
     # Where each node writes to a local disk, each holds a part, and only the resume would show it.
     stored = Reader(folder).read_metadata().storage_data.values()
     for entry in stored:
@@ -218,7 +218,7 @@ class Checkpointer:
         self.saved_step = -1
 
     def locate(self, resume: str) -> Path | None:
-        """The checkpoint that `trainer.resume` means; raises ValueError where it cannot be used."""
+        """The checkpoint that `trainer.resume` means; raises ValueError if it cannot be used."""
         passed: list[Path] = []
         while True:
             # Rank 0 looks and tells the others: a network's disk may show them another state.
@@ -261,7 +261,7 @@ class Checkpointer:
     def load(self, folder: Path, state: dict[str, Any]) -> Progress:
         """Fill `state` in place, whatever the number of ranks that saved it.
 
-        Raises ValueError where that fails: the state must not be used then.
+        Raises ValueError if that fails: the state must not be used then.
         """
         try:
             dcp.load(state, storage_reader=Reader(folder), process_group=self.world.checkpoint_group)
@@ -325,7 +325,7 @@ class Checkpointer:
     def _publish_or_drop(
         self, per_rank: list[tuple[str | None, dict[str, int]]], part: Path, final: Path, meta: dict[str, Any]
     ) -> bool:
-        """On rank 0: publish a checkpoint that all ranks have written; True where it is there."""
+        """On rank 0: publish a checkpoint that all ranks have written; True if it is there."""
         problem = _first([failure for failure, _ in per_rank])
         checksums: dict[str, int] = {}
         for _, written in per_rank:

@@ -53,7 +53,7 @@ class Reader(FileSystemReader):
     """The storage reader for `dcp.load` of a checkpoint folder whose content is not trusted."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The names, sizes and places of the tensors; raises ValueError where that is not what the file holds."""
+        """The names, sizes and places of the tensors; raises ValueError if that is not what the file holds."""
         metadata = _read(Path(self.path) / ".metadata")
         metadata.storage_meta = StorageMeta(load_id=self.load_id)
         return metadata

@@ -29,7 +29,7 @@ ERROR = "actor/first_ratio_error"
 
 @dataclass(frozen=True)
 class Collected:
-    """Samples of this rank, the reward [N] of those of all ranks, zeros where there is none and NaN for samples to
+    """Samples of this rank, the reward [N] of all ranks' samples, zeros if there is none and NaN for samples to
     skip, and metrics, equal on all ranks.
     """
 
@@ -159,7 +159,7 @@ class Collector:
     """Makes samples with rewards, with all ranks of its world.
 
     The prompts of a training step are sampled in `chunks`, one after the other, each of which has the arithmetic of
-    `plan`. `weights` names those that sample, None for the policy's own; `rescorer` is None where another role takes
+    `plan`. `weights` names those that sample, None for the policy's own; `rescorer` is None if another role takes
     the old log-probabilities.
     """
 

@@ -75,7 +75,7 @@ class Critic(Protocol):
 class JobComponents:
     """All that a kind of policy brings to a job.
 
-    `rollout` and `rewards` are None where other ranks sample; `exact` and `noun` are the rollout's, wherever it is (see
+    `rollout` and `rewards` are None if other ranks sample; `exact` and `noun` are the rollout's, wherever it is (see
     phalanx.types.Rollout). `val_sets` are the held-out prompts by name. `keeps` is the rollout where some of its
     samples wait for later steps.
     """
@@ -94,7 +94,7 @@ def start(cfg: RunConfig, part: str = "") -> World:
     """Join the world, as deterministic as trainer.deterministic asks, and take the output folder for this job. `part`:
     of the policy whose configuration it is, where the job has several.
 
-    Raises ValueError where another job has it.
+    Raises ValueError if another job has it.
     """
     if cfg.trainer.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
@@ -141,7 +141,7 @@ def build_rewards(
     outputs: str = "images",
     gradients: bool = False,
 ) -> RewardSet | None:
-    """The rewards of this rank, None where the configuration has none, or other ranks sample. `outputs`: what the job
+    """The rewards of this rank, None if the configuration has none, or other ranks sample. `outputs`: what the job
     makes, "images" (or videos) or "completions". They are asked about all rows whose samples they are to score: `rows`
     are trained on. `gradients`: the algorithm differentiates the rewards. Raises ConfigError for what they cannot do.
     """

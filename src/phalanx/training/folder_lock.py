@@ -31,7 +31,7 @@ _held: "FolderLock | None" = None  # a process works for one job
 def hold(folder: Path, world: World) -> None:
     """Take the folder for this job until `release`, or the end of rank 0; a collective of all ranks.
 
-    Raises ValueError where another job has it, or it cannot be written.
+    Raises ValueError if another job has it, or it cannot be written.
     """
 
     def take() -> None:
@@ -61,7 +61,7 @@ class FolderLock:
     """A folder that this process has to itself. `lost` is called, once, with a message where another job takes it, and
     `asked`, once, where `phalanx stop` asks this job to stop.
 
-    Raises ValueError where another job has it, OSError where it cannot be written.
+    Raises ValueError if another job has it, OSError if it cannot be written.
     """
 
     def __init__(self, folder: Path, lost: Callable[[str], object], asked: Callable[[], object]) -> None:
@@ -101,7 +101,7 @@ class FolderLock:
         self._lock.close()
 
     def _try_lock(self) -> bool:
-        """Lock the file; False where the file system cannot tell. Raises ValueError where another process has it."""
+        """Lock the file; False if the file system cannot tell. Raises ValueError if another process has it."""
         try:
             # of the process, so that a reward's forked child does not keep it
             fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -114,7 +114,7 @@ class FolderLock:
         return True
 
     def _wait_for_silence(self, other: dict[str, Any]) -> None:
-        """Return once the job that is named here has shown no sign of life; raises ValueError where it lives."""
+        """Return once the job that is named here has shown no sign of life; raises ValueError if it lives."""
         say(f"{self.folder} was left by {_named(other)}; looking for {PATIENCE_S:.0f} s whether it still runs")
         deadline = time.monotonic() + PATIENCE_S
         while time.monotonic() < deadline:

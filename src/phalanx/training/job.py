@@ -43,7 +43,7 @@ class Sampling(Protocol):
 
     @property
     def validates(self) -> int:
-        """Held-out prompts of a validation, 0 where there is none to make."""
+        """Held-out prompts of a validation, 0 if there is none to make."""
 
     def begin(self, step: int, total_steps: int, kept: Sequence[Tensor]) -> None:
         """Once, before the first training step of this start of the job, `step` of `total_steps`; `kept` holds what a
@@ -65,7 +65,7 @@ class Sampling(Protocol):
 class Job:
     """A job with what it trains; its loop takes step after step from `steps`, and gives each back to `end_step`.
 
-    `policies` are those that it trains, by name, "" where there is one; `state` is the first one's. `beside` holds the
+    `policies` are those that it trains, by name, "" if there is one; `state` is the first one's. `beside` holds the
     models that are trained beside them, by name, such as a critic, and `states` all of these.
     """
 
@@ -292,7 +292,7 @@ class Job:
             self.checkpointer.save(self.tensors(), copy(progress), in_flight)
 
     def _not_finite(self) -> str | None:
-        """On all ranks: the weights that hold NaN or infinity, in words; None where there are none."""
+        """On all ranks: the weights that hold NaN or infinity, in words; None if there are none."""
         name = None
         for state in self.states.values():
             name = name or state.not_finite()

@@ -54,7 +54,7 @@ from phalanx.types import Algorithm, JobError, Outputs, Prompt, Rollout, Samples
 
 @dataclass
 class Part:
-    """A policy of a joint run with its own configuration; `state` is None where it is frozen. `group`: samples whose
+    """A policy of a joint run with its own configuration; `state` is None if it is frozen. `group`: samples whose
     rewards its advantages compare, one after the other.
     """
 
@@ -68,7 +68,7 @@ class Part:
     state: TrainState | None = None
 
     def best(self) -> AbstractContextManager[None]:
-        """A context with the weights that are validated: the moving average where there is one."""
+        """A context with the weights that are validated: the moving average if there is one."""
         averaged = self.state is not None and self.state.ema is not None
         return self.policy.using("ema") if averaged else nullcontext()
 

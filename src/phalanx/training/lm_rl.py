@@ -198,7 +198,7 @@ def plan(cfg: LMRLConfig, world_size: int) -> BatchPlan:
 
 
 def scoring(plan: BatchPlan, algorithm: Algorithm, config: LMRolloutConfig) -> Passes | None:
-    """The passes that take old log-probabilities; None where each sample is trained once, by the weights that drew it:
+    """The passes that take old log-probabilities; None if each sample is trained once, by the weights that drew it:
     then they are those of the very pass that trains it.
     """
     once = plan.updates * plan.epochs == 1 and config.schedule != "one_step_off"
@@ -211,7 +211,7 @@ def scoring(plan: BatchPlan, algorithm: Algorithm, config: LMRolloutConfig) -> P
 
 
 def fitting(rows: list[PromptRow], key: str, policy: LMPolicy, *, first: bool) -> list[PromptRow]:
-    """The rows whose prompts are short enough, as data.overlong_prompts wants it; ValueError where it is `error`, or
+    """The rows whose prompts are short enough, as data.overlong_prompts wants it; ValueError if it is `error`, or
     where none is left.
     """
     limit, overlong = policy.data.max_prompt_length, policy.data.overlong_prompts

@@ -23,7 +23,7 @@ class BatchPlan:
 
     samples of all ranks; per_rank; updates: optimizer steps per pass over them; micro: samples of a forward and
     backward pass; actions: rows of each sample in it; rollout_micro: samples of a rollout micro-batch; exact: rollout
-    and replay run at equal shapes, so that their log-probs agree to the last bit. epochs: passes over the samples;
+    and replay run at equal shapes, so that their log-probs agree bit by bit. epochs: passes over the samples;
     forward: each of them trains on samples that are corrupted anew.
 
     A rank trains `units` in a pass: samples, or `together` of the samples of each prompt as one. `budget`: in place of

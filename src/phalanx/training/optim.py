@@ -169,7 +169,7 @@ class TrainState:
     It is one entry of a checkpoint. A job has one for its policy, and further ones for models that it trains beside it.
 
     `averages` are copies of the weights by name, which begin as the weights are now; `ema` is the one of `EmaConfig`,
-    None where its decay is. The model can be used with any of them (TrainedModel.using). `applied` and `skipped` count
+    None if its decay is. The model can be used with any of them (TrainedModel.using). `applied` and `skipped` count
     the optimizer steps of the training step that runs.
     """
 

@@ -30,7 +30,7 @@ def as_original(prompt: Prompt) -> Prompt:
 
 
 def rewritten(response: str, config: RewriteConfig, last_group: Verifier) -> str | None:
-    """The prompt that a response says, without think blocks, on one line; None where it says none. Raises VerifierError
+    """The prompt that a response says, without think blocks, on one line; None if it says none. Raises VerifierError
     where the pattern takes too long.
     """
     # a chat template may have opened the block, and the limit may have cut it
@@ -77,7 +77,7 @@ class Rewriter:
         }
 
     def texts(self, responses: Sequence[str]) -> list[tuple[str | None, bool]]:
-        """The rewritten prompts of all ranks' responses, None where there is none, and whether the painter reads only
+        """The rewritten prompts of all ranks' responses, None if there is none, and whether the painter reads only
         the first tokens of each.
         """
         texts = list(map(self._rewritten, responses))
@@ -87,7 +87,7 @@ class Rewriter:
         return [one for part in all_gather_object(local) for one in part]
 
     def _rewritten(self, response: str) -> str | None:
-        """See `rewritten`; None where the pattern takes too long, which is said once."""
+        """See `rewritten`; None if the pattern takes too long, which is said once."""
         try:
             return rewritten(response, self.config, self._last_group)
         except VerifierError as error:

@@ -26,7 +26,7 @@ def check_teacher(teacher: Teacher, config: FlowModelConfig) -> None:
 
 
 def check_kind(teacher: Teacher, kind: str, expected: str) -> None:
-    """Raise ValueError where the teacher's pipeline is not the policy's, `expected`."""
+    """Raise ValueError if the teacher's pipeline is not the policy's, `expected`."""
     if kind != expected:
         raise ValueError(f"{teacher.key}: {teacher.path!r} is a {kind}; it should be a {expected}, as model.path is")
 
@@ -94,7 +94,7 @@ def load_teacher(
 
 
 def _alike(some: list[nn.Module], others: list[nn.Module], rtol: float = 0.0, atol: float = 0.0) -> bool:
-    """True where the modules hold the same tensors, but for the tolerance; on the meta device, tensors of one shape."""
+    """True if the modules hold the same tensors, up to the tolerance; on the meta device, tensors of one shape."""
     if len(some) != len(others):
         return False
     for one, other in zip(some, others, strict=True):

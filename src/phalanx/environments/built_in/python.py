@@ -48,7 +48,7 @@ class Python:
         return self._run(code)
 
     def _run(self, code: str, needs_all: bool = False) -> str:
-        """The output of a script. `needs_all`: ValueError where this machine lacks a layer of the confinement."""
+        """The output of a script. `needs_all`: ValueError if this machine lacks a layer of the confinement."""
         arguments = [str(self._timeout_s), str(self._memory), "1" if self._unconfined else "0"]
         variables = environment() | {"PYTHONHASHSEED": "0", "PYTHONIOENCODING": "utf-8:replace"}
         child = subprocess.Popen(
@@ -108,7 +108,7 @@ class Python:
 
 @cache
 def _check_machine() -> None:
-    """Raise ValueError where this machine cannot confine a process."""
+    """Raise ValueError if this machine cannot confine a process."""
     Python(60, unconfined=True)._run("", needs_all=True)
 
 

@@ -18,7 +18,7 @@ from phalanx.models.flow.family import FlowModel
 def share_tokens(model: FlowModel, world: World) -> None:
     """Let the transformer split the tokens of its samples over the ranks that hold the same ones, before it is sharded.
 
-    Raises ValueError where it cannot.
+    Raises ValueError if it cannot.
     """
     assert world.context is not None
     size, (heads, _) = world.context_size, model.heads()
@@ -40,7 +40,7 @@ def share_tokens(model: FlowModel, world: World) -> None:
 
 
 def check_tokens(model: FlowModel, sampler: Sampler, longest: int, size: int) -> None:
-    """Raise ValueError where `size` ranks cannot share the tokens of a sample with a text of the `longest` evenly."""
+    """Raise ValueError if `size` ranks cannot share the tokens of a sample with a text of the `longest` evenly."""
     for what, count in model.split_tokens(sampler.height, sampler.width, sampler.num_frames, longest).items():
         if count % size:
             near = near_divisors(count, size)

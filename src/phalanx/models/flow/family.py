@@ -204,7 +204,7 @@ class FlowModel(ModelFiles):
     def prepare_sharing(self, size: int) -> None:
         """Exchange, before `size` ranks share the tokens of a sample, parts of the transformer that cannot.
 
-        Raises ValueError where they are too many.
+        Raises ValueError if they are too many.
         """
 
     def context_plan(self) -> dict[str, Any]:
@@ -367,7 +367,7 @@ def to_pixels(decoded: Tensor) -> Tensor:
 
 
 def check_size(height: int, width: int, unit: int, limit: int | None = None) -> None:
-    """Raise ValueError where a side is not a multiple of `unit` pixels, or longer than `limit`."""
+    """Raise ValueError if a side is not a multiple of `unit` pixels, or longer than `limit`."""
     for name, size in (("height", height), ("width", width)):
         if size % unit:
             below = max(size // unit, 1) * unit
@@ -379,7 +379,7 @@ def check_size(height: int, width: int, unit: int, limit: int | None = None) -> 
 
 def latent_frames(frames: int, step: int) -> int:
     """Latents of so many frames by a causal VAE: one of the first frame, and one of each `step` after it. Raises
-    ValueError where some are left over.
+    ValueError if some are left over.
     """
     count = max(frames - 1, 0) // step + 1
     below = (count - 1) * step + 1

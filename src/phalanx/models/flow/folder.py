@@ -52,7 +52,7 @@ def how_to_load(folder: Path) -> str | None:
 
 
 def check_tensors(path: str, **parts: nn.Module) -> None:
-    """Raise ValueError where a part of a loaded pipeline got no value for one of its parameters."""
+    """Raise ValueError if a part of a loaded pipeline got no value for one of its parameters."""
     for name, module in parts.items():
         lost = [key for key, p in module.named_parameters() if p.is_meta]
         if lost:
@@ -61,7 +61,7 @@ def check_tensors(path: str, **parts: nn.Module) -> None:
 
 
 def check_layers(path: str, transformer: nn.Module, name: str = "transformer") -> None:
-    """Raise ValueError where the files hold a block, such as `transformer_blocks.7`, that the transformer was built
+    """Raise ValueError if the files hold a block, such as `transformer_blocks.7`, that the transformer was built
     without. Other tensors that it does not know are the library's business, which leaves them out.
     """
     known = {None, *map(_block, transformer.state_dict())}
@@ -130,7 +130,7 @@ def load_text_encoder(path: str, name: str, kind: str, dtype: torch.dtype) -> nn
 
 
 def check_vae(path: str, config: Any) -> None:
-    """Raise ValueError where latents could not be scaled, by the VAE's configuration."""
+    """Raise ValueError if latents could not be scaled, by the VAE's configuration."""
     for name in ("scaling_factor", "latents_std"):
         value = config.get(name)
         if value is None:
@@ -197,7 +197,7 @@ def dtype_on_disk(folder: Path) -> torch.dtype:
 
 
 def model_index(path: str, revision: str | None = None) -> dict[str, Any]:
-    """The model_index.json of a diffusers folder or hub id; raises ValueError where it is neither."""
+    """The model_index.json of a diffusers folder or hub id; raises ValueError if it is neither."""
     index = headers.local_index(path)
     if index is None:
         from huggingface_hub import hf_hub_download

@@ -163,7 +163,7 @@ class FlowPolicy:
 
     def share(self, other: "FlowPolicy", *, text: bool) -> None:
         """Use the VAE of another policy of this family and, with `text`, its text encoders and the embeddings that it
-        has, in place of equal ones.
+        has, instead of equal ones.
         """
         shared = [other.model.vae]
         if text:

@@ -16,7 +16,7 @@ FAMILIES = "phalanx.models.flow.families"
 
 
 def families() -> dict[str, type[FlowModel]]:
-    """The classes `Model` of all modules of FAMILIES, but for those that are newer than the installed diffusers."""
+    """The classes `Model` of all modules of FAMILIES except those that are newer than the installed diffusers."""
     known: dict[str, type[FlowModel]] = {}
     # asked of the families themselves, so that a new file is all that a new family takes
     for name in known_modules(FAMILIES):

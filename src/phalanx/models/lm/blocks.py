@@ -171,7 +171,7 @@ class BlockDiffusionPolicy(LMPolicy):
 
 def mask_tokenizer(config: LMModelConfig, *, add_mask: bool) -> Any:
     """The tokenizer of a model folder, which has a mask token: its own, that of model.mask_token or, with `add_mask`, a
-    new one. Raises ValueError, in one line, where there is none.
+    new one. Raises ValueError, in one line, if there is none.
     """
     tokenizer = load_tokenizer(config)
     if config.mask_token is not None:

@@ -86,7 +86,7 @@ def rendered(tokenizer: Any, prompts: Sequence[Prompt], data: LMDataConfig, path
 
 
 def template_of(tokenizer: Any, tools: list[dict[str, Any]] | None, path: str) -> str:
-    """The chat template for chats with these tools. Raises ValueError where the model's folder has none."""
+    """The chat template for chats with these tools. Raises ValueError if the model's folder has none."""
     try:
         return str(tokenizer.get_chat_template(None, tools))
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""The critic: a causal language model with one value in place of its logits, over the mesh."""
+"""The critic: a causal language model with one value instead of its logits, over the mesh."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -41,7 +41,7 @@ def check_folder(path: str, key: str = "model.path") -> None:
 
 
 def _check_experts(folder: Path, key: str) -> None:
-    """Raise ValueError where an expert lacks a tensor that others of its layer have: transformers, which joins them,
+    """Raise ValueError if an expert lacks a tensor that others of its layer have: transformers, which joins them,
     would not say which.
     """
     layers: dict[str, dict[str, set[int]]] = defaultdict(lambda: defaultdict(set))

@@ -91,7 +91,7 @@ class Vision:
         self.dummy: dict[str, Tensor] = {}  # see unseen
 
     def packing(self) -> Any:
-        """The module whose attention packs samples into one row. Raises ValueError where none does."""
+        """The module whose attention packs samples into one row. Raises ValueError if none does."""
         if self.family.types:
             raise ValueError(
                 f"model.use_remove_padding: true has each token see those before it, and the images of a "

@@ -101,7 +101,7 @@ def fraction(detected: Detected, row: Mapping[str, Any], colors_of: ColorsOf, po
 def _clauses(
     detected: Detected, row: Mapping[str, Any], colors_of: ColorsOf, position_threshold: float, *, exact: bool
 ) -> tuple[list[tuple[Detection, ...] | None], list[float]]:
-    """For each clause of `include` the objects that fulfil it, None where there are none, and a score for each rule.
+    """For each clause of `include` the objects that fulfil it, None if there are none, and a score for each rule.
     `exact`: more objects than expected do not fulfil it.
     """
     groups: list[tuple[Detection, ...] | None] = []

@@ -8,7 +8,7 @@ from torch import Tensor
 def preferred(images: Tensor, prompts: list[str], metadata: list[dict[str, Any]]) -> list[float]:
     """The data's verdict on each image; 0 for images that the policy sampled in validation.
 
-    Raises ValueError where images do not come from the data.
+    Raises ValueError if images do not come from the data.
     """
     for prompt, meta in zip(prompts, metadata, strict=True):
         if "preferred" not in meta:

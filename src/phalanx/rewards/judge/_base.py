@@ -35,7 +35,7 @@ class Judge(ABC):
 
     @abstractmethod
     def parse(self, answer: str, prompt: str, metadata: dict[str, Any]) -> float | None:
-        """The score of an image or a completion by the model's answer; None where the answer cannot be read.
+        """The score of an image or a completion by the model's answer; None if the answer cannot be read.
 
         Such answers are counted and scored with `reward.model.unparseable_score`.
         """
@@ -85,7 +85,7 @@ class PairJudge(Judge):
 
     @abstractmethod
     def parse(self, answer: str, prompt: str, metadata: dict[str, Any]) -> float | None:
-        """1 where the answer prefers the first of the two, 0 for the second and 1/2 for neither; None where it cannot
+        """1 where the answer prefers the first of the two, 0 for the second and 1/2 for neither; None if it cannot
         be read, which is counted and scored as 1/2.
         """
 

@@ -63,7 +63,7 @@ class RewardModel:
         pairs: bool = False,
         launch: Launch | None = None,
     ) -> None:
-        """Place the model on the ranks of `launch` (None: of the whole world) and load it; ValueError where that cannot
+        """Place the model on the ranks of `launch` (None: of the whole world) and load it; ValueError if that cannot
         be. `text`: it is asked about texts, and is a language model or one that reads images, too. `pairs`: a question
         may be about several images.
         """

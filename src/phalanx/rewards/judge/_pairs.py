@@ -182,7 +182,7 @@ class Comparison:
         return self.subjects[(pair.first if pair.first[0] == self.rank else pair.second)[1]]
 
     def _verdict(self, name: str, judge: PairJudge, pair: Pair, answer: str) -> float | None:
-        """The share of a pair that its first sample wins by an answer; None where it cannot be read."""
+        """The share of a pair that its first sample wins by an answer; None if it cannot be read."""
         prompt = self._asked_about(pair).prompt
         try:
             verdict = judge.parse(answer, prompt.text, copied(prompt.meta))

@@ -79,7 +79,7 @@ class JudgePool:
         launch: Launch | None = None,
         context_size: int = 1,
     ) -> None:
-        """Load the reward model for `outputs`, images or completions; ValueError where it cannot be used. Samples of
+        """Load the reward model for `outputs`, images or completions; ValueError if it cannot be used. Samples of
         `context_size` neighbours are dealt out to them one by one. `forgives`: about samples of rows that a judge's
         `check_row` refuses it asks nothing.
         """

@@ -50,7 +50,7 @@ class LlmJudge(Judge):
         return super().question(prompt, ends | metadata)
 
     def parse(self, answer: str, prompt: str, metadata: dict[str, Any]) -> float | None:
-        """The score in 0..1; None where there is no grade, or one off the scale."""
+        """The score in 0..1; None if there is no grade, or one off the scale."""
         grades = self._pattern.findall(answer)
         if not grades or not self._lowest <= float(grades[-1]) <= self._highest:
             return None

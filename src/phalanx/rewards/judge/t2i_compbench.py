@@ -62,7 +62,7 @@ class T2iCompbench(Judge):
         return texts
 
     def parse(self, answer: str, prompt: str, metadata: dict[str, Any]) -> float | None:
-        """The share of a part or of the whole by the last level in an answer; None where there is none, or it is
+        """The share of a part or of the whole by the last level in an answer; None if there is none, or it is
         not on the scale.
         """
         levels = _LEVEL.findall(answer)
@@ -70,7 +70,7 @@ class T2iCompbench(Judge):
         return scale.get(int(levels[-1])) if levels else None
 
     def score(self, answers: list[str], prompt: str, metadata: dict[str, Any]) -> float | None:
-        """The product of the shares; None where one of them cannot be read."""
+        """The product of the shares; None if one of them cannot be read."""
         product = 1.0
         for answer in answers:
             share = self.parse(answer, prompt, metadata)

@@ -34,7 +34,7 @@ class UnifiedReward(Judge):
             raise ValueError(f"axes {axes}: expected positive weights of {', '.join(AXES)}, or of some of them")
 
     def parse(self, answer: str, prompt: str, metadata: dict[str, Any]) -> float | None:
-        """The score in 0..1; None where a grade is missing or not within 1 to 5. Of several, the last one counts."""
+        """The score in 0..1; None if a grade is missing or not within 1 to 5. Of several, the last one counts."""
         total = 0.0
         for axis, weight in self._weights.items():
             grades = re.findall(_GRADE.format(axis=axis), answer, re.IGNORECASE)

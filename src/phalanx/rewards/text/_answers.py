@@ -85,7 +85,7 @@ def form(name: str) -> Callable[[str], str | None]:
 
 
 def truth(metadata: Mapping[str, Any], reward: str) -> str:
-    """The ground truth as a text, of a whole solution its answer. ValueError where there is none."""
+    """The ground truth as a text, of a whole solution its answer. ValueError if there is none."""
     value = metadata["ground_truth"] if "ground_truth" in metadata else None
     if isinstance(value, list) and len(value) == 1:
         value = value[0]

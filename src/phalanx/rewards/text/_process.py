@@ -61,7 +61,7 @@ class Verifier:
         raise ValueError(cut(problem.removeprefix("RowError: "))) if of_row else VerifierError(cut(problem))
 
     def judge(self, wrong: float, *arguments: Any) -> tuple[float, float]:
-        """The verdict as a score, and 1 where there is none, else 0: such an answer is scored as a wrong one, since no
+        """The verdict as a score, and 1 if there is none, else 0: such an answer is scored as a wrong one, since no
         text of a policy may end the job. The first one is named in the log.
         """
         try:

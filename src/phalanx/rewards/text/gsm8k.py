@@ -47,7 +47,7 @@ class Gsm8k:
 
 
 def _wanted(metadata: Mapping[str, Any]) -> Fraction:
-    """The number that a row's ground truth gives; ValueError where there is none."""
+    """The number that a row's ground truth gives; ValueError if there is none."""
     if "ground_truth" not in metadata:
         raise ValueError("gsm8k needs a ground_truth for each prompt, a number or a solution that ends in ####")
     wanted = truth(metadata["ground_truth"])

@@ -25,7 +25,7 @@ class Iou:
     the sum over the larger number of boxes.
 
     The answer is what stands in the last <answer> tags, or else behind </think>. threshold: 1 for a pair of boxes with
-    at least this IoU and 0 for others, in place of the IoU. coordinates, truth_coordinates: the units of the answer and
+    at least this IoU and 0 for others, instead of the IoU. coordinates, truth_coordinates: the units of the answer and
     of the ground truth: pixels of the image, or the width and the height are 1 (unit) or 1000 (thousand).
     """
 

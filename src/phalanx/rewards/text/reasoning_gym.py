@@ -50,7 +50,7 @@ class ReasoningGym(RewardWithExtras):
 
 
 def _row(metadata: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The task of a row, and its entry. ValueError where it has none."""
+    """The task of a row, and its entry. ValueError if it has none."""
     row = metadata["reasoning_gym"] if "reasoning_gym" in metadata else None
     if not isinstance(row, dict) or not isinstance(row.get("task"), str) or not isinstance(row.get("entry"), dict):
         raise ValueError(

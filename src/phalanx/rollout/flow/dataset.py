@@ -1,4 +1,4 @@
-"""Pairs of images from the data in place of sampled ones: preference data in the same loop."""
+"""Pairs of images from the data instead of sampled ones: preference data in the same loop."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -215,7 +215,7 @@ class PolicyRollout:
         )
 
     def close(self) -> None:
-        """Do nothing: nothing goes on beside the job."""
+        """Do nothing: nothing runs beside the job."""
 
     def typical_std(self, schedule: Schedule) -> float:
         """See FlowTrace."""

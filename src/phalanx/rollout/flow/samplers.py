@@ -75,7 +75,7 @@ def check_frames(section: Any, model: FlowModel | type[FlowModel], prefix: str =
 
 
 def check_guidance(section: Any, model: FlowModel | type[FlowModel], prefix: str = "") -> None:
-    """Raise ValueError where `section` asks for a guidance that the model does not obey."""
+    """Raise ValueError if `section` asks for a guidance that the model does not obey."""
     obeyed = (model.guidance_key, model.embedded_guidance_key)
     second = section.guidance_scale_2
     if second is not None and not model.second_guidance:

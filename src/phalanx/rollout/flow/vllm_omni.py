@@ -39,7 +39,7 @@ class VllmOmniRollout(PolicyRollout):
     def __init__(
         self, policy: FlowPolicy, config: FlowRolloutConfig, world: World, micro_batch_size: int, *, window: bool = True
     ) -> None:
-        """Raises ValueError where vLLM-omni is missing, or has no such model."""
+        """Raises ValueError if vLLM-omni is missing, or has no such model."""
         super().__init__(policy, config, world, micro_batch_size, window=window)
         # its start changes random states, threads and the environment of the whole process
         log.info("starting vLLM-omni")

@@ -44,7 +44,7 @@ def build_rollout(
     environments: Environments | None = None,
 ) -> Rollout:
     """The rollout that `rollout.engine` names for the kind of policy; all ranks in step. `decoded` samples are drawn
-    together; `passes` are those of the training; `environments`: whom samples talk to. Raises ValueError where an
+    together; `passes` are those of the training; `environments`: whom samples talk to. Raises ValueError if an
     engine refuses the model.
     """
     engine, names = cfg.rollout.engine, BLOCK_ENGINES if isinstance(policy, BlockDiffusionPolicy) else ENGINES

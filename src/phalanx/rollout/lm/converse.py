@@ -48,7 +48,7 @@ class Spoken:
         self.drawn += 1
 
     def hear(self, answer: list[int]) -> bool:
-        """An answer, behind which the next turn begins; False where there is no room for it and a token more."""
+        """An answer, behind which the next turn begins; False if there is no room for it and a token more."""
         self.cut = len(self.tokens) + len(answer) >= self.room
         if not self.cut:
             self.tokens += answer
@@ -64,7 +64,7 @@ class Partner(Protocol):
         """Begin to answer a turn, which ends with an end token."""
 
     def answer(self, sample: int, heard: Any) -> list[int] | None:
-        """The tokens of what came of it, to which the model answers; None where the conversation is over."""
+        """The tokens of what came of it, to which the model answers; None if the conversation is over."""
 
 
 @torch.no_grad()

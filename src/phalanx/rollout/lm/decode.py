@@ -1,7 +1,7 @@
 """Decoding in the trained module, with a cache of keys and values.
 
 Token t of a sample is the inverse of its distribution's cumulative sum at a uniform number that belongs to the sample,
-so what is drawn depends neither on the batch nor on the rank, but for rounding.
+so what is drawn depends neither on the batch nor on the rank, up to rounding.
 """
 
 from collections.abc import Callable, Sequence

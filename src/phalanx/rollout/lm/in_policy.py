@@ -158,7 +158,7 @@ class LMRollout:
         return row
 
     def close(self) -> None:
-        """Do nothing: nothing goes on beside the job."""
+        """Do nothing: nothing runs beside the job."""
 
     # -- the work ---------------------------------------------------------------------------------
 
@@ -253,7 +253,7 @@ class LMRollout:
         return list(zip(responses, log_probs, strict=True))
 
     def _stops(self, prompts: list[list[int]]) -> StopTexts | None:
-        """The texts that end responses, for one to each of these prompts; None where none does."""
+        """The texts that end responses, for one to each of these prompts; None if none does."""
         return StopTexts(self.policy.tokenizer, self.config.stop, prompts) if self.config.stop else None
 
     def _cut(self, prompt: list[int], response: list[int], decoding: Decoding) -> bool:

@@ -46,7 +46,7 @@ class VllmRollout(LMRollout):
     def __init__(
         self, policy: LMPolicy, config: LMRolloutConfig, world: World, micro_batch_size: int, passes: Passes | None
     ) -> None:
-        """Raises ValueError where vLLM refuses the model, or reads its images otherwise than transformers does."""
+        """Raises ValueError if vLLM refuses the model, or reads its images otherwise than transformers does."""
         super().__init__(policy, config, world, micro_batch_size, passes)
         if policy.vision is not None and policy.vision.family.types:
             raise ValueError(

@@ -131,7 +131,7 @@ class Schedule:
         return row, kept
 
     def end(self, stop: int = 0) -> None:
-        """Let the other roles end, too."""
+        """Let the other roles end as well."""
         self.link.order(Order(end=True, stop=stop))
         self.link.part(self.world.watch)
 

@@ -59,7 +59,7 @@ def routes(ranks: Mapping[str, Sequence[int]], samples: int) -> list[tuple[int, 
 
 
 def stopped(signal: int) -> Tensor:
-    """Bytes [K] uint8 that come in place of samples, where a rank was told to stop."""
+    """Bytes [K] uint8 that come instead of samples, where a rank was told to stop."""
     return _file({}, {"stop": signal})
 
 
@@ -100,7 +100,7 @@ def serialize(collected: Collected, rows: slice | Tensor, stop: int = 0) -> Tens
 
 
 def deserialize(data: Tensor, kind: type, device: torch.device) -> tuple[Collected | None, int]:
-    """The samples of a parcel, whose trace is of class `kind`, None where there are none, and the signal to stop."""
+    """The samples of a parcel, whose trace is of class `kind`, None if there are none, and the signal to stop."""
     tensors, plain_values = _read(data)
     if "trace" not in plain_values:
         return None, plain_values["stop"]

@@ -1,4 +1,4 @@
-"""The first Qwen-Image-Edit, of August 2025: as its successors, but for what the text encoder sees."""
+"""The first Qwen-Image-Edit, of August 2025: as its successors, except for what the text encoder sees."""
 
 from typing import Any
 

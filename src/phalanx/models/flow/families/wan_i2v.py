@@ -23,7 +23,7 @@ class Model(wan.Model):
 
     Channels of the condition [N, C, F, h, w], of the frame with black ones behind it, stand beside those of the noise;
     the transformer of Wan 2.1 also takes CLIP's features `image_embeds` [N, L, D]. TI2V-5B's condition [N, C, 1, h, w]
-    is kept in place of the first latent frame, whose tokens are at level 0.
+    is kept instead of the first latent frame, whose tokens are at level 0.
     """
 
     pipeline_class = "WanImageToVideoPipeline"
