@@ -49,7 +49,6 @@ log = logging.getLogger(__name__)
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-warnings.filterwarnings("ignore", message=".*torch_dtype.*", category=FutureWarning)
 warnings.filterwarnings("ignore", message=".*gradient_checkpointing.*", category=FutureWarning)
 
 HELP = "--help: this text"

@@ -117,7 +117,7 @@ class FlowModel(ModelFiles):
             if name.startswith("text_encoder"):
                 given[name] = load_text_encoder(path, name, index[name][1], dtype)
         dtypes = {"default": dtype, "vae": self.vae_dtype or dtype}
-        self.pipeline = pipeline.from_pretrained(path, transformer=self.transformer, torch_dtype=dtypes, **given)
+        self.pipeline = pipeline.from_pretrained(path, transformer=self.transformer, dtype=dtypes, **given)
         self.vae = self.pipeline.vae
         check_tensors(path, transformer=self.transformer, vae=self.vae)
         check_layers(path, self.transformer)

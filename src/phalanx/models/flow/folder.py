@@ -103,10 +103,10 @@ def load_transformer(kind: Any, path: str, name: str, weights_dtype: torch.dtype
     files, read = {"pretrained_model_name_or_path": path, "subfolder": name}, weights_dtype
     if stored:
         read = dtype_to_read(Path(path) / name, weights_dtype)
-    transformer = kind.from_pretrained(**files, torch_dtype=read)
+    transformer = kind.from_pretrained(**files, dtype=read)
     if read is not weights_dtype and not computes_alike(transformer):
         read = weights_dtype
-        transformer = kind.from_pretrained(**files, torch_dtype=read)
+        transformer = kind.from_pretrained(**files, dtype=read)
     if read is weights_dtype:
         # not diffusers' own `to`, which warns of parts that it would keep in float32: a sharded
         # block has weights of one dtype
