@@ -50,10 +50,11 @@ def arithmetic(cfg: RunConfig | JointConfig, parts: Sequence[Planned], gpu: Gpu)
     cards: dict[str, None] = {}
     for p in parts:
         dtype, flops = p.policy.layout.dtype, p.flops
-        text = _operations(flops, ranks)
+        unit, size = ("PFLOP", 1e15) if flops >= 1e15 else ("TFLOP", 1e12)
+        text = f"{flops / size:.4g} {unit}, {flops / ranks / size:.4g} a rank"
         if alternate:  # each is trained in one of two steps
             assert isinstance(p, RLRehearsal), "both draw samples"
-            text += f"; {p.drawn_flops / 1e12:.4g} in a step that does not train it"
+            text += f"; {p.drawn_flops / size:.4g} in a step that does not train it"
             flops = (flops + p.drawn_flops) // 2
         each = seconds(flops / ranks, gpu, dtype)
         if each / SPREAD >= SHORTEST:
@@ -73,11 +74,6 @@ def arithmetic(cfg: RunConfig | JointConfig, parts: Sequence[Planned], gpu: Gpu)
         untimed = f"the vision tower, {untimed}" if seen else untimed
     rows += [*whole_job(p.cfg, step, ranks, gpu), ("left out", untimed)]
     return f"Arithmetic and time, {' and '.join(cards)}", rows
-
-
-def _operations(flops: int, ranks: int) -> str:
-    unit, size = ("PFLOP", 1e15) if flops >= 1e15 else ("TFLOP", 1e12)
-    return f"{flops / size:.4g} {unit}, {flops / ranks / size:.4g} a rank"
 
 
 def _rates(p: Planned, step: float) -> Iterator[tuple[str, str]]:
