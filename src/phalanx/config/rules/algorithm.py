@@ -90,7 +90,7 @@ RULES = (
          lambda c: 0 < (c.trainer.total_training_steps or 0) < c.trainer.critic_warmup,
          "trainer.critic_warmup: {c.trainer.critic_warmup} is beyond trainer.total_training_steps="
          "{c.trainer.total_training_steps}; expected fewer, which leave steps to the policy"),
-    Rule("reward.functions", RUN, "The range to which a term's scores are clamped is two numbers.",
+    Rule("reward.functions", RUN, "The range to which a term's scores are clamped is given by two numbers.",
          lambda c: _term(c, lambda t: t.clip is not None and not (len(t.clip) == 2 and t.clip[0] < t.clip[1])),
          "reward.functions[{x[0]}].clip: {x[1].clip} should be two numbers, the smaller first, e.g. [0, 1]"),
     Rule("reward.functions", RUN, "A term's first weight and the steps to its last one are given together.",
@@ -128,21 +128,21 @@ RULES = (
          "algorithm.timestep_weight: {c.algorithm.timestep_weight} tells a sample's steps apart, which "
          "algorithm.importance=sequence takes as one; set one of the two to its default"),
     Rule("algorithm.noise_draws algorithm.last_steps", FLOW_RL,
-         "Fresh draws of noise are of the last denoising step.",
+         "Fresh noise is drawn only for the last denoising step.",
          lambda c: vars(c.algorithm).get("noise_draws") and c.algorithm.last_steps > 1,
          "algorithm.noise_draws: {c.algorithm.noise_draws} draws start the last denoising step anew; set "
          "algorithm.last_steps to 1, or leave it out"),
     Rule("algorithm.teacher_path algorithm.teachers", RL,
-         "An algorithm that learns from a teacher has one, or several.",
+         "An algorithm that learns from a teacher needs at least one.",
          lambda c: _teachers(c, lambda a: a.teacher_path is None and not a.teachers),
          "algorithm.teacher_path is not set; give algorithm.teacher_path=..., or several as algorithm.teachers"),
     Rule("algorithm.teachers algorithm.teacher_path algorithm.teacher_revision", RL,
-         "Several teachers take the place of one and of its revision.",
+         "Several teachers replace a single teacher and its revision.",
          lambda c: _teachers(c, lambda a: a.teachers and (a.teacher_path or a.teacher_revision)),
          "algorithm.teachers: they are in place of algorithm.teacher_path and algorithm.teacher_revision; leave those "
          "out, or algorithm.teachers"),
     Rule("algorithm.teacher_key algorithm.teachers", RL,
-         "Several teachers and the column that names each row's are given together.",
+         "Several teachers need the column that names each row's teacher, and the other way round.",
          lambda c: _teachers(c, lambda a: bool(a.teachers) != (a.teacher_key is not None)),
          "algorithm.teacher_key: {c.algorithm.teacher_key} should be the column of the data that names each row's "
          "teacher, one of algorithm.teachers; set both, or leave both out"),

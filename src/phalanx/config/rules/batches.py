@@ -48,7 +48,7 @@ RULES = (
          lambda c: c.actor.ppo_mini_batch_size_per_gpu is not None and c.data.train_batch_size_per_gpu is None,
          "actor.ppo_mini_batch_size_per_gpu: {c.actor.ppo_mini_batch_size_per_gpu} follows the ranks, and "
          "data.train_batch_size does not; set data.train_batch_size_per_gpu, or actor.ppo_mini_batch_size"),
-    Rule("data.chat_template_date", LM, "The day of chat templates is a date.",
+    Rule("data.chat_template_date", LM, "The date for chat templates is a valid date.",
          lambda c: _no_date(c.data.chat_template_date),
          "data.chat_template_date: {x}; expected a day such as 2026-01-31"),
     Rule("data.train_batch_size_per_gpu data.train_batch_size", RUN,
@@ -62,7 +62,7 @@ RULES = (
          _budget,
          "actor.ppo_max_token_len_per_gpu: {c.actor.ppo_max_token_len_per_gpu} tokens{x[2]} do not hold a sample, "
          "which may have {x[0]} (data.max_prompt_length, data.max_response_length{x[1]})"),
-    Rule("data.min_pixels data.max_pixels", LM, "The bounds of an image's pixels leave a range.",
+    Rule("data.min_pixels data.max_pixels", LM, "The lower bound of an image's pixels does not exceed the upper one.",
          lambda c: None not in (c.data.min_pixels, c.data.max_pixels) and c.data.min_pixels > c.data.max_pixels,
          "data.min_pixels: {c.data.min_pixels} is more than data.max_pixels={c.data.max_pixels}"),
     Rule("optim.betas", RUN, "AdamW's betas are two numbers in 0 .. 1.",
@@ -79,7 +79,7 @@ RULES = (
     Rule("trainer.profile_steps", RUN, "Profiled steps are counted from 1.",
          lambda c: min(c.trainer.profile_steps, default=1) < 1,
          "trainer.profile_steps: {c.trainer.profile_steps} should be numbers of training steps, from 1"),
-    Rule("trainer.profile_steps trainer.total_training_steps", RUN, "Profiled steps are steps of the run.",
+    Rule("trainer.profile_steps trainer.total_training_steps", RUN, "Profiled steps lie within the run.",
          lambda c: c.trainer.total_training_steps is not None
          and max(c.trainer.profile_steps, default=0) > c.trainer.total_training_steps,
          "trainer.profile_steps: {c.trainer.profile_steps} goes beyond "

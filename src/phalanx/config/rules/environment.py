@@ -28,7 +28,7 @@ RULES = (
          _without,
          "{x[0]}: {x[1]} is of an environment; set environment.path, environment.tools or "
          "environment.tool_config_path, or leave it out"),
-    Rule("environment.path environment.tool_config_path", LM_RL, "Tools of verl are an environment by themselves.",
+    Rule("environment.path environment.tool_config_path", LM_RL, "verl's tools exclude another environment.",
          lambda c: c.environment.path is not None and c.environment.tool_config_path is not None,
          "environment.tool_config_path: {c.environment.tool_config_path} is beside environment.path; leave out one of "
          "them"),
@@ -48,12 +48,12 @@ RULES = (
          "rollout.stop: with an environment a turn ends by an end token of the model, behind which the answer stands; "
          "leave rollout.stop and rollout.stop_token_ids out"),
     Rule("reward.functions environment.path environment.tools environment.tool_config_path", LM_RL,
-         "The reward environment is that of an environment.",
+         "The reward `environment` needs an environment.",
          lambda c: _asks(c) and not c.environment.used,
          "reward.functions: the reward environment is what an environment gives; set environment.path, or leave it "
          "out"),
     Rule("reward.functions environment.path environment.tools environment.tool_config_path", LM_RL,
-         "Functions as tools have no state, and give no reward.",
+         "Functions as tools have no state and give no reward.",
          lambda c: _asks(c) and c.environment.tools and c.environment.path is c.environment.tool_config_path is None,
          "reward.functions: the reward environment is what an environment gives, and environment.tools have no state "
          "to give one by; give a class with get_reward or step as environment.path, or another reward"),

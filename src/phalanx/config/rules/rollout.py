@@ -137,7 +137,7 @@ RULES = (
          lambda c: c.rollout.num_frames > 1,
          "rollout.num_frames: {c.rollout.num_frames}: flow matching trains on images; set it to 1"),
     Rule("rollout.top_k rollout.top_p rollout.min_p rollout.correction", LM,
-         "Truncated distributions need the policy's own log-probs, which say what tokens are kept.",
+         "Truncated distributions need the policy's own log-probs, which determine the tokens that are kept.",
          lambda c: truncated(c) if _no_log_probs(c) else None,
          "{x[0]}: {x[1]} needs the policy's own log-probs, which say what tokens are kept; rollout.correction=none "
          "takes none, set it to rescore"),
@@ -152,17 +152,17 @@ RULES = (
          _not_partial,
          "rollout.partial_rollout: true does not go with {x}; leave out one of them"),
     Rule("rollout.partial_rollout rollout.partial_rollout_tokens data.max_response_length", LM_RL,
-         "The longest response has whole rounds of partial rollouts.",
+         "The longest response is a whole number of rounds of partial rollouts.",
          lambda c: c.rollout.partial_rollout and c.data.max_response_length % c.rollout.partial_rollout_tokens,
          "rollout.partial_rollout_tokens: {c.rollout.partial_rollout_tokens} does not divide data.max_response_length="
          "{c.data.max_response_length}"),
-    Rule("rollout.stop", LM, "A text that ends a response is not empty.",
+    Rule("rollout.stop", LM, "A stop text is not empty.",
          lambda c: "" in c.rollout.stop,
          "rollout.stop: an empty text would end each response at once; leave it out"),
-    Rule("stop", GENERATE, "A text that ends a response is not empty.",
+    Rule("stop", GENERATE, "A stop text is not empty.",
          lambda c: "" in (c.stop or ()),
          "stop: an empty text would end each response at once; leave it out"),
-    Rule("rollout.stop_token_ids", LM, "Tokens that end a response are numbers from 0.",
+    Rule("rollout.stop_token_ids", LM, "Stop tokens are non-negative integers.",
          lambda c: min(c.rollout.stop_token_ids, default=0) < 0,
          "rollout.stop_token_ids: {c.rollout.stop_token_ids} should be numbers of tokens, from 0"),
     Rule("parallel.rollout_unsharded rollout.engine", LM,
@@ -171,7 +171,7 @@ RULES = (
          "parallel.rollout_unsharded: false would gather weights for each token, and ranks decode different numbers "
          "of tokens; set it to true"),
     Rule("rollout.sleep reward.model.sleep rollout.engine reward.model.engine", LM_RL,
-         "Of the rollout and the reward model, both in vLLM, only one sleeps: vLLM allows no more in a process.",
+         "If the rollout and the reward model both run in vLLM, only one of them sleeps: vLLM allows no more.",
          _two_sleep,
          "reward.model.sleep: true beside rollout.sleep=true: vLLM lets only one engine of a process sleep; set one of "
          "the two to false, or reward.model.engine=transformers"),
@@ -202,7 +202,7 @@ RULES = (
          lambda c: c.rollout.branching and max(c.rollout.max_num_gen_batches, c.rollout.max_draws_per_prompt) > 1,
          "rollout.branching: true draws all images of a prompt together; set rollout.max_num_gen_batches and "
          "rollout.max_draws_per_prompt to 1"),
-    Rule("rollout.sde_window_range", FLOW_RL, "The range of the window is two numbers.",
+    Rule("rollout.sde_window_range", FLOW_RL, "The range of the window is given by two numbers.",
          lambda c: c.rollout.sde_window_range is not None and len(c.rollout.sde_window_range) != 2,
          "rollout.sde_window_range: {c.rollout.sde_window_range} should be two numbers [a, b]"),
 )  # fmt: skip

@@ -31,7 +31,7 @@ RULES = (
     Rule("weights checkpoint", EVALUATE, "Only a checkpoint has a moving average.",
          lambda c: c.weights == "ema" and c.checkpoint is None,
          "weights: ema needs a checkpoint; a model folder has its own weights only"),
-    Rule("kind checkpoint", EVALUATE, "The kind of a checkpoint is that of its run.",
+    Rule("kind checkpoint", EVALUATE, "The kind of a checkpoint is given by its run.",
          lambda c: c.kind is not None and c.checkpoint is not None,
          "kind: {c.kind} is of a model folder, and the run of a checkpoint says of what kind it is; leave it out"),
     Rule("k n", EVALUATE, "Each k is at least 1, and at most n where that is given.",
@@ -41,7 +41,7 @@ RULES = (
          lambda c: c.policy is not None and c.checkpoint is None,
          "policy: {c.policy} is of the checkpoint of a joint run; set checkpoint, or leave it out"),
     Rule("source reasoning_gym test_source", PREPARE_DATA,
-         "Problems come from a file or from tasks of reasoning-gym; those of a benchmark are a test_source alone.",
+         "Problems come from a file or from tasks of reasoning-gym; a benchmark needs only a test_source.",
          lambda c: bool(c.source and c.reasoning_gym) or not (c.source or c.reasoning_gym or c.test_source),
          "give either source, a file, or reasoning_gym, a list of its tasks, or only test_source"),
 )  # fmt: skip
