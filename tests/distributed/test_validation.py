@@ -17,7 +17,7 @@ from torch import Tensor
 
 from phalanx.config.flow import FlowRLConfig
 from phalanx.config.run import RunConfig
-from phalanx.training import validation
+from phalanx.training.validation import Validator
 from phalanx.types import Prompt
 from tests.checks import wait_for
 from tests.jobs import PROMPTS, tiny_config
@@ -224,16 +224,13 @@ def kept(rollout: Any, reward: Callable[[Any], list[float]], keep: int) -> tuple
     cfg.trainer.log_val_generations, cfg.rollout.val.n = keep, 2
     rewards: list[float] = []
     rank = dist.get_rank()
-    return validation.validate(
-        cfg,
-        rollout,
-        nullcontext(),
-        lambda outputs, sampled: rewards.extend(reward(outputs)),
-        lambda: (torch.tensor(rewards), {}),
-        "set",
-        [Prompt(f"prompt {i}", i, {}) for i in range(5)],
-        cast(Any, SimpleNamespace(rank=rank, data_rank=rank, data_size=dist.get_world_size(), context_size=1)),
+    world = SimpleNamespace(rank=rank, data_rank=rank, data_size=dist.get_world_size(), context_size=1)
+    client = SimpleNamespace(
+        submit=lambda outputs, sampled: rewards.extend(reward(outputs)), score=lambda: (torch.tensor(rewards), {})
     )
+    unused = cast(Any, None)
+    validator = Validator(cfg, cast(Any, world), unused, rollout, cast(Any, client), {}, unused)
+    return validator.validate_set("set", [Prompt(f"prompt {i}", i, {}) for i in range(5)], nullcontext())
 
 
 def kept_videos(keep: int) -> tuple[list[tuple[str, int, float, list[int]]], int]:

@@ -156,7 +156,9 @@ def group_timeout(timeout_s: float) -> timedelta:
 
 def group_of(ranks: Sequence[int], timeout_s: float, backend: str = "gloo") -> dist.ProcessGroup:
     """The group of the `ranks`, of which this is one. Other ranks take no part in making it."""
-    group = dist.new_group(list(ranks), group_timeout(timeout_s), backend, use_local_synchronization=True)
+    group = dist.new_group(
+        list(ranks), timeout=group_timeout(timeout_s), backend=backend, use_local_synchronization=True
+    )
     assert isinstance(group, dist.ProcessGroup)  # a rank outside the group would get a number
     return group
 
