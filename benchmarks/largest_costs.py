@@ -11,6 +11,7 @@ table into docs/performance.md. It takes some minutes on a CPU, and needs no GPU
 
 import argparse
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -150,7 +151,12 @@ def table(files: list[Path]) -> list[str]:
     """The lines of both tables."""
     lines, lowered = ["| recipe | seconds per step | largest | second | third |", "|---|---|---|---|---|"], []
     for file in files:
-        taken = costs(plan(file))
+        try:
+            planned_job = plan(file)
+        except ValueError as error:  # a model whose shapes are not shipped, and no hub is within reach
+            print(f"{file.stem} is left out: {error}", file=sys.stderr)
+            continue
+        taken = costs(planned_job)
         total = sum(taken.values())
         cells = []
         for name in sorted(taken, key=lambda name: -taken[name])[:3]:
@@ -175,7 +181,8 @@ def main() -> None:
     if not files:
         for folder in FOLDERS:
             shipped = sorted((ROOT / "configs" / folder).glob("*.yaml"))
-            files += [file for file in shipped if "CPU ranks" not in file.read_text() and "quickstart" not in file.stem]
+            shipped = [file for file in shipped if "quickstart" not in file.stem]
+            files += [file for file in shipped if not re.search("CPU (ranks|cores)", file.read_text())]
     lines = table(files)
     print("\n".join(lines))
     if args.write:
