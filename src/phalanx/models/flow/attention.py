@@ -15,7 +15,7 @@ from phalanx.models.flow.family import FlowModel
 def set_backend(model: FlowModel, backend: str, device: torch.device) -> None:
     """Let the transformer compute attention by `backend`, on `device`.
 
-    Raises ValueError if diffusers does not know it, or where it cannot do what training asks of
+    Raises ValueError if diffusers does not know it, or if it cannot do what training asks of
     it: a backward pass, and a mask if the family has one. Several backends find that out no sooner
     than in their kernel.
     """
