@@ -46,7 +46,7 @@ def test_a_job_is_followed_until_it_is_stopped(tmp_path: Path, visitor: Visitor,
             assert runs.main("stop", [str(out)]) == 0
             assert job.wait(60) == 143, (tmp_path / "log").read_text()
             expect(status).to_contain_text("stopped · step ")
-            expect(events).to_contain_text("the same command goes on from")
+            expect(events).to_contain_text("the same command resumes from")
             page.get_by_label("Log of rank").select_option("1")
             expect(page.locator("#ranks .log")).to_contain_text("step 5/500")
         finally:

@@ -68,8 +68,8 @@ def test_a_bad_update_is_skipped_on_all_ranks(
     assert [r["error"] for r in ranks] == [None, None]
     counts = [row["actor/updates_non_finite"] for row in rows(tmp_path / "out")]
     assert counts == [0, 0, 2, 2, 0, 0]
-    warning = "step 3: an update with NaN or infinity in loss or gradient is skipped (actor/updates_non_finite); lower "
-    assert [r["messages"] for r in ranks] == [[warning + "optim.lr, or look at the rewards"], []]
+    warning = "step 3: an update with NaN or infinity in loss or gradient was skipped (actor/updates_non_finite); "
+    assert [r["messages"] for r in ranks] == [[warning + "lower optim.lr, or look at the rewards"], []]
     assert [r["updates"] for r in ranks] == [8, 8]
     for r in ranks:
         assert all(t.isfinite().all() for part in ("weights", "ema") for t in r[part].values())

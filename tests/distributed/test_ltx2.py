@@ -32,7 +32,7 @@ def test_what_trains_on_images_is_refused(ltx2_folder: Path, tmp_path: Path) -> 
         flow_matching.check(load(FlowMatchingTaskConfig, None, list(keys)))
     cfg = algorithm_config(ltx2_folder, tmp_path, "diffusion_dpo", "rollout.engine=dataset", "rollout.n=2")
     with refused(
-        "rollout.engine: dataset trains on images of the data, of which LTX2Pipeline has no latents; set "
+        "rollout.engine: dataset trains on images of the data, which LTX2Pipeline cannot encode; set "
         "rollout.engine=policy",
         ConfigError,
     ):

@@ -69,7 +69,8 @@ def test_weights_that_are_saved(sd3_folder: Path, tmp_path: Path) -> None:
     for said in run_ranks(broken_after_two, 2, cfg):
         assert said.startswith("after step 3 rank 1: the weights ")
         assert said.endswith(
-            "hold NaN or infinity; nothing is saved over the checkpoints of before; lower optim.lr, or look at the rewards"
+            "hold NaN or infinity; no checkpoint is written, and the earlier ones are kept; lower optim.lr, or look at "
+            "the rewards"
         )
     newest = find(tmp_path / "out" / "checkpoints")
     assert newest is not None and newest.name == "step_000002"

@@ -129,7 +129,7 @@ def test_a_teacher_that_no_row_names(tmp_path: Path, caplog: pytest.LogCaptureFi
     teachers = [Teacher(f"teacher {n}", "x", f"algorithm.teachers.{n}", rows=("task", n)) for n in ("1", "2")]
     assert [row.teacher for row in routed(rows, teachers, first=True)] == ["teacher 1"] * 2
     assert caplog.messages == [
-        "algorithm.teachers.2: no row of data.train_files has it in column task; it is never asked"
+        "algorithm.teachers.2: no row of data.train_files names it in column task; it is not used"
     ]
     assert routed(rows, [replace(teachers[0], rows=None)], first=True) is rows
 

@@ -39,7 +39,7 @@ def test_an_error_of_a_tenth_of_the_clip_range(error: float, rescored: bool, tmp
     if rescored:
         assert (
             "more than a tenth of the clip range 0.2 of algorithm.name=" in said[0]
-            and "computes the old log-probs again" in said[0]
+            and "recomputes the old log-probs" in said[0]
         )
     rows = read_metrics(tmp_path / "out" / METRICS_FILE)
     errors = [row["actor/first_ratio_error"] for row in rows if "actor/first_ratio_error" in row]

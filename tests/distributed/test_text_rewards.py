@@ -207,6 +207,6 @@ def refused(cfg: Any) -> str:
 def test_nothing_to_validate_by_is_told(lm_folder: Path, tmp_path: Path) -> None:
     cfg = job(lm_folder, tmp_path, "{name: self_certainty}", f"data.val_files=[{tmp_path}/prompts.jsonl]")
     assert run_ranks(refused, 1, cfg) == [
-        "data.val_files: the policy itself gives all terms of the reward, which it does only in training; add one to "
-        "validate by, such as {name: gsm8k, weight: 0}"
+        "data.val_files: the policy itself computes all terms of the reward, which it does only in training; add one "
+        "for validation, such as {name: gsm8k, weight: 0}"
     ]

@@ -198,12 +198,12 @@ def test_a_critic_reads_images(qwen: Path, tmp_path: Path) -> None:
     assert len(rows) == 2 and all(torch.tensor(row["critic/values_mean"]).isfinite() for row in rows)
 
 
-def test_what_images_do_not_go_with_is_told_in_one_line(qwen: Path, tmp_path: Path) -> None:
+def test_options_that_do_not_work_with_images_are_refused(qwen: Path, tmp_path: Path) -> None:
     for keys, message in (
-        (["model.block_size=4"], "there is no block diffusion; leave model.block_size out"),
-        ([f"{KEY}=2"], f"ranks share no samples; set {KEY} to 1"),
+        (["model.block_size=4"], "block diffusion; leave model.block_size out"),
+        ([f"{KEY}=2"], f"context parallelism; set {KEY} to 1"),
     ):
-        with refused(f"data.train_files: a:1 has images, with which {message}", ConfigError):
+        with refused(f"data.train_files: a:1 has images, which is not supported with {message}", ConfigError):
             lm_rl.check_images(config_of(qwen, tmp_path / "data", *keys), "data.train_files: a:1 has images")
     config = config_of(qwen, tmp_path / "data", "rollout.limit_images=1")
     with refused(
@@ -235,8 +235,8 @@ def test_a_model_without_a_class_of_its_text_part_is_trained_on_texts_as_a_whole
     for name, value in weights.items():
         assert torch.equal(model.get_parameter(name.removeprefix("lm.")), value), name
     with refused(
-        f"model.path: {str(qwen)!r} is trained as a whole, of which transformers has no text part, with which there are no "
-        "partial rollouts; leave rollout.partial_rollout out",
+        f"model.path: transformers has no text-only class for {str(qwen)!r}, which is not supported with partial "
+        "rollouts; leave rollout.partial_rollout out",
         ConfigError,
     ):
         lm_rl.build(load(LMRLConfig, None, [*lm_overrides(qwen, tmp_path / "data"), *keys, *PARTIAL]))

@@ -123,8 +123,7 @@ def test_turns_behind_images_are_those_of_transformers_on_any_layout(talker: Pat
 def test_another_engine_draws_none(talker: Path, tmp_path: Path) -> None:
     config = config_of(talker, tmp_path, "rollout.engine=vllm")
     with refused(
-        "a:1 has images, with which conversations with an environment are drawn by the policy itself; set "
-        "rollout.engine=policy",
+        "a:1 has images, which is not supported with environments and rollout.engine=vllm; set rollout.engine=policy",
         ConfigError,
     ):
         lm_rl.check_images(config, "a:1 has images")

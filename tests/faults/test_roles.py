@@ -101,7 +101,7 @@ def test_a_signal_to_one_roles_launcher_stops_all(lm_folder: Path, tmp_path: Pat
             assert a.processes() == b.processes() == {}
             done = steps(tmp_path)[-1]
             assert checkpoints(tmp_path)[-1] == f"step_{done:06d}"
-            kept = f"the same command goes on from {tmp_path}/out/checkpoints/step_{done:06d}"
+            kept = f"the same command resumes from {tmp_path}/out/checkpoints/step_{done:06d}"
             assert b.said.splitlines()[-1] == f"stopped by SIGTERM after step {done} of 500; {kept}"
             said = [a.said, b.said]
     assert said[0].count("stopped by") == 1  # by the launcher, which was not told itself

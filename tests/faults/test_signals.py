@@ -44,7 +44,7 @@ def test_a_stopped_job_goes_on(
         done = steps(tmp_path)[-1]
         kept = tmp_path / "out" / "checkpoints" / f"step_{done:06d}"
         # train.sh hands SIGINT on as SIGTERM: torchrun would not wait for a checkpoint at a second Ctrl-C
-        line = f"stopped by SIGTERM after step {done} of 500; the same command goes on from {kept}"
+        line = f"stopped by SIGTERM after step {done} of 500; the same command resumes from {kept}"
         assert job.said.splitlines().count(line) == 1
     assert checkpoints(tmp_path) == [kept.name]
     total = done + 2
@@ -68,7 +68,7 @@ def test_phalanx_stop_ends_a_job_that_would_be_started_again(sd3_folder: Path, t
         assert job.wait(MAY_TAKE_S) == 143
         done = steps(tmp_path)[-1]
         kept = out / "checkpoints" / f"step_{done:06d}"
-        line = f"stopped by phalanx stop after step {done} of 500; the same command goes on from {kept}"
+        line = f"stopped by phalanx stop after step {done} of 500; the same command resumes from {kept}"
         assert job.said.splitlines().count(line) == 1 and job.said.count("joining 2 ranks") == 1
     assert states([out]) == {out: "stopped"} and not (out / "stop.json").exists()
     (out / "stop.json").write_text(request)

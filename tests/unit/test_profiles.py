@@ -121,4 +121,4 @@ def test_steps_that_a_run_does_not_take(sd3_folder: Path, tmp_path: Path, caplog
     cfg = config("2")
     cfg.trainer.profile_steps = [1, 2]
     build(cfg)
-    assert "trainer.profile_steps: [1] were taken before, and the run goes on after step 1" in caplog.text
+    assert "trainer.profile_steps: [1] are not profiled, since the run resumes after step 1" in caplog.text

@@ -1,4 +1,4 @@
-"""The arithmetic of batches, checked before anything is built, with values that would work."""
+"""Check that batch sizes divide, before anything is built; errors suggest values that would work."""
 
 import math
 import os
@@ -17,10 +17,10 @@ from phalanx.types import Algorithm
 def plan(
     cfg: RLConfig, algorithm: Algorithm, world_size: int, *, actions: int = 1, micro: int | None = None
 ) -> BatchPlan:
-    """The step's arithmetic for `world_size` ranks; ConfigError with the numbers if it is uneven.
+    """The batch sizes of a step on `world_size` ranks; ConfigError with the numbers if they do not divide.
 
-    `actions`: rows of a forward pass for each sample in training, where rollout and replay are to have equal shapes.
-    `micro`: samples of a pass instead of the configuration's.
+    actions: rows per sample in a training pass, if rollout and replay are to have equal shapes. micro: samples per
+    pass, instead of the configuration's.
     """
     numbers = _Numbers(
         world=world_size,
@@ -35,8 +35,8 @@ def plan(
     )
     problem = numbers.problem()
     if problem is not None:
-        what, keys = problem
-        raise ConfigError(f"{what}; nearest that work: {numbers.nearest(keys)}")
+        message, keys = problem
+        raise ConfigError(f"{message}; nearest that work: {numbers.nearest(keys)}")
     samples = numbers.prompts * numbers.n
     return BatchPlan(
         samples=samples,
@@ -54,21 +54,21 @@ def plan(
 
 
 def check(cfg: RunConfig, algorithm: Algorithm | None = None) -> None:
-    """Refuse combinations that cannot work, whatever the number of ranks; raises ConfigError. Reinforcement learning
-    has an `algorithm`.
+    """Raise ConfigError for combinations that cannot work with any number of ranks. `algorithm`: only for reinforcement
+    learning.
     """
     rules.check_start(cfg, algorithm)
     _check_output_dir(cfg.trainer.output_dir)
 
 
 def _per_gpu(cfg: RLConfig) -> frozenset[str]:
-    """Names of the numbers that follow the ranks."""
+    """Names of the numbers that the configuration gives per rank."""
     each = {"prompts": cfg.data.train_batch_size_per_gpu, "mini": cfg.actor.ppo_mini_batch_size_per_gpu}
     return frozenset(name for name, value in each.items() if value is not None)
 
 
 def _check_output_dir(output_dir: str) -> None:
-    """Refuse a folder that cannot be made or written, before hours of work that could not be kept."""
+    """Raise ConfigError for a folder that cannot be created or written, before hours of work are lost."""
     folder, key = Path(output_dir), f"trainer.output_dir: {cut(output_dir)!r} cannot be"
     try:
         kind(folder)
@@ -77,8 +77,8 @@ def _check_output_dir(output_dir: str) -> None:
     except OSError as error:
         raise ConfigError(f"{key} a folder: {error.strerror}") from None
     if form != "folder":
-        what = "a file" if form == "file" else "a link to nothing"
-        raise ConfigError(f"{key} a folder: {existing} is {what}")
+        obstacle = "a file" if form == "file" else "a link to nothing"
+        raise ConfigError(f"{key} a folder: {existing} is {obstacle}")
     if not os.access(existing, os.W_OK | os.X_OK):
         raise ConfigError(f"{key} written: no permission in {existing}")
     for name, expected in _CONTENTS.items():
@@ -90,7 +90,7 @@ def _check_output_dir(output_dir: str) -> None:
             raise ConfigError(f"{key} written: {folder / name} is {problem}; move it away")
 
 
-# of a run's folder
+# files and folders that a run creates
 _CONTENTS = dict.fromkeys((".lock", "running.json", "config.yaml", "metrics.jsonl", "report.html"), "file")
 _CONTENTS |= dict.fromkeys(("checkpoints", "val", "tensorboard", "ranks"), "folder")
 
@@ -107,8 +107,8 @@ _SMALLEST_GROUP = 2
 
 @dataclass(frozen=True)
 class _Numbers:
-    """The numbers that a step's arithmetic depends on; `rollout` None follows from the others. `per_gpu`: those that
-    the user gives per rank.
+    """The numbers that must divide. rollout: None to derive it from the others. per_gpu: names of the numbers that the
+    user gives per rank.
     """
 
     world: int
@@ -126,45 +126,43 @@ class _Numbers:
         return self.micro * self.actions if self.rollout is None else self.rollout
 
     def problem(self) -> tuple[str, tuple[str, ...]] | None:
-        """The first thing that does not divide, and the numbers to change, best first; else None."""
+        """The first number that does not divide, as a message, and the numbers to change, best first; None if none."""
         prompts, mini, micro, world = self.prompts, self.mini, self.micro, self.world
         mini_key, mini_prompts = self.key("mini"), f"{self.product('mini')} prompts"
         if prompts % mini:
-            what = f"{mini_key}: {mini_prompts} do not divide {self.key('prompts')} {self.product('prompts')}"
-            return what, ("mini", "prompts")
+            message = f"{mini_key}: {mini_prompts} do not divide {self.key('prompts')} {self.product('prompts')}"
+            return message, ("mini", "prompts")
         samples = mini * self.n
         update = f"{mini_prompts} x {KEYS['n']} {self.n} = {samples} samples of an update"
         if samples % world:
             return f"{mini_key}: {update} do not divide over {world} ranks", ("mini", "n")
-        # samples of a prompt that are trained together are on one rank
+        # the samples of a unit must be on one rank
         if self.together > 1 and mini % world:
-            what = f"{mini_key}: {mini} whole prompts do not divide over {world} ranks"
-            return what, ("mini", "prompts")
+            return f"{mini_key}: {mini} whole prompts do not divide over {world} ranks", ("mini", "prompts")
         per_update, per_rank = samples // world, prompts * self.n // world
         if per_update % micro:
-            what = f"{micro} does not divide the {per_update} samples of an update on a rank"
-            return f"{KEYS['micro']}: {what} ({update} / {world} ranks)", ("micro", "n")
+            message = f"{micro} does not divide the {per_update} samples of an update on a rank"
+            return f"{KEYS['micro']}: {message} ({update} / {world} ranks)", ("micro", "n")
         if per_rank % self.rollout_micro == 0:
             return None
         uneven = f"does not divide the {per_rank} samples of a rank"
         if self.rollout is not None:
             return f"{KEYS['rollout']}: {self.rollout} {uneven}", ("rollout",)
         rows = f"{micro} x {self.actions} trained steps = {self.rollout_micro}"
-        what = f"{KEYS['micro']}: {rows}, the rollout's micro-batch, {uneven}"
-        return what, ("micro", "rollout")
+        return f"{KEYS['micro']}: {rows}, the rollout's micro-batch, {uneven}", ("micro", "rollout")
 
     def nearest(self, keys: tuple[str, ...]) -> str:
-        """The nearest values of the first of `keys` with which all divides; of two keys if need be.
+        """The nearest values that work, for the first of `keys` that has any, or for two keys.
 
-        `keys` are in the order in which a user would rather change them.
+        `keys` are in the order in which a user would prefer to change them.
         """
-        if self.together > 1:  # more samples of a prompt would be no more that are trained
+        if self.together > 1:  # a larger n does not change the number of units
             keys = (*(key for key in keys if key != "n"), "mini")
         for key in keys:
             near = self._near(key)
             if near:
                 return f"{self.key(key)}={near}"
-        # No number helps on its own, so two are changed, the first of them as little as possible.
+        # Changing one number is not enough: change two, the first of them as little as possible.
         if self.together > 1:  # world x micro whole prompts always fit the ranks
             minis, other = list(range(self.world, self.mini + self.world * (self.micro + 1), self.world)), "prompts"
         else:
@@ -177,8 +175,8 @@ class _Numbers:
         raise AssertionError(f"some numbers always fit: {self}")
 
     def _near(self, key: str) -> str:
-        """The nearest values of a number that work, below and above: "4 or 6"; empty for none."""
-        # each number as it is, and the last one above it that is tried
+        """The nearest values of a number that work, below and above, such as "4 or 6"; empty if none do."""
+        # the current value of each number, and the largest one to try
         bounds = {
             "prompts": (self.prompts, self.prompts + self.mini * self.rollout_micro * self.step("prompts")),
             # a multiple of both micro-batches on every rank always works
@@ -200,14 +198,14 @@ class _Numbers:
         return " or ".join(str(v // step) for v in (below, above) if v is not None)
 
     def step(self, name: str) -> int:
-        """By how much a number changes where the user's own changes by one."""
+        """By how much a number changes if the configured value changes by one."""
         return self.world if name in self.per_gpu else 1
 
     def key(self, name: str) -> str:
-        """The key of a number."""
+        """The configuration key of a number."""
         return f"{KEYS[name]}_per_gpu" if name in self.per_gpu else KEYS[name]
 
     def product(self, name: str) -> str:
-        """A number, and what it comes from where it follows the ranks."""
+        """A number as text, written as a product if it is configured per rank."""
         value: int = vars(self)[name]
         return f"{value // self.world} x {self.world} ranks = {value}" if name in self.per_gpu else str(value)

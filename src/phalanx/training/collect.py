@@ -1,4 +1,4 @@
-"""Samples with rewards: prompts, the rollout, old log-probabilities and scores, on the ranks that sample."""
+"""Collect samples with rewards on the ranks that sample: prompts, rollout, old log-probabilities and scores."""
 
 import logging
 import time
@@ -29,8 +29,8 @@ ERROR = "actor/first_ratio_error"
 
 @dataclass(frozen=True)
 class Collected:
-    """Samples of this rank, the reward [N] of all ranks' samples, zeros if there is none and NaN for samples to
-    skip, and metrics, equal on all ranks.
+    """Samples of this rank, the rewards [N] of all ranks' samples (all zeros without reward functions, NaN for samples
+    to skip), and metrics, equal on all ranks.
     """
 
     samples: Samples
@@ -39,8 +39,8 @@ class Collected:
 
 
 class PromptSource(Protocol):
-    """The prompts of training steps, by their numbers in the data, as phalanx.data.streams.PromptStream has them, or as
-    another policy writes them. `ahead`: those of later steps are known.
+    """The prompts of training steps, by row numbers of the data: phalanx.data.streams.PromptStream, or prompts that
+    another policy writes. `ahead`: whether the prompts of later steps are already known.
     """
 
     ahead: bool
@@ -52,7 +52,7 @@ class PromptSource(Protocol):
 
 
 def total_steps(trainer: TrainerConfig, prompts: PromptSource) -> int:
-    """Training steps of the whole run."""
+    """Number of training steps of the whole run."""
     if trainer.total_training_steps is not None:
         return trainer.total_training_steps
     assert trainer.total_epochs is not None
@@ -60,20 +60,20 @@ def total_steps(trainer: TrainerConfig, prompts: PromptSource) -> int:
 
 
 def check_range(reward: Tensor) -> None:
-    """Raise JobError for rewards of samples that are too large to have a std; NaN is none. The same on all ranks."""
+    """Raise JobError, on all ranks, for rewards [N] too large for float32 to hold their std. NaN is ignored."""
     largest = reward.nan_to_num(0.0).abs().max().item() if len(reward) else 0.0
     if not largest <= LARGEST:
         raise JobError(
-            f"reward: the weighted sum of the terms is {largest:g} for a sample; expected at most {LARGEST:g}, by "
-            "lower weights of reward.functions"
+            f"reward: the weighted sum of the terms is {largest:g} for a sample; expected at most {LARGEST:g}: lower "
+            "the weights of reward.functions"
         )
 
 
 class Rescorer:
-    """Takes the old log-probabilities of samples with the policy itself, where the rollout's cannot be trained on.
+    """Recomputes the old log-probabilities with the policy itself if those of the rollout cannot be trained on.
 
-    That is so for samples of an engine with other kernels or of older weights, and from the step on in which `check`
-    saw that the policy's replay of its own samples differs (`progress.rescoring`, kept in checkpoints).
+    This applies to samples of an engine with other kernels or of older weights, and to all samples once `check` has
+    found that the policy's replay differs from its own rollout (`progress.rescoring`, kept in checkpoints).
     """
 
     def __init__(
@@ -88,15 +88,15 @@ class Rescorer:
         exact: bool,
         scored_elsewhere: bool = False,
     ) -> None:
-        """`exact`: see phalanx.types.Rollout. `scored_elsewhere`: ranks of another role take these log-probs."""
+        """`exact`: see phalanx.types.Rollout. `scored_elsewhere`: ranks of another role compute the old log-probs."""
         self.cfg, self.plan, self.algorithm, self.policy = cfg, plan, algorithm, policy
         self.timers, self.progress, self.exact, self.scored_elsewhere = timers, progress, exact, scored_elsewhere
 
     def __call__(self, samples: Samples) -> tuple[Samples, dict[str, float]]:
-        """The samples with old log-probabilities [B, A] of the policy, and rollout/... metrics; unchanged where theirs
-        are the policy's already.
+        """Return the samples with old log-probabilities [B, A] of the policy, and rollout/... metrics. Samples that
+        already have them are returned unchanged.
         """
-        # passes that are cut by tokens are scored again as they are trained: see `in_passes`
+        # with passes of a token budget, the training's own passes rescore: see `in_passes`
         again = self.progress.rescoring and not self.plan.by_tokens
         if samples.on_policy or (self.exact and samples.exact and not again):
             return samples, {}
@@ -104,7 +104,7 @@ class Rescorer:
             return samples, {}
         config = self.cfg.rollout
         stale = samples.version is not None and not samples.exact
-        if self.exact and not stale:  # rollout.correction is for other engines, or for older weights
+        if self.exact and not stale:  # rollout.correction is only for other engines and for older weights
             config = replace(config, correction="rescore")
         with self.timers("rescore"):
             samples, row = rescore(self.policy, samples, config, self.plan.passes_of(1))
@@ -112,13 +112,13 @@ class Rescorer:
 
     @property
     def in_training(self) -> bool:
-        """Whether old log-probabilities are taken in the passes of the training, which are cut by tokens."""
+        """Whether old log-probabilities are computed in the same passes as the training, see `in_passes`."""
         return self.progress.rescoring and self.plan.by_tokens
 
     @torch.no_grad()
     def in_passes(self, samples: Samples, passes: list[Tensor]) -> Samples:
-        """The samples with log-probabilities of the very passes in which they are about to be trained: `passes` are
-        the rows [b] of each.
+        """Return the samples with log-probabilities computed in the passes that are about to train them, given as the
+        rows [b] of each, so that both have equal shapes.
         """
         start, log_prob = time.perf_counter(), samples.log_prob.clone()
         with self.policy.unsharded():
@@ -127,16 +127,16 @@ class Rescorer:
                 log_prob[at] = self.policy.replay(samples.trace.select(at)).log_prob
         seconds = time.perf_counter() - start
         self.timers.add("rescore", seconds)
-        self.timers.add("update", -seconds)  # within which it runs
+        self.timers.add("update", -seconds)  # the surrounding timer has counted these seconds, too
         return replace(samples, log_prob=log_prob)
 
     def check(self, row: dict[str, float]) -> None:
-        """Rescore from now on, where the policy's replay of exact samples is off by more than a tenth of the clip
-        range: ratios would then be clipped by rounding and not by what was learned.
+        """Rescore from now on if the ratios of the policy's replay to its own rollout differ from 1 by more than a
+        tenth of the clip range: rounding, and not what was learned, would clip them.
         """
         if self.progress.rescoring or ERROR not in row:
             return
-        if self.cfg.rollout.schedule == "one_step_off":  # where the weights themselves differ
+        if self.cfg.rollout.schedule == "one_step_off":  # the weights themselves differ there
             return
         if not self.exact and (not self.plan.by_tokens or self.cfg.rollout.correction == "none"):
             return
@@ -147,7 +147,7 @@ class Rescorer:
         if self.policy.trained.world.rank == 0:
             log.warning(
                 "%s is %.1e, more than a tenth of the clip range %g of algorithm.name=%s: the policy's replay differs "
-                "from the rollout, so from here on it computes the old log-probs again (time/rescore)",
+                "from the rollout, so from here on the policy recomputes the old log-probs (time/rescore)",
                 ERROR,
                 row[ERROR],
                 clip,
@@ -156,11 +156,11 @@ class Rescorer:
 
 
 class Collector:
-    """Makes samples with rewards, with all ranks of its world.
+    """Samples and scores, together with all ranks of its world.
 
-    The prompts of a training step are sampled in `chunks`, one after the other, each of which has the arithmetic of
-    `plan`. `weights` names those that sample, None for the policy's own; `rescorer` is None if another role takes
-    the old log-probabilities.
+    The prompts of a training step are sampled in `chunks` consecutive parts, each with the batch sizes of `plan`.
+    weights: name of the weights that sample, None for the policy's own. rescorer: None if another role computes the old
+    log-probabilities.
     """
 
     def __init__(
@@ -178,16 +178,16 @@ class Collector:
         chunks: int = 1,
         group: int | None = None,
     ) -> None:
-        """`group`: the samples whose rewards are compared, one after the other; None: those of a prompt."""
+        """`group`: number of consecutive samples whose rewards are compared; None: the samples of a prompt."""
         self.cfg, self.plan, self.policy = cfg, plan, policy
         self.rollout, self.rewards, self.prompts, self.timers = rollout, rewards, prompts, timers
         self.weights, self.rescorer, self.chunks = weights, rescorer, chunks
-        self.group_id = torch.arange(plan.samples) // (group or cfg.rollout.n)  # [N]: that of each sample of all ranks
+        self.group_id = torch.arange(plan.samples) // (group or cfg.rollout.n)  # [N], for the samples of all ranks
         self.total_steps = total_steps(cfg.trainer, prompts)
 
     def sample(self, step: int, chunk: int = 0) -> tuple[Samples, dict[str, float]]:
-        """This rank's samples of a chunk of training step `step`, with old log-probabilities, and rollout/... metrics.
-        They are with the rewards when it returns.
+        """Return this rank's samples of one chunk of training step `step`, with old log-probabilities, and rollout/...
+        metrics. On return, all samples have been submitted to the reward functions.
         """
         seed, unit = self.cfg.trainer.seed, step * self.chunks + chunk
         with self.timers("encode"):
@@ -200,16 +200,16 @@ class Collector:
         return self._rescored(samples)
 
     def reward(self, samples: Samples, step: int, chunk: int = 0) -> tuple[Samples, Tensor, dict[str, float]]:
-        """The samples, the rewards [N] of those of all ranks, zeros where there is no reward and NaN for samples to
-        skip, and their metrics.
+        """Return the samples, the rewards [N] of all ranks' samples (all zeros without reward functions, NaN for
+        samples to skip), and metrics.
 
-        Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2): groups whose rewards are all equal are drawn again, of
-        new prompts or of the same ones, until they differ or the limit is reached; so the samples are returned as well.
+        Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2) resamples groups whose rewards are all equal, with new
+        prompts or the same ones, until the rewards differ or the limit is reached. The returned samples include these.
         """
         if self.rewards.reward_set is None:
             reward = torch.zeros(self.plan.samples)
             return samples, reward, self.rollout.metrics(samples, reward)
-        with self.timers("reward"):  # waits for what is left: the rest was scored while sampling went on
+        with self.timers("reward"):  # only waits for the last scores: most were computed during sampling
             terms = self._gather_terms() | self._policy_terms(samples)
         reward, redrawn, config = self._combine(terms, step, samples), 0, self.cfg.rollout
         check_range(reward)
@@ -237,7 +237,8 @@ class Collector:
             redrawn += int(stale.sum())
         if redrawn > 0:
             samples, _ = self._rescored(samples)
-        if samples.action_reward is not None:  # as a part of the reward; of scores that are normalised it is none
+        # rewards of single actions are part of the weighted sum, but not of normalised scores
+        if samples.action_reward is not None:
             weight = 0.0 if self.cfg.reward.normalize != "none" else self.rewards.rewards.turn_weight(step)
             samples = replace(samples, action_reward=samples.action_reward * weight)
         row = self.rollout.metrics(samples, reward) | self.rewards.metrics()
@@ -246,7 +247,7 @@ class Collector:
         return samples, reward, row | self._reward_metrics(reward, terms, step)
 
     def collect(self, step: int, chunk: int = 0) -> Collected:
-        """`sample`, and the samples' `reward`."""
+        """Call `sample` and `reward`."""
         samples, drawn = self.sample(step, chunk)
         samples, reward, scores = self.reward(samples, step, chunk)
         return Collected(samples, reward, drawn | scores)
@@ -255,41 +256,41 @@ class Collector:
         return (samples, {}) if self.rescorer is None else self.rescorer(samples)
 
     def _behaviour(self) -> AbstractContextManager[None]:
-        """The weights that sample for training."""
+        """A context with the weights that sample for training."""
         return nullcontext() if self.weights is None else self.policy.using(self.weights)
 
     def _rows(self, unit: int) -> list[int]:
-        """The rows of the data of a chunk's prompts; chunks are numbered from the first step on."""
+        """The data rows of a chunk's prompts. unit: number of the chunk, counted from the first training step."""
         step, chunk = divmod(unit, self.chunks)
         count = self.plan.samples // self.cfg.rollout.n
         return self.prompts.numbers(step)[chunk * count : (chunk + 1) * count]
 
     def _numbered(self, rows: list[int], unit: int) -> list[Prompt]:
-        """The prompts of these rows, numbered within their step."""
+        """The prompts of these rows, with group ids counted within their training step."""
         return self.prompts.prompts(rows, first=unit % self.chunks * len(rows))
 
     def _prompts(self, unit: int) -> list[Prompt]:
-        """The prompts of a chunk, of all ranks."""
+        """The prompts of a chunk, for all ranks."""
         return self._numbered(self._rows(unit), unit)
 
     def _reward_metrics(self, reward: Tensor, terms: dict[str, Tensor], step: int) -> dict[str, float]:
-        """reward/... of the samples that have a reward."""
+        """reward/... metrics over the samples that have a reward."""
         scored = ~reward.isnan()
         known = {name: values[scored] for name, values in terms.items()}
         row = reward_metrics(self.rewards.rewards.weighted(known, step), known, self.group_id[scored])
         return row | self.rewards.take_errors()
 
     def _gather_terms(self) -> dict[str, Tensor]:
-        """The terms of the reward [N], of all that the ranks submitted, in the order of ranks."""
+        """The terms of the reward, each [N], of the samples that all ranks submitted, in the order of ranks."""
         return {name: all_gather(values) for name, values in self.rewards.collect().items()}
 
     def _policy_terms(self, samples: Samples) -> dict[str, Tensor]:
-        """The terms of the reward [N] that the policy itself gives, of all ranks' samples."""
+        """The terms of the reward, each [N], that the policy itself computes, for all ranks' samples."""
         terms = self.rewards.rewards.of_policy(self.policy, samples, self.plan.passes_of(1))
         return {name: all_gather(values) for name, values in terms.items()}
 
     def _combine(self, terms: dict[str, Tensor], step: int, samples: Samples) -> Tensor:
-        """The reward [N] that is trained, of its terms [N]; NaN for samples that lack one of them, or are lost."""
+        """The reward [N] for training from its terms [N]; NaN for samples that lack a term or are lost."""
         rewards = self.rewards.rewards
         group_id = None if self.cfg.reward.normalize == "none" else self.group_id
         scored = ~torch.stack(list(terms.values())).isnan().any(0)

@@ -1,4 +1,4 @@
-"""The components that a kind of policy brings to a job, behind what the loop asks of them."""
+"""The components that a kind of policy provides to a job, and the interfaces that the loop uses."""
 
 import logging
 import os
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 
 class TrainedPolicy(Policy, Protocol):
-    """The policy as the loop sees it. `trained` holds its weights."""
+    """The policy as the loop sees it. `trained` has its weights."""
 
     @property
     def trained(self) -> TrainedModel: ...
@@ -42,9 +42,10 @@ class TrainedPolicy(Policy, Protocol):
     def step_flops(
         self, samples: Samples, *, actions: int, count: int, updates: float, references: float, recomputed: bool
     ) -> int:
-        """Floating-point operations of a training step of `count` samples like these, in which
-        `actions` of each are trained `updates` times and seen `references` times by other weights;
-        `recomputed`: with what backward passes compute again to save memory.
+        """Floating-point operations of a training step on `count` samples like these, `actions` of each.
+
+        updates: how often each sample is trained. references: how often each passes through other weights, in units of
+        a forward pass of the policy. recomputed: include what gradient checkpointing computes again.
         """
 
 
@@ -55,29 +56,28 @@ class LoadedTeacher(Protocol):
     def policy(self) -> Policy: ...
 
     def samples(self, samples: Samples) -> Samples:
-        """The policy's samples as the teacher would have sampled them."""
+        """The policy's samples as inputs of the teacher, with its own conditioning."""
 
     def relative_cost(self, samples: Samples) -> float:
-        """Operations of its view of a sample over those of the policy's own."""
+        """Operations of the teacher's pass over a sample, relative to the policy's."""
 
 
 class Critic(Protocol):
-    """A model beside the policy that is trained to predict the return. `trained` holds its weights."""
+    """A value model, trained beside the policy to predict the return. `trained` has its weights."""
 
     @property
     def trained(self) -> TrainedModel: ...
 
     def values(self, trace: Any) -> Tensor:
-        """[B, A] float32 of a Trace: the reward that is still to come before each action, with a gradient."""
+        """[B, A] float32 for a Trace: the predicted return before each action, with a gradient."""
 
 
 @dataclass(frozen=True)
 class JobComponents:
-    """All that a kind of policy brings to a job.
+    """The components that a kind of policy provides to a job.
 
-    `rollout` and `rewards` are None if other ranks sample; `exact` and `noun` are the rollout's, wherever it is (see
-    phalanx.types.Rollout). `val_sets` are the held-out prompts by name. `keeps` is the rollout where some of its
-    samples wait for later steps.
+    rollout and rewards: None if other ranks sample. exact and noun: those of the rollout, on whichever ranks it is (see
+    phalanx.types.Rollout). val_sets: held-out prompts by name. keeps: the rollout if it keeps samples for later steps.
     """
 
     world: World
@@ -91,13 +91,13 @@ class JobComponents:
 
 
 def start(cfg: RunConfig, part: str = "") -> World:
-    """Join the world, as deterministic as trainer.deterministic asks, and take the output folder for this job. `part`:
-    of the policy whose configuration it is, where the job has several.
+    """Set up determinism (trainer.deterministic), join the process groups, and lock the output folder for this job.
 
-    Raises ValueError if another job has it.
+    part: name of the policy that `cfg` configures, if the job has several. Raises ValueError if another job uses the
+    folder.
     """
     if cfg.trainer.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before CUDA starts, which reads it then
         torch.use_deterministic_algorithms(True)
     ranks = Launch.from_env().world_size
     if ranks > 1:
@@ -115,7 +115,9 @@ def start(cfg: RunConfig, part: str = "") -> World:
 
 
 def choose_cpu_linear(cfg: RunConfig, world: World, part: str = "") -> None:
-    """Set model.cpu_linear where it is null: hosts may differ, and libraries in last bits. `part`: see `start`."""
+    """Set model.cpu_linear if it is null, equally on all ranks: hosts may prefer different libraries, whose results
+    differ in the last bits. `part`: see `start`.
+    """
     name = f"{part}: cpu_linear" if part else "cpu_linear"
     choice = cfg.model.cpu_linear = choose_once(cfg, world, name, cfg.model.cpu_linear, preferred)
     if world.lead:
@@ -123,7 +125,7 @@ def choose_cpu_linear(cfg: RunConfig, world: World, part: str = "") -> None:
 
 
 def choose_once(cfg: RunConfig, world: World, name: str, given: str | None, choose: Callable[[], str]) -> str | None:
-    """A choice that a run makes once: as given, as the checkpoint has it that is resumed, or anew by rank 0."""
+    """Return `given`, or else the choice `name` in the checkpoint to resume from, or else what rank 0 chooses."""
     if given is None:
         if world.rank == 0:
             root = Path(cfg.trainer.output_dir) / "checkpoints"
@@ -141,13 +143,14 @@ def build_rewards(
     outputs: str = "images",
     gradients: bool = False,
 ) -> RewardSet | None:
-    """The rewards of this rank, None if the configuration has none, or other ranks sample. `outputs`: what the job
-    makes, "images" (or videos) or "completions". They are asked about all rows whose samples they are to score: `rows`
-    are trained on. `gradients`: the algorithm differentiates the rewards. Raises ConfigError for what they cannot do.
+    """Load this rank's reward functions; None if the configuration has none or other ranks sample.
+
+    Raises ConfigError if they cannot score the training rows `rows` or the rows of `val_sets`. outputs: what the job
+    samples, "images" (also for videos) or "completions". gradients: the algorithm differentiates the rewards.
     """
     if not cfg.reward.functions or not world.samples:
         return None
-    # where ranks share the scoring of a sample they do not submit equally often
+    # scoring beside the rollout needs ranks that submit equally often, which context-parallel ranks do not
     beside = judged_beside(cfg, world.shard_size) and world.context_size == 1
     rewards = RewardSet(
         cfg.reward,
@@ -168,7 +171,7 @@ def build_rewards(
 
 @contextmanager
 def about(teacher: Teacher) -> Iterator[None]:
-    """Messages about model.path within the block (ValueError) name the teacher's key instead."""
+    """Make ValueErrors within the block name the teacher's key instead of model.path."""
     try:
         yield
     except ValueError as error:
@@ -176,8 +179,9 @@ def about(teacher: Teacher) -> Iterator[None]:
 
 
 def routed(rows: list[PromptRow], teachers: Sequence[Teacher], *, first: bool) -> list[PromptRow]:
-    """The rows, each with the teacher that it names, where the teachers are for rows of their own. Raises ConfigError
-    for a row that names none; the rank that is `first` warns of a teacher that no row names.
+    """Assign to each row the teacher that its algorithm.teacher_key column names, if teachers are chosen by row.
+
+    Raises ConfigError for a row without a known teacher. first: whether this rank warns of teachers without rows.
     """
     names = {teacher.rows[1]: teacher.name for teacher in teachers if teacher.rows is not None}
     if not names:
@@ -195,14 +199,14 @@ def routed(rows: list[PromptRow], teachers: Sequence[Teacher], *, first: bool) -
     asked = {row.teacher for row in result}
     for teacher in teachers:
         if first and teacher.name not in asked:
-            log.warning("%s: no row of data.train_files has it in column %s; it is never asked", teacher.key, column)
+            log.warning("%s: no row of data.train_files names it in column %s; it is not used", teacher.key, column)
     return result
 
 
 def fitting_sets(
     sets: dict[str, list[Prompt]], fitting: Callable[[list[PromptRow], str], list[PromptRow]]
 ) -> dict[str, list[Prompt]]:
-    """The prompts of each validation set that `fitting(rows, key)` keeps, where `key` names the set in messages."""
+    """Keep the prompts of each validation set that `fitting(rows, key)` returns; `key` names the set in messages."""
     kept = {}
     for name, prompts in sets.items():
         rows = [PromptRow(p.text, p.negative, p.meta, p.messages, p.place, p.images) for p in prompts]

@@ -1,4 +1,4 @@
-"""Reinforcement learning of a flow-matching model: the loop's parts, and what must hold before."""
+"""Reinforcement learning of a flow-matching model: check the configuration and build the job."""
 
 import logging
 from functools import partial
@@ -32,9 +32,8 @@ log = logging.getLogger(__name__)
 
 
 def build(cfg: FlowRLConfig) -> Trainer | RolloutWorker | LogProbWorker:
-    """The job, or this rank's part in it, built on all ranks in step; a ValueError is the user's mistake."""
-    # Mistakes are found in the order of their price: numbers first, files next, then what takes
-    # process groups and models to find out.
+    """Build the job, or this rank's worker in it; all ranks call this together. A ValueError is the user's mistake."""
+    # The cheapest checks come first: numbers, then files, then everything that needs process groups and models.
     plan = check(cfg)
     algorithm = algorithms.build(cfg.algorithm)
     columns = (*image_columns(cfg.model), *cfg.rollout.facts.columns)
@@ -57,8 +56,8 @@ def build(cfg: FlowRLConfig) -> Trainer | RolloutWorker | LogProbWorker:
     for teacher in algorithm.teachers:
         loaded = load_teacher(teacher, cfg, policy, world, plan.rollout_micro)
         teachers[teacher.name] = loaded
-        # its prompts are encoded at the same steps as the policy's: the text encoders of both then visit the device
-        # before a rollout, and never within a step
+        # encode the teacher's prompts together with the policy's, so that both text encoders are on the device only
+        # before a rollout and never during training
         if rollout is not None:
             rollout.ahead.encoders.append(loaded.rollout.encode)
     trainer = build_trainer(cfg, plan, algorithm, components, prompts, teachers)
@@ -80,9 +79,9 @@ def _warn_of_inexact_log_probs(cfg: FlowRLConfig, plan: BatchPlan, algorithm: Al
 
 
 def check(cfg: FlowRLConfig, launch: Launch | None = None) -> BatchPlan:
-    """Refuse a configuration that the ranks of a launch (None: the present one) cannot run (ConfigError).
+    """Raise ConfigError for a configuration that the ranks of `launch` (None: the current one) cannot run.
 
-    No process group exists yet: a mistake is told before ranks wait for one another.
+    This needs no process group, so mistakes are reported before ranks wait for one another.
     """
     check_config(cfg)
     check_loggers(cfg.trainer.logger)
@@ -92,8 +91,8 @@ def check(cfg: FlowRLConfig, launch: Launch | None = None) -> BatchPlan:
     family = family_of(cfg.model)
     if cfg.rollout.facts.columns and not family.encodes_images:
         raise ConfigError(
-            f"rollout.engine: {cfg.rollout.engine} trains on images of the data, of which {family.pipeline_class} has "
-            "no latents; set rollout.engine=policy"
+            f"rollout.engine: {cfg.rollout.engine} trains on images of the data, which {family.pipeline_class} cannot "
+            "encode; set rollout.engine=policy"
         )
     train_sampler(cfg.rollout, family)
     val_sampler(cfg.rollout, family)
@@ -101,10 +100,10 @@ def check(cfg: FlowRLConfig, launch: Launch | None = None) -> BatchPlan:
 
 
 def check_roles(cfg: FlowRLConfig, roles: Roles, launch: Launch) -> BatchPlan:
-    """The actor's arithmetic; ConfigError where it or that of other roles is uneven."""
+    """The actor's batch sizes; ConfigError if those of any role do not divide."""
     batches = checked(cfg, partial(plan, cfg), roles, launch)
     part = of_role(batches, cfg, roles, ROLLOUT)
-    if part.per_rank % part.rollout_micro:  # of another shape than the replay's
+    if part.per_rank % part.rollout_micro:  # the last pass would have another shape than the replay
         raise ConfigError(
             f"actor.ppo_micro_batch_size_per_gpu: the rollout's passes of {part.rollout_micro} samples do not divide "
             f"the {part.per_rank} of each of its {len(roles.ranks[ROLLOUT])} ranks; change that, or placement"
@@ -113,7 +112,7 @@ def check_roles(cfg: FlowRLConfig, roles: Roles, launch: Launch) -> BatchPlan:
 
 
 def check_config(cfg: FlowRLConfig) -> None:
-    """Refuse combinations that cannot work, whatever the number of ranks (ConfigError)."""
+    """Raise ConfigError for combinations that cannot work with any number of ranks."""
     algorithm = algorithms.build(cfg.algorithm)
     if isinstance(algorithm, algorithms.TokenAlgorithm):
         raise ConfigError(f"algorithm.name: {cfg.algorithm.name} trains language models; expected such as flow_grpo")
@@ -123,20 +122,20 @@ def check_config(cfg: FlowRLConfig) -> None:
 
 
 def plan(cfg: FlowRLConfig, world_size: int) -> BatchPlan:
-    """The step's arithmetic for `world_size` ranks; ConfigError with the numbers if it is uneven."""
+    """The batch sizes of a step on `world_size` ranks; ConfigError with the numbers if they do not divide."""
     algorithm = algorithms.build(cfg.algorithm)
     return batch_plan.plan(cfg, algorithm, world_size, actions=trained_actions(cfg, algorithm))
 
 
 def trained_actions(cfg: FlowRLConfig, algorithm: Algorithm) -> int:
-    """W: denoising steps, or noise levels, at which each sample is trained."""
+    """W: the number of denoising steps or noise levels at which each sample is trained."""
     if algorithm.levels is not None:
         return algorithm.levels
     return trained_count(stochastic_steps(cfg), cfg.rollout.timestep_fraction)
 
 
 def stochastic_steps(cfg: FlowRLConfig) -> int:
-    """Steps of the window, of which some are trained; raises ConfigError where it does not fit."""
+    """Number of stochastic steps in the window; ConfigError if the window does not fit the schedule."""
     r = cfg.rollout
     try:
         window = sde_window(

@@ -1,4 +1,4 @@
-"""A training job around its loop: it resumes, counts steps, validates, logs, saves and ends."""
+"""A training job around its loop: resume, count steps, validate, log, save checkpoints, and end."""
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,36 +37,36 @@ CONFIG_FILE = "config.yaml"
 
 
 class Sampling(Protocol):
-    """Those who draw a job's samples, as far as the job asks: here (phalanx.training.validation.Validator), or on other
-    ranks (phalanx.training.disaggregated.schedules).
+    """What a job needs from the code that samples, on this rank (phalanx.training.validation.Validator) or on ranks of
+    other roles (phalanx.training.disaggregated.schedules).
     """
 
     @property
     def validates(self) -> int:
-        """Held-out prompts of a validation, 0 if there is none to make."""
+        """Number of held-out prompts in a validation; 0 without validation."""
 
     def begin(self, step: int, total_steps: int, kept: Sequence[Tensor]) -> None:
-        """Once, before the first training step of this start of the job, `step` of `total_steps`; `kept` holds what a
-        checkpoint has of `in_flight`, of all ranks that wrote it.
+        """Called once per start of the job, before its first training step, `step` of `total_steps`. kept: the
+        `in_flight` bytes of the checkpoint, one entry per rank that wrote it.
         """
 
     def validate(self, step: int, weights: str | None) -> tuple[dict[str, float], Records]:
-        """The metrics of a validation after `step` training steps with other weights (None: the policy's own), and on
-        rank 0 the samples to keep of each set.
+        """Validate after `step` training steps with other weights (None: the policy's own). Returns the metrics and, on
+        rank 0, the samples to keep of each set.
         """
 
     def in_flight(self, step: int) -> Tensor | None:
-        """Bytes [K] uint8 of this rank's samples that are drawn already for later steps than `step`; None for none."""
+        """Bytes [K] uint8 of this rank's samples already drawn for training after `step` steps; None if none."""
 
     def end(self, stop: int = 0) -> None:
-        """Let ranks of other roles end, by the signal `stop` where there was one."""
+        """End the ranks of other roles. stop: the signal that ended the job, 0 if none did."""
 
 
 class Job:
-    """A job with what it trains; its loop takes step after step from `steps`, and gives each back to `end_step`.
+    """A training job. Its loop takes each step number from `steps`, and calls `end_step` after the step.
 
-    `policies` are those that it trains, by name, "" if there is one; `state` is the first one's. `beside` holds the
-    models that are trained beside them, by name, such as a critic, and `states` all of these.
+    policies: the policies to train by name; a single one is named "". beside: other trained models by name, such as a
+    critic. `states` has all of them, `state` is that of the first policy.
     """
 
     def __init__(
@@ -81,8 +81,9 @@ class Job:
         batch: str,
         beside: Mapping[str, TrainState] | None = None,
     ) -> None:
-        """Resume where a checkpoint is, and open the logs, on all ranks in step. `batch` is what a step trains on, in
-        words. Raises ValueError for weights that are not finite, and for a folder that cannot be written.
+        """Resume from a checkpoint if there is one, and open the logs; all ranks call this together. batch: description
+        of a step's batch for the log. Raises ValueError for weights that are not finite and for a folder that cannot be
+        written.
         """
         self.cfg, self.world, self.sampling, self.timers = cfg, world, sampling, timers
         self.policies, self.beside = dict(policies), dict(beside or {})
@@ -96,22 +97,22 @@ class Job:
             raise ValueError(f"model.path: {problem}; a base or a checkpoint of such weights cannot be trained")
         self.checkpointer.saved_step = self.progress.step
         self._profile()
-        self._good = copy(self.progress)  # as after the last step that was not a bad one
+        self._good = copy(self.progress)  # after the last step with at least one finite update
         self.bad_steps = 0
-        self._skipped = 0  # updates of policy and critic since this start of the job
+        self._skipped = 0  # skipped updates of policies and critic since this start of the job
         try:
             self._open_files()
-        except OSError as error:  # such as a disk without inodes
+        except OSError as error:  # for example a disk without free inodes
             raise ValueError(f"trainer.output_dir: {error.filename or self.output_dir}: {error.strerror}") from error
 
     def _open_files(self) -> None:
-        """Make the output folder what a run from here on needs, and open the logs. Raises OSError."""
+        """Prepare the output folder for the steps to come, and open the logs. Raises OSError."""
         cfg, first = self.cfg, self.world.rank == 0
         if first:
             self.checkpointer.set_aside(self.progress.step)
             self.output_dir.mkdir(parents=True, exist_ok=True)
             save(_with_whole_path(cfg), self.output_dir / CONFIG_FILE)
-            with suppress(OSError):  # nobody reads it
+            with suppress(OSError):  # a closed terminal
                 print(self.describe(), flush=True)
         logged = self.progress.step - (self.progress.unfinished is not None)
         ids, total = self.progress.logger_ids, self.total_steps
@@ -119,17 +120,17 @@ class Job:
         self.progress.logger_ids = self.logger.ids
 
     def _profile(self) -> None:
-        """Have steps profiled. Raises ValueError for one that the run never reaches."""
+        """Set up profiling of trainer.profile_steps. Raises ValueError for a step after the last one."""
         key, done, steps = "trainer.profile_steps", self.progress.step, self.cfg.trainer.profile_steps
         if max(steps, default=0) > self.total_steps:
             raise ValueError(f"{key}: {max(steps)} is beyond the last step; expected 1 to {self.total_steps}")
         passed = [step for step in steps if step <= done]
         if passed and self.world.rank == 0:
-            log.warning("%s: %s were taken before, and the run goes on after step %d", key, passed, done)
+            log.warning("%s: %s are not profiled, since the run resumes after step %d", key, passed, done)
         self.timers.profile(self.cfg.trainer, self.world)
 
     def describe(self) -> str:
-        """The world and what is trained, in one line."""
+        """Describe the ranks and the trained models in one line."""
         w, models = self.world, []
         for state in self.policies.values():
             trained = sum(p.numel() for p in state.model.parameters.values())
@@ -144,10 +145,8 @@ class Job:
         )
 
     def run(self, fit: Callable[[], None]) -> None:
-        """Train by `fit`, write the report, and print what came of it. Raises JobError, or Stopped once the state is
-        saved.
-        """
-        # a signal's handler waits for the other ranks, so all must be up
+        """Train by `fit`, write the report, print a summary. Raises JobError, or Stopped after the state was saved."""
+        # the signal handler waits for the other ranks, so all of them must be up
         if self.world.link is None:
             dist.barrier()
         else:
@@ -163,7 +162,7 @@ class Job:
     def _run(self, fit: Callable[[], None]) -> None:
         try:
             fit()
-        except JobError:  # every rank has it, so the checkpoint in flight can still be finished
+        except JobError:  # all ranks raise it, so the pending checkpoint can still be completed
             self.checkpointer.wait()
             raise
         except Stopped as stop:
@@ -171,20 +170,22 @@ class Job:
         self.sampling.end()
         self.world.watch.close()
         if self.cfg.trainer.save_freq > 0 and self.checkpointer.saved_step < self.total_steps:
-            raise JobError("the last checkpoint was not written; make space, and the same command goes on")
+            raise JobError("the last checkpoint was not written; free disk space, and run the same command again")
         if self.world.rank == 0:
             if self._skipped > 0:
-                log.warning("%d updates were skipped, with NaN or infinity in loss or gradient", self._skipped)
+                log.warning("%d updates were skipped because of NaN or infinity in loss or gradient", self._skipped)
             try:
                 report = f"report: {write_report(self.output_dir)}"
-            except (OSError, ValueError) as error:  # a full disk, a damaged file: the training is done all the same
+            except (OSError, ValueError) as error:  # a full disk or a damaged file; the training itself succeeded
                 report = f"the report was not written: {error}"
-            with suppress(OSError):  # a closed terminal fails no finished job
+            with suppress(OSError):  # a closed terminal must not fail a finished job
                 print(*validation_summary(self.output_dir), report, sep="\n", flush=True)
 
     def steps(self) -> Iterator[int]:
-        """The numbers of the training steps that are left, from 0 on. Before the first one is due the validation before
-        training (trainer.val_before_train), or the end of a step in whose validation the run was stopped.
+        """Yield the numbers of the remaining training steps, counted from 0.
+
+        First run the validation before training (trainer.val_before_train), or finish the step whose validation was
+        interrupted when the run stopped.
         """
         self.sampling.begin(self.progress.step, self.total_steps, self.kept)
         if self.progress.unfinished is not None:
@@ -199,7 +200,7 @@ class Job:
         self.checkpointer.wait()
 
     def validate(self, step: int) -> dict[str, float]:
-        """Validate on all sets and hand the samples to the loggers; returns the row, empty where there is nothing."""
+        """Validate on all sets and log the samples. Returns the metrics, empty without reward functions."""
         if not self.cfg.reward.functions:
             return {}
         with self.timers("validation"):
@@ -209,7 +210,7 @@ class Job:
         return row
 
     def end_step(self, step: int, row: dict[str, float]) -> None:
-        """After training step number `step` (from 1): validate, log and save, each where it is due."""
+        """Validate, log and save, each if due, after training step number `step` (from 1) with metrics `row`."""
         t, last = self.cfg.trainer, step == self.total_steps
         self._restore_files()
         self.progress.step, self.progress.unfinished = step, row
@@ -217,7 +218,7 @@ class Job:
         if t.test_freq > 0 and (last or step % t.test_freq == 0):
             row = row | self.validate(step)
         self.progress.unfinished = None
-        # before the checkpoint: a run that is killed after it must find this row
+        # log before saving: a run that is killed after the checkpoint must find this row
         self.logger.log(step, row | self.timers.pop())
         self._count_bad_step()
         if t.save_freq > 0 and (last or (step % t.save_freq == 0 and not self.bad_steps)):
@@ -228,21 +229,21 @@ class Job:
                 raise Stopped(stop)
 
     def _restore_files(self) -> None:
-        """Make the output folder anew where somebody has deleted it; a job that is to stop gets a signal."""
+        """Recreate the output folder if it was deleted. Deleting it does not stop the job: a signal does."""
         if self.world.rank > 0 or (self.output_dir / CONFIG_FILE).exists():
             return
         log.warning(
             "trainer.output_dir: %s was deleted; the configuration, all metrics and the next checkpoints are written "
-            "anew, and what else was in it is lost",
+            "again, everything else in it is lost",
             self.output_dir,
         )
-        with suppress(OSError):  # the metrics say so with each row
+        with suppress(OSError):  # the metrics logger reports it with each row
             self.output_dir.mkdir(parents=True, exist_ok=True)
             save(_with_whole_path(self.cfg), self.output_dir / CONFIG_FILE)
 
     def _count_bad_step(self) -> None:
-        """Count a bad step, all of whose updates were skipped: the weights stay those of the last good one. Too many
-        in a row end the job (trainer.max_bad_steps) with a checkpoint from before them.
+        """Count consecutive steps all of whose updates were skipped, so that the weights did not change. After
+        trainer.max_bad_steps of them the job saves the state before them and ends with JobError.
         """
         if any(state.diverged for state in self.policies.values()):
             self.bad_steps += 1
@@ -262,14 +263,14 @@ class Job:
         )
 
     def _warn_of_skipped(self) -> None:
-        """Count the updates that were skipped, and say so at the first of them; `_run` says how many there were."""
+        """Count the skipped updates and warn at the first of them; `_run` logs the total."""
         before = self._skipped
         for state in self.states.values():
             self._skipped += state.skipped
             state.applied = state.skipped = 0
         if before == 0 and self._skipped > 0 and self.world.rank == 0:
             log.warning(
-                "step %d: an update with NaN or infinity in loss or gradient is skipped (actor/updates_non_finite); "
+                "step %d: an update with NaN or infinity in loss or gradient was skipped (actor/updates_non_finite); "
                 "lower optim.lr, or look at the rewards",
                 self.progress.step,
             )
@@ -286,20 +287,20 @@ class Job:
             problem = self._not_finite()
             if problem is not None:
                 raise JobError(
-                    f"after step {progress.step} {problem}; nothing is saved over the checkpoints of before; "
+                    f"after step {progress.step} {problem}; no checkpoint is written, and the earlier ones are kept; "
                     "lower optim.lr, or look at the rewards"
                 )
             self.checkpointer.save(self.tensors(), copy(progress), in_flight)
 
     def _not_finite(self) -> str | None:
-        """On all ranks: the weights that hold NaN or infinity, in words; None if there are none."""
+        """Describe, on all ranks, weights with NaN or infinity; None if all are finite."""
         name = None
         for state in self.states.values():
             name = name or state.not_finite()
         return agree(None if name is None else f"the weights {name} hold NaN or infinity", 0)[0]
 
     def _keep(self, stop: Stopped) -> Stopped:
-        """Save the state as it was after the last whole step; returns what to raise."""
+        """Save the state after the last complete step, and end. Returns the exception to raise."""
         step = self.progress.step
         self.checkpointer.wait()
         self._count_updates()
@@ -310,13 +311,11 @@ class Job:
         self.sampling.end(stop.number)
         self.world.watch.close()
         newest = find(self.checkpointer.root)
-        kept = "no checkpoint is kept" if newest is None else f"the same command goes on from {newest}"
+        kept = "no checkpoint was saved" if newest is None else f"the same command resumes from {newest}"
         return Stopped(stop.number, f" after step {step} of {self.total_steps}; {kept}")
 
     def tensors(self) -> dict[str, Any]:
-        """The contents of a checkpoint, as tensors of the mesh: those of a sole policy at the top, others below their
-        names.
-        """
+        """The contents of a checkpoint as DTensors: a single policy at the top level, other models below their name."""
         tensors: dict[str, Any] = {}
         for name, state in self.states.items():
             tensors |= {name: state.state()} if name else state.state()
@@ -329,7 +328,7 @@ class Job:
             before = f"{name}: " if name else ""
             signature |= {f"{before}{key}": value for key, value in state.signature().items()}
             if state.model.lora:
-                # PiSSA takes from the base what its LoRA begins with, a function of the seed
+                # PiSSA changes the base weights by its initial LoRA, a function of the seed
                 pissa = state.model.config.lora_init == "pissa"
                 signature[f"{before}lora_init"] = f"pissa of trainer.seed={seed}" if pissa else "not pissa"
         if list(self.policies) != [""]:
@@ -360,8 +359,8 @@ class Job:
         if self.world.rank == 0:
             log.warning("resuming from %s: step %d of %d", folder, progress.step, self.total_steps)
             if done:
-                log.warning("no step is left to train: all of them (%d) were done already", self.total_steps)
-            before = folder.parent.parent / CONFIG_FILE  # of the run that wrote it, where it is one of ours
+                log.warning("no step is left to train: all %d are done already", self.total_steps)
+            before = folder.parent.parent / CONFIG_FILE  # of the run that wrote the checkpoint, if it is there
             try:
                 settings = changed(before, _with_whole_path(self.cfg)) if before.is_file() else []
             except ConfigError as error:
@@ -373,9 +372,7 @@ class Job:
 
 
 def _with_whole_path(cfg: Any) -> Any:
-    """The configuration with the models' folders as they are found from everywhere: exports and samples need them,
-    too.
-    """
+    """The configuration with absolute paths of model folders, so that later commands find them from any folder."""
     if isinstance(cfg, JointConfig):
         return replace(cfg, writer=_with_whole_path(cfg.writer), painter=_with_whole_path(cfg.painter))
     folder = Path(cfg.model.path).expanduser()
@@ -385,9 +382,7 @@ def _with_whole_path(cfg: Any) -> Any:
 
 
 def validation_summary(folder: Path) -> list[str]:
-    """A line for each validation set: the first mean reward in a run's metrics.jsonl, and the last one if there is
-    another.
-    """
+    """One line per validation set, with the first and the last mean reward in a run's metrics.jsonl."""
     points_of: dict[str, list[tuple[int, float]]] = {}
     for row in read_metrics(folder / METRICS_FILE):
         for key, value in row.items():

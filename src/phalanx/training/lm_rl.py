@@ -1,4 +1,4 @@
-"""Reinforcement learning of a causal language model: the loop's parts, and what must hold before."""
+"""Reinforcement learning of a language model: check the configuration and build the job."""
 
 import logging
 from collections.abc import Sequence
@@ -46,7 +46,7 @@ Row = TypeVar("Row", PromptRow, Prompt)
 
 
 def build(cfg: LMRLConfig) -> Trainer | RolloutWorker | LogProbWorker:
-    """The job, or this rank's part in it, built on all ranks in step; a ValueError is the user's mistake."""
+    """Build the job, or this rank's worker in it; all ranks call this together. A ValueError is the user's mistake."""
     plan = check(cfg)
     algorithm = build_algorithm(cfg)
     data, key = cfg.data, cfg.data.prompt_key
@@ -64,9 +64,7 @@ def build(cfg: LMRLConfig) -> Trainer | RolloutWorker | LogProbWorker:
         raise ConfigError(f"data.image_key: no row of the data files has images in a column {data.image_key!r}")
     images = place is not None or vision_families.is_needed(cfg.model)
     if images and place is None:
-        check_images(
-            cfg, f"model.path: {cfg.model.path!r} is trained as a whole, of which transformers has no text part"
-        )
+        check_images(cfg, f"model.path: transformers has no text-only class for {cfg.model.path!r}")
     environments = Environments(cfg.environment) if cfg.environment.used else None
     if environments is not None:
         rows = with_tools(rows, environments)
@@ -75,8 +73,8 @@ def build(cfg: LMRLConfig) -> Trainer | RolloutWorker | LogProbWorker:
     rewards = build_rewards(cfg, world, rows, val_sets, outputs="completions")
     if val_sets and rewards is not None and not rewards.validates:
         raise ConfigError(
-            "data.val_files: the policy itself gives all terms of the reward, which it does only in training; add one "
-            "to validate by, such as {name: gsm8k, weight: 0}"
+            "data.val_files: the policy itself computes all terms of the reward, which it does only in training; add "
+            "one for validation, such as {name: gsm8k, weight: 0}"
         )
     policy = load_policy(cfg, world, images=images)
     if world.role == INFERENCE:
@@ -103,8 +101,7 @@ def build(cfg: LMRLConfig) -> Trainer | RolloutWorker | LogProbWorker:
     if cfg.algorithm.needs_critic:
         model = build_critic(cfg.critic.model, cfg.parallel, policy, cfg.trainer.seed)
         critic = CriticTrainer(model, cfg.critic, cfg.actor, plan, world, cfg.trainer.critic_warmup)
-    # else all passes have one shape, and cost the same
-    # images stay on the rank that has them
+    # Without token budget or packing all passes have one shape and cost the same; images never move between ranks.
     balances = cfg.trainer.balance_batch and plan.by_tokens and policy.vision is None
     costs = policy.sample_flops if balances else None
     trainer = build_trainer(cfg, plan, algorithm, components, prompts, teachers, critic, costs)
@@ -114,21 +111,21 @@ def build(cfg: LMRLConfig) -> Trainer | RolloutWorker | LogProbWorker:
 
 
 def check_images(cfg: LMRLConfig, subject: str) -> None:
-    """Raise ConfigError, in one line that begins with `subject`, for what no job has whose policy reads images."""
+    """Raise ConfigError for options that do not work with policies that read images; `subject` begins the message."""
     limits = (
         (
             cfg.environment.used and cfg.rollout.facts.weights != "policy",
-            "conversations with an environment are drawn by the policy itself; set rollout.engine=policy",
+            f"environments and rollout.engine={cfg.rollout.engine}; set rollout.engine=policy",
         ),
-        (cfg.rollout.partial_rollout, "there are no partial rollouts; leave rollout.partial_rollout out"),
-        (bool(cfg.placement), "ranks have no roles; leave placement out"),
-        (bool(build_algorithm(cfg).teachers), "there are no teachers; expected an algorithm without them"),
-        (cfg.model.block_size is not None, "there is no block diffusion; leave model.block_size out"),
-        (cfg.parallel.ulysses_sequence_parallel_size > 1, f"ranks share no samples; set {KEY} to 1"),
+        (cfg.rollout.partial_rollout, "partial rollouts; leave rollout.partial_rollout out"),
+        (bool(cfg.placement), "ranks with roles; leave placement out"),
+        (bool(build_algorithm(cfg).teachers), "teachers; choose an algorithm without them"),
+        (cfg.model.block_size is not None, "block diffusion; leave model.block_size out"),
+        (cfg.parallel.ulysses_sequence_parallel_size > 1, f"context parallelism; set {KEY} to 1"),
     )
-    for given, message in limits:
-        if given:
-            raise ConfigError(f"{subject}, with which {message}")
+    for unsupported, message in limits:
+        if unsupported:
+            raise ConfigError(f"{subject}, which is not supported with {message}")
 
 
 def check_counts(rows: Sequence[PromptRow | Prompt], limit: int | None) -> None:
@@ -139,8 +136,9 @@ def check_counts(rows: Sequence[PromptRow | Prompt], limit: int | None) -> None:
 
 
 def load_policy(cfg: LMRLConfig, world: World, *, frozen: bool = False, images: bool = False) -> LMPolicy:
-    """The policy that the model's folder holds, of which nothing is trained if `frozen`; `images`: prompts may have
-    some. Raises ValueError for one that cannot be.
+    """Load the policy from the model's folder. frozen: train nothing of it. images: prompts may contain images.
+
+    Raises ValueError for a model that cannot be trained.
     """
     options: dict[str, Any] = {
         "chunk": cfg.actor.log_prob_chunk_size,
@@ -159,8 +157,8 @@ def load_policy(cfg: LMRLConfig, world: World, *, frozen: bool = False, images: 
 
 
 def check(cfg: LMRLConfig, launch: Launch | None = None, *, installed: bool = True) -> BatchPlan:
-    """Refuse a configuration that the ranks of a launch (None: the present one) cannot run (ConfigError), before ranks
-    wait for one another. With `installed` False, engines need not be here.
+    """Raise ConfigError for a configuration that the ranks of `launch` (None: the current one) cannot run, before ranks
+    wait for one another. installed: whether the engine must be installed here.
     """
     batch_plan.check(cfg, build_algorithm(cfg))
     check_loggers(cfg.trainer.logger)
@@ -170,7 +168,7 @@ def check(cfg: LMRLConfig, launch: Launch | None = None, *, installed: bool = Tr
 
 
 def build_algorithm(cfg: LMRLConfig) -> Algorithm:
-    """The algorithm; ConfigError for one that is not of tokens."""
+    """Build the algorithm; ConfigError for one that does not train on tokens."""
     algorithm = algorithms.build(cfg.algorithm)
     if not isinstance(algorithm, TokenAlgorithm):
         raise ConfigError(f"algorithm.name: {cfg.algorithm.name} does not train language models; expected such as grpo")
@@ -178,7 +176,7 @@ def build_algorithm(cfg: LMRLConfig) -> Algorithm:
 
 
 def plan(cfg: LMRLConfig, world_size: int) -> BatchPlan:
-    """The step's arithmetic for `world_size` ranks; ConfigError with the numbers if it is uneven."""
+    """The batch sizes of a step on `world_size` ranks; ConfigError with the numbers if they do not divide."""
     budget = cfg.token_budget if cfg.actor.use_dynamic_bsz else None
     packed = cfg.model.use_remove_padding
     result = batch_plan.plan(cfg, build_algorithm(cfg), world_size, micro=None if budget is None else 1)
@@ -189,30 +187,30 @@ def plan(cfg: LMRLConfig, world_size: int) -> BatchPlan:
             f"rollout.over_sampling_batch_size: {drawn} should be {prompts} to {prompts * (age + 1)}: the {prompts} "
             f"prompts of a training step, and those that may wait for rollout.max_staleness={age} steps"
         )
-    # log-probs are taken in passes of the training's shape, whatever is decoded together
+    # the number decoded together does not affect log-probs: these are computed in passes of the training's shape
     decoded = cfg.rollout.micro_batch_size_per_gpu or -(-drawn * cfg.rollout.n // world_size)
     exact = budget is None and not packed
-    # the samples of a prompt follow one another
-    adjacent = cfg.model.use_prefix_grouper
+    adjacent = cfg.model.use_prefix_grouper  # samples that share a prompt go into the same pass
     return replace(result, rollout_micro=decoded, exact=exact, budget=budget, packed=packed, adjacent=adjacent)
 
 
 def scoring(plan: BatchPlan, algorithm: Algorithm, config: LMRolloutConfig) -> Passes | None:
-    """The passes that take old log-probabilities; None if each sample is trained once, by the weights that drew it:
-    then they are those of the very pass that trains it.
+    """The passes that compute old log-probabilities; None if each sample is trained only once, under the weights that
+    sampled it: then the training pass provides them.
     """
     once = plan.updates * plan.epochs == 1 and config.schedule != "one_step_off"
-    # references score samples before that pass does, over the same tokens
+    # references run before the training pass, and with truncated sampling need the kept tokens that rescoring finds
     once = once and not (algorithm.references and Truncation.of(config).on)
-    # advantages of single actions may want them before, and so may a user's own loss
+    # advantages per action and custom losses may need the old log-probs before the training pass
     if once and not algorithm.per_action and type(algorithm).loss is TokenAlgorithm.loss:
         return None
     return plan.passes_of(1)
 
 
 def fitting(rows: list[PromptRow], key: str, policy: LMPolicy, *, first: bool) -> list[PromptRow]:
-    """The rows whose prompts are short enough, as data.overlong_prompts wants it; ValueError if it is `error`, or
-    where none is left.
+    """Return the rows to train on, according to data.overlong_prompts.
+
+    Raises ValueError for a prompt that is too long if data.overlong_prompts is `error`, and if no row is left.
     """
     limit, overlong = policy.data.max_prompt_length, policy.data.overlong_prompts
     kept, prompts = [], [numbered(row, 0) for row in rows]
@@ -236,14 +234,14 @@ def fitting(rows: list[PromptRow], key: str, policy: LMPolicy, *, first: bool) -
     if not kept:
         raise ValueError(f"{key}: all {len(rows)} prompts are longer than data.max_prompt_length={limit}")
     if first and len(kept) < len(rows):
-        gone = len(rows) - len(kept)
-        log.warning("%s: %d of %d prompts have more than %d tokens and are left out", key, gone, len(rows), limit)
+        dropped = len(rows) - len(kept)
+        log.warning("%s: %d of %d prompts have more than %d tokens and are left out", key, dropped, len(rows), limit)
     return kept
 
 
 def with_tools(rows: list[Row], environments: Environments) -> list[Row]:
-    """The rows with the tools of their environments, which the chat template reads. Raises ConfigError for a row of no
-    environment, or with tools of its own, which nobody would run.
+    """Return the rows with the tools of their environments, for the chat template. Raises ConfigError for a row without
+    an environment, or with its own tools, which no environment would run.
     """
     result = []
     for row in rows:

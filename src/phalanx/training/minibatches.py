@@ -1,4 +1,4 @@
-"""The samples of one rank, cut into optimizer steps, and these into the batches of its forward and backward passes."""
+"""Split the samples of one rank into optimizer steps, and each of these into forward and backward passes."""
 
 import math
 from collections.abc import Callable
@@ -19,17 +19,15 @@ from phalanx.types import Batch, Samples, Scored
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """Numbers of one training step.
+    """Batch sizes of one training step.
 
-    samples of all ranks; per_rank; updates: optimizer steps per pass over them; micro: samples of a forward and
-    backward pass; actions: rows of each sample in it; rollout_micro: samples of a rollout micro-batch; exact: rollout
-    and replay run at equal shapes, so that their log-probs agree bit by bit. epochs: passes over the samples;
-    forward: each of them trains on samples that are corrupted anew.
-
-    A rank trains `units` in a pass: samples, or `together` of the samples of each prompt as one. `budget`: in place of
-    `micro`, the most tokens of a forward and backward pass. `packed`: its samples stand in one row, without padding,
-    and `adjacent`: those that follow one another, of a prompt, stay together.
-    `parts`: of a step, of which this is one, where samples are trained while further ones are drawn.
+    samples: of all ranks. per_rank: samples of each rank. updates: optimizer steps per epoch. micro: samples per
+    forward and backward pass. actions: rows per sample in such a pass. rollout_micro: samples per rollout micro-batch.
+    exact: rollout and replay run at equal shapes, so their log-probs are bit-identical. units: units of a rank, each of
+    `together` samples of one prompt that are trained as one. epochs: epochs over the samples. forward: each epoch
+    trains on freshly corrupted samples. budget: maximum tokens per forward and backward pass, instead of `micro`.
+    packed: the samples of a pass form one row without padding. adjacent: consecutive samples of a prompt stay in one
+    pass. parts: number of chunks of a training step if samples are trained while others are still being drawn.
     """
 
     samples: int
@@ -50,32 +48,32 @@ class BatchPlan:
 
     @property
     def by_tokens(self) -> bool:
-        """Whether the shape of a pass depends on which samples it has."""
+        """Whether the shape of a pass depends on the samples in it."""
         return self.budget is not None or self.packed
 
     def passes_of(self, together: int) -> Passes:
-        """How units of `together` samples are cut into passes."""
+        """How to split units of `together` samples into passes."""
         return Passes(max(self.micro // together, 1), self.budget, self.packed, self.adjacent)
 
     @property
     def micro_units(self) -> int:
-        """Units of a forward and backward pass: whole ones, and at least one."""
+        """Whole units per forward and backward pass, at least one."""
         return max(self.micro // self.together, 1)
 
     @property
     def passes(self) -> int:
-        """Micro-batches of an optimizer step on a rank, where all samples count."""
+        """Micro-batches per optimizer step on a rank if all samples count."""
         return math.ceil(self.units // self.updates / self.micro_units)
 
     @property
     def reference_samples(self) -> int:
-        """Samples of a rank that each of the references sees per step, counted each time."""
-        # once, as for them nothing changes between two passes; but noise is fresh in each pass
+        """Samples of a rank per training step that pass through each reference, counted once per pass."""
+        # one pass, since neither inputs nor weights change between epochs, unless each epoch draws fresh noise
         return (self.epochs if self.forward else 1) * self.units * self.together
 
     @property
     def trained(self) -> int:
-        """Samples of a rank that are trained per step, counted each time, if all of them count."""
+        """Samples that a rank trains per training step, counted once per epoch, if all of them count."""
         return self.epochs * self.updates * self.first(self.passes)
 
     def first(self, passes: int) -> int:
@@ -85,11 +83,11 @@ class BatchPlan:
 
 @dataclass
 class Minibatches:
-    """This rank's B samples with all that a Batch has of them, and the `units` that are trained.
+    """This rank's B samples with everything that a Batch needs, and the `units` to train.
 
-    advantage [B], or [B, A] of each action; `reference_outputs` [B, ...] by names of weights; `corrupted` where a
-    forward-process algorithm trains. `corrects`: see phalanx.types.Algorithm. `score(images, prompts=...)`: the reward
-    with a gradient, where the algorithm differentiates it.
+    advantage: [B], or [B, A] with one per action. reference_outputs: name of the weights -> [B, ...]. corrupted: the
+    corrupted samples, for forward-process algorithms. corrects: see phalanx.types.Algorithm. score(images,
+    prompts=...): the reward with a gradient, if the algorithm differentiates it.
     """
 
     samples: Samples
@@ -113,31 +111,31 @@ class Minibatches:
         corrects: bool,
         ranks: Tensor | None = None,
     ) -> "Minibatches":
-        """The batches of this rank's samples, given advantage [N] and sample_mask [N] bool of those of all ranks, and
-        the numbers [U, s] of the samples that are trained as one. `ranks`: see Units.of.
+        """Build them from this rank's samples, and from advantage [N], sample_mask [N] bool and the units' sample
+        numbers [U, s] of all ranks. `ranks`: see Units.of.
         """
         units = Units.of(numbers, sample_mask, samples.index, world, ranks)
-        # advantages are of all ranks' samples [N], as groups span ranks
+        # groups span ranks, so advantages are computed for all ranks' samples [N]; this rank needs its own [B]
         return cls(samples, advantage[samples.index], units, world.device, corrects=corrects)
 
     @property
     def mask(self) -> Tensor:
-        """[B, A] bool: the actions that are trained."""
+        """[B, A] bool: the actions to train."""
         return self.samples.mask if self.corrupted is None else self.corrupted.mask
 
     @property
     def learns(self) -> bool:
-        """Whether any sample of any rank is trained."""
+        """Whether any rank has a sample to train."""
         return bool(self.units.counted.any())
 
     @property
     def counts(self) -> Tensor:
-        """[2] int64: the actions and the samples of this rank that are trained."""
+        """[2] int64: the numbers of actions and samples this rank trains."""
         return count_actions(self.mask.cpu()[self.units.local[:, 0]], self.units.kept)
 
     def scored(self, values: Tensor | None) -> Scored:
-        """The argument of `Algorithm.credit`; values [B, A] are the critic's, None without one."""
-        # from units [u] to samples [B]: a sample counts where its unit does
+        """The argument of `Algorithm.credit`. values: [B, A] from the critic, None without one."""
+        # from units [u] to samples [B]: a sample counts if its unit does
         kept = torch.zeros(len(self.samples.index), dtype=torch.bool)
         kept[self.units.local.flatten()] = self.units.kept.repeat_interleave(self.units.local.shape[1])
         mask = self.samples.mask & kept.to(self.device)[:, None]
@@ -145,9 +143,9 @@ class Minibatches:
         return Scored(advantage, samples.log_prob, mask, self.reference_outputs, values, samples.action_reward)
 
     def select(self, rows: Tensor, weight: Tensor) -> Batch:
-        """The batch of the samples in `rows` [b]; weight [u, A] is that of each action of its units."""
+        """The batch of the samples `rows` [b]; weight [u, A] has the weights of their units' actions."""
         samples = self.samples
-        assert samples.weight is None or len(weight) == len(rows), "corrections are of single samples"
+        assert samples.weight is None or len(weight) == len(rows), "corrections need units of one sample"
         at = rows.to(self.device)  # [b]
         weights = weight.to(self.device)
         correction = None if samples.weight is None else samples.weight[at]
@@ -172,11 +170,11 @@ class Minibatches:
 
 @dataclass(frozen=True)
 class Units:
-    """The units of samples that a step trains on, in the order of their numbers, and which of them count.
+    """The U units of a training step in ascending order, and the u units of this rank, each of s samples.
 
-    `counted` [U] bool, of all ranks' units, and `ranks` [U], which of the ranks with different samples trains each.
-    `numbers` [u] are this rank's units, `local` [u, s] the places of their samples on this rank, and `kept` [u] bool
-    those of them that count.
+    counted: [U] bool, the units that count. ranks: [U], the data-parallel rank that trains each unit. numbers: [u],
+    this rank's units. local: [u, s], the rows of their samples on this rank. kept: [u] bool, this rank's units that
+    count.
     """
 
     counted: Tensor
@@ -189,40 +187,42 @@ class Units:
     def of(
         cls, numbers: Tensor, sample_mask: Tensor, index: Tensor, world: World, ranks: Tensor | None = None
     ) -> "Units":
-        """Units [U, s] of the samples of all ranks, where sample_mask [N] says which samples are trained on. This rank
-        has the samples `index` [B], in ascending order. `ranks` [U]: see Units; None: each has consecutive units.
+        """Build the units from the sample numbers [U, s] of each.
+
+        sample_mask: [N] bool, the samples to train on. index: [B] ascending, the numbers of this rank's samples. ranks:
+        [U], see Units; None: each rank trains the same number of consecutive units.
         """
-        counted = sample_mask[numbers].all(1)  # [U]: a pair counts where both of its samples do
-        if ranks is None:  # as they were drawn
+        counted = sample_mask[numbers].all(1)  # [U]: a pair counts if both of its samples do
+        if ranks is None:  # the ranks that sampled them
             ranks = torch.arange(len(numbers)) // (len(numbers) // world.data_size)
         local = (ranks == world.data_rank).nonzero().flatten()
         return cls(counted, ranks, local, torch.searchsorted(index, numbers[local]), counted[local])
 
     def dealt(self, updates: int) -> Tensor:
-        """[U] the optimizer step that trains on each unit; -1 for those that do not count.
+        """[U] the optimizer step that trains each unit; -1 for units that do not count.
 
-        They are dealt out in turn, after those that do not count are gone: so steps differ by one unit at most, each
-        holds a share of every prompt, and the layout has no part in it.
+        Only units that count are dealt out, one by one: steps differ by at most one unit, each has a share of every
+        prompt, and the result does not depend on the number of ranks.
         """
         turn = (self.counted.cumsum(0) - 1) % updates  # 0, 1, .., updates - 1, 0, .. over the units that count
         return torch.where(self.counted, turn, -1)
 
     def balanced(self, costs: Tensor, updates: int, size: int) -> Tensor:
-        """[U] which of `size` ranks trains each unit, where units of these costs [U] are spread as evenly as can be,
-        equally many to each rank; `ranks`, where that makes no optimizer step shorter.
+        """[U] which of `size` ranks trains each unit, so that the costs [U] are balanced and all ranks have the same
+        number of units; the present `ranks` if balancing does not shorten the training.
         """
         dealt, ranks = self.dealt(updates), torch.empty_like(self.ranks)
         left = torch.full((size,), len(self.numbers))
-        # each optimizer step for itself, as there all ranks wait for one another; those that do not count come last
+        # balance each optimizer step separately, since all ranks wait there; last, the units that do not count (-1)
         for k in (*range(updates), -1):
             rows = (dealt == k).nonzero().flatten()
-            # equal numbers make equally many passes, and leave each rank the room that `places` needs
+            # equal numbers of units need equally many passes, and leave each rank the room that `places` needs
             room = left if k == -1 else torch.full((size,), math.ceil(len(rows) / size))
             ranks[rows] = torch.tensor(evenly_dealt(costs[rows].tolist(), room.tolist()), dtype=ranks.dtype)
             left -= ranks[rows].bincount(minlength=size)
 
         def longest(ranks: Tensor) -> Tensor:
-            """The sum over the optimizer steps of the costs of the rank with most."""
+            """The highest cost of any rank, summed over the optimizer steps."""
             totals = torch.zeros(updates, size, dtype=costs.dtype)
             at = (dealt[self.counted], ranks[self.counted])
             return totals.index_put(at, costs[self.counted], accumulate=True).amax(1).sum()
@@ -230,22 +230,22 @@ class Units:
         return ranks if longest(ranks) < longest(self.ranks) else self.ranks
 
     def places(self, dealt: Tensor, updates: int) -> list[Tensor]:
-        """This rank's units of each optimizer step, as rows of `local`: equally many, those that count come first.
+        """This rank's units of each optimizer step, as rows of `local`; the units that count come first.
 
-        What a step lacks is filled up with units that do not count, so that all ranks can make equally many
-        micro-batches of one size.
+        Units that do not count fill up the steps, so that all steps have the same number of units and all ranks can run
+        equally many micro-batches of one size.
         """
         local = dealt[self.numbers]
-        # units that do not count, divided alternately as well; their weights are 0
+        # the units that do not count are spread over the steps in the same alternating order; their weights are 0
         spare = (local == -1).nonzero().flatten()
         turn = torch.arange(len(spare)) % updates
         spare = spare[torch.sort(turn, stable=True).indices]
         share, places = len(self.local) // updates, []
         for k in range(updates):
             real = (local == k).nonzero().flatten()
-            lacking = share - len(real)
-            places.append(torch.cat([real, spare[:lacking]]))  # [share]
-            spare = spare[lacking:]
+            missing = share - len(real)
+            places.append(torch.cat([real, spare[:missing]]))  # [share]
+            spare = spare[missing:]
         return places
 
 
@@ -261,18 +261,23 @@ def optimizer_steps(
     summed: bool = False,
     at_least_one: bool = False,
 ) -> list[list[tuple[Tensor, Tensor]]]:
-    """The micro-batches of each optimizer step of a pass over the samples, each as the places of its samples on this
-    rank [b] and the weights of its units' actions [u, A]; a step with nothing to learn is left out.
+    """The micro-batches of each optimizer step of one epoch.
 
-    With `summed` the weights lack the denominator over all ranks (1 / T or 1 / S), which the caller divides by. With
-    `at_least_one` a step with nothing to learn has a micro-batch, whose weights are 0.
+    All ranks run equally many micro-batches, as many as the rank with the most units that count, because the
+    collectives of a backward pass involve all ranks. Steps without a unit that counts are left out.
 
-    All ranks make equally many micro-batches: as many as the one with most units that count, since the collectives of a
-    backward pass want every rank. mask [B, A]: the actions of this rank's samples; see phalanx.functional.aggregation
-    for `mode` and `constant`. tokens [B]: the samples' lengths, where plan.budget goes by them.
+    Args:
+        mask: [B, A] bool, the actions of this rank's samples.
+        mode, constant: see phalanx.functional.aggregation.
+        tokens: [B], the samples' lengths; needed with plan.budget.
+        summed: leave the denominator over all ranks (1 / T or 1 / S) out of the weights; the caller divides by it.
+        at_least_one: a step without a unit that counts has one micro-batch with weights of 0.
+
+    Returns:
+        Per step and micro-batch, the rows [b] of its samples and the weights [u, A] of their units' actions.
     """
-    # [u, A]; weights are made on the CPU, where counts are looked at without waiting for the device
-    mask = mask.cpu()[units.local[:, 0]]  # samples that are trained as one have their actions in common
+    # [u, A], on the CPU, where reading counts does not wait for the device
+    mask = mask.cpu()[units.local[:, 0]]  # the samples of a unit share their actions
     dealt = units.dealt(plan.updates)
     places = units.places(dealt, plan.updates)
     # T and S of each optimizer step over all ranks [updates, 2]: the denominators of loss_agg_mode
@@ -281,21 +286,21 @@ def optimizer_steps(
         totals = reduce_sum(totals)
     steps = []
     for k, (actions, samples) in enumerate(totals.tolist()):
-        # collectives of a backward pass want every rank: all make as many passes as the rank with most units
+        # units of the busiest rank: all ranks run as many passes as it needs
         busiest = int(units.ranks[dealt == k].bincount(minlength=1).max())
-        if busiest == 0 or actions == 0:  # nothing to learn from, on any rank
+        if busiest == 0 or actions == 0:  # no rank has anything to train
             if not at_least_one:
                 continue
             busiest = 1
-        if summed:  # gradients of sums, which Updater.apply divides once the last chunk is there
+        if summed:  # gradients of sums; Updater.apply divides them after the last chunk
             actions = samples = 1
-        # w [u, A] of L = sum of w l(action): 1/T, 1/S, .. for what counts, else 0
+        # w [u, A] of L = sum of w l(action): 1/T, 1/S, .. for actions that count, else 0
         weight = action_weights(mask, units.kept, actions, samples, mode=mode, constant=constant)
-        # those that do not count come last, and may be left out
+        # the units that do not count come last, so passes that would contain only these are left out
         if plan.budget is None:
             parts = places[k].split(plan.micro_units)[: math.ceil(busiest / plan.micro_units)]
         else:
-            assert tokens is not None, "a budget of tokens is of samples that have some"
+            assert tokens is not None, "a token budget needs the samples' lengths"
             # passes of whole units with at most `budget` tokens each
             passes, real = plan.passes_of(plan.together), int(units.kept[places[k]].sum())
             cut = passes.within_budget(tokens[units.local[places[k]]], real)

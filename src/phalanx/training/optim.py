@@ -1,4 +1,4 @@
-"""The optimizer over named tensors, its learning rate, moving averages of the weights, and all of it as one state."""
+"""The optimizer and its learning rate, moving averages of the weights, and the training state of a model."""
 
 import math
 from collections.abc import Sequence
@@ -30,10 +30,10 @@ def learning_rate(config: OptimConfig, update: int, total_updates: int) -> float
 
 
 class Optimizer:
-    """One optimizer step: reduce, clip, update, copy. `updates` counts the steps since the start.
+    """AdamW or Muon over a sharded model. `updates` counts the optimizer steps since the run began.
 
     AdamW is elementwise, so it works on this rank's part of each tensor. Muon (Jordan et al., 2024) orthogonalises the
-    momentum of whole matrices, convolution kernels as (out, in x k x k), and so needs them unsharded.
+    momentum of whole matrices (convolution kernels as (out, in x k x k)), so these must not be sharded.
     """
 
     def __init__(self, config: OptimConfig, sharded: Sharded, total_updates: int, *, offload: bool = False) -> None:
@@ -41,27 +41,26 @@ class Optimizer:
         self.total_updates = total_updates
         self.updates = 0
         muon = sharded.hidden_matrices if config.name == "muon" else set()
-        # Plain tensors that share their storage with the parameters. A DTensor's every operation
-        # has a cost on the CPU, and there are hundreds of LoRA matrices.
+        # Plain tensors that share their storage with the parameters: every operation on a DTensor costs CPU time, and
+        # there are hundreds of LoRA matrices.
         self._parts: dict[str, Tensor] = {}
         for name, p in sharded.parameters.items():
             part = local(p).detach()
             self._parts[name] = part.view(len(part), -1) if name in muon else part
         matrices = [part for name, part in self._parts.items() if name in muon]
-        rest = [part for name, part in self._parts.items() if name not in muon]
+        others = [part for name, part in self._parts.items() if name not in muon]
         self._optimizers: list[torch.optim.Optimizer] = []
-        home = "meta" if offload else None  # then the host has them from the start
-        # The state is made before the first step: a checkpoint is loaded into the tensors that are there, and a resumed
-        # run has not made a step yet.
-        if rest:
+        home = "meta" if offload else None  # OffloadedState then allocates the state on the host
+        # The state exists before the first step, since a resumed run loads its checkpoint into these tensors.
+        if others:
             beta1, beta2 = config.betas
-            adamw = torch.optim.AdamW(rest, betas=(beta1, beta2), eps=config.eps, weight_decay=config.weight_decay)
-            for part in rest:
+            adamw = torch.optim.AdamW(others, betas=(beta1, beta2), eps=config.eps, weight_decay=config.weight_decay)
+            for part in others:
                 moments = {name: torch.zeros_like(part, device=home) for name in ("exp_avg", "exp_avg_sq")}
                 adamw.state[part] = {"step": torch.tensor(0.0)} | moments
             self._optimizers.append(adamw)
         if matrices:
-            # its update scaled to the size of AdamW's, so that one learning rate serves both
+            # scale Muon's updates to the size of AdamW's, so that one learning rate works for both
             optimizer = torch.optim.Muon(matrices, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw")
             for part in matrices:
                 optimizer.state[part] = {"momentum_buffer": torch.zeros_like(part, device=home)}
@@ -70,10 +69,10 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self, loss: Tensor) -> dict[str, float | Tensor]:
-        """Apply the accumulated gradients; returns grad_norm (before clipping), lr and `skipped`.
+        """Reduce, clip and apply the accumulated gradients. Returns grad_norm (before clipping), lr and `skipped`.
 
-        `loss` is this rank's. Where it is NaN or infinite on any rank, or the gradient is, nothing
-        is changed on any. grad_norm is a tensor: as a number it would be waited for in each step.
+        The update is skipped on all ranks if the loss of any rank or the gradient is NaN or infinite. grad_norm is a
+        tensor, because reading a number would wait for the device in each step.
         """
         self.sharded.reduce_gradients()
         norm = self.sharded.clip_gradients(self.config.grad_clip)
@@ -91,13 +90,13 @@ class Optimizer:
                 group["lr"] = lr
         for parts in [list(gradients)] if self._offloaded is None else self._offloaded.visits():
             self._update({part: gradients.pop(part) for part in parts})
-        # the module may compute with copies in another dtype
+        # the module may compute with copies of the parameters in another dtype
         self.sharded.copy_to_module()
         self.updates += 1
         return {"grad_norm": norm, "lr": lr, "skipped": False}
 
     def _update(self, gradients: dict[Tensor, Tensor | None]) -> None:
-        """Update these parameters: an optimizer passes over those that have no gradient."""
+        """Update these parameters; torch's optimizers skip all others, because they have no gradient."""
         for part, gradient in gradients.items():
             part.grad = gradient
         for optimizer in self._optimizers:
@@ -111,27 +110,27 @@ class Optimizer:
                 p.grad.mul_(factor)
 
     def drop_gradients(self) -> None:
-        """Forget the accumulated gradients: an update that is not made."""
+        """Discard the accumulated gradients."""
         for p in self.sharded.parameters.values():
             p.grad = None
 
     def state(self) -> dict[str, dict[str, Tensor]]:
-        """This rank's part of the state by the name of its parameter."""
-        # by name, as torch's own state dict goes by places, which other layers would shift
+        """This rank's part of the state, by parameter name."""
+        # torch's own state dict goes by position, which changes with the layers of the model
         states = self._states()
         return {name: states[part] for name, part in self._parts.items()}
 
     def _states(self) -> dict[Tensor, dict[str, Tensor]]:
-        """The state by this rank's part of the parameter."""
+        """The state, by this rank's part of each parameter."""
         return {part: state for optimizer in self._optimizers for part, state in optimizer.state.items()}
 
 
 class Average:
-    """A moving copy of the optimizer's tensors; `values` holds this rank's parts."""
+    """A moving average of the parameters; `values` has this rank's parts."""
 
     def __init__(self, parameters: dict[str, Tensor], *, offload: bool = False) -> None:
         self.parameters = parameters
-        # float32 whatever the weights are: a small step of the average would be lost in bfloat16
+        # always float32: bfloat16 would round small steps of the average away
         self.values: dict[str, Tensor] = {}
         for name, p in parameters.items():
             part = local(p).detach()
@@ -139,11 +138,11 @@ class Average:
 
     @torch.no_grad()
     def update(self, decay: float) -> None:
-        """Become decay * itself + (1 - decay) * the parameters."""
+        """values <- decay * values + (1 - decay) * parameters."""
         current = []
         for name, value in self.values.items():
             current.append(local(self.parameters[name]).to(value.device, value.dtype))
-        # all at once: a kernel for each of hundreds of LoRA matrices is slow to launch
+        # one foreach call: launching a kernel for each of hundreds of LoRA matrices is slow
         torch._foreach_lerp_(list(self.values.values()), current, 1 - decay)
 
 
@@ -155,22 +154,21 @@ class Ema(Average):
         self.config = config
 
     def after_update(self, updates: int) -> None:
-        """Follow the weights after optimizer step number `updates` (from 1)."""
+        """Update the average after optimizer step number `updates` (from 1)."""
         decay, warmup = self.config.decay, (1 + updates) / (10 + updates)
         assert decay is not None
         if updates % self.config.update_interval == 0:
-            # early on, a large decay would hold on to the weights of the start
+            # early in training, a large decay would keep the average near the initial weights
             self.update(min(decay, warmup) if self.config.warmup else decay)
 
 
 class TrainState:
-    """A trained model with all that its training keeps: the optimizer's state and copies of the weights.
+    """The training state of one model: its weights, the optimizer's state and averages of the weights.
 
-    It is one entry of a checkpoint. A job has one for its policy, and further ones for models that it trains beside it.
-
-    `averages` are copies of the weights by name, which begin as the weights are now; `ema` is the one of `EmaConfig`,
-    None if its decay is. The model can be used with any of them (TrainedModel.using). `applied` and `skipped` count
-    the optimizer steps of the training step that runs.
+    A checkpoint has one per trained model: the policy, and others such as a critic. averages: averaged weights by name,
+    initially equal to the current weights. ema: the average of EmaConfig, None without a decay. The model can compute
+    with any of them (TrainedModel.using). `applied` and `skipped` count the optimizer steps of the current training
+    step.
     """
 
     def __init__(
@@ -183,7 +181,7 @@ class TrainState:
         averages: Sequence[str] = (),
         offload: bool = False,
     ) -> None:
-        """`total_updates`: optimizer steps of the whole run; with `offload`, states and copies are kept on the CPU."""
+        """total_updates: optimizer steps of the whole run. offload: keep optimizer state and averages on the CPU."""
         self.model, self.optim_name = model, optim.name
         self.applied = self.skipped = 0
         self.optimizer = Optimizer(optim, model.sharded, total_updates, offload=offload)
@@ -197,15 +195,11 @@ class TrainState:
 
     @property
     def updates(self) -> int:
-        """Optimizer steps taken since the run began."""
+        """Number of optimizer steps since the run began."""
         return self.optimizer.updates
 
     def step(self, loss: Tensor) -> dict[str, float | Tensor]:
-        """Apply the gradients that the backward passes left; `loss` is this rank's sum of them.
-
-        An update with NaN or infinity in the gradient, or in any rank's loss, is skipped on all ranks. Returns
-        grad_norm, lr, and `skipped`.
-        """
+        """Take an optimizer step and update the EMA, see Optimizer.step; `loss` is this rank's sum over its passes."""
         stats = self.optimizer.step(loss)
         if stats["skipped"]:
             self.skipped += 1
@@ -217,34 +211,34 @@ class TrainState:
 
     @property
     def diverged(self) -> bool:
-        """Whether all optimizer steps of this training step were skipped, and there were some."""
+        """Whether this training step had optimizer steps, all of which were skipped."""
         return self.skipped > 0 and self.applied == 0
 
     def state(self) -> dict[str, Any]:
-        """The contents of a checkpoint, as tensors of the mesh: to save, or to load into."""
+        """The contents of a checkpoint as DTensors, to save or to load into."""
         copies = {name: average.values for name, average in self.averages.items()}
         if self.ema is not None:
             copies["ema"] = self.ema.values
         return trained_state(self.model.parameters, self.optimizer.state(), copies)
 
     def not_finite(self) -> str | None:
-        """The name of a tensor of weights or averages of which this rank's part holds NaN or infinity; None: none."""
+        """The name of a weight or average with NaN or infinity in this rank's part; None if all are finite."""
         copies = [average.values for average in self.averages.values()]
         if self.ema is not None:
             copies.append(self.ema.values)
         for tensors in (self.model.parameters, *copies):
-            fine = [local(tensor).isfinite().all() for tensor in tensors.values()]
-            if not torch.stack(fine).all():  # one wait for the device, not one per tensor
-                return next(name for name, ok in zip(tensors, fine, strict=True) if not ok)
+            finite = [local(tensor).isfinite().all() for tensor in tensors.values()]
+            if not torch.stack(finite).all():  # waits for the device once, not once per tensor
+                return next(name for name, ok in zip(tensors, finite, strict=True) if not ok)
         return None
 
     def loaded(self, updates: int) -> None:
-        """After a checkpoint was loaded into `state`, of a run with `updates` optimizer steps."""
+        """Finish loading a checkpoint whose tensors were loaded into `state`, after `updates` optimizer steps."""
         self.model.sharded.copy_to_module()
         self.optimizer.updates = updates
 
     def signature(self) -> dict[str, Any]:
-        """Properties that a checkpoint must have in common with this model to be loaded into it."""
+        """Properties that must be equal in a checkpoint for it to be loaded."""
         signature = {
             "trained tensors": len(self.model.parameters),
             "trained parameters": sum(p.numel() for p in self.model.parameters.values()),

@@ -1,4 +1,4 @@
-"""A job of reinforcement learning: the parts that the loop is handed, put together."""
+"""Assemble a reinforcement learning job: everything that the training loop takes."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -50,7 +50,7 @@ class Trainer:
             train(self.job, self.collector, self.updater)
 
     def run(self) -> None:
-        """Train, write the report, and print what came of it. Raises JobError, or Stopped once the state is saved."""
+        """Train, write the report and print a summary. Raises JobError, or Stopped after the state was saved."""
         self.job.run(self.fit)
 
 
@@ -64,8 +64,7 @@ def build_trainer(
     critic: CriticTrainer | None = None,
     costs: Callable[[Samples], list[float]] | None = None,
 ) -> Trainer:
-    """The job, on all ranks in step. `teachers` are the algorithm's, loaded, `critic` is the one that it wants, and
-    `costs` those of samples by which ranks exchange them (see Updater).
+    """Build the job; all ranks call this together. For `teachers`, `critic` and `costs` see Updater.
 
     Raises ValueError for a checkpoint or a folder that cannot be used.
     """
@@ -117,7 +116,7 @@ def build_trainer(
 
 
 def train_state(cfg: RLConfig, plan: BatchPlan, algorithm: Algorithm, policy: TrainedPolicy, steps: int) -> TrainState:
-    """The optimizer and the other weights of a policy that is trained for this number of steps."""
+    """The optimizer and the other weights of a policy that is trained for `steps` training steps."""
     _warn_of_k1(cfg, policy.trained.world)
     return TrainState(
         policy.trained,
@@ -130,17 +129,17 @@ def train_state(cfg: RLConfig, plan: BatchPlan, algorithm: Algorithm, policy: Tr
 
 
 def _warn_of_k1(cfg: RLConfig, world: World) -> None:
-    """Warn of a KL in the loss that does not hold the policy."""
+    """Warn of a KL loss without an expected gradient."""
     keys = vars(cfg.algorithm)
     if keys.get("kl_loss_type") == "k1" and keys["kl_loss_coef"] > 0 and world.rank == 0:
         log.warning(
-            "algorithm.kl_loss_type: k1 in the loss has no gradient in the mean: it does not keep the policy near the "
+            "algorithm.kl_loss_type: the expected gradient of k1 is 0, so it does not keep the policy near the "
             "reference; expected k3+, k2 or k3"
         )
 
 
 def weights_beside(cfg: RLConfig, algorithm: Algorithm, policy: TrainedPolicy) -> list[str]:
-    """The names of the averages that the job keeps, and the reference kept where it never changes."""
+    """Return the names of the averaged weights of the job; a reference that never changes is kept aside at once."""
     averages, sync = list(algorithm.averages), cfg.actor.ref_model_sync_steps
     if "reference" not in algorithm.references:
         return averages
