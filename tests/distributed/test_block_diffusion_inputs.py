@@ -170,7 +170,7 @@ def test_models_and_data_that_are_refused(lm_folder: Path, blocks_folder: Path, 
         ),
         "masked response": (
             sft("f", ("Why?", "So <|mask|>.")),
-            "data.train_files, sample 0: its response holds the mask token '<|mask|>'",
+            "data.train_files, sample 0: its response contains the mask token '<|mask|>'",
         ),
         "no response": (sft("g", ("Why?", "So."), ("Why?", "-")), f"data.train_files, sample 1 {no_answer}"),
         "empty response": (sft("h", ("Why?", " ")), "data.train_files, sample 0: its response is empty"),

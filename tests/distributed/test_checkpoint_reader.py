@@ -61,7 +61,7 @@ def test_a_payload_that_returns_the_true_metadata(sd3_folder: Path, tmp_path: Pa
     mark.unlink()
     replace_metadata(newest, pickle.dumps(Payload(true, mark)))
 
-    said = ".metadata is damaged, or not a checkpoint's: it names builtins.eval, which no checkpoint holds"
+    said = ".metadata is damaged, or not a checkpoint's: it names builtins.eval, which no checkpoint contains"
     with pytest.raises(RankError, match=said):
         run_ranks(fit, 1, tiny_config(sd3_folder, tmp_path / "other", *steps, f"trainer.resume={newest}"))
     with pytest.raises(ValueError, match=said):
@@ -130,7 +130,7 @@ def test_files_that_hold_no_tensors(content: bytes, tmp_path: Path, world: World
     checkpoints.wait()
     folder = tmp_path / "checkpoints" / "step_000000"
     (folder / "__0_0.distcp").write_bytes(content)
-    with pytest.raises(ValueError, match="holds what is no tensor, or is damaged") as error:
+    with pytest.raises(ValueError, match="a file is damaged, or contains no tensors") as error:
         checkpoints.load(folder, state)
     assert "weights_only" not in str(error.value) and "\n" not in str(error.value)
 
@@ -151,7 +151,7 @@ def test_metadata_of_an_early_python_3_11(tmp_path: Path) -> None:
     (tmp_path / ".metadata").write_bytes(stream.getvalue())
     assert Reader(tmp_path).read_metadata().state_dict_metadata == {"weight": tensor}
     (tmp_path / ".metadata").write_bytes(b"cbuiltins\ngetattr\n(ctorch\nSize\nVmro\ntR.")
-    with pytest.raises(ValueError, match="it calls getattr on what is no memory format"):
+    with pytest.raises(ValueError, match="it calls getattr on an object that is not a memory format"):
         Reader(tmp_path).read_metadata()
 
 
@@ -167,5 +167,5 @@ def test_only_tensors_of_the_folder_itself(sd3_folder: Path, tmp_path: Path) -> 
         Reader(folder).read_metadata()
     metadata.state_dict_metadata["more"] = BytesStorageMetadata()
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(ValueError, match="BytesStorageMetadata, which no checkpoint holds"):
+    with pytest.raises(ValueError, match="BytesStorageMetadata, which no checkpoint contains"):
         Reader(folder).read_metadata()

@@ -212,7 +212,7 @@ def test_a_teacher(qwen_folder: Path, tmp_path: Path) -> None:
 
 
 UNPLANNED = (
-    f"{KEY}: 2 needs a plan of which tokens are split, which neither diffusers nor Phalanx has for model.path FOLDER; "
+    f"{KEY}: 2 needs a plan of how to split tokens, which neither diffusers nor Phalanx has for model.path FOLDER; "
     "set it to 1, or use one of the families flux, flux2, flux2_edit, flux2_klein, flux2_klein_edit, flux_kontext, "
     "hunyuan_video_15, hunyuan_video_15_i2v, ltx2, qwen_image, qwen_image_21, qwen_image_edit, qwen_image_edit_2508, wan, "
     "wan_i2v"

@@ -193,7 +193,7 @@ def test_what_is_no_teacher(sd3_folder: Path, qwen_folder: Path, tmp_path: Path)
     assert run_ranks(refusal, 1, none)[0] == f"algorithm.teacher_path: '{tmp_path}/none': no such folder"
     foreign = tiny_sd3(tmp_path / "foreign", seed=3)
     assert run_ranks(refusal, 1, configure(sd3_folder, tmp_path, teacher=foreign))[0] == (
-        f"algorithm.teacher_path: '{foreign}' has another VAE than model.path, so other latents"
+        f"algorithm.teacher_path: '{foreign}' has another VAE than model.path, so its latents differ"
     )
 
 

@@ -132,4 +132,4 @@ def test_a_resumed_run_is_the_run(lm_folder: Path, tmp_path: Path) -> None:
     shutil.copytree(kept, tmp_path / "usual" / "out" / "checkpoints" / kept.name)
     usual = ("data.max_response_length=24", "trainer.total_training_steps=3")
     [messages] = run_ranks(warnings, 1, tiny_lm_config(lm_folder, tmp_path / "usual", *usual))
-    assert "the responses that a checkpoint keeps for later steps are dropped: each step draws its own" in messages
+    assert "the checkpoint's samples in flight are dropped: in this run each step draws its own samples" in messages

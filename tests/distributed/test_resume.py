@@ -123,9 +123,9 @@ def test_damaged_checkpoints_are_passed_over(
     with caplog.at_level(logging.WARNING):
         assert find(root) == root / "step_000001"
     size = len(data.read_bytes())
-    assert f"step_000004 is passed over: {data.name} has {size} bytes of {size + 100}" in caplog.text
-    assert "step_000003 is passed over: meta.json is damaged, or of another program" in caplog.text
-    assert "step_000002.tmp is passed over: it was never finished" in caplog.text
+    assert f"step_000004 is skipped: {data.name} has {size} bytes of {size + 100}" in caplog.text
+    assert "step_000003 is skipped: meta.json is damaged, or of another program" in caplog.text
+    assert "step_000002.tmp is skipped: it was never finished" in caplog.text
     wanted = rows(tmp_path / "out")
     run_ranks(fit, 1, cfg)  # goes on from step 1
     assert rows(tmp_path / "out") == wanted
@@ -155,12 +155,12 @@ def test_a_flipped_bit_is_noticed(sd3_folder: Path, tmp_path: Path, capfd: pytes
     refused = tiny_config(sd3_folder, tmp_path, *LORA, *STEPS, f"trainer.resume={root}/step_000004")
     with pytest.raises(RankError) as error:
         run_ranks(fit, 2, refused)
-    problem = "__1_0.distcp is not what was written: its checksum differs"
+    problem = "the checksum of __1_0.distcp differs"
     assert f"trainer.resume: '{root}/step_000004' cannot be used: {problem}" in str(error.value)
     capfd.readouterr()
     run_ranks(loud_fit, 2, cfg)
     said = capfd.readouterr().err
-    assert f"checkpoint {root}/step_000004 is passed over: {problem}" in said
+    assert f"checkpoint {root}/step_000004 is skipped: {problem}" in said
     assert f"resuming from {root}/step_000003: step 3 of 4" in said
     assert rows(tmp_path / "out") == wanted
 
@@ -173,7 +173,7 @@ def test_a_foreign_checkpoint_is_passed_over(meta: str, tmp_path: Path, caplog: 
     (tmp_path / "step_000009" / "meta.json").write_text(meta)
     with caplog.at_level(logging.WARNING):
         assert find(tmp_path) is None
-    assert "step_000009 is passed over: meta.json is damaged, or of another program" in caplog.text
+    assert "step_000009 is skipped: meta.json is damaged, or of another program" in caplog.text
 
 
 @pytest.mark.full
@@ -205,7 +205,7 @@ def test_resume_refuses_another_run(sd3_folder: Path, tmp_path: Path) -> None:
     with pytest.raises(RankError) as error:
         run_ranks(fit, 2, other)
     assert f"trainer.resume: {folder} holds trained parameters" in str(error.value)
-    assert "give another trainer.output_dir, or trainer.resume=never" in str(error.value)
+    assert "choose another trainer.output_dir, or trainer.resume=never" in str(error.value)
     missing = tiny_config(sd3_folder, tmp_path, *LORA, *STEPS, f"trainer.resume={tmp_path}/nowhere")
     with pytest.raises(RankError, match="nowhere' cannot be used: no such folder"):
         run_ranks(fit, 1, missing)
@@ -214,7 +214,7 @@ def test_resume_refuses_another_run(sd3_folder: Path, tmp_path: Path) -> None:
         lora.mkdir()
         (lora / name).touch()
         given = tiny_config(sd3_folder, tmp_path, *LORA, *STEPS, f"trainer.resume={lora}")
-        with pytest.raises(RankError, match=f"it holds a LoRA, and no checkpoint; model.lora_path={lora} starts a run"):
+        with pytest.raises(RankError, match=f"it is a LoRA, not a checkpoint; model.lora_path={lora} starts a run"):
             run_ranks(fit, 1, given)
 
 

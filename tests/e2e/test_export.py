@@ -300,8 +300,8 @@ def test_damage_within_a_file_is_told(copy: Path, tmp_path: Path) -> None:
     with pytest.raises(JobError) as error:
         export(tmp_path / "export", copy)
     assert str(error.value) == (
-        f"checkpoint: {copy}/checkpoints/step_000002 is damaged (__0_0.distcp is not what was written: its "
-        "checksum differs); use another one of the run"
+        f"checkpoint: {copy}/checkpoints/step_000002 is damaged (the checksum of __0_0.distcp differs); use another "
+        "one of the run"
     )
     assert not (tmp_path / "export").exists()
 

@@ -1,10 +1,10 @@
-"""Supervised block diffusion: masked tokens of a block, predicted from the rest of it and the clean blocks before.
+"""Supervised block diffusion: predict a block's masked tokens from its other tokens and the clean blocks before it.
 
     L = mean over masked tokens of  -log p(x_0 | x_t, clean blocks),   x_t: each token masked with probability t
 
-t ~ U(low, high) for each sample, or block. With weights 1/t, t ~ U(0, 1) for each block, and a mean over all tokens the
-loss bounds the likelihood (BD3-LM, https://arxiv.org/abs/2503.09573, equation 8); LLaDA2 takes t ~ U(.3, .8). The mesh,
-the model, checkpoints, validation and logs are those of reinforcement learning.
+t ~ U(low, high) is drawn for each sample or each block. With weights 1/t, t ~ U(0, 1) for each block, and a mean over
+all tokens, the loss bounds the likelihood (BD3-LM, https://arxiv.org/abs/2503.09573, equation 8); LLaDA2 uses
+t ~ U(.3, .8). Mesh, model, checkpoints, validation and logs are shared with reinforcement learning.
 """
 
 import logging
@@ -33,8 +33,8 @@ from phalanx.training.supervised import Shares, SupervisedTrainer, share_of_rank
 
 log = logging.getLogger(__name__)
 
-DECODED_TOGETHER = 64  # responses of a validation
-LEVELS = 5  # of noise, whose losses are logged apart
+DECODED_TOGETHER = 64  # default number of validation responses per decoding batch
+LEVELS = 5  # bins of the noise level; the loss is logged for each
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,10 @@ class Example:
 
 @dataclass(frozen=True)
 class Noised:
-    """Rows of a pass, and the probability [B, C, S] with which each token that is asked for was masked; `count` tokens
-    are what its loss is a mean over, which `scale` makes the part of it in that of the whole batch.
+    """The rows of one pass.
+
+    rate: [B, C, S], the probability with which each predicted token was masked. count: number of tokens that the loss
+    of this pass averages over. scale: factor of the summed loss in the loss of the whole batch.
     """
 
     states: States
@@ -58,14 +60,14 @@ class Noised:
 
 
 def samples_of_rank(cfg: BlockDiffusionTaskConfig, world_size: int) -> int:
-    """A rank's samples per step; raises ConfigError where they do not divide."""
+    """Samples per rank and step; ConfigError if the batch does not divide."""
     micro, key = cfg.block_diffusion.micro_batch_size_per_gpu, "block_diffusion.micro_batch_size_per_gpu"
     return share_of_rank(cfg, micro, key, "samples", world_size)
 
 
 def check(cfg: BlockDiffusionTaskConfig, launch: Launch | None = None) -> int:
-    """Refuse what the ranks of a launch (None: the present one) cannot run (ConfigError); returns the samples of a
-    rank.
+    """Return the samples per rank and step; ConfigError for a configuration that the ranks of `launch` (None: the
+    current one) cannot run.
     """
     batch_plan.check(cfg)
     check_engine(cfg)
@@ -74,7 +76,7 @@ def check(cfg: BlockDiffusionTaskConfig, launch: Launch | None = None) -> int:
 
 
 def build(cfg: BlockDiffusionTaskConfig) -> SupervisedTrainer:
-    """The job, built on all ranks in step; a ValueError is the user's mistake."""
+    """Build the job; all ranks call this together. A ValueError is the user's mistake."""
     check(cfg)
     data, key = cfg.data, cfg.data.prompt_key
     chats = data.response_key is None
@@ -110,8 +112,9 @@ def build(cfg: BlockDiffusionTaskConfig) -> SupervisedTrainer:
 def fitting(
     rows: list[PromptRow], policy: BlockDiffusionPolicy, response_key: str | None, *, first: bool
 ) -> list[Example]:
-    """The samples that are short enough, as data.overlong_prompts wants it. Raises DataError for a row without a
-    response, or one that has the mask token.
+    """Tokenize the rows, and filter, truncate or refuse overlong samples according to data.overlong_prompts.
+
+    Raises DataError for a row without a response, or whose response contains the mask token.
     """
     data, key, examples = policy.data, "data.train_files", []
     policy.encode_ahead([question(numbered(row, 0)) for row in rows])
@@ -119,18 +122,18 @@ def fitting(
         example = encoded(row, policy, response_key, f"{key}, sample {number}")
         lengths = {"prompt": (len(example.prompt), data.max_prompt_length)}
         lengths["response"] = len(example.response), data.max_response_length
-        over = [(what, length, limit) for what, (length, limit) in lengths.items() if length > limit]
+        over = [(part, length, limit) for part, (length, limit) in lengths.items() if length > limit]
         if not over:
             examples.append(example)
         elif data.overlong_prompts == "truncate":
-            # to the end of a block: what follows in it would look like the end
-            least = data.max_response_length
-            least -= (len(example.prompt) + least) % policy.size
-            examples.append(Example(example.prompt, example.response[:least]))
+            # cut at the end of a block: padding in the rest of a block would look like the end of the response
+            kept = data.max_response_length
+            kept -= (len(example.prompt) + kept) % policy.size
+            examples.append(Example(example.prompt, example.response[:kept]))
         elif data.overlong_prompts == "error":
-            what, length, limit = over[0]
+            part, length, limit = over[0]
             raise DataError(
-                f"{key}, sample {number}: its {what} has {length} tokens, more than data.max_{what}_length={limit}; "
+                f"{key}, sample {number}: its {part} has {length} tokens, more than data.max_{part}_length={limit}; "
                 "raise that, or set data.overlong_prompts to filter or truncate"
             )
     if not examples:
@@ -141,7 +144,7 @@ def fitting(
 
 
 def encoded(row: PromptRow, policy: BlockDiffusionPolicy, response_key: str | None, where: str) -> Example:
-    """The tokens of a row; the response ends with an end token."""
+    """Tokenize a row; the response ends with an end token."""
     prompt = question(numbered(row, 0))
     if response_key is not None:
         text = answer_of(row.meta.get(response_key), response_key, where)
@@ -155,7 +158,7 @@ def encoded(row: PromptRow, policy: BlockDiffusionPolicy, response_key: str | No
         raise DataError(f"{where}: its response is empty")
     response = policy.tokenizer(text, add_special_tokens=False)["input_ids"]
     if policy.mask_id in response:
-        raise DataError(f"{where}: its response holds the mask token {policy.tokenizer.mask_token!r}")
+        raise DataError(f"{where}: its response contains the mask token {policy.tokenizer.mask_token!r}")
     return Example(policy.encode(prompt), [*response, policy.tokenizer.eos_token_id])
 
 
@@ -172,10 +175,10 @@ class BlockDiffusion:
         self.shares = Shares(len(examples), samples_of_rank(cfg, world.size), micro, world, cfg.data.seed)
 
     def begin(self, steps: range) -> None:
-        """Do nothing: no work of these samples is cheaper when it is done ahead."""
+        """Do nothing: these samples need no preparation."""
 
     def passes(self, share: list[int], step: int) -> list[Noised]:
-        """The samples, noised anew: a function of (trainer.seed, step, the sample's number in the batch)."""
+        """The samples with fresh noise, a function of (trainer.seed, step, the sample's number in the batch)."""
         passes, first, micro = list[Noised](), self.shares.first, self.shares.micro
         for place in range(0, len(share), micro):
             examples = [self.examples[i] for i in share[place : place + micro]]
@@ -187,21 +190,21 @@ class BlockDiffusion:
         return [replace(part, scale=1 / max(total, 1)) for part in passes]
 
     def noised(self, examples: list[Example], seeds: list[int]) -> Noised:
-        """States of the blocks of some samples, with some of the response's tokens masked."""
+        """States of the blocks of some samples, with random tokens of the responses masked."""
         c, size, end = self.cfg.block_diffusion, self.policy.size, self.policy.tokenizer.eos_token_id
-        wanted = [len(e.prompt) + len(e.response) for e in examples]
+        lengths = [len(e.prompt) + len(e.response) for e in examples]
         if c.train_fill == "max_length":
-            wanted = [self.cfg.data.max_prompt_length + self.cfg.data.max_response_length] * len(examples)
-        widths = [-(-length // size) * size for length in wanted]
+            lengths = [self.cfg.data.max_prompt_length + self.cfg.data.max_response_length] * len(examples)
+        widths = [-(-length // size) * size for length in lengths]
         shape = (len(examples), max(widths))
         ids, maskable = torch.full(shape, end), torch.zeros(shape, dtype=torch.bool)
         rate, uniform = torch.ones(shape), torch.ones(shape)
         for i, (example, width, seed) in enumerate(zip(examples, widths, seeds, strict=True)):
             tokens = example.prompt + example.response
             ids[i, : len(tokens)] = torch.tensor(tokens)
-            # nothing follows a response that was cut
+            # the end tokens that pad a complete response are trained as well; a truncated response has none
             maskable[i, len(example.prompt) : width if tokens[-1] == end else len(tokens)] = True
-            # of the sample's width, whatever the other samples of the pass are
+            # draw for the sample's own width, so that its noise does not depend on the other samples of the pass
             stream = torch.Generator().manual_seed(seed)
             levels = torch.rand(width // size if c.noise_per_block else 1, generator=stream)
             levels = levels.repeat_interleave(width // len(levels))
@@ -209,11 +212,11 @@ class BlockDiffusion:
             uniform[i, :width] = torch.rand(width, generator=stream)
         masked = maskable & (uniform < rate)
         weight = masked / rate if c.elbo_weight else masked.float()
-        # the bound is of all tokens of the responses, of which some are masked
+        # the likelihood bound averages over all tokens of the responses, not only the masked ones
         count = int((maskable if c.elbo_weight else masked).sum())
         target = ids
         if not c.same_token_labels:
-            # the position before a masked token predicts it, that of an earlier block, too
+            # a masked token is predicted at the position before it, even if that is in the previous block
             weight, rate, target = weight.roll(-1, 1), rate.roll(-1, 1), ids.roll(-1, 1)
         views = Views(*(values.unflatten(1, (-1, size))[:, :, None] for values in (masked, weight)))
         states = states_of(ids, views, mask_id=self.policy.mask_id, count=max(int(views.count.max()), 1))
@@ -226,28 +229,28 @@ class BlockDiffusion:
         return Noised(states.to(self.world.device), there(rate).to(self.world.device), count)
 
     def loss(self, batch: Noised) -> tuple[Tensor, dict[str, Tensor]]:
-        """See Task; the sums are of losses and numbers of tokens, by levels of noise."""
+        """See Task; the sums are of losses and token counts by noise level, among others."""
         c, states = self.cfg.block_diffusion, batch.states
-        asked = states.weight != 0
+        predicted = states.weight != 0
         log_prob, entropy, right = self.policy.trained.module(states, right=True)
-        losses, weight = -log_prob, states.weight[asked]
+        losses, weight = -log_prob, states.weight[predicted]
         loss = (losses * weight).sum() * batch.scale
         if c.confidence_beta > 0:
             part = batch.scale * (entropy * right).sum()
-            if c.loss_agg_mode == "micro-batch-mean":  # the mean of only those
+            if c.loss_agg_mode == "micro-batch-mean":  # the mean over only the correctly predicted tokens
                 part = part * batch.count / right.sum().clamp(min=1)
             loss = loss + c.confidence_beta * part
-        # without a masked token the loss is 0, and has a gradient all the same, which all ranks wait for
-        sums = {"tokens": asked.sum(), "right": right.sum(), "entropy": entropy.detach().sum()}
+        # without a masked token the loss is 0 but still has a gradient, as the collectives of all ranks need
+        sums = {"tokens": predicted.sum(), "right": right.sum(), "entropy": entropy.detach().sum()}
         span = max(c.noise_range_high - c.noise_range_low, 1e-6)
-        level = ((batch.rate[asked] - c.noise_range_low) / span * LEVELS).long().clamp(0, LEVELS - 1)
+        level = ((batch.rate[predicted] - c.noise_range_low) / span * LEVELS).long().clamp(0, LEVELS - 1)
         for i in range(LEVELS):
             sums[f"loss_{i}"] = losses.detach()[level == i].sum()
             sums[f"count_{i}"] = (level == i).sum()
         return loss, sums
 
     def metrics(self, sums: dict[str, float]) -> dict[str, float]:
-        """train/... of the masked tokens of all ranks."""
+        """train/... metrics over the masked tokens of all ranks."""
         c, total = self.cfg.block_diffusion, {name: reduce_float(value, "sum") for name, value in sums.items()}
         tokens = max(total["tokens"], 1.0)
         row = {

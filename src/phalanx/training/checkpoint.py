@@ -1,8 +1,8 @@
-"""Checkpoints: sharded (torch.distributed.checkpoint), written beside the training, and atomic.
+"""Checkpoints: sharded (torch.distributed.checkpoint), asynchronous and atomic.
 
 A checkpoint is the folder `checkpoints/step_000010`. It is written as `step_000010.tmp` and renamed once every rank is
-done; its `meta.json`, written last, lists all files with sizes and checksums. Only what is trained is saved: weights,
-the optimizer's state, the moving average, and the run's counters. Nothing in it depends on the number of ranks.
+done; `meta.json`, written last, lists all files with sizes and checksums. A checkpoint contains the trained weights,
+the optimizer's state, moving averages, and the run's counters, and can be loaded on any number of ranks.
 """
 
 import errno
@@ -32,26 +32,26 @@ from phalanx.models.lora import ADAPTER, WEIGHTS
 from phalanx.training.checkpoint_reader import Reader
 
 log = logging.getLogger(__name__)
-# to signatures, since checkpoints were first written
+# signature entries that older checkpoints do not have
 ADDED = ("chat_template_date", "chat_template_kwargs", "cpu_linear", "lora_alpha", "lora_init", "quantization")
-MOST = 10**15  # of any count
-FULL = 2**20  # bytes of space that are none to a checkpoint
-IN_FLIGHT = "in_flight.safetensors"  # behind the rank, in the names of files
+MOST = 10**15  # limit of counters, to detect damaged files
+FULL = 2**20  # a disk with fewer free bytes counts as full
+IN_FLIGHT = "in_flight.safetensors"  # end of the file name, after the rank
 
 
 @dataclass
 class Progress:
     """The run's counters: training steps done, samples drawn, optimizer steps, and the ids that loggers gave the run.
 
-    `updates_beside` are the optimizer steps of models that are trained beside the policy.
-    `rescoring`: log-probs of rollout and replay were seen to differ, so that the policy computes the old ones again.
-    `unfinished` is the row of metrics of the last step where the run was stopped in its validation.
+    updates_beside: optimizer steps of other trained models by name. rescoring: rollout and replay were found to differ,
+    so the policy recomputes the old log-probs. unfinished: metrics of the last step if the run was stopped during its
+    validation.
     """
 
     step: int = 0
     samples_seen: int = 0
     updates: int = 0
-    wandb_id: InitVar[str | None] = None  # of older checkpoints, in place of logger_ids
+    wandb_id: InitVar[str | None] = None  # in older checkpoints, instead of logger_ids
     unfinished: dict[str, float] | None = None
     rescoring: bool = False
     updates_beside: dict[str, int] = field(default_factory=dict)
@@ -62,7 +62,7 @@ class Progress:
             self.logger_ids = {"wandb": wandb_id}
 
     def check(self) -> None:
-        """Raise ValueError for what no run counts."""
+        """Raise ValueError for values that no run writes."""
         counts = [self.step, self.samples_seen, self.updates, *self.updates_beside.values()]
         for count in counts:
             if type(count) is not int or not 0 <= count < MOST:
@@ -78,12 +78,9 @@ class Progress:
 def trained_state(
     parameters: dict[str, Tensor], optimizer: dict[str, dict[str, Tensor]], averages: dict[str, dict[str, Tensor]]
 ) -> dict[str, Any]:
-    """The contents of a checkpoint, as tensors of the mesh: to save, or to load into.
-
-    `averages`: other weights by name.
-    """
-    # Moments and averages are local tensors. As parts of DTensors they are saved once each, and can be loaded into any
-    # other layout. AdamW's count of steps is one number, the same for all parts.
+    """The contents of a checkpoint as DTensors, to save or to load into. averages: other weights by name."""
+    # Moments and averages are local tensors. As shards of DTensors they are saved only once, and can be loaded into any
+    # other layout. AdamW's step count is a scalar, equal on all ranks.
     moments: dict[str, dict[str, Tensor]] = {}
     for name, p in parameters.items():
         moments[name] = {}
@@ -96,7 +93,7 @@ def trained_state(
 
 
 def complete(folder: Path) -> str | None:
-    """The problem with a checkpoint folder, None if it is complete. For contents see `damaged`."""
+    """Describe what is wrong with a checkpoint folder, without reading the tensors (see `damaged`); None if nothing."""
     try:
         meta = read_meta(folder)
         for name, (size, _) in meta["files"].items():
@@ -118,9 +115,9 @@ def complete(folder: Path) -> str | None:
 
 
 def damaged(folder: Path, part: int = 0, parts: int = 1) -> str | None:
-    """The problem with the contents of a complete checkpoint, by their checksums; None if none.
+    """Describe what is wrong with the contents of a complete checkpoint, by their checksums; None if nothing.
 
-    Every `parts`-th file from number `part` on is read, so that ranks can share the work.
+    Only every `parts`-th file is read, starting with number `part`, so that ranks can share the work.
     """
     try:
         Reader(folder).read_metadata()
@@ -133,7 +130,7 @@ def damaged(folder: Path, part: int = 0, parts: int = 1) -> str | None:
         except OSError as error:
             return f"{name} cannot be read: {error}"
         if value != checksum:
-            return f"{name} is not what was written: its checksum differs"
+            return f"the checksum of {name} differs"
     return None
 
 
@@ -146,24 +143,21 @@ def _checksum(path: Path) -> int:
 
 
 def find(root: Path, without: Collection[Path] = ()) -> Path | None:
-    """The newest complete checkpoint below `root`, except those of `without`.
-
-    Incomplete ones are skipped with a message.
-    """
+    """The newest complete checkpoint below `root` that is not in `without`; warns of incomplete ones."""
     for folder in sorted(root.glob("step_*"), reverse=True):
         if not folder.is_dir() or folder in without:
             continue
         problem = "it was never finished" if folder.suffix == ".tmp" else complete(folder)
         if problem is None:
             return folder
-        log.warning("checkpoint %s is passed over: %s", folder, problem)
+        log.warning("checkpoint %s is skipped: %s", folder, problem)
     return None
 
 
 def saved_choice(root: Path, resume: str, key: str) -> Any:
-    """The value of `key` in the signature of the checkpoint that trainer.resume will take; None if there is none.
+    """The value of `key` in the signature of the checkpoint that trainer.resume selects; None if there is none.
 
-    For choices that come before models are built; what is wrong with the checkpoint is told by `locate`.
+    For choices made before models are built. Problems with the checkpoint are reported later, by `locate`.
     """
     folder = Path(resume).expanduser() if resume not in ("auto", "never") else None
     if resume == "auto":
@@ -174,31 +168,31 @@ def saved_choice(root: Path, resume: str, key: str) -> Any:
 
 
 def kept_in_flight(folder: Path) -> list[Tensor]:
-    """The bytes [K] of samples in flight that each rank kept in a checkpoint, in the order of ranks."""
+    """The bytes [K] of samples in flight in a checkpoint, one entry per rank that saved some, in the order of ranks."""
     files = sorted(folder.glob(f"__*_{IN_FLIGHT}"), key=lambda file: int(file.name.split("_")[2]))
     return [torch.frombuffer(bytearray(file.read_bytes()), dtype=torch.uint8) for file in files]
 
 
 def read_meta(folder: Path) -> dict[str, Any]:
-    """The meta.json of a checkpoint."""
+    """Read the meta.json of a checkpoint."""
     return dict(parse_json((folder / "meta.json").read_text()))
 
 
 def _unseen(folder: Path) -> str | None:
-    """The problem where files that other ranks wrote are not seen here; None if all are."""
-    # Where each node writes to a local disk, each holds a part, and only the resume would show it.
+    """Describe a file of another rank that is not visible here; None if all are."""
+    # If each node wrote to a local disk, each would have only a part, which otherwise only a resume would reveal.
     stored = Reader(folder).read_metadata().storage_data.values()
     for entry in stored:
         if not (folder / entry.relative_path).exists():
             name = entry.relative_path
-            return f"{name} is not seen by rank 0: trainer.output_dir must be on a file system that all nodes share"
+            return f"rank 0 cannot see {name}: trainer.output_dir must be on a file system that all nodes share"
     return None
 
 
 def _cause(error: BaseException) -> str:
-    """The root cause of an error in one line: torch's own text begins with the frames of each rank."""
+    """The root cause of an error in one line; torch's own message begins with each rank's stack trace."""
     if isinstance(error, CheckpointException):
-        error, _ = next(iter(error.failures.values()))  # of the ranks' failures
+        error, _ = next(iter(error.failures.values()))  # the first rank's failure
     return " ".join(str(error).split())[:300]
 
 
@@ -207,35 +201,35 @@ def _first(problems: list[str | None]) -> str | None:
 
 
 class Checkpointer:
-    """The checkpoints of one run: saved, found and loaded."""
+    """Saves, finds and loads the checkpoints of one run."""
 
     def __init__(self, output_dir: Path, world: World, signature: dict[str, Any], max_checkpoints: int) -> None:
         self.root, self.world, self.signature = output_dir / "checkpoints", world, signature
         self.max_checkpoints = max_checkpoints
         self._pending: threading.Thread | None = None
         self._failure: RuntimeError | None = None
-        # of this run's newest checkpoint that is complete, as of the last `wait`
+        # the step of this run's newest complete checkpoint; valid after `wait`
         self.saved_step = -1
 
     def locate(self, resume: str) -> Path | None:
-        """The checkpoint that `trainer.resume` means; raises ValueError if it cannot be used."""
+        """The checkpoint that trainer.resume selects; ValueError if it cannot be used."""
         passed: list[Path] = []
         while True:
-            # Rank 0 looks and tells the others: a network's disk may show them another state.
+            # only rank 0 looks, since a network file system may show other ranks another state
             folder = from_first(partial(self._locate, resume, passed))
             if folder is None:
                 return None
-            # checksums want every byte read, which the ranks share
+            # the ranks share the work of computing checksums of all files
             problem = _first(all_gather_object(damaged(folder, self.world.rank, self.world.size)))
             if problem is None:
                 return folder
             if resume != "auto":
                 raise ValueError(f"trainer.resume: {resume!r} cannot be used: {problem}")
-            log.warning("checkpoint %s is passed over: %s", folder, problem)
+            log.warning("checkpoint %s is skipped: %s", folder, problem)
             passed.append(folder)
 
     def _locate(self, resume: str, passed: Collection[Path]) -> Path | None:
-        """On rank 0: as `locate`, by sizes and signatures only, without those of `passed`."""
+        """On rank 0: like `locate`, but without checksums, and skipping the folders `passed`."""
         if resume == "never":
             return None
         if resume == "auto":
@@ -246,22 +240,22 @@ class Checkpointer:
             folder = Path(resume).expanduser()
             problem = complete(folder) if folder.is_dir() else "no such folder"
             if problem is not None and any((folder / name).is_file() for name in (ADAPTER, WEIGHTS)):
-                problem = f"it holds a LoRA, and no checkpoint; model.lora_path={resume} starts a run from it"
+                problem = f"it is a LoRA, not a checkpoint; model.lora_path={resume} starts a run from it"
             if problem is not None:
                 raise ValueError(f"trainer.resume: {resume!r} cannot be used: {problem}")
         saved = read_meta(folder)["signature"]
         for key, value in self.signature.items():
             if saved.get(key) != value and (key in saved or key.rpartition(": ")[2] not in ADDED):
                 raise ValueError(
-                    f"trainer.resume: {folder} holds {key} {saved.get(key)}, this run has {value}; "
-                    "give another trainer.output_dir, or trainer.resume=never"
+                    f"trainer.resume: {folder} has {key} {saved.get(key)}, this run has {value}; "
+                    "choose another trainer.output_dir, or trainer.resume=never"
                 )
         return folder
 
     def load(self, folder: Path, state: dict[str, Any]) -> Progress:
-        """Fill `state` in place, whatever the number of ranks that saved it.
+        """Load a checkpoint into `state` in place; any number of ranks may have saved it.
 
-        Raises ValueError if that fails: the state must not be used then.
+        Raises ValueError on failure; the state must then not be used.
         """
         try:
             dcp.load(state, storage_reader=Reader(folder), process_group=self.world.checkpoint_group)
@@ -270,10 +264,10 @@ class Checkpointer:
         return Progress(**read_meta(folder)["progress"])
 
     def save(self, state: dict[str, Any], progress: Progress, in_flight: Tensor | None = None) -> None:
-        """Copy the state to the CPU and write it in the background, after the previous one. `in_flight`: bytes of
-        samples of this rank that are to be trained next.
+        """Copy the state to the CPU and write it in the background, once the previous checkpoint is written. in_flight:
+        bytes [K] of samples of this rank that later steps will train.
         """
-        self.wait()  # two copies at once might not fit into the memory
+        self.wait()  # two copies at a time might not fit into memory
         final = self.root / f"step_{progress.step:06d}"
         part = final.with_suffix(".tmp")
         problem = None
@@ -281,15 +275,15 @@ class Checkpointer:
             shutil.rmtree(part, ignore_errors=True)
             try:
                 part.mkdir(parents=True)
-            except OSError as error:  # a full disk, say: training goes on
+            except OSError as error:  # for example a full disk; training goes on
                 problem = str(error)
                 log.warning("checkpoint %s was not written: %s", final, problem)
         if broadcast_object(problem) is not None:
             return
-        # copies: training goes on and changes them before they are written
+        # asdict and async_save copy, since training goes on and changes the originals before they are written
         meta = {"progress": asdict(progress), "signature": self.signature}
         response: Any = dcp.async_save(state, checkpoint_id=str(part), process_group=self.world.checkpoint_group)
-        # a daemon, since a rank that fails must not wait for a disk: what is half-written is passed over
+        # a daemon thread, since a failing rank must not wait for the disk; half-written checkpoints are skipped
         self._pending = threading.Thread(
             target=self._finish, args=(response, part, final, meta, in_flight), daemon=True
         )
@@ -305,19 +299,19 @@ class Checkpointer:
             checksums = {f.name: _checksum(f) for f in part.glob(f"__{self.world.rank}_*")}
         except (CheckpointException, OSError, RuntimeError) as error:
             problem, full = _cause(error), os.strerror(errno.ENOSPC)
-            # torch says only that its file is too short, and the system's error does not reach other ranks
+            # on a full disk torch only reports a file that is too short, and other ranks do not get the system's error
             if full not in problem and part.is_dir() and shutil.disk_usage(part).free < FULL:
                 problem = f"{full} ({problem})"
-        # a rank that failed takes part too: the others would wait for it until the time limit
+        # a rank that failed joins the collective, too; otherwise the others would wait for it until the time limit
         per_rank: list[Any] = [None] * self.world.size
         done = [False]
         try:
             dist.all_gather_object(per_rank, (problem, checksums), group=self.world.checkpoint_group)
             if self.world.rank == 0:
                 done = [self._publish_or_drop(per_rank, part, final, meta)]
-            # a rank that ends must not take the renaming with it, so all wait for it
+            # all ranks wait for the rename, so that no rank ends the job before it
             dist.broadcast_object_list(done, src=0, group=self.world.checkpoint_group)
-        except RuntimeError as error:  # a rank is lost; the main thread hears of it in `wait`
+        except RuntimeError as error:  # a rank is lost; `wait` raises this in the main thread
             self._failure = error
         if done[0]:
             self.saved_step = meta["progress"]["step"]
@@ -325,7 +319,7 @@ class Checkpointer:
     def _publish_or_drop(
         self, per_rank: list[tuple[str | None, dict[str, int]]], part: Path, final: Path, meta: dict[str, Any]
     ) -> bool:
-        """On rank 0: publish a checkpoint that all ranks have written; True if it is there."""
+        """On rank 0: publish a checkpoint if all ranks have written their parts. Returns whether it is complete."""
         problem = _first([failure for failure, _ in per_rank])
         checksums: dict[str, int] = {}
         for _, written in per_rank:
@@ -345,11 +339,11 @@ class Checkpointer:
         """Make a written checkpoint visible, and remove the oldest complete ones."""
         meta["files"] = {}
         for file in part.iterdir():
-            # the ranks have summed up their own files; what is left is the small .metadata
+            # each rank has the checksums of its own files; only the small .metadata is left
             checksum = checksums[file.name] if file.name in checksums else _checksum(file)
             meta["files"][file.name] = (file.stat().st_size, checksum)
         (part / "meta.json").write_text(json.dumps(meta, indent=1))
-        # the rename makes it complete, all at once; older ones go only after it
+        # the rename publishes it atomically; older ones are removed only afterwards
         if final.exists():
             shutil.rmtree(final)
         part.rename(final)
@@ -359,10 +353,10 @@ class Checkpointer:
                 shutil.rmtree(old)
 
     def set_aside(self, step: int) -> None:
-        """On rank 0, at a run's start: rename checkpoints of later steps, and remove unfinished ones.
+        """On rank 0, when a run starts: rename checkpoints of later steps to old_step_..., and remove unfinished ones.
 
-        Another run or a damaged one left them. As `old_step_...` they stay on disk, and are neither
-        resumed nor counted.
+        They were left by another run, or are damaged. The renamed ones stay on disk, but are neither resumed from nor
+        counted by trainer.max_checkpoints.
         """
         for folder in sorted(self.root.glob("step_*")):
             if folder.suffix == ".tmp":
@@ -371,13 +365,10 @@ class Checkpointer:
                 aside = folder.with_name(f"old_{folder.name}")
                 shutil.rmtree(aside, ignore_errors=True)
                 folder.rename(aside)
-                log.warning("checkpoint %s is of another run, or damaged: it is now %s", folder, aside.name)
+                log.warning("checkpoint %s is from another run, or damaged: renamed to %s", folder, aside.name)
 
     def wait(self) -> None:
-        """Wait until the checkpoint in flight is complete.
-
-        Raises RuntimeError where the ranks lost one another over it.
-        """
+        """Wait until the pending checkpoint is written. Raises RuntimeError if a rank was lost meanwhile."""
         if self._pending is not None:
             self._pending.join()
             self._pending = None

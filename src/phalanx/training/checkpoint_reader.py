@@ -1,7 +1,7 @@
-"""Reading what torch.distributed.checkpoint wrote, as data: nothing in a checkpoint can run code.
+"""A reader for torch.distributed.checkpoint (DCP) that never runs code from a checkpoint.
 
-DCP keeps the names and places of a checkpoint's tensors in `.metadata`, a pickle, and a pickle may call anything. Here
-it may name the classes that DCP writes there and nothing else. The tensors themselves are read with `weights_only`.
+DCP stores the names and places of a checkpoint's tensors in `.metadata`, a pickle, and a pickle may call any function.
+This reader accepts only the classes that DCP writes there. The tensors themselves are read with `weights_only`.
 """
 
 import pickle
@@ -25,9 +25,9 @@ from torch.serialization import _get_layout
 
 
 def _member(kind: Any, name: str) -> _MEM_FORMAT_ENCODING:
-    """The one call of getattr that is allowed: Python 3.11.2, among others, pickles the member of an enum by it."""
+    """The only permitted call of getattr: some Python versions, such as 3.11.2, pickle enum members this way."""
     if kind is not _MEM_FORMAT_ENCODING:
-        raise pickle.UnpicklingError("it calls getattr on what is no memory format")
+        raise pickle.UnpicklingError("it calls getattr on an object that is not a memory format")
     return _MEM_FORMAT_ENCODING[name]
 
 
@@ -46,25 +46,24 @@ class _DataOnly(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _KNOWN:
             return _KNOWN[module, name]
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint holds")
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint contains")
 
 
 class Reader(FileSystemReader):
-    """The storage reader for `dcp.load` of a checkpoint folder whose content is not trusted."""
+    """The storage reader for `dcp.load` of an untrusted checkpoint folder."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The names, sizes and places of the tensors; raises ValueError if that is not what the file holds."""
+        """The names, sizes and places of the tensors; ValueError if the file contains anything else."""
         metadata = _read(Path(self.path) / ".metadata")
         metadata.storage_meta = StorageMeta(load_id=self.load_id)
         return metadata
 
     def read_data(self, *args: Any, **kwargs: Any) -> Future[None]:
-        """Fill the tensors; raises ValueError for bytes that are no tensors."""
+        """Load the tensors; ValueError for bytes that are not tensors."""
         try:
             return super().read_data(*args, **kwargs)
-        except (EOFError, pickle.UnpicklingError) as error:  # torch's text advises to run what the file says
-            kind = type(error).__name__
-            raise ValueError(f"a file holds what is no tensor, or is damaged ({kind})") from error
+        except (EOFError, pickle.UnpicklingError) as error:  # torch's message suggests loading the file unsafely
+            raise ValueError(f"a file is damaged, or contains no tensors ({type(error).__name__})") from error
 
 
 def _read(file: Path) -> Metadata:
@@ -73,14 +72,13 @@ def _read(file: Path) -> Metadata:
             metadata = _DataOnly(stream).load()
         if not isinstance(metadata, Metadata):
             raise TypeError(f"it holds a {type(metadata).__name__}")
-        # any other entry would be unpickled when it is loaded
+        # DCP would unpickle any other entry when loading it
         for name, entry in metadata.state_dict_metadata.items():
             if not isinstance(entry, TensorStorageMetadata):
                 raise TypeError(f"{name} is not a tensor")
         for place in metadata.storage_data.values():
             if Path(place.relative_path).name != place.relative_path:
                 raise ValueError(f"{place.relative_path!r} is not a file of this folder")
-    # a damaged pickle raises whatever its bytes happen to say
-    except Exception as error:
+    except Exception as error:  # a damaged pickle can raise anything
         raise ValueError(f"{file} is damaged, or not a checkpoint's: {error}") from error
     return metadata

@@ -1,4 +1,4 @@
-"""The critic's part of the loop: its values of a step's samples, and its optimizer steps on what these came to."""
+"""The critic in the training loop: the values of a step's samples, and optimizer steps on their returns."""
 
 from collections.abc import Callable
 from typing import Any
@@ -21,9 +21,9 @@ from phalanx.types import Samples
 
 
 class CriticTrainer:
-    """A critic beside the policy, with the same batches; in the first `warmup` training steps only it is trained.
+    """Trains a critic on the policy's batches; in the first `warmup` training steps only the critic is trained.
 
-    `state` has its optimizer, once `prepare` has made it.
+    `prepare` creates `state`, which has its optimizer.
     """
 
     state: TrainState
@@ -35,14 +35,14 @@ class CriticTrainer:
         self.epochs = actor.ppo_epochs if config.ppo_epochs is None else config.ppo_epochs
 
     def prepare(self, steps: int, *, offload: bool) -> TrainState:
-        """Make the optimizer for this number of training steps."""
+        """Create the optimizer for this number of training steps."""
         updates = steps * self.plan.updates * self.epochs
         self.state = TrainState(self.critic.trained, self.config.optim, updates, offload=offload)
         return self.state
 
     @torch.no_grad()
     def values(self, samples: Samples) -> Tensor:
-        """[B, A] of all samples of this rank, by passes of the training's shape."""
+        """[B, A] values of this rank's samples, computed in passes of the training's shape."""
         tokens = None if samples.tokens is None else samples.tokens[:, None]
         parts, device = self.plan.passes_of(1).parts(len(samples.mask), tokens), samples.mask.device
         with self.critic.trained.unsharded():
@@ -51,13 +51,13 @@ class CriticTrainer:
     def update(
         self, batch: Minibatches, mask: Tensor, old: Tensor, returns: Tensor, advance: Callable[[], None]
     ) -> dict[str, float]:
-        """All optimizer steps on the returns [B, A] of this rank's samples; critic/... metrics.
+        """Take all optimizer steps on the returns [B, A] of this rank's samples, and return critic/... metrics.
 
-        mask [B, A] bool: the tokens that count; `old` [B, A] are the values that the returns were computed from.
-        `advance` is called after each micro-batch.
+        mask: [B, A] bool, the tokens that count. old: [B, A], the values that the returns were computed from. advance:
+        called after each micro-batch.
         """
         model, samples = self.critic.trained, batch.samples
-        stats: list[list[dict[str, Any]]] = []  # of each optimizer step, of each micro-batch
+        stats: list[list[dict[str, Any]]] = []  # by optimizer step and micro-batch
         updates: list[dict[str, Any]] = []
         for _ in range(self.epochs):
             mode, tokens = self.config.loss_agg_mode, samples.tokens
@@ -84,7 +84,7 @@ class CriticTrainer:
         return row | update_metrics("critic", stats, updates, self.plan.updates * self.epochs)
 
     def relative_cost(self, policy: TrainedModel) -> float:
-        """Operations of a step's values and updates, in forward passes of the policy over the samples."""
+        """Operations of a step's values and updates, in units of a forward pass of the policy over the samples."""
         critic = self.critic.trained
         size = sum(p.numel() for p in critic.module.parameters()) / sum(p.numel() for p in policy.module.parameters())
         # forward: 1; forward and backward: 3, and once more with checkpointing
@@ -92,10 +92,10 @@ class CriticTrainer:
 
 
 def explained(values: Tensor, returns: Tensor, mask: Tensor) -> dict[str, float]:
-    """Over the masks [B, A] of all ranks: the mean of the values, and 1 - Var(R - V) / Var(R), 0 where all returns are
-    equal.
+    """The mean value and the explained variance 1 - Var(R - V) / Var(R) over the masks [B, A] of all ranks; 0 if all
+    returns are equal.
     """
     mean, _ = moments(values, mask, reduce_sum)
     _, variance = moments(returns, mask, reduce_sum)
-    _, left = moments(returns - values, mask, reduce_sum)
-    return {"critic/values_mean": mean, "critic/explained_variance": 1 - left / variance if variance > 0 else 0.0}
+    _, residual = moments(returns - values, mask, reduce_sum)
+    return {"critic/values_mean": mean, "critic/explained_variance": 1 - residual / variance if variance > 0 else 0.0}

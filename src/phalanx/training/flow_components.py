@@ -20,26 +20,26 @@ from phalanx.types import Prompt
 
 @dataclass(frozen=True)
 class FlowComponents(JobComponents):
-    """Components whose policy and rollout are of the kind."""
+    """JobComponents with a flow policy and its rollout."""
 
     policy: FlowPolicy
     rollout: PolicyRollout | None
 
 
 def check_plan(cfg: FlowRunConfig) -> None:
-    """Refuse context parallelism of a family without a plan of what is split (ConfigError)."""
+    """Raise ConfigError for context parallelism of a model family without a plan of how to split its tokens."""
     size = cfg.parallel.ulysses_sequence_parallel_size
     if size == 1 or family_of(cfg.model).transformer_class._cp_plan is not None:
         return
     able = [name for name, model in families().items() if model.transformer_class._cp_plan]
     raise ConfigError(
-        f"{KEY}: {size} needs a plan of which tokens are split, which neither diffusers nor Phalanx has for model.path "
+        f"{KEY}: {size} needs a plan of how to split tokens, which neither diffusers nor Phalanx has for model.path "
         f"{cfg.model.path!r}; set it to 1, or use one of the families {', '.join(able)}"
     )
 
 
 def check_references(config: FlowModelConfig, rows: Iterable[PromptRow | Prompt]) -> None:
-    """Refuse another number of images than the model takes (ConfigError), or than it is to take (ValueError)."""
+    """ConfigError if the model cannot take model.reference_count images, ValueError if a row has more or fewer."""
     family, count = family_of(config), config.reference_count
     if count > 1 and not family.takes_several:
         most = "no image" if family.image_column is None else "one image"
@@ -60,8 +60,10 @@ def build_components(
     window: bool = True,
     last_steps: int = 0,
 ) -> FlowComponents:
-    """`micro` and `window` are the rollout's, `rows` those sampled in training, `last_steps` the algorithm's. Raises
-    ValueError, with one line, for what the user can fix.
+    """Build the components; all ranks call this together.
+
+    Raises a one-line ValueError for the user's mistakes. micro, window: see build_rollout. rows: the training rows.
+    last_steps: see phalanx.types.Algorithm.
     """
     world = start(cfg)
     val_sets = validation_sets(cfg.data.val_files, images=image_columns(cfg.model), prompt=cfg.data.prompt_key)
@@ -79,8 +81,8 @@ def build_components(
 
 
 def keep_last_steps(policy: FlowPolicy, rollout: PolicyRollout, last_steps: int, config: FlowModelConfig) -> None:
-    """Where an algorithm differentiates the reward from these last steps on, the rollout keeps their states, and the
-    blocks of the VAE are recomputed if others are, and diffusers can.
+    """For an algorithm that differentiates the reward through the last denoising steps: keep the states of these steps,
+    and turn on gradient checkpointing of the VAE if the model uses it and diffusers supports it.
     """
     rollout.last_steps, vae = last_steps, policy.model.vae
     if last_steps:

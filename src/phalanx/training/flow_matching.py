@@ -1,9 +1,9 @@
-"""Supervised flow matching: the velocity's regression on images with prompts.
+"""Supervised flow matching: regress the velocity on images with prompts.
 
     L = mean of (v(x_t, t, prompt) - (noise - x_0))^2,   x_t = (1 - t) x_0 + t noise
 
-t = sigmoid(N(m, s)) (SD3, https://arxiv.org/abs/2403.03206, section 3.1), moved by the model folder's own shift. The
-mesh, the model, checkpoints, validation and logs are those of reinforcement learning.
+t = sigmoid(N(m, s)) (SD3, https://arxiv.org/abs/2403.03206, section 3.1), then shifted as in the model's own noise
+schedule. Mesh, model, checkpoints, validation and logs are shared with reinforcement learning.
 """
 
 import logging
@@ -33,12 +33,12 @@ from phalanx.types import JobError, Prompt
 
 log = logging.getLogger(__name__)
 
-ENCODED_TOGETHER = 64  # images, where latents are cached
+ENCODED_TOGETHER = 64  # images per VAE pass when latents are cached
 
 
 def check(cfg: FlowMatchingTaskConfig, launch: Launch | None = None) -> int:
-    """Refuse what the ranks of a launch (None: the present one) cannot run (ConfigError); returns the images of a
-    rank.
+    """Return the images per rank and step; ConfigError for a configuration that the ranks of `launch` (None: the
+    current one) cannot run.
     """
     batch_plan.check(cfg)
     if image_columns(cfg.model):
@@ -46,9 +46,7 @@ def check(cfg: FlowMatchingTaskConfig, launch: Launch | None = None) -> int:
             f"model.path: {cfg.model.path!r} takes an image with each text; flow matching trains only from texts"
         )
     if not family_of(cfg.model).encodes_images:
-        raise ConfigError(
-            f"model.path: {cfg.model.path!r} has no latents of images alone; flow matching trains on images"
-        )
+        raise ConfigError(f"model.path: {cfg.model.path!r} cannot encode images; flow matching trains on images")
     check_loggers(cfg.trainer.logger)
     check_plan(cfg)
 
@@ -59,13 +57,13 @@ def check(cfg: FlowMatchingTaskConfig, launch: Launch | None = None) -> int:
 
 
 def images_of_rank(cfg: FlowMatchingTaskConfig, world_size: int) -> int:
-    """A rank's images per step; raises ConfigError where they do not divide."""
+    """Images per rank and step; ConfigError if the batch does not divide."""
     micro, key = cfg.flow_matching.micro_batch_size_per_gpu, "flow_matching.micro_batch_size_per_gpu"
     return share_of_rank(cfg, micro, key, "images", world_size)
 
 
 def build(cfg: FlowMatchingTaskConfig) -> SupervisedTrainer:
-    """The job, built on all ranks in step; a ValueError is the user's mistake."""
+    """Build the job; all ranks call this together. A ValueError is the user's mistake."""
     check(cfg)
     r = cfg.rollout
     images = ImageTextData(cfg.data.train_files, r.height, r.width)
@@ -93,36 +91,36 @@ class FlowMatching:
         self.cfg, self.policy, self.rollout, self.images, self.world = cfg, policy, rollout, images, world
         micro = cfg.flow_matching.micro_batch_size_per_gpu
         self.shares = Shares(len(images), images_of_rank(cfg, world.data_size), micro, world, cfg.data.seed)
-        # without guidance: each branch is trained for itself
+        # no guidance in training: the conditional and the unconditional branch are trained separately
         self.sampler = replace(train_sampler(cfg.rollout, policy.model), guidance=1.0)
         self._latents: dict[int, Tensor] = {}
 
     def begin(self, steps: range) -> None:
-        """Encode the images, if their latents are kept."""
+        """Encode the images of these steps if latents are cached."""
         if self.cfg.flow_matching.cache_latents:
             self.encode_all(steps)
 
     def passes(self, share: list[int], step: int) -> list[tuple[list[int], int, int]]:
-        """The images of each pass, the step, and the number of the first one in the batch of all ranks."""
+        """Per pass: its images, the step, and the number of its first image in the batch of all ranks."""
         first, micro = self.shares.first, self.shares.micro
         return [(share[start : start + micro], step, first + start) for start in range(0, len(share), micro)]
 
     def loss(self, batch: tuple[list[int], int, int]) -> tuple[Tensor, dict[str, Tensor]]:
-        """See Task: the mean over all images."""
+        """See Task; the loss is the mean over all images."""
         return self.errors(*batch).sum() / self.shares.batch_size, {}
 
     def errors(self, images: list[int], step: int, first: int) -> Tensor:
-        """The loss [b] of some images, the first of which is number `first` of all ranks' batch."""
+        """The loss [b] of some images; the first is number `first` in the batch of all ranks."""
         c, device = self.cfg.flow_matching, self.world.device
         x0 = torch.stack([self._latent(i) for i in images]).to(device)
-        # all randomness of a sample is named by (seed, step, its number): no matter how many ranks there are
+        # a sample's randomness depends only on (seed, step, its number), not on the number of ranks
         seeds = [fold_in(self.cfg.trainer.seed, step, first + j) for j in range(len(images))]
         streams = [torch.Generator().manual_seed(seed) for seed in seeds]
         noise = torch.stack([torch.randn(x0.shape[1:], generator=g) for g in streams]).to(device)
         normal = torch.stack([torch.randn((), generator=g) for g in streams])
         keep = torch.stack([torch.rand((), generator=g) for g in streams]) >= c.prompt_dropout
         sigma = self._shift(torch.sigmoid(c.logit_mean + c.logit_std * normal)).to(device)
-        # some images without their prompt, so that guidance has an unconditional branch
+        # drop some prompts, to train the unconditional branch for classifier-free guidance
         texts = [self.images.prompt(i) if kept else "" for i, kept in zip(images, keep.tolist(), strict=True)]
         embeds, rows = self._embed(texts)
         level = sigma.view(-1, *[1] * (x0.dim() - 1))
@@ -131,7 +129,7 @@ class FlowMatching:
         return ((velocity - (noise - x0)) ** 2).flatten(1).mean(1)
 
     def _shift(self, t: Tensor) -> Tensor:
-        """Levels, moved as the model's own noise schedule is at the size of the images."""
+        """Shift noise levels as the model's own schedule does at this image size."""
         s = self.sampler
         shift = self.policy.model.shift(s.num_inference_steps, s.height, s.width)
         return shift * t / (1 + (shift - 1) * t)
@@ -148,20 +146,20 @@ class FlowMatching:
         return self.policy.model.encode_images(pixels)
 
     def metrics(self, sums: dict[str, float]) -> dict[str, float]:
-        """There are no metrics beside the loss."""
+        """Return no metrics besides the loss."""
         return {}
 
     def encode_all(self, steps: range) -> None:
         """Encode this rank's share of the images of these steps, once."""
-        wanted = sorted({i for step in steps for i in self.shares.of_step(step)})
-        if wanted:
-            log.info("encoding %d images", len(wanted))
-        for start in range(0, len(wanted), ENCODED_TOGETHER):
-            part = wanted[start : start + ENCODED_TOGETHER]
+        images = sorted({i for step in steps for i in self.shares.of_step(step)})
+        if images:
+            log.info("encoding %d images", len(images))
+        for start in range(0, len(images), ENCODED_TOGETHER):
+            part = images[start : start + ENCODED_TOGETHER]
             self._latents.update(zip(part, self._encode(part).cpu(), strict=True))
 
     def _embed(self, texts: list[str]) -> tuple[dict[str, Tensor], Tensor]:
-        """Embeddings of a batch's distinct prompts, and each text's row [b] among them."""
+        """The embeddings of the distinct prompts, and the row [b] of each text among them."""
         distinct = list(dict.fromkeys(texts))
         prompts = [Prompt(text=text, group_id=i, meta={}) for i, text in enumerate(distinct)]
         rows = torch.tensor([distinct.index(text) for text in texts], device=self.world.device)

@@ -1,8 +1,8 @@
-"""One job at a time in an output_dir, wherever the jobs run.
+"""A lock that allows only one job at a time to use an output_dir, across machines.
 
-Two would overwrite each other's checkpoints and mix their metrics. `.lock` is locked by rank 0's process, so the kernel
-frees it when that dies; but not every shared file system tells other machines of a lock. So `running.json` names the
-job and counts up every BEAT_S seconds: a count that stands still is a dead job's.
+Two jobs would overwrite each other's checkpoints and mix their metrics. Rank 0 locks the file `.lock`, which the kernel
+unlocks when the process dies. Since some shared file systems do not show locks to other machines, `running.json` also
+names the job, with a counter that it increments every BEAT_S seconds: a counter that does not change is a dead job's.
 """
 
 import errno
@@ -22,16 +22,16 @@ from phalanx.distributed.mesh import World
 from phalanx.exit import say
 from phalanx.telemetry.run_folder import BEAT_S, RUNNING_FILE, STOP_FILE, read_json, write_json
 
-PATIENCE_S = 10.0  # without a new beat, for a job of another machine
-NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # of a file system that has none
+PATIENCE_S = 10.0  # seconds without a new beat after which a job on another machine is considered dead
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # errors of file systems without locks
 
-_held: "FolderLock | None" = None  # a process works for one job
+_held: "FolderLock | None" = None  # one per process, since a process works for only one job
 
 
 def hold(folder: Path, world: World) -> None:
-    """Take the folder for this job until `release`, or the end of rank 0; a collective of all ranks.
+    """Lock the folder for this job until `release` or the end of rank 0; all ranks call this together.
 
-    Raises ValueError if another job has it, or it cannot be written.
+    Raises ValueError if another job uses the folder, or if it cannot be written.
     """
 
     def take() -> None:
@@ -50,7 +50,7 @@ def hold(folder: Path, world: World) -> None:
 
 
 def release() -> None:
-    """Leave the folder to the next job."""
+    """Unlock the folder."""
     global _held
     if _held is not None:
         _held.release()
@@ -58,21 +58,22 @@ def release() -> None:
 
 
 class FolderLock:
-    """A folder that this process has to itself. `lost` is called, once, with a message where another job takes it, and
-    `asked`, once, where `phalanx stop` asks this job to stop.
+    """The lock of a folder.
 
-    Raises ValueError if another job has it, OSError if it cannot be written.
+    lost: called once, with a message, if another job takes the folder. stop: called once if `phalanx stop` asks this
+    job to stop. Raises ValueError if another job uses the folder, OSError if it cannot be written.
     """
 
-    def __init__(self, folder: Path, lost: Callable[[str], object], asked: Callable[[], object]) -> None:
-        self.folder, self._lost, self._asked = folder, lost, asked
+    def __init__(self, folder: Path, lost: Callable[[str], object], stop: Callable[[], object]) -> None:
+        self.folder, self._lost, self._stop = folder, lost, stop
         self._file, self._request = folder / RUNNING_FILE, folder / STOP_FILE
         folder.mkdir(parents=True, exist_ok=True)
         self._lock = (folder / ".lock").open("w")
         try:
-            sure = self._try_lock()
+            locked = self._try_lock()
             other = read_json(self._file)
-            if other is not None and not (sure and other.get("machine") == _machine()):
+            # on this machine, holding the lock proves that the other job is dead
+            if other is not None and not (locked and other.get("machine") == _machine()):
                 self._wait_for_silence(other)
         except BaseException:
             self._lock.close()
@@ -86,14 +87,14 @@ class FolderLock:
             "beat": 0,
         }
         self._write()
-        self._done, self._stops = threading.Event(), False
+        self._done, self._stop_called = threading.Event(), False
         self._thread = threading.Thread(target=self._beats, name="folder lock", daemon=True)
         self._thread.start()
 
     def release(self) -> None:
-        """Stop the beats and free the folder."""
+        """Stop the beats and unlock the folder."""
         self._done.set()
-        self._thread.join(PATIENCE_S)  # a beat that is being written would bring the file back
+        self._thread.join(PATIENCE_S)  # otherwise a beat could recreate the file after it was removed
         other = read_json(self._file)
         if other is not None and other.get("token") == self._me["token"]:
             self._file.unlink(missing_ok=True)
@@ -101,9 +102,9 @@ class FolderLock:
         self._lock.close()
 
     def _try_lock(self) -> bool:
-        """Lock the file; False if the file system cannot tell. Raises ValueError if another process has it."""
+        """Lock the file; False if the file system has no locks. Raises ValueError if another process holds the lock."""
         try:
-            # of the process, so that a reward's forked child does not keep it
+            # a lockf lock belongs to the process, so a reward function's forked child does not keep it
             fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
             raise ValueError(self._in_use(read_json(self._file) or {})) from None
@@ -114,8 +115,8 @@ class FolderLock:
         return True
 
     def _wait_for_silence(self, other: dict[str, Any]) -> None:
-        """Return once the job that is named here has shown no sign of life; raises ValueError if it lives."""
-        say(f"{self.folder} was left by {_named(other)}; looking for {PATIENCE_S:.0f} s whether it still runs")
+        """Wait PATIENCE_S for a beat of the other job; ValueError if it is alive."""
+        say(f"{self.folder} was left by {_named(other)}; checking for {PATIENCE_S:.0f} s whether it still runs")
         deadline = time.monotonic() + PATIENCE_S
         while time.monotonic() < deadline:
             time.sleep(BEAT_S / 4)
@@ -131,17 +132,17 @@ class FolderLock:
             if other is not None and other.get("token") != self._me["token"]:
                 self._lost(f"trainer.output_dir: {self._in_use(other)}")
                 return
-            # a request names the start that it is for: one that is left over does not stop the next start
-            if not self._stops and (read_json(self._request) or {}).get("token") == self._me["token"]:
-                self._stops = True
-                self._asked()
+            # a request has the token of the start that it is for, so that an old one does not stop the next start
+            if not self._stop_called and (read_json(self._request) or {}).get("token") == self._me["token"]:
+                self._stop_called = True
+                self._stop()
             self._me["beat"] += 1
             self._write()
 
     def _in_use(self, other: dict[str, Any]) -> str:
         return (
             f"{self.folder} is in use by another job, {_named(other)}; "
-            "stop that one first, or give this one another trainer.output_dir"
+            "stop that job first, or choose another trainer.output_dir"
         )
 
     def _write(self) -> None:
@@ -150,7 +151,7 @@ class FolderLock:
         except OSError:
             if self._me["beat"] == 0:
                 raise
-            # a disk that is full for a while ends no job
+            # a disk that is full for a while must not end the job
 
 
 def _named(job: dict[str, Any]) -> str:
@@ -158,7 +159,7 @@ def _named(job: dict[str, Any]) -> str:
 
 
 def _machine() -> str:
-    """A name of this machine, which differs from that of others with the same host name."""
+    """A name of this machine that differs from that of other machines with the same host name."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

@@ -1,10 +1,10 @@
-"""A joint run: a language model rewrites prompts, a flow model makes pictures of them, and one reward trains both.
+"""A joint run: a language model rewrites prompts, a flow model makes images from them, and one reward trains both.
 
-The writer's samples become the painter's prompts, and the rewards of the painter's samples become the writer's. Each
-then takes a training step of phalanx.training.loop with samples that are drawn already.
+The writer's responses become the painter's prompts, and the rewards of the painter's images become the writer's. Then
+each policy takes a training step of phalanx.training.loop on the samples already collected.
 
-Shapes: P prompts, N rewritten ones of each, K that the painter is given of each: those and the originals that are kept;
-M pictures of each of these.
+Shapes: P prompts, N rewrites per prompt, K prompts per original for the painter (the rewrites, and the original itself
+with rewrite.keep_originals), M images for each of these.
 """
 
 import logging
@@ -54,8 +54,8 @@ from phalanx.types import Algorithm, JobError, Outputs, Prompt, Rollout, Samples
 
 @dataclass
 class Part:
-    """A policy of a joint run with its own configuration; `state` is None if it is frozen. `group`: samples whose
-    rewards its advantages compare, one after the other.
+    """A policy of a joint run with its own configuration. state: None if it is frozen. group: number of consecutive
+    samples whose rewards the advantages compare.
     """
 
     cfg: RLConfig
@@ -68,13 +68,13 @@ class Part:
     state: TrainState | None = None
 
     def best(self) -> AbstractContextManager[None]:
-        """A context with the weights that are validated: the moving average if there is one."""
+        """A context with the weights to validate: the moving average if there is one."""
         averaged = self.state is not None and self.state.ema is not None
         return self.policy.using("ema") if averaged else nullcontext()
 
 
 class Drawn:
-    """The samples of a training step that are there already: see phalanx.training.loop.Collects."""
+    """The samples of a training step that were already collected: see phalanx.training.loop.Collects."""
 
     chunks = 1
 
@@ -82,11 +82,11 @@ class Drawn:
         self.collected = collected
 
     def sample(self, step: int, chunk: int = 0) -> tuple[Samples, dict[str, float]]:
-        """The samples, and all metrics."""
+        """The samples and all metrics."""
         return self.collected.samples, self.collected.row
 
     def reward(self, samples: Samples, step: int, chunk: int = 0) -> tuple[Samples, Tensor, dict[str, float]]:
-        """Their rewards."""
+        """The rewards, without further metrics."""
         return samples, self.collected.reward, {}
 
 
@@ -104,7 +104,7 @@ class JointTrainer:
     ) -> None:
         self.cfg, self.parts, self.rewriter, self.job = cfg, parts, rewriter, job
         self.collectors, self.updaters = collectors, updaters
-        self.seconds: dict[str, float] = {}  # that each policy took to draw the samples of the step
+        self.seconds: dict[str, float] = {}  # time that each policy took to sample in this step
 
     @property
     def world(self) -> World:
@@ -112,7 +112,7 @@ class JointTrainer:
         return self.job.world
 
     def run(self) -> None:
-        """Train, write the report, and print what came of it. Raises JobError, or Stopped once the state is saved."""
+        """Train, write the report and print a summary. Raises JobError, or Stopped after the state was saved."""
         self.job.run(self.fit)
 
     def fit(self) -> None:
@@ -122,14 +122,14 @@ class JointTrainer:
                 self.job.end_step(step + 1, self.step(step))
 
     def step(self, step: int) -> dict[str, float]:
-        """A training step of the policies whose turn it is; its metrics."""
+        """Take a training step of the policies whose turn it is, and return its metrics."""
         began = time.perf_counter()
         drawn = self.draw(step)
         row: dict[str, float] = {}
         for name in self.parts:
             collected = drawn.pop(name)
             if trains(self.cfg, name, step):
-                start = time.perf_counter() - self.seconds[name]  # as if it had drawn them just now
+                start = time.perf_counter() - self.seconds[name]  # the step includes the time it took to sample
                 with about(name, JobError, JobError):
                     numbers = train_step(self.job, Drawn(collected), self.updaters[name], step, start)
             else:
@@ -138,8 +138,8 @@ class JointTrainer:
         return row | {"perf/step_s": time.perf_counter() - began}
 
     def draw(self, step: int) -> dict[str, Collected]:
-        """The samples of both policies with their rewards: N responses to each prompt, then M pictures of each of the
-        K prompts that come of these.
+        """Collect the samples of both policies with their rewards: N responses to each prompt, then M images for each
+        of the resulting K prompts.
         """
         writer, painter = self.parts[WRITER], self.parts[PAINTER]
         each, pictures = writer.cfg.rollout.n, painter.cfg.rollout.n
@@ -153,7 +153,7 @@ class JointTrainer:
         with about(PAINTER, JobError, JobError):
             painted = self.collectors[PAINTER].collect(step)
         self.seconds = {WRITER: written - began, PAINTER: time.perf_counter() - written}
-        # r [P, K]: the mean over a prompt's pictures that have a reward, NaN where none has
+        # r [P, K]: mean reward of a prompt's images, without images that have none; NaN if no image has one
         of_prompts = painted.reward.view(-1, self.cfg.rewrites, pictures).nanmean(-1)
         reward = of_prompts[:, :each].flatten()  # [P N]
         scored = ~reward.isnan()
@@ -165,7 +165,7 @@ class JointTrainer:
 
 
 def named(name: str, row: Mapping[str, float]) -> dict[str, float]:
-    """The metrics of a policy with its name before them; the rewards of pictures are those of the run."""
+    """The metrics of a policy with its name as prefix, except the painter's reward/..., which are those of the run."""
     result = {}
     for key, value in row.items():
         result[key if name == PAINTER and key.startswith("reward/") else f"{name}/{key}"] = value
@@ -173,14 +173,14 @@ def named(name: str, row: Mapping[str, float]) -> dict[str, float]:
 
 
 def trains(cfg: JointConfig, name: str, step: int) -> bool:
-    """Whether a policy is trained in training step `step`."""
+    """Whether training step `step` trains a policy."""
     if cfg.alternate is None:
         return name in cfg.train
     return cfg.train[step // cfg.alternate % len(cfg.train)] == name
 
 
 class JointValidator(Validator):
-    """Validates with the prompts of rewrite.validate: each set of the data is a set for each kind of prompt."""
+    """Validates each set of the data once per kind of prompt in rewrite.validate."""
 
     def __init__(
         self,
@@ -198,11 +198,11 @@ class JointValidator(Validator):
 
     @property
     def validates(self) -> int:
-        """Held-out prompts of all sets."""
+        """Number of held-out prompts of all sets, once per kind."""
         return super().validates * len(self.kinds)
 
     def validate(self, step: int, weights: str | None) -> tuple[dict[str, float], Records]:
-        """See Validator; each policy has its own moving average."""
+        """See Validator; each policy uses its own moving average."""
         row: dict[str, float] = {}
         kept: Records = {}
         for data, prompts in self.val_sets.items():
@@ -223,7 +223,7 @@ class JointValidator(Validator):
         return row, kept
 
     def _rewritten(self, prompts: list[Prompt]) -> list[Prompt]:
-        """The prompts of all ranks with the texts that the writer makes of them."""
+        """The prompts of all ranks, rewritten by the writer."""
         writer = self.parts[WRITER]
         local = share_of_rank(prompts, self.world.rank, self.world.size)
         responses: list[str] = []
@@ -238,7 +238,7 @@ class JointValidator(Validator):
         return [self.rewriter.prompt(p, text, p.group_id) for p, (text, _) in zip(prompts, texts, strict=False)]
 
     def end(self, stop: int = 0) -> None:
-        """Let both rollouts end."""
+        """Close both rollouts."""
         for part in self.parts.values():
             part.rollout.close()
 
@@ -250,8 +250,8 @@ class JointValidator(Validator):
 def about(
     part: str, kind: type[Exception] = ValueError, told_as: Callable[[str], Exception] = ConfigError
 ) -> Iterator[None]:
-    """Messages about a policy's configuration within the block, errors of that kind and lines of the log, have the keys
-    of the joint run.
+    """Translate configuration keys in messages within the block, errors of `kind` and log lines, from those of the
+    policy `part` to those of the joint run.
     """
     make = logging.getLogRecordFactory()
 
@@ -270,7 +270,7 @@ def about(
 
 
 def build(cfg: JointConfig) -> JointTrainer:
-    """The job, built on all ranks in step; a ValueError is the user's mistake."""
+    """Build the job; all ranks call this together. A ValueError is the user's mistake."""
     plans = check(cfg)
     writer, painter = cfg.of_writer(), cfg.of_painter()
     rows, val_sets = read_prompts(cfg, painter)
@@ -303,7 +303,7 @@ def build(cfg: JointConfig) -> JointTrainer:
             detach_uncond=detach,
             frozen=still[PAINTER],
         )
-        # nothing is trained on what a frozen painter draws, so that it explores nothing
+        # a frozen painter needs no exploration, since its samples are not trained on
         window = by_pictures.levels is None and not still[PAINTER]
         micro = plans[PAINTER].rollout_micro
         images = flow_rollouts.build_rollout(pictures, painter.rollout, world, micro, window=window)
@@ -345,8 +345,8 @@ def build(cfg: JointConfig) -> JointTrainer:
 
 
 def read_prompts(cfg: JointConfig, painter: FlowRLConfig) -> tuple[list[PromptRow], dict[str, list[Prompt]]]:
-    """The prompts that are rewritten in training, and the held-out ones by the names of their sets. Raises ValueError
-    for what one of the policies cannot read.
+    """Read the training prompts, and the held-out prompts by name of their set. Raises ValueError for rows that one of
+    the policies cannot read.
     """
     data, columns = cfg.data, image_columns(painter.model)
     rows = load_prompts(data.train_files, "data.train_files", images=columns, prompt=data.prompt_key)
@@ -370,7 +370,7 @@ def around_loop(
     source: PromptSource,
     costs: Callable[[Samples], list[float]] | None,
 ) -> tuple[Collector, Updater | None]:
-    """The parts that the loop is handed for a policy; a frozen one has no Updater. `costs`: see Updater."""
+    """The collector and updater of a policy; a frozen policy has no updater. `costs`: see Updater."""
     common = (part.cfg, part.plan, part.algorithm, part.policy)
     rescorer = Rescorer(*common, part.timers, progress, exact=part.rollout.exact)
     drawing = partial(Collector, part.cfg, part.plan, part.policy, part.rollout, client, source, part.timers)
@@ -383,8 +383,8 @@ def around_loop(
 
 
 def check(cfg: JointConfig, launch: Launch | None = None, *, installed: bool = True) -> dict[str, BatchPlan]:
-    """The arithmetic of each policy's steps; refuses a configuration that the ranks of a launch (None: the present one)
-    cannot run (ConfigError), before ranks wait for one another. With `installed` False, engines need not be here.
+    """Return the batch sizes of each policy; ConfigError for a configuration that the ranks of `launch` (None: the
+    current one) cannot run, before ranks wait for one another. installed: whether the engine must be installed here.
     """
     plans = {}
     with about(WRITER):

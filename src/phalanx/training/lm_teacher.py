@@ -1,4 +1,4 @@
-"""Frozen language models beside the policy, which score its responses: teachers."""
+"""Teachers: frozen language models beside the policy that score its responses."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,25 +15,25 @@ from phalanx.types import Samples, Teacher
 
 
 class LoadedLMTeacher:
-    """A teacher over the mesh, in model.dtype; its weights are gathered layer by layer, never all at once."""
+    """A teacher sharded over the mesh, in model.dtype; its weights are gathered layer by layer, never all at once."""
 
     def __init__(self, student: LMPolicy, policy: LMPolicy) -> None:
         self.student, self.policy = student, policy
 
     def relative_cost(self, samples: Samples) -> float:
-        """Operations of the teacher's pass over a sample, relative to those of the policy's own."""
+        """Operations of the teacher's pass over a sample, relative to the policy's."""
         trace: TokenTrace = samples.trace
         scored = float(trace.lengths.float().mean())
         length = float(trace.stops.float().mean())
         return self.policy.forward_flops(length, scored) / self.student.forward_flops(length, scored)
 
     def samples(self, samples: Samples) -> Samples:
-        """The policy's samples as they are: the teacher reads the same tokens."""
+        """The policy's samples unchanged: the teacher reads the same tokens."""
         return samples
 
 
 def load_teacher(teacher: Teacher, cfg: LMRLConfig, student: LMPolicy, world: World) -> LoadedLMTeacher:
-    """Load a teacher on all ranks, in step. Raises ValueError for a model that does not know the policy's tokens."""
+    """Load a teacher; all ranks call this together. Raises ValueError for a model with another vocabulary."""
     path, revision = teacher.path, teacher.revision
     model = replace(cfg.model, path=path, revision=revision, lora_rank=0, lora_path=None)
     model = replace(model, quantization=None, gradient_checkpointing=False)
@@ -41,8 +41,8 @@ def load_teacher(teacher: Teacher, cfg: LMRLConfig, student: LMPolicy, world: Wo
         theirs, ours = load_tokenizer(model).get_vocab(), student.tokenizer.get_vocab()
         if theirs != ours:
             raise ValueError(
-                f"{path!r} has another tokenizer than model.path, {len(theirs)} tokens and not these {len(ours)}; the "
-                "teacher must know the policy's tokens by the same numbers"
+                f"{path!r} has another tokenizer than model.path, with {len(theirs)} tokens instead of {len(ours)}; "
+                "the teacher's tokens must have the same ids as the policy's"
             )
         build: Callable[..., LMPolicy] = build_policy
         if model.block_size is not None:
@@ -59,5 +59,5 @@ def load_teacher(teacher: Teacher, cfg: LMRLConfig, student: LMPolicy, world: Wo
         )
         rows, needed = policy.settings.vocab_size, student.settings.vocab_size
         if rows < needed:
-            raise ValueError(f"{path!r} has logits of {rows} tokens, and the policy may draw any of {needed}")
+            raise ValueError(f"{path!r} has logits for {rows} tokens, but the policy may draw any of {needed}")
     return LoadedLMTeacher(student, policy)

@@ -1,4 +1,4 @@
-"""The optimizer's state on the host, which is copied to the device part by part (`parallel.optimizer_offload`)."""
+"""Optimizer state in host memory, copied to the device part by part for each update (parallel.optimizer_offload)."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -7,16 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-PART = 128 << 20  # bytes of state that travel together; a parameter with more is a separate part
-SLOTS = 3  # parts on the device: one is written back and one is fetched while the optimizer works on a third
-_ALIGNED = 256  # bytes: where a tensor may begin
+PART = 128 << 20  # bytes of state that are copied together; a parameter with more is a part by itself
+SLOTS = 3  # parts on the device: one is copied back and one is fetched while the optimizer updates a third
+_ALIGNED = 256  # alignment of tensors in bytes
 
 State = dict[str, Any]
 
 
 @dataclass
 class _Moment:
-    """A tensor of the state, `start` bytes behind the beginning of its part."""
+    """A tensor of the state, `start` bytes after the beginning of its part."""
 
     state: State
     key: str
@@ -25,19 +25,19 @@ class _Moment:
     start: int
 
     def place(self, part: Tensor) -> None:
-        """Let the state have it in `part`, uint8 [bytes], on whatever device that is."""
+        """Make the state's tensor a view of `part`, uint8 [bytes] on any device."""
         size = self.shape.numel() * self.dtype.itemsize
         memory = part[self.start : self.start + size]
         if memory.device.type == "cpu":
-            # over the same memory, but as a separate storage: torch's async_save stages whole storages, and fails where
-            # the local tensors of several DTensors share one; an empty part of uneven shards has no memory
+            # the same memory as a separate storage, since torch's async_save copies whole storages and fails if the
+            # local tensors of several DTensors share one; empty shards of uneven sharding have no memory
             memory = torch.from_numpy(memory.numpy()) if size > 0 else torch.empty_like(memory)
         self.state[self.key] = memory.view(self.dtype).view(self.shape)
 
 
 @dataclass
 class _Part:
-    """Parameters, and their state in one block of the host's memory, which is there for good."""
+    """Parameters, and their state in one permanent block of host memory."""
 
     parameters: list[Tensor] = field(default_factory=list)
     moments: list[_Moment] = field(default_factory=list)
@@ -52,9 +52,9 @@ class _Part:
                 self.size += value.nbytes + -value.nbytes % _ALIGNED
 
     def make(self, device: torch.device) -> None:
-        """Of parameters on `device`: those of the meta device take no memory anywhere."""
+        """Allocate the state of parameters on `device`; for the meta device, without memory."""
         home, pin = "meta" if device.type == "meta" else "cpu", device.type == "cuda"
-        # of all at once: torch rounds each block of pinned memory up to a power of two
+        # one block for all tensors, since torch rounds each block of pinned memory up to a power of two
         self.host = torch.zeros(self.size, dtype=torch.uint8, device=home, pin_memory=pin)
         self.place(self.host)
 
@@ -64,11 +64,11 @@ class _Part:
 
 
 class OffloadedState:
-    """The state of optimizers over parameters that are on one device."""
+    """The offloaded state of optimizers whose parameters are on one device."""
 
     def __init__(self, states: Iterable[tuple[Tensor, State]]) -> None:
-        """`states` are those of each parameter, whose tensors only tell shapes and dtypes: zeros on the host take their
-        places, pinned for a GPU.
+        """states: the state of each parameter. Only the shapes and dtypes of its tensors are used: they are replaced by
+        zeros in host memory, pinned for a GPU.
         """
         self._parts = [_Part()]
         for parameter, state in states:
@@ -81,17 +81,17 @@ class OffloadedState:
             part.make(self._device)
 
     def visits(self) -> Iterator[list[Tensor]]:
-        """The parameters of each part, whose state is on their device until the next part is asked for.
+        """Yield the parameters of each part while their state is on the device.
 
-        The iterator must be exhausted: only then is all state back on the host.
+        The iterator must be exhausted; only then all state is back on the host.
         """
-        accelerator = torch.get_device_module(self._device)  # of a CPU, streams and events do nothing
+        accelerator = torch.get_device_module(self._device)  # streams and events of a CPU do nothing
         computing = accelerator.current_stream()
         coming, going = accelerator.Stream(), accelerator.Stream()
-        # made anew for each update: between updates, activations have the memory
+        # allocated for each update, so that activations can use the memory between updates
         slots = [self._slot() for _ in self._parts[:SLOTS]]
         for stream in (coming, going):
-            stream.wait_stream(computing)  # what had this memory before may still be in use
+            stream.wait_stream(computing)  # earlier kernels may still use this memory
         fetched = [accelerator.Event() for _ in self._parts]
         updated = [accelerator.Event() for _ in self._parts]
         returned = [accelerator.Event() for _ in self._parts]
@@ -116,8 +116,8 @@ class OffloadedState:
                 part.host.copy_(self._on_device(slots, i), non_blocking=True)
             returned[i].record(going)
             part.place(part.host)
-        returned[-1].synchronize()  # a checkpoint may read the host's memory next
-        # the slots' memory is given back to the computing stream, whose later kernels must not write to it before
+        returned[-1].synchronize()  # a checkpoint may read the host memory next
+        # later kernels of the computing stream may reuse the slots' memory, but only after it was copied back
         computing.wait_stream(going)
 
     def _slot(self) -> Tensor:

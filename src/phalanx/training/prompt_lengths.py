@@ -1,4 +1,4 @@
-"""Prompts of flow models that are longer than what the text encoder reads (`data.overlong_prompts`)."""
+"""Prompts of flow models that are too long for the text encoder (data.overlong_prompts)."""
 
 import logging
 from collections.abc import Callable
@@ -14,10 +14,11 @@ log = logging.getLogger(__name__)
 def fitting(
     rows: list[PromptRow], key: str, model: FlowModel, data: Any, *, first: bool, named: Callable[[str], str] = str
 ) -> list[PromptRow]:
-    """The rows to use, as data.overlong_prompts wants it; `first`: this rank says how many are cut or left out.
+    """The rows to use according to data.overlong_prompts.
 
-    `key` lists the files of the rows, and `named(text)` is a message with the job's keys. Raises DataError for
-    a longer prompt under `error`, and where none is left.
+    key: the configuration key of the rows' files. first: whether this rank logs how many prompts are cut or left out.
+    named: translates configuration keys in a message. Raises DataError for an overlong prompt if
+    data.overlong_prompts is `error`, and if no row is left.
     """
     tokenizer, tokens, limit = model.text_tokens([row.text for row in rows], data.max_prompt_length)
     overlong = [i for i in range(len(rows)) if len(tokens[i]) > limit]
@@ -37,7 +38,7 @@ def fitting(
         if first:
             log.warning("%s and are left out, first %s; %s", count, where, remedy)
         return [row for row, ids in zip(rows, tokens, strict=True) if len(ids) <= limit]
-    lost = 0  # prompts whose ground truth is in the part that the model does not see
+    lost = 0  # prompts whose ground truth is only in the part that is cut off
     for i in overlong:
         truth = _plain(rows[i].meta.get("ground_truth", ""))
         lost += truth in _plain(rows[i].text) and truth not in _plain(tokenizer.decode(tokens[i][:limit]))
@@ -48,5 +49,5 @@ def fitting(
 
 
 def _plain(text: Any) -> str:
-    """Without case and spaces, which tokenizers change."""
+    """The text without case and whitespace, which tokenizers may change."""
     return "".join(str(text).lower().split())

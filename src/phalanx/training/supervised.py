@@ -1,4 +1,4 @@
-"""Supervised training: the loop, once, for every kind of policy."""
+"""The loop of supervised training, shared by all kinds of policy."""
 
 import time
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ from phalanx.training.validation import Validator
 
 
 def share_of_rank(cfg: RunConfig, micro: int, key: str, noun: str, world_size: int) -> int:
-    """A rank's samples per step, in passes of `micro`, which `key` says; ConfigError where they do not divide."""
+    """Samples per rank and step; ConfigError if they do not divide into passes of `micro`, configured as `key`."""
     size, each = cfg.data.batch_size(world_size), cfg.data.train_batch_size_per_gpu
     if each is not None and each % micro:
         below = max(each // micro, 1) * micro
@@ -41,9 +41,9 @@ def share_of_rank(cfg: RunConfig, micro: int, key: str, noun: str, world_size: i
 
 
 class Shares:
-    """The samples of a rank: of `samples` in the data, each step takes `per_rank` per rank, in passes of `micro`.
+    """The samples of this rank: `per_rank` of the data's `samples` in each step, in passes of `micro`.
 
-    `batch_size` are those of a step of all ranks, in which this rank's begin with number `first`.
+    `batch_size` counts the samples of all ranks; this rank's begin with number `first`.
     """
 
     def __init__(self, samples: int, per_rank: int, micro: int, world: World, seed: int) -> None:
@@ -52,12 +52,12 @@ class Shares:
         self._stream = IndexStream(samples, self.batch_size, seed)
 
     def of_step(self, step: int) -> list[int]:
-        """The numbers of this rank's samples of a step."""
+        """The numbers of this rank's samples in a step."""
         return self._stream.batch(step)[self.first : self.first + self.per_rank]
 
 
 class Task(Protocol):
-    """The loss on the samples. `noun` is the name of several samples in metrics."""
+    """The samples and the loss on them. `noun`: what samples are called in metrics, in the plural."""
 
     noun: str
 
@@ -66,21 +66,21 @@ class Task(Protocol):
         """The model that is trained."""
 
     def begin(self, steps: range) -> None:
-        """Once, before the first of these training steps: work that is cheaper done ahead."""
+        """Called once before the first of these training steps, for work that is cheaper ahead of them."""
 
     def passes(self, share: list[int], step: int) -> list[Any]:
-        """The input of each forward and backward pass over this rank's samples of a step, on all ranks equally many."""
+        """The input of each forward and backward pass over this rank's samples; all ranks have equally many passes."""
 
     def loss(self, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        """The part of a pass in the loss of the whole batch, over all ranks, and detached sums of this rank."""
+        """The contribution of a pass to the loss of the whole batch of all ranks, and detached sums for `metrics`."""
 
     def metrics(self, sums: dict[str, float]) -> dict[str, float]:
-        """Metrics of a step from the sums that `loss` returns, added up over this rank's passes."""
+        """Metrics of a step from the sums of `loss`, added up over this rank's passes."""
 
 
 @dataclass
 class SupervisedTrainer:
-    """A job that learns from samples that are given."""
+    """A supervised training job."""
 
     job: Job
     task: Task
@@ -116,22 +116,22 @@ class SupervisedTrainer:
                 job.end_step(step + 1, row)
 
     def run(self) -> None:
-        """Train, write the report, and print what came of it. Raises JobError, or Stopped once the state is saved."""
+        """Train, write the report and print a summary. Raises JobError, or Stopped after the state was saved."""
         self.job.run(self.fit)
 
     def update(self, step: int) -> dict[str, float]:
-        """One optimizer step on this rank's share of the step's samples."""
+        """Take one optimizer step on this rank's share of the step's samples, and return its metrics."""
         job, task = self.job, self.task
         passes = task.passes(self.shares.of_step(step), step)
         job.timers.expect(len(passes))
         losses, sums = [], []
         for i, batch in enumerate(passes):
-            # gradients are summed across ranks, so each loss is divided by what is in the whole batch
+            # gradients are summed across ranks, so `loss` already includes the denominator of the whole batch
             job.state.model.sharded.set_last_micro_batch(i == len(passes) - 1)
-            loss, of_pass = task.loss(batch)
+            loss, pass_sums = task.loss(batch)
             loss.backward()
             losses.append(loss.detach())
-            sums.append(of_pass)
+            sums.append(pass_sums)
             job.timers.advance()
         loss = torch.stack(losses).sum()
         stats = job.state.step(loss)
@@ -141,13 +141,13 @@ class SupervisedTrainer:
             "actor/lr": float(stats["lr"]),
             "actor/updates_non_finite": float(stats["skipped"]),
         }
-        return row | task.metrics({name: sum(float(of_pass[name]) for of_pass in sums) for name in sums[0]})
+        return row | task.metrics({name: sum(float(pass_sums[name]) for pass_sums in sums) for name in sums[0]})
 
 
 def supervised_trainer(
     cfg: RunConfig, components: JobComponents, task: Task, shares: Shares, ema: EmaConfig
 ) -> SupervisedTrainer:
-    """The job, on all ranks in step. Raises ValueError for a checkpoint or a folder that cannot be used."""
+    """Build the job; all ranks call this together. Raises ValueError for a checkpoint or folder that cannot be used."""
     world, policy, rollout, timers = components.world, components.policy, components.rollout, Timers()
     assert rollout is not None, "each rank validates"
     steps = cfg.trainer.total_training_steps

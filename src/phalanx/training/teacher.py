@@ -1,4 +1,4 @@
-"""Frozen models beside the policy, whose outputs for its samples an algorithm wants: teachers."""
+"""Teachers: frozen flow models beside the policy whose outputs for its samples an algorithm uses."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,7 +19,7 @@ from phalanx.types import Samples, Teacher
 
 
 def check_teacher(teacher: Teacher, config: FlowModelConfig) -> None:
-    """Raise ValueError for a folder that is not a model of the policy's family, before loading it."""
+    """Raise ValueError, before loading, for a folder without a model of the policy's family."""
     with about(teacher):
         kind = model_index(teacher.path, teacher.revision)["_class_name"]
     check_kind(teacher, kind, model_index(config.path, config.revision)["_class_name"])
@@ -32,29 +32,29 @@ def check_kind(teacher: Teacher, kind: str, expected: str) -> None:
 
 
 def teacher_model(config: FlowModelConfig, path: str, revision: str | None = None) -> FlowModelConfig:
-    """The configuration to load a teacher with: whole weights, of which none are trained."""
+    """The configuration to load a teacher with: no LoRA, no quantization, nothing trained."""
     frozen = replace(config, path=path, revision=revision, lora_rank=0, lora_path=None)
     return replace(frozen, quantization=None, gradient_checkpointing=False)
 
 
 def teacher_rollout(config: FlowRolloutConfig, teacher: Teacher, model: FlowModel) -> FlowRolloutConfig:
-    """The rollout that the teacher would have sampled with: the policy's, with its own guidance."""
+    """The policy's rollout configuration with the teacher's own guidance."""
     guidance: dict[str, Any] = {} if teacher.guidance is None else {model.guidance_key: teacher.guidance}
     return replace(config, **guidance)
 
 
 class LoadedFlowTeacher:
-    """A teacher over the mesh, in model.dtype. `rollout` embeds its prompts; it samples nothing.
+    """A teacher sharded over the mesh, in model.dtype. `rollout` only embeds its prompts and never samples.
 
-    The VAE is the policy's, and so are the text encoders and their embeddings where the teacher's
-    encoders are equal; others stay, and encode for the teacher only.
+    It uses the policy's VAE, and the policy's text encoders and embeddings if its own encoders have equal weights;
+    otherwise it keeps its own.
     """
 
     def __init__(self, student: FlowPolicy, policy: FlowPolicy, rollout: PolicyRollout) -> None:
         self.student, self.policy, self.rollout = student, policy, rollout
 
     def relative_cost(self, samples: Samples) -> float:
-        """Operations of the teacher's pass over a sample, relative to those of the policy's own."""
+        """Operations of the teacher's pass over a sample, relative to the policy's."""
         trace: FlowTrace = samples.trace
         theirs = self.policy.forward_flops(trace) * (2 if self.rollout.sampler.guided else 1)
         return theirs / (self.student.forward_flops(trace) * (2 if trace.sampler.guided else 1))
@@ -62,8 +62,8 @@ class LoadedFlowTeacher:
     def samples(self, samples: Samples) -> Samples:
         """The policy's samples with the teacher's embeddings and guidance."""
         trace: FlowTrace = samples.trace
-        # `prompt_index` points into this rank's prompts, in their order: with that order of the teacher's embeddings it
-        # holds for those too
+        # `prompt_index` is the position of a prompt among this rank's prompts; embedding them in the same order makes
+        # it valid for the teacher's embeddings, too
         prompts = dict(zip(trace.prompt_index.tolist(), samples.prompts, strict=True))
         ordered = [prompts[place] for place in sorted(prompts)]
         sampler = self.rollout.sampler
@@ -79,22 +79,20 @@ def load_teacher(
     micro: int,
     build: Callable[..., FlowPolicy] = build_policy,
 ) -> LoadedFlowTeacher:
-    """Load a teacher by `build` on all ranks, in step. Raises ValueError for a model that cannot judge the policy's
-    latents.
-    """
+    """Load a teacher by `build`; all ranks call this together. Raises ValueError for a model with another VAE."""
     model, seed = teacher_model(cfg.model, teacher.path, teacher.revision), cfg.trainer.seed
     with about(teacher):
         policy = build(model, cfg.parallel, cfg.data, world, seed=seed, detach_uncond=False, frozen=True)
     ours, theirs = student.model, policy.model
     if not _alike([ours.vae], [theirs.vae], rtol=2e-2, atol=2e-3):  # two folders may differ in their dtype
-        raise ValueError(f"{teacher.key}: {teacher.path!r} has another VAE than model.path, so other latents")
+        raise ValueError(f"{teacher.key}: {teacher.path!r} has another VAE than model.path, so its latents differ")
     policy.share(student, text=_alike(ours.text_encoders, theirs.text_encoders))
     rollout = PolicyRollout(policy, teacher_rollout(cfg.rollout, teacher, theirs), world, micro)
     return LoadedFlowTeacher(student, policy, rollout)
 
 
 def _alike(some: list[nn.Module], others: list[nn.Module], rtol: float = 0.0, atol: float = 0.0) -> bool:
-    """True if the modules hold the same tensors, up to the tolerance; on the meta device, tensors of one shape."""
+    """Whether two lists of modules have equal tensors up to the tolerance; on the meta device, equal shapes."""
     if len(some) != len(others):
         return False
     for one, other in zip(some, others, strict=True):

@@ -1,4 +1,4 @@
-"""Validation: every held-out prompt once across the ranks, with the same noise each time."""
+"""Validation: sample and score every held-out prompt on one of the ranks, with the same noise each time."""
 
 import logging
 from collections.abc import Sequence
@@ -21,8 +21,8 @@ from phalanx.telemetry.step_metrics import reward_by_turns
 from phalanx.training.collect import check_range
 from phalanx.types import KeepsSamples, Outputs, Policy, Prompt, Rollout
 
-Kept = tuple[Output, dict[str, Any]]  # an output, and what its Record says beside
-Records = dict[str, list[Record]]  # by the names of validation sets
+Kept = tuple[Output, dict[str, Any]]  # an output, and further fields of its Record
+Records = dict[str, list[Record]]  # by name of the validation set
 
 log = logging.getLogger(__name__)
 
@@ -41,31 +41,31 @@ class Validator:
         timers: Timers,
         keeps: KeepsSamples | None = None,
     ) -> None:
-        """`val_sets` are the held-out prompts by name; `keeps` is the rollout where some of its samples wait."""
+        """val_sets: held-out prompts by name. keeps: the rollout if it keeps samples for later steps."""
         self.cfg, self.world, self.policy, self.rollout = cfg, world, policy, rollout
         self.rewards, self.val_sets, self.timers = rewards, val_sets, timers
         self.keeps = keeps
 
     @property
     def validates(self) -> int:
-        """Held-out prompts of all sets."""
+        """Number of held-out prompts of all sets."""
         return sum(map(len, self.val_sets.values()))
 
     def begin(self, step: int, total_steps: int, kept: Sequence[Tensor]) -> None:
-        """Hand samples that wait to the rollout that keeps them; no other ranks sample."""
+        """Hand a checkpoint's samples in flight to the rollout, if it keeps samples."""
         if self.keeps is not None:
             self.keeps.begin(step, kept)
         elif kept and self.world.rank == 0:
-            log.warning("the responses that a checkpoint keeps for later steps are dropped: each step draws its own")
+            log.warning("the checkpoint's samples in flight are dropped: in this run each step draws its own samples")
 
     def validate(self, step: int, weights: str | None) -> tuple[dict[str, float], Records]:
-        """The row of a validation on all sets with these weights (None: the policy's own), and on rank 0 the samples to
-        keep of each set.
+        """Validate on all sets with these weights (None: the policy's own). Returns the metrics and, on rank 0, the
+        samples to keep of each set.
         """
         row: dict[str, float] = {}
         kept: Records = {}
         for name, prompts in self.val_sets.items():
-            samples = -(-len(prompts) // self.world.data_size) * self.cfg.rollout.val.n  # of a rank
+            samples = -(-len(prompts) // self.world.data_size) * self.cfg.rollout.val.n  # per rank
             self.timers.expect(-(-samples // self.rollout.micro_batch_size))
             context = nullcontext() if weights is None else self.policy.using(weights)
             metrics, kept[name] = self.validate_set(name, prompts, context)
@@ -75,16 +75,16 @@ class Validator:
     def validate_set(
         self, name: str, prompts: list[Prompt], weights: AbstractContextManager[None]
     ) -> tuple[dict[str, float], list[Record]]:
-        """Sample and score the set `name`: the row of its metrics, and on rank 0 the samples to keep, the first of each
-        of the first trainer.log_val_generations prompts. Within `weights` those are in place that sample.
+        """Sample and score the set `name` within the context `weights`. Returns its metrics and, on rank 0, the samples
+        to keep: the first sample of each of the first trainer.log_val_generations prompts.
         """
         world, rollout = self.world, self.rollout
         keep, n = self.cfg.trainer.log_val_generations, self.cfg.rollout.val.n
         local = share_of_rank(prompts, world.data_rank, world.data_size)
         share = len(local)
-        pictures: dict[int, Tensor] = {}  # of this rank's prompts, by their numbers
+        pictures: dict[int, Tensor] = {}  # prompt number -> sample to keep
         texts: dict[int, Kept] = {}
-        turns: list[int] = []  # of this rank's samples, where they are conversations
+        turns: list[int] = []  # number of turns of each of this rank's samples, if they are conversations
         numbers = iter(range(world.data_rank * share * n, (world.data_rank + 1) * share * n))
 
         def each(outputs: Outputs, sampled: list[Prompt]) -> None:
@@ -95,14 +95,14 @@ class Validator:
                 number = prompt.group_id
                 if number >= keep or _holder(number, share, world) != world.rank:
                     continue
-                # a prompt's samples come one after the other, its first one first
+                # the first sample of a prompt arrives first; only that one is kept
                 if isinstance(output, str):
                     beside = {"truncated": prompt.meta.get("truncated", False)}
-                    if TALKS in prompt.meta:  # a conversation, of which the output is the last turn
+                    if TALKS in prompt.meta:  # a conversation, whose last turn is the output
                         beside["conversation"] = storable({name: prompt.meta[name] for name in CONVERSATION})
                     texts.setdefault(number, (output, beside))
                 elif number not in pictures:
-                    # floats would take four times the memory until the end
+                    # as bytes, since floats would take four times the memory
                     pictures[number] = (output * 255).round_().byte().movedim(-3, -1).contiguous()
             self.rewards.submit(outputs, without_filling(sampled, first, len(prompts) * n))
 
@@ -112,7 +112,7 @@ class Validator:
         real = len(prompts) * n
         reward = all_gather(local_reward)[:real]
         check_range(reward)
-        scored = ~reward.isnan()  # all, unless reward.on_error says otherwise
+        scored = ~reward.isnan()  # samples may lack a reward, depending on reward.on_error
         known = reward[scored]
         row = {f"val/{name}/reward/mean": known.mean().item(), f"val/{name}/reward/std": known.std(correction=0).item()}
         of_prompts = reward.double().view(-1, n).nanmean(1)
@@ -141,22 +141,22 @@ class Validator:
         return row, records
 
     def in_flight(self, step: int) -> Tensor | None:
-        """Those of a rollout that keeps some."""
+        """See Sampling: the samples in flight of a rollout that keeps some."""
         return None if self.keeps is None else self.keeps.in_flight(step)
 
     def end(self, stop: int = 0) -> None:
-        """Let the rollout end; there are no ranks of other roles."""
+        """Close the rollout; there are no ranks of other roles."""
         self.rollout.close()
 
 
 def _holder(number: int, share: int, world: World) -> int:
-    """The rank that keeps the sample of a prompt: the first of those that have it."""
+    """The rank that keeps the sample of a prompt: the first of the context-parallel ranks that have it."""
     return number // share * world.context_size
 
 
 def _on_first(pictures: dict[int, Tensor], texts: dict[int, Kept], count: int, share: int, world: World) -> list[Kept]:
-    """On rank 0 the `count` outputs that all ranks kept, in the order of prompts; else nothing."""
-    # pictures go one at a time, as a gather would hold room for those of every rank; texts are small
+    """On rank 0: the `count` outputs that all ranks kept, in the order of prompts; on other ranks an empty list."""
+    # images are sent one at a time, since a gather would allocate room for those of all ranks; texts are small
     if world.rank != 0:
         for number in sorted(pictures):
             to_first(pictures[number], world.rank)

@@ -1,4 +1,4 @@
-"""The arithmetic of a step where actor, rollout and inference have separate ranks, and the refused combinations."""
+"""Batch sizes of a step if actor, rollout and inference have separate ranks, and checks of them."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,9 +15,7 @@ from phalanx.training.minibatches import BatchPlan
 
 
 def of_role(plan: BatchPlan, cfg: RLConfig, roles: Roles, role: str) -> BatchPlan:
-    """The arithmetic of a part of a step on the ranks of a role, from that of the actor's; ConfigError where it is
-    uneven.
-    """
+    """The batch sizes of one part of a step on a role's ranks, from the actor's; ConfigError if they do not divide."""
     if roles.collocated:
         return plan
     parts = cfg.rollout.parts if cfg.rollout.schedule == "pipelined" else 1
@@ -39,12 +37,12 @@ def of_role(plan: BatchPlan, cfg: RLConfig, roles: Roles, role: str) -> BatchPla
 
 
 def part_of(plan: BatchPlan, cfg: RLConfig, world: World) -> BatchPlan:
-    """The arithmetic of a part of a step on the ranks of this rank's role."""
+    """The batch sizes of one part of a step on the ranks of this rank's role."""
     return plan if world.link is None else of_role(plan, cfg, world.link.roles, world.role)
 
 
 def checked(cfg: RLConfig, plan: Callable[[int], BatchPlan], roles: Roles, launch: Launch) -> BatchPlan:
-    """The actor's arithmetic on the ranks that it has; refuses what the roles cannot run (ConfigError)."""
+    """The batch sizes of a step on the actor's ranks; ConfigError for a configuration that the roles cannot run."""
     actor_plan = plan(cfg.parallel.data_ranks(len(roles.ranks[ACTOR])))
     check_parts(cfg, actor_plan, roles)
     if cfg.reward.model.path is not None:
@@ -54,7 +52,7 @@ def checked(cfg: RLConfig, plan: Callable[[int], BatchPlan], roles: Roles, launc
 
 
 def check_parts(cfg: RLConfig, plan: BatchPlan, roles: Roles) -> None:
-    """Refuse parts of a step that the ranks or the updates do not divide; raises ConfigError."""
+    """Raise ConfigError for parts of a step that do not divide over the ranks or the updates."""
     if roles.collocated:
         return
     for role in roles.ranks:

@@ -1,9 +1,8 @@
-"""When samples are drawn, where other ranks than the actor's draw them. A schedule says what the actor orders, and what
-it then receives; the rest of the loop is that of every job.
+"""Schedules for ranks of other roles that sample: what the actor orders, and what it receives, in each training step t.
 
-    synchronous     order t, wait for all of t, update
-    pipelined       order t, update on each part of t as it comes
-    one step off    order t + 1, wait for t, which was ordered before, update while t + 1 is drawn
+synchronous     order t, wait for all of t, update
+pipelined       order t, update on each part of t as it arrives
+one step off    order t + 1, wait for t, which was ordered one step earlier, update while t + 1 is sampled
 """
 
 import signal
@@ -37,9 +36,9 @@ from phalanx.types import JobError, Samples
 
 
 class Schedule:
-    """The actor's side of the link: each step is ordered, and trained when it is there, whole or chunk by chunk.
+    """The actor's side of the link: orders each step and receives its samples, in one or several chunks.
 
-    It is a phalanx.training.job.Sampling; RemoteCollector makes it what the loop is handed.
+    It implements phalanx.training.job.Sampling; the training loop uses it through RemoteCollector.
     """
 
     def __init__(
@@ -52,8 +51,8 @@ class Schedule:
         weights: str | None,
         held_out: int,
     ) -> None:
-        """`plan` is that of a chunk of a step, on the actor's ranks; `weights`: those that sample, None for the
-        policy's; `held_out` prompts there are to validate on.
+        """plan: batch sizes of one chunk on the actor's ranks. weights: name of the weights that sample, None for the
+        policy's. held_out: number of validation prompts.
         """
         self.cfg, self.plan, self.world, self.policy, self.timers = cfg, plan, world, policy, timers
         self.link, self.weights, self.validates = link_of(world), weights, held_out
@@ -68,14 +67,14 @@ class Schedule:
         self.link.compare(self.policy.trained.shapes)
 
     def collect(self, step: int, chunk: int) -> Collected:
-        """The samples of a chunk of training step `step`, of this rank, with the rewards of all ranks' samples."""
+        """Return this rank's samples of a chunk of training step `step`, with the rewards of all ranks' samples."""
         if chunk == 0:
             self.order(Order(step, step, step + 1), self.weights)
         return self.receive(step)
 
     def order(self, order: Order, weights: str | None) -> None:
-        """Give an order, with the weights to follow it by, on all ranks of the actor."""
-        with self.timers("wait"):  # for ranks that are still at the order before
+        """Send an order and the weights for it; all ranks of the actor call this together."""
+        with self.timers("wait"):  # for ranks that still work on the previous order
             self.link.order(order)
             self.link.meet_role()
         with self.timers("sync"):
@@ -83,7 +82,7 @@ class Schedule:
             self.link.send_weights(trained.whole(weights), trained.shapes)
 
     def receive(self, step: int) -> Collected:
-        """The samples of a chunk of training step `step`, the next one that was ordered."""
+        """Receive this rank's samples of the next chunk that was ordered, of training step `step`."""
         with self.timers("wait"):
             parts, stop = [], 0
             for rank, _, _ in overlaps(self._own, self._senders):
@@ -98,20 +97,20 @@ class Schedule:
         return self.checked(concatenate(whole), step)
 
     def hear(self, stop: int) -> None:
-        """Have this rank stop, as another one was told to; 0: none was."""
+        """Make this rank stop if a rank of another role got the signal `stop`; 0: none did."""
         if stop:
             self.world.watch.stop = signal.Signals(stop)
 
     def checked(self, collected: Collected, step: int) -> Collected:
-        """The samples with how old they are, in training steps; JobError where they are older than allowed."""
+        """Add metrics of the samples' age in training steps; JobError if it exceeds rollout.max_staleness."""
         version, limit = collected.samples.version, self.cfg.rollout.max_staleness
-        assert version is not None, "a rank that samples says by which weights"
+        assert version is not None, "ranks that sample set the version of their weights"
         age = step - version
         if age.max() > limit:
             raise JobError(f"samples of step {step} are {age.max()} steps old; rollout.max_staleness is {limit}")
         row = {"rollout/staleness_mean": age.double().mean().item(), "rollout/staleness_max": float(age.max())}
         samples = collected.samples
-        if age.any():  # the weights are others by now
+        if age.any():  # older weights sampled them, so a replay cannot repeat their log-probs
             samples = replace(samples, exact=False)
         return replace(collected, samples=samples, row=collected.row | row)
 
@@ -131,24 +130,24 @@ class Schedule:
         return row, kept
 
     def end(self, stop: int = 0) -> None:
-        """Let the other roles end as well."""
+        """End the other roles."""
         self.link.order(Order(end=True, stop=stop))
         self.link.part(self.world.watch)
 
     def in_flight(self, step: int) -> Tensor | None:
-        """Nothing is drawn ahead."""
+        """Return None: no samples are drawn ahead."""
         return None
 
 
 class OneStepOffSchedule(Schedule):
-    """Each step's samples are drawn while the step before is trained, by weights that are one step old."""
+    """Draws the samples of the next step during the training of a step, with weights that are one step old."""
 
     def begin(self, step: int, total_steps: int, kept: Sequence[Tensor]) -> None:
         super().begin(step, total_steps, kept)
-        self._at = self._next = step  # the next step to train, and the first one that nobody was asked for
-        self._drawn: Collected | None = None  # samples of the next step, where a checkpoint wanted them
+        self._at = self._next = step  # the next step to train, and the first step not yet ordered
+        self._drawn: Collected | None = None  # samples of the next step, if a checkpoint has needed them
         whole = self._joined(kept)
-        if whole is not None and len(whole.reward) == self.plan.samples:  # the same batch as then
+        if whole is not None and len(whole.reward) == self.plan.samples:  # the batch size has not changed
             share = serialize(whole, slice(self._own.first, self._own.last))
             self._drawn, self._next = self._joined([share]), step + 1
 
@@ -165,7 +164,7 @@ class OneStepOffSchedule(Schedule):
         if self._drawn is None:
             try:
                 self._drawn = self.receive(self._at)
-            except Stopped:  # there is nothing to keep
+            except Stopped:  # the rollout ranks stopped before they finished the samples
                 return None
         return serialize(self._drawn, slice(None))
 
@@ -183,14 +182,14 @@ SCHEDULES: dict[str, type[Schedule]] = {
 
 
 class RemoteCollector:
-    """Samples with rewards from other ranks, for the loop: see phalanx.training.loop.Collects."""
+    """Provides samples with rewards of other ranks to the loop: see phalanx.training.loop.Collects."""
 
     def __init__(self, schedule: Schedule, rescorer: Rescorer) -> None:
         self.schedule, self.rescorer, self.chunks = schedule, rescorer, schedule.plan.parts
         self._reward: Tensor  # of the last chunk
 
     def sample(self, step: int, chunk: int = 0) -> tuple[Samples, dict[str, float]]:
-        """The samples that arrive, with the policy's own log-probabilities where they lack these."""
+        """Receive samples, and compute the policy's own old log-probabilities if they lack these."""
         received = self.schedule.collect(step, chunk)
         self._reward = received.reward
         samples, row = self.rescorer(received.samples)

@@ -1,7 +1,7 @@
-"""Samples on their way from the ranks that draw them to others: as bytes, without pickles.
+"""Serialize samples for the transfer between ranks, as bytes without pickle.
 
-A parcel holds some samples of one rank; who receives them joins the parcels of those ranks that have a share of what
-is its own. It is a file of safetensors, in which everything but tensors stands as JSON.
+A parcel contains some samples of one rank; the receiver concatenates the parcels of all ranks that have a part of its
+share. A parcel is a safetensors file; everything besides tensors is JSON inside of it.
 """
 
 import json
@@ -21,12 +21,12 @@ from phalanx.telemetry.records import Record, Thumbnail
 from phalanx.training.collect import Collected
 from phalanx.types import Prompt, Samples
 
-_TENSORS = ("log_prob", "mask", "index", "weight", "lengths", "positions", "version", "action_reward")  # of Samples
+_TENSORS = ("log_prob", "mask", "index", "weight", "lengths", "positions", "version", "action_reward")  # see Samples
 
 
 @dataclass(frozen=True)
 class Share:
-    """The samples of one rank of a role: the numbers from `first` up to `last` of all ranks'."""
+    """The samples of one rank of a role: numbers `first` to `last` (exclusive), counted over all ranks."""
 
     rank: int
     first: int
@@ -34,13 +34,13 @@ class Share:
 
 
 def shares(ranks: Sequence[int], samples: int) -> list[Share]:
-    """Equal shares of a role's ranks in this number of samples."""
+    """Divide `samples` equally among the ranks of a role."""
     each = samples // len(ranks)
     return [Share(rank, i * each, (i + 1) * each) for i, rank in enumerate(ranks)]
 
 
 def overlaps(share: Share, others: Sequence[Share]) -> Iterator[tuple[int, int, int]]:
-    """(rank, first, last): the ranks of another role that have a part of this share, and which."""
+    """Yield (rank, first, last) for each rank of another role that has samples of this share: `first` to `last`."""
     for other in others:
         first, last = max(share.first, other.first), min(share.last, other.last)
         if first < last:
@@ -48,7 +48,7 @@ def overlaps(share: Share, others: Sequence[Share]) -> Iterator[tuple[int, int, 
 
 
 def routes(ranks: Mapping[str, Sequence[int]], samples: int) -> list[tuple[int, int]]:
-    """(source, receiver) of all samples and of validations, between the ranks of these roles."""
+    """All pairs (source, receiver) of ranks that exchange samples or validations between these roles."""
     stages = [shares(ranks[role], samples) for role in (ROLLOUT, INFERENCE, ACTOR) if role in ranks]
     links = []
     for sources, receivers in pairwise(stages):
@@ -59,13 +59,13 @@ def routes(ranks: Mapping[str, Sequence[int]], samples: int) -> list[tuple[int, 
 
 
 def stopped(signal: int) -> Tensor:
-    """Bytes [K] uint8 that come instead of samples, where a rank was told to stop."""
+    """Bytes [K] uint8 that replace samples if a rank was told to stop by `signal`."""
     return _file({}, {"stop": signal})
 
 
 def serialize(collected: Collected, rows: slice | Tensor, stop: int = 0) -> Tensor:
-    """Bytes [K] uint8 of the samples in `rows` of this rank's, with the reward of all and the metrics. `stop`: the
-    signal that a rank has heard while they were drawn.
+    """Bytes [K] uint8 of this rank's samples `rows`, with the rewards of all ranks' samples and the metrics. stop: the
+    signal that this rank received during sampling, 0 if none.
     """
     samples = collected.samples
     at = torch.arange(len(samples.index))[rows]
@@ -100,7 +100,7 @@ def serialize(collected: Collected, rows: slice | Tensor, stop: int = 0) -> Tens
 
 
 def deserialize(data: Tensor, kind: type, device: torch.device) -> tuple[Collected | None, int]:
-    """The samples of a parcel, whose trace is of class `kind`, None if there are none, and the signal to stop."""
+    """The samples of a parcel, with a trace of class `kind` (None if it has no samples), and the signal to stop."""
     tensors, plain_values = _read(data)
     if "trace" not in plain_values:
         return None, plain_values["stop"]
@@ -133,7 +133,7 @@ def deserialize(data: Tensor, kind: type, device: torch.device) -> tuple[Collect
 
 
 def concatenate(parts: Sequence[Collected]) -> Collected:
-    """The samples of several parcels, one after the other."""
+    """Concatenate the samples of several parcels."""
     if len(parts) == 1:
         return parts[0]
     samples = [part.samples for part in parts]
@@ -147,12 +147,16 @@ def concatenate(parts: Sequence[Collected]) -> Collected:
 
 
 def exchanged(samples: Samples, ranks: Tensor, world: World) -> Samples:
-    """The samples that are this rank's by `ranks` [N], which has the rank of each of all ranks' samples, -1 for those
-    that nobody needs; as yet each rank has consecutive ones, `samples`. Ranks count those with different samples.
+    """Exchange samples between ranks, and return those of this rank.
+
+    samples: this rank's samples before the exchange; each rank has consecutive ones. ranks: [N], the data-parallel rank
+    that gets each sample of all ranks, -1 for samples that no rank needs.
     """
     this, kind, parcels = world.rank, type(samples.trace), dict[int, Tensor]()
     size = world.context_size
-    place = this % size  # of ranks that hold the same samples, those of one place exchange them
+    place = (
+        this % size
+    )  # context-parallel ranks have the same samples: those at the same place exchange with each other
     goes = ranks[samples.index]
     for rank in goes[goes >= 0].unique().tolist():
         rows = (goes == rank).nonzero().flatten()
@@ -164,7 +168,7 @@ def exchanged(samples: Samples, ranks: Tensor, world: World) -> Samples:
     parts = []
     for rank in sources:
         part, _ = deserialize(arrived[rank], kind, world.device)
-        assert part is not None, "a parcel of another rank has samples"
+        assert part is not None, "each parcel has samples"
         parts.append(part)
     return concatenate(parts).samples
 
@@ -190,7 +194,7 @@ def serialize_records(row: dict[str, float], kept: dict[str, list[Record]]) -> T
 
 
 def deserialize_records(data: Tensor) -> tuple[dict[str, float], dict[str, list[Record]], int]:
-    """See `serialize_records`; and the signal to stop, with nothing else beside it."""
+    """The inverse of `serialize_records`, and the signal to stop; with a signal there is nothing else."""
     tensors, plain_values = _read(data)
     if "kept" not in plain_values:
         return {}, {}, plain_values["stop"]
@@ -209,7 +213,7 @@ def deserialize_records(data: Tensor) -> tuple[dict[str, float], dict[str, list[
 
 def _file(tensors: dict[str, Tensor], plain_values: dict[str, Any]) -> Tensor:
     words = torch.tensor(list(json.dumps(plain_values).encode()), dtype=torch.uint8)
-    # a view would be written with all that it is a view of
+    # cloned, since a view would be written with its whole storage
     whole = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
     return torch.frombuffer(bytearray(safetensors.torch.save(whole | {"json": words})), dtype=torch.uint8)
 

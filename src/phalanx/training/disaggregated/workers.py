@@ -1,7 +1,7 @@
-"""The ranks that sample, and those that score samples, where the actor has separate ranks.
+"""Workers that sample, and workers that compute old log-probabilities, for actors on separate ranks.
 
-Both wait for an order of the actor, take the weights that come with it, do what it asks for, and wait for the next one.
-Which samples come from whom, and go to whom, follows from their numbers: nothing else has to be agreed on.
+Both wait for an order of the actor, load the weights that come with it, do the work and wait for the next order. The
+sources and receivers of samples follow from the samples' numbers, without further communication.
 """
 
 import time
@@ -39,8 +39,8 @@ from phalanx.training.validation import Validator
 
 
 def serve(world: World, policy: TrainedPolicy, samples: int, timers: Timers, work: Callable[[Order], None]) -> None:
-    """Do what the actor orders, each time with the weights of then, until it ends the job. `samples`: of a part of a
-    step, of all ranks.
+    """Follow the actor's orders, each with the weights sent with it, until it ends the job. samples: number of samples
+    in one part of a step, over all ranks.
     """
     link = link_of(world)
     link.meet()  # as in Job.run
@@ -63,39 +63,39 @@ def serve(world: World, policy: TrainedPolicy, samples: int, timers: Timers, wor
 
 
 def link_of(world: World) -> Link:
-    """The link of a rank whose role is its own."""
-    assert world.link is not None, "each rank does everything here"
+    """The link between roles, for a world that has roles."""
+    assert world.link is not None, "only jobs with roles call this"
     return world.link
 
 
 class Pace:
-    """The seconds of each phase of a rank that serves, and the share of its time in which it waited for others."""
+    """Measures the phases of a worker, and the fraction of its time spent waiting."""
 
     def __init__(self, timers: Timers) -> None:
         self._timers, self._since = timers, time.perf_counter()
 
     def row(self, role: str) -> dict[str, float]:
-        """idle/<role> and time/... since the last call."""
+        """The metrics idle/<role> and time/... since the last call."""
         now = time.perf_counter()
         seconds = self._timers.pop()
         share = seconds.pop("time/idle", 0.0) / (now - self._since)
-        seconds.pop("time/sync", None)  # the actor has it, too
+        seconds.pop("time/sync", None)  # the actor reports it
         self._since = now
         return seconds | {f"idle/{role}": share}
 
 
 class RolloutWorker:
-    """A rank that samples; it also computes rewards and validations."""
+    """A rank that samples, scores and validates."""
 
     def __init__(self, cfg: RLConfig, plan: BatchPlan, components: JobComponents, prompts: PromptStream) -> None:
-        """`plan` is that of this role: see phalanx.training.disaggregated.batches.of_role."""
+        """plan: batch sizes of this role, see phalanx.training.disaggregated.batches.of_role."""
         assert components.rollout is not None, "this role samples"
         self.cfg, self.plan, self.world, self.policy = cfg, plan, components.world, components.policy
         self.timers = Timers()
         self.timers.profile(cfg.trainer, self.world)
         rewards = RewardClient(cfg, self.world, components.rewards, self.timers, components.noun, self._on_stop)
         rollout = components.rollout
-        # the weights that sample are those that the actor has sent
+        # samples with the weights that the actor has sent, whatever their name
         self.collector = Collector(cfg, plan, self.policy, rollout, rewards, prompts, self.timers, chunks=plan.parts)
         val_sets = components.val_sets
         self.validator = Validator(cfg, self.world, self.policy, rollout, rewards, val_sets, self.timers)
@@ -116,7 +116,7 @@ class RolloutWorker:
             self.validator.end()
 
     def work(self, order: Order) -> None:
-        """Validate, and sample steps, as ordered."""
+        """Follow an order: validate, or sample steps."""
         if order.validate:
             self.report()
         for step in order.steps:
@@ -125,7 +125,7 @@ class RolloutWorker:
                     self.deliver(step, chunk, order.version)
 
     def report(self) -> None:
-        """Validate with the weights that are here, and send the actor the result."""
+        """Validate with the current weights and send the result to the actor."""
         try:
             with self.timers("validation"):
                 data = serialize_records(*self.validator.validate(0, None))
@@ -135,7 +135,7 @@ class RolloutWorker:
             self.link.send(data, self.link.lead, VALIDATION)
 
     def deliver(self, step: int, chunk: int, version: int) -> None:
-        """Sample a chunk of a step, and send the samples to the ranks whose share they are in."""
+        """Sample a chunk of a step, and send the samples to the ranks that they belong to."""
         try:
             collected = self.collector.collect(step, chunk)
         except Stopped as stop:
@@ -149,17 +149,17 @@ class RolloutWorker:
             self.link.send(serialize(collected, rows, self._stop), rank)
 
     def _on_stop(self, signal: int) -> None:
-        """As in all jobs; but samples that the actor waits for are finished."""
+        """Stop at once, or finish the samples that the actor waits for first (rollout.in_flight=finish)."""
         self._stop = signal
         if not self._finishes:
             raise Stopped(signal)
 
 
 class LogProbWorker:
-    """A rank that takes the old log-probabilities of samples that an engine with other kernels drew."""
+    """A rank that computes old log-probabilities of samples drawn by an engine with other kernels."""
 
     def __init__(self, cfg: RLConfig, plan: BatchPlan, world: World, policy: TrainedPolicy) -> None:
-        """`plan` is that of this role: see phalanx.training.disaggregated.batches.of_role."""
+        """plan: batch sizes of this role, see phalanx.training.disaggregated.batches.of_role."""
         self.cfg, self.plan, self.world, self.policy = cfg, plan, world, policy
         self.timers = Timers()
         self.timers.profile(cfg.trainer, world)
@@ -175,7 +175,7 @@ class LogProbWorker:
             serve(self.world, self.policy, self.plan.samples, self.timers, self.work)
 
     def work(self, order: Order) -> None:
-        """Score the samples of the steps that are ordered."""
+        """Follow an order: score the samples of its steps."""
         for step in order.steps:
             with self.timers.training_step(step + 1):
                 for _ in range(self.plan.parts):
