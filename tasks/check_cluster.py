@@ -1,4 +1,4 @@
-"""Check, in a minute, that the machines are fit to train on; takes all keys of a training task.
+"""Check within a minute that the machines are fit to train on; accepts all keys of a training task.
 
 sh train.sh tasks/check_cluster.py configs/flowgrpo/quickstart.yaml expect=2
 """

@@ -1,4 +1,4 @@
-"""Have a language model write: that of a folder, or of a checkpoint of a run. One process.
+"""Generate texts with a language model from a model folder or a run's checkpoint. Runs in one process.
 
 python3 tasks/generate.py checkpoint=outputs/phalanx/quickstart_lm prompt_file=assets/words/test.jsonl n=2
 """

@@ -1,4 +1,4 @@
-"""Make training data of a language model: prompts with an instruction, answers, and a held-out split.
+"""Make training data for a language model: prompts with an instruction, answers, and a held-out split.
 
 python3 tasks/prepare_data.py source=gsm8k/train.jsonl test_source=gsm8k/test.jsonl output_dir=data/gsm8k
 """

@@ -1,4 +1,4 @@
-"""Sample images, and a grid of them, from a diffusers model folder or from a checkpoint of a run.
+"""Sample images, and a grid of them, from a diffusers model folder or a run's checkpoint.
 
 sh train.sh tasks/sample.py checkpoint=outputs/phalanx/quickstart prompt_file=assets/digits/held_out.txt n=2
 """

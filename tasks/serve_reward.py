@@ -1,4 +1,4 @@
-"""Serve rewards over HTTP, for the reward `http` of training jobs. One process.
+"""Serve rewards over HTTP for the reward `http` of training jobs. Runs in one process.
 
 NPROC_PER_NODE=1 sh train.sh tasks/serve_reward.py reward.functions='[{name: ocr}]' port=8077
 """

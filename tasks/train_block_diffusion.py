@@ -1,4 +1,4 @@
-"""Supervised block diffusion: fine-tune LLaDA2, or make any causal language model denoise blocks, on chats.
+"""Supervised block diffusion on chats: fine-tune LLaDA2, or make any causal language model denoise blocks.
 
 sh train.sh tasks/train_block_diffusion.py configs/block_diffusion/llada2_mini_sft.yaml trainer.seed=1
 """

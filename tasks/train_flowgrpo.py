@@ -1,4 +1,4 @@
-"""Train a flow-matching text-to-image model with FlowGRPO, or another of phalanx.algorithms.
+"""Train a flow-matching text-to-image model with FlowGRPO or another algorithm of phalanx.algorithms.
 
 sh train.sh tasks/train_flowgrpo.py configs/flowgrpo/quickstart.yaml trainer.seed=1
 """

@@ -1,4 +1,4 @@
-"""Train a causal language model with GRPO, or another of phalanx.algorithms.
+"""Train a causal language model with GRPO or another algorithm of phalanx.algorithms.
 
 sh train.sh tasks/train_grpo.py configs/grpo/quickstart.yaml trainer.seed=1
 """

@@ -1,4 +1,4 @@
-"""Train a language model that rewrites prompts and a flow model that paints them, by one reward on the picture.
+"""Train a language model that rewrites prompts and a flow model that paints them, with one reward on the image.
 
 sh train.sh tasks/train_joint.py configs/joint/quickstart.yaml trainer.seed=1
 """

@@ -1,7 +1,7 @@
-"""The command `phalanx`: each task by its name, from any folder, with the configurations that come with the package.
+"""The command `phalanx`: runs each task by name, from any folder, with the configurations shipped in the package.
 
-A command becomes `sh train.sh tasks/<task>.py config.yaml key=value ...`, with the shipped files: ranks are started in
-one way, and the environment variables of train.sh mean the same.
+A task command becomes `sh train.sh tasks/<task>.py config.yaml key=value ...` with the shipped files, so ranks are
+always started in the same way and train.sh's environment variables keep their meaning.
 """
 
 import ast
@@ -19,11 +19,11 @@ from phalanx.config.shipped import ROOT
 from phalanx.exit import show
 
 EPILOG = """\
-After a command, --help shows all its keys, and key=value sets one. NAME is a configuration of `phalanx configs`, or the
-path of a YAML file. A rank is started on each visible GPU; the environment says otherwise:
+After a command, --help lists all its keys, and key=value sets one. NAME is a configuration listed by `phalanx configs`,
+or the path of a YAML file. One rank is started per visible GPU, unless environment variables say otherwise:
 
-  NPROC_PER_NODE=2                          two ranks, such as on a CPU
-  NNODES=4 NODE_RANK=0 MASTER_ADDR=node0    node 0 of four, each of which runs the same command
+  NPROC_PER_NODE=2                          two ranks, for example on a CPU
+  NNODES=4 NODE_RANK=0 MASTER_ADDR=node0    node 0 of four; all nodes run the same command
 
 examples:
   NPROC_PER_NODE=2 phalanx train flowgrpo --config quickstart trainer.seed=1    # images
@@ -37,41 +37,41 @@ examples:
 CONFIGS_HELP = """\
 usage: phalanx configs [NAME]
 
-List the shipped configurations, or print the one of this NAME, such as flowgrpo/quickstart.
+List the shipped configurations, or print the one called NAME, such as flowgrpo/quickstart.
 """
 
 
 @dataclass(frozen=True)
 class Command:
-    """A line of the table. `task` is a file of tasks/ without .py; with a *, the user says what stands there."""
+    """An entry of COMMANDS. `task` is a file of tasks/ without its .py; the user's TASK takes the place of a *."""
 
     help: str
     task: str | None = None
-    options: tuple[str, ...] = ()  # further words of the task
+    options: tuple[str, ...] = ()  # passed to the task after the user's arguments
     one_rank: bool = False
 
 
 COMMANDS = {
     "train": Command("train a model: phalanx train TASK --config NAME [key=value ...]", "train_*"),
-    "plan": Command("what a training job would need on a cluster; nothing is trained", "train_*", ("--plan",)),
+    "plan": Command("estimate what a training job needs on a cluster, without training", "train_*", ("--plan",)),
     "sample": Command("sample images or videos from a checkpoint or a model folder", "sample"),
-    "generate": Command("sample texts of a language or block-diffusion model", "generate", one_rank=True),
+    "generate": Command("sample texts from a language or block-diffusion model", "generate", one_rank=True),
     "evaluate": Command("evaluate a checkpoint or a model folder, alone or against a baseline", "evaluate"),
-    "export": Command("write a checkpoint for stock diffusers, or transformers", "export_checkpoint"),
-    "check": Command("check, in a minute, that the machines are fit to train on", "check_cluster"),
+    "export": Command("write a checkpoint for stock diffusers or transformers", "export_checkpoint"),
+    "check": Command("check within a minute that the machines are fit to train on", "check_cluster"),
     "serve": Command("serve rewards over HTTP", "serve_reward", one_rank=True),
-    "prepare": Command("make training data of a language model", "prepare_data", one_rank=True),
-    "report": Command("make RUN_DIR/report.html of a run: phalanx report RUN_DIR"),
+    "prepare": Command("make training data for a language model", "prepare_data", one_rank=True),
+    "report": Command("write the report of a run, RUN_DIR/report.html: phalanx report RUN_DIR"),
     "watch": Command("follow runs in a browser while they train: phalanx watch RUN_DIR"),
-    "runs": Command("list the runs below a folder: where they run, how far they are, which of them live"),
-    "logs": Command("print what a rank prints: phalanx logs RUN_DIR [--rank R] [--follow]"),
-    "stop": Command("stop a run with a checkpoint: phalanx stop RUN_DIR"),
-    "configs": Command("list the shipped configurations; with a NAME, print that one"),
+    "runs": Command("list the runs below a folder, with their machines, progress and status"),
+    "logs": Command("print the output of a rank: phalanx logs RUN_DIR [--rank R] [--follow]"),
+    "stop": Command("stop a run after it has saved a checkpoint: phalanx stop RUN_DIR"),
+    "configs": Command("list the shipped configurations, or print the one called NAME"),
 }
 
 
 class _Parser(ArgumentParser):
-    """Tells a mistake in one line."""
+    """Prints errors in one line and help to stdout, even if nobody reads all of it."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"error: {message}\n")
@@ -81,7 +81,7 @@ class _Parser(ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit status, unless a task takes this process over."""
+    """Run the command line; returns the exit status, unless a task replaces this process."""
     parser = _parser()
     given, words = parser.parse_known_args(argv)
     wants_help = not {"-h", "--help"}.isdisjoint(words)
@@ -103,9 +103,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         return watch(words)
     if given.command in ("runs", "logs", "stop"):
-        from phalanx.telemetry.runs import main as of_runs
+        from phalanx.telemetry.runs import main as manage
 
-        return of_runs(given.command, words)
+        return manage(given.command, words)
     try:
         if command.task is None:
             return show(_configs(words))
@@ -129,7 +129,7 @@ def _parser() -> ArgumentParser:
     parser.add_argument("--version", action="store_true", help="show the version")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name, command in COMMANDS.items():
-        # what it does not know is for the task, --help too
+        # unknown arguments, including --help, go to the task
         words = commands.add_parser(name, help=command.help, add_help=False, allow_abbrev=False)
         if command.task is not None:
             words.add_argument("--config")
@@ -139,7 +139,7 @@ def _parser() -> ArgumentParser:
 
 
 def _tasks_help(name: str, command: Command) -> str:
-    """The help of a command that takes a task: its tasks, and a configuration of each to begin with."""
+    """The help of a command that takes a task: lists the tasks with the first line of their docstrings."""
     assert command.task is not None
     lines = [
         f"usage: phalanx {name} TASK [--config NAME] [key=value ...]",
@@ -156,7 +156,7 @@ def _tasks_help(name: str, command: Command) -> str:
 
 
 def _task(pattern: str, given: str | None) -> str:
-    """The task that `train_*` and a word of the user's stand for. Raises ValueError where there is none."""
+    """The task named by `pattern`, such as train_*, with `given` for the *. Raises ValueError if it does not exist."""
     known = {path.stem.removeprefix(pattern[:-1]): path.stem for path in (ROOT / "tasks").glob(f"{pattern}.py")}
     if given not in known:
         raise ValueError(f"expected a task, one of {', '.join(sorted(known))}, got {given or 'none'}")
@@ -164,15 +164,15 @@ def _task(pattern: str, given: str | None) -> str:
 
 
 def configs() -> dict[str, Path]:
-    """The shipped configurations: `flowgrpo/quickstart` and so on, and their files."""
+    """The files of the shipped configurations by name, such as `flowgrpo/quickstart`."""
     files = sorted((ROOT / "configs").glob("*/*.yaml"))
     return {f"{file.parent.name}/{file.stem}": file for file in files}
 
 
 def find_config(name: str, folder: str = "") -> Path:
-    """The file of a shipped configuration, `folder` being where it is looked for first; a path to a YAML file as it is.
+    """The file of a shipped configuration, preferably in `folder`; the path of a YAML file is returned unchanged.
 
-    Raises ValueError for a name that no configuration has, or several.
+    Raises ValueError for an unknown or ambiguous name.
     """
     if name.endswith((".yaml", ".yml")):
         return Path(name)
@@ -182,7 +182,7 @@ def find_config(name: str, folder: str = "") -> Path:
     if len(matches) == 1:
         return known[matches[0]]
     if matches:
-        raise ValueError(f"--config: {name} is the name of several: {', '.join(matches)}; name its folder too")
+        raise ValueError(f"--config: {name} is ambiguous: {', '.join(matches)}; name its folder too")
     names = list(dict.fromkeys(full if "/" in name else _short(full) for full in known))
     near = difflib.get_close_matches(name, names, 3)
     hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(names)}"
@@ -194,7 +194,7 @@ def _short(full: str) -> str:
 
 
 def _configs(words: list[str]) -> str:
-    """The output of `phalanx configs`: a configuration, or a line for each of them with the first sentence about it."""
+    """The output of `phalanx configs`: a named configuration, or a line for each with the first sentence about it."""
     if words:
         return find_config(words[0]).read_text(encoding="utf-8").rstrip()
     lines = []
@@ -206,7 +206,7 @@ def _configs(words: list[str]) -> str:
 
 
 def _launch(task: str, words: list[str], *, one_rank: bool) -> NoReturn:
-    """Become train.sh with a task. It finds python3 and torchrun on PATH, so this interpreter's come first there."""
+    """Replace this process by train.sh, which finds python3 and torchrun on PATH: this interpreter's come first."""
     env = dict(os.environ)
     env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env.get('PATH', os.defpath)}"
     if one_rank:

@@ -1,10 +1,10 @@
-"""The command line that all tasks share: --help, --plan, the configuration, and errors told once.
+"""The command line that all tasks share: --help, --plan, the configuration, and error reporting.
 
-Every rank parses the same command line and may fail in the same way, so that 32 ranks would print
-32 tracebacks. A mistake of the user is one line, printed by rank 0; any other error is printed by
-the rank that had it first, and by torchrun at the end of its report.
+Every rank parses the same command line and may fail in the same way, so that 32 ranks would print 32 tracebacks.
+Instead, a user's mistake is one line, printed by rank 0; any other error is printed by the rank on which it occurred
+first, and by torchrun at the end of its report.
 
-Nothing heavy is imported at the top: a mistake and --help are told before torch is loaded.
+No heavy library is imported at the top, so that --help and mistakes are printed before torch is loaded.
 """
 
 import faulthandler
@@ -44,8 +44,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
-# What libraries say at import or at every load is not for the user of a task. They read these when
-# they are imported, which the task does after this module.
+# Silence libraries that print at import or whenever they load something. They read these variables at import, which
+# happens after this module is imported.
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
@@ -54,11 +54,11 @@ warnings.filterwarnings("ignore", message=".*gradient_checkpointing.*", category
 HELP = "--help: this text"
 PLAN = (
     "--plan [nnodes=4] [nproc=8] [gpu=H100] [gpu_memory_gb=80] [gpu_hour_price=2.5] "
-    "[rollout_s=30 inference_s=3 actor_s=10]: what the job would be on that cluster; nothing is trained"
+    "[rollout_s=30 inference_s=3 actor_s=10]: estimate the job on that cluster, without training"
 )
 LONGEST = 2000  # characters of an error
-# known only beside --plan
-PLAN_SECONDS = ("rollout_s", "inference_s", "actor_s")  # of the phase of each role, if all ranks did it
+# keys that are accepted only together with --plan
+PLAN_SECONDS = ("rollout_s", "inference_s", "actor_s")  # duration of each role's phase if all ranks took part in it
 PLAN_WORDS = ("nnodes", "nproc_per_node", "nproc", "gpu", "gpu_memory_gb", "gpu_hour_price", *PLAN_SECONDS)
 
 
@@ -69,17 +69,17 @@ def parse(
     plan: Callable[[T, dict[str, str]], str] | None = None,
     check: Callable[[T], None] | None = None,
 ) -> T:
-    """The configuration from `[config.yaml] [key=value ...]`.
+    """Parse `[config.yaml] [key=value ...]` and return the configuration.
 
-    With --help it prints the help and exits; with --plan, what `plan` makes of the configuration and of the PLAN_WORDS
-    that are given. With PHALANX_CHECK=1, by which phalanx.launch asks before it starts a rank, it runs `check`, which
-    raises ValueError for what the files say without torch, and goes no further. A mistake ends the process with status
-    2 and one line, printed only by rank 0.
+    With --help it prints the help and exits; with --plan it prints the result of `plan`, called with the configuration
+    and the given PLAN_WORDS, and exits. With PHALANX_CHECK=1, which phalanx.launch sets before it starts ranks, it runs
+    `check`, which raises ValueError for mistakes that can be found in the input files without torch, and exits. A
+    mistake ends the process with status 2 and one line, printed only by rank 0.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_parent()
     checking = os.environ.get("PHALANX_CHECK") == "1"
-    # rank 0 speaks for all; what only another rank sees is an error, and errors are told by `fail`
+    # rank 0 logs for all ranks; errors of other ranks are printed by `fail`
     hide_with(hide)
     level = logging.WARNING if rank() == 0 and not checking else logging.ERROR
     logging.basicConfig(level=level, format="%(message)s", handlers=[_Terminal()])
@@ -98,16 +98,16 @@ def parse(
         if wants_help:
             if rank() == 0:
                 known = (HELP, PLAN) if plan is not None else (HELP,)
-                # with the file and the words, since a named algorithm or reward adds its keys
+                # the help depends on file and overrides, since the chosen algorithm and rewards add keys
                 show(help_text(schema, description, path, words, known))
             sys.exit(0)
         begin()
-        with uncollected():  # a named algorithm brings torch
+        with uncollected():  # the chosen algorithm imports torch
             config = load(schema, path, words)
         if checking:
             if check is not None:
                 check(config)
-            end(0)  # the interpreter's own end takes as long as the check where torch is loaded
+            end(0)  # with torch loaded, the interpreter's own shutdown takes as long as the check
     except ValueError as error:
         _tell(error, status=2)
     if plan is None or asked is None:
@@ -122,10 +122,10 @@ def parse(
 
 
 class _Terminal(logging.StreamHandler[TextIO]):
-    """Log lines on stderr: what a job says of its progress as it is, and the rest with its level."""
+    """Writes log records to stderr; all but INFO records are prefixed with their level."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.stream = sys.stderr  # that of now: while a line shows the progress, it prints above that line
+        self.stream = sys.stderr  # the progress line replaces sys.stderr, to print above itself
         super().emit(record)
 
     def format(self, record: logging.LogRecord) -> str:
@@ -134,55 +134,56 @@ class _Terminal(logging.StreamHandler[TextIO]):
 
 
 def _leave_folder() -> None:
-    """Free the output_dir that the job has taken: it would count as a dead job's, and `phalanx stop` would wait."""
-    module = sys.modules.get("phalanx.training.folder_lock")  # as in _watch
+    """Release the job's lock on output_dir; otherwise the job would look crashed, and `phalanx stop` would wait."""
+    module = sys.modules.get("phalanx.training.folder_lock")  # not imported here, see _watch
     if module is not None:
         module.release()
 
 
 def _plan_words(argv: list[str]) -> tuple[list[str], dict[str, str] | None]:
-    """The command line without --plan (or plan=true) and its words; these words, None without it."""
-    asked = False
+    """Split the command line into the job's arguments and the PLAN_WORDS; the latter are None without --plan (or
+    plan=true).
+    """
+    planning = False
     given: dict[str, str] = {}
-    rest: list[str] = []
+    arguments: list[str] = []
     for word in argv:
         key, equals, value = word.partition("=")
         if word in ("--plan", "plan=true"):
-            asked = True
+            planning = True
         elif equals and key in PLAN_WORDS:
             given[key] = value
         else:
-            rest.append(word)
-    if given and not asked:
+            arguments.append(word)
+    if given and not planning:
         key, value = next(iter(given.items()))
-        hint = "a job's own size is its launcher's, such as NNODES=2"
-        fail(f"{key}={value} goes with --plan; {hint}", status=2)
-    return rest, given if asked else None
+        hint = "the size of a job is set by environment variables, such as NNODES=2"
+        fail(f"{key}={value} is only for --plan; {hint}", status=2)
+    return arguments, given if planning else None
 
 
 def run(build: Callable[[T], Callable[[], None]], config: T) -> NoReturn:
-    """Build a job, run it and exit; a mistake of the user ends it with one line.
+    """Build a job, run it and exit.
 
-    A ValueError of `build` (data, model folder, rewards, batch arithmetic) is such a mistake, status 2, and so is a
-    JobError of the job itself, status 1. Anything else keeps its traceback; PHALANX_TRACEBACK=1 shows it for all. A job
-    that was told to stop ends with 128 + the signal's number.
+    A ValueError of `build` (data, model folder, rewards, batch sizes) is a user's mistake: one line and status 2. A
+    JobError of the job itself is one line and status 1. Any other exception is printed with its traceback;
+    PHALANX_TRACEBACK=1 prints the traceback of all. A job that is told to stop exits with 128 + the signal's number.
     """
-    faulthandler.enable()  # a stack for a crash in C++, which would else end without a word
-    faulthandler.register(signal.SIGUSR1, all_threads=True)  # until the watch listens to it
+    faulthandler.enable()  # print the stack after a crash in C++, which would otherwise be silent
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # until the watch handles this signal
     sys.excepthook = _crash
     if rank() == 0:
-        logging.getLogger("phalanx").setLevel(logging.INFO)  # what the job does before its first step
+        logging.getLogger("phalanx").setLevel(logging.INFO)  # show progress before the first step
     log.info("loading the libraries")
     from phalanx.types import JobError
 
     try:
         with uncollected():  # or until the job has a world
             job = build(config)
-    except (ValueError, SystemExit) as error:  # nothing of ours leaves by sys.exit
+    except (ValueError, SystemExit) as error:  # SystemExit comes from user code: Phalanx does not call sys.exit here
         _leave_folder()
         _tell(error, status=2)
-    # Not ValueError again: what `build` let pass and training stumbles over is an error of ours,
-    # which needs its traceback.
+    # A ValueError during training is a bug, which `build` should have caught, and keeps its traceback.
     try:
         job()
     except (JobError, SystemExit) as error:
@@ -191,17 +192,17 @@ def run(build: Callable[[T], Callable[[], None]], config: T) -> NoReturn:
     except Stopped as stop:
         _leave_folder()
         end(stop.status, str(stop), str(stop) if leads() else None, restart=stop.number != REQUEST)
-    # All is written and closed. Worker threads and those of process groups would outlive the interpreter's teardown; a
-    # rank was seen to abort ("terminate called without an active exception"), which this most likely prevents.
+    # Everything is written and closed. Threads of workers and process groups could outlive the interpreter's teardown,
+    # which has been seen to abort a rank ("terminate called without an active exception"); `end` skips the teardown.
     end(0)
 
 
 def fail(message: str, status: int) -> NoReturn:
     """Print one line and exit at once, without waiting for worker threads."""
     if not is_first():
-        # The first rank speaks first. Where it fails as well, as with any mistake in the configuration, its
-        # launcher ends the others while they wait here, before they repeat it: by SIGTERM, so that
-        # must end them, whatever handlers there are.
+        # Let the first rank print first. If it fails too, as with any mistake in the configuration, its launcher
+        # ends the other ranks by SIGTERM while they wait here, before they repeat the message. So the signals must
+        # end the process whatever handlers were installed.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_DFL)
         time.sleep(5)
@@ -210,51 +211,51 @@ def fail(message: str, status: int) -> NoReturn:
 
 
 def _one_line(message: str) -> str:
-    """A message as a terminal can show it, whatever the files and the user's code have put into it."""
+    """Collapse whitespace, escape unprintable characters and truncate a message for the terminal."""
     shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in " ".join(message.split()))
     return shown if len(shown) <= LONGEST else f"{shown[:LONGEST]}…"
 
 
 def _tell(error: BaseException, status: int) -> NoReturn:
-    """End with a mistake of the user's."""
+    """Report a user's mistake or a JobError and exit."""
     if os.environ.get("PHALANX_TRACEBACK") == "1":
         say(traceback.format_exc())
     fail(reason(error) if isinstance(error, SystemExit) else str(error), status)
 
 
 def _crash(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """End with an exception that nobody expected (sys.excepthook)."""
+    """Report an unexpected exception and exit (sys.excepthook)."""
     if kind is KeyboardInterrupt:
         end(128 + signal.SIGINT, f"{place()}: interrupted", "interrupted" if leads() else None)
     watch = _watch()
     text = "".join(traceback.format_exception(kind, error, trace))
     report = f"{place()}:\n{hide(text).rstrip()}"
-    # A collective that fails tells only that a peer is gone; the watch may know which one, and why.
+    # A failed collective reveals only that a peer is gone; the watch may know which one, and why.
     cause = watch.explain() if watch is not None and _from_a_collective(error) else None
     _end_with(report if cause is None else cause, status=1)
 
 
 def _from_a_collective(error: BaseException) -> bool:
-    """True if an error may be the echo of another rank's."""
-    # gloo's errors are plain RuntimeErrors, known only by their texts
+    """True if an error may be the consequence of another rank's error."""
+    # gloo raises plain RuntimeErrors, which only their messages identify
     signs = ("gloo", "NCCL", "peer", "socket")
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
 
 
 def _end_with(report: str, status: int) -> NoReturn:
-    """End with an error, or with the world's first one if another rank has told its own before."""
+    """Exit with an error, or with that of another rank if one was reported earlier."""
     watch, first = _watch(), True
     if watch is not None:
         report, first = watch.tell(report)
     if first:
         say(report)
     if watch is not None:
-        watch.linger()  # rank 0 keeps the store in which the others find the error
+        watch.linger()  # rank 0 hosts the store in which the others find the error
     end(status, report, None)
 
 
 def _watch() -> "Watch | None":
-    """This rank's watch, once there is one."""
-    # An import here would load torch, only to find that there is no watch yet.
+    """This rank's watch, or None before it has started."""
+    # Not imported here: if the module is not loaded there is no watch, and importing it would load torch.
     module = sys.modules.get("phalanx.distributed.watchdog")
     return None if module is None else module.current

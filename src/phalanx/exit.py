@@ -1,4 +1,4 @@
-"""The end of a process: its last word, on the terminal and in torchrun's report, and its status."""
+"""Process exit: the final message, on the terminal and in torchrun's report, and the exit status."""
 
 import contextlib
 import ctypes
@@ -18,30 +18,31 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
-MARKS = "PHALANX_MARKS"  # a folder of the launcher's, in which a rank has a file from `begin` to `end`
-TOLD = "told"  # the file there of a launcher that was told to stop: else its ranks stop because nodes come or go
+MARKS = "PHALANX_MARKS"  # the launcher's folder, in which each rank has a file from `begin` to `end`
+# A launcher that receives SIGTERM creates this file there; without it, ranks are stopped because nodes come or go.
+TOLD = "told"
 _mark: Path | None = None
 _printed: set[str] = set()  # lines that this process has printed
-_role = ""  # of this process, where ranks have roles
-_leads: bool | None = None  # None: as rank 0 does
-_first: bool | None = None
+_role = ""  # of this process, if ranks have roles
+_leads: bool | None = None  # None: True on rank 0 only
+_first: bool | None = None  # None: True on rank 0 only
 _format_warning = warnings.formatwarning
-_leave = os._exit  # `begin` may replace it
-hide: Callable[[str], str] = str  # takes secrets out of what is printed and reported; `hide_with` sets it
-# In place of a signal's number: `phalanx stop` has asked. No launcher sends it (train.sh ignores it).
+_leave = os._exit  # the original, which `begin` may replace
+hide: Callable[[str], str] = str  # removes secrets from everything printed or reported; set by `hide_with`
+# Takes the place of a signal's number after `phalanx stop`. No launcher sends it (train.sh ignores it).
 REQUEST = signal.SIGUSR2
 
 
 def _uncopied(words: str, last: bool) -> None:
-    """Nobody keeps a copy."""
+    """The default of `copy`, which keeps no copy."""
 
 
-# Gets the lines that do not pass through sys.stdout or sys.stderr, and whether they may be this process's last.
+# Receives lines that do not pass through sys.stdout or sys.stderr, and whether they may be this process's last.
 copy: Callable[[str, bool], None] = _uncopied
 
 
 class Stopped(RuntimeError):
-    """The job stops on all ranks at once, as signal `number` asked; its message says what is kept."""
+    """Raised on all ranks at once to stop the job, as signal `number` demands; its message says what was saved."""
 
     def __init__(self, number: int, kept: str = "") -> None:
         cause = f"stopped by {'phalanx stop' if number == REQUEST else signal.Signals(number).name}"
@@ -57,78 +58,79 @@ class Stopped(RuntimeError):
 
     @property
     def status(self) -> int:
-        """The exit status: that of a shell's command that the signal ends; of a request, as of SIGTERM."""
+        """The exit status, 128 + the signal's number as in a shell; a request counts as SIGTERM."""
         return 128 + (signal.SIGTERM if self.number == REQUEST else self.number)
 
 
 def rank() -> int:
-    """This process's rank, by the launcher's environment: there need be no process group yet."""
+    """This process's rank, from the launcher's environment; no process group is needed."""
     return int(os.environ.get("RANK", "0"))
 
 
 def leads() -> bool:
-    """Whether this process speaks for the job: rank 0, unless `take_role` has set another one."""
+    """Whether this process logs for the whole job: rank 0, unless `take_role` has chosen another rank."""
     return rank() == 0 if _leads is None else _leads
 
 
 def is_first() -> bool:
-    """Whether this process is the first of those that do the same and fail alike: of its role, where there are any."""
+    """Whether this process is the first of its role, or of all ranks without roles; the others would fail alike."""
     return rank() == 0 if _first is None else _first
 
 
 def take_role(role: str, *, first: bool, lead: bool) -> None:
-    """Be the first rank of a role or not, and the one that speaks for the job or not, in place of rank 0."""
+    """Set this process's role; it is the `first` rank of the role or not, and leads the job or not."""
     global _role, _leads, _first
     _role, _leads, _first = role, lead, first
     _log(lead, logging.INFO)
 
 
 def speak_for_role() -> None:
-    """Let warnings of each role's first rank be heard, once roles do different things."""
+    """Enable the warnings of each role's first rank, once roles do different things."""
     if not leads():
         _log(is_first(), logging.NOTSET)
 
 
-def _log(aloud: bool, level: int) -> None:
-    logging.getLogger().setLevel(logging.WARNING if aloud else logging.ERROR)
-    logging.getLogger("phalanx").setLevel(level if aloud else logging.NOTSET)
+def _log(enabled: bool, level: int) -> None:
+    """Log warnings of all libraries, and records of Phalanx from `level` on; only errors if not `enabled`."""
+    logging.getLogger().setLevel(logging.WARNING if enabled else logging.ERROR)
+    logging.getLogger("phalanx").setLevel(level if enabled else logging.NOTSET)
 
 
 def place() -> str:
-    """This process, for a message: `rank 3 on node-b`, and `(actor)` where that is its role."""
+    """This process, for messages: `rank 3 on node-b`, or `rank 3 on node-b (actor)` if ranks have roles."""
     return f"{place_of(rank())} ({_role})" if _role else place_of(rank())
 
 
 def place_of(number: int) -> str:
-    """A rank of this machine, for a message."""
+    """A rank on this machine, for messages."""
     return f"rank {number} on {socket.gethostname()}"
 
 
 def end_with_parent() -> None:
-    """Let the kernel kill this process once the thread that started it is gone; on Linux only.
+    """Have the kernel kill this process when the thread that started it ends; on Linux only.
 
-    A launcher that is killed would leave its children behind, which would go on in a folder that the next job uses.
+    Otherwise the children of a killed launcher would go on writing to a folder that the next job uses.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def begin() -> None:
-    """Leave a mark for the launcher until `end`, which adds a status that is not 0: a rank that ends with status 0 and
-    leaves its mark has not done its job. A torchrun that was started without the launcher looks for no marks, so there
-    os._exit itself is replaced.
+    """Create a mark for the launcher, which `end` removes or completes with a status other than 0: a rank that exits
+    with status 0 and leaves its mark behind has not finished its job. Plain torchrun does not check marks, so
+    os._exit itself is replaced under it.
     """
     global _mark
-    folder = os.environ.pop(MARKS, None)  # what this process starts is no rank
+    folder = os.environ.pop(MARKS, None)  # child processes of this one are not ranks
     if folder is None and "TORCHELASTIC_RUN_ID" in os.environ:
         os._exit = partial(_left, os.getpid())
     elif folder is not None:
-        _mark = Path(folder, os.environ["LOCAL_RANK"])  # a rank that is started again may have another number
+        _mark = Path(folder, os.environ["LOCAL_RANK"])  # not RANK, which may change after a restart
         _mark.write_text(os.environ["RANK"])
 
 
 def _left(rank_pid: int, status: int) -> NoReturn:
-    """The os._exit of a rank and of the processes that it forks: a rank that calls it has not done its job."""
+    """Replaces os._exit in a rank and the processes that it forks: a rank that calls it has not finished its job."""
     if os.getpid() != rank_pid:
         _leave(status)
     caller = sys._getframe(1)
@@ -138,8 +140,8 @@ def _left(rank_pid: int, status: int) -> NoReturn:
 
 
 def hide_with(function: Callable[[str], str]) -> None:
-    """Let a function take secrets out of every line and report, also out of what libraries log by handlers of their
-    own, of warnings, and of exceptions in threads.
+    """Have `function` remove secrets from all lines and reports, including records that libraries log by their own
+    handlers, warnings, and exceptions in threads.
     """
     global hide
     hide = function
@@ -165,7 +167,7 @@ def _warning(*args: Any, **kwargs: Any) -> str:
 
 
 def _thread_crash(crash: threading.ExceptHookArgs) -> None:
-    """Print what ended a thread, as Python does by itself."""
+    """Print the exception that ended a thread, as Python does by default, without secrets."""
     if crash.exc_type is SystemExit:
         return
     name = "" if crash.thread is None else crash.thread.name
@@ -179,42 +181,42 @@ def say(words: str) -> None:
     _printed.add(words)
     copy(words, True)
     # Not through sys.stderr: torch.distributed redirects it while its excepthook runs.
-    with contextlib.suppress(OSError):  # nobody reads it any more: the terminal is closed
+    with contextlib.suppress(OSError):  # the terminal may be closed
         os.write(2, f"{words}\n".encode(errors="backslashreplace"))
 
 
 def show(text: str) -> int:
-    """Print to stdout, to whoever still reads, as `head -1` does not; returns the exit status."""
+    """Print to stdout, whose reader may have left, as `head -1` does; returns the exit status 0."""
     try:
         print(text.removesuffix("\n"), flush=True)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left is flushed once more at the end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes the remaining output at exit
     return 0
 
 
 def end(status: int, report: str | None = None, words: str | None = None, *, restart: bool = True) -> NoReturn:
-    """End this process without waiting for its threads, some of which may never end.
+    """Exit without waiting for this process's threads, some of which may never end.
 
-    `report` is what torchrun prints last, as the failure of this rank; `words` are printed now. Without `restart` only
-    phalanx.launch sees the status, and torchrun 0: it would start the ranks again, where it may.
+    `report` is printed by torchrun at the end, as the failure of this rank; `words` are printed now. With
+    restart=False, phalanx.launch sees the status but torchrun sees 0, because otherwise it might restart the ranks.
     """
     if words is not None:
         say(words)
     report = None if report is None else hide(report)
     if report is not None and report not in _printed:
         copy(report, True)
-    # Torch's own way to this file is the decorator @record, which ends with a traceback and a wait
-    # for threads. torchrun shows the `message` of the rank with the earliest stamp.
+    # torch would write this file by its decorator @record, which prints a traceback and waits for threads. torchrun
+    # shows the `message` of the rank with the earliest timestamp.
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path is not None and report is not None:
         lines = report.splitlines()
-        summary = lines[0] if len(lines) == 1 else f"{lines[0]} {lines[-1]}"  # whose error it is, and what
+        summary = lines[0] if len(lines) == 1 else f"{lines[0]} {lines[-1]}"  # the rank, and its exception
         stamp = {"py_callstack": report, "timestamp": str(int(time.time())), "told": report in _printed}
         message = {"message": summary, "extraInfo": stamp}
         try:
             with open(path, "w", encoding="utf-8") as file:
                 json.dump({"message": message}, file)
-        except OSError as error:  # a full disk must not hide the error itself
+        except OSError as error:  # a full disk must not hide the original error
             say(f"{place()}: {path}: {error}")
     if _mark is not None:
         if status == 0:

@@ -1,6 +1,6 @@
-"""Garbage collection is paused while libraries are loaded, which make hardly any garbage.
+"""Pause garbage collection while libraries are imported, which creates hardly any garbage.
 
-Python would look through all of their objects again and again, a fifth of the time that loading takes.
+Python would otherwise traverse all of their objects again and again, which takes a fifth of the import time.
 """
 
 import gc
@@ -19,7 +19,7 @@ def uncollected() -> Iterator[None]:
 
 
 def collect_again() -> None:
-    """Resume garbage collection within `uncollected`; it passes over objects that exist by now, the libraries'."""
+    """Resume garbage collection within `uncollected`; it ignores the libraries' objects, which exist by then."""
     if not gc.isenabled():
         gc.freeze()
         gc.enable()

@@ -1,14 +1,14 @@
-"""torchrun with one line in place of its report: `python3 -m phalanx.launch [torchrun's options] tasks/<task>.py ...`.
+"""torchrun with one-line errors: `python3 -m phalanx.launch [torchrun options] tasks/<task>.py ...`.
 
 train.sh starts it on each node. It differs from torchrun in five ways:
 
-- A single rank that is not to be started again is started at once: torchrun takes as long to load as the rank does.
-- The task looks at its command line first: a mistake is told once, before any rank starts.
-- The first error, which the ranks have printed, is the last thing on the terminal, and the exit status is the failed
-  rank's. torchrun's own traceback, banner and box, 40 lines, come only with PHALANX_TRACEBACK=1.
-- It dies with the process that started it, even by kill -9, and its ranks die with it (see `exit.end_with_parent`).
-- It looks for node 0 before torch does, so that a wrong MASTER_ADDR is one line within seconds, and prints a line
-  while it waits for nodes that were lost.
+- A single rank without restarts is started directly, because torchrun takes as long to load as the rank itself.
+- The task checks its command line first, so a mistake is reported once, before any rank starts.
+- The first error, printed by a rank, is the last output on the terminal, and the exit status is that of the failed
+  rank. torchrun's 40 lines of traceback and banners appear only with PHALANX_TRACEBACK=1.
+- If its parent process dies, even by kill -9, the launcher and its ranks die too (see `exit.end_with_parent`).
+- It tries to reach node 0 before torch does, so a wrong MASTER_ADDR is reported in one line within seconds, and it
+  prints a line while it waits for lost nodes.
 """
 
 import contextlib
@@ -33,27 +33,27 @@ from phalanx.garbage import uncollected
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-PATIENCE_S = 5.0  # of silence, while node 0 is not there: nodes need not start together
+PATIENCE_S = 5.0  # wait silently this long for node 0, because nodes need not start together
 JOIN_S = 600.0  # torch's own limit
-HEED_S = 30  # torch's own limit: a rank that has not ended by then after SIGTERM is killed
-QUIET_S = 10.0  # without a rank on this node, until the launcher prints for which nodes it waits
-# train.sh's arguments for one rank, where nothing else is asked for
+HEED_S = 30  # torch's own limit, after which it kills a rank that ignores SIGTERM
+QUIET_S = 10.0  # time without ranks on this node, after which the launcher says that it waits for other nodes
+# train.sh's arguments for one rank, if the user sets no others
 ALONE = ["--standalone", "--nnodes", "1", "--nproc-per-node", "1", "--max-restarts", "0"]
 ALONE += ["--signals-to-handle", "SIGTERM"]
-STOPPED = (-signal.SIGTERM, 128 + signal.SIGTERM)  # of ranks that end because another one did
+STOPPED = (-signal.SIGTERM, 128 + signal.SIGTERM)  # statuses of ranks that were stopped because another one failed
 
 
 def main(argv: list[str]) -> NoReturn:
-    """Run torchrun with these arguments, and exit with what came of it."""
+    """Run torchrun with these arguments and exit with its status."""
     end_with_parent()
     verbose = os.environ.get("PHALANX_TRACEBACK") == "1"
     options, task = argv[: len(ALONE)], argv[len(ALONE) :]
     if options == ALONE and not task[0].startswith("-") and not verbose:
         _run_alone(task)
     if not verbose:
-        # torch's Python and C++ sides would repeat in warnings and frames what is told here in a line
+        # torch's Python and C++ loggers would repeat at length the errors that are printed here in one line
         logging.disable()
-        os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"  # read once, as torch is loaded
+        os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"  # read once, when torch is loaded
     with uncollected():
         from torch.distributed import run
 
@@ -73,7 +73,7 @@ def main(argv: list[str]) -> NoReturn:
 
 
 def _run(args: Namespace, folder: str) -> None:
-    """Run torchrun; exit where that fails. Its ranks leave marks in the folder."""
+    """Run torchrun, and exit if it fails. `folder` is where its ranks leave their marks (see `exit.begin`)."""
     from torch.distributed import DistError, run
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -81,7 +81,7 @@ def _run(args: Namespace, folder: str) -> None:
 
     from phalanx.distributed.rendezvous import in_words
 
-    del os.environ["TORCH_CPP_LOG_LEVEL"]  # the ranks' own is another matter
+    del os.environ["TORCH_CPP_LOG_LEVEL"]  # the ranks must not inherit it
     if args.rdzv_backend == "static" and args.nnodes != "1":
         threading.Thread(target=_count_nodes, args=(args,), daemon=True).start()
     if args.nnodes != "1" and args.max_restarts > 0:
@@ -107,19 +107,19 @@ def _run(args: Namespace, folder: str) -> None:
 
 
 def _unfinished(folder: str) -> int:
-    """The exit status of ranks that all ended with status 0: 1 where some of them did not say so (see `exit.begin`),
-    and that of ranks that are not to be started again (see `exit.end`).
+    """The launcher's exit status if all ranks exited with status 0: 1 if some of them left without `exit.end`, else the
+    real status of ranks that hid it from torchrun, so as not to be restarted (see `exit.end`).
     """
     ranks = [rank for rank, status in _marks(folder) if status < 0]
     if ranks:
         numbers = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
         ended = f"ended with status 0 before {'their' if len(ranks) > 1 else 'its'} job was done"
-        say(f"error: {numbers} on {socket.gethostname()} {ended}, as by os._exit in a reward")
+        say(f"error: {numbers} on {socket.gethostname()} {ended}, for example by os._exit in a reward")
     return 1 if ranks else max((status for _, status in _marks(folder)), default=0)
 
 
 def _marks(folder: str) -> list[tuple[int, int]]:
-    """The ranks that have begun, each with the status that it ended with, -1 where it did not say that it ends."""
+    """The ranks that have begun and left a mark, each with its exit status, -1 if it did not record one."""
     marks = []
     for file in Path(folder).iterdir():
         if file.name != TOLD:
@@ -129,10 +129,10 @@ def _marks(folder: str) -> list[tuple[int, int]]:
 
 
 def _note_signals(file: Path) -> None:
-    """Leave a file for the ranks once this launcher is told to stop, before torchrun tells them."""
+    """Create `file` for the ranks when this launcher receives SIGTERM, before torchrun passes the signal on to them."""
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
-    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)  # beside torchrun's own handler
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)  # in addition to torchrun's own handler
 
     def wait() -> None:
         while signal.SIGTERM not in os.read(reader, 64):
@@ -143,7 +143,7 @@ def _note_signals(file: Path) -> None:
 
 
 def _run_alone(command: list[str]) -> NoReturn:
-    """Run the one rank as torchrun would, and exit with what came of it."""
+    """Run a single rank as torchrun would, and exit with its status."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     place = {"RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
@@ -181,10 +181,10 @@ def _run_alone(command: list[str]) -> NoReturn:
 
 
 def _check(task: str, words: list[str]) -> None:
-    """End with the task's status where it finds a mistake in its command line, which it tells."""
+    """Let the task check its command line; if it reports a mistake, exit with its status."""
     if not Path(task).is_file() or "phalanx.cli" not in Path(task).read_text():
-        return  # of somebody else's
-    child = os.fork()  # torch is loaded here already, which takes longer than the rest
+        return  # not a task of Phalanx
+    child = os.fork()  # the child need not load torch again, which takes longer than the check
     if child == 0:
         logging.disable(logging.NOTSET)
         os.environ["PHALANX_CHECK"] = "1"
@@ -197,9 +197,9 @@ def _check(task: str, words: list[str]) -> None:
 
 
 def find_node_0(args: Namespace) -> None:
-    """Wait until node 0's port answers; on node 0 itself, until its address is known. Say so where that takes long.
+    """Wait until node 0's port answers, or on node 0 itself until its address resolves; report a long wait.
 
-    Ends the process after JOIN_S seconds.
+    Exits after JOIN_S seconds.
     """
     address, port, first = _node_0(args)
     if not address:
@@ -216,20 +216,20 @@ def find_node_0(args: Namespace) -> None:
             told = True
         time.sleep(0.5)
     if first and not _is_own(address):
-        say(f"WARNING: this is node 0, but {where} is no address of its own; the job hangs unless it is led here")
+        say(f"WARNING: this is node 0, but {where} is not one of its addresses; the job hangs unless it is routed here")
 
 
 def _announce(args: Namespace) -> None:
-    """Say that ranks are started: they take seconds to load torch. On other nodes than node 0 little else is said."""
+    """Say that ranks are starting, since they take seconds to load torch. Nodes other than node 0 print little else."""
     address, _, first = _node_0(args)
     where = "" if args.nnodes == "1" else f" on each of {args.nnodes} nodes"
     if not first:
-        where = f" of the job whose progress node 0 ({address}) shows"
+        where = f"; node 0 ({address}) shows the job's progress"
     say(f"starting {args.nproc_per_node} {'rank' if args.nproc_per_node == '1' else 'ranks'}{where}")
 
 
 def _node_0(args: Namespace) -> tuple[str, int, bool]:
-    """Node 0's address and port, and whether this is node 0; no address for a job of one node."""
+    """Node 0's address and port, and whether this is node 0. The address of a job on one node is empty."""
     if args.standalone:
         return "", 0, True
     if args.rdzv_endpoint:
@@ -239,9 +239,9 @@ def _node_0(args: Namespace) -> tuple[str, int, bool]:
 
 
 def _problem(address: str, port: int, first: bool) -> str | None:
-    """Why node 0 cannot be reached, in words; None where it can."""
+    """The reason why node 0 cannot be reached, None if it can."""
     try:
-        if first:  # nobody listens there yet
+        if first:  # nothing listens on its port yet
             socket.getaddrinfo(address, port)
             return None
     except socket.gaierror as error:
@@ -252,7 +252,7 @@ def _problem(address: str, port: int, first: bool) -> str | None:
 
 
 def _is_own(address: str) -> bool:
-    """Whether this machine can listen at an address."""
+    """Whether this machine can bind a socket to an address."""
     for family, kind, _, _, place in socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM):
         with socket.socket(family, kind) as probe, contextlib.suppress(OSError):
             probe.bind(place)
@@ -261,16 +261,14 @@ def _is_own(address: str) -> bool:
 
 
 def _count_nodes(args: Namespace) -> None:
-    """Register this node, and say which ones are missing while no rank is started. A node that cannot be part of the
-    job ends here.
-    """
+    """Register this node, and report missing nodes until ranks start. Exits if this node cannot be part of the job."""
     from torch.distributed import DistError, PrefixStore, TCPStore
 
     from phalanx.distributed.rendezvous import SAY_S, missing, register, waiting
 
     begin, told, nodes = time.monotonic(), SAY_S, int(args.nnodes)
-    time.sleep(2)  # where torch cannot listen at node 0's port, it says so by then
-    with contextlib.suppress(DistError):  # torch has the same store, and tells of its loss
+    time.sleep(2)  # if torch cannot listen on node 0's port, it has reported that by then
+    with contextlib.suppress(DistError):  # torch uses the same store and reports its loss
         store = TCPStore(args.master_addr, args.master_port, wait_for_workers=False)
         at = PrefixStore("nodes", store)
         try:
@@ -286,7 +284,7 @@ def _count_nodes(args: Namespace) -> None:
 
 
 def _tell_of_waiting(nodes: str) -> NoReturn:
-    """Say that torch waits for other nodes, each time that this node's ranks have ended and no new ones are started."""
+    """Say that torch is waiting for other nodes whenever this node's ranks have ended and no new ones have started."""
     ended = None
     while True:
         time.sleep(1)
@@ -298,6 +296,7 @@ def _tell_of_waiting(nodes: str) -> NoReturn:
 
 
 def _has_ranks() -> bool:
+    """Whether this process has children."""
     children = ""
     for file in Path("/proc/self/task").glob("*/children"):
         with contextlib.suppress(OSError):  # the thread is gone
@@ -306,20 +305,20 @@ def _has_ranks() -> bool:
 
 
 def _tell(error: "ChildFailedError") -> int:
-    """The exit status of failed ranks; what was the matter is printed, unless one of them has done so."""
+    """The exit status of failed ranks; prints the cause unless one of the ranks has done so."""
     failures = dict(sorted(error.failures.items(), key=lambda item: item[1].timestamp))
     told = [failure for failure in failures.values() if _told(failure)]
     if told and told[0].exitcode < 128:
-        # a rank that lost a killed one may end by itself before the launcher looks at either of them; a rank that the
-        # launcher kills itself, since it does not heed SIGTERM, is found HEED_S later
+        # A rank may notice the loss of a killed one and end before the launcher checks either of them. Ranks that
+        # the launcher itself kills, because they ignore SIGTERM, are reported HEED_S later.
         killed = [failure for failure in failures.values() if failure.exitcode == -signal.SIGKILL]
         early = any(failure.timestamp - told[0].timestamp < HEED_S for failure in killed)
         return 128 + signal.SIGKILL if early else told[0].exitcode
-    # a rank that died tells nothing; another one tells of it, and ends because the launcher wants it to
+    # A rank that died prints nothing; another one reports its loss, and ends because the launcher stops it.
     causes = [rank for rank, failure in failures.items() if failure.exitcode not in STOPPED]
     rank = causes[0] if causes else next(iter(failures))
     first = failures[rank]
-    silent = not isinstance(first.message, dict) and first.exitcode > 0  # the others know only that it is gone
+    silent = not isinstance(first.message, dict) and first.exitcode > 0  # other ranks know only that it is gone
     if silent or not told:
         _say_why(rank, first)
     return first.exitcode if first.exitcode > 0 else 128 - first.exitcode
@@ -338,9 +337,9 @@ def _say_why(rank: int, failure: "ProcessFailure") -> None:
 
 
 def _say_end(rank: int, status: int) -> None:
-    """The end of a rank that could not tell of it."""
+    """Report the exit of a rank that has not reported an error itself."""
     if status < 0:
-        say(f"error: {place_of(rank)} was killed by {signal.Signals(-status).name}; out of memory, perhaps")
+        say(f"error: {place_of(rank)} was killed by {signal.Signals(-status).name}, possibly out of memory")
     else:
         say(f"error: {place_of(rank)} ended with status {status}, without a word")
 

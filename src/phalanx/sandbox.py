@@ -1,8 +1,8 @@
-"""Confine a process that runs foreign code, such as a verifier: no network, no other process, no file to write.
+"""Sandbox for a process that runs untrusted code, such as a verifier: no network, no child processes, no file writes.
 
-Three layers, which need no privileges: limits of resources, a seccomp filter that only allows the system calls of a
-computing Python, and Landlock, which only allows files of Python and its packages to be read. Only the standard library
-is imported: the children run this file in processes without phalanx.
+Three layers, none of which needs privileges: resource limits, a seccomp filter that allows only the system calls of a
+computing Python process, and Landlock, which allows reading only the files of Python and its packages. This module
+imports only the standard library, because child processes run this file without phalanx.
 """
 
 import ctypes
@@ -14,13 +14,13 @@ import struct
 import sys
 from pathlib import Path
 
-# Variables of the environment that such a process gets, beside those that begin with LC_ or PYTHON: no token is among
-# them.
+# Environment variables that a sandboxed process receives, besides those that begin with LC_ or PYTHON. None of them
+# contains a token.
 _VARIABLES = ("PATH", "LANG", "LD_LIBRARY_PATH")
 _FIXED = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
 
-# System calls that a computing Python needs, by their numbers in Linux' tables of each machine: memory, clocks, signals
-# to itself, reading of files. The last entry: open calls, whose argument of that index must not ask for writing.
+# The system calls that a computing Python process needs (memory, clocks, signals to itself, reading files), by number
+# on each architecture: AUDIT_ARCH, allowed calls, and {open call: index of the argument that must not request writing}.
 # fmt: off
 _CALLS: dict[str, tuple[int, tuple[int, ...], dict[int, int]]] = {
     "x86_64": (
@@ -47,7 +47,7 @@ _READ = 1 << 2 | 1 << 3  # LANDLOCK_ACCESS_FS_READ_FILE and READ_DIR
 
 
 def environment() -> dict[str, str]:
-    """The variables of the environment for such a process."""
+    """The environment variables of a sandboxed process."""
     variables = dict(_FIXED)
     for name, value in os.environ.items():
         if name in _VARIABLES or name.startswith(("LC_", "PYTHON")):
@@ -56,8 +56,9 @@ def environment() -> dict[str, str]:
 
 
 def confine(memory: int = 4 * 2**30) -> list[str]:
-    """Confine this process for good, to that many bytes of address space; the layers that this machine does not have,
-    in words.
+    """Confine this process permanently, with at most `memory` bytes of address space.
+
+    Returns the names of the layers that this machine does not support.
     """
     for limit, value in (
         (resource.RLIMIT_AS, memory),
@@ -78,11 +79,11 @@ def confine(memory: int = 4 * 2**30) -> list[str]:
 
 
 def _landlock(libc: ctypes.CDLL) -> bool:
-    """Allow reading below the folders of Python and nothing else; False where the kernel has no Landlock."""
+    """Allow nothing but reading below Python's folders; returns False if the kernel does not support Landlock."""
     abi = libc.syscall(_CREATE_RULESET, None, 0, 1)
     if abi < 1:
         return False
-    # all rights to files that this version of Landlock knows are handled, i.e. refused unless a rule allows them
+    # handle all file access rights that this version of Landlock knows, which denies them unless a rule allows them
     bits = 13 if abi < 2 else 14 if abi < 3 else 15 if abi < 5 else 16
     attributes = struct.pack("QQQ", (1 << bits) - 1, 3 if abi >= 4 else 0, 3 if abi >= 6 else 0)
     size = 8 if abi < 4 else 16 if abi < 6 else 24
@@ -102,13 +103,13 @@ def _landlock(libc: ctypes.CDLL) -> bool:
 
 
 def _seccomp(libc: ctypes.CDLL) -> bool:
-    """Refuse all system calls but those of _CALLS with EPERM; False where the kernel does not take the filter."""
+    """Make system calls other than those in _CALLS fail with EPERM; returns False if the filter is not supported."""
     if platform.machine() not in _CALLS:
         return False
     arch, calls, opens = _CALLS[platform.machine()]
     load, equal, any_bit, give = 0x20, 0x15, 0x45, 0x06  # BPF_LD|W|ABS, BPF_JMP|JEQ, BPF_JMP|JSET, BPF_RET
 
-    # struct sock_filter: code, steps to skip if true and if false, operand; loads are offsets in struct seccomp_data
+    # struct sock_filter: code, jump offsets if true and if false, operand; loads are offsets in struct seccomp_data
     program = [(load, 0, 0, 4), (equal, 1, 0, arch), (give, 0, 0, _REFUSE), (load, 0, 0, 0)]
     for call in calls:
         program += [(equal, 0, 1, call), (give, 0, 0, _ALLOW)]

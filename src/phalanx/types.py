@@ -1,10 +1,10 @@
-"""The values that flow through the loop, and the protocols of the parts that produce them.
+"""The data types of the training loop, and the protocols of its components: policy, rollout and algorithm.
 
-The contract that all kinds of policy share: a rollout samples trajectories of *actions* (stochastic denoising steps,
-tokens), and the policy replays them and gives the log-probability of each action. Nothing here depends on the kind.
+All policies share one contract: a rollout samples trajectories of *actions* (stochastic denoising steps or tokens), and
+the policy replays them and returns the log-probability of each action. Nothing here depends on the kind of model.
 
-Shapes: B samples of this rank, N of all ranks, A actions of a sample. Samples may have different numbers of actions:
-they are padded to A, and a mask says which are real.
+Shapes: B is the number of samples on this rank, N the number on all ranks, and A the number of actions per sample.
+Samples with fewer actions are padded to A, and a mask marks the real ones.
 """
 
 from __future__ import annotations
@@ -19,24 +19,25 @@ from phalanx.config.engines import EngineFacts
 if TYPE_CHECKING:
     from torch import Tensor
 
-# What a policy makes: images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1 on the CPU, or B completions.
+# Generated images [B, 3, H, W] or videos [B, F, 3, H, W] with values in 0..1 on the CPU, or B completions.
 Outputs: TypeAlias = "Tensor | list[str]"
 
 
 class JobError(RuntimeError):
-    """A failure of the running job that its message explains in one line, such as a reward that raises."""
+    """A failure of a running job, such as an exception in a reward; its message explains it in one line."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt and what its reward needs.
+    """A prompt and the data that its reward needs.
 
     `group_id` numbers the prompts of one step across all ranks; `meta` holds `ground_truth`, `data_source`, and all
     other columns of the data file. `negative` is the negative prompt, None for the model family's default. `messages`
-    is the whole chat, {role, content} each, where the data has one; `text` is then its last user message. `place` is
-    its key, file and line, for messages. `images` are those that a language model reads, in order: a content of
-    `messages` with images is a list of parts, {"type": "image"} for each and {"type": "text", "text": ...}. `teacher`:
-    the name of the teacher that is asked about its samples, empty where all are.
+    is the whole chat as {role, content} messages, if the data contains chats; `text` is then the last user message.
+    `place` is the configuration key, file and line that the prompt comes from, for error messages. `images` are the
+    input images of a language model, in order: the content of a message with images is a list of parts,
+    {"type": "image"} or {"type": "text", "text": ...}. `teacher` names the teacher that scores the samples of this
+    prompt; empty: all teachers do.
     """
 
     text: str
@@ -50,50 +51,49 @@ class Prompt:
 
 
 class Trace(Protocol):
-    """The values from which a policy replays the actions of B samples; read only by the kind of policy that made it."""
+    """The values from which a policy replays the actions of B samples; opaque to everything but that kind of policy."""
 
     def select(self, rows: Tensor) -> Self:
-        """The samples in `rows` [b]."""
+        """The trace of the samples in `rows` [b]."""
 
     @classmethod
     def joined(cls, parts: Sequence[Self]) -> Self:
-        """The samples of several traces of one rollout, one after the other."""
+        """Concatenate several traces of one rollout."""
 
     def rescored(self, replays: Sequence[Any], parts: Sequence[Tensor]) -> Self:
-        """The trace after the policy itself has replayed all samples, those in the rows `parts` one by one: see
+        """The trace after the policy has replayed all samples; replays[i] belongs to the rows parts[i]. See
         phalanx.rollout.correction.
         """
 
 
 class Corrupted(Protocol):
-    """Final samples, corrupted anew, as forward-process algorithms train on them: noised latents, masked tokens.
+    """Final samples with fresh corruption (noised latents or masked tokens), on which forward-process algorithms train.
 
-    mask [B, A] bool: the levels of corruption that are trained.
+    mask [B, A] bool: the corruption levels that are trained.
     """
 
     @property
     def mask(self) -> Tensor: ...
 
     def select(self, rows: Tensor) -> Self:
-        """The samples in `rows` [b]."""
+        """The corrupted samples in `rows` [b]."""
 
 
 @dataclass(frozen=True)
 class Samples:
-    """The samples of this rank: the outputs, log_prob [B, A] of their actions under the weights that sampled, and mask
-    [B, A] bool, the actions that are real and trained.
+    """The samples of this rank: their outputs, log_prob [B, A] of their actions under the weights that drew them, and
+    mask [B, A] bool, which is True for real actions that are trained.
 
-    `index` [B] is each sample's number in the step across all ranks; sample i belongs to group i // n. `weight` [B, A]
-    are factors of the policy's term of the loss where another engine drew the samples. `exact`: a replay repeats
-    log_prob to the last bit where the rollout's are exact at all; False on all ranks where the shapes have changed
-    since. `lengths` [B, 3], on the CPU, are the tokens of each prompt, those behind it, and those of these that were
-    drawn, where samples are made of tokens. `on_policy`: each of them is trained once, by the weights that drew it, so
-    that log_prob is that of the pass that trains it, NaN here. `positions` [B] of each sample in a pass, on the CPU,
-    where those are not its tokens.
-    `action_reward` [B, A]: the parts of each sample's reward that came with single actions, None for none.
-    `lost` [B] bool, on the CPU: samples that are left out of advantages and loss whatever their reward, None for none.
-    `version` [B], or [B, A] of each action, on the CPU: the training steps of the weights that drew them, where those
-    may be older than the policy's.
+    `index` [B] numbers the samples of a step across all ranks; sample i belongs to group i // n. `weight` [B, A] holds
+    the importance weights of rollout.correction, which multiply the policy's term of the loss. `exact`: a replay
+    reproduces log_prob bit for bit, if the rollout is exact at all; False on all ranks once tensor shapes have changed
+    since sampling. `lengths` [B, 3], on the CPU, for samples made of tokens: the tokens of each prompt, the tokens
+    after it, and how many of the latter were sampled. `on_policy`: each sample is trained once, by the weights that
+    drew it; log_prob is then NaN here and taken from the training pass. `positions` [B], on the CPU: the positions that
+    each sample occupies in a pass, if that is not its number of tokens. `action_reward` [B, A]: the parts of each
+    sample's reward that belong to single actions, if any. `lost` [B] bool, on the CPU: samples to exclude from
+    advantages and loss whatever their reward, if any. `version` [B], or [B, A] per action, on the CPU: the training
+    step of the weights that drew each sample, set if these may be older than the policy's.
     """
 
     prompts: list[Prompt]
@@ -113,7 +113,7 @@ class Samples:
 
     @property
     def tokens(self) -> Tensor | None:
-        """[B] of the samples in a pass, with their prompts."""
+        """The length [B] of each sample in a pass, including its prompt; None if samples are not made of tokens."""
         if self.positions is not None:
             return self.positions
         return None if self.lengths is None else self.lengths[:, :2].sum(1)
@@ -121,7 +121,7 @@ class Samples:
 
 @dataclass(frozen=True)
 class Replay:
-    """The policy's view of given actions: log_prob [B, A] float32, with a gradient. Kinds of policy add to it."""
+    """The policy's evaluation of given actions: log_prob [B, A] float32, with a gradient. Policies extend it."""
 
     log_prob: Tensor
 
@@ -131,14 +131,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Batch(Generic[T]):
-    """Samples of one forward and backward pass.
+    """The samples of one forward and backward pass.
 
-    log_prob and mask [B, A] are those of `Samples` (of `corrupted` for forward-process algorithms, without log_prob);
-    advantage [B], or [B, A] of an algorithm with `per_action`. weight [U, A] is that of each action of each unit (a
-    sample, or the samples that the algorithm's `units` trains together): it already holds the denominator over all
-    ranks, and is 0 for what does not count. `reference_outputs` holds what the algorithm's `reference_output` returned
-    for these samples, by names of weights. `on_policy`: see `Samples`. `score`: with the algorithm's `last_steps`, the
-    reward [k b] of images [k b, 3, H, W] or videos, k of each of these samples, with a gradient.
+    log_prob and mask [B, A] are those of `Samples`; forward-process algorithms use the mask of `corrupted` and no
+    log_prob. advantage is [B], or [B, A] for an algorithm with `per_action`. weight [U, A] is the weight of each action
+    of each unit (a sample, or the samples that the algorithm's `units` trains together) in the loss: it includes the
+    denominator over all ranks, and is 0 for actions that do not count. `reference_outputs` maps names of weights to
+    the results of the algorithm's `reference_output` for these samples. `on_policy`: see `Samples`. `correction`
+    [B, A]: the importance weights, for an algorithm that `corrects`. `score`: for an algorithm with `last_steps`, a
+    function that returns the differentiable reward [k b] of images [k b, 3, H, W] or videos, k of each sample.
     """
 
     trace: T
@@ -155,10 +156,10 @@ class Batch(Generic[T]):
 
 @dataclass(frozen=True)
 class Scored:
-    """All samples of this rank once they have rewards, before any of them is trained.
+    """All samples of this rank after scoring and before training.
 
-    `advantage` [B] is that of `Algorithm.advantage`. The others are [B, A]: log_prob; mask bool, the actions that are
-    trained, of samples that count; `reference_outputs` by names of weights; the critic's `values`, None without one;
+    `advantage` [B] comes from `Algorithm.advantage`. The other tensors are [B, A]: log_prob; mask bool, the trained
+    actions of samples that count; `reference_outputs` by name of weights; the critic's `values`, None without a critic;
     `action_reward`, see Samples.
     """
 
@@ -172,8 +173,8 @@ class Scored:
 
 @dataclass(frozen=True)
 class Credit:
-    """The value of each action: advantage [B, A]; returns [B, A], which a critic learns; and metrics, equal on all
-    ranks.
+    """Credit assignment per action: advantage [B, A]; returns [B, A], the critic's regression targets; and metrics,
+    equal on all ranks.
     """
 
     advantage: Tensor
@@ -182,15 +183,17 @@ class Credit:
 
 
 TEACHER = "teacher"
-ASKED = "asked"  # of `Batch.reference_outputs`, with several teachers: [B], the place among them of each sample's own
+ASKED = "asked"  # key of `Batch.reference_outputs`, with several teachers: the index [B] of each sample's teacher
 
 
 @dataclass(frozen=True)
 class Teacher:
-    """A frozen model beside the policy, of its family: a model folder or hub id, which the configuration's `key` names,
-    its guidance scale (None: the rollout's), and the hub's revision (None: its main branch). `rows`: a column of the
-    data and its value in the rows that the teacher is asked about; None: all. The outputs of all teachers with `rows`
-    are together `Batch.reference_outputs[TEACHER]`, each sample's of the teacher that was asked about it.
+    """A frozen model of the policy's family, used beside it.
+
+    `path` is its model folder or hub id, as given by the configuration's `key`; `guidance` is its guidance scale (None:
+    the rollout's), and `revision` the hub revision (None: the main branch). `rows`: a column of the data, and its value
+    in the rows that this teacher scores; None: all rows. The outputs of all teachers with `rows` are combined in
+    `Batch.reference_outputs[TEACHER]`: each sample has the output of the teacher that scored it.
     """
 
     name: str
@@ -202,35 +205,35 @@ class Teacher:
 
 
 class Policy(Protocol):
-    """The trained model, as algorithms and rollouts see it. `trace_type`: the class of its traces."""
+    """The trained model, as algorithms and rollouts see it. `trace_type` is the class of its traces."""
 
     @property
     def trace_type(self) -> type: ...
 
     def replay(self, trace: Any) -> Any:
-        """The Replay of a Trace."""
+        """Evaluate the actions of a Trace; returns a Replay."""
 
     def predict(self, trace: Any, corrupted: Any) -> Tensor:
         """The model's prediction [B, A, ...] float32 for corrupted final samples."""
 
     def corrupt(self, samples: Samples, seeds: Sequence[int], *, levels: int, distribution: str) -> Any:
-        """Final samples corrupted at `levels` levels each, a function of one seed per sample: a Corrupted."""
+        """Corrupt each final sample at `levels` levels, with noise from one seed per sample; returns a Corrupted."""
 
     def unsharded(self) -> AbstractContextManager[None]:
         """A context in which all weights are gathered, for forward passes without gradients."""
 
     def using(self, weights: str) -> AbstractContextManager[None]:
-        """Other weights for a while: "reference", "ema", or those of the algorithm."""
+        """A context in which the policy uses other weights: "reference", "ema", or an average of the algorithm."""
 
 
 Each: TypeAlias = "Callable[[Outputs, list[Prompt]], None]"
 
 
 class Rollout(Protocol):
-    """Samples from the policy.
+    """Draws samples from the policy.
 
-    `facts`: what all else asks of an engine; `exact` is among them. `fps`: frames per second of videos, 1 for all else.
-    `noun`: what a sample is called in metrics and messages, in the plural. `micro_batch_size`: samples that are drawn
+    `facts`: the properties of the sampling engine. `fps`: frames per second of videos, 1 for all else. `noun`: the
+    plural word for samples in metrics and messages, such as "images". `micro_batch_size`: how many samples are drawn
     together.
     """
 
@@ -241,69 +244,72 @@ class Rollout(Protocol):
 
     @property
     def exact(self) -> bool:
-        """Whether the log-probabilities are the policy's own."""
+        """Whether log_prob of the samples is the policy's own, to the last bit."""
 
     def prepare(self, batches: Callable[[int], list[Prompt]], step: int, end: int) -> None:
-        """Before the samples of training step `step`: work that is cheaper done ahead, up to step `end`. `batches(k)`
-        are the prompts of step k.
+        """Called before step `step` is sampled: do work that is cheaper ahead of time, for steps before `end`.
+        batches(k) returns the prompts of step k.
         """
 
     def awake(self) -> AbstractContextManager[None]:
-        """For the time of the block the policy's weights, as they are now, are where samples are drawn."""
+        """A context in which the engine is ready to sample with the policy's current weights."""
 
     def sample(self, prompts: list[Prompt], *, seed: int, step: int, each: Each) -> Samples:
-        """This rank's share of the samples of a training step; `prompts` are those of all ranks.
+        """Draw this rank's share of the samples of a training step; `prompts` are those of all ranks.
 
         `each(outputs, prompts)` is called after every micro-batch, equally often on all ranks.
         """
 
     def renew(self, samples: Samples, prompts: list[Prompt]) -> Samples:
-        """The samples of the last `sample` with other prompts, all ranks' again, before `resample` draws those anew
-        whose prompt is another one.
+        """Give the samples of the last `sample` new prompts (those of all ranks); `resample` then redraws the samples
+        whose prompts have changed.
         """
 
     def resample(self, samples: Samples, stale: Tensor, attempt: int, *, each: Each) -> tuple[Samples, Tensor]:
-        """The samples with those that `stale` [N] bool names drawn anew, and the numbers [D] of what `each` saw, -1 for
-        what is dropped.
+        """Redraw the samples that `stale` [N] bool marks. Also returns the sample numbers [D] in the order in which
+        `each` saw them, -1 for padding that is dropped.
         """
 
     def sample_validation(self, prompts: list[Prompt], *, each: Each) -> None:
-        """rollout.val.n samples per prompt, one prompt's after the other."""
+        """Draw rollout.val.n samples per prompt, prompt by prompt."""
 
     def metrics(self, samples: Samples, reward: Tensor) -> dict[str, float]:
-        """Metrics of a step's samples; reward [N] is that of all ranks' samples."""
+        """Metrics of a step's samples; reward [N] covers the samples of all ranks."""
 
     def close(self) -> None:
-        """At the end of a job, before its process ends: wait for what goes on beside it."""
+        """Called at the end of a job, before its process exits: wait for background work."""
 
 
 class KeepsSamples(Protocol):
-    """A rollout some of whose samples wait for later steps: see phalanx.training.job.Sampling."""
+    """A rollout that keeps some samples for later steps: see phalanx.training.job.Sampling."""
 
     def begin(self, step: int, kept: Sequence[Tensor]) -> None:
-        """Once, before the first training step of this start of the job, with what a checkpoint has of them."""
+        """Called once, before the first training step after a start or resume; `kept` is what the checkpoint contains
+        of `in_flight`.
+        """
 
     def in_flight(self, step: int) -> Tensor | None:
-        """Bytes [K] uint8 of those that wait after `step` training steps; None for none."""
+        """The serialized samples, [K] uint8, that are pending after `step` training steps; None for none."""
 
 
 class Algorithm(Protocol):
-    """The learning rule: pure, over the samples of all ranks. Rewards are [N], in the order of the samples' numbers.
+    """The learning rule: a pure function of the samples of all ranks. Rewards are [N], ordered by sample number.
 
-    `levels`: levels of corruption at which each final sample is trained (Batch.corrupted); None: it trains on the
-    sampled actions. `behaviour`: the weights that sample; None: the policy's own. `references`: the weights whose
-    output the loss wants, in Batch.reference_outputs: "policy" (as they are before the step's first update, with
-    `levels` before that of each pass), "reference", or names of `averages` or `teachers`. `teachers`: frozen models
-    beside the policy. `averages`: copies of the weights that the algorithm keeps, in the checkpoint too; after training
-    step number `step` (from 1) each becomes decay * itself + (1 - decay) * the policy's. `samples_per_unit`: samples of
-    a prompt that are trained as one, 0 for all of them. `needs_reward`: False where nothing is learned from rewards.
-    `per_action`: each action has a separate advantage, which `credit` gives. `corrects`: the loss has its policy's term
-    weighed by `Batch.correction`; else rollout.correction weighs the whole of it. `clip_range`: how far from 1 a
-    likelihood ratio may be before the loss clips it, or where it does not clip, before samples are no longer taken for
-    on-policy; where the policy's replay of its own samples is off by a tenth of it, old log-probs are taken again.
-    `max_ratio`: the mean ratio of an update above which what is left of a step's updates is left out; None: never.
-    `last_steps`: with `levels`, the loss differentiates the reward, from states of this many of the last denoising
-    steps on, which the rollout keeps; 0: it wants only the reward's value.
+    `levels`: corruption levels at which each final sample is trained (Batch.corrupted); None: train on the sampled
+    actions. `last_steps`: with `levels`, the loss differentiates the reward through this many of the last denoising
+    steps, whose states the rollout keeps; 0: only the value of the reward is used.
+    `behaviour`: the weights that sample; None: the policy's own. `references`: the weights whose outputs the loss needs
+    in Batch.reference_outputs: "policy" (the weights before the first update of the step, or with `levels` before that
+    of each pass over the samples), "reference", or names of `averages` or `teachers`. `averages`: copies of the weights
+    that the algorithm keeps, also in the checkpoint; after training step `step` (from 1) each becomes
+    decay * itself + (1 - decay) * policy. `teachers`: frozen models beside the policy.
+    `samples_per_unit`: samples of a prompt that are trained as one unit, 0 for all of them. `needs_reward`: False if
+    nothing is learned from rewards. `per_action`: each action has a separate advantage, computed by `credit`.
+    `corrects`: the loss applies `Batch.correction` to the policy's term only; otherwise rollout.correction weights the
+    whole loss. `clip_range`: the distance from 1 at which the loss clips a likelihood ratio, or, for a loss without
+    clipping, beyond which samples do not count as on-policy; if the policy's replay of its own samples is off by more
+    than a tenth of it, old log-probs are recomputed. `max_ratio`: if the mean ratio of an update exceeds it, the
+    remaining updates of the step are skipped; None: never.
     """
 
     levels: int | None
@@ -320,25 +326,25 @@ class Algorithm(Protocol):
     max_ratio: float | None
 
     def advantage(self, reward: Tensor, group_id: Tensor) -> Tensor:
-        """[N] float32."""
+        """The advantages [N] float32."""
 
     def sample_mask(self, reward: Tensor, group_id: Tensor) -> Tensor:
-        """[N] bool: the samples that are trained on."""
+        """The samples to train on, [N] bool."""
 
     def units(self, reward: Tensor, group_id: Tensor) -> Tensor:
-        """[U, samples_per_unit] numbers of samples: each row is trained as one, its samples side by side in a Batch."""
+        """Sample numbers [U, samples_per_unit]: the samples of a row are one unit, adjacent in a Batch."""
 
     def credit(self, scored: Scored, total: Callable[[Tensor], Tensor]) -> Credit:
-        """With `per_action`: what this rank's actions are worth; `total` sums a CPU tensor over all ranks."""
+        """With `per_action`: assign credit to the actions of this rank; `total` sums a CPU tensor over all ranks."""
 
     def decay(self, name: str, step: int) -> float:
-        """See `averages`."""
+        """The decay of an average after training step `step`: see `averages`."""
 
     def corrupt(self, policy: Policy, samples: Samples, seeds: Sequence[int]) -> Any:
-        """With `levels`: the samples as they are trained on in a pass, a function of one seed per sample."""
+        """With `levels`: corrupt the samples for a pass over them, with noise from one seed per sample."""
 
     def reference_output(self, policy: Policy, batch: Batch) -> Tensor:
-        """[B, ...] what the loss wants of other weights, computed by a policy that has them for now."""
+        """The output [B, ...] that the loss needs of one of `references`; `policy` currently uses these weights."""
 
     def loss(self, policy: Policy, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss [U, A] of each unit and action, before its weight, and detached scalars."""
+        """The unweighted loss [U, A] of each unit and action, and detached scalars to log."""

@@ -89,7 +89,7 @@ def test_an_error_of_the_ranks_is_one_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("what", "status", "message"),
     [
-        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "was killed by SIGKILL; out of memory, perhaps"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "was killed by SIGKILL, possibly out of memory"),
         ("os._exit(7)", 7, "ended with status 7, without a word"),
     ],
 )
@@ -105,7 +105,7 @@ def test_ranks_that_end_before_their_job_is_done_fail_it(nproc: int, tmp_path: P
     """All of them, with a status that launchers take for success."""
     done = torchrun([script(tmp_path, "pass", each="os._exit(0)")], nproc=nproc)
     ranks, their = ("rank 0", "its") if nproc == 1 else ("ranks 0, 1", "their")
-    line = f"ended with status 0 before {their} job was done, as by os._exit in a reward"
+    line = f"ended with status 0 before {their} job was done, for example by os._exit in a reward"
     assert mistakes(done.stderr) == f"error: {ranks} on {socket.gethostname()} {line}\n"
     assert done.returncode == 1
 

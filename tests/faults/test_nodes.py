@@ -88,7 +88,7 @@ def test_a_stop_of_node_0_is_one_line_on_the_other(hosts: Hosts, sd3_folder: Pat
     assert "stopped by SIGTERM after step " in a.said
     lines = [line for line in b.said.splitlines() if not line.startswith(("waiting for node 0", "[W"))]
     first, last = lines
-    assert first == f"starting 2 ranks of the job whose progress node 0 ({ADDRESSES[0]}) shows"
+    assert first == f"starting 2 ranks; node 0 ({ADDRESSES[0]}) shows the job's progress"
     line = f"error: node 0 (MASTER_ADDR={ADDRESSES[0]}, MASTER_PORT=29500) has left the job, and this node's ranks were stopped"
     assert last.startswith(line)
 

@@ -124,7 +124,7 @@ def test_a_killed_role_on_another_node_is_named(killed: str, lm_folder: Path, tm
         assert a.processes() == b.processes() == {}
         own, other = (a.said, b.said) if number == 0 else (b.said, a.said)
     assert codes[number] == 137 and codes[1 - number] == 1
-    assert own.splitlines()[-1] == f"error: rank {number} on {HOST} was killed by SIGKILL; out of memory, perhaps"
+    assert own.splitlines()[-1] == f"error: rank {number} on {HOST} was killed by SIGKILL, possibly out of memory"
     how = "no sign of life" if number else "which keeps the store: no contact"  # it went with the launcher
     lost = rf"lost rank {number} on {HOST} \(node {number}, {killed}\)(: |, ){how} for \d+ s"
     assert re.fullmatch(lost, other.splitlines()[-1]), other

@@ -104,7 +104,7 @@ def test_a_name_of_several_configurations(tmp_path: Path, monkeypatch: pytest.Mo
         (tmp_path / "configs" / folder / "same.yaml").touch()
     monkeypatch.setattr(command, "ROOT", tmp_path)
     assert command.find_config("same", "b") == command.find_config("b/same") == tmp_path / "configs/b/same.yaml"
-    with pytest.raises(ValueError, match="--config: same is the name of several: a/same, b/same; name its folder too"):
+    with pytest.raises(ValueError, match="--config: same is ambiguous: a/same, b/same; name its folder too"):
         command.find_config("same")
 
 

@@ -305,7 +305,7 @@ def test_the_command() -> None:
         (["tasks/sample.py", "--plan"], "unknown option --plan; expected [config.yaml] [key=value ...], or --help"),
         (
             ["tasks/train_flowgrpo.py", "configs/flowgrpo/quickstart.yaml", "nnodes=2"],
-            "nnodes=2 goes with --plan; a job's own size is its launcher's, such as NNODES=2",
+            "nnodes=2 is only for --plan; the size of a job is set by environment variables, such as NNODES=2",
         ),
     ],
 )
