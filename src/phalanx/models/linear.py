@@ -26,7 +26,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 # The choice: rounding differs in the last bits, so that it depends on no clock and is one for all ranks of a job.
 TORCH, ONEDNN = "torch", "onednn"
-MIN_ROWS = 64  # fewer are MKL's: oneDNN takes about 10 us to find its kernel
+MIN_PRODUCTS = 2**22  # multiply-adds; smaller products go to MKL, because oneDNN takes 15 to 20 us to find its kernel
 
 log = logging.getLogger(__name__)
 
@@ -206,7 +206,7 @@ def _takes(input: Tensor, weight: Tensor) -> bool:
     if input.numel() == 0:
         return False  # oneDNN knows no empty products
     # one graph is for any number of rows
-    return torch.compiler.is_compiling() or input.numel() >= MIN_ROWS * weight.shape[1]
+    return torch.compiler.is_compiling() or input.numel() * weight.shape[0] >= MIN_PRODUCTS
 
 
 class _Linear(torch.autograd.Function):
