@@ -33,7 +33,7 @@ def test_the_example_of_ones_own_logger(tmp_path: Path, capfd: pytest.CaptureFix
     assert [float(line["reward/mean"]) for line in table[1:]] == [row["reward/mean"] for row in rows[1:]]
     best = (folder / "samples" / "held_out" / "best.txt").read_text().splitlines()
     assert [line.split(":")[0] for line in best] == [f"step {step}" for step in (0, 1, 2, 3, 3, 4)]
-    assert "is off from here on" not in capfd.readouterr().err
+    assert "is switched off" not in capfd.readouterr().err
 
 
 @pytest.mark.full

@@ -124,7 +124,7 @@ class TestMlflow:
             self.client(tmp_path).delete_run(log.ids["mlflow"])  # it takes nothing from here on
             log.log(1, {"x": 1})
         (warning,) = [text for text in caplog.messages if "logger" in text]
-        assert warning.startswith("the logger mlflow is off from here on: MlflowException: ") and "\n" not in warning
+        assert warning.startswith("the logger mlflow is switched off: MlflowException: ") and "\n" not in warning
         assert (tmp_path / "metrics.jsonl").read_text().startswith('{"step": 1, "x": 1, ')
 
     def test_a_server_out_of_reach_is_told_in_a_line(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

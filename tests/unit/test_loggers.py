@@ -170,7 +170,7 @@ class TestOwn:
         with start(tmp_path, "console", f"{file}:Broken") as log:
             log.log(1, {"x": 1, "reward/mean": 0.5})
             log.log(2, {"x": 2, "reward/mean": 0.5})
-        assert caplog.messages == [f"the logger {file}:Broken is off from here on: RuntimeError: no log"]
+        assert caplog.messages == [f"the logger {file}:Broken is switched off: RuntimeError: no log"]
         assert (tmp_path / "own.txt").read_text() == "open None 0 4 3\n"
         assert len(capsys.readouterr().out.splitlines()) == len(rows(tmp_path)) == 2
 

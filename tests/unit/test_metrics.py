@@ -83,7 +83,7 @@ class TestMetricsFile:
         with caplog.at_level(logging.WARNING):
             assert read_metrics(path) == [{"step": 1}, {"step": 2}]
         assert caplog.messages == [
-            f"{path}:{line}: not a JSON object with a step; the line is left out" for line in (3, 4)
+            f"{path}:{line}: not a JSON object with a step; the line is ignored" for line in (3, 4)
         ]
 
     def test_steps_only_grow(self, tmp_path: Path) -> None:

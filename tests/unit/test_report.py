@@ -227,7 +227,7 @@ def test_metrics_that_never_change_are_named_and_not_drawn(tmp_path: Path) -> No
     titles = re.findall(r'<figure class="chart"><figcaption>(.*?)</figcaption>', page.source)
     assert titles == ["Response length (tokens)", "Seconds by phase", "perf/elapsed_s"]
     assert (
-        "The same in all steps, and not drawn: actor/clipfrac 0, actor/ratio_mean 1, actor/ratio_std 0, "
+        "Constant over all steps, and therefore not drawn: actor/clipfrac 0, actor/ratio_mean 1, actor/ratio_std 0, "
         "reward/zero_std_ratio 0.5."
     ) in page.words()
 

@@ -226,7 +226,8 @@ def test_a_request_that_cannot_be_written_is_one_line(tmp_path: Path, capsys: py
     assert main("stop", [str(run)]) == 2
     lock.release()
     reason = (
-        "the request cannot be written (Is a directory); ask as the user of the job, or send SIGTERM to its launcher"
+        "the request cannot be written (Is a directory); "
+        "run this as the user of the job, or send SIGTERM to its launcher"
     )
     assert capsys.readouterr().err == f"error: {run}: {reason}\n"
 
@@ -258,7 +259,7 @@ def test_a_job_that_dies_before_it_stops(
     monkeypatch.setattr(runs, "PATIENCE_S", 0.5)
     (a_run(tmp_path / "run") / "running.json").write_text('{"pid": 7, "host": "x", "beat": 3, "token": "t"}')
     assert main("stop", [str(tmp_path / "run")]) == 2
-    assert capsys.readouterr().err == f"error: {tmp_path / 'run'}: process 7 on x has died before it stopped\n"
+    assert capsys.readouterr().err == f"error: {tmp_path / 'run'}: process 7 on x died before it stopped\n"
     assert json.loads((tmp_path / "run" / "stop.json").read_text()) == {"token": "t"}
 
 

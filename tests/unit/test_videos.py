@@ -80,7 +80,7 @@ def test_what_the_encoder_refuses(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     assert "\n" not in str(error.value)
     with start(tmp_path, "console") as log:
         log.records(2, "ocr", [Record("a", 0.5, wide, 0, fps=8)])
-    assert "images of step 2 are not written: " in caplog.text
+    assert "images of step 2 were not written: " in caplog.text
     assert list((tmp_path / "images" / "ocr").iterdir()) == []
 
 
