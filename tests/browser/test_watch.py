@@ -155,7 +155,7 @@ def test_a_folder_that_goes_and_comes_back(tmp_path: Path, visitor: Visitor, ser
     status = page.locator("#ranks .status")
     expect(status).to_contain_text("step 1 of 20")
     run.folder.rename(tmp_path / "elsewhere")
-    expect(status).to_have_text(f"{run.folder} is not there any more")
+    expect(status).to_have_text(f"{run.folder} no longer exists")
     (tmp_path / "elsewhere").rename(run.folder)
     expect(status).to_contain_text("step 1 of 20")
     visitor.expect_errors("400 (Bad Request)")

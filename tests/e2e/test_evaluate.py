@@ -61,7 +61,7 @@ def test_records_that_were_lost_are_sampled_anew(tmp_path: Path) -> None:
     done = run_task(words(tmp_path))
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1] == (
-        f"error: {records}:2: not a record of an evaluation; delete the file to sample anew"
+        f"error: {records}:2: not a record of an evaluation; delete the file to sample again"
     )
     # an evaluation that ends with an error has left its folder
     assert not (tmp_path / "out" / "running.json").exists()

@@ -287,7 +287,7 @@ class TestMissingPieces:
         page = Page(write_report(tmp_path))
         assert len(page.all("img")) == 2 * MAX_CARDS + 4 * BEST
         assert f"{MAX_CARDS} of {MAX_CARDS + 3} prompts are shown." in page.words()
-        assert "b: step 0 to 1 The validations share no prompt." in page.words()
+        assert "b: step 0 to 1 The validations have no prompt in common." in page.words()
 
     def test_a_configuration_that_is_no_yaml_is_still_shown(self, tmp_path: Path) -> None:
         folder = run(tmp_path)

@@ -272,7 +272,7 @@ def test_a_folder_that_vanishes_and_comes_back(client: Client, tmp_path: Path) -
     (tmp_path / "run").rename(tmp_path / "elsewhere")
     for path in ("/ranks", "/log?rank=0"):
         answer, text = client.ask(path)
-        assert (answer.status, text) == (400, f"{tmp_path / 'run'} is not there any more\n")
+        assert (answer.status, text) == (400, f"{tmp_path / 'run'} no longer exists\n")
     answer, text = client.ask("/")
     assert answer.status == 400 and text.startswith(f"{tmp_path / 'run'}: no such folder; ")
     (tmp_path / "elsewhere").rename(tmp_path / "run")
@@ -344,4 +344,4 @@ def test_a_port_that_cannot_be_had_is_one_line(
     number = str(client.port) if port == "taken" else port
     assert main([str(tmp_path / "run"), "--port", number]) == 2
     said = capsys.readouterr().err
-    assert said.startswith(f"error: cannot listen at 127.0.0.1, port {number}: ") and said.count("\n") == 1
+    assert said.startswith(f"error: cannot listen on 127.0.0.1, port {number}: ") and said.count("\n") == 1

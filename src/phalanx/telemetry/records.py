@@ -66,11 +66,10 @@ class Record:
     """One generated sample: `output` is an image uint8 [H, W, 3], a video [F, H, W, 3] with `fps` frames per second, or
     a text.
 
-    `index` is the prompt's number in its validation set, or with n samples per prompt n times that plus the sample's
-    number, so that equal indices at two steps mean the same prompt and noise. `scores` maps the terms of the reward to
-    their values, and `ground_truth` comes from the data. `truncated`: the text ends at the length limit instead of an
-    end-of-sequence token. `conversation`: the values of CONVERSATION, if the text is the last turn of a conversation.
-    `images` are those in the prompt of a text.
+    `index` is the prompt's number in its validation set; equal indices at two steps mean the same prompt and noise.
+    `scores` maps the terms of the reward to their values, and `ground_truth` comes from the data. `truncated`: the text
+    ends at the length limit instead of an end-of-sequence token. `conversation`: the values of CONVERSATION, if the
+    text is the last turn of a conversation. `images` are those in the prompt of a text.
     """
 
     prompt: str
