@@ -127,7 +127,7 @@ def test_roles_are_placed_and_their_weights_timed(tmp_path: Path) -> None:
     assert verdict is None
     assert findings[1] == "ok       placement: rollout rank 2, inference rank 0, actor rank 1"
     rate = re.fullmatch(
-        r"ok       roles: weights from rank 1 to the 2 that sample or score in (.+) s per GB \(rank [02] on .+\)",
+        r"ok       roles: weights from rank 1 to the 2 ranks that sample or score in (.+) s per GB \(rank [02] on .+\)",
         findings[-1],
     )
     assert rate is not None and 0.001 < float(rate[1]) < 1000

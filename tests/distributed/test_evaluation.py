@@ -190,7 +190,7 @@ def test_a_checkpoint_scores_as_in_its_validation_and_beats_no_baseline(sd3_fold
     # an earlier evaluation in place of a model, of which the seeds are others
     earlier = tmp_path / "out" / "evaluation" / "step_000001" / "baseline"
     other = [f"checkpoint={tmp_path / 'out'}", f"baseline={earlier}", f"output_dir={tmp_path / 'again'}"]
-    with pytest.raises(RankError, match=r"has other samples: there rollout\.val\.seed was 1234 and is 7; compare"):
+    with pytest.raises(RankError, match=r"is not comparable: rollout\.val\.seed was 1234 and is 7; expected"):
         run_ranks(evaluate, 1, [*other, "seed=7"])
 
 

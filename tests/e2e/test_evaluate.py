@@ -100,7 +100,7 @@ def test_a_reward_that_fails_is_one_line(tmp_path: Path) -> None:
         ("baseline=assets/digits/base", "baseline: 'assets/digits/base' is a model of another kind"),
         (
             "model.path=org/model",
-            "model.path: 'org/model' is no folder on this machine; of a hub id say what it is, kind=lm or kind=flow",
+            "model.path: 'org/model' is not a folder on this machine; for a hub id, also set kind=lm or kind=flow",
         ),
     ],
 )

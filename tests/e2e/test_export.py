@@ -227,8 +227,8 @@ def test_command_line_and_dtype(trained: Runs, tmp_path: Path) -> None:
     written = run.folder / "export" / "step_000002"
     lines = job.stdout.splitlines()
     assert lines[0] == f"the weights of {run.folder / 'checkpoints' / 'step_000002'} -> {written}"
-    said, call = lines[1].split("; diffusers loads it by ")
-    assert said == "the folder leaves parts out, as its base does" and len(lines) == 2
+    said, call = lines[1].split("; load it with ")
+    assert said == "the folder lacks components, as its base does" and len(lines) == 2
     assert eval(call, vars(diffusers)).text_encoder_3 is None
     exact = load_file(export(tmp_path / "model", run.folder, "weights=model") / "transformer" / WEIGHTS)
     rounded = load_file(written / "transformer" / WEIGHTS)
@@ -328,7 +328,7 @@ def test_another_model_is_refused(trained: Runs, qwen_folder: Path, tmp_path: Pa
         export(tmp_path / "export", run.folder, f"model_path={wrong}")
     assert str(error.value) == (
         f"checkpoint: {run.folder}/checkpoints/step_000002 does not fit the model '{wrong}': for context_embedder.bias "
-        "it holds [64], the model has nothing; give the base model that the run was trained from"
+        "it contains [64], the model has nothing; give the base model that the run was trained from"
     )
     gone = tmp_path / "gone"
     assert refused(f"checkpoint={run.folder}", f"model_path={gone}") == f"model.path: '{gone}': no such folder"
@@ -353,7 +353,7 @@ def test_a_run_without_an_average(sd3_folder: Path, tmp_path: Path) -> None:
     (images,) = run_ranks(train, 1, (*LORA, "actor.ema.decay=null"), sd3_folder, tmp_path, timeout=150)
     run = tmp_path / "out"
     assert refused(f"checkpoint={run}", "weights=ema") == (
-        f"weights: ema: {run}/checkpoints/step_000002 holds no moving average; use weights=model"
+        f"weights: ema: {run}/checkpoints/step_000002 contains no moving average; use weights=model"
     )
     pipeline = load_pipeline(sd3_folder)
     pipeline.load_lora_weights(export(tmp_path / "export", run))
@@ -398,6 +398,6 @@ def test_a_hub_out_of_reach_is_told_before_any_work(
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", f"http://127.0.0.1:{free_port()}")
     arguments = (f"checkpoint={trained('sd3-lora').folder}", f"output_dir={tmp_path / 'a'}", "push_to_hub=me/lora")
     assert refused(*arguments) == (
-        "push_to_hub: the repository 'me/lora' cannot be made: [Errno 111] Connection refused; it needs the hub within "
-        "reach and a token in HF_TOKEN, or leave push_to_hub out"
+        "push_to_hub: the repository 'me/lora' cannot be created: [Errno 111] Connection refused; expected access to "
+        "the hub and a token in HF_TOKEN, or leave push_to_hub out"
     )

@@ -164,7 +164,7 @@ def test_mistakes_of_an_export(trained: Runs, tmp_path: Path) -> None:
     from phalanx.jobs.sample import Generator
 
     run = trained("full")
-    with pytest.raises(ValueError, match=r"output_dir: '/dev/full/x' cannot be made: '/dev/full' is not a folder"):
+    with pytest.raises(ValueError, match=r"output_dir: '/dev/full/x' cannot be created: '/dev/full' is not a folder"):
         export(Path("/dev/full/x"), run.folder)
     with pytest.raises(ValueError, match=r"is of a language model; use tasks/generate\.py"):
         Generator(load(SampleConfig, None, [f"checkpoint={run.folder}", "prompts=[a]"]))
@@ -189,7 +189,7 @@ def test_mistakes_of_an_export(trained: Runs, tmp_path: Path) -> None:
         (["model.path=MODEL", "prompts=[a]", "output_file=/tmp"], "output_file: '/tmp' is a folder; give a file"),
         (
             ["model.path=MODEL", "prompts=[a]", "output_file=/dev/full/x"],
-            "output_file: '/dev/full/x' cannot be made: '/dev/full' is not a folder",
+            "output_file: '/dev/full/x' cannot be created: '/dev/full' is not a folder",
         ),
         (["model.path=/nowhere", "prompts=[a]"], "model.path: '/nowhere': no such folder"),
         (["checkpoint=/nowhere", "prompts=[a]"], "checkpoint: '/nowhere': no such folder"),

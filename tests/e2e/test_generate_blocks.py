@@ -70,7 +70,7 @@ def test_a_run_writes_as_its_export_does(run: Path, tmp_path: Path) -> None:
     again, _ = written(tmp_path / "folder.jsonl", f"model.path={folder}", "model.block_size=4", "threshold=0.05")
     assert rows == again and len({row["text"] for row in rows}) > 2
     tokens, forwards = (sum(row[key] for row in rows) for key in ("tokens", "forward_passes"))
-    assert last == f"{tokens / forwards:.2f} tokens per forward pass: {tokens} tokens in {forwards} looks at a block"
+    assert last == f"{tokens / forwards:.2f} tokens per forward pass: {tokens} tokens in {forwards} passes over a block"
     assert all(0 < row["tokens"] <= 8 for row in rows)
 
 
@@ -90,7 +90,7 @@ def test_fixed_steps(run: Path, tmp_path: Path) -> None:
         (["model.path=MODEL", "model.block_size=4"], "model.path: 'MODEL': its tokenizer has no mask token"),
         (["checkpoint=RUN", "max_response_length=9"], "max_response_length: 9 tokens are no whole number of blocks of"),
         (["checkpoint=RUN", "denoising_steps_per_block=5"], "denoising_steps_per_block: 5 is more than model.block_s"),
-        (["checkpoint=RUN", "max_response_length=1024"], "max_response_length: 1024 tokens behind a prompt of"),
+        (["checkpoint=RUN", "max_response_length=1024"], "max_response_length: 1024 tokens after a prompt of"),
     ],
 )
 def test_mistakes(words: list[str], message: str, run: Path, lm_folder: Path) -> None:

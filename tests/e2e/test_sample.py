@@ -159,7 +159,8 @@ def test_a_checkpoint_of_another_model(trained: Runs, qwen_folder: Path, tmp_pat
     common = (f"checkpoint={live.folder}", prompts(["a"]))
     assert refused(*common, f"model.path={qwen_folder}") == (
         f"checkpoint: {live.folder}/checkpoints/step_000002 does not fit the model '{qwen_folder}': for "
-        "context_embedder.bias it holds [64], the model has nothing; give the base model that the run was trained from"
+        "context_embedder.bias it contains [64], the model has nothing; give the base model that the run was trained "
+        "from"
     )
     nowhere = tmp_path / "nowhere"
     assert refused(f"checkpoint={nowhere}", prompts(["a"])) == f"checkpoint: '{nowhere}': no such folder"

@@ -158,7 +158,7 @@ def bare(name: str) -> str:
         (
             python(JPEG, "host=0.0.0.0", "port=0"),
             "host=0.0.0.0 can be reached from other machines, and there is no token; give token_env, or allow_open=true "
-            "where everybody may use the server",
+            "if everybody may use the server",
         ),
         (python("prot=1"), "unknown key prot; did you mean port?"),
         ([sys.executable, "-c", bare("fastapi")], "the package fastapi is not installed; pip install 'phalanx[serve]'"),

@@ -272,7 +272,7 @@ def test_roles() -> None:
     ]
     seconds = {0: 0.05, 1: 0.05, 2: 0.0625, 3: 0.05, 4: 0.5, 5: None}
     assert lines(diagnose.roles(NODES, roles, seconds)) == [
-        "ok       roles: weights from rank 4 to the 4 that sample or score in 0.0625 s per GB (rank 2 on b)"
+        "ok       roles: weights from rank 4 to the 4 ranks that sample or score in 0.0625 s per GB (rank 2 on b)"
     ]
     text = table(NODES, {}, {}, {}, {}, roles).splitlines()
     assert text[0].split()[:4] == ["node", "ranks", "device", "roles"]

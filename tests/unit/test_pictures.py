@@ -92,7 +92,7 @@ def test_addresses(tmp_path: Path) -> None:
     eps = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 48 24\n%%EndComments\nshowpage\n"
     forms = "; expected the bytes of an image file, its path beside the data file, or {bytes, path}"
     wrong: list[tuple[Any, str]] = [
-        ("https://a.b/c.png", f": 'https://a.b/c.png' is an address, and nothing is downloaded{forms}"),
+        ("https://a.b/c.png", f": 'https://a.b/c.png' is a URL, and nothing is downloaded{forms}"),
         ("data:image/png;base64,!", ": the image is not in base64: Only base64 data is allowed"),
         ("data:image/png;base64,", ": the image cannot be read: its file is empty"),
         (eps, ": the image cannot be read: EPS is a program, and is not run"),

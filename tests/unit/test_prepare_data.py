@@ -51,8 +51,8 @@ def test_gsm8k(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = capsys.readouterr().out.splitlines()
     assert said[1:] == [
         f"instruction: {HASH}",
-        "1 prompts of the source occur again: left out",
-        "1 prompts of the source are prompts of test_source: left out",
+        "1 prompts of the source are duplicates: left out",
+        "1 prompts of the source are also in test_source: left out",
     ]
     assert prepared(tmp_path / "out2", *keys) == files
     assert prepared(tmp_path / "out3", *keys, "seed=1")["val"] != files["val"]
@@ -67,7 +67,7 @@ def test_proofs_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     source = jsonl(tmp_path / "most.jsonl", [proofs[0], *boxed, proofs[1]])
     (rows,) = prepared(tmp_path / "out", f"source={source}", "val_size=0").values()
     assert [row["ground_truth"] for row in rows] == ["1", "2", "3", "4"]
-    told = f"source: {source}: 2 of 6 solutions mark no answer, first prompt 0: left out"
+    told = f"source: {source}: 2 of 6 solutions do not mark an answer, first in prompt 0: left out"
     assert told in capsys.readouterr().out.splitlines()
     plain = [{"problem": f"How many {i}?", "solution": str(i)} for i in range(5)]
     source = jsonl(tmp_path / "few.jsonl", [*boxed, *plain, proofs[1]])
@@ -150,7 +150,7 @@ def test_mistakes(tmp_path: Path) -> None:
     assert mistake("reasoning_gym=[chainsum]") == "reasoning_gym: there is no task 'chainsum'; did you mean chain_sum?"
     assert mistake("reasoning_gym=[chain_sum&terms=1]").startswith("reasoning_gym: chain_sum&terms=1: TypeError: ")
     assert mistake("reasoning_gym=[arc_agi]", "size=1") == (
-        "reasoning_gym: arc_agi: its verifier does not take rows that JSON has held"
+        "reasoning_gym: arc_agi: its verifier does not accept entries saved as JSON"
     )
     folder = tmp_path / "file"
     folder.write_text("")

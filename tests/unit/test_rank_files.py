@@ -93,7 +93,7 @@ def test_a_disk_that_refuses_them_ends_no_job(world: World, tmp_path: Path, capl
     with RankFiles(tmp_path, world, Timers(), None) as files:
         files._flush()
         files._flush()
-    assert [record.message for record in caplog.records if "phalanx watch misses" in record.message] != []
+    assert [record.message for record in caplog.records if "phalanx watch cannot show" in record.message] != []
     assert len(caplog.records) == 1
 
 

@@ -44,7 +44,7 @@ def test_a_token(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixtu
     monkeypatch.setenv("SERVER_TOKEN", "s3cret-of-the-server")
     monkeypatch.setenv("OTHER_TOKEN", "an0ther")
     with serving(only(own, "brightness"), "token_env=SERVER_TOKEN") as server:
-        wants = "answered 401: this server wants a token: the header Authorization: Bearer <token>"
+        wants = "answered 401: this server requires a token: the header Authorization: Bearer <token>"
         assert refusal(server.url) == wants
         assert refusal(server.url, token_env="OTHER_TOKEN") == wants
         assert scores(server.url, token_env="SERVER_TOKEN") == pytest.approx([0.5] * 4, abs=0.002)
@@ -66,7 +66,7 @@ def test_strangers_must_be_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
     start("host=0.0.0.0", "token_env=SERVER_TOKEN")
     assert told(ValueError, start, "host=0.0.0.0") == (
         "host=0.0.0.0 can be reached from other machines, and there is no token; give token_env, or allow_open=true "
-        "where everybody may use the server"
+        "if everybody may use the server"
     )
 
 
@@ -90,7 +90,7 @@ def test_a_server_that_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
         "token_env: the environment variable NO_SUCH_VARIABLE is not set; it holds the server's token"
     )
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert problem() == "the server is one process, and there are 2; start it with NPROC_PER_NODE=1"
+    assert problem() == "the server runs in one process, not 2; start it with NPROC_PER_NODE=1"
 
 
 # --- what it refuses
@@ -108,18 +108,18 @@ BAD_REQUESTS: dict[str, tuple[Any, int, str]] = {
     "no JSON": (b"{", 400, "Invalid JSON: EOF while parsing an object at line 1 column 1"),
     "nested": (b"[" * 10_000, 400, "Invalid JSON: recursion limit exceeded at line 1 column 202"),
     "a list": ([1], 400, "Input should be an object"),
-    "no images": (asked(0), 400, "there are no images"),
+    "no images": (asked(0), 400, "the request contains no images"),
     "images that are no texts": (asked(1, images=[1]), 400, "images.0 should be a valid bytes"),
     "no base64": (asked(1, images=["~"]), 400, "images.0: Data should be valid base64: Invalid symbol 126, offset 0."),
     "too many images": (asked(4), 413, "4 images are more than max_images=3"),
     "too long": (asked(1, more="x" * 30_000), 413, "the body is longer than max_body_mb=0.02; send fewer images"),
     "no prompts": ({"images": b64(png())}, 400, "prompts: Field required"),
     "prompts of numbers": (asked(1, prompts=[1]), 400, "prompts.0 should be a valid string"),
-    "too few prompts": (asked(2, prompts=["a"]), 400, "there are 2 images and 1 prompts"),
+    "too few prompts": (asked(2, prompts=["a"]), 400, "the request has 2 images but 1 prompts"),
     "metadata of texts": (asked(1, metadata=["a"]), 400, "metadata.0 should be an object"),
-    "too much metadata": (asked(1, metadata=[{}, {}]), 400, "there are 1 images and 2 metadata"),
-    "no PNG": (asked(1, images=b64(b"GIF89a")), 400, "image 0 is not a whole PNG (UnidentifiedImageError)"),
-    "half a PNG": (asked(1, images=b64(png(20, 20)[:60])), 400, "image 0 is not a whole PNG (OSError)"),
+    "too much metadata": (asked(1, metadata=[{}, {}]), 400, "the request has 1 images but 2 metadata"),
+    "no PNG": (asked(1, images=b64(b"GIF89a")), 400, "image 0 is not a complete PNG (UnidentifiedImageError)"),
+    "half a PNG": (asked(1, images=b64(png(20, 20)[:60])), 400, "image 0 is not a complete PNG (OSError)"),
     "transparent": (asked(1, images=b64(png(mode="RGBA"))), 400, "image 0 is RGBA; expected RGB with 8 bits a channel"),
     "a large image": (asked(1, images=b64(png(40, 26))), 413, "image 0: 40 x 26 is over 1000 pixels"),
     "a bomb": (asked(1, images=b64(bomb(10_000, 8_000))), 413, "image 0: 10000 x 8000 is over 1000 pixels"),
@@ -127,7 +127,7 @@ BAD_REQUESTS: dict[str, tuple[Any, int, str]] = {
     "two sizes": (
         asked(2, images=[*b64(png(4, 4)), *b64(png(4, 5))]),
         400,
-        "image 1 has another size than image 0; the images of a request have one",
+        "image 1 differs in size from image 0; expected images of one size",
     ),
 }
 
@@ -149,7 +149,7 @@ def test_bad_forms(small: RewardServer) -> None:
     texts = json.dumps({"prompts": ["a"]})
     assert answer({}, 1) == (400, "the form's field request should be JSON: {prompts: [], metadata: []}")
     assert answer({"request": "x"}, 1) == (400, "Invalid JSON: expected value at line 1 column 1")
-    assert answer({"request": texts}, 2) == (400, "there are 2 images and 1 prompts")
+    assert answer({"request": texts}, 2) == (400, "the request has 2 images but 1 prompts")
     assert answer({"request": texts}, 4) == (400, "Too many files. Maximum number of files is 3.")
     got = httpx2.post(small.url, content=b"x", headers={"Content-Type": "text/plain"})
     assert (got.status_code, got.json()["detail"]) == (
@@ -169,7 +169,7 @@ def test_a_request_that_never_ends(own: Path) -> None:
     head = "POST /score HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\r\n"
     with serving(only(own, "brightness"), "max_body_mb=0.02", "read_timeout_s=0.5") as server:
         for length, sent, expected in (
-            (1000, 10, "408: the body was not there within read_timeout_s=0.5"),
+            (1000, 10, "408: the body did not arrive within read_timeout_s=0.5"),
             (10**9, 30_000, "413: the body is longer than max_body_mb=0.02; send fewer images"),
         ):
             with socket.create_connection(server.socket.getsockname(), timeout=60) as connection:
@@ -200,7 +200,7 @@ def test_a_reward_that_hangs(fresh: Path) -> None:
         problem = "answered 504: reward 'gated' was not done within reward.timeout_s=0.3 seconds (try 1 of 1)"
         assert refusal(server.url, 1, retries=0) == problem
         wait_for(lambda: httpx2.get(health).status_code == 503)
-        assert httpx2.get(health).json() == {"detail": "a call of reward 'gated' hangs; start the server again"}
+        assert httpx2.get(health).json() == {"detail": "a call of reward 'gated' hangs; restart the server"}
         assert refusal(server.url, 1, retries=0) == problem  # it has waited behind the first one, and is not begun
         user.gate.set()
         wait_for(lambda: httpx2.get(health).status_code == 200)

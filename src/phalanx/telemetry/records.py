@@ -247,13 +247,7 @@ def _write_pictures(folder: Path, rows: list[Record]) -> None:
 
 def together(images: Sequence[Thumbnail]) -> Image.Image:
     """Place the images of a prompt side by side."""
-    parts = [Image.fromarray(image.pixels) for image in images]
-    row = Image.new("RGB", (sum(part.width for part in parts), max(part.height for part in parts)), "white")
-    left = 0
-    for part in parts:
-        row.paste(part, (left, 0))
-        left += part.width
-    return row
+    return side_by_side([Image.fromarray(image.pixels) for image in images])
 
 
 def write_index(folder: Path, rows: Iterable[dict[str, Any]]) -> None:
