@@ -53,9 +53,7 @@ def reason(error: Exception) -> str:
 
 
 def difference(values: Mapping[str, str]) -> str | None:
-    """Describe the nodes whose value differs from the most common one: `1 on b, but 2 on the others`; None if all are
-    equal.
-    """
+    """Describe the nodes with another value than most, as `1 on b, but 2 on the others`; None if all are equal."""
     nodes: dict[str, list[str]] = {}
     for name, value in values.items():
         nodes.setdefault(value, []).append(name)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from phalanx.config import ConfigError
 from phalanx.config.block_diffusion import BlockDiffusionRunConfig
@@ -125,10 +125,9 @@ def read_candidate(cfg: EvaluateConfig) -> Candidate:
         kind = FlowRunConfig if (cfg.kind or _kind(name, "model.path")) == "flow" else LMTurnRunConfig
         run = build(kind, OmegaConf.create({"model": {"path": name}}))
     content = OmegaConf.merge(OmegaConf.create(public(run)), OmegaConf.create(changes))
-    assert isinstance(content, type(OmegaConf.create({}))), "a configuration has keys"
+    assert isinstance(content, DictConfig), "a configuration has keys"
     run = build(type(run), content)
-    if isinstance(run, LMRunConfig) and isinstance(trained and trained.run, LMRunConfig):
-        assert trained is not None and isinstance(trained.run, LMRunConfig)
+    if trained is not None and isinstance(run, LMRunConfig) and isinstance(trained.run, LMRunConfig):
         run.data.chat_template_date = trained.run.data.chat_template_date
     run.parallel, seed, deterministic = cfg.parallel, run.trainer.seed, run.trainer.deterministic
     run.trainer = TrainerConfig(seed=seed, deterministic=deterministic, resume="never", output_dir="")

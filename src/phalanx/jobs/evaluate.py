@@ -78,9 +78,7 @@ class Evaluation:
             first.build()
 
     def _start(self) -> None:
-        """Join the world, and agree on everything that may differ between ranks or days: the newest checkpoint, the
-        library of linear layers, and the date in the chat template.
-        """
+        """Join the world, and agree on what may differ by rank or day: checkpoint, linear library, template date."""
         run = self.candidate.run
         given = run.model.cpu_linear, run.data.chat_template_date if isinstance(run, LMRunConfig) else None
         run.trainer.output_dir = str(self.folder)

@@ -164,11 +164,11 @@ class Sampling:
         judged = gather_object(self.parts.rewards.answers)
         for rank, drawn in list(enumerate(gather_object(self.drawn)))[:: world.context_size]:
             rows += _with_answers(drawn, judged[rank : rank + world.context_size])
-        for place, (row, prompt) in enumerate(zip(rows[:real], _repeated(prompts, n), strict=False)):
+        for place, row in enumerate(rows[:real]):
             assert row.pop("place") == place, "ranks are in order"
             row["reward"] = finite_or_none(float(reward[place]))
             row["scores"] = {name: finite_or_none(scores[place]) for name, scores in values.items()}
-            row["columns"] = columns_of(prompt)
+            row["columns"] = columns_of(prompts[place // n])
         return rows[:real]
 
     def _text(self, prompt: Prompt, output: str) -> dict[str, Any]:
@@ -225,10 +225,6 @@ def columns_of(prompt: Prompt) -> dict[str, Any]:
         if isinstance(value, bool | int | float | str) and len(str(value)) <= LONGEST_CELL:
             columns[name] = storable(value)
     return columns
-
-
-def _repeated(prompts: list[Prompt], n: int) -> list[Prompt]:
-    return [prompt for prompt in prompts for _ in range(n)]
 
 
 def stored_in(folder: Path) -> dict[str, Any] | None:

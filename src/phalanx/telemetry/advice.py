@@ -12,8 +12,7 @@ class Advisor:
     """Checks the rows of a run of `total_steps` training steps, one after the other.
 
     `samples_per_prompt` is rollout.n; with 1, rewards cannot be compared within a prompt. `max_response_length` is
-    mentioned in the warning about truncated responses. `policy` names the policy of a joint run whose metrics are
-    checked.
+    mentioned in the warning about truncated responses. `policy`: which policy of a joint run to check.
     """
 
     def __init__(

@@ -1,6 +1,4 @@
-"""An evaluation on disk: records.jsonl, one line per sample, written as samples are scored, and evaluation.json, their
-statistics.
-"""
+"""An evaluation on disk: records.jsonl, to which samples are appended, and evaluation.json, their statistics."""
 
 import json
 import math
@@ -53,9 +51,7 @@ class Records:
             os.fsync(file.fileno())
 
     def keep(self, sizes: Sequence[int]) -> int:
-        """Truncate the file after its last complete chunk and return the number of chunks left; chunk i has sizes[i]
-        rows.
-        """
+        """Truncate the file after its last complete chunk (chunk i has sizes[i] rows); return the number of chunks."""
         rows, chunks, kept = read_records(self.file, is_cut=True), 0, 0
         while chunks < len(sizes) and kept + sizes[chunks] <= len(rows):
             kept += sizes[chunks]

@@ -95,9 +95,7 @@ def _read(run: Run, folder: Path) -> Kept:
 
 
 def _set(kept: list[Kept], share: int) -> str:
-    """The cards of a validation set with their slider, and its best and worst samples. share: number of sets on the
-    page.
-    """
+    """The cards of a validation set with their slider, and its best and worst samples, on a page of `share` sets."""
     shared = list(kept[0].steps[kept[0].first])
     for each in kept:
         for rows in each.steps[each.first], each.steps[each.last]:

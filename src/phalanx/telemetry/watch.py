@@ -92,9 +92,7 @@ class Watcher:
         return {"text": data.decode("utf-8", "replace")}
 
     def _sections(self, seen: str, kept: str) -> dict[str, Any]:
-        """The sections of the report, if files have changed since the page received its sections; `seen` and `kept` are
-        the keys of the files at that time.
-        """
+        """The sections of the report, if the keys of its files differ from `seen` and `kept`, those of the page."""
         keys = [key_of(folder, (METRICS_FILE, "config.yaml")) for folder in self.folders]
         of_samples = []
         for folder in self.folders:
