@@ -78,5 +78,7 @@ def test_models_that_read_no_images_are_refused(tmp_path: Path) -> None:
         f"prompt_file: {prompts}:1 has images, and model.path: '{model}' is a Qwen3ForCausalLM, which reads none"
     ):
         generate(words)
-    with refused(f"prompt_file: {prompts}:1 has images, which block diffusion does not support; leave model.block_size out"):
+    with refused(
+        f"prompt_file: {prompts}:1 has images, which block diffusion does not support; leave model.block_size out"
+    ):
         generate([*words, "model.block_size=4"])

@@ -152,9 +152,7 @@ class Picture:
                 return BytesIO(self._decoded(value[data.end() :]))
             value = value.removeprefix("file://")
             if _ADDRESS.match(value):
-                raise ValueError(
-                    f"{self.where}: {cut(value)!r} is a URL, and nothing is downloaded; expected {FORMS}"
-                )
+                raise ValueError(f"{self.where}: {cut(value)!r} is a URL, and nothing is downloaded; expected {FORMS}")
             return self.folder / value
         form = f"a list of {len(value)}" if isinstance(value, list) else f"of type {type(value).__name__}"
         if isinstance(value, dict):
