@@ -1,4 +1,4 @@
-"""tasks/export_checkpoint.py: what it writes loads in stock diffusers, and makes the images of the trained policy."""
+"""tasks/export_checkpoint.py: stock diffusers loads its exports and generates the images of the trained policy."""
 
 import json
 import shutil
@@ -33,7 +33,7 @@ from tests.tiny import load_pipeline
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 TEXTS = ['a "7" on a wall', "a longer prompt, about two cats"]
 FULL = ("optim.lr=1e-2",)
-# alpha is not the rank, and the modulation layers are adapted as well
+# alpha differs from the rank, and the modulation layers are adapted as well
 LORA = ("optim.lr=3e-2", "model.lora_rank=4", "model.lora_alpha=6")
 RUNS: dict[str, tuple[str, tuple[str, ...]]] = {
     "sd3-lora": ("sd3", (*LORA, "model.target_modules=[attn.to_q, attn.to_out.0, norm1.linear, ff.net.2]")),
@@ -56,7 +56,7 @@ SHARDED = {"sd3-lora", "qwen-full", "flux-full"}
 
 @dataclass(frozen=True)
 class Run:
-    """A finished run: its folder, and the live policy's images [P, 3, H, W] with each of its weights."""
+    """A finished run: its folder, and the images [P, 3, H, W] of the live policy with each set of weights."""
 
     folder: Path
     base: Path
@@ -64,7 +64,7 @@ class Run:
 
 
 def train(overrides: tuple[str, ...], base: Path, folder: Path) -> dict[str, Tensor]:
-    """Two steps of real training, then images with the weights, the moving average, and the weights of the start."""
+    """Train for two steps, then sample images with the weights, their moving average, and the initial weights."""
 
     from phalanx.training.flow_rl import build
 
@@ -158,7 +158,7 @@ def test_lora(name: str, weights: str, trained: Runs, tmp_path: Path) -> None:
     run = trained(name)
     assert distance(run.images["model"], run.images["start"]) > 0.05
     assert distance(run.images["model"], run.images["ema"]) > 0.01
-    # auto takes the moving average, which this run has
+    # auto selects the moving average, which this run has
     folder = export(tmp_path / "export", run.folder, *([] if weights == "ema" else ["weights=model"]))
     assert [file.name for file in folder.iterdir()] == ["pytorch_lora_weights.safetensors"]
     pipeline = load_pipeline(run.base)
@@ -258,7 +258,7 @@ def test_the_dtype_of_the_base_is_kept(trained: Runs, tmp_path: Path) -> None:
 
 @pytest.fixture
 def copy(trained: Runs, tmp_path: Path) -> Path:
-    """A run of its own, to be damaged: its output_dir."""
+    """The output_dir of a separate run, which tests may damage."""
     return Path(shutil.copytree(trained("sd3-full").folder, tmp_path / "run"))
 
 
@@ -365,7 +365,7 @@ def test_a_run_without_an_average(sd3_folder: Path, tmp_path: Path) -> None:
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A hub that takes all that fits the signatures of huggingface_hub, and remembers it."""
+    """A fake hub that accepts and records calls that fit the signatures of huggingface_hub."""
     api = create_autospec(huggingface_hub.HfApi, instance=True)
     api.upload_folder.return_value = "http://hub/me/lora/tree/main"
     monkeypatch.setattr(huggingface_hub, "HfApi", lambda: api)

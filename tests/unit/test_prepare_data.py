@@ -1,4 +1,4 @@
-"""tasks/prepare_data.py: training data of language models from the sources that there are."""
+"""tasks/prepare_data.py: training data for language models from all kinds of sources."""
 
 import json
 from pathlib import Path
@@ -38,7 +38,7 @@ def mistake(*keys: str) -> str:
 
 
 def test_gsm8k(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its own rows; what occurs again, or is in the test set, is left out and told; the split is repeatable."""
+    """GSM8K's rows; duplicates and prompts of the test set are omitted and reported; the split is reproducible."""
     again = [{"question": "what is 3 +  3?", "answer": "#### 6"}]
     source = jsonl(tmp_path / "train.jsonl", GSM8K + again)
     test = jsonl(tmp_path / "test.jsonl", [GSM8K[5], {"question": "New?", "answer": "#### 1,000"}])
@@ -61,7 +61,7 @@ def test_gsm8k(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_proofs_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """No answer can equal one: where most solutions mark their answers, any that does not; otherwise long ones."""
+    """If most solutions mark their answers, any unmarked one is a proof; otherwise only long ones are."""
     boxed = [{"problem": f"What is {i}+1?", "solution": f"It is \\boxed{{{i + 1}}}."} for i in range(4)]
     proofs = [{"problem": f"Show {i}.", "solution": "It holds. " * n} for i, n in enumerate((1, 90))]
     source = jsonl(tmp_path / "most.jsonl", [proofs[0], *boxed, proofs[1]])
@@ -76,7 +76,7 @@ def test_proofs_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 
 def test_math_and_verl(tmp_path: Path) -> None:
-    """Solutions in boxes; chats, whose last message gets the instruction; answers beside a solution."""
+    """Boxed solutions; chats, whose last message gets the instruction; separate columns of answers and solutions."""
     rows = [
         {"problem": f"p{i}\nline", "solution": rf"so $\boxed{{\frac{{{i}}}{{2}}}}$.", "level": "1"} for i in range(3)
     ]
@@ -124,7 +124,7 @@ def test_the_instructions_are_those_of_the_schema() -> None:
 
 
 def test_a_benchmark_has_only_a_test_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No row of it is left out, and no other file is written; ~ is the home."""
+    """No row of it is omitted, and no other file is written; ~ is the home folder."""
     monkeypatch.setenv("HOME", str(tmp_path))
     source = jsonl(tmp_path / "s.jsonl", [*GSM8K, GSM8K[0]])
     PrepareData(load(PrepareDataConfig, None, [f"test_source={source}", "output_dir=~/out"])).run()

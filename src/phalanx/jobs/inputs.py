@@ -40,7 +40,7 @@ def check_flow(cfg: FlowRunConfig, *, prompts: bool = True) -> None:
 
 
 def check_lm(cfg: LMRunConfig, *, answered: bool = False) -> None:
-    """Raise ValueError, with one line, if a language model's data or folder cannot be read. answered: see load_prompts."""
+    """Raise ValueError, with one line, if files of a language model cannot be read; `answered`: see load_prompts."""
     check_placement(cfg)
     check_folder(cfg.model.path)
     key, image_key = cfg.data.prompt_key, cfg.data.image_key
