@@ -228,7 +228,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="phalanx watch", description="Follow runs in a browser while they train.")
     parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="trainer.output_dir of a run")
     parser.add_argument(
-        "--host", default="127.0.0.1", help="address to listen on; all but the default, 127.0.0.1, require a token"
+        "--host", default="127.0.0.1", help="address to listen on, default 127.0.0.1; non-local ones require a token"
     )
     parser.add_argument("--port", type=int, default=8265, help="default 8265; 0: any free port")
     parser.add_argument("--open", action="store_true", help="open the page in the browser")
