@@ -1,4 +1,4 @@
-"""Servers of rewards for tests: the reference server, strange ones, and what a client says of them."""
+"""Reward servers for tests: the reference server, misbehaving ones, and the errors of clients."""
 
 import base64
 import json
@@ -88,7 +88,7 @@ def own_rewards(folder: Path) -> Path:
 
 
 def only(own: Path, name: str, **kwargs: Any) -> str:
-    """The override of a server with one reward of REWARDS."""
+    """The override for a server with one reward of REWARDS."""
     return f"reward.functions=[{{path: '{own}:{name}', kwargs: {json.dumps(kwargs)}}}]"
 
 
@@ -119,7 +119,7 @@ Answer = Callable[["Strange", dict[str, Any]], None]
 
 
 class Strange(BaseHTTPRequestHandler):
-    """One request to a strange server; `answer` of the server says what happens."""
+    """Handles a request to a misbehaving server, as the server's `answer` determines."""
 
     protocol_version = "HTTP/1.1"
     server: "StrangeServer"
@@ -148,7 +148,7 @@ class StrangeServer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Strange)
         self.answer = answer
         self.seen: list[dict[str, str]] = []
-        self.over = threading.Event()  # ends what hangs
+        self.over = threading.Event()  # ends hanging requests
 
     @property
     def url(self) -> str:
@@ -182,7 +182,7 @@ def scores(url: str, count: int = 4, **kwargs: Any) -> list[float]:
 
 
 def refusal(url: str, count: int = 4, **kwargs: Any) -> str:
-    """What is wrong, without the address."""
+    """The error of a client, without the server's address."""
     shown, _, problem = told(ServerError, scores, url, count, **kwargs).partition(": ")
     assert shown == url
     return problem

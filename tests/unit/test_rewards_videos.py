@@ -109,5 +109,5 @@ def test_a_server_takes_no_videos() -> None:
     from phalanx.jobs.reward_server import RewardServer
 
     cfg = ServeRewardConfig(reward=FlowRewardConfig(functions=[entry("motion")]), port=0)
-    problem = "reward.functions: motion takes videos, and the server gets images; give it to the job"
+    problem = "reward.functions: motion takes videos, but the server receives images; use it in the job"
     assert told(ValueError, RewardServer, cfg) == problem

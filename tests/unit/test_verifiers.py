@@ -335,7 +335,7 @@ def test_length() -> None:
 
 
 def test_reasoning_gym() -> None:
-    """The package's own verifier, on rows that JSON has held."""
+    """The package's own verifier, on rows that were saved as JSON."""
     import reasoning_gym
 
     rows = []
