@@ -84,10 +84,10 @@ def test_a_server_that_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
     assert problem("host=no.such.host.invalid", "port=8077").startswith("host=no.such.host.invalid port=8077: ")
     assert problem("port=0").startswith("reward.functions is empty: nothing to optimise;")
     assert problem("port=0", "reward.functions=[{name: vlm_ocr}]") == (
-        "reward.functions[0]: vlm_ocr is a judge, which asks reward.model: training and evaluations have one"
+        "reward.functions[0]: vlm_ocr is a judge and needs reward.model, which only training and evaluations have"
     )
     assert problem("port=0", "token_env=NO_SUCH_VARIABLE") == (
-        "token_env: the environment variable NO_SUCH_VARIABLE is not set; it holds the server's token"
+        "token_env: the environment variable NO_SUCH_VARIABLE is not set; expected the server's token"
     )
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert problem() == "the server is one process, and there are 2; start it with NPROC_PER_NODE=1"

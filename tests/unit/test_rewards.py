@@ -211,7 +211,8 @@ def test_a_reward_that_leaves_as_it_is_made() -> None:
     assert str(error.value) == f"reward.functions[0] (Gone): SystemExit: 0 at {__file__}:{line}"
     with pytest.raises(ConfigError) as error:
         rewards(entry(path="builtins:int"))
-    assert str(error.value) == "reward.functions[0].kwargs: int has no signature; expected what is written in Python"
+    expected = "expected a function or class written in Python"
+    assert str(error.value) == f"reward.functions[0].kwargs: int has no signature; {expected}"
 
 
 def test_all_kinds_of_numbers_in_the_order_of_submission() -> None:
@@ -287,7 +288,8 @@ def test_which_calls_are_cut(tmp_path: Path) -> None:
     device = mine("OnDevice")
     device.per_sample = True
     assert told(ConfigError, rewards, device) == (
-        "reward.functions[0].per_sample: OnDevice does not run on the threads that could share a call; leave it out"
+        "reward.functions[0].per_sample: OnDevice does not run on the threads of reward.num_workers, which could "
+        "share a call; leave it out"
     )
 
 

@@ -223,8 +223,8 @@ def test_the_weighted_sum_has_the_gradients_of_its_terms(clip_folder: Path, pred
 def test_a_term_that_has_no_gradient_is_named() -> None:
     assert told(ValueError, rewards(entry("jpeg_compressibility")).check_gradients) == (
         "reward.functions[0]: 'jpeg_compressibility' has no gradient, and the algorithm differentiates the reward; "
-        "expected such as aesthetic, clip_score, hps_v2 or pickscore, a function that phalanx.rewards.differentiable "
-        "marks, or a weight of 0"
+        "expected a reward such as aesthetic, clip_score, hps_v2 or pickscore, a function marked with "
+        "phalanx.rewards.differentiable, or a weight of 0"
     )
 
 

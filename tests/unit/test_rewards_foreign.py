@@ -186,7 +186,7 @@ def test_mistakes_of_functions_of_other_trainers() -> None:
     assert re.fullmatch(re.escape(line) + r":\d+", message)  # of the sample that is to blame
     message = told(RewardError, scored, rewards("scoreless_verl"), (["4"], [PLAIN]))
     assert message == (
-        "reward 'scoreless_verl' raised ValueError: a dict without score was returned; it has acc on the prompt \"2+2?\""
+        "reward 'scoreless_verl' raised ValueError: it returned a dict without score; its keys: acc on the prompt \"2+2?\""
     )
     lenient = rewards("broken_verl", on_error="zero")
     assert str(scored(lenient, (["4", "0"], [PLAIN, CHATTED]))) == "{'broken_verl': [0.25, nan]}"

@@ -459,7 +459,7 @@ TOGETHER = "on_error=value and error_value, a number, go together; give both or 
         ({"url": "ftp://x/"}, f"url='ftp://x/' {NO_ADDRESS}"),
         ({"url": "http://x:y/"}, f"url='http://x:y/' {NO_ADDRESS}"),
         ({"url": 3}, "url=3 should be a valid string"),
-        ({"url": "http://me:pass@x/"}, "url holds a user or a password; give a token by token_env"),
+        ({"url": "http://me:pass@x/"}, "url contains a user or a password; give a token by token_env"),
         ({"encoding": "pickle"}, "encoding='pickle' should be 'json' or 'multipart'"),
         ({"batch_size": 0}, "batch_size=0 should be greater than 0"),
         ({"batch_size": 2.5}, "batch_size=2.5 should be a valid integer"),
@@ -473,11 +473,11 @@ TOGETHER = "on_error=value and error_value, a number, go together; give both or 
         ({"on_error": "value", "error_value": float("nan")}, "error_value=nan should be a finite number"),
         (
             {"token_env": "NO_SUCH_VARIABLE"},
-            "token_env: the environment variable NO_SUCH_VARIABLE is not set; it holds the server's token",
+            "token_env: the environment variable NO_SUCH_VARIABLE is not set; expected the server's token",
         ),
         (
             {"token_env": "BAD_TOKEN"},
-            "token_env: the environment variable BAD_TOKEN holds no token; expected only letters, digits and signs",
+            "token_env: the environment variable BAD_TOKEN is not a token; expected only letters, digits and signs",
         ),
     ],
 )
