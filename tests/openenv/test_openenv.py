@@ -187,10 +187,10 @@ MISTAKES = [
     (
         "Single",
         {},
-        "environment.path: Single.SUPPORTS_CONCURRENT_SESSIONS is false, and each sample has an instance of",
+        "environment.path: Single.SUPPORTS_CONCURRENT_SESSIONS is false, but each sample needs its own instance",
     ),
     ("OneThread", {}, "environment.path: OneThread needs one thread for all its calls"),
-    ("Untyped", {}, "environment.path: Untyped.step has no type of action; expected step(self, action: MyAction)"),
+    ("Untyped", {}, "environment.path: Untyped.step has no action type; expected step(self, action: MyAction)"),
     (
         "Game",
         {"trys": 1},

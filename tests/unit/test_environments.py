@@ -214,7 +214,7 @@ def test_what_a_tool_raises_is_read(file: Path) -> None:
         f"environment Counter: fail raised KeyError: 'no such thing', at {file}:{line}, on the row with the prompt "
         '"Count."'
     )
-    with pytest.raises(EnvironmentFailure, match=r'"Count\."; so or in another way 1 of 1 samples failed'):
+    with pytest.raises(EnvironmentFailure, match=r'"Count\."; 1 of 1 samples failed in this or another way'):
         environments.check()
     assert environments.check() is None
 

@@ -138,7 +138,7 @@ def test_a_loop_is_told_that_there_is_no_further_turn(file: Path) -> None:
 
 
 PROBLEMS = [
-    ("fork", "step raised Forked: the messages that chat is given differ from the conversation at number 0"),
+    ("fork", "step raised Forked: the messages passed to chat differ from the conversation at index 0"),
     ("broken", "step raised KeyError: 'no such thing', at "),
     ("leave", "step raised RuntimeError: solve ended by SystemExit: 3"),
 ]
@@ -156,7 +156,7 @@ def test_what_a_loop_raises_ends_the_sample(file: Path, name: str, problem: str)
 
 
 @pytest.mark.parametrize(
-    ("name", "problem"), [("together", "Forked: chat is called while it"), ("silent", "ValueError")]
+    ("name", "problem"), [("together", "Forked: chat was called while another"), ("silent", "ValueError")]
 )
 def test_a_loop_that_does_not_begin(file: Path, name: str, problem: str) -> None:
     conversation = opened(file, name)
