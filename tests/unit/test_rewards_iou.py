@@ -77,7 +77,7 @@ def test_units_of_boxes() -> None:
     assert score("[250, 0, 500, 500]", [250, 0, 500, 1000], coordinates="thousand", truth_coordinates="thousand") == 0.5
     reward = Iou(coordinates="unit")
     reward.check_row("", {"ground_truth": TRUTH, "images": image})
-    with refused("iou compares boxes in pixels with others, and the prompt has 0 images; expected 1"):
+    with refused("iou needs the image's size to convert boxes in pixels, and the prompt has 0 images; expected 1"):
         reward.check_row("", {"ground_truth": TRUTH})
 
 

@@ -252,7 +252,7 @@ def test_a_truth_that_is_none(truth: Any, problem: str) -> None:
         (lambda: Math(timeout_s=0), "timeout_s=0 should be seconds, above 0 and below 3600"),
         (
             lambda: Format("(a"),
-            "pattern='(a' is no regular expression: missing ), unterminated subpattern at position 0",
+            "pattern='(a' is not a valid regular expression: missing ), unterminated subpattern at position 0",
         ),
         (lambda: Length("tokens"), "unit='tokens' should be characters or words"),  # type: ignore[arg-type]
         (lambda: Length(target=0), "target=0 should be above 0"),

@@ -1,6 +1,6 @@
-"""Reward: mathematics in DAPO's form (arXiv 2503.14476): the answer behind the last `Answer:`, 1 or -1.
+"""Reward: mathematics in DAPO's format (arXiv 2503.14476), 1 or -1 for the answer after the last `Answer:`.
 
-Only the last 300 characters are looked at, as there. Numbers are compared as numbers, all else in a normal form.
+As in DAPO, only the last 300 characters are read. Numbers are compared as numbers, other answers in a normal form.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ TAIL = 300
 
 
 class Dapo(RewardWithExtras):
-    """1 where the answer is metadata's `ground_truth`, else `wrong_score`; the extra `accuracy` is 1 or 0."""
+    """1 if the answer equals the metadata's `ground_truth`, else `wrong_score`; the extra `accuracy` is 1 or 0."""
 
     extras = ("accuracy",)
 

@@ -1,14 +1,14 @@
-"""The reward that the environment of each sample gives."""
+"""Reward: the score that each sample's environment gives."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 
 class Environment:
-    """The value of the environment's `get_reward`, or the sum of the rewards of its steps.
+    """The result of the environment's `get_reward`, or the sum of the rewards of its steps.
 
-    Of a dict, the number under `key`, or without one the sum of all. Samples that a failure of the environment ended
-    have 0, and are left out of the training.
+    If the result is a dict, its value under `key` or, without `key`, the sum of all values. Samples that ended by a
+    failure of the environment get 0; training excludes them.
     """
 
     def __init__(self, key: str | None = None) -> None:

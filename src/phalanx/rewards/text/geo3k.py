@@ -1,9 +1,9 @@
-r"""Reward: mathematics about an image, as verl scores Geometry3K: the answer in \boxed{...}, and the form before it.
+r"""Reward: mathematics about an image, as verl scores Geometry3K: the answer in \boxed{...}, and the format.
 
     score = (1 - w) * right + w * formed
 
-`formed` is 1 for a text <think>...</think>...\boxed{...}... that begins with the tag; `right` is that of the reward
-`math`, which knows more forms of an answer than verl's.
+`formed` is 1 for a text <think>...</think>...\boxed{...}... that begins with the tag, else 0. `right` is the score of
+the reward `math`, which accepts more forms of an answer than verl's.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ _FORM = ("</think>", "\\boxed{", "}")
 
 
 class Geo3k(RewardWithExtras):
-    """The score in 0..1; `format_weight` is w, and the others are those of the reward math."""
+    """The score in 0..1. format_weight: w; for the other arguments see the reward math."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class Geo3k(RewardWithExtras):
 
 
 def formed(text: str) -> bool:
-    """Whether thoughts in tags come first, and an answer in a box behind them."""
+    """Whether a text begins with thoughts in tags, followed by an answer in a box."""
     end = 0 if text.startswith("<think>") else -1
     for mark in _FORM:
         end = text.find(mark, end) if end >= 0 else -1

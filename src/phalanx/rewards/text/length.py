@@ -1,12 +1,12 @@
-"""Reward: the length of a completion in characters or words, as a term beside others."""
+"""Reward: the length of a completion in characters or words, for use beside other terms."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 
 class Length:
-    """The number of characters or words; with `target` minus the relative distance to it, -|n - target| / target,
-    at least -1. A negative weight makes the plain number a price of each.
+    """The number n of characters or words, which a negative weight penalises; with `target`, the negative relative
+    distance to it, max(-|n - target| / target, -1).
     """
 
     def __init__(self, unit: Literal["characters", "words"] = "characters", target: float | None = None) -> None:

@@ -1,14 +1,14 @@
-"""Overlong shaping: a soft punishment of responses near the limit of length (DAPO, arXiv 2503.14476, equation 13)."""
+"""Reward: soft penalty for responses close to the length limit (DAPO, arXiv 2503.14476, equation 13)."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 
 class Overlong:
-    """0 up to `overlong_buffer_len` tokens before the limit, from there on a straight line down to -1 at the limit.
+    """0 up to `overlong_buffer_len` tokens before the limit, then decreasing linearly to -1 at the limit.
 
-    The limit is that of the sampling, `max_response_length` of the metadata, where a rollout of language models puts it
-    beside `response_length`. The weight of the reward's entry is the penalty's factor.
+    The limit is that of sampling: rollouts of language models add `max_response_length` and `response_length` to the
+    metadata. The weight of the reward's entry is the penalty factor.
     """
 
     def __init__(self, overlong_buffer_len: int) -> None:

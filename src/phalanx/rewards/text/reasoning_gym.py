@@ -1,6 +1,6 @@
-"""Reward: the verifier of a task of reasoning-gym (arXiv 2505.24760), for rows that tasks/prepare_data.py has made.
+"""Reward: the verifier of a task of reasoning-gym (arXiv 2505.24760), for data made by tasks/prepare_data.py.
 
-Each row has a column `reasoning_gym`: the name of its task, and the entry with all that the verifier wants.
+Each row has a column `reasoning_gym` with the name of its task and the entry that the verifier needs.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,12 +13,12 @@ from phalanx.rewards.text._process import Verifier, with_unjudged
 
 
 class ReasoningGym(RewardWithExtras):
-    """The task's own score in 0..1 of the answer, 0 without one. Some verifiers evaluate the answer as code of Python:
-    one that is no list or formula, as the task asks for, never reaches them. See _grammar.
+    """The score in 0..1 that the task's own verifier gives the answer; 0 without one. Some verifiers evaluate the
+    answer as Python code; they get only answers that are a list or a formula, as the task asks for. See _grammar.
 
-    answer: where it stands: answer (tags, as the package itself reads it), boxed, line, hash or whole.
-    timeout_s: seconds of the processor that the verifier has for a sample; one that they do not suffice for gets 0, and
-        is counted by the extra `unjudged`.
+    answer: where to find it: answer (in tags, as the package does), boxed, line, hash or whole; see the reward math.
+    timeout_s: seconds of CPU time per sample for the verifier; an answer that takes longer gets 0, and is counted by
+        the extra `unjudged`.
     """
 
     extras = Verifier.extras
@@ -39,7 +39,7 @@ class ReasoningGym(RewardWithExtras):
             if answer is None:
                 judged.append((0.0, 0.0))
                 continue
-            # what the task does not allow is scored as no answer at all, which some tasks give 0.01
+            # an answer that is not allowed is scored like a missing one, for which some tasks give 0.01
             allowed = _grammar.allowed(task, answer, entry)
             judged.append(self._verifier.judge(0.0, task, answer if allowed else None, entry))
         return with_unjudged(judged)
@@ -50,7 +50,7 @@ class ReasoningGym(RewardWithExtras):
 
 
 def _row(metadata: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The task of a row, and its entry. ValueError if it has none."""
+    """The task of a row, and its entry. Raises ValueError if the row has none."""
     row = metadata["reasoning_gym"] if "reasoning_gym" in metadata else None
     if not isinstance(row, dict) or not isinstance(row.get("task"), str) or not isinstance(row.get("entry"), dict):
         raise ValueError(
