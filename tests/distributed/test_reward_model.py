@@ -186,9 +186,7 @@ def test_a_judge_that_reads_no_images_says_so_once() -> None:
     (blind,) = run_ranks(asked_about_texts, 1, cfg, "", [[3, 0, 1]])
     without = run_ranks(asked_about_texts, 1, cfg, "", [[3]])[0]
     assert blind[0] == without[0] * 3 and not without[1]
-    assert blind[1] == [
-        "reward.model.path: the model reads no images, so that judges do not see those of the prompt row 0"
-    ]
+    assert blind[1] == ["reward.model.path: the model reads no images, so judges do not see those of the prompt row 0"]
 
 
 def divided(kind: str, tp: int) -> tuple[float, float]:

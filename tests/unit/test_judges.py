@@ -138,7 +138,7 @@ def test_mistakes_are_told_in_one_line(tmp_path: Path, monkeypatch: pytest.Monke
         == "reward.functions[0]: vlm_ocr is a judge and needs reward.model, which only training and evaluations have"
     )
     assert refused(group_timeout_s=60.0) == (
-        "reward.model.path is null, but reward.functions has a judge, which asks that model"
+        "reward.model.path is null, but reward.functions has a judge, which needs a model"
     )
     assert refused(group_timeout_s=60.0, model="./nowhere") == "reward.model.path: './nowhere': no such folder"
     monkeypatch.setitem(sys.modules, "vllm", None)

@@ -258,7 +258,7 @@ def test_weights_without_a_tokenizer(tmp_path: Path, clip_folder: Path) -> None:
     for name in ("config.json", "model.safetensors", "processor_config.json"):
         (tmp_path / name).write_bytes((clip_folder / name).read_bytes())
     assert error_of("clip_score", model=tmp_path) == (
-        f"model='{tmp_path}' has a tokenizer of 2 tokens, and the model knows 514; "
+        f"model='{tmp_path}' has a tokenizer of 2 tokens, but the model has 514; "
         "give the processor that belongs to the model"
     )
 

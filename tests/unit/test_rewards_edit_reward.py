@@ -110,7 +110,7 @@ def test_rows_need_one_image_to_edit(base: Path, weights: Path) -> None:
     one, *_ = sources((SIZE, SIZE))
     several = Picture(lambda: [b"", b""], Path(), "row 0")
     assert term.objection("p", {"image": one}) is None
-    assert term.objection("p", {"image": several}) == "'image' holds 2 images, and EditReward reads one"
+    assert term.objection("p", {"image": several}) == "'image' has 2 images, and EditReward reads one"
     for meta in ({}, {"image": "a.png"}):
         assert term.objection("p", meta) == "it has no image in the column 'image' (source_key)"
 
@@ -124,7 +124,7 @@ def test_bad_weights_and_bases(base: Path, state: State, tmp_path: Path) -> None
         return error_of("edit_reward", **{"model": path, "base": base, **kwargs}).removeprefix(f"model='{path}'")
 
     without = {name: value for name, value in state.items() if not name.startswith("rm_heads.head_1")}
-    assert message(without) == f" has no weights rm_heads.head_1.0.weight (and 5 more): no reward model; {right}"
+    assert message(without) == f" has no weights rm_heads.head_1.0.weight (and 5 more): not a reward model; {right}"
     assert message(state | {"film.weight": torch.zeros(1)}) == (
         f" has film.weight, which is not a weight of EditReward; {right}"
     )

@@ -128,7 +128,7 @@ def test_detections_that_count() -> None:
         ),
         (
             {"tag": "", "include": [{"class": "dog", "count": 1}], "exclude": [{"class": "dog"}]},
-            "exclude[0]: count None; expected a number from 1 on",
+            "exclude[0]: count None; expected an integer, at least 1",
         ),
         (
             {"tag": "", "include": [{"class": "dog", "count": 1, "color": "grey"}]},
@@ -136,7 +136,7 @@ def test_detections_that_count() -> None:
         ),
         (
             {"tag": "", "include": [{"class": "dog", "count": 1, "position": ["above", 0]}]},
-            "include[0]: position ['above', 0]; expected [left of | right of | above | below, the number of an earlier "
+            "include[0]: position ['above', 0]; expected [left of | right of | above | below, the index of an earlier "
             "object]",
         ),
     ],

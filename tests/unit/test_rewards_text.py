@@ -282,7 +282,7 @@ def test_the_judge_of_texts() -> None:
 @pytest.mark.parametrize(
     ("kwargs", "problem"),
     [
-        ({"template": "?"}, "template has no {completion}, the text that is judged"),
+        ({"template": "?"}, "template has no {completion}, the text to judge"),
         ({"lowest": 1, "highest": 1}, "lowest=1 and highest=1 should be numbers, the smaller one first"),
         ({"read": "first"}, "read='first' should be score or last"),
     ],

@@ -169,7 +169,7 @@ def test_bad_weights_configurations_and_bases(base: Path, weights: Path, tmp_pat
     assert message(cut) == f" has no weights {lora}; {right}"
     head = "base_model.model.rm_head.weight"
     cut = {name: value for name, value in state.items() if name != head}
-    assert message(cut) == f" has no weights rm_head.weight: no reward model; {right}"
+    assert message(cut) == f" has no weights rm_head.weight: not a reward model; {right}"
     assert message(state | {"film.weight": torch.zeros(1)}) == (
         f" has film.weight, which does not begin with base_model.model.; {right}"
     )
@@ -187,5 +187,5 @@ def test_bad_weights_configurations_and_bases(base: Path, weights: Path, tmp_pat
     )
     (folder / "model_config.json").unlink()
     assert error_of("video_align", model=folder, base=base, fps=16).removeprefix(f"model='{folder}'") == (
-        f" has no model_config.json that can be read (FileNotFoundError); {right}"
+        f" has no readable model_config.json (FileNotFoundError); {right}"
     )

@@ -6,6 +6,9 @@ at white space and compared without case; for Chinese, characters are compared a
 
 import re
 from collections import Counter
+from typing import Any
+
+from phalanx.rewards.base import ground_truth
 
 KINDS = ("words", "characters")
 _ACCENTED = "àâäéèêëîïôöùûüç"
@@ -18,6 +21,14 @@ def matched(target: str, read: str, kind: str) -> tuple[int, int]:
     """
     expected = _parts(target, kind)
     return (expected & _parts(read, kind)).total(), expected.total()
+
+
+def target_of(prompt: str, metadata: dict[str, Any], column: str, recall: str | None) -> str:
+    """The text that an image should show. Raises ValueError if there is none, or none that `recall` could count."""
+    target = ground_truth(prompt, metadata, column)
+    if recall is not None and not _parts(target, recall):
+        raise ValueError(f"{column} {target!r} has no letters or digits that recall could count")
+    return target
 
 
 def _parts(text: str, kind: str) -> Counter[str]:
