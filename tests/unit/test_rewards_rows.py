@@ -59,10 +59,7 @@ def rows(tmp_path: Path) -> list[PromptRow]:
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
-        (
-            "gsm8k",
-            "gsm8k needs a ground_truth for each prompt, a number or a solution that ends with #### and a number",
-        ),
+        ("gsm8k", "gsm8k needs a ground_truth for each prompt, a number or a solution that ends with #### 18"),
         ("math", "math found no ground_truth; expected a text or a number in the data's column ground_truth"),
         ("dapo", "dapo found no ground_truth; expected a text or a number in the data's column ground_truth"),
         ("trl", "its function asks for the column 'ground_truth', and there is none"),

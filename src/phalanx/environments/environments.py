@@ -1,7 +1,7 @@
 """The environments of a rank."""
 
 from collections.abc import Callable
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from typing import Any
 
 from phalanx.config.environment import EnvironmentConfig
@@ -40,11 +40,8 @@ class Environments:
         kind_of(row, self._kinds)
 
     def open(self, row: dict[str, Any], seed: int, sample_seed: int) -> Conversation:
-        """Begin the conversation of a sample.
-
-        row: the prompt and the other columns of the data.
-        seed: that of the group, whose samples begin alike; sample_seed: that of the sample. Columns of these names in
-            the data override them.
+        """Begin the conversation of a sample. `row` has the prompt and the other columns of the data; `seed` is that of
+        the group, whose samples begin alike, and `sample_seed` the sample's own. Columns of these names override them.
         """
         row = {"seed": seed, "sample_seed": sample_seed} | row
         conversation = Conversation(kind_of(row, self._kinds), row, self._pool, self._cfg)
@@ -52,11 +49,9 @@ class Environments:
         return conversation
 
     def check(self, total: Callable[[int], int] = int) -> str | None:
-        """The first failure on this rank since the last check; None if there was none. Conversations that are still
-        closing are counted next time.
-
-        Raises EnvironmentFailure on ranks with failures if more than environment.max_error_fraction of all ranks'
-        conversations had one. `total` sums over the ranks, which all call this method.
+        """The first failure on this rank since the last check; None if there was none. Raises EnvironmentFailure, on
+        ranks with failures, if more than environment.max_error_fraction of all conversations had one; those that are
+        still closing are counted next time. `total` sums over the ranks, which all call this method.
         """
         closing = [each for each in self._conversations if each.closed is not None and not each.closed.done()]
         conversations = [each for each in self._conversations if each not in closing]
@@ -77,14 +72,16 @@ class Environments:
 
     def abandon(self) -> None:
         """Close all instances because a failure ends the job; instances with a running call are closed after it."""
-        closing: list[Future[Any]] = []
         for conversation in self._conversations:
             conversation.close()
-            if conversation.closed is not None:
-                closing.append(conversation.closed)
-        wait(closing, timeout=2 * self._cfg.timeout_s)  # the time limits of the running call and of close
+        self._wait(2 * self._cfg.timeout_s)  # the time limits of the running call and of close
 
     def close(self) -> None:
         """Wait until all instances are closed, and end the threads."""
-        wait([conversation.closed for conversation in self._conversations if conversation.closed is not None])
+        self._wait()
         self._pool.close()
+
+    def _wait(self, timeout_s: float | None = None) -> None:
+        wait(
+            [conversation.closed for conversation in self._conversations if conversation.closed is not None], timeout_s
+        )

@@ -52,9 +52,7 @@ def _plain(value: Any) -> str:
 
 
 def shortened(text: Any, most: int, side: str) -> Any:
-    """The `most` elements that remain of a longer text or list of tokens after its `side` (left, middle or right) is
-    removed.
-    """
+    """The `most` elements that remain of a text or list of tokens whose `side` (left, middle or right) is cut."""
     if len(text) <= most:
         return text
     if side == "left":
@@ -147,9 +145,7 @@ def reward_of(value: Any, what: str) -> float | dict[str, float] | None:
 
 
 def joined(prompt: list[Message], added: list[Message]) -> list[Message]:
-    """The messages of a prompt followed by those that `reset` added. If the prompt's last message and the first of
-    these are both the user's, they become one message.
-    """
+    """A prompt's messages and those that `reset` added; two of the user that meet there become one message."""
     if prompt and added and prompt[-1]["role"] == added[0]["role"] == "user":
         content, text = prompt[-1]["content"], added[0]["content"]
         more = [{"type": "text", "text": text}] if isinstance(content, list) else text

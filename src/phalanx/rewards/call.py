@@ -200,10 +200,8 @@ def _rows(output: RewardOutput, term: Term, prompts: list[Prompt], *, forgives: 
 
 
 def _check(scores: Any, name: str, takes: str, prompts: list[Prompt], problem: str | None, *, forgives: bool) -> Tensor:
-    """The scores as float32 [B] on the CPU.
-
-    Raises RewardError if they are not B numbers and, unless `forgives`, for NaN, infinity and larger numbers than
-    LARGEST. `problem`: the reason that the reward gave for NaN.
+    """The scores as float32 [B] on the CPU. Raises RewardError if they are not B numbers and, unless `forgives`, for
+    NaN, infinity and numbers above LARGEST; `problem` is the reward's own reason for NaN.
     """
     expected = f"expected {len(prompts)} numbers: a list, an array or a tensor"
     if isinstance(scores, Tensor):

@@ -59,11 +59,8 @@ class Clip:
         text: bool = True,
         antialias: bool = True,
     ) -> None:
-        """Load the model from a folder or hub id.
-
-        processor: folder or hub id of tokenizer and preprocessing; None: those of `model`.
-        name: the user's name for `model` in messages.
-        antialias: see Pixels.
+        """Load from folders or hub ids. `processor`: that of tokenizer and preprocessing, None: `model`; `name`: the
+        user's name for `model` in messages; `antialias`: see Pixels.
         """
         from transformers import AutoImageProcessor, AutoTokenizer, CLIPModel
 

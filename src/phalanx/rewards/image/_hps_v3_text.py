@@ -1,8 +1,7 @@
 """The text that HPSv3 was trained with, and Qwen2-VL's chat around it.
 
 The instruction is data of github.com/MizzenAI/HPSv3 (hpsv3/dataset/data_collator_qwen.py; MIT licence, copyright 2024
-HPSv3 Team; see NOTICE), copied verbatim, with its spaces at line ends and its mistakes, since any change would change
-the scores.
+HPSv3 Team; see NOTICE), verbatim, with its spaces at line ends and its mistakes, since changes would change the scores.
 """
 
 REWARD_TOKEN = "<|Reward|>"

@@ -99,8 +99,7 @@ class Trunk:
         """A turn of the user in the base's chat template: the items `shown`, each "image" or "video", then the text."""
         content = [*({"type": kind} for kind in shown), {"type": "text", "text": text}]
         turns = [{"role": "user", "content": content}]
-        chat: str = self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-        return chat
+        return str(self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
 
     def check_chat(self, shown: Sequence[str], token: str) -> None:
         """Raise ValueError unless the chat template has one `token` for each item shown."""

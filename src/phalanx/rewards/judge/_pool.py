@@ -123,7 +123,7 @@ class JudgePool:
         batch = JudgeBatch(*self._seen(outputs, prompts), prompts, questions, frames, completions)
         self._batches.append(batch)
         if self._thread is not None and self._judges:
-            self._answers.append(self._thread.submit(lambda: self._ask_beside([batch])))
+            self._answers.append(self._thread.submit(lambda: self._on_thread(lambda: self._ask_judges([batch]))))
             for answers in self._answers:
                 if answers.done():
                     answers.result()  # raises if it has failed in the meantime
@@ -198,10 +198,6 @@ class JudgePool:
         if self._thread is None:
             return self._ask_model(files, questions)
         return self._thread.submit(lambda: self._on_thread(lambda: self._ask_model(files, questions))).result()
-
-    def _ask_beside(self, batches: list[JudgeBatch]) -> Answers:
-        """Ask about some batches. Runs on the thread."""
-        return self._on_thread(lambda: self._ask_judges(batches))
 
     def _on_thread(self, ask: Callable[[], T]) -> T:
         """Call `ask` with the model awake, on a separate stream. The model stays awake until `_sleep`. Runs on the

@@ -86,7 +86,7 @@ def form(name: str) -> Callable[[str], str | None]:
 
 def truth(metadata: Mapping[str, Any], reward: str) -> str:
     """The ground truth as a text; if it is a whole solution, its answer. Raises ValueError if there is none."""
-    value = metadata["ground_truth"] if "ground_truth" in metadata else None
+    value = metadata.get("ground_truth")
     if isinstance(value, list) and len(value) == 1:
         value = value[0]
     if isinstance(value, bool) or not isinstance(value, str | int | float):

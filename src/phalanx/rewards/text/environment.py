@@ -1,6 +1,5 @@
 """Reward: the score that each sample's environment gives."""
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 
@@ -14,12 +13,10 @@ class Environment:
     def __init__(self, key: str | None = None) -> None:
         self._key = key
 
-    def __call__(
-        self, completions: Sequence[str], prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
-    ) -> list[float]:
+    def __call__(self, completions: list[str], prompts: list[str], metadata: list[dict[str, Any]]) -> list[float]:
         return [self._score(meta) for meta in metadata]
 
-    def _score(self, meta: Mapping[str, Any]) -> float:
+    def _score(self, meta: dict[str, Any]) -> float:
         reward = meta["environment_reward"]
         if reward is None:
             if meta["ended"] in ("timeout", "error"):

@@ -1,7 +1,6 @@
 """Reward: the format of a completion, by default DeepSeek-R1's (arXiv 2501.12948): thoughts and an answer in tags."""
 
 import re
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 from phalanx.rewards.base import RewardOutput, RewardWithExtras
@@ -29,9 +28,7 @@ class Format(RewardWithExtras):
         self._verifier = Verifier("pattern", timeout_s)
         self.extras = () if pattern is None else Verifier.extras
 
-    def __call__(
-        self, completions: Sequence[str], prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
-    ) -> RewardOutput:
+    def __call__(self, completions: list[str], prompts: list[str], metadata: list[dict[str, Any]]) -> RewardOutput:
         if self._pattern is None:
             return RewardOutput([float(in_tags(completion, self._tags)) for completion in completions])
         judged = []
@@ -40,7 +37,7 @@ class Format(RewardWithExtras):
         return with_unjudged(judged)
 
 
-def in_tags(text: str, tags: Sequence[str]) -> bool:
+def in_tags(text: str, tags: tuple[str, ...]) -> bool:
     """Whether the text has the tags in order, once each, with only white space outside the pairs."""
     if any(text.count(tag) != (tag in tags) for tag in TAGS):
         return False

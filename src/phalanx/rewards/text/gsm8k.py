@@ -5,7 +5,6 @@ text and compares values: `$18`, `**18**`, `18.0`, `1,018`, `3/4` and `1e3` are 
 """
 
 import re
-from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any, Literal
 
@@ -26,9 +25,7 @@ class Gsm8k:
             raise ValueError(f"method={method!r} should be strict or flexible")
         self.method, self.format_score = method, format_score
 
-    def __call__(
-        self, completions: Sequence[str], prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
-    ) -> list[float]:
+    def __call__(self, completions: list[str], prompts: list[str], metadata: list[dict[str, Any]]) -> list[float]:
         scores = []
         for completion, meta in zip(completions, metadata, strict=True):
             given = answer(completion, self.method)
@@ -36,7 +33,7 @@ class Gsm8k:
             scores.append(1.0 if right else 0.0 if given is None else self.format_score)
         return scores
 
-    def check_row(self, prompt: str, metadata: Mapping[str, Any]) -> None:
+    def check_row(self, prompt: str, metadata: dict[str, Any]) -> None:
         """Raise ValueError for a row without a ground truth that is a number."""
         _truth_of(metadata)
 
@@ -46,15 +43,13 @@ class Gsm8k:
         return None if number is None else str(number)
 
 
-def _truth_of(metadata: Mapping[str, Any]) -> Fraction:
+def _truth_of(metadata: dict[str, Any]) -> Fraction:
     """The number in a row's ground truth. Raises ValueError if there is none."""
     if "ground_truth" not in metadata:
-        raise ValueError(
-            "gsm8k needs a ground_truth for each prompt, a number or a solution that ends with #### and a number"
-        )
+        raise ValueError("gsm8k needs a ground_truth for each prompt, a number or a solution that ends with #### 18")
     value = truth(metadata["ground_truth"])
     if value is None:
-        raise ValueError(f"gsm8k found the ground_truth {str(metadata['ground_truth'])[-80:]!r}, which is not a number")
+        raise ValueError(f"gsm8k: the ground_truth {str(metadata['ground_truth'])[-80:]!r} is not a number")
     return value
 
 

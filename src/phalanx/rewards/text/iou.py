@@ -6,7 +6,6 @@ A box is given by its left, top, right and bottom sides as [x1, y1, x2, y2], in 
 
 import json
 import re
-from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Any, Literal
 
@@ -41,22 +40,20 @@ class Iou:
                 raise ValueError(f"{name}={value!r} should be pixels, unit or thousand")
         self._threshold, self._units, self._truth_units = threshold, coordinates, truth_coordinates
 
-    def __call__(
-        self, completions: Sequence[str], prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
-    ) -> list[float]:
+    def __call__(self, completions: list[str], prompts: list[str], metadata: list[dict[str, Any]]) -> list[float]:
         scores = []
         for completion, meta in zip(completions, metadata, strict=True):
             scores.append(self._score(boxes(answer(completion)), self._truth(meta), meta))
         return scores
 
-    def check_row(self, prompt: str, metadata: Mapping[str, Any]) -> None:
+    def check_row(self, prompt: str, metadata: dict[str, Any]) -> None:
         """Raise ValueError for a row without valid boxes as ground truth, or with an unknown image size if needed."""
         self._truth(metadata)
         if self._units != self._truth_units and "pixels" in (self._units, self._truth_units):
             _size(metadata)
 
-    def _truth(self, metadata: Mapping[str, Any]) -> list[Box]:
-        value = metadata["ground_truth"] if "ground_truth" in metadata else None
+    def _truth(self, metadata: dict[str, Any]) -> list[Box]:
+        value = metadata.get("ground_truth")
         truth = boxes(value if isinstance(value, str) else json.dumps(value, default=str))
         if not truth or len(truth) > MOST or not all(map(_area, truth)):
             raise ValueError(
@@ -65,7 +62,7 @@ class Iou:
             )
         return truth
 
-    def _score(self, given: list[Box], truth: list[Box], metadata: Mapping[str, Any]) -> float:
+    def _score(self, given: list[Box], truth: list[Box], metadata: dict[str, Any]) -> float:
         if not 0 < len(given) <= MOST:
             return 0.0
         if self._units != self._truth_units:  # the IoU does not depend on the units if both boxes have the same
@@ -111,15 +108,15 @@ def _area(box: Box) -> float:
     return max(box[2] - box[0], 0.0) * max(box[3] - box[1], 0.0)
 
 
-def _in_unit(some: list[Box], units: str, metadata: Mapping[str, Any]) -> list[Box]:
+def _in_unit(some: list[Box], units: str, metadata: dict[str, Any]) -> list[Box]:
     """Boxes converted to fractions of the image's width and height."""
     height, width = _size(metadata) if units == "pixels" else (1, 1) if units == "unit" else (1000, 1000)
     return [(left / width, top / height, right / width, bottom / height) for left, top, right, bottom in some]
 
 
-def _size(metadata: Mapping[str, Any]) -> tuple[int, int]:
+def _size(metadata: dict[str, Any]) -> tuple[int, int]:
     """(height, width) of the prompt's image."""
-    images: Sequence[Any] = metadata["images"] if "images" in metadata else ()
+    images = metadata.get("images", ())
     if len(images) != 1:
         raise ValueError(
             f"iou needs the image's size to convert boxes in pixels, and the prompt has {len(images)} images; "

@@ -4,7 +4,6 @@ Answers are compared as texts in a normal form and as numbers. Unless `equivalen
 then compared by math-verify, which uses sympy: 2\sqrt{2} equals \sqrt{8}, and (x-1)(x+1) equals x^2-1.
 """
 
-from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any, Literal
 
@@ -40,16 +39,14 @@ class Math(RewardWithExtras):
         self._verifier = Verifier("math", timeout_s) if equivalence == "math_verify" else None
         self.extras = () if self._verifier is None else Verifier.extras
 
-    def __call__(
-        self, completions: Sequence[str], prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
-    ) -> RewardOutput:
+    def __call__(self, completions: list[str], prompts: list[str], metadata: list[dict[str, Any]]) -> RewardOutput:
         judged = []
         for completion, meta in zip(completions, metadata, strict=True):
             judged.append(self._score(self._find(completion), _answers.truth(meta, "math")))
         output = with_unjudged(judged)
         return output if self.extras else RewardOutput(output.scores)
 
-    def check_row(self, prompt: str, metadata: Mapping[str, Any]) -> None:
+    def check_row(self, prompt: str, metadata: dict[str, Any]) -> None:
         """Raise ValueError for a row without a ground truth."""
         _answers.truth(metadata, "math")
 

@@ -1,6 +1,5 @@
 """Reward: soft penalty for responses close to the length limit (DAPO, arXiv 2503.14476, equation 13)."""
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 
@@ -16,9 +15,7 @@ class Overlong:
             raise ValueError(f"overlong_buffer_len={overlong_buffer_len} should be at least 1")
         self.buffer = overlong_buffer_len
 
-    def __call__(
-        self, completions: Sequence[str], prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
-    ) -> list[float]:
+    def __call__(self, completions: list[str], prompts: list[str], metadata: list[dict[str, Any]]) -> list[float]:
         scores = []
         for meta in metadata:
             if "response_length" not in meta:

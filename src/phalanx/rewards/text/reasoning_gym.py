@@ -3,7 +3,6 @@
 Each row has a column `reasoning_gym` with the name of its task and the entry that the verifier needs.
 """
 
-from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -29,9 +28,7 @@ class ReasoningGym(RewardWithExtras):
         self._find = _answers.form(answer)
         self._verifier = Verifier("reasoning_gym", timeout_s)
 
-    def __call__(
-        self, completions: Sequence[str], prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
-    ) -> RewardOutput:
+    def __call__(self, completions: list[str], prompts: list[str], metadata: list[dict[str, Any]]) -> RewardOutput:
         judged = []
         for completion, meta in zip(completions, metadata, strict=True):
             task, entry = _row(meta)
@@ -44,14 +41,14 @@ class ReasoningGym(RewardWithExtras):
             judged.append(self._verifier.judge(0.0, task, answer if allowed else None, entry))
         return with_unjudged(judged)
 
-    def check_row(self, prompt: str, metadata: Mapping[str, Any]) -> None:
+    def check_row(self, prompt: str, metadata: dict[str, Any]) -> None:
         """Raise ValueError for a row that tasks/prepare_data.py has not made."""
         _row(metadata)
 
 
-def _row(metadata: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+def _row(metadata: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """The task of a row, and its entry. Raises ValueError if the row has none."""
-    row = metadata["reasoning_gym"] if "reasoning_gym" in metadata else None
+    row = metadata.get("reasoning_gym")
     if not isinstance(row, dict) or not isinstance(row.get("task"), str) or not isinstance(row.get("entry"), dict):
         raise ValueError(
             "no column reasoning_gym of the form {task, entry}; make the data with tasks/prepare_data.py "

@@ -1,8 +1,8 @@
 """The text that VideoAlign's VideoReward was trained with.
 
 The instruction is data of github.com/KwaiVGI/VideoAlign (prompt_template.py; MIT licence, copyright 2025 Kling Team,
-Kuaishou Technology; see NOTICE), copied verbatim, with its spaces at line ends and its mistakes, since any change would
-change the scores.
+Kuaishou Technology; see NOTICE), verbatim, with its spaces at line ends and its mistakes, since changes would change
+the scores.
 """
 
 # for visual quality, motion quality and text alignment, in the order in which they are added to the tokenizer
