@@ -1,4 +1,4 @@
-"""From the section `environment` to classes and tools: levels, names, columns, mistakes."""
+"""Resolving the section `environment` to classes and tools: levels, names, columns, mistakes."""
 
 from pathlib import Path
 from typing import Any

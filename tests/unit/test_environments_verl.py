@@ -1,4 +1,4 @@
-"""Tools of verl: a file of classes in its form, the data's tools_kwargs, rewards, release, mistakes."""
+"""Tools of verl: a file in its format, the data's tools_kwargs, rewards, release, mistakes."""
 
 from pathlib import Path
 from typing import Any

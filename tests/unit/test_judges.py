@@ -1,4 +1,4 @@
-"""Judges without a model: what they ask, what an answer is worth, and what is said of one that cannot be read."""
+"""Judges without a model: questions, scores of answers, and errors."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The reference server of rewards: who may ask, what it refuses, and what it does where rewards or clients fail."""
+"""The reference server of rewards: access, refusals, and failures of rewards and clients."""
 
 import gc
 import json
@@ -32,7 +32,7 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def fresh(tmp_path: Path) -> Path:
-    """The same for one test: a file runs once, and remembers what was begun."""
+    """The same for a single test: the file is run anew and records the calls that began."""
     return own_rewards(tmp_path)
 
 
@@ -159,7 +159,7 @@ def test_bad_forms(small: RewardServer) -> None:
 
 
 def test_a_request_that_is_too_long_is_told_to_the_client(small: RewardServer) -> None:
-    """Though it is refused while it is still being sent."""
+    """The client gets the answer although its request is refused while it is still being sent."""
     noise = torch.rand(8, 3, 256, 256, generator=torch.Generator().manual_seed(0))
     problem = f"{small.url}: answered 413: the body is longer than max_body_mb=0.02; send fewer images"
     assert told(ServerError, Http(small.url, retries=0), noise, ["a"] * 8, [{}] * 8) == problem
@@ -190,7 +190,7 @@ def test_rewards_that_fail(own: Path, caplog: pytest.LogCaptureFixture) -> None:
     ):
         with serving(only(own, name)) as server:
             assert refusal(server.url, retries=0) == f"answered 500: reward {name!r} {problem} (try 1 of 1)"
-    (record,) = caplog.records  # with its traceback, for whoever keeps the server
+    (record,) = caplog.records  # with its traceback, for the operator of the server
     assert record.exc_info is not None and isinstance(record.exc_info[1], KeyError)
 
 
@@ -259,7 +259,7 @@ LONG = b"POST /score HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n"
     ids=["silent", "half a head", "a head without an end", "a second one", "a body without an end"],
 )
 def test_connections_without_a_request_are_closed(own: Path, sent: bytes, drip: bytes, waits: int) -> None:
-    """So that they do not take up all of the server for ever."""
+    """Otherwise they could occupy the server forever."""
     limits = ["max_requests=3", "read_timeout_s=0.4"]
     with serving(only(own, "brightness"), *limits) as server, ExitStack() as stack:
         address = server.socket.getsockname()
@@ -283,12 +283,12 @@ def test_a_connection_is_kept_while_its_request_is_scored(own: Path) -> None:
 
 
 def held(kind: torch.dtype, count: int) -> int:
-    """How many tensors of so many numbers this process holds."""
+    """The number of tensors with this number of elements in this process."""
     return sum(type(each) is torch.Tensor and each.numel() == count and each.dtype == kind for each in gc.get_objects())
 
 
 def test_requests_wait_as_bytes_and_go_with_their_clients(fresh: Path) -> None:
-    """One is scored while seven wait; then all their clients leave, and the next one is not behind them."""
+    """One request is scored while seven wait; after all their clients have left, the next one does not wait for them."""
     size, body = 3 * 37 * 41, json.dumps(asked(1, images=b64(png(37, 41)))).encode()
     head = f"POST /score HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
     with serving(f"reward.functions=[{{path: '{fresh}:brightness'}}, {{path: '{fresh}:gated'}}]") as server:
@@ -308,7 +308,7 @@ def test_requests_wait_as_bytes_and_go_with_their_clients(fresh: Path) -> None:
 
 
 def test_a_client_that_asks_again_finds_a_server_that_recovers(fresh: Path) -> None:
-    """Of each of its calls but the first, nothing is left once it has given up."""
+    """Once the client has given up, nothing remains of its calls but the first, which is running."""
     with serving(only(fresh, "gated")) as server:
         user = sys.modules["phalanx_user_own"]
         silent = "silent for read_timeout_s=0.1 (try 4 of 4)"

@@ -131,7 +131,7 @@ def test_hps_v3_with_its_own_template_and_in_bfloat16(qwen_base: Path, hps_v3_st
 
 
 def test_hps_v3_in_batches_and_another_order(qwen_base: Path, hps_v3_file: Path) -> None:
-    """Prompts of other lengths are padded; neither they nor the neighbours change a score."""
+    """Neither padding for prompts of other lengths nor the neighbours in a batch change a score."""
     images = random_images(64, 80, 5)
     prompts = ["a", "a much longer prompt, " * 9, "a red cat", "a", "x" * 70]
     at_once = v3(images, prompts, hps_v3_file, qwen_base, micro_batch_size=8)
@@ -197,7 +197,7 @@ def test_sizes_and_patches_are_those_of_the_image_processor() -> None:
 
 
 def test_the_template_is_the_one_that_the_model_was_trained_with() -> None:
-    """A slip in it, or an editor that strips spaces, would shift all scores without an error."""
+    """A typing error in it, or an editor that strips spaces, would shift all scores without an error."""
     from phalanx.rewards.image._hps_v3_text import TEMPLATE as OFFICIAL
 
     digest = hashlib.sha256(OFFICIAL.encode()).hexdigest()

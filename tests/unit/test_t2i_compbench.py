@@ -1,4 +1,4 @@
-"""T2I-CompBench's questions to a judge: what is asked of each category, and what answers are worth."""
+"""T2I-CompBench's questions to a judge for each category, and the scores of answers."""
 
 from typing import Any
 
@@ -41,7 +41,7 @@ def test_questions_about_parts() -> None:
 
 @pytest.mark.parametrize("category", ["spatial", "3d_spatial", "non_spatial", "complex", "numeracy"])
 def test_questions_about_the_whole(category: str) -> None:
-    """By the category of all prompts, or that of the row; braces of a prompt stay."""
+    """The category is that of all prompts or of the row; braces in a prompt are kept."""
     (question,) = T2iCompbench(category).questions("a {red} cat", {})
     assert [question] == T2iCompbench().questions("a {red} cat", {"category": category})
     assert '"a {red} cat"' in question and "Give a score from 1 to 5" in question

@@ -212,10 +212,10 @@ def _check(scores: Any, name: str, takes: str, prompts: list[Prompt], problem: s
         odd = ""
         for i, score in enumerate(scores if isinstance(scores, list) else ()):
             if not odd and isinstance(score, str | bytes | dict):
-                odd = f" whose scores[{i}] is {cut(repr(score))}"
+                odd = f" with {cut(repr(score))} as scores[{i}]"
         kind = f"{type(scores).__name__}{odd}"
         raise RewardError(
-            f"reward {name!r} returned no numbers but a {kind} on {on_prompts(prompts)}; {expected}"
+            f"reward {name!r} returned a {kind} instead of numbers on {on_prompts(prompts)}; {expected}"
         ) from None
     if values.shape != (len(prompts),):
         what = f"{len(values)} scores" if values.ndim == 1 else f"scores of shape {list(values.shape)}"

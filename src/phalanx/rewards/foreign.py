@@ -53,7 +53,7 @@ class TrlReward:
         for name, parameter in inspect.signature(self._function).parameters.items():
             needed = parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD
             if needed and name not in given:
-                raise ValueError(f"its function asks for the column {name!r}, and there is none")
+                raise ValueError(f"its function needs the column {name!r}, which the row does not have")
 
 
 class VerlReward:
@@ -84,7 +84,7 @@ class VerlReward:
         parameters = inspect.signature(self._function).parameters
         needed = "ground_truth" in parameters and parameters["ground_truth"].default is inspect.Parameter.empty
         if needed and "solution_str" in parameters and not {"ground_truth"} & {*metadata, *self._kwargs}:
-            raise ValueError("its function asks for a ground_truth, and there is none")
+            raise ValueError("its function needs a ground_truth, which the row does not have")
 
 
 def form_of(signature: inspect.Signature) -> type[TrlReward] | type[VerlReward] | None:
