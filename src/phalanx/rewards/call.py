@@ -258,8 +258,6 @@ def on_prompts(prompts: list[Prompt]) -> str:
 
 def mean_of_frames(rows: dict[str, Tensor], frames: int) -> dict[str, Tensor]:
     """Average scores [B k] of k frames per video to scores [B] of the videos, by name."""
-    if frames == 1:
-        return rows
     return {name: values.view(-1, frames).mean(1) for name, values in rows.items()}
 
 

@@ -128,8 +128,7 @@ def _text_tower(state: dict[str, Tensor], vision: dict[str, Tensor], where: str)
 
 
 def _layers(state: dict[str, Tensor], prefix: str) -> int:
-    numbers = {name.removeprefix(f"{prefix}.").partition(".")[0] for name in state if name.startswith(f"{prefix}.")}
-    return len(numbers)
+    return len({name.partition(".")[0] for name in _part(state, f"{prefix}.")})
 
 
 def _weight(state: dict[str, Tensor], name: str, where: str) -> Tensor:

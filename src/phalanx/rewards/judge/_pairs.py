@@ -69,17 +69,14 @@ class Comparison:
         """
         self.subjects, self.rank, self.problem = subjects, rank, problem
         local = [(subject.prompt.group_id, tuple(map(len, subject.files))) for subject in subjects]
-        of_ranks = self._of_all(local)
-        self._sizes: dict[Place, tuple[int, ...]] = {}
-        group_of: dict[Place, int] = {}
-        for of_rank, samples in enumerate(of_ranks):
-            for i, (group, sizes) in enumerate(samples):
-                self._sizes[of_rank, i], group_of[of_rank, i] = sizes, group
+        samples: dict[Place, tuple[int, tuple[int, ...]]] = {}  # group, sizes of files
+        for of_rank, each in enumerate(self._of_all(local)):
+            samples |= {(of_rank, i): sample for i, sample in enumerate(each)}
+        self._sizes = {at: sizes for at, (_, sizes) in samples.items()}
         # samples in the order of the step: by the first rank of their context, then as they were dealt out
-        places = sorted(self._sizes, key=lambda at: (at[0] // context_size, at[1], at[0]))
         self._groups: dict[int, list[Place]] = {}
-        for at in places:
-            self._groups.setdefault(group_of[at], []).append(at)
+        for at in sorted(samples, key=lambda at: (at[0] // context_size, at[1], at[0])):
+            self._groups.setdefault(samples[at][0], []).append(at)
 
     def win_rates(self, name: str, judge: PairJudge, ask: Ask, *, of_text: bool) -> list[tuple[float, float]]:
         """For each sample of this rank, the fraction of its comparisons that it wins, 1/2 if there are none, and the

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -95,8 +95,7 @@ class JudgePool:
         self._forgives = forgives
         launch = launch or Launch.from_env()
         self._rank = launch.rank
-        pairs = bool(self._pair_judges)
-        self._model = RewardModel(cfg, timeout_s, text=self._of_text, pairs=pairs, launch=launch)
+        self._model = RewardModel(cfg, timeout_s, text=self._of_text, pairs=bool(self._pair_judges), launch=launch)
         self._warned_of_images = False
         self._batches: list[JudgeBatch] = []  # submitted since the last `ask`
         self.busy_s = 0.0
@@ -231,15 +230,13 @@ class JudgePool:
         for name in self._judges:
             each = chain.from_iterable(batch.questions[name] for batch in batches)
             asked[name] = list(zip(shown, each, strict=True))
-        openings: list[Question] = []
-        opens = False
-        for name, of_judge in asked.items():
-            if self._judges[name].opens:
-                opens = True
-                openings += [(numbers, first) for numbers, (first, _) in of_judge if first is not None]
-        descriptions = iter(self._ask_model(files, openings) if opens else [])
+        each_asked = list(chain.from_iterable(asked.values()))
+        descriptions: Iterator[str] = iter(())
+        if any(judge.opens for judge in self._judges.values()):  # on all ranks, also on one that asks nothing
+            openings: list[Question] = [(numbers, first) for numbers, (first, _) in each_asked if first is not None]
+            descriptions = iter(self._ask_model(files, openings))
         questions: list[Question] = []
-        for numbers, (first, texts) in chain.from_iterable(asked.values()):
+        for numbers, (first, texts) in each_asked:
             before = () if first is None else (first, next(descriptions))
             for text in texts:
                 questions.append((numbers, (*before, text)))
