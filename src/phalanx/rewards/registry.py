@@ -125,7 +125,7 @@ def _build(cfg: RewardFunctionConfig, key: str, device: str, unparseable_score: 
         raise ConfigError(f"{key}: {what} takes {takes}, and this job makes {outputs}")
 
     of_policy = isinstance(reward, type) and issubclass(reward, PolicyReward)
-    arguments = ("policy", "samples", "micro") if of_policy else (takes, "prompts", "metadata")
+    arguments = ("policy", "samples", "passes") if of_policy else (takes, "prompts", "metadata")
     on_device = isinstance(reward, type) and issubclass(reward, DeviceReward)
     form = None if is_judge or of_policy else form_of(_call_signature(reward, key, label))
     function: Callable[..., Any]

@@ -181,8 +181,8 @@ def patches_of(
 
 
 def resized(height: int, width: int, unit: int, least: int, most: int) -> tuple[int, int]:
-    """The size to which Qwen2-VL resizes an image: about its aspect ratio, an area of `least` to `most` pixels, and
-    multiples of `unit` as sides. Raises ValueError if one side is more than 200 times as long as the other.
+    """The size to which Qwen2-VL resizes an image: an area of `least` to `most` pixels, sides that are multiples of
+    `unit`, and nearly the same aspect ratio. Raises ValueError if one side is more than 200 times the other.
     """
     if max(height, width) > 200 * min(height, width):
         raise ValueError(f"one side of an image of {height} x {width} pixels is more than 200 times the other")

@@ -23,8 +23,8 @@ _EXPECTED = "expected HPSv3.safetensors of MizzenAI/HPSv3, or its folder"
 
 class HpsV3(DeviceReward):
     """`model`: the published .safetensors file, or its folder; `base`: folder or hub id of Qwen2-VL's configuration and
-    tokenizer, without weights. `template`: the instruction, with {prompt} and one `reward_token`. `micro_batch_size`:
-    images per forward pass.
+    tokenizer, whose weights are not needed. `template`: the instruction, with {prompt} and one `reward_token`.
+    `micro_batch_size`: images per forward pass.
     """
 
     def __init__(

@@ -67,7 +67,7 @@ class RewardModel:
 
         text: questions are about texts; the model is a language model, which may also read images.
         pairs: a question may be about several images.
-        launch: the world whose ranks hold the model; None: the launcher's.
+        launch: the world on whose ranks the model is placed; None: the launcher's.
         """
         launch = launch or Launch.from_env()
         domains = place(cfg, launch.world_size, launch.local_world_size)

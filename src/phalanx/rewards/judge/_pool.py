@@ -67,7 +67,7 @@ class JudgePool:
 
     Questions are asked either all at once in `ask` or, with `beside`, for each micro-batch on a thread while the next
     one is sampled; all ranks of a domain must then call `submit` equally often. Questions about pairs are asked in
-    `ask`, when all samples are there. `busy_s`: seconds that the model took to answer up to the last `ask`.
+    `ask`, when all samples are there. `busy_s`: seconds from questions to answers, for all questions of the last `ask`.
     """
 
     def __init__(
