@@ -1,4 +1,4 @@
-"""Environments of OpenEnv in the process: the one that its own command makes, one of MCP tools, and mistakes."""
+"""Environments of OpenEnv inside the rank: the one that its own command generates, one of MCP tools, mistakes."""
 
 import sys
 from collections.abc import Iterator

@@ -46,10 +46,11 @@ class Verifier:
         """The verdict. Raises VerifierError if the verifier takes too long, raises or ends the process; ValueError if
         the row of the data cannot be judged; RuntimeError if the process does not start.
         """
+        question = json.dumps(arguments) + "\n"
         child = self._ready()
         assert child.stdin is not None and child.stdout is not None
         with suppress(BrokenPipeError):  # the process has ended, which reading from it shows
-            child.stdin.write(json.dumps(arguments) + "\n")
+            child.stdin.write(question)
             child.stdin.flush()
         line = child.stdout.readline()
         if not line:
