@@ -11,7 +11,7 @@ from phalanx.environments.base import EnvironmentFailure, Message, Turn
 from phalanx.environments.pool import Outcome, Pool
 from phalanx.environments.registry import Kind
 from phalanx.environments.texts import Odd, messages_of, reward_of, text_of, turn_of
-from phalanx.environments.tools import BadCall, Tool, unknown
+from phalanx.environments.tools import BadCall, Tool, accepted, unknown
 from phalanx.rewards.base import copied
 from phalanx.rewards.call import place
 
@@ -90,13 +90,12 @@ class Conversation:
         self._instance = made.value
         if "reset" not in self._kind.hooks:
             return []
-        row = copied(self._row)
-        if self._kind.takes is not None:
-            row = {name: value for name, value in row.items() if name in self._kind.takes}
+
+        def reset() -> Any:
+            return self._instance.reset(**accepted(self._instance.reset, copied(self._row)))
+
         side = self._cfg.truncate_side
-        outcome = await self._call(
-            "reset", lambda: self._instance.reset(**row), lambda value: messages_of(value, _PROMPT, side, "reset")
-        )
+        outcome = await self._call("reset", reset, lambda value: messages_of(value, _PROMPT, side, "reset"))
         return [] if outcome is None else outcome.value
 
     async def _step(self, message: Message) -> Turn:

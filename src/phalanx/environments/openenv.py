@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from phalanx.config.messages import ConfigError, reason
 from phalanx.environments.base import Turn
-from phalanx.environments.tools import Tool, lenient, schema_tool
+from phalanx.environments.tools import Tool, accepted, lenient, schema_tool
 
 BASE = "openenv", "Environment"  # the package and the name of the base class of environments
 _SEEDS = 2**31  # numpy and others accept 32 bits
@@ -24,14 +24,11 @@ class Episode:
 
     def reset(self, **row: Any) -> str:
         """The first observation. The environment gets the group's seed and those columns of the data that it takes."""
-        parameters = inspect.signature(self._environment.reset).parameters
+        reset = self._environment.reset
         row["seed"] = row["seed"] % _SEEDS
-        if any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters.values()):
-            ours = {"prompt", "sample_seed"} - parameters.keys()
-            row = {name: value for name, value in row.items() if name not in ours}
-        else:
-            row = {name: value for name, value in row.items() if name in parameters}
-        text = _text(self._environment.reset(**row))
+        for name in {"prompt", "sample_seed"} - inspect.signature(reset).parameters.keys():
+            row.pop(name, None)  # not columns of the data, so only for a function that names them
+        text = _text(reset(**accepted(reset, row)))
         return f"\n\n{text}" if text else ""
 
     def act(self, action: Any) -> Turn:

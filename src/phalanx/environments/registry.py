@@ -34,7 +34,6 @@ class Kind:
     make: Callable[[], Any]
     tools: Mapping[str, Tool]
     hooks: frozenset[str]  # those of HOOKS that it has
-    takes: frozenset[str] | None  # columns of a row that reset takes; None: all
     whole: bool = False  # step gets the whole message of a turn, not only its text
     judges: bool = False  # get_reward gets all messages of the conversation
 
@@ -50,9 +49,9 @@ def build_kinds(cfg: EnvironmentConfig) -> dict[Key, Kind]:
         tools = dict(shared.callable)
         _add(tools, extra, "environment.tools")
         hooks = frozenset({"reset", "get_reward", "close"})
-        return {None: Kind("environment.tool_config_path", lambda: VerlTools(shared), tools, hooks, None)}
+        return {None: Kind("environment.tool_config_path", lambda: VerlTools(shared), tools, hooks)}
     if cfg.path is None:
-        return {None: Kind("environment.tools", Stateless, extra, frozenset(), None)}
+        return {None: Kind("environment.tools", Stateless, extra, frozenset())}
     if isinstance(cfg.path, str):
         return {None: _kind(cfg.path, cfg.kwargs, extra, "environment.path", "environment.kwargs")}
     if not isinstance(cfg.path, dict) or not cfg.path:
@@ -94,11 +93,11 @@ def _kind(path: str, kwargs: dict[str, Any], extra: dict[str, Tool], key: str, k
         _check_kwargs(factory, kwargs, kwargs_key)
         begin, actions = openenv.load(factory, kwargs, key)
         _add(actions, extra, key)
-        return Kind(label, begin, actions, frozenset({"reset", "close"}), None)
+        return Kind(label, begin, actions, frozenset({"reset", "close"}))
     if verifiers.BASE in bases:
         make, tools = verifiers.load(factory, kwargs, kwargs_key)
         _add(tools, extra, key)
-        return Kind(label, make, tools, frozenset({"reset", "get_reward"}), None, judges=True)
+        return Kind(label, make, tools, frozenset({"reset", "get_reward"}), judges=True)
     if getattr_static(factory, "solve", None):
         return _harness(factory, None, kwargs, extra, kwargs_key)
     hooks = frozenset(name for name in HOOKS if getattr_static(factory, name, None))
@@ -113,9 +112,8 @@ def _kind(path: str, kwargs: dict[str, Any], extra: dict[str, Tool], key: str, k
     _check_kwargs(factory, kwargs, kwargs_key)
     if ":" not in path:
         _made(factory, kwargs, kwargs_key)  # so that mistakes are reported before the job begins
-    takes = _columns_of_reset(factory) if "reset" in hooks else None
     judges = "get_reward" in hooks and "messages" in inspect.signature(getattr_static(factory, "get_reward")).parameters
-    return Kind(label, lambda: factory(**kwargs), tools, hooks, takes, judges=judges)
+    return Kind(label, lambda: factory(**kwargs), tools, hooks, judges=judges)
 
 
 def _harness(
@@ -129,7 +127,7 @@ def _harness(
         return Harness(factory(**kwargs).solve if solve is None else solve)
 
     hooks = frozenset({"reset", "step", "get_reward", "close"})
-    return Kind(factory.__name__, make, extra, hooks, None, whole=True)
+    return Kind(factory.__name__, make, extra, hooks, whole=True)
 
 
 def _check_kwargs(factory: Callable[..., Any], kwargs: dict[str, Any], key: str, *arguments: str) -> None:
@@ -203,14 +201,6 @@ def _public(factory: type) -> list[str]:
             if inspect.isfunction(function) and not name.startswith("_") and name not in HOOKS:
                 names[name] = None
     return list(names)
-
-
-def _columns_of_reset(factory: type) -> frozenset[str] | None:
-    """The columns of a row that reset takes; None: all."""
-    parameters = inspect.signature(getattr_static(factory, "reset")).parameters
-    if any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return None
-    return frozenset(parameters)
 
 
 def _forms() -> str:

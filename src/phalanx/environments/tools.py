@@ -92,6 +92,14 @@ def lenient(kind: Any) -> TypeAdapter[Any]:
         return TypeAdapter(kind)
 
 
+def accepted(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
+    """Those of the keyword arguments that a function accepts."""
+    parameters = inspect.signature(function).parameters
+    if any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return arguments
+    return {name: value for name, value in arguments.items() if name in parameters}
+
+
 def unknown(name: Any, tools: Mapping[str, Tool]) -> BadCall:
     """The error for a call of a tool that does not exist."""
     hint = nearest(str(name), list(tools))

@@ -14,7 +14,7 @@ from phalanx.config.messages import ConfigError, reason
 from phalanx.config.registry import resolve_object
 from phalanx.config.sources import read
 from phalanx.environments.texts import SEEN, Odd
-from phalanx.environments.tools import Tool, schema_tool
+from phalanx.environments.tools import Tool, accepted, schema_tool
 
 KEY = "environment.tool_config_path"
 _METHODS = ("create", "execute", "calc_reward", "release")
@@ -69,7 +69,9 @@ class VerlTools:
         tool = self._tools[name]
         if name not in self._instances:
             kwargs = self._kwargs_of(name, "create_kwargs")
-            made = await _awaited(tool.create(str(uuid.uuid4()), **_create_arguments(tool.create, kwargs)))
+            # each by name and, for newer classes of verl, all as create_kwargs
+            kwargs = accepted(tool.create, {**kwargs, "create_kwargs": kwargs})
+            made = await _awaited(tool.create(str(uuid.uuid4()), **kwargs))
             self._instances[name] = made[0] if isinstance(made, tuple) else made
         kwargs = self._kwargs_of(name, "execute_kwargs")
         returned = await _awaited(tool.execute(self._instances[name], arguments, **kwargs))
@@ -144,15 +146,6 @@ def _made(entry: Any, key: str) -> tuple[Any, dict[str, Any]]:
         return kind(entry.get("config") or {}, schema), schema.model_dump(exclude_unset=True)
     except (Exception, SystemExit) as error:  # whatever the user's code raises
         raise ConfigError(f"{key}: {entry['class_name']}(config, tool_schema) raised {reason(error)}") from error
-
-
-def _create_arguments(create: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Keyword arguments for create, of those it accepts: each by name and, for newer classes, all as create_kwargs."""
-    parameters = inspect.signature(create).parameters
-    arguments = {**kwargs, "create_kwargs": kwargs}
-    if any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return arguments
-    return {name: value for name, value in arguments.items() if name in parameters}
 
 
 async def _awaited(value: Any) -> Any:
