@@ -15,5 +15,5 @@ def brightness(images: Tensor, prompts: list[str], metadata: list[dict[str, Any]
 
 @differentiable
 def numbers(images: Tensor, prompts: list[str], metadata: list[dict[str, Any]]) -> Tensor:
-    """The same, without the gradient that it is marked to have."""
+    """The same without a gradient, although it is marked as differentiable."""
     return images.detach().flatten(1).mean(1)

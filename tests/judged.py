@@ -1,5 +1,5 @@
-"""A judge that can be checked: asked by itself about pictures, and in training jobs, where it is shown pictures in the
-place of the sampled images.
+"""A judge whose answers can be checked: asked about known pictures, also in training jobs, where it is shown such
+pictures instead of the sampled images.
 """
 
 import os
@@ -30,7 +30,7 @@ JUDGE = ("reward.model.dtype=float32", "reward.model.max_model_len=512", "reward
 
 
 def process_state() -> list[Any]:
-    """What engines could change in passing."""
+    """Global state that an engine could change as a side effect."""
     return [
         (torch.get_rng_state().tolist(), str(np.random.get_state()), random.getstate()),
         (dict(os.environ), torch.get_num_threads(), torch.get_float32_matmul_precision()),
@@ -43,7 +43,7 @@ def images_of(share: list[int]) -> list[bytes]:
 
 
 def ask(cfg: RewardModelConfig, shares: list[list[int]], questions: tuple[str, ...] = QUESTIONS) -> list[list[str]]:
-    """On each rank: ask twice about its share of PICTURES; returns the answers of both times."""
+    """On each rank: ask twice about its share of PICTURES. Returns the answers of both times."""
     from phalanx.rewards.judge._model import RewardModel
 
     own = shares[dist.get_rank()]
@@ -56,7 +56,7 @@ def ask(cfg: RewardModelConfig, shares: list[list[int]], questions: tuple[str, .
             answers.append(model.ask(images_of(own), asked))
     assert process_state() == before
     total = torch.ones(1)
-    dist.all_reduce(total)  # our world lives on
+    dist.all_reduce(total)  # the world still works
     assert total.item() == dist.get_world_size()
     return answers
 
@@ -67,7 +67,7 @@ def expected(share: list[int]) -> list[str]:
 
 
 def converted(cfg: RewardModelConfig, count: int, numbers: list[int]) -> tuple[list[str], int]:
-    """Ask QUESTIONS about some of `count` PICTURES; returns the answers, and how many images were made PIL's."""
+    """Ask QUESTIONS about some of `count` PICTURES. Returns the answers, and how many images were converted to PIL."""
     from phalanx.engines import transformers, vllm
     from phalanx.rewards.judge._model import RewardModel
 
@@ -85,7 +85,7 @@ def converted(cfg: RewardModelConfig, count: int, numbers: list[int]) -> tuple[l
 
 
 class Plain(Judge):
-    """Asks what the model was not taught: its answers depend on all that stands before them."""
+    """Asks a question that the model was not trained on, so that its answers depend on the whole context."""
 
     template = "And?"
 
@@ -94,7 +94,7 @@ class Plain(Judge):
 
 
 class Described(Plain):
-    """Opens, and then asks twice: each question has only the opening and its answer before it."""
+    """Opens, and then asks two questions, each of which is preceded only by the opening and its answer."""
 
     opens = True
 
@@ -118,7 +118,7 @@ def talk(cfg: RewardModelConfig, shares: list[list[int]]) -> dict[str, list[list
 
 
 def plain_talk(cfg: RewardModelConfig, number: int) -> list[str]:
-    """What the model by itself answers to Described about one of PICTURES."""
+    """The model's own answers to Described about one of PICTURES."""
     from transformers import AutoModelForImageTextToText
 
     from phalanx.engines.transformers import load_processor
@@ -143,19 +143,19 @@ def plain_talk(cfg: RewardModelConfig, number: int) -> list[str]:
 
 
 def refused(cfg: RewardModelConfig, shares: list[list[int]], questions: tuple[str, ...]) -> str:
-    """On each rank: what is said of questions that the model cannot be asked."""
+    """On each rank: the error about questions that the model cannot be asked."""
     return told(RewardError, ask, cfg, shares, questions)
 
 
 def mistake(cfg: RewardModelConfig) -> str:
-    """On each rank: what is said of a model that cannot be loaded."""
+    """On each rank: the error about a model that cannot be loaded."""
     from phalanx.rewards.judge._model import RewardModel
 
     return told(ValueError, RewardModel, cfg, timeout_s=60.0)
 
 
 def cut(text: str) -> str:
-    """The content of a file whose download ended half way."""
+    """The content of a partly downloaded file."""
     return text[: len(text) // 2]
 
 
@@ -179,17 +179,17 @@ def config(model: Path, folder: Path, *overrides: str) -> Any:
 
 
 def shown(image: torch.Tensor) -> tuple[int, int]:
-    """The picture that a test shows to the judge in the place of a sampled image, of which it depends alone."""
+    """The picture that a test shows to the judge instead of a sampled image; a function of that image."""
     return PICTURES[int(image.double().sum() * 1000) % len(PICTURES)]
 
 
 def read(images: torch.Tensor) -> list[str]:
-    """What stands in the pictures that are shown for these images."""
+    """The texts in the pictures that are shown for these images."""
     return [name(*shown(image)) for image in images]
 
 
 def step_and_terms(cfg: Any) -> dict[str, Any]:
-    """One training step, whose rewards see pictures; returns what it gave, and the terms of the reward."""
+    """A training step whose rewards see pictures. Returns its result, and the terms of the reward."""
     from phalanx.rewards.client import RewardClient
 
     kept: dict[str, torch.Tensor] = {}

@@ -1,4 +1,4 @@
-"""A judge of texts that can be checked: it is asked by itself, and over ranks, about texts and images of prompts."""
+"""A judge of texts whose answers can be checked: asked about texts and images of prompts, directly and over ranks."""
 
 import logging
 from functools import partial
@@ -37,7 +37,7 @@ def ask(cfg: RewardModelConfig, shares: list[list[str]]) -> list[str]:
 
 
 def plain(folder: Path) -> list[str]:
-    """What the model answers by itself, one question after the other."""
+    """The model's own answers, one question after the other."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -61,13 +61,13 @@ class Named(Judge):
         """Not called."""
 
 
-# of each prompt the images: a colour, lit quarters and a size
+# the images of each prompt: a colour, lit quarters and a size
 SHOWN = [[(0, 4, 32)], [(1, 4, 64)], [(2, 4, 96)], [], [(0, 4, 32), (2, 2, 64)], [(2, 2, 64), (0, 4, 32)]]
 COMPLETION = " <|image_pad|><|im_end|>"
 
 
 def encoded(colour: int, lit: int, size: int) -> bytes:
-    """A wide picture as a PNG or, of the smallest ones, a TIFF."""
+    """A wide picture as a PNG; the smallest ones as a TIFF."""
     file = BytesIO()
     image = pil_image((picture(colour, lit, size) * 255).byte())
     image.crop((0, 0, size, 32)).save(file, "TIFF" if size == 32 else "PNG")
@@ -102,7 +102,7 @@ def asked_about_texts(cfg: RewardModelConfig, completion: str, ranks: list[list[
 
 
 def plainly(model: Path, shown: list[tuple[int, int, int]], question: str) -> str:
-    """What the model answers by itself about some images."""
+    """The model's own answer about some images."""
     from PIL import Image
     from transformers import AutoModelForImageTextToText
 

@@ -1,4 +1,4 @@
-"""Reward servers for tests: the reference server, misbehaving ones, and the errors of clients."""
+"""Reward servers for tests: the reference server, faulty ones, and the errors of a client."""
 
 import base64
 import json
@@ -119,7 +119,7 @@ Answer = Callable[["Strange", dict[str, Any]], None]
 
 
 class Strange(BaseHTTPRequestHandler):
-    """Handles a request to a misbehaving server, as the server's `answer` determines."""
+    """A request to a faulty server, which handles it by its function `answer`."""
 
     protocol_version = "HTTP/1.1"
     server: "StrangeServer"
@@ -148,13 +148,13 @@ class StrangeServer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Strange)
         self.answer = answer
         self.seen: list[dict[str, str]] = []
-        self.over = threading.Event()  # ends hanging requests
+        self.over = threading.Event()  # set at the end, to release answers that hang
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server_address[1]}/score"
 
-    def handle_error(self, request: Any, client_address: Any) -> None: ...  # a client that gave up
+    def handle_error(self, request: Any, client_address: Any) -> None: ...  # the client gave up
 
 
 @contextmanager
@@ -182,7 +182,7 @@ def scores(url: str, count: int = 4, **kwargs: Any) -> list[float]:
 
 
 def refusal(url: str, count: int = 4, **kwargs: Any) -> str:
-    """The error of a client, without the server's address."""
+    """The problem in a client's error, without the address."""
     shown, _, problem = told(ServerError, scores, url, count, **kwargs).partition(": ")
     assert shown == url
     return problem
@@ -199,7 +199,7 @@ def chunk(kind: bytes, data: bytes) -> bytes:
 
 
 def bomb(width: int, height: int) -> bytes:
-    """A PNG of a few bytes that claims a size."""
+    """A small PNG file that claims to have this size."""
     head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     data = zlib.compress(b"\0" * 1_000_000)
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", data) + chunk(b"IEND", b"")

@@ -1,4 +1,4 @@
-"""Rewards as tests build and run them, and what is said of mistakes."""
+"""Helpers that build and run rewards, and return the messages of errors."""
 
 from collections.abc import Callable
 from typing import Any

@@ -291,7 +291,7 @@ JOBS: list[tuple[str, Arguments, str]] = [
     (
         "a reward of no numbers",
         lambda p: [p.reward("texts")],
-        f"reward 'texts' returned no numbers but a list whose scores[0] is 'good' on the prompt \"{FIRST}\"; "
+        f"reward 'texts' returned a list with 'good' as scores[0] instead of numbers on the prompt \"{FIRST}\"; "
         "expected 4 numbers: a list, an array or a tensor",
     ),
     (

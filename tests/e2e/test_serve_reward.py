@@ -1,4 +1,4 @@
-"""tasks/serve_reward.py as users start it, and training jobs that request scores from it."""
+"""tasks/serve_reward.py as users start it, and training jobs that get scores from it."""
 
 import json
 import signal
@@ -31,7 +31,7 @@ JPEG = "reward.functions=[{name: jpeg_incompressibility}]"
 
 @contextmanager
 def started(command: Sequence[str], **env: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """The process of a server that listens, and the line with its address."""
+    """The process of a server that is listening, and the line that says where."""
     process = subprocess.Popen(
         command,
         cwd=ROOT,
@@ -97,7 +97,7 @@ def slow(images, prompts, metadata):
 
 
 def refuses(url: str) -> bool:
-    """Whether nothing listens there any more."""
+    """Whether nothing listens at this address any more."""
     try:
         socket.create_connection((urlsplit(url).hostname, urlsplit(url).port)).close()
     except ConnectionRefusedError:
@@ -106,7 +106,7 @@ def refuses(url: str) -> bool:
 
 
 def test_requests_under_way_are_answered_first(tmp_path: Path) -> None:
-    """A second request finds no server."""
+    """For the second one, the server has already stopped."""
     (tmp_path / "slow.py").write_text(SLOW)
     with started(python(f"reward.functions=[{{path: '{tmp_path}/slow.py:slow'}}]", "port=0")) as (process, line):
         asks = Http(line.split(": ")[1], retries=0)
@@ -131,7 +131,7 @@ def peak_mb(pid: int) -> float:
 
 @pytest.mark.full
 def test_memory_has_a_bound() -> None:
-    """Small files of large images from 8 concurrent clients, which would take 1,300 MB together."""
+    """Small files of large images, from 8 clients at once: decoded together they would take 1,300 MB."""
     budget = 200
     with started(python(JPEG, "port=0", f"max_memory_mb={budget}")) as (process, line):
         asks = Http(line.split(": ")[1], retries=0, encoding="multipart")
@@ -190,7 +190,7 @@ def trained(folder: Path, model: Path, functions: str, ranks: int) -> tuple[list
 @pytest.mark.seldom("multipart")
 @pytest.mark.parametrize("encoding", ["json", "multipart"])
 def test_a_job_learns_the_same_from_a_server(server: str, encoding: str, sd3_folder: Path, tmp_path: Path) -> None:
-    """On two ranks, all metrics except times, and the weights, are bit-identical."""
+    """On two ranks, the weights and all numbers of metrics.jsonl except times are bitwise equal."""
     name = "jpeg_incompressibility"
     kwargs = f"{{url: '{server}', encoding: {encoding}, batch_size: 3, concurrency: 2}}"
     local, weights = trained(tmp_path / "local", sd3_folder, f"[{{name: {name}}}]", 2)
@@ -220,7 +220,7 @@ def test_a_dead_server_ends_a_job_of_two_ranks(sd3_folder: Path, tmp_path: Path)
 
 
 def test_a_job_goes_on_without_its_server_where_that_is_configured(sd3_folder: Path, tmp_path: Path) -> None:
-    """Each rank reports missing scores, and the job still learns from its other reward."""
+    """Each rank logs the missing scores, and the job still learns from its other reward."""
     (tmp_path / "prompts.txt").write_text('the "alpha"\na "beta"\na "gamma"\nthe "delta"\n')
     url = f"http://127.0.0.1:{free_port()}/score"
     kwargs = f"{{url: '{url}', retries: 0, on_error: value, error_value: 0.25}}"
@@ -237,7 +237,7 @@ def test_a_job_goes_on_without_its_server_where_that_is_configured(sd3_folder: P
 
 @pytest.mark.full
 def test_the_share_of_images_without_a_score_is_logged(sd3_folder: Path, tmp_path: Path) -> None:
-    """One of two ranks has more such images; for the second rank, held-out prompts are padded with the last one."""
+    """Two ranks, one of which has more of them; the held-out prompts are padded with the last one for the second rank."""
     (tmp_path / "picky.py").write_text(
         "def picky(images, prompts, metadata):\n    return [{'b': 1.0}[text[-2]] for text in prompts]\n"
     )

@@ -1,4 +1,4 @@
-"""The reward server: access control, refused requests, and failures of rewards and clients."""
+"""The reference server of rewards: access, refusals, and failures of rewards and clients."""
 
 import gc
 import json
@@ -32,7 +32,7 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def fresh(tmp_path: Path) -> Path:
-    """A separate file for one test, because the module is loaded once and records the calls that have begun."""
+    """The same for a single test: the file is run anew and records the calls that began."""
     return own_rewards(tmp_path)
 
 
@@ -84,10 +84,10 @@ def test_a_server_that_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
     assert problem("host=no.such.host.invalid", "port=8077").startswith("host=no.such.host.invalid port=8077: ")
     assert problem("port=0").startswith("reward.functions is empty: nothing to optimise;")
     assert problem("port=0", "reward.functions=[{name: vlm_ocr}]") == (
-        "reward.functions[0]: vlm_ocr is a judge, which asks reward.model: training and evaluations have one"
+        "reward.functions[0]: vlm_ocr is a judge and needs reward.model, which only training and evaluations have"
     )
     assert problem("port=0", "token_env=NO_SUCH_VARIABLE") == (
-        "token_env: the environment variable NO_SUCH_VARIABLE is not set; it holds the server's token"
+        "token_env: the environment variable NO_SUCH_VARIABLE is not set; expected the server's token"
     )
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert problem() == "the server runs in one process, not 2; start it with NPROC_PER_NODE=1"
@@ -159,7 +159,7 @@ def test_bad_forms(small: RewardServer) -> None:
 
 
 def test_a_request_that_is_too_long_is_told_to_the_client(small: RewardServer) -> None:
-    """Even though the request is still being sent when it is refused."""
+    """The client gets the answer although its request is refused while it is still being sent."""
     noise = torch.rand(8, 3, 256, 256, generator=torch.Generator().manual_seed(0))
     problem = f"{small.url}: answered 413: the body is longer than max_body_mb=0.02; send fewer images"
     assert told(ServerError, Http(small.url, retries=0), noise, ["a"] * 8, [{}] * 8) == problem
@@ -259,7 +259,7 @@ LONG = b"POST /score HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n"
     ids=["silent", "half a head", "a head without an end", "a second one", "a body without an end"],
 )
 def test_connections_without_a_request_are_closed(own: Path, sent: bytes, drip: bytes, waits: int) -> None:
-    """Otherwise they would occupy the server forever."""
+    """Otherwise they could occupy the server forever."""
     limits = ["max_requests=3", "read_timeout_s=0.4"]
     with serving(only(own, "brightness"), *limits) as server, ExitStack() as stack:
         address = server.socket.getsockname()
@@ -283,12 +283,12 @@ def test_a_connection_is_kept_while_its_request_is_scored(own: Path) -> None:
 
 
 def held(kind: torch.dtype, count: int) -> int:
-    """The number of tensors with `count` elements of dtype `kind` in this process."""
+    """The number of tensors with this number of elements in this process."""
     return sum(type(each) is torch.Tensor and each.numel() == count and each.dtype == kind for each in gc.get_objects())
 
 
 def test_requests_wait_as_bytes_and_go_with_their_clients(fresh: Path) -> None:
-    """One request is scored while seven wait; when all clients disconnect, the next request does not wait for them."""
+    """One request is scored while seven wait; after all their clients have left, the next one does not wait for them."""
     size, body = 3 * 37 * 41, json.dumps(asked(1, images=b64(png(37, 41)))).encode()
     head = f"POST /score HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
     with serving(f"reward.functions=[{{path: '{fresh}:brightness'}}, {{path: '{fresh}:gated'}}]") as server:
@@ -308,7 +308,7 @@ def test_requests_wait_as_bytes_and_go_with_their_clients(fresh: Path) -> None:
 
 
 def test_a_client_that_asks_again_finds_a_server_that_recovers(fresh: Path) -> None:
-    """Once the client has given up, only its first call remains."""
+    """Once the client has given up, nothing remains of its calls but the first, which is running."""
     with serving(only(fresh, "gated")) as server:
         user = sys.modules["phalanx_user_own"]
         silent = "silent for read_timeout_s=0.1 (try 4 of 4)"

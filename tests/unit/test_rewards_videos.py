@@ -1,4 +1,4 @@
-"""Rewards of videos: images' rewards see frames, whose mean counts; others take videos whole."""
+"""Rewards of videos: rewards of images score frames, whose mean counts; others take whole videos."""
 
 from typing import Any
 
@@ -55,7 +55,7 @@ def late_nan(images: Tensor, prompts: list[str], metadata: list[dict[str, Any]])
 
 
 class Verdict(Judge):
-    """Asks about nothing."""
+    """Has a constant question."""
 
     template = "?"
 

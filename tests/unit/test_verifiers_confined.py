@@ -1,4 +1,4 @@
-"""Answers of a policy never run as code, and the processes that judge them have no secrets, network or file access."""
+"""Answers of a policy are data: none is run as code, and verifiers have no secrets, network or files."""
 
 import json
 import re
@@ -70,7 +70,7 @@ def test_no_answer_runs(task: str, tmp_path: Path) -> None:
         "1+" * 50_000 + "1",
     ]
     begin = time.monotonic()
-    assert max(judge(task, *answers)) <= 0.01  # puzzle24 and countdown give 0.01 to text that is not a formula
+    assert max(judge(task, *answers)) <= 0.01  # the score of puzzle24 and countdown for anything that is not a formula
     assert time.monotonic() - begin < 240
     assert not touch.exists()
 
