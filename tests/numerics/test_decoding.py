@@ -81,8 +81,9 @@ def test_stops_that_end_nothing_are_refused(lm_folder: Path, tokenizer: Any) -> 
 
     Policy.tokenizer = tokenizer  # type: ignore[attr-defined]
     check_stops(Policy, LMRolloutConfig(stop=["x"], stop_token_ids=[511]))  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"^rollout.stop_token_ids: 512 is no token of 'folder', which has 512$"):
+    problem = r"^rollout.stop_token_ids: 512 is not a token of 'folder'; expected ids below 512$"
+    with pytest.raises(ValueError, match=problem):
         check_stops(Policy, LMRolloutConfig(stop_token_ids=[512]))  # type: ignore[arg-type]
     Policy.tokenizer = object()  # type: ignore[attr-defined]
-    with pytest.raises(ValueError, match=r"^rollout.stop: the tokenizer of 'folder' is none of the tokenizers library"):
+    with pytest.raises(ValueError, match=r"^rollout.stop: the tokenizer of 'folder' is not backed by the tokenizers"):
         check_stops(Policy, LMRolloutConfig(stop=["x"]))  # type: ignore[arg-type]

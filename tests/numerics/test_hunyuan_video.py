@@ -121,7 +121,7 @@ def test_sizes(world: World, hunyuan_folder: Path, hunyuan_i2v_folder: Path) -> 
     ):
         with refused(message):
             model.sample_shape(*size)
-    with refused("rollout.num_frames: 1 is the given image; expected those of a video that begins with it"):
+    with refused("rollout.num_frames: 1 is only the given image; expected more frames, which follow it"):
         make_rollout(make_policy(world, hunyuan_i2v_folder), 1)
 
 

@@ -162,7 +162,7 @@ def test_a_transformer_that_learns_nothing_is_told(
 
 
 def test_folders_and_keys_that_are_refused(world: World, a14b_folder: Path, wan_folder: Path, tmp_path: Path) -> None:
-    with refused("rollout.guidance_scale_2: 3 is of models with two transformers, and this has one"):
+    with refused("rollout.guidance_scale_2: 3 needs a model with two transformers; this one has one"):
         make_rollout(make_policy(world, wan_folder), 1, guidance=4.0, guidance_scale_2=3.0)
     with refused(
         "rollout.guidance_scale_2: 3 has no effect where rollout.guidance_scale is not above 1, as in diffusers"

@@ -137,7 +137,7 @@ def test_a_condition_is_kept_once_and_differs_between_images(world: World, folde
 
 
 def test_folders_and_sizes_that_are_refused(world: World, folders: dict[str, Path], wan_folder: Path) -> None:
-    with refused("rollout.num_frames: 1 is the given image; expected those of a video that begins with it"):
+    with refused("rollout.num_frames: 1 is only the given image; expected more frames, which follow it"):
         make_rollout(i2v_policy(world, folders["2.2"]), 1)
     with refused(
         "data.max_prompt_length: 256: expected 512, since the transformer takes the last 512 tokens for the text and those "
