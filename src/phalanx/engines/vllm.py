@@ -46,9 +46,7 @@ class VllmEngine:
                 self._load(cfg, groups, rank, local_rank, cuda, images)
             except (OSError, SafetensorError, ValueError, VLLMError) as error:
                 reason = " ".join(str(error).split())  # pydantic's messages have several lines
-                raise ValueError(
-                    f"reward.model: vLLM does not accept {cfg.path!r} with these settings: {reason}"
-                ) from error
+                raise ValueError(f"reward.model: vLLM rejects {cfg.path!r} as configured: {reason}") from error
 
     def _load(
         self, cfg: RewardModelConfig, groups: VllmGroups, rank: int, local_rank: int, cuda: bool, images: bool

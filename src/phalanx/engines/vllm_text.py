@@ -44,9 +44,7 @@ class Shown:
 @dataclass(frozen=True)
 class TextEngineConfig:
     """Settings of an engine: at most `longest` tokens per prompt and response, and `together` responses at once.
-
-    `images`: keyword arguments of the image processor, with at most `limit_images` images per prompt; None: prompts
-    have no images.
+    `images`: keyword arguments of the image processor, if prompts may have images, at most `limit_images` each.
     """
 
     path: str
@@ -105,9 +103,7 @@ class TextEngine:
                 )
             except (OSError, ValueError, VLLMError) as error:
                 reason = " ".join(str(error).split())  # pydantic's messages have several lines
-                raise ValueError(
-                    f"rollout.engine: vLLM does not accept {config.path!r} with these settings: {reason}"
-                ) from error
+                raise ValueError(f"rollout.engine: vLLM rejects {config.path!r} as configured: {reason}") from error
             if self._sleeps:
                 self._llm.sleep(level=2)  # discards the weights: each rollout brings them
 
@@ -190,9 +186,7 @@ class Requests:
         return bool(self._keys)
 
     def add(self, key: tuple[int, int], prompt: list[int], seed: int, sampling: Sampling) -> None:
-        """Request a response, a function of prompt, seed and settings. `step` returns it under `key`, which must not
-        have another unanswered request.
-        """
+        """Request a response, a function of prompt, seed and settings; `key` must have no other unanswered request."""
         from vllm.sampling_params import RequestOutputKind
 
         name = f"{key[0]}:{key[1]}"

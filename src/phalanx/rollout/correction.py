@@ -17,8 +17,7 @@ def rescore(
     policy: Policy, samples: Samples, config: RolloutConfig, passes: Passes
 ) -> tuple[Samples, dict[str, float]]:
     """Replay all samples with the policy, in passes of the training's shapes. Returns the samples with the policy's
-    log-probabilities and the correction's weights, and metrics of the mismatch. With rollout.correction=none, returns
-    the samples unchanged.
+    log-probabilities and the correction's weights (unchanged with rollout.correction=none), and mismatch metrics.
     """
     if config.correction == "none":
         return samples, {}

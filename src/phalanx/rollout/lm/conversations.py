@@ -5,7 +5,6 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ from phalanx.models.lm.calls import Parser, parser
 from phalanx.models.lm.policy import LMPolicy
 from phalanx.models.lm.turns import TurnRenderer
 from phalanx.rollout.lm.converse import Partner, Spoken, converse
-from phalanx.rollout.lm.decode import Decoding, Prefill
+from phalanx.rollout.lm.decode import Decoding
 from phalanx.rollout.lm.in_policy import Drawn, LMRollout, distinct
 from phalanx.telemetry.step_metrics import reward_by_turns
 from phalanx.types import Each, JobError, Prompt, Samples
@@ -221,12 +220,8 @@ class ConversationRollout(LMRollout):
         if not prompts:
             return []
         tokens, rows = distinct(prompts, looks)
-        prefill: Prefill | None = None
-        if self.policy.vision is not None:
-            of_prompts = dict(zip(rows, looks, strict=True))  # in the order of the prompts' numbers
-            prefill = partial(self.policy.vision.prefill, looks=list(of_prompts.values()))
         uniform = self._uniform(names, decoding.limit, decoding)
-        room, join = [decoding.limit] * len(prompts), self.environment.join
+        room, join, prefill = [decoding.limit] * len(prompts), self.environment.join, self._prefill(rows, looks)
         forward, settings = self.policy.trained.module, self.policy.settings
         return converse(forward, settings, tokens, rows, uniform, decoding, room, partner, join, prefill)
 
@@ -322,9 +317,8 @@ class ConversationRollout(LMRollout):
         for i, drawn in enumerate(self._conversed):
             ends[i] = len(drawn.prompt) + len(drawn.response)
             sampled[i, len(drawn.prompt) : ends[i]] = torch.tensor(drawn.sampled, dtype=torch.bool)
-        looks = tuple(drawn.look for drawn in self._drawn)
-        given = {"sampled": sampled.to(ids.device), "ends": ends.to(ids.device)}
-        return TokenTrace(ids, starts, lengths, width, looks=looks if any(looks) else None, **given)
+        trace: TokenTrace = super()._trace(ids, starts, lengths, width)
+        return replace(trace, sampled=sampled.to(ids.device), ends=ends.to(ids.device))
 
 
 class _Partner:

@@ -80,20 +80,11 @@ def converse(
     join: int,
     prefill: Prefill | None = None,
 ) -> list[Spoken]:
-    """Hold a conversation for each of `rows`, which are indices into `prompts`. Raises JobError if logits are not
-    finite.
+    """Hold a conversation for each of `rows`, which are indices into `prompts`, with uniform numbers [B, limit].
 
-    Args:
-        forward: the forward function of the language model.
-        config: its configuration.
-        prompts: tokens of the distinct prompts.
-        rows: [B] the prompt of each sample.
-        uniform: [B, limit] uniform random numbers, one per drawn token.
-        decoding: settings.
-        room: [B] the maximum number of tokens after each prompt, at least one.
-        partner: the other side of the conversations.
-        join: answers join at every `join`-th step, or with 0 as they arrive; and whenever no sample is drawing.
-        prefill: reads the prompts of a model with images.
+    `room` [B]: the maximum number of tokens after each prompt, at least one. `join`: answers join at every `join`-th
+    step, or with 0 as they arrive; and whenever no sample is drawing. `forward` and `config` are the language model's;
+    `prefill` reads the prompts of a model with images. Raises JobError if logits are not finite.
     """
     device = uniform.device
     batch = _Batch(forward, config, device, decoding.pad)

@@ -221,11 +221,7 @@ class LMRollout:
         uniform = self._uniform(names, decoding.limit, decoding)  # [B, limit]: one number per token
         forward, settings = self.policy.trained.module, self.policy.settings
         stops = self._stops([tokens[row] for row in rows])
-        prefill: Prefill | None = None
-        if self.policy.vision is not None:
-            # also if none of these prompts has images, because other ranks' prompts may have some
-            of_prompts = [looks[rows.index(number)] for number in range(len(tokens))]
-            prefill = partial(self.policy.vision.prefill, looks=of_prompts)
+        prefill = self._prefill(rows, looks)
         responses = decode(forward, settings, tokens, rows, uniform, decoding, stops, prefill=prefill)
         result = []
         for row, response, look in zip(rows, responses, looks, strict=True):
@@ -255,6 +251,14 @@ class LMRollout:
         forward, settings = self.policy.trained.module, self.policy.settings
         responses = decode(forward, settings, tokens, places, torch.stack(parts), decoding, log_probs=log_probs)
         return list(zip(responses, log_probs, strict=True))
+
+    def _prefill(self, rows: list[int], looks: list[Any]) -> Prefill | None:
+        """The function that reads prompts with images; `looks` are those of each sample, and `rows` its prompt."""
+        if self.policy.vision is None:
+            return None
+        of_prompts = dict(zip(rows, looks, strict=True))  # in the order of the prompts' numbers
+        # also if none of these prompts has images, because other ranks' prompts may have some
+        return partial(self.policy.vision.prefill, looks=list(of_prompts.values()))
 
     def _stops(self, prompts: list[list[int]]) -> StopTexts | None:
         """Detect the texts of rollout.stop, in one response to each of these prompts; None without such texts."""
