@@ -1,4 +1,4 @@
-"""The benchmark's command: whole steps of the real Trainer on random weights, on two ranks."""
+"""The command of the benchmark: whole steps of the real Trainer on random weights, on two ranks."""
 
 import json
 import math

@@ -115,7 +115,7 @@ def test_no_whole_weight_is_kept_for_the_backward_pass(lora: bool) -> None:
 
 
 def test_what_stays_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
-    """The LoRA, norms, and layers whose input size is no multiple of 64; it is an error if no layer can be quantized."""
+    """The LoRA, norms, and layers whose input size is not a multiple of 64; if no layer fits, it is an error."""
     module = nn.ModuleDict({"to_q": nn.Linear(64, 8), "norm": nn.LayerNorm(8), "to_k": nn.Linear(24, 8)})
     add_lora(module, FlowModelConfig(path="none", lora_rank=4), ("to_q",), seed=0)
     before = {name: p.detach().clone() for name, p in module.named_parameters()}

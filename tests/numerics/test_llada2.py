@@ -72,7 +72,7 @@ def mlp(x: Tensor, w: Callable[[str], Tensor], place: str) -> Tensor:
 
 
 def mixture(x: Tensor, w: Callable[[str], Tensor], settings: dict[str, Any]) -> Tensor:
-    """Token by token: the best experts of the groups with the two best experts; the bias affects only the choice."""
+    """The best experts of the groups with the best top-two sums, token by token; the bias affects only the choice."""
     out = []
     for token in x:
         score = linear(token, w("gate.weight")).sigmoid()
