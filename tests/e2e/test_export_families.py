@@ -1,5 +1,5 @@
-"""Exports of the families that test_export.py does not cover: stock diffusers generates the trained policy's images from a
-LoRA and from a whole folder.
+"""Exports of the families that test_export.py does not cover: stock diffusers generates the trained policy's images
+from a LoRA and from a whole folder.
 """
 
 from collections.abc import Iterator

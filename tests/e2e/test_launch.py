@@ -46,7 +46,7 @@ class Slow:
 
 
 def script(folder: Path, what: str, each: str = "pass") -> Path:
-    """A task whose ranks execute `each`, and the last one `what`; ranks that continue write their process id to a file."""
+    """A task whose ranks run `each`, and the last one `what`; ranks that continue write their process id to a file."""
     path = folder / "task.py"
     path.write_text(SCRIPT.format(what=what, each=each, folder=str(folder)))
     return path
