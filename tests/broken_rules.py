@@ -1,4 +1,4 @@
-"""Configurations that break each rule across keys, and how the message about it begins."""
+"""Configurations that break each rule across keys, and the beginnings of the messages."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ PIPELINED = "rollout.schedule=pipelined"
 CONTEXT = "parallel.ulysses_sequence_parallel_size=2"
 OF_CONTEXT = CONTEXT.replace("=", ": ")
 
-# schema, overrides, and how the message begins
+# schema, overrides, and the beginning of the message
 LOADED: list[tuple[type, tuple[str, ...], str]] = [
     (JointConfig, ("train=[writer,writer]",), "train: ['writer', 'writer'] should be [writer], [painter] or"),
     (JointConfig, ("train=[painter]", "alternate=2"), "alternate: 2 is of two policies that are trained"),

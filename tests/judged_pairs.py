@@ -1,4 +1,4 @@
-"""Judges of pairs that can be checked: the tiny judge's answers about two pictures or two texts are verdicts."""
+"""Judges of pairs with checkable verdicts: the tiny judge's reading of two pictures, or its answer about two texts."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -21,14 +21,14 @@ COUNT = sum(map(len, GROUPS))
 
 
 def verdict_of(answer: str) -> float | None:
-    """Some function of the answer that takes all values of a verdict."""
+    """An arbitrary function of the answer that covers all verdicts."""
     if answer not in (*COLOURS, "black"):
         return None
     return {"red": 1.0, "green": 0.0, "blue": 0.5}.get(answer)
 
 
 class Reading(PairJudge):
-    """Asks about the texts in two pictures."""
+    """Asks for the text in two pictures."""
 
     template = VlmOcr.template
 
@@ -47,14 +47,14 @@ class Broken(Reading):
 
 
 def dealt(shares: Sequence[int]) -> list[int]:
-    """The indices of this rank's samples; `shares` are the numbers of samples of the ranks."""
+    """The numbers of this rank's samples; rank r has the next `shares[r]` samples after those of earlier ranks."""
     rank = dist.get_rank()
     first = sum(shares[:rank])
     return list(range(first, first + shares[rank]))
 
 
 def compared(cfg: RewardModelConfig, shares: Sequence[int], judge: PairJudge, **options: Any) -> Any:
-    """On each rank: the win rates of its samples, in micro-batches of 2, dealt out over `context_size` ranks."""
+    """On each rank: the win rates of its samples, submitted in micro-batches of 2; `context_size` ranks alternate."""
     pool = JudgePool(
         {"pairs": judge}, cfg, 60.0, outputs="images", device=torch.device("cpu"), **({"beside": False} | options)
     )
@@ -73,12 +73,12 @@ def compared(cfg: RewardModelConfig, shares: Sequence[int], judge: PairJudge, **
 
 
 def failed(cfg: RewardModelConfig, shares: Sequence[int], judge: PairJudge) -> str:
-    """On each rank: the error of a comparison that fails on one."""
+    """On each rank: the error message of a comparison that fails on one rank."""
     return told(RewardError, compared, cfg, shares, judge)
 
 
 def plainly(cfg: RewardModelConfig, orders: dict[tuple[int, int, int], list[tuple[int, int]]]) -> list[Any]:
-    """Win rates from the model's answers to single questions; pair (group, i, j) is shown in the given `orders`."""
+    """The win rates from answers to single questions; `orders`: the orders in which (group, i, j) is shown."""
     from phalanx.rewards.judge._model import RewardModel
 
     model = RewardModel(cfg, timeout_s=60.0, pairs=True)

@@ -1,4 +1,4 @@
-"""Loggers for tests, data to log, and the rows of metrics.jsonl."""
+"""Loggers of a run for tests, the records that are logged, and the rows of metrics.jsonl."""
 
 import json
 from pathlib import Path
@@ -22,7 +22,7 @@ def start(
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
-    """The rows of metrics.jsonl, parsed as strict JSON, without the elapsed time."""
+    """The rows of metrics.jsonl, read as strict JSON, without the elapsed time."""
 
     def refuse(constant: str) -> float:
         raise AssertionError(f"{constant} is not JSON")
@@ -46,7 +46,7 @@ def prompt_image(width: int = 30, shade: int = 200) -> Thumbnail:
 
 
 def texts(count: int = 2) -> list[Record]:
-    """Completions of several lines, with special characters of markdown, HTML and JSON."""
+    """Completions of several lines, with characters that are special in Markdown, HTML and JSON."""
     return [
         Record(
             f"What is {i} + *1*?",
@@ -61,7 +61,7 @@ def texts(count: int = 2) -> list[Record]:
 
 
 def talk(text: str = "<b>6</b>", turns: int = 2) -> Record:
-    """A sample of several turns, of which all but the last call a tool."""
+    """A multi-turn sample; each turn except the last calls a tool."""
     messages: list[dict[str, Any]] = [{"role": "user", "content": "2 * 3?"}]
     for turn in range(1, turns):
         call = {"name": "calc", "arguments": {"expression": f"2 * {turn}"}}
@@ -80,4 +80,4 @@ assistant: calc({"expression": "2 * 1"})
 tool calc: 2
 
 assistant: so
-<b>6</b>"""  # the transcript of that sample
+<b>6</b>"""  # the transcript of `talk()`

@@ -1,4 +1,4 @@
-"""Runs train.sh under a shell with only stubs and a few tools on PATH, and the variables that launchers set for it."""
+"""Runs train.sh under several shells, with only stubs and a few tools on PATH, and the variables that launchers set."""
 
 import shutil
 import subprocess
@@ -21,7 +21,7 @@ for name in sorted(os.environ):
 # Prints its arguments in brackets, one per line, then its environment.
 TORCHRUN = 'for a in "$@"; do echo "[$a]"; done; env; exit "${STUB_STATUS:-0}"'
 
-# The variables that launchers set on node 1 of 2; Slurm's batch script runs on its first node.
+# The variables that launchers set on node 1 of 2; in a batch script of Slurm, on its first node.
 SKYPILOT = {
     "SKYPILOT_NUM_NODES": "2",
     "SKYPILOT_NODE_RANK": "1",
@@ -72,7 +72,7 @@ SLURM_PORT = str(20000 + 1234567 % 20000)
 EIGHT_GPUS = {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}
 
 SCONTROL = 'test "$*" = "show hostnames n[1-2]" && echo 10.0.0.1 && echo 10.0.0.2'
-# Runs its command on each node in turn, as a task of step 0.
+# Runs its command on one node after the other, as a task of step 0.
 SRUN = """
 for a in "$@"; do echo "<$a>"; done
 while :; do case $1 in --*) shift ;; *) break ;; esac; done
@@ -84,7 +84,7 @@ while [ "$i" -lt "$SLURM_JOB_NUM_NODES" ]; do SLURM_NODEID=$i SLURM_PROCID=$i "$
 
 
 def stub_folder(folder: Path) -> Path:
-    """Create a working directory with a task, and in bin/ the tools for train.sh: a stub torchrun, and no GPU tools."""
+    """A working directory with a task, and in bin/ everything that train.sh calls: a stub torchrun, no GPU tools."""
     (folder / "tasks").mkdir()
     (folder / "tasks" / "train.py").write_text(TASK)
     (folder / "bin").mkdir()
@@ -128,12 +128,12 @@ def torchrun_arguments(done: CompletedProcess[str]) -> list[str]:
 
 
 def environment(done: CompletedProcess[str]) -> Mapping[str, str]:
-    """The variables that the stub torchrun or the task saw."""
+    """The environment variables that the stub torchrun or the task printed."""
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
     return dict(line.split("=", 1) for line in done.stdout.splitlines() if "=" in line and line[0] not in "[ ")
 
 
 def shellcheck(*files: Path) -> str:
-    """The output of shellcheck, which the extra `test` installs, for these files; empty if it finds nothing."""
+    """The findings of shellcheck (from the extra `test`) in these files; empty if there are none."""
     tool = Path(sys.executable).parent / "shellcheck"
     return subprocess.run([tool, "--external-sources", *files], cwd=ROOT, capture_output=True, text=True).stdout

@@ -1,4 +1,4 @@
-"""tasks/check_cluster.py as a user runs it before a training job: its output and exit status."""
+"""tasks/check_cluster.py, as a user runs it before a training job: its output and exit status."""
 
 import re
 import socket

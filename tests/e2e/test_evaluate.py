@@ -1,4 +1,4 @@
-"""The command `phalanx evaluate`: its table and files, and one-line errors."""
+"""The command phalanx evaluate: its table and files, and one-line messages about mistakes."""
 
 import json
 import re
@@ -46,7 +46,7 @@ def test_a_table_and_three_files(tmp_path: Path) -> None:
 
 
 def test_records_that_were_lost_are_sampled_anew(tmp_path: Path) -> None:
-    """The last record of a complete evaluation is sampled again; a damaged one in the middle is refused."""
+    """If the last records of a complete evaluation are missing; a damaged one in the middle is an error."""
     records = tmp_path / "out" / "records.jsonl"
     assert run_task(words(tmp_path)).returncode == 0
     whole = records.read_text()
@@ -63,7 +63,7 @@ def test_records_that_were_lost_are_sampled_anew(tmp_path: Path) -> None:
     assert done.stderr.splitlines()[-1] == (
         f"error: {records}:2: not a record of an evaluation; delete the file to sample again"
     )
-    # an evaluation that ends with an error has released its folder
+    # an evaluation that ended with an error has released its folder
     assert not (tmp_path / "out" / "running.json").exists()
 
 

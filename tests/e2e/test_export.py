@@ -1,4 +1,4 @@
-"""tasks/export_checkpoint.py: stock diffusers loads its exports and generates the images of the trained policy."""
+"""tasks/export_checkpoint.py: exports load in stock diffusers, and generate the images of the trained policy."""
 
 import json
 import shutil
@@ -50,13 +50,13 @@ RUNS: dict[str, tuple[str, tuple[str, ...]]] = {
     "z-lora": ("z_image", (*LORA, "model.target_modules=[attention.to_q, cap_embedder.1, feed_forward.w2]")),
     "z-full": ("z_image", FULL),
 }
-# trained on two ranks, each of which writes its part of the checkpoint
+# trained on two ranks, each of which writes its shard of the checkpoint
 SHARDED = {"sd3-lora", "qwen-full", "flux-full"}
 
 
 @dataclass(frozen=True)
 class Run:
-    """A finished run: its folder, and the images [P, 3, H, W] of the live policy with each set of weights."""
+    """A finished run: its folder, and the policy's images [P, 3, H, W] with each kind of weights."""
 
     folder: Path
     base: Path
@@ -64,7 +64,7 @@ class Run:
 
 
 def train(overrides: tuple[str, ...], base: Path, folder: Path) -> dict[str, Tensor]:
-    """Train for two steps, then sample images with the weights, their moving average, and the initial weights."""
+    """Two steps of real training, then images with the weights, the moving average, and the initial weights."""
 
     from phalanx.training.flow_rl import build
 
@@ -104,7 +104,7 @@ def runs(
     named: dict[str, tuple[str, tuple[str, ...]]],
     sharded: Collection[str] = (),
 ) -> Runs:
-    """Runs by name, each trained once: `named` has families and overrides, `sharded` those on two ranks."""
+    """Runs by name, each trained once: `named` has families and overrides, `sharded` the runs on two ranks."""
 
     @cache
     def get(name: str) -> Run:
@@ -128,14 +128,14 @@ def export(folder: Path, checkpoint: Path, *overrides: str) -> Path:
 
 
 def stock_images(pipeline: Any) -> Tensor:
-    """The stock pipeline's images [P, 3, H, W] from the noise that validation starts from."""
+    """The stock pipeline's images [P, 3, H, W] from validation's initial noise."""
     name = type(pipeline).__name__
     qwen, shape = name == "QwenImagePipeline", (16, 16) if name in ("QwenImagePipeline", "FluxPipeline") else (4, 8, 8)
     shape = (16, 4, 4) if name == "Flux2KleinPipeline" else shape
     noise = [normal(shape, fold_in(1234, 0, i, 0, "init"), torch.device("cpu")) for i in range(len(TEXTS))]
     extra = {"true_cfg_scale": 3.0, "negative_prompt": [" "] * 2} if qwen else {"guidance_scale": 3.0}
     return pipeline(
-        prompt=list(TEXTS),  # Z-Image's writes its template into the list
+        prompt=list(TEXTS),  # Z-Image's pipeline writes its template into the list
         height=32,
         width=32,
         num_inference_steps=4,
@@ -158,7 +158,7 @@ def test_lora(name: str, weights: str, trained: Runs, tmp_path: Path) -> None:
     run = trained(name)
     assert distance(run.images["model"], run.images["start"]) > 0.05
     assert distance(run.images["model"], run.images["ema"]) > 0.01
-    # auto selects the moving average, which this run has
+    # `auto` is the moving average in this run
     folder = export(tmp_path / "export", run.folder, *([] if weights == "ema" else ["weights=model"]))
     assert [file.name for file in folder.iterdir()] == ["pytorch_lora_weights.safetensors"]
     pipeline = load_pipeline(run.base)
@@ -258,7 +258,7 @@ def test_the_dtype_of_the_base_is_kept(trained: Runs, tmp_path: Path) -> None:
 
 @pytest.fixture
 def copy(trained: Runs, tmp_path: Path) -> Path:
-    """The output_dir of a separate run, which tests may damage."""
+    """The output_dir of a copy of a run, which a test may damage."""
     return Path(shutil.copytree(trained("sd3-full").folder, tmp_path / "run"))
 
 
@@ -365,7 +365,7 @@ def test_a_run_without_an_average(sd3_folder: Path, tmp_path: Path) -> None:
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A fake hub that accepts and records calls that fit the signatures of huggingface_hub."""
+    """A stand-in for the hub that accepts and records all calls matching huggingface_hub's signatures."""
     api = create_autospec(huggingface_hub.HfApi, instance=True)
     api.upload_folder.return_value = "http://hub/me/lora/tree/main"
     monkeypatch.setattr(huggingface_hub, "HfApi", lambda: api)

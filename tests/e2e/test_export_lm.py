@@ -33,7 +33,7 @@ IDS = torch.arange(3, 60).reshape(3, 19)
 
 @dataclass(frozen=True)
 class Run:
-    """A trained run: its output_dir, its base, and the policy's logits with each kind of weights."""
+    """A trained run: its output_dir, its base model, and the policy's logits with each kind of weights."""
 
     folder: Path
     base: Path
@@ -122,7 +122,7 @@ def test_lora(name: str, trained: Runs, tmp_path: Path) -> None:
 
 
 def test_an_export_writes_as_the_checkpoint_does(trained: Runs, tmp_path: Path) -> None:
-    """tasks/generate.py writes equal texts from checkpoint and export, and errors are one line."""
+    """tasks/generate.py gives the same texts with either; an output file that cannot be written is an error."""
     run = trained("full")
     folder = export(tmp_path / "export", run.folder)
     words = ["temperature=0.8", "seed=3", "n=2", "max_response_length=9"]
@@ -144,8 +144,8 @@ def test_an_export_writes_as_the_checkpoint_does(trained: Runs, tmp_path: Path) 
 
 
 def test_validation_is_written_again(lm_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A checkpoint with its run's settings reproduces the samples of the run's validation, even from another working
-    directory than that of the run, whose model.path was relative.
+    """A checkpoint with its run's settings repeats the samples of the run's validation, even from another working
+    directory than the one to which model.path was relative.
     """
     keys = ("trainer.save_freq=2", "trainer.test_freq=2", f"data.val_files=[{tmp_path / 'prompts.jsonl'}]")
     monkeypatch.chdir(lm_folder.parent)

@@ -17,7 +17,7 @@ PROMPTS = "prompts=['Ann has 3 books, and more.', Bo]"
 
 
 def train(base: Path, folder: Path) -> None:
-    """Two steps of supervised training of a model without a mask token, in blocks of four."""
+    """Two steps of supervised training of a folder without a mask token, in blocks of four tokens."""
     from phalanx.training.block_diffusion import build
 
     rows: list[dict[str, Any]] = []
@@ -56,7 +56,7 @@ def run(lm_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def written(file: Path, *words: str | Path) -> tuple[list[dict[str, Any]], str]:
-    """The rows of a generation, and the last line that it prints."""
+    """Generate; returns the rows, and the last line that is printed."""
     keys = [PROMPTS, "temperature=0.8", "seed=3", "n=2", "max_response_length=8", "model.dtype=float32"]
     done = run_task(["tasks/generate.py", *keys, *words, f"output_file={file}"])
     assert done.returncode == 0, done.stderr
@@ -75,7 +75,7 @@ def test_a_run_writes_as_its_export_does(run: Path, tmp_path: Path) -> None:
 
 
 def test_fixed_steps(run: Path, tmp_path: Path) -> None:
-    """The two most confident tokens of a block per step; a prompt may leave an odd number of tokens, or only one."""
+    """The two most confident tokens of a block are unmasked per step; a prompt may leave an odd number, or only one."""
     rows, _ = written(tmp_path / "two.jsonl", f"checkpoint={run}", "threshold=1", "denoising_steps_per_block=2")
     assert all(row["tokens"] / 2 <= row["forward_passes"] <= 4 for row in rows)
     rows, last = written(tmp_path / "one.jsonl", f"checkpoint={run}", "threshold=1")

@@ -1,4 +1,4 @@
-"""tasks/generate.py on prompts with images, for a run's checkpoint and its exported folder."""
+"""tasks/generate.py on prompts with images: from a run's checkpoint, and from its exported folder."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ from tests.tiny_vision import picture, tiny_vision
 
 
 def train(model: Path, folder: Path, prompts: Path) -> None:
-    """Two training steps, followed by a validation."""
+    """Two steps, and a validation after them."""
     keys = [
         *lm_overrides(model, folder),
         f"data.train_files=[{prompts}]",

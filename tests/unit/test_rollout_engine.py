@@ -141,9 +141,9 @@ LM_BASE = "phalanx.rollout.lm.in_policy.LMRollout"
         (lm_config, "Bare", "rollout.engine: '{own}:Bare' lacks facts = EngineFacts(...) of phalanx.config.engines; "
          f"derive it from {LM_BASE}"),
         (flow_config, "Text", "rollout.engine: '{own}:Text' lacks encode, collate; derive it from " + FLOW_BASE),
-        (lm_config, "Flow", "rollout.engine: '{own}:Flow' is made by Flow(policy, config, world, micro_batch_size, "
+        (lm_config, "Flow", "rollout.engine: '{own}:Flow' is constructed as Flow(policy, config, world, micro_batch_size, "
          "passes=...): got an unexpected keyword argument 'passes'"),
-        (lm_config, "Wrong", "rollout.engine: '{own}:Wrong' is made by Wrong(policy, config, world, micro_batch_size, "
+        (lm_config, "Wrong", "rollout.engine: '{own}:Wrong' is constructed as Wrong(policy, config, world, micro_batch_size, "
          "passes=...): too many positional arguments"),
         (lm_config, "Blocks", "rollout.engine: {own}:Blocks is of block diffusion; set model.block_size, or another one"),
         (lm_config, "", "rollout.engine='{own}:' names no class; expected module:Class or path/to/file.py:Class"),
@@ -169,7 +169,7 @@ def test_a_class_that_is_nowhere(tmp_path: Path) -> None:
 def test_an_engine_lacks_what_it_should_have_once_it_is_made(own: str) -> None:
     name = f"{own}:Stated"
     lm_config(f"rollout.engine='{name}'")
-    with refused(f"rollout.engine: '{name}' has no exact, micro_batch_size once it is made; see phalanx.types.Rollout"):
+    with refused(f"rollout.engine: '{name}' has no exact, micro_batch_size after __init__; see phalanx.types.Rollout"):
         made(engine_class(name, {}), name, None, None, None, 4, passes=None)
 
 

@@ -189,7 +189,7 @@ def test_settings_that_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for wanted, key, number in ((config, "rollout.num_frames", 5), (val, "rollout.val.num_frames", 9)):
         with refused(f"{key}: {number}: StableDiffusion3Pipeline makes images, not videos; set it to 1"):
             val_sampler(wanted, ImageModel)
-    with refused("rollout.noise_level: 2.5 is more than 1, the most of rollout.sde_type=cps"):
+    with refused("rollout.noise_level: 2.5 is more than 1, the maximum with rollout.sde_type=cps"):
         train_sampler(FlowRolloutConfig(sde_type="cps", noise_level=2.5), ImageModel)
     for engine in ("vllm_omni", "dataset"):
         with refused(f"rollout.num_frames: 5 needs rollout.engine=policy; {engine} samples images and no videos"):
