@@ -85,8 +85,11 @@ def test_fixed_steps(run: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["model.path=MODEL", "threshold=0.5"], "threshold: 0.5 is of block diffusion; set model.block_size, or"),
-        (["model.path=MODEL", "model.mask_token=a"], "model.mask_token: a is of block diffusion; set model.block_size"),
+        (["model.path=MODEL", "threshold=0.5"], "threshold: 0.5 is for block diffusion; set model.block_size, or"),
+        (
+            ["model.path=MODEL", "model.mask_token=a"],
+            "model.mask_token: a is for block diffusion; set model.block_size",
+        ),
         (["model.path=MODEL", "model.block_size=4"], "model.path: 'MODEL': its tokenizer has no mask token"),
         (["checkpoint=RUN", "max_response_length=9"], "max_response_length: 9 tokens are no whole number of blocks of"),
         (["checkpoint=RUN", "denoising_steps_per_block=5"], "denoising_steps_per_block: 5 is more than model.block_s"),

@@ -69,7 +69,7 @@ def test_the_recipe_of_ppo_trains_policy_and_critic(tmp_path: Path) -> None:
     ("key", "message"),
     [
         ("algorithm.name=flow_grpo", "algorithm.name: flow_grpo does not train language models; expected such as grpo"),
-        ("rollout.correction=none", "rollout.correction: none has nothing to correct where rollout.engine is policy"),
+        ("rollout.correction=none", "rollout.correction: none has nothing to correct with rollout.engine=policy"),
         ("parallel.rollout_unsharded=false", "parallel.rollout_unsharded: false would gather weights for each token"),
         (
             "data.max_response_length=1000",
@@ -77,7 +77,7 @@ def test_the_recipe_of_ppo_trains_policy_and_critic(tmp_path: Path) -> None:
         ),
         (
             "critic.model.path=nowhere/at/all",
-            "critic.model.path: nowhere/at/all is of a critic, which algorithm.name=grpo",
+            "critic.model.path: nowhere/at/all configures a critic, but algorithm.name=grpo",
         ),
         ("data.max_prompt_length=9", "data.train_files: {folder}/prompts.jsonl:1: it has 14 tokens with the chat"),
         ("reward.functions=[{name: ocr}]", "reward.functions[0]: ocr takes images, and this job makes completions"),

@@ -172,7 +172,7 @@ def leaves(images: Tensor, prompts: list[str], metadata: Meta) -> list[float]:
 @pytest.mark.parametrize("overlap", [True, False])
 def test_whatever_a_reward_raises_is_named(overlap: bool) -> None:
     left = f"SystemExit: 0 at {__file__}:{leaves.__code__.co_firstlineno + 1}"
-    for name, said in (("raises_mute", "Mute: (str() of it raised OSError)"), ("leaves", left)):
+    for name, said in (("raises_mute", "Mute: (its str() raised OSError)"), ("leaves", left)):
         reward = rewards(mine(name), overlap=overlap)
         reward.submit(*some("a"))
         with pytest.raises(RewardError) as error:

@@ -104,7 +104,7 @@ BROKEN_MODULES = [
     ("import sys\nsys.exit(0)\n", "SystemExit: 0 at {file}:2"),
     (
         "class E(Exception):\n    def __str__(self): return 1 / 0\nraise E\n",
-        "{file}:3: E: (str() of it raised ZeroDivisionError)",
+        "{file}:3: E: (its str() raised ZeroDivisionError)",
     ),
 ]
 

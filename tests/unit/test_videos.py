@@ -192,7 +192,7 @@ def test_settings_that_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with refused("rollout.noise_level: 2.5 is more than 1, the maximum with rollout.sde_type=cps"):
         train_sampler(FlowRolloutConfig(sde_type="cps", noise_level=2.5), ImageModel)
     for engine in ("vllm_omni", "dataset"):
-        with refused(f"rollout.num_frames: 5 needs rollout.engine=policy; {engine} samples images and no videos"):
+        with refused(f"rollout.num_frames: 5 needs rollout.engine=policy; {engine} samples images, not videos"):
             check(FlowRLConfig(rollout=FlowRolloutConfig(num_frames=5, engine=engine)))
     monkeypatch.setitem(sys.modules, "av", None)
     assert train_sampler(FlowRolloutConfig(), VideoModel).num_frames == 1
