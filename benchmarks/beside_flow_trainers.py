@@ -1,17 +1,17 @@
-"""FlowGRPO of a small Stable Diffusion 3 here, in flow_grpo's own script and in Flow-Factory's own trainer, in turns.
+"""FlowGRPO of a small Stable Diffusion 3 in Phalanx, in flow_grpo's script and in Flow-Factory's trainer, alternating.
 
     git clone https://github.com/yifan123/flow_grpo && git clone https://github.com/X-GenGroup/Flow-Factory
     pip install absl-py ml-collections accelerate peft wandb imageio einops
     python benchmarks/beside_flow_trainers.py --flow-grpo flow_grpo --flow-factory Flow-Factory [--runs 3]
 
-One process each, on one thread, in float32: the same folder with a model, LoRA, prompts and reward, and the work of
-benchmarks/cpu_reference.yaml at half its size: 2 prompts x 8 images in batches of 8, 10 denoising steps with guidance,
-nine of them trained, two updates. Their code runs as it is in the checkout; only the lengths of T5's texts, wandb and
-autocast to bfloat16, which Flow-Factory cannot do without on a CPU, are replaced. Figures are CPU seconds of the whole
-process in a step after the first one, rollout with rewards and update apart.
+Each runs in one process on one thread in float32, with the same model folder, LoRA, prompts and reward, and half of the
+workload of benchmarks/cpu_reference.yaml: 2 prompts x 8 images in batches of 8, 10 denoising steps with guidance, nine
+of them trained, two updates. Their code runs unchanged from the checkout, except for the length of T5's texts, wandb,
+and autocast to bfloat16, which Flow-Factory cannot do without on a CPU. Figures are CPU seconds of the whole process in
+a step after the first one, separately for the rollout with rewards and for the update.
 
-flow_grpo's script (ac4c86e) drops the gradient through the unconditional branch of guidance, Flow-Factory keeps it.
-`detached` is that gradient here, `actor.detach_uncond=true`, and `compiled` is `model.compile=true`, which takes a C++
+flow_grpo's script (ac4c86e) drops the gradient through the unconditional branch of guidance, and Flow-Factory keeps it.
+`detached` drops it in Phalanx (`actor.detach_uncond=true`). `compiled` is `model.compile=true`, which needs a C++
 compiler, and a minute in the first step. The last line is JSON.
 """
 
@@ -41,7 +41,7 @@ Seconds = dict[str, float]
 
 
 class Clock:
-    """CPU seconds of the phases of a step; the first step is not one of them."""
+    """CPU seconds of the phases of each step; the first step is not counted."""
 
     def __init__(self, steps: int) -> None:
         self.steps, self.found = steps, {"rollout": [], "update": []}
@@ -52,7 +52,7 @@ class Clock:
         self._last = time.process_time()
 
     def end(self, phase: str) -> None:
-        """A phase ends now, where the next one begins."""
+        """A phase ends now, and the next one begins."""
         now = time.process_time()
         self.found[phase].append(now - self._last)
         self._last = now
@@ -63,7 +63,7 @@ class Clock:
         return len(self.found["update"]) > self.steps
 
     def seconds(self) -> Seconds:
-        """Medians over the steps, and the step."""
+        """Medians over the steps, and their sum."""
         phases = {name: statistics.median(values[1:]) for name, values in self.found.items()}
         return phases | {"step": sum(phases.values())}
 
@@ -112,12 +112,12 @@ def phalanx(folder: Path, clock: Clock, keys: list[str]) -> None:
 
 
 def flow_grpo(folder: Path, clock: Clock, checkout: Path) -> None:
-    """scripts/train_sd3.py of the checkout, which tells of its phases by what it logs."""
+    """scripts/train_sd3.py of the checkout; its phases are timed when it logs."""
 
     def log(row: dict[str, Any], step: int) -> None:
-        if "epoch" in row and "policy_loss" not in row:  # logged when the rewards are there
+        if "epoch" in row and "policy_loss" not in row:  # logged when the rewards are available
             clock.end("rollout")
-        elif "policy_loss" in row and step % 2 == 1:  # of the last of two updates
+        elif "policy_loss" in row and step % 2 == 1:  # logged after the second of two updates
             clock.end("update")
             if clock.done:
                 raise Done
@@ -156,7 +156,7 @@ def flow_grpo(folder: Path, clock: Clock, checkout: Path) -> None:
 
 
 class Done(BaseException):
-    """Enough steps of a loop that has no end."""
+    """Leaves an endless loop after enough steps."""
 
 
 def flow_factory(folder: Path, clock: Clock, checkout: Path) -> None:
@@ -246,7 +246,7 @@ def flow_factory(folder: Path, clock: Clock, checkout: Path) -> None:
 
 
 def make_model(folder: Path) -> None:
-    """A folder with the model of SHAPE, with text encoders and tokenizers of the usual classes, and prompts."""
+    """Write a folder with the model of SHAPE, text encoders and tokenizers of the usual classes, and prompts."""
     import torch
     from diffusers import (
         AutoencoderKL,
@@ -293,7 +293,7 @@ def make_model(folder: Path) -> None:
 
 
 def sides(args: argparse.Namespace) -> dict[str, Callable[[Path, Clock], None]]:
-    """What is compared, by name."""
+    """The compared trainers and variants, by name."""
     found: dict[str, Callable[[Path, Clock], None]] = {}
     for name, keys in (("phalanx", []), ("phalanx, detached", ["actor.detach_uncond=true"])):
         for suffix, more in (("", []), (", compiled", ["model.compile=true"])):
@@ -306,7 +306,7 @@ def sides(args: argparse.Namespace) -> dict[str, Callable[[Path, Clock], None]]:
 
 
 def turn(side: str, folder: Path) -> Seconds:
-    """A run of one side in a process of its own."""
+    """Run one side in a separate process."""
     command = [sys.executable, __file__, *sys.argv[1:], "--only", side, "--folder", str(folder)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
@@ -320,9 +320,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--flow-grpo", type=Path, help="a checkout of flow_grpo")
     parser.add_argument("--flow-factory", type=Path, help="a checkout of Flow-Factory")
-    parser.add_argument("--steps", type=int, default=1, help="steps of each run after the first one (1)")
-    parser.add_argument("--runs", type=int, default=3, help="runs of each (3)")
-    parser.add_argument("--only", help="one run of one of them, in this process")
+    parser.add_argument("--steps", type=int, default=1, help="steps per run after the first one (1)")
+    parser.add_argument("--runs", type=int, default=3, help="runs of each side (3)")
+    parser.add_argument("--only", help="run one side once, in this process")
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     known = sides(args)

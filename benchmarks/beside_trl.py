@@ -1,12 +1,12 @@
-"""GRPO of the quickstart's language model, here and in TRL's GRPOTrainer, in turns.
+"""GRPO of the quickstart's language model, in Phalanx and in TRL's GRPOTrainer, alternating.
 
     pip install trl
     python benchmarks/beside_trl.py [--steps 20] [--runs 3]
 
-One process each, on one thread: the same model, prompts, reward and batch (16 prompts x 8 responses of at most 40
-tokens, one update a step), sampling without vLLM, no gradient checkpointing. A figure is CPU seconds of the process
-from the end of the first step to the end of the last, per 1,000 tokens of responses, which are sampled and trained
-once. The last line is JSON.
+Each runs in one process on one thread: the same model, prompts, reward and batch (16 prompts x 8 responses of at most
+40 tokens, one update per step), sampling without vLLM, no gradient checkpointing. Figures are CPU seconds of the
+process from the end of the first step to the end of the last one, per 1,000 tokens of responses, which are sampled and
+trained once. The last line is JSON.
 """
 
 import argparse
@@ -25,16 +25,16 @@ ROOT = Path(__file__).resolve().parent.parent
 WORDS = ROOT / "assets" / "words"
 CONFIG = ROOT / "configs" / "grpo" / "quickstart.yaml"
 PROMPTS, RESPONSES, LIMIT, LEARNING_RATE = 16, 8, 40, 3e-4
-Sides = dict[str, Callable[[int, Path], dict[str, float]]]  # of so many steps, in a folder
+Sides = dict[str, Callable[[int, Path], dict[str, float]]]  # by name; called with a number of steps and a folder
 
 
 def phalanx(steps: int, folder: Path) -> dict[str, float]:
-    """The job of the quickstart on this process alone."""
+    """The job of the quickstart, on this process only."""
     return job(CONFIG, PROMPTS * RESPONSES, steps, folder)
 
 
 def job(config: Path, samples: int, steps: int, folder: Path, *overrides: str) -> dict[str, float]:
-    """A job of a language model on this process alone, with so many samples per step."""
+    """A job of a language model, on this process only, with `samples` samples per step."""
     from phalanx.config import load
     from phalanx.config.lm import LMRLConfig
     from phalanx.training.lm_rl import build
@@ -71,7 +71,7 @@ def job(config: Path, samples: int, steps: int, folder: Path, *overrides: str) -
 
 
 def trl(steps: int, folder: Path) -> dict[str, float]:
-    """The same by TRL."""
+    """The same job in TRL."""
     from phalanx.rewards.text.gsm8k import Gsm8k
 
     def reward(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
@@ -84,7 +84,7 @@ def trl(steps: int, folder: Path) -> dict[str, float]:
 def job_of_trl(
     folder_of_data: Path, samples: int, steps: int, folder: Path, settings: dict[str, Any], **parts: Any
 ) -> dict[str, float]:
-    """A job of TRL's trainer with the model and the problems of a folder of assets."""
+    """A job of TRL's trainer with the model and the problems in a folder of assets."""
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
@@ -132,7 +132,7 @@ def job_of_trl(
 
 
 def figures(ends: list[float], tokens: float, rewards: list[float]) -> dict[str, float]:
-    """What a run is compared by; `ends` are CPU seconds at the ends of the steps."""
+    """The figures of a run; `ends` are CPU seconds at the ends of the steps."""
     return {
         "cpu_s_per_1000_tokens": 1000 * (ends[-1] - ends[0]) / tokens,
         "tokens": tokens,
@@ -142,7 +142,7 @@ def figures(ends: list[float], tokens: float, rewards: list[float]) -> dict[str,
 
 
 def turn(script: str, side: str, steps: int) -> dict[str, float]:
-    """A run of one side in a process of its own."""
+    """Run one side in a separate process."""
     command = [sys.executable, script, "--only", side, "--steps", str(steps)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
@@ -153,11 +153,11 @@ def turn(script: str, side: str, steps: int) -> dict[str, float]:
 
 
 def main(script: str, description: str | None, sides: Sides) -> None:
-    """Run the sides of a script in turns, and print their medians."""
+    """Run the sides of a script alternately, and print their medians."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=20, help="steps of each run (20)")
-    parser.add_argument("--runs", type=int, default=3, help="runs of each (3)")
-    parser.add_argument("--only", choices=sides, help="one run of one of them, in this process")
+    parser.add_argument("--runs", type=int, default=3, help="runs of each side (3)")
+    parser.add_argument("--only", choices=sides, help="run one side once, in this process")
     args = parser.parse_args()
     if args.only:
         with tempfile.TemporaryDirectory() as name:

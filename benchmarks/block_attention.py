@@ -1,10 +1,10 @@
-"""Attention over the states of many blocks: FlexAttention against a dense mask, in turns, on one thread.
+"""Attention over the states of many blocks: FlexAttention against a dense mask, alternating, on one thread.
 
     python benchmarks/block_attention.py [--lengths 256 512 1024] [--size 32] [--states 2] [--runs 5]
 
-Rows are those of the replay of a response of `length` tokens in blocks of `size`, each seen in `states` states. A
-figure is the median of CPU seconds (on a GPU: of seconds) of a forward pass of four heads of 64 dims, and on a GPU of a
-forward and backward pass, too. The last line is JSON.
+The rows are those of the replay of a response of `length` tokens in blocks of `size`, each in `states` states. Figures
+are medians of CPU seconds (on a GPU: wall-clock seconds) of a forward pass with four heads of 64 dimensions, and on a
+GPU also of a forward and backward pass. The last line is JSON.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from phalanx.functional.block_diffusion import States, Views, sees, states_of
 
 
 def rows(length: int, size: int, states: int, device: str) -> States:
-    """One sample without a prompt."""
+    """States of one sample without a prompt."""
     ids = torch.zeros(1, length, dtype=torch.long)
     step = (torch.arange(length) % states).view(1, -1, 1, size)
     now = torch.arange(states)[:, None]
@@ -44,15 +44,15 @@ def seconds(work: Callable[[], Any], device: str) -> float:
 
 
 def measure(length: int, options: argparse.Namespace, device: str) -> dict[str, float]:
-    """Medians of the passes over rows of one length."""
-    found = rows(length, options.size, options.states, device)
-    block, chunk, limit = found.block[0], found.chunk[0], found.limit[0]
+    """Medians over the passes for one length."""
+    all_states = rows(length, options.size, options.states, device)
+    block, chunk, limit = all_states.block[0], all_states.chunk[0], all_states.limit[0]
 
     def rule(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return sees(block[q], chunk[q], limit[q], block[k], chunk[k])
 
     total = len(block)
-    mask, blocks = found.allowed(), create_block_mask(rule, None, None, total, total, device=device)
+    mask, blocks = all_states.allowed(), create_block_mask(rule, None, None, total, total, device=device)
     torch.manual_seed(0)
     train = device != "cpu"  # FlexAttention has no backward pass on CPUs
     q, k, v = (torch.randn(1, 4, total, 64, device=device, requires_grad=train) for _ in range(3))
@@ -84,11 +84,11 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    found = []
+    results = []
     for length in options.lengths:
-        found.append(measure(length, options, device))
-        print(found[-1], flush=True)
-    print(json.dumps(found))
+        results.append(measure(length, options, device))
+        print(results[-1], flush=True)
+    print(json.dumps(results))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Right answers of a block-diffusion model against the tokens that a forward pass unmasks.
+"""Accuracy of a block-diffusion model against the number of tokens that a forward pass unmasks.
 
     python benchmarks/block_decoding.py FOLDER [FOLDER ...] [--data assets/words/test.jsonl] [--block-size 4]
 
-Greedy, on word problems of the quickstart, at several thresholds and numbers of denoising steps of a block. A forward
-pass is a look at a block; those that keep the keys and values of finished blocks are not counted. The last line is
-JSON.
+Decoding is greedy, on the word problems of the quickstart, with several thresholds and numbers of denoising steps per
+block. Every denoising step of a block is a forward pass; passes that only store keys and values are not counted. The
+last line is JSON.
 """
 
 import argparse
@@ -34,7 +34,7 @@ def main() -> None:
     (prompts,) = validation_sets([options.data], prompt="question", quoted=False).values()
     size, data = options.block_size, LMDataConfig(max_prompt_length=64, max_response_length=40)
     settings = [(size, threshold) for threshold in THRESHOLDS] + [(k, 1.0) for k in (1, 2, 4) if k < size]
-    found = []
+    results = []
     for folder in options.folders:
         config = LMModelConfig(path=folder, dtype="float32", block_size=size)
         policy = build_block_policy(config, ParallelConfig(), data, world, chunk=1024, temperature=1.0, seed=0)
@@ -46,9 +46,9 @@ def main() -> None:
             scores = Gsm8k()([one.text for one in drawn], [p.text for p in prompts], [p.meta for p in prompts])
             tokens, forwards = sum(len(one.steps) for one in drawn), sum(rollout.forwards(one) for one in drawn)
             row = {"model": folder, "steps": steps, "threshold": threshold, "right": sum(scores) / len(scores)}
-            found.append(row | {"tokens_per_forward": round(tokens / forwards, 2)})
-            print(found[-1], flush=True)
-    print(json.dumps(found))
+            results.append(row | {"tokens_per_forward": round(tokens / forwards, 2)})
+            print(results[-1], flush=True)
+    print(json.dumps(results))
 
 
 if __name__ == "__main__":

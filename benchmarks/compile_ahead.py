@@ -1,12 +1,12 @@
-"""Compile for a GPU, without a GPU, what `model.compile` generates for one transformer block at its real widths.
+"""Compile for a GPU, without having one, the code that `model.compile` generates for one transformer block.
 
     python benchmarks/compile_ahead.py [sd35_medium] [qwen_image] [qwen25_7b] [--arch 90] [--rows 8] [--size 512]
 
-It needs a wheel of torch for CUDA, which brings Triton and its assembler, and neither a driver nor a device. The block
-is traced on fake tensors of the CPU; its graphs are moved to `cuda:0` and given to Inductor, which is told of a device
-of that architecture; each kernel of Triton that it writes is compiled to machine code (a cubin), for each of the launch
-configurations between which a job would choose by a timing. Products and attention are calls of libraries, and are not
-compiled.
+The block has its real widths. The script needs a CUDA build of torch, which includes Triton and its assembler, but
+neither a driver nor a device. The block is traced on fake CPU tensors; its graphs are moved to `cuda:0` and given to
+Inductor, which is made to see a device of the architecture. Each Triton kernel that it generates is compiled to machine
+code (a cubin), for each launch configuration among which a job would choose by timing. Matrix products and attention
+are library calls, and are not compiled.
 """
 
 import argparse
@@ -47,7 +47,7 @@ DEVICE = torch.device("cuda", 0)
 
 @dataclass
 class Kernel:
-    """A kernel of Triton: the bytes of its machine code and of its shared memory, by launch configuration."""
+    """A Triton kernel: the bytes of its machine code and its shared memory, by launch configuration."""
 
     name: str
     code: list[int]
@@ -55,7 +55,7 @@ class Kernel:
 
 
 class Driver:
-    """What Triton asks of its driver while it compiles."""
+    """The part of a Triton driver that compiling needs."""
 
     def __init__(self, arch: int) -> None:
         self.arch = arch
@@ -65,7 +65,7 @@ class Driver:
 
 
 class NotLoaded:
-    """Stands for a kernel in the module that Inductor writes, which is never called."""
+    """Stand-in for a kernel in the module that Inductor generates, which is never called."""
 
     def run(self, *args: Any, **kwargs: Any) -> None:
         raise RuntimeError("no device")
@@ -73,7 +73,7 @@ class NotLoaded:
 
 @contextmanager
 def pretended(arch: int, kernels: dict[str, Kernel]) -> Iterator[None]:
-    """Inductor and Triton see a device of an architecture; what they compile is collected by its source."""
+    """Make Inductor and Triton see a device of the architecture; collect the compiled kernels by their source."""
     properties = SimpleNamespace(
         name="pretended",
         major=arch // 10,
@@ -133,7 +133,7 @@ def on_device(tensor: FakeTensor) -> FakeTensor:
 
 
 def moved(graph: GraphModule, args: list[Any]) -> tuple[GraphModule, list[Any]]:
-    """A copy of a graph whose tensors lie on `cuda:0`."""
+    """A copy of a graph whose tensors are on `cuda:0`."""
     graph = deepcopy(graph)
     mode = next(arg.fake_mode for arg in args if isinstance(arg, FakeTensor))
     args = [on_device(arg) if isinstance(arg, FakeTensor) else arg for arg in args]
@@ -173,7 +173,7 @@ def compile_block(block: nn.Module, inputs: dict[str, Any], arch: int) -> dict[s
         partition_fn=min_cut_rematerialization_partition,
         decompositions=select_decomp_table(),
     )
-    torch._C._ensureCUDADeviceGuardSet()  # autograd's switch of devices does nothing where there is none
+    torch._C._ensureCUDADeviceGuardSet()  # so that autograd's switch of devices does nothing without a device
     with FakeTensorMode(), fused_attention():
         outputs = run(*tree_map_only(Tensor, fake, (dict(block.named_parameters()), inputs)))
         outputs = [outputs] if isinstance(outputs, Tensor) else outputs
@@ -187,8 +187,8 @@ def main() -> None:
     parser.add_argument("--arch", type=int, default=90, help="compute capability without its dot: 80, 89, 90, 100 (90)")
     parser.add_argument("--rows", type=int, default=8, help="images, noise levels and guidance branches (8)")
     parser.add_argument("--size", type=int, default=512, help="pixels of a side (512)")
-    parser.add_argument("--rank", type=int, default=64, help="of the LoRA (64)")
-    parser.add_argument("--tokens", type=int, default=8192, help="of a packed row of a language model (8192)")
+    parser.add_argument("--rank", type=int, default=64, help="rank of the LoRA (64)")
+    parser.add_argument("--tokens", type=int, default=8192, help="tokens of a packed row of a language model (8192)")
     args = parser.parse_args()
     for name in args.shapes:
         start = time.perf_counter()

@@ -1,14 +1,14 @@
-"""Kernels and bytes of one transformer block at its real widths: no GPU and no weights.
+"""Kernels and bytes of one transformer block at its real widths, without a GPU and without weights.
 
     python benchmarks/count_kernels.py [qwen_image] [sd35_medium] [qwen25_7b] [qwen25_0_5b] [--rows 32] [--size 512]
 
-Without compiling, a kernel is an operation of aten on the meta device that is no view; its bytes are those of the
-tensors that it reads and writes, so that a cache hides none of them. Compiled, kernels are the loops that Inductor
-fuses for CPUs, and the products and attention between them, by its own account. Attention counts as one fused kernel.
+Without compiling, a kernel is an aten operation on the meta device that is not a view; its bytes are those of the
+tensors that it reads and writes, as if there were no cache. Compiled, kernels are the loops that Inductor fuses for
+CPUs, and the matrix products and attention between them, by Inductor's own count. Attention counts as one fused kernel.
 
-The milliseconds are modelled, not measured: each kernel takes as long as an H100 needs for its arithmetic, or for its
-bytes, whichever is longer, at the fractions of its peaks in `Rates`; launches and caches are left out. The utilisation
-is the arithmetic over that time and the whole peak.
+The milliseconds are modelled, not measured: each kernel takes the time that an H100 needs for its arithmetic or for its
+bytes, whichever is longer, at the fractions of its peaks in `Rates`; launches and caches are ignored. The utilization
+is the arithmetic divided by that time and by the whole peak.
 """
 
 import argparse
@@ -45,7 +45,7 @@ from phalanx.plan.ledger import fused_attention
 
 aten = torch.ops.aten
 PRODUCTS = (aten.mm, aten.addmm, aten.addmm_, aten.bmm, aten.baddbmm, torch.ops.mkldnn._linear_pointwise)
-COUNTED_AS = {  # by torch's counter
+COUNTED_AS = {  # the operations whose formula in torch's FLOP counter applies
     aten.addmm_: aten.addmm,
     aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: aten._scaled_dot_product_flash_attention_backward,
@@ -55,8 +55,8 @@ NONE = (aten._unsafe_view, aten.empty, aten.empty_like, aten.new_empty, aten.emp
 
 @dataclass(frozen=True)
 class Rates:
-    """Peaks of an H100 SXM, dense in bfloat16 and of its memory, and the fractions of them that kernels are assumed to
-    reach.
+    """Peaks of an H100 SXM, of dense bfloat16 arithmetic and of its memory, and the assumed fractions of them that
+    kernels reach.
     """
 
     flops: float = 989.4e12
@@ -66,13 +66,13 @@ class Rates:
     of_memory: float = 0.85
 
     def seconds(self, flops: float, size: float, *, attention: bool = False) -> float:
-        """Of a kernel with these operations and bytes."""
+        """Seconds of a kernel with these operations and bytes."""
         fraction = self.of_attention if attention else self.of_products
         return max(flops / self.flops / fraction, size / self.memory / self.of_memory)
 
 
 RATES = Rates()
-# layers of language models, by the widths of their configurations on the hub
+# layers of language models, with the widths of their configurations on the hub
 LAYERS = {
     "qwen25_7b": Qwen2Config(
         hidden_size=3584, num_attention_heads=28, num_key_value_heads=4, intermediate_size=18944, num_hidden_layers=1
@@ -84,8 +84,8 @@ LAYERS = {
 
 
 class Kernels(TorchDispatchMode):
-    """Counts what runs while it is active: `kernels`, `bytes`, and `elementwise_bytes` of all but matrix products and
-    attention, whose operations are `flops` and take `seconds` by the model.
+    """Counts kernels while it is active: `kernels`, `bytes`, and `elementwise_bytes` without matrix products and
+    attention; the arithmetic of these is `flops`, and their modelled time is `seconds`.
     """
 
     def __init__(self) -> None:
@@ -95,7 +95,7 @@ class Kernels(TorchDispatchMode):
 
     @property
     def modelled(self) -> float:
-        """Seconds of all kernels: elementwise ones take as long as their bytes."""
+        """Seconds of all kernels; the time of elementwise ones is that of their bytes."""
         return self.seconds + RATES.seconds(0, self.elementwise_bytes)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -111,7 +111,7 @@ class Kernels(TorchDispatchMode):
         if packet not in PRODUCTS and not attention:
             self.elementwise_bytes += moved
             return out
-        counter = flop_registry.get(COUNTED_AS.get(packet, packet))  # None of oneDNN's products, which no GPU has
+        counter = flop_registry.get(COUNTED_AS.get(packet, packet))  # None for oneDNN's products, which no GPU has
         flops = 0 if counter is None else counter(*args, **(kwargs or {}), out_val=out)
         self.flops += flops
         self.seconds += RATES.seconds(flops, moved, attention=attention)
@@ -119,14 +119,14 @@ class Kernels(TorchDispatchMode):
 
 
 def _bytes(tensor: Tensor) -> int:
-    """Of the elements that there are: an expanded tensor's are read from a cache."""
+    """Bytes of a tensor's distinct elements: repeated reads of an expanded tensor come from a cache."""
     sizes = [size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride]
     return math.prod(sizes) * tensor.itemsize
 
 
 def block_of(name: str, rank: int, rows: int, size: int, *, real: bool = False) -> tuple[nn.Module, dict[str, Any]]:
-    """A block of a shape, in bfloat16 on the meta device with a LoRA, and what it is called with: `rows` rows of images
-    of `size` pixels a side. What its transformer gives it needs a gradient, as behind another block.
+    """A block of a shape, in bfloat16 on the meta device with a LoRA, and its arguments for `rows` images of
+    `size` x `size` pixels. Its inputs require gradients, as they do after another block.
     """
     from shapes import SHAPES
 
@@ -167,8 +167,8 @@ def block_of(name: str, rank: int, rows: int, size: int, *, real: bool = False) 
 
 
 def layer_of(name: str, rows: int, length: int) -> tuple[nn.Module, dict[str, Any]]:
-    """A layer of a language model in bfloat16 on the meta device, all of it trained, and its inputs: `rows` samples of
-    `length` tokens. Their attention is that of as many packed samples: each sees its own tokens.
+    """A layer of a language model in bfloat16 on the meta device, with all weights trained, and its inputs for `rows`
+    samples of `length` tokens. The attention costs the same as that of as many packed samples.
     """
     config = LAYERS[name]
     config._attn_implementation = "sdpa"
@@ -180,7 +180,7 @@ def layer_of(name: str, rows: int, length: int) -> tuple[nn.Module, dict[str, An
 
 
 def passes(block: nn.Module, inputs: dict[str, Any]) -> dict[str, Kernels]:
-    """What a forward pass takes, and what the backward pass takes after it."""
+    """The kernels of a forward pass, and of the backward pass after it."""
     forward, backward = Kernels(), Kernels()
     wanted = [p for p in block.parameters() if p.requires_grad]
     wanted += [v for v in inputs.values() if isinstance(v, Tensor) and v.requires_grad]
@@ -194,12 +194,12 @@ def passes(block: nn.Module, inputs: dict[str, Any]) -> dict[str, Kernels]:
 
 
 def _several(outputs: Any) -> Any:
-    """A layer of a language model has one output."""
+    """The outputs as a list: a layer of a language model has only one."""
     return [outputs] if isinstance(outputs, Tensor) else outputs
 
 
 def compiled_passes(block: nn.Module, inputs: dict[str, Any], *, inference: bool = False) -> dict[str, Kernels]:
-    """The same of what Inductor would make of it; `inference`: of a graph without a backward pass."""
+    """The kernels of the passes as compiled by Inductor; `inference`: of a graph without a backward pass."""
     found: dict[str, Kernels] = {}
     mode = FakeTensorMode()
 
@@ -228,7 +228,7 @@ def compiled_passes(block: nn.Module, inputs: dict[str, Any], *, inference: bool
     def fake(t: Tensor) -> Tensor:
         return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype).requires_grad_(t.requires_grad)
 
-    # Inductor has no code for the meta device
+    # on fake CPU tensors, because Inductor cannot generate code for the meta device
     with mode, fused_attention(), torch.set_grad_enabled(not inference):
         out = _several(run(*tree_map_only(Tensor, fake, (dict(block.named_parameters()), inputs))))
         if not inference:
@@ -237,7 +237,7 @@ def compiled_passes(block: nn.Module, inputs: dict[str, Any], *, inference: bool
 
 
 def scheduled(lowering: GraphLowering) -> Kernels:
-    """Nodes of a scheduled graph, and their bytes by Inductor's own account."""
+    """The nodes of a scheduled graph, and their bytes by Inductor's own count."""
     kernels = Kernels()
     for node in lowering.scheduler.nodes:
         if isinstance(node, NopKernelSchedulerNode):
@@ -251,14 +251,14 @@ def scheduled(lowering: GraphLowering) -> Kernels:
 
 
 def by(kind: type[Linear], block: nn.Module) -> None:
-    """Have the LoRA computed by a class."""
+    """Set the class of LoRA layers."""
     for part in block.modules():
         if isinstance(part, Linear):
             part.__class__ = kind
 
 
 def flow_block(name: str, args: argparse.Namespace) -> dict[str, dict[str, Kernels]]:
-    """The passes of a block of a flow model with a LoRA, in each way to compute it."""
+    """The passes of a block of a flow model with a LoRA, for each way of computing it."""
     sizes = args.rank, args.rows, args.size
     block, inputs = block_of(name, *sizes)
     by(Linear, block)
@@ -275,7 +275,7 @@ def flow_block(name: str, args: argparse.Namespace) -> dict[str, dict[str, Kerne
 
 
 def language_layer(name: str, args: argparse.Namespace) -> dict[str, dict[str, Kernels]]:
-    """The passes of a layer of a language model, all of it trained."""
+    """The passes of a layer of a language model, with all weights trained."""
     layer, inputs = layer_of(name, args.tokens // args.length, args.length)
     ways = {"all weights": passes(layer, inputs)}
     ways["all weights, compiled"] = compiled(ways["all weights"], compiled_passes(layer, inputs))
@@ -283,7 +283,7 @@ def language_layer(name: str, args: argparse.Namespace) -> dict[str, dict[str, K
 
 
 def compiled(eager: dict[str, Kernels], fused: dict[str, Kernels]) -> dict[str, Kernels]:
-    """`fused`, whose products and attention are those of the passes without compiling."""
+    """`fused`, with the arithmetic of products and attention from the passes without compiling."""
     for way, kernels in fused.items():
         kernels.flops, kernels.seconds = eager[way].flops, eager[way].seconds
     return fused
@@ -293,9 +293,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shapes", nargs="*", default=["qwen_image", "sd35_medium", *LAYERS])
     parser.add_argument("--rows", type=int, default=32, help="images, noise levels and guidance branches (32)")
-    parser.add_argument("--size", type=int, default=512, help="pixels of a side (512)")
-    parser.add_argument("--rank", type=int, default=64, help="of the LoRA (64)")
-    parser.add_argument("--tokens", type=int, default=8192, help="of a pass of a language model (8192)")
+    parser.add_argument("--size", type=int, default=512, help="pixels per side (512)")
+    parser.add_argument("--rank", type=int, default=64, help="rank of the LoRA (64)")
+    parser.add_argument("--tokens", type=int, default=8192, help="tokens per pass of a language model (8192)")
     parser.add_argument("--length", type=int, default=512, help="tokens of each of its samples (512)")
     args = parser.parse_args()
     for name in args.shapes:

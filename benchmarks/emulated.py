@@ -1,8 +1,8 @@
-"""tasks/train_grpo.py with phases of given lengths: what it samples and trains is real, and each phase waits until it
-has taken as long as it should. See roles.py, which runs it.
+"""tasks/train_grpo.py with phases of given durations: sampling and training are real, and each phase then waits until
+its duration is over. roles.py runs it.
 
-EMULATE is `<seconds of one rank that samples>,<seconds of one rank that trains>` of a step. Each rank writes its
-phases, {role, phase, start, end}, to `<output_dir>/phases_<rank>.jsonl`.
+EMULATE is `<seconds>,<seconds>`: the time of a step on one sampling rank, and on one training rank. Each rank writes
+its phases, {role, phase, start, end}, to `<output_dir>/phases_<rank>.jsonl`.
 """
 
 import json
@@ -49,7 +49,7 @@ def build(cfg: LMRLConfig) -> Callable[[], None]:
         time.sleep(max(end - time.time(), 0))
 
     sample, select, micro_batch = Collector.sample, Minibatches.select, StepLog.micro_batch
-    started = [0.0]  # of the forward and backward pass that runs
+    started = [0.0]  # when the current forward and backward pass began
 
     def slow_sample(self: Collector, *args: Any) -> Any:
         start = time.time()

@@ -1,12 +1,12 @@
-"""One command for the first minutes on a GPU: what only real kernels can show, as a table of PASS and FAIL.
+"""One command for the first minutes on a GPU: checks that need real kernels, as a table of PASS and FAIL.
 
-    make gpu-smoke                                     # or, where nothing can be installed by make:
+    make gpu-smoke                                     # or, where make cannot install anything:
     python benchmarks/gpu_smoke.py [--only attention compile] [--json gpu_smoke.json]
 
-On a GPU of 80 GB it is to take under ten minutes, at the real widths of Qwen-Image, SD3.5 and Qwen2.5; on a CPU the
-same runs at tiny shapes. Weights are random; nothing is downloaded. Each check is a process of its own: an error, a
-crash or a hang of one is a FAIL, and the next one runs. What only CUDA has is a dash on a CPU. The exit status is 1
-where a line fails.
+On a GPU with 80 GB it should take under ten minutes, at the real widths of Qwen-Image, SD3.5 and Qwen2.5; on a CPU it
+runs the same with tiny shapes. Weights are random, and nothing is downloaded. Each check runs in a separate process: if
+it fails, crashes or hangs, that is a FAIL, and the next check runs. Checks that need CUDA show a dash on a CPU. The
+exit status is 1 if a line fails.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NoReturn
 
-# before torch is asked for GPUs: a process that has started CUDA has no forks that can use it
+# set before torch looks for GPUs: forks of a process that has initialized CUDA cannot use it
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for trainer.deterministic
 
@@ -52,7 +52,7 @@ CHECKS: dict[str, Callable[[], Iterator[Line]]] = {
     "packed": smoke_lm.packed,
     "kill": smoke_kill.kill,
 }
-LIMIT_S = 240.0  # of a check
+LIMIT_S = 240.0  # per check
 
 
 def main() -> None:
@@ -91,7 +91,7 @@ PACKAGES = ("phalanx", "transformers", "diffusers", "peft", "accelerate", "vllm"
 
 
 def for_an_issue(where: dict[str, Any], checks: dict[str, list[dict[str, Any]]]) -> list[str]:
-    """Five lines: the device and its driver, torch, packages, what has passed and failed, and the peak of memory."""
+    """Five lines: device and driver, torch, packages, which lines passed and failed, and the peak of memory."""
     versions = []
     for name in PACKAGES:
         try:
@@ -111,7 +111,7 @@ def for_an_issue(where: dict[str, Any], checks: dict[str, list[dict[str, Any]]])
 
 
 def driver() -> str | None:
-    """The version of NVIDIA's driver; None where there is no nvidia-smi, or it fails."""
+    """The version of NVIDIA's driver; None if nvidia-smi is missing or fails."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     if shutil.which(command[0]) is None:
         return None
@@ -120,7 +120,7 @@ def driver() -> str | None:
 
 
 def state_of(check: str) -> dict[str, Any]:
-    """Where a check ran, as its process knows it at its end."""
+    """Device, versions and peak memory of a check, from its own process."""
     cuda = torch.cuda.is_available()
     peak = torch.cuda.max_memory_allocated() if cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return {
@@ -135,9 +135,11 @@ def state_of(check: str) -> dict[str, Any]:
 
 
 def run(check: str, folder: Path) -> list[Line]:
-    """The lines of a check, from a process of its own."""
+    """Run a check in a separate process, and return its lines."""
     file, log = folder / f"{check}.jsonl", folder / f"{check}.log"
-    process = multiprocessing.get_context("fork").Process(target=child, args=(check, folder))  # imports nothing again
+    process = multiprocessing.get_context("fork").Process(
+        target=child, args=(check, folder)
+    )  # a fork need not import again
     process.start()
     process.join(LIMIT_S)
     hung = process.is_alive()
@@ -155,28 +157,28 @@ def run(check: str, folder: Path) -> list[Line]:
 
 
 def cpu_seconds() -> float:
-    """Of all processes that this one has waited for."""
+    """CPU seconds of all child processes that have ended."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
 
 def child(check: str, folder: Path) -> NoReturn:
-    """Run a check; its lines go to a file of `folder` one by one, and all that it prints to another."""
+    """Run a check; write its lines to a file in `folder` one by one, and its output to another file."""
     descriptor = os.open(folder / f"{check}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(descriptor, stream)
-    if torch.cuda._is_in_bad_fork():  # an import has started CUDA in spite of the variable
+    if torch.cuda._is_in_bad_fork():  # an import has initialized CUDA in spite of the variable
         os.execv(sys.executable, [sys.executable, __file__, "--only", check, "--child", str(folder)])
     if device().type == "cpu":
         torch.set_num_threads(1)
     file = folder / f"{check}.json"
-    file.write_text(json.dumps(state_of(check)))  # of a check that crashes later
+    file.write_text(json.dumps(state_of(check)))  # in case the check crashes
     with (folder / f"{check}.jsonl").open("w", buffering=1) as out:
         for line in CHECKS[check]():
             out.write(json.dumps(asdict(line)) + "\n")
     file.write_text(json.dumps(state_of(check)))
     sys.stdout.flush()
-    os._exit(0)  # threads of process groups and compilers would outlive the interpreter's end
+    os._exit(0)  # threads of process groups and compilers would keep the interpreter from ending
 
 
 def row(line: Line) -> str:

@@ -1,12 +1,12 @@
-"""The three largest costs of each shipped recipe for GPUs, modelled from what its plan counts.
+"""The three largest costs of each shipped GPU recipe, modelled from the counts of its plan.
 
     python benchmarks/largest_costs.py [configs/grpo/gsm8k_qwen25_7b.yaml ...] [--write]
 
-Nothing is measured. The arithmetic is that of `--plan`, at 35 % of the GPU's dense peak, the middle of what the plan
-assumes; decoding a language model takes as long as reading weights and cache for each token, where that is longer.
-Messages and moments on the host take as long as their bytes, as if no arithmetic hid them. Prompts and responses have
-their greatest lengths. Rewards, the VAE, text encoders, validation and checkpoints are left out. `--write` puts the
-table into docs/performance.md. It takes some minutes on a CPU, and needs no GPU.
+Nothing is measured. The arithmetic is that of `--plan`, at 35 % of the GPU's dense peak, the middle of the range that
+the plan assumes. Decoding a language model takes at least the time of reading weights and cache for each token.
+Communication and moments on the host take the time of their bytes, without overlap with arithmetic. Prompts and
+responses have their maximum lengths. Rewards, the VAE, text encoders, validation and checkpoints are left out.
+`--write` puts the table into docs/performance.md. The script takes a few minutes on a CPU, and needs no GPU.
 """
 
 import argparse
@@ -34,9 +34,9 @@ PAGE = ROOT / "docs" / "performance.md"
 BEGIN, END = "<!-- largest costs: begin -->\n", "<!-- largest costs: end -->\n"
 FOLDERS = ("flowgrpo", "grpo", "ppo", "block_diffusion")
 PER_NODE = 8
-MEMORY = 80e9  # bytes of a GPU
-LINK, NETWORK, HOST = 0.7 * 450e9, 0.7 * 50e9, 0.7 * 64e9  # bytes a second and direction: NVLink, 400 Gbit/s, PCIe 5
-MOMENTS = 8  # bytes of AdamW's two moments of a weight
+MEMORY = 80e9  # bytes per GPU
+LINK, NETWORK, HOST = 0.7 * 450e9, 0.7 * 50e9, 0.7 * 64e9  # bytes per second and direction: NVLink, 400 Gbit/s, PCIe 5
+MOMENTS = 8  # bytes of AdamW's two moments per weight
 
 SAMPLING, DECODING, OLD = "sampling", "decoding", "old log-probs"
 REFERENCE, CRITIC, MOVED = "reference", "critic", "moments to the host and back"
@@ -61,7 +61,7 @@ LOWERED = {
 
 
 def plan(file: Path) -> Planned:
-    """The recipe on the ranks that its first lines name."""
+    """The plan of the recipe on the number of ranks that its first lines name."""
     text = file.read_text()
     found = re.search(r"^# ranks: (\d+)$", text, re.MULTILINE)
     ranks = 1 if found is None else int(found[1])
@@ -102,7 +102,7 @@ def of_supervised(p: SupervisedRehearsal) -> dict[str, float]:
 
 
 def of_reinforcement(p: RLRehearsal) -> dict[str, float]:
-    """Operations of a step on all ranks: differences of `step_flops` with one kind of pass more."""
+    """Operations of a step on all ranks, as differences of `step_flops` with and without a kind of pass."""
     updates = p.updater.trained / p.plan.per_rank
     known = replace(p.samples, on_policy=True)
 
@@ -122,14 +122,14 @@ def of_reinforcement(p: RLRehearsal) -> dict[str, float]:
         BACKWARD: trained - forward,
         AGAIN: whole - flops(p.samples) - trained,
     }
-    if isinstance(p.cfg, LMRLConfig) and p.cfg.algorithm.needs_critic:  # which begins as the policy
+    if isinstance(p.cfg, LMRLConfig) and p.cfg.algorithm.needs_critic:  # the critic has the policy's architecture
         again = p.cfg.model.gradient_checkpointing
         operations[CRITIC] = scored * (1 + (3 + again) * p.plan.epochs)
     return operations
 
 
 def decoded_bytes(p: RLRehearsal) -> float:
-    """Bytes that a rank reads to decode its samples: all weights at each look, and the cache of each sample."""
+    """Bytes that a rank reads to decode its samples: all weights in each pass, and the cache of each sample."""
     assert isinstance(p.cfg, LMRLConfig), "only language models decode"
     rollout, before, limit = p.cfg.rollout, p.cfg.data.max_prompt_length, p.cfg.data.max_response_length
     sizes = p.policy.settings.to_dict()
@@ -153,7 +153,7 @@ def table(files: list[Path]) -> list[str]:
     for file in files:
         try:
             planned_job = plan(file)
-        except ValueError as error:  # a model whose shapes are not shipped, and no hub is within reach
+        except ValueError as error:  # the shapes of the model are not shipped, and the hub cannot be reached
             print(f"{file.stem} is left out: {error}", file=sys.stderr)
             continue
         taken = costs(planned_job)

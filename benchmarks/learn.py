@@ -1,13 +1,14 @@
-"""Does each algorithm learn? All on the quickstart's task, with an equal number of images, over several seeds.
+"""Does each algorithm learn? Measured on the quickstart's task, with the same number of images, over several seeds.
 
     make learn
     python benchmarks/learn.py flow_grpo diffusion_nft --seeds 0 --steps 25 --no-docs
 
-Each recipe of learn.yaml is trained on one CPU process, `--jobs` of them side by side, validated as it trains, and its
-last checkpoint samples the held-out prompts again with other noise. These images are scored by the training's OCR, by
-Tesseract, which no recipe has seen (its score shows whether an engine was fooled), and by how much they differ. Results
-go to results/learn.json, the table and the curves to docs/algorithms.md. A run whose result is there is not repeated,
-and with `--keep` no run that results/learn.json has. The teacher of a recipe is the quickstart's model, trained first.
+Each recipe of learn.yaml is trained on one CPU process, `--jobs` of them concurrently, and validated during training;
+its last checkpoint then samples the held-out prompts again with other noise. These images are scored by the OCR that
+training uses, by Tesseract, which no recipe was trained on (its score shows whether a recipe fooled the OCR), and by
+their diversity. Results go to results/learn.json, the table and the curves to docs/algorithms.md. Finished runs are not
+repeated; with `--keep`, neither are those in results/learn.json. The teacher of a recipe is the quickstart's model,
+which is trained first.
 """
 
 import json
@@ -25,32 +26,32 @@ from PIL import Image
 
 HELD_OUT = "assets/digits/held_out.txt"
 IMAGES_PER_PROMPT = 4
-SCALE = 4  # Tesseract wants larger letters
+SCALE = 4  # Tesseract needs larger letters
 
 
 def base(output: Path) -> dict[str, float]:
-    """What is said of the base, sampled as a run of the quickstart validates."""
+    """Scores of the base model, sampled as a run of the quickstart validates."""
     size = ["height=24", "width=48", "num_inference_steps=10", "max_prompt_length=1"]
     return sampled(output / "base", ["model.path=assets/digits/base", "model.dtype=float32", *size])
 
 
 def after(folder: Path, rows: Rows) -> dict[str, float]:
-    """What is said of a run's last checkpoint."""
+    """Scores of a run's last checkpoint."""
     samples = folder / "samples"
     return remembered(samples / "scores.json", lambda: sampled(samples, [f"checkpoint={folder}"]))
 
 
 def sampled(folder: Path, source: list[str]) -> dict[str, float]:
-    """What is said of images of the held-out prompts, from a checkpoint or a model folder."""
+    """Sample and score images of the held-out prompts, from a checkpoint or a model folder."""
     keys = [f"prompt_file={HELD_OUT}", f"n={IMAGES_PER_PROMPT}", "seed=99", "micro_batch_size_per_gpu=64"]
     task("sample", [*source, *keys, f"output_dir={folder}"], folder.with_suffix(".log"))
     return scores(folder)
 
 
 def scores(folder: Path) -> dict[str, float]:
-    """The images of a folder: `ocr` and `tesseract`, their mean scores in 0..1; `pixels`, the mean distance (RMS, of
-    1) of two images of one prompt; `colours`, the standard deviation of the images' mean colours. Each prompt's score
-    by `ocr` goes to prompts.json.
+    """Scores of the images in a folder: `ocr` and `tesseract`, their mean scores in 0..1; `pixels`, the mean RMS
+    distance in 0..1 of two images of the same prompt; `colours`, the standard deviation of the images' mean colors. The
+    scores of prompts by `ocr` go to prompts.json.
     """
     import torch
 
@@ -78,25 +79,25 @@ def scores(folder: Path) -> dict[str, float]:
 
 
 def of_prompts(folder: Path) -> list[float]:
-    """The score of each held-out prompt by `ocr`, of a finished run."""
+    """The score by `ocr` of each held-out prompt in a finished run."""
     known: list[float] = json.loads((folder / "samples" / "prompts.json").read_text())
     return known
 
 
 def target(prompt: str) -> str:
-    """The number that a prompt asks for."""
+    """The number in a prompt."""
     return "".join(c for c in prompt if c.isdigit())
 
 
 def similar(wanted: str, read: str) -> float:
-    """As the reward `ocr` scores a text."""
+    """The similarity of two texts, as in the reward `ocr`."""
     from rapidfuzz.distance import Levenshtein
 
     return 1.0 - min(1.0, Levenshtein.distance(wanted, "".join(read.lower().split())) / len(wanted))
 
 
 def tesseract(images: np.ndarray[Any, Any]) -> list[str]:
-    """What Tesseract reads in images [N, H, W, 3] of 0..1, one line of text each."""
+    """Tesseract's texts of images [N, H, W, 3] in 0..1, each with one line of text."""
     program = shutil.which("tesseract")
     if program is None:
         sys.exit("learn.py: the program tesseract is not installed; apt-get install tesseract-ocr")
@@ -122,7 +123,7 @@ SUBJECT = Subject(
     name="learn",
     task="train_flowgrpo",
     config="configs/flowgrpo/quickstart.yaml",
-    fixed=[  # the quickstart's numbers when results/learn.json was made
+    fixed=[  # the quickstart's settings when results/learn.json was made
         "data.train_batch_size=12",
         "rollout.num_inference_steps=10",
         "rollout.sde_window_range=[0,5]",

@@ -1,5 +1,5 @@
-"""Which log-probability of a block-diffusion model learns? All on the quickstart's task, equally many samples, several
-seeds.
+"""Which estimate of a block-diffusion model's log-probability learns? Measured on the quickstart's task, with the same
+number of samples, over several seeds.
 
     python benchmarks/learn_bd.py
     python benchmarks/learn_bd.py trace elbo --seeds 0 --steps 20 --no-docs

@@ -1,11 +1,11 @@
-"""What does the reward's gradient give? Algorithms with and without it, with an equal number of images, over several
+"""Does the gradient of the reward help? Algorithms with and without it, with the same number of images, over several
 seeds.
 
     python benchmarks/learn_gradient.py
     python benchmarks/learn_gradient.py draft --seeds 0 --no-docs
 
-As learn.py, with the recipes of learn_gradient.yaml and a reward that has a gradient: the share of red in an image's
-light. The table goes to docs/algorithms.md.
+As learn.py, with the recipes of learn_gradient.yaml and a differentiable reward: the share of red in an image's light.
+The table goes to docs/algorithms.md.
 """
 
 from pathlib import Path
@@ -22,7 +22,7 @@ HELD_OUT = "val/held_out/reward/redness"
 
 
 def base(output: Path) -> dict[str, float]:
-    """What is said of the base: a run without a step."""
+    """Scores of the base model, from a run without training steps."""
     folder = output / "base"
     keys = ["total_training_steps=0", "resume=never", "save_freq=-1", "logger=[]", f"output_dir={folder}"]
     task("train_flowgrpo", [CONFIG, *FIXED, *(f"trainer.{key}" for key in keys)], output / "base.log")
@@ -30,7 +30,7 @@ def base(output: Path) -> dict[str, float]:
 
 
 def after(folder: Path, rows: Rows) -> dict[str, float]:
-    """What is said of a run at its end."""
+    """Scores of a run at its end."""
     return {"redness": [row[HELD_OUT] for row in rows if HELD_OUT in row][-1]}
 
 

@@ -1,11 +1,11 @@
-"""Which policies of a joint run should be trained? The quickstart with both, either or in turns, over several seeds.
+"""Which policies of a joint run should be trained? The quickstart with both, either or alternating, over several seeds.
 
     python benchmarks/learn_joint.py
     python benchmarks/learn_joint.py both writer --seeds 0 --steps 20 --no-docs
 
-As learn.py, with the recipes of learn_joint.yaml. The table has rewards of test.jsonl: of pictures of the writer's
-texts, and of texts that it wrote for another problem (`swapped`), which is what a painter scores that ignores its
-prompt. It goes to docs/joint.md.
+As learn.py, with the recipes of learn_joint.yaml. The table has rewards on test.jsonl: of pictures painted from the
+writer's texts, and from texts that it wrote for another problem (`swapped`), the reward of a painter that ignores its
+prompt. The table goes to docs/joint.md.
 """
 
 from pathlib import Path
@@ -17,7 +17,7 @@ VALIDATION = "val/test_{}/reward/mean"
 
 
 def base(output: Path) -> dict[str, float]:
-    """What is said of both bases: a run without a step."""
+    """Scores of both base models, from a run without training steps."""
     folder = output / "base"
     keys = ["total_training_steps=0", "resume=never", "save_freq=-1", "logger=[]", f"output_dir={folder}"]
     task("train_joint", [CONFIG, *(f"trainer.{key}" for key in keys)], output / "base.log")
@@ -25,7 +25,7 @@ def base(output: Path) -> dict[str, float]:
 
 
 def after(folder: Path, rows: Rows) -> dict[str, float]:
-    """What is said of a run at its end."""
+    """Scores of a run at its end."""
     last = [row for row in rows if VALIDATION.format("swapped") in row][-1]
     scores = {kind: last[VALIDATION.format(kind)] for kind in ("rewritten", "swapped")}
     return scores | {"difference": scores["rewritten"] - scores["swapped"]}
@@ -35,7 +35,7 @@ SUBJECT = Subject(
     name="learn_joint",
     task="train_joint",
     config=CONFIG,
-    fixed=["trainer.val_before_train=false"],  # equal for all runs: the base's row
+    fixed=["trainer.val_before_train=false"],  # it would be the same for all runs: the row of the base models
     page="joint.md",
     mark="learning",
     validation=VALIDATION.format("rewritten"),

@@ -1,12 +1,13 @@
-"""Does each algorithm on tokens learn? All on the quickstart's task, with equally many samples, over several seeds.
+"""Does each token-level algorithm learn? Measured on the quickstart's task, with the same number of samples, over
+several seeds.
 
     make learn-lm
     python benchmarks/learn_lm.py grpo cispo --seeds 0 --steps 40 --no-docs
 
-Each recipe of learn_lm.yaml is trained on one CPU process, `--jobs` of them side by side. Greedy answers to val.jsonl,
-on which options are chosen, and test.jsonl, which is what is reported, are validated as it trains. Results go to
-results/learn_lm.json, the table and the curves to docs/language-models.md. A run whose result is there is not repeated,
-and with `--keep` no run that results/learn_lm.json has. The teacher of a recipe is the quickstart's model, which is
+Each recipe of learn_lm.yaml is trained on one CPU process, `--jobs` of them concurrently. Training validates greedy
+answers to val.jsonl, on which options are chosen, and to test.jsonl, which is reported. Results go to
+results/learn_lm.json, the table and the curves to docs/language-models.md. Finished runs are not repeated; with
+`--keep`, neither are those in results/learn_lm.json. The teacher of a recipe is the quickstart's model, which is
 trained first.
 """
 
@@ -17,11 +18,11 @@ from learning import Rows, Subject, main, metrics, task
 
 CONFIG = "configs/grpo/quickstart.yaml"
 VAL, TEST = "val/val/reward/gsm8k", "val/test/reward/gsm8k"
-LAST = 10  # steps, the mean of which is said of the samples
+LAST = 10  # final steps, over which metrics of the samples are averaged
 
 
 def base(output: Path, config: str = CONFIG) -> dict[str, float]:
-    """What is said of the base: a run without a step."""
+    """Scores of the base model, from a run without training steps."""
     folder = output / "base"
     keys = ["total_training_steps=0", "resume=never", "save_freq=-1", "logger=[]", f"output_dir={folder}"]
     task("train_grpo", [config, *BOTH, *(f"trainer.{key}" for key in keys)], output / "base.log")
@@ -29,15 +30,15 @@ def base(output: Path, config: str = CONFIG) -> dict[str, float]:
 
 
 def after(folder: Path, rows: Rows) -> dict[str, float]:
-    """What is said of a run at its end."""
+    """Scores and metrics of a run at its end."""
     steps = [row for row in rows if row["step"] > 0][-LAST:]
-    said = {"length": "response/length_mean", "entropy": "actor/entropy"}
-    means = {key: statistics.fmean(row[name] for row in steps if name in row) for key, name in said.items()}
+    keys = {"length": "response/length_mean", "entropy": "actor/entropy"}
+    means = {key: statistics.fmean(row[name] for row in steps if name in row) for key, name in keys.items()}
     return validated(rows) | means
 
 
 def validated(rows: Rows) -> dict[str, float]:
-    """Shares of right answers in the last validation."""
+    """Shares of correct answers in the last validation."""
     last = [row for row in rows if TEST in row][-1]
     return {"test": last[TEST], "val": last[VAL]}
 

@@ -1,10 +1,10 @@
-"""Does a LoRA learn on a base in 4 bits? On the task of the flow quickstart, over several seeds.
+"""Does a LoRA learn on a 4-bit base model? Measured on the task of the flow quickstart, over several seeds.
 
     python benchmarks/learn_nf4.py
     python benchmarks/learn_nf4.py "lora, nf4" --seeds 0 --no-docs
 
-As learn.py, with the recipes of learn_nf4.yaml; the table goes to docs/models.md. The rounding changes the base, so the
-table has the held-out reward before training and the gain beside the reward after it.
+As learn.py, with the recipes of learn_nf4.yaml; the table goes to docs/models.md. Quantization changes the base model,
+so the table has the held-out reward before and after training, and the gain.
 """
 
 from pathlib import Path
@@ -15,12 +15,12 @@ VALIDATION = "val/held_out/reward/mean"
 
 
 def base(output: Path) -> dict[str, float]:
-    """Nothing: the recipes differ in their bases."""
+    """Return nothing: each recipe has a different base model."""
     return {}
 
 
 def after(folder: Path, rows: Rows, validation: str = VALIDATION) -> dict[str, float]:
-    """What is said of a run: its first validation, its last, and the difference."""
+    """Scores of a run: its first and its last validation, and the difference."""
     rewards = [row[validation] for row in rows if validation in row]
     return {"before": rewards[0], "after": rewards[-1], "gain": rewards[-1] - rewards[0]}
 

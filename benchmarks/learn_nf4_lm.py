@@ -1,4 +1,4 @@
-"""Does a LoRA learn on a base in 4 bits? On the task of the quickstart of language models, over several seeds.
+"""Does a LoRA learn on a 4-bit base model? Measured on the language-model quickstart's task, over several seeds.
 
     python benchmarks/learn_nf4_lm.py
     python benchmarks/learn_nf4_lm.py "lora, nf4" --seeds 0 --no-docs

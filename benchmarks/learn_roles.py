@@ -1,11 +1,11 @@
-"""Does a policy learn from samples that are one step old, with and without a correction? On the quickstart's task, with
-equally many samples, over several seeds.
+"""Does a policy learn from samples that are one step old, with and without a correction? Measured on the quickstart's
+task, with the same number of samples, over several seeds.
 
     python benchmarks/learn_roles.py
     python benchmarks/learn_roles.py "one step off, none" --seeds 0 --steps 20 --no-docs
 
-As learn_lm.py, with the recipes of learn_roles.yaml on two ranks, one that samples and one that trains; the table and
-the curves go to docs/placement.md.
+As learn_lm.py, with the recipes of learn_roles.yaml on two ranks, a sampling and a training one. The table and the
+curves go to docs/placement.md.
 """
 
 from dataclasses import replace

@@ -1,11 +1,11 @@
-"""Does a student learn from several teachers what each of them knows? Over several seeds.
+"""Does a student learn from several teachers what each of them knows? Measured over several seeds.
 
     python benchmarks/learn_teachers.py
     python benchmarks/learn_teachers.py "two teachers" --seeds 0 --no-docs
 
-The problems of the quickstart of language models are split into two tasks: those with a product, and those of sums and
-differences only. A teacher of each is trained on its rows, for as many steps as a student. As learn_lm.py, with the
-recipes of learn_teachers.yaml; the table goes to docs/algorithms.md.
+The problems of the language-model quickstart are split into two tasks: problems with a product, and problems with only
+sums and differences. A teacher is trained on the rows of each task, for as many steps as a student. As learn_lm.py,
+with the recipes of learn_teachers.yaml; the table goes to docs/algorithms.md.
 """
 
 import json
@@ -27,7 +27,7 @@ def kind(question: str) -> str:
 
 
 def rows_of(output: Path, *tasks: str) -> Path:
-    """A file of the training problems of these tasks, with a column `task`."""
+    """Write a file with the training problems of these tasks and a column `task`."""
     file = output / f"{'_'.join(tasks)}.jsonl"
     lines = []
     for line in (ROOT / "assets/words/train.jsonl").read_text().splitlines():
@@ -47,7 +47,7 @@ def taught(output: Path, name: str) -> Path:
 
 
 def base(output: Path) -> dict[str, float]:
-    """What is said of the base: a run without a step."""
+    """Scores of the base model, from a run without training steps."""
     folder = output / "base"
     keys = ["total_training_steps=0", "resume=never", "save_freq=-1", "log_val_generations=1000", "logger=[]"]
     task(
@@ -57,7 +57,7 @@ def base(output: Path) -> dict[str, float]:
 
 
 def after(folder: Path, rows: Rows) -> dict[str, float]:
-    """What is said of a run at its end."""
+    """Scores of a run at its end."""
     index = sorted(folder.glob("samples/test/step_*/index.jsonl"))[-1]
     records = [json.loads(line) for line in index.read_text().splitlines()]
     scores: dict[str, list[float]] = {name: [] for name in TASKS}
@@ -67,7 +67,7 @@ def after(folder: Path, rows: Rows) -> dict[str, float]:
 
 
 def mean(values: Sequence[float]) -> float:
-    """The mean, as tables have it."""
+    """The mean, rounded for the tables."""
     return round(statistics.fmean(values), 4)
 
 

@@ -1,11 +1,11 @@
-"""Does a model learn to call a tool, and to call it twice where the second call needs the answer to the first?
+"""Does a model learn to call a tool, and to call it twice if the second call needs the answer to the first?
 
     make learn-tools
     python benchmarks/learn_tools.py grpo --seeds 0 --steps 20 --no-docs
 
-As learn_lm.py, with the recipes of learn_tools.yaml on the task of the quickstart with tools. Beside the greedy answers
-to test.jsonl stand the rewards of the samples that are trained: greedy decoding turns over when a call becomes likelier
-than a guess. The table goes to docs/environments.md.
+As learn_lm.py, with the recipes of learn_tools.yaml on the task of the quickstart with tools. The table has the greedy
+answers to test.jsonl and the rewards of the training samples, because greedy decoding changes abruptly when a call
+becomes likelier than a guess. It goes to docs/environments.md.
 """
 
 import statistics
@@ -15,11 +15,11 @@ from learning import Rows, Subject, main, metrics, task
 
 CONFIG = "configs/grpo/quickstart_tools.yaml"
 TEST = "val/test/reward/gsm8k"
-LAST = 5  # steps, the mean of which is said of the samples
+LAST = 5  # final steps, over which the rewards of samples are averaged
 
 
 def base(output: Path) -> dict[str, float]:
-    """What is said of the base: a run without a step."""
+    """Scores of the base model, from a run without training steps."""
     folder = output / "base"
     keys = ["total_training_steps=0", "resume=never", "save_freq=-1", "logger=[]", f"output_dir={folder}"]
     task("train_grpo", [CONFIG, *(f"trainer.{key}" for key in keys)], output / "base.log")
@@ -27,7 +27,7 @@ def base(output: Path) -> dict[str, float]:
 
 
 def after(folder: Path, rows: Rows) -> dict[str, float]:
-    """What is said of a run at its end."""
+    """Scores of a run at its end."""
     steps = [row for row in rows if row["step"] > 0]
     means = {"first": steps[0]["reward/mean"]}
     for key, name in {"sampled": "reward/mean", "calls": "tools/call_frequency"}.items():
@@ -41,7 +41,7 @@ SUBJECT = Subject(
     config=CONFIG,
     fixed=[],
     page="environments.md",
-    picture="",  # greedy answers turn over within a few steps
+    picture="",  # greedy answers change within a few steps
     mark="learning",
     validation=TEST,
     scale="right answers to test.jsonl",

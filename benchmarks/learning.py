@@ -1,8 +1,9 @@
-"""What the tables of learning have in common: see learn.py, of flow models, and learn_lm.py, of language models.
+"""Shared code of the comparisons of recipes: see learn.py for flow models, and learn_lm.py for language models.
 
 A table has the mean of each recipe over its seeds with Student's 95 % interval, and the difference from the first
-recipe: over pairs of runs with equal seeds, and over held-out prompts where both have the scores of each. A difference
-whose interval holds 0 is "not told apart". Of three seeds an interval is 2.5 standard deviations to either side.
+recipe: over pairs of runs with the same seed, and over held-out prompts if both runs have a score for each. A
+difference whose interval contains 0 is "not told apart". With three seeds, the interval extends 2.5 standard deviations
+to either side.
 """
 
 import argparse
@@ -28,25 +29,25 @@ from phalanx.functional.statistics import Estimate, paired_interval, t_half_widt
 ROOT = Path(__file__).resolve().parents[1]
 TEACHING = threading.Lock()
 Rows = list[dict[str, Any]]
-Run = dict[str, Any]  # the result of one
+Run = dict[str, Any]  # the result of a run
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What is compared: recipes of the file `<name>.yaml`, each on top of `config` and `fixed`, trained by `task`.
+    """A comparison of the recipes in `<name>.yaml`, each on top of `config` and `fixed`, trained by `task`.
 
-    Results go to `results/<name>.json`. `page` is a file below docs/, and `picture` is the page's, if any; the table
-    stands between the page's marks `<!-- mark: begin -->` and `<!-- mark: end -->`. `validation` is the metric of the
-    curves, called `scale`, which is to reach `target`, unless it is None; a step samples `samples` of `noun`.
-    `base(output)` and `after(folder, rows)`, of a finished run's folder and rows of metrics, say what the table has of
-    a model; its columns, titles by key, are the means of all seeds with their intervals (`spreads`), or only the means
-    (`means`).
+    Results go to `results/<name>.json`. `page` is a file below docs/, and `picture` its picture, if any; the table
+    goes between the page's marks `<!-- mark: begin -->` and `<!-- mark: end -->`. `validation` is the metric of the
+    curves, labelled `scale`, and `target` the value that it should reach, if any; a step samples `samples` of `noun`.
+    `base(output)` returns the scores of the base model, and `after(folder, rows)` those of a finished run, from its
+    folder and rows of metrics. The columns of the table (titles by key) are means over the seeds with their intervals
+    (`spreads`), or only means (`means`).
 
-    `compared` are the keys of a model by which the recipes are compared with the first one, in pairs of equal seeds:
-    the first of `spreads` where it is empty. `scores(folder)` are a finished run's scores of the held-out prompts, of
-    the first measure that is compared; `seeds` are the configuration keys that a run's seed is given to. A name in
-    braces in a recipe or in `fixed` stands for a path: that which `paths[name](output)` has made, or {teacher}, the
-    folder of the model that the configuration's whole run ends with.
+    `compared`: the keys by which recipes are compared with the first one, in pairs of runs with the same seed; by
+    default the first of `spreads`. `scores(folder)`: a finished run's scores of the held-out prompts, by the first
+    compared key. `seeds`: the configuration keys that are set to a run's seed. A name in braces in a recipe or in
+    `fixed` stands for a path: the result of `paths[name](output)`, or for {teacher} the folder of the final model of a
+    whole run of the configuration.
     """
 
     name: str
@@ -69,7 +70,7 @@ class Subject:
     target: float | None = None
     ranks: int = 1  # CPU processes of a run
     compared: tuple[str, ...] = ()
-    scores: Callable[[Path], list[float]] | None = None  # None: those of the last validation
+    scores: Callable[[Path], list[float]] | None = None  # None: the scores of the last validation
     seeds: tuple[str, ...] = ("trainer.seed",)
     paths: dict[str, Callable[[Path], Path]] = field(default_factory=dict)
 
@@ -80,7 +81,7 @@ class Subject:
 
 
 def main(subject: Subject, description: str | None) -> None:
-    """Train what is missing, then write the table and the curves."""
+    """Train the missing runs, then write the table and the curves."""
     recipes: dict[str, list[str]] = yaml.safe_load((ROOT / "benchmarks" / f"{subject.name}.yaml").read_text())
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help=f"recipes of {subject.name}.yaml (all)")
@@ -91,10 +92,10 @@ def main(subject: Subject, description: str | None) -> None:
         default=subject.steps,
         help=f"training steps of {subject.samples} {subject.noun} ({subject.steps})",
     )
-    parser.add_argument("--jobs", type=int, default=2, help="runs at once, a CPU core each (2)")
+    parser.add_argument("--jobs", type=int, default=2, help="concurrent runs, each on one CPU core (2)")
     parser.add_argument("--output", type=Path, default=ROOT / "outputs" / subject.name)
-    parser.add_argument("--keep", action="store_true", help=f"take those of results/{subject.name}.json as they are")
-    parser.add_argument("--no-training", action="store_true", help="only runs whose results are there")
+    parser.add_argument("--keep", action="store_true", help=f"reuse the results in results/{subject.name}.json")
+    parser.add_argument("--no-training", action="store_true", help="use only runs that have results")
     parser.add_argument("--no-docs", action="store_true", help="print the table, write no results, table or picture")
     args = parser.parse_args()
     unknown = sorted(set(args.names) - set(recipes))
@@ -133,7 +134,7 @@ def main(subject: Subject, description: str | None) -> None:
 
 
 def keep(subject: Subject, output: Path) -> None:
-    """Lay the results of the repository where those of runs are looked for; newer ones stay."""
+    """Copy the results of the repository to the folders of the runs, without overwriting newer ones."""
     known = json.loads(subject.results.read_text())
     for folder, file, result in [
         (output / "base", "scores.json", known["base"]),
@@ -145,7 +146,7 @@ def keep(subject: Subject, output: Path) -> None:
 
 
 def remembered(file: Path, find: Callable[[], dict[str, float]]) -> dict[str, float]:
-    """What a file says, which is written where it is not there yet."""
+    """Read the values in a file; a missing file is first written with the result of `find`."""
     if not file.is_file():
         found = find()
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -155,7 +156,7 @@ def remembered(file: Path, find: Callable[[], dict[str, float]]) -> dict[str, fl
 
 
 def finished(output: Path, name: str, recipe: list[str], seed: int, steps: int) -> Run | None:
-    """The result of a run that is there; None where it is not, or has another recipe."""
+    """The result of a finished run; None if there is none, or if it had another recipe."""
     file = output / f"{slug(name)}-{seed}" / "result.json"
     if not file.is_file():
         return None
@@ -165,7 +166,7 @@ def finished(output: Path, name: str, recipe: list[str], seed: int, steps: int) 
 
 
 def trained(subject: Subject, output: Path, name: str, recipe: list[str], seed: int, steps: int) -> Run:
-    """The result of one run, which is trained where it is not there yet."""
+    """The result of a run, which is trained unless it has finished before."""
     result = finished(output, name, recipe, seed, steps)
     if result is not None:
         return result
@@ -179,7 +180,7 @@ def trained(subject: Subject, output: Path, name: str, recipe: list[str], seed: 
     arguments += [f"{key}={seed}" for key in subject.seeds]
     start = time.perf_counter()
     cpu_s = task(subject.task, arguments, output / f"{slug(name)}-{seed}.log", subject.ranks)
-    share = cpu_s / (time.perf_counter() - start)  # of a core: what else the machine does must not count
+    share = cpu_s / (time.perf_counter() - start)  # of a core, so that other work on the machine does not count
     rows = metrics(folder)
     curve, seconds = [], 0.0
     for row in rows:
@@ -194,7 +195,7 @@ def trained(subject: Subject, output: Path, name: str, recipe: list[str], seed: 
 
 
 def metrics(folder: Path) -> Rows:
-    """The rows of a run."""
+    """The rows of metrics of a run."""
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -207,7 +208,7 @@ def validated(folder: Path, metric: str) -> list[float]:
 
 
 def with_paths(subject: Subject, output: Path, part: str) -> str:
-    """A key with the paths of the names in braces, each of which the first that asks for it makes."""
+    """Replace names in braces by their paths, which are created when they are first needed."""
     for name in ("teacher", *subject.paths):
         if f"{{{name}}}" in part:
             with TEACHING:
@@ -217,9 +218,7 @@ def with_paths(subject: Subject, output: Path, part: str) -> str:
 
 
 def teacher(subject: Subject, output: Path, name: str = "teacher", keys: Sequence[str] = ()) -> Path:
-    """The folder of the model that the configuration's run with these keys ends with, which is trained where it is not
-    there yet.
-    """
+    """The folder of the final model of the configuration's run with these keys, which is trained if it is missing."""
     folder = output / name
     if not (folder / "export").is_dir():
         keys = [*keys, *(f"trainer.{key}" for key in ("resume=never", "log_val_generations=0", "logger=[]"))]
@@ -230,19 +229,19 @@ def teacher(subject: Subject, output: Path, name: str = "teacher", keys: Sequenc
 
 
 def slug(name: str) -> str:
-    """A recipe's name as a file's."""
+    """A recipe's name as a file name."""
     return name.replace(", ", "-").replace(" ", "_")
 
 
 def task(name: str, arguments: Sequence[str], log: Path, ranks: int = 1) -> float:
-    """Run a task on so many CPU processes; what it says goes to `log`, and ends this program where it fails. Returns
-    the CPU seconds that it took.
+    """Run a task on `ranks` CPU processes, with its output in `log`; if it fails, this program ends. Returns the CPU
+    seconds of the task.
     """
     environment = os.environ | {"NPROC_PER_NODE": str(ranks), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     with log.open("w") as file:
         command = ["sh", "train.sh", f"tasks/{name}.py", *arguments]
         process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT)
-        _, status, usage = os.wait4(process.pid, 0)  # with its children
+        _, status, usage = os.wait4(process.pid, 0)  # the usage includes its children
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
         sys.exit(f"learn.py: {' '.join(command)}\nended with {process.returncode}; see {log}")
@@ -284,14 +283,14 @@ def table(subject: Subject, base: dict[str, float], results: Iterable[Run]) -> l
 
 @dataclass(frozen=True)
 class Difference:
-    """How a recipe differs from another one: over runs with equal seeds, and over held-out prompts, if known."""
+    """The difference of two recipes: over runs with the same seed, and over held-out prompts if known."""
 
     seeds: Estimate
     prompts: Estimate | None
 
     @property
     def told_apart(self) -> bool:
-        """Whether there is an interval over seeds, and none of both holds 0."""
+        """Whether there is an interval over seeds, and neither interval contains 0."""
         for estimate in (self.seeds, self.prompts):
             if estimate is not None and (estimate.low is None or estimate.high is None):
                 return False
@@ -348,7 +347,7 @@ def spread(values: Sequence[float | None], form: str) -> str:
 
 
 def curves(subject: Subject, results: Iterable[Run], file: Path) -> None:
-    """Validation over the sampled images, a panel for each recipe, all seeds in it and the others behind."""
+    """Plot validation over the number of samples: a panel per recipe with all seeds, and the other recipes in gray."""
     import matplotlib
 
     matplotlib.use("Agg")

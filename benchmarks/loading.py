@@ -1,13 +1,13 @@
-"""What a rank reads of the weights and holds of its own while a full fine-tuning lays them out over its ranks.
+"""Memory that a rank reads from weight files and allocates while a full fine-tuning shards a model over its ranks.
 
     python benchmarks/loading.py
     python benchmarks/loading.py --ranks 2 4 --runs 3 --hidden 2048 --layers 8
 
-A random model in bfloat16 is written to a folder, and trained weights are kept in float32. In turns, ranks on this
-machine load it whole, cast it and keep their part (`whole`), or leave it in the mapped files, of which each reads and
-casts its part (`parts`). Read are pages of the files that a rank has mapped (RssFile; the kernel maps up to 2 MB at a
-time), its own are pages that no other has (RssAnon), both at their peak, by the kernel's count every 2 ms, beyond what
-there was before. The last line is JSON.
+A random model in bfloat16 is written to a folder; trained weights are kept in float32. The two ways alternate: ranks on
+this machine load the model whole, cast it and keep their shard (`whole`), or leave it in memory-mapped files, from
+which each rank reads and casts only its shard (`parts`). "Read" are resident pages of mapped files (RssFile; the kernel
+maps up to 2 MB at a time), "own" are the rank's anonymous pages (RssAnon). Both are peaks of the kernel's counts,
+sampled every 2 ms, minus the counts before loading. The last line is JSON.
 """
 
 import argparse
@@ -39,11 +39,13 @@ READ, OWN = "RssFile", "RssAnon"
 
 def main() -> None:
     """Measure, and print a table."""
-    from measure import origin  # found where this is run, and not where a test imports it
+    from measure import origin  # importable when this script is run, but not when a test imports it
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4], help="worlds, each one shard group")
-    parser.add_argument("--runs", type=int, default=3, help="of each, in turns (3)")
+    parser.add_argument(
+        "--ranks", type=int, nargs="+", default=[1, 2, 4], help="numbers of ranks, which form one shard group"
+    )
+    parser.add_argument("--runs", type=int, default=3, help="runs of each, alternating (3)")
     parser.add_argument("--hidden", type=int, default=2048, help="width of the model (2048)")
     parser.add_argument("--layers", type=int, default=3, help="layers of the model (3)")
     args = parser.parse_args()
@@ -63,7 +65,7 @@ def main() -> None:
 
 
 def write(folder: Path, hidden: int, layers: int) -> float:
-    """Write a random model; its MB."""
+    """Write a random model; returns its size in MB."""
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=16384,
@@ -80,7 +82,7 @@ def write(folder: Path, hidden: int, layers: int) -> float:
 
 
 def lay_out(folder: str, ranks: int, parts: bool) -> tuple[float, float]:
-    """Load a model for a full fine-tuning; MB of its file that this rank read, and had of its own."""
+    """Load a model for a full fine-tuning; returns the MB that this rank read from files, and those it allocated."""
     config, parallel = LMModelConfig(path=folder), ParallelConfig(fsdp_size=ranks)
     world = mesh.start(parallel)
     with peaks() as most:
@@ -91,7 +93,7 @@ def lay_out(folder: str, ranks: int, parts: bool) -> tuple[float, float]:
 
 @contextmanager
 def peaks() -> Iterator[dict[str, float]]:
-    """The most MB of each kind beyond what there is now, when the block has ended."""
+    """Peak MB of each kind during the block, minus those at its start; valid once the block has ended."""
     before, done = counted(), threading.Event()
     most = dict(before)
 
@@ -111,14 +113,14 @@ def peaks() -> Iterator[dict[str, float]]:
 
 
 def counted() -> dict[str, float]:
-    """MB of this process, by kind."""
+    """Resident MB of this process, by kind."""
     lines = Path("/proc/self/status").read_text().splitlines()
     fields = dict(line.split(":", 1) for line in lines)
     return {kind: int(fields[kind].split()[0]) * 1024 / 1e6 for kind in (READ, OWN)}
 
 
 def middle(found: list[tuple[float, float]], column: int) -> float:
-    """The median of runs."""
+    """The median over the runs."""
     return round(statistics.median(row[column] for row in found), 1)
 
 

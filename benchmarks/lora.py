@@ -1,12 +1,12 @@
-"""Two questions about a LoRA, as ratios: merged or not while sampling, and sharded or replicated under FSDP.
+"""Time ratios for a LoRA: merged or not while sampling, and sharded or replicated under FSDP.
 
     sh train.sh benchmarks/lora.py benchmarks/cpu_reference.yaml
     NPROC_PER_NODE=2 sh train.sh benchmarks/lora.py benchmarks/cpu_reference.yaml
 
-One rank answers the first: seconds of a guided forward pass of the rollout's micro-batch as Phalanx samples (by the
-update's own operations: the log-probabilities are equal to the last bit), with the LoRA in peft's kernels, merged into
-the base beforehand, and without it; and how far merging moves the velocity. Several ranks answer the second: whole
-training steps with parallel.fsdp_size = the number of ranks, in turns. The last line is JSON.
+One rank measures the first: seconds of a guided forward pass of the rollout's micro-batch as Phalanx samples (with the
+same operations as in the update, so that log-probabilities are bit-equal), with the LoRA in peft's kernels, merged into
+the base beforehand, and without it; and the change of the velocity by merging. Several ranks measure the second: whole
+training steps with parallel.fsdp_size = the number of ranks, alternating. The last line is JSON.
 """
 
 import copy
@@ -32,12 +32,12 @@ from phalanx.models.fused_lora import fuse
 from phalanx.models.lora import lora_off
 from phalanx.training.flow_rl import build, check
 
-NOISE = 0.02  # standard deviation of LoRA's B, which begins at 0
+NOISE = 0.02  # standard deviation of LoRA's B, whose initial value is 0
 
 
 @contextmanager
 def by_peft(transformer: nn.Module) -> Any:
-    """The LoRA in peft's own five kernels, for a while."""
+    """Compute the LoRA with peft's own five kernels within the block."""
     for layer in transformer.modules():
         if isinstance(layer, Linear):
             layer.__class__ = Linear
@@ -47,7 +47,7 @@ def by_peft(transformer: nn.Module) -> Any:
 
 @contextmanager
 def merged(transformer: nn.Module) -> Any:
-    """The LoRA within the base weights, for a while; the base is copied back afterwards, not subtracted."""
+    """Merge the LoRA into the base weights within the block; afterwards the base is copied back, not subtracted."""
     layers = [m for m in transformer.modules() if isinstance(m, BaseTunerLayer)]
     kept = [layer.get_base_layer().weight.detach().clone() for layer in layers]
     for layer in layers:
@@ -60,7 +60,7 @@ def merged(transformer: nn.Module) -> Any:
 
 @torch.no_grad()
 def merging(cfg: FlowRLConfig, args: Namespace) -> dict[str, Any]:
-    """Seconds of a forward pass in each mode, in turns, and of merging itself."""
+    """Seconds of a forward pass in each mode, alternating, and of merging itself."""
     trainer: Any = build(cfg)
     policy, rollout, device = trainer.policy, trainer.collector.rollout, trainer.world.device
     for name, p in policy.trained.parameters.items():
@@ -130,7 +130,7 @@ def sharding(cfg: FlowRLConfig, args: Namespace, ranks: int) -> dict[str, Any]:
 
 
 def clock(device: torch.device) -> float:
-    """Seconds: on a CPU those of this process, which other work on the machine disturbs less."""
+    """Seconds; on a CPU, CPU seconds of this process, which other work on the machine disturbs less."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         return time.perf_counter()

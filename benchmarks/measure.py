@@ -1,4 +1,4 @@
-"""What the benchmarks share: the command line, a job that is timed as it trains, and where a figure was made."""
+"""Shared by the benchmarks: the command line, a job that is timed while it trains, and the origin of figures."""
 
 import argparse
 import platform
@@ -27,24 +27,26 @@ from phalanx.training.flow_rl import build
 from phalanx.training.rl import Trainer
 
 HERE = Path(__file__).resolve().parent
-PROMPTS_EACH = 8  # steps' worth of made-up prompts
+PROMPTS_EACH = 8  # steps for which there are synthetic prompts
 
 
 def arguments(description: str) -> argparse.ArgumentParser:
-    """A parser of `CONFIG.yaml [key=value ...]` and the options that all benchmarks have."""
+    """A parser of `CONFIG.yaml [key=value ...]` and the options common to all benchmarks."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", help="configuration of tasks/train_flowgrpo.py")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
-    parser.add_argument("--shapes", help="random weights, made-up prompts and random rewards: a shape of shapes.py")
+    parser.add_argument(
+        "--shapes", help="use random weights, synthetic prompts and random rewards: a shape of shapes.py"
+    )
     parser.add_argument("--steps", type=int, default=3, help="measured steps (3)")
     parser.add_argument("--warmup", type=int, default=1, help="steps before them (1)")
     return parser
 
 
 def configure(args: argparse.Namespace) -> FlowRLConfig:
-    """The configuration, without validation, checkpoints and loggers; a mistake ends the process with one line.
+    """Load the configuration, without validation, checkpoints and loggers; a mistake ends the process with one line.
 
-    Where `--shapes` is given, or data.train_files is empty, prompts are made up.
+    With `--shapes`, or if data.train_files is empty, prompts are synthetic.
     """
     family = "random_qwen_image" if "qwen" in (args.shapes or "") else "random_sd3"
     synthetic = [f"model.family={HERE / 'shapes.py'}:{family}", f"model.path={args.shapes}"] if args.shapes else []
@@ -57,7 +59,7 @@ def configure(args: argparse.Namespace) -> FlowRLConfig:
         fail(str(error), status=2)
     cfg.data.val_files = []
     if args.shapes and not any(o.startswith("reward.functions=") for o in args.overrides):
-        seconds = SHAPES[args.shapes].reward_s if args.shapes in SHAPES else 0.0  # the model tells of an unknown one
+        seconds = SHAPES[args.shapes].reward_s if args.shapes in SHAPES else 0.0  # building the model reports an error
         path = f"{HERE / 'shapes.py'}:random_reward"
         cfg.reward.functions = [FlowRewardFunctionConfig(path=path, kwargs={"seconds": seconds})]
     if args.shapes or not cfg.data.train_files:
@@ -71,8 +73,8 @@ def configure(args: argparse.Namespace) -> FlowRLConfig:
 class Meter(Timers):
     """Timers that wait for the device at both ends of a phase.
 
-    They note the seconds of this process's CPU as well, which other work on the machine disturbs less (`cpu/<phase>`),
-    and the largest memory of each phase in GB (CUDA).
+    They also measure the CPU seconds of this process (`cpu/<phase>`), which other work on the machine disturbs less,
+    and the peak memory of each phase in GB (CUDA only).
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -91,7 +93,7 @@ class Meter(Timers):
         self._cpu[name] = self._cpu.get(name, 0.0) + time.process_time() - start
 
     def pop(self) -> dict[str, float]:
-        """Those of phalanx.telemetry.metrics.Timers and `cpu/<phase>`."""
+        """As phalanx.telemetry.metrics.Timers.pop, with `cpu/<phase>`."""
         seconds, self._cpu = {f"cpu/{name}": value for name, value in self._cpu.items()}, {}
         return super().pop() | seconds
 
@@ -118,7 +120,7 @@ class Meter(Timers):
 
 
 def use_timers(trainer: Trainer, timers: Timers) -> None:
-    """Have all parts of a job time their phases by these."""
+    """Make all parts of a job use these timers."""
     collector = trainer.collector
     assert isinstance(collector, Collector), "samples are drawn here"
     for part in (
@@ -135,7 +137,7 @@ def use_timers(trainer: Trainer, timers: Timers) -> None:
 class Bench:
     """A job whose rows of metrics are kept instead of written. `after(step)` runs, untimed, after each step.
 
-    Phases within phases: `decode` and `embed` within `rollout`, `optimizer` within `update`.
+    Nested phases: `decode` and `embed` within `rollout`, `optimizer` within `update`.
     """
 
     @classmethod
@@ -155,7 +157,7 @@ class Bench:
         self.after: Callable[[int], None] = lambda step: None
         self.meter = Meter(self.world.device)
         self.profile: AbstractContextManager[Any] = nullcontext()
-        # methods of instances are replaced by timed ones: the code that users run stays as it is
+        # methods of these instances are replaced by timed ones, so that the code that users run stays unchanged
         use_timers(trainer, self.meter)
         self.policy.decode = self._timed("decode", self.policy.decode)
         self.policy.embed = self._timed("embed", self.policy.embed)
@@ -175,13 +177,13 @@ class Bench:
         return timed
 
     def _end_step(self, step: int, row: dict[str, float]) -> None:
-        """Keep the row; start and end the profile around the last step, where one is asked for."""
+        """Keep the row of metrics; with `trace`, start and stop the profiler around the last step."""
         job = self.trainer.job
         job.progress.step = step
         row["reward/busy_s"] = row["perf/reward_busy_s"]
         self.measures.append(row | self.meter.pop())
         if row["actor/updates_skipped"]:
-            fail("all rewards of some update are equal, so that it trains on nothing; give another reward", status=1)
+            fail("all rewards of an update are equal, so it trains on nothing; set another reward", status=1)
         if self.trace is not None and step == job.total_steps - 1:
             from torch.profiler import ProfilerActivity, profile
 
@@ -203,13 +205,13 @@ class Bench:
         return min(seconds), max(seconds)
 
     def peak_memory_gb(self) -> float:
-        """The largest memory of any rank: of the device, or resident on a CPU. In GB (10^9 bytes)."""
+        """The peak memory of any rank in GB (10^9 bytes): of the device, or resident memory on a CPU."""
         mine = max(self.meter.memory_gb.values(), default=peak_memory_gb(self.world.device))
         return reduce_float(mine, "max")
 
 
 def origin(device: torch.device) -> dict[str, Any]:
-    """Where a figure was made: machine, versions, commit."""
+    """The origin of a figure: machine, versions, commit."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
     git = subprocess.run(
         ["git", "describe", "--always", "--dirty"], cwd=HERE, capture_output=True, text=True, check=False
@@ -224,7 +226,7 @@ def origin(device: torch.device) -> dict[str, Any]:
 
 
 def cpu_name() -> str:
-    """The processor's name, and its widest vector instructions as torch sees them."""
+    """The processor's name, and the widest vector instructions that torch uses."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.is_file() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]

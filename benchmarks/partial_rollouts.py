@@ -1,12 +1,12 @@
-"""Responses with a long tail of lengths, with and without rollout.partial_rollout: seconds per step, and staleness.
+"""Seconds per step, and staleness, of long-tailed response lengths with and without rollout.partial_rollout.
 
     python benchmarks/partial_rollouts.py                     # 2 ranks, 12 steps of each kind
     python benchmarks/partial_rollouts.py --steps 6 --no-docs
 
-Ranks are forked processes over gloo that run a job of a tiny language model: rounds, groups that wait, log-probs and
+Ranks are forked processes over gloo that run a job of a tiny language model: rounds, waiting groups, log-probs and
 optimizer steps are the job's own. Lengths are drawn from lognormal distributions, correlated within a group, with a
-tail to 32 times the median; texts are random, and each call of the decoding waits for as long as its longest response,
-and the tokens that it reads before, should take. The table goes to docs/performance.md.
+tail of up to 32 times the median. Texts are random; each decoding call sleeps for the time that its prefill and its
+longest response would take. The table goes to docs/performance.md.
 """
 
 import argparse
@@ -31,8 +31,8 @@ from phalanx.config.lm import LMRLConfig  # noqa: E402
 from tests.lm import tiny_lm, tiny_lm_config  # noqa: E402
 from tests.ranks import run_ranks  # noqa: E402
 
-N, PROMPTS = 8, 8  # responses to a prompt, and prompts of a training step
-DECODED, READ = 4e-3, 4e-5  # seconds of a decoding step, and of a token that is read before
+N, PROMPTS = 8, 8  # responses per prompt, and prompts per training step
+DECODED, READ = 4e-3, 4e-5  # seconds per decoding step, and per prefilled token
 PARTIAL = ["rollout.partial_rollout=true", "rollout.partial_rollout_tokens=64", "rollout.max_staleness=4"]
 
 
@@ -54,7 +54,7 @@ def main() -> None:
             if drawn is not None:
                 keys += [*PARTIAL, f"rollout.over_sampling_batch_size={drawn}"]
             run_ranks(trained, args.ranks, config(model, folder, *keys), timeout=900)
-            # not the first ones, in which nothing waits yet, and not the last ones, before which nothing may
+            # without the first steps, before which no group has waited, and the last ones, after which none may wait
             rows = [row for row in metrics(folder / "out") if 2 < row["step"] <= args.steps + 2]
             cells = ["8, off" if drawn is None else str(drawn)]
             cells += [f"{mean(rows, key):.2f}" for key in ("time/rollout", "perf/step_s")]
@@ -77,7 +77,7 @@ def mean(rows: list[dict[str, float]], key: str) -> float:
 
 
 def config(model: Path, folder: Path, *keys: str) -> LMRLConfig:
-    """A job of one optimizer step on packed samples."""
+    """A job with one optimizer step per training step, on packed samples."""
     return tiny_lm_config(
         model,
         folder,
@@ -94,12 +94,12 @@ def config(model: Path, folder: Path, *keys: str) -> LMRLConfig:
 
 
 def trained(cfg: LMRLConfig) -> None:
-    """Train on responses of drawn lengths, with decoding that takes as long as it should."""
+    """Train on responses of drawn lengths, with decoding that takes the emulated time."""
     from phalanx.rollout.lm.in_policy import Drawn, LMRollout
     from phalanx.training.lm_rl import build
 
     def response(rollout: LMRollout, name: tuple[int, ...]) -> list[int]:
-        """All tokens of a response, a function of its name."""
+        """All tokens of a response; they are a function of its name."""
         seed, step, group, i = name
         length = lengths(random.Random(f"{seed} {step} {group}"), N, MEDIAN, LONGEST)[i]
         generator = torch.Generator().manual_seed(hash(name) % 2**31)

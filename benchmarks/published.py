@@ -1,10 +1,10 @@
-"""Published throughput of other trainers, beside what the arithmetic of the same recipes allows here.
+"""Published throughput of other trainers, compared with a model of Phalanx's throughput on the same recipes.
 
     python benchmarks/published.py
 
-Nothing of ours is measured: the plan counts a step's floating-point operations, and rates are those at 25 and 45 % of
-the GPU's dense peak, an assumption. The last column is the part of the peak at which Phalanx would be as fast as what
-is published. It prints the table of docs/performance.md, in a minute and without a GPU.
+Phalanx is not measured: the plan counts a step's floating-point operations, and modelled rates assume 25 to 45 % of the
+GPU's dense peak. The last column is the fraction of the peak at which Phalanx would reach the published rate. The
+script prints the table of docs/performance.md, in a minute and without a GPU.
 """
 
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ CONFIGS = HERE.parent / "configs"
 
 @dataclass(frozen=True)
 class Published:
-    """A figure: `rate` of `unit` a second and GPU, on so many GPUs of a node. `recipe` is ours with their numbers."""
+    """A published figure: `rate` of `unit` per second and GPU, on `gpus` GPUs of a node; `recipe` is our equivalent."""
 
     who: str
     rate: float
@@ -48,7 +48,7 @@ FIGURES = [
 
 
 def plan(figure: Published) -> Planned:
-    """Our recipe on their GPUs."""
+    """The plan of our recipe on their GPUs."""
     file, cluster = str(CONFIGS / f"{figure.recipe}.yaml"), Cluster(1, figure.gpus)
     if figure.unit == "tokens":
         text = load(LMRLConfig, file, [])

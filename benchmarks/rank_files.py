@@ -2,8 +2,8 @@
 
     python benchmarks/rank_files.py
 
-It times what the training's thread does for them, per phase and per collective, and what the thread beside it does per
-beat with the phases and waits of a step; and from these the share of a step with a number of phases and collectives.
+It times the work of the training thread per phase and per collective, and that of the background thread per heartbeat
+with the phases and waits of a step, and computes from these the share of a step.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from phalanx.telemetry.rank_files import RankFiles
 
 
 def microseconds(act: Callable[[], object], times: int = 2000, rounds: int = 15) -> float:
-    """The median over rounds of the mean processor time of a call."""
+    """The mean CPU time of a call in microseconds; the median over rounds."""
     means = []
     for _ in range(rounds):
         begin = time.thread_time()
@@ -35,9 +35,9 @@ def microseconds(act: Callable[[], object], times: int = 2000, rounds: int = 15)
 def main() -> None:
     """Print the numbers."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--phases", type=int, default=10, help="of a step")
-    parser.add_argument("--collectives", type=int, default=100, help="of a step, on small values")
-    parser.add_argument("--waits", type=int, default=20, help="of a step: collectives of more than a millisecond")
+    parser.add_argument("--phases", type=int, default=10, help="phases per step")
+    parser.add_argument("--collectives", type=int, default=100, help="collectives per step, on small values")
+    parser.add_argument("--waits", type=int, default=20, help="collectives per step that take more than a millisecond")
     parser.add_argument("--step_s", type=float, default=2.0, help="seconds of a step")
     args = parser.parse_args()
     timers = Timers()

@@ -1,4 +1,4 @@
-"""A reward for learn_gradient.py that has a gradient: the share of red in an image's light."""
+"""A differentiable reward for learn_gradient.py: the share of red in an image's light."""
 
 from typing import Any
 

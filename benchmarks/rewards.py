@@ -1,9 +1,9 @@
-"""How long a rollout waits for rewards behind its last micro-batch, with calls whole and cut over the workers.
+"""Time that a rollout waits for rewards after its last micro-batch, with whole calls and calls split over the workers.
 
     python benchmarks/rewards.py --workers 4 --samples 32 --seconds 0.05
 
-The reward sleeps `--seconds` for each sample, so that cores do not matter; sampling a micro-batch takes as long as all
-workers together need for its rewards. Both ways run in turns; figures are medians. The last line is JSON.
+The reward sleeps `--seconds` per sample, so the number of cores does not matter. Sampling a micro-batch takes as long
+as all workers together need for its rewards. The two ways alternate; figures are medians. The last line is JSON.
 """
 
 import argparse
@@ -22,13 +22,13 @@ from phalanx.types import Prompt
 
 
 def sleepy(images: Tensor, prompts: list[str], metadata: list[dict[str, Any]], seconds: float) -> Tensor:
-    """Zeros, after `seconds` for each image."""
+    """Rewards of zero, after `seconds` per image."""
     time.sleep(seconds * len(images))
     return torch.zeros(len(images))
 
 
 def tail_s(args: argparse.Namespace, parts: int, *, cut: bool) -> float:
-    """Seconds from the end of the sampling, in `parts` micro-batches, to that of the rewards."""
+    """Seconds from the end of sampling, which has `parts` micro-batches, to the end of the rewards."""
     path = f"{Path(__file__).resolve()}:sleepy"
     entry = FlowRewardFunctionConfig(path=path, kwargs={"seconds": args.seconds}, per_sample=cut)
     rewards = RewardSet(FlowRewardConfig(functions=[entry], num_workers=args.workers), "cpu")
@@ -45,9 +45,9 @@ def tail_s(args: argparse.Namespace, parts: int, *, cut: bool) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, default=4, help="reward.num_workers (4)")
-    parser.add_argument("--samples", type=int, default=32, help="of a rank and step (32)")
-    parser.add_argument("--seconds", type=float, default=0.05, help="of the reward, for a sample (0.05)")
-    parser.add_argument("--runs", type=int, default=5, help="of each (5)")
+    parser.add_argument("--samples", type=int, default=32, help="samples per rank and step (32)")
+    parser.add_argument("--seconds", type=float, default=0.05, help="seconds of the reward per sample (0.05)")
+    parser.add_argument("--runs", type=int, default=5, help="runs of each way (5)")
     args = parser.parse_args()
     found: dict[str, Any] = vars(args).copy()
     for parts in (1, 2, 4, 8):

@@ -1,12 +1,12 @@
-"""A step under each schedule, with phases of emulated lengths, in turns in one run: seconds, idle shares, and a picture
-of who does what when.
+"""Training steps under each schedule, with phases of emulated durations: seconds, idle shares, and a timeline of the
+roles.
 
-    python benchmarks/roles.py                       # a rollout of 3 s and an update of 2 s, each on a rank of its own
+    python benchmarks/roles.py                       # a rollout of 3 s and an update of 2 s, each on a separate rank
     python benchmarks/roles.py --rollout 1.5 --actor 1 --steps 6 --no-docs
 
-Everything but the lengths is real: the quickstart's language model on two ranks, its rewards, its weights on their way.
-With all ranks together each phase has twice as many, and takes half as long. The table goes to docs/performance.md, and
-the picture to docs/images/roles.png.
+Everything except the durations is real: the quickstart's language model on two ranks, its rewards, and the transfer of
+its weights. When all ranks do both, each phase has twice as many ranks and takes half as long. The table goes to
+docs/performance.md, and the picture to docs/images/roles.png.
 """
 
 import argparse
@@ -36,7 +36,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rollout", type=float, default=3.0, help="seconds of a step's rollout on one rank (3)")
     parser.add_argument("--actor", type=float, default=2.0, help="seconds of a step's update on one rank (2)")
-    parser.add_argument("--steps", type=int, default=8, help="training steps of each schedule, 4 at least (8)")
+    parser.add_argument("--steps", type=int, default=8, help="training steps of each schedule, at least 4 (8)")
     parser.add_argument("--output", type=Path, default=ROOT / "outputs" / "roles")
     parser.add_argument("--no-docs", action="store_true", help="print the table, write nothing below docs/")
     args = parser.parse_args()
@@ -70,13 +70,13 @@ def measured(
 
 
 def steady(phases: list[dict[str, Any]]) -> tuple[float, float]:
-    """From the end of the second step's update to that of the last but one: the last one has no rollout beside it."""
+    """From the end of the second step's update to that of the last but one: no rollout overlaps the last update."""
     ends = updates(phases)
     return ends[1], ends[-2]
 
 
 def updates(phases: list[dict[str, Any]]) -> list[float]:
-    """When each step's updates ended, on the first rank that trains."""
+    """When the updates of each step ended, on the first training rank."""
     mine = [p for p in phases if p["phase"] == "update" and p["role"] == "actor"]
     steps: list[float] = []
     for before, after in zip(mine, [*mine[1:], None], strict=True):
@@ -91,7 +91,7 @@ def updates(phases: list[dict[str, Any]]) -> list[float]:
 
 
 def cells(rows: list[dict[str, Any]], phases: list[dict[str, Any]]) -> list[str]:
-    """Of a line of the table."""
+    """The cells of a line of the table."""
     ends = updates(phases)
     step = statistics.median(b - a for a, b in pairwise(ends[1:-1]))
     begin, end = steady(phases)

@@ -1,11 +1,11 @@
-"""Time and memory of the rollout alone, of one engine: run it once for each that is to be compared.
+"""Time and memory of the rollout with one engine; run it once per engine to compare them.
 
     sh train.sh benchmarks/rollout.py benchmarks/cpu_reference.yaml rollout.engine=policy
     sh train.sh benchmarks/rollout.py benchmarks/cpu_reference.yaml rollout.engine=vllm_omni
 
-Figures are medians over the measured steps: of getting the weights ready, of sampling an image, and of scoring it again
-where the engine's log-probabilities are not the policy's. On a CPU, which vLLM-omni does not know by itself, it takes
-the platform of the tests. The last line is JSON.
+Figures are medians over the measured steps: preparing the weights, sampling an image, and rescoring it if the engine's
+log-probabilities are not the policy's. On a CPU, which vLLM-omni does not support by itself, the platform of the tests
+is used. The last line is JSON.
 """
 
 import json
@@ -31,7 +31,7 @@ from phalanx.training.rl import Trainer
 
 
 def measure(cfg: FlowRLConfig, args: Namespace) -> None:
-    """Sample `--warmup` and `--steps` times, and print what it took."""
+    """Sample `--warmup` + `--steps` times, and print the medians."""
     start = time.perf_counter()
     trainer = build(cfg)
     started = time.perf_counter() - start
@@ -61,7 +61,7 @@ def measure(cfg: FlowRLConfig, args: Namespace) -> None:
 
 
 def summary(trainer: Trainer, medians: dict[str, float]) -> dict[str, Any]:
-    """All figures as one flat dictionary; seconds of the clock, and of this process's CPU."""
+    """All figures as one flat dictionary: wall-clock seconds, and CPU seconds of this process."""
     cfg, plan, device = trainer.updater.cfg, trainer.updater.plan, trainer.world.device
     out: dict[str, Any] = {
         "engine": cfg.rollout.engine,

@@ -1,16 +1,16 @@
-"""What more ranks cost: the plan against a rank of 1,024 that is simulated, and the start of real ranks, fitted beyond.
+"""Costs of more ranks: the plan compared with one simulated rank of 1,024, and the start of real ranks, extrapolated.
 
     python benchmarks/scale.py
     python benchmarks/scale.py --real 4 8 16 --figure scale.svg
 
-**Simulated**: one process is a rank of many, by torch's fake process groups. The job's own code makes the mesh, shards
-the model and does a training step; what its collectives are given, what it holds and the groups that it makes are
-compared with what `--plan` says. Whatever would come from other ranks is this rank's own.
+**Simulated**: one process acts as a rank of many, with torch's fake process groups. The job's own code creates the
+mesh, shards the model and runs a training step. The bytes of its collectives, its memory and its process groups are
+compared with the results of `--plan`. Data from other ranks is replaced by this rank's own.
 
-**Real**: so many forked processes join a world over gloo and a TCPStore in a process of its own, as under torchrun,
-once with all connections made at the start and once with each made at its first use, in turns. Counted are sockets,
-calls of the store and seconds of CPU, which many processes on few cores disturb less than time. Numbers beyond the
-largest world are fits, and are marked so.
+**Real**: forked processes join a world over gloo and a TCPStore in a separate process, as under torchrun, alternating
+between connections that are all made at the start and connections made at their first use. Counted are sockets, calls
+of the store and CPU seconds, which many processes on few cores disturb less than wall-clock time. Numbers beyond the
+largest world are fits, and are marked as such.
 """
 
 import argparse
@@ -52,8 +52,8 @@ from phalanx.plan.layout import Cluster  # noqa: E402
 from phalanx.plan.memory import count  # noqa: E402
 from tests.ranks import free_port, run_ranks  # noqa: E402
 
-NODE = 8  # ranks
-REPEATS, BEATS = 20, 200  # of a collective and of a sign of life that are timed
+NODE = 8  # ranks per node
+REPEATS, BEATS = 20, 200  # number of timed collectives and heartbeats
 BEYOND = (64, 256, 1024)
 LAZY = "TORCH_GLOO_LAZY_INIT"
 TIMED = {"mesh_s": "make the mesh", "start_s": "build the job"}
@@ -62,11 +62,11 @@ KINDS = {"_allgather_base_": "gather", "_reduce_scatter_base_": "reduce", "allre
 Messages = dict[tuple[str, int], float]
 
 
-# -- a rank that is simulated -------------------------------------------------------------------------------------
+# -- a simulated rank ---------------------------------------------------------------------------------------------
 
 
 class Mail(TorchDispatchMode):
-    """Bytes that a rank of a ring receives, by the collective and the size of its group; numbers are left out."""
+    """Bytes that a rank of a ring receives, by collective and size of its group; small messages are left out."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ def is_group(leaf: Any) -> bool:
 
 
 def simulate(cfg: FlowRLConfig, cluster: Cluster, rank: int) -> dict[str, Any]:
-    """What rank `rank` of the cluster makes, holds and is sent in a training step. It takes a process of its own."""
+    """Groups, memory and received bytes of rank `rank` of the cluster in a training step. Must run in a new process."""
     from phalanx.training.flow_rl import build
 
     place = {"RANK": rank, "WORLD_SIZE": cluster.ranks, "LOCAL_RANK": rank % cluster.per_node}
@@ -148,13 +148,13 @@ def simulate(cfg: FlowRLConfig, cluster: Cluster, rank: int) -> dict[str, Any]:
 
 
 def nbytes(tensors: Sequence[Tensor]) -> int:
-    """Bytes of their storages on this rank."""
+    """Bytes of the storages of tensors on this rank."""
     found = [local(tensor).untyped_storage() for tensor in tensors]
     return sum({storage.data_ptr(): storage.nbytes() for storage in found}.values())
 
 
 def expect(cfg: FlowRLConfig, cluster: Cluster, rank: int) -> dict[str, Any]:
-    """The same by the plan, which makes no process group."""
+    """The same values from the plan, which creates no process group."""
     cfg.model.family = family_name(cfg.model)
     plan = planned(cfg, cluster)
     memory, width = count(plan), plan.policy.layout.width
@@ -164,25 +164,25 @@ def expect(cfg: FlowRLConfig, cluster: Cluster, rank: int) -> dict[str, Any]:
         "gradients, summed over copies": ("sum", copies),
         "gradients of replicated weights": ("sum", cluster.ranks),
     }
-    said: Messages = {}
+    sizes: Messages = {}
     for item in messages(plan):
         key = kinds.get(item.what, ("gather", width))
-        said[key] = said.get(key, 0) + item.size
+        sizes[key] = sizes.get(key, 0) + item.size
     assert plan.plan is not None
     return {
         "shard": list(next(group for group in cluster.shard_groups(width) if rank in group)),
         "replicate": list(next(group for group in cluster.replicate_groups(width) if rank in group)),
-        # those of both axes, where they are not the world itself, and that of the checkpoints
+        # the groups of both axes, unless an axis is the world itself, and the group of the checkpoints
         "groups": (copies if copies > 1 else 0) + (width if width > 1 else 0) + 1,
         "samples": plan.plan.per_rank,
-        "messages": said,
+        "messages": sizes,
         "weights": memory.held.get("frozen weights", 0) + memory.held["trained weights"],
         "optimizer": memory.held["optimizer's state"],
     }
 
 
 def job(folder: Path, ranks: int) -> FlowRLConfig:
-    """The quickstart's model, all of its weights over 8 ranks, with four images a rank and step."""
+    """Full fine-tuning of the quickstart's model over 8 ranks, with four images per rank and step."""
     (folder / "prompts.txt").write_text("1\n2\n")
     keys = ["model.gradient_checkpointing=true", f"parallel.fsdp_size={NODE}", "data.train_batch_size=2"]
     keys += [f"data.train_files=[{folder / 'prompts.txt'}]", "data.val_files=[]", f"rollout.n={2 * ranks}"]
@@ -195,7 +195,7 @@ def job(folder: Path, ranks: int) -> FlowRLConfig:
 
 
 def compare(ranks: int) -> list[str]:
-    """Rows of a table: what the plan says, and what a rank in the middle of the world has."""
+    """Rows of a table: the plan's values, and those of a rank in the middle of the world."""
     rank, cluster = ranks // 2 + 3, Cluster(ranks // NODE, NODE)
     with tempfile.TemporaryDirectory() as name:
         cfg = job(Path(name), ranks)
@@ -217,11 +217,11 @@ def span(ranks: list[int]) -> str:
     return f"{ranks[0]}, {ranks[1]} .. {ranks[-1]}"
 
 
-# -- a world that is real -----------------------------------------------------------------------------------------
+# -- a real world -------------------------------------------------------------------------------------------------
 
 
 class Counted(dist.Store):
-    """A store whose calls, and bytes that they bring or take, are counted."""
+    """A store that counts its calls and the bytes that they transfer."""
 
     def __init__(self, store: dist.Store) -> None:
         super().__init__()
@@ -257,18 +257,18 @@ class Counted(dist.Store):
 
 
 def sockets() -> int:
-    """Those that this process has open."""
+    """The number of open sockets of this process."""
     found = 0
     for name in os.listdir("/proc/self/fd"):
         try:
             found += os.readlink(f"/proc/self/fd/{name}").startswith("socket:")
-        except FileNotFoundError:  # of the listing itself
+        except FileNotFoundError:  # the descriptor of the listing itself
             continue
     return found
 
 
 def member(port: int, ranks: int, lazy: bool) -> dict[str, float]:
-    """A process of a world of `ranks`, or the last one, which has the store."""
+    """A process of a world of `ranks`; the last one runs the store."""
     if int(os.environ["RANK"]) == ranks:
         return serve(port, ranks)
     node = min(NODE, ranks // 2)
@@ -293,7 +293,7 @@ def member(port: int, ranks: int, lazy: bool) -> dict[str, float]:
 
 
 def serve(port: int, ranks: int) -> dict[str, float]:
-    """The store, until all ranks are done."""
+    """Run the store until all ranks are done."""
     before, start = sockets(), time.process_time()
     store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
     most = 0
@@ -304,7 +304,7 @@ def serve(port: int, ranks: int) -> dict[str, float]:
 
 
 def cpu_ms(act: Callable[[], object]) -> float:
-    """The mean CPU time of a rank, all threads together, for what all ranks do together."""
+    """The mean CPU time of a collective call on this rank, in ms, over all of its threads."""
     start = time.process_time()
     for _ in range(REPEATS):
         act()
@@ -312,7 +312,7 @@ def cpu_ms(act: Callable[[], object]) -> float:
 
 
 def beat(port: int, ranks: int) -> dict[str, float]:
-    """A rank's watch among so many, without the others; or the store that it talks to."""
+    """The heartbeats of one rank of `ranks`, without the others; on rank 1, the store that it talks to."""
     if os.environ["RANK"] == "1":
         return serve(port, 1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
@@ -329,20 +329,20 @@ def beat(port: int, ranks: int) -> dict[str, float]:
 
 
 def watched(ranks: int) -> float:
-    """The share of a core that the store takes for the signs of life of so many ranks."""
+    """The share of a core that the store needs for the heartbeats of `ranks` ranks."""
     served = run_ranks(beat, 2, free_port(), ranks, init=False)[1]["server_cpu_s"]
     return served / BEATS * ranks / Watch(0, ["host"] * ranks, range(1), ParallelConfig().heartbeat_timeout_s).interval
 
 
 def world_of(ranks: int, lazy: bool, runs: int) -> dict[str, float]:
-    """Medians over ranks and runs, and what rank 0 and the store's process have."""
+    """Medians over ranks and runs, and the values of rank 0 and of the store's process."""
     found = [run_ranks(member, ranks + 1, free_port(), ranks, lazy, init=False, timeout=150) for _ in range(runs)]
     out = {name: statistics.median(r[name] for run in found for r in run[1:-1]) for name in found[0][1]}
     out["sockets_of_rank_0"] = statistics.median(run[0]["sockets_of_validation"] for run in found)
     return out | {name: statistics.median(run[-1][name] for run in found) for name in found[0][-1]}
 
 
-# what each number grows with, connections at once and at first use
+# the terms of each number's growth, with connections at the start and at first use
 FITS: dict[str, tuple[str, str]] = {
     "sockets": ("n", "log n"),
     "sockets_of_rank_0": ("n", "n, log n"),
@@ -363,7 +363,7 @@ TERMS: dict[str, Callable[[Any], Any]] = {
 
 
 def fit(sizes: Sequence[int], values: Sequence[float], terms: str) -> Callable[[int], float]:
-    """The sum of terms and a constant that is nearest by least squares."""
+    """The least-squares fit of the terms and a constant."""
 
     def design(n: Any) -> Any:
         return np.stack([np.ones_like(n), *(TERMS[term](n) for term in terms.split(", "))], axis=-1)
@@ -377,9 +377,11 @@ def fit(sizes: Sequence[int], values: Sequence[float], terms: str) -> Callable[[
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--simulated", type=int, nargs="*", default=[64, 1024], help="worlds of one process (64 1024)")
-    parser.add_argument("--real", type=int, nargs="*", default=[4, 8, 16, 32], help="worlds of processes (4 8 16 32)")
-    parser.add_argument("--runs", type=int, default=3, help="of each real world, of which medians are taken (3)")
+    parser.add_argument(
+        "--simulated", type=int, nargs="*", default=[64, 1024], help="sizes of simulated worlds (64 1024)"
+    )
+    parser.add_argument("--real", type=int, nargs="*", default=[4, 8, 16, 32], help="sizes of real worlds (4 8 16 32)")
+    parser.add_argument("--runs", type=int, default=3, help="runs of each real world; figures are medians (3)")
     parser.add_argument("--figure", type=Path, help="draw the real worlds and their fits (needs matplotlib)")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -413,7 +415,7 @@ def main() -> None:
 
 
 def imports() -> float:
-    """CPU seconds of a process that imports what a rank does, the median of three."""
+    """CPU seconds of a rank's imports, the median of three processes."""
     seconds = []
     for _ in range(3):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -433,7 +435,7 @@ def draw(
     found: dict[bool, list[dict[str, float]]],
     curves: dict[tuple[str, bool], Callable[[int], float]],
 ) -> None:
-    """Measured points and fitted lines, up to the largest world."""
+    """Plot the measured points and the fits, up to the largest world."""
     from matplotlib import pyplot
 
     pyplot.rcParams["svg.fonttype"] = "none"

@@ -1,11 +1,11 @@
-"""A model family of random weights: real architectures, built from their configurations, nothing downloaded or loaded.
+"""Model families with random weights: real architectures, built from their configurations without any download.
 
-In a configuration, `model.family: benchmarks/shapes.py:random_sd3` (or `random_qwen_image`) and `model.path: <shape>`,
-where a shape is one of SHAPES, or one with fewer or more blocks, such as qwen_image/4.
-Weights are made on the device, in the dtype that they are kept in. No layer is left at zero, and prompt embeddings are
-random too, so that no encoder is needed: of Qwen-Image `text_length` tokens for the longest prompt and a quarter of
-that for the shortest, of SD3 77 + data.max_prompt_length each. For the large models the reward takes as much of a CPU
-as OCR does.
+In a configuration, set `model.family: benchmarks/shapes.py:random_sd3` (or `random_qwen_image`) and
+`model.path: <shape>`, where a shape is one of SHAPES, optionally with a number of blocks, such as qwen_image/4.
+Weights are created on the device, in the dtype that they are kept in, and no layer is zero. Prompt embeddings are
+random too, so no encoder is needed: for Qwen-Image `text_length` tokens for the longest prompt and a quarter of that
+for the shortest, for SD3 77 + data.max_prompt_length tokens. For the large models the reward takes as much CPU time as
+OCR.
 """
 
 import hashlib
@@ -34,8 +34,8 @@ from phalanx.models.flow.family import Embeds
 
 @dataclass(frozen=True)
 class Shape:
-    """Constructor arguments of a transformer and its VAE; `text_length` tokens of the longest prompt, None: by the
-    family's rule; `reward_s` seconds of a CPU for the reward of an image.
+    """Constructor arguments of a transformer and its VAE. text_length: tokens of the longest prompt; None: by the
+    family's rule. reward_s: CPU seconds of the reward per image.
     """
 
     transformer: dict[str, Any]
@@ -66,7 +66,7 @@ _QWEN_SCHEDULER = {
 }
 
 SHAPES: dict[str, Shape] = {
-    # 2.2 billion parameters and its VAE
+    # 2.2 billion parameters, and its VAE
     "sd35_medium": Shape(
         transformer={
             "sample_size": 128,
@@ -86,7 +86,7 @@ SHAPES: dict[str, Shape] = {
         reward_s=0.25,
         scheduler={"shift": 3.0},
     ),
-    # 2.6 million parameters: the unit of work of cpu_reference.yaml
+    # 2.6 million parameters: the model of cpu_reference.yaml
     "sd3_cpu": Shape(
         transformer={
             "sample_size": 32,
@@ -212,14 +212,14 @@ class RandomQwenImage(qwen_image.Model):
         return found
 
     def text_length(self, text: str) -> int:
-        """Tokens of a prompt: a quarter of the longest at least."""
+        """The number of tokens of a prompt: at least a quarter of the longest."""
         longest = self.shape.text_length
         assert longest is not None
         shortest = longest // 4
         return shortest + seed_of(text) % (longest - shortest + 1)
 
 
-# what model.family names: `benchmarks/shapes.py:random_sd3`
+# the values of model.family: `benchmarks/shapes.py:random_sd3`
 random_sd3 = SimpleNamespace(Model=RandomSD3)
 random_qwen_image = SimpleNamespace(Model=RandomQwenImage)
 
@@ -228,12 +228,12 @@ def shape_of(config: FlowModelConfig) -> Shape:
     """The shape that `config.path` names; raises ValueError for an unknown one."""
     name, _, blocks = config.path.partition("/")
     if name not in SHAPES or (blocks and not blocks.isdecimal()):
-        raise ValueError(f"model.path: {config.path!r} is no shape of benchmarks/shapes.py; known: {', '.join(SHAPES)}")
+        raise ValueError(f"model.path: {config.path!r} is not in benchmarks/shapes.py; known: {', '.join(SHAPES)}")
     return with_blocks(SHAPES[name], int(blocks)) if blocks else SHAPES[name]
 
 
 def with_blocks(shape: Shape, blocks: int) -> Shape:
-    """A shape with so many blocks."""
+    """The shape with another number of blocks."""
     transformer = shape.transformer | {"num_layers": blocks}
     if "dual_attention_layers" in transformer:
         transformer["dual_attention_layers"] = tuple(i for i in transformer["dual_attention_layers"] if i < blocks)
@@ -268,17 +268,17 @@ def random_embeds(text: str, sizes: dict[str, tuple[int, ...]], dtype: torch.dty
 
 
 def seed_of(text: str) -> int:
-    """The same number for a text in every process."""
+    """A seed of a text, the same in every process."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
 
 
 def random_reward(images: Tensor, prompts: list[str], metadata: list[dict[str, Any]], seconds: float = 0.0) -> Tensor:
-    """[B] in 0..1, after `seconds` of this thread's CPU for each image.
+    """Random rewards [B] in 0..1, after `seconds` of CPU time of this thread per image.
 
-    Images of random weights can be all alike, and equal rewards would leave nothing to train on.
+    Images from random weights can all be alike, and equal rewards would leave nothing to train on.
     """
     end = time.thread_time() + seconds * len(images)
     matrix = torch.ones(128, 128)
     while time.thread_time() < end:
-        torch.mm(matrix, matrix)  # without the interpreter's lock, as OCR works
+        torch.mm(matrix, matrix)  # releases the interpreter's lock, as OCR does
     return torch.rand(len(images))

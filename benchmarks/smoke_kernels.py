@@ -1,4 +1,4 @@
-"""Looks of `make gpu-smoke` at kernels, copies and memory, without a Trainer."""
+"""Checks of `make gpu-smoke` on kernels, copies and memory, without a Trainer."""
 
 import importlib.util
 from collections.abc import Iterator
@@ -23,12 +23,12 @@ BACKENDS: dict[str, list[SDPBackend] | None] = {
     "math": [SDPBackend.MATH],
 }
 CPU_HAS = ("torch's choice", "flash", "math")
-WITHIN = 0.03  # of the largest value, in bfloat16
+WITHIN = 0.03  # accepted error relative to the largest value, in bfloat16
 
 
 def attention() -> Iterator[Line]:
     """Each backend forward and backward, with and without a mask, at a length of the recipe and at three odd ones."""
-    _exact(*_inputs(1, 2, 16, 8, False))  # so that the first line does not tell of CUDA's start
+    _exact(*_inputs(1, 2, 16, 8, False))  # warm up, so that the first line does not include CUDA's initialization
     for name in BACKENDS:
         for masked in (False, True):
             yield from tried(name, partial(_backend, name, masked))
@@ -41,7 +41,7 @@ def _backend(name: str, masked: bool) -> Iterator[Line]:
         yield nothing(title, CUDA_ONLY)
         return
     rows, heads, size = (16, 24, 128) if cuda else (2, 2, 16)
-    # 1024 tokens of an image of 512 pixels, and texts of some length
+    # 1024 tokens of an image of 512 x 512 pixels, and texts of several lengths
     even, odd = (1088, (1061, 1067, 1083)) if cuda else (40, (37, 39, 41))
     made = {length: _inputs(rows, heads, size, length, masked) for length in (even, *odd)}
 
@@ -60,7 +60,7 @@ def _backend(name: str, masked: bool) -> Iterator[Line]:
     again = [seconds(partial(run, length)) for length in odd]
     worst = max(_error(run(length), _exact(*made[length])) for length in odd)
     yield judged(title, worst <= WITHIN, 1e3 * later, "ms", f"first call {first:.2f} s, off by {worst:.0e}")
-    # what a batch pays whose prompts give it a length that was not seen before
+    # the extra cost of a batch with a length that was not seen before
     extra = max(sum(firsts) - sum(again), 0.0)
     yield judged(
         f"  {len(odd)} new odd lengths", extra < 5, extra, "s", f"then {1e3 * sum(again) / len(odd):.2f} ms each"
@@ -77,25 +77,25 @@ def _inputs(rows: int, heads: int, size: int, length: int, masked: bool) -> tupl
 
 
 def _attend(backends: list[SDPBackend] | None, qkv: list[Tensor], mask: Tensor | None) -> tuple[Tensor, ...]:
-    """The output and the gradients of its sum of squares."""
+    """The output, and the gradients of its sum of squares."""
     with nullcontext() if backends is None else sdpa_kernel(backends):
         out = scaled_dot_product_attention(*qkv, attn_mask=mask)
     return out.detach(), *torch.autograd.grad(out.float().square().sum(), qkv)
 
 
 def _exact(qkv: list[Tensor], mask: Tensor | None) -> tuple[Tensor, ...]:
-    """The same in float32, of the first row."""
+    """As `_attend`, in float32, for the first row."""
     first = [x[:1].detach().float().requires_grad_() for x in qkv]
     return _attend([SDPBackend.MATH], first, None if mask is None else mask[:1])
 
 
 def _error(found: tuple[Tensor, ...], exact: tuple[Tensor, ...]) -> float:
-    """The largest difference in the first row, of the largest value."""
+    """The largest difference in the first row, relative to the largest value."""
     return max(float((a[:1] - b).abs().max() / b.abs().max()) for a, b in zip(found, exact, strict=True))
 
 
 def transfers() -> Iterator[Line]:
-    """Copies between host and device, and what a text encoder's way there and back takes."""
+    """The speed of copies between host and device, and the time of moving a text encoder there and back."""
     if device().type == "cpu":
         for title in ("host to device", "device to host", "text encoder there and back"):
             yield nothing(title, CUDA_ONLY)
@@ -117,7 +117,7 @@ def _copies() -> Iterator[Line]:
 
 
 def _encoder() -> Iterator[Line]:
-    """By nn.Module.to, as the policy moves it, and as Sleeping does."""
+    """Move a text encoder with nn.Module.to, as the policy does, and with Sleeping."""
     linears = [nn.Linear(8192, 8192, bias=False, dtype=torch.bfloat16) for _ in range(32)]
     model = nn.Sequential(*linears).requires_grad_(False)
     size = sum(p.nbytes for p in model.parameters()) / 1e9
@@ -136,7 +136,7 @@ def _encoder() -> Iterator[Line]:
 
 
 def sleeping_judge() -> Iterator[Line]:
-    """A reward model that is on the device only while it answers."""
+    """Check a reward model that is on the device only while it answers."""
     cuda = device().type == "cuda"
     sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "vocab_size": 64}
     if cuda:

@@ -1,4 +1,4 @@
-"""Look of `make gpu-smoke` at a rank that is killed while its device is at work: its job must end, and say so."""
+"""Check of `make gpu-smoke` that a job ends, and with an error, when a rank is killed while its device is busy."""
 
 import contextlib
 import os
@@ -18,7 +18,7 @@ START_S, LIMIT_S = 60.0, 60.0
 
 
 def kill() -> Iterator[Line]:
-    """kill -9 of the last rank, a second after all of them began to work."""
+    """kill -9 the last rank, a second after all ranks have started to work."""
     yield from tried("killed rank", _kill)
 
 
@@ -41,7 +41,7 @@ def _kill() -> Iterator[Line]:
             status = job.wait(LIMIT_S)
             took = time.perf_counter() - start
         finally:
-            with contextlib.suppress(ProcessLookupError):  # the job and its ranks have gone
+            with contextlib.suppress(ProcessLookupError):  # the job and its ranks have ended
                 os.killpg(job.pid, signal.SIGKILL)
     left = [pid for pid in pids if Path(f"/proc/{pid}").exists()]
     title = f"{ranks} {'rank' if ranks == 1 else 'ranks'}, one killed: the job ends"
@@ -49,7 +49,7 @@ def _kill() -> Iterator[Line]:
 
 
 def _wait_for(folder: Path, ranks: int) -> list[int]:
-    """The ranks' process ids, once all of them work; raises TimeoutError."""
+    """Wait until all ranks work, and return their process ids; raises TimeoutError."""
     end = time.monotonic() + START_S
     while time.monotonic() < end:
         files = [folder / str(rank) for rank in range(ranks)]

@@ -1,4 +1,4 @@
-"""Lines of `make gpu-smoke`'s table, and how an error becomes one."""
+"""Lines of `make gpu-smoke`'s table, and the conversion of an error to a line."""
 
 import gc
 import time
@@ -14,7 +14,7 @@ CUDA_ONLY = "CUDA alone has it"
 
 @dataclass(frozen=True)
 class Line:
-    """What came of one look: a number with its unit, and PASS, FAIL, or - where there is nothing to tell."""
+    """The result of one measurement: a number with its unit, and PASS, FAIL, or - if it could not be made here."""
 
     name: str
     state: str
@@ -24,7 +24,7 @@ class Line:
 
 
 def judged(name: str, good: bool, value: float | None = None, unit: str = "", note: str = "") -> Line:
-    """A line that passes where it is `good`."""
+    """A line that passes if `good`."""
     return Line(name, PASS if good else FAIL, value, unit, note)
 
 
@@ -34,10 +34,10 @@ def nothing(name: str, reason: str) -> Line:
 
 
 def tried(name: str, look: Callable[[], Iterator[Line]]) -> Iterator[Line]:
-    """The lines of a look; an error of it is one more, named `name`, and the looks after it go on."""
+    """The lines of `look`. An error becomes another line, named `name`, so that later measurements still run."""
     try:
         yield from look()
-    except (Exception, SystemExit) as error:  # whatever a kernel, a library or a refused configuration raises
+    except (Exception, SystemExit) as error:  # kernels, libraries and rejected configurations raise many types
         traceback.print_exc()
         yield Line(name, FAIL, note=said(error))
     free()
@@ -49,26 +49,26 @@ def said(error: BaseException) -> str:
 
 
 def free() -> None:
-    """Give back the memory of what is no longer needed."""
+    """Free unused memory."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
 def device() -> torch.device:
-    """The GPU, or the CPU where there is none."""
+    """The GPU, or the CPU if there is none."""
     return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def clock() -> float:
-    """Seconds, once the device has done all that it was given."""
+    """Seconds, after waiting for the device to finish."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()
 
 
 def seconds(function: Callable[[], object], times: int = 1) -> float:
-    """Of a call, on average."""
+    """The average time of a call in seconds."""
     start = clock()
     for _ in range(times):
         function()

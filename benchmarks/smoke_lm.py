@@ -1,4 +1,4 @@
-"""Looks of `make gpu-smoke` at language models: packed attention, and vLLM beside a judge."""
+"""Checks of `make gpu-smoke` on language models: packed attention, and vLLM together with a judge."""
 
 import math
 import tempfile
@@ -16,12 +16,12 @@ from torch import Tensor
 
 from phalanx.functional.tokens import TokenTrace
 
-WITHIN = 0.02  # nats: of bfloat16's log-probs, in the mean
+WITHIN = 0.02  # nats: the largest accepted mean difference of log-probs in bfloat16
 KINDS = ("sdpa", "flash_attention_2", "flex_attention")
 
 
 def packed() -> Iterator[Line]:
-    """Log-probabilities of packed samples by each kind of attention, beside those of padded ones."""
+    """Log-probabilities of packed samples with each kind of attention, compared with those of padded samples."""
     with tempfile.TemporaryDirectory(prefix="phalanx-smoke-packed-") as name:
         folder = language_model(Path(name))
         padded = log_probs(folder, "sdpa", False)
@@ -41,7 +41,7 @@ def _packed(title: str, folder: Path, kind: str, padded: Tensor) -> Iterator[Lin
 
 
 def log_probs(folder: Path, kind: str, pack: bool) -> Tensor:
-    """Of the tokens of four samples of different lengths."""
+    """Log-probabilities of the tokens of four samples of different lengths."""
     keys = (f"model.attn_implementation={kind}", f"model.use_remove_padding={str(pack).lower()}")
     trainer, _ = measured(lm_config(folder, *keys))
     generator = torch.Generator().manual_seed(0)
@@ -54,7 +54,7 @@ def log_probs(folder: Path, kind: str, pack: bool) -> Tensor:
 
 
 def vllm_beside_a_judge() -> Iterator[Line]:
-    """Steps that vLLM samples, asleep or awake while the model trains, and that a sleeping judge grades."""
+    """Steps that vLLM samples and a sleeping judge grades, with vLLM asleep or awake while the model trains."""
     for sleep in (True, False):
         title = f"vLLM {'asleep' if sleep else 'awake'} beside a judge, gradient norm"
         if not has_vllm() or device().type == "cpu":

@@ -1,6 +1,6 @@
-"""A job of no end for benchmarks/smoke_kill.py: ranks that multiply matrices and sum them.
+"""An endless job for benchmarks/smoke_kill.py: ranks that multiply matrices and sum them.
 
-Each writes its process id to $PIDS/<rank> once it works.
+Each rank writes its process id to $PIDS/<rank> once it works.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Rewards of `make gpu-smoke`: noise, the same again of the same samples."""
+"""Rewards of `make gpu-smoke`: noise that is a function of the samples."""
 
 from typing import Any
 
@@ -7,12 +7,12 @@ from torch import Tensor
 
 
 def of_images(images: Tensor, prompts: list[str], metadata: list[dict[str, Any]]) -> Tensor:
-    """[B] in 0..1."""
+    """Rewards [B] in 0..1."""
     return _noise(len(images), images.double().sum().item())
 
 
 def of_texts(completions: list[str], prompts: list[str], metadata: list[dict[str, Any]]) -> Tensor:
-    """[B] in 0..1."""
+    """Rewards [B] in 0..1."""
     return _noise(len(completions), float(sum(map(len, completions))))
 
 

@@ -1,4 +1,4 @@
-"""Looks of `make gpu-smoke` at training steps: the Trainer, on random weights of real widths in a few blocks."""
+"""Checks of `make gpu-smoke` on training steps: the Trainer, on random weights of real widths in a few blocks."""
 
 import copy
 import json
@@ -39,19 +39,19 @@ ROOT = HERE.parent
 QWEN, SD3 = "qwen_image", "sd35_medium"
 CONFIGS = {QWEN: "configs/flowgrpo/qwen_image_ocr_lora.yaml", SD3: "configs/flowgrpo/sd35_medium_ocr_lora.yaml"}
 TINY = {QWEN: "tiny_qwen_image", SD3: "tiny_sd3"}
-WHOLE = 60  # blocks of Qwen-Image
+WHOLE = 60  # number of blocks of Qwen-Image
 LIMIT = 1e-5  # of |ratio - 1|: a tenth of the clip range of the recipes
 
 
 def bench(model: str, blocks: int, *overrides: str, **options: Any) -> Bench:
-    """A Trainer of a recipe on so many blocks, which has done its steps (1)."""
+    """Run the Trainer of a recipe with `blocks` blocks, by default for one step."""
     made = Bench.of(configured(model, blocks, *overrides), **{"warmup": 0, "steps": 1, **options})
     made.fit()
     return made
 
 
 def configured(model: str, blocks: int, *overrides: str) -> FlowRLConfig:
-    """The recipe's numbers, of two prompts a step; on a CPU tiny ones."""
+    """The recipe's configuration with two prompts per step; on a CPU with tiny sizes."""
     cuda = device().type == "cuda"
     sizes = ["data.train_batch_size=2", "actor.ppo_mini_batch_size=1", "data.max_prompt_length=64"]
     if not cuda:
@@ -65,19 +65,19 @@ def configured(model: str, blocks: int, *overrides: str) -> FlowRLConfig:
 
 
 def small() -> int:
-    """Blocks of a transformer whose time does not matter."""
+    """The number of blocks of a transformer that is not timed."""
     return 4 if device().type == "cuda" else 1
 
 
 def compiling() -> AbstractContextManager[Any]:
-    """On a CPU without kernels, which would take a compiler of C++ minutes: the graphs alone."""
+    """On a CPU, compile only graphs and no kernels, which would take a C++ compiler minutes."""
     if device().type == "cuda":
         return nullcontext()
     return patch.object(torch, "compile", partial(torch.compile, backend="eager"))
 
 
 def left_out(name: str) -> str | None:
-    """Why a CPU goes without a variant of this name, if it does."""
+    """The reason if the variant of this name does not run on a CPU."""
     if device().type == "cuda":
         return None
     if name == "compiled":
@@ -101,7 +101,7 @@ CUDA_VARIANTS = ("cuDNN", "memory-efficient")
 
 
 def exact() -> Iterator[Line]:
-    """Whether log-probs of rollout and replay are the same, of prompts of different lengths."""
+    """Whether log-probs of rollout and replay are equal, for prompts of different lengths."""
     for model in CONFIGS:
         for name, overrides in VARIANTS.items():
             title = f"|ratio - 1|, {model}, {name}"
@@ -126,13 +126,13 @@ def _exact(title: str, model: str, name: str, overrides: list[str]) -> Iterator[
 
 
 def ratio(title: str, row: Mapping[str, float]) -> Line:
-    """How far the first update's ratios are from 1."""
+    """The largest deviation of the first update's ratios from 1."""
     error, norm = row["actor/first_ratio_error"], row["actor/grad_norm"]
     return judged(title, error <= LIMIT and 0 < norm < math.inf, error, "", f"gradient norm {norm:.3g}")
 
 
 def measured(cfg: Any) -> tuple[Any, list[dict[str, float]]]:
-    """A job of a language model, and the list to which it adds its rows of metrics at a step's end."""
+    """A job of a language model, and the list to which it appends its row of metrics after each step."""
     trainer, rows = lm_rl.build(cfg), list[dict[str, float]]()
     assert isinstance(trainer, Trainer), "each rank does everything"
 
@@ -145,7 +145,7 @@ def measured(cfg: Any) -> tuple[Any, list[dict[str, float]]]:
 
 
 def exact_lm() -> Iterator[Line]:
-    """The same of a language model with Qwen2.5's widths, whose samples are packed."""
+    """As `exact`, for a language model with Qwen2.5's widths, with padded and packed samples."""
     with tempfile.TemporaryDirectory(prefix="phalanx-smoke-lm-") as name:
         folder = language_model(Path(name))
         for title, overrides in LM_VARIANTS.items():
@@ -170,7 +170,7 @@ def _exact_lm(title: str, folder: Path, overrides: list[str]) -> Iterator[Line]:
 
 
 def language_model(folder: Path) -> Path:
-    """A folder with random weights of Qwen2.5-7B's widths in two layers, and the quickstart's tokenizer."""
+    """Write random weights of two layers with Qwen2.5-7B's widths, and the quickstart's tokenizer, to a folder."""
     sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "vocab_size": 600}
     if device().type == "cuda":
         sizes = {"hidden_size": 3584, "intermediate_size": 18944, "num_attention_heads": 28, "vocab_size": 152064}
@@ -192,7 +192,7 @@ def language_model(folder: Path) -> Path:
 
 
 def lm_config(folder: Path, *overrides: str) -> LMRLConfig:
-    """A job of one step on the quickstart's word problems."""
+    """The configuration of a job with one step on the quickstart's word problems."""
     tokens = 256 if device().type == "cuda" else 12
     keys = [
         f"model.path={folder}",
@@ -215,7 +215,7 @@ def lm_config(folder: Path, *overrides: str) -> LMRLConfig:
 
 # -- (3) the time of a step ---------------------------------------------------------------------------------------
 
-# by the names of kernels, and of torch's operations on a CPU; the first that fits
+# patterns of the names of kernels, and of torch's operations on a CPU; the first match counts
 CLASSES = {
     "communication": r"nccl|gloo|c10d",
     "attention": r"flash|fmha|attention|sdpa",
@@ -228,13 +228,13 @@ UNKNOWN = "unknown"
 
 
 def step() -> Iterator[Line]:
-    """A step at two depths, what that makes of all blocks, and where the device's time goes."""
+    """The time of a step at two depths, extrapolated to all blocks, and the device's time by class of kernels."""
     yield from tried("time of a step", _step)
 
 
 def _step() -> Iterator[Line]:
     few, more = (4, 12) if device().type == "cuda" else (1, 4)
-    clock = "time" if device().type == "cuda" else "cpu"  # of the process alone, which other work disturbs less
+    clock = "time" if device().type == "cuda" else "cpu"  # CPU time of the process, which other work disturbs less
     found = {}
     for blocks in (few, more):
         b = bench(QWEN, blocks, warmup=1, steps=2, trace=Path() if blocks == more else None)
@@ -262,7 +262,7 @@ def _step() -> Iterator[Line]:
 
 
 def kernel_classes(profile: Any) -> dict[str, float]:
-    """Milliseconds of a profile's kernels by class; on a CPU, of operations without those that they call."""
+    """Milliseconds of a profile's kernels by class; on a CPU, the operations' own time without the ones they call."""
     cuda = device().type == "cuda"
     ms = dict.fromkeys([*CLASSES, UNKNOWN], 0.0)
     for event in profile.key_averages():
@@ -280,7 +280,7 @@ def kernel_classes(profile: Any) -> dict[str, float]:
 
 
 def plan() -> Iterator[Line]:
-    """What --plan says of a step's memory, beside what it takes."""
+    """A step's memory as planned by --plan, and as measured."""
     yield from tried("plan of memory", _plan)
 
 
@@ -313,7 +313,7 @@ def _plan() -> Iterator[Line]:
 
 
 def blueprint(folder: Path, name: str, blocks: int) -> Path:
-    """The configurations of a shape's folder, of which the plan is made."""
+    """Write the configuration files of a shape, from which the plan is made, to a folder."""
     from diffusers import AutoencoderKLQwenImage, FlowMatchEulerDiscreteScheduler, QwenImageTransformer2DModel
 
     shape = SHAPES[name]
@@ -339,9 +339,9 @@ def blueprint(folder: Path, name: str, blocks: int) -> Path:
 
 
 def fsdp() -> Iterator[Line]:
-    """FSDP2 over one rank, by the real backend, beside the same step without it; and a checkpoint of it."""
+    """FSDP2 over one rank with the real backend, compared with the same step without it; and resuming a checkpoint."""
     norm = bench(QWEN, small()).measures[0]["actor/grad_norm"]
-    # one rank goes without FSDP otherwise, and its offload is refused
+    # otherwise a single rank does not use FSDP, and offloading is rejected
     with patch.object(World, "shard_size", 2), patch.object(mesh, "check_launch", lambda *_: None):
         for name, overrides in LAYOUTS.items():
             yield from tried(f"FSDP2, {name}", partial(_fsdp, name, overrides, norm))
@@ -380,7 +380,7 @@ SAVES = {
 
 
 def _resumed(name: str) -> Iterator[Line]:
-    """Two steps, and the second again from the checkpoint that was written in the background of it."""
+    """Run two steps, then the second one again from the checkpoint that was written in the background of it."""
     cfg = configured(QWEN, small(), "trainer.deterministic=true", *SAVES[name])
     cfg.trainer.save_freq, cfg.trainer.total_training_steps = 1, 2
     folder = Path(cfg.trainer.output_dir)
@@ -405,7 +405,7 @@ def _resumed(name: str) -> Iterator[Line]:
 
 
 def recompiles() -> Iterator[Line]:
-    """Steps whose prompts have other lengths must not compile anew."""
+    """Steps with prompts of other lengths must not recompile."""
     for model in CONFIGS if device().type == "cuda" else [QWEN]:
         yield from tried(f"compiled, {model}", partial(_recompiles, model))
 
@@ -433,7 +433,7 @@ def _recompiles(model: str) -> Iterator[Line]:
 
 
 def sleeping_vllm() -> Iterator[Line]:
-    """vLLM's memory on the device while the policy trains."""
+    """Memory of the sleeping vLLM on the device while the policy trains."""
     title = "vLLM, asleep"
     if not has_vllm() or device().type == "cpu":
         yield nothing(title, CUDA_ONLY if has_vllm() else "vllm is not installed")
@@ -461,7 +461,7 @@ def _sleeping_vllm() -> Iterator[Line]:
 
 
 def used() -> float:
-    """GB of the device that are taken, by whomever."""
+    """GB of device memory that are in use, by all processes."""
     torch.cuda.empty_cache()
     left, total = torch.cuda.mem_get_info()
     return (total - left) / 1e9

@@ -1,11 +1,11 @@
-"""Seconds from a command to the first step's row, beside an older checkout.
+"""Seconds from the command to the first step's row of metrics, compared with an older checkout.
 
     git worktree add ../before f860b80
     python benchmarks/start.py --beside ../before
     python benchmarks/start.py --beside ../before --ranks 1 2 --runs 7 --config configs/flowgrpo/quickstart.yaml
 
-Each checkout runs its own train.sh, sources and configuration in the environment of this interpreter, in turns; the
-job is stopped at the row, the first validation included. The last line is JSON.
+Each checkout runs its own train.sh, sources and configuration in the environment of this interpreter, alternating. The
+job is stopped after the row; the first validation is included. The last line is JSON.
 """
 
 import argparse
@@ -24,8 +24,10 @@ TASK = "tasks/train_flowgrpo.py"
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--beside", type=Path, help="another checkout; without one there is no ratio")
-    parser.add_argument("--config", default="configs/flowgrpo/quickstart.yaml", help="which both checkouts have")
+    parser.add_argument("--beside", type=Path, help="another checkout, for the ratio")
+    parser.add_argument(
+        "--config", default="configs/flowgrpo/quickstart.yaml", help="a configuration that both checkouts have"
+    )
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--runs", type=int, default=5)
     options = parser.parse_args()
@@ -46,7 +48,7 @@ def main() -> None:
 
 
 def until_first_row(checkout: Path, config: str, ranks: int) -> float:
-    """Seconds until the row of step 1 is printed; the job is then told to stop, and its end awaited."""
+    """Seconds until the row of step 1 is printed; then stop the job, and wait until it has ended."""
     env = os.environ | {"NPROC_PER_NODE": str(ranks), "PYTHONPATH": str(checkout / "src")}
     env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}"
     with tempfile.TemporaryDirectory() as folder:

@@ -1,11 +1,11 @@
-"""Time, throughput, memory and FLOPs utilisation of a whole training step: rollout, reward, update.
+"""Time, throughput, memory and FLOPs utilization of a whole training step: rollout, reward, update.
 
     sh train.sh benchmarks/step.py benchmarks/cpu_reference.yaml
     sh train.sh benchmarks/step.py configs/flowgrpo/qwen_image_ocr_lora.yaml --shapes qwen_image data.train_batch_size=2
 
-It is the Trainer that runs, on a CPU or GPUs, on as many ranks as train.sh starts; figures are medians over the
-measured steps. `--shapes` takes the place of the model folder, the prompts and the reward: nothing is downloaded. The
-last line is JSON.
+It runs the Trainer itself, on a CPU or GPUs, on as many ranks as train.sh starts. Figures are medians over the measured
+steps. `--shapes` replaces the model folder, the prompts and the reward, so nothing is downloaded. The last line is
+JSON.
 """
 
 import json
@@ -30,7 +30,7 @@ def parse() -> tuple[Namespace, FlowRLConfig]:
 
 
 def measure(bench: Bench, args: Namespace) -> None:
-    """Run the steps and print what came of them."""
+    """Run the steps and print the results."""
     bench.fit()
     result = summary(bench, args)
     if rank() == 0:
@@ -68,7 +68,7 @@ def summary(bench: Bench, args: Namespace) -> dict[str, Any]:
         "reward_busy_s": m["reward/busy_s"],
         "images_per_s": plan.samples / seconds,
         "images_per_rank_per_s": plan.per_rank / seconds,
-        # what a reward costs is the reward's matter: throughput of what Phalanx itself does
+        # the cost of a reward depends on the reward: this is the throughput of the rest
         "images_per_rank_per_s_without_reward": plan.per_rank / (m["time/rollout"] + m["time/update"]),
         "peak_memory_gb": bench.peak_memory_gb(),
         "memory_gb": bench.meter.memory_gb,
@@ -91,7 +91,7 @@ PHASES = {
 
 
 def show(r: dict[str, Any], bench: Bench) -> None:
-    """The table."""
+    """Print the table."""
     rest = r["step_s"] - r["rollout_s"] - r["reward_s"] - r["update_s"]
     rows = [
         ("step", f"{r['step_s']:.3f} s   ({r['step_s_min']:.3f} .. {r['step_s_max']:.3f} over {r['steps']} steps)"),

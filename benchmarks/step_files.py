@@ -1,11 +1,11 @@
-"""How many files one has to open to follow a training step: those of phalanx whose functions run in it, on one rank.
+"""The number of files that one has to open to follow a training step: those whose functions run in it, on one rank.
 
     python benchmarks/step_files.py          # FlowGRPO of images, and GRPO of texts
     python benchmarks/step_files.py --list   # with the names of the files and of their functions
 
-Traced is the second step of a run, on the main thread: samples, rewards, advantages, replay, backward, optimizer step,
-metrics, and the end of the step, without validation, checkpoint and further loggers. The first step would add what runs
-once, such as the text encoders.
+The second step of a run is traced, on the main thread: samples, rewards, advantages, replay, backward, optimizer step,
+metrics, and the end of the step, without validation, checkpoint and further loggers. The first step would add functions
+that run only once, such as the text encoders.
 """
 
 import argparse
@@ -28,9 +28,9 @@ RUN = [
     "trainer.test_freq=-1",
     "trainer.val_before_train=false",
     "trainer.resume=never",
-    "model.cpu_linear=torch",  # the other library, which some processors get by default, has a file of its own
+    "model.cpu_linear=torch",  # oneDNN, the default on some processors, has a separate file
 ]
-OUTSIDE = {"fit"}  # of the step
+OUTSIDE = {"fit"}  # functions that are not part of the step
 FLOW = [
     "data.train_batch_size=2",
     "rollout.n=4",
@@ -44,7 +44,7 @@ TEXT += ["data.max_response_length=16"]
 
 
 def traced(kind: str) -> dict[str, set[str]]:
-    """The names of the functions that run in a step of a job, `flow` or `text`, by their files below src/phalanx."""
+    """The functions that run in a step of a job, `flow` or `text`, by file below src/phalanx."""
     from phalanx.training import flow_rl, lm_rl
 
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
@@ -67,7 +67,7 @@ def traced(kind: str) -> dict[str, set[str]]:
 
 
 def trace_second_step(trainer: Any) -> dict[str, set[str]]:
-    """Run the job, and see which functions are called from the end of its first step to the end of its second."""
+    """Run the job, and record the functions that are called from the end of the first step to that of the second."""
     seen: dict[str, set[str]] = defaultdict(set)
 
     def enter(frame: Any) -> None:
@@ -85,7 +85,7 @@ def trace_second_step(trainer: Any) -> dict[str, set[str]]:
         end_step(step, row)
         if step == 1:
             frame: Any = sys._getframe()
-            while frame is not None:  # the loop is running already
+            while frame is not None:  # functions such as the loop are running already
                 enter(frame)
                 frame = frame.f_back
             sys.setprofile(called)
@@ -100,7 +100,7 @@ def trace_second_step(trainer: Any) -> dict[str, set[str]]:
 def main() -> None:
     """Print the numbers."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--list", action="store_true", help="name the files and their functions")
+    parser.add_argument("--list", action="store_true", help="list the files and their functions")
     parser.add_argument("kind", nargs="?", choices=("flow", "text"), help="one kind only")
     args = parser.parse_args()
     for kind in [args.kind] if args.kind else ["flow", "text"]:

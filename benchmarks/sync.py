@@ -1,13 +1,13 @@
-"""What it costs to bring the actor's weights to ranks with other roles, against the size of what is trained.
+"""Cost of sending the actor's weights to ranks with other roles, against the size of the trained weights.
 
     python benchmarks/sync.py
     python benchmarks/sync.py --receivers 1 2 --rounds 9
 
-Ranks are forked processes over gloo. A sync is the job's own: whole tensors in buckets, a checksum of each, and a copy
-into the receiver's tensors. In turns with it, the wire: the same bytes in one broadcast of as large buckets, without
-anything else. Tensors have the shapes of the models that are named. Models that are too large to be measured here are
-planned, as all are for GPUs: bytes over the network of a node (NETWORK of phalanx.plan.text). The table goes to
-docs/performance.md.
+Ranks are forked processes over gloo. A sync runs the job's own code: whole tensors in buckets, a checksum of each, and
+a copy into the receiver's tensors. Syncs alternate with plain broadcasts of the same bytes in buckets of the same size
+("the wire"). Tensors have the shapes of the named models. For models that are too large to be measured here, and for
+GPUs, the table has the planned time: bytes over the network bandwidth of a node (NETWORK of phalanx.plan.text). The
+table goes to docs/performance.md.
 """
 
 import argparse
@@ -37,9 +37,9 @@ from phalanx.plan.text import NETWORK  # noqa: E402
 from tests.ranks import free_port, run_ranks  # noqa: E402
 
 Shapes = dict[str, tuple[torch.Size, torch.dtype]]
-LARGEST = 4e9  # bytes that are measured
+LARGEST = 4e9  # bytes; larger models are not measured
 LORA_RANK = 64
-# of their config.json: hidden size, layers, heads, those of keys and values, width of the MLP, tied embeddings
+# from their config.json: hidden size, layers, heads, key-value heads, width of the MLP, tied embeddings
 QWEN2 = {
     "Qwen2.5-0.5B": (896, 24, 14, 2, 4864, True),
     "Qwen2.5-1.5B": (1536, 28, 12, 2, 8960, True),
@@ -50,8 +50,8 @@ QWEN2 = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--receivers", type=int, nargs="+", default=[1, 2], help="ranks that sample (1 2)")
-    parser.add_argument("--rounds", type=int, default=5, help="syncs of each size, in turns with the wire (5)")
+    parser.add_argument("--receivers", type=int, nargs="+", default=[1, 2], help="numbers of ranks that sample (1 2)")
+    parser.add_argument("--rounds", type=int, default=5, help="syncs of each size, alternating with broadcasts (5)")
     parser.add_argument("--no-docs", action="store_true", help="print the table, write nothing below docs/")
     args = parser.parse_args()
     head = [f"{n} receiver{'s' * (n > 1)}, s (GB/s; of the wire)" for n in args.receivers]
@@ -70,7 +70,7 @@ def main() -> None:
 
 
 def sizes() -> Iterator[tuple[str, Shapes]]:
-    """What jobs train, by name: whole models in float32, and LoRAs in float32 on all linear layers of their blocks."""
+    """Trained weights by name: whole models in float32, and LoRAs in float32 on all linear layers of the blocks."""
     models = {name: qwen2(*sizes) for name, sizes in QWEN2.items()}
     with init_empty_weights():
         image = QwenImageTransformer2DModel()
@@ -98,23 +98,23 @@ def qwen2(hidden: int, layers: int, heads: int, kv_heads: int, width: int, tied:
 
 
 def lora(model: nn.Module) -> Shapes:
-    found: Shapes = {}
+    shapes: Shapes = {}
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and re.search("layers|blocks", name):
-            found[f"{name}.A"] = torch.Size([LORA_RANK, module.in_features]), torch.float32
-            found[f"{name}.B"] = torch.Size([module.out_features, LORA_RANK]), torch.float32
-    return found
+            shapes[f"{name}.A"] = torch.Size([LORA_RANK, module.in_features]), torch.float32
+            shapes[f"{name}.B"] = torch.Size([module.out_features, LORA_RANK]), torch.float32
+    return shapes
 
 
 def measured(shapes: Shapes, size: int, receivers: int, rounds: int) -> str:
-    """Seconds of a sync, bytes a second, and the share of the wire's."""
-    found = run_ranks(rank, receivers + 1, shapes, rounds, free_port(), init=False, timeout=1200)[receivers]
-    sync, wire = (statistics.median(times) for times in found)
+    """Seconds of a sync, its bandwidth, and its fraction of the plain broadcast's bandwidth."""
+    times_of_actor = run_ranks(rank, receivers + 1, shapes, rounds, free_port(), init=False, timeout=1200)[receivers]
+    sync, wire = (statistics.median(times) for times in times_of_actor)
     return f"{sync:.3g} ({size / sync / 1e9:.2f}; {wire / sync:.2f})"
 
 
 def rank(shapes: Shapes, rounds: int, port: int) -> tuple[list[float], list[float]]:
-    """Seconds of each sync and of each broadcast of the same bytes, on this rank; the last one is the actor."""
+    """Seconds of each sync and of each broadcast of the same bytes, on this rank; the last rank is the actor."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     last = int(os.environ["WORLD_SIZE"]) - 1
     world = mesh.start(ParallelConfig(), {"rollout": f"0-{last - 1}", "actor": str(last)})
@@ -144,7 +144,7 @@ def rank(shapes: Shapes, rounds: int, port: int) -> tuple[list[float], list[floa
 
 
 def timed(link: links.Link, work: Callable[[], None]) -> float:
-    """Seconds until all ranks have done it."""
+    """Seconds until all ranks have finished `work`."""
     link.meet()
     start = time.perf_counter()
     work()

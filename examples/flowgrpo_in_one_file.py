@@ -2,8 +2,8 @@
 
     python examples/flowgrpo_in_one_file.py configs/flowgrpo/quickstart.yaml trainer.total_training_steps=3
 
-The parts are those of the training job, and so is the gradient. What the job adds: many ranks, checkpoints, validation,
-logs, several updates per step, EMA, and guards against what can go wrong.
+The components, and the gradient, are those of the training job. The job adds many ranks, checkpoints, validation, logs,
+several updates per step, EMA, and checks of everything that can go wrong.
 """
 
 import sys
@@ -33,19 +33,19 @@ prompts = PromptStream(load_prompts(cfg.data.train_files, "data.train_files"), c
 optimizer = Optimizer(cfg.optim, policy.trained.sharded, steps)
 
 for step in range(steps):
-    # n images of each prompt, with noise in W of the denoising steps: log_prob [B, W] is that of each noisy step
+    # n images per prompt, with noise in W of the denoising steps: log_prob [B, W] has one value per noisy step
     rollout.prepare(prompts.batch, step, step + 1)
     with rollout.awake():
         samples = rollout.sample(prompts.batch(step), seed=seed, step=step, each=rewards.submit)
     reward = rewards.weighted(rewards.collect())  # [B]
 
-    # A = (r - mean) / std over the images of a prompt; prompts whose images all score alike teach nothing
+    # A = (r - mean) / std over the images of a prompt; prompts whose images all have the same reward are left out
     group = torch.arange(len(reward)) // n
     advantage = group_advantage(reward, group).clamp(-5, 5)  # [B]
     counted = has_signal(reward, group)  # [B] bool
     weight = counted / (counted.sum() * samples.log_prob.shape[1])  # [B]: a mean over images and steps
 
-    # L = mean of max(-A rho, -A clip(rho, 1 - eps, 1 + eps)), rho the ratio of the replayed probability to the old one
+    # L = mean of max(-A rho, -A clip(rho, 1 - eps, 1 + eps)), where rho is the replayed over the old probability
     total, errors = torch.zeros(()), []
     for rows in torch.arange(len(reward)).split(micro):
         replay = policy.replay(samples.trace.select(rows))  # log_prob [b, W] of the same noisy steps, with a gradient

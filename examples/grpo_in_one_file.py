@@ -2,8 +2,8 @@
 
     python examples/grpo_in_one_file.py configs/grpo/quickstart.yaml trainer.total_training_steps=3
 
-The parts are those of the training job, and so is the gradient. What the job adds: many ranks, vLLM, checkpoints,
-validation, logs, several updates per step, and guards against what can go wrong.
+The components, and the gradient, are those of the training job. The job adds many ranks, vLLM, checkpoints, validation,
+logs, several updates per step, and checks of everything that can go wrong.
 """
 
 import sys
@@ -35,18 +35,18 @@ prompts = PromptStream(rows, data.train_batch_size, data.seed)
 optimizer = Optimizer(cfg.optim, policy.trained.sharded, steps)
 
 for step in range(steps):
-    # n responses to each prompt; log_prob and mask [B, A] are those of their tokens, padded to the longest
+    # n responses per prompt; log_prob and mask [B, A] have one value per token, padded to the longest response
     with rollout.awake():
         samples = rollout.sample(prompts.batch(step), seed=seed, step=step, each=rewards.submit)
     reward = rewards.weighted(rewards.collect())  # [B]
 
-    # A = (r - mean) / std over the responses to a prompt; prompts whose responses all score alike teach nothing
+    # A = (r - mean) / std over the responses to a prompt; prompts whose responses all have the same reward are left out
     group = torch.arange(len(reward)) // n
     advantage = group_advantage(reward, group).clamp(-5, 5)  # [B]
     counted = samples.mask & has_signal(reward, group)[:, None]  # [B, A] bool
     weight = counted / counted.sum().clamp(min=1)  # [B, A]: a mean over all tokens
 
-    # L = mean of max(-A rho, -A clip(rho, 1 - eps, 1 + eps)), rho the ratio of the replayed probability to the old one
+    # L = mean of max(-A rho, -A clip(rho, 1 - eps, 1 + eps)), where rho is the replayed over the old probability
     total, errors = torch.zeros(()), []
     for rows in torch.arange(len(reward)).split(micro):
         mask = samples.mask[rows]

@@ -1,4 +1,4 @@
-"""A logger of one's own, for 'trainer.logger=[console,examples/my_logger.py:Csv]': a table of rewards as a file."""
+"""A custom logger for 'trainer.logger=[console,examples/my_logger.py:Csv]': it writes a table of rewards to a file."""
 
 import csv
 from pathlib import Path
@@ -10,11 +10,11 @@ COLUMNS = ("step", "reward/mean", "reward/std", "actor/grad_norm", "perf/step_s"
 
 
 class Csv(Logger):
-    """A line per step, and the best sample of each validation."""
+    """Writes a line per step, and the best sample of each validation."""
 
     def __init__(self, start: RunStart) -> None:
         path, kept = Path(start.trainer.output_dir) / "rewards.csv", []
-        if start.step and path.is_file():  # resumed: the steps after the checkpoint come again
+        if start.step and path.is_file():  # resumed: the steps after the checkpoint will be logged again
             with path.open(newline="") as file:
                 kept = [row for row in csv.DictReader(file) if int(row["step"]) <= start.step]
         self.file = path.open("w", newline="")

@@ -1,4 +1,4 @@
-"""What tests of one module after the other want: seeded numbers, and an error with its exact message."""
+"""Helpers of many tests: seeded numbers, waiting, and checks of errors, warnings and output."""
 
 import logging
 import time
@@ -16,7 +16,7 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> None:
-    """Return as soon as it holds; it has far longer than a busy machine needs."""
+    """Return as soon as `condition` is true; the default limit is far more than a busy machine needs."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline
@@ -27,13 +27,13 @@ STARTING = ("starting ", "loading ", "joining ", "laying out ", "encoding ", "va
 
 
 def mistakes(said: str) -> str:
-    """What a job said on stderr, without the lines that tell how far its start has come."""
+    """A job's stderr without the lines about the progress of its start."""
     return "".join(line for line in said.splitlines(keepends=True) if not line.startswith(STARTING))
 
 
 @contextmanager
 def refused(message: str, kind: type[Exception] = ValueError) -> Iterator[None]:
-    """The block raises an error of this kind with exactly this message."""
+    """Check that the block raises an error of this kind with exactly this message."""
     with pytest.raises(kind) as error:
         yield
     assert str(error.value) == message
@@ -41,7 +41,7 @@ def refused(message: str, kind: type[Exception] = ValueError) -> Iterator[None]:
 
 @contextmanager
 def warnings_of(logger: str) -> Iterator[list[str]]:
-    """The warnings that a logger gives in the block: in a forked rank, where caplog of the test hears nothing."""
+    """Collect the warnings of a logger in the block, in a forked rank, where the test's caplog gets none."""
     said: list[str] = []
 
     class Listener(logging.Handler):

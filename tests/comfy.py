@@ -1,4 +1,4 @@
-"""A reader of LoRA files by ComfyUI's rules: a layer's prefix, lora_B lora_A, and alpha / rank only beside an alpha."""
+"""A reader of LoRA files with ComfyUI's rules: a layer's prefix, lora_B lora_A, and alpha / rank if alpha is set."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -9,12 +9,12 @@ from safetensors.torch import load_file
 
 
 def diffusers_name(layer: str) -> str:
-    """The prefix that ComfyUI looks for where it knows diffusers' names of a model's layers: SD3, FLUX, Qwen-Image."""
+    """The prefix that ComfyUI expects for models whose diffusers names it supports: SD3, FLUX, Qwen-Image."""
     return f"transformer.{layer}"
 
 
 def wan_name(layer: str) -> str:
-    """The prefix of an attention layer of Wan, of which ComfyUI knows only the model's own names."""
+    """The prefix of an attention layer of Wan, for which ComfyUI supports only the model's own names."""
     for name, native in (("attn1", "self_attn"), ("attn2", "cross_attn"), ("to_out.0", "o"), ("to_", "")):
         layer = layer.replace(name, native)
     return f"diffusion_model.{layer}"
@@ -24,7 +24,7 @@ def wan_name(layer: str) -> str:
 def add_as_comfy(
     transformer: Any, folder: Path, prefix: Callable[[str], str], file: str = "pytorch_lora_weights.safetensors"
 ) -> None:
-    """Add a LoRA to the weights of diffusers' transformer; a KeyError is a key that ComfyUI would not load."""
+    """Add a LoRA to the weights of diffusers' transformer; raises KeyError for a key that ComfyUI would not load."""
     tensors = load_file(folder / file)
     layers = {prefix(name): part for name, part in transformer.named_modules() if isinstance(part, torch.nn.Linear)}
     for key in {name.partition(".lora_")[0] for name in tensors}:

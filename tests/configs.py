@@ -1,4 +1,4 @@
-"""Configurations of FlowGRPO for tests of what is read, an algorithm of one's own, and what is said of mistakes."""
+"""Configurations of FlowGRPO for tests of loading, a custom algorithm, and the messages about mistakes."""
 
 from pathlib import Path
 

@@ -1,11 +1,12 @@
-"""Settings of every test process, what `make test` leaves to `make test-all`, and the tiny models that tests share."""
+"""Settings of every test process, the selection of `make test` and `make test-all`, and tiny models shared by tests."""
 
 import hashlib
 import os
 import random
 import shutil
 
-# One thread: forked ranks inherit no OpenMP pool, and sums have one order. Set before torch is imported.
+# One thread, because forked ranks inherit no OpenMP pool, and so that sums have a fixed order. Set before torch is
+# imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -37,9 +38,9 @@ from tests.tiny_vision import tiny_vision
 torch.set_num_threads(1)
 
 
-@pytest.hookimpl(tryfirst=True)  # before -m selects
+@pytest.hookimpl(tryfirst=True)  # before the selection by -m
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark as `full` the cases that their test's mark `quick` does not name, and as `long` those that `seldom` names."""
+    """Mark cases as `full` if their test's mark `quick` does not name them, and as `long` if its mark `seldom` does."""
     unknown: dict[tuple[str, str], set[str]] = {}
     for item in items:
         test, _, case = item.nodeid.partition("[")
@@ -57,7 +58,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def model_folder(make: Callable[..., Path], name: str, **options: Any) -> Any:
-    """A fixture: the folder of a tiny model, made once; read only."""
+    """A fixture that returns the folder of a tiny model, which is made once per session and read-only."""
 
     @pytest.fixture(scope="session")
     def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -90,7 +91,7 @@ vision_folder = model_folder(tiny_vision, "vision", family="qwen2_5_vl")
 
 @pytest.fixture(autouse=True)
 def seeded() -> None:
-    """Numbers that a test draws without a seed are the same whatever ran before it."""
+    """Seed all generators, so that a test's unseeded draws do not depend on earlier tests."""
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
@@ -98,7 +99,7 @@ def seeded() -> None:
 
 @pytest.fixture
 def datasets_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`datasets` keeps its copies of Parquet files in the test's own folder."""
+    """Make `datasets` keep its copies of Parquet files in the test's folder."""
     import datasets
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
@@ -106,15 +107,15 @@ def datasets_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def world() -> Iterator[World]:
-    """A world of this process alone."""
+    """A world of only this process."""
     with one_rank() as world:
         yield world
 
 
 @pytest.fixture(scope="session")
 def judge_model(pytestconfig: pytest.Config) -> Path:
-    """The tiny judge, taught once a machine: pytest's cache keeps it as long as tiny_vlm.py and the questions stay the
-    same; read only.
+    """The tiny judge, read-only. It is taught once per machine: pytest's cache keeps it until tiny_vlm.py or the
+    questions change.
     """
     from tests import tiny_vlm
 

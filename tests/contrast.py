@@ -1,7 +1,7 @@
-"""A reward of pictures for tests that compare runs: it changes by as little as the pictures do.
+"""A continuous reward of pictures, for tests that compare runs.
 
-A file's size, or what is read in a picture, is a whole number, or words: the last bits of a picture, which other ranks or
-another CPU may round in another way, make it jump.
+The size of a file, or the text in a picture, is discrete: it may jump if the last bits of the picture change, which
+other ranks or another CPU may round differently.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""Calls of tools as a model's turns, and a conversation with scripted ones."""
+"""Turns of a model that call tools, and a conversation with scripted turns."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -18,7 +18,7 @@ def say(content: str) -> Message:
 
 
 def converse(conversation: Conversation, prompt: str, turns: Sequence[Message]) -> list[Message]:
-    """All messages of a conversation in which the model says this, until it ends."""
+    """All messages of a conversation with these turns of the model, until it ends."""
     added = conversation.reset().result(30)
     messages: list[Message] = [{"role": "user", "content": prompt + "".join(message["content"] for message in added)}]
     for turn in turns:

@@ -1,4 +1,4 @@
-"""Rewards of pictures for tests of algorithms that differentiate them."""
+"""Differentiable rewards of pictures, for tests of algorithms that use their gradient."""
 
 from typing import Any
 
@@ -15,5 +15,5 @@ def brightness(images: Tensor, prompts: list[str], metadata: list[dict[str, Any]
 
 @differentiable
 def numbers(images: Tensor, prompts: list[str], metadata: list[dict[str, Any]]) -> Tensor:
-    """The same, without the gradient that it is marked to have."""
+    """As `brightness`, but without the gradient that it claims to have."""
     return images.detach().flatten(1).mean(1)

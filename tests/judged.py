@@ -1,5 +1,5 @@
-"""A judge that can be checked: asked by itself about pictures, and in training jobs, where it is shown pictures in the
-place of the sampled images.
+"""A judge with checkable answers, asked directly about pictures, and in training jobs that show it pictures instead of
+the sampled images.
 """
 
 import os
@@ -30,7 +30,7 @@ JUDGE = ("reward.model.dtype=float32", "reward.model.max_model_len=512", "reward
 
 
 def process_state() -> list[Any]:
-    """What engines could change in passing."""
+    """Global state that engines could change."""
     return [
         (torch.get_rng_state().tolist(), str(np.random.get_state()), random.getstate()),
         (dict(os.environ), torch.get_num_threads(), torch.get_float32_matmul_precision()),
@@ -43,7 +43,7 @@ def images_of(share: list[int]) -> list[bytes]:
 
 
 def ask(cfg: RewardModelConfig, shares: list[list[int]], questions: tuple[str, ...] = QUESTIONS) -> list[list[str]]:
-    """On each rank: ask twice about its share of PICTURES; returns the answers of both times."""
+    """On each rank: ask twice about its share of PICTURES; returns both lists of answers."""
     from phalanx.rewards.judge._model import RewardModel
 
     own = shares[dist.get_rank()]
@@ -56,18 +56,18 @@ def ask(cfg: RewardModelConfig, shares: list[list[int]], questions: tuple[str, .
             answers.append(model.ask(images_of(own), asked))
     assert process_state() == before
     total = torch.ones(1)
-    dist.all_reduce(total)  # our world lives on
+    dist.all_reduce(total)  # our world is still usable
     assert total.item() == dist.get_world_size()
     return answers
 
 
 def expected(share: list[int]) -> list[str]:
-    """The right answers to QUESTIONS about a share of PICTURES."""
+    """The correct answers to QUESTIONS about a share of PICTURES."""
     return [text for colour, lit in (PICTURES[i] for i in share) for text in (name(colour, lit), grades(1 + lit))]
 
 
 def converted(cfg: RewardModelConfig, count: int, numbers: list[int]) -> tuple[list[str], int]:
-    """Ask QUESTIONS about some of `count` PICTURES; returns the answers, and how many images were made PIL's."""
+    """Ask QUESTIONS about some of `count` PICTURES; returns the answers, and the number of decoded images."""
     from phalanx.engines import transformers, vllm
     from phalanx.rewards.judge._model import RewardModel
 
@@ -77,7 +77,7 @@ def converted(cfg: RewardModelConfig, count: int, numbers: list[int]) -> tuple[l
         made.append(decoded(*file))
         return made[-1]
 
-    transformers.decoded = vllm.decoded = counted  # in this forked rank alone
+    transformers.decoded = vllm.decoded = counted  # only in this forked rank
     model = RewardModel(cfg, timeout_s=60.0)
     with model.awake():
         answers = model.ask(images_of(list(range(count))), [((i,), text) for i in numbers for text in QUESTIONS])
@@ -85,7 +85,7 @@ def converted(cfg: RewardModelConfig, count: int, numbers: list[int]) -> tuple[l
 
 
 class Plain(Judge):
-    """Asks what the model was not taught: its answers depend on all that stands before them."""
+    """Asks a question that the model was not taught, so its answers depend on the whole context."""
 
     template = "And?"
 
@@ -94,7 +94,7 @@ class Plain(Judge):
 
 
 class Described(Plain):
-    """Opens, and then asks twice: each question has only the opening and its answer before it."""
+    """Asks an opening question and then two others: the context of each is only the opening and its answer."""
 
     opens = True
 
@@ -106,7 +106,7 @@ class Described(Plain):
 
 
 def talk(cfg: RewardModelConfig, shares: list[list[int]]) -> dict[str, list[list[str]]]:
-    """On each rank: the answers about its share of PICTURES to a judge that opens, and to one that does not."""
+    """On each rank: the answers about its share of PICTURES to a judge with an opening, and to one without."""
     from phalanx.rewards.judge._pool import JudgePool
 
     cpu, judges = torch.device("cpu"), {"described": Described(), "plain": Plain()}
@@ -118,7 +118,7 @@ def talk(cfg: RewardModelConfig, shares: list[list[int]]) -> dict[str, list[list
 
 
 def plain_talk(cfg: RewardModelConfig, number: int) -> list[str]:
-    """What the model by itself answers to Described about one of PICTURES."""
+    """The model's answers to Described about one of PICTURES, from plain transformers."""
     from transformers import AutoModelForImageTextToText
 
     from phalanx.engines.transformers import load_processor
@@ -143,24 +143,24 @@ def plain_talk(cfg: RewardModelConfig, number: int) -> list[str]:
 
 
 def refused(cfg: RewardModelConfig, shares: list[list[int]], questions: tuple[str, ...]) -> str:
-    """On each rank: what is said of questions that the model cannot be asked."""
+    """On each rank: the error message for questions that the model cannot be asked."""
     return told(RewardError, ask, cfg, shares, questions)
 
 
 def mistake(cfg: RewardModelConfig) -> str:
-    """On each rank: what is said of a model that cannot be loaded."""
+    """On each rank: the error message for a model that cannot be loaded."""
     from phalanx.rewards.judge._model import RewardModel
 
     return told(ValueError, RewardModel, cfg, timeout_s=60.0)
 
 
 def cut(text: str) -> str:
-    """The content of a file whose download ended half way."""
+    """The content of a file whose download stopped halfway."""
     return text[: len(text) // 2]
 
 
 def broken_copy(model: Path, folder: Path, file: str, change: Callable[[str], str]) -> Path:
-    """A copy of a model folder, in which one file is changed."""
+    """A copy of a model folder with one changed file."""
     shutil.copytree(model, folder)
     whole = (folder / file).read_bytes().decode("latin-1")
     (folder / file).write_bytes(change(whole).encode("latin-1"))
@@ -179,17 +179,17 @@ def config(model: Path, folder: Path, *overrides: str) -> Any:
 
 
 def shown(image: torch.Tensor) -> tuple[int, int]:
-    """The picture that a test shows to the judge in the place of a sampled image, of which it depends alone."""
+    """The picture that a test shows to the judge instead of a sampled image; a function of that image."""
     return PICTURES[int(image.double().sum() * 1000) % len(PICTURES)]
 
 
 def read(images: torch.Tensor) -> list[str]:
-    """What stands in the pictures that are shown for these images."""
+    """The texts in the pictures that are shown for these images."""
     return [name(*shown(image)) for image in images]
 
 
 def step_and_terms(cfg: Any) -> dict[str, Any]:
-    """One training step, whose rewards see pictures; returns what it gave, and the terms of the reward."""
+    """Run one training step whose rewards see pictures; returns its results, and the terms of the reward."""
     from phalanx.rewards.client import RewardClient
 
     kept: dict[str, torch.Tensor] = {}

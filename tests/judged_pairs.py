@@ -1,4 +1,4 @@
-"""Judges of pairs that can be checked: what the tiny judge reads in two pictures, or says of two texts, is a verdict."""
+"""Judges of pairs with checkable verdicts: the tiny judge's reading of two pictures, or its answer about two texts."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -21,14 +21,14 @@ COUNT = sum(map(len, GROUPS))
 
 
 def verdict_of(answer: str) -> float | None:
-    """Any function of the answer that has all verdicts."""
+    """An arbitrary function of the answer that covers all verdicts."""
     if answer not in (*COLOURS, "black"):
         return None
     return {"red": 1.0, "green": 0.0, "blue": 0.5}.get(answer)
 
 
 class Reading(PairJudge):
-    """Asks what two pictures show."""
+    """Asks for the text in two pictures."""
 
     template = VlmOcr.template
 
@@ -47,14 +47,14 @@ class Broken(Reading):
 
 
 def dealt(shares: Sequence[int]) -> list[int]:
-    """The numbers of this rank's samples, `shares` of each rank one after the other."""
+    """The numbers of this rank's samples; rank r has the next `shares[r]` samples after those of earlier ranks."""
     rank = dist.get_rank()
     first = sum(shares[:rank])
     return list(range(first, first + shares[rank]))
 
 
 def compared(cfg: RewardModelConfig, shares: Sequence[int], judge: PairJudge, **options: Any) -> Any:
-    """On each rank: the win rates of its samples, in micro-batches of 2; those of `context_size` ranks are dealt out."""
+    """On each rank: the win rates of its samples, submitted in micro-batches of 2; `context_size` ranks alternate."""
     pool = JudgePool(
         {"pairs": judge}, cfg, 60.0, outputs="images", device=torch.device("cpu"), **({"beside": False} | options)
     )
@@ -73,12 +73,12 @@ def compared(cfg: RewardModelConfig, shares: Sequence[int], judge: PairJudge, **
 
 
 def failed(cfg: RewardModelConfig, shares: Sequence[int], judge: PairJudge) -> str:
-    """On each rank: what is said of a comparison that fails on one."""
+    """On each rank: the error message of a comparison that fails on one rank."""
     return told(RewardError, compared, cfg, shares, judge)
 
 
 def plainly(cfg: RewardModelConfig, orders: dict[tuple[int, int, int], list[tuple[int, int]]]) -> list[Any]:
-    """The win rates by the model's answers to single questions: `orders` are those in which (group, i, j) is shown."""
+    """The win rates from answers to single questions; `orders`: the orders in which (group, i, j) is shown."""
     from phalanx.rewards.judge._model import RewardModel
 
     model = RewardModel(cfg, timeout_s=60.0, pairs=True)

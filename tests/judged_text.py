@@ -1,4 +1,4 @@
-"""A judge of texts that can be checked: it is asked by itself, and over ranks, about texts and images of prompts."""
+"""A judge of texts with checkable answers: asked directly, and over ranks, about texts and the images of prompts."""
 
 import logging
 from functools import partial
@@ -18,7 +18,7 @@ from tests.judged import process_state
 from tests.ranks import ROOT
 from tests.tiny_vlm import picture
 
-BASE = ROOT / "assets" / "words" / "base"  # which answers different questions differently
+BASE = ROOT / "assets" / "words" / "base"  # it answers different questions differently
 QUESTIONS = ["Ann has 3 books.", "How many?", "x" * 40, "Ben sells 7 pens and 12 more.", "1+1"]
 SHARES = {1: [QUESTIONS], 2: [QUESTIONS, []], 3: [QUESTIONS[:2], [], QUESTIONS[2:]]}
 
@@ -37,7 +37,7 @@ def ask(cfg: RewardModelConfig, shares: list[list[str]]) -> list[str]:
 
 
 def plain(folder: Path) -> list[str]:
-    """What the model answers by itself, one question after the other."""
+    """The model's answers from plain transformers, one question at a time."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -52,7 +52,7 @@ def plain(folder: Path) -> list[str]:
 
 
 class Named(Judge):
-    """Asks about the images of a prompt, and about a text that tries to show one itself."""
+    """Asks about the images of a prompt, with a text that tries to insert an image itself."""
 
     takes = "completions"
     template = VlmOcr.template + "{completion}"
@@ -61,13 +61,13 @@ class Named(Judge):
         """Not called."""
 
 
-# of each prompt the images: a colour, lit quarters and a size
+# the images of each prompt: color, lit quarters and size
 SHOWN = [[(0, 4, 32)], [(1, 4, 64)], [(2, 4, 96)], [], [(0, 4, 32), (2, 2, 64)], [(2, 2, 64), (0, 4, 32)]]
 COMPLETION = " <|image_pad|><|im_end|>"
 
 
 def encoded(colour: int, lit: int, size: int) -> bytes:
-    """A wide picture as a PNG or, of the smallest ones, a TIFF."""
+    """A wide picture as a PNG or, for the smallest size, a TIFF."""
     file = BytesIO()
     image = pil_image((picture(colour, lit, size) * 255).byte())
     image.crop((0, 0, size, 32)).save(file, "TIFF" if size == 32 else "PNG")
@@ -102,7 +102,7 @@ def asked_about_texts(cfg: RewardModelConfig, completion: str, ranks: list[list[
 
 
 def plainly(model: Path, shown: list[tuple[int, int, int]], question: str) -> str:
-    """What the model answers by itself about some images."""
+    """The model's answer about some images, from plain transformers."""
     from PIL import Image
     from transformers import AutoModelForImageTextToText
 

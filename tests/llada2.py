@@ -1,4 +1,4 @@
-"""A tiny LLaDA2 in a folder as its hub has them: the names and settings are written here, not by the code under test."""
+"""A tiny LLaDA2 folder as on the hub: its names and settings are spelled out here, not written by the tested code."""
 
 import json
 from pathlib import Path
@@ -64,7 +64,7 @@ SETTINGS: dict[str, Any] = {
 
 
 def weights_of(settings: dict[str, Any], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Random weights under the hub's names; the router's bias is in float32, as there."""
+    """Random weights under the hub's names; the router's bias is in float32, as on the hub."""
     c, generator = settings, torch.Generator().manual_seed(0)
     hidden, head = c["hidden_size"], c["head_dim"]
     heads, all_heads = c["num_attention_heads"], c["num_attention_heads"] + 2 * c["num_key_value_heads"]
@@ -104,7 +104,7 @@ def weights_of(settings: dict[str, Any], dtype: torch.dtype) -> dict[str, Tensor
 
 
 def tiny_llada2(folder: Path, dtype: torch.dtype = torch.float32, **settings: Any) -> Path:
-    """Write the folder, with other `settings`, a tokenizer, and code that must not run."""
+    """Write the folder with changed `settings`, a tokenizer, and code that must not be run."""
     from assets.make.tiny_lm import make_tokenizer
 
     folder.mkdir(parents=True, exist_ok=True)

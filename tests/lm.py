@@ -18,7 +18,7 @@ def evenness(completions, prompts, metadata):
 
 
 def tiny_lm(folder: Path) -> Path:
-    """An untrained Qwen3 of two layers, whose responses end early at times."""
+    """Save an untrained Qwen3 of two layers, whose responses sometimes end early."""
     from assets.make.tiny_lm import make_model, make_tokenizer
 
     torch.manual_seed(0)
@@ -32,7 +32,7 @@ def tiny_lm(folder: Path) -> Path:
 
 
 def tiny_blocks(folder: Path) -> Path:
-    """The same with a mask token, for blocks of tokens."""
+    """As `tiny_lm`, with a mask token for block diffusion."""
     from transformers import AutoTokenizer
 
     tiny_lm(folder)
@@ -43,12 +43,12 @@ def tiny_blocks(folder: Path) -> Path:
 
 
 def tiny_lm_config(model: Path, folder: Path, *overrides: str) -> LMRLConfig:
-    """A job of 4 prompts x 4 responses a step in 2 updates, on the evenness of their letters."""
+    """A job of 4 prompts x 4 responses per step in 2 updates, whose reward is `evenness`."""
     return load(LMRLConfig, None, [*lm_overrides(model, folder), *overrides])
 
 
 def lm_overrides(model: Path, folder: Path) -> list[str]:
-    """The overrides that make a tiny job of the defaults, whose data and reward are written to `folder`."""
+    """Overrides that turn the defaults into a tiny job, whose data and reward are written to `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "reward.py").write_text(REWARD)
     rows = [{"prompt": f"Ann has {i} books" + " and more" * (i % 3) + "."} for i in range(8)]
@@ -74,12 +74,12 @@ def lm_overrides(model: Path, folder: Path) -> list[str]:
 
 
 def tiny_sft_config(model: Path, folder: Path, *overrides: str) -> BlockDiffusionTaskConfig:
-    """A supervised job on 8 chats of different lengths a step, in blocks of 4 tokens."""
+    """A supervised job on 8 chats of different lengths per step, in blocks of 4 tokens."""
     return load(BlockDiffusionTaskConfig, None, [*sft_overrides(model, folder), *overrides])
 
 
 def sft_overrides(model: Path, folder: Path) -> list[str]:
-    """The overrides that make it, whose data and reward are written to `folder`."""
+    """The overrides of `tiny_sft_config`; its data and reward are written to `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     chats = []
     for i in range(12):
@@ -107,7 +107,7 @@ def sft_overrides(model: Path, folder: Path) -> list[str]:
 
 
 def fit_sft(cfg: BlockDiffusionTaskConfig) -> dict[str, torch.Tensor]:
-    """As `fit`, of a supervised job."""
+    """As `fit`, for a supervised job."""
     from phalanx.training.block_diffusion import build
 
     trainer = build(cfg)

@@ -1,4 +1,4 @@
-"""Loggers of a run for tests, what is logged, and what stands in metrics.jsonl."""
+"""Loggers of a run for tests, the records that are logged, and the rows of metrics.jsonl."""
 
 import json
 from pathlib import Path
@@ -22,7 +22,7 @@ def start(
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
-    """metrics.jsonl as strict JSON, without the clock."""
+    """The rows of metrics.jsonl, read as strict JSON, without the elapsed time."""
 
     def refuse(constant: str) -> float:
         raise AssertionError(f"{constant} is not JSON")
@@ -41,12 +41,12 @@ def records(count: int = 3, height: int = 6, width: int = 9) -> list[Record]:
 
 
 def prompt_image(width: int = 30, shade: int = 200) -> Thumbnail:
-    """An image that a prompt shows."""
+    """An image in a prompt."""
     return Thumbnail("data.val_files: a.jsonl:1: images[0]", 200, 300, np.full((20, width, 3), shade, np.uint8))
 
 
 def texts(count: int = 2) -> list[Record]:
-    """Completions of some lines, with characters that markdown, HTML and JSON give a meaning."""
+    """Completions of several lines, with characters that are special in Markdown, HTML and JSON."""
     return [
         Record(
             f"What is {i} + *1*?",
@@ -61,7 +61,7 @@ def texts(count: int = 2) -> list[Record]:
 
 
 def talk(text: str = "<b>6</b>", turns: int = 2) -> Record:
-    """A sample of several turns, each but the last of which calls a tool."""
+    """A multi-turn sample; each turn except the last calls a tool."""
     messages: list[dict[str, Any]] = [{"role": "user", "content": "2 * 3?"}]
     for turn in range(1, turns):
         call = {"name": "calc", "arguments": {"expression": f"2 * {turn}"}}
@@ -80,4 +80,4 @@ assistant: calc({"expression": "2 * 1"})
 tool calc: 2
 
 assistant: so
-<b>6</b>"""  # the transcript of the former
+<b>6</b>"""  # the transcript of `talk()`

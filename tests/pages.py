@@ -1,4 +1,4 @@
-"""Pages of the report for tests: how they are read, and the folders of runs that they are made of."""
+"""A parser of the report's pages for tests, and the folders of runs from which pages are made."""
 
 import json
 import re
@@ -18,8 +18,8 @@ VOID = {"meta", "img", "br", "link", "input", "hr"}
 
 
 class Page(HTMLParser):
-    """The page's tags with their attributes and its text as a browser without scripts shows them; fails where tags do
-    not close in order.
+    """The tags of a page with their attributes, and its text, as a browser without scripts shows them; fails if tags
+    are not closed in order.
     """
 
     def __init__(self, path: Path) -> None:
@@ -55,7 +55,7 @@ class Page(HTMLParser):
         return " ".join(self.text.split())
 
     def charts(self) -> list[dict[str, Any]]:
-        """What the script draws."""
+        """The data of the charts that the script draws."""
         (data,) = re.findall(r'<script type="application/json" id="charts">(.*?)</script>', self.source, re.DOTALL)
         return json.loads(data)
 
@@ -69,7 +69,7 @@ def logger(folder: Path) -> RunLogger:
 
 
 def run(folder: Path, steps: int = 3) -> Path:
-    """A run's folder as the loggers leave it."""
+    """Write the folder of a run as the loggers do."""
     with logger(folder) as log:
         log.log(0, {"val/ocr/reward/mean": 0.5, "val/easy/reward/mean": 0.9, "time/validation": 2.0})
         log.records(0, "ocr", [Record(f'sign "{i}" & <more>', 0.25, picture(i), i) for i in range(2)])
@@ -95,7 +95,7 @@ def run(folder: Path, steps: int = 3) -> Path:
 
 
 def steps_of(folder: Path, name: str, steps: int, samples: int) -> Path:
-    """A run with a validation at each of its steps; sample i of step k scores k + i."""
+    """Write a run with a validation at each step; sample i of step k has the reward k + i."""
     with logger(folder) as log:
         for step in range(steps):
             rows = [
@@ -108,7 +108,7 @@ def steps_of(folder: Path, name: str, steps: int, samples: int) -> Path:
 
 
 def add_ranks(folder: Path, ranks: int = 2, text: str = "") -> Path:
-    """Files of ranks after a step of 2 s, in which all wait a second for rank 1."""
+    """Add files of ranks after a step of 2 s, in which all ranks wait a second for rank 1."""
     (folder / "ranks").mkdir()
     for rank in range(ranks):
         state = {"rank": rank, "ranks": ranks, "role": "actor", "host": f"node-{rank // 8}", "pid": 1, "interval": 2.0}

@@ -1,4 +1,4 @@
-"""Preference data of tiny pictures, in every form in which it may come."""
+"""Preference data with tiny pictures, in every supported form."""
 
 import io
 import json
@@ -14,7 +14,7 @@ PROMPTS = ["a red wall", "the green sea at night", "blue", "a yellow field"]
 
 
 def picture(i: int, chosen: bool, size: tuple[int, int] = (40, 36)) -> Image.Image:
-    """Chosen pictures are plain, rejected ones noise; `size` is (width, height)."""
+    """A plain picture if `chosen`, otherwise noise; `size` is (width, height)."""
     rng = random.Random(f"{i} {chosen}")
     if chosen:
         return Image.new("RGB", size, tuple(rng.randint(0, 255) for _ in range(3)))
@@ -29,7 +29,7 @@ def png(image: Image.Image) -> bytes:
 
 
 def rows(count: int = len(PROMPTS)) -> list[dict[str, Any]]:
-    """Rows with bytes."""
+    """Rows with the bytes of image files."""
     return [
         {"prompt": prompt, "chosen": png(picture(i, True)), "rejected": png(picture(i, False)), "source": f"test {i}"}
         for i, prompt in enumerate(PROMPTS[:count])
@@ -37,13 +37,13 @@ def rows(count: int = len(PROMPTS)) -> list[dict[str, Any]]:
 
 
 def write_parquet(file: Path, table: list[dict[str, Any]]) -> Path:
-    """A Parquet file of rows."""
+    """Write rows to a Parquet file."""
     pq.write_table(pa.Table.from_pylist(table), file)
     return file
 
 
 def write_jsonl(folder: Path) -> Path:
-    """A .jsonl file with paths, and the pictures beside it."""
+    """Write a .jsonl file with paths, and the pictures next to it."""
     (folder / "pictures").mkdir(parents=True)
     lines = []
     for i, row in enumerate(rows()):

@@ -1,4 +1,4 @@
-"""Plans for tests, and parts of what they say."""
+"""Plans for tests, and parts of their output."""
 
 import subprocess
 from collections.abc import Mapping
@@ -32,7 +32,7 @@ def memory_of(cfg: FlowRunConfig, gpu: int | None = None) -> Memory:
 
 
 def describe(plan: Planned, gpu: Gpu) -> str:
-    """The text of a job whose ranks all do everything."""
+    """The text of the plan of a job without roles."""
     return text.describe(plan.cfg, plan.policy.layout.cluster, [plan], gpu)
 
 
@@ -41,7 +41,7 @@ def phases_of(memory: Memory) -> dict[str, Phase]:
 
 
 def section(text: str, title: str) -> list[str]:
-    """The lines of a section, below its title."""
+    """The lines of the section below `title`."""
     (found,) = [part.split("\n") for part in text.split("\n\n") if part.startswith(title)]
     return [line.strip() for line in found[1:]]
 

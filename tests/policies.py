@@ -1,4 +1,4 @@
-"""Policies of tiny models on a world of one rank, made inside the test process."""
+"""Policies of tiny models on a world of one rank, in the test process."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,14 +20,14 @@ from phalanx.rollout.flow.denoise import Job
 from phalanx.rollout.flow.in_policy import PolicyRollout
 from phalanx.types import Prompt, Samples
 
-MAX_LENGTH = 64  # tokens of a prompt; Z-Image fills texts up to 32, 64, ...
-# Of different lengths, with and without a negative of their own.
+MAX_LENGTH = 64  # tokens of a prompt; Z-Image pads texts to 32, 64, ...
+# of different lengths, with and without their own negative prompt
 PROMPTS = [Prompt("a cat", 0, {}), Prompt("two small dogs on a red sofa", 1, {}, negative="blur"), Prompt("x", 2, {})]
 
 
 @contextmanager
 def one_rank() -> Iterator[World]:
-    """A world of this process alone; its groups are gone afterwards."""
+    """A world of only this process; its groups are destroyed afterwards."""
     world = mesh.start(ParallelConfig())
     try:
         yield world
@@ -56,7 +56,7 @@ def make_policy(
 
 
 def disturb(policy: FlowPolicy | LMPolicy, std: float = 0.05, seed: int = 0) -> None:
-    """Move every trained weight, so that a LoRA, whose B begins at 0, does something."""
+    """Change every trained weight, so that a LoRA, whose B is initialized to 0, has an effect."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for p in policy.trained.parameters.values():
@@ -65,9 +65,9 @@ def disturb(policy: FlowPolicy | LMPolicy, std: float = 0.05, seed: int = 0) -> 
 
 
 def make_rollout(policy: FlowPolicy, micro: int, *, guidance: float = 1.0, **rollout: Any) -> PolicyRollout:
-    """Four steps of 32 x 48 pixels, unless `rollout` (keys of FlowRolloutConfig) says otherwise.
+    """Four steps at 32 x 48 pixels, unless `rollout` (keys of FlowRolloutConfig) changes them.
 
-    `guidance` is classifier-free; a guidance that the model takes as an input is 3.5.
+    `guidance` is the scale of classifier-free guidance; embedded guidance is 3.5.
     """
     keys = {"n": 2, "num_inference_steps": 4, "height": 32, "width": 48, policy.model.guidance_key: guidance}
     if policy.model.embedded_guidance_key is not None:
@@ -90,7 +90,7 @@ def validated(rollout: PolicyRollout, prompts: list[Prompt] = PROMPTS) -> Tensor
 
 
 def ode(rollout: PolicyRollout, prompts: list[Prompt] = PROMPTS) -> tuple[Tensor, Tensor]:
-    """What the rollout makes of prompts without noise in its steps, one of each, and the latents that it began with."""
+    """One image per prompt, sampled without noise in the steps, and the initial latents."""
     sampler = replace(rollout.sampler, noise_level=0.0)
     names = [(7, 0, p.group_id, 0) for p in prompts]
     shape = rollout.policy.model.sample_shape(sampler.height, sampler.width, sampler.num_frames)
@@ -103,7 +103,7 @@ def ode(rollout: PolicyRollout, prompts: list[Prompt] = PROMPTS) -> tuple[Tensor
 
 
 def velocity(policy: FlowPolicy, guidance: float = 3.0, prompts: list[Prompt] = PROMPTS) -> Tensor:
-    """The guided velocity [3, ...] of fixed latents, one of each of three prompts, with a gradient."""
+    """The guided velocity [3, ...] of fixed latents for three prompts, with a gradient."""
     rollout = make_rollout(policy, 3, guidance=guidance)
     embeds = rollout.collate(prompts)
     shape = policy.model.latent_shape(rollout.sampler.height, rollout.sampler.width)

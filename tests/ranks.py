@@ -1,6 +1,6 @@
-"""Ranks for tests: forked ones for most (they import nothing again), real torchruns for the launch itself.
+"""Ranks for tests: forked ones for most tests, which need not import again, and real torchruns for the launch itself.
 
-Whatever is started here ends with the tests, also where these are interrupted or killed.
+All processes started here end with the tests, even if the tests are interrupted or killed.
 """
 
 import contextlib
@@ -33,18 +33,18 @@ import torch.distributed as dist
 from phalanx.telemetry.flops import COUNTED, peak_flops
 
 ROOT = Path(__file__).parent.parent
-GRACE_S = 2.0  # after the first failure: time for the other ranks to fail by themselves and say why
+GRACE_S = 2.0  # after the first failure: time for the other ranks to fail by themselves with a message
 LIBC = ctypes.CDLL(None)
 PR_SET_PDEATHSIG = 1
-SHARED = "diffusers", "phalanx", "torch", "transformers"  # packages that ranks need not import anew
-APART = "torch._inductor"  # but for this part, which starts processes
-LIMIT_S = 240.0  # of what has to succeed: far above what it takes on a busy machine, and below pytest's limit
+SHARED = "diffusers", "phalanx", "torch", "transformers"  # packages that ranks need not import again
+APART = "torch._inductor"  # except for this part, which starts processes
+LIMIT_S = 240.0  # for jobs that should succeed: far more than they take on a busy machine, and below pytest's limit
 
-_ports: list[socket.socket] = []  # names of those that `free_port` has given
+_ports: list[socket.socket] = []  # reservations of the ports that `free_port` has returned
 
 
 class RankError(AssertionError):
-    """Ranks that raised, died or hung; the message holds what each of them said, the first to fail first."""
+    """Ranks that raised, died or hung; the message has the output of each of them, in the order of failure."""
 
 
 def run_ranks(
@@ -55,14 +55,15 @@ def run_ranks(
     local_world: int | None = None,
     init: bool = True,
 ) -> list[Any]:
-    """Call `fn(*args)` on `world` forked ranks and return what each returned, by rank.
+    """Call `fn(*args)` on `world` forked ranks, and return their results by rank.
 
     Each rank has torchrun's environment variables and, with `init`, the gloo group of a FileStore as its default
-    group; `local_world` ranks make a node (default: all). Results travel through torch.save, so tensors are welcome.
-    A rank that raises, dies, or is still running after `timeout` seconds ends all of them and raises RankError.
+    group; `local_world` ranks form a node (default: all). Results are passed through torch.save, so they may be
+    tensors. If a rank raises, dies, or is still running after `timeout` seconds, all ranks are ended, and RankError is
+    raised.
 
-    The fork copies the test process: it must hold no running threads (none that wait for work while holding a lock),
-    and torch must be on one thread, which conftest.py sees to.
+    The fork copies the test process, which must not have running threads (in particular none that wait for work while
+    holding a lock); torch must use one thread, which conftest.py ensures.
     """
     before_forks()
     context = multiprocessing.get_context("fork")
@@ -91,26 +92,26 @@ def run_ranks(
 
 
 def before_forks() -> None:
-    """Leave to the copies of this process nothing that they would collect, or measure, each for itself."""
-    peak_flops(torch.device("cpu"), torch.float32)  # measured once in a process
-    gc.collect()  # what is left of earlier tests' process groups ends its threads here, not in a copy that lacks them
+    """Do once in this process what each forked copy would otherwise repeat: measurements and garbage collection."""
+    peak_flops(torch.device("cpu"), torch.float32)  # measured once per process
+    gc.collect()  # remains of earlier tests' process groups end their threads here, not in a copy without the threads
     if not dist.is_initialized():
-        # Each collection of a rank, and of a later call here, would look through all that was imported, for most of a
-        # second, and in a rank copy all its pages.
+        # Otherwise each collection in a rank, and in a later call here, would scan everything that was imported, for
+        # most of a second, and in a rank copy all of its pages.
         gc.freeze()
 
 
 def write_finds(path: Path, before: set[str]) -> None:
-    """Leave to `keep_finds` what a rank has found out: modules, since it had those `before`, and counted operations."""
+    """Record for `keep_finds` the modules that a rank has imported (`before`: earlier ones) and counted operations."""
     files = [name for name, module in sys.modules.items() if name not in before and vars(module).get("__file__")]
-    # transformers lists some modules under former names as well, by which nothing can be imported
+    # transformers also lists some modules under former names, which cannot be imported
     named = [name for name in files if vars(sys.modules[name]).get("__name__") == name]
     shared = [name for name in named if name.partition(".")[0] in SHARED and not name.startswith(APART)]
     path.with_suffix(".finds").write_text(json.dumps([shared, COUNTED]))
 
 
 def keep_finds(folder: Path) -> None:
-    """Import and remember what ranks have: those of later tests are copies of this process, and have it then."""
+    """Import the modules, and keep the counts, of ranks: the ranks of later tests are copies of this process."""
     for path in sorted(folder.glob("*.finds")):
         names, counted = json.loads(path.read_text())
         COUNTED.update(counted)
@@ -143,17 +144,17 @@ def _rank_main(
     end_with_parent(signal.SIGKILL)
     os.environ.update(env)
     before = set(sys.modules)
-    # torch makes its thread pool anew at the first call after a fork, and that is not safe from several threads at once
+    # torch recreates its thread pool at the first call after a fork, which is not safe from several threads at once
     torch.set_num_threads(1)
     with open(folder / f"{rank}.stack", "w") as stack:
-        # Written just before the parent's limit: where a hung rank stood.
+        # written just before the parent's time limit: the stack of a hung rank
         faulthandler.dump_traceback_later(max(timeout - 0.5, timeout / 2), file=stack)
         try:
             if init:
                 store = dist.FileStore(str(folder / "store"), world)
                 limit = timedelta(seconds=timeout)
                 dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
-                dist.barrier()  # a rank with nothing to do would be gone before others have reached it
+                dist.barrier()  # otherwise a rank with nothing to do would exit before others have connected to it
             result = fn(*args)
             torch.save(result, folder / f"{rank}.pt")
             write_finds(folder / f"{rank}.pt", before)
@@ -167,7 +168,7 @@ def _rank_main(
 
 
 def _join(ranks: Sequence[BaseProcess], timeout: float) -> list[int]:
-    """Wait for all ranks; returns those that hang although none has failed."""
+    """Wait for all ranks; returns those that hang, if no rank has failed."""
     deadline = time.monotonic() + timeout
     failed = False
     while (alive := [p for p in ranks if p.is_alive()]) and (left := deadline - time.monotonic()) > 0:
@@ -180,7 +181,7 @@ def _join(ranks: Sequence[BaseProcess], timeout: float) -> list[int]:
 
 
 def _failures(folder: Path, ranks: Sequence[BaseProcess], hung: Sequence[int]) -> list[tuple[str, str]]:
-    """(headline, text) of each rank that failed, the first to fail first; ranks ended because of another are left out."""
+    """(headline, text) of each failed rank in the order of failure, without ranks that were ended because of others."""
     errors = sorted(folder.glob("*.error"), key=lambda path: path.stat().st_mtime_ns)
     found = [(f"rank {p.stem} raised", f"rank {p.stem}:\n{p.read_text()}") for p in errors]
     if hung:
@@ -197,17 +198,17 @@ def _failures(folder: Path, ranks: Sequence[BaseProcess], hung: Sequence[int]) -
 
 
 def end_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
-    """Have the kernel send this process a signal when the one that started it is gone; for Popen's preexec_fn, too."""
+    """Make the kernel send this process a signal when its parent ends; also usable as Popen's preexec_fn."""
     if sys.platform == "linux":
         LIBC.prctl(PR_SET_PDEATHSIG, int(number))
 
 
 def free_port() -> int:
-    """A TCP port of the loopback interface that was free a moment ago.
+    """A free TCP port of the loopback interface.
 
-    It is none of those that the kernel hands out by itself (from 32768 on), so a connection of another test that
-    runs at the same time does not take it. Nor is it given to another process that runs tests: the first one holds a
-    name of the port, which the kernel frees with the process.
+    It is not one of the kernel's ephemeral ports (from 32768 on), so a connection of a concurrent test does not take
+    it. Nor does another test process get it: this process binds a socket name for the port, which the kernel frees when
+    the process ends.
     """
     while True:
         port = random.SystemRandom().randrange(15_000, 32_000)
@@ -246,7 +247,7 @@ def two_nodes(
 
 
 def launch_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """This process's environment, with its interpreter first on PATH, src importable, and no variables of a launch."""
+    """This process's environment with its interpreter first on PATH, src importable, and without launch variables."""
     launch = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"}
     launch |= {"NNODES", "NODE_RANK", "NPROC_PER_NODE", "TORCHRUN_ARGS"}
     launch |= {"MAX_RESTARTS", "GRACE_S", "LOG_DIR", "RDZV_ID", "RDZV_CONF"}
@@ -289,7 +290,7 @@ def _launch(
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]], timeout: float) -> None:
-    """Wait for torchruns; none of them is left, whatever ends the wait."""
+    """Wait for torchruns; all of them have ended when this returns or raises."""
     deadline = time.monotonic() + timeout
     try:
         for process in processes:
@@ -299,7 +300,7 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], timeout: float) -> None:
 
 
 def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """End torchruns that run: SIGTERM, on which they end their ranks, then SIGKILL to what is left of their sessions."""
+    """End running torchruns: SIGTERM, on which they end their ranks, then SIGKILL to the rest of their sessions."""
     for process in processes:
         process.terminate()
     for process in processes:

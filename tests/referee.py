@@ -1,7 +1,7 @@
-"""A referee for the plan's update: the same training step with real FSDP2, as one rank of many on the meta device.
+"""A reference for the plan's update: the same training step with real FSDP2, as one rank of many on the meta device.
 
-Process groups are torch's fake ones. FSDP2 gathers, frees and reduces the tensors of its units itself, and the ledger
-only counts them; no pass is taken for equal to another one. Gradients are what autograd and FSDP2 leave.
+Process groups are torch's fake ones. FSDP2 itself gathers, frees and reduces the tensors of its units, and the ledger
+only counts them; every pass is run, even if it equals another one. Gradients are those that autograd and FSDP2 leave.
 """
 
 from collections.abc import Callable, Hashable, Iterator
@@ -35,7 +35,7 @@ class RealState(TrainState):
     def __init__(self, policy: AnyPlannedPolicy, cfg: RunConfig, ema: Any, averages: Any = ()) -> None:
         super().__init__(policy.trained, cfg.optim, 1, ema=ema, averages=averages)
         self.updates_made = self.micro_batches = 0
-        self.sharding = SimpleNamespace()  # FSDP2 does it
+        self.sharding = SimpleNamespace()  # FSDP2 shards
 
     def step(self, loss: Tensor) -> dict[str, float | Tensor]:
         self.updates_made += 1
@@ -64,7 +64,9 @@ def fake_ranks(ranks: int) -> Iterator[None]:
 
 
 def resizing(ledgers: list[Ledger]) -> Callable[..., Any]:
-    """FSDP2 frees a tensor by giving its storage no bytes, which is no operator that a ledger would see."""
+    """Count FSDP2's way of freeing a tensor: it resizes the storage to 0 bytes, which is not an operator that a ledger
+    would see.
+    """
     resize = torch.UntypedStorage.resize_
 
     def resized(storage: torch.UntypedStorage, size: int) -> Any:
@@ -79,7 +81,7 @@ def resizing(ledgers: list[Ledger]) -> Callable[..., Any]:
 
 
 class OnMeta(TorchDispatchMode):
-    """Tensors that FSDP2's offload copies to the host stay on the meta device."""
+    """Keep tensors that FSDP2's offload copies to the host on the meta device."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -89,7 +91,7 @@ class OnMeta(TorchDispatchMode):
 
 
 def referee(cfg: RunConfig, cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Bytes of the update at its peak, beside those that the rank holds throughout."""
+    """Peak bytes of the update, without those that the rank holds throughout."""
     ledgers: list[Ledger] = []
 
     class RealLedger(Ledger):

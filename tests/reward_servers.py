@@ -1,4 +1,4 @@
-"""Servers of rewards for tests: the reference server, strange ones, and what a client says of them."""
+"""Reward servers for tests: the reference server, misbehaving ones, and a client's errors about them."""
 
 import base64
 import json
@@ -88,13 +88,13 @@ def own_rewards(folder: Path) -> Path:
 
 
 def only(own: Path, name: str, **kwargs: Any) -> str:
-    """The override of a server with one reward of REWARDS."""
+    """The override for a server with one reward of REWARDS."""
     return f"reward.functions=[{{path: '{own}:{name}', kwargs: {json.dumps(kwargs)}}}]"
 
 
 @contextmanager
 def serving(*overrides: str) -> Iterator[RewardServer]:
-    """The reference server on a free port of this machine, in a thread."""
+    """Run the reference server on a free local port, in a thread."""
     server = RewardServer(load(ServeRewardConfig, None, ["port=0", *overrides]))
     try:
         with listening(server.listener(), server.socket):
@@ -119,7 +119,7 @@ Answer = Callable[["Strange", dict[str, Any]], None]
 
 
 class Strange(BaseHTTPRequestHandler):
-    """One request to a strange server; `answer` of the server says what happens."""
+    """A request to a misbehaving server, whose `answer` handles it."""
 
     protocol_version = "HTTP/1.1"
     server: "StrangeServer"
@@ -148,13 +148,13 @@ class StrangeServer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Strange)
         self.answer = answer
         self.seen: list[dict[str, str]] = []
-        self.over = threading.Event()  # ends what hangs
+        self.over = threading.Event()  # ends handlers that hang
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server_address[1]}/score"
 
-    def handle_error(self, request: Any, client_address: Any) -> None: ...  # a client that gave up
+    def handle_error(self, request: Any, client_address: Any) -> None: ...  # the client gave up
 
 
 @contextmanager
@@ -176,13 +176,13 @@ def says(content: Any, status: int = 200, **headers: str) -> Answer:
 
 
 def scores(url: str, count: int = 4, **kwargs: Any) -> list[float]:
-    """The scores of `count` small grey images."""
+    """The scores of `count` small gray images."""
     options = {"retries": 1, "backoff_s": 0.01, "timeout_s": 20.0, **kwargs}
     return Http(url, **options)(torch.full((count, 3, 8, 8), 0.5), [f"p{i}" for i in range(count)], [{}] * count)
 
 
 def refusal(url: str, count: int = 4, **kwargs: Any) -> str:
-    """What is wrong, without the address."""
+    """The client's error message without the address."""
     shown, _, problem = told(ServerError, scores, url, count, **kwargs).partition(": ")
     assert shown == url
     return problem
@@ -199,7 +199,7 @@ def chunk(kind: bytes, data: bytes) -> bytes:
 
 
 def bomb(width: int, height: int) -> bytes:
-    """A PNG of a few bytes that claims a size."""
+    """A PNG of a few bytes that claims a large size."""
     head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     data = zlib.compress(b"\0" * 1_000_000)
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", data) + chunk(b"IEND", b"")

@@ -1,4 +1,4 @@
-"""Rewards as tests build and run them, and what is said of mistakes."""
+"""Rewards as tests build and run them, and the messages about mistakes."""
 
 from collections.abc import Callable
 from typing import Any
@@ -28,7 +28,7 @@ def rewards(*functions: FlowRewardFunctionConfig, **settings: Any) -> RewardSet:
 
 
 def scored(reward: RewardSet, *batches: tuple[Outputs, list[Prompt]]) -> dict[str, list[float]]:
-    """The rows of all batches."""
+    """The scores of all batches, by term."""
     for batch in batches:
         reward.submit(*batch)
     return {name: values.tolist() for name, values in reward.collect().items()}

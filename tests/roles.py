@@ -1,4 +1,4 @@
-"""Jobs whose ranks have roles of their own, on forked ranks."""
+"""Jobs whose ranks have different roles, on forked ranks."""
 
 import os
 from collections.abc import Callable
@@ -13,13 +13,13 @@ from tests.ranks import free_port, run_ranks
 
 
 def run_roles(build: Callable[[Any], Any], ranks: int, cfg: Any, **options: Any) -> dict[str, torch.Tensor]:
-    """Train to the end on so many ranks; returns the weights of the actor's first rank."""
+    """Train to the end on `ranks` ranks; returns the weights of the actor's first rank."""
     found: list[dict[str, torch.Tensor] | None] = run_ranks(part, ranks, build, cfg, free_port(), init=False, **options)
     return next(weights for weights in found if weights is not None)
 
 
 def part(build: Callable[[Any], Any], cfg: Any, port: int) -> dict[str, torch.Tensor] | None:
-    """This rank's part of the job; the actor's weights."""
+    """Run this rank's part of the job; returns the weights on ranks of the actor."""
     from phalanx.training.rl import Trainer
 
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -37,7 +37,7 @@ def part(build: Callable[[Any], Any], cfg: Any, port: int) -> dict[str, torch.Te
 
 
 def learned(folder: Path) -> list[dict[str, Any]]:
-    """What the rows of a run say of rewards, samples, gradients and validations, and not of time or roles."""
+    """The metrics of a run about rewards, samples, gradients and validations, without those about time and roles."""
     heads = ("step", "reward/", "actor/", "val/", "response/")
     return [
         {key: value for key, value in row.items() if key.startswith(heads)}

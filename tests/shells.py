@@ -1,4 +1,4 @@
-"""train.sh under a shell, in a folder where nothing but stubs and a few tools is on PATH, and what launchers tell it."""
+"""Runs train.sh under several shells, with only stubs and a few tools on PATH, and the variables that launchers set."""
 
 import shutil
 import subprocess
@@ -18,10 +18,10 @@ print("task", sys.argv[1:])
 for name in sorted(os.environ):
     print(f"{name}={os.environ[name]}")
 """
-# Its arguments in brackets, a line each, then its environment.
+# Prints its arguments in brackets, one per line, then its environment.
 TORCHRUN = 'for a in "$@"; do echo "[$a]"; done; env; exit "${STUB_STATUS:-0}"'
 
-# What launchers say on node 1 of 2; in a batch script of Slurm, on its first node.
+# The variables that launchers set on node 1 of 2; in a batch script of Slurm, on its first node.
 SKYPILOT = {
     "SKYPILOT_NUM_NODES": "2",
     "SKYPILOT_NODE_RANK": "1",
@@ -72,7 +72,7 @@ SLURM_PORT = str(20000 + 1234567 % 20000)
 EIGHT_GPUS = {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}
 
 SCONTROL = 'test "$*" = "show hostnames n[1-2]" && echo 10.0.0.1 && echo 10.0.0.2'
-# Runs its command on each node in turn, as a task of step 0.
+# Runs its command on one node after the other, as a task of step 0.
 SRUN = """
 for a in "$@"; do echo "<$a>"; done
 while :; do case $1 in --*) shift ;; *) break ;; esac; done
@@ -84,13 +84,13 @@ while [ "$i" -lt "$SLURM_JOB_NUM_NODES" ]; do SLURM_NODEID=$i SLURM_PROCID=$i "$
 
 
 def stub_folder(folder: Path) -> Path:
-    """A working directory with a task, and in bin/ all that train.sh calls: a stub torchrun, and no GPU tools."""
+    """A working directory with a task, and in bin/ everything that train.sh calls: a stub torchrun, no GPU tools."""
     (folder / "tasks").mkdir()
     (folder / "tasks" / "train.py").write_text(TASK)
     (folder / "bin").mkdir()
     for tool in TOOLS:
         (folder / "bin" / tool).symlink_to(str(shutil.which(tool)))
-    # `python3 -m phalanx.launch` is torchrun here, the stub
+    # `python3 -m phalanx.launch` runs the stub torchrun
     write_tool(
         folder,
         "python3",
@@ -101,19 +101,19 @@ def stub_folder(folder: Path) -> Path:
 
 
 def write_tool(folder: Path, name: str, body: str) -> None:
-    """A shell script in the folder's bin/."""
+    """Write a shell script to the folder's bin/."""
     path = folder / "bin" / name
     path.write_text(f"#!/bin/sh\n{body}\n")
     path.chmod(0o755)
 
 
 def command(shell: list[str], *args: str) -> list[str]:
-    """What runs train.sh under a shell of SHELLS."""
+    """The command that runs train.sh under a shell of SHELLS."""
     return [str(shutil.which(shell[0])), *shell[1:], SCRIPT, *args]
 
 
 def launch(shell: list[str], folder: Path, *args: str, **env: str) -> CompletedProcess[str]:
-    """Run train.sh with this environment and no other."""
+    """Run train.sh with only this environment."""
     path = {"PATH": str(folder / "bin")}
     return subprocess.run(
         command(shell, *args), cwd=folder, env={**path, **env}, capture_output=True, text=True, timeout=LIMIT_S
@@ -121,19 +121,19 @@ def launch(shell: list[str], folder: Path, *args: str, **env: str) -> CompletedP
 
 
 def torchrun_arguments(done: CompletedProcess[str]) -> list[str]:
-    """What the stub torchrun was given."""
+    """The arguments of the stub torchrun."""
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
     assert done.stdout.startswith("["), done.stdout
     return [line[1:-1] for line in done.stdout.splitlines() if line.startswith("[")]
 
 
 def environment(done: CompletedProcess[str]) -> Mapping[str, str]:
-    """The variables that the stub torchrun or the task saw."""
+    """The environment variables that the stub torchrun or the task printed."""
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
     return dict(line.split("=", 1) for line in done.stdout.splitlines() if "=" in line and line[0] not in "[ ")
 
 
 def shellcheck(*files: Path) -> str:
-    """What shellcheck, of the extra `test`, says of these files; empty where all is well."""
+    """The findings of shellcheck (from the extra `test`) in these files; empty if there are none."""
     tool = Path(sys.executable).parent / "shellcheck"
     return subprocess.run([tool, "--external-sources", *files], cwd=ROOT, capture_output=True, text=True).stdout

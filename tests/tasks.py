@@ -1,4 +1,4 @@
-"""Tasks for tests, as `sh train.sh tasks/...` would run them, but in forks of this process, which import nothing again."""
+"""Tasks for tests: run as by `sh train.sh tasks/...`, but in forks of this process, which need not import again."""
 
 import contextlib
 import logging
@@ -33,9 +33,9 @@ from tests.ranks import (
 def run_task(
     args: Sequence[str | Path], nproc: int = 1, env: Mapping[str, str] | None = None, timeout: float = LIMIT_S
 ) -> CompletedProcess[str]:
-    """Run `python tasks/... ARGS` on `nproc` ranks and return what all of them printed.
+    """Run `python tasks/... ARGS` on `nproc` ranks; returns the output of all of them.
 
-    As under torchrun, a rank that fails ends the others, and its exit status is the result; raises TimeoutExpired, with
+    As under torchrun, a rank that fails ends the others, and its exit status is the result. Raises TimeoutExpired, with
     the output so far.
     """
     command = [str(arg) for arg in args]
@@ -62,7 +62,7 @@ def run_task(
 
 @contextlib.contextmanager
 def _store(port: int) -> Iterator[None]:
-    """The store of the ranks, in a process of its own, as torchrun's is: it outlives all of them."""
+    """The store of the ranks in a separate process, as with torchrun: it outlives all ranks."""
     pid = os.fork()
     if pid == 0:
         end_with_parent(signal.SIGKILL)
@@ -86,18 +86,18 @@ def _fork_rank(command: list[str], environment: dict[str, str], out: Path, err: 
 
 
 def _be_the_task(command: list[str], environment: dict[str, str], out: Path, err: Path) -> None:
-    """Do what the interpreter does with a script; never returns."""
+    """Run a script as the interpreter does; never returns."""
     status = 0
     before = set(sys.modules)
     try:
         end_with_parent(signal.SIGKILL)
         os.environ.update(environment)
-        torch.set_num_threads(1)  # torch's thread pool is made anew after a fork, by one thread
+        torch.set_num_threads(1)  # torch recreates its thread pool after a fork, which must happen in one thread
         os.chdir(ROOT)
         for path, number in ((out, 1), (err, 2)):
             os.dup2(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND), number)
         sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
-        logging.getLogger().handlers.clear()  # pytest's, with which a task would make none of its own
+        logging.getLogger().handlers.clear()  # with pytest's handlers, a task would not install its own
         sys.argv = command
         sys.path.insert(0, str(Path(command[0]).parent))
         runpy.run_path(command[0], run_name="__main__")
@@ -113,7 +113,7 @@ def _be_the_task(command: list[str], environment: dict[str, str], out: Path, err
 
 
 def _wait(ranks: list[int], timeout: float) -> int | None:
-    """The exit status of the first rank that failed, or 0; None after the timeout. No rank is left."""
+    """The exit status of the first rank that failed, or 0; None after the timeout. All ranks have ended afterwards."""
     deadline, left = time.monotonic() + timeout, set(ranks)
     status: int | None = 0
     try:

@@ -1,7 +1,7 @@
-"""Tiny diffusers folders with real classes and seeded random weights: what the tests train, sample from and export.
+"""Tiny diffusers folders of real classes with seeded random weights, which tests train, sample from and export.
 
-Each folder loads with `from_pretrained` of stock diffusers and makes an image on one CPU thread in about a second.
-Zero-initialised layers are jittered, so that no output, gradient or text embedding is trivially zero.
+Each folder loads with `from_pretrained` of stock diffusers, and generates an image on one CPU thread in about a second.
+Noise is added to zero-initialized layers, so that no output, gradient or text embedding is trivially zero.
 """
 
 import json
@@ -23,7 +23,7 @@ QWEN_PREFIX = (
 )
 QWEN_PREFIX_TOKENS = 34
 CHAT_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-# of a VAE for videos: latents of 4 channels, a fourth of the image's sides
+# a VAE for videos: latents with 4 channels and a fourth of the image's sides
 VIDEO_VAE: dict[str, Any] = {
     "base_dim": 8,
     "z_dim": 4,
@@ -44,14 +44,14 @@ def jitter(module: nn.Module, seed: int, std: float = 0.05) -> None:
 
 
 def jittered(module: Any, seed: int, std: float = 0.05) -> Any:
-    """The module for evaluation, with noise in every parameter."""
+    """The module in evaluation mode, with noise in every parameter."""
     jitter(module.eval(), seed, std)
     return module
 
 
 @contextmanager
 def drawn_by(seed: int) -> Iterator[None]:
-    """Modules made within have the weights that follow from the seed."""
+    """Seed the weights of modules that are created in the block."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         yield
@@ -64,14 +64,14 @@ def save(pipeline: Any, folder: str | Path) -> Path:
 
 
 def byte_alphabet() -> list[str]:
-    """The 256 characters that stand for bytes in GPT-2's, CLIP's and Qwen's vocabularies, in a fixed order."""
+    """The 256 characters that represent bytes in the vocabularies of GPT-2, CLIP and Qwen, in a fixed order."""
     from tokenizers.pre_tokenizers import ByteLevel
 
     return sorted(ByteLevel.alphabet())
 
 
 def clip_tokenizer() -> transformers.CLIPTokenizer:
-    """A token a character, 77 tokens long as the real one."""
+    """One token per character, and texts of up to 77 tokens as with the real tokenizer."""
     alphabet = byte_alphabet()
     tokens = [*alphabet, *(c + "</w>" for c in alphabet), "<|startoftext|>", "<|endoftext|>"]
     vocab = {token: i for i, token in enumerate(tokens)}
@@ -101,7 +101,7 @@ def clip_text_model(tokenizer: transformers.CLIPTokenizer, hidden: int, seed: in
 
 
 def t5_tokenizer() -> transformers.T5Tokenizer:
-    """A token a printable ASCII character."""
+    """One token per printable ASCII character."""
     characters = ["▁", *(chr(c) for c in range(33, 127))]
     vocab = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), *((c, -2.0) for c in characters)]
     return transformers.T5Tokenizer(vocab=vocab, extra_ids=0, model_max_length=512)
@@ -124,13 +124,13 @@ def t5_encoder(tokenizer: transformers.T5Tokenizer, hidden: int, seed: int) -> A
 
 
 def umt5_encoder(tokenizer: transformers.T5Tokenizer, hidden: int, seed: int) -> Any:
-    """As `t5_encoder`, with positions of their own in each layer."""
+    """As `t5_encoder`, with separate position biases in each layer."""
     config = transformers.UMT5Config(**t5_encoder(tokenizer, hidden, seed).config.to_diff_dict())
     return jittered(transformers.UMT5EncoderModel(config), seed)
 
 
 def byte_tokenizer(merges: list[tuple[str, str]], specials: list[str], length: int = 2048) -> Any:
-    """A token a byte, those of `merges`, and `specials`, of which the first one pads."""
+    """One token per byte, the tokens of `merges`, and `specials`, of which the first is the padding token."""
     tokens = [*byte_alphabet(), *(left + right for left, right in merges), *specials]
     return transformers.Qwen2Tokenizer(
         vocab={token: i for i, token in enumerate(tokens)},
@@ -141,7 +141,7 @@ def byte_tokenizer(merges: list[tuple[str, str]], specials: list[str], length: i
 
 
 def chat_tokenizer() -> Any:
-    """A token a byte, and a chat template as Qwen3's: a user's message, and the begin of the answer."""
+    """One token per byte, and a chat template like Qwen3's: a user's message, and the beginning of the answer."""
     tokenizer = byte_tokenizer([], CHAT_TOKENS)
     message = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
     tokenizer.chat_template = "{% for m in messages %}" + message + "{% endfor %}<|im_start|>assistant\n"
@@ -149,7 +149,7 @@ def chat_tokenizer() -> Any:
 
 
 def qwen_tokenizer() -> Any:
-    """Bytes, and merges for the words of the prompt template: its prefix is 34 tokens long, as with the real one."""
+    """Bytes, and merges for the words of the prompt template, whose prefix has 34 tokens as with the real tokenizer."""
     prefix = QWEN_PREFIX.replace("<|im_start|>", "\n").replace("<|im_end|>", "\n").replace(",", "").replace(":", "")
     words = [line.replace(" ", " \u0120").split(" ") for line in prefix.split("\n") if line]
     merges: list[tuple[str, str]] = []
@@ -161,7 +161,7 @@ def qwen_tokenizer() -> Any:
 
 
 def qwen_encoder(tokenizer: Any, seed: int, **ids: int) -> Any:
-    """Two layers, 64 wide, behind a vision tower of one; `ids` are the tokens of images and videos."""
+    """Two layers, 64 wide, and a vision tower of one layer; `ids` are the tokens of images and videos."""
     config = transformers.Qwen2_5_VLConfig(
         text_config={
             "vocab_size": len(tokenizer),
@@ -190,7 +190,7 @@ def qwen_encoder(tokenizer: Any, seed: int, **ids: int) -> Any:
 
 
 def kl_vae(seed: int) -> Any:
-    """Latents of 4 channels, a fourth of the image's sides."""
+    """Latents with 4 channels and a fourth of the image's sides."""
     vae = diffusers.AutoencoderKL(
         down_block_types=("DownEncoderBlock2D",) * 3,
         up_block_types=("UpDecoderBlock2D",) * 3,
@@ -244,8 +244,8 @@ def tiny_sd3(folder: str | Path, t5: bool = False, seed: int = 0) -> Path:
 
 
 def tiny_flux(folder: str | Path, guidance_embeds: bool = True, kontext: bool = False, seed: int = 0) -> Path:
-    """Save a tiny FluxPipeline, FLUX.1-dev's kind or (no `guidance_embeds`) schnell's, or (`kontext`) FluxKontextPipeline:
-    8 px a packed token, latents [4, h / 4, w / 4], 2 blocks of two streams and 2 of one, of 4 heads x 16.
+    """Save a tiny FluxPipeline like FLUX.1-dev or (no `guidance_embeds`) schnell, or (`kontext`) FluxKontextPipeline:
+    8 px per packed token, latents [4, h / 4, w / 4], 2 blocks of two streams and 2 of one, of 4 heads x 16.
     """
     with drawn_by(seed):
         transformer = diffusers.FluxTransformer2DModel(
@@ -282,7 +282,7 @@ def tiny_flux(folder: str | Path, guidance_embeds: bool = True, kontext: bool = 
 
 
 def tiny_z_image(folder: str | Path, seed: int = 0) -> Path:
-    """Save a tiny ZImagePipeline: 8 px a token, latents [4, h / 4, w / 4], 2 blocks beside 1 + 1 of 4 heads x 16."""
+    """Save a tiny ZImagePipeline: 8 px per token, latents [4, h / 4, w / 4], 2 + 1 + 1 blocks of 4 heads x 16."""
     tokenizer = chat_tokenizer()
     with drawn_by(seed):
         transformer = diffusers.ZImageTransformer2DModel(
@@ -318,10 +318,10 @@ def tiny_z_image(folder: str | Path, seed: int = 0) -> Path:
 
 
 def tiny_wan(folder: str | Path, multistep: bool = True, per_token: bool = False, seed: int = 0) -> Path:
-    """Save a tiny WanPipeline: 8 px a token, latents [4, (f - 1) / 4 + 1, h / 4, w / 4], 2 blocks of 4 heads x 16.
+    """Save a tiny WanPipeline: 8 px per token, latents [4, (f - 1) / 4 + 1, h / 4, w / 4], 2 blocks of 4 heads x 16.
 
-    `multistep`: with the scheduler of the published folders; `per_token`: of Wan 2.2 TI2V-5B's kind, whose VAE cuts
-    patches: 16 px a token, latents [4, (f - 1) / 4 + 1, h / 8, w / 8].
+    `multistep`: with the scheduler of the published folders. `per_token`: like Wan 2.2 TI2V-5B, whose VAE patchifies:
+    16 px per token, latents [4, (f - 1) / 4 + 1, h / 8, w / 8].
     """
     tokenizer = t5_tokenizer()
     with drawn_by(seed):
@@ -355,7 +355,7 @@ def tiny_wan(folder: str | Path, multistep: bool = True, per_token: bool = False
 
 
 def tiny_qwen_image(folder: str | Path, seed: int = 0) -> Path:
-    """Save a tiny QwenImagePipeline: 8 px a packed token, latents [4, h / 4, w / 4], 2 blocks of 4 heads x 16."""
+    """Save a tiny QwenImagePipeline: 8 px per packed token, latents [4, h / 4, w / 4], 2 blocks of 4 heads x 16."""
     tokenizer = qwen_tokenizer()
     with drawn_by(seed):
         transformer = diffusers.QwenImageTransformer2DModel(
@@ -370,7 +370,7 @@ def tiny_qwen_image(folder: str | Path, seed: int = 0) -> Path:
         jittered(transformer, seed + 1, std=0.1)
         vae = diffusers.AutoencoderKLQwenImage(**VIDEO_VAE, temperal_downsample=[False, True])
         jittered(vae, seed + 2)
-        # No image ever enters the encoder: ids beyond the vocabulary.
+        # ids beyond the vocabulary, because no image ever enters the encoder
         names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
         encoder = qwen_encoder(tokenizer, seed + 3, **{name: len(tokenizer) + 1 + i for i, name in enumerate(names)})
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler(
@@ -388,9 +388,9 @@ def tiny_qwen_image(folder: str | Path, seed: int = 0) -> Path:
 
 
 def load_pipeline(folder: str | Path, **parts: Any) -> Any:
-    """Load a folder with stock diffusers in float32, without a progress bar; `parts` are components of it.
+    """Load a folder with stock diffusers in float32, without a progress bar; `parts` replace components.
 
-    SD3 folders without T5 list it as null, and diffusers wants that said again at loading. FLUX.2's processor would need
+    SD3 folders without T5 list it as null, but diffusers needs it as an argument again. FLUX.2's processor would need
     torchvision.
     """
     index = json.loads((Path(folder) / "model_index.json").read_text())
@@ -406,7 +406,7 @@ def load_pipeline(folder: str | Path, **parts: Any) -> Any:
 
 
 def halved(folder: Path, to: Path) -> Path:
-    """A model folder whose tensors are in bfloat16."""
+    """A copy of a model folder with all tensors in bfloat16."""
     shutil.copytree(folder, to)
     for file in to.rglob("*.safetensors"):
         save_file({name: t.to(torch.bfloat16) for name, t in load_file(file).items()}, file, {"format": "pt"})

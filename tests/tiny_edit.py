@@ -1,4 +1,4 @@
-"""A tiny Qwen-Image-Edit folder, real classes, and data for it."""
+"""A tiny Qwen-Image-Edit folder of real classes, and data for it."""
 
 import json
 import random
@@ -25,20 +25,20 @@ from tests.tiny import (
     tiny_qwen_image,
 )
 
-PREFIX_TOKENS = 64  # of the template, which the pipeline drops
+PREFIX_TOKENS = 64  # tokens of the template's prefix, which the pipeline drops
 SPECIAL = [*CHAT_TOKENS, "<|vision_start|>", "<|vision_end|>", "<|image_pad|>"]
 INSTRUCTIONS = ["make it red", "x", "a wider sky, and two more trees", "no cat"]
 
 
 def tokenizer(prefix: str, tokens: int) -> Qwen2Tokenizer:
-    """Bytes, and merges for the words of a template's prefix: it has as many `tokens` as with the real one."""
+    """Bytes, and merges for the words of a template's prefix, which has `tokens` tokens as with the real tokenizer."""
     split = Qwen2Tokenizer(vocab={c: i for i, c in enumerate(byte_alphabet())}, merges=[]).backend_tokenizer
     texts = [text for text in re.split(r"<\|im_\w+\|>", prefix) if text]
     pieces = [piece for text in texts for piece, _ in split.pre_tokenizer.pre_tokenize_str(text)]
-    pieces.sort(key=lambda piece: piece[0] != "\u0120")  # merges of what begins with a space go first
+    pieces.sort(key=lambda piece: piece[0] != "\u0120")  # merges of pieces that begin with a space go first
     merges: dict[tuple[str, str], None] = {}
     for piece in pieces:
-        if set(piece) == {"\u0120"}:  # spaces, which the first of these merges makes pairs of
+        if set(piece) == {"\u0120"}:  # spaces, which the first of these merges turns into pairs
             merges |= {(piece[:i], piece[:i]): None for i in (1, 2, 4) if 2 * i <= len(piece)}
         else:
             merges |= {(piece[:i], piece[i]): None for i in range(1, len(piece))}
@@ -48,7 +48,7 @@ def tokenizer(prefix: str, tokens: int) -> Qwen2Tokenizer:
 
 
 def text_encoder(words: Qwen2Tokenizer, seed: int) -> Qwen2_5_VLForConditionalGeneration:
-    """Two layers, 64 wide, behind a vision tower of one."""
+    """Two layers, 64 wide, and a vision tower of one layer."""
     with drawn_by(seed):
         return qwen_encoder(
             words,
@@ -61,8 +61,8 @@ def text_encoder(words: Qwen2Tokenizer, seed: int) -> Qwen2_5_VLForConditionalGe
 
 
 def tiny_qwen_image_edit(folder: Path, *, first: bool = False, zero_cond_t: bool = False, seed: int = 0) -> Path:
-    """Save a tiny QwenImageEditPlusPipeline, or (`first`) the QwenImageEditPipeline before it: as `tiny_qwen_image`, with
-    a text encoder that sees. `zero_cond_t` is 2511's: tokens of the reference are at level 0.
+    """Save a tiny QwenImageEditPlusPipeline, or (`first`) the earlier QwenImageEditPipeline: as `tiny_qwen_image`, with
+    a text encoder that reads images. `zero_cond_t`: tokens of the reference are at level 0, as in version 2511.
     """
     from diffusers import QwenImageEditPipeline, QwenImageEditPlusPipeline
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -85,18 +85,18 @@ def tiny_qwen_image_edit(folder: Path, *, first: bool = False, zero_cond_t: bool
 
 
 def load_edit_pipeline(folder: Path):
-    """Stock diffusers' pipeline of a folder in float32."""
+    """Load a folder with stock diffusers in float32."""
     return load_pipeline(folder, processor=ImageProcessor.from_pretrained(folder, subfolder="processor"))
 
 
 def photo(number: int, width: int = 96, height: int = 64) -> Image.Image:
-    """A picture of its own: noise, smooth enough that scaling it leaves something."""
+    """A picture that depends on `number`: noise, smooth enough to survive scaling."""
     rng = random.Random(number)
     return Image.frombytes("RGB", (6, 4), rng.randbytes(72)).resize((width, height), Image.Resampling.BICUBIC)
 
 
 def write_edits(folder: Path, count: int = len(INSTRUCTIONS), each: int = 1) -> Path:
-    """A .jsonl file of instructions with paths, or lists of `each` paths, and the pictures beside it."""
+    """Write a .jsonl file of instructions with a path, or a list of `each` paths, and the pictures next to it."""
     folder.mkdir(parents=True, exist_ok=True)
     lines = []
     for i, text in enumerate(INSTRUCTIONS[:count]):
@@ -111,7 +111,7 @@ def write_edits(folder: Path, count: int = len(INSTRUCTIONS), each: int = 1) -> 
 
 
 def edits(count: int = 3, each: int = 1) -> list[Prompt]:
-    """Prompts of different lengths, each with its picture, or `each` of them; the second has a negative of its own."""
+    """Prompts of different lengths, each with one picture or `each` pictures; the second has a negative prompt."""
 
     def one(i: int) -> Prompt:
         if each > 1:

@@ -1,4 +1,4 @@
-"""Tiny FLUX.2 folders, real classes: dev's and Klein's."""
+"""Tiny FLUX.2 folders of real classes: dev and Klein."""
 
 import json
 import re
@@ -24,7 +24,7 @@ SHIFT = {"base_image_seq_len": 256, "base_shift": 0.5, "max_image_seq_len": 4096
 
 
 def message_tokenizer() -> Any:
-    """A token a byte, and one for each word of the system's message, which a chat begins with as Mistral's."""
+    """One token per byte, and one per word of the system message, with which a chat begins as in Mistral's template."""
     words = dict.fromkeys(re.findall(r"[A-Za-z]+", SYSTEM_MESSAGE))
     merges = []
     for word in words:
@@ -37,7 +37,7 @@ def message_tokenizer() -> Any:
 
 
 def mistral(tokenizer: Any, seed: int) -> Any:
-    """The 30 layers that the pipeline takes three of, and a vision tower of one."""
+    """30 layers, of which the pipeline uses three, and a vision tower of one layer."""
     ids = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": tokenizer.pad_token_id}
     config = transformers.Mistral3Config(
         text_config={"model_type": "mistral", "vocab_size": len(tokenizer), "num_hidden_layers": 30, **TEXT, **ids},
@@ -56,14 +56,14 @@ def mistral(tokenizer: Any, seed: int) -> Any:
 
 
 def qwen3(tokenizer: Any, seed: int) -> Any:
-    """The 27 layers that the pipeline takes three of."""
+    """27 layers, of which the pipeline uses three."""
     ids = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": tokenizer.pad_token_id}
     config = transformers.Qwen3Config(vocab_size=len(tokenizer), num_hidden_layers=27, **TEXT, **ids)
     return jittered(transformers.Qwen3ForCausalLM(config), seed)
 
 
 def patch_vae(seed: int) -> Any:
-    """Latents of 4 channels, a fourth of the image's sides, and statistics of their patches of 2 x 2."""
+    """Latents with 4 channels and a fourth of the image's sides, and statistics of their patches of 2 x 2."""
     vae = diffusers.AutoencoderKLFlux2(
         down_block_types=("DownEncoderBlock2D",) * 3,
         up_block_types=("UpDecoderBlock2D",) * 3,
@@ -79,8 +79,8 @@ def patch_vae(seed: int) -> Any:
 
 
 def tiny_flux2(folder: Path, klein: bool = False, distilled: bool = False, seed: int = 0) -> Path:
-    """Save a tiny Flux2Pipeline or (`klein`) Flux2KleinPipeline: 8 px a token, latents [16, h / 8, w / 8], 2 blocks of
-    two streams and 2 of one, of 4 heads x 16.
+    """Save a tiny Flux2Pipeline or (`klein`) Flux2KleinPipeline: 8 px per token, latents [16, h / 8, w / 8], 2 blocks
+    of two streams and 2 of one, of 4 heads x 16.
     """
     tokenizer = chat_tokenizer() if klein else message_tokenizer()
     with drawn_by(seed):
@@ -109,11 +109,11 @@ def tiny_flux2(folder: Path, klein: bool = False, distilled: bool = False, seed:
     save(diffusers.Flux2Pipeline(**parts), folder)
     file = folder / "model_index.json"
     index = json.loads(file.read_text())
-    # as published; without torchvision there is none to save
+    # as published; without torchvision there is no processor to save
     file.write_text(json.dumps(index | {"tokenizer": ["transformers", "PixtralProcessor"]}))
     return folder
 
 
 def tiny_flux2_klein(folder: Path, distilled: bool = False) -> Path:
-    """A tiny FLUX.2 Klein base, or (`distilled`) Klein."""
+    """Save a tiny FLUX.2 Klein base, or (`distilled`) Klein."""
     return tiny_flux2(folder, klein=True, distilled=distilled)

@@ -10,13 +10,13 @@ from transformers.models.siglip.image_processing_pil_siglip import SiglipImagePr
 from tests.tiny import HEADS, drawn_by, jittered, save
 from tests.tiny_edit import tokenizer
 
-PREFIX_TOKENS = 108  # of the template, which the pipeline drops
+PREFIX_TOKENS = 108  # tokens of the template's prefix, which the pipeline drops
 MESSAGE = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
 TEMPLATE = "{% for m in messages %}" + MESSAGE + "{% endfor %}<|im_start|>assistant\n"
 
 
 def text_encoder(words: Any, seed: int) -> Any:
-    """Four layers, 64 wide: the pipeline takes what the second one gives."""
+    """Four layers, 64 wide; the pipeline uses the output of the second one."""
     config = transformers.Qwen2_5_VLTextConfig(
         vocab_size=len(words),
         hidden_size=64,
@@ -41,7 +41,7 @@ def byt5_encoder(words: transformers.ByT5Tokenizer, seed: int) -> Any:
 
 
 def tiny_hunyuan_video_15(folder: str | Path, seed: int = 0, use_meanflow: bool = False, images: bool = False) -> Path:
-    """Save a tiny HunyuanVideo15Pipeline, or (`images`) the one of images to videos: 4 px a token, latents
+    """Save a tiny HunyuanVideo15Pipeline, or (`images`) the image-to-video one: 4 px per token, latents
     [4, (f - 1) / 4 + 1, h / 4, w / 4], 2 blocks of 4 heads x 16.
     """
     with drawn_by(seed):

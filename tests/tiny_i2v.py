@@ -1,4 +1,4 @@
-"""Tiny folders of Wan's image to video, of diffusers' real classes, and data for them."""
+"""Tiny folders of Wan's image-to-video models, of diffusers' real classes."""
 
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from tests.tiny import HEADS, drawn_by, jittered, load_pipeline, save, tiny_wan
 
 
 def wan_transformer(seed: int, **keys: Any) -> diffusers.WanTransformer3DModel:
-    """As that of `tiny_wan`, with other keys."""
+    """The transformer of `tiny_wan`, with other keys."""
     sizes = {"text_dim": 64, "freq_dim": 32, "ffn_dim": 96, "num_layers": 2, "rope_max_seq_len": 32, "out_channels": 4}
     with drawn_by(seed):
         transformer = diffusers.WanTransformer3DModel(**sizes | HEADS | keys)
@@ -20,8 +20,8 @@ def wan_transformer(seed: int, **keys: Any) -> diffusers.WanTransformer3DModel:
 
 
 def tiny_wan_i2v(folder: Path, *, sees: bool = True, two: bool = False, multistep: bool = False, seed: int = 0) -> Path:
-    """Save a tiny WanImageToVideoPipeline: as `tiny_wan`, with 4 + 4 channels of a mask and the first frame's latents,
-    and (`sees`, Wan 2.1) CLIP's features of it, or (`two`, Wan 2.2 A14B) a transformer_2 for levels below 0.8.
+    """Save a tiny WanImageToVideoPipeline: as `tiny_wan`, with 4 + 4 channels for a mask and the first frame's latents.
+    `sees`: with CLIP's features of the image, as Wan 2.1. `two`: with a transformer_2 below level 0.8, as Wan 2.2 A14B.
     """
     base = load_pipeline(tiny_wan(folder.with_name(f"{folder.name}_base"), multistep=multistep, seed=seed))
     seen: dict[str, Any] = {"image_dim": 32, "added_kv_proj_dim": 64} if sees else {}
@@ -49,7 +49,7 @@ def tiny_wan_i2v(folder: Path, *, sees: bool = True, two: bool = False, multiste
 
 
 def tiny_wan_a14b(folder: Path, *, multistep: bool = False, boundary: float = 0.8, seed: int = 0) -> Path:
-    """Save a tiny WanPipeline of Wan 2.2 A14B's kind: as `tiny_wan`, with a transformer_2 for levels below `boundary`."""
+    """Save a tiny WanPipeline like Wan 2.2 A14B's: as `tiny_wan`, with a transformer_2 for levels below `boundary`."""
     base = load_pipeline(tiny_wan(folder.with_name(f"{folder.name}_base"), multistep=multistep, seed=seed))
     second = wan_transformer(seed + 20, in_channels=4)
     parts = {name: base.components[name] for name in ("vae", "text_encoder", "tokenizer", "scheduler", "transformer")}
@@ -57,7 +57,7 @@ def tiny_wan_a14b(folder: Path, *, multistep: bool = False, boundary: float = 0.
 
 
 def load_i2v_pipeline(folder: Path) -> Any:
-    """Stock diffusers' pipeline that makes videos of an image, of a folder, in float32; without torchvision."""
+    """Load a folder with stock diffusers' image-to-video pipeline in float32, without torchvision."""
     processor = None
     if (folder / "image_processor").is_dir():
         processor = CLIPImageProcessorPil.from_pretrained(folder, subfolder="image_processor")

@@ -10,13 +10,13 @@ from tokenizers.processors import TemplateProcessing
 
 from tests.tiny import drawn_by, jittered, save
 
-REGISTERS = 16  # learned tokens that texts are filled up with
+REGISTERS = 16  # learned tokens that pad texts
 TEXT = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
 LAYERS = 2
 
 
 def gemma_tokenizer() -> Any:
-    """A token a printable ASCII character, behind a token of the beginning."""
+    """One token per printable ASCII character, after a beginning-of-text token."""
     tokens = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "\u2581", *(chr(c) for c in range(33, 127))]
     vocab = {token: i for i, token in enumerate(tokens)}
     tokenizer = transformers.GemmaTokenizer(vocab=vocab, merges=[], model_max_length=1024)
@@ -25,7 +25,7 @@ def gemma_tokenizer() -> Any:
 
 
 def gemma3(tokenizer: Any, seed: int) -> Any:
-    """Two layers, all of which the pipeline takes, and a vision tower of one."""
+    """Two layers, whose hidden states the pipeline all uses, and a vision tower of one layer."""
     ids = {"bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0}
     text = {"vocab_size": len(tokenizer), "num_hidden_layers": LAYERS, "max_position_embeddings": 1024, **TEXT, **ids}
     vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -39,7 +39,7 @@ def gemma3(tokenizer: Any, seed: int) -> Any:
 
 
 def video_vae(seed: int, noise: bool) -> Any:
-    """Latents of 8 channels, a fourth of the sides and half of the frames."""
+    """Latents with 8 channels, a fourth of the sides and half of the frames."""
     vae = diffusers.AutoencoderKLLTX2Video(
         latent_channels=8,
         block_out_channels=(16,),
@@ -63,9 +63,9 @@ def video_vae(seed: int, noise: bool) -> Any:
 
 
 def tiny_ltx2(folder: str | Path, seed: int = 0, newer: bool = True, noise: bool = False) -> Path:
-    """Save a tiny LTX2Pipeline: 4 px a token, (f - 1) / 2 + 1 latent frames of 8 channels, and 25 tokens of sound for
-    24 frames; 2 blocks of 4 heads x 16. `newer`: as LTX-2.3, whose connectors project the text, otherwise as LTX-2. `noise`: the
-    VAE decodes with it.
+    """Save a tiny LTX2Pipeline: 4 px per token, (f - 1) / 2 + 1 latent frames of 8 channels, 25 tokens of sound for 24
+    frames, 2 blocks of 4 heads x 16. `newer`: as LTX-2.3, whose connectors project the text, otherwise as LTX-2.
+    `noise`: the VAE's decoder injects noise.
     """
     with drawn_by(seed):
         transformer = diffusers.LTX2VideoTransformer3DModel(

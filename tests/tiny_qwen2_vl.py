@@ -1,11 +1,11 @@
-"""The folders of a tiny Qwen2-VL and Qwen2.5-VL without weights, as bases of HPSv3, EditReward and VideoReward."""
+"""Folders of a tiny Qwen2-VL and Qwen2.5-VL without weights, as base models of HPSv3, EditReward and VideoReward."""
 
 from pathlib import Path
 
 from tests.tiny import byte_alphabet
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>"]
-# does for one turn of one image and one text what the template of Qwen2-VL-Instruct does
+# equivalent to the template of Qwen2-VL-Instruct for one turn with one image and one text
 QWEN_CHAT = (
     "{% for message in messages %}{% if loop.first and message['role'] != 'system' %}<|im_start|>system\n"
     "You are a helpful assistant.<|im_end|>\n{% endif %}<|im_start|>{{ message['role'] }}\n"
@@ -29,7 +29,7 @@ VISION = {
 
 
 def tiny_qwen2_vl(folder: Path, kind: str = "qwen2_vl", videos: bool = False) -> Path:
-    """Its configuration and tokenizer, a token a byte; `kind` may also be qwen2_5_vl. `videos`: it has their token."""
+    """Save configuration and tokenizer, one token per byte; `kind` may also be qwen2_5_vl. `videos`: has a video token."""
     from transformers import CONFIG_MAPPING, Qwen2Tokenizer
 
     special = [*SPECIAL, "<|video_pad|>"] if videos else SPECIAL

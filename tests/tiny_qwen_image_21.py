@@ -11,12 +11,12 @@ from tests.tiny_edit import tokenizer
 from tests.tiny_vision import QWEN_CHAT
 
 SYSTEM = "<|im_start|>system\nComprehend and analyze the provided prompt.<|im_end|>\n"
-SYSTEM_TOKENS = 12  # which the pipeline drops; a word is a token here
-LATENT = 4  # channels
+SYSTEM_TOKENS = 12  # tokens of SYSTEM, which the pipeline drops; a word is one token here
+LATENT = 4  # channels of the latents
 
 
 def text_encoder(words: Any, seed: int) -> Any:
-    """Two layers, 64 wide, behind a vision tower of one; the final norm, which the pipeline leaves out, is not 1."""
+    """Two layers, 64 wide, and a vision tower of one layer; the final norm, which is not used, is not 1."""
     config = transformers.Qwen3VLConfig(
         text_config={
             "vocab_size": len(words),
@@ -55,7 +55,7 @@ def text_encoder(words: Any, seed: int) -> Any:
 
 
 def tiny_qwen_image_21(folder: str | Path, seed: int = 0) -> Path:
-    """Save a tiny QwenImage21Pipeline: 16 px a token, latents of 4 channels, 2 blocks of 4 heads x 16."""
+    """Save a tiny QwenImage21Pipeline: 16 px per token, latents with 4 channels, 2 blocks of 4 heads x 16."""
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     from phalanx.models.flow.families.qwen_image_21 import PromptProcessor  # older diffusers do not have the model
@@ -95,7 +95,7 @@ def tiny_qwen_image_21(folder: str | Path, seed: int = 0) -> Path:
 
 
 def load_21_pipeline(folder: Path) -> Any:
-    """Stock diffusers' pipeline of a folder in float32."""
+    """Load a folder with stock diffusers in float32."""
     from phalanx.models.flow.families.qwen_image_21 import PromptProcessor
 
     return load_pipeline(folder, processor=PromptProcessor.from_pretrained(folder, subfolder="processor"))

@@ -1,4 +1,4 @@
-"""Tiny, untrained vision-language models of five families: real classes, processors and chat templates."""
+"""Tiny untrained vision-language models of five families, with real classes, processors and chat templates."""
 
 import json
 from collections.abc import Callable
@@ -74,26 +74,25 @@ VISION = {"hidden_size": 32, "intermediate_size": 64, "initializer_range": 0.1}
 PATCHES = {"patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2, "in_channels": 3}  # 8 pixels per token
 TILES = {"num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 16, "patch_size": 4}  # 4 tokens per 16 pixels
 HALVES = {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}
-Made = tuple[
-    Any, Any, dict[str, Any], dict[str, Any]
-]  # model, tokenizer, and settings: of the image processor, the whole
+# model, tokenizer, and the settings of the image processor and of the whole processor
+Made = tuple[Any, Any, dict[str, Any], dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class Family:
-    """A family, and the image tokens that it gives a picture of 24 x 48 pixels."""
+    """A family, and its number of image tokens for a picture of 24 x 48 pixels."""
 
     make: Callable[[], Made]
     image_tokens: int
 
 
 def tiny_vision(folder: Path, family: str) -> Path:
-    """The folder of a family's model, as `AutoModelForImageTextToText` and `load_processor` load it: 0.1 M weights in
-    float32, a token per byte, and prompts of about 60 tokens.
+    """Write the folder of a family's model as `AutoModelForImageTextToText` and `load_processor` load it: 0.1 M weights
+    in float32, one token per byte, and prompts of about 60 tokens.
     """
-    torch.manual_seed(1)  # with which greedy answers of all families depend on their prompts
+    torch.manual_seed(1)  # with this seed, the greedy answers of all families depend on their prompts
     model, tokenizer, pixels, whole = FAMILIES[family].make()
-    with torch.no_grad():  # some answers end early
+    with torch.no_grad():  # makes some answers end early
         model.get_input_embeddings().weight[tokenizer.eos_token_id] *= 3
     ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     model.generation_config = transformers.GenerationConfig(**ids)
@@ -117,7 +116,7 @@ def picture(width: int = 48, height: int = 24, seed: int = 0) -> Image.Image:
 
 
 def shown_prompts(folder: Path, name: str) -> Path:
-    """A data file of 8 prompts, of which one in two has no image, another one or two, of several sizes."""
+    """Write a data file of 8 prompts: every other one has no image, and the others have one or two of several sizes."""
     sizes = ((48, 24), (64, 32), (40, 24), (48, 48))
     folder.mkdir(parents=True, exist_ok=True)
     rows = []
@@ -131,7 +130,7 @@ def shown_prompts(folder: Path, name: str) -> Path:
 
 
 def chat(text: str, images: int = 1) -> list[dict[str, Any]]:
-    """A user's message: images, and then a text."""
+    """A user's message: images, then a text."""
     return [{"role": "user", "content": [*({"type": "image"} for _ in range(images)), {"type": "text", "text": text}]}]
 
 
@@ -218,12 +217,12 @@ def _gemma3() -> Made:
     pixels = {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 16, "width": 16}, **HALVES}
     whole = {"processor_class": "Gemma3Processor", "image_seq_length": 4}
     model = transformers.Gemma3ForConditionalGeneration(config)
-    torch.nn.init.normal_(model.model.multi_modal_projector.mm_input_projection_weight, std=0.1)  # zeros, else
+    torch.nn.init.normal_(model.model.multi_modal_projector.mm_input_projection_weight, std=0.1)  # zeros by default
     return model, tokenizer, pixels, whole
 
 
 def _smolvlm() -> Made:
-    """With the processor of SmolVLM's first generation: that of the second one needs torchvision and num2words."""
+    """With the processor of the first generation of SmolVLM: that of the second needs torchvision and num2words."""
     tokenizer = _tokenizer(SMOL_TOKENS, SMOL_CHAT, "<end_of_utterance>", image_token="<image>")
     ids = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     config = transformers.SmolVLMConfig(

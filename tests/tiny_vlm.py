@@ -1,7 +1,7 @@
-"""A tiny Qwen3-VL, real classes, that is taught in seconds to answer about simple pictures: what it says is checked.
+"""A tiny Qwen3-VL of real classes that is taught in seconds to answer about simple pictures, so answers can be checked.
 
-A picture is black but for some quarters of it in red, green or blue. Asked to read, the model names the colour; asked
-for grades, it counts: 1 + the number of lit quarters.
+A picture is black except for some quarters in red, green or blue. Asked to read, the model names the color; asked for
+grades, it answers 1 + the number of lit quarters.
 """
 
 import json
@@ -30,7 +30,7 @@ SPECIAL = [
 ]
 COLOURS = ("red", "green", "blue")
 BLACK = "black"
-LEARNT = 0.005  # mean loss of a token of the answers; one wrong grade among the pictures costs ten times that
+LEARNT = 0.005  # mean loss per token of the answers; one wrong grade among the pictures costs ten times that
 PICTURES = [(colour, lit) for colour in range(3) for lit in range(5)]
 QUESTIONS = (VlmOcr.template, UnifiedReward.template)
 SIZE = 32  # pixels of an image, which the model sees as one token
@@ -63,7 +63,7 @@ def name(colour: int, lit: int) -> str:
 
 
 def picture(colour: int, lit: int, size: int = SIZE) -> Tensor:
-    """An image [3, size, size] in 0..1, black, with its first `lit` quarters in a colour, 0..2."""
+    """A black image [3, size, size] in 0..1 whose first `lit` quarters have color channel `colour`, 0..2."""
     image = torch.zeros(3, size, size)
     half = size // 2
     for quarter in range(lit):
@@ -73,8 +73,8 @@ def picture(colour: int, lit: int, size: int = SIZE) -> Tensor:
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """The questions without their captions are one token each, so that it is taught fast; else words and white space
-    are. The words are those that the judges and the answers use.
+    """A tokenizer with one token per question without its caption, which speeds up teaching, and otherwise one per word
+    or white space. Its words are those of the judges and the answers.
     """
     text = "\n".join(
         [CHAT, VlmOcr.template, UnifiedReward.template.format(prompt=""), *COLOURS, BLACK, *"12345", grades(1)]
@@ -102,7 +102,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def untrained(words: PreTrainedTokenizerFast) -> Qwen3VLForConditionalGeneration:
-    """The model of 2 layers, float32; its heads divide by 4."""
+    """The untrained model of 2 layers in float32; its 4 attention heads can be sharded."""
     number = {token: words.convert_tokens_to_ids(token) for token in SPECIAL}
     text = {
         "vocab_size": len(words),
@@ -151,7 +151,7 @@ def untrained(words: PreTrainedTokenizerFast) -> Qwen3VLForConditionalGeneration
 
 
 def save(folder: Path, model: Qwen3VLForConditionalGeneration, words: PreTrainedTokenizerFast) -> None:
-    """Save a model folder as transformers and vLLM load it."""
+    """Save a model folder that transformers and vLLM load."""
     model.save_pretrained(folder)
     words.save_pretrained(folder)
     image = {"image_processor_type": "Qwen2VLImageProcessor", **PIXELS}
@@ -164,7 +164,7 @@ def save(folder: Path, model: Qwen3VLForConditionalGeneration, words: PreTrained
 
 
 def build(folder: Path, steps: int = 3000) -> None:
-    """Teach the model, in `steps` at most, and save it."""
+    """Teach the model in at most `steps` steps, and save it."""
     words = tokenizer()
     model = untrained(words)
     save(folder, model, words)
@@ -173,13 +173,13 @@ def build(folder: Path, steps: int = 3000) -> None:
 
 
 def teach(model: Qwen3VLForConditionalGeneration, folder: Path, steps: int) -> None:
-    """Train on all pictures, seen through the processor of `folder`, until both answers are learnt."""
+    """Train on all pictures, with the processor of `folder`, until both answers are learnt."""
     processor = load_processor(str(folder))
     pictures = [picture(colour, lit) for colour, lit in PICTURES]
     named = [name(colour, lit) for colour, lit in PICTURES]
     graded = [grades(1 + lit) for _, lit in PICTURES]
     batches = [examples(processor, VlmOcr.template, pictures, named)]
-    for words in (1, 3, 5):  # of a caption: unknown ones, so that it may be any
+    for words in (1, 3, 5):  # words of a caption: unknown words, so that any caption works
         question = UnifiedReward.template.format(prompt=" ".join("x" * words))
         batches.append(examples(processor, question, pictures, graded))
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
@@ -198,7 +198,7 @@ def teach(model: Qwen3VLForConditionalGeneration, folder: Path, steps: int) -> N
 
 
 def examples(processor, question, images, answers):
-    """A batch whose loss is that of the answers' tokens."""
+    """A batch whose loss covers only the answers' tokens."""
     talk = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": question}]}]
     head = processor.apply_chat_template(talk, add_generation_prompt=True)
     pictures = [(image * 255).round().byte() for image in images]

@@ -1,7 +1,7 @@
-"""A kind of policy that knows no pictures: a tiny recurrent writer of words of unequal lengths, for tests of the loop.
+"""A kind of policy without pictures, for tests of the loop: a tiny recurrent model that writes words.
 
-An action is a letter; a word ends with a full stop, which is an action too, or at LIMIT letters. So samples have
-different numbers of actions, and the loop sees them padded, with a mask.
+An action is a letter. A word ends with a full stop, which is an action too, or at LIMIT letters, so samples have
+different numbers of actions, and the loop gets them padded with a mask.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -105,7 +105,7 @@ class WordPolicy:
 
 
 class WordRollout:
-    """See phalanx.types.Rollout. Each word has a stream of random numbers of its own."""
+    """See phalanx.types.Rollout. Each word has a separate stream of random numbers."""
 
     facts = EngineFacts()
     exact = True
@@ -155,7 +155,7 @@ class WordRollout:
 
     def _write(self, prompts: list[Prompt], seeds: list[int]) -> Words:
         rows = []
-        for prompt, seed in zip(prompts, seeds, strict=True):  # one by one: shapes would show in the last bits
+        for prompt, seed in zip(prompts, seeds, strict=True):  # one by one: the last bits depend on batch shapes
             stream = torch.Generator().manual_seed(seed)
             row = torch.tensor([[LETTERS.index(c) for c in prompt.text]])
             while row.shape[1] < len(prompt.text) + LIMIT:
@@ -228,7 +228,7 @@ def word_config(folder: Path, *overrides: str) -> RLConfig:
 
 
 def small(module: Callable[[], nn.Module], world: World, cfg: RLConfig, seed: int) -> TrainedModel:
-    """A model of those above over the mesh, sharded as parallel.fsdp_size says."""
+    """A Writer or Critic over the mesh, sharded by parallel.fsdp_size."""
     torch.manual_seed(seed)
     made = module()
     blocks = [block for block in made.modules() if isinstance(block, nn.GRU)]
@@ -236,7 +236,7 @@ def small(module: Callable[[], nn.Module], world: World, cfg: RLConfig, seed: in
 
 
 def build(cfg: RLConfig) -> Any:
-    """The job of a WordPolicy, in the loop that pictures have."""
+    """The job of a WordPolicy, in the same loop as pictures."""
     algorithm = algorithms.build(cfg.algorithm)
     batch_plan.check(cfg, algorithm)
     plan = batch_plan.plan(cfg, algorithm, Launch.from_env().world_size)

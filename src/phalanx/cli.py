@@ -141,9 +141,7 @@ def _leave_folder() -> None:
 
 
 def _plan_words(argv: list[str]) -> tuple[list[str], dict[str, str] | None]:
-    """Split the command line into the job's arguments and the PLAN_WORDS; the latter are None without --plan (or
-    plan=true).
-    """
+    """Split the command line into the job's arguments and the PLAN_WORDS, None without --plan (or plan=true)."""
     planning = False
     given: dict[str, str] = {}
     arguments: list[str] = []

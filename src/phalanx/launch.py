@@ -319,21 +319,16 @@ def _tell(error: "ChildFailedError") -> int:
     rank = causes[0] if causes else next(iter(failures))
     first = failures[rank]
     silent = not isinstance(first.message, dict) and first.exitcode > 0  # other ranks know only that it is gone
-    if silent or not told:
-        _say_why(rank, first)
+    if (silent or not told) and isinstance(first.message, dict):
+        say(first.message["message"])
+    elif silent or not told:
+        _say_end(rank, first.exitcode)
     return first.exitcode if first.exitcode > 0 else 128 - first.exitcode
 
 
 def _told(failure: "ProcessFailure") -> bool:
     """Whether this rank has printed its error itself (see `exit.end`)."""
     return isinstance(failure.message, dict) and bool(failure.message["extraInfo"].get("told"))
-
-
-def _say_why(rank: int, failure: "ProcessFailure") -> None:
-    if isinstance(failure.message, dict):
-        say(failure.message["message"])
-    else:
-        _say_end(rank, failure.exitcode)
 
 
 def _say_end(rank: int, status: int) -> None:

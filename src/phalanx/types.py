@@ -36,7 +36,7 @@ class Prompt:
     is the whole chat as {role, content} messages, if the data contains chats; `text` is then the last user message.
     `place` is the configuration key, file and line that the prompt comes from, for error messages. `images` are the
     input images of a language model, in order: the content of a message with images is a list of parts,
-    {"type": "image"} or {"type": "text", "text": ...}. `teacher` names the teacher that scores the samples of this
+    {"type": "image"} or {"type": "text", "text": ...}. `teacher` names the teacher that evaluates the samples of this
     prompt; empty: all teachers do.
     """
 
@@ -192,8 +192,8 @@ class Teacher:
 
     `path` is its model folder or hub id, as given by the configuration's `key`; `guidance` is its guidance scale (None:
     the rollout's), and `revision` the hub revision (None: the main branch). `rows`: a column of the data, and its value
-    in the rows that this teacher scores; None: all rows. The outputs of all teachers with `rows` are combined in
-    `Batch.reference_outputs[TEACHER]`: each sample has the output of the teacher that scored it.
+    in the rows that this teacher evaluates; None: all rows. The outputs of all teachers with `rows` are combined in
+    `Batch.reference_outputs[TEACHER]`: each sample has the output of the teacher that evaluated it.
     """
 
     name: str
@@ -296,8 +296,8 @@ class Algorithm(Protocol):
     """The learning rule: a pure function of the samples of all ranks. Rewards are [N], ordered by sample number.
 
     `levels`: corruption levels at which each final sample is trained (Batch.corrupted); None: train on the sampled
-    actions. `last_steps`: with `levels`, the loss differentiates the reward through this many of the last denoising
-    steps, whose states the rollout keeps; 0: only the value of the reward is used.
+    actions. `last_steps`: with `levels`, the loss differentiates the reward, starting from the states of this many last
+    denoising steps, which the rollout keeps; 0: only the value of the reward is used.
     `behaviour`: the weights that sample; None: the policy's own. `references`: the weights whose outputs the loss needs
     in Batch.reference_outputs: "policy" (the weights before the first update of the step, or with `levels` before that
     of each pass over the samples), "reference", or names of `averages` or `teachers`. `averages`: copies of the weights

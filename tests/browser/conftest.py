@@ -18,7 +18,7 @@ NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"
 
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Browser]:
-    """The Chromium of the variable CHROMIUM, else the one on PATH."""
+    """The Chromium named by the variable CHROMIUM, otherwise the one on PATH."""
     names = [os.environ["CHROMIUM"]] if os.environ.get("CHROMIUM") else NAMES
     path = next(filter(None, map(shutil.which, names)), None)
     if path is None:

@@ -1,4 +1,4 @@
-"""Runs of many ranks without the ranks: their files grow as those of a job do."""
+"""Emulated runs of many ranks, whose files grow like those of a job."""
 
 import json
 import time
@@ -10,11 +10,11 @@ from phalanx.telemetry.records import Record
 from phalanx.training.folder_lock import FolderLock
 from tests.pages import logger
 
-STEP_S = 2.0  # of which the late rank samples for 1.2 s, the others for 0.4 s, and all update for 0.8 s
+STEP_S = 2.0  # the late rank samples for 1.2 s, the others for 0.4 s, and all update for 0.8 s
 
 
 class Training:
-    """A job that has the folder. `step` is a training step, in which all ranks wait for the `late` one."""
+    """A job that owns the folder. `step` emulates a training step in which all ranks wait for the `late` one."""
 
     def __init__(self, folder: Path, ranks: int = 4, total: int = 20) -> None:
         self.folder, self.ranks, self.total, self.done = folder, ranks, total, 0
@@ -68,7 +68,7 @@ class Training:
             file.write(f"{text}\n")
 
     def beat(self, silent: int | None = None, **more: Any) -> None:
-        """Signs of life of all ranks but one that is silent."""
+        """Heartbeats of all ranks except a silent one."""
         for rank in range(self.ranks):
             now = time.time() - (60 if rank == silent else 0)
             state = {"rank": rank, "ranks": self.ranks, "role": "actor", "host": f"node-{rank // 8}", "pid": 100 + rank}
@@ -79,7 +79,7 @@ class Training:
             path.with_suffix(".tmp").rename(path)
 
     def end(self, word: str = "finished") -> None:
-        """The last words of the ranks."""
+        """The final records of the ranks."""
         for rank in range(self.ranks):
             self._append(rank, {"event": word, "at": time.time(), "text": ""})
         self.beat(ended=word)

@@ -1,4 +1,4 @@
-"""A job of two ranks with roles in a browser, until `phalanx stop` ends it."""
+"""A job of two ranks with roles, watched in a browser until `phalanx stop` ends it."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""The pages that commands write, and texts that would be markup, in a browser."""
+"""The pages that commands write, including texts that contain markup, in a browser."""
 
 from html import escape
 from pathlib import Path
@@ -15,7 +15,7 @@ from tests.browser.emulated import Training
 from tests.browser.visits import DESKTOP, PHONE, Visitor, check_looks
 from tests.pages import picture
 
-AWAY = "http://192.0.2.1"  # an address that nobody has
+AWAY = "http://192.0.2.1"  # an unassigned address
 CALL = "window.ran = 1"
 EVIL = (
     f"</pre></template></style></script><script>{CALL}</script><script src={AWAY}/a.js></script>"
@@ -27,7 +27,7 @@ EVIL = (
 
 
 def a_run(folder: Path, text: str = "a text", late: int = 1) -> Path:
-    """A finished run with samples before and after, in which a text stands wherever one can."""
+    """A finished run with samples before and after, and the given text wherever a text can be."""
     with Training(folder, ranks=3, total=2) as run:
         for step in range(3):
             if step:
@@ -117,7 +117,7 @@ def test_written_pages_fit(tmp_path: Path, device: dict[str, Any], scheme: str, 
 
 
 def test_texts_run_nothing_and_ask_for_nothing(tmp_path: Path, visitor: Visitor, serve: Any) -> None:
-    """On the live page as it comes and as it is renewed, in the report, the comparison and the page of an evaluation."""
+    """On the live page, initially and after an update, in the report, the comparison and an evaluation's page."""
     one, two = a_run(tmp_path / "one", EVIL), a_run(tmp_path / "two", EVIL)
     (one / "running.json").write_text('{"beat": 1, "token": "t", "pid": 1, "host": "h"}')
     addresses = [serve(one).url, serve(one, two).url, write_report(one), write_report(one, two)]
@@ -134,7 +134,7 @@ def test_texts_run_nothing_and_ask_for_nothing(tmp_path: Path, visitor: Visitor,
 
 
 def test_what_the_checks_would_see(browser: Browser, tmp_path: Path) -> None:
-    """Texts as markup, pages that are too wide, and texts in the colour of their background."""
+    """The checks find texts used as markup, pages that are too wide, and texts in the colour of their background."""
     path = tmp_path / "page.html"
     path.write_text(
         f"<img src='{AWAY}/b.png'><script>console.error('no')</script><p>{escape(EVIL)}</p>" + "<p>a</p>" * 30

@@ -1,4 +1,4 @@
-"""`phalanx watch` in a browser, beside runs whose files grow."""
+"""`phalanx watch` in a browser, with runs whose files grow."""
 
 import time
 from pathlib import Path
@@ -21,7 +21,7 @@ TALK: list[dict[str, Any]] = [
 
 
 def newest_step(page: Page) -> Locator:
-    """The step that the first chart's names stand for: the last one."""
+    """The step whose values the first chart's legend shows: the last one."""
     return page.locator("figure.chart .u-legend .u-series:first-child .u-value").first
 
 
@@ -38,7 +38,7 @@ def test_a_run_is_followed_without_a_reload(tmp_path: Path, visitor: Visitor, se
         page.get_by_label("Log of rank").select_option("2")
         expect(page.locator("#ranks .log")).to_contain_text("rank 2 begins")
 
-        run.step(**{"actor/kl": 0.25})  # a curve that was not there before
+        run.step(**{"actor/kl": 0.25})  # a new curve
         run.validate(Record("a lighthouse", 0.5, picture(1), 0), name="pictures")
         talk = {
             "messages": TALK,
@@ -91,7 +91,7 @@ def test_64_ranks_and_who_waits_for_whom(tmp_path: Path, visitor: Visitor, serve
         pointed = page.locator("#ranks .pointed")
         box = canvas.bounding_box()
         assert box is not None
-        share = (box["width"] - 68) / 2.0  # pixels per second, right of the names
+        share = (box["width"] - 68) / 2.0  # pixels per second, to the right of the names
         for rank, at, words in (
             (2, 0.8, "rank 2: rollout, 1.2 s; waits 0.8 s for rank 37"),
             (37, 1.6, "rank 37: update, 0.8 s"),
@@ -100,9 +100,9 @@ def test_64_ranks_and_who_waits_for_whom(tmp_path: Path, visitor: Visitor, serve
             expect(pointed).to_have_text(words)
         before = page.locator("#ranks input[type=range]")
         before.focus()
-        page.keyboard.press("ArrowLeft")  # the step before
+        page.keyboard.press("ArrowLeft")  # the previous step
         expect(blame).to_contain_text("The others waited for: rank 5 (")
-        time.sleep(2.5)  # the next answers leave it there
+        time.sleep(2.5)  # updates do not change the selected step
         expect(blame).to_contain_text("The others waited for: rank 5 (")
         colours = canvas.evaluate(
             """canvas => {
@@ -113,7 +113,7 @@ def test_64_ranks_and_who_waits_for_whom(tmp_path: Path, visitor: Visitor, serve
               return colours.size;
             }"""
         )
-        assert colours >= 3  # the bars of two phases, and the hatching of a wait
+        assert colours >= 3  # the bars of two phases and the hatching of a wait
 
 
 def test_two_runs(tmp_path: Path, visitor: Visitor, serve: Any) -> None:
@@ -155,7 +155,7 @@ def test_a_folder_that_goes_and_comes_back(tmp_path: Path, visitor: Visitor, ser
     status = page.locator("#ranks .status")
     expect(status).to_contain_text("step 1 of 20")
     run.folder.rename(tmp_path / "elsewhere")
-    expect(status).to_have_text(f"{run.folder} is not there any more")
+    expect(status).to_have_text(f"{run.folder} no longer exists")
     (tmp_path / "elsewhere").rename(run.folder)
     expect(status).to_contain_text("step 1 of 20")
     visitor.expect_errors("400 (Bad Request)")
@@ -173,7 +173,7 @@ def test_a_token_goes_with_all_requests(tmp_path: Path, visitor: Visitor, serve:
 @pytest.mark.parametrize("device", [DESKTOP, PHONE], ids=["desktop", "phone"])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_it_fits(tmp_path: Path, device: dict[str, Any], scheme: str, visitor: Visitor, serve: Any) -> None:
-    """Also with words that never end."""
+    """Even with extremely long words."""
     with Training(tmp_path / "run", ranks=64) as run:
         run.step(late=63)
         run.step(late=63)

@@ -1,4 +1,4 @@
-"""Pages in Chromium, what they ask for, and how they look."""
+"""Pages in Chromium: their requests and their appearance."""
 
 import threading
 from pathlib import Path
@@ -12,7 +12,7 @@ from phalanx.telemetry.watch import Server, Watcher
 DESKTOP: dict[str, Any] = {"viewport": {"width": 1280, "height": 900}}
 PHONE: dict[str, Any] = {"viewport": {"width": 390, "height": 844}, "device_scale_factor": 3, "is_mobile": True}
 PHONE["has_touch"] = True
-# The texts that are seen, with their contrast to what is below them, by the formula of WCAG 2.
+# The visible texts, with their contrast to the background by the formula of WCAG 2.
 CONTRASTS = """() => {
   const parts = (colour) => colour.match(/[\\d.]+/g).map(Number);
   const linear = (c) => ((c /= 255) <= 0.03928 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4);
@@ -32,7 +32,7 @@ CONTRASTS = """() => {
 
 
 class Visitor:
-    """Opens pages, and remembers what they ask for and complain of."""
+    """Opens pages, and records their requests and errors."""
 
     def __init__(self, browser: Browser) -> None:
         self._browser, self._contexts = browser, list[Any]()
@@ -40,7 +40,7 @@ class Visitor:
         self.errors: list[str] = []
 
     def open(self, address: str | Path, scheme: str = "light", scripts: bool = True, **device: Any) -> Page:
-        """A page at an address, or of a file, in a browser that has seen no other."""
+        """Open a page, from an address or a file, in a fresh browser context."""
         options = device or DESKTOP
         context = self._browser.new_context(color_scheme=scheme, java_script_enabled=scripts, **options)
         context.set_default_timeout(15_000)
@@ -60,7 +60,7 @@ class Visitor:
         dialog.dismiss()
 
     def strangers(self) -> list[str]:
-        """Requests to another place than this machine's files and loopback address."""
+        """Requests to anything but this machine's files and loopback address."""
         others = []
         for url in self.requests:
             address = urlsplit(url)
@@ -69,7 +69,7 @@ class Visitor:
         return others
 
     def expect_errors(self, words: str) -> None:
-        """Close the pages; all of their errors, of which there are some, have these words."""
+        """Close the pages; check that there were errors and that all of them contain these words."""
         self.close()
         errors, self.errors = self.errors, []
         assert errors != [] and [error for error in errors if words not in error] == []
@@ -93,7 +93,7 @@ class Site:
 
 
 def check_looks(page: Page, scheme: str) -> None:
-    """A page fits its window's width, is as light or dark as asked for, and its texts can be read."""
+    """Check that a page fits the width of its window, follows the colour scheme, and has readable texts."""
     page.wait_for_timeout(100)
     width, window = page.evaluate("[document.documentElement.scrollWidth, innerWidth]")
     assert width <= window == page.viewport_size["width"], f"{width} of {window} pixels"

@@ -181,8 +181,8 @@ def test_an_export_has_the_mask_token(lm_folder: Path, tmp_path: Path) -> None:
 
     (logits,) = run_ranks(taught, 1, tiny_sft_config(lm_folder, tmp_path / "lora", "trainer.save_freq=2", *LORA))
     with refused(
-        "merge_lora: false leaves out the mask token that the run gave the model, which is no part of its LoRA; set it "
-        "to true"
+        "merge_lora: false would omit the mask token that the run added to the model, which is not part of its LoRA; "
+        "set it to true"
     ):
         export(tmp_path / "adapter", tmp_path / "lora" / "out")
     merged = export(tmp_path / "merged", tmp_path / "lora" / "out", "merge_lora=true")

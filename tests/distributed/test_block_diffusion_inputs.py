@@ -22,13 +22,12 @@ BLOCK = "model.block_size=4"
 RL: list[tuple[tuple[str, ...], str]] = [
     (
         (BLOCK, "data.max_response_length=10"),
-        "data.max_response_length: 10 tokens are no whole number of blocks of model.block_size=4; nearest that are: 8 "
-        "or 12",
+        "data.max_response_length: 10 tokens are not a whole number of blocks of model.block_size=4; nearest: 8 or 12",
     ),
     (
         (BLOCK, "rollout.val.max_response_length=2"),
-        "rollout.val.max_response_length: 2 tokens are no whole number of blocks of model.block_size=4; nearest that "
-        "are: 4 or 8",
+        "rollout.val.max_response_length: 2 tokens are not a whole number of blocks of model.block_size=4; nearest: 4 "
+        "or 8",
     ),
     (
         (BLOCK, "rollout.denoising_steps_per_block=5"),
@@ -38,28 +37,31 @@ RL: list[tuple[tuple[str, ...], str]] = [
         (BLOCK, "rollout.val.denoising_steps_per_block=5"),
         "rollout.val.denoising_steps_per_block: 5 is more than model.block_size=4",
     ),
-    (("model.mask_token=x",), "model.mask_token: x is of block diffusion; set model.block_size, or leave it out"),
-    (("rollout.threshold=0.5",), "rollout.threshold: 0.5 is of block diffusion; set model.block_size, or leave it out"),
+    (("model.mask_token=x",), "model.mask_token: x is for block diffusion; set model.block_size, or leave it out"),
+    (
+        ("rollout.threshold=0.5",),
+        "rollout.threshold: 0.5 is for block diffusion; set model.block_size, or leave it out",
+    ),
     (
         ("rollout.val.threshold=0.5",),
-        "rollout.val.threshold: 0.5 is of block diffusion; set model.block_size, or leave it out",
+        "rollout.val.threshold: 0.5 is for block diffusion; set model.block_size, or leave it out",
     ),
     (
         ("actor.log_prob_estimate=elbo",),
-        "actor.log_prob_estimate: elbo is of block diffusion; set model.block_size, or leave it out",
+        "actor.log_prob_estimate: elbo is for block diffusion; set model.block_size, or leave it out",
     ),
     (
         (BLOCK, "rollout.engine=vllm"),
-        "rollout.engine: vllm does not go with block diffusion (model.block_size=4); leave it out",
+        "rollout.engine: vllm does not work with block diffusion (model.block_size=4); leave it out",
     ),
     (
         (BLOCK, "model.use_remove_padding=true"),
-        "model.use_remove_padding: true does not go with block diffusion (model.block_size=4); leave it out",
+        "model.use_remove_padding: true does not work with block diffusion (model.block_size=4); leave it out",
     ),
     (
         (BLOCK, "model.attn_implementation=flash_attention_2"),
-        "model.attn_implementation: flash_attention_2 does not go with block diffusion (model.block_size=4); leave it "
-        "out",
+        "model.attn_implementation: flash_attention_2 does not work with block diffusion (model.block_size=4); leave "
+        "it out",
     ),
     (
         (BLOCK, "algorithm.name=ppo"),
@@ -68,26 +70,25 @@ RL: list[tuple[tuple[str, ...], str]] = [
     ),
     (
         (BLOCK, "actor.use_dynamic_bsz=true", "actor.ppo_max_token_len_per_gpu=119"),
-        "actor.ppo_max_token_len_per_gpu: 119 tokens do not hold a sample, which may have 120 "
+        "actor.ppo_max_token_len_per_gpu: 119 tokens are too few for a sample, which may have 120 "
         "(data.max_prompt_length, data.max_response_length, and rollout.denoising_steps_per_block times it)",
     ),
 ]
 SFT: list[tuple[tuple[str, ...], str]] = [
-    (("model.block_size=null",), "model.block_size is missing: the tokens of a block, 32 in LLaDA2"),
+    (("model.block_size=null",), "model.block_size is missing: the number of tokens of a block, 32 in LLaDA2"),
     (
         ("data.max_response_length=10",),
-        "data.max_response_length: 10 tokens are no whole number of blocks of model.block_size=4; nearest that are: 8 "
-        "or 12",
+        "data.max_response_length: 10 tokens are not a whole number of blocks of model.block_size=4; nearest: 8 or 12",
     ),
     (
         ("block_diffusion.train_fill=max_length", "data.max_prompt_length=63"),
-        "data.max_prompt_length: it and data.max_response_length are 87 tokens, no whole number of blocks of "
-        "model.block_size=4",
+        "data.max_prompt_length: with data.max_response_length it makes 87 tokens, which are not a whole number of "
+        "blocks of model.block_size=4",
     ),
     (("block_diffusion.noise_range_low=0.9",), "block_diffusion.noise_range_low: 0.9 is above noise_range_high 0.8"),
     (
         ("block_diffusion.same_token_labels=false", "data.val_files=[a.jsonl]"),
-        "block_diffusion.same_token_labels: false trains a model that is not decoded here; leave out data.val_files",
+        "block_diffusion.same_token_labels: false trains a model that cannot be validated; leave out data.val_files",
     ),
 ]
 

@@ -1,4 +1,4 @@
-"""The check of a cluster on real ranks: what they measure together, and that it ends, and says why, where one does not."""
+"""The cluster check on real ranks: joint measurements, and that it ends with a reason if a rank does not cooperate."""
 
 import os
 import re
@@ -24,7 +24,7 @@ from tests.ranks import free_port, run_ranks
 
 HOST = socket.gethostname()
 ADVICE_OF_MACHINES = "try ls on the paths of the configuration there"
-SHORT_S = 1.0  # of what must run out; all else has the limit of the configuration
+SHORT_S = 1.0  # limit of steps that must time out; all others have the configured limit
 
 
 def sums(impostor: int | None) -> str | None:
@@ -73,7 +73,7 @@ def test_what_is_measured_follows_the_layout(world: int, local: int, kinds: set[
 
 
 class Hasty(ClusterCheck):
-    """A check that has all its time for what succeeds, and only SHORT_S for the one step that does not."""
+    """A check with the full time limit for steps that succeed, and SHORT_S for the one that does not."""
 
     hangs: tuple[int, str] = -1, ""  # rank and topic
 
@@ -94,7 +94,7 @@ def whole(
     kind: type[ClusterCheck] = Hasty,
     patience_s: float = check.PATIENCE_S,
 ) -> tuple[list[str], str | None]:
-    """Rank 0's findings, and how the check ended; `overrides` and `env` of each rank."""
+    """Rank 0's findings and the outcome of the check; `overrides` and `env` are those of each rank."""
     rank, check.PATIENCE_S = int(os.environ["RANK"]), patience_s
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **(env[rank] if env else {})}
     checked = kind(load(CheckClusterConfig, None, overrides[rank]))
@@ -127,14 +127,14 @@ def test_roles_are_placed_and_their_weights_timed(tmp_path: Path) -> None:
     assert verdict is None
     assert findings[1] == "ok       placement: rollout rank 2, inference rank 0, actor rank 1"
     rate = re.fullmatch(
-        r"ok       roles: weights from rank 1 to the 2 that sample or score in (.+) s per GB \(rank [02] on .+\)",
+        r"ok       roles: weights from rank 1 to the 2 ranks that sample or score in (.+) s per GB \(rank [02] on .+\)",
         findings[-1],
     )
     assert rate is not None and 0.001 < float(rate[1]) < 1000
 
 
 def test_a_placement_that_does_not_fit(tmp_path: Path) -> None:
-    """The other steps go on, without the last one; where nodes are told differently, the first one's counts."""
+    """All steps but the last are executed; if the nodes' configurations differ, the first node's is used."""
     good, bad = "placement={rollout: 0, actor: 1}", "placement={rollout: 0, actor: 2}"
     own = [f"trainer.output_dir={tmp_path}/a", "min_free_gb=0"]
     for first, other, failed in ((bad, bad, "placement"), (good, bad, "configuration"), (bad, good, "placement")):
@@ -190,14 +190,14 @@ def test_unequal_nodes_end_without_groups(tmp_path: Path) -> None:
 
 
 def stuck(port: int, pipe: Path, overrides: list[str]) -> tuple[list[str], str | None, float]:
-    """Rank 1's data file is a pipe that nobody writes to, so that opening it hangs as a dead network disk would."""
+    """Rank 1's data file is a pipe without a writer, so that opening it hangs like a dead network disk."""
     begin, Hasty.hangs = time.monotonic(), (1, "machines")
     try:
         hung = [*overrides, f"data.train_files=[{pipe}]"]
         return *whole(port, [overrides, hung]), time.monotonic() - begin
     finally:
         if os.environ["RANK"] == "1":
-            os.close(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))  # lets the thread that hangs go
+            os.close(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))  # releases the hanging thread
 
 
 def test_a_rank_that_hangs_is_named_in_time(tmp_path: Path) -> None:
@@ -214,7 +214,7 @@ def test_a_rank_that_hangs_is_named_in_time(tmp_path: Path) -> None:
 
 
 def leaves_early(port: int, who: int) -> tuple[list[str], str | None] | None:
-    """One rank says that it is here, and ends."""
+    """One rank registers and then ends."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     launch, Hasty.hangs, check.GRACE_S = Launch.from_env(), (1 - who, "GPUs"), 0.5
     if launch.rank != who:
@@ -235,7 +235,7 @@ def test_the_others_end_where_rank_0_does() -> None:
 
 
 class Late(ClusterCheck):
-    """The time of the first step begins once rank 1 has come, and rank 0 keeps the store until rank 1 has ended."""
+    """The first step begins when rank 1 has arrived, and rank 0 keeps the store until rank 1 has ended."""
 
     def _ranks(self) -> bool:
         if self.launch.rank == 0:
@@ -254,7 +254,7 @@ class Late(ClusterCheck):
 
 
 def test_ranks_that_never_come_are_named() -> None:
-    """Ranks 0 and 1 of 3, without a torchrun that would wait for the third."""
+    """Ranks 0 and 1 of 3 run without torchrun, which would wait for the third."""
     port = free_port()
     env = [{"WORLD_SIZE": "3"}] * 2
     results = run_ranks(whole, 2, port, [[]] * 2, env, Late, local_world=1, init=False)
@@ -282,7 +282,7 @@ def test_a_master_that_is_not_there() -> None:
 
 
 def stranger() -> tuple[int, str | None]:
-    """The master's port belongs to a server that takes connections and says nothing."""
+    """The master's port belongs to a server that accepts connections and never answers."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         check.GRACE_S = 0.5

@@ -1,4 +1,4 @@
-"""What all ranks agree on, and how little they say for it."""
+"""Collectives of all ranks: their results, and how little they send."""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""Ranks that share the tokens of the same samples (Ulysses): the same job as without, for each family with a plan."""
+"""Context parallelism (Ulysses) gives the same job as without it, for each family with a plan."""
 
 import re
 from pathlib import Path
@@ -27,7 +27,7 @@ KEY = "parallel.ulysses_sequence_parallel_size"
 SHARED = f"{KEY}=2"
 LORA = "model.lora_rank=4"
 FRAMES = "rollout.num_frames=5"
-# with the usual epsilon Adam makes steps of the full size of gradients that are but rounding
+# with the usual epsilon, Adam would make full steps for gradients that are only rounding errors
 GENTLE = "optim.eps=1e-3"
 
 COUNTED = """
@@ -42,12 +42,12 @@ def counted(images, prompts, metadata):
 
 
 def of_family(family: str, request: pytest.FixtureRequest, folder: Path, *keys: str) -> FlowRLConfig:
-    frames = [FRAMES] if family in ("wan", "hunyuan", "ltx2") else []  # of LTX-2 with 5 tokens of sound
+    frames = [FRAMES] if family in ("wan", "hunyuan", "ltx2") else []  # LTX-2 with 5 audio tokens
     return tiny_config(request.getfixturevalue(f"{family}_folder"), folder, *frames, GENTLE, *keys)
 
 
 def assert_same(alone: list[dict[str, Any]], shared: list[dict[str, Any]]) -> None:
-    """Samples to a few of the last bits, since attention adds up in another order; those of a group are one."""
+    """Samples agree up to a few last bits, since attention sums in another order; ranks of a group agree exactly."""
     for rank, part in enumerate(shared):
         other = alone[rank // 2]
         for key in ("images", "latents", "log_prob"):
@@ -98,7 +98,7 @@ def test_the_tokens_of_a_second_image(family: str, request: pytest.FixtureReques
 
 
 def trained(folder: Path) -> list[dict[str, Any]]:
-    """The rows of a run that do not hang on the last bits of its images."""
+    """The metrics of a run that do not depend on the last bits of its images."""
     return [{k: v for k, v in row.items() if k in ("step", "reward/mean", "actor/grad_norm")} for row in rows(folder)]
 
 
@@ -109,7 +109,7 @@ def assert_same_rows(some: Path, others: Path) -> None:
 
 
 def long_job(wan_folder: Path, folder: Path, *keys: str) -> FlowRLConfig:
-    """Two rewards, a validation set, passes of three images that two ranks cannot share evenly, and samples drawn anew."""
+    """Two rewards, a validation set, passes of three images that two ranks cannot share evenly, and redrawn samples."""
     folder.mkdir(parents=True)
     (folder / "reward.py").write_text(COUNTED)
     reward = f"{{path: '{folder / 'reward.py'}:counted', weight: 100}}"
@@ -137,7 +137,7 @@ def test_a_run_resumes_with_and_without(wan_folder: Path, tmp_path: Path) -> Non
     before, now = ([row[key] for row in some if key in row] for some in (plainly, together))
     assert len(now) == 3 and before == pytest.approx(now, rel=1e-3)
 
-    # each sample is scored once, and either rank has its half
+    # each sample is scored once, half of them on each rank
     counts = {}
     for name in ("plain", "shared"):
         calls = [tuple(map(int, line.split())) for line in (tmp_path / name / "calls").read_text().splitlines()]
@@ -145,7 +145,7 @@ def test_a_run_resumes_with_and_without(wan_folder: Path, tmp_path: Path) -> Non
     assert sum(counts["shared"]) == sum(counts["plain"])
     assert abs(counts["shared"][0] - counts["shared"][1]) <= 8
 
-    # from the second step on: the same again to the last bit, and on ranks of their own
+    # from the second step on: bitwise the same again, also on separate ranks
     wanted = rows(tmp_path / "shared" / "out")
     stop_after(tmp_path / "shared", 2)
     again = run_ranks(fit, 2, shared)[0]
@@ -163,7 +163,7 @@ def collected(cfg: FlowRLConfig) -> tuple[torch.Tensor, dict[str, float]]:
 
 
 def test_prompts_that_are_drawn_again(wan_folder: Path, tmp_path: Path) -> None:
-    """All of them, as their rewards are equal."""
+    """All prompts are drawn again, because their rewards are equal."""
     (tmp_path / "reward.py").write_text("def dark(images, prompts, metadata):\n    return [0.0] * len(images)\n")
     keys = ["rollout.max_draws_per_prompt=2", f"reward.functions=[{{path: '{tmp_path / 'reward.py'}:dark'}}]"]
     [(images, row)] = run_ranks(collected, 1, tiny_config(wan_folder, tmp_path, *keys))
@@ -226,11 +226,11 @@ UNPLANNED = (
         ("z_image", (SHARED,), 2, UNPLANNED),
         ("wan", (f"{KEY}=3",), 4, f"{KEY}: 3 does not divide the 4 ranks of a node; nearest that does: 2 or 4"),
         ("wan", (SHARED, "model.compile=true"), 2,
-         f"{KEY}: 2 exchanges tokens within blocks, which are not compiled; set model.compile=false"),
+         f"{KEY}: 2 exchanges tokens within blocks, which cannot be compiled then; set model.compile=false"),
         ("wan", (SHARED, "placement={rollout: 0-1, actor: 2-3}"), 4,
          f"{KEY}: 2 does not work with placement; set one of them back to its default"),
         ("qwen", (SHARED, "rollout.engine=vllm_omni"), 2,
-         f"{KEY}: 2 samples in the policy itself; set rollout.engine=policy"),
+         f"{KEY}: 2 needs an engine that samples in the policy's modules; set rollout.engine=policy"),
         ("wan", (SHARED, "data.train_batch_size=3", "actor.ppo_mini_batch_size=1", "rollout.n=3"), 4,
          "actor.ppo_mini_batch_size: 1 prompts x rollout.n 3 = 3 samples of an update do not divide over 2 ranks; "
          "nearest that work: rollout.n=8"),
@@ -253,9 +253,9 @@ def test_what_is_refused(
 
 
 def test_other_jobs_refuse_it(wan_folder: Path) -> None:
-    with refused(f"{KEY}: 2 is of flow models and autoregressive language models; set it to 1", ConfigError):
+    with refused(f"{KEY}: 2 is only for flow models and autoregressive language models; set it to 1", ConfigError):
         load(LMRLConfig, None, ["model.path=any", "model.block_size=4", "data.max_response_length=8", SHARED])
-    message = f"{KEY}: 2 is of training; ranks sample different prompts here, so set it to 1"
+    message = f"{KEY}: 2 is only for training; here ranks sample different prompts, so set it to 1"
     with refused(message, ConfigError):
         load(SampleConfig, None, [f"model.path={wan_folder}", "prompts=[a cat]", SHARED])
 
@@ -267,7 +267,7 @@ def test_the_plan_divides_activations(wan_folder: Path, tmp_path: Path) -> None:
 
     alone, shared = plan(), plan(SHARED, "data.train_batch_size=2", "actor.ppo_mini_batch_size=1")
     whole, half = (p.ledger.phases["update"] for p in (alone, shared))
-    # texts are whole on either
+    # texts are whole on both ranks
     assert 0.5 < (half.peak - half.before) / (whole.peak - whole.before) < 0.62
     assert shared.plan is not None and shared.plan.per_rank == 4
     assert shared.flops == alone.flops // 2

@@ -1,4 +1,4 @@
-"""Ranks that share the tokens of a language model's samples (Ulysses): the same job as without."""
+"""Context parallelism (Ulysses) of language models gives the same job as without it."""
 
 import os
 import re
@@ -64,7 +64,7 @@ def counted(completions, prompts, metadata):
 
 
 def with_heads(folder: Path, base: Path, heads: int, keys: int) -> Path:
-    """The tiny model with other numbers of heads, of queries and of keys."""
+    """The tiny model with other numbers of query and key heads."""
     shutil.copytree(base, folder)
     config = AutoConfig.from_pretrained(base, num_attention_heads=heads, num_key_value_heads=keys, head_dim=16)
     torch.manual_seed(0)
@@ -76,7 +76,7 @@ def with_heads(folder: Path, base: Path, heads: int, keys: int) -> Path:
 
 
 def assert_same(alone: dict[str, Any], shared: list[dict[str, Any]], size: int, *, packed: bool) -> None:
-    """The same texts, and the rest up to the order of sums; ranks that hold the same samples agree to the last bit."""
+    """Equal texts, and everything else equal up to the order of sums. Ranks with the same samples agree bit by bit."""
     norm = alone["row"]["actor/grad_norm"]
     assert norm > 1e-4
     groups = shared[::size]
@@ -86,7 +86,7 @@ def assert_same(alone: dict[str, Any], shared: list[dict[str, Any]], size: int, 
     for rank, part in enumerate(shared):
         assert torch.equal(part["log_prob"].nan_to_num(), shared[rank // size * size]["log_prob"].nan_to_num())
         assert torch.equal(part["reward"], alone["reward"])
-        # rollout and replay share tokens alike; packed passes have other shapes, with one rank as well
+        # rollout and replay divide tokens in the same way; packed passes have other shapes, even with one rank
         assert part["row"]["actor/first_ratio_error"] <= (2e-6 if packed else 0)
         assert part["row"].keys() == alone["row"].keys()
         for key, value in alone["row"].items():
@@ -95,7 +95,7 @@ def assert_same(alone: dict[str, Any], shared: list[dict[str, Any]], size: int, 
 
 
 def models(attention: str) -> dict[str, tuple[PreTrainedConfig, dict[str, Any]]]:
-    """Configurations with 4 heads or 8, by what is special about them, and keys of the model."""
+    """Model configurations with 4 or 8 heads, named by their particularity."""
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
              "vocab_size": 60, "max_position_embeddings": 64, "head_dim": 8}  # fmt: skip
     windows = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
@@ -129,7 +129,7 @@ def passes(model: CausalLM | ValueLM, packed: bool) -> tuple[list[Tensor], list[
 
 
 def differences(attention: str) -> dict[str, float]:
-    """How far scores and gradients with shared positions are from those without, of each model and pass."""
+    """Differences of scores and gradients with and without shared positions, for each model and pass."""
     world = mesh.start(ParallelConfig(ulysses_sequence_parallel_size=dist_size()))
     found: dict[str, float] = {}
     for name, (config, keys) in models(attention).items():
@@ -147,7 +147,7 @@ def differences(attention: str) -> dict[str, float]:
             scores, parts = passes(alone, packed)
             for part in parts:
                 torch.distributed.all_reduce(part)
-            largest = 0.0  # as a part of the largest number, where that is above 1
+            largest = 0.0  # relative to the largest number if that exceeds 1
             for one, other in zip([*expected, *gradients], [*scores, *parts], strict=True):
                 largest = max(largest, float(((one - other).abs().max() / one.abs().max().clamp(min=1)).detach()))
             found[f"{name}, {critic=}, {packed=}"] = largest
@@ -163,14 +163,14 @@ def dist_size() -> int:
     ("attention", "ranks"), [("sdpa", 2), ("eager", 2), pytest.param("sdpa", 4, marks=pytest.mark.full)]
 )
 def test_the_same_scores_and_gradient(attention: str, ranks: int) -> None:
-    """Padded and packed, of the policy and of a critic; also where a rank has none of the tokens that are scored."""
+    """Padded and packed, for the policy and a critic, also if a rank has none of the scored tokens."""
     for found in run_ranks(differences, ranks, attention):
         assert len(found) >= 3
         assert max(found.values()) < 1e-5, found
 
 
 def tried(config: PreTrainedConfig) -> str:
-    """What the check at load says of a model whose positions are shared."""
+    """The result of the check at load for a model whose positions are shared."""
     world = mesh.start(ParallelConfig(ulysses_sequence_parallel_size=2))
     kind, lm = LMModelConfig(path="any", dtype="float32"), AutoModelForCausalLM.from_config(config).eval()
     model = causal_lm(lm, kind, chunk=3)
@@ -210,7 +210,7 @@ def test_what_a_model_cannot_share(config: PreTrainedConfig, message: str) -> No
 
 
 def one_step_with_exchanges(cfg: LMRLConfig) -> dict[str, Any]:
-    """With the number of times that ranks exchanged samples."""
+    """One step, and how many times ranks exchanged samples in it."""
     with patch.object(update, "exchanged", wraps=update.exchanged) as exchanged:
         return one_step(cfg) | {"exchanges": exchanged.call_count}
 
@@ -228,7 +228,7 @@ def one_step_with_exchanges(cfg: LMRLConfig) -> dict[str, Any]:
 def test_the_same_step(
     ranks: int, size: int, heads: tuple[int, int], keys: tuple[str, ...], lm_folder: Path, tmp_path: Path
 ) -> None:
-    """With fewer heads of keys than ranks share them, and as many; where passes have a budget, groups exchange samples."""
+    """With fewer key heads than ranks, and with as many. If passes have a budget, groups exchange samples."""
     model = with_heads(tmp_path / "model", lm_folder, *heads)
     plain = [key.replace("=60", "=120") for key in keys if "fsdp" not in key]
     alone = run_ranks(one_step, ranks // size, tiny_lm_config(model, tmp_path / "alone", KL, *plain))
@@ -241,7 +241,7 @@ def test_the_same_step(
 
 
 def long_job(model: Path, folder: Path, *keys: str) -> LMRLConfig:
-    """PPO with samples that are drawn again, and three prompts to validate, which two ranks cannot share evenly."""
+    """PPO with redrawn samples, and three validation prompts, which two ranks cannot share evenly."""
     folder.mkdir(parents=True)
     (folder / "counted.py").write_text(COUNTED)
     (folder / "held_out.jsonl").write_text(
@@ -275,14 +275,14 @@ def test_a_run_resumes_with_and_without(lm_folder: Path, tmp_path: Path) -> None
                 assert one[key] == pytest.approx(value, rel=1e-4, abs=1e-5), key
 
     assert_same_rows("shared")
-    # each sample is scored once, and either rank has its half
+    # each sample is scored once, half of them on each rank
     counts = {}
     for name in ("plain", "shared"):
         calls = [tuple(map(int, line.split())) for line in (tmp_path / name / "calls").read_text().splitlines()]
         counts[name] = [sum(count for rank, count in calls if rank == r) for r in range(2)]
     assert sum(counts["shared"]) == sum(counts["plain"])
     assert abs(counts["shared"][0] - counts["shared"][1]) <= 8
-    # from the second step on: the same again to the last bit, and on ranks of their own
+    # from the second step on: bitwise the same again, also on separate ranks
     wanted = rows(tmp_path / "shared" / "out")
     stop_after(tmp_path / "shared", 2)
     again = run_ranks(fit, 2, shared)[0]
@@ -306,7 +306,7 @@ def test_a_teacher(lm_folder: Path, tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_conversations(lm_folder: Path, tmp_path: Path) -> None:
-    """Each is drawn on one of the ranks that train on it."""
+    """Each conversation is drawn on one of the ranks that train on it."""
     cfg = talks.job(lm_folder, tmp_path / "alone", PACKED)
     (alone,) = run_ranks(talks.one_step, 1, cfg)
     cfg = talks.job(lm_folder, tmp_path / "shared", PACKED, f"{KEY}=2")

@@ -1,4 +1,4 @@
-"""Samples of several turns in the loop: exact, on any layout, repeated by a resumed run, and ended by one line."""
+"""Samples of several turns in the loop: exact, equal on any layout and in resumed runs, with one-line errors."""
 
 import json
 import shutil
@@ -20,7 +20,7 @@ import random, time
 
 
 class Talk:
-    """Says something of another length each time, and ends by itself at times."""
+    """Answers with a different length each time, and sometimes ends the conversation."""
 
     def __init__(self, fails: str = "") -> None:
         self.fails = fails
@@ -80,7 +80,7 @@ class Tool:
 
 @pytest.fixture(scope="module")
 def talker(lm_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose turns have about ten tokens: many of them are end tokens."""
+    """A model whose turns have about ten tokens, because many of its tokens are end tokens."""
     folder = Path(shutil.copytree(lm_folder, tmp_path_factory.mktemp("talker") / "lm"))
     settings = json.loads((folder / "generation_config.json").read_text())
     settings["eos_token_id"] = [settings["eos_token_id"], *range(300, 340)]
@@ -103,7 +103,7 @@ def job(model: Path, folder: Path, *keys: str, name: str = "Talk", **kwargs: Any
 
 
 def one_step(cfg: LMRLConfig) -> dict[str, Any]:
-    """Sample, score and update once: this rank's conversations, the row of metrics, and the weights after."""
+    """Sample, score and update once. Returns this rank's conversations, the metrics, and the updated weights."""
     from phalanx.training.lm_rl import build
 
     samples, found = first_step(build, cfg)
@@ -121,7 +121,7 @@ def joined(parts: list[dict[str, Any]]) -> list[Any]:
     "keys", [(), ("actor.use_dynamic_bsz=true", "model.use_remove_padding=true", "algorithm.name=reinforce_plus_plus")]
 )
 def test_layouts_hold_the_same_conversations(keys: tuple[str, ...], talker: Path, tmp_path: Path) -> None:
-    """And their log-probs are those of the replay, in two updates a step, padded and packed."""
+    """Log-probs equal those of the replay, in two updates per step, padded and packed."""
     (alone,) = run_ranks(one_step, 1, job(talker, tmp_path / "alone", *keys))
     talks = alone["conversations"]
     turns = [str(sampled).count("False, True") for _, sampled, _ in talks]
@@ -134,7 +134,7 @@ def test_layouts_hold_the_same_conversations(keys: tuple[str, ...], talker: Path
     for earned, (_, sampled, _) in zip(alone["earned"], talks, strict=True):
         drawn = [int(place) for place, own in enumerate(sampled) if own]
         lasts = [k for k, place in enumerate(drawn) if sampled[place + 1 : place + 2] != [True]]
-        assert set(earned.nonzero().flatten().tolist()) <= set(lasts)  # of each turn the last token
+        assert set(earned.nonzero().flatten().tolist()) <= set(lasts)  # the last token of each turn
     for ranks, shards in ((2, 1), (2, 2)):
         cfg = job(talker, tmp_path / f"{ranks}_{shards}", *keys, f"parallel.fsdp_size={shards}")
         parts = run_ranks(one_step, ranks, cfg)
@@ -205,7 +205,9 @@ def assert_generated_again(record: dict[str, Any], folder: Path) -> None:
 
 
 def test_what_a_sample_says_of_its_turns(talker: Path, tmp_path: Path) -> None:
-    """A turn that was cut is one, an answer without room is no further turn, and only what the limit cut is truncated."""
+    """A turn that was cut counts, no turn follows an answer without room, and only samples cut by the limit are
+    truncated.
+    """
     (tmp_path / "kept.py").write_text(
         "import json\nfrom pathlib import Path\n\n"
         "def kept(completions, prompts, metadata):\n"
@@ -233,7 +235,7 @@ def timeless(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def collected(cfg: LMRLConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the turns of a step's samples have earned, and the rewards."""
+    """The rewards of the turns of a step's samples, and the samples' rewards."""
     from phalanx.training.lm_rl import build
 
     step = build(cfg).collector.collect(0)
@@ -242,7 +244,7 @@ def collected(cfg: LMRLConfig) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def test_rewards_of_turns_are_parts_of_the_reward(talker: Path, tmp_path: Path) -> None:
-    """As far as a term has them: not of another one, nor of scores that are normalised."""
+    """Only from the term of the environment, and not from normalised scores."""
     terms = "reward.functions=[{name: environment, weight: 2}, {name: length, weight: 0.01}]"
     ((earned, reward),) = run_ranks(collected, 1, job(talker, tmp_path, terms))
     assert earned.any() and ((reward - earned) > 0).any() and (reward >= earned).all()
@@ -299,7 +301,7 @@ def test_a_failure_of_one_rank_ends_all_in_one_line(talker: Path, tmp_path: Path
 
 
 def run(cfg: LMRLConfig) -> None:
-    """As a task does, to the end of the job."""
+    """Run the job to its end, as a task does."""
     from phalanx.training.lm_rl import build
 
     build(cfg).run()

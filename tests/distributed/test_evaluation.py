@@ -1,4 +1,4 @@
-"""phalanx evaluate: the same records on any ranks, in one go or in several, of folders and of checkpoints."""
+"""phalanx evaluate: equal records on any number of ranks, in one run or several, from folders and from checkpoints."""
 
 import json
 import os
@@ -23,8 +23,8 @@ from tests.judged import settings, shown
 from tests.ranks import RankError, run_ranks
 from tests.tiny_vlm import grades, picture
 
-# scores evenness, or the mean of an image; at the third call it kills its rank where `fatal` is there, and asks the job to
-# stop, as `phalanx stop` does, where `stop` is, and fails behind it where `wrong` is as well
+# Scores evenness, or the mean of an image. At the third call it kills its rank if the file `fatal` exists, requests a
+# stop like `phalanx stop` if `stop` exists, and then fails if `wrong` exists as well.
 REWARD = """
 import json, os, signal, time
 from pathlib import Path
@@ -83,7 +83,7 @@ def lm_words(model: Path, folder: Path, name: str, *words: str) -> list[str]:
 
 
 def written(folder: Path) -> tuple[str, dict[str, Any]]:
-    """The records, and the statistics."""
+    """The records and the statistics of an evaluation."""
     result = json.loads((folder / "evaluation.json").read_text())
     return (folder / "records.jsonl").read_text(), result["sets"]["held_out"]
 
@@ -150,7 +150,7 @@ def test_a_stopped_evaluation_goes_on_and_two_at_once_are_refused(lm_folder: Pat
     with pytest.raises(RankError, match=f"output_dir: {re.escape(str(folder))} is in use by another job, process "):
         run_ranks(evaluate, 1, words)
     other.release()
-    # a failure that comes between the request and the stop
+    # a failure between the request and the stop
     (tmp_path / "wrong").touch()
     (folder / "records.jsonl").unlink()
     with pytest.raises(RankError, match="no such thing"):
@@ -187,10 +187,10 @@ def test_a_checkpoint_scores_as_in_its_validation_and_beats_no_baseline(sd3_fold
     assert before["mean"]["value"] == pytest.approx(validated[0]["val/held_out/reward/mean"], abs=1e-7)
     assert difference["value"] == pytest.approx(after - before["mean"]["value"], abs=1e-12) != 0
     assert sum(part["baseline"]["better_equal_worse"]["reward"]["samples"]) == 6
-    # an earlier evaluation in place of a model, of which the seeds are others
+    # an earlier evaluation, with other seeds, in place of a model
     earlier = tmp_path / "out" / "evaluation" / "step_000001" / "baseline"
     other = [f"checkpoint={tmp_path / 'out'}", f"baseline={earlier}", f"output_dir={tmp_path / 'again'}"]
-    with pytest.raises(RankError, match=r"has other samples: there rollout\.val\.seed was 1234 and is 7; compare"):
+    with pytest.raises(RankError, match=r"is not comparable: rollout\.val\.seed was 1234 and is 7; expected"):
         run_ranks(evaluate, 1, [*other, "seed=7"])
 
 
@@ -227,8 +227,8 @@ def test_other_models_on_two_ranks(
 
 
 def evaluate_shown(words: list[str], last: int = 100) -> int:
-    """Evaluate while the rewards see pictures in the place of the sampled images, about which the judge was taught; the
-    rank is killed behind the last sample. Returns how often a reward model was loaded.
+    """Evaluate with the sampled images replaced, for the rewards, by images on which the judge was trained; the rank is
+    killed after sample `last`. Returns how often a reward model was loaded.
     """
     submit, load_model = RewardClient.submit, RewardModel.__init__
     shows, loads = [], []
@@ -261,7 +261,7 @@ def judged_words(model: Path, judge: Path, folder: Path, name: str, *words: str)
 
 
 def test_a_judge_scores_alike_on_any_ranks(judge_model: Path, sd3_folder: Path, tmp_path: Path) -> None:
-    """By the reward model of training, here whole on each rank, and on one of two, which answers beside the sampling."""
+    """The reward model is on each rank, or on one of two ranks, where it answers while the other one samples."""
     run_ranks(evaluate_shown, 1, judged_words(sd3_folder, judge_model, tmp_path, "one"))
     on_one = judged_words(sd3_folder, judge_model, tmp_path, "two", "reward.model.placement='ranks 1-1'")
     run_ranks(evaluate_shown, 2, on_one)
@@ -275,8 +275,8 @@ def test_a_judge_scores_alike_on_any_ranks(judge_model: Path, sd3_folder: Path, 
 
 @pytest.mark.long
 def test_a_judged_evaluation_goes_on_and_has_a_baseline(judge_model: Path, sd3_folder: Path, tmp_path: Path) -> None:
-    """Cut in the middle of the second chunk, and gone on with on other ranks with a divided model; one model judges the
-    samples of both. What was scored by another judge is no baseline.
+    """An evaluation is interrupted in its second chunk and resumed on more ranks with a sharded judge. One judge scores
+    candidate and baseline. An evaluation by another judge is refused as a baseline.
     """
     first = judged_words(sd3_folder, judge_model, tmp_path, "first")
     assert run_ranks(evaluate_shown, 1, [*first, f"baseline={sd3_folder}"]) == [1]
@@ -290,7 +290,7 @@ def test_a_judged_evaluation_goes_on_and_has_a_baseline(judge_model: Path, sd3_f
     run_ranks(evaluate_shown, 2, [*again, "reward.model.tensor_parallel_size=2"])
     assert (tmp_path / "again" / "records.jsonl").read_text() == records
     other = judged_words(sd3_folder, judge_model, tmp_path, "other", f"baseline={tmp_path / 'first'}")
-    with pytest.raises(RankError, match=r"other samples: there reward\.model\.max_tokens was 40 and is 30; compare"):
+    with pytest.raises(RankError, match=r"not comparable: reward\.model\.max_tokens was 40 and is 30; expected"):
         run_ranks(evaluate_shown, 1, [*other, "reward.model.max_tokens=30"])
 
 
@@ -302,7 +302,7 @@ def test_a_judge_without_a_model_is_refused(sd3_folder: Path, tmp_path: Path) ->
 
 @pytest.mark.long
 def test_answers_are_those_about_their_samples(judge_model: Path, qwen_folder: Path, tmp_path: Path) -> None:
-    """Also where ranks share a sample, so that samples are dealt out to them."""
+    """Even if several ranks share a sample, so that samples are distributed among them."""
     shared = ("parallel.ulysses_sequence_parallel_size=2", "n=3", "prompts_per_chunk=3")
     run_ranks(evaluate_shown, 2, judged_words(qwen_folder, judge_model, tmp_path, "shared", *shared))
     records = [json.loads(line) for line in written(tmp_path / "shared")[0].splitlines()]

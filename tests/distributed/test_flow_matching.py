@@ -143,7 +143,7 @@ def test_stream_visits_every_image_once_an_epoch() -> None:
     [
         ("{oops\n", "{file}:1: not JSON"),
         ('{"image": "0.png"}\n', '{file}:1: expected {{"image": "path", "prompt": "text"}}'),
-        ("\n", "data.train_files: ['{file}'] hold no images"),
+        ("\n", "data.train_files: ['{file}'] contain no images"),
     ],
 )
 def test_bad_files(content: str, message: str, tmp_path: Path) -> None:

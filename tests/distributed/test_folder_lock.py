@@ -93,7 +93,7 @@ def test_a_job_of_another_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     beat = threading.Timer(0.3, note, (tmp_path, 2))
     beat.start()
     monkeypatch.setattr(folder_lock, "PATIENCE_S", 60.0)
-    with pytest.raises(ValueError, match="is in use by another job, process 7 on node-b, since then; stop that one"):
+    with pytest.raises(ValueError, match="is in use by another job, process 7 on node-b, since then; stop that job"):
         FolderLock(tmp_path, lambda _: None, lambda: None)
     monkeypatch.setattr(folder_lock, "PATIENCE_S", 1.0)
     begin = time.monotonic()

@@ -1,4 +1,4 @@
-"""Sharded weights and gradients: when they travel, and in which dtype, is no part of what arrives."""
+"""Sharded weights and gradients: when and in which dtype they are sent does not change the result."""
 
 from typing import Any
 
@@ -18,12 +18,12 @@ MICRO_BATCHES = 3
 
 
 def whole_numbers(*shape: int, seed: int) -> Tensor:
-    """Small ones, whose products and sums float32 holds exactly in any order."""
+    """Small integers, whose products and sums are exact in float32 in any order."""
     return torch.randint(-3, 4, shape, generator=torch.Generator().manual_seed(seed)).float()
 
 
 def net() -> nn.Sequential:
-    """Three blocks, of which the last rank's parts are smaller, and a head outside of them."""
+    """Three blocks, of which the last rank has smaller parts, and a head outside of them."""
     layers = [nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 3)]
     for i, layer in enumerate(layers):
         layer.weight.data = whole_numbers(*layer.weight.shape, seed=i)
@@ -32,7 +32,7 @@ def net() -> nn.Sequential:
 
 
 def gradients(parallel: ParallelConfig) -> tuple[dict[str, Tensor], list[int]]:
-    """The sums of some micro-batches' gradients, and of how many tensors a rank keeps whole ones after each."""
+    """Sums of the gradients of some micro-batches, and the number of unsharded gradients on a rank after each."""
     world = mesh.start(parallel)
     module = net()
     sharded = Sharded(module, list(module)[:3], world, parallel, torch.float32)
@@ -57,7 +57,7 @@ def gradients(parallel: ParallelConfig) -> tuple[dict[str, Tensor], list[int]]:
 
 @pytest.mark.parametrize("ranks", [2, 4], ids=["shards", "two copies of shards"])
 def test_gradients_of_each_micro_batch_are_summed_alike(ranks: int) -> None:
-    """Reduced after each micro-batch or once, they are the same numbers, and none is whole meanwhile."""
+    """Reducing after each micro-batch gives the same numbers as reducing once, and keeps no unsharded gradient."""
     once = run_ranks(gradients, ranks, ParallelConfig(fsdp_size=2))
     each = run_ranks(gradients, ranks, ParallelConfig(fsdp_size=2, sync_each_batch=True))
     for (expected, whole), (found, parts) in zip(once, each, strict=True):
@@ -68,7 +68,7 @@ def test_gradients_of_each_micro_batch_are_summed_alike(ranks: int) -> None:
 
 
 def for_an_engine(dtype: torch.dtype) -> list[dict[str, Any]]:
-    """Weights kept in float32, of a module that computes in `dtype`: as an engine gets them, and cast afterwards."""
+    """float32 weights of a module that computes in `dtype`: as an engine gets them, and cast afterwards."""
     parallel = ParallelConfig(fsdp_size=2)
     module = nn.Sequential(*(nn.Linear(5, 5) for _ in range(3)))
     Sharded(module, list(module)[:2], mesh.start(parallel), parallel, dtype)

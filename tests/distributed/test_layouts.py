@@ -1,4 +1,4 @@
-"""The layout is no part of the result: same samples to the last bit, same gradient, on any mesh and micro-batch."""
+"""Results do not depend on the layout: bitwise equal samples and the same gradient on any mesh and micro-batch."""
 
 from functools import partial
 from pathlib import Path
@@ -44,7 +44,7 @@ def assert_same_step(reference: list[dict[str, Any]], other: list[dict[str, Any]
 
 
 def configure(model: Path, folder: Path, *overrides: str) -> FlowRLConfig:
-    # the rollout's micro-batch is fixed: it is part of a sample's last bits
+    # the rollout's micro-batch is fixed, because it affects a sample's last bits
     return tiny_config(model, folder, "rollout.micro_batch_size_per_gpu=4", *overrides)
 
 
@@ -109,7 +109,7 @@ def test_replicated_lora_over_a_sharded_base(qwen_folder: Path, tmp_path: Path) 
 def test_shards_of_other_families(
     family: str, kind: tuple[str, ...], request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
-    # long enough for texts of Z-Image that are filled up to different lengths
+    # long enough for texts of Z-Image that are padded to different lengths
     cfg = configure(request.getfixturevalue(f"{family}_folder"), tmp_path, *kind, "data.max_prompt_length=64")
     reference = run_ranks(one_step, 1, cfg)
     cfg.parallel.fsdp_size = 2
@@ -120,7 +120,7 @@ def test_shards_of_other_families(
 @pytest.mark.quick("lora")
 @pytest.mark.parametrize("kind", [LORA, ()], ids=["lora", "full"])
 def test_mixed_precision_layouts_agree(kind: tuple[str, ...], sd3_folder: Path, tmp_path: Path) -> None:
-    """bf16 compute over float32 weights: the replicated path keeps copies, FSDP casts; both are the same arithmetic."""
+    """bf16 compute with float32 weights: replicas keep copies, FSDP casts; both perform the same arithmetic."""
     wanted = ("model.dtype=bfloat16", *kind)
     one = run_ranks(one_step, 1, configure(sd3_folder, tmp_path, *wanted))
     two = run_ranks(one_step, 2, configure(sd3_folder, tmp_path, *wanted, "parallel.fsdp_size=2"))
@@ -130,7 +130,7 @@ def test_mixed_precision_layouts_agree(kind: tuple[str, ...], sd3_folder: Path, 
 
 
 def test_a_batch_per_rank_is_the_batch_of_all(sd3_folder: Path, tmp_path: Path) -> None:
-    """2 prompts and 1 of an update on each of 2 ranks are 4 and 2 on all of them."""
+    """On 2 ranks, 2 prompts per step and 1 per update on each rank equal 4 and 2 on all ranks."""
     whole = run_ranks(one_step, 2, configure(sd3_folder, tmp_path, *LORA))
     own = ("data.train_batch_size=32", "data.train_batch_size_per_gpu=2")
     own += ("actor.ppo_mini_batch_size=16", "actor.ppo_mini_batch_size_per_gpu=1")
@@ -138,12 +138,12 @@ def test_a_batch_per_rank_is_the_batch_of_all(sd3_folder: Path, tmp_path: Path) 
 
 
 def compiled_step(cfg: FlowRLConfig) -> dict[str, Any]:
-    torch.compile = partial(torch.compile, backend="eager")  # to make code of the graphs takes the compiler minutes
+    torch.compile = partial(torch.compile, backend="eager")  # generating code for the graphs would take minutes
     return one_step(cfg)
 
 
 def test_compiled_blocks_are_sharded_and_checkpointed(sd3_folder: Path, tmp_path: Path) -> None:
-    """With one graph for both modes: the first update has a ratio of exactly 1."""
+    """Both modes share one graph, so the first update has a ratio of exactly 1."""
     keys = (*LORA, "actor.ppo_micro_batch_size_per_gpu=2")
     reference = run_ranks(one_step, 1, configure(sd3_folder, tmp_path / "a", *keys))
     fast = ("model.compile=true", "model.gradient_checkpointing=true", "parallel.fsdp_size=2")

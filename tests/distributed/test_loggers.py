@@ -1,4 +1,4 @@
-"""Loggers in jobs that are resumed: the example of one's own, and wandb after a checkpoint of an older version."""
+"""Loggers in resumed jobs: the example of a custom logger, and wandb with a checkpoint of an older version."""
 
 import csv
 import json
@@ -20,7 +20,7 @@ def fit(cfg: RLConfig) -> None:
 
 
 def test_the_example_of_ones_own_logger(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """A job of two ranks, and its continuation from step 2, whose next checkpoint was not finished."""
+    """A job on two ranks and its continuation from step 2, because the next checkpoint is incomplete."""
     keys = (*VALIDATED, "trainer.max_checkpoints=9", f"trainer.logger=[console,'{ROOT}/examples/my_logger.py:Csv']")
     folder = tmp_path / "out"
     run_ranks(fit, 2, word_config(tmp_path, *keys, "trainer.total_training_steps=3"))
@@ -33,7 +33,7 @@ def test_the_example_of_ones_own_logger(tmp_path: Path, capfd: pytest.CaptureFix
     assert [float(line["reward/mean"]) for line in table[1:]] == [row["reward/mean"] for row in rows[1:]]
     best = (folder / "samples" / "held_out" / "best.txt").read_text().splitlines()
     assert [line.split(":")[0] for line in best] == [f"step {step}" for step in (0, 1, 2, 3, 3, 4)]
-    assert "is off from here on" not in capfd.readouterr().err
+    assert "is switched off" not in capfd.readouterr().err
 
 
 @pytest.mark.full
@@ -45,7 +45,7 @@ def test_a_run_of_wandb_goes_on_from_an_older_checkpoint(tmp_path: Path, monkeyp
     checkpoints = tmp_path / "out" / "checkpoints"
     meta = read_meta(checkpoints / "step_000001")
     (name,) = meta["progress"].pop("logger_ids").values()
-    meta["progress"]["wandb_id"] = name  # as it was written before there were other loggers with an id
+    meta["progress"]["wandb_id"] = name  # the format from the time when only wandb had an id
     (checkpoints / "step_000001" / "meta.json").write_text(json.dumps(meta))
     run_ranks(fit, 1, word_config(tmp_path, *keys, "trainer.total_training_steps=2"))
     parts = (tmp_path / "out" / "wandb").glob("offline-run-*/*.wandb")

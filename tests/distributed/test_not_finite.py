@@ -40,7 +40,7 @@ def test_weights_that_are_loaded(fsdp: int, sd3_folder: Path, tmp_path: Path) ->
 
 def test_pictures(sd3_folder: Path, tmp_path: Path) -> None:
     bad = spoiled_copy(sd3_folder, tmp_path / "sd3", "vae", lambda name: name == "decoder.conv_out.bias")
-    with pytest.raises(RankError, match=r"the sample of the prompt '.*' holds NaN or infinity; look at the weights"):
+    with pytest.raises(RankError, match=r"the sample of the prompt '.*' contains NaN or infinity; check the weights"):
         run_ranks(fit, 2, tiny_config(bad, tmp_path))
 
 

@@ -200,5 +200,5 @@ def test_what_is_no_teacher(sd3_folder: Path, qwen_folder: Path, tmp_path: Path)
 def test_it_wants_a_teacher_and_trajectories(sd3_folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^algorithm.teacher_path is not set; give algorithm.teacher_path=..."):
         load(FlowRLConfig, None, [f"model.path={sd3_folder}", "algorithm.name=opd"])
-    with pytest.raises(ConfigError, match=r"^rollout.noise_level: 0.0 should be greater than 0"):
+    with pytest.raises(ConfigError, match=r"^rollout.noise_level: 0.0; expected more than 0"):
         check(configure(sd3_folder, tmp_path, "rollout.noise_level=0"))

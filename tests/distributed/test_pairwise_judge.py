@@ -1,4 +1,4 @@
-"""Judges of pairs over real ranks: the model's answers give the same win rates wherever samples and model are."""
+"""Judges of pairs over real ranks: win rates do not depend on the placement of samples and model."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -24,7 +24,7 @@ def section(model: Path, **settings: Any) -> RewardModelConfig:
 
 
 def orders(opponents: int | None, shuffled: bool, both: bool) -> dict[tuple[int, int, int], list[tuple[int, int]]]:
-    """In which orders a judge is shown the pairs of GROUPS."""
+    """The orders in which a judge sees the pairs of GROUPS."""
     result = {}
     for group, pictures in enumerate(GROUPS):
         for i, j in pairings(len(pictures), opponents):
@@ -56,8 +56,8 @@ def test_win_rates_are_those_of_single_questions(judge_model: Path, options: dic
 
 @pytest.mark.full
 def test_win_rates_are_the_same_on_any_ranks(judge_model: Path) -> None:
-    """Also where a rank has no samples, the model is on other ranks, or answers on a thread, and where two ranks share
-    the scoring of each sample.
+    """Also if a rank has no samples, if the model is on other ranks or answers on a thread, and if two ranks share the
+    scoring of each sample.
     """
     alone = run_ranks(compared, 1, section(judge_model), ONE, Reading())[0]
     apart = section(judge_model, placement="ranks 1-2")
@@ -71,7 +71,7 @@ def test_win_rates_are_the_same_on_any_ranks(judge_model: Path) -> None:
 
 
 def test_a_failure_on_one_rank_is_told_on_all(judge_model: Path) -> None:
-    """No rank waits for one whose answers cannot be used, or whose question is too long."""
+    """No rank waits for a rank with unusable answers or a question that is too long."""
     told = run_ranks(failed, 2, section(judge_model), [6, 6], Broken())
     assert (
         told
@@ -86,7 +86,7 @@ def test_a_failure_on_one_rank_is_told_on_all(judge_model: Path) -> None:
 
 @pytest.mark.full
 def test_a_group_on_two_ranks_in_a_job(sd3_folder: Path, judge_model: Path, tmp_path: Path) -> None:
-    """A step of one prompt: its images get the same win rates, of a mean of a half, on one rank and on two."""
+    """A step with one prompt: its images get the same win rates, with mean 1/2, on one rank and on two."""
     judge = "{path: 'tests.judged_pairs:Reading'}"
     keys = ("data.train_batch_size=1", "actor.ppo_mini_batch_size=1", "actor.ppo_micro_batch_size_per_gpu=1")
     single = (*keys, "reward.model.engine=transformers")

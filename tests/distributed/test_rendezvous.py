@@ -1,4 +1,4 @@
-"""Ranks that come together: what is said of those that are missing, that come twice, and of worlds of two sizes."""
+"""Rendezvous of ranks: messages about missing and duplicate ranks, and about inconsistent world sizes."""
 
 import os
 import re
@@ -20,8 +20,8 @@ HOST = socket.gethostname()
 
 
 def come(folder: Path, port: int, ranks: list[int], sizes: list[int], limit_s: float, late_s: float) -> str:
-    """What this process is told where it comes as `ranks[i]` of `sizes[i]` ranks; nothing where all is well. Where
-    all is well, rank 0, which has the store, goes last; the others sleep for at least `late_s` between two looks at it.
+    """The error of this process if it registers as `ranks[i]` of `sizes[i]` ranks; empty if there is none. Without an
+    error, rank 0, which has the store, leaves last; the others sleep for at least `late_s` between looks at it.
     """
     i = int(os.environ["RANK"])
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -58,18 +58,18 @@ def test_ranks_that_have_all_come() -> None:
 
 
 def test_ranks_that_are_missing(capfd: pytest.CaptureFixture[str]) -> None:
-    """Rank 0 says so while it waits; in the end all that came do."""
+    """Rank 0 reports them while it waits; in the end, all ranks that came do."""
     line = r"2 of 4 ranks came within (\d+) s; ranks that are missing: 1, 3"
     first, second = told([0, 2], [4, 4], limit_s=4)
     last = re.fullmatch(line, first)
     assert first == second and last is not None and int(last[1]) >= 4
     said = [re.fullmatch(line, text) for text in capfd.readouterr().err.splitlines()]
     seconds = [int(text[1]) for text in said if text is not None]
-    assert 1 <= len(said) == len(seconds) <= 2 and seconds[0] < int(last[1])  # each at twice the time of the last one
+    assert 1 <= len(said) == len(seconds) <= 2 and seconds[0] < int(last[1])  # each after twice the previous time
 
 
 def test_a_rank_that_comes_twice() -> None:
-    """All that have come read it, however long after rank 0."""
+    """All ranks that have come read the error, however long after rank 0."""
     answers = told([0, 1, 1], [3, 3, 3], late_s=1)
     where = rf"{HOST}, process \d+"
     line = rf"rank 1 came twice, from {where} and from {where}; expected one RANK each"
@@ -98,7 +98,7 @@ def test_a_port_that_is_in_use() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         (answer,) = told([0], [1], port=port)
-    where = f"rank 0 on {HOST} has no store at MASTER_ADDR=127.0.0.1, MASTER_PORT={port}"
+    where = f"rank 0 on {HOST} cannot open the store at MASTER_ADDR=127.0.0.1, MASTER_PORT={port}"
     assert answer == f"{where}: port {port} of {HOST} is in use, by another job or a second first node"
 
 

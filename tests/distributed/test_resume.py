@@ -205,7 +205,7 @@ def test_resume_refuses_another_run(sd3_folder: Path, tmp_path: Path) -> None:
     with pytest.raises(RankError) as error:
         run_ranks(fit, 2, other)
     assert f"trainer.resume: {folder} holds trained parameters" in str(error.value)
-    assert "choose another trainer.output_dir, or trainer.resume=never" in str(error.value)
+    assert "give another trainer.output_dir, or trainer.resume=never" in str(error.value)
     missing = tiny_config(sd3_folder, tmp_path, *LORA, *STEPS, f"trainer.resume={tmp_path}/nowhere")
     with pytest.raises(RankError, match="nowhere' cannot be used: no such folder"):
         run_ranks(fit, 1, missing)

@@ -1,4 +1,4 @@
-"""The reward model in plain transformers over several ranks: its answers are right, and the same wherever it stands."""
+"""The reward model in plain transformers over several ranks: answers are right for any placement."""
 
 import shutil
 import time
@@ -69,7 +69,7 @@ def test_answers_are_right_wherever_the_model_stands(judge_model: Path, world: i
 
 
 def test_a_question_stands_behind_a_description(judge_model: Path) -> None:
-    """Of a judge that opens; a rank without pictures takes part."""
+    """A judge with an opening; one rank has no pictures."""
     cfg = section(judge_model, micro_batch_size=2, placement="ranks 1-1")
     numbers = [7, 10]
     first, second = run_ranks(talk, 2, cfg, [numbers, []])
@@ -80,7 +80,7 @@ def test_a_question_stands_behind_a_description(judge_model: Path) -> None:
 
 
 def test_sampled_answers_depend_on_the_question_and_the_seed_alone(judge_model: Path) -> None:
-    """At a temperature that makes answers differ: not on the ranks, not on the neighbours in a batch."""
+    """At a temperature at which answers differ, they depend neither on the ranks nor on the rest of a batch."""
     twice = [[3, 0, 3], [7, 3]]
     hot = {"temperature": 3.0, "max_tokens": 12}
     alone = run_ranks(ask, 1, section(judge_model, micro_batch_size=1, **hot), [[*twice[0], *twice[1]]])[0]
@@ -94,7 +94,7 @@ def test_sampled_answers_depend_on_the_question_and_the_seed_alone(judge_model: 
 
 
 def test_answers_end_at_their_limits(judge_model: Path) -> None:
-    """Grades are 6 tokens and 5 for white space and numbers between them; a question is 9 tokens, or 16 with a caption."""
+    """Grades have 6 tokens and 5 of white space and numbers between them; a question has 9, or 16 with a caption."""
     whole = grades(1)
     cut = run_ranks(ask, 1, section(judge_model, max_tokens=3), [[0]])[0][0]
     assert cut[0] == "black" and len(cut[1]) < len(whole) and whole.startswith(cut[1])
@@ -133,7 +133,7 @@ def test_pictures_are_made_of_the_images_that_a_batch_asks_about(judge_model: Pa
 
 
 def slept(cfg: RewardModelConfig) -> tuple[list[str], int]:
-    """What a model that sleeps says, and of its weights in the blocks the number that are divided."""
+    """The answers of a model that has slept, and the number of divided weights in its blocks."""
     from torch.distributed.tensor import DTensor
 
     from phalanx.engines.sleeping import Sleeping
@@ -168,7 +168,7 @@ def test_a_model_sleeps_whole_or_divided(judge_model: Path) -> None:
     [(1, {"micro_batch_size": 5}), (2, {"tensor_parallel_size": 2}), (3, {"placement": "ranks 1-1"})],
 )
 def test_a_judge_of_texts_sees_the_images_of_a_prompt(judge_model: Path, world: int, settings: dict[str, Any]) -> None:
-    """Of any sizes, formats and numbers; a text cannot show one itself."""
+    """Images of any sizes, formats and numbers; a text itself cannot include one."""
     ranks = {1: [[0, 1, 2, 3, 4, 5]], 2: [[0, 1, 2, 3, 4, 5], []], 3: [[0, 1], [], [2, 3, 4, 5]]}[world]
     wanted = [text for shown in SHOWN for text in [plainly(judge_model, shown, VlmOcr.template)] * 2]
     assert wanted[0] == COLOURS[0] and len(set(wanted)) >= 3
@@ -186,14 +186,12 @@ def test_a_judge_that_reads_no_images_says_so_once() -> None:
     (blind,) = run_ranks(asked_about_texts, 1, cfg, "", [[3, 0, 1]])
     without = run_ranks(asked_about_texts, 1, cfg, "", [[3]])[0]
     assert blind[0] == without[0] * 3 and not without[1]
-    assert blind[1] == [
-        "reward.model.path: the model reads no images, so that judges do not see those of the prompt row 0"
-    ]
+    assert blind[1] == ["reward.model.path: the model reads no images, so judges do not see those of the prompt row 0"]
 
 
 def divided(kind: str, tp: int) -> tuple[float, float]:
-    """The largest difference of logits of a model with random weights, whole and divided, and the share that is left
-    of its weights outside the embeddings."""
+    """The largest difference between the logits of a whole and a divided model with random weights, and the fraction of
+    its weights outside the embeddings that this rank has."""
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
     from phalanx.distributed.tensor_parallel import parallelize, replica_mesh
@@ -226,7 +224,7 @@ def divided(kind: str, tp: int) -> tuple[float, float]:
 
 
 def held(model: torch.nn.Module) -> int:
-    """Numbers of the weights that this rank holds, without the embeddings."""
+    """The number of parameters that this rank holds, without the embeddings."""
     from torch.distributed.tensor import DTensor
 
     named = [(n, p.to_local() if isinstance(p, DTensor) else p) for n, p in model.named_parameters()]
@@ -254,7 +252,7 @@ def unplanned(judge: Path) -> str:
 
 
 def test_a_model_without_a_plan_is_refused(judge_model: Path) -> None:
-    """Where it is not Llama's layers that it has, whose plan does for such models."""
+    """A model with other layers than Llama's, whose plan is used for models without their own."""
     assert unplanned(judge_model) == (
         "reward.model.tensor_parallel_size: 2: transformers has no tensor parallel plan for "
         "Qwen3VLForConditionalGeneration; expected 1, or reward.model.engine=vllm"
@@ -303,7 +301,7 @@ def test_what_is_broken_is_told_in_one_line(
 
 @pytest.mark.full
 def test_a_judge_in_a_job(sd3_folder: Path, judge_model: Path, tmp_path: Path) -> None:
-    """A step with a model on two ranks: the scores are what it says, and with weight 0 all else is as without it."""
+    """A step with a model on two ranks: scores follow from its answers, and with weight 0 nothing else changes."""
     rule = "{name: jpeg_incompressibility}"
     plain = run_ranks(step_and_terms, 2, config(sd3_folder, tmp_path / "a", f"reward.functions=[{rule}]"))
     judges = (*settings(judge_model, rule, "{name: vlm_ocr, weight: 0}"), ENGINE, "reward.model.temperature=0.01")
@@ -323,7 +321,7 @@ def test_a_judge_in_a_job(sd3_folder: Path, judge_model: Path, tmp_path: Path) -
 
 
 def waiting(cfg: Any, answered: Path) -> dict[str, Any]:
-    """A step whose rank 0 does not begin its last micro-batch before the model has answered about an earlier one."""
+    """A step in which rank 0 begins its last micro-batch only after the model has answered about an earlier one."""
     from phalanx.engines.transformers import TransformersEngine
     from phalanx.rollout.flow.in_policy import PolicyRollout
 
@@ -349,7 +347,7 @@ def waiting(cfg: Any, answered: Path) -> dict[str, Any]:
 
 
 def test_a_model_on_some_ranks_answers_while_others_sample(sd3_folder: Path, judge_model: Path, tmp_path: Path) -> None:
-    """The same step comes of it as of asking afterwards."""
+    """The step is the same as with asking afterwards."""
     judges = (*settings(judge_model, "{name: vlm_ocr}"), ENGINE, "reward.model.placement=ranks 1-1")
     beside = run_ranks(waiting, 2, config(sd3_folder, tmp_path / "a", *judges), tmp_path / "answered")
     after = run_ranks(step_and_terms, 2, config(sd3_folder, tmp_path / "b", *judges, "reward.overlap=false"))

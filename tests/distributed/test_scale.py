@@ -1,4 +1,4 @@
-"""A rank of 1,024, by torch's fake process groups, against the plan; and how few sockets a rank of a real world opens."""
+"""One rank of 1,024, with torch's fake process groups, against the plan; and the sockets of a rank of a real world."""
 
 import os
 from pathlib import Path
@@ -38,5 +38,5 @@ def _joined(port: int) -> int:
 
 
 def test_a_rank_connects_with_few_others() -> None:
-    """Of 16 ranks; two groups of all of them with all connections would be 30 sockets."""
+    """With 16 ranks, two groups of all of them with all connections would need 30 sockets."""
     assert max(run_ranks(_joined, 16, free_port(), init=False)[1:]) < 30  # rank 0 has the store

@@ -1,4 +1,4 @@
-"""What a configuration takes from the environment reaches the job, and no file, log or tracker."""
+"""Values from the environment in a configuration reach the job, but no file, log or tracker."""
 
 import hashlib
 from pathlib import Path

@@ -1,6 +1,6 @@
-"""Bad inputs, each through the real task: one line that says what is wrong, an exit status, and an end.
+"""Bad inputs through the real tasks: each ends with one line that says what is wrong, and an exit status.
 
-Of each kind there are some here; unit tests have the others, and call what refuses them.
+There are examples of each kind here; unit tests of the checks have the others.
 
 The task runs in forked processes, which have imported everything already. On two ranks, the line must be printed once;
 through `sh train.sh`, torchrun's report must end with it.
@@ -64,7 +64,7 @@ def boom_on_rank_1(images, prompts, metadata):
 
 
 class Place:
-    """A folder with all that the inputs refer to, and the overrides of a job that would run."""
+    """A folder with everything that the inputs refer to, and the overrides of a valid job."""
 
     def __init__(self, folder: Path, model: Path) -> None:
         self.folder, self.model = folder, model
@@ -80,7 +80,7 @@ class Place:
         return f"reward.functions=[{{path: '{self.folder}/rewards.py:{function}'}}]"
 
     def broken(self, name: str, change: Callable[[Path], None]) -> str:
-        """A copy of the model folder with one change."""
+        """A copy of the model folder with one change applied."""
         copy = self.folder / name
         shutil.copytree(self.model, copy)
         change(copy)
@@ -94,18 +94,18 @@ Arguments = Callable[[Place], list[str]]
 def place(tmp_path_factory: pytest.TempPathFactory, sd3_folder: Path) -> Place:
     import phalanx.models.flow.families.qwen_image
     import phalanx.models.flow.families.sd3
-    import phalanx.training.rl  # noqa: F401 - imported here once, and not in each fork
+    import phalanx.training.rl  # noqa: F401 - imported here once instead of in each fork
 
     return Place(tmp_path_factory.mktemp("bad"), sd3_folder)
 
 
 def task(arguments: list[str], nproc: int = 1) -> CompletedProcess[str]:
-    """The real task with these arguments; fails where it does not end."""
+    """Run the real task with these arguments; fails if it does not end."""
     return run_task([TASK, *arguments], nproc)
 
 
 def cut(name: str) -> Callable[[Path], None]:
-    """Keep the first half of a file, as where the disk was full."""
+    """Keep only the first half of a file, as after a full disk."""
 
     def change(folder: Path) -> None:
         content = (folder / name).read_bytes()
@@ -115,7 +115,7 @@ def cut(name: str) -> Callable[[Path], None]:
 
 
 def lose(name: str, tensor: str) -> Callable[[Path], None]:
-    """Take one tensor out of a safetensors file."""
+    """Remove one tensor from a safetensors file."""
 
     def change(folder: Path) -> None:
         tensors = load_file(folder / name)
@@ -236,7 +236,7 @@ MODELS: list[tuple[str, Arguments, str]] = [
     ),
 ]
 
-# The model is loaded before these are known: libraries may have said something by then.
+# The model is loaded before these are detected, so libraries may have printed something.
 SETTINGS: list[tuple[str, Arguments, str]] = [
     (
         "the guidance of another family",
@@ -291,7 +291,7 @@ JOBS: list[tuple[str, Arguments, str]] = [
     (
         "a reward of no numbers",
         lambda p: [p.reward("texts")],
-        f"reward 'texts' returned no numbers but a list whose scores[0] is 'good' on the prompt \"{FIRST}\"; "
+        f"reward 'texts' returned a list with 'good' as scores[0] instead of numbers on the prompt \"{FIRST}\"; "
         "expected 4 numbers: a list, an array or a tensor",
     ),
     (
@@ -312,7 +312,7 @@ def named(*tables: list[tuple[str, Arguments, str]]) -> list[ParameterSet]:
 
 
 def check(done: CompletedProcess[str], message: str, status: int) -> None:
-    """The line is the last one said, and the only one of an error."""
+    """Check that the message is the last line, and the only one with an error."""
     assert "Traceback" not in done.stderr, done.stderr
     lines = done.stderr.splitlines()
     assert lines[-1:] == [f"error: {message}"]
@@ -321,7 +321,7 @@ def check(done: CompletedProcess[str], message: str, status: int) -> None:
 
 
 def test_the_job_itself_is_good(place: Place) -> None:
-    """Each input below differs from this one."""
+    """The inputs below are changes of this valid one."""
     done = task(place.good)
     assert done.returncode == 0, done.stderr
     assert "error" not in done.stderr and "report: " in done.stdout
@@ -373,7 +373,7 @@ TWO_RANKS: list[tuple[str, Arguments, str]] = [
 
 
 def told_once(done: CompletedProcess[str], place: Place, message: str) -> str:
-    """The line, which is the only one of an error."""
+    """The line with the error, which must be the only one."""
     # rank 1 samples the last 2 of the step's 4 prompts, one after the other
     prompts = PromptStream(load_prompts([str(place.folder / "prompts.txt")], ""), 4, seed=0).batch(0)
     line = f"error: {message.format(folder=place.folder, prompt=prompts[2].text)}"

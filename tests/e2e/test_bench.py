@@ -1,4 +1,4 @@
-"""The benchmark's command: whole steps of the real Trainer on random weights, on two ranks."""
+"""The command of the benchmark: whole steps of the real Trainer on random weights, on two ranks."""
 
 import json
 import math
@@ -47,7 +47,7 @@ def test_a_shape_that_is_unknown_is_told_in_one_line() -> None:
     done = run_task(["benchmarks/step.py", CONFIG, "--shapes", "huge"])
     assert done.returncode != 0
     assert (
-        "error: model.path: 'huge' is no shape of benchmarks/shapes.py; "
+        "error: model.path: 'huge' is not in benchmarks/shapes.py; "
         "known: sd35_medium, sd3_cpu, tiny_sd3, qwen_image, tiny_qwen_image\n"
     ) in done.stderr
 

@@ -1,4 +1,4 @@
-"""tasks/check_cluster.py, as a user runs it before a training job: its output, and its exit status."""
+"""tasks/check_cluster.py, as a user runs it before a training job: its output and exit status."""
 
 import re
 import socket
@@ -17,7 +17,7 @@ NUMBER = r"\d+(\.\d+)?(e-\d+)?"
 
 
 def job(model: Path, folder: Path) -> list[str]:
-    """The arguments of a tiny training job, which the check takes as they are."""
+    """The arguments of a tiny training job, which the check accepts unchanged."""
     (folder / "prompts.txt").write_text("a cat\n")
     return [*base_overrides(model, folder), "min_free_gb=0"]
 

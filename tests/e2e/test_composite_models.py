@@ -1,4 +1,4 @@
-"""Folders of a language model beside a vision tower: the language model is trained, and put back among the other parts."""
+"""Folders with a language model and a vision tower: the former is trained, and exported with the other parts."""
 
 import json
 import logging
@@ -51,7 +51,7 @@ IDS = torch.arange(3, 60).reshape(3, 19)
 
 
 def composite(kind: str, tokenizer: Path, folder: Path) -> Path:
-    """The folder of a tiny random model of the class that published ones have."""
+    """Write the folder of a tiny random model of the same class as published ones."""
     text, sight, more = KINDS[kind]
     config = getattr(transformers, f"{kind}Config")(text_config=text, vision_config=sight, **more)
     torch.manual_seed(0)
@@ -62,7 +62,7 @@ def composite(kind: str, tokenizer: Path, folder: Path) -> Path:
 
 
 def train(model: Path, folder: Path, *overrides: str) -> tuple[Tensor, list[str]]:
-    """The logits of the trained policy, and the names of weights that an engine gets."""
+    """Train; returns the logits of the policy, and the names of weights that an engine gets."""
     from phalanx.training.lm_rl import build
 
     keys = ("data.max_prompt_length=60", "trainer.save_freq=2", "trainer.total_training_steps=2", "optim.lr=1e-2")
@@ -108,13 +108,13 @@ def test_the_text_part_is_trained_and_put_back(kind: str, lm_folder: Path, tmp_p
         assert same or ("vision" not in name and "visual" not in name and "projector" not in name), name
     assert json.loads((folder / "config.json").read_text()) == json.loads((base / "config.json").read_text())
     assert (folder / "preprocessor_config.json").is_file()
-    # an engine that has the whole model takes the weights by its own names
+    # an engine with the whole model gets weights under the whole model's names
     assert set(names) <= set(whole_of(base).state_dict())
 
 
 @pytest.mark.parametrize("kind", ["Gemma3"])
 def test_a_lora_goes_on_the_whole(kind: str, lm_folder: Path, tmp_path: Path) -> None:
-    """Of the layers by these names only those of the language model get one."""
+    """Among the layers with these names, only those of the language model get a LoRA."""
     base = composite(kind, lm_folder, tmp_path / "base")
     ((trained, _),) = run_ranks(train, 1, base, tmp_path, "model.lora_rank=4", "optim.lr=1e-1")
     adapter = PeftModel.from_pretrained(whole_of(base), export(tmp_path / "out", tmp_path / "adapter"))
@@ -129,7 +129,7 @@ def test_a_lora_goes_on_the_whole(kind: str, lm_folder: Path, tmp_path: Path) ->
     ("kind", "prefix"),
     [
         ("Gemma3", "model.language_model."),
-        ("Gemma3", "model."),  # of the text part by itself
+        ("Gemma3", "model."),  # names of the text part alone
         ("Mistral3", "language_model.model."),  # before transformers 4.52
     ],
 )

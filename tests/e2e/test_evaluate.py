@@ -1,4 +1,4 @@
-"""phalanx evaluate as a command: its table and files, and its mistakes in one line."""
+"""The command phalanx evaluate: its table and files, and one-line messages about mistakes."""
 
 import json
 import re
@@ -46,14 +46,14 @@ def test_a_table_and_three_files(tmp_path: Path) -> None:
 
 
 def test_records_that_were_lost_are_sampled_anew(tmp_path: Path) -> None:
-    """Of a complete evaluation: the last ones, and a damaged one in the middle, which is refused."""
+    """If the last records of a complete evaluation are missing; a damaged one in the middle is an error."""
     records = tmp_path / "out" / "records.jsonl"
     assert run_task(words(tmp_path)).returncode == 0
     whole = records.read_text()
     records.write_text(whole[:-40])
     other = [*words(tmp_path), f"output_dir={tmp_path / 'other'}", f"baseline={tmp_path / 'out'}"]
     done = run_task(other)
-    assert done.returncode == 2 and f"baseline: the evaluation in {records.parent} has not ended" in done.stderr
+    assert done.returncode == 2 and f"baseline: the evaluation in {records.parent} is incomplete" in done.stderr
     done = run_task(words(tmp_path))
     assert done.returncode == 0 and records.read_text() == whole, done.stderr
     lines = whole.splitlines(keepends=True)
@@ -61,9 +61,9 @@ def test_records_that_were_lost_are_sampled_anew(tmp_path: Path) -> None:
     done = run_task(words(tmp_path))
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1] == (
-        f"error: {records}:2: not a record of an evaluation; delete the file to sample anew"
+        f"error: {records}:2: not a record of an evaluation; delete the file to sample again"
     )
-    # an evaluation that ends with an error has left its folder
+    # an evaluation that ended with an error has released its folder
     assert not (tmp_path / "out" / "running.json").exists()
 
 
@@ -97,10 +97,10 @@ def test_a_reward_that_fails_is_one_line(tmp_path: Path) -> None:
         ("output_dir=' '", "output_dir: expected a path, got ' '"),
         ("baseline=assets/words/test.jsonl", "baseline: 'assets/words/test.jsonl' is a single file"),
         ("baseline=assets/words", "baseline: assets/words has no config.json"),
-        ("baseline=assets/digits/base", "baseline: 'assets/digits/base' is a model of another kind"),
+        ("baseline=assets/digits/base", "baseline: 'assets/digits/base' is not the same kind of model"),
         (
             "model.path=org/model",
-            "model.path: 'org/model' is no folder on this machine; of a hub id say what it is, kind=lm or kind=flow",
+            "model.path: 'org/model' is not a folder on this machine; for a hub id, also set kind=lm or kind=flow",
         ),
     ],
 )

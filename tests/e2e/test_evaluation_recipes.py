@@ -1,4 +1,4 @@
-"""Every recipe of configs/evaluate: the commands that it names make its files, and it evaluates a tiny model."""
+"""Every recipe of configs/evaluate: the commands in its comments create its files, and it evaluates a tiny model."""
 
 import json
 import subprocess
@@ -28,7 +28,7 @@ BOXED = "Please reason step by step, and put your final answer within \\boxed{}.
 
 
 def download(folder: Path) -> None:
-    """The files of the benchmarks, three rows each, in the columns of their authors."""
+    """Write the benchmarks' files with the authors' columns, three rows each."""
     files: dict[str, list[dict[str, Any]]] = {
         "gsm8k/main/test-00000-of-00001.parquet": [],
         "math500/test.jsonl": [],
@@ -54,7 +54,7 @@ def download(folder: Path) -> None:
 
 
 def prepare_commands(recipe: Path) -> list[list[str]]:
-    """The words of each command `phalanx prepare` in the comments, as the shell reads them."""
+    """The words of each command `phalanx prepare` in the comments, split as by a shell."""
     block = [line[4:] for line in recipe.read_text().splitlines() if line.startswith("#   ")]
     shell = f"hf() {{ :; }}; phalanx() {{ shift; printf '%s\\n' \"$@\" '{ENDS}'; }}\n" + "\n".join(block)
     printed = subprocess.run(["sh", "-c", shell], capture_output=True, text=True, check=True).stdout
@@ -114,7 +114,7 @@ def test_a_recipe(
 
 
 def evaluated(tmp_path: Path, name: str, *words: str, model: str = "assets/digits/base") -> dict[str, Any]:
-    """The result of a recipe with a tiny flow model, of which `records` are the samples."""
+    """The result of a recipe with a tiny flow model; its `records` are the samples."""
     tiny = [f"model.path={model}", "model.dtype=float32", "rollout.height=32", "rollout.width=32", *words]
     out = tmp_path / "out"
     recipe = str(FOLDER / f"{name}.yaml")
@@ -125,7 +125,7 @@ def evaluated(tmp_path: Path, name: str, *words: str, model: str = "assets/digit
 
 
 def test_the_recipe_of_ocr(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the authors' file, a prompt per line; the text in quotes is the truth."""
+    """From the authors' file with one prompt per line; the text in quotation marks is the ground truth."""
     monkeypatch.setenv("HOME", str(tmp_path))
     folder = tmp_path / "data" / "flow_grpo_ocr"
     folder.mkdir(parents=True)
@@ -137,7 +137,7 @@ def test_the_recipe_of_ocr(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.long
 def test_the_recipe_of_geneval(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clip_folder: Path) -> None:  # noqa: F811
-    """Of rows as the authors publish them: a mean per tag, and that of the tags."""
+    """From rows as the authors publish them: a mean per tag, and the mean over tags."""
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "data").mkdir()
     clauses = {"single_object": {"class": "dog", "count": 1}, "colors": {"class": "dog", "count": 1, "color": "red"}}
@@ -160,7 +160,7 @@ def test_the_recipe_of_geneval(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
 
 @pytest.mark.long
 def test_the_recipe_of_long_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, qwen_folder: Path) -> None:
-    """Of rows as the authors publish them, whose column `text` is a list."""
+    """From rows as the authors publish them, whose column `text` is a list."""
     monkeypatch.setenv("HOME", str(tmp_path))
     folder = tmp_path / "data" / "long_text"
     folder.mkdir(parents=True)
@@ -182,7 +182,7 @@ def test_the_recipe_of_vbench(
     clip_folder: Path,  # noqa: F811
     dino_folder: Path,  # noqa: F811
 ) -> None:
-    """Its commands make a file per dimension of the authors' list, with the style of those prompts that have one."""
+    """Its commands create a file per dimension of the authors' list, with the style of prompts that have one."""
     monkeypatch.setenv("HOME", str(tmp_path))
     info = tmp_path / "downloads" / "VBench" / "vbench" / "VBench_full_info.json"
     info.parent.mkdir(parents=True)
@@ -239,7 +239,7 @@ SETS = ["color", "shape", "texture", "spatial", "3d_spatial", "non_spatial", "co
 
 
 def write_t2i_compbench(tmp_path: Path) -> None:
-    """The authors' prompts with their parts, by the commands of the recipe, which the docs have as well."""
+    """Write the authors' prompts with their parts, by the commands of the recipe, which are also in the docs."""
     dataset = tmp_path / "downloads" / "T2I-CompBench" / "examples" / "dataset"
     dataset.mkdir(parents=True)
     for name in SETS:
@@ -272,7 +272,7 @@ def test_the_recipe_of_t2i_compbench(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_the_recipe_of_t2i_compbench_by_a_judge(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, judge_model: Path
 ) -> None:
-    """The tiny judge was taught other questions, so that it gives no levels, which is counted."""
+    """The tiny judge was taught other questions, so it gives no levels, and these failures are counted."""
     monkeypatch.setenv("HOME", str(tmp_path))
     write_t2i_compbench(tmp_path)
     words = [f"reward.model.path={judge_model}", "reward.model.engine=transformers", *JUDGE, "n=2"]

@@ -1,4 +1,4 @@
-"""tasks/export_checkpoint.py: what it writes loads in stock diffusers, and makes the images of the trained policy."""
+"""tasks/export_checkpoint.py: exports load in stock diffusers, and generate the images of the trained policy."""
 
 import json
 import shutil
@@ -33,7 +33,7 @@ from tests.tiny import load_pipeline
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 TEXTS = ['a "7" on a wall', "a longer prompt, about two cats"]
 FULL = ("optim.lr=1e-2",)
-# alpha is not the rank, and the modulation layers are adapted as well
+# alpha differs from the rank, and the modulation layers are adapted as well
 LORA = ("optim.lr=3e-2", "model.lora_rank=4", "model.lora_alpha=6")
 RUNS: dict[str, tuple[str, tuple[str, ...]]] = {
     "sd3-lora": ("sd3", (*LORA, "model.target_modules=[attn.to_q, attn.to_out.0, norm1.linear, ff.net.2]")),
@@ -50,13 +50,13 @@ RUNS: dict[str, tuple[str, tuple[str, ...]]] = {
     "z-lora": ("z_image", (*LORA, "model.target_modules=[attention.to_q, cap_embedder.1, feed_forward.w2]")),
     "z-full": ("z_image", FULL),
 }
-# trained on two ranks, each of which writes its part of the checkpoint
+# trained on two ranks, each of which writes its shard of the checkpoint
 SHARDED = {"sd3-lora", "qwen-full", "flux-full"}
 
 
 @dataclass(frozen=True)
 class Run:
-    """A finished run: its folder, and the live policy's images [P, 3, H, W] with each of its weights."""
+    """A finished run: its folder, and the policy's images [P, 3, H, W] with each kind of weights."""
 
     folder: Path
     base: Path
@@ -64,7 +64,7 @@ class Run:
 
 
 def train(overrides: tuple[str, ...], base: Path, folder: Path) -> dict[str, Tensor]:
-    """Two steps of real training, then images with the weights, the moving average, and the weights of the start."""
+    """Two steps of real training, then images with the weights, the moving average, and the initial weights."""
 
     from phalanx.training.flow_rl import build
 
@@ -104,7 +104,7 @@ def runs(
     named: dict[str, tuple[str, tuple[str, ...]]],
     sharded: Collection[str] = (),
 ) -> Runs:
-    """Runs by name, each trained once: `named` has families and overrides, `sharded` those on two ranks."""
+    """Runs by name, each trained once: `named` has families and overrides, `sharded` the runs on two ranks."""
 
     @cache
     def get(name: str) -> Run:
@@ -128,14 +128,14 @@ def export(folder: Path, checkpoint: Path, *overrides: str) -> Path:
 
 
 def stock_images(pipeline: Any) -> Tensor:
-    """The stock pipeline's images [P, 3, H, W] from the noise that validation starts from."""
+    """The stock pipeline's images [P, 3, H, W] from validation's initial noise."""
     name = type(pipeline).__name__
     qwen, shape = name == "QwenImagePipeline", (16, 16) if name in ("QwenImagePipeline", "FluxPipeline") else (4, 8, 8)
     shape = (16, 4, 4) if name == "Flux2KleinPipeline" else shape
     noise = [normal(shape, fold_in(1234, 0, i, 0, "init"), torch.device("cpu")) for i in range(len(TEXTS))]
     extra = {"true_cfg_scale": 3.0, "negative_prompt": [" "] * 2} if qwen else {"guidance_scale": 3.0}
     return pipeline(
-        prompt=list(TEXTS),  # Z-Image's writes its template into the list
+        prompt=list(TEXTS),  # Z-Image's pipeline writes its template into the list
         height=32,
         width=32,
         num_inference_steps=4,
@@ -158,7 +158,7 @@ def test_lora(name: str, weights: str, trained: Runs, tmp_path: Path) -> None:
     run = trained(name)
     assert distance(run.images["model"], run.images["start"]) > 0.05
     assert distance(run.images["model"], run.images["ema"]) > 0.01
-    # auto takes the moving average, which this run has
+    # `auto` is the moving average in this run
     folder = export(tmp_path / "export", run.folder, *([] if weights == "ema" else ["weights=model"]))
     assert [file.name for file in folder.iterdir()] == ["pytorch_lora_weights.safetensors"]
     pipeline = load_pipeline(run.base)
@@ -227,8 +227,8 @@ def test_command_line_and_dtype(trained: Runs, tmp_path: Path) -> None:
     written = run.folder / "export" / "step_000002"
     lines = job.stdout.splitlines()
     assert lines[0] == f"the weights of {run.folder / 'checkpoints' / 'step_000002'} -> {written}"
-    said, call = lines[1].split("; diffusers loads it by ")
-    assert said == "the folder leaves parts out, as its base does" and len(lines) == 2
+    said, call = lines[1].split("; load it with ")
+    assert said == "the folder lacks components, as its base does" and len(lines) == 2
     assert eval(call, vars(diffusers)).text_encoder_3 is None
     exact = load_file(export(tmp_path / "model", run.folder, "weights=model") / "transformer" / WEIGHTS)
     rounded = load_file(written / "transformer" / WEIGHTS)
@@ -258,7 +258,7 @@ def test_the_dtype_of_the_base_is_kept(trained: Runs, tmp_path: Path) -> None:
 
 @pytest.fixture
 def copy(trained: Runs, tmp_path: Path) -> Path:
-    """A run of its own, to be damaged: its output_dir."""
+    """The output_dir of a copy of a run, which a test may damage."""
     return Path(shutil.copytree(trained("sd3-full").folder, tmp_path / "run"))
 
 
@@ -328,7 +328,7 @@ def test_another_model_is_refused(trained: Runs, qwen_folder: Path, tmp_path: Pa
         export(tmp_path / "export", run.folder, f"model_path={wrong}")
     assert str(error.value) == (
         f"checkpoint: {run.folder}/checkpoints/step_000002 does not fit the model '{wrong}': for context_embedder.bias "
-        "it holds [64], the model has nothing; give the base model that the run was trained from"
+        "it contains [64], the model has nothing; give the base model that the run was trained from"
     )
     gone = tmp_path / "gone"
     assert refused(f"checkpoint={run.folder}", f"model_path={gone}") == f"model.path: '{gone}': no such folder"
@@ -353,7 +353,7 @@ def test_a_run_without_an_average(sd3_folder: Path, tmp_path: Path) -> None:
     (images,) = run_ranks(train, 1, (*LORA, "actor.ema.decay=null"), sd3_folder, tmp_path, timeout=150)
     run = tmp_path / "out"
     assert refused(f"checkpoint={run}", "weights=ema") == (
-        f"weights: ema: {run}/checkpoints/step_000002 holds no moving average; use weights=model"
+        f"weights: ema: {run}/checkpoints/step_000002 contains no moving average; use weights=model"
     )
     pipeline = load_pipeline(sd3_folder)
     pipeline.load_lora_weights(export(tmp_path / "export", run))
@@ -365,7 +365,7 @@ def test_a_run_without_an_average(sd3_folder: Path, tmp_path: Path) -> None:
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A hub that takes all that fits the signatures of huggingface_hub, and remembers it."""
+    """A stand-in for the hub that accepts and records all calls matching huggingface_hub's signatures."""
     api = create_autospec(huggingface_hub.HfApi, instance=True)
     api.upload_folder.return_value = "http://hub/me/lora/tree/main"
     monkeypatch.setattr(huggingface_hub, "HfApi", lambda: api)
@@ -398,6 +398,6 @@ def test_a_hub_out_of_reach_is_told_before_any_work(
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", f"http://127.0.0.1:{free_port()}")
     arguments = (f"checkpoint={trained('sd3-lora').folder}", f"output_dir={tmp_path / 'a'}", "push_to_hub=me/lora")
     assert refused(*arguments) == (
-        "push_to_hub: the repository 'me/lora' cannot be made: [Errno 111] Connection refused; it needs the hub within "
-        "reach and a token in HF_TOKEN, or leave push_to_hub out"
+        "push_to_hub: the repository 'me/lora' cannot be created: [Errno 111] Connection refused; expected access to "
+        "the hub and a token in HF_TOKEN, or leave push_to_hub out"
     )

@@ -1,5 +1,5 @@
-"""Exports of the families with a text or an image for which test_export.py has no run: stock diffusers makes the images of
-the trained policy, of a LoRA and of a whole folder.
+"""Exports of the families that test_export.py does not cover: stock diffusers generates the trained policy's images
+from a LoRA and from a whole folder.
 """
 
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ def held_out(images: bool) -> list[Prompt]:
 
 
 def train(cfg: FlowRLConfig, images: bool) -> Tensor:
-    """All of a run; then samples of the trained policy."""
+    """A whole run, then samples of the trained policy."""
     from phalanx.training.flow_rl import build
 
     trainer, parts = build(cfg), []
@@ -44,7 +44,7 @@ def train(cfg: FlowRLConfig, images: bool) -> Tensor:
 
 @contextmanager
 def preferring(size: tuple[int, int]) -> Iterator[None]:
-    """Kontext's pipeline scales references to the nearest of its sizes; here it has one."""
+    """Give Kontext's pipeline, which scales references to the nearest of its sizes, only this size."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pipeline_flux_kontext, "PREFERRED_KONTEXT_RESOLUTIONS", [size])
         yield
@@ -54,7 +54,7 @@ def stock(family: str, pipeline: Any, noise: Tensor) -> Tensor:
     """Samples [1, ...] of diffusers' pipeline, from `noise`."""
     [prompt] = held_out(family in ("flux_kontext", "hunyuan_i2v"))
     keys: dict[str, Any] = {"num_inference_steps": 4, "latents": noise[None], "output_type": "pt"}
-    if family == "hunyuan_i2v":  # which takes the size from the image
+    if family == "hunyuan_i2v":  # its pipeline takes the size from the image
         pipeline.guider.guidance_scale, pipeline.tokenizer_max_length = 3.0, LENGTH
         return pipeline(prompt.meta["image"].pil(), prompt.text, num_frames=FRAMES, **keys).frames
     keys |= {
@@ -66,7 +66,7 @@ def stock(family: str, pipeline: Any, noise: Tensor) -> Tensor:
     if family == "flux_kontext":
         with preferring((40, 24)):
             return pipeline(prompt.meta["image"].pil(), prompt.text, max_area=SIDE * 48, **keys).images
-    if family == "flux2_klein":  # which takes negatives only as embeddings
+    if family == "flux2_klein":  # its pipeline takes negatives only as embeddings
         keys["negative_prompt_embeds"], _ = pipeline.encode_prompt([""], max_sequence_length=LENGTH)
     return pipeline(prompt=prompt.text, **keys).images
 
@@ -100,7 +100,7 @@ def test_the_export_is_read_by_stock_diffusers(
     assert (stock(family, pipeline, start) - made).abs().max() > 0.02
     if kind == "full":
         pipeline = load_pipeline(exported)
-    elif family == "hunyuan_i2v":  # the pipeline's class has no loader of LoRAs, its transformer has
+    elif family == "hunyuan_i2v":  # only the transformer, not the pipeline's class, can load LoRAs
         file = {"weight_name": "pytorch_lora_weights.safetensors", "prefix": "transformer"}
         pipeline.transformer.load_lora_adapter(exported, **file)
     else:

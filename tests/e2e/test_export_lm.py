@@ -33,7 +33,7 @@ IDS = torch.arange(3, 60).reshape(3, 19)
 
 @dataclass(frozen=True)
 class Run:
-    """A trained run: its output_dir, its base, and the policy's logits with each kind of weights."""
+    """A trained run: its output_dir, its base model, and the policy's logits with each kind of weights."""
 
     folder: Path
     base: Path
@@ -122,7 +122,7 @@ def test_lora(name: str, trained: Runs, tmp_path: Path) -> None:
 
 
 def test_an_export_writes_as_the_checkpoint_does(trained: Runs, tmp_path: Path) -> None:
-    """tasks/generate.py, of both, and the samples of the run's own validation settings."""
+    """tasks/generate.py gives the same texts with either; an output file that cannot be written is an error."""
     run = trained("full")
     folder = export(tmp_path / "export", run.folder)
     words = ["temperature=0.8", "seed=3", "n=2", "max_response_length=9"]
@@ -144,8 +144,8 @@ def test_an_export_writes_as_the_checkpoint_does(trained: Runs, tmp_path: Path) 
 
 
 def test_validation_is_written_again(lm_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A checkpoint with its run's settings repeats what the run's validation kept, from another folder than the run's,
-    for which model.path was relative.
+    """A checkpoint with its run's settings repeats the samples of the run's validation, even from another working
+    directory than the one to which model.path was relative.
     """
     keys = ("trainer.save_freq=2", "trainer.test_freq=2", f"data.val_files=[{tmp_path / 'prompts.jsonl'}]")
     monkeypatch.chdir(lm_folder.parent)
@@ -164,7 +164,7 @@ def test_mistakes_of_an_export(trained: Runs, tmp_path: Path) -> None:
     from phalanx.jobs.sample import Generator
 
     run = trained("full")
-    with pytest.raises(ValueError, match=r"output_dir: '/dev/full/x' cannot be made: '/dev/full' is not a folder"):
+    with pytest.raises(ValueError, match=r"output_dir: '/dev/full/x' cannot be created: '/dev/full' is not a folder"):
         export(Path("/dev/full/x"), run.folder)
     with pytest.raises(ValueError, match=r"is of a language model; use tasks/generate\.py"):
         Generator(load(SampleConfig, None, [f"checkpoint={run.folder}", "prompts=[a]"]))
@@ -189,7 +189,7 @@ def test_mistakes_of_an_export(trained: Runs, tmp_path: Path) -> None:
         (["model.path=MODEL", "prompts=[a]", "output_file=/tmp"], "output_file: '/tmp' is a folder; give a file"),
         (
             ["model.path=MODEL", "prompts=[a]", "output_file=/dev/full/x"],
-            "output_file: '/dev/full/x' cannot be made: '/dev/full' is not a folder",
+            "output_file: '/dev/full/x' cannot be created: '/dev/full' is not a folder",
         ),
         (["model.path=/nowhere", "prompts=[a]"], "model.path: '/nowhere': no such folder"),
         (["checkpoint=/nowhere", "prompts=[a]"], "checkpoint: '/nowhere': no such folder"),

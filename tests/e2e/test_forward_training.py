@@ -13,11 +13,11 @@ from tests.tasks import run_task
 @pytest.mark.full
 @pytest.mark.long
 def test_diffusion_nft_learns(tmp_path: Path) -> None:
-    """Twelve steps of the ODE's images, on two ranks: the held-out reward rises, with noise that is fixed."""
+    """Twelve steps on images sampled by the ODE, on two ranks: the held-out reward, with fixed noise, rises."""
     recipe = yaml.safe_load((ROOT / "configs" / "flowgrpo" / "quickstart.yaml").read_text())
     recipe["algorithm"] = {"name": "diffusion_nft"}
     recipe["optim"] = {"lr": 1e-4}
-    del recipe["rollout"]["noise_level"]  # the algorithm's own: 0
+    del recipe["rollout"]["noise_level"]  # use the algorithm's default, 0
     file, out = tmp_path / "nft.yaml", tmp_path / "run"
     file.write_text(yaml.safe_dump(recipe))
     done = run_task(
@@ -37,4 +37,4 @@ def test_diffusion_nft_learns(tmp_path: Path) -> None:
     assert 0.3 < before <= 0.62
     assert after > before + 0.06
     early, late = ([row["reward/mean"] for row in part] for part in (rows[1:5], rows[-4:]))
-    assert sum(late) / 4 > sum(early) / 4 + 0.03  # of other numbers, as the old policy draws them
+    assert sum(late) / 4 > sum(early) / 4 + 0.03  # of training samples, which the old policy draws

@@ -1,4 +1,4 @@
-"""tasks/generate.py of block-diffusion models: from a run that added the mask token, and from its exported folder."""
+"""tasks/generate.py with block-diffusion models: a run that added the mask token, and its exported folder."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ PROMPTS = "prompts=['Ann has 3 books, and more.', Bo]"
 
 
 def train(base: Path, folder: Path) -> None:
-    """Two steps of supervised training of a folder without a mask token, in blocks of four."""
+    """Two steps of supervised training of a folder without a mask token, in blocks of four tokens."""
     from phalanx.training.block_diffusion import build
 
     rows: list[dict[str, Any]] = []
@@ -56,7 +56,7 @@ def run(lm_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def written(file: Path, *words: str | Path) -> tuple[list[dict[str, Any]], str]:
-    """The rows of a generation, and the last line that it prints."""
+    """Generate; returns the rows, and the last line that is printed."""
     keys = [PROMPTS, "temperature=0.8", "seed=3", "n=2", "max_response_length=8", "model.dtype=float32"]
     done = run_task(["tasks/generate.py", *keys, *words, f"output_file={file}"])
     assert done.returncode == 0, done.stderr
@@ -70,12 +70,12 @@ def test_a_run_writes_as_its_export_does(run: Path, tmp_path: Path) -> None:
     again, _ = written(tmp_path / "folder.jsonl", f"model.path={folder}", "model.block_size=4", "threshold=0.05")
     assert rows == again and len({row["text"] for row in rows}) > 2
     tokens, forwards = (sum(row[key] for row in rows) for key in ("tokens", "forward_passes"))
-    assert last == f"{tokens / forwards:.2f} tokens per forward pass: {tokens} tokens in {forwards} looks at a block"
+    assert last == f"{tokens / forwards:.2f} tokens per forward pass: {tokens} tokens in {forwards} passes over a block"
     assert all(0 < row["tokens"] <= 8 for row in rows)
 
 
 def test_fixed_steps(run: Path, tmp_path: Path) -> None:
-    """The two surest tokens of a block at each step; a prompt may leave an odd number of them, or but one."""
+    """The two most confident tokens of a block are unmasked per step; a prompt may leave an odd number, or only one."""
     rows, _ = written(tmp_path / "two.jsonl", f"checkpoint={run}", "threshold=1", "denoising_steps_per_block=2")
     assert all(row["tokens"] / 2 <= row["forward_passes"] <= 4 for row in rows)
     rows, last = written(tmp_path / "one.jsonl", f"checkpoint={run}", "threshold=1")
@@ -85,12 +85,15 @@ def test_fixed_steps(run: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["model.path=MODEL", "threshold=0.5"], "threshold: 0.5 is of block diffusion; set model.block_size, or"),
-        (["model.path=MODEL", "model.mask_token=a"], "model.mask_token: a is of block diffusion; set model.block_size"),
+        (["model.path=MODEL", "threshold=0.5"], "threshold: 0.5 is for block diffusion; set model.block_size, or"),
+        (
+            ["model.path=MODEL", "model.mask_token=a"],
+            "model.mask_token: a is for block diffusion; set model.block_size",
+        ),
         (["model.path=MODEL", "model.block_size=4"], "model.path: 'MODEL': its tokenizer has no mask token"),
         (["checkpoint=RUN", "max_response_length=9"], "max_response_length: 9 tokens are no whole number of blocks of"),
         (["checkpoint=RUN", "denoising_steps_per_block=5"], "denoising_steps_per_block: 5 is more than model.block_s"),
-        (["checkpoint=RUN", "max_response_length=1024"], "max_response_length: 1024 tokens behind a prompt of"),
+        (["checkpoint=RUN", "max_response_length=1024"], "max_response_length: 1024 tokens after a prompt of"),
     ],
 )
 def test_mistakes(words: list[str], message: str, run: Path, lm_folder: Path) -> None:

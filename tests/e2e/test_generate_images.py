@@ -1,4 +1,4 @@
-"""tasks/generate.py on prompts with images: of a run's checkpoint, and of its exported folder."""
+"""tasks/generate.py on prompts with images: from a run's checkpoint, and from its exported folder."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ from tests.tiny_vision import picture, tiny_vision
 
 
 def train(model: Path, folder: Path, prompts: Path) -> None:
-    """Two steps, with a validation behind them."""
+    """Two steps, and a validation after them."""
     keys = [
         *lm_overrides(model, folder),
         f"data.train_files=[{prompts}]",
@@ -66,7 +66,7 @@ def test_a_checkpoint_and_its_export_write_what_validation_did(tmp_path: Path) -
         assert [row["text"] for row in rows] == [row["text"] for row in read_index(kept, "text")]
         assert rows[0]["images"] == [f"prompt_file: {prompts}:1: images[{j}]" for j in (0, 1)]
         assert len({row["text"] for row in rows}) == 4 and "images" not in rows[2]
-    # the whole model is loaded for a prompt without images, too
+    # the whole model is loaded even for a prompt without images
     run_ranks(generate, 1, [f"checkpoint={out}", "prompts=[read]", f"output_file={file}"])
     assert len(file.read_text().splitlines()) == 1
 
@@ -78,5 +78,7 @@ def test_models_that_read_no_images_are_refused(tmp_path: Path) -> None:
         f"prompt_file: {prompts}:1 has images, and model.path: '{model}' is a Qwen3ForCausalLM, which reads none"
     ):
         generate(words)
-    with refused(f"prompt_file: {prompts}:1 has images, and block diffusion reads none; leave model.block_size out"):
+    with refused(
+        f"prompt_file: {prompts}:1 has images, which block diffusion does not support; leave model.block_size out"
+    ):
         generate([*words, "model.block_size=4"])

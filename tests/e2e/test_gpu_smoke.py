@@ -1,4 +1,4 @@
-"""`make gpu-smoke` on a CPU: all of its checks at tiny shapes, so that a GPU's few minutes are not spent on its mistakes."""
+"""`make gpu-smoke` on a CPU: all of its checks with tiny shapes, so that no time on a GPU is lost to its mistakes."""
 
 import json
 import subprocess
@@ -56,7 +56,7 @@ NOTHING += ["packed by flash_attention_2, off from padded", "vLLM asleep beside 
 
 
 def passed(folder: Path, checks: tuple[str, ...], names: list[str]) -> dict[str, dict[str, Any]]:
-    """The lines of these checks by name, of which these have passed."""
+    """Run these checks; the lines `names` must have passed. Returns all lines by name."""
     done = smoke(folder / "smoke.json", "--only", *checks)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((folder / "smoke.json").read_text())
@@ -95,7 +95,7 @@ def test_compiling_runs_on_a_cpu(tmp_path: Path) -> None:
 
 
 def test_a_check_that_fails_or_dies_does_not_end_the_others(tmp_path: Path) -> None:
-    """A look that raises, a process that dies, and the judge."""
+    """With a measurement that raises, a process that dies, and the check of the judge."""
     code = f"""
 import os, sys
 sys.path.insert(0, "benchmarks")

@@ -1,4 +1,4 @@
-"""Model folders and settings that a language model's job meets: each trains, or ends with one line that says why."""
+"""Unusual model folders and settings of a language model's job: each trains, or ends with one line."""
 
 import json
 import re
@@ -69,7 +69,7 @@ def setting(name: str, value: Any, file_name: str = "config.json") -> Change:
 
 
 def ends_at_once(model: Any) -> None:
-    """The likeliest first token, by far, is the end."""
+    """Make the end token by far the likeliest first token."""
     model.model.embed_tokens.weight.fill_(1e-3)
     model.model.embed_tokens.weight[2] = 5.0
 
@@ -182,7 +182,7 @@ def test_it_is_refused(change: Change, keys: tuple[str, ...], message: str, fold
 
 
 def test_damaged_settings_are_told(folder: Path) -> None:
-    """Also where transformers overlooks it, or raises only as it is used."""
+    """Also if transformers ignores the damage, or raises only when the setting is used."""
     for name in ("model.safetensors.index.json", "generation_config.json", "special_tokens_map.json"):
         for text, problem in (("[1]", " holds a list; expected an object, {...}"), ("{", ":1:2 is not valid JSON: ")):
             (folder / name).write_text(text)
@@ -196,7 +196,7 @@ def test_damaged_settings_are_told(folder: Path) -> None:
 
 @pytest.mark.full
 def test_responses_may_be_empty(folder: Path, tmp_path: Path) -> None:
-    """Their reward is that of an empty text; where all are, there is nothing to learn, and the job goes on."""
+    """They get the reward of an empty text; if all are empty, there is nothing to learn, and the job continues."""
     weights(ends_at_once)(folder)
     run_ranks(fit, 1, tiny_lm_config(folder, tmp_path))
     for row in rows(tmp_path / "out"):
@@ -207,7 +207,7 @@ def test_responses_may_be_empty(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("keys", [(), ("algorithm.kl_loss_coef=0.1", "actor.loss_agg_mode=seq-mean-token-mean")])
 def test_all_responses_may_be_left_out(keys: tuple[str, ...], lm_folder: Path, tmp_path: Path) -> None:
-    """A limit that cuts them all, and rewards that differ."""
+    """If a limit truncates all of them, although their rewards differ."""
     limit = ("rollout.mask_truncated=true", "data.max_response_length=1")
     run_ranks(fit, 2, tiny_lm_config(lm_folder, tmp_path, *limit, *keys))
     for row in rows(tmp_path / "out"):
@@ -235,13 +235,13 @@ def refused(cfg: Any) -> str:
 
 
 def test_a_model_that_overflows_is_refused(folder: Path, tmp_path: Path) -> None:
-    """The weights are finite, and what comes of them is not."""
+    """The weights are finite, but the outputs are not."""
     weights(lambda model: model.model.norm.weight.mul_(3e38))(folder)
     (message,) = run_ranks(refused, 1, tiny_lm_config(folder, tmp_path, "model.dtype=bfloat16"))
     assert message == f"model.path: {str(folder)!r}: log-probs of a Qwen3ForCausalLM are NaN or infinite"
 
 
 def test_an_overflow_while_decoding_ends_the_job(folder: Path, tmp_path: Path) -> None:
-    """As weights may grow in training."""
+    """As may happen when weights grow in training."""
     (said,) = run_ranks(overflowing, 1, tiny_lm_config(folder, tmp_path, "model.dtype=bfloat16"))
     assert said.startswith("model.path: the logits of the model hold NaN or infinity while it decodes")

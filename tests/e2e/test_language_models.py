@@ -1,4 +1,4 @@
-"""The quickstart of language models, as its users start it, and mistakes in its configuration."""
+"""The quickstart of language models, started as by its users, and mistakes in its configuration."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ PPO = "configs/ppo/quickstart.yaml"
 
 
 def test_the_quickstart_learns(tmp_path: Path) -> None:
-    """In the first 20 of its steps greedy answers to held-out problems get right far more often."""
+    """After its first 20 steps, far more greedy answers to held-out problems are correct."""
     keys = ["trainer.total_training_steps=20", "trainer.save_freq=-1", f"trainer.output_dir={tmp_path}"]
     done = torchrun([TASK, CONFIG, *keys], nproc=2, timeout=280)
     assert done.returncode == 0, done.stderr
@@ -27,7 +27,7 @@ def test_the_quickstart_learns(tmp_path: Path) -> None:
 
 
 def test_the_quickstart_with_tools_learns(tmp_path: Path) -> None:
-    """In the first 12 of its steps more answers are right, since the calculator is called more often."""
+    """After its first 12 steps, more answers are correct, because the calculator is called more often."""
     keys = ["trainer.total_training_steps=12", "trainer.save_freq=-1", "trainer.test_freq=-1"]
     keys += ["trainer.val_before_train=false", f"trainer.output_dir={tmp_path}"]
     done = run_task([TASK, "configs/grpo/quickstart_tools.yaml", *keys], nproc=2, timeout=280)
@@ -41,9 +41,9 @@ def test_the_quickstart_with_tools_learns(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_the_quickstart_with_images_learns(tmp_path: Path) -> None:
-    """In the first 10 of its steps greedy answers to held-out pictures get right far more often."""
+    """After its first 10 steps, far more greedy answers to held-out pictures are correct."""
     keys = ["trainer.total_training_steps=10", "trainer.save_freq=-1", f"trainer.output_dir={tmp_path}"]
-    keys += ["optim.lr_scheduler=constant"]  # as in the first steps of many
+    keys += ["optim.lr_scheduler=constant"]  # as in the first steps of a long run
     done = run_task([TASK, "configs/grpo/quickstart_vl.yaml", *keys], nproc=2, timeout=280)
     assert done.returncode == 0, done.stderr
     rows = read_metrics(tmp_path / METRICS_FILE)
@@ -54,7 +54,7 @@ def test_the_quickstart_with_images_learns(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_the_recipe_of_ppo_trains_policy_and_critic(tmp_path: Path) -> None:
-    """A few steps of it, at a quarter of its size."""
+    """A few steps at a quarter of its batch size."""
     small = ["data.train_batch_size=32", "actor.ppo_mini_batch_size=32", "actor.ppo_micro_batch_size_per_gpu=16"]
     keys = ["trainer.total_training_steps=4", "trainer.test_freq=-1", "trainer.critic_warmup=2", *small]
     done = run_task([TASK, PPO, *keys, f"trainer.output_dir={tmp_path}"], nproc=2, timeout=120)
@@ -69,7 +69,7 @@ def test_the_recipe_of_ppo_trains_policy_and_critic(tmp_path: Path) -> None:
     ("key", "message"),
     [
         ("algorithm.name=flow_grpo", "algorithm.name: flow_grpo does not train language models; expected such as grpo"),
-        ("rollout.correction=none", "rollout.correction: none has nothing to correct where rollout.engine is policy"),
+        ("rollout.correction=none", "rollout.correction: none has nothing to correct with rollout.engine=policy"),
         ("parallel.rollout_unsharded=false", "parallel.rollout_unsharded: false would gather weights for each token"),
         (
             "data.max_response_length=1000",
@@ -77,7 +77,7 @@ def test_the_recipe_of_ppo_trains_policy_and_critic(tmp_path: Path) -> None:
         ),
         (
             "critic.model.path=nowhere/at/all",
-            "critic.model.path: nowhere/at/all is of a critic, which algorithm.name=grpo",
+            "critic.model.path: nowhere/at/all configures a critic, but algorithm.name=grpo",
         ),
         ("data.max_prompt_length=9", "data.train_files: {folder}/prompts.jsonl:1: it has 14 tokens with the chat"),
         ("reward.functions=[{name: ocr}]", "reward.functions[0]: ocr takes images, and this job makes completions"),

@@ -1,4 +1,4 @@
-"""What a user sees of a failed launch, and what is left of a killed one: real torchruns, by train.sh."""
+"""The output of failed launches, and the processes left after killed ones, with real torchruns through train.sh."""
 
 import os
 import signal
@@ -18,7 +18,7 @@ from tests.tasks import run_task
 
 TASK = "tasks/train_flowgrpo.py"
 CONFIG = "configs/flowgrpo/quickstart.yaml"
-UNEVEN = "actor.ppo_micro_batch_size_per_gpu=7"  # which no number of ranks can do
+UNEVEN = "actor.ppo_micro_batch_size_per_gpu=7"  # which works with no number of ranks
 SCRIPT = """
 import os, signal, sys, time
 import phalanx.cli
@@ -46,7 +46,7 @@ class Slow:
 
 
 def script(folder: Path, what: str, each: str = "pass") -> Path:
-    """A task whose ranks do `each`, and the last one `what`; a rank that goes on leaves its process number in a file of its number."""
+    """A task whose ranks run `each`, and the last one `what`; ranks that continue write their process id to a file."""
     path = folder / "task.py"
     path.write_text(SCRIPT.format(what=what, each=each, folder=str(folder)))
     return path
@@ -69,7 +69,7 @@ def test_a_mistake_is_one_line_on_each_node(nodes: int) -> None:
     ],
 )
 def test_files_are_looked_at_before_a_rank_starts(mistake: str, message: str) -> None:
-    """Without torchrun, which is not there."""
+    """Without starting torchrun, which is missing here."""
     env = launch_environment({"NPROC_PER_NODE": "2", "PHALANX_CHECK": "1"})
     done = subprocess.run(
         [sys.executable, TASK, CONFIG, mistake], cwd=ROOT, env=env, capture_output=True, text=True, check=False
@@ -78,7 +78,7 @@ def test_files_are_looked_at_before_a_rank_starts(mistake: str, message: str) ->
 
 
 def test_an_error_of_the_ranks_is_one_line(tmp_path: Path) -> None:
-    """A mistake that only a running rank finds; its status is the job's."""
+    """For a mistake that only a running rank detects; its exit status is that of the job."""
     done = torchrun([TASK, CONFIG, UNEVEN, f"trainer.output_dir={tmp_path / 'out'}"], nproc=2)
     said = mistakes(done.stderr)
     assert done.returncode == 2 and said.startswith("error: actor.ppo_micro_batch_size_per_gpu: 7 does not")
@@ -102,7 +102,7 @@ def test_a_rank_that_ends_without_a_word(what: str, status: int, message: str, n
 
 @pytest.mark.parametrize("nproc", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_ranks_that_end_before_their_job_is_done_fail_it(nproc: int, tmp_path: Path) -> None:
-    """All of them, with a status that launchers take for success."""
+    """Even if all of them end with a status that launchers take for success."""
     done = torchrun([script(tmp_path, "pass", each="os._exit(0)")], nproc=nproc)
     ranks, their = ("rank 0", "its") if nproc == 1 else ("ranks 0, 1", "their")
     line = f"ended with status 0 before {their} job was done, for example by os._exit in a reward"
@@ -113,7 +113,7 @@ def test_ranks_that_end_before_their_job_is_done_fail_it(nproc: int, tmp_path: P
 @pytest.mark.full
 @pytest.mark.parametrize("status", [0, 7])
 def test_a_rank_that_ends_below_a_plain_torchrun(status: int, tmp_path: Path) -> None:
-    """Without train.sh: torchrun's own report comes behind the line. Processes that the rank forks may end so."""
+    """Without train.sh, torchrun's report follows the line. Processes that the rank has forked may end by os._exit."""
     forked = "os.fork() == 0 and os._exit(0)"
     task = script(tmp_path, f"os._exit({status})", each=forked)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(task)]
@@ -124,7 +124,7 @@ def test_a_rank_that_ends_below_a_plain_torchrun(status: int, tmp_path: Path) ->
     line = task.read_text().splitlines().index(f"        os._exit({status})") + 1
     where = f"by os._exit({status}) at {task}:{line}"
     told = f"error: rank 1 on {socket.gethostname()} ended before its job was done, {where}"
-    assert done.stderr.count(f"{told}\n") == 2  # by the rank, and in torchrun's report
+    assert done.stderr.count(f"{told}\n") == 2  # from the rank, and in torchrun's report
 
 
 def test_called_code_that_exits_is_one_line_with_its_place(tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ def test_everything_is_shown_where_that_is_asked_for() -> None:
 
 
 def first_line(command: list[str], env: Mapping[str, str] | None = None) -> tuple[str, str]:
-    """The first line that a process says on stderr, which ends it, and what it says after that."""
+    """The first line of a process on stderr, on which it is terminated, and its output after that."""
     with subprocess.Popen(
         command,
         cwd=ROOT,
@@ -164,13 +164,13 @@ def test_a_master_that_cannot_be_found_is_told_within_seconds() -> None:
 
 
 def test_a_launcher_without_ranks_says_that_it_waits() -> None:
-    """Once its rank, here a sleep, has ended and no other one is started."""
+    """After its rank, here a sleep, has ended and no other rank is started."""
     code = """
 import subprocess, threading, time
 from phalanx import launch
 launch.QUIET_S = 1
 threading.Thread(target=launch._tell_of_waiting, args=("2",), daemon=True).start()
-time.sleep(2)  # before the first rank there is nothing to say
+time.sleep(2)  # nothing is printed before the first rank
 subprocess.run(["sleep", "3"])
 time.sleep(1000)
 """
@@ -182,7 +182,7 @@ time.sleep(1000)
 
 
 def test_rank_0_alone_says_how_far_the_start_has_come(sd3_folder: Path, tmp_path: Path) -> None:
-    """In the order in which things happen, and nothing of what takes no time."""
+    """In the order of events, without those that take no time."""
     (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS) + "\n")
     (tmp_path / "reward.py").write_text(SLOW_REWARD)
     done = run_task(
@@ -210,7 +210,7 @@ def test_rank_0_alone_says_how_far_the_start_has_come(sd3_folder: Path, tmp_path
 
 
 def test_a_report_that_cannot_be_made_is_a_line(sd3_folder: Path, tmp_path: Path) -> None:
-    """The training is done, and its end is a good one."""
+    """The training is complete, and ends successfully."""
     (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS) + "\n")
     broken = tmp_path / "out" / "images" / "prompts" / "step_000000"
     broken.mkdir(parents=True)
@@ -234,7 +234,7 @@ def test_a_plan_does_not_speak_of_a_start(sd3_folder: Path, tmp_path: Path) -> N
 def started(
     folder: Path, nodes: int = 1, nproc: int = 2, what: str = "pass", **variables: str
 ) -> list[subprocess.Popen[bytes]]:
-    """A train.sh for each node, `nproc` ranks each; all ranks run."""
+    """Start a train.sh per node with `nproc` ranks each, and wait until all ranks run."""
     task = script(folder, what)
     port = free_port()
     processes = []
@@ -277,7 +277,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     ("whom", "nodes", "nproc"), [("train.sh", 1, 1), ("train.sh", 1, 2), ("launcher", 1, 1), ("launcher", 2, 2)]
 )
 def test_ranks_do_not_outlive_their_launcher(whom: str, nodes: int, nproc: int, folder: Path) -> None:
-    """Killed with -9, on the first node: its ranks are gone at once."""
+    """If it is killed with -9 on the first node, its ranks end at once."""
     processes = started(folder, nodes, nproc)
     ranks = [int((folder / str(rank)).read_text()) for rank in range(nproc)]
     victim = processes[0].pid if whom == "train.sh" else parent(ranks[0])

@@ -1,4 +1,4 @@
-"""model.lora_path: a job starts from a LoRA, which its KL's reference has as well, and its export has both."""
+"""model.lora_path: a job starts from a LoRA, which the KL's reference includes, and its export contains both LoRAs."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ KINDS = {"lora": LORA, "pissa": (*LORA, "model.lora_init=pissa"), "full": FULL}
 
 
 def write_lora(base: Path, folder: Path, target: str) -> Path:
-    """A LoRA of diffusers for a base."""
+    """Write a LoRA in diffusers' format for a base model."""
     family, config, transformer = base_of(base)
     layers = {}
     for name, (down, up) in drawn(transformer, target, 3, seed=1).items():
@@ -32,7 +32,7 @@ def write_lora(base: Path, folder: Path, target: str) -> Path:
 
 
 def train(base: Path, folder: Path, overrides: tuple[str, ...]) -> dict[str, Tensor]:
-    """Two steps of training: images of the start, of the policy and of its reference then."""
+    """Two steps of training; returns images of the start, and of the policy and its reference after them."""
     from phalanx.training.flow_rl import build
 
     trainer = build(
@@ -69,7 +69,7 @@ def test_a_run_from_a_lora(kind: str, sd3_folder: Path, tmp_path: Path) -> None:
     folder = export(tmp_path / "export", tmp_path / "out")
     if kind == "full":
         pipeline = load_pipeline(folder)
-    else:  # on the base, not on the start
+    else:  # on top of the base model, not of the start
         pipeline.unload_lora_weights()
         pipeline.load_lora_weights(folder)
     assert distance(stock_images(pipeline), images["model"]) < 1e-4

@@ -1,4 +1,4 @@
-"""examples/*.py: each runs, and the loops in one file take the job's steps. How many files the job's own step runs through."""
+"""examples/*.py run, and the one-file loops take the job's steps; the number of files of the job's own step."""
 
 import os
 import re
@@ -42,7 +42,7 @@ def run_example(name: str, *arguments: str) -> str:
 @pytest.mark.parametrize(("kind", "keys"), [("flowgrpo", FLOW), ("grpo", TEXT)], ids=["flowgrpo", "grpo"])
 def test_a_loop_in_one_file_takes_the_jobs_steps(kind: str, keys: tuple[str, ...], tmp_path: Path) -> None:
     config = f"configs/{kind}/quickstart.yaml"
-    if kind == "grpo":  # a reward that tells responses apart
+    if kind == "grpo":  # a reward that differs between responses
         (tmp_path / "length.py").write_text(
             "def length(completions, prompts, metadata):\n    return [len(c) for c in completions]\n"
         )
@@ -67,7 +67,7 @@ def test_a_reward_and_an_algorithm_of_ones_own(lm_folder: Path, tmp_path: Path) 
     run_ranks(fit_lm, 1, cfg)
     for row in rows(tmp_path / "out"):
         assert 0 < row["reward/mean"] <= 1 and row["actor/log_prob"] < 0
-        assert row["actor/first_ratio_error"] == 0  # which every algorithm on tokens reports
+        assert row["actor/first_ratio_error"] == 0  # reported by every token-level algorithm
 
 
 def fit_lm(cfg: Any) -> None:
@@ -76,7 +76,7 @@ def fit_lm(cfg: Any) -> None:
 
 @pytest.mark.parametrize(("kind", "most"), [("flow", 38), ("text", 32)])
 def test_a_step_runs_through_few_files(kind: str, most: int) -> None:
-    """So that a reader can follow it: at most six files of training/ among them."""
+    """So that a reader can follow a step: at most six of the files are in training/."""
     env = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "benchmarks/step_files.py", "--list", kind]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=250)

@@ -8,7 +8,7 @@ import pytest
 
 from tests.tasks import run_task
 
-# The pairs of 48 prompts, in two updates; the reference follows the policy, so that the pairs at hand count in full.
+# The pairs of 48 prompts, in two updates; the reference follows the policy, so that the current pairs count fully.
 RECIPE = [
     "algorithm.name=diffusion_dpo",
     "algorithm.beta=2000",
@@ -33,6 +33,6 @@ def test_online_pairs_learn(tmp_path: Path) -> None:
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     before, after = (row["val/held_out/reward/mean"] for row in (rows[0], rows[-1]))
     assert after > before + 0.04
-    # of 192 images a step: the mean of six steps is good to 0.012, that of three to 0.017
+    # with 192 images per step, the standard error of six steps' mean is 0.012, and that of three 0.017
     sampled = [row["reward/mean"] for row in rows[1:]]
     assert statistics.fmean(sampled[-6:]) > statistics.fmean(sampled[:3]) + 0.05

@@ -1,4 +1,4 @@
-"""tasks/sample.py: the images of the stock pipeline and of the trained policy, on any number of ranks."""
+"""tasks/sample.py gives the images of the stock pipeline and of the trained policy, on any number of ranks."""
 
 import json
 from pathlib import Path
@@ -37,7 +37,7 @@ def run(overrides: tuple[str, ...]) -> None:
 
 
 def sampled(folder: Path, *overrides: str, ranks: int = 1) -> Tensor:
-    """The pictures [N, 3, H, W] in 0..255 of a call on so many ranks."""
+    """The pictures [N, 3, H, W] in 0..255 of a call on `ranks` ranks."""
     run_ranks(run, ranks, (f"output_dir={folder}", *overrides), timeout=150)
     return torch.stack([pixels(folder / row["file"]) for row in read_index(folder)])
 
@@ -67,13 +67,13 @@ def test_a_model_folder(family: str, request: pytest.FixtureRequest, tmp_path: P
     ours = sampled(tmp_path, *PLAIN, f"model.path={base}", f"{guidance}=3", prompts(TEXTS))
     stock = levels(stock_images(load_pipeline(base)))
     assert ours.shape == (2, 3, 32, 32) and difference(ours[0], ours[1]) > 20
-    assert difference(ours, stock) <= 1  # a value that lies between two levels may be rounded up or down
+    assert difference(ours, stock) <= 1  # a value halfway between two levels may be rounded up or down
 
 
 @pytest.mark.quick("sd3-full")
 @pytest.mark.parametrize("name", ["sd3-full", "sd3-pissa", "qwen-lora"])
 def test_a_checkpoint(name: str, trained: Runs, tmp_path: Path) -> None:
-    """Model, sizes, guidance and seed come from the run: these are its validation's images, to the last bit."""
+    """Model, sizes, guidance and seed come from the run: the images are bit-equal to those of its validation."""
     live = trained(name)
     common = (f"checkpoint={live.folder}", prompts(TEXTS), "micro_batch_size_per_gpu=4")
     assert torch.equal(sampled(tmp_path / "ema", *common), levels(live.images["ema"]))
@@ -108,24 +108,24 @@ def test_command_line_grid_and_older_images(sd3_folder: Path, tmp_path: Path) ->
     (folder / "mine.png").write_bytes(b"kept")
     job = run_task(["tasks/sample.py", *common, prompts(["a", "b"]), "n=2"])
     assert job.returncode == 0, job.stderr
-    assert "100%" not in job.stderr  # nor a library's bars, behind which an error would stand
+    assert "100%" not in job.stderr  # no progress bars of libraries, which could hide an error
     assert job.stdout == f"4 images in {folder}, all of them in {folder / 'grid.png'}\n"
     assert sorted(file.name for file in folder.iterdir()) == [
         "00000.png", "00001.png", "00002.png", "00003.png", "grid.png", "index.jsonl", "mine.png",
     ]  # fmt: skip
     grid = pixels(folder / "grid.png")
-    assert (five[0] - 8) / 5 == (grid.shape[2] - 8) / 2 == 168  # tiles of 160 and a margin: 5 in a row, 2 in a row
+    assert (five[0] - 8) / 5 == (grid.shape[2] - 8) / 2 == 168  # tiles of 160 px with a margin: 5 in a row, 2 in a row
     tile = pixels(folder / "00003.png").repeat_interleave(5, 1).repeat_interleave(5, 2)
     row = (grid.shape[1] - 8) // 2
     assert torch.equal(grid[:, 8 + row : 168 + row, 176:336], tile)
-    assert int(grid[:, 168:row].min()) < 100  # the prompt is written below its picture
+    assert int(grid[:, 168:row].min()) < 100  # the prompt is written below its image
 
 
 # -- mistakes ---------------------------------------------------------------------------------------------------------
 
 
 def refused(*overrides: str) -> str:
-    """The message of the ValueError that a rank ends with."""
+    """The message of the ValueError with which a rank ends."""
     with pytest.raises(RankError) as error:
         run_ranks(run, 1, overrides)
     (line,) = [line for line in str(error.value).splitlines() if line.startswith(("ValueError: ", "phalanx."))]
@@ -159,7 +159,8 @@ def test_a_checkpoint_of_another_model(trained: Runs, qwen_folder: Path, tmp_pat
     common = (f"checkpoint={live.folder}", prompts(["a"]))
     assert refused(*common, f"model.path={qwen_folder}") == (
         f"checkpoint: {live.folder}/checkpoints/step_000002 does not fit the model '{qwen_folder}': for "
-        "context_embedder.bias it holds [64], the model has nothing; give the base model that the run was trained from"
+        "context_embedder.bias it contains [64], the model has nothing; give the base model that the run was trained "
+        "from"
     )
     nowhere = tmp_path / "nowhere"
     assert refused(f"checkpoint={nowhere}", prompts(["a"])) == f"checkpoint: '{nowhere}': no such folder"

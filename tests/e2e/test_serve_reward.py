@@ -1,4 +1,4 @@
-"""tasks/serve_reward.py as its users start it, and training jobs that ask it for scores."""
+"""tasks/serve_reward.py, started as by its users, and training jobs that request scores from it."""
 
 import json
 import signal
@@ -31,7 +31,7 @@ JPEG = "reward.functions=[{name: jpeg_incompressibility}]"
 
 @contextmanager
 def started(command: Sequence[str], **env: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """The process of a server that has said where it listens, and that line."""
+    """The process of a server that has printed where it listens, and that line."""
     process = subprocess.Popen(
         command,
         cwd=ROOT,
@@ -57,7 +57,7 @@ def python(*arguments: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
-    """The address of a server of jpeg_incompressibility, in a process of its own."""
+    """The address of a server of jpeg_incompressibility in a separate process."""
     with started(python(JPEG, "port=0", "reward.num_workers=2")) as (_, line):
         yield line.split(": ")[1]
 
@@ -78,7 +78,7 @@ def test_it_serves_until_it_is_told_to_stop(command: list[str], number: signal.S
     assert process.returncode == status
     assert f"stopped by {number.name}\n" in err
     assert "secret-word" not in out + err
-    assert "serve_reward.py" not in err  # no traceback of ours; torchrun shows one of its own
+    assert "serve_reward.py" not in err  # no traceback of ours; torchrun prints its own
     with pytest.raises(httpx2.ConnectError):
         httpx2.get(url)
 
@@ -97,7 +97,7 @@ def slow(images, prompts, metadata):
 
 
 def refuses(url: str) -> bool:
-    """Whether nobody listens there any more."""
+    """Whether the address refuses connections."""
     try:
         socket.create_connection((urlsplit(url).hostname, urlsplit(url).port)).close()
     except ConnectionRefusedError:
@@ -106,7 +106,7 @@ def refuses(url: str) -> bool:
 
 
 def test_requests_under_way_are_answered_first(tmp_path: Path) -> None:
-    """The second one finds nobody any more."""
+    """A later request is refused."""
     (tmp_path / "slow.py").write_text(SLOW)
     with started(python(f"reward.functions=[{{path: '{tmp_path}/slow.py:slow'}}]", "port=0")) as (process, line):
         asks = Http(line.split(": ")[1], retries=0)
@@ -124,14 +124,14 @@ def test_requests_under_way_are_answered_first(tmp_path: Path) -> None:
 
 
 def peak_mb(pid: int) -> float:
-    """The most memory that a process has had."""
+    """The peak memory of a process in MB."""
     line = next(x for x in Path(f"/proc/{pid}/status").read_text().splitlines() if x.startswith("VmHWM"))
     return int(line.split()[1]) * 1024 / 1e6
 
 
 @pytest.mark.full
 def test_memory_has_a_bound() -> None:
-    """Small files of large pictures, from 8 clients at once: side by side they would take 1,300 MB."""
+    """With small files of large pictures from 8 clients at once, which would take 1,300 MB if decoded concurrently."""
     budget = 200
     with started(python(JPEG, "port=0", f"max_memory_mb={budget}")) as (process, line):
         asks = Http(line.split(": ")[1], retries=0, encoding="multipart")
@@ -143,11 +143,11 @@ def test_memory_has_a_bound() -> None:
         with ThreadPoolExecutor(8) as pool:  # 164 MB each
             answers = list(pool.map(lambda _: asks(large[:1], ["a"], [{}]), range(8)))
         assert len({tuple(scores) for scores in answers}) == 1
-        assert peak_mb(process.pid) - before < 3 * budget  # the allocator keeps what it once had, a thread's for itself
+        assert peak_mb(process.pid) - before < 3 * budget  # the allocator keeps freed memory, per thread
 
 
 def bare(name: str) -> str:
-    """A process in which a package is not installed."""
+    """Code for a process in which a package is not installed."""
     return f"import runpy, sys; sys.modules[{name!r}] = None; sys.argv = ['x', 'port=0']; runpy.run_path({TASK!r}, run_name='__main__')"
 
 
@@ -158,7 +158,7 @@ def bare(name: str) -> str:
         (
             python(JPEG, "host=0.0.0.0", "port=0"),
             "host=0.0.0.0 can be reached from other machines, and there is no token; give token_env, or allow_open=true "
-            "where everybody may use the server",
+            "if everybody may use the server",
         ),
         (python("prot=1"), "unknown key prot; did you mean port?"),
         ([sys.executable, "-c", bare("fastapi")], "the package fastapi is not installed; pip install 'phalanx[serve]'"),
@@ -190,7 +190,7 @@ def trained(folder: Path, model: Path, functions: str, ranks: int) -> tuple[list
 @pytest.mark.seldom("multipart")
 @pytest.mark.parametrize("encoding", ["json", "multipart"])
 def test_a_job_learns_the_same_from_a_server(server: str, encoding: str, sd3_folder: Path, tmp_path: Path) -> None:
-    """Two ranks: all numbers of metrics.jsonl but times, and the weights, to the last bit."""
+    """On two ranks: all numbers of metrics.jsonl except times, and the weights, are bit-equal."""
     name = "jpeg_incompressibility"
     kwargs = f"{{url: '{server}', encoding: {encoding}, batch_size: 3, concurrency: 2}}"
     local, weights = trained(tmp_path / "local", sd3_folder, f"[{{name: {name}}}]", 2)
@@ -210,7 +210,7 @@ def test_a_dead_server_ends_a_job_of_two_ranks(sd3_folder: Path, tmp_path: Path)
     assert done.returncode == 1
     said = [line for line in (done.stdout + done.stderr).splitlines() if line.startswith("error")]
     prompts = PromptStream(load_prompts([str(tmp_path / "prompts.txt")], ""), 4, seed=0).batch(0)
-    assert said in [  # of the rank that was first
+    assert said in [  # from the rank that was first
         [
             f"error: rank {rank}: reward 'http' raised ServerError: {url}: no connection (All connection attempts "
             f'failed) (try 2 of 2) on the prompt "{prompts[2 * rank].text}"'
@@ -220,7 +220,7 @@ def test_a_dead_server_ends_a_job_of_two_ranks(sd3_folder: Path, tmp_path: Path)
 
 
 def test_a_job_goes_on_without_its_server_where_that_is_configured(sd3_folder: Path, tmp_path: Path) -> None:
-    """The scores that are none are told of by each rank, and the job's other reward still teaches it."""
+    """Each rank reports the missing scores, and the job still learns from its other reward."""
     (tmp_path / "prompts.txt").write_text('the "alpha"\na "beta"\na "gamma"\nthe "delta"\n')
     url = f"http://127.0.0.1:{free_port()}/score"
     kwargs = f"{{url: '{url}', retries: 0, on_error: value, error_value: 0.25}}"
@@ -237,7 +237,7 @@ def test_a_job_goes_on_without_its_server_where_that_is_configured(sd3_folder: P
 
 @pytest.mark.full
 def test_the_share_of_images_without_a_score_is_logged(sd3_folder: Path, tmp_path: Path) -> None:
-    """Two ranks, of which one has more of them; the held-out prompts are filled up with the last for the second."""
+    """On two ranks with different shares; the held-out prompts are padded with the last one for the second rank."""
     (tmp_path / "picky.py").write_text(
         "def picky(images, prompts, metadata):\n    return [{'b': 1.0}[text[-2]] for text in prompts]\n"
     )

@@ -12,7 +12,7 @@ from tests.ranks import run_ranks, two_nodes
 @pytest.mark.full
 @pytest.mark.long
 def test_two_nodes_are_one_world(lm_folder: Path, tmp_path: Path) -> None:
-    """Two torchruns of one rank each do what two ranks of one node do."""
+    """Two torchruns with one rank each give the same results as two ranks on one node."""
     fixed = ["parallel.fsdp_size=2", "trainer.save_freq=2"]
     nodes = two_nodes(["tasks/train_block_diffusion.py", *sft_overrides(lm_folder, tmp_path / "two"), *fixed])
     assert [node.returncode for node in nodes] == [0, 0], nodes[0].stderr + nodes[1].stderr

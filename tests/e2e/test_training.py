@@ -21,7 +21,7 @@ def overrides(model: Path, folder: Path) -> list[str]:
 
 
 def test_quickstart_learns(tmp_path: Path) -> None:
-    """The first twelve of its steps, on two ranks: the held-out reward rises, and the report holds both sides."""
+    """In its first twelve steps, on two ranks, the held-out reward rises, and the report has both validations."""
     out = tmp_path / "run"
     done = torchrun(
         [
@@ -41,7 +41,7 @@ def test_quickstart_learns(tmp_path: Path) -> None:
     assert 0.3 < before["val/held_out/reward/mean"] <= 0.62
     assert after["val/held_out/reward/mean"] > before["val/held_out/reward/mean"] + 0.05
     assert all(row["actor/first_ratio_error"] == 0.0 for row in metrics[1:])
-    # what the command says at its end
+    # the last output of the command
     assert f"val/held_out/reward/mean: {before['val/held_out/reward/mean']:.3f} (step 0) -> " in done.stdout
     assert f"report: {out / 'report.html'}" in done.stdout
     report = (out / "report.html").read_text()
@@ -50,14 +50,14 @@ def test_quickstart_learns(tmp_path: Path) -> None:
 
 
 def test_two_nodes_are_one_world(sd3_folder: Path, tmp_path: Path) -> None:
-    """Two torchruns of one rank each do what two ranks of one node do; only NNODES and NODE_RANK differ."""
+    """Two torchruns with one rank each, which differ only in NNODES and NODE_RANK, act as two ranks on one node."""
     fixed = ["parallel.fsdp_size=1", "rollout.micro_batch_size_per_gpu=4"]
     one = run_task([TASK, *overrides(sd3_folder, tmp_path / "one"), *fixed], nproc=2)
     assert one.returncode == 0, one.stderr
     nodes = two_nodes([TASK, *overrides(sd3_folder, tmp_path / "two"), *fixed], nproc=1)
     assert [node.returncode for node in nodes] == [0, 0], nodes[0].stderr + nodes[1].stderr
     assert rows(tmp_path / "one" / "out") == rows(tmp_path / "two" / "out")
-    # rank 0 alone speaks
+    # only rank 0 prints
     assert "report:" in nodes[0].stdout and "report:" not in nodes[1].stdout
 
 
@@ -96,7 +96,7 @@ def test_killed_run_resumes_as_if_it_had_not_been(sd3_folder: Path, tmp_path: Pa
 
 
 def kill_ranks(folder: Path) -> None:
-    """torchrun starts its ranks in sessions of their own: end those whose command line names the folder."""
+    """Kill the ranks whose command line names the folder: torchrun starts ranks in separate sessions."""
     for process in Path("/proc").iterdir():
         if process.name.isdigit() and int(process.name) != os.getpid():
             try:

@@ -221,5 +221,7 @@ def test_an_elastic_job_refuses_ranges(lm_folder: Path, tmp_path: Path) -> None:
     """Once, before any rank starts."""
     with node(0, free_port(), lm_folder, tmp_path, ACTOR_LAST, NNODES="1:2", NPROC_PER_NODE="2") as job:
         assert job.wait() == 2
-        said = "error: placement.rollout: '0' names ranks, which change as nodes come and go (NNODES=1:2); expected such as"
+        said = (
+            "error: placement.rollout: '0' names ranks, which change as nodes join and leave (NNODES=1:2); expected a"
+        )
         assert job.said.startswith(said) and job.said.count("\n") == 1

@@ -1,4 +1,4 @@
-"""phalanx.functional.advantage against the standard library's statistics, group by group, and numbers worked by hand."""
+"""phalanx.functional.advantage compared with the standard library's statistics by group, and with numbers by hand."""
 
 import random
 import statistics
@@ -11,7 +11,7 @@ from phalanx.functional.advantage import group_advantage, group_std, has_signal,
 
 
 def reference(reward: list[float], group: list[int], global_std: bool, normalize: bool, eps: float) -> list[float]:
-    """One sample at a time, in float64 and exact means."""
+    """One sample at a time, in float64 with exact means."""
     out = []
     for r, g in zip(reward, group, strict=True):
         peers = [other for other, h in zip(reward, group, strict=True) if h == g]
@@ -49,7 +49,7 @@ def test_random_worlds(global_std: bool, normalize: bool) -> None:
         scale, count = 10 ** draw.uniform(-3, 3), draw.randint(1, 40)
         group = [draw.choice([-3, 0, 7, 2**40, 2**62]) for _ in range(count)]
         reward = [scale * draw.choice([0.25, 0.5, draw.random()]) for _ in range(count)]
-        reward = torch.tensor(reward).tolist()  # as float32 holds them
+        reward = torch.tensor(reward).tolist()  # rounded to float32
         eps = draw.choice([1e-4, 1e-8, 0.1])
         ours = advantage(reward, group, global_std=global_std, normalize=normalize, eps=eps)
         expected = reference(reward, group, global_std, normalize, eps)
@@ -76,14 +76,14 @@ def test_the_order_of_samples_does_not_matter() -> None:
 
 
 def test_a_group_without_differences_counts_for_nothing() -> None:
-    # 0.1 and 0.7 have no exact float: the mean of equal rewards is not always equal to them
+    # 0.1 and 0.7 are not exact in floating point: the mean of equal rewards may differ from them
     for value in (0.0, 0.1, 0.7, -1e6, 1e-30):
         for options in ({}, {"global_std": True}, {"normalize": False}, {"eps": 0.0}, {"eps": 0.0, "global_std": True}):
             reward = [value] * 7 + [1.0, 2.0]
             result = advantage(reward, [5] * 7 + [2] * 2, **options)
             assert result[:7] == [0.0] * 7 and result[7] < 0 < result[8]
     assert advantage([3.0, 4.0, 4.0], [0, 1, 2]) == [0.0, 0.0, 0.0]  # groups of one
-    assert advantage([3.0, 3.0], [0, 1], global_std=True, eps=0.0) == [0.0, 0.0]  # and no spread anywhere
+    assert advantage([3.0, 3.0], [0, 1], global_std=True, eps=0.0) == [0.0, 0.0]  # and no spread at all
     assert advantage([], []) == []
 
 
@@ -98,7 +98,7 @@ def test_each_group_has_mean_zero_and_almost_unit_spread() -> None:
 
 
 def test_small_differences_on_a_large_mean_survive() -> None:
-    # float32 sums of 1000 such rewards would lose them: 1 / 1024 is the last bit but two of 10000
+    # float32 sums of 1000 such rewards would lose these differences: 1 / 1024 is the last bit but two of 10000
     reward = [10000.0, 10000.0 + 2**-10] * 500
     assert advantage(reward, [0] * 1000, eps=0.0) == pytest.approx([-1.0, 1.0] * 500, rel=1e-9)
 
@@ -134,7 +134,7 @@ def test_rank_in_group_by_hand() -> None:
 
 def test_top_and_bottom_by_hand() -> None:
     reward, group = torch.tensor([3.0, 5.0, 1.0, 5.0, 2.0, 0.0, 5.0]), torch.tensor([7, 2, 7, 2, 7, 2, 2])
-    # the best of group 2 is the first of its equals, sample 1; its worst is sample 5
+    # the best of group 2 is the first of the equal ones, sample 1; its worst is sample 5
     assert top_and_bottom(reward, group, 1).tolist() == [True, True, True, False, False, True, False]
     # group 7 has 3 samples: all are among the best or worst 2; of group 2 the best are 1, 3 and the worst 5, 1
     assert top_and_bottom(reward, group, 2).tolist() == [True, True, True, True, True, True, False]
@@ -142,7 +142,7 @@ def test_top_and_bottom_by_hand() -> None:
 
 
 def test_top_and_bottom_of_random_groups() -> None:
-    """Against sorting each group by itself, with many equal rewards."""
+    """Compared with sorting each group separately, with many equal rewards."""
     for trial in range(30):
         draw = random.Random(trial)
         count, k = draw.randint(1, 40), draw.randint(1, 4)

@@ -1,4 +1,4 @@
-"""The four ways to weigh actions in a loss, on ragged masks, against sums written out by hand; and over ranks."""
+"""The four ways of weighing actions in a loss, on ragged masks, compared with sums by hand; and over ranks."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ MASK = torch.arange(4)[None] < torch.tensor(LENGTHS)[:, None]
 
 
 def expected(mode: str, constant: float | None) -> float:
-    """By the definition: units 0, 1, 4 and 5 count, with 3 + 1 + 2 + 4 actions; unit 3 has none."""
+    """The loss by definition: units 0, 1, 4 and 5 count, with 3 + 1 + 2 + 4 actions; unit 3 has none."""
     sums = [LOSS[i, :k].sum().item() for i, k in enumerate(LENGTHS) if KEPT[i] and k]
     lengths = [k for i, k in enumerate(LENGTHS) if KEPT[i] and k]
     if mode == "token-mean":
@@ -53,7 +53,7 @@ def test_an_unknown_mode_is_refused() -> None:
 
 
 def share_of_the_loss(ranks: int, mode: str) -> list[float]:
-    """This rank's part of the loss, of each of two optimizer steps."""
+    """This rank's part of the loss in each of two optimizer steps."""
     from phalanx.config.run import ParallelConfig
     from phalanx.distributed import mesh
     from phalanx.training.minibatches import BatchPlan, Units, optimizer_steps
@@ -80,7 +80,7 @@ def test_the_loss_does_not_depend_on_the_layout(mode: str) -> None:
 
 
 def dealt_out(ranks: int, counted: list[bool], updates: int) -> list[list[tuple[int, float]]]:
-    """Of each optimizer step this rank's samples, by their numbers of all ranks, with the weight of each."""
+    """This rank's samples of each optimizer step: their numbers among all ranks, and their weights."""
     from phalanx.config.run import ParallelConfig
     from phalanx.distributed import mesh
     from phalanx.training.minibatches import BatchPlan, Units, optimizer_steps
@@ -107,7 +107,7 @@ def dealt_out(ranks: int, counted: list[bool], updates: int) -> list[list[tuple[
     ids=["all", "even numbers", "one group", "seven", "four", "a single one"],
 )
 def test_what_counts_is_dealt_out_evenly(kept: Any) -> None:
-    """Cut before filtering, all even numbers would be one update's, and the other would be empty."""
+    """If samples were dealt out before filtering, all even numbers would be in one update, and the other empty."""
     counted = [i in kept for i in range(16)]
     (alone,) = run_ranks(dealt_out, 1, 1, counted, 2)
     sizes = [sum(weight > 0 for _, weight in step) for step in alone]
@@ -119,10 +119,10 @@ def test_what_counts_is_dealt_out_evenly(kept: Any) -> None:
         parts = run_ranks(dealt_out, ranks, ranks, counted, 2)
         assert len({len(part) for part in parts}) == 1
         for k, step in enumerate(alone):
-            assert len({len(part[k]) for part in parts}) == 1  # equally many micro-batches
+            assert len({len(part[k]) for part in parts}) == 1  # the same number of micro-batches
             together = [pair for part in parts for pair in part[k] if pair[1] > 0]
             assert together == [pair for pair in step if pair[1] > 0]
             whole = [number for part in parts for number, _ in part[k]]
             assert len(set(whole)) == len(whole)
-    if kept == range(16):  # nothing is left out: as ever, step k has the numbers k modulo the updates
+    if kept == range(16):  # nothing is filtered: step k has the numbers that are k modulo the number of updates
         assert [[number for number, _ in step] for step in alone] == [list(range(0, 16, 2)), list(range(1, 16, 2))]

@@ -1,4 +1,4 @@
-"""Conversations with one cache for all turns, whenever answers join."""
+"""Conversations with one cache for all turns give the same tokens whenever answers join."""
 
 from concurrent.futures import Future
 from pathlib import Path
@@ -21,12 +21,12 @@ ROOM = [LIMIT - 3 * (i % 5) for i in range(len(ROWS))]
 
 
 def answer_to(sample: int, turn: int) -> list[int]:
-    """Of different lengths, a few of them longer than all that was said."""
+    """Answers of different lengths, a few of them longer than the conversation so far."""
     return [100 + sample, *range(200, 200 + (sample * 7 + turn * 3) % 11 + 30 * (sample % 6 == 0))]
 
 
 class Answers:
-    """Answers each turn but the last one, some of them late."""
+    """Answers each turn except the last one, some of them late."""
 
     def __init__(self, turns: int = TURNS, delay: float = 0.0) -> None:
         self.turns, self.delay, self.heard = turns, delay, [0] * len(ROWS)
@@ -59,7 +59,7 @@ def uniform() -> torch.Tensor:
 
 
 def turn_by_turn(model: CausalLM, uniform: torch.Tensor) -> list[list[int]]:
-    """Each turn decoded for itself, behind all that was said, as an engine without a memory would."""
+    """Decode each turn separately after the whole conversation so far, as an engine without a cache would."""
     whole = []
     for i, row in enumerate(ROWS):
         tokens: list[int] = []
@@ -81,7 +81,7 @@ def talk(model: CausalLM, uniform: torch.Tensor, partner: Answers, join: int) ->
 
 
 def test_conversations_are_their_turns_one_after_the_other(model: CausalLM, uniform: torch.Tensor) -> None:
-    """Whatever the steps at which answers join, and however late they come."""
+    """Independent of the steps at which answers join, and of their delays."""
     expected = turn_by_turn(model, uniform)
     for join, delay in ((1, 0.0), (8, 0.0), (8, 0.02), (1000, 0.0), (0, 0.02)):
         partner = Answers(delay=delay)

@@ -1,4 +1,4 @@
-"""Correcting for an engine whose log-probabilities are not the policy's."""
+"""Corrections for an engine whose log-probabilities differ from the policy's."""
 
 import math
 from dataclasses import replace
@@ -56,7 +56,7 @@ def test_corrections_of_tokens() -> None:
     "kind", ["truncated_is", "rejection", "token_tis", "token_mask", "sequence_tis", "sequence_mask"]
 )
 def test_log_probs_of_minus_infinity(kind: str) -> None:
-    """Two of them are equal; one of them is a ratio of 0 or infinity; none makes a NaN, of padding neither."""
+    """Two of them are equal, and one gives a ratio of 0 or infinity; none gives NaN, not even in padding."""
     never, mask = -math.inf, torch.tensor([[True, True, False]] * 4)
     policy = torch.tensor([[never, -1, never], [never, -1, 0], [-1, -1, never], [never, -1, math.nan]])
     engine = torch.tensor([[never, -1, never], [-1, -1, never], [never, -1, 0], [-1, never, 0]])
@@ -76,7 +76,7 @@ def test_unknown_kind() -> None:
 
 
 def off_by(samples: Samples, error: float) -> Samples:
-    """As an engine would have it: the second sample's log-probabilities are `error` too large."""
+    """Samples as from an engine: the log-probabilities of the second sample are `error` too large."""
     assert samples.log_prob is not None
     log_prob = samples.log_prob.clone()
     log_prob[1] += error
@@ -85,7 +85,7 @@ def off_by(samples: Samples, error: float) -> Samples:
 
 @pytest.mark.parametrize("correction", ["rescore", "truncated_is", "rejection"])
 def test_rescored_samples_have_the_policys_log_probs(world: World, sd3_folder: Path, correction: str) -> None:
-    """To the last bit where shapes are equal: 6 images of 2 steps at once, replayed 3 at a time with both steps."""
+    """Bit-equal for equal shapes: 6 images of 2 steps at once, replayed 3 at a time with both steps."""
     policy = make_policy(world, sd3_folder)
     samples = sample(make_rollout(policy, 6))
     config = FlowRolloutConfig(correction=correction)

@@ -1,4 +1,4 @@
-"""Texts and tokens that end responses."""
+"""Stop texts and stop tokens, which end responses."""
 
 from pathlib import Path
 from typing import Any
@@ -37,14 +37,14 @@ def tokenizer(lm_folder: Path) -> Any:
 def test_the_token_that_completes_a_text_is_the_last(
     tokenizer: Any, text: str, stops: list[str], expected: str | None
 ) -> None:
-    """Also where a text spans tokens, a token holds more than the text, and a character is several tokens."""
+    """Also if a text spans several tokens, a token contains more than the text, or a character has several tokens."""
     stop_texts, tokens = StopTexts(tokenizer, stops, [[5, 9]]), tokenizer(text).input_ids
     complete = [stop_texts.complete(0, token) for token in tokens]
     assert (tokenizer.decode(tokens[: complete.index(True) + 1]) if any(complete) else None) == expected
 
 
 def test_responses_end_with_a_text(lm_folder: Path, tokenizer: Any) -> None:
-    """Each is what it would be without the text, up to its first one, whatever the others of the batch do."""
+    """Each equals the response without stop texts up to the first one, whatever the others in the batch do."""
     model = CausalLM(AutoModelForCausalLM.from_pretrained(lm_folder, dtype=torch.float32).eval(), chunk=1024)
     uniform = torch.rand(6, 16, generator=torch.Generator().manual_seed(0))
     settings = model.lm.config, PROMPTS, ROWS, uniform, Decoding(16, 1.0, [], 0)
@@ -58,7 +58,7 @@ def test_responses_end_with_a_text(lm_folder: Path, tokenizer: Any) -> None:
 
 
 def test_a_step_with_stops(lm_folder: Path, tokenizer: Any, tmp_path: Path) -> None:
-    """Responses that a text or a token ends were not truncated, and are trained up to it."""
+    """Responses that end with a stop text or token do not count as truncated, and are trained up to it."""
     (plain,) = run_ranks(one_step, 1, tiny_lm_config(lm_folder, tmp_path / "plain", "rollout.mask_truncated=true"))
     letter = tokenizer.convert_tokens_to_ids("s")
     stops = ("rollout.stop=[e]", f"rollout.stop_token_ids=[{letter}]", "rollout.mask_truncated=true")
@@ -81,8 +81,9 @@ def test_stops_that_end_nothing_are_refused(lm_folder: Path, tokenizer: Any) -> 
 
     Policy.tokenizer = tokenizer  # type: ignore[attr-defined]
     check_stops(Policy, LMRolloutConfig(stop=["x"], stop_token_ids=[511]))  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"^rollout.stop_token_ids: 512 is no token of 'folder', which has 512$"):
+    problem = r"^rollout.stop_token_ids: 512 is not a token of 'folder'; expected ids below 512$"
+    with pytest.raises(ValueError, match=problem):
         check_stops(Policy, LMRolloutConfig(stop_token_ids=[512]))  # type: ignore[arg-type]
     Policy.tokenizer = object()  # type: ignore[attr-defined]
-    with pytest.raises(ValueError, match=r"^rollout.stop: the tokenizer of 'folder' is none of the tokenizers library"):
+    with pytest.raises(ValueError, match=r"^rollout.stop: the tokenizer of 'folder' is not backed by the tokenizers"):
         check_stops(Policy, LMRolloutConfig(stop=["x"]))  # type: ignore[arg-type]

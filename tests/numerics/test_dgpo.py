@@ -1,4 +1,4 @@
-"""DGPO's loss against the formula in float64 and against autograd; groups, their noise, and the clip."""
+"""DGPO's loss compared with the formula in float64 and with autograd; groups, their noise, and the clip."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -52,7 +52,7 @@ def test_groups_are_all_images_of_a_prompt() -> None:
 
 @pytest.mark.parametrize(("clip", "kl"), [(None, 0.5), (1e-3, 0.0)])
 def test_a_step_is_the_plain_formula(clip: float | None, kl: float, sd3_folder: Path) -> None:
-    """Two groups of three, by hand from velocities at the noise of each one's first image."""
+    """Two groups of three, by hand from velocities at the noise of each group's first image."""
     rule = Algorithm(Config(beta=50.0, clip_ratio=clip, kl_loss_coef=kl, min_level=0.4))
     with one_rank() as world:
         policy = make_policy(world, sd3_folder)
@@ -105,6 +105,6 @@ def test_a_step_is_the_plain_formula(clip: float | None, kl: float, sd3_folder: 
 
 
 def gradients(parameters: dict[str, Tensor], loss: Tensor) -> dict[str, Tensor]:
-    """Of a loss, by names of weights."""
+    """Gradients of a loss, by name of weight."""
     found = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
     return {name: value for name, value in zip(parameters, found, strict=True) if value is not None}

@@ -1,4 +1,4 @@
-"""phalanx.functional.preference against numbers worked by hand and the formula in float64; pairs, and their noise."""
+"""phalanx.functional.preference compared with numbers by hand and the formula in float64; pairs, and their noise."""
 
 import math
 from dataclasses import replace
@@ -17,11 +17,11 @@ from tests.policies import disturb, make_policy, make_rollout, one_rank, sample
 
 def test_by_hand() -> None:
     # beta 4, so r = -2 (e - e_ref). Winner: e 1, ref 1.5 -> r 1. Loser: e 2, ref 1.25 -> r -1.5. Margin 2.5.
-    # The second pair is the first the other way round: margin -2.5. The third is at the reference: margin 0.
+    # The second pair is the first with its samples exchanged: margin -2.5. The third is at the reference: margin 0.
     error = torch.tensor([[1.0, 2.0], [2.0, 1.0], [3.0, 4.0]])
     reference = torch.tensor([[1.5, 1.25], [1.25, 1.5], [3.0, 4.0]])
     loss, stats = dpo_loss(error, reference, beta=4.0)
-    # -ln(1 / (1 + e^-2.5)) = ln(1 + e^-2.5) = 0.0788898, and 2.5 more the other way round; ln 2 at the reference
+    # -ln(1 / (1 + e^-2.5)) = ln(1 + e^-2.5) = 0.0788898, and 2.5 more for the second pair; ln 2 at the reference
     torch.testing.assert_close(loss, torch.tensor([0.0788898, 2.5788898, math.log(2)]), rtol=1e-6, atol=1e-7)
     assert stats["accuracy"].item() == pytest.approx(1 / 3)
     assert stats["margin"].item() == pytest.approx(0.0, abs=1e-7)
@@ -58,7 +58,7 @@ def test_pairs_are_the_ends_of_each_group() -> None:
     reward = torch.tensor([0.2, 0.9, 0.1, 0.9, 5.0, 5.0, 5.0, 5.0, -3.0, -1.0, -2.0, -3.0])
     group = torch.arange(12) // 4
     assert best_and_worst(reward, group).tolist() == [[3, 2], [7, 4], [9, 8]]
-    # the second group has equal rewards: it does not count, and still names two samples
+    # the second group has equal rewards: it does not count, but still has two samples
     rule = Algorithm(Config())
     assert rule.units(reward, group).tolist() == [[3, 2], [7, 4], [9, 8]]
     assert rule.sample_mask(reward, group)[rule.units(reward, group)].all(1).tolist() == [True, False, True]
@@ -70,7 +70,7 @@ def test_groups_in_any_order() -> None:
 
 
 def test_a_pair_shares_noise_and_level(sd3_folder: Path) -> None:
-    """The loss of a batch of two pairs, by hand from velocities at the winner's noise; the loser's own is not read."""
+    """The loss of a batch of two pairs, by hand from velocities at the winner's noise; the loser's is not used."""
     with one_rank() as world:
         policy = make_policy(world, sd3_folder)
         samples = sample(make_rollout(policy, 6, guidance=3.0))  # 3 prompts x 2

@@ -1,4 +1,4 @@
-"""Rollout and replay give the same log-probability to the last bit, so the first update has a ratio of exactly 1."""
+"""Rollout and replay give bit-equal log-probabilities, so the ratios of the first update are exactly 1."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -19,8 +19,8 @@ from phalanx.types import Batch, Samples
 from tests.policies import MAX_LENGTH, PROMPTS, disturb, make_policy, make_rollout, sample
 from tests.ranks import run_ranks
 
-MICRO = 3  # samples of a replay
-N = 4  # images of each of the 3 prompts: two rollout micro-batches of MICRO x window
+MICRO = 3  # samples per replay
+N = 4  # images per prompt, of 3 prompts: two rollout micro-batches of MICRO x window
 
 
 @pytest.fixture(params=["sd3", "qwen", "flux", "z_image"])
@@ -29,7 +29,7 @@ def folder(request: pytest.FixtureRequest) -> Path:
 
 
 def micro_batches(samples: Samples) -> list[Tensor]:
-    """In another order than they were sampled in, as an update takes them."""
+    """Micro-batches in another order than that of sampling, as in an update."""
     order = torch.randperm(len(samples.index), generator=torch.Generator().manual_seed(3))
     return list(order.split(MICRO))
 
@@ -158,7 +158,7 @@ def test_the_kl_is_exactly_0_before_any_update(world: World, folder: Path, lora_
 
 
 def sharded(folder: Path, lora_rank: int, keys: dict[str, Any]) -> tuple[Tensor, Tensor, float]:
-    """Log-probs of rollout and replay of this rank, and the norm of the gradient, with the weights cut in two."""
+    """Log-probs of this rank's rollout and replay, and the gradient's norm, with weights sharded over two ranks."""
     parallel = ParallelConfig(**keys)
     world = mesh.start(parallel)
     model = FlowModelConfig(path=str(folder), dtype="float32", lora_rank=lora_rank, gradient_checkpointing=True)
@@ -183,7 +183,7 @@ SHARDINGS: list[tuple[int, dict[str, Any]]] = [
     (4, {"lora_sharding": "replicate"}),
     (4, {"rollout_unsharded": False, "reshard_after_forward": False}),
 ]
-# how LoRAs are laid out does not depend on the family: two have all, the others a LoRA and the full model
+# the layout of LoRAs does not depend on the family: two families have all layouts, the others only two
 SHARDED = [(family, *case) for family in ("sd3", "qwen") for case in SHARDINGS]
 SHARDED += [(family, *case) for family in ("flux", "z_image") for case in SHARDINGS[:2]]
 
@@ -191,7 +191,7 @@ SHARDED += [(family, *case) for family in ("flux", "z_image") for case in SHARDI
 @pytest.mark.quick("sd3-4-keys1", "qwen-0-keys4", "flux-4-keys9", "z_image-0-keys10")
 @pytest.mark.parametrize(("folder", "lora_rank", "keys"), SHARDED, indirect=["folder"])
 def test_log_probs_are_exact_on_sharded_weights(folder: Path, lora_rank: int, keys: dict[str, Any]) -> None:
-    """Also where some trained layers, the last block's own of the text, have no gradient."""
+    """Also if some trained layers, those of the text in the last block, have no gradient."""
     two: list[tuple[Tensor, Tensor, float]] = run_ranks(sharded, 2, folder, lora_rank, keys)
     for rollout, replay, norm in two:
         assert rollout.shape == (6, 2)  # [12, 9] of 32 x 48 pixels over 2 ranks

@@ -1,4 +1,4 @@
-"""FLUX.2: what dev and distilled Klein have of their own; test_models.py has what Klein base shares with other families."""
+"""FLUX.2: dev and distilled Klein; Klein base is tested with the other families in test_models.py."""
 
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from tests.tiny_flux2 import tiny_flux2_klein
 
 @pytest.mark.parametrize("scale", [1.0, 3.5])
 def test_images_of_dev_are_those_of_the_stock_pipeline(scale: float, world: World, flux2_folder: Path) -> None:
-    """The guidance scale is an input; an empty prompt, and one that is longer than what is read."""
+    """The guidance scale is an input; with an empty prompt, and one that is truncated."""
     prompts = [Prompt("", 0, {}), Prompt("a red sofa " * 20, 1, {}), PROMPTS[1]]
     rollout = make_rollout(make_policy(world, flux2_folder), 3, guidance_scale=scale)
     assert not rollout.sampler.guided and rollout.sampler.embedded_guidance == scale
@@ -52,7 +52,7 @@ def test_dev_has_one_branch(world: World, flux2_folder: Path) -> None:
 
 
 def test_tokens_of_dev_are_those_of_the_pipeline(world: World, flux2_folder: Path) -> None:
-    """Of which the first are the system's message."""
+    """The first tokens are the system message."""
     policy = make_policy(world, flux2_folder)
     seen: list[Any] = []
     handle = policy.model.pipeline.text_encoder.register_forward_pre_hook(
@@ -69,7 +69,7 @@ def test_tokens_of_dev_are_those_of_the_pipeline(world: World, flux2_folder: Pat
 
 
 def test_the_schedule_depends_on_the_number_of_steps(world: World, flux2_klein_folder: Path) -> None:
-    """mu by hand: on the line through those of 10 and of 200 steps, which are lines of the number of tokens."""
+    """mu by hand: linear in the steps between 10 and 200, at which it is linear in the number of tokens."""
     model = make_policy(world, flux2_klein_folder).model
     for steps, (height, width), tokens in ((4, (32, 48), 24), (50, (64, 32), 32), (8, (512, 640), 5120)):
         sigmas, timesteps = model.schedule(steps, height, width)
@@ -87,7 +87,7 @@ def test_latents_are_patches_with_the_statistics_of_the_vae(world: World, flux2_
     images = torch.rand(2, 3, 32, 48, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         found = model.encode_images(images)
-        # a method of the pipeline, which takes images in -1..1
+        # the pipeline's method, for images in -1..1
         stock = Flux2Pipeline._encode_vae_image(model.pipeline, images * 2 - 1, None)
     torch.testing.assert_close(found, stock, rtol=0, atol=1e-5)
     assert found.shape == (2, 16, 4, 6)
@@ -108,7 +108,7 @@ def test_replay_is_exact(
     assert samples.log_prob is not None and samples.log_prob.std() > 0
 
 
-SIDE = 78  # of the area of a reference: with images of 32 x 48 to be made, 64 x 96 pixels, as `edits` has them
+SIDE = 78  # side of a reference's area: for images of 32 x 48, references have 64 x 96 pixels, as those of `edits`
 
 
 @pytest.mark.parametrize(("family", "guidance"), [("flux2", 1.0), ("flux2_klein", 3.0)])
@@ -144,7 +144,7 @@ def test_edits_are_those_of_the_stock_pipeline(
     with torch.no_grad():
         assert torch.equal(policy.replay(samples.trace.select(torch.arange(1))).log_prob, samples.log_prob[:1])
     assert policy.model.split_tokens(32, 48, 1, 64) == {"an image of 32 x 48": 24 + 96, "data.max_prompt_length": 64}
-    found = policy.embed(edits(1), False, (32, 32))[0]  # cut to a square, and scaled
+    found = policy.embed(edits(1), False, (32, 32))[0]  # cropped to a square, and scaled
     assert {name: value.shape for name, value in found.items()} == {
         name: value.shape for name, value in policy.model.embeds_like(64, 32, 32).items()
     }

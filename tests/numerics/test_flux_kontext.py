@@ -1,4 +1,4 @@
-"""FLUX.1 Kontext against diffusers' own pipeline: the image that an instruction is about, and what replays see of it."""
+"""FLUX.1 Kontext compared with diffusers' pipeline: the reference image of an instruction, in sampling and replays."""
 
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from tests.policies import disturb, make_policy, make_rollout, ode, sample
 from tests.tiny import load_pipeline
 from tests.tiny_edit import edits
 
-SIDE = 64  # of the area of a reference
+SIDE = 64  # side of a reference's area
 
 
 def kontext_policy(world: World, folder: Path, **keys: Any) -> FlowPolicy:
@@ -55,12 +55,12 @@ def stock_images(
 def test_images_are_those_of_the_stock_pipeline(
     guidance: float, scale: float, length: int, world: World, flux_kontext_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An instruction that is cut, and an empty one, among them."""
+    """Including a truncated instruction and an empty one."""
     policy = kontext_policy(world, flux_kontext_folder, max_prompt_length=length)
     assert isinstance(policy.model, Model)
     height, width = policy.model.references.size(32, 48)
     assert (height, width) == (56, 80)  # 64 / sqrt 1.5 and 64 sqrt 1.5, to multiples of 8
-    # the stock pipeline's sizes of references, at ours
+    # the stock pipeline's list of reference sizes, scaled to ours
     monkeypatch.setattr(pipeline_flux_kontext, "PREFERRED_KONTEXT_RESOLUTIONS", [(width, height)])
     first, second, third = edits()
     prompts = [Prompt("", 0, first.meta), second, third]
@@ -70,11 +70,11 @@ def test_images_are_those_of_the_stock_pipeline(
     stock = stock_images(flux_kontext_folder, rollout, prompts, latents, length)
     torch.testing.assert_close(ours, stock, rtol=0, atol=1e-4)
     other = [Prompt(p.text, p.group_id, edits(1)[0].meta, negative=p.negative) for p in prompts]
-    assert (ode(rollout, other)[0][1:] - ours[1:]).abs().mean() > 1e-3  # of another image
+    assert (ode(rollout, other)[0][1:] - ours[1:]).abs().mean() > 1e-3  # with another image
 
 
 def test_the_sizes_of_references_are_those_that_the_model_was_trained_on() -> None:
-    """Or one token longer or shorter, where images of such a ratio are made."""
+    """Or one token longer or shorter, for generated images of such an aspect ratio."""
     references = References(1024, 16)
     for w, h in pipeline_flux_kontext.PREFERRED_KONTEXT_RESOLUTIONS:
         height, width = references.size(h, w)
@@ -83,7 +83,7 @@ def test_the_sizes_of_references_are_those_that_the_model_was_trained_on() -> No
 
 
 def test_a_reference_is_one_tensor(world: World, flux_kontext_folder: Path) -> None:
-    """Of a prompt and its negative; another size of the images to be made has another."""
+    """A prompt and its negative share the tensor; another size of generated images has another tensor."""
     policy = kontext_policy(world, flux_kontext_folder)
     one, other = edits()[:2]
     found = policy.embed([one, other], True, (32, 48))

@@ -1,4 +1,4 @@
-"""A LoRA in three products: peft's numbers in both passes, in fewer kernels and bytes, and peft's own where it is more."""
+"""A LoRA in three matrix products: peft's numbers in both passes with fewer kernels and bytes, or peft's own layers."""
 
 import copy
 from typing import Any
@@ -24,7 +24,7 @@ def make(
     torch.manual_seed(0)
     module = nn.ModuleDict({"to_q": nn.Linear(IN, OUT, bias=bias)})
     add_lora(module, FlowModelConfig(path="none", lora_rank=rank, lora_alpha=6), ("to_q",), seed=0)
-    nn.init.normal_(module["to_q"].lora_B["default"].weight)  # it begins at 0
+    nn.init.normal_(module["to_q"].lora_B["default"].weight)  # its initial value is 0
     if onednn:
         use_onednn(module)
     return module.to(dtype)
@@ -48,7 +48,7 @@ def passes(module: nn.Module, x: Tensor, grad: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(), (7,), (3, 50), (2, 3, 20)])
 def test_both_passes_are_pefts(shape: tuple[int, ...], bias: bool, onednn: bool, rank: int) -> None:
-    """With few rows and with many, and of ranks of which one gradient is cheaper by that of the merged weight."""
+    """With few and many rows, and with ranks at which a gradient is cheaper through that of the merged weight."""
     module = make(bias=bias, onednn=onednn, rank=rank)
     x, grad = torch.randn(*shape, IN), torch.randn(*shape, OUT)
     assert type(module["to_q"]) is FusedLinear
@@ -60,7 +60,7 @@ def test_both_passes_are_pefts(shape: tuple[int, ...], bias: bool, onednn: bool,
 
 @pytest.mark.parametrize("onednn", [False, True])
 def test_no_rows(onednn: bool) -> None:
-    """The gradient of a LoRA that no one used is 0, and not missing."""
+    """The gradient of a LoRA without input rows is 0, not missing."""
     out, *gradients = passes(make(onednn=onednn), torch.empty(2, 0, IN), torch.empty(2, 0, OUT))
     assert out.shape == (2, 0, OUT)
     assert [(g.shape, float(g.sum())) for g in gradients] == [((2, 0, IN), 0), ((4, IN), 0), ((OUT, 4), 0)]
@@ -110,7 +110,7 @@ def test_without_the_lora_the_base_is_what_it_was(dtype: torch.dtype) -> None:
 
 
 def counted(module: nn.ModuleDict, n: int) -> tuple[Kernels, Kernels]:
-    """Of both passes of n rows."""
+    """The kernels of both passes with n rows."""
     dtype = module["to_q"].base_layer.weight.dtype
     rows, grad = torch.randn(n, IN, dtype=dtype, requires_grad=True), torch.randn(n, OUT, dtype=dtype)
     forward, backward = Kernels(), Kernels()
@@ -122,7 +122,7 @@ def counted(module: nn.ModuleDict, n: int) -> tuple[Kernels, Kernels]:
 
 
 def test_fewer_kernels_and_bytes() -> None:
-    """Of 2 bytes: N = 1000 rows, where peft's scaling reads and writes N x OUT, and its sum reads two and writes one."""
+    """In 2-byte numbers, N = 1000 rows: peft's scaling reads and writes N x OUT, its sum reads two and writes one."""
     module, n = make(torch.bfloat16), 1000
     (peft_forward, peft_backward), (forward, backward) = counted(as_peft(module), n), counted(module, n)
     assert (peft_forward.kernels, forward.kernels) == (5, 3)
@@ -130,12 +130,12 @@ def test_fewer_kernels_and_bytes() -> None:
     assert backward.kernels <= peft_backward.kernels
     assert backward.bytes < peft_backward.bytes - 2 * n * OUT
     assert forward.elementwise_bytes == 0
-    assert backward.elementwise_bytes == 2 * 2 * (n * 4 + OUT * 4)  # what is scaled has `rank` columns
+    assert backward.elementwise_bytes == 2 * 2 * (n * 4 + OUT * 4)  # the scaled tensors have `rank` columns
 
 
 @pytest.mark.parametrize("rank", [4, 16])
 def test_one_product_in_float32(rank: int) -> None:
-    """Forward the rows are read once, and what is scaled is the LoRA, whichever way its gradient is had."""
+    """The forward pass reads the rows once and scales the LoRA, whichever way its gradient is computed."""
     module, n = make(rank=rank), 1000
     forward, backward = counted(module, n)
     assert forward.kernels == 2

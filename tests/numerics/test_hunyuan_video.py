@@ -1,4 +1,4 @@
-"""HunyuanVideo 1.5: parity with diffusers' pipeline, exact replays, sizes, arithmetic, folders that are refused."""
+"""HunyuanVideo 1.5: parity with diffusers' pipeline, exact replays, sizes, arithmetic, and rejected folders."""
 
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,8 @@ from tests.tiny import load_pipeline
 from tests.tiny_edit import edits
 from tests.tiny_hunyuan import tiny_hunyuan_video_15
 
-VIDEO = 5  # frames: two of the latent
-# a word to be drawn, a text that is cut, and none at all
+VIDEO = 5  # frames: two latent frames
+# a text with a word in quotation marks, a truncated one, and an empty one
 TEXTS = [
     Prompt('a sign that says "zeta" and “eta”', 0, {}, negative='"blur"'),
     Prompt("two small dogs on a red sofa, " * 4, 1, {}),
@@ -29,7 +29,7 @@ TEXTS = [
 def stock(pipeline: Any, guidance: float, frames: int, latents: Tensor, prompts: list[Prompt]) -> Tensor:
     """Videos [3, F, 3, 32, 48] of diffusers' pipeline, one at a time."""
     pipeline.guider.guidance_scale, pipeline.tokenizer_max_length = guidance, MAX_LENGTH
-    # fewer tokens that none attends to: of the absent image, and padding
+    # fewer masked tokens: those of the absent image, and padding
     pipeline.vision_num_semantic_tokens, pipeline.tokenizer_2_max_length = 9, 64
     keys = {"height": 32, "width": 48, "num_frames": frames, "num_inference_steps": 4, "output_type": "pt"}
     videos = []
@@ -52,7 +52,7 @@ def test_videos_are_those_of_the_stock_pipeline(
 
 
 def test_tokens_of_a_text(world: World, hunyuan_folder: Path) -> None:
-    """Those of words in quotation marks follow; without one there are none. What tells prompts too long counts alike."""
+    """Tokens of words in quotation marks, if any, follow. The check for too long prompts counts in the same way."""
     model = make_policy(world, hunyuan_folder).model
     quoted, cut, empty = model.encode([p.text for p in TEXTS], torch.device("cpu"), MAX_LENGTH)
     glyphs = len(model.pipeline.tokenizer_2('Text "zeta". Text "eta". ')["input_ids"])
@@ -121,7 +121,7 @@ def test_sizes(world: World, hunyuan_folder: Path, hunyuan_i2v_folder: Path) -> 
     ):
         with refused(message):
             model.sample_shape(*size)
-    with refused("rollout.num_frames: 1 is the given image; expected those of a video that begins with it"):
+    with refused("rollout.num_frames: 1 is only the given image; expected more frames, which follow it"):
         make_rollout(make_policy(world, hunyuan_i2v_folder), 1)
 
 
@@ -148,7 +148,7 @@ def test_folders_that_are_refused(world: World, hunyuan_folder: Path, tmp_path: 
 def test_videos_of_images_are_those_of_the_stock_pipeline(
     world: World, hunyuan_i2v_folder: Path, guidance: float
 ) -> None:
-    """At the size that the pipeline takes from the image, which it cuts to it."""
+    """At the size that the pipeline derives from the image and crops it to."""
     prompts, pipeline = edits(), load_pipeline(hunyuan_i2v_folder)
     height, width = pipeline.video_processor.calculate_default_height_width(height=64, width=96, target_size=32)
     size = {"height": int(height), "width": int(width), "num_frames": VIDEO}

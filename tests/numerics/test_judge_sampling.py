@@ -1,4 +1,4 @@
-"""How a judge's tokens are drawn: with the probabilities of its logits at the temperature."""
+"""A judge's tokens are drawn with the probabilities of its logits at the temperature."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from phalanx.engines.transformers import Choice
 
 LOGITS = torch.tensor([[1.5, 0.2, -0.7, 0.9, -2.0], [-1.0, 3.0, 0.0, 2.5, 1.0]])
 SEEDS = 5000
-ERRORS = 4  # standard errors of a frequency: what 5000 draws leave to chance
+ERRORS = 4  # accepted standard errors of a frequency in 5000 draws
 
 
 def chosen(temperature: float, seed: int, step: int) -> list[int]:
@@ -23,7 +23,7 @@ def test_tokens_come_as_often_as_the_softmax_says(temperature: float) -> None:
         for step in range(2):
             frequency = draws[:, step, row].bincount(minlength=LOGITS.shape[1]) / SEEDS
             assert ((frequency - wanted).abs() < ERRORS * (wanted * (1 - wanted) / SEEDS).sqrt()).all()
-        both = torch.outer(wanted, wanted)  # two tokens of an answer are drawn apart
+        both = torch.outer(wanted, wanted)  # two tokens of an answer are independent
         pairs = (draws[:, 0, row] * LOGITS.shape[1] + draws[:, 1, row]).bincount(minlength=both.numel()) / SEEDS
         assert (
             (pairs - both.flatten()).abs() < ERRORS * (both * (1 - both) / SEEDS).sqrt().flatten() + 1 / SEEDS

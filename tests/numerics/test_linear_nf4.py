@@ -1,5 +1,5 @@
-"""Frozen weights in NF4: the nearest of its values, the same bytes of any rows, and the numbers of the layer with the
-rounded weight, with and without a gradient.
+"""Frozen weights in NF4: rounding to the nearest values, independent of the rows, and the same outputs as a layer with
+the rounded weight, with and without a gradient.
 """
 
 import copy
@@ -28,7 +28,7 @@ def make(dtype: torch.dtype = torch.float32, *, lora: bool = True, onednn: bool 
     module = nn.ModuleDict({"to_q": nn.Linear(IN, OUT)})
     if lora:
         add_lora(module, FlowModelConfig(path="none", lora_rank=4), ("to_q",), seed=0)
-        nn.init.normal_(module["to_q"].lora_B["default"].weight)  # it begins at 0
+        nn.init.normal_(module["to_q"].lora_B["default"].weight)  # its initial value is 0
     else:
         module.requires_grad_(False)
     if onednn:
@@ -42,7 +42,7 @@ def base_of(module: nn.ModuleDict) -> nn.Module:
 
 
 def quantized(module: nn.ModuleDict) -> tuple[nn.ModuleDict, nn.ModuleDict]:
-    """The module in NF4, and a copy that has the rounded weight as it is."""
+    """The module in NF4, and a copy with the rounded weight in plain form."""
     plain = copy.deepcopy(module)
     dtype = base_of(module).weight.dtype
     quantize_layers([module], CPU, stays=True)
@@ -68,7 +68,7 @@ def test_each_weight_is_the_nearest_value() -> None:
 
 
 def test_codes_are_those_of_bitsandbytes() -> None:
-    """Written by bitsandbytes 0.50.2: quantize_4bit(weight, blocksize=64, quant_type="nf4")."""
+    """Codes of bitsandbytes 0.50.2: quantize_4bit(weight, blocksize=64, quant_type="nf4")."""
     weight = torch.linspace(-2, 1, 64)[None]
     codes = "000000011111111112222223333344444555566667778888999aaaabbbbccccc"
     packed = quantize(weight)
@@ -87,7 +87,7 @@ def test_rows_are_quantized_by_themselves() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [1, 300])
 def test_numbers_are_those_of_the_rounded_weight(rows: int, dtype: torch.dtype, lora: bool, onednn: bool) -> None:
-    """To the last bit in both passes, and with and without a gradient."""
+    """Bit-equal in both passes, with and without a gradient."""
     module, plain = quantized(make(dtype, lora=lora, onednn=onednn))
     assert isinstance(base_of(module), Nf4Linear)
     x, grad = torch.randn(rows, IN, dtype=dtype), torch.randn(rows, OUT, dtype=dtype)
@@ -115,7 +115,7 @@ def test_no_whole_weight_is_kept_for_the_backward_pass(lora: bool) -> None:
 
 
 def test_what_stays_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
-    """The LoRA, norms, and layers whose inputs are no multiple of 64; where no layer fits, that is an error."""
+    """The LoRA, norms, and layers whose input size is not a multiple of 64; if no layer fits, it is an error."""
     module = nn.ModuleDict({"to_q": nn.Linear(64, 8), "norm": nn.LayerNorm(8), "to_k": nn.Linear(24, 8)})
     add_lora(module, FlowModelConfig(path="none", lora_rank=4), ("to_q",), seed=0)
     before = {name: p.detach().clone() for name, p in module.named_parameters()}

@@ -1,4 +1,4 @@
-"""LLaDA2: what the model computes, against plain torch on the hub's weights; and what of a folder comes back."""
+"""LLaDA2: its outputs compared with plain torch on the hub's weights, and saving a folder that was loaded."""
 
 import json
 from collections.abc import Callable
@@ -43,7 +43,7 @@ def norm(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def rotated(x: Tensor, settings: dict[str, Any]) -> Tensor:
-    """Pairs (i, i + n / 2) of the first n dims of a head [heads, length, dim], turned by their position."""
+    """Rotate pairs (i, i + n / 2) of the first n dimensions of x [heads, length, dim] by their position."""
     n = int(settings["head_dim"] * settings["partial_rotary_factor"])
     angle = torch.arange(x.shape[1])[:, None] / settings["rope_theta"] ** (torch.arange(0, n, 2) / n)
     a, b = x[..., : n // 2], x[..., n // 2 : n]
@@ -72,7 +72,7 @@ def mlp(x: Tensor, w: Callable[[str], Tensor], place: str) -> Tensor:
 
 
 def mixture(x: Tensor, w: Callable[[str], Tensor], settings: dict[str, Any]) -> Tensor:
-    """Token by token: the best groups by their two best experts, and in them the best experts; the bias chooses only."""
+    """The best experts of the groups with the best top-two sums, token by token; the bias affects only the choice."""
     out = []
     for token in x:
         score = linear(token, w("gate.weight")).sigmoid()
@@ -106,7 +106,7 @@ def reference(weights: dict[str, Tensor], settings: dict[str, Any], ids: Tensor)
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_logits_and_gradients(name: str, tmp_path: Path) -> None:
-    """As the reference's, by each implementation of the experts; the gradient lands in the hub's tensors."""
+    """Equal to the reference, with each implementation of the experts; the gradient is that of the hub's tensors."""
     folder = tiny_llada2(tmp_path, **OTHERS[name])
     settings, weights = SETTINGS | OTHERS[name], load_file(folder / "model.safetensors")
     for tensor in weights.values():
@@ -135,7 +135,7 @@ def test_logits_and_gradients(name: str, tmp_path: Path) -> None:
 
 
 def test_the_embedding_of_the_end_learns(tmp_path: Path) -> None:
-    """It is the padding's too, which torch's embeddings would hold still."""
+    """It is also the padding token, whose embedding torch would not train."""
     lm = load(tiny_llada2(tmp_path)).lm
     end = SETTINGS["pad_token_id"]
     lm(input_ids=torch.tensor([[5, end, 6]]), use_cache=False).logits[..., 9].sum().backward()
@@ -143,7 +143,7 @@ def test_the_embedding_of_the_end_learns(tmp_path: Path) -> None:
 
 
 def test_a_cache_forgets_nothing(tmp_path: Path) -> None:
-    """Published settings name a sliding window, of 4 tokens here, that LLaDA2 does not have."""
+    """Published settings have a sliding window (4 tokens here), which LLaDA2 does not use."""
     lm = load(tiny_llada2(tmp_path)).lm.eval()
     cache = DynamicCache(config=lm.config)
     with torch.no_grad():
@@ -159,7 +159,7 @@ def test_a_cache_forgets_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("name", OTHERS)
 def test_a_folder_comes_back(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    """Names, bits and dtypes of all tensors, the settings, and the code, which was not run."""
+    """With the names, bits and dtypes of all tensors, the settings, and the code, which was not run."""
     base, folder = tiny_llada2(tmp_path / "base", dtype, **OTHERS[name]), tmp_path / "out"
     folder.mkdir()
     export_model(folder, LMModelConfig(path=str(base)), load(base, dtype))
@@ -176,7 +176,7 @@ def json_or_bytes(file: Path) -> Any:
 
 
 def test_a_merged_lora(tmp_path: Path) -> None:
-    """It reaches attention, the dense layers and the shared experts; all else keeps its bits, the router's bias too."""
+    """It changes attention, dense layers and shared experts; everything else, including the router's bias, is kept."""
     base, folder = tiny_llada2(tmp_path / "base"), tmp_path / "out"
     folder.mkdir()
     config = LMModelConfig(path=str(base), lora_rank=2, dtype="float32")
@@ -244,7 +244,7 @@ def test_settings_without_a_module(settings: dict[str, Any], message: str, tmp_p
 
 
 def test_settings_that_are_left_out() -> None:
-    """They have the values of LLaDA2's own code."""
+    """They have the defaults of LLaDA2's code."""
     found = LLaDA2Config(hidden_size=32, num_attention_heads=4, num_experts_per_tok=1, norm_topk_prob=True)
     assert (found.head_dim, found.norm_topk_prob, found.n_group, found.routed_scaling_factor) == (8, False, 8, 2.5)
     assert found.rope_parameters == {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
@@ -273,11 +273,13 @@ def policy_of(folder: Path, world: World) -> LMPolicy:
 
 
 def test_operations_are_those_of_the_chosen_experts(tmp_path: Path, world: World) -> None:
-    """Twice the experts of a token, each of 3 x 32 x 16 weights, in each of two layers; how many there are is no matter."""
+    """Twice the experts per token, each with 3 x 32 x 16 weights, in two layers; the total number of experts does not
+    matter.
+    """
     found = []
     for name, settings in (("4", {}), ("8", {"num_experts_per_tok": 8}), ("32", {"num_experts": 32})):
         data = {"max_position_embeddings": 4096} | settings
         found.append(policy_of(tiny_llada2(tmp_path / name, **data), world).forward_flops(100, 0))
     four, eight, of_many = found
     assert eight - four == pytest.approx(100 * 4 * 2 * (2 * 3 * 32 * 16))
-    assert of_many - four == pytest.approx(100 * 2 * 2 * 16 * 32)  # of the router
+    assert of_many - four == pytest.approx(100 * 2 * 2 * 16 * 32)  # for the router

@@ -1,4 +1,4 @@
-"""A LoRA to start from: files of diffusers and peft, as they are read, added to weights and joined with another one."""
+"""A LoRA to start from: loading files of diffusers and peft, adding it to weights, and joining it with another."""
 
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ TARGETS = {
 
 
 def drawn(module: nn.Module, target: str, rank: int, seed: int) -> Layers:
-    """A LoRA of the layers that end in `target`."""
+    """A random LoRA of the layers whose names end in `target`."""
     stream = torch.Generator().manual_seed(seed)
     layers: Layers = {}
     for name, part in module.named_modules():
@@ -59,7 +59,7 @@ def test_an_export_is_added_as_stock_diffusers_adds_it(
     family.export_lora(tmp_path, config, tensors, rank, rank)
     start_from_lora(transformer, str(tmp_path), family.read_lora)
     pipeline = load_pipeline(folder)
-    if name == "hunyuan":  # the pipeline's class has no loader of LoRAs, its transformer has
+    if name == "hunyuan":  # only the transformer, not the pipeline's class, can load LoRAs
         pipeline.transformer.load_lora_adapter(tmp_path, weight_name=WEIGHTS, prefix="transformer")
     else:
         pipeline.load_lora_weights(tmp_path)
@@ -71,7 +71,7 @@ def test_an_export_is_added_as_stock_diffusers_adds_it(
 
 
 def test_exports_with_alpha_in_the_metadata_keep_their_strength(sd3_folder: Path, tmp_path: Path) -> None:
-    """As exports were once written: alpha / rank was not in B."""
+    """As older exports were written: alpha / rank was not included in B."""
     family, config, transformer = base_of(sd3_folder)
     rank, tensors = joined({}, drawn(transformer, "attn.to_q", 2, seed=1))
     family.export_lora(tmp_path, config, tensors, rank, 5.0)
@@ -88,7 +88,7 @@ class Net(nn.Module):
 
 @pytest.mark.parametrize("rslora", [False, True])
 def test_peft_adds_the_same(rslora: bool, tmp_path: Path) -> None:
-    """With other ranks and alphas of some layers."""
+    """With other ranks and alphas for some layers."""
     net = Net()
     given = {"rank_pattern": {"second": 4}, "alpha_pattern": {"second": 7}, "use_rslora": rslora}
     settings = LoraConfig(r=2, lora_alpha=3, target_modules=["first", "second"], init_lora_weights=False, **given)

@@ -1,4 +1,4 @@
-"""phalanx.functional.losses against the formula, one number at a time in float64, and numbers worked by hand."""
+"""phalanx.functional.losses compared with the formula, one number at a time in float64, and with numbers by hand."""
 
 import math
 from typing import Any
@@ -11,7 +11,7 @@ from tests.checks import normal
 
 
 def loss_of(new: float, old: float, a: float, clip: float, limit: float) -> float:
-    """PPO's rule told by cases: the ratio counts until the objective has won more than the clip allows."""
+    """PPO's rule by cases: the ratio counts until the objective has gained more than the clip allows."""
     a = math.copysign(min(abs(a), limit), a)
     ratio = math.exp(new - old)
     if a > 0:
@@ -52,7 +52,7 @@ def test_by_hand() -> None:
 @pytest.mark.parametrize("shape", [(6,), (6, 2), (3, 2, 4)])
 @pytest.mark.parametrize(("spread", "clip", "limit"), [(0.5, 0.2, 1.0), (1e-3, 1e-4, 5.0), (3.0, 0.3, 100.0)])
 def test_loss_and_gradient(shape: tuple[int, ...], spread: float, clip: float, limit: float) -> None:
-    """Advantages per sample and per element, against the rule by cases."""
+    """Advantages per sample and per element, compared with the rule by cases."""
     old = normal(*shape, seed=0)
     new = (old + spread * normal(*shape, seed=1)).requires_grad_()
     for a in (2 * normal(shape[0], seed=2), 2 * normal(*shape, seed=3)):
@@ -89,7 +89,7 @@ def test_only_the_new_log_prob_learns() -> None:
 
 
 def test_statistics() -> None:
-    """Against float64, at the small log-ratios of real runs: 1e-4 around 1 is a thousand steps of float32."""
+    """Compared with float64 at the small log-ratios of real runs: 1e-4 around 1 is a thousand float32 steps."""
     old = normal(64, 4, seed=0) * 0.1
     new = old + 1e-4 * normal(64, 4, seed=1)
     _, stats = clipped_surrogate(new, old, normal(64, seed=2), clip_ratio=1e-4)

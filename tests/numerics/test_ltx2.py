@@ -1,4 +1,4 @@
-"""LTX-2: parity with diffusers' pipeline, exact replays, sizes, arithmetic, folders that are refused."""
+"""LTX-2: parity with diffusers' pipeline, exact replays, sizes, arithmetic, and rejected folders."""
 
 from pathlib import Path
 from typing import Any
@@ -17,14 +17,18 @@ from tests.policies import MAX_LENGTH, PROMPTS, make_policy, make_rollout, ode
 from tests.tiny import load_pipeline
 from tests.tiny_ltx2 import tiny_ltx2
 
-VIDEO = 5  # frames: three of the latent
-# a text that is cut, and none at all
+VIDEO = 5  # frames: three latent frames
+# including a truncated text and an empty one
 TEXTS = [
     Prompt(" a cat ", 0, {}, negative="blur"),
     Prompt("two small dogs on a red sofa, " * 4, 1, {}),
     Prompt("", 2, {}),
 ]
-PLAIN = {"stg_scale": 0.0, "modality_scale": 1.0, "guidance_rescale": 0.0}  # guidance beside the classifier-free one
+PLAIN = {
+    "stg_scale": 0.0,
+    "modality_scale": 1.0,
+    "guidance_rescale": 0.0,
+}  # other kinds of guidance than classifier-free
 
 
 def stock(
@@ -36,13 +40,13 @@ def stock(
     width: int = 96,
     length: int = MAX_LENGTH,
 ) -> Tensor:
-    """Videos [N, F, 3, 32, width] of diffusers' pipeline, one at a time, with the noise of its sound."""
+    """Videos [N, F, 3, 32, width] of diffusers' pipeline, one at a time, with given noise for the sound."""
     keys = {"height": 32, "width": width, "num_frames": frames, "num_inference_steps": 4, "output_type": "pt"}
     keys |= PLAIN | {"guidance_scale": guidance, "max_sequence_length": length}
     keys |= dict.fromkeys(("audio_guidance_scale", "audio_stg_scale", "audio_modality_scale"))
     videos, tokens = [], ((frames - 1) // 2 + 1) * 8 * (width // 4)
     for prompt, latent in zip(prompts, latents, strict=True):
-        # packed noise, unpacked to the shape that the pipeline takes and normalises as if a VAE had made it
+        # packed noise, unpacked to the shape that the pipeline expects, which it normalizes like a VAE's output
         video = pipeline._unpack_latents(latent[None, :tokens], (frames - 1) // 2 + 1, 8, width // 4)
         vae = pipeline.vae
         video = pipeline._denormalize_latents(video, vae.latents_mean, vae.latents_std, vae.config.scaling_factor)
@@ -73,7 +77,7 @@ def test_videos_of_the_first_version(world: World, tmp_path: Path) -> None:
 
 
 def test_sound_changes_the_video(world: World, ltx2_folder: Path) -> None:
-    """And has a velocity of its own, which the gradient of a video's log-prob includes."""
+    """Sound also has its own velocity, which the gradient of a video's log-prob includes."""
     model = make_policy(world, ltx2_folder).model
     embeds = model.collate(model.encode(["a cat"], torch.device("cpu"), 32), 32, False)
     shape = model.sample_shape(32, 48, VIDEO)
@@ -100,7 +104,7 @@ def test_levels_depend_on_the_length_of_a_video(world: World, ltx2_folder: Path)
 
 
 def test_ranks_that_share_tokens_keep_the_backend(world: World, ltx2_folder: Path) -> None:
-    """Their processors take the place of those that model.attn_backend was set on."""
+    """Their attention processors replace those on which model.attn_backend was set."""
     model = make_policy(world, ltx2_folder).model
     set_backend(model, "_native_math", world.device)
     model.prepare_sharing(2)

@@ -1,4 +1,4 @@
-"""The model families against diffusers' own pipelines, and their layers."""
+"""The model families compared with diffusers' pipelines, and their layers."""
 
 import json
 import math
@@ -39,7 +39,7 @@ def policy(request: pytest.FixtureRequest, world: World, folder: Folder) -> Flow
 
 
 def stock_images(pipeline: Any, rollout: PolicyRollout, prompts: list[Prompt], latents: Tensor, length: int) -> Tensor:
-    """Images [P, 3, H, W] of diffusers' pipeline, an image a prompt."""
+    """Images [P, 3, H, W] of diffusers' pipeline, one per prompt."""
     sampler, model = rollout.sampler, rollout.policy.model
     assert isinstance(model, FlowModel)
     off = 0.0 if model.pipeline_class == "ZImagePipeline" else 1.0
@@ -50,7 +50,7 @@ def stock_images(pipeline: Any, rollout: PolicyRollout, prompts: list[Prompt], l
     negatives = [model.default_negative if p.negative is None else p.negative for p in prompts]
     if model.pipeline_class == "Flux2KleinPipeline":  # takes no texts
         given["negative_prompt_embeds"], _ = pipeline.encode_prompt(negatives, max_sequence_length=length)
-    elif model.pipeline_class == "Flux2Pipeline":  # knows no negative
+    elif model.pipeline_class == "Flux2Pipeline":  # takes no negative prompt
         given = {"guidance_scale": sampler.embedded_guidance}
     else:
         given["negative_prompt"] = negatives
@@ -69,7 +69,7 @@ def stock_images(pipeline: Any, rollout: PolicyRollout, prompts: list[Prompt], l
 def assert_stock(
     rollout: PolicyRollout, folder: Path, prompts: list[Prompt] = PROMPTS, length: int = MAX_LENGTH
 ) -> tuple[Tensor, Tensor]:
-    """The ODE's images are those of diffusers' pipeline; returns them, and the latents that they began as."""
+    """Check that the ODE's images equal those of diffusers' pipeline; returns them, and their initial latents."""
     ours, latents = ode(rollout, prompts)
     stock = stock_images(load_pipeline(folder), rollout, prompts, latents, length)
     torch.testing.assert_close(ours, stock, rtol=0, atol=1e-4)
@@ -97,7 +97,7 @@ def test_prompts_are_cut_where_the_stock_pipeline_cuts_them(world: World, folder
 def test_the_transformer_sees_the_timesteps_of_the_stock_pipeline(
     world: World, folder: Folder, family: str, dtype: str
 ) -> None:
-    """Pipelines round them to the model's dtype on the way, each at another place."""
+    """Each pipeline rounds them to the model's dtype at another place."""
     rollout = make_rollout(make_policy(world, folder(family), dtype=dtype), 3, num_inference_steps=25)
     pipeline = load_pipeline(folder(family)).to(getattr(torch, dtype))
     seen: list[list[float]] = []
@@ -136,7 +136,7 @@ def test_padding_of_the_text_changes_nothing(world: World, folder: Folder) -> No
 
 @pytest.mark.parametrize("family", ["qwen", "z_image"])
 def test_steps_of_other_texts_have_one_shape(family: str, world: World, folder: Folder) -> None:
-    """Texts are padded to a multiple of tokens, at most to those that there can be; images stay the same."""
+    """Texts are padded to a multiple of tokens, at most to the longest possible text; images stay the same."""
     steps = [PROMPTS[:1], PROMPTS[:2], PROMPTS]
     rounded, exact, bounded = (
         make_policy(world, folder(family), text_length_multiple=multiple, max_prompt_length=most)
@@ -149,7 +149,7 @@ def test_steps_of_other_texts_have_one_shape(family: str, world: World, folder: 
 
     assert lengths(rounded) == [64, 64, 64]
     assert len(set(lengths(exact))) > 1
-    assert set(lengths(bounded)) == ({40} if family == "qwen" else {64})  # Z-Image fills up 40 by itself
+    assert set(lengths(bounded)) == ({40} if family == "qwen" else {64})  # Z-Image itself pads 40 tokens
     disturb(rounded)
     disturb(exact)
     torch.testing.assert_close(*(velocity(policy) for policy in (rounded, exact)), rtol=1e-4, atol=1e-5)
@@ -161,7 +161,7 @@ def test_steps_of_other_texts_have_one_shape(family: str, world: World, folder: 
 def test_sd3_with_dynamic_shifting_equals_the_stock_pipeline(world: World, folder: Folder, tmp_path: Path) -> None:
     shutil.copytree(folder("sd3"), tmp_path / "model")
     file = tmp_path / "model" / "scheduler" / "scheduler_config.json"
-    # lengths of a few tokens, or the images of this test would all be shifted by nothing
+    # lengths of a few tokens, because otherwise the images of this test would not be shifted
     dynamic = {"use_dynamic_shifting": True, "base_image_seq_len": 4, "max_image_seq_len": 64}
     file.write_text(json.dumps(json.loads(file.read_text()) | dynamic))
     assert_stock(make_rollout(make_policy(world, tmp_path / "model"), 3, guidance=3.0), tmp_path / "model")
@@ -198,7 +198,7 @@ def test_the_schedule_of_flux_is_shifted_by_size(world: World, folder: Folder) -
 @pytest.mark.parametrize("family", ["qwen", "flux", "z_image", "flux2_klein"])
 @pytest.mark.parametrize("kind", ["exponential", "linear", "static"])
 def test_the_shift_is_that_of_the_schedule(world: World, folder: Folder, family: str, kind: str) -> None:
-    """Even levels, moved by it, are the schedule's before they are stretched to a terminal."""
+    """Even levels, shifted by it, are those of the schedule before it is stretched to a terminal level."""
     model = make_policy(world, folder(family)).model
     scheduler = model.pipeline.scheduler
     assert scheduler.config.use_dynamic_shifting == (family != "z_image")
@@ -268,7 +268,7 @@ def test_guidance_of_z_image_counts_from_the_positive_branch(world: World, folde
 
 @torch.no_grad()
 def test_texts_of_z_image_are_filled_up(world: World, folder: Folder) -> None:
-    """A text's neighbours change nothing, and within 32 tokens, which the model fills up itself, none needs a mask."""
+    """A text's neighbors change nothing; within 32 tokens, to which the model itself pads, no mask is needed."""
     policy = make_policy(world, folder("z_image"))
     rollout = make_rollout(policy, 3)
     short, longer = [Prompt("x", 0, {}), Prompt("a cat", 1, {})], [Prompt("two small dogs on a red sofa", 2, {})]
@@ -283,7 +283,7 @@ def test_texts_of_z_image_are_filled_up(world: World, folder: Folder) -> None:
 
 
 def test_prompts_longer_than_z_image_takes(world: World, folder: Folder) -> None:
-    """They are refused before anything is encoded; the positions of 96 are there."""
+    """They are rejected before anything is encoded; 96 tokens have positions."""
     with refused("data.max_prompt_length: 97 is more than the model's 96 tokens"):
         make_policy(world, folder("z_image"), max_prompt_length=97)
     longest = make_policy(world, folder("z_image"), max_prompt_length=96)
@@ -321,7 +321,7 @@ def test_sizes_that_the_model_cannot_make(world: World, folder: Folder) -> None:
 
 @pytest.mark.parametrize("policy", [*FAMILIES, "wan"], indirect=True)
 def test_decode_undoes_encode_images(policy: FlowPolicy) -> None:
-    """Up to the VAE itself, whose weights are random here."""
+    """Except for the VAE itself, whose weights are random here."""
     model, generator = policy.model, torch.Generator().manual_seed(0)
     images = torch.rand(2, 3, 32, 48, generator=generator)
     with torch.no_grad():
@@ -397,7 +397,7 @@ def test_layers_that_get_a_lora(world: World, folder: Folder) -> None:
 
 
 def test_a_model_may_lack_some_of_its_familys_layers() -> None:
-    """As an SD3 of one block does; a layer that the user names must be there."""
+    """For example an SD3 with one block; but a layer that the user names must exist."""
     module = nn.ModuleDict({"to_q": nn.Linear(4, 4)})
     config = FlowModelConfig(path="none", lora_rank=2)
     add_lora(module, config, ("to_q", "to_add_out"), seed=0)

@@ -1,4 +1,4 @@
-"""phalanx.functional.noising: which noise levels are drawn, and how often."""
+"""phalanx.functional.noising: the drawn noise levels and their frequencies."""
 
 import math
 import random
@@ -31,7 +31,7 @@ def test_schedule_by_hand() -> None:
     expected = torch.tensor([[0.9, 0.5, 0.25, 1.0, 0.75]])
     for count in range(1, 6):
         assert torch.equal(levels(numbers, count, "schedule"), expected[:, :count])
-    # more than there are: all of them once more, in the same order
+    # more than there are: all of them again, in the same order
     assert torch.equal(levels(uniform(1, 12), 5, "schedule"), levels(uniform(1, 12), 12, "schedule")[:, :5])
     assert torch.equal(levels(numbers, 7, "schedule"), expected[:, [0, 1, 2, 3, 4, 0, 1]])
 
@@ -41,7 +41,7 @@ def test_schedule_without_repetition_and_all_alike(count: int) -> None:
     found = levels(uniform(20000, 5), count, "schedule")
     assert found.shape == (20000, count)
     assert all(len(set(row)) == count for row in found.tolist())
-    for column in found.T:  # each place holds each level a fifth of the time: standard deviation sqrt(.16 / 20000)
+    for column in found.T:  # each place has each level a fifth of the time: standard deviation sqrt(.16 / 20000)
         shares = torch.stack([(column == level).float().mean() for level in SCHEDULE])
         assert (shares - 0.2).abs().max() < 4.5 * math.sqrt(0.16 / 20000)
 
@@ -70,7 +70,7 @@ def test_shift_by_hand() -> None:
 
 @pytest.mark.parametrize("shift", [1.0, 3.0])
 def test_logit_normal_marginal(shift: float) -> None:
-    """Its distribution function is that of a normal at logit(t), t taken back through the shift."""
+    """Its distribution function is that of a normal at logit(t), with the shift of t undone."""
     found = levels(uniform(20000, 5), 2, "logit_normal", shift).flatten().tolist()
     for level in (0.1, 0.3, 0.5, 0.7, 0.9):
         before = level / (shift - (shift - 1) * level)
@@ -87,17 +87,17 @@ def test_logit_normal_is_the_quantile_of_its_number() -> None:
 
 
 def test_the_ends_of_the_random_numbers_give_levels() -> None:
-    """torch.rand gives 0 .. 1 - 2^-24: no infinity comes of either."""
+    """torch.rand returns 0 .. 1 - 2^-24; neither end gives an infinity."""
     ends = torch.tensor([[0.0, 1 - 2**-24, 0.5, 0.5, 0.5]])
     for distribution in ("schedule", "uniform", "logit_normal"):
         found = levels(ends, 2, distribution, 3.0)
-        assert found.min() >= 0 and found.max() <= 1  # nor is any NaN
+        assert found.min() >= 0 and found.max() <= 1  # and not NaN
         assert found.dtype == torch.float32
-    assert found[0, 0] > 0 and found[0, 1] < 1  # a normal's logit is finite, so its level is neither end
+    assert found[0, 0] > 0 and found[0, 1] < 1  # the normal numbers are finite, so a level is neither 0 nor 1
 
 
 def test_each_image_has_its_own() -> None:
-    """A row is a function of its own random numbers: whose neighbours it has, on which rank, does not show."""
+    """A row is a function of its own random numbers; it depends neither on its neighbors nor on the rank."""
     numbers = uniform(8, 5)
     order = random.Random(0).sample(range(8), 8)
     for distribution in ("schedule", "uniform", "logit_normal"):

@@ -1,4 +1,4 @@
-"""Prompts that are longer than what a text encoder reads: found by counts that agree with the embeddings."""
+"""Prompts that are longer than a text encoder reads are detected by counts that agree with the embeddings."""
 
 import logging
 from functools import partial
@@ -33,7 +33,7 @@ def test_texts_are_cut_where_the_count_says_so(family: str, world: World, reques
         return all(one[name].shape == other[name].shape and torch.equal(one[name], other[name]) for name in one)
 
     words = 1
-    while True:  # the longest text of this form that is read as a whole
+    while True:  # find the longest text of this form that is read as a whole
         text = "x " * words
         _, (tokens, longer), limit = model.text_tokens([text + "b", text + "x b"], LIMIT)
         if len(longer) > limit:
@@ -79,7 +79,7 @@ def test_settings(flux_folder: Path, world: World, caplog: pytest.LogCaptureFixt
 
 
 def test_clip_reads_77_tokens(sd3_folder: Path, world: World, caplog: pytest.LogCaptureFixture) -> None:
-    """Without T5 no data.max_prompt_length holds more."""
+    """Without T5, more tokens are not read with any data.max_prompt_length."""
     model = make_policy(world, sd3_folder, max_prompt_length=256).model
     with caplog.at_level(logging.WARNING, "phalanx.training.prompt_lengths"):
         fitting([PromptRow("x " * 300, None, {})], "data.train_files", model, FlowDataConfig(), first=True)

@@ -1,4 +1,4 @@
-"""Qwen-Image-Edit against diffusers' own pipelines: what both encoders make of an image, and what replays see of it."""
+"""Qwen-Image-Edit compared with diffusers' pipelines: both encoders' outputs of an image, in sampling and replays."""
 
 from pathlib import Path
 from typing import Any
@@ -21,13 +21,13 @@ from tests.checks import refused
 from tests.policies import MAX_LENGTH, disturb, make_policy, make_rollout, ode, sample, validated
 from tests.tiny_edit import edits, load_edit_pipeline, photo, tiny_qwen_image_edit
 
-SIDE = 64  # of the area at which the VAE sees a reference
+SIDE = 64  # side of the area to which references are scaled for the VAE
 AREA = pipeline_qwenimage_edit_plus.CONDITION_IMAGE_SIZE
 
 
 @pytest.fixture(autouse=True)
 def small_references(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The stock pipelines' areas, 1024 squared, at our size."""
+    """Set the stock pipelines' areas of references, 1024 squared, to ours."""
     monkeypatch.setattr(pipeline_qwenimage_edit_plus, "VAE_IMAGE_SIZE", SIDE**2)
     whole = pipeline_qwenimage_edit.calculate_dimensions
     monkeypatch.setattr(pipeline_qwenimage_edit, "calculate_dimensions", lambda area, ratio: whole(SIDE**2, ratio))
@@ -100,7 +100,7 @@ def test_another_number_of_references_ends_the_job(world: World, qwen_edit_folde
 
 
 def test_both_encoders_see_the_image(world: World, qwen_edit_folder: Path) -> None:
-    """Another image changes what both make of it; and the negative prompt is about the image too."""
+    """Another image changes the outputs of both encoders; the negative prompt includes the image too."""
     policy = edit_policy(world, qwen_edit_folder)
     one, other = edits()[:2]
     seen = Prompt(one.text, 0, other.meta)
@@ -112,11 +112,11 @@ def test_both_encoders_see_the_image(world: World, qwen_edit_folder: Path) -> No
         values = [embeds[name] for embeds in found]
         assert values[0].shape == values[1].shape == shape
         assert (values[0] - values[1]).abs().mean() > 1e-2
-        assert (values[2] - values[3]).abs().mean() > 1e-2  # those of the negatives
+        assert (values[2] - values[3]).abs().mean() > 1e-2  # of the negatives
     assert found[0]["reference"] is found[2]["reference"]  # of a prompt and its negative
     anew, wider = (policy.embed(edits(1), False, size)[0]["reference"] for size in ((32, 48), (32, 64)))
     assert anew is found[0]["reference"] and wider.shape != anew.shape
-    # the policy's velocity depends on each of them
+    # the policy's velocity depends on each tensor
     rollout = make_rollout(policy, 1)
     latents = normal(model.latent_shape(32, 48), 0, torch.device("cpu"))[None]
     mixed = found[0] | {"reference": found[1]["reference"]}
@@ -168,13 +168,15 @@ def test_instructions_are_cut(world: World, qwen_edit_folder: Path) -> None:
     cut = make_policy(world, qwen_edit_folder, max_prompt_length=3, reference_size=SIDE)
     one, other = cut.embed([prompt, same], False, (32, 48))
     assert torch.equal(one["prompt_embeds"], other["prompt_embeds"])
-    assert len(one["prompt_embeds"]) <= model.most_tokens(3, 32, 48) + 16  # the tiny tokenizer has no words of its own
+    assert (
+        len(one["prompt_embeds"]) <= model.most_tokens(3, 32, 48) + 16
+    )  # the tiny tokenizer has one token per byte of the template
 
 
 @pytest.mark.parametrize("guidance", [1.0, 3.0])
 @pytest.mark.parametrize(("lora_rank", "dtype"), [(0, "float32"), (4, "float32"), (4, "bfloat16")])
 def test_replay_is_exact(guidance: float, lora_rank: int, dtype: str, world: World, qwen_edit_folder: Path) -> None:
-    """To the last bit, at equal shapes."""
+    """Bit-equal at equal shapes."""
     policy = edit_policy(world, qwen_edit_folder, lora_rank=lora_rank, dtype=dtype)
     disturb(policy)
     rollout = make_rollout(policy, 6, guidance=guidance, sde_window_size=1)
@@ -202,7 +204,7 @@ def test_the_cache_tells_images_apart(world: World, qwen_edit_folder: Path, tmp_
 
     one, other = edits()[:2]
     assert files(64, [one], (32, 48)) == 1
-    assert files(64, edits(1), (32, 48)) == 1  # the same picture, read anew
+    assert files(64, edits(1), (32, 48)) == 1  # the same picture, read again
     assert files(64, [Prompt(one.text, 0, other.meta)], (32, 48)) == 2
     assert files(64, [one], (32, 32)) == 3
     assert files(96, [one], (32, 32)) == 4

@@ -1,4 +1,4 @@
-"""Algorithms that differentiate the reward, against a plain loop of sampling, decoder and reward."""
+"""Algorithms that differentiate the reward, compared with a plain loop of sampling, decoding and reward."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +21,7 @@ STEPS = 4
 
 @pytest.fixture(scope="module")
 def policy(sd3_folder: Path) -> Iterator[FlowPolicy]:
-    """A tiny SD3 with a LoRA that does something."""
+    """A tiny SD3 with a LoRA that has an effect."""
     with one_rank() as world:
         policy = make_policy(world, sd3_folder, lora_rank=4, gradient_checkpointing=True)
         policy.trained.keep_reference()
@@ -30,19 +30,19 @@ def policy(sd3_folder: Path) -> Iterator[FlowPolicy]:
 
 
 def contrast(images: Tensor) -> Tensor:
-    """[N] of images [N, 3, H, W]."""
+    """Rewards [N] of images [N, 3, H, W]."""
     return images.flatten(1).var(1)
 
 
 def drawn(policy: FlowPolicy, last_steps: int) -> Samples:
-    """Six images of three prompts by the ODE with guidance, and their last states."""
+    """Six images of three prompts, sampled by the ODE with guidance, and their last states."""
     rollout = make_rollout(policy, 3, guidance=3.0, noise_level=0.0, num_inference_steps=STEPS)
     rollout.window, rollout.last_steps = False, last_steps
     return sample(rollout)
 
 
 def batch_of(algorithm: RewardGradientAlgorithm, policy: FlowPolicy, samples: Samples, seeds: list[int]) -> Batch:
-    """All samples in one batch, with the reference's outputs."""
+    """A batch of all samples, with the reference's outputs."""
     states = algorithm.corrupt(policy, samples, seeds)
     weight = states.mask / states.mask.sum()
     none = samples.log_prob
@@ -54,13 +54,13 @@ def batch_of(algorithm: RewardGradientAlgorithm, policy: FlowPolicy, samples: Sa
 
 
 def velocity(policy: FlowPolicy, trace: FlowTrace, x: Tensor, sigma: Tensor) -> Tensor:
-    """Of all six images at one level."""
+    """The velocity of all six images at one level."""
     timesteps = (sigma * 1000).expand(len(x))
     return policy.velocity(x, timesteps, trace.embeds, trace.prompt_index, trace.sampler)
 
 
 def sampled(policy: FlowPolicy, trace: FlowTrace, stop: int) -> tuple[list[Tensor], Tensor]:
-    """The states of Euler's steps from the first noise, without a gradient in the first `stop` of them, and sigmas."""
+    """The states of Euler steps from the initial noise, the first `stop` without a gradient, and the sigmas."""
     sigmas, _ = policy.model.schedule(STEPS, trace.sampler.height, trace.sampler.width)
     names = [(0, 0, group, image) for group in range(3) for image in range(2)]
     x = torch.stack([normal(trace.clean.shape[1:], fold_in(*name, "init"), torch.device("cpu")) for name in names])
@@ -73,14 +73,14 @@ def sampled(policy: FlowPolicy, trace: FlowTrace, stop: int) -> tuple[list[Tenso
 
 
 def reward_of(policy: FlowPolicy, trace: FlowTrace, clean: Tensor) -> Tensor:
-    """[N] of final latents [N, ...], by the VAE of diffusers."""
+    """Rewards [N] of final latents [N, ...], decoded by diffusers' VAE."""
     c = policy.model.vae.config
     images = policy.model.vae.decode(clean / c.scaling_factor + c.shift_factor).sample
     return contrast((images / 2 + 0.5).clamp(0, 1))
 
 
 def gradients(policy: FlowPolicy, loss: Tensor) -> dict[str, Tensor]:
-    """Of the trained weights, by their names."""
+    """Gradients of the trained weights, by name."""
     for parameter in policy.trained.parameters.values():
         parameter.grad = None
     loss.backward()
@@ -88,7 +88,7 @@ def gradients(policy: FlowPolicy, loss: Tensor) -> dict[str, Tensor]:
 
 
 def assert_alike(policy: FlowPolicy, algorithm: RewardGradientAlgorithm, batch: Batch, expected: Tensor) -> None:
-    """The algorithm's loss is `expected`, and so are its gradients."""
+    """Check that the algorithm's loss and gradients equal those of `expected`."""
     loss, stats = algorithm.loss(policy, batch)
     assert loss.shape == batch.weight.shape and not any(value.requires_grad for value in stats.values())
     total = (loss * batch.weight).sum()
@@ -127,7 +127,7 @@ def test_draft_lv_takes_the_last_step_from_fresh_noise(policy: FlowPolicy) -> No
     assert sigma == policy.model.schedule(STEPS, 32, 48)[0][-2] and states.latents.shape[:2] == (6, 2)
     noise = (states.latents - (1 - sigma) * trace.clean[:, None]) / sigma
     assert abs(noise.mean()) < 0.05 and abs(noise.std() - 1) < 0.05
-    assert len({round(float(row.flatten()[0]), 4) for row in noise.flatten(0, 1)}) == 12  # no two are one
+    assert len({round(float(row.flatten()[0]), 4) for row in noise.flatten(0, 1)}) == 12  # all are different
     expected = torch.zeros(())
     for k in range(2):
         x = states.latents[:, k]
@@ -154,7 +154,7 @@ def test_refl_takes_the_expected_image_of_a_late_state(margin: float, policy: Fl
         reward = reward_of(policy, trace, states[number][i : i + 1] - sigmas[number] * v)
         rewards.append(reward.item())
         expected = expected + 0.1 * (margin - reward).clamp(min=0).sum() / 6
-    if margin < 1:  # some rewards are beyond it, and have no gradient
+    if margin < 1:  # some rewards exceed the margin, and have no gradient
         assert min(rewards) < margin < max(rewards)
     assert_alike(policy, algorithm, batch, expected)
 

@@ -45,10 +45,10 @@ def test_terms_are_normalised_within_their_group() -> None:
     # group 0: OCR 0, 1 -> -1, 1 (std .5); SIZE 30, 10 -> 1, -1; group 1: OCR equal -> 0; SIZE -20, 400 -> -1, 1
     total = combine([OCR, SIZE], [Share(1.0), Share(0.25)], group_id=GROUPS)
     torch.testing.assert_close(total, torch.tensor([-0.75, 0.75, -0.25, 0.25]), atol=3e-4, rtol=0)
-    # the scale of a term plays no part
+    # the scale of a term has no effect
     scaled = combine([OCR, SIZE * 1000], [Share(1.0), Share(0.25)], group_id=GROUPS)
     torch.testing.assert_close(scaled, total, atol=3e-4, rtol=0)
-    # terms that cancel leave nothing
+    # terms may cancel
     opposite = combine([OCR, -3 * OCR], [Share(1.0), Share(1.0)], group_id=GROUPS)
     assert opposite.abs().max() < 1e-5
     # clipping comes first: 20, 10 of group 0 and 0, 20 of group 1
@@ -58,9 +58,7 @@ def test_terms_are_normalised_within_their_group() -> None:
 
 @pytest.mark.parametrize("normalize", ["gdpo", "group"])
 def test_gdpo_divides_the_sum_by_the_std_of_the_batch(normalize: str) -> None:
-    """In float64 by the paper's two formulas; `group` divides by each group's std, where one agreement is as good as
-    another.
-    """
+    """In float64 with the paper's two formulas; `group` divides by each group's std, so agreements count the same."""
     cfg = load(FlowRLConfig, None, ["model.path=x", f"reward.normalize={normalize}"])
     generator = torch.Generator().manual_seed(0)
     terms = [torch.rand(3, 8, generator=generator).double() for _ in range(2)]

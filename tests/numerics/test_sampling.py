@@ -1,4 +1,4 @@
-"""How training images are sampled: which steps are trained, the first noise, and solvers for the steps without noise."""
+"""Sampling of training images: the trained steps, the initial noise, and solvers for steps without noise."""
 
 import math
 from collections.abc import Callable
@@ -22,8 +22,8 @@ from phalanx.types import Samples
 from tests.checks import refused
 from tests.policies import PROMPTS, disturb, make_policy, make_rollout, sample, validated
 
-MICRO = 3  # samples of a replay
-N = 4  # images of each of the 3 prompts
+MICRO = 3  # samples per replay
+N = 4  # images per prompt, of 3 prompts
 
 
 @pytest.fixture(params=["sd3", "qwen"])
@@ -32,7 +32,7 @@ def folder(request: pytest.FixtureRequest) -> Path:
 
 
 def replayed(policy: FlowPolicy, samples: Samples) -> tuple[Tensor, Tensor]:
-    """Log-probs and means of all samples, replayed in another order than they were sampled in."""
+    """Log-probs and means of all samples, replayed in another order than that of sampling."""
     order = torch.randperm(len(samples.index), generator=torch.Generator().manual_seed(3))
     with torch.no_grad():
         replays = [policy.replay(samples.trace.select(part)) for part in order.split(MICRO)]
@@ -55,7 +55,7 @@ def replayed(policy: FlowPolicy, samples: Samples) -> tuple[Tensor, Tensor]:
     ids=["sde", "dance", "cps", "flash"],
 )
 def test_log_probs_of_a_share_of_the_steps_are_exact(world: World, folder: Path, options: dict[str, Any]) -> None:
-    """2 of 3 stochastic steps, also where they are not neighbours, in rollout micro-batches of MICRO x 2."""
+    """2 of 3 stochastic steps, which may not be adjacent, in rollout micro-batches of MICRO x 2."""
     policy = make_policy(world, folder, lora_rank=4)
     disturb(policy)
     keys = {"n": N, "sde_window_size": None, "timestep_fraction": 0.6, "guidance": 3.0} | options
@@ -91,7 +91,7 @@ def test_the_trained_share_is_a_choice_of_the_same_samples(world: World, sd3_fol
 
 
 def test_a_window_of_one_step_is_weighed_by_the_whole_schedule(world: World, sd3_folder: Path) -> None:
-    """Else timestep_weight=noise would do nothing there: its std would be divided by itself."""
+    """Otherwise timestep_weight=noise would have no effect: its std would be divided by itself."""
     policy = make_policy(world, sd3_folder)
     weights = set()
     for first in range(3):
@@ -112,14 +112,14 @@ def test_images_of_a_prompt_begin_with_the_same_noise(world: World, sd3_folder: 
     for group, images in enumerate(first.view(len(PROMPTS), N, *first.shape[1:])):
         expected = normal(tuple(first.shape[1:]), fold_in(0, 0, group, "init"), torch.device("cpu"))
         assert all(torch.equal(image, expected) for image in images)
-    assert len(samples.outputs.flatten(1).unique(dim=0)) == len(PROMPTS) * N  # the steps' noise is each image's own
+    assert len(samples.outputs.flatten(1).unique(dim=0)) == len(PROMPTS) * N  # the steps' noise differs between images
     again = sample(make_rollout(policy, 4, init_same_noise=True, **options), step=1).trace.latents[:, 0]
     assert not torch.isin(again, first).any()
 
 
 @pytest.mark.parametrize("micro", [2, 3, 6])
 def test_images_of_a_prompt_branch_in_the_window(micro: int, world: World, sd3_folder: Path) -> None:
-    """They are those of the same noise without sharing, and each step before the window is taken once a group."""
+    """The images equal those of the same noise without sharing; steps before the window run once per group."""
     policy = make_policy(world, sd3_folder)
     options: dict[str, Any] = {"n": N, "sde_window_size": 1, "sde_window_range": [2, 3], "init_same_noise": True}
     apart = sample(make_rollout(policy, micro, guidance=3.0, **options))
@@ -132,7 +132,7 @@ def test_images_of_a_prompt_branch_in_the_window(micro: int, world: World, sd3_f
     trunks = [len({i // N for i in range(start, start + micro)}) for start in range(0, len(PROMPTS) * N, micro)]
     assert rows == [count for groups in trunks for count in (groups, groups, micro, micro)]
     before = shared.trace.latents[:, 0].view(len(PROMPTS), N, -1)
-    if micro % N == 0:  # of one pass
+    if micro % N == 0:  # the same batch size
         assert torch.equal(before, before[:, :1].expand_as(before))
     assert len(shared.outputs.flatten(1).unique(dim=0)) == len(PROMPTS) * N
     assert (apart.trace.evaluations, shared.trace.evaluations) == (4, 4 - round(2 * (1 - 1 / N)))
@@ -142,14 +142,14 @@ def test_images_of_a_prompt_branch_in_the_window(micro: int, world: World, sd3_f
 
 
 def gaussian_velocity(x: Tensor, level: float) -> Tensor:
-    """The exact velocity of data from N(0.7, 0.25)."""
+    """The exact velocity for data from N(0.7, 0.25)."""
     variance = (1 - level) ** 2 * 0.25 + level**2
     centred = x - (1 - level) * 0.7
     return level / variance * centred - (0.7 + (1 - level) * 0.25 / variance * centred)
 
 
 def wavy_velocity(x: Tensor, level: float) -> Tensor:
-    """Some velocity that is linear in nothing."""
+    """A velocity that is nonlinear in both arguments."""
     return torch.sin(3 * x) + level * x.flip(-1) ** 2
 
 
@@ -170,7 +170,7 @@ def test_the_solver_is_diffusers_own(steps: int, shift: float) -> None:
 
 
 def test_the_solver_is_of_second_order() -> None:
-    """On levels that begin at 1, where all is noise, and end at 0: the error falls faster than Euler's, by far."""
+    """On levels from 1, pure noise, to 0: the error decreases much faster than Euler's."""
 
     def error(steps: int, euler: bool) -> float:
         levels = [1 - k / steps for k in range(steps + 1)]
@@ -188,7 +188,7 @@ def test_the_solver_is_of_second_order() -> None:
 
 
 def tail(policy: FlowPolicy, rollout: PolicyRollout, samples: Samples, begin: int, make: Callable[..., Any]) -> Tensor:
-    """The final latents of the samples' ends, from level `begin` on, in the rollout's own micro-batches."""
+    """The final latents of the samples, solved from level `begin` on in the rollout's micro-batches."""
     sampler, trace = rollout.sampler, samples.trace
     schedule = rollout.schedule(sampler)
     levels = visited_levels(sampler.num_inference_steps, begin, sampler.compression)[begin:]
@@ -205,7 +205,7 @@ def tail(policy: FlowPolicy, rollout: PolicyRollout, samples: Samples, begin: in
 
 
 def by_diffusers(levels: list[float]) -> Callable[..., Tensor]:
-    """diffusers' scheduler on these levels, told by its timesteps where it is."""
+    """diffusers' scheduler on these levels, which finds its place by timesteps."""
     scheduler = DPMSolverMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True)
     scheduler.set_timesteps(len(levels) - 1)
     scheduler.sigmas, scheduler.timesteps = torch.tensor(levels), 1000 * torch.tensor(levels[:-1])
@@ -229,7 +229,7 @@ def by_euler(levels: list[float]) -> Callable[..., Tensor]:
 def test_the_steps_behind_the_window(
     world: World, folder: Path, solver: str, make: Callable[..., Any], compression: float
 ) -> None:
-    """MixGRPO-Flash: 2 stochastic steps, and behind them 6, or 2, of the solver; nothing before them changes."""
+    """MixGRPO-Flash: 2 stochastic steps, then 6 or 2 steps of the solver; nothing before them changes."""
     policy = make_policy(world, folder, lora_rank=4)
     disturb(policy)
     keys: dict[str, Any] = {"n": N, "num_inference_steps": 9, "sde_window_range": [1, 3], "guidance": 3.0}
@@ -248,7 +248,7 @@ def test_the_steps_behind_the_window(
 
 @pytest.mark.parametrize(("solver", "make"), [("euler", by_euler), ("dpm_solver++", by_diffusers)])
 def test_whole_trajectories(world: World, sd3_folder: Path, solver: str, make: Callable[..., Any]) -> None:
-    """As forward-process algorithms sample them, which have no window."""
+    """As sampled for forward-process algorithms, without a window."""
     policy = make_policy(world, sd3_folder)
     config = make_rollout(policy, 6, n=N, num_inference_steps=5, noise_level=0.0, solver=solver).config
     rollout = PolicyRollout(policy, config, world, 6, window=False)

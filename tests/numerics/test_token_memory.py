@@ -1,4 +1,4 @@
-"""The vocabulary's logits are in memory for a chunk of tokens, however many there are, in both passes."""
+"""Only the logits of one chunk of tokens are in memory at a time, in both passes."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ VOCABULARY, HIDDEN = 151_936, 64
 
 
 class Largest(TorchDispatchMode):
-    """Elements of the largest tensor that an operator returned."""
+    """Records the number of elements of the largest tensor that an operator returns."""
 
     elements = 0
 
@@ -28,7 +28,7 @@ class Largest(TorchDispatchMode):
 
 
 def peak(tokens: int, chunk: int) -> float:
-    """The most bytes that scores of so many tokens and their gradient take, in rows of float32 logits."""
+    """The peak bytes of scoring tokens and of the gradient, in units of a row of float32 logits."""
     with Ledger() as ledger, torch.device("meta"):
         head = torch.nn.Linear(HIDDEN, VOCABULARY, bias=False)
         hidden = torch.empty(tokens, HIDDEN, requires_grad=True)
@@ -41,8 +41,8 @@ def peak(tokens: int, chunk: int) -> float:
 
 
 def test_the_peak_grows_with_the_chunk_alone() -> None:
-    """On tensors that are but shapes, so that they may be as large as those of real jobs."""
-    weight = HIDDEN * 3  # gradients of the head on their way to their sum
+    """On fake tensors, which can be as large as in real jobs."""
+    weight = HIDDEN * 3  # gradients of the head while they are summed
     few, many, wide = peak(2048, 256), peak(16384, 256), peak(16384, 1024)
     assert many < few * 1.02  # 14,336 tokens more: their states, not their logits
     assert many < 8 * 256 + weight
@@ -68,4 +68,4 @@ def test_no_tensor_of_a_pass_is_larger_than_a_chunk() -> None:
     with Largest() as largest:
         scores, _, _ = model(ids, torch.ones(4, 32, dtype=torch.bool), 1.0)
         scores.sum().backward()
-    assert largest.elements == 16 * VOCABULARY  # of 128 tokens
+    assert largest.elements == 16 * VOCABULARY  # for 128 tokens

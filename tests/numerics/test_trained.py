@@ -1,4 +1,4 @@
-"""A policy's weights: their gradients, the reference, moving averages, and compiled blocks."""
+"""A policy's weights: gradients, the reference, moving averages, and compiled blocks."""
 
 import shutil
 from collections.abc import Callable
@@ -37,7 +37,7 @@ def gradients(policy: FlowPolicy) -> dict[str, Tensor]:
     return grads
 
 
-# The last block's text goes nowhere. Its own queries, output and feed-forward have no gradient.
+# The text stream of the last block is not used, so its queries, output and feed-forward have no gradient.
 UNUSED: dict[str, tuple[str, ...]] = {
     "sd3": ("transformer_blocks.1.attn.add_q_proj.",),
     "flux": (),  # its last block has one stream
@@ -56,7 +56,7 @@ def test_gradients_flow_through_both_branches_of_guidance(
     both, detached = (make_policy(world, folder(family), lora_rank=lora_rank, detach_uncond=d) for d in (False, True))
     for policy in (both, detached):
         disturb(policy)
-    # one pass of six rows against two of three: rounding differs by processor, and weights and guidance enlarge it
+    # one pass of six rows against two of three: rounding depends on the processor; weights and guidance amplify it
     torch.testing.assert_close(velocity(both), velocity(detached), rtol=1e-3, atol=1e-4)
     full, positive = gradients(both), gradients(detached)
     assert full.keys() == positive.keys()
@@ -73,7 +73,7 @@ def test_gradients_flow_through_both_branches_of_guidance(
 
 @pytest.mark.parametrize("family", ["sd3", "qwen", "flux", "z_image", "flux2_klein"])
 def test_gradients_of_guidance_are_the_sum_of_both_branches(world: World, folder: Folder, family: str) -> None:
-    """Against finite differences along a random direction: no branch is left out and none is counted twice."""
+    """Compared with finite differences along a random direction: no branch is left out or counted twice."""
     policy = make_policy(world, folder(family), lora_rank=4)
     disturb(policy)
     weight = torch.randn(velocity(policy).shape, generator=torch.Generator().manual_seed(1))
@@ -88,7 +88,9 @@ def test_gradients_of_guidance_are_the_sum_of_both_branches(world: World, folder
             values.append((velocity(policy).double() * weight).sum())
     expected = (values[0] - values[1]) / (2 * step)
     computed = sum((grads[name].double() * direction[name]).sum() for name in grads)
-    norm = torch.cat([g.flatten() for g in grads.values()]).norm()  # the derivative's deviation over directions
+    norm = torch.cat(
+        [g.flatten() for g in grads.values()]
+    ).norm()  # the standard deviation of the derivative over directions
     torch.testing.assert_close(computed, expected, rtol=0, atol=2e-3 * float(norm))
 
 
@@ -167,17 +169,17 @@ def test_the_moving_average_is_used_and_put_back(world: World, folder: Folder, l
 # -- compilation --------------------------------------------------------------------------------------------------------
 
 
-# of the largest value; blocks that are not compiled take oneDNN's products where these are the faster ones
+# relative to the largest value; blocks that are not compiled use oneDNN's products where these are faster
 TOLERANCE = {"float32": 1e-5, "bfloat16": 0.05}
 
 
 def compiled(path: Path, backend: str, dtype: str) -> tuple[Tensor, Tensor, Tensor, list[int]]:
-    """The velocity without compiling, with it, and with it for a backward pass; graphs that there are in the end, and
+    """The velocity without compiling, with it, and with it for a backward pass; and the number of graphs, before and
     after texts of other lengths.
     """
     from torch._dynamo.utils import counters
 
-    counters.clear()  # of what this process was forked from
+    counters.clear()  # the forked process has its parent's counts
     longer = [replace(p, text=p.text + " in the rain", negative="a blur" + "red" * i) for i, p in enumerate(PROMPTS)]
     with one_rank() as world, torch._inductor.config.patch(compile_threads=1):
         torch.compile = partial(torch.compile, backend=backend)
@@ -193,12 +195,12 @@ def compiled(path: Path, backend: str, dtype: str) -> tuple[Tensor, Tensor, Tens
             longer_plain, longer_fast = (velocity(policy, prompts=longer) for policy in policies)
         assert (longer_fast - longer_plain).abs().max() < TOLERANCE[dtype] * longer_plain.abs().max()
         graphs.append(counters["stats"]["unique_graphs"])
-        if backend != "inductor":  # which takes as long again for the passes backward
+        if backend != "inductor":  # Inductor would take as long again for the backward passes
             replayed.square().sum().backward()
             velocity(policies[0]).square().sum().backward()
             compiled_parameters = policies[1].trained.parameters
             for name, p in policies[0].trained.parameters.items():
-                # what the last block computes for nothing has none, or zeros
+                # unused weights of the last block have no gradient, or zeros
                 pair = [torch.zeros_like(p) if q.grad is None else q.grad for q in (p, compiled_parameters[name])]
                 assert (pair[0] - pair[1]).abs().max() <= 1e-4 * pair[0].abs().max(), name
         return plain, fast, replayed.detach(), graphs
@@ -208,27 +210,27 @@ def compiled(path: Path, backend: str, dtype: str) -> tuple[Tensor, Tensor, Tens
 @pytest.mark.long
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile on a CPU wants a C++ compiler")
 def test_compiled_blocks_compute_the_same(qwen_folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """In bfloat16, where another fusion is another number. On a rank of its own: the compiler leaves threads and
-    processes behind.
+    """In bfloat16, where another fusion gives other numbers. On a forked rank, because the compiler leaves threads and
+    processes running.
     """
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     [(plain, fast, replayed, graphs)] = run_ranks(compiled, 1, qwen_folder, "inductor", "bfloat16", timeout=540)
-    assert graphs == [2, 2]  # the blocks share one, but for the first, whose inputs need no gradient
+    assert graphs == [2, 2]  # the blocks share one graph, except the first, whose inputs need no gradient
     assert torch.equal(fast, replayed)
     assert (fast - plain).abs().max() < TOLERANCE["bfloat16"] * plain.abs().max()
 
 
-# The first block's inputs need no gradient. SD3's last block has no text after it; FLUX has blocks of two streams and of
-# one, whose first gets other strides; Z-Image's are of the image, the text, and both.
-# FLUX.2's of two streams share one, since their inputs before and after the first block have the same strides
+# The first block's inputs need no gradient. SD3's last block outputs no text. FLUX has blocks of two streams and of one
+# stream, and the first of the latter gets other strides. Z-Image has blocks for the image, the text, and both. FLUX.2's
+# blocks of two streams share a graph, since their inputs before and after the first block have the same strides.
 @pytest.mark.seldom("sd3-2", "flux-4", "flux2_klein-3")
 @pytest.mark.quick("z_image-3", "qwen-2")
 @pytest.mark.parametrize(
     ("family", "graphs"), [("sd3", 2), ("qwen", 2), ("flux", 4), ("z_image", 3), ("flux2_klein", 3)]
 )
 def test_blocks_of_each_family_can_be_compiled(folder: Folder, family: str, graphs: int) -> None:
-    """Each kind of block is one graph for both modes and all lengths of texts. They run as they are: to make code of them
-    takes the compiler much longer.
+    """Each kind of block is one graph for both modes and all lengths of texts. The graphs are run without generating
+    code, which would take the compiler much longer.
     """
     [(plain, fast, replayed, found)] = run_ranks(compiled, 1, folder(family), "eager", "float32", timeout=240)
     assert found == [graphs, graphs]

@@ -1,4 +1,4 @@
-"""Policies that read images are transformers' own models: in decoding, in replays, and in whatever batch."""
+"""Policies that read images agree with transformers' models: in decoding, in replays, and in any batch."""
 
 import json
 import re
@@ -28,7 +28,7 @@ from tests.policies import one_rank
 from tests.tiny_vision import FAMILIES, picture, tiny_vision
 
 N = 4
-QUICK = pytest.mark.quick("qwen3_vl", "gemma3")  # of the families
+QUICK = pytest.mark.quick("qwen3_vl", "gemma3")  # the families that `make test` runs
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def shown(number: int, text: str, *sizes: tuple[int, int]) -> Prompt:
-    """A prompt of random pictures of these sizes, and a text behind them."""
+    """A prompt with random pictures of these sizes, followed by a text."""
     pictures = []
     for i, (width, height) in enumerate(sizes):
         file = BytesIO()
@@ -88,7 +88,7 @@ def sampled(policy: LMPolicy, **rollout: Any) -> Samples:
 
 
 def inputs_of(policy: LMPolicy, prompt: Prompt, response: Tensor) -> dict[str, Tensor]:
-    """What the processor itself makes of a prompt, with a response [R] behind."""
+    """The processor's inputs for a prompt, followed by a response [R]."""
     reader = policy.reader
     text = policy.tokenizer.apply_chat_template(
         reader.in_parts([prompt])[0].messages, tokenize=False, add_generation_prompt=True
@@ -102,7 +102,7 @@ def inputs_of(policy: LMPolicy, prompt: Prompt, response: Tensor) -> dict[str, T
 
 
 def in_passes(policy: LMPolicy, samples: Samples, order: Tensor, size: int = 4) -> Tensor:
-    """The log-probs of replays of `size` samples each, in the order of the samples."""
+    """The log-probs from replays of `size` samples each, in the order of the samples."""
     result = torch.empty_like(samples.log_prob)
     for part in order.split(size):
         result[part] = policy.replay(samples.trace.select(part)).log_prob.detach()
@@ -130,7 +130,7 @@ def test_a_replay_is_the_forward_of_transformers_and_does_not_depend_on_its_neig
     assert torch.equal(in_passes(policy, samples, rows), samples.log_prob)
     other = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))
     assert torch.equal(in_passes(policy, samples, other), samples.log_prob)
-    # an image that is not there would be seen
+    # a missing image would be noticed
     blind = samples.trace.select(rows[N : 2 * N])
     blind.looks[0].seen[policy.vision.owner].pooled.mul_(2)
     assert (policy.replay(blind).log_prob - samples.log_prob[N : 2 * N]).abs().max() > 1e-3
@@ -166,7 +166,7 @@ def test_truncated_distributions_and_packed_rows_are_the_same(
         with pytest.raises(ValueError, match=r"use_remove_padding.*Gemma3ForConditionalGeneration are seen both ways"):
             policy_of(folder, world, use_remove_padding=True)
         return
-    for once in (False, True):  # prompts with their images
+    for once in (False, True):  # whether prompts with their images are computed once
         keys = {"use_remove_padding": True, "use_prefix_grouper": once}
         packed = policy_of(folder, world, truncation=policy.truncation, **keys)
         torch.testing.assert_close(in_passes(packed, samples, rows, 8), samples.log_prob, atol=1e-5, rtol=0)
@@ -198,9 +198,9 @@ def test_a_model_that_cannot_read_images_is_told_as_it_is_loaded(qwen: Path, wor
         ValueError, match=r"^data\.min_pixels, data\.max_pixels: '.*' has images of at least 64 and at most 9 "
     ):
         policy_of(folder, world, data={"max_pixels": 9})
-    policy_of(folder, world, data={"max_prompt_length": 9, "overlong_prompts": "truncate"})  # its own image is longer
+    policy_of(folder, world, data={"max_prompt_length": 9, "overlong_prompts": "truncate"})  # its image alone is longer
     policy = policy_of(folder, world)
-    # texts that hold what stands for images
+    # texts that contain the placeholders of images
     for i, token in ((0, "<|image_pad|>"), (0, "<|video_pad|>"), (2, "<|image_pad|>"), (2, "<|video_pad|>")):
         parts = [{"type": "image"} for _ in PROMPTS[i].images]
         message = {"role": "user", "content": [*parts, {"type": "text", "text": token}]}
@@ -235,14 +235,14 @@ def test_images_of_a_prompt_are_read_once(qwen: Path, world: World) -> None:
         policy.vision.model.visual.register_forward_hook(lambda *args, calls=calls: calls.append(1))
         for look in set(samples.trace.looks) - {None}:
             look.seen.clear()
-        in_passes(policy, samples, torch.arange(len(samples.index)))  # passes of one prompt's samples
-        assert len(calls) == expected  # a trained one also in that without images
+        in_passes(policy, samples, torch.arange(len(samples.index)))  # each pass has the samples of one prompt
+        assert len(calls) == expected  # a trained tower also runs in the pass without images
 
 
 def test_tokens_that_stand_for_images_are_never_sampled() -> None:
     generator = torch.Generator().manual_seed(0)
     states, head = torch.randn(40, 8, generator=generator), torch.randn(12, 8, generator=generator)
-    head[3] *= 20  # the likeliest
+    head[3] *= 20  # makes this token the likeliest
     logits, uniform = states @ head.T, torch.rand(40, generator=generator)
     for temperature in (0.0, 1.0):
         plain = Decoding(4, temperature, ends=[0], pad=0)

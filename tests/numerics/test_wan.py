@@ -1,4 +1,4 @@
-"""Wan and what its videos ask of the policy: parity with diffusers' pipeline, exact replays, sizes, arithmetic."""
+"""Wan, and the policy with videos: parity with diffusers' pipeline, exact replays, sizes, arithmetic."""
 
 import json
 import shutil
@@ -20,11 +20,11 @@ from tests.checks import refused
 from tests.policies import MAX_LENGTH, PROMPTS, disturb, make_policy, make_rollout, ode, sample, velocity
 from tests.tiny import load_pipeline, tiny_wan
 
-VIDEO = 5  # frames: two of the latent
+VIDEO = 5  # frames: two latent frames
 
 
 def stock(pipeline: Any, guidance: float, frames: int, latents: Tensor, length: int = MAX_LENGTH) -> Tensor:
-    """Videos [3, F, 3, H, W] of diffusers' pipeline, one at a time: its negative prompts go with lists of prompts."""
+    """Videos [3, F, 3, H, W] of diffusers' pipeline, one at a time, with the prompts' negatives."""
     videos = [
         pipeline(
             p.text,
@@ -55,7 +55,7 @@ def test_videos_are_those_of_the_stock_pipeline(world: World, tmp_path: Path, fr
 
 
 def test_levels_are_those_of_the_published_scheduler(world: World, wan_folder: Path) -> None:
-    """Its solver at first order, without its corrector, is the step of Euler."""
+    """At first order and without its corrector, its solver is an Euler step."""
     from diffusers import UniPCMultistepScheduler
 
     pipeline = load_pipeline(wan_folder)
@@ -92,7 +92,7 @@ def test_prompts_are_cut_and_cleaned_as_in_the_stock_pipeline(world: World, wan_
 
 
 def test_padding_is_kept_nowhere_and_comes_back(world: World, wan_folder: Path, tmp_path: Path) -> None:
-    """Also where all prompts of a step are short, and where they are read from the disk."""
+    """Also if all prompts of a step are short, and if embeddings are read from disk."""
     pipeline = load_pipeline(wan_folder)
     expected, _ = pipeline.encode_prompt(["x"], do_classifier_free_guidance=False, max_sequence_length=MAX_LENGTH)
     for _ in range(2):
@@ -132,11 +132,11 @@ def test_log_probs_are_exact(
 
 
 def test_each_video_has_a_noise_of_its_own(world: World, wan_folder: Path) -> None:
-    """A function of its name alone: in other company, a video is the same but for the last bits."""
+    """Noise is a function of a video's name only: in another batch, a video is the same except for the last bits."""
     policy = make_policy(world, wan_folder)
     together, alone = (sample(make_rollout(policy, micro, num_frames=VIDEO)) for micro in (6, 1))
     torch.testing.assert_close(together.outputs, alone.outputs, rtol=0, atol=1e-4)
-    assert (together.outputs[0] - together.outputs[1]).abs().max() > 0.05  # of one prompt
+    assert (together.outputs[0] - together.outputs[1]).abs().max() > 0.05  # of the same prompt
     assert (together.outputs[:, 1] - together.outputs[:, -1]).abs().max() > 0.05  # a frame and a later one
 
 
@@ -153,8 +153,8 @@ def test_the_reference_of_a_lora_is_the_base_model(world: World, wan_folder: Pat
 
 
 def test_what_is_computed_in_float32(world: World, wan_folder: Path) -> None:
-    """The VAE, whose weights are the file's, and the angles of positions: of 30 frames and more, bfloat16 would mix up
-    neighbours.
+    """The VAE, with the weights of the file, and the angles of positions: from 30 frames on, bfloat16 could not tell
+    neighboring ones apart.
     """
     published = load_file(wan_folder / "vae" / "diffusion_pytorch_model.safetensors")
     for lora_rank in (0, 4):
@@ -202,7 +202,7 @@ def test_the_count_of_flops_is_that_of_the_real_forward_pass(world: World, wan_f
 
 
 def edited(folder: Path, target: Path, file: str, change: Callable[[dict[str, Any]], Any]) -> Path:
-    """A copy of a model folder with one of its JSON files changed."""
+    """A copy of a model folder with one changed JSON file."""
     shutil.copytree(folder, target)
     content = json.loads((target / file).read_text())
     change(content)

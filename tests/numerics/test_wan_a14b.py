@@ -1,4 +1,4 @@
-"""Wan 2.2 A14B, whose two transformers take the noise levels above and below a boundary."""
+"""Wan 2.2 A14B, whose two transformers are for the noise levels above and below a boundary."""
 
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from tests.tiny import load_pipeline
 from tests.tiny_i2v import tiny_wan_a14b
 
 VIDEO = 5
-# of four steps at shift 3: two are above the boundary of 800, and one is not
+# the trained ones of four steps at shift 3: two are above the boundary of 800, and one is not
 ALL = {"sde_window_size": None}
 
 
@@ -52,7 +52,7 @@ def test_videos_are_those_of_the_stock_pipeline(
         [1000.0, 857.69, 602.15, 8.93], abs=0.01
     )
     ours, latents = ode(rollout)
-    # the stock pipeline asks for multiples of 16, while its transformer takes those of 8
+    # the stock pipeline requires multiples of 16, although its transformer accepts multiples of 8
     pipeline = load_pipeline(a14b_folder)
     pipeline.check_inputs = lambda *args, **keys: None
     torch.testing.assert_close(ours, stock(pipeline, scales, latents, size), rtol=0, atol=1e-4)
@@ -79,7 +79,7 @@ def experts(policy: FlowPolicy) -> Experts:
 
 
 def gradients(policy: FlowPolicy, timesteps: list[float], whole: bool = False) -> tuple[Tensor, dict[str, Tensor]]:
-    """The velocity of rows at timesteps, and gradients of its sum of squares."""
+    """The velocity of rows at these timesteps, and the gradients of its sum of squares."""
     rollout = make_rollout(policy, 3, guidance=1.0)
     embeds = rollout.collate(PROMPTS, negatives=False)
     shape = (3, *policy.model.latent_shape(32, 48))
@@ -101,7 +101,7 @@ def test_each_row_is_computed_by_the_transformer_of_its_level(world: World, a14b
     parts = [gradients(policy, [level] * 3) for level in levels]
     for i, (alone, _) in enumerate(parts):
         torch.testing.assert_close(mixed[i], alone[i], rtol=0, atol=1e-5)
-    assert {name.split(".")[0] for name in parts[1][1]} == {"transformer"}  # of a pass above the boundary
+    assert {name.split(".")[0] for name in parts[1][1]} == {"transformer"}  # for a pass above the boundary
     assert {name.split(".")[0] for name in parts[0][1]} == {"transformer_2"}
     assert {name.split(".")[0] for name in grads} == {"transformer", "transformer_2"}
 
@@ -113,7 +113,7 @@ def test_one_of_the_two_is_trained(world: World, a14b_folder: Path, chosen: str,
     assert {name.split(".")[0] for name in policy.trained.parameters} == {chosen}
     disturb(policy)
     other = 500.0 if chosen == "transformer" else 900.0
-    _, grads = gradients(policy, [other] * 3)  # there is a backward pass, and nothing to learn
+    _, grads = gradients(policy, [other] * 3)  # the backward pass runs, but nothing is learned
     assert grads and all((grad == 0).all() for grad in grads.values())
 
 
@@ -162,7 +162,7 @@ def test_a_transformer_that_learns_nothing_is_told(
 
 
 def test_folders_and_keys_that_are_refused(world: World, a14b_folder: Path, wan_folder: Path, tmp_path: Path) -> None:
-    with refused("rollout.guidance_scale_2: 3 is of models with two transformers, and this has one"):
+    with refused("rollout.guidance_scale_2: 3 needs a model with two transformers; this one has one"):
         make_rollout(make_policy(world, wan_folder), 1, guidance=4.0, guidance_scale_2=3.0)
     with refused(
         "rollout.guidance_scale_2: 3 has no effect where rollout.guidance_scale is not above 1, as in diffusers"

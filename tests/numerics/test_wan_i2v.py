@@ -1,4 +1,4 @@
-"""Wan's image to video: parity with diffusers' pipeline, exact replays, one condition for all samples of an image."""
+"""Wan image-to-video: parity with diffusers' pipeline, exact replays, and one condition for all samples of an image."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -36,7 +36,7 @@ def folders(i2v_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
 
 @pytest.fixture(autouse=True)
 def without_ftfy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The stock pipeline takes ftfy for granted, which that of texts uses where it is installed."""
+    """The stock image-to-video pipeline requires ftfy, which the text-to-video one uses only if it is installed."""
     monkeypatch.setattr(pipeline_wan_i2v, "prompt_clean", pipeline_wan.prompt_clean)
 
 
@@ -45,7 +45,7 @@ def i2v_policy(world: World, folder: Path, **keys: Any) -> FlowPolicy:
 
 
 def prompts() -> list[Prompt]:
-    """Of different lengths, the empty one and one that is cut among them."""
+    """Prompts of different lengths, including an empty and a truncated one."""
     first, second, third = edits()
     return [first, replace(second, text=""), replace(third, text="a wide sky " * 20)]
 
@@ -96,7 +96,7 @@ def test_log_probs_are_exact(world: World, folders: dict[str, Path], kind: str) 
 
 
 def test_the_first_frame_that_is_kept_has_no_loss(world: World, folders: dict[str, Path]) -> None:
-    """TI2V-5B: with noise in the steps too all samples end in the given frame, and its velocity is that of any path."""
+    """TI2V-5B: even with noise in the steps, all samples have the given frame, whatever its velocity."""
     policy = i2v_policy(world, folders["5b"])
     samples = sample(make_rollout(policy, 4, guidance=3.0, num_frames=VIDEO), edits())
     trace = samples.trace
@@ -123,7 +123,7 @@ def test_a_condition_is_kept_once_and_differs_between_images(world: World, folde
     shapes = {name: (t.shape, t.dtype) for name, t in drawn.items() if name != "padded_length"}
     assert shapes == {name: (t.shape, t.dtype) for name, t in found[0].items() if name != "padded_length"}
     assert model.flops(32, 48, 512, VIDEO) > 0
-    # what CLIP sees has a part in the velocity
+    # CLIP's features affect the velocity
     rollout = make_rollout(policy, 1, num_frames=VIDEO)
     latents = torch.zeros(1, *model.sample_shape(32, 48, VIDEO))
     batch = model.collate(found[:1], 512, False)
@@ -137,7 +137,7 @@ def test_a_condition_is_kept_once_and_differs_between_images(world: World, folde
 
 
 def test_folders_and_sizes_that_are_refused(world: World, folders: dict[str, Path], wan_folder: Path) -> None:
-    with refused("rollout.num_frames: 1 is the given image; expected those of a video that begins with it"):
+    with refused("rollout.num_frames: 1 is only the given image; expected more frames, which follow it"):
         make_rollout(i2v_policy(world, folders["2.2"]), 1)
     with refused(
         "data.max_prompt_length: 256: expected 512, since the transformer takes the last 512 tokens for the text and those "

@@ -1,4 +1,4 @@
-"""Environments of OpenEnv in the process: the one that its own command makes, one of MCP tools, and mistakes."""
+"""Environments of OpenEnv inside the rank: the one that its own command generates, one of MCP tools, mistakes."""
 
 import sys
 from collections.abc import Iterator
@@ -187,10 +187,10 @@ MISTAKES = [
     (
         "Single",
         {},
-        "environment.path: Single.SUPPORTS_CONCURRENT_SESSIONS is false, and each sample has an instance of",
+        "environment.path: Single.SUPPORTS_CONCURRENT_SESSIONS is false, but each sample needs its own instance",
     ),
     ("OneThread", {}, "environment.path: OneThread needs one thread for all its calls"),
-    ("Untyped", {}, "environment.path: Untyped.step has no type of action; expected step(self, action: MyAction)"),
+    ("Untyped", {}, "environment.path: Untyped.step has no action type; expected step(self, action: MyAction)"),
     (
         "Game",
         {"trys": 1},

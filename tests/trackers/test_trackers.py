@@ -1,4 +1,4 @@
-"""MLflow, Trackio and SwanLab: the real libraries, offline, and what has arrived in their stores."""
+"""MLflow, Trackio and SwanLab: the real libraries, offline, and the contents of their stores."""
 
 import json
 import math
@@ -37,7 +37,7 @@ def pictures(count: int = 2) -> list[Record]:
 
 
 def videos(count: int = 2, frames: int = 20) -> list[Record]:
-    """Each frame brighter than the one before."""
+    """Frames of increasing brightness."""
     shades = np.arange(0, 10 * frames, 10, np.uint8)[:, None, None, None]
     moving = np.broadcast_to(shades, (frames, 16, 16, 3))
     return [Record(f"video {i}", i / 4, moving + i, i, fps=8) for i in range(count)]
@@ -48,14 +48,14 @@ def texts() -> list[Record]:
 
 
 def seen() -> list[Record]:
-    """Two samples, of which the prompt of one shows two images."""
+    """Two samples; the prompt of one has two images."""
     pixels = np.full((6, 9, 3), 200, np.uint8)
     shown = Thumbnail("a.jsonl:1: images[0]", 60, 90, pixels)
     return [Record("a", 0.5, "x", 0, images=(shown, shown)), Record("b", 0.25, "y", 1)]
 
 
 def two_starts(folder: Path, name: str, project: str = "p") -> str:
-    """A run that is killed after step 3 and goes on from its checkpoint of step 1; returns its id."""
+    """Log a run that is killed after step 3 and resumes from its checkpoint of step 1; returns its id."""
     log = start(folder, name, project=project)
     log.records(0, "ocr", pictures())
     log.log(0, {"val/ocr/reward/mean": 0.5})
@@ -95,7 +95,7 @@ class TestMlflow:
         assert sorted(p.name for p in folder.iterdir()) == ["00000.png", "00001.png", "grid.png", "index.jsonl"]
         (step,) = [
             p for p in (file.parent / "images").glob("*.png") if p.name.startswith("images~ocr+step+0+")
-        ]  # as its page shows it
+        ]  # as MLflow's page shows it
         with Image.open(step) as shown, Image.open(folder / "grid.png") as grid:
             assert shown.size == grid.size
 
@@ -121,10 +121,10 @@ class TestMlflow:
 
     def test_a_store_that_fails_costs_no_job(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         with start(tmp_path, "mlflow") as log:
-            self.client(tmp_path).delete_run(log.ids["mlflow"])  # it takes nothing from here on
+            self.client(tmp_path).delete_run(log.ids["mlflow"])  # a deleted run accepts nothing
             log.log(1, {"x": 1})
         (warning,) = [text for text in caplog.messages if "logger" in text]
-        assert warning.startswith("the logger mlflow is off from here on: MlflowException: ") and "\n" not in warning
+        assert warning.startswith("the logger mlflow is switched off: MlflowException: ") and "\n" not in warning
         assert (tmp_path / "metrics.jsonl").read_text().startswith('{"step": 1, "x": 1, ')
 
     def test_a_server_out_of_reach_is_told_in_a_line(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,7 +138,7 @@ class TestMlflow:
 
 class TestTrackio:
     def rows(self, folder: Path, project: str) -> list[tuple[str, int, dict[str, Any]]]:
-        """Run, step and content of each of a project's rows."""
+        """The run, step and content of each row of a project."""
         with sqlite3.connect(folder / f"{project}.db") as store:
             rows = store.execute("SELECT run_name, step, metrics FROM metrics ORDER BY id").fetchall()
         return [(run, step, json.loads(metrics)) for run, step, metrics in rows]
@@ -197,7 +197,7 @@ class TestTrackio:
 
 class TestSwanlab:
     def written(self, folder: Path) -> list[list[SwanlabRecord]]:
-        """The records of each start, the first one first."""
+        """The records of each start, in order."""
         starts = []
         for file in sorted(folder.glob("swanlab/run-*/*.swanlab")):
             reader, records = DataStoreReader(), []
@@ -214,7 +214,7 @@ class TestSwanlab:
         return [(scalar.step, scalar.value.number) for scalar in scalars if scalar.key == key]
 
     def test_a_run_and_its_continuation(self, tmp_path: Path) -> None:
-        """Two files of one run: `swanlab sync` joins them, and the server drops the steps that it has."""
+        """A run has two files: `swanlab sync` joins them, and the server drops steps that it already has."""
         run = two_starts(tmp_path, "swanlab")
         first, second = self.written(tmp_path)
         for records in (first, second):
@@ -257,7 +257,7 @@ class TestSwanlab:
         before = signal.getsignal(signal.SIGINT), sys.excepthook
         with start(tmp_path, "swanlab"):
             assert (signal.getsignal(signal.SIGINT), sys.excepthook) == before
-            signal.signal(signal.SIGINT, of_the_job)  # as a job does once it runs
+            signal.signal(signal.SIGINT, of_the_job)  # as a running job does
         after = signal.signal(signal.SIGINT, before[0])
         assert after is of_the_job and sys.excepthook is before[1]
 
@@ -275,7 +275,7 @@ def fit(cfg: RLConfig) -> None:
 
 
 def test_a_job_and_its_continuation(tmp_path: Path, trackio_folder: Path) -> None:
-    """Two ranks, of which the first one logs: what all three have is what metrics.jsonl has, in one run each."""
+    """On two ranks, only the first one logs: each of the three trackers has one run with the rows of metrics.jsonl."""
     keys = ("trainer.logger=[mlflow,swanlab,trackio]", "trainer.save_freq=1", "trainer.project_name=job")
     keys += ("trainer.test_freq=1", "data.val_files=[none]")
     for steps in (1, 3):

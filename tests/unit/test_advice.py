@@ -1,4 +1,4 @@
-"""Warnings about runs that learn nothing: when they are given, each once, and when not."""
+"""Warnings about runs that learn nothing: when they are given, and that each is given once."""
 
 import logging
 from pathlib import Path
@@ -14,7 +14,7 @@ LEARNS |= {"actor/grad_norm": 0.5, "actor/lr": 1e-4, "actor/updates_skipped": 0.
 
 
 def warnings_of(steps: int, row: dict[str, Any], total: int = 100, samples: int = 8) -> list[str]:
-    """The warnings about a run whose rows are all alike but for the mean reward."""
+    """The warnings about a run whose rows are equal except for the mean reward."""
     advisor, lines = Advisor(total, samples, 64), []
     for step in range(1, steps + 1):
         lines += advisor.warnings(step, LEARNS | {"reward/mean": 0.5 + step / 1000} | row)
@@ -47,7 +47,7 @@ def test_no_group_differs() -> None:
     row = {"reward/zero_std_ratio": 1.0}
     (line,) = warnings_of(30, row)
     assert line.startswith(f"no prompt's samples differ in reward in the last {PATIENCE} steps, up to step {PATIENCE}")
-    assert warnings_of(30, row, samples=1) == []  # a single sample differs from no other
+    assert warnings_of(30, row, samples=1) == []  # there is no other sample to differ from
     assert warnings_of(30, row | {"critic/lr": 1e-4}) == []  # advantages come from the critic
 
 
@@ -85,7 +85,7 @@ def test_a_step_with_a_signal_begins_the_count_anew() -> None:
 
 
 def test_policies_of_a_joint_run() -> None:
-    """The writer's metrics and the painter's, whose turns may alternate: what one lacks says nothing about the other."""
+    """The metrics of writer and painter, which may train alternately, are checked separately."""
     writer, painter = Advisor(100, 8, 64, "writer"), Advisor(100, 2, 64, "painter")
     even = {f"writer/{key}": value for key, value in LEARNS.items()}
     odd = {f"painter/{key}": value for key, value in LEARNS.items() if not key.startswith("reward/")}

@@ -1,4 +1,4 @@
-"""Keys of other trainers: the message about each says what it is called here."""
+"""Keys of other trainers: the message about each gives its name here."""
 
 import pytest
 
@@ -48,7 +48,7 @@ def test_tasks_that_take_one_policy_of_a_joint_run(schema: type) -> None:
         load(schema, None, ["checkpoint=x", "prompts=[a]", "policy=writer"])
 
 
-# The keys of verl's examples of GRPO on GSM8K, and of its documentation's, in each of their old and new spellings.
+# The keys in verl's examples and documentation of GRPO on GSM8K, in their old and new spellings.
 VERL = {
     "actor_rollout_ref.rollout.n": "rollout.n",
     "actor_rollout_ref.rollout.temperature": "rollout.temperature",

@@ -1,4 +1,4 @@
-"""The arithmetic of batches: what divides is planned, what does not is refused with values that do."""
+"""The arithmetic of batches: sizes that divide are planned; others are refused with a suggestion of values that do."""
 
 import os
 import random
@@ -44,7 +44,7 @@ def config(
     prompts_each: int | None = None,
     mini_each: int | None = None,
 ) -> FlowRLConfig:
-    """The quickstart's numbers, unless told otherwise."""
+    """The quickstart's configuration with overrides."""
     cfg = FlowRLConfig(algorithm=flow_grpo.Config())
     cfg.data.train_batch_size, cfg.rollout.n = prompts, n
     cfg.data.train_files, cfg.trainer.total_training_steps = ["prompts.txt"], 1
@@ -94,7 +94,7 @@ def test_a_batch_that_follows_the_ranks() -> None:
     for world in (1, 3, 8, 32):
         plan = flow_rl.plan(cfg, world)
         assert (plan.samples, plan.per_rank, plan.updates) == (64 * world, 64, 2)
-    half = config(prompts=32, mini=16, prompts_each=4, micro=8)  # prompts alone follow
+    half = config(prompts=32, mini=16, prompts_each=4, micro=8)  # only the prompts follow
     assert [flow_rl.plan(half, world).updates for world in (4, 8, 16)] == [1, 2, 4]
 
 
@@ -106,7 +106,7 @@ ONE_OF_THE_TWO = [
      "actor.ppo_mini_batch_size_per_gpu: 2 beside actor.ppo_mini_batch_size: 8; set one of the two: leave actor.ppo_mini_batch_size at "
      "16, or set actor.ppo_mini_batch_size_per_gpu=null"),
     (("actor.ppo_mini_batch_size_per_gpu=2",),
-     "actor.ppo_mini_batch_size_per_gpu: 2 follows the ranks, and data.train_batch_size does not; set data.train_batch_size_per_gpu, or "
+     "actor.ppo_mini_batch_size_per_gpu: 2 grows with the ranks, but data.train_batch_size does not; set data.train_batch_size_per_gpu, or "
      "actor.ppo_mini_batch_size"),
 ]  # fmt: skip
 
@@ -124,37 +124,37 @@ def job(tmp_path: Path, *overrides: str) -> FlowRLConfig:
 
 NONSENSE = [
     (("algorithm.name=grpo_guard", "rollout.sde_type=cps"),
-     "rollout.sde_type: cps makes no sense under algorithm.name=grpo_guard; should be sde or dance_sde"),
-    (("algorithm.name=cps", "rollout.sde_type=sde"), "rollout.sde_type: sde makes no sense under algorithm.name=cps; should be cps"),
+     "rollout.sde_type: cps does not work with algorithm.name=grpo_guard; expected sde or dance_sde"),
+    (("algorithm.name=cps", "rollout.sde_type=sde"), "rollout.sde_type: sde does not work with algorithm.name=cps; expected cps"),
     (("algorithm.importance=sequence", "algorithm.timestep_weight=noise"),
-     "algorithm.timestep_weight: noise tells a sample's steps apart, which algorithm.importance=sequence takes as one; set one of the two to "
+     "algorithm.timestep_weight: noise weights a sample's steps differently, but algorithm.importance=sequence treats them as one; set one of the two to "
      "its default"),
-    (("algorithm.name=dance_grpo", "rollout.noise_level=0"), "rollout.noise_level: 0.0 should be greater than 0"),
+    (("algorithm.name=dance_grpo", "rollout.noise_level=0"), "rollout.noise_level: 0.0; expected more than 0"),
     (("algorithm.name=diffusion_nft", "rollout.ode_compression=0.4"),
-     "rollout.ode_compression: 0.4 shortens what follows a window, and diffusion_nft has none; lower rollout.num_inference_steps instead"),
+     "rollout.ode_compression: 0.4 leaves out steps after the window, but diffusion_nft has none; lower rollout.num_inference_steps instead"),
     (("algorithm.name=diffusion_nft", "rollout.noise_level=0.7", "rollout.solver=dpm_solver++"),
-     "rollout.solver: dpm_solver++ takes steps without noise, and under diffusion_nft all have rollout.noise_level 0.7; set it to 0, or "
+     "rollout.solver: dpm_solver++ takes steps without noise, but with diffusion_nft all steps have rollout.noise_level=0.7; set that to 0, or "
      "rollout.solver=euler"),
     (("algorithm.name=sft", "algorithm.group_filter=top_bottom"),
-     "algorithm.group_filter: top_bottom means nothing to algorithm.name=sft; leave it out"),
+     "algorithm.group_filter: top_bottom is not used by algorithm.name=sft; leave it out"),
     (("algorithm.name=diffusion_dpo", "algorithm.adv_clip_max=3"),
-     "algorithm.adv_clip_max: 3.0 means nothing to algorithm.name=diffusion_dpo; leave it out"),
+     "algorithm.adv_clip_max: 3.0 is not used by algorithm.name=diffusion_dpo; leave it out"),
     (("algorithm.norm_adv_by_std_in_grpo=false", "algorithm.adv_clip_max=3"),
-     "algorithm.adv_clip_max: 3.0 clamps advantages that were divided by a std, and algorithm.norm_adv_by_std_in_grpo=false divides by "
-     "none; leave it out"),
+     "algorithm.adv_clip_max: 3.0 clamps advantages that were divided by a std, but "
+     "algorithm.norm_adv_by_std_in_grpo=false does not divide; leave it out"),
     (("algorithm.name=opd", "algorithm.teacher_path=x", "rollout.engine=vllm_omni", "rollout.correction=truncated_is"),
-     "rollout.correction: truncated_is weighs a policy gradient, which algorithm.name=opd does not have; set it to rescore or none"),
+     "rollout.correction: truncated_is weights a policy gradient, which algorithm.name=opd does not have; set it to rescore or none"),
     (("algorithm.name=awm", "rollout.engine=vllm_omni", "rollout.correction=rejection"),
-     "rollout.correction: rejection is of log-probs, which awm does not use; leave it out"),
+     "rollout.correction: rejection corrects log-probs, which awm does not use; leave it out"),
     (("algorithm.name=opd", "algorithm.teacher_path=x", "rollout.max_num_gen_batches=2"),
-     "rollout.max_num_gen_batches: 2 goes by rewards, from which opd does not learn; set it to 1"),
+     "rollout.max_num_gen_batches: 2 depends on rewards, from which opd does not learn; set it to 1"),
     (("rollout.max_num_gen_batches=2", "rollout.max_draws_per_prompt=3"),
      "rollout.max_num_gen_batches: 2 draws new prompts, and rollout.max_draws_per_prompt: 3 the same ones again; set one of the two to 1"),
     (("reward.normalize=gdpo", "algorithm.global_std=false"),
      "algorithm.global_std: false contradicts reward.normalize=gdpo, which divides by the std of all samples; leave it out, or set "
      "reward.normalize=group"),
     (("algorithm.name=diffusion_nft", "rollout.init_same_noise=true"),
-     "rollout.init_same_noise: true makes all images of a prompt equal, since diffusion_nft samples without noise; set it to false"),
+     "rollout.init_same_noise: true makes all images of a prompt equal, because diffusion_nft samples without noise; set it to false"),
 ]  # fmt: skip
 
 
@@ -250,7 +250,7 @@ def splits(
 
 
 def advised(message: str, numbers: dict[str, Any]) -> tuple[dict[str, Any], str, list[int]]:
-    """The numbers with what is to be changed first, the one to change then, and its values."""
+    """The numbers after the first suggested change, the key to change next, and its suggested values."""
     what, _, advice = message.partition("; nearest that work: ")
     assert what.partition(":")[0] in KEYS
     choices = re.fullmatch(r"(?:([\w.]+)=(\d+) with )?([\w.]+)=(\d+)(?: or (\d+))?", advice)
@@ -261,7 +261,7 @@ def advised(message: str, numbers: dict[str, Any]) -> tuple[dict[str, Any], str,
 
 
 def test_every_suggestion_works_and_is_the_nearest() -> None:
-    """Random numbers: those that divide are planned; all that a refusal suggests, applied, is planned."""
+    """Random numbers: those that divide are planned, and applying any suggestion of a refusal gives a plan."""
     refused = 0
     for trial in range(1500):
         draw = random.Random(trial)
@@ -301,14 +301,14 @@ def test_every_suggestion_works_and_is_the_nearest() -> None:
 
 
 def pairs(**numbers: Any) -> FlowRLConfig:
-    """diffusion_dpo: the best and the worst of a prompt's images, at two noise levels, are trained as one."""
+    """diffusion_dpo: the best and the worst image of a prompt, at two noise levels, are trained as one unit."""
     cfg = config(**numbers)
     cfg.algorithm = diffusion_dpo.Config(name="diffusion_dpo")
     return cfg
 
 
 def test_the_units_of_pairs() -> None:
-    """12 prompts x 16 images in 2 updates: a rank trains 3 pairs an update, and its references see all 6."""
+    """12 prompts x 16 images in 2 updates: a rank trains on 3 pairs per update, and its references see all 6."""
     plan = flow_rl.plan(pairs(micro=4, rollout=8), 2)
     assert (plan.per_rank, plan.units, plan.together) == (96, 6, 2)
     assert (plan.micro_units, plan.passes, plan.trained) == (2, 2, 12)
@@ -321,7 +321,7 @@ def test_the_units_of_pairs() -> None:
 
 
 def test_references_see_every_epoch() -> None:
-    """Those of the forward process, whose noise is another."""
+    """Algorithms on the forward process draw new noise in each epoch."""
     cfg = pairs(micro=4, rollout=8)
     cfg.actor.ppo_epochs = 3
     plan = flow_rl.plan(cfg, 2)
@@ -381,7 +381,7 @@ def test_every_suggestion_for_pairs_works() -> None:
     assert refused > 200
 
 
-# --- combinations that work in no world
+# --- combinations that work with no number of ranks
 
 
 IMPOSSIBLE = [
@@ -393,12 +393,12 @@ IMPOSSIBLE = [
     ({"trainer.test_freq": 5}, "trainer.test_freq: 5 needs data.val_files; give some, or -1"),
     ({"trainer.save_freq": 0}, "trainer.save_freq: 0 should be -1 (never) or a number of steps"),
     ({"trainer.test_freq": -2}, "trainer.test_freq: -2 should be -1 (never) or a number of steps"),
-    ({"rollout.sde_window_range": [1, 2, 3]}, "rollout.sde_window_range: [1, 2, 3] should be two numbers [a, b]"),
+    ({"rollout.sde_window_range": [1, 2, 3]}, "rollout.sde_window_range: [1, 2, 3]; expected two numbers [a, b]"),
     ({"rollout.sde_window_range": [4, 11]},
      "rollout.sde_window_range: [4, 11] should satisfy 0 <= a < b <= 10 (rollout.num_inference_steps)"),
     ({"rollout.sde_window_size": 10}, "rollout.sde_window_size: 10 does not fit into the range [0, 9]; should be at most 9"),
     ({"rollout.sde_type": "cps", "rollout.sde_window_range": [6, 10]},
-     "rollout.sde_window_range: [6, 10] holds the last step, which has no log-probability under cps; its end should be at most 9"),
+     "rollout.sde_window_range: [6, 10] contains the last step, which has no log-probability under cps; expected an end of at most 9"),
 ]  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""The report's charts: which curves there are, and their points."""
+"""The report's charts: their curves and points."""
 
 from pathlib import Path
 from typing import Any
@@ -69,7 +69,7 @@ class TestCharts:
         assert chart.data()["bars"] is True
 
     def test_policies_of_a_joint_run_share_charts(self) -> None:
-        """The writer's curves and phases stand before the painter's, each with its own band."""
+        """The writer's curves and phases precede the painter's, and each curve has its own band."""
         row = {"reward/mean": 1, "reward/std": 2, "painter/actor/grad_norm": 1, "writer/actor/grad_norm": 1}
         row |= {"writer/reward/mean": 3, "writer/reward/std": 4, "writer/rewrite/cut_ratio": 0.5, "writer/odd": 1}
         row |= {f"time/{name}": 1 for name in ("painter_rollout", "painter_update", "writer_rollout", "writer_update")}

@@ -1,4 +1,4 @@
-"""Findings of the cluster check about made-up machines, line by line, and its facts about this one."""
+"""The cluster check's findings about fictitious machines, line by line, and its facts about this machine."""
 
 import dataclasses
 import os
@@ -34,7 +34,7 @@ NODES = {"a": [0, 1], "b": [2, 3], "c": [4, 5]}
 
 
 def machines(**changes: Machine) -> dict[str, Machine]:
-    """Three equal machines but for the `changes`."""
+    """Three machines that are equal except for the `changes`."""
     return {"a": MACHINE, "b": MACHINE, "c": MACHINE, **changes}
 
 
@@ -124,7 +124,7 @@ def test_configurations_that_differ() -> None:
 
 
 def gpu_infos(**changes: Gpu) -> dict[int, Gpu]:
-    """Six ranks with a GPU each; `changes` by `r` and the rank."""
+    """Six ranks with a GPU each; `changes` are keyed as r0, r1, ..."""
     usual = {rank: Gpu(2, "H100", f"uuid-{rank}", 80.0, 79.0, "") for rank in range(6)}
     return usual | {int(name[1:]): info for name, info in changes.items()}
 
@@ -265,14 +265,14 @@ def test_bandwidth() -> None:
 
 
 def test_roles() -> None:
-    """The rank that has the weights last is named; the actor's own do not count."""
+    """The rank that receives the weights last is named; the actor's ranks do not count."""
     roles = Roles({"rollout": (0, 1, 2), "inference": (3,), "actor": (4, 5)})
     assert lines(diagnose.placement(roles)) == [
         "ok       placement: rollout ranks 0-2, inference rank 3, actor ranks 4-5"
     ]
     seconds = {0: 0.05, 1: 0.05, 2: 0.0625, 3: 0.05, 4: 0.5, 5: None}
     assert lines(diagnose.roles(NODES, roles, seconds)) == [
-        "ok       roles: weights from rank 4 to the 4 that sample or score in 0.0625 s per GB (rank 2 on b)"
+        "ok       roles: weights from rank 4 to the 4 ranks that sample or score in 0.0625 s per GB (rank 2 on b)"
     ]
     text = table(NODES, {}, {}, {}, {}, roles).splitlines()
     assert text[0].split()[:4] == ["node", "ranks", "device", "roles"]
@@ -309,7 +309,7 @@ def test_table() -> None:
 
 
 def test_a_training_configuration_is_taken_as_it_is() -> None:
-    """Both kinds of training, with the overrides that training takes."""
+    """For both kinds of training, with the same overrides."""
     for file in ("configs/flowgrpo/quickstart.yaml", "configs/flow_matching/digits.yaml"):
         cfg = load(CheckClusterConfig, str(ROOT / file), ["expect=2", "trainer.seed=3"])
         assert (cfg.expect, cfg.trainer.seed, cfg.data.train_files != []) == (2, 3, True)
@@ -366,7 +366,7 @@ def test_a_source_that_differs_is_seen(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_who_holds_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a program that answers as nvidia-smi does."""
+    """With a script that imitates nvidia-smi."""
     tool = tmp_path / "nvidia-smi"
     tool.write_text(
         f'#!/bin/sh\n[ "$2" = GPU-1234 ] && printf "77, /usr/bin/python3, 66000 MiB\\n{os.getpid()}, python, 300 MiB\\n"\n'

@@ -1,4 +1,4 @@
-"""`phalanx`: its table, and where it finds configurations and shipped files."""
+"""The command `phalanx`: its commands, and how it finds configurations and shipped files."""
 
 import contextlib
 import os
@@ -18,7 +18,7 @@ from tests.ranks import ROOT
 
 
 class Launched(Exception):
-    """In place of the process that would take this one over."""
+    """Raised in place of os.execvpe, which would replace this process."""
 
 
 @pytest.fixture
@@ -98,7 +98,7 @@ def test_a_mistake_is_one_line(line: str, message: str, capsys: pytest.CaptureFi
 
 
 def test_a_name_of_several_configurations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one that is named after the task is taken; without a task, the folder must be named."""
+    """The one in the task's folder is preferred; without a task, the folder must be named."""
     for folder in ("a", "b"):
         (tmp_path / "configs" / folder).mkdir(parents=True)
         (tmp_path / "configs" / folder / "same.yaml").touch()
@@ -148,7 +148,7 @@ def test_the_help_and_the_configurations(capsys: pytest.CaptureFixture[str]) -> 
     ],
 )
 def test_a_reader_that_leaves_early(words: list[str]) -> None:
-    """Such as `phalanx configs | head -1`; of a buffer the rest is written as the interpreter ends."""
+    """As in `phalanx configs | head -1`; the interpreter flushes the remaining buffer at exit."""
     env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     reader, writer = os.pipe()
     os.close(reader)
@@ -166,10 +166,10 @@ def test_shipped_paths_are_found_from_anywhere(tmp_path: Path, monkeypatch: pyte
         str(ROOT / "assets/digits/base"),
         [str(ROOT / "assets/digits/train.txt")],
     )
-    assert cfg.data.val_files == [str(Path.home() / "x.txt"), "assets/none.txt"]  # what is not shipped stays as it is
+    assert cfg.data.val_files == [str(Path.home() / "x.txt"), "assets/none.txt"]  # other paths are unchanged
     own = tmp_path / "assets" / "digits" / "base"
     own.mkdir(parents=True)
-    assert located("assets/digits/base") == "assets/digits/base"  # the user's own comes first
+    assert located("assets/digits/base") == "assets/digits/base"  # the user's folder takes precedence
     monkeypatch.chdir(ROOT)
     assert load(FlowRLConfig, QUICKSTART, []).model.path == "assets/digits/base"
 

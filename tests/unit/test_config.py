@@ -1,4 +1,4 @@
-"""Loading a configuration: what is right is read, and --help shows all of it."""
+"""Loading a configuration: valid ones are read, and --help lists all keys."""
 
 import subprocess
 import sys
@@ -25,7 +25,7 @@ def yaml_file(tmp_path: Path) -> Path:
     return tmp_path / "cfg.yaml"
 
 
-# --- what is right
+# --- valid configurations
 
 
 def test_defaults_and_differences(yaml_file: Path) -> None:
@@ -65,7 +65,7 @@ def test_overrides_win_in_their_order(yaml_file: Path) -> None:
 
 
 def test_conversions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of OmegaConf: texts stand for numbers and words for truth values, but 1.0 and true for no integer."""
+    """OmegaConf converts texts to numbers and words to booleans, but neither 1.0 nor true to an integer."""
     cfg = train(
         "optim.lr='3e-4'", "actor.ema.decay=.5", "trainer.seed='7'", "parallel.timeout_s=60", "model.compile=yes"
     )
@@ -199,7 +199,7 @@ def test_the_configuration_of_a_run_is_read_as_that_of_its_kind(tmp_path: Path) 
 
 
 def test_another_algorithm_begins_with_its_own_defaults(tmp_path: Path) -> None:
-    """algorithm.name=... alone is enough, whatever the file says of its own algorithm."""
+    """algorithm.name=... suffices, whatever keys the file sets for its own algorithm."""
     file = tmp_path / "run.yaml"
     file.write_text("algorithm: {name: flow_grpo, clip_ratio: 0.25, adv_clip_max: 2}\n")
     other = train("algorithm.name=awm", "algorithm.adv_clip_max=3", path=file).algorithm
@@ -278,7 +278,7 @@ def test_an_algorithm_that_is_unknown(name: str) -> None:
 
 
 def test_an_algorithm_that_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The line names the place in the user's file, and the traceback is behind it."""
+    """The line names the place in the user's file, and the traceback is chained."""
     file = tmp_path / "broken.py"
     assert refusal(f"algorithm.name={tmp_path}/no.py") == f"algorithm.name: '{tmp_path}/no.py': no such file"
     for text, message in (
@@ -362,7 +362,7 @@ def test_help_lists_every_key_with_its_default_and_meaning(tmp_path: Path) -> No
     assert done.stderr == ""
     shown = done.stdout
     plan = "--plan [nnodes=4] [nproc=8] [gpu=H100] [gpu_memory_gb=80] [gpu_hour_price=2.5] "
-    plan += "[rollout_s=30 inference_s=3 actor_s=10]: what the job would be on that cluster; nothing is trained"
+    plan += "[rollout_s=30 inference_s=3 actor_s=10]: estimate the job on that cluster, without training"
     assert f"[config.yaml] [key=value ...]\n  --help: this text\n  {plan}\n\n" in shown
     wanted = [key for key in leaves(FlowRLConfig) if key != "algorithm"]
     wanted += ["algorithm.name", "algorithm.temperature", "algorithm.plain"]
@@ -373,11 +373,11 @@ def test_help_lists_every_key_with_its_default_and_meaning(tmp_path: Path) -> No
         assert " = " in lines[at]
         assert key == "algorithm.plain" or len(lines[at + 1].strip()) > 3, key
     for line in (
-        "  model.path: str = required\n      model folder (or hub id, if a hub is reachable)\n",
+        "  model.path: str = required\n      model folder, or hub id if the hub is reachable\n",
         "  model.compile: bool = false\n",
-        "  rollout.sde_type: str = sde\n      the stochastic step [sde | cps | dance_sde]\n",
+        "  rollout.sde_type: str = sde\n      form of the stochastic step [sde | cps | dance_sde]\n",
         "  rollout.sde_window_range: list[int] or null = null\n",
-        "  reward.functions[].weight: float = 1.0\n      factor in the sum\n",
+        "  reward.functions[].weight: float = 1.0\n      weight in the sum\n",
         "  algorithm.temperature: float = 0.5\n      how hot\n",
         "  optim.betas: list[float] = [0.9, 0.999]\n",
     ):
@@ -393,7 +393,7 @@ def test_help_of_a_task_without_a_plan(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_help_leaves_out_what_a_task_does_not_use() -> None:
-    """Such keys are still read: they stand in the config.yaml of earlier runs."""
+    """Such keys are still accepted, because the config.yaml of earlier runs contains them."""
     shown = help_text(FlowMatchingTaskConfig, "", None, [])
     assert "\n  rollout.height: int = 512\n" in shown and "\n  rollout.val.n: int = 1\n" in shown
     assert "rollout.n:" not in shown and "window_" not in shown
@@ -410,7 +410,7 @@ def test_every_key_is_explained(schema: type) -> None:
 
 
 def test_schemas_of_ones_own() -> None:
-    """The loader knows nothing of training: any dataclass will do."""
+    """The loader is independent of training: it accepts any dataclass."""
 
     @dataclass
     class Part:

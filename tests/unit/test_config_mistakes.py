@@ -1,4 +1,4 @@
-"""Mistakes in a configuration: each kind is told in one exact line."""
+"""Mistakes in a configuration: the exact line of each kind."""
 
 import os
 from pathlib import Path
@@ -24,7 +24,7 @@ def yaml_file(tmp_path: Path) -> Path:
 
 
 MISTAKES = [
-    # unknown keys, each with the nearest one
+    # unknown keys, with the nearest known one
     (["trainer.sead=1"], "unknown key trainer.sead; did you mean trainer.seed?"),
     (["tariner.seed=1"], "unknown key tariner; did you mean trainer?"),
     (["rollout.val.step=1"], "unknown key rollout.val.step; did you mean rollout.val.seed?"),
@@ -52,7 +52,7 @@ MISTAKES = [
     (["trainer.output_dir=''"], "trainer.output_dir: expected a path, got ''"),
     (["trainer.seed=1", "trainer=[1]"], "trainer: expected a section, got [1]"),
     (["data.train_files=[a]", "data.train_files={a: b}"], "data.train_files: expected a list, got {a: b}"),
-    (["trainer.seed=!!int"], "'trainer.seed=!!int': the value is not valid YAML: '' is no value of the tag 'tag:yaml.org,2002:int'"),
+    (["trainer.seed=!!int"], "'trainer.seed=!!int': the value is not valid YAML: '' is not a value of the tag 'tag:yaml.org,2002:int'"),
     (["trainer.deterministic=2"], "trainer.deterministic: expected true or false, got 2"),
     (["model.compile=-1"], "model.compile: expected true or false, got -1"),
     (["trainer.seed=abc"], "trainer.seed: expected an integer, got 'abc'"),
@@ -99,7 +99,7 @@ MISTAKES = [
     (["algorithm.clip_ratio=-1"], "algorithm.clip_ratio: expected more than 0, got -1.0"),
     (["trainer.seed=-1"], "trainer.seed: expected at least 0, got -1"),
     (["trainer.seed=9223372036854775808"], "trainer.seed: expected less than 9.22337e+18, got 9223372036854775808"),
-    # no value of any key, list or reward's argument
+    # values that no key, list or argument of a reward accepts
     (["reward.functions=[{clip: [0, .inf]}]"], "reward.functions[0].clip[1]: expected a finite number, got inf"),
     (["reward.functions=[{kwargs: {a: {b: [1, .nan]}}}]"], "reward.functions[0].kwargs.a.b[1]: expected a finite number, got nan"),
     (["optim.betas=[.nan, 0.9]"], "optim.betas[0]: expected a finite number, got nan"),
@@ -114,7 +114,7 @@ MISTAKES = [
     (["model.path=/m\udce9"], "'model.path=/m\\udce9': the value is not valid YAML: the character #xdce9 is not allowed"),
     (["data.train_files=[\"a\\eb\"]"], "data.train_files[0]: expected text in UTF-8 without control characters, got 'a\\x1bb'"),
     # missing
-    (["model.path=???"], "model.path is not set; give model.path=...: model folder (or hub id, if a hub is reachable)"),
+    (["model.path=???"], "model.path is not set; give model.path=...: model folder, or hub id if the hub is reachable"),
     # interpolation
     (["trainer.output_dir=${trainer.nope}"], "trainer.output_dir: Interpolation key 'trainer.nope' not found"),
     (["trainer.output_dir=${oc.env:PHALANX_TEST_UNSET}"], "trainer.output_dir: Environment variable 'PHALANX_TEST_UNSET' not found"),
@@ -139,7 +139,7 @@ MISTAKES = [
      "expected ',' or ']', but got '{'; within [ ] or { } an interpolation needs quotes"),
     (["reward.functions=[{name: ocr}]", "reward.functions[3].weight=1"], "'reward.functions[3].weight=1': list index out of range"),
     (["reward.functions=[{name: ocr}]", "reward.functions.ocr.weight=1"], "'reward.functions.ocr.weight=1': an element of a list is "
-     "named by its number, e.g. reward.functions[0].weight=2"),
+     "selected by its index, e.g. reward.functions[0].weight=2"),
 ]  # fmt: skip
 
 
@@ -161,10 +161,10 @@ FILES = [
     ("trainer: {seed: 1}\ndata: {}\ntrainer: {seed: 2}\n", "{file}:3:1: not valid YAML: found duplicate key trainer"),
     ("model: {path: !!python/name:os.system }\n", "{file}:1:15: not valid YAML: could not determine a constructor for the "
      "tag 'tag:yaml.org,2002:python/name:os.system'"),
-    ("trainer: {seed: !!float ''}\n", "{file}:1:17: not valid YAML: '' is no value of the tag 'tag:yaml.org,2002:float'"),
-    ("trainer: {deterministic: !!bool x}\n", "{file}:1:26: not valid YAML: 'x' is no value of the tag 'tag:yaml.org,2002:bool'"),
-    ("trainer: {seed: !!timestamp x}\n", "{file}:1:17: not valid YAML: 'x' is no value of the tag 'tag:yaml.org,2002:timestamp'"),
-    ("trainer.seed: 1\n", "unknown key trainer.seed; in a file each part of it is a section of its own, as in {trainer: {seed: …"),
+    ("trainer: {seed: !!float ''}\n", "{file}:1:17: not valid YAML: '' is not a value of the tag 'tag:yaml.org,2002:float'"),
+    ("trainer: {deterministic: !!bool x}\n", "{file}:1:26: not valid YAML: 'x' is not a value of the tag 'tag:yaml.org,2002:bool'"),
+    ("trainer: {seed: !!timestamp x}\n", "{file}:1:17: not valid YAML: 'x' is not a value of the tag 'tag:yaml.org,2002:timestamp'"),
+    ("trainer.seed: 1\n", "unknown key trainer.seed; in a file each part of it is a separate section, as in {trainer: {seed: …"),
     ('model: {path: "${"}\n', "{file}: model.path: not a valid interpolation: no viable alternative at input '${'"),
     ("1: 2\n", f"unknown key 1; known here: {SECTIONS}"),
     ("trainer:\n  seed: 1\n  sede: 2\n", "unknown key trainer.sede; did you mean trainer.seed?"),

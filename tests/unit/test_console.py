@@ -1,4 +1,4 @@
-"""The console, with a terminal and without one."""
+"""The console logger, with and without a terminal."""
 
 import os
 import pty
@@ -51,7 +51,7 @@ class TestConsole:
 
     @pytest.mark.parametrize("test_freq", [-1, 3, 5, 20])
     def test_the_eta_is_right_from_the_second_step_on(self, test_freq: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        """A slow start, a slow first validation and a slow first step: none of them is a step that is to come."""
+        """A slow start, a slow first validation and a slow first step do not affect the estimate of later steps."""
         now, total = [0.0], 20
         monkeypatch.setattr("phalanx.telemetry.loggers.console.time", SimpleNamespace(monotonic=lambda: now[0]))
         config = TrainerConfig(test_freq=test_freq)
@@ -93,7 +93,7 @@ class TestConsole:
         assert shown_keys({"actor/dpo_loss": 0.5, "actor/accuracy": 0.75}) == ["actor/dpo_loss", "actor/accuracy"]
 
     def test_a_terminal_shows_what_the_job_is_at_below_the_rows(self, tmp_path: Path) -> None:
-        """Rows and warnings stay, each once and in one piece; below them a line tells phase, micro-batch and time."""
+        """Rows and warnings are printed once and unbroken; a line below shows phase, micro-batch and time."""
         screen, _, _ = shown(LOOP, tmp_path, "stdout", "stderr")
         lines = [line.rstrip("\r").rpartition("\x1b[2K")[2] for line in screen.split("\n")]
         left = [line for line in lines if "\x1b" not in line and line]
@@ -182,7 +182,7 @@ ROWS = [
 
 
 def shown(code: str, folder: Path, *terminals: str) -> tuple[str, str, str]:
-    """What a script shows on a terminal, which these of its streams are, and the rest of stdout and stderr."""
+    """Run a script with these streams on a terminal; returns the terminal's output, and the other stdout and stderr."""
     master, slave = pty.openpty()
     streams = {name: slave if name in terminals else subprocess.PIPE for name in ("stdout", "stderr")}
     environment = {**os.environ, "PYTHONPATH": str(SRC), "TERM": "xterm", "COLUMNS": "80"}
@@ -196,7 +196,7 @@ def shown(code: str, folder: Path, *terminals: str) -> tuple[str, str, str]:
 
 
 def read_all(descriptor: int) -> Iterator[bytes]:
-    """What a pseudo-terminal shows until its other side is closed."""
+    """The output of a pseudo-terminal until its other side is closed."""
     while select.select([descriptor], [], [], 240)[0]:
         try:
             data = os.read(descriptor, 4096)

@@ -1,4 +1,4 @@
-"""Mistakes in the keys of critics and groups are one line, as the configuration loads; verl's keys are recognised."""
+"""Mistakes in keys of critics and groups raise one line when the configuration loads; verl's keys are recognized."""
 
 import pytest
 
@@ -17,12 +17,12 @@ def refusal(*overrides: str) -> str:
     [
         (
             ["critic.optim.lr=1e-3"],
-            "critic.optim.lr: 0.001 is of a critic, which algorithm.name=grpo has none of; leave it out, or set "
+            "critic.optim.lr: 0.001 configures a critic, but algorithm.name=grpo has none; leave it out, or set "
             "algorithm.name=ppo",
         ),
         (
             ["algorithm.name=reinforce_plus_plus", "trainer.critic_warmup=3"],
-            "trainer.critic_warmup: 3 is of a critic, which algorithm.name=reinforce_plus_plus has none of; leave it "
+            "trainer.critic_warmup: 3 configures a critic, but algorithm.name=reinforce_plus_plus has none; leave it "
             "out, or set algorithm.name=ppo",
         ),
         (
@@ -44,12 +44,12 @@ def refusal(*overrides: str) -> str:
         (
             ["algorithm.name=ppo", "rollout.n=1", "reward.normalize=group"],
             "rollout.n: 1 leaves reward.normalize=group no group of samples to compare; set it to at least 2, or leave "
-            "that out",
+            "the other key out",
         ),
         (
             ["algorithm.name=ppo", "rollout.n=1", "rollout.max_draws_per_prompt=2"],
             "rollout.n: 1 leaves rollout.max_draws_per_prompt=2 no group of samples to compare; set it to at least 2, "
-            "or leave that out",
+            "or leave the other key out",
         ),
         (
             ["algorithm.kl_reward_coef=0.1"],
@@ -81,4 +81,4 @@ def test_no_groups_are_needed(name: str) -> None:
 def test_keys_of_group_advantages_mean_nothing_to_ppo(key: str) -> None:
     message = refusal("algorithm.name=ppo", f"algorithm.{key}")
     assert message.startswith(f"algorithm.{key.split('=')[0]}: ")
-    assert message.endswith(" means nothing to algorithm.name=ppo; leave it out")
+    assert message.endswith(" is not used by algorithm.name=ppo; leave it out")

@@ -79,7 +79,7 @@ def test_jsonl(tmp_path: Path) -> None:
 
 
 def test_rows_of_language_models(tmp_path: Path) -> None:
-    """Chats are kept whole, and a ground truth is a column and no quotation: GSM8K's rows, and verl's."""
+    """Chats are kept whole, and the ground truth is a column, not a quotation: rows of GSM8K and of verl."""
     talk = [*chat("first"), {"role": "assistant", "content": "ok"}, *chat("last")]
     content = lines(
         {"question": 'say "a"', "answer": "1+1=2\n#### 2"},
@@ -94,14 +94,14 @@ def test_rows_of_language_models(tmp_path: Path) -> None:
     ]
     broken = lines({"question": [{"role": "system", "content": "s"}, *talk]}, {"question": talk[: -len(chat("last"))]})
     with refused(
-        f"{KEY}: {tmp_path}/q.jsonl:2: question ends in an answer of the assistant; expected a message that it is to answer"
+        f"{KEY}: {tmp_path}/q.jsonl:2: question ends with an answer of the assistant; expected a message to be answered"
     ):
         load_prompts([write(tmp_path / "q.jsonl", broken + "\n")], KEY, prompt="question", quoted=False)
     broken = lines({"question": [{"role": "user", "content": "x"}, {"role": "user", "content": ["y"]}]})
-    with pytest.raises(DataError, match=r"question holds a part of a message that is not \{type: text, text\}"):
+    with pytest.raises(DataError, match=r"question contains a part of a message that is not \{type: text, text\}"):
         load_prompts([write(tmp_path / "q.jsonl", broken + "\n")], KEY, prompt="question", quoted=False)
     broken = lines({"question": [{"role": "system"}, {"role": "user", "content": "y"}]})
-    with pytest.raises(DataError, match=r"question holds a message that is not \{role, content\}, both texts"):
+    with pytest.raises(DataError, match=r"question contains a message that is not \{role, content\}, both texts"):
         load_prompts([write(tmp_path / "q.jsonl", broken + "\n")], KEY, prompt="question", quoted=False)
 
 
@@ -160,7 +160,7 @@ def test_other_prompts_in_some_places() -> None:
         seen |= set(found)
         assert found[1] not in numbers and found[3] not in numbers
     assert len(seen) > 6
-    few = PromptStream(rows_of(3), 4, seed=3)  # the same ones again, as there are no others
+    few = PromptStream(rows_of(3), 4, seed=3)  # the same ones again, because there are no others
     assert len(few.renewed(few.numbers(0), [0, 1], 0)) == 4
 
 
@@ -190,7 +190,7 @@ def test_parquet_of_verl_omni(tmp_path: Path) -> None:
 
 
 def test_rows_of_verl_for_language_models(tmp_path: Path) -> None:
-    """GSM8K and MATH as verl's scripts write them, with a system message, in Parquet and in JSON lines."""
+    """GSM8K and MATH as written by verl's scripts, with a system message, in Parquet and JSON Lines."""
     talk = [{"role": "system", "content": "Be brief."}, *chat("1+1?")]
     row = {
         "data_source": "openai/gsm8k",
@@ -261,7 +261,7 @@ BAD = {
     ),
     "half.jsonl": (
         b'{"prompt": "a", "note": "\\uD83D\\uDE00"}\n{"prompt": "a", "note": "\\uD800"}\n',
-        ':2: not JSON (\\ud800 is half of a surrogate pair, which no text can hold); expected one object per line, {"prompt": "..."}',
+        ':2: not JSON (\\ud800 is half of a surrogate pair, which is not valid text); expected one object per line, {"prompt": "..."}',
     ),
     "digits.jsonl": (
         b'{"prompt": "a", "x": ' + b"9" * 6000 + b"}\n",
@@ -280,7 +280,7 @@ BAD = {
     ),
     "parts.jsonl": (
         b'{"prompt": [{"role": "user", "content": [{"type": "image", "text": "x"}]}]}\n',
-        ":1: prompt holds a part of a message that is not {type: text, text}",
+        ":1: prompt contains a part of a message that is not {type: text, text}",
     ),
     "negative.jsonl": (
         b'{"prompt": "a", "negative_prompt": true}\n',
@@ -336,7 +336,7 @@ def test_missing_files(tmp_path: Path) -> None:
 
 
 def test_paths_that_are_no_files(tmp_path: Path) -> None:
-    """None of them is waited for, as a pipe would be."""
+    """They are refused without reading them, since reading a pipe would block."""
     os.mkfifo(tmp_path / "pipe.txt")
     (tmp_path / "endless.txt").symlink_to("/dev/zero")
     (tmp_path / "circle.txt").symlink_to(tmp_path / "circle.txt")
@@ -364,7 +364,7 @@ def test_a_damaged_dataset_folder(tmp_path: Path) -> None:
 
 def test_every_epoch_holds_every_prompt_once_in_another_order() -> None:
     stream = PromptStream(rows_of(10), batch_size=4, seed=3)
-    drawn = [p.text for step in range(10) for p in stream.batch(step)]  # four epochs; batches straddle them
+    drawn = [p.text for step in range(10) for p in stream.batch(step)]  # four epochs; batches span their boundaries
     epochs = [drawn[i : i + 10] for i in range(0, 40, 10)]
     assert all(Counter(epoch) == Counter(r.text for r in rows_of(10)) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) == 4
@@ -378,12 +378,12 @@ def test_a_batch_depends_on_seed_and_step_alone() -> None:
     expected = {step: texts(forward, step) for step in range(20)}
     backward = PromptStream(rows_of(50), 8, seed=1)
     assert {step: texts(backward, step) for step in reversed(range(20))} == expected
-    assert texts(PromptStream(rows_of(50), 8, seed=1), 13) == expected[13]  # as after a resume
+    assert texts(PromptStream(rows_of(50), 8, seed=1), 13) == expected[13]  # as in a resumed run
     assert texts(PromptStream(rows_of(50), 8, seed=2), 13) != expected[13]
 
 
 def test_a_batch_is_the_same_in_another_process() -> None:
-    """Ranks are processes, each with its own salt of hash()."""
+    """Ranks are processes with different salts of hash()."""
     code = (
         "from phalanx.data.prompts import PromptRow\n"
         "from phalanx.data.streams import PromptStream\n"
@@ -413,7 +413,7 @@ def test_a_batch_larger_than_the_data_warns_once(caplog: pytest.LogCaptureFixtur
         stream = PromptStream(rows_of(3), 7, seed=0)
         batches = [stream.batch(step) for step in range(3)]
     assert [r.getMessage() for r in caplog.records] == [
-        "a batch of 7 prompts exceeds the 3 prompts of the data; it holds some of them several times"
+        "a batch of 7 prompts exceeds the 3 prompts of the data; it contains some of them several times"
     ]
     assert [len(b) for b in batches] == [7, 7, 7]
     assert [p.group_id for p in batches[1]] == list(range(7))

@@ -1,4 +1,4 @@
-"""Forms of data that other trainers and hubs have: each is read as it is, or refused in one line."""
+"""Data formats of other trainers and hubs: each is read unchanged, or refused with one line."""
 
 import json
 from pathlib import Path
@@ -59,7 +59,7 @@ def test_folders_and_patterns_of_files(tmp_path: Path) -> None:
     (tmp_path / "one" / "README.md").write_text("x")
     assert texts([f"{tmp_path}/one"]) == texts([f"{tmp_path}/one/*.jsonl"]) == ["train 0", "train 1"]
     assert texts([f"{tmp_path}/one:train"]) == ["train 0", "train 1"]
-    for split in ("train", "test"):  # as a snapshot of a hub has it
+    for split in ("train", "test"):  # as in a snapshot of a hub
         shards(tmp_path / "hub" / "data", split)
     assert texts([f"{tmp_path}/hub:test"]) == ["test 0", "test 1"]
     data = f"{tmp_path}/hub/data"
@@ -117,12 +117,12 @@ def test_messages_in_parts(tmp_path: Path) -> None:
     assert (row.text, row.messages) == ("What is 1+1?", [{"role": "system", "content": "Be brief."}, USER])
     assert load_prompts([file], KEY)[0].text == "What is 1+1?"
     file = write(tmp_path / "q.jsonl", {"prompt": [{"role": "user", "content": [{"type": "image"}, *parts]}]})
-    with refused(f"{KEY}: {file}:1: prompt holds a part of a message that is not {{type: text, text}}"):
+    with refused(f"{KEY}: {file}:1: prompt contains a part of a message that is not {{type: text, text}}"):
         texts([file])
 
 
 def test_chats_with_tools(tmp_path: Path) -> None:
-    """Tool calls, answers of tools, and the tools are kept; a Parquet file has all keys in all messages."""
+    """Tools, tool calls and their answers are kept. In a Parquet file, all messages have all keys."""
     schema = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
     call = {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": "{}"}}]}
     answer = {"role": "tool", "name": "add", "content": "2"}
@@ -167,7 +167,7 @@ def test_columns_of_images_stay_on_disk_for_texts(form: str, tmp_path: Path) -> 
     data = Dataset.from_dict(columns, features=features)
     path = tmp_path / f"rows.{form}"
     data.save_to_disk(str(path)) if form == "folder" else data.to_parquet(str(path))
-    load_prompts([str(path)], KEY, quoted=False)  # what is imported for it
+    load_prompts([str(path)], KEY, quoted=False)  # memory of the imports
     before = psutil.Process().memory_info().rss
     rows = load_prompts([str(path)], KEY, quoted=False)
     assert [set(row.meta) for row in rows] == [{"answer", "ground_truth", "images"}] * n
@@ -199,7 +199,7 @@ def test_image_editing_of_verl_omni(tmp_path: Path) -> None:
     lines = write(tmp_path / "p.jsonl", {"prompt": "<image>make it red", "images": ["x.png"]})
     (row,) = load_prompts([lines], KEY, images=["image"])
     assert row.text == "make it red" and row.meta["image"].pil().size == (9, 8)
-    (row,) = load_prompts([lines], KEY)  # of a model that takes no image, it is a text
+    (row,) = load_prompts([lines], KEY)  # for a model without images, it is a text
     assert row.text == "<image>make it red"
     two = load_prompts(
         [write(tmp_path / "q.jsonl", {"prompt": "p", "images": ["x.png", "x.png"]})], KEY, images=["image"]
@@ -216,8 +216,8 @@ OBJECT = 'expected one object per line, {"prompt": "..."}'
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("p.jsonl", '{"prompt": "a", "prompt": "b"}\n', ":1: not JSON (the key 'prompt' is there twice); " + OBJECT),
-        ("p.jsonl", '{"prompt": "a", "x": {"y": 1, "y": 1}}\n', ":1: not JSON (the key 'y' is there twice); " + OBJECT),
+        ("p.jsonl", '{"prompt": "a", "prompt": "b"}\n', ":1: not JSON (the key 'prompt' occurs twice); " + OBJECT),
+        ("p.jsonl", '{"prompt": "a", "x": {"y": 1, "y": 1}}\n', ":1: not JSON (the key 'y' occurs twice); " + OBJECT),
         ("p.csv", "prompt,answer,answer\na,b,c\n", " has the column 'answer' twice; rename one of them"),
     ],
 )
@@ -230,6 +230,6 @@ def test_a_name_that_is_there_twice(name: str, content: str, message: str, tmp_p
 def test_a_long_cell_and_an_entry_without_a_name(tmp_path: Path) -> None:
     (tmp_path / "p.csv").write_text("prompt\n" + "a" * 200_000 + "\n")
     assert [len(text) for text in texts([str(tmp_path / "p.csv")])] == [200_000]
-    for entry in ("", " "):  # of which the first would be the current folder
+    for entry in ("", " "):  # the first of which would be the current folder
         with refused(f"{KEY}: {entry!r} names no file; expected {FORMATS}"):
             texts([entry])

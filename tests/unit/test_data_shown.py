@@ -1,4 +1,4 @@
-"""Images that prompts of language models show: as verl, TRL and JSON lines have them."""
+"""Images in prompts of language models, in the formats of verl, TRL and JSON Lines."""
 
 import json
 import zlib
@@ -106,7 +106,7 @@ def test_datasets_of_trl(tmp_path: Path, listed: bool) -> None:
     found = read(tmp_path / "texts")
     assert [row.messages for row in found] == [user(IMAGE, text("a")), user(IMAGE, text("b")), None]
     assert [row.meta["ground_truth"] for row in found] == [1, 2, 3]
-    # the same file as Parquet, as a hub has it
+    # the same file as Parquet, as on a hub
     data.to_parquet(tmp_path / "texts.parquet")
     assert [(row.messages, shown(row)) for row in read(tmp_path / "texts.parquet")] == [
         (row.messages, shown(row)) for row in found
@@ -146,7 +146,7 @@ def test_the_column_of_images(tmp_path: Path) -> None:
     assert (shown(row), row.meta["image"], row.meta["view"]) == ([0], "1.png", ["1.png"])
     (row,) = read(file, image_key="view")
     assert (shown(row), row.meta["image"]) == ([1], "1.png")
-    # columns that hold no images are columns like any other, and so are marks where there is none
+    # columns without images are ordinary columns, and marks without such a column are ordinary text
     file = jsonl(tmp_path / "b.jsonl", {"prompt": "x", "images": 3, "image": [1]}, {"prompt": "<image>"})
     row, marked = read(file)
     assert (row.text, row.images, row.meta) == ("x", (), {"images": 3, "image": [1]})
@@ -156,7 +156,7 @@ def test_the_column_of_images(tmp_path: Path) -> None:
 
 
 def test_marks_are_not_read_as_texts(tmp_path: Path) -> None:
-    """Where the row has a column of images in a form that is not known, or videos."""
+    """If the row has a column of videos, or of images in an unknown form."""
     pixels = [[[0, 0, 0], [9, 9, 9]]]
     pq.write_table(pa.table({"prompt": ["<image>"], "image": [pixels]}), tmp_path / "a.parquet")
     forms = "none of them is the bytes of an image file, its path beside the data file, or {bytes, path}"
@@ -190,7 +190,7 @@ def test_a_place_for_each_image(tmp_path: Path, prompt: Any, images: int, places
     good = {"prompt": "a", "images": ["0.png"]}
     file = jsonl(tmp_path / "a.jsonl", good, {"prompt": prompt, "images": ["0.png"] * images})
     with refused(
-        f"{KEY}: {file}:2: prompt has places for {places} images (<image>, or parts {{type: image}}), and the row has "
+        f"{KEY}: {file}:2: prompt has places for {places} images (<image>, or parts {{type: image}}), but the row has "
         f"{images}"
     ):
         read(file)
@@ -199,7 +199,7 @@ def test_a_place_for_each_image(tmp_path: Path, prompt: Any, images: int, places
 def test_parts_and_prompts_that_are_refused(tmp_path: Path) -> None:
     drawn(0).save(tmp_path / "0.png")
     file = jsonl(tmp_path / "a.jsonl", {"prompt": user(IMAGE | {"image": "0.png"}), "images": ["0.png"]})
-    with refused(f"{KEY}: {file}:1: prompt holds a part of a message that is not {{type: text, text}}"):
+    with refused(f"{KEY}: {file}:1: prompt contains a part of a message that is not {{type: text, text}}"):
         read(file)
     file = jsonl(tmp_path / "b.jsonl", {"prompt": " ", "images": []}, {"prompt": "x", "images": ["0.png"]})
     with refused(f"{KEY}: {file}:1: the prompt is empty"):
@@ -230,7 +230,7 @@ def test_overlap_of_prompts_that_show_images(tmp_path: Path) -> None:
 
 
 def test_pictures_that_cannot_be_read(tmp_path: Path) -> None:
-    """Their heads are enough to know the size, and that most of them cannot be read."""
+    """Reading their headers suffices to know the size, and to detect most of those that cannot be read."""
     whole = png(0)
     (tmp_path / "cut.png").write_bytes(whole[:-30])
     (tmp_path / "text.png").write_text("no picture")

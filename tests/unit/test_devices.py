@@ -1,4 +1,4 @@
-"""GPUs that torch cannot use, and the interface by which a node reaches the others."""
+"""GPUs that torch cannot use, and the interface through which a node reaches the others."""
 
 import os
 import socket
@@ -54,8 +54,8 @@ def test_an_interface_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.fixture
 def debian(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A node whose name stands for 127.0.1.1, with two interfaces."""
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")  # so that what the function sets is unset after the test
+    """A node whose host name resolves to 127.0.1.1, with two interfaces."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")  # so that the variable that the function sets is unset after the test
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     monkeypatch.setenv("MASTER_ADDR", "node-a")
     monkeypatch.setattr(socket, "gethostbyname", lambda name: "127.0.1.1")

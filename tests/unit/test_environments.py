@@ -16,7 +16,7 @@ import asyncio, threading, time
 
 
 class Counter:
-    """Tools with a state, of all kinds of trouble."""
+    """Stateful tools that fail in different ways."""
 
     def __init__(self, start: int = 0) -> None:
         self.count, self.closed = start, False
@@ -214,7 +214,7 @@ def test_what_a_tool_raises_is_read(file: Path) -> None:
         f"environment Counter: fail raised KeyError: 'no such thing', at {file}:{line}, on the row with the prompt "
         '"Count."'
     )
-    with pytest.raises(EnvironmentFailure, match=r'"Count\."; so or in another way 1 of 1 samples failed'):
+    with pytest.raises(EnvironmentFailure, match=r'"Count\."; 1 of 1 samples failed in this or another way'):
         environments.check()
     assert environments.check() is None
 
@@ -269,7 +269,7 @@ def test_a_failure_closes_instances_whose_calls_still_run(file: Path) -> None:
         "        TOLD.append('stepped')\n        return 'go on'\n    def close(self):\n        TOLD.append('closed')\n"
     )
     environments, conversation = opened(path, "Slow")
-    environments.open({"prompt": "x"}, 0, 1)  # one that never began
+    environments.open({"prompt": "x"}, 0, 1)  # a conversation that never began
     conversation.reset().result(60)
     conversation.hear(said(text="x"))
     environments.abandon()
@@ -285,7 +285,7 @@ def test_failures_are_counted_over_all_ranks(file: Path, others: int, ends: bool
     conversation.hear(said(call("fail"))).result(60)
     counts = iter([1, others])  # of failures and of samples, on all ranks
     if ends:
-        with pytest.raises(EnvironmentFailure, match=r"or in another way 1 of 1 samples failed, more than"):
+        with pytest.raises(EnvironmentFailure, match=r"1 of 1 samples failed in this or another way, more than"):
             environments.check(lambda _: next(counts))
     else:
         assert environments.check(lambda _: next(counts)) is not None

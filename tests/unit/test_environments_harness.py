@@ -1,4 +1,4 @@
-"""Loops of the user's own: turns, rewards, ends from both sides, forks, time limits."""
+"""Users' own loops: turns, rewards, ends from both sides, forks, time limits."""
 
 from pathlib import Path
 from typing import Any
@@ -138,7 +138,7 @@ def test_a_loop_is_told_that_there_is_no_further_turn(file: Path) -> None:
 
 
 PROBLEMS = [
-    ("fork", "step raised Forked: the messages that chat is given differ from the conversation at number 0"),
+    ("fork", "step raised Forked: the messages passed to chat differ from the conversation at index 0"),
     ("broken", "step raised KeyError: 'no such thing', at "),
     ("leave", "step raised RuntimeError: solve ended by SystemExit: 3"),
 ]
@@ -156,12 +156,12 @@ def test_what_a_loop_raises_ends_the_sample(file: Path, name: str, problem: str)
 
 
 @pytest.mark.parametrize(
-    ("name", "problem"), [("together", "Forked: chat is called while it"), ("silent", "ValueError")]
+    ("name", "problem"), [("together", "Forked: chat was called while another"), ("silent", "ValueError")]
 )
 def test_a_loop_that_does_not_begin(file: Path, name: str, problem: str) -> None:
     conversation = opened(file, name)
     conversation.reset().result(60)
-    if conversation.ended is None:  # of two calls at once, the second one is refused
+    if conversation.ended is None:  # of two concurrent calls, the second one is refused
         hear(conversation, "one")
     assert conversation.ended == "error"
     assert conversation.problem is not None
@@ -209,7 +209,7 @@ def test_loops_beside_one_that_never_ends_go_on(file: Path, caplog: pytest.LogCa
     assert second.result(60).messages == [{"role": "tool", "content": "ok"}] and beside.ended is None
     (line,) = [record.message for record in caplog.records if record.name == "phalanx.environments.pool"]
     assert f"an async function at {file}:" in line and line.endswith(
-        "expected await, or asyncio.to_thread for what blocks"
+        "expected await, or asyncio.to_thread for blocking calls"
     )
 
 

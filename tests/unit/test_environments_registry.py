@@ -1,4 +1,4 @@
-"""From the section `environment` to classes and tools: levels, names, columns, mistakes."""
+"""Resolving the section `environment` to classes and tools: levels, names, columns, mistakes."""
 
 from pathlib import Path
 from typing import Any
@@ -252,7 +252,7 @@ ODD: list[tuple[str, str]] = [
     ("[{'role': 'user', 'content': []}]", "step returned a message with a content of type list; expected a text"),
     (
         "[{'role': 'user', 'content': 'x', 'seen': {1}}]",
-        "step returned a message that JSON cannot hold: Object of type set",
+        "step returned a message that JSON cannot represent: Object of type set",
     ),
 ]
 
@@ -305,13 +305,13 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"path": "FILE:Stars"}, "environment.path: the tool Stars.look has the parameter *where: str"),
     ({"path": "FILE:Room", "kwargs": {"door": 1}}, "environment.kwargs: Room(**kwargs): got an unexpected keyword"),
     ({"path": "FILE:Room", "tools": ["FILE:look"]}, "environment.path: two tools are named 'look'"),
-    ({"path": "FILE:Game", "tools": ["FILE:look"]}, "environment.path: Game reads turns by step, so that nobody would"),
+    ({"path": "FILE:Game", "tools": ["FILE:look"]}, "environment.path: Game reads turns in step, which never calls"),
     ({"tools": ["FILE:Room"]}, "is a class; expected a function, as environment.path takes classes"),
     ({"tools": ["FILE:double", "FILE:double"]}, "environment.tools[1]: two tools are named 'double'"),
     ({"path": {"a": 3}}, "environment.path.a: expected a built-in environment or module:Class or"),
     (
         {"path": {"a": "FILE:Room"}, "kwargs": {"b": {}}},
-        "environment.kwargs.b: expected keyword arguments by the names",
+        "environment.kwargs.b: expected keyword arguments of one of the environments",
     ),
     ({"path": "python", "kwargs": {"timeout_s": 0}}, "environment.kwargs: Python: timeout_s=0 should be whole seconds"),
 ]

@@ -1,4 +1,4 @@
-"""Tools of verl: a file of classes in its form, the data's tools_kwargs, rewards, release, mistakes."""
+"""Tools of verl: a file in its format, the data's tools_kwargs, rewards, release, mistakes."""
 
 from pathlib import Path
 from typing import Any
@@ -149,7 +149,7 @@ def test_a_conversation_with_tools_of_verl(tmp_path: Path, nested: bool) -> None
 MISTAKES: list[tuple[str, str]] = [
     ("a: 1", "has no list `tools`; expected entries with class_name, config, tool_schema"),
     ("tools: [{config: {}}]", "tools[0] has no class_name; expected the dotted name of a class"),
-    ("tools: [{class_name: 'FILE:Check'}]", "tools[0] has no tool_schema; expected it in OpenAI's form"),
+    ("tools: [{class_name: 'FILE:Check'}]", "tools[0] has no tool_schema; expected it in OpenAI's format"),
     (FILE.replace("FILE:Search", "FILE:Serch"), "tools[1].class_name="),
     (FILE.replace("FILE:Check", "verl.tools.gsm8k_tool.Gsm8kTool"), "no module 'verl' on the Python path"),
     (FILE.replace("FILE:Search", "FILE:Half"), "has no calc_reward; expected create, execute, calc_reward, release"),

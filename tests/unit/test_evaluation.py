@@ -1,4 +1,4 @@
-"""Records of an evaluation, their statistics, tables and pages."""
+"""The records of an evaluation, and their statistics, tables and pages."""
 
 import json
 import re
@@ -53,7 +53,7 @@ def test_statistics_of_other_scores() -> None:
     result = result_of(rows, Wanted(k=[1, 2]), HEAD)
     assert list(result["sets"]["test"]["scores"]["exact"]) == ["mean", "avg@2", "best@2"]
     assert value(result, "best@2") == pytest.approx(0.75)
-    # of 0.5: one sample of each prompt passes
+    # at the threshold 0.5, one sample of each prompt passes
     passed = result_of(rows, Wanted(k=[1, 2], threshold=0.5), HEAD)
     assert (value(passed, "pass@1"), value(passed, "pass@2")) == (0.5, 1.0)
 
@@ -73,7 +73,7 @@ def test_samples_without_a_score_are_left_out() -> None:
 
 
 def test_groups_of_values_that_look_the_same() -> None:
-    """A number and its text are one group: none may take the place of another. Numbers are in their order."""
+    """A number and its text form one group. Numbers are sorted numerically."""
 
     def of(*levels: Any) -> dict[str, Any]:
         rows = [record(i, 0, 1.0, columns={"level": level}) for i, level in enumerate(levels)]
@@ -86,14 +86,14 @@ def test_groups_of_values_that_look_the_same() -> None:
 
 
 def test_the_mean_of_groups_gives_each_the_same_weight() -> None:
-    """0.75 and 0.25 are of three prompts and of two: their mean is 0.5, and that of the prompts 0.55."""
+    """Groups of three and two prompts have the means 0.75 and 0.25: the mean of groups is 0.5, that of prompts 0.55."""
     now = [record(i, 0, mean, columns={"level": int(i > 2)}) for i, mean in enumerate([0.5, 0.75, 1.0, 0.25])]
     now.append(record(4, 0, 0.25, columns={"level": 1}))
     before = [row | {"reward": 0.25, "scores": {"exact": 0.25}} for row in now]
     result = result_of(now, Wanted(group_by="level"), HEAD | {"baseline": "base"}, before)
     part = result["sets"]["test"]
     mean = part["mean_of_groups"]["scores"]["exact"]["mean"]
-    # the first group's t of two degrees of freedom, 4.303 x 0.25 / sqrt 3; the second's has no width
+    # the first group: Student's t with two degrees of freedom, 4.303 x 0.25 / sqrt 3; the second has zero width
     assert value(result, "mean") == pytest.approx(0.55) and (mean["value"], mean["count"]) == (0.5, 5)
     assert [mean["low"], mean["high"]] == pytest.approx([0.5 - 0.6210 / 2, 0.5 + 0.6210 / 2], abs=1e-3)
     difference = part["baseline"]["mean_of_groups"]["differences"]["exact"]["mean"]
@@ -133,7 +133,7 @@ def test_a_baseline_is_paired_by_prompt_and_seed() -> None:
 def test_a_table_is_short() -> None:
     lines = table(result_of(records([0.25, 0.25], [0.75, 0.75]), Wanted(k=[2]), HEAD)).splitlines()
     assert lines[0] == "test: 2 prompts x 2, 95 % intervals over prompts"
-    # t of one degree of freedom: 12.706 x 0.25
+    # Student's t with one degree of freedom: 12.706 x 0.25
     assert lines[2].split() == ["exact", "mean", "0.5000", "[-2.6766,", "3.6766]"]
 
 

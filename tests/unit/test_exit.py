@@ -1,4 +1,4 @@
-"""What the end of a process says."""
+"""The messages of phalanx.exit."""
 
 import signal
 from pathlib import Path
@@ -12,7 +12,7 @@ from phalanx.exit import TOLD, Stopped
 @pytest.mark.parametrize(
     ("nodes", "told", "cause"),
     [
-        ("1:2", False, "nodes come or go: starting again"),  # torchrun stops the ranks, and nobody has stopped it
+        ("1:2", False, "nodes come or go: starting again"),  # torchrun stops the ranks, but was not stopped itself
         ("1:2", True, "stopped by SIGTERM"),
         ("2", False, "stopped by SIGTERM"),
     ],

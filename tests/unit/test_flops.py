@@ -1,4 +1,4 @@
-"""FLOP counts against counts by hand and against torch's counter on real backward passes."""
+"""FLOP counts compared with counts by hand and with torch's counter on real backward passes."""
 
 import time
 
@@ -16,7 +16,7 @@ def linear(rows: int, inputs: int, outputs: int) -> int:
 
 
 def attention(batch: int, tokens: int, width: int) -> int:
-    """Two products of [tokens, tokens] and [tokens, width], all heads together."""
+    """Two products that involve [tokens, tokens], over all heads."""
     return 2 * 2 * batch * tokens * tokens * width
 
 
@@ -118,7 +118,7 @@ def test_the_factors_of_an_update_are_those_of_a_real_backward_pass(lora: bool, 
         lambda: nn.Sequential(*(nn.Linear(16, 16) for _ in range(3))), lambda: {"input": torch.zeros(4, 16)}
     )
     assert forward == 3 * linear(4, 16, 16)
-    # The count is of whole blocks; torch would leave out a block's last product, which nothing needs.
+    # The count is of whole blocks; torch would not recompute a block's last product, which nothing needs.
     with set_checkpoint_early_stop(False), FlopCounterMode(display=False) as counter:
         run().sum().backward()
     assert counter.get_total_flops() == step_flops(forward, samples=1, lora=lora, checkpointing=recompute)
@@ -185,7 +185,7 @@ def test_the_peak_of_a_cpu_is_measured_once() -> None:
     assert first is not None
     assert first == peak_flops(device, torch.float32)  # two measurements would differ
     assert 1e8 < first < 1e14
-    # A product of this size runs at about that rate; far off would be a slip in the units.
+    # A product of this size runs at about that rate; a large deviation would mean wrong units.
     a = torch.ones(512, 512)
     seconds = []
     for _ in range(10):

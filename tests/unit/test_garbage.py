@@ -1,4 +1,4 @@
-"""When garbage is collected."""
+"""The pause of garbage collection during imports."""
 
 import subprocess
 import sys
@@ -31,7 +31,7 @@ run(build, config)
 
 @pytest.mark.parametrize("world", [True, False])
 def test_garbage_is_left_alone_only_while_libraries_are_loaded(world: bool) -> None:
-    """Until there is a world, before weights are loaded; of a job without one until it is built."""
+    """Until the world starts, before weights are loaded; in a job without a world, until it is built."""
     words = ["world"] if world else []
     done = subprocess.run([sys.executable, "-c", JOB, *words], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["True", "False", str(world), "True"]

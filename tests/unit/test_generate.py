@@ -9,7 +9,7 @@ from phalanx.jobs.generate import read_prompts
 
 
 def test_a_file_of_supervised_training_is_answered_anew(tmp_path: Path) -> None:
-    """The answers at the ends of its chats are no part of the prompts."""
+    """The answers at the end of chats are not part of the prompts."""
     turns = [{"role": "system", "content": "s"}, {"role": "user", "content": "one"}]
     answered = [*turns, {"role": "assistant", "content": "1"}]
     file = tmp_path / "chats.jsonl"

@@ -1,4 +1,4 @@
-"""What a rank on a CPU frees, it keeps for the next tensor."""
+"""A rank on a CPU keeps freed memory for the next tensor."""
 
 import os
 import platform
@@ -24,7 +24,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 
 def faults(*words: str, **environment: str) -> int:
-    """Pages that ten times two tensors of 40 MB wait for."""
+    """Page faults while two tensors of 40 MB are created ten times."""
     done = subprocess.run(
         [sys.executable, "-c", FAULTS, *words], env=environment, capture_output=True, text=True, check=True
     )

@@ -1,4 +1,4 @@
-"""Judges without a model: what they ask, what an answer is worth, and what is said of one that cannot be read."""
+"""Judges without a model: questions, scores of answers, and errors."""
 
 import sys
 from pathlib import Path
@@ -135,10 +135,10 @@ def test_mistakes_are_told_in_one_line(tmp_path: Path, monkeypatch: pytest.Monke
     )
     assert (
         refused()
-        == "reward.functions[0]: vlm_ocr is a judge, which asks reward.model: training and evaluations have one"
+        == "reward.functions[0]: vlm_ocr is a judge and needs reward.model, which only training and evaluations have"
     )
     assert refused(group_timeout_s=60.0) == (
-        "reward.model.path is null, but reward.functions has a judge, which asks that model"
+        "reward.model.path is null, but reward.functions has a judge, which needs a model"
     )
     assert refused(group_timeout_s=60.0, model="./nowhere") == "reward.model.path: './nowhere': no such folder"
     monkeypatch.setitem(sys.modules, "vllm", None)

@@ -1,4 +1,4 @@
-"""What `phalanx.launch` makes of the ranks that failed."""
+"""The exit status of `phalanx.launch` after ranks have failed."""
 
 import json
 import time
@@ -18,8 +18,8 @@ from phalanx.launch import _tell
 def test_a_killed_rank_gives_the_status_though_another_one_told_first(
     others: list[int], ago: int, status: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Rank 0 has printed what it lost, and ended with status 1; the launcher finds both of them at once. A rank that it
-    killed itself did not heed SIGTERM for 30 s before.
+    """Rank 0 has reported the loss and ended with status 1; the launcher notices both at the same time. A rank that the
+    launcher killed had ignored SIGTERM for 30 s.
     """
     file = tmp_path / "error.json"
     said = {"timestamp": str(int(time.time()) - ago), "told": True}

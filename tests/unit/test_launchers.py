@@ -1,4 +1,4 @@
-"""Reading of each launcher's variables by train.sh. The stub srun starts its tasks as Slurm does."""
+"""train.sh reads the variables of each launcher. The stub srun starts its tasks like Slurm."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -31,7 +31,7 @@ ONE_NODE_OF_SKYPILOT = {"SKYPILOT_NODE_RANK": "0", "SKYPILOT_NUM_NODES": "1", "S
 
 @pytest.fixture
 def slurm(folder: Path) -> Path:
-    """The folder with Slurm's tools."""
+    """The folder, with stubs of Slurm's tools."""
     (folder / "bin" / "sh").symlink_to("/bin/sh")
     write_tool(folder, "scontrol", SCONTROL)
     write_tool(folder, "srun", SRUN)
@@ -39,7 +39,7 @@ def slurm(folder: Path) -> Path:
 
 
 def node(options: list[str]) -> dict[str, str]:
-    """The options of a torchrun on one of several nodes."""
+    """Parse the options of a torchrun on one of several nodes."""
     assert options[-len(TASK) :] == list(TASK)
     names = ("--nnodes", "--node-rank", "--master-addr", "--master-port", "--nproc-per-node")
     return {name: options[options.index(name) + 1] for name in names}
@@ -131,7 +131,7 @@ def test_one_node(shell: list[str], folder: Path, env: Mapping[str, str]) -> Non
 
 
 def test_the_shell_of_a_step_is_no_rank(shell: list[str], folder: Path) -> None:
-    """`srun --ntasks=8 --pty bash`: Slurm runs the shell only, as task 0 of 8."""
+    """For `srun --ntasks=8 --pty bash`, Slurm runs only the shell, as task 0 of 8."""
     step = {**SLURM_STEP, "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "8", "SLURM_NODEID": "0"}
     done = launch(shell, folder, *TASK, **{**step, **EIGHT_GPUS, "SLURM_PROCID": "0", "SLURM_PTY_PORT": "40000"})
     assert torchrun_arguments(done)[:5] == ["--standalone", "--nnodes", "1", "--nproc-per-node", "8"]
@@ -146,7 +146,7 @@ def test_a_world_of_one_has_one_local_rank(shell: list[str], folder: Path) -> No
 
 
 def tasks_of_srun(done: CompletedProcess[str]) -> tuple[list[str], list[dict[str, str]]]:
-    """The options that srun was given, and those of each node's torchrun."""
+    """The options passed to srun, and those of each node's torchrun."""
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
     lines = done.stdout.splitlines()
     given = [line[1:-1] for line in lines if line.startswith("<")]
@@ -169,7 +169,7 @@ def test_a_batch_script_starts_a_task_on_each_node(shell: list[str], slurm: Path
 
 
 def test_node_0_is_looked_up_by_the_batch_script(shell: list[str], slurm: Path) -> None:
-    """The nodes may not know how to."""
+    """The nodes may not have scontrol."""
     write_tool(slurm, "scontrol", f'[ -z "${{SLURM_STEP_ID:-}}" ] && {SCONTROL}')
     _, nodes = tasks_of_srun(launch(shell, slurm, *TASK, **SLURM_BATCH))
     assert [n["--master-addr"] for n in nodes] == ["10.0.0.1"] * 2
@@ -181,7 +181,7 @@ def test_what_is_set_reaches_the_tasks(shell: list[str], slurm: Path) -> None:
 
 
 def test_a_batch_script_of_one_node(shell: list[str], slurm: Path) -> None:
-    """Also there a step, which hears the signals that sbatch --signal asks for."""
+    """The job still runs in a step, because that receives the signals requested by sbatch --signal."""
     done = launch(shell, slurm, *TASK, **{**SLURM_BATCH, "SLURM_JOB_NUM_NODES": "1"})
     assert done.stdout.startswith("<--nodes=1>\n<--ntasks=1>\n<--ntasks-per-node=1>\n<--kill-on-bad-exit=1>\n<sh>\n")
     assert "[--standalone]" in done.stdout
@@ -197,13 +197,13 @@ def test_a_range_outlives_the_nodes_of_its_step(shell: list[str], slurm: Path) -
 
 
 def test_a_container_without_scontrol(shell: list[str], folder: Path) -> None:
-    """The step knows node 0 from what the batch script exported."""
+    """The step gets the address of node 0 from a variable that the batch script exported."""
     done = launch(shell, folder, *TASK, **SLURM_STEP, MASTER_ADDR="10.0.0.1")
     assert node(torchrun_arguments(done)) == second_of_two(SLURM_PORT, "1")
 
 
 def test_nodes_that_are_started_by_hand(shell: list[str], slurm: Path) -> None:
-    """With a NODE_RANK, one inside an allocation is a node and not a batch script."""
+    """Inside an allocation, NODE_RANK marks a node instead of a batch script."""
     done = launch(shell, slurm, *TASK, **SLURM_BATCH, NODE_RANK="1")
     assert node(torchrun_arguments(done)) == second_of_two(SLURM_PORT, "1")
 

@@ -1,4 +1,4 @@
-"""Loggers by name and of one's own; tensorboard's and wandb's real files, read back."""
+"""Built-in and custom loggers; the real files of TensorBoard and wandb are read back."""
 
 import json
 import os
@@ -125,7 +125,7 @@ class TestNames:
 
 
 class TestOwn:
-    """Loggers of one's own, from a file or a module."""
+    """Custom loggers, from a file or a module."""
 
     @pytest.fixture
     def file(self, tmp_path: Path) -> Path:
@@ -153,7 +153,7 @@ class TestOwn:
         with start(tmp_path, entry) as log:
             for step in range(4):
                 log.log(step, {"x": step})
-        for ids in ({entry: "first"}, {}):  # where the checkpoint knows nothing of it, there is nothing to take back
+        for ids in ({entry: "first"}, {}):  # without an id in the checkpoint, the logger starts a new run
             (tmp_path / "own.txt").unlink()
             with start(tmp_path, entry, step=1, ids=ids) as log:
                 for step in (2, 3, 4):
@@ -170,7 +170,7 @@ class TestOwn:
         with start(tmp_path, "console", f"{file}:Broken") as log:
             log.log(1, {"x": 1, "reward/mean": 0.5})
             log.log(2, {"x": 2, "reward/mean": 0.5})
-        assert caplog.messages == [f"the logger {file}:Broken is off from here on: RuntimeError: no log"]
+        assert caplog.messages == [f"the logger {file}:Broken is switched off: RuntimeError: no log"]
         assert (tmp_path / "own.txt").read_text() == "open None 0 4 3\n"
         assert len(capsys.readouterr().out.splitlines()) == len(rows(tmp_path)) == 2
 
@@ -227,7 +227,7 @@ class TestTensorBoard:
         (event,) = events.Tensors("samples/math/text_summary")
         assert event.step == 3
         shown = event.tensor_proto.string_val[0].decode().split("\n\n---\n\n")
-        # code blocks, in which markdown means nothing
+        # code blocks, in which markdown is not interpreted
         assert shown[1] == (
             "**prompt**\n\n    What is 1 + *1*?\n\n**reward 0.250**\n\n    # 1\n\n      <b>2</b> \\ | 二"
             "\n\n**ground truth**\n\n    *2*"
@@ -245,7 +245,7 @@ class TestWandb:
 
         monkeypatch.setenv("WANDB_MODE", "offline")
         monkeypatch.setenv("WANDB_SILENT", "true")
-        wandb.teardown()  # it reads the environment once a process
+        wandb.teardown()  # wandb reads the environment once per process
         yield
         wandb.teardown()
 
@@ -260,7 +260,7 @@ class TestWandb:
         with start(tmp_path, "wandb", step=1, ids={"wandb": name}) as log:
             assert log.ids == {"wandb": name}
             log.log(2, {"reward/mean": 0.5})
-        wandb.teardown()  # the end of an offline run is on disk when wandb's own process has ended
+        wandb.teardown()  # an offline run is completely on disk only after wandb's process has ended
         files = (tmp_path / "wandb").glob(f"offline-run-*-{name}*/run-{name}.wandb")
         written = [record for file in files for record in wandb_records(file)]
         assert {r.run.run_id for r in written if r.WhichOneof("record_type") == "run"} == {name}
@@ -284,7 +284,7 @@ class TestWandb:
             tables.append(json.loads(file.read_text()))
         table, talks, seen = tables
         assert seen["columns"] == ["step", "prompt", "text", "ground_truth", "reward", "images"]
-        assert [row[-1] for row in seen["data"]] == ["Image", None]  # the table's artifact holds the picture
+        assert [row[-1] for row in seen["data"]] == ["Image", None]  # the table's artifact contains the image
         assert talks["columns"] == ["step", "prompt", "text", "ground_truth", "reward", "messages"]
         assert talks["data"] == [[3, "2 * 3?", "<b>6</b>", None, 0.5, TALK]]
         assert table["columns"] == ["step", "prompt", "text", "ground_truth", "reward", "reward/exact"]
@@ -309,7 +309,7 @@ class TestWandb:
         assert message.startswith("trainer.logger: wandb could not start: No API key configured.")
         assert message.endswith("; run `wandb login`, set WANDB_MODE=offline, or leave wandb out")
         assert "\n" not in message
-        assert rows(folder) == [{"step": 9}]  # a start that fails leaves the older run alone
+        assert rows(folder) == [{"step": 9}]  # a failed start does not touch the older run
 
 
 def wandb_records(path: Path) -> list[Any]:

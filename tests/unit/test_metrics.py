@@ -45,7 +45,7 @@ class TestMetricsFile:
         with start(tmp_path) as log:
             log.log(0, {"val/ocr/reward/mean": 0.5})
             log.log(1, {"reward/mean": float("nan"), "actor/lr": float("inf"), "n": 3, "x": np.float32(0.25)})
-            # Each row is on disk at once.
+            # Each row is written immediately.
             assert rows(tmp_path)[1] == {"step": 1, "reward/mean": None, "actor/lr": None, "n": 3, "x": 0.25}
         lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
         assert lines[0].startswith('{"step": 0, "val/ocr/reward/mean": 0.5, "perf/elapsed_s": ')
@@ -83,7 +83,7 @@ class TestMetricsFile:
         with caplog.at_level(logging.WARNING):
             assert read_metrics(path) == [{"step": 1}, {"step": 2}]
         assert caplog.messages == [
-            f"{path}:{line}: not a JSON object with a step; the line is left out" for line in (3, 4)
+            f"{path}:{line}: not a JSON object with a step; the line is ignored" for line in (3, 4)
         ]
 
     def test_steps_only_grow(self, tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ def test_the_summary_of_a_single_validation_has_no_arrow(tmp_path: Path) -> None
 
 
 def test_rewards_by_turns() -> None:
-    """Of samples with a reward; of many turns in one number, and of turns that no sample had in none."""
+    """Only samples with a reward count; many turns share a metric, and numbers of turns without samples have none."""
     reward = torch.tensor([1.0, 2.0, 4.0, torch.nan, 8.0, 0.5, 1.5, torch.nan])
     turns = torch.tensor([1, 3, 3, 3, 0, 9, 12, 5])
     assert reward_by_turns(reward, turns) == {

@@ -190,13 +190,13 @@ def refusal(folder: Path, *overrides: str) -> str:
 
 def test_what_cannot_be_trained_on_pairs(tmp_path: Path) -> None:
     assert refusal(tmp_path, "algorithm.name=diffusion_dpo") == (
-        "rollout.n: 16 should be 2 where rollout.engine is dataset: the chosen image and the rejected one"
+        "rollout.n: 16; expected 2 with rollout.engine=dataset: the chosen image and the rejected one"
     )
     assert refusal(tmp_path, "rollout.n=2") == (
-        "rollout.engine: dataset brings images, and algorithm.name flow_grpo trains on sampled denoising steps; "
-        "take one that trains on images, such as diffusion_dpo"
+        "rollout.engine: dataset takes images from the data, but algorithm.name=flow_grpo trains on sampled denoising "
+        "steps; use one that trains on images, such as diffusion_dpo"
     )
     with refused(
-        "rollout.correction: none has nothing to correct where rollout.engine is dataset; its images have no log-probs"
+        "rollout.correction: none has nothing to correct with rollout.engine=dataset; its images have no log-probs"
     ):
         check_rules(FlowRLConfig(rollout=FlowRolloutConfig(engine="dataset", correction="none")))

@@ -1,4 +1,4 @@
-"""Judges of pairs without a model: what they ask, what an answer is worth, and which pairs are compared."""
+"""Judges of pairs without a model: questions, scores of answers, and which pairs are compared."""
 
 import json
 from collections import Counter
@@ -85,7 +85,7 @@ def test_what_fills_up_ranks_is_in_no_group() -> None:
 
 @dataclass
 class Picture:
-    """The parts of a data file's image that a judge needs, which can be read once."""
+    """The parts of a data file's image that a judge needs; it can be read only once."""
 
     contents: list[bytes]
 
@@ -98,7 +98,7 @@ class Picture:
 
 
 def asked(judge: PairwiseJudge, subjects: list[Subject], answer: str, of_text: bool) -> Any:
-    """On one rank: the files and questions that a judge asks, and the win rates that equal answers give."""
+    """On one rank: the files and questions of a judge, and the win rates from equal answers."""
     seen: list[Any] = []
 
     def ask(files: list[bytes], questions: list[Any]) -> list[str]:
@@ -110,7 +110,7 @@ def asked(judge: PairwiseJudge, subjects: list[Subject], answer: str, of_text: b
 
 
 def test_texts_are_compared_within_their_prompt() -> None:
-    """Images of a prompt are sent once; a sample without another one is as good as it."""
+    """Images of a prompt are sent once; a sample without opponents has win rate 1/2."""
     one, two = Prompt("a", 0, {}), Prompt("b", 1, {})
     subjects = [Subject(one, (text.encode(),), (b"png",)) for text in ("x", "ü", "z")] + [Subject(two, (b"w",))]
     judge = PairwiseJudge(template="{completion_1}|{completion_2}", shuffle_order=False)

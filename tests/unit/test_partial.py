@@ -89,7 +89,7 @@ def test_each_group_once_and_in_time(drawn: int, lengths: str) -> None:
     assert sorted(map(int, trained)) == list(range(PROMPTS * STEPS))
 
 
-def test_prompts_that_are_others_by_now_begin_anew(caplog: pytest.LogCaptureFixture) -> None:
+def test_groups_whose_prompts_have_changed_are_drawn_again(caplog: pytest.LogCaptureFixture) -> None:
     first = PartialRollout(Lengths(12, lambda *_: 60), PROMPTS)  # type: ignore[arg-type]
     first.begin(0, [])
     first.prepare(batch, 0, STEPS)
@@ -101,5 +101,5 @@ def test_prompts_that_are_others_by_now_begin_anew(caplog: pytest.LogCaptureFixt
     other.begin(1, [kept])
     other.prepare(lambda step: [Prompt("7", place, {}) for place in range(PROMPTS)], 1, STEPS)
     (line,) = caplog.messages
-    assert line == "7 prompts with responses in the checkpoint are others by now: they begin anew"
+    assert line == "7 prompts have changed since the checkpoint: their responses are drawn again"
     assert other.sample(batch(1), seed=0, step=1, each=lambda *_: None).mask.shape[1] == LIMIT  # number 7 itself

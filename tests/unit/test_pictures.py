@@ -16,7 +16,7 @@ from phalanx.media.pictures import Picture, decoded, in_memory, pil_image, raw_f
 
 def test_a_sampled_image_is_the_same_behind_its_file() -> None:
     image = torch.randint(0, 256, (3, 5, 7), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
-    image[:, 0, 0] = 10  # a line feed, which ends the head of the file
+    image[:, 0, 0] = 10  # a line feed, which also ends the header of the file
     read, plain = decoded(raw_file(image), "here"), pil_image(image)
     assert (read.mode, read.size, read.tobytes()) == (plain.mode, plain.size, plain.tobytes())
 
@@ -47,7 +47,7 @@ def stored(image: Image.Image, form: str = "PNG", **options: Any) -> bytes:
 
 
 def test_what_is_transparent_is_white() -> None:
-    """Below it the files have colors that no viewer shows."""
+    """The colours of transparent pixels in the file are not visible in any viewer."""
     mask = Image.new("L", (4, 2), 255)
     mask.putpixel((0, 0), 0)
     red = Image.new("RGB", (4, 2), "red")
@@ -92,7 +92,7 @@ def test_addresses(tmp_path: Path) -> None:
     eps = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 48 24\n%%EndComments\nshowpage\n"
     forms = "; expected the bytes of an image file, its path beside the data file, or {bytes, path}"
     wrong: list[tuple[Any, str]] = [
-        ("https://a.b/c.png", f": 'https://a.b/c.png' is an address, and nothing is downloaded{forms}"),
+        ("https://a.b/c.png", f": 'https://a.b/c.png' is a URL, and nothing is downloaded{forms}"),
         ("data:image/png;base64,!", ": the image is not in base64: Only base64 data is allowed"),
         ("data:image/png;base64,", ": the image cannot be read: its file is empty"),
         (eps, ": the image cannot be read: EPS is a program, and is not run"),

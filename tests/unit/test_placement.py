@@ -1,4 +1,4 @@
-"""Where the reward model stands: arithmetic of ranks and nodes."""
+"""Placement of the reward model: arithmetic of ranks and nodes."""
 
 import pytest
 
@@ -58,7 +58,7 @@ def test_on_some_ranks_of_each_node() -> None:
         ),
         (1, "ranks 6-8", "reward.model.placement: 'ranks 6-8': a node has ranks 0 to 7 here"),
         (1, "ranks 3-2", "reward.model.placement: 'ranks 3-2': a node has ranks 0 to 7 here"),
-        (1, "rank 7", "reward.model.placement: 'rank 7' should be colocate, or ranks of each node such as ranks 6-7"),
+        (1, "rank 7", "reward.model.placement: 'rank 7'; expected colocate, or ranks of each node such as ranks 6-7"),
     ],
 )
 def test_what_does_not_divide_is_refused(tp: int, placement: str, message: str) -> None:
@@ -74,7 +74,7 @@ def test_eight_ranks_of_two_nodes_are_not_one_node() -> None:
 
 @pytest.mark.parametrize(("engine", "beside"), [("policy", True), ("vllm", False)])
 def test_a_judge_answers_beside_the_sampling_but_not_beside_vllm(engine: str, beside: bool) -> None:
-    """vLLM's state is one a process."""
+    """vLLM's state is process-wide."""
     cfg = LMRLConfig()
     cfg.reward.model, cfg.rollout.engine = section(1, "ranks 1-1"), engine
     assert judged_beside(cfg, shard_size=1) is beside

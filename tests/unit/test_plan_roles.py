@@ -232,7 +232,7 @@ def test_a_colocated_plan_says_what_a_split_would_bring(lm_folder: Path, tmp_pat
         "colocated 40.0 s, one phase after the other on all ranks",
         "synchronous at best 80.0 s with rollout 2, actor 2",
     ]
-    assert rows[2].startswith("pipelined refused: rollout.schedule: pipelined: grpo looks at all samples of a step")
+    assert rows[2].startswith("pipelined refused: rollout.schedule: pipelined: grpo needs all samples of a step")
 
 
 @pytest.mark.parametrize(

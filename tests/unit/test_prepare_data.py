@@ -1,4 +1,4 @@
-"""tasks/prepare_data.py: training data of language models from the sources that there are."""
+"""tasks/prepare_data.py: training data for language models from all kinds of sources."""
 
 import json
 from pathlib import Path
@@ -38,7 +38,7 @@ def mistake(*keys: str) -> str:
 
 
 def test_gsm8k(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its own rows; what occurs again, or is in the test set, is left out and told; the split is repeatable."""
+    """GSM8K's rows; duplicates and prompts of the test set are omitted and reported; the split is reproducible."""
     again = [{"question": "what is 3 +  3?", "answer": "#### 6"}]
     source = jsonl(tmp_path / "train.jsonl", GSM8K + again)
     test = jsonl(tmp_path / "test.jsonl", [GSM8K[5], {"question": "New?", "answer": "#### 1,000"}])
@@ -51,8 +51,8 @@ def test_gsm8k(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = capsys.readouterr().out.splitlines()
     assert said[1:] == [
         f"instruction: {HASH}",
-        "1 prompts of the source occur again: left out",
-        "1 prompts of the source are prompts of test_source: left out",
+        "1 prompts of the source are duplicates: left out",
+        "1 prompts of the source are also in test_source: left out",
     ]
     assert prepared(tmp_path / "out2", *keys) == files
     assert prepared(tmp_path / "out3", *keys, "seed=1")["val"] != files["val"]
@@ -61,13 +61,13 @@ def test_gsm8k(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_proofs_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """No answer can equal one: where most solutions mark their answers, any that does not; otherwise long ones."""
+    """If most solutions mark their answers, any unmarked one is a proof; otherwise only long ones are."""
     boxed = [{"problem": f"What is {i}+1?", "solution": f"It is \\boxed{{{i + 1}}}."} for i in range(4)]
     proofs = [{"problem": f"Show {i}.", "solution": "It holds. " * n} for i, n in enumerate((1, 90))]
     source = jsonl(tmp_path / "most.jsonl", [proofs[0], *boxed, proofs[1]])
     (rows,) = prepared(tmp_path / "out", f"source={source}", "val_size=0").values()
     assert [row["ground_truth"] for row in rows] == ["1", "2", "3", "4"]
-    told = f"source: {source}: 2 of 6 solutions mark no answer, first prompt 0: left out"
+    told = f"source: {source}: 2 of 6 solutions do not mark an answer, first in prompt 0: left out"
     assert told in capsys.readouterr().out.splitlines()
     plain = [{"problem": f"How many {i}?", "solution": str(i)} for i in range(5)]
     source = jsonl(tmp_path / "few.jsonl", [*boxed, *plain, proofs[1]])
@@ -76,7 +76,7 @@ def test_proofs_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 
 def test_math_and_verl(tmp_path: Path) -> None:
-    """Solutions in boxes; chats, whose last message gets the instruction; answers beside a solution."""
+    """Boxed solutions; chats, whose last message gets the instruction; separate columns of answers and solutions."""
     rows = [
         {"problem": f"p{i}\nline", "solution": rf"so $\boxed{{\frac{{{i}}}{{2}}}}$.", "level": "1"} for i in range(3)
     ]
@@ -124,7 +124,7 @@ def test_the_instructions_are_those_of_the_schema() -> None:
 
 
 def test_a_benchmark_has_only_a_test_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No row of it is left out, and no other file is written; ~ is the home."""
+    """No row of it is omitted, and no other file is written; ~ is the home folder."""
     monkeypatch.setenv("HOME", str(tmp_path))
     source = jsonl(tmp_path / "s.jsonl", [*GSM8K, GSM8K[0]])
     PrepareData(load(PrepareDataConfig, None, [f"test_source={source}", "output_dir=~/out"])).run()
@@ -150,7 +150,7 @@ def test_mistakes(tmp_path: Path) -> None:
     assert mistake("reasoning_gym=[chainsum]") == "reasoning_gym: there is no task 'chainsum'; did you mean chain_sum?"
     assert mistake("reasoning_gym=[chain_sum&terms=1]").startswith("reasoning_gym: chain_sum&terms=1: TypeError: ")
     assert mistake("reasoning_gym=[arc_agi]", "size=1") == (
-        "reasoning_gym: arc_agi: its verifier does not take rows that JSON has held"
+        "reasoning_gym: arc_agi: its verifier does not accept entries saved as JSON"
     )
     folder = tmp_path / "file"
     folder.write_text("")

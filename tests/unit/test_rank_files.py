@@ -1,4 +1,4 @@
-"""The files of each rank: what they hold, that they stay short, and that they cost a step next to nothing."""
+"""The files of each rank: their content, that they stay short, and that they hardly cost a step any time."""
 
 import json
 import logging
@@ -49,7 +49,7 @@ def test_what_a_rank_does_and_says(world: World, tmp_path: Path, capsys: pytest.
     assert begin <= state["phase_since"] <= state["at"] <= time.time() and state["memory_gb"] > 0
     log = (tmp_path / "ranks" / "0.log").read_text()
     assert "on the terminal\n" in log and log.endswith("last words\n")
-    assert capsys.readouterr().out == "on the \x1b[1mterminal\x1b[0m\n"  # as it was
+    assert capsys.readouterr().out == "on the \x1b[1mterminal\x1b[0m\n"  # unchanged
     (phase,) = [line for line in lines(tmp_path) if "phase" in line]
     assert (phase["phase"], phase["step"]) == ("update", 3) and begin <= phase["from"] <= phase["to"] <= time.time()
     events = [(line["event"], line.get("text", "")) for line in lines(tmp_path) if "event" in line]
@@ -67,7 +67,7 @@ def test_how_a_rank_ends(error: Exception, end: str, world: World, tmp_path: Pat
     assert (lines(tmp_path)[-1]["event"], lines(tmp_path)[-1]["text"]) == (end, str(error))
     assert read_ranks(tmp_path)[0]["ended"] == end
     assert (sys.stdout, sys.stderr) == streams
-    exit.copy = exit._uncopied  # a process that fails keeps it for its last words
+    exit.copy = exit._uncopied  # a failing process keeps the copy for its final message
 
 
 def test_the_files_stay_short(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,12 +93,12 @@ def test_a_disk_that_refuses_them_ends_no_job(world: World, tmp_path: Path, capl
     with RankFiles(tmp_path, world, Timers(), None) as files:
         files._flush()
         files._flush()
-    assert [record.message for record in caplog.records if "phalanx watch misses" in record.message] != []
+    assert [record.message for record in caplog.records if "phalanx watch cannot show" in record.message] != []
     assert len(caplog.records) == 1
 
 
 def test_a_phase_costs_microseconds(world: World, tmp_path: Path) -> None:
-    """Of the training's thread: the median of many phases, generously."""
+    """The median over many phases, in the training's thread, with a generous limit."""
     timers = Timers()
     seconds = []
     with RankFiles(tmp_path, world, timers, None):

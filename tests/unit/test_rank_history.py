@@ -1,4 +1,4 @@
-"""What the files of ranks say of a step: who was at what, and who waited for whom."""
+"""The history of ranks from their files: the phases of a step, and which ranks waited for which."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ from phalanx.telemetry.rank_history import RankHistory
 
 
 def write(folder: Path, rank: int, lines: list[dict[str, Any]], **state: Any) -> None:
-    """A rank's state, and lines at the end of its file; times are seconds from 1000 on."""
+    """Write a rank's state and append lines to its file; times are in seconds after 1000."""
     (folder / "ranks").mkdir(parents=True, exist_ok=True)
     values = {"rank": rank, "ranks": 3, "host": "a", "pid": 1, "at": 1000.0, "role": "actor", "interval": 2.0}
     (folder / "ranks" / f"{rank}.json").write_text(json.dumps(values | state))
@@ -29,7 +29,7 @@ def wait(number: int, begin: float, end: float) -> dict[str, Any]:
 
 
 def test_who_waits_for_whom(tmp_path: Path) -> None:
-    """Who comes last waits least, or too short to be noted; clocks that differ do not matter to that."""
+    """The last rank to arrive waits least, or too briefly to be recorded; clock differences do not matter."""
     write(tmp_path, 0, [phase("rollout", 1, 0, 4), wait(1, 1, 4), phase("update", 1, 4, 6), wait(2, 5, 5.5)], step=2)
     write(tmp_path, 1, [phase("rollout", 1, 0.5, 4.5), wait(1, 2.5, 4.5), phase("update", 1, 4.5, 6.5)], step=2)
     write(tmp_path, 2, [phase("rollout", 1, 0, 4), phase("update", 1, 4, 6), wait(2, 4.25, 5.5)], step=2)
@@ -46,7 +46,7 @@ def test_roles_have_numbers_of_their_own(tmp_path: Path) -> None:
     write(tmp_path, 2, [phase("rollout", 2, 0, 2), wait(7, 0, 2)], role="rollout")
     data = RankHistory(tmp_path).data()
     assert data["blame"] == [(1, 1.0)]
-    assert [2, "rollout", 0.0, 2.0] in data["spans"]  # of the next step, which it draws ahead
+    assert [2, "rollout", 0.0, 2.0] in data["spans"]  # of the next step, which it samples ahead
 
 
 def test_the_last_whole_step_or_the_one_that_is_asked_for(tmp_path: Path) -> None:
@@ -82,7 +82,7 @@ def test_events_are_told_once(tmp_path: Path) -> None:
 
 
 def test_each_role_tells_its_own_events(tmp_path: Path) -> None:
-    """Rank 0 samples and validates; who trains saves, and says at the end what is kept."""
+    """Rank 0 samples and validates; the rank that trains saves checkpoints and reports at the end what was saved."""
     ends = ["what is kept is said elsewhere", "checkpoints/step_1 is kept", "checkpoints/step_1 is kept"]
     for rank, role in enumerate(("rollout", "actor", "actor")):
         lines = [
@@ -104,7 +104,7 @@ def test_a_file_is_read_as_it_grows_and_as_it_is_cut(tmp_path: Path) -> None:
     with path.open("a") as file:
         file.write('"to":1003}\nnot JSON\n[]\n')
     assert history.data()["seconds"] == 3.0
-    path.with_suffix(".tmp").write_text(path.read_text().split("\n", 1)[1])  # its front is dropped
+    path.with_suffix(".tmp").write_text(path.read_text().split("\n", 1)[1])  # truncated at the front
     path.with_suffix(".tmp").replace(path)
     data = history.data()
     assert data["seconds"] == 3.0 and [event["kind"] for event in data["events"]] == ["start"]
@@ -112,7 +112,7 @@ def test_a_file_is_read_as_it_grows_and_as_it_is_cut(tmp_path: Path) -> None:
 
 
 def test_events_go_on_where_a_clock_is_set_back(tmp_path: Path) -> None:
-    """Ranks of an earlier and larger start, whose files are of a later time, are left out."""
+    """Ranks of an earlier and larger start are omitted, even if their files have later times."""
     history = RankHistory(tmp_path)
     write(tmp_path, 2, [{"event": "start", "at": 5, "ranks": 3}], at=1005.0)
     write(tmp_path, 0, [{"event": "start", "at": 5, "ranks": 3}], at=1005.0)
@@ -126,7 +126,7 @@ def test_events_go_on_where_a_clock_is_set_back(tmp_path: Path) -> None:
 
 
 def test_a_step_that_a_resumed_start_repeats_is_that_of_the_last_start(tmp_path: Path) -> None:
-    """And not the hours from the first begin to the second end."""
+    """It does not include the hours from the first begin to the second end."""
     write(tmp_path, 0, [{"event": "start", "at": 0, "ranks": 1}, phase("rollout", 1, 0, 2)], ranks=1, step=1)
     write(tmp_path, 0, [{"event": "start", "at": 9000, "ranks": 1}, phase("rollout", 1, 9001, 9002)], ranks=1, step=1)
     write(tmp_path, 0, [phase("update", 1, 9002, 9005)], ranks=1, step=2)

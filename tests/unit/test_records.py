@@ -1,4 +1,4 @@
-"""Records of validation: the files of pictures and texts, their index, and grids."""
+"""Validation records: the files of images and texts, their index, and grids."""
 
 import json
 from dataclasses import replace
@@ -60,7 +60,7 @@ class TestImages:
         assert "    \\x1b[2Jp\n" in said and " […] " in said and said.endswith("aaaend\n") and len(said) < 800
 
     def test_conversations_stand_in_the_index(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        """And the first one on the console, of a long one the beginning and the end."""
+        """The console shows the first one, and only the beginning and end of a long text."""
         with start(tmp_path, "console") as log:
             log.records(1, "tools", [talk()])
             log.records(2, "tools", [talk("\x1b[2J" + "6" * 900, turns=9)])
@@ -77,7 +77,7 @@ class TestImages:
         assert row == {"index": 0, "prompt": "2 * 3?", "reward": 0.5, "text": "<b>6</b>"} | given.conversation
 
     def test_whatever_was_said_can_be_stored(self, tmp_path: Path) -> None:
-        """Numbers that JSON does not have, halves of characters, and objects of an environment's own."""
+        """Numbers that JSON cannot represent, lone surrogates, and custom objects of an environment."""
         calls = [{"function": {"name": "calc", "arguments": {"x": float("nan")}}}, {"name": "bare"}]
         said = [
             {"role": "assistant", "content": None, "tool_calls": calls},
@@ -124,7 +124,7 @@ class TestImages:
         assert [row.get("truncated") for row in read_index(folder, "text")] == [True, None]
 
     def test_texts_stand_in_the_index(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        """And the first one on the console."""
+        """The console shows the first one."""
         given = [Record("a", float("nan"), "", 9), *texts()]
         with start(tmp_path, "console") as log:
             log.records(10, "math", given)
@@ -170,7 +170,7 @@ class TestImages:
         for prompt in ("word " * 300, "w" * 3000):
             picture = np.asarray(grid([Record(prompt, 1.0, image, 0)]))
             assert picture.shape[0] <= 160 + 17 * (CAPTION_LINES + 1) + 24
-            assert (picture[:, -6:] == 255).all()  # nothing runs into the margin
+            assert (picture[:, -6:] == 255).all()  # the margin is empty
 
     @pytest.mark.parametrize("image", [np.zeros((3, 4, 4), np.uint8), np.zeros((4, 4, 3), np.float32)])
     def test_another_layout_is_refused(self, tmp_path: Path, image: Any) -> None:

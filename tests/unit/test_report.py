@@ -1,4 +1,4 @@
-"""The HTML report: what it says, that it needs nothing else, and what it does where pieces are missing."""
+"""The HTML report: its content, that it is self-contained, and that it tolerates missing files."""
 
 import base64
 import hashlib
@@ -51,13 +51,13 @@ def test_it_says_what_the_files_say(tmp_path: Path) -> None:
     assert titles[: len(KNOWN)] == KNOWN
     assert "experiment_name: my <run>" in words  # the configuration, as text
     assert len(page.charts()) == len(titles)
-    assert titles[len(KNOWN) :] == ["perf/elapsed_s", "reward/max"]  # what has no chart of its own
+    assert titles[len(KNOWN) :] == ["perf/elapsed_s", "reward/max"]  # metrics without a predefined chart
     assert "reward/mean 0.1 0.3 0.1 0.3 3" in words  # the table
-    assert "actor/grad_norm 0.5 1 0.5 1 2" in words  # NaN is no value
+    assert "actor/grad_norm 0.5 1 0.5 1 2" in words  # NaN is not counted as a value
 
 
 def test_the_rate_of_a_cpu_is_no_peak(tmp_path: Path) -> None:
-    """Its share has a curve, and neither a tile nor a place in a line of the console."""
+    """The ratio has a curve, but no tile, and is not shown on the console."""
     with logger(tmp_path) as log:
         for step in (1, 2):
             row = {"reward/mean": 0.1 * step, "perf/cpu_mfu": 0.25 * step, "perf/cpu_hfu": 0.5 * step}
@@ -84,7 +84,7 @@ def test_the_same_prompts_stand_side_by_side(tmp_path: Path) -> None:
         with Image.open(io.BytesIO(base64.b64decode(data))) as decoded:
             assert np.array_equal(np.asarray(decoded), picture(seed))
         assert image["class"] == "pixels"  # tiny images are not smoothed
-    assert 'sign "0" & <more> Step 0 0.250 Step 3 0.875' in page.words()  # the prompt stands above its answers
+    assert 'sign "0" & <more> Step 0 0.250 Step 3 0.875' in page.words()  # the prompt precedes its samples
 
 
 def test_it_needs_no_network_and_describes_its_charts(tmp_path: Path) -> None:
@@ -112,7 +112,7 @@ def test_texts_stand_side_by_side_as_they_are(tmp_path: Path) -> None:
     assert page.all("img") == page.all("b")[4:] == []  # only the rewards are bold
     assert "math: step 0 to 1" in page.words()
     assert "What is 1 < 2? <script>0</script> no Step 0 0.000 </pre> yes & done Step 1 0.750" in page.words()
-    assert "<pre>&lt;script&gt;1&lt;/script&gt;\n  no</pre>" in page.source  # line breaks and spaces stay
+    assert "<pre>&lt;script&gt;1&lt;/script&gt;\n  no</pre>" in page.source  # line breaks and spaces are preserved
     assert "No validation samples" not in page.words()
 
 
@@ -178,11 +178,11 @@ def test_large_images_are_scaled(tmp_path: Path) -> None:
     assert kind == "data:image/jpeg;base64"
     with Image.open(io.BytesIO(base64.b64decode(data))) as decoded:
         assert decoded.size == (256, 512)
-    assert "class" not in image and image["tabindex"] == "0"  # it can be enlarged by the keyboard
+    assert "class" not in image and image["tabindex"] == "0"  # it can be enlarged with the keyboard
 
 
 def test_pictures_are_shown_at_their_size(tmp_path: Path) -> None:
-    """Up to 256 pixels, as two of them stand in a card; tiny ones several times as large, by whole pixels."""
+    """At most 256 pixels, since a card shows two images; tiny images are magnified by an integer."""
     for name, width, shown in (("tiny", 32, 128), ("small", 160, 160), ("large", 1024, 256)):
         with logger(tmp_path / name) as log:
             log.records(0, "ocr", [Record("a", 0.5, picture(0, 32, width), 0)])
@@ -227,7 +227,7 @@ def test_metrics_that_never_change_are_named_and_not_drawn(tmp_path: Path) -> No
     titles = re.findall(r'<figure class="chart"><figcaption>(.*?)</figcaption>', page.source)
     assert titles == ["Response length (tokens)", "Seconds by phase", "perf/elapsed_s"]
     assert (
-        "The same in all steps, and not drawn: actor/clipfrac 0, actor/ratio_mean 1, actor/ratio_std 0, "
+        "Constant over all steps, and therefore not drawn: actor/clipfrac 0, actor/ratio_mean 1, actor/ratio_std 0, "
         "reward/zero_std_ratio 0.5."
     ) in page.words()
 
@@ -266,7 +266,7 @@ class TestMissingPieces:
         words = page.words()
         assert "Validation · ocr 0.500 step 0 only" in words
         assert "No training step was logged." in words
-        # The images of step 3 belong to a run that came further before it was started again.
+        # The images of step 3 belong to an earlier run in this folder, which got further.
         assert "Only the validation of step 0 kept images: nothing to compare with yet." in words
         assert [image["alt"][:6] for image in page.all("img")] == ["Step 0", "Step 0"]
 
@@ -287,7 +287,7 @@ class TestMissingPieces:
         page = Page(write_report(tmp_path))
         assert len(page.all("img")) == 2 * MAX_CARDS + 4 * BEST
         assert f"{MAX_CARDS} of {MAX_CARDS + 3} prompts are shown." in page.words()
-        assert "b: step 0 to 1 The validations share no prompt." in page.words()
+        assert "b: step 0 to 1 The validations have no prompt in common." in page.words()
 
     def test_a_configuration_that_is_no_yaml_is_still_shown(self, tmp_path: Path) -> None:
         folder = run(tmp_path)
@@ -328,7 +328,7 @@ class TestCommand:
 
 
 def scripts(page: Page) -> list[str]:
-    """The scripts that a browser runs."""
+    """The scripts that a browser would run."""
     return re.findall(r"<script>(.*?)</script>", page.source, re.DOTALL)
 
 
@@ -368,7 +368,7 @@ class TestSteps:
     def test_a_slider_goes_through_the_validations(self, tmp_path: Path) -> None:
         page = Page(write_report(steps_of(tmp_path, "ocr", 4, 1)))
         (slider,) = [tag for tag in page.all("input") if "data-steps" in tag]
-        assert slider["data-steps"] == "1,2,3"  # step 0 stays beside them
+        assert slider["data-steps"] == "1,2,3"  # step 0 is always shown beside them
         assert (slider["min"], slider["max"], slider["value"]) == ("0", "2", "2")
         assert [tag["data-step"] for tag in page.all("div") if "data-step" in tag] == ["0", "3"]
         waiting = re.findall(r'<template data-step="(.)">.*?<span>Step (.)</span><b>(.).000</b>', page.source)
@@ -381,7 +381,7 @@ class TestSteps:
         (slider,) = [tag for tag in page.all("input") if "data-steps" in tag]
         shown = [0, *map(int, slider["data-steps"].split(","))]
         assert len(shown) == steps and shown[-1] == steps + 49
-        assert page.source.count('<div class="frame">') == MAX_SAMPLES // 8 * 8 + 2 * 2  # and the best and the worst
+        assert page.source.count('<div class="frame">') == MAX_SAMPLES // 8 * 8 + 2 * 2  # plus the best and worst
 
     def test_the_best_and_the_worst_with_their_scores(self, tmp_path: Path) -> None:
         words = Page(write_report(steps_of(tmp_path, "ocr", 2, 12))).words()

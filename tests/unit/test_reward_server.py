@@ -1,4 +1,4 @@
-"""The reference server of rewards: who may ask, what it refuses, and what it does where rewards or clients fail."""
+"""The reference server of rewards: access, refusals, and failures of rewards and clients."""
 
 import gc
 import json
@@ -32,7 +32,7 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def fresh(tmp_path: Path) -> Path:
-    """The same for one test: a file runs once, and remembers what was begun."""
+    """The same for a single test: the file is run anew and records the calls that began."""
     return own_rewards(tmp_path)
 
 
@@ -44,7 +44,7 @@ def test_a_token(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixtu
     monkeypatch.setenv("SERVER_TOKEN", "s3cret-of-the-server")
     monkeypatch.setenv("OTHER_TOKEN", "an0ther")
     with serving(only(own, "brightness"), "token_env=SERVER_TOKEN") as server:
-        wants = "answered 401: this server wants a token: the header Authorization: Bearer <token>"
+        wants = "answered 401: this server requires a token: the header Authorization: Bearer <token>"
         assert refusal(server.url) == wants
         assert refusal(server.url, token_env="OTHER_TOKEN") == wants
         assert scores(server.url, token_env="SERVER_TOKEN") == pytest.approx([0.5] * 4, abs=0.002)
@@ -66,7 +66,7 @@ def test_strangers_must_be_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
     start("host=0.0.0.0", "token_env=SERVER_TOKEN")
     assert told(ValueError, start, "host=0.0.0.0") == (
         "host=0.0.0.0 can be reached from other machines, and there is no token; give token_env, or allow_open=true "
-        "where everybody may use the server"
+        "if everybody may use the server"
     )
 
 
@@ -84,13 +84,13 @@ def test_a_server_that_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
     assert problem("host=no.such.host.invalid", "port=8077").startswith("host=no.such.host.invalid port=8077: ")
     assert problem("port=0").startswith("reward.functions is empty: nothing to optimise;")
     assert problem("port=0", "reward.functions=[{name: vlm_ocr}]") == (
-        "reward.functions[0]: vlm_ocr is a judge, which asks reward.model: training and evaluations have one"
+        "reward.functions[0]: vlm_ocr is a judge and needs reward.model, which only training and evaluations have"
     )
     assert problem("port=0", "token_env=NO_SUCH_VARIABLE") == (
-        "token_env: the environment variable NO_SUCH_VARIABLE is not set; it holds the server's token"
+        "token_env: the environment variable NO_SUCH_VARIABLE is not set; expected the server's token"
     )
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert problem() == "the server is one process, and there are 2; start it with NPROC_PER_NODE=1"
+    assert problem() == "the server runs in one process, not 2; start it with NPROC_PER_NODE=1"
 
 
 # --- what it refuses
@@ -108,18 +108,18 @@ BAD_REQUESTS: dict[str, tuple[Any, int, str]] = {
     "no JSON": (b"{", 400, "Invalid JSON: EOF while parsing an object at line 1 column 1"),
     "nested": (b"[" * 10_000, 400, "Invalid JSON: recursion limit exceeded at line 1 column 202"),
     "a list": ([1], 400, "Input should be an object"),
-    "no images": (asked(0), 400, "there are no images"),
+    "no images": (asked(0), 400, "the request contains no images"),
     "images that are no texts": (asked(1, images=[1]), 400, "images.0 should be a valid bytes"),
     "no base64": (asked(1, images=["~"]), 400, "images.0: Data should be valid base64: Invalid symbol 126, offset 0."),
     "too many images": (asked(4), 413, "4 images are more than max_images=3"),
     "too long": (asked(1, more="x" * 30_000), 413, "the body is longer than max_body_mb=0.02; send fewer images"),
     "no prompts": ({"images": b64(png())}, 400, "prompts: Field required"),
     "prompts of numbers": (asked(1, prompts=[1]), 400, "prompts.0 should be a valid string"),
-    "too few prompts": (asked(2, prompts=["a"]), 400, "there are 2 images and 1 prompts"),
+    "too few prompts": (asked(2, prompts=["a"]), 400, "the request has 2 images but 1 prompts"),
     "metadata of texts": (asked(1, metadata=["a"]), 400, "metadata.0 should be an object"),
-    "too much metadata": (asked(1, metadata=[{}, {}]), 400, "there are 1 images and 2 metadata"),
-    "no PNG": (asked(1, images=b64(b"GIF89a")), 400, "image 0 is not a whole PNG (UnidentifiedImageError)"),
-    "half a PNG": (asked(1, images=b64(png(20, 20)[:60])), 400, "image 0 is not a whole PNG (OSError)"),
+    "too much metadata": (asked(1, metadata=[{}, {}]), 400, "the request has 1 images but 2 metadata"),
+    "no PNG": (asked(1, images=b64(b"GIF89a")), 400, "image 0 is not a complete PNG (UnidentifiedImageError)"),
+    "half a PNG": (asked(1, images=b64(png(20, 20)[:60])), 400, "image 0 is not a complete PNG (OSError)"),
     "transparent": (asked(1, images=b64(png(mode="RGBA"))), 400, "image 0 is RGBA; expected RGB with 8 bits a channel"),
     "a large image": (asked(1, images=b64(png(40, 26))), 413, "image 0: 40 x 26 is over 1000 pixels"),
     "a bomb": (asked(1, images=b64(bomb(10_000, 8_000))), 413, "image 0: 10000 x 8000 is over 1000 pixels"),
@@ -127,7 +127,7 @@ BAD_REQUESTS: dict[str, tuple[Any, int, str]] = {
     "two sizes": (
         asked(2, images=[*b64(png(4, 4)), *b64(png(4, 5))]),
         400,
-        "image 1 has another size than image 0; the images of a request have one",
+        "image 1 differs in size from image 0; expected images of one size",
     ),
 }
 
@@ -137,7 +137,7 @@ def test_bad_requests(small: RewardServer, body: Any, status: int, detail: str) 
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     answer = httpx2.post(small.url, content=content, headers={"Content-Type": "application/json"})
     assert (answer.status_code, answer.json()) == (status, {"detail": detail})
-    assert httpx2.post(small.url, json=asked(1)).json()["scores"] == [1.0]  # it goes on
+    assert httpx2.post(small.url, json=asked(1)).json()["scores"] == [1.0]  # the server still works
 
 
 def test_bad_forms(small: RewardServer) -> None:
@@ -149,7 +149,7 @@ def test_bad_forms(small: RewardServer) -> None:
     texts = json.dumps({"prompts": ["a"]})
     assert answer({}, 1) == (400, "the form's field request should be JSON: {prompts: [], metadata: []}")
     assert answer({"request": "x"}, 1) == (400, "Invalid JSON: expected value at line 1 column 1")
-    assert answer({"request": texts}, 2) == (400, "there are 2 images and 1 prompts")
+    assert answer({"request": texts}, 2) == (400, "the request has 2 images but 1 prompts")
     assert answer({"request": texts}, 4) == (400, "Too many files. Maximum number of files is 3.")
     got = httpx2.post(small.url, content=b"x", headers={"Content-Type": "text/plain"})
     assert (got.status_code, got.json()["detail"]) == (
@@ -159,7 +159,7 @@ def test_bad_forms(small: RewardServer) -> None:
 
 
 def test_a_request_that_is_too_long_is_told_to_the_client(small: RewardServer) -> None:
-    """Though it is refused while it is still being sent."""
+    """The client gets the answer although its request is refused while it is still being sent."""
     noise = torch.rand(8, 3, 256, 256, generator=torch.Generator().manual_seed(0))
     problem = f"{small.url}: answered 413: the body is longer than max_body_mb=0.02; send fewer images"
     assert told(ServerError, Http(small.url, retries=0), noise, ["a"] * 8, [{}] * 8) == problem
@@ -169,7 +169,7 @@ def test_a_request_that_never_ends(own: Path) -> None:
     head = "POST /score HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\r\n"
     with serving(only(own, "brightness"), "max_body_mb=0.02", "read_timeout_s=0.5") as server:
         for length, sent, expected in (
-            (1000, 10, "408: the body was not there within read_timeout_s=0.5"),
+            (1000, 10, "408: the body did not arrive within read_timeout_s=0.5"),
             (10**9, 30_000, "413: the body is longer than max_body_mb=0.02; send fewer images"),
         ):
             with socket.create_connection(server.socket.getsockname(), timeout=60) as connection:
@@ -190,7 +190,7 @@ def test_rewards_that_fail(own: Path, caplog: pytest.LogCaptureFixture) -> None:
     ):
         with serving(only(own, name)) as server:
             assert refusal(server.url, retries=0) == f"answered 500: reward {name!r} {problem} (try 1 of 1)"
-    (record,) = caplog.records  # with its traceback, for whoever keeps the server
+    (record,) = caplog.records  # with its traceback, for the operator of the server
     assert record.exc_info is not None and isinstance(record.exc_info[1], KeyError)
 
 
@@ -200,21 +200,21 @@ def test_a_reward_that_hangs(fresh: Path) -> None:
         problem = "answered 504: reward 'gated' was not done within reward.timeout_s=0.3 seconds (try 1 of 1)"
         assert refusal(server.url, 1, retries=0) == problem
         wait_for(lambda: httpx2.get(health).status_code == 503)
-        assert httpx2.get(health).json() == {"detail": "a call of reward 'gated' hangs; start the server again"}
-        assert refusal(server.url, 1, retries=0) == problem  # it has waited behind the first one, and is not begun
+        assert httpx2.get(health).json() == {"detail": "a call of reward 'gated' hangs; restart the server"}
+        assert refusal(server.url, 1, retries=0) == problem  # it waited for the first one and never began
         user.gate.set()
         wait_for(lambda: httpx2.get(health).status_code == 200)
         assert user.begun == [["p0"]]
         user.gate.clear()
-        # and of a call whose client has left
+        # the same for a call whose client has disconnected
         assert refusal(server.url, 1, retries=0, read_timeout_s=0.1).startswith("silent")
         wait_for(lambda: httpx2.get(health).status_code == 503)
         user.gate.set()
 
 
 def test_workers_of_rewards(own: Path) -> None:
-    """CPU rewards on several threads, rewards on the device one at a time."""
-    functions = f"[{{path: '{own}:meets'}}, {{path: '{own}:OneAtATime'}}]"  # passed only by four calls at once
+    """CPU rewards run on several threads, rewards on the device one at a time."""
+    functions = f"[{{path: '{own}:meets'}}, {{path: '{own}:OneAtATime'}}]"  # `meets` needs four concurrent calls
     with serving(f"reward.functions={functions}", "reward.num_workers=4") as server:
         assert scores(server.url, 4, batch_size=1, concurrency=4, retries=0) == [1.0] * 4
 
@@ -235,7 +235,7 @@ def test_more_connections_than_allowed(own: Path, most: int) -> None:
 
 
 def hung_up(connection: socket.socket, drip: bytes) -> bool:
-    """Whether the server closes a connection within seconds, while `drip` comes on it again and again."""
+    """Whether the server closes a connection within seconds while `drip` is sent repeatedly."""
     deadline = time.monotonic() + 60
     connection.settimeout(0.05)
     while time.monotonic() < deadline:
@@ -259,7 +259,7 @@ LONG = b"POST /score HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n"
     ids=["silent", "half a head", "a head without an end", "a second one", "a body without an end"],
 )
 def test_connections_without_a_request_are_closed(own: Path, sent: bytes, drip: bytes, waits: int) -> None:
-    """So that they do not take up all of the server for ever."""
+    """Otherwise they could occupy the server forever."""
     limits = ["max_requests=3", "read_timeout_s=0.4"]
     with serving(only(own, "brightness"), *limits) as server, ExitStack() as stack:
         address = server.socket.getsockname()
@@ -283,12 +283,12 @@ def test_a_connection_is_kept_while_its_request_is_scored(own: Path) -> None:
 
 
 def held(kind: torch.dtype, count: int) -> int:
-    """How many tensors of so many numbers this process holds."""
+    """The number of tensors with this number of elements in this process."""
     return sum(type(each) is torch.Tensor and each.numel() == count and each.dtype == kind for each in gc.get_objects())
 
 
 def test_requests_wait_as_bytes_and_go_with_their_clients(fresh: Path) -> None:
-    """One is scored while seven wait; then all their clients leave, and the next one is not behind them."""
+    """One request is scored while seven wait; after all their clients have left, the next one does not wait for them."""
     size, body = 3 * 37 * 41, json.dumps(asked(1, images=b64(png(37, 41)))).encode()
     head = f"POST /score HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
     with serving(f"reward.functions=[{{path: '{fresh}:brightness'}}, {{path: '{fresh}:gated'}}]") as server:
@@ -308,7 +308,7 @@ def test_requests_wait_as_bytes_and_go_with_their_clients(fresh: Path) -> None:
 
 
 def test_a_client_that_asks_again_finds_a_server_that_recovers(fresh: Path) -> None:
-    """Of each of its calls but the first, nothing is left once it has given up."""
+    """Once the client has given up, nothing remains of its calls but the first, which is running."""
     with serving(only(fresh, "gated")) as server:
         user = sys.modules["phalanx_user_own"]
         silent = "silent for read_timeout_s=0.1 (try 4 of 4)"

@@ -46,7 +46,7 @@ def nap(images: Tensor, prompts: list[str], metadata: Meta, seconds: float = 0.2
 
 
 def meets(images: Tensor, prompts: list[str], metadata: Meta) -> list[float]:
-    MEETING.wait(60)  # passed only by four calls at once
+    MEETING.wait(60)  # passes only if four calls run at once
     return [0.0] * len(images)
 
 
@@ -110,7 +110,7 @@ class NoCall:
 
 
 class OnDevice(DeviceReward):
-    """Notes the thread and the time of each call."""
+    """Records the thread and the time of each call."""
 
     def __init__(self, factor: float = 1.0, device: str = "?") -> None:
         self.device, self.factor = device, factor
@@ -148,7 +148,7 @@ def witness(images: Tensor, prompts: list[str], metadata: Meta) -> list[float]:
 
 
 def test_a_reward_has_its_arguments_to_itself() -> None:
-    """What one does to them, neither another nor the caller sees."""
+    """Neither other rewards nor the caller see the changes that a reward makes."""
     reward = rewards(mine("vandal"), mine("witness"), mine("vandal", term="again"))
     images, prompts = some("a", "b", value=1.0, nested={"list": [1, 2]})
     reward.submit(images, prompts)
@@ -172,7 +172,7 @@ def leaves(images: Tensor, prompts: list[str], metadata: Meta) -> list[float]:
 @pytest.mark.parametrize("overlap", [True, False])
 def test_whatever_a_reward_raises_is_named(overlap: bool) -> None:
     left = f"SystemExit: 0 at {__file__}:{leaves.__code__.co_firstlineno + 1}"
-    for name, said in (("raises_mute", "Mute: (str() of it raised OSError)"), ("leaves", left)):
+    for name, said in (("raises_mute", "Mute: (its str() raised OSError)"), ("leaves", left)):
         reward = rewards(mine(name), overlap=overlap)
         reward.submit(*some("a"))
         with pytest.raises(RewardError) as error:
@@ -187,7 +187,7 @@ def test_whatever_a_reward_raises_is_named(overlap: bool) -> None:
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_a_reward_that_leaves_beside_wandb(overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run of wandb replaces `sys.exit` by a function of its own."""
+    """A run of wandb replaces `sys.exit` by its own function."""
     from wandb.sdk.lib.exit_hooks import ExitHooks
 
     monkeypatch.setattr(sys, "exit", sys.exit)
@@ -211,7 +211,8 @@ def test_a_reward_that_leaves_as_it_is_made() -> None:
     assert str(error.value) == f"reward.functions[0] (Gone): SystemExit: 0 at {__file__}:{line}"
     with pytest.raises(ConfigError) as error:
         rewards(entry(path="builtins:int"))
-    assert str(error.value) == "reward.functions[0].kwargs: int has no signature; expected what is written in Python"
+    expected = "expected a function or class written in Python"
+    assert str(error.value) == f"reward.functions[0].kwargs: int has no signature; {expected}"
 
 
 def test_all_kinds_of_numbers_in_the_order_of_submission() -> None:
@@ -237,7 +238,7 @@ def done(reward: RewardSet) -> bool:
 
 
 def test_cpu_rewards_overlap_with_sampling() -> None:
-    """The same work, with and without: only the last micro-batch is waited for."""
+    """The same work with and without overlap: with it, only the last micro-batch is waited for."""
 
     overlapped = rewards(mine("nap", seconds=0.1))
     for _ in range(4):
@@ -258,7 +259,7 @@ def test_cpu_rewards_overlap_with_sampling() -> None:
 
 
 def test_a_call_is_cut_over_the_workers() -> None:
-    """Of samples that are scored each by itself: the order and the scores are those of a whole call."""
+    """Samples that are scored independently have the scores and the order of a single call."""
     listing = mine("listed", term="whole"), mine("listed", term="cut")
     listing[1].per_sample = True
     batches = [some(*("x" * (i + k) for i in range(11)), bonus=0) for k in (1, 12)] + [some("last", bonus=0)]
@@ -275,7 +276,7 @@ def test_a_call_is_cut_over_the_workers() -> None:
 
 
 def test_which_calls_are_cut(tmp_path: Path) -> None:
-    """Those of built-in rewards on the CPU, and of others that the configuration says it of."""
+    """Calls of built-in rewards on the CPU are split, and of others if the configuration says so."""
     (tmp_path / "own.py").write_text("def own(images, prompts, metadata):\n    return [0.0] * len(images)\n")
     own = entry(path=f"{tmp_path / 'own.py'}:own")
     http = entry("http", url="http://127.0.0.1:1")
@@ -287,7 +288,8 @@ def test_which_calls_are_cut(tmp_path: Path) -> None:
     device = mine("OnDevice")
     device.per_sample = True
     assert told(ConfigError, rewards, device) == (
-        "reward.functions[0].per_sample: OnDevice does not run on the threads that could share a call; leave it out"
+        "reward.functions[0].per_sample: OnDevice does not run on the threads of reward.num_workers, which could "
+        "share a call; leave it out"
     )
 
 
@@ -351,10 +353,10 @@ NOT_NAMED = "expected those that `extras` of its class, derived from RewardWithE
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (None, f"returned no numbers but a NoneType {THREE}"),
-        ([0.0, "good", 1.0], f"returned no numbers but a list whose scores[1] is 'good' {THREE}"),
+        (None, f"returned a NoneType instead of numbers {THREE}"),
+        ([0.0, "good", 1.0], f"returned a list with 'good' as scores[1] instead of numbers {THREE}"),
         ([0.0, None, 1.0], 'has no score for 1 of 3 images on the prompt "b": scores[1] is None'),
-        (([0.0, 0.0, 0.0], {}), f"returned no numbers but a tuple {THREE}"),
+        (([0.0, 0.0, 0.0], {}), f"returned a tuple instead of numbers {THREE}"),
         ([1.0, 2.0], f"returned 2 scores for 3 images {THREE}"),
         ([[1.0], [2.0], [3.0]], f"returned scores of shape [3, 1] for 3 images {THREE}"),
         (0.5, f"returned scores of shape [] for 3 images {THREE}"),
@@ -379,10 +381,12 @@ def test_what_is_forgiven_has_no_score_and_a_reason() -> None:
     reward = rewards(mine("brightness"), mine("boom"), on_error="skip")
     found = scored(reward, some("fine", "bad"), some("fine"))
     assert np.isfinite(found["brightness"]).all()
-    assert np.isnan(found["boom"]).tolist() == [True, True, False]  # the call's own samples alone
+    assert np.isnan(found["boom"]).tolist() == [True, True, False]  # only the samples of that call
     problem = "reward 'boom' raised KeyError: 'no\\nsuch thing' on the prompts \"fine\" (+1 more), at "
     assert reward.problem is not None and reward.problem.startswith(problem)
-    assert scored(reward, some("fine"))["boom"] == [0.0] and reward.problem is None  # of the last collection
+    assert (
+        scored(reward, some("fine"))["boom"] == [0.0] and reward.problem is None
+    )  # `problem` is that of the last collection
     reward = rewards(mine("gives", value=[0.5, float("inf"), float("nan")]), on_error="zero")
     found = scored(reward, some("a", "b", "c"))
     assert found["gives"][0] == 0.5 and np.isnan(found["gives"][1:]).all()
@@ -419,7 +423,7 @@ def test_extras_are_rows_of_their_own() -> None:
     terms = reward.collect()
     assert list(terms) == ["Extras", "Extras_even", "Extras_odd", "brightness"]
     assert (terms["Extras_odd"].tolist(), terms["Extras_even"].tolist()) == ([0, 1, 1], [1, 0, 0])
-    assert reward.weighted(terms).tolist() == [0.5 + 2] * 3  # extras are no part of the reward
+    assert reward.weighted(terms).tolist() == [0.5 + 2] * 3  # extras are not part of the reward
     one = "expected 1 numbers: a list, an array or a tensor"
     for extras, message in (
         ({"odd": [0]}, f"reward 'Extras' returned the extras odd on the prompt \"a\"; {NOT_NAMED}: even, odd"),
@@ -491,6 +495,6 @@ def test_jpeg_rewards_are_the_file_size_in_kilobytes() -> None:
     terms = scored(rewards(entry("jpeg_compressibility", weight=0.5), entry("jpeg_incompressibility")), batch)
     assert terms["jpeg_incompressibility"] == pytest.approx(expected)
     assert terms["jpeg_compressibility"] == pytest.approx([-size for size in expected])
-    assert expected[2] < min(expected[:2]) / 2  # a plain picture is the smaller file
+    assert expected[2] < min(expected[:2]) / 2  # a uniform image has the smaller file
     coarse = scored(rewards(entry("jpeg_incompressibility", quality=10)), batch)["jpeg_incompressibility"]
     assert max(coarse[:2]) < min(expected[:2]) / 2

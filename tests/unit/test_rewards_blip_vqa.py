@@ -1,4 +1,4 @@
-"""BLIP-VQA at tiny size with random weights: the product over phrases of what BLIP answers to each alone."""
+"""BLIP-VQA at tiny size with random weights: the product of BLIP's answers to single phrases."""
 
 from pathlib import Path
 
@@ -44,7 +44,7 @@ def test_the_product_of_the_answers(blip_folder: Path) -> None:
     blip = BlipForQuestionAnswering.from_pretrained(blip_folder).eval()
 
     def chance(image: int, *words: str) -> float:
-        """Of yes against no: the question opens with the last token, the answer with the one before it."""
+        """The probability of yes, relative to no. The last token opens the question, the one before it the answer."""
         ids = torch.tensor([[VOCABULARY - 1, *map(WORDS.index, words), WORDS.index("?"), WORDS.index("[SEP]")]])
         with torch.no_grad():
             patches = blip.vision_model(pixels[image : image + 1]).last_hidden_state

@@ -30,7 +30,7 @@ PREDICTOR_WIDTHS = {"0": 1024, "2": 128, "4": 64, "6": 16, "7": 1}
 
 
 def save_clip_base(folder: Path) -> Path:
-    """What stands beside the weights of a tiny CLIPModel: configuration, tokenizer and preprocessing."""
+    """The folder of a tiny CLIPModel without weights: configuration, tokenizer and preprocessing."""
     from transformers import CLIPConfig, CLIPImageProcessor, CLIPProcessor
 
     tokenizer = clip_tokenizer()
@@ -95,7 +95,7 @@ def pil(images: Tensor) -> list[Image.Image]:
 
 
 def reference(folder: Path, images: Tensor, prompts: list[str]) -> Any:
-    """transformers' CLIPModel on what its own CLIPProcessor makes of PIL images, all pairs at once."""
+    """transformers' CLIPModel on the output of its own CLIPProcessor for PIL images, all pairs at once."""
     from transformers import CLIPModel, CLIPProcessor
 
     inputs = CLIPProcessor.from_pretrained(folder)(
@@ -106,7 +106,7 @@ def reference(folder: Path, images: Tensor, prompts: list[str]) -> Any:
 
 
 def build(name: str, **kwargs: Any) -> RewardSet:
-    """A reward alone; paths among its kwargs are given as texts."""
+    """A single reward; paths among its kwargs are converted to texts."""
     return rewards(entry(name, **{k: str(v) if isinstance(v, Path) else v for k, v in kwargs.items()}))
 
 
@@ -174,7 +174,7 @@ def test_aesthetic_is_the_mlp_on_the_unit_image_vector(
 
 
 def with_gradient(reward: RewardSet, images: Tensor, prompts: list[str] = PROMPTS) -> tuple[Tensor, Tensor]:
-    """The scores with a gradient, and that of their sum by the images."""
+    """The differentiable scores, and the gradient of their sum with respect to the images."""
     images = images.clone().requires_grad_()
     scores = reward.with_gradient(images, prompts=[Prompt(text, i, {}) for i, text in enumerate(prompts)], step=0)
     (gradient,) = torch.autograd.grad(scores.sum(), images)
@@ -186,7 +186,7 @@ def with_gradient(reward: RewardSet, images: Tensor, prompts: list[str] = PROMPT
 def test_scores_have_a_gradient(
     name: str, size: tuple[int, int], clip_folder: Path, predictor_file: Path, tmp_path: Path
 ) -> None:
-    """They are those of a call to 1e-6; the gradient is that of the preprocessing without its rounding."""
+    """Scores equal those of a call within 1e-6; the gradient is that of the preprocessing without rounding."""
     kwargs = {"clip_score": {"model": clip_folder}, "hps_v2": {"model": clip_folder}}
     kwargs["pickscore"] = {"model": clip_folder, "processor": clip_folder}
     kwargs["aesthetic"] = {"predictor": predictor_file, "clip_model": clip_folder}
@@ -223,8 +223,8 @@ def test_the_weighted_sum_has_the_gradients_of_its_terms(clip_folder: Path, pred
 def test_a_term_that_has_no_gradient_is_named() -> None:
     assert told(ValueError, rewards(entry("jpeg_compressibility")).check_gradients) == (
         "reward.functions[0]: 'jpeg_compressibility' has no gradient, and the algorithm differentiates the reward; "
-        "expected such as aesthetic, clip_score, hps_v2 or pickscore, a function that phalanx.rewards.differentiable "
-        "marks, or a weight of 0"
+        "expected a reward such as aesthetic, clip_score, hps_v2 or pickscore, a function marked with "
+        "phalanx.rewards.differentiable, or a weight of 0"
     )
 
 
@@ -254,11 +254,11 @@ def test_missing_models(tmp_path: Path, clip_folder: Path) -> None:
 
 
 def test_weights_without_a_tokenizer(tmp_path: Path, clip_folder: Path) -> None:
-    """transformers would go on with an empty vocabulary."""
+    """transformers would continue with an empty vocabulary."""
     for name in ("config.json", "model.safetensors", "processor_config.json"):
         (tmp_path / name).write_bytes((clip_folder / name).read_bytes())
     assert error_of("clip_score", model=tmp_path) == (
-        f"model='{tmp_path}' has a tokenizer of 2 tokens, and the model knows 514; "
+        f"model='{tmp_path}' has a tokenizer of 2 tokens, but the model has 514; "
         "give the processor that belongs to the model"
     )
 

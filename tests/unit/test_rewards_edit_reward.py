@@ -28,7 +28,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def random_state(base: Path) -> State:
-    """Weights under the published names, with a row for the reward token; each drawn by its name."""
+    """Weights under the published names, with a row for the reward token; each is drawn with its name as seed."""
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
     config = Qwen2_5_VLConfig.from_pretrained(base)
@@ -87,7 +87,7 @@ AUTHORS = {
 def test_scores_are_those_of_the_authors_code(
     base: Path, weights: Path, size: tuple[int, int], micro_batch_size: int, tolerance: float
 ) -> None:
-    """To the resize of other libraries, which an image of 448 x 448 does not need."""
+    """The tolerance covers differences to other libraries' resize, which images of 448 x 448 do not need."""
     rows = scored(weights, base, random_images(*size), sources(size), micro_batch_size=micro_batch_size)
     following, quality = map(torch.tensor, AUTHORS[size])
     torch.testing.assert_close(rows["edit_reward_following"], following, atol=tolerance, rtol=0)
@@ -96,7 +96,7 @@ def test_scores_are_those_of_the_authors_code(
 
 
 def test_the_texts_are_those_that_the_model_was_trained_with() -> None:
-    """A slip in them, or an editor that strips spaces, would shift all scores without an error."""
+    """A typing error in them, or an editor that strips spaces, would shift all scores without an error."""
     from phalanx.rewards.image._edit_reward_text import FOLLOWING, QUALITY
 
     assert [hashlib.sha256(text.encode()).hexdigest() for text in (FOLLOWING, QUALITY)] == [
@@ -110,7 +110,7 @@ def test_rows_need_one_image_to_edit(base: Path, weights: Path) -> None:
     one, *_ = sources((SIZE, SIZE))
     several = Picture(lambda: [b"", b""], Path(), "row 0")
     assert term.objection("p", {"image": one}) is None
-    assert term.objection("p", {"image": several}) == "'image' holds 2 images, and EditReward reads one"
+    assert term.objection("p", {"image": several}) == "'image' has 2 images, and EditReward reads one"
     for meta in ({}, {"image": "a.png"}):
         assert term.objection("p", meta) == "it has no image in the column 'image' (source_key)"
 
@@ -124,7 +124,7 @@ def test_bad_weights_and_bases(base: Path, state: State, tmp_path: Path) -> None
         return error_of("edit_reward", **{"model": path, "base": base, **kwargs}).removeprefix(f"model='{path}'")
 
     without = {name: value for name, value in state.items() if not name.startswith("rm_heads.head_1")}
-    assert message(without) == f" has no weights rm_heads.head_1.0.weight (and 5 more): no reward model; {right}"
+    assert message(without) == f" has no weights rm_heads.head_1.0.weight (and 5 more): not a reward model; {right}"
     assert message(state | {"film.weight": torch.zeros(1)}) == (
         f" has film.weight, which is not a weight of EditReward; {right}"
     )

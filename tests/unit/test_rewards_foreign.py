@@ -1,4 +1,4 @@
-"""Rewards that were written for TRL, verl and VeRL-Omni, called as they are."""
+"""Rewards written for TRL, verl and VeRL-Omni, used without changes."""
 
 import asyncio
 import re
@@ -142,7 +142,7 @@ def test_functions_of_trl_get_images_as_pil() -> None:
     assert scored(rewards("image_trl"), (["a"] * 2, [one, none])) == {"image_trl": [11, 0]}
     (term,) = rewards("image_trl").terms
     assert term.objection("", one.meta) is None is term.objection("", none.meta)
-    absent = "its function asks for the column 'image', and there is none"
+    absent = "its function needs the column 'image', which the row does not have"
     assert term.objection("", both.meta) == absent == term.objection("", {})
 
 
@@ -158,7 +158,9 @@ def test_functions_of_trl_get_all_that_was_said_behind_the_prompt() -> None:
     meta = {"environment_reward": None, "messages": said}
     talk, silent = (Prompt("1+1?", 1, meta | changes, None, CHAT) for changes in ({}, {"messages": said[:3]}))
     assert scored(rewards("turns_trl"), (["4", "0"], [talk, silent])) == {"turns_trl": [3.5, 1]}
-    assert scored(rewards("async_trl"), (["4"], [Prompt("1+1?", 1, meta)])) == {"async_trl": [1]}  # of no chat
+    assert scored(rewards("async_trl"), (["4"], [Prompt("1+1?", 1, meta)])) == {
+        "async_trl": [1]
+    }  # the prompt is not a chat
 
 
 def test_functions_of_verl_omni_get_images() -> None:
@@ -183,10 +185,10 @@ def test_mistakes_of_functions_of_other_trainers() -> None:
     line = (
         "reward 'broken_verl' raised ZeroDivisionError: float division by zero on the prompt \"1+1?\", at " + __file__
     )
-    assert re.fullmatch(re.escape(line) + r":\d+", message)  # of the sample that is to blame
+    assert re.fullmatch(re.escape(line) + r":\d+", message)  # names only the sample that raised
     message = told(RewardError, scored, rewards("scoreless_verl"), (["4"], [PLAIN]))
     assert message == (
-        "reward 'scoreless_verl' raised ValueError: a dict without score was returned; it has acc on the prompt \"2+2?\""
+        "reward 'scoreless_verl' raised ValueError: it returned a dict without score; its keys: acc on the prompt \"2+2?\""
     )
     lenient = rewards("broken_verl", on_error="zero")
     assert str(scored(lenient, (["4", "0"], [PLAIN, CHATTED]))) == "{'broken_verl': [0.25, nan]}"

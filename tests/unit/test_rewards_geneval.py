@@ -1,4 +1,4 @@
-"""GenEval: its rules by hand, its detector against transformers' own reading of a tiny Mask2Former, and the reward."""
+"""GenEval: its rules by hand, its detector against transformers' post-processing of a tiny Mask2Former, the reward."""
 
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ def at(left: float, top: float, right: float, bottom: float, score: float = 0.95
 
 
 def judged(detected: dict[str, list[Detection]], row: dict[str, Any], *colors: str) -> tuple[bool, float]:
-    """GenEval's verdict and the fraction of rules; every object that is asked about has the next of the colours."""
+    """GenEval's verdict and the fraction of fulfilled rules; objects get the colours in the order of the questions."""
     row = {"tag": "", **row}
     check(row)
 
@@ -104,14 +104,14 @@ def test_position() -> None:
     assert judged({"dog": [dog], "cat": [left]}, row) == (True, 1.0)
     assert judged({"dog": [dog], "cat": [right]}, row) == (False, 2 / 3)
     assert judged({"cat": [left]}, row) == (False, 1 / 3)  # no dog to be left of
-    assert judged({"dog": [dog]}, row) == (False, 1 / 3)  # no cat: neither its count nor its position
+    assert judged({"dog": [dog]}, row) == (False, 1 / 3)  # no cat: neither count nor position
     assert judged({"dog": [dog], "cat": [left, right]}, row) == (True, 1 / 3)  # the most certain cat is left of it
 
 
 def test_detections_that_count() -> None:
     a, b, c = at(0, 0, 9, 9, 0.5), at(0, 0, 9, 4, 0.7), at(50, 50, 60, 60, 0.3)
     assert overlap(a, b) == pytest.approx(0.5)  # 50 of 100 pixels
-    assert kept([a, b, c], 0.3, 16, 1.0) == [b, a]  # above the threshold, not at it
+    assert kept([a, b, c], 0.3, 16, 1.0) == [b, a]  # strictly above the threshold
     assert kept([a, b, c], 0.2, 2, 1.0) == [b, a]
     assert kept([a, b, c], 0.2, 16, 0.5) == [b, c]
     assert kept([a, b, c], 0.2, 16, 0.51) == [b, a, c]
@@ -128,7 +128,7 @@ def test_detections_that_count() -> None:
         ),
         (
             {"tag": "", "include": [{"class": "dog", "count": 1}], "exclude": [{"class": "dog"}]},
-            "exclude[0]: count None; expected a number from 1 on",
+            "exclude[0]: count None; expected an integer, at least 1",
         ),
         (
             {"tag": "", "include": [{"class": "dog", "count": 1, "color": "grey"}]},
@@ -136,7 +136,7 @@ def test_detections_that_count() -> None:
         ),
         (
             {"tag": "", "include": [{"class": "dog", "count": 1, "position": ["above", 0]}]},
-            "include[0]: position ['above', 0]; expected [left of | right of | above | below, the number of an earlier "
+            "include[0]: position ['above', 0]; expected [left of | right of | above | below, the index of an earlier "
             "object]",
         ),
     ],
@@ -178,7 +178,7 @@ def detector_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_detections_are_those_of_the_processor(detector_folder: Path) -> None:
-    """transformers' own post-processing of the same logits, of an image that needs no resizing."""
+    """transformers' own post-processing of the same logits, for an image that needs no resizing."""
     image = random_images(SIZE, SIZE, 1)[0]
     from types import SimpleNamespace
 

@@ -124,7 +124,7 @@ def hps_v2_folder(open_clip: OpenClip, clip_base: Path, tmp_path_factory: pytest
 
 
 def black_bars(image: Image.Image) -> Image.Image:
-    """The image, its longer side EDGE pixels long, in the middle of a black square."""
+    """The image, resized to EDGE pixels on its longer side, in the middle of a black square."""
     scale = EDGE / max(image.size)
     small = image.resize((round(image.width * scale), round(image.height * scale)), Image.Resampling.BICUBIC)
     square = Image.new("RGB", (EDGE, EDGE))
@@ -193,7 +193,7 @@ def qwen_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_converted_weights_keep_their_dtype_and_load_without_a_word(open_clip: OpenClip, clip_base: Path) -> None:
-    """As a module of its own in a fresh process, as a user runs it."""
+    """Run in a separate process, as a user does."""
     folder = clip_base.parent / "half"
     folder.mkdir()
     save_file({k: v.half() for k, v in open_clip.state_dict().items()}, folder / "half.safetensors")

@@ -131,7 +131,7 @@ def test_hps_v3_with_its_own_template_and_in_bfloat16(qwen_base: Path, hps_v3_st
 
 
 def test_hps_v3_in_batches_and_another_order(qwen_base: Path, hps_v3_file: Path) -> None:
-    """Prompts of other lengths are padded; neither they nor the neighbours change a score."""
+    """Neither padding for prompts of other lengths nor the neighbours in a batch change a score."""
     images = random_images(64, 80, 5)
     prompts = ["a", "a much longer prompt, " * 9, "a red cat", "a", "x" * 70]
     at_once = v3(images, prompts, hps_v3_file, qwen_base, micro_batch_size=8)
@@ -183,7 +183,7 @@ def test_sizes_and_patches_are_those_of_the_image_processor() -> None:
             )
     assert resized(512, 512, 28, area, area) == resized(1024, 1024, 28, area, area) == (448, 448)
     assert resized(20, 3000, 28, area, area) == (56, 5488)
-    with pytest.raises(ValueError, match="an image of 3000 x 14 pixels is more than 200 times as long as wide"):
+    with pytest.raises(ValueError, match="one side of an image of 3000 x 14 pixels is more than 200 times the other"):
         resized(3000, 14, 28, area, area)
 
     processor = Qwen2VLImageProcessorPil(size={"shortest_edge": area, "longest_edge": area})
@@ -197,7 +197,7 @@ def test_sizes_and_patches_are_those_of_the_image_processor() -> None:
 
 
 def test_the_template_is_the_one_that_the_model_was_trained_with() -> None:
-    """A slip in it, or an editor that strips spaces, would shift all scores without an error."""
+    """A typing error in it, or an editor that strips spaces, would shift all scores without an error."""
     from phalanx.rewards.image._hps_v3_text import TEMPLATE as OFFICIAL
 
     digest = hashlib.sha256(OFFICIAL.encode()).hexdigest()
@@ -219,8 +219,9 @@ def test_bad_weights_of_hps_v3(qwen_base: Path, hps_v3_state: State, tmp_path: P
     assert error_of("hps_v3", model=tmp_path, base=qwen_base) == f"model='{tmp_path}' has no .safetensors file; {right}"
     path.write_bytes(b"\xff" * 100)
     assert message().startswith(": HPSv3.safetensors is not a safetensors file: ")
-    assert message(without("rm_head.")) == f" has no weights rm_head.0.weight (and 5 more): no reward model; {right}"
-    assert message(without("rm_head.5.bias")) == f" has no weights rm_head.5.bias: no reward model; {right}"
+    lacks = ": not a reward model"
+    assert message(without("rm_head.")) == f" has no weights rm_head.0.weight (and 5 more){lacks}; {right}"
+    assert message(without("rm_head.5.bias")) == f" has no weights rm_head.5.bias{lacks}; {right}"
     assert (
         message({**hps_v3_state, "rm_head.7.bias": torch.zeros(1)})
         == f" has another head, with rm_head.7.bias; {right}"
@@ -233,7 +234,7 @@ def test_bad_weights_of_hps_v3(qwen_base: Path, hps_v3_state: State, tmp_path: P
     assert message(without("visual.blocks.1.mlp")) == (
         f" has no weights visual.blocks.1.mlp.fc1.bias (and 3 more); {right}"
     )
-    other = f"does not go with base='{qwen_base}'; expected the base that the model was trained from"
+    other = f"does not match base='{qwen_base}'; expected the base that the model was trained from"
     deeper = {"model.layers.2.mlp.up_proj.weight": torch.zeros(1)}
     assert message({**hps_v3_state, **deeper}) == f" has language_model.layers.2.mlp.up_proj.weight, which {other}"
     assert message({**hps_v3_state, "model.norm.weight": torch.ones(31)}) == (
@@ -257,9 +258,7 @@ def test_bad_kwargs_of_hps_v3(qwen_base: Path, hps_v3_file: Path, clip_base: Pat
     assert message(dtype="int8") == "dtype='int8'; expected one of bfloat16, float16, float32"
     assert message(micro_batch_size=0) == "micro_batch_size=0; expected a number of images, at least 1"
     for template in ("{prompt}", "<|Reward|>", "{prompt} <|Reward|> <|Reward|>"):
-        assert message(template=template) == (
-            f"template has to have {{prompt}} and <|Reward|> once each, and is '{template}'"
-        )
+        assert message(template=template) == (f"template='{template}'; expected {{prompt}} and <|Reward|> once each")
     assert message(base="./no") == (
         "base='./no' is not a folder; give a folder with the configuration and tokenizer of Qwen2-VL, or a hub id"
     )

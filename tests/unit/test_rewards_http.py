@@ -60,7 +60,7 @@ def ocr_server() -> Iterator[RewardServer]:
 
 @pytest.mark.parametrize("encoding", ["json", "multipart"])
 def test_the_scores_are_those_of_the_local_reward(ocr_server: RewardServer, encoding: str) -> None:
-    """Bit for bit, in order, with a last request that is smaller."""
+    """Scores are bitwise equal and in order; the last request is smaller."""
     shown = [f"{i * 37 % 1000:03d}" for i in range(1, 22)]
     noise = torch.rand(21, 3, 24, 48, generator=torch.Generator().manual_seed(0))
     images = (words(*shown) + noise * 1e-3).clamp(0, 1)  # not on 8-bit levels
@@ -99,7 +99,7 @@ def test_prompts_metadata_and_weights(own: Path, caplog: pytest.LogCaptureFixtur
 
 
 def test_completions_are_sent_as_they_are() -> None:
-    """In JSON whatever `encoding` says, in requests of batch_size, with a last one that is smaller."""
+    """Texts are sent as JSON for any `encoding`, in requests of batch_size, the last of which is smaller."""
     seen: list[dict[str, Any]] = []
 
     def answer(request: "Strange", body: dict[str, Any]) -> None:
@@ -149,7 +149,7 @@ def hang(request: Strange, _: Any) -> None:
 
 
 def drip(request: Strange, _: Any) -> None:
-    """Each byte comes in time, the answer never does."""
+    """Each byte arrives in time, the complete answer never does."""
     request.wfile.write(b"HTTP/1.1 200 OK\r\nX-Long: ")
     while not request.server.over.wait(0.05):
         request.wfile.write(b"a")
@@ -160,7 +160,7 @@ def unusable(reason: str, said: str) -> str:
 
 
 def scores_say(scores: str, reason: str, more: str = "") -> tuple[Answer, str]:
-    """An answer with such scores in JSON, and what is said of it."""
+    """An answer with these scores in JSON, and the message about it."""
     said = f'{{"scores": {scores}}}'
     return says(said.encode()), unusable(f"scores{reason}", more or said)
 
@@ -210,7 +210,7 @@ TROUBLES: dict[str, tuple[Answer, str]] = {
 
 @pytest.mark.parametrize("name", [*LIES, *TROUBLES])
 def test_answers_without_scores(name: str) -> None:
-    """A lie or a refusal would come again, and is not asked for; after other troubles there is a second try."""
+    """Invalid answers and refusals are final; other failures are retried once."""
     answer, problem = (LIES | TROUBLES)[name]
     limits = {"drip": {"timeout_s": 0.5}, "silent": {"read_timeout_s": 0.2}}.get(name, {})
     with strange(answer) as server:
@@ -277,7 +277,7 @@ def test_proxies_of_the_environment_are_not_used(monkeypatch: pytest.MonkeyPatch
 
 
 def test_no_server() -> None:
-    """The address is shown without its query, which may hold a key."""
+    """The address is shown without its query, which may contain a key."""
     address = f"http://127.0.0.1:{free_port()}/score"
     problem = f"{address}: no connection (All connection attempts failed) (try 3 of 3)"
     assert told(ServerError, scores, f"{address}?key=secret", retries=2) == problem
@@ -368,8 +368,8 @@ def test_requests_run_side_by_side_and_keep_their_order() -> None:
             most = max(most, now)
         numbers = [int(prompt[1:]) for prompt in body["prompts"]]
         if len(body["prompts"]) > 1 or numbers == [14]:
-            meeting.wait(60)  # passed only by four requests at once
-            time.sleep(0 if numbers[0] % 4 else 0.2)  # the first of them is the last to be done
+            meeting.wait(60)  # passes only if four requests run at once
+            time.sleep(0 if numbers[0] % 4 else 0.2)  # the first one finishes last
         with lock:
             now -= 1
         request.reply({"scores": numbers})
@@ -384,7 +384,7 @@ def test_requests_run_side_by_side_and_keep_their_order() -> None:
 
 
 def test_it_goes_on_with_a_value_where_that_is_configured(caplog: pytest.LogCaptureFixture) -> None:
-    """Only the images of the requests that failed get it, and their number is told at 2, 4, 8, ..."""
+    """Only the images of failed requests get error_value, and their number is logged at 2, 4, 8, ..."""
 
     def answer(request: Strange, body: dict[str, Any]) -> None:
         bad = "p2" in body["prompts"]
@@ -417,7 +417,7 @@ def test_a_dead_server_ends_the_collection_or_not() -> None:
 
 
 def test_extras_stay_with_their_images(own: Path) -> None:
-    """Six calls at once, three of them on the worker threads of one reward, and the first ones are done last."""
+    """Six calls at once, three of them on the worker threads of one reward, of which the first ones finish last."""
     with serving(only(own, "picky"), "reward.num_workers=6") as server:
         kwargs = {"url": server.url, "retries": 0, "batch_size": 1, "concurrency": 1}
         goes_on = entry("http", **kwargs, on_error="value", error_value=-1)
@@ -433,13 +433,13 @@ def test_extras_stay_with_their_images(own: Path) -> None:
         }
         last = torch.zeros(1, 3, 4, 4), [Prompt("8", 0, {})]
         assert scored(three, last) == {"http": [8], "http_degraded": [0], "brightness": [0]}
-        # nothing to tell of where an error ends the job; two servers have names of their own
+        # no extra where an error ends the job; two servers need different names
         ends = rewards(entry("http", url=server.url), entry("strict", "phalanx.rewards.http:Http", url=server.url))
         assert scored(ends, last) == {"http": [8], "strict": [8]}
 
 
 def test_a_server_serves_scores_without_extras(own: Path) -> None:
-    """A server that itself asks another one, which is dead."""
+    """A server that itself queries another one, which is dead."""
     kwargs = f"url: 'http://127.0.0.1:{free_port()}/', retries: 0, on_error: value, error_value: 0.25"
     with serving(f"reward.functions=[{{name: http, kwargs: {{{kwargs}}}}}]") as server:
         answer = httpx2.post(server.url, json=asked(2))
@@ -459,7 +459,7 @@ TOGETHER = "on_error=value and error_value, a number, go together; give both or 
         ({"url": "ftp://x/"}, f"url='ftp://x/' {NO_ADDRESS}"),
         ({"url": "http://x:y/"}, f"url='http://x:y/' {NO_ADDRESS}"),
         ({"url": 3}, "url=3 should be a valid string"),
-        ({"url": "http://me:pass@x/"}, "url holds a user or a password; give a token by token_env"),
+        ({"url": "http://me:pass@x/"}, "url contains a user or a password; give a token by token_env"),
         ({"encoding": "pickle"}, "encoding='pickle' should be 'json' or 'multipart'"),
         ({"batch_size": 0}, "batch_size=0 should be greater than 0"),
         ({"batch_size": 2.5}, "batch_size=2.5 should be a valid integer"),
@@ -473,11 +473,11 @@ TOGETHER = "on_error=value and error_value, a number, go together; give both or 
         ({"on_error": "value", "error_value": float("nan")}, "error_value=nan should be a finite number"),
         (
             {"token_env": "NO_SUCH_VARIABLE"},
-            "token_env: the environment variable NO_SUCH_VARIABLE is not set; it holds the server's token",
+            "token_env: the environment variable NO_SUCH_VARIABLE is not set; expected the server's token",
         ),
         (
             {"token_env": "BAD_TOKEN"},
-            "token_env: the environment variable BAD_TOKEN holds no token; expected only letters, digits and signs",
+            "token_env: the environment variable BAD_TOKEN is not a token; expected only letters, digits and signs",
         ),
     ],
 )
@@ -488,7 +488,7 @@ def test_bad_arguments(kwargs: dict[str, Any], problem: str, monkeypatch: pytest
 
 
 def test_the_client_waits_as_long_as_the_server_may_take() -> None:
-    """By default, and within its limit for a whole call."""
+    """It checks certificates by default, within the time limit of a call."""
     assert Http("http://x/").read_timeout_s >= ServeRewardConfig().reward.timeout_s
 
 

@@ -14,7 +14,7 @@ from tests.reward_servers import Strange, strange
 
 
 def test_images_of_prompts_are_sent_as_files(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """As the data have them, whatever their number and size, without a warning."""
+    """Images are sent as the data have them, for any number and size, without a warning."""
     files = [raw_file(torch.full((3, 2, width), width, dtype=torch.uint8)) for width in (4, 64)]
     (tmp_path / "wide.ppm").write_bytes(files[1])
     small = Picture(partial(bytes, files[0]), tmp_path, "row 0")

@@ -80,7 +80,7 @@ class Published(nn.Module):
 
     def forward(self, pixels: Tensor, tokens: Tensor) -> Tensor:
         """Images of the tower's size and tokens without padding -> scores."""
-        # a mask of four dimensions stands for itself: each token sees all of them
+        # a mask of four dimensions is used as it is: each token sees all of them
         visible = torch.zeros(len(tokens), 1, tokens.shape[1], tokens.shape[1])
         image = self.blip["visual_encoder"](pixels)
         out = self.blip["text_encoder"](tokens, attention_mask=visible, encoder_hidden_states=image, use_cache=False)

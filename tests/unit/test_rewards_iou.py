@@ -1,4 +1,4 @@
-"""The reward iou: boxes of an answer, and how much they overlap those of the ground truth."""
+"""The reward iou: the overlap of an answer's boxes with those of the ground truth."""
 
 import time
 from io import BytesIO
@@ -63,7 +63,7 @@ def test_several_boxes_are_matched_one_by_one() -> None:
     assert score("[20, 20, 30, 30] [0, 0, 10, 5]", truth) == 0.75
     assert score("[0, 0, 10, 10]", truth) == 0.5
     assert score("[0, 0, 10, 10] [0, 0, 10, 10]", truth) == 0.5
-    assert score("[0, 0, 10, 10] [0, 0, 10, 10]") == 0.5  # a box more is not for free
+    assert score("[0, 0, 10, 10] [0, 0, 10, 10]") == 0.5  # an additional box costs
     assert score("[0, 0, 10, 10]" * (MOST + 1)) == score("nowhere") == 0
     assert score("[0, 0, 10, 5]", threshold=0.5) == 1
     assert score("[0, 0, 10, 4]", threshold=0.5) == 0
@@ -77,7 +77,7 @@ def test_units_of_boxes() -> None:
     assert score("[250, 0, 500, 500]", [250, 0, 500, 1000], coordinates="thousand", truth_coordinates="thousand") == 0.5
     reward = Iou(coordinates="unit")
     reward.check_row("", {"ground_truth": TRUTH, "images": image})
-    with refused("iou compares boxes in pixels with others, and the prompt has 0 images; expected 1"):
+    with refused("iou needs the image's size to convert boxes in pixels, and the prompt has 0 images; expected 1"):
         reward.check_row("", {"ground_truth": TRUTH})
 
 

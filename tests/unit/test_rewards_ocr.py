@@ -59,7 +59,7 @@ def test_the_recogniser_reads_words(line_ocr: Ocr) -> None:
 
 
 def test_the_recogniser_sees_colours_as_it_was_trained(line_ocr: Ocr) -> None:
-    """Red and blue are not swapped: the reader's input is checked against its definition."""
+    """The reader's input is checked against its definition, so that red and blue are not swapped."""
     image = picture({(5, 3): "41"}, (48, 24), 16, colour="red").unsqueeze(0)
     seen: dict[str, Any] = {}
 
@@ -139,7 +139,7 @@ def test_a_prompt_without_target_is_named(meta: dict[str, Any], found: str) -> N
 
 
 def test_reading_overlaps_with_torch_on_the_main_thread() -> None:
-    """Both release the interpreter's lock: the engine reads while this thread multiplies matrices."""
+    """Both release the GIL: the engine reads while this thread multiplies matrices."""
     reward = rewards(entry("ocr", detect=False))
     images = words(*["123"] * 16)
     prompts = [Prompt('"123"', 0, {"ground_truth": "123"})] * 16

@@ -1,4 +1,4 @@
-"""The share of a long text's words or characters that was read, of texts, of real pictures and of a judge's answers."""
+"""Recall of a long text's words or characters in texts, real images and a judge's answers."""
 
 import pytest
 import torch
@@ -41,7 +41,7 @@ def test_characters(target: str, read: str, expected: tuple[int, int]) -> None:
 
 
 def test_the_words_of_a_picture() -> None:
-    """The column is a list of texts; extras are the numbers of words, from which the share over all prompts follows."""
+    """The column is a list of texts. Extras are the numbers of words, for the recall over all prompts."""
     line = picture({(4, 2): "hello world 2024"}, (160, 24), 18)
     prompts = [Prompt("", 0, {"text": ["2024", "Hello  world"]}), Prompt("", 1, {"text": "hello you"})]
     reward = rewards(entry("ocr", detect=False, recall="words", column="text"))

@@ -1,4 +1,4 @@
-"""Building rewards from the configuration, and what is wrong with one that cannot be built."""
+"""Building rewards from the configuration, and errors about rewards that cannot be built."""
 
 from pathlib import Path
 
@@ -55,7 +55,7 @@ def bad_configurations() -> list[tuple[list[FlowRewardFunctionConfig], str]]:
 
 
 def bad_entries(tmp_path: Path) -> list[tuple[FlowRewardFunctionConfig, str]]:
-    """What is said of each as the first entry."""
+    """The error about each of them as the first entry."""
     file = tmp_path / "own.py"
     file.write_text("x = 1\ndef score(images, prompts, metadata, power=1):\n    return [0.0]\n")
     arguments, keyword = "images, prompts, metadata, **kwargs", "got an unexpected keyword argument"
@@ -104,7 +104,7 @@ BROKEN_MODULES = [
     ("import sys\nsys.exit(0)\n", "SystemExit: 0 at {file}:2"),
     (
         "class E(Exception):\n    def __str__(self): return 1 / 0\nraise E\n",
-        "{file}:3: E: (str() of it raised ZeroDivisionError)",
+        "{file}:3: E: (its str() raised ZeroDivisionError)",
     ),
 ]
 
@@ -113,7 +113,7 @@ BROKEN_MODULES = [
 def test_a_module_that_cannot_be_imported(
     text: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One line names the place in the user's file, and the traceback is behind it; by file and by dotted name."""
+    """One line names the place in the user's file, and the traceback follows; by file and by dotted name."""
     monkeypatch.syspath_prepend(tmp_path)
     file = tmp_path / f"broken_{abs(hash(text))}.py"
     file.write_text(text)

@@ -20,7 +20,7 @@ ANSWERS = ["1", "2", None, "4"] + ["5"] * 10
 
 
 class Positive:
-    """The user's own, which compares all samples of a call and so is never given some of them only."""
+    """A user's reward that compares all samples of a call, so its calls are never split."""
 
     def check_row(self, prompt: str, metadata: dict[str, Any]) -> None:
         if metadata["ground_truth"] < 0:
@@ -59,11 +59,11 @@ def rows(tmp_path: Path) -> list[PromptRow]:
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
-        ("gsm8k", "gsm8k needs a ground_truth for each prompt, a number or a solution that ends in ####"),
+        ("gsm8k", "gsm8k needs a ground_truth for each prompt, a number or a solution that ends with #### 18"),
         ("math", "math found no ground_truth; expected a text or a number in the data's column ground_truth"),
         ("dapo", "dapo found no ground_truth; expected a text or a number in the data's column ground_truth"),
-        ("trl", "its function asks for the column 'ground_truth', and there is none"),
-        ("verl", "its function asks for a ground_truth, and there is none"),
+        ("trl", "its function needs the column 'ground_truth', which the row does not have"),
+        ("verl", "its function needs a ground_truth, which the row does not have"),
     ],
 )
 def test_a_row_without_an_answer_is_named(
@@ -74,7 +74,7 @@ def test_a_row_without_an_answer_is_named(
     rewards(name).check_rows([row for row in rows if "ground_truth" in row.meta], first=True)
     held_out = validation_sets([f"{tmp_path}/train.jsonl"], quoted=False)["train"]
     assert "data.val_files: " in told(ValueError, rewards(name).check_rows, held_out, first=True)
-    # forgiven, unless there are many
+    # forgiven, unless there are too many
     with caplog.at_level(logging.WARNING):
         rewards(name, "zero").check_rows(rows, first=True)
         rewards(name, "zero").check_rows(rows, first=False)
@@ -100,6 +100,6 @@ def test_a_class_of_ones_own_is_given_the_other_samples_of_a_call() -> None:
     prompts = [Prompt(f"p{i}", i, {"ground_truth": truth}) for i, truth in enumerate((1, -1, 1))]
     assert str(scored(reward, (torch.zeros(3, 3, 4, 4), prompts))) == "{'Positive': [2.0, nan, 2.0]}"
     assert reward.problem == "reward 'Positive' has no score on the prompt \"p1\": a negative ground_truth, -1"
-    # of videos, frame by frame
+    # for videos, frame by frame
     assert str(scored(reward, (torch.zeros(3, 2, 3, 4, 4), prompts))) == "{'Positive': [4.0, nan, 4.0]}"
     assert reward.refused == 1

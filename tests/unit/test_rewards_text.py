@@ -27,7 +27,7 @@ def exact(completions: list[str], prompts: list[str], metadata: Meta, case: bool
 
 
 def meets(completions: list[str], prompts: list[str], metadata: Meta) -> list[float]:
-    MEETING.wait(timeout=60)  # passed only by two calls at once
+    MEETING.wait(timeout=60)  # passes only if two calls run at once
     return [float(len(completion) - len(prompt)) for completion, prompt in zip(completions, prompts, strict=True)]
 
 
@@ -53,7 +53,7 @@ class Long(RewardWithExtras):
 
 
 class Costly:
-    """A reward of images that says when it is loaded."""
+    """A reward of images that records when it is loaded."""
 
     def __init__(self) -> None:
         raise AssertionError("loaded, though it cannot be used")
@@ -98,7 +98,7 @@ def test_completions_are_scored_on_threads_while_more_are_sampled() -> None:
     reward.submit(["abc"], prompts(""))
     reward.submit(["abcde", ""], prompts("", ""))
     while any(not call.future.done() for call in reward._calls if call.future is not None):
-        time.sleep(0.01)  # done before anybody collects
+        time.sleep(0.01)  # done before `collect` is called
     assert reward.collect()["meets"].tolist() == [2, 4, -1]
     assert len(reward.spans) == 2
 
@@ -124,7 +124,7 @@ def test_rewards_of_what_the_job_does_not_make_are_refused(outputs: str, names: 
 
 
 def test_a_built_in_reward_of_images_is_refused_in_a_job_of_text() -> None:
-    cfg = RewardConfig(functions=[RewardFunctionConfig(name="pickscore")])  # whose model is not there to be loaded
+    cfg = RewardConfig(functions=[RewardFunctionConfig(name="pickscore")])  # its model does not exist
     problem = "reward.functions[0]: pickscore takes images, and this job makes completions"
     assert told(ValueError, RewardSet, cfg, "cpu", outputs="completions") == problem
 
@@ -141,7 +141,7 @@ def test_a_call_that_does_not_fit_names_what_the_reward_takes() -> None:
     )
 
 
-# --- user verifiers that hang or raise, and what is made of bad completions
+# --- user verifiers that hang or raise, and bad completions
 
 
 def hangs(completions: list[str], prompts: list[str], metadata: Meta) -> list[float]:
@@ -168,7 +168,7 @@ def test_a_verifier_that_hangs_or_raises() -> None:
     lenient = text_rewards("raises", on_error="zero")
     assert str(scored(lenient, batch)) == "{'raises': [nan, nan]}"
     assert lenient.problem is not None and lenient.problem.startswith(raised)
-    # a call that hangs ends the job whatever reward.on_error says
+    # a call that hangs ends the job for any reward.on_error
     assert "timeout_s=0.2" in told(RewardError, scored, text_rewards("hangs", timeout_s=0.2, on_error="zero"), batch)
 
 
@@ -282,7 +282,7 @@ def test_the_judge_of_texts() -> None:
 @pytest.mark.parametrize(
     ("kwargs", "problem"),
     [
-        ({"template": "?"}, "template has no {completion}, the text that is judged"),
+        ({"template": "?"}, "template has no {completion}, the text to judge"),
         ({"lowest": 1, "highest": 1}, "lowest=1 and highest=1 should be numbers, the smaller one first"),
         ({"read": "first"}, "read='first' should be score or last"),
     ],

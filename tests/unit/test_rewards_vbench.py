@@ -38,7 +38,7 @@ def dino_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def of(*frames: float) -> Tensor:
-    """A video [1, F, 3, 2, 2] of frames of one grey each."""
+    """A video [1, F, 3, 2, 2] whose frames have one shade of grey each."""
     return torch.tensor(frames).view(1, -1, 1, 1, 1).expand(-1, -1, 3, 2, 2)
 
 
@@ -53,12 +53,12 @@ def test_flickering_is_the_mean_change() -> None:
 def test_consistency_is_to_the_frame_before_and_to_the_first_one() -> None:
     features = torch.tensor([[2.0, 0.0], [1.0, 1.0], [0.0, 3.0], [-1.0, 0.0]])
     root = 0.5**0.5
-    # each the mean of the cosine to the frame before and of that to the first, without negative ones
+    # each the mean of the cosines to the previous and to the first frame, with negative ones as 0
     assert float(consistency(features)) == pytest.approx(((root + root) / 2 + (root + 0) / 2 + 0) / 3)
 
 
 def test_frames_as_dino_sees_them(dino_folder: Path) -> None:
-    """Of videos of any shape; those of square ones in the size of its images are ViTModel's own first tokens."""
+    """Features of videos of any shape; for square frames of DINO's image size, they are ViTModel's first tokens."""
     from transformers import ViTModel
 
     reward = SubjectConsistency(str(dino_folder))
@@ -93,7 +93,7 @@ def test_frames_as_clip_sees_them(clip_folder: Path) -> None:  # noqa: F811
 
 
 def test_dinos_positions(dino_folder: Path) -> None:
-    """Of frames of another shape they are stretched along each axis by itself."""
+    """For frames of another shape, positions are stretched along each axis independently."""
     reward = SubjectConsistency(str(dino_folder))
     side, width = DINO_EDGE // PATCH, 24
     learnt = reward._vit.embeddings.position_embeddings.data
@@ -110,7 +110,7 @@ def test_dinos_positions(dino_folder: Path) -> None:
 
 
 def test_the_style_of_frames(clip_folder: Path) -> None:  # noqa: F811
-    """VBench's appearance style: the prompt is not what frames are compared with."""
+    """VBench's appearance style: frames are compared with a text other than the prompt."""
     images = random_images(EDGE, EDGE, 2)
     of_style = rewards(entry("clip_score", model=str(clip_folder), column="style"))
     of_prompt = rewards(entry("clip_score", model=str(clip_folder)))

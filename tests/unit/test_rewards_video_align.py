@@ -45,7 +45,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def random_state(base: Path, grades: int = 1) -> State:
-    """Weights under the published names, those of peft, with rows for the reward tokens; each drawn by its name."""
+    """Weights under peft's published names, with rows for the reward tokens; each is drawn with its name as seed."""
     from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
 
     config = Qwen2VLConfig.from_pretrained(base)
@@ -132,7 +132,7 @@ def test_a_head_with_a_row_for_each_grade(base: Path, tmp_path: Path) -> None:
 
 
 def test_frames_are_those_that_the_authors_code_takes() -> None:
-    """Its smart_nframes and linspace; 81 frames at 16 per second are five seconds."""
+    """As VideoAlign's smart_nframes and linspace; 81 frames at 16 per second are five seconds."""
     from phalanx.rewards.video.video_align import frames
 
     assert frames(81, 16, 2) == [0, 9, 18, 27, 36, 44, 53, 62, 71, 80]
@@ -144,7 +144,7 @@ def test_frames_are_those_that_the_authors_code_takes() -> None:
 
 
 def test_the_text_is_that_which_the_model_was_trained_with() -> None:
-    """A slip in it, or an editor that strips spaces, would shift all scores without an error."""
+    """A typing error in it, or an editor that strips spaces, would shift all scores without an error."""
     from phalanx.rewards.video._video_align_text import TEMPLATE
 
     digest = hashlib.sha256(TEMPLATE.encode()).hexdigest()
@@ -169,7 +169,7 @@ def test_bad_weights_configurations_and_bases(base: Path, weights: Path, tmp_pat
     assert message(cut) == f" has no weights {lora}; {right}"
     head = "base_model.model.rm_head.weight"
     cut = {name: value for name, value in state.items() if name != head}
-    assert message(cut) == f" has no weights rm_head.weight: no reward model; {right}"
+    assert message(cut) == f" has no weights rm_head.weight: not a reward model; {right}"
     assert message(state | {"film.weight": torch.zeros(1)}) == (
         f" has film.weight, which does not begin with base_model.model.; {right}"
     )
@@ -187,5 +187,5 @@ def test_bad_weights_configurations_and_bases(base: Path, weights: Path, tmp_pat
     )
     (folder / "model_config.json").unlink()
     assert error_of("video_align", model=folder, base=base, fps=16).removeprefix(f"model='{folder}'") == (
-        f" has no model_config.json that can be read (FileNotFoundError); {right}"
+        f" has no readable model_config.json (FileNotFoundError); {right}"
     )

@@ -1,4 +1,4 @@
-"""Rewards of videos: images' rewards see frames, whose mean counts; others take videos whole."""
+"""Rewards of videos: rewards of images score frames, whose mean counts; others take whole videos."""
 
 from typing import Any
 
@@ -55,7 +55,7 @@ def late_nan(images: Tensor, prompts: list[str], metadata: list[dict[str, Any]])
 
 
 class Verdict(Judge):
-    """Asks about nothing."""
+    """Has a constant question."""
 
     template = "?"
 
@@ -109,5 +109,5 @@ def test_a_server_takes_no_videos() -> None:
     from phalanx.jobs.reward_server import RewardServer
 
     cfg = ServeRewardConfig(reward=FlowRewardConfig(functions=[entry("motion")]), port=0)
-    problem = "reward.functions: motion takes videos, and the server gets images; give it to the job"
+    problem = "reward.functions: motion takes videos, but the server receives images; use it in the job"
     assert told(ValueError, RewardServer, cfg) == problem

@@ -141,11 +141,12 @@ LM_BASE = "phalanx.rollout.lm.in_policy.LMRollout"
         (lm_config, "Bare", "rollout.engine: '{own}:Bare' lacks facts = EngineFacts(...) of phalanx.config.engines; "
          f"derive it from {LM_BASE}"),
         (flow_config, "Text", "rollout.engine: '{own}:Text' lacks encode, collate; derive it from " + FLOW_BASE),
-        (lm_config, "Flow", "rollout.engine: '{own}:Flow' is made by Flow(policy, config, world, micro_batch_size, "
+        (lm_config, "Flow", "rollout.engine: '{own}:Flow' is constructed as Flow(policy, config, world, micro_batch_size, "
          "passes=...): got an unexpected keyword argument 'passes'"),
-        (lm_config, "Wrong", "rollout.engine: '{own}:Wrong' is made by Wrong(policy, config, world, micro_batch_size, "
+        (lm_config, "Wrong", "rollout.engine: '{own}:Wrong' is constructed as Wrong(policy, config, world, micro_batch_size, "
          "passes=...): too many positional arguments"),
-        (lm_config, "Blocks", "rollout.engine: {own}:Blocks is of block diffusion; set model.block_size, or another one"),
+        (lm_config, "Blocks", "rollout.engine: {own}:Blocks is for block diffusion; set model.block_size, or another "
+                              "engine"),
         (lm_config, "", "rollout.engine='{own}:' names no class; expected module:Class or path/to/file.py:Class"),
     ],
 )  # fmt: skip
@@ -169,7 +170,7 @@ def test_a_class_that_is_nowhere(tmp_path: Path) -> None:
 def test_an_engine_lacks_what_it_should_have_once_it_is_made(own: str) -> None:
     name = f"{own}:Stated"
     lm_config(f"rollout.engine='{name}'")
-    with refused(f"rollout.engine: '{name}' has no exact, micro_batch_size once it is made; see phalanx.types.Rollout"):
+    with refused(f"rollout.engine: '{name}' has no exact, micro_batch_size after __init__; see phalanx.types.Rollout"):
         made(engine_class(name, {}), name, None, None, None, 4, passes=None)
 
 
@@ -177,7 +178,7 @@ def test_the_kinds_of_language_models_have_engines_of_their_own(own: str) -> Non
     blocks = ("model.block_size=4", "data.max_response_length=8")
     lm_config(f"rollout.engine='{own}:Blocks'", *blocks)
     for engine in ("vllm", f"{own}:Text"):
-        message = f"rollout.engine: {engine} does not go with block diffusion (model.block_size=4); leave it out"
+        message = f"rollout.engine: {engine} does not work with block diffusion (model.block_size=4); leave it out"
         with refused(message):
             lm_config(f"rollout.engine='{engine}'", *blocks)
 
@@ -208,7 +209,7 @@ def test_a_run_is_read_without_its_engine(own: str, tmp_path: Path) -> None:
 def test_the_policy_needs_no_correction(correction: str, own: str) -> None:
     for engine in ("policy", f"{own}:Flow"):
         with refused(
-            f"rollout.correction: {correction} has nothing to correct where rollout.engine is {engine}; its log-probs "
+            f"rollout.correction: {correction} has nothing to correct with rollout.engine={engine}; its log-probs "
             "are exact"
         ):
             check(FlowRLConfig(rollout=FlowRolloutConfig(engine=engine, correction=correction)))
@@ -236,7 +237,7 @@ def test_what_an_engine_cannot_do(own: str) -> None:
                 check(FlowRLConfig(rollout=FlowRolloutConfig(engine=engine, **{key: 3})))
         check(FlowRLConfig(rollout=FlowRolloutConfig(engine=f"{own}:Flow", **{key: 3})))
     with pytest.raises(
-        ConfigError, match=r"^rollout.num_frames: 5 needs rollout.engine=policy; .*:Copy samples images and no videos$"
+        ConfigError, match=r"^rollout.num_frames: 5 needs rollout.engine=policy; .*:Copy samples images, not videos$"
     ):
         check(FlowRLConfig(rollout=FlowRolloutConfig(engine=f"{own}:Copy", num_frames=5)))
 
@@ -244,7 +245,7 @@ def test_what_an_engine_cannot_do(own: str) -> None:
 def test_images_of_the_data_are_as_many_as_its_columns(own: str) -> None:
     keys = ("algorithm.name=awm", "data.train_files=[x]", "reward.functions=[{name: preferred}]", "rollout.n=2")
     with refused(
-        f"rollout.n: 2 should be 3 where rollout.engine is {own}:Threes: the best image and the middle image and the "
+        f"rollout.n: 2; expected 3 with rollout.engine={own}:Threes: the best image and the middle image and the "
         "worst one"
     ):
         check_config(flow_config(f"rollout.engine='{own}:Threes'", "trainer.total_training_steps=1", *keys))

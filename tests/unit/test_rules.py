@@ -32,7 +32,7 @@ def models(schema: type) -> list[str]:
 
 
 def broken_by(table: tuple[Rule, ...], cfg: Any, message: str, **given: Any) -> Rule:
-    """The rule with a message that begins so, which is one line and names one of the rule's keys."""
+    """The rule whose message begins with `message`. The message must be one line and name one of the rule's keys."""
     results = {text: rule for rule, text in rules.broken(table, cfg, **given) if text.startswith(message)}
     ((text, rule),) = results.items()
     plain = text.replace("{name: ocr}", "").replace("{rollout: 0, actor: 1}", "").replace("{} once", "")
@@ -81,7 +81,7 @@ def test_a_rule_of_a_model(overrides: tuple[str, ...], model: dict[str, Any], me
     [
         (("writer.rollout.n=1",), "writer.rollout.n: 1 leaves writer.algorithm.name=grpo nothing"),
         (("painter.optim.betas=[1]",), "painter.optim.betas: [1.0] should be two numbers"),
-        (("trainer.critic_warmup=3",), "trainer.critic_warmup: 3 is of a critic"),
+        (("trainer.critic_warmup=3",), "trainer.critic_warmup: 3 configures a critic"),
         (("environment.path=a:B",), "unknown key environment.path; the writer of a joint run answers once, without"),
         (("writer.environment.path=a:B",), "unknown key writer.environment.path; the writer of a joint run answers"),
         (("placement={rollout: 1}",), "unknown key placement.rollout; a joint run has no ranks of other roles"),
@@ -91,12 +91,12 @@ def test_a_rule_of_a_model(overrides: tuple[str, ...], model: dict[str, Any], me
         (("painter.data.seed=2",), "unknown key painter.data.seed; both policies have one data.seed"),
         (("actor_rollout_ref.rollout.n=2",), "unknown key actor_rollout_ref.rollout.n; here it is rollout.n, which a"),
         (("writer.algorithm.clip_ratio=a",), "writer.algorithm.clip_ratio: expected a number, got 'a'"),
-        (("rewrite.pattern='(a{99999999999})'",), "rewrite.pattern: '(a{99999999999})' does not work (the repetition"),
+        (("rewrite.pattern='(a{99999999999})'",), "rewrite.pattern: '(a{99999999999})' cannot be used (the repetition"),
         (("writer=3",), "writer: expected a section, got 3"),
     ],
 )
 def test_a_policy_of_a_joint_run_keeps_the_rules_of_its_kind(overrides: tuple[str, ...], message: str) -> None:
-    """Messages have the joint run's keys."""
+    """Messages name the joint run's keys."""
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}"):
         load(JointConfig, None, [*models(JointConfig), *overrides])
 
@@ -121,7 +121,7 @@ def test_no_rule_is_dead() -> None:
 
 
 def test_a_rule_stands_in_one_place() -> None:
-    """No other module raises the message of a rule."""
+    """No module outside the rules raises the message of a rule."""
     folder = ROOT / "src" / "phalanx" / "config" / "rules"
     files = [path for path in (ROOT / "src").rglob("*.py") if not path.is_relative_to(folder)]
     sources = "".join(re.sub(r'"\s*\n\s*f?"', "", path.read_text()) for path in files)
@@ -131,5 +131,5 @@ def test_a_rule_stands_in_one_place() -> None:
 
 
 def test_a_file_for_the_cluster_check_is_of_any_job() -> None:
-    """Rules of flow matching are none of reinforcement learning's files, which the check of a cluster reads as well."""
+    """The cluster check reads files of any job, so rules of flow matching must not apply to reinforcement learning."""
     assert load(CheckClusterConfig, None, ["rollout.num_frames=5"]).rollout.num_frames == 5

@@ -1,4 +1,4 @@
-"""`phalanx runs`, `logs` and `stop`, on folders as jobs leave them."""
+"""`phalanx runs`, `logs` and `stop` on folders like those that jobs leave behind."""
 
 import io
 import json
@@ -38,7 +38,7 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def a_run(folder: Path, steps: int = 4, total: int | None = 10, ranks: int = 2, **state: Any) -> Path:
-    """A run's folder after some steps of 2 s, on a host for each two ranks."""
+    """Create a run's folder after some steps of 2 s each, with two ranks per host."""
     (folder / "ranks").mkdir(parents=True)
     rows = []
     for step in range(1, steps + 1):
@@ -59,7 +59,7 @@ def test_runs_and_their_states(
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "metrics.jsonl").write_text('{"step": 2}\n{"step": 3')
     (tmp_path / "old" / "config.yaml").write_text("trainer: {total_training_steps: 6}\n")
-    a_run(tmp_path / "dead" / "images" / "no run")  # of a run's own folders
+    a_run(tmp_path / "dead" / "images" / "no run")  # subfolders of a run are not searched
     lock = FolderLock(a_run(tmp_path / "lives"), lambda _: None, lambda: None)
     os.utime(tmp_path / "dead" / "running.json", (0, 0))
     assert main("runs", [str(tmp_path)]) == 0
@@ -77,7 +77,7 @@ def test_runs_and_their_states(
 
 
 def test_a_beat_counts_whatever_the_clock_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a machine whose clock is an hour late."""
+    """The job runs on a machine whose clock is an hour slow."""
     monkeypatch.setattr(runs, "BEAT_S", 0.5)
     lock = FolderLock(a_run(tmp_path / "run"), lambda _: None, lambda: None)
     done = threading.Event()
@@ -120,14 +120,14 @@ def test_logs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def printed(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
-    """What is printed from now on, and can be looked at while a thread prints."""
+    """Capture stdout from now on, so that it can be read while a thread prints."""
     out = io.StringIO()
     monkeypatch.setattr(sys, "stdout", out)
     return out
 
 
 def test_a_log_is_followed_until_the_run_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where its beginning is dropped meanwhile."""
+    """Even if its beginning is removed in the meantime."""
     out = printed(monkeypatch)
     run = a_run(tmp_path / "run")
     lock = FolderLock(run, lambda _: None, lambda: None)
@@ -174,7 +174,7 @@ def test_stop(ended: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 def test_a_stopped_evaluation_says_how_it_has_ended(
     ended: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It has no steps. One that failed on its way to the stop, or left no word, was not stopped."""
+    """An evaluation has no steps. If it fails while stopping, or does not record its end, `stop` fails."""
     lock: list[FolderLock] = []
 
     def end() -> None:
@@ -194,7 +194,7 @@ def test_a_stopped_evaluation_says_how_it_has_ended(
 def test_a_stop_tells_the_last_words_of_the_ranks_that_train(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Where ranks have roles, only those know what is kept. A second request beside the first is answered as well."""
+    """With roles, only the ranks that train know what was saved. A concurrent second request succeeds too."""
     out = printed(monkeypatch)
     run, lock = a_run(tmp_path / "run", role="rollout", ended="stopped"), list[FolderLock]()
     state = json.loads((run / "ranks" / "1.json").read_text()) | {"role": "actor"}
@@ -219,14 +219,15 @@ def test_a_stop_tells_the_last_words_of_the_ranks_that_train(
 
 
 def test_a_request_that_cannot_be_written_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As in a folder of somebody else's."""
+    """As in a folder of another user."""
     run = a_run(tmp_path / "run")
     lock = FolderLock(run, lambda _: None, lambda: None)
     (run / "stop.json.tmp").mkdir()
     assert main("stop", [str(run)]) == 2
     lock.release()
     reason = (
-        "the request cannot be written (Is a directory); ask as the user of the job, or send SIGTERM to its launcher"
+        "the request cannot be written (Is a directory); "
+        "run this as the user of the job, or send SIGTERM to its launcher"
     )
     assert capsys.readouterr().err == f"error: {run}: {reason}\n"
 
@@ -234,7 +235,7 @@ def test_a_request_that_cannot_be_written_is_one_line(tmp_path: Path, capsys: py
 def test_hundreds_of_runs_and_damaged_ones(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each has a line, within seconds; those that say nothing are waited for once."""
+    """Each has a line within seconds, with a single wait for the heartbeats of all silent ones."""
     monkeypatch.setattr(runs, "BEAT_S", 0.2)
     for number in range(300):
         a_run(tmp_path / f"{number:03d}", ended="finished")
@@ -258,7 +259,7 @@ def test_a_job_that_dies_before_it_stops(
     monkeypatch.setattr(runs, "PATIENCE_S", 0.5)
     (a_run(tmp_path / "run") / "running.json").write_text('{"pid": 7, "host": "x", "beat": 3, "token": "t"}')
     assert main("stop", [str(tmp_path / "run")]) == 2
-    assert capsys.readouterr().err == f"error: {tmp_path / 'run'}: process 7 on x has died before it stopped\n"
+    assert capsys.readouterr().err == f"error: {tmp_path / 'run'}: process 7 on x died before it stopped\n"
     assert json.loads((tmp_path / "run" / "stop.json").read_text()) == {"token": "t"}
 
 
@@ -273,10 +274,10 @@ def test_other_folders_are_refused(command: str, tmp_path: Path, capsys: pytest.
 
 
 def test_a_log_steers_no_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Texts of models may hold escapes; a huge log is read from its end."""
+    """Model outputs may contain escape sequences; only the end of a huge log is read."""
     folder = a_run(tmp_path / "run")
     with (folder / "ranks" / "0.log").open("wb") as file:
-        file.seek(5 << 30)  # of which the disk has only the last lines
+        file.seek(5 << 30)  # a sparse file
         file.write(b"\n\x1b]0;title\x07 \x1b[2J caf\xc3\xa9 \xff\n")
     assert main("logs", [str(folder), "-n", "1"]) == 0
     assert capsys.readouterr().out == "\\x1b]0;title\\x07 \\x1b[2J café \ufffd\n"

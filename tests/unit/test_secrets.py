@@ -1,4 +1,4 @@
-"""Values from the environment: in a configuration, wherever they stand, and in messages."""
+"""Values from the environment: at any place in a configuration, and in messages."""
 
 import logging
 import os
@@ -26,7 +26,7 @@ def key(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def with_kwargs(kwargs: str) -> tuple[Any, dict[str, Any]]:
-    """The kwargs of a reward as the job gets them, and the configuration as files and loggers get it."""
+    """The kwargs of a reward that the job gets, and the configuration that files and loggers get."""
     cfg = load(FlowRLConfig, None, [f"reward.functions=[{{name: ocr, kwargs: {kwargs}}}]", "model.path=base"])
     return cfg.reward.functions[0].kwargs, public(cfg)
 
@@ -90,7 +90,7 @@ def test_what_is_no_secret_stays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
         [*words, "trainer.experiment_name=${oc.env:PHALANX_TEST_UNSET,a-default}", "model.path=base"],
     )
     message = f"a disk is full: {tmp_path}/run of a-default"
-    assert hide(message) == message  # folders that are there, words of few letters, defaults
+    assert hide(message) == message  # existing folders, short values, defaults
     assert os.environ["PHALANX_TEST_KEY"] not in hide(message)
 
 

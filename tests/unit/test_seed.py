@@ -1,4 +1,4 @@
-"""Seeds are functions of names: the numbers below may never change, or resumed runs would go on with other noise."""
+"""Seeds are functions of names. The numbers below must never change, or resumed runs would get different noise."""
 
 import itertools
 import subprocess
@@ -36,7 +36,7 @@ def test_golden_values(names: tuple[int | str, ...], seed: int) -> None:
 
 
 def test_another_process_agrees() -> None:
-    """Python's own hash() of a text differs from process to process."""
+    """Unlike Python's hash() of a text, which differs between processes."""
     code = "from phalanx.distributed.seed import fold_in; print(fold_in(0, 1, 2, 3, 'step', 4))"
     said = subprocess.run(
         [sys.executable, "-c", code],
@@ -56,7 +56,7 @@ def test_streams_do_not_meet() -> None:
     seeds = {fold_in(*n) for n in [*names, *steps]}
     assert len(seeds) == len(names) + len(steps)
     assert all(0 <= seed < 2**63 for seed in seeds)
-    assert len({seed % 2**32 for seed in seeds}) == len(seeds)  # what a CPU's generator sees of them
+    assert len({seed % 2**32 for seed in seeds}) == len(seeds)  # the bits that a CPU's generator uses
 
 
 def test_the_order_and_the_bounds_of_names_count() -> None:

@@ -1,4 +1,4 @@
-"""T2I-CompBench's questions to a judge: what is asked of each category, and what answers are worth."""
+"""T2I-CompBench's questions to a judge for each category, and the scores of answers."""
 
 from typing import Any
 
@@ -41,7 +41,7 @@ def test_questions_about_parts() -> None:
 
 @pytest.mark.parametrize("category", ["spatial", "3d_spatial", "non_spatial", "complex", "numeracy"])
 def test_questions_about_the_whole(category: str) -> None:
-    """By the category of all prompts, or that of the row; braces of a prompt stay."""
+    """The category is that of all prompts or of the row; braces in a prompt are kept."""
     (question,) = T2iCompbench(category).questions("a {red} cat", {})
     assert [question] == T2iCompbench().questions("a {red} cat", {"category": category})
     assert '"a {red} cat"' in question and "Give a score from 1 to 5" in question
@@ -101,7 +101,7 @@ def test_parts_are_multiplied() -> None:
         ({"phrases": []}, "phrases []; expected a list with a text for each part of the prompt"),
         ({"nouns": "bench"}, "nouns 'bench'; expected a list with a text for each part of the prompt"),
         ({"attributes": [1, 2]}, "attributes [1, 2]; expected a list with a text for each part of the prompt"),
-        ({"attributes": ["green"]}, "attributes has 1 texts, and phrases has 2"),
+        ({"attributes": ["green"]}, "attributes has 1 texts, but phrases has 2"),
     ],
 )
 def test_a_row_that_cannot_be_asked_about(changed: dict[str, Any], message: str) -> None:
@@ -129,5 +129,5 @@ def test_questions_are_a_list_of_texts(asked: Any) -> None:
             return asked
 
     assert told(RewardError, _asked, "t", Wrong("numeracy"), False, Prompt("a dog", 0, {}), None).startswith(
-        f"reward 't' has no question: TypeError: questions returned {asked!r}; expected a list of one text or more on"
+        f"reward 't' has no question: TypeError: questions returned {asked!r}; expected a list of at least one text on"
     )

@@ -60,10 +60,10 @@ def test_gsm8k_with_thousands_and_decimals() -> None:
 def test_gsm8k_without_a_ground_truth() -> None:
     with pytest.raises(ValueError, match="gsm8k needs a ground_truth"):
         Gsm8k()(["#### 1"], ["?"], [{}])
-    with pytest.raises(ValueError, match="gsm8k found the ground_truth 'seven', which is no number"):
+    with pytest.raises(ValueError, match="gsm8k: the ground_truth 'seven' is not a number"):
         Gsm8k()(["#### 1"], ["?"], [{"ground_truth": "seven"}])
     for value in ("NaN", float("nan"), float("inf")):
-        with pytest.raises(ValueError, match=f"gsm8k found the ground_truth '{value}', which is no number"):
+        with pytest.raises(ValueError, match=f"gsm8k: the ground_truth '{value}' is not a number"):
             Gsm8k()(["#### 1"], ["?"], [{"ground_truth": value}])
     with pytest.raises(ValueError, match="method='loose' should be strict or flexible"):
         Gsm8k("loose")  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The mend for a torchvision whose compiled part does not load."""
+"""The workaround for a torchvision whose compiled extension cannot be loaded."""
 
 import subprocess
 import sys
@@ -6,7 +6,7 @@ from pathlib import Path
 
 from phalanx.tools.torchvision_ops import install
 
-# What torchvision does at import, with its compiled part left out.
+# The import of torchvision without its compiled extension.
 META = """
 import torch
 

@@ -1,4 +1,4 @@
-"""train.sh under each shell at hand, with a torchrun that prints its arguments; then with the real one."""
+"""train.sh under each available shell, with a torchrun that prints its arguments, and with the real one."""
 
 import os
 import re
@@ -22,7 +22,7 @@ TASK = ("tasks/train.py", "cfg.yaml", "a.b=two words", "c=*")
 ONCE = "--max-restarts 0 --signals-to-handle SIGTERM"
 KEEP_ALIVE = "keep_alive_interval=3,keep_alive_max_attempt=5,last_call_timeout=15"
 NODE_0 = f"--rdzv-conf is_host=true,{KEEP_ALIVE} --rdzv-id phalanx --local-addr localhost"
-# what is set, and what torchrun is given
+# environment variables, and the resulting arguments of torchrun
 COMMANDS = {
     "NPROC_PER_NODE=2": f"--standalone --nnodes 1 --nproc-per-node 2 {ONCE}",
     "NNODES=4 NODE_RANK=3 MASTER_ADDR=node-0 MASTER_PORT=1234 NPROC_PER_NODE=8": (
@@ -42,12 +42,12 @@ COMMANDS = {
         f"--nnodes 2:4 --rdzv-backend c10d --rdzv-endpoint localhost:1234 {NODE_0} "
         "--nproc-per-node 1 --max-restarts 3 --signals-to-handle SIGTERM"
     ),
-    # another node does not keep the store, and says the address by which it reaches node 0
+    # other nodes do not host the store, and pass the address from which they reach node 0
     "NNODES=2:4 NODE_RANK=3 MASTER_ADDR=127.0.0.1 MAX_RESTARTS=0 RDZV_CONF=a=b": (
         f"--nnodes 2:4 --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:29500 --rdzv-conf is_host=false,{KEEP_ALIVE},a=b "
         f"--rdzv-id phalanx --local-addr 127.0.0.1 --nproc-per-node 1 {ONCE}"
     ),
-    # its name server does not know node 0
+    # the name of node 0 cannot be resolved
     "NNODES=2:4 NODE_RANK=1 MASTER_ADDR=no-host.invalid MAX_RESTARTS=0": (
         f"--nnodes 2:4 --rdzv-backend c10d --rdzv-endpoint no-host.invalid:29500 --rdzv-conf is_host=false,{KEEP_ALIVE} "
         f"--rdzv-id phalanx --nproc-per-node 1 {ONCE}"
@@ -170,7 +170,7 @@ def test_help_runs_the_task_without_torchrun(shell: list[str], folder: Path, arg
 @pytest.mark.parametrize("ask", ["--plan", "plan=true"])
 @pytest.mark.parametrize("nodes", ["4", "2:4"])
 def test_a_plan_runs_the_task_without_torchrun(shell: list[str], folder: Path, ask: str, nodes: str) -> None:
-    """It need not know where node 0 is, and sees no variables that are not its own."""
+    """It does not need the address of node 0, and sees only its own variables."""
     done = launch(shell, folder, "tasks/train.py", ask, NNODES=nodes, HIP_VISIBLE_DEVICES="0,1", WORLD_SIZE="9")
     assert done.stdout.startswith(f"task ['{ask}']\n")
     seen = environment(done)
@@ -209,21 +209,21 @@ def test_environment_of_the_ranks(shell: list[str], folder: Path) -> None:
 
 # -- signals --------------------------------------------------------------------------------------------------------
 
-# Says that it runs, and what it hears; it takes a moment for its checkpoint, as torchrun does.
+# Records that it runs and the signals it receives; it takes a moment for its checkpoint, as torchrun does.
 SLOW = """trap 'echo heard TERM >>heard; sleep 0.3; echo saved >>heard; exit 1' TERM
 echo ready >ready
 while :; do sleep 0.1; done"""
 
 
 def default_signals() -> None:
-    """In the child: a shell cannot trap what its parent ignored."""
+    """Called in the child, because a shell cannot trap signals that its parent ignored."""
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
 
 
 @pytest.fixture
 def started(shell: list[str], folder: Path) -> Iterator[subprocess.Popen[str]]:
-    """train.sh as the leader of a group of its own, its torchrun running."""
+    """train.sh as the leader of a separate process group, with a running torchrun."""
     (folder / "bin" / "sleep").symlink_to(str(shutil.which("sleep")))
     write_tool(folder, "torchrun", SLOW)
     process = subprocess.Popen(
@@ -260,7 +260,7 @@ def test_told_to_stop(started: subprocess.Popen[str], folder: Path, number: sign
 def test_signals_of_the_terminal(
     started: subprocess.Popen[str], folder: Path, number: signal.Signals, status: int
 ) -> None:
-    """It sends them to all of its processes, at each Ctrl-C; torchrun hears one SIGTERM all the same."""
+    """A terminal signals all of its processes at each Ctrl-C; nevertheless torchrun receives a single SIGTERM."""
     for _ in range(3):
         os.killpg(started.pid, number)
         time.sleep(0.05)
@@ -269,7 +269,7 @@ def test_signals_of_the_terminal(
 
 
 def test_nohup(shell: list[str], folder: Path) -> None:
-    """A terminal that closes does not end what nohup started, although torchrun would hear SIGHUP."""
+    """Closing the terminal does not end a job started with nohup, although torchrun would handle SIGHUP."""
     write_tool(folder, "torchrun", "kill -HUP 0; echo goes on")
     done = subprocess.run(
         ["nohup", *command(shell, "tasks/train.py")],
@@ -310,7 +310,7 @@ def test_the_ranks_read_the_terminal(shell: list[str], folder: Path) -> None:
 
 
 def test_a_closed_stdin(shell: list[str], folder: Path) -> None:
-    """Daemons and supervisors start programs without one."""
+    """Daemons and supervisors start programs without stdin."""
     done = subprocess.run(
         ["sh", "-c", 'exec "$@" <&-', "sh", *command(shell, *TASK)],
         cwd=folder,
@@ -359,7 +359,7 @@ def test_two_nodes_number_their_ranks_in_order(tmp_path: Path) -> None:
     assert places == ["0 4 2 0 1", "1 4 2 0 1", "0 4 2 1 1", "1 4 2 1 1"]
 
 
-# Rank 3 fails once the others are there, who would wait for it in a collective.
+# Rank 3 fails once the others have started, which would wait for it in a collective.
 FAILS_ONCE = """
 import os, pathlib, sys, time
 folder, rank = pathlib.Path(sys.argv[1]), os.environ["RANK"]

@@ -1,4 +1,4 @@
-"""Rewards of texts whose verifiers run in a process of their own: math-verify, reasoning-gym, regular expressions."""
+"""Rewards of texts whose verifiers run in separate processes: math-verify, reasoning-gym, regular expressions."""
 
 import json
 import threading
@@ -108,7 +108,7 @@ def test_answers_that_are_the_same() -> None:
 
 
 def test_math() -> None:
-    """Strings first, then math-verify; what is no answer is none, whatever it holds."""
+    """Texts are compared first, then by math-verify; texts without an answer have none."""
     right = [r"\boxed{\sqrt{8}}", r"\boxed{(x-1)(x+1)}", r"\boxed{0.50}", r"\boxed{\{2,1\}}"]
     truths = [r"2\sqrt2", "x^2-1", r"so $\boxed{\frac12}$.", r"\{1,2\}"]
     reward = Math()
@@ -201,14 +201,14 @@ def test_no_answer_ends_the_job(on_error: str) -> None:
     prompts = [Prompt(f"q{i}", i, {"ground_truth": "2"}) for i in range(6)]
     reward = text_rewards(on_error)
     reward.submit([r"\boxed{2}", *[HANGS] * 5], prompts)
-    assert len(reward._calls) == 6  # together they may take longer than reward.timeout_s, which is of each call
+    assert len(reward._calls) == 6  # together they may take longer than reward.timeout_s, which limits each call
     rows = {name: values.tolist() for name, values in reward.collect().items()}
     assert rows == {"math": [1, 0, 0, 0, 0, 0], "math_unjudged": [0, 1, 1, 1, 1, 1]}
     assert reward.problem is None
 
 
 def test_verifiers_in_several_threads() -> None:
-    """Each has a process of its own, so that one that hangs holds up none of the others."""
+    """Each has a separate process, so that one that hangs does not delay the others."""
     verifier = Verifier("math", 5.0)
     pairs = [(str(i), f"{i}.0") for i in range(12)]
     with ThreadPoolExecutor(3) as pool:
@@ -252,7 +252,7 @@ def test_a_truth_that_is_none(truth: Any, problem: str) -> None:
         (lambda: Math(timeout_s=0), "timeout_s=0 should be seconds, above 0 and below 3600"),
         (
             lambda: Format("(a"),
-            "pattern='(a' is no regular expression: missing ), unterminated subpattern at position 0",
+            "pattern='(a' is not a valid regular expression: missing ), unterminated subpattern at position 0",
         ),
         (lambda: Length("tokens"), "unit='tokens' should be characters or words"),  # type: ignore[arg-type]
         (lambda: Length(target=0), "target=0 should be above 0"),
@@ -317,7 +317,7 @@ def test_the_tags(text: str, score: float, opened: float) -> None:
 
 
 def test_a_pattern_of_the_user() -> None:
-    """One that would look for longer than the universe costs its sample."""
+    """A search that would practically never end costs only its sample."""
     reward = Format("(a+)+b.*", timeout_s=1.0)
     result = reward(["aaab\n", "caab", "a" * 60, "\x00", "b" * 1_000_000], ["?"] * 5, [{}] * 5)
     assert list(result.scores) == [1, 0, 0, 0, 0] and result.extras == {"unjudged": [0, 0, 1, 0, 0]}
@@ -335,7 +335,7 @@ def test_length() -> None:
 
 
 def test_reasoning_gym() -> None:
-    """The package's own verifier, on rows that JSON has held."""
+    """The package's own verifier, on rows converted to JSON and back."""
     import reasoning_gym
 
     rows = []

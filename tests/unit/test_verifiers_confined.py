@@ -1,4 +1,4 @@
-"""Answers of a policy are data: none runs as code, and what judges them has no secrets, no network and no files."""
+"""Answers of a policy are data: none is run as code, and verifiers have no secrets, network or files."""
 
 import json
 import re
@@ -20,10 +20,10 @@ from phalanx.types import Prompt
 from tests.rewards import scored
 
 EVALUATING = sorted((*_grammar.LISTS, *_grammar.FORMULAS))
-# Modules of reasoning-gym with a call that evaluates text, of which only the data reach it: generators of questions, and
-# verifiers that evaluate what the row holds.
+# Modules of reasoning-gym that evaluate text, but only text of the data: generators of questions, and verifiers that
+# evaluate the row.
 OF_DATA = {"basic_arithmetic", "bitwise_arithmetic", "codeio", "generators_00_49", "generators_50_99", "number_sorting"}
-OF_DATA |= {"propositional_logic"}  # whose parse_expr is its own
+OF_DATA |= {"propositional_logic"}  # has its own parse_expr
 
 
 def entry_of(task: str) -> dict[str, Any]:
@@ -70,7 +70,7 @@ def test_no_answer_runs(task: str, tmp_path: Path) -> None:
         "1+" * 50_000 + "1",
     ]
     begin = time.monotonic()
-    assert max(judge(task, *answers)) <= 0.01  # which puzzle24 and countdown give whatever is no formula
+    assert max(judge(task, *answers)) <= 0.01  # the score of puzzle24 and countdown for anything that is not a formula
     assert time.monotonic() - begin < 240
     assert not touch.exists()
 
@@ -212,10 +212,10 @@ def test_time_is_linear_in_the_length(name: str, kwargs: dict[str, Any]) -> None
             for length in (50_000, 100_000):
                 text = unit * (length // len(unit)) + ending
                 tries = []
-                for _ in range(2):  # Python's collector may take a second in one of them
+                for _ in range(2):  # garbage collection may take a second in one of them
                     begin = time.process_time()
                     scored(reward, ([text], [Prompt("?", 0, {"ground_truth": "1"})]))
                     tries.append(time.process_time() - begin)
                 seconds.append(min(tries))
-            # a quarter of a second is noise beside the many seconds of a quadratic one
+            # a quarter of a second is negligible compared with the many seconds of a quadratic algorithm
             assert seconds[1] < 3 * seconds[0] + 0.25, (label, ending[:10], seconds)

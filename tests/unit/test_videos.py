@@ -1,4 +1,4 @@
-"""Videos on disk and in the loggers, read back; and what of them is shown in a picture."""
+"""Videos on disk and in the loggers, which are read back, and the images that represent them."""
 
 import json
 import sys
@@ -24,11 +24,11 @@ from phalanx.telemetry.metrics import RunLogger
 from phalanx.telemetry.records import Record, grid, read_index, save_records
 from tests.checks import refused
 
-SHADES = [20, 90, 160, 230]  # of a video's frames, far enough from each other for any encoder
+SHADES = [20, 90, 160, 230]  # of a video's frames, distinguishable after any encoder
 
 
 def video(shades: list[int], height: int = 32, width: int = 48) -> NDArray[np.uint8]:
-    """Frames [F, H, W, 3], each of one shade."""
+    """Frames [F, H, W, 3], each with a uniform shade."""
     return np.stack([np.full((height, width, 3), shade, dtype=np.uint8) for shade in shades])
 
 
@@ -41,7 +41,7 @@ def shaded(i: int) -> Record:
 
 
 def read(path: Path) -> tuple[NDArray[np.uint8], float]:
-    """Frames [F, H, W, 3] of a file, and how many there are a second."""
+    """The frames [F, H, W, 3] of a file, and the number per second."""
     with av.open(str(path)) as container:
         frames = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
         rate = container.streams.video[0].average_rate
@@ -73,14 +73,14 @@ def test_a_path_with_a_colon_is_no_url(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_what_the_encoder_refuses(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A frame that is too wide is an error of the file, of one line, and costs a validation's images, not the run."""
+    """A frame that is too wide is a one-line OSError, which costs a validation's images but not the run."""
     wide = video([0, 9], height=2, width=16400)
     with pytest.raises(OSError, match=r"a\.mp4: .*libx264") as error:
         write_video(tmp_path / "a.mp4", wide, fps=8)
     assert "\n" not in str(error.value)
     with start(tmp_path, "console") as log:
         log.records(2, "ocr", [Record("a", 0.5, wide, 0, fps=8)])
-    assert "images of step 2 are not written: " in caplog.text
+    assert "images of step 2 were not written: " in caplog.text
     assert list((tmp_path / "images" / "ocr").iterdir()) == []
 
 
@@ -129,7 +129,7 @@ def test_tensorboard_plays_the_grid(tmp_path: Path) -> None:
     with Image.open(BytesIO(moving.encoded_image_string)) as gif:
         assert (moving.step, moving.width, moving.height) == (2, *gif.size)
         assert gif.format == "GIF" and gif.n_frames == GIF_FRAMES  # type: ignore[attr-defined]
-        seconds = 22 / 8  # all of the video
+        seconds = 22 / 8  # the duration of the whole video
         assert gif.info["duration"] == pytest.approx(1000 * seconds / GIF_FRAMES, abs=10)
     assert still.width > moving.width  # four frames side by side
 
@@ -166,7 +166,7 @@ def test_samples_on_disk(tmp_path: Path) -> None:
 
 
 def test_the_moving_grid_shows_the_first_videos(tmp_path: Path) -> None:
-    """Of more videos than an encoder takes at once, and than memory holds, the picture shows them all."""
+    """The image shows all videos, even if there are too many for an encoder or for memory."""
     writer = Writer(tmp_path, 1, fps=8, seed=5)
     shown = list(range(GRID_VIDEOS))
     for i in [*range(GRID_VIDEOS, 60), *shown]:  # another rank's videos may come first
@@ -189,10 +189,10 @@ def test_settings_that_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for wanted, key, number in ((config, "rollout.num_frames", 5), (val, "rollout.val.num_frames", 9)):
         with refused(f"{key}: {number}: StableDiffusion3Pipeline makes images, not videos; set it to 1"):
             val_sampler(wanted, ImageModel)
-    with refused("rollout.noise_level: 2.5 is more than 1, the most of rollout.sde_type=cps"):
+    with refused("rollout.noise_level: 2.5 is more than 1, the maximum with rollout.sde_type=cps"):
         train_sampler(FlowRolloutConfig(sde_type="cps", noise_level=2.5), ImageModel)
     for engine in ("vllm_omni", "dataset"):
-        with refused(f"rollout.num_frames: 5 needs rollout.engine=policy; {engine} samples images and no videos"):
+        with refused(f"rollout.num_frames: 5 needs rollout.engine=policy; {engine} samples images, not videos"):
             check(FlowRLConfig(rollout=FlowRolloutConfig(num_frames=5, engine=engine)))
     monkeypatch.setitem(sys.modules, "av", None)
     assert train_sampler(FlowRolloutConfig(), VideoModel).num_frames == 1

@@ -1,4 +1,4 @@
-"""`phalanx watch`: what its server answers, to whom, and that it reads nothing but the run's folder."""
+"""`phalanx watch`: the answers of its server, access control, and that it reads only the runs' folders."""
 
 import json
 import re
@@ -22,7 +22,7 @@ from tests.pages import EVIL, Page, add_ranks, logger, run
 
 
 class Client:
-    """A server of some runs, and requests to it."""
+    """A server for some runs, and a client of it."""
 
     def __init__(self, *folders: Path, token: str | None = None) -> None:
         self.server = Server(Watcher(folders), "127.0.0.1", 0, token)
@@ -70,7 +70,7 @@ def test_the_page_is_the_report_with_ranks(client: Client, tmp_path: Path) -> No
 
 
 def test_texts_are_never_markup(client: Client, tmp_path: Path) -> None:
-    """Prompts, answers, names of sets, warnings and logs that would be scripts."""
+    """Prompts, answers, set names, warnings and logs that contain scripts."""
     folder = tmp_path / "evil"
     with logger(folder) as log:
         for step in range(2):
@@ -83,7 +83,7 @@ def test_texts_are_never_markup(client: Client, tmp_path: Path) -> None:
     (tmp_path / "page.html").write_text(text)
     page = Page(tmp_path / "page.html")
     assert EVIL in page.words()
-    assert len(page.all("script")) == 5  # two of data, and three of ours
+    assert len(page.all("script")) == 5  # two with data, and three of the page
     sections = other.json("/sections")
     for name, html in sections.items():
         if name in ("headline", "samples", "curves", "tables"):
@@ -165,10 +165,10 @@ def test_a_token_is_needed_where_others_reach_it(tmp_path: Path) -> None:
 
 
 def test_a_foreign_name_is_refused(client: Client) -> None:
-    """As of a page whose name was made to lead here."""
+    """As from a page whose domain name was made to resolve to this machine."""
     for host in ("evil.example", "evil.example:80", "", "127.0.0.1.evil.example", "localhost.evil.example"):
         assert client.ask("/ranks", host=host)[0].status == 403
-    for host in ("localhost", "localhost:9999", "127.0.0.1", "[::1]:5"):  # a tunnel has a port of its own
+    for host in ("localhost", "localhost:9999", "127.0.0.1", "[::1]:5"):  # the port of a tunnel may differ
         assert client.ask("/ranks", host=host)[0].status == 200
 
 
@@ -232,7 +232,7 @@ JUNK = [
 def test_junk_in_a_file_hides_nothing_else(
     tmp_path: Path, name: str, content: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The other rank is shown, and nothing ends with a traceback."""
+    """The other rank is still shown, and there is no traceback."""
     folder = add_ranks(run(tmp_path / "run"))
     (folder / name).write_text(content)
     client = Client(folder)
@@ -258,7 +258,7 @@ def test_what_a_browser_cannot_read_is_refused(
 
 
 def test_a_damaged_sample_is_one_line(client: Client, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """It names the file, and the ranks are shown all the same."""
+    """The message names the file, and the ranks are shown nevertheless."""
     index = tmp_path / "run" / "images" / "ocr" / "step_000003" / "index.jsonl"
     for prompt, beside in (("5", ""), ('"p"', ', "messages": []')):
         index.write_text(f'{{"index": 0, "prompt": {prompt}, "reward": 1.0, "file": "0.png"{beside}}}\n')
@@ -272,7 +272,7 @@ def test_a_folder_that_vanishes_and_comes_back(client: Client, tmp_path: Path) -
     (tmp_path / "run").rename(tmp_path / "elsewhere")
     for path in ("/ranks", "/log?rank=0"):
         answer, text = client.ask(path)
-        assert (answer.status, text) == (400, f"{tmp_path / 'run'} is not there any more\n")
+        assert (answer.status, text) == (400, f"{tmp_path / 'run'} no longer exists\n")
     answer, text = client.ask("/")
     assert answer.status == 400 and text.startswith(f"{tmp_path / 'run'}: no such folder; ")
     (tmp_path / "elsewhere").rename(tmp_path / "run")
@@ -285,7 +285,7 @@ def test_connections_that_ask_nothing_are_few_and_short(
     monkeypatch.setattr(watch.Handler, "timeout", 2)
     before = threading.active_count()
     idle = [socket.create_connection(("127.0.0.1", client.port), 60) for _ in range(3 * watch.MOST_CONNECTIONS)]
-    refused = idle[-1].recv(1)  # the last one is answered by its end
+    refused = idle[-1].recv(1)  # the last connection is closed without an answer
     assert refused == b"" and threading.active_count() - before <= watch.MOST_CONNECTIONS
     deadline = time.monotonic() + 60
     while threading.active_count() > before and time.monotonic() < deadline:
@@ -326,7 +326,7 @@ def test_samples_that_lead_out_of_the_folder_are_not_shown(tmp_path: Path) -> No
 
 
 def test_a_huge_log_is_read_from_its_end(client: Client, tmp_path: Path) -> None:
-    """5 GB, of which the disk has only the last line."""
+    """A sparse file of 5 GB."""
     with (tmp_path / "run" / "ranks" / "0.log").open("r+b") as file:
         file.seek(5 << 30)
         file.write(b"\nthe end\n")
@@ -344,4 +344,4 @@ def test_a_port_that_cannot_be_had_is_one_line(
     number = str(client.port) if port == "taken" else port
     assert main([str(tmp_path / "run"), "--port", number]) == 2
     said = capsys.readouterr().err
-    assert said.startswith(f"error: cannot listen at 127.0.0.1, port {number}: ") and said.count("\n") == 1
+    assert said.startswith(f"error: cannot listen on 127.0.0.1, port {number}: ") and said.count("\n") == 1

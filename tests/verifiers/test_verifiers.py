@@ -1,4 +1,4 @@
-"""Tasksets of verifiers in the process: the one that its own command makes, state, prompts, rewards, and mistakes."""
+"""Tasksets of verifiers inside the rank: the one that its own command generates, state, prompts, rewards, mistakes."""
 
 import sys
 from collections.abc import Iterator
@@ -114,7 +114,7 @@ def environments(path: str, **kwargs: Any) -> Environments:
 
 
 def test_the_taskset_that_its_command_makes(folder: Path) -> None:
-    """Only its two methods that the command leaves open are filled in."""
+    """Only the two methods that the command leaves open are filled in."""
     main(["addition", "--path", "environments", "-T"])
     file = folder / "environments" / "addition" / "addition" / "taskset.py"
     head, raised, rest = file.read_text().partition('raise NotImplementedError("Score')

@@ -96,7 +96,7 @@ def test_what_vllm_does_not_take_is_told_in_one_line(
     if config is not None:
         (folder / "config.json").write_text(config)
     (message,) = run_ranks(mistake, 1, section(folder, **settings), timeout=200)
-    assert message.startswith(f"reward.model: vLLM does not take {str(folder)!r} as it is set: ")
+    assert message.startswith(f"reward.model: vLLM rejects {str(folder)!r} as configured: ")
     assert "\n" not in message
 
 
@@ -106,7 +106,5 @@ def test_cut_weights_are_told_in_one_line(judge_model: Path, tmp_path: Path) -> 
     whole = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(whole[: len(whole) // 2])
     (message,) = run_ranks(mistake, 1, section(folder), timeout=200)
-    assert message.startswith(
-        f"reward.model: vLLM does not take {str(folder)!r} as it is set: Error while deserializing"
-    )
+    assert message.startswith(f"reward.model: vLLM rejects {str(folder)!r} as configured: Error while deserializing")
     assert "\n" not in message

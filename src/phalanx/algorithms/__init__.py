@@ -1,4 +1,4 @@
-"""The learning rules, one file per rule, and the base classes of new ones."""
+"""The learning algorithms, one file each, and base classes for new ones."""
 
 import inspect
 from collections.abc import Callable
@@ -35,7 +35,7 @@ __all__ = [
 
 
 def build(config: Any) -> types.Algorithm:
-    """The algorithm that the section `algorithm` names; ConfigError where it contradicts itself."""
+    """Build the algorithm that the section `algorithm` names; ConfigError if its attributes contradict each other."""
     module = resolve_registry("phalanx.algorithms", config.name, "algorithm.name")
     algorithm: types.Algorithm = module.Algorithm(config)
     _check_facts(algorithm, config.name)
@@ -43,13 +43,13 @@ def build(config: Any) -> types.Algorithm:
 
 
 def check_entry(module: ModuleType, name: str) -> None:
-    """Raise ConfigError, as a configuration is loaded, for a class Algorithm that cannot be one."""
+    """Raise ConfigError, when a configuration is loaded, if a module's class Algorithm lacks required members."""
     kind = vars(module)["Algorithm"]
     here = f"algorithm.name: {name!r}: class Algorithm"
     if not isinstance(kind, type):
         raise ConfigError(f"{here} is not a class")
-    wanted = [*inspect.get_annotations(types.Algorithm), *vars(types.Algorithm)]
-    missing = [member for member in wanted if not member.startswith("_") and member not in dir(kind)]
+    required = [*inspect.get_annotations(types.Algorithm), *vars(types.Algorithm)]
+    missing = [member for member in required if not member.startswith("_") and member not in dir(kind)]
     if inspect.isabstract(kind):
         missing += sorted(vars(kind)["__abstractmethods__"])
     if missing:
@@ -60,7 +60,7 @@ def check_entry(module: ModuleType, name: str) -> None:
 
 
 def _check_facts(algorithm: types.Algorithm, name: str) -> None:
-    """Raise ConfigError where the algorithm's facts cannot all be true, tried on two groups."""
+    """Raise ConfigError if the algorithm's attributes contradict each other or the results for two groups."""
     here = f"algorithm.name: {name!r}"
     known = {"policy", "reference", *algorithm.averages, *(teacher.name for teacher in algorithm.teachers)}
     for reference in algorithm.references:
@@ -73,7 +73,7 @@ def _check_facts(algorithm: types.Algorithm, name: str) -> None:
     def tried(method: str, call: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         try:
             return call(reward, group_id)
-        except Exception as error:  # whatever the user's code raises
+        except Exception as error:  # user code may raise anything
             raise ConfigError(f"{here}: {method} raised {reason(error)}") from error
 
     for method, call in (("advantage", algorithm.advantage), ("sample_mask", algorithm.sample_mask)):

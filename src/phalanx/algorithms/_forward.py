@@ -1,4 +1,4 @@
-"""The base of algorithms on the forward process: fresh noise, a penalty on leaving the reference."""
+"""The base class of algorithms on the forward process: fresh noise, and a penalty on the distance to the reference."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +15,7 @@ from phalanx.types import Policy, Samples
 
 @dataclass
 class ForwardConfig(GroupConfig):
-    """Keys of `algorithm` that all algorithms on the forward process have."""
+    """The configuration shared by all algorithms on the forward process."""
 
     DEFAULTS: ClassVar[dict[str, Any]] = {"rollout.noise_level": 0.0}  # images come from the ODE
 
@@ -29,7 +29,7 @@ class ForwardConfig(GroupConfig):
 
 
 class ForwardAlgorithm(GroupAlgorithm):
-    """An algorithm that regresses the velocity at freshly noised images."""
+    """An algorithm that regresses the velocity of freshly noised images."""
 
     def __init__(self, config: ForwardConfig) -> None:
         super().__init__(config)
@@ -37,7 +37,7 @@ class ForwardAlgorithm(GroupAlgorithm):
         self.references = ("reference",) if config.kl_loss_coef > 0 else ()
 
     def corrupt(self, policy: Policy, samples: Samples, seeds: Sequence[int]) -> Noised:
-        """Fresh noise for the final latents, at `algorithm.train_timesteps` levels each."""
+        """Draw fresh noise for the final latents, at `algorithm.train_timesteps` levels each."""
         c = self.config
         noised: Noised = policy.corrupt(samples, seeds, levels=c.train_timesteps, distribution=c.level_distribution)
         return noised
@@ -49,7 +49,7 @@ class ForwardAlgorithm(GroupAlgorithm):
     def penalise(
         self, loss: Tensor, velocity: Tensor, batch: FlowBatch, stats: dict[str, Tensor]
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss [B, W] with the penalty on velocities [B, W, ...] unlike the reference's."""
+        """Add the penalty lambda mean (v - v_ref)^2 on velocities [B, W, ...] to the loss [B, W]."""
         if "reference" not in batch.reference_outputs:
             return loss, stats
         distance = mean_square(velocity - batch.reference_outputs["reference"])
@@ -57,11 +57,11 @@ class ForwardAlgorithm(GroupAlgorithm):
 
 
 def mean_square(difference: Tensor) -> Tensor:
-    """[B, W, ...] -> [B, W]: the mean over a latent's dims of the square, float32."""
+    """[B, W, ...] -> [B, W]: the mean square over a latent's dims, in float32."""
     return torch.square(difference.float()).flatten(2).mean(2)
 
 
 def shared_noise(batch: FlowBatch, size: int) -> FlowBatch:
-    """The batch, of units of `size` samples, with noise and levels of each unit's first sample for all of it."""
+    """The batch with the noise and levels of the first sample of each unit (`size` samples) for the whole unit."""
     first = torch.arange(len(batch.corrupted.levels), device=batch.corrupted.levels.device) // size * size
     return replace(batch, corrupted=batch.corrupted.select(first))

@@ -1,4 +1,4 @@
-"""The common part of all algorithms: advantages within groups, and which samples are trained on."""
+"""The common base class of all algorithms: advantages within groups, and the samples to train on."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,13 +12,13 @@ from phalanx.config.run import AlgorithmConfig
 from phalanx.functional.advantage import group_advantage, has_signal, top_and_bottom
 from phalanx.types import ASKED, TEACHER, Batch, Credit, Policy, Samples, Scored, Teacher
 
-# Keys that algorithms without group-relative advantages do not read.
+# keys that only group-relative advantages use
 OF_ADVANTAGES = ("adv_clip_max", "global_std", "norm_adv_by_std_in_grpo", "group_filter", "group_filter_k")
 
 
 @dataclass
 class GroupConfig(AlgorithmConfig):
-    """Keys of `algorithm` that algorithms with advantages have, except those in `unused`."""
+    """The configuration shared by algorithms with advantages; a subclass lists keys it does not use in `unused`."""
 
     bounds_stds: ClassVar[bool] = True
 
@@ -34,7 +34,7 @@ class GroupConfig(AlgorithmConfig):
 
 
 def teachers_of(config: Any, guidance: float | None = None) -> tuple[Teacher, ...]:
-    """The teacher of `teacher_path`, or those of `teachers`, each for the rows that name it in column `teacher_key`."""
+    """The teacher at `teacher_path`, or those of `teachers`, each for the rows that name it in column `teacher_key`."""
     if config.teacher_path is not None:
         key = "algorithm.teacher_path"
         return (Teacher(TEACHER, config.teacher_path, key, guidance, config.teacher_revision),)
@@ -46,19 +46,19 @@ def teachers_of(config: Any, guidance: float | None = None) -> tuple[Teacher, ..
 
 
 def of_teachers(teachers: Sequence[Teacher], name: str, divergence: Tensor, batch: Batch) -> dict[str, Tensor]:
-    """Sums for a metric `name` of each of several teachers: of the `divergence` [B, A] of the samples that it was asked
-    about, each the mean over its actions, and the number of these samples; see phalanx.telemetry.step_metrics.
+    """Sums for a metric `name` of each of several teachers: over its samples, the mean of `divergence` [B, A] over a
+    sample's actions, and the number of its samples; see phalanx.telemetry.step_metrics.
     """
     sums: dict[str, Tensor] = {}
     asked = batch.reference_outputs.get(ASKED)
     if asked is None:
         return sums
     counted = (batch.weight > 0).any(1)
-    each = (divergence.detach() * batch.mask).sum(1) / batch.mask.sum(1).clamp(min=1)
+    means = (divergence.detach() * batch.mask).sum(1) / batch.mask.sum(1).clamp(min=1)
     for place, teacher in enumerate(teachers):
         chosen = (asked == place) & counted
         label = teacher.name.removeprefix(f"{TEACHER} ")
-        sums[f"{name}/{label}"], sums[f"teacher_share/{label}"] = each[chosen].sum(), chosen.sum()
+        sums[f"{name}/{label}"], sums[f"teacher_share/{label}"] = means[chosen].sum(), chosen.sum()
     return sums
 
 
@@ -74,7 +74,7 @@ class GroupAlgorithm:
     teachers: tuple[Teacher, ...] = ()
     samples_per_unit = 1
     needs_reward = True
-    trains_all = False  # whatever the rewards of a group are
+    trains_all = False  # train on all samples, also if the rewards of a group are equal
     per_action = False
     corrects = False
     clip_range = 0.2
@@ -84,14 +84,14 @@ class GroupAlgorithm:
         self.config = config
 
     def advantage(self, reward: Tensor, group_id: Tensor) -> Tensor:
-        """[N] advantages of the N samples of all ranks, clamped where they were divided by a std."""
+        """[N] advantages of the samples of all ranks, clamped if they are divided by a std."""
         c = self.config
         values = group_advantage(reward, group_id, global_std=bool(c.global_std), normalize=c.norm_adv_by_std_in_grpo)
-        # without it they are in units of the reward, of which no number is an outlier
+        # without the std they are in units of the reward, where no fixed bound makes sense
         return values.clamp(-c.adv_clip_max, c.adv_clip_max) if c.norm_adv_by_std_in_grpo else values
 
     def sample_mask(self, reward: Tensor, group_id: Tensor) -> Tensor:
-        """[N] bool: samples of groups whose rewards differ, those that group_filter keeps, or all samples."""
+        """[N] bool: the samples that group_filter keeps of groups whose rewards differ; all samples if `trains_all`."""
         if self.trains_all:
             return torch.ones(len(reward), dtype=torch.bool)
         chosen = has_signal(reward, group_id)
@@ -100,21 +100,21 @@ class GroupAlgorithm:
         return chosen
 
     def units(self, reward: Tensor, group_id: Tensor) -> Tensor:
-        """[N, 1]: each sample for itself."""
+        """[N, 1]: each sample is a unit."""
         return torch.arange(len(reward))[:, None]
 
     def credit(self, scored: Scored, total: Callable[[Tensor], Tensor]) -> Credit:
-        """It is called only for algorithms with `per_action`."""
+        """Only called for algorithms with `per_action`."""
         raise AssertionError("the actions of a sample share its advantage")
 
     def decay(self, name: str, step: int) -> float:
-        """It is called only for algorithms with `averages`."""
+        """Only called for algorithms with `averages`."""
         raise AssertionError(f"{name} is not an average of this algorithm")
 
     def corrupt(self, policy: Policy, samples: Samples, seeds: Sequence[int]) -> Any:
-        """It is called only for algorithms with `levels`."""
+        """Only called for algorithms with `levels`."""
         raise AssertionError("this algorithm trains on the sampled actions")
 
     def reference_output(self, policy: Policy, batch: Batch) -> Tensor:
-        """It is called only for algorithms with `references`."""
-        raise AssertionError("this algorithm looks at no other weights")
+        """Only called for algorithms with `references`."""
+        raise AssertionError("this algorithm has no references")

@@ -1,4 +1,4 @@
-"""The base of algorithms with an advantage per token: a reward at each token, and GRPO's surrogate."""
+"""The base class of algorithms with an advantage per token: a reward at each token, and GRPO's surrogate."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from phalanx.types import Credit, Scored
 
 @dataclass
 class ReturnsConfig(grpo.Config):
-    """Keys of `algorithm` that all algorithms with advantages of single tokens have, except those in `unused`."""
+    """The configuration shared by algorithms with an advantage per token."""
 
     unused: ClassVar[tuple[str, ...]] = (*OF_ADVANTAGES, "importance")
 
@@ -30,10 +30,10 @@ class ReturnsConfig(grpo.Config):
 
 
 class ReturnsAlgorithm(grpo.Algorithm, ABC):
-    """The reward r of a sample comes with its last token, except the parts e_t that came with single turns, each of
-    which is at its turn's last token; and each token costs its KL:
+    """Assigns the reward r of a sample to its last token, except for the parts e_t that single turns of a conversation
+    have earned, each at the last token of its turn; and subtracts a KL penalty at each token:
 
-    r_t = e_t + (r - sum over t of e_t) [t is the last] - kl_reward_coef KL_t
+    r_t = e_t + (r - sum over t of e_t) [t is the last token] - kl_reward_coef KL_t
     """
 
     config: ReturnsConfig
@@ -46,18 +46,18 @@ class ReturnsAlgorithm(grpo.Algorithm, ABC):
 
     @abstractmethod
     def token_credit(self, reward: Tensor, scored: Scored, total: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-        """Advantages and returns [B, A] of rewards [B, A]."""
+        """Advantages and returns [B, A] from rewards [B, A]."""
 
     def advantage(self, reward: Tensor, group_id: Tensor) -> Tensor:
         """[N] the rewards themselves."""
         return reward
 
     def sample_mask(self, reward: Tensor, group_id: Tensor) -> Tensor:
-        """[N] bool: all samples, also where the rewards of a prompt are equal."""
+        """[N] bool: all samples, also if the rewards of a prompt are equal."""
         return torch.ones_like(reward, dtype=torch.bool)
 
     def credit(self, scored: Scored, total: Callable[[Tensor], Tensor]) -> Credit:
-        """The rewards of tokens, and what follows from them."""
+        """The advantages and returns of tokens from their rewards r_t."""
         reward, metrics = placed(scored.advantage, scored.action_reward, scored.mask), {}
         if self.config.kl_reward_coef > 0:
             kl = kl_estimate(scored.log_prob, scored.reference_outputs["reference"], self.config.kl_reward_type)

@@ -1,4 +1,4 @@
-"""The base of algorithms that differentiate the reward: through its model, the VAE and the last denoising steps."""
+"""The base class of algorithms that differentiate the reward through its model, the VAE and the last sampling steps."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from phalanx.types import Policy, Samples
 
 @dataclass
 class RewardGradientConfig(AlgorithmConfig):
-    """Keys of `algorithm` that all algorithms have which differentiate the reward."""
+    """The configuration shared by algorithms that differentiate the reward."""
 
     DEFAULTS: ClassVar[dict[str, Any]] = {"rollout.noise_level": 0.0}  # the steps of the ODE are differentiated
 
@@ -31,8 +31,8 @@ class RewardGradientConfig(AlgorithmConfig):
 
 
 class RewardGradientAlgorithm(GroupAlgorithm, ABC):
-    """loss = f(r(D(x_0))) + lambda mean (v - v_ref)^2, with x_0 computed from states that the rollout has kept, D the
-    VAE's decoder and r the weighted reward. All samples count, and the rewards of the rollout are only reported.
+    """loss = f(r(D(x_0))) + lambda mean (v - v_ref)^2, with x_0 computed from states kept by the rollout, D the VAE's
+    decoder and r the weighted reward. All samples count; the rewards of the rollout are only logged.
     """
 
     config: RewardGradientConfig
@@ -44,14 +44,14 @@ class RewardGradientAlgorithm(GroupAlgorithm, ABC):
 
     @abstractmethod
     def states(self, policy: Policy, samples: Samples, seeds: Sequence[int]) -> States:
-        """The states from which images are computed anew, a function of one seed per sample."""
+        """The states from which the images are recomputed, a function of one seed per sample."""
 
     @abstractmethod
     def shaped(self, reward: Tensor) -> Tensor:
         """The loss [B, V] of rewards [B, V]."""
 
     def advantage(self, reward: Tensor, group_id: Tensor) -> Tensor:
-        """[N] zeros: there is none."""
+        """[N] zeros: the loss uses no advantages."""
         return torch.zeros(len(reward))
 
     def corrupt(self, policy: Policy, samples: Samples, seeds: Sequence[int]) -> States:
@@ -63,16 +63,14 @@ class RewardGradientAlgorithm(GroupAlgorithm, ABC):
         return _velocity(cast(Denoiser, policy), batch.trace, batch.corrupted)
 
     def clean(self, policy: Denoiser, trace: FlowTrace, states: States, velocity: Tensor) -> Tensor:
-        """The final latents [B, V, ...] that follow from the states and the velocities there: those where these point,
-        x_0 = x - sigma v.
-        """
+        """The final latents [B, V, ...] predicted at the states from the velocities there: x_0 = x - sigma v."""
         sigma = trace.sigmas[states.step]
         return states.latents - sigma.view(*sigma.shape, *[1] * (velocity.dim() - 2)) * velocity
 
     def loss(self, policy: Policy, batch: FlowBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss [B, W] per sample, before its weight, and detached scalars."""
         flow, states, sampler = cast(Denoiser, policy), batch.corrupted, batch.trace.sampler
-        assert batch.score is not None, "the loop hands the reward to those that differentiate it"
+        assert batch.score is not None, "the loop provides it to algorithms with last_steps"
         velocity = _velocity(flow, batch.trace, states)
         clean = self.clean(flow, batch.trace, states, velocity)
         images = flow.model.decode(clean.flatten(0, 1), sampler.height, sampler.width)
@@ -85,13 +83,13 @@ class RewardGradientAlgorithm(GroupAlgorithm, ABC):
 
 
 def euler_steps(policy: Denoiser, trace: FlowTrace, x: Tensor, velocity: Tensor) -> Tensor:
-    """The final latents [B, ...] of all steps of a trace, from its first states x [B, ...] and the velocities there."""
+    """The final latents [B, ...] after all steps of a trace, given its first states x [B, ...] and their velocities."""
     count = len(trace.timesteps)
     for i in range(count):
         if i > 0:
             timesteps = trace.timesteps[i].expand(len(x))
             velocity = policy.velocity(x, timesteps, trace.embeds, trace.prompt_index, trace.sampler)
-        # as the rollout takes it
+        # the same step as in the rollout
         x = sde_step(
             x,
             velocity,
@@ -105,7 +103,7 @@ def euler_steps(policy: Denoiser, trace: FlowTrace, x: Tensor, velocity: Tensor)
 
 
 def _velocity(policy: Denoiser, trace: FlowTrace, states: States) -> Tensor:
-    """The velocities [B, V, ...] at the states, in one pass of B x V rows."""
+    """The velocities [B, V, ...] at the states, in one forward pass of B V rows."""
     rows = trace.prompt_index.repeat_interleave(states.step.shape[1])
     timesteps = trace.timesteps[states.step].flatten()
     x = states.latents

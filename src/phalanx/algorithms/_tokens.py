@@ -1,4 +1,4 @@
-"""The base of algorithms on tokens: a surrogate of the ratio, a KL to the reference, a bonus for entropy."""
+"""The base class of algorithms on tokens: a surrogate of the likelihood ratio, a KL penalty, an entropy bonus."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
@@ -15,7 +15,7 @@ from phalanx.types import Batch, Policy
 
 @dataclass
 class TokenConfig(GroupConfig):
-    """Keys of `algorithm` that all algorithms on tokens have."""
+    """The configuration shared by all algorithms on tokens."""
 
     kl_loss_coef: float = arg(0.0, "beta: weight of the KL to the reference; 0 runs no reference at all", ge=0)
     kl_loss_type: str = arg(
@@ -46,7 +46,7 @@ class TokenAlgorithm(GroupAlgorithm, ABC):
 
     @abstractmethod
     def surrogate(self, replay: TokenReplay, batch: Batch[TokenTrace]) -> tuple[Tensor, dict[str, Tensor]]:
-        """The policy's part of the loss [B, A], and detached scalars."""
+        """The surrogate term of the loss [B, A], and detached scalars."""
 
     def reference_output(self, policy: Policy, batch: Batch[TokenTrace]) -> Tensor:
         """The log-probabilities [B, A] of the same tokens under other weights."""
@@ -59,9 +59,9 @@ class TokenAlgorithm(GroupAlgorithm, ABC):
         if batch.on_policy:
             batch = replace(batch, log_prob=replay.log_prob.detach())
         loss, stats = self.surrogate(replay, batch)
-        if batch.correction is not None:  # an action that it rejects has its KL and its entropy all the same
+        if batch.correction is not None:  # only the surrogate: rejected tokens keep their KL and entropy terms
             loss = loss * batch.correction
-        if "ratio_error" not in stats:  # of a surrogate without a ratio
+        if "ratio_error" not in stats:  # the surrogate uses no ratio
             log_ratio = replay.log_prob.detach() - batch.log_prob
             stats["ratio_error"] = token_stats(log_ratio, batch.mask)["ratio_error"]
         stats["entropy"] = masked_mean(replay.entropy.detach(), batch.mask)
@@ -71,13 +71,13 @@ class TokenAlgorithm(GroupAlgorithm, ABC):
     def regularize(
         self, loss: Tensor, replay: TokenReplay, batch: Batch[TokenTrace], stats: dict[str, Tensor]
     ) -> Tensor:
-        """The loss [B, A] with the terms that rollout.correction does not weigh: the bonus for entropy, and the KL."""
+        """Add the terms that rollout.correction does not weight: the entropy bonus and the KL."""
         if self.config.entropy_coeff > 0:
             loss = loss - self.config.entropy_coeff * replay.entropy
         if "reference" in batch.reference_outputs:
             other = batch.reference_outputs["reference"]
             kl = kl_estimate(replay.log_prob, other, self.config.kl_loss_type)
-            if self.config.kl_loss_coef > 0:  # else the reference is the reward's
+            if self.config.kl_loss_coef > 0:  # otherwise the reference is only used for a KL in the reward
                 loss = loss + self.config.kl_loss_coef * kl
             stats["kl_ref"] = masked_mean(kl.detach(), batch.mask)
         return loss

@@ -1,4 +1,4 @@
-"""The base of algorithms on sampled transitions: a surrogate of the ratio, a KL to the reference."""
+"""The base class of algorithms on sampled transitions: a surrogate of the likelihood ratio, and a KL penalty."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from phalanx.types import Policy
 
 @dataclass
 class TransitionConfig(GroupConfig):
-    """Keys of `algorithm` that all algorithms on transitions have."""
+    """The configuration shared by all algorithms on transitions."""
 
     kl_loss_coef: float = arg(0.0, "beta: weight of the KL to the reference; 0 runs no reference at all", ge=0)
     kl_convention: str = arg(
@@ -47,7 +47,7 @@ class TransitionAlgorithm(GroupAlgorithm, ABC):
 
     @abstractmethod
     def surrogate(self, replay: FlowReplay, batch: FlowBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        """The policy's part of the loss [B, W], and detached scalars."""
+        """The surrogate term of the loss [B, W], and detached scalars."""
 
     def reference_output(self, policy: Policy, batch: FlowBatch) -> Tensor:
         """The means [B, W, ...] of the same transitions under other weights."""
@@ -58,7 +58,7 @@ class TransitionAlgorithm(GroupAlgorithm, ABC):
         """The loss [B, W] per sample and trained step, before its weight, and detached scalars."""
         replay: FlowReplay = policy.replay(batch.trace)
         loss, stats = self.surrogate(replay, batch)
-        if batch.correction is not None:  # a step that it rejects has its KL all the same
+        if batch.correction is not None:  # only the surrogate: rejected steps keep their KL term
             loss = loss * batch.correction
         if self.config.timestep_weight == "noise":
             loss = loss * noise_weight(replay.std, batch.trace.typical_std)
@@ -69,19 +69,19 @@ class TransitionAlgorithm(GroupAlgorithm, ABC):
         return loss, stats
 
     def sequence_mean(self, values: Tensor) -> Tensor:
-        """Values [B, W] of each step, or their mean at each where a sample has one ratio."""
+        """Values [B, W] of each step; with importance=sequence, their mean over a sample's steps at each of them."""
         if self.config.importance == "step":
             return values
         return values.mean(1, keepdim=True).expand_as(values)
 
     def _kl_std(self, std: Tensor, trace: FlowTrace) -> Tensor:
-        """[W] the KL's divisor: the transitions' std, or the `sde`'s scale without its time step."""
+        """[W] the std in the KL: that of the transitions, or of `sde` without the factor sqrt(-delta) (flow_grpo)."""
         if self.config.kl_convention == "flow_grpo" and trace.sampler.sde_type == "sde":
             return std / torch.sqrt(-trace.delta)
         return std
 
 
 def divergence(mean: Tensor, other_mean: Tensor, std: Tensor) -> Tensor:
-    """KL [B, W] of transitions with the means [B, W, ...] and one std [W] for all samples."""
+    """KL [B, W] of Gaussian transitions with means [B, W, ...] and one std [W] for all samples."""
     b, w = mean.shape[:2]
     return gaussian_kl(mean.flatten(0, 1), other_mean.flatten(0, 1), std.repeat(b)).view(b, w)

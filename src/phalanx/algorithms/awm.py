@@ -3,16 +3,15 @@
     rho = exp(mean (v_old - u)^2 - mean (v - u)^2),   u = noise - x_0
     L = mean over samples and noise levels of  max(-A rho, -A clip(rho, 1 - eps, 1 + eps)) + lambda mean (v - v_ref)^2
 
-The negative loss of flow matching stands for the log-likelihood of an image, at any noise level and from any sampler.
-v_old are the policy's weights before the first update of a pass over the samples, at the same noise and levels.
+The negative flow matching loss replaces the log-likelihood of an image, at any noise level and with any sampler. v_old
+is the prediction of the policy before the first update of an epoch, at the same noise and levels.
 
 Deviations from the paper and its authors' code:
-1. Noise levels have equal weights, as in the paper; the authors' recipes take t times a power of the error.
-2. There is no second penalty on leaving a moving average of the policy.
-3. The authors' recipes scale advantages by 1/5 and divide by the std of all rewards, which
-   algorithm.global_std=true does.
-4. Samples of a group whose rewards are all equal have weight 0 and leave the mean's denominator.
-5. With actor.ppo_epochs > 1 the old predictions are those before each pass, since each has fresh noise.
+1. Noise levels have equal weights, as in the paper; the authors' recipes weight by t times a power of the error.
+2. There is no second penalty on the distance to a moving average of the policy.
+3. The authors' recipes scale advantages by 1/5 and divide by the std of all rewards (algorithm.global_std=true).
+4. Samples of a group whose rewards are all equal have weight 0 and do not count in the mean's denominator.
+5. With actor.ppo_epochs > 1 the old predictions are computed before each epoch, since each has fresh noise.
 """
 
 from dataclasses import dataclass
@@ -28,13 +27,13 @@ from phalanx.types import Policy
 
 @dataclass
 class Config(ForwardConfig):
-    """Keys of `algorithm` where its name is awm."""
+    """The configuration of `algorithm.name=awm`."""
 
     clip_ratio: float = arg(1.0, "eps: the ratio is clipped to 1 +- clip_ratio; 1 as in the authors' recipes", gt=0)
 
 
 class Algorithm(ForwardAlgorithm):
-    """The algorithm, pure: see phalanx.types.Algorithm."""
+    """The learning rule: see phalanx.types.Algorithm."""
 
     config: Config
 

@@ -2,11 +2,12 @@
 
     L = sum over tokens of  -w A sg[clip(rho, 1 - eps_low, 1 + eps_high)] log pi
 
-with rho the likelihood ratio of a token, A the group-relative advantage of its response, sg a value without a gradient,
-and w the weight that actor.loss_agg_mode gives the token. The weight is clipped and not the update: every token has a
-gradient, however far its ratio is off.
+with rho the likelihood ratio of a token, A the group-relative advantage of its response, sg the stop-gradient operator,
+and w the token's weight by actor.loss_agg_mode. The importance weight is clipped instead of the update, so every token
+has a gradient, however far its ratio is from 1.
 
-Deviation from the paper: samples of a group whose rewards are all equal have weight 0 and leave the denominator.
+Deviation from the paper: samples of a group whose rewards are all equal have weight 0 and do not count in the
+denominator.
 """
 
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from phalanx.types import Batch
 
 @dataclass
 class Config(TokenConfig):
-    """Keys of `algorithm` where its name is cispo."""
+    """The configuration of `algorithm.name=cispo`."""
 
     clip_ratio_low: Optional[float] = arg(
         None, "eps below 1: the importance weight is at least 1 - this; null: no bound, as in the paper", gt=0, le=1
@@ -34,7 +35,7 @@ class Config(TokenConfig):
 
 
 class Algorithm(TokenAlgorithm):
-    """The algorithm, pure: see phalanx.types.Algorithm."""
+    """The learning rule: see phalanx.types.Algorithm."""
 
     config: Config
 

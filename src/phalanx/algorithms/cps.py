@@ -2,8 +2,8 @@
 
     L = mean over samples and trained steps of  max(-A rho, -A clip(rho, 1 - eps, 1 + eps)) + beta KL(pi, pi_ref)
 
-It is flow_grpo's surrogate on steps that leave no more noise in a sample than its level says
-(rollout.sde_type cps), with ln p = -mean (x' - mu)^2.
+The surrogate of flow_grpo on steps that keep the amount of noise in a sample equal to its noise level
+(rollout.sde_type=cps), with ln p = -mean (x' - mu)^2.
 
 Deviations from the paper: those of flow_grpo.
 """
@@ -20,7 +20,7 @@ __all__ = ["Algorithm", "Config"]
 
 @dataclass
 class Config(FlowGrpoConfig):
-    """Keys of `algorithm` where its name is cps."""
+    """The configuration of `algorithm.name=cps`."""
 
     DEFAULTS: ClassVar[dict[str, Any]] = {"rollout.sde_type": "cps", "rollout.noise_level": 0.8}
     sde_types: ClassVar[tuple[str, ...]] = ("cps",)

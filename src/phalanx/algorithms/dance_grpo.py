@@ -2,12 +2,12 @@
 
     L = mean over samples and trained steps of  max(-A rho, -A clip(rho, 1 - eps, 1 + eps))
 
-It is flow_grpo's surrogate on other samples: steps of the paper's SDE (rollout.sde_type dance_sde) at all levels but
-the last, of which a random share is trained; the images of a prompt begin with the same noise.
+The surrogate of flow_grpo on other samples: steps of the paper's SDE (rollout.sde_type=dance_sde) at all levels but the
+last, of which a random subset is trained; the images of a prompt start from the same noise.
 
 Deviations from the paper:
 1. The trained steps are drawn once per training step, for all images; the authors' code draws them per image.
-2. The std of a group's rewards is the population's, plus 1e-4; the authors' is the sample's, plus 1e-8.
+2. The std of a group's rewards is the population std plus 1e-4; the authors use the sample std plus 1e-8.
 3. As in flow_grpo, groups of equal rewards have weight 0, and a KL to the reference can be added.
 """
 
@@ -22,7 +22,7 @@ __all__ = ["Algorithm", "Config"]
 
 @dataclass
 class Config(FlowGrpoConfig):
-    """Keys of `algorithm` where its name is dance_grpo."""
+    """The configuration of `algorithm.name=dance_grpo`."""
 
     DEFAULTS: ClassVar[dict[str, Any]] = {
         "rollout.sde_type": "dance_sde",

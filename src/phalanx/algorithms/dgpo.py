@@ -3,16 +3,16 @@
     L = mean over prompts and noise levels of  -1 / beta log sigmoid(-beta mean over the group of A (e - e_ref))
 
 with e = mean (v - u)^2 the error of the predicted velocity v at a freshly noised image, u = noise - image, A the
-advantage of an image in its prompt's group, and ref the reference. It is Diffusion-DPO between the images of A > 0 and
-those of A < 0, each with the weight |A|; as the A of a group sum to 0, the unknown partition functions cancel. All
-images of a prompt get the same noise at the same level, and come from the ODE. An image whose exp(e_old - e) is beyond
-1 +- eps, on the side where A leads, has no gradient.
+advantage of an image in its prompt's group, and ref the reference. This is Diffusion-DPO between the images with A > 0
+and those with A < 0, each weighted by |A|; since the A of a group sum to 0, the unknown partition functions cancel. All
+images of a prompt get the same noise at the same level, and are sampled with the ODE. An image has no gradient if
+exp(e_old - e) is beyond 1 +- eps in the direction of its advantage.
 
 Deviations from the paper and its authors' code:
 1. The loss is divided by beta, so that its gradient in e_i is A_i sigmoid(beta mean A (e - e_ref)) / n, as in the code.
-2. e_old is that of the policy before the first update of a pass over the samples; the code has a moving average.
-3. Where the rollout is guided, so are the velocities; the code trains without guidance what it samples with it.
-4. Levels are drawn as in the other algorithms on the forward process, and moved to min_level .. 1; the code trains
+2. e_old is that of the policy before the first update of an epoch; the code uses a moving average of the policy.
+3. If the rollout uses guidance, so do the trained velocities; the code samples with guidance but trains without.
+4. Levels are drawn as in the other algorithms on the forward process, and mapped to min_level .. 1; the code trains
    some of the first levels of its sampler.
 5. Prompts whose images all have one reward are left out.
 """
@@ -34,7 +34,7 @@ from phalanx.types import Policy, Samples
 
 @dataclass
 class Config(ForwardConfig):
-    """Keys of `algorithm` where its name is dgpo."""
+    """The configuration of `algorithm.name=dgpo`."""
 
     unused: ClassVar[tuple[str, ...]] = ("group_filter", "group_filter_k")
 
@@ -50,7 +50,7 @@ class Config(ForwardConfig):
 
 
 class Algorithm(ForwardAlgorithm):
-    """See phalanx.types.Algorithm. n rows of a Batch, one after the other, are the images of a prompt."""
+    """The learning rule: see phalanx.types.Algorithm. Each n consecutive rows of a Batch are the images of a prompt."""
 
     config: Config
     samples_per_unit = 0
@@ -65,9 +65,9 @@ class Algorithm(ForwardAlgorithm):
         return order.view(len(counts), -1)
 
     def corrupt(self, policy: Policy, samples: Samples, seeds: Sequence[int]) -> Noised:
-        """Fresh noise at levels from min_level on."""
-        noised, least = super().corrupt(policy, samples, seeds), self.config.min_level
-        return replace(noised, levels=least + (1 - least) * noised.levels)
+        """Draw fresh noise at levels in min_level .. 1."""
+        noised, lowest = super().corrupt(policy, samples, seeds), self.config.min_level
+        return replace(noised, levels=lowest + (1 - lowest) * noised.levels)
 
     def reference_output(self, policy: Policy, batch: FlowBatch) -> Tensor:
         """The velocities [B, W, ...] of other weights."""
@@ -84,7 +84,7 @@ class Algorithm(ForwardAlgorithm):
             old_error = mean_square(batch.reference_outputs["policy"] - target)
             beyond = _beyond(old_error - error.detach(), batch.advantage, self.config.clip_ratio)
             error, stats["clipfrac"] = torch.where(beyond, error.detach(), error), beyond.float().mean()
-        # [B, W] -> [G, n, W]: a group's images stand one after the other
+        # [B, W] -> [G, n, W]: the images of a group are consecutive rows
         groups = (len(batch.weight), -1)
         loss, preferred = group_preference(
             error.unflatten(0, groups),
@@ -99,11 +99,11 @@ class Algorithm(ForwardAlgorithm):
 
 
 def _beyond(log_ratio: Tensor, advantage: Tensor, clip_ratio: float) -> Tensor:
-    """[B, W] bool: log-ratios [B, W] outside of the clip range, on the side where the advantage [B] leads."""
+    """[B, W] bool: log-ratios [B, W] outside the clip range, in the direction of the advantage [B]."""
     ratio, better = torch.exp(log_ratio), advantage[:, None] > 0
     return torch.where(better, ratio > 1 + clip_ratio, ratio < 1 - clip_ratio)
 
 
 def _shared(batch: FlowBatch) -> FlowBatch:
-    """The batch with the noise and the levels of each group's first image for all of it."""
+    """The batch with the noise and levels of each group's first image for the whole group."""
     return shared_noise(batch, len(batch.advantage) // len(batch.weight))

@@ -2,17 +2,18 @@
 
     L = mean over pairs and noise levels of  -log sigmoid(-beta / 2 [(e_w - e_w_ref) - (e_l - e_l_ref)])
 
-with e = mean (v - u)^2 the error of the predicted velocity v at a freshly noised image, u = noise -
-image the velocity that leads there, w the preferred image of a pair and l the other, and ref the
-reference. Both images of a pair get the same noise at the same level.
+with e = mean (v - u)^2 the error of the predicted velocity v at a freshly noised image, u = noise - image its target, w
+the preferred image of a pair and l the other, and ref the reference. Both images of a pair get the same noise at the
+same level.
 
 Deviations from the paper:
-1. The pair is the best and the worst image of each prompt, by the reward. With
-   rollout.engine=dataset and the reward `preferred` it is a pair of the data, as in the paper.
-2. The loss is written for velocities. beta holds the paper's T and its weight of the noise level,
-   as in the authors' code, and e is a mean over dims, as there.
-3. Where the rollout is guided, so are the velocities: the policy is what samples. Guidance 1 is the paper's.
-4. Each pair is trained at `train_timesteps` levels at once, from the distribution that `level_distribution` names.
+1. The pair is the best and the worst image of each prompt, by reward. With rollout.engine=dataset and the reward
+   `preferred` it is a pair of the data, as in the paper.
+2. The loss is written for velocities. As in the authors' code, beta includes the paper's T and its weight of the noise
+   level, and e is a mean over dims.
+3. If the rollout uses guidance, so do the trained velocities, since the guided model is the policy. Guidance 1 is the
+   paper's method.
+4. Each pair is trained at `train_timesteps` levels at once, drawn by `level_distribution`.
 """
 
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ from phalanx.types import Policy
 
 @dataclass
 class Config(ForwardConfig):
-    """Keys of `algorithm` where its name is diffusion_dpo."""
+    """The configuration of `algorithm.name=diffusion_dpo`."""
 
     unused: ClassVar[tuple[str, ...]] = OF_ADVANTAGES
 
@@ -38,7 +39,7 @@ class Config(ForwardConfig):
 
 
 class Algorithm(ForwardAlgorithm):
-    """See phalanx.types.Algorithm. Rows 2 j and 2 j + 1 of a Batch are a pair, preferred first."""
+    """The learning rule: see phalanx.types.Algorithm. Rows 2 j and 2 j + 1 of a Batch are a pair, preferred first."""
 
     config: Config
     samples_per_unit = 2
@@ -61,7 +62,7 @@ class Algorithm(ForwardAlgorithm):
         velocity = policy.predict(batch.trace, batch.corrupted)
         reference = batch.reference_outputs["reference"]
         target = batch.corrupted.target(batch.trace.clean)
-        # [B, W] -> [B / 2, 2, W]: a pair's samples stand side by side
+        # [B, W] -> [B / 2, 2, W]: the images of a pair are consecutive rows
         error = mean_square(velocity - target).unflatten(0, (-1, 2))
         reference_error = mean_square(reference - target).unflatten(0, (-1, 2))
         loss, stats = dpo_loss(error, reference_error, beta=self.config.beta)

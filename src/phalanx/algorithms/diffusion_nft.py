@@ -4,15 +4,15 @@
     L = mean over samples and noise levels of  c (r l+ + (1 - r) l-) / beta + lambda mean (v - v_ref)^2
 
 with l+- the squared errors of x_0 = x_t - t v+-, each divided by its own mean absolute error, and c = adv_clip_max.
-v_old are the weights that sample: an average of the policy's, old <- d old + (1 - d) policy after each training step.
+v_old is the prediction of the weights that sample, an average: old <- d old + (1 - d) policy after each training step.
 
 Deviations from the paper and its authors' code:
-1. The decay d is a function of the training step; the authors count optimizer steps, which is the
-   same where a training step has one.
-2. Samples of a group whose rewards are all equal have weight 0 and leave the mean's denominator;
-   the authors train them with r = 1/2.
-3. The authors sample with a solver of second order (such as rollout.solver=dpm_solver++) and train at 9 of its 10 noise
-   levels; here the default sampler is Euler's, and `train_timesteps` says how many levels.
+1. The decay d is a function of the training step; the authors count optimizer steps, which is the same with one
+   optimizer step per training step.
+2. Samples of a group whose rewards are all equal have weight 0 and do not count in the mean's denominator; the authors
+   train them with r = 1/2.
+3. The authors sample with a second-order solver (such as rollout.solver=dpm_solver++) and train at 9 of its 10 noise
+   levels; here the default is the Euler method, and `train_timesteps` is the number of levels.
 """
 
 from dataclasses import dataclass
@@ -32,9 +32,9 @@ SCHEDULES = {"zero": (0.0, 0, 0.0), "slow": (0.001, 0, 0.5), "late": (0.0075, 75
 
 @dataclass
 class Config(ForwardConfig):
-    """Keys of `algorithm` where its name is diffusion_nft."""
+    """The configuration of `algorithm.name=diffusion_nft`."""
 
-    bounds_stds: ClassVar[bool] = False  # r has the range adv_clip_max in any units
+    bounds_stds: ClassVar[bool] = False  # adv_clip_max is the range of r, in whatever units
 
     global_std: bool = arg(True, "divide advantages by the std of all rewards, as the paper does, not of the group's")
     beta: float = arg(1.0, "how far the implicit policies lie from the old one", gt=0)
@@ -50,7 +50,7 @@ class Config(ForwardConfig):
 
 
 class Algorithm(ForwardAlgorithm):
-    """The algorithm, pure: see phalanx.types.Algorithm."""
+    """The learning rule: see phalanx.types.Algorithm."""
 
     config: Config
     behaviour = "old"

@@ -1,20 +1,19 @@
 """On-policy distillation of language models: a student learns from a frozen teacher on its own responses
 (https://arxiv.org/abs/2306.13649; as a policy gradient https://thinkingmachines.ai/blog/on-policy-distillation/).
 
-The teacher gives the log-probability log pi_T of each token that the student drew. With c = distillation_loss_coef,
-`loss_type` chooses what pulls log pi there:
+The teacher computes the log-probability log pi_T of each token that the student sampled. With c =
+distillation_loss_coef, `loss_type` chooses how log pi is drawn towards it:
 
     k1:  A - c (log pi_old - log pi_T) is each token's advantage in grpo's clipped surrogate: the policy gradient of the
          reverse KL of each token
-    k2:  grpo's loss + c (log pi - log pi_T)^2 / 2, in the first update of a step of the same gradient as k1
-    k3:  grpo's loss + c (pi_T / pi - 1 - log(pi_T / pi)), whose gradient is that of the forward KL in the mean
-    k1+, k3+:  the value of k1 or k3 in the loss, with the gradient of k2
+    k2:  grpo's loss + c (log pi - log pi_T)^2 / 2, with the same gradient as k1 in the first update of a step
+    k3:  grpo's loss + c (pi_T / pi - 1 - log(pi_T / pi)), whose expected gradient is that of the forward KL
+    k1+, k3+:  grpo's loss + the value of k1 or k3, with the gradient of k2
 
-A is the group-relative advantage of the response; without a reward, or with use_task_rewards false, it is 0.
+A is the group-relative advantage of the response; it is 0 without rewards or with use_task_rewards=false. With
+`teachers`, each prompt has one of several teachers.
 
-With `teachers` each prompt has a teacher of several.
-
-Deviation from the papers: the KL is estimated at the drawn tokens, and never summed over the vocabulary.
+Deviation from the papers: the KL is estimated at the sampled tokens and never summed over the vocabulary.
 """
 
 from dataclasses import dataclass
@@ -33,7 +32,7 @@ from phalanx.types import TEACHER, Batch
 
 @dataclass
 class Config(grpo.Config):
-    """Keys of `algorithm` where its name is distillation."""
+    """The configuration of `algorithm.name=distillation`."""
 
     teacher_path: Optional[str] = arg(
         None, "the teacher: a folder (or hub id) of a causal LM with the same tokens", path=True
@@ -53,7 +52,7 @@ class Config(grpo.Config):
 
 
 class Algorithm(grpo.Algorithm):
-    """See phalanx.types.Algorithm. All samples count, whatever their rewards."""
+    """The learning rule: see phalanx.types.Algorithm. All samples count, whatever their rewards."""
 
     config: Config
     needs_reward = False
@@ -65,13 +64,13 @@ class Algorithm(grpo.Algorithm):
         self.references = (*self.references, *(teacher.name for teacher in self.teachers))
 
     def advantage(self, reward: Tensor, group_id: Tensor) -> Tensor:
-        """[N] advantages of the rewards; zeros where task rewards are not used."""
+        """[N] group-relative advantages; zeros if task rewards are not used."""
         if not self.config.use_task_rewards:
             return torch.zeros(len(reward))
         return super().advantage(reward, group_id)
 
     def surrogate(self, replay: TokenReplay, batch: Batch[TokenTrace]) -> tuple[Tensor, dict[str, Tensor]]:
-        """The clipped surrogate [B, A], with the teacher in its advantage under k1, and its scalars."""
+        """The clipped surrogate [B, A], whose advantage includes the KL to the teacher under k1, and its scalars."""
         c, teacher = self.config, batch.reference_outputs[TEACHER]
         advantage = spread(batch.advantage, replay.log_prob)
         if c.loss_type == "k1":
@@ -84,7 +83,7 @@ class Algorithm(grpo.Algorithm):
     def regularize(
         self, loss: Tensor, replay: TokenReplay, batch: Batch[TokenTrace], stats: dict[str, Tensor]
     ) -> Tensor:
-        """The loss [B, A] with the KL to the teacher, except under k1, and all other terms."""
+        """Add the KL to the teacher, except under k1, and the terms of grpo."""
         c = self.config
         if c.loss_type != "k1":
             kl = kl_estimate(replay.log_prob, batch.reference_outputs[TEACHER], c.loss_type)

@@ -4,14 +4,15 @@
     DRaFT-LV:  L = mean over samples and n draws of  -r(D(x_0)),   x_0 = x_1 - sigma_1 v(x_1),
                x_1 = (1 - sigma_1) stop(x_0) + sigma_1 noise
 
-with r the weighted reward, D the VAE's decoder, and x_K a sample before the last K of its denoising steps: the rollout
-takes those before it without a gradient. lambda mean (v - v_ref)^2, at x_K or x_1, may be added.
+with r the weighted reward, D the VAE's decoder, stop the stop-gradient operator, and x_K the state before the last K
+denoising steps, which the rollout reaches without a gradient. A penalty lambda mean (v - v_ref)^2 at x_K or x_1 can be
+added.
 
 Deviations from the paper:
-1. Later updates of a training step go on from the x_K that the weights before the first one have sampled.
-2. Images are of the model's own sampler, Euler's steps of the flow's ODE; the paper has DDIM's.
-3. Full fine-tuning is possible; the paper trains a LoRA, whose scale it lowers against over-optimisation. Here that is
-   lambda.
+1. All updates of a training step start from the x_K sampled with the weights before the first update.
+2. Images are sampled with Euler steps of the flow's ODE; the paper uses DDIM.
+3. Full fine-tuning is possible; the paper trains a LoRA, and lowers its scale against over-optimisation, for which
+   lambda serves here.
 """
 
 from collections.abc import Sequence
@@ -28,7 +29,7 @@ from phalanx.types import Policy, Samples
 
 @dataclass
 class Config(RewardGradientConfig):
-    """Keys of `algorithm` where its name is draft."""
+    """The configuration of `algorithm.name=draft`."""
 
     last_steps: int = arg(1, "K: the last denoising steps, through which the reward is differentiated", ge=1)
     noise_draws: int = arg(
@@ -40,7 +41,7 @@ class Config(RewardGradientConfig):
 
 
 class Algorithm(RewardGradientAlgorithm):
-    """The algorithm, pure: see phalanx.types.Algorithm."""
+    """The learning rule: see phalanx.types.Algorithm."""
 
     config: Config
 
@@ -60,7 +61,7 @@ class Algorithm(RewardGradientAlgorithm):
         return States(latents, step, step.new_ones(len(step), self.levels or 1).bool())
 
     def clean(self, policy: Denoiser, trace: FlowTrace, states: States, velocity: Tensor) -> Tensor:
-        """The final latents [B, V, ...] of the K steps from the states."""
+        """The final latents [B, V, ...] after the K steps from the states."""
         if self.config.noise_draws:
             return super().clean(policy, trace, states, velocity)
         return euler_steps(policy, trace, states.latents[:, 0], velocity[:, 0])[:, None]

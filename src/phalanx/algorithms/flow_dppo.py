@@ -1,14 +1,14 @@
 """Flow-DPPO: divergence proximal policy optimisation of flow-matching models (arXiv 2606.11025).
 
     L = mean over samples and trained steps of  -A rho M + beta KL(pi, pi_ref)
-    M = 0 where D >= threshold, and rho > 1 with A > 0 or rho < 1 with A < 0;  else 1
+    M = 0 if D >= threshold, and rho > 1 with A > 0 or rho < 1 with A < 0;  else 1
     D = mean(mu - mu_old)^2 / 2 std^2
 
-The divergence D of two Gaussian transitions is exact, where PPO's clip judges by the ratio of one
-noisy sample. A step that leads back to the old policy is never dropped.
+The divergence D of two Gaussian transitions is exact, whereas PPO's clip depends on the ratio of one noisy sample. A
+step that leads back towards the old policy is never dropped.
 
 Deviations from the paper:
-1. D is the mean over a latent's dims, as all log-probabilities are here, and so is the threshold.
+1. D is the mean over a latent's dims, like all log-probabilities here, and so is the threshold.
 2. Advantages are clamped to +- algorithm.adv_clip_max, as in all algorithms that divide by a std; the authors' are not.
 3. As in flow_grpo, groups of equal rewards have weight 0, and only the steps of a window are trained.
 """
@@ -25,19 +25,19 @@ from phalanx.functional.losses import masked_ratio
 
 @dataclass
 class Config(TransitionConfig):
-    """Keys of `algorithm` where its name is flow_dppo."""
+    """The configuration of `algorithm.name=flow_dppo`."""
 
     threshold: float = arg(1e-5, "divergence from the old policy above which no update leads further away", gt=0)
 
 
 class Algorithm(TransitionAlgorithm):
-    """The algorithm, pure: see phalanx.types.Algorithm."""
+    """The learning rule: see phalanx.types.Algorithm."""
 
     config: Config
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self.clip_range = config.threshold  # of a divergence, which is of the size of the ratio's error
+        self.clip_range = config.threshold  # a divergence, which has the magnitude of the ratio's error
 
     def surrogate(self, replay: FlowReplay, batch: FlowBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """The masked surrogate [B, W], and its scalars."""

@@ -5,10 +5,10 @@
 with rho the ratio of transition probabilities, A the group-relative advantage, and KL that of two Gaussian transitions.
 
 Deviations from the paper:
-1. The KL divides by the true variance of the transition; `kl_convention: flow_grpo` divides by the
-   SDE's scale without its time step, as the authors' code does.
-2. Samples of a group whose rewards are all equal have weight 0 and leave the mean's denominator.
-3. Only a window of steps is stochastic and trained (Flow-GRPO-Fast), where rollout.sde_window_size says so.
+1. The KL divides by the true variance of the transition; `kl_convention: flow_grpo` leaves the time step out of it, as
+   the authors' code does.
+2. Samples of a group whose rewards are all equal have weight 0 and do not count in the mean's denominator.
+3. With rollout.sde_window_size only a window of steps is stochastic and trained (Flow-GRPO-Fast).
 """
 
 from dataclasses import dataclass
@@ -23,13 +23,13 @@ from phalanx.functional.losses import clipped_ratio
 
 @dataclass
 class Config(TransitionConfig):
-    """Keys of `algorithm` where its name is flow_grpo."""
+    """The configuration of `algorithm.name=flow_grpo`."""
 
     clip_ratio: float = arg(1e-4, "eps: the ratio is clipped to 1 +- clip_ratio", gt=0)
 
 
 class Algorithm(TransitionAlgorithm):
-    """The algorithm, pure: see phalanx.types.Algorithm."""
+    """The learning rule: see phalanx.types.Algorithm."""
 
     config: Config
 

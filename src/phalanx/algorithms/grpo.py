@@ -2,16 +2,16 @@
 
     L = sum over tokens of  w max(-A rho, -A clip(rho, 1 - eps_low, 1 + eps_high)) + beta KL(pi, pi_ref)
 
-with rho the likelihood ratio of a token, A the group-relative advantage of its response, and w the weight that
-actor.loss_agg_mode gives it.
+with rho the likelihood ratio of a token, A the group-relative advantage of its response, and w the token's weight by
+actor.loss_agg_mode.
 
-Options make it Dr.GRPO (norm_adv_by_std_in_grpo false, actor.loss_agg_mode seq-mean-token-sum-norm; arXiv 2503.20783),
-DAPO (clip_ratio_high 0.28, rollout.max_num_gen_batches, rollout.mask_truncated; arXiv 2503.14476) and GSPO (importance
-sequence; arXiv 2507.18071).
+Variants: Dr.GRPO (norm_adv_by_std_in_grpo=false, actor.loss_agg_mode=seq-mean-token-sum-norm; arXiv 2503.20783), DAPO
+(clip_ratio_high=0.28, rollout.max_num_gen_batches, rollout.mask_truncated; arXiv 2503.14476) and GSPO
+(importance=sequence; arXiv 2507.18071).
 
 Deviations from the paper:
-1. Every token counts alike (token-mean), as in DAPO and verl; seq-mean-token-mean is the paper's.
-2. Samples of a group whose rewards are all equal have weight 0 and leave the denominator.
+1. All tokens have equal weights (token-mean), as in DAPO and verl; the paper uses seq-mean-token-mean.
+2. Samples of a group whose rewards are all equal have weight 0 and do not count in the denominator.
 3. For negative advantages rho is bounded by clip_ratio_c, as in verl (dual clip).
 """
 
@@ -29,7 +29,7 @@ from phalanx.types import Batch
 
 @dataclass
 class Config(TokenConfig):
-    """Keys of `algorithm` where its name is grpo."""
+    """The configuration of `algorithm.name=grpo`."""
 
     clip_ratio: float = arg(0.2, "eps: the ratio is clipped to 1 +- clip_ratio", gt=0)
     clip_ratio_low: Optional[float] = arg(None, "eps below 1; null: clip_ratio", gt=0, le=1)
@@ -43,7 +43,7 @@ class Config(TokenConfig):
 
 
 class Algorithm(TokenAlgorithm):
-    """The algorithm, pure: see phalanx.types.Algorithm."""
+    """The learning rule: see phalanx.types.Algorithm."""
 
     config: Config
 
@@ -58,7 +58,7 @@ class Algorithm(TokenAlgorithm):
     def clipped(
         self, replay: TokenReplay, batch: Batch[TokenTrace], advantage: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The same for advantages [B], or [B, A] of each token."""
+        """The clipped surrogate for advantages [B], or [B, A] with one per token."""
         c, (low, high) = self.config, self._range()
         log_ratio = (replay.log_prob - batch.log_prob) * batch.mask
         if c.importance == "sequence":
@@ -74,9 +74,10 @@ class Algorithm(TokenAlgorithm):
 
 
 def of_sequences(log_prob: Tensor, log_ratio: Tensor, mask: Tensor) -> Tensor:
-    """ln s [B, A]: the mean of a response's log-ratios, with the gradient of each token's own log-probability.
+    """ln s [B, A]: the mean of a response's log-ratios, with the gradient of each token's log-probability.
 
-    That is s_{i,t} = sg[s_i] pi / sg[pi] of GSPO-token (equation 14), whose gradient for one advantage is GSPO's.
+    This is s_{i,t} = sg[s_i] pi / sg[pi] of GSPO-token (equation 14). With one advantage per response, its gradient
+    equals GSPO's.
     """
     mean = log_ratio.detach().sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
     return mean + log_prob - log_prob.detach()

@@ -1,10 +1,11 @@
-"""GRPO-Guard: flow-matching GRPO whose ratios are regulated, against over-optimisation (arXiv 2510.22319).
+"""GRPO-Guard: flow-matching GRPO with regulated ratios, against over-optimisation (arXiv 2510.22319).
 
     L = mean over samples and trained steps of  max(-A rho, -A clip(rho, 1 - eps, 1 + eps)) / d^2 + beta KL(pi, pi_ref)
     ln rho = (ln p - ln p_old + b) c,  b = mean(mu - mu_old)^2 / 2 c^2,  c the transition's std,  d^2 = sigma - sigma'
 
-b takes away the bias of ln p - ln p_old, whose mean is below 0 for samples of the old policy; c leaves ln rho =
-mean((mu - mu_old) eps), so that one clip range serves all noise levels; 1/d^2 balances the steps' gradients.
+b removes the bias of ln p - ln p_old, whose mean is negative for samples of the old policy. The factor c makes
+ln rho = mean((mu - mu_old) eps), so that one clip range fits all noise levels. 1/d^2 balances the gradients of the
+steps.
 
 Deviations from the paper:
 1. c and d are those of each sample and step, not averaged over a batch.
@@ -24,16 +25,16 @@ from phalanx.functional.losses import clipped_ratio, guarded_log_ratio
 
 @dataclass
 class Config(TransitionConfig):
-    """Keys of `algorithm` where its name is grpo_guard."""
+    """The configuration of `algorithm.name=grpo_guard`."""
 
-    # the bias is that of a Gaussian log-probability, which cps does not use
+    # the bias correction assumes Gaussian log-probabilities, which cps does not use
     sde_types: ClassVar[tuple[str, ...]] = ("sde", "dance_sde")
 
     clip_ratio: float = arg(2e-6, "eps: the regulated ratio is clipped to 1 +- clip_ratio", gt=0)
 
 
 class Algorithm(TransitionAlgorithm):
-    """The algorithm, pure: see phalanx.types.Algorithm."""
+    """The learning rule: see phalanx.types.Algorithm."""
 
     config: Config
 
@@ -42,7 +43,7 @@ class Algorithm(TransitionAlgorithm):
         self.clip_range = config.clip_ratio
 
     def surrogate(self, replay: FlowReplay, batch: FlowBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        """The clipped surrogate of the regulated ratio [B, W], over the time steps; its scalars."""
+        """The clipped surrogate [B, W] of the regulated ratio, divided by the time steps, and its scalars."""
         bias = divergence(replay.mean, batch.trace.means, replay.std)
         log_ratio = guarded_log_ratio(replay.log_prob - batch.log_prob, bias, replay.std)
         loss, stats = clipped_ratio(self.sequence_mean(log_ratio), batch.advantage, clip_ratio=self.config.clip_ratio)

@@ -1,20 +1,19 @@
-"""On-policy distillation: a student learns from a frozen teacher at the states that the student itself visits
+"""On-policy distillation: a student learns from a frozen teacher at the states that the student visits
 (DiffusionOPD, https://arxiv.org/abs/2605.15055; for language models https://arxiv.org/abs/2306.13649).
 
     kl:        L = mean over samples and trained steps of  mean (mu - mu_T)^2 / 2 sigma_q^2
     velocity:  L = mean over samples and trained steps of  mean (v - v_T)^2
 
-mu is the mean of the student's stochastic step, of standard deviation sigma_q, from a state of its own trajectory, and
-mu_T that of the teacher's from the same state. The KL of the two Gaussians is exact; no reward takes part in it.
+mu is the mean of the student's stochastic step, with standard deviation sigma_q, from a state of its own trajectory,
+and mu_T the mean of the teacher's step from the same state. The KL of the two Gaussians is exact; rewards are not used.
 
-With `teacher_guidance` a guided teacher teaches a student that samples without guidance.
-
-With `teachers` each prompt has one of several teachers (Flow-OPD, https://arxiv.org/abs/2605.08063). `kl_loss_coef`
-weighs the same loss to the reference, which anchors the student.
+With `teacher_guidance`, a student that samples without guidance can learn from a guided teacher. With `teachers`, each
+prompt has one of several teachers (Flow-OPD, https://arxiv.org/abs/2605.08063). `kl_loss_coef` adds the same loss with
+the reference as teacher, which anchors the student.
 
 Deviations from the paper:
-1. Only the steps of the rollout's window are stochastic and trained, where rollout.sde_window_size says so.
-2. `velocity` is an addition: it has the same states, with equal weights at all noise levels.
+1. With rollout.sde_window_size only a window of steps is stochastic and trained.
+2. `velocity` is an addition: a loss at the same states with equal weights at all noise levels.
 """
 
 from dataclasses import dataclass
@@ -33,7 +32,7 @@ from phalanx.types import TEACHER, Policy
 
 @dataclass
 class Config(AlgorithmConfig):
-    """Keys of `algorithm` where its name is opd."""
+    """The configuration of `algorithm.name=opd`."""
 
     teacher_path: Optional[str] = arg(
         None, "the teacher: a diffusers folder (or hub id) of the model's family", path=True
@@ -55,7 +54,7 @@ class Config(AlgorithmConfig):
 
 
 class Algorithm(GroupAlgorithm):
-    """See phalanx.types.Algorithm. All samples count, whatever their rewards."""
+    """The learning rule: see phalanx.types.Algorithm. All samples count, whatever their rewards."""
 
     config: Config
     needs_reward = False
@@ -68,7 +67,7 @@ class Algorithm(GroupAlgorithm):
         self.references = (*anchors, *(teacher.name for teacher in self.teachers))
 
     def advantage(self, reward: Tensor, group_id: Tensor) -> Tensor:
-        """[N] zeros: rewards are only reported."""
+        """[N] zeros: rewards are only logged."""
         return torch.zeros(len(reward))
 
     def reference_output(self, policy: Policy, batch: FlowBatch) -> Tensor:
@@ -88,7 +87,7 @@ class Algorithm(GroupAlgorithm):
         return loss, stats
 
     def _distance(self, replay: FlowReplay, other: Tensor) -> Tensor:
-        """The loss [B, W] of each transition from means or velocities [B, W, ...] of other weights."""
+        """The loss [B, W] of each transition relative to means or velocities [B, W, ...] of other weights."""
         student = self._prediction(replay)
         if self.config.loss_type == "velocity":
             return torch.square(student - other).flatten(2).mean(2)

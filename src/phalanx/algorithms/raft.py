@@ -2,9 +2,9 @@
 
     L = sum over tokens of the best responses of each prompt of  -w log pi
 
-with w the weight that actor.loss_agg_mode gives a token: rejection sampling, as a baseline.
+with w the token's weight by actor.loss_agg_mode: rejection sampling, as a baseline.
 
-Deviation from the paper: prompts whose responses all have one reward are left out, since none of them is the best.
+Deviation from the paper: prompts whose responses all have equal rewards are left out, since none of them is the best.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from phalanx.types import Batch
 
 @dataclass
 class Config(TokenConfig):
-    """Keys of `algorithm` where its name is raft."""
+    """The configuration of `algorithm.name=raft`."""
 
     unused: ClassVar[tuple[str, ...]] = (*OF_ADVANTAGES, "early_stop_imp_ratio")
 
@@ -31,12 +31,12 @@ class Config(TokenConfig):
 
 
 class Algorithm(TokenAlgorithm):
-    """The algorithm, pure: see phalanx.types.Algorithm."""
+    """The learning rule: see phalanx.types.Algorithm."""
 
     config: Config
 
     def sample_mask(self, reward: Tensor, group_id: Tensor) -> Tensor:
-        """[N] bool: the best of each group whose rewards differ; of equals, the first ones."""
+        """[N] bool: the best of each group whose rewards differ; among equal rewards, the first ones."""
         return best_of_group(reward, group_id, self.config.best)
 
     def surrogate(self, replay: TokenReplay, batch: Batch[TokenTrace]) -> tuple[Tensor, dict[str, Tensor]]:

@@ -1,15 +1,15 @@
-"""ReFL: reward feedback learning, the reward's gradient at a late denoising step (https://arxiv.org/abs/2304.05977).
+"""ReFL: reward feedback learning by the reward's gradient at a late denoising step (https://arxiv.org/abs/2304.05977).
 
     L = mean over samples of  lambda_r max(m - r(D(x_0)), 0),   x_0 = x_t - sigma_t v(x_t)
 
-with r the weighted reward, D the VAE's decoder, and x_t a sample before one of its last `last_steps` denoising steps,
-which is drawn for each sample. The rollout takes the steps before it without a gradient, and x_0 is the image that the
-model expects of x_t. lambda mean (v - v_ref)^2 at x_t may be added.
+with r the weighted reward, D the VAE's decoder, and x_t the state before one of the last `last_steps` denoising steps,
+drawn at random for each sample. The rollout reaches x_t without a gradient, and x_0 is the image that the model
+predicts from x_t. A penalty lambda mean (v - v_ref)^2 at x_t can be added.
 
 Deviations from the paper:
-1. There is no loss on data beside it, which the paper adds against over-optimisation. Here that is lambda.
-2. The rollout finishes each image, so that its reward is known; x_t is a state on the way.
-3. Later updates of a training step take x_t of the weights before the first one.
+1. The paper adds a loss on data against over-optimisation, for which lambda serves here.
+2. The rollout completes each image, so that its reward is known; x_t is an intermediate state.
+3. All updates of a training step use the x_t sampled with the weights before the first update.
 """
 
 import random
@@ -27,7 +27,7 @@ from phalanx.types import Policy, Samples
 
 @dataclass
 class Config(RewardGradientConfig):
-    """Keys of `algorithm` where its name is refl."""
+    """The configuration of `algorithm.name=refl`."""
 
     last_steps: int = arg(3, "the last denoising steps, of which each sample trains one; 10 of 40 in the paper", ge=1)
     margin: float = arg(2.0, "m: rewards above it have no gradient; 2 in the authors' code, of ImageReward")
@@ -35,7 +35,7 @@ class Config(RewardGradientConfig):
 
 
 class Algorithm(RewardGradientAlgorithm):
-    """The algorithm, pure: see phalanx.types.Algorithm."""
+    """The learning rule: see phalanx.types.Algorithm."""
 
     config: Config
     levels = 1

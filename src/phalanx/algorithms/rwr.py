@@ -7,9 +7,9 @@ Source: online reward-weighted conditional flow matching (https://arxiv.org/abs/
 Wasserstein distance is the penalty with lambda; reward-weighted regression is Peters and Schaal's (2007).
 
 Deviations from the paper:
-1. Weights are those of the group-relative advantage, not of the reward, and their mean over a
-   prompt's images is 1, so that hard and easy prompts count alike.
-2. Images of a prompt whose rewards are all equal have weight 0 and leave the mean's denominator.
+1. Weights depend on the group-relative advantage, not on the reward, and their mean over a prompt's images is 1, so
+   that hard and easy prompts count equally.
+2. Images of a prompt whose rewards are all equal have weight 0 and do not count in the mean's denominator.
 """
 
 from dataclasses import dataclass
@@ -25,18 +25,18 @@ from phalanx.types import Policy
 
 @dataclass
 class Config(ForwardConfig):
-    """Keys of `algorithm` where its name is rwr."""
+    """The configuration of `algorithm.name=rwr`."""
 
     temperature: float = arg(1.0, "tau: the smaller, the more the best image of a prompt counts", gt=0)
 
 
 class Algorithm(ForwardAlgorithm):
-    """The algorithm, pure: see phalanx.types.Algorithm."""
+    """The learning rule: see phalanx.types.Algorithm."""
 
     config: Config
 
     def advantage(self, reward: Tensor, group_id: Tensor) -> Tensor:
-        """[N] the weights w: a share of the group, which only all ranks' samples have."""
+        """[N] the weights w, which depend on the whole group and so are computed over all ranks' samples."""
         values = super().advantage(reward, group_id) / self.config.temperature
         return group_weights(values, group_id, self.sample_mask(reward, group_id))
 

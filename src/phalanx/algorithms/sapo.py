@@ -2,12 +2,13 @@
 
     L = sum over tokens of  -w A 4 / tau sigmoid(tau (rho - 1))
 
-with rho the likelihood ratio of a token, A the group-relative advantage of its response, w the weight that
-actor.loss_agg_mode gives the token (by default the paper's: each response's mean alike), and tau a temperature, one for
-A > 0 and one for other A. The gradient is that of -A rho at rho = 1, and fades as the ratio leaves it, where a clip
-would cut it off.
+with rho the likelihood ratio of a token, A the group-relative advantage of its response, w the token's weight by
+actor.loss_agg_mode (by default that of the paper, with equal weights of responses), and tau a temperature: tau_pos for
+A > 0, else tau_neg. At rho = 1 the gradient is that of -A rho, and it fades out as the ratio departs from 1, whereas a
+clip would cut it off.
 
-Deviation from the paper: samples of a group whose rewards are all equal have weight 0 and leave the denominator.
+Deviation from the paper: samples of a group whose rewards are all equal have weight 0 and do not count in the
+denominator.
 """
 
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from phalanx.types import Batch
 
 @dataclass
 class Config(TokenConfig):
-    """Keys of `algorithm` where its name is sapo."""
+    """The configuration of `algorithm.name=sapo`."""
 
     DEFAULTS: ClassVar[dict[str, Any]] = {"actor.loss_agg_mode": "seq-mean-token-mean"}
 
@@ -33,7 +34,7 @@ class Config(TokenConfig):
 
 
 class Algorithm(TokenAlgorithm):
-    """The algorithm, pure: see phalanx.types.Algorithm."""
+    """The learning rule: see phalanx.types.Algorithm."""
 
     config: Config
 

@@ -2,10 +2,10 @@
 
     L = mean over the k best images of each prompt and noise levels of  mean (v - u)^2 + lambda mean (v - v_ref)^2
 
-with u = noise - x_0. It is RAFT (https://arxiv.org/abs/2304.06767) with the flow-matching loss of
-rectified flow (SD3, https://arxiv.org/abs/2403.03206).
+with u = noise - x_0. This is RAFT (https://arxiv.org/abs/2304.06767) with the flow-matching loss of rectified flow
+(SD3, https://arxiv.org/abs/2403.03206).
 
-Deviation from the paper: prompts whose images all have one reward are left out, since none of them is the best.
+Deviation from the paper: prompts whose images all have equal rewards are left out, since none of them is the best.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from phalanx.types import Policy
 
 @dataclass
 class Config(ForwardConfig):
-    """Keys of `algorithm` where its name is sft."""
+    """The configuration of `algorithm.name=sft`."""
 
     unused: ClassVar[tuple[str, ...]] = OF_ADVANTAGES
 
@@ -31,12 +31,12 @@ class Config(ForwardConfig):
 
 
 class Algorithm(ForwardAlgorithm):
-    """The algorithm, pure: see phalanx.types.Algorithm."""
+    """The learning rule: see phalanx.types.Algorithm."""
 
     config: Config
 
     def sample_mask(self, reward: Tensor, group_id: Tensor) -> Tensor:
-        """[N] bool: the best of each group whose rewards differ; of equals, the first ones."""
+        """[N] bool: the best of each group whose rewards differ; among equal rewards, the first ones."""
         return best_of_group(reward, group_id, self.config.best)
 
     def loss(self, policy: Policy, batch: FlowBatch) -> tuple[Tensor, dict[str, Tensor]]:

@@ -1,16 +1,16 @@
-"""TempFlow-GRPO: trajectories that branch at one step, which gets the credit (https://arxiv.org/abs/2508.04324).
+"""TempFlow-GRPO: trajectories branch at one step, which gets the credit (https://arxiv.org/abs/2508.04324).
 
     L = mean over samples of  w_k max(-A rho, -A clip(rho, 1 - eps, 1 + eps)),   w_k = sigma_k / mean of sigma_s
 
-The images of a prompt are one trajectory of the ODE up to step k, at which each goes on with separate noise; then each
-follows the ODE again. They differ only by that step, which gets the credit for their rewards. sigma_k is the std of the
-transition. It is flow_grpo's surrogate on these samples (rollout.sde_window_size=1, init_same_noise, branching), with
-its weights by noise (algorithm.timestep_weight).
+The images of a prompt share one trajectory of the ODE up to step k, where each gets its own noise; afterwards each
+follows the ODE again. They differ only by that step, so it gets the credit for their rewards. sigma_k is the std of the
+transition. The loss is flow_grpo's surrogate on these samples (rollout.sde_window_size=1, init_same_noise, branching)
+with weights proportional to the noise (algorithm.timestep_weight).
 
 Deviations from the paper:
 1. A training step branches at one k for all prompts, drawn at random (rollout.window_schedule); the authors' code
-   branches at each step of a trajectory, which costs as many times more.
-2. Weights have the mean 1 over the steps at which a trajectory may branch.
+   branches at every step of a trajectory, at a proportionally higher cost.
+2. The mean of the weights over all steps at which a trajectory may branch is 1.
 3. As in flow_grpo, groups of equal rewards have weight 0, and a KL to the reference can be added.
 """
 
@@ -26,7 +26,7 @@ __all__ = ["Algorithm", "Config"]
 
 @dataclass
 class Config(FlowGrpoConfig):
-    """Keys of `algorithm` where its name is tempflow_grpo."""
+    """The configuration of `algorithm.name=tempflow_grpo`."""
 
     DEFAULTS: ClassVar[dict[str, Any]] = {
         "rollout.sde_window_size": 1,

@@ -1,1 +1,1 @@
-"""A check, in a minute, that a cluster is fit to train on (tasks/check_cluster.py)."""
+"""A check that a cluster is fit to train on, which takes a minute (tasks/check_cluster.py)."""

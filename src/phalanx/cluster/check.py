@@ -1,7 +1,7 @@
-"""The check itself: all ranks go through the same steps together, and rank 0 collects the findings.
+"""The cluster check: all ranks execute the same steps together, and rank 0 collects the findings.
 
-A step ends after `timeout_s` seconds, even if it hangs in a library or in a file system: it runs on a second thread,
-while the main thread talks over the store. Steps that would wait for a stuck rank are then left out.
+A step is given up after `timeout_s` seconds, even if it hangs in a library or a file system: it runs on a second
+thread, while the main thread communicates over the store. Steps that would wait for a stuck rank are then skipped.
 """
 
 import secrets
@@ -28,12 +28,12 @@ from phalanx.distributed.launch import Launch
 from phalanx.distributed.roles import Roles, roles_of
 from phalanx.types import JobError
 
-GRACE_S = 5.0  # for notes to arrive after a step's time limit
+GRACE_S = 5.0  # extra time after a step's limit for the notes of ranks to arrive
 NETWORK = (
     "set GLOO_SOCKET_IFNAME, and NCCL_SOCKET_IFNAME for GPUs, to the interface that reaches the other nodes (ip addr); "
     "let firewalls pass all TCP ports between nodes; check MASTER_ADDR and MASTER_PORT"
 )
-# printed where a step fails
+# printed if a step fails
 ADVICE = {
     "GPUs": "check nvidia-smi there",
     "machines": "try ls on the paths of the configuration there",
@@ -47,11 +47,11 @@ ADVICE = {
 
 
 class ClusterCheck:
-    """The check on one rank: all ranks call `run` together. Findings and facts are with rank 0."""
+    """The check on one rank: all ranks call `run` together. Only rank 0 has the findings and facts."""
 
     def __init__(self, cfg: CheckClusterConfig) -> None:
         self.cfg, self.launch = cfg, Launch.from_env()
-        # one thread for all steps, since CUDA's current device is a thread's
+        # one thread for all steps, because CUDA's current device is per thread
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="check")
         self._stuck = False
         self._can_connect = True
@@ -61,10 +61,10 @@ class ClusterCheck:
         self.machines: dict[str, facts.Machine] = {}
         self.ahead: dict[str, float] = {}
         self.rates: dict[int, dict[str, float]] = {}
-        self.roles: Roles | None = None  # None where all ranks do everything
+        self.roles: Roles | None = None  # None if ranks have no roles
 
     def run(self) -> None:
-        """Go through all steps and print the findings; raises JobError, on all ranks, if training would fail."""
+        """Execute all steps and print the findings; raises JobError on all ranks if training would fail."""
         self.exchange = KVExchange(self.launch.rank, self.launch.world_size, self._open_store())
         steps = {
             "ranks": self._ranks,
@@ -84,7 +84,7 @@ class ClusterCheck:
             print(table(self.nodes, self.machines, self.gpus, self.ahead, self.rates, self.roles))
             print(*self.findings, sep="\n", flush=True)
         verdict = self._agree(self._verdict(left))
-        # the store may end with rank 0, which goes on only once all have read the verdict
+        # the store may end with rank 0, which therefore waits until all ranks have read the verdict
         self.exchange.gather(None, GRACE_S)
         if verdict is not None:
             raise JobError(verdict)
@@ -98,7 +98,7 @@ class ClusterCheck:
         rest = f" (not checked: {', '.join(left)})" if left else ""
         return f"training would fail here; to fix: {listed(failed)}{rest}" if failed else None
 
-    # -- steps: on rank 0 each returns True if the next one is possible -----------------------------
+    # -- steps: each returns True, on rank 0, if the next step is possible --------------------------
 
     def _ranks(self) -> bool:
         limit = self.cfg.timeout_s
@@ -106,7 +106,7 @@ class ClusterCheck:
         infos = [facts.RankInfo(**note) for note in notes.values()]
         self.nodes = name_nodes(infos)
         placed = self._place()
-        # one rank of each node, for what is the same for all its ranks
+        # the first rank of each node collects facts that are common to its ranks
         self.firsts = self._agree([ranks[0] for ranks in self.nodes.values()])
         if self.launch.rank != 0:
             return True
@@ -115,7 +115,7 @@ class ClusterCheck:
             self.findings.append(diagnose.absent(size, self.nodes, limit, master()))
             return False
         self.findings += diagnose.ranks(self.nodes, infos, self.cfg.expect)
-        self._can_connect = not diagnose.any_failed(diagnose.ranks(self.nodes, infos))  # whatever is expected
+        self._can_connect = not diagnose.any_failed(diagnose.ranks(self.nodes, infos))  # ignoring cfg.expect
         self.findings += placed
         return True
 
@@ -142,7 +142,7 @@ class ClusterCheck:
         for name, ranks in self.nodes.items():
             self.machines[name] = facts.Machine.of(machine_notes[ranks[0]])
         gpus = diagnose.gpus(self.nodes, self.gpus)
-        # two ranks on one GPU would make NCCL fail, or hang
+        # NCCL would fail or hang with two ranks on one GPU
         self._can_connect &= not diagnose.any_failed(gpus)
         self.findings += [
             *diagnose.versions(self.machines),
@@ -156,14 +156,14 @@ class ClusterCheck:
         return True
 
     def _shared_disk(self) -> bool:
-        # a new name at each check: a network file system may still show the marks of an earlier one
+        # a new name per check, because a network file system may still show the marks of an earlier check
         folder = SharedFolder(self._output_dir, self._agree(secrets.token_hex(4)), self.launch.rank)
         written = self._ask_firsts("shared disk", folder.write)
         if self._agree(written is not None):
-            # each node against the first: that is enough, and few reads where there are many nodes
-            wanted = self.firsts if self.launch.rank == 0 else self.firsts[:1]
+            # the first node checks all nodes' marks, the others only that of the first, which needs few reads
+            expected = self.firsts if self.launch.rank == 0 else self.firsts[:1]
             patience = min(PATIENCE_S, self.cfg.timeout_s / 2)
-            missing = self._ask_firsts("shared disk", lambda: folder.missing(wanted, patience))
+            missing = self._ask_firsts("shared disk", lambda: folder.missing(expected, patience))
             if missing is not None:
                 names = dict(zip(self.firsts, self.nodes, strict=True))
                 unseen = {}
@@ -175,7 +175,7 @@ class ClusterCheck:
         return self._can_connect and not self._stuck
 
     def _groups(self) -> bool:
-        # NCCL ends the process at its own time limit, so the check's comes first
+        # longer than the check's time limit, because NCCL ends the process at its own
         limits = ParallelConfig(timeout_s=2 * self.cfg.timeout_s + 30)
 
         def connect() -> None:
@@ -208,8 +208,8 @@ class ClusterCheck:
         return True
 
     def _across_roles(self) -> bool:
-        """Time the transfer of weights between roles, as in training; ranks that cannot be placed have none."""
-        # rank 0's, since nodes may have been given different configurations
+        """Measure the transfer of weights between roles as in training; skipped without valid roles."""
+        # use rank 0's roles, because the nodes' configurations may differ
         ranks_of_role = self._agree(None if self.roles is None else self.roles.ranks)
         if ranks_of_role is None:
             return True
@@ -221,7 +221,7 @@ class ClusterCheck:
         return True
 
     def _open_store(self) -> dist.Store:
-        try:  # something else that listens at that port may keep torch waiting for ever
+        try:  # if another program listens on that port, torch may wait forever
             opened = self._worker.submit(open_store, self.launch, self.cfg.timeout_s)
             return opened.result(2 * self.cfg.timeout_s + GRACE_S)
         except TimeoutError as error:
@@ -235,15 +235,15 @@ class ClusterCheck:
         return Path(self.cfg.trainer.output_dir).absolute()
 
     def _agree(self, value: Any) -> Any:
-        """Rank 0's value, which may take it two time limits: that of its work and that of the notes."""
+        """Rank 0's value, on all ranks. Waits up to two time limits, for rank 0's work and for the others' notes."""
         return self.exchange.agree(value, 2 * self.cfg.timeout_s + 3 * GRACE_S)
 
     def _ask_firsts(self, topic: str, work: Callable[[], Any]) -> dict[int, Any] | None:
-        """As `_ask`, with `work` on the first rank of each node, and nothing to do on the others."""
+        """Like `_ask`, but only the first rank of each node does `work`."""
         return self._ask(topic, work if self.launch.rank in self.firsts else lambda: None)
 
     def _ask(self, topic: str, work: Callable[[], Any]) -> dict[int, Any] | None:
-        """Do `work` on all ranks; rank 0 gets the results by rank, or None and a new finding."""
+        """Do `work` on all ranks; returns the results by rank on rank 0, or None after adding a finding."""
         begin, limit = time.monotonic(), self.cfg.timeout_s
         try:
             note = {"value": self._worker.submit(work).result(limit)}
@@ -251,7 +251,7 @@ class ClusterCheck:
             note = {"stuck": f"not finished within {limit:g} s"}
         except (RuntimeError, ValueError, OSError) as error:
             note = {"error": reason(error)}
-        # this rank may be done early; the others have all of their time limit
+        # this rank may finish early, but the others may use their whole time limit
         left = begin + limit - time.monotonic()
         notes = self.exchange.gather(note, GRACE_S + max(0.0, left))
         if self.launch.rank != 0:
@@ -265,7 +265,7 @@ class ClusterCheck:
             [(kind, content)] = notes[rank].items()
             kinds[kind][rank] = content
         self._stuck |= bool(silent or stuck)
-        # ranks that are silent or have failed are why others are stuck
+        # silent ranks, then failed ones, explain why others are stuck, so they are reported first
         for problems in (silent, failed, stuck):
             if problems:
                 text = f"{next(iter(problems.values()))} ({on_nodes(self.nodes, problems)})"

@@ -1,7 +1,7 @@
-"""From facts to findings: what is right, what is doubtful, and what would break training.
+"""Turns facts into findings: what is fine, what is doubtful, and what would break training.
 
-A finding is one line. `nodes` maps a node's name to its ranks, in the order of ranks; other arguments go by the same
-names, or by rank. A check without a complaint gives "ok" and the values that it has seen.
+A finding is one line. `nodes` maps the names of nodes to their ranks, in rank order; other arguments are keyed by node
+name or by rank. A check without complaints returns a finding "ok" with the observed values.
 """
 
 import statistics
@@ -17,20 +17,20 @@ from phalanx.distributed.roles import ACTOR, Roles
 OK, WARNING, FAIL = "ok", "warning", "FAIL"
 
 MAX_SKEW_S = 1.0
-SLOW = 0.6  # share of the median bandwidth below which a node is named
-MIN_FREE_MEMORY = 0.1  # share of a machine's memory
-MIN_SHM_GB = 1.0  # NCCL and data loaders exchange data there; containers start with 0.064
-OPEN_FILES_PER_RANK = 32  # connections to one other rank, in all groups, with room to spare
-# ranks that differ in one of these fail, or train something else; in another one they may well work
+SLOW = 0.6  # fraction of the median bandwidth below which a node is reported
+MIN_FREE_MEMORY = 0.1  # fraction of a machine's memory
+MIN_SHM_GB = 1.0  # used by NCCL and data loaders; the default of containers is 0.064
+OPEN_FILES_PER_RANK = 32  # connections to another rank over all groups, with a margin
+# differences between nodes in one of these break training or change it; differences in other software may be harmless
 BREAKING = ("phalanx", "torch", "CUDA", "ROCm", "NCCL", "diffusers", "transformers", "peft")
 
 Machines = Mapping[str, Machine]
-Rates = Mapping[int, Mapping[str, float]]  # of each rank, as `measure.bandwidths` has them
+Rates = Mapping[int, Mapping[str, float]]  # the results of `measure.bandwidths` by rank
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the result."""
+    """One line of the check's output."""
 
     level: str
     topic: str
@@ -61,12 +61,12 @@ class Topic:
         self.add(WARNING, text)
 
     def or_ok(self, text: str) -> list[Finding]:
-        """The complaints, or one finding `ok` where there are none."""
+        """The complaints, or a single finding `ok` with this text if there are none."""
         return self.findings or [Finding(OK, self.name, text)]
 
 
 def absent(size: int, nodes: Nodes, seconds: float, address: str) -> Finding:
-    """Name the ranks that did not come within `seconds`."""
+    """Report the ranks that did not register within `seconds`."""
     came = set[int]().union(*nodes.values())
     lost = sorted(set(range(size)) - came)
     there = f"{len(came)} of {size} came within {seconds:g} s: {on_nodes(nodes, came)}"
@@ -120,7 +120,7 @@ def versions(machines: Machines) -> list[Finding]:
 
 
 def settings(machines: Machines) -> list[Finding]:
-    """Compare the configurations that the nodes were given."""
+    """Compare the nodes' configurations."""
     topic = Topic("configuration")
     keys: set[str] = set()
     for machine in machines.values():
@@ -133,7 +133,7 @@ def settings(machines: Machines) -> list[Finding]:
 
 
 def gpus(nodes: Nodes, infos: Mapping[int, Gpu]) -> list[Finding]:
-    """Look for ranks without a GPU, shared or occupied GPUs, and nodes with other ones."""
+    """Look for ranks without a GPU, GPUs that are shared or in use, and nodes with different GPUs."""
     topic = Topic("GPUs")
     bare = [rank for rank, gpu in infos.items() if not gpu.name]
     if max(infos.values(), key=lambda gpu: gpu.visible).visible == 0:
@@ -158,7 +158,7 @@ def gpus(nodes: Nodes, infos: Mapping[int, Gpu]) -> list[Finding]:
 
 
 def _gpus_of(name: str, owned: Mapping[int, Gpu], topic: Topic) -> None:
-    """Look for GPUs of one node that several ranks share, or that other processes use."""
+    """Look for GPUs of a node that several ranks share or that other processes use."""
     by_uuid: dict[str, list[int]] = {}
     for rank, gpu in owned.items():
         by_uuid.setdefault(gpu.uuid, []).append(rank)
@@ -175,7 +175,7 @@ def _gpus_of(name: str, owned: Mapping[int, Gpu], topic: Topic) -> None:
 
 
 def memory(machines: Machines) -> list[Finding]:
-    """Check the main memory and /dev/shm."""
+    """Check main memory and /dev/shm."""
     topic = Topic("memory")
     for name, m in machines.items():
         if m.memory_free_gb < MIN_FREE_MEMORY * m.memory_gb:
@@ -190,7 +190,7 @@ def memory(machines: Machines) -> list[Finding]:
 
 
 def limits(machines: Machines, size: int) -> list[Finding]:
-    """Check what the operating system allows a process; `size` is the number of ranks."""
+    """Check the operating system's limits on a process; `size` is the number of ranks."""
     topic = Topic("limits")
     need = max(1024, OPEN_FILES_PER_RANK * size)
     least = min(machines.values(), key=lambda m: m.open_files).open_files
@@ -198,7 +198,7 @@ def limits(machines: Machines, size: int) -> list[Finding]:
     for name, m in machines.items():
         if m.open_files < need:
             few.append(name)
-        if m.infiniband and m.locked_gb is not None:  # InfiniBand writes into memory that must not be paged out
+        if m.infiniband and m.locked_gb is not None:  # InfiniBand requires memory that is locked against paging
             locked.append(name)
     if few:
         topic.warn(f"{least} open files on {listed(few)}; {size} ranks may need {need}: ulimit -n {need}")
@@ -209,7 +209,7 @@ def limits(machines: Machines, size: int) -> list[Finding]:
 
 
 def paths(machines: Machines) -> list[Finding]:
-    """Compare the model and data that the nodes read."""
+    """Compare the models and data that the nodes read."""
     topic = Topic("paths")
     facts: dict[str, dict[str, PathFact]] = {}  # by key and node
     for name, machine in machines.items():
@@ -250,7 +250,7 @@ def _path(key: str, facts: Mapping[str, PathFact], topic: Topic) -> None:
 
 
 def disk(machines: Machines, folder: str, min_free_gb: float) -> list[Finding]:
-    """Check the room for checkpoints."""
+    """Check the disk space for checkpoints."""
     topic = Topic("disk")
     fullest = min(machines.values(), key=lambda m: m.disk_free_gb)
     least = f"{fullest.disk_free_gb:.1f} GB free at {folder}"
@@ -261,7 +261,7 @@ def disk(machines: Machines, folder: str, min_free_gb: float) -> list[Finding]:
 
 
 def shared(folder: str, unseen: Mapping[str, Sequence[str]], seconds: float) -> list[Finding]:
-    """Check that output_dir is one folder; `unseen` by node: others whose files it does not see."""
+    """Check that output_dir is the same folder on all nodes; `unseen` lists, by node, others whose files it misses."""
     topic = Topic("shared disk")
     blind = [f"{name} does not see what {listed(others)} wrote" for name, others in unseen.items() if others]
     if blind:
@@ -276,7 +276,7 @@ def _on_all(text: str, machines: Machines) -> str:
 
 
 def clocks(ahead: Mapping[str, float]) -> list[Finding]:
-    """Compare clocks; `ahead` are seconds ahead of the first node's."""
+    """Compare clocks; `ahead` has the seconds by which each is ahead of the first node's."""
     topic = Topic("clocks")
     if len(ahead) == 1:
         return []
@@ -290,7 +290,7 @@ def clocks(ahead: Mapping[str, float]) -> list[Finding]:
 
 
 def sums(nodes: Nodes, problems: Mapping[int, str | None]) -> list[Finding]:
-    """Report ranks to which an all-reduce gave wrong numbers."""
+    """Report ranks that received wrong results from an all-reduce."""
     topic = Topic("all-reduce")
     wrong = [rank for rank, problem in problems.items() if problem is not None]
     if wrong:
@@ -306,7 +306,7 @@ def bandwidths(nodes: Nodes, measured: Rates) -> list[Finding]:
     if "all" in measured[0]:
         slowest = min(measured.values(), key=lambda rates: rates["all"])
         text = f"all-reduce over all ranks {slowest['all']:.3g} GB/s"
-        if inside and links:  # on one node, the first figure is this one
+        if inside and links:  # on a single node this would repeat the first figure
             text += f", inside a node {statistics.median(inside.values()):.3g} GB/s"
         if links:
             text += f", from node to node {statistics.median(links.values()):.3g} GB/s"
@@ -321,20 +321,20 @@ def bandwidths(nodes: Nodes, measured: Rates) -> list[Finding]:
 
 
 def roles(nodes: Nodes, placed: Roles, seconds: Mapping[int, float | None]) -> list[Finding]:
-    """Report how long weights take between roles, by the rank that sees them last."""
+    """Report the transfer time of weights between roles, for the rank that receives them last."""
     known = {}
     for rank, value in seconds.items():
         if value is not None and placed.of(rank) != ACTOR:
             known[rank] = value
     last, first = max(known, key=lambda rank: known[rank]), placed.ranks[ACTOR][0]
-    there = f"the {len(known)} that sample or score" if len(known) > 1 else "the one that samples"
+    there = f"the {len(known)} ranks that sample or score" if len(known) > 1 else "the rank that samples"
     return Topic("roles").or_ok(
         f"weights from rank {first} to {there} in {known[last]:.3g} s per GB ({on_nodes(nodes, [last])})"
     )
 
 
 def by_node(nodes: Nodes, measured: Rates) -> tuple[dict[str, float], dict[str, float]]:
-    """GB per second inside each node, and from the node before it; no entry for what was not measured."""
+    """GB per second inside each node, and from the preceding node; without entries that were not measured."""
     inside: dict[str, float] = {}
     links: dict[str, float] = {}
     for name, members in nodes.items():
@@ -342,12 +342,12 @@ def by_node(nodes: Nodes, measured: Rates) -> tuple[dict[str, float], dict[str, 
             rates = measured.get(rank, {})
             if "node" in rates:
                 inside.setdefault(name, rates["node"])
-            if "link" in rates:  # all ranks of a node receive at once
+            if "link" in rates:  # sum over the node's ranks, which receive simultaneously
                 links[name] = links.get(name, 0.0) + rates["link"]
     return inside, links
 
 
 def _slow(figures: Mapping[str, float]) -> list[tuple[str, float]]:
-    """The nodes that are far below the median, with the median."""
+    """The names of nodes far below the median, each with the median."""
     median = statistics.median(figures.values() or [0.0])
     return [(name, median) for name, figure in figures.items() if figure < SLOW * median]

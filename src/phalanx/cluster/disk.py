@@ -1,14 +1,14 @@
-"""A test that all nodes write to one folder: each leaves a mark, and looks for those of others."""
+"""A test that all nodes write to the same folder: each writes a mark and looks for the marks of others."""
 
 import shutil
 import time
 from pathlib import Path
 
-PATIENCE_S = 10.0  # a network file system may show what another node wrote some seconds later
+PATIENCE_S = 10.0  # a network file system may show the files of another node some seconds later
 
 
 class SharedFolder:
-    """A node's mark in `output_dir`; `token` is the same on all nodes and new at each check."""
+    """A node's mark in `output_dir`; `token` is the same on all nodes and differs between checks."""
 
     def __init__(self, output_dir: Path, token: str, node: int) -> None:
         self.folder = output_dir / f".check_cluster_{token}"
@@ -16,30 +16,30 @@ class SharedFolder:
         self._made: list[Path] = []
 
     def write(self) -> None:
-        """Leave this node's mark; raises OSError where that fails."""
+        """Write this node's mark; raises OSError."""
         self._made = [p for p in (self.folder, *self.folder.parents) if not p.exists()]
         self.folder.mkdir(parents=True, exist_ok=True)
         self._mark(self.node).write_text(self.folder.name)
 
     def missing(self, nodes: list[int], patience_s: float) -> list[int]:
-        """Those of `nodes` whose marks are not seen here, after `patience_s` seconds of looking."""
+        """Those of `nodes` whose marks are still not visible here after `patience_s` seconds."""
         deadline = time.monotonic() + patience_s
         while True:
-            list(self.folder.iterdir())  # makes a network file system ask its server again
+            list(self.folder.iterdir())  # makes a network file system refresh its cache
             unseen = [node for node in nodes if not self._seen(node)]
             if not unseen or time.monotonic() > deadline:
                 return unseen
             time.sleep(0.2)
 
     def remove(self) -> None:
-        """Remove the marks, and the folders that this node made for them."""
+        """Remove the marks, and the folders that this node created for them."""
         shutil.rmtree(self.folder, ignore_errors=True)
         for folder in self._made:
             try:
                 folder.rmdir()
-            except FileNotFoundError:  # another node was first
+            except FileNotFoundError:  # another node has removed it
                 continue
-            except OSError:  # something else is in it by now
+            except OSError:  # the folder is no longer empty
                 return
 
     def _mark(self, node: int) -> Path:

@@ -1,6 +1,6 @@
-"""Notes that the ranks leave each other in the job's store, which is there before any process group.
+"""Exchange of notes between ranks in the job's store, which exists before any process group.
 
-A rank that never came, or is stuck, leaves no note and can be named; a collective would only hang with it.
+A rank that is missing or stuck leaves no note and can be reported, whereas a collective would hang.
 """
 
 import json
@@ -20,14 +20,14 @@ POLL_S = 0.05
 
 
 def open_store(launch: Launch, timeout_s: float) -> dist.Store:
-    """Open the store at MASTER_ADDR:MASTER_PORT: torchrun's, or rank 0's where there is no torchrun.
+    """Open the store at MASTER_ADDR:MASTER_PORT, which is torchrun's or, without torchrun, rank 0's.
 
-    Raises JobError where it is not reached within `timeout_s` seconds.
+    Raises JobError if it cannot be reached within `timeout_s` seconds.
     """
     if "RANK" not in os.environ:
         return dist.HashStore()
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    # torchrun sets this variable where it serves a store at that address already
+    # torchrun sets this variable if it already serves a store at that address
     is_host = launch.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     if not is_host:
         _reach(address, port, timeout_s)
@@ -37,23 +37,23 @@ def open_store(launch: Launch, timeout_s: float) -> dist.Store:
             port,
             is_master=is_host,
             timeout=timedelta(seconds=timeout_s),
-            wait_for_workers=False,  # the check itself finds out who does not come
+            wait_for_workers=False,  # the check itself reports missing ranks
             multi_tenant=True,  # the process groups use the same server
         )
     except dist.DistError as error:
         raise JobError(f"{master()} cannot be used: {reason(error)}") from error
-    # torchrun's store outlives a restart of the ranks, with the notes of those before them
+    # torchrun's store survives a restart of the ranks and still contains their earlier notes
     start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return dist.PrefixStore(f"check_cluster/{start}", store)
 
 
 def master() -> str:
-    """The address of the store, for a message."""
+    """The address of the store, for messages."""
     return f"MASTER_ADDR={os.environ['MASTER_ADDR']}, MASTER_PORT={os.environ['MASTER_PORT']}"
 
 
 def _reach(address: str, port: int, timeout_s: float) -> None:
-    """Wait until something listens there; TCPStore would wait too, but fail with a C++ stack."""
+    """Wait until something listens at the address; TCPStore would wait too, but fail with a C++ stack trace."""
     deadline = time.monotonic() + timeout_s
     while True:
         try:
@@ -70,14 +70,14 @@ def _reach(address: str, port: int, timeout_s: float) -> None:
 
 
 class KVExchange:
-    """Notes of all ranks, as JSON. All ranks call the same methods in the same order."""
+    """Exchanges JSON values between all ranks, which must call the same methods in the same order."""
 
     def __init__(self, rank: int, size: int, store: dist.Store) -> None:
         self.rank, self.size, self._store = rank, size, store
         self._turn = 0
 
     def gather(self, value: Any, limit_s: float) -> dict[int, Any]:
-        """Leave a note; rank 0 gets the notes by rank that are there within `limit_s` seconds."""
+        """Leave a note; returns, on rank 0, the notes by rank that arrived within `limit_s` seconds."""
         self._turn += 1
         keys = [f"{self._turn}/{rank}" for rank in range(self.size)]
         self._store.set(keys[self.rank], json.dumps(value))
@@ -91,7 +91,7 @@ class KVExchange:
         return notes
 
     def agree(self, value: Any, limit_s: float) -> Any:
-        """Rank 0's value, on all ranks; JobError if it does not come within `limit_s` seconds."""
+        """Return rank 0's value on all ranks; raises JobError if it does not arrive within `limit_s` seconds."""
         self._turn += 1
         key = f"{self._turn}/agreed"
         if self.rank == 0:
@@ -106,8 +106,8 @@ class KVExchange:
         raise JobError(f"rank 0 {problem}; its own log says why")
 
     def _wait(self, keys: list[str], limit_s: float) -> bool:
-        """Wait for all keys; False at the limit."""
-        # the store's own wait would print a C++ stack as well
+        """Wait for all keys; returns False after the time limit."""
+        # not store.wait, which also prints a C++ stack trace
         deadline = time.monotonic() + limit_s
         while not self._store.check(keys):
             if time.monotonic() > deadline:

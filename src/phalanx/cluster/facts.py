@@ -1,4 +1,4 @@
-"""Facts that a rank collects without the others: its place, its GPU, its machine, and the files it sees."""
+"""Facts that a rank collects by itself: its place, its GPU, its machine, and the files of the configuration."""
 
 import hashlib
 import os
@@ -25,12 +25,12 @@ from phalanx.models.flow.folder import model_index
 from phalanx.models.flow.headers import check_components
 
 LIBRARIES = ("diffusers", "transformers", "peft", "accelerate", "safetensors")
-ENOUGH = 0.9  # share of a GPU's memory that is free where nobody else uses it
+ENOUGH = 0.9  # minimum fraction of free memory on a GPU that nobody else uses
 
 
 @dataclass(frozen=True)
 class RankInfo:
-    """The place of a rank; `node` is the number of its torchrun."""
+    """The place of a rank; `node` is the number of its launcher."""
 
     rank: int
     node: int
@@ -45,9 +45,9 @@ class RankInfo:
 
 @dataclass(frozen=True)
 class Gpu:
-    """The GPU of one rank, in GB (10^9 bytes), and the number of GPUs that the rank sees.
+    """The GPU of one rank, with memory in GB (10^9 bytes), and the number of GPUs visible to the rank.
 
-    `name` is "" where none of them has its number; `users` hold its memory, "" if not known.
+    `name` is "" if there is no GPU for the rank; `users` lists the processes that use its memory, "" if unknown.
     """
 
     visible: int
@@ -60,9 +60,9 @@ class Gpu:
 
 @dataclass(frozen=True)
 class PathFact:
-    """A path of the configuration, as a node sees it: its bytes, or a problem.
+    """A path of the configuration on one node: its size in bytes, or a problem.
 
-    `here` is False for a model of the hub that would have to be downloaded.
+    `here` is False for a hub model that would have to be downloaded.
     """
 
     path: str
@@ -73,9 +73,9 @@ class PathFact:
 
 @dataclass(frozen=True)
 class Machine:
-    """A node as its first rank sees it, memory and disks in GB (10^9 bytes).
+    """The facts of a node, collected by its first rank; memory and disks are in GB (10^9 bytes).
 
-    `locked_gb` is the most memory that a process may lock, None where that is unlimited.
+    `locked_gb` is the maximum memory that a process may lock, None if unlimited.
     """
 
     versions: dict[str, str]
@@ -96,7 +96,7 @@ class Machine:
 
 
 def look_at_gpu(local_rank: int) -> Gpu:
-    """This rank's GPU, the one that `mesh.start` gives it."""
+    """The GPU that `mesh.start` assigns to this rank."""
     visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if local_rank >= visible:
         return Gpu(visible)
@@ -108,7 +108,7 @@ def look_at_gpu(local_rank: int) -> Gpu:
 
 
 def gpu_users(uuid: str) -> str:
-    """Processes with memory on a GPU, by nvidia-smi, which in a container may see none; else ""."""
+    """Other processes with memory on a GPU, by nvidia-smi, which may not see any in a container; "" if unknown."""
     query = "--query-compute-apps=pid,process_name,used_memory"
     command = ["nvidia-smi", "-i", f"GPU-{uuid}", query, "--format=csv,noheader"]
     try:
@@ -125,7 +125,7 @@ def gpu_users(uuid: str) -> str:
 
 
 def look_at_machine(cfg: CheckClusterConfig) -> Machine:
-    """This node's software, memory, disks, limits, and the files that the configuration names."""
+    """Collect this node's software, memory, disks, limits, and the files named by the configuration."""
     meminfo = Path("/proc/meminfo").read_text()
     memory = dict(re.findall(r"^(\w+): +(\d+) kB", meminfo, re.MULTILINE))
     folder = Path(cfg.trainer.output_dir).absolute()
@@ -147,7 +147,7 @@ def look_at_machine(cfg: CheckClusterConfig) -> Machine:
 
 
 def versions() -> dict[str, str]:
-    """Versions of all that should be the same on every node; "none" of absent software."""
+    """Versions of software that should be the same on every node; "none" if it is not installed."""
     nccl, driver = "none", None
     if torch.cuda.is_available() and dist.is_nccl_available():
         nccl = ".".join(map(str, torch.cuda.nccl.version()))
@@ -167,7 +167,7 @@ def versions() -> dict[str, str]:
 
 
 def source_digest() -> str:
-    """Six digits that differ from those of another state of phalanx's source."""
+    """A six-digit hash of phalanx's source code."""
     root = Path(__file__).parents[1]
     digest = hashlib.blake2b(digest_size=3)
     for file in sorted(root.rglob("*.py")):
@@ -176,7 +176,7 @@ def source_digest() -> str:
 
 
 def named_paths(cfg: CheckClusterConfig) -> Iterator[tuple[str, str]]:
-    """Key and path of all that a training job would read."""
+    """The key and path of everything that a training job would read."""
     if cfg.model.path:
         yield "model.path", cfg.model.path
     for key, files in (("train_files", cfg.data.train_files), ("val_files", cfg.data.val_files)):
@@ -205,7 +205,7 @@ def look_at_path(key: str, path: str, revision: str | None = None) -> PathFact:
 
 
 def look_at_model(path: str, revision: str | None = None) -> PathFact:
-    """Check that a model folder, or the cache of a hub's model, is complete and readable."""
+    """Check that a model folder, or the cached copy of a hub model, is complete and readable."""
     index = model_index(path, revision)
     folder = Path(path).expanduser()
     if not folder.is_dir():
@@ -218,14 +218,14 @@ def look_at_model(path: str, revision: str | None = None) -> PathFact:
             return PathFact(path, here=False)
     size = bytes_below(folder / "model_index.json")
     for name, value in index.items():
-        # [library, class] of a component, [null, null] of one that the pipeline goes without
+        # [library, class] for a component, [null, null] for one that the pipeline lacks
         if isinstance(value, list) and value[0] is not None:
             size += bytes_below(folder / name)
     return PathFact(path, size)
 
 
 def bytes_below(path: Path) -> int:
-    """The size of a file, or of all files in a folder, each of which is opened; raises OSError."""
+    """The size of a file, or of all files in a folder; opens each file, and raises OSError if that fails."""
     files = [path]
     if path.is_dir():
         files = []

@@ -1,4 +1,4 @@
-"""Measurements that all ranks make together: clocks, sums, bandwidths. All call each function."""
+"""Measurements that all ranks make together: clocks, sums and bandwidths. All ranks must call each function."""
 
 import statistics
 import time
@@ -16,7 +16,7 @@ from phalanx.distributed.mesh import World
 from phalanx.distributed.roles import ACTOR, Roles
 
 ROUND_TRIPS = 8
-# numbers: a message that fits into a packet, a small one, and one that is sent in pieces
+# elements of a message that fits into a packet, of a small one, and of one that is sent in chunks
 SUM_SIZES = (1, 1000, 1 << 20)
 REPETITIONS = 5
 WEIGHT_BYTES = {"cuda": 1 << 30, "cpu": 16 << 20}
@@ -25,10 +25,10 @@ MESSAGE_BYTES = {"cuda": 256 << 20, "cpu": 4 << 20}
 
 
 def clock_offset(world: World, clock: Callable[[], float] = time.time) -> float | None:
-    """Seconds by which this node's clock is ahead of rank 0's, on its first rank; None on the others.
+    """Seconds by which this node's clock is ahead of rank 0's, on the node's first rank; None on other ranks.
 
-    A node asks rank 0 for its time, which is taken to be read halfway through the round trip, as in NTP; of several
-    trips the shortest errs least.
+    The node asks rank 0 for its time and, as in NTP, assumes that it was read halfway through the round trip; of
+    several trips the shortest is used, because its error is smallest.
     """
     box = torch.zeros(1, dtype=torch.float64)
     if world.rank == 0:
@@ -52,7 +52,7 @@ def clock_offset(world: World, clock: Callable[[], float] = time.time) -> float 
 
 
 def check_sums(world: World) -> str | None:
-    """Sum known numbers across all ranks; returns what is wrong with this rank's result, or None.
+    """Sum known numbers across all ranks; returns a description of the error in this rank's result, or None.
 
     Small integers in float32 have exact sums in any order.
     """
@@ -85,15 +85,15 @@ def _factor(rank: int) -> int:
 
 
 def bandwidths(world: World) -> dict[str, float]:
-    """GB (10^9 bytes) per second, as measured on this rank.
+    """Bandwidths in GB (10^9 bytes) per second, as measured on this rank.
 
     - `all`: all-reduce across all ranks;
     - `node`: all-reduce across the ranks of this node, if it has several;
-    - `link`: data that this rank receives from its counterpart on the node before, while every rank sends to the node
-      after it; if there are several nodes.
+    - `link`: reception from this rank's counterpart on the preceding node while every rank sends to the next node, if
+      there are several nodes.
     """
     size = MESSAGE_BYTES[world.device.type]
-    # mesh.start makes a node's ranks a row of the mesh; a column is one rank of each node
+    # a row of mesh.start's mesh contains the ranks of a node, a column one rank of each node
     node, link = world.mesh["shard"].get_group(), world.mesh["replicate"].get_group()
     rates = {}
     if world.size > 1:
@@ -106,7 +106,7 @@ def bandwidths(world: World) -> dict[str, float]:
 
 
 def _all_reduce(size: int, device: torch.device, group: dist.ProcessGroup | None) -> float:
-    """Bus bandwidth, as of NCCL's tests: each link carries 2 (n - 1) / n times the message."""
+    """Bus bandwidth as in nccl-tests: each link carries 2 (n - 1) / n times the message."""
     tensor = torch.zeros(size // 4, device=device)
     n = dist.get_world_size(group)
     seconds = _seconds(lambda: dist.all_reduce(tensor, group=group), device)
@@ -114,7 +114,7 @@ def _all_reduce(size: int, device: torch.device, group: dist.ProcessGroup | None
 
 
 def _ring(size: int, device: torch.device, group: dist.ProcessGroup) -> float:
-    """Bandwidth of a shift by one rank, in which all ranks of `group` send and receive at once."""
+    """Bandwidth of a shift by one rank, in which all ranks of `group` send and receive simultaneously."""
     ranks, i = dist.get_process_group_ranks(group), dist.get_rank(group)
     out, into = torch.zeros(size // 4, device=device), torch.zeros(size // 4, device=device)
 
@@ -128,8 +128,8 @@ def _ring(size: int, device: torch.device, group: dist.ProcessGroup) -> float:
 
 
 def weights_across(world: World, roles: Roles, timeout_s: float) -> float | None:
-    """Seconds for a GB (10^9 bytes) of weights from the actor's first rank to all that sample or score, as this rank
-    sees it; None on the actor's other ranks. Connects the roles first, by the groups that a job has.
+    """Seconds per GB (10^9 bytes) for sending weights from the actor's first rank to all ranks that sample or score, as
+    measured on this rank; None on the actor's other ranks. First connects the roles by the same groups as a job.
     """
     store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
     link = Link(roles, world.rank, dist.PrefixStore("check_cluster", store), world.device)
@@ -150,12 +150,12 @@ def weights_across(world: World, roles: Roles, timeout_s: float) -> float | None
 
 
 def _seconds(work: Callable[[], object], device: torch.device) -> float:
-    """Median time of some repetitions, after a first one that makes the connections."""
+    """Median time of several repetitions, after a first one that opens the connections."""
     times = []
     for _ in range(1 + REPETITIONS):
         begin = time.perf_counter()
         work()
-        if device.type == "cuda":  # which has only queued the work so far
+        if device.type == "cuda":  # the work has only been queued so far
             torch.cuda.synchronize(device)
         times.append(time.perf_counter() - begin)
     return statistics.median(times[1:])

@@ -1,4 +1,4 @@
-"""Wording of ranks, nodes and differences. `nodes` maps a node's name to its ranks, in the order of ranks."""
+"""Formatting of ranks, nodes and differences. `nodes` maps the names of nodes to their ranks, in rank order."""
 
 import re
 from collections import Counter
@@ -11,7 +11,7 @@ Nodes = Mapping[str, Sequence[int]]
 
 
 def name_nodes(infos: Iterable[RankInfo]) -> dict[str, list[int]]:
-    """The ranks of each node, which is called by its host, and by its number if others are too."""
+    """The ranks of each node by node name: the host name, with the node's number if several nodes share a host name."""
     by_place: dict[tuple[int, str], list[int]] = {}
     for info in sorted(infos, key=lambda info: info.rank):
         by_place.setdefault((info.node, info.host), []).append(info.rank)
@@ -23,19 +23,19 @@ def name_nodes(infos: Iterable[RankInfo]) -> dict[str, list[int]]:
 
 
 def listed(names: Sequence[str]) -> str:
-    """`a, b and c`; of many, the first eight."""
+    """Format a list as `a, b and c`; only the first eight if there are more."""
     if len(names) > 8:
         return f"{', '.join(names[:8])} and {len(names) - 8} more"
     return " and ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
 
 
 def numbered(ranks: Sequence[int]) -> str:
-    """`rank 3`, `ranks 4-7`."""
+    """Format ranks as `rank 3` or `ranks 4-7`."""
     return f"rank{'s' * (len(ranks) > 1)} {span(ranks, ', ')}"
 
 
 def on_nodes(nodes: Nodes, ranks: Collection[int]) -> str:
-    """Some ranks with their nodes: `ranks 4-7 on b`."""
+    """Format some ranks with their nodes, as `ranks 4-7 on b`."""
     parts = []
     for name, members in nodes.items():
         here = sorted(set(members).intersection(ranks))
@@ -45,7 +45,7 @@ def on_nodes(nodes: Nodes, ranks: Collection[int]) -> str:
 
 
 def reason(error: Exception) -> str:
-    """The first line of an error, without error numbers and places in C++ source."""
+    """The first line of an error message, without error numbers and C++ source locations."""
     if isinstance(error, OSError) and error.strerror and error.filename:
         return f"{error.filename}: {error.strerror.lower()}"
     line = str(error).strip().split("\n")[0]
@@ -53,7 +53,7 @@ def reason(error: Exception) -> str:
 
 
 def difference(values: Mapping[str, str]) -> str | None:
-    """The nodes with another value than most: `1 on b, but 2 on the others`. None if all agree."""
+    """Describe the nodes with another value than most, as `1 on b, but 2 on the others`; None if all are equal."""
     nodes: dict[str, list[str]] = {}
     for name, value in values.items():
         nodes.setdefault(value, []).append(name)

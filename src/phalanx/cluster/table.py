@@ -1,4 +1,4 @@
-"""The nodes in a table: plain text, one line each."""
+"""A plain-text table with one line per node."""
 
 import io
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ def table(
     rates: Rates,
     roles: Roles | None = None,
 ) -> str:
-    """A row for each node, with `-` for absent values, and with the roles of its ranks where these have any."""
+    """Format a table with one row per node and `-` for missing values; it shows the roles of ranks if there are any."""
     from rich.console import Console
     from rich.table import Table
 

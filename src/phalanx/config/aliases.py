@@ -1,12 +1,12 @@
-"""Keys of other trainers, and what they are called here: verl and VeRL-Omni, and flow_grpo.
+"""Keys of other trainers (verl, VeRL-Omni, flow_grpo and others) and their names in Phalanx.
 
-docs/coming-from-verl-omni.md and docs/coming-from-language-model-trainers.md say where a key of the same meaning has
-another default or unit.
+docs/coming-from-verl-omni.md and docs/coming-from-language-model-trainers.md list keys of the same meaning whose
+defaults or units differ.
 """
 
 from collections.abc import Collection
 
-# The longest that fits counts; then the leaf, unless RENAMED has the whole key.
+# The longest matching prefix is replaced and the rest of the key kept, unless RENAMED has the whole key.
 PREFIXES = {
     "actor_rollout_ref.actor.": "actor.",
     "actor_rollout_ref.actor.diffusion_loss.": "algorithm.",
@@ -103,7 +103,7 @@ RENAMED = {
     "train.max_grad_norm": "optim.grad_clip",
 }
 
-# verl's and EasyR1's, in jobs that train language models.
+# Keys of verl and EasyR1, for jobs that train language models.
 OF_LANGUAGE_MODELS = {
     "actor_rollout_ref.actor.clip_ratio_c": "algorithm.clip_ratio_c",
     "actor_rollout_ref.actor.clip_ratio_high": "algorithm.clip_ratio_high",
@@ -149,7 +149,7 @@ OF_LANGUAGE_MODELS = {
     "worker.actor.model.freeze_vision_tower": "model.freeze_vision_tower",
 }
 
-# verl's and TRL's, in jobs whose language models talk to environments.
+# Keys of verl and TRL, for jobs whose language models interact with environments.
 OF_ENVIRONMENTS = {
     "actor_rollout_ref.rollout.multi_turn.function_tool_path": "environment.tools, a list of file.py:function",
     "chat_template_kwargs": "data.chat_template_kwargs",
@@ -159,7 +159,7 @@ OF_ENVIRONMENTS = {
     "tools": "environment.tools",
 }
 
-# Of verl and VeRL-Omni, where the rollout is an engine beside the trainer.
+# Keys of verl and VeRL-Omni without a counterpart; many configure a rollout engine outside the trainer.
 NOTHING_TO_SET = (
     "actor_rollout_ref.actor.checkpoint.",
     "actor_rollout_ref.actor.fsdp_config.forward_prefetch",
@@ -214,7 +214,7 @@ NOTHING_TO_SET = (
     "trainer.use_v1",
 )
 
-# Sections of jobs of one policy, which joint runs have not.
+# Sections of jobs with one policy that joint runs do not have.
 NOT_JOINT = {
     "placement": "a joint run has no ranks of other roles: both policies are sampled and trained on all ranks",
     "environment": "the writer of a joint run answers once, without tools or turns",
@@ -224,7 +224,7 @@ NOT_JOINT = {
 
 
 def _joint(key: str, known: Collection[str]) -> str | None:
-    """As `alias`, where the keys are those of a joint run."""
+    """Like `alias`, for the keys of a joint run."""
     name = key.removeprefix("writer.").removeprefix("painter.")
     for section, reason in NOT_JOINT.items():
         if section in name.split("."):
@@ -239,15 +239,16 @@ def _joint(key: str, known: Collection[str]) -> str | None:
 
 
 def alias(key: str, known: Collection[str]) -> str | None:
-    """The message on a key of another trainer, where `known` are the keys here; None for any other key. So it is of a
-    key that a joint run has not, or has elsewhere.
+    """The message about a key of another trainer, or about a key that a joint run lacks or has in another section.
+
+    known: the keys of this job. Returns None for any other key.
     """
     if "painter.model.path" in known:
         return _joint(key, known)
     if key == "policy" and "prompts" in known:
         return "of a joint run, tasks/sample.py takes the painter and tasks/generate.py the writer; leave it out"
     if key.startswith("critic.") and "critic.optim.lr" not in known:
-        return None  # of a job that has no critic
+        return None  # this job has no critic
     renamed = RENAMED | OF_LANGUAGE_MODELS if "data.max_response_length" in known else RENAMED
     if "environment.path" in known:
         renamed = renamed | OF_ENVIRONMENTS

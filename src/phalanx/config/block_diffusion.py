@@ -9,7 +9,7 @@ from phalanx.config.load import arg
 from phalanx.config.ranges import COUNT
 from phalanx.config.run import EmaConfig
 
-# keys of `rollout` that are of samples for training
+# keys of `rollout` that do not affect validation
 OF_TRAINING_SAMPLES = (
     *("n", "correction", "correction_limit", "max_num_gen_batches", "max_draws_per_prompt"),
     *("schedule", "parts", "max_staleness", "in_flight"),
@@ -21,7 +21,7 @@ OF_TRAINING_SAMPLES = (
 class BlockDiffusionDataConfig(LMDataConfig):
     """Sources of the samples."""
 
-    prompt_key: str = arg("messages", "column of the chats, or of the prompts, in these files")
+    prompt_key: str = arg("messages", "column of the chats or prompts in the data files")
     response_key: Optional[str] = arg(None, "column of the responses; null: the last message of each chat")
 
 
@@ -30,31 +30,31 @@ class BlockDiffusionConfig:
     """The supervised loss (BD3-LM, arXiv 2503.09573; LLaDA2.0, arXiv 2512.15745)."""
 
     micro_batch_size_per_gpu: int = arg(1, "samples per forward and backward pass", **COUNT)
-    noise_range_low: float = arg(0.3, "least probability with which a token is masked", gt=0, le=1)
+    noise_range_low: float = arg(0.3, "smallest probability with which a token is masked", gt=0, le=1)
     noise_range_high: float = arg(0.8, "largest probability with which a token is masked", gt=0, le=1)
-    noise_per_block: bool = arg(False, "draw that probability for each block, not for each sample")
+    noise_per_block: bool = arg(False, "draw that probability for each block instead of for each sample")
     elbo_weight: bool = arg(
-        False, "weight each token by the inverse of that probability, in a mean over all tokens of the responses"
+        False, "weight each token by the inverse of that probability, in a mean over all response tokens"
     )
     same_token_labels: bool = arg(
-        True, "a position predicts its own token; false: the next one, as autoregressive models do"
+        True, "each position predicts its own token; false: the next token, as in autoregressive models"
     )
     loss_agg_mode: str = arg(
         "token-mean",
-        "token-mean: all masked tokens of a step count alike, on all ranks; micro-batch-mean: the mean of the means of "
-        "micro-batches, as in dFactory",
+        "token-mean: mean over all masked tokens of a step, on all ranks; micro-batch-mean: mean of the micro-batches' "
+        "means, as in dFactory",
         choices=("token-mean", "micro-batch-mean"),
     )
     confidence_beta: float = arg(
         0.0,
-        "weight of the entropy of tokens that are predicted right (dParallel, arXiv 2509.26488), summed and divided as "
-        "the losses are; with micro-batch-mean a mean over only these tokens, as in dFactory",
+        "weight of the entropy of correctly predicted tokens (dParallel, arXiv 2509.26488), aggregated like the "
+        "losses; with micro-batch-mean a mean over only these tokens, as in dFactory",
         ge=0,
     )
     train_fill: str = arg(
         "block",
-        "end tokens behind a response that are trained, too: up to the end of its last block, or up to the longest "
-        "sample that there may be, as in dFactory",
+        "end tokens after a response that are trained too: up to the end of its last block, or up to the longest "
+        "possible sample, as in dFactory",
         choices=("block", "max_length"),
     )
     log_prob_chunk_size: int = arg(
@@ -72,14 +72,14 @@ class BlockDiffusionRunConfig(LMRunConfig):
 
 @dataclass
 class BlockDiffusionTaskConfig(BlockDiffusionRunConfig):
-    """Configuration of supervised block diffusion. data.train_files holds chats that end with the response, or prompts
-    with a column of responses; train_batch_size counts samples; `rollout` and `reward` serve validation.
+    """Configuration of supervised block diffusion. data.train_files contains chats that end with the response, or
+    prompts with a column of responses; train_batch_size counts samples; `rollout` and `reward` are for validation.
     """
 
     rollout: LMRolloutConfig = field(default_factory=LMRolloutConfig, metadata={"unused": OF_TRAINING_SAMPLES})
     block_diffusion: BlockDiffusionConfig = field(default_factory=BlockDiffusionConfig)
 
     def __post_init__(self) -> None:
-        """Refuse an engine that cannot be one (ConfigError)."""
+        """Raise ConfigError for an engine class that cannot be used."""
         super().__post_init__()
         check_engine_class(self.rollout)

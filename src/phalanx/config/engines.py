@@ -1,4 +1,4 @@
-"""Sampling engines as a configuration knows them: the class that `rollout.engine` names, and its facts."""
+"""Sampling engines as seen by a configuration: the class that `rollout.engine` names, and its facts."""
 
 import importlib
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from typing import Any, Literal
 from phalanx.config.registry import resolve_object
 
 KEY = "rollout.engine"
-BLOCK_ENGINES = {"policy": "phalanx.rollout.lm.in_blocks:BlockDiffusionRollout"}  # of block diffusion
+BLOCK_ENGINES = {"policy": "phalanx.rollout.lm.in_blocks:BlockDiffusionRollout"}  # for block diffusion
 TURN_ENGINES = {  # with an environment
     "policy": "phalanx.rollout.lm.conversations:ConversationRollout",
     "vllm": "phalanx.rollout.lm.vllm_conversations:VllmConversationRollout",
@@ -18,22 +18,23 @@ FORMS = ("module:Class", "path/to/file.py:Class")
 
 @dataclass(frozen=True)
 class EngineFacts:
-    """Properties of a sampling engine, stated as `facts` of its class; the defaults hold for one that samples in the
-    policy's own modules. Nothing else of Phalanx asks which engine it is.
+    """Properties of a sampling engine: the class attribute `facts` of its class. The rest of Phalanx depends only on
+    these, not on which engine it is. The defaults describe an engine that samples in the policy's modules.
 
-    `exact`: its log-probabilities are the policy's own, to the last bit; else the policy takes them again, as
-    rollout.correction says. `weights`: it samples in the modules of the "policy", on a whole "copy" on each rank, which
-    each rollout renews, or with "none". `redraws`: its `resample` may be called. `videos`: it samples more than one
-    frame. `columns`, of flow models: its samples are images of the data, one of each of these columns, the preferred
-    one first, and have no actions. `blocks`, of language models: it samples those of block diffusion, and no others.
-    `exclusive`: its state is that of the whole process, so that no reward model answers while it samples.
-
-    Of a copy: `tensor_parallel`: as many neighbouring ranks as rollout.tensor_parallel_size says hold one together;
-    `reserves`: with its cache it takes rollout.gpu_memory_utilization of a GPU, whatever is sampled; `sleeps`: it gives
-    its memory back between rollouts, as rollout.sleep says where there is that key.
-
-    `package`: the library that must be installed, by the name that it is imported by, and `install`: the words that say
-    how to get it.
+    exact: its log-probabilities equal the policy's bit by bit; otherwise rollout.correction decides about recomputing
+        them.
+    weights: it samples with the modules of the "policy", with a whole "copy" per rank, updated before each rollout, or
+        with "none".
+    redraws: its `resample` may be called.
+    videos: it can sample more than one frame.
+    columns: flow models: its samples are images of the data, one from each of these columns, the preferred one first,
+        and have no actions.
+    blocks: language models: it samples from block diffusion models only.
+    exclusive: it has process-wide state, so that no reward model may answer while it samples.
+    tensor_parallel: rollout.tensor_parallel_size neighbouring ranks share one copy of the weights.
+    reserves: copy and cache always take the fraction rollout.gpu_memory_utilization of a GPU's memory.
+    sleeps: it frees its memory between rollouts, unless there is a key rollout.sleep and it is false.
+    package: import name of a library that must be installed; `install` says how to install it.
     """
 
     exact: bool = True
@@ -52,8 +53,10 @@ class EngineFacts:
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """Memory of a sampling engine: `ranks` hold a copy of the weights together; `reserved` is the fraction of a GPU
-    that it takes, whatever is sampled, 0 for only as much as it needs; `sleeps`: it frees its memory between rollouts.
+    """Memory of a sampling engine.
+
+    ranks: number of ranks that share one copy of the weights. reserved: fraction of a GPU's memory that it takes in any
+    case; 0: only as much as it needs. sleeps: it frees its memory between rollouts.
     """
 
     ranks: int = 1
@@ -62,16 +65,14 @@ class EngineMemory:
 
 
 def engine_class(engine: str, names: Mapping[str, str]) -> Any:
-    """The class that `engine` stands for: one of `names`, module:Class or path/to/file.py:Class. Raises ConfigError,
-    with one line, where there is none.
+    """The class of an engine: one of `names`, module:Class or path/to/file.py:Class. Raises ConfigError, with one line,
+    if there is none.
     """
     return resolve_object(names.get(engine, engine), KEY, "class")
 
 
 def check_engine_class(config: Any) -> None:
-    """Raise ConfigError, as a configuration is loaded, for a class of the user's in `config`, a section `rollout`, that
-    cannot be an engine.
-    """
+    """Raise ConfigError if the section `rollout`, `config`, names a custom class that cannot be used as an engine."""
     if ":" in config.engine and config.REGISTRY:
         package = importlib.import_module(config.REGISTRY)
         package.check_entry(engine_class(config.engine, config.ENGINES), config.engine)

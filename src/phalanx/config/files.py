@@ -1,4 +1,4 @@
-"""Files: what is at a path that somebody else wrote, its content, and files that are replaced at once."""
+"""Files: kind and content of what is at a user's path, JSON, and atomic replacement of files."""
 
 import errno
 import json
@@ -10,10 +10,10 @@ from typing import Any
 
 
 def kind(path: Path) -> str | None:
-    """ "file" or "folder"; None where there is nothing.
+    """Whether a path is a "file" or a "folder"; None if it does not exist.
 
-    Raises OSError for what is neither, such as a pipe, which would block, for a circle of links, and for a name that no
-    file can have.
+    Raises OSError for anything else, such as a pipe, whose reading would block, for a cycle of symbolic links, and for
+    an invalid name.
     """
     try:
         mode = path.expanduser().stat().st_mode
@@ -29,7 +29,7 @@ def kind(path: Path) -> str | None:
 
 
 def read_bytes(path: Path) -> bytes:
-    """The content of a regular file; raises OSError where there is none."""
+    """The content of a regular file. Raises OSError if there is none."""
     form = kind(path)
     if form != "file":
         code = errno.ENOENT if form is None else errno.EISDIR
@@ -38,14 +38,14 @@ def read_bytes(path: Path) -> bytes:
 
 
 def replace_file(path: Path, content: str | bytes) -> None:
-    """Write a file anew: a reader never sees a half. Raises OSError."""
+    """Replace a file atomically, so that no reader sees a partial file. Raises OSError."""
     part = path.with_name(f"{path.name}.tmp")
     part.write_bytes(content.encode() if isinstance(content, str) else content)
     part.replace(path)
 
 
 def json_object(text: str | bytes) -> dict[str, Any] | None:
-    """The object in a line of JSON; None for anything else, such as half a line."""
+    """The object that a line of JSON contains; None for anything else, such as an incomplete line."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
@@ -54,8 +54,9 @@ def json_object(text: str | bytes) -> dict[str, Any] | None:
 
 
 def parse_json(text: str, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
-    """The value of a JSON text, with `pairs` of the keys and values of each object. Raises json.JSONDecodeError, or
-    another ValueError of one line.
+    """Parse a JSON text. pairs: converts the key-value pairs of each object, see json.loads' object_pairs_hook.
+
+    Raises json.JSONDecodeError, or another ValueError with one line.
     """
     try:
         value = json.loads(text, object_pairs_hook=pairs)
@@ -63,12 +64,12 @@ def parse_json(text: str, pairs: Callable[[list[tuple[str, Any]]], Any] | None =
         raise
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-    except ValueError as error:  # of an integer of thousands of digits
+    except ValueError as error:  # an integer with thousands of digits
         raise ValueError(str(error).partition(";")[0]) from None
     if "\\ud" in text.lower():
         try:
             json.dumps(value, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
             half = f"\\u{ord(error.object[error.start]):04x}"
-            raise ValueError(f"{half} is half of a surrogate pair, which no text can hold") from None
+            raise ValueError(f"{half} is half of a surrogate pair, which is not valid text") from None
     return value

@@ -1,11 +1,11 @@
-"""Keys that jobs on flow-matching models of images and videos add to phalanx.config.run."""
+"""Keys that jobs with flow-matching models of images and videos add to phalanx.config.run."""
 
 from dataclasses import dataclass, field
 from typing import ClassVar, Optional
 
 from phalanx.config.engines import FORMS, check_engine_class
 from phalanx.config.load import arg
-from phalanx.config.ranges import COUNT, SEEDS, TIMES
+from phalanx.config.ranges import COUNT, TIMES
 from phalanx.config.reward import RewardConfig, RewardFunctionConfig
 from phalanx.config.run import (
     SDE_TYPES,
@@ -32,20 +32,20 @@ class FlowModelConfig(ModelConfig):
     """The model that is trained: a diffusers model folder."""
 
     family: Optional[str] = arg(
-        None, "module of phalanx.models.flow.families (or a dotted module); null: from model_index.json"
+        None, "model family: module of phalanx.models.flow.families, or a dotted module; null: from model_index.json"
     )
     reference_size: int = arg(
-        1024, "square root of the area, in pixels, at which an editing model's VAE sees the image to edit", ge=32
+        1024, "side in pixels of the square whose area the image to edit is scaled to for an editing model's VAE", ge=32
     )
     reference_count: int = arg(
         1, "number of images in each row's `image`, a list if more than 1 (Qwen-Image-Edit 2509 and 2511)", **COUNT
     )
     attn_backend: Optional[str] = arg(
-        None, "attention backend of diffusers' dispatch, e.g. native, flash; null: torch's"
+        None, "attention backend of diffusers' dispatcher, such as native or flash; null: torch's"
     )
     target_components: Optional[list[str]] = arg(
         None,
-        "transformers of Wan 2.2 A14B that are trained: transformer (high noise levels), transformer_2 (low ones), or "
+        "transformers of Wan 2.2 A14B to train: transformer (high noise levels), transformer_2 (low noise levels) or "
         "both; null: both",
     )
 
@@ -56,39 +56,38 @@ class FlowDataConfig(DataConfig):
 
     overlong_prompts: str = arg(
         "truncate",
-        "prompts of more than max_prompt_length tokens: error ends the job, filter leaves them out, "
-        "truncate keeps their first tokens and reports how many are truncated",
+        "prompts of more than max_prompt_length tokens: error ends the job; filter leaves them out; truncate keeps "
+        "their first tokens and reports how many prompts were truncated",
         choices=("error", "filter", "truncate"),
     )
     embeds_cache_dir: Optional[str] = arg(
-        None, "folder that caches prompt embeddings between runs; null: memory only", path=True
+        None, "folder in which prompt embeddings are cached between runs; null: cache them in memory only", path=True
     )
     text_length_multiple: int = arg(
         32,
-        "texts with masked attention (Qwen-Image, Z-Image, HunyuanVideo) are padded to a multiple of "
-        "this number of tokens, up to the longest possible text, so that there are few shapes; 1: to the"
-        " longest text of the step",
+        "texts with masked attention (Qwen-Image, Z-Image, HunyuanVideo) are padded to a multiple of this number of "
+        "tokens, so that there are few shapes, but never beyond the longest possible text; 1: to the longest text of "
+        "the step",
         **COUNT,
     )
 
 
 @dataclass
 class FlowValRolloutConfig(ValRolloutConfig):
-    """Sampling in validation; null takes the value of `rollout`."""
+    """Sampling in validation; null: the value of the same key in `rollout`."""
 
     n: int = arg(1, "images per prompt", **COUNT)
     num_inference_steps: Optional[int] = arg(None, "denoising steps", **TIMES)
-    height: Optional[int] = arg(None, "pixels", **COUNT)
-    width: Optional[int] = arg(None, "pixels", **COUNT)
+    height: Optional[int] = arg(None, "height in pixels", **COUNT)
+    width: Optional[int] = arg(None, "width in pixels", **COUNT)
     num_frames: Optional[int] = arg(None, "frames of a video", **COUNT)
     guidance_scale: Optional[float] = arg(
-        None, "classifier-free guidance (SD3, Z-Image, FLUX.2 Klein base, videos), or the input of FLUX"
+        None, "scale of classifier-free guidance (SD3, Z-Image, FLUX.2 Klein base, videos), or guidance input of FLUX"
     )
-    guidance_scale_2: Optional[float] = arg(None, "guidance of the steps that Wan 2.2 A14B's transformer_2 takes")
-    true_cfg_scale: Optional[float] = arg(None, "true classifier-free guidance (Qwen-Image, FLUX.1)")
-    noise_level: float = arg(0.0, "eta of the sampler; 0 is the ODE", ge=0)
+    guidance_scale_2: Optional[float] = arg(None, "guidance scale in the steps of Wan 2.2 A14B's transformer_2")
+    true_cfg_scale: Optional[float] = arg(None, "scale of true classifier-free guidance (Qwen-Image, FLUX.1)")
+    noise_level: float = arg(0.0, "eta of the sampler; 0: the ODE", ge=0)
     solver: Optional[str] = arg(None, "solver of the ODE", choices=SOLVERS)
-    seed: int = arg(1234, "seed of the noise: a different one for each prompt, the same at each validation", **SEEDS)
 
 
 @dataclass
@@ -100,43 +99,42 @@ class FlowRolloutConfig(RolloutConfig):
 
     engine: str = arg(
         "policy",
-        "policy: in the trained modules; vllm_omni: in vLLM-omni, on a copy of the weights; dataset: "
-        "nothing is sampled, the images are the pairs `chosen` and `rejected` of data.train_files; or a "
-        "class of your own",
+        "policy: sample in the trained modules; vllm_omni: in vLLM-omni, with a copy of the weights; dataset: do not "
+        "sample, but take the pairs `chosen` and `rejected` of data.train_files as images; or a custom class",
         choices=tuple(ENGINES),
         forms=FORMS,
     )
-    n: int = arg(16, "images per prompt: the group that the advantage compares", ge=2, le=65536)
+    n: int = arg(16, "images per prompt, the group within which advantages are computed", ge=2, le=65536)
     num_inference_steps: int = arg(10, "denoising steps", **TIMES)
-    height: int = arg(512, "pixels", **COUNT)
-    width: int = arg(512, "pixels", **COUNT)
-    num_frames: int = arg(1, "frames of a video, for Wan one more than a multiple of 4; 1: an image", **COUNT)
+    height: int = arg(512, "height in pixels", **COUNT)
+    width: int = arg(512, "width in pixels", **COUNT)
+    num_frames: int = arg(1, "frames of a video, one more than a multiple of 4 for Wan; 1: an image", **COUNT)
     guidance_scale: float = arg(
         1.0,
-        "classifier-free guidance of SD3, Z-Image, FLUX.2 Klein base and videos, 1 is off; an input of "
-        "FLUX.1-dev, FLUX.1 Kontext and FLUX.2-dev",
+        "scale of classifier-free guidance for SD3, Z-Image, FLUX.2 Klein base and videos, where 1 is off; guidance "
+        "input of FLUX.1-dev, FLUX.1 Kontext and FLUX.2-dev",
     )
     guidance_scale_2: Optional[float] = arg(
-        None, "guidance of the steps that Wan 2.2 A14B's transformer_2 takes; null: guidance_scale, as in diffusers"
+        None, "guidance scale in the steps of Wan 2.2 A14B's transformer_2; null: guidance_scale, as in diffusers"
     )
-    true_cfg_scale: float = arg(1.0, "true classifier-free guidance of Qwen-Image and FLUX.1; 1 is off")
-    noise_level: float = arg(0.7, "eta of the stochastic steps; 0 is the ODE, which has no transitions to train", ge=0)
-    sde_type: str = arg("sde", "the stochastic step", choices=SDE_TYPES)
+    true_cfg_scale: float = arg(1.0, "scale of true classifier-free guidance for Qwen-Image and FLUX.1; 1: off")
+    noise_level: float = arg(0.7, "eta of the stochastic steps; 0: the ODE, which has no transitions to train", ge=0)
+    sde_type: str = arg("sde", "form of the stochastic step", choices=SDE_TYPES)
     sde_window_size: Optional[int] = arg(
-        2, "consecutive steps that are stochastic and trained; null: all but the last", ge=1
+        2, "number of consecutive steps that are stochastic and trained; null: all but the last", ge=1
     )
     sde_window_range: Optional[list[int]] = arg(
-        None, "[a, b]: the window lies in steps a .. b-1; null: all but the last step"
+        None, "[a, b]: the window lies within steps a .. b-1; null: within all steps but the last"
     )
     timestep_fraction: float = arg(
-        1.0, "fraction of the stochastic steps that is trained, redrawn for each training step", gt=0, le=1
+        1.0, "fraction of the stochastic steps that is trained, drawn anew in each training step", gt=0, le=1
     )
     window_schedule: str = arg(
-        "random", "the window's start: random per step, or progressive (MixGRPO)", choices=("random", "progressive")
+        "random", "start of the window: random per step, or progressive (MixGRPO)", choices=("random", "progressive")
     )
-    window_iters: int = arg(25, "training steps for which a progressive window stays in place", ge=1)
+    window_iters: int = arg(25, "training steps after which a progressive window moves", ge=1)
     window_stride: Optional[int] = arg(
-        None, "denoising steps by which a progressive window moves; null: its own size", ge=1
+        None, "denoising steps by which a progressive window moves; null: its size", ge=1
     )
     init_same_noise: bool = arg(False, "start all images of a prompt from the same noise")
     branching: bool = arg(
@@ -146,14 +144,11 @@ class FlowRolloutConfig(RolloutConfig):
     )
     solver: str = arg(
         "euler",
-        "solver of the deterministic steps after the window, or of all if no step is stochastic: euler, "
-        "or the second-order dpm_solver++",
+        "solver of the deterministic steps after the window, or of all steps if none is stochastic: euler, or "
+        "dpm_solver++ of second order",
         choices=SOLVERS,
     )
-    ode_compression: float = arg(1.0, "fraction of the steps after the window that is taken", gt=0, le=1)
-    max_draws_per_prompt: int = arg(
-        1, "maximum number of times that a prompt is sampled while all rewards of its images are equal", **TIMES
-    )
+    ode_compression: float = arg(1.0, "fraction of the steps after the window that are taken; 1: all", gt=0, le=1)
     micro_batch_size_per_gpu: Optional[int] = arg(
         None, "images sampled together; null: ppo_micro_batch_size_per_gpu x window, for exact log-probs", **COUNT
     )
@@ -163,19 +158,10 @@ class FlowRolloutConfig(RolloutConfig):
     val: FlowValRolloutConfig = field(default_factory=FlowValRolloutConfig)
 
 
-# Keys of `rollout` that say nothing about a validation: files may hold them, and --help leaves them out.
+# Keys of `rollout` that do not affect validation: files may set them, but --help leaves them out.
 OF_TRAINING_SAMPLES = (
-    *(
-        "n",
-        "correction",
-        "correction_limit",
-        "max_num_gen_batches",
-        "max_draws_per_prompt",
-        *("schedule", "parts", "max_staleness", "in_flight"),
-        "init_same_noise",
-        "branching",
-        "noise_level",
-    ),
+    *("n", "correction", "correction_limit", "max_num_gen_batches", "max_draws_per_prompt"),
+    *("schedule", "parts", "max_staleness", "in_flight", "init_same_noise", "branching", "noise_level"),
     *("sde_window_size", "sde_window_range", "timestep_fraction", "window_schedule", "window_iters", "window_stride"),
     "ode_compression",
 )
@@ -186,7 +172,7 @@ class FlowActorConfig(ActorConfig):
     """Updates of the policy."""
 
     detach_uncond: bool = arg(
-        False, "no gradient through the unconditional branch of guidance: cheaper, but a different gradient"
+        False, "do not backpropagate through the unconditional branch of guidance: cheaper, but a different gradient"
     )
 
 
@@ -195,7 +181,9 @@ class FlowRewardFunctionConfig(RewardFunctionConfig):
     """One term of the reward of images or videos."""
 
     frames: int = arg(
-        8, "evenly spaced frames of a video that are scored and averaged; unused by rewards that take videos", **COUNT
+        8,
+        "evenly spaced frames of a video that are scored and averaged; unused by rewards that score whole videos",
+        **COUNT,
     )
 
 
@@ -228,25 +216,27 @@ class FlowMatchingConfig:
     """The supervised loss (rectified flow; SD3, arXiv 2403.03206, section 3.1)."""
 
     micro_batch_size_per_gpu: int = arg(8, "images per forward and backward pass", **COUNT)
-    logit_mean: float = arg(
-        0.0, "noise levels are sigmoid(N(logit_mean, logit_std)), then shifted like the scheduler's"
-    )
+    logit_mean: float = arg(0.0, "noise levels are sigmoid(N(logit_mean, logit_std)), then shifted as by the scheduler")
     logit_std: float = arg(1.0, "see logit_mean", gt=0)
-    prompt_dropout: float = arg(0.1, "fraction of images that get the empty prompt, for guidance", ge=0, lt=1)
+    prompt_dropout: float = arg(
+        0.1, "fraction of images whose prompt is replaced by the empty one, for guidance", ge=0, lt=1
+    )
     cache_latents: bool = arg(True, "encode all images once at the start and keep their latents in memory")
     ema: EmaConfig = field(default_factory=EmaConfig)
 
 
 @dataclass
 class FlowMatchingTaskConfig(FlowRunConfig):
-    """Configuration of supervised flow matching. data.train_files holds images and prompts, train_batch_size counts
-    images; `rollout` and `reward` serve validation, at rollout.height x width.
+    """Configuration of supervised flow matching.
+
+    data.train_files contains images with prompts, and data.train_batch_size counts images. `rollout` and `reward` are
+    for validation; images have rollout.height x rollout.width pixels.
     """
 
     rollout: FlowRolloutConfig = field(default_factory=FlowRolloutConfig, metadata={"unused": OF_TRAINING_SAMPLES})
     flow_matching: FlowMatchingConfig = field(default_factory=FlowMatchingConfig)
 
     def __post_init__(self) -> None:
-        """Refuse an engine that cannot be one (ConfigError)."""
+        """Raise ConfigError for an engine class that cannot be used."""
         super().__post_init__()
         check_engine_class(self.rollout)

@@ -1,4 +1,4 @@
-"""Keys of joint runs: a language model that rewrites prompts, and a flow model that paints them, under one reward."""
+"""Keys of joint runs: a language model rewrites prompts and a flow model draws them, both under one reward."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any, Optional
@@ -42,7 +42,7 @@ class WriterConfig:
 
 @dataclass
 class PainterConfig:
-    """The flow model that makes pictures of what the writer wrote: sections of `tasks/train_flowgrpo.py`."""
+    """The flow model that generates images of the rewritten prompts: sections of `tasks/train_flowgrpo.py`."""
 
     model: FlowModelConfig = field(default_factory=FlowModelConfig)
     rollout: FlowRolloutConfig = field(default_factory=FlowRolloutConfig)
@@ -53,33 +53,33 @@ class PainterConfig:
 
 @dataclass
 class JointDataConfig(LMDataConfig):
-    """Sources of the prompts, and how long texts may be: the keys without `rewrite` are of the writer."""
+    """Sources of the prompts and maximum lengths of texts. Keys without `rewrite` in their name are the writer's."""
 
     max_rewrite_length: int = arg(
         256, "tokens of a rewritten prompt that the painter's T5 or Qwen text encoder sees; the rest is cut", **COUNT
     )
     text_length_multiple: int = arg(
-        32, "of the painter: texts that attention masks are padded to a multiple of this number of tokens", **COUNT
+        32, "painter: texts with masked attention are padded to a multiple of this number of tokens", **COUNT
     )
 
 
 @dataclass
 class RewriteConfig:
-    """How the writer's response becomes a prompt of the painter."""
+    """Conversion of the writer's response into the painter's prompt."""
 
     pattern: Optional[str] = arg(
         None,
-        "regular expression: the first group of its last match in the response, without think blocks, is the rewritten "
-        "prompt; null: all of the response",
+        "regular expression whose first group, in its last match in the response without think blocks, is the "
+        "rewritten prompt; null: the whole response",
     )
-    template: str = arg("{}", "text that the painter receives, with {} for the rewritten prompt")
+    template: str = arg("{}", "text that the painter receives, with {} in place of the rewritten prompt")
     keep_originals: int = arg(
-        0, "prompts of each group that stay as they are, beside writer.rollout.n rewritten ones", ge=0, le=65535
+        0, "original prompts in each group, beside writer.rollout.n rewritten ones", ge=0, le=65535
     )
     validate: list[str] = arg(
         ["rewritten", "original"],
-        "validation sets per file: pictures of rewritten prompts, of the original ones, and swapped: of the next "
-        "prompt's rewritten one, judged by this prompt, which shows what a painter scores that ignores its prompt",
+        "validation sets per file: images of rewritten prompts, of original prompts, and swapped: of the next prompt's "
+        "rewritten one, scored against this prompt, which shows the score of a painter that ignores its prompt",
     )
 
 
@@ -89,14 +89,14 @@ class JointConfig:
 
     writer: WriterConfig = field(default_factory=WriterConfig)
     painter: PainterConfig = field(default_factory=PainterConfig)
-    train: list[str] = arg(list(POLICIES), "the policies that are trained: writer, painter, or both; others are frozen")
+    train: list[str] = arg(list(POLICIES), "policies to train: writer, painter, or both; the others are frozen")
     alternate: Optional[int] = arg(
-        None, "training steps of one policy after which it is the other's turn; null: both in each step", **COUNT
+        None, "training steps after which training switches to the other policy; null: train both in each step", **COUNT
     )
     diffusion_group_scope: str = arg(
         "rewrite",
-        "the pictures that the painter's advantages compare: those of a rewritten prompt, or of all that were made of "
-        "an original one",
+        "images that the painter's advantages compare: those of one rewritten prompt (rewrite), or of all prompts made "
+        "from one original (prompt)",
         choices=("rewrite", "prompt"),
     )
     rewrite: RewriteConfig = field(default_factory=RewriteConfig)
@@ -106,21 +106,21 @@ class JointConfig:
     trainer: LMTrainerConfig = field(default_factory=LMTrainerConfig)
 
     def __post_init__(self) -> None:
-        """Refuse an engine that cannot be one (ConfigError)."""
+        """Raise ConfigError for an engine class that cannot be used."""
         for part in (self.writer, self.painter):
             check_engine_class(part.rollout)
 
     @property
     def rewrites(self) -> int:
-        """Prompts that the painter is given of each original one."""
+        """Number of prompts that the painter gets per original prompt."""
         return self.writer.rollout.n + self.rewrite.keep_originals
 
     def parts(self) -> dict[str, RLConfig]:
-        """The configuration of each policy as that of a job of its own, which shares all sections that it can."""
+        """Configuration of each policy as that of a separate job; both share all sections that they can."""
         return {WRITER: self.of_writer(), PAINTER: self.of_painter()}
 
     def of_writer(self) -> LMRLConfig:
-        """That of the writer."""
+        """Configuration of the writer as a separate job."""
         shared: dict[str, Any] = {
             "parallel": self.parallel,
             "data": self.data,
@@ -130,7 +130,7 @@ class JointConfig:
         return LMRLConfig(**vars(self.writer), **shared)
 
     def of_painter(self) -> FlowRLConfig:
-        """That of the painter, whose prompts are the rewritten ones."""
+        """Configuration of the painter as a separate job, whose prompts are the rewritten ones."""
         d, each = self.data, self.data.train_batch_size_per_gpu
         data = FlowDataConfig(
             train_files=d.train_files,
@@ -152,5 +152,5 @@ class JointConfig:
 
 
 def frozen(config: Any) -> Any:
-    """A section `model` of a policy that is not trained: without the LoRA that it would get."""
+    """A copy of a section `model` for a policy that is not trained: without a LoRA and quantization."""
     return replace(config, lora_rank=0, quantization=None)

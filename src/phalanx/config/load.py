@@ -1,7 +1,7 @@
-"""Typed configuration: dataclasses, a YAML with only the differences, and `key=value` overrides.
+"""Typed configuration: dataclasses with defaults, a YAML file that overrides them, and `key=value` overrides.
 
-OmegaConf merges, converts and resolves `${...}` and `${oc.env:NAME}`. Every mistake is a `ConfigError` of one line that
-names the key, what was expected, and what was given.
+OmegaConf merges, converts and resolves `${...}` and `${oc.env:NAME}`. Every mistake raises `ConfigError` with one line
+that names the key, the expected value and the given one.
 """
 
 import importlib
@@ -36,9 +36,9 @@ LIMITS = {
 }
 
 
-PLACES = ("output_dir", "output_file", "checkpoint", "baseline")  # keys with a path: an empty one is the current folder
-MOST = 1e9  # of any number, above 0 and below, where its key does not say otherwise
-_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")  # and what is left of bytes that are not UTF-8
+PLACES = ("output_dir", "output_file", "checkpoint", "baseline")  # paths that must not be empty (the current folder)
+MOST = 1e9  # limit of the absolute value of a number whose key sets no other limit
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")  # surrogates stand for bytes that are not UTF-8
 
 
 def arg(
@@ -50,8 +50,10 @@ def arg(
     forms: Sequence[str] = (),
     **limits: float,
 ) -> Any:
-    """A dataclass field with its meaning and, optionally, choices, beside which texts with a colon of these `forms` are
-    taken, and the LIMITS; a `path` is one to be `located`.
+    """A dataclass field with its help text and constraints.
+
+    choices: allowed values. forms: descriptions of further values that are allowed beside `choices`: any text with a
+    colon, such as module:Class. path: whether `located` resolves the value. limits: bounds of a number, see LIMITS.
     """
     metadata = {"help": help, "path": path, "choices": choices, "forms": forms, "limits": limits}
     if isinstance(default, list | dict):
@@ -59,8 +61,8 @@ def arg(
     return field(default=default, metadata=metadata)
 
 
-PLAIN = dict(arg(None, "").metadata)  # of a field that `arg` did not make
-FREE = dict(arg(None, "", ge=-math.inf, le=math.inf).metadata)  # of what is not ours to judge: a reward's arguments
+PLAIN = dict(arg(None, "").metadata)  # for fields that `arg` did not make
+FREE = dict(arg(None, "", ge=-math.inf, le=math.inf).metadata)  # for free-form values, such as a reward's arguments
 
 
 # --- a configuration from a file and overrides
@@ -78,7 +80,7 @@ def load(schema: type[T], path: str | None, overrides: list[str]) -> T:
 
 
 def build(schema: type[T], user: DictConfig) -> T:
-    """An instance of `schema` from the differences to its defaults. Raises ConfigError as `load`, but for rules."""
+    """An instance of `schema` from the user's values. Raises ConfigError like `load`, but does not check the rules."""
     try:
         named = _with_named_sections(schema, user)
         config = _defaults(named)
@@ -94,23 +96,23 @@ def build(schema: type[T], user: DictConfig) -> T:
         raise ConfigError("an interpolation is nested too deeply") from None
     _finish(value, "")
     raw, known = OmegaConf.to_container(config), set[str]()
-    for _ in range(2):  # the second time for texts that name another key
+    for _ in range(2):  # the second pass finds texts that refer to another key
         mark(value, raw, known)
     return schema(**vars(value))
 
 
 def save(config: Any, path: Path) -> None:
-    """Write the resolved configuration as YAML; what came from the environment stays a reference to it."""
-    # OmegaConf quotes a text such as "1e3", which it would read as a number
+    """Write the resolved configuration as YAML; values from environment variables stay references to them."""
+    # OmegaConf quotes a text such as "1e3", which it would otherwise read back as a number
     path.write_text(OmegaConf.to_yaml(OmegaConf.create(public(config))), encoding="utf-8")
 
 
 def _user(schema: type, path: str | None, overrides: list[str]) -> DictConfig:
-    """The differences that the user wants: the file's, then the overrides in their order."""
+    """The values that the user sets: those of the file, then the overrides in their order."""
     file = read(path) if path is not None else OmegaConf.create({})
     user = override(file, overrides)
     for section in _registries(schema):
-        # The file's section of one algorithm means nothing to another, which begins with its own defaults.
+        # Keys of the file's algorithm do not apply to another one, which starts from its own defaults.
         given, default = OmegaConf.select(file, section), _section(schema, section)
         if given is not None and _name(default, given) != _name(default, OmegaConf.select(user, section)):
             del given._get_parent()[given._key()]
@@ -118,17 +120,17 @@ def _user(schema: type, path: str | None, overrides: list[str]) -> DictConfig:
     return user
 
 
-# --- what a schema says
+# --- reading a schema
 
 
 def _hints(schema: Any) -> dict[str, Any]:
-    """The type of each field; that of a section whose keys depend on a name is its default's."""
+    """The type of each field; for a section whose keys depend on a name, the class of its default."""
     hints = get_type_hints(schema)
     return {f.name: f.default_factory if "registry" in f.metadata else hints[f.name] for f in fields(schema)}
 
 
 def _registries(schema: Any) -> dict[str, str]:
-    """The sections whose keys depend on a name (`algorithm`, `writer.algorithm`), and the packages of their modules."""
+    """Sections whose keys depend on a name (`algorithm`, `writer.algorithm`), with the packages of their modules."""
     sections, hints = {}, _hints(schema)
     for f in fields(schema):
         if "registry" in f.metadata:
@@ -146,7 +148,7 @@ def _section(schema: Any, key: str) -> Any:
 
 
 def _defaults(schema: Any) -> DictConfig:
-    """The defaults of a schema, and what an algorithm wants of other sections."""
+    """The defaults of a schema, with the algorithm's DEFAULTS for other sections applied."""
     base = OmegaConf.structured(schema)
     for section in _registries(schema):
         before, dot, _ = section.rpartition(".")
@@ -160,15 +162,16 @@ def _defaults(schema: Any) -> DictConfig:
 
 
 def _name(default: Any, given: Any) -> str:
-    """The name in a section such as `algorithm`, as the user has `given` it, or that of its `default` class."""
+    """The name in a section such as `algorithm`: the `given` one if it is set, else that of the `default` class."""
     if isinstance(given, DictConfig) and "name" in given:
         return str(given["name"])
     return str(default.name)
 
 
 def _with_named_sections(schema: type, user: DictConfig, prefix: str = "") -> type:
-    """The schema with the keys that the user's names bring, such as those of an algorithm. `prefix`: of the keys of a
-    section that `schema` is.
+    """The schema with the keys of the modules that the user names, such as an algorithm.
+
+    prefix: the dotted key of the section that `schema` describes, with a trailing dot; empty for the whole job.
     """
     sections: list[tuple[str, Any, Any]] = []
     for f in fields(schema):
@@ -179,7 +182,7 @@ def _with_named_sections(schema: type, user: DictConfig, prefix: str = "") -> ty
             config = _config_of(f.metadata["registry"], name, f"{key}.name", hint)
             above = OmegaConf.select(user, prefix.rstrip(".")) if prefix else user
             if isinstance(above, DictConfig | None) and isinstance(given, DictConfig | None):
-                OmegaConf.update(user, f"{key}.name", name)  # a job's own default, which the class need not have
+                OmegaConf.update(user, f"{key}.name", name)  # the job's default may differ from the class's
             sections.append((f.name, config, field(default_factory=config, metadata=f.metadata)))
         elif is_dataclass(hint) and _registries(hint):
             inner = _with_named_sections(_section(schema, f.name), user, f"{key}.")
@@ -188,11 +191,11 @@ def _with_named_sections(schema: type, user: DictConfig, prefix: str = "") -> ty
 
 
 def _config_of(registry: str, name: str, key: str, base: type) -> Any:
-    """The class Config of a module of a registry, once the registry's package has checked the module."""
+    """The class Config of a registry's module, after the registry's package has checked the module."""
     module = resolve_registry(registry, name, key)
     names, package = vars(module), vars(importlib.import_module(registry))
-    config = names["Config"] if "Config" in names else None
-    base = [kind for kind in base.__mro__ if is_dataclass(kind)][-1]  # a job may have another default name
+    config = names.get("Config")
+    base = [kind for kind in base.__mro__ if is_dataclass(kind)][-1]  # jobs derive from it to change the default name
     if not isinstance(config, type) or not issubclass(config, base) or not is_dataclass(config):
         raise ConfigError(f"{key}: {name!r} has no Config, a dataclass of its keys derived from {base.__name__}")
     if "Algorithm" not in names:
@@ -204,7 +207,7 @@ def _config_of(registry: str, name: str, key: str, base: type) -> Any:
 
 @dataclass(frozen=True)
 class Row:
-    """One leaf of a schema: its dotted key, type, default and meaning."""
+    """One leaf of a schema: its dotted key, type, default and help text."""
 
     key: str
     type: str
@@ -213,7 +216,7 @@ class Row:
 
 
 def rows(schema: Any, prefix: str = "", defaults: Any = None) -> Iterator[Row]:
-    """All leaves of a schema, for --help and the configuration reference."""
+    """Iterate over all leaves of a schema, for --help and the configuration reference."""
     defaults = OmegaConf.to_container(_defaults(schema)) if defaults is None else defaults
     hints = _hints(schema)
     for f in fields(schema):
@@ -237,7 +240,7 @@ def rows(schema: Any, prefix: str = "", defaults: Any = None) -> Iterator[Row]:
 def help_text(
     schema: type, description: str, path: str | None, overrides: list[str], options: tuple[str, ...] = ()
 ) -> str:
-    """The text of --help: the lines of its `options`, and every key with its type, default and meaning."""
+    """The text of --help: the lines in `options`, then every key with its type, default and help text."""
     lines = [description.strip(), "", USAGE, *(f"  {line}" for line in options), ""]
     unused = {f"{f.name}.{key}" for f in fields(schema) if "unused" in f.metadata for key in f.metadata["unused"]}
     section = ""
@@ -256,11 +259,11 @@ def help_text(
 
 
 def _assign(base: DictConfig, root: type, hint: Any, value: Any, key: str) -> None:
-    """Set `key` of `base` to a value of the user's, a leaf at a time.
+    """Set `key` of `base` to a value given by the user, one leaf at a time.
 
-    Raises ConfigError for the first unknown key and the first value of a wrong type. OmegaConf converts and judges each
-    leaf separately, since its own messages about a whole configuration name no keys within lists. An interpolation is
-    judged when all is set.
+    Raises ConfigError for the first unknown key and the first value of a wrong type. OmegaConf converts and checks each
+    leaf separately, because its messages about a whole configuration do not name keys within lists. Interpolations are
+    checked after all values are set.
     """
     if is_dataclass(hint) and not (isinstance(value, str) and "${" in value):
         hints = _hints(hint)
@@ -270,7 +273,7 @@ def _assign(base: DictConfig, root: type, hint: Any, value: Any, key: str) -> No
             inner = f"{key}.{name}" if key else str(name)
             if name not in hints:
                 raise ConfigError(_foreign(inner, item, root) or _unknown(inner, str(name), list(hints), root))
-            # `trainer:` with nothing below it, as where all its lines are comments, changes nothing
+            # an empty section, such as `trainer:` with only comments below it, changes nothing
             if item != "???" and (item is not None or not is_dataclass(hints[name])):
                 _assign(base, root, hints[name], item, inner)
         return
@@ -281,10 +284,10 @@ def _assign(base: DictConfig, root: type, hint: Any, value: Any, key: str) -> No
             for i, item in enumerate(value):
                 _assign(base, root, element, item, f"{key}[{i}]")
         else:
-            # peft has one word for a list of names, and verl one file for a list of files
+            # peft accepts one word in place of a list of names, and verl one file in place of a list
             alone = key.endswith("target_modules") and value == "all-linear"
             alone |= key in ("data.train_files", "data.val_files") and isinstance(value, str)
-            # OmegaConf takes any number for true, and a list for a text
+            # OmegaConf would convert any number to a boolean and a list to a string
             number_for_truth = bool in (hint, *get_args(hint)) and type(value) is int and value not in (0, 1)
             items = value if element is not None and isinstance(value, list) else ()
             if number_for_truth or any(isinstance(item, list | dict) for item in items):
@@ -296,7 +299,7 @@ def _assign(base: DictConfig, root: type, hint: Any, value: Any, key: str) -> No
 
 
 def _foreign(key: str, value: Any, root: type) -> str | None:
-    """The message about a key of another trainer, None where it is of none. With Hydra's + before it, too."""
+    """The message about a key of another trainer, with or without Hydra's leading +; None for any other key."""
     while isinstance(value, dict) and value:
         name, value = next(iter(value.items()))
         key = f"{key}.{name}"
@@ -305,12 +308,14 @@ def _foreign(key: str, value: Any, root: type) -> str | None:
 
 
 def _unknown(key: str, leaf: str, siblings: list[str], root: type) -> str:
-    """The message about an unknown key: the nearest one beside it, or keys of its name elsewhere, or all beside it."""
+    """The message about an unknown key. It suggests a similar sibling, keys of the same name in other sections, or else
+    lists all siblings.
+    """
     elsewhere = [row.key for row in rows(root) if row.key.rpartition(".")[2] == leaf]
     near = close(leaf, siblings, 0.7 if elsewhere else 0.5)
     if leaf in [row.key for row in rows(root)]:
         sections = leaf.replace(".", ": {")
-        return f"unknown key {key}; in a file each part of it is a section of its own, as in {{{sections}: …"
+        return f"unknown key {key}; in a file each part of it is a separate section, as in {{{sections}: …"
     if near:
         return f"unknown key {key}; did you mean {key.removesuffix(leaf)}{near}?"
     if elsewhere:
@@ -336,7 +341,7 @@ def _finish(section: Any, prefix: str) -> None:
 
 
 def _check(value: Any, meta: dict[str, Any], key: str) -> None:
-    """Raise ConfigError for the first value out of bounds; those of a list or a section have longer keys."""
+    """Raise ConfigError for the first value out of bounds, including those in a list or a free-form section."""
     if isinstance(value, dict):
         for name, item in value.items():
             _check(item, FREE, f"{key}.{name}")
@@ -351,7 +356,7 @@ def _check(value: Any, meta: dict[str, Any], key: str) -> None:
 
 
 def _complaint(value: Any, meta: dict[str, Any]) -> str | None:
-    """The expected values where `value` is not one of them, else None."""
+    """The expected values, in words, if `value` is not one of them; else None."""
     if isinstance(value, str) and _CONTROL.search(value):
         return "text in UTF-8 without control characters"
     if isinstance(value, float) and not math.isfinite(value):
@@ -371,7 +376,7 @@ def _complaint(value: Any, meta: dict[str, Any]) -> str | None:
 
 
 def flat(config: dict[str, Any], prefix: str = "") -> dict[str, str]:
-    """The values of a configuration as text by their dotted names."""
+    """Map the dotted keys of a configuration to its values as strings."""
     values: dict[str, str] = {}
     for key, value in config.items():
         if isinstance(value, dict) and value:

@@ -1,12 +1,12 @@
-"""Values and types in words, for messages about a configuration."""
+"""Descriptions of values and types for messages about a configuration."""
 
 import difflib
 import traceback
 from collections.abc import Sequence
 from typing import Any, get_args, get_origin
 
-MOST_SHOWN = 200  # characters of a value
-MOST_SAID = 1000  # and of what an exception says
+MOST_SHOWN = 200  # characters of a value in a message
+MOST_SAID = 1000  # characters of an exception's message
 
 
 class ConfigError(ValueError):
@@ -18,48 +18,48 @@ PLURALS = {int: "integers", float: "numbers", str: "strings"}
 
 
 def cut(text: str, most: int = MOST_SHOWN) -> str:
-    """A text, or the beginning of a long one."""
+    """The text, or its beginning and its length if it is too long."""
     return text if len(text) <= most else f"{text[:most]}… ({len(text)} characters)"
 
 
 def reason(error: BaseException) -> str:
-    """The class and message of an exception of the user's code, in one line; of `sys.exit` also the file and line."""
+    """Class and message of an exception in the user's code, as one line; for `sys.exit` also the file and line."""
     try:
         text = str(error)
-    except Exception as failure:  # it is the user's code as well
-        text = f"(str() of it raised {type(failure).__name__})"
+    except Exception as failure:  # __str__ is the user's code as well
+        text = f"(its str() raised {type(failure).__name__})"
     return f"{type(error).__name__}: {cut(' '.join(text.split()), MOST_SAID)}{_place(error)}"
 
 
 def _place(error: BaseException) -> str:
-    """Where an exception that says nothing of itself was raised."""
+    """Where a SystemExit was raised, whose message does not say it; empty for other exceptions."""
     frames = traceback.extract_tb(error.__traceback__) if isinstance(error, SystemExit) else []
     while frames and (frames[-1].name == "exit" or "_sitebuiltins" in frames[-1].filename):
-        frames.pop()  # the built-in `exit`, and what wandb puts in the place of `sys.exit`
+        frames.pop()  # frames of the built-in `exit`, and of wandb's replacement of `sys.exit`
     return f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
 
 
 def shown(value: Any) -> str:
-    """A value as YAML has it."""
+    """A value as written in YAML, shortened if it is long."""
     if value is None:
         return "null"
     return str(value).lower() if isinstance(value, bool) else cut(repr(value))
 
 
 def counted(number: int, noun: str) -> str:
-    """A number of things, in words."""
+    """A number with its noun, in the plural if needed."""
     plural = "" if number == 1 else "es" if noun.endswith("ch") else "s"
     return f"{number} {noun}{plural}"
 
 
 def nearest(word: str, known: Sequence[str]) -> str:
-    """`; did you mean ...?` where one of the known words is near, else nothing."""
+    """`; did you mean ...?` if a known word is similar, else an empty string."""
     near = close(word, known)
     return f"; did you mean {near}?" if near else ""
 
 
 def close(word: str, known: Sequence[str], cutoff: float = 0.6) -> str | None:
-    """The known word that is nearest, in whatever case it is written; None where none is near."""
+    """The most similar known word, ignoring case; None if none is similar enough."""
     by_case = {name.casefold(): name for name in known}
     near = difflib.get_close_matches(word.casefold(), by_case, 1, cutoff)
     return by_case[near[0]] if near else None
@@ -71,7 +71,7 @@ def element_of(hint: Any) -> Any:
 
 
 def expected(hint: Any) -> str:
-    """A type in words."""
+    """A description of a type, such as "an integer or null"."""
     element, bare = element_of(hint), _bare(hint)
     if element is not None:
         text = f"a list of {PLURALS[element] if element in PLURALS else 'sections'}"
@@ -83,7 +83,7 @@ def expected(hint: Any) -> str:
 
 
 def type_name(hint: Any) -> str:
-    """A type as the configuration reference has it."""
+    """The name of a type in the configuration reference."""
     if _bare(hint) is not hint:
         return f"{type_name(_bare(hint))} or null"
     if get_args(hint):
@@ -92,13 +92,13 @@ def type_name(hint: Any) -> str:
 
 
 def _bare(hint: Any) -> Any:
-    """The X of Optional[X]; any other type as it is."""
+    """The X of Optional[X]; any other type unchanged."""
     choices = [a for a in get_args(hint) if a is not type(None)]
     return choices[0] if len(choices) < len(get_args(hint)) else hint
 
 
 def near_divisors(count: int, number: int) -> str:
-    """The divisors of `count` just below and above a number that is none: "2 or 4", or one where there is no other."""
+    """The divisors of `count` next below and above a number that does not divide it: "2 or 4", or just one."""
     divisors = [n for n in range(1, count + 1) if count % n == 0]
     near = [*[n for n in divisors if n < number][-1:], *[n for n in divisors if n > number][:1]]
     return " or ".join(map(str, near))

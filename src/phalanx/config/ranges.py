@@ -1,8 +1,8 @@
-"""Values that keys of several sections may have."""
+"""Allowed values that several keys share."""
 
 from typing import Any
 
 DTYPES = ("float32", "bfloat16")
-COUNT: dict[str, Any] = {"ge": 1, "le": 65536}  # of what is made or held at once
-TIMES: dict[str, Any] = {"ge": 1, "le": 10_000}  # of what is done one after the other in a step
-SEEDS: dict[str, Any] = {"ge": 0, "lt": 2**63}  # what torch's generators and phalanx.distributed.seed take
+COUNT: dict[str, Any] = {"ge": 1, "le": 65536}  # numbers of things that are made or kept at once
+TIMES: dict[str, Any] = {"ge": 1, "le": 10_000}  # numbers of repetitions, one after the other, within a step
+SEEDS: dict[str, Any] = {"ge": 0, "lt": 2**63}  # accepted by torch's generators and phalanx.distributed.seed

@@ -1,4 +1,4 @@
-"""Names that stand for modules, functions and classes: a package's own, or those of the user's files and modules."""
+"""Resolution of names to modules, functions and classes: built-in ones, or those of the user's files and modules."""
 
 import importlib
 import importlib.util
@@ -12,14 +12,15 @@ from phalanx.config.messages import ConfigError, cut, nearest, reason
 
 
 def known_modules(package: str) -> list[str]:
-    """Names of the modules that lie in a package's folder."""
+    """Names of the modules in a package's folder, without private ones."""
     folders = importlib.import_module(package).__path__
     return sorted(p.stem for folder in folders for p in Path(folder).glob("*.py") if not p.stem.startswith("_"))
 
 
 def resolve_registry(package: str, name: str, key: str) -> Any:
-    """The module that `name` stands for: a module of `package`, a dotted module, or path/to/file.py; `:Name` behind it
-    stands for an object in it. Raises ConfigError where there is none, or where it cannot be imported.
+    """Resolve `name`: a module of `package`, a dotted module or path/to/file.py; with `:Name` added, an object in it.
+
+    Raises ConfigError if there is none, or if the module cannot be imported.
     """
     name, _, attribute = name.partition(":")
     try:
@@ -38,14 +39,15 @@ def resolve_registry(package: str, name: str, key: str) -> Any:
 
 
 def object_forms(noun: str) -> str:
-    """The forms that `resolve_object` takes, in words."""
-    word = noun.capitalize() if noun == "class" else noun  # as such names are written
+    """The forms that `resolve_object` accepts, in words."""
+    word = noun.capitalize() if noun == "class" else noun  # class names begin with a capital
     return f"module:{word} or path/to/file.py:{word}"
 
 
 def resolve_object(path: str, key: str, noun: str) -> Any:
-    """The object that `module:name` or `path/to/file.py:name` stands for; `noun` is what it should be, a "class" or a
-    "function". Raises ConfigError where there is none, or where the module cannot be imported.
+    """Resolve `module:name` or `path/to/file.py:name`. noun: the expected kind of object, "class" or "function".
+
+    Raises ConfigError if there is no such object, or if the module cannot be imported.
     """
     target, _, attribute = path.rpartition(":")
     expected = f"expected {object_forms(noun)}"
@@ -63,9 +65,9 @@ def resolve_object(path: str, key: str, noun: str) -> Any:
 
 
 def import_dotted(name: str, key: str) -> Any:
-    """A dotted module. Raises ModuleNotFoundError where there is none, and ConfigError where it cannot be imported."""
+    """Import a dotted module. Raises ModuleNotFoundError if there is none, and ConfigError if its import fails."""
     try:
-        if name.startswith("."):  # importlib would want to know relative to what
+        if name.startswith("."):  # importlib would need the package that it is relative to
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
         return importlib.import_module(name)
     except (Exception, SystemExit) as error:  # whatever the user's code raises
@@ -75,7 +77,7 @@ def import_dotted(name: str, key: str) -> Any:
 
 
 def import_file(name: str, key: str) -> Any:
-    """The module of a user's file. Raises ConfigError where there is none, or where it cannot be imported."""
+    """Import a user's file as a module. Raises ConfigError if it does not exist or its import fails."""
     path = _file(name, key)
     try:
         return _run_once(path)
@@ -84,7 +86,7 @@ def import_file(name: str, key: str) -> Any:
 
 
 def _file(name: str, key: str) -> Path:
-    """The path of a file of the user's; ConfigError where there is none."""
+    """The absolute path of a user's file. Raises ConfigError if it does not exist."""
     try:
         if kind(Path(name)) == "file":
             return Path(name).expanduser().resolve()
@@ -94,7 +96,7 @@ def _file(name: str, key: str) -> Path:
 
 
 def _run_once(path: Path) -> Any:
-    """The module of a file, which runs once, as any module does, and again where the file has changed."""
+    """Import a file, which runs only once like any module, and again if the file has changed."""
     spec = importlib.util.spec_from_file_location(f"phalanx_user_{path.stem}", path)
     assert spec is not None and spec.loader is not None
     stat = path.stat()
@@ -109,7 +111,7 @@ def _run_once(path: Path) -> Any:
 
 
 def _import_error(error: BaseException) -> str:
-    """The reason why a module cannot be imported, after the line of the user's that asked for it."""
+    """The reason why a module cannot be imported, preceded by the line of the user's code that caused it."""
     if isinstance(error, SyntaxError) and error.filename is not None:
         return f"{error.filename}:{error.lineno}: {error.msg}"
     frames = [] if isinstance(error, SystemExit) else traceback.extract_tb(error.__traceback__)

@@ -1,4 +1,4 @@
-"""The reward of a job: its terms, and the model that judges ask."""
+"""The reward of a job: its terms, and the model that judging rewards query."""
 
 from dataclasses import dataclass, field
 from typing import Any, Optional
@@ -11,50 +11,50 @@ from phalanx.config.ranges import COUNT, DTYPES, SEEDS
 class RewardFunctionConfig:
     """One term of the reward."""
 
-    name: Optional[str] = arg(None, "a built-in reward (module of phalanx.rewards), or the term's name in the logs")
-    path: Optional[str] = arg(None, "module:function or path/to/file.py:function")
-    weight: float = arg(1.0, "factor in the sum")
+    name: Optional[str] = arg(None, "built-in reward (module of phalanx.rewards), or the term's name in the logs")
+    path: Optional[str] = arg(None, "a custom reward: module:function or path/to/file.py:function")
+    weight: float = arg(1.0, "weight in the sum")
     initial_weight: Optional[float] = arg(
-        None, "factor in the first step, which then changes linearly to `weight`; null: `weight` throughout"
+        None, "weight in the first step, which then changes linearly to `weight`; null: `weight` throughout"
     )
-    weight_steps: int = arg(0, "training steps of that change", ge=0)
-    clip: Optional[list[float]] = arg(None, "[low, high]: scores are clamped to this range; null: as they are")
+    weight_steps: int = arg(0, "training steps over which the weight changes", ge=0)
+    clip: Optional[list[float]] = arg(None, "[low, high]: scores are clamped to this range; null: no clamping")
     kwargs: dict[str, Any] = arg({}, "keyword arguments of the reward")
     per_sample: Optional[bool] = arg(
         None,
-        "a sample's score depends only on that sample, so that reward.num_workers threads may share a call; null: so "
-        "it is for built-in rewards on the CPU, except http, which sends requests at once itself",
+        "whether a sample's score depends only on that sample, so that reward.num_workers threads may share a call; "
+        "null: true for built-in rewards on the CPU, except http, which sends its requests concurrently itself",
     )
 
 
 @dataclass
 class RewardModelConfig:
-    """The model that judges ask, such as the reward vlm_ocr; it runs in the ranks themselves."""
+    """The model that judging rewards such as vlm_ocr query. It runs within the ranks."""
 
-    path: Optional[str] = arg(None, "model folder (or hub id, if a hub is reachable); null: no model", path=True)
+    path: Optional[str] = arg(None, "model folder, or hub id if the hub is reachable; null: no model", path=True)
     revision: Optional[str] = arg(None, "commit, tag or branch of a hub id; null: its main branch")
     engine: str = arg(
         "vllm",
-        "vllm, which needs the extra vllm, or transformers, slower and only on torch; inside each rank's process",
+        "vllm, which needs the extra vllm, or transformers, slower but without extras; inside each rank's process",
         choices=("vllm", "transformers"),
     )
-    tensor_parallel_size: int = arg(1, "neighboring ranks of a node that hold the model together", ge=1)
+    tensor_parallel_size: int = arg(1, "neighbouring ranks of a node that share the model", ge=1)
     placement: str = arg(
         "colocate", "colocate: on all ranks; ranks a-b: on these ranks of each node, such as ranks 6-7"
     )
-    dtype: str = arg("bfloat16", "dtype of computation", choices=DTYPES)
+    dtype: str = arg("bfloat16", "dtype of the computation", choices=DTYPES)
     gpu_memory_utilization: float = arg(
         0.3, "vllm: fraction of a GPU's memory for the model and its KV cache, beside the training", gt=0, lt=1
     )
-    micro_batch_size: int = arg(16, "transformers: questions answered at once", **COUNT)
+    micro_batch_size: int = arg(16, "transformers: number of questions answered at once", **COUNT)
     sleep: bool = arg(
         True,
-        "keep the model in CPU memory while it does not score (GPUs only); if it scores during the "
-        "rollout, it is awake from the first samples to the last score",
+        "keep the model in CPU memory while it does not score (GPUs only); if it scores during the rollout, it is "
+        "awake from the first samples to the last score",
     )
     max_model_len: Optional[int] = arg(None, "tokens of question, sample and answer; null: the model's own limit", ge=1)
     max_tokens: int = arg(512, "longest answer, in tokens", ge=1)
-    temperature: float = arg(0.0, "temperature of the sampled answers; 0 is greedy", ge=0)
+    temperature: float = arg(0.0, "sampling temperature of the answers; 0: greedy", ge=0)
     seed: int = arg(0, "seed of each answer: equal questions about equal samples get equal answers", **SEEDS)
     unparseable_score: float = arg(0.0, "score if the judge's answer cannot be parsed; such answers are counted")
 
@@ -66,8 +66,8 @@ class RewardConfig:
     functions: list[RewardFunctionConfig] = arg([], "terms of the reward, weighted and summed")
     normalize: str = arg(
         "none",
-        "each term before the sum: as it is, or centered and divided by its std within each prompt's group; gdpo: so "
-        "too, and advantages are the sum over the std of all samples (algorithm.global_std)",
+        "each term before the sum: as it is (none); minus the mean and over the std of its prompt's group (group); "
+        "gdpo: as group, and advantages are the sum over the std of all samples (algorithm.global_std)",
         choices=("none", "group", "gdpo"),
     )
     model: RewardModelConfig = field(default_factory=RewardModelConfig)
@@ -76,7 +76,7 @@ class RewardConfig:
     timeout_s: float = arg(300.0, "longest call of a reward, in seconds", gt=0)
     on_error: str = arg(
         "fail",
-        "a reward that raises, or returns NaN or infinity: fail ends the job; zero scores 0 instead; skip leaves the "
+        "if a reward raises or returns NaN or infinity: fail ends the job; zero sets the score to 0; skip leaves the "
         "samples out of advantages and loss",
         choices=("fail", "zero", "skip"),
     )

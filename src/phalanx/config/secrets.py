@@ -1,8 +1,8 @@
-"""Values from the environment in a configuration: jobs use them, files, logs and messages see the references.
+"""Values of environment variables in a configuration: jobs use them, but files, logs and messages get references.
 
-The resolver of `${oc.env:NAME}` notes every value that it hands out. A text of the configuration that came through an
-interpolation goes to files as the user wrote it; elsewhere such values are known by what they are and not by where they
-stand, so that an exception's text, or a dict that `${oc.create:...}` made, shows none.
+The resolver of `${oc.env:NAME}` records every value that it returns. Text of the configuration that came from an
+interpolation is written to files as the user wrote it. Everywhere else such values are recognized by their content, not
+by their key, so that neither an exception's message nor a dict made by `${oc.create:...}` reveals one.
 """
 
 import os
@@ -13,12 +13,12 @@ from urllib.parse import quote
 from omegaconf import OmegaConf
 from omegaconf.resolvers import oc
 
-SHORTEST = 6  # characters of a value that is looked for within other texts: shorter ones are in any text by chance
-_names: dict[str, str] = {}  # values that this process has taken from the environment, and their variables
+SHORTEST = 6  # characters: shorter values are not replaced within other texts, where they may occur by chance
+_names: dict[str, str] = {}  # values that this process has read from the environment, with their variables' names
 
 
 def _env(name: str, *default: Any) -> str | None:
-    """OmegaConf's `oc.env`, which notes the value."""
+    """OmegaConf's `oc.env`, which also records the value."""
     value = oc.env(name, *default)
     if value and name in os.environ:
         _names[value] = name
@@ -27,14 +27,14 @@ def _env(name: str, *default: Any) -> str | None:
 
 try:
     OmegaConf.register_resolver("oc.env", _env, replace=True)
-except TypeError:  # OmegaConf 2.3, in which this is the name of an older function
+except TypeError:  # OmegaConf 2.3, where an older function has this name
     OmegaConf.register_new_resolver("oc.env", _env, replace=True)
 
 
 def hide(text: str) -> str:
-    """A text with references in place of values from the environment, also where these are quoted or escaped.
+    """Replace values from the environment in a text by references, including quoted and escaped ones.
 
-    Values of fewer than SHORTEST characters stay, and paths that exist: a message about a file names it.
+    Values of fewer than SHORTEST characters stay, and so do existing paths, because a message about a file names it.
     """
     for value, name in _longest_first():
         if len(value) < SHORTEST or os.path.exists(value):
@@ -49,7 +49,7 @@ def _longest_first() -> list[tuple[str, str]]:
 
 
 class FromEnvironment(str):
-    """A text with a value from the environment in it; `reference` is what the user wrote."""
+    """A text that contains a value from the environment; `reference` is the text that the user wrote."""
 
     reference: str
 
@@ -61,27 +61,27 @@ class FromEnvironment(str):
 
 
 class SectionFromEnvironment(dict[str, Any]):
-    """A dict that an interpolation made, with values from the environment in it; `reference` is what the user wrote."""
+    """A dict from an interpolation that contains values from the environment; `reference` is the user's text."""
 
-    reference = ""  # of a copy: its texts are known by their values
+    reference = ""  # in a copy: its texts are recognized by their values
 
 
 class ListFromEnvironment(list[Any]):
-    """As SectionFromEnvironment, a list."""
+    """Like SectionFromEnvironment, for a list."""
 
     reference = ""
 
 
 def mark(value: Any, raw: Any, known: set[str] | None = None) -> Any:
-    """`value`, a resolved configuration or a part of it, with its parts from the environment marked as such.
+    """Mark the parts of a resolved configuration, or of a part of one, that come from the environment.
 
-    `raw` is the same before interpolation. `known` collects the texts of these parts, so that what refers to them by
-    another key's name can be marked in a second round.
+    raw: the same part before interpolation. known: collects the texts of the marked parts, so that a second pass can
+    mark the keys that refer to them by another key's name.
     """
     known = set() if known is None else known
     if is_dataclass(value):
         for f in fields(value):
-            # an interpolation may be a whole section: its parts are marked, and each gets a reference by its value
+            # an interpolation may stand for a whole section: each part gets a reference according to its value
             given = raw.get(f.name) if isinstance(raw, dict) else raw
             part = mark(vars(value)[f.name], given, known)
             if isinstance(raw, str) and isinstance(part, FromEnvironment):
@@ -102,7 +102,7 @@ def _from_environment(value: Any, raw: str, known: set[str]) -> bool:
 
 
 def _texts(value: Any) -> list[str]:
-    """The texts in a value, at any depth; numbers in dicts and lists as texts."""
+    """All texts in a value, at any depth, with numbers in dicts and lists as texts."""
     if isinstance(value, str):
         return [value] if value else []
     texts = []
@@ -118,8 +118,8 @@ def _by_value(text: str) -> str:
 
 
 def _marked(value: Any, raw: str, known: set[str]) -> Any:
-    """A text, dict or list with `raw` as its reference; its texts that lie within a value of the environment count as
-    values from then on, as do the parts of a variable that holds a whole section.
+    """A text, dict or list with `raw` as its reference. Its texts that are part of an environment variable's value are
+    recorded as values too, such as the parts of a variable that contains a whole section.
     """
     for text in _texts(value):
         known.add(text)
@@ -134,7 +134,7 @@ def _marked(value: Any, raw: str, known: set[str]) -> Any:
 
 
 def public(config: Any) -> dict[str, Any]:
-    """A configuration as nested dicts in which values from the environment are references, for files and logs."""
+    """A configuration as nested dicts for files and logs, with references in place of values from the environment."""
     return dict(_public(config))
 
 

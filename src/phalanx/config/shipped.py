@@ -1,4 +1,4 @@
-"""Files that come with the code: train.sh, tasks/, configs/ and assets/, in a checkout or inside the wheel."""
+"""Files shipped with the code: train.sh, tasks/, configs/ and assets/, in a checkout or inside the wheel."""
 
 from pathlib import Path
 from typing import TypeVar
@@ -11,8 +11,8 @@ ROOT = _IN_WHEEL if _IN_WHEEL.is_dir() else _PACKAGE.parents[1]
 
 
 def located(path: P) -> P:
-    """A path, or each of several, as it is to be opened: ~ is the home, and what the working folder has not of
-    `assets/...`, as the shipped configurations call it, is the shipped one.
+    """Resolve a path, or each of several: ~ is the home folder, and `assets/...`, as shipped configurations name files,
+    is the shipped file if the working folder does not have it.
     """
     if isinstance(path, dict):
         return {name: located(each) for name, each in path.items()}

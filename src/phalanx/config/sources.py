@@ -1,4 +1,4 @@
-"""The user's input as OmegaConf reads it, a YAML file and `key=value` overrides, and how it differs from another."""
+"""The user's input, a YAML file and `key=value` overrides, and differences between configurations."""
 
 import copy
 from collections.abc import Sequence
@@ -16,11 +16,11 @@ from phalanx.config.files import kind, read_bytes
 from phalanx.config.messages import ConfigError, cut, nearest
 from phalanx.config.secrets import public
 
-MOST_DEPTH = 50  # of sections and lists: libraries recurse, and no configuration comes near
+MOST_DEPTH = 50  # nesting of sections and lists: libraries recurse, and no sensible configuration comes near
 
 
 def read(path: str) -> DictConfig:
-    """The content of a YAML file; raises ConfigError where it is none."""
+    """The content of a YAML file. Raises ConfigError if it cannot be read or is not valid."""
     file = Path(path)
     try:
         if kind(file) is None:
@@ -31,7 +31,7 @@ def read(path: str) -> DictConfig:
         if plain is not None and not isinstance(plain, dict):
             form = "a list" if isinstance(plain, list) else repr(plain)
             raise ConfigError(f"{path}: the top level must be sections (key: value), not {form}")
-        content = OmegaConf.create(text)  # reads numbers such as 1e-4, and refuses a key that is there twice
+        content = OmegaConf.create(text)  # reads numbers such as 1e-4 and refuses duplicate keys
     except UnicodeDecodeError:
         raise ConfigError(f"{path}: not a text file in UTF-8") from None
     except OSError as error:
@@ -47,7 +47,7 @@ def read(path: str) -> DictConfig:
 
 
 def override(file: DictConfig, overrides: Sequence[str]) -> DictConfig:
-    """A copy of the file's content with `key=value` set, one after the other; raises ConfigError."""
+    """A copy of the file's content to which the `key=value` overrides are applied in order. Raises ConfigError."""
     user = copy.deepcopy(file)
     for item in overrides:
         key, equals, value = item.partition("=")
@@ -70,43 +70,43 @@ def override(file: DictConfig, overrides: Sequence[str]) -> DictConfig:
                 form = "a section" if isinstance(before, DictConfig) else "a list"
                 raise ConfigError(f"{key}: expected {form}, got {cut(value)}") from None
             raise ConfigError(f"{told}: {reason(error)}") from None
-        except (TypeError, ValueError):  # of OmegaConf, for a word where a list wants a number
+        except (TypeError, ValueError):  # OmegaConf's, if a list is indexed by a word
             example = "reward.functions[0].weight=2"
-            raise ConfigError(f"{told}: an element of a list is named by its number, e.g. {example}") from None
+            raise ConfigError(f"{told}: an element of a list is selected by its index, e.g. {example}") from None
     return user
 
 
 def one_line(error: OmegaConfBaseException) -> str:
-    """OmegaConf's error with its key."""
+    """OmegaConf's error as one line, with its key."""
     return f"{error.full_key}: {reason(error)}" if error.full_key else reason(error)
 
 
 def reason(error: OmegaConfBaseException) -> str:
-    """OmegaConf's error without its key."""
+    """OmegaConf's error as one line, without its key."""
     text = (error.msg or str(error)).split("\n")[0]
     if isinstance(error, GrammarParseError):
         return f"not a valid interpolation: {cut(text)}"
-    return text.removeprefix("KeyError raised while resolving interpolation: ").strip('"')  # as of oc.env
+    return text.removeprefix("KeyError raised while resolving interpolation: ").strip('"')  # of oc.env, for example
 
 
 class _Loader(yaml.SafeLoader):
-    """Names the place of a scalar that has no value, such as a date in month 99 or `!!int x`."""
+    """A loader whose errors name the position of a scalar that cannot be converted, such as month 99 or `!!int x`."""
 
     def construct_object(self, node: Any, deep: bool = False) -> Any:
         try:
             return super().construct_object(node, deep)
         except ValueError as error:
             raise ConstructorError(problem=str(error).partition(";")[0], problem_mark=node.start_mark) from None
-        except (AttributeError, IndexError, KeyError):  # of a text that does not have the form of its tag
-            problem = f"{node.value!r} is no value of the tag {node.tag!r}"
+        except (AttributeError, IndexError, KeyError):  # the text does not have the form of its tag
+            problem = f"{node.value!r} is not a value of the tag {node.tag!r}"
             raise ConstructorError(problem=problem, problem_mark=node.start_mark) from None
 
 
 def _parse(text: str) -> Any:
-    """The value of a YAML text; raises yaml.MarkedYAMLError."""
+    """Parse a YAML text. Raises yaml.MarkedYAMLError."""
     try:
         depth = 0
-        for event in yaml.parse(text):  # which does not recurse, unlike what follows
+        for event in yaml.parse(text):  # it does not recurse, unlike yaml.load below
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             if depth > MOST_DEPTH:
                 raise yaml.MarkedYAMLError(problem=f"nested more than {MOST_DEPTH} deep", problem_mark=event.start_mark)
@@ -120,10 +120,10 @@ def _parse(text: str) -> Any:
 
 
 def changed(before: Path, config: Any) -> list[str]:
-    """The settings that a saved configuration has with another value, with both values where they are short; of those
-    of `trainer` only the seed. Raises ConfigError for a file that cannot be read.
+    """Keys whose values differ from those of a saved configuration, with both values if these are short. Of `trainer`,
+    only the seed is compared. Raises ConfigError for a file that cannot be read.
     """
-    # through YAML, as it was saved: numbers may be read as others than they were written
+    # written and read as YAML, like the saved one, because a number may be read back with a different type
     plain = OmegaConf.create(OmegaConf.to_yaml(OmegaConf.create(public(config))))
     saved: Any = OmegaConf.to_container(read(str(before)))
     now: Any = OmegaConf.to_container(plain)
@@ -132,7 +132,7 @@ def changed(before: Path, config: Any) -> list[str]:
 
 def _changed(before: dict[str, Any], now: dict[str, Any], config: Any, prefix: str = "") -> list[str]:
     lines = []
-    for key in before.keys() & now.keys():  # other keys are of another version, or of another algorithm
+    for key in before.keys() & now.keys():  # keys in only one of them belong to another version or algorithm
         one, other, name = before[key], now[key], f"{prefix}{key}"
         part = vars(config)[key]
         if isinstance(one, dict) and isinstance(other, dict) and is_dataclass(part):

@@ -1,4 +1,4 @@
-"""Configuration of the tasks beside training: export_checkpoint.py, sample.py, generate.py and others."""
+"""Configuration of tasks other than training: export_checkpoint.py, sample.py, generate.py and others."""
 
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -27,45 +27,45 @@ class ExportConfig:
     """Configuration of tasks/export_checkpoint.py."""
 
     checkpoint: str = arg("???", "a run's output_dir, for its newest complete checkpoint, or a folder step_NNNNNN")
-    policy: Optional[str] = arg(None, "for a joint run: the policy to export", choices=POLICIES)
+    policy: Optional[str] = arg(None, "for a joint run: policy to export", choices=POLICIES)
     output_dir: Optional[str] = arg(
         None,
-        "new folder for the export; null: export/step_NNNNNN in the run's output_dir, for a joint run "
-        "export/<policy>/step_NNNNNN",
+        "new folder for the export; null: export/step_NNNNNN in the run's output_dir, or export/<policy>/step_NNNNNN "
+        "for a joint run",
     )
     weights: str = arg("auto", "auto: the moving average if the checkpoint has one", choices=WEIGHTS)
     dtype: Optional[str] = arg(
         None,
-        "null: a LoRA as trained, a whole transformer as in the base model folder, a whole language "
-        "model or a model with a merged LoRA in the run's model.dtype",
+        "dtype of the export; null: a LoRA in the dtype in which it was trained, a whole transformer in that of the "
+        "base model folder, a whole language model or a model with a merged LoRA in the run's model.dtype",
         choices=EXPORT_DTYPES,
     )
-    merge_lora: bool = arg(False, "for a LoRA: write a whole folder with merged weights, instead of the LoRA as a file")
-    model_path: Optional[str] = arg(None, "the base model, if it is no longer at the run's model.path", path=True)
+    merge_lora: bool = arg(False, "for a LoRA: write a whole model folder with merged weights instead of the LoRA file")
+    model_path: Optional[str] = arg(None, "base model, if it is no longer at the run's model.path", path=True)
     push_to_hub: Optional[str] = arg(None, "hub repository (user/name) for the export; it is created if needed")
 
 
 @dataclass
 class SampleModelConfig:
-    """The model that is sampled. LoRA settings are always those of the checkpoint's run."""
+    """The model to sample from. LoRA settings are always those of the checkpoint's run."""
 
     path: Optional[str] = arg(None, "diffusers model folder or hub id; null: the checkpoint's base model", path=True)
     revision: Optional[str] = arg(None, "commit, tag or branch of a hub id; null: the run's for its own model, or main")
     family: Optional[str] = arg(
-        None, "module of phalanx.models.flow.families (or a dotted module); null: from model_index.json"
+        None, "model family: module of phalanx.models.flow.families, or a dotted module; null: from model_index.json"
     )
-    dtype: Optional[str] = arg(None, "dtype of computation; null: the run's, or bfloat16", choices=DTYPES)
+    dtype: Optional[str] = arg(None, "dtype of the computation; null: the run's, or bfloat16", choices=DTYPES)
     reference_count: Optional[int] = arg(None, "number of images in each row's `image`; null: the run's, or 1", **COUNT)
     reference_size: Optional[int] = arg(
-        None, "side of the area at which an editing model's VAE sees the image; null: the run's, or 1024", ge=32
+        None, "side in pixels of the square whose area an image to edit is scaled to; null: the run's, or 1024", ge=32
     )
-    attn_backend: Optional[str] = arg(None, "attention backend of diffusers' dispatch; null: the run's, or torch's")
+    attn_backend: Optional[str] = arg(None, "attention backend of diffusers' dispatcher; null: the run's, or torch's")
     compile: Optional[bool] = arg(None, "torch.compile each transformer block; null: the run's, or false")
 
 
 @dataclass
 class SampleConfig:
-    """Configuration of tasks/sample.py. Sampling settings that are null are those of the run's validation."""
+    """Configuration of tasks/sample.py. Sampling settings that are null are taken from the run's validation."""
 
     model: SampleModelConfig = field(default_factory=SampleModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -75,46 +75,47 @@ class SampleConfig:
     weights: str = arg("auto", "auto: the moving average if the checkpoint has one", choices=WEIGHTS)
     prompts: list[str] = arg([], "prompts, such as '[a red apple, two cats]'")
     prompt_file: Optional[str] = arg(
-        None, "prompts: .txt, .jsonl, .csv, .parquet or a Hugging Face dataset folder", path=True
+        None, "file of prompts: .txt, .jsonl, .csv, .parquet, or a Hugging Face dataset folder", path=True
     )
     prompt_key: str = arg("prompt", "column of the prompts in prompt_file")
     max_prompt_length: Optional[int] = arg(
-        None, "tokens that the T5 or Qwen text encoder sees; null: the run's, or 256", **COUNT
+        None, "maximum tokens that the T5 or Qwen text encoder sees; null: the run's, or 256", **COUNT
     )
     n: int = arg(1, "images per prompt", **COUNT)
     num_inference_steps: Optional[int] = arg(None, "denoising steps; null: the run's, or 10", **TIMES)
-    height: Optional[int] = arg(None, "pixels; null: the run's, or 512", **COUNT)
-    width: Optional[int] = arg(None, "pixels; null: the run's, or 512", **COUNT)
-    num_frames: Optional[int] = arg(None, "frames of a video; null: the run's, or 1, an image", **COUNT)
+    height: Optional[int] = arg(None, "height in pixels; null: the run's, or 512", **COUNT)
+    width: Optional[int] = arg(None, "width in pixels; null: the run's, or 512", **COUNT)
+    num_frames: Optional[int] = arg(None, "frames of a video; null: the run's, or 1, which is an image", **COUNT)
     guidance_scale: Optional[float] = arg(
         None,
-        "classifier-free guidance (SD3, Z-Image, FLUX.2 Klein base, videos), or FLUX's input; null: the run's, or 1",
+        "scale of classifier-free guidance (SD3, Z-Image, FLUX.2 Klein base, videos) or FLUX's input; null: the run's, "
+        "or 1",
     )
     guidance_scale_2: Optional[float] = arg(
-        None, "guidance of the steps that Wan 2.2 A14B's transformer_2 takes; null: the run's, or guidance_scale"
+        None, "guidance scale in the steps of Wan 2.2 A14B's transformer_2; null: the run's, or guidance_scale"
     )
     true_cfg_scale: Optional[float] = arg(
-        None, "true classifier-free guidance (Qwen-Image, FLUX.1); null: the run's, or 1, off"
+        None, "scale of true classifier-free guidance (Qwen-Image, FLUX.1); null: the run's, or 1, which is off"
     )
-    noise_level: Optional[float] = arg(None, "eta of the sampler, 0 is the ODE; null: the run's, or 0", ge=0)
+    noise_level: Optional[float] = arg(None, "eta of the sampler; 0: the ODE; null: the run's, or 0", ge=0)
     sde_type: Optional[str] = arg(
-        None, "the stochastic step, if noise_level > 0; null: the run's, or sde", choices=SDE_TYPES
+        None, "form of the stochastic step if noise_level > 0; null: the run's, or sde", choices=SDE_TYPES
     )
     seed: Optional[int] = arg(None, "seed of the noise; null: that of the run's validation, or 1234", **SEEDS)
     micro_batch_size_per_gpu: int = arg(1, "images sampled together", **COUNT)
-    output_dir: str = arg("outputs/samples", "folder for the images and grid.png, which are replaced")
+    output_dir: str = arg("outputs/samples", "folder for the images and grid.png, which are overwritten")
     columns: Optional[int] = arg(None, "images per row of the grid; null: n, or a square grid if n is 1", **COUNT)
 
 
 @dataclass
 class GenerateModelConfig:
-    """The model that writes. LoRA settings are always those of the checkpoint's run."""
+    """The model to generate with. LoRA settings are always those of the checkpoint's run."""
 
     path: Optional[str] = arg(None, "language model's folder or hub id; null: the checkpoint's base model", path=True)
     revision: Optional[str] = arg(None, "commit, tag or branch of a hub id; null: the run's for its own model, or main")
-    dtype: Optional[str] = arg(None, "dtype of computation; null: the run's, or bfloat16", choices=DTYPES)
+    dtype: Optional[str] = arg(None, "dtype of the computation; null: the run's, or bfloat16", choices=DTYPES)
     attn_implementation: Optional[str] = arg(
-        None, "attention of transformers; null: the run's, or sdpa", choices=ATTENTION
+        None, "attention implementation of transformers; null: the run's, or sdpa", choices=ATTENTION
     )
     block_size: Optional[int] = arg(
         None, "block diffusion: tokens of a block; null: the run's, or an autoregressive model", **TIMES
@@ -124,65 +125,65 @@ class GenerateModelConfig:
 
 @dataclass
 class GenerateConfig:
-    """Configuration of tasks/generate.py. Settings that are null are those of the run's validation."""
+    """Configuration of tasks/generate.py. Settings that are null are taken from the run's validation."""
 
     model: GenerateModelConfig = field(default_factory=GenerateModelConfig)
     checkpoint: Optional[str] = arg(
         None, "a run's output_dir, for its newest complete checkpoint, or a folder step_NNNNNN; null: the model folder"
     )
     weights: str = arg("auto", "auto: the moving average if the checkpoint has one", choices=WEIGHTS)
-    prompts: list[str] = arg([], "prompts, such as '[Why is the sky blue?]'; quote one that has commas")
+    prompts: list[str] = arg([], "prompts, such as '[Why is the sky blue?]'; quote a prompt that contains commas")
     prompt_file: Optional[str] = arg(
-        None, "prompts: .txt, .jsonl, .csv, .parquet or a Hugging Face dataset folder", path=True
+        None, "file of prompts: .txt, .jsonl, .csv, .parquet, or a Hugging Face dataset folder", path=True
     )
     prompt_key: Optional[str] = arg(None, "column of the prompts in prompt_file; null: the run's, or prompt")
-    system_prompt: Optional[str] = arg(None, "system message of prompts that have none; null: the run's, or none")
+    system_prompt: Optional[str] = arg(None, "system message for prompts without one; null: the run's, or none")
     chat_template_kwargs: dict[str, Any] = arg(
-        {}, "variables that the chat template reads, in addition to the run's data.chat_template_kwargs"
+        {}, "variables for the chat template, in addition to the run's data.chat_template_kwargs"
     )
     n: Optional[int] = arg(None, "responses per prompt; null: the run's, or 1", **COUNT)
-    temperature: Optional[float] = arg(None, "temperature; 0 is greedy; null: the run's, or 0", ge=0)
+    temperature: Optional[float] = arg(None, "sampling temperature; 0: greedy; null: the run's, or 0", ge=0)
     top_p: Optional[float] = arg(
-        None, "sample from the most likely tokens with this total probability; null: the run's, or 1", gt=0, le=1
+        None, "sample from the most likely tokens up to this total probability; null: the run's, or 1", gt=0, le=1
     )
     top_k: Optional[int] = arg(
-        None, "sample from this many of the most likely tokens; -1 and 0: all; null: the run's, or all", ge=-1
+        None, "sample from this number of most likely tokens; -1 or 0: from all; null: the run's, or all", ge=-1
     )
     min_p: Optional[float] = arg(
         None,
-        "sample from tokens with at least this share of the largest probability; null: the run's, or 0",
+        "sample from tokens with at least this fraction of the largest probability; null: the run's, or 0",
         ge=0,
         le=1,
     )
     stop: Optional[list[str]] = arg(None, "texts that end a response; null: the run's, or none")
     max_response_length: Optional[int] = arg(
-        None, "longest response, in tokens; null: the run's, or 1024 if the model has room for them", **MOST_TOKENS
+        None, "longest response, in tokens; null: the run's, or 1024 if the model's context allows it", **MOST_TOKENS
     )
     denoising_steps_per_block: Optional[int] = arg(
         None,
-        "block diffusion: maximum denoising steps per block, each of which unmasks at least an equal "
-        "share of it; null: the run's, or one per token",
+        "block diffusion: maximum number of denoising steps per block, each of which unmasks at least an equal share "
+        "of it; null: the run's, or one per token",
         **TIMES,
     )
     threshold: Optional[float] = arg(
         None,
-        "block diffusion: tokens above this probability are unmasked at once; 1: none is; null: the run's, or 0.9",
+        "block diffusion: tokens above this probability are unmasked at once; 1: none; null: the run's, or 0.9",
         gt=0,
         le=1,
     )
     seed: Optional[int] = arg(None, "seed of the sampling; null: that of the run's validation, or 1234", **SEEDS)
     micro_batch_size_per_gpu: int = arg(8, "responses decoded together", **COUNT)
-    environment: bool = arg(True, "over several turns with the environment of the checkpoint's run; false: one turn")
-    output_file: Optional[str] = arg(None, "JSON lines of the prompts and responses, replaced; null: only print them")
+    environment: bool = arg(True, "use the environment of the checkpoint's run, over several turns; false: one turn")
+    output_file: Optional[str] = arg(None, "JSON lines of prompts and responses, overwritten; null: only print them")
 
 
 @dataclass
 class EvaluateConfig:
-    """Configuration of tasks/evaluate.py. The sections model, data, rollout, reward and environment hold keys of a
-    training job, which go over those of the checkpoint's run, such as rollout.val.temperature=0.6.
+    """Configuration of tasks/evaluate.py. The sections model, data, rollout, reward and environment contain keys of a
+    training job, such as rollout.val.temperature=0.6, which override those of the checkpoint's run.
     """
 
-    model: dict[str, Any] = arg({}, "model.path, model.lora_path and others, as in training; of a folder, its path")
+    model: dict[str, Any] = arg({}, "model.path, model.lora_path and others, as in training; for a folder, its path")
     data: dict[str, Any] = arg({}, "data.val_files, data.max_response_length and others, as in training")
     rollout: dict[str, Any] = arg({}, "rollout.engine, rollout.val.temperature and others, as in training")
     reward: dict[str, Any] = arg({}, "reward.functions, reward.model.path and others, as in training")
@@ -191,68 +192,68 @@ class EvaluateConfig:
     checkpoint: Optional[str] = arg(
         None, "a run's output_dir, for its newest complete checkpoint, or a folder step_NNNNNN; null: the model folder"
     )
-    policy: Optional[str] = arg(None, "for a joint run: the policy to evaluate", choices=POLICIES)
+    policy: Optional[str] = arg(None, "for a joint run: policy to evaluate", choices=POLICIES)
     weights: str = arg("auto", "auto: the moving average if the checkpoint has one", choices=WEIGHTS)
     kind: Optional[str] = arg(
-        None, "kind of the model without a checkpoint: lm or flow; null: by its local folder", choices=KINDS
+        None, "kind of model, if there is no checkpoint: lm or flow; null: from its local folder", choices=KINDS
     )
     baseline: Optional[str] = arg(
-        None, "baseline of the differences: the output_dir of an earlier evaluation, a checkpoint, or a model folder"
+        None, "baseline for differences: the output_dir of an earlier evaluation, a checkpoint, or a model folder"
     )
-    n: Optional[int] = arg(None, "samples per prompt; null: those of the run's validation, or 1", **COUNT)
+    n: Optional[int] = arg(None, "samples per prompt; null: as in the run's validation, or 1", **COUNT)
     seed: Optional[int] = arg(None, "seed of the samples; null: that of the run's validation, or 1234", **SEEDS)
     k: Optional[list[int]] = arg(
-        None, "the numbers k of avg@k, pass@k, best@k and majority@k; null: the powers of 2 up to n"
+        None, "values of k in avg@k, pass@k, best@k and majority@k; null: the powers of 2 up to n"
     )
     threshold: Optional[float] = arg(
         None, "lowest score with which a sample passes; null: 1 if all scores are 0 or 1, otherwise no pass@k"
     )
-    group_by: Optional[str] = arg(None, "column of the data: the same statistics of the prompts of each of its values")
+    group_by: Optional[str] = arg(None, "column of the data; statistics are also reported for each of its values")
     prompts_per_chunk: int = arg(
-        64, "prompts that all ranks sample together; their records are written once they are scored", **COUNT
+        64, "prompts that all ranks sample together; their records are written as soon as they are scored", **COUNT
     )
     output_dir: Optional[str] = arg(
         None,
-        "folder for records.jsonl, evaluation.json and evaluation.html; one with records of the same "
-        "arguments is resumed; null: evaluation/step_NNNNNN in the run's output_dir, or "
-        "outputs/evaluation/<its name> for a folder",
+        "folder for records.jsonl, evaluation.json and evaluation.html; an evaluation with the same arguments is "
+        "resumed from its records; null: evaluation/step_NNNNNN in the run's output_dir, or outputs/evaluation/<its "
+        "name> for a folder",
     )
 
 
 @dataclass
 class CheckedModelConfig(FlowModelConfig):
-    """The model of a training job, but not required."""
+    """The model of a training job, which is optional here."""
 
     path: str = arg("", "diffusers model folder or hub id that every node must read; empty: not checked", path=True)
 
 
 @dataclass
 class CheckClusterConfig(FlowRLConfig, FlowMatchingTaskConfig):
-    """Configuration of tasks/check_cluster.py: all keys of the training tasks, and a few more."""
+    """Configuration of tasks/check_cluster.py: all keys of the flow models' training tasks, and a few more."""
 
     model: CheckedModelConfig = field(default_factory=CheckedModelConfig)
-    expect: Optional[int] = arg(None, "expected number of ranks; null: any", ge=1)
+    expect: Optional[int] = arg(None, "expected number of ranks; null: any number", ge=1)
     timeout_s: float = arg(60.0, "longest step of the check, in seconds", gt=0)
-    min_free_gb: float = arg(50.0, "warn if trainer.output_dir has less free space, in GB (10^9 bytes)", ge=0)
+    min_free_gb: float = arg(50.0, "warn if trainer.output_dir has less free space than this, in GB (10^9 bytes)", ge=0)
 
 
 @dataclass
 class ServeRewardConfig:
-    """Configuration of tasks/serve_reward.py. Within reward.timeout_s a request must have waited and been scored."""
+    """Configuration of tasks/serve_reward.py. reward.timeout_s covers both the wait and the scoring of a request."""
 
     reward: FlowRewardConfig = field(
         default_factory=FlowRewardConfig, metadata={"unused": ("on_error", "max_error_fraction")}
     )
-    host: str = arg("127.0.0.1", "address to listen on; one that other machines reach needs a token")
+    host: str = arg("127.0.0.1", "address to listen on; an address that other machines can reach requires a token")
     port: int = arg(8077, "port to listen on; 0: any free one", ge=0, lt=65536)
-    token_env: Optional[str] = arg(None, "environment variable that holds the token clients must send; null: none")
-    allow_open: bool = arg(False, "serve everyone who reaches the server, without a token")
+    token_env: Optional[str] = arg(None, "environment variable with the token that clients must send; null: no token")
+    allow_open: bool = arg(False, "serve every client that reaches the server, without a token")
     max_body_mb: float = arg(64.0, "largest request, in MB (10^6 bytes)", gt=0)
-    max_images: int = arg(64, "maximum images per request", ge=1)
+    max_images: int = arg(64, "maximum number of images per request", ge=1)
     max_pixels: int = arg(2**22, "largest image, in pixels", ge=1)
-    max_memory_mb: float = arg(4000.0, "memory for the pixels of all requests, in MB; further ones wait", gt=0)
-    max_requests: int = arg(256, "maximum concurrent connections; further ones are told to retry", ge=1)
-    read_timeout_s: float = arg(30.0, "seconds for the head of a request to arrive, and then for its body", gt=0)
+    max_memory_mb: float = arg(4000.0, "memory for the pixels of all requests, in MB; further requests wait", gt=0)
+    max_requests: int = arg(256, "maximum number of concurrent connections; further clients are told to retry", ge=1)
+    read_timeout_s: float = arg(30.0, "seconds within which the head of a request must arrive, and then its body", gt=0)
 
 
 @dataclass
@@ -260,39 +261,39 @@ class PrepareDataConfig:
     """Configuration of tasks/prepare_data.py."""
 
     source: Optional[str] = arg(
-        None, "file of problems with answers, such as GSM8K's .jsonl, MATH's or a .parquet of verl", path=True
+        None, "file of problems with answers, such as GSM8K's .jsonl, MATH's, or a .parquet of verl", path=True
     )
-    reasoning_gym: list[str] = arg([], "instead of source: tasks of reasoning-gym, such as [chain_sum&min_terms=2]")
-    size: int = arg(1000, "rows of each of these tasks", ge=1)
+    reasoning_gym: list[str] = arg([], "in place of source: tasks of reasoning-gym, such as [chain_sum&min_terms=2]")
+    size: int = arg(1000, "rows generated for each of these tasks", ge=1)
     prompt_key: Optional[str] = arg(None, "column of the prompts; null: prompt, question, problem or messages")
     answer_key: Optional[str] = arg(
         None, "column of the answers; null: ground_truth, reward_model.ground_truth, answer or solution"
     )
     test_source: Optional[str] = arg(
         None,
-        "file of held-out problems: becomes test.jsonl, and its prompts are excluded from the other files",
+        "file of held-out problems, which becomes test.jsonl; its prompts are excluded from the other files",
         path=True,
     )
     instruction: Optional[str] = arg(
         None,
-        "instruction appended to each prompt, which asks for the answer after ####, in \\boxed{}, in a "
-        "line Answer:, in tags, or for nothing; null: the form of the source's own solutions, tags for "
+        "instruction appended to each prompt: to give the answer after #### (hash), in \\boxed{} (boxed), in a line "
+        "Answer: (line), in tags (answer), or none; null: the form of the source's own solutions, tags for "
         "reasoning-gym",
         choices=INSTRUCTIONS,
     )
-    suffix: Optional[str] = arg(None, "an instruction in words of your own")
+    suffix: Optional[str] = arg(None, "custom text to append in place of an instruction")
     val_size: int = arg(200, "prompts held out as val.jsonl; 0: none", ge=0)
-    seed: int = arg(0, "seed of the split, and of reasoning-gym's tasks", **SEEDS)
-    output_dir: str = arg("outputs/data", "gets train.jsonl, val.jsonl and test.jsonl, which are replaced")
+    seed: int = arg(0, "seed of the split and of reasoning-gym's tasks", **SEEDS)
+    output_dir: str = arg("outputs/data", "folder for train.jsonl, val.jsonl and test.jsonl, which are overwritten")
 
 
 def read_run(file: Path, *kinds: type[T], policy: str | None = None) -> T:
-    """The sections that all jobs of a kind share, from the config.yaml of a run's output_dir.
+    """Read the sections that all jobs of a kind share from the config.yaml of a run's output_dir.
 
-    `kinds` are such as FlowRunConfig; the first one that knows all keys of the file's sections is taken. Other sections
-    (algorithm, actor, ...) are left out, so that no file of the user's is needed for them. Of a joint run, they are
-    those of `policy`.
-    Raises ConfigError where the file is missing or is not such a configuration.
+    kinds: schemas such as FlowRunConfig; the first one that has all keys of the file's sections is used. Other sections
+    (algorithm, actor, ...) are left out, so that custom modules that they name are not needed.
+    policy: for a joint run, the policy whose sections are read.
+    Raises ConfigError if the file is missing or is not such a configuration.
     """
     try:
         content = yaml.safe_load(file.read_text())
@@ -310,14 +311,14 @@ def read_run(file: Path, *kinds: type[T], policy: str | None = None) -> T:
         if isinstance(content, dict) and content.keys() >= set(names):
             try:
                 return build(kind, OmegaConf.create({name: content[name] for name in names}))
-            except ConfigError as error:  # a key that another kind knows says the least
+            except ConfigError as error:  # prefer other errors to an unknown key, which another kind may have
                 if reason is None or not str(error).startswith("unknown key"):
                     reason = f"{file}: {error}"
     raise ConfigError(reason or f"{file} is not the configuration of a training run")
 
 
 def _of_policy(content: dict[str, Any], policy: str) -> dict[str, Any]:
-    """The sections of a joint run's policy as those of a run of its own; rewards are of pictures."""
+    """The sections of a joint run's policy as those of a separate run. Only the painter gets the reward of images."""
     data, trainer = content["data"], content["trainer"]
     kind = FlowDataConfig if policy == PAINTER else LMDataConfig
     known = {name: data[name] for name in data if name in {f.name for f in fields(kind)}}

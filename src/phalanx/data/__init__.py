@@ -1,1 +1,1 @@
-"""Data that training reads."""
+"""Training data: prompts and images from files."""

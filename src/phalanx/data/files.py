@@ -1,4 +1,4 @@
-"""Data files: the rows of each format, and the files that an entry of a list of files means."""
+"""Data files: rows of each supported format, and resolution of an entry such as a folder or a pattern to its files."""
 
 import csv
 import glob
@@ -19,10 +19,10 @@ FORMATS = (
     "a .txt, .jsonl, .csv or .parquet file, a folder or a pattern of such files, or the folder of a Hugging Face "
     "dataset (folder:split for one split)"
 )
-LONGEST = 2**22  # characters of a prompt: a tokenizer is not at it for minutes
-_ENDINGS = (".parquet", ".jsonl", ".csv")  # of the files of a folder
+LONGEST = 2**22  # characters of a prompt: a tokenizer would take minutes for longer ones
+_ENDINGS = (".parquet", ".jsonl", ".csv")  # files that are used if an entry is a folder
 _OF_DATASET = ("dataset_info.json", "dataset_dict.json", "state.json")  # files in a folder written by save_to_disk
-_SHARD = re.compile(r"[-_.]?\d+[-_]of[-_]\d+$|^(part|shard|chunk)?[-_]?\d+$")  # the end of a name that counts parts
+_SHARD = re.compile(r"[-_.]?\d+[-_]of[-_]\d+$|^(part|shard|chunk)?[-_]?\d+$")  # the number of a part
 Source = tuple[Path, str | None]  # a file, or a dataset's folder and its split
 _KINDS = {
     bool: "boolean",
@@ -36,14 +36,14 @@ _KINDS = {
 
 
 class DataError(ValueError):
-    """A data file that cannot be used; the message is one line, with the file and line or row."""
+    """A data file that cannot be used. The message is one line that names the file and the line or row."""
 
 
 def locate(file: str, key: str) -> list[Source]:
-    """The files that an entry means: itself, those of a folder or a pattern in the order of their names, or a dataset's
-    folder, `folder:split` for one split.
+    """The files of an entry: the file itself, those of a folder or a pattern sorted by name, or a dataset's folder, of
+    which `folder:split` selects one split.
     """
-    if not file.strip():  # which would be the current folder
+    if not file.strip():  # an empty path would be the current folder
         raise DataError(f"{key}: {file!r} names no file; expected {FORMATS}")
     path = Path(file)
     try:
@@ -70,7 +70,7 @@ def locate(file: str, key: str) -> list[Source]:
 
 
 def _in_folder(folder: Path, split: str | None, place: str) -> list[Source]:
-    """A dataset's folder as it is; otherwise the files in a folder, or in its `data`, of one split."""
+    """The folder itself if it is a dataset; otherwise the files of one split in the folder or its subfolder `data`."""
     inside = [folder, folder / "data"]
     files: list[Path] = []
     while inside and not files and not any((folder / name).exists() for name in _OF_DATASET):
@@ -93,7 +93,7 @@ def _in_folder(folder: Path, split: str | None, place: str) -> list[Source]:
 
 
 def without_number(path: Path) -> str:
-    """The name of a file without ending, and without the number of a part such as train-00000-of-00002."""
+    """The name of a file without its suffix and part number, such as train for train-00000-of-00002.parquet."""
     return _SHARD.sub("", path.stem)
 
 
@@ -107,11 +107,12 @@ def read(
     texts: bool,
     image_key: str | None = None,
 ) -> Iterator[Located]:
-    """The rows of a file, of which messages say that it is at `place`.
+    """Iterate over the rows of a file.
 
-    `images` are columns with an image each, which may also be called by its plural. For jobs on `texts`, rows of a file
-    with the column `image_key` (None: `images`, or else `image`) have a tuple of Pictures in `images`, as many as each
-    shows; other columns of images are left out, as they would fill the memory.
+    place: the file's name in messages.
+    images: columns with one image each; a column's name in the file may also be the plural.
+    texts: whether the job trains a language model. Then rows of a file with the column `image_key` (None: `images`, or
+        else `image`) have a tuple of Pictures in `images`; other columns of images are left out to save memory.
     """
     shown = (COLUMNS if image_key is None else (image_key,)) if texts else ()
     if path.is_dir():
@@ -132,12 +133,12 @@ def read(
 
 
 def _lines(path: Path, place: str) -> Iterator[tuple[str, str]]:
-    """Lines that are not blank, each with its place."""
+    """Iterate over the lines that are not blank, each with its place."""
     try:
         content = read_bytes(path).removeprefix(b"\xef\xbb\xbf")
     except OSError as error:
         raise DataError(f"{place} cannot be read: {error.strerror}") from None
-    # not str.splitlines: only newlines end a line, and other separators may be part of a prompt
+    # not str.splitlines, because separators other than newlines may be part of a prompt
     for number, raw in enumerate(content.split(b"\n"), 1):
         where = f"{place}:{number}"
         try:
@@ -150,7 +151,7 @@ def _lines(path: Path, place: str) -> Iterator[tuple[str, str]]:
 
 
 def json_objects(path: Path, place: str) -> Iterator[Located]:
-    """The objects of a file of JSON lines, each with its place; raises DataError for a line that holds none."""
+    """Iterate over the objects of a JSON Lines file, each with its place. Raises DataError for a line without one."""
     expected = 'expected one object per line, {"prompt": "..."}'
     for where, line in _lines(path, place):
         try:
@@ -165,15 +166,15 @@ def json_objects(path: Path, place: str) -> Iterator[Located]:
 
 
 def _named_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object; ValueError where two of its keys are the same, of which only the last would be seen."""
+    """A JSON object. Raises ValueError for a duplicate key, of which json would keep only the last value."""
     value = dict(pairs)
     if len(value) < len(pairs):
-        raise ValueError(f"the key {_repeated([name for name, _ in pairs])!r} is there twice")
+        raise ValueError(f"the key {_repeated([name for name, _ in pairs])!r} occurs twice")
     return value
 
 
 def _repeated(names: Sequence[str]) -> str | None:
-    """The first name that is there a second time."""
+    """The first name that occurs twice; None if there is none."""
     return next((name for i, name in enumerate(names) if name in names[:i]), None)
 
 
@@ -189,7 +190,7 @@ def _json_rows(path: Path, place: str, images: Sequence[str]) -> Iterator[Locate
 
 
 def _csv_rows(path: Path, place: str, images: Sequence[str], prompt: str) -> Iterator[Located]:
-    csv.field_size_limit(max(csv.field_size_limit(), LONGEST))  # the whole process's, as small as 2**17
+    csv.field_size_limit(max(csv.field_size_limit(), LONGEST))  # process-wide, 2**17 by default
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             reader = csv.DictReader(file, strict=True)
@@ -222,7 +223,7 @@ def _parquet_rows(
         on_disk = bool(images) or column_of(fields, shown) is not None
         wanted = [field.name for field in fields if not (shown and holds_images(field.type))]
         rows = _mapped(path) if on_disk else source.read(columns=wanted).to_pylist()
-    # UnicodeDecodeError, a ValueError, comes from a text column
+    # a text column may raise UnicodeDecodeError, which is a ValueError
     except (pa.ArrowException, OSError, ValueError) as error:
         if isinstance(error, DataError):
             raise
@@ -232,18 +233,15 @@ def _parquet_rows(
 
 
 def _named(images: Sequence[str], columns: Sequence[str]) -> list[str]:
-    """The names of the columns of images, of which a plural may stand for each."""
+    """The names of the columns of images in the file, which may be plurals."""
     return [name if name in columns or f"{name}s" not in columns else f"{name}s" for name in images]
 
 
 def _mapped(path: Path) -> Any:
-    """A Parquet file as a dataset that stays on disk.
-
-    `datasets` keeps a copy in its cache, from which it can read a single row.
-    """
+    """A Parquet file as a dataset on disk. `datasets` keeps a copy in its cache that allows reading single rows."""
     import datasets
 
-    datasets.disable_progress_bars()  # every rank would draw its own
+    datasets.disable_progress_bars()  # every rank would show one
     return datasets.Dataset.from_parquet(str(path))
 
 
@@ -252,7 +250,7 @@ def _numbered(rows: Iterable[dict[str, Any]], place: str) -> Iterator[Located]:
 
 
 def _with_pictures(dataset: Any, folder: Path, place: str, images: Sequence[str]) -> Iterator[Located]:
-    """The rows of a dataset on disk, with Pictures in place of images."""
+    """Iterate over the rows of a dataset on disk, with Pictures in place of images."""
     for name, column in zip(images, _named(images, dataset.column_names), strict=True):
         if name != column:
             dataset = dataset.rename_column(column, name)
@@ -272,7 +270,7 @@ def _with_pictures(dataset: Any, folder: Path, place: str, images: Sequence[str]
 
 
 def _dataset(path: Path, split: str | None, place: str) -> Any:
-    """A Hugging Face dataset folder, or the split of it."""
+    """The dataset in a Hugging Face dataset folder, or one split of it."""
     from datasets import DatasetDict
 
     dataset = load_dataset(
@@ -293,7 +291,7 @@ def _dataset(path: Path, split: str | None, place: str) -> Any:
 def _table_rows(
     dataset: Any, folder: Path, place: str, images: Sequence[str], prompt: str, shown: Sequence[str]
 ) -> Iterator[Located]:
-    """The rows of a dataset on disk; see `read`."""
+    """Iterate over the rows of a dataset on disk; see `read`."""
     _check_columns(dataset.column_names, place, (prompt, *_named(images, dataset.column_names)))
     if images:
         return _with_pictures(dataset, folder, place, images)
@@ -307,14 +305,14 @@ def _table_rows(
 
 
 def load_dataset(path: Path, place: str, absent: str) -> Any:
-    """A Hugging Face dataset folder. Raises DataError: `absent` where it is none, and for a damaged one."""
+    """Load a Hugging Face dataset folder. Raises DataError: `absent` if it is none, or for a damaged dataset."""
     from datasets import load_from_disk
 
     try:
         return load_from_disk(str(path))
     except FileNotFoundError:
         raise DataError(absent) from None
-    except Exception as error:  # its JSON files are foreign, and `datasets` stumbles over them in whatever way
+    except Exception as error:  # `datasets` may raise anything for damaged JSON files
         raise DataError(f"{place}: the dataset is damaged: {reason(error)}") from error
 
 

@@ -1,4 +1,4 @@
-"""Images with prompts, for supervised training."""
+"""Images with prompts for supervised training."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,17 +18,17 @@ TEXT_COLUMNS = ("prompt", "text", "caption")
 class ImageTextData:
     """Pairs of an image and its prompt.
 
-    They come from `.jsonl` files (`image`: a path beside the file, `prompt`) and Hugging Face dataset folders (a column
-    `image`, and `prompt`, `text` or `caption`). Raises DataError, with one line, for a file that cannot be used.
+    They are read from `.jsonl` files (`image`: a path relative to the file, and `prompt`) and Hugging Face dataset
+    folders (columns `image`, and `prompt`, `text` or `caption`). Raises DataError for a file that cannot be used.
     """
 
     def __init__(self, files: list[str], height: int, width: int, key: str = "data.train_files") -> None:
         self.height, self.width = height, width
-        self._rows: list[tuple[Any, str, str]] = []  # image or its path, prompt, place in messages
+        self._rows: list[tuple[Any, str, str]] = []  # image or its path, prompt, place for messages
         for file in files:
             self._rows += _rows(file, key)
         if not self._rows:
-            raise DataError(f"{key}: {files} hold no images")
+            raise DataError(f"{key}: {files} contain no images")
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -38,7 +38,7 @@ class ImageTextData:
         return self._rows[i][1]
 
     def image(self, i: int) -> Tensor:
-        """Image i, [3, H, W] float32 in 0..1: scaled to cover the size, and center-cropped."""
+        """Image i, [3, H, W] float32 in 0..1, scaled to cover the target size and center-cropped."""
         source, _, where = self._rows[i]
         try:
             image = upright(source if isinstance(source, Image.Image) else Image.open(source))
@@ -78,7 +78,7 @@ def _dataset_rows(path: Path, file: str, key: str) -> Iterator[tuple[Any, str, s
         path, f"{key}: {file}", f"{key}: {file} is not a Hugging Face dataset folder (written by save_to_disk)"
     )
     if not isinstance(data, Dataset):
-        raise DataError(f"{key}: {file} holds splits {sorted(data)}; name one of their folders")
+        raise DataError(f"{key}: {file} contains the splits {sorted(data)}; give the folder of one of them")
     texts = [c for c in TEXT_COLUMNS if c in data.column_names]
     if "image" not in data.column_names or not texts:
         raise DataError(

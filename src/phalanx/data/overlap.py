@@ -1,4 +1,4 @@
-"""Prompts that are held out, and are among those that are trained all the same."""
+"""Detection of validation prompts that are also training prompts."""
 
 import logging
 from collections.abc import Callable, Hashable, Iterable
@@ -15,8 +15,8 @@ def held_out_overlap(
 ) -> int:
     """Count the validation prompts that are training prompts as well, and warn if there are any.
 
-    Those that show images, or have one in the column `image`, are so only with the same images. Raises ValueError for
-    an image that cannot be read.
+    Prompts with images, or with one in the column `image`, count only if their images are the same as well. Raises
+    ValueError for an image that cannot be read.
     """
 
     def images(row: PromptRow | Prompt) -> tuple[Picture, ...]:
@@ -24,7 +24,7 @@ def held_out_overlap(
 
     held_out = list(val)
     seen, same = _common(list(train), held_out, lambda row: row.text.strip())
-    # by the files' sizes first: reading all images takes long
+    # compare file sizes first, because reading all images takes long
     seen, same = _common(seen, same, lambda row: (row.text.strip(), *[each.file_size for each in images(row)]))
     seen, same = _common(seen, same, lambda row: (row.text.strip(), *[each.digest for each in images(row)]))
     overlap = len(same)

@@ -14,22 +14,24 @@ from phalanx.media.pictures import FORMS, Picture
 from phalanx.types import Prompt
 
 _QUOTED = re.compile(r'["“”„‟«]([^"“”„‟«»]+)["“”‟»]')
-_PLACEHOLDER = re.compile(r"(Picture \d+: ?)?<image>")  # of the image in texts of VeRL-Omni, whose place is the model's
-MARK = "<image>"  # of an image in texts of verl, for models that read images
-_VIDEO, _VIDEOS = "<video>", ("videos", "video")  # its mark of a video, and columns of them
+_PLACEHOLDER = re.compile(r"(Picture \d+: ?)?<image>")  # VeRL-Omni's mark of an image, which the model places itself
+MARK = "<image>"  # verl's mark of an image in a text
+_VIDEO, _VIDEOS = "<video>", ("videos", "video")  # verl's mark of a video, and its columns of videos
 
 
 @dataclass(frozen=True)
 class PromptRow:
-    """A row of a data file; `meta` holds what a reward may need, `messages` a language model's whole chat, `images`
-    those that it shows, `teacher` who is asked about it: see Prompt.
+    """A row of a data file. See Prompt for the fields.
+
+    meta: columns for rewards. messages: the whole chat for a language model. images: images that the prompt shows.
+    teacher: name of the teacher for its samples; empty: all teachers.
     """
 
     text: str
     negative: str | None
     meta: dict[str, Any]
     messages: list[dict[str, Any]] | None = None
-    place: str = field(default="", compare=False)  # its key, file and line or row, for messages
+    place: str = field(default="", compare=False)  # key, file and line or row, for messages
     images: tuple[Picture, ...] = field(default=(), compare=False)
     teacher: str = ""
 
@@ -44,25 +46,28 @@ def load_prompts(
     answered: bool = False,
     image_key: str | None = None,
 ) -> list[PromptRow]:
-    """All rows of all files, in order; `key` is the config key that lists them, for messages.
+    """Read all rows of all files, in order.
 
-    `images` are columns that every row must have, as Pictures in `meta`: they are read when needed. `prompt` is the
-    column of the prompts, in formats that have columns.
+    files: paths of files, of folders or patterns of such files, or of Hugging Face dataset folders.
+    key: the config key of `files`, for messages.
+    images: columns that every row must have. They become Pictures in `meta`, which are read when needed.
+    prompt: column of the prompts, in formats with columns.
+    quoted: for flow models: the ground truth may be quoted in the prompt. False for language models.
+    answered: for language models: a chat may end with the assistant's answer.
+    image_key: for language models: column of the prompts' images; None: `images`, or else `image`.
 
     - `.txt`: one prompt per line; blank lines are skipped.
-    - `.jsonl`: one object per line, with `prompt` (text, or a chat) and optionally `negative_prompt`.
-    - `.csv`: the same as columns, which the first line names; an empty cell is no value.
-    - `.parquet` and Hugging Face datasets: the same as columns; VeRL-Omni's files need no changes.
+    - `.jsonl`: one object per line, with `prompt` (a text or a chat) and optionally `negative_prompt`.
+    - `.csv`: the same as columns, named in the first line; an empty cell means no value.
+    - `.parquet` and Hugging Face datasets: the same as columns; VeRL-Omni's files work unchanged.
 
-    An entry may also be a folder or a pattern of such files. Of a chat (a list of `{role, content}`, a content being a
-    text or parts `{type: text, text}`) the last user message is the prompt. All other columns go into `meta`;
-    `meta["ground_truth"]` is, in this order, the column `ground_truth`, `reward_model.ground_truth`, with `quoted` the
-    first span of the prompt in double quotes (straight or typographic), otherwise the column `answer`, or absent.
-    Without `quoted`, for language models, a chat is kept whole, with its tool calls; it may end with the assistant's
-    answer if `answered`. A file with the column `image_key` (None: `images`, or else `image`) has prompts with images,
-    one or a list per row, or none: see Prompt. They are also `meta["images"]`, a tuple of Pictures. Their places are
-    `<image>` in texts, or parts `{type: image}`; where there are neither, they come before the first user's text. Other
-    columns of images are left out.
+    The prompt of a chat (a list of `{role, content}`, where a content is a text or parts `{type: text, text}`) is its
+    last user message; language models also keep the whole chat, with its tool calls. All other columns go into `meta`.
+    `meta["ground_truth"]` is the first available of: the column `ground_truth`; `reward_model.ground_truth`; and if
+    `quoted`, the first span of the prompt in double quotes (straight or typographic), otherwise the column `answer`.
+    The images of a language model's prompts, one or a list per row, or none, are `images` (see Prompt) and
+    `meta["images"]`, a tuple of Pictures. Their places are `<image>` in texts or parts `{type: image}`; without either,
+    they precede the first user's text. Other columns of images are left out.
 
     Raises DataError for a file or row that cannot be used. Lines are counted from 1, rows from 0.
     """
@@ -76,12 +81,12 @@ def load_prompts(
 
 
 def _places(file: str, key: str) -> list[tuple[str, Source]]:
-    """The files of an entry, with what messages call each."""
+    """The files of an entry, each with its name for messages."""
     sources = locate(file, key)
     places = []
     for path, split in sources:
-        alone = split is not None or path == Path(file).expanduser()
-        places.append((file if alone else str(path), (path, split)))
+        is_entry = split is not None or path == Path(file).expanduser()
+        places.append((file if is_entry else str(path), (path, split)))
     return places
 
 
@@ -109,11 +114,11 @@ def validation_sets(
     answered: bool = False,
     image_key: str | None = None,
 ) -> dict[str, list[Prompt]]:
-    """The rows of each entry of `data.val_files`, at most `limit`, by the file's name without ending.
+    """Read the validation sets in `data.val_files`, each with at most `limit` rows, by name.
 
-    A split of a folder is named `folder_split`. Files of a pattern are a set each, but for the parts of one. Sets that
-    would have one name have that of their folder before it. `group_id` is the row's number. For the others see
-    `load_prompts`.
+    A set has the name of its file without suffix; a split of a folder is named `folder_split`. Each file of a pattern
+    is a set, except that the parts of a file make one set. Sets that would have the same name are prefixed with that of
+    their folder. A prompt's `group_id` is its row number. For the other arguments see `load_prompts`.
     """
     key = "data.val_files"
     entries: list[_Set] = []
@@ -138,7 +143,7 @@ def validation_sets(
 
 @dataclass
 class _Set:
-    """A validation set: its name, that of the folder which it is in, the entry that lists it, and its files."""
+    """A validation set: its name, the name of its folder, the entry that lists it, and its files."""
 
     name: str
     parent: str
@@ -166,26 +171,26 @@ def _sets(file: str, key: str) -> list[_Set]:
 
 
 def numbered(row: PromptRow, group_id: int) -> Prompt:
-    """The row as the prompt of that number."""
+    """Convert a row to a prompt with this `group_id`."""
     return Prompt(row.text, group_id, row.meta, row.negative, row.messages, row.place, row.images, row.teacher)
 
 
 def refuse_images(rows: Iterable[PromptRow | Prompt], reader: str) -> None:
-    """Raise DataError for a row with images; `reader` says, as the end of the message, who reads none."""
+    """Raise DataError for a row with images. reader: end of the message that says which model cannot read them."""
     for row in rows:
         if row.images:
             raise DataError(f"{row.place} has images, and {reader}")
 
 
 def question(prompt: Prompt) -> Prompt:
-    """The prompt of a chat without the answer that it may end with."""
+    """The prompt without the assistant's answer with which its chat may end."""
     messages = prompt.messages or []
     answered = messages and messages[-1]["role"] == "assistant"
     return replace(prompt, messages=messages[:-1]) if answered else prompt
 
 
 def answer_of(value: Any, name: str, where: str) -> str | None:
-    """A response: a text, or a chat of one message of the assistant, as TRL has it; None where there is none."""
+    """A response given as text or, as in TRL, as a chat of one assistant message; None if there is none."""
     if not isinstance(value, list):
         return value if isinstance(value, str) else None
     messages = _messages(value, name, where, answered=True) if value else []
@@ -200,7 +205,7 @@ def _row(
     if prompt not in columns:
         raise DataError(f"{where}: no {prompt!r}; it has {', '.join(columns) or 'no keys'}")
     images = columns.get("images")
-    shows = isinstance(images, tuple)  # the file has a column of images, of which this row may have none
+    shows = isinstance(images, tuple)  # the file has a column of images, which may be empty in this row
     pictures: tuple[Picture, ...] = images if isinstance(images, tuple) else ()
     text = _text(columns[prompt], prompt, where, shows)
     negative = columns.get("negative_prompt")
@@ -229,7 +234,7 @@ def _row(
 
 
 def _check_marks(columns: dict[str, Any], prompt: str, where: str, shows: bool) -> None:
-    """Raise DataError for marks of images or videos that would be read as text in a row with a column of them."""
+    """Raise DataError if a row has images or videos, but their marks in the prompt would be read as text."""
     content = str(columns[prompt])
     marks = ((MARK, COLUMNS, f"none of them is {FORMS}"), (_VIDEO, _VIDEOS, "videos are not read"))
     for mark, names, reason in marks:
@@ -239,8 +244,8 @@ def _check_marks(columns: dict[str, Any], prompt: str, where: str, shows: bool) 
 
 
 def _place_images(chat: list[dict[str, Any]], images: int, where: str) -> None:
-    """Check that a chat whose contents are parts has a place for each of its images, and make the contents without
-    images texts. Where it has no place at all, the images come first.
+    """Check that a chat whose contents are lists of parts has a place for each of its images, and convert contents
+    without images to texts. If the chat has no places at all, the images come first.
     """
     users = [message for message in chat if message["role"] == "user"]
     every = [part for message in chat for part in message.get("content", []) if part["type"] == "image"]
@@ -249,7 +254,7 @@ def _place_images(chat: list[dict[str, Any]], images: int, where: str) -> None:
         users[0]["content"] = [*every, *users[0]["content"]]
     if len(every) != images:
         raise DataError(
-            f"{where} has places for {len(every)} images ({MARK}, or parts {{type: image}}), and the row has {images}"
+            f"{where} has places for {len(every)} images ({MARK}, or parts {{type: image}}), but the row has {images}"
         )
     for message in chat:
         parts = message.get("content", [])
@@ -258,7 +263,7 @@ def _place_images(chat: list[dict[str, Any]], images: int, where: str) -> None:
 
 
 def _parts(text: str) -> list[dict[str, str]]:
-    """A text in which images have marks, as parts of a message."""
+    """Split a text with marks of images into the parts of a message."""
     parts: list[dict[str, str]] = []
     for i, piece in enumerate(text.split(MARK)):
         parts += [{"type": "image"}] if i else []
@@ -267,8 +272,9 @@ def _parts(text: str) -> list[dict[str, str]]:
 
 
 def _messages(value: Any, name: str, where: str, answered: bool, shows: bool = False) -> list[dict[str, Any]] | None:
-    """A chat's messages with texts as contents, and what else they have (`tool_calls`); None for a plain text. Contents
-    that may show images are lists of parts instead.
+    """A chat's messages with contents as texts, and their further keys such as `tool_calls`; None for a plain text.
+
+    shows: contents may show images and become lists of parts instead.
     """
     if not isinstance(value, list):
         return None
@@ -280,30 +286,30 @@ def _messages(value: Any, name: str, where: str, answered: bool, shows: bool = F
         calls = isinstance(message, dict) and "content" not in message and "tool_calls" in message
         keys = ("role",) if calls else ("role", "content")
         if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in keys):
-            raise DataError(f"{where}: {name} holds a message that is not {{role, content}}, both texts")
+            raise DataError(f"{where}: {name} contains a message that is not {{role, content}}, both texts")
         if shows and "content" in message:
             message["content"] = _parts(message["content"])
         messages.append(message)
     if messages[-1]["role"] == "assistant" and not answered:
-        raise DataError(f"{where}: {name} ends in an answer of the assistant; expected a message that it is to answer")
+        raise DataError(f"{where}: {name} ends with an answer of the assistant; expected a message to be answered")
     return messages
 
 
 def _joined(parts: list[Any], name: str, where: str, shows: bool) -> str:
-    """The text of a message in parts, {type: text, text} each, or those of images, which become marks."""
+    """Join the parts of a message, {type: text, text} each, to a text. Parts {type: image} become marks."""
     texts = []
     for part in parts:
         if shows and _without_nulls(part) == {"type": "image"}:
             texts.append(MARK)
             continue
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise DataError(f"{where}: {name} holds a part of a message that is not {{type: text, text}}")
+            raise DataError(f"{where}: {name} contains a part of a message that is not {{type: text, text}}")
         texts.append(part["text"])
     return "".join(texts)
 
 
 def _without_nulls(value: Any) -> Any:
-    """A value without keys that are null: files with columns have those of all rows in each."""
+    """Remove keys that are null, because in files with columns every row has the keys of all rows."""
     if isinstance(value, list):
         return [_without_nulls(item) for item in value]
     if isinstance(value, dict):
@@ -312,8 +318,8 @@ def _without_nulls(value: Any) -> Any:
 
 
 def _tools(value: Any) -> Any:
-    """Tools for the chat template, a list of JSON schemas, or the JSON text of one or of each; any other value as it
-    is.
+    """Tools for the chat template as a list of JSON schemas. Parses JSON text of the list or of its elements; any other
+    value is unchanged.
     """
     value = _parsed(value, list)
     if isinstance(value, list):
@@ -322,7 +328,7 @@ def _tools(value: Any) -> Any:
 
 
 def _parsed(value: Any, kind: type) -> Any:
-    """The value of a JSON text of that kind; any other value as it is."""
+    """The value of a JSON text if it is of this kind; any other value unchanged."""
     try:
         parsed = parse_json(value) if isinstance(value, str) else None
     except ValueError:
@@ -331,15 +337,15 @@ def _parsed(value: Any, kind: type) -> Any:
 
 
 def share_of_rank(prompts: Sequence[Prompt], rank: int, ranks: int) -> list[Prompt]:
-    """The prompts that a rank samples, equally many on all ranks: the last one fills up the end, where its samples are
-    to be dropped.
+    """The prompts that a rank samples, the same number on all ranks. The last prompt is repeated at the end, where the
+    caller drops its samples.
     """
     share = -(-len(prompts) // ranks)
     return [prompts[min(rank * share + j, len(prompts) - 1)] for j in range(share)]
 
 
 def _ground_truth(columns: dict[str, Any], text: str, quoted: bool) -> Any:
-    """The ground truth of a row or of its prompt, None if neither has one."""
+    """The ground truth of a row; None if it has none. See `load_prompts`."""
     if columns.get("ground_truth") is not None:
         return columns["ground_truth"]
     model = columns.get("reward_model")
@@ -352,7 +358,7 @@ def _ground_truth(columns: dict[str, Any], text: str, quoted: bool) -> Any:
 
 
 def _text(value: Any, name: str, where: str, shows: bool = False) -> str:
-    """A text, or the content of a chat's last user message; without marks of images where it shows some."""
+    """A text, or the content of a chat's last user message. shows: remove the marks of images."""
     if isinstance(value, list):
         messages = [m for m in value if isinstance(m, dict) and m.get("role") == "user"]
         if not messages:

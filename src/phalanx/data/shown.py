@@ -1,4 +1,4 @@
-"""Images that rows of data files show to a language model: Pictures, found without reading any."""
+"""Images in rows of data files for language models, as Pictures that are not read yet."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
@@ -7,12 +7,12 @@ from typing import Any
 
 from phalanx.media.pictures import Picture, in_memory
 
-COLUMNS = ("images", "image")  # of images, the first of which a file has is taken
-Located = tuple[str, dict[str, Any]]  # a row's place, for messages, and its columns
+COLUMNS = ("images", "image")  # default columns of images; the first one in a file is used
+Located = tuple[str, dict[str, Any]]  # a row's place for messages, and its columns
 
 
 def in_rows(rows: Iterable[Located], folder: Path, names: Sequence[str]) -> Iterator[Located]:
-    """The rows with a tuple of Pictures in `images`, where one of the columns `names` has images."""
+    """The rows, with a tuple of Pictures in `images` if one of the columns `names` contains images."""
     if not names:
         return iter(rows)
     rows = list(rows)
@@ -32,14 +32,14 @@ def _with_tuples(rows: Iterable[Located], folder: Path, column: str) -> Iterator
 
 
 def _is_image(value: Any) -> bool:
-    """Whether a value of JSON may stand for an image, or for several."""
+    """Whether a JSON value may represent an image or several."""
     if isinstance(value, list):
         return any(map(_is_image, value))
     return isinstance(value, str) or (isinstance(value, dict) and {"bytes", "path"} >= value.keys() > set())
 
 
 def column_of(schema: Any, names: Sequence[str]) -> str | None:
-    """The first of the columns `names` of an Arrow schema that may hold images: their files, or paths of these."""
+    """The first of the columns `names` in an Arrow schema that may contain images: files or paths of files."""
     import pyarrow as pa
 
     for name in names:
@@ -55,7 +55,7 @@ def column_of(schema: Any, names: Sequence[str]) -> str | None:
 
 
 def holds_images(type_: Any) -> bool:
-    """Whether an Arrow column is of images as Hugging Face stores them, {bytes, path} each, or of lists of them."""
+    """Whether an Arrow column contains images as stored by Hugging Face, {bytes, path} each, or lists of them."""
     import pyarrow as pa
 
     if _is_list(type_):
@@ -70,7 +70,7 @@ def _is_list(type_: Any) -> bool:
 
 
 def lengths_of(dataset: Any, name: str) -> list[int]:
-    """Images of each row of a dataset's column, of which only the lengths of lists are read."""
+    """Number of images in each row of a dataset's column; only the lengths of lists are read."""
     import pyarrow.compute as pc
 
     lengths: list[int] = []
@@ -81,7 +81,7 @@ def lengths_of(dataset: Any, name: str) -> list[int]:
 
 
 def undecoded(dataset: Any) -> Any:
-    """A dataset whose images are what is stored of them."""
+    """A dataset whose images are not decoded."""
     from datasets import Image, List
 
     for name, feature in dataset.features.items():
@@ -93,7 +93,7 @@ def undecoded(dataset: Any) -> Any:
 
 
 def in_table(rows: Iterable[Located], dataset: Any, folder: Path, column: str) -> Iterator[Located]:
-    """The rows with a tuple of Pictures in `images`, of which a dataset on disk has one or a list in each row."""
+    """The rows with a tuple of Pictures in `images`, from a dataset's column with one image or a list per row."""
     dataset = undecoded(dataset)
     listed = _is_list(dataset.features.arrow_schema.field(column).type)
 
@@ -110,7 +110,7 @@ def in_table(rows: Iterable[Located], dataset: Any, folder: Path, column: str) -
 
 
 def _counts(dataset: Any, column: str, listed: bool) -> Iterator[int]:
-    """The number of images of each row, without reading any."""
+    """Number of images of each row, without reading any."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -118,7 +118,7 @@ def _counts(dataset: Any, column: str, listed: bool) -> Iterator[int]:
         values = batch[column]
         if listed:
             counts = pc.fill_null(pc.list_value_length(values), 0)
-        elif pa.types.is_struct(values.type):  # of which both parts may be null
+        elif pa.types.is_struct(values.type):  # both of its fields may be null
             there = [pc.is_valid(pc.struct_field(values, field.name)) for field in values.type]
             counts = pc.and_(pc.is_valid(values), there[0] if len(there) == 1 else pc.or_(*there))
         else:

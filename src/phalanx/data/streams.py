@@ -1,4 +1,4 @@
-"""The order in which training sees prompts and images."""
+"""Order in which training uses prompts and images."""
 
 import logging
 import math
@@ -12,14 +12,14 @@ logger = logging.getLogger(__name__)
 
 
 class IndexStream:
-    """Endless batches of the numbers 0 .. size-1; (seed, epoch) determines an epoch's order."""
+    """Endless batches of the indices 0 .. size-1. (seed, epoch) determines the order within an epoch."""
 
     def __init__(self, size: int, batch_size: int, seed: int | str) -> None:
         self._size, self._batch_size, self._seed = size, batch_size, seed
         self._order = lru_cache(maxsize=2)(self._permutation)
 
     def batch(self, step: int) -> list[int]:
-        """The numbers of training step `step`, of all ranks."""
+        """The indices of training step `step`, for all ranks."""
         first = step * self._batch_size
         numbers = []
         for place in range(first, first + self._batch_size):
@@ -29,16 +29,16 @@ class IndexStream:
 
     def _permutation(self, epoch: int) -> list[int]:
         order = list(range(self._size))
-        # a string seed is hashed with SHA-512, the same in every process, unlike hash()
+        # Random hashes a string with SHA-512, which is the same in every process, unlike hash()
         random.Random(f"{self._seed}/{epoch}").shuffle(order)
         return order
 
 
 class PromptStream:
-    """Endless batches of prompts, epoch by epoch, each in another order.
+    """Endless batches of prompts, epoch by epoch, with a different order in each epoch.
 
-    A batch depends only on (rows, batch_size, seed, step), so every rank sees the same one, and a resumed run goes on
-    as if it had not stopped. A batch may straddle two epochs; no prompt is left out.
+    A batch depends only on (rows, batch_size, seed, step), so that every rank sees the same batch, and a resumed run
+    continues as if it had not stopped. A batch may span two epochs; no prompt is left out.
     """
 
     ahead = True  # the prompts of later steps are known
@@ -51,21 +51,21 @@ class PromptStream:
         self._spare = IndexStream(len(rows), batch_size, f"{seed} spare")
         if batch_size > len(rows):
             logger.warning(
-                "a batch of %d prompts exceeds the %d prompts of the data; it holds some of them several times",
+                "a batch of %d prompts exceeds the %d prompts of the data; it contains some of them several times",
                 batch_size,
                 len(rows),
             )
 
     def batch(self, step: int) -> list[Prompt]:
-        """The prompts of one training step, of all ranks; `group_id` counts them from 0."""
+        """The prompts of one training step, for all ranks. `group_id` counts them from 0."""
         return self.prompts(self.numbers(step))
 
     def numbers(self, step: int) -> list[int]:
-        """The rows of one training step's prompts."""
+        """The row numbers of one training step's prompts."""
         return self._numbers.batch(step)
 
     def prompts(self, numbers: list[int], first: int = 0) -> list[Prompt]:
-        """The prompts of these rows, whose `group_id` count from `first`."""
+        """The prompts of these rows. `group_id` counts them from `first`."""
         prompts = []
         for group_id, number in enumerate(numbers, start=first):
             row = self._rows[number]
@@ -74,13 +74,13 @@ class PromptStream:
         return prompts
 
     def renewed(self, numbers: list[int], places: list[int], draw: int) -> list[int]:
-        """The rows of a step, with others in these places: rows that the step does not have, as far as there are any.
+        """The row numbers of a step, with those at `places` replaced by rows that the step does not have, if possible.
 
-        They come from a separate order, of which `draw` counts the batches: so those of later steps stay as they
-        are, and a resumed run needs no memory of what was drawn.
+        The replacements come from a separate order, in which `draw` is the number of the batch. So later steps keep
+        their rows, and a resumed run does not need to know what was drawn.
         """
         spare = list(dict.fromkeys(self._spare.batch(draw)))
-        # the data may be too small for prompts that are all different
+        # small data may have no other prompts
         unlike = [number for number in spare if number not in numbers] or spare
         renewed = list(numbers)
         for i, place in enumerate(places):

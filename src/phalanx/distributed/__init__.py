@@ -1,1 +1,1 @@
-"""Ranks: meshes and groups, sharding, collectives, seeds. The only package that makes process groups."""
+"""Ranks: meshes and groups, sharding, collectives, seeds. Only this package creates process groups."""

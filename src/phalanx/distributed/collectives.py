@@ -1,4 +1,4 @@
-"""Collectives across all ranks on small CPU values. Every rank must reach each call."""
+"""Collectives of all ranks on small CPU values. Every rank must reach each call."""
 
 import itertools
 import time
@@ -16,18 +16,18 @@ from phalanx.types import JobError
 
 T = TypeVar("T")
 
-_alike = 1
+_alike = 1  # see count_once
 
-WAIT_S = 1e-3  # a shorter collective is no wait
-# The last waits of this rank's main thread: the number of the collective, the same on all ranks, its begin and its end,
-# by time.perf_counter. phalanx.telemetry.rank_files writes them down.
+WAIT_S = 1e-3  # shorter collectives do not count as waits
+# The last waits of this rank: the number of the collective, which is the same on all ranks, its start and its end, by
+# time.perf_counter. phalanx.telemetry.rank_files writes them to a file.
 waits: deque[tuple[int, float, float]] = deque(maxlen=4096)
 _numbers = itertools.count()
 
 
 @contextmanager
 def _timed() -> Iterator[None]:
-    """Note a collective in which this rank waits for others."""
+    """Record a collective in which this rank waits for others."""
     number, begin = next(_numbers), time.perf_counter()
     yield
     end = time.perf_counter()
@@ -36,20 +36,20 @@ def _timed() -> Iterator[None]:
 
 
 def count_once(alike: int) -> None:
-    """From now on runs of `alike` neighbouring ranks hold the same samples: what is gathered or added up over all
-    samples takes those of the first rank of each run.
+    """Declare that each group of `alike` neighbouring ranks shares the same samples, so that from then on `all_gather`
+    and sums count only the first rank of each group.
     """
     global _alike
     _alike = alike
 
 
 def all_gather(value: Tensor) -> Tensor:
-    """Concatenate equal-shaped CPU tensors of the ranks that hold different samples, in the order of ranks."""
+    """Concatenate CPU tensors of the same shape from the ranks with different samples, in rank order."""
     return torch.cat(all_gather_apart(value)[::_alike])
 
 
 def all_gather_apart(value: Tensor) -> list[Tensor]:
-    """Equal-shaped CPU tensors of all ranks, in the order of ranks."""
+    """CPU tensors of the same shape from all ranks, in rank order."""
     out = [torch.empty_like(value) for _ in range(dist.get_world_size())]
     with _timed():
         dist.all_gather(out, value.contiguous())
@@ -57,7 +57,7 @@ def all_gather_apart(value: Tensor) -> list[Tensor]:
 
 
 def all_gather_object(value: T) -> list[T]:
-    """Every rank's value, in the order of ranks; for small values that can be pickled."""
+    """Values of all ranks, in rank order. For small values that can be pickled."""
     out: list[Any] = [None] * dist.get_world_size()
     with _timed():
         dist.all_gather_object(out, value)
@@ -65,7 +65,7 @@ def all_gather_object(value: T) -> list[T]:
 
 
 def broadcast_object(value: T, source: int = 0) -> T:
-    """The value of rank `source`, on all ranks."""
+    """Broadcast the value of rank `source` to all ranks."""
     box = [value]
     with _timed():
         dist.broadcast_object_list(box, src=source)
@@ -83,7 +83,7 @@ def reduce_float(value: float, op: str) -> float:
 
 
 def reduce_sum(values: Tensor) -> Tensor:
-    """The sum of all ranks' CPU tensors of one shape."""
+    """The sum over all ranks of CPU tensors of the same shape."""
     return _reduced(values.clone(), "sum")
 
 
@@ -97,7 +97,7 @@ def _reduced(values: Tensor, op: str) -> Tensor:
 
 
 def mean_rows(rows: Sequence[dict[str, float]]) -> dict[str, float]:
-    """The mean of all ranks' rows, key by key; each needs the same keys and as many rows."""
+    """Mean over all ranks' rows, key by key. All ranks need the same keys and the same number of rows."""
     keys = sorted(rows[0])
     values = [[row[key] for key in keys] for row in rows]
     local = torch.tensor(values, dtype=torch.float64).mean(0)
@@ -107,13 +107,13 @@ def mean_rows(rows: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 def agree(error: str | None, stop: int) -> tuple[str | None, int]:
-    """Agree on one error and one request to stop, on all ranks.
+    """Agree across all ranks on one error and one request to stop.
 
-    The error is that of the lowest rank that has one, with its rank (None where all went well);
-    `stop`, the number of a signal that asks the job to stop (0: none), is the largest of all ranks.
+    Returns the error of the lowest rank that has one, with the rank's number (None if no rank has one), and the largest
+    `stop` of all ranks, the number of a signal that asks the job to stop (0: none).
     """
     ranks = dist.get_world_size()
-    # called at every micro-batch: two numbers per rank are reduced, and texts are sent only where there is an error
+    # called for every micro-batch: only two numbers per rank are reduced, and text is sent only if there is an error
     box = torch.tensor([ranks - dist.get_rank() if error else 0, stop], dtype=torch.int64)
     with _timed():
         dist.all_reduce(box, dist.ReduceOp.MAX)
@@ -121,19 +121,19 @@ def agree(error: str | None, stop: int) -> tuple[str | None, int]:
     if not failed:
         return None, largest
     first = ranks - failed
-    launch = Launch.from_env()  # ranks are named by their number in the world, which may have other roles
+    launch = Launch.from_env()  # messages use a rank's number among the ranks of all roles
     text = broadcast_object(f"rank {launch.rank}: {error}" if launch.world_size > 1 else error, first)
     return text, largest
 
 
 def on_all_ranks(read: Callable[[], T]) -> T:
-    """The result of `read`; JobError, on all ranks, where it raises ValueError on one."""
+    """The result of `read`. Raises JobError on all ranks if it raises ValueError on one."""
     problem = None
     try:
         result = read()
     except ValueError as error:
         problem = str(error)
-    # only the rank that has a bad image sees the error, and the others would wait for it
+    # only the rank with a bad image sees the error, and the others would wait for that rank
     message, _ = agree(problem, 0)
     if message is not None:
         raise JobError(message)
@@ -141,24 +141,24 @@ def on_all_ranks(read: Callable[[], T]) -> T:
 
 
 def from_first(read: Callable[[], T]) -> T:
-    """The result of `read` on rank 0, on all ranks; the ValueError that it raises there is raised on all."""
-    told: Any = None
+    """Broadcast the result of `read` on rank 0 to all ranks. A ValueError that it raises there is raised on all."""
+    outcome: Any = None
     if dist.get_rank() == 0:
         try:
-            told = read()
+            outcome = read()
         except ValueError as error:
-            told = error
-    told = broadcast_object(told)
-    if isinstance(told, ValueError):
-        raise told
-    result: T = told
+            outcome = error
+    outcome = broadcast_object(outcome)
+    if isinstance(outcome, ValueError):
+        raise outcome
+    result: T = outcome
     return result
 
 
 def to_first(value: Tensor, source: int) -> None:
-    """Fill rank 0's `value` with that of `source`, a contiguous CPU tensor of the same shape and dtype.
+    """Copy the `value` of rank `source` into rank 0's `value`, both contiguous CPU tensors of the same shape and dtype.
 
-    A gather would need memory for every rank's on rank 0. The other ranks may skip this call.
+    A gather would need memory for the values of all ranks on rank 0. Other ranks may skip this call.
     """
     if source == 0:
         return
@@ -169,8 +169,10 @@ def to_first(value: Tensor, source: int) -> None:
 
 
 def exchange(parcels: Mapping[int, Tensor], sources: Iterable[int]) -> dict[int, Tensor]:
-    """Send `parcels` [K] uint8 on the CPU to the ranks that they are for; returns those of the ranks `sources`, which
-    all have one for this rank. Only ranks that have something for one another are connected.
+    """Send uint8 CPU tensors [K] to other ranks and receive one from each rank in `sources`.
+
+    parcels: maps the receiving ranks to the tensors. Returns the received tensors by rank; each of `sources` must send
+    one to this rank. Only ranks that exchange tensors are connected.
     """
     sizes = {rank: torch.tensor([len(parcel)]) for rank, parcel in parcels.items()}
     coming = {rank: torch.empty(1, dtype=torch.int64) for rank in sources}
@@ -181,7 +183,7 @@ def exchange(parcels: Mapping[int, Tensor], sources: Iterable[int]) -> dict[int,
 
 
 def _swap(sent: Mapping[int, Tensor], received: Mapping[int, Tensor]) -> None:
-    """Send tensors to ranks, and fill those that come from others."""
+    """Send tensors to ranks, and receive those from other ranks in place."""
     operations = [dist.P2POp(dist.isend, tensor, rank) for rank, tensor in sent.items()]
     operations += [dist.P2POp(dist.irecv, tensor, rank) for rank, tensor in received.items()]
     for work in dist.batch_isend_irecv(operations) if operations else []:
@@ -189,7 +191,7 @@ def _swap(sent: Mapping[int, Tensor], received: Mapping[int, Tensor]) -> None:
 
 
 def gather_object(value: T) -> list[T]:
-    """Every rank's value on rank 0, in the order of ranks; an empty list on the others."""
+    """Values of all ranks on rank 0, in rank order; an empty list on the others."""
     out: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(value, out, dst=0)
     return out or []

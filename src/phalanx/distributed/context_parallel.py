@@ -1,8 +1,8 @@
-"""Context parallelism: neighbouring ranks hold the same samples, and each a part of their tokens.
+"""Context parallelism: neighbouring ranks share the same samples, with a part of their tokens on each rank.
 
-Around each attention they exchange tokens for heads (Ulysses, arXiv 2309.14509): in flow models by diffusers, in
-language models by `ContextGroup`. Weights lie over all ranks as they do without it: a rank's gradient is the part that
-comes from its own tokens, so the sum over all ranks is the whole one.
+Around each attention, they exchange tokens for heads (Ulysses, arXiv 2309.14509): diffusers does this for flow models,
+`ContextGroup` for language models. Weights are distributed over all ranks as without it. A rank's gradient is the part
+that comes from its tokens, so that the sum over all ranks is the whole gradient.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 def context_mesh(config: ParallelConfig, ranks: int, device: torch.device) -> DeviceMesh | None:
-    """The mesh (data, ring, ulysses) of all ranks, as diffusers wants it, without a ring; None where all ranks have
+    """The mesh (data, ring, ulysses) of all ranks that diffusers expects, with a ring of size 1; None if all ranks have
     different samples.
     """
     size = config.ulysses_sequence_parallel_size
@@ -30,13 +30,13 @@ def context_mesh(config: ParallelConfig, ranks: int, device: torch.device) -> De
 
 
 def context_groups(mesh: DeviceMesh | None) -> list[dist.ProcessGroup]:
-    """All groups of that mesh that are used, with the one that diffusers will ask for."""
+    """All groups of that mesh that are used, including the flattened one that diffusers creates."""
     return [] if mesh is None else [*mesh.get_all_groups(), mesh["ring", "ulysses"]._flatten().get_group()]
 
 
 @dataclass(frozen=True)
 class ContextGroup:
-    """The `size` ranks that hold the same samples, of which this one is number `place`."""
+    """The group of `size` ranks that share the same samples; `place` is this rank's number in it."""
 
     group: dist.ProcessGroup
     size: int
@@ -49,17 +49,17 @@ class ContextGroup:
         return cls(group, dist.get_world_size(group), dist.get_rank(group))
 
     def exchange(self, value: Tensor, split: int, join: int) -> Tensor:
-        """Send each rank its part of `value` along the dim `split`; the parts that come are joined along `join`."""
+        """Send each rank its part of `value` along dim `split`, and concatenate the received parts along dim `join`."""
         result: Tensor = _Exchange.apply(value, split, join, self)
         return result
 
     def gather(self, value: Tensor, dim: int) -> Tensor:
-        """All ranks' values of one shape, joined along `dim`; a rank's gradient is that of its own part."""
+        """Concatenate all ranks' values, of the same shape, along `dim`. A rank's gradient is that of its part."""
         result: Tensor = _Gather.apply(value, dim, self)
         return result
 
     def objects(self, value: T) -> list[T]:
-        """All ranks' values, which can be pickled."""
+        """Values of all ranks of the group, in rank order. They must be picklable."""
         out: list[Any] = [None] * self.size
         dist.all_gather_object(out, value, group=self.group)
         return out
@@ -79,13 +79,13 @@ class _Exchange(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """The loss is the same on all ranks, and each takes the gradient of its own part."""
+    """The loss is the same on all ranks, and each rank gets the gradient of its part."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, dim: int, context: ContextGroup) -> Tensor:
         ctx.dim, ctx.context = dim, context
         parts = [torch.empty_like(value) for _ in range(context.size)]
-        if not value.is_meta:  # those of a plan have only shapes
+        if not value.is_meta:  # meta tensors of a plan have no values
             dist.all_gather(parts, value.contiguous(), group=context.group)
         return torch.cat(parts, dim)
 
@@ -97,7 +97,7 @@ class _Gather(torch.autograd.Function):
 def _exchanged(value: Tensor, split: int, join: int, context: ContextGroup) -> Tensor:
     """See ContextGroup.exchange."""
     parts = torch.stack(value.chunk(context.size, split))
-    came = torch.empty_like(parts)
+    received = torch.empty_like(parts)
     if not parts.is_meta:
-        dist.all_to_all_single(came, parts, group=context.group)
-    return torch.cat(list(came), join)
+        dist.all_to_all_single(received, parts, group=context.group)
+    return torch.cat(list(received), join)

@@ -1,4 +1,4 @@
-"""Checks of a rank's surroundings before it joins the world: its GPUs, and the interface to other nodes."""
+"""Checks of a rank's machine before the rank joins the world: its GPUs and its network interface to other nodes."""
 
 import fcntl
 import os
@@ -14,12 +14,12 @@ import torch
 from phalanx.config import ConfigError
 from phalanx.distributed.launch import Launch
 
-SIOCGIFADDR = 0x8915  # of Linux's ioctl
-ANYWHERE = "192.0.2.1"  # an address of documentation; a UDP socket that is connected to it sends nothing
+SIOCGIFADDR = 0x8915  # Linux's ioctl for an interface's address
+ANYWHERE = "192.0.2.1"  # an address reserved for documentation; connecting a UDP socket to it sends nothing
 
 
 def check_gpus(env: Mapping[str, str] = os.environ) -> None:
-    """Raise ConfigError where the machine has NVIDIA GPUs that torch cannot use: training would run on the CPU."""
+    """Raise ConfigError if the machine has NVIDIA GPUs that torch cannot use, since training would run on the CPU."""
     hidden = env.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1")
     if hidden or torch.cuda.is_available():
         return
@@ -37,7 +37,7 @@ def check_gpus(env: Mapping[str, str] = os.environ) -> None:
 
 
 def _nvidia_smi(*options: str) -> list[str]:
-    """The lines that nvidia-smi prints; none where it is missing or fails."""
+    """The lines that nvidia-smi prints; none if it is missing or fails."""
     if shutil.which("nvidia-smi") is None:
         return []
     try:
@@ -48,10 +48,10 @@ def _nvidia_smi(*options: str) -> list[str]:
 
 
 def choose_interface(launch: Launch) -> None:
-    """Let gloo connect to other nodes by the interface towards MASTER_ADDR where GLOO_SOCKET_IFNAME is not set.
+    """Make gloo connect to other nodes through the interface towards MASTER_ADDR, unless GLOO_SOCKET_IFNAME is set.
 
-    Gloo would take the address of the node's own name, which Debian's /etc/hosts maps to 127.0.1.1. Raises ConfigError
-    where GLOO_SOCKET_IFNAME names an interface that this node does not have, or where no interface can be chosen.
+    By default, gloo uses the address of the host's name, which Debian's /etc/hosts maps to 127.0.1.1. Raises
+    ConfigError if GLOO_SOCKET_IFNAME names an interface that this node does not have, or if none can be chosen.
     """
     present = [name for _, name in socket.if_nameindex()]
     for name in filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")):
@@ -61,11 +61,11 @@ def choose_interface(launch: Launch) -> None:
         return
     by_address = _interfaces(present)
     if _resolved(socket.gethostname()) in by_address:
-        return  # gloo takes this interface by itself
+        return  # gloo uses this interface by default
     if not by_address:
         raise ConfigError(f"{socket.gethostname()} has no interface but lo: no other node can reach it")
     master = os.environ.get("MASTER_ADDR", "")
-    for target in (master, ANYWHERE):  # node 0 may know itself by 127.0.1.1 as well
+    for target in (master, ANYWHERE):  # on node 0, MASTER_ADDR may resolve to 127.0.1.1 as well
         chosen = by_address.get(_address_towards(target))
         if chosen is not None:
             os.environ["GLOO_SOCKET_IFNAME"] = chosen
@@ -73,14 +73,14 @@ def choose_interface(launch: Launch) -> None:
     if len(by_address) > 1:
         host = socket.gethostname()
         raise ConfigError(
-            f"{host}: this node's name stands for {_resolved(host) or 'no address'}, which no other node reaches; "
+            f"{host}: this node's name resolves to {_resolved(host) or 'no address'}, which other nodes cannot reach; "
             f"set GLOO_SOCKET_IFNAME to one of {', '.join(by_address.values())}"
         )
     [os.environ["GLOO_SOCKET_IFNAME"]] = by_address.values()
 
 
 def _resolved(name: str) -> str:
-    """The IPv4 address of a name; empty where it has none."""
+    """The IPv4 address of a name; empty if it has none."""
     try:
         return socket.gethostbyname(name)
     except OSError:
@@ -88,7 +88,7 @@ def _resolved(name: str) -> str:
 
 
 def _interfaces(names: list[str]) -> dict[str, str]:
-    """The interfaces that have an IPv4 address which is not of the loopback, by this address."""
+    """Map the IPv4 addresses of interfaces, except loopback addresses, to the interfaces' names."""
     by_address = {}
     with socket.socket(type=socket.SOCK_DGRAM) as probe:
         for name in names:
@@ -103,7 +103,7 @@ def _interfaces(names: list[str]) -> dict[str, str]:
 
 
 def _address_towards(target: str) -> str:
-    """This node's address on the way to `target`; empty where there is no way."""
+    """This node's source address for packets to `target`; empty if there is no route."""
     with socket.socket(type=socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((target, 1))

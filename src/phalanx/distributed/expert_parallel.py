@@ -1,7 +1,7 @@
-"""A layer's experts over the shard axis: each rank keeps some of them, and tokens travel to their experts and back.
+"""Expert parallelism over the shard axis: each rank keeps some experts of a layer; tokens are sent to them and back.
 
-FSDP would gather all experts for every pass, and hold whole gradients of them between micro-batches. Where ranks do not
-run in step, in a rollout, the experts are gathered once, as FSDP does with all else.
+FSDP would gather all experts for every pass and keep their whole gradients between micro-batches. In a rollout, where
+ranks do not run in step, the experts are gathered once, as FSDP does with all other weights.
 """
 
 from collections.abc import Callable
@@ -16,16 +16,16 @@ from phalanx.distributed.mesh import World
 
 
 class SpreadExperts:
-    """The parameters of `module`, cut by their first dim, the experts, into DTensors as FSDP would make them.
+    """Shard the parameters of `module` by their first dim, the experts, into DTensors like those of FSDP.
 
-    `parameters` are these, `tensors` what the module computes with: [experts, ...] of this rank, or while they are
-    `gathered` of all. Raises ValueError where experts and ranks do not go together.
+    `parameters` are these DTensors. `tensors` are what the module computes with: [experts, ...] of this rank, or of all
+    experts while they are `gathered`. Raises ValueError if the ranks do not divide the experts.
     """
 
     def __init__(
         self, module: nn.Module, world: World, dtype: torch.dtype, kept: Callable[[Tensor], torch.dtype]
     ) -> None:
-        """It computes in `dtype`; `kept(p)` is the dtype in which a parameter is stored."""
+        """dtype: dtype of the computation. kept: function from a parameter to the dtype in which it is stored."""
         self.module, self.mesh, self.dtype = module, world.mesh, dtype
         self.group = world.mesh.get_group("shard")
         self.gathered: dict[str, Tensor] | None = None
@@ -33,8 +33,8 @@ class SpreadExperts:
         for name, p in list(module.named_parameters(recurse=False)):
             if len(p) % size:
                 raise ValueError(
-                    f"parallel.expert_parallel: a layer's {len(p)} experts do not go evenly on the {size} ranks of "
-                    "parallel.fsdp_size"
+                    f"parallel.expert_parallel: the {size} ranks of parallel.fsdp_size do not divide a layer's "
+                    f"{len(p)} experts"
                 )
             part = p.detach().chunk(size)[place].to(world.device, kept(p), copy=True)
             whole = DTensor.from_local(part, world.mesh, [Replicate(), Shard(0)], run_check=False)
@@ -42,18 +42,18 @@ class SpreadExperts:
 
     @property
     def parameters(self) -> dict[str, DTensor]:
-        """The module's parameters."""
+        """The module's sharded parameters."""
         return {name: p for name, p in self.module.named_parameters(recurse=False) if isinstance(p, DTensor)}
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors [experts, ...] to compute with, in the dtype of the computation."""
+        """The tensors [experts, ...] to compute with, in the computation's dtype."""
         if self.gathered is not None:
             return self.gathered
         return {name: p.to_local().to(self.dtype) for name, p in self.parameters.items()}
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Have all experts on each rank, until `release`."""
+        """Gather all experts on each rank, until `release`."""
         gathered: dict[str, Tensor] = {}
         for name, p in self.parameters.items():
             part = p.to_local().to(self.dtype).contiguous()
@@ -62,11 +62,11 @@ class SpreadExperts:
         self.gathered = gathered
 
     def release(self) -> None:
-        """Free the experts of other ranks."""
+        """Free the gathered experts."""
         self.gathered = None
 
     def exchange(self, rows: Tensor, counts: Tensor) -> "Exchange":
-        """Send rows [N, D], sorted by expert, counts [experts] per expert, to the ranks of their experts."""
+        """Send rows [N, D], sorted by expert, to the ranks of their experts. counts: rows per expert, [experts]."""
         there = counts.view(dist.get_world_size(self.group), -1)
         here = torch.empty_like(there)
         dist.all_to_all_single(here, there, group=self.group)
@@ -74,12 +74,12 @@ class SpreadExperts:
         return Exchange(rows, here, sizes[0], sizes[1], self.group)
 
     def sum_gradients(self) -> None:
-        """After the last backward pass: sum over replicas; within one, an expert's gradients are on one rank."""
+        """After the last backward pass: sum gradients over replicas. In each, one rank has those of an expert."""
         copies = self.mesh.get_group("replicate")
         for p in self.parameters.values():
             if not p.requires_grad:
                 continue
-            if p.grad is None:  # no token came this way
+            if p.grad is None:  # no token reached these experts
                 p.grad = torch.zeros_like(p)
             if dist.get_world_size(copies) > 1:
                 assert isinstance(p.grad, DTensor)
@@ -87,27 +87,27 @@ class SpreadExperts:
 
 
 class Exchange:
-    """Rows that have come to this rank's experts: `rows`, sorted by expert, `counts` [experts] per expert."""
+    """Rows sent to this rank's experts: `rows`, sorted by expert; `counts` [experts], the number of rows per expert."""
 
     def __init__(
         self, rows: Tensor, counts: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup | None
     ) -> None:
         self.sent, self.received, self.group = sent, received, group
-        came = _Travel.apply(rows, sent, received, group)
-        # they are sorted by source rank, and per source rank by expert
+        arrived = _Travel.apply(rows, sent, received, group)
+        # these are sorted by source rank, and within a source rank by expert
         experts = torch.arange(counts.shape[1], device=rows.device).repeat(len(counts))
         self.order = experts.repeat_interleave(counts.flatten(), output_size=sum(received)).argsort(stable=True)
-        self.rows, self.counts = came[self.order], counts.sum(0)
+        self.rows, self.counts = arrived[self.order], counts.sum(0)
 
     def back(self, rows: Tensor) -> Tensor:
-        """Send the experts' outputs to the ranks from which their rows came."""
+        """Send the experts' outputs back to the ranks of their rows."""
         outputs = torch.empty_like(rows).index_copy(0, self.order, rows)
         returned: Tensor = _Travel.apply(outputs, self.received, self.sent, self.group)
         return returned
 
 
 class _Travel(torch.autograd.Function):
-    """Send rows to other ranks, `sent` to each; the backward pass sends gradients the opposite way."""
+    """Send rows to other ranks, `sent[i]` of them to rank i; the backward pass sends gradients the opposite way."""
 
     @staticmethod
     def forward(
@@ -122,8 +122,8 @@ class _Travel(torch.autograd.Function):
 
 
 def _sent(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup | None) -> Tensor:
-    """The rows that arrive where each rank sends `sent` of its own to each other one."""
+    """Send `sent[i]` of the rows to rank i, and return the rows that arrive, `received[i]` from rank i."""
     output, rows = rows.new_empty(sum(received), rows.shape[1]), rows.contiguous()
-    if not rows.is_meta:  # those of a plan have only shapes
+    if not rows.is_meta:  # meta tensors of a plan have no values
         dist.all_to_all_single(output, rows, received, sent, group=group)
     return output

@@ -1,16 +1,16 @@
-"""The trained module over the mesh: sharded (FSDP2, HSDP) or replicated, one interface for both.
+"""The trained module on the mesh: sharded (FSDP2, HSDP) or replicated, with one interface for both.
 
 Gradients are summed across all ranks, never averaged, in float32, once per optimizer step, or with
-`parallel.sync_each_batch` per micro-batch within a shard group: the loss's weights hold the global
-denominator, so the sum is the whole batch's gradient in any layout.
-The optimizer owns float32 (or `lora_dtype`) values: sharded DTensors under FSDP; where the weights
-are replicated, the module's own parameters or, if it computes in another dtype, float32 copies.
+`parallel.sync_each_batch` per micro-batch within a shard group. The weights in the loss contain the global denominator,
+so that the sum is the gradient of the whole batch in any layout.
+The optimizer works on float32 (or `lora_dtype`) values: sharded DTensors under FSDP; for replicated weights, the
+module's parameters or, if it computes in another dtype, float32 copies of them.
 
 The order of calls in an optimizer step:
 
     for each micro-batch:
         set_last_micro_batch(last), forward, backward
-    reduce_gradients, clip_gradients, finite, the optimizer's own step, copy_to_module
+    reduce_gradients, clip_gradients, finite, the optimizer's step, copy_to_module
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,10 +30,10 @@ from phalanx.distributed.mesh import World
 
 
 class Sharded:
-    """A module whose parameters are laid out over the mesh.
+    """A module whose parameters are distributed over the mesh.
 
-    `parameters` maps the name of each trained parameter to the tensor that the optimizer owns;
-    `hidden_matrices` names the matrices and kernels within the blocks, which Muon may take.
+    parameters: maps the name of each trained parameter to the tensor that the optimizer updates.
+    hidden_matrices: names of the matrices and convolution kernels within the blocks, which Muon may update.
     """
 
     def __init__(
@@ -47,9 +47,11 @@ class Sharded:
         kept: torch.dtype | None = None,
         whole: Sequence[nn.Module] = (),
     ) -> None:
-        """`experts` are spread over the shard axis; frozen modules that are `whole` stay on each rank. Other parameters
-        of fewer bits than `kept` are cast to it, by each rank the part that it keeps. Raises ValueError where experts
-        cannot be spread.
+        """Distribute `module` in place.
+
+        dtype: dtype of the computation. experts: modules spread over the shard axis. kept: parameters with fewer bits
+        are stored in this dtype; each rank casts only the part that it keeps. whole: frozen modules that stay unsharded
+        on each rank. Raises ValueError if experts cannot be spread.
         """
         self.module, self.world, self.config, self._kept = module, world, config, kept
         self._fsdp: list[FSDPModule] = []
@@ -64,8 +66,8 @@ class Sharded:
         for p in unsharded:
             p.data = p.data.to(world.device, dtype)
         if world.shard_size > 1:
-            # LoRA matrices are small: replicated, they need no gathering, and one message per step sums their
-            # gradients. A fully trained model is never small, so it is always sharded.
+            # LoRA matrices are small: if they are replicated, they need not be gathered, and one message per step sums
+            # their gradients. A fully trained model is not small, so it is always sharded.
             has_frozen = len(trained) < len(list(module.parameters()))
             replicated = list(trained) if config.lora_sharding == "replicate" and has_frozen else []
             ignored: set[nn.Parameter] = {trained[name] for name in replicated} | unsharded
@@ -73,7 +75,7 @@ class Sharded:
                 ignored |= set(m.parameters(recurse=False))
             self._fully_shard(blocks, dtype, ignored)
             self._fsdp = [m for m in module.modules() if isinstance(m, FSDPModule)]
-            trained = _trained(module)  # fully_shard has put DTensors in the parameters' place
+            trained = _trained(module)  # fully_shard has replaced the parameters by DTensors
         else:
             replicated = list(trained)
             module.to(world.device)
@@ -85,30 +87,30 @@ class Sharded:
             self.parameters[name] = self._own(name, trained[name], dtype)
         self._replicated = [self.parameters[name] for name in replicated]
         inner = {id(p) for block in blocks for p in block.parameters()}
-        # three dims are experts, side by side
+        # a parameter of three dims is a stack of experts
         self.hidden_matrices = {name for name, p in trained.items() if p.dim() in (2, 4, 5) and id(p) in inner}
         self.copy_to_module()
 
     def _fully_shard(self, blocks: list[nn.Module], dtype: torch.dtype, ignored: set[nn.Parameter]) -> None:
-        """Shard the blocks, then the root; LoRA matrices belong to the block that they are in."""
+        """Shard the blocks, then the root. LoRA matrices are sharded with the block that contains them."""
         precision = MixedPrecisionPolicy(
             param_dtype=dtype,
-            # in bfloat16, a sum over many ranks would lose the small ones
+            # a bfloat16 sum over many ranks would lose small gradients
             reduce_dtype=torch.float32,
-            # A timestep in bfloat16 has three digits left. The models cast what they want cast, as they
-            # do where the weights are replicated and FSDP is not there to cast for them.
+            # A bfloat16 timestep has only three digits. The models cast their inputs themselves, as they must if the
+            # weights are replicated and FSDP is not used.
             cast_forward_inputs=False,
         )
         offload = OffloadPolicy()
         if self.config.param_offload:
-            # pinned memory is what lets copies to a GPU run beside its computing
+            # pinned memory lets copies to a GPU overlap with its computation
             offload = CPUOffloadPolicy(pin_memory=self.world.device.type == "cuda")
-        # Inner modules first: fully_shard takes the parameters that no unit below has taken, so the
-        # root gets what is outside the blocks. A unit is gathered as a whole; with one per block, about
-        # two blocks' weights are whole at a time, one that computes and the next one on its way.
+        # Inner modules first: fully_shard takes the parameters that no inner unit has taken, so the root gets those
+        # outside the blocks. A unit is gathered as a whole. With one unit per block, the weights of about two blocks
+        # are unsharded at a time: the block that computes and the next one, which is being gathered.
         for i, unit in enumerate([*blocks, self.module]):
-            # FSDP expects whole parameters. It gets only their shapes, and each rank reads its shards from the files of
-            # which the parameters are views.
+            # FSDP expects whole parameters, but gets only their shapes. Then each rank reads its shards from the files,
+            # of which the parameters are views.
             whole = self._take_out(unit, ignored)
             fully_shard(
                 unit,
@@ -121,16 +123,16 @@ class Sharded:
             self._put_parts(unit, whole)
         for m in self.module.modules():
             for name, buffer in m.named_buffers(recurse=False):
-                # only parameters are offloaded; a buffer is used where it is
+                # only parameters are offloaded; buffers must be on the device
                 setattr(m, name, buffer.to(self.world.device))
             if isinstance(m, FSDPModule):
-                # FSDP2 averages by default; here the loss's weights hold the denominator. Without the
-                # second call it would sum by PREMUL_SUM(1.0), which gloo does not have.
+                # FSDP2 averages by default, but here the loss contains the denominator. Without the second call it
+                # would sum with PREMUL_SUM(1.0), which gloo does not support.
                 m.set_gradient_divide_factor(1.0)
                 m.set_force_sum_reduction_for_comms(True)
 
     def _take_out(self, unit: nn.Module, ignored: set[nn.Parameter]) -> dict[str, nn.Parameter]:
-        """Replace a unit's parameters that are neither ignored nor sharded by shapes; returns them by name."""
+        """Replace a unit's parameters that are neither ignored nor sharded by meta tensors. Returns them by name."""
         taken = {}
         shapes: dict[nn.Parameter, nn.Parameter] = {}
         for name, p in list(unit.named_parameters(remove_duplicate=False)):
@@ -144,11 +146,11 @@ class Sharded:
         return taken
 
     def _put_parts(self, unit: nn.Module, whole: dict[str, nn.Parameter]) -> None:
-        """Give the parameters of a unit that is sharded, without values so far, this rank's part of theirs."""
+        """Fill the parameters of a sharded unit, which have no values yet, with this rank's parts of `whole`."""
         device = torch.device("cpu") if self.config.param_offload else self.world.device
         shards = self.world.mesh["shard"]
         place, size = shards.get_local_rank(), shards.size()
-        made: dict[nn.Parameter, nn.Parameter] = {}  # a tied one has several names
+        made: dict[nn.Parameter, nn.Parameter] = {}  # tied parameters have several names
         parts = {}
         for name, p in whole.items():
             if p not in made:
@@ -166,14 +168,13 @@ class Sharded:
         return self._kept
 
     def _own(self, name: str, p: nn.Parameter, dtype: torch.dtype) -> Tensor:
-        """The optimizer's tensor of a replicated parameter: a copy where that is not in `dtype`."""
-        # FSDP neither moves nor casts the parameters that it is told to ignore
+        """The optimizer's tensor for a replicated parameter: a copy if the parameter is not in `dtype`."""
+        # FSDP neither moves nor casts ignored parameters
         p.data = p.data.to(self.world.device)
         if p.dtype == dtype:
             return p
-        # The module computes in `dtype`. In bfloat16 an update of 1e-4 of a weight would vanish,
-        # and so would a small gradient in a sum of many: the copy holds both in the dtype that the
-        # parameter came in, as FSDP does for shards.
+        # The module computes in `dtype`. In bfloat16, an update by 1e-4 of a weight would vanish, and so would a small
+        # gradient in a large sum. The copy keeps both in the parameter's original dtype, as FSDP does for shards.
         copy = p.data.detach().clone().requires_grad_()
         p.data = p.data.to(dtype)
         self._copies[name] = (p, copy)
@@ -182,10 +183,10 @@ class Sharded:
 
     @contextmanager
     def unsharded(self) -> Iterator[None]:
-        """Gather all weights once and keep them, for many forward passes without a gradient."""
-        # A rollout calls the module dozens of times between two updates, and each call would gather every block anew.
-        # FSDP frees a block after its forward pass, so it has to be told not to; setting the root is enough, as the
-        # call recurses, while unshard() does not.
+        """Within the block, gather all weights once and keep them, for many forward passes without gradients."""
+        # A rollout calls the module dozens of times between two updates, and each call would gather every block again.
+        # FSDP must be told not to free a block after its forward pass. Telling the root is enough, because this call
+        # recurses; unshard() does not.
         gathered = self._fsdp if self.config.rollout_unsharded else []
         if gathered:
             gathered[0].set_reshard_after_forward(False)
@@ -199,42 +200,42 @@ class Sharded:
             for experts in self._spread:
                 experts.release()
             for i, m in enumerate(gathered):
-                # The root's own weights (embeddings, the last layer) are used at both ends of a forward pass, and its
-                # backward follows at once: freeing them would only gather them again.
+                # The root's weights (embeddings, the last layer) are used at both ends of a forward pass, and the
+                # backward pass follows at once, so that freeing them would only make FSDP gather them again.
                 m.set_reshard_after_forward(self.config.reshard_after_forward and i > 0, recurse=False)
             self.reshard()
 
     def reshard(self) -> None:
-        """Free gathered weights: they would not follow a change of their shards."""
+        """Free gathered weights, which would not follow a change of their shards."""
         for m in self._fsdp:
             m.reshard()
 
     def set_last_micro_batch(self, last: bool) -> None:
-        """Before a backward pass: sum gradients over ranks if it is the last of the optimizer step."""
+        """Before a backward pass: have it sum gradients over ranks if it is the last one of the optimizer step."""
         if self._fsdp:
-            # Until then each rank adds up whole gradients, which need more memory but one reduction per step, or the
-            # parts that are left after a reduction per pass. Copies of the weights sum once in either case.
+            # Until then, each rank accumulates whole gradients, which takes more memory but one reduction per step, or
+            # its shards of them after a reduction per pass. Replicas are summed once per step in either case.
             sync = last or self.config.sync_each_batch
             self._fsdp[0].set_requires_gradient_sync(sync)
             self._fsdp[0].set_requires_all_reduce(last)
-            # a backward pass waits for its reductions; the others have none to wait for
+            # a backward pass with reductions waits for them at its end
             self._fsdp[0].set_is_last_backward(sync)
 
     def reduce_gradients(self) -> None:
-        """After the last backward pass: sum replicated parameters' gradients across all ranks.
+        """After the last backward pass: sum the gradients of replicated parameters across all ranks.
 
-        FSDP has reduced those of the shards within that backward pass.
+        FSDP has reduced those of sharded parameters within that backward pass.
         """
         for experts in self._spread:
             experts.sum_gradients()
         if not self._replicated:
             return
-        # all ranks must send equally much, also for parameters that a rank's samples did not use
+        # all ranks must send the same size, including parameters that a rank's samples did not use
         for t in self._replicated:
             t.grad = torch.zeros_like(t) if t.grad is None else t.grad
         if self.world.size == 1:
             return
-        # one message for all: hundreds of LoRA matrices would each pay the network's latency
+        # one message, because each of hundreds of LoRA matrices would incur the network's latency
         gradients = [t.grad for t in self._replicated if t.grad is not None]
         flat = torch.cat([grad.float().flatten() for grad in gradients])
         dist.all_reduce(flat)
@@ -249,20 +250,20 @@ class Sharded:
 
     @torch.no_grad()
     def clip_gradients(self, max_norm: float) -> Tensor:
-        """The norm of the whole gradient, then scaled down to `max_norm` if above (0: never)."""
+        """Scale the gradient down to the norm `max_norm` if it is larger (0: never). Returns its norm before that."""
         tensors = list(self.parameters.values())
         grads = [t.grad for t in tensors if t.grad is not None]
         norm = torch.nn.utils.get_total_norm(grads)
-        # of shards it is a DTensor, of which each rank has its own part until full_tensor
+        # for sharded gradients it is a DTensor, of which each rank has only its part before full_tensor
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         if max_norm > 0:
             torch.nn.utils.clip_grads_with_norm_(tensors, max_norm, norm)
         return norm
 
     def finite(self, loss: Tensor, norm: Tensor) -> bool:
-        """True on all ranks where the gradient's norm and every rank's loss are finite."""
+        """Whether the gradient's norm and every rank's loss are finite; the same result on all ranks."""
         # The norm is the same on all ranks, but the loss is not. All must agree: if only one rank skipped an update,
-        # it would train other weights from then on.
+        # its weights would differ from then on.
         bad = not bool(torch.isfinite(loss) & torch.isfinite(norm))
         return not (bad if self.world.size == 1 else reduce_int(bad, "max"))
 
@@ -273,10 +274,10 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def as_part_of(part: Tensor, whole: Tensor) -> Tensor:
-    """A local `part` as the DTensor that `whole` is, to save or load; unchanged if it is none."""
+    """A local `part` as a DTensor like `whole`, to save or load; unchanged if `whole` is not a DTensor."""
     if not isinstance(whole, DTensor):
         return part
-    # DTensor.from_local would copy a part that is kept on the CPU to the mesh's device, and a load would fill the copy
+    # DTensor.from_local would copy a part in CPU memory to the mesh's device, and a load would fill only the copy
     meta = TensorMeta(whole.shape, whole.stride(), part.dtype)
     spec = DTensorSpec(whole.device_mesh, whole.placements, meta)
     return DTensor(part, spec, requires_grad=False)
@@ -288,7 +289,7 @@ def _trained(module: nn.Module) -> dict[str, nn.Parameter]:
 
 @torch.no_grad()
 def _accumulate(param: Tensor, copy: Tensor) -> None:
-    """Add a micro-batch's gradient to that of the optimizer's copy, in the copy's dtype."""
+    """Move a micro-batch's gradient from a parameter to the optimizer's copy, where it is added in the copy's dtype."""
     assert param.grad is not None
     if copy.grad is None:
         copy.grad = param.grad.to(copy.dtype)

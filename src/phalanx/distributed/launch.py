@@ -1,4 +1,4 @@
-"""The launcher's variables."""
+"""The launcher's environment variables."""
 
 import os
 from collections.abc import Mapping
@@ -7,18 +7,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Launch:
-    """This process's place by the launcher's environment; a single process where that is empty."""
+    """This process's rank and world size according to the launcher's environment; without one, a single process."""
 
     rank: int
     world_size: int
     local_rank: int
     local_world_size: int
     max_restarts: int = 0  # how often the launcher may start the ranks again
-    nodes: str = ""  # of an elastic job: the range of nodes, such as 2:4
+    nodes: str = ""  # the range of nodes of an elastic job, such as 2:4
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] = os.environ) -> "Launch":
-        """The launch of torchrun's variables, such as RANK; ValueError where one of them is no integer."""
+        """Read torchrun's variables, such as RANK. Raises ValueError if one of them is not an integer."""
         world = int(env.get("WORLD_SIZE", "1"))
         # train.sh exports NNODES as the user gave it: only a range makes the job elastic
         nodes = env.get("NNODES", "")
@@ -32,7 +32,7 @@ class Launch:
         )
 
     def worlds(self) -> list[int]:
-        """World sizes that an elastic job may have as nodes come and go; else the present one."""
+        """World sizes that an elastic job may have as nodes join and leave; for other jobs the present size."""
         if not self.nodes:
             return [self.world_size]
         first, last = map(int, self.nodes.split(":"))

@@ -1,8 +1,8 @@
 """Messages between the roles of one torchrun world: orders and weights from the actor, samples between ranks.
 
-Each role has a separate default process group, in which FSDP2, checkpoints and vLLM see only the ranks of that role.
-The groups here hold ranks of several roles. They have no time limit: a rank that waits for another role's phase is no
-hang, and the watch hears of ranks that are lost.
+Each role has a separate default process group, so that FSDP2, checkpoints and vLLM see only the ranks of that role. The
+groups here contain ranks of several roles. They have no time limit, because a rank may wait long for another role's
+phase; the watch detects lost ranks.
 """
 
 import hashlib
@@ -21,17 +21,19 @@ from phalanx.distributed.watchdog import Watch
 from phalanx.types import JobError
 
 NO_LIMIT = timedelta(days=365)
-BUCKET_BYTES = 64 * 2**20  # of weights that travel at once
+BUCKET_BYTES = 64 * 2**20  # of weights per message
 SAMPLES, VALIDATION = 0, 1  # tags
-WORD = 8  # bytes; each tensor begins at a whole one
+WORD = 8  # bytes; alignment of each tensor in a message
 Shapes = Mapping[str, tuple[torch.Size, torch.dtype]]
-Bucket = dict[str, slice]  # of a message's bytes
+Bucket = dict[str, slice]  # the bytes of each tensor in a message
 
 
 @dataclass(frozen=True)
 class Order:
-    """The actor's order with each set of weights, trained for `version` steps: samples of the training steps from
-    `first` up to `last`, a validation, or, without weights, the `end`, by the signal `stop` if there is one.
+    """The actor's order to the other roles, sent with weights that were trained for `version` steps.
+
+    It asks for samples of the training steps from `first` up to, but without, `last`, or for a validation; or, without
+    weights, it announces the `end` of the job, caused by the signal `stop` if that is not 0.
     """
 
     version: int = 0
@@ -48,7 +50,7 @@ class Order:
 
 
 class Link:
-    """This rank's ends of the groups across roles. All ranks of the world make one at the same point."""
+    """This rank's membership in the groups across roles. All ranks of the world create one at the same point."""
 
     def __init__(self, roles: Roles, rank: int, store: dist.Store, device: torch.device) -> None:
         self.roles, self.rank, self.role = roles, rank, roles.of(rank)
@@ -63,7 +65,7 @@ class Link:
         if rank in (self.lead, *receivers):
             self._weights = self._group("weights", [self.lead, *receivers], store, device.type)
         self._device = device
-        self._sent: list[list[tuple[dist.Work, Tensor]]] = [[]]  # since each of the last orders
+        self._sent: list[list[tuple[dist.Work, Tensor]]] = [[]]  # one list for each of the last orders
 
     def _group(self, name: str, ranks: Sequence[int], store: dist.Store, device: str = "cpu") -> Any:
         prefixed, number = dist.PrefixStore(f"across/{name}", store), list(ranks).index(self.rank)
@@ -76,22 +78,22 @@ class Link:
     # -- orders -----------------------------------------------------------------------------------
 
     def meet(self) -> None:
-        """Wait for all ranks of the world."""
+        """Barrier of all ranks of the world."""
         self._control.barrier().wait()
 
     def part(self, watch: Watch) -> None:
-        """At the end: wait for all ranks of the world, none of which is a failure of the job as it leaves from then
-        on, with the store perhaps.
+        """At the end: wait for all ranks of the world. Ranks that leave from then on, and the store that may go with
+        them, do not count as failures.
         """
         watch.close()
         self.meet()
 
     def meet_role(self) -> None:
-        """Wait for all ranks of this role, before they wait for one another within a time limit."""
+        """Barrier of all ranks of this role without a time limit, before their collectives that have one."""
         self._gate.barrier().wait()
 
     def order(self, order: Order | None = None) -> Order:
-        """The actor's order, which its first rank gives; on all ranks of the world."""
+        """Broadcast the order given by the actor's first rank to all ranks of the world."""
         box = torch.tensor(astuple(order or Order()), dtype=torch.int64)
         _broadcast(self._control, box, self.lead).wait()
         version, first, last, validate, end, stop = box.tolist()
@@ -103,7 +105,7 @@ class Link:
     # -- weights ----------------------------------------------------------------------------------
 
     def compare(self, shapes: Shapes) -> None:
-        """Raise JobError where the ranks that receive weights have others than the actor sends."""
+        """Raise JobError on a rank whose weights differ in names, shapes or dtypes from those that the actor sends."""
         if self._weights is None:
             return
         listing = sorted((name, tuple(shape), str(dtype)) for name, (shape, dtype) in shapes.items())
@@ -113,18 +115,18 @@ class Link:
         _broadcast(self._weights, sent, 0).wait()
         if not torch.equal(local, sent):
             raise JobError(
-                f"placement: the actor trains other tensors than the {self.role} has; is model.path the same?"
+                f"placement: the actor and the {self.role} have different tensors; is model.path the same on all ranks?"
             )
 
     def send_weights(self, weights: Iterable[tuple[str, Tensor]], shapes: Shapes) -> None:
-        """On all ranks of the actor: send whole tensors, in the order of `shapes`, as they come."""
+        """On all ranks of the actor: send unsharded tensors, in the order of `shapes`, as `weights` yields them."""
         each, sums, work = iter(weights), [], deque[dist.Work]()
         for bucket, flat in self._messages(shapes):
-            if len(work) == 2:  # whose memory this is
+            if len(work) == 2:  # the older of these messages uses the same memory
                 work.popleft().wait()
             for name, place in bucket.items():
                 given, tensor = next(each)
-                assert given == name, f"{given} where {name} is due"
+                assert given == name, f"got {given}, expected {name}"
                 if self._weights is not None:
                     flat[place].copy_(tensor.detach().contiguous().view(-1).view(torch.uint8))
             if self._weights is not None:
@@ -137,8 +139,8 @@ class Link:
             _broadcast(self._weights, torch.stack(sums), 0).wait()
 
     def receive_weights(self, shapes: Shapes) -> Iterator[tuple[str, Tensor]]:
-        """On a rank that samples or scores: the tensors that the actor sends, whole; each is there until the next one
-        is drawn. Raises JobError at the end where they are not what was sent.
+        """On a rank that samples or scores: iterate over the unsharded tensors from the actor. Each is valid until the
+        next one is requested. Raises JobError at the end if checksums differ from those of the sent tensors.
         """
         sums = []
         coming = ((bucket, flat, _broadcast(self._weights, flat, 0)) for bucket, flat in self._messages(shapes))
@@ -146,7 +148,7 @@ class Link:
         while upcoming is not None:
             bucket, flat, work = upcoming
             work.wait()
-            upcoming = next(coming, None)  # on its way while this one is read
+            upcoming = next(coming, None)  # it is received while this one is read
             sums.append(_sum(flat))
             for name, place in bucket.items():
                 shape, dtype = shapes[name]
@@ -160,7 +162,7 @@ class Link:
             raise JobError(f"placement: the weights that this rank ({self.role}) received are not those that were sent")
 
     def _messages(self, shapes: Shapes) -> Iterator[tuple[Bucket, Tensor]]:
-        """Where tensors lie in each message, and its bytes; those of a message are there until the next but one."""
+        """Iterate over messages: the places of the tensors in each, and its buffer, which the next but one reuses."""
         buckets = list(_buckets(shapes))
         usual = max((size for _, size in buckets if size <= BUCKET_BYTES), default=0)
         kept = [torch.empty(usual, dtype=torch.uint8, device=self._device) for _ in range(2)]
@@ -174,8 +176,9 @@ class Link:
     # -- samples ----------------------------------------------------------------------------------
 
     def connect(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Once, with the same (source, receiver) on all ranks, in one order: their connections. Gloo makes them at the
-        first message of two ranks, for which both must be there: `send` would wait for that.
+        """Connect pairs (source, receiver) of ranks. Call it once, with the same pairs in the same order on all ranks.
+
+        Gloo connects two ranks at their first message, which needs both of them, so that `send` would have to wait.
         """
         for source, to in pairs:
             box = torch.zeros(1, dtype=torch.uint8)
@@ -185,12 +188,12 @@ class Link:
                 self._samples.recv([box], source, SAMPLES).wait()
 
     def send(self, data: Tensor, to: int, tag: int = SAMPLES) -> None:
-        """Send bytes [K] uint8 to a rank of the world, without waiting: gloo's send ends when the other side asks."""
+        """Send bytes [K] uint8 to a rank of the world without waiting; gloo's send ends only when the receiver asks."""
         for part in (torch.tensor([len(data)]), data):
             self._sent[-1].append((self._samples.send([part], to, tag), part))
 
     def receive(self, source: int, tag: int = SAMPLES) -> Tensor:
-        """The bytes [K] uint8 that a rank of the world sends."""
+        """Receive bytes [K] uint8 from a rank of the world."""
         size = torch.zeros(1, dtype=torch.int64)
         self._samples.recv([size], source, tag).wait()
         data = torch.empty(int(size), dtype=torch.uint8)
@@ -198,8 +201,8 @@ class Link:
         return data
 
     def _settle(self) -> None:
-        """With each order of samples: wait for what was sent before the last one. What was sent since may be asked for
-        only after the actor has sent the weights that come with this order.
+        """With each order of samples, wait until everything sent before the previous order has been received. Later
+        messages may be received only after the actor has sent the weights of this order.
         """
         self._sent.append([])
         while len(self._sent) > 2:
@@ -215,8 +218,8 @@ def _broadcast(group: Any, tensor: Tensor, root: int) -> dist.Work:
 
 
 def _buckets(shapes: Shapes) -> Iterator[tuple[Bucket, int]]:
-    """The tensors, in order, in messages of up to BUCKET_BYTES, and the size of each; a larger tensor is
-    sent separately.
+    """Group the tensors, in order, into messages of up to BUCKET_BYTES, and yield each with its size in bytes. A larger
+    tensor gets a separate message.
     """
     bucket: Bucket = {}
     held = 0

@@ -1,7 +1,7 @@
-"""The world: one mesh (replicate, shard) and the groups that are cut from it.
+"""The world: one mesh (replicate, shard) and its process groups.
 
-Process groups are made only in `distributed/`, at points that all ranks reach: a group that only
-some ranks ask for is a hang, and one made elsewhere would miss the job's time limit.
+Process groups are created only in `distributed/`, at points that all ranks reach: creating a group on only some of its
+ranks would hang, and a group created elsewhere would not have the job's time limit.
 """
 
 import logging
@@ -37,18 +37,18 @@ from phalanx.garbage import collect_again
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-# torch 2.14 has a public name for it
+# public since torch 2.14
 SET_TIMEOUT = "set_timeout" if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14) else "_set_pg_timeout"
 
 
 @dataclass(frozen=True)
 class World:
-    """This process's place in the world.
+    """This process's view of the world.
 
-    `mesh` has axes (replicate, shard); `checkpoint_group` is a CPU group of all ranks; `watch`
-    hears signals and knows which ranks live. Where ranks have different roles, all of that but the watch is of the
-    ranks of one role, as its launcher would see them (`launch`), and `link` leads to the others. Under context
-    parallelism `context` is a second mesh of the same ranks, see phalanx.distributed.context_parallel.
+    mesh: has the axes (replicate, shard). checkpoint_group: a CPU group of all ranks. watch: receives signals and knows
+    which ranks are alive. If ranks have different roles, everything but the watch describes the ranks of one role, as
+    if they were launched separately (`launch`), and `link` connects them to the other roles.
+    context: under context parallelism, a second mesh of the same ranks; see phalanx.distributed.context_parallel.
     """
 
     rank: int
@@ -63,12 +63,12 @@ class World:
 
     @property
     def context_size(self) -> int:
-        """Number of neighbouring ranks that hold the same samples."""
+        """Number of neighbouring ranks that share the same samples."""
         return 1 if self.context is None else self.context.shape[-1]
 
     @property
     def data_rank(self) -> int:
-        """This rank's place among those with different samples, equal on ranks that hold the same ones."""
+        """Index of this rank's group among the groups with different samples."""
         return self.rank // self.context_size
 
     @property
@@ -78,7 +78,7 @@ class World:
 
     @property
     def role(self) -> str:
-        """The role of this rank: `actor` where it does everything."""
+        """The role of this rank; `actor` if all ranks do everything."""
         return ACTOR if self.link is None else self.link.role
 
     @property
@@ -88,7 +88,7 @@ class World:
 
     @property
     def lead(self) -> bool:
-        """Whether this is the rank that speaks for the job and writes its files."""
+        """Whether this rank prints the job's messages and writes its files."""
         return self.role == ACTOR and self.rank == 0
 
     @property
@@ -98,9 +98,9 @@ class World:
 
 
 def shard_size(config: ParallelConfig, launch: Launch) -> int:
-    """The width of the shard axis; raises ConfigError where it does not divide the world."""
-    # A node by default: weights are gathered at every block, which wants the links inside a node,
-    # while gradients cross nodes once per optimizer step.
+    """The width of the shard axis. Raises ConfigError if it does not divide the number of ranks."""
+    # One node by default: weights are gathered at every block, which needs the fast links within a node, while
+    # gradients cross nodes only once per optimizer step.
     width = config.fsdp_size or launch.local_world_size
     if launch.world_size % width:
         raise ConfigError(
@@ -111,7 +111,7 @@ def shard_size(config: ParallelConfig, launch: Launch) -> int:
 
 
 def ranks_of(cfg: RunConfig, roles: Roles, launch: Launch) -> Ranks:
-    """The ranks as the rules of a configuration see them; ConfigError where parallel.fsdp_size does not divide them."""
+    """The ranks for the rules of a configuration. Raises ConfigError if parallel.fsdp_size does not divide them."""
     actor = roles.launch(ACTOR, launch)
     return Ranks(
         width=shard_size(cfg.parallel, actor),
@@ -123,7 +123,7 @@ def ranks_of(cfg: RunConfig, roles: Roles, launch: Launch) -> Ranks:
 
 
 def check(cfg: RunConfig, plan: Callable[[Roles, Launch], T], launch: Launch) -> T:
-    """The result of `plan` for the roles of a launch; refuses what the launch cannot run (ConfigError)."""
+    """The result of `plan` for the roles of a launch. Raises ConfigError for a job that cannot run on this launch."""
 
     def checked(launch: Launch) -> T:
         roles = roles_of(cfg.placement if isinstance(cfg, RLConfig) else {}, launch)
@@ -136,11 +136,11 @@ def check(cfg: RunConfig, plan: Callable[[Roles, Launch], T], launch: Launch) ->
 
 
 def warn_of_sizes(launch: Launch, works: Callable[[Launch], object]) -> None:
-    """Warn of world sizes of an elastic job that it cannot run with, for which `works(launch)` raises ConfigError."""
+    """Warn of world sizes with which an elastic job cannot run: those for which `works(launch)` raises ConfigError."""
     for size in launch.worlds():
         if size == launch.world_size:
             continue
-        # a warning, not an error: the present size works, and that one may never come
+        # a warning and no error, because the present size works and the other one may never occur
         try:
             works(replace(launch, world_size=size))
         except ConfigError as error:
@@ -149,26 +149,26 @@ def warn_of_sizes(launch: Launch, works: Callable[[Launch], object]) -> None:
 
 def group_timeout(timeout_s: float) -> timedelta:
     """The time limit of a process group."""
-    # At its limit NCCL aborts the process from another thread, without a word on who is
-    # missing. The watch can name the lost ranks, so it gets to speak first.
+    # At its limit, NCCL aborts the process from another thread without naming the missing ranks. The watch can name
+    # them, so it gets 30 s more.
     return timedelta(seconds=timeout_s + (30 if torch.cuda.is_available() else 0))
 
 
 def group_of(ranks: Sequence[int], timeout_s: float, backend: str = "gloo") -> dist.ProcessGroup:
-    """The group of the `ranks`, of which this is one. Other ranks take no part in making it."""
+    """Create the group of the `ranks`, which include this one. Other ranks need not call this."""
     group = dist.new_group(
         list(ranks), timeout=group_timeout(timeout_s), backend=backend, use_local_synchronization=True
     )
-    assert isinstance(group, dist.ProcessGroup)  # a rank outside the group would get a number
+    assert isinstance(group, dist.ProcessGroup)  # a rank outside the group would get an integer
     return group
 
 
 @joining()
 def start(config: ParallelConfig, placement: Mapping[str, Any] | None = None) -> World:
-    """Join the world, as a rank of a role by `placement`, and cut its mesh. Every group gets the configured time
-    limit.
+    """Join the world, with the role that `placement` gives this rank, and create its mesh. Every group gets the
+    configured time limit.
     """
-    collect_again()  # the libraries are loaded, and no weights yet
+    collect_again()  # the libraries are loaded, but no weights yet
     whole = Launch.from_env()
     check_gpus()
     choose_interface(whole)
@@ -180,13 +180,13 @@ def start(config: ParallelConfig, placement: Mapping[str, Any] | None = None) ->
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", launch.local_rank) if cuda else torch.device("cpu")
     if cuda:
-        # before any collective: NCCL and FSDP2 take the current device, on every rank 0 at first
+        # before any collective, because NCCL and FSDP2 use the current device, which is 0 on every rank at first
         torch.cuda.set_device(device)
     else:
         keep_freed_pages()
-    # else each gloo group, of which the world has two, connects every rank to every other: 2,000 sockets of 1,024 ranks
+    # without it, each of the two gloo groups connects every rank to every other: 2,000 sockets per rank for 1,024 ranks
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
-    # gloo serves tensors on the CPU (rewards, prompts, counts), so they need no copy to a GPU
+    # gloo handles CPU tensors (rewards, prompts, counts), which then need no copy to a GPU
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
     store: dist.Store = dist.HashStore()
     if not roles.collocated:
@@ -199,23 +199,20 @@ def start(config: ParallelConfig, placement: Mapping[str, Any] | None = None) ->
     elif not dist.is_initialized() and "RANK" in os.environ:
         joined = dist.PrefixStore("default_pg", meet(whole, timeout))
         dist.init_process_group(backend, timeout=timeout, store=joined, rank=whole.rank, world_size=whole.world_size)
-    elif (
-        not dist.is_initialized()
-    ):  # `python tasks/...` without a launcher: a world of one, without a port to listen on
+    elif not dist.is_initialized():
+        # `python tasks/...` without a launcher: a world of one rank, which needs no port
         dist.init_process_group(backend, timeout=timeout, store=store, rank=0, world_size=1)
-    # Ranks are numbered node by node and the last axis counts fastest, so that a shard axis of one node's ranks lies
-    # within a node. FSDP2 takes both axes for HSDP: it gathers weights along `shard`, and reduces gradients along both.
+    # Ranks are numbered node by node and the last axis varies fastest, so that a shard axis as wide as a node lies
+    # within a node. FSDP2 uses both axes for HSDP: it gathers weights along `shard` and reduces gradients along both.
     shape = (launch.world_size // width, width)
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
     count_once(config.ulysses_sequence_parallel_size)
     context = context_mesh(config, launch.world_size, device)
-    for group in (
-        *mesh.get_all_groups(),
-        *context_groups(context),
-    ):  # subgroups do not inherit the default group's limit
+    for group in [*mesh.get_all_groups(), *context_groups(context)]:
+        # subgroups do not inherit the default group's limit
         getattr(distributed_c10d, SET_TIMEOUT)(timeout, group)
-    # Checkpoints are written by a thread while training goes on. Collectives of two threads on one
-    # group may meet in another order on another rank, so that thread has a group to itself.
+    # A thread writes checkpoints while training continues. Collectives of two threads on one group may run in different
+    # orders on different ranks, so that thread has a separate group.
     checkpoint_group = group_of(range(launch.world_size), config.timeout_s)
     link = None if roles.collocated else Link(roles, whole.rank, store, device)
     watch = _watch(whole, min(config.heartbeat_timeout_s, config.timeout_s), store, link)
@@ -223,8 +220,8 @@ def start(config: ParallelConfig, placement: Mapping[str, Any] | None = None) ->
 
 
 def role_width(config: ParallelConfig, launch: Launch, role: str) -> int:
-    """The width of the shard axis on the ranks of a role. parallel.fsdp_size is the actor's; on other roles it is the
-    most, and the widest that their ranks of a node can be divided by.
+    """The width of the shard axis on the ranks of a role. For the actor it is parallel.fsdp_size; for other roles the
+    largest number up to it that divides their ranks of a node.
     """
     if role == ACTOR:
         return shard_size(config, launch)
@@ -233,7 +230,7 @@ def role_width(config: ParallelConfig, launch: Launch, role: str) -> int:
 
 
 def _watch(launch: Launch, silence_s: float, store: dist.Store, link: Link | None) -> watchdog.Watch:
-    """This rank's watch, over separate connections to the store that the world was made with."""
+    """Start this rank's watch, with separate connections to the store that initialized the world."""
     host = socket.gethostname()
     marks = [] if link is None else [link.role]
     if launch.world_size != launch.local_world_size:  # clones of one image often share a host name
@@ -242,9 +239,9 @@ def _watch(launch: Launch, silence_s: float, store: dist.Store, link: Link | Non
         host += f" ({', '.join(marks)})"
     if link is None:
         hosts = all_gather_object(host)
-        # torchrun's store may outlive a restart of the ranks, with the last words of those before them
+        # torchrun's store may outlive a restart of the ranks and still contain the errors of the earlier ones
         name = broadcast_object(uuid.uuid4().hex)
-    else:  # no default group holds all ranks
+    else:  # no default group contains all ranks
         store.set(f"host/{launch.rank}", host)
         hosts = [host.decode() for host in store.multi_get([f"host/{rank}" for rank in range(launch.world_size)])]
         name = store.compare_set("watch", "", uuid.uuid4().hex).decode()
@@ -252,16 +249,16 @@ def _watch(launch: Launch, silence_s: float, store: dist.Store, link: Link | Non
     if launch.world_size > 1 and "MASTER_ADDR" in os.environ:
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         patience = timedelta(seconds=10)
-        # A TCPStore client serves one call at a time. Torch's own is busy while a group connects; and of these two, one
-        # carries the signs of life, which a dead host may block for ever, and the other what must still be said then.
+        # A TCPStore client handles one call at a time, and torch's client is busy while a group connects. One of these
+        # two is for heartbeats, which a dead host may block forever, and the other for the messages needed then.
         for _ in range(2):
             client = dist.TCPStore(address, port, wait_for_workers=False, timeout=patience)
             stores.append(dist.PrefixStore(f"watch/{name}", client))
     first = launch.rank - launch.local_rank
     local = range(first, first + launch.local_world_size)
     watch = watchdog.Watch(launch.rank, hosts, local, silence_s, *stores, spreads=link is not None)
-    watchdog.current = watch  # for cli, which has no World at hand when an exception ends it all
-    # every rank's first sign of life is in the store before anybody reads them all
+    watchdog.current = watch  # for cli, which has no World when an exception ends the job
+    # every rank's first heartbeat must be in the store before any rank reads them all
     if link is None:
         dist.barrier()
     else:
@@ -272,7 +269,7 @@ def _watch(launch: Launch, silence_s: float, store: dist.Store, link: Link | Non
 
 
 def stop() -> None:
-    """Leave the world, the watch first: a peer that has left is no failure from then on."""
+    """Leave the world. The watch is closed first, so that peers that leave do not count as failed."""
     if watchdog.current is not None:
         watchdog.current.close()
     if dist.is_initialized():
@@ -281,8 +278,8 @@ def stop() -> None:
 
 @contextmanager
 def alone(ranks: int = 1) -> Iterator[None]:
-    """Collectives with nobody else, where there is no process group, as if there were this number of ranks: for a job
-    that is counted and does not run.
+    """Within the block, let collectives of this single process act as if there were this number of ranks, unless there
+    is a process group already. It is for jobs that are only planned, not run.
     """
     if dist.is_initialized():
         yield
@@ -297,9 +294,7 @@ def alone(ranks: int = 1) -> Iterator[None]:
 
 
 def lone_world(config: ParallelConfig, ranks: int, rank: int, device: torch.device) -> World:
-    """Within `alone`, a rank of a world of `ranks` ranks that has all weights; `rank` is its number among those with
-    other samples.
-    """
+    """Within `alone`, one rank of a world of `ranks` ranks, with unsharded weights. rank: its data_rank."""
     shared = config.ulysses_sequence_parallel_size
     number = rank * shared
     mesh = init_device_mesh("cpu", (shared, 1), mesh_dim_names=("replicate", "shard"))

@@ -1,4 +1,4 @@
-"""Collectives of the ranks of one node."""
+"""Collectives among the ranks of one node."""
 
 import torch
 import torch.distributed as dist
@@ -8,17 +8,17 @@ from phalanx.distributed.mesh import World, group_of
 
 
 class Node:
-    """`ranks` by their numbers, and this one's `place` among them. All ranks of the world make theirs at the same
-    point, and a call is one of all ranks of the node.
+    """The `ranks` of this node, and this rank's `place` among them. All ranks of the world create one at the same
+    point, and all ranks of the node call its methods together.
     """
 
     def __init__(self, world: World, timeout_s: float) -> None:
         launch = world.launch
         size = launch.local_world_size
-        self.place = launch.rank % size  # not by local_rank, which counts the node's ranks of other roles as well
+        self.place = launch.rank % size  # not local_rank, which also counts the node's ranks of other roles
         first = launch.rank - self.place
         self.ranks = range(first, first + size)
-        self._group: dist.ProcessGroup | None = None  # that of the world, where it is one node
+        self._group: dist.ProcessGroup | None = None  # None: the world's group, if there is only one node
         if size in (1, launch.world_size):
             return
         if size == world.shard_size:
@@ -27,7 +27,7 @@ class Node:
             self._group = group_of(self.ranks, timeout_s)
 
     def all_gather(self, value: Tensor) -> Tensor:
-        """Every rank's CPU tensor of one shape, stacked in the order of ranks."""
+        """Stack CPU tensors of the same shape from all ranks of the node, in rank order."""
         if len(self.ranks) == 1:
             return value[None]
         stacked = value.new_empty(len(self.ranks), *value.shape)
@@ -35,12 +35,12 @@ class Node:
         return stacked
 
     def exchange(self, parcels: list[bytes]) -> list[bytes]:
-        """Send each rank its parcel; returns the received ones, in the order of ranks."""
+        """Send parcels[i] to the node's rank i; returns the received parcels, in rank order."""
         if len(self.ranks) == 1:
             return parcels
         sizes = torch.tensor(list(map(len, parcels)))
         received = self.all_gather(sizes)[:, self.place].tolist()
-        # a tensor of no bytes could not be made of a buffer
+        # torch.frombuffer does not accept an empty buffer
         sent = torch.frombuffer(bytearray(b"".join(parcels) or b"\0"), dtype=torch.uint8)[: int(sizes.sum())]
         box = torch.empty(sum(received), dtype=torch.uint8)
         dist.all_to_all_single(box, sent, received, sizes.tolist(), group=self._group)

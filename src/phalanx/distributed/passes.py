@@ -1,4 +1,4 @@
-"""The passes through the model in which samples are replayed, on all ranks equally many."""
+"""Division of samples into passes through the model, with the same number of passes on all ranks."""
 
 from dataclasses import dataclass
 
@@ -11,8 +11,9 @@ from phalanx.functional.token_budget import needed, split
 
 @dataclass(frozen=True)
 class Passes:
-    """Passes of `micro` units (samples, or those that are trained as one), or of at most `budget` tokens: those of
-    padded samples, or of `packed` ones. `adjacent`: such passes have units that follow one another.
+    """Size of passes: `micro` units each (samples, or groups of samples trained as one), or at most `budget` tokens.
+
+    packed: tokens are counted without padding. adjacent: a pass of the budget consists of consecutive units.
     """
 
     micro: int
@@ -21,18 +22,18 @@ class Passes:
     adjacent: bool = False
 
     def parts(self, units: int, tokens: Tensor | None) -> list[Tensor]:
-        """The places of this rank's units, part by part; `tokens` [units, s] are the lengths of their samples.
+        """Indices of this rank's units in each pass. tokens: lengths of their samples, [units, s].
 
-        All ranks call it in step with equally many units.
+        All ranks call it together with the same number of units.
         """
         if self.budget is None:
             return list(torch.arange(units).split(self.micro))
-        assert tokens is not None, "a budget of tokens is of samples that have some"
+        assert tokens is not None, "a budget of tokens needs the lengths of samples"
         return self.within_budget(tokens, units)
 
     def within_budget(self, tokens: Tensor, wanted: int) -> list[Tensor]:
-        """Parts with the first `wanted` units, beside which there are others only where another rank needs more parts
-        than this one has units.
+        """Passes for the first `wanted` units. Further units are included only if another rank needs more passes than
+        this rank has wanted units.
         """
         assert self.budget is not None
         number = 1

@@ -1,4 +1,4 @@
-"""The places of the reward model in the world: which ranks hold it together, whose images they score, and when."""
+"""Placement of the reward model: the ranks that share it, the ranks whose images they score, and when they score."""
 
 import re
 from dataclasses import dataclass
@@ -13,9 +13,8 @@ _FORMS = "colocate, or ranks of each node such as ranks 6-7"
 
 @dataclass(frozen=True)
 class Domain:
-    """`ranks` whose images are scored together, and the `replicas` among them: ranks that hold the model once together.
-
-    A domain lies within one node.
+    """`ranks` of one node whose images are scored together, and the `replicas` among them, each of which is a tuple of
+    ranks that share one copy of the model.
     """
 
     ranks: tuple[int, ...]
@@ -23,10 +22,10 @@ class Domain:
 
 
 def place(config: RewardModelConfig, world_size: int, local_world_size: int) -> tuple[Domain, ...]:
-    """The domains, which partition the world's ranks; ConfigError where nodes of this size do not divide so.
+    """Partition the world's ranks into domains. Raises ConfigError if nodes of this size cannot be divided so.
 
-    `colocate`: each block of tensor_parallel_size neighbours is a domain and holds the model. `ranks a-b`: each node is
-    a domain, and its ranks a to b hold the model, once for every tensor_parallel_size of them.
+    `colocate`: each block of tensor_parallel_size neighbouring ranks is a domain and shares the model. `ranks a-b`:
+    each node is a domain, and every tensor_parallel_size of its ranks a to b share one copy of the model.
     """
     tp, node = config.tensor_parallel_size, local_world_size
     if config.placement == "colocate":
@@ -34,7 +33,7 @@ def place(config: RewardModelConfig, world_size: int, local_world_size: int) -> 
         return tuple(Domain(block, (block,)) for block in _blocks(range(world_size), tp))
     bounds = re.fullmatch(r"ranks (\d+)-(\d+)", config.placement)
     if bounds is None:
-        raise ConfigError(f"reward.model.placement: {config.placement!r} should be {_FORMS}")
+        raise ConfigError(f"reward.model.placement: {config.placement!r}; expected {_FORMS}")
     first, last = int(bounds[1]), int(bounds[2])
     if not first <= last < node:
         raise ConfigError(f"reward.model.placement: {config.placement!r}: a node has ranks 0 to {node - 1} here")
@@ -46,11 +45,11 @@ def place(config: RewardModelConfig, world_size: int, local_world_size: int) -> 
 
 
 def judged_beside(cfg: RunConfig, shard_size: int) -> bool:
-    """True where the reward model answers on a thread while the policy samples, as reward.overlap asks for.
+    """Whether the reward model scores on a thread while the policy samples, as reward.overlap requests.
 
-    Not where it stands on all ranks, and nobody would sample meanwhile; nor where the rollout's engine is exclusive, as
-    vLLM's are, whose state is one a process; nor where both would send over NCCL at a time, which may block: a model
-    that is divided among ranks, and a policy whose weights are gathered in each forward pass.
+    It does not if it is on all ranks, since none would sample meanwhile; if the rollout's engine is exclusive, like
+    vLLM's, whose state is process-wide; or if both would use NCCL concurrently, which may deadlock: a reward model
+    divided among ranks, and a policy whose weights are gathered in each forward pass.
     """
     model, gathered = cfg.reward.model, cfg.parallel.rollout_unsharded or shard_size == 1
     return (

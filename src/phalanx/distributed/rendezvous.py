@@ -1,5 +1,5 @@
-"""How ranks, and nodes before them, come together: each registers in the job's store, so that whoever waits can say how
-many have come and which are missing. Ranks that come twice, and worlds of two sizes, are seen there as well.
+"""Rendezvous of nodes and ranks: each registers in the job's store, so that those that wait can report how many have
+arrived and which are missing. Duplicate ranks and inconsistent world sizes are detected there as well.
 """
 
 import os
@@ -16,21 +16,24 @@ from phalanx.config import ConfigError
 from phalanx.distributed.launch import Launch
 from phalanx.exit import place_of, rank, say
 
-SAY_S = 20.0  # of waiting, until that is said; again after twice the time
+SAY_S = 20.0  # of waiting before the first message about it; each further one comes after twice the time
 MOST = 400  # characters of an error
-CONNECT_S = 60  # to a port that answers
-LINGER_S = 10.0  # for others to read an error, most of whom look once per second
+CONNECT_S = 60  # to connect to a port that answers
+LINGER_S = 10.0  # for other ranks to read an error; they look at least once per second
 SIZES = {"rank": "WORLD_SIZE", "node": "NNODES"}
 NUMBERS = {"rank": "RANK", "node": "NODE_RANK"}
 
 
 def place() -> str:
-    """This process, as others are told of it."""
+    """This process in messages to other ranks."""
     return f"{socket.gethostname()}, process {os.getpid()}"
 
 
 def register(store: dist.Store, kind: str, number: int, size: int) -> None:
-    """Come to the store as `rank` or `node` (`kind`) of this number among `size`; ConfigError where that is not so."""
+    """Register in the store as the `rank` or `node` (`kind`) with this number among `size`.
+
+    Raises ConfigError if another one has the same number or registered a different size.
+    """
     here = place()
     first = store.compare_set(f"{kind}s", "", f"{size} by {here}").decode()
     expected, _, by = first.partition(" by ")
@@ -45,19 +48,19 @@ def register(store: dist.Store, kind: str, number: int, size: int) -> None:
 
 
 def missing(store: dist.Store, kind: str, size: int) -> list[int]:
-    """The numbers that have not come yet."""
+    """Numbers of the ranks or nodes that have not registered yet."""
     return [number for number in range(size) if not store.check([f"{kind}/{number}"])]
 
 
 def waiting(kind: str, size: int, absent: list[int], seconds: float) -> str:
-    """The message about a wait."""
+    """The message about a wait for missing ranks or nodes."""
     shown = ", ".join(map(str, absent[:16])) + (", …" if len(absent) > 16 else "")
     return f"{size - len(absent)} of {size} {kind}s came within {seconds:.0f} s; {kind}s that are missing: {shown}"
 
 
 @contextmanager
 def joining() -> Iterator[None]:
-    """Raise what torch says while ranks join as ConfigError, one line with its cause."""
+    """Within the block, turn torch's errors into a ConfigError of one line with their cause."""
     try:
         yield
     except RuntimeError as error:  # dist.DistError is one
@@ -65,20 +68,20 @@ def joining() -> Iterator[None]:
 
 
 def meet(launch: Launch, limit: timedelta) -> dist.Store:
-    """The job's store, at MASTER_ADDR, once all ranks have come to it.
+    """Connect to the job's store at MASTER_ADDR, and wait until all ranks have registered there.
 
-    Rank 0 says which ones are missing. ConfigError, one line, where they do not come within `limit`, or where one of
-    them is no part of this world.
+    Rank 0 prints which ones are missing. Raises ConfigError, with one line, if they do not all register within `limit`,
+    or if one of them does not fit this world.
     """
     store = _connected(launch, limit)
     if _is_launchers() and (launch.max_restarts or launch.nodes):
-        return store  # it may hold the ranks of an earlier start
+        return store  # it may contain the ranks of an earlier start
     at = dist.PrefixStore("meet", store)
     at.add("came", 1)
     try:
         register(at, "rank", launch.rank, launch.world_size)
     except ConfigError as error:
-        at.set("end", str(error))  # nobody waits for this rank
+        at.set("end", str(error))  # no rank needs to wait for this one
         _linger(at, launch)
         raise
     if at.add("count", 1) == launch.world_size:
@@ -102,7 +105,7 @@ def meet(launch: Launch, limit: timedelta) -> dist.Store:
 
 
 def _linger(at: dist.Store, launch: Launch) -> None:
-    """This rank knows why it ends; on rank 0 wait until all that came do, since the store may end with it."""
+    """Count this rank as one that has read the error. Rank 0, whose end may end the store, waits for all the others."""
     at.add("read", 1)
     deadline = time.monotonic() + LINGER_S
     while launch.rank == 0 and at.add("read", 0) < at.add("came", 0) and time.monotonic() < deadline:
@@ -110,14 +113,14 @@ def _linger(at: dist.Store, launch: Launch) -> None:
 
 
 def _is_launchers() -> bool:
-    """Whether torchrun keeps the store, instead of rank 0."""
+    """Whether torchrun runs the store instead of rank 0."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _connected(launch: Launch, limit: timedelta) -> dist.Store:
-    """A connection to the store, which rank 0 makes unless torchrun has done so."""
+    """Connect to the store, which rank 0 creates unless torchrun has done so."""
     if "MASTER_ADDR" not in os.environ or "MASTER_PORT" not in os.environ:
-        raise ConfigError("RANK is set, but MASTER_ADDR and MASTER_PORT, where rank 0 is reached, are not both set")
+        raise ConfigError("RANK is set, but MASTER_ADDR and MASTER_PORT, the address of rank 0, are not both set")
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     where = f"MASTER_ADDR={address}, MASTER_PORT={port}"
     serves = launch.rank == 0 and not _is_launchers()
@@ -141,13 +144,13 @@ def _connected(launch: Launch, limit: timedelta) -> dist.Store:
             multi_tenant=True,
         )
     except RuntimeError as error:
-        raise ConfigError(f"{place_of(launch.rank)} has no store at {where}: {in_words(error)}") from error
+        raise ConfigError(f"{place_of(launch.rank)} cannot open the store at {where}: {in_words(error)}") from error
     store.set_timeout(limit)
     return store
 
 
 def unreachable(address: str, port: int) -> str | None:
-    """Why nobody answers there, in words; None where somebody does."""
+    """Why a connection to the address fails, in words; None if it succeeds."""
     try:
         socket.create_connection((address, port), timeout=3).close()
     except socket.gaierror as error:
@@ -158,7 +161,7 @@ def unreachable(address: str, port: int) -> str | None:
 
 
 def in_words(error: BaseException) -> str:
-    """The cause of an error of torch's, in one line."""
+    """The cause of one of torch's errors, as one line."""
     text = " ".join(str(error).split())
     if "EADDRINUSE" in text:
         port = re.search(r"port: (\d+)", text)

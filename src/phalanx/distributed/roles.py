@@ -1,12 +1,12 @@
-"""Which ranks do what: `placement`, by role.
+"""Assignment of roles to ranks, configured by `placement`.
 
     {}                                                              every rank runs every phase
     {"actor,rollout": "all"}                                        the same
-    {"rollout": "0-19", "inference": "20-23", "actor": "24-31"}     each rank does one thing
+    {"rollout": "0-19", "inference": "20-23", "actor": "24-31"}     each rank has one role
 
-Ranks are `all`; numbers and ranges, inclusive, such as `0-3,8-11`; the same ranks of each node, `0-5 of each node`; or,
-as an elastic job needs them, a number or a share, `4 ranks`, `1/4`, of which one may be `rest`: those are laid out in
-the order in which they are given.
+Ranks are given as `all`; as numbers and inclusive ranges, such as `0-3,8-11`; as the same ranks of each node, `0-5 of
+each node`; or, for elastic jobs, as a number or a fraction of the ranks, `4 ranks` or `1/4`, and for one role `rest`.
+Such ranks are laid out in the order in which the roles are given.
 """
 
 import difflib
@@ -31,34 +31,34 @@ class Roles:
 
     @property
     def collocated(self) -> bool:
-        """Whether all ranks do everything."""
+        """Whether every rank runs every phase."""
         return self.ranks[ACTOR] == self.ranks[ROLLOUT]
 
     @property
     def world_size(self) -> int:
-        """Ranks of all roles."""
+        """Number of ranks of all roles."""
         return max(max(ranks) for ranks in self.ranks.values()) + 1
 
     def of(self, rank: int) -> str:
-        """The role of a rank, `actor` where it does everything."""
+        """The role of a rank; `actor` if every rank runs every phase."""
         return next(role for role in ROLES if rank in self.ranks.get(role, ()))
 
     def launch(self, role: str, launch: Launch) -> Launch:
-        """The launch as a world of one role: its rank and size there, and how many neighbours of a node it has.
+        """The launch of a world that consists only of the ranks of one role: rank, world size and ranks per node.
 
-        Of this rank where it has the role, else of the role's first rank.
+        The rank is this one if it has the role, otherwise the role's first rank.
         """
         if self.collocated:
             return launch
         ranks, node = self.ranks[role], launch.local_world_size
         rank = launch.rank if launch.rank in ranks else ranks[0]
-        # a block of this size, counted from the role's first rank, lies within a node
+        # each block of this size, counted from the role's first rank, lies within a node
         neighbours = math.gcd(*(sum(r // node == n for r in ranks) for n in {r // node for r in ranks}))
         return replace(launch, rank=ranks.index(rank), world_size=len(ranks), local_world_size=neighbours)
 
 
 def roles_of(placement: Mapping[str, Any], launch: Launch) -> Roles:
-    """The roles of this launch's ranks; ConfigError, one line, where they do not cover the world exactly once."""
+    """The roles of this launch's ranks. Raises ConfigError if they do not cover the world exactly once."""
     if not placement:
         everyone = tuple(range(launch.world_size))
         return Roles({ACTOR: everyone, ROLLOUT: everyone})
@@ -73,11 +73,11 @@ def roles_of(placement: Mapping[str, Any], launch: Launch) -> Roles:
             given[role] = " ".join(str(value).split())
     for role in (ACTOR, ROLLOUT):
         if role not in given:
-            raise ConfigError(f"placement: no ranks for {role}; expected actor and rollout, and inference where wanted")
+            raise ConfigError(f"placement: no ranks for {role}; expected actor and rollout, and optionally inference")
     counted = {role: text for role, text in given.items() if _is_count(text)}
     if counted and len(counted) < len(given):
         ranges = ", ".join(role for role in given if role not in counted)
-        raise ConfigError(f"placement: counts ({', '.join(counted)}) and ranges ({ranges}) do not go together")
+        raise ConfigError(f"placement: counts ({', '.join(counted)}) and ranges ({ranges}) cannot be combined")
     if counted:
         return Roles(_laid_out(counted, launch.world_size))
     ranks_of_role = {role: _ranks(role, text, launch) for role, text in given.items()}
@@ -86,7 +86,7 @@ def roles_of(placement: Mapping[str, Any], launch: Launch) -> Roles:
 
 
 def span(ranks: Collection[int], separator: str = ",") -> str:
-    """`0-3,8` of (0, 1, 2, 3, 8)."""
+    """Ranks as ranges: `0-3,8` for (0, 1, 2, 3, 8)."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and runs[-1][1] == rank - 1:
@@ -108,25 +108,25 @@ def _is_count(text: str) -> bool:
 
 
 def _ranks(role: str, text: str, launch: Launch) -> tuple[int, ...]:
-    """The ranks that a text names."""
+    """Parse the ranks that a text names."""
     key, size, node = f"placement.{role}: {text!r}", launch.world_size, launch.local_world_size
     if text == "all":
         return tuple(range(size))
     each = re.fullmatch(r"(.+) of each node", text)
     if launch.nodes and each is None:
         raise ConfigError(
-            f"{key} names ranks, which change as nodes come and go (NNODES={launch.nodes}); expected such as 4 ranks, "
-            "1/4, rest, or 0-5 of each node"
+            f"{key} names ranks, which change as nodes join and leave (NNODES={launch.nodes}); expected a form such as "
+            "4 ranks, 1/4, rest, or 0-5 of each node"
         )
     body, last = (each[1], node - 1) if each else (text, size - 1)
     ranks: list[int] = []
     for part in body.split(","):
         bounds = re.fullmatch(r" ?(\d+)(?: ?- ?(\d+))? ?", part)
         if bounds is None:
-            raise ConfigError(f"{key} should be {_FORMS}")
+            raise ConfigError(f"{key}; expected {_FORMS}")
         a, b = int(bounds[1]), int(bounds[2] or bounds[1])
         if a > b:
-            raise ConfigError(f"{key}: {a}-{b} runs backwards; expected {b}-{a}")
+            raise ConfigError(f"{key}: {a}-{b} is descending; expected {b}-{a}")
         if b > last:
             raise ConfigError(f"{key}: {'a node' if each else 'this world'} has ranks 0 to {last}")
         twice = set(ranks).intersection(range(a, b + 1))
@@ -139,7 +139,7 @@ def _ranks(role: str, text: str, launch: Launch) -> tuple[int, ...]:
 
 
 def _laid_out(counted: dict[str, str], world_size: int) -> dict[str, tuple[int, ...]]:
-    """The ranks of roles that have a number of them, one role after the other."""
+    """The ranks of roles that are given by numbers or fractions, one role after the other."""
     counts: dict[str, int] = {}
     for role, text in counted.items():
         if text == "rest":
@@ -148,15 +148,15 @@ def _laid_out(counted: dict[str, str], world_size: int) -> dict[str, tuple[int, 
         if len(share) == 2:
             above, below = int(share[0]), int(share[1])
             if below == 0 or above * world_size % below:
-                raise ConfigError(f"placement.{role}: {text!r} of {world_size} ranks is no whole number")
+                raise ConfigError(f"placement.{role}: {text!r} of {world_size} ranks is not a whole number")
             counts[role] = above * world_size // below
         else:
             counts[role] = int(text.split()[0])
         if counts[role] == 0:
-            raise ConfigError(f"placement.{role}: {text!r} is no rank; leave the role out")
+            raise ConfigError(f"placement.{role}: {text!r} means no ranks; leave the role out")
     rest = [role for role in counted if role not in counts]
     if len(rest) > 1:
-        raise ConfigError(f"placement: {' and '.join(rest)} are both the rest; one can be")
+        raise ConfigError(f"placement: {' and '.join(rest)} are both rest; only one role can be")
     total = sum(counts.values())
     words = " + ".join(f"{role} {count}" for role, count in counts.items())
     if rest and total >= world_size:
@@ -172,10 +172,10 @@ def _laid_out(counted: dict[str, str], world_size: int) -> dict[str, tuple[int, 
 
 
 def _check_cover(ranks_of_role: dict[str, tuple[int, ...]], world_size: int) -> None:
-    """Refuse roles that share ranks, or leave some idle."""
+    """Raise ConfigError for roles that share ranks or leave some idle."""
     together = ranks_of_role[ACTOR] == ranks_of_role[ROLLOUT]
     if together and INFERENCE in ranks_of_role:
-        raise ConfigError("placement: inference needs actor and rollout apart; together they score by themselves")
+        raise ConfigError("placement: inference needs separate ranks for actor and rollout; leave it out")
     for role, ranks in ranks_of_role.items():
         for other, others in ranks_of_role.items():
             both = tuple(sorted(set(ranks) & set(others)))

@@ -1,7 +1,7 @@
-"""Tensor parallelism of a frozen model over the ranks of a replica, by the plan that transformers has for its class.
+"""Tensor parallelism of a frozen model over the ranks of a replica, following transformers' plan for its class.
 
-A plan gives layers a style, by names in which * stands for a number: `layers.*.mlp.up_proj: colwise`. Linear layers are
-parallelized by torch, experts and few key-value heads by the styles of this file.
+A plan maps names of layers, with * for numbers, to styles: `layers.*.mlp.up_proj: colwise`. Torch parallelizes linear
+layers. The styles of this file handle experts, and key-value heads that are fewer than the ranks.
 """
 
 import re
@@ -24,25 +24,25 @@ LINEAR: dict[str, Callable[[], ParallelStyle]] = {
     **dict.fromkeys(("colwise_gather_output", "colwise_rep"), lambda: ColwiseParallel(output_layouts=Replicate())),
     **dict.fromkeys(("rowwise_split_input", "rowwise_rep"), lambda: RowwiseParallel(input_layouts=Replicate())),
 }
-# Whole on every rank: what only matters to gradients, and embeddings, which tied weights share with the last layer.
+# Layers that stay whole on every rank: those that only affect gradients, and embeddings, which may be tied to the head.
 WHOLE = ("replicate", "replicated_with_grad_allreduce", "mla_kv_a_proj", "embedding_rowwise", "embedding_colwise")
 
 
 def replica_mesh(ranks: Sequence[int], timeout_s: float) -> DeviceMesh:
-    """The mesh of the `ranks` that hold a model together, of which this is one; other ranks take no part."""
+    """The mesh of the `ranks` that share a model, which include this one. Other ranks need not call this."""
     device, backend = ("cuda", "nccl") if torch.cuda.is_available() else ("cpu", "gloo")
     return DeviceMesh.from_group(group_of(ranks, timeout_s, backend), device)
 
 
 def wildcard(name: str) -> str:
-    """The name of a module or parameter as plans have it."""
+    """The name of a module or parameter in the form of plans, with * for numbers."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
 def parallelize(model: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh) -> None:
-    """Leave on this rank its part of the layers that `plan` names, for a forward pass by all ranks of `mesh`.
+    """Keep only this rank's part of the layers in `plan`, for forward passes by all ranks of `mesh`.
 
-    Every rank comes with the same whole model. ValueError where the model cannot be divided so.
+    Every rank calls this with the same whole model. Raises ValueError if the model cannot be divided so.
     """
     modules = dict(model.named_modules())
     planned: dict[str, str] = {}
@@ -51,7 +51,7 @@ def parallelize(model: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh) -> 
         if style not in WHOLE:
             planned[name] = style
 
-    # attention first: where key-value heads are fewer than ranks, its k_proj and v_proj are not divided as planned
+    # attention first: if there are fewer key-value heads than ranks, its k_proj and v_proj do not follow the plan
     styles: dict[str, ParallelStyle] = {}
     for name, style in planned.items():
         if name.endswith(".k_proj") and style == "colwise":
@@ -62,7 +62,7 @@ def parallelize(model: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh) -> 
         if name in styles:
             continue
         if style == EXPERTS:
-            # the plan has a style for each of the experts' parameters that are divided
+            # the plan has a style for each parameter of the experts that is divided
             parts = {}
             for leaf, _ in module.named_parameters(recurse=False):
                 if f"{wildcard(name)}.{leaf}" in plan:
@@ -80,22 +80,22 @@ def parallelize(model: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh) -> 
 
 
 def _check_features(name: str, layer: nn.Linear, style: str, tp: int) -> None:
-    """ValueError where the features that stay divided beyond the layer cannot be divided evenly."""
+    """Raise ValueError if features that stay divided outside the layer cannot be divided evenly."""
     count = {"colwise": layer.out_features, "rowwise": layer.in_features}.get(style, 0)
     if count % tp:
         raise ValueError(f"{KEY}: {tp} does not divide the {count} features of the model's layer {name}")
 
 
 def _heads(modules: Mapping[str, nn.Module], name: str, tp: int) -> dict[str, ParallelStyle]:
-    """The styles of k_proj and v_proj of the attention `name` where its key-value heads are fewer than `tp` ranks."""
+    """Styles of k_proj and v_proj of the attention `name` if it has fewer key-value heads than `tp` ranks."""
     attention, attributes = modules[name], vars(modules[name])
-    for needed in ("head_dim", "num_key_value_groups"):
-        if needed not in attributes:
-            raise ValueError(f"{KEY}: {tp}: the heads of {type(attention).__name__} are unknown: it has no {needed}")
+    for attribute in ("head_dim", "num_key_value_groups"):
+        if attribute not in attributes:
+            raise ValueError(f"{KEY}: {tp}: the heads of {type(attention).__name__} are unknown: it has no {attribute}")
     groups: int = attributes["num_key_value_groups"]
     pairs: int = attention.get_parameter("k_proj.weight").shape[0] // attributes["head_dim"]
     heads = pairs * groups
-    # a rank has whole heads, and either whole key-value heads or a whole part of the queries of one
+    # a rank has whole heads, and either whole key-value heads or an equal share of the queries of one
     fitting = [n for n in range(1, heads + 1) if heads % n == 0 and (n % pairs == 0 or pairs % n == 0)]
     if tp not in fitting:
         raise ValueError(
@@ -104,12 +104,12 @@ def _heads(modules: Mapping[str, nn.Module], name: str, tp: int) -> dict[str, Pa
         )
     if tp <= pairs:
         return {}
-    attributes["num_key_value_groups"] = heads // tp  # of this rank's queries to its one key-value head
+    attributes["num_key_value_groups"] = heads // tp  # this rank's query heads share its one key-value head
     return {f"{name}.{part}": RepeatedHeads(pairs) for part in ("k_proj", "v_proj")}
 
 
 class RepeatedHeads(ParallelStyle):
-    """A linear layer that makes `heads` heads, fewer than ranks: each rank keeps the one that its queries attend to."""
+    """A linear layer that computes `heads` heads, fewer than ranks: each rank keeps the head that its queries use."""
 
     def __init__(self, heads: int) -> None:
         self.heads = heads
@@ -122,10 +122,10 @@ class RepeatedHeads(ParallelStyle):
 
 
 class Experts(ParallelStyle):
-    """Experts as parameters [experts, out, in]: each rank computes with a part of the features within each of them."""
+    """Experts with parameters [experts, out, in]: each rank computes with a part of the features of each expert."""
 
     def __init__(self, name: str, parts: Mapping[str, str]) -> None:
-        """`parts` is the plan of the parameters of the module `name`; ValueError for what is not supported."""
+        """parts: styles of the parameters of the module `name`. Raises ValueError for styles that are not supported."""
         for leaf, style in parts.items():
             if style not in ("colwise", "rowwise", "packed_colwise", "packed_rowwise"):
                 raise ValueError(f"{KEY}: {name}.{leaf} has the style {style!r}, which is not supported; expected 1")
@@ -136,7 +136,7 @@ class Experts(ParallelStyle):
         for leaf, style in self.parts.items():
             parameter = module.get_parameter(leaf)
             dim = -2 if style.endswith("colwise") else -1
-            packed = 2 if style.startswith("packed") else 1  # two matrices, one after the other
+            packed = 2 if style.startswith("packed") else 1  # two matrices are concatenated
             count = parameter.shape[dim] // packed
             if count % tp:
                 raise ValueError(f"{KEY}: {tp} does not divide the {count} features of the experts {self.name}.{leaf}")

@@ -1,8 +1,8 @@
-"""vLLM beside training in one process: its groups are cut from our world, and what it changes is undone.
+"""vLLM in the processes of training: its groups are subgroups of our world, and its process-wide changes are undone.
 
-vLLM keeps its groups in globals of `parallel_state`, one set per process, and would cut the whole world by one tensor
-parallel size. Here each engine has a separate set, which stands in those globals only while the engine is built or
-called. It knows only the ranks of its replica, so a model may be on some of the ranks only.
+vLLM keeps its groups in globals of `parallel_state`, one set per process, and would divide the whole world by one
+tensor-parallel size. Here each engine has a separate set, which is in those globals only while the engine is built or
+called. It contains only the ranks of its replica, so that a model may be on a subset of the ranks.
 """
 
 import os
@@ -20,14 +20,14 @@ from phalanx.distributed.mesh import group_timeout
 
 T = TypeVar("T")
 
-# vLLM reads its environment when it is imported and when an engine is built.
+# vLLM reads these variables when it is imported and when an engine is built.
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine's core stays in this process
-    "VLLM_NO_USAGE_STATS": "1",  # nothing is sent to its makers
-    "VLLM_SKIP_P2P_CHECK": "1",  # the driver's word counts: the check waits for all ranks of the world
-    "VLLM_ALLREDUCE_USE_FLASHINFER": "0",  # its buffers are one set per process, whichever engine's group made them
+    "VLLM_NO_USAGE_STATS": "1",  # send no usage data
+    "VLLM_SKIP_P2P_CHECK": "1",  # trust the driver: the check waits for all ranks of the world
+    "VLLM_ALLREDUCE_USE_FLASHINFER": "0",  # its buffers are process-wide, whichever engine's group created them
 }
-# unlike those, the user's own setting wins: many warnings on a CPU, none for the user of a task
+# the user's setting takes precedence here; on a CPU, vLLM prints many warnings that do not matter to users of a task
 DEFAULTS = {"VLLM_LOGGING_LEVEL": "ERROR"}
 # vLLM's names for tensor, expert, pipeline, data and context parallelism
 SHARED = ("_TP", "_ETP", "_EP")  # groups of all ranks of a replica
@@ -36,9 +36,9 @@ GLOBALS = ("_WORLD", "_NODE_COUNT", *SHARED, *ALONE)
 
 
 class VllmGroups:
-    """The groups of one engine, on the tensor parallel `ranks`, this rank among them.
+    """The groups of one engine on the tensor-parallel `ranks`, which include this rank.
 
-    All ranks of the world make one at the same point; a rank without a part of the model gives only itself.
+    All ranks of the world create one at the same point; a rank without a part of the model passes only itself.
     """
 
     def __init__(self, ranks: Sequence[int], local_rank: int, timeout_s: float) -> None:
@@ -50,20 +50,19 @@ class VllmGroups:
             backend, new_group = current_platform.dist_backend, dist.new_group
 
             def ours(members: list[int], backend: str, timeout: timedelta | None) -> Any:
-                """Make a group that vLLM asks for, with the time limit of our world."""
-                # Without local synchronization all ranks of the world would have to make all groups
-                # of all replicas, in one order; vLLM here knows only those of this replica.
+                """Create a group that vLLM requests, with our world's time limit."""
+                # Without local synchronization, all ranks of the world would have to create the groups of all
+                # replicas in the same order, but vLLM knows only those of this replica.
                 limit = group_timeout(timeout_s)
                 return new_group(members, limit, backend, use_local_synchronization=True)
 
             def coordinator(members: Sequence[int], name: str) -> Any:
-                # vLLM's fast all-reduces of GPUs are for groups of exactly this name. On CPUs the same name would
-                # get shared memory, which waits forever for a rank that died, and whose files outlive a killed
-                # process.
+                # vLLM's fast GPU all-reduces need the group name "tp". On CPUs, that name would select shared memory,
+                # which waits forever for a dead rank and leaves files behind when a process is killed.
                 make = parallel_state.init_model_parallel_group
                 return make([list(members)], local_rank, backend, group_name=name)
 
-            # The group of all ranks is there already; vLLM would connect them all twice more.
+            # The group of all ranks exists already; vLLM would connect them all twice more.
             with _new_group(lambda *_, **__: dist.group.WORLD):
                 everyone = list(range(dist.get_world_size()))
                 world = parallel_state.init_world_group(everyone, local_rank, backend)
@@ -76,7 +75,7 @@ class VllmGroups:
         self._groups |= dict.fromkeys(SHARED, shared) | dict.fromkeys(ALONE, alone)
 
     def gather(self, value: T) -> list[T]:
-        """The values of all ranks of the replica, in their order; for small values that can be pickled."""
+        """Values of all ranks of the replica, in rank order. For small values that can be pickled."""
         out: list[Any] = [value] * self.cpu_group.size()
         if len(out) > 1:
             dist.all_gather_object(out, value, group=self.cpu_group)
@@ -84,8 +83,8 @@ class VllmGroups:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Let vLLM work on these groups within the block; afterwards the process is as before."""
-        # another engine's groups, or None of each where vLLM has not been called yet
+        """Within the block, make vLLM use these groups. Afterwards the process is as before."""
+        # another engine's groups, or None for each if vLLM has not been called yet
         outside = {name: self._globals[name] for name in GLOBALS}
         with as_before():
             self._globals.update(self._groups)
@@ -97,7 +96,7 @@ class VllmGroups:
 
 @contextmanager
 def _new_group(function: Callable[..., Any]) -> Iterator[None]:
-    """Let `torch.distributed.new_group` be `function` within the block."""
+    """Within the block, replace `torch.distributed.new_group` by `function`."""
     original = dist.new_group
     dist.new_group = function
     try:
@@ -108,13 +107,14 @@ def _new_group(function: Callable[..., Any]) -> Iterator[None]:
 
 @contextmanager
 def as_before() -> Iterator[None]:
-    """Undo what vLLM changes for the whole process, so that training is the same with it and without.
+    """Undo vLLM's process-wide changes after the block, so that training is the same with and without vLLM.
 
-    That is random states, threads, matmul precision, environment, and the stream that this thread's kernels go to.
+    They concern random states, the number of threads, matmul precision, cuDNN attention, the environment and the
+    current CUDA stream.
     """
     environment = dict(os.environ)
     numbers, arrays = random.getstate(), np.random.get_state()
-    # on a CPU vLLM replaces the function too, by one that does nothing but warn
+    # on a CPU, vLLM also replaces the function by one that only warns
     set_num_threads, threads = torch.set_num_threads, torch.get_num_threads()
     precision = torch.get_float32_matmul_precision()
     cudnn = torch.backends.cuda.cudnn_sdp_enabled()
@@ -126,7 +126,7 @@ def as_before() -> Iterator[None]:
             yield
         finally:
             if stream is not None:
-                # what comes next on our stream must find the results of vLLM's
+                # later work on our stream must wait for the results of vLLM's stream
                 stream.wait_stream(torch.cuda.current_stream())
                 torch.cuda.set_stream(stream)
             torch.set_num_threads = set_num_threads

@@ -1,25 +1,25 @@
-"""A thread beside each rank's own: it hears signals, knows which ranks live, and can end this one.
+"""The watch: a thread on each rank that receives signals, monitors which ranks are alive, and can end the process.
 
-The main thread is often inside a collective, where it can do none of that: Python runs no signal handler before the
-call returns, and a collective does not return while a peer is missing. Without a watch the first word of a dead rank
-would be a timeout ten minutes later, on every rank but that one, or "connection closed by peer" from whoever happened
-to talk to it.
+The main thread is often inside a collective, where it can do none of this: Python runs signal handlers only after the
+call returns, and a collective does not return while a peer is missing. Without a watch, the first sign of a dead rank
+would be a timeout on all other ranks ten minutes later, or "connection closed by peer" on a rank that happened to
+communicate with it.
 
-torchrun covers a part of this. It polls its ranks every 0.1 s; once one has ended with an error it sends SIGTERM to the
-others of its node, SIGKILL after a grace period, and prints the failure that was written first to
-TORCHELASTIC_ERROR_FILE. It knows neither ranks that hang nor the cause of an error, and other nodes learn of a failure
-only as their own collectives fail.
+torchrun does only a part of this. It polls its ranks every 0.1 s. If one has ended with an error, it sends SIGTERM to
+the others on its node, and SIGKILL after a grace period, and prints the failure that was written first to
+TORCHELASTIC_ERROR_FILE. It detects neither hanging ranks nor the cause of an error, and other nodes notice a failure
+only when their collectives fail.
 
-Watches talk over separate connections to the job's store; all messages are small, and repeated every `interval`
-seconds:
+Watches communicate over separate connections to the job's store. All messages are small, and they are repeated every
+`interval` seconds:
 
-- `beat/<rank>`: a number that grows, the rank's sign of life;
-- `error`: the first error of the world. A rank that fails writes it before its connections close, and the others end
-  with it instead of with what a lost connection looks like from their side;
-- `told`, `read`: how many ranks have reported an error, and how many have read the first one;
+- `beat/<rank>`: a growing number, the rank's heartbeat;
+- `error`: the first error of the world. A failing rank writes it before its connections close, so that the others end
+  with this error and not with one about a lost connection;
+- `told`, `read`: number of ranks that have reported an error, and number of ranks that have read the first one;
 - `stop/<rank>`, `done/<rank>`: the rank was told to stop, or has finished;
-- `stop`: the signal by which all ranks are to stop, where they have roles;
-- `stacks`: how many times all stacks were asked for (SIGUSR1).
+- `stop`: the signal by which all ranks shall stop, if ranks have different roles;
+- `stacks`: number of requests for the stacks of all ranks (SIGUSR1).
 """
 
 import contextlib
@@ -40,18 +40,18 @@ from phalanx.exit import REQUEST, end, say
 T = TypeVar("T")
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-PATIENCE_S = 3.0  # for an answer of the store or a word from other ranks, when about to end
+PATIENCE_S = 3.0  # to wait for the store or for other ranks when about to end
 
-current: "Watch | None" = None  # of the world that this process has joined
+current: "Watch | None" = None  # the watch of the world that this process has joined
 
 
 class Watch:
-    """The watch of one rank. `stop` is the signal that asked it to stop, None before.
+    """The watch of one rank. `stop` is the signal that asked it to stop; None before that.
 
-    A rank without a sign of life for `silence_s` seconds is lost. `hosts` names each rank's machine; `local_ranks` are
-    those of the same launcher, which ends all of them if one dies. `store` is for the signs of life, None where there
-    is nobody to talk to; `second`, another connection to it, is for all else, as a call on the first may be blocked by
-    a dead host.
+    hosts: the machine of each rank, for messages. local_ranks: the ranks of the same launcher, which ends all of them
+    if one dies. silence_s: seconds without a heartbeat after which a rank is lost. store: connection for heartbeats;
+    None if there is only one rank. second: another connection to the same store for everything else, because a dead
+    host may block calls on the first one.
     """
 
     def __init__(
@@ -65,73 +65,73 @@ class Watch:
         *,
         spreads: bool = False,
     ) -> None:
-        """`spreads`: a signal to one rank stops all, which have no collective in which they would agree on it."""
+        """spreads: pass a signal on to all ranks, because they have no common collective to agree on it."""
         self.rank, self.hosts = rank, hosts
         self.local_ranks, self.silence_s = local_ranks, silence_s
-        # One store serves all ranks, and each reads the beats of all: 1000 ranks beat every 10 s.
+        # One store serves all ranks, and each rank reads all heartbeats, so that 1000 ranks send one every 10 s.
         self.interval = max(min(2.0, silence_s / 10), len(hosts) / 100)
         self.stop: signal.Signals | None = None
         self._store = store
         self._second = second
         self._spreads = spreads
         self._beat = 0
-        self._seen: list[tuple[bytes, float]] = []  # each rank's last beat, and when it was new
-        self._contact = time.monotonic()  # with the store
-        self._stacks = 0  # requests for stacks that are answered already
-        self._has_read = False  # the world's first error
-        # From `close` or `tell` on, silent or ending peers are no reason to act.
+        self._seen: list[tuple[bytes, float]] = []  # each rank's last heartbeat, and when it was first read
+        self._contact = time.monotonic()  # the last contact with the store
+        self._stacks = 0  # requests for stacks that have been answered
+        self._has_read = False  # whether this rank has read the world's first error
+        # After `close` or `tell`, silent or ending peers are ignored.
         self._closed = threading.Event()
-        # Held, and never released, by the thread that ends this process: an RLock, since that thread passes here more
-        # than once.
+        # Acquired and never released by the thread that ends this process; an RLock, because that thread may acquire it
+        # more than once.
         self._ending = threading.RLock()
         self._started = False
-        # Python writes a byte to `_alarm` for each signal, even while the main thread is in C++.
+        # Python writes a byte to `_alarm` for each signal, even while the main thread runs C++ code.
         self._wakeup, self._alarm = socket.socketpair()
         self._alarm.setblocking(False)
         if store is not None:
-            store.set(f"beat/{rank}", "0")  # reading all beats would wait for one that is not there
+            store.set(f"beat/{rank}", "0")  # reading all heartbeats would wait for a missing one
 
     # -- the main thread's side --------------------------------------------------------------------
 
     def start(self) -> None:
-        """Begin to watch; the watches of all ranks must have been made by then."""
+        """Start the threads. The watches of all ranks must have been created by then."""
         self._started = True
         self._seen = [(b"0", time.monotonic())] * len(self.hosts)
         threading.Thread(target=self._run, name="watch", daemon=True).start()
         if self._store is not None:
-            # A second thread: a call to a store whose host is gone may never return, and the other thread has to
-            # notice that.
+            # a second thread, because a call to a store whose host is gone may never return, and the first thread must
+            # notice that
             threading.Thread(target=self._beats, args=(self._store,), name="beat", daemon=True).start()
 
     def listen(self) -> None:
-        """Let SIGTERM and SIGINT set `stop`, and SIGUSR1 print the stacks of all ranks."""
-        # cli has registered it already, and it would go on to chain to the handler of that time
+        """Make SIGTERM and SIGINT set `stop`, and SIGUSR1 print the stacks of all ranks."""
+        # cli has registered SIGUSR1 already and would keep chaining to the handler of that time
         faulthandler.unregister(signal.SIGUSR1)
         for number in (*STOP_SIGNALS, signal.SIGUSR1):
-            # Nothing to do here, in the main thread, which may be stuck. A handler must be there all the same: without
-            # one the signal ends the process, and writes no byte for the watch.
+            # The handler does nothing, because the main thread that runs it may be stuck. But without a handler, the
+            # signal would end the process and write no byte for the watch.
             signal.signal(number, lambda *_: None)
         faulthandler.register(signal.SIGUSR1, all_threads=True, chain=True)
         signal.set_wakeup_fd(self._alarm.fileno(), warn_on_full_buffer=False)
-        os.register_at_fork(after_in_child=_deaf)  # a reward's worker process, say, is not a rank
+        os.register_at_fork(after_in_child=_deaf)  # a forked child, such as a reward's worker, is not a rank
         if not self._started:
             self.start()
 
     def ask(self) -> None:
-        """Stop the job at its next step's end, as a signal to all ranks would; only this rank has to be asked."""
+        """Stop the job at the end of its next step, like a signal to all ranks. Calling it on one rank is enough."""
         self.stop = REQUEST
         if self._spreads:
             self._bounded(lambda store: store.set("stop", str(int(REQUEST))))
 
     def close(self) -> None:
-        """Mark the job as done: what peers do from now on is not a failure."""
+        """Mark the job as done, so that peers that end from now on do not count as failed."""
         self._closed.set()
         self._bounded(lambda store: store.set(f"done/{self.rank}", "1"))
 
     def tell(self, error: str) -> tuple[str, bool]:
-        """Report this rank's error; returns the world's first one, and True if it is this one."""
+        """Report this rank's error. Returns the world's first error, and whether it is this one."""
         self._closed.set()
-        self._ending.acquire()  # of the main thread and the watch, the first one ends the process
+        self._ending.acquire()  # the first of the main thread and the watch to get here ends the process
 
         def ask(store: dist.Store) -> tuple[str, bool]:
             # add is atomic on the server, so exactly one rank is first
@@ -143,14 +143,14 @@ class Watch:
         return self._bounded(ask) or (error, True)
 
     def linger(self, gone: int = 0) -> None:
-        """Give the others time to read the first error, before rank 0 ends and the store with it.
+        """On rank 0, whose end ends the store: wait for the other ranks to read the first error.
 
-        `gone` of them are known to be dead.
+        gone: number of ranks that are known to be dead.
         """
         if self.rank != 0 or self._store is None:
             return
         readers = len(self.hosts) - 1 - gone + self._has_read  # rank 0 counts itself if it has read
-        deadline = time.monotonic() + 2.5 * self.interval  # each looks once per interval
+        deadline = time.monotonic() + 2.5 * self.interval  # each rank looks once per interval
         while time.monotonic() < deadline:
             have_read = self._bounded(lambda store: store.add("read", 0)) or 0
             if have_read >= readers:
@@ -158,12 +158,12 @@ class Watch:
             time.sleep(0.05)
 
     def explain(self) -> str | None:
-        """The cause of a failed collective: the first error of another rank, or the ranks that are lost.
+        """The cause of a failed collective: the first error of another rank, or the lost ranks.
 
-        None if all ranks live and none has failed: then one hangs, and all ranks print their stacks.
+        Returns None if all ranks are alive and none has failed. Then one of them hangs, and all print their stacks.
         """
-        # A rank that dies takes its connections with it at once, while its error takes a moment to be written, and its
-        # silence three intervals to be noticed, by a look that comes once an interval, at beats up to one old.
+        # The connections of a dying rank close at once, but its error takes a moment to be written, and its silence is
+        # noticed only after three intervals, plus one between looks and one for the age of its last heartbeat.
         deadline = time.monotonic() + max(PATIENCE_S, 5.5 * self.interval)
         while time.monotonic() < deadline:
             error = self._bounded(self._read_if_any)
@@ -174,16 +174,16 @@ class Watch:
                 return lost
             time.sleep(0.1)
         self._bounded(lambda store: store.add("stacks", 1))
-        time.sleep(1.5 * self.interval)  # every rank sees the request with its next beat
+        time.sleep(1.5 * self.interval)  # every rank sees the request with its next heartbeat
         return None
 
     def _read_if_any(self, store: dist.Store) -> str | None:
-        """The world's first error, None while there is none."""
+        """The world's first error; None if there is none yet."""
         return self._read(store) if store.check(["error"]) else None
 
     def _read(self, store: dist.Store) -> str:
-        """The world's first error; rank 0 waits until all ranks have read it."""
-        # `told` is counted before `error` is written: get waits for that moment
+        """The world's first error. Reading it is counted, because rank 0 waits until all ranks have done so."""
+        # `told` is incremented before `error` is written, and get waits in between
         error = store.get("error").decode()
         if not self._has_read:
             self._has_read = True
@@ -191,7 +191,7 @@ class Watch:
         return error
 
     def _bounded(self, ask: Callable[[dist.Store], T]) -> T | None:
-        """The result of `ask(store)`; None if the store does not answer within PATIENCE_S."""
+        """The result of `ask(store)`; None if the store does not answer within PATIENCE_S seconds."""
         store, answers = self._second, list[T]()
         if store is None:
             return None
@@ -200,8 +200,8 @@ class Watch:
             with contextlib.suppress(dist.DistError):  # its host is gone
                 answers.append(ask(store))
 
-        # The store's own timeout does not cover a host that vanished: its connection stays open, in silence. A thread
-        # that waits there can be left behind, as the process is about to end.
+        # The store's timeout does not cover a host that vanished, whose connection stays open but silent. A thread that
+        # waits for it can be abandoned, because the process is about to end.
         thread = threading.Thread(target=work, daemon=True)
         thread.start()
         thread.join(PATIENCE_S)
@@ -210,10 +210,10 @@ class Watch:
     # -- the watch's side --------------------------------------------------------------------------
 
     def _run(self) -> None:
-        poller = select.poll()  # select() knows no more than 1,024 open files, of which many ranks take more
+        poller = select.poll()  # select() supports only file descriptors below 1,024, and a large job has more
         poller.register(self._wakeup, select.POLLIN)
         while True:
-            # sleep until the next look at the others, or until a signal's byte comes
+            # sleep until the next look at the other ranks, or until a signal writes a byte
             for number in self._wakeup.recv(64) if poller.poll(1000 * self.interval) else b"":
                 self._hear(number)
             lost = self._lost(self.silence_s)
@@ -222,16 +222,16 @@ class Watch:
 
     def _beats(self, store: dist.Store) -> None:
         while not self._closed.is_set():
-            with contextlib.suppress(dist.DistError):  # `_lost` sees how long that goes on
+            with contextlib.suppress(dist.DistError):  # `_lost` measures how long this lasts
                 self._exchange(store)
             time.sleep(self.interval)
 
     def _exchange(self, store: dist.Store) -> None:
-        """Exchange signs of life; end with the world's first error; answer a request for stacks."""
+        """Exchange heartbeats, end the process on the world's first error, and answer a request for stacks."""
         self._beat += 1
         store.set(f"beat/{self.rank}", str(self._beat))
         beats = store.multi_get([f"beat/{rank}" for rank in range(len(self.hosts))])
-        # Beats carry no time, and are timed where they are read: clocks of nodes need not agree.
+        # Heartbeats contain no time and are timed by their reader, since the clocks of nodes may differ.
         self._contact = now = time.monotonic()
         for rank, beat in enumerate(beats):
             if beat != self._seen[rank][0]:
@@ -258,11 +258,11 @@ class Watch:
                     self._bounded(lambda store: store.set("stop", str(number)))
 
     def _end_if_alone(self) -> None:
-        """On SIGTERM, end now if a rank of this launcher has died: there is no step left to finish.
+        """On SIGTERM, end now if a rank of this launcher has died, since the current step cannot be finished then.
 
-        torchrun sends the same SIGTERM when the job is to stop in good order and when one of its ranks has failed. In
-        the first case all its ranks hear it and say so here, in the second the one that died does not; if it was
-        killed, it has left no error either.
+        torchrun sends the same SIGTERM to stop the job in good order and after one of its ranks has failed. In the
+        first case, all its ranks receive it and report that here. In the second case, the dead rank does not; if it was
+        killed, it has not left an error either.
         """
         missing = list(self.local_ranks)
         deadline = time.monotonic() + PATIENCE_S
@@ -274,7 +274,7 @@ class Watch:
             return error, silent
 
         while missing and time.monotonic() < deadline:
-            # no answer: the store went with rank 0, which keeps it
+            # without an answer, the store has ended together with rank 0, which runs it
             error, missing = self._bounded(look) or (None, [0])
             if error is not None:
                 self._leave(error)
@@ -284,40 +284,40 @@ class Watch:
             self.fail(error, gone=len(missing))
 
     def _lost(self, silence: float) -> str | None:
-        """The ranks without a sign of life for `silence` seconds, in words; None where all live."""
+        """Message about the ranks without a heartbeat for `silence` seconds; None if all ranks are alive."""
         now = time.monotonic()
         if self._store is None:
             return None
         if now - self._contact > silence:
             return f"lost {self._names([0])}, which keeps the store: no contact for {now - self._contact:.0f} s"
-        # as of the last look at the store: without contact there is no news of anybody
+        # measured at the last contact with the store, since there is no news of any rank after it
         silent = {rank: self._contact - since for rank, (_, since) in enumerate(self._seen)}
         longest = max(silent.values())
         if longest <= silence:
             return None
-        # Ranks that die together, as a node loses power, were last heard at different moments: once the first of them
-        # passes the limit, all that have missed three beats are named.
+        # Ranks that die together, for example when a node loses power, sent their last heartbeats at different times.
+        # When the first of them exceeds the limit, all that have missed three heartbeats are named.
         limit = min(silence, 3 * self.interval)
         gone = [rank for rank, seconds in silent.items() if seconds > limit]
         return f"lost {self._names(gone)}: no sign of life for {longest:.0f} s"
 
     def fail(self, error: str, gone: int = 0) -> NoReturn:
-        """Report an error that a thread beside the main one has found, and end this process."""
+        """Report an error detected outside the main thread, and end this process."""
         error, first = self.tell(error)
         if first:
             say(error)
         self._leave(error, gone)
 
     def _leave(self, error: str, gone: int = 0) -> NoReturn:
-        """End this process, quietly, with the world's first error as its report."""
-        # Where the main thread is ending the process already, this thread waits here until it does.
+        """End this process without a message, with the world's first error as its report."""
+        # if the main thread is already ending the process, this thread waits here until it has done so
         self._ending.acquire()
         self.linger(gone)
-        # end() leaves by os._exit: the main thread, stuck in a collective, would never see an exception
+        # end() uses os._exit, because the main thread, stuck in a collective, would never see an exception
         end(1 if self.stop is None else 128 + self.stop, error, None)
 
     def _names(self, ranks: Sequence[int]) -> str:
-        """`ranks 0, 1 on a, rank 3 on b`."""
+        """The ranks by machine, such as `ranks 0, 1 on a, rank 3 on b`."""
         on: dict[str, list[int]] = {}
         for rank in ranks:
             on.setdefault(self.hosts[rank], []).append(rank)
@@ -328,7 +328,7 @@ class Watch:
 
 
 def _deaf() -> None:
-    """Give signals their usual meaning again in a forked child, unheard by the rank's watch."""
+    """Restore the default handling of signals in a forked child, so that they do not reach the rank's watch."""
     signal.set_wakeup_fd(-1)
     faulthandler.unregister(signal.SIGUSR1)
     for number in (*STOP_SIGNALS, signal.SIGUSR1):

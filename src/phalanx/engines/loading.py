@@ -1,4 +1,4 @@
-"""Loading what was downloaded: files that are cut short, broken or of another model are told in one line."""
+"""Loading downloaded models: truncated or broken files and those of another model are reported in one line."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -7,8 +7,8 @@ from typing import Any
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 
-Turns = str | tuple[str, ...]  # a question, or a talk of questions and answers in turn that ends with a question
-# whatever classes raise that are built with settings which they do not expect
+Turns = str | tuple[str, ...]  # a question, or alternating questions and answers that end with a question
+# what classes raise when they are constructed with unexpected settings
 _MISFITS = (
     ArithmeticError,
     AttributeError,
@@ -25,29 +25,28 @@ _MISFITS = (
 
 @contextmanager
 def loading(what: str) -> Iterator[None]:
-    """Turns what the block cannot load into a ValueError of one line: `what`, a colon and the reason.
+    """Turn a failure to load in the block into a ValueError of one line: `what`, a colon and the reason.
 
-    `what` names the setting that gave the file: transformers says of a broken file what it stumbles over, not where.
+    `what` names the setting with the file's path, because transformers' errors about a broken file do not name it.
     """
     try:
         yield
     except Exception as error:
-        # tokenizers defines no class of errors: it raises Exception itself
+        # tokenizers has no exception class: it raises Exception itself
         if not isinstance(error, _MISFITS) and type(error) is not Exception:
             raise
         plain = type(error) in (Exception, OSError, ValueError) or isinstance(error, StrictDataclassError)
         named = [] if plain else [type(error).__name__]
         first, *more = [line.strip() for line in str(error).strip().splitlines()] or [""]
-        if first.endswith(":") and more:  # of a setting's type the second line says what is wrong
+        if first.endswith(":") and more:  # for a setting of the wrong type, the second line has the reason
             first = f"{first} {more[0]}"
         raise ValueError(": ".join([what, *named, *([first] if first else [])])) from error
 
 
 def check_weights(info: dict[str, Any], what: str) -> None:
-    """ValueError, beginning with `what`, where weights were not in the files or of another shape.
+    """Raise ValueError, beginning with `what`, if weights were missing from the files or had other shapes.
 
-    `info` is what from_pretrained gives for output_loading_info, with ignore_mismatched_sizes, whose shapes it holds:
-    transformers only logs them.
+    `info` is from_pretrained's output_loading_info with ignore_mismatched_sizes, since transformers only logs them.
     """
     missing, other = sorted(info["missing_keys"]), sorted(info["mismatched_keys"])
     if missing:
@@ -58,12 +57,12 @@ def check_weights(info: dict[str, Any], what: str) -> None:
 
 
 def special_tokens(tokenizer: Any) -> list[str]:
-    """Tokens that a tokenizer does not read as text, such as <|im_end|>."""
+    """The special tokens of a tokenizer, such as <|im_end|>."""
     return [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
 
 
 def as_talk(turns: Turns, shown: Sequence[dict[str, Any]], special: Sequence[str]) -> list[dict[str, Any]]:
-    """The messages of a question about images, whose parts are `shown`, in front of all; see `as_text`."""
+    """The messages of a question; the images, message parts `shown`, precede its text. See `as_text`."""
     talk = []
     for i, turn in enumerate((turns,) if isinstance(turns, str) else turns):
         content = [*(shown if i == 0 else ()), {"type": "text", "text": as_text(turn, special)}]
@@ -72,7 +71,7 @@ def as_talk(turns: Turns, shown: Sequence[dict[str, Any]], special: Sequence[str
 
 
 def as_text(question: str, special: Sequence[str]) -> str:
-    """A question in which no special token is left: a completion that holds one would end it, and answer itself."""
+    """Break up the special tokens in a question: a completion with one could end the question and answer it itself."""
     for token in special:
         question = question.replace(token, f"{token[:1]} {token[1:]}")
     return question

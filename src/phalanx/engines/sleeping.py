@@ -1,4 +1,4 @@
-"""A frozen model that is on the device only while it is needed."""
+"""A frozen model that occupies the device only while it is needed."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,21 +8,21 @@ from torch import nn
 
 
 class Sleeping:
-    """The weights stay in main memory all the time, and the device has a copy of them while the model is awake.
+    """Keeps the weights in main memory, and a copy of them on the device while the model is awake.
 
-    Nothing is copied back, since frozen weights do not change; buffers, which are small, may.
+    Frozen weights do not change and are not copied back; buffers, which are small and may change, are.
     """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
-        """`model` is frozen and on the CPU; where `device` is a GPU, its weights move to pinned memory."""
+        """`model` must be frozen and on the CPU; if `device` is a GPU, its weights move to pinned memory."""
         self._device, self._modules = device, list(model.modules())
         pin = device.type == "cuda"
-        places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}  # tied weights have several
+        places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}  # tied weights have several places
         for module in self._modules:
             for name, weight in module.named_parameters(recurse=False):
                 places.setdefault(weight, []).append((module, name))
         self._weights: list[tuple[nn.Parameter, list[tuple[nn.Module, str]]]] = []
-        while places:  # one by one, so that they are not all in memory twice
+        while places:  # one by one, so that only one weight is in memory twice at a time
             weight, slots = places.popitem()
             weight = nn.Parameter(torch.empty_like(weight, pin_memory=pin).copy_(weight), requires_grad=False)
             self._weights.append((weight, slots))
@@ -30,7 +30,7 @@ class Sleeping:
 
     @contextmanager
     def awake(self) -> Iterator[None]:
-        """For the time of the block the model is on the device."""
+        """Keep the model on the device for the duration of the block."""
         try:
             for weight, slots in self._weights:
                 _put(nn.Parameter(weight.to(self._device, non_blocking=True), requires_grad=False), slots)

@@ -1,4 +1,4 @@
-"""The reward model in plain transformers, with torch only: for models that vLLM lacks, and where there is no vLLM."""
+"""The reward model in transformers, for models that vLLM does not support and for machines without vLLM."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -20,23 +20,24 @@ Question = tuple[tuple[int, ...], Turns]
 
 
 class TransformersEngine:
-    """One rank of a replica. All ranks of the replica answer the same questions in the same order, each with its part
-    of the weights; the first one chooses the tokens, so that all take the same steps.
+    """One rank of a replica. All ranks of the replica answer the same questions in the same order, each with its shard
+    of the weights; the first rank chooses the tokens, so that all ranks take the same steps.
     """
 
     def __init__(
         self, cfg: RewardModelConfig, mesh: DeviceMesh | None, *, text: bool = False, images: bool = True
     ) -> None:
-        """Load the model; `mesh` holds the ranks of the replica, None: only this one. `text`: questions hold texts of
-        a policy, whose special tokens are broken up. `images`: it is a vision-language model, else a language model.
-        ValueError for a model that cannot be loaded, or not be divided among the ranks.
+        """Load the model; ValueError if it cannot be loaded, or cannot be sharded over the ranks.
+
+        `mesh`: the ranks of the replica; None: only this one. `text`: questions contain texts of a policy, whose
+        special tokens are broken up. `images`: the model is a vision-language model, otherwise a language model.
         """
         assert cfg.path is not None
         self._cfg, self._group = cfg, None if mesh is None else mesh.get_group()
         cuda = torch.cuda.is_available()
         self._device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         with _randomness_kept():
-            # of a language model the tokenizer is all of it
+            # a language model has only a tokenizer
             self._processor = (load_processor if images else load_tokenizer)(cfg.path, cfg.revision)
             self._tokenizer = self._processor.tokenizer if images else self._processor
             self._model = _load_model(cfg.path, cfg.dtype, cfg.revision, text=not images)
@@ -51,7 +52,7 @@ class TransformersEngine:
         self._sleeping = Sleeping(self._model, self._device) if sleeps else None
 
     def _set_tokens(self, path: str) -> None:
-        """Which tokens end an answer and fill a batch; of the model's settings of generation no others are used."""
+        """Set the end and padding tokens, and drop all other settings of the model's generation config."""
         from transformers import GenerationConfig
 
         tokenizer, known = self._tokenizer, self._model.generation_config.eos_token_id
@@ -63,12 +64,12 @@ class TransformersEngine:
         self._model.generation_config = GenerationConfig(eos_token_id=sorted(ends), pad_token_id=pad)
 
     def awake(self) -> AbstractContextManager[None]:
-        """For the time of the block the weights are on the device."""
+        """Keep the weights on the device for the duration of the block."""
         return nullcontext() if self._sleeping is None else self._sleeping.awake()
 
     @torch.no_grad()
     def answer(self, files: Sequence[bytes], questions: Sequence[Question]) -> list[str]:
-        """Files of images and questions, each with the images of its numbers -> the answers.
+        """Answer questions about images; each question has the indices of its images in `files`.
 
         ValueError for a question that leaves no room for an answer within reward.model.max_model_len, and for an image
         that cannot be read.
@@ -76,43 +77,43 @@ class TransformersEngine:
         answers = [""] * len(questions)
         size = self._cfg.micro_batch_size
         with _randomness_kept():
-            # processors want images with all texts of a batch, or with none
-            for shows in (True, False):
-                numbered = [i for i, (numbers, _) in enumerate(questions) if bool(numbers) == shows]
-                # neighbours ask much the same: their lengths differ little, of questions, and mostly of answers
-                order = sorted(numbered, key=lambda i: len("".join(questions[i][1])))
+            # processors take a batch in which either all texts have images or none has
+            for with_images in (True, False):
+                rows = [i for i, (numbers, _) in enumerate(questions) if bool(numbers) == with_images]
+                # questions of similar length are often similar, and so are the lengths of their answers
+                order = sorted(rows, key=lambda i: len("".join(questions[i][1])))
                 for first in range(0, len(order), size):
                     batch = order[first : first + size]
                     pictures: dict[int, Any] = {}
-                    asked = []
+                    illustrated = []
                     for i in batch:
                         numbers, question = questions[i]
-                        # judges may ask several questions about an image, which is made a picture once
+                        # judges may ask several questions about an image, which is decoded only once
                         for number in numbers:
                             if number not in pictures:
                                 pictures[number] = decoded(files[number], "an image for the reward model")
-                        asked.append(([pictures[number] for number in numbers], question))
-                    for i, text in zip(batch, self._answer(asked), strict=True):
+                        illustrated.append(([pictures[number] for number in numbers], question))
+                    for i, text in zip(batch, self._answer(illustrated), strict=True):
                         answers[i] = text
         return answers
 
     def _answer(self, batch: list[tuple[list[Any], Turns]]) -> list[str]:
-        """A batch of questions, each with pictures or none with any -> the answers."""
-        cfg, asked = self._cfg, self._tokens(batch)
-        lengths: list[int] = asked["attention_mask"].sum(1).tolist()
+        """Answer a batch of questions, all or none of which have pictures."""
+        cfg, inputs = self._cfg, self._tokens(batch)
+        lengths: list[int] = inputs["attention_mask"].sum(1).tolist()
         if max(lengths) >= self._limit:
             its, smaller = (" with its image", "or images smaller") if batch[0][0] else ("", "shorter")
             raise ValueError(
                 f"reward.model.max_model_len: a question{its} has {max(lengths)} tokens, and {self._limit} "
                 f"are allowed with the answer; raise it, or make questions {smaller}"
             )
-        begin = asked["input_ids"].shape[1]
-        # it runs until the shortest question is at the limit; answers to longer ones are cut to theirs below
+        begin = inputs["input_ids"].shape[1]
+        # generation stops when the shortest question reaches the limit; answers to longer ones are truncated below
         tokens = self._model.generate(
-            **asked,
+            **inputs,
             max_new_tokens=min(cfg.max_tokens, self._limit - min(lengths)),
             do_sample=False,
-            logits_processor=[Choice(cfg.temperature, cfg.seed, begin, self._group)],  # which samples, if it is to
+            logits_processor=[Choice(cfg.temperature, cfg.seed, begin, self._group)],  # samples at temperatures above 0
             synced_gpus=False,
         )[:, begin:].tolist()
         answers = []
@@ -121,14 +122,14 @@ class TransformersEngine:
         return answers
 
     def _tokens(self, batch: list[tuple[list[Any], Turns]]) -> Any:
-        """The model's inputs: `input_ids` and `attention_mask` [B, S], padded on the left, and pixels."""
+        """The model's inputs: `input_ids` and `attention_mask` [B, S], left-padded, and pixels."""
         if not self._reads_images:
             talks = []
             for _, question in batch:
                 talk = as_talk(question, (), self._special)
                 talks.append([message | {"content": message["content"][0]["text"]} for message in talk])
-            form = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt", "padding": True}
-            return self._tokenizer.apply_chat_template(talks, **form).to(self._device)
+            options = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt", "padding": True}
+            return self._tokenizer.apply_chat_template(talks, **options).to(self._device)
         texts = []
         for pictures, question in batch:
             talk = as_talk(question, [{"type": "image"} for _ in pictures], self._special)
@@ -139,23 +140,23 @@ class TransformersEngine:
             images=[pictures for pictures, _ in batch] if batch[0][0] else None,
             padding=True,
             return_tensors="pt",
-            add_special_tokens=not (first and texts[0].startswith(first)),  # templates may bring them
+            add_special_tokens=not (first and texts[0].startswith(first)),  # the chat template may have added them
         ).to(self._device, dtype=self._model.dtype)
 
 
 class Choice:
-    """The next token of each answer, as a processor of logits that leaves no other token possible.
+    """A logits processor that chooses the next token of each answer, and makes all other tokens impossible.
 
-    Each answer is sampled with the same stream of random numbers (Gumbel noise, one draw [vocabulary] a token), so that
-    it depends neither on its neighbours in the batch nor on the ranks.
+    Every answer is sampled with the same random numbers (Gumbel noise [vocabulary] per token), so it depends neither on
+    the other answers in the batch nor on the ranks.
     """
 
     def __init__(self, temperature: float, seed: int, begin: int, group: dist.ProcessGroup | None) -> None:
-        """`begin`: tokens before the answers; `group`: the ranks that make the same choice, that of the first."""
+        """`begin`: number of tokens before the answers; `group`: the ranks that follow the choice of its first rank."""
         self._temperature, self._seed, self._begin, self._group = temperature, seed, begin, group
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Tokens so far [B, S] and logits [B, V] -> 0 for the chosen token and -inf for all others [B, V]."""
+        """Logits [B, V] after the tokens [B, S] -> 0 for the chosen token and -inf for all others [B, V]."""
         if self._temperature > 0:
             stream = torch.Generator().manual_seed(fold_in(self._seed, input_ids.shape[1] - self._begin))
             noise = torch.empty(scores.shape[1], dtype=torch.float32).exponential_(generator=stream).log().neg()
@@ -167,9 +168,7 @@ class Choice:
 
 
 def load_processor(path: str, revision: str | None = None, key: str = "reward.model.path") -> Any:
-    """The processor, for texts and images, of the model that `key` names; ValueError where there is none that can be
-    used.
-    """
+    """The processor for texts and images of the model at `path`, the value of `key`; ValueError if it has none."""
     from transformers import AutoConfig, AutoProcessor, ProcessorMixin
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
@@ -178,21 +177,21 @@ def load_processor(path: str, revision: str | None = None, key: str = "reward.mo
         try:
             processor = AutoProcessor.from_pretrained(path, **at)
         except ImportError:
-            # many have a part for videos, which needs torchvision; their images do without
+            # many processors include one for videos, which needs torchvision; images do not need it
             whole = PROCESSOR_MAPPING[type(AutoConfig.from_pretrained(path, **at))]
 
-            def parts(cls: Any) -> list[str]:
-                return [part for part in whole.get_attributes() if part != "video_processor"]
+            def attributes(cls: Any) -> list[str]:
+                return [name for name in whole.get_attributes() if name != "video_processor"]
 
-            still: Any = type(whole.__name__, (whole,), {"get_attributes": classmethod(parts)})
-            processor = still.from_pretrained(path, **at)
+            without_videos: Any = type(whole.__name__, (whole,), {"get_attributes": classmethod(attributes)})
+            processor = without_videos.from_pretrained(path, **at)
     if not isinstance(processor, ProcessorMixin) or processor.chat_template is None:
         raise ValueError(f"{key}: {path!r} has no chat template for images, so that it cannot be asked")
     return processor
 
 
 def load_tokenizer(path: str, revision: str | None = None) -> Any:
-    """The tokenizer of a language model; ValueError where there is none that can be used."""
+    """The tokenizer of a language model; ValueError if it does not load or has no chat template."""
     from transformers import AutoTokenizer
 
     at = {} if revision is None else {"revision": revision}
@@ -204,7 +203,7 @@ def load_tokenizer(path: str, revision: str | None = None) -> Any:
 
 
 def reads_images(path: str, revision: str | None) -> bool:
-    """Whether the reward model is a vision-language one; ValueError where it has no settings."""
+    """Whether the reward model is a vision-language model; ValueError if its configuration does not load."""
     from transformers import PreTrainedConfig
 
     with loading(f"reward.model.path: {path!r} does not load"):
@@ -213,27 +212,27 @@ def reads_images(path: str, revision: str | None) -> bool:
 
 
 def _load_model(path: str, dtype: str, revision: str | None = None, *, text: bool = False) -> Any:
-    """The whole model on the CPU, frozen."""
+    """Load the whole model on the CPU, frozen."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     kind = AutoModelForCausalLM if text else AutoModelForImageTextToText
-    told: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True}
+    options: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True}
     if revision is not None:
-        told["revision"] = revision
+        options["revision"] = revision
     with loading(f"reward.model.path: {path!r} does not load"):
-        model, info = kind.from_pretrained(path, dtype=getattr(torch, dtype), use_safetensors=True, **told)
+        model, info = kind.from_pretrained(path, dtype=getattr(torch, dtype), use_safetensors=True, **options)
     check_weights(info, f"reward.model.path: {path!r} is not a whole model")
     return model.requires_grad_(False).eval()
 
 
 def tensor_parallel_plan(model: Any, tp: int) -> Mapping[str, str]:
-    """The plan by which transformers divides `model`; Llama's, where it has none and the model is built alike."""
+    """transformers' tensor parallel plan of `model`, or Llama's if it has none and has the same matrices."""
     from transformers import LlamaConfig
 
     plan = dict(model.tp_plan)
     decoder = model.get_decoder()
     prefix = next(name for name, module in model.named_modules() if module is decoder)
-    # models of a language model and a vision tower often have no plan of their own, though their layers are Llama's
+    # vision-language models often have no plan, although the layers of their language model are Llama's
     if not any(name.startswith(f"{prefix}.layers.") for name in plan):
         like = LlamaConfig.base_model_tp_plan
         matrices = set()
@@ -248,19 +247,19 @@ def tensor_parallel_plan(model: Any, tp: int) -> Mapping[str, str]:
         plan |= {f"{prefix}.{name}": style for name, style in like.items()}
     head: nn.Module | None = model.get_output_embeddings()
     if head is not None and head.weight is model.get_input_embeddings().weight:
-        # the matrix is there as a whole for the first layer: nothing is saved by dividing it for the last
+        # the tied matrix is kept whole for the embedding, so sharding it for the head would save nothing
         plan.pop(next(name for name, module in model.named_modules() if module is head), None)
     return plan
 
 
 def _randomness_kept() -> AbstractContextManager[None]:
-    """The block leaves torch's random states as they are."""
+    """Restore torch's random states after the block."""
     return torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_available() else [])
 
 
 def image_tokens(processor: Any, images: Sequence[Picture]) -> list[int]:
-    """The number of tokens that a processor makes of each image, by the heads of their files. Raises ValueError, in one
-    line, for an image that cannot be read, or of a shape that the processor refuses.
+    """The number of tokens of each image, from the headers of the files. Raises ValueError, in one line, for an image
+    that cannot be read, or whose size the processor rejects.
     """
     counts = []
     for image in images:

@@ -1,4 +1,4 @@
-"""The reward model in vLLM, inside the rank's own process: no server, no worker processes."""
+"""The reward model in vLLM, in the rank's own process: no server and no worker processes."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,12 +13,12 @@ from phalanx.distributed.vllm_groups import VllmGroups
 from phalanx.engines.loading import Turns, as_talk, special_tokens
 from phalanx.media.pictures import decoded
 
-CPU_KV_CACHE = 2**30  # bytes; on GPUs it is what gpu_memory_utilization leaves
+CPU_KV_CACHE = 2**30  # bytes; on GPUs the size follows from gpu_memory_utilization
 
 
 class VllmEngine:
-    """One rank of a replica. All ranks of the replica answer the same questions in the same order, each with its part
-    of the weights; vLLM schedules alike on all of them.
+    """One rank of a replica. All ranks of the replica answer the same questions in the same order, each with its shard
+    of the weights; vLLM's schedule is the same on all of them.
     """
 
     def __init__(
@@ -32,10 +32,10 @@ class VllmEngine:
         images: bool = True,
         pairs: bool = False,
     ) -> None:
-        """Load the model; see TransformersEngine for `text` and `images`. ValueError where vLLM refuses it."""
+        """Load the model; see TransformersEngine for `text` and `images`. ValueError if vLLM rejects it."""
         assert cfg.path is not None
         self._groups, self._of_text = groups, text
-        # about a text, or two samples, it may be shown any number of images
+        # questions about a text or about two samples may have any number of images
         self._limits = {"video": 0, "audio": 0} if text or pairs else {"image": 1, "video": 0}
         cuda = torch.cuda.is_available()
         self._sleeps = cfg.sleep and cuda
@@ -45,8 +45,8 @@ class VllmEngine:
             try:
                 self._load(cfg, groups, rank, local_rank, cuda, images)
             except (OSError, SafetensorError, ValueError, VLLMError) as error:
-                reason = " ".join(str(error).split())  # pydantic's have several lines
-                raise ValueError(f"reward.model: vLLM does not take {cfg.path!r} as it is set: {reason}") from error
+                reason = " ".join(str(error).split())  # pydantic's messages have several lines
+                raise ValueError(f"reward.model: vLLM rejects {cfg.path!r} as configured: {reason}") from error
 
     def _load(
         self, cfg: RewardModelConfig, groups: VllmGroups, rank: int, local_rank: int, cuda: bool, images: bool
@@ -66,9 +66,9 @@ class VllmEngine:
             gpu_memory_utilization=cfg.gpu_memory_utilization,
             kv_cache_memory_bytes=None if cuda else CPU_KV_CACHE,
             enable_sleep_mode=self._sleeps,
-            async_scheduling=False,  # so that the ranks of a replica surely take the same steps
-            enforce_eager=True,  # answers are short: compiling and recording graphs would take longer
-            enable_prefix_caching=False,  # an answer must not depend on what was asked before
+            async_scheduling=False,  # guarantees that all ranks of a replica take the same steps
+            enforce_eager=True,  # answers are short, so compiling and capturing graphs would take longer
+            enable_prefix_caching=False,  # an answer must not depend on earlier questions
             use_tqdm_on_load=False,
             **({"limit_mm_per_prompt": self._limits, "mm_processor_cache_gb": 0} if images else {}),
         )
@@ -77,11 +77,11 @@ class VllmEngine:
 
     @contextmanager
     def awake(self) -> Iterator[None]:
-        """For the time of the block weights and cache are on the GPU."""
+        """Keep weights and KV cache on the GPU for the duration of the block."""
         if not self._sleeps:
             yield
             return
-        torch.cuda.empty_cache()  # vLLM takes its memory from the device, not from torch's cache
+        torch.cuda.empty_cache()  # vLLM allocates from the device, not from torch's cache
         with self._groups.active():
             self._llm.wake_up()
         yield
@@ -89,13 +89,13 @@ class VllmEngine:
             self._llm.sleep(level=1)
 
     def answer(self, files: Sequence[bytes], questions: Sequence[tuple[tuple[int, ...], Turns]]) -> list[str]:
-        """Files of images and questions, each with the images of its numbers -> the answers.
+        """Answer questions about images; each question has the indices of its images in `files`.
 
         ValueError for an image that cannot be read.
         """
         from vllm.exceptions import VLLMError
 
-        # judges may ask several questions about an image, which is made a picture once
+        # judges may ask several questions about an image, which is decoded only once
         pictures: dict[int, Any] = {}
         special = special_tokens(self._llm.get_tokenizer()) if self._of_text else []
         talks = []
@@ -115,7 +115,7 @@ class VllmEngine:
 
 
 def executor(groups: VllmGroups, rank: int, local_rank: int) -> type:
-    """An executor for ranks that the launcher has started: one worker, here, that is this rank of our world."""
+    """An executor for ranks that the launcher has started: its only worker is this process, a rank of our world."""
     from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
     class InRank(UniProcExecutor):
@@ -123,7 +123,7 @@ def executor(groups: VllmGroups, rank: int, local_rank: int) -> type:
             return "env://", rank, local_rank
 
         def determine_available_memory(self) -> list[int]:
-            """Bytes for the KV cache: those of the rank of the replica that has the fewest."""
+            """Bytes for the KV cache: the minimum over the ranks of the replica."""
             free = torch.tensor(super().determine_available_memory(), dtype=torch.int64)
             dist.all_reduce(free, dist.ReduceOp.MIN, group=groups.cpu_group)
             return free.tolist()

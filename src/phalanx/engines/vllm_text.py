@@ -1,4 +1,4 @@
-"""A language model in vLLM, inside the rank's own process, on a copy of the weights that each rollout renews."""
+"""A language model in vLLM, in the rank's own process, with a copy of the policy's weights that rollouts refresh."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -18,8 +18,8 @@ from phalanx.types import JobError
 
 @dataclass(frozen=True)
 class Sampling:
-    """Settings of a call: at most `limit` tokens, fewer where one of `ends` is drawn or one of the texts `stop` is
-    complete; temperature 0 is greedy. Tokens of `never` are not drawn.
+    """Settings of a call: a response has at most `limit` tokens and ends with a token of `ends` or once it contains a
+    text of `stop`. temperature 0 is greedy. Tokens of `never` are not drawn.
     """
 
     limit: int
@@ -32,8 +32,8 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Shown:
-    """The images of a prompt, and its tokens with one placeholder for each, of which vLLM makes as many as the image
-    has tokens. `place` names the prompt in messages.
+    """The images of a prompt, and its tokens with one placeholder per image, which vLLM expands to the tokens of the
+    image. `place` names the prompt in error messages.
     """
 
     short: list[int]
@@ -43,8 +43,8 @@ class Shown:
 
 @dataclass(frozen=True)
 class TextEngineConfig:
-    """Settings of an engine: `longest` tokens of a prompt with its response, `together` responses at once. With
-    `images` prompts may have some, at most `limit_images`, which the model's processor reads with these keywords.
+    """Settings of an engine: at most `longest` tokens per prompt and response, and `together` responses at once.
+    `images`: keyword arguments of the image processor, if prompts may have images, at most `limit_images` each.
     """
 
     path: str
@@ -60,10 +60,10 @@ class TextEngineConfig:
 
 
 class TextEngine:
-    """One rank of a replica. All ranks of the replica make the same calls, each with its part of the weights."""
+    """One rank of a replica. All ranks of the replica make the same calls, each with its shard of the weights."""
 
     def __init__(self, config: TextEngineConfig, groups: VllmGroups, rank: int, local_rank: int) -> None:
-        """Build it, without images with weights of no meaning; ValueError where vLLM refuses the model."""
+        """Build the engine, with dummy weights unless prompts have images. ValueError if vLLM rejects the model."""
         self._groups, self._dtype = groups, getattr(torch, config.dtype)
         cuda = torch.cuda.is_available()
         self._sleeps, self._images = config.sleep and cuda, config.images is not None
@@ -80,38 +80,38 @@ class TextEngine:
                     config.path,
                     revision=config.revision,
                     tokenizer_revision=config.revision,
-                    # `refresh` brings the weights, but not what vLLM itself makes of a processor's settings
+                    # `refresh` sets the weights, but does not restore what vLLM derives from a processor's settings
                     load_format="dummy" if config.images is None else "auto",
                     tensor_parallel_size=config.tensor_parallel_size,
                     distributed_executor_backend=executor(groups, rank, local_rank),
                     dtype=config.dtype,
                     max_model_len=config.longest,
                     max_num_seqs=config.together,
-                    # prompts that are read at once; a GPU needs more of them than a CPU to be busy
+                    # tokens of prompts that are read at once; a GPU needs more than a CPU to be fully used
                     max_num_batched_tokens=max(8192 if cuda else 2048, config.longest),
                     seed=0,
                     gpu_memory_utilization=config.gpu_memory_utilization,
                     kv_cache_memory_bytes=None if cuda else CPU_KV_CACHE,
                     enable_sleep_mode=self._sleeps,
-                    async_scheduling=False,  # so that the ranks of a replica surely take the same steps
-                    enable_chunked_prefill=cuda,  # on a CPU a seeded request that is cut in two crashes
+                    async_scheduling=False,  # guarantees that all ranks of a replica take the same steps
+                    enable_chunked_prefill=cuda,  # on a CPU, vLLM crashes on a seeded request that is split
                     enforce_eager=not cuda,
                     enable_prefix_caching=True,
                     use_tqdm_on_load=False,
-                    logprobs_mode="processed_logprobs",  # of the distribution that is sampled, temperature included
-                    **_reads_images(config.images, config.limit_images),
+                    logprobs_mode="processed_logprobs",  # of the sampled distribution, including temperature
+                    **_image_options(config.images, config.limit_images),
                 )
             except (OSError, ValueError, VLLMError) as error:
-                reason = " ".join(str(error).split())  # pydantic's have several lines
-                raise ValueError(f"rollout.engine: vLLM does not take {config.path!r} as set: {reason}") from error
+                reason = " ".join(str(error).split())  # pydantic's messages have several lines
+                raise ValueError(f"rollout.engine: vLLM rejects {config.path!r} as configured: {reason}") from error
             if self._sleeps:
-                self._llm.sleep(level=2)  # without weights: each rollout brings them
+                self._llm.sleep(level=2)  # discards the weights: each rollout brings them
 
     @contextmanager
     def awake(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[None]:
-        """For the time of the block the engine has these weights, which all ranks draw together, and a cache."""
+        """Give the engine these weights and a KV cache for the duration of the block. Iterating them is collective."""
         if self._sleeps:
-            torch.cuda.empty_cache()  # vLLM takes its memory from the device, not from torch's cache
+            torch.cuda.empty_cache()  # vLLM allocates from the device, not from torch's cache
             with self._groups.active():
                 self._llm.wake_up(tags=["weights"])
         self.refresh(weights)
@@ -124,34 +124,34 @@ class TextEngine:
                 self._llm.sleep(level=2)
 
     def refresh(self, weights: Iterator[tuple[str, Tensor]]) -> None:
-        """Take over (name, tensor) pairs, and forget what the old weights computed."""
+        """Load (name, tensor) pairs, and drop everything computed with the old weights."""
         cast = ((name, tensor.to(self._dtype)) for name, tensor in weights)
         with self._groups.active(), torch.no_grad():
             # without an iterator vLLM would read the folder's files again
             self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": cast})
-            for _ in cast:  # what vLLM has no use for, such as a tied head
+            for _ in cast:  # consume what vLLM leaves, such as a tied head: producing the weights is collective
                 pass
             self.forget()
 
     def forget(self) -> None:
-        """Drop cached keys and values, which are those of other weights."""
+        """Drop cached keys and values, which were computed with other weights."""
         with self._groups.active():
             done = self._llm.reset_prefix_cache()
-            if self._images:  # features of images, by the images
+            if self._images:  # cached features of images
                 self._llm.llm_engine.reset_encoder_cache()
         assert done, "requests are running"
 
     def generate(
         self, prompts: list[list[int]], seeds: list[int], sampling: Sampling, shown: Sequence[Shown | None] = ()
     ) -> tuple[list[list[int]], list[list[float]]]:
-        """A response to each prompt, a function of it and its seed, and the log-probabilities of its tokens. Prompts
-        with images are `shown`; JobError where vLLM does not read one as its tokens are.
+        """A response to each prompt, a function of the prompt and its seed, and the log-probabilities of its tokens.
+
+        `shown`: the images of each prompt. JobError if vLLM's tokens of a prompt with images differ from `prompts`.
         """
         settings = [_settings(sampling, seed) for seed in seeds]
         images = shown or [None] * len(prompts)
-        asked = _asked(prompts, images)
         with self._groups.active(), torch.no_grad():
-            requests = self._llm.generate(asked, settings, use_tqdm=False)
+            requests = self._llm.generate(_inputs(prompts, images), settings, use_tqdm=False)
         for request, prompt, image in zip(requests, prompts, images, strict=True):
             if image is not None and request.prompt_token_ids != prompt:
                 raise JobError(
@@ -167,68 +167,70 @@ class TextEngine:
 
     @contextmanager
     def requests(self) -> Iterator["Requests"]:
-        """For the time of the block, the engine answers requests that come one by one."""
+        """Let the engine answer requests one by one for the duration of the block."""
         with self._groups.active(), torch.no_grad():
             yield Requests(self._llm.llm_engine, self._groups)
 
 
 class Requests:
-    """Requests to an engine, step by step. All ranks of the replica add the same ones in one order before each step."""
+    """Requests to an engine, step by step. All ranks of a replica add the same ones in the same order before a step."""
 
     def __init__(self, engine: Any, groups: VllmGroups) -> None:
         self._engine = engine
         self.gather, self.rank, self.ranks = groups.gather, groups.cpu_group.rank(), groups.cpu_group.size()
-        self._keys: dict[str, tuple[int, int]] = {}  # those that are not answered
+        self._keys: dict[str, tuple[int, int]] = {}  # of unanswered requests, by vLLM's names for them
 
     @property
     def running(self) -> bool:
-        """Whether any request is not answered yet; the same on all ranks of the replica."""
+        """Whether any request is unanswered; the same on all ranks of the replica."""
         return bool(self._keys)
 
     def add(self, key: tuple[int, int], prompt: list[int], seed: int, sampling: Sampling) -> None:
-        """Ask for a response, a function of these; `step` names it by its key, which has no other request now."""
+        """Request a response, a function of prompt, seed and settings; `key` must have no other unanswered request."""
         from vllm.sampling_params import RequestOutputKind
 
         name = f"{key[0]}:{key[1]}"
-        settings = _settings(sampling, seed, output_kind=RequestOutputKind.FINAL_ONLY)  # not each token by itself
+        settings = _settings(sampling, seed, output_kind=RequestOutputKind.FINAL_ONLY)  # not token by token
         self._keys[name] = key
         self._engine.add_request(name, {"prompt_token_ids": prompt}, settings)
 
     def step(self) -> list[tuple[tuple[int, int], list[int], list[float]]]:
-        """A token more for those that run: keys, responses and log-probabilities of those that end with it."""
+        """Draw one more token of each running request; returns (key, response, log-probabilities) of those that end."""
         ended = []
         for request in self._engine.step():
             ended.append((self._keys.pop(request.request_id), *_response(request)))
         return ended
 
 
-def _reads_images(processor: dict[str, Any] | None, limit: int | None) -> dict[str, Any]:
-    """Arguments of an engine whose prompts have images, but neither videos nor sounds."""
+def _image_options(processor: dict[str, Any] | None, limit: int | None) -> dict[str, Any]:
+    """Arguments of an engine whose prompts have images, but neither videos nor audio."""
     if processor is None:
         return {}
-    # the samples of a prompt follow one another: what the processor makes of its images is kept so long
-    beside = {"mm_processor_cache_gb": 1, "mm_processor_kwargs": processor or None}
     images = {} if limit is None else {"image": limit}
-    return beside | {"limit_mm_per_prompt": {"video": 0, "audio": 0, **images}}
+    return {
+        "mm_processor_cache_gb": 1,  # the processed images stay cached for the samples of a prompt, which are adjacent
+        "mm_processor_kwargs": processor or None,
+        "limit_mm_per_prompt": {"video": 0, "audio": 0, **images},
+    }
 
 
-def _asked(prompts: list[list[int]], shown: Sequence[Shown | None]) -> list[dict[str, Any]]:
+def _inputs(prompts: list[list[int]], shown: Sequence[Shown | None]) -> list[dict[str, Any]]:
     """The prompts as vLLM takes them; samples of one prompt share its images."""
     pictures: dict[int, list[Any]] = {}
-    asked: list[dict[str, Any]] = []
+    inputs: list[dict[str, Any]] = []
     for prompt, images in zip(prompts, shown, strict=True):
         if images is None:
-            asked.append({"prompt_token_ids": prompt})
+            inputs.append({"prompt_token_ids": prompt})
             continue
         if id(images) not in pictures:
             pictures[id(images)] = [picture.pil() for picture in images.pictures]
         data = {"image": pictures[id(images)]}
-        asked.append({"prompt_token_ids": images.short, "multi_modal_data": data})
-    return asked
+        inputs.append({"prompt_token_ids": images.short, "multi_modal_data": data})
+    return inputs
 
 
-def _settings(sampling: Sampling, seed: int, **beside: Any) -> Any:
-    """Those of a request."""
+def _settings(sampling: Sampling, seed: int, **options: Any) -> Any:
+    """vLLM's settings of a request."""
     from vllm import SamplingParams
 
     return SamplingParams(
@@ -243,19 +245,19 @@ def _settings(sampling: Sampling, seed: int, **beside: Any) -> Any:
         include_stop_str_in_output=True,
         detokenize=bool(sampling.stop),
         logit_bias=dict.fromkeys(sampling.never, -math.inf) or None,
-        **beside,
+        **options,
     )
 
 
 def _response(request: Any) -> tuple[list[int], list[float]]:
-    """The tokens of a response, and their log-probabilities."""
+    """The tokens of a response and their log-probabilities."""
     sample = request.outputs[0]
     scored = zip(sample.logprobs, sample.token_ids, strict=True)
     return list(sample.token_ids), [entry[token].logprob for entry, token in scored]
 
 
 def _keep_linears_plain() -> None:
-    """On a CPU vLLM packs the weights of linear layers, and a packed copy would not follow new weights."""
+    """Stop vLLM from packing the weights of linear layers on CPUs: a packed copy would not follow new weights."""
     from torch.nn.functional import linear
     from vllm.model_executor.layers import utils
 

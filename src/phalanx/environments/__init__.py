@@ -1,7 +1,8 @@
 """Environments and tools that a language model talks to, inside each rank: see docs/environments.md.
 
-`base` has what they give back, `registry` reads the configuration, `tools` makes functions and methods callable by a
-model, `pool` runs them, a `conversation` is that of one sample, and a `harness` runs a loop of the user's own.
+`base` defines the answers of environments, `registry` reads the configuration, `tools` makes functions and methods
+callable by a model, `pool` runs them, `conversation` conducts the conversation of one sample, and `harness` runs a
+user's own loop.
 """
 
 from phalanx.environments.base import EnvironmentFailure, Message, Turn

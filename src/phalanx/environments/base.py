@@ -5,16 +5,16 @@ from typing import Any
 
 from phalanx.types import JobError
 
-Message = dict[str, Any]  # of a chat: role, content and, of the model, tool_calls
+Message = dict[str, Any]  # of a chat: role, content and, if it is the model's, tool_calls
 
 
 class EnvironmentFailure(JobError):
-    """Code of an environment failed; the message is one line with the environment, the tool, the line and the row."""
+    """Code of an environment failed. The message is one line with the environment, the method, its line and the row."""
 
 
 @dataclass(frozen=True)
 class Turn:
-    """An environment's answer to a turn of the model: messages for it, a reward, and whether that was the last one."""
+    """An environment's answer to a turn of the model: messages to the model, a reward, and whether the sample ends."""
 
     messages: list[Message] = field(default_factory=list)
     reward: float = 0.0

@@ -1,4 +1,4 @@
-"""The conversation of one sample with an instance of its environment."""
+"""The conversation of one sample with its instance of an environment."""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
@@ -11,11 +11,11 @@ from phalanx.environments.base import EnvironmentFailure, Message, Turn
 from phalanx.environments.pool import Outcome, Pool
 from phalanx.environments.registry import Kind
 from phalanx.environments.texts import Odd, messages_of, reward_of, text_of, turn_of
-from phalanx.environments.tools import BadCall, Tool, unknown
+from phalanx.environments.tools import BadCall, Tool, accepted, unknown
 from phalanx.rewards.base import copied
 from phalanx.rewards.call import place
 
-_PROMPT = 2**20  # tokens of what reset adds: data.max_prompt_length is their limit
+_PROMPT = 2**20  # tokens that reset may add; the effective limit is data.max_prompt_length
 T = TypeVar("T")
 Ended = Literal["done", "timeout", "error"] | None
 
@@ -23,11 +23,16 @@ Ended = Literal["done", "timeout", "error"] | None
 class Conversation:
     """A sample and its instance of an environment: `reset`, then `hear` for each turn, `reward` and `close`.
 
-    Each of them begins when the one before has ended. `ended` says why there is no further turn: the environment or
-    the model is done, a call ran too long, after which nothing of the instance is called again, or raised. `calls`
-    counts calls of tools or of step, `failures` what of the environment raised or ran too long, `mistakes` the model's
-    calls that no tool takes, and `seconds` the time in the environment. `turn_rewards` are those of steps, of which
-    the reward is the sum; none where there is get_reward. `problem` is the first failure, in a line.
+    The caller waits for each of these before the next one.
+
+    ended: why there is no further turn. "done": the environment or the model is finished; "timeout": a call ran too
+        long, and the instance is never called again; "error": a call raised. None: the conversation continues.
+    calls: calls of tools or of step.
+    failures: calls that raised or ran too long.
+    mistakes: calls by the model that no tool accepts.
+    seconds: time spent in the environment.
+    turn_rewards: rewards of the steps, which sum to the reward; empty if the environment has get_reward.
+    problem: the first failure, as one line.
     """
 
     def __init__(self, kind: Kind, row: dict[str, Any], pool: Pool, cfg: EnvironmentConfig) -> None:
@@ -35,7 +40,7 @@ class Conversation:
         self._row = row
         self._instance: Any = None
         self.turn_rewards: list[float] = []
-        self._earned = 0.0 if "step" in kind.hooks else None  # by steps and calls
+        self._earned = 0.0 if "step" in kind.hooks else None  # sum of the rewards of steps and tools
         self.ended: Ended = None
         self.calls = self.failures = self.mistakes = 0
         self.seconds = 0.0
@@ -44,23 +49,23 @@ class Conversation:
         self._latest: Future[Any] | None = None
 
     def reset(self) -> Future[list[Message]]:
-        """Make an instance and reset it: the messages that it adds to the prompt; see `texts.joined`."""
+        """Make an instance and reset it. Returns the messages that it adds to the prompt; see `texts.joined`."""
         return self._begun(self._reset())
 
     def hear(self, message: Message) -> Future[Turn]:
-        """Answer a turn of the model: run its calls one after the other, or a step."""
+        """Answer a turn of the model: run its calls one after the other, or call step."""
         assert self.ended is None, self.ended
         return self._begun(self._step(message) if "step" in self._kind.hooks else self._answer(message))
 
     def reward(self, messages: Sequence[Message] = ()) -> Future[float | dict[str, float] | None]:
-        """The environment's own reward: that of get_reward, which may read all messages, or the sum over steps; None
-        without one and for a sample that a failure ended.
+        """The environment's reward: the result of get_reward, which may read all messages, or the sum over steps and
+        tools; None if it gives none, or if a failure ended the sample.
         """
         return self._begun(self._reward(messages))
 
     def close(self) -> None:
-        """Close the instance, once what began before has ended, unless a call of it ran too long. `Environments.close`
-        waits for that.
+        """Close the instance after the call in progress, unless one of its calls ran too long. `Environments.close`
+        waits for it.
         """
         if self.closed is None and "close" in self._kind.hooks and self.ended != "timeout":
             self.closed = self._pool.submit(self._close(self._latest))
@@ -85,13 +90,12 @@ class Conversation:
         self._instance = made.value
         if "reset" not in self._kind.hooks:
             return []
-        row = copied(self._row)
-        if self._kind.takes is not None:
-            row = {name: value for name, value in row.items() if name in self._kind.takes}
+
+        def reset() -> Any:
+            return self._instance.reset(**accepted(self._instance.reset, copied(self._row)))
+
         side = self._cfg.truncate_side
-        outcome = await self._call(
-            "reset", lambda: self._instance.reset(**row), lambda value: messages_of(value, _PROMPT, side, "reset")
-        )
+        outcome = await self._call("reset", reset, lambda value: messages_of(value, _PROMPT, side, "reset"))
         return [] if outcome is None else outcome.value
 
     async def _step(self, message: Message) -> Turn:
@@ -110,13 +114,13 @@ class Conversation:
         return turn
 
     def _earn(self, turn: Turn) -> None:
-        """Take account of the reward, and the end, that a step or a tool gave."""
+        """Record the reward of a step or a tool, and whether it ended the conversation."""
         self._earned = (self._earned or 0.0) + turn.reward
         if turn.done:
             self.ended = "done"
 
     async def _answer(self, message: Message) -> Turn:
-        """The answers of the tools that a message calls; without a call it is the last one."""
+        """Run the tools that a message calls, and return their answers; a message without a call is the last one."""
         calls, limit = message.get("tool_calls") or [], self._cfg.max_calls_per_turn
         answers: list[Message] = []
         for call in calls[:limit]:
@@ -134,7 +138,7 @@ class Conversation:
         if message.get("error"):
             problems.append(f"error: {message['error']}")
         self.mistakes += left + bool(message.get("error"))
-        if problems:  # within the last answer: chat templates may refuse more answers than those that were probed
+        if problems:  # they join the last answer, since chat templates may refuse more answers than calls
             last = answers.pop() if answers else {"role": "tool", "content": ""}
             answers.append({**last, "content": "\n".join(filter(None, [last["content"], *problems]))})
         if not answers:
@@ -142,7 +146,7 @@ class Conversation:
         return Turn(answers, done=not answers)
 
     async def _called(self, name: Any, arguments: Any) -> str:
-        """The text that the model reads of a call."""
+        """Run a call of the model. Returns the text that the model reads."""
         try:
             if name not in self._kind.tools:
                 raise unknown(name, self._kind.tools)
@@ -163,7 +167,7 @@ class Conversation:
         return str(outcome.value)
 
     def _runs(self, tool: Tool, arguments: dict[str, Any]) -> Callable[[], Any]:
-        """The call of a tool; an async function where the tool is one."""
+        """A function that calls the tool; it is async if the tool is."""
         if not tool.asynchronous:
             return lambda: tool.run(self._instance, arguments)
 
@@ -195,8 +199,8 @@ class Conversation:
         *,
         observe: bool = False,
     ) -> Outcome | None:
-        """Call code of the environment; None if that ended the conversation. `observe`: the model may read what was
-        raised. Raises EnvironmentFailure where on_error says so.
+        """Call code of the environment; None if a failure ended the conversation. Raises EnvironmentFailure with
+        on_error=fail. `observe`: with on_error=observe, return an outcome with an error, for the model to read.
         """
         outcome = await self._pool.call(function, convert)
         self.seconds += outcome.seconds
@@ -216,7 +220,7 @@ class Conversation:
         return None
 
     def _line(self, name: str, outcome: Outcome) -> str:
-        """The line about a call that failed."""
+        """A description of a failed call, in one line."""
         error = outcome.error
         if outcome.overdue:
             what = f"{name} ran longer than environment.timeout_s={self._cfg.timeout_s:g} seconds"
@@ -229,7 +233,7 @@ class Conversation:
 
 
 def _row_name(row: dict[str, Any]) -> str:
-    """A row of the data, by its prompt."""
+    """The name of a row of the data in messages, by its prompt."""
     prompt = row.get("prompt")
     if isinstance(prompt, list) and prompt and isinstance(prompt[-1], dict):
         prompt = prompt[-1].get("content")

@@ -1,7 +1,7 @@
 """The environments of a rank."""
 
 from collections.abc import Callable
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from typing import Any
 
 from phalanx.config.environment import EnvironmentConfig
@@ -15,33 +15,33 @@ class Environments:
     """All environments of a job on this rank, and the threads that run them."""
 
     def __init__(self, cfg: EnvironmentConfig) -> None:
-        """Resolve classes and tools. Raises ConfigError, in one line, for what cannot be used."""
+        """Resolve classes and tools. Raises ConfigError, in one line, for those that cannot be used."""
         self._cfg = cfg
         self._kinds = build_kinds(cfg)
         self._pool = Pool(cfg.num_workers, cfg.timeout_s)
-        self._conversations: list[Conversation] = []  # that no `check` has counted
+        self._conversations: list[Conversation] = []  # those that `check` has not counted yet
 
     @property
     def names(self) -> list[str | None]:
-        """The names of the environments, which the data's column `environment` has; [None] for only one."""
+        """Names of the environments, the values of the data's column `environment`; [None] if there is only one."""
         return list(self._kinds)
 
     @property
     def rewards_turns(self) -> bool:
-        """Whether there are rewards of single turns."""
+        """Whether any environment rewards single turns."""
         return any("step" in kind.hooks and "get_reward" not in kind.hooks for kind in self._kinds.values())
 
     def tools(self, name: str | None = None) -> list[dict[str, Any]]:
-        """The schemas of an environment's tools, in OpenAI's form, which the chat template gets."""
+        """The schemas of an environment's tools, in OpenAI's format, for the chat template."""
         return [tool.schema for tool in self._kinds[name].tools.values()]
 
     def check_row(self, row: dict[str, Any]) -> None:
-        """Raise ValueError, with a part of a line, for a row of the data that names no environment."""
+        """Raise ValueError, with the reason as a phrase, for a row of the data that names no known environment."""
         kind_of(row, self._kinds)
 
     def open(self, row: dict[str, Any], seed: int, sample_seed: int) -> Conversation:
-        """The conversation of a sample. `row` has the columns of the data and the prompt; `seed` is the group's, whose
-        samples begin alike, and `sample_seed` the sample's own, unless the data have columns of these names.
+        """Begin the conversation of a sample. `row` has the prompt and the other columns of the data; `seed` is that of
+        the group, whose samples begin alike, and `sample_seed` the sample's own. Columns of these names override them.
         """
         row = {"seed": seed, "sample_seed": sample_seed} | row
         conversation = Conversation(kind_of(row, self._kinds), row, self._pool, self._cfg)
@@ -49,9 +49,9 @@ class Environments:
         return conversation
 
     def check(self, total: Callable[[int], int] = int) -> str | None:
-        """The first failure since the last check, None without one. Raises EnvironmentFailure where a larger part of
-        the conversations than environment.max_error_fraction had one. Those that still close count next time. `total`
-        sums over the ranks, which all call it: one without a failure of its own does not raise.
+        """The first failure on this rank since the last check; None if there was none. Raises EnvironmentFailure, on
+        ranks with failures, if more than environment.max_error_fraction of all conversations had one; those that are
+        still closing are counted next time. `total` sums over the ranks, which all call this method.
         """
         closing = [each for each in self._conversations if each.closed is not None and not each.closed.done()]
         conversations = [each for each in self._conversations if each not in closing]
@@ -60,26 +60,28 @@ class Environments:
         count, of = total(len(failed)), total(len(conversations))
         for conversation in conversations:
             if conversation.closed is not None:
-                conversation.closed.result()  # raises where on_error says so
+                conversation.closed.result()  # raises with on_error=fail
         if not failed:
             return None
         if count > self._cfg.max_error_fraction * of:
             raise EnvironmentFailure(
-                f"{failed[0].problem}; so or in another way {count} of {of} samples failed, more than "
+                f"{failed[0].problem}; {count} of {of} samples failed in this or another way, more than "
                 f"environment.max_error_fraction={self._cfg.max_error_fraction:g}"
             )
         return failed[0].problem
 
     def abandon(self) -> None:
-        """Close all instances, as a failure ends the job: those whose calls still run once these have ended."""
-        closing: list[Future[Any]] = []
+        """Close all instances because a failure ends the job; instances with a running call are closed after it."""
         for conversation in self._conversations:
             conversation.close()
-            if conversation.closed is not None:
-                closing.append(conversation.closed)
-        wait(closing, timeout=2 * self._cfg.timeout_s)  # of the call, and of close
+        self._wait(2 * self._cfg.timeout_s)  # the time limits of the running call and of close
 
     def close(self) -> None:
-        """Wait until instances are closed, and let the threads end."""
-        wait([conversation.closed for conversation in self._conversations if conversation.closed is not None])
+        """Wait until all instances are closed, and end the threads."""
+        self._wait()
         self._pool.close()
+
+    def _wait(self, timeout_s: float | None = None) -> None:
+        wait(
+            [conversation.closed for conversation in self._conversations if conversation.closed is not None], timeout_s
+        )

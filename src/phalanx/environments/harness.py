@@ -1,4 +1,4 @@
-"""A loop of the user's own, `async solve(chat, row)`, as an environment: it asks for turns, as others are told them."""
+"""Runs a user's own loop, `async solve(chat, row)`, as an environment: the loop requests the turns of the model."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -10,18 +10,18 @@ from phalanx.environments.pool import Blocked
 
 
 class ConversationEnded(Exception):
-    """There is no further turn, as the sample has as many turns or tokens as it may have."""
+    """There is no further turn, because the sample has reached its limit of turns or tokens."""
 
 
 class Forked(ValueError):
-    """A loop asked for a turn of another conversation than its own."""
+    """A loop requested a turn of a conversation other than its sample's."""
 
 
 class Chat:
-    """The model, for a loop: `await chat(messages)` is its next turn, a message.
+    """The model, as seen by a loop: `await chat(messages)` returns its next turn, a message.
 
-    The messages are those of the prompt and of all turns and answers so far, with new ones behind them. Raises Forked
-    for others, and ConversationEnded where there is no further turn.
+    `messages` must be those of the prompt and of all turns and answers so far, followed by new ones. Raises Forked for
+    any others, and ConversationEnded if there is no further turn.
     """
 
     def __init__(self, prompt: list[Message]) -> None:
@@ -35,14 +35,15 @@ class Chat:
             raise ConversationEnded
         if self._reply is not None:
             raise Forked(
-                "chat is called while it waits for a turn; a sample is one conversation, and forks are not trained"
+                "chat was called while another call waits for a turn; a sample is one conversation, and forks are not "
+                "trained"
             )
         count = len(self._history)
         for i, known in enumerate(self._history):
             if i == len(messages) or any(messages[i].get(key) != known.get(key) for key in ("role", "content")):
                 raise Forked(
-                    f"the messages that chat is given differ from the conversation at number {i}; expected the {count} "
-                    "messages so far and new ones behind them, as forks are not trained"
+                    f"the messages passed to chat differ from the conversation at index {i}; expected the {count} "
+                    "messages so far, followed by new ones, as forks are not trained"
                 )
         new = list(messages[count:])
         self._history += new
@@ -56,10 +57,10 @@ class Chat:
         return dict(reply)
 
     def answer(self, message: Message) -> None:
-        """Give the loop the turn that it waits for."""
+        """Pass the loop the turn that it waits for."""
         self.asked = asyncio.get_running_loop().create_future()
         if self._reply is None:
-            raise RuntimeError("the loop does not wait for the turn any more that it asked for")
+            raise RuntimeError("the loop no longer waits for the turn that it requested")
         self._reply.set_result(message)
 
     def end(self) -> None:
@@ -70,28 +71,28 @@ class Chat:
 
 
 class Harness:
-    """An environment that runs a loop beside the sample's conversation. The reward is what the loop returns."""
+    """An environment that runs a loop beside the sample's conversation. The loop's return value is the reward."""
 
     def __init__(self, solve: Callable[[Chat, dict[str, Any]], Awaitable[Any]]) -> None:
         self._solve = solve
 
     async def reset(self, **row: Any) -> list[Message]:
-        """Start the loop, up to its first turn: the messages that it adds to the prompt."""
+        """Run the loop up to its first request for a turn. Returns the messages that it adds to the prompt."""
         prompt = row["prompt"]
         self._chat = Chat([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
         self._task = asyncio.ensure_future(self._solved(row))
         turn = await self._next()
         if turn.done:
-            raise ValueError("solve returned before it asked for a turn")
+            raise ValueError("solve returned before it requested a turn")
         return turn.messages
 
     async def step(self, message: Message) -> Turn:
-        """Go on with a turn of the model, up to the next one."""
+        """Pass the loop a turn of the model, and run it up to its next request."""
         self._chat.answer({key: value for key, value in message.items() if key != "error"})
         return await self._next()
 
     async def get_reward(self) -> Any:
-        """The loop's result, 0 where it had not ended with the conversation."""
+        """The loop's result; 0 if it is ended by ConversationEnded."""
         self._chat.end()
         try:
             return await self._task
@@ -99,7 +100,7 @@ class Harness:
             return 0.0
 
     async def close(self) -> None:
-        """End a loop that waits for a turn which does not come, as its sample has ended."""
+        """Cancel a loop that still waits for a turn although its sample has ended."""
         self._task.cancel()
 
     async def _solved(self, row: dict[str, Any]) -> Any:
@@ -107,14 +108,14 @@ class Harness:
             return await self._solve(self._chat, row)
         except Blocked:
             raise
-        except SystemExit as error:  # it would end the event loop of all samples
+        except SystemExit as error:  # it would end the event loop that all samples share
             raise RuntimeError(f"solve ended by {reason(error)}") from error
 
     async def _next(self) -> Turn:
-        """The messages before the next turn that the loop asks for, or its end."""
+        """The messages that precede the next turn that the loop requests, or a last Turn if it returns."""
         try:
             await asyncio.wait({self._task, self._chat.asked}, return_when=asyncio.FIRST_COMPLETED)
-        except asyncio.CancelledError:  # it took too long
+        except asyncio.CancelledError:  # the call ran too long
             self._task.cancel()
             raise
         if self._chat.asked.done():

@@ -1,4 +1,4 @@
-"""Environments of OpenEnv: the class that its server runs, in the rank itself; its actions are what the model calls."""
+"""Environments of OpenEnv: the class that its server would run, inside the rank, with its actions as tools."""
 
 import inspect
 import json
@@ -10,10 +10,10 @@ from pydantic import ValidationError
 
 from phalanx.config.messages import ConfigError, reason
 from phalanx.environments.base import Turn
-from phalanx.environments.tools import Tool, lenient, schema_tool
+from phalanx.environments.tools import Tool, accepted, lenient, schema_tool
 
-BASE = "openenv", "Environment"  # the package and the class that environments derive from
-_SEEDS = 2**31  # numpy and others take 32 bits
+BASE = "openenv", "Environment"  # the package and the name of the base class of environments
+_SEEDS = 2**31  # numpy and others accept 32 bits
 
 
 class Episode:
@@ -23,19 +23,16 @@ class Episode:
         self._environment = environment
 
     def reset(self, **row: Any) -> str:
-        """The first observation. It gets the columns of the data that it takes, and the group's seed."""
-        parameters = inspect.signature(self._environment.reset).parameters
+        """The first observation. The environment gets the group's seed and those columns of the data that it takes."""
+        reset = self._environment.reset
         row["seed"] = row["seed"] % _SEEDS
-        if any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters.values()):
-            ours = {"prompt", "sample_seed"} - parameters.keys()
-            row = {name: value for name, value in row.items() if name not in ours}
-        else:
-            row = {name: value for name, value in row.items() if name in parameters}
-        text = _text(self._environment.reset(**row))
+        for name in {"prompt", "sample_seed"} - inspect.signature(reset).parameters.keys():
+            row.pop(name, None)  # not columns of the data, so only for a function that names them
+        text = _text(reset(**accepted(reset, row)))
         return f"\n\n{text}" if text else ""
 
     def act(self, action: Any) -> Turn:
-        """A step."""
+        """Take a step, and return its observation, reward and end as a turn."""
         observation = self._environment.step(action)
         answer = {"role": "tool", "content": _text(observation)}
         return Turn([answer], 0.0 if observation.reward is None else float(observation.reward), observation.done)
@@ -46,15 +43,15 @@ class Episode:
 
 
 def load(factory: Any, kwargs: dict[str, Any], key: str) -> tuple[Callable[[], Episode], dict[str, Tool]]:
-    """How a class's episodes begin, and its tools. Raises ConfigError for one that many samples cannot share."""
+    """A function that makes episodes of a class, and the class's tools. Raises ConfigError for an unsuitable class."""
     label = factory.__name__
     if not factory.SUPPORTS_CONCURRENT_SESSIONS:
         raise ConfigError(
-            f"{key}: {label}.SUPPORTS_CONCURRENT_SESSIONS is false, and each sample has an instance of its own; set "
-            "it to true in the class, or in one derived from it, where its instances share nothing"
+            f"{key}: {label}.SUPPORTS_CONCURRENT_SESSIONS is false, but each sample needs its own instance; set it to "
+            "true in the class, or in a subclass, if its instances share no state"
         )
     if factory.REQUIRES_SINGLE_THREAD_EXECUTOR:
-        raise ConfigError(f"{key}: {label} needs one thread for all its calls, which environments here do not have")
+        raise ConfigError(f"{key}: {label} needs one thread for all its calls, which is not supported")
     tools = _of_mcp(factory, kwargs, key) if _is_mcp(factory) else _of_action(factory, key)
     return lambda: Episode(factory(**kwargs)), tools
 
@@ -64,7 +61,7 @@ def _is_mcp(factory: type) -> bool:
 
 
 def _of_mcp(factory: Any, kwargs: dict[str, Any], key: str) -> dict[str, Tool]:
-    """The tools of an environment's MCP server, which is asked in the process."""
+    """The tools of an environment's MCP server, which runs in this process."""
     from openenv.core.env_server.mcp_types import CallToolAction, ListToolsAction
 
     try:
@@ -86,7 +83,7 @@ def _of_mcp(factory: Any, kwargs: dict[str, Any], key: str) -> dict[str, Tool]:
 
 
 def _of_action(factory: Any, key: str) -> dict[str, Tool]:
-    """The tool `step`, whose parameters are the fields of the action."""
+    """The tool `step`, whose parameters are the fields of the class's Action."""
     from openenv.core.env_server.types import Action
 
     candidates: list[Any] = [typing.get_type_hints(factory.step).get("action")]
@@ -96,8 +93,8 @@ def _of_action(factory: Any, key: str) -> dict[str, Tool]:
     action: Any = next((each for each in candidates if isinstance(each, type) and issubclass(each, Action)), Action)
     if not action.model_fields.keys() - {"metadata"}:
         raise ConfigError(
-            f"{key}: {factory.__name__}.step has no type of action; expected step(self, action: MyAction), where "
-            "MyAction is a class of fields that derives from openenv's Action"
+            f"{key}: {factory.__name__}.step has no action type; expected step(self, action: MyAction), where MyAction "
+            "derives from openenv's Action and has fields"
         )
     schema = action.model_json_schema()
     schema["properties"].pop("metadata", None)
@@ -106,7 +103,7 @@ def _of_action(factory: Any, key: str) -> dict[str, Tool]:
     def run(episode: Episode, arguments: dict[str, Any]) -> Turn:
         try:
             made = action(**arguments)
-        except ValidationError as error:  # of the fields together
+        except ValidationError as error:  # of a check of several fields; each single one has been checked
             return Turn([{"role": "tool", "content": f"error: {error.errors()[0]['msg']}"}])
         return episode.act(made)
 
@@ -119,13 +116,13 @@ def _of_action(factory: Any, key: str) -> dict[str, Tool]:
 
 
 def _schema(name: str, description: str, parameters: dict[str, Any]) -> dict[str, Any]:
-    """A tool's schema in OpenAI's form."""
+    """A tool's schema in OpenAI's format."""
     kept = {key: value for key, value in parameters.items() if key in ("type", "properties", "required", "$defs")}
     return {"type": "function", "function": {"name": name, "description": description, "parameters": kept}}
 
 
 def _text(observation: Any) -> str:
-    """An observation as the model reads it: its only text, or its fields as JSON."""
+    """An observation as the model reads it: its text if that is the only field, otherwise its fields as JSON."""
     if type(observation).__name__ == "CallToolObservation":
         if observation.error is not None:
             return f"error: {observation.error.message}"

@@ -1,7 +1,7 @@
 """Threads and an event loop for the code of environments, which may be slow, raise or hang.
 
-A call has its time limit from when it begins to run. Nothing can end a thread that hangs in C: it is given up, and
-another one takes its place, so that later calls do not wait behind it.
+The time limit of a call starts when the call begins to run. A thread that hangs in C cannot be ended: it is abandoned
+and replaced by another one, so that later calls do not wait for it.
 """
 
 import asyncio
@@ -20,12 +20,12 @@ from typing import Any, TypeVar
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-_ANSWERS_S = 1.0  # in which an event loop that is not blocked answers
+_ANSWERS_S = 1.0  # seconds within which an event loop that is not blocked responds
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The end of a call: its value, or the error that it raised, or that it ran too long."""
+    """The outcome of a call: its value, or the exception that it raised, or `overdue` if it ran too long."""
 
     value: Any = None
     error: BaseException | None = None
@@ -45,21 +45,21 @@ class _Call:
 
 
 class Blocked(SystemExit):
-    """Ends a coroutine that blocks its event loop."""
+    """Raised in a coroutine that blocks its event loop, to end it."""
 
 
 class Loop:
-    """An event loop on a daemon thread of its own, which starts with the first coroutine, after any fork."""
+    """An event loop on a separate daemon thread, which the first coroutine starts, hence after any fork."""
 
     def __init__(self, name: str) -> None:
-        self.freed: asyncio.Task[bool] | None = None  # of the directing loop, while it is made to answer again
+        self.freed: asyncio.Task[bool] | None = None  # on the pool's directing loop, while this one is being unblocked
         self._name = name
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run a coroutine there."""
+        """Run a coroutine on the loop."""
         with self._lock:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
@@ -68,7 +68,7 @@ class Loop:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def interrupt(self) -> str:
-        """End the callback that runs, once it runs Python, and say at which file and line it is."""
+        """End the running callback, once it executes Python code. Returns its file and line, as a part of a message."""
         assert self._thread is not None and self._thread.ident is not None, "a coroutine has begun"
         frame = sys._current_frames().get(self._thread.ident)
         _raise_in(self._thread.ident, Blocked)
@@ -78,34 +78,37 @@ class Loop:
         while True:
             try:
                 loop.run_forever()
-            except Blocked:  # of the callback that was interrupted: the coroutines of others go on
+            except Blocked:  # from the callback that was interrupted; other coroutines continue
                 continue
             return
 
     def stop(self) -> None:
-        """End the thread once the callbacks that are ready have run."""
+        """End the thread after the callbacks that are ready."""
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._loop.stop)
 
 
 class Pool:
-    """The threads of a rank, and the event loop for its async functions."""
+    """The threads of a rank for environments, and the event loop for their async functions."""
 
     def __init__(self, threads: int, timeout_s: float) -> None:
         self._threads, self._timeout_s = threads, timeout_s
         self._queue: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._started = 0  # threads, with those that were given up
-        self._wanted = 0  # threads that are not given up
-        self._directing = Loop("environments")  # only awaits, so that nothing of a user's blocks it
+        self._started = 0  # threads, including those that were abandoned
+        self._alive = 0  # threads that were not abandoned
+        self._directing = Loop("environments")  # only awaits, so that no user code can block it
         self._async = Loop("environments-async")
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run a coroutine of ours, which awaits calls by `call`."""
+        """Run a coroutine of this package, which runs user code only through `call`."""
         return self._directing.submit(coroutine)
 
     async def call(self, function: Callable[[], Any], convert: Callable[[Any], Any] = lambda value: value) -> Outcome:
-        """Call a function, on a thread, or, if it is async, on the event loop, and `convert` its result there."""
+        """Call a function on a thread or, if it is async, on the event loop, and apply `convert` to its result there.
+
+        A function that is not async itself may also return a coroutine.
+        """
 
         def run() -> Any:
             value = function()
@@ -119,24 +122,24 @@ class Pool:
         return outcome
 
     def close(self) -> None:
-        """Let the threads end that are idle, or once they are."""
+        """End the threads once they are idle."""
         with self._lock:
-            for _ in range(self._wanted):
+            for _ in range(self._alive):
                 self._queue.put(None)
-            self._wanted = 0
+            self._alive = 0
         self._async.stop()
         self._directing.stop()
 
     async def _call_on_thread(self, function: Callable[[], Any]) -> Outcome:
         call = _Call(function)
         with self._lock:
-            while self._wanted < self._threads:
+            while self._alive < self._threads:
                 self._start_thread()
         self._queue.put(call)
         await asyncio.wrap_future(call.began)
         ended = asyncio.wrap_future(call.ended)
         await asyncio.wait({ended}, timeout=self._timeout_s)
-        if not ended.done() and self._gives_up(call):
+        if not ended.done() and self._abandon(call):
             return Outcome(overdue=True, seconds=self._timeout_s)
         return await ended
 
@@ -154,7 +157,7 @@ class Pool:
         ended = asyncio.wrap_future(loop.submit(run()))
         await asyncio.wait({ended}, timeout=self._timeout_s)
         if not ended.done() and await self._freed(loop):
-            # another coroutine may have held up this one
+            # another coroutine may have delayed this one, so its time limit restarts
             await asyncio.wait({ended}, timeout=self._timeout_s)
         if not ended.done() or (not ended.cancelled() and isinstance(ended.result().error, Blocked)):
             ended.cancel()
@@ -164,8 +167,8 @@ class Pool:
         return ended.result()
 
     async def _freed(self, loop: Loop) -> bool:
-        """Whether an event loop was blocked by an async function that does not let others run, and answers again now
-        that it has been interrupted. Where it does not, another loop takes its place.
+        """Interrupt an async function that blocks the event loop. Returns whether the loop was blocked and responds
+        again; a loop that still does not respond is replaced.
         """
         if loop.freed is None:
             loop.freed = asyncio.ensure_future(self._free(loop))
@@ -180,11 +183,11 @@ class Pool:
         place = loop.interrupt()
         answers = await _answers(loop, _ANSWERS_S / 2)
         log.warning(
-            "environment: an async function%s blocked the event loop of all samples of this rank for %g seconds; it is "
-            "interrupted%s; expected await, or asyncio.to_thread for what blocks",
+            "environment: an async function%s blocked the event loop of all samples of this rank for %g seconds and "
+            "was interrupted%s; expected await, or asyncio.to_thread for blocking calls",
             place,
             self._timeout_s,
-            "" if answers else ", which it does not heed: the samples that wait on that loop end",
+            "" if answers else ", but still blocks it: the samples that wait on that loop end",
         )
         if not answers and loop is self._async:
             self._async = Loop("environments-async")
@@ -192,16 +195,16 @@ class Pool:
 
     def _start_thread(self) -> None:
         self._started += 1
-        self._wanted += 1
+        self._alive += 1
         threading.Thread(target=self._work, name=f"environments-{self._started}", daemon=True).start()
 
-    def _gives_up(self, call: _Call) -> bool:
-        """Give a call up that runs too long; False if it has ended meanwhile."""
+    def _abandon(self, call: _Call) -> bool:
+        """Abandon a call that runs too long, and its thread; False if it has ended in the meantime."""
         with self._lock:
             if call.ended.done():
                 return False
             call.lost = True
-            self._wanted -= 1
+            self._alive -= 1
             self._start_thread()
             _raise_in(call.thread)
         return True
@@ -216,17 +219,17 @@ class Pool:
             start = time.perf_counter()
             try:
                 value, failure = call.function(), None
-            except BaseException as error:  # whatever the user's code raises, or the end of a thread that is given up
+            except BaseException as error:  # whatever the user's code raises, or SystemExit in an abandoned thread
                 value, failure = None, error
             with self._lock:
                 if call.lost:
                     return
                 call.ended.set_result(Outcome(value, failure, seconds=time.perf_counter() - start))
-            del call, value, failure  # nothing is kept while the thread waits
+            del call, value, failure  # so that nothing is kept alive while the thread waits
 
 
 async def _answers(loop: Loop, seconds: float = _ANSWERS_S) -> bool:
-    """Whether an event loop is not blocked."""
+    """Whether an event loop responds within some seconds."""
 
     async def answer() -> None: ...
 
@@ -236,5 +239,5 @@ async def _answers(loop: Loop, seconds: float = _ANSWERS_S) -> bool:
 
 
 def _raise_in(thread: int, error: type[SystemExit] = SystemExit) -> None:
-    """Raise it in a thread where it runs Python: a loop there would take turns with the decoding for good."""
+    """Raise an exception in a thread once it executes Python, as an endless loop would compete for the GIL forever."""
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(error))

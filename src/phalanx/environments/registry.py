@@ -1,4 +1,4 @@
-"""From the section `environment` to classes and tools; every mistake is a ConfigError that names the key."""
+"""Resolves the section `environment` to classes and tools; mistakes are ConfigErrors that name the key."""
 
 import functools
 import importlib
@@ -17,30 +17,29 @@ from phalanx.environments.tools import Tool, function_tool, method_tool
 from phalanx.environments.verl import VerlTools, load_tools
 
 BUILT_IN = "phalanx.environments.built_in"
-COLUMN = "environment"  # of the data, with the name of a row's environment
-HOOKS = ("reset", "step", "solve", "get_reward", "close")  # methods of an environment that are no tools
-Key = str | None  # the name of an environment; None where there is only one
+COLUMN = "environment"  # column of the data with the name of a row's environment
+HOOKS = ("reset", "step", "solve", "get_reward", "close")  # methods of an environment that are not tools
+Key = str | None  # the name of an environment; None if there is only one
 
 
 class Stateless:
-    """The environment of functions only."""
+    """The environment of a job with functions as tools and no class."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """An environment: how an instance of it is made, and what it can do."""
+    """An environment: how to make an instance, its tools and its methods."""
 
     label: str
     make: Callable[[], Any]
     tools: Mapping[str, Tool]
     hooks: frozenset[str]  # those of HOOKS that it has
-    takes: frozenset[str] | None  # what reset takes of a row; None: all
-    whole: bool = False  # step reads the whole message of a turn, not only its text
-    judges: bool = False  # get_reward reads all messages of the conversation
+    whole: bool = False  # step gets the whole message of a turn, not only its text
+    judges: bool = False  # get_reward gets all messages of the conversation
 
 
 def build_kinds(cfg: EnvironmentConfig) -> dict[Key, Kind]:
-    """The environments of a configuration, by their names."""
+    """The environments of a configuration by name."""
     extra: dict[str, Tool] = {}
     for i, path in enumerate(cfg.tools):
         tools = _stateless(path, f"environment.tools[{i}]")
@@ -50,19 +49,17 @@ def build_kinds(cfg: EnvironmentConfig) -> dict[Key, Kind]:
         tools = dict(shared.callable)
         _add(tools, extra, "environment.tools")
         hooks = frozenset({"reset", "get_reward", "close"})
-        return {None: Kind("environment.tool_config_path", lambda: VerlTools(shared), tools, hooks, None)}
+        return {None: Kind("environment.tool_config_path", lambda: VerlTools(shared), tools, hooks)}
     if cfg.path is None:
-        return {None: Kind("environment.tools", Stateless, extra, frozenset(), None)}
+        return {None: Kind("environment.tools", Stateless, extra, frozenset())}
     if isinstance(cfg.path, str):
         return {None: _kind(cfg.path, cfg.kwargs, extra, "environment.path", "environment.kwargs")}
     if not isinstance(cfg.path, dict) or not cfg.path:
-        raise ConfigError(
-            f"environment.path: expected {_forms()}, or a section of such by their names, got {cfg.path!r}"
-        )
+        raise ConfigError(f"environment.path: expected {_forms()}, or a mapping of names to these, got {cfg.path!r}")
     for name, kwargs in cfg.kwargs.items():
         if name not in cfg.path or not isinstance(kwargs, dict):
             raise ConfigError(
-                f"environment.kwargs.{name}: expected keyword arguments by the names of the environments of "
+                f"environment.kwargs.{name}: expected keyword arguments of one of the environments in "
                 f"environment.path: {', '.join(cfg.path)}"
             )
     kinds: dict[Key, Kind] = {}
@@ -75,7 +72,7 @@ def build_kinds(cfg: EnvironmentConfig) -> dict[Key, Kind]:
 
 
 def kind_of(row: Mapping[str, Any], kinds: Mapping[Key, Kind]) -> Kind:
-    """The environment of a row of the data. Raises ValueError if it has none."""
+    """The environment of a row of the data. Raises ValueError if the row names no known environment."""
     if None in kinds:
         return kinds[None]
     name = row.get(COLUMN)
@@ -96,11 +93,11 @@ def _kind(path: str, kwargs: dict[str, Any], extra: dict[str, Tool], key: str, k
         _check_kwargs(factory, kwargs, kwargs_key)
         begin, actions = openenv.load(factory, kwargs, key)
         _add(actions, extra, key)
-        return Kind(label, begin, actions, frozenset({"reset", "close"}), None)
+        return Kind(label, begin, actions, frozenset({"reset", "close"}))
     if verifiers.BASE in bases:
         make, tools = verifiers.load(factory, kwargs, kwargs_key)
         _add(tools, extra, key)
-        return Kind(label, make, tools, frozenset({"reset", "get_reward"}), None, judges=True)
+        return Kind(label, make, tools, frozenset({"reset", "get_reward"}), judges=True)
     if getattr_static(factory, "solve", None):
         return _harness(factory, None, kwargs, extra, kwargs_key)
     hooks = frozenset(name for name in HOOKS if getattr_static(factory, name, None))
@@ -111,35 +108,30 @@ def _kind(path: str, kwargs: dict[str, Any], extra: dict[str, Tool], key: str, k
         )
     _add(tools, extra, key)
     if "step" in hooks and extra:
-        raise ConfigError(
-            f"{key}: {label} reads turns by step, so that nobody would call environment.tools; leave them out"
-        )
+        raise ConfigError(f"{key}: {label} reads turns in step, which never calls environment.tools; leave them out")
     _check_kwargs(factory, kwargs, kwargs_key)
     if ":" not in path:
-        _made(factory, kwargs, kwargs_key)  # a mistake is told before the job begins
-    takes = _taken(factory) if "reset" in hooks else None
+        _made(factory, kwargs, kwargs_key)  # so that mistakes are reported before the job begins
     judges = "get_reward" in hooks and "messages" in inspect.signature(getattr_static(factory, "get_reward")).parameters
-    return Kind(label, lambda: factory(**kwargs), tools, hooks, takes, judges=judges)
+    return Kind(label, lambda: factory(**kwargs), tools, hooks, judges=judges)
 
 
 def _harness(
     factory: Any, solve: Callable[..., Any] | None, kwargs: dict[str, Any], extra: dict[str, Tool], kwargs_key: str
 ) -> Kind:
-    """The environment of a user's own loop: a class with the method solve, or that function."""
-    label = factory.__name__
-    if solve is None:
-        _check_kwargs(factory, kwargs, kwargs_key)
-    else:
-        _check_kwargs(factory, kwargs, kwargs_key, "chat", "row")
+    """The environment of a user's own loop: a class with the method solve, or the function `solve` itself."""
+    arguments = () if solve is None else ("chat", "row")
+    _check_kwargs(factory, kwargs, kwargs_key, *arguments)
 
     def make() -> Harness:
         return Harness(factory(**kwargs).solve if solve is None else solve)
 
-    return Kind(label, make, extra, frozenset({"reset", "step", "get_reward", "close"}), None, whole=True)
+    hooks = frozenset({"reset", "step", "get_reward", "close"})
+    return Kind(factory.__name__, make, extra, hooks, whole=True)
 
 
 def _check_kwargs(factory: Callable[..., Any], kwargs: dict[str, Any], key: str, *arguments: str) -> None:
-    """Raise ConfigError where a class or function cannot be called with the arguments and kwargs."""
+    """Raise ConfigError if a class or function cannot be called with the arguments and kwargs."""
     label, signature = factory.__name__, inspect.signature(factory)
     try:
         signature.bind(*arguments, **kwargs)
@@ -151,7 +143,7 @@ def _check_kwargs(factory: Callable[..., Any], kwargs: dict[str, Any], key: str,
 
 
 def _resolved(path: str, key: str) -> Any:
-    """The class, or the function solve, that a path or a built-in name stands for."""
+    """The class, or the function solve, that a path or the name of a built-in environment refers to."""
     factory = resolve_object(path, key, "class") if ":" in path else _built_in(path, key)
     solve = getattr_static(factory, "solve", factory) if isinstance(factory, type) else factory
     if not isinstance(solve, type) and not inspect.iscoroutinefunction(solve):
@@ -201,7 +193,7 @@ def _add(tools: dict[str, Tool], more: Mapping[str, Tool], key: str) -> None:
 
 
 def _public(factory: type) -> list[str]:
-    """The names of the public methods that are no hooks, in the order in which they are written."""
+    """Names of the public methods that are not hooks, in the order of their definition."""
     names: dict[str, None] = {}
     for base in reversed(factory.__mro__[:-1]):
         for name, value in vars(base).items():
@@ -209,14 +201,6 @@ def _public(factory: type) -> list[str]:
             if inspect.isfunction(function) and not name.startswith("_") and name not in HOOKS:
                 names[name] = None
     return list(names)
-
-
-def _taken(factory: type) -> frozenset[str] | None:
-    """The names of what reset takes of a row; None if it takes all."""
-    parameters = inspect.signature(getattr_static(factory, "reset")).parameters
-    if any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return None
-    return frozenset(parameters)
 
 
 def _forms() -> str:

@@ -1,4 +1,4 @@
-"""Values that an environment returns, as text and messages for the model."""
+"""Converts values that an environment returns to texts and messages for the model."""
 
 import json
 import math
@@ -11,8 +11,8 @@ from phalanx.config.messages import cut
 from phalanx.data.prompts import MARK
 from phalanx.environments.base import Message, Turn
 
-_CHARACTERS = 16  # of a token at most, by which texts are cut before anything is tokenized
-_MOST_BITS = 10_000  # of an integer that is written; Python refuses 4300 digits and more
+_CHARACTERS = 16  # maximum characters of a token, by which texts are truncated before they are tokenized
+_MOST_BITS = 10_000  # of an integer that is written out; Python refuses more than 4300 digits
 SEEN = "an image; the model sees only those of the prompt, expected a text"
 _TURN_KEYS = {"messages", "observation", "observations", "reward", "done"}
 _TURNS = (
@@ -21,12 +21,12 @@ _TURNS = (
 
 
 class Odd(Exception):
-    """An environment returned what it should not; the message is a part of a line."""
+    """An environment returned an invalid value; the message is a phrase."""
 
 
 def text_of(value: Any, most_tokens: int, side: str) -> str:
-    """The value that a tool returned, as a text that a tokenizer takes, cut where it has certainly more tokens. Raises
-    Odd for an image.
+    """The value that a tool returned, as a text for the tokenizer, truncated if it certainly has more than
+    `most_tokens` tokens. Raises Odd for an image.
     """
     if isinstance(value, str):
         text = value
@@ -41,18 +41,18 @@ def text_of(value: Any, most_tokens: int, side: str) -> str:
     most = _CHARACTERS * most_tokens
     if len(text) > most:
         text = shortened(text, most, side)
-    return text.encode("utf-8", "replace").decode()  # of halves of surrogate pairs
+    return text.encode("utf-8", "replace").decode()  # lone surrogates become question marks
 
 
 def _plain(value: Any) -> str:
-    """The text of a value that JSON has no form for."""
+    """The text of a value that JSON cannot represent."""
     if isinstance(value, Image.Image):
         raise Odd(f"a tool returned {SEEN}")
     return str(value)
 
 
 def shortened(text: Any, most: int, side: str) -> Any:
-    """The `most` elements of a longer text or list of tokens that are left where the left, middle or right is cut."""
+    """The `most` elements that remain of a text or list of tokens whose `side` (left, middle or right) is cut."""
     if len(text) <= most:
         return text
     if side == "left":
@@ -62,7 +62,7 @@ def shortened(text: Any, most: int, side: str) -> Any:
 
 
 def messages_of(value: Any, most_tokens: int, side: str, what: str) -> list[Message]:
-    """The messages that `what` returned: None, a text, which the user says, or a list of messages. Raises Odd."""
+    """The messages that `what` returned: None, a text (a message of the user), or a list of messages. Raises Odd."""
     if value is None or value == "":
         return []
     if isinstance(value, str):
@@ -80,14 +80,14 @@ def messages_of(value: Any, most_tokens: int, side: str, what: str) -> list[Mess
             raise Odd(f"{what} returned a message with a content of type {kind}; expected a text")
         try:
             json.dumps(message)
-        except (TypeError, ValueError) as error:  # the process of the chat template reads it, and records hold it
-            raise Odd(f"{what} returned a message that JSON cannot hold: {error}") from error
+        except (TypeError, ValueError) as error:  # records and the process of the chat template need it as JSON
+            raise Odd(f"{what} returned a message that JSON cannot represent: {error}") from error
         messages.append({**message, "content": text_of(message["content"], most_tokens, side)})
     return messages
 
 
 def turn_of(value: Any, most_tokens: int, side: str, what: str) -> Turn:
-    """The Turn that `step` returned in one of its forms. Raises Odd for any other."""
+    """The Turn that `what`, such as step, returned in any of the allowed forms. Raises Odd for other values."""
     messages: Any
     reward: Any
     done: Any
@@ -118,7 +118,7 @@ def turn_of(value: Any, most_tokens: int, side: str, what: str) -> Turn:
 
 
 def number_of(value: Any, what: str) -> float:
-    """A reward. Raises Odd for what is no finite number."""
+    """A reward as a number; 0 for None. Raises Odd for a value that is not a finite number."""
     if value is None:
         return 0.0
     if not isinstance(value, numbers.Real) and type(value).__module__ not in ("numpy", "torch"):
@@ -133,7 +133,7 @@ def number_of(value: Any, what: str) -> float:
 
 
 def reward_of(value: Any, what: str) -> float | dict[str, float] | None:
-    """The reward that `get_reward` returned. Raises Odd for what is no number, dict of numbers or None."""
+    """The reward that `get_reward` returned. Raises Odd if it is not a number, a dict of numbers or None."""
     if isinstance(value, dict):
         rewards = {}
         for name, part in value.items():
@@ -145,7 +145,7 @@ def reward_of(value: Any, what: str) -> float | dict[str, float] | None:
 
 
 def joined(prompt: list[Message], added: list[Message]) -> list[Message]:
-    """The messages of a prompt with those that `reset` added: a text joins the last message, where the user says it."""
+    """A prompt's messages and those that `reset` added; two of the user that meet there become one message."""
     if prompt and added and prompt[-1]["role"] == added[0]["role"] == "user":
         content, text = prompt[-1]["content"], added[0]["content"]
         more = [{"type": "text", "text": text}] if isinstance(content, list) else text
@@ -155,7 +155,7 @@ def joined(prompt: list[Message], added: list[Message]) -> list[Message]:
 
 
 def in_texts(messages: list[Message]) -> list[Message]:
-    """The messages, whose contents in parts are texts, with a mark for each image."""
+    """The messages, with contents that are lists of parts converted to texts with a mark for each image."""
     result = []
     for message in messages:
         content = message.get("content")

@@ -1,4 +1,4 @@
-"""Functions and methods as tools: their schemas for the chat template, and the model's arguments, checked."""
+"""Functions and methods as tools: schemas for the chat template, and checks of the model's arguments."""
 
 import inspect
 import typing
@@ -13,16 +13,16 @@ from phalanx.config.files import parse_json
 from phalanx.config.messages import ConfigError, cut, nearest, reason
 
 _LENIENT = ConfigDict(coerce_numbers_to_str=True, arbitrary_types_allowed=True)
-_TYPES = {"string": str, "integer": int, "number": float, "boolean": bool}  # of a schema
+_TYPES = {"string": str, "integer": int, "number": float, "boolean": bool}  # by type in a schema
 
 
 class BadCall(Exception):
-    """The model called a tool in a way that it does not allow; the message is for the model."""
+    """The model called a tool that does not exist, or with invalid arguments; the message is for the model."""
 
 
 @dataclass(frozen=True)
 class Tool:
-    """A tool: its schema, and the function of an environment's instance and the model's arguments that runs it."""
+    """A tool: its schema, and the function that runs it, given an instance of the environment and the arguments."""
 
     name: str
     schema: dict[str, Any]  # {"type": "function", "function": {"name", "description", "parameters"}}
@@ -32,8 +32,8 @@ class Tool:
     asynchronous: bool = False
 
     def checked(self, arguments: Any) -> dict[str, Any]:
-        """The model's arguments with the types that the tool wants. Raises BadCall."""
-        if isinstance(arguments, str):  # of OpenAI's form, which a parser of the user's own may return
+        """The model's arguments, converted to the types of the parameters. Raises BadCall if they are invalid."""
+        if isinstance(arguments, str):  # JSON, as in OpenAI's format, which a user's own parser may return
             with suppress(ValueError):
                 arguments = parse_json(arguments)
         if not isinstance(arguments, dict):
@@ -61,21 +61,19 @@ def method_tool(kind: type, name: str, key: str) -> Tool:
     label = f"{kind.__name__}.{name}"
     described = vars(kind)[name] if name in vars(kind) else getattr(kind, name)
     function = getattr(kind, name)
-    if inspect.isfunction(described):  # it takes self
-        bound: Callable[..., Any] = function.__get__(object())
-    else:
-        bound = function
-    return _tool(bound, name, label, key, lambda instance, arguments: getattr(instance, name)(**arguments))
+    if inspect.isfunction(described):  # bound to any object, so that the signature lacks self
+        function = function.__get__(object())
+    return _tool(function, name, label, key, lambda instance, arguments: getattr(instance, name)(**arguments))
 
 
 def function_tool(function: Callable[..., Any], key: str) -> Tool:
-    """A function without a state as a tool."""
+    """A stateless function as a tool."""
     name = function.__name__
     return _tool(function, name, name, key, lambda _, arguments: function(**arguments))
 
 
 def schema_tool(schema: dict[str, Any], run: Callable[..., Any], *, asynchronous: bool = False) -> Tool:
-    """A tool that has its schema from elsewhere; its arguments are checked as far as the schema says simple types."""
+    """A tool with a given schema; only arguments whose type in the schema is a simple one are checked."""
     function = schema["function"]
     parameters = function.get("parameters") or {}
     types = {}
@@ -87,15 +85,23 @@ def schema_tool(schema: dict[str, Any], run: Callable[..., Any], *, asynchronous
 
 
 def lenient(kind: Any) -> TypeAdapter[Any]:
-    """The check of a type that takes a number where a text is expected, unless the type has rules of its own."""
+    """A validator that accepts a number where a text is expected, unless the type has its own configuration."""
     try:
         return TypeAdapter(kind, config=_LENIENT)
     except PydanticUserError:
         return TypeAdapter(kind)
 
 
+def accepted(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
+    """Those of the keyword arguments that a function accepts."""
+    parameters = inspect.signature(function).parameters
+    if any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return arguments
+    return {name: value for name, value in arguments.items() if name in parameters}
+
+
 def unknown(name: Any, tools: Mapping[str, Tool]) -> BadCall:
-    """The error about a call of a tool that there is not."""
+    """The error for a call of a tool that does not exist."""
     hint = nearest(str(name), list(tools))
     return BadCall(f"there is no tool {cut(str(name), 40)}{hint}; the tools: {', '.join(tools) or 'none'}")
 
@@ -107,7 +113,7 @@ def _tool(function: Callable[..., Any], name: str, label: str, key: str, run: Ca
     parameters = inspect.signature(function).parameters
     for parameter in parameters.values():
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-            raise ConfigError(f"{key}: the tool {label} has the parameter {parameter}; expected parameters with names")
+            raise ConfigError(f"{key}: the tool {label} has the parameter {parameter}; expected named parameters")
     try:
         schema = get_json_schema(function)
         hints = typing.get_type_hints(function)
@@ -117,7 +123,7 @@ def _tool(function: Callable[..., Any], name: str, label: str, key: str, run: Ca
             f"{key}: the tool {label}: {cut(' '.join(str(error).split()))}; expected type hints, and a docstring that "
             "says what it does and, below Args:, describes each parameter"
         ) from None
-    except Exception as error:  # whatever type hints are made of
+    except Exception as error:  # type hints may be any expressions
         raise ConfigError(f"{key}: the tool {label}: {reason(error)}") from None
     empty = inspect.Parameter.empty
     required = frozenset(each for each, parameter in parameters.items() if parameter.default is empty)
@@ -126,5 +132,5 @@ def _tool(function: Callable[..., Any], name: str, label: str, key: str, run: Ca
 
 
 def _plain(schema: dict[str, Any]) -> dict[str, Any]:
-    """The schema without what it says of the result, which no template shows."""
+    """The schema without the description of the result, which no template shows."""
     return {**schema, "function": {key: value for key, value in schema["function"].items() if key != "return"}}

@@ -1,4 +1,4 @@
-"""Tasksets of verifiers: their tasks, tools and rewards in the rank itself, without harnesses, runtimes and servers."""
+"""Tasksets of verifiers: their tasks, tools and rewards inside the rank, without harnesses, runtimes and servers."""
 
 import asyncio
 import functools
@@ -17,13 +17,13 @@ from phalanx.environments.base import Message
 from phalanx.environments.texts import joined
 from phalanx.environments.tools import Tool, lenient, schema_tool
 
-BASE = "verifiers", "Taskset"  # the package and the class that tasksets derive from
-COLUMN = "task"  # of the data, with the number of a row's task
-_MOST = 1000  # tasks of an infinite taskset
+BASE = "verifiers", "Taskset"  # the package and the name of the base class of tasksets
+COLUMN = "task"  # column of the data with the number of a row's task
+_MOST = 1000  # number of tasks used of an infinite taskset
 
 
 class Tasks:
-    """The tasks of a taskset, which all conversations of a rank share. They are made as they are needed."""
+    """The tasks of a taskset, shared by all conversations of a rank and made on demand."""
 
     def __init__(self, taskset: Any) -> None:
         self.bounded = taskset.bounded
@@ -38,7 +38,7 @@ class Tasks:
         return self._made[number]
 
     def drawn(self, seed: int) -> Any:
-        """A task by the group's seed."""
+        """The task that the group's seed selects."""
         if not self.bounded:
             return self[seed % _MOST]
         with self._lock:
@@ -47,14 +47,14 @@ class Tasks:
 
 
 class Episode:
-    """A task in one conversation, with those tool servers that are its own."""
+    """A task in one conversation, with its own tool servers in addition to the shared ones."""
 
     def __init__(self, tasks: Tasks) -> None:
         self._tasks = tasks
-        self._calls: Iterator[str] = iter(())  # of the last turn, those whose answers are to come
+        self._calls: Iterator[str] = iter(())  # ids of the last turn's calls whose answers follow
 
     async def reset(self, seed: int, prompt: str | list[Message], **row: Any) -> list[Message]:
-        """The prompt of the row's task, or of one by the seed."""
+        """Set up the row's task, or the one that the seed selects. Returns its prompt."""
         from verifiers.v1.state import state_cls
         from verifiers.v1.trace import AgentInfo, Trace, TraceTask
 
@@ -78,14 +78,14 @@ class Episode:
         return added
 
     def call(self, arguments: dict[str, Any], server: int, name: str) -> Any:
-        """The result of a tool, which may be awaited."""
+        """The result of a tool, or an awaitable of it."""
         from verifiers.v1.mcp.server import _call_state
 
         _call_state.set(self._trace.state)
         return getattr(self._servers[server], name)(**arguments)
 
     async def get_reward(self, messages: list[Message]) -> dict[str, float]:
-        """The task's rewards, by their names, on a trace of the conversation."""
+        """The task's rewards by name, computed on a trace of the conversation."""
         for i, message in enumerate(messages):
             self._add(message, sampled=i >= self._given and message["role"] == "assistant")
         last = messages[-1]
@@ -97,7 +97,7 @@ class Episode:
         return {name: reward.value for name, reward in self._trace.rewards.items() if reward is not None}
 
     def _add(self, message: Message, sampled: bool) -> None:
-        """A message as the next node of the trace."""
+        """Append a message as a node of the trace."""
         from verifiers.v1 import types
         from verifiers.v1.graph import MessageNode
 
@@ -123,7 +123,7 @@ class Episode:
 
 
 def load(factory: Any, kwargs: dict[str, Any], key: str) -> tuple[Callable[[], Episode], dict[str, Tool]]:
-    """How the episodes of a taskset begin, and its tools. Raises ConfigError for what needs more than a process."""
+    """A function that makes episodes of a taskset, and its tools. Raises ConfigError for an unsuitable taskset."""
     from verifiers.v1.taskset import Taskset, TasksetConfig
     from verifiers.v1.utils.generic import concrete_type
 
@@ -153,7 +153,7 @@ def load(factory: Any, kwargs: dict[str, Any], key: str) -> tuple[Callable[[], E
 
 
 def _check(task: Any, key: str) -> None:
-    """Refuse a task whose hooks would not run here."""
+    """Raise ConfigError for a task with a requirement or a hook that is not supported."""
     label = type(task).__name__
     if task.NEEDS_CONTAINER:
         raise ConfigError(f"{key}: {label} needs a container, which environments in a rank do not have")
@@ -162,14 +162,14 @@ def _check(task: Any, key: str) -> None:
             runtime = inspect.signature(function).parameters.get("runtime")
             if runtime is not None and runtime.default is runtime.empty:
                 raise ConfigError(
-                    f"{key}: {label}.{function.__name__} needs a runtime, which there is none of in a rank"
+                    f"{key}: {label}.{function.__name__} needs a runtime, which environments in a rank do not have"
                 )
     for hook in task.hooks("stop"):
-        raise ConfigError(f"{key}: {label}.{hook.__name__} is a @stop, which is not called here")
+        raise ConfigError(f"{key}: {label}.{hook.__name__} is a @stop, which is not supported")
 
 
 def _tools(server: Any, number: int) -> Iterator[Tool]:
-    """The tools of a server, named as verifiers names them."""
+    """The tools of a server, under the names that verifiers gives them."""
     from verifiers.v1.utils.decorators import discover_decorated
 
     for function in discover_decorated(server, "tool"):
@@ -189,14 +189,14 @@ def _tools(server: Any, number: int) -> Iterator[Tool]:
 
 
 def _messages(data: Any) -> list[Message]:
-    """The prompt of a task, which begins with its system prompt."""
+    """The messages of a task's prompt, which begins with its system prompt."""
     prompt = data.prompt or []
     messages: list[Message] = []
     for message in [prompt] if isinstance(prompt, str) else prompt:
         role, content = ("user", f"\n\n{message}") if isinstance(message, str) else (message.role, message.content)
         if not isinstance(content, str):
             if any(part.type != "text" for part in content):
-                raise ValueError("the task's prompt has parts that are no text")
+                raise ValueError("the task's prompt has parts that are not text")
             content = "\n".join(part.text for part in content)
         messages.append({"role": role, "content": content})
     if data.system_prompt:

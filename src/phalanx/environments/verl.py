@@ -1,4 +1,4 @@
-"""Tools of verl: a YAML file of classes with create, execute, calc_reward and release. verl itself is not imported."""
+"""Tools of verl: classes with create, execute, calc_reward and release, listed in a YAML file. verl is not imported."""
 
 import functools
 import inspect
@@ -14,14 +14,14 @@ from phalanx.config.messages import ConfigError, reason
 from phalanx.config.registry import resolve_object
 from phalanx.config.sources import read
 from phalanx.environments.texts import SEEN, Odd
-from phalanx.environments.tools import Tool, schema_tool
+from phalanx.environments.tools import Tool, accepted, schema_tool
 
 KEY = "environment.tool_config_path"
 _METHODS = ("create", "execute", "calc_reward", "release")
 
 
 class _Function(BaseModel):
-    """The part `function` of a schema."""
+    """The key `function` of a schema."""
 
     model_config = ConfigDict(extra="allow")
     name: str
@@ -39,25 +39,25 @@ class _Schema(BaseModel):
 
 @dataclass(frozen=True)
 class Shared:
-    """The tools of a file, which all conversations of a rank share: each of them has a name of its own there."""
+    """The tools of a file, shared by all conversations of a rank, which have their own instance ids."""
 
     tools: Mapping[str, Any]
     callable: Mapping[str, Tool]
 
 
 class VerlTools:
-    """A conversation with these tools. Its reward is the sum of what calc_reward says of each tool that was called and
-    of what execute gave.
+    """The tools in one conversation. Its reward is the sum of calc_reward over the tools that were called and of the
+    rewards that execute returned.
     """
 
     def __init__(self, shared: Shared) -> None:
         self._tools = shared.tools
-        self._names: dict[str, str] = {}  # of the tools that have been called, the instances
+        self._instances: dict[str, str] = {}  # instance ids of the tools that have been called, by tool
         self._kwargs: dict[str, Any] = {}
         self._earned = 0.0
 
     def reset(self, **row: Any) -> None:
-        """Keep the row's tools_kwargs, a column of the data, or a part of its extra_info."""
+        """Store the row's tools_kwargs, a column of the data or a key of its extra_info."""
         info = row.get("extra_info")
         kwargs = row.get("tools_kwargs") or (info.get("tools_kwargs") if isinstance(info, dict) else None) or {}
         if not isinstance(kwargs, dict):
@@ -65,14 +65,16 @@ class VerlTools:
         self._kwargs = kwargs
 
     async def execute(self, arguments: dict[str, Any], name: str) -> Any:
-        """Call a tool; the first call of it makes its instance."""
+        """Call a tool. Its first call creates the instance."""
         tool = self._tools[name]
-        if name not in self._names:
-            kwargs = self._of(name, "create_kwargs")
-            made = await _awaited(tool.create(str(uuid.uuid4()), **_taken(tool.create, kwargs)))
-            self._names[name] = made[0] if isinstance(made, tuple) else made
-        kwargs = self._of(name, "execute_kwargs")
-        returned = await _awaited(tool.execute(self._names[name], arguments, **kwargs))
+        if name not in self._instances:
+            kwargs = self._kwargs_of(name, "create_kwargs")
+            # each by name and, for newer classes of verl, all as create_kwargs
+            kwargs = accepted(tool.create, {**kwargs, "create_kwargs": kwargs})
+            made = await _awaited(tool.create(str(uuid.uuid4()), **kwargs))
+            self._instances[name] = made[0] if isinstance(made, tuple) else made
+        kwargs = self._kwargs_of(name, "execute_kwargs")
+        returned = await _awaited(tool.execute(self._instances[name], arguments, **kwargs))
         response, reward = (*returned, None)[:2] if isinstance(returned, tuple) else (returned, None)
         self._earned += 0.0 if reward is None else float(reward)
         if isinstance(response, str | None):
@@ -84,23 +86,24 @@ class VerlTools:
     async def get_reward(self) -> float:
         """The sum of the tools' rewards."""
         total = self._earned
-        for name, instance in self._names.items():
-            reward = await _awaited(self._tools[name].calc_reward(instance, **self._of(name, "calc_reward_kwargs")))
+        for name, instance in self._instances.items():
+            kwargs = self._kwargs_of(name, "calc_reward_kwargs")
+            reward = await _awaited(self._tools[name].calc_reward(instance, **kwargs))
             total += 0.0 if reward is None else float(reward)
         return total
 
     async def close(self) -> None:
         """Release the instances."""
-        for name, instance in self._names.items():
-            await _awaited(self._tools[name].release(instance, **self._of(name, "release_kwargs")))
+        for name, instance in self._instances.items():
+            await _awaited(self._tools[name].release(instance, **self._kwargs_of(name, "release_kwargs")))
 
-    def _of(self, name: str, part: str) -> dict[str, Any]:
-        """The arguments that the row has for a method of a tool."""
+    def _kwargs_of(self, name: str, part: str) -> dict[str, Any]:
+        """The arguments in the row's tools_kwargs for a method of a tool."""
         return dict((self._kwargs.get(name) or {}).get(part) or {})
 
 
 def load_tools(path: str) -> Shared:
-    """The tools of a file, made. Raises ConfigError, with the entry, for what cannot be used."""
+    """Make the tools of a file. Raises ConfigError, which names the entry, for a tool that cannot be used."""
     content = OmegaConf.to_container(read(path), resolve=True)
     entries = content.get("tools") if isinstance(content, dict) else None
     if not isinstance(entries, list) or not entries:
@@ -119,11 +122,11 @@ def load_tools(path: str) -> Shared:
 
 
 def _made(entry: Any, key: str) -> tuple[Any, dict[str, Any]]:
-    """A tool of an entry, and its schema."""
+    """Make the tool of an entry. Returns it and its schema."""
     if not isinstance(entry, dict) or not isinstance(entry.get("class_name"), str):
         raise ConfigError(f"{key} has no class_name; expected the dotted name of a class, config and tool_schema")
     if entry.get("tool_schema") is None:
-        raise ConfigError(f"{key} has no tool_schema; expected it in OpenAI's form: {{type, function}}")
+        raise ConfigError(f"{key} has no tool_schema; expected it in OpenAI's format: {{type, function}}")
     path = entry["class_name"]
     if ":" not in path:
         path = ":".join(path.rsplit(".", 1))
@@ -145,14 +148,6 @@ def _made(entry: Any, key: str) -> tuple[Any, dict[str, Any]]:
         raise ConfigError(f"{key}: {entry['class_name']}(config, tool_schema) raised {reason(error)}") from error
 
 
-def _taken(create: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of create: by their names, and, for newer classes of verl, all of them as create_kwargs."""
-    parameters = inspect.signature(create).parameters
-    if any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return {**kwargs, "create_kwargs": kwargs}
-    return {name: value for name, value in {**kwargs, "create_kwargs": kwargs}.items() if name in parameters}
-
-
 async def _awaited(value: Any) -> Any:
-    """The result of a method, whether it is async or not."""
+    """The result of a method, which may be async."""
     return await value if isinstance(value, Awaitable) else value

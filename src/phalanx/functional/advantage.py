@@ -15,11 +15,11 @@ def group_advantage(
         reward: [N].
         group_id: [N] integers, any values.
         global_std: divide by the std of all rewards instead of the group's.
-        normalize: False divides by nothing (Dr.GRPO).
-        eps: added to the std, which is the population's.
+        normalize: whether to divide at all; False is Dr.GRPO.
+        eps: added to the population std.
 
     Returns:
-        [N] float32; exactly 0 where all rewards of a group are equal.
+        [N] float32; exactly 0 if all rewards of a group are equal.
     """
     r = reward.double()
     centred, variance = _centred(r, group_id)
@@ -30,8 +30,8 @@ def group_advantage(
 
 
 def leave_one_out(reward: Tensor, group_id: Tensor) -> Tensor:
-    """[N] float32: each reward less the mean of the others of its group (RLOO, arXiv 2402.14740, equation 8); 0 for a
-    sample without others, and exactly where all rewards of a group are equal.
+    """[N] float32: each reward minus the mean of the other rewards of its group (RLOO, arXiv 2402.14740, equation 8);
+    exactly 0 if all rewards of a group are equal, also for a group of one sample.
     """
     centred, _ = _centred(reward.double(), group_id)
     _, inverse, counts = torch.unique(group_id, return_inverse=True, return_counts=True)
@@ -41,7 +41,7 @@ def leave_one_out(reward: Tensor, group_id: Tensor) -> Tensor:
 
 
 def on_scored(function: Callable[[Tensor, Tensor], Tensor], reward: Tensor, group_id: Tensor, missing: float) -> Tensor:
-    """[N] the values of `function` for samples that have a reward, `missing` for those that have none (NaN)."""
+    """[N] values of `function` over the samples that have a reward, `missing` for samples without one (NaN)."""
     scored = ~reward.isnan()
     if scored.all():
         return function(reward, group_id)
@@ -52,9 +52,9 @@ def on_scored(function: Callable[[Tensor, Tensor], Tensor], reward: Tensor, grou
 
 
 def fill_missing(reward: Tensor, group_id: Tensor) -> Tensor:
-    """[N] the rewards; a sample that has none (NaN) gets the mean of those of its group that have one, or 0.
+    """[N] the rewards, with each missing one (NaN) replaced by the mean of its group's known rewards, or by 0.
 
-    So it is neither the best nor the worst of its group, unless all of them are equal.
+    A sample without a reward is thus neither the best nor the worst of its group, unless all are equal.
     """
     scored = ~reward.isnan()
     if scored.all():
@@ -67,28 +67,28 @@ def fill_missing(reward: Tensor, group_id: Tensor) -> Tensor:
 
 
 def has_signal(reward: Tensor, group_id: Tensor) -> Tensor:
-    """[N] bool: True where the rewards of a sample's group differ."""
+    """[N] bool: whether the rewards of a sample's group differ."""
     ids, inverse = torch.unique(group_id, return_inverse=True)
     r = reward.double()
     zeros = torch.zeros(len(ids), dtype=r.dtype, device=r.device)
-    # by the extremes and not by the variance, which rounding keeps from being exactly 0
+    # compare the extremes, since rounding keeps the variance of equal rewards from being exactly 0
     low = zeros.scatter_reduce(0, inverse, r, "amin", include_self=False)
     high = zeros.scatter_reduce(0, inverse, r, "amax", include_self=False)
     return (high > low)[inverse]
 
 
 def top_and_bottom(reward: Tensor, group_id: Tensor, k: int) -> Tensor:
-    """[N] bool: True for the k best and the k worst of each group; of equals, the first ones."""
+    """[N] bool: True for the k best and the k worst of each group; among equal rewards, the first ones."""
     return (rank_in_group(-reward, group_id) < k) | (rank_in_group(reward, group_id) < k)
 
 
 def best_of_group(reward: Tensor, group_id: Tensor, k: int) -> Tensor:
-    """[N] bool: True for the k best of each group whose rewards differ; of equals, the first ones."""
+    """[N] bool: True for the k best of each group whose rewards differ; among equal rewards, the first ones."""
     return has_signal(reward, group_id) & (rank_in_group(-reward, group_id) < k)
 
 
 def rank_in_group(value: Tensor, group_id: Tensor) -> Tensor:
-    """[N] int64: a sample's place in its group, 0 for the smallest value; equals keep their order."""
+    """[N] int64: a sample's rank in its group, 0 for the smallest value; equal values keep their order."""
     order, counts = sorted_in_groups(value, group_id)
     first = torch.repeat_interleave(counts.cumsum(0) - counts, counts)
     rank = torch.empty_like(order)
@@ -97,7 +97,7 @@ def rank_in_group(value: Tensor, group_id: Tensor) -> Tensor:
 
 
 def sorted_in_groups(value: Tensor, group_id: Tensor) -> tuple[Tensor, Tensor]:
-    """[N] samples group by group in the order of ids, by ascending value; and the groups' sizes [G]."""
+    """The samples [N] sorted by group id, then by ascending value; and the groups' sizes [G]."""
     # two stable sorts: by value, then by group
     order = torch.argsort(value.double(), stable=True)
     order = order[torch.argsort(group_id[order], stable=True)]
@@ -106,13 +106,13 @@ def sorted_in_groups(value: Tensor, group_id: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def group_weights(value: Tensor, group_id: Tensor, keep: Tensor) -> Tensor:
-    """[N] float32: exp(value), of mean 1 over each group's samples in `keep` [N]; 0 for others."""
+    """[N] float32: exp(value), scaled to a mean of 1 over each group's samples in `keep` [N] bool; 0 for others."""
     ids, inverse = torch.unique(group_id, return_inverse=True)
     v = torch.where(keep, value.double(), -torch.inf)
     zeros = torch.zeros(len(ids), dtype=v.dtype, device=v.device)
-    # the group's largest value is taken off first, so that no exponential overflows
+    # subtract the group's largest value, so that no exponential overflows
     top = zeros.scatter_reduce(0, inverse, v, "amax", include_self=False)
-    # exp(-inf - -inf) is NaN where none is kept
+    # exp(-inf - -inf) is NaN in groups of which no sample is kept
     exp = torch.where(keep, torch.exp(v - top[inverse]), 0.0)
     mean = zeros.index_add(0, inverse, exp) / zeros.index_add(0, inverse, keep.double())
     return torch.where(keep, exp / mean[inverse], 0.0).float()
@@ -126,7 +126,7 @@ def group_std(reward: Tensor, group_id: Tensor) -> Tensor:
 
 
 def _centred(r: Tensor, group_id: Tensor) -> tuple[Tensor, Tensor]:
-    """[N] rewards less their group's mean, and [N] their group's variance."""
+    """[N] rewards minus their group's mean, and [N] their group's variance."""
     _, inverse, counts = torch.unique(group_id, return_inverse=True, return_counts=True)
     zeros = torch.zeros(len(counts), dtype=r.dtype, device=r.device)
     mean = zeros.index_add(0, inverse, r) / counts

@@ -1,14 +1,15 @@
-"""From the loss of each action to one number, for samples of different lengths.
+"""Aggregate the losses of actions to one number, for samples of different lengths.
 
-The names are verl's (`loss_agg_mode`). With T actions and S samples that count across all ranks,
-and l_i actions in sample i, the loss is Σ weight · loss with
+The names are verl's (`loss_agg_mode`). With T actions and S samples that count, over all ranks, and l_i actions in
+sample i, the loss is Σ weight · loss with
 
-    token-mean               1 / T            every action alike (DAPO, arXiv 2503.14476, equation 8)
-    seq-mean-token-sum       1 / S            every sample's sum alike
-    seq-mean-token-mean      1 / (S l_i)      every sample's mean alike (GRPO, arXiv 2402.03300, equation 3)
+    token-mean               1 / T            mean over actions (DAPO, arXiv 2503.14476, equation 8)
+    seq-mean-token-sum       1 / S            mean over samples of the sum over actions
+    seq-mean-token-mean      1 / (S l_i)      mean over samples of the mean over actions (GRPO, 2402.03300, equation 3)
     seq-mean-token-sum-norm  1 / (S c)        c a constant (Dr.GRPO, arXiv 2503.20783, section 3.2)
 
-T and S are counted over all ranks before the first backward pass, so that the gradient does not depend on the layout.
+T and S are counted over all ranks before the first backward pass, so the gradient does not depend on the number of
+ranks.
 """
 
 import torch
@@ -34,8 +35,8 @@ def action_weights(
     Args:
         mask: [U, A] bool, the real actions of U units.
         kept: [U] bool, the units that count.
-        actions: T, over all ranks.
-        samples: S, over all ranks.
+        actions: T over all ranks.
+        samples: S over all ranks.
         mode: one of the names above.
         constant: c of seq-mean-token-sum-norm; None: A.
 

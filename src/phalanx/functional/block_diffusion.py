@@ -1,20 +1,21 @@
-"""Block diffusion: noisy states of a sequence's blocks, many of them in one forward pass, and their log-probabilities.
+"""Block diffusion: evaluate many noisy states of a sequence's blocks in one forward pass.
 
-A response is denoised block by block, S tokens each, from S mask tokens (BD3-LM, https://arxiv.org/abs/2503.09573): a
-block sees itself and the clean blocks before it. A row of a pass is
+A response is denoised block by block, each from S mask tokens (BD3-LM, https://arxiv.org/abs/2503.09573); a block
+attends to itself and to the clean blocks before it. A row of a pass is
 
     [ clean tokens (L) ; state 1 (S) ; state 2 (S) ; ... ]
 
-with any number of states, each of one block at some time. Three integers per position say what it attends to, `block`
-(where it stands in the sequence), `chunk` (0 in the clean part, else which states see one another) and `limit`:
+with any number of states, each of which is one block at some time of its denoising. Three integers per position
+determine its attention: `block` (the position of its block in the sequence), `chunk` (0 in the clean part; states with
+equal chunks attend to each other) and `limit`:
 
-    i sees j  <=>  chunk_j = chunk_i and block_j <= block_i   or   chunk_j = 0 and block_j < limit_i
+    i attends to j  <=>  chunk_j = chunk_i and block_j <= block_i   or   chunk_j = 0 and block_j < limit_i
 
-Supervised training has a state for each block (dFactory's [x_t ; x_0] is that with the prompt's states kept); the
-replay of a rollout has one for each block and denoising step. Padding stands in later blocks, which nothing sees.
+Supervised training has one state per block (dFactory's [x_t ; x_0] is the same with states of the prompt as well); the
+replay of a rollout has one state per block and denoising step. Padding is in later blocks, to which nothing attends.
 
-Shapes: B samples, T tokens of the longest prompt with its response, K = T / S blocks of it, A tokens of the longest
-response, V views of a block, C states of a sample. Blocks are counted from the first token of a prompt.
+Shapes: B samples, T tokens of the longest prompt with its response, K = T / S blocks of these, A tokens of the longest
+response, V views per block, C states per sample. Blocks are counted from the first token of a prompt.
 """
 
 from dataclasses import dataclass, replace
@@ -27,9 +28,10 @@ from phalanx.functional.tokens import TokenTrace
 
 @dataclass(frozen=True, kw_only=True)
 class BlockTrace(TokenTrace):
-    """Prompts with their responses, which end with a block, and the order in which these were unmasked: step [B, A],
-    the denoising step of its block of each token; seeds [B], of estimates that draw. `states` are the most states of a
-    sample, on all ranks, and `size` is S.
+    """Prompts and responses that fill whole blocks, with the order of unmasking.
+
+    step: [B, A], the denoising step of its block in which each token was unmasked. seeds: [B], for estimates with
+    random masks. states: the largest number of states of a sample, over all ranks. size: S.
     """
 
     step: Tensor
@@ -39,18 +41,19 @@ class BlockTrace(TokenTrace):
 
     @property
     def steps(self) -> Tensor:
-        """[B, K, S] the denoising step of each token, -1 where there is none."""
+        """[B, K, S] the denoising step of each token, -1 for prompts and padding."""
         grid = torch.full_like(self.ids, -1).masked_scatter(self.responses, self.step[self.mask])
         return grid.unflatten(1, (-1, self.size))
 
 
 @dataclass(frozen=True)
 class Views:
-    """States to look at: masked [B, K, V, S] bool, and the weight [B, K, V, S] of what the model says of each token
-    there, 0 for tokens that it is not asked about. A view of a block without any is no state.
+    """The views of each block to evaluate.
 
-    The states of a sample do not see one another, and each sees all clean blocks before its own. With `known` [B] they
-    see those before them, and only the first `known` clean blocks.
+    masked: [B, K, V, S] bool. weight: [B, K, V, S], of each token's log-probability, 0 for tokens that are not needed;
+    a view with only zeros becomes no state. known: None: each state attends to itself and to all clean blocks before
+    it. [B]: the states of a view also attend to the states of earlier blocks, but only to the first `known` clean
+    blocks.
     """
 
     masked: Tensor
@@ -59,15 +62,16 @@ class Views:
 
     @property
     def count(self) -> Tensor:
-        """[B] states of each sample."""
+        """[B] the number of states of each sample."""
         return (self.weight != 0).any(-1).flatten(1).sum(1)
 
 
 @dataclass(frozen=True)
 class States:
-    """Rows of a pass: tokens, positions, block, chunk, limit, each [B, L + C S]; weight [B, C, S], and of each token of
-    a state what it becomes, target [B, C, S], where that stands in the sequence, place [B, C, S], and where the token
-    itself stands in its row, at [B, C, S].
+    """The rows of a pass.
+
+    tokens, positions, block, chunk, limit: [B, L + C S], see above. For the tokens of states, each [B, C, S]: weight,
+    see Views; target, the clean token; place, its position in the sequence; at, its position in the row.
     """
 
     tokens: Tensor
@@ -81,11 +85,11 @@ class States:
     at: Tensor
 
     def to(self, device: torch.device) -> "States":
-        """The same on a device."""
+        """Move all tensors to a device."""
         return States(**{name: value.to(device) for name, value in vars(self).items()})
 
     def closed(self, clean: Tensor) -> "States":
-        """The same rows without what pads their first `clean` [B] tokens, no wider than the longest needs to be."""
+        """Remove the padding after the first `clean` [B] tokens and after the states, and trim to the longest row."""
         length, size = int(self.at.min()), self.weight.shape[2]
         count = (self.weight != 0).any(-1).sum(1)
         column = torch.arange(self.tokens.shape[1], device=clean.device)
@@ -97,7 +101,7 @@ class States:
         return replace(self, **rows, at=at)
 
     def allowed(self) -> Tensor:
-        """[B, 1, L + C S, L + C S] bool: what each position (row) attends to."""
+        """[B, 1, L + C S, L + C S] bool: whether each position (row) attends to each other (column)."""
 
         def pair(values: Tensor) -> tuple[Tensor, Tensor]:
             return values[:, None, :, None], values[:, None, None, :]
@@ -107,25 +111,25 @@ class States:
 
 
 def sees(block_q: Tensor, chunk_q: Tensor, limit_q: Tensor, block_k: Tensor, chunk_k: Tensor) -> Tensor:
-    """The rule above, element by element: for a dense mask and for FlexAttention alike.
+    """The attention rule above, elementwise, for dense masks as well as FlexAttention.
 
-    Integers of query and key positions, of shapes that broadcast -> bool of the shape that they broadcast to.
+    Takes the integers of query and key positions, of shapes that broadcast, and returns bool of the broadcast shape.
     """
     return ((chunk_k == chunk_q) & (block_k <= block_q)) | ((chunk_k == 0) & (block_k < limit_q))
 
 
 def states_of(ids: Tensor, views: Views, *, mask_id: int, count: int) -> States:
-    """The rows in which all `views` of ids [B, T] are seen, padded to `count` states per sample."""
+    """Build the rows for all `views` of ids [B, T], padded to `count` states per sample."""
     batch, device = len(ids), ids.device
     blocks, kinds, size = views.weight.shape[1:]
-    wanted = (views.weight != 0).any(-1).flatten(1)
-    # those that are wanted first, in their order
-    order = wanted.to(torch.uint8).argsort(dim=1, descending=True, stable=True)[:, :count]
-    real = wanted.gather(1, order)
+    needed = (views.weight != 0).any(-1).flatten(1)
+    # the views that are needed come first, in their original order
+    order = needed.to(torch.uint8).argsort(dim=1, descending=True, stable=True)[:, :count]
+    real = needed.gather(1, order)
     of, view = order // kinds, order % kinds
 
     def pick(values: Tensor) -> Tensor:
-        """[B, C, S] of values [B, K, V, S]."""
+        """[B, K, V, S] -> [B, C, S]."""
         return values.flatten(1, 2).gather(1, order[..., None].expand(-1, -1, size))
 
     final = ids.unflatten(1, (blocks, size))[:, :, None].expand(-1, -1, kinds, -1)
@@ -137,7 +141,7 @@ def states_of(ids: Tensor, views: Views, *, mask_id: int, count: int) -> States:
         chunk = torch.ones_like(view) + torch.where(real, view, kinds)
         limit = views.known[:, None].expand_as(block)
     place = of[..., None] * size + torch.arange(size, device=device)
-    # nothing sees the clean tokens of the last block
+    # nothing attends to the clean tokens of the last block
     at = torch.arange(ids.shape[1] - size, device=device).expand(batch, -1)
 
     def row(clean: Tensor, noisy: Tensor) -> Tensor:
@@ -160,14 +164,16 @@ def states_of(ids: Tensor, views: Views, *, mask_id: int, count: int) -> States:
 
 
 def replayed(trace: BlockTrace, estimate: str = "trace") -> Views:
-    """The states in which the tokens of responses are looked at.
+    """The views in which the log-probabilities of responses are evaluated.
 
-    trace: those that the rollout went through, each token in the state that it was unmasked in, exactly. Estimates of
-    what the literature takes in place of these, at one or two states per block: block_mean_field, each block all masked
-    behind its clean past; mean_field, all blocks masked at once behind the prompt (d1, arXiv 2504.12216); elbo, each
-    token masked with probability t ~ U(0, 1), of weight 1/t; coupled, the mean of all masked and of two complementary
-    halves, a token masked in the first with probability t ~ U(.2, .8), of weight 1/t and 1/(1 - t) (DiffuCoder, arXiv
-    2506.20639).
+    estimate: `trace` is exact: the states of the rollout, each token in the state in which it was unmasked. The others
+    are estimates from the literature with fewer states:
+
+    - block_mean_field: each block completely masked, after its clean past.
+    - mean_field: all blocks masked at once, after the prompt (d1, arXiv 2504.12216).
+    - elbo: each token masked with probability t ~ U(0, 1), with weight 1/t.
+    - coupled: the mean of completely masked blocks and of two complementary masks; a token is in the first with
+      probability t ~ U(.2, .8), with weights 1/t and 1/(1 - t) (DiffuCoder, arXiv 2506.20639).
     """
     step = trace.steps
     real = step >= 0
@@ -183,7 +189,7 @@ def replayed(trace: BlockTrace, estimate: str = "trace") -> Views:
     if estimate == "elbo":
         masked = (real & (uniform < t))[:, :, None]
         return Views(masked, masked / t[..., None])
-    t = 0.2 + 0.6 * t  # as the authors draw it
+    t = 0.2 + 0.6 * t  # the authors' range
     first, second = real & (uniform < t), real & (uniform >= t)
     masked = torch.stack([real, first, second], 2)
     weight = torch.stack([real / 2, first / t / 2, second / (1 - t) / 2], 2)
@@ -191,22 +197,22 @@ def replayed(trace: BlockTrace, estimate: str = "trace") -> Views:
 
 
 def _uniform(seed: int, count: int) -> Tensor:
-    """A rate, and a uniform number for each token."""
+    """[1 + count] uniform random numbers: one for the masking rate, and one per token."""
     return torch.rand(1 + count, generator=torch.Generator().manual_seed(seed))
 
 
 def of_responses(trace: BlockTrace, states: States, values: Tensor) -> Tensor:
-    """[B, A] the weighted sums for each token of the responses; values [N] are those of the tokens of weight != 0."""
-    asked = states.weight != 0
-    rows, _, _ = asked.nonzero(as_tuple=True)
-    at = states.place[asked] - trace.starts[rows]
+    """[B, A] the weighted sum of the values of each token of the responses; values [N] of the tokens of weight != 0."""
+    needed = states.weight != 0
+    rows, _, _ = needed.nonzero(as_tuple=True)
+    at = states.place[needed] - trace.starts[rows]
     zeros = torch.zeros(len(trace.ids), trace.width, dtype=values.dtype, device=values.device)
-    return zeros.index_put((rows, at), values * states.weight[asked], accumulate=True)
+    return zeros.index_put((rows, at), values * states.weight[needed], accumulate=True)
 
 
 def confident(confidence: Tensor, masked: Tensor, *, least: int, threshold: float) -> Tensor:
-    """[B, S] bool: the masked positions that are unmasked now. Those above the threshold where they are at least
-    `least`, else the `least` most confident (LLaDA2.0, arXiv 2512.15745).
+    """[B, S] bool: the masked positions to unmask now: all above the threshold if these are at least `least`, otherwise
+    the `least` most confident ones (LLaDA2.0, arXiv 2512.15745).
     """
     values = confidence.masked_fill(~masked, -1.0)
     rank = values.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
@@ -215,5 +221,5 @@ def confident(confidence: Tensor, masked: Tensor, *, least: int, threshold: floa
 
 
 def least_unmasked(size: int, steps: int) -> list[int]:
-    """Tokens that each of `steps` denoising steps of a block unmasks at least."""
+    """The minimum number of tokens that each of `steps` denoising steps of a block unmasks."""
     return [size // steps + (i < size % steps) for i in range(steps)]

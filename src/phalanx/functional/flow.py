@@ -1,7 +1,7 @@
-"""Values of flow matching: samplers, the steps that samples took, and fresh noise for them.
+"""Data types of flow matching: sampler settings, traces of sampled trajectories, and fresh noise.
 
-Shapes: B samples of this rank, W trained denoising steps or noise levels, P prompts of this rank;
-`...` is a latent's own shape.
+Shapes: B samples of this rank, W trained denoising steps or noise levels, P prompts of this rank; `...` is the shape of
+a latent.
 """
 
 from collections.abc import Sequence
@@ -17,13 +17,13 @@ from phalanx.types import Batch, Replay
 
 @dataclass(frozen=True)
 class Sampler:
-    """Settings by which images, or videos of `num_frames`, are denoised.
+    """Settings for denoising images, or videos of `num_frames` frames.
 
-    Sizes are in pixels; `guidance` is a scale (1: off), `noise_level` the eta of stochastic steps.
-    `embedded_guidance` is the scale that a guidance-distilled model takes as an input; None for
-    other models. `solver` takes the steps behind the stochastic ones, or all where there are none;
-    `compression` is the share of the steps behind a window that is taken. `guidance_2` is the scale of steps that a
-    model's second transformer takes; None: `guidance`.
+    height and width: in pixels. guidance: classifier-free guidance scale, 1 is off. noise_level: eta of stochastic
+    steps. embedded_guidance: the scale that a guidance-distilled model takes as an input, None for other models.
+    solver: takes the steps after the stochastic ones, or all steps if none are stochastic. compression: fraction of the
+    steps after a window that is kept. guidance_2: guidance scale of the steps of a model's second transformer, None:
+    `guidance`.
     """
 
     num_inference_steps: int
@@ -40,15 +40,15 @@ class Sampler:
 
     @property
     def guided(self) -> bool:
-        """True where a second branch is computed, for classifier-free guidance."""
+        """Whether an unconditional branch is computed for classifier-free guidance."""
         return self.guidance > 1
 
 
 @dataclass(frozen=True)
 class FlowReplay(Replay):
-    """The policy's answer to given transitions, float32.
+    """The policy's view of given transitions, float32.
 
-    log_prob [B, W], mean [B, W, ...], std [W], and the velocities [B, W, ...] that the means follow from.
+    log_prob: [B, W]. mean: [B, W, ...]. std: [W]. velocity: [B, W, ...], from which the means are computed.
     """
 
     mean: Tensor
@@ -58,15 +58,15 @@ class FlowReplay(Replay):
 
 @dataclass(frozen=True)
 class FlowTrace:
-    """The values that a replay needs: S consecutive steps are stochastic, W of them are trained.
+    """The values that a replay needs: S consecutive stochastic steps, of which W are trained.
 
-    latents [B, S + 1, ...] float32: the samples before each stochastic step and after the last; sigmas [S + 1] and
-    timesteps [S]: noise levels in 0..1 and the scheduler's timesteps; `sigma_max` the schedule's second entry;
-    `typical_std` the mean std of the transitions of all steps that a window may hold, 0 where nothing is stochastic;
-    `trained` [W] ascending: which of the S steps are trained. `embeds` text embeddings by name, each [P, ...] or under
-    guidance [2 P, ...]: the prompts, then their negatives; `prompt_index` [B] into the prompts. `means` [B, W, ...]
-    float32 are the means of the trained transitions under the weights that sampled, and `clean` [B, ...] float32 the
-    final latents. `evaluations`: velocities that each sample took.
+    latents: [B, S + 1, ...] float32, before each stochastic step and after the last. means: [B, W, ...] float32, means
+    of the trained transitions under the weights that sampled. clean: [B, ...] float32, the final latents. sigmas:
+    [S + 1], noise levels in 0..1. timesteps: [S], those of the scheduler. sigma_max: second entry of the schedule.
+    typical_std: mean std of the transitions of all steps that a window may contain, 0 without stochastic steps.
+    trained: [W] ascending, the indices of the trained steps among the S. embeds: text embeddings by name, [P, ...], or
+    [2 P, ...] with guidance: the prompts, then their negative prompts. prompt_index: [B] into the P prompts.
+    evaluations: number of velocity evaluations per sample.
     """
 
     sampler: Sampler
@@ -85,11 +85,11 @@ class FlowTrace:
 
     @property
     def delta(self) -> Tensor:
-        """[W] sigma_next - sigma < 0 of the trained steps."""
+        """[W] sigma_next - sigma (negative) of the trained steps."""
         return (self.sigmas[1:] - self.sigmas[:-1])[self.trained]
 
     def select(self, rows: Tensor) -> "FlowTrace":
-        """The samples in `rows` [b]; embeddings stay shared."""
+        """The samples in `rows` [b]; the embeddings are not copied."""
         return replace(
             self,
             latents=self.latents[rows],
@@ -100,12 +100,12 @@ class FlowTrace:
 
     @classmethod
     def joined(cls, parts: Sequence["FlowTrace"]) -> "FlowTrace":
-        """See phalanx.types.Trace. Each part has separate prompts and embeddings."""
+        """See phalanx.types.Trace. The parts' prompts and embeddings are concatenated as well."""
         branches = 2 if parts[0].sampler.guided else 1
         embeds = {}
         for name in parts[0].embeds:
-            some = [part.embeds[name].unflatten(0, (branches, -1)) for part in parts]
-            embeds[name] = torch.cat(some, 1).flatten(0, 1)
+            by_branch = [part.embeds[name].unflatten(0, (branches, -1)) for part in parts]
+            embeds[name] = torch.cat(by_branch, 1).flatten(0, 1)
         first, index = 0, []
         for part in parts:
             index.append(part.prompt_index + first)
@@ -120,15 +120,15 @@ class FlowTrace:
         )
 
     def rescored(self, replays: Sequence[FlowReplay], parts: Sequence[Tensor]) -> "FlowTrace":
-        """The trace with the means [b, W, ...] of `replays`, each of the samples whose rows are in its part [b]."""
+        """The trace with the means of `replays` [b, W, ...], each for the samples in the rows `parts` [b]."""
         return replace(self, means=in_order([replay.mean for replay in replays], parts))
 
 
 @dataclass(frozen=True)
 class Noised:
-    """Fresh noise for final latents, to train at: x_t = (1 - t) clean + t noise.
+    """Fresh noise for final latents, for training at x_t = (1 - t) clean + t noise.
 
-    noise [B, W, ...] float32; levels [B, W] in 0..1, the t of each.
+    noise: [B, W, ...] float32. levels: [B, W], t in 0..1.
     """
 
     noise: Tensor
@@ -144,26 +144,26 @@ class Noised:
         return Noised(self.noise[rows], self.levels[rows])
 
     def latents(self, clean: Tensor) -> Tensor:
-        """x_t [B, W, ...] of clean latents [B, ...]."""
+        """x_t [B, W, ...] from clean latents [B, ...]."""
         t = self.t
         return (1 - t) * clean[:, None] + t * self.noise
 
     def target(self, clean: Tensor) -> Tensor:
-        """The velocity [B, W, ...] that leads from clean latents [B, ...] to the noise."""
+        """The velocity [B, W, ...] from clean latents [B, ...] to the noise."""
         return self.noise - clean[:, None]
 
     @property
     def t(self) -> Tensor:
-        """The levels, to broadcast over latents [B, W, ...]."""
+        """The levels, shaped to broadcast over latents [B, W, ...]."""
         return self.levels.view(*self.levels.shape, *[1] * (self.noise.dim() - 2))
 
 
 @dataclass(frozen=True)
 class States:
-    """States of the last denoising steps, from which images are computed anew: V for each sample.
+    """States of the last denoising steps from which images are recomputed, V per sample.
 
-    latents [B, V, ...] float32; step [B, V], the number of the step that each is before, among those of the trace; mask
-    [B, W] bool: see phalanx.types.Corrupted.
+    latents: [B, V, ...] float32. step: [B, V], the index of the step that follows each state, among those of the trace.
+    mask: [B, W] bool, see phalanx.types.Corrupted.
     """
 
     latents: Tensor
@@ -184,7 +184,7 @@ class Denoiser(Protocol):
     def velocity(
         self, latents: Tensor, timesteps: Tensor, embeds: dict[str, Tensor], rows: Tensor, sampler: Sampler
     ) -> Tensor:
-        """Guided velocity [N, ...] float32."""
+        """The guided velocity [N, ...] float32."""
 
 
 FlowBatch = Batch[FlowTrace]

@@ -1,16 +1,16 @@
-"""Losses on the forward process: freshly noised images x_t = (1 - t) x_0 + t noise, whose velocity
-u = noise - x_0 the model regresses. Everything is float32.
+"""Losses on the forward process: the model regresses the velocity u = noise - x_0 of freshly noised images
+x_t = (1 - t) x_0 + t noise. All values are float32.
 """
 
 import torch
 from torch import Tensor
 
-SMALLEST_ERROR = 1e-5  # of the adaptive weight's denominator, as in DiffusionNFT's code
+SMALLEST_ERROR = 1e-5  # lower bound of the adaptive weight's denominator, as in DiffusionNFT's code
 
 
 def optimality(advantage: Tensor, limit: float) -> Tensor:
-    """The probability [...] that an image of this advantage [...] is a good one: clip(A, -limit,
-    limit) / (2 limit) + 1/2, in 0..1 (DiffusionNFT, arXiv 2509.16117).
+    """The probability [...] that an image with advantage A [...] is a good one: clip(A, -limit, limit) / (2 limit) +
+    1/2, in 0..1 (DiffusionNFT, arXiv 2509.16117).
     """
     return (advantage.float().clamp(-limit, limit) / (2 * limit) + 0.5).clamp(0, 1)
 
@@ -25,12 +25,12 @@ def negative_aware(
         loss = (good l+ + (1 - good) l-) / beta
 
     Args:
-        velocity: [B, W, ...], the policy's; only it carries a gradient.
-        old: [B, W, ...], of the weights that sampled.
+        velocity: [B, W, ...], v of the policy; only this has a gradient.
+        old: [B, W, ...], v_old of the weights that sampled.
         target: [B, W, ...], u.
         levels: [B, W], t.
-        good: [B], `optimality`.
-        beta: how far the implicit policies v+ and v- lie from the old one; 1 makes v+ the policy itself.
+        good: [B], see `optimality`.
+        beta: distance of the implicit policies v+ and v- from the old one; with 1, v+ is the policy itself.
 
     Returns:
         The loss [B, W], and its branches l+ and l- [B, W].
@@ -43,7 +43,7 @@ def negative_aware(
 
 
 def _squared_in_x0(error: Tensor, levels: Tensor) -> Tensor:
-    """[B, W] of errors [B, W, ...] of a velocity: x_0 = x_t - t v is off by t times as much."""
+    """[B, W] weighted squared errors of x_0 = x_t - t v, from errors [B, W, ...] of v, of which they are t times."""
     e = (levels.float()[..., None] * error.flatten(2)).abs()
     weight = e.detach().mean(2).clamp(min=SMALLEST_ERROR)
     return torch.square(e).mean(2) / weight

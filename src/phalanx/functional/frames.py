@@ -1,9 +1,9 @@
-"""The frames of a video that stand for it."""
+"""Select frames that represent a video."""
 
 
 def evenly_spaced(total: int, count: int) -> list[int]:
-    """Numbers of `count` of `total` frames, as evenly spaced as they can be, the first and the last
-    among them; a single one is the middle. All frames where there are no more than `count`.
+    """Indices of `count` of `total` frames, evenly spaced including the first and the last; a single one is the middle
+    frame. Returns all frames if there are no more than `count`.
     """
     if count >= total:
         return list(range(total))

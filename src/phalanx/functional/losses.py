@@ -1,4 +1,4 @@
-"""Policy losses, per sample and trained step, from likelihood ratios rho of Gaussian transitions.
+"""Policy losses per sample and trained step, from likelihood ratios rho of Gaussian transitions.
 
 Sources: PPO's clipped surrogate as in equation (5) of Flow-GRPO (arXiv 2505.05470); GRPO-Guard (arXiv 2510.22319);
 Flow-DPPO (arXiv 2606.11025); the step weights of TempFlow-GRPO (arXiv 2508.04324).
@@ -11,7 +11,7 @@ from torch import Tensor
 def clipped_surrogate(
     log_prob: Tensor, old_log_prob: Tensor, advantage: Tensor, *, clip_ratio: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """`clipped_ratio` of rho = exp(log_prob - old_log_prob), both [B, ...]; the old is detached."""
+    """`clipped_ratio` with rho = exp(log_prob - old_log_prob), both [B, ...]; old_log_prob is detached."""
     return clipped_ratio(log_prob.float() - old_log_prob.detach().float(), advantage, clip_ratio=clip_ratio)
 
 
@@ -23,8 +23,8 @@ def clipped_ratio(log_ratio: Tensor, advantage: Tensor, *, clip_ratio: float) ->
         advantage: [B] (for all steps of a sample) or [B, ...].
 
     Returns:
-        The loss per element [B, ...], float32, and detached scalars: those of `ratio_stats`,
-        clipfrac, and clipfrac_higher and clipfrac_lower, the shares above and below the range.
+        The loss per element [B, ...], float32, and detached scalars: those of `ratio_stats`, clipfrac, and
+        clipfrac_higher and clipfrac_lower, the fractions above and below the range.
     """
     log_ratio, a = log_ratio.float(), _like(advantage, log_ratio)
     ratio = torch.exp(log_ratio)
@@ -43,18 +43,18 @@ def clipped_ratio(log_ratio: Tensor, advantage: Tensor, *, clip_ratio: float) ->
 def masked_ratio(
     log_ratio: Tensor, divergence: Tensor, advantage: Tensor, *, threshold: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """-A rho, and 0 where the policy has left the old one by `threshold` and would go further.
+    """-A rho, but 0 if the policy has diverged from the old one by `threshold` and the update would go further.
 
-    That is where divergence >= threshold, and rho > 1 with A > 0 or rho < 1 with A < 0 (Flow-DPPO).
+    The second case is divergence >= threshold, and rho > 1 with A > 0 or rho < 1 with A < 0 (Flow-DPPO).
 
     Args:
         log_ratio: [B, ...], ln rho.
-        divergence: [B, ...], KL(pi_old, pi) of the same transitions; without a gradient.
+        divergence: [B, ...], KL(pi_old, pi) of the same transitions; it is detached.
         advantage: [B] (for all steps of a sample) or [B, ...].
 
     Returns:
-        The loss per element [B, ...], float32, and detached scalars: those of `ratio_stats`,
-        divergence, its mean, and maskfrac, the share of elements that are dropped.
+        The loss per element [B, ...], float32, and detached scalars: those of `ratio_stats`, divergence (its mean), and
+        maskfrac (the fraction of elements that are dropped).
     """
     log_ratio, a = log_ratio.float(), _like(advantage, log_ratio)
     divergence = divergence.detach().float()
@@ -66,43 +66,43 @@ def masked_ratio(
 
 
 def guarded_log_ratio(log_ratio: Tensor, divergence: Tensor, std: Tensor) -> Tensor:
-    """(ln rho + b) c, the logarithm of GRPO-Guard's ratio: its mean is 0 under the old policy.
+    """(ln rho + b) c, the logarithm of GRPO-Guard's ratio, whose mean is 0 under the old policy.
 
-    ln rho = mean(dmu eps) / c - b for dmu = mu - mu_old and x' = mu_old + c eps, so that what is left is mean(dmu eps).
+    With dmu = mu - mu_old and x' = mu_old + c eps, ln rho = mean(dmu eps) / c - b, so the result is mean(dmu eps).
 
     Args:
-        log_ratio: [B, W], of Gaussian log-probabilities.
+        log_ratio: [B, W], ln rho of Gaussian log-probabilities.
         divergence: [B, W], b = mean(dmu^2) / 2 c^2.
-        std: [W], c, that of the transitions.
+        std: [W], c of the transitions.
     """
     return (log_ratio.float() + divergence.float()) * std.float()
 
 
 def noise_weight(std: Tensor, typical_std: float) -> Tensor:
-    """[W] weights of the trained steps, proportional to their transitions' std [W].
+    """[W] weights of the trained steps, proportional to the std [W] of their transitions.
 
-    `typical_std` is the mean std of all steps of the schedule that can be trained, over which the
-    weights have the mean 1. Within a window their mean may differ: late steps have a small std, and weights below 1.
+    `typical_std` is the mean std over all steps of the schedule that can be trained, so that the mean weight over these
+    is 1. Within a window the mean may differ: late steps have a small std, and thus weights below 1.
     """
     return std.float() / typical_std
 
 
 @torch.no_grad()
 def ratio_stats(log_ratio: Tensor) -> dict[str, Tensor]:
-    """Scalars of rho, for ln rho of any shape: ratio_error is the largest |rho - 1|, and approx_kl the mean of
-    rho - 1 - ln rho, Schulman's k3.
+    """Scalars of rho from ln rho of any shape; ratio_error is the largest |rho - 1|, and approx_kl the mean of
+    rho - 1 - ln rho (Schulman's k3).
     """
     ratio = torch.exp(log_ratio)
     return {
         "ratio_mean": ratio.mean(),
         "ratio_std": ratio.std(correction=0),
         "ratio_error": (ratio - 1).abs().max(),
-        # expm1, as ratios are near 1: in rho - 1 rounding would drown the difference
+        # expm1, since ratios are near 1, where rho - 1 would lose precision
         "approx_kl": (torch.expm1(log_ratio) - log_ratio).mean(),
     }
 
 
 def _like(advantage: Tensor, values: Tensor) -> Tensor:
-    """Advantages [B] or [B, ...] in float32, without a gradient, to broadcast over values [B, ...]."""
+    """Advantages [B] or [B, ...] in float32, detached and shaped to broadcast over values [B, ...]."""
     a = advantage.detach().float()
     return a.reshape(*a.shape, *[1] * (values.dim() - a.dim()))

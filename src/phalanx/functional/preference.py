@@ -13,13 +13,13 @@ def dpo_loss(error: Tensor, reference_error: Tensor, *, beta: float) -> tuple[Te
     """-log sigmoid(-beta / 2 [(e_w - e_w_ref) - (e_l - e_l_ref)]).
 
     Args:
-        error: [U, 2, ...] the policy's regression errors e of (winner, loser), each a mean over a sample's dims.
-        reference_error: [U, 2, ...] those of the reference; it carries no gradient.
-        beta: how much a difference of errors counts.
+        error: [U, 2, ...], the policy's regression errors e of (winner, loser), each a mean over a sample's dims.
+        reference_error: [U, 2, ...], those of the reference; it is detached.
+        beta: weight of a difference of errors.
 
     Returns:
-        The loss [U, ...], float32, and detached scalars: dpo_loss, its mean, accuracy, the share of pairs whose winner
-        has the larger implicit reward r = -beta / 2 (e - e_ref), and margin, the mean of r_w - r_l.
+        The loss [U, ...], float32, and detached scalars: dpo_loss (its mean), accuracy (the fraction of pairs whose
+        winner has the larger implicit reward r = -beta / 2 (e - e_ref)), and margin (the mean of r_w - r_l).
     """
     gain = -0.5 * beta * (error.float() - reference_error.detach().float())
     margin = gain[:, 0] - gain[:, 1]
@@ -34,18 +34,18 @@ def group_preference(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """-1 / beta log sigmoid(-beta mean over the group of A (e - e_ref)).
 
-    Samples of A > 0 are preferred to those of A < 0, each with the weight |A|. Partition functions cancel where the
+    Samples with A > 0 are preferred to those with A < 0, each weighted by |A|. Partition functions cancel if the
     advantages of a group sum to 0.
 
     Args:
-        error: [U, n, ...] the policy's regression errors e of a group of n samples, each a mean over a sample's dims.
-        reference_error: [U, n, ...] those of the reference; it carries no gradient.
+        error: [U, n, ...], the policy's regression errors e of a group of n samples, each a mean over a sample's dims.
+        reference_error: [U, n, ...], those of the reference; it is detached.
         advantage: [U, n].
-        beta: how soon a group that is told apart no longer counts.
+        beta: the larger, the sooner correctly ranked groups lose their gradient.
 
     Returns:
-        The loss [U, ...], float32, and detached scalars: dgpo_loss, its mean, accuracy, the share of groups whose
-        preferred samples have the larger implicit reward, and margin, the mean of -beta mean A (e - e_ref).
+        The loss [U, ...], float32, and detached scalars: dgpo_loss (its mean), accuracy (the fraction of groups whose
+        preferred samples have the larger implicit reward), and margin (the mean of -beta mean A (e - e_ref)).
     """
     a = advantage.float().view(*advantage.shape, *[1] * (error.dim() - 2))
     margin = -beta * (a * (error.float() - reference_error.detach().float())).mean(1)
@@ -56,8 +56,8 @@ def group_preference(
 
 
 def best_and_worst(reward: Tensor, group_id: Tensor) -> Tensor:
-    """[G, 2] int64: the indices of the samples with the highest and with the lowest reward of each group, groups in
-    ascending order of their ids. Among equal rewards the last is the best and the first the worst, so that they differ.
+    """[G, 2] int64: the indices of the samples with the highest and the lowest reward of each group, in the order of
+    group ids. Among equal rewards, the last sample is the best and the first the worst, so that the two differ.
     """
     order, counts = sorted_in_groups(reward, group_id)
     ends = counts.cumsum(0)

@@ -1,10 +1,10 @@
-"""Returns and advantages of single tokens, and the critic's loss.
+"""Returns and advantages per token, and the critic's loss.
 
 Sources: generalised advantage estimation (arXiv 1506.02438, equations 11 and 16); whitening over the whole batch
 (REINFORCE++, arXiv 2501.03262); the clipped value loss of PPO's authors' code, whose range verl calls cliprange_value.
 
-Shapes: B samples of this rank, A tokens of the longest response. Tokens outside of a mask [B, A] are not steps: they
-are skipped, and the results for them are 0. `total` sums a CPU tensor over all ranks.
+Shapes: B samples of this rank, A tokens of the longest response. Tokens outside of a mask [B, A] are skipped, and their
+results are 0. `total` sums a CPU tensor over all ranks.
 """
 
 from collections.abc import Callable
@@ -18,30 +18,30 @@ EPS = 1e-8  # added to the variance
 
 
 def at_last(reward: Tensor, mask: Tensor) -> Tensor:
-    """[B, A] the rewards [B] at the last token of each sample's mask, 0 elsewhere."""
+    """[B, A] the rewards [B] at the last token in each sample's mask, 0 elsewhere."""
     last = mask & (mask.flip(1).cumsum(1).flip(1) == 1)
     return torch.where(last, reward[:, None], 0.0)
 
 
 def placed(reward: Tensor, earned: Tensor | None, mask: Tensor) -> Tensor:
-    """[B, A] the rewards [B]: what tokens `earned` [B, A] at these tokens, and the rest at the last one."""
+    """[B, A] the rewards [B] divided over tokens: parts `earned` [B, A] at their tokens, the rest at the last token."""
     if earned is None:
         return at_last(reward, mask)
-    parts = torch.where(mask, earned, 0.0).double()  # so that a sum of two floats less one of them is the other
+    parts = torch.where(mask, earned, 0.0).double()  # double, so that the remainder is exact
     return (parts + at_last(reward.double() - parts.sum(1), mask)).float()
 
 
 def gae(reward: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
-    """Advantages and returns of tokens.
+    """Generalised advantage estimation: advantages and returns of tokens.
 
         delta_t = r_t + gamma V_{t+1} - V_t,    A_t = delta_t + gamma lam A_{t+1},    R_t = A_t + V_t
 
     Args:
-        reward, values: [B, A]; after the last token V is 0.
+        reward, values: [B, A]; V is 0 after the last token.
         mask: [B, A] bool.
 
     Returns:
-        A and R, [B, A] float32. With values of 0 and lam 1 both are the discounted sums of rewards.
+        A and R, [B, A] float32. With values of 0 and lam = 1, both are the discounted sums of rewards.
     """
     r, v = reward.double(), values.double()
     later, value = r.new_zeros(len(r)), r.new_zeros(len(r))  # A and V of the next token
@@ -56,7 +56,7 @@ def gae(reward: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: floa
 
 
 def moments(values: Tensor, mask: Tensor, total: Callable[[Tensor], Tensor]) -> tuple[float, float]:
-    """Mean and population variance of the values [B, A] in the masks of all ranks; zeros where these are empty."""
+    """Mean and population variance of the values [B, A] in the masks of all ranks; zeros if these are empty."""
     real = values[mask].double()
     count, summed = total(torch.stack([real.new_tensor(float(len(real))), real.sum()]).cpu()).tolist()
     mean = summed / max(count, 1.0)
@@ -74,15 +74,15 @@ def whitened(values: Tensor, mask: Tensor, total: Callable[[Tensor], Tensor]) ->
 def value_loss(
     values: Tensor, old: Tensor, returns: Tensor, mask: Tensor, *, clip: float | None
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2) / 2 for each token; without `clip` only the first.
+    """max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2) / 2 per token; without `clip` only the first term.
 
     Args:
-        values, old, returns: [B, A]: the critic's now, and as they were when the returns were taken.
-        mask: [B, A] bool, the tokens over which the scalars are taken.
+        values, old, returns: [B, A], the current values V, those from which the returns were computed, and R.
+        mask: [B, A] bool, the tokens that the scalars average over.
 
     Returns:
-        The loss [B, A], and detached scalars: vf_loss, its mean, and vf_clipfrac, the share of tokens whose gradient is
-        cut.
+        The loss [B, A], and detached scalars: vf_loss (its mean), and vf_clipfrac (the fraction of tokens whose
+        gradient is clipped).
     """
     plain = (values - returns) ** 2
     worst = plain

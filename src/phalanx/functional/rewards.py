@@ -1,4 +1,4 @@
-"""From a reward's terms to one number per sample: clipped, normalised, weighted and summed."""
+"""Combine a reward's terms into one number per sample: clip, normalise, weight and sum."""
 
 from dataclasses import dataclass
 
@@ -7,17 +7,17 @@ from torch import Tensor
 
 from phalanx.functional.advantage import group_advantage
 
-# far below any spread of scores: terms that cancel leave nothing that would be normalised again
+# far below the spread of any scores, but above rounding errors, which normalisation must not amplify
 _EPS = 1e-6
 
-LARGEST = 1e18  # of a score or a reward: float32 holds no squares of larger ones, and their std would be infinite
+LARGEST = 1e18  # bound of scores and rewards: squares of larger ones overflow float32, and their std would be infinite
 
 
 @dataclass(frozen=True)
 class Share:
-    """One term's part in the sum: its `weight`, and the range `clip` (low, high) of its scores.
+    """How a term enters the sum: its `weight`, and the range `clip` (low, high) of its scores.
 
-    With `initial_weight`, the weight changes linearly from it to `weight` in the first `weight_steps` training steps.
+    With `initial_weight`, the weight changes linearly from this to `weight` during the first `weight_steps` steps.
     """
 
     weight: float = 1.0
@@ -27,11 +27,11 @@ class Share:
 
     @property
     def counts(self) -> bool:
-        """Whether the weight is another than 0 in any step."""
+        """Whether the weight is nonzero in any step."""
         return self.weight != 0 or bool(self.initial_weight)
 
     def at(self, step: int | None) -> float:
-        """The weight in training step `step`, counted from 0; None: the last one."""
+        """The weight in training step `step`, counted from 0; None: the final weight."""
         if step is None or self.initial_weight is None or step >= self.weight_steps:
             return self.weight
         return self.initial_weight + (self.weight - self.initial_weight) * step / self.weight_steps
@@ -40,11 +40,11 @@ class Share:
 def combine(
     terms: list[Tensor], shares: list[Share], *, step: int | None = None, group_id: Tensor | None = None
 ) -> Tensor:
-    """The reward [N] of N samples: the sum of their terms, each clipped, then times its weight.
+    """The reward [N] of N samples: the weighted sum of their clipped terms.
 
-    With `group_id` [N], each clipped term is first centred and divided by its std within every group, so that no term
-    outweighs another by its scale; a term that is equal for a whole group adds 0. That is the first half of GDPO (arXiv
-    2601.05242); the second divides the sum by its std over the batch.
+    With `group_id` [N], each clipped term is first centred and divided by its std within its group, so that the scale
+    of a term does not matter; a term that is equal for a whole group adds 0. This is the first half of GDPO (arXiv
+    2601.05242); the second half divides the sum by its std over the batch.
     """
     total = torch.zeros_like(terms[0])
     for values, share in zip(terms, shares, strict=True):

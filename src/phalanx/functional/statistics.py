@@ -1,7 +1,7 @@
-"""Statistics of scores: estimates from n samples of each prompt, and their intervals over prompts. Only numpy.
+"""Statistics of scores: estimates from n samples per prompt, and confidence intervals over prompts, with numpy only.
 
-The estimates are unbiased: each is the mean of what k samples give over all choices of k of the n. Prompts, and not
-samples, are what an interval is over, since the samples of a prompt resemble one another.
+The estimates are unbiased: each is the mean over all choices of k of the n samples. Intervals are over prompts instead
+of samples, since the samples of a prompt are not independent.
 """
 
 import math
@@ -16,15 +16,15 @@ from numpy.typing import NDArray
 
 CONFIDENCE = 0.95
 DRAWS = 10_000  # of a bootstrap
-FEW = 10  # prompts, of which a bootstrap is too narrow
-SEED = 0  # of its draws, so that an interval repeats
-_AT_ONCE = 2**20  # numbers of the draws in memory
+FEW = 10  # with fewer prompts, the interval of a bootstrap is too narrow
+SEED = 0  # of the bootstrap, so that intervals are reproducible
+_AT_ONCE = 2**20  # random numbers in memory at a time
 Values = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over `count` prompts and its interval; without bounds where one prompt tells nothing of others."""
+    """A mean over `count` prompts and its confidence interval; the bounds are None if they cannot be estimated."""
 
     value: float
     low: float | None
@@ -32,28 +32,30 @@ class Estimate:
     count: int
 
 
-# -- of a prompt's samples --------------------------------------------------------------------------------------------
+# -- estimates from a prompt's samples --------------------------------------------------------------------------------
 
 
 def pass_at_k(passed: int, n: int, k: int) -> float:
-    """The probability that one of k samples passes, of n of which `passed` do: 1 - C(n - c, k) / C(n, k), as in
-    Chen et al., arXiv 2107.03374, equation 1.
+    """The probability that at least one of k samples passes, given n samples of which c = `passed` do:
+    1 - C(n - c, k) / C(n, k) (Chen et al., arXiv 2107.03374, equation 1).
     """
     return 1.0 - math.comb(n - passed, k) / math.comb(n, k)
 
 
 def best_of_k(scores: Values, k: int) -> float:
-    """The expected largest of k of the scores [n]: the i-th smallest, from 0, is it in C(i, k - 1) of C(n, k) cases."""
+    """The expected maximum of k of the scores [n]: the i-th smallest (from 0) is the maximum in C(i, k - 1) of C(n, k)
+    choices.
+    """
     n = len(scores)
     weights = np.array([math.comb(i, k - 1) / math.comb(n, k) for i in range(n)])
     return float(weights @ np.sort(scores))
 
 
 def majority_at_k(answers: Sequence[Hashable | None], scores: Values, k: int) -> float:
-    """The expected score of the answer that most of k of the n samples give; ties are broken at random.
+    """The expected score of the most frequent answer among k of the n samples; ties are broken at random.
 
-    `scores` [n]: the score of an answer is the mean of those of the samples that give it. Samples without an answer
-    (None) do not vote; where none of the k votes, the score is the mean of theirs.
+    The score of an answer is the mean of the `scores` [n] of the samples that give it. Samples without an answer (None)
+    do not vote; if none of the k samples votes, the score is the mean of theirs.
     """
     groups: dict[Hashable | None, list[float]] = defaultdict(list)
     for answer, score in zip(answers, scores.tolist(), strict=True):
@@ -72,10 +74,10 @@ def majority_at_k(answers: Sequence[Hashable | None], scores: Values, k: int) ->
     return expected
 
 
-@lru_cache(maxsize=2**14)  # prompts have few different sizes of groups
+@lru_cache(maxsize=2**14)  # group sizes repeat across prompts
 def _ways(others: tuple[int, ...], silent: int, most: int, left: int) -> list[int]:
-    """In how many ways the `left` samples come from groups of these sizes, at most `most` of each, and from those that
-    are `silent`; by the number of groups with `most`.
+    """The number of ways to choose `left` samples from groups of the sizes `others`, at most `most` from each, and from
+    the `silent` samples; by the number of groups from which `most` are chosen.
     """
     ways = {(left, 0): 1}
     for size in others:
@@ -90,19 +92,19 @@ def _ways(others: tuple[int, ...], silent: int, most: int, left: int) -> list[in
     return by_ties
 
 
-# -- over prompts -----------------------------------------------------------------------------------------------------
+# -- intervals over prompts -------------------------------------------------------------------------------------------
 
 
 def mean_interval(values: Values, confidence: float = CONFIDENCE) -> Estimate:
-    """The mean of values [P], one of each prompt, and its interval: Student's t, or where all are 0 or 1 Wilson's
-    (1927; Brown, Cai and DasGupta, Statistical Science 16, 2001), which t would make too narrow near 0 and 1.
+    """The mean of values [P], one per prompt, and its interval: Student's t, or for only zeros and ones Wilson's (1927;
+    Brown, Cai and DasGupta, Statistical Science 16, 2001), since t is too narrow for means near 0 and 1.
     """
     count, mean = len(values), float(values.mean())
     if np.isin(values, (0.0, 1.0)).all():
         z = NormalDist().inv_cdf((1 + confidence) / 2)
         centre = (mean + z * z / (2 * count)) / (1 + z * z / count)
         half = z / (1 + z * z / count) * math.sqrt(mean * (1 - mean) / count + z * z / (4 * count * count))
-        # where all are 0, or all 1, the rounding error of a bound would show as -0.0
+        # exact bounds if all are 0 or all are 1, since a rounding error would print as -0.0
         return Estimate(mean, centre - half if mean > 0 else 0.0, centre + half if mean < 1 else 1.0, count)
     return _t_interval(values, confidence)
 
@@ -115,7 +117,7 @@ def _t_interval(values: Values, confidence: float) -> Estimate:
 
 
 def t_half_width(values: Values, confidence: float = CONFIDENCE) -> float | None:
-    """Half the width of Student's t interval of the mean of values [P]; None of a single one."""
+    """Half the width of Student's t interval of the mean of values [P]; None for a single value."""
     if len(values) < 2:
         return None
     error = float(values.std(ddof=1)) / math.sqrt(len(values))
@@ -125,11 +127,12 @@ def t_half_width(values: Values, confidence: float = CONFIDENCE) -> float | None
 def paired_interval(
     values: Values, others: Values, confidence: float = CONFIDENCE, seed: int = SEED, draws: int = DRAWS
 ) -> Estimate:
-    """The mean of values - others [P], of the same prompts, and its interval: the percentiles of a bootstrap over
-    prompts, taken as much further out as Student's t is wider than the normal distribution (Hesterberg, arXiv
-    1411.5279, section 5.3), without which intervals of few prompts are too narrow. Of fewer than FEW prompts it is
-    Student's t interval: no mean of a draw lies outside the differences, and with 2 prompts all of them hold the truth
-    in half of the cases.
+    """The mean of values - others [P] of the same prompts, and its interval.
+
+    The interval has the percentiles of a bootstrap over prompts, moved outwards as Student's t is wider than the normal
+    distribution (Hesterberg, arXiv 1411.5279, section 5.3), without which it is too narrow for few prompts. For fewer
+    than FEW prompts it is Student's t interval: bootstrap means never leave the range of the differences, which with 2
+    prompts contains the true mean only in half of the cases.
     """
     differences = values - others
     count, mean = len(differences), float(differences.mean())
@@ -146,9 +149,8 @@ def paired_interval(
 
 
 def mean_of_groups(groups: Sequence[Estimate]) -> Estimate:
-    """The mean of the groups' means, each with the same weight, over all of their prompts. Each bound is as far from it
-    as the groups' own are from theirs, in quadrature (MOVER; Zou and Donner, Statistics in Medicine 27, 2008), which
-    keeps Wilson's intervals uneven.
+    """The unweighted mean of the groups' means. The distance of each bound from the mean combines the groups' distances
+    in quadrature (MOVER; Zou and Donner, Statistics in Medicine 27, 2008), which keeps Wilson's intervals asymmetric.
     """
     value, count = sum(group.value for group in groups) / len(groups), sum(group.count for group in groups)
     below, above = 0.0, 0.0
@@ -161,7 +163,9 @@ def mean_of_groups(groups: Sequence[Estimate]) -> Estimate:
 
 
 def t_quantile(probability: float, degrees: int) -> float:
-    """Student's t: exact of 1 and 2 degrees of freedom, of more to a thousandth (Abramowitz and Stegun, 26.7.5)."""
+    """Quantile of Student's t distribution: exact for 1 and 2 degrees of freedom, otherwise accurate to a thousandth
+    (Abramowitz and Stegun, 26.7.5).
+    """
     if degrees == 1:
         return math.tan(math.pi * (probability - 0.5))
     if degrees == 2:

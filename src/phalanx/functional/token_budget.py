@@ -1,6 +1,6 @@
-"""Which samples of different lengths go through the model together, so that no pass exceeds a number of tokens.
+"""Group samples of different lengths into forward passes, so that no pass exceeds a number of tokens.
 
-A pass over padded samples has rows x longest tokens, one over packed samples the sum of their lengths.
+A pass over padded samples has rows x longest tokens; a pass over packed samples has the sum of their lengths.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,17 +12,16 @@ from torch import Tensor
 
 
 def split(tokens: Tensor, parts: int, *, packed: bool, adjacent: bool = False) -> list[list[int]]:
-    """Exactly `parts` parts, of costs as equal as a quick search gets them; the costliest come first.
+    """Split units into exactly `parts` parts with roughly equal costs (a fast heuristic), the most expensive first.
 
     Args:
-        tokens: [U, s] lengths of the s samples of each of U units, which stay together.
+        tokens: [U, s], lengths of the s samples of each of U units, which stay together.
         parts: at most U.
-        packed: whether the samples of a part stand in one row.
-        adjacent: whether units that follow one another go together, as the samples of a prompt that they share; only of
-            packed ones.
+        packed: whether the samples of a part are packed into one row.
+        adjacent: whether parts consist of consecutive units, such as the samples of a prompt; only used with `packed`.
 
     Returns:
-        Rows of `tokens`, in ascending order within each part; none is empty.
+        The rows of `tokens` in each part, in ascending order; no part is empty.
     """
     if adjacent and packed:
         result = _adjacent(tokens, parts)
@@ -33,34 +32,37 @@ def split(tokens: Tensor, parts: int, *, packed: bool, adjacent: bool = False) -
 
 
 def in_order(values: Sequence[Tensor], parts: Sequence[Tensor]) -> Tensor:
-    """The results [b, ...] of passes over parts, rows of samples [b] each, as those of all samples [B, ...]."""
+    """Concatenate the results [b, ...] of passes over `parts` (rows [b]) in the order of the samples [B, ...]."""
     back = torch.cat(list(parts)).argsort()
     return torch.cat(list(values))[back.to(values[0].device)]
 
 
 def cost(tokens: Tensor, rows: list[int], *, packed: bool) -> int:
-    """Tokens of a pass over the units `rows` of tokens [U, s]."""
+    """Number of tokens in a pass over the units `rows` of tokens [U, s]."""
     part = tokens[rows]
     return int(part.sum()) if packed else int(part.max()) * part.numel()
 
 
 def needed(tokens: Tensor, budget: int, *, packed: bool, adjacent: bool = False, least: int = 1) -> int:
-    """The smallest number of parts, from `least` on, with which `split` of tokens [U, s] has at most `budget` tokens in
-    each; U where none does.
+    """The smallest number of parts, at least `least`, with which `split` of tokens [U, s] gives at most `budget` tokens
+    per part; U if no number does.
     """
     total = int(tokens.sum())
-    parts = max(least, -(-total // budget))  # packed or not, no part can have more
+    parts = max(least, -(-total // budget))  # a lower bound, packed or not
     while parts < len(tokens) and _largest(tokens, parts, packed=packed, adjacent=adjacent) > budget:
         parts += 1
     return min(parts, len(tokens))
 
 
 def evenly_dealt(costs: Sequence[float], room: Sequence[int]) -> list[int]:
-    """The rank of each sample or unit: the costliest first, each to the rank with the least so far that has room.
+    """Assign units to ranks: the most expensive first, each to the rank with the lowest cost so far that has room.
 
     Args:
-        costs: of each unit; of equal ones the first comes first.
-        room: the most units of each rank, in sum at least as many as there are.
+        costs: the cost of each unit; equal ones keep their order.
+        room: the maximum number of units per rank; the sum must be at least the number of units.
+
+    Returns:
+        The rank of each unit.
     """
     left, result = list(room), [0] * len(costs)
     heap = [(0.0, rank) for rank in range(len(left)) if left[rank]]
@@ -80,7 +82,7 @@ def _largest(tokens: Tensor, parts: int, *, packed: bool, adjacent: bool) -> int
 
 
 def _packed(tokens: Tensor, parts: int) -> list[list[int]]:
-    """The longest first, each to the part with the fewest tokens."""
+    """Assign rows to parts: the longest first, each to the part with the fewest tokens."""
     sizes = tokens.sum(1).tolist()
     heap: list[tuple[int, int, list[int]]] = [(0, i, []) for i in range(parts)]
     heapify(heap)
@@ -91,7 +93,7 @@ def _packed(tokens: Tensor, parts: int) -> list[list[int]]:
 
 
 def _padded(tokens: Tensor, parts: int) -> list[list[int]]:
-    """Neighbors in the order of length: of the smallest cost with which `parts` are enough."""
+    """Split the rows, sorted by length, into runs of at most the smallest cost for which `parts` runs are enough."""
     longest, width = tokens.max(1).values.tolist(), tokens.shape[1]
     order = sorted(range(len(longest)), key=lambda row: (-longest[row], row))
     lengths = [longest[row] * width for row in order]
@@ -99,14 +101,14 @@ def _padded(tokens: Tensor, parts: int) -> list[list[int]]:
 
 
 def _adjacent(tokens: Tensor, parts: int) -> list[list[int]]:
-    """Rows that follow one another: of the smallest sum with which `parts` are enough."""
+    """Split the rows, in their order, into runs of at most the smallest sum for which `parts` runs are enough."""
     sums = tokens.sum(1).tolist()
     return _runs(list(range(len(sums))), partial(_filled, sums), max(sums), sum(sums), parts)
 
 
 def _runs(order: list[int], cut: Callable[[int], list[int]], low: int, high: int, parts: int) -> list[list[int]]:
-    """The rows of `order` in `parts` runs, of the smallest cost from `low` to `high` with which `cut(cost)`, the
-    lengths of the runs that it allows, has at most `parts`.
+    """Split `order` into `parts` runs. `cut(cost)` returns the lengths of runs of at most that cost; a binary search
+    from `low` to `high` finds the smallest cost with at most `parts` runs.
     """
     while low < high:
         middle = (low + high) // 2
@@ -127,7 +129,7 @@ def _runs(order: list[int], cut: Callable[[int], list[int]], low: int, high: int
 
 
 def _cut(lengths: list[int], most: int) -> list[int]:
-    """How many of descending lengths go together, part by part, where rows x longest is at most `most`."""
+    """The sizes of runs of descending lengths for which rows x longest is at most `most`."""
     sizes, at = [], 0
     while at < len(lengths):
         size = min(max(most // lengths[at], 1), len(lengths) - at)
@@ -137,7 +139,7 @@ def _cut(lengths: list[int], most: int) -> list[int]:
 
 
 def _filled(sums: list[int], most: int) -> list[int]:
-    """How many rows go together, part by part, where the sum of their tokens is at most `most`."""
+    """The sizes of runs of rows whose sums are at most `most`."""
     sizes, total = [0], 0
     for tokens in sums:
         if total + tokens > most:

@@ -1,4 +1,4 @@
-"""Policy losses of tokens, from the likelihood ratio rho of each.
+"""Policy losses per token, from likelihood ratios rho.
 
 Sources: PPO's clipped surrogate (arXiv 1707.06347, equation 7), with DAPO's two clip ranges (arXiv 2503.14476, equation
 10) and the dual clip for negative advantages (arXiv 1912.09729, equation 5); CISPO's clipped weight (arXiv 2506.13585,
@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 KL_TYPES = ("k1", "k2", "k3")
-KL_LOSS_TYPES = (*KL_TYPES, "k1+", "k3+")  # verl's names of the straight-through forms
-LARGEST = 20.0  # of |ln rho|, beyond which exp says no more than that the policies differ
+KL_LOSS_TYPES = (*KL_TYPES, "k1+", "k3+")  # verl's names of the straight-through variants
+LARGEST = 20.0  # bound of |ln rho|, so that exp does not overflow
 
 
 def clipped_tokens(
@@ -20,13 +20,13 @@ def clipped_tokens(
     """max(-A rho, -A clip(rho, 1 - low, 1 + high)), for A < 0 at most -A dual.
 
     Args:
-        log_ratio: [B, A] ln rho.
+        log_ratio: [B, A], ln rho.
         advantage: [B] (for all tokens of a sample) or [B, A].
-        mask: [B, A] bool, the real tokens, over which the scalars are taken.
+        mask: [B, A] bool, the real tokens, over which the scalars average.
 
     Returns:
-        The loss per token [B, A] float32, and detached scalars: those of `token_stats`, clipfrac_higher, clipfrac_lower
-        (the shares above and below the range), and clipfrac, that of tokens whose gradient is cut.
+        The loss per token [B, A] float32, and detached scalars: those of `token_stats`, clipfrac_higher and
+        clipfrac_lower (the fractions above and below the range), and clipfrac (the fraction whose gradient is clipped).
     """
     a = spread(advantage, log_ratio)
     ratio = torch.exp(log_ratio.clamp(-LARGEST, LARGEST))
@@ -46,9 +46,9 @@ def clipped_tokens(
 def weighted_tokens(
     log_prob: Tensor, log_ratio: Tensor, advantage: Tensor, mask: Tensor, *, low: float | None, high: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """-A w log p, with the weight w = clip(rho, 1 - low, 1 + high), which has no gradient; low None: no bound below.
+    """-A w log p, with the detached weight w = clip(rho, 1 - low, 1 + high); low None: no lower bound.
 
-    Shapes and results are those of `clipped_tokens`; clipfrac is the share of tokens whose weight is clipped.
+    Shapes and results as in `clipped_tokens`; clipfrac is the fraction of tokens whose weight is clipped.
     """
     ratio = torch.exp(log_ratio.detach().clamp(-LARGEST, LARGEST))
     above, below = ratio > 1 + high, ratio < (0.0 if low is None else 1 - low)
@@ -64,9 +64,10 @@ def weighted_tokens(
 def gated_tokens(
     log_ratio: Tensor, advantage: Tensor, mask: Tensor, *, tau_pos: float, tau_neg: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """-A f(rho), with f(rho) = 4 / tau sigmoid(tau (rho - 1)), of slope 1 at rho = 1; tau is tau_pos for A > 0.
+    """-A f(rho) with f(rho) = 4 / tau sigmoid(tau (rho - 1)), whose slope at rho = 1 is 1; tau is tau_pos for A > 0,
+    else tau_neg.
 
-    Shapes and results are those of `clipped_tokens`; gate is the mean of f's slope, 1 where nothing is held back.
+    Shapes and results as in `clipped_tokens`, except that `gate`, the mean slope of f, replaces the clip fractions.
     """
     a = spread(advantage, log_ratio)
     ratio = torch.exp(log_ratio.clamp(-LARGEST, LARGEST))
@@ -78,11 +79,11 @@ def gated_tokens(
 
 
 def kl_estimate(log_prob: Tensor, other: Tensor, kind: str) -> Tensor:
-    """An estimate of KL(policy, other) at each token that the policy drew, from both log-probabilities [B, A].
+    """An estimate of KL(policy, other) at each token that the policy sampled, from both log-probabilities [B, A].
 
-    With d = other - log_prob: k1 is -d, k2 is d^2 / 2, k3 is exp(d) - 1 - d. As values k1 and k3 are unbiased, but in a
-    loss only k2 has the gradient of the KL in the mean: that of k1 is 0, and that of k3 is the forward KL's. So k1+ and
-    k3+ have the value of k1 and k3, and the gradient of k2.
+    With d = other - log_prob: k1 is -d, k2 is d^2 / 2, k3 is exp(d) - 1 - d. The values of k1 and k3 are unbiased, but
+    only k2 has the expected gradient of the KL: that of k1 is 0, and that of k3 is the forward KL's. k1+ and k3+
+    therefore have the value of k1 and k3 with the gradient of k2.
 
     Raises:
         ValueError: for another kind.
@@ -102,8 +103,8 @@ def kl_estimate(log_prob: Tensor, other: Tensor, kind: str) -> Tensor:
 
 @torch.no_grad()
 def token_stats(log_ratio: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    """Scalars of rho, of ln rho [B, A] over the tokens of a mask [B, A], as phalanx.functional.losses.ratio_stats has
-    them; those of rho = 1 where there are no tokens.
+    """Scalars of rho, from ln rho [B, A] over the tokens of a mask [B, A], see phalanx.functional.losses.ratio_stats;
+    those of rho = 1 if the mask is empty.
     """
     log_ratio = log_ratio[mask] if mask.any() else log_ratio.new_zeros(1)
     ratio = torch.exp(log_ratio)
@@ -115,11 +116,11 @@ def token_stats(log_ratio: Tensor, mask: Tensor) -> dict[str, Tensor]:
 
 
 def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """The mean of values [B, A] over the tokens of a mask [B, A]; 0 where there are none."""
+    """The mean of values [B, A] over the tokens of a mask [B, A]; 0 if the mask is empty."""
     return (values * mask).sum() / mask.sum().clamp(min=1)
 
 
 def spread(advantage: Tensor, values: Tensor) -> Tensor:
-    """Advantages [B] or [B, A] in float32, without a gradient, to broadcast over values [B, A]."""
+    """Advantages [B] or [B, A] in float32, detached and shaped to broadcast over values [B, A]."""
     a = advantage.detach().float()
     return a if a.dim() == values.dim() else a[:, None]

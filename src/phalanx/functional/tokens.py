@@ -1,7 +1,7 @@
-"""Values of language models: what was sampled, and the log-probabilities of its tokens.
+"""Data types of language models: sampled tokens and their log-probabilities.
 
 Shapes: B samples of this rank, T tokens of the longest prompt with its response, A tokens of the longest response,
-V the vocabulary, N tokens of all responses of a batch, sample by sample.
+V tokens of the vocabulary, N tokens of all responses of a batch, sample by sample.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,14 +18,14 @@ from phalanx.config.lm import LMRolloutConfig, LMValRolloutConfig
 from phalanx.functional.token_budget import in_order
 from phalanx.types import Replay
 
-FAR = -1e30  # the logit of a token that cannot be drawn
-ROWS = 64  # distributions that are sorted together
+FAR = -1e30  # the logit of a token that cannot be sampled
+ROWS = 64  # distributions that are sorted at a time, to bound memory
 
 
 @dataclass(frozen=True)
 class Truncation:
-    """The tokens that are sampled from: those of at least `min_p` times the largest probability, of these the `top_k`
-    likeliest ones (0 and -1: all), and of these the likeliest ones that have `top_p` of the probability.
+    """Truncated sampling: keep tokens with at least `min_p` times the largest probability, of these the `top_k` most
+    likely (0 and -1: all), and of these the most likely ones that have `top_p` of the probability.
     """
 
     top_k: int = -1
@@ -34,16 +34,16 @@ class Truncation:
 
     @classmethod
     def of(cls, config: LMRolloutConfig | LMValRolloutConfig) -> Self:
-        """That of a section of the configuration."""
+        """The truncation of a configuration section."""
         return cls(config.top_k, config.top_p, config.min_p)
 
     @property
     def on(self) -> bool:
-        """Whether it leaves out any token."""
+        """Whether any token may be left out."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
     def kept(self, p: Tensor) -> Tensor:
-        """[N, V] bool: the tokens that are kept of distributions p [N, V]; of equal ones at the limit of top_k, all."""
+        """[N, V] bool: the tokens to keep of distributions p [N, V]; ties at the limit of top_k are all kept."""
         kept = (p > 0) & (p >= self.min_p * p.amax(-1, keepdim=True))
         if 0 < self.top_k < p.shape[-1]:
             kept &= p >= p.topk(self.top_k).values[:, -1:]
@@ -62,19 +62,21 @@ WHOLE = Truncation()
 
 @dataclass(frozen=True)
 class TokenTrace:
-    """Prompts with their responses: ids [B, T], padded behind; starts [B], the prompts' lengths; lengths [B], those of
-    the responses; `width`, A. `certainty` [B]: the mean self-certainty of each response, once the policy has said it.
+    """Prompts with their responses.
 
-    Where sampling is truncated, and once the policy has scored them, `counts` [B, A] int32 are the tokens that each
-    token of a response was drawn from, and `kept` [B, K] int32 these tokens, one after the other, padded behind.
+    ids: [B, T], right-padded. starts: [B], lengths of the prompts. lengths: [B], numbers of sampled tokens. width: A.
+    certainty: [B], mean self-certainty of each response, once the policy has scored it.
 
-    A conversation is a sample, too: `ends` [B] are its tokens in all, and `sampled` [B, T] bool those that the policy
-    drew, of which `lengths` is the number; the others are what it was answered, which is given, as the prompt is.
-    Without these two all tokens behind the prompt are drawn.
+    counts, kept: for truncated sampling, once the policy has scored the samples: [B, A] int32, the number of tokens
+    that each token was sampled from, and [B, K] int32, these tokens, concatenated and right-padded.
 
-    `looks` [B]: the images of each prompt, None for none (phalanx.models.lm.vision.Look); None: no prompt has any.
+    sampled, ends: for conversations: [B, T] bool, the tokens that the policy sampled (the others are the environment's
+    answers, which are given like the prompt), and [B], the total number of tokens. None: all tokens after the prompt
+    are sampled.
 
-    All ranks pad to the same T and A, so that each pass over some of the samples has one shape.
+    looks: B entries, the images of each prompt (phalanx.models.lm.vision.Look) or None; None: no prompt has any.
+
+    All ranks pad to the same T and A, so that all passes have one shape.
     """
 
     ids: Tensor
@@ -90,7 +92,7 @@ class TokenTrace:
 
     @property
     def stops(self) -> Tensor:
-        """[B] the tokens of each sample in all."""
+        """[B] the total number of tokens of each sample."""
         return self.starts + self.lengths if self.ends is None else self.ends
 
     def select(self, rows: Tensor) -> Self:
@@ -113,18 +115,18 @@ class TokenTrace:
 
     @property
     def _tensors(self) -> dict[str, Tensor]:
-        """All of them have a row for each sample."""
+        """The fields that are tensors; each has one row per sample."""
         return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
 
     def trimmed(self) -> Self:
-        """The same, no wider than the longest of these samples."""
+        """Trim the padding to the longest of these samples."""
         width = int(self.stops.max())
         sampled = None if self.sampled is None else self.sampled[:, :width]
         return replace(self, ids=self.ids[:, :width], sampled=sampled)
 
     def rescored(self, replays: Sequence[Any], parts: Sequence[Tensor]) -> Self:
-        """The trace with the policy's certainty [B], and with the tokens that were kept unless it has them; each of
-        `replays` is of the samples whose rows are in its part [b].
+        """Add the policy's certainty [B] and, unless the trace has them, the kept tokens. Each of `replays` is for the
+        samples in the rows `parts` [b].
         """
         values = in_order([replay.self_certainty for replay in replays], parts)
         trace = replace(self, certainty=values.sum(1) / self.lengths.clamp(min=1))
@@ -135,14 +137,14 @@ class TokenTrace:
 
     @property
     def pool(self) -> tuple[Tensor, Tensor] | None:
-        """The kept tokens of all tokens of the responses, one after the other, and the number of each, [N]."""
+        """The kept tokens [M] of all response tokens, concatenated, and their numbers [N]."""
         if self.kept is None:
             return None
         assert self.counts is not None, "both or none"
         return self.kept[up_to(self.counts.sum(1), self.kept.shape[1])], self.counts[self.mask]
 
     def pooled(self, kept: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-        """`counts` [B, A] and `kept` [B, K] of these samples, of kept [M] and counts [N] as `pool` gives them."""
+        """The inverse of `pool`: `counts` [B, A] and `kept` [B, K] from kept [M] and counts [N]."""
         zeros = torch.zeros(self.mask.shape, dtype=torch.int32, device=kept.device)
         filled = zeros.masked_scatter(self.mask, counts)
         totals = filled.sum(1)
@@ -151,12 +153,12 @@ class TokenTrace:
 
     @property
     def mask(self) -> Tensor:
-        """[B, A] bool: the tokens of the responses."""
+        """[B, A] bool: the real tokens of the responses."""
         return up_to(self.lengths, self.width)
 
     @property
     def responses(self) -> Tensor:
-        """[B, T] bool: where the tokens of the responses stand in ids."""
+        """[B, T] bool: the positions of the response tokens in ids."""
         if self.sampled is not None:
             return self.sampled
         at = torch.arange(self.ids.shape[1], device=self.ids.device)
@@ -170,8 +172,8 @@ class TokenTrace:
 
 @dataclass(frozen=True)
 class TokenReplay(Replay):
-    """The policy's view of given tokens: log_prob, entropy and self_certainty, each [B, A] float32, 0 behind a
-    response's end; `counts` and `kept`: see TokenTrace.
+    """The policy's view of given tokens: log_prob, entropy and self_certainty, each [B, A] float32, 0 for padding;
+    `counts` and `kept`: see TokenTrace.
     """
 
     entropy: Tensor
@@ -190,15 +192,18 @@ def token_scores(
     never: Sequence[int] = (),
     pool: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probabilities of `tokens` [N], and entropy and self-certainty of the distributions they are drawn from, in
-    which the tokens `never` have no part.
+    """Log-probabilities of `tokens` [N], and entropy and self-certainty of their distributions, each [N] float32.
 
-    hidden [N, H] are the states that `head` makes logits [N, V] of, of which never more than `chunk` rows are in
-    memory, in the backward pass either, which computes them again. All results are [N] float32. The self-certainty is
-    that of Intuitor (arXiv 2505.19590): logsumexp(z) - mean(z), the mean over the vocabulary of -log p.
+    The self-certainty is that of Intuitor (arXiv 2505.19590): logsumexp(z) - mean(z), the mean over the vocabulary of
+    -log p.
 
-    Of truncated distributions `pool` are the tokens that are kept, see sampled_from, of which log-probabilities and
-    entropy are; the self-certainty is that of the whole distribution.
+    Args:
+        hidden: [N, H], hidden states.
+        head: maps hidden states to logits [N, V].
+        chunk: maximum number of rows of logits in memory; the backward pass recomputes them.
+        never: tokens that are excluded from the distributions.
+        pool: for truncated sampling, the kept tokens and their numbers, see sampled_from. Log-probabilities and entropy
+            are then those of the truncated distributions; the self-certainty is that of the whole distributions.
     """
     score = partial(_scores, head, temperature=temperature, never=never)
     parts = []
@@ -230,8 +235,10 @@ def sampled_from(
     chunk: int,
     never: Sequence[int] = (),
 ) -> tuple[Tensor, Tensor]:
-    """The tokens [K] int32 among which each of `tokens` [N] was drawn, one after the other, and how many those are,
-    [N] int32; see token_scores. A token is always among its own, whatever the last bits of its logits say.
+    """The tokens from which each of `tokens` [N] was sampled, concatenated [M] int32, and their numbers [N] int32.
+
+    For the other arguments see token_scores. The sampled token itself is always included, even if rounding of its
+    logits would exclude it.
     """
     kept, counts = [hidden.new_zeros(0, dtype=torch.int32)], [hidden.new_zeros(0, dtype=torch.int32)]
     for states, targets in zip(hidden.split(chunk), tokens.split(chunk), strict=True):
@@ -247,13 +254,13 @@ def sampled_from(
 
 
 def widened(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Tensors [b, K] with zeros behind, up to the greatest K."""
+    """Pad tensors [b, K] with zeros to the largest K."""
     width = max(tensor.shape[1] for tensor in tensors)
     return [pad(tensor, (0, width - tensor.shape[1])) for tensor in tensors]
 
 
 def up_to(counts: Tensor, width: int) -> Tensor:
-    """[B, width] bool: the first counts [B] of each row."""
+    """[B, width] bool: True for the first `counts` [B] entries of each row."""
     return torch.arange(width, device=counts.device) < counts[:, None]
 
 
@@ -270,7 +277,7 @@ def _scores(
     z = head(hidden).float() / temperature
     mean = z.mean(-1)
     if never:
-        at = torch.tensor(never, device=z.device)  # once: the host waits for such a copy
+        at = torch.tensor(never, device=z.device)  # created only once, since the copy makes the host wait
         mean = (mean * z.shape[-1] - z.index_select(-1, at).sum(-1)) / (z.shape[-1] - len(never))
         z = z.index_fill(-1, at, torch.finfo(z.dtype).min)
     if kept is not None and counts is not None:
@@ -288,7 +295,7 @@ def _scores(
 
 
 def left_padded(prompts: Sequence[Sequence[int]], pad: int) -> tuple[Tensor, Tensor]:
-    """ids and mask [P, longest], int64, of prompts that end together, as decoding wants them."""
+    """ids and mask [P, longest], int64, of left-padded prompts, for decoding."""
     longest = max(map(len, prompts))
     ids = torch.full((len(prompts), longest), pad)
     mask = torch.zeros(len(prompts), longest, dtype=torch.long)

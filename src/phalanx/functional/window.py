@@ -1,4 +1,4 @@
-"""Denoising steps: taken, stochastic and trained (Flow-GRPO-Fast; MixGRPO, arXiv 2507.21802)."""
+"""The denoising steps that are taken, stochastic, and trained (Flow-GRPO-Fast; MixGRPO, arXiv 2507.21802)."""
 
 import random
 
@@ -14,15 +14,16 @@ def sde_window(
     stride: int | None = None,
     seed: int,
 ) -> range:
-    """The window of training step `step` (counted from 0): one for all prompt groups, since a
-    group's rewards are compared with one another.
+    """The window of stochastic steps in training step `step` (counted from 0), equal for all prompts.
 
-    `size` None stands for all steps of the range; `window_range` [a, b] (None: all steps but the last)
-    holds steps a .. b-1. `random` draws the start from a .. b - size by (seed, step); `progressive`
-    moves it by `stride` (None: its size) every `iters` steps, to b - size at most.
+    Args:
+        size: number of steps; None: all steps of the range.
+        window_range: [a, b], for windows within the steps a .. b - 1; None: all steps but the last.
+        schedule: `random` draws the start from a .. b - size by (seed, step); `progressive` moves it by `stride` (None:
+            `size`) every `iters` training steps, at most to b - size.
 
     Raises:
-        ValueError: where the range is empty, leaves the schedule, or is shorter than the window.
+        ValueError: if the range is empty, leaves the schedule, or is shorter than the window.
     """
     reach = window_reach(num_inference_steps, window_range)
     first, end = reach.start, reach.stop
@@ -41,9 +42,9 @@ def sde_window(
 
 
 def window_reach(num_inference_steps: int, window_range: list[int] | None) -> range:
-    """All steps that a window may hold: a .. b-1 of `window_range`, or all but the last.
+    """All steps that a window may contain: a .. b - 1 of `window_range`, or all but the last.
 
-    Raises ValueError where there is none, or where they leave the schedule.
+    Raises ValueError if there are none, or if they leave the schedule.
     """
     if window_range is None and num_inference_steps < 2:
         raise ValueError(
@@ -60,13 +61,13 @@ def window_reach(num_inference_steps: int, window_range: list[int] | None) -> ra
 
 
 def trained_count(stochastic: int, fraction: float) -> int:
-    """Number of a window's steps that are trained: nearest to `fraction` of them, at least 1."""
+    """The number of trained steps of a window: `fraction` of them, rounded, and at least 1."""
     return min(max(1, round(stochastic * fraction)), stochastic)
 
 
 def trained_steps(window: range, step: int, *, fraction: float, seed: int) -> list[int]:
-    """The steps of the window that training step `step` trains, ascending, drawn by (seed, step):
-    one choice for all prompt groups (DanceGRPO, arXiv 2505.07818, draws one for each sample).
+    """The steps of the window that training step `step` trains, ascending, drawn by (seed, step); equal for all prompts
+    (DanceGRPO, arXiv 2505.07818, draws them per sample).
     """
     count = trained_count(len(window), fraction)
     if count == len(window):
@@ -75,8 +76,8 @@ def trained_steps(window: range, step: int, *, fraction: float, seed: int) -> li
 
 
 def visited_levels(num_inference_steps: int, first: int, compression: float) -> list[int]:
-    """Numbers of the schedule's levels that a sample passes, from 0 to num_inference_steps: all up to `first`, then
-    `compression` times as many steps as there are left, spread evenly over the schedule's own levels.
+    """Indices of the noise levels that a sample visits, from 0 to num_inference_steps: all up to `first`, then a
+    fraction `compression` of the remaining steps, evenly spaced over the schedule.
     """
     left = num_inference_steps - first
     steps = max(1, round(left * compression)) if left else 0

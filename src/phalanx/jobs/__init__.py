@@ -1,1 +1,1 @@
-"""The tasks beside training."""
+"""The tasks other than training."""

@@ -1,4 +1,4 @@
-"""The models of an evaluation, of a checkpoint or of a folder, with the task's changes to their configuration."""
+"""The models of an evaluation, from checkpoints or folders, with the task's changes to their configuration."""
 
 import gc
 import json
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from phalanx.config import ConfigError
 from phalanx.config.block_diffusion import BlockDiffusionRunConfig
@@ -50,7 +50,7 @@ from phalanx.training.prompt_lengths import fitting as fitting_flow
 from phalanx.types import Prompt, Rollout
 
 SECTIONS = ("model", "data", "rollout", "reward", "environment")
-# samples and scores do not depend on these, only the memory and the time that they take
+# keys that affect only memory and time, not samples and scores
 COSTS = (
     "rollout.gpu_memory_utilization",
     "reward.overlap",
@@ -61,14 +61,14 @@ COSTS = (
     "reward.model.sleep",
     "reward.model.tensor_parallel_size",
 )
-DECODED = 8  # responses that the policy's own modules decode together, where rollout.micro_batch_size_per_gpu is null
+DECODED = 8  # responses that the policy's own modules decode together if rollout.micro_batch_size_per_gpu is null
 Sets = dict[str, list[Prompt]]
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A model with all that says how it samples: `run` as the task changes it, and the checkpoint, if it is of one.
-    `name` is for people.
+    """A model and how it samples: the configuration `run`, with the task's changes, and the checkpoint, if any. `name`
+    is for messages.
     """
 
     run: RunConfig
@@ -76,10 +76,10 @@ class Candidate:
     name: str
 
     def facts(self, sets: Sets) -> dict[str, Any]:
-        """All that the samples and their scores depend on, and COSTS; `sets` are the prompts."""
+        """Everything on which samples and scores depend, plus COSTS; `sets` are the prompts."""
         content = public(self.run)
         facts: dict[str, Any] = {name: content[name] for name in SECTIONS if name in content}
-        for key in ("train_files", "val_files"):  # the prompts themselves are below
+        for key in ("train_files", "val_files"):  # the facts contain a hash of the prompts instead
             facts["data"].pop(key)
         checkpoint = None if self.trained is None else {"folder": str(self.trained.folder), "step": self._step()}
         facts["checkpoint"] = checkpoint
@@ -102,7 +102,7 @@ class Parts:
     sets: Sets
 
     def close(self) -> None:
-        """Let another model take its place."""
+        """Free the memory for another model."""
         self.rollout.close()
         gc.collect()
         if torch.cuda.is_available():
@@ -110,7 +110,7 @@ class Parts:
 
 
 def read_candidate(cfg: EvaluateConfig) -> Candidate:
-    """The candidate that the task's keys say; raises ValueError, in one line."""
+    """The candidate specified by the task's keys; raises ValueError with one line."""
     changes: dict[str, Any] = {name: public(vars(cfg)[name]) for name in SECTIONS if vars(cfg)[name]}
     val = {name: value for name, value in (("n", cfg.n), ("seed", cfg.seed)) if value is not None}
     changes["rollout"] = _with_val(changes.get("rollout", {}), val)
@@ -118,17 +118,16 @@ def read_candidate(cfg: EvaluateConfig) -> Candidate:
     if cfg.checkpoint is not None:
         trained = _open(cfg.checkpoint, cfg)
         run, name = trained.run, str(trained.folder)
-        if "path" in changes.get("model", {}):  # the run's revision is for the run's model
+        if "path" in changes.get("model", {}):  # the run's revision belongs to the run's model
             changes["model"] = {"revision": None} | changes["model"]
     else:
         name = str(changes["model"]["path"])
         kind = FlowRunConfig if (cfg.kind or _kind(name, "model.path")) == "flow" else LMTurnRunConfig
         run = build(kind, OmegaConf.create({"model": {"path": name}}))
     content = OmegaConf.merge(OmegaConf.create(public(run)), OmegaConf.create(changes))
-    assert isinstance(content, type(OmegaConf.create({}))), "a configuration has keys"
+    assert isinstance(content, DictConfig), "a configuration has keys"
     run = build(type(run), content)
-    if isinstance(run, LMRunConfig) and isinstance(trained and trained.run, LMRunConfig):
-        assert trained is not None and isinstance(trained.run, LMRunConfig)
+    if trained is not None and isinstance(run, LMRunConfig) and isinstance(trained.run, LMRunConfig):
         run.data.chat_template_date = trained.run.data.chat_template_date
     run.parallel, seed, deterministic = cfg.parallel, run.trainer.seed, run.trainer.deterministic
     run.trainer = TrainerConfig(seed=seed, deterministic=deterministic, resume="never", output_dir="")
@@ -138,14 +137,14 @@ def read_candidate(cfg: EvaluateConfig) -> Candidate:
 
 
 def read_baseline(cfg: EvaluateConfig, candidate: Candidate) -> Candidate:
-    """The checkpoint or the model folder cfg.baseline, which samples as the candidate does."""
-    assert cfg.baseline is not None, "the caller looks"
+    """The baseline, a checkpoint or a model folder, with the candidate's sampling settings."""
+    assert cfg.baseline is not None, "checked by the caller"
     folder = Path(cfg.baseline).expanduser()
     if folder.is_dir() and ((folder / "checkpoints").is_dir() or folder.name.startswith("step_")):
         trained = _open(cfg.baseline, cfg)
         model, name = replace(trained.run.model, gradient_checkpointing=False), str(trained.folder)
         if type(model) is not type(candidate.run.model):
-            raise ConfigError(f"baseline: {cfg.baseline!r} is a model of another kind than {candidate.name!r}")
+            raise ConfigError(f"baseline: {cfg.baseline!r} is not the same kind of model as {candidate.name!r}")
     else:
         trained, name = None, cfg.baseline
         base = candidate.run.model
@@ -153,7 +152,7 @@ def read_baseline(cfg: EvaluateConfig, candidate: Candidate) -> Candidate:
         model = replace(model, quantization=None)
         kind = "flow" if isinstance(candidate.run, FlowRunConfig) else "lm"
         if folder.is_dir() and _kind(name, "baseline") != kind:
-            raise ConfigError(f"baseline: {name!r} is a model of another kind than {candidate.name!r}")
+            raise ConfigError(f"baseline: {name!r} is not the same kind of model as {candidate.name!r}")
         try:
             local_index(name) if kind == "flow" else check_folder(name, "baseline")
         except ValueError as error:
@@ -164,10 +163,10 @@ def read_baseline(cfg: EvaluateConfig, candidate: Candidate) -> Candidate:
 
 
 def _open(checkpoint: str, cfg: EvaluateConfig) -> Trained:
-    """A checkpoint with the libraries' choice of its run."""
+    """Open a checkpoint, with the library of linear layers that its run used."""
     trained = open_checkpoint(checkpoint, cfg.weights, cfg.policy)
     if cfg.policy is not None and not trained.policy:
-        raise ConfigError(f"policy: {cfg.policy} is of joint runs, and {checkpoint!r} is of none; leave it out")
+        raise ConfigError(f"policy: {checkpoint!r} is not from a joint run; leave policy={cfg.policy} out")
     signature, policy = read_meta(trained.folder)["signature"], f"{trained.policy}: " if trained.policy else ""
     model = trained.run.model
     model.cpu_linear = model.cpu_linear or signature.get(f"{policy}cpu_linear")
@@ -185,23 +184,23 @@ def _with_val(rollout: dict[str, Any], val: dict[str, Any]) -> dict[str, Any]:
 
 
 def _kind(path: str, key: str) -> str:
-    """lm or flow, by what a model folder holds; ConfigError for one that is not here."""
+    """The kind of a model folder, lm or flow, by its files; raises ConfigError if it does not exist."""
     folder = Path(path).expanduser()
     if not folder.is_dir():
         raise ConfigError(
-            f"{key}: {path!r} is no folder on this machine; of a hub id say what it is, kind=lm or kind=flow"
+            f"{key}: {path!r} is not a folder on this machine; for a hub id, also set kind=lm or kind=flow"
         )
     return "flow" if (folder / "model_index.json").is_file() else "lm"
 
 
 def _check(run: RunConfig) -> None:
-    """Raise ValueError, in one line, for what can be told before there is a world."""
+    """Raise ValueError, with one line, for mistakes that can be found before the world starts."""
     check(run)
     if not run.data.val_files:
         raise ConfigError("data.val_files is empty; give the files of the prompts, such as [assets/words/test.jsonl]")
     if not run.reward.functions:
         raise ConfigError("reward.functions is empty; give what is measured, such as [{name: gsm8k}]")
-    # a job that is started again goes on with its records, whatever trainer.resume is
+    # with a default `trainer`, because a restarted job resumes from its records whatever trainer.resume is
     mesh.check(replace(run, trainer=TrainerConfig()), lambda *_: None, Launch.from_env())
     check_installed(run.rollout)
     if isinstance(run, FlowRunConfig):
@@ -212,20 +211,20 @@ def _check(run: RunConfig) -> None:
 
 
 def read_sets(run: RunConfig) -> Sets:
-    """The prompts by the names of their sets; ValueError for files that cannot be read."""
+    """Read the prompts of each set; raises ValueError for files that cannot be read."""
     data = run.data
     if isinstance(run, FlowRunConfig):
         sets = validation_sets(data.val_files, images=image_columns(run.model), prompt=data.prompt_key)
         check_references(run.model, chain.from_iterable(sets.values()))
         return sets
-    assert isinstance(run, LMRunConfig), "of the two kinds"
+    assert isinstance(run, LMRunConfig), "the other of the two kinds"
     form: dict[str, Any] = {"quoted": False, "answered": True, "image_key": run.data.image_key}
     sets = validation_sets(data.val_files, prompt=data.prompt_key, **form)
     return {name: [question(prompt) for prompt in prompts] for name, prompts in sets.items()}
 
 
 def _digest(prompts: list[Prompt]) -> str:
-    """A word for the texts and the columns of these prompts."""
+    """A hash of the prompts' texts and columns."""
     digest = sha256()
     for prompt in prompts:
         columns = {name: value for name, value in prompt.meta.items() if name != "images"}
@@ -238,13 +237,13 @@ def differing(before: dict[str, Any], now: dict[str, Any]) -> str | None:
     values, others = flat(before), flat(json.loads(json.dumps(now)))
     for name in [*values, *others]:
         if name not in COSTS and values.get(name) != others.get(name):
-            return f"{name} was {values.get(name, 'not there')} and is {others.get(name, 'not there')}"
+            return f"{name} was {values.get(name, 'unset')} and is {others.get(name, 'unset')}"
     return None
 
 
 def build_parts(candidate: Candidate, world: World, sets: Sets, rewards: RewardSet | None) -> Parts:
-    """The model with its weights, its rollout and its rewards, on all ranks in step; `rewards` are those of another
-    model before it, if there was one. Raises ValueError for what the user can fix.
+    """Build the model, its rollout and its rewards on all ranks, and load the checkpoint. `rewards`: those of a model
+    evaluated before, which are reused. Raises ValueError for the user's mistakes.
     """
     run = candidate.run
     build = _flow if isinstance(run, FlowRunConfig) else _lm
@@ -283,7 +282,7 @@ def _lm(candidate: Candidate, world: World, sets: Sets, rewards: RewardSet | Non
         options |= {"temperature": run.rollout.temperature, "decodes": facts.weights == "policy", "images": images}
         policy = build_lm_policy(run.model, run.parallel, run.data, world, **options)
     sets = fitting_sets(sets, partial(fitting, policy=policy, first=world.lead))
-    # an engine of its own batches by itself
+    # engines with their own copy of the weights form batches themselves
     decoded = run.rollout.micro_batch_size_per_gpu or (DECODED if facts.weights == "policy" else 2**20)
     rollout = lm_engines.build_rollout(run, policy, world, decoded, None, environments)
     return Parts(policy, rollout, rewards, sets)
@@ -293,22 +292,22 @@ def _rewards(run: RunConfig, world: World, sets: Sets, outputs: str) -> RewardSe
     rewards = build_rewards(run, world, (), sets, outputs=outputs)
     assert rewards is not None, "there are functions, and all ranks sample"
     if not rewards.validates:
-        raise ConfigError("reward.functions: the policy itself gives all of them, which it does only in training")
+        raise ConfigError("reward.functions: the policy itself computes all of them, which it does only in training")
     return rewards
 
 
 def _images(candidate: Candidate, sets: Sets, *, talks: bool) -> bool:
-    """Whether the model reads images; ConfigError where the prompts show some that it cannot have."""
+    """Whether the model reads images; raises ConfigError if prompts have images that it cannot read."""
     run, trained = candidate.run, candidate.trained
     assert isinstance(run, LMRunConfig)
     place = next((prompt.place for prompts in sets.values() for prompt in prompts if prompt.images), None)
     if place is not None and talks and run.rollout.facts.weights != "policy":
         raise ConfigError(
-            f"{place} has images, and conversations about them are drawn by the policy itself; set "
+            f"{place} has images, and only the engine policy samples conversations about images; set "
             "rollout.engine=policy"
         )
     if place is not None and run.model.block_size is not None:
-        raise ConfigError(f"{place} has images, and block diffusion reads none; leave them out")
+        raise ConfigError(f"{place} has images, which block diffusion does not support; leave them out")
     if place is not None:
         vision_families.check(run.model, place)
         check_counts(list(chain.from_iterable(sets.values())), run.rollout.limit_images)

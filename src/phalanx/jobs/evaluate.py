@@ -1,7 +1,7 @@
-"""Evaluation of a model: samples of held-out prompts with scores, on any number of ranks, and statistics of them.
+"""Evaluation of a model: sample and score held-out prompts on any number of ranks, and compute statistics.
 
-Sample i of prompt j is a function of (seed, j, i) and the settings, as in validation; the ranks only share the work.
-Records are written as they come, so that a job that was cut goes on where it ended.
+Sample i of prompt j is a function of (seed, j, i) and the settings, as in validation, and does not depend on the number
+of ranks. Records are written chunk by chunk, so that an interrupted job resumes where it ended.
 """
 
 import logging
@@ -39,12 +39,12 @@ from phalanx.training import folder_lock
 from phalanx.training.components import start
 
 log = logging.getLogger(__name__)
-# of the facts, what two evaluations that are compared must have in common, with a judge its model too
+# the facts that must be equal in two evaluations that are compared, plus `reward.model` if there is a judge
 PAIRED = ("rollout.val.n", "rollout.val.seed", "reward.functions", "prompts")
 
 
 class Evaluation:
-    """The job: `Evaluation(cfg)` looks at all files, where a ValueError is a mistake of the user's; `run()` samples."""
+    """The job: `Evaluation(cfg)` checks all files (a ValueError is the user's mistake), `run()` samples and scores."""
 
     def __init__(self, cfg: EvaluateConfig) -> None:
         self.cfg = cfg
@@ -59,7 +59,7 @@ class Evaluation:
         self.folder = self._folder()
         check_place(self.folder, "output_dir")
         self.baseline: Candidate | None = None
-        self.earlier: Path | None = None  # the folder of an evaluation in place of a baseline to sample
+        self.earlier: Path | None = None  # the folder of a finished evaluation that serves as the baseline
         if cfg.baseline is not None:
             folder = Path(cfg.baseline).expanduser()
             if (folder / ARGUMENTS).is_file():
@@ -74,11 +74,11 @@ class Evaluation:
         main = Sampling(cfg, self.candidate, *parts, self.folder, before=before)
         self.samplings = [main] if before is None else [before, main]
         first = next((sampling for sampling in self.samplings if not sampling.complete), None)
-        if first is not None:  # of two models the second one has to wait for the first one's place
+        if first is not None:  # a second model is loaded only after the first one has been freed
             first.build()
 
     def _start(self) -> None:
-        """Join the world, and agree on what files, libraries and the day may say otherwise on another rank or day."""
+        """Join the world, and agree on what may differ by rank or day: checkpoint, linear library, template date."""
         run = self.candidate.run
         given = run.model.cpu_linear, run.data.chat_template_date if isinstance(run, LMRunConfig) else None
         run.trainer.output_dir = str(self.folder)
@@ -86,10 +86,10 @@ class Evaluation:
             self.world = start(run)
         except ValueError as error:
             raise ConfigError(str(error).replace("trainer.output_dir", "output_dir")) from error
-        if self.world.rank == 0:  # it has the folder, and how an earlier one ended tells nothing of this one
+        if self.world.rank == 0:  # remove the record of how an earlier job in this folder ended
             with writing(self.folder, "output_dir"):
                 (self.folder / ENDED).unlink(missing_ok=True)
-        # a run in progress may have written another checkpoint since this rank looked
+        # use rank 0's checkpoints on all ranks, because a run in progress may have written newer ones in between
         self.candidate = self._agreed(
             self.candidate, lambda folder: read_candidate(replace(self.cfg, checkpoint=folder))
         )
@@ -111,14 +111,14 @@ class Evaluation:
             self.baseline = replace(self.baseline, run=replace(run, model=model))
 
     def _agreed(self, candidate: Candidate, read: Callable[[str], Candidate]) -> Candidate:
-        """The candidate, of rank 0's checkpoint if it is of one."""
+        """The candidate with rank 0's checkpoint, if it has a checkpoint."""
         folder = broadcast_object(None if candidate.trained is None else str(candidate.trained.folder))
         if candidate.trained is None or folder is None or folder == str(candidate.trained.folder):
             return candidate
         return read(folder)
 
     def run(self) -> None:
-        """Sample and score what is lacking, and write the statistics on rank 0. Raises Stopped, on all ranks."""
+        """Sample and score what is missing, and write the statistics on rank 0. Raises Stopped on all ranks."""
         self.world.watch.listen()
         with self._last_words():
             for sampling in self.samplings:
@@ -131,11 +131,11 @@ class Evaluation:
 
     @contextmanager
     def _last_words(self) -> Iterator[None]:
-        """Leave in the folder how the block ends, for `phalanx stop`; without a word the job has failed or died."""
+        """Record in the folder how the block ends, for `phalanx stop`; a job without this record has died."""
         end = {"ended": "finished", "text": f"finished; see {self.folder / RESULT}"}
         try:
             yield
-        except BaseException as error:  # any error is told, and raised again
+        except BaseException as error:  # record any error and raise it again
             kind = "stopped" if isinstance(error, Stopped) else "failed"
             end = {"ended": kind, "text": hide(str(error)) if kind == "stopped" else f"failed: {hide(reason(error))}"}
             raise
@@ -150,7 +150,7 @@ class Evaluation:
         if self.cfg.baseline is not None:
             others, baseline = read_records(folder / RECORDS), self.cfg.baseline
         facts = stored_in(self.folder)
-        assert facts is not None, "it has just been written"
+        assert facts is not None, "the arguments were written before"
         head = {"model": self.candidate.name, "baseline": baseline, "arguments": facts["facts"]}
         result = result_of(rows, self.wanted, head, others)
         write_json(self.folder / RESULT, result)
@@ -169,30 +169,30 @@ class Evaluation:
         return Path("outputs", "evaluation", Path(self.candidate.name).name)
 
     def _check_earlier(self) -> None:
-        """Raise ConfigError for an earlier evaluation as the baseline that has other prompts, seeds or rewards."""
+        """Raise ConfigError if the baseline is an earlier evaluation that is incomplete or not comparable."""
         if self.earlier is None:
             return
         stored, now = stored_in(self.earlier), self.candidate.facts(self.sets)
         if stored is None or not is_complete(self.earlier, stored):
-            raise ConfigError(f"baseline: the evaluation in {self.earlier} has not ended; run it to its end first")
+            raise ConfigError(f"baseline: the evaluation in {self.earlier} is incomplete; run it to its end first")
         judged = asks_model(self.candidate.run.reward.functions)
         for key in (*PAIRED, "reward.model") if judged else PAIRED:
             problem = differing(_part(stored["facts"], key), _part(now, key))
             if problem is not None:
                 raise ConfigError(
-                    f"baseline: the evaluation in {self.earlier} has other samples: there {problem}; compare what has "
-                    "the same prompts, seeds and rewards"
+                    f"baseline: the evaluation in {self.earlier} is not comparable: {problem}; expected the same "
+                    "prompts, seeds and rewards"
                 )
 
 
 def _check_column(sets: Sets, column: str) -> None:
-    """Raise ConfigError for a prompt without a short value of the column."""
+    """Raise ConfigError if a prompt has no number or short text in the column."""
     for prompts in sets.values():
         for prompt in prompts:
             if column not in columns_of(prompt):
-                held = ", ".join(columns_of(prompt)) or "none"
+                columns = ", ".join(columns_of(prompt)) or "none"
                 raise ConfigError(
-                    f"group_by: {prompt.place} has no number or short text in a column {column!r}; it has {held}"
+                    f"group_by: {prompt.place} has no number or short text in a column {column!r}; it has {columns}"
                 )
 
 
@@ -202,7 +202,7 @@ def _chosen(facts: dict[str, Any]) -> tuple[str | None, str | None]:
 
 
 def _part(facts: dict[str, Any], key: str) -> dict[str, Any]:
-    """The facts of one dotted key."""
+    """The value of one dotted key, as a dict with that key."""
     value: Any = facts
     for name in key.split("."):
         value = value[name]

@@ -1,8 +1,8 @@
-"""Checkpoints for use elsewhere: opening those of a run, and writing them as stock libraries read them.
+"""Checkpoints for use elsewhere: opening a run's checkpoints, and writing them in the formats of stock libraries.
 
-Of a flow-matching model a LoRA becomes `pytorch_lora_weights.safetensors`, which `load_lora_weights` of the stock
-pipeline reads, and all weights, or with `merge_lora` those with the LoRA in them, a whole diffusers folder. Of a
-language model a LoRA becomes an adapter of peft, and all weights a folder of transformers.
+A LoRA of a flow-matching model becomes `pytorch_lora_weights.safetensors` for the stock pipeline's `load_lora_weights`;
+a full model, or with `merge_lora` a base model with the LoRA merged into it, becomes a diffusers folder. A LoRA of a
+language model becomes a peft adapter, and a full model a transformers folder.
 """
 
 import shutil
@@ -43,10 +43,10 @@ from phalanx.types import JobError
 
 @dataclass(frozen=True)
 class Trained:
-    """A complete checkpoint, and the configuration of its run.
+    """A complete checkpoint and the configuration of its run.
 
-    `weights` is "model" or "ema"; `entries` describes its tensors by the names of the module's parameters. `policy`: of
-    a joint run, the policy whose checkpoint it is, else "".
+    `weights` is "model" or "ema"; `entries` describes its tensors by parameter name. `policy` names one policy of a
+    joint run's checkpoint, and is "" for other runs.
     """
 
     folder: Path
@@ -58,18 +58,18 @@ class Trained:
     def check_fits(self, parameters: Mapping[str, Tensor], path: str) -> None:
         """Raise ValueError if the trained parameters of the model at `path` are not those of the checkpoint."""
         for name in sorted(self.entries.keys() | parameters.keys()):
-            held = list(self.entries[name].size) if name in self.entries else "nothing"
-            wanted = list(parameters[name].shape) if name in parameters else "nothing"
-            if held != wanted:
+            saved = list(self.entries[name].size) if name in self.entries else "nothing"
+            expected = list(parameters[name].shape) if name in parameters else "nothing"
+            if saved != expected:
                 raise ValueError(
-                    f"checkpoint: {self.folder} does not fit the model {path!r}: for {name} it holds {held}, the model "
-                    f"has {wanted}; give the base model that the run was trained from"
+                    f"checkpoint: {self.folder} does not fit the model {path!r}: for {name} it contains {saved}, the "
+                    f"model has {expected}; give the base model that the run was trained from"
                 )
 
     def read_into(self, tensors: dict[str, Tensor], group: dist.ProcessGroup | None = None) -> None:
-        """Fill tensors of any dtype and layout, by name; without a `group`, only in this process.
+        """Load the checkpoint into tensors of any dtype and layout, by name; without a `group`, only in this process.
 
-        Raises JobError where the files cannot be read.
+        Raises JobError if the files cannot be read.
         """
         part = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
         problem = damaged(self.folder, *part)
@@ -83,48 +83,48 @@ class Trained:
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
                 dcp.load(state, storage_reader=Reader(self.folder), process_group=group, no_dist=group is None)
         except CheckpointException as error:
-            reason = type(next(iter(error.failures.values()))[0]).__name__  # torch's text speaks to programmers
+            reason = type(next(iter(error.failures.values()))[0]).__name__  # torch's message has a whole traceback
             raise JobError(f"checkpoint: {self.folder} is damaged ({reason}); use another one of the run") from error
 
     def load(self, model: TrainedModel, group: dist.ProcessGroup | None) -> None:
-        """Fill the trained weights of a model over the ranks of a group; raises JobError as `read_into`."""
+        """Load the trained weights of a model on all ranks of a group; raises JobError like `read_into`."""
         self.read_into({name: p.detach() for name, p in model.parameters.items()}, group)
         model.sharded.copy_to_module()
 
 
 def open_checkpoint(checkpoint: str, weights: str, policy: str | None = None) -> Trained:
-    """The checkpoint that the task's key `checkpoint` means; `weights` is auto, model or ema, and `policy` that of a
-    joint run.
+    """Open the checkpoint given by the task's key `checkpoint`; `weights` is auto, model or ema, and `policy` one of
+    a joint run's.
 
-    Raises ValueError if there is none, it is incomplete, or it has no such weights.
+    Raises ValueError if the checkpoint does not exist, is incomplete, or lacks these weights.
     """
     folder = _locate(checkpoint)
     kinds = (LMTurnRunConfig, LMRunConfig, BlockDiffusionRunConfig, FlowRunConfig)
     run = read_run(folder.parent.parent / "config.yaml", *kinds, policy=policy)
     signature = read_meta(folder)["signature"]
-    # of a joint run the names of all that a policy has begin with its own
+    # in a joint run, all names that belong to a policy begin with the policy's name
     policy = policy if policy is not None and "trained policies" in signature else ""
     before = f"{policy}: " if policy else ""
     if not signature:
         raise ValueError(f"checkpoint: {folder} cannot be used: its meta.json has no signature")
     if f"{before}lora_rank" not in signature:
-        raise ValueError(f"policy: {policy} was not trained in this run; {run.model.path} is what it is")
+        raise ValueError(f"policy: {policy} was not trained in this run; it is {run.model.path} unchanged")
     if isinstance(run, LMRunConfig):
         run.data.chat_template_date = run.data.chat_template_date or signature.get("chat_template_date")
-    held_rank = signature[f"{before}lora_rank"]
-    if held_rank != run.model.lora_rank:
+    lora_rank = signature[f"{before}lora_rank"]
+    if lora_rank != run.model.lora_rank:
         raise ValueError(
-            f"checkpoint: {folder} was trained with lora_rank {held_rank}, but the config.yaml of its run says "
+            f"checkpoint: {folder} was trained with lora_rank {lora_rank}, but the config.yaml of its run says "
             f"{run.model.lora_rank}; put the checkpoint back into its own run"
         )
-    if held_rank == 0:
-        run.model.lora_path = None  # of which the checkpoint has all weights already
+    if lora_rank == 0:
+        run.model.lora_path = None  # a full checkpoint already contains the LoRA from which the run started
     entries = Reader(folder).read_metadata().state_dict_metadata
     tensors = {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
     within = f"{policy}." if policy else ""
     has_average = any(name.startswith(f"{within}ema.") for name in tensors)
     if weights == "ema" and not has_average:
-        raise ValueError(f"weights: ema: {folder} holds no moving average; use weights=model")
+        raise ValueError(f"weights: ema: {folder} contains no moving average; use weights=model")
     if weights == "auto":
         weights = "ema" if has_average else "model"
     prefix = f"{within}{weights}."
@@ -133,7 +133,7 @@ def open_checkpoint(checkpoint: str, weights: str, policy: str | None = None) ->
 
 
 def _locate(given: str) -> Path:
-    """The folder of the checkpoint that the key means."""
+    """The folder of the checkpoint given by the key: a step_NNNNNN folder, or the newest one of a run."""
     folder = Path(given).expanduser()
     if not folder.is_dir():
         raise ValueError(f"checkpoint: {given!r}: no such folder")
@@ -157,29 +157,29 @@ def _locate(given: str) -> Path:
 
 
 class Family(Protocol):
-    """The files of a kind of model, read and written."""
+    """Reads and writes the files of one kind of model. names: the names of the trained tensors."""
 
     @property
     def lora_targets(self) -> Sequence[str]:
-        """Layers that get a LoRA unless the configuration names others."""
+        """The layers that get a LoRA unless the configuration names others."""
 
     def load_base(self, config: Any, dtype: torch.dtype | None, names: Collection[str]) -> nn.Module:
-        """The module that is trained, from the base folder, on the CPU; `names` of the tensors that are."""
+        """Load the trained module from the base folder, on the CPU."""
 
     def read_lora(self, path: str, config: Any, names: Iterable[str]) -> Layers:
-        """The LoRA of model.lora_path, by the names of the module's layers; `names` of the tensors that are trained."""
+        """Read the LoRA of model.lora_path, by the names of the module's layers."""
 
     def export_model(self, folder: Path, config: Any, module: Any) -> None:
         """Write the whole model."""
 
     def export_lora(self, folder: Path, config: Any, layers: dict[str, Tensor], rank: int, alpha: float) -> None:
-        """Write a LoRA; `layers` have peft's names without an adapter."""
+        """Write a LoRA; `layers` have peft's names without the adapter's."""
 
 
 class Export:
-    """`Export(cfg)` checks everything (a ValueError is the user's mistake), `run()` writes. Only rank 0 works.
+    """The job: `Export(cfg)` checks everything (a ValueError is the user's mistake), `run()` writes; on rank 0 only.
 
-    The model's family knows the files; here is what all of them have in common.
+    The model's Family handles the file formats; this class contains what they have in common.
     """
 
     def __init__(self, cfg: ExportConfig) -> None:
@@ -188,7 +188,7 @@ class Export:
             return
         self.trained = open_checkpoint(cfg.checkpoint, cfg.weights, cfg.policy)
         if cfg.policy is not None and not self.trained.policy:
-            raise ValueError(f"policy: {cfg.policy} is of joint runs, and {cfg.checkpoint!r} is of none; leave it out")
+            raise ValueError(f"policy: {cfg.checkpoint!r} is not from a joint run; leave policy={cfg.policy} out")
         folder, model = self.trained.folder, self.trained.run.model
         self.model = model if cfg.model_path is None else replace(model, path=cfg.model_path, revision=None)
         self.family = _family(self.model)
@@ -196,7 +196,7 @@ class Export:
         self.start: Layers = {} if path is None else self.family.read_lora(path, self.model, self.trained.entries)
         if self.model.lora_rank > 0 and not cfg.merge_lora and _embeds_more(self.model):
             raise ValueError(
-                "merge_lora: false leaves out the mask token that the run gave the model, which is no part of its "
+                "merge_lora: false would omit the mask token that the run added to the model, which is not part of its "
                 "LoRA; set it to true"
             )
         place = folder.parent.parent / "export" / self.trained.policy / folder.name
@@ -205,14 +205,14 @@ class Export:
             raise ValueError(f"output_dir: {str(self.output_dir)!r} exists; give a new folder")
         check_place(self.output_dir, "output_dir")
         self.dtype: torch.dtype | None = None if cfg.dtype is None else getattr(torch, cfg.dtype)
-        # needs nothing of the base
+        # such a LoRA is exported without loading the base model
         plain_lora = self.model.lora_rank > 0 and self.model.lora_init != "pissa" and not cfg.merge_lora
         self.base: nn.Module | None = None if plain_lora else self._base()
         if cfg.push_to_hub is not None:
             make_repository(cfg.push_to_hub)
 
     def _base(self) -> nn.Module:
-        """The module that was trained as the base model has it, with the LoRA that the run began with, if any."""
+        """The trained module with the base model's weights and, if any, the LoRA with which the run started."""
         lora = self.model.lora_rank > 0
         dtype = DTYPES[self.model.dtype] if lora else self.dtype
         base = self.family.load_base(self.model, dtype, self.trained.entries.keys())
@@ -225,7 +225,7 @@ class Export:
         return base
 
     def run(self) -> None:
-        """Write the export, upload it where asked, and print where it is. The folder appears at once, complete."""
+        """Write the export, upload it if requested, and print its location. The folder appears only when complete."""
         if self.idle:
             return
         with writing(self.output_dir, "output_dir"):
@@ -235,7 +235,7 @@ class Export:
         if isinstance(self.model, FlowModelConfig) and self.model.lora_rank == 0:
             call = how_to_load(self.output_dir)
             if call is not None:
-                print(f"the folder leaves parts out, as its base does; diffusers loads it by {call}", flush=True)
+                print(f"the folder lacks components, as its base does; load it with {call}", flush=True)
         if self.cfg.push_to_hub is not None:
             print(f"uploaded: {upload(self.output_dir, self.cfg.push_to_hub, self.trained.folder.name)}", flush=True)
 
@@ -250,12 +250,12 @@ class Export:
             self.trained.read_into(_trained_parameters(self.base))
             if self.model.lora_rank > 0:
                 merge_lora(self.base, self.dtype)
-                nn.Module.to(self.base, dtype=self.dtype)  # not diffusers' own, which warns of what it would not cast
+                nn.Module.to(self.base, dtype=self.dtype)  # diffusers' method warns about tensors it would not cast
             self.family.export_model(part, self.model, self.base)
         part.rename(self.output_dir)
 
     def _write_lora(self, folder: Path) -> None:
-        """Write the LoRA in `dtype`, or as it was trained; with the one that the run started from, if any."""
+        """Write the LoRA in `dtype` (None: as trained), combined with the LoRA from which the run started, if any."""
         entries, rank, alpha = self.trained.entries, self.model.lora_rank, lora_alpha(self.model)
         tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in entries.items()}
         dtype = self.dtype or next(iter(tensors.values())).dtype
@@ -267,7 +267,7 @@ class Export:
             dtype = self.dtype or torch.float32
         layers = {name.replace(".default.", "."): t for name, t in tensors.items()}
         if self.start or isinstance(self.model, FlowModelConfig):
-            # alpha is in B: ComfyUI reads none but that of a tensor beside the matrices
+            # alpha is multiplied into B, because ComfyUI ignores an alpha that is not stored as a tensor
             rank, layers = joined(self.start, plain_layers(layers, {"lora_alpha": alpha}))
             alpha = rank
         layers = {name: t.to(dtype) for name, t in layers.items()}
@@ -286,7 +286,7 @@ def _part(base: nn.Module, config: ModelConfig) -> nn.Module:
 
 
 def _embeds_more(config: ModelConfig) -> bool:
-    """Whether the run's model has a token that its base has not."""
+    """Whether the run's model has a mask token that its base lacks."""
     return isinstance(config, LMModelConfig) and config.block_size is not None and adds_mask(config)
 
 
@@ -297,7 +297,7 @@ def _trained_parameters(module: nn.Module) -> dict[str, Tensor]:
 def _without_start(tensors: dict[str, Tensor], start: dict[str, Tensor]) -> dict[str, Tensor]:
     """A LoRA of twice the rank whose product is B A - B0 A0.
 
-    PiSSA moves B0 A0 from the base weights into the LoRA; this one goes on the base weights as they are in the folder.
+    PiSSA moves B0 A0 from the base weights into the LoRA; the result applies to the original base weights.
     """
     both = {}
     for name, t in tensors.items():
@@ -312,7 +312,7 @@ def _without_start(tensors: dict[str, Tensor], start: dict[str, Tensor]) -> dict
 
 
 def make_repository(repo: str) -> None:
-    """Make the hub repository, before any work is done for it; raises ValueError if that fails."""
+    """Create the hub repository before any work is done; raises ValueError if that fails."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HFValidationError, HTTPError
 
@@ -320,13 +320,13 @@ def make_repository(repo: str) -> None:
         HfApi().create_repo(repo, exist_ok=True)
     except (HFValidationError, HTTPError, OSError) as error:
         raise ValueError(
-            f"push_to_hub: the repository {repo!r} cannot be made: {_first_line(error)}; it needs the hub within reach "
+            f"push_to_hub: the repository {repo!r} cannot be created: {_first_line(error)}; expected access to the hub "
             "and a token in HF_TOKEN, or leave push_to_hub out"
         ) from error
 
 
 def upload(folder: Path, repo: str, name: str) -> str:
-    """Upload a finished export and return its address; raises JobError where that fails."""
+    """Upload a finished export and return its URL; raises JobError if that fails."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HTTPError
 

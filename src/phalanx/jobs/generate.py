@@ -1,8 +1,8 @@
-"""Responses of a language model, from its folder or a checkpoint, as validation samples them. One process.
+"""Responses of a language model from a folder or a checkpoint, sampled as in validation, in one process.
 
 A response is a function of its prompt and number, the seed and the settings, so a run's validation can be reproduced.
-The model of a run with an environment talks to it. Of a block-diffusion model, the tokens that a forward pass brings
-are counted.
+The model of a run with an environment interacts with it. For block-diffusion models, the tokens per forward pass are
+reported.
 """
 
 import json
@@ -39,16 +39,16 @@ from phalanx.telemetry.records import CONVERSATION, as_text, storable, summary
 from phalanx.training.lm_rl import with_tools
 from phalanx.types import Prompt
 
-LIMIT = 1024  # tokens of a response of a model without a run
+LIMIT = 1024  # default maximum of tokens in a response, for a model from a folder
 
 
 class Generation:
-    """The job: `Generation(cfg)` builds the model (a ValueError is the user's mistake), `run()` writes."""
+    """The job: `Generation(cfg)` builds the model (a ValueError is the user's mistake), `run()` writes responses."""
 
     def __init__(self, cfg: GenerateConfig) -> None:
         self.cfg = cfg
         if Launch.from_env().world_size > 1:
-            raise ConfigError("generation runs in one process; start it by python3, or set NPROC_PER_NODE=1")
+            raise ConfigError("generation runs in one process; start it with python3, or set NPROC_PER_NODE=1")
         check(cfg)
         self.trained = None if cfg.checkpoint is None else open_checkpoint(cfg.checkpoint, cfg.weights, WRITER)
         run = self.trained.run if self.trained is not None else LMRunConfig()
@@ -59,7 +59,7 @@ class Generation:
         if isinstance(run, LMTurnRunConfig) and run.environment.used and cfg.environment:
             if cfg.stop:
                 raise ConfigError(
-                    "stop: with an environment a turn ends by an end token of the model; leave stop out, or set "
+                    "stop: with an environment, a turn ends with an end token of the model; leave stop out, or set "
                     "environment=false"
                 )
             self.environments = Environments(run.environment)
@@ -72,17 +72,17 @@ class Generation:
         config = self._model_config(run)
         data = replace(run.data, overlong_prompts="error", **given(system_prompt=cfg.system_prompt))
         data.chat_template_kwargs = run.data.chat_template_kwargs | cfg.chat_template_kwargs
-        # supervised training adds the mask token that its base lacks
+        # supervised block diffusion adds a mask token that the base model lacks
         model, tokenizer = load(
             config, add_mask=isinstance(run, BlockDiffusionRunConfig), images=self._reads_images(config)
         )
         self.world = mesh.start(ParallelConfig())
-        # the policy counts the tokens of prompts before their limit is set
+        # placeholder limits, since the policy must first count the tokens of the prompts
         shortest = replace(data, max_prompt_length=1, max_response_length=1)
         parts = tokenizer, self.world, config, ParallelConfig(), shortest
         options: dict[str, Any] = {"temperature": 1.0, "seed": run.trainer.seed}
         if isinstance(model, BlockDiffusionLM):
-            assert config.block_size is not None, "such models have one"
+            assert config.block_size is not None, "block-diffusion models have a block size"
             options |= {"size": config.block_size, "estimate": "trace"}
             self.policy: LMPolicy = BlockDiffusionPolicy(model, *parts, **options)
         else:
@@ -92,7 +92,7 @@ class Generation:
         room = positions(model.lm.config) or 2**20
         limit = self._limit(run, lengths, room, config.block_size or 1)
         longest = max(lengths)
-        if self.environments is not None:  # which may add to a prompt
+        if self.environments is not None:  # an environment may extend prompts
             longest = max(longest, min(data.max_prompt_length, room - limit))
         self.policy.data = replace(data, max_prompt_length=longest, max_response_length=limit)
         settings = given(n=cfg.n, temperature=cfg.temperature, top_p=cfg.top_p, seed=cfg.seed)
@@ -101,7 +101,7 @@ class Generation:
         self.val = replace(run.rollout.val, **settings, max_response_length=limit)
         sampled = replace(run.rollout, **given(stop=cfg.stop), val=self.val)
         arguments = sampled, self.world, cfg.micro_batch_size_per_gpu, None
-        self.tokens = self.forwards = 0  # of block diffusion
+        self.tokens = self.forwards = 0  # counted for block diffusion
         if isinstance(self.policy, BlockDiffusionPolicy):
             self.rollout: LMRollout = BlockDiffusionRollout(self.policy, *arguments)
         else:
@@ -110,13 +110,13 @@ class Generation:
             if self.environments is None:
                 self.rollout = LMRollout(self.policy, *arguments)
             else:
-                assert isinstance(run, LMTurnRunConfig), "it has the environment"
+                assert isinstance(run, LMTurnRunConfig), "it configures the environment"
                 self.rollout = ConversationRollout(self.policy, *arguments, run.environment, self.environments)
         if self.trained is not None:
             self.trained.check_fits(self.policy.trained.parameters, config.path)
 
     def _model_config(self, run: LMRunConfig) -> LMModelConfig:
-        """The run's model with what the task's configuration changes of it; ConfigError for what cannot be."""
+        """The run's model with the task's changes; raises ConfigError for invalid ones."""
         training: dict[str, Any] = dict.fromkeys(
             ("gradient_checkpointing", "use_remove_padding", "use_prefix_grouper"), False
         )
@@ -125,20 +125,22 @@ class Generation:
         return config
 
     def _reads_images(self, config: LMModelConfig) -> bool:
-        """Whether the model is loaded with its vision tower. Raises ConfigError or ValueError, in one line, where a
-        prompt has images and the model cannot read them.
+        """Whether to load the model with its vision tower. Raises ConfigError or ValueError, with one line, if prompts
+        have images that the model cannot read.
         """
         place = next((prompt.place for prompt in self.prompts if prompt.images), None)
         if place is not None:
             if config.block_size is not None:
-                raise ConfigError(f"{place} has images, and block diffusion reads none; leave model.block_size out")
+                raise ConfigError(
+                    f"{place} has images, which block diffusion does not support; leave model.block_size out"
+                )
             vision_families.check(config, place)
             return True
         return vision_families.is_needed(config) if self.trained is None else reads_images(self.trained.entries)
 
     def _limit(self, run: LMRunConfig, lengths: Sequence[int], positions: int, size: int) -> int:
-        """The longest response, in tokens, whole blocks of `size`; ConfigError where it does not fit behind the longest
-        prompt.
+        """The maximum response length in tokens, a multiple of `size`; raises ConfigError if there is no room for it
+        after the longest prompt.
         """
         longest = max(lengths)
         room = (positions - longest) // size * size
@@ -147,19 +149,19 @@ class Generation:
                 f"prompt {lengths.index(longest)} has {longest} tokens with the chat template, and the model has "
                 f"{positions} positions"
             )
-        asked = self.cfg.max_response_length
-        if asked is not None and asked > room:
+        requested = self.cfg.max_response_length
+        if requested is not None and requested > room:
             raise ConfigError(
-                f"max_response_length: {asked} tokens behind a prompt of {longest} are more than the model's "
+                f"max_response_length: {requested} tokens after a prompt of {longest} are more than the model's "
                 f"{positions} positions; expected at most {room}"
             )
-        if asked is not None:
-            return asked
+        if requested is not None:
+            return requested
         limit = run.rollout.val.max_response_length or run.data.max_response_length
         return max(min(limit if self.trained is not None else LIMIT, room) // size, 1) * size
 
     def run(self) -> None:
-        """Print all responses, and write them to the file, each micro-batch as soon as it is done."""
+        """Print all responses and write them to the file, micro-batch by micro-batch."""
         if self.trained is not None:
             self.trained.load(self.policy.trained, self.world.checkpoint_group)
         n = self.val.n
@@ -175,18 +177,18 @@ class Generation:
             stack.enter_context(self.rollout.awake())
             for start in range(0, len(self.prompts), together):
                 prompts = self.prompts[start : start + together]
-                responses = self.rollout.draw_validation(prompts, each=lambda texts, asked: None)
+                responses = self.rollout.draw_validation(prompts, each=lambda *_: None)
                 for number, drawn in enumerate(responses):
                     self._tell(prompts[number // n], number % n, drawn, file)
         if self.file is not None:
             print(f"{len(self.prompts) * n} responses in {self.file}", flush=True)
         if self.forwards:
             each = f"{self.tokens / self.forwards:.2f} tokens per forward pass"
-            print(f"{each}: {self.tokens} tokens in {self.forwards} looks at a block", flush=True)
+            print(f"{each}: {self.tokens} tokens in {self.forwards} passes over a block", flush=True)
         mesh.stop()
 
     def _tell(self, prompt: Prompt, number: int, drawn: Drawn, file: TextIO | None) -> None:
-        """Print a response and write its line of the file."""
+        """Print a response and write it to the file."""
         forwards = self.rollout.forwards(drawn) if isinstance(self.rollout, BlockDiffusionRollout) else 0
         self.tokens, self.forwards = self.tokens + len(drawn.response), self.forwards + forwards
         name = f"prompt {prompt.group_id}" + (f", response {number}" if self.val.n > 1 else "")
@@ -209,7 +211,7 @@ class Generation:
 
 
 def load(config: LMModelConfig, *, add_mask: bool, images: bool = False) -> tuple[CausalLM, Any]:
-    """The model and its tokenizer; see load_blocks for `add_mask`, and load_model. Raises ValueError, in one line."""
+    """Load the model and its tokenizer; `add_mask`: see load_blocks. Raises ValueError with one line."""
     dtype = DTYPES[config.dtype]
     if config.block_size is not None:
         return load_blocks(config, dtype, chunk=1, add_mask=add_mask)
@@ -217,9 +219,9 @@ def load(config: LMModelConfig, *, add_mask: bool, images: bool = False) -> tupl
 
 
 def read_prompts(cfg: GenerateConfig, key: str, image_key: str | None = None) -> list[Prompt]:
-    """The prompts of the task, numbered from 0; raises ValueError for a file that cannot be read."""
+    """Read the prompts of the task, numbered from 0; raises ValueError for a file that cannot be read."""
     if cfg.prompt_file is not None:
-        # a file of supervised training holds the answers as well
+        # the file may be one for supervised training, which also contains answers
         form: dict[str, Any] = {"prompt": key, "quoted": False, "answered": True, "image_key": image_key}
         rows = load_prompts([cfg.prompt_file], "prompt_file", **form)
         return [question(numbered(row, i)) for i, row in enumerate(rows)]

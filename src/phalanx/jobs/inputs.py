@@ -1,6 +1,6 @@
-"""Checks of a job's inputs before any rank starts: data files and the model folder's headers, without torch.
+"""Checks of a job's inputs before any rank starts: data files and the headers of model folders, without torch.
 
-The ranks look again, and closer: at images, at classes of libraries, at tensors.
+The ranks check again in more detail: images, classes of libraries, and tensors.
 """
 
 import os
@@ -18,19 +18,19 @@ from phalanx.models.lm.headers import check_folder
 
 
 def given(**values: Any) -> dict[str, Any]:
-    """Those keys of a task that are not null: what it changes of a run's configuration."""
+    """The keys of a task that are not None, with which it changes a run's configuration."""
     return {name: value for name, value in values.items() if value is not None}
 
 
 def model_changes(section: Any) -> dict[str, Any]:
-    """The keys of a section `model` that a task changes; the run's revision is for the run's model."""
+    """The changes to a run's section `model`; a new path drops the revision, which belongs to the run's model."""
     changes = given(**vars(section))
     return {"revision": None} | changes if "path" in changes else changes
 
 
 def check_flow(cfg: FlowRunConfig, *, prompts: bool = True) -> None:
-    """Raise ValueError, in one line, for files of a flow-matching job that cannot be read. With `prompts` the training
-    files hold prompts, otherwise something else.
+    """Raise ValueError, with one line, if files of a flow-matching job cannot be read. prompts: whether the training
+    files contain prompts.
     """
     check_placement(cfg)
     local_index(cfg.model.path)
@@ -40,9 +40,7 @@ def check_flow(cfg: FlowRunConfig, *, prompts: bool = True) -> None:
 
 
 def check_lm(cfg: LMRunConfig, *, answered: bool = False) -> None:
-    """Raise ValueError, in one line, for files of a language model's job that cannot be read; `answered`: see
-    load_prompts.
-    """
+    """Raise ValueError, with one line, if files of a language model cannot be read; `answered`: see load_prompts."""
     check_placement(cfg)
     check_folder(cfg.model.path)
     key, image_key = cfg.data.prompt_key, cfg.data.image_key
@@ -53,7 +51,7 @@ def check_lm(cfg: LMRunConfig, *, answered: bool = False) -> None:
 
 
 def check_placement(cfg: RunConfig) -> None:
-    """Raise ConfigError for a placement on none of the worlds that train.sh may start, where it has said which."""
+    """Raise ConfigError if the placement fits none of the world sizes that train.sh's environment allows."""
     if not isinstance(cfg, RLConfig) or "NPROC_PER_NODE" not in os.environ:
         return
     nodes, node = os.environ.get("NNODES", "1"), int(os.environ["NPROC_PER_NODE"])

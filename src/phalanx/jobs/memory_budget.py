@@ -1,10 +1,10 @@
-"""Memory that concurrent requests share: each reserves its own before it decodes anything, and waits where it must."""
+"""A memory budget for concurrent requests: each reserves memory before it decodes images, waiting if necessary."""
 
 import asyncio
 
 
 class MemoryBudget:
-    """At most `limit` bytes are reserved at once; requests get theirs in the order in which they come."""
+    """At most `limit` bytes are reserved at once; requests are served in the order of their arrival."""
 
     def __init__(self, limit: int) -> None:
         self.limit, self._used = limit, 0
@@ -12,7 +12,7 @@ class MemoryBudget:
         self._freed = asyncio.Event()
 
     async def reserve(self, size: int) -> None:
-        """Return once `size` bytes are there, which must not be more than `limit`."""
+        """Wait until `size` bytes, at most `limit`, are available, and reserve them."""
         async with self._turn:
             while self._used + size > self.limit:
                 self._freed.clear()
@@ -20,6 +20,6 @@ class MemoryBudget:
             self._used += size
 
     def release(self, size: int) -> None:
-        """Give `size` bytes back; on the event loop's own thread."""
+        """Release `size` bytes; call this on the event loop's thread."""
         self._used -= size
         self._freed.set()

@@ -1,4 +1,4 @@
-"""Places that a task writes to: what cannot be written is told in one line."""
+"""Checks and one-line errors for the paths to which a task writes."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,8 +10,8 @@ from phalanx.types import JobError
 
 
 def check_place(path: Path, key: str, *, folder: bool = True) -> None:
-    """Raise ValueError, with the `key` that names it, where nothing below a parent of the path can be made, or where
-    the path, of a `folder`, is a file.
+    """Raise ValueError if `path` cannot be created because one of its parents is a file, or if it is to be a folder and
+    is a file. `key` is the configuration key, for the message.
     """
     if folder and path.exists() and not path.is_dir():
         raise ValueError(f"{key}: '{path}' is a file; give a folder")
@@ -19,15 +19,15 @@ def check_place(path: Path, key: str, *, folder: bool = True) -> None:
     while not parent.exists() and parent != parent.parent:
         parent = parent.parent
     if not parent.is_dir():
-        raise ValueError(f"{key}: '{path}' cannot be made: '{parent}' is not a folder")
+        raise ValueError(f"{key}: '{path}' cannot be created: '{parent}' is not a folder")
 
 
 @contextmanager
 def writing(path: Path, key: str) -> Iterator[None]:
-    """The block writes to the path; JobError, in one line, where the system refuses."""
+    """A context that writes to `path`. Raises JobError, with one line, if the operating system reports an error."""
     try:
         yield
     except OSError as error:
         raise JobError(f"{key}: '{error.filename or path}' cannot be written: {error.strerror or error}") from error
-    except SafetensorError as error:  # its own word for the system's refusal
+    except SafetensorError as error:  # safetensors raises it in place of OSError
         raise JobError(f"{key}: '{path}' cannot be written: {error}") from error

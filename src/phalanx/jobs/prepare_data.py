@@ -1,4 +1,4 @@
-"""Training data of language models: a source's prompts with an instruction, its answers, and a held-out split."""
+"""Training data for language models: a source's prompts with an instruction, their answers, and a held-out split."""
 
 import json
 import random
@@ -18,7 +18,7 @@ from phalanx.exit import rank
 from phalanx.jobs.outputs import writing
 from phalanx.rewards.text._answers import boxed, marked
 
-PROMPT_KEYS = ("prompt", "question", "problem", "messages")  # looked for in this order
+PROMPT_KEYS = ("prompt", "question", "problem", "messages")  # columns tried in this order
 INSTRUCTIONS = {
     "hash": 'Let\'s think step by step and output the final answer after "####".',
     "boxed": "Let's think step by step and put the final answer within \\boxed{}.",
@@ -26,16 +26,16 @@ INSTRUCTIONS = {
     "answer": "Think first, then give the final answer between <answer> and </answer>.",
     "none": "",
 }
-LONGEST_ANSWER = 100  # characters
+LONGEST_ANSWER = 100  # characters; longer unmarked solutions count as proofs
 Row = dict[str, Any]  # of an output file
 
 
 class PrepareData:
-    """`PrepareData(cfg)` reads the source (a ValueError is the user's mistake), `run()` writes the files."""
+    """The job: `PrepareData(cfg)` reads the source (a ValueError is the user's mistake), `run()` writes the files."""
 
     def __init__(self, cfg: PrepareDataConfig) -> None:
         self.cfg = cfg
-        self.proofs: list[str] = []  # counts of them, in words
+        self.proofs: list[str] = []  # messages about omitted proofs
         check(cfg)
         test, form = ([], "none") if cfg.test_source is None else self._read(cfg.test_source, "test_source")
         rows: list[Row] = []
@@ -47,7 +47,7 @@ class PrepareData:
         self._split(rows, test)
 
     def run(self) -> None:
-        """Write train.jsonl, val.jsonl and test.jsonl, of those the ones that are to have rows."""
+        """Write those of train.jsonl, val.jsonl and test.jsonl that have rows."""
         if rank() != 0:
             return
         folder = Path(self.cfg.output_dir).expanduser()
@@ -60,18 +60,18 @@ class PrepareData:
         print(", ".join(counts))
         print(f"instruction: {self.instruction or 'none'}")
         if self.repeated:
-            print(f"{self.repeated} prompts of the source occur again: left out")
+            print(f"{self.repeated} prompts of the source are duplicates: left out")
         for text in self.proofs:
             print(f"{text}: left out")
         if self.leaked:
-            print(f"{self.leaked} prompts of the source are prompts of test_source: left out")
+            print(f"{self.leaked} prompts of the source are also in test_source: left out")
 
     def _split(self, rows: list[Row], test: list[Row]) -> None:
-        """Set `files`: rows by the file that they go to. No prompt is in two of them."""
+        """Set `files`: the rows of each output file. No prompt is in two of them."""
         held_out = set(map(_name, test))
         distinct: dict[str, Row] = {}
         for row in rows:
-            distinct.setdefault(_name(row), row)  # the first one of those alike
+            distinct.setdefault(_name(row), row)  # keep the first of several duplicates
         kept = [row for name, row in distinct.items() if name not in held_out]
         self.repeated, self.leaked = len(rows) - len(distinct), len(distinct) - len(kept)
         count = self.cfg.val_size if rows else 0  # a benchmark has only test_source
@@ -85,11 +85,11 @@ class PrepareData:
         }
         self.files = {name: rows for name, rows in files.items() if rows}
 
-    # -- a file ---------------------------------------------------------------------------------------------------
+    # -- files ----------------------------------------------------------------------------------------------------
 
     def _read(self, file: str, key: str) -> tuple[list[Row], str]:
-        """The rows of a file, and the form in which its answers are written."""
-        rows, form, plain = [], "none", list[int]()  # `plain`: rows whose answer is the whole text of its column
+        """The rows of a file, and the form of its answers, a key of INSTRUCTIONS."""
+        rows, form, plain = [], "none", list[int]()  # `plain`: rows whose answer is the whole text of the column
         problems = self._prompts(file, key)
         refuse_images(problems, "this task writes none")
         for number, row in enumerate(problems):
@@ -98,8 +98,10 @@ class PrepareData:
             if self.cfg.answer_key is not None:
                 raw = row.meta.get(self.cfg.answer_key)
             if raw is None or not str(raw).strip():
-                wanted = self.cfg.answer_key or "ground_truth, reward_model.ground_truth, answer or solution"
-                raise ConfigError(f"{key}: {file}: prompt {number} has no answer; expected one in {wanted}: answer_key")
+                columns = self.cfg.answer_key or "ground_truth, reward_model.ground_truth, answer or solution"
+                raise ConfigError(
+                    f"{key}: {file}: prompt {number} has no answer; expected one in {columns}: answer_key"
+                )
             text = str(raw)
             if "####" in text:
                 answer, form = marked(text), "hash"
@@ -116,8 +118,8 @@ class PrepareData:
         return self._without_proofs(rows, plain, f"{key}: {file}"), form
 
     def _without_proofs(self, rows: list[Row], plain: list[int], place: str) -> list[Row]:
-        """The rows without those that no answer can equal: where solutions mark their answers, one without a mark that
-        is as long as a solution, or stands among a few, is a proof.
+        """Omit rows whose ground truth is a proof, which no response can match. If some solutions of a file mark their
+        answers, unmarked ones are proofs, unless they are the majority and at most LONGEST_ANSWER characters long.
         """
         marked_rows = len(rows) - len(plain)
         if marked_rows == 0:
@@ -127,7 +129,7 @@ class PrepareData:
             proofs = {number for number in plain if len(rows[number]["ground_truth"]) > LONGEST_ANSWER}
         if proofs:
             self.proofs.append(
-                f"{place}: {len(proofs)} of {len(rows)} solutions mark no answer, first prompt {min(proofs)}"
+                f"{place}: {len(proofs)} of {len(rows)} solutions do not mark an answer, first in prompt {min(proofs)}"
             )
         return [row for number, row in enumerate(rows) if number not in proofs]
 
@@ -140,29 +142,29 @@ class PrepareData:
                 return load_prompts([file], key, prompt=name, quoted=False)
             except ValueError as error:
                 if f"no {name!r}" not in str(error) and f"no column {name!r}" not in str(error):
-                    raise  # it has the column, and is wrong otherwise
+                    raise  # the column exists, but the file has another problem
                 problems.append(error)
         raise ConfigError(f"{problems[0]}; prompt_key names the column of the prompts")
 
     def _instructed(self, row: Row) -> Row:
-        """The row with the instruction behind its prompt, of a chat its last message."""
+        """Append the instruction to a row's prompt; for a chat, to its last message."""
         if not self.instruction:
             return row
         prompt = row["prompt"]
         if isinstance(prompt, str):
-            return row | {"prompt": self._behind(prompt)}
-        last = prompt[-1] | {"content": self._behind(prompt[-1]["content"])}
+            return row | {"prompt": self._appended(prompt)}
+        last = prompt[-1] | {"content": self._appended(prompt[-1]["content"])}
         return row | {"prompt": [*prompt[:-1], last]}
 
-    def _behind(self, text: str) -> str:
-        """The instruction behind a text, on a separate line where the text has several."""
+    def _appended(self, text: str) -> str:
+        """Append the instruction to a text, on a new line if the text has several lines."""
         text = text.rstrip()
         return text + ("\n" if "\n" in text else " ") + self.instruction
 
     # -- reasoning-gym --------------------------------------------------------------------------------------------
 
     def _made(self) -> Iterator[Row]:
-        """cfg.size rows of each task, with what its verifier wants."""
+        """cfg.size rows of each task, with the entries that its verifier needs."""
         if find_spec("reasoning_gym") is None:
             raise ConfigError("reasoning_gym is not installed; pip install 'phalanx[reasoning-gym]'")
         import reasoning_gym
@@ -182,10 +184,10 @@ class PrepareData:
                 score = reasoning_gym.get_score_answer_fn(task)
                 plain = json.loads(json.dumps(entries))
                 survives = score(entries[0]["answer"], plain[0]) == score(entries[0]["answer"], entries[0])
-            except Exception as error:  # each task says in its own way what it does not take
+            except Exception as error:  # tasks may raise anything for invalid settings
                 raise ConfigError(f"reasoning_gym: {spec}: {reason(error)}") from error
             if not survives:
-                raise ConfigError(f"reasoning_gym: {spec}: its verifier does not take rows that JSON has held")
+                raise ConfigError(f"reasoning_gym: {spec}: its verifier does not accept entries saved as JSON")
             for entry in plain:
                 row = {"prompt": entry["question"], "ground_truth": str(entry["answer"])}
                 source = f"reasoning_gym/{task}"
@@ -193,7 +195,7 @@ class PrepareData:
 
 
 def _name(row: Row) -> str:
-    """The prompt without case and spacing, which two rows that ask the same have in common."""
+    """The prompt without case and spacing, by which duplicates are recognized."""
     prompt = row["prompt"]
     text = prompt if isinstance(prompt, str) else "\n".join(message.get("content", "") for message in prompt)
     return " ".join(text.split()).casefold()

@@ -1,7 +1,8 @@
-"""A server of rewards: POST /score takes images and gives scores; docs/serving-rewards.md has the protocol.
+"""A reward server: POST /score takes images and returns scores; docs/serving-rewards.md describes the protocol.
 
-One process. CPU rewards run on `reward.num_workers` threads, those with a model on the device one call at a time, as in
-a training job; requests wait their turn. Nothing that a client sends is unpickled, and every size has a limit.
+It runs in one process. As in a training job, CPU rewards run on `reward.num_workers` threads, and rewards with a model
+on the device run one call at a time; requests wait their turn. Client data is never unpickled, and every size is
+limited.
 """
 
 import asyncio
@@ -19,7 +20,7 @@ from io import BytesIO
 from typing import Any, TypeVar
 
 import numpy as np
-import python_multipart  # noqa: F401 - FastAPI reads forms with it, and would say so at the first one only
+import python_multipart  # noqa: F401 - FastAPI needs it to parse forms, but would fail only at the first request
 import torch
 import uvicorn
 from fastapi import FastAPI, HTTPException, Request
@@ -44,20 +45,20 @@ from phalanx.types import Outputs, Prompt
 log = logging.getLogger(__name__)
 Checked = TypeVar("Checked", bound=BaseModel)
 
-_POLL_S = 0.2  # how often a request that waits looks whether its client is still there
-CALL_BYTES = 12  # a value of an image in a call: 4 as a float, and 8 for what rewards make of it
-STOP_S = 10  # for requests under way, when the server is told to stop
-BROKEN_PNG = (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error)  # what PIL raises
+_POLL_S = 0.2  # interval at which a waiting request checks whether its client is still connected
+CALL_BYTES = 12  # per image value in a call: 4 for the float, and 8 for intermediate values of rewards
+STOP_S = 10  # for the requests in progress when the server is told to stop
+BROKEN_PNG = (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error)  # raised by PIL
 
 
 class RewardServer:
-    """`RewardServer(cfg)` checks all and loads the rewards (a ValueError is the user's mistake), `run()` serves."""
+    """The job: `RewardServer(cfg)` loads the rewards (a ValueError is the user's mistake), `run()` serves."""
 
     def __init__(self, cfg: ServeRewardConfig) -> None:
         self.cfg = cfg
         size = Launch.from_env().world_size
         if size > 1:
-            raise ConfigError(f"the server is one process, and there are {size}; start it with NPROC_PER_NODE=1")
+            raise ConfigError(f"the server runs in one process, not {size}; start it with NPROC_PER_NODE=1")
         self._token = read_token(cfg.token_env) if cfg.token_env is not None else None
         self.socket = bind(cfg.host, cfg.port, guarded=self._token is not None or cfg.allow_open)
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -65,11 +66,11 @@ class RewardServer:
         for term in self.terms:
             if term.takes == "videos":
                 raise ConfigError(
-                    f"reward.functions: {term.name} takes videos, and the server gets images; give it to the job"
+                    f"reward.functions: {term.name} takes videos, but the server receives images; use it in the job"
                 )
         self._cpu_pool = ThreadPoolExecutor(cfg.reward.num_workers, "reward")
         self._device_pool = ThreadPoolExecutor(1, "reward-device")
-        self._turns: set[_Turn] = set()  # that are not done
+        self._turns: set[_Turn] = set()  # those that are not done
         self._memory = MemoryBudget(int(cfg.max_memory_mb * 1e6))
         self._releases: set[asyncio.Task[None]] = set()
         self.app = FastAPI(openapi_url=None)
@@ -78,18 +79,18 @@ class RewardServer:
 
     @property
     def url(self) -> str:
-        """Where to post."""
+        """The URL for POST requests."""
         host, port = self.socket.getsockname()[:2]
         return f"http://{f'[{host}]' if ':' in host else host}:{port}/score"
 
     def run(self) -> None:
-        """Serve until SIGTERM or Ctrl-C; raises Stopped once the requests under way are answered."""
+        """Serve until SIGTERM or Ctrl-C; raises Stopped once the requests in progress are answered."""
 
         def stop(number: int, _: object) -> None:
             raise Stopped(number)
 
         for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, stop)  # while it serves, uvicorn catches them; it raises them again when it is done
+            signal.signal(number, stop)  # uvicorn catches these signals while it serves, and raises them again after
         names = ", ".join(term.name for term in self.terms)
         guard = "with a token" if self._token is not None else "without a token"
         print(f"{names} on {self.device}, {guard}: {self.url}", flush=True)
@@ -99,13 +100,13 @@ class RewardServer:
             self.close()
 
     def close(self) -> None:
-        """Give the port back, and end the threads that are idle."""
+        """Close the socket and end idle threads."""
         self.socket.close()
         for pool in (self._cpu_pool, self._device_pool):
             pool.shutdown(wait=False, cancel_futures=True)
 
     def listener(self) -> uvicorn.Server:
-        """The part that listens and speaks HTTP."""
+        """The HTTP server."""
         config = uvicorn.Config(
             self.app,
             http=_impatient(self.cfg.read_timeout_s),
@@ -122,41 +123,41 @@ class RewardServer:
         return uvicorn.Server(config)
 
     async def health(self) -> dict[str, str]:
-        """200 where requests are served, 503 where a call of a reward hangs."""
+        """Status 200 if requests are served, 503 if a call of a reward hangs."""
         for turn in list(self._turns):
             if turn.overdue(self.cfg.reward.timeout_s):
-                raise HTTPException(503, f"a call of reward {turn.term.name!r} hangs; start the server again")
+                raise HTTPException(503, f"a call of reward {turn.term.name!r} hangs; restart the server")
         return {"status": "ok"}
 
     async def score(self, request: Request) -> dict[str, Any]:
-        """The weighted scores of a request's images, and each reward's own."""
-        files, prompts = await self._asked(request)
+        """The weighted scores of a request's images, and the scores of each reward."""
+        files, prompts = await self._contents(request)
         terms = await self._within_budget(request, files, prompts)
         total = combine([terms[term.name] for term in self.terms], [term.share for term in self.terms])
         return {"scores": total.tolist(), "terms": {name: values.tolist() for name, values in terms.items()}}
 
     # -- reading --------------------------------------------------------------------------------------------------
 
-    async def _asked(self, request: Request) -> tuple[list[bytes], list[Prompt]]:
-        """The PNG files of a request and their prompts; its body is not kept."""
+    async def _contents(self, request: Request) -> tuple[list[bytes], list[Prompt]]:
+        """The PNG files of a request and their prompts; its body is released."""
         body = await self._read(request)
         kind = request.headers.get("content-type", "")
         if kind.startswith("multipart/form-data"):
             texts, files = await self._form(request, body)
         elif kind.startswith("application/json"):
-            asked = await asyncio.to_thread(_parsed, ScoreRequest, body)
-            texts, files = asked, asked.images
+            content = await asyncio.to_thread(_parsed, ScoreRequest, body)
+            texts, files = content, content.images
         else:
             raise HTTPException(415, f"content-type {kind!r}; expected application/json or multipart/form-data")
         if not files:
-            raise HTTPException(400, "there are no images")
+            raise HTTPException(400, "the request contains no images")
         if len(files) > self.cfg.max_images:
             raise HTTPException(413, f"{len(files)} images are more than max_images={self.cfg.max_images}")
         return files, _prompts(texts, len(files))
 
     async def _read(self, request: Request) -> bytes:
-        """The body. It is read to its end before anything is refused: the answer would be lost if the connection were
-        closed on unread bytes. What is refused is not kept.
+        """The body of a request. Even a request that is refused is read to its end, because the answer would be lost
+        if the connection were closed with unread bytes; the bytes of such a request are discarded.
         """
         allowed = self._token is None or secrets.compare_digest(
             request.headers.get("authorization", "").encode(), f"Bearer {self._token}".encode()
@@ -180,12 +181,12 @@ class RewardServer:
         except TimeoutError:
             in_time = False
         if not allowed:
-            wants = "this server wants a token: the header Authorization: Bearer <token>"
-            raise HTTPException(401, wants, {"WWW-Authenticate": "Bearer"})
+            problem = "this server requires a token: the header Authorization: Bearer <token>"
+            raise HTTPException(401, problem, {"WWW-Authenticate": "Bearer"})
         if size > limit:
             raise HTTPException(413, f"the body is longer than max_body_mb={self.cfg.max_body_mb:g}; send fewer images")
         if not in_time:
-            raise HTTPException(408, f"the body was not there within read_timeout_s={self.cfg.read_timeout_s:g}")
+            raise HTTPException(408, f"the body did not arrive within read_timeout_s={self.cfg.read_timeout_s:g}")
         return b"".join(chunks)
 
     async def _form(self, request: Request, body: bytes) -> tuple[Texts, list[bytes]]:
@@ -202,7 +203,7 @@ class RewardServer:
         return _parsed(Texts, texts), files
 
     def _size(self, files: list[bytes]) -> tuple[int, int]:
-        """Height and width of the PNG files, by their headers: nothing is decompressed."""
+        """Height and width of the PNG files, from their headers; nothing is decompressed."""
         limit, sizes = self.cfg.max_pixels, []
         for i, file in enumerate(files):
             with _opened(i, file, limit) as image:
@@ -212,11 +213,11 @@ class RewardServer:
                     raise HTTPException(400, f"image {i} is {image.mode}; expected RGB with 8 bits a channel")
                 sizes.append((image.height, image.width))
             if sizes[i] != sizes[0]:
-                raise HTTPException(400, f"image {i} has another size than image 0; the images of a request have one")
+                raise HTTPException(400, f"image {i} differs in size from image 0; expected images of one size")
         return sizes[0]
 
     def _images(self, files: list[bytes], size: tuple[int, int]) -> Tensor:
-        """PNG files -> images uint8 [B, H, W, 3]."""
+        """Decode PNG files to images uint8 [B, H, W, 3]."""
         images = torch.empty(len(files), *size, 3, dtype=torch.uint8)
         for i, file in enumerate(files):
             with _opened(i, file, self.cfg.max_pixels) as image:
@@ -226,8 +227,8 @@ class RewardServer:
     # -- scoring --------------------------------------------------------------------------------------------------
 
     async def _within_budget(self, request: Request, files: list[bytes], prompts: list[Prompt]) -> dict[str, Tensor]:
-        """Each reward's scores [B], once there is memory for the images. It is free again when the last call that has
-        them is done, which may be after the answer.
+        """The scores [B] of each reward, computed once there is memory for the images. The memory is released when the
+        last call that uses them is done, which may be after the answer.
         """
         height, width = await asyncio.to_thread(self._size, files)
         at_once = min(len(self.terms), self.cfg.reward.num_workers + 1)
@@ -242,7 +243,7 @@ class RewardServer:
             async with asyncio.timeout(self.cfg.reward.timeout_s):
                 await self._memory.reserve(need)
         except TimeoutError:
-            raise HTTPException(503, "other requests have all of max_memory_mb; try again") from None
+            raise HTTPException(503, "other requests occupy all of max_memory_mb; try again") from None
         turns: list[_Turn] = []
         try:
             images = await asyncio.to_thread(self._images, files, (height, width))
@@ -252,18 +253,18 @@ class RewardServer:
             return await self._score(request, turns)
         finally:
             release = asyncio.create_task(self._release(turns, need))
-            self._releases.add(release)  # asyncio itself keeps no task
+            self._releases.add(release)  # asyncio keeps only weak references to tasks
             release.add_done_callback(self._releases.discard)
 
     async def _release(self, turns: list["_Turn"], size: int) -> None:
-        """Give memory back once the calls of these turns are done."""
+        """Release memory once the calls of these turns are done."""
         calls = [asyncio.wrap_future(turn.future) for turn in turns if turn.future is not None]
         await asyncio.gather(*calls, return_exceptions=True)
         self._memory.release(size)
 
     async def _score(self, request: Request, turns: list["_Turn"]) -> dict[str, Tensor]:
-        """Each reward's scores [B]. A request that waits too long for its turn, or whose
-        client leaves, is not scored any more; what runs already runs on, since threads cannot be ended.
+        """The scores [B] of each reward. If a request waits too long or its client disconnects, its remaining calls are
+        cancelled; calls that are running continue, because threads cannot be stopped.
         """
         calls = [self._begin(turn) for turn in turns]
         limit = self.cfg.reward.timeout_s
@@ -275,9 +276,9 @@ class RewardServer:
                     if not done.done() and await request.is_disconnected():
                         raise _left()
         except TimeoutError:
-            pass  # told below, after errors
+            pass  # reported below, after errors of rewards
         finally:
-            done.cancel()  # and with it the calls that have not begun
+            done.cancel()  # this also cancels calls that have not begun
         for turn in turns:
             failure = turn.failure()
             if failure is not None:
@@ -301,19 +302,19 @@ class RewardServer:
 
     def _end(self, turn: "_Turn") -> None:
         self._turns.discard(turn)
-        turn.subject = None  # let go of the images: a pool keeps calls that are cancelled until it meets them
+        turn.subject = None  # release the images, because a pool keeps cancelled calls until it reaches them
 
 
 class _Turn(Call):
-    """A call whose images wait for it as uint8 [B, H, W, 3]: as floats they are four times that."""
+    """A call whose images wait as uint8 [B, H, W, 3], since floats would take four times the memory."""
 
     def line_of(self, error: BaseException) -> str:
-        """None: files are no business of a client's, and the log has the traceback."""
+        """Empty: clients must not see file names, and the log contains the traceback."""
         return ""
 
     def private(self, subject: Outputs) -> Outputs:
-        """As floats in 0..1."""
-        # in memory as a rollout's images are: sums over pixels have the same order, and scores their last bit
+        """The images as floats [B, 3, H, W] in 0..1."""
+        # contiguous like a rollout's images, so that sums over pixels have the same order and scores are bit-identical
         assert isinstance(subject, Tensor)
         count, height, width, channels = subject.shape
         return torch.empty(count, channels, height, width).copy_(subject.permute(0, 3, 1, 2)).div_(255)
@@ -321,23 +322,23 @@ class _Turn(Call):
 
 @contextmanager
 def _opened(number: int, file: bytes, limit: int) -> Iterator[Image.Image]:
-    """A PNG file of a request; its pixels are read when they are asked for."""
+    """Open a PNG file of a request; its pixels are decoded on demand."""
     try:
         with Image.open(BytesIO(file), formats=["PNG"]) as image:
             yield image
     except Image.DecompressionBombError:
         raise HTTPException(413, f"image {number} is over {limit} pixels") from None
     except BROKEN_PNG as error:
-        raise HTTPException(400, f"image {number} is not a whole PNG ({type(error).__name__})") from None
+        raise HTTPException(400, f"image {number} is not a complete PNG ({type(error).__name__})") from None
 
 
 def _left() -> HTTPException:
-    return HTTPException(400, "the client has left")  # which nobody reads
+    return HTTPException(400, "the client has disconnected")  # nobody reads it
 
 
 def _impatient(limit_s: float) -> type[H11Protocol]:
-    """uvicorn's connections, closed where they wait longer than this for the whole head of a request. Its own limit is
-    only for the time after an answer, and ends with the next byte.
+    """uvicorn's connection class, but closing connections that do not send a whole request head within `limit_s`.
+    uvicorn's own limit applies only after an answer, and ends with the next byte.
     """
 
     class Impatient(H11Protocol):
@@ -362,26 +363,26 @@ def _impatient(limit_s: float) -> type[H11Protocol]:
 
 
 def bind(host: str, port: int, guarded: bool) -> socket.socket:
-    """A socket of this address. Raises ConfigError where it cannot be had, or where strangers could use it."""
+    """Bind a listening socket. Raises ConfigError if that fails, or if the address is public and not `guarded`."""
     where = f"host={host} port={port}"
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         if not guarded and not ipaddress.ip_address(address[0]).is_loopback:
             raise ConfigError(
                 f"host={host} can be reached from other machines, and there is no token; give token_env, or "
-                "allow_open=true where everybody may use the server"
+                "allow_open=true if everybody may use the server"
             )
         listener = socket.socket(family, socket.SOCK_STREAM)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-        listener.listen()  # who connects before the server runs waits for it
+        listener.listen()  # early connections wait until the server runs
     except OSError as error:
         raise ConfigError(f"{where}: {error.strerror}; give a free port of this machine, e.g. port=8077") from None
     return listener
 
 
 def _parsed(model: type[Checked], body: bytes | str) -> Checked:
-    """JSON of a client as what it should be."""
+    """Validate a client's JSON against a model."""
     try:
         return model.model_validate_json(body)
     except ValidationError as error:
@@ -389,9 +390,9 @@ def _parsed(model: type[Checked], body: bytes | str) -> Checked:
 
 
 def _prompts(texts: Texts, count: int) -> list[Prompt]:
-    """The prompts of a request of `count` images, with their metadata, which may be left out."""
+    """The prompts of a request with `count` images, with their metadata, which is optional."""
     metadata = [{}] * count if texts.metadata is None else texts.metadata
     for name, values in (("prompts", texts.prompts), ("metadata", metadata)):
         if len(values) != count:
-            raise HTTPException(400, f"there are {count} images and {len(values)} {name}")
+            raise HTTPException(400, f"the request has {count} images but {len(values)} {name}")
     return [Prompt(text, i, meta) for i, (text, meta) in enumerate(zip(texts.prompts, metadata, strict=True))]

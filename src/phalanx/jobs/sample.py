@@ -1,7 +1,7 @@
-"""Sampling from a model folder or a checkpoint, on any number of ranks, as validation samples.
+"""Sample images or videos from a model folder or a checkpoint, on any number of ranks, as in validation.
 
-An image is a function of its prompt and number, the seed, the settings and the micro-batch size; the ranks only share
-the work. Image j of prompt i has the noise that validation gives it, so a run's validation images can be reproduced.
+An image depends only on its prompt and number, the seed, the settings and the micro-batch size, not on the number of
+ranks. Image j of prompt i has the same noise as in validation, so a run's validation images can be reproduced.
 """
 
 import math
@@ -40,17 +40,17 @@ from phalanx.telemetry.records import read_index, write_index
 from phalanx.training.flow_components import check_references
 from phalanx.types import Outputs, Prompt
 
-# shown in grid.mp4: the encoder takes 16384 pixels per side, and all their frames stay in memory
+# maximum in grid.mp4, because the encoder is limited to 16384 pixels per side, and all their frames stay in memory
 GRID_VIDEOS = 16
 SIZES = ("height", "width", "num_frames")
-# of a validation
+# further settings of rollout.val that the task may change
 SETTINGS = (
     "num_inference_steps", "guidance_scale", "guidance_scale_2", "true_cfg_scale", "n", "noise_level", "seed",
 )  # fmt: skip
 
 
 class Generator:
-    """The job: `Generator(cfg)` builds the model, `run()` samples and writes."""
+    """The sampling job: `Generator(cfg)` builds the model, `run()` samples and writes files."""
 
     def __init__(self, cfg: SampleConfig) -> None:
         check(cfg)
@@ -72,7 +72,7 @@ class Generator:
         check_frames(cfg, family)
         mesh.shard_size(cfg.parallel, Launch.from_env())
         self.world = mesh.start(cfg.parallel)
-        # a run in progress may have written another checkpoint since this rank looked
+        # use rank 0's checkpoint on all ranks, because a run in progress may have written a newer one in between
         if self.trained is not None:
             folder = broadcast_object(str(self.trained.folder))
             if folder != str(self.trained.folder):
@@ -82,17 +82,17 @@ class Generator:
         settings = rollout_settings(cfg, self.base.rollout)
         try:
             self.rollout = PolicyRollout(self.policy, settings, self.world, cfg.micro_batch_size_per_gpu)
-        except ValueError as error:  # in a run's configuration these keys are in the section rollout
+        except ValueError as error:  # the task's keys have no prefix `rollout.`, unlike those of a run
             raise ConfigError(str(error).removeprefix("rollout.")) from None
 
     def _policy(self, family: type[FlowModel]) -> FlowPolicy:
-        """The model over the mesh, its weights in the dtype that it computes in: none is trained."""
+        """Build the model on the mesh, with its weights in the compute dtype, since none is trained."""
         data = self.base.data
         if self.cfg.max_prompt_length is not None:
             data = replace(data, max_prompt_length=self.cfg.max_prompt_length)
         dtype = DTYPES[self.model.dtype]
         full = self.trained is not None and self.model.lora_rank == 0
-        # as in training: a full fine-tune reads the folder in float32, its buffers stay so, and parameters get `dtype`
+        # as in training, a full fine-tune is loaded in float32; its buffers stay float32, its parameters get `dtype`
         model = family(self.model, dtype, torch.float32 if full else dtype)
         for p in model.transformer.parameters():
             p.data = p.data.to(dtype)
@@ -103,7 +103,7 @@ class Generator:
         return policy
 
     def run(self) -> None:
-        """Sample all images and write them on rank 0, each as soon as it is sampled, then the grid."""
+        """Sample all images and write them on rank 0 as they are sampled, then the index and the grid."""
         if self.trained is not None:
             self.trained.load(self.policy.trained, self.world.checkpoint_group)
         fps = self.policy.model.fps
@@ -133,8 +133,8 @@ class Generator:
 
 
 def read_prompts(cfg: SampleConfig, images: Sequence[str] = ()) -> list[Prompt]:
-    """The prompts of the task, numbered from 0; raises ValueError for a file that cannot be read. `images`: see
-    `load_prompts`.
+    """Read the prompts of the task, numbered from 0. `images`: see `load_prompts`. Raises ValueError for a file that
+    cannot be read.
     """
     if cfg.prompt_file is not None:
         rows = load_prompts([cfg.prompt_file], "prompt_file", images, cfg.prompt_key)
@@ -147,34 +147,34 @@ def read_prompts(cfg: SampleConfig, images: Sequence[str] = ()) -> list[Prompt]:
 
 
 def rollout_settings(cfg: SampleConfig, base: FlowRolloutConfig) -> FlowRolloutConfig:
-    """The settings of a run's rollout with what the task changes, where validation reads them."""
+    """A run's rollout settings with the task's changes to rollout.val."""
     val = replace(base.val, **given(**{name: vars(cfg)[name] for name in (*SIZES, *SETTINGS)}))
-    # training's own sizes are not sampled here, but they are checked
+    # the sizes for training are not used here, but they are checked
     sizes = given(**{name: vars(val)[name] for name in SIZES})
     return replace(base, sde_type=cfg.sde_type or base.sde_type, val=val, **sizes)
 
 
 class Writer:
-    """Writer of the images: `00003.png` is image 3 % n of prompt 3 // n, `index.jsonl` lists the prompts, and
-    `grid.png` shows them all.
+    """Writes the images: `00003.png` is image 3 % n of prompt 3 // n, `index.jsonl` lists all images with their
+    prompts, and `grid.png` shows all of them.
 
-    Videos of `fps` frames per second are `00003.mp4` and so on; `grid.png` shows some frames of each, and `grid.mp4`
-    plays the first GRID_VIDEOS of them.
+    Videos of `fps` frames per second are written as `00003.mp4` and so on; `grid.png` shows some frames of each, and
+    `grid.mp4` the first GRID_VIDEOS videos.
     """
 
     def __init__(self, folder: Path, n: int, fps: int = 1, *, seed: int) -> None:
-        """`seed` is noted in the index: with the number of an image it determines the noise."""
+        """The index contains `seed`, which together with the number of an image determines the noise."""
         self.folder, self.n, self.fps, self.seed = folder, n, fps, seed
-        self._rows: dict[int, dict[str, Any]] = {}  # of the index, by its numbers
+        self._rows: dict[int, dict[str, Any]] = {}  # rows of the index, by image number
         self._tiles: dict[int, list[Image.Image]] = {}
-        for row in read_index(folder):  # images of an earlier call, which may have made more
+        for row in read_index(folder):  # delete the images of an earlier call, which may have written more
             (folder / row["file"]).unlink(missing_ok=True)
         for name in ("index.jsonl", "grid.mp4"):
             (folder / name).unlink(missing_ok=True)
         folder.mkdir(parents=True, exist_ok=True)
 
     def add(self, index: int, prompt: str, image: NDArray[np.uint8]) -> None:
-        """Write an image [H, W, 3] or a video [F, H, W, 3]; what the grids show of it stays, small."""
+        """Write an image [H, W, 3] or a video [F, H, W, 3], and keep small versions of the frames for the grids."""
         frames = image if image.ndim == 4 else image[None]
         if len(frames) > 1:
             file = f"{index:05d}.mp4"
@@ -187,7 +187,7 @@ class Writer:
         self._tiles[index] = [fit(picture) for picture in pictures(shown)]
 
     def finish(self, columns: int | None) -> None:
-        """Write the index and the grids, and print where they are."""
+        """Write the index and the grids, and print their location."""
         order = sorted(self._rows)
         rows = [self._rows[i] for i in order]
         tiles = [self._tiles[i] for i in order]

@@ -1,4 +1,4 @@
-"""The samples of an evaluation with their scores: drawn and scored on all ranks, and written as they come."""
+"""The samples of an evaluation: sampled and scored on all ranks, and written chunk by chunk."""
 
 import json
 import logging
@@ -30,7 +30,7 @@ from phalanx.training.collect import check_range
 from phalanx.types import JobError, Outputs, Prompt
 
 log = logging.getLogger(__name__)
-LONGEST_CELL = 200  # characters of a column's value in records
+LONGEST_CELL = 200  # maximum characters of a column's value that is copied to the records
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ class Chunk:
 
 
 class Sampling:
-    """The records of a candidate in `folder`: those that are there, and those that `run` adds. `key` names the model in
-    messages; `before` is that of another model, whose rewards and reward model score this one's samples as well.
+    """Completes the records of a candidate in `folder`. `key` names the model in messages; `before`: the sampling of
+    another model, whose rewards and reward model are reused.
     """
 
     def __init__(
@@ -61,11 +61,11 @@ class Sampling:
         self.records, self.facts = Records(folder), candidate.facts(sets) | {"chunk": cfg.prompts_per_chunk}
         self.parts: Parts | None = None
         self.rewards: RewardSet | None = None
-        self._kept = ""  # in words
+        self._kept = ""  # description of the completed chunks
         self.complete = from_first(self._is_complete)
 
     def _is_complete(self) -> bool:
-        """Whether the folder has all records. Raises ConfigError where it has others, or damaged ones."""
+        """Whether the folder contains all records. Raises ConfigError if it contains others, or damaged ones."""
         stored = stored_in(self.folder)
         if stored is None:
             return False
@@ -77,7 +77,7 @@ class Sampling:
         return is_complete(self.folder, stored)
 
     def build(self) -> None:
-        """Load the model and the rewards. Raises ValueError for what the user can fix."""
+        """Load the model and the rewards. Raises ValueError for the user's mistakes."""
         try:
             before = None if self.before is None else self.before.rewards
             self.parts = build_parts(self.candidate, self.world, self.sets, before)
@@ -86,7 +86,7 @@ class Sampling:
             raise ValueError(str(error).replace("model.path: ", f"{self.key}: ")) from error
 
     def run(self) -> None:
-        """Sample and score what the folder lacks."""
+        """Sample and score the chunks that the folder lacks."""
         if self.complete:
             return
         try:
@@ -94,11 +94,11 @@ class Sampling:
                 self.build()
         except ValueError as error:
             raise JobError(str(error)) from error
-        assert self.parts is not None, "it is built"
+        assert self.parts is not None, "built above or before"
         self.timers = Timers()
         run, rollout = self.candidate.run, self.parts.rollout
         self.client = RewardClient(run, self.world, self.parts.rewards, self.timers, rollout.noun, on_stop=self._stop)
-        self.drawn: list[dict[str, Any]] = []  # of this rank's samples of a chunk, beside their scores
+        self.drawn: list[dict[str, Any]] = []  # records of this rank's samples of a chunk, without scores
         chunks, n = self._chunks(self.parts.sets), run.rollout.val.n
         done, samples = 0, sum(len(chunk.prompts) * n for chunk in chunks)
         with writing(self.folder, "output_dir"):
@@ -108,7 +108,7 @@ class Sampling:
                 done = self.records.keep([len(chunk.prompts) * n for chunk in chunks])
         done = broadcast_object(done)
         if done and self.world.rank == 0:
-            log.info("going on behind %d of %d chunks in %s", done, len(chunks), self.folder)
+            log.info("resuming after %d of %d chunks in %s", done, len(chunks), self.folder)
         for number, chunk in enumerate(chunks[done:], start=done + 1):
             self._kept = f"{number - 1} of {len(chunks)} chunks of prompts"
             rows = self._sample(chunk)
@@ -134,8 +134,8 @@ class Sampling:
         return chunks
 
     def _sample(self, chunk: Chunk) -> list[dict[str, Any]]:
-        """The rows of a chunk, on rank 0, in the order of its prompts and their samples."""
-        assert self.parts is not None, "run has built them"
+        """Sample and score a chunk; returns its rows on rank 0, ordered by prompt and sample."""
+        assert self.parts is not None, "built by `run`"
         world, prompts, n = self.world, chunk.prompts, self.candidate.run.rollout.val.n
         local = share_of_rank(prompts, world.data_rank, world.data_size)
         share, self.drawn, rollout = len(local), [], self.parts.rollout
@@ -164,20 +164,20 @@ class Sampling:
         judged = gather_object(self.parts.rewards.answers)
         for rank, drawn in list(enumerate(gather_object(self.drawn)))[:: world.context_size]:
             rows += _with_answers(drawn, judged[rank : rank + world.context_size])
-        for place, (row, prompt) in enumerate(zip(rows[:real], _repeated(prompts, n), strict=False)):
+        for place, row in enumerate(rows[:real]):
             assert row.pop("place") == place, "ranks are in order"
             row["reward"] = finite_or_none(float(reward[place]))
             row["scores"] = {name: finite_or_none(scores[place]) for name, scores in values.items()}
-            row["columns"] = columns_of(prompt)
+            row["columns"] = columns_of(prompts[place // n])
         return rows[:real]
 
     def _text(self, prompt: Prompt, output: str) -> dict[str, Any]:
-        """The part of a record that is of a response."""
+        """The fields of a record that describe a response."""
         assert self.parts is not None
         row: dict[str, Any] = {"text": storable(output), "tokens": prompt.meta.get("response_length")}
         row["truncated"] = prompt.meta.get("truncated", False)
         if TALKS in prompt.meta:
-            # the time that it took is another one each time
+            # without the time, which differs each time
             row |= storable({name: prompt.meta[name] for name in CONVERSATION if name != "environment_seconds"})
         answers: dict[str, str | None] = {}
         for term in self.parts.rewards.terms:
@@ -186,7 +186,7 @@ class Sampling:
         return row | ({"answers": answers} if answers else {})
 
     def _keep_pictures(self, outputs: Tensor, rows: list[dict[str, Any]], real: int) -> None:
-        """Write a micro-batch of all ranks' pictures on rank 0, and their files into the rows."""
+        """Write the images or videos of a micro-batch of all ranks on rank 0, and add their file names to the rows."""
         assert self.parts is not None
         videos = outputs.ndim == 5
         for row in rows:
@@ -206,8 +206,8 @@ class Sampling:
 
 
 def _with_answers(drawn: list[dict[str, Any]], judged: list[Answers]) -> list[dict[str, Any]]:
-    """The rows of samples with the answers of judges about them; `judged` are those of each of the ranks that score
-    them, to which they were dealt out one by one.
+    """Add the judges' answers to the rows of samples; `judged` has the answers on each rank that scored them. Sample i
+    was scored by rank i % len(judged).
     """
     for name in judged[0]:
         for i, row in enumerate(drawn):
@@ -219,7 +219,7 @@ def _with_answers(drawn: list[dict[str, Any]], judged: list[Answers]) -> list[di
 
 
 def columns_of(prompt: Prompt) -> dict[str, Any]:
-    """The columns of a prompt's data that a record holds: short texts, numbers and truth values."""
+    """The columns of a prompt's data that are copied to its records: short texts, numbers and booleans."""
     columns = {}
     for name, value in prompt.meta.items():
         if isinstance(value, bool | int | float | str) and len(str(value)) <= LONGEST_CELL:
@@ -227,12 +227,8 @@ def columns_of(prompt: Prompt) -> dict[str, Any]:
     return columns
 
 
-def _repeated(prompts: list[Prompt], n: int) -> list[Prompt]:
-    return [prompt for prompt in prompts for _ in range(n)]
-
-
 def stored_in(folder: Path) -> dict[str, Any] | None:
-    """The arguments of the evaluation in a folder; None without one, ConfigError for a file that is none."""
+    """The arguments of the evaluation in a folder, None if there is none; raises ConfigError for an invalid file."""
     file = folder / ARGUMENTS
     if not file.is_file():
         return None
@@ -241,12 +237,12 @@ def stored_in(folder: Path) -> dict[str, Any] | None:
     except (UnicodeDecodeError, json.JSONDecodeError):
         content = None
     if not isinstance(content, dict) or not content.keys() >= {"facts", "complete"}:
-        raise ConfigError(f"{file} is not the arguments of an evaluation; give another folder")
+        raise ConfigError(f"{file} does not contain the arguments of an evaluation; give another folder")
     return content
 
 
 def is_complete(folder: Path, stored: dict[str, Any]) -> bool:
-    """Whether all records of an evaluation are there; ConfigError where one is damaged."""
+    """Whether an evaluation has all its records; raises ConfigError if one is damaged."""
     try:
         count = len(read_records(folder / RECORDS, is_cut=True))
     except ValueError as error:

@@ -1,1 +1,1 @@
-"""Pictures and videos as files."""
+"""Image and video files."""

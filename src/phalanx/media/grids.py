@@ -1,4 +1,4 @@
-"""Pictures for people to look at: many in one with captions below them, and frames that stand for a video."""
+"""Images for people to look at: captioned grids of many images, and strips of frames that represent a video."""
 
 import math
 from collections.abc import Sequence
@@ -10,8 +10,8 @@ from PIL import Image, ImageDraw, ImageFont
 
 from phalanx.functional.frames import evenly_spaced
 
-STRIP = 4  # frames of a video that stand for it in a picture
-TILE_MIN = 160  # pixels: narrower tiles cannot hold a caption that one can read
+STRIP = 4  # frames that represent a video in an image
+TILE_MIN = 160  # pixels: narrower tiles have no room for a readable caption
 TILE_MAX = 320
 CAPTION_LINES = 3
 CAPTION_SIZE = 13
@@ -20,34 +20,35 @@ _MARGIN = 8
 
 
 def pictures(frames: NDArray[np.uint8]) -> list[Image.Image]:
-    """Each of the frames [F, H, W, 3] as a picture."""
+    """Convert the frames [F, H, W, 3] to PIL images."""
     return [Image.fromarray(frame) for frame in frames]
 
 
 def standing(frames: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """The frames [at most STRIP, H, W, 3] that stand for a video [F, H, W, 3] in a picture."""
+    """Select the frames [at most STRIP, H, W, 3] that represent a video [F, H, W, 3] in an image."""
     return frames[evenly_spaced(len(frames), STRIP)]
 
 
 def side_by_side(pictures: Sequence[Image.Image]) -> Image.Image:
-    """Pictures of one size in a row."""
-    width, height = pictures[0].size
-    row = Image.new("RGB", (len(pictures) * width, height))
-    for i, picture in enumerate(pictures):
-        row.paste(picture, (i * width, 0))
+    """Place pictures in a row, aligned at the top, on white if their heights differ."""
+    size = sum(picture.width for picture in pictures), max(picture.height for picture in pictures)
+    row, left = Image.new("RGB", size, "white"), 0
+    for picture in pictures:
+        row.paste(picture, (left, 0))
+        left += picture.width
     return row
 
 
 def sheet(
     tiles: Sequence[Image.Image], prompts: Sequence[str], columns: int, headings: Sequence[str] = ()
 ) -> Image.Image:
-    """All tiles in rows of `columns`, each with its prompt below it, and its heading, if any, above the prompt."""
+    """Arrange tiles in rows of `columns`, with the prompt of each below it, after its heading if there is one."""
     font = ImageFont.load_default(CAPTION_SIZE)
     width = max(TILE_MIN, *(tile.width for tile in tiles))
     captions = [wrap(prompt, font, width) for prompt in prompts]
     if headings:
         captions = [[heading, *lines] for heading, lines in zip(headings, captions, strict=True)]
-    # every cell is as large as the largest one needs to be
+    # all cells have the size of the largest one
     height = max(tile.height for tile in tiles) + max(map(len, captions)) * _LINE_HEIGHT + _MARGIN
     rows = math.ceil(len(tiles) / columns)
     size = (min(columns, len(tiles)) * (width + _MARGIN) + _MARGIN, rows * (height + _MARGIN) + _MARGIN)
@@ -63,9 +64,9 @@ def sheet(
 
 
 def fit(image: Image.Image) -> Image.Image:
-    """The image scaled to a side between TILE_MIN and TILE_MAX.
+    """Scale an image whose longer side is not between TILE_MIN and TILE_MAX.
 
-    Tiny images are enlarged by a whole factor without smoothing, so that their pixels stay visible; large ones shrink.
+    Tiny images are enlarged by an integer factor without smoothing, so that their pixels stay visible.
     """
     longest = max(image.size)
     if longest < TILE_MIN:
@@ -79,7 +80,7 @@ def fit(image: Image.Image) -> Image.Image:
 
 
 def wrap(text: str, font: Any, width: int) -> list[str]:
-    """The text in at most CAPTION_LINES lines of at most `width` pixels; an ellipsis where it is cut."""
+    """Wrap a text into at most CAPTION_LINES lines of at most `width` pixels; an ellipsis marks a truncated text."""
     lines: list[str] = []
     words = text.split()
     while words and len(lines) < CAPTION_LINES:
@@ -93,10 +94,10 @@ def wrap(text: str, font: Any, width: int) -> list[str]:
 
 
 def _take(words: list[str], font: Any, width: int) -> str:
-    """Remove from `words` what fits on one line, and return it. A word wider than a line is cut into pieces."""
+    """Remove the words that fit on one line from `words` and return them. A word wider than a line is split."""
     line = words.pop(0)
     if font.getlength(line) > width:
-        cut = min(len(line), width)  # no letter is narrower than a pixel
+        cut = min(len(line), width)  # letters are at least a pixel wide
         while cut > 1 and font.getlength(line[:cut]) > width:
             cut -= 1
         words.insert(0, line[cut:])

@@ -1,4 +1,4 @@
-"""Images of data files: found at once, read when needed, so that a dataset may exceed memory."""
+"""Lazily loaded images of data files, so that a dataset may be larger than memory."""
 
 import base64
 import hashlib
@@ -21,76 +21,76 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FORMS = "the bytes of an image file, its path beside the data file, or {bytes, path}"
-_ADDRESS = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+://")  # of a file on another machine
-_DATA = re.compile(r"data:image/[\w.+-]+;base64,")  # a file within its address
+_ADDRESS = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+://")  # a URL of a file on another machine
+_DATA = re.compile(r"data:image/[\w.+-]+;base64,")  # a data URL, which contains the file
 
 
 @dataclass(frozen=True)
 class Picture:
-    """An image of a data file. `where` names its place in messages.
+    """An image of a data file. `where` is its location, for messages.
 
-    `source()` returns what the file, which is in `folder`, holds of it: bytes, a path, or, as
-    Hugging Face stores images, {"bytes": ..., "path": ...} with one of them; or a list of these. Where that has
-    several, there are only `parts`, `count`, `digest` and `file_size`.
+    `source()` returns the value in the data file, which is in `folder`: bytes, a path, or {"bytes": ..., "path": ...}
+    with one of the two, as Hugging Face stores images; or a list of these. A list of several images supports only
+    `parts`, `count`, `digest` and `file_size`.
     """
 
     source: Callable[[], Any]
     folder: Path
     where: str
-    length: int | None = None  # images of that list, where the file's columns say so; else it has to be read
+    length: int | None = None  # the length of that list, if it is known without reading the value
 
     @property
     def count(self) -> int:
-        """Images of this place: those of a list, or 1."""
+        """The number of images: the length of a list, or 1."""
         if self.length is not None:
             return self.length
         value = self.source()
         return len(value) if isinstance(value, list) else 1
 
     def check_count(self, expected: int) -> None:
-        """Raise ValueError for another number of images: all rows of a batch have one."""
+        """Raise ValueError if `count` is not as expected: all rows of a batch need the same number of images."""
         if self.count != expected:
             raise ValueError(f"{self.where} holds {self.count} images; model.reference_count is {expected}")
 
     @property
     def parts(self) -> list["Picture"]:
-        """The images of a list, one by one; or this one."""
+        """The images of a list as separate pictures; otherwise this picture."""
         value = self.source()
         if not isinstance(value, list):
             return [self]
         return [Picture(partial(in_memory, each), self.folder, f"{self.where}[{i}]") for i, each in enumerate(value)]
 
     def pixels(self, height: int, width: int) -> "Tensor":
-        """[3, H, W]; see `to_size`. Raises ValueError as `pil` does."""
+        """The image as a tensor [3, H, W]; see `to_size`. Raises ValueError like `pil`."""
         return to_size(self.pil(), height, width)
 
     def pil(self) -> Image.Image:
-        """The image; see `upright`. Raises ValueError, with one line, if it cannot be read."""
+        """The image in RGB; see `upright`. Raises ValueError, with one line, if it cannot be read."""
         with self._opened() as image:
             return upright(image)
 
     @cached_property
     def size(self) -> tuple[int, int]:
-        """(height, width) of the image; only the head of its file is read, but for TIFF. Raises ValueError as `pil`
-        does.
+        """(height, width) of the upright image; reads only the file's header, except for TIFF. Raises ValueError like
+        `pil`.
         """
         with self._opened() as image:
-            if image.format == "TIFF":  # which PIL turns as it reads the pixels
+            if image.format == "TIFF":  # PIL rotates TIFFs when it reads their pixels
                 image = ImageOps.exif_transpose(image)
                 return image.height, image.width
-            # the method of PIL's PNGs would read the pixels in search of it
+            # not image.getexif(), which for PNGs reads the pixels to look for EXIF data behind them
             turned = Image.Image.getexif(image).get(ExifTags.Base.Orientation) in (5, 6, 7, 8)
             return (image.width, image.height) if turned else (image.height, image.width)
 
     def thumbnail(self, side: int) -> NDArray[np.uint8]:
-        """[h, w, 3] of the image, reduced to at most `side` pixels. Raises ValueError as `pil` does."""
+        """The image as an array [h, w, 3], scaled down to at most `side` pixels. Raises ValueError like `pil`."""
         image = self.pil()
         image.thumbnail((side, side), Image.Resampling.LANCZOS)
         return np.asarray(image)
 
     @contextmanager
     def _opened(self) -> "Iterator[Image.Image]":
-        """The image as PIL opens it; what PIL raises in the block is a ValueError with one line."""
+        """Open the image with PIL; exceptions of PIL in the block become ValueErrors with one line."""
         file = self._file(self.source())
         try:
             with Image.open(file) as image:
@@ -102,19 +102,19 @@ class Picture:
             reason = "its file is empty" if is_empty else "its format is unknown"
             raise ValueError(f"{self.where}: the image cannot be read: {reason}") from None
         except (OSError, RuntimeError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-            # of damaged files: PIL raises SyntaxError for a PNG, RuntimeError for an AVIF, ValueError for a PPM
+            # for damaged files PIL raises SyntaxError (PNG), RuntimeError (AVIF) or ValueError (PPM)
             raise self._unreadable(error) from None
 
     @cached_property
     def digest(self) -> str:
-        """A name of the image by its pixels. Raises ValueError as `pil` does."""
+        """A hash of the image's pixels. Raises ValueError like `pil`."""
         if self.count > 1:
             return hashlib.sha256(" ".join(part.digest for part in self.parts).encode()).hexdigest()
         image = self.pil()
         return hashlib.sha256(repr(image.size).encode() + image.tobytes()).hexdigest()
 
     def encoded(self) -> bytes:
-        """The image's file. Raises ValueError, with one line, where there is none."""
+        """The content of the image's file. Raises ValueError, with one line, if it cannot be read."""
         file = self._file(self.source())
         try:
             return file.read_bytes() if isinstance(file, Path) else file.getvalue()
@@ -123,7 +123,7 @@ class Picture:
 
     @cached_property
     def file_size(self) -> int:
-        """Bytes of the image's file. Raises ValueError, with one line, where there is none."""
+        """The size of the image's file in bytes. Raises ValueError, with one line, if it cannot be read."""
         if self.count > 1:
             return sum(part.file_size for part in self.parts)
         file = self._file(self.source())
@@ -133,7 +133,7 @@ class Picture:
             raise self._unreadable(error) from None
 
     def _unreadable(self, error: Exception) -> ValueError:
-        """The error of an image's file in one line."""
+        """Turn an error about the image's file into a ValueError with one line."""
         reason = " ".join(str(error).split())
         if isinstance(error, OSError) and error.filename is not None:
             reason = f"{error.strerror}: {cut(str(error.filename))!r}"
@@ -152,9 +152,7 @@ class Picture:
                 return BytesIO(self._decoded(value[data.end() :]))
             value = value.removeprefix("file://")
             if _ADDRESS.match(value):
-                raise ValueError(
-                    f"{self.where}: {cut(value)!r} is an address, and nothing is downloaded; expected {FORMS}"
-                )
+                raise ValueError(f"{self.where}: {cut(value)!r} is a URL, and nothing is downloaded; expected {FORMS}")
             return self.folder / value
         form = f"a list of {len(value)}" if isinstance(value, list) else f"of type {type(value).__name__}"
         if isinstance(value, dict):
@@ -163,7 +161,7 @@ class Picture:
         raise ValueError(f"{self.where} is {form}; expected {FORMS}")
 
     def _decoded(self, text: str) -> bytes:
-        """The file that stands in base64."""
+        """Decode a file from base64."""
         try:
             return base64.b64decode(text, validate=True)
         except ValueError as error:
@@ -171,25 +169,25 @@ class Picture:
 
 
 def in_memory(value: Any) -> Any:
-    """The source of a Picture whose value is in memory: `partial(in_memory, value)` can be sent to other ranks."""
+    """The source of a Picture whose value is in memory. `partial(in_memory, value)` can be pickled for other ranks."""
     return value
 
 
 def upright(image: Image.Image) -> Image.Image:
-    """The image in RGB, rotated as its EXIF data say, on white where it is transparent; of an animation the first
-    frame. Raises ValueError for pixels that are 32-bit numbers beyond 0..255.
+    """Convert an image to RGB, rotated according to its EXIF data, with transparent pixels on white; of an animation,
+    the first frame. Raises ValueError for 32-bit pixels outside 0..255.
     """
     image = ImageOps.exif_transpose(image)
-    if image.mode.startswith("I;16"):  # of whose 65536 grays PIL makes all but the 256 darkest white
+    if image.mode.startswith("I;16"):  # PIL would turn all but the 256 darkest of the 65536 grays white
         image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
     if image.has_transparency_data:
-        # the colors of transparent pixels are whatever a program has left there
+        # the colours of fully transparent pixels are arbitrary
         image = image.convert("RGBA")
         return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
     if image.mode in ("I", "F"):
         values = np.asarray(image)
         low, high = values.min(), values.max()
-        if low < 0 or not (high == 0 or 1 < high <= 255):  # PIL would cut them off
+        if low < 0 or not (high == 0 or 1 < high <= 255):  # PIL would clip them
             raise ValueError(
                 f"its pixels are 32-bit numbers from {low:g} to {high:g}; expected 0 to 255, or 16 bits in PNG or TIFF"
             )
@@ -197,14 +195,14 @@ def upright(image: Image.Image) -> Image.Image:
 
 
 def to_size(image: Image.Image, height: int, width: int) -> "Tensor":
-    """An RGB image as [3, H, W] float32 in 0..1: scaled to cover the size, and center-cropped."""
+    """Convert an RGB image to [3, H, W] float32 in 0..1, scaled to cover the size and center-cropped."""
     scale = max(height / image.height, width / image.width)
     if scale != 1:
         # rounding must not leave a side one pixel short
         scaled_width = max(round(image.width * scale), width)
         scaled_height = max(round(image.height * scale), height)
         image = image.resize((scaled_width, scaled_height), Image.Resampling.LANCZOS)
-    import torch  # reading only the files does not need it
+    import torch  # not needed to read files
 
     left, top = (image.width - width) // 2, (image.height - height) // 2
     image = image.crop((left, top, left + width, top + height))
@@ -212,23 +210,23 @@ def to_size(image: Image.Image, height: int, width: int) -> "Tensor":
 
 
 def to_uint8(images: "Tensor") -> "Tensor":
-    """Images [B, 3, H, W] in 0..1 -> uint8 [B, 3, H, W], as a PNG of the image would hold them."""
+    """Convert images [B, 3, H, W] in 0..1 to uint8 [B, 3, H, W], the values that a PNG file contains."""
     return images.mul(255).round().clamp(0, 255).byte()
 
 
 def raw_file(image: "Tensor") -> bytes:
-    """An image, uint8 [3, H, W], as a PPM file: its pixels, not compressed, behind a head with their size."""
+    """Encode an image, uint8 [3, H, W], as a PPM file: uncompressed pixels after a header with their size."""
     height, width = image.shape[1:]
     return b"P6 %d %d 255\n" % (width, height) + image.permute(1, 2, 0).contiguous().numpy().tobytes()
 
 
 def decoded(file: bytes, where: str) -> Image.Image:
-    """The image of a file, upright and in RGB. Raises ValueError, with one line that begins with `where`, if it cannot
-    be read.
+    """Decode an image file to an upright RGB image. Raises ValueError, with one line that begins with `where`, if it
+    cannot be read.
     """
     return Picture(lambda: file, Path(), where).pil()
 
 
 def pil_image(image: "Tensor") -> Image.Image:
-    """An image, uint8 [3, H, W], as a PIL image."""
+    """Convert an image, uint8 [3, H, W], to a PIL image."""
     return Image.fromarray(image.permute(1, 2, 0).contiguous().numpy())

@@ -1,4 +1,4 @@
-"""Videos as files: mp4 by PyAV, which is installed with the extra `video`, and GIF."""
+"""Video files: mp4 by PyAV, which the extra `video` installs, and GIF."""
 
 from collections.abc import Iterable, Sequence
 from io import BytesIO
@@ -11,12 +11,12 @@ from PIL import Image
 
 from phalanx.functional.frames import evenly_spaced
 
-CODEC: Final = "libx264"  # what browsers, notebooks and wandb play
-GIF_FRAMES = 16  # the most of a GIF, which compresses badly
+CODEC: Final = "libx264"  # played by browsers, notebooks and wandb
+GIF_FRAMES = 16  # maximum per GIF, since GIFs compress badly
 
 
 def can_write() -> bool:
-    """True if PyAV is installed with the codec, which builds against another FFmpeg may lack."""
+    """Whether PyAV is installed with the codec, which is missing if PyAV was built against some other FFmpeg."""
     try:
         import av
     except ImportError:
@@ -31,13 +31,13 @@ def can_write() -> bool:
 def write_video(path: Path, frames: Iterable[NDArray[np.uint8]], fps: int) -> None:
     """Write frames uint8 [H, W, 3] as an mp4 of `fps` frames per second.
 
-    The codec needs even sides: the last row and column are repeated if they are odd. Raises OSError for a file that
-    cannot be written, and for frames that the encoder refuses, such as those of more than 16384 pixels per side.
+    The codec requires even sides, so the last row or column is repeated if their number is odd. Raises OSError if the
+    file cannot be written or the encoder rejects the frames, for example if a side exceeds 16384 pixels.
     """
     import av
 
     try:
-        # an open file, since PyAV takes a name with a colon for a URL
+        # an open file, because PyAV would interpret a name with a colon as a URL
         with path.open("wb") as file, av.open(file, "w", format="mp4") as container:
             stream = None
             for frame in frames:
@@ -57,8 +57,8 @@ def write_video(path: Path, frames: Iterable[NDArray[np.uint8]], fps: int) -> No
 
 
 def gif(frames: Sequence[NDArray[np.uint8]], fps: int) -> bytes:
-    """The content of a GIF file: up to GIF_FRAMES of the frames uint8 [H, W, 3], for as long as all of them last at
-    `fps` frames per second, over and over.
+    """Encode an endlessly looping GIF of up to GIF_FRAMES of the frames uint8 [H, W, 3]; it lasts as long as all frames
+    do at `fps` frames per second.
     """
     shown = [Image.fromarray(frames[i]) for i in evenly_spaced(len(frames), GIF_FRAMES)]
     file, ms = BytesIO(), 1000 * len(frames) / fps / len(shown)

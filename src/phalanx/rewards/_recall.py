@@ -1,11 +1,14 @@
-"""The share of a text's words or characters that was read, wherever they were: LongText-Bench (arXiv 2507.22058).
+"""Recall of a text's words or characters, regardless of their order, as in LongText-Bench (arXiv 2507.22058).
 
-Only letters, those of French among them, digits and Chinese characters count. Words are separated by white space and
-compared without case, for English; characters are compared as they are, for Chinese.
+Only letters (including the accented ones of French), digits and Chinese characters count. For English, words are split
+at white space and compared without case; for Chinese, characters are compared as they are.
 """
 
 import re
 from collections import Counter
+from typing import Any
+
+from phalanx.rewards.base import ground_truth
 
 KINDS = ("words", "characters")
 _ACCENTED = "àâäéèêëîïôöùûüç"
@@ -13,9 +16,19 @@ _IGNORED = re.compile(rf"[^a-zA-Z0-9\u4e00-\u9fa5{_ACCENTED}{_ACCENTED.upper()}\
 
 
 def matched(target: str, read: str, kind: str) -> tuple[int, int]:
-    """How many of the target's parts were read, each as often as the target has it, and how many it has."""
+    """The number of the target's words or characters that were read, at most as often as they occur in the target, and
+    the number of all of them.
+    """
     expected = _parts(target, kind)
     return (expected & _parts(read, kind)).total(), expected.total()
+
+
+def target_of(prompt: str, metadata: dict[str, Any], column: str, recall: str | None) -> str:
+    """The text that an image should show. Raises ValueError if there is none, or none that `recall` could count."""
+    target = ground_truth(prompt, metadata, column)
+    if recall is not None and not _parts(target, recall):
+        raise ValueError(f"{column} {target!r} has no letters or digits that recall could count")
+    return target
 
 
 def _parts(text: str, kind: str) -> Counter[str]:

@@ -1,9 +1,8 @@
-"""The common parts of rewards: the signature, the error that ends the job, and the base classes.
+"""Shared parts of rewards: the call signature, the exception that ends the job, and the base classes.
 
-A reward says what it takes of a policy's outputs by the name of its first parameter: `images` float32 [B, 3, H, W],
-`videos` float32 [B, F, 3, H, W], both in 0..1 on the CPU, `completions`, B texts, or `transcripts`, B lists of messages
-from the prompt's on. `outputs` stands for images or completions, whichever the job makes, and any other name for
-images.
+The name of a reward's first parameter determines its input: `images`, float32 [B, 3, H, W], or `videos`, float32
+[B, F, 3, H, W], both in 0..1 on the CPU; `completions`, B texts; or `transcripts`, B lists of messages that begin with
+the prompt's. `outputs` means images or completions, whichever the job generates; any other name means images.
 """
 
 from abc import ABC, abstractmethod
@@ -21,18 +20,20 @@ from phalanx.telemetry.records import TALKS
 from phalanx.types import JobError, Prompt, Samples
 
 Scores = Sequence[float] | NDArray[Any] | Tensor
-MARK = "differentiable"  # attribute of functions that `differentiable` marks
-UNJUDGED = "unjudged"  # the extra of rewards that limit the time of each sample: 1 where it had no verdict
+MARK = "differentiable"  # attribute that `differentiable` sets on a function
+UNJUDGED = "unjudged"  # extra of rewards with a time limit per sample: 1 for a sample without a verdict
 
 
 class RewardError(JobError):
-    """A call of a reward failed; the message is one line with the reward's name and the prompt."""
+    """A call of a reward failed; the message is a single line with the name of the reward and the prompt."""
 
 
 @dataclass(frozen=True)
 class RewardOutput:
-    """The scores of B outputs. `extras`: B further numbers by name, such as 1 where an output could not be scored and 0
-    where it could. `problem`: why some scores are NaN, a part of a line.
+    """The scores of B outputs.
+
+    extras: further values by name, B each, such as 1 for an output that could not be scored and 0 for any other.
+    problem: why some scores are NaN, as a phrase to be used within a message.
     """
 
     scores: Scores
@@ -41,19 +42,20 @@ class RewardOutput:
 
 
 class RewardWithExtras:
-    """Base class of a reward that returns RewardOutput: `extras` names those of every call.
+    """Base class of a reward that returns a RewardOutput in each call, with the extras named in `extras`.
 
-    The mean of each across all ranks is logged as reward/<term>_<extra>. They come with the scores rather than stay in
-    the reward: several of its calls may be under way at once.
+    The mean of each extra over all ranks is logged as reward/<term>_<extra>. Extras are returned with the scores, not
+    stored on the reward, because several of its calls may run at once.
     """
 
     extras: tuple[str, ...] = ()
 
 
 class RewardFunction(Protocol):
-    """A reward: B outputs, of the kind that its first parameter's name says, B prompts and metadata -> B numbers.
+    """A reward maps B outputs, of the kind that the first parameter's name determines, B prompts and B metadata dicts
+    to B numbers.
 
-    It may be called from several threads at once, and may change its arguments.
+    It may be called from several threads at once, and may modify its arguments, which are copies.
     """
 
     def __call__(
@@ -63,14 +65,14 @@ class RewardFunction(Protocol):
 
 @runtime_checkable
 class ChecksRows(Protocol):
-    """A reward that can say of a row of the data, before any sample is drawn, that it could not score its samples."""
+    """A reward that can refuse a row of the data before any sample is drawn, as it could not score the samples."""
 
     def check_row(self, prompt: str, metadata: dict[str, Any], /) -> None:
-        """Raise ValueError, with the reason as a part of a line, for such a row; cheap, as it is called often."""
+        """Raise ValueError for such a row, with the reason as a phrase. It is called often and should be cheap."""
 
 
 def objection_of(reward: object, prompt: str, metadata: dict[str, Any]) -> str | None:
-    """The reason why samples of a row of the data cannot be scored, as the reward's `check_row` gives it."""
+    """The reason of the reward's `check_row` why samples of a row cannot be scored; None if they can."""
     if not isinstance(reward, ChecksRows):
         return None
     try:
@@ -82,25 +84,25 @@ def objection_of(reward: object, prompt: str, metadata: dict[str, Any]) -> str |
 
 @runtime_checkable
 class GivesAnswers(Protocol):
-    """A reward that scores an answer within a text, and can say which: an evaluation takes the majority of them."""
+    """A reward that extracts an answer from each completion; evaluations use it for majority voting."""
 
     def answer(self, completion: str, /) -> str | None:
-        """The answer, the same text for equal ones; None if there is none."""
+        """The answer in a normal form, such that equal answers are equal texts; None if there is none."""
 
 
 @runtime_checkable
 class HasGradient(Protocol):
-    """A reward of images or videos that can be differentiated by them, as some algorithms do."""
+    """A reward of images or videos that is differentiable with respect to them, as some algorithms require."""
 
     def with_gradient(self, outputs: Tensor, prompts: list[str], metadata: list[dict[str, Any]], /) -> Tensor:
-        """The scores [B] of a call, with a gradient in `outputs`, which are on the rank's device."""
+        """Scores [B], differentiable with respect to `outputs`, which are on the rank's device."""
 
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 def differentiable(function: F) -> F:
-    """Mark a function as a reward whose scores, a tensor [B], have a gradient in its images or videos."""
+    """Mark a function as a reward whose scores, a tensor [B], are differentiable in its images or videos."""
     vars(function)[MARK] = True
     return function
 
@@ -108,44 +110,44 @@ def differentiable(function: F) -> F:
 class DeviceReward(ABC):
     """Base class of a reward with a torch model on the rank's device.
 
-    Its constructor takes the keyword `device` beside the configured kwargs. It runs after the rollout, one call at a
-    time, since it would only compete with the sampling for the device.
+    Its constructor takes the keyword `device` in addition to the configured kwargs. It runs after the rollout, one call
+    at a time, because during the rollout it would compete with sampling for the device.
     """
 
     @abstractmethod
     def __call__(self, outputs: Any, prompts: list[str], metadata: list[dict[str, Any]], /) -> Scores | RewardOutput:
-        """Images, videos or completions, as its first parameter's name says -> B numbers."""
+        """Map images, videos or completions, depending on the name of the first parameter, to B numbers."""
 
 
 class DifferentiableReward(DeviceReward):
-    """Base class of a DeviceReward of images that has a gradient: see HasGradient."""
+    """Base class of a differentiable DeviceReward of images: see HasGradient."""
 
     @torch.no_grad()
     def __call__(self, images: Tensor, prompts: list[str], metadata: list[dict[str, Any]]) -> Tensor:
-        """Images [B, 3, H, W] in 0..1 -> [B]."""
+        """Scores [B] of images [B, 3, H, W] in 0..1."""
         return self.with_gradient(images, prompts, metadata)
 
     @abstractmethod
     def with_gradient(self, images: Tensor, prompts: list[str], metadata: list[dict[str, Any]]) -> Tensor:
-        """Images [B, 3, H, W] in 0..1 -> [B], with a gradient where the images have one."""
+        """Scores [B] of images [B, 3, H, W] in 0..1, differentiable with respect to the images."""
 
 
 class PolicyReward(ABC):
-    """Base class of a reward that is computed from the policy in training, such as its certainty of each sample.
+    """Base class of a reward that is computed from the policy in training, such as its certainty about each sample.
 
-    It is called on all ranks at the same point, once all samples of a step are drawn, and never in validation.
+    All ranks call it at the same point, after all samples of a step have been drawn. It is not used in validation.
     """
 
     takes = "completions"
 
     @abstractmethod
     def __call__(self, policy: Any, samples: Samples, passes: Passes, /) -> Tensor:
-        """This rank's samples -> float32 [B], without a gradient; `passes` cuts them as the training does."""
+        """Scores of this rank's samples, float32 [B], without a gradient; `passes` splits them as training does."""
 
 
 def copied(value: Any) -> Any:
-    """Metadata as a reward may change it: dicts and lists are new ones, and what they hold at the end, such as images
-    on disk, cannot be changed.
+    """A copy of metadata that a reward may modify: nested dicts and lists are copied; their leaves, such as images on
+    disk, are immutable.
     """
     if isinstance(value, dict):
         return {name: copied(item) for name, item in value.items()}
@@ -153,7 +155,7 @@ def copied(value: Any) -> Any:
 
 
 def transcript(prompt: Prompt, completion: str) -> list[dict[str, Any]]:
-    """All messages of a sample, as a reward may change them."""
+    """All messages of a sample, as a copy that a reward may modify."""
     messages = prompt.messages or [{"role": "user", "content": prompt.text}]
     plain = [*messages, {"role": "assistant", "content": completion}]
     copy: list[dict[str, Any]] = copied(prompt.meta["messages"] if TALKS in prompt.meta else plain)
@@ -161,8 +163,8 @@ def transcript(prompt: Prompt, completion: str) -> list[dict[str, Any]]:
 
 
 def ground_truth(prompt: str, metadata: dict[str, Any], column: str = "ground_truth") -> str:
-    """The text that an image of `prompt` is to show, of a list all with blanks between; ValueError if the data has
-    none.
+    """The text that an image of `prompt` should show; a list of texts is joined with spaces. Raises ValueError if the
+    data has none.
     """
     target = metadata.get(column)
     if isinstance(target, list) and all(isinstance(part, str) for part in target):

@@ -1,4 +1,4 @@
-"""One call of a reward: what it is given, what it returns, checked, the errors of both in one line, and its thread."""
+"""One call of a reward: its arguments, the checks of its result, one-line error messages, and the worker threads."""
 
 import math
 import queue
@@ -21,25 +21,27 @@ from phalanx.rewards.base import RewardError, RewardOutput, copied
 from phalanx.rewards.registry import Term
 from phalanx.types import Outputs, Prompt
 
-_SHOWN = 120  # characters of a prompt in a message
+_SHOWN = 120  # maximum characters of a prompt in a message
 _FOLDERS = re.compile(r"""(?<![\w.:/])/(?:[^/\s"']+/)+""")
 _PACKAGE, _LIBRARY = Path(__file__).parents[1], Path(sysconfig.get_path("stdlib"))
 
 T = TypeVar("T")
 _Task = tuple[Future[Any], Callable[[], Any]]
-Rows = dict[str, Tensor]  # float32 [B] on the CPU, by the names in the logs
+Rows = dict[str, Tensor]  # float32 [B] on the CPU, by name in the logs
 
 
 class Call:
-    """One call of one term on a micro-batch or a part of it, or on all answers to a judge. `start` and `end` are set by
-    the worker thread; 0 until then.
+    """One call of one term, on a micro-batch or a part of it, or on all answers to a judge.
+
+    `start` and `end`, by time.perf_counter, are set by the worker thread and are 0 until then.
     """
 
     def __init__(
         self, term: Term, subject: Outputs, prompts: list[Prompt], frames: int = 1, *, forgives: bool = False
     ) -> None:
-        """`subject` is what the term's function gets, `frames` of it for each sample, and `prompts` as many.
-        `forgives`: what the function raises is no failure, and neither is a number that is not finite.
+        """subject: the outputs that the term's function gets, `frames` for each sample.
+        prompts: the prompt of each of these outputs.
+        forgives: neither exceptions of the function nor scores that are not finite are failures.
         """
         self.term = term
         self._forgives = forgives
@@ -48,16 +50,16 @@ class Call:
         self.future: Future[Rows] | None = None
         self._frames = frames
         self.subject: Outputs | None = subject
-        self._problem: str | None = None  # what the function says of scores that are missing
-        self.refused = 0  # samples of rows that the reward's own check refuses
+        self._problem: str | None = None  # why scores are missing, according to the function
+        self.refused = 0  # samples of rows that the reward's check_row refuses
 
     def overdue(self, limit_s: float) -> bool:
-        """Tell whether it has been running for longer than `limit_s`; the time in the queue does not count."""
+        """Whether the call has been running for longer than `limit_s`; time in the queue does not count."""
         running = self.start > 0 and self.future is not None and not self.future.done()
         return running and time.perf_counter() - self.start > limit_s
 
     def failure(self) -> RewardError | None:
-        """The error that ended the call, in one line and with its cause; None if it has none so far."""
+        """The error that ended the call, as one line and with its cause; None if the call has not failed so far."""
         if self.future is None or not self.future.done() or self.future.cancelled():
             return None
         error = self.future.exception()
@@ -66,14 +68,14 @@ class Call:
         return None if self._forgives and isinstance(error, Exception) else self._wrapped(error)
 
     def outcome(self) -> tuple[Rows, str | None]:
-        """The rows of a call that is done and did not fail, NaN for samples without a score, and the reason."""
+        """Rows of a finished call that did not fail, NaN for samples without a score, and why a score is missing."""
         assert self.future is not None
         error = self.future.exception()
         if error is not None:
-            none = torch.full((len(self.prompts) // self._frames,), torch.nan)
-            return dict.fromkeys(self.term.rows, none), str(self._wrapped(error))
+            missing = torch.full((len(self.prompts) // self._frames,), torch.nan)
+            return dict.fromkeys(self.term.rows, missing), str(self._wrapped(error))
         rows = self.future.result()
-        lost = torch.stack([~(values.abs() <= LARGEST) for values in rows.values()]).any(0)  # NaN is not
+        lost = torch.stack([~(values.abs() <= LARGEST) for values in rows.values()]).any(0)  # true for NaN, too
         if not lost.any():
             return rows, None
         prompts = [self.prompts[i * self._frames] for i in lost.nonzero().flatten().tolist()]
@@ -83,26 +85,26 @@ class Call:
         return {row: values.masked_fill(lost, torch.nan) for row, values in rows.items()}, problem
 
     def _wrapped(self, error: BaseException) -> RewardError:
-        """The error of the function, in one line and with its cause."""
+        """An exception of the function as a RewardError of one line, with the exception as its cause."""
         where = f"on {on_prompts(self.prompts)}{self.line_of(error)}"
         failure = RewardError(f"reward {self.term.name!r} raised {reason(error)} {where}")
         failure.__cause__ = error
         return failure
 
     def line_of(self, error: BaseException) -> str:
-        """The file and line of what the function raised, as the end of a message; `reason` has that of an exit."""
+        """File and line where the function raised, as the end of a message; empty for an exit, see `reason`."""
         return "" if isinstance(error, SystemExit) else place(error)
 
     def private(self, subject: Outputs) -> Outputs:
-        """A copy for this call: whatever a reward does to it, other rewards and the logs see what was sampled."""
+        """A copy for this call: a reward that modifies it does not change the input of other rewards and the logs."""
         return subject.to(torch.float32, copy=True) if isinstance(subject, Tensor) else copied(subject)
 
     def run(self) -> Rows:
-        """Call the reward and check what it returns: the term's rows, its scores first."""
+        """Call the reward and check its result. Returns the term's rows, its scores first."""
         assert self.subject is not None
-        parts = self.term.per_sample and len(self.prompts) > self._frames
-        again = self.subject if parts else None
-        copy, self.subject = self.private(self.subject), None  # freed as soon as they are scored
+        separable = self.term.per_sample and len(self.prompts) > self._frames
+        again = self.subject if separable else None
+        copy, self.subject = self.private(self.subject), None  # so that the outputs are freed once they are scored
         self.start = time.perf_counter()
         try:
             rows = self._score(copy, self.prompts)
@@ -114,8 +116,8 @@ class Call:
         return rows
 
     def _score(self, subject: Outputs, prompts: list[Prompt]) -> Rows:
-        """The term's rows of all or some of the samples; `subject` is a copy for only this. Where errors are forgiven,
-        samples of rows that the reward's own check refuses are not given to it, and have none.
+        """The term's rows of all or some of the samples; `subject` is a private copy. Where errors are forgiven,
+        samples of rows that the reward's check_row refuses are not passed to the reward, and their values are NaN.
         """
         good = list(range(len(prompts)))
         if self._forgives:
@@ -125,17 +127,17 @@ class Call:
                     good.remove(i)
                     self._problem = self._problem or objection
         if len(good) == len(prompts):
-            return mean_of_frames(self._asked(subject, prompts), self._frames)
+            return mean_of_frames(self._call(subject, prompts), self._frames)
         self.refused += (len(prompts) - len(good)) // self._frames
         rows = {row: torch.full((len(prompts),), torch.nan) for row in self.term.rows}
         if good:
             kept = subject[good] if isinstance(subject, Tensor) else [subject[i] for i in good]
-            for row, values in self._asked(kept, [prompts[i] for i in good]).items():
+            for row, values in self._call(kept, [prompts[i] for i in good]).items():
                 rows[row][good] = values
         return mean_of_frames(rows, self._frames)
 
-    def _asked(self, subject: Outputs, prompts: list[Prompt]) -> Rows:
-        """The rows that the function gives of these outputs."""
+    def _call(self, subject: Outputs, prompts: list[Prompt]) -> Rows:
+        """Call the function on these outputs, and check its result."""
         metadata = [copied(prompt.meta) for prompt in prompts]
         texts: list[Any] = [prompt.text for prompt in prompts]
         if self.term.chats:
@@ -146,8 +148,8 @@ class Call:
         return _rows(output, self.term, prompts, forgives=self._forgives)
 
     def _score_singly(self, subject: Outputs) -> Rows:
-        """The rows of a call that raised, sample by sample, so that the one that is to blame is found: the error is
-        about it only, or, where errors are forgiven, only its score is missing.
+        """Repeat a call that raised sample by sample, to find the sample that is to blame: the error names only its
+        prompt, or, where errors are forgiven, only its score is missing.
         """
         rows: dict[str, list[Tensor]] = {row: [] for row in self.term.rows}
         prompts = self.prompts
@@ -158,7 +160,7 @@ class Call:
                 scored = self._score(self.private(subject[sample]), prompts[sample])
             except Exception as error:  # whatever the reward raises
                 if not self._forgives or isinstance(error, RewardError):
-                    self.prompts = prompts[sample]  # those that the error is about
+                    self.prompts = prompts[sample]  # for the error message
                     raise
                 self._problem = self._problem or reason(error) + self.line_of(error)
                 scored = dict.fromkeys(self.term.rows, torch.full((1,), torch.nan))
@@ -168,7 +170,7 @@ class Call:
 
 
 def without_none(output: RewardOutput) -> RewardOutput:
-    """The output with NaN for each None among its scores, which are missing."""
+    """The output with NaN in place of None, which marks a missing score."""
     scores: Any = output.scores
     if not isinstance(scores, list | tuple):
         return output
@@ -180,7 +182,7 @@ def without_none(output: RewardOutput) -> RewardOutput:
 
 
 def _rows(output: RewardOutput, term: Term, prompts: list[Prompt], *, forgives: bool) -> Rows:
-    """The term's rows of what a reward returned; RewardError for other extras than it names, and see `_check`."""
+    """The term's rows of an output of its reward. Raises RewardError for unexpected extras, and as `_check` does."""
     if output.extras.keys() != set(term.extras):
         returned = ", ".join(sorted(output.extras)) or "none"
         named = ", ".join(sorted(term.extras)) or "none"
@@ -198,8 +200,8 @@ def _rows(output: RewardOutput, term: Term, prompts: list[Prompt], *, forgives: 
 
 
 def _check(scores: Any, name: str, takes: str, prompts: list[Prompt], problem: str | None, *, forgives: bool) -> Tensor:
-    """The scores as float32 [B] on the CPU; RewardError for another number of them and, unless it `forgives`, for NaN
-    or infinity, of which `problem` is the reason.
+    """The scores as float32 [B] on the CPU. Raises RewardError if they are not B numbers and, unless `forgives`, for
+    NaN, infinity and numbers above LARGEST; `problem` is the reward's own reason for NaN.
     """
     expected = f"expected {len(prompts)} numbers: a list, an array or a tensor"
     if isinstance(scores, Tensor):
@@ -210,10 +212,10 @@ def _check(scores: Any, name: str, takes: str, prompts: list[Prompt], problem: s
         odd = ""
         for i, score in enumerate(scores if isinstance(scores, list) else ()):
             if not odd and isinstance(score, str | bytes | dict):
-                odd = f" whose scores[{i}] is {cut(repr(score))}"
+                odd = f" with {cut(repr(score))} as scores[{i}]"
         kind = f"{type(scores).__name__}{odd}"
         raise RewardError(
-            f"reward {name!r} returned no numbers but a {kind} on {on_prompts(prompts)}; {expected}"
+            f"reward {name!r} returned a {kind} instead of numbers on {on_prompts(prompts)}; {expected}"
         ) from None
     if values.shape != (len(prompts),):
         what = f"{len(values)} scores" if values.ndim == 1 else f"scores of shape {list(values.shape)}"
@@ -233,7 +235,7 @@ def _check(scores: Any, name: str, takes: str, prompts: list[Prompt], problem: s
 
 
 def place(error: BaseException) -> str:
-    """`, at /home/me/colour.py:12`: the last line of the user's own code that was reached, nothing without one."""
+    """`, at /home/me/colour.py:12`: the innermost line of the user's own code in the traceback; empty without one."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         path = Path(frame.filename)
         installed = "site-packages" in path.parts or "dist-packages" in path.parts
@@ -243,29 +245,27 @@ def place(error: BaseException) -> str:
 
 
 def without_folders(text: str) -> str:
-    """A text for others than this machine's users: of each absolute path only its last name."""
+    """The text with absolute paths reduced to their last component, for readers outside this machine."""
     return _FOLDERS.sub("", text)
 
 
 def on_prompts(prompts: list[Prompt]) -> str:
-    """`the prompts "a" (+2 more)`: the first of the distinct prompts, cut to a readable length."""
+    """`the prompts "a" (+2 more)`: the first of the distinct prompts, cut to _SHOWN characters."""
     texts = list(dict.fromkeys(" ".join(p.text.split()) for p in prompts))
     shown = texts[0] if len(texts[0]) <= _SHOWN else texts[0][:_SHOWN] + "…"
     return f'the prompts "{shown}" (+{len(texts) - 1} more)' if len(texts) > 1 else f'the prompt "{shown}"'
 
 
 def mean_of_frames(rows: dict[str, Tensor], frames: int) -> dict[str, Tensor]:
-    """Scores [B k] of k frames of each video -> of the videos [B], by name."""
-    if frames == 1:
-        return rows
+    """Average scores [B k] of k frames per video to scores [B] of the videos, by name."""
     return {name: values.view(-1, frames).mean(1) for name, values in rows.items()}
 
 
 class DaemonPool:
-    """Daemon threads that take calls from one queue; they start with the first call, after any fork.
+    """Daemon threads that take calls from one queue; they are started by the first call, hence after any fork.
 
-    No exit waits for them: `ThreadPoolExecutor` waits at exit for its threads, and a reward that hangs would then hang
-    the job that its time limit has just ended.
+    The process does not wait for them when it exits. `ThreadPoolExecutor` joins its threads at exit, so that a reward
+    that hangs would block the exit of a job that the time limit has just ended.
     """
 
     def __init__(self, threads: int, name: str) -> None:
@@ -274,7 +274,7 @@ class DaemonPool:
         self._queue: queue.SimpleQueue[_Task] | None = None
 
     def submit(self, function: Callable[[], T]) -> Future[T]:
-        """Queue a call; one thread runs calls in the order in which they came."""
+        """Queue a call. Calls start in the order of submission."""
         if self._queue is None:
             self._queue = queue.SimpleQueue()
             for i in range(self._threads):
@@ -290,9 +290,9 @@ def _work(tasks: "queue.SimpleQueue[_Task]") -> None:
         try:
             result = function()
         except BaseException as error:
-            # Whatever a user's reward raises must reach whoever waits: this thread has nobody else to tell.
+            # Anything that a user's reward raises must reach the thread that waits for the future.
             future.set_exception(error)
         else:
             future.set_result(result)
             del result
-        del future, function  # no images are kept while the thread waits
+        del future, function  # so that no images are kept alive while the thread waits

@@ -1,4 +1,4 @@
-"""The rewards as the ranks that sample see them: samples go in by micro-batches, in step, and scores come out."""
+"""The interface to the rewards for ranks that sample: micro-batches are submitted, scores collected, in step."""
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -21,15 +21,17 @@ log = logging.getLogger(__name__)
 
 
 def raise_stopped(signal: int) -> None:
-    """Raise Stopped: the default where the job gets a signal to stop."""
+    """Raise Stopped: the default reaction to a signal to stop."""
     raise Stopped(signal)
 
 
 class RewardClient:
-    """Hands samples to the rewards and collects their scores, in step on all ranks of a world.
+    """Submits samples to the rewards and collects their scores, in step on all ranks of a world.
 
-    `reward_set` is None if the configuration has no rewards, or other ranks sample. `noun` is what a sample is
-    called in messages, in the plural. `on_stop` is called on all ranks at once where a signal asked one to stop.
+    reward_set: None if the configuration has no rewards, or if other ranks sample.
+    noun: the plural noun for samples in messages.
+    on_stop: called on all ranks at once after any of them has received a signal to stop.
+    judged: maps a prompt to the prompt that its samples are scored with; None: the same prompt.
     """
 
     def __init__(
@@ -42,22 +44,21 @@ class RewardClient:
         on_stop: Callable[[int], None] = raise_stopped,
         judged: Callable[[Prompt], Prompt] | None = None,
     ) -> None:
-        """`judged(prompt)` is the prompt by which samples of a prompt are scored, None for itself."""
         self.cfg, self.world, self.timers, self.noun = cfg.reward, world, timers, noun
         self.reward_set, self.on_stop, self.judged = reward_set, on_stop, judged
-        self._errors = 0  # samples that a reward failed on since a row of metrics took the number
+        self._errors = 0  # samples without a score since the last take_errors
         self._warned_of_errors = False
-        self._submitted = 0  # samples that were handed over and not yet scored
+        self._submitted = 0  # samples since the last collect
 
     @property
     def rewards(self) -> RewardSet:
-        """The rewards, where there are some."""
+        """The reward set, in jobs with rewards."""
         assert self.reward_set is not None, "nothing is scored without rewards"
         return self.reward_set
 
     def submit(self, outputs: Outputs, prompts: list[Prompt]) -> None:
-        """Hand a micro-batch to the rewards. All ranks call it equally often: a failure that shows on one ends all,
-        and so does a signal to stop, since nothing is trained while samples are drawn.
+        """Submit a micro-batch to the rewards. All ranks must call it equally often: a failure on one rank ends all of
+        them, and so does a signal to stop, because nothing is trained while samples are drawn.
         """
         with self._in_step():
             check_finite(outputs, prompts)
@@ -68,34 +69,34 @@ class RewardClient:
     def ask(self) -> None:
         """Wait for the reward model's answers to the judges' questions about submitted samples, timed as one phase.
 
-        Raises RewardError, on all ranks, for a question that the reward model cannot be asked.
+        Raises RewardError on all ranks if the reward model cannot be asked a question.
         """
         if self.reward_set is not None and self.reward_set.must_ask:
             with self.timers("judge"), self._in_step():
                 self.reward_set.ask()
 
     def collect(self) -> dict[str, Tensor]:
-        """The terms [B] of the reward of what this rank submitted since the last call, NaN for samples to skip.
+        """The reward terms [B] of all samples that this rank submitted since the last call; NaN for samples to skip.
 
-        Raises RewardError, on all ranks, where a reward fails on one.
+        Raises RewardError on all ranks if a reward fails on one of them.
         """
-        if self.rewards.must_ask:  # in validation, where nobody has asked yet
+        if self.rewards.must_ask:  # validation does not call `ask` itself
             with self._in_step():
                 self.rewards.ask()
         with self._in_step():
             terms = self.rewards.collect()
         terms = self._of_all(terms)
-        if self.cfg.on_error != "fail" and terms:  # the policy may give all of them
+        if self.cfg.on_error != "fail" and terms:  # there are none if every term is a PolicyReward
             terms = self._forgive(terms)
         return terms
 
     def score(self) -> tuple[Tensor, dict[str, Tensor]]:
-        """This rank's rewards [B] and their terms, as `collect`."""
+        """This rank's rewards [B] and their terms; see `collect`."""
         terms = self.collect()
         return self.rewards.weighted(terms), terms
 
     def metrics(self) -> dict[str, float]:
-        """perf/... of the threads and the reward model that scored last; time/reward is what was left to wait for."""
+        """perf/...: busy seconds of the reward threads and of the reward model. time/reward has only the waiting."""
         if self.reward_set is None:
             return {}
         row = {"perf/reward_busy_s": self.reward_set.busy_s}
@@ -104,14 +105,14 @@ class RewardClient:
         return row
 
     def take_errors(self, prefix: str = "") -> dict[str, float]:
-        """The number of samples that rewards failed on since the last call, as a metric where they may fail."""
+        """The number of samples without a score since the last call, as a metric; none with reward.on_error=fail."""
         if self.cfg.on_error == "fail":
             return {}
         count, self._errors = self._errors, 0
         return {f"{prefix}reward/errors": float(count)}
 
     def _submit(self, outputs: Outputs, prompts: list[Prompt]) -> None:
-        """Hand over the samples that this rank scores: those that several ranks hold are dealt out."""
+        """Submit the samples that this rank scores: ranks that hold the same samples share them out one by one."""
         first, size = self.world.rank - self._submitted, self.world.context_size
         self._submitted += len(prompts)
         local = slice(first % size, None, size)
@@ -120,7 +121,7 @@ class RewardClient:
             self.rewards.submit(outputs[local], shown)
 
     def _of_all(self, terms: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The terms [B] of this rank's samples, of some of which other ranks have the scores."""
+        """The terms [B] of all of this rank's samples, including those that other ranks have scored for it."""
         count, self._submitted = self._submitted, 0
         size = self.world.context_size
         if size == 1:
@@ -135,9 +136,9 @@ class RewardClient:
         return merged
 
     def _forgive(self, terms: dict[str, Tensor]) -> dict[str, Tensor]:
-        """This rank's terms [B] as reward.on_error wants them: 0 where there is no score, or NaN for one to skip.
+        """This rank's terms [B] with missing scores set to 0, or left NaN with reward.on_error=skip.
 
-        Raises RewardError, on all ranks, where more have none than reward.max_error_fraction allows.
+        Raises RewardError on all ranks if more samples lack a score than reward.max_error_fraction allows.
         """
         cfg, lost = self.cfg, torch.stack(list(terms.values())).isnan().any(0)
         count, scored = reduce_int(int(lost.sum()), "sum"), reduce_int(len(lost), "sum")
@@ -146,7 +147,7 @@ class RewardClient:
             return terms
         first, _ = agree(self.rewards.problem, 0)
         problem = f"{count} of {scored} {self.noun} have no score"
-        # rows that rewards refuse were counted as the data were loaded, and a step may have several of them
+        # refused rows were already checked against the limit when the data were loaded; a step may draw several of them
         refused = reduce_int(self.rewards.refused * self.world.context_size, "sum")
         if count - refused > cfg.max_error_fraction * scored:
             allowed = f"more than reward.max_error_fraction={cfg.max_error_fraction:g} of them"
@@ -160,7 +161,7 @@ class RewardClient:
 
     @contextmanager
     def _in_step(self) -> Iterator[None]:
-        """For a block that all ranks run at once: raise the RewardError of the lowest rank that has one, on all."""
+        """For a block that all ranks run at once: if any raises RewardError, raise that of the lowest rank on all."""
         failure: RewardError | None = None
         try:
             yield
@@ -174,8 +175,8 @@ class RewardClient:
 
 
 def without_filling(prompts: list[Prompt], first: int, real: int) -> list[Prompt]:
-    """The prompts of the samples `first`, `first` + 1 and so on of all ranks. Those from `real` on only fill up the
-    last ranks: none of them is in a group, so that real samples are not compared with them.
+    """The prompts of samples `first`, `first` + 1, ..., numbered over all ranks. Samples from number `real` on are
+    padding: each gets a group to itself, so that real samples are not compared with it.
     """
     shown = []
     for number, prompt in enumerate(prompts, start=first):
@@ -184,13 +185,13 @@ def without_filling(prompts: list[Prompt], first: int, real: int) -> list[Prompt
 
 
 def check_finite(outputs: Outputs, prompts: Sequence[Prompt]) -> None:
-    """Raise RewardError for a picture or video with NaN or infinity, which would be scored as a black one."""
+    """Raise RewardError for an image or video with NaN or infinity, which would otherwise be scored as a black one."""
     if not isinstance(outputs, Tensor):
         return
     fine = outputs.flatten(1).isfinite().all(1)
     if not fine.all():
         bad = fine.tolist().index(False)
         raise RewardError(
-            f"the sample of the prompt {prompts[bad].text!r} holds NaN or infinity; look at the weights of "
-            "model.path, at model.dtype and at optim.lr"
+            f"the sample of the prompt {prompts[bad].text!r} contains NaN or infinity; check the weights of "
+            "model.path, model.dtype and optim.lr"
         )

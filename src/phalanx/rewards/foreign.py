@@ -1,7 +1,8 @@
-"""Reward functions of other trainers, which are called as they were written there.
+"""Reward functions written for other trainers, called with the arguments that they get there.
 
-TRL calls a function by keyword, on a batch: `prompts`, `completions` and each column of the data by its name. verl
-calls `compute_score(data_source, solution_str, ground_truth, extra_info)` on each sample, VeRL-Omni `solution_image`.
+TRL calls a function on a batch with the keyword arguments `prompts`, `completions` and each column of the data. verl
+calls `compute_score(data_source, solution_str, ground_truth, extra_info)` on each sample; VeRL-Omni passes
+`solution_image` instead of `solution_str`.
 """
 
 import asyncio
@@ -14,20 +15,20 @@ from torch import Tensor
 
 from phalanx.telemetry.records import TALKS
 
-OUTPUTS = {"solution_str": "completions", "solution_image": "images"}  # by the parameter of verl and VeRL-Omni
-_OWN = ("metadata", "meta")  # the third parameter of a reward in the form of phalanx.rewards.base
+OUTPUTS = {"solution_str": "completions", "solution_image": "images"}  # by parameter of verl and VeRL-Omni
+_OWN = ("metadata", "meta")  # names of the third parameter of a reward in the form of phalanx.rewards.base
 
 
 class TrlReward:
-    """A function of TRL. Where a prompt is a chat, it is given as a list of messages, and so is its completion: all
-    that was said behind the prompt.
+    """A reward function of TRL. If a prompt is a chat, the function gets it as a list of messages, and its completion
+    as the list of all messages after the prompt.
     """
 
     def __init__(self, function: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
         self._function, self._kwargs = function, dict(kwargs)
 
     def __call__(self, completions: list[str], prompts: list[Any], metadata: list[dict[str, Any]]) -> Any:
-        """B texts, and B prompts, each a text or a chat -> what the function returns: B numbers or None."""
+        """Call the function on B texts and B prompts, each a text or a chat. Returns B numbers or None."""
         columns = {}
         for name in dict.fromkeys(name for meta in metadata for name in meta):
             columns[name] = [meta.get(name) for meta in metadata]
@@ -36,15 +37,15 @@ class TrlReward:
         for prompt, completion, meta in zip(prompts, completions, metadata, strict=True):
             turns = [{"role": "assistant", "content": completion}]
             if isinstance(prompt, list) and TALKS in meta:
-                # what reset has added belongs to the prompt
-                behind = dropwhile(lambda message: message["role"] != "assistant", meta["messages"][len(prompt) :])
-                turns = list(behind) or turns
+                # messages that the environment's reset has added belong to the prompt
+                answered = dropwhile(lambda message: message["role"] != "assistant", meta["messages"][len(prompt) :])
+                turns = list(answered) or turns
             answers.append(turns if isinstance(prompt, list) else completion)
         arguments = {**columns, **self._kwargs, "prompts": prompts, "completions": answers}
         return _results([self._function(**arguments)])[0]
 
     def check_row(self, prompt: str, metadata: dict[str, Any]) -> None:
-        """Raise ValueError for a row without a column that the function asks for."""
+        """Raise ValueError for a row without a column that the function requires."""
         given = {"prompts", "completions", *metadata, *self._kwargs}
         pictures = metadata.get("images")
         if isinstance(pictures, tuple) and len(pictures) <= 1:
@@ -52,11 +53,11 @@ class TrlReward:
         for name, parameter in inspect.signature(self._function).parameters.items():
             needed = parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD
             if needed and name not in given:
-                raise ValueError(f"its function asks for the column {name!r}, and there is none")
+                raise ValueError(f"its function needs the column {name!r}, which the row does not have")
 
 
 class VerlReward:
-    """A function of verl. Of a dict that it returns, `score` counts."""
+    """A reward function of verl. If it returns a dict, the value of `score` is used."""
 
     def __init__(self, function: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
         self._function, self._kwargs = function, dict(kwargs)
@@ -65,7 +66,7 @@ class VerlReward:
     def __call__(
         self, outputs: list[str] | Tensor, prompts: list[str], metadata: list[dict[str, Any]]
     ) -> list[float | None]:
-        """B completions, or images [B, 3, H, W] -> B numbers."""
+        """Score B completions, or images [B, 3, H, W]."""
         results = []
         for output, meta in zip(outputs, metadata, strict=True):
             values = {
@@ -79,34 +80,36 @@ class VerlReward:
         return [_score(result) for result in _results(results)]
 
     def check_row(self, prompt: str, metadata: dict[str, Any]) -> None:
-        """Raise ValueError for a row without the ground truth that a function of texts asks for."""
+        """Raise ValueError for a row without the ground truth that a function of texts requires."""
         parameters = inspect.signature(self._function).parameters
         needed = "ground_truth" in parameters and parameters["ground_truth"].default is inspect.Parameter.empty
         if needed and "solution_str" in parameters and not {"ground_truth"} & {*metadata, *self._kwargs}:
-            raise ValueError("its function asks for a ground_truth, and there is none")
+            raise ValueError("its function needs a ground_truth, which the row does not have")
 
 
 def form_of(signature: inspect.Signature) -> type[TrlReward] | type[VerlReward] | None:
-    """The trainer's form that a reward's parameters have; None for the form of this package."""
+    """The adapter for the trainer whose form a reward's parameters have; None for the form of this package."""
     names = list(signature.parameters)
     if OUTPUTS.keys() & set(names):
         return VerlReward
-    # TRL hands over every column of the data, so that each of its functions takes any keyword
+    # TRL passes every column of the data, so each of its functions accepts any keyword
     if not _takes_any(signature) or (len(names) > 2 and names[2] in _OWN):
         return None
     return TrlReward if "completions" in names else None
 
 
 def verl_arguments(signature: inspect.Signature) -> list[str]:
-    """The names under which verl passes arguments to a function."""
+    """Names of the keyword arguments that verl passes to a function, of those that it accepts."""
     output = [name for name in OUTPUTS if name in signature.parameters]
-    others = [name for name in ("data_source", "ground_truth", "extra_info") if _takes(signature, name)]
+    others = ["data_source", "ground_truth", "extra_info"]
+    if not _takes_any(signature):
+        others = [name for name in others if name in signature.parameters]
     return output + others
 
 
 def _pil_images(metadata: list[dict[str, Any]]) -> dict[str, list[Any]]:
-    """The images of prompts in TRL's columns: `images`, a list for each sample, and where no prompt has several and no
-    column has its name `image`, each None or one.
+    """The images of prompts in TRL's columns: `images`, a list per sample, and, if no prompt has several images and
+    the data have no such column, `image`, one image or None per sample.
     """
     images: list[list[Any]] = []
     read: dict[int, Any] = {}  # the samples of a prompt share its images
@@ -129,21 +132,17 @@ def _takes_any(signature: inspect.Signature) -> bool:
     return any(each.kind is inspect.Parameter.VAR_KEYWORD for each in signature.parameters.values())
 
 
-def _takes(signature: inspect.Signature, name: str) -> bool:
-    return name in signature.parameters or _takes_any(signature)
-
-
 def _score(result: Any) -> float | None:
-    """The score of what a function of verl returned."""
+    """The score in a result of a function of verl."""
     if not isinstance(result, Mapping):
         return result
     if "score" not in result:
-        raise ValueError(f"a dict without score was returned; it has {', '.join(map(str, result)) or 'no keys'}")
+        raise ValueError(f"it returned a dict without score; its keys: {', '.join(map(str, result)) or 'none'}")
     return result["score"]
 
 
 def _results(returned: list[Any]) -> list[Any]:
-    """The values that calls returned; those of functions that are `async` are awaited at the same time."""
+    """The results of calls; those of an `async` function are awaited concurrently."""
     if not returned or not inspect.isawaitable(returned[0]):
         return returned
 

@@ -1,6 +1,6 @@
-"""Reward: scores of a server, which gets images as PNG, or texts, over HTTP; docs/serving-rewards.md has the protocol.
+"""Reward: scores from a server, to which images, as PNG, or texts are posted; see docs/serving-rewards.md.
 
-Each call makes an event loop: rewards are called from several threads, in forked processes as well.
+Each call runs its own event loop, because rewards are called from several threads, also in forked processes.
 """
 
 import asyncio
@@ -34,37 +34,37 @@ from phalanx.types import Outputs
 
 log = logging.getLogger(__name__)
 
-MAX_ANSWER = 4 * 2**20  # bytes: no honest answer comes near
+MAX_ANSWER = 4 * 2**20  # bytes; valid answers are far smaller
 MAX_PAUSE_S = 30.0
-_AGAIN = (408, 425, 429)  # statuses below 500 after which a request is made again
-_SHOWN = 200  # characters of an answer in a message
-_STRICT = ConfigDict(strict=True, allow_inf_nan=False, hide_input_in_errors=True)  # a url may hold a password
-Scored = tuple[float, float]  # a sample's score, and 1 where it is error_value instead of the server's, else 0
+_RETRIED = (408, 425, 429)  # statuses below 500 after which a request is retried
+_SHOWN = 200  # maximum characters of an answer in a message
+_STRICT = ConfigDict(strict=True, allow_inf_nan=False, hide_input_in_errors=True)  # a url may contain a password
+Scored = tuple[float, float]  # a sample's score, and 1 if it is error_value, 0 if it is from the server
 
 
 class ServerError(RuntimeError):
     """The server gave no usable scores; the message is one line with its address."""
 
 
-class _Again(Exception):
-    """A request without an answer that is final: what the problem is, and the seconds that the server asks to wait."""
+class _Retryable(Exception):
+    """A request failed and may be retried. Arguments: the problem, and the seconds that the server asks to wait."""
 
 
 @dataclass(config=_STRICT, eq=False, repr=False)
 class Http(RewardWithExtras):
-    """Asks a server for scores; with on_error=value, the extra `degraded` is 1 for samples that got error_value.
+    """Asks a server for scores. With on_error=value, the extra `degraded` is 1 for samples that got error_value.
 
-    url: where to post, e.g. http://127.0.0.1:8077/score; redirects are not followed, proxies not used.
-    encoding: `json` with images in base64, or `multipart`, a quarter smaller; completions always go in JSON.
-    batch_size: samples per request; concurrency: requests at once, of one call of the reward.
+    url: where to post, e.g. http://127.0.0.1:8077/score; redirects are not followed, and no proxy is used.
+    encoding: `json` with images in base64, or `multipart`, a quarter smaller; completions are always sent as JSON.
+    batch_size: samples per request; concurrency: concurrent requests of one call of the reward.
     connect_timeout_s: seconds for a connection.
-    read_timeout_s: seconds for the next bytes of an answer; below the server's own limit, slow scores are lost.
+    read_timeout_s: seconds for the next bytes of an answer; at least the server's own limit, or slow scores are lost.
     timeout_s: seconds for a call with all its requests and retries; keep it below reward.timeout_s.
-    retries: further tries of a request that met no connection, a broken one, a time limit, 5xx, 408, 425 or 429.
-    backoff_s: seconds before the first of them, doubled for each further one, and up to half more or less by chance.
-    token_env: the environment variable that holds the server's token; null: none is sent.
-    on_error: what a request without usable scores does: `raise` ends the job, `value` scores its samples error_value.
-    max_abs: a score whose size is larger is not usable.
+    retries: retries of a request after a failed or broken connection, a time limit, or status 5xx, 408, 425 or 429.
+    backoff_s: seconds before the first retry; doubled for each further one, with random jitter of up to a half.
+    token_env: the environment variable with the server's token; null: no token is sent.
+    on_error: how to treat a request without usable scores: `raise` ends the job, `value` uses error_value.
+    max_abs: a score with a larger absolute value is not usable.
     """
 
     url: str
@@ -82,16 +82,16 @@ class Http(RewardWithExtras):
     max_abs: PositiveFloat = 1e6
 
     def __post_init__(self) -> None:
-        """Nothing is sent before the first call."""
+        """Check the options and read the token; nothing is sent before the first call."""
         self.shown = _address(self.url)
         if (self.on_error == "value") != (self.error_value is not None):
             raise ValueError("on_error=value and error_value, a number, go together; give both or neither")
         if self.error_value is not None:
             self.extras = ("degraded",)
         self.degraded = 0  # samples that got error_value, since the start
-        self._told = 0  # degraded samples at the last warning
-        self._left_out: set[str] = set()  # keys of metadata that JSON cannot hold
-        self._lock = threading.Lock()  # of the three above
+        self._last_logged = 0  # `degraded` when it was last logged
+        self._left_out: set[str] = set()  # keys of metadata with values that JSON cannot represent
+        self._lock = threading.Lock()  # guards these three
         self._headers = {"Accept": "application/json", "Accept-Encoding": "identity", "User-Agent": "phalanx"}
         self._secret: re.Pattern[str] | None = None
         if self.token_env is not None:
@@ -99,12 +99,12 @@ class Http(RewardWithExtras):
             self._headers["Authorization"] = f"Bearer {token}"
             self._secret = _spellings(token)
         self._tls = ssl.create_default_context()
-        self._chance = random.Random()  # not the job's random numbers, which retries must not change
+        self._random = random.Random()  # separate from the job's generator, whose numbers retries must not change
 
     def __call__(
         self, outputs: Outputs, prompts: list[str], metadata: list[dict[str, Any]]
     ) -> list[float] | RewardOutput:
-        """Images [B, 3, H, W] in 0..1, sent with 8 bits a channel, or B texts -> B scores. ServerError is one line."""
+        """Scores of images [B, 3, H, W] in 0..1, sent with 8 bits per channel, or of B texts. Raises ServerError."""
         sent = to_uint8(outputs) if isinstance(outputs, Tensor) else outputs
         text_of = cache(_base64)  # the samples of a prompt share its images
         plain = [self._plain(meta, text_of) for meta in metadata]
@@ -116,7 +116,7 @@ class Http(RewardWithExtras):
         return RewardOutput(scores, problem=f"{self.shown}: its answer has null for a score") if missing else scores
 
     async def _ask(self, outputs: Outputs, prompts: list[str], metadata: list[dict[str, Any]]) -> list[Scored]:
-        """The scores of all samples, batch_size of them per request and `concurrency` requests at once."""
+        """The scores of all samples, with batch_size samples per request and up to `concurrency` requests at once."""
         deadline = asyncio.get_running_loop().time() + self.timeout_s
         free = asyncio.Semaphore(self.concurrency)
         limits = httpx2.Timeout(self.read_timeout_s, connect=self.connect_timeout_s, pool=None)
@@ -128,7 +128,7 @@ class Http(RewardWithExtras):
                 batch = slice(first, first + self.batch_size)
                 texts = prompts[batch], metadata[batch]
                 async with free:
-                    # in a thread: PNG takes time, during which other requests go on
+                    # in a thread, so that other requests proceed during the PNG encoding
                     body = await asyncio.to_thread(encode, outputs[batch], *texts, self.encoding)
                     return await self._batch(client, deadline, body, len(prompts[batch]))
 
@@ -138,7 +138,7 @@ class Http(RewardWithExtras):
     async def _batch(
         self, client: httpx2.AsyncClient, deadline: float, body: dict[str, Any], count: int
     ) -> list[Scored]:
-        """The scores of one request's samples, or error_value for each of them."""
+        """The scores of one request's samples, with error_value for those that are missing, if it is configured."""
         try:
             content = await self._answer(client, deadline, body)
             scores = self._scores(content, count)
@@ -150,11 +150,11 @@ class Http(RewardWithExtras):
         absent = scores.count(None)
         if absent and self.error_value is not None:
             self._degrade(absent, self._error("its answer has null for a score"))
-        none = (math.nan, 0.0) if self.error_value is None else (self.error_value, 1.0)
-        return [none if score is None else (score, 0.0) for score in scores]
+        missing = (math.nan, 0.0) if self.error_value is None else (self.error_value, 1.0)
+        return [missing if score is None else (score, 0.0) for score in scores]
 
     async def _answer(self, client: httpx2.AsyncClient, deadline: float, body: dict[str, Any]) -> bytes:
-        """The body of the first answer with status 200."""
+        """The body of the first answer with status 200, after retries if necessary."""
         now, tries = asyncio.get_running_loop().time, self.retries + 1
         for attempt in range(1, tries + 1):
             try:
@@ -162,18 +162,20 @@ class Http(RewardWithExtras):
                     return await self._post(client, body)
             except TimeoutError:
                 raise self._error(f"no answer within timeout_s={self.timeout_s:g}") from None
-            except _Again as again:
-                problem, asked = again.args
-            pause = max(asked, min(MAX_PAUSE_S, self.backoff_s * 2 ** (attempt - 1)) * self._chance.uniform(0.5, 1.5))
-            if attempt < tries and now() + pause > deadline:
+            except _Retryable as failure:
+                problem, wait_s = failure.args
+            if attempt == tries:
+                break
+            backoff_s = min(MAX_PAUSE_S, self.backoff_s * 2 ** (attempt - 1)) * self._random.uniform(0.5, 1.5)
+            pause = max(wait_s, backoff_s)
+            if now() + pause > deadline:
                 late = f"the next one, in {pause:.0f} s, would be past timeout_s={self.timeout_s:g}"
                 raise self._error(f"{problem} (try {attempt} of {tries}; {late})")
-            if attempt < tries:
-                await asyncio.sleep(pause)
+            await asyncio.sleep(pause)
         raise self._error(f"{problem} (try {tries} of {tries})")
 
     async def _post(self, client: httpx2.AsyncClient, body: dict[str, Any]) -> bytes:
-        """The body of an answer with status 200. Raises _Again where another try may do better, else ServerError."""
+        """The body of an answer with status 200. Raises _Retryable if a retry may succeed, else ServerError."""
         content = bytearray()
         try:
             async with client.stream("POST", self.url, **body) as response:
@@ -182,7 +184,7 @@ class Http(RewardWithExtras):
                     if len(content) > MAX_ANSWER:
                         raise self._error(f"its answer is longer than {MAX_ANSWER} bytes")
         except httpx2.TransportError as error:
-            raise _Again(self._no_answer(error), 0.0) from None
+            raise _Retryable(self._no_answer(error), 0.0) from None
         status, headers = response.status_code, response.headers
         if status == 200:
             return bytes(content)
@@ -190,12 +192,12 @@ class Http(RewardWithExtras):
             to = self._printable(headers["location"])
             raise self._error(f"answered {status}, a redirect to {to}, which is not followed; give that as url")
         problem = f"answered {status}: {self._text_of(bytes(content))}"
-        if status >= 500 or status in _AGAIN:
-            raise _Again(problem, _retry_after(headers))
+        if status >= 500 or status in _RETRIED:
+            raise _Retryable(problem, _retry_after(headers))
         raise self._error(problem)
 
     def _no_answer(self, error: httpx2.TransportError) -> str:
-        """The words for a failed connection; another try may do better."""
+        """A description of a failed connection."""
         if isinstance(error, httpx2.ConnectTimeout):
             return f"no connection within connect_timeout_s={self.connect_timeout_s:g}"
         if isinstance(error, httpx2.TimeoutException):
@@ -206,7 +208,7 @@ class Http(RewardWithExtras):
         return f"the connection broke ({self._printable(reason)})"
 
     def _scores(self, content: bytes, count: int) -> list[float | None]:
-        """The scores in an answer, checked; None for those that are null."""
+        """The checked scores of an answer; None for those that are null."""
         try:
             scores = ScoreAnswer.model_validate_json(content).scores
         except ValidationError as error:
@@ -220,13 +222,13 @@ class Http(RewardWithExtras):
         return scores
 
     def _degrade(self, count: int, error: ServerError) -> None:
-        """Count samples that get error_value, and warn of the first ones, and whenever their number has doubled."""
+        """Count samples that get error_value. Log their number at the first ones and whenever it has doubled."""
         with self._lock:
             self.degraded += count
-            if self.degraded < 2 * self._told:
+            if self.degraded < 2 * self._last_logged:
                 return
-            self._told = self.degraded
-            # an error, since only this rank may see it; only rank 0 shows warnings
+            self._last_logged = self.degraded
+            # at level error, because only rank 0 shows warnings, and this rank may be the only one affected
             log.error(
                 "%s: %d samples have got error_value=%g instead of a score since the start; "
                 "the last ones because of %s",
@@ -237,8 +239,8 @@ class Http(RewardWithExtras):
             )
 
     def _plain(self, meta: dict[str, Any], text_of: Callable[[Picture], str]) -> dict[str, Any]:
-        """The part of a sample's metadata that JSON has, with `text_of` the images of its prompt; what it lacks is left
-        out, with a warning for each key.
+        """A sample's metadata for JSON, with the images of its prompt converted by `text_of`. Values that JSON cannot
+        represent are left out, with one warning per key.
         """
         kept = {}
         for key, value in meta.items():
@@ -260,30 +262,30 @@ class Http(RewardWithExtras):
         return ServerError(f"{self.shown}: {problem}")
 
     def _text_of(self, content: bytes) -> str:
-        """The text of an answer: its `detail`, as FastAPI names an error, or its beginning."""
+        """The text of an answer for a message: its `detail`, FastAPI's key for an error, or else its beginning."""
         try:
             return self._printable(Refusal.model_validate_json(content).detail)
         except ValidationError:
             return self._printable(content.decode("utf-8", "replace"))
 
     def _printable(self, text: str) -> str:
-        """A text of the server in one line, without the token, which some servers say back."""
+        """A text of the server as one line, without the token, which some servers echo."""
         if self._secret is not None:
-            text = self._secret.sub("***", text)  # before it is cut, which would leave a part
+            text = self._secret.sub("***", text)  # before the cut, which could leave a part of the token
         line = "".join(c if c.isprintable() else " " for c in text[: 4 * _SHOWN])
         line = " ".join(line.split())
         return f"{line[:_SHOWN]}…" if len(line) > _SHOWN else line or "nothing"
 
 
 def encode(outputs: Outputs, prompts: list[str], metadata: list[dict[str, Any]], encoding: str) -> dict[str, Any]:
-    """Images uint8 [B, 3, H, W] or texts with their prompts and metadata as a request's body: arguments for httpx2."""
+    """The body of a request for images uint8 [B, 3, H, W] or texts, as keyword arguments of httpx2."""
     texts: dict[str, Any] = {"prompts": prompts, "metadata": metadata}
     if not isinstance(outputs, Tensor):
         return {"json": {"completions": outputs, **texts}}
     files = []
     for image in outputs:
         buffer = BytesIO()
-        pil_image(image).save(buffer, format="PNG", compress_level=1)  # fast, hardly larger
+        pil_image(image).save(buffer, format="PNG", compress_level=1)  # fast, and files are hardly larger
         files.append(buffer.getvalue())
     if encoding == "json":
         return {"json": {"images": [base64.b64encode(file).decode() for file in files], **texts}}
@@ -294,48 +296,48 @@ def encode(outputs: Outputs, prompts: list[str], metadata: list[dict[str, Any]],
 
 
 def _base64(image: Picture) -> str:
-    """The image's file; ValueError, with one line, if there is none."""
+    """The image's file in base64. Raises ValueError with a line if the file cannot be read."""
     return base64.b64encode(image.encoded()).decode()
 
 
 def read_token(variable: str) -> str:
-    """The token in an environment variable; ValueError, without it, where it cannot be one."""
-    token = os.environ[variable] if variable in os.environ else ""
+    """The token in an environment variable. Raises ValueError, which does not quote it, for an invalid token."""
+    token = os.environ.get(variable, "")
     if not token:
-        raise ValueError(f"token_env: the environment variable {variable} is not set; it holds the server's token")
+        raise ValueError(f"token_env: the environment variable {variable} is not set; expected the server's token")
     if not token.isascii() or not token.isprintable() or " " in token:
         raise ValueError(
-            f"token_env: the environment variable {variable} holds no token; expected only letters, digits and signs"
+            f"token_env: the environment variable {variable} is not a token; expected only letters, digits and signs"
         )
     return token
 
 
 def _spellings(token: str) -> re.Pattern[str]:
-    """The token as texts may hold it: in any case, with signs escaped as in JSON, in Python or in an address."""
+    """Matches the token in texts: in any case, with signs escaped as in JSON, in Python or in a URL."""
     return re.compile("".join(rf"(?:\\?{re.escape(c)}|%{ord(c):02x}|\\u{ord(c):04x})" for c in token), re.IGNORECASE)
 
 
 def _address(url: str) -> str:
-    """The address as messages show it, without a query, which may hold a key. Raises ValueError."""
+    """The address for messages, without the query, which may contain a key. Raises ValueError if it is invalid."""
     expected = "expected one such as http://127.0.0.1:8077/score"
     try:
         parsed = httpx2.URL(url)
     except httpx2.InvalidURL:
         raise ValueError(f"url={url!r} is not an address; {expected}") from None
     if parsed.userinfo:
-        raise ValueError("url holds a user or a password; give a token by token_env")
+        raise ValueError("url contains a user or a password; give a token by token_env")
     if parsed.scheme not in ("http", "https") or not parsed.host:
         raise ValueError(f"url={url!r} is not an address; {expected}")
     return str(parsed.copy_with(query=None, fragment=None))
 
 
 def _retry_after(headers: httpx2.Headers) -> float:
-    """The seconds that a server asks to wait, by a number or a date; 0 where it does not."""
-    value = headers["retry-after"] if "retry-after" in headers else ""
+    """The seconds that a server asks to wait, given as a number or a date; 0 without a valid Retry-After."""
+    value = headers.get("retry-after", "")
     if value.isascii() and value.isdigit():
         return float(value)
     try:
         date = parsedate_to_datetime(value)
-    except (ValueError, OverflowError):  # no date, or one that no calendar has
+    except (ValueError, OverflowError):  # not a date, or an impossible one
         return 0.0
     return max(0.0, (date.replace(tzinfo=date.tzinfo or UTC) - datetime.now(UTC)).total_seconds())

@@ -1,4 +1,4 @@
-"""The bodies that the reward `http` and a server of rewards exchange; docs/serving-rewards.md describes them."""
+"""Bodies of the requests and answers between the reward `http` and a reward server; see docs/serving-rewards.md."""
 
 from typing import Annotated, Any
 
@@ -6,7 +6,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 
 class Texts(BaseModel):
-    """The prompts of a request's images, and the metadata of each, which may be left out."""
+    """The prompts of a request's images, and optionally the metadata of each."""
 
     model_config = ConfigDict(strict=True)
 
@@ -15,7 +15,7 @@ class Texts(BaseModel):
 
 
 class ScoreRequest(Texts):
-    """A request in JSON; in a form, the images are files and the rest is the field `request`."""
+    """A request in JSON. In a multipart form, the images are files and the field `request` contains the other keys."""
 
     model_config = ConfigDict(strict=True, val_json_bytes="base64")
 
@@ -23,21 +23,21 @@ class ScoreRequest(Texts):
 
 
 class ScoreAnswer(BaseModel):
-    """An answer, with null for a sample that has no score; other keys are ignored."""
+    """An answer with the scores, null for a sample without one; other keys are ignored."""
 
     scores: list[Annotated[float, Field(strict=True, allow_inf_nan=False)] | None]
 
 
 class Refusal(BaseModel):
-    """An answer with another status than 200, as FastAPI gives it."""
+    """An answer with a status other than 200, in FastAPI's format."""
 
     detail: str
 
 
 def complaint(error: ValidationError, *, values: bool = False) -> str:
-    """The first thing that is wrong, in one line such as `prompts.0 should be a valid string`.
+    """The first of the errors, as one line such as `prompts.0 should be a valid string`.
 
-    With `values`, what was found there is said as well: `batch_size=0 should be greater than or equal to 1`.
+    values: include the invalid value, as in `batch_size=0 should be greater than or equal to 1`.
     """
     first = error.errors(include_url=False)[0]
     message = " ".join(first["msg"].removeprefix("Value error, ").split())

@@ -1,4 +1,4 @@
-"""From `reward.functions` to callables; every mistake is a ConfigError that names the entry and what was expected."""
+"""Builds callables from `reward.functions`; mistakes are ConfigErrors that name the entry and what was expected."""
 
 import functools
 import importlib
@@ -28,35 +28,35 @@ log = logging.getLogger(__name__)
 PACKAGES = ("phalanx.rewards.image", "phalanx.rewards.video", "phalanx.rewards.text", "phalanx.rewards.judge")
 FORMS = object_forms("function")
 TEXTS = ("completions", "transcripts")
-TAKES = ("images", "videos", *TEXTS)  # names of a reward's first parameter that say what it takes
-EITHER = "outputs"  # or that it takes images or completions, whichever the job makes
-TOGETHER = ("http",)  # built-in rewards on the CPU that want a whole call: it batches, and asks side by side
-# Names that the trainer logs beside the terms, as reward/mean and so on.
+TAKES = ("images", "videos", *TEXTS)  # names of a reward's first parameter that determine its input
+EITHER = "outputs"  # or this, for images or completions, whichever the job generates
+UNSPLIT = ("http",)  # built-in CPU rewards whose calls are not split, since they batch and parallelise themselves
+# Names of metrics that the trainer logs beside the terms, as reward/mean etc.
 RESERVED = ("mean", "std", "max", "min", "zero_std_ratio", "std_mean", "kl_mean")
 
 
 @dataclass(frozen=True)
 class Term:
-    """One term of the reward: its name in the logs, the bound function, and its part in the sum."""
+    """One term of the reward: its name in the logs, the function with bound arguments, and its share in the sum."""
 
     name: str
-    function: Callable[..., Any]  # a RewardFunction, or a ParsedAnswers of a judge's answers
+    function: Callable[..., Any]  # a RewardFunction, a PolicyReward, or ParsedAnswers around a judge
     share: Share
     on_device: bool
-    takes: str = "images"  # or another of TAKES
-    frames: int = 1  # of a video, that are scored as images
-    extras: tuple[str, ...] = ()  # that come with its scores; see RewardWithExtras
-    per_sample: bool = False  # a call may be split: each score depends only on its own sample
-    chats: bool = False  # prompts that are chats are given as lists of messages
+    takes: str = "images"  # one of TAKES
+    frames: int = 1  # frames per video that are scored as images
+    extras: tuple[str, ...] = ()  # names of its extras; see RewardWithExtras
+    per_sample: bool = False  # calls may be split, because each score depends only on its own sample
+    chats: bool = False  # prompts that are chats are passed as lists of messages
 
     def objection(self, prompt: str, metadata: dict[str, Any]) -> str | None:
-        """See `objection_of`."""
+        """Why samples of this row cannot be scored: see `objection_of`."""
         reward = self.function.judge if isinstance(self.function, ParsedAnswers) else self.function
         return objection_of(reward, prompt, metadata)
 
     @cached_property
     def gradient(self) -> Callable[..., Tensor] | None:
-        """The function that gives scores with a gradient; None for a reward that has none."""
+        """The function that computes differentiable scores; None if the reward has none."""
         function = self.function
         if isinstance(function, HasGradient):
             return function.with_gradient
@@ -65,7 +65,7 @@ class Term:
 
     @cached_property
     def rows(self) -> tuple[str, ...]:
-        """Names in the logs: its own, of the scores, then those of the extras."""
+        """Names in the logs: the term's name, for the scores, then those of the extras."""
         return self.name, *(f"{self.name}_{extra}" for extra in self.extras)
 
 
@@ -75,10 +75,11 @@ def build_terms(
     unparseable_score: float | None = None,
     outputs: str = "images",
 ) -> list[Term]:
-    """Resolve and bind all entries of `reward.functions`; a DeviceReward is put on `device`.
+    """Resolve and bind all entries of `reward.functions`.
 
-    `unparseable_score` is that of the reward model's section; None if no judge can be asked. `outputs` is what the
-    job makes: "images", videos among them, or "completions".
+    device: where DeviceRewards are put.
+    unparseable_score: that of `reward.model`; None if the job has no reward model and judges are refused.
+    outputs: what the job generates: "images", which includes videos, or "completions".
     """
     if not functions:
         raise ConfigError(
@@ -104,7 +105,7 @@ def build_terms(
 
 
 def asks_model(functions: Sequence[RewardFunctionConfig]) -> bool:
-    """Whether a judge is among them, which asks `reward.model`."""
+    """Whether any of the functions is a judge, which needs `reward.model`."""
     for i, entry in enumerate(functions):
         reward, _ = _find(entry, f"reward.functions[{i}]")
         if isinstance(reward, type) and issubclass(reward, Judge):
@@ -124,7 +125,7 @@ def _build(cfg: RewardFunctionConfig, key: str, device: str, unparseable_score: 
         raise ConfigError(f"{key}: {what} takes {takes}, and this job makes {outputs}")
 
     of_policy = isinstance(reward, type) and issubclass(reward, PolicyReward)
-    arguments = ("policy", "samples", "micro") if of_policy else (takes, "prompts", "metadata")
+    arguments = ("policy", "samples", "passes") if of_policy else (takes, "prompts", "metadata")
     on_device = isinstance(reward, type) and issubclass(reward, DeviceReward)
     form = None if is_judge or of_policy else form_of(_call_signature(reward, key, label))
     function: Callable[..., Any]
@@ -146,13 +147,13 @@ def _build(cfg: RewardFunctionConfig, key: str, device: str, unparseable_score: 
             _check_arguments(function.parse, ("answer", "prompt", "metadata"), {}, key, f"{label}.parse")
             if unparseable_score is None:
                 raise ConfigError(
-                    f"{key}: {label} is a judge, which asks reward.model: training and evaluations have one"
+                    f"{key}: {label} is a judge and needs reward.model, which only training and evaluations have"
                 )
             scores = ParsedAnswers
             if isinstance(function, PairJudge):
                 scores, opponents = WinRates, function.opponents
                 if function.opens:
-                    raise ConfigError(f"{key} ({name}): opens=True is of judges of single samples, not of pairs")
+                    raise ConfigError(f"{key} ({name}): opens=True is only for judges of single samples, not of pairs")
                 if opponents is not None and (opponents < 2 or opponents % 2):
                     raise ConfigError(
                         f"{key} ({name}): opponents={opponents} should be an even number, such as 4, or null for all"
@@ -166,38 +167,33 @@ def _build(cfg: RewardFunctionConfig, key: str, device: str, unparseable_score: 
         else:
             _check_arguments(function, arguments, {}, key, label)
     frames = cfg.frames if isinstance(cfg, FlowRewardFunctionConfig) else 1
-    together = on_device or of_policy or is_judge
-    if cfg.per_sample and together:
+    on_threads = not (on_device or of_policy or is_judge)
+    if cfg.per_sample and not on_threads:
         raise ConfigError(
-            f"{key}.per_sample: {label} does not run on the threads that could share a call; leave it out"
+            f"{key}.per_sample: {label} does not run on the threads of reward.num_workers, which could share a call; "
+            "leave it out"
         )
-    alone = form is VerlReward or (cfg.path is None and label not in TOGETHER)
-    per_sample = (alone if cfg.per_sample is None else cfg.per_sample) and not together
-    extras, chats = _extras(function, label), form is TrlReward
+    splittable = form is VerlReward or (cfg.path is None and label not in UNSPLIT)
+    per_sample = (splittable if cfg.per_sample is None else cfg.per_sample) and on_threads
+    extras = function.extras if isinstance(function, RewardWithExtras) else ()
+    chats = form is TrlReward
     return Term(name, function, _share(cfg), on_device, takes, frames, extras, per_sample, chats)
 
 
 def _adapted(
     form: type[TrlReward] | type[VerlReward], function: Callable[..., Any], kwargs: dict[str, Any], key: str, label: str
 ) -> Callable[..., Any]:
-    """A function of another trainer as a reward; ConfigError where it cannot be called as there."""
+    """A function of another trainer as a reward. Raises ConfigError if it does not accept that trainer's arguments."""
     if form is VerlReward:
         names = verl_arguments(_signature(function, key, label))
         _check_arguments(function, (), {**dict.fromkeys(names), **kwargs}, key, label)
     return form(function, kwargs)
 
 
-def _extras(function: Callable[..., Any], label: str) -> tuple[str, ...]:
-    """Names of the rows that a reward returns beside its scores."""
-    if not isinstance(function, RewardWithExtras):
-        return ()
-    return function.extras
-
-
 def _takes(reward: Callable[..., Any], key: str, label: str, outputs: str) -> str:
-    """The outputs that a reward takes: the name of its first parameter, or "images" for any other name.
+    """The outputs that a reward takes, one of TAKES, by the name of its first parameter; "images" for other names.
 
-    Of a class it is read before an instance is made, which may load a model.
+    The parameters of a class are read before it is instantiated, because the constructor may load a model.
     """
     if isinstance(reward, type) and issubclass(reward, Judge | PolicyReward):
         return outputs if reward.takes == EITHER else reward.takes
@@ -226,7 +222,7 @@ def _share(entry: RewardFunctionConfig) -> Share:
 
 
 def judged_frames(terms: list[Term]) -> int:
-    """Frames per video that judges are asked about, the same for all judges, since they share the frames."""
+    """Frames per video that judges are asked about; it must be equal for all judges, since they share the frames."""
     counts = {term.frames for term in terms if isinstance(term.function, ParsedAnswers)}
     if len(counts) > 1:
         raise ConfigError(
@@ -236,7 +232,7 @@ def judged_frames(terms: list[Term]) -> int:
 
 
 def _find(cfg: RewardFunctionConfig, key: str) -> tuple[Callable[..., Any], str]:
-    """The object that an entry stands for, and what it is called in messages."""
+    """The object that an entry refers to, and its name in messages."""
     if cfg.path is not None:
         return _from_path(cfg.path, f"{key}.path")
     if cfg.name is None:
@@ -253,7 +249,7 @@ def _find(cfg: RewardFunctionConfig, key: str) -> tuple[Callable[..., Any], str]
 
 
 def _from_path(path: str, key: str) -> tuple[Callable[..., Any], str]:
-    """The object that `module:function` or `path/to/file.py:function` stands for, and its name."""
+    """The object that `module:function` or `path/to/file.py:function` refers to, and its name."""
     reward = resolve_object(path, key, "function")
     if not callable(reward):
         raise ConfigError(f"{key}={path!r} is of type {type(reward).__name__}; expected a function or a class")
@@ -263,7 +259,7 @@ def _from_path(path: str, key: str) -> tuple[Callable[..., Any], str]:
 def _check_arguments(
     function: Callable[..., Any], args: tuple[str, ...], kwargs: dict[str, Any], key: str, label: str
 ) -> None:
-    """Raise ConfigError where `function` cannot be called with the positional `args` and `kwargs`."""
+    """Raise ConfigError if `function` cannot be called with the positional arguments `args` and with `kwargs`."""
     signature = _signature(function, key, label)
     try:
         signature.bind(*args, **kwargs)
@@ -275,7 +271,7 @@ def _check_arguments(
 
 
 def _call_signature(reward: Callable[..., Any], key: str, label: str) -> inspect.Signature:
-    """The parameters of a reward's call, of a class without `self`."""
+    """The signature of a reward's call; for a class, that of `__call__` without `self`."""
     if not isinstance(reward, type):
         return _signature(reward, key, label)
     signature = _signature(reward.__call__, key, label)
@@ -286,8 +282,8 @@ def _call_signature(reward: Callable[..., Any], key: str, label: str) -> inspect
 def _signature(function: Callable[..., Any], key: str, label: str) -> inspect.Signature:
     try:
         return inspect.signature(function)
-    except ValueError:  # of some that are written in C
-        raise ConfigError(f"{key}: {label} has no signature; expected what is written in Python") from None
+    except ValueError:  # of some builtins, which are written in C
+        raise ConfigError(f"{key}: {label} has no signature; expected a function or class written in Python") from None
 
 
 def _built_in() -> str:
@@ -295,7 +291,7 @@ def _built_in() -> str:
 
 
 def _known() -> dict[str, str]:
-    """The built-in rewards, in alphabetical order, and the package that each is in."""
+    """The packages of the built-in rewards by their names, in alphabetical order."""
     packages = {"http": "phalanx.rewards"}
     for package in PACKAGES:
         packages |= dict.fromkeys(known_modules(package), package)

@@ -1,10 +1,10 @@
-"""Runs the configured rewards beside the rollout: micro-batches are scored on worker threads while the next is sampled.
+"""Runs the rewards beside the rollout: worker threads score a micro-batch while the next one is sampled.
 
-Scoring has three steps: `submit` takes a sampled micro-batch and queues a call of each reward; `ask` has the judges'
-questions about all of them answered by the reward model; `collect` waits for the calls and returns the scores.
+Scoring has three steps: `submit` takes a sampled micro-batch and queues a call of each reward; `ask` has the reward
+model answer the judges' questions about all micro-batches; `collect` waits for the calls and returns the scores.
 
-Threads, not processes: onnxruntime, PIL and torch release the interpreter's lock while they compute, and images need no
-copy.
+Threads are used rather than processes because onnxruntime, PIL and torch release the GIL while they compute, and
+because images need not be sent to another process.
 """
 
 import logging
@@ -35,7 +35,7 @@ _POLL_S = 0.05  # seconds between checks for overdue calls
 
 
 class Row(Protocol):
-    """A row of a data file."""
+    """A row of a data file; `place` is its file and line."""
 
     @property
     def text(self) -> str: ...
@@ -46,13 +46,14 @@ class Row(Protocol):
 
 
 class RewardSet:
-    """All terms of the reward of one rank.
+    """All reward terms of one rank.
 
-    CPU rewards run on `reward.num_workers` threads from `submit` on (`reward.overlap`), or from `collect` on; a call is
-    split over them where each score depends only on its own sample (Term.per_sample). Each DeviceReward runs from
-    `collect` on, one call at a time. Judges need an `ask` in between. After `collect`: `busy_s`,
-    seconds that rewards worked, without those of the reward model, which are `judge_s`; `spans`, (start, end) of each
-    call by `time.perf_counter`.
+    Calls of CPU rewards start in `submit` (with `reward.overlap`) or in `collect`, on `reward.num_workers` threads, and
+    are split over them if each score depends only on its own sample (Term.per_sample). Calls of DeviceRewards start in
+    `collect` and run one at a time. Judges need `ask` in between.
+
+    After `collect`, `busy_s` has the seconds that rewards worked, without those of the reward model (`judge_s`), and
+    `spans` the (start, end) of each call by time.perf_counter.
     """
 
     def __init__(
@@ -66,34 +67,34 @@ class RewardSet:
         launch: Launch | None = None,
         context_size: int = 1,
     ) -> None:
-        """Resolve and load the rewards; raises ConfigError, one line, for what cannot be used.
+        """Resolve and load the rewards. Raises ConfigError, in one line, for an entry that cannot be used.
 
-        `group_timeout_s` is the time limit of collectives between the ranks, which judges need; None: no judges.
-        `outputs` is what the job makes, "images" (or videos) or "completions": rewards of the other are refused.
-        `beside`: the reward model answers from `submit` on, which all ranks of the world then call equally often;
-        `launch` is that world, None for the launcher's; samples of `context_size` neighbours of it are dealt out to
-        them one by one.
+        group_timeout_s: time limit of collectives between the ranks, which judges need; None: judges are refused.
+        outputs: what the job generates, "images" (or videos) or "completions"; rewards of the other are refused.
+        beside: the reward model answers from `submit` on, which all ranks of the world must then call equally often.
+        launch: this rank's place in that world; None: the launcher's.
+        context_size: neighbouring ranks that hold the same samples, which are dealt out to them one by one.
         """
         unparseable_score = None if group_timeout_s is None else cfg.model.unparseable_score
         self.terms = build_terms(cfg.functions, device, unparseable_score, outputs)
         self._scored = [term for term in self.terms if not isinstance(term.function, PolicyReward)]
         self.busy_s = 0.0
         self.spans: list[tuple[float, float]] = []
-        self.problem: str | None = None  # the first one that the last `collect` forgave
-        self.refused = 0  # of its samples, those of rows that a reward's check_row refuses
+        self.problem: str | None = None  # the first failure that the last `collect` forgave
+        self.refused = 0  # samples of the last `collect` whose rows a reward's check_row refuses
         self._forgives = cfg.on_error != "fail"
         self._max_error_fraction = cfg.max_error_fraction
         self._overlap = cfg.overlap
         self._timeout_s = cfg.timeout_s
         self._device = torch.device(device)
         if self._device.type == "cuda" and self._device.index is None:
-            # a new thread starts on device 0, whatever this one uses
+            # a new thread starts on device 0, regardless of this thread's device
             self._device = torch.device("cuda", torch.cuda.current_device())
 
         # all judges of a job ask the same model about the same frames
         judges = {term.name: term.function.judge for term in self.terms if isinstance(term.function, ParsedAnswers)}
         self._max_judge_frames = judged_frames(self.terms)
-        self._judge_frames = 1  # of each sample, as the last micro-batch had them
+        self._judge_frames = 1  # frames per sample of the last micro-batch
         self._judges: JudgePool | None = None
         if judges and group_timeout_s is not None:
             self._judges = JudgePool(
@@ -108,20 +109,19 @@ class RewardSet:
                 context_size=context_size,
             )
         self._asked = False
-        self.answers: Answers = {}  # of the last `ask`, by judge those about each sample, or frame of one
+        self.answers: Answers = {}  # of the last `ask`: by judge, those about each sample or frame
 
-        # the threads start with the first call
         self._workers = cfg.num_workers
         self._cpu_pool = DaemonPool(cfg.num_workers, "reward")
         self._device_pool = DaemonPool(1, "reward-device")
         self._calls: list[Call] = []  # submitted and not yet collected
 
     def submit(self, outputs: Outputs, prompts: list[Prompt]) -> None:
-        """Score images [B, 3, H, W], videos [B, F, 3, H, W] (0..1, CPU) or completions of B prompts, one each; the
-        caller no longer writes to `outputs`.
+        """Queue the scoring of images [B, 3, H, W], videos [B, F, 3, H, W] (0..1, on the CPU) or B completions, one for
+        each of B prompts. The caller must not modify `outputs` afterwards.
 
-        Raises RewardError where an earlier call has failed meanwhile, so that the job ends without a whole rollout, and
-        where a judge has no question.
+        Raises RewardError if an earlier call has failed in the meantime, so that the job ends before the rollout is
+        complete, and if a judge has no question for a sample.
         """
         assert len(outputs) == len(prompts) > 0, (len(outputs), len(prompts))
         if isinstance(outputs, Tensor):
@@ -129,7 +129,7 @@ class RewardSet:
             assert outputs.device.type == "cpu", outputs.device
         for term in self.terms:
             if isinstance(term.function, ParsedAnswers | PolicyReward):
-                continue  # called with the answers, once they are there, or by the policy: see `ask`, `of_policy`
+                continue  # called in `ask`, with the answers, or in `of_policy`
             subjects, prompt_of = seen_by(term.takes, outputs, prompts, term.frames)
             frames = len(prompt_of) // len(prompts)
             for part in self._parts(term, len(prompts)):
@@ -145,10 +145,10 @@ class RewardSet:
         self._raise_failures(self._calls)
 
     def check_rows(self, rows: Iterable[Row], *, first: bool) -> None:
-        """Ask the rewards about rows of the data, before any sample is drawn. `first`: this rank warns.
+        """Let the rewards check rows of the data before any sample is drawn. `first`: this rank logs the warning.
 
-        Raises ConfigError, with file and row, where one cannot be scored; where `reward.on_error` forgives, only for
-        more than `reward.max_error_fraction` of them.
+        Raises ConfigError, with file and row, if samples of a row could not be scored; where `reward.on_error` forgives
+        errors, only for more than `reward.max_error_fraction` of the rows.
         """
         count, refused = 0, []
         for row in rows:
@@ -168,46 +168,46 @@ class RewardSet:
 
     @property
     def validates(self) -> bool:
-        """True if there are terms in validation, too: those of the policy are computed only in training."""
+        """Whether there are terms in validation; PolicyRewards are computed only in training."""
         return bool(self._scored)
 
     @property
     def must_ask(self) -> bool:
-        """True if judges have not asked yet, so that `ask` must be called before `collect`."""
+        """Whether `ask` must be called before `collect`, because there are judges that have not asked yet."""
         return self._judges is not None and not self._asked
 
     @property
     def judge_s(self) -> float | None:
-        """Seconds from questions to answers, of the last `ask`, partly beside the sampling; None without judges."""
+        """Seconds that the reward model took for the last `ask`, including those during sampling; None: no judges."""
         return None if self._judges is None else self._judges.busy_s
 
     def ask(self) -> None:
-        """Have the judges' questions about all submitted images answered, once before each `collect`.
+        """Have the judges' questions about all submitted samples answered, once before each `collect`.
 
-        All ranks of the world call it at the same point, on their main threads: it is a collective.
+        A collective: all ranks of the world call it at the same point, on their main threads.
         """
         if self._judges is None or self._asked:
             return
         prompts, answers, rates = self._judges.ask()
         self._asked, self.answers = True, answers
         if not prompts:
-            return  # this rank has only helped others to their answers
+            return  # this rank has only answered questions of others
         for term in self.terms:
             if term.name in answers:
-                judged: Any = answers[term.name]  # of each frame
+                judged: Any = answers[term.name]  # one per frame
                 self._calls.append(Call(term, judged, prompts, self._judge_frames, forgives=self._forgives))
             elif term.name in rates:
-                compared: Any = rates[term.name]  # each sample once, whatever its frames
+                compared: Any = rates[term.name]  # one per sample, however many frames it has
                 self._calls.append(Call(term, compared, prompts[:: self._judge_frames], forgives=self._forgives))
 
     def collect(self) -> Rows:
-        """Wait for all submitted micro-batches: unweighted float32 scores [B] by term, in the order of submission, and
-        after those of a RewardWithExtras its extras, as `<term>_<extra>` [B].
+        """Wait for the scores of all submitted micro-batches. Returns unweighted float32 scores [B] by term, in the
+        order of submission, and after those of a RewardWithExtras its extras [B] as `<term>_<extra>`.
 
-        Raises RewardError for a reward that raised, ran longer than `reward.timeout_s`, returned another number of
-        scores, other extras than it names, or NaN or infinity. The submitted micro-batches are forgotten in any case.
-        Where `reward.on_error` forgives, the rows of a term are NaN for samples on which it raised or returned no
-        finite number, and `problem` is the first reason.
+        Raises RewardError if a reward raised, ran longer than `reward.timeout_s`, or returned a wrong number of scores,
+        unexpected extras, NaN or infinity; the submitted micro-batches are dropped in any case. Where `reward.on_error`
+        forgives errors, a term's rows are NaN for samples on which it raised or returned no finite number, and
+        `problem` is the first reason.
         """
         assert not self.must_ask, "ask comes first"
         calls, self._calls = self._calls, []
@@ -221,7 +221,7 @@ class RewardSet:
             self.spans.append((call.start, call.end))
             self.busy_s += call.end - call.start
 
-        # also of terms without a call: all ranks gather the same rows
+        # terms without a call have rows, too, because all ranks must gather the same ones
         parts: dict[str, list[Tensor]] = {}
         for term in self._scored:
             for row in term.rows:
@@ -239,7 +239,7 @@ class RewardSet:
 
     @torch.no_grad()
     def of_policy(self, policy: Policy, samples: Samples, passes: Passes) -> Rows:
-        """The terms [B] that the policy gives this rank's samples; a collective of all ranks. See PolicyReward."""
+        """The terms [B] of PolicyRewards for this rank's samples; a collective of all ranks."""
         rows = {}
         for term in self.terms:
             if isinstance(term.function, PolicyReward):
@@ -247,19 +247,18 @@ class RewardSet:
         return rows
 
     def check_gradients(self) -> None:
-        """Raise ConfigError for the first term with a weight that has no gradient."""
+        """Raise ConfigError for the first term with a nonzero weight that is not differentiable."""
         for i, term in enumerate(self.terms):
             if term.share.counts and term.gradient is None:
                 raise ConfigError(
                     f"reward.functions[{i}]: {term.name!r} has no gradient, and the algorithm differentiates the "
-                    "reward; expected such as aesthetic, clip_score, hps_v2 or pickscore, a function that "
-                    "phalanx.rewards.differentiable marks, or a weight of 0"
+                    "reward; expected a reward such as aesthetic, clip_score, hps_v2 or pickscore, a function marked "
+                    "with phalanx.rewards.differentiable, or a weight of 0"
                 )
 
     def with_gradient(self, outputs: Tensor, *, prompts: list[Prompt], step: int) -> Tensor:
-        """The weighted reward [k B] of k images [k B, 3, H, W] or videos of each of B prompts, in their order, on the
-        device, with a gradient. Raises RewardError for a term that raises, or returns anything else than scores with a
-        gradient.
+        """The differentiable weighted reward [k B] of k images [k B, 3, H, W] or videos of each of B prompts, in the
+        prompts' order, on the device. Raises RewardError if a term raises or returns no differentiable scores.
         """
         values, shares = [], []
         prompts = [prompt for prompt in prompts for _ in range(len(outputs) // len(prompts))]
@@ -282,9 +281,7 @@ class RewardSet:
         return combine(values, shares, step=step)
 
     def weighted(self, terms: Rows, step: int | None = None, group_id: Tensor | None = None) -> Tensor:
-        """The reward [B] of the terms [B], without those that the policy gives where `terms` lacks them; see
-        phalanx.functional.rewards.combine.
-        """
+        """The reward [B] from its terms [B], see phalanx.functional.rewards.combine; PolicyRewards may be missing."""
         values, shares = [], []
         for term in self.terms:
             if term in self._scored or term.name in terms:
@@ -293,15 +290,15 @@ class RewardSet:
         return combine(values, shares, step=step, group_id=group_id) if values else torch.zeros(0)
 
     def turn_weight(self, step: int | None = None) -> float:
-        """The weight of the rewards that an environment gives for single turns in the sample's reward."""
+        """The weight in the sample's reward of the rewards that an environment gives for single turns."""
         return sum(term.share.at(step) for term in self.terms if isinstance(term.function, Environment))
 
     def _parts(self, term: Term, count: int) -> list[range]:
-        """The samples of each call of a term on `count` samples."""
+        """The ranges of samples into which a call of a term on `count` samples is split."""
         if not term.per_sample:
             return [range(count)]
-        # twice as many as threads, as samples take unequal times, and a thread may still have an earlier micro-batch;
-        # where each sample has a time limit, one each, so that no batch of them exceeds reward.timeout_s
+        # Twice as many as threads, because samples take unequal times and threads may be busy with an earlier
+        # micro-batch. Where each sample has a time limit, one call per sample: several could exceed reward.timeout_s.
         pieces = count if UNJUDGED in term.extras else min(2 * self._workers, count) if self._workers > 1 else 1
         return [range(i * count // pieces, (i + 1) * count // pieces) for i in range(pieces)]
 
@@ -313,11 +310,11 @@ class RewardSet:
 
     def _run_on_device(self, call: Call) -> Rows:
         if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)  # of this thread, which begins on the first one
+            torch.cuda.set_device(self._device)  # of this thread, which starts on device 0
         return call.run()
 
     def _wait(self, calls: list[Call]) -> None:
-        """Wait until all calls are done, one has failed, or one that runs is overdue."""
+        """Wait until all calls are done. Raises RewardError once one has failed or is overdue."""
         pending = {call.future for call in calls if call.future is not None}
         while pending:
             self._raise_failures(calls)
@@ -325,7 +322,7 @@ class RewardSet:
         self._raise_failures(calls)
 
     def _raise_failures(self, calls: list[Call]) -> None:
-        """Raise for the first call that has failed or is overdue, without waiting."""
+        """Raise RewardError for the first call that has failed or is overdue, without waiting."""
         for call in calls:
             if call.overdue(self._timeout_s):
                 raise RewardError(
@@ -338,11 +335,11 @@ class RewardSet:
 
 
 def seen_by(takes: str, outputs: Outputs, prompts: list[Prompt], frames: int) -> tuple[Outputs, list[Prompt]]:
-    """The part of B outputs that a reward is given which takes one of TAKES, and the prompt of each.
+    """The input for a reward that takes `takes`, one of TAKES, from B outputs, and the prompt of each item.
 
-    For `images`: [B k, 3, H, W], k evenly spaced frames of each video, at most `frames`. For `videos`:
-    [B, F, 3, H, W], of one frame where outputs are images. Completions are given as they are, and for `transcripts`
-    with all that was said before.
+    For `images`: [B k, 3, H, W], with k evenly spaced frames of each video, at most `frames`. For `videos`:
+    [B, F, 3, H, W], with F = 1 if the outputs are images. For `completions`: the outputs. For `transcripts`: lists of
+    messages that end with the completion.
     """
     if takes == "transcripts":
         talks: list[Any] = [transcript(prompt, text) for prompt, text in zip(prompts, outputs, strict=True)]

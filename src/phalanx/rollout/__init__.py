@@ -1,1 +1,1 @@
-"""Sampling, by kind of policy."""
+"""Sampling engines, by kind of policy."""

@@ -1,4 +1,4 @@
-"""The policy's own log-probabilities of samples that an engine with other kernels drew."""
+"""Rescoring: the policy's own log-probabilities of samples that an engine with other kernels drew."""
 
 from dataclasses import replace
 
@@ -16,8 +16,8 @@ from phalanx.types import Policy, Samples
 def rescore(
     policy: Policy, samples: Samples, config: RolloutConfig, passes: Passes
 ) -> tuple[Samples, dict[str, float]]:
-    """Replay all samples in `passes` as those of the training; returns them with the policy's log-probabilities and the
-    correction's weights, and how far the engine's were off. Unchanged with rollout.correction=none.
+    """Replay all samples with the policy, in passes of the training's shapes. Returns the samples with the policy's
+    log-probabilities and the correction's weights (unchanged with rollout.correction=none), and mismatch metrics.
     """
     if config.correction == "none":
         return samples, {}
@@ -32,7 +32,7 @@ def rescore(
     real = diff[mask] if mask.any() else diff.new_zeros(1)
     means = {
         "rollout/logprob_abs_diff_mean": real.abs().mean().item(),
-        # estimates of KL(engine, policy) on what the engine drew: Schulman's k1 and k3
+        # estimates of KL(engine, policy) on the engine's samples: Schulman's k1 and k3
         "rollout/mismatch_k1": -real.mean().item(),
         "rollout/mismatch_k3": (torch.expm1(real) - real).mean().item(),
         "rollout/correction_weight_mean": (weight[mask] if mask.any() else weight.new_ones(1)).mean().item(),

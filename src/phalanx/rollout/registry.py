@@ -1,4 +1,4 @@
-"""Checks of the engines of all kinds of policy: see phalanx.config.engines."""
+"""Checks of sampling engines, for all kinds of policy: see phalanx.config.engines."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -11,12 +11,12 @@ from phalanx.config.run import RolloutConfig
 from phalanx.types import Rollout
 
 ARGUMENTS = ("policy", "config", "world", "micro_batch_size")
-ATTRIBUTES = ("exact", *inspect.get_annotations(Rollout))  # which an instance may get as it is made
+ATTRIBUTES = ("exact", *inspect.get_annotations(Rollout))  # may be set by __init__, so the class need not have them
 
 
 def check_class(kind: Any, name: str, keyword: str, base: str, beside: Sequence[str] = ()) -> None:
-    """Raise ConfigError for an object that `name` stands for and that is no engine. It is called with ARGUMENTS and
-    `keyword`, and has all methods of Rollout and those `beside`, which `base` brings.
+    """Raise ConfigError unless `kind`, the object that `name` refers to, is an engine class: it takes ARGUMENTS and
+    `keyword`, and has the methods of Rollout and those named in `beside`. `base`: the class to derive engines from.
     """
     here = f"{KEY}: {name!r}"
     if not isinstance(kind, type):
@@ -36,20 +36,20 @@ def check_class(kind: Any, name: str, keyword: str, base: str, beside: Sequence[
         inspect.signature(kind).bind(*ARGUMENTS, **{keyword: None})
     except TypeError as error:
         call = f"{kind.__name__}({', '.join(ARGUMENTS)}, {keyword}=...)"
-        raise ConfigError(f"{here} is made by {call}: {error}") from None
+        raise ConfigError(f"{here} is constructed as {call}: {error}") from None
 
 
 def made(kind: Callable[..., Any], name: str, *args: Any, **options: Any) -> Any:
-    """The rollout of an engine's class. Raises ConfigError where it lacks an attribute of Rollout."""
+    """Construct an engine. Raises ConfigError if it lacks an attribute of Rollout."""
     rollout = kind(*args, **options)
     missing = [attribute for attribute in ATTRIBUTES if attribute not in dir(rollout)]
     if missing:
-        raise ConfigError(f"{KEY}: {name!r} has no {', '.join(missing)} once it is made; see phalanx.types.Rollout")
+        raise ConfigError(f"{KEY}: {name!r} has no {', '.join(missing)} after __init__; see phalanx.types.Rollout")
     return rollout
 
 
 def check_installed(config: RolloutConfig) -> None:
-    """Raise ConfigError for an engine whose library is not here."""
+    """Raise ConfigError if the library of the configured engine is not installed."""
     facts = config.facts
     if facts.package is not None and find_spec(facts.package.partition(".")[0]) is None:
         remedy = f"{facts.install}; or set" if facts.install else "set"

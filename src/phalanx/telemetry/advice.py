@@ -1,18 +1,18 @@
-"""Warnings about a run, from the rows of its metrics: signs that it learns nothing, each reported once."""
+"""Warnings about signs in a run's metrics that it learns nothing; each is reported once."""
 
 from typing import Any
 
 from phalanx.config.joint import PAINTER
 
-PATIENCE = 5  # steps in a row without a signal, until a warning reports them; fewer where the job is shorter
-SAME_STEPS = 10  # steps in a row with one mean reward, to the last bit
+PATIENCE = 5  # consecutive steps without a learning signal before a warning, or all steps of a shorter job
+SAME_STEPS = 10  # consecutive steps with exactly the same mean reward before a warning
 
 
 class Advisor:
-    """Watches the rows of a run of `total_steps` training steps, each in turn.
+    """Checks the rows of a run of `total_steps` training steps, one after the other.
 
-    `samples_per_prompt` is rollout.n: a single sample differs from no other. `max_response_length` is named in the
-    warning about responses that are cut. `policy`: the one of a joint run whose metrics are watched.
+    `samples_per_prompt` is rollout.n; with 1, rewards cannot be compared within a prompt. `max_response_length` is
+    mentioned in the warning about truncated responses. `policy`: which policy of a joint run to check.
     """
 
     def __init__(
@@ -25,12 +25,12 @@ class Advisor:
         self._last_reward: tuple[Any, Any] | None = None
 
     def warnings(self, step: int, row: dict[str, Any]) -> list[str]:
-        """The warnings that this row gives rise to; none that an earlier row gave."""
+        """The new warnings about this row."""
         if self._policy is None:
             return self._warnings(step, row)
         prefix = f"{self._policy}/"
         metrics = {key.removeprefix(prefix): value for key, value in row.items() if key.startswith(prefix)}
-        if self._policy == PAINTER:  # the rewards of its pictures are the run's
+        if self._policy == PAINTER:  # the rewards of the run are those of the painter's images
             metrics |= {key: value for key, value in row.items() if key.startswith("reward/")}
         return [f"{self._policy}: {line}" for line in self._warnings(step, metrics)]
 
@@ -42,7 +42,7 @@ class Advisor:
                 f"all responses of step {step} are cut at {limit}, before their end of sequence: raise it, or reward "
                 "shorter responses"
             )
-        # of a policy of a joint run only those steps count in which it was trained
+        # for a policy of a joint run, only steps count in which it was trained
         if not is_training_row(row) or (self._policy is not None and not any(key.startswith("actor/") for key in row)):
             return lines
         signal = self._missing_signal(step, row)
@@ -51,7 +51,7 @@ class Advisor:
         reward = row.get("reward/mean"), row.get("reward/std")
         is_same = reward == self._last_reward and bool(reward[1])
         self._last_reward = reward
-        if self._lasts("same", is_same, SAME_STEPS - 1):  # equal to the one before: the first has none
+        if self._lasts("same", is_same, SAME_STEPS - 1):  # k equal values are k - 1 comparisons with the previous one
             lines.append(
                 f"reward/mean is {reward[0]:g} in each of the last {SAME_STEPS} steps, up to step {step}: either the "
                 "samples do not depend on the weights, or the reward does not depend on the samples"
@@ -59,7 +59,7 @@ class Advisor:
         return lines
 
     def _missing_signal(self, step: int, row: dict[str, Any]) -> str | None:
-        """One warning about rewards that do not differ, or else about weights that do not change."""
+        """A warning about rewards that do not differ, or about weights that do not change."""
         # PPO's critic learns from a single sample per prompt, and its warm-up updates no policy
         has_critic = any(key.startswith("critic/") for key in row)
         high, low = row.get("reward/max"), row.get("reward/min")
@@ -71,7 +71,7 @@ class Advisor:
         is_idle = self._lasts("idle", reason is not None, patience)
         if not (is_flat or is_even or is_idle):
             return None
-        self._reported |= {"flat", "even", "idle"}  # one has the others as its consequence
+        self._reported |= {"flat", "even", "idle"}  # each implies the next, so report only one
         steps = f"the last {patience} steps, up to step {step}"
         if is_flat:
             return f"the reward is {high:g} for every sample of {steps}: there is nothing to learn from"
@@ -80,7 +80,7 @@ class Advisor:
         return f"no weight was updated in {steps}: {reason}"
 
     def _lasts(self, kind: str, holds: bool, patience: int) -> bool:
-        """True once, when the condition has held in `patience` rows in a row."""
+        """True once, when the condition has held for `patience` consecutive rows."""
         self._streaks[kind] = self._streaks.get(kind, 0) + 1 if holds else 0
         if self._streaks[kind] < patience or kind in self._reported:
             return False
@@ -89,7 +89,7 @@ class Advisor:
 
 
 def is_training_row(row: dict[str, Any]) -> bool:
-    """True for a row of a training step; a validation before training has only val/, time/ and the clock."""
+    """Whether a row belongs to a training step; a validation before training logs only val/, time/ and a clock."""
     return any(not key.startswith(("val/", "time/", "perf/elapsed_s")) and key != "step" for key in row)
 
 

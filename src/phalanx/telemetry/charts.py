@@ -1,4 +1,4 @@
-"""The charts of the report: which curves of which runs, as the numbers that page/report.js draws with uPlot."""
+"""The charts of the report: selects the curves of each chart, as data that page/report.js draws with uPlot."""
 
 import math
 import re
@@ -12,18 +12,18 @@ from phalanx.config.joint import PAINTER, POLICIES, WRITER
 from phalanx.telemetry.loggers import ELAPSED, LOSS
 from phalanx.telemetry.run_folder import VALIDATION, Point, Run
 
-MAX_POINTS = 1000  # of a curve; longer ones are averaged, which a screen can hardly tell from all of them
+MAX_POINTS = 1000  # per curve; longer ones are averaged, which is hardly visible on a screen
 MAX_BARS = 120
-COLOURS = 8  # of page/report.css
-# the places of the usual phases in a stack, from its bottom
+COLOURS = 8  # the number of colours in page/report.css
+# the order of the usual phases in a stack, from the bottom
 _PHASES = {"rollout": 0, "judge": 1, "reward": 2, "update": 3, "checkpoint": 4, "validation": 5}
 
 
 @dataclass(frozen=True)
 class Series:
-    """A curve: its label, points (step, value), and half the height of the band around each point, if any.
+    """A curve: its label, its points (step, value), and half the height of the band around each point, if any.
 
-    `colour` and `dash` are numbers of the looks in page/report.css and page/report.js.
+    `colour` and `dash` are indices of styles in page/report.css and page/report.js.
     """
 
     label: str
@@ -33,7 +33,7 @@ class Series:
     dash: int = 0
 
     def data(self, limit: int) -> dict[str, Any]:
-        """The curve as page/report.js reads it, in at most `limit` points."""
+        """The curve in the format of page/report.js, with at most `limit` points."""
         steps, values = _columns(thin(self.points, limit))
         data: dict[str, Any] = {"label": self.label, "colour": self.colour, "dash": self.dash, "x": steps, "y": values}
         if self.band:
@@ -43,7 +43,7 @@ class Series:
         return data
 
     def summary(self) -> str:
-        """The curve in words."""
+        """A description of the curve in words."""
         (first, start), (last, end) = self.points[0], self.points[-1]
         low, high = min(self.points, key=itemgetter(1))[1], max(self.points, key=itemgetter(1))[1]
         return (
@@ -54,11 +54,11 @@ class Series:
 
 @dataclass(frozen=True)
 class Chart:
-    """The curves of all metrics whose names match `keys`; a group in it is the curve's label.
+    """The curves of all metrics whose names match `keys`; a group in the pattern is the curve's label.
 
-    `band` is the metric that is the half height of the band, {} in it the curve's label, and `spread` says of the band
-    what it is. `bars` stacks the values of each step. `plain` curves are
-    not smoothed by the page, and each of their points is marked. `zero` starts the axis at 0.
+    `band` is the metric for half the height of the band, with {} for the label, and `spread` describes the band in the
+    caption. `bars` stacks the values of each step. `plain` curves are not smoothed by the page, and their points are
+    marked. `zero` starts the axis at 0.
     """
 
     title: str
@@ -76,12 +76,12 @@ class Chart:
         return MAX_BARS if self.bars else MAX_POINTS
 
     def data(self) -> dict[str, Any]:
-        """The chart as page/report.js reads it."""
+        """The chart in the format of page/report.js."""
         looks = {"bars": self.bars, "plain": self.plain, "zero": self.zero}
         return looks | {"series": [series.data(self.limit) for series in self.series]}
 
     def html(self) -> str:
-        """The <figure>. The script draws in `.plot`; until then, and for who cannot see it, it holds words."""
+        """The <figure>. The script draws into `.plot`, which contains a description until then and as its label."""
         notes, summaries, longest = [self.note], [], 0
         for series in self.series:
             summaries.append(series.summary())
@@ -100,8 +100,8 @@ class Chart:
 
 CHARTS = (
     Chart("Loss", LOSS.pattern),
-    Chart("Loss by noise level", "train/loss_at_(.+)", "Of the masked tokens at each level."),
-    Chart("Accuracy", "(?:train|actor)/accuracy", "Of masked tokens, or of preferences between two samples."),
+    Chart("Loss by noise level", "train/loss_at_(.+)", "On the masked tokens at each level."),
+    Chart("Accuracy", "(?:train|actor)/accuracy", "On masked tokens, or on preferences between two samples."),
     Chart("Training reward", "reward/mean", band="reward/std"),
     Chart(
         "Validation reward",
@@ -120,13 +120,13 @@ CHARTS = (
     Chart(
         "Rewritten prompts",
         "rewrite/(.+_ratio)",
-        "Shares of responses: without a prompt, with one that is cut, and of different ones.",
+        "Shares of responses that contain no prompt, a truncated prompt, or a distinct prompt.",
         zero=True,
     ),
     Chart("Response length (tokens)", "response/length_(mean|max|min)"),
-    Chart("Truncated responses", "response/truncated_ratio", "Share cut at data.max_response_length.", zero=True),
+    Chart("Truncated responses", "response/truncated_ratio", "Share truncated at data.max_response_length.", zero=True),
     Chart("Turns and calls per sample", "(conversation/turns_(?:mean|max)|tools/call_frequency)", zero=True),
-    Chart("Reward by number of turns", "conversation/reward_turns_(.+)", "Of training samples with so many turns."),
+    Chart("Reward by number of turns", "conversation/reward_turns_(.+)", "Mean over training samples with k turns."),
     Chart("Validation reward by number of turns", "val/(.+/conversation/reward_turns_.+)", plain=True),
     Chart("Entropy", "(?:actor|train)/entropy"),
     Chart("Importance ratio", "actor/ratio_mean", band="actor/ratio_std"),
@@ -140,7 +140,7 @@ CHARTS = (
     Chart(
         "Seconds by phase",
         "time/(.+)",
-        "Phases that run at the same time (rewards beside sampling) are stacked all the same.",
+        "Concurrent phases, such as sampling and rewards, are stacked as well.",
         bars=True,
     ),
     Chart(
@@ -149,8 +149,8 @@ CHARTS = (
     Chart(
         "FLOPs utilisation",
         "perf/(?:cpu_)?[mh]fu",
-        "Share of the device's peak, of a CPU's (cpu_) measured rate of matrix products: mfu without, hfu with what "
-        "checkpointing computes again.",
+        "Share of the device's peak, or for a CPU (cpu_) of its measured rate of matrix products. hfu includes the "
+        "recomputation by checkpointing, mfu does not.",
         zero=True,
     ),
     Chart("Peak memory (GB)", "perf/peak_memory_gb", zero=True),
@@ -158,8 +158,8 @@ CHARTS = (
 
 
 def charts_of(runs: Sequence[Run]) -> tuple[list[Chart], list[Chart]]:
-    """CHARTS with the curves of these runs, and a chart for each metric that is in none of them; without those of
-    `constants_of`.
+    """CHARTS with the curves of these runs, and one chart for each other metric; the metrics of `constants_of` are
+    omitted.
     """
     names: set[str] = set().union(*(run.metrics() for run in runs))
     constants = constants_of(runs)
@@ -183,7 +183,7 @@ def charts_of(runs: Sequence[Run]) -> tuple[list[Chart], list[Chart]]:
 
 
 def constants_of(runs: Sequence[Run]) -> dict[str, float]:
-    """The metrics, except seconds of phases, that have one value in all rows of all runs; a row on its own is none."""
+    """The metrics, except seconds of phases, with the same value in all rows of all runs, and more than one row."""
     values: dict[str, set[float]] = {}
     repeated = set()
     for run in runs:
@@ -200,8 +200,8 @@ def constants_of(runs: Sequence[Run]) -> dict[str, float]:
 
 
 def _curves(chart: Chart, names: list[str], runs: Sequence[Run]) -> list[Series]:
-    """A curve for each metric and run, each in a colour of its own; where colours come again, their dashes differ, and
-    of several metrics of several runs a run's curves have one dash.
+    """One curve per metric and run, each with a separate colour; curves that share a colour have different dashes. With
+    several metrics and several runs, and enough colours, the dash identifies the run.
     """
     curves = list[Series]()
     is_crowded = len(names) * len(runs) > COLOURS
@@ -216,7 +216,7 @@ def _curves(chart: Chart, names: list[str], runs: Sequence[Run]) -> list[Series]
                 continue
             if len(runs) == 1:
                 curves.append(Series(label, points, run.points(_band(chart, name)), colour=i, dash=i // COLOURS))
-            else:  # bands would hide the other runs, and the difference of their means
+            else:  # bands would hide the other runs and the differences between their means
                 name_of = run.label if len(names) == 1 else f"{run.label} · {label}"
                 colour = i * len(runs) + k
                 dash = colour // COLOURS if is_crowded or len(names) == 1 else k
@@ -225,15 +225,15 @@ def _curves(chart: Chart, names: list[str], runs: Sequence[Run]) -> list[Series]
 
 
 def _band(chart: Chart, name: str) -> str:
-    """The metric of the band around the curve of a metric of the chart."""
+    """The metric of the band around the curve of `name`, one of the chart's metrics."""
     policy, plain = _of_policy(name)
     match = re.fullmatch(chart.keys, plain)
-    assert match is not None, "it is one of the chart"
+    assert match is not None, "the chart contains this metric"
     return f"{policy}{chart.band.format(*match.groups())}"
 
 
 def _of_policy(name: str) -> tuple[str, str]:
-    """The prefix of a joint run's metric of one policy, such as `writer/`, and the metric; "" of other metrics."""
+    """Split a joint run's metric into the prefix of its policy, such as `writer/`, and the rest; "" if it has none."""
     for policy in POLICIES:
         if name.startswith(f"{policy}/"):
             return f"{policy}/", name.removeprefix(f"{policy}/")
@@ -241,21 +241,21 @@ def _of_policy(name: str) -> tuple[str, str]:
 
 
 def _policies_last(name: str) -> tuple[bool, str, str]:
-    """Sorts metrics: those of the run, then of a joint run's writer, then of its painter."""
+    """Sort key of metrics: those of the run first, then those of a joint run's writer, then of its painter."""
     policy, plain = _of_policy(name)
     return policy.startswith(PAINTER), policy, plain
 
 
 def _phase(name: str) -> tuple[int, bool]:
-    """Sorts phases: the usual ones in their order, of a joint run the writer's before the painter's."""
+    """Sort key of phases: the usual ones in order, then others; in a joint run the writer's before the painter's."""
     phase = name.removeprefix("time/")
     plain = phase.removeprefix(f"{WRITER}_").removeprefix(f"{PAINTER}_")
     return _PHASES.get(plain, len(_PHASES)), phase.startswith(PAINTER)
 
 
 def _stack(run: Run, names: list[str]) -> list[Series]:
-    """Seconds of each phase over all steps that have any; 0 where a step has none of that phase."""
-    # the usual phases first, in their order, so that a bar with a validation looks like its neighbours at its bottom
+    """The seconds of each phase in all steps that have any phase; 0 for phases that a step lacks."""
+    # the usual phases come first, so that the bottom of a bar with a validation looks like that of its neighbours
     ordered = sorted(names, key=_phase)
     values, steps = {}, set[int]()
     for name in ordered:
@@ -270,7 +270,7 @@ def _stack(run: Run, names: list[str]) -> list[Series]:
 
 
 def thin(points: list[Point], limit: int) -> list[Point]:
-    """At most `limit` points, each the mean of about equally many neighbours at the step in their middle."""
+    """Reduce a curve to at most `limit` points: means of consecutive points, at the middle step of each group."""
     count, means = min(len(points), limit), []
     for i in range(count):
         chunk = points[i * len(points) // count : (i + 1) * len(points) // count]
@@ -279,7 +279,7 @@ def thin(points: list[Point], limit: int) -> list[Point]:
 
 
 def _columns(points: list[Point]) -> tuple[list[int], list[float]]:
-    """The steps, and the values in six digits: the page shows four, and each costs a byte per point."""
+    """Steps and values, rounded to six digits: the page shows four, and each digit costs a byte per point."""
     steps, values = [], []
     for step, value in points:
         steps.append(step)

@@ -1,4 +1,4 @@
-"""The table with which a comparison of runs begins: a row per run, figures with their differences to the first run."""
+"""The table at the top of a comparison page: one row per run, with differences to the first run."""
 
 from collections.abc import Sequence
 from datetime import timedelta
@@ -13,7 +13,7 @@ TIME = "time"
 
 
 def comparison_table(runs: Sequence[Run]) -> str:
-    """First, last and best validation, reward or loss, steps, time, throughput and memory of each run."""
+    """A table of each run's first, last and best validation, reward or loss, steps, time, throughput and memory."""
     figures = [figures_of(run) for run in runs]
     columns = list(dict.fromkeys(name for row in figures for name in row))
     html = "<section><div class='scroll comparison'><table><thead><tr><th scope=col>run</th>"
@@ -25,12 +25,12 @@ def comparison_table(runs: Sequence[Run]) -> str:
         for name in columns:
             html += f"<td>{_cell(name, row.get(name), None if row is figures[0] else figures[0].get(name))}</td>"
         html += "</tr>"
-    note = f"In small figures: the difference to {runs[0].label}. Throughput is the median over the steps."
+    note = f"Small figures are differences to {runs[0].label}. Throughput is the median over the steps."
     return f"{html}</tbody></table></div><p class=n>{escape(note)}</p></section>"
 
 
 def figures_of(run: Run) -> dict[str, float]:
-    """The figures of a run, by the names of their columns; those that it has not logged are left out."""
+    """The figures of a run by column name, without those that it has not logged."""
     figures: dict[str, float] = {}
     for name, points in run.validations().items():
         figures[f"{name} first"], figures[f"{name} last"] = points[0][1], points[-1][1]
@@ -53,7 +53,7 @@ def figures_of(run: Run) -> dict[str, float]:
 
 
 def _cell(name: str, value: float | None, first: float | None) -> str:
-    """A figure, and its difference to that of the first run."""
+    """A figure and its difference to that of the first run."""
     if value is None:
         return "-"
     text = str(timedelta(seconds=round(value))) if name == TIME else f"{value:.4g}"

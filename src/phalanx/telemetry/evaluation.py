@@ -1,4 +1,4 @@
-"""An evaluation on disk: records.jsonl, a line per sample as they come, and evaluation.json, the statistics of them."""
+"""An evaluation on disk: records.jsonl, to which samples are appended, and evaluation.json, their statistics."""
 
 import json
 import math
@@ -26,24 +26,24 @@ from phalanx.functional.statistics import (
 from phalanx.telemetry.loggers.console import plain
 
 RECORDS, RESULT, ARGUMENTS, PAGE = "records.jsonl", "evaluation.json", "arguments.json", "evaluation.html"
-ENDED = "ended.json"  # how the last command has ended that had the folder, and its last words
+ENDED = "ended.json"  # how the last command that used the folder has ended, and its final message
 REWARD = "reward"
 STATISTICS = ("mean", "avg", "pass", "best", "majority")
-CHANGED = 20  # prompts that changed most, half of them upwards
+CHANGED = 20  # number of prompts in the list of largest changes, half of them improvements
 KEYS = {"set", "index", "sample", "prompt", "reward", "scores"}
 
 Row = dict[str, Any]
-Figures = dict[str, dict[str, Estimate]]  # by scores and statistics
+Figures = dict[str, dict[str, Estimate]]  # by score and statistic
 
 
 class Records:
-    """records.jsonl, to which the samples of a chunk are added at once."""
+    """records.jsonl, to which samples are appended chunk by chunk."""
 
     def __init__(self, folder: Path) -> None:
         self.file = folder / RECORDS
 
     def add(self, rows: Sequence[Row]) -> None:
-        """Append rows, and have them on the disk when it returns. Raises OSError."""
+        """Append rows and sync them to disk. Raises OSError."""
         with self.file.open("a", encoding="utf-8") as file:
             for row in rows:
                 file.write(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n")
@@ -51,7 +51,7 @@ class Records:
             os.fsync(file.fileno())
 
     def keep(self, sizes: Sequence[int]) -> int:
-        """Cut the file behind its last whole chunk, of which `sizes` are the rows, and return how many it has."""
+        """Truncate the file after its last complete chunk (chunk i has sizes[i] rows); return the number of chunks."""
         rows, chunks, kept = read_records(self.file, is_cut=True), 0, 0
         while chunks < len(sizes) and kept + sizes[chunks] <= len(rows):
             kept += sizes[chunks]
@@ -63,13 +63,13 @@ class Records:
 
 
 def read_records(file: Path, *, is_cut: bool = False) -> list[Row]:
-    """The rows; `is_cut`: the last one may be broken, and is left out then. Raises ValueError for any other."""
+    """The rows of a records.jsonl. is_cut: ignore an incomplete last line. Raises ValueError for an invalid row."""
     rows: list[Row] = []
     lines = file.read_text(encoding="utf-8", errors="replace").split("\n") if file.is_file() else [""]
     for number, line in enumerate(lines[:-1] if is_cut else filter(None, lines), start=1):
         row = json_object(line)
         if row is None or not row.keys() >= KEYS:
-            raise ValueError(f"{file}:{number}: not a record of an evaluation; delete the file to sample anew")
+            raise ValueError(f"{file}:{number}: not a record of an evaluation; delete the file to sample again")
         rows.append(row)
     return rows
 
@@ -79,8 +79,8 @@ def read_records(file: Path, *, is_cut: bool = False) -> list[Row]:
 
 @dataclass(frozen=True)
 class Scores:
-    """The scores of a set of prompts: `values` [P, n] by name, NaN where a reward failed; `answers` [P][n] of those
-    rewards that find some; `rows` are the first sample's of each prompt.
+    """The scores of a set of prompts: `values` maps names of scores to [P, n], with NaN for rewards that failed;
+    `answers` maps names of rewards that extract answers to [P][n]; `rows` holds each prompt's first record.
     """
 
     rows: list[Row]
@@ -92,7 +92,7 @@ class Scores:
         return self.values[REWARD].shape[1]
 
     def of(self, prompts: Sequence[int]) -> "Scores":
-        """Those of some of the prompts, by their places."""
+        """The scores of the prompts with these positions."""
         rows = [self.rows[i] for i in prompts]
         answers = {name: [given[i] for i in prompts] for name, given in self.answers.items()}
         return Scores(rows, {name: values[list(prompts)] for name, values in self.values.items()}, answers)
@@ -100,21 +100,21 @@ class Scores:
 
 @dataclass(frozen=True)
 class Wanted:
-    """The statistics that are asked for: see phalanx.config.tasks.EvaluateConfig."""
+    """The statistics to compute: see phalanx.config.tasks.EvaluateConfig."""
 
     k: Sequence[int] | None = None
     threshold: float | None = None
     group_by: str | None = None
 
     def of(self, n: int) -> list[int]:
-        """The numbers k for n samples per prompt."""
+        """The values of k for n samples per prompt: those chosen, or by default the powers of 2 up to n."""
         if self.k is not None:
             return [k for k in self.k if k <= n]
         return [2**power for power in range(n.bit_length())]
 
 
 def read_scores(rows: Sequence[Row]) -> dict[str, Scores]:
-    """The scores by the names of sets, in whatever order the rows are."""
+    """Group rows, in any order, into the scores of each set."""
     sets: dict[str, dict[int, dict[int, Row]]] = {}
     for row in rows:
         sets.setdefault(row["set"], {}).setdefault(row["index"], {})[row["sample"]] = row
@@ -136,7 +136,7 @@ def _matrix(values: Sequence[Sequence[float | None]]) -> NDArray[np.float64]:
 
 
 def per_prompt(scores: Scores, wanted: Wanted) -> dict[str, dict[str, NDArray[np.float64]]]:
-    """The values [P] of each prompt by scores and statistics; NaN of a prompt that has too few samples with a score."""
+    """The value of each prompt, [P], by score and statistic; NaN for prompts with too few scored samples."""
     result = {}
     for name, values in scores.values.items():
         statistics = {"mean": _each(values, 1, lambda row, _: float(row.mean()))}
@@ -145,10 +145,10 @@ def per_prompt(scores: Scores, wanted: Wanted) -> dict[str, dict[str, NDArray[np
         for k in wanted.of(scores.n):
             if threshold is not None:
                 statistics[f"pass@{k}"] = _each(values, k, partial(_passed, k=k, threshold=threshold))
-            if k == 1:  # the others are the mean
+            if k == 1:  # all other statistics equal the mean
                 continue
             statistics[f"avg@{k}"] = _each(values[:, :k], k, lambda row, _: float(row.mean()))
-            if not are_marks:  # of which it is pass@k
+            if not are_marks:  # for scores of 0 and 1, best@k equals pass@k
                 statistics[f"best@{k}"] = _each(values, k, lambda row, _, k=k: best_of_k(row, k))
             if name in scores.answers:
                 votes = partial(_majority, values=values, answers=scores.answers[name], k=k)
@@ -158,13 +158,13 @@ def per_prompt(scores: Scores, wanted: Wanted) -> dict[str, dict[str, NDArray[np
 
 
 def _order(statistic: str) -> tuple[int, int]:
-    """Sorts statistics by their kind, and then by k."""
+    """Sort key of statistics: by kind, then by k."""
     kind, _, k = statistic.partition("@")
     return STATISTICS.index(kind), int(k or 0)
 
 
 def _each(values: NDArray[np.float64], least: int, statistic: Any) -> NDArray[np.float64]:
-    """`statistic(row, i)` of the scores of each prompt, where it has at least so many."""
+    """Apply `statistic(row, i)` to the scores of each prompt i that has at least `least` of them; others are NaN."""
     result = np.full(len(values), np.nan)
     for i, row in enumerate(values):
         known = row[~np.isnan(row)]
@@ -185,7 +185,7 @@ def _majority(
 
 
 def figures(scores: Scores, wanted: Wanted) -> Figures:
-    """The estimates over the prompts, each of those that have a value."""
+    """The estimates over all prompts that have a value."""
     result: Figures = {}
     for name, statistics in per_prompt(scores, wanted).items():
         estimates = {}
@@ -199,9 +199,10 @@ def figures(scores: Scores, wanted: Wanted) -> Figures:
 
 @dataclass(frozen=True)
 class Difference:
-    """An evaluation against another, of the same prompts and seeds: `figures` are the differences; by score, `wins` has
-    the numbers of prompts, and of samples, that are better, equal and worse, and `changed` the prompts that changed
-    most: their places, with the means before and now.
+    """An evaluation compared with another one of the same prompts and seeds.
+
+    `figures` are the differences; `wins` counts, by score, the prompts and the samples that are (better, equal, worse);
+    `changed` lists the prompts that changed most, as (position, mean before, mean now).
     """
 
     figures: Figures
@@ -210,7 +211,7 @@ class Difference:
 
 
 def difference(scores: Scores, others: Scores, wanted: Wanted) -> Difference:
-    """The scores against others; terms that only one of them has are left out."""
+    """Compare scores with others; terms that only one of them has are omitted."""
     values, before = per_prompt(scores, wanted), per_prompt(others, wanted)
     result, wins = Figures(), dict[str, dict[str, tuple[int, int, int]]]()
     for name in values:
@@ -238,7 +239,7 @@ def _wins(changes: NDArray[np.float64]) -> tuple[int, int, int]:
 
 
 def grouped(scores: Scores, column: str) -> dict[str, list[int]]:
-    """The places of the prompts by the values of a column of their data, numbers in their order."""
+    """Group the positions of prompts by the values of a data column, in numerical order if all are numbers."""
     groups: dict[str, list[int]] = {}
     numbers: dict[str, float] = {}
     for i, row in enumerate(scores.rows):
@@ -256,8 +257,8 @@ def grouped(scores: Scores, column: str) -> dict[str, list[int]]:
 def result_of(
     rows: Sequence[Row], wanted: Wanted, facts: Mapping[str, Any], baseline: Sequence[Row] | None = None
 ) -> dict[str, Any]:
-    """The content of evaluation.json: by set the statistics, those of groups, and the differences to a baseline, of
-    which `baseline` are the rows.
+    """The content of evaluation.json: for each set the statistics, those of groups, and the differences to a baseline
+    with the rows `baseline`.
     """
     others = None if baseline is None else read_scores(baseline)
     sets: dict[str, Any] = {}
@@ -312,7 +313,7 @@ def _plain(result: Figures) -> dict[str, Any]:
 
 
 def write_json(file: Path, content: Mapping[str, Any]) -> None:
-    """Write a file of the folder at once, complete. Raises OSError."""
+    """Write a JSON file atomically. Raises OSError."""
     replace_file(file, json.dumps(content, ensure_ascii=False, allow_nan=False, indent=1) + "\n")
 
 
@@ -320,7 +321,7 @@ def write_json(file: Path, content: Mapping[str, Any]) -> None:
 
 
 def shown_scores(names: Sequence[str], scores: Mapping[str, Any]) -> list[str]:
-    """The scores that a table shows: without the reward where a single term is the same."""
+    """The scores that a table shows; if there is one term and it equals the reward, the reward is omitted."""
     terms = [name for name in names if name != REWARD]
     if len(terms) == 1 and REWARD in scores and scores[terms[0]].get("mean") == scores[REWARD].get("mean"):
         return terms
@@ -328,14 +329,14 @@ def shown_scores(names: Sequence[str], scores: Mapping[str, Any]) -> list[str]:
 
 
 def interval_text(estimate: Mapping[str, Any]) -> str:
-    """An estimate as `0.750 [0.531, 0.888]`."""
+    """Format an estimate as `0.7500 [0.5310, 0.8880]`."""
     if estimate["low"] is None:
         return f"{estimate['value']:.4f}"
     return f"{estimate['value']:.4f} [{estimate['low']:.4f}, {estimate['high']:.4f}]"
 
 
 def groups_of(part: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any], Mapping[str, Any] | None]]:
-    """The rows of a table for the groups and for their mean: a label, the scores, and the differences."""
+    """Table rows for the groups and their mean: (label, scores, differences)."""
     compared, shown = part.get("baseline", {}), []
     for value, group in part.get("groups", {}).items():
         inner = compared.get("groups", {}).get(value, {}).get("differences")
@@ -347,7 +348,7 @@ def groups_of(part: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any], Map
 
 
 def table(result: Mapping[str, Any]) -> str:
-    """The statistics as lines for the console."""
+    """Format the statistics for the console."""
     lines = []
     for name, part in result["sets"].items():
         lines.append(f"{name}: {part['prompts']} prompts x {part['n']}, 95 % intervals over prompts")

@@ -1,8 +1,9 @@
-"""evaluation.html: a self-contained page about an evaluation, with the style of the report."""
+"""evaluation.html: a self-contained page about an evaluation, in the style of the report."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -12,36 +13,39 @@ from phalanx.telemetry.evaluation import CHANGED, PAGE, REWARD, Row, groups_of, 
 from phalanx.telemetry.report import _asset, _cells, _details, _policy, _tile
 from phalanx.telemetry.samples import _data_url, _image, notes_html
 
-EXTREMES = 8  # prompts of each set that score most, and least
-MOST_TEXT = 1500  # characters of a response
-MOST_VIDEO_BYTES = 1 << 20  # of a video in the page
-INTERVALS = "95 % intervals over prompts: Student's t, or Wilson's of values that are all 0 or 1."
-PAIRED = "Differences are paired by prompt and seed; intervals: a bootstrap over prompts, of fewer than 10 Student's t."
+EXTREMES = 8  # at most this many prompts of each set with the highest, and with the lowest, rewards
+MOST_TEXT = 1500  # characters shown of a response
+MOST_VIDEO_BYTES = 1 << 20  # larger videos are not embedded
+INTERVALS = "95 % intervals over prompts: Student's t, or Wilson's if all values are 0 or 1."
+PAIRED = (
+    "Differences are paired by prompt and seed; 95 % intervals: bootstrap over prompts, or Student's t for fewer than "
+    "10 prompts."
+)
 
 
 @dataclass(frozen=True)
 class Side:
-    """Records, and the folder in which their pictures are."""
+    """The records of one model, and the folder with their images and videos."""
 
     rows: Sequence[Row]
     folder: Path
 
     def of(self, set_name: str) -> "Side":
-        """Those of a set of prompts."""
+        """The records of one set of prompts."""
         return Side([row for row in self.rows if row["set"] == set_name], self.folder)
 
     def by_place(self) -> dict[tuple[int, int], Row]:
-        """The samples by the numbers of their prompts and their own."""
+        """The samples by (prompt number, sample number)."""
         return {(row["index"], row["sample"]): row for row in self.rows}
 
     def first(self) -> dict[int, Row]:
-        """The first sample of each prompt by its number."""
+        """The first sample of each prompt by prompt number."""
         return {row["index"]: row for row in self.rows if row["sample"] == 0}
 
 
 def write_page(folder: Path, result: Mapping[str, Any], now: Side, baseline: Side | None) -> Path:
-    """Write the page of an evaluation into its folder, from its result (evaluation.json), its records and those of the
-    baseline. Raises OSError.
+    """Write the page of an evaluation into `folder`, from `result` (the content of evaluation.json), its records and
+    those of the baseline. Raises OSError.
     """
     path = folder / PAGE
     replace_file(path, _page(result, now, baseline))
@@ -67,8 +71,8 @@ def _page(result: Mapping[str, Any], now: Side, baseline: Side | None) -> str:
         f"<style>{_asset('report.css')}</style></head>\n"
         f"<body><main><header><h1>Evaluation of {escape(name)}</h1><p>{escape(' · '.join(facts))}</p></header>\n"
         f"{''.join(body)}\n"
-        "<footer>Made by <code>phalanx evaluate</code>; evaluation.json has these numbers, records.jsonl the samples."
-        "</footer></main></body></html>\n"
+        "<footer>Made by <code>phalanx evaluate</code>; the numbers are also in evaluation.json, and the samples in "
+        "records.jsonl.</footer></main></body></html>\n"
     )
 
 
@@ -81,14 +85,14 @@ def _set(name: str, part: Mapping[str, Any], now: Side, baseline: Side | None) -
     if "groups" in part:
         html += f"<h3>By group</h3>{_groups(part)}"
     if baseline is not None and part["baseline"]["changed_most"]:
-        html += f"<h3>The prompts that changed most, at most {CHANGED}</h3>{_changed(part, now, baseline)}"
+        html += f"<h3>Prompts that changed most (up to {CHANGED})</h3>{_changed(part, now, baseline)}"
     return f"{html}{_extremes(now)}</section>"
 
 
 def _tiles(part: Mapping[str, Any]) -> str:
     scores, html = part["scores"], ""
     for name in shown_scores(list(scores), scores):
-        if "mean" not in scores[name]:  # none of the samples has this score
+        if "mean" not in scores[name]:  # no sample has this score
             continue
         mean = scores[name]["mean"]
         low, high = mean["low"], mean["high"]
@@ -122,7 +126,7 @@ def _groups(part: Mapping[str, Any]) -> str:
         columns.append("difference")
     for label, scores, inner in groups_of(part):
         for name in shown_scores(list(scores), scores):
-            if "mean" not in scores[name]:  # none of its samples has this score
+            if "mean" not in scores[name]:  # no sample of the group has this score
                 continue
             row = [label, name, interval_text(scores[name]["mean"])]
             if inner is not None:
@@ -133,7 +137,7 @@ def _groups(part: Mapping[str, Any]) -> str:
 
 
 def _changed(part: Mapping[str, Any], now: Side, baseline: Side) -> str:
-    """Cards of the prompts that changed most, with the sample of each that did, before and now."""
+    """Cards of the prompts that changed most; each shows the sample that changed most, before and now."""
     rows, others, html = now.by_place(), baseline.by_place(), ""
     for change in part["baseline"]["changed_most"]:
         changes = []
@@ -149,9 +153,9 @@ def _changed(part: Mapping[str, Any], now: Side, baseline: Side) -> str:
 
 
 def _extremes(now: Side) -> str:
-    """Cards of the prompts whose first samples score most and least."""
+    """Cards of the prompts whose first samples have the highest and the lowest rewards."""
     scored = [row for row in now.first().values() if row["reward"] is not None]
-    scored.sort(key=_reward)
+    scored.sort(key=itemgetter("reward"))
     count, html = min(EXTREMES, len(scored) // 2), ""
     for title, shown in (("Highest", scored[::-1][:count]), ("Lowest", scored[:count])):
         cards = ""
@@ -162,16 +166,12 @@ def _extremes(now: Side) -> str:
     return html if count else ""
 
 
-def _reward(row: Row) -> float:
-    return float(row["reward"])
-
-
 def _kind(rows: Sequence[Row]) -> str:
     return "samples" if rows and "text" in rows[0] else ""
 
 
 def _side(label: str, mean: float | None, row: Row, folder: Path) -> str:
-    """A sample with a line below it."""
+    """A sample with its caption."""
     if "text" in row:
         text = str(row["text"])
         content = f"<pre>{escape(text if len(text) <= MOST_TEXT else f'{text[:MOST_TEXT]}…')}</pre>"

@@ -1,10 +1,9 @@
-"""Floating-point operations that a training step takes, and that the device could do.
+"""The floating-point operations of a training step, and the peak rate of the device.
 
-Model FLOPs utilisation is `step_flops(...) / (step_seconds * ranks * peak_flops(...))` without
-checkpointing, hardware FLOPs utilisation the same with what checkpointing computes again. A
-multiplication and an addition are two operations. Only matrix products, convolutions and attention
-are counted (what torch's own counter knows); norms, activations and rotations are memory-bound and
-below one per cent of a transformer.
+Model FLOPs utilisation is `step_flops(...) / (step_seconds * ranks * peak_flops(...))` without checkpointing; hardware
+FLOPs utilisation includes the recomputation by checkpointing. A multiplication and an addition count as two operations.
+Only matrix products, convolutions and attention are counted (the operations that torch's counter supports); norms,
+activations and rotary embeddings are memory-bound and below one per cent of a transformer.
 """
 
 import statistics
@@ -18,9 +17,9 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-# Dense peaks in TFLOP/s: (bfloat16 and float16 on tensor cores, float32 without TF32). A card's name
-# holds all words of its key; the first key that fits is taken, so variants stand before the plain
-# name. Datasheets with sparsity: halved.
+# Dense peak TFLOP/s: (bfloat16 and float16 on tensor cores, float32 without TF32). A key matches if the name of the GPU
+# contains all of its words; the first match is used, so variants precede the plain name. Datasheet figures with
+# sparsity are halved.
 _PEAK_TFLOPS: dict[str, tuple[float, float]] = {
     # nvidia.com/en-us/data-center/h100 (SXM, PCIe and NVL columns); H800 is an H100 with slower links.
     "H100 NVL": (835.5, 60.0),
@@ -40,8 +39,8 @@ _PEAK_TFLOPS: dict[str, tuple[float, float]] = {
     "B200": (2250.0, 75.0),
     # nvidia.com/en-us/data-center/l40s
     "L40S": (362.0, 91.6),
-    # From tables of resellers and reviewers. RTX: float16 with sums in float32, a quarter of the sparse rate with
-    # sums in float16.
+    # From tables of resellers and reviewers. RTX: float16 with float32 accumulation, a quarter of the sparse rate with
+    # float16 accumulation.
     "H20": (148.0, 44.0),
     "L40": (181.0, 90.5),
     "L4": (121.0, 30.3),
@@ -52,26 +51,25 @@ _PEAK_TFLOPS: dict[str, tuple[float, float]] = {
 }
 _GEMM_SIZES = (384, 512, 640)
 _GEMM_REPEATS = 3
-COUNTED: dict[str, int] = {}  # by `forward_flops`, of each kind of pass
+COUNTED: dict[str, int] = {}  # cache of `forward_flops`, by model and inputs
 
 
 def forward_flops(build: Callable[[], nn.Module], inputs: Callable[[], dict[str, Any]], model: str = "") -> int:
-    """FLOPs of one forward pass of `build()(**inputs())`, counted without memory or arithmetic.
+    """Count the FLOPs of one forward pass of `build()(**inputs())` without allocating memory or computing.
 
-    Both callables run under `torch.device("meta")`: they must make new tensors and not name a
-    device. The count is for the batch that `inputs` makes; with a batch of 1 it is per sample. It
-    does not depend on the dtype. Tables made in a model's constructor (Qwen-Image's complex
-    rotations) become meta tensors as well.
+    Both callables run under `torch.device("meta")`, so they must create new tensors without naming a device. The count
+    is for the batch that `inputs` creates; with a batch of 1 it is per sample. It does not depend on the dtype. Tables
+    created in a model's constructor (Qwen-Image's complex rotations) become meta tensors too.
 
-    Passes of equal inputs through models of which `model` says the same are counted once.
+    With a description `model`, the result is cached for passes with equal descriptions and inputs.
 
-    Raises ValueError where a parameter is not on the meta device: real tensors take attention
-    kernels that torch's counter does not know, and the count would be low by all of attention.
+    Raises ValueError if a parameter is not on the meta device: real tensors use attention kernels that torch's counter
+    does not support, and the count would lack attention entirely.
     """
     # SDPBackend.MATH splits attention into its two batched products, which are counted like any other.
     with torch.device("meta"), torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
         given = inputs()
-        key = f"{model} {given}"  # with the shapes of tensors, which have no values
+        key = f"{model} {given}"  # meta tensors are printed with their shapes
         if model and key in COUNTED:
             return COUNTED[key]
         module = build()
@@ -101,23 +99,21 @@ def step_flops(
     references: float = 0,
     detach_uncond: bool = False,
 ) -> int:
-    """FLOPs of a training step on all ranks, from those of a sample's pass of one guidance branch. The defaults are
-    those of supervised training.
+    """FLOPs of a training step on all ranks, given the `forward` FLOPs of one sample and one guidance branch. The
+    defaults are those of supervised training.
 
-    With `branches` = 2 under classifier-free guidance (else 1), each sample costs, in forward
-    passes:
+    With `branches` = 2 under classifier-free guidance (otherwise 1), the cost of each sample in forward passes is:
 
     - rollout: `steps * branches`;
     - each of `references`, the passes of a sample with other weights: `window * branches`;
-    - each of `updates_per_sample` updates (`ppo_epochs`), for each of the `window` trained steps:
-      `branches` for the replay, and for every branch that has a gradient (one of two if
-      `detach_uncond`) 2 for the backward pass of a full fine-tune or 1 for a LoRA, and `checkpointing`
-      more, the part of the blocks that is recomputed.
+    - each of `updates_per_sample` updates (`ppo_epochs`), for each of the `window` trained steps: `branches` for the
+      replay, and for every branch with a gradient (one of two if `detach_uncond`) 2 for the backward pass of a full
+      fine-tune or 1 for a LoRA, plus `checkpointing`, the fraction of the blocks that is recomputed.
 
-    A LoRA needs gradients of activations but not of the frozen weights: half of a backward pass.
-    Left out: the LoRA's own products (about rank / width), attention's backward beyond that (its
-    inputs are activations, so a LoRA saves nothing there), the VAE, the text encoders and the
-    reward. So the utilisation is a lower bound.
+    A LoRA needs gradients of activations but not of the frozen weights, which is half of a backward pass. Not counted:
+    the LoRA's own products (about rank / width), attention's backward pass beyond that half (its inputs are
+    activations, so a LoRA saves nothing there), the VAE, the text encoders and the reward. The utilisation is therefore
+    a lower bound.
     """
     branches = 2 if cfg else 1
     grad_branches = 1 if detach_uncond else branches
@@ -129,10 +125,10 @@ def step_flops(
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """FLOP/s that `device` can reach in `dtype`; None where it is not known.
+    """The peak FLOP/s of `device` in `dtype`; None if unknown.
 
-    A GPU's is the dense figure of its datasheet. A CPU's is measured: the median rate of a few
-    matrix products at the current number of threads, once per process (0.04 s in float32).
+    For a GPU it is the dense figure of the datasheet. For a CPU it is measured once per process: the median rate of a
+    few matrix products with the current number of threads (0.04 s in float32).
     """
     if device.type == "cuda":
         return named_peak_flops(torch.cuda.get_device_name(device), dtype)
@@ -142,12 +138,12 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
 
 
 def known_gpus() -> list[str]:
-    """Names of GPUs that named_peak_flops knows; a card's name has all words of one of them."""
+    """The GPUs that named_peak_flops knows; the full name of a known GPU contains all words of one of these."""
     return sorted(_PEAK_TFLOPS)
 
 
 def named_peak_flops(name: str, dtype: torch.dtype) -> float | None:
-    """Datasheet FLOP/s of the GPU that torch calls `name`; None if unknown, or for 64 or 8 bits."""
+    """Datasheet FLOP/s of the GPU that torch calls `name`; None if it is unknown, or for 64-bit and 8-bit dtypes."""
     words = name.upper()
     for key, (half, single) in _PEAK_TFLOPS.items():
         if all(word in words for word in key.split()):
@@ -164,7 +160,7 @@ def _measured_gemm(dtype: torch.dtype, threads: int) -> float:
     for size in _GEMM_SIZES:
         a = torch.ones(size, size, dtype=dtype)
         out = torch.empty_like(a)
-        torch.mm(a, a, out=out)  # the first call packs weights and picks a kernel
+        torch.mm(a, a, out=out)  # warm-up: the first call packs weights and selects a kernel
         for _ in range(_GEMM_REPEATS):
             start = time.perf_counter()
             torch.mm(a, a, out=out)

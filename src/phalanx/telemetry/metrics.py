@@ -1,12 +1,11 @@
-"""Logging: phase timers, metrics.jsonl, and the loggers of `trainer.logger`, which are opened and fed here.
+"""Logging: phase timers, metrics.jsonl, and the loggers of `trainer.logger`.
 
-The step convention: row `step: k` is written once k training steps are done; the validation before training is a row
-`step: 0` that holds `val/...` only. Steps only grow within one run.
+Row `step: k` is written after k training steps; the validation before training is a row `step: 0` with `val/...`
+metrics only. Steps strictly increase within a run.
 """
 
 import json
 import logging
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -24,21 +23,19 @@ from phalanx.config.run import TrainerConfig
 from phalanx.exit import Stopped
 from phalanx.telemetry.advice import Advisor
 from phalanx.telemetry.loggers import ELAPSED, KEY, Logger, RunStart, check_loggers, setting
-from phalanx.telemetry.records import Record, kind_of, save_records
+from phalanx.telemetry.records import Record, finite_or_none, kind_of, save_records
 from phalanx.telemetry.run_folder import METRICS_FILE, read_metrics
 
 if TYPE_CHECKING:
     from phalanx.distributed.mesh import World
 
-MAX_SPANS = 4096  # phases that wait to be written
+MAX_SPANS = 4096  # finished phases that are waiting to be written
 _log = logging.getLogger(__name__)
 
 
 @dataclass
 class Phase:
-    """The work in progress: `done` of `expected` micro-batches; `expected` is 0 where their number is not known. It
-    began at `since`, by time.perf_counter.
-    """
+    """The current phase: `done` of `expected` micro-batches (0: unknown) since `since`, by time.perf_counter."""
 
     name: str
     done: int = 0
@@ -52,21 +49,23 @@ class Phase:
 
 
 class Timers:
-    """Seconds per phase: `with timers("rollout"): ...`, then `timers.pop()` once per step. `phase` is the one in
-    progress; it may say how many micro-batches it expects, and count them.
+    """Seconds per phase: `with timers("rollout"): ...`, then `timers.pop()` once per step. `phase` is the current one;
+    it may count micro-batches.
 
-    With `sync` both ends wait for the device, which attributes CUDA work exactly but stalls the queue. Without it, a
-    phase that ends with a value read by the host is exact; any other one leaves work to the next phase.
+    With `sync`, both ends of a phase wait for the device, which attributes CUDA work exactly but stalls its queue.
+    Without it, only phases that end by reading a value on the host are exact; others leave work to the next phase.
 
-    `spans` are the last phases that ended, each with its training step, from 1, its begin and its end, for the thread
-    of phalanx.telemetry.rank_files; `step` is that of now, 0 before the first one, and `rate` that of this rank in its
-    last step, in words.
+    `spans` holds the most recent phases that ended, each as (name, training step from 1, begin, end), for the thread of
+    phalanx.telemetry.rank_files. `step` is the current training step, 0 before the first one, and `rate` the throughput
+    of this rank in its last step, as text.
 
-    Each phase is also a `range(name)` and each step a `profiler(step)`, which do nothing unless the step is profiled.
+    Each phase also enters `range(name)` and each step `profiler(step)`, which do nothing unless the step is profiled.
     """
 
     def __init__(self, sync: bool = False, *, part: str = "", whole: "Timers | None" = None) -> None:
-        """Of a `part` of a `whole`, such as one of two policies, the phases are the whole's, named after the part."""
+        """With `part` and `whole`: timers of a part, such as one of two policies, which record their phases in the
+        whole's timers with the part's name as a prefix.
+        """
         self._sync, self._before = sync, f"{part}_" if part else ""
         self._whole = self if whole is None else whole
         self._seconds: dict[str, float] = {} if whole is None else whole._seconds
@@ -77,7 +76,7 @@ class Timers:
         self.profiler: Callable[[int], AbstractContextManager[object]] = nullcontext
 
     def profile(self, trainer: TrainerConfig, world: "World") -> None:
-        """Have the steps of trainer.profile_steps profiled on this rank, where there are some."""
+        """Profile the steps of trainer.profile_steps on this rank."""
         if trainer.profile_steps:
             from phalanx.telemetry.profiles import Profiler
 
@@ -85,7 +84,7 @@ class Timers:
 
     @contextmanager
     def training_step(self, number: int) -> Iterator[None]:
-        """The `with` block is a training step, from 1."""
+        """Mark the `with` block as training step `number`, counted from 1."""
         self.step = number
         with self.profiler(number):
             yield
@@ -120,16 +119,16 @@ class Timers:
         self.phase = replace(self.phase, done=0, expected=micro_batches)
 
     def advance(self) -> None:
-        """A micro-batch of the phase is done."""
+        """Count a finished micro-batch of the phase."""
         self.phase.done += 1
 
     def add(self, name: str, seconds: float) -> None:
-        """Add time that was measured elsewhere, as by a worker thread; call it from the main thread."""
+        """Add time that was measured elsewhere, for example by a worker thread; call this from the main thread."""
         name = f"{self._before}{name}"
         self._seconds[name] = self._seconds.get(name, 0.0) + seconds
 
     def note_rate(self, per_second: float, noun: str) -> None:
-        """Keep what this rank has done per second of the step."""
+        """Store this rank's throughput in the last step."""
         self._whole.rate = f"{per_second:.4g} {noun}/s"
 
     def seconds(self, name: str) -> float:
@@ -137,7 +136,7 @@ class Timers:
         return self._seconds.get(f"{self._before}{name}", 0.0)
 
     def pop(self) -> dict[str, float]:
-        """`{"time/<phase>": seconds}` since the last call, in the order of first use; starts anew."""
+        """Return `{"time/<phase>": seconds}` since the last call, in the order of first use, and reset all phases."""
         row = {f"time/{name}": value for name, value in self._seconds.items()}
         self._seconds.clear()
         return row
@@ -151,15 +150,15 @@ class Timers:
 
 
 class RunLogger:
-    """Writer of a run's numbers and samples: files in `trainer.output_dir`, and the loggers of `trainer.logger`.
+    """Writes a run's metrics and samples to files in `trainer.output_dir` and to the loggers of `trainer.logger`.
 
-    `start_step` is the number of training steps that are done: 0 for a new run, k for one resumed from a checkpoint of
-    step k. Rows of later steps, which a killed run wrote after that checkpoint, are dropped at the start, and all rows
-    of an older run where it is 0. `ids` are the loggers' own, by their entries in `trainer.logger`, as kept in that
-    checkpoint; empty for a new run. With `enabled` False (every rank but 0) nothing is written and every method returns
-    at once. `timers` say what the job is at.
+    `start_step` is the number of completed training steps: 0 for a new run, k for one resumed from a checkpoint of step
+    k. Rows of later steps, which a killed run wrote after that checkpoint, are removed at the start; with 0, all rows
+    of an older run are. `ids` maps entries of `trainer.logger` to the run ids that the checkpoint contains for them;
+    empty for a new run. With enabled=False (on every rank but 0) nothing is written and all methods return at once.
+    `timers` show the job's current phase.
 
-    Raises ConfigError for an unknown logger, and for one that cannot start.
+    Raises ConfigError for unknown loggers and for loggers that fail to start.
     """
 
     def __init__(
@@ -173,7 +172,7 @@ class RunLogger:
         timers: Timers | None = None,
     ) -> None:
         kinds = check_loggers(trainer.logger)
-        self.ids = dict(ids)  # to keep in checkpoints
+        self.ids = dict(ids)  # to be saved in checkpoints
         self._file: _MetricsFile | None = None
         self._loggers: dict[str, Logger] = {}
         if not enabled:
@@ -182,25 +181,25 @@ class RunLogger:
         self._folder.mkdir(parents=True, exist_ok=True)
         path = self._folder / METRICS_FILE
         earlier = read_metrics(path) if start_step and path.is_file() else []
-        self._repeated = max((row["step"] for row in earlier), default=-1)  # a resumed run goes through it again
+        self._repeated = max((row["step"] for row in earlier), default=-1)  # a resumed run repeats steps up to this one
         limit, self._advisors = setting(resolved_config, "data.max_response_length"), []
         for policy in POLICIES if WRITER in resolved_config else (None,):
             samples = setting(resolved_config, "rollout.n" if policy is None else f"{policy}.rollout.n")
             self._advisors.append(Advisor(total_steps, samples or 1, limit, policy))
-        self._continued: set[str] = set()  # entries whose loggers go on with the run that they had
+        self._continued: set[str] = set()  # entries whose loggers continue their earlier run
 
         start = RunStart(trainer, resolved_config, start_step, total_steps, None, timers or Timers())
         try:
-            # a tracker may fail to start: it comes first, so that an older run's rows and the terminal stay as they are
+            # trackers come first: if one fails to start, an older run's rows and the terminal are still untouched
             self._open(start, kinds, terminal=False)
             self._file = _MetricsFile(path, [row for row in earlier if row["step"] <= start_step])
             self._open(start, kinds, terminal=True)
-        except Exception:  # the run does not begin: those that have started end
+        except Exception:  # close the loggers that have started
             self.close(failed=True)
             raise
 
     def _open(self, start: RunStart, kinds: dict[str, type[Logger]], terminal: bool) -> None:
-        """Open the loggers that take the terminal, or the others, each with its earlier id. Raises ConfigError."""
+        """Open the loggers that use the terminal, or the others, each with its earlier id. Raises ConfigError."""
         for entry, kind in kinds.items():
             if kind.terminal != terminal:
                 continue
@@ -208,7 +207,7 @@ class RunLogger:
                 logger = kind(replace(start, id=self.ids.get(entry)))
             except ConfigError:
                 raise
-            except Exception as error:  # whatever its library, or the user's code, raises
+            except Exception as error:  # libraries and user code may raise anything
                 raise ConfigError(f"{KEY}: {entry} could not start: {reason(error)}") from error
             self._loggers[entry] = logger
             if logger.id is not None:
@@ -217,10 +216,10 @@ class RunLogger:
                 self.ids[entry] = str(logger.id)
 
     def log(self, step: int, row: dict[str, float]) -> None:
-        """Write one row. `step` must be greater than in the row before; values may be any finite or non-finite number.
+        """Write one row. `step` must be greater than that of the previous row; values may be NaN or infinite.
 
-        `perf/elapsed_s`, the seconds since the run began (earlier starts of a resumed run included), is added. Signs
-        that the run learns nothing are warned of, each once: see phalanx.telemetry.advice.
+        Adds `perf/elapsed_s`, the seconds since the run began (including earlier starts of a resumed run), and logs a
+        warning for each sign that the run does not learn, once per kind: see phalanx.telemetry.advice.
         """
         if self._file is None:
             return
@@ -232,21 +231,21 @@ class RunLogger:
 
     def records(self, step: int, set_name: str, records: Iterable[Record]) -> None:
         """Write a validation's samples to `<output_dir>/images/<set>/step_<k>`, or texts to `samples/<set>/step_<k>`,
-        and hand them to the loggers.
+        and pass them to the loggers.
         """
         if self._file is None:
             return
         rows = sorted(records, key=lambda record: record.index)
         try:
             folder = save_records(self._folder, step, set_name, rows)
-        except OSError as error:  # a full disk costs these samples, not the run
-            _log.warning("%s of step %d are not written: %s", kind_of(rows), step, error)
+        except OSError as error:  # a full disk must not end the run
+            _log.warning("%s of step %d were not written: %s", kind_of(rows), step, error)
             return
         if rows:
             self._each(lambda logger: logger.records(step, set_name, rows, folder), step)
 
     def close(self, failed: bool = False) -> None:
-        """Flush and end all loggers; safe to call twice. `failed` marks the run as crashed in them."""
+        """Flush and close all loggers; safe to call twice. `failed` marks the run as crashed in them."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -254,18 +253,18 @@ class RunLogger:
         self._loggers = {}
 
     def _each(self, act: Callable[[Logger], None], step: int | None = None) -> None:
-        """Let each logger act, the one on the terminal first. One that fails is dropped: the run is worth more than its
-        log. One that cannot take back what an earlier start logged of `step` is left out.
+        """Call `act` for each logger, the one on the terminal first. A logger that fails is dropped, so that the run
+        goes on. Append-only loggers are skipped if they contain this `step` from an earlier start.
         """
         for entry, logger in reversed(self._loggers.copy().items()):
             if step is not None and step <= self._repeated and logger.append_only and entry in self._continued:
                 continue
             try:
                 act(logger)
-            except Exception as error:  # whatever its library, or the user's code, raises
+            except Exception as error:  # libraries and user code may raise anything
                 del self._loggers[entry]
                 text = error if isinstance(error, OSError) else reason(error)
-                _log.warning("the logger %s is off from here on: %s", entry, text)
+                _log.warning("the logger %s is switched off: %s", entry, text)
 
     def __enter__(self) -> Self:
         return self
@@ -273,16 +272,16 @@ class RunLogger:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # a run that is stopped saves its checkpoint first, while there is time, and closes its loggers after it
+        # a stopped run saves its checkpoint first, while there is time, and then closes its loggers
         if kind is not Stopped:
             self.close(failed=kind is not None)
 
 
 class _MetricsFile:
-    """metrics.jsonl: one row of strict JSON per step, on disk at once. Rows that a full disk refuses wait in memory."""
+    """metrics.jsonl: one row of strict JSON per step, written at once. While the disk is full, rows wait in memory."""
 
     def __init__(self, path: Path, kept: list[dict[str, Any]]) -> None:
-        """Begin with these rows of an earlier start: those after its checkpoint will be written again."""
+        """Begin with the rows `kept` from an earlier start; rows after its checkpoint will be logged again."""
         self._path = path
         self._begin("".join(map(_dump, kept)).encode())
         self._last = kept[-1]["step"] if kept else -1
@@ -291,12 +290,12 @@ class _MetricsFile:
         self._waiting = b""
 
     def _begin(self, content: bytes) -> None:
-        """Write the file anew, with these rows, and open it for more."""
+        """Replace the file by one with this content, and open it to append."""
         replace_file(self._path, content)
         self._stream = self._path.open("a+b", buffering=0)
 
     def write(self, step: int, row: dict[str, float]) -> dict[str, float]:
-        """Append a row, and return it with the elapsed time."""
+        """Append a row and return it, with the elapsed time added."""
         assert step > self._last, f"metrics: row of step {step} after one of step {self._last}"
         self._last = step
         row = {**row, ELAPSED: round(time.monotonic() - self._origin, 3)}
@@ -305,10 +304,10 @@ class _MetricsFile:
         return row
 
     def _flush(self) -> None:
-        """Write the waiting rows, all of them or none."""
+        """Write either all waiting rows or none."""
         size = self._stream.tell()
         try:
-            if not self._path.exists():  # somebody has deleted it: what is open still has its rows
+            if not self._path.exists():  # the file was deleted; the open stream still has its rows
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 self._stream.seek(0)
                 deleted = self._stream
@@ -322,7 +321,7 @@ class _MetricsFile:
         if written == len(self._waiting):
             self._waiting = b""
             return
-        self._stream.truncate(size)  # half a row would spoil the file for its readers
+        self._stream.truncate(size)  # readers must not see half a row
         self._stream.seek(size)
         _log.warning("%s: %s; %d rows wait to be written", self._path, reason, self._waiting.count(b"\n"))
 
@@ -333,11 +332,8 @@ class _MetricsFile:
 
 
 def _plain(value: float) -> float | None:
-    """A number that strict JSON can hold; None for NaN and infinities."""
-    if isinstance(value, int):
-        return value
-    number = float(value)
-    return number if math.isfinite(number) else None
+    """A Python number for strict JSON; None for NaN and infinities."""
+    return value if isinstance(value, int) else finite_or_none(float(value))
 
 
 def _dump(row: dict[str, Any]) -> str:

@@ -1,10 +1,10 @@
-"""Profiles of the training steps in `trainer.profile_steps`, of each rank that takes part in them, in a run's folder:
+"""Profiles of the training steps in `trainer.profile_steps`, one per rank, in the run's folder:
 
-- `profiles/step_000005/rank_0.json.gz`: a trace of its operations, which Perfetto and chrome://tracing open;
+- `profiles/step_000005/rank_0.json.gz`: a trace of operations for Perfetto or chrome://tracing;
 - `profiles/step_000005/rank_0.txt`: a table of the operations that took most time;
-- `profiles/step_000005/rank_0.pickle`: on GPUs, torch's snapshot of the memory, which pytorch.org/memory_viz draws.
+- `profiles/step_000005/rank_0.pickle`: on GPUs, torch's memory snapshot for pytorch.org/memory_viz.
 
-It is imported only where steps are to be profiled.
+This module is imported only if steps are profiled.
 """
 
 import gzip
@@ -29,23 +29,23 @@ if TYPE_CHECKING:
 
 ROWS = 50  # of the table
 LONGEST_NAME = 60  # characters of an operation in the table
-LARGEST = 400_000_000  # bytes of a trace with a table, a million operations
-ALLOCATIONS = 200_000  # the last ones that a snapshot holds
+LARGEST = 400_000_000  # bytes (about a million operations); no table is made of a larger trace
+ALLOCATIONS = 200_000  # the most recent ones, which a snapshot contains
 _log = logging.getLogger(__name__)
 
 
 class Profiler:
-    """`with profiler(step): ...` profiles a training step, from 1, where it is one of `trainer.profile_steps`."""
+    """`with profiler(step): ...` profiles a training step, counted from 1, if `trainer.profile_steps` contains it."""
 
     def __init__(self, trainer: TrainerConfig, world: World, timers: "Timers") -> None:
-        """The phases of `timers` are ranges of the trace."""
+        """The trace shows the phases of `timers` as ranges."""
         self._steps, self._folder = frozenset(trainer.profile_steps), Path(trainer.output_dir) / PROFILES
         self._timers, self._rank, self._ranks = timers, world.watch.rank, len(world.watch.hosts)
         self._device, self._role = world.device, world.role
 
     @contextmanager
     def __call__(self, step: int) -> Iterator[None]:
-        """The files are written after the step, unless an error ends it."""
+        """Profile the `with` block; the files are written after it, unless it raises."""
         if step not in self._steps:
             yield
             return
@@ -55,7 +55,7 @@ class Profiler:
             torch.cuda.memory._record_memory_history(stacks="python", max_entries=ALLOCATIONS)
         phases, self._timers.range = self._timers.range, record_function
         try:
-            # the snapshot says more of a GPU's memory
+            # on a GPU the snapshot shows memory in more detail
             with profile(activities=kinds, record_shapes=True, profile_memory=not on_gpu) as trace:
                 yield
             self._write(step, trace)
@@ -65,7 +65,7 @@ class Profiler:
                 torch.cuda.memory._record_memory_history(enabled=None)
 
     def _write(self, step: int, trace: profile) -> None:
-        """Write the files of a step. A full disk costs them, not the run."""
+        """Write the files of a step. If this fails, for example on a full disk, the run goes on."""
         folder, name = self._folder / f"step_{step:06d}", f"rank_{self._rank}"
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -79,17 +79,17 @@ class Profiler:
             if self._device.type == "cuda":
                 torch.cuda.memory._dump_snapshot(str(folder / f"{name}.pickle"))
         except OSError as error:
-            _log.error("%s: the profile of step %d is not written: %s", place(), step, error)
+            _log.error("%s: the profile of step %d was not written: %s", place(), step, error)
         else:
             _log.warning("trainer.profile_steps: the profile of step %d is in %s", step, folder)
 
     def _table(self, step: int, trace: profile, size: int) -> str:
-        """The busiest operations of a step whose trace has `size` bytes."""
+        """A table of the most expensive operations of a step whose trace has `size` bytes."""
         on_cpu, title = self._device.type == "cpu", f"Step {step}, rank {self._rank} of {self._ranks} ({self._role})"
-        note = f"Its memory is in rank_{self._rank}.pickle, which pytorch.org/memory_viz draws."
+        note = f"Open rank_{self._rank}.pickle at pytorch.org/memory_viz to see the memory."
         if on_cpu:
-            note = "There is no snapshot of its memory, which torch makes on GPUs only; the trace has the allocations."
-        if size > LARGEST:  # torch would take minutes for it, in which other ranks wait
+            note = "There is no memory snapshot, since torch makes them on GPUs only; the trace shows the allocations."
+        if size > LARGEST:  # torch would take minutes, while other ranks wait
             return f"{title}: the trace is too large for a table, {size / 1e6:.0f} MB before compression.\n{note}\n"
         key = f"self_{'cpu' if on_cpu else 'device'}_time_total"
         table = trace.key_averages().table(sort_by=key, row_limit=ROWS, max_name_column_width=LONGEST_NAME)

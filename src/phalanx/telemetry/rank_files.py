@@ -1,11 +1,11 @@
 """The files of each rank in a run's folder, which `phalanx watch`, `runs` and `logs` read:
 
-- `ranks/<rank>.json`: the rank as it is now, replaced at each beat;
+- `ranks/<rank>.json`: the current state of the rank, replaced at each heartbeat;
 - `ranks/<rank>.jsonl`: a line for each start, phase, wait in a collective, warning and error;
-- `ranks/<rank>.log`: what the rank prints by Python, on the terminal as before.
+- `ranks/<rank>.log`: a copy of what the rank prints through Python.
 
-A thread beside the training writes them, so that no step waits for a disk: the training itself only appends to a queue
-(see phalanx.telemetry.metrics.Timers). Of the latter two the newest MAX_BYTES are kept.
+A background thread writes them, so that training never waits for a disk; training only appends to queues (see
+phalanx.telemetry.metrics.Timers). The latter two files keep at most the newest MAX_BYTES.
 """
 
 import json
@@ -32,7 +32,7 @@ from phalanx.telemetry.run_folder import RANKS, write_json
 from phalanx.telemetry.step_metrics import peak_memory_gb
 
 MAX_BYTES = 1 << 19
-LAST_WORDS_S = 1.0  # for what a rank says before it ends: a disk that hangs must not keep it
+LAST_WORDS_S = 1.0  # limit for writing a rank's final output, because a hanging disk must not delay its exit
 LONGEST_EVENT = 500  # characters
 CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\r")
 _log = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ _log = logging.getLogger(__name__)
 class RankFiles:
     """A context in which a thread writes this rank's files into `folder`, once per interval of the watch.
 
-    `total_steps` is None where the rank does not know it. A disk that refuses the files costs them, not the job.
+    `total_steps` is None if the rank does not know it. If the files cannot be written, the job goes on without them.
     """
 
     def __init__(self, folder: Path, world: World, timers: Timers, total_steps: int | None) -> None:
@@ -62,7 +62,7 @@ class RankFiles:
         self._offset = time.time() - time.perf_counter()
         self._text, self._events = deque[str](maxlen=1 << 14), deque[dict[str, Any]](maxlen=1 << 10)
         self._turn = threading.Condition()
-        self._asked = self._answered = 0  # requests to write at once
+        self._asked = self._answered = 0  # numbers of the latest request to write at once, and the latest served
         self._done = False
         self._thread = threading.Thread(target=self._run, name="rank files", daemon=True)
         self._handler = _Warnings(self._events)
@@ -88,23 +88,23 @@ class RankFiles:
         logging.getLogger().removeHandler(self._handler)
         for name, stream in zip(("stdout", "stderr"), self._streams, strict=True):
             current = sys.stdout if name == "stdout" else sys.stderr
-            if isinstance(current, _Copy):  # a line of progress may have put its own there
+            if isinstance(current, _Copy):  # the progress line may have replaced the stream since
                 setattr(sys, name, stream)
         self._flush()
-        if error is None:  # else there may be last words
+        if error is None:  # after an error, its report is still to be printed and copied
             exit.copy = self._copied_before
             with self._turn:
                 self._done = True
                 self._turn.notify_all()
 
-    # -- the side of the training ----------------------------------------------------------------------------------
+    # -- called by the training ------------------------------------------------------------------------------------
 
     def _hear(self, text: str) -> None:
-        if os.getpid() == self._state["pid"]:  # not in a child
+        if os.getpid() == self._state["pid"]:  # ignore the output of forked children
             self._text.append(text)
 
     def _copy(self, words: str, last: bool) -> None:
-        """Take in a line that passes by sys.stderr; the last words of this process are written now."""
+        """Copy a line that bypasses sys.stderr; if it may be the last one of this process, write it now."""
         self._hear(f"{words}\n")
         if not last or os.getpid() != self._state["pid"]:
             return
@@ -112,7 +112,7 @@ class RankFiles:
         self._flush()
 
     def _flush(self) -> None:
-        """Have all that is known now written, or LAST_WORDS_S pass."""
+        """Wait until the thread has written everything queued so far, for at most LAST_WORDS_S."""
         if threading.current_thread() is self._thread:
             return
         with self._turn:
@@ -130,7 +130,7 @@ class RankFiles:
                 self._write()
             except OSError as error:
                 if not self._has_failed:
-                    _log.error("%s: %s; phalanx watch misses what this rank does", exit.place(), error)
+                    _log.error("%s: %s; phalanx watch cannot show this rank", exit.place(), error)
                 self._has_failed = True
             with self._turn:
                 self._answered = number
@@ -138,8 +138,8 @@ class RankFiles:
                 self._turn.wait_for(lambda: self._done or self._asked > self._answered, self._interval)
 
     def _write(self) -> None:
-        """Write the files with what has come since the last time."""
-        # not its parents: who deletes a run's folder gets it back from rank 0, as a whole
+        """Write everything queued since the last call, and the current state."""
+        # without parents, because only rank 0 recreates the folder of a run after it was deleted
         self._folder.mkdir(exist_ok=True)
         lines = []
         for event in _taken(self._events):
@@ -165,11 +165,12 @@ class RankFiles:
         write_json(self._paths["json"], state)
 
     def _wall(self, moment: float) -> float:
+        """Convert time.perf_counter to time.time."""
         return round(moment + self._offset, 6)
 
 
 class _Copy:
-    """A stream that also hands over what is written to it."""
+    """A stream that also passes everything written to it to `hear`."""
 
     def __init__(self, stream: TextIO, hear: Callable[[str], object]) -> None:
         self._stream, self._hear = stream, hear
@@ -183,7 +184,7 @@ class _Copy:
 
 
 class _Warnings(logging.Handler):
-    """Makes an event of each warning and error."""
+    """Records each warning and error as an event."""
 
     def __init__(self, events: deque[dict[str, Any]]) -> None:
         super().__init__(logging.WARNING)
@@ -195,7 +196,7 @@ class _Warnings(logging.Handler):
 
 
 def _taken(queue: deque[Any]) -> list[Any]:
-    """The entries of a queue to which another thread may append, taken out."""
+    """Remove and return the entries of a queue to which another thread may append."""
     entries = []
     for _ in range(len(queue)):
         entries.append(queue.popleft())
@@ -203,7 +204,7 @@ def _taken(queue: deque[Any]) -> list[Any]:
 
 
 def _append(path: Path, text: str) -> None:
-    """Append to a file that is kept short."""
+    """Append to a file, and drop its older half when it exceeds MAX_BYTES."""
     with path.open("ab") as file:
         file.write(text.encode("utf-8", "backslashreplace"))
         size = file.tell()

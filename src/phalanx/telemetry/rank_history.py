@@ -1,5 +1,5 @@
-"""The ranks of a run over time, from the files of phalanx.telemetry.rank_files: the timeline of a step, the ranks that
-the others waited for, and events. page/ranks.js draws the result, on the live page and in the report.
+"""The ranks of a run over time, from the files of phalanx.telemetry.rank_files: the timeline of a step, the ranks for
+which others waited, and events. page/ranks.js draws the result on the live page and in the report.
 """
 
 import math
@@ -13,24 +13,23 @@ from typing import Any
 from phalanx.config.files import json_object
 from phalanx.telemetry.run_folder import RANKS, inside, is_finite, read_ranks
 
-MAX_LINES = 4000  # of a rank, of phases and waits; other events are rarer and all kept
+MAX_LINES = 4000  # phases, and likewise waits, that are kept of a rank; events are rarer and all kept
 MAX_EVENTS = 200
-MOST_BYTES = 1 << 22  # read at once: a rank keeps an eighth of them
+MOST_BYTES = 1 << 22  # read at once: eight times the size to which a rank limits its file
 MAX_SPANS = 40_000  # of a timeline
-WAITING = {"wait", "idle"}  # phases in which a rank of a role waits for another role
-COMMON = {"start", "finished", "stopped"}  # events of all ranks, told once; the ends by a rank that trains
-ENDS = {"said", "failed", "error"}
+COMMON = {"start", "finished", "stopped"}  # events that all ranks share and that are shown once
+ENDS = {"said", "failed", "error"}  # events that are shown once if several ranks repeat their text within TOGETHER_S
 TOGETHER_S = 60.0
-NOTED = ("checkpoint", "validation")  # phases of the first rank of each role that are events
+NOTED = ("checkpoint", "validation")  # phases of the first rank of each role that are shown as events
 
 
 class RankLines:
-    """The lines of a rank's `.jsonl`, read as they come."""
+    """Reads the lines of a rank's `.jsonl` incrementally."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.events: list[dict[str, Any]] = []
-        self._known: set[bytes] = set()  # their lines
+        self._known: set[bytes] = set()  # the lines of these events
         self._start_over()
 
     def _start_over(self, file: int = 0) -> None:
@@ -38,7 +37,7 @@ class RankLines:
         self.phases, self.waits = deque[dict[str, Any]](maxlen=MAX_LINES), deque[dict[str, Any]](maxlen=MAX_LINES)
 
     def read(self) -> None:
-        """Read what is new; a file that was cut at its front is read anew, without the events that are known."""
+        """Read new lines. A file that was truncated at its front is read from its beginning, skipping known events."""
         try:
             with self.path.open("rb") as file:
                 number = os.fstat(file.fileno()).st_ino
@@ -57,12 +56,12 @@ class RankLines:
             value = json_object(line) or {}
             if "event" in value:
                 self._starts += value["event"] == "start"
-                # not by their time: a clock may be set back
+                # identify events by their lines, not by their times, because a clock may be set back
                 if is_finite(value.get("at")) and line not in self._known:
                     self._known.add(line)
                     self.events.append(value)
             elif not (is_finite(value.get("from")) and is_finite(value.get("to"))):
-                continue  # junk, as a disk that was full leaves it
+                continue  # a damaged line, as a full disk leaves it
             elif isinstance(value.get("phase"), str) and isinstance(value.get("step"), int):
                 self.phases.append(value | {"start": self._starts})
             elif isinstance(value.get("wait"), int):
@@ -70,16 +69,16 @@ class RankLines:
 
 
 class RankHistory:
-    """The ranks of one run; `data` reads what is new."""
+    """The history of one run's ranks; `data` reads new lines."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._lines: dict[int, RankLines] = {}
 
     def data(self, step: int | None = None) -> dict[str, Any]:
-        """The ranks, the timeline of a step (by default the last whole one) and the events, for page/ranks.js.
+        """The ranks, the timeline of a step (default: the last complete one) and the events, for page/ranks.js.
 
-        Times of ranks and events are of time.time(), those of the timeline seconds since its begin.
+        Times of ranks and events are those of time.time(); times of the timeline are seconds since its begin.
         """
         ranks = read_ranks(self.folder)
         for state in ranks:
@@ -96,17 +95,17 @@ class RankHistory:
         }
 
     def _timeline(self, ranks: list[dict[str, Any]], lines: dict[int, RankLines], step: int | None) -> dict[str, Any]:
-        """The window of a step, by the first rank that trains, with what all ranks did in it."""
+        """The time window of a step on the first rank that trains, with the phases and waits of all ranks in it."""
         lead = next((state for state in ranks if state.get("role") == "actor"), None)
         phases = [] if lead is None else [line for line in lines[lead["rank"]].phases if line["step"] > 0]
         steps = sorted({line["step"] for line in phases})
         if lead is None or not steps:
             return {"steps": [], "step": None, "spans": [], "waits": [], "blame": []}
         if "ended" not in lead and len(steps) > 1 and lead.get("step") == steps[-1]:
-            steps = steps[:-1]  # it is not whole yet
+            steps = steps[:-1]  # the last step is still running
         step = steps[-1] if step is None else min(max(step, steps[0]), steps[-1])
         of_step = [line for line in phases if line["step"] == step]
-        newest = of_step[-1]["start"]  # a start that was resumed may have begun this step as well
+        newest = of_step[-1]["start"]  # an earlier start of the job may have begun this step too
         begin = min(line["from"] for line in of_step if line["start"] == newest)
         end = max(line["to"] for line in of_step if line["start"] == newest)
         window: dict[str, Any] = {"steps": [steps[0], steps[-1]], "step": step, "begin": begin, "seconds": end - begin}
@@ -114,10 +113,10 @@ class RankHistory:
 
 
 def _within(ranks: list[dict[str, Any]], lines: dict[int, RankLines], begin: float, end: float) -> dict[str, Any]:
-    """Phases and waits of all ranks between two moments: [rank, name or the rank that is waited for, from, to]."""
+    """Phases [rank, name, from, to] and waits [rank, the rank that is waited for, from, to] between two times."""
     spans: list[list[Any]] = []
     waits: list[list[Any]] = []
-    met: dict[tuple[str, int], list[tuple[int, float, float]]] = {}  # by the role, which has numbers of its own
+    met: dict[tuple[str, int], list[tuple[int, float, float]]] = {}  # by role and number: each role numbers its waits
     for state in ranks:
         rank = state["rank"]
         for line in _overlapping(lines[rank].phases, begin, end):
@@ -127,7 +126,8 @@ def _within(ranks: list[dict[str, Any]], lines: dict[int, RankLines], begin: flo
             met.setdefault((str(state.get("role")), line["wait"]), []).append((rank, *part))
     blame: dict[int, float] = {}
     for (role, _), parts in met.items():
-        # all leave a collective together: who came last waited least, or so short that nothing was noted
+        # All ranks leave a collective together, so the last one to arrive waited least, perhaps too briefly to be
+        # recorded.
         waited = dict.fromkeys((state["rank"] for state in ranks if str(state.get("role")) == role), 0.0)
         for rank, first, last in parts:
             waited[rank] = last - first
@@ -149,7 +149,7 @@ def _clipped(line: dict[str, Any], begin: float, end: float) -> tuple[float, flo
 
 
 def _events(ranks: list[dict[str, Any]], lines: dict[int, RankLines]) -> list[dict[str, Any]]:
-    """The last events of all ranks, in their order, with starts in words."""
+    """The last events of all ranks, ordered by time; the text of a start gives its number of ranks."""
     events, size, told = [], None, dict[str, float]()
     firsts: dict[str, int] = {}
     for state in ranks:
@@ -158,7 +158,7 @@ def _events(ranks: list[dict[str, Any]], lines: dict[int, RankLines]) -> list[di
     for rank, of_rank in lines.items():
         for line in of_rank.events:
             event = {"at": line["at"], "rank": rank, "kind": str(line["event"]), "text": str(line.get("text", ""))}
-            # all ranks end with one error
+            # all ranks end with the same error
             is_repeated = abs(event["at"] - told.get(event["text"], -math.inf)) < TOGETHER_S
             is_spoken_for = event["kind"] in COMMON and rank != (0 if event["kind"] == "start" else closing)
             if is_spoken_for or (event["kind"] in ENDS and is_repeated):

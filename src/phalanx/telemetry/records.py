@@ -1,8 +1,8 @@
-"""Validation samples on disk: images/<set>/step_<k> for pictures and videos, samples/<set>/step_<k> for texts.
+"""Validation samples on disk: images/<set>/step_<k> for images and videos, samples/<set>/step_<k> for texts.
 
-A folder holds an index.jsonl with prompts and rewards. Texts stand in it. Pictures are PNGs beside it, with a grid of
-them all; videos are mp4s, and their PNGs show some frames side by side. Beside texts are small PNGs of the images that
-their prompts show.
+Each folder contains an index.jsonl with prompts, rewards and texts. Images are saved beside it as PNGs, with a grid of
+all of them; videos are mp4s, with PNGs that show some frames side by side. For texts, the images of their prompts are
+saved as small PNGs.
 """
 
 import hashlib
@@ -25,18 +25,18 @@ from phalanx.media.grids import fit, pictures, sheet, side_by_side, standing
 from phalanx.media.pictures import Picture
 from phalanx.media.videos import write_video
 
-IMAGES, SAMPLES = "images", "samples"  # folders of a run: pictures and videos, and texts
-# of a sample of several turns, in the index and in the metadata of its reward: see docs/environments.md
+IMAGES, SAMPLES = "images", "samples"  # folders of a run: the former for images and videos, the latter for texts
+# keys of multi-turn samples, in the index and in the metadata passed to rewards: see docs/environments.md
 CONVERSATION = ("messages", "turns", "tool_calls", "ended", "environment_seconds", "turn_rewards")
-TALKS = "environment_reward"  # in the metadata of only such samples
+TALKS = "environment_reward"  # a key in the metadata of multi-turn samples only
 Output = NDArray[np.uint8] | str
-SHOWN_SIDE = 256  # pixels of the images of prompts
+SHOWN_SIDE = 256  # maximum side of the saved images of prompts, in pixels
 
 
 @dataclass(frozen=True)
 class Thumbnail:
-    """An image that a prompt shows: its place in the data, the size of the original, and pixels uint8 [h, w, 3] of at
-    most SHOWN_SIDE.
+    """An image of a prompt: its place in the data, the size of the original, and pixels uint8 [h, w, 3], with neither
+    side longer than SHOWN_SIDE.
     """
 
     place: str
@@ -46,31 +46,30 @@ class Thumbnail:
 
     @classmethod
     def of(cls, picture: Picture) -> "Thumbnail":
-        """Raises ValueError for an image that cannot be read."""
+        """The thumbnail of a picture. Raises ValueError if it cannot be read."""
         return cls(picture.where, *picture.size, picture.thumbnail(SHOWN_SIDE))
 
     @property
     def title(self) -> str:
-        """Its place and size, in a line."""
+        """The place and size of the image, as one line."""
         return f"{self.place}, {self.width} x {self.height} pixels"
 
     @property
     def file(self) -> str:
-        """The name of its file: prompts with the same image share one."""
+        """The name of the file, which prompts with the same image share."""
         digest = hashlib.sha256(repr(self.pixels.shape).encode() + self.pixels.tobytes()).hexdigest()
         return f"shown_{digest[:16]}.png"
 
 
 @dataclass(frozen=True)
 class Record:
-    """One generated sample: `output` is an image uint8 [H, W, 3], a video [F, H, W, 3] of `fps` frames a second, or a
-    text.
+    """One generated sample: `output` is an image uint8 [H, W, 3], a video [F, H, W, 3] with `fps` frames per second, or
+    a text.
 
-    `index` is the prompt's number in its validation set (times the samples per prompt, where there are several), so
-    that the same index at two steps is the same prompt and noise. `scores` are the terms of the reward by their names,
-    `ground_truth` is what the prompt's data says. `truncated` is true of a text that ends at the limit of its length,
-    and not at its end of sequence. `conversation` is that of which a text is the last turn: the values of CONVERSATION.
-    `images` are those that the prompt of a text shows.
+    `index` is the prompt's number in its validation set; equal indices at two steps mean the same prompt and noise.
+    `scores` maps the terms of the reward to their values, and `ground_truth` comes from the data. `truncated`: the text
+    ends at the length limit instead of an end-of-sequence token. `conversation`: the values of CONVERSATION, if the
+    text is the last turn of a conversation. `images` are those in the prompt of a text.
     """
 
     prompt: str
@@ -96,35 +95,35 @@ class Record:
 
     @property
     def frames(self) -> NDArray[np.uint8]:
-        """[F, H, W, 3]; an image is its only frame."""
+        """The frames [F, H, W, 3] of a video; an image is a single frame."""
         assert not isinstance(self.output, str), "a text has no frames"
         return self.output if self.output.ndim == 4 else self.output[None]
 
     @property
     def is_video(self) -> bool:
-        """True where there are frames."""
+        """Whether the output is a video."""
         return not isinstance(self.output, str) and self.output.ndim == 4
 
     @property
     def stem(self) -> str:
-        """Name of its files, without the ending."""
+        """The name of the sample's files, without the suffix."""
         return f"{self.index:05d}"
 
     @property
     def transcript(self) -> str:
-        """The whole conversation as a text; else the text itself."""
-        assert isinstance(self.output, str), "of a text"
+        """The whole conversation as text, or a single-turn text itself."""
+        assert isinstance(self.output, str), "only texts have transcripts"
         if self.conversation is None:
             return self.output
         return as_text(self.conversation["messages"])
 
     @property
     def caption(self) -> str:
-        """Its reward and prompt, in a line."""
+        """The reward and prompt, as one line."""
         return f"{self.reward:.3f}: {self.prompt}"
 
     def row(self) -> dict[str, Any]:
-        """The beginning of its line in index.jsonl; strict JSON knows no NaN."""
+        """The common part of the sample's line in index.jsonl, with null for NaN and infinities."""
         row: dict[str, Any] = {"index": self.index, "prompt": self.prompt, "reward": finite_or_none(self.reward)}
         if self.scores:
             row["scores"] = {name: finite_or_none(score) for name, score in self.scores.items()}
@@ -136,7 +135,7 @@ class Record:
 
 
 def spoken(messages: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
-    """The role, of a tool with its name, and the text of each message; calls stand below the text, one a line."""
+    """The role (for a tool, with its name) and text of each message; tool calls follow the text, one per line."""
     lines = []
     for message in messages:
         parts = [message.get("reasoning_content"), message.get("content")]
@@ -150,7 +149,7 @@ def spoken(messages: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
 
 
 def storable(value: Any) -> Any:
-    """The words of a model or an environment as strict JSON holds them: the text of what JSON has no form for."""
+    """Convert values of a model or an environment to strict JSON; whatever JSON cannot represent becomes text."""
     if isinstance(value, dict):
         return {storable(str(name)): storable(part) for name, part in value.items()}
     if isinstance(value, list | tuple):
@@ -161,12 +160,12 @@ def storable(value: Any) -> Any:
 
 
 def as_text(messages: Sequence[dict[str, Any]]) -> str:
-    """A conversation as a text."""
+    """Format a conversation as text."""
     return "\n\n".join(f"{role}: {text}" for role, text in spoken(messages))
 
 
 def summary(conversation: dict[str, Any]) -> str:
-    """The numbers of a conversation, in a line: `3 turns, 2 calls, 0.12 s, rewards 0, 0, 1, done`."""
+    """Summarize a conversation: `3 turns; 2 calls; 0.12 s in the environment; rewards 0, 0, 1; ended: done`."""
     parts = [counted(conversation["turns"], "turn"), counted(conversation["tool_calls"], "call")]
     parts.append(f"{conversation['environment_seconds']:.2g} s in the environment")
     rewards = [f"{reward:.4g}" for reward in conversation["turn_rewards"]]
@@ -176,12 +175,12 @@ def summary(conversation: dict[str, Any]) -> str:
 
 
 def finite_or_none(value: float) -> float | None:
-    """A number as strict JSON can hold it."""
+    """The number for strict JSON: None for NaN and infinities."""
     return value if math.isfinite(value) else None
 
 
 def kind_of(records: Sequence[Record]) -> str:
-    """The run's folder that such records go to; those of one validation are of one kind."""
+    """The folder of a run for these records, which are all of one kind within a validation."""
     return SAMPLES if records and isinstance(records[0].output, str) else IMAGES
 
 
@@ -191,10 +190,10 @@ def kind_of(records: Sequence[Record]) -> str:
 def save_records(run_folder: Path, step: int, set_name: str, rows: list[Record]) -> Path:
     """Write the samples of one validation and return their folder, such as `run_folder/images/<set>/step_000010`.
 
-    Its `index.jsonl` has `index`, `prompt`, `reward` (null where it is not finite), `scores`, `ground_truth`,
-    `truncated`, `images` and what CONVERSATION names where there are any, and `file` or `text`, in the order of `rows`.
-    Beside it are `00003.png` for index 3 and `grid.png`; of videos also `00003.mp4`, as `video` in the index, and
-    `grid.mp4`. The folder appears at once, complete, and replaces an older one.
+    Its `index.jsonl` contains, in the order of `rows`, `index`, `prompt`, `reward` (null if not finite), `file` or
+    `text`, and if present `scores`, `ground_truth`, `truncated`, `images` and the keys of CONVERSATION. Beside it are
+    `00003.png` for index 3, and `grid.png`; for videos also `00003.mp4`, called `video` in the index, and `grid.mp4`.
+    The folder is written elsewhere and moved into place when complete, replacing an older one.
     """
     assert len({record.index for record in rows}) == len(rows), "two records have one index"
     kind = kind_of(rows)
@@ -210,7 +209,7 @@ def save_records(run_folder: Path, step: int, set_name: str, rows: list[Record])
         else:
             _write_pictures(partial, rows)
     except OSError:
-        shutil.rmtree(partial, ignore_errors=True)  # on a full disk it would keep others from writing
+        shutil.rmtree(partial, ignore_errors=True)  # free the space on a full disk
         raise
     shutil.rmtree(final, ignore_errors=True)
     os.replace(partial, final)
@@ -247,14 +246,8 @@ def _write_pictures(folder: Path, rows: list[Record]) -> None:
 
 
 def together(images: Sequence[Thumbnail]) -> Image.Image:
-    """Images of a prompt in a row."""
-    parts = [Image.fromarray(image.pixels) for image in images]
-    row = Image.new("RGB", (sum(part.width for part in parts), max(part.height for part in parts)), "white")
-    left = 0
-    for part in parts:
-        row.paste(part, (left, 0))
-        left += part.width
-    return row
+    """Place the images of a prompt side by side."""
+    return side_by_side([Image.fromarray(image.pixels) for image in images])
 
 
 def write_index(folder: Path, rows: Iterable[dict[str, Any]]) -> None:
@@ -265,9 +258,9 @@ def write_index(folder: Path, rows: Iterable[dict[str, Any]]) -> None:
 
 
 def read_index(folder: Path, content: str = "file") -> list[dict[str, Any]]:
-    """The rows of a folder's `index.jsonl`; empty where there is none. Raises ValueError for a broken row.
+    """The rows of a folder's `index.jsonl`; empty if there is no such file. Raises ValueError for an invalid row.
 
-    `content`: the key that every row must have beside index, prompt and reward, "file" or "text".
+    `content`: the key that every row must have besides index, prompt and reward, "file" or "text".
     """
     path = folder / "index.jsonl"
     if not path.is_file():
@@ -284,7 +277,7 @@ def read_index(folder: Path, content: str = "file") -> list[dict[str, Any]]:
 
 
 def _is_row(row: dict[str, Any], content: str) -> bool:
-    """Whether a line of an index has what its readers count on, whoever wrote it."""
+    """Whether a row has the keys and types that readers rely on; the file may be damaged or written by others."""
     if not row.keys() >= {"index", "prompt", "reward", content}:
         return False
     has_words = isinstance(row["prompt"], str) and isinstance(row[content], str)
@@ -296,14 +289,12 @@ def _is_row(row: dict[str, Any], content: str) -> bool:
 
 
 def grid(records: Sequence[Record]) -> Image.Image:
-    """All pictures in one, about as wide as high, each with its reward and prompt below it."""
+    """A roughly square grid of all images, each with its reward and prompt below it."""
     return _grid(records, [standing(record.frames) for record in records])
 
 
 def shown_grid(records: Sequence[Record]) -> Image.Image | None:
-    """The images that prompts of texts show in one picture, each prompt's with its reward, itself and its answer below;
-    None where no prompt shows any.
-    """
+    """A grid of the images in the prompts of texts, with reward, prompt and answer below; None if there are none."""
     seen = [record for record in records if record.images]
     if not seen:
         return None
@@ -313,20 +304,20 @@ def shown_grid(records: Sequence[Record]) -> Image.Image | None:
 
 
 def moving_grid(records: Sequence[Record]) -> Iterator[NDArray[np.uint8]]:
-    """The frames of the grid of videos of one length, uint8 [H, W, 3] each."""
+    """The frames, uint8 [H, W, 3], of a grid of videos that have the same length."""
     for at_once in zip(*(record.frames for record in records), strict=True):
         yield np.asarray(_grid(records, [frame[None] for frame in at_once]))
 
 
 def _grid(records: Sequence[Record], strips: Sequence[NDArray[np.uint8]]) -> Image.Image:
-    """The grid with these frames [f, H, W, 3] of each record side by side."""
+    """A grid whose tiles show the frames strips[i] [f, H, W, 3] of each record side by side."""
     tiles = [side_by_side(list(map(fit, pictures(strip)))) for strip in strips]
-    columns = math.ceil(math.sqrt(len(tiles) / len(strips[0])))  # a strip is as wide as its frames together
+    columns = math.ceil(math.sqrt(len(tiles) / len(strips[0])))  # each tile is f times as wide as a frame
     return _sheet(records, tiles, columns)
 
 
 def _sheet(records: Sequence[Record], tiles: Sequence[Image.Image], columns: int) -> Image.Image:
-    """One picture of these, each with the reward and the prompt of its record."""
+    """Arrange tiles on one sheet, each with the reward and prompt of its record."""
     prompts, headings = [], []
     for record in records:
         prompts.append(record.prompt)

@@ -1,8 +1,8 @@
-"""`phalanx report RUN [RUN ...]`: a self-contained HTML page about a run, or several.
+"""`phalanx report RUN [RUN ...]`: a self-contained HTML page about one or several runs.
 
-Reads metrics.jsonl, config.yaml, images/ and samples/ of each `trainer.output_dir`; every piece but the first may be
-missing. Images, numbers, style and scripts are inlined, so that the page can be mailed and needs no network; without
-scripts it still shows samples and tables.
+It reads metrics.jsonl, config.yaml, images/ and samples/ in each `trainer.output_dir`; all but the first may be
+missing. Images, numbers, styles and scripts are inlined, so the page can be mailed and needs no network; without
+JavaScript it still shows samples and tables.
 """
 
 import argparse
@@ -34,10 +34,10 @@ COMPARISON_FILE = "comparison.html"
 
 
 def write_report(*run_dirs: str | Path, output: Path | None = None) -> Path:
-    """Write a page about one run or several and return its path.
+    """Write a page about one or several runs and return its path.
 
-    It is `output`, or in the first run's folder `report.html`, of several runs `comparison.html`. Raises ValueError if
-    one of `run_dirs` is not a run's folder.
+    The default path is `report.html`, or `comparison.html` for several runs, in the first run's folder. Raises
+    ValueError if one of `run_dirs` is not a run's folder.
     """
     folders = list(dict.fromkeys(Path(run_dir) for run_dir in run_dirs))
     runs = read_runs(folders)
@@ -47,7 +47,7 @@ def write_report(*run_dirs: str | Path, output: Path | None = None) -> Path:
 
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:
-    """The runs of a page, with labels where there are several. Raises ValueError for a folder that is not a run's."""
+    """Read the runs of a page, with labels if there are several. Raises ValueError for a folder that is not a run's."""
     if len(folders) == 1:
         return [read_run(folders[0])]
     names = [folder.resolve().name for folder in folders]
@@ -56,9 +56,9 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit status (2 for a folder that is not a run's)."""
+    """Run the command line; returns the exit status (2 for a folder that is not a run's)."""
     parser = argparse.ArgumentParser(
-        prog="phalanx report", description="Make a page about a run, or one that compares several."
+        prog="phalanx report", description="Write a page about a run, or one that compares several runs."
     )
     parser.add_argument("run_dir", metavar="RUN", nargs="+", help="trainer.output_dir of a run")
     parser.add_argument(
@@ -66,9 +66,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--output",
         metavar="FILE",
         type=Path,
-        help=f"the page; by default {REPORT_FILE} in RUN, of several runs {COMPARISON_FILE} in the first",
+        help=f"the page; default: {REPORT_FILE} in RUN, or {COMPARISON_FILE} in the first of several runs",
     )
-    parser.add_argument("--open", action="store_true", help="show the page in the browser")
+    parser.add_argument("--open", action="store_true", help="open the page in the browser")
     arguments = parser.parse_args(argv)
     try:
         path = write_report(*arguments.run_dir, output=arguments.output)
@@ -85,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def page_of(runs: list[Run], *, live: bool = False) -> tuple[str, str]:
-    """A page about runs, and its Content-Security-Policy. A live one asks the server that it comes from for more."""
+    """A page about runs, and its Content-Security-Policy. A live page requests updates from its server."""
     if len(runs) == 1:
         name = runs[0].setting("trainer.experiment_name") or runs[0].folder.resolve().name
         facts = [runs[0].setting("algorithm.name"), runs[0].setting("model.path")]
@@ -124,7 +124,7 @@ def page_of(runs: list[Run], *, live: bool = False) -> tuple[str, str]:
 
 
 def sections_of(runs: list[Run], *, with_samples: bool = True) -> dict[str, Any]:
-    """The sections of a page by the ids of their elements, in their order, and the data of its charts."""
+    """The sections of a page, in order, by the ids of their elements; and the chart data as `charts`."""
     known, others = charts_of(runs)
     headlines = [_headline(runs[0])] if len(runs) == 1 else [comparison_table(runs), *map(_run_notes, runs)]
     tables = [*map(_table, runs), _differences(runs), *map(_config, runs)]
@@ -137,7 +137,7 @@ def sections_of(runs: list[Run], *, with_samples: bool = True) -> dict[str, Any]
 
 
 def _ranks(runs: list[Run]) -> list[dict[str, Any]] | None:
-    """The last step of the ranks of each run, as the live page gets it; None where no run has files of its ranks."""
+    """The last step of each run's ranks, in the format of the live page; None if no run has files of its ranks."""
     if not any((run.folder / RANKS).is_dir() for run in runs):
         return None
     data = []
@@ -151,7 +151,7 @@ def _asset(name: str) -> str:
 
 
 def _policy(scripts: list[str]) -> str:
-    """The page's Content-Security-Policy: the browser refuses what is not in the page, and all scripts but these."""
+    """The page's Content-Security-Policy: allow only resources inside the page, and no scripts other than these."""
     policy = "default-src 'none'; img-src data:; media-src data:; style-src 'unsafe-inline'; script-src"
     for script in scripts:
         policy += f" 'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
@@ -159,7 +159,7 @@ def _policy(scripts: list[str]) -> str:
 
 
 def _json(value: object) -> str:
-    """JSON inside a <script>: only a `<` could end it."""
+    """JSON for a <script> element, which only a `<` could end."""
     return json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
@@ -184,7 +184,7 @@ def _headline(run: Run) -> str:
     if seconds is not None:
         tiles.append(_tile("Wall time", str(timedelta(seconds=round(seconds))), "h:mm:ss"))
     tiles += _pace(run)
-    columns = min(range(5, 2, -1), key=lambda count: -len(tiles) % count)  # with the fewest empty places
+    columns = min(range(5, 2, -1), key=lambda count: -len(tiles) % count)  # leaves the fewest empty places
     return (
         f'<section class="tiles" style="--columns:{min(columns, len(tiles))}" aria-label="Headline figures">'
         f"{''.join(tiles)}</section>{_run_notes(run)}"
@@ -192,7 +192,7 @@ def _headline(run: Run) -> str:
 
 
 def _run_notes(run: Run) -> str:
-    """Notes on what a run's files lack, and the warnings of the job."""
+    """Notes on missing data and on profiles, and the job's warnings about its metrics."""
     notes = []
     if not run.rows:
         notes.append(f"{METRICS_FILE} has no rows yet.")
@@ -206,7 +206,7 @@ def _run_notes(run: Run) -> str:
 
 
 def _profiles(run: Run) -> list[str]:
-    """Where the profiles of each profiled step are."""
+    """Notes on where the profiles of each profiled step are."""
     notes = []
     for folder in sorted((run.folder / PROFILES).glob("step_*")):
         count = len(list(folder.glob("*.json.gz")))
@@ -219,7 +219,7 @@ def _profiles(run: Run) -> list[str]:
 
 
 def _advice(run: Run) -> list[str]:
-    """The warnings that the job gave about its metrics."""
+    """The job's warnings about its metrics."""
     samples, limit = run.setting("rollout.n"), run.setting("data.max_response_length")
     total = run.setting("trainer.total_training_steps")
     advisor = Advisor(_whole(total) or run.last_step(), _whole(samples) or 1, _whole(limit))
@@ -234,7 +234,7 @@ def _whole(text: str | None) -> int | None:
 
 
 def _pace(run: Run) -> list[str]:
-    """Tiles with medians over the steps, of the throughput and of the FLOPs that the model needs."""
+    """Tiles with the median throughput and model FLOPs utilization over the steps."""
     tiles = []
     for noun in ("images", "samples", "tokens"):
         rates = run.values(f"perf/{noun}_per_gpu_per_s")
@@ -268,7 +268,7 @@ def _tile(title: str, value: str, note: str, kind: str = "") -> str:
 
 def _curves(known: list[Chart], others: list[Chart], constants: dict[str, float]) -> str:
     fixed = ", ".join(f"{name} {value:.4g}" for name, value in constants.items())
-    notes = notes_html([f"The same in all steps, and not drawn: {fixed}."] if constants else [])
+    notes = notes_html([f"Constant over all steps, and therefore not drawn: {fixed}."] if constants else [])
     if not known and not others:
         return f"<section><h2>Curves</h2>{notes_html(['There is nothing to draw.'])}{notes}</section>"
     slider = (
@@ -289,7 +289,7 @@ def _grid(charts: list[Chart]) -> str:
 
 
 def _table(run: Run) -> str:
-    """Every metric in figures, for those who cannot see the curves."""
+    """A table of all metrics, as an accessible alternative to the curves."""
     rows = []
     for key in run.metrics():
         cells, values = ["-"] * 4, run.values(key)
@@ -315,7 +315,7 @@ def _differences(runs: list[Run]) -> str:
 
 
 def _config(run: Run) -> str:
-    """The resolved configuration, folded."""
+    """The resolved configuration, collapsed."""
     if run.config_text is None:
         return notes_html([f"There is no config.yaml in {run.label or 'the folder'}."])
     return _details(run.titled("Resolved configuration"), f"<pre>{escape(run.config_text)}</pre>")

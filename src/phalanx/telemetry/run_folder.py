@@ -1,5 +1,5 @@
-"""The files of a run's folder (trainer.output_dir) by their names, and those that the report reads: metrics.jsonl and
-config.yaml.
+"""The names of the files in a run's folder (trainer.output_dir), and readers for metrics.jsonl, config.yaml and the
+ranks' state files.
 """
 
 import json
@@ -18,11 +18,11 @@ from phalanx.telemetry.loggers import ELAPSED, setting
 
 Point = tuple[int, float]
 METRICS_FILE = "metrics.jsonl"
-RUNNING_FILE = "running.json"  # of the job that has the folder, see phalanx.training.folder_lock
-BEAT_S = 2.0  # between two of its signs of life
-STOP_FILE = "stop.json"  # a request to stop, with the token of the start that it is for
+RUNNING_FILE = "running.json"  # of the job that owns the folder, see phalanx.training.folder_lock
+BEAT_S = 2.0  # interval at which the job updates it
+STOP_FILE = "stop.json"  # a request to stop, with the token of the start to which it applies
 RANKS = "ranks"  # see phalanx.telemetry.rank_files
-LATEST = 1e11  # seconds, in the year 5138: of a moment beyond there is no date
+LATEST = 1e11  # seconds, in the year 5138: later times cannot be shown as dates and come from damaged files
 PROFILES = "profiles"  # see phalanx.telemetry.profiles
 VALIDATION = re.compile(r"val/(.+)/reward/mean")
 log = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Run:
-    """The contents of a run's files. `label` tells it from the other runs of a page, and is empty for the only one."""
+    """The contents of a run's files. `label` tells it from other runs on the same page; empty for a single run."""
 
     folder: Path
     label: str
@@ -40,23 +40,19 @@ class Run:
 
     def points(self, key: str) -> list[Point]:
         """(step, value) of all rows that have a finite value of `key`."""
-        points = []
-        for row in self.rows:
-            if is_finite(row.get(key)):
-                points.append((row["step"], row[key]))
-        return points
+        return [(row["step"], row[key]) for row in self.rows if is_finite(row.get(key))]
 
     def values(self, key: str) -> list[float]:
         """The finite values of `key`, in the order of the steps."""
         return [value for _, value in self.points(key)]
 
     def setting(self, name: str) -> str | None:
-        """A value of the configuration as text, such as that of `model.path`; None where there is none."""
+        """The value of a configuration key such as `model.path`, as text; None if it is not set."""
         value = setting(self.config, name)
         return None if value is None else str(value)
 
     def metrics(self) -> list[str]:
-        """The keys of all rows but the step, in the order of first use."""
+        """The keys of all rows except the step, in the order of first use."""
         keys: dict[str, None] = {}
         for row in self.rows:
             keys |= dict.fromkeys(row)
@@ -73,13 +69,13 @@ class Run:
         return validations
 
     def wall_seconds(self) -> float | None:
-        """The time that the run took, earlier starts included; None where no row says it."""
+        """The duration of the run, including earlier starts; None if no row contains it."""
         elapsed, seconds = self.values(ELAPSED), self.values("perf/step_s")
-        taken = elapsed[-1] if elapsed else sum(seconds) if seconds else None
-        return taken if taken is not None and 0 <= taken < LATEST else None  # of a damaged file
+        total = elapsed[-1] if elapsed else sum(seconds) if seconds else None
+        return total if total is not None and 0 <= total < LATEST else None  # a damaged file may contain any number
 
     def titled(self, title: str) -> str:
-        """A title that names the run, if there are others."""
+        """The title, followed by the run's label if there are several runs."""
         return f"{title} · {self.label}" if self.label else title
 
     def last_step(self) -> int:
@@ -96,7 +92,7 @@ def read_run(folder: Path, label: str = "") -> Run:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """All rows of a metrics.jsonl. A half-written last line is dropped, other broken lines with a warning."""
+    """All rows of a metrics.jsonl. A half-written last line is ignored, other broken lines with a warning."""
     rows = []
     lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
     for number, line in enumerate(lines, start=1):
@@ -106,26 +102,26 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         if row is not None and isinstance(row.get("step"), int):
             rows.append(row)
         elif number < len(lines):
-            log.warning("%s:%d: not a JSON object with a step; the line is left out", path, number)
+            log.warning("%s:%d: not a JSON object with a step; the line is ignored", path, number)
     return rows
 
 
 def read_config(folder: Path) -> tuple[str | None, dict[str, Any]]:
-    """The text of a run's config.yaml, None where there is none, and its values."""
+    """The text of a run's config.yaml, None if it is missing, and its values."""
     path = folder / "config.yaml"
     try:
         text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else None
-    except OSError:  # it may just be replaced, or be somebody else's
+    except OSError:  # it may be replaced at this moment, or be unreadable for this user
         text = None
     try:
         config = yaml.safe_load(text) if text is not None else {}
     except (yaml.YAMLError, RecursionError):
-        config = {}  # its text is still shown
+        config = {}  # the text is shown nevertheless
     return text, config if isinstance(config, dict) else {}
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """The object in a file that another process may replace; None where there is none."""
+    """The JSON object in a file that another process may replace; None if the file does not contain one."""
     try:
         return json_object(path.read_bytes())
     except OSError:
@@ -133,19 +129,19 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def tail(path: Path, size: int) -> bytes:
-    """The last bytes of a file, without the others being read. Raises OSError."""
+    """Read only the last `size` bytes of a file. Raises OSError."""
     with path.open("rb") as file:
         file.seek(max(file.seek(0, os.SEEK_END) - size, 0))
         return file.read(size)
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Replace a file: a reader never sees a half. Raises OSError."""
+    """Write a file atomically, so that readers never see a part of it. Raises OSError."""
     replace_file(path, json.dumps(value, indent=1) + "\n")
 
 
 def read_ranks(folder: Path) -> list[dict[str, Any]]:
-    """The states of the ranks of the last start, in their order."""
+    """The states of all ranks of the last start, ordered by rank."""
     states = []
     for path in (folder / RANKS).glob("*.json"):
         state = read_json(path) if path.stem.isdecimal() and is_inside(folder, path) else None
@@ -154,13 +150,14 @@ def read_ranks(folder: Path) -> list[dict[str, Any]]:
     states.sort(key=lambda state: state["rank"])
     if not states:
         return []
-    # every start has a rank 0; the newest of the other files is it only as long as no clock is set back
+    # Every start has a rank 0, whose file gives the number of ranks. Without it use the newest file, which may be
+    # wrong if a clock was set back.
     count = states[0]["ranks"] if states[0]["rank"] == 0 else max(states, key=lambda state: state["at"])["ranks"]
     return [state for state in states if state["rank"] < count]
 
 
 def _is_state(state: dict[str, Any]) -> bool:
-    """Whether a rank's file has what all readers count on, whoever wrote it."""
+    """Whether a rank's state has the fields that readers rely on; the file may be damaged or written by others."""
     numbers = isinstance(state.get("ranks"), int) and isinstance(state.get("pid"), int)
     shown = all(is_finite(state.get(name, 0)) for name in ("interval", "memory_gb", "phase_since"))
     is_dated = is_finite(state.get("at")) and 0 < state["at"] < LATEST
@@ -168,17 +165,17 @@ def _is_state(state: dict[str, Any]) -> bool:
 
 
 def inside(folder: Path, path: Path) -> Path:
-    """A path of a run's folder. Raises FileNotFoundError where a link or `..` leads out of the folder."""
+    """Return `path`, or raise FileNotFoundError if a link or `..` leads out of the run's folder."""
     if not is_inside(folder, path):
-        raise FileNotFoundError(f"{path}: it leads out of {folder}")
+        raise FileNotFoundError(f"{path}: it is outside of {folder}")
     return path
 
 
 def is_inside(folder: Path, path: Path) -> bool:
-    """Whether no link, and no `..`, leads out of the folder."""
+    """Whether a path lies in the folder once links and `..` are resolved."""
     return path.resolve().is_relative_to(folder.resolve())
 
 
 def is_finite(value: Any) -> bool:
-    """Whether it is a number, and neither NaN nor infinite."""
-    return isinstance(value, int | float) and abs(value) <= sys.float_info.max  # an int may be beyond all floats
+    """Whether a value is a number other than NaN and infinity."""
+    return isinstance(value, int | float) and abs(value) <= sys.float_info.max  # an int may be too large for a float

@@ -1,5 +1,6 @@
-"""`phalanx runs`, `logs` and `stop`: the runs below a folder, what a rank prints, and a clean stop. All of it goes by
-the files of a run's folder, from any machine that sees it.
+"""`phalanx runs`, `logs` and `stop`: list the runs below a folder, print a rank's output, and stop a run cleanly.
+
+All three use only the files in a run's folder, so they work on any machine that can access it.
 """
 
 import argparse
@@ -37,17 +38,17 @@ from phalanx.telemetry.run_folder import (
 )
 
 LIVING, DEAD = "running", "dead"
-NOT_RUNS = {"checkpoints", "images", "samples", "tensorboard", RANKS}  # folders of a run
+NOT_RUNS = {"checkpoints", "images", "samples", "tensorboard", RANKS}  # subfolders of a run that contain no runs
 TAIL_BYTES = 1 << 16  # of metrics.jsonl
-LOG_BYTES = 1 << 20  # a rank keeps half of them
-ETA_STEPS = 20  # recent ones, by whose median the ETA goes
+LOG_BYTES = 1 << 20  # twice the size to which a rank limits its log
+ETA_STEPS = 20  # the ETA uses the median duration of this many recent steps
 POLL_S = 0.5
-PATIENCE_S = 20.0  # without a beat of a job that was asked to stop: it may be busy with a checkpoint
+PATIENCE_S = 20.0  # time without a heartbeat after which a job that was asked to stop counts as dead
 
 
 @dataclass(frozen=True)
 class Overview:
-    """A run in a line: `ranks` holds the states of its ranks, `job` the running.json of the job that has the folder."""
+    """The summary of a run: `ranks` holds its ranks' states, `job` the running.json of the job that owns the folder."""
 
     folder: Path
     state: str
@@ -59,7 +60,7 @@ class Overview:
 
     @property
     def hosts(self) -> list[str]:
-        """The machines, each once, in the order of ranks."""
+        """The distinct host names, in the order of ranks."""
         return list(dict.fromkeys(rank["host"] for rank in self.ranks))
 
     def row(self) -> list[str]:
@@ -79,19 +80,19 @@ COLUMNS = ["RUN", "STATE", "STEP", "ETA", "RANKS", "HOSTS", "PID OF RANK 0", "LA
 
 
 def overview(folder: Path, state: str) -> Overview:
-    """A run as its files are now; `state`: see `states`."""
+    """Summarize a run from its current files; `state`: see `states`."""
     rows, ranks = last_rows(folder), read_ranks(folder)
     step = rows[-1]["step"] if rows else 0
     total = next((rank["total"] for rank in ranks if _is_count(rank.get("total"))), None)
-    if total is None:  # the configuration takes longer to read than all else
-        planned = setting(read_config(folder)[1], "trainer.total_training_steps")
-        total = planned if _is_count(planned) else None
+    if total is None:  # the last resort, because reading the configuration takes longest
+        configured = setting(read_config(folder)[1], "trainer.total_training_steps")
+        total = configured if _is_count(configured) else None
     seconds = []
     for before, row in pairwise(rows):
         if row["step"] > before["step"] and is_finite(row.get(ELAPSED)) and is_finite(before.get(ELAPSED)):
             seconds.append((row[ELAPSED] - before[ELAPSED]) / (row["step"] - before["step"]))
     left = None if total is None or not seconds else median(seconds[-ETA_STEPS:]) * max(total - step, 0)
-    if left is not None and not 0 <= left < LATEST:  # of a damaged file
+    if left is not None and not 0 <= left < LATEST:  # a damaged file may contain any number
         left = None
     return Overview(folder, state, step, total, left, ranks, read_json(folder / RUNNING_FILE))
 
@@ -101,8 +102,8 @@ def _is_count(value: Any) -> bool:
 
 
 def states(folders: Sequence[Path]) -> dict[Path, str]:
-    """The state of each run: `running`, `dead` (without a word), or how it has ended: `finished`, `stopped`, `failed`;
-    `ended` where an older version left no word on that.
+    """The state of each run: `running`, `dead` (it vanished without recording its end), or its recorded end:
+    `finished`, `stopped` or `failed`; `ended` if a version that did not record it wrote the files.
     """
     jobs = {folder: read_json(folder / RUNNING_FILE) for folder in folders}
     known, silent = {}, {}
@@ -111,7 +112,7 @@ def states(folders: Sequence[Path]) -> dict[Path, str]:
             known[folder] = ended(folder)
         elif _age(folder) < 2 * BEAT_S:
             known[folder] = LIVING
-        else:  # clocks of machines differ: a beat that goes on shows that the job lives
+        else:  # the machines' clocks may differ, so wait for another heartbeat before declaring the job dead
             silent[folder] = job
     if silent:
         time.sleep(1.5 * BEAT_S)
@@ -122,7 +123,7 @@ def states(folders: Sequence[Path]) -> dict[Path, str]:
 
 
 def ended(folder: Path) -> str:
-    """How a run has ended, by its first rank's last word."""
+    """How a run has ended, as its first rank recorded it."""
     first = read_json(folder / RANKS / "0.json")
     return "ended" if first is None else str(first.get("ended", DEAD))
 
@@ -135,13 +136,13 @@ def _age(folder: Path) -> float:
 
 
 def last_rows(folder: Path) -> list[dict[str, Any]]:
-    """The last rows of a run's metrics.jsonl, without the others being read."""
+    """The rows in the last TAIL_BYTES of a run's metrics.jsonl."""
     try:
         lines = tail(folder / METRICS_FILE, TAIL_BYTES).split(b"\n")
     except OSError:
         return []
     rows = []
-    for line in lines:  # the first one may be cut, and is no object then
+    for line in lines:  # the first line may be truncated and then does not parse
         row = json_object(line)
         if row is not None and _is_count(row.get("step")):
             rows.append(row)
@@ -149,7 +150,7 @@ def last_rows(folder: Path) -> list[dict[str, Any]]:
 
 
 def run_folders(root: Path) -> Iterator[Path]:
-    """The folders of runs in a folder, itself included."""
+    """All folders of runs in `root`, which may itself be one."""
     for name, folders, files in os.walk(root):
         is_run = METRICS_FILE in files or RUNNING_FILE in files
         folders[:] = sorted(folder for folder in folders if not (is_run and folder in NOT_RUNS))
@@ -158,7 +159,7 @@ def run_folders(root: Path) -> Iterator[Path]:
 
 
 def check_run(folder: Path) -> Path:
-    """The folder; raises ValueError where it is not a run's."""
+    """Return `folder`, or raise ValueError if it is not a run's."""
     if not folder.is_dir():
         raise ValueError(f"{folder}: no such folder; give the trainer.output_dir of a run")
     if not any((folder / name).exists() for name in (METRICS_FILE, RUNNING_FILE, RANKS)):
@@ -170,28 +171,28 @@ def check_run(folder: Path) -> Path:
 
 
 def main(command: str, argv: Sequence[str]) -> int:
-    """The command line of `runs`, `logs` or `stop`; returns the exit status (2 for a folder that is not a run's)."""
+    """Run the command `runs`, `logs` or `stop`; returns the exit status (2 for a folder that is not a run's)."""
     parser = argparse.ArgumentParser(prog=f"phalanx {command}", description=ABOUT[command])
     if command == "runs":
         parser.add_argument("folder", metavar="FOLDER", nargs="?", type=Path, default=Path("outputs"))
     else:
         parser.add_argument("folder", metavar="RUN", type=Path, help="trainer.output_dir of a run")
     if command == "logs":
-        parser.add_argument("--rank", type=int, default=0, help="by default 0")
-        parser.add_argument("--follow", "-f", action="store_true", help="print what comes until the run ends")
-        parser.add_argument("--lines", "-n", type=int, help="only the last ones; by default all that is kept")
+        parser.add_argument("--rank", type=int, default=0, help="rank whose output is printed; default 0")
+        parser.add_argument("--follow", "-f", action="store_true", help="keep printing new output until the run ends")
+        parser.add_argument("--lines", "-n", type=int, help="print only the last LINES lines of the log")
     if command == "stop":
-        parser.add_argument("--no-wait", action="store_true", help="return once the request is written")
+        parser.add_argument("--no-wait", action="store_true", help="return without waiting for the run to stop")
     given = parser.parse_args(argv)
     try:
         if command == "runs":
             return _runs(given.folder)
         if command == "logs":
             return _logs(check_run(given.folder), given.rank, given.lines, given.follow)
-        is_evaluation = (given.folder / ARGUMENTS).is_file()  # which has ended, and no steps
+        is_evaluation = (given.folder / ARGUMENTS).is_file()  # an evaluation has none of a run's files once it ended
         return _stop(given.folder if is_evaluation else check_run(given.folder), wait=not given.no_wait)
-    except BrokenPipeError:  # `phalanx logs RUN | head` has read enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left is flushed once more at the end
+    except BrokenPipeError:  # as with `phalanx logs RUN | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes the remaining output at exit
         return 0
     except (ValueError, OSError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
@@ -201,15 +202,15 @@ def main(command: str, argv: Sequence[str]) -> int:
 
 
 ABOUT = {
-    "runs": "List the runs below a folder: where they run, how far they are, and which of them live.",
-    "logs": "Print what a rank of a run has printed.",
-    "stop": "Have a run stop with a checkpoint, as SIGTERM does; the same command as before goes on from it.",
+    "runs": "List the runs below a folder, with their machines, progress and status.",
+    "logs": "Print the output of a rank of a run.",
+    "stop": "Stop a run after it has saved a checkpoint, as SIGTERM does; its command, run again, resumes from there.",
 }
 
 
 def _runs(root: Path) -> int:
     if not root.is_dir():
-        raise ValueError(f"{root}: no such folder; give one that holds runs")
+        raise ValueError(f"{root}: no such folder; give one that contains runs")
     folders = list(run_folders(root))
     state = states(folders)
     table = [COLUMNS]
@@ -228,7 +229,7 @@ def _logs(folder: Path, rank: int, lines: int | None, follow: bool) -> int:
     path = inside(folder, folder / RANKS / f"{rank}.log")
     if not path.is_file() and not (follow and (folder / RANKS / f"{rank}.json").exists()):
         known = [str(state["rank"]) for state in read_ranks(folder)]
-        ranks = f"its ranks are {', '.join(known)}" if known else "it has no files of ranks"
+        ranks = f"its ranks are {', '.join(known)}" if known else "it has no files of any rank"
         raise ValueError(f"{folder}: no log of rank {rank}; {ranks}")
     text = _text(path)
     shown = text if lines is None else "".join(text.splitlines(keepends=True)[-lines:] if lines > 0 else [])
@@ -251,7 +252,7 @@ def _text(path: Path) -> str:
 
 
 def _after(before: str, now: str) -> str:
-    """The part of a log that is new; its beginning may be gone, as logs are kept short."""
+    """The new part of a log, whose beginning may have been removed because logs are kept short."""
     if now.startswith(before):
         return now[len(before) :]
     end = before[-500:]
@@ -260,8 +261,10 @@ def _after(before: str, now: str) -> str:
 
 
 def _stop(folder: Path, wait: bool) -> int:
-    """Leave the request beside running.json. It names the start that it is for by its token, so that one that is left
-    over, as of a job that died meanwhile, stops no other.
+    """Write a request to stop beside running.json, and wait until the job has stopped.
+
+    The request contains the token of the current start, so that a leftover request, for example to a job that died
+    in the meantime, cannot stop a later one.
     """
     state = states([folder])[folder]
     job = read_json(folder / RUNNING_FILE)
@@ -271,9 +274,9 @@ def _stop(folder: Path, wait: bool) -> int:
     try:
         write_json(folder / STOP_FILE, request)
     except OSError as error:
-        if read_json(folder / STOP_FILE) != request:  # else another one asks at the same moment
+        if read_json(folder / STOP_FILE) != request:  # else another command has just written the same request
             reason = f"{folder}: the request cannot be written ({error.strerror}); "
-            raise ValueError(f"{reason}ask as the user of the job, or send SIGTERM to its launcher") from error
+            raise ValueError(f"{reason}run this as the user of the job, or send SIGTERM to its launcher") from error
     show(f"asked {named} to stop")
     if not wait:
         return 0
@@ -282,7 +285,7 @@ def _stop(folder: Path, wait: bool) -> int:
         if now != beat:
             beat, since = now, time.monotonic()
         if time.monotonic() - since > PATIENCE_S:
-            raise ValueError(f"{folder}: {named} has died before it stopped")
+            raise ValueError(f"{folder}: {named} died before it stopped")
         time.sleep(POLL_S)
     failed, words = _last_words(folder)
     show(words)
@@ -290,7 +293,7 @@ def _stop(folder: Path, wait: bool) -> int:
 
 
 def _last_words(folder: Path) -> tuple[bool, str]:
-    """Whether a job that was asked to stop has failed, and how it has ended, where it can in its own words."""
+    """Whether a job that was asked to stop has failed, and a description of its end, if possible the job's own."""
     if (folder / ARGUMENTS).is_file() or (folder / "baseline" / ARGUMENTS).is_file():
         end = read_json(folder / ENDED) or {}
         return end.get("ended") not in ("finished", "stopped"), plain(str(end.get("text", "failed")))
@@ -299,7 +302,7 @@ def _last_words(folder: Path) -> tuple[bool, str]:
     lead = next((state["rank"] for state in last.ranks if state.get("role") == "actor"), 0)
     lines = RankLines(folder / RANKS / f"{lead}.jsonl")
     lines.read()
-    for event in reversed(lines.events):  # an end may be followed by the same words once more
+    for event in reversed(lines.events):  # the same text may follow the end as an event `said`
         if event["event"] == "start":
             break
         if event["event"] == "stopped":

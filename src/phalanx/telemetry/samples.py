@@ -1,7 +1,7 @@
-"""The validation samples of the report: the same prompts over steps, or in several runs, and the best and the worst.
+"""The validation samples in the report: the same prompts at several steps or in several runs, and the best and worst.
 
-Each side of a card shows its last step; its other steps are in <template>s, with which page/report.js replaces it. A
-browser without scripts shows the last steps.
+Each side of a card shows its last step; its other steps are in <template>s, which page/report.js swaps in. Without
+JavaScript, a browser shows the last steps.
 """
 
 import base64
@@ -18,24 +18,25 @@ from typing import Any
 from PIL import Image
 
 from phalanx.functional.frames import evenly_spaced
+from phalanx.media.grids import STRIP
 from phalanx.telemetry.records import IMAGES, SAMPLES, read_index, spoken, summary
 from phalanx.telemetry.run_folder import Run, inside, is_inside
 
 CONTENT = {IMAGES: "file", SAMPLES: "text"}  # the key of the sample in an index.jsonl, by the run's folder
 MAX_CARDS = 24
-MAX_SAMPLES = 300  # in a page: about 15 MB of JPEGs
-MAX_VIDEO_BYTES = 16 << 20  # of a page's mp4s; where they are larger, the page shows their frames as pictures
-BEST = 4  # at most this many of the best, and of the worst
-INLINE_SIDE = 512  # pixels of an inlined image; larger ones are scaled down
-CARD_SIDE = 256  # pixels of a picture beside others; the page shows it enlarged where it is clicked
-TINY_SIDE = 128  # pixels of a picture that is shown with whole pixels, several times as large
+MAX_SAMPLES = 300  # per page: about 15 MB of JPEGs
+MAX_VIDEO_BYTES = 16 << 20  # per page; if the mp4s are larger in total, the page shows some of their frames instead
+BEST = 4  # at most this many best samples, and as many worst ones
+INLINE_SIDE = 512  # pixels; larger images are scaled down before they are inlined
+CARD_SIDE = 256  # maximum width of an image on a card, in pixels; a click enlarges it
+TINY_SIDE = 128  # images up to this side are magnified by an integer, without smoothing
 
-Key = tuple[int, str]  # a sample's index and prompt: the same prompt and noise at each step
+Key = tuple[int, str]  # a sample's index and prompt: equal keys at different steps mean the same prompt and noise
 
 
 @dataclass(frozen=True)
 class Kept:
-    """The samples of one validation set that a run kept: the rows of each step's index.jsonl, and their folder."""
+    """The saved samples of one validation set of a run: the rows of each step's index.jsonl, and their folder."""
 
     run: Run
     folder: Path
@@ -54,7 +55,7 @@ class Kept:
 
 
 def samples_html(runs: Sequence[Run]) -> str:
-    """The section of the samples."""
+    """The HTML section with the samples of all runs."""
     title = "Held-out prompts" if runs[0].label else "Held-out prompts, before and after"
     parts = []
     for kind in CONTENT:
@@ -70,7 +71,7 @@ def samples_html(runs: Sequence[Run]) -> str:
     parts = parts or [notes_html([none])]
     hint = ""
     if any((run.folder / IMAGES).is_dir() for run in runs):
-        hint = '<p class="n" hidden>Click a picture to enlarge it; a click then flips to the next one of its card.</p>'
+        hint = '<p class="n" hidden>Click an image to enlarge it; click again for the next one on its card.</p>'
     return f"<section><h2>{title}</h2>{hint}{''.join(parts)}</section>"
 
 
@@ -81,7 +82,7 @@ def notes_html(notes: Sequence[str]) -> str:
 def _read(run: Run, folder: Path) -> Kept:
     steps = {}
     for path in folder.glob("step_*"):
-        # a folder that was used before may hold samples of steps that this run has not reached
+        # the folder may contain samples of an older run, from steps that this run has not reached
         reached = path.name[5:].isdecimal() and int(path.name[5:]) <= run.last_step()
         if reached and is_inside(run.folder, path / "index.jsonl"):
             rows = {(row["index"], row["prompt"]): row for row in read_index(path, CONTENT[folder.parent.name])}
@@ -94,7 +95,7 @@ def _read(run: Run, folder: Path) -> Kept:
 
 
 def _set(kept: list[Kept], share: int) -> str:
-    """The cards of a validation set with their slider, and its best and worst samples; `share` sets share the page."""
+    """The cards of a validation set with their slider, and its best and worst samples, on a page of `share` sets."""
     shared = list(kept[0].steps[kept[0].first])
     for each in kept:
         for rows in each.steps[each.first], each.steps[each.last]:
@@ -108,7 +109,7 @@ def _set(kept: list[Kept], share: int) -> str:
     movies = _movies(sides, keys, share)
     notes = notes_html(_notes(sides, shared))
     first, steps = sides[0]
-    if not first.run.label and len(steps) > 1:  # of the only run, the first validation stays beside the others
+    if not first.run.label and len(steps) > 1:  # for a single run, show the first validation beside the later ones
         sides = [(first, steps[:1]), (first, steps[1:])]
     stops = set[int]().union(*(chosen for _, chosen in sides if len(chosen) > 1))
     html = (
@@ -145,12 +146,12 @@ def _notes(sides: list[tuple[Kept, list[int]]], shared: list[Key]) -> list[str]:
     if len(shared) > MAX_CARDS:
         notes.append(f"{MAX_CARDS} of {len(shared)} prompts are shown.")
     if not shared:
-        notes.append("The validations share no prompt.")
+        notes.append("The validations have no prompt in common.")
     return notes
 
 
 def _slider(stops: list[int]) -> str:
-    """A slider over these steps; the script shows it."""
+    """A slider over these steps, which is hidden without JavaScript."""
     if len(stops) < 2:
         return ""
     last = len(stops) - 1
@@ -161,7 +162,7 @@ def _slider(stops: list[int]) -> str:
 
 
 def _side(kept: Kept, steps: list[int], key: Key, movies: bool) -> str:
-    """A sample at the last of these steps, and for the slider at the others."""
+    """A sample at the last of these steps, with templates of the other steps for the slider."""
     last, templates = max(step for step in steps if key in kept.steps[step]), ""
     for step in steps:
         if step != last and key in kept.steps[step]:
@@ -177,7 +178,7 @@ def _extremes(kept: Kept, movies: bool) -> str:
     rows = kept.steps[kept.last]
     scored = [key for key in rows if rows[key]["reward"] is not None]
     order = sorted(scored, key=lambda key: -rows[key]["reward"])
-    count = min(BEST, len(order) // 4)  # of fewer samples each would be in one of the groups
+    count = min(BEST, len(order) // 4)  # so that at least half of the samples are in neither group
     if count == 0:
         return ""
     title = kept.run.titled(f"{kept.folder.name}: best and worst of the {len(order)} samples of step {kept.last}")
@@ -221,13 +222,13 @@ def _frame(kept: Kept, step: int, key: Key, movies: bool) -> str:
     caption = f'<div class="cap"><span>{escape(label)}</span><b>{escape(reward)}</b></div>'
     scores = row.get("scores", {})
     terms = [f"{name} {value:.4g}" for name, value in scores.items() if value is not None]
-    if terms and list(scores.values()) != [row["reward"]]:  # a single term that is the reward is shown once
+    if terms and list(scores.values()) != [row["reward"]]:  # omit a single term that equals the reward
         caption += f"<p class=n>{escape(' · '.join(terms))}</p>"
     return f'<div class="frame">{sample}{caption}</div>'
 
 
 def _talk(row: dict[str, Any]) -> str:
-    """A conversation, message by message, and its numbers."""
+    """A conversation, message by message, and its summary."""
     html = '<div class="talk">'
     for role, text in spoken(row["messages"]):
         html += f'<div class="said {"own" if role == "assistant" else ""}"><span>{escape(role)}</span>'
@@ -236,7 +237,7 @@ def _talk(row: dict[str, Any]) -> str:
 
 
 def _caption(kept: Kept, step: int, key: Key) -> str:
-    """The prompt with its images, and its ground truth if there is one."""
+    """The prompt with its images, and its ground truth if the data contains one."""
     row, shown = kept.steps[step][key], ""
     for image in row.get("images", []):
         title = f"{image['place']}, {image['width']} x {image['height']} pixels"
@@ -250,17 +251,17 @@ def _caption(kept: Kept, step: int, key: Key) -> str:
 
 
 def _width(kept: Kept, keys: Sequence[Key]) -> int:
-    """Pixels of a card's picture: its own, at most CARD_SIDE; of a tiny one a multiple."""
+    """The width of the images on cards in pixels: their own, or a multiple for tiny ones, but at most CARD_SIDE."""
     width = CARD_SIDE
     if keys and kept.folder.parent.name == IMAGES:
         row = kept.steps[kept.last][keys[0]]
         with suppress(OSError), Image.open(kept.path(kept.last) / row["file"]) as image:
-            width = image.width // (4 if "video" in row else 1)  # a video's picture holds four frames
+            width = image.width // (STRIP if "video" in row else 1)  # the image of a video shows several frames
     return min(width * math.ceil(TINY_SIDE / width), CARD_SIDE)
 
 
 def _movies(sides: list[tuple[Kept, list[int]]], keys: list[Key], share: int) -> bool:
-    """True where the videos of these steps are small enough to be in the page."""
+    """Whether the videos of these steps are small enough to be embedded in the page."""
     total = 0
     for kept, steps in sides:
         for step, key in itertools.product(steps, keys):
@@ -271,7 +272,7 @@ def _movies(sides: list[tuple[Kept, list[int]]], keys: list[Key], share: int) ->
 
 
 def _image(path: Path, alt: str) -> str:
-    """An <img> with the file inside: as it is where small, else as a scaled JPEG."""
+    """An <img> with the embedded file, which is converted to a smaller JPEG if it is large."""
     with Image.open(path) as image:
         width, height = image.size
         kind, data = "png", path.read_bytes()

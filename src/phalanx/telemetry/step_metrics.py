@@ -1,4 +1,4 @@
-"""The metrics of a training step, as metrics.jsonl has them."""
+"""The metrics of a training step, as written to metrics.jsonl."""
 
 import resource
 from collections.abc import Sequence
@@ -12,11 +12,11 @@ from phalanx.distributed.collectives import mean_rows, reduce_float, reduce_int
 from phalanx.functional.advantage import group_std, has_signal
 from phalanx.telemetry.metrics import Timers
 
-MOST_TURNS = 8  # of samples whose rewards have a metric each
+MOST_TURNS = 8  # samples with more turns share one metric
 
 
 def reward_metrics(reward: Tensor, terms: dict[str, Tensor], group_id: Tensor) -> dict[str, float]:
-    """reward/... of the rewards [N] of all ranks and their terms."""
+    """reward/... metrics of the rewards [N] of all ranks and of their terms."""
     spread = group_std(reward, group_id)
     row = {
         "reward/mean": reward.mean().item(),
@@ -30,8 +30,8 @@ def reward_metrics(reward: Tensor, terms: dict[str, Tensor], group_id: Tensor) -
 
 
 def reward_by_turns(reward: Tensor, turns: Tensor) -> dict[str, float]:
-    """conversation/reward_turns_<k>, the mean reward of those of all ranks' samples [N] that have one and had k turns
-    (0: none fitted), and reward_turns_more of those with more than MOST_TURNS.
+    """conversation/reward_turns_<k>: the mean reward over all ranks' samples [N] with a reward and k turns (0: no turn
+    fitted); conversation/reward_turns_more is for samples with more than MOST_TURNS turns.
     """
     row = {}
     for k in range(MOST_TURNS + 2):
@@ -42,7 +42,7 @@ def reward_by_turns(reward: Tensor, turns: Tensor) -> dict[str, float]:
 
 
 def merged_rows(rows: Sequence[dict[str, float]]) -> dict[str, float]:
-    """The metrics of a step from those of its chunks: extremes, sums of seconds, and means of all else."""
+    """Merge the metrics of a step's chunks: take extremes of max and min, sum seconds and errors, average the rest."""
     merged = {}
     for key in rows[0]:
         values = [row[key] for row in rows if key in row]
@@ -60,9 +60,9 @@ def merged_rows(rows: Sequence[dict[str, float]]) -> dict[str, float]:
 def token_metrics(
     lengths: Tensor, trained: int, step_s: float, timers: Timers, ranks: int | None = None
 ) -> dict[str, float]:
-    """perf/... of samples that are made of tokens: their sum, and those that each phase reads or makes per rank
-    and second. `lengths`: see phalanx.types.Samples, of this rank; `trained` tokens of them went through the
-    update. `ranks` counts those of all roles; None: those of this group.
+    """perf/... metrics of samples that are made of tokens: the number of tokens, and the throughput of each phase per
+    rank. `lengths` [B, 3]: see phalanx.types.Samples; `trained`: this rank's tokens in the update. `ranks`: number of
+    ranks of all roles; None: that of this group.
     """
     ranks, here = ranks or dist.get_world_size(), dist.get_world_size()
     local, trained = trained, reduce_int(trained, "sum")
@@ -79,9 +79,10 @@ def token_metrics(
 
 
 def by_teacher(means: dict[str, float]) -> dict[str, float]:
-    """Metrics of several teachers from the means over micro-batches of the sums that `teacher_share/<name>` and others
-    of that name hold: the share of the samples that the teacher was asked about, and means over these, where there are
-    any.
+    """Convert sums over the samples of each teacher, averaged over micro-batches, into metrics.
+
+    `teacher_share/<name>` counts the samples of a teacher and becomes their share; other metrics `<metric>/<name>`
+    become means over these samples, and are dropped if there are none. All other metrics are unchanged.
     """
     counts = {key.split("/", 1)[1]: value for key, value in means.items() if key.startswith("teacher_share/")}
     row = {}
@@ -99,8 +100,9 @@ def by_teacher(means: dict[str, float]) -> dict[str, float]:
 def update_metrics(
     who: str, stats: Sequence[Sequence[dict[str, Any]]], updates: Sequence[dict[str, Any]], planned: int
 ) -> dict[str, float]:
-    """actor/... of a step, or those of another model (`who`), the same on all ranks. `stats` are the loss's scalars for
-    each optimizer step and micro-batch, `updates` the results of the optimizer steps, of which `planned` were planned.
+    """The metrics actor/... of a step, or those of another model `who`, equal on all ranks. stats: the loss's scalars
+    per optimizer step and micro-batch. updates: the results of the optimizer steps. planned: number of optimizer steps
+    without early stopping.
     """
     skipped = planned - len(updates)
     if not stats:
@@ -111,7 +113,7 @@ def update_metrics(
             plain.append({name: float(value) for name, value in row.items()})
     means = by_teacher(mean_rows(plain))
     if "ratio_error" in plain[0]:
-        # of the first optimizer step: 0 to the last bit if rollout and replay run at equal shapes
+        # in the first optimizer step: exactly 0 if rollout and replay run with equal shapes
         error = max(row["ratio_error"] for row in plain[: len(stats[0])])
         means.pop("ratio_error")
         means["first_ratio_error"] = reduce_float(error, "max")
@@ -127,7 +129,7 @@ def update_metrics(
 
 
 def peak_memory_gb(device: torch.device) -> float:
-    """The largest memory that this process ever held, in GB (10^9): the device's, or on a CPU the process's."""
+    """Peak memory of this process in GB (10^9 bytes): device memory, or on a CPU the resident set size."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e9
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9

@@ -1,8 +1,8 @@
-"""`phalanx watch RUN [RUN ...]`: the page of `phalanx report`, which follows runs while they train.
+"""`phalanx watch RUN [RUN ...]`: the page of `phalanx report`, updated while the runs train.
 
-A server of the standard library that only reads the files of the runs' folders: it needs no connection to the job, and
-runs on any machine that sees the folders. The page asks it for what is new. It listens on this machine only, unless
---host says otherwise; then each request needs the token that the printed address has.
+An HTTP server that only reads the files in the runs' folders, so it needs no connection to the jobs and works on any
+machine that can access the folders. The page polls it for updates. By default it listens on the loopback interface;
+with another --host, each request needs the token in the printed address.
 """
 
 import argparse
@@ -27,38 +27,38 @@ from phalanx.telemetry.report import page_of, read_runs, sections_of
 from phalanx.telemetry.run_folder import BEAT_S, METRICS_FILE, RANKS, RUNNING_FILE, Run, inside, read_json, tail
 from phalanx.telemetry.runs import DEAD, LIVING, check_run, ended, overview
 
-SILENCE_S = 4 * BEAT_S  # without a new beat of the job: it is dead
-LOG_BYTES = 1 << 16  # of a log, in the page
-PATHS = ("/sections", "/ranks", "/log")  # beside the page itself
-MOST_CONNECTIONS = 64  # at once, a thread each
+SILENCE_S = 4 * BEAT_S  # time without a heartbeat after which a job counts as dead
+LOG_BYTES = 1 << 16  # of a log that the page shows
+PATHS = ("/sections", "/ranks", "/log")  # in addition to the page itself
+MOST_CONNECTIONS = 64  # concurrent ones, each in a thread
 WATCHED_FILES = (METRICS_FILE, "config.yaml", RANKS, IMAGES, SAMPLES)
 
 
 class Watcher:
-    """The runs that a page shows; `ask` answers its requests."""
+    """The runs of a page; `ask` answers the page's requests."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
         self.folders = [check_run(folder) for folder in dict.fromkeys(folders)]
         self._histories = [RankHistory(folder) for folder in self.folders]
-        self._lock = threading.Lock()  # requests come in threads of their own
+        self._lock = threading.Lock()  # each request is handled in a separate thread
         self._beats: list[tuple[dict[str, Any] | None, float]] = [(None, 0.0)] * len(self.folders)
         self._runs()
 
     def page(self) -> tuple[str, str]:
-        """The page, and its policy."""
+        """The page and its Content-Security-Policy."""
         with self._lock:
             return page_of(self._runs(), live=True)
 
     def ask(self, path: str, query: dict[str, str]) -> dict[str, Any]:
-        """The answer to a request of PATHS. Raises ValueError for one that makes no sense, OSError for lost files."""
+        """Answer a request for one of PATHS. Raises ValueError for an invalid query, OSError for missing files."""
         number = int(query.get("run", "0"))
         if not 0 <= number < len(self.folders):
-            raise ValueError(f"run {number}: there are {len(self.folders)}")
+            raise ValueError(f"run={number}: no such run; expected 0 to {len(self.folders) - 1}")
         with self._lock:
             if path == "/sections":
                 return self._sections(query.get("seen", ""), query.get("kept", ""))
             if not self.folders[number].is_dir():
-                raise FileNotFoundError(f"{self.folders[number]} is not there any more")
+                raise FileNotFoundError(f"{self.folders[number]} no longer exists")
             if path == "/ranks":
                 return self._ranks(number, int(query["step"]) if "step" in query else None)
             return self._log(number, int(query.get("rank", "")))
@@ -76,7 +76,7 @@ class Watcher:
         return of_run | self._histories[number].data(step)
 
     def _state(self, number: int) -> str:
-        """As phalanx.telemetry.runs.states, without a wait: each request sees whether the beat goes on."""
+        """Like phalanx.telemetry.runs.states, but without waiting: compares heartbeats between requests."""
         folder, now = self.folders[number], time.monotonic()
         job = read_json(folder / RUNNING_FILE)
         if job is None:
@@ -92,7 +92,7 @@ class Watcher:
         return {"text": data.decode("utf-8", "replace")}
 
     def _sections(self, seen: str, kept: str) -> dict[str, Any]:
-        """The sections of the report that have changed since the page got what it has `seen`, by keys of the files."""
+        """The sections of the report, if the keys of its files differ from `seen` and `kept`, those of the page."""
         keys = [key_of(folder, (METRICS_FILE, "config.yaml")) for folder in self.folders]
         of_samples = []
         for folder in self.folders:
@@ -105,7 +105,7 @@ class Watcher:
 
 
 def key_of(folder: Path, names: Sequence[str]) -> str:
-    """Tells one version of files from another."""
+    """A key that changes whenever one of the files is written."""
     parts = []
     for name in names:
         try:
@@ -117,7 +117,7 @@ def key_of(folder: Path, names: Sequence[str]) -> str:
 
 
 class Server(ThreadingHTTPServer):
-    """The server of one page; `token` None lets everybody in who can reach it."""
+    """The server of one page; with token=None everybody who can reach it has access."""
 
     daemon_threads = True
     request_queue_size = MOST_CONNECTIONS
@@ -129,17 +129,17 @@ class Server(ThreadingHTTPServer):
         try:
             super().__init__((host, port), Handler)
         except (OSError, OverflowError) as error:
-            raise ValueError(f"cannot listen at {host}, port {port}: {error}; give another --host or --port") from error
+            raise ValueError(f"cannot listen on {host}, port {port}: {error}; give another --host or --port") from error
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer in a thread, or not at all where too many are busy."""
+        """Answer in a thread, or close the connection if there are too many."""
         if self._free.acquire(blocking=False):
             super().process_request(request, client_address)
         else:
             self.shutdown_request(request)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """As in the class above, which runs it in the thread."""
+        """Handle a request, in its thread."""
         try:
             super().process_request_thread(request, client_address)
         finally:
@@ -147,33 +147,33 @@ class Server(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        """The address of the page, with the token."""
+        """The address of the page, including the token."""
         name = socket.gethostname() if self.host in ("", "0.0.0.0", "::") else self.host
         name = f"[{name}]" if ":" in name else name
         query = "" if self.token is None else f"?token={self.token}"
         return f"http://{name}:{self.server_address[1]}/{query}"
 
     def admits(self, host: str) -> bool:
-        """Whether a request's Host is an address or a name of this machine: a page of somebody else's could have a name
-        of its own lead here (DNS rebinding), and read what this server answers.
+        """Whether a request's Host header is an IP address or a name of this machine. Otherwise a foreign web page
+        could make its own domain name resolve to this machine (DNS rebinding) and read the answers.
         """
         try:
             name = urlsplit(f"//{host}").hostname or ""
-        except ValueError:  # as of "["
+        except ValueError:  # for example "["
             return False
         try:
             ipaddress.ip_address(name)
         except ValueError:
             local = {"localhost", self.host.lower(), socket.gethostname().lower()}
-            return name in local or name == socket.getfqdn().lower()  # which may ask a name server, for seconds
+            return name in local or name == socket.getfqdn().lower()  # may query a name server, which takes seconds
         return True
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Answers GET requests; there are no others."""
+    """Answers GET requests, the only method supported."""
 
     server: Server
-    timeout = 10  # seconds, for one who connects and asks nothing
+    timeout = 10  # seconds until an idle connection is closed
     server_version, sys_version = "phalanx", ""
 
     def do_GET(self) -> None:
@@ -184,9 +184,9 @@ class Handler(BaseHTTPRequestHandler):
         query = {name: values[-1] for name, values in parse_qs(address.query).items()}
         token = self.server.token
         if not self.server.admits(self.headers.get("Host", "")):
-            return self._refuse(HTTPStatus.FORBIDDEN, "this host is not known here; use the address that was printed")
+            return self._refuse(HTTPStatus.FORBIDDEN, "unknown host name; use the address that was printed")
         if token is not None and not secrets.compare_digest(query.get("token", "").encode(), token.encode()):
-            return self._refuse(HTTPStatus.FORBIDDEN, "the token is missing; use the address that was printed")
+            return self._refuse(HTTPStatus.FORBIDDEN, "missing or wrong token; use the address that was printed")
         if address.path not in ("/", *PATHS):
             return self._refuse(HTTPStatus.NOT_FOUND, "there is no such page")
         try:
@@ -194,9 +194,9 @@ class Handler(BaseHTTPRequestHandler):
                 text, policy = self.server.watcher.page()
                 return self._send(HTTPStatus.OK, text, "text/html", policy)
             answer = self.server.watcher.ask(address.path, query)
-            # a NaN, which no browser reads, is a ValueError
+            # browsers cannot parse NaN: raise ValueError for it
             text = json.dumps(answer, separators=(",", ":"), allow_nan=False)
-        except (ValueError, OSError) as error:  # such as a file that is just being replaced
+        except (ValueError, OSError) as error:  # for example, a file is being replaced at this moment
             return self._refuse(HTTPStatus.BAD_REQUEST, str(error))
         return self._send(HTTPStatus.OK, text, "application/json")
 
@@ -220,18 +220,18 @@ class Handler(BaseHTTPRequestHandler):
             self.close_connection = True  # the page was closed
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Print no line per request: addresses hold the token."""
+        """Do not log requests, because their addresses contain the token."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit status (2 for a folder that is not a run's)."""
+    """Run the command line; returns the exit status (2 for a folder that is not a run's)."""
     parser = argparse.ArgumentParser(prog="phalanx watch", description="Follow runs in a browser while they train.")
     parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="trainer.output_dir of a run")
     parser.add_argument(
-        "--host", default="127.0.0.1", help="the address to listen at, with a token; by default only here"
+        "--host", default="127.0.0.1", help="address to listen on, default 127.0.0.1; non-local ones require a token"
     )
-    parser.add_argument("--port", type=int, default=8265, help="by default 8265; 0: a free one")
-    parser.add_argument("--open", action="store_true", help="show the page in the browser")
+    parser.add_argument("--port", type=int, default=8265, help="default 8265; 0: any free port")
+    parser.add_argument("--open", action="store_true", help="open the page in the browser")
     given = parser.parse_args(argv)
     try:
         watcher = Watcher(given.runs)

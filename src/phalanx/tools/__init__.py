@@ -1,1 +1,1 @@
-"""Makers of small models and data, and conversions."""
+"""Converters of models, and repairs of installations."""

@@ -1,12 +1,11 @@
-"""Convert open_clip's CLIP to a CLIPModel of transformers.
+"""Convert an open_clip CLIP model to a CLIPModel of transformers.
 
     python -m phalanx.tools.convert_open_clip SRC DST [--base MODEL]
 
-SRC is a `.safetensors` file with open_clip's names, such as the weights of HPS v2.1. `--base` is a
-CLIP of the same architecture, folder or hub id: DST gets its configuration, tokenizer and
-preprocessing, and the weights of SRC in their own dtype. DST then loads wherever a CLIPModel does.
-A configuration with the other activation (gelu, quick_gelu) gives other embeddings without an
-error: open_clip's ViT-H-14 has gelu, and so does the default base.
+SRC is a `.safetensors` file with open_clip's names, such as the weights of HPS v2.1. `--base` is the folder or hub id
+of a CLIP with the same architecture: DST gets its configuration, tokenizer and preprocessing, and the weights of SRC in
+their own dtype. DST can then be loaded as any CLIPModel. A base with a different activation (gelu or quick_gelu) would
+silently change the embeddings: open_clip's ViT-H-14 uses gelu, and so does the default base.
 """
 
 import argparse
@@ -25,7 +24,7 @@ _TO_SAFETENSORS = (
     "python -c \"import torch, safetensors.torch as s; d = torch.load('{name}', weights_only=True); "
     "s.save_file({{k: v.clone() for k, v in d.get('state_dict', d).items()}}, '{stem}.safetensors')\""
 )
-# Matrices that open_clip multiplies from the right, without a bias, are stored as [in, out].
+# Matrices that open_clip stores as [in, out], because it multiplies by them from the right.
 _TRANSPOSED = {"text_projection": "text_projection.weight", "visual.proj": "visual_projection.weight"}
 _TOP = {
     "logit_scale": "logit_scale",
@@ -52,7 +51,7 @@ _IN_BLOCK = {
 
 
 def convert(source: str | Path, target: str | Path, base: str = BASE) -> Path:
-    """Write the folder `target`; ValueError if `source` is not the CLIP that `base` describes."""
+    """Write the folder `target`; raises ValueError if `source` does not have the architecture of `base`."""
     from safetensors.torch import save_file
     from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer, CLIPModel
 
@@ -78,7 +77,7 @@ def convert(source: str | Path, target: str | Path, base: str = BASE) -> Path:
 
 
 def translate(state: dict[str, Tensor], source: str) -> dict[str, Tensor]:
-    """Weights by open_clip's names -> by those of CLIPModel; ValueError for any other name."""
+    """Translate weights from open_clip's names to those of CLIPModel; raises ValueError for an unknown name."""
     translated: dict[str, Tensor] = {}
     for name, value in state.items():
         if name in _TOP:
@@ -125,7 +124,7 @@ def _read(path: Path) -> dict[str, Tensor]:
 
 
 def _difference(state: dict[str, Tensor], expected: dict[str, Tensor]) -> str | None:
-    """The first thing in which the weights are not those that are expected."""
+    """The first difference from the expected weights, None if there is none."""
     for name in sorted(expected.keys() - state.keys()):
         return f"no weights for {name}"
     for name in sorted(state.keys() - expected.keys()):
@@ -140,7 +139,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status (2 for a wrong source, base or target)."""
     parser = argparse.ArgumentParser(
         prog="python -m phalanx.tools.convert_open_clip",
-        description="Make a folder of transformers from a CLIP of open_clip.",
+        description="Convert an open_clip CLIP model to a transformers folder.",
     )
     parser.add_argument("source", metavar="SRC", help="a .safetensors file with open_clip's names")
     parser.add_argument("target", metavar="DST", help="the folder to write")

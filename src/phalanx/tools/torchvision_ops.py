@@ -1,13 +1,12 @@
-"""Make torchvision importable where its compiled part cannot load.
+"""Make torchvision importable if its compiled extension cannot be loaded.
 
     python -m phalanx.tools.torchvision_ops
 
-A CUDA build of torchvision beside a CPU build of torch is such a case. vLLM's image processors need
-torchvision, whose import fails there with `operator torchvision::nms does not exist`: it registers
-kernels of two operators that nobody has declared. The command copies this file into the
-environment, with a `.pth` file that imports it whenever Python starts, also in processes that vLLM
-starts by itself. From then on the two operators are declared where they are missing. They do not
-compute; image processing does without them.
+This happens with a CUDA build of torchvision beside a CPU build of torch. vLLM's image processors need torchvision,
+whose import then fails with `operator torchvision::nms does not exist`, because it registers kernels of two operators
+that the extension should have declared. The command copies this file into the environment, with a `.pth` file that
+imports it whenever Python starts, also in processes that vLLM starts. Missing operators are then declared, without
+kernels that compute; image processing does not need them.
 """
 
 import shutil
@@ -17,15 +16,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
-NAME = "phalanx_torchvision_ops"  # of the copy
+NAME = "phalanx_torchvision_ops"  # the module name of the copy
 SCHEMA = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
 
 
 class DeclareOperators:
-    """An import hook that finds nothing.
+    """An import hook that never finds a module.
 
-    It acts after torchvision has tried to load its compiled part, and before it registers the
-    kernels.
+    It is called after torchvision has tried to load its compiled extension, and before it registers the kernels.
     """
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
@@ -41,7 +39,7 @@ class DeclareOperators:
 
 
 def install(site: Path) -> Path:
-    """Copy this file into an environment's `site`; returns the `.pth` file that imports it."""
+    """Copy this file into an environment's `site` folder; returns the `.pth` file that imports it."""
     shutil.copyfile(__file__, site / f"{NAME}.py")
     hook = site / f"{NAME}.pth"
     hook.write_text(f"import {NAME}\n")

@@ -247,8 +247,8 @@ class Checkpointer:
         for key, value in self.signature.items():
             if saved.get(key) != value and (key in saved or key.rpartition(": ")[2] not in ADDED):
                 raise ValueError(
-                    f"trainer.resume: {folder} has {key} {saved.get(key)}, this run has {value}; "
-                    "choose another trainer.output_dir, or trainer.resume=never"
+                    f"trainer.resume: {folder} holds {key} {saved.get(key)}, this run has {value}; "
+                    "give another trainer.output_dir, or trainer.resume=never"
                 )
         return folder
 

@@ -1,9 +1,9 @@
 """The rules across keys of a configuration, in tables. docs/rules.md is generated from them.
 
-RULES need the configuration only and are checked as it is loaded. START_RULES also need facts of the algorithm, or what
-a file may leave out and a job has need of; they are checked before a job starts. LAUNCH_RULES need the ranks, and
-MODEL_RULES the section `model` of the run whose checkpoint is sampled.
-Constraints of a single key stand in its schema, and rules that need files or tensors where those are read.
+RULES depend only on the configuration and are checked when it is loaded. START_RULES also depend on facts of the
+algorithm, or require keys that a file may leave out but a job needs; they are checked before a job starts. LAUNCH_RULES
+also depend on the ranks, and MODEL_RULES on the section `model` of the run whose checkpoint is sampled.
+Constraints on a single key are in its schema; rules that depend on files or tensors are checked where these are read.
 """
 
 from collections.abc import Iterable, Iterator
@@ -28,7 +28,7 @@ __all__ = [
     "of_part",
 ]
 
-# in the order in which they are checked
+# in the order of the checks
 RULES = (
     *joint.RULES,
     *batches.RULES,
@@ -45,9 +45,9 @@ MODEL_RULES = blocks.MODEL_RULES
 
 
 def broken(rules: Iterable[Rule], c: Any, **given: Any) -> Iterator[tuple[Rule, str]]:
-    """The rules that a configuration breaks, in order, with their messages. `given`: see Rule.broken."""
+    """Iterate over the rules that a configuration breaks, in order, with their messages. given: see Rule.broken."""
     schemas = {schema.__name__ for schema in type(c).__mro__}
-    if "CheckClusterConfig" in schemas:  # it has the keys of several jobs, each of which is checked by itself
+    if "CheckClusterConfig" in schemas:  # it has the keys of several jobs, which are checked separately
         return
     for rule in rules:
         if rule.schema in schemas:
@@ -61,25 +61,25 @@ def broken(rules: Iterable[Rule], c: Any, **given: Any) -> Iterator[tuple[Rule, 
 
 
 def check(c: Any) -> None:
-    """Raise ConfigError for the first rule that a configuration breaks by itself."""
+    """Raise ConfigError for the first of RULES that a configuration breaks."""
     _check(RULES, c)
 
 
 def check_start(c: Any, algorithm: Any = None) -> None:
-    """Raise ConfigError for the first rule that a job breaks before the ranks are known. `algorithm` has the facts of
-    phalanx.types.Algorithm.
+    """Raise ConfigError for the first of RULES and START_RULES that a job breaks. algorithm: an instance with the facts
+    of phalanx.types.Algorithm.
     """
-    check(c)  # again: a configuration may have been changed, or made without a file
+    check(c)  # again, because a configuration may have been changed or made without a file
     _check(START_RULES, c, a=algorithm)
 
 
 def check_launch(c: Any, ranks: Ranks) -> None:
-    """Raise ConfigError for the first rule that a job breaks on these ranks."""
+    """Raise ConfigError for the first of LAUNCH_RULES that a job breaks on these ranks."""
     _check(LAUNCH_RULES, c, w=ranks)
 
 
 def check_model(c: Any, model: Any) -> None:
-    """Raise ConfigError for the first rule that a task breaks with the settings `model` that it samples with."""
+    """Raise ConfigError for the first of MODEL_RULES that a task breaks. model: the settings of the sampled model."""
     _check(MODEL_RULES, c, m=model)
 
 

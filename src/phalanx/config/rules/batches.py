@@ -1,4 +1,4 @@
-"""Rules of batch sizes, prompts, and the run."""
+"""Rules for batch sizes, prompts and the run."""
 
 from datetime import date
 from typing import Any
@@ -18,8 +18,8 @@ from phalanx.config.rules.rule import (
 
 
 def _budget(c: Any) -> tuple[int, str, str] | None:
-    """Tokens of the longest sample where they are more than a pass may have, further keys that they follow from, and
-    the ranks that share a pass.
+    """If the longest sample has more tokens than a pass may have: its tokens, further keys that determine them, and the
+    ranks that share a pass, in words.
     """
     if not c.actor.use_dynamic_bsz or c.token_budget >= c.longest_row:
         return None
@@ -29,7 +29,7 @@ def _budget(c: Any) -> tuple[int, str, str] | None:
 
 
 def _no_date(text: str | None) -> str | None:
-    """The text, quoted, where it is no date."""
+    """The text, quoted, if it is not a date."""
     try:
         date.fromisoformat(text or "2000-01-01")
     except ValueError:
@@ -46,7 +46,7 @@ RULES = (
     Rule("actor.ppo_mini_batch_size_per_gpu data.train_batch_size_per_gpu", RL,
          "A mini-batch per rank needs a batch per rank.",
          lambda c: c.actor.ppo_mini_batch_size_per_gpu is not None and c.data.train_batch_size_per_gpu is None,
-         "actor.ppo_mini_batch_size_per_gpu: {c.actor.ppo_mini_batch_size_per_gpu} follows the ranks, and "
+         "actor.ppo_mini_batch_size_per_gpu: {c.actor.ppo_mini_batch_size_per_gpu} grows with the ranks, but "
          "data.train_batch_size does not; set data.train_batch_size_per_gpu, or actor.ppo_mini_batch_size"),
     Rule("data.chat_template_date", LM, "The date for chat templates is a valid date.",
          lambda c: _no_date(c.data.chat_template_date),
@@ -57,11 +57,11 @@ RULES = (
          "data.train_batch_size_per_gpu: {x[0]} beside data.train_batch_size: {x[1]}; set one of the two: leave "
          "data.train_batch_size at {x[2]}, or set data.train_batch_size_per_gpu=null"),
     Rule("actor.ppo_max_token_len_per_gpu actor.use_dynamic_bsz data.max_prompt_length data.max_response_length", LM_RL,
-         "With `actor.use_dynamic_bsz` a pass has room for the longest sample: the longest prompt and response, and "
-         "of block diffusion all states of the response.",
+         "With `actor.use_dynamic_bsz`, a pass has room for the longest sample: the longest prompt and response, and "
+         "for block diffusion all states of the response.",
          _budget,
-         "actor.ppo_max_token_len_per_gpu: {c.actor.ppo_max_token_len_per_gpu} tokens{x[2]} do not hold a sample, "
-         "which may have {x[0]} (data.max_prompt_length, data.max_response_length{x[1]})"),
+         "actor.ppo_max_token_len_per_gpu: {c.actor.ppo_max_token_len_per_gpu} tokens{x[2]} are too few for a "
+         "sample, which may have {x[0]} (data.max_prompt_length, data.max_response_length{x[1]})"),
     Rule("data.min_pixels data.max_pixels", LM, "The lower bound of an image's pixels does not exceed the upper one.",
          lambda c: None not in (c.data.min_pixels, c.data.max_pixels) and c.data.min_pixels > c.data.max_pixels,
          "data.min_pixels: {c.data.min_pixels} is more than data.max_pixels={c.data.max_pixels}"),

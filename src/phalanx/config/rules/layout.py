@@ -1,8 +1,9 @@
-"""Rules of the parallel layout: sharding, context parallelism, and the ranks of a launch."""
+"""Rules for the parallel layout: sharding, context parallelism and the ranks of a launch."""
 
 from typing import Any
 
 from phalanx.config.messages import near_divisors
+from phalanx.config.rules.rollout import truncated
 from phalanx.config.rules.rule import FLOW, JOINT, LM, LM_RL, RL, RUN, SAMPLE, Rule
 
 _CONTEXT = "parallel.ulysses_sequence_parallel_size"
@@ -10,71 +11,65 @@ _SIZE = f"{_CONTEXT}: {{c.{_CONTEXT}}} "
 
 
 def _shares(c: Any) -> bool:
-    """Whether ranks hold the same samples."""
+    """Whether several ranks share each sample."""
     return bool(c.parallel.ulysses_sequence_parallel_size > 1)
-
-
-def _truncated(c: Any) -> str | None:
-    """The key that truncates the distributions that are sampled, None where none does."""
-    r = c.rollout
-    limits = {"top_k": r.top_k > 0, "top_p": r.top_p < 1, "min_p": r.min_p > 0}
-    return next((key for key, limited in limits.items() if limited), None)
 
 
 RULES = (
     Rule(_CONTEXT, JOINT, "Joint runs do not support context parallelism.",
          _shares,
-         _SIZE + "is of jobs with one policy; set it to 1"),
+         _SIZE + "is only for jobs with one policy; set it to 1"),
     Rule(f"{_CONTEXT} model.block_size", LM, "Block diffusion does not support context parallelism.",
          lambda c: _shares(c) and c.model.block_size is not None,
-         _SIZE + "is of flow models and autoregressive language models; set it to 1"),
+         _SIZE + "is only for flow models and autoregressive language models; set it to 1"),
     Rule(f"{_CONTEXT} model.attn_implementation", LM,
          "Context parallelism of language models supports torch's SDPA and eager attention.",
          lambda c: _shares(c) and c.model.attn_implementation not in ("sdpa", "eager"),
-         _SIZE + "has no way with model.attn_implementation={c.model.attn_implementation}; expected sdpa or eager"),
+         _SIZE + "does not work with model.attn_implementation={c.model.attn_implementation}; expected sdpa or eager"),
     Rule(f"{_CONTEXT} parallel.expert_parallel", LM, "Context parallelism excludes expert parallelism.",
          lambda c: _shares(c) and c.parallel.expert_parallel,
          _SIZE + "does not work with parallel.expert_parallel; set one of them back to its default"),
     Rule(f"{_CONTEXT} rollout.top_k rollout.top_p rollout.min_p", LM_RL,
          "Context parallelism does not support truncated distributions.",
-         lambda c: _shares(c) and _truncated(c),
-         _SIZE + "does not work with rollout.{x}; set one of them back to its default"),
+         lambda c: truncated(c) if _shares(c) else None,
+         _SIZE + "does not work with {x[0]}; set one of them back to its default"),
     Rule(f"{_CONTEXT} rollout.partial_rollout", LM_RL, "Context parallelism does not support partial rollouts.",
          lambda c: _shares(c) and c.rollout.partial_rollout,
          _SIZE + "does not work with rollout.partial_rollout; set one of them back to its default"),
     Rule(_CONTEXT, SAMPLE, "`tasks/sample.py` does not support context parallelism.",
          _shares,
-         _SIZE + "is of training; ranks sample different prompts here, so set it to 1"),
-    Rule(f"{_CONTEXT} rollout.engine", FLOW, "Context parallelism samples in the policy.",
+         _SIZE + "is only for training; here ranks sample different prompts, so set it to 1"),
+    Rule(f"{_CONTEXT} rollout.engine", FLOW, "With context parallelism, the policy's modules sample.",
          lambda c: _shares(c) and c.rollout.facts.weights == "copy",
-         _SIZE + "samples in the policy itself; set rollout.engine=policy"),
+         _SIZE + "needs an engine that samples in the policy's modules; set rollout.engine=policy"),
     Rule(f"{_CONTEXT} model.compile", RUN, "Context parallelism excludes compiled blocks.",
          lambda c: _shares(c) and c.model.compile,
-         _SIZE + "exchanges tokens within blocks, which are not compiled; set model.compile=false"),
+         _SIZE + "exchanges tokens within blocks, which cannot be compiled then; set model.compile=false"),
     Rule("parallel.param_offload parallel.expert_parallel", RUN, "Weights are not offloaded under expert parallelism.",
          lambda c: c.parallel.param_offload and c.parallel.expert_parallel,
          "parallel.param_offload: true does not work with parallel.expert_parallel; set one to false"),
     Rule("parallel.sync_each_batch model.lora_rank", RUN, "Gradients of a LoRA are reduced once per optimizer step.",
          lambda c: c.parallel.sync_each_batch and c.model.lora_rank > 0,
-         "parallel.sync_each_batch: true is for training all weights: a LoRA's gradients need little memory; set it to "
-         "false"),
+         "parallel.sync_each_batch: true is only for training all weights; a LoRA's gradients need little memory, so "
+         "set it to false"),
     Rule("model.freeze_vision_tower model.lora_rank", LM_RL, "A LoRA does not train the vision tower.",
          lambda c: c.model.lora_rank > 0 and not c.model.freeze_vision_tower,
-         "model.freeze_vision_tower: false is for training all weights: a LoRA is in the language model; leave it out"),
+         "model.freeze_vision_tower: false is only for training all weights; a LoRA is only in the language model, so "
+         "leave it out"),
     Rule("model.quantization model.lora_rank", RUN, "Only frozen weights are quantized.",
          lambda c: c.model.quantization and c.model.lora_rank == 0,
-         "model.quantization: {c.model.quantization} is of the frozen weights under a LoRA; set model.lora_rank, such "
-         "as 32, or leave it out"),
+         "model.quantization: {c.model.quantization} is for the frozen weights under a LoRA; set model.lora_rank, for "
+         "example to 32, or leave it out"),
     Rule("model.quantization rollout.engine", RL, "A quantized model samples in the trained modules.",
          lambda c: c.model.quantization and c.rollout.facts.weights == "copy",
-         "model.quantization: {c.model.quantization} samples in the trained modules, and {c.rollout.engine} has whole "
-         "weights of its own; set rollout.engine=policy or leave it out"),
+         "model.quantization: {c.model.quantization} needs sampling in the trained modules, but {c.rollout.engine} has "
+         "a separate copy of the weights; set rollout.engine=policy or leave it out"),
     Rule("model.quantization model.lora_init", RUN, "PiSSA changes the weights that quantization would round.",
          lambda c: c.model.quantization and c.model.lora_init == "pissa",
          "model.lora_init: pissa moves a part of the base into the LoRA, which model.quantization would round; set it "
          "to gaussian"),
     Rule("model.use_prefix_grouper model.use_remove_padding model.attn_implementation", LM,
-         "Prompts are shared in packed rows only, with torch's SDPA.",
+         "Prompts are shared only in packed rows and with torch's SDPA.",
          lambda c: c.model.use_prefix_grouper
          and not (c.model.use_remove_padding and c.model.attn_implementation == "sdpa"),
          "model.use_prefix_grouper: true needs model.use_remove_padding=true and model.attn_implementation=sdpa"),
@@ -84,15 +79,15 @@ RULES = (
     Rule("model.compile model.use_remove_padding model.attn_implementation", LM_RL,
          "Compiled blocks with packed samples need flash attention.",
          lambda c: c.model.use_remove_padding and c.model.compile and c.model.attn_implementation == "sdpa",
-         "model.compile: true would compile anew for the lengths of each pass that model.use_remove_padding packs; "
-         "set one of the two to false, or model.attn_implementation=flash_attention_2"),
+         "model.compile: true would recompile for each pass with model.use_remove_padding, whose lengths differ; set "
+         "one of the two to false, or model.attn_implementation=flash_attention_2"),
 )  # fmt: skip
 
 LAUNCH_RULES = (
-    Rule(f"{_CONTEXT} placement", RUN, "Context parallelism needs ranks that do everything.",
+    Rule(f"{_CONTEXT} placement", RUN, "Context parallelism needs ranks that both sample and train.",
          lambda c, w: _shares(c) and w.apart,
          _SIZE + "does not work with placement; set one of them back to its default"),
-    Rule(_CONTEXT, RUN, "The ranks that hold the same samples divide those of a node.",
+    Rule(_CONTEXT, RUN, "The number of ranks that share samples divides the number of ranks of a node.",
          lambda c, w: (
              w.node % c.parallel.ulysses_sequence_parallel_size
              and near_divisors(w.node, c.parallel.ulysses_sequence_parallel_size)

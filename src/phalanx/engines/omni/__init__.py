@@ -1,1 +1,1 @@
-"""vLLM-omni inside the ranks."""
+"""vLLM-omni in the processes of the ranks."""

@@ -10,16 +10,16 @@ from phalanx.engines.omni.pipeline import Pipeline
 
 
 class Transformer(QwenImageTransformer2DModel):
-    """vLLM-omni's transformer with the signature of diffusers'."""
+    """vLLM-omni's transformer with the signature of diffusers' transformer."""
 
     def forward(self, hidden_states: Tensor, encoder_hidden_states: Tensor, **keywords: Any) -> Any:
-        # diffusers reads the length of the text off its embeddings; vLLM-omni wants to be told
+        # diffusers takes the length of the text from its embeddings; vLLM-omni needs an argument
         lengths = [encoder_hidden_states.shape[1]] * len(hidden_states)
         return super().forward(hidden_states, encoder_hidden_states, txt_seq_lens=lengths, **keywords)
 
 
 class QwenImagePipeline(Pipeline):
-    """Qwen-Image; guidance and packing are the policy's."""
+    """Qwen-Image; the policy does guidance and packing."""
 
     def __init__(self, *, od_config: Any) -> None:
         shape = get_transformer_config_kwargs(od_config.tf_model_config, QwenImageTransformer2DModel)

@@ -8,7 +8,7 @@ from phalanx.engines.omni.pipeline import Pipeline
 
 
 class SD3Pipeline(Pipeline):
-    """SD3 and SD3.5; the transformer has the signature of diffusers'."""
+    """SD3 and SD3.5; the transformer has the signature of diffusers' transformer."""
 
     def __init__(self, *, od_config: Any) -> None:
         super().__init__(SD3Transformer2DModel(od_config=od_config), od_config)

@@ -1,4 +1,4 @@
-"""vLLM-omni's diffusion worker inside a rank: it joins the job's world, and leaves it intact."""
+"""vLLM-omni's diffusion worker in a rank's process: it joins the job's world, and does not change or destroy it."""
 
 import torch.distributed as dist
 from vllm.config import set_current_vllm_config
@@ -13,19 +13,19 @@ from phalanx.distributed.launch import Launch
 
 
 class RankWorker(CustomPipelineWorkerExtension):
-    """Methods that go before those of vLLM-omni's worker (its `worker_extension_cls`)."""
+    """Methods that override those of vLLM-omni's worker (its `worker_extension_cls`)."""
 
     def init_device(self) -> None:
         """Join the job's world.
 
-        The worker's own method would make a world of `num_gpus` ranks, set the environment for it,
-        and rename the process. Here every rank is a separate replica: a group of one for tensor
-        parallelism and all else, and of all ranks for data parallelism.
+        The worker's own method would create a world of `num_gpus` ranks, set environment variables for it, and rename
+        the process. Here every rank is a separate replica: its data-parallel group contains all ranks, and all other
+        groups only this one.
         """
         local_rank = Launch.from_env().local_rank
         self.device = current_omni_platform.get_torch_device(local_rank)
         current_omni_platform.set_device(self.device)
-        # what follows is as in the worker's own method, but for the world
+        # the rest is as in the worker's own method, except for the world
         config = create_diffusion_vllm_config(self.device, self.od_config)
         priority = current_omni_platform.get_default_ir_op_priority(config)
         config.kernel_config.ir_op_priority = priority
@@ -36,7 +36,7 @@ class RankWorker(CustomPipelineWorkerExtension):
             set_current_vllm_config(config),
         ):
             size = dist.get_world_size()
-            # torch's default group is there already, so this does not make another
+            # torch's default group exists already, so this does not create another
             init_distributed_environment(size, dist.get_rank(), local_rank=local_rank)
             initialize_model_parallel(data_parallel_size=size)
             init_workspace_manager(self.device)

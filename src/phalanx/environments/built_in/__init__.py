@@ -1,1 +1,1 @@
-"""Built-in environments and tools: the module `name` has the class `Name`."""
+"""Built-in environments and tools: the class `Name` in the module `name`."""

@@ -6,8 +6,8 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
-_BITS = 4096  # of an integer at most: 1233 digits
-_LONGEST = 500  # characters of an expression
+_BITS = 4096  # maximum size of an integer: 1233 digits
+_LONGEST = 500  # maximum characters of an expression
 _BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -20,7 +20,7 @@ _BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
 
 
 def _rounded(number: int | float, digits: int | None = None) -> int | float:
-    # of an integer Python computes 10 ** -digits, and lets nothing else run meanwhile
+    # for an integer, Python computes 10 ** -digits while it holds the GIL
     return round(number) if digits is None else round(number, max(digits, -_BITS))
 
 
@@ -35,11 +35,11 @@ _KNOWN = "numbers, + - * / // % **, parentheses, pi, e, and " + ", ".join(_FUNCT
 
 
 class _Refused(Exception):
-    """An expression that is not computed; the message is for the model."""
+    """The expression is not evaluated; the message is for the model."""
 
 
 class Calculator:
-    """One tool, which computes an expression; nothing of it is run as code."""
+    """One tool, which evaluates an arithmetic expression without running it as code."""
 
     def calculator(self, expression: str) -> str:
         """Computes the value of an arithmetic expression.
@@ -84,7 +84,7 @@ def _value(node: ast.expr) -> int | float:
 
 
 def _check_power(base: int | float, exponent: int | float) -> None:
-    """Refuse a power of integers before it is computed, which would take long."""
+    """Refuse a large power of integers before it is computed, which would take long."""
     integers = isinstance(base, int) and isinstance(exponent, int)
     if integers and abs(base) > 1 and exponent * (int(abs(base)).bit_length() - 1) > _BITS:
         raise _Refused("a number is too large")

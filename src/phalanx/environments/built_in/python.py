@@ -1,4 +1,4 @@
-"""Tool: Python, in a confined process for each call."""
+"""Tool: Python code, run in a confined process per call."""
 
 import json
 import os
@@ -14,18 +14,18 @@ from pathlib import Path
 from phalanx.sandbox import environment
 
 _CHILD = Path(__file__).with_name("_child.py")
-_LONGEST = 100_000  # characters of code
-_MOST_OUTPUT = 2**17  # bytes that are read; of a longer observation a part is left out anyway
-_PATIENCE = 5  # seconds of the clock for each second of the processor
+_LONGEST = 100_000  # maximum characters of code
+_MOST_OUTPUT = 2**17  # bytes that are read; longer observations are truncated anyway
+_PATIENCE = 5  # seconds of wall-clock time for each second of CPU time
 
 
 class Python:
-    """One tool, which runs a script in a process of its own: no network, no other process, no file to write, none to
-    read but Python's own, and no variable of the environment.
+    """One tool, which runs a script in a separate process without network, other processes, environment variables, and
+    access to files, except for reading Python's own.
 
-    timeout_s: seconds of the processor for a script; what sleeps has five times as many.
+    timeout_s: seconds of CPU time for a script; it may take five times as long by the clock.
     memory_mb: its address space in MiB.
-    unconfined: run it also where this machine lacks a layer of the confinement.
+    unconfined: run scripts even if this machine lacks a layer of the confinement.
     """
 
     def __init__(self, timeout_s: int = 5, memory_mb: int = 1024, unconfined: bool = False) -> None:
@@ -76,13 +76,13 @@ class Python:
             raise RuntimeError(f"the process of the tool python did not start: {head or problem}")
         if missing and needs_all:
             raise ValueError(
-                f"this machine has no {' and no '.join(missing)} to confine a model's code with; take another one, or "
-                "give unconfined: true where nothing of it can be harmed"
+                f"this machine has no {' and no '.join(missing)} to confine a model's code with; use another machine, "
+                "or give unconfined: true if this one has nothing to protect"
             )
         return text if problem is None else f"{text}\nerror: {problem}".lstrip()
 
     def _read(self, child: "subprocess.Popen[bytes]") -> tuple[bytes, str | None]:
-        """The output of the process until it ends, or is stopped for the reason that is returned as well."""
+        """The output of the process until it ends or exceeds a limit, and the problem, None for a normal end."""
         assert child.stdout is not None
         output, deadline = b"", time.monotonic() + _PATIENCE * self._timeout_s
         poll = select.poll()
@@ -98,7 +98,7 @@ class Python:
         return output, "it printed too much, and was stopped"
 
     def _end(self, code: int) -> str | None:
-        """The end of the process, None for an orderly one."""
+        """A description of the process's exit; None for status 0."""
         if code >= 0:
             return None if code == 0 else f"it ended with status {code}"
         if code in (-signal.SIGKILL, -signal.SIGXCPU):
@@ -113,7 +113,7 @@ def _check_machine() -> None:
 
 
 def _missing(head: str) -> list[str] | None:
-    """The confinements that the first line says are lacking; None for another line."""
+    """The missing layers of confinement, from the first line of the output; None if that is something else."""
     try:
         missing = json.loads(head)
     except ValueError:

@@ -11,13 +11,13 @@ from phalanx.rewards.text.reasoning_gym import ReasoningGym as Verifier
 
 
 class ReasoningGym:
-    """The problem, which is made from the group's seed, follows the data's prompt; each turn is an answer to it, until
-    one has the full score or there is no further attempt. The reward is the best score of the task's verifier.
+    """The problem, generated from the group's seed, follows the data's prompt. Each turn is an answer to it, until one
+    gets the full score or no attempts are left. The reward is the best score of the task's verifier.
 
     task: its name, such as chain_sum.
-    settings: of the task, such as {min_terms: 2}.
-    attempts: turns of the model; after each but the last one it reads that the answer is not right.
-    answer, timeout_s: where the answer stands, and the time limit of the verifier, as in the reward reasoning_gym.
+    settings: arguments of the task, such as {min_terms: 2}.
+    attempts: turns of the model; after a wrong answer, the model is told how many attempts are left.
+    answer, timeout_s: where to find the answer, and the verifier's time limit, as in the reward reasoning_gym.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class ReasoningGym:
         _check_task(task, json.dumps(self._settings))
 
     def reset(self, seed: int) -> str:
-        """The problem, behind the prompt."""
+        """Generate the problem, which is appended to the prompt."""
         self._entry = _problem(self._task, self._settings, seed)
         return "\n\n" + str(self._entry["question"])
 
@@ -54,13 +54,13 @@ class ReasoningGym:
 
 @cache
 def _verifier(answer: str, timeout_s: float) -> Verifier:
-    """The reward of that name, whose processes all samples share."""
+    """The reward reasoning_gym, whose processes all samples share."""
     return Verifier(answer, timeout_s)
 
 
 @cache
 def _check_task(task: str, settings: str) -> None:
-    """Raise ValueError for a task or settings that there are not."""
+    """Raise ValueError for an unknown task, invalid settings, or a task whose problems do not survive JSON."""
     if find_spec("reasoning_gym") is None:
         raise ValueError("it needs reasoning-gym, which is not installed; pip install 'phalanx[reasoning-gym]'")
     import reasoning_gym
@@ -73,16 +73,16 @@ def _check_task(task: str, settings: str) -> None:
         plain = json.loads(json.dumps(entry))
         score = reasoning_gym.get_score_answer_fn(task)
         survives = score(entry["answer"], plain) == score(entry["answer"], entry)
-    except Exception as error:  # each task says in its own way what it does not take
+    except Exception as error:  # tasks refuse settings with different exceptions
         raise ValueError(f"task {task} with {settings}: {reason(error)}") from error
     if not survives:
-        raise ValueError(f"task {task}: its verifier does not take problems that JSON has held")
+        raise ValueError(f"task {task}: its verifier does not accept problems that were converted to JSON and back")
 
 
 def _problem(task: str, settings: dict[str, Any], seed: int) -> dict[str, Any]:
-    """A problem of a task."""
+    """The problem of a task for a seed."""
     import reasoning_gym
 
-    # some tasks give their seed to a generator of 32 bits
+    # some tasks pass the seed to a generator that accepts 32 bits
     entry: dict[str, Any] = reasoning_gym.create_dataset(task, **settings, seed=seed % 2**31, size=1)[0]
     return entry

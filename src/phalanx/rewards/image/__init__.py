@@ -1,1 +1,1 @@
-"""Rewards of pictures and videos, a file each."""
+"""Rewards of images, also applied to frames of videos, one per file."""

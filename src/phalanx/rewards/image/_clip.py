@@ -11,18 +11,18 @@ from torch import Tensor, nn
 
 from phalanx.engines.loading import check_weights, loading
 
-_BICUBIC = 3  # PIL's number, as preprocessor_config.json gives it
+_BICUBIC = 3  # PIL's constant, which preprocessor_config.json contains
 _STEPS = ("do_resize", "do_center_crop", "do_rescale", "do_normalize")
 _VALUES = ("size", "crop_size", "resample", "rescale_factor", "image_mean", "image_std")
 
 
 @dataclass(frozen=True)
 class Pixels:
-    """CLIP's image preprocessing, for a batch of tensors on any device.
+    """CLIP's image preprocessing for a batch of tensors on any device.
 
-    The steps and values of transformers' CLIPImageProcessor (8-bit bicubic resize, centre crop, normalisation), which
-    works image by image and leaves the device; the two agree within two of 255 levels (tested). Without `antialias`
-    resize and crop are torchvision's of tensors: it neither smooths nor rounds levels.
+    It has the steps and values of transformers' CLIPImageProcessor (8-bit bicubic resize, centre crop, normalisation),
+    which processes single images on the CPU; the two agree within two of 255 levels (tested). With antialias=False,
+    resize and crop are those of torchvision for tensors, without smoothing and rounding of levels.
     """
 
     shortest_edge: int | None  # None: `size` is the exact (height, width)
@@ -33,7 +33,7 @@ class Pixels:
     antialias: bool = True
 
     def __call__(self, images: Tensor) -> Tensor:
-        """Images [B, 3, H, W] in 0..1 -> [B, 3, *crop], normalised."""
+        """Resize, crop and normalise images [B, 3, H, W] in 0..1 to [B, 3, *crop]."""
         height, width = images.shape[2:]
         size = self.size
         if self.shortest_edge is not None:
@@ -47,7 +47,7 @@ class Pixels:
 
 
 class Clip:
-    """A CLIPModel in float32; `text=False` leaves its text tower out."""
+    """A CLIPModel in float32; with text=False, without its text tower."""
 
     def __init__(
         self,
@@ -59,8 +59,8 @@ class Clip:
         text: bool = True,
         antialias: bool = True,
     ) -> None:
-        """Load from folders or hub ids; `name` is the kwarg that gave `model`. None: the model's own processor. For
-        `antialias` see Pixels.
+        """Load from folders or hub ids. `processor`: that of tokenizer and preprocessing, None: `model`; `name`: the
+        user's name for `model` in messages; `antialias`: see Pixels.
         """
         from transformers import AutoImageProcessor, AutoTokenizer, CLIPModel
 
@@ -71,7 +71,7 @@ class Clip:
         self._vision_projection: nn.Module = clip.visual_projection.to(device)
         self.logit_scale: Tensor = clip.logit_scale.exp().to(device)
         self.dim: int = clip.config.projection_dim
-        self.edge: int = clip.config.vision_config.image_size  # pixels, of the square that it sees
+        self.edge: int = clip.config.vision_config.image_size  # pixels per side of its input
         if processor is not None:
             name, model = "processor", processor
             source = folder_or_hub(model, name)
@@ -82,9 +82,9 @@ class Clip:
         self._tokenizer = load_part(AutoTokenizer, source, name)
         config = clip.config.text_config
         if len(self._tokenizer) != config.vocab_size:
-            # transformers makes an empty tokenizer, silently, of a folder without one
+            # transformers silently makes an empty tokenizer if the folder has none
             raise ValueError(
-                f"{name}={model!r} has a tokenizer of {len(self._tokenizer)} tokens, and the model knows "
+                f"{name}={model!r} has a tokenizer of {len(self._tokenizer)} tokens, but the model has "
                 f"{config.vocab_size}; give the processor that belongs to the model"
             )
         self._max_tokens: int = config.max_position_embeddings
@@ -92,13 +92,13 @@ class Clip:
         self._text_projection: nn.Module = clip.text_projection.to(device)
 
     def images(self, images: Tensor) -> Tensor:
-        """Images [B, 3, H, W] in 0..1 -> unit vectors [B, dim], with a gradient where the images have one."""
+        """Embed images [B, 3, H, W] in 0..1 as unit vectors [B, dim], differentiable with respect to the images."""
         pixels = self._pixels(images.to(self._device))
         return F.normalize(self._vision_projection(self._vision(pixels).pooler_output), dim=-1)
 
     @torch.no_grad()
     def prompts(self, prompts: list[str]) -> Tensor:
-        """B prompts, cut to CLIP's 77 tokens -> unit vectors [B, dim]; equal prompts are encoded once."""
+        """Embed B prompts, truncated to CLIP's 77 tokens, as unit vectors [B, dim]; equal prompts are encoded once."""
         distinct = list(dict.fromkeys(prompts))
         tokens = self._tokenizer(
             distinct, padding=True, truncation=True, max_length=self._max_tokens, return_tensors="pt"
@@ -109,7 +109,7 @@ class Clip:
 
 
 def pixels_of(config: dict[str, Any], device: torch.device) -> Pixels:
-    """The preprocessing that a preprocessor_config.json describes; ValueError for steps that CLIP does not have."""
+    """The preprocessing that a preprocessor_config.json describes. Raises ValueError if it is not CLIP's."""
     is_clips = all(config.get(key) for key in (*_STEPS, *_VALUES))  # processors of other models lack some
     if is_clips:
         edge = config["size"].get("shortest_edge")
@@ -123,16 +123,16 @@ def pixels_of(config: dict[str, Any], device: torch.device) -> Pixels:
 
 
 def resize(images: Tensor, size: tuple[int, int]) -> Tensor:
-    """Images [B, 3, H, W] in 0..1 -> [B, 3, *size] in whole numbers 0..255: an 8-bit bicubic resize, as PIL's.
+    """Resize images [B, 3, H, W] in 0..1 to [B, 3, *size] in integer levels 0..255, like PIL's 8-bit bicubic resize.
 
-    The gradient is that of the resize without rounding.
+    The gradient is that of a resize without rounding.
     """
     levels = F.interpolate(_Rounded.apply(images * 255).clamp(0, 255), size=size, mode="bicubic", antialias=True)
     return _Rounded.apply(levels).clamp(0, 255)
 
 
 class _Rounded(torch.autograd.Function):
-    """Whole numbers, with the gradient of what was not rounded: the straight-through estimator."""
+    """Rounds values; the gradient passes straight through."""
 
     @staticmethod
     def forward(context: Any, values: Tensor) -> Tensor:
@@ -144,7 +144,7 @@ class _Rounded(torch.autograd.Function):
 
 
 def read_weights(file: Path, what: str) -> dict[str, Tensor]:
-    """The weights of a .safetensors file, which messages call `what`."""
+    """The weights of a .safetensors file. `what` names it in messages."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -155,7 +155,9 @@ def read_weights(file: Path, what: str) -> dict[str, Tensor]:
 
 
 def folder_or_hub(source: str, name: str, holds: str = "a CLIP model") -> str:
-    """A folder, checked, or a hub id as it is; `name` is the kwarg that gave it, for messages."""
+    """The path of an existing folder, or a hub id unchanged. Raises ValueError, with the kwarg's `name`, for a path
+    that is not a folder; `holds` describes what it should contain.
+    """
     path = Path(source).expanduser()
     if source.startswith(("/", ".", "~")) or path.exists():
         if not path.is_dir():
@@ -165,16 +167,16 @@ def folder_or_hub(source: str, name: str, holds: str = "a CLIP model") -> str:
 
 
 def load_part(cls: Any, source: str, name: str, **options: Any) -> Any:
-    """`cls.from_pretrained`, whose errors become one ValueError that names the kwarg `name`."""
+    """`cls.from_pretrained`, with errors as a ValueError of one line that names the kwarg `name`."""
     with loading(f"{name}={source!r} does not load as {cls.__name__}"):
         return cls.from_pretrained(source, **options)
 
 
 def load_model(cls: Any, source: str, name: str, what: str, **options: Any) -> Any:
-    """A frozen model in float32. ValueError, that it is not `what`, where the files lack some of its weights, which
-    transformers would draw at random.
+    """A frozen model in float32. Raises ValueError, that it is not `what`, if the files lack some of its weights, which
+    transformers would initialise at random.
     """
-    told = {"output_loading_info": True, "ignore_mismatched_sizes": True}
-    model, info = load_part(cls, source, name, dtype=torch.float32, **told, **options)
+    checked = {"output_loading_info": True, "ignore_mismatched_sizes": True}
+    model, info = load_part(cls, source, name, dtype=torch.float32, **checked, **options)
     check_weights(info, f"{name}={source!r} is not {what}")
     return model.requires_grad_(False).eval()

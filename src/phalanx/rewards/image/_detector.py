@@ -1,8 +1,8 @@
-"""A frozen Mask2Former of COCO's objects on the rank's device: images to boxes and masks.
+"""A frozen Mask2Former for COCO's objects on the rank's device, which finds boxes and masks in images.
 
-GenEval's detector is a Mask2Former with a Swin-S of mmdetection; the published weights of the same architecture and
-data for transformers are another training of it. As in mmdetection, masks are resized before they are binarised, and
-the score is that of the class times the mean probability of the mask.
+GenEval's detector is mmdetection's Mask2Former with a Swin-S. The weights published for transformers have the same
+architecture and data, but come from another training run. As in mmdetection, masks are resized before they are
+binarised, and a detection's score is that of its class times the mean probability of its mask.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ _KIND = "a Mask2Former for COCO's instances"
 
 
 class _Segmenter(Mask2FormerPreTrainedModel):
-    """Mask2FormerForUniversalSegmentation without its loss, which needs SciPy; with the same names of weights."""
+    """Mask2FormerForUniversalSegmentation, with the same names of weights, without its loss, which needs SciPy."""
 
     def __init__(self, config: Mask2FormerConfig) -> None:
         super().__init__(config)
@@ -30,15 +30,16 @@ class _Segmenter(Mask2FormerPreTrainedModel):
         self.post_init()
 
     def forward(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
-        """Pixels [B, 3, h, w] -> logits of classes [B, queries, 81] and of masks [B, queries, h / 4, w / 4]."""
+        """Logits of classes [B, queries, 81] and of masks [B, queries, h / 4, w / 4] for pixels [B, 3, h, w]."""
         out = self.model(pixel_values=pixels, output_hidden_states=True)
         states: Tensor = out.transformer_decoder_intermediate_states[-1]  # [queries, B, width]
         return self.class_predictor(states.transpose(0, 1)), out.masks_queries_logits[-1]
 
 
 class Detector:
-    """Loads a folder or hub id; ValueError for another model. `edges`: images are resized so that their shorter side
-    has the first of these numbers of pixels, and the longer one at most the second.
+    """The detector, loaded from a folder or hub id. Raises ValueError for another model.
+
+    edges: images are resized such that their shorter side has edges[0] pixels and the longer one at most edges[1].
     """
 
     def __init__(self, model: str, device: str, edges: Sequence[int], name: str = "model") -> None:
@@ -56,11 +57,11 @@ class Detector:
 
     @torch.no_grad()
     def __call__(self, image: Tensor, threshold: float) -> dict[str, list[Detection]]:
-        """An image [3, H, W] in 0..1 -> the detections above `threshold`, by class; their masks are on the device."""
+        """Detections in an image [3, H, W] in 0..1 with a score above `threshold`, by class; masks on the device."""
         pixels = self._processor(images=[to_uint8(image[None])[0]], return_tensors="pt")["pixel_values"]
         classes, masks = self._segmenter(pixels.to(self._device))
         scores, flat = classes[0].softmax(-1)[:, :-1].flatten().topk(len(classes[0]))
-        certain = scores > threshold  # the score of a detection is no larger, and large masks are few
+        certain = scores > threshold  # final scores are not larger, and so fewer masks need to be resized
         scores, flat = scores[certain], flat[certain]
         detected: dict[str, list[Detection]] = {}
         for score, label, query in zip(scores, flat % len(CLASSES), flat // len(CLASSES), strict=True):
@@ -76,6 +77,6 @@ class Detector:
 
 
 def _box(mask: Tensor) -> tuple[float, float, float, float]:
-    """The box of a mask [H, W]; right and bottom are the pixels behind it."""
+    """The box (left, top, right, bottom) of a mask [H, W]; right and bottom are exclusive."""
     rows, columns = mask.any(1).nonzero(), mask.any(0).nonzero()
     return float(columns[0]), float(rows[0]), float(columns[-1] + 1), float(rows[-1] + 1)

@@ -1,7 +1,7 @@
 """The texts that EditReward was trained with.
 
 The instructions are data of github.com/TIGER-AI-Lab/EditReward (EditReward/dataset/prompts.py; MIT licence, copyright
-2025 TIGER Lab; see NOTICE), to the letter, with the spaces at their line ends: other words give other scores.
+2025 TIGER Lab; see NOTICE), verbatim, with the spaces at line ends, since changes would change the scores.
 """
 
 REWARD_TOKEN = "<|Reward|>"

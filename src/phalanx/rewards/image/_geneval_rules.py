@@ -1,8 +1,8 @@
-"""GenEval's rules (arXiv 2310.11513): whether the objects that a detector sees in an image are those of the prompt.
+"""GenEval's rules (arXiv 2310.11513): whether the objects that a detector finds in an image match the prompt.
 
-A row of GenEval's evaluation_metadata.jsonl has a `tag`, `include`, a list of expected objects, each with a `class`, a
-`count` and, where the prompt has one, a `color` or a `position` ([relation, number of an earlier object]), and
-`exclude`, a list of the counts that are too many. Classes are COCO's, under GenEval's names.
+A row of GenEval's evaluation_metadata.jsonl has a `tag`; `include`, a list of expected objects, each with a `class`, a
+`count` and, if the prompt has one, a `color` or a `position` ([relation, index of an earlier object]); and `exclude`, a
+list of classes with counts that are too many. Classes are COCO's, under GenEval's names.
 """
 
 import math
@@ -25,25 +25,25 @@ CLASSES = (
 )
 COLORS = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white")
 RELATIONS = ("left of", "right of", "above", "below")
-_NEAR = 1e-3  # pixels that are no offset
+_NEAR = 1e-3  # smaller offsets in pixels count as none
 
 
 @dataclass(frozen=True, eq=False)
 class Detection:
-    """An object in an image: `box` is (left, top, right, bottom) in pixels, `mask` [H, W] is True where it is."""
+    """An object in an image: `box` is (left, top, right, bottom) in pixels, `mask` [H, W] is True on the object."""
 
     box: tuple[float, float, float, float]
     score: float
     mask: Tensor | None = None
 
 
-Detected = Mapping[str, Sequence[Detection]]  # by class, the most certain one first
-ColorsOf = Callable[[str, tuple[Detection, ...]], list[str]]  # the colour of each of some objects of a class
+Detected = Mapping[str, Sequence[Detection]]  # by class, in descending order of scores
+ColorsOf = Callable[[str, tuple[Detection, ...]], list[str]]  # class, objects -> the colour of each object
 
 
 def kept(detections: Sequence[Detection], threshold: float, max_objects: int, max_overlap: float) -> list[Detection]:
-    """The detections of one class that count: those above `threshold`, at most `max_objects` of the most certain ones,
-    and of two whose IoU is at least `max_overlap` only the more certain one (1: both).
+    """The detections of one class that count: the `max_objects` best ones with a score above `threshold`; of two whose
+    IoU is at least `max_overlap`, only the better one (with max_overlap=1, both).
     """
     certain = sorted((each for each in detections if each.score > threshold), key=lambda each: -each.score)
     chosen: list[Detection] = []
@@ -54,7 +54,7 @@ def kept(detections: Sequence[Detection], threshold: float, max_objects: int, ma
 
 
 def overlap(a: Detection, b: Detection) -> float:
-    """The IoU of two boxes whose last row and column of pixels belong to them."""
+    """The IoU of two boxes with inclusive right and bottom sides, as in GenEval."""
     shared = _area((*map(max, a.box[:2], b.box[:2]), *map(min, a.box[2:], b.box[2:])))
     union = _area(a.box) + _area(b.box) - shared
     return shared / union if union else 0.0
@@ -65,8 +65,8 @@ def _area(box: Sequence[float]) -> float:
 
 
 def relations(a: Detection, b: Detection, threshold: float) -> set[str]:
-    """Where `a` is from `b`: the offset of the centres, less `threshold` times the sum of both sizes on each axis, is
-    more than half of the distance of the centres.
+    """The relations of `a` to `b`. A relation holds if the offset between the centres along its axis, reduced by
+    `threshold` times the sum of both sizes on that axis, is more than half of the distance between the centres.
     """
     offsets, beyond = [], []
     for low, high in ((0, 2), (1, 3)):
@@ -82,8 +82,8 @@ def relations(a: Detection, b: Detection, threshold: float) -> set[str]:
 
 
 def verdict(detected: Detected, row: Mapping[str, Any], colors_of: ColorsOf, position_threshold: float) -> bool:
-    """GenEval's: at least as many objects as expected, of which the most certain ones are as expected, and of those of
-    `exclude` fewer than that.
+    """GenEval's verdict: for each clause of `include` there are enough objects, the best of which have the expected
+    colour and position, and for each clause of `exclude` there are fewer objects than its count.
     """
     groups, _ = _clauses(detected, row, colors_of, position_threshold, exact=False)
     too_many = [len(detected.get(clause["class"], ())) >= clause["count"] for clause in row.get("exclude") or ()]
@@ -91,8 +91,9 @@ def verdict(detected: Detected, row: Mapping[str, Any], colors_of: ColorsOf, pos
 
 
 def fraction(detected: Detected, row: Mapping[str, Any], colors_of: ColorsOf, position_threshold: float) -> float:
-    """The mean over the rules of `include`, at most 1 (arXiv 2505.05470): a count, and of objects whose count is right
-    the colour, 1 - |expected - actual| / expected, and the position, 0 or 1; 0 for both where the count is wrong.
+    """The mean score over the rules of `include`, at most 1 (arXiv 2505.05470). Counts, and colours of objects whose
+    count is right, score 1 - |expected - actual| / expected; positions score 0 or 1. If the count is wrong, colour and
+    position score 0.
     """
     _, parts = _clauses(detected, row, colors_of, position_threshold, exact=True)
     return sum(parts) / len(parts)
@@ -101,8 +102,8 @@ def fraction(detected: Detected, row: Mapping[str, Any], colors_of: ColorsOf, po
 def _clauses(
     detected: Detected, row: Mapping[str, Any], colors_of: ColorsOf, position_threshold: float, *, exact: bool
 ) -> tuple[list[tuple[Detection, ...] | None], list[float]]:
-    """For each clause of `include` the objects that fulfil it, None if there are none, and a score for each rule.
-    `exact`: more objects than expected do not fulfil it.
+    """For each clause of `include` the objects that fulfil it, None if it is not fulfilled; and a score for each rule.
+    `exact`: a clause is not fulfilled by more objects than expected.
     """
     groups: list[tuple[Detection, ...] | None] = []
     parts: list[float] = []
@@ -130,7 +131,7 @@ def _clauses(
 
 
 def check(row: Mapping[str, Any]) -> None:
-    """ValueError for a row that is not one of GenEval's."""
+    """Raise ValueError for a row that is not in GenEval's format."""
     if not isinstance(row.get("tag"), str):
         raise ValueError(f"tag {row.get('tag')!r}; expected GenEval's, such as counting")
     include, exclude = row.get("include"), row.get("exclude") or []
@@ -148,12 +149,12 @@ def _problem(clause: Any, number: int) -> str | None:
         return f"{clause!r} has no class of COCO under GenEval's name, such as dog or tv remote"
     count, color, position = clause.get("count"), clause.get("color"), clause.get("position")
     if not isinstance(count, int) or count < 1:
-        return f"count {count!r}; expected a number from 1 on"
+        return f"count {count!r}; expected an integer, at least 1"
     if color is not None and color not in COLORS:
         return f"color {color!r}; expected one of {', '.join(COLORS)}"
     if position is None:
         return None
     is_pair = isinstance(position, list | tuple) and len(position) == 2 and position[0] in RELATIONS
     if not is_pair or position[1] not in range(number):
-        return f"position {position!r}; expected [{' | '.join(RELATIONS)}, the number of an earlier object]"
+        return f"position {position!r}; expected [{' | '.join(RELATIONS)}, the index of an earlier object]"
     return None

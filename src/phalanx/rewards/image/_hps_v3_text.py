@@ -1,12 +1,12 @@
 """The text that HPSv3 was trained with, and Qwen2-VL's chat around it.
 
 The instruction is data of github.com/MizzenAI/HPSv3 (hpsv3/dataset/data_collator_qwen.py; MIT licence, copyright 2024
-HPSv3 Team; see NOTICE), to the letter, with its spaces at line ends and its slips: other words give other scores.
+HPSv3 Team; see NOTICE), verbatim, with its spaces at line ends and its mistakes, since changes would change the scores.
 """
 
 REWARD_TOKEN = "<|Reward|>"
 
-# What Qwen2-VL's chat template makes of one question about one image, the system's line included.
+# The output of Qwen2-VL's chat template for a question about an image, with the default system message.
 CHAT = (
     "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
     "<|im_start|>user\n<|vision_start|>{image}<|vision_end|>{text}<|im_end|>\n<|im_start|>assistant\n"

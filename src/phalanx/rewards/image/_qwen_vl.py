@@ -1,12 +1,13 @@
-"""Qwen2-VL and Qwen2.5-VL as trunks of reward models, whose published weights have heads that read special tokens.
+"""Qwen2-VL and Qwen2.5-VL as trunks of reward models, with heads that read special tokens.
 
-Tokens, those of images too, have their number as position, rather than Qwen2-VL's time, height and width: the code that
-these models were trained with puts the images' embeddings into the sequence by itself, and transformers then counts the
-tokens through.
+The position of a token, also of an image, is its index in the sequence rather than Qwen2-VL's time, height and width:
+these models were trained with code that inserts the images' embeddings itself, so that transformers numbers the tokens
+consecutively.
 """
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,17 +20,21 @@ from phalanx.rewards.image._clip import folder_or_hub, load_part, read_weights, 
 IMAGE_TOKEN = "<|image_pad|>"
 VIDEO_TOKEN = "<|video_pad|>"
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-_PIXELS = 256 * 28 * 28  # about the area of an image after resizing
+_PIXELS = 256 * 28 * 28  # approximate area of an image after resizing
 _HEAD = ("0", "3", "5")  # positions of the linear layers in the published nn.Sequential
-_PEFT = "base_model.model."  # where peft puts the names of the model that has a LoRA
+_PEFT = "base_model.model."  # peft's prefix of the names of weights
 
 
 @dataclass(frozen=True)
 class Published:
-    """Weights of a reward model. `model`: the .safetensors file, or its folder; `base`: folder or hub id of the
-    configuration and tokenizer that they were trained from, a model of type `kind`, named `family` in messages. `name`
-    and `expected` are those of the weights in messages. `lora_scale`: of the LoRA that comes with them and is merged.
-    `linear`: a head is a linear layer without a bias.
+    """Published weights of a reward model.
+
+    model: the .safetensors file, or its folder.
+    base: folder or hub id of the configuration and tokenizer of the model that they were trained from.
+    kind, family: the base's model type, and its name in messages.
+    name, expected: name of the weights, and description of the expected file, in messages.
+    lora_scale: scale of the LoRA that the weights include and that is merged; None: no LoRA.
+    linear: heads are linear layers without bias.
     """
 
     model: str
@@ -42,13 +47,13 @@ class Published:
     linear: bool = False
 
     def wrong(self, problem: str) -> ValueError:
-        """The error for these weights."""
+        """An error about these weights."""
         return ValueError(f"model={self.model!r} {problem}; {self.expected}")
 
 
 class Trunk:
-    """The transformer of `published` on `device`, its tokenizer with the tokens `added`, and `heads` by their names in
-    the weights, in float32.
+    """The transformer of `published` on `device`, the tokenizer with the tokens `added`, and `heads`, given by their
+    names in the weights, in float32.
     """
 
     def __init__(
@@ -57,13 +62,14 @@ class Trunk:
         from transformers import AutoConfig, AutoTokenizer
 
         model, base = published.model, published.base
+        self._base = base
         source = folder_or_hub(base, "base", f"the configuration and tokenizer of {published.family}")
         config = load_part(AutoConfig, source, "base")
         if config.model_type != published.kind:
             raise ValueError(f"base={base!r} is a model of type {config.model_type}; expected a {published.kind}")
         tokenizer = load_part(AutoTokenizer, source, "base", padding_side="right")
         if tokenizer.convert_tokens_to_ids(IMAGE_TOKEN) != config.image_token_id:
-            # transformers makes an empty tokenizer, silently, of a folder without one
+            # transformers silently makes an empty tokenizer if the folder has none
             raise ValueError(
                 f"base={base!r} has no tokenizer of {published.family}: {IMAGE_TOKEN} is not its image token"
             )
@@ -86,40 +92,53 @@ class Trunk:
         self.backbone = _backbone(weights, config, dtype, device, published)
 
     def plain(self, text: str) -> str:
-        """The text, in which special tokens become plain words."""
+        """The text with a blank in each special token, so that it is tokenized as plain words."""
         return self._specials.sub(lambda match: f"{match[0][0]} {match[0][1:]}", text)
 
+    def chat(self, shown: Sequence[str], text: str) -> str:
+        """A turn of the user in the base's chat template: the items `shown`, each "image" or "video", then the text."""
+        content = [*({"type": kind} for kind in shown), {"type": "text", "text": text}]
+        turns = [{"role": "user", "content": content}]
+        return str(self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
+
+    def check_chat(self, shown: Sequence[str], token: str) -> None:
+        """Raise ValueError unless the chat template has one `token` for each item shown."""
+        if self.tokenizer.chat_template is None or self.chat(shown, "").count(token) != len(shown):
+            raise ValueError(
+                f"base={self._base!r} has no chat template for {shown[0]}s; expected one beside its tokenizer"
+            )
+
     def tokens(self, texts: list[str]) -> Tensor:
-        """Token ids [b, longest] of whole chats."""
+        """Token ids [b, longest] of whole chats, padded on the right."""
         ids: Tensor = self.tokenizer(texts, padding=True, return_tensors="pt").input_ids
         return ids.to(self.device)
 
     def patches(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """Images [b, 3, H, W] in 0..1 -> their patches and grid; see `patches_of`."""
+        """Patches and grid of images [b, 3, H, W] in 0..1; see `patches_of`."""
         return self.video_patches(images.to(self.device)[:, None], _PIXELS, _PIXELS)
 
     def video_patches(self, videos: Tensor, least: int, most: int) -> tuple[Tensor, Tensor]:
-        """Videos [b, F, 3, H, W] in 0..1 -> their patches and grid; see `patches_of`."""
+        """Patches and grid of videos [b, F, 3, H, W] in 0..1; see `patches_of`."""
         vision = self.vision
         sizes = vision.patch_size, vision.spatial_merge_size, vision.temporal_patch_size
         return patches_of(videos.to(self.device), *sizes, least, most)
 
     def image_tokens(self, grid: Tensor) -> list[int]:
-        """Tokens of each image or video of a grid [b, 3]."""
+        """Number of tokens of each image or video of a grid [b, 3]."""
         counts: list[int] = (grid.prod(1) // self.vision.spatial_merge_size**2).tolist()
         return counts
 
     def hidden(self, tokens: Tensor, pixels: Tensor, grid: Tensor, videos: bool = False) -> Tensor:
-        """The last hidden states [b, A, D], float32, of the A tokens added, of token ids [b, longest] that have each of
-        them once. `pixels` are those of images, or of `videos`.
+        """The last hidden states [b, A, D], float32, of the A added tokens, each of which occurs once in every row of
+        the token ids [b, longest]. `pixels` and `grid` are those of images or, with `videos`, of videos.
         """
-        # no mask: a token sees what is left of it, and the padding is right of the tokens that are read
+        # no mask is needed: attention is causal, and the padding follows the tokens that are read
         positions = torch.arange(tokens.shape[1], device=self.device).expand(3, *tokens.shape)
-        seen = {"pixel_values": pixels, "image_grid_thw": grid}
+        inputs = {"pixel_values": pixels, "image_grid_thw": grid}
         if videos:
-            seen = {"pixel_values_videos": pixels, "video_grid_thw": grid}
+            inputs = {"pixel_values_videos": pixels, "video_grid_thw": grid}
         states = self.backbone(
-            input_ids=tokens, position_ids=positions, use_cache=False, **seen
+            input_ids=tokens, position_ids=positions, use_cache=False, **inputs
         ).last_hidden_state  # [b, tokens, D]
         rows = torch.arange(len(tokens), device=self.device)
         read = [states[rows, (tokens == token).int().argmax(1)] for token in self.added]
@@ -127,7 +146,7 @@ class Trunk:
 
 
 def check_options(dtype: str, micro_batch_size: int) -> None:
-    """Raise ValueError for a dtype or a number of images that cannot be."""
+    """Raise ValueError for an invalid dtype or micro-batch size."""
     if dtype not in DTYPES:
         raise ValueError(f"dtype={dtype!r}; expected one of {', '.join(DTYPES)}")
     if micro_batch_size < 1:
@@ -137,12 +156,12 @@ def check_options(dtype: str, micro_batch_size: int) -> None:
 def patches_of(
     videos: Tensor, side: int, merge: int, frames: int, least: int = _PIXELS, most: int = _PIXELS
 ) -> tuple[Tensor, Tensor]:
-    """Videos [b, F, 3, H, W] in 0..1 -> patches [b * t * h * w, values], and their grid [b, 3] of rows (t, h, w).
+    """Patches [b * t * h * w, values] of videos [b, F, 3, H, W] in 0..1, and their grid [b, 3] of rows (t, h, w).
 
-    Qwen2-VL's preprocessing, for a batch on any device: the steps of transformers' Qwen2VLImageProcessor, which works
-    image by image and leaves the device; the two agree within two of 255 levels (tested). A patch is `side` pixels
-    wide and `frames` frames deep, merge * merge of them become a token. An image is a video of one frame, which fills
-    all `frames` of a patch. `least` and `most` are the pixels of a frame after resizing.
+    Qwen2-VL's preprocessing for a batch on any device, with the steps of transformers' Qwen2VLImageProcessor, which
+    processes single images on the CPU; the two agree within two of 255 levels (tested). A patch is `side` pixels wide
+    and `frames` frames deep; merge * merge patches become one token. An image is a video of one frame, which is
+    repeated for all `frames` of a patch. `least` and `most` bound the pixels of a frame after resizing.
     """
     from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 
@@ -155,20 +174,18 @@ def patches_of(
     if count == 1:
         pixels = pixels.expand(-1, frames, *(-1,) * 7)
     pixels = pixels.unflatten(1, (-1, frames))
-    # patches that become one token lie together: [b, t, h, w, merge, merge, 3, frames, side, side]
+    # patches of one token are adjacent: [b, t, h, w, merge, merge, 3, frames, side, side]
     patches = pixels.permute(0, 1, 4, 7, 5, 8, 3, 2, 6, 9)
     t = patches.shape[1]
     return patches.reshape(b * t * h * w, -1), torch.tensor([[t, h, w]] * b, device=device)
 
 
 def resized(height: int, width: int, unit: int, least: int, most: int) -> tuple[int, int]:
-    """The size that Qwen2-VL gives an image for an area of `least` to `most` pixels: of its shape, in multiples of
-    `unit`.
-
-    ValueError for an image more than 200 times as long as wide.
+    """The size to which Qwen2-VL resizes an image: an area of `least` to `most` pixels, sides that are multiples of
+    `unit`, and nearly the same aspect ratio. Raises ValueError if one side is more than 200 times the other.
     """
     if max(height, width) > 200 * min(height, width):
-        raise ValueError(f"an image of {height} x {width} pixels is more than 200 times as long as wide")
+        raise ValueError(f"one side of an image of {height} x {width} pixels is more than 200 times the other")
     nearest = [max(unit, round(side / unit) * unit) for side in (height, width)]
     area = nearest[0] * nearest[1]
     if area > most:
@@ -181,7 +198,7 @@ def resized(height: int, width: int, unit: int, least: int, most: int) -> tuple[
 
 
 def _read(published: Published) -> dict[str, Tensor]:
-    """All weights of a .safetensors file, or of those of a folder."""
+    """All weights of a .safetensors file, or of all such files of a folder."""
     path = Path(published.model).expanduser()
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     if not files or not files[0].is_file():
@@ -193,7 +210,7 @@ def _read(published: Published) -> dict[str, Tensor]:
 
 
 def _without_lora(state: dict[str, Tensor], published: Published) -> dict[str, Tensor]:
-    """The weights of peft's model with its LoRA merged, in float32, under the model's own names; others as they are."""
+    """The weights with peft's LoRA merged in float32, under the model's own names; unchanged if there is no LoRA."""
     scale = published.lora_scale
     if scale is None:
         return state
@@ -213,7 +230,7 @@ def _without_lora(state: dict[str, Tensor], published: Published) -> dict[str, T
 
 
 def _split(state: dict[str, Tensor], published: Published) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The weights of the trunk, under today's names or the published ones, and of heads; the rest is not used."""
+    """The weights of the trunk, under transformers' current names, and those of the heads; lm_head is dropped."""
     trunk: dict[str, Tensor] = {}
     heads: dict[str, Tensor] = {}
     for name, value in state.items():
@@ -230,7 +247,7 @@ def _split(state: dict[str, Tensor], published: Published) -> tuple[dict[str, Te
 
 
 def _require(names: list[str], state: dict[str, Tensor], published: Published, why: str = "") -> None:
-    """ValueError for weights that are not there."""
+    """Raise ValueError if any of the weights is missing."""
     missing = [name for name in names if name not in state]
     if missing:
         more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
@@ -240,11 +257,11 @@ def _require(names: list[str], state: dict[str, Tensor], published: Published, w
 def _heads(
     state: dict[str, Tensor], prefixes: list[str], published: Published, device: torch.device
 ) -> dict[str, nn.Module]:
-    """The heads in float32, their widths read from the weights."""
+    """The heads in float32, with widths inferred from the weights."""
     parts = [f"{k}.{kind}" for k in _HEAD for kind in ("weight", "bias")]
     parts = ["weight"] if published.linear else parts
     names = [f"{prefix}.{part}" for prefix in prefixes for part in parts]
-    _require(names, state, published, ": no reward model")
+    _require(names, state, published, ": not a reward model")
     extra = sorted(state.keys() - set(names))
     if extra:
         raise published.wrong(f"has another head, with {extra[0]}")
@@ -278,7 +295,7 @@ def _backbone(
             wrong.append(f"{name} of {list(value.shape)} rather than {list(expected[name].shape)}")
     if wrong:
         raise ValueError(
-            f"model={published.model!r} has {wrong[0]}, which does not go with base={published.base!r}; expected the "
+            f"model={published.model!r} has {wrong[0]}, which does not match base={published.base!r}; expected the "
             "base that the model was trained from"
         )
     backbone: nn.Module = type(empty).from_pretrained(

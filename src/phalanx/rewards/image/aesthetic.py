@@ -1,7 +1,7 @@
 """Reward: LAION's aesthetic predictor V2 (github.com/christophschuhmann/improved-aesthetic-predictor), about 1..10.
 
-Five linear layers, without non-linearities between them, on the unit vector that CLIP ViT-L/14 gives an image. DDPO and
-flow_grpo take the score as it is; weight 0.1 brings it near 0..1.
+Five linear layers, without non-linearities between them, on CLIP ViT-L/14's unit embedding of an image. DDPO and
+flow_grpo use the score unscaled; weight 0.1 brings it near 0..1.
 """
 
 from collections import OrderedDict
@@ -38,13 +38,13 @@ class Aesthetic(DifferentiableReward):
         self._layers = layers.to(device)
 
     def with_gradient(self, images: Tensor, prompts: list[str], metadata: list[dict[str, Any]]) -> Tensor:
-        """Images [B, 3, H, W] in 0..1 -> [B], about 1..10."""
+        """Scores [B], about 1..10, of images [B, 3, H, W] in 0..1."""
         scores: Tensor = self._layers(self._clip.images(images))  # [B, 1]
         return scores.squeeze(-1)
 
 
 def linear_layers(state: dict[str, Tensor], where: str) -> nn.Sequential:
-    """The layers with the weights `layers.0.weight`, `layers.0.bias`, ..., `layers.7.bias`, which `where` gave."""
+    """The layers with weights `layers.0.weight`, `layers.0.bias`, ..., `layers.7.bias`. `where` names their kwarg."""
     first = state.get("layers.0.weight")
     if first is None or first.ndim != 2:
         raise ValueError(f"{where} has no matrix layers.0.weight; expected {_KEYS}")
@@ -59,7 +59,7 @@ def linear_layers(state: dict[str, Tensor], where: str) -> nn.Sequential:
 
 
 def read_published(path: str, where: str) -> dict[str, Tensor]:
-    """The weights of a .safetensors file, or of the only one of a folder; `where` is the kwarg that gave `path`."""
+    """The weights of a .safetensors file, or of the only such file in a folder. `where` names the kwarg of `path`."""
     file = Path(path).expanduser()
     if file.is_dir():
         files = sorted(file.glob("*.safetensors"))

@@ -1,6 +1,6 @@
 """Reward: CLIP's cosine similarity of image and prompt (arXiv 2104.08718, without its factor 2.5 and its clipping).
 
-flow_grpo's clipscore is 100 / 30 of it: weight 3.333 gives its scale.
+flow_grpo's clipscore is larger by 100 / 30: weight 3.333 gives its scale.
 """
 
 from typing import Any
@@ -12,8 +12,8 @@ from phalanx.rewards.image._clip import Clip
 
 
 class ClipScore(DifferentiableReward):
-    """`model`: folder or hub id of a CLIPModel with its processor. `column`: of the data, with the text that images are
-    compared with in the place of the prompt, such as a style.
+    """`model`: folder or hub id of a CLIPModel with its processor. `column`: the column of the data with the text, such
+    as a style, that images are compared with instead of the prompt.
     """
 
     def __init__(
@@ -27,7 +27,7 @@ class ClipScore(DifferentiableReward):
             raise ValueError(f"{self._column} {metadata.get(self._column)!r}; expected a text in this column")
 
     def with_gradient(self, images: Tensor, prompts: list[str], metadata: list[dict[str, Any]]) -> Tensor:
-        """Images [B, 3, H, W] in 0..1 -> [B] in -1..1."""
+        """Scores [B] in -1..1 of images [B, 3, H, W] in 0..1."""
         if self._column is not None:
             prompts = [meta[self._column] for meta in metadata]
         return (self._clip.images(images) * self._clip.prompts(prompts)).sum(-1)

@@ -1,7 +1,7 @@
-"""Reward: GenEval (arXiv 2310.11513): objects, counts, colours and positions as a detector and CLIP see them.
+"""Reward: GenEval (arXiv 2310.11513): objects, counts, colours and positions, according to a detector and CLIP.
 
-Thresholds and rules are those of github.com/djghosh13/geneval; the detector is a Mask2Former of transformers. The
-colour of an object is CLIP's choice between ten for its crop, in which everything else is grey.
+Thresholds and rules are those of github.com/djghosh13/geneval; the detector is a Mask2Former of transformers. CLIP
+chooses an object's colour among ten for its crop, in which everything but the object is grey.
 """
 
 from functools import cache
@@ -21,10 +21,14 @@ _GREY = 153 / 255
 
 
 class Geneval(RewardWithExtras, DeviceReward):
-    """`strict`: the score is GenEval's verdict, 0 or 1, rather than the fraction of the rules that hold. `detector` and
-    `clip_model` are folders or hub ids. The detector sees images whose shorter side has 800 pixels and whose longer
-    one has at most 1333, unless `detector_size` differs. Rows of the tag `counting` take `counting_threshold` in place
-    of `threshold`.
+    """GenEval's score of images.
+
+    detector, clip_model: folders or hub ids.
+    strict: the score is GenEval's verdict, 0 or 1, rather than the fraction of fulfilled rules.
+    threshold, counting_threshold: minimum score of detections; the second is for rows with the tag `counting`.
+    max_objects, max_overlap: see phalanx.rewards.image._geneval_rules.kept.
+    position_threshold: see phalanx.rewards.image._geneval_rules.relations.
+    detector_size: pixels of the shorter side, and maximum pixels of the longer side, of the detector's input.
     """
 
     extras = ("correct",)  # GenEval's verdict
@@ -51,15 +55,15 @@ class Geneval(RewardWithExtras, DeviceReward):
         self._strict, self._thresholds = strict, (threshold, counting_threshold)
         self._max_objects, self._max_overlap, self._position_threshold = max_objects, max_overlap, position_threshold
         self._device = torch.device(device)
-        self._colors: dict[str, Tensor] = {}  # by class of objects, a unit vector for each colour
+        self._colors: dict[str, Tensor] = {}  # unit vectors of the colours, by class of objects
 
     def check_row(self, prompt: str, metadata: dict[str, Any]) -> None:
-        """Raise ValueError for a row that is not one of GenEval's."""
+        """Raise ValueError for a row that is not in GenEval's format."""
         check(metadata)
 
     @torch.no_grad()
     def __call__(self, images: Tensor, prompts: list[str], metadata: list[dict[str, Any]]) -> RewardOutput:
-        """Images [B, 3, H, W] in 0..1 -> B scores, at most 1."""
+        """B scores, at most 1, of images [B, 3, H, W] in 0..1."""
         scores, correct = [], []
         for image, row in zip(images.to(self._device), metadata, strict=True):
             check(row)
@@ -78,7 +82,7 @@ class Geneval(RewardWithExtras, DeviceReward):
         return RewardOutput(scores, {"correct": correct})
 
     def _classify(self, image: Tensor, name: str, objects: tuple[Detection, ...]) -> list[str]:
-        """The colours of objects of a class in an image [3, H, W]."""
+        """The colours of the objects, of class `name`, in an image [3, H, W]."""
         if name not in self._colors:
             texts = []
             for template in _TEMPLATES:

@@ -1,8 +1,8 @@
-"""Reward: HPS v2 and v2.1 (arXiv 2306.09341), a CLIP ViT-H/14 that was trained on people's choices between images.
+"""Reward: HPS v2 and v2.1 (arXiv 2306.09341), a CLIP ViT-H/14 trained on human choices between images.
 
-The score is the plain cosine of image and prompt, without CLIP's logit scale: about 0.2 to 0.35; the benchmark's tables
-give 100 times it. As in github.com/tgxs002/HPSv2, an image that is not square is padded with black to be one, where the
-other rewards with a CLIP crop it. The cosine is computed in float32 rather than in half precision.
+The score is the cosine similarity of image and prompt, without CLIP's logit scale: about 0.2 to 0.35; the benchmark's
+tables show 100 times this. As in github.com/tgxs002/HPSv2, an image that is not square is padded with black, whereas
+other rewards with a CLIP crop it. Unlike there, the cosine is computed in float32 rather than in half precision.
 """
 
 from typing import Any
@@ -16,9 +16,10 @@ from phalanx.rewards.image._clip import Clip, resize
 
 
 class HpsV2(DifferentiableReward):
-    """`model`: folder or hub id of the CLIPModel; `processor`: of its tokenizer and preprocessing, default `model`.
+    """`model`: folder or hub id of the CLIPModel; `processor`: that of its tokenizer and preprocessing, by default
+    `model`.
 
-    The published weights are those of open_clip: `python -m phalanx.tools.convert_open_clip` makes the folder of them.
+    The published weights are for open_clip; `python -m phalanx.tools.convert_open_clip` converts them to a folder.
     """
 
     def __init__(self, model: str, processor: str | None = None, device: str = "cpu") -> None:
@@ -26,15 +27,14 @@ class HpsV2(DifferentiableReward):
         self._device = torch.device(device)
 
     def with_gradient(self, images: Tensor, prompts: list[str], metadata: list[dict[str, Any]]) -> Tensor:
-        """Images [B, 3, H, W] in 0..1 -> [B] in -1..1."""
+        """Scores [B] in -1..1 of images [B, 3, H, W] in 0..1."""
         square = letterbox(images.to(self._device), self._clip.edge)
         return (self._clip.images(square) * self._clip.prompts(prompts)).sum(-1)
 
 
 def letterbox(images: Tensor, edge: int) -> Tensor:
-    """Images [B, 3, H, W] in 0..1 -> [B, 3, edge, edge]: the longer side becomes `edge` pixels, the rest is black.
-
-    What CLIP's preprocessing does to the result, a square of its size, is normalise.
+    """Resize images [B, 3, H, W] in 0..1 so that the longer side has `edge` pixels, and pad them with black to
+    [B, 3, edge, edge]. CLIP's preprocessing then only normalises the result, which already has its size.
     """
     scale = edge / max(images.shape[2:])
     height, width = (max(1, round(side * scale)) for side in images.shape[2:])

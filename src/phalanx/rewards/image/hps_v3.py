@@ -1,10 +1,11 @@
-"""Reward: HPSv3 (arXiv 2508.03789): a Qwen2-VL-7B with a small head that reads the answer at a special token.
+"""Reward: HPSv3 (arXiv 2508.03789), a Qwen2-VL-7B with a small head that reads a special token.
 
-The head gives mean and spread of the preference for an image; the score is the mean, which has no bounds. From the code
-of github.com/MizzenAI/HPSv3:
+The head returns mean and spread of the preference for an image; the score is the mean, which is unbounded. As in the
+code of github.com/MizzenAI/HPSv3:
 
-1. Image before text, in Qwen2-VL's chat, with HPSv3's instruction; its reward token is added to the tokenizer, last.
-2. Images are resized to about 448 x 448 pixels (256 tokens of 28 x 28), keeping their shape as Qwen2-VL does.
+1. The image precedes HPSv3's instruction in Qwen2-VL's chat format; the reward token is added to the tokenizer as its
+   last token.
+2. Images are resized to about 448 x 448 pixels (256 tokens of 28 x 28), keeping the aspect ratio as Qwen2-VL does.
 3. The head is Linear, ReLU, Dropout, Linear, ReLU, Linear on the last hidden state of the reward token, in float32.
 """
 
@@ -22,8 +23,8 @@ _EXPECTED = "expected HPSv3.safetensors of MizzenAI/HPSv3, or its folder"
 
 class HpsV3(DeviceReward):
     """`model`: the published .safetensors file, or its folder; `base`: folder or hub id of Qwen2-VL's configuration and
-    tokenizer, whose weights are not needed. A `template` has {prompt} and one `reward_token`. `micro_batch_size` images
-    are scored at once.
+    tokenizer, whose weights are not needed. `template`: the instruction, with {prompt} and one `reward_token`.
+    `micro_batch_size`: images per forward pass.
     """
 
     def __init__(
@@ -38,7 +39,7 @@ class HpsV3(DeviceReward):
     ) -> None:
         check_options(dtype, micro_batch_size)
         if template.count("{prompt}") != 1 or template.count(reward_token) != 1:
-            raise ValueError(f"template has to have {{prompt}} and {reward_token} once each, and is {template!r}")
+            raise ValueError(f"template={template!r}; expected {{prompt}} and {reward_token} once each")
         self._template, self._micro_batch = template, micro_batch_size
         self._device = torch.device(device)
         published = Published(model, base, "qwen2_vl", "Qwen2-VL", "HPSv3", _EXPECTED)
@@ -46,7 +47,7 @@ class HpsV3(DeviceReward):
 
     @torch.no_grad()
     def __call__(self, images: Tensor, prompts: list[str], metadata: list[dict[str, Any]]) -> Tensor:
-        """Images [B, 3, H, W] in 0..1 -> float32 [B]."""
+        """Scores float32 [B] of images [B, 3, H, W] in 0..1."""
         size, scores = self._micro_batch, [torch.zeros(0, device=self._device)]
         for i in range(0, len(prompts), size):
             scores.append(self._score(images[i : i + size], prompts[i : i + size]))

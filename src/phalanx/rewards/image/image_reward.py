@@ -1,8 +1,8 @@
-"""Reward: ImageReward (arXiv 2304.05977): a BLIP whose text tower reads the image, and an MLP on its first token.
+"""Reward: ImageReward (arXiv 2304.05977), a BLIP whose text tower attends to the image, and an MLP on its first token.
 
-From the code of github.com/THUDM/ImageReward: prompts are cut to 35 tokens, images are resized and cropped to the
-square that the vision tower sees, and the MLP's output less its mean, over its standard deviation, is the score. The
-published weights have the names of BLIP's own code; transformers' classes get them under theirs.
+As in the code of github.com/THUDM/ImageReward, prompts are truncated to 35 tokens, images are resized and cropped to
+the vision tower's square input, and the score is the MLP's output, normalised by its mean and standard deviation. The
+published weights have the names of BLIP's own code, which are mapped to those of transformers.
 """
 
 import re
@@ -17,11 +17,11 @@ from phalanx.rewards.image.aesthetic import linear_layers, read_published
 
 _MEAN, _STD = 0.16717362830052426, 1.0333394966054072  # of the MLP's output, over the authors' training data
 _MAX_TOKENS = 35
-_HEAD_WIDTH = 64  # of all heads of BLIP
+_HEAD_WIDTH = 64  # of all attention heads in BLIP
 _VISION = "blip.visual_encoder."
 _TEXT = "blip.text_encoder."
 _MLP = "mlp."
-_NAMES = {  # of the vision tower
+_NAMES = {  # published names of weights of the vision tower -> those of transformers
     r"patch_embed\.proj\.": "embeddings.patch_embedding.",
     r"cls_token": "embeddings.class_embedding",
     r"pos_embed": "embeddings.position_embedding",
@@ -55,7 +55,7 @@ class ImageReward(DifferentiableReward):
         self._tokenizer = load_part(AutoTokenizer, source, "tokenizer")
         rows = len(text["embeddings.word_embeddings.weight"])
         if not 2 < len(self._tokenizer) <= rows or self._tokenizer.cls_token_id is None:
-            # transformers makes an empty tokenizer, silently, of a folder without one
+            # transformers silently makes an empty tokenizer if the folder has none
             raise ValueError(
                 f"tokenizer={tokenizer!r} has {len(self._tokenizer)} tokens, and the model embeds {rows}; expected "
                 "the tokenizer of bert-base-uncased"
@@ -65,7 +65,7 @@ class ImageReward(DifferentiableReward):
         self._pixels = Pixels(edge, (edge, edge), (edge, edge), mean, std)
 
     def with_gradient(self, images: Tensor, prompts: list[str], metadata: list[dict[str, Any]]) -> Tensor:
-        """Images [B, 3, H, W] in 0..1 -> [B], about -2..2."""
+        """Scores [B], about -2..2, of images [B, 3, H, W] in 0..1."""
         tokens = self._tokenizer(
             prompts, padding=True, truncation=True, max_length=_MAX_TOKENS, return_tensors="pt"
         ).to(self._device)
@@ -86,11 +86,11 @@ def _vision_name(name: str) -> str:
     for published, ours in _NAMES.items():
         if re.match(published, name):
             return re.sub(f"^{published}", ours, name)
-    return name  # a name that the tower does not have
+    return name  # an unknown name, which loading will report
 
 
 def _vision_tower(state: dict[str, Tensor], where: str) -> tuple[nn.Module, int]:
-    """BLIP's vision tower, of the size of its weights, and the edge in pixels of the square that it sees."""
+    """BLIP's vision tower, with its size inferred from the weights, and the edge of its square input in pixels."""
     from transformers import BlipVisionConfig, BlipVisionModel
 
     patches = _weight(state, "embeddings.patch_embedding.weight", where)
@@ -110,7 +110,7 @@ def _vision_tower(state: dict[str, Tensor], where: str) -> tuple[nn.Module, int]
 
 
 def _text_tower(state: dict[str, Tensor], vision: dict[str, Tensor], where: str) -> nn.Module:
-    """BLIP's text tower with attention to the image, of the size of its weights."""
+    """BLIP's text tower with cross-attention to the image, with its size inferred from the weights."""
     from transformers import BlipTextConfig
     from transformers.models.blip.modeling_blip_text import BlipTextModel
 
@@ -128,8 +128,7 @@ def _text_tower(state: dict[str, Tensor], vision: dict[str, Tensor], where: str)
 
 
 def _layers(state: dict[str, Tensor], prefix: str) -> int:
-    numbers = {name.removeprefix(f"{prefix}.").partition(".")[0] for name in state if name.startswith(f"{prefix}.")}
-    return len(numbers)
+    return len({name.partition(".")[0] for name in _part(state, f"{prefix}.")})
 
 
 def _weight(state: dict[str, Tensor], name: str, where: str) -> Tensor:
@@ -139,7 +138,7 @@ def _weight(state: dict[str, Tensor], name: str, where: str) -> Tensor:
 
 
 def _loaded(tower: nn.Module, state: dict[str, Tensor], where: str) -> nn.Module:
-    """A tower with exactly these weights, in float32."""
+    """A tower with exactly these weights, frozen and in float32."""
     try:
         tower.load_state_dict({name: value.float() for name, value in state.items()})
     except RuntimeError as error:

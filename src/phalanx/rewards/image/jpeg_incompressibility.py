@@ -12,7 +12,7 @@ from phalanx.media.pictures import to_uint8
 def jpeg_incompressibility(
     images: Tensor, prompts: list[str], metadata: list[dict[str, Any]], quality: int = 95
 ) -> list[float]:
-    """Size of each image [3, H, W] as a JPEG, in kilobytes (1000 bytes)."""
+    """The size of each image [3, H, W] as a JPEG, in kilobytes (1000 bytes)."""
     sizes = []
     for pixels in to_uint8(images).permute(0, 2, 3, 1).numpy():
         buffer = BytesIO()

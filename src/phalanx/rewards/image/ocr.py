@@ -1,10 +1,10 @@
 """Reward: how well an OCR engine reads the prompt's text in the image (Flow-GRPO, arXiv 2505.05470, section 4.2).
 
-`1 - min(1, Levenshtein(target, read) / len(target))`, both lower-cased and without spaces; the target is
-`metadata["ground_truth"]`. The engine is PP-OCRv6 small, whose ONNX files lie inside the installed rapidocr package.
+`1 - min(1, Levenshtein(target, read) / len(target))`, both in lower case and without spaces; the target is
+`metadata["ground_truth"]`. The engine is PP-OCRv6 small, whose ONNX files come with the installed rapidocr package.
 
 Deviations from flow_grpo: (1) PP-OCRv6 on onnxruntime instead of PP-OCRv4 on Paddle; (2) a target that is contained in
-longer text scores 1 there, which rewards images full of text: here only with `contains`.
+a longer text scores 1 only with `contains`, because this rewards images full of text.
 """
 
 import threading
@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from phalanx.media.pictures import to_uint8
-from phalanx.rewards._recall import KINDS, matched
-from phalanx.rewards.base import RewardOutput, RewardWithExtras, ground_truth
+from phalanx.rewards._recall import KINDS, matched, target_of
+from phalanx.rewards.base import RewardOutput, RewardWithExtras
 
 RECOGNISER = "models/PP-OCRv6_rec_small.onnx"
 _LINE_HEIGHT = 48  # pixels: the height of a line that the recogniser was trained on
@@ -26,15 +26,15 @@ _BATCH = 16
 
 
 class Ocr(RewardWithExtras):
-    """Reads images and compares what it read with the target.
+    """Reads images and compares the text with the target.
 
-    detect: find lines of text, then read them in reading order (images that contain text); False: the whole image is
-        one line of text (a hundred times faster, for small images of a word).
-    contains: score 1 where the target is part of what was read.
-    exact: score 1 where the target is what was read, and else 0: nothing for a text that is right in part.
-    recall: the score is the share of the target's "words" or "characters" that were read, in any order.
-    column: of the data, with the target; of a list all texts count, with blanks between.
-    threads: of onnxruntime in one call; several calls run at once with reward.num_workers.
+    detect: find lines of text, then read them in reading order; False: the whole image is one line of text, which is
+        a hundred times faster for small images of a word.
+    contains: score 1 if the text contains the target.
+    threads: threads of onnxruntime per call; with reward.num_workers several calls run at once.
+    exact: score 1 if the text equals the target, and 0 otherwise.
+    recall: score the fraction of the target's "words" or "characters" that were read, in any order.
+    column: column of the data with the target, a text or a list of texts, which are joined with spaces.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Ocr(RewardWithExtras):
     def __call__(
         self, images: Tensor, prompts: list[str], metadata: list[dict[str, Any]]
     ) -> list[float] | RewardOutput:
-        """Images [B, 3, H, W] in 0..1 -> B scores in 0..1."""
+        """B scores in 0..1 of images [B, 3, H, W] in 0..1."""
         targets = [self._target(prompt, meta) for meta, prompt in zip(metadata, prompts, strict=True)]
         pairs = zip(targets, self.read(images), strict=True)
         if self._recall is None:
@@ -79,13 +79,10 @@ class Ocr(RewardWithExtras):
         self._target(prompt, metadata)
 
     def _target(self, prompt: str, metadata: dict[str, Any]) -> str:
-        target = ground_truth(prompt, metadata, self._column)
-        if self._recall is not None and not matched(target, "", self._recall)[1]:
-            raise ValueError(f"{self._column} {target!r} has no letters or digits that recall could count")
-        return target
+        return target_of(prompt, metadata, self._column, self._recall)
 
     def read(self, images: Tensor) -> list[str]:
-        """The text in the images [B, 3, H, W] in 0..1, as the engine reads it."""
+        """The texts that the engine reads in images [B, 3, H, W] in 0..1."""
         return self._reader.read(to_uint8(images))
 
     def _score(self, target: str, read: str) -> float:
@@ -103,13 +100,13 @@ def _plain(text: str) -> str:
 
 
 class _LineReader:
-    """Only the recogniser; one session serves all threads."""
+    """Only the recogniser; all threads share one session."""
 
     def __init__(self, model: Path, threads: int) -> None:
         import onnxruntime
 
         if not model.is_file():
-            raise ValueError(f"{model} is missing; this rapidocr ships other models; expected rapidocr 3.10")
+            raise ValueError(f"{model} is missing: this rapidocr has other models; expected rapidocr 3.10")
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = threads
         options.inter_op_num_threads = 1
@@ -120,11 +117,11 @@ class _LineReader:
         self._characters = ["", *characters, " "]  # class 0 is CTC's blank
 
     def read(self, images: Tensor) -> list[str]:
-        """Images uint8 [B, 3, H, W] -> B texts, by CTC, greedy: repeats are one character, blanks are none."""
+        """Read images uint8 [B, 3, H, W] as B texts, by greedy CTC decoding: repeats are merged, blanks removed."""
         width = max(1, round(images.shape[3] * _LINE_HEIGHT / images.shape[2]))
         texts = []
         for part in images.flip(1).float().split(_BATCH):  # RGB to BGR
-            # antialias changes nothing where the image is enlarged, and keeps thin strokes where it shrinks
+            # antialiasing keeps thin strokes if the image shrinks, and changes nothing if it is enlarged
             lines = F.interpolate(part, size=(_LINE_HEIGHT, width), mode="bilinear", antialias=True)
             (scores,) = self._session.run(None, {self._input: (lines / 127.5 - 1).numpy()})
             for classes in torch.from_numpy(scores.argmax(-1)):
@@ -134,23 +131,23 @@ class _LineReader:
 
 
 class _DetectingReader(threading.local):
-    """RapidOCR's pipeline: detection, then recognition of each line. One engine a thread: its stages keep state."""
+    """RapidOCR's pipeline: detection, then recognition of each line. Its stages keep state: one engine per thread."""
 
-    _engine: Any = None  # of this thread, made by its first call
+    _engine: Any = None  # this thread's, created by its first call
 
     def __init__(self, threads: int) -> None:
         self._params = {
             "Global.use_cls": False,
-            "Global.log_level": "critical",  # a picture without text is no news in training
+            "Global.log_level": "critical",  # it would warn of each image without text
             "EngineConfig.onnxruntime.intra_op_num_threads": threads,
             "EngineConfig.onnxruntime.inter_op_num_threads": 1,
         }
 
     def read(self, images: Tensor) -> list[str]:
-        """Images uint8 [B, 3, H, W] -> B texts."""
+        """Read images uint8 [B, 3, H, W] as B texts."""
         if self._engine is None:
             from rapidocr import RapidOCR
 
             self._engine = RapidOCR(params=self._params)
-        pictures = images.flip(1).permute(0, 2, 3, 1).contiguous().numpy()  # BGR, as OpenCV has it
+        pictures = images.flip(1).permute(0, 2, 3, 1).contiguous().numpy()  # BGR, as in OpenCV
         return [" ".join(self._engine(picture).txts or ()) for picture in pictures]

@@ -7,7 +7,7 @@ from torch import Tensor
 from phalanx.rewards.base import DifferentiableReward
 from phalanx.rewards.image._clip import Clip
 
-_SCALE = 26.0  # about the largest logit of PickScore on good images, so that scores lie near 0..1
+_SCALE = 26.0  # about PickScore's largest logit for good images, so that scores are near 0..1
 
 
 class Pickscore(DifferentiableReward):
@@ -22,6 +22,6 @@ class Pickscore(DifferentiableReward):
         self._clip = Clip(model, device, processor=processor)
 
     def with_gradient(self, images: Tensor, prompts: list[str], metadata: list[dict[str, Any]]) -> Tensor:
-        """Images [B, 3, H, W] in 0..1 -> [B]."""
+        """Scores [B] of images [B, 3, H, W] in 0..1."""
         cosine = (self._clip.images(images) * self._clip.prompts(prompts)).sum(-1)
         return cosine * self._clip.logit_scale / _SCALE

@@ -1,4 +1,4 @@
-"""Reward: 1 for the preferred image of a pair of the data and 0 for the other (rollout.engine=dataset)."""
+"""Reward: 1 for the preferred image of a pair in the data and 0 for the other one (rollout.engine=dataset)."""
 
 from typing import Any
 
@@ -6,9 +6,9 @@ from torch import Tensor
 
 
 def preferred(images: Tensor, prompts: list[str], metadata: list[dict[str, Any]]) -> list[float]:
-    """The data's verdict on each image; 0 for images that the policy sampled in validation.
+    """The data's preference for each image; 0 for images that the policy sampled in validation.
 
-    Raises ValueError if images do not come from the data.
+    Raises ValueError for images that do not come from the data.
     """
     for prompt, meta in zip(prompts, metadata, strict=True):
         if "preferred" not in meta:

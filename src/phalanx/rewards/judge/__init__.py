@@ -1,1 +1,1 @@
-"""Rewards that ask a vision-language model, a file each."""
+"""Rewards that ask a vision-language or language model, one per file."""

@@ -1,4 +1,4 @@
-"""The base classes of rewards that ask a model about each image or completion, or about pairs of them."""
+"""Base classes of rewards that ask a model about each image or completion, or about pairs of them."""
 
 from abc import ABC, abstractmethod
 from typing import Any
@@ -7,14 +7,15 @@ from phalanx.rewards.base import RewardOutput, RewardWithExtras
 
 
 class Judge(ABC):
-    """A reward that asks the reward model (`reward.model`) about each image, one question by default, and reads the
+    """A reward that asks the reward model (`reward.model`) about each image, by default one question, and reads the
     answer.
 
-    `template` is the question: {prompt} in it stands for the image's prompt, {ground_truth} and so on for the columns
-    of its data; braces that belong to the question are doubled. The constructor takes the configured kwargs.
+    The constructor takes the configured kwargs.
 
-    `takes` is "images", of a vision-language model, or "completions", of a language model: {completion} then stands for
-    the text that is judged, which is beside the columns in the metadata of `question`.
+    template: the question. {prompt} in it is replaced by the image's prompt, and {ground_truth} etc. by the columns of
+        its data; other braces must be doubled.
+    takes: "images", for a vision-language model, or "completions", for a language model. {completion} is then replaced
+        by the text to judge, which `question` also finds in its metadata.
     """
 
     template: str
@@ -22,11 +23,11 @@ class Judge(ABC):
     opens: bool = False  # whether it has an `opening`
 
     def opening(self, prompt: str, metadata: dict[str, Any]) -> str:
-        """The first question of a judge that `opens`; it and its answer stand before each of the `questions`."""
+        """The first question of a judge that `opens`; it and its answer precede each of the `questions`."""
         return ""
 
     def questions(self, prompt: str, metadata: dict[str, Any]) -> list[str]:
-        """The questions, each of which is answered by itself; `question` by default."""
+        """The questions, which are answered independently; by default only `question`."""
         return [self.question(prompt, metadata)]
 
     def question(self, prompt: str, metadata: dict[str, Any]) -> str:
@@ -35,18 +36,18 @@ class Judge(ABC):
 
     @abstractmethod
     def parse(self, answer: str, prompt: str, metadata: dict[str, Any]) -> float | None:
-        """The score of an image or a completion by the model's answer; None if the answer cannot be read.
+        """The score of an image or a completion, given the model's answer; None if the answer cannot be parsed.
 
-        Such answers are counted and scored with `reward.model.unparseable_score`.
+        Unparseable answers are counted, and scored with `reward.model.unparseable_score`.
         """
 
     def score(self, answers: list[str], prompt: str, metadata: dict[str, Any]) -> float | None:
-        """The score by the answers to all `questions`; `parse` of the first by default."""
+        """The score, given the answers to all `questions`; by default `parse` of the first one."""
         return self.parse(answers[0], prompt, metadata)
 
 
 class ParsedAnswers(RewardWithExtras):
-    """The scores that a judge reads from the model's answers; it takes the place of a reward's function."""
+    """Scores that a judge parses from the model's answers, in place of a reward's function."""
 
     extras = ("unparseable",)
 
@@ -55,7 +56,7 @@ class ParsedAnswers(RewardWithExtras):
         self._unparseable_score = unparseable_score
 
     def __call__(self, answers: list[list[str]], prompts: list[str], metadata: list[dict[str, Any]]) -> RewardOutput:
-        """The answers about B samples -> B scores, with 1 as `unparseable` for each that could not be read."""
+        """B scores from the answers about B samples, with the extra `unparseable`, 1 for each that has no score."""
         scores, unparseable = [], []
         for of_sample, prompt, meta in zip(answers, prompts, metadata, strict=True):
             score = self.judge.score(of_sample, prompt, meta)
@@ -65,16 +66,17 @@ class ParsedAnswers(RewardWithExtras):
 
 
 class PairJudge(Judge):
-    """A reward that asks the reward model which of two samples of a prompt is better; the score of a sample is its win
-    rate against other samples of the prompt.
+    """A reward that asks the reward model which of two samples of a prompt is better; a sample's score is its win rate
+    against other samples of the prompt.
 
-    `takes` may also be "outputs", of images or texts, whichever the job makes. Of texts, {completion_1} and
-    {completion_2} in the template stand for the two; images are shown in this order, all frames of a video's first one
-    before those of the second and {frames} being their number, behind those of the column `source_key` of the data,
-    such as the image to edit.
-    `opponents`: how many others each sample is compared with, None for all; an even number. `shuffle_order`: which of
-    two samples comes first is drawn for each pair, else it is the one that was sampled first; `both_orders`: each pair
-    is asked about twice.
+    `takes` may also be "outputs", for images or texts, whichever the job generates. For texts, the template has
+    {completion_1} and {completion_2}. Images are shown in the same order, after those of the data's column
+    `source_key`; for videos, all {frames} frames of the first one precede those of the second.
+
+    opponents: number of other samples that each sample is compared with, an even number; None: all.
+    shuffle_order: draw the order of the two samples for each pair; otherwise the one sampled first comes first.
+    both_orders: ask about each pair in both orders.
+    source_key: column of the data with images to show first, such as the image to edit.
     """
 
     takes = "outputs"
@@ -85,14 +87,14 @@ class PairJudge(Judge):
 
     @abstractmethod
     def parse(self, answer: str, prompt: str, metadata: dict[str, Any]) -> float | None:
-        """1 where the answer prefers the first of the two, 0 for the second and 1/2 for neither; None if it cannot
-        be read, which is counted and scored as 1/2.
+        """1 if the answer prefers the first sample, 0 for the second one and 1/2 for neither; None if the answer cannot
+        be parsed, which is counted and scored as 1/2.
         """
 
 
 class WinRates(ParsedAnswers):
-    """The scores that comparisons have given; it takes the place of a reward's function."""
+    """Scores from comparisons of pairs, in place of a reward's function."""
 
     def __call__(self, answers: Any, prompts: list[str], metadata: list[dict[str, Any]]) -> RewardOutput:
-        """B win rates, each with the share of its answers that could not be read -> B scores, and the shares."""
+        """B scores from B win rates, each with the fraction of its answers that could not be parsed, an extra."""
         return RewardOutput([rate for rate, _ in answers], {"unparseable": [lost for _, lost in answers]})

@@ -1,4 +1,4 @@
-"""The reward model over the ranks: the questions of a domain are gathered, answered in one batch, and handed back."""
+"""The reward model on the ranks: gathers the questions of a domain's ranks, answers them in one batch, returns them."""
 
 import logging
 from collections.abc import Sequence
@@ -17,28 +17,28 @@ from phalanx.engines.transformers import reads_images
 from phalanx.rewards.base import RewardError
 
 log = logging.getLogger(__name__)
-Question = tuple[tuple[int, ...], Turns]  # the numbers of the images that are shown, in order, and the question
+Question = tuple[tuple[int, ...], Turns]  # indices of the images to show, in order, and the question
 
 
 class Engine(Protocol):
-    """One rank's part of a replica; all ranks of the replica answer the same questions in the same order."""
+    """One rank's part of a replica. All ranks of the replica answer the same questions in the same order."""
 
     def awake(self) -> AbstractContextManager[None]:
         """A context in which the model is on the device; `answer` needs it."""
         ...
 
     def answer(self, files: Sequence[bytes], questions: Sequence[Question]) -> list[str]:
-        """Files of images and questions, each with the images of its numbers -> the answers.
+        """The answers to questions about images, given as files, to which the questions refer by index.
 
-        ValueError for a question that the model cannot be asked, such as one that is too long.
+        Raises ValueError for a question that the model cannot be asked, such as one that is too long.
         """
         ...
 
 
 def check(cfg: RewardModelConfig) -> None:
-    """Refuse, with a ConfigError, a model or an engine that is not there."""
+    """Raise ConfigError for a model or an engine that does not exist."""
     if cfg.path is None:
-        raise ConfigError("reward.model.path is null, but reward.functions has a judge, which asks that model")
+        raise ConfigError("reward.model.path is null, but reward.functions has a judge, which needs a model")
     if cfg.path.startswith(("/", ".", "~")) and not Path(cfg.path).is_dir():
         raise ConfigError(f"reward.model.path: {cfg.path!r}: no such folder")
     if cfg.engine == "vllm" and find_spec("vllm") is None:
@@ -49,9 +49,9 @@ def check(cfg: RewardModelConfig) -> None:
 
 
 class RewardModel:
-    """This rank's part of the reward model. All ranks of the world make it, and `ask`, at the same point.
+    """This rank's part of the reward model. All ranks of the world create it, and call `ask`, at the same point.
 
-    `reads_images`: whether questions may come with images, on all ranks.
+    `reads_images`: whether questions may include images; the same on all ranks.
     """
 
     def __init__(
@@ -63,9 +63,11 @@ class RewardModel:
         pairs: bool = False,
         launch: Launch | None = None,
     ) -> None:
-        """Place the model on the ranks of `launch` (None: of the whole world) and load it; ValueError if that cannot
-        be. `text`: it is asked about texts, and is a language model or one that reads images, too. `pairs`: a question
-        may be about several images.
+        """Place the model on the ranks and load it. Raises ValueError if that is not possible.
+
+        text: questions are about texts; the model is a language model, which may also read images.
+        pairs: a question may be about several images.
+        launch: the world on whose ranks the model is placed; None: the launcher's.
         """
         launch = launch or Launch.from_env()
         domains = place(cfg, launch.world_size, launch.local_world_size)
@@ -77,12 +79,12 @@ class RewardModel:
         self.reads_images = not text or reads_images(cfg.path, cfg.revision)
         kind = {"text": text, "images": self.reads_images}
         log.info("loading the reward model %s with %s", cfg.path, cfg.engine)
-        self._engine: Engine | None = None  # of this rank, where it holds a part of the model
+        self._engine: Engine | None = None  # None if this rank holds no part of the model
         if cfg.engine == "vllm":
             from phalanx.distributed.vllm_groups import VllmGroups
             from phalanx.engines.vllm import VllmEngine
 
-            groups = VllmGroups(holders or (launch.rank,), launch.local_rank, timeout_s)  # all ranks of the world do
+            groups = VllmGroups(holders or (launch.rank,), launch.local_rank, timeout_s)  # a collective of the world
             if holders is not None:
                 self._engine = VllmEngine(cfg, groups, launch.rank, launch.local_rank, pairs=pairs, **kind)
         elif holders is not None:
@@ -97,14 +99,14 @@ class RewardModel:
         return nullcontext() if self._engine is None else self._engine.awake()
 
     def ask(self, files: Sequence[bytes], questions: Sequence[Question]) -> list[str]:
-        """The answers to this rank's questions, each with some of its images, which come as files; both may be empty.
+        """The answers to this rank's questions about this rank's images, given as files; both may be empty.
 
-        RewardError, on all ranks of the domain, where the model cannot be asked one of their questions.
+        Raises RewardError, on all ranks of the domain, if the model cannot be asked one of their questions.
         """
-        # 1. the images of the domain's ranks, one after the other, go to the ranks that hold the model
+        # 1. the images of all ranks of the domain, in their order, go to the ranks that hold the model
         gathered = self._domain_rank.gather_files(files)
 
-        # 2. every rank gets all questions, whose numbers then count images from the domain's first rank on
+        # 2. every rank gets all questions, with indices into the images of all ranks of the domain
         asked = self._domain_rank.all_gather((len(files), list(questions)))
         all_questions: list[Question] = []
         first = 0
@@ -113,9 +115,10 @@ class RewardModel:
                 all_questions.append((tuple(first + number for number in numbers), text))
             first += count
 
-        # 3. of N replicas each answers every N-th; a failure is raised after the collective, so that no rank waits
+        # 3. each of N replicas answers every N-th question; failures are raised after the next collective, in which
+        # other ranks would wait for this one
         answers: list[str] = []
-        failure: ValueError | None = None  # on all ranks of a replica alike, since they are asked the same
+        failure: ValueError | None = None  # the same on all ranks of a replica, since they get the same questions
         if self._engine is not None:
             share = all_questions[self._domain_rank.replica :: len(self._replicas)]
             try:
@@ -128,7 +131,7 @@ class RewardModel:
             if problem is not None:
                 raise RewardError(problem) from failure
 
-        # 4. the replicas' shares are put together again, and this rank takes the answers to its own questions
+        # 4. the answers of all replicas are merged, and this rank returns those to its own questions
         all_answers = [""] * len(all_questions)
         for i, ranks in enumerate(self._replicas):
             per_rank = [per_position[self._domain_rank.domain.ranks.index(rank)][0] for rank in ranks]

@@ -1,5 +1,6 @@
-"""Comparisons of samples of a prompt, wherever they are: each pair is judged on a rank that has one of the two, and win
-rates are the same on any number of ranks.
+"""Pairwise comparisons of samples of a prompt, which may be on different ranks.
+
+Each pair is judged by a rank that has one of the two samples. Win rates do not depend on the number of ranks.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,24 +19,24 @@ from phalanx.rewards.judge._model import Question
 from phalanx.types import Prompt
 
 Ask = Callable[[list[bytes], list[Question]], list[str]]
-Place = tuple[int, int]  # a rank, and the number of a sample among its own
+Place = tuple[int, int]  # a rank, and the index of a sample on this rank
 TIE = 0.5
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A sample of this rank: its image or the frames of its video as files, or its text in UTF-8, and the files of
-    images that its prompt has.
+    """A sample of this rank. `files`: its image, the frames of its video, or its text in UTF-8. `prompt_files`: the
+    images of its prompt.
     """
 
     prompt: Prompt
     files: tuple[bytes, ...]
-    beside: tuple[bytes, ...] = ()
+    prompt_files: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Two samples in the order in which they are shown, and the rank that asks about them."""
+    """Two samples, in the order in which they are shown, and the rank that asks about them."""
 
     first: Place
     second: Place
@@ -43,8 +44,8 @@ class Pair:
 
 
 def pairings(count: int, opponents: int | None) -> list[tuple[int, int]]:
-    """The pairs (i, j), i < j, of `count` samples that are compared: all, or those by which each has `opponents`, an
-    even number, its nearest neighbours on a circle.
+    """The pairs (i, j), i < j, of `count` samples to compare: all pairs, or each sample with its `opponents` (an even
+    number) nearest neighbours on a circle.
     """
     if opponents is None or opponents >= count - 1:
         return [(i, j) for i in range(count) for j in range(i + 1, count)]
@@ -57,29 +58,33 @@ def pairings(count: int, opponents: int | None) -> list[tuple[int, int]]:
 
 
 class Comparison:
-    """The samples of all ranks, as their pairs are judged. All ranks of the world make it at the same point."""
+    """Comparisons of the samples of all ranks. All ranks of the world create it at the same point."""
 
     def __init__(self, subjects: Sequence[Subject], rank: int, context_size: int, problem: str | None) -> None:
-        """`subjects`: this rank's samples, those of `context_size` neighbours being dealt out one by one. `problem`:
-        why this rank cannot go on; RewardError, on all ranks, where one has such.
+        """Exchange the sizes of the samples. Raises RewardError, on all ranks, if a rank has a problem.
+
+        subjects: this rank's samples.
+        context_size: neighbouring ranks that hold the same samples, which were dealt out to them one by one.
+        problem: why this rank cannot continue.
         """
         self.subjects, self.rank, self.problem = subjects, rank, problem
-        facts = [(subject.prompt.group_id, tuple(map(len, subject.files))) for subject in subjects]
-        told = self._of_all(facts)
-        self._sizes = {(rank, i): sizes for rank, samples in enumerate(told) for i, (_, sizes) in enumerate(samples)}
+        local = [(subject.prompt.group_id, tuple(map(len, subject.files))) for subject in subjects]
+        samples: dict[Place, tuple[int, tuple[int, ...]]] = {}  # group, sizes of files
+        for of_rank, each in enumerate(self._of_all(local)):
+            samples |= {(of_rank, i): sample for i, sample in enumerate(each)}
+        self._sizes = {at: sizes for at, (_, sizes) in samples.items()}
         # samples in the order of the step: by the first rank of their context, then as they were dealt out
-        places = sorted(self._sizes, key=lambda at: (at[0] // context_size, at[1], at[0]))
         self._groups: dict[int, list[Place]] = {}
-        for at in places:
-            self._groups.setdefault(told[at[0]][at[1]][0], []).append(at)
+        for at in sorted(samples, key=lambda at: (at[0] // context_size, at[1], at[0])):
+            self._groups.setdefault(samples[at][0], []).append(at)
 
     def win_rates(self, name: str, judge: PairJudge, ask: Ask, *, of_text: bool) -> list[tuple[float, float]]:
-        """Of each sample of this rank the share of its comparisons that it wins, 1/2 where there are none, and the
-        share of those whose answer could not be read. A collective; RewardError, on all ranks, where one fails.
+        """For each sample of this rank, the fraction of its comparisons that it wins, 1/2 if there are none, and the
+        fraction whose answer could not be parsed. A collective; raises RewardError, on all ranks, if one fails.
         """
         pairs = self._pairs(judge)
         local = [pair for pair in pairs if pair.asker == self.rank]
-        files = self._brought(pairs)
+        files = self._exchange_files(pairs)
         verdicts: list[float | None] = []
         questions: list[Question] = []
         shown: list[bytes] = []
@@ -88,7 +93,7 @@ class Comparison:
         except RewardError as error:
             self.problem = str(error)
         try:
-            answers = ask(shown, questions)  # with all ranks of the domain, whatever has failed on this one
+            answers = ask(shown, questions)  # a collective of the domain, also of ranks with a problem
             if self.problem is None:
                 verdicts = [self._verdict(name, judge, *both) for both in zip(local, answers, strict=True)]
         except RewardError as error:
@@ -96,12 +101,12 @@ class Comparison:
         return self._rates(pairs, self._of_all(verdicts))
 
     def _of_all(self, value: Any) -> list[Any]:
-        """Every rank's value; RewardError, on all ranks, where one has a problem."""
-        told = all_gather_object((value, self.problem))
-        for _, problem in told:
+        """Every rank's value. Raises RewardError, on all ranks, if one has a problem."""
+        gathered = all_gather_object((value, self.problem))
+        for _, problem in gathered:
             if problem is not None:
                 raise RewardError(problem)
-        return [values for values, _ in told]
+        return [values for values, _ in gathered]
 
     def _pairs(self, judge: PairJudge) -> list[Pair]:
         """All pairs, the same list on all ranks."""
@@ -117,24 +122,24 @@ class Comparison:
                 pairs += [Pair(*order, asker) for order in orders]
         return pairs
 
-    def _brought(self, pairs: list[Pair]) -> dict[Place, tuple[bytes, ...]]:
-        """The files of all samples that this rank asks about; those that it lacks come from other ranks."""
+    def _exchange_files(self, pairs: list[Pair]) -> dict[Place, tuple[bytes, ...]]:
+        """The files of all samples that this rank asks about, including those received from other ranks."""
         sent: dict[int, set[int]] = {}
-        coming: dict[int, set[int]] = {}
+        received: dict[int, set[int]] = {}
         for pair in pairs:
             for rank, number in (pair.first, pair.second):
                 if rank == self.rank != pair.asker:
                     sent.setdefault(pair.asker, set()).add(number)
                 elif rank != self.rank == pair.asker:
-                    coming.setdefault(rank, set()).add(number)
+                    received.setdefault(rank, set()).add(number)
         parcels: dict[int, Tensor] = {}
         for rank, numbers in sent.items():
             joined = b"".join(file for number in sorted(numbers) for file in self.subjects[number].files)
             parcels[rank] = torch.frombuffer(bytearray(joined), dtype=torch.uint8) if joined else torch.empty(0).byte()
         files = {(self.rank, i): subject.files for i, subject in enumerate(self.subjects)}
-        for rank, parcel in exchange(parcels, coming).items():
+        for rank, parcel in exchange(parcels, received).items():
             content, first = parcel.numpy().tobytes(), 0
-            for number in sorted(coming[rank]):
+            for number in sorted(received[rank]):
                 parts = []
                 for size in self._sizes[rank, number]:
                     parts.append(content[first : first + size])
@@ -145,9 +150,9 @@ class Comparison:
     def _questions(
         self, name: str, judge: PairJudge, pairs: list[Pair], files: dict[Place, tuple[bytes, ...]], *, of_text: bool
     ) -> tuple[list[bytes], list[Question]]:
-        """The files that the model is shown about some pairs, and the questions with the numbers of these."""
+        """The files that the model sees for some pairs, and the questions, with indices of these files."""
         shown: list[bytes] = []
-        numbers: dict[Any, tuple[int, ...]] = {}  # of what was put into `shown`
+        numbers: dict[Any, tuple[int, ...]] = {}  # indices in `shown`, by group or sample
 
         def numbered(key: Any, new: tuple[bytes, ...]) -> tuple[int, ...]:
             if key not in numbers:
@@ -160,8 +165,8 @@ class Comparison:
             subject = self._asked_about(pair)
             prompt, meta = subject.prompt, copied(subject.prompt.meta)
             try:
-                if prompt.group_id not in numbers:  # the data's images are read once for all pairs
-                    numbered(prompt.group_id, subject.beside or _sources(judge, prompt))
+                if prompt.group_id not in numbers:  # the data's images are read only once for all pairs
+                    numbered(prompt.group_id, subject.prompt_files or _sources(judge, prompt))
                 seen = numbers[prompt.group_id]
                 if of_text:
                     meta |= {f"completion_{i}": files[at][0].decode() for i, at in ((1, pair.first), (2, pair.second))}
@@ -178,11 +183,11 @@ class Comparison:
         return shown, questions
 
     def _asked_about(self, pair: Pair) -> Subject:
-        """The sample of this rank in a pair that it asks about."""
+        """This rank's sample in a pair that it asks about."""
         return self.subjects[(pair.first if pair.first[0] == self.rank else pair.second)[1]]
 
     def _verdict(self, name: str, judge: PairJudge, pair: Pair, answer: str) -> float | None:
-        """The share of a pair that its first sample wins by an answer; None if it cannot be read."""
+        """The share of a pair that its first sample wins, given the answer; None if it cannot be parsed."""
         prompt = self._asked_about(pair).prompt
         try:
             verdict = judge.parse(answer, prompt.text, copied(prompt.meta))
@@ -196,21 +201,21 @@ class Comparison:
         return verdict
 
     def _rates(self, pairs: list[Pair], verdicts: list[list[float | None]]) -> list[tuple[float, float]]:
-        """The win rates of this rank's samples, and the shares of answers that could not be read."""
+        """The win rates of this rank's samples, and the fractions of answers that could not be parsed."""
         count = len(self.subjects)
-        wins, lost, total = [0.0] * count, [0] * count, [0] * count
-        left = [iter(of_rank) for of_rank in verdicts]
+        wins, unparsed, total = [0.0] * count, [0] * count, [0] * count
+        verdicts_of = [iter(of_rank) for of_rank in verdicts]
         for pair in pairs:
-            verdict = next(left[pair.asker])
+            verdict = next(verdicts_of[pair.asker])
             won = TIE if verdict is None else verdict
             for (rank, number), share in ((pair.first, won), (pair.second, 1 - won)):
                 if rank == self.rank:
                     wins[number] += share
-                    lost[number] += verdict is None
+                    unparsed[number] += verdict is None
                     total[number] += 1
         rates = []
-        for won, unread, asked in zip(wins, lost, total, strict=True):
-            rates.append((won / asked, unread / asked) if asked else (TIE, 0.0))
+        for won, lost, asked in zip(wins, unparsed, total, strict=True):
+            rates.append((won / asked, lost / asked) if asked else (TIE, 0.0))
         return rates
 
 

@@ -1,8 +1,8 @@
-"""The judges of one rank: what they ask about the samples, and when."""
+"""The judges of one rank: collects their questions about the samples and has the reward model answer them."""
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -26,16 +26,20 @@ from phalanx.types import Outputs, Prompt
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-Asked = tuple[str | None, list[str]]  # what a judge opens with about a sample, and its questions
-Answers = dict[str, list[list[str]]]  # by judge, the answers about each sample
-Rates = dict[str, list[tuple[float, float]]]  # by judge of pairs, see Comparison.win_rates
+Asked = tuple[str | None, list[str]]  # a judge's opening about a sample, None without one, and its questions
+Answers = dict[str, list[list[str]]]  # the answers about each sample, by judge
+Rates = dict[str, list[tuple[float, float]]]  # see Comparison.win_rates, by judge of pairs
 
 
 @dataclass(frozen=True)
 class JudgeBatch:
-    """B prompts, and by judge what it asks about a sample of each. `shown` are the numbers in `files` of images that
-    come with it: the sample itself, or those of the prompt where texts are judged, which the questions hold. Of a video
-    there are `frames` of all of these. `texts` are the samples where they are texts.
+    """A micro-batch: B prompts, and the questions of each judge about a sample of each prompt. A video counts as
+    `frames` samples.
+
+    files: files of images.
+    shown: for each sample the indices in `files` of the images that the model sees: the sample itself or, if samples
+        are texts, which the questions contain, the images of the prompt.
+    texts: the samples if they are texts, otherwise empty.
     """
 
     files: list[bytes]
@@ -47,11 +51,11 @@ class JudgeBatch:
 
     @property
     def subjects(self) -> list[Subject]:
-        """The samples, as they are compared."""
+        """The samples for comparisons of pairs."""
         subjects = []
         for i, text in enumerate(self.texts):
-            beside = tuple(self.files[number] for number in self.shown[i])
-            subjects.append(Subject(self.prompts[i], (text.encode(),), beside))
+            prompt_files = tuple(self.files[number] for number in self.shown[i])
+            subjects.append(Subject(self.prompts[i], (text.encode(),), prompt_files))
         if not self.texts:
             for i in range(0, len(self.prompts), self.frames):
                 subjects.append(Subject(self.prompts[i], tuple(self.files[i : i + self.frames])))
@@ -59,11 +63,11 @@ class JudgeBatch:
 
 
 class JudgePool:
-    """`judges` by the name of their term. All ranks of the world make it, and `ask`, at the same point.
+    """All judges, by the names of their terms. All ranks of the world create it, and call `ask`, at the same point.
 
-    Either all is asked at once in `ask`, or (`beside`) each micro-batch on a thread, while the next is sampled; then
-    all ranks of a domain must `submit` equally often. Pairs are asked about in `ask`, when all samples are there.
-    `busy_s`: seconds from questions to answers, of the last `ask`.
+    Questions are asked either all at once in `ask` or, with `beside`, for each micro-batch on a thread while the next
+    one is sampled; all ranks of a domain must then call `submit` equally often. Questions about pairs are asked in
+    `ask`, when all samples are there. `busy_s`: seconds from questions to answers, for all questions of the last `ask`.
     """
 
     def __init__(
@@ -79,9 +83,11 @@ class JudgePool:
         launch: Launch | None = None,
         context_size: int = 1,
     ) -> None:
-        """Load the reward model for `outputs`, images or completions; ValueError if it cannot be used. Samples of
-        `context_size` neighbours are dealt out to them one by one. `forgives`: about samples of rows that a judge's
-        `check_row` refuses it asks nothing.
+        """Load the reward model. Raises ValueError if it cannot be used.
+
+        outputs: "images" or "completions".
+        forgives: a judge asks nothing about samples of rows that its `check_row` refuses.
+        context_size: neighbouring ranks that hold the same samples, which are dealt out to them one by one.
         """
         self._pair_judges = {name: judge for name, judge in judges.items() if isinstance(judge, PairJudge)}
         self._judges = {name: judge for name, judge in judges.items() if name not in self._pair_judges}
@@ -89,25 +95,24 @@ class JudgePool:
         self._forgives = forgives
         launch = launch or Launch.from_env()
         self._rank = launch.rank
-        pairs = bool(self._pair_judges)
-        self._model = RewardModel(cfg, timeout_s, text=self._of_text, pairs=pairs, launch=launch)
+        self._model = RewardModel(cfg, timeout_s, text=self._of_text, pairs=bool(self._pair_judges), launch=launch)
         self._warned_of_images = False
-        self._batches: list[JudgeBatch] = []  # submitted, and not yet handed out by `ask`
+        self._batches: list[JudgeBatch] = []  # submitted since the last `ask`
         self.busy_s = 0.0
         self._spent_s = 0.0  # since the last `ask`
 
-        # only where it answers beside the sampling; one thread, since collectives must keep their order
+        # if the model answers beside the sampling: a single thread, because collectives must keep their order
         self._thread = DaemonPool(1, "reward-model") if beside else None
-        self._answers: list[Future[Answers]] = []  # of each of the batches
+        self._answers: list[Future[Answers]] = []  # one for each batch
         self._device = device
-        # what follows belongs to the thread
+        # only the thread uses these
         self._stream: torch.cuda.Stream | None = None
         self._awake = ExitStack()
         self._is_awake = False
 
     def submit(self, outputs: Outputs, prompts: list[Prompt], frames: int = 1) -> None:
-        """Take images [B, 3, H, W] in 0..1, or completions, of B prompts; of videos `frames` of each, one after the
-        other. RewardError where a judge cannot ask about one, or where an earlier question could not be asked.
+        """Take images [B, 3, H, W] in 0..1, or completions, of B prompts; for videos, `frames` consecutive images each.
+        Raises RewardError if a judge has no question about one, or if an earlier question could not be asked.
         """
         texts = [None] * len(prompts) if isinstance(outputs, Tensor) else outputs
         questions = {}
@@ -117,22 +122,20 @@ class JudgePool:
         batch = JudgeBatch(*self._seen(outputs, prompts), prompts, questions, frames, completions)
         self._batches.append(batch)
         if self._thread is not None and self._judges:
-            self._answers.append(self._thread.submit(lambda: self._ask_beside([batch])))
+            self._answers.append(self._thread.submit(lambda: self._on_thread(lambda: self._ask_judges([batch]))))
             for answers in self._answers:
                 if answers.done():
-                    answers.result()  # raises what has failed meanwhile
+                    answers.result()  # raises if it has failed in the meantime
 
     def _seen(self, outputs: Outputs, prompts: list[Prompt]) -> tuple[list[bytes], list[tuple[int, ...]]]:
-        """Files of images, and for each sample the numbers of those that the model is shown."""
+        """Files of images, and for each sample the indices of those that the model sees."""
         if isinstance(outputs, Tensor):
             files = list(map(raw_file, to_uint8(outputs)))
             return files, [(i,) for i in range(len(files))]
         if not self._model.reads_images:
             unseen = next((prompt for prompt in prompts if prompt.images), None)
             if unseen is not None and not self._warned_of_images:
-                message = (
-                    "reward.model.path: the model reads no images, so that judges do not see those of the prompt %s"
-                )
+                message = "reward.model.path: the model reads no images, so judges do not see those of the prompt %s"
                 log.warning(message, unseen.place or f'"{unseen.text}"')
                 self._warned_of_images = True
             return [], [()] * len(prompts)
@@ -150,10 +153,10 @@ class JudgePool:
         return files, shown
 
     def ask(self) -> tuple[list[Prompt], Answers, Rates]:
-        """The prompts of all that was submitted, which is forgotten, and by judge an answer about each; by judge of
-        pairs the win rate of each sample.
+        """The prompts of all samples submitted since the last call, the answers about each by judge, and the win rates
+        of each by judge of pairs.
 
-        A collective: where this rank has submitted nothing, it answers the questions of others.
+        A collective: a rank that has submitted nothing only helps to answer the questions of others.
         """
         batches, self._batches = self._batches, []
         pending, self._answers = self._answers, []
@@ -162,7 +165,7 @@ class JudgePool:
                 parts, rates = self._ask_all(batches, [lambda: self._ask_judges(batches)] if self._judges else [])
         else:
             parts, rates = self._ask_all(batches, [answers.result for answers in pending])
-            self._thread.submit(self._sleep).result()  # behind the last question
+            self._thread.submit(self._sleep).result()  # after the last question
         self.busy_s, self._spent_s = self._spent_s, 0.0
 
         prompts = list(chain.from_iterable(batch.prompts for batch in batches))
@@ -171,15 +174,15 @@ class JudgePool:
             answers_of[name] = list(chain.from_iterable(part[name] for part in parts))
         return prompts, answers_of, rates
 
-    def _ask_all(self, batches: list[JudgeBatch], asked: list[Callable[[], Answers]]) -> tuple[list[Answers], Rates]:
-        """The answers about single samples, and then the win rates of pairs, which all ranks of the world need one
-        another for: where the first ones fail on a rank, it tells all.
+    def _ask_all(self, batches: list[JudgeBatch], pending: list[Callable[[], Answers]]) -> tuple[list[Answers], Rates]:
+        """The answers about single samples, from the functions `pending`, and then the win rates from comparisons. All
+        ranks of the world take part in these, so a failure of the former on a rank is passed on to all of them.
         """
         if not self._pair_judges:
-            return [answers() for answers in asked], {}
+            return [answers() for answers in pending], {}
         parts, problem = [], None
         try:
-            parts = [answers() for answers in asked]
+            parts = [answers() for answers in pending]
         except RewardError as error:
             problem = str(error)
         subjects = list(chain.from_iterable(batch.subjects for batch in batches))
@@ -190,20 +193,18 @@ class JudgePool:
         return parts, rates
 
     def _ask_pairs(self, files: list[bytes], questions: list[Question]) -> list[str]:
-        """The model's answers, on the thread where it has one."""
+        """The model's answers, asked on the thread if there is one."""
         if self._thread is None:
             return self._ask_model(files, questions)
         return self._thread.submit(lambda: self._on_thread(lambda: self._ask_model(files, questions))).result()
 
-    def _ask_beside(self, batches: list[JudgeBatch]) -> Answers:
-        """On the thread: ask about some batches."""
-        return self._on_thread(lambda: self._ask_judges(batches))
-
     def _on_thread(self, ask: Callable[[], T]) -> T:
-        """Ask on the thread. The model stays awake until `_sleep`, on a separate stream."""
+        """Call `ask` with the model awake, on a separate stream. The model stays awake until `_sleep`. Runs on the
+        thread.
+        """
         if self._device.type == "cuda" and self._stream is None:
-            torch.cuda.set_device(self._device)  # a thread begins on the first one
-            self._stream = torch.cuda.Stream()  # one for good: the allocator keeps memory by stream
+            torch.cuda.set_device(self._device)  # a thread starts on device 0
+            self._stream = torch.cuda.Stream()  # always the same, because the allocator caches memory per stream
             torch.cuda.set_stream(self._stream)
         if not self._is_awake:
             self._awake.enter_context(self._model.awake())
@@ -211,12 +212,12 @@ class JudgePool:
         return ask()
 
     def _sleep(self) -> None:
-        """On the thread: the model may sleep until the next rollout."""
+        """Let the model sleep until the next rollout. Runs on the thread."""
         self._awake.close()
         self._is_awake = False
 
     def _ask_judges(self, batches: list[JudgeBatch]) -> Answers:
-        """The model's answers about all samples of `batches`, on all ranks of the domain at once."""
+        """The model's answers about all samples of `batches`; all ranks of the domain call it at once."""
         files: list[bytes] = []
         shown: list[tuple[int, ...]] = []
         for batch in batches:
@@ -224,20 +225,18 @@ class JudgePool:
                 shown.append(tuple(len(files) + number for number in numbers))
             files += batch.files
 
-        # one judge after the other, each about all samples; a rank without samples takes part with none
+        # the questions of one judge about all samples, then those of the next; none on a rank without samples
         asked: dict[str, list[tuple[tuple[int, ...], Asked]]] = {}
         for name in self._judges:
             each = chain.from_iterable(batch.questions[name] for batch in batches)
             asked[name] = list(zip(shown, each, strict=True))
-        openings: list[Question] = []
-        opens = False
-        for name, of_judge in asked.items():
-            if self._judges[name].opens:
-                opens = True
-                openings += [(numbers, first) for numbers, (first, _) in of_judge if first is not None]
-        descriptions = iter(self._ask_model(files, openings) if opens else [])
+        each_asked = list(chain.from_iterable(asked.values()))
+        descriptions: Iterator[str] = iter(())
+        if any(judge.opens for judge in self._judges.values()):  # on all ranks, also on one that asks nothing
+            openings: list[Question] = [(numbers, first) for numbers, (first, _) in each_asked if first is not None]
+            descriptions = iter(self._ask_model(files, openings))
         questions: list[Question] = []
-        for numbers, (first, texts) in chain.from_iterable(asked.values()):
+        for numbers, (first, texts) in each_asked:
             before = () if first is None else (first, next(descriptions))
             for text in texts:
                 questions.append((numbers, (*before, text)))
@@ -248,7 +247,7 @@ class JudgePool:
         return answers_of
 
     def _ask_model(self, files: list[bytes], questions: list[Question]) -> list[str]:
-        """The model's answers, and the time that they take."""
+        """The model's answers; adds the time that they take to `_spent_s`."""
         begin = time.perf_counter()
         answers = self._model.ask(files, questions)
         self._spent_s += time.perf_counter() - begin
@@ -256,7 +255,7 @@ class JudgePool:
 
 
 def _asked(name: str, judge: Judge, forgives: bool, prompt: Prompt, completion: str | None) -> Asked:
-    """The questions of a judge about a sample of the prompt; RewardError where it cannot ask."""
+    """The questions of a judge about a sample of the prompt. Raises RewardError if it has none."""
     if forgives and objection_of(judge, prompt.text, prompt.meta) is not None:
         return None, []
     text = {} if completion is None else {"completion": completion}
@@ -264,7 +263,7 @@ def _asked(name: str, judge: Judge, forgives: bool, prompt: Prompt, completion: 
         first = judge.opening(prompt.text, copied(prompt.meta) | text) if judge.opens else None
         questions = judge.questions(prompt.text, copied(prompt.meta) | text)
         if not isinstance(questions, list) or not questions:
-            raise TypeError(f"questions returned {questions!r}; expected a list of one text or more")
+            raise TypeError(f"questions returned {questions!r}; expected a list of at least one text")
         return first, questions
     except (Exception, SystemExit) as error:  # whatever the user's code raises
         raise RewardError(

@@ -1,7 +1,7 @@
 """The questions of T2I-CompBench++ to ShareGPT4V, by category.
 
 The texts are those of github.com/Karine-Huang/T2I-CompBench (MLLM_eval/ShareGPT4V-CoT_eval/Share_eval.py; MIT licence,
-copyright 2023 HKU; see NOTICE) with each run of blanks as one: other words give other scores.
+copyright 2023 HKU; see NOTICE), verbatim but for runs of blanks, since changes would change the scores.
 """
 
 ATTRIBUTES = ("color", "shape", "texture")

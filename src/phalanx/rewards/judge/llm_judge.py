@@ -14,8 +14,9 @@ _ANY = re.compile(_NUMBER)
 class LlmJudge(Judge):
     """Asks for a grade from `lowest` to `highest`, which becomes a score in 0..1.
 
-    template: the question; {prompt} and {completion} in it stand for those, {ground_truth} and so on for columns of the
-    data. The last number behind the word `Score` counts, or with `read` last the last number at all.
+    template: the question, in which {prompt}, {completion} and columns of the data, such as {ground_truth}, are
+        replaced.
+    read: `score`: the grade is the last number after the word `Score`; `last`: the last number in the answer.
     """
 
     takes = "completions"
@@ -40,7 +41,7 @@ class LlmJudge(Judge):
         if template is not None:
             self.template = template
         if "{completion}" not in self.template:
-            raise ValueError("template has no {completion}, the text that is judged")
+            raise ValueError("template has no {completion}, the text to judge")
         self._lowest, self._highest = lowest, highest
         self._pattern = _SCORE if read == "score" else _ANY
 
@@ -50,7 +51,7 @@ class LlmJudge(Judge):
         return super().question(prompt, ends | metadata)
 
     def parse(self, answer: str, prompt: str, metadata: dict[str, Any]) -> float | None:
-        """The score in 0..1; None if there is no grade, or one off the scale."""
+        """The score in 0..1; None if there is no grade, or if it is not on the scale."""
         grades = self._pattern.findall(answer)
         if not grades or not self._lowest <= float(grades[-1]) <= self._highest:
             return None

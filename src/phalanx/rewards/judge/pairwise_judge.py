@@ -1,7 +1,7 @@
-"""Reward: how often a model prefers a sample to the others of its prompt, as in Pref-GRPO (arXiv 2508.20751).
+"""Reward: how often a model prefers a sample to others of its prompt, as in Pref-GRPO (arXiv 2508.20751).
 
-The answers' form is that of UnifiedReward-Think, <answer>Image 1 is better</answer> behind its reasons, and the winner
-of UnifiedReward-Flex's JSON is read as well; the words of the questions are our own.
+Answers have the form of UnifiedReward-Think, <answer>Image 1 is better</answer> after the reasons; the winner in
+UnifiedReward-Flex's JSON is read as well. The wording of the questions is our own.
 """
 
 import re
@@ -40,8 +40,8 @@ _NEITHER = re.compile(r"\bneither\b|\btie\b|\bequally\b", re.IGNORECASE)
 
 
 class PairwiseJudge(PairJudge):
-    """`template` replaces the question; {prompt} in it stands for the prompt, {completion_1} and {completion_2} for two
-    texts, {frames} for the number of frames of a video. See PairJudge for the others.
+    """`template` replaces the question; it has {prompt}, for texts {completion_1} and {completion_2}, and for videos
+    {frames}, the number of frames. See PairJudge for the other arguments.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class PairwiseJudge(PairJudge):
         return template.format_map({**metadata, "prompt": prompt})
 
     def parse(self, answer: str, prompt: str, metadata: dict[str, Any]) -> float | None:
-        """The last verdict counts: within <answer>, or behind the reasons where that is missing."""
+        """The last verdict within <answer> or, without that tag, after the reasons."""
         answers = _ANSWER.findall(answer)
         text = answers[-1] if answers else answer.rpartition("</think>")[2].partition("<think>")[0]
         verdicts = _BETTER.findall(text)

@@ -1,8 +1,8 @@
 """Reward: T2I-CompBench++'s questions to a vision-language model (arXiv 2307.06350), as its authors ask ShareGPT4V.
 
-The model describes the image, and then grades it by stated levels: of colours, shapes and textures each part of the
-prompt from 1 to 4, of other prompts the whole from 1 to 5. A part's level is worth a share, and the score is the
-product of the shares.
+The model describes the image, and then grades it on a given scale: for prompts about colours, shapes and textures each
+part of the prompt from 1 to 4, for other prompts the whole from 1 to 5. Each grade is mapped to a number in 0..1, and
+the score is their product.
 """
 
 import re
@@ -17,9 +17,10 @@ _OF_FIVE = {1: 0.2, 2: 0.4, 3: 0.6, 4: 0.8, 5: 1.0}
 
 
 class T2iCompbench(Judge):
-    """`category`: of all prompts, null: that in the data's column `category`, one of color, shape, texture, spatial,
-    3d_spatial, non_spatial, complex and numeracy. `describe`: the image is described first. Rows of the first three
-    have lists of equal length of their parts: `phrases` (a green bench), `nouns` (bench) and `attributes` (green).
+    """`category`: that of all prompts, one of color, shape, texture, spatial, 3d_spatial, non_spatial, complex and
+    numeracy; null: that in the data's column `category`. `describe`: ask for a description first. Rows of the first
+    three categories have three lists with an item for each part: `phrases` (a green bench), `nouns` (bench) and
+    `attributes` (green).
     """
 
     def __init__(self, category: str | None = None, describe: bool = True) -> None:
@@ -39,7 +40,7 @@ class T2iCompbench(Judge):
             if not isinstance(texts, list) or not texts or not all(isinstance(each, str) for each in texts):
                 raise ValueError(f"{name} {texts!r}; expected a list with a text for each part of the prompt")
             if isinstance(phrases, list) and len(texts) != len(phrases):
-                raise ValueError(f"{name} has {len(texts)} texts, and phrases has {len(phrases)}")
+                raise ValueError(f"{name} has {len(texts)} texts, but phrases has {len(phrases)}")
 
     def _category_of(self, metadata: dict[str, Any]) -> Any:
         return self._category or metadata.get("category")
@@ -50,7 +51,7 @@ class T2iCompbench(Judge):
         return DESCRIBE[category].format(category=category)
 
     def questions(self, prompt: str, metadata: dict[str, Any]) -> list[str]:
-        """The requests for a level, of each part or of the whole."""
+        """The requests for a grade, one for each part or one for the whole."""
         self.check_row(prompt, metadata)
         category = self._category_of(metadata)
         if category not in ATTRIBUTES:
@@ -62,15 +63,13 @@ class T2iCompbench(Judge):
         return texts
 
     def parse(self, answer: str, prompt: str, metadata: dict[str, Any]) -> float | None:
-        """The share of a part or of the whole by the last level in an answer; None if there is none, or it is
-        not on the scale.
-        """
+        """The number for the last grade in an answer; None if there is no grade, or if it is not on the scale."""
         levels = _LEVEL.findall(answer)
         scale = _OF_FOUR if self._category_of(metadata) in ATTRIBUTES else _OF_FIVE
         return scale.get(int(levels[-1])) if levels else None
 
     def score(self, answers: list[str], prompt: str, metadata: dict[str, Any]) -> float | None:
-        """The product of the shares; None if one of them cannot be read."""
+        """The product of the numbers for all answers; None if one of them cannot be parsed."""
         product = 1.0
         for answer in answers:
             share = self.parse(answer, prompt, metadata)

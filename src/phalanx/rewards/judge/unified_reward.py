@@ -1,8 +1,8 @@
 """Reward: grades of a vision-language model for alignment, coherence and style.
 
-The axes and the form of the answer are those of UnifiedReward (arXiv 2503.05236), which is not bound to one wording of
-the question; the words are our own. Other instructed models answer it as well. A grade of 1 to 5 becomes
-(grade - 1) / 4, and the score is their weighted mean.
+The axes and the format of the answer are those of UnifiedReward (arXiv 2503.05236), which does not depend on the
+wording of the question; the wording here is our own. Other instruction-tuned models answer it as well. The score is the
+weighted mean of (grade - 1) / 4, for grades from 1 to 5.
 """
 
 import re
@@ -15,7 +15,7 @@ _GRADE = r"{axis}\s{{1,9}}score\W{{0,9}}(?:1\s{{0,9}}-\s{{0,9}}5\W{{0,9}})?:\W{{
 
 
 class UnifiedReward(Judge):
-    """`axes` gives each axis its weight in the mean, such as {alignment: 2, style: 1}; default: all three alike."""
+    """`axes`: the weight of each axis in the mean, such as {alignment: 2, style: 1}; default: equal weights."""
 
     template = (
         "An image generator was given this caption:\n[{prompt}]\n\n"
@@ -34,7 +34,7 @@ class UnifiedReward(Judge):
             raise ValueError(f"axes {axes}: expected positive weights of {', '.join(AXES)}, or of some of them")
 
     def parse(self, answer: str, prompt: str, metadata: dict[str, Any]) -> float | None:
-        """The score in 0..1; None if a grade is missing or not within 1 to 5. Of several, the last one counts."""
+        """The score in 0..1, from the last grade of each axis; None if one is missing or not within 1 to 5."""
         total = 0.0
         for axis, weight in self._weights.items():
             grades = re.findall(_GRADE.format(axis=axis), answer, re.IGNORECASE)

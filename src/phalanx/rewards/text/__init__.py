@@ -1,1 +1,1 @@
-"""Rewards of texts, a file each."""
+"""Rewards of texts, one per file."""

@@ -1,4 +1,4 @@
-"""Answers in texts: where they stand, and when two of them are the same to the letter."""
+"""Extracts answers from texts, and compares them as numbers or as normalised texts."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -6,18 +6,18 @@ from decimal import Decimal, InvalidOperation
 from fractions import Fraction
 from typing import Any
 
-LONGEST = 1000  # characters of an answer; what is longer is none
+LONGEST = 1000  # maximum characters of an answer
 _LINE = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*")
 _WORDS = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
-# words at the end, behind a quantity, are its unit
+# words at the end, after a quantity, are its unit
 _UNIT = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox)\s*\{([^{}]*)\}\s*(?:\^\s*\{?\d\}?)?\s*\Z")
-# what a formula may have or not, and is the same: layout, dollars, degrees, percent
+# parts that make no difference: layout, dollars, degrees, percent
 _LAYOUT = re.compile(r"\\(?:left|right)(?![a-z])|\\!|\\?[$%]|\^\s*\{?\\circ\}?|\\degree\b|\u00b0")
 _BLANK = re.compile(r"(?:\\[,;:> ]|\\q?quad\b|~|\s)+")
 _SHORT = re.compile(r"\\(frac|sqrt)(?:\s*)([0-9a-z])(?:([0-9a-z])(?![0-9a-z]))?")
 _RATIO = re.compile(r"([+-]?)(?:(\d+) )?(\d+)/(\d+)")
-# separated by commas or thin spaces, but for the members of a list in brackets
+# thousands separated by commas or thin spaces; not applied to lists in brackets, whose items look the same
 _THOUSANDS = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(?:(?:,|\\,)\d{3})+(?![\d,])")
 _LIST = ("(", "[", r"\{", r"\left")
 _BASE = re.compile(r"\d_\{?(\d+)\}?")
@@ -26,7 +26,7 @@ _MIXED = re.compile(r"([+-]?)(\d*)\\frac\{(\d+)\}\{(\d+)\}")
 
 
 def boxed(text: str) -> str | None:
-    r"""The content of the last \boxed{...}, braces matched, or of \boxed x; None without one that ends."""
+    r"""The content of the last \boxed{...}, with matched braces, or of \boxed x; None if it has no end."""
     result = list(_BOX.finditer(text))
     if not result:
         return None
@@ -45,20 +45,20 @@ def boxed(text: str) -> str | None:
 def tagged(text: str) -> str | None:
     """The content of the last <answer>...</answer>."""
     content, end = None, 0
-    # not by a regular expression, which would look for the end of each tag anew: quadratic where none has one
+    # a regular expression would search for the end of each tag separately, in quadratic time if there is none
     while (begin := text.find("<answer>", end)) >= 0 and (close := text.find("</answer>", begin)) >= 0:
         content, end = text[begin + len("<answer>") : close], close + len("</answer>")
     return None if content is None else content.strip()
 
 
 def line(text: str) -> str | None:
-    """The rest of the line behind the last `Answer:`."""
+    """The rest of the line after the last `Answer:`."""
     result = _LINE.findall(text)
-    return result[-1].strip("* ") if result else None  # of **Answer:** 34, too
+    return result[-1].strip("* ") if result else None  # also of **Answer:** 34
 
 
 def marked(text: str) -> str | None:
-    """The rest of the line behind the last ####."""
+    """The rest of the line after the last ####."""
     _, mark, rest = text.rpartition("####")
     return rest.strip().partition("\n")[0].strip() or None if mark else None
 
@@ -78,22 +78,22 @@ FORMS: dict[str, Callable[[str], str | None]] = {
 
 
 def form(name: str) -> Callable[[str], str | None]:
-    """The way to find an answer; ValueError for an unknown one."""
+    """The function that extracts an answer in the form `name`. Raises ValueError for an unknown form."""
     if name not in FORMS:
         raise ValueError(f"answer={name!r} should be one of {', '.join(FORMS)}")
     return FORMS[name]
 
 
 def truth(metadata: Mapping[str, Any], reward: str) -> str:
-    """The ground truth as a text, of a whole solution its answer. ValueError if there is none."""
-    value = metadata["ground_truth"] if "ground_truth" in metadata else None
+    """The ground truth as a text; if it is a whole solution, its answer. Raises ValueError if there is none."""
+    value = metadata.get("ground_truth")
     if isinstance(value, list) and len(value) == 1:
         value = value[0]
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         result = "no ground_truth" if value is None else f"a ground_truth of type {type(value).__name__}"
         raise ValueError(f"{reward} found {result}; expected a text or a number in the data's column ground_truth")
     text = str(value)
-    if text.strip().lower() == "nan":  # what tables write where there is nothing
+    if text.strip().lower() == "nan":  # tables have this for a missing value
         raise ValueError(f"{reward} found the ground_truth {text.strip()}; expected a text or a number")
     result = boxed(text) or (marked(text) if "####" in text else None) or text.strip()
     if not result:
@@ -102,7 +102,7 @@ def truth(metadata: Mapping[str, Any], reward: str) -> str:
 
 
 def number(text: str) -> Decimal | None:
-    """A text that is a number, such as `18.0`."""
+    """The value of a text that is a finite number, such as `18.0`; None for any other text."""
     try:
         result = Decimal("nan" if "_" in text else text)
     except InvalidOperation:
@@ -111,8 +111,8 @@ def number(text: str) -> Decimal | None:
 
 
 def normalised(text: str) -> str:
-    r"""A formula without what makes no difference: `\left`, `\dfrac`, units in `\text`, dollars, spaces, a last point;
-    `\frac12` and `1/2` are \frac{1}{2}, and `x = 5` is 5. Digits are joined only over separators of thousands.
+    r"""A formula in normal form: without `\left`, `\dfrac`, units in `\text`, dollars, spaces and a final point;
+    `\frac12` and `1/2` become \frac{1}{2}, and `x = 5` becomes 5. Digits are joined only across thousands separators.
     """
     inner = boxed(text) if "\\boxed" in text or "\\fbox" in text else None
     text = (inner or text).replace("\u2212", "-").strip().rstrip(".").strip()
@@ -127,7 +127,7 @@ def normalised(text: str) -> str:
     name, sign, value = text.partition("=")
     if sign and len(name.strip()) <= 2 and name.strip().isalpha() and "=" not in value:
         text = value
-    # blanks mean nothing, but between digits they part two numbers
+    # blanks have no meaning, except between digits, where they separate two numbers
     text = re.sub(r"(?<!\d) | (?!\d)", "", _BLANK.sub(" ", text).strip())
     text = _SHORT.sub(_with_braces, text)
     ratio = _RATIO.fullmatch(text)
@@ -137,7 +137,7 @@ def normalised(text: str) -> str:
 
 
 def exact(text: str) -> Fraction | None:
-    r"""The value of a normal form that is a number: 0.50, \frac{3}{4} or 1\frac{1}{2}; None for any other."""
+    r"""The value of a normal form that is a number: 0.50, \frac{3}{4} or 1\frac{1}{2}; None for other texts."""
     if len(text) > LONGEST:
         return None
     if _DECIMAL.fullmatch(text):
@@ -150,7 +150,7 @@ def exact(text: str) -> Fraction | None:
 
 
 def canonical(answer: str) -> str | None:
-    """The text of all answers that are the `same`; None of an empty one."""
+    """A text that is equal for all answers that are the `same`; None for an empty answer."""
     text = normalised(answer)
     value, decimal = exact(text), number(text)
     if value is None and decimal is not None and len(text) <= LONGEST and abs(decimal.adjusted()) <= LONGEST:
@@ -159,7 +159,7 @@ def canonical(answer: str) -> str | None:
 
 
 def parted(text: str, other: str) -> bool:
-    """Whether a normal form has digits that only a blank, or a comma, parts, and the other one is no list."""
+    """Whether a normal form has digits separated only by a blank or a comma, and the other one is not a list."""
     pattern = r"\d[ ,]\d"
     return re.search(pattern, text) is not None and re.search(f"{pattern}|,", other) is None
 
@@ -170,7 +170,7 @@ def bases(text: str) -> list[str]:
 
 
 def same(answer: str, other: str) -> bool:
-    """Whether two answers are the same, as numbers or to the letter of their normal form."""
+    """Whether two answers are equal as numbers or as texts in normal form."""
     some, others = normalised(answer), normalised(other)
     if some == others:
         return some != ""

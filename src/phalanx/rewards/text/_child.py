@@ -1,8 +1,9 @@
-"""Verifiers in a confined process, which its own alarm ends where one takes too long: `python -P _child.py NAME S`.
+"""Run a verifier in a confined process, with a time limit of S seconds per question: `python -P _child.py NAME S`.
 
-Its first line is the list of confinements that this machine lacks. It then reads a question per line, the JSON list of
-a verifier's arguments, and answers each with a line, [verdict, problem, whether the row of the data is the problem].
-Nothing of phalanx is imported, so that it starts fast and stays small.
+The first line of its output is a JSON list of the layers of confinement that this machine lacks. It then reads one
+question per line, the JSON list of the verifier's arguments, and answers each with one line: [verdict, problem, whether
+the row of the data is the problem]. An alarm ends the process if a verifier takes too long. To start fast and stay
+small, it does not import phalanx.
 """
 
 import json
@@ -19,16 +20,16 @@ from typing import Any
 
 
 class RowError(Exception):
-    """The row of the data cannot be judged, whatever the answer is."""
+    """The row of the data cannot be judged, regardless of the answer."""
 
 
 def load_math() -> Callable[[str, str], bool]:
-    """Equivalence of an answer and the truth, both in LaTeX, by math-verify."""
+    """Equivalence of an answer and the truth, both in LaTeX, according to math-verify."""
     import logging
 
     import math_verify
 
-    logging.disable(logging.WARNING)  # it warns that its own limits are off: they are signals, as ours is
+    logging.disable(logging.WARNING)  # it warns that its own time limits, which use the same signals, are off
 
     def verdict(truth: str, answer: str) -> bool:
         gold, result = (math_verify.parse(rf"\boxed{{{text}}}", parsing_timeout=None) for text in (truth, answer))
@@ -43,7 +44,7 @@ def load_pattern() -> Callable[[str, str], bool]:
 
 
 def load_last_group() -> Callable[[str, str], str | None]:
-    """The first group of a regular expression's last match in a text, "" for one without a part in it."""
+    """The first group of a regular expression's last match in a text; "" if the group is not part of the match."""
 
     def verdict(pattern: str, text: str) -> str | None:
         matches = deque(re.finditer(pattern, text, re.DOTALL), maxlen=1)
@@ -53,7 +54,7 @@ def load_last_group() -> Callable[[str, str], str | None]:
 
 
 def load_reasoning_gym() -> Callable[[str, str | None, dict[str, Any]], float]:
-    """The score of an answer by the task's own verifier, for the row that the task has made."""
+    """The score that the task's own verifier gives an answer to `entry`, which the task has generated."""
     import reasoning_gym
 
     known = cache(reasoning_gym.get_score_answer_fn)
@@ -77,25 +78,25 @@ VERIFIERS: dict[str, Callable[[], Callable[..., Any]]] = {
 
 
 def main(name: str, limit_s: float) -> None:
-    """Answer until stdin ends."""
+    """Answer questions until stdin ends."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # prints of a library are no answer
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is the parent's
+    os.dup2(2, 1)  # prints of a library must not be read as answers
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     verdict = VERIFIERS[name]()
     silence = os.open(os.devnull, os.O_WRONLY)
     os.dup2(silence, 1)
-    os.dup2(silence, 2)  # a log in a file could not be written to from here on
+    os.dup2(silence, 2)  # the confined process could not write to a log file
     missing = runpy.run_path(str(Path(__file__).parents[2] / "sandbox.py"))["confine"]()
     print(json.dumps(missing), file=answers, flush=True)
     for line in sys.stdin:
         arguments = json.loads(line)
-        # Nothing catches these signals: they end what runs in C as well. Time of the processor, so that a busy machine
-        # gives the same scores; the clock of the wall only for what sleeps.
+        # No handler catches these signals, so they also end code that runs in C. The limit is CPU time, so that scores
+        # do not depend on the machine's load; the limit of wall-clock time is for code that sleeps.
         signal.setitimer(signal.ITIMER_PROF, limit_s)
         signal.setitimer(signal.ITIMER_REAL, 10 * limit_s)
         try:
             reply = [verdict(*arguments), None, False]
-        except Exception as error:  # whatever a verifier makes of a text
+        except Exception as error:  # a verifier may raise anything for some text
             reply = [None, " ".join(f"{type(error).__name__}: {error}".split()), isinstance(error, RowError)]
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_REAL, 0)

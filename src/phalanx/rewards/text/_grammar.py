@@ -1,7 +1,7 @@
-"""Answers that a verifier of reasoning-gym may be given where it evaluates them: lists, or formulas of small numbers.
+"""Which answers may be passed to verifiers of reasoning-gym that evaluate them: lists, and formulas of small numbers.
 
-Some verifiers call `eval`, or sympy's `parse_expr`, which calls it: an answer such as `__import__('os')` would run, and
-`oracle_answer` would be right. Here answers are parsed and never run.
+Some verifiers call `eval`, or sympy's `parse_expr`, which calls it: they would run an answer such as
+`__import__('os')`, and accept `oracle_answer` as right. Here answers are parsed and never run.
 """
 
 import ast
@@ -12,17 +12,17 @@ from typing import Any
 
 LISTS = ("binary_matrix", "n_queens", "spiral_matrix", "string_insertion")
 FORMULAS = ("countdown", "intermediate_integration", "polynomial_multiplication", "puzzle24", "simple_integration")
-LONGEST = 1000  # characters of a formula
-DEEPEST = 500  # operations within each other; a sum of n terms has n
-MAX_BITS = 1024  # of a number in a formula, its powers computed
+LONGEST = 1000  # maximum characters of a formula
+DEEPEST = 500  # maximum depth of nested operations; a sum of n terms has depth n
+MAX_BITS = 1024  # maximum size of a number in a formula, with powers evaluated
 _FORMULA = re.compile(r"[A-Za-z0-9_.+*/() \t-]*")
 _NAMES = ("C", "E", "pi", "e")  # of constants; variables have one letter
 _FUNCTIONS = ("Abs", "acos", "asin", "atan", "cos", "cosh", "exp", "ln", "log", "sin", "sinh", "sqrt", "tan", "tanh")
 
 
 def allowed(task: str, answer: str, entry: Mapping[str, Any]) -> bool:
-    """Whether the task's verifier may be given the answer. Linear in its length."""
-    # the right answer, of a task that has one, gives the size of those that can be right
+    """Whether the answer may be passed to the task's verifier. Takes linear time in the answer's length."""
+    # an answer that is much longer than the right one, if the task has one, cannot be right
     if len(answer) > 10_000 + 10 * len(str(entry.get("answer"))):
         return False
     if task in LISTS:
@@ -31,12 +31,12 @@ def allowed(task: str, answer: str, entry: Mapping[str, Any]) -> bool:
 
 
 def _is_plain(answer: str) -> bool:
-    """Capitals, digits and spaces, as a matrix or a board has them: no verifier names a variable so."""
+    """Whether it consists of capitals, digits and spaces, as matrices and boards do: no verifier's variable does."""
     return re.fullmatch(r"[A-Z0-9_\s-]*", answer) is not None
 
 
 def _is_list(answer: str) -> bool:
-    """A list of Python, perhaps of lists, of numbers and texts."""
+    """Whether it is a literal list of Python, perhaps nested."""
     try:
         return isinstance(ast.literal_eval(answer.strip()), list)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
@@ -44,7 +44,7 @@ def _is_list(answer: str) -> bool:
 
 
 def is_formula(answer: str) -> bool:
-    """A formula of numbers, variables, + - * / ** and known functions, of which no number has more than MAX_BITS."""
+    """Whether it is a formula of numbers, variables, + - * / ** and known functions, whose value fits in MAX_BITS."""
     if len(answer) > LONGEST or _FORMULA.fullmatch(answer) is None:
         return False
     try:
@@ -54,7 +54,7 @@ def is_formula(answer: str) -> bool:
 
 
 def _bits(node: ast.expr, depth: int) -> float:
-    """A bound on the size of a formula's value, its variables up to 2, as bits; ValueError for anything else."""
+    """An upper bound on the bits of a formula's value for variables up to 2. Raises ValueError for anything else."""
     if depth == 0:
         raise ValueError("too deep")
     match node:
@@ -73,4 +73,4 @@ def _bits(node: ast.expr, depth: int) -> float:
             return _bits(left, depth - 1) + _bits(right, depth - 1)
         case ast.BinOp(left=left, op=ast.Add() | ast.Sub(), right=right):
             return max(_bits(left, depth - 1), _bits(right, depth - 1)) + 1.0
-    raise ValueError("no formula")
+    raise ValueError("not a formula")

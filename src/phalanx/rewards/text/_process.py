@@ -1,7 +1,7 @@
-"""Verifiers with a time limit for each sample, in confined processes beside the rank.
+"""Verifiers with a time limit per sample, in confined processes beside the rank.
 
-Not in the reward's thread: what hangs there cannot be ended, a limit by signals works only on the main thread, and a
-regular expression keeps Python's lock for as long as it runs.
+They do not run in the reward's thread because a thread that hangs cannot be ended, time limits by signals work only on
+the main thread, and a regular expression holds the GIL while it runs.
 """
 
 import json
@@ -26,30 +26,31 @@ _CHILD = Path(__file__).with_name("_child.py")
 
 
 class VerifierError(RuntimeError):
-    """A verifier gave no verdict on an answer; the message is a part of a line."""
+    """A verifier gave no verdict on an answer; the message is a phrase."""
 
 
 class Verifier:
-    """A verifier of _child.py by its name: each thread that asks at a time has a process, which waits for the next."""
+    """A verifier of _child.py by name. Each thread that is asking has its own process; idle processes are reused."""
 
-    extras = (UNJUDGED,)  # of the rewards that use it
+    extras = (UNJUDGED,)  # extras of the rewards that use a verifier
 
     def __init__(self, name: str, timeout_s: float) -> None:
         if not 0 < timeout_s < 3600:
             raise ValueError(f"timeout_s={timeout_s:g} should be seconds, above 0 and below 3600")
         self._name, self._timeout_s = name, timeout_s
         self._idle: queue.SimpleQueue[subprocess.Popen[str]] = queue.SimpleQueue()
-        self._lock = threading.Lock()  # of the two below
-        self._told_missing = self._told_unjudged = False
+        self._lock = threading.Lock()  # guards these two
+        self._warned_of_missing = self._warned_of_unjudged = False
 
     def ask(self, *arguments: Any) -> Any:
-        """The verdict. Raises VerifierError where it takes too long, raises, or takes the process with it; ValueError
-        where the row of the data cannot be judged, and RuntimeError where the process does not start.
+        """The verdict. Raises VerifierError if the verifier takes too long, raises or ends the process; ValueError if
+        the row of the data cannot be judged; RuntimeError if the process does not start.
         """
+        question = json.dumps(arguments) + "\n"
         child = self._ready()
         assert child.stdin is not None and child.stdout is not None
-        with suppress(BrokenPipeError):  # it has ended: see below
-            child.stdin.write(json.dumps(arguments) + "\n")
+        with suppress(BrokenPipeError):  # the process has ended, which reading from it shows
+            child.stdin.write(question)
             child.stdin.flush()
         line = child.stdout.readline()
         if not line:
@@ -61,15 +62,15 @@ class Verifier:
         raise ValueError(cut(problem.removeprefix("RowError: "))) if of_row else VerifierError(cut(problem))
 
     def judge(self, wrong: float, *arguments: Any) -> tuple[float, float]:
-        """The verdict as a score, and 1 if there is none, else 0: such an answer is scored as a wrong one, since no
-        text of a policy may end the job. The first one is named in the log.
+        """The verdict as a score, and 0; without a verdict, `wrong` and 1, because no text of a policy may end the job.
+        The first answer without a verdict is logged.
         """
         try:
             return float(self.ask(*arguments)), 0.0
         except VerifierError as error:
             with self._lock:
-                first, self._told_unjudged = not self._told_unjudged, True
-            if first:  # an error, since only this rank may see it: only rank 0 shows warnings
+                first, self._warned_of_unjudged = not self._warned_of_unjudged, True
+            if first:  # at level error, because only rank 0 shows warnings, and this rank may be the only one affected
                 log.error(
                     "%s: the verifier %s has no verdict on an answer, which is scored as a wrong one; from here on see "
                     "the reward's metric unjudged; the first: %s",
@@ -80,7 +81,7 @@ class Verifier:
             return wrong, 1.0
 
     def _ready(self) -> "subprocess.Popen[str]":
-        """A process that waits for a question: an idle one that still runs, or a new one."""
+        """A process that is ready for a question: an idle one that is still running, or a new one."""
         with suppress(queue.Empty):
             while True:
                 child = self._idle.get_nowait()
@@ -94,8 +95,8 @@ class Verifier:
             raise RuntimeError(f"the verifier {self._name} did not start: {self._end(child)}")
         missing = json.loads(line)
         with self._lock:
-            tell, self._told_missing = bool(missing) and not self._told_missing, True
-        if tell:
+            first, self._warned_of_missing = not self._warned_of_missing, True
+        if missing and first:
             log.warning(
                 "this machine has no %s: the verifier %s runs without that confinement; see docs/rewards.md",
                 " and no ".join(missing),
@@ -110,11 +111,11 @@ class Verifier:
         )
 
     def _end(self, child: "subprocess.Popen[str]") -> str:
-        """The end of a process, as a part of a line."""
+        """Wait for a process that ends. Returns the reason for its end, as a phrase."""
         code = child.wait()
         assert child.stdin is not None and child.stdout is not None
         child.stdout.close()
-        with suppress(BrokenPipeError):  # of the question that it did not read
+        with suppress(BrokenPipeError):  # closing flushes a question that the process did not read
             child.stdin.close()
         if code in (-signal.SIGALRM, -signal.SIGPROF):
             return f"no verdict within timeout_s={self._timeout_s:g}"
@@ -122,6 +123,6 @@ class Verifier:
 
 
 def with_unjudged(judged: Sequence[tuple[float, float]]) -> RewardOutput:
-    """The scores of `Verifier.judge`, with its extra."""
+    """The results of `Verifier.judge` as scores with the extra `unjudged`."""
     scores, unjudged = (list(values) for values in zip(*judged, strict=True))
     return RewardOutput(scores, {UNJUDGED: unjudged})

@@ -1,9 +1,8 @@
-"""Reward: mathematics in DAPO's form (arXiv 2503.14476): the answer behind the last `Answer:`, 1 or -1.
+"""Reward: mathematics in DAPO's format (arXiv 2503.14476), 1 or -1 for the answer after the last `Answer:`.
 
-Only the last 300 characters are looked at, as there. Numbers are compared as numbers, all else in a normal form.
+As in DAPO, only the last 300 characters are read. Numbers are compared as numbers, other answers in a normal form.
 """
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 from phalanx.rewards.base import RewardOutput, RewardWithExtras
@@ -13,16 +12,14 @@ TAIL = 300
 
 
 class Dapo(RewardWithExtras):
-    """1 where the answer is metadata's `ground_truth`, else `wrong_score`; the extra `accuracy` is 1 or 0."""
+    """1 if the answer equals the metadata's `ground_truth`, else `wrong_score`; the extra `accuracy` is 1 or 0."""
 
     extras = ("accuracy",)
 
     def __init__(self, wrong_score: float = -1.0) -> None:
         self._wrong_score = wrong_score
 
-    def __call__(
-        self, completions: Sequence[str], prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
-    ) -> RewardOutput:
+    def __call__(self, completions: list[str], prompts: list[str], metadata: list[dict[str, Any]]) -> RewardOutput:
         right = []
         for completion, meta in zip(completions, metadata, strict=True):
             truth, answer = _answers.truth(meta, "dapo"), _answers.line(completion[-TAIL:])
@@ -35,6 +32,6 @@ class Dapo(RewardWithExtras):
         answer = _answers.line(completion[-TAIL:])
         return None if answer is None else _answers.canonical(answer)
 
-    def check_row(self, prompt: str, metadata: Mapping[str, Any]) -> None:
+    def check_row(self, prompt: str, metadata: dict[str, Any]) -> None:
         """Raise ValueError for a row without a ground truth."""
         _answers.truth(metadata, "dapo")

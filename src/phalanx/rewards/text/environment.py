@@ -1,25 +1,22 @@
-"""The reward that the environment of each sample gives."""
+"""Reward: the score that each sample's environment gives."""
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 
 class Environment:
-    """The value of the environment's `get_reward`, or the sum of the rewards of its steps.
+    """The result of the environment's `get_reward`, or the sum of the rewards of its steps.
 
-    Of a dict, the number under `key`, or without one the sum of all. Samples that a failure of the environment ended
-    have 0, and are left out of the training.
+    If the result is a dict, its value under `key` or, without `key`, the sum of all values. Samples that ended by a
+    failure of the environment get 0; training excludes them.
     """
 
     def __init__(self, key: str | None = None) -> None:
         self._key = key
 
-    def __call__(
-        self, completions: Sequence[str], prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
-    ) -> list[float]:
+    def __call__(self, completions: list[str], prompts: list[str], metadata: list[dict[str, Any]]) -> list[float]:
         return [self._score(meta) for meta in metadata]
 
-    def _score(self, meta: Mapping[str, Any]) -> float:
+    def _score(self, meta: dict[str, Any]) -> float:
         reward = meta["environment_reward"]
         if reward is None:
             if meta["ended"] in ("timeout", "error"):

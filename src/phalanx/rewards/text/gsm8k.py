@@ -1,16 +1,15 @@
-"""Grade-school maths (GSM8K): the answer behind the last `####` of a solution.
+"""Reward: grade-school maths (GSM8K), the final number of a solution.
 
-`strict` takes the number behind the last `####`, `flexible` the last number at all. Unlike verl's, all text is read,
-and numbers are compared as numbers: `$18`, `**18**`, `18.0` and `1,018` are what they say, and so are `3/4` and `1e3`.
+`strict` takes the number after the last `####`, `flexible` the last number anywhere. Unlike verl's, it reads the whole
+text and compares values: `$18`, `**18**`, `18.0`, `1,018`, `3/4` and `1e3` are read as numbers.
 """
 
 import re
-from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any, Literal
 
-LONGEST = 100  # characters of a number; what is longer is none
-# signs and currencies; digits, whose thousands commas may separate, with decimals and an exponent, or a fraction
+LONGEST = 100  # maximum characters of a number
+# sign and currency; digits, perhaps with thousands separators, decimals and an exponent; or a fraction
 _NUMBER = re.compile(
     r"(?<![\d.,_/])(?P<front>[+-]?[$\u20ac\u00a3]?[+-]?)(?P<number>(?:[1-9]\d{0,2}(?:,\d{3})++(?!\d)|\d++)?(?:\.\d++)?)"
     r"(?<=\d)(?P<exponent>[eE][+-]?\d{1,2}(?!\d))?(?:(?P<top>[ ]\d++)?\s?/\s?(?P<bottom>\d++))?"
@@ -19,26 +18,24 @@ _NUMBER = re.compile(
 
 
 class Gsm8k:
-    """1 where the number is that of metadata's `ground_truth`, else 0; `format_score` for a wrong number."""
+    """1 if the number equals the metadata's `ground_truth`, `format_score` for another number, 0 without one."""
 
     def __init__(self, method: Literal["strict", "flexible"] = "strict", format_score: float = 0.0) -> None:
         if method not in ("strict", "flexible"):
             raise ValueError(f"method={method!r} should be strict or flexible")
         self.method, self.format_score = method, format_score
 
-    def __call__(
-        self, completions: Sequence[str], prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
-    ) -> list[float]:
+    def __call__(self, completions: list[str], prompts: list[str], metadata: list[dict[str, Any]]) -> list[float]:
         scores = []
         for completion, meta in zip(completions, metadata, strict=True):
             given = answer(completion, self.method)
-            right = given == _wanted(meta)
+            right = given == _truth_of(meta)
             scores.append(1.0 if right else 0.0 if given is None else self.format_score)
         return scores
 
-    def check_row(self, prompt: str, metadata: Mapping[str, Any]) -> None:
+    def check_row(self, prompt: str, metadata: dict[str, Any]) -> None:
         """Raise ValueError for a row without a ground truth that is a number."""
-        _wanted(metadata)
+        _truth_of(metadata)
 
     def answer(self, completion: str) -> str | None:
         """The number of a solution, see GivesAnswers."""
@@ -46,18 +43,18 @@ class Gsm8k:
         return None if number is None else str(number)
 
 
-def _wanted(metadata: Mapping[str, Any]) -> Fraction:
-    """The number that a row's ground truth gives; ValueError if there is none."""
+def _truth_of(metadata: dict[str, Any]) -> Fraction:
+    """The number in a row's ground truth. Raises ValueError if there is none."""
     if "ground_truth" not in metadata:
-        raise ValueError("gsm8k needs a ground_truth for each prompt, a number or a solution that ends in ####")
-    wanted = truth(metadata["ground_truth"])
-    if wanted is None:
-        raise ValueError(f"gsm8k found the ground_truth {str(metadata['ground_truth'])[-80:]!r}, which is no number")
-    return wanted
+        raise ValueError("gsm8k needs a ground_truth for each prompt, a number or a solution that ends with #### 18")
+    value = truth(metadata["ground_truth"])
+    if value is None:
+        raise ValueError(f"gsm8k: the ground_truth {str(metadata['ground_truth'])[-80:]!r} is not a number")
+    return value
 
 
 def answer(text: str, method: str = "strict") -> Fraction | None:
-    """The number that a solution gives, None without one."""
+    """The final number of a solution; None if it has none."""
     text = text.replace("\u2212", "-")
     if method == "flexible":
         numbers = list(_NUMBER.finditer(text))
@@ -66,7 +63,7 @@ def answer(text: str, method: str = "strict") -> Fraction | None:
     if not mark:
         return None
     line = rest.strip().partition("\n")[0]
-    # of a sum, only the result counts; without one it is no number
+    # of an equation, only the result counts; an expression without a result is not a number
     result = _NUMBER.match(line.rpartition("=")[2].lstrip("*_`$\\ "))
     if result is None or re.match(r"\s*[-+*/^x\u00d7]\s*\d", result.string[result.end() :]):
         return None
@@ -74,7 +71,7 @@ def answer(text: str, method: str = "strict") -> Fraction | None:
 
 
 def truth(value: Any) -> Fraction | None:
-    """A ground truth as a number: one, its text, or a solution that ends in `#### 18`."""
+    """The value of a ground truth: a number, its text, or a solution that ends with `#### 18`; None for others."""
     text = str(value).replace("\u2212", "-")
     if "####" in text:
         return answer(text)
@@ -83,7 +80,7 @@ def truth(value: Any) -> Fraction | None:
 
 
 def _value(result: "re.Match[str]") -> Fraction | None:
-    """The exact value of a number that was read."""
+    """The exact value of a match of _NUMBER; None if it is too long, or a fraction with denominator 0."""
     if len(result.group()) > LONGEST:
         return None
     number = Fraction(result["number"].replace(",", "") + (result["exponent"] or ""))

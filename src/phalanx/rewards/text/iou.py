@@ -1,19 +1,18 @@
-"""Reward: boxes in an image, by the overlap of those that an answer names with those of the ground truth.
+"""Reward: boxes in an image, by the overlap of the answer's boxes with those of the ground truth.
 
-A box is four numbers, its left, top, right and bottom side: [x1, y1, x2, y2] in JSON or in a text, also as
-(x1, y1), (x2, y2). The IoU of two boxes is the area of their intersection over that of their union.
+A box is given by its left, top, right and bottom sides as [x1, y1, x2, y2], in JSON or in a text, also as (x1, y1),
+(x2, y2). The IoU of two boxes is the area of their intersection divided by that of their union.
 """
 
 import json
 import re
-from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Any, Literal
 
 from phalanx.rewards.text import _answers
 
-MOST = 64  # boxes of an answer; one with more has a score of 0
-# bounded: what a hostile text may repeat is read once
+MOST = 64  # maximum boxes of an answer; an answer with more is scored 0
+# bounded repetitions, so that no text takes quadratic time
 _NUMBER = r"\s{0,9}([+-]?(?:\d{1,9}(?:\.\d{0,17})?|\.\d{1,17})(?:[eE][+-]?\d{1,2})?)\s{0,9}"
 _BOX = re.compile(rf"[\[(]{_NUMBER},{_NUMBER}(?:[\])]\s{{0,9}})?,\s{{0,9}}[\[(]?{_NUMBER},{_NUMBER}[\])]")
 Box = tuple[float, float, float, float]
@@ -21,12 +20,14 @@ Units = Literal["pixels", "unit", "thousand"]
 
 
 class Iou:
-    """The mean IoU of the boxes of metadata's `ground_truth` and those of the answer, each matched with at most one:
-    the sum over the larger number of boxes.
+    """The mean IoU of the boxes of the metadata's `ground_truth` and of the answer, matched one to one: the sum over
+    matched pairs, divided by the larger number of boxes.
 
-    The answer is what stands in the last <answer> tags, or else behind </think>. threshold: 1 for a pair of boxes with
-    at least this IoU and 0 for others, instead of the IoU. coordinates, truth_coordinates: the units of the answer and
-    of the ground truth: pixels of the image, or the width and the height are 1 (unit) or 1000 (thousand).
+    The answer is the content of the last <answer> tags, or without them the text after </think>.
+
+    threshold: a pair of boxes counts 1 if its IoU is at least this, else 0, instead of its IoU.
+    coordinates, truth_coordinates: units of the answer and of the ground truth: pixels of the image, or fractions
+        (unit) or thousandths (thousand) of its width and height.
     """
 
     def __init__(
@@ -39,22 +40,20 @@ class Iou:
                 raise ValueError(f"{name}={value!r} should be pixels, unit or thousand")
         self._threshold, self._units, self._truth_units = threshold, coordinates, truth_coordinates
 
-    def __call__(
-        self, completions: Sequence[str], prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
-    ) -> list[float]:
+    def __call__(self, completions: list[str], prompts: list[str], metadata: list[dict[str, Any]]) -> list[float]:
         scores = []
         for completion, meta in zip(completions, metadata, strict=True):
             scores.append(self._score(boxes(answer(completion)), self._truth(meta), meta))
         return scores
 
-    def check_row(self, prompt: str, metadata: Mapping[str, Any]) -> None:
-        """Raise ValueError for a row whose ground truth is no boxes, or whose image's size is not known but needed."""
+    def check_row(self, prompt: str, metadata: dict[str, Any]) -> None:
+        """Raise ValueError for a row without valid boxes as ground truth, or with an unknown image size if needed."""
         self._truth(metadata)
         if self._units != self._truth_units and "pixels" in (self._units, self._truth_units):
             _size(metadata)
 
-    def _truth(self, metadata: Mapping[str, Any]) -> list[Box]:
-        value = metadata["ground_truth"] if "ground_truth" in metadata else None
+    def _truth(self, metadata: dict[str, Any]) -> list[Box]:
+        value = metadata.get("ground_truth")
         truth = boxes(value if isinstance(value, str) else json.dumps(value, default=str))
         if not truth or len(truth) > MOST or not all(map(_area, truth)):
             raise ValueError(
@@ -63,32 +62,32 @@ class Iou:
             )
         return truth
 
-    def _score(self, given: list[Box], truth: list[Box], metadata: Mapping[str, Any]) -> float:
+    def _score(self, given: list[Box], truth: list[Box], metadata: dict[str, Any]) -> float:
         if not 0 < len(given) <= MOST:
             return 0.0
-        if self._units != self._truth_units:  # an IoU is the same in whatever units, if both boxes are in them
+        if self._units != self._truth_units:  # the IoU does not depend on the units if both boxes have the same
             given = _in_unit(given, self._units, metadata)
             truth = _in_unit(truth, self._truth_units, metadata)
         pairs = []
         for i, box in enumerate(given):
             pairs += [(iou(box, other), i, j) for j, other in enumerate(truth)]
-        total, matched, taken = 0.0, set[int](), set[int]()
+        total, matched, matched_truth = 0.0, set[int](), set[int]()
         for value, i, j in sorted(pairs, key=lambda pair: -pair[0]):
-            if i not in matched and j not in taken:
+            if i not in matched and j not in matched_truth:
                 matched.add(i)
-                taken.add(j)
+                matched_truth.add(j)
                 total += value if self._threshold is None else float(value >= self._threshold)
         return total / max(len(given), len(truth))
 
 
 def answer(text: str) -> str:
-    """The part of a completion in which its boxes stand."""
+    """The part of a completion that is searched for boxes."""
     tagged = _answers.tagged(text)
     return text.rpartition("</think>")[2] if tagged is None else tagged
 
 
 def boxes(text: str) -> list[Box]:
-    """The boxes in a text, at most one more than MOST."""
+    """The boxes in a text, at most MOST + 1."""
     result = []
     for box in islice(_BOX.finditer(text), MOST + 1):
         left, top, right, bottom = map(float, box.groups())
@@ -97,7 +96,7 @@ def boxes(text: str) -> list[Box]:
 
 
 def iou(one: Box, other: Box) -> float:
-    """Intersection over union in 0..1; 0 where one has no area."""
+    """Intersection over union in 0..1; 0 if a box has no area."""
     both = max(one[0], other[0]), max(one[1], other[1]), min(one[2], other[2]), min(one[3], other[3])
     if not (_area(one) and _area(other)):
         return 0.0
@@ -109,18 +108,19 @@ def _area(box: Box) -> float:
     return max(box[2] - box[0], 0.0) * max(box[3] - box[1], 0.0)
 
 
-def _in_unit(some: list[Box], units: str, metadata: Mapping[str, Any]) -> list[Box]:
-    """Boxes in parts of the image's width and height."""
+def _in_unit(some: list[Box], units: str, metadata: dict[str, Any]) -> list[Box]:
+    """Boxes converted to fractions of the image's width and height."""
     height, width = _size(metadata) if units == "pixels" else (1, 1) if units == "unit" else (1000, 1000)
     return [(left / width, top / height, right / width, bottom / height) for left, top, right, bottom in some]
 
 
-def _size(metadata: Mapping[str, Any]) -> tuple[int, int]:
+def _size(metadata: dict[str, Any]) -> tuple[int, int]:
     """(height, width) of the prompt's image."""
-    images: Sequence[Any] = metadata["images"] if "images" in metadata else ()
+    images = metadata.get("images", ())
     if len(images) != 1:
         raise ValueError(
-            f"iou compares boxes in pixels with others, and the prompt has {len(images)} images; expected 1"
+            f"iou needs the image's size to convert boxes in pixels, and the prompt has {len(images)} images; "
+            "expected 1"
         )
     size: tuple[int, int] = images[0].size
     return size

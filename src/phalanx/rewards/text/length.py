@@ -1,12 +1,11 @@
-"""Reward: the length of a completion in characters or words, as a term beside others."""
+"""Reward: the length of a completion in characters or words, for use beside other terms."""
 
-from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 
 class Length:
-    """The number of characters or words; with `target` minus the relative distance to it, -|n - target| / target,
-    at least -1. A negative weight makes the plain number a price of each.
+    """The number n of characters or words, which a negative weight penalises; with `target`, the negative relative
+    distance to it, max(-|n - target| / target, -1).
     """
 
     def __init__(self, unit: Literal["characters", "words"] = "characters", target: float | None = None) -> None:
@@ -16,9 +15,7 @@ class Length:
             raise ValueError(f"target={target!r} should be above 0")
         self._unit, self._target = unit, target
 
-    def __call__(
-        self, completions: Sequence[str], prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
-    ) -> list[float]:
+    def __call__(self, completions: list[str], prompts: list[str], metadata: list[dict[str, Any]]) -> list[float]:
         counts = [len(text) if self._unit == "characters" else len(text.split()) for text in completions]
         if self._target is None:
             return [float(count) for count in counts]

@@ -1,10 +1,9 @@
-r"""Reward: mathematics, the answer in the last \boxed{...} of a solution, as the data set MATH writes it.
+r"""Reward: mathematics, by default the answer in the last \boxed{...} of a solution, as in the data set MATH.
 
-Answers are compared as texts, in a normal form, and as numbers; what then differs is judged by math-verify, unless
-`equivalence` is `string`: it computes with both in sympy, so that 2\sqrt{2} is \sqrt{8} and (x-1)(x+1) is x^2-1.
+Answers are compared as texts in a normal form and as numbers. Unless `equivalence` is `string`, answers that differ are
+then compared by math-verify, which uses sympy: 2\sqrt{2} equals \sqrt{8}, and (x-1)(x+1) equals x^2-1.
 """
 
-from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any, Literal
 
@@ -14,11 +13,11 @@ from phalanx.rewards.text._process import Verifier, with_unjudged
 
 
 class Math(RewardWithExtras):
-    """1 where the answer is metadata's `ground_truth`, else 0; `format_score` for a wrong one.
+    """1 if the answer equals the metadata's `ground_truth`, `format_score` for a wrong answer, 0 without an answer.
 
-    answer: where it stands: boxed, answer (tags), line (behind Answer:), hash (behind ####) or whole.
-    timeout_s: seconds of the processor that math-verify has for a sample; one that they do not suffice for is wrong,
-        and counted by the extra `unjudged`.
+    answer: where to find it: boxed, answer (in tags), line (after Answer:), hash (after ####) or whole (all text).
+    timeout_s: seconds of CPU time per sample for math-verify; an answer that takes longer is wrong, and is counted by
+        the extra `unjudged`.
     """
 
     def __init__(
@@ -40,34 +39,32 @@ class Math(RewardWithExtras):
         self._verifier = Verifier("math", timeout_s) if equivalence == "math_verify" else None
         self.extras = () if self._verifier is None else Verifier.extras
 
-    def __call__(
-        self, completions: Sequence[str], prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
-    ) -> RewardOutput:
+    def __call__(self, completions: list[str], prompts: list[str], metadata: list[dict[str, Any]]) -> RewardOutput:
         judged = []
         for completion, meta in zip(completions, metadata, strict=True):
             judged.append(self._score(self._find(completion), _answers.truth(meta, "math")))
         output = with_unjudged(judged)
         return output if self.extras else RewardOutput(output.scores)
 
-    def check_row(self, prompt: str, metadata: Mapping[str, Any]) -> None:
+    def check_row(self, prompt: str, metadata: dict[str, Any]) -> None:
         """Raise ValueError for a row without a ground truth."""
         _answers.truth(metadata, "math")
 
     def answer(self, completion: str) -> str | None:
-        """The answer of a solution, see GivesAnswers; those that only math-verify finds equal are told apart."""
+        """The answer of a solution, see GivesAnswers; answers that are equal only for math-verify differ."""
         answer = self._find(completion)
         return None if answer is None or len(answer) > _answers.LONGEST else _answers.canonical(answer)
 
     def _score(self, answer: str | None, truth: str) -> tuple[float, float]:
-        """The score of an answer, and 1 where math-verify had no verdict."""
+        """The score of an answer, and 1 if math-verify had no verdict, else 0."""
         if answer is None or not 0 < len(answer) <= _answers.LONGEST:
             return 0.0, 0.0
         if _answers.same(answer, truth):
             return 1.0, 0.0
-        given, wanted = _answers.normalised(answer), _answers.normalised(truth)
-        # math-verify would join digits that a blank or a comma parts, and leave out the base of a number
-        several = _answers.parted(given, wanted) or _answers.parted(wanted, given)
-        bases = {tuple(_answers.bases(given)), tuple(_answers.bases(wanted))} - {()}
+        given, expected = _answers.normalised(answer), _answers.normalised(truth)
+        # math-verify would join digits that are separated by a blank or a comma, and ignore the base of a number
+        several = _answers.parted(given, expected) or _answers.parted(expected, given)
+        bases = {tuple(_answers.bases(given)), tuple(_answers.bases(expected))} - {()}
         if self._verifier is None or several or len(bases) == 2:
             return self._format_score, 0.0
         right, unjudged = self._verifier.judge(0.0, truth, answer)

@@ -1,14 +1,13 @@
-"""Overlong shaping: a soft punishment of responses near the limit of length (DAPO, arXiv 2503.14476, equation 13)."""
+"""Reward: soft penalty for responses close to the length limit (DAPO, arXiv 2503.14476, equation 13)."""
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 
 class Overlong:
-    """0 up to `overlong_buffer_len` tokens before the limit, from there on a straight line down to -1 at the limit.
+    """0 up to `overlong_buffer_len` tokens before the limit, then decreasing linearly to -1 at the limit.
 
-    The limit is that of the sampling, `max_response_length` of the metadata, where a rollout of language models puts it
-    beside `response_length`. The weight of the reward's entry is the penalty's factor.
+    The limit is that of sampling: rollouts of language models add `max_response_length` and `response_length` to the
+    metadata. The weight of the reward's entry is the penalty factor.
     """
 
     def __init__(self, overlong_buffer_len: int) -> None:
@@ -16,9 +15,7 @@ class Overlong:
             raise ValueError(f"overlong_buffer_len={overlong_buffer_len} should be at least 1")
         self.buffer = overlong_buffer_len
 
-    def __call__(
-        self, completions: Sequence[str], prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
-    ) -> list[float]:
+    def __call__(self, completions: list[str], prompts: list[str], metadata: list[dict[str, Any]]) -> list[float]:
         scores = []
         for meta in metadata:
             if "response_length" not in meta:

@@ -1,9 +1,9 @@
-"""Reward: the policy's own certainty of its response, as Intuitor trains on it (arXiv 2505.19590).
+"""Reward: the policy's certainty about its own response, as in Intuitor (arXiv 2505.19590).
 
-    u = mean over the response's tokens, its end included, of  logsumexp(z) - mean(z)
+    u = mean over the response's tokens, including the end token, of  logsumexp(z) - mean(z)
 
-with z the logits over the vocabulary of the current policy: the paper's mean KL of the uniform distribution to the
-policy's, plus the constant ln V.
+where z are the current policy's logits over the vocabulary of size V. This is the paper's mean KL(uniform || policy)
+plus the constant ln V.
 """
 
 from contextlib import AbstractContextManager
@@ -22,25 +22,27 @@ class TokenPolicy(Protocol):
 
     @property
     def temperature(self) -> float:
-        """That of sampling."""
+        """The temperature of sampling."""
 
     def scored(self, trace: TokenTrace, temperature: float) -> TokenReplay:
-        """Its view of a trace's tokens at a temperature."""
+        """Replay a trace's tokens at a temperature."""
 
     def unsharded(self) -> AbstractContextManager[None]:
         """See phalanx.types.Policy."""
 
 
 class SelfCertainty(PolicyReward):
-    """The mean over each response. temperature_scaled: of the logits over the temperature of sampling, as the trained
-    log-probabilities are; else of the logits as they are, which needs a further pass where it is not 1.
+    """The mean certainty over each response.
+
+    temperature_scaled: divide the logits by the temperature of sampling, as for the log-probabilities in training;
+        otherwise the logits are unscaled, which needs an additional forward pass if the temperature is not 1.
     """
 
     def __init__(self, temperature_scaled: bool = True) -> None:
         self._scaled = temperature_scaled
 
     def __call__(self, policy: TokenPolicy, samples: Samples, passes: Passes) -> Tensor:
-        """[B], from the pass that computed the log-probabilities where that had the same temperature."""
+        """Certainties [B], taken from the pass that computed the log-probabilities if it had the same temperature."""
         trace: TokenTrace = samples.trace
         temperature = policy.temperature if self._scaled else 1.0
         if trace.certainty is not None and temperature == policy.temperature:

@@ -1,1 +1,1 @@
-"""Rewards for whole videos, a file each."""
+"""Rewards of whole videos, one per file."""

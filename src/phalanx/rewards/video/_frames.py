@@ -1,4 +1,4 @@
-"""The common parts of rewards for whole videos: the likeness of the frames of one."""
+"""Shared parts of rewards of whole videos: the similarity of a video's frames."""
 
 from abc import abstractmethod
 from typing import Any
@@ -11,11 +11,11 @@ from phalanx.rewards.base import DeviceReward
 
 
 class Consistency(DeviceReward):
-    """Base class of rewards by how alike the `features` of the frames of a video are."""
+    """Base class of rewards for the similarity of the `features` of a video's frames."""
 
     @torch.no_grad()
     def __call__(self, videos: Tensor, prompts: list[str], metadata: list[dict[str, Any]]) -> Tensor:
-        """Videos [B, F, 3, H, W] in 0..1 -> [B]."""
+        """Scores [B] of videos [B, F, 3, H, W] in 0..1."""
         return self.with_gradient(videos, prompts, metadata)
 
     def with_gradient(self, videos: Tensor, prompts: list[str], metadata: list[dict[str, Any]]) -> Tensor:
@@ -25,18 +25,18 @@ class Consistency(DeviceReward):
 
     @abstractmethod
     def features(self, frames: Tensor) -> Tensor:
-        """Frames [F, 3, H, W] in 0..1 -> [F, D]."""
+        """Features [F, D] of frames [F, 3, H, W] in 0..1."""
 
 
 def check_frames(videos: Tensor) -> None:
-    """ValueError for videos [B, F, 3, H, W] whose frames have nothing to be compared with."""
+    """Raise ValueError for videos [B, F, 3, H, W] of a single frame, which cannot be compared with another one."""
     if videos.shape[1] < 2:
         raise ValueError("samples of one frame; expected videos of two frames or more (rollout.num_frames)")
 
 
 def consistency(features: Tensor) -> Tensor:
-    """Features [F, D] of the frames of a video -> the mean over all frames but the first of the cosines to the frame
-    before and to the first one, of which negative ones count as 0; a scalar.
+    """The consistency of a video, a scalar, from features [F, D] of its frames: the mean of the cosine similarities of
+    each frame but the first to the previous and to the first frame, with negative ones counted as 0.
     """
     features = F.normalize(features, dim=-1)
     later = features[1:]

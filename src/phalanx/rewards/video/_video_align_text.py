@@ -1,11 +1,11 @@
 """The text that VideoAlign's VideoReward was trained with.
 
 The instruction is data of github.com/KwaiVGI/VideoAlign (prompt_template.py; MIT licence, copyright 2025 Kling Team,
-Kuaishou Technology; see NOTICE), to the letter, with its spaces at line ends and its slips: other words give other
-scores.
+Kuaishou Technology; see NOTICE), verbatim, with its spaces at line ends and its mistakes, since changes would change
+the scores.
 """
 
-# of visual quality, motion quality and text alignment, in the order in which the tokenizer gets them
+# for visual quality, motion quality and text alignment, in the order in which they are added to the tokenizer
 REWARD_TOKENS = ("<|VQ_reward|>", "<|MQ_reward|>", "<|TA_reward|>")
 
 TEMPLATE = (

@@ -1,4 +1,4 @@
-"""Reward: VBench's background consistency (arXiv 2311.17982): how alike CLIP finds the frames of a video, 0..1."""
+"""Reward: VBench's background consistency (arXiv 2311.17982): the similarity of a video's frames by CLIP, in 0..1."""
 
 from torch import Tensor
 
@@ -13,5 +13,5 @@ class BackgroundConsistency(Consistency):
         self._clip = Clip(model, device, text=False, antialias=False)
 
     def features(self, frames: Tensor) -> Tensor:
-        """Frames [F, 3, H, W] in 0..1 -> CLIP's embeddings [F, D]."""
+        """CLIP's embeddings [F, D] of frames [F, 3, H, W] in 0..1."""
         return self._clip.images(frames)

@@ -1,6 +1,6 @@
-"""Reward: VBench's subject consistency (arXiv 2311.17982): how alike DINO finds the frames of a video, 0..1.
+"""Reward: VBench's subject consistency (arXiv 2311.17982): the similarity of a video's frames by DINO, in 0..1.
 
-DINO (arXiv 2104.14294) sees whole frames whose shorter side has the size of its training images.
+DINO (arXiv 2104.14294) sees whole frames, resized so that the shorter side has the size of its training images.
 """
 
 from typing import Any
@@ -30,19 +30,19 @@ class SubjectConsistency(Consistency):
         self._mean, self._std, self._device = mean, std, torch.device(device)
 
     def features(self, frames: Tensor) -> Tensor:
-        """Frames [F, 3, H, W] in 0..1 -> the first token of each [F, D]."""
+        """The first token [F, D] of each of the frames [F, 3, H, W] in 0..1."""
         frames = frames.to(self._device)
         height, width = frames.shape[2:]
         long = int(self._edge * max(height, width) / min(height, width))
         size = (self._edge, long) if height <= width else (long, self._edge)
-        frames = F.interpolate(frames, size=size, mode="bilinear")  # without antialiasing, as VBench's
+        frames = F.interpolate(frames, size=size, mode="bilinear")  # without antialiasing, as in VBench
         pixels = (frames - self._mean) / self._std
         features: Tensor = self._vit(pixels, interpolate_pos_encoding=True).last_hidden_state[:, 0]
         return features
 
     def _positions(self, embeddings: Tensor, height: int, width: int) -> Tensor:
-        """DINO's positions [1, 1 + patches, D] of frames of any size, in the place of transformers', which takes the
-        exact ratio of the sizes rather than that of a tenth of a patch more.
+        """DINO's position embeddings [1, 1 + patches, D] for frames of any size. They replace those of transformers,
+        which interpolates by the exact ratio of the sizes, whereas DINO adds a tenth of a patch.
         """
         learnt: Tensor = self._vit.embeddings.position_embeddings
         patch, side = self._vit.config.patch_size, self._edge // self._vit.config.patch_size

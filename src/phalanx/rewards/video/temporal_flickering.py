@@ -1,4 +1,4 @@
-"""Reward: VBench's temporal flickering (arXiv 2311.17982): how little pixels change from frame to frame, 0..1."""
+"""Reward: VBench's temporal flickering (arXiv 2311.17982), in 0..1; 1 if no pixel changes between frames."""
 
 from typing import Any
 
@@ -10,6 +10,6 @@ from phalanx.rewards.video._frames import check_frames
 
 @differentiable
 def temporal_flickering(videos: Tensor, prompts: list[str], metadata: list[dict[str, Any]]) -> Tensor:
-    """Videos [B, F, 3, H, W] in 0..1 -> [B]: 1 less the mean absolute difference of frames that follow each other."""
+    """Scores [B] of videos [B, F, 3, H, W] in 0..1: 1 minus the mean absolute difference of consecutive frames."""
     check_frames(videos)
     return 1 - (videos[:, 1:] - videos[:, :-1]).abs().mean(dim=(1, 2, 3, 4))

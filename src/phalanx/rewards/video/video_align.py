@@ -1,12 +1,13 @@
-"""Reward: VideoReward of VideoAlign (arXiv 2501.13918): a Qwen2-VL-2B that grades a video after the prompt.
+"""Reward: VideoReward of VideoAlign (arXiv 2501.13918), a Qwen2-VL-2B that grades a video for a prompt.
 
-A linear head reads the answer at three special tokens: visual quality, motion quality and text alignment. From the code
-of github.com/KwaiVGI/VideoAlign and the `model_config.json` beside its weights:
+A linear head reads the grades of visual quality, motion quality and text alignment at three special tokens. As in the
+code of github.com/KwaiVGI/VideoAlign and the `model_config.json` beside its weights:
 
-1. Two frames of each second, evenly spaced from the first to the last one, at least four, an even number; each is
-   resized to 128 to 256 tokens of 28 x 28 pixels where it has more or fewer, keeping its shape as Qwen2-VL does.
-2. Video before text, in the base's chat, with VideoAlign's instruction; its reward tokens are added last.
-3. Each grade is normalised by a mean and a spread of the configuration; the score is the sum of the three.
+1. It sees two frames per second, evenly spaced from the first to the last one, an even number of at least four. Each is
+   resized if it has less than 128 or more than 256 tokens of 28 x 28 pixels, keeping the aspect ratio as Qwen2-VL does.
+2. The video precedes VideoAlign's instruction in the base's chat format; the reward tokens are added to the tokenizer
+   as its last tokens.
+3. Each grade is normalised by a mean and a spread from the configuration; the score is the sum of the three.
 """
 
 import json
@@ -24,7 +25,7 @@ _EXPECTED = "expected a folder with model_config.json and model.pth of KwaiVGI/V
 _LEAST = 128 * 28 * 28  # pixels of a frame
 _FEWEST, _MOST_FRAMES = 4, 768
 _GRADES = ("VQ", "MQ", "TA")
-# of the published configuration, what this reward has no other way to compute
+# values in the published configuration that this reward assumes
 _FIXED: dict[str, dict[str, Any]] = {
     "data_config": {
         "eval_dim": list(_GRADES),
@@ -38,9 +39,9 @@ _FIXED: dict[str, dict[str, Any]] = {
 
 
 class VideoAlign(DeviceReward, RewardWithExtras):
-    """`model`: the folder of the weights; `base`: folder or hub id of the configuration and tokenizer that they were
-    trained from. `fps`: frames per second of the videos, that of the policy's family. `micro_batch_size` videos are
-    scored at once.
+    """`model`: the folder of the weights; `base`: folder or hub id of the configuration and tokenizer of the model that
+    they were trained from. `fps`: frames per second of the videos, as in the policy's model family. `micro_batch_size`:
+    videos per forward pass.
     """
 
     extras = ("visual_quality", "motion_quality", "text_alignment")
@@ -69,12 +70,11 @@ class VideoAlign(DeviceReward, RewardWithExtras):
             torch.tensor([norm[f"{grade}_{kind}"] for grade in _GRADES], device=self._device)
             for kind in ("mean", "std")
         )
-        if self._trunk.tokenizer.chat_template is None or self._chat("").count(VIDEO_TOKEN) != 1:
-            raise ValueError(f"base={base!r} has no chat template for videos; expected one beside its tokenizer")
+        self._trunk.check_chat(["video"], VIDEO_TOKEN)
 
     @torch.no_grad()
     def __call__(self, videos: Tensor, prompts: list[str], metadata: list[dict[str, Any]]) -> RewardOutput:
-        """Videos [B, F, 3, H, W] in 0..1 -> float32 [B], and the three grades."""
+        """Scores float32 [B] of videos [B, F, 3, H, W] in 0..1, with the three grades as extras."""
         chosen = frames(videos.shape[1], self._fps, self._sampled_fps)
         size, grades = self._micro_batch, [torch.zeros(0, len(_GRADES), device=self._device)]
         for i in range(0, len(prompts), size):
@@ -83,27 +83,20 @@ class VideoAlign(DeviceReward, RewardWithExtras):
         return RewardOutput(normalised.sum(1), dict(zip(self.extras, normalised.T, strict=True)))
 
     def _grade(self, videos: Tensor, prompts: list[str]) -> Tensor:
-        """The grades [b, 3], before they are normalised."""
+        """The grades [b, 3] before normalisation."""
         pixels, grid = self._trunk.video_patches(videos, _LEAST, self._most)
         texts = []
         for prompt, count in zip(prompts, self._trunk.image_tokens(grid), strict=True):
-            chat = self._chat(TEMPLATE.replace("{prompt}", self._trunk.plain(prompt)))
+            chat = self._trunk.chat(["video"], TEMPLATE.replace("{prompt}", self._trunk.plain(prompt)))
             texts.append(chat.replace(VIDEO_TOKEN, VIDEO_TOKEN * count, 1))
         hidden = self._trunk.hidden(self._trunk.tokens(texts), pixels, grid, videos=True)
-        grades: Tensor = self._trunk.heads["rm_head"](hidden)  # [b, 3, 1], or [b, 3, 3] of a row for each grade
+        grades: Tensor = self._trunk.heads["rm_head"](hidden)  # [b, 3, 1], or [b, 3, 3] with one output per grade
         return grades.squeeze(2) if grades.shape[2] == 1 else grades.diagonal(dim1=1, dim2=2)
-
-    def _chat(self, text: str) -> str:
-        """A turn of a video and a text, in the chat template of the base."""
-        turns = [{"role": "user", "content": [{"type": "video"}, {"type": "text", "text": text}]}]
-        chat: str = self._trunk.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-        return chat
 
 
 def frames(count: int, fps: float, sampled_fps: float) -> list[int]:
-    """The frames that are seen of `count` at `fps`: `sampled_fps` a second, an even number of 4 to 768, evenly spaced.
-
-    ValueError for a video of one frame.
+    """The frames that the model sees of `count` frames at `fps`: `sampled_fps` per second, an even number of 4 to 768,
+    evenly spaced. Raises ValueError for a video of one frame.
     """
     if count < 2:
         raise ValueError("samples of one frame; expected videos of two frames or more (rollout.num_frames)")
@@ -114,7 +107,7 @@ def frames(count: int, fps: float, sampled_fps: float) -> list[int]:
 
 
 def _configuration(model: str) -> dict[str, Any]:
-    """`model_config.json` of the weights' folder, checked."""
+    """The checked `model_config.json` of the weights' folder."""
 
     def wrong(problem: str) -> ValueError:
         return ValueError(f"model={model!r} {problem}; {_EXPECTED}")
@@ -123,7 +116,7 @@ def _configuration(model: str) -> dict[str, Any]:
     try:
         config: dict[str, Any] = json.loads(file.read_text())
     except (OSError, ValueError) as error:
-        raise wrong(f"has no model_config.json that can be read ({type(error).__name__})") from error
+        raise wrong(f"has no readable model_config.json ({type(error).__name__})") from error
     for section, values in _FIXED.items():
         for key, value in values.items():
             actual = config.get(section, {}).get(key)

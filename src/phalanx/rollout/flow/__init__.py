@@ -1,4 +1,4 @@
-"""The sampling engines of flow models, one file per engine."""
+"""Sampling engines of flow models, one file per engine."""
 
 from typing import Any
 
@@ -11,15 +11,15 @@ from phalanx.rollout.registry import check_class, check_installed, made
 
 
 def check_entry(kind: Any, name: str) -> None:
-    """Raise ConfigError, as a configuration is loaded, for a class that cannot be an engine."""
-    # teachers and supervised training have it encode their prompts
+    """Raise ConfigError, when a configuration is loaded, for a class that cannot be an engine."""
+    # teachers and supervised training encode their prompts with `encode` and `collate`
     check_class(kind, name, "window", "phalanx.rollout.flow.in_policy.PolicyRollout", beside=("encode", "collate"))
 
 
 def build_rollout(
     policy: FlowPolicy, config: FlowRolloutConfig, world: World, micro_batch_size: int, *, window: bool = True
 ) -> PolicyRollout:
-    """The engine that the configuration names, all ranks in step; ValueError if it cannot run here."""
+    """Construct the engine that the configuration names. Collective. Raises ValueError if it cannot run here."""
     check_installed(config)
     kind = engine_class(config.engine, ENGINES)
     rollout: PolicyRollout = made(kind, config.engine, policy, config, world, micro_batch_size, window=window)

@@ -1,4 +1,4 @@
-"""Pairs of images from the data instead of sampled ones: preference data in the same loop."""
+"""Pairs of images from the data instead of sampled images, for training on preference data with the same loop."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,28 +18,28 @@ PAIR = ("chosen", "rejected")  # columns of the data
 
 
 class DatasetRollout(PolicyRollout):
-    """See phalanx.types.Rollout. Validation samples with the policy.
+    """See phalanx.types.Rollout. Validation samples from the policy.
 
-    A prompt's images are those of its row in the data, and `preferred` in the meta of each says
-    whether it is the first column's. They have no transitions.
+    The images of a prompt come from its row in the data. `preferred` in the meta of each image is True for the one in
+    the first column, PAIR[0]. The samples have no transitions.
     """
 
     facts = EngineFacts(weights="none", redraws=False, videos=False, columns=PAIR)
 
     @contextmanager
     def awake(self) -> Iterator[None]:
-        """Leave the policy's weights where they are: none are needed to read images."""
+        """Do not gather the policy's weights, which reading images does not need."""
         with torch.no_grad():
             yield
 
     def sample(self, prompts: list[Prompt], *, seed: int, step: int, each: Each) -> Samples:
-        """This rank's share of the images; `prompts` are those of all ranks, with Pictures in meta.
+        """Read this rank's share of the images; `prompts` are those of all ranks, with Pictures in their meta.
 
-        Raises JobError, on all ranks, where one of the images cannot be read.
+        Raises JobError, on all ranks, if an image cannot be read.
         """
         index, rows, embeds = self.share(prompts)
-        # An optimizer step trains on every k-th image. Were the chosen one always first, a step
-        # could see only chosen ones, so (seed, step, group) says which one is.
+        # An optimizer step trains on every k-th image. If the chosen image were always first, a step could see only
+        # chosen ones, so the order within a group is a function of (seed, step, group).
         shown, columns = [], self.facts.columns
         for i in index.tolist():
             group = i // self.config.n
@@ -52,7 +52,7 @@ class DatasetRollout(PolicyRollout):
             parts.append(self.policy.model.encode_images(pixels[part].to(self.world.device)))
             each(pixels[part], [marked[j] for j in part.tolist()])
         clean, schedule = torch.cat(parts), self.schedule(self.sampler)
-        # a trajectory of no steps: algorithms on the forward process ask only for `clean`
+        # a trajectory without steps: algorithms on the forward process need only `clean`
         trace = FlowTrace(
             sampler=self.sampler,
             latents=clean[:, None],
@@ -71,17 +71,17 @@ class DatasetRollout(PolicyRollout):
         return Samples(marked, pixels, none, none.bool(), trace, index)
 
     def sample_validation(self, prompts: list[Prompt], *, each: Each) -> None:
-        """As the policy's rollout. The images are in no data, so that `preferred` is None."""
-        with self.policy.unsharded():  # which `awake` leaves out
+        """As PolicyRollout. `preferred` is None, because these images are not from the data."""
+        with self.policy.unsharded():  # `awake` does not gather the weights
             super().sample_validation([self._marked(prompt, None) for prompt in prompts], each=each)
 
     def _read(self, shown: list[tuple[Prompt, str]]) -> Tensor:
-        """The images [B, 3, H, W] in 0..1 of prompts and columns."""
+        """Read the images [B, 3, H, W] in 0..1 of pairs of a prompt and a column."""
         s = self.sampler
         pictures = [prompt.meta[column] for prompt, column in shown]
         return torch.stack(on_all_ranks(lambda: [picture.pixels(s.height, s.width) for picture in pictures]))
 
     def _marked(self, prompt: Prompt, preferred: bool | None) -> Prompt:
-        """The prompt of one image: its meta has `preferred`, and the data's images no longer."""
-        rest = {name: value for name, value in prompt.meta.items() if name not in self.facts.columns}
-        return replace(prompt, meta=rest | {"preferred": preferred})
+        """The prompt of one image: its meta gets `preferred` instead of the columns of images."""
+        other = {name: value for name, value in prompt.meta.items() if name not in self.facts.columns}
+        return replace(prompt, meta=other | {"preferred": preferred})

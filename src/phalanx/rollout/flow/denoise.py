@@ -1,4 +1,4 @@
-"""The sampling loop, once, for every engine: from noise to images, with a window of random steps."""
+"""The sampling loop of every engine: from noise to images, with a window of stochastic steps."""
 
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -17,7 +17,7 @@ from phalanx.rollout.flow.solver import multistep_solver
 
 @dataclass(frozen=True)
 class Schedule:
-    """sigmas [N + 1] and timesteps [N] on the device; `levels` the sigmas as numbers."""
+    """sigmas [N + 1] and timesteps [N] on the device; `levels` are the sigmas as Python floats."""
 
     sigmas: Tensor
     timesteps: Tensor
@@ -28,10 +28,10 @@ class Schedule:
 class Job:
     """A micro-batch of R images.
 
-    Sample r has the prompt rows[r] of `embeds` and the noise that names[r] stands for: (seed, step, group, image).
-    `window` holds the stochastic steps, `trained` those of them whose log-probabilities are wanted; the VAE decodes
-    `vae_batch_size` images at once (None: all). With `same_init` all images of a group begin with the same noise, and
-    with `branching` they are one until the window.
+    Sample r has the prompt rows[r] of `embeds`, and its noise is a function of names[r]: (seed, step, group, image).
+    `window`: the stochastic steps. `trained`: those of them whose log-probabilities are computed. The VAE decodes
+    `vae_batch_size` images at once (None: all). With `same_init` all images of a group begin with the same noise; with
+    `branching` they share one trajectory until the window.
     """
 
     sampler: Sampler
@@ -46,29 +46,29 @@ class Job:
     branching: bool = False
 
     def levels(self) -> list[int]:
-        """Numbers of the schedule's levels that the images pass, from the first to the last."""
+        """Indices of the noise levels in the schedule that the images pass, from first to last."""
         steps = self.sampler.num_inference_steps
         return visited_levels(steps, self.window.stop, self.sampler.compression)
 
     def initial_noise(self, shape: tuple[int, ...]) -> Tensor:
-        """[R, *shape]."""
-        # without the image's number, all names of a group are one
+        """Noise [R, *shape] to start from."""
+        # without the image's number, all names of a group are equal
         names = [name[:3] if self.same_init else name for name in self.names]
         return self._noise(shape, [fold_in(*name, "init") for name in names])
 
     def step_noise(self, shape: tuple[int, ...], i: int) -> Tensor:
-        """[R, *shape] of step i."""
+        """Noise [R, *shape] of step i."""
         return self._noise(shape, [fold_in(*name, "step", i) for name in self.names])
 
     def trunks(self) -> tuple[Tensor, Tensor]:
-        """The first image [T] of each group, and which of these each image [R] begins as."""
+        """The index [T] of each group's first image, and for each image [R] the index of its group among these."""
         groups = [name[2] for name in self.names]
         distinct = list(dict.fromkeys(groups))
         first, trunk = [groups.index(group) for group in distinct], [distinct.index(group) for group in groups]
         return torch.tensor(first, device=self.rows.device), torch.tensor(trunk, device=self.rows.device)
 
     def _noise(self, shape: tuple[int, ...], seeds: list[int]) -> Tensor:
-        # sample by sample: in one draw for all, a sample's noise would depend on its place
+        # one draw per sample: in a single draw for all, the noise of a sample would depend on its place in the batch
         device = self.schedule.sigmas.device
         return torch.stack([normal(shape, seed, device) for seed in seeds])
 
@@ -76,9 +76,9 @@ class Job:
 class Generated(NamedTuple):
     """A micro-batch of samples, float32.
 
-    images [R, 3, H, W], or videos [R, F, 3, H, W], in 0..1 on the CPU; latents [R, S + 1, ...],
-    before each of the window's S steps and after its last; means [R, W, ...] of the trained steps;
-    log_prob [R, W]; clean [R, ...], the final latents.
+    images: [R, 3, H, W], or videos [R, F, 3, H, W], in 0..1 on the CPU. latents: [R, S + 1, ...] before each of the
+    window's S steps and after the last one. means and log_prob: [R, W, ...] and [R, W] of the W trained steps. clean:
+    [R, ...] final latents.
     """
 
     images: Tensor
@@ -91,21 +91,21 @@ class Generated(NamedTuple):
 def generate(policy: FlowPolicy, job: Job) -> Generated:
     """Denoise a micro-batch and decode it.
 
-    Steps are stochastic in the window; with noise but no window, as in validation, all steps but the last are.
+    Steps in the window are stochastic; with noise but without a window, as in validation, all steps but the last are.
     """
     sampler, schedule, window = job.sampler, job.schedule, job.window
     shape = policy.model.sample_shape(sampler.height, sampler.width, sampler.num_frames)
     noisy = window if sampler.noise_level > 0 else range(0)
     if not window and sampler.noise_level > 0:
-        noisy = range(sampler.num_inference_steps - 1)  # noise of the last would stay in the image
+        noisy = range(sampler.num_inference_steps - 1)  # noise of the last step would remain in the image
     x, levels = job.initial_noise(shape), job.levels()  # x [R, ...] ~ N(0, 1), at sigma = 1
-    # The solver begins behind the window, knowing nothing of what was before: it takes earlier
-    # velocities for those of one smooth path, which noise has broken.
+    # The solver starts after the window, without a history: a multistep method assumes that earlier velocities belong
+    # to one smooth path, which noise breaks.
     solve = None
     if sampler.solver != "euler" and window.stop < sampler.num_inference_steps:
         solve = multistep_solver([schedule.levels[i] for i in levels if i >= window.stop])
     rows, trunk = job.rows, None
-    if job.branching and window.start > 0:  # the images of a group are one until the window
+    if job.branching and window.start > 0:  # the images of a group share one trajectory until the window
         first, trunk = job.trunks()
         x, rows = x[first], rows[first]
     states, means, log_probs = [x], [], []
@@ -114,13 +114,13 @@ def generate(policy: FlowPolicy, job: Job) -> Generated:
             x, rows = x[trunk], job.rows
             states[-1] = x
         timesteps = schedule.timesteps[i].expand(len(x))
-        # v(x, t, prompt) [R, ...], with classifier-free guidance where the sampler has it
+        # v(x, t, prompt) [R, ...], with classifier-free guidance if the sampler uses it
         velocity = policy.velocity(x, timesteps, job.embeds, rows, sampler)
         if solve is not None and i >= window.stop:
             x = solve(velocity, x)
             continue
         noise = job.step_noise(shape, i) if i in noisy else None
-        # the policy's replay takes the very same function; without noise it is Euler's step
+        # the policy's replay calls this same function; without noise it is an Euler step
         step = sde_step(
             x,
             velocity,
@@ -133,7 +133,7 @@ def generate(policy: FlowPolicy, job: Job) -> Generated:
         )
         x = step.prev_sample
         states.append(x)  # S + 1 states for the S steps of the window
-        if i in job.trained:  # log p(x' | x) [R] of the action, and its mean for exact KLs
+        if i in job.trained:  # log p(x' | x) [R] of the action, and its mean, for exact KL divergences
             assert step.log_prob is not None
             log_probs.append(step.log_prob)
             means.append(step.mean)

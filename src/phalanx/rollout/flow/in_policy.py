@@ -1,9 +1,8 @@
-"""Sampling in the very modules that are trained: no second copy, exact log-probabilities."""
+"""Sampling with the trained modules themselves: no second copy of the weights, and exact log-probabilities."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -22,32 +21,26 @@ from phalanx.rollout.flow.denoise import Generated, Job, Schedule, generate
 from phalanx.rollout.flow.samplers import train_sampler, val_sampler
 from phalanx.types import Each, Prompt, Samples
 
-T = TypeVar("T")
-
-
-def _call(read: Callable[[], T]) -> T:
-    return read()
-
 
 class PolicyRollout:
     """See phalanx.types.Rollout."""
 
     facts = EngineFacts()
     noun = "images"
-    last_steps = 0  # of a training sample without a window, whose states are kept as well; see phalanx.types.Algorithm
+    last_steps = 0  # without a window, the final steps whose states are kept as well; see phalanx.types.Algorithm
 
     def __init__(
         self, policy: FlowPolicy, config: FlowRolloutConfig, world: World, micro_batch_size: int, *, window: bool = True
     ) -> None:
-        """`window` False: of a training sample only images and final latents are wanted."""
+        """`window`: keep a window of stochastic steps to train on; False keeps only images and final latents."""
         self.policy, self.config, self.world, self.window = policy, config, world, window
         self.micro_batch_size = micro_batch_size
-        self._last: Job  # that of the last `sample`, for `resample`
+        self._last: Job  # of the last call of `sample`, for `resample`
         self.sampler = train_sampler(config, policy.model)
         self.val_sampler = val_sampler(config, policy.model)
         self.fps = policy.model.fps
         self.ahead = EncodeAhead(self.encode)
-        # refuses sizes that the model cannot make now, and not hours later in the first validation
+        # sizes that the model does not support are rejected now, not hours later in the first validation
         for sampler in (self.sampler, self.val_sampler):
             policy.model.sample_shape(sampler.height, sampler.width, sampler.num_frames)
             check_tokens(policy.model, sampler, policy.longest, policy.world.context_size)
@@ -55,7 +48,7 @@ class PolicyRollout:
             self.check_steps(window_reach(config.num_inference_steps, config.sde_window_range))
 
     def check_steps(self, steps: range) -> None:
-        """Warn where a part of the model learns nothing from `steps`, those that are trained."""
+        """Warn if a component of the model learns nothing from `steps`, the trained denoising steps."""
         timesteps = self.schedule(self.sampler).timesteps[steps.start : steps.stop]
         self.policy.model.check_window(timesteps, self.policy.config.target_components)
 
@@ -65,28 +58,28 @@ class PolicyRollout:
         return self.facts.exact
 
     def prepare(self, batches: Callable[[int], list[Prompt]], step: int, end: int) -> None:
-        """Encode the prompts of step `step`, and of those after it as many as the cache can hold."""
+        """Encode the prompts of step `step` and of as many later steps as fit into the cache."""
         self.ahead.reach(batches, step, end)
 
     @contextmanager
     def awake(self) -> Iterator[None]:
-        """Gather the weights for as long as the rollout lasts."""
+        """Keep the weights gathered for the duration of the rollout."""
         with torch.no_grad(), self.policy.unsharded():
             yield
 
     def sample(self, prompts: list[Prompt], *, seed: int, step: int, each: Each) -> Samples:
-        """Sample this rank's share of `n` images per prompt; `prompts` are those of all ranks.
+        """Sample this rank's share of `n` images per prompt; `prompts` are the prompts of all ranks.
 
-        `each(images, prompts)` is called after every micro-batch. Noise of image i of group g at training step k is a
-        function of (seed, k, g, i), so the share is the same images whatever the number of ranks.
+        `each(images, prompts)` is called after every micro-batch. The noise of image i of group g at training step k
+        is a function of (seed, k, g, i), so the images do not depend on the number of ranks.
         """
         c, sampler = self.config, self.sampler
         window = self.stochastic_steps(seed, step)
         trained = trained_steps(window, step, fraction=c.timestep_fraction, seed=seed) if self.window else []
         index, rows, embeds = self.share(prompts)
         schedule = self.schedule(sampler)
-        # Names, not the state of a generator, seed the noise: which rank draws an image, and what
-        # it has drawn before, has no part in it.
+        # The noise is seeded by each image's name, not by the state of a generator, so it does not depend on the rank
+        # that draws the image or on what that rank has drawn before.
         local, names = [], []
         for i in index.tolist():
             local.append(prompts[i // c.n])
@@ -104,7 +97,7 @@ class PolicyRollout:
             branching=c.branching,
         )
         drawn = self.draw(job, local, each)
-        # a replay needs only the latents of the window; those of all steps would fill the memory
+        # a replay needs only the latents of the window; keeping those of all steps would fill the memory
         first = window.start
         trace = FlowTrace(
             sampler=sampler,
@@ -121,14 +114,14 @@ class PolicyRollout:
             evaluations=len(job.levels()) - 1 - (round(first * (1 - 1 / c.n)) if c.branching else 0),
         )
         self._last = job
-        mask = torch.ones_like(drawn.log_prob, dtype=torch.bool)  # all have the same number of steps
+        mask = torch.ones_like(drawn.log_prob, dtype=torch.bool)  # all images have the same number of steps
         return Samples(local, drawn.images, drawn.log_prob, mask, trace, index)
 
     def renew(self, samples: Samples, prompts: list[Prompt]) -> Samples:
-        """The samples of the last `sample` with the embeddings of other prompts, for `resample` to draw from."""
+        """Replace the prompts of the samples of the last `sample`, and their embeddings, before `resample`."""
         index, rows, embeds = self.share(prompts)
         before = samples.trace.embeds
-        # a longer text among them pads those of all prompts, and kernels round differently at another length
+        # a longer text among the new prompts changes the padding of all; kernels round differently at another length
         same = all(embeds[name].shape == value.shape for name, value in before.items())
         self._last = replace(self._last, embeds=embeds, rows=rows)
         return replace(
@@ -139,20 +132,20 @@ class PolicyRollout:
         )
 
     def resample(self, samples: Samples, stale: Tensor, attempt: int, *, each: Each) -> tuple[Samples, Tensor]:
-        """The samples of the last `sample`, those that `stale` [N] names among all ranks' drawn anew.
+        """Draw the samples of the last `sample` that are marked in `stale` [N] (bool, of all ranks) again.
 
-        Their noise is that of images attempt x n and up of their group. All ranks take part and draw equally many: what
-        is lacking is filled up with further images of the first sample, which are dropped. Returns the samples, and the
-        numbers [D] of the images that `each` saw, -1 for those that are dropped.
+        They get the noise of images attempt x n and up of their group. All ranks draw equally many images: a rank with
+        fewer stale ones draws further images of its first sample and drops them. Returns the samples, and the numbers
+        [D] of the images passed to `each`, -1 for the dropped ones.
         """
         size, n, job = self.micro_batch_size, self.config.n, self._last
         local = stale[samples.index].nonzero().flatten()
-        # Where weights are sharded, each pass of the transformer is a collective: the rank with
-        # most stale samples says how many micro-batches all of them make.
+        # With sharded weights, each pass of the transformer is a collective, so all ranks run as many micro-batches as
+        # the rank with the most stale samples.
         micro_batches = reduce_int(-(-len(local) // size), "max")
         places = torch.zeros(size * micro_batches, dtype=torch.long)
         places[: len(local)] = local
-        # image numbers that no other attempt has, so the noise is new and still has a name
+        # no other attempt uses these image numbers, so the noise is new and still a function of its name
         names = [(*job.names[j][:3], job.names[j][3] + attempt * n) for j in places.tolist()]
         again = replace(job, rows=job.rows[places], names=names)
         drawn = self.draw(again, [samples.prompts[j] for j in places.tolist()], each)
@@ -176,21 +169,21 @@ class PolicyRollout:
         return replace(samples, outputs=outputs, log_prob=log_prob, trace=trace), numbers
 
     def draw(self, job: Job, prompts: list[Prompt], each: Each) -> Generated:
-        """All images of a job, one micro-batch after the other; each is handed to `each` when it is done."""
+        """Generate all images of a job in micro-batches, and pass each finished micro-batch to `each`."""
         parts = []
         for part in torch.arange(len(job.names)).split(self.micro_batch_size):
             micro = replace(job, rows=job.rows[part], names=[job.names[j] for j in part.tolist()])
             parts.append(self.generate(micro))
-            # at once: rewards on other threads score it while the next one is sampled
+            # rewards on other threads score this micro-batch while the next one is sampled
             each(parts[-1].images, [prompts[j] for j in part.tolist()])
         return Generated(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
 
     def share(self, prompts: list[Prompt]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """This rank's samples: their numbers [B] among all ranks', their rows [B] in the embeddings
-        of the prompts that they show, and these embeddings.
+        """This rank's samples: their numbers [B] in the step, their rows [B] in the embeddings, and the embeddings of
+        their prompts.
         """
-        # Consecutive numbers, so that a rank has few prompts. At its borders it may have only some
-        # of a prompt's samples: groups are put together where rewards are gathered.
+        # The numbers are consecutive, so that a rank has few prompts. The first and the last prompt may share their
+        # samples with neighboring ranks: groups are assembled where rewards are gathered.
         n, share = self.config.n, len(prompts) * self.config.n // self.world.data_size
         index = torch.arange(self.world.data_rank * share, (self.world.data_rank + 1) * share)
         used, rows = torch.unique(index // n, return_inverse=True)
@@ -198,7 +191,7 @@ class PolicyRollout:
         return index, rows.to(self.world.device), embeds
 
     def stochastic_steps(self, seed: int, step: int) -> range:
-        """The stochastic steps of training step `step`, from which the trained ones are taken."""
+        """The stochastic denoising steps of training step `step`; the trained ones are chosen among them."""
         c = self.config
         if not self.window:
             end = c.num_inference_steps if self.last_steps else 0
@@ -215,7 +208,7 @@ class PolicyRollout:
         )
 
     def close(self) -> None:
-        """Do nothing: nothing runs beside the job."""
+        """Do nothing: this rollout runs nothing in the background."""
 
     def typical_std(self, schedule: Schedule) -> float:
         """See FlowTrace."""
@@ -226,20 +219,20 @@ class PolicyRollout:
         return typical_std(schedule.levels, reach, noise_level=c.noise_level, sde_type=c.sde_type)
 
     def sample_validation(self, prompts: list[Prompt], *, each: Each) -> None:
-        """rollout.val.n images per prompt, one prompt's after the other, with `val_sampler`.
+        """Sample rollout.val.n images per prompt, prompt by prompt, with `val_sampler`.
 
-        The noise is a function of (rollout.val.seed, the prompt's group_id, image). All ranks must
-        come with the same number of prompts.
+        The noise is a function of (rollout.val.seed, the prompt's group_id, image). All ranks must pass the same number
+        of prompts.
         """
         sampler, n, size = self.val_sampler, self.config.val.n, self.micro_batch_size
         embeds = self.collate(prompts, sampler.guided, sampler)
         schedule = self.schedule(sampler)
         total = len(prompts) * n
         for start in range(0, total, size):
-            # The last micro-batch is filled up with repetitions: kernels would round differently in a smaller one.
+            # the last micro-batch is padded with repetitions, because kernels would round differently in a smaller one
             part = [min(start + j, total - 1) for j in range(size)]
             rows = torch.tensor([j // n for j in part], device=self.world.device)
-            # no training step in the name: the noise is the same at each validation
+            # the name has no training step, so the noise is the same in every validation
             names = [(self.config.val.seed, 0, prompts[j // n].group_id, j % n) for j in part]
             job = Job(
                 sampler=sampler,
@@ -255,7 +248,7 @@ class PolicyRollout:
             each(images[:real], [prompts[j // n] for j in part[:real]])
 
     def metrics(self, samples: Samples, reward: Tensor) -> dict[str, float]:
-        """There are no metrics beside the rewards: all images have one size."""
+        """Return no metrics: all images have the same size."""
         return {}
 
     def generate(self, job: Job) -> Generated:
@@ -263,31 +256,31 @@ class PolicyRollout:
         return generate(self.policy, job)
 
     def schedule(self, sampler: Sampler) -> Schedule:
-        """The model's schedule, on the device."""
+        """The model's noise schedule for the sampler's number of steps and size, on the device."""
         model, device = self.policy.model, self.world.device
         size = (sampler.height, sampler.width, sampler.num_frames)
         sigmas, timesteps = model.schedule_of_video(sampler.num_inference_steps, *size)
         return Schedule(sigmas.to(device), timesteps.to(device), sigmas.tolist())
 
     def encode(self, batches: list[list[Prompt]]) -> int:
-        """Encode this rank's share of the prompts of several steps at once, for `sample` to find; a prompt of several
-        ranks of the node is encoded by one of them.
+        """Encode this rank's share of the prompts of several steps at once, ahead of `sample`. A prompt that several
+        ranks of a node share is encoded by one of them.
 
-        Returns the number of steps like these that the cache has room for, on the rank where they are fewest.
+        Returns the number of such steps that fit into the cache, the minimum over all ranks.
         """
         node, sampler = self.policy.node, self.sampler
         shown = [self._shown(batches, rank) for rank in node.ranks]
         local = shown[node.place]
-        # a text without an image can always be encoded
-        agreed = on_all_ranks if self.policy.model.image_column is not None else _call
-        self.policy.embed_in_turns(shown, sampler.guided, (sampler.height, sampler.width, sampler.num_frames), agreed)
-        entries = len(local) * (2 if self.sampler.guided else 1)
+        self.policy.embed_in_turns(
+            shown, sampler.guided, (sampler.height, sampler.width, sampler.num_frames), self._agreed
+        )
+        entries = len(local) * (2 if sampler.guided else 1)
         room = self.policy.room() * len(batches) // entries
-        # the fewest, as all ranks must encode at the same steps
+        # the minimum, because all ranks must encode at the same steps
         return -reduce_int(-room, "max")
 
     def _shown(self, batches: list[list[Prompt]], rank: int) -> list[Prompt]:
-        """The prompts of a rank's samples; see `share`."""
+        """The prompts of a rank's samples, in each of the batches; see `share`."""
         n, place, shown = self.config.n, rank // self.world.context_size, list[Prompt]()
         for prompts in batches:
             share = len(prompts) * n // self.world.data_size
@@ -298,22 +291,21 @@ class PolicyRollout:
     def embed(self, prompts: list[Prompt], negatives: bool, sampler: Sampler) -> list[dict[str, Tensor]]:
         """See FlowPolicy.embed. Raises JobError, on all ranks, where a prompt's image is unreadable."""
         size = (sampler.height, sampler.width, sampler.num_frames)
-        if self.policy.model.image_column is None:
-            return self.policy.embed(prompts, negatives, size)
-        return on_all_ranks(lambda: self.policy.embed(prompts, negatives, size))
+        return self._agreed(lambda: self.policy.embed(prompts, negatives, size))
+
+    def _agreed(self, encode: Callable[[], list[dict[str, Tensor]]]) -> list[dict[str, Tensor]]:
+        """Call `encode`, with an exchange of errors between the ranks only if prompts have images: texts never fail."""
+        return encode() if self.policy.model.image_column is None else on_all_ranks(encode)
 
     def collate(
         self, prompts: list[Prompt], negatives: bool = True, sampler: Sampler | None = None
     ) -> dict[str, Tensor]:
-        """Embeddings [P, ...], or [2 P, ...] with the negatives, on the device.
-
-        `sampler`: None for that of training.
-        """
+        """Embeddings [P, ...], or [2 P, ...] with the negatives, on the device; `sampler` None: that of training."""
         sampler = sampler or self.sampler
         embeds = self.embed(prompts, negatives, sampler)
         lengths = [e["prompt_embeds"].shape[0] for e in embeds]
-        # Padded to the longest of all ranks, and masked where any rank has a shorter one: kernels round differently at
-        # another length or with a mask, so with the local length results would depend on the layout.
+        # Padded to the longest text of all ranks, and masked if any rank has a shorter one: kernels round differently
+        # at another length or with a mask, so with local lengths results would depend on the layout.
         longest = reduce_int(max(lengths), "max")
         shortest = -reduce_int(-min(lengths), "max")
         length = self.policy.text_length(longest, (sampler.height, sampler.width))

@@ -1,4 +1,4 @@
-"""The samplers of training and validation, as the configuration says and the model allows."""
+"""The samplers of training and validation, from the configuration and what the model supports."""
 
 from dataclasses import replace
 from typing import Any
@@ -10,8 +10,8 @@ from phalanx.models.flow.family import FlowModel
 
 
 def train_sampler(c: FlowRolloutConfig, model: FlowModel | type[FlowModel]) -> Sampler:
-    """The sampler of training. Raises ValueError for what the model does not obey."""
-    guidance, embedded = _obeyed(c, model, "rollout.")
+    """The sampler of training. Raises ValueError for settings that the model does not support."""
+    guidance, embedded = _guidance(c, model, "rollout.")
     assert guidance is not None
     check_noise(c.sde_type, c.noise_level, "rollout.noise_level")
     return Sampler(
@@ -30,10 +30,10 @@ def train_sampler(c: FlowRolloutConfig, model: FlowModel | type[FlowModel]) -> S
 
 
 def val_sampler(c: FlowRolloutConfig, model: FlowModel | type[FlowModel]) -> Sampler:
-    """The sampler of validation: training's with what rollout.val changes, and all steps taken."""
+    """The sampler of validation: that of training with the changes of rollout.val, and without skipped steps."""
     v, train = c.val, train_sampler(c, model)
     check_noise(c.sde_type, v.noise_level, "rollout.val.noise_level")
-    guidance, embedded = _obeyed(v, model, "rollout.val.")
+    guidance, embedded = _guidance(v, model, "rollout.val.")
     solver = c.solver if v.solver is None else v.solver
     if solver != "euler" and v.noise_level > 0:
         raise ValueError(
@@ -56,16 +56,16 @@ def val_sampler(c: FlowRolloutConfig, model: FlowModel | type[FlowModel]) -> Sam
 
 
 def check_noise(sde_type: str, noise_level: float, key: str) -> None:
-    """Raise ValueError for a noise level at which cps has no std: sin(eta pi / 2) falls again above 1."""
+    """Raise ValueError for a noise level that cps does not define: sin(eta pi / 2) decreases above 1."""
     if sde_type == "cps" and noise_level > 1:
-        raise ValueError(f"{key}: {noise_level:g} is more than 1, the most of rollout.sde_type=cps")
+        raise ValueError(f"{key}: {noise_level:g} is more than 1, the maximum with rollout.sde_type=cps")
 
 
 def check_frames(section: Any, model: FlowModel | type[FlowModel], prefix: str = "") -> None:
-    """Raise ValueError for videos that the model does not make, or that could not be written."""
+    """Raise ValueError for videos that the model cannot generate, or that cannot be written."""
     frames = section.num_frames
     if frames == 1 and model.makes_videos and model.image_column is not None:
-        raise ValueError(f"{prefix}num_frames: 1 is the given image; expected those of a video that begins with it")
+        raise ValueError(f"{prefix}num_frames: 1 is only the given image; expected more frames, which follow it")
     if frames is None or frames == 1:
         return
     if not model.makes_videos:
@@ -75,11 +75,11 @@ def check_frames(section: Any, model: FlowModel | type[FlowModel], prefix: str =
 
 
 def check_guidance(section: Any, model: FlowModel | type[FlowModel], prefix: str = "") -> None:
-    """Raise ValueError if `section` asks for a guidance that the model does not obey."""
-    obeyed = (model.guidance_key, model.embedded_guidance_key)
+    """Raise ValueError if `section` sets a guidance scale that has no effect on the model."""
+    effective = (model.guidance_key, model.embedded_guidance_key)
     second = section.guidance_scale_2
     if second is not None and not model.second_guidance:
-        raise ValueError(f"{prefix}guidance_scale_2: {second:g} is of models with two transformers, and this has one")
+        raise ValueError(f"{prefix}guidance_scale_2: {second:g} needs a model with two transformers; this one has one")
     first = section.guidance_scale
     if second is not None and first is not None and first <= 1:
         raise ValueError(
@@ -94,19 +94,19 @@ def check_guidance(section: Any, model: FlowModel | type[FlowModel], prefix: str
             raise ValueError(
                 f"{prefix}{key}: {value:g}: the model is distilled to do without classifier-free guidance; set it to 1"
             )
-        if key not in obeyed:
+        if key not in effective:
             raise ValueError(
                 f"{prefix}{key}: {value:g} has no effect on this model; its guidance is {prefix}{model.guidance_key}"
             )
 
 
-def _obeyed(section: Any, model: FlowModel | type[FlowModel], prefix: str) -> tuple[float | None, float | None]:
-    """Scales of classifier-free guidance, and of the one that the model takes as an input.
+def _guidance(section: Any, model: FlowModel | type[FlowModel], prefix: str) -> tuple[float | None, float | None]:
+    """The scales of classifier-free guidance and of embedded guidance, which the model takes as an input.
 
-    Raises ValueError for what the model does not obey.
+    Raises ValueError for guidance and videos that the model does not support.
     """
     check_guidance(section, model, prefix)
     check_frames(section, model, prefix)
-    # which key means which depends on the model: guidance_scale is the one for SD3, the other for FLUX.1-dev
+    # the meaning of a key depends on the model: guidance_scale is the former for SD3, the latter for FLUX.1-dev
     key = model.embedded_guidance_key
     return getattr(section, model.guidance_key), None if key is None else getattr(section, key)

@@ -1,4 +1,4 @@
-"""Higher-order steps of the sampling ODE, by diffusers' own solvers."""
+"""Higher-order steps of the sampling ODE, with diffusers' solvers."""
 
 from collections.abc import Callable
 
@@ -11,9 +11,9 @@ Step = Callable[[Tensor, Tensor], Tensor]
 def multistep_solver(levels: list[float]) -> Step:
     """DPM-Solver++(2M) (arXiv 2211.01095) along the levels: second order, one velocity per step.
 
-    The function that is returned takes the velocity and the sample at a level, both [B, ...]
-    float32, to the sample at the next, once for each of the levels but the last. The first step is
-    Euler's, and so is the one to level 0: the solver looks back at the step before.
+    Returns a function that maps the velocity and the sample at a level, both [B, ...] float32, to the sample at the
+    next level; it must be called once for each level but the last. The first step, which has no previous one to look
+    back at, and the step to level 0 are Euler steps.
     """
     from diffusers import DPMSolverMultistepScheduler
 
@@ -22,12 +22,12 @@ def multistep_solver(levels: list[float]) -> Step:
         solver_order=2,
         prediction_type="flow_prediction",
         use_flow_sigmas=True,
-        # the last step is Euler's where it leads to level 0, which final_sigmas_type says
+        # a last step to level 0 is an Euler step in any case, because of final_sigmas_type
         lower_order_final=False,
     )
     steps = len(levels) - 1
     scheduler.set_timesteps(steps)
-    # the model's own schedule instead of the solver's
+    # the model's schedule instead of the solver's
     scheduler.sigmas = torch.tensor(levels, dtype=torch.float32)
     scheduler.timesteps = scheduler.sigmas[:-1] * scheduler.config.num_train_timesteps
     scheduler.set_begin_index(0)
@@ -35,7 +35,7 @@ def multistep_solver(levels: list[float]) -> Step:
 
     def step(velocity: Tensor, sample: Tensor) -> Tensor:
         """Take one step: from the sample [B, ...] at a level to the one at the next level."""
-        taken: Tensor = scheduler.step(velocity, next(timesteps), sample, return_dict=False)[0]
-        return taken
+        following: Tensor = scheduler.step(velocity, next(timesteps), sample, return_dict=False)[0]
+        return following
 
     return step

@@ -1,4 +1,4 @@
-"""Sampling by vLLM-omni, in this process, on a copy of the weights that each rollout renews."""
+"""Sampling with vLLM-omni, in this process, on a copy of the weights that each rollout refreshes."""
 
 import logging
 from collections.abc import Iterator
@@ -20,9 +20,9 @@ log = logging.getLogger(__name__)
 
 
 class VllmOmniRollout(PolicyRollout):
-    """See phalanx.types.Rollout. All but the transformer's kernels is as in the policy's rollout.
+    """See phalanx.types.Rollout. As PolicyRollout, but with vLLM-omni's transformer.
 
-    Log-probabilities differ from the policy's in the last digits.
+    Its kernels round differently, so log-probabilities differ from the policy's in the last digits.
     """
 
     facts = EngineFacts(
@@ -39,20 +39,20 @@ class VllmOmniRollout(PolicyRollout):
     def __init__(
         self, policy: FlowPolicy, config: FlowRolloutConfig, world: World, micro_batch_size: int, *, window: bool = True
     ) -> None:
-        """Raises ValueError if vLLM-omni is missing, or has no such model."""
+        """Raises ValueError if vLLM-omni is missing or does not have the model."""
         super().__init__(policy, config, world, micro_batch_size, window=window)
-        # its start changes random states, threads and the environment of the whole process
+        # starting it changes random states, threads and environment variables of the whole process
         log.info("starting vLLM-omni")
         with as_before():
             self.executor = _executor(policy)
         self.pipeline = self.executor.driver_worker.worker.model_runner.pipeline
-        # Our loop replaces vLLM-omni's, with its transformer: noise, guidance, VAE and texts are then the policy's.
+        # our sampling loop runs vLLM-omni's transformer; noise, guidance, VAE and text encoding are the policy's
         self.pipeline.attach(policy, generate)
-        self.pipeline.release()  # its first weights are of no use: each rollout brings them anew
+        self.pipeline.release()  # the initial weights are not needed: each rollout brings the policy's
 
     @contextmanager
     def awake(self) -> Iterator[None]:
-        """Give the engine the policy's weights as they are now; it has none at other times."""
+        """Give the engine the policy's current weights for the duration of the block; it has none at other times."""
         self.pipeline.refresh(self.policy.trained.whole_weights())
         try:
             with torch.no_grad():
@@ -65,13 +65,13 @@ class VllmOmniRollout(PolicyRollout):
         from vllm_omni.diffusion.request import OmniDiffusionRequest
         from vllm_omni.inputs.data import OmniDiffusionSamplingParams
 
-        # a seed, since vLLM-omni would draw one from the process's random state; the job names the noise
+        # the noise is determined by the job; without a seed vLLM-omni would draw one from the process's random state
         parameters = OmniDiffusionSamplingParams(seed=0, extra_args={"job": job})
         request = OmniDiffusionRequest(prompt="", sampling_params=parameters, request_id="rollout")
         out = self.executor.collective_rpc(
             "execute_model", args=(request, self.executor.od_config), unique_reply_rank=0
         )
-        # tensors of inference mode cannot take part in the training that follows; copies can
+        # inference-mode tensors cannot be used in the training that follows, but copies can
         return Generated(
             images=out.output["images"].clone(),
             latents=out.trajectory_latents.clone(),
@@ -93,24 +93,24 @@ def _pipeline_class(policy: FlowPolicy) -> type:
 
 
 def _executor(policy: FlowPolicy) -> Any:
-    """vLLM-omni's in-process executor; all ranks in step, as it cuts groups from the world."""
+    """Start vLLM-omni's in-process executor. Collective, because it creates process groups."""
     from vllm_omni.diffusion.data import OmniDiffusionConfig, TransformerConfig
     from vllm_omni.diffusion.executor.uniproc_executor import UniProcDiffusionExecutor
     from vllm_omni.platforms import current_omni_platform
     from vllm_omni.platforms.interface import OmniPlatformEnum
 
-    logging.getLogger("vllm_omni").setLevel(logging.ERROR)  # its warnings are for its servers
+    logging.getLogger("vllm_omni").setLevel(logging.ERROR)  # its warnings concern its servers
     if current_omni_platform._omni_enum is OmniPlatformEnum.UNSPECIFIED:
         raise ValueError(
-            "rollout.engine: vllm_omni finds no GPU that it knows on this machine; set rollout.engine=policy"
+            "rollout.engine: vllm_omni finds no GPU that it supports on this machine; set rollout.engine=policy"
         )
     model = policy.model
     config = OmniDiffusionConfig(
         model_class_name=model.pipeline_class,
         tf_model_config=TransformerConfig.from_dict(dict(model.transformer.config)),
         dtype=model.dtype,
-        num_gpus=1,  # each rank has a replica, and draws its share of the samples
-        # captured kernels would not follow the weights, which are new tensors in each rollout
+        num_gpus=1,  # each rank has a full replica and draws its share of the samples
+        # captured graphs would keep the old weights, whose tensors are replaced in each rollout
         enforce_eager=True,
         distributed_executor_backend="uni",
         worker_extension_cls="phalanx.engines.omni.worker.RankWorker",

@@ -1,4 +1,4 @@
-"""Sampling engines of language models, a file each."""
+"""Sampling engines of language models, one file per engine."""
 
 import os
 from typing import Any
@@ -17,20 +17,18 @@ from phalanx.types import Rollout
 
 
 def check_entry(kind: Any, name: str) -> None:
-    """Raise ConfigError, as a configuration is loaded, for a class that cannot be an engine."""
+    """Raise ConfigError, when a configuration is loaded, for a class that cannot be an engine."""
     check_class(kind, name, "passes", "phalanx.rollout.lm.in_policy.LMRollout")
 
 
 def check_engine(cfg: LMRunConfig, *, installed: bool = True) -> None:
-    """Raise ConfigError for an engine that the environment does not allow, or one that should be `installed` and is
-    not.
-    """
+    """Raise ConfigError for an engine that conflicts with environment variables or, with `installed`, is missing."""
     if installed:
         check_installed(cfg.rollout)
     settings = os.environ.get("PYTORCH_ALLOC_CONF", os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""))
     if cfg.rollout.facts.sleeps and cfg.rollout.sleep and "expandable_segments:true" in settings.lower():
         raise ConfigError(
-            "rollout.sleep: true does not go with expandable_segments:True in PYTORCH_CUDA_ALLOC_CONF; take that out, "
+            "rollout.sleep: true does not work with expandable_segments:True in PYTORCH_CUDA_ALLOC_CONF; remove that, "
             "or set rollout.sleep=false"
         )
 
@@ -43,15 +41,15 @@ def build_rollout(
     passes: Passes | None,
     environments: Environments | None = None,
 ) -> Rollout:
-    """The rollout that `rollout.engine` names for the kind of policy; all ranks in step. `decoded` samples are drawn
-    together; `passes` are those of the training; `environments`: whom samples talk to. Raises ValueError if an
-    engine refuses the model.
+    """Construct the engine that `rollout.engine` names for the kind of policy. Collective. Raises ValueError if the
+    engine rejects the model. decoded: number of samples drawn together. passes: see LMRollout. environments: for
+    multi-turn samples.
     """
     engine, names = cfg.rollout.engine, BLOCK_ENGINES if isinstance(policy, BlockDiffusionPolicy) else ENGINES
     check_stops(policy, cfg.rollout)
     beside: dict[str, Any] = {"passes": passes}
     if environments is not None:
-        assert isinstance(cfg, LMRLConfig | LMTurnRunConfig), "only such jobs have environments"
+        assert isinstance(cfg, LMRLConfig | LMTurnRunConfig), "only these jobs have environments"
         names, beside = TURN_ENGINES, beside | {"environment": cfg.environment, "environments": environments}
     rollout: Rollout = made(engine_class(engine, names), engine, policy, cfg.rollout, world, decoded, **beside)
     return rollout

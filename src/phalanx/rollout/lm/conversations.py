@@ -1,11 +1,10 @@
-"""Samples of several turns: between two turns an environment or tools answer."""
+"""Multi-turn samples: an environment or tools answer between the turns of the model."""
 
 import logging
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -28,23 +27,23 @@ from phalanx.models.lm.calls import Parser, parser
 from phalanx.models.lm.policy import LMPolicy
 from phalanx.models.lm.turns import TurnRenderer
 from phalanx.rollout.lm.converse import Partner, Spoken, converse
-from phalanx.rollout.lm.decode import Decoding, Prefill
+from phalanx.rollout.lm.decode import Decoding
 from phalanx.rollout.lm.in_policy import Drawn, LMRollout, distinct
 from phalanx.telemetry.step_metrics import reward_by_turns
 from phalanx.types import Each, JobError, Prompt, Samples
 
 log = logging.getLogger(__name__)
-LOST = ("timeout", "error")  # conversations that the environment's failures ended: they say nothing of the policy
+LOST = ("timeout", "error")  # endings caused by the environment: such samples say nothing about the policy
 
 
 @dataclass(frozen=True, kw_only=True)
 class Conversed(Drawn):
-    """A sample of several turns, whose `response` is all behind the prompt, and whose `text` is that of the last turn.
+    """A multi-turn sample: `response` contains all tokens after the prompt, `text` is the text of the last turn.
 
-    `sampled`: the tokens that the model drew. `ended`: why there was no further turn: the environment or the model was
-    done, there was no room for a further turn (turns) or further tokens, a call ran too long (timeout) or raised
-    (error). `earned`: rewards of turns, by the numbers of their last drawn tokens. `mistakes`, `failures` and
-    `seconds`: see phalanx.environments.conversation.
+    `sampled` marks the tokens that the model drew. `ended` says why no turn followed: the environment or the model was
+    done (done), the limit of turns or tokens was reached (turns, tokens), or a call timed out (timeout) or raised
+    (error). `earned`: rewards of turns, by the index of their last token among the drawn ones. `mistakes`, `failures`
+    and `seconds`: see phalanx.environments.conversation.
     """
 
     sampled: Sequence[bool]
@@ -58,13 +57,13 @@ class Conversed(Drawn):
 
     @property
     def length(self) -> int:
-        """The tokens that the model drew."""
+        """The number of tokens that the model drew."""
         return sum(self.sampled)
 
 
 @dataclass
 class _Talk:
-    """A conversation under way. `messages` are all, those of the prompt among them."""
+    """A conversation in progress; `messages` include those of the prompt."""
 
     conversation: Conversation
     renderer: TurnRenderer
@@ -73,18 +72,18 @@ class _Talk:
     prompt: list[int] = field(default_factory=list)
     look: Any = None  # the images of the prompt
     turns: int = 0
-    ends: list[int] = field(default_factory=list)  # of turns: the numbers of their last drawn tokens
-    full: bool = False  # it had as many turns as there may be
+    ends: list[int] = field(default_factory=list)  # of each turn: the index of its last token among the drawn ones
+    full: bool = False  # has reached environment.max_turns
 
     @property
     def ended(self) -> str:
-        """See Conversed; once there is no further turn."""
+        """See Conversed; only valid after the last turn."""
         return self.conversation.ended or ("turns" if self.full else "tokens")
 
 
 class ConversationRollout(LMRollout):
-    """See phalanx.types.Rollout. Ranks meet once all conversations of a micro-batch have begun, and once all have
-    ended, where the failure of one ends all; `_speak` is all that differs between engines.
+    """See phalanx.types.Rollout. Ranks synchronize after the conversations of a micro-batch have begun and after they
+    have ended; a failure on one rank is then raised on all. Engines differ only in `_speak`.
     """
 
     def __init__(
@@ -103,8 +102,8 @@ class ConversationRollout(LMRollout):
         other = other_layers(policy.trained.module.lm)
         if other and self.facts.weights == "policy":
             raise ValueError(
-                f"environment.path: {policy.config.path!r} has layers of other kinds ({other[0]}) than attention to "
-                "all that was before; conversations cannot be decoded with it"
+                f"environment.path: {policy.config.path!r} has layers other than full causal attention ({other[0]}); "
+                "conversations cannot be decoded with it"
             )
         self._renderers: dict[str | None, tuple[TurnRenderer, Parser]] = {}
         for name in environments.names:
@@ -114,7 +113,7 @@ class ConversationRollout(LMRollout):
         self._warned = False
 
     def metrics(self, samples: Samples, reward: Tensor) -> dict[str, float]:
-        """Those of all rollouts, response/... of the tokens that were drawn, and conversation/... and tools/..."""
+        """Metrics of every rollout (response/... of the drawn tokens), and conversation/... and tools/..."""
         row, drawn = super().metrics(samples, reward), self._conversed
         total = reduce_int(len(drawn), "sum")
 
@@ -139,12 +138,12 @@ class ConversationRollout(LMRollout):
         return row | reward_by_turns(all_gather(reward[samples.index]), all_gather(turns))
 
     def close(self) -> None:
-        """Wait until all instances of environments are closed."""
+        """Wait until all environment instances are closed."""
         self.environments.close()
 
     @property
     def _conversed(self) -> list[Conversed]:
-        """Those of the last `sample`."""
+        """The samples of the last call of `sample`."""
         return [drawn for drawn in self._drawn if isinstance(drawn, Conversed)]
 
     def _draw(
@@ -153,13 +152,13 @@ class ConversationRollout(LMRollout):
         try:
             drawn = super()._draw(prompts, names, decoding, each)
             with self._in_step():
-                # of all ranks: those that hold the same samples drew different ones
+                # summed over every rank: ranks that hold the same samples have drawn different parts of them
                 problem = self.environments.check(lambda count: int(sum(all_gather_apart(torch.tensor([count])))))
-        except JobError:  # on all ranks
+        except JobError:  # raised on all ranks
             self.environments.abandon()
             raise
         if problem is not None and not self._warned:
-            log.warning("%s; from here on see tools/failure_frequency", problem)
+            log.warning("%s; further failures are counted only in tools/failure_frequency", problem)
             self._warned = True
         return drawn
 
@@ -175,7 +174,7 @@ class ConversationRollout(LMRollout):
 
     @contextmanager
     def _in_step(self) -> Iterator[None]:
-        """For a block that all ranks run at once: raise the JobError of the lowest rank that has one, on all."""
+        """For a block that all ranks run in step: raise the JobError of the lowest failing rank on all ranks."""
         failure: JobError | None = None
         try:
             yield
@@ -186,7 +185,7 @@ class ConversationRollout(LMRollout):
             raise JobError(message) from failure
 
     def _converse(self, talks: list[_Talk], names: Sequence[tuple[int, ...]], decoding: Decoding) -> list[Drawn]:
-        # those whose environment does not begin, or adds more than a prompt may have, say nothing
+        # samples whose environment failed to start, or whose prompt it made too long, have no turns
         fits = self.data.max_prompt_length
         places = [i for i, talk in enumerate(talks) if talk.conversation.ended is None and len(talk.prompt) <= fits]
         speaking = [talks[i] for i in places]
@@ -196,7 +195,7 @@ class ConversationRollout(LMRollout):
         spoken = dict(zip(places, outcomes, strict=True))
         for i, speech in spoken.items():
             talk, tokens = talks[i], speech.tokens
-            if tokens and talk.ended == "tokens" and tokens[-1] not in self.how.ends:  # a turn that was cut
+            if tokens and talk.ended == "tokens" and tokens[-1] not in self.how.ends:  # the last turn was truncated
                 talk.messages.append({"role": "assistant", "content": self.policy.decode(speech.turn)})
                 talk.turns += 1
         rewards = [talk.conversation.reward(talk.messages) for talk in talks]
@@ -214,28 +213,25 @@ class ConversationRollout(LMRollout):
         decoding: Decoding,
         partner: Partner,
     ) -> list[Spoken]:
-        """A conversation behind each of the prompts with its images, of which a rank may have none. Other engines
-        override this; where `facts` are not exact, each has the log_probs of the tokens that are drawn.
+        """Hold the conversations that begin with these prompts and images; a rank may have none.
+
+        Other engines override this; with `facts` that are not exact, each result has the `log_probs` of drawn tokens.
         """
         if not prompts:
             return []
         tokens, rows = distinct(prompts, looks)
-        prefill: Prefill | None = None
-        if self.policy.vision is not None:
-            of_prompts = dict(zip(rows, looks, strict=True))  # by their numbers, in order
-            prefill = partial(self.policy.vision.prefill, looks=list(of_prompts.values()))
         uniform = self._uniform(names, decoding.limit, decoding)
-        room, join = [decoding.limit] * len(prompts), self.environment.join
+        room, join, prefill = [decoding.limit] * len(prompts), self.environment.join, self._prefill(rows, looks)
         forward, settings = self.policy.trained.module, self.policy.settings
         return converse(forward, settings, tokens, rows, uniform, decoding, room, partner, join, prefill)
 
     def _begun(self, prompts: list[Prompt], names: Sequence[tuple[int, ...]]) -> list[_Talk]:
-        """A conversation with each prompt, in a new instance of its environment, which may have added to the prompt."""
+        """Open a conversation per prompt, each with a new environment instance, whose reset may add to the prompt."""
         talks = []
         for prompt, name in zip(prompts, names, strict=True):
             messages = prompt.messages or [{"role": "user", "content": prompt.text}]
             row = {key: value for key, value in prompt.meta.items() if key != "tools"}
-            # the samples of a prompt are compared: (seed, step, group) is what they begin with
+            # the samples of a prompt are compared, so all of them reset with the seed of (seed, step, group)
             conversation = self.environments.open(
                 row | {"prompt": in_texts(prompt.messages or []) or prompt.text},
                 fold_in(*name[:3]),
@@ -243,27 +239,27 @@ class ConversationRollout(LMRollout):
             )
             kind = None if None in self._renderers else prompt.meta[COLUMN]
             talks.append(_Talk(conversation, *self._renderers[kind], list(messages)))
-        known: dict[tuple[int, str], tuple[list[int], Any]] = {}  # of prompts that reset has changed
+        known: dict[tuple[int, str], tuple[list[int], Any]] = {}  # prompts with images that reset has changed
         resets = [talk.conversation.reset() for talk in talks]
         for talk, prompt, reset in zip(talks, prompts, resets, strict=True):
             added = reset.result()
             if added:
                 talk.messages = joined(talk.messages, added)
-            with _about(talk):
+            with _rendering():
                 if not added:
                     talk.prompt, talk.look = self.policy.encode(prompt), self.policy.look(prompt)
                 elif not prompt.images:
                     talk.prompt = self.policy.readable(talk.renderer.prompt(talk.messages))
                 else:
                     key = prompt.group_id, str(talk.messages)
-                    if key not in known:  # samples with the same images share them
+                    if key not in known:  # samples with the same images share one Look
                         known[key] = self.policy.reader.read(replace(prompt, messages=talk.messages), self.data)
                     talk.prompt, talk.look = known[key]
             talk.messages = in_texts(talk.messages)
         return talks
 
     def _conversation(self, talk: _Talk, spoken: Spoken | None, reward: float | dict[str, float] | None) -> Conversed:
-        """The sample that a conversation has become."""
+        """The sample of a finished conversation."""
         tokens = [] if spoken is None else spoken.tokens
         ended, conversation = talk.ended, talk.conversation
         text = "" if spoken is None else self.policy.decode(spoken.turn)
@@ -277,7 +273,7 @@ class ConversationRollout(LMRollout):
             "turn_rewards": conversation.turn_rewards,
         }
         prompt, look = talk.prompt[-self.data.max_prompt_length :], talk.look
-        if look is not None and len(prompt) < len(talk.prompt):  # nothing was drawn, and images are not cut
+        if look is not None and len(prompt) < len(talk.prompt):  # nothing was drawn, and images cannot be truncated
             prompt, look = self.policy.readable(prompt) or [self.policy.pad], None
         return Conversed(
             prompt,
@@ -294,18 +290,18 @@ class ConversationRollout(LMRollout):
             mistakes=conversation.mistakes,
             failures=conversation.failures,
             seconds=conversation.seconds,
-            earned=dict(zip(talk.ends, conversation.turn_rewards, strict=False)),  # that of the last turn may lack
+            earned=dict(zip(talk.ends, conversation.turn_rewards, strict=False)),  # the last turn may have no reward
         )
 
     def _samples(self, prompts: list[Prompt], index: Tensor) -> Samples:
         if reduce_int(sum(drawn.length for drawn in self._drawn), "sum") == 0:
             raise JobError(
-                "environment: no sample of this step has a token; expected prompts with what reset adds of at most "
-                f"data.max_prompt_length={self.data.max_prompt_length} tokens"
+                "environment: no sample of this step has a token; expected prompts, including what reset adds, of at "
+                f"most data.max_prompt_length={self.data.max_prompt_length} tokens"
             )
         lost = torch.tensor([drawn.ended in LOST for drawn in self._conversed])
         samples = super()._samples(prompts, index)
-        # by the mask, too: some algorithms train on samples without a reward
+        # also masked, because some algorithms train on samples without a reward
         samples = replace(samples, mask=samples.mask & ~lost.to(samples.mask.device)[:, None], lost=lost)
         if not self.environments.rewards_turns:
             return samples
@@ -321,9 +317,8 @@ class ConversationRollout(LMRollout):
         for i, drawn in enumerate(self._conversed):
             ends[i] = len(drawn.prompt) + len(drawn.response)
             sampled[i, len(drawn.prompt) : ends[i]] = torch.tensor(drawn.sampled, dtype=torch.bool)
-        looks = tuple(drawn.look for drawn in self._drawn)
-        given = {"sampled": sampled.to(ids.device), "ends": ends.to(ids.device)}
-        return TokenTrace(ids, starts, lengths, width, looks=looks if any(looks) else None, **given)
+        trace: TokenTrace = super()._trace(ids, starts, lengths, width)
+        return replace(trace, sampled=sampled.to(ids.device), ends=ends.to(ids.device))
 
 
 class _Partner:
@@ -350,22 +345,22 @@ class _Partner:
         talk.full = talk.turns == self._config.max_turns
         if talk.full:
             return None
-        with _about(talk):
+        with _rendering():
             return self._readable(talk.renderer.answer(messages))
 
     def _cut(self, message: Message) -> Message:
-        """The message, whose content is no longer than it may be."""
-        most = self._config.max_observation_length
+        """The message, its content truncated to environment.max_observation_length tokens."""
+        limit = self._config.max_observation_length
         tokens = self._tokenizer(message["content"], add_special_tokens=False)["input_ids"]
-        if len(tokens) <= most:
+        if len(tokens) <= limit:
             return message
-        kept = shortened(list(tokens), most, self._config.truncate_side)
+        kept = shortened(list(tokens), limit, self._config.truncate_side)
         return {**message, "content": str(self._tokenizer.decode(kept))}
 
 
 @contextmanager
-def _about(talk: _Talk) -> Iterator[None]:
-    """A message that the template does not render within the block ends the job."""
+def _rendering() -> Iterator[None]:
+    """Turn the ValueError of a message that the chat template cannot render into a JobError."""
     try:
         yield
     except ValueError as error:

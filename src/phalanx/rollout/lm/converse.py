@@ -1,8 +1,7 @@
-"""Decoding of conversations in the trained module, with one cache of keys and values for all their turns.
+"""Decoding of conversations with the trained module, with one KV cache for all of their turns.
 
-Number k of a sample's uniform numbers belongs to the k-th token that it draws, in whatever turn that is. Answers join
-the batch at steps of the decoding that are known beforehand, so that what is drawn does not depend on the seconds that
-a tool takes either.
+The k-th uniform number of a sample decides the k-th token that the model draws in it, regardless of the turn. Answers
+join the batch at decoding steps that are fixed in advance, so the drawn tokens do not depend on how long a tool takes.
 """
 
 from collections.abc import Callable
@@ -18,14 +17,15 @@ from phalanx.functional.tokens import left_padded
 from phalanx.models.lm.model import CACHE
 from phalanx.rollout.lm.decode import SHRINK, Decoding, Prefill, check_finite, draw
 
-WASTE = 1.5  # columns of the cache per token of the longest conversation, from which on the empty ones are taken out
+WASTE = 1.5  # empty columns are removed once the cache has this many columns per token of the longest conversation
 
 
 @dataclass
 class Spoken:
-    """The tokens of a sample behind its prompt, of which `sampled` says which the model drew. `room`: the most that
-    there may be. `begin`: where its last turn begins. `cut`: the next token or answer had no room. `log_probs`: of the
-    tokens that the model drew, where they are not the policy's own.
+    """The tokens of a sample after its prompt; `sampled` marks those that the model drew, which `drawn` counts.
+
+    `room`: the maximum number of tokens. `begin`: where the last turn begins. `cut`: the next token or answer did not
+    fit. `log_probs`: of the drawn tokens, if the engine computes them.
     """
 
     room: int
@@ -42,13 +42,13 @@ class Spoken:
         return self.tokens[self.begin :]
 
     def say(self, token: int) -> None:
-        """The model draws a token."""
+        """Append a token that the model has drawn."""
         self.tokens.append(token)
         self.sampled.append(True)
         self.drawn += 1
 
     def hear(self, answer: list[int]) -> bool:
-        """An answer, behind which the next turn begins; False if there is no room for it and a token more."""
+        """Append an answer, after which the next turn begins; False if it does not fit with at least one more token."""
         self.cut = len(self.tokens) + len(answer) >= self.room
         if not self.cut:
             self.tokens += answer
@@ -58,13 +58,13 @@ class Spoken:
 
 
 class Partner(Protocol):
-    """Whom the samples talk to."""
+    """The other side of the conversations: an environment or tools."""
 
     def hear(self, sample: int, turn: list[int]) -> Future[Any]:
-        """Begin to answer a turn, which ends with an end token."""
+        """Start answering a turn, which ends with an end token; `answer` takes the result of the future."""
 
     def answer(self, sample: int, heard: Any) -> list[int] | None:
-        """The tokens of what came of it, to which the model answers; None if the conversation is over."""
+        """The tokens of the answer, up to the model's next turn; None if the conversation is over."""
 
 
 @torch.no_grad()
@@ -80,29 +80,29 @@ def converse(
     join: int,
     prefill: Prefill | None = None,
 ) -> list[Spoken]:
-    """A conversation for each of `rows`, numbers of prompts; uniform [B, limit]. `room` [B] are the most tokens behind
-    each prompt, at least one. Answers join at every `join`-th step, or as they arrive with 0, and where nobody speaks.
+    """Hold a conversation for each of `rows`, which are indices into `prompts`, with uniform numbers [B, limit].
 
-    `forward` and `config` are the language model's; `prefill`: where prompts may have images. Raises JobError where its
-    logits are not finite.
+    `room` [B]: the maximum number of tokens after each prompt, at least one. `join`: answers join at every `join`-th
+    step, or with 0 as they arrive; and whenever no sample is drawing. `forward` and `config` are the language model's;
+    `prefill` reads the prompts of a model with images. Raises JobError if logits are not finite.
     """
     device = uniform.device
     batch = _Batch(forward, config, device, decoding.pad)
     logits = batch.begin(prompts, rows, prefill)
     spoken = [Spoken(most) for most in room]
-    speaking = list(range(len(rows)))  # samples that draw a token of these logits
-    alive = list(range(len(rows)))  # samples of the batch, row by row
-    heard: dict[int, Future[Any]] = {}  # of samples that wait for an answer
+    speaking = list(range(len(rows)))  # samples that draw a token from these logits
+    alive = list(range(len(rows)))  # the sample in each row of the batch
+    heard: dict[int, Future[Any]] = {}  # by samples that wait for an answer
     ends, step = set(decoding.ends), 0
     finite = torch.ones((), dtype=torch.bool, device=device)
     while True:
-        feeds: dict[int, list[int]] = {}  # what each sample has said or heard and the model has not read
+        feeds: dict[int, list[int]] = {}  # tokens of each sample that the model has not read yet
         if speaking:
             places = {sample: place for place, sample in enumerate(alive)}
-            asked = logits[torch.tensor([places[sample] for sample in speaking], device=device)]
-            finite &= asked.amax(-1).isfinite().all()
+            last = logits[torch.tensor([places[sample] for sample in speaking], device=device)]
+            finite &= last.amax(-1).isfinite().all()
             numbers = torch.tensor([spoken[sample].drawn for sample in speaking], device=device)
-            tokens = draw(asked.float(), uniform[torch.tensor(speaking, device=device), numbers], decoding).tolist()
+            tokens = draw(last.float(), uniform[torch.tensor(speaking, device=device), numbers], decoding).tolist()
             for sample, token in zip(speaking, tokens, strict=True):
                 spoken[sample].say(token)
                 if token in ends:
@@ -132,7 +132,7 @@ def converse(
 
 
 def joining(heard: dict[int, Future[Any]], step: int, join: int, *, alone: bool) -> list[int]:
-    """The samples whose answers join now, those that are not there yet among them; `alone`: nobody else speaks."""
+    """The samples whose answers join now, whether they have arrived or not. `alone`: no other sample is drawing."""
     if not heard:
         return []
     if join > 0:
@@ -143,17 +143,18 @@ def joining(heard: dict[int, Future[Any]], step: int, join: int, *, alone: bool)
 
 
 class _Batch:
-    """The tokens of each sample that the model has read: a row of the cache, of which some columns are no token."""
+    """The tokens that the model has read: each sample is a row of the KV cache, and some of its columns are empty."""
 
     def __init__(self, forward: Callable[..., Any], config: Any, device: torch.device, pad: int) -> None:
         self._forward, self._device, self._pad = forward, device, pad
         self._cache = DynamicCache(config=config)
-        self._real = torch.zeros(0)  # [B, columns]: whether a column is the sample's own
-        # [B]: how far positions behind the prompt are from the numbers of the tokens; images may take fewer
+        self._real = torch.zeros(0)  # [B, columns]: 1 where a column holds a token of the sample
+        # [B]: position minus index of the tokens after the prompt: an image may advance positions by less than its
+        # number of tokens
         self._shift = torch.zeros(0)
 
     def begin(self, prompts: list[list[int]], rows: list[int], prefill: Prefill | None) -> Tensor:
-        """The logits [B, V] behind the prompts; each is read once for all of its samples."""
+        """Read each prompt once for all of its samples; returns the logits [B, V] of the first tokens."""
         self._real = torch.zeros(len(prompts), 0, dtype=torch.long, device=self._device)
         self._shift = torch.zeros(len(prompts), dtype=torch.long, device=self._device)
         logits = self.read(prompts, prefill)
@@ -163,7 +164,7 @@ class _Batch:
         return logits[at]
 
     def read(self, feeds: list[list[int]], prefill: Prefill | None = None) -> Tensor:
-        """The logits [B, V] behind the tokens that each sample adds; of no meaning for one that adds none."""
+        """Read new tokens of each sample; returns the logits [B, V] after them, meaningless without new tokens."""
         ids, new = left_padded(feeds, self._pad)
         ids, new = ids.to(self._device), new.to(self._device)
         before = self._real.sum(1, keepdim=True) + self._shift[:, None]
@@ -182,17 +183,17 @@ class _Batch:
         return logits
 
     def keep(self, rows: list[int]) -> None:
-        """Only these rows go on."""
+        """Drop all other rows."""
         at = torch.tensor(rows, device=self._device)
         self._cache.reorder_cache(at)
         self._real, self._shift = self._real[at], self._shift[at]
 
     def _compact(self, longest: int) -> None:
-        """Move each sample's own columns to the end, and leave out what is then empty in all rows."""
-        # a stable sort keeps the tokens of a sample in their order
+        """Move each sample's tokens to the last columns, and drop the columns that are then empty in all rows."""
+        # a stable sort keeps the tokens of a sample in order
         order = self._real.sort(dim=1, stable=True).indices[:, -longest:]
         for layer in self._cache.layers:
-            if not layer.is_initialized:  # one that reads another's
+            if not layer.is_initialized:  # a layer that shares the keys and values of another one
                 continue
             for name in ("keys", "values"):
                 states = vars(layer)[name]

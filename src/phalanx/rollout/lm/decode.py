@@ -1,7 +1,7 @@
-"""Decoding in the trained module, with a cache of keys and values.
+"""Decoding with the trained module and a KV cache.
 
-Token t of a sample is the inverse of its distribution's cumulative sum at a uniform number that belongs to the sample,
-so what is drawn depends neither on the batch nor on the rank, up to rounding.
+Token t of a sample is drawn by inverting the cumulative distribution at a uniform number that belongs to the sample, so
+the tokens depend neither on the batch nor on the rank, up to rounding.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,17 +17,15 @@ from phalanx.functional.tokens import FAR, WHOLE, Truncation, left_padded
 from phalanx.models.lm.model import CACHE
 from phalanx.types import JobError
 
-# of ids and mask of prompts, padded in front: arguments of the forward that reads them, and the next positions
+# takes ids and mask of left-padded prompts; returns arguments of the forward pass over them, and the next positions
 Prefill = Callable[[Tensor, Tensor], tuple[dict[str, Any], Tensor]]
 
-SHRINK = 0.75  # of the samples go on: a smaller batch then pays for the copy of the cache
+SHRINK = 0.75  # if a smaller fraction of the samples continues, copying the cache into a smaller batch pays off
 
 
 @dataclass(frozen=True)
 class Decoding:
-    """Settings: at most `limit` tokens, fewer where one of `ends` is drawn; temperature 0 takes the likeliest token.
-    Those of `never` are not drawn.
-    """
+    """Settings: at most `limit` tokens, up to one of `ends` and none of `never`; temperature 0 is greedy."""
 
     limit: int
     temperature: float
@@ -38,13 +36,13 @@ class Decoding:
 
 
 class StopTexts:
-    """Says token by token whether responses hold one of `texts`, as vLLM does: in the text without special tokens."""
+    """Detects stop `texts` in responses token by token. As in vLLM, special tokens are not part of the text."""
 
     def __init__(self, tokenizer: Any, texts: Sequence[str], prompts: Sequence[list[int]]) -> None:
-        """`prompts` [B]: the tokens before each response; the tokenizer is one of the tokenizers library."""
+        """`prompts` [B]: the tokens before each response; `tokenizer` is backed by the tokenizers library."""
         self._tokenizer, self._texts = tokenizer.backend_tokenizer, texts
         self._streams = [DecodeStream(ids=prompt, skip_special_tokens=True) for prompt in prompts]
-        self._tails = [""] * len(prompts)  # what a text that is not complete may begin with
+        self._tails = [""] * len(prompts)  # the last characters, in which a stop text may begin
         self._kept = max(map(len, texts)) - 1
 
     def complete(self, sample: int, token: int) -> bool:
@@ -56,10 +54,10 @@ class StopTexts:
     def _next(self, sample: int, token: int) -> str:
         try:
             return self._streams[sample].step(self._tokenizer, token) or ""
-        except Exception as error:  # the library has no type of its own
+        except Exception as error:  # the library defines no exception type
             if not str(error).startswith("Invalid prefix"):
                 raise
-            # bytes that are no text have confused the stream: begin anew, as vLLM does
+            # invalid bytes have broken the stream: start a new one, as vLLM does
             self._streams[sample] = DecodeStream(skip_special_tokens=True)
             return self._streams[sample].step(self._tokenizer, token) or ""
 
@@ -76,11 +74,11 @@ def decode(
     log_probs: list[list[float]] | None = None,
     prefill: Prefill | None = None,
 ) -> list[list[int]]:
-    """A response for each of `rows`, numbers of prompts; uniform [B, limit]. It ends with the token that completes one
-    of `stops` as well. To `log_probs`, where it is given, those of each response's tokens are appended.
+    """Draw a response for each of `rows`, which are indices into `prompts`, with uniform numbers [B, limit].
 
-    `forward` and `config` are the language model's; `prefill`: where prompts may have images. Raises JobError where its
-    logits are not finite.
+    A response also ends with the token that completes one of `stops`. The log-probabilities of each response's tokens
+    are appended to `log_probs`. `forward` and `config` are the language model's; `prefill` reads the prompts of a model
+    with images. Raises JobError if logits are not finite.
     """
     device = uniform.device
     ids, mask = left_padded(prompts, decoding.pad)
@@ -90,16 +88,16 @@ def decode(
     position = mask.sum(1)
     if prefill is not None:
         first, position = prefill(ids, mask)
-    # a prompt is read once for all of its samples
+    # each prompt is read once for all of its samples
     out = forward(input_ids=ids, attention_mask=mask, **first, **{CACHE: cache}, use_cache=True, logits_to_keep=1)
     at = torch.tensor(rows, device=device)
     cache.reorder_cache(at)
     logits, mask, position = out.logits[at, -1], mask[at], position[at]
-    finite = logits.amax(-1).isfinite().all()  # looked at once, at the end: each look would wait
+    finite = logits.amax(-1).isfinite().all()  # checked once, at the end, because each check would wait for the device
     responses: list[list[int]] = [[] for _ in rows]
     if log_probs is not None:
         log_probs += [[] for _ in rows]
-    alive = torch.arange(len(rows), device=device)  # samples of the batch, some of which have ended
+    alive = torch.arange(len(rows), device=device)  # the samples in the batch; some of them may have ended
     ended = torch.zeros(len(rows), dtype=torch.bool, device=device)
     ends = torch.tensor(decoding.ends, device=device)
     for t in range(decoding.limit):
@@ -137,7 +135,7 @@ def decode(
 
 
 def check_finite(finite: Tensor) -> None:
-    """Raise JobError unless `finite`, a bool, says that all logits of a rollout were finite."""
+    """Raise JobError unless `finite`, a bool tensor: whether all logits of the rollout were finite."""
     if not finite:
         raise JobError(
             "model.path: the logits of the model hold NaN or infinity while it decodes: its activations overflow; try "
@@ -146,7 +144,7 @@ def check_finite(finite: Tensor) -> None:
 
 
 def draw(logits: Tensor, uniform: Tensor, decoding: Decoding) -> Tensor:
-    """Tokens [B] of logits [B, V]."""
+    """Draw tokens [B] from logits [B, V]."""
     if decoding.never:
         logits = logits.index_fill(-1, torch.tensor(decoding.never, device=logits.device), FAR)
     if decoding.temperature == 0:
@@ -157,12 +155,12 @@ def draw(logits: Tensor, uniform: Tensor, decoding: Decoding) -> Tensor:
 
 
 def drawn_log_prob(logits: Tensor, tokens: Tensor, decoding: Decoding) -> Tensor:
-    """Log-probabilities [B] float32 of tokens [B] that were drawn of logits [B, V] at a temperature above 0."""
+    """Log-probabilities [B] float32 of tokens [B] that were drawn from logits [B, V] at a temperature above 0."""
     p = _probabilities(logits, decoding)
     return (p.gather(1, tokens[:, None]).squeeze(1) / p.sum(-1)).log().float()
 
 
 def _probabilities(logits: Tensor, decoding: Decoding) -> Tensor:
-    """Those that tokens are drawn by [B, V] float64, zeros for tokens that are left out."""
+    """The probabilities [B, V] float64 of a draw, not normalized; 0 for the tokens that truncation excludes."""
     p = torch.softmax(logits / decoding.temperature, -1).double()
     return p.masked_fill(~decoding.truncation.kept(p), 0.0) if decoding.truncation.on else p

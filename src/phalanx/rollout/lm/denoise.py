@@ -1,9 +1,9 @@
-"""Decoding block by block in the trained module, with the keys and values of finished blocks kept.
+"""Block-by-block decoding with the trained module and a KV cache of the finished blocks.
 
-A block begins as mask tokens behind what is left of the prompt. At each denoising step the model looks at it, and the
-positions of which it is sure are unmasked: those of a probability above a threshold, or the surest ones (LLaDA2.0,
-arXiv 2512.15745). A token is drawn as in phalanx.rollout.lm.decode: it is the inverse of its distribution's cumulative
-sum at a uniform number that belongs to its place in the sample.
+A block begins as mask tokens, the first block after the remainder of the prompt. Each denoising step runs the model on
+the block and unmasks the confident positions: those with a probability above a threshold, or else the most confident
+ones (LLaDA2.0, arXiv 2512.15745). As in phalanx.rollout.lm.decode, a token is drawn by inverting the cumulative
+distribution at a uniform number that belongs to its place in the sample.
 """
 
 from collections.abc import Callable
@@ -18,13 +18,14 @@ from phalanx.functional.block_diffusion import confident, least_unmasked
 from phalanx.models.lm.model import CACHE
 from phalanx.rollout.lm.decode import SHRINK, Decoding, check_finite, draw
 
-TOGETHER = 2**24  # logits that are drawn from at once, each of which takes up to 50 bytes meanwhile
+TOGETHER = 2**24  # logits that are drawn from at once; each takes up to 50 bytes of temporary memory
 
 
 @dataclass(frozen=True)
 class Denoising(Decoding):
-    """Settings: blocks of `size` tokens, at most `steps` steps each, see phalanx.functional.block_diffusion.confident
-    for the threshold. `confidence`: the largest probability of a position (distribution), or that of its drawn token.
+    """Settings: blocks of `size` tokens with at most `steps` denoising steps each; for `threshold` see
+    phalanx.functional.block_diffusion.confident. `confidence` of a position: its largest probability ("distribution")
+    or that of its drawn token ("token").
     """
 
     size: int = 1
@@ -35,14 +36,14 @@ class Denoising(Decoding):
 
     @property
     def draws(self) -> int:
-        """Uniform numbers of each token: another one at each step where what is drawn says whether it is kept."""
+        """Uniform numbers per token: one per step if the confidence is that of the drawn token, otherwise one."""
         return self.steps if self.confidence == "token" else 1
 
 
 @dataclass(frozen=True)
 class Denoised:
-    """A response: whole blocks less what the prompt had of the first one, the step of its block in which each token was
-    unmasked, and its log-probability then.
+    """A response: its tokens, up to the end of a block; the step of its block in which each token was unmasked, and its
+    log-probability in that step.
     """
 
     tokens: list[int]
@@ -59,9 +60,9 @@ def denoise(
     uniform: Tensor,
     decoding: Denoising,
 ) -> list[Denoised]:
-    """A response for each of `rows`, numbers of prompts in ascending order; uniform [B, draws, limit].
+    """Draw a response for each of `rows`, ascending indices into `prompts`, with uniform numbers [B, draws, limit].
 
-    `forward` and `config` are the language model's. Raises JobError where its logits are not finite.
+    `forward` and `config` are the language model's. Raises JobError if logits are not finite.
     """
     device, size = uniform.device, decoding.size
     cache = DynamicCache(config=config)
@@ -75,7 +76,7 @@ def denoise(
     alive = torch.arange(len(rows), device=device)
     within, ends = torch.arange(size, device=device), torch.tensor(decoding.ends, device=device)
     finite = torch.ones((), dtype=torch.bool, device=device)
-    used = torch.zeros(len(rows), dtype=torch.long, device=device)  # blocks of each
+    used = torch.zeros(len(rows), dtype=torch.long, device=device)  # number of blocks of each response
     ended = torch.zeros(len(rows), dtype=torch.bool, device=device)
     for b in range(blocks):
         state = torch.full((len(alive), size), decoding.mask_id, device=device)
@@ -90,7 +91,7 @@ def denoise(
             CACHE: cache,
             "use_cache": True,
         }
-        place = (b * size + within - tail[alive, None]).clamp(min=0)  # of each token in its response
+        place = (b * size + within - tail[alive, None]).clamp(min=0)  # index of each token in its response
         steps, chosen = torch.full_like(state, -1), torch.zeros(state.shape, device=device)
         for k, least in enumerate(least_unmasked(size, decoding.steps)):
             masked = state == decoding.mask_id
@@ -100,7 +101,7 @@ def denoise(
             cache.crop(-size)
             drawn = uniform[alive, min(k, decoding.draws - 1)].gather(1, place)
             token, probability, confidence = drawn_tokens(logits, masked, drawn, decoding)
-            del logits  # before the next look makes others
+            del logits  # free the memory before the next step's logits
             finite &= probability.isfinite().all()
             sure = torch.zeros(state.shape, device=device).masked_scatter(masked, confidence)
             now = confident(sure, masked, least=least, threshold=decoding.threshold)
@@ -113,7 +114,7 @@ def denoise(
         going = ~ended[alive]
         if b + 1 == blocks or not going.any():
             break
-        forward(input_ids=state, **block, logits_to_keep=1)  # its keys and values
+        forward(input_ids=state, **block, logits_to_keep=1)  # adds the finished block's keys and values to the cache
         if int(going.sum()) < SHRINK * len(going):
             cache.batch_select_indices(going.nonzero().squeeze(1))
             alive, seen = alive[going], seen[going]
@@ -135,12 +136,12 @@ def read(
     decoding: Denoising,
     device: torch.device,
 ) -> tuple[Tensor, Tensor]:
-    """Read the whole blocks of each prompt once; returns which columns of the cache are real, [B, width] bool, and the
-    position [B] at which each sample's first block of its response begins.
+    """Read the complete blocks of each prompt once. Returns which columns of the cache hold tokens [B, width], and the
+    position [B] of the first block of each response.
     """
     whole = [len(prompt) // decoding.size * decoding.size for prompt in prompts]
     width = max(whole)
-    # padded before by whole blocks, so that all responses begin in the same column
+    # left-padded by complete blocks, so that all responses begin in the same column
     ids = torch.full((len(prompts), width), decoding.pad)
     for i, prompt in enumerate(prompts):
         ids[i, width - whole[i] :] = torch.tensor(prompt[: whole[i]], dtype=torch.long)
@@ -163,8 +164,8 @@ def read(
 
 
 def drawn_tokens(logits: Tensor, masked: Tensor, uniform: Tensor, decoding: Denoising) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens [M] of the M masked positions of logits [R, S, V], their log-probabilities, and the confidence in each;
-    masked and uniform are [R, S].
+    """Draw tokens [M] at the M masked positions of logits [R, S, V]; returns them with their log-probabilities and
+    confidences [M]. masked and uniform are [R, S].
     """
     flat, numbers = logits.flatten(0, 1), uniform.flatten()
     rows = masked.flatten().nonzero().squeeze(1).split(max(TOGETHER // logits.shape[-1], 1))

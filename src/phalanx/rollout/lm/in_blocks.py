@@ -1,4 +1,4 @@
-"""Sampling of a block-diffusion model in the very modules that are trained."""
+"""Sampling from a block-diffusion model with the trained modules themselves."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,8 +19,8 @@ from phalanx.types import Prompt, Samples
 
 
 class BlockDiffusionRollout(LMRollout):
-    """See phalanx.types.Rollout. A response ends with the block in which an end token is drawn: what stands behind that
-    is trained, as it was drawn, and is not part of the text.
+    """See phalanx.types.Rollout. A response ends with the block that contains the first end token. The tokens after the
+    end token are trained, because they were drawn, but are not part of the text.
     """
 
     facts = EngineFacts(blocks=True)
@@ -39,20 +39,20 @@ class BlockDiffusionRollout(LMRollout):
         return Denoising(**vars(plain), **block), Denoising(**vars(plain_val), **of_val)
 
     def metrics(self, samples: Samples, reward: Tensor) -> dict[str, float]:
-        """As of a language model, with rollout/tokens_per_forward: those that a look at a block unmasks."""
+        """Metrics of LMRollout, and rollout/tokens_per_forward, the tokens unmasked per denoising step of a block."""
         tokens = sum(len(drawn.steps) for drawn in self._drawn)
         row = super().metrics(samples, reward)
         forwards = sum(self.forwards(drawn) for drawn in self._drawn)
         return row | {"rollout/tokens_per_forward": reduce_int(tokens, "sum") / reduce_int(forwards, "sum")}
 
     def forwards(self, drawn: Drawn) -> int:
-        """Looks at the sample's blocks, without those that keep keys and values."""
+        """The number of denoising steps of the sample's blocks, without the passes that store keys and values."""
         first = len(drawn.prompt) % self.policy.size
         return len({((first + i) // self.policy.size, step) for i, step in enumerate(drawn.steps)})
 
     def decode(self, prompts: list[Prompt], names: Sequence[tuple[int, ...]], decoding: Decoding) -> list[Drawn]:
         """See LMRollout."""
-        assert isinstance(decoding, Denoising), "as __init__ makes it"
+        assert isinstance(decoding, Denoising), "_settings returns Denoising"
         tokens, rows = self._encoded(prompts)
         uniform = self._uniform(names, decoding.draws * decoding.limit, decoding).view(
             len(names), decoding.draws, decoding.limit

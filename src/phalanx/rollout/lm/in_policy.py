@@ -1,4 +1,4 @@
-"""Sampling in the very modules that are trained: no second copy, exact log-probabilities."""
+"""Sampling with the trained modules themselves: no second copy of the weights, and exact log-probabilities."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -27,9 +27,11 @@ from phalanx.types import Each, Prompt, Samples
 
 @dataclass(frozen=True)
 class Drawn:
-    """A sample: the tokens of its prompt and of its response, its text, whether the limit cut it, what the engine says
-    of the response's log-probabilities, and where it was denoised the steps that unmasked its tokens, of which so many
-    stand `behind` its end. `beside`: further metadata of its reward; `look`: the images of its prompt, see TokenTrace.
+    """A sample: the tokens of its prompt and response, the response's text, and whether the limit truncated it.
+
+    `log_probs`: the engine's log-probabilities of the response's tokens, if the engine is not exact. With block
+    diffusion, `steps` are the denoising steps that unmasked the tokens, and `behind` counts the tokens after the end
+    of the text. `beside`: further metadata for the reward. `look`: the images of the prompt, see TokenTrace.
     """
 
     prompt: list[int]
@@ -44,7 +46,7 @@ class Drawn:
 
     @property
     def length(self) -> int:
-        """The tokens that the model drew."""
+        """The number of tokens that the model generated."""
         return len(self.response)
 
 
@@ -58,15 +60,15 @@ class LMRollout:
     def __init__(
         self, policy: LMPolicy, config: LMRolloutConfig, world: World, micro_batch_size: int, passes: Passes | None
     ) -> None:
-        """Samples are drawn `micro_batch_size` at a time, and their log-probabilities taken in `passes`, as in
-        training; None: they are trained on-policy, which takes them by itself.
+        """micro_batch_size: number of samples decoded together. passes: the forward passes, of the same shapes as in
+        training, that compute the old log-probabilities; None if the training pass computes them (on-policy).
         """
         self.policy, self.config, self.data, self.world = policy, config, policy.data, world
         self.micro_batch_size, self.passes = micro_batch_size, passes
         self.how, self.val_how = self._settings()
-        self._drawn: list[Drawn] = []  # those of the last `sample`, for `resample`
+        self._drawn: list[Drawn] = []  # by the last call of `sample`, for `resample`
         self._seed = (0, 0)
-        self._held: list[Any] = []  # images of the prompts that are drawn: the policy keeps none by itself
+        self._held: list[Any] = []  # keeps the current prompts' images alive: the policy does not hold on to them
 
     @property
     def exact(self) -> bool:
@@ -74,49 +76,49 @@ class LMRollout:
         return self.facts.exact and not self.config.partial_rollout
 
     def prepare(self, batches: Callable[[int], list[Prompt]], step: int, end: int) -> None:
-        """Nothing is cheaper done ahead."""
+        """Do nothing: no work is cheaper when done ahead."""
 
     @contextmanager
     def awake(self) -> Iterator[None]:
-        """Gather the weights for as long as the rollout lasts."""
+        """Keep the weights gathered for the duration of the rollout."""
         with torch.no_grad(), self.policy.unsharded():
             yield
 
     def sample(self, prompts: list[Prompt], *, seed: int, step: int, each: Each) -> Samples:
-        """Sample this rank's share of `n` responses per prompt; `prompts` are those of all ranks.
+        """Sample this rank's share of `n` responses per prompt; `prompts` are the prompts of all ranks.
 
         The uniform numbers of response i of group g at training step k are a function of (seed, k, g, i).
         """
         n, share = self.config.n, len(prompts) * self.config.n // self.world.data_size
-        # sample i of all ranks is response i % n to prompt i // n; a rank has consecutive ones [B]
+        # sample i of the step is response i % n to prompt i // n; a rank has consecutive samples [B]
         index = torch.arange(self.world.data_rank * share, (self.world.data_rank + 1) * share)
         self._seed = (seed, step)
         local, names = [], []
         for i in index.tolist():
             local.append(prompts[i // n])
-            # keyed random numbers: the same response on whatever rank, in whatever batch
+            # keyed random numbers: the response depends neither on the rank nor on the batch
             names.append((seed, step, local[-1].group_id, i % n))
         self._drawn = self._draw(local, names, self.how, each)
         return self._samples(local, index)
 
     def gathered(self, drawn: list[Drawn], prompts: list[Prompt], index: Tensor) -> Samples:
-        """This rank's samples of a training step, numbers `index` [B], that have been drawn for these prompts."""
+        """The Samples of responses `drawn` earlier for these prompts; `index` [B] are their numbers in the step."""
         self._drawn = drawn
         return self._samples(prompts, index)
 
     def renew(self, samples: Samples, prompts: list[Prompt]) -> Samples:
-        """The samples of the last `sample` with other prompts, for `resample` to draw from."""
+        """Replace the prompts of the samples of the last `sample`, before `resample`."""
         return replace(samples, prompts=[prompts[i // self.config.n] for i in samples.index.tolist()])
 
     def resample(self, samples: Samples, stale: Tensor, attempt: int, *, each: Each) -> tuple[Samples, Tensor]:
-        """See phalanx.types.Rollout. A new response has the numbers of response attempt x n and up of its group."""
+        """See phalanx.types.Rollout. New responses use the random numbers of responses attempt x n and up."""
         n, local = self.config.n, stale[samples.index].nonzero().flatten().tolist()
-        # all ranks draw and score equally many: what one lacks is filled up, and dropped
+        # all ranks draw and score equally many responses; the padding is dropped
         places = local + [0] * (reduce_int(len(local), "max") - len(local))
         names = []
         for j in places:
             i = int(samples.index[j]) % n
-            # numbers that no response of an earlier attempt had
+            # numbers that no response of an earlier attempt has used
             names.append((*self._seed, samples.prompts[j].group_id, i + attempt * n))
         again = self._draw([samples.prompts[j] for j in places], names, self.how, each)
         for j, drawn in zip(local, again, strict=False):
@@ -126,23 +128,23 @@ class LMRollout:
         return self._samples(samples.prompts, samples.index), numbers
 
     def sample_validation(self, prompts: list[Prompt], *, each: Each) -> None:
-        """rollout.val.n responses per prompt, one prompt's after the other."""
+        """Sample rollout.val.n responses per prompt, prompt by prompt."""
         self.draw_validation(prompts, each=each)
 
     def draw_validation(self, prompts: list[Prompt], *, each: Each) -> list[Drawn]:
-        """As `sample_validation`, with what was drawn."""
+        """As `sample_validation`, and return the responses."""
         val = self.config.val
         repeated = [prompt for prompt in prompts for _ in range(val.n)]
         names = [(val.seed, 0, prompt.group_id, i) for prompt in prompts for i in range(val.n)]
         return self._draw(repeated, names, self.val_how, each)
 
     def metrics(self, samples: Samples, reward: Tensor) -> dict[str, float]:
-        """response/... and prompt/... of the samples of all ranks; reward [N] is theirs."""
+        """Metrics response/... and prompt/... over the samples of all ranks, whose rewards are `reward` [N]."""
         trace: TokenTrace = samples.trace
         lengths = torch.tensor([float(drawn.length - drawn.behind) for drawn in self._drawn])
         cut = torch.tensor([drawn.truncated for drawn in self._drawn])
         total = reduce_int(len(cut), "sum")
-        count = reduce_int(int(cut.sum()), "sum")  # cut by max_response_length
+        count = reduce_int(int(cut.sum()), "sum")  # truncated by max_response_length
         of_cut = reduce_float(float(reward[samples.index][cut].nan_to_num().sum()), "sum")
         row = {
             "response/length_mean": reduce_float(float(lengths.sum()), "sum") / total,
@@ -153,20 +155,20 @@ class LMRollout:
         }
         if count:
             row["response/truncated_reward_mean"] = of_cut / count
-        # nothing is drawn again: what a frozen tower has made of the images goes with the samples
+        # nothing is drawn again from here on, so the frozen vision tower's features are freed with the samples
         self._drawn = [replace(drawn, look=None) for drawn in self._drawn]
         return row
 
     def close(self) -> None:
-        """Do nothing: nothing runs beside the job."""
+        """Do nothing: this rollout runs nothing in the background."""
 
-    # -- the work ---------------------------------------------------------------------------------
+    # -- decoding ---------------------------------------------------------------------------------
 
     def _settings(self) -> tuple[Decoding, Decoding]:
-        """Of samples, and of a validation's."""
+        """Settings of training and of validation."""
         config, val, limit = self.config, self.config.val, self.data.max_response_length
         ends, pad = [*self.policy.ends, *config.stop_token_ids], self.policy.pad
-        # log-probabilities are those of what is truncated for training: see LMPolicy.replay
+        # LMPolicy.replay truncates as training does here, so that its log-probabilities are of the sampled distribution
         never = self.policy.trained.module.never
         decoding = Decoding(limit, config.temperature, ends, pad, Truncation.of(config), never)
         val_limit = val.max_response_length or limit
@@ -175,8 +177,8 @@ class LMRollout:
     def _draw(
         self, prompts: list[Prompt], names: Sequence[tuple[int, ...]], decoding: Decoding, each: Each
     ) -> list[Drawn]:
-        """A sample for each prompt, a micro-batch after the other, each handed to `each` when it is done. Raises
-        JobError, on all ranks, where a prompt's image is unreadable.
+        """Draw a sample for each prompt in micro-batches, and pass each finished micro-batch to `each`. Raises
+        JobError, on all ranks, if a prompt's image is unreadable.
         """
         result: list[Drawn] = []
         if self.policy.vision is not None:
@@ -198,31 +200,28 @@ class LMRollout:
     def _decode_shares(
         self, prompts: list[Prompt], names: Sequence[tuple[int, ...]], decoding: Decoding
     ) -> list[Drawn]:
-        """As `decode`, where several ranks hold the same samples: each draws a part of them, and all get all."""
+        """As `decode`, for ranks that hold the same samples: each rank draws a part, and all return all of them."""
         assert self.world.context is not None
         context = ContextGroup.of(self.world.context)
         share = -(-len(prompts) // context.size)
-        # all ranks draw equally many: what the last ones lack is filled up, and dropped
+        # all ranks draw equally many samples; the padding of the last ranks is dropped
         places = [min(context.place * share + i, len(prompts) - 1) for i in range(share)]
         drawn = self.decode([prompts[i] for i in places], [names[i] for i in places], decoding)
         return list(chain.from_iterable(context.objects(drawn)))[: len(prompts)]
 
     def decode(self, prompts: list[Prompt], names: Sequence[tuple[int, ...]], decoding: Decoding) -> list[Drawn]:
-        """A response for each prompt, drawn together; other engines override this. The random numbers of each response
-        are a function of its entry in `names` (phalanx.distributed.seed), and a prompt that comes
-        several times has the same `group_id`. Where `facts` are not exact, each has its tokens' log_probs.
+        """Draw a response for each prompt, all in one batch; other engines override this.
+
+        The random numbers of each response are a function of its entry in `names` (phalanx.distributed.seed). Repeated
+        prompts have the same `group_id`. With `facts` that are not exact, each Drawn has the `log_probs` of its tokens.
         """
-        # held from here on: all samples of a prompt share one
+        # references to the images, which all samples of a prompt share
         looks = [self.policy.look(prompt) for prompt in prompts]
-        tokens, rows = self._encoded(prompts)  # P different prompts, and the one of each of the B responses
+        tokens, rows = self._encoded(prompts)  # P distinct prompts, and the prompt's number for each of the B responses
         uniform = self._uniform(names, decoding.limit, decoding)  # [B, limit]: one number per token
         forward, settings = self.policy.trained.module, self.policy.settings
         stops = self._stops([tokens[row] for row in rows])
-        prefill: Prefill | None = None
-        if self.policy.vision is not None:
-            # also where none of these prompts has images: other ranks' may
-            of_prompts = [looks[rows.index(number)] for number in range(len(tokens))]
-            prefill = partial(self.policy.vision.prefill, looks=of_prompts)
+        prefill = self._prefill(rows, looks)
         responses = decode(forward, settings, tokens, rows, uniform, decoding, stops, prefill=prefill)
         result = []
         for row, response, look in zip(rows, responses, looks, strict=True):
@@ -233,43 +232,52 @@ class LMRollout:
     def continued(
         self, rows: list[list[int]], starts: Sequence[int], names: Sequence[tuple[int, ...]], count: int
     ) -> list[tuple[list[int], list[float]]]:
-        """Up to `count` further tokens of responses, and their log-probabilities. `rows` are prompts with what has been
-        drawn of their responses, which begin at `starts`, and may be none on a rank. All ranks call it at once, as
+        """Draw up to `count` further tokens of each response; returns them with their log-probabilities.
+
+        `rows` are prompts with the tokens drawn so far, which begin at `starts`; a rank may have none. Collective, as
         `decode`.
         """
-        if not rows:  # other ranks have some
+        if not rows:  # only other ranks have some
             return []
-        # a token has the same number in whatever round it is drawn
+        # the random number of a token does not depend on the round in which it is drawn
         uniform = self._uniform(names, self.how.limit, self.how)
         parts = []
         for numbers, row, start in zip(uniform, rows, starts, strict=True):
             done = len(row) - start
             parts.append(numbers[done : done + count])
-        tokens, places = distinct(rows)  # responses that begin share the reading of their prompt
+        tokens, places = distinct(rows)  # responses without a token yet share the prefill of their prompt
         log_probs: list[list[float]] = []
-        decoding = replace(self.how, limit=count)  # this round's
+        decoding = replace(self.how, limit=count)  # of this round
         forward, settings = self.policy.trained.module, self.policy.settings
         responses = decode(forward, settings, tokens, places, torch.stack(parts), decoding, log_probs=log_probs)
         return list(zip(responses, log_probs, strict=True))
 
+    def _prefill(self, rows: list[int], looks: list[Any]) -> Prefill | None:
+        """The function that reads prompts with images; `looks` are those of each sample, and `rows` its prompt."""
+        if self.policy.vision is None:
+            return None
+        of_prompts = dict(zip(rows, looks, strict=True))  # in the order of the prompts' numbers
+        # also if none of these prompts has images, because other ranks' prompts may have some
+        return partial(self.policy.vision.prefill, looks=list(of_prompts.values()))
+
     def _stops(self, prompts: list[list[int]]) -> StopTexts | None:
-        """The texts that end responses, for one to each of these prompts; None if none does."""
+        """Detect the texts of rollout.stop, in one response to each of these prompts; None without such texts."""
         return StopTexts(self.policy.tokenizer, self.config.stop, prompts) if self.config.stop else None
 
     def _cut(self, prompt: list[int], response: list[int], decoding: Decoding) -> bool:
-        """Whether only the limit has ended a response."""
+        """Whether the length limit, and nothing else, ended a response."""
         if len(response) < decoding.limit or response[-1] in decoding.ends:
             return False
-        # the last token may have completed a text
+        # the last token may have completed a stop text
         stops = self._stops([prompt])
         return stops is None or not any(stops.complete(0, token) for token in response)
 
     def _encoded(self, prompts: list[Prompt]) -> tuple[list[list[int]], list[int]]:
-        """The tokens of different prompts, and the number among these of each prompt."""
+        """The tokens of the distinct prompts, and for each prompt its index among them."""
         tokens: list[list[int]] = []
         rows: list[int] = []
         known: dict[int, int] = {}
-        for prompt in prompts:  # neighbors often have one prompt
+        for prompt in prompts:
             if prompt.group_id not in known:
                 known[prompt.group_id] = len(tokens)
                 tokens.append(self.policy.encode(prompt))
@@ -277,18 +285,18 @@ class LMRollout:
         return tokens, rows
 
     def _uniform(self, names: Sequence[tuple[int, ...]], count: int, decoding: Decoding) -> Tensor:
-        """[B, count] numbers, those of each sample a function of its name."""
+        """Uniform random numbers [B, count]; the row of each sample is a function of its name."""
         uniform = torch.zeros(len(names), count)
         if decoding.temperature > 0:
             for i, name in enumerate(names):
-                # a generator per sample: one for the batch would tie a sample to its neighbors
+                # one generator per sample: with one for the batch, a sample would depend on its neighbors
                 uniform[i] = torch.rand(count, generator=torch.Generator().manual_seed(fold_in(*name)))
         return uniform.to(self.world.device)
 
     def _samples(self, prompts: list[Prompt], index: Tensor) -> Samples:
-        """The samples as tensors of the same sizes on all ranks, with the policy's log-probabilities."""
-        # [B]: where a response begins in its row, the tokens behind, and those of these that are drawn; T and A are
-        # the longest of all ranks
+        """Pad the samples to tensors of the same sizes on all ranks, and add the policy's log-probabilities."""
+        # [B]: the tokens of each prompt, the tokens after it, and those of the latter that the model drew; T and A are
+        # the maxima over all ranks
         starts = torch.tensor([len(drawn.prompt) for drawn in self._drawn])
         behind = torch.tensor([len(drawn.response) for drawn in self._drawn])
         lengths = torch.tensor([drawn.length for drawn in self._drawn])
@@ -301,7 +309,7 @@ class LMRollout:
         mask = trace.mask  # [B, A]
         if self.config.mask_truncated:
             cut = torch.tensor([drawn.truncated for drawn in self._drawn], device=device)
-            mask = mask & ~cut[:, None]  # DAPO's overlong filtering: a cut response has no loss
+            mask = mask & ~cut[:, None]  # DAPO's overlong filtering: a truncated response has no loss
         texts = [drawn.text for drawn in self._drawn]
         lengths = torch.stack([starts, behind, lengths], 1)
         samples = Samples(prompts, texts, torch.empty(0), mask, trace, index, lengths=lengths)
@@ -317,21 +325,21 @@ class LMRollout:
         return None
 
     def _scored(self, samples: Samples) -> Samples:
-        """The samples with the policy's own log-probabilities, by passes of the training's shape; of an engine whose
-        own are others, with those of `Drawn`.
+        """Add log-probabilities to the samples: computed by the policy in passes of the training's shapes, or the
+        engine's own (`Drawn.log_probs`) if it is not exact.
         """
         if not self.exact:
-            # of other kernels: rollout.correction weighs or replaces them
+            # computed by other kernels: rollout.correction weighs or replaces them
             log_prob = torch.zeros(samples.mask.shape)
             for i, drawn in enumerate(self._drawn):
                 log_prob[i, : len(drawn.log_probs)] = torch.tensor(drawn.log_probs)
             return replace(samples, log_prob=log_prob.to(samples.mask.device))
         if self.passes is None:
-            # one update per sample: log pi_old is that of the pass that trains it, detached, and rho = 1
+            # One update per sample: log pi_old is the detached log-probability of the training pass, and rho = 1.
             return replace(samples, log_prob=torch.full(samples.mask.shape, torch.nan), on_policy=True)
         trace, tokens = samples.trace, samples.tokens
         assert tokens is not None
-        # log pi_old [B, A], by passes of the training's shapes, so that rho is exactly 1 at the first update
+        # log pi_old [B, A], computed in passes of the training's shapes, so that rho is exactly 1 at the first update
         parts = self.passes.parts(len(tokens), tokens[:, None])
         replays = [self.policy.replay(trace.select(part.to(trace.ids.device))) for part in parts]
         log_prob = in_order([replay.log_prob for replay in replays], parts)
@@ -339,7 +347,7 @@ class LMRollout:
 
 
 def distinct(prompts: Sequence[list[int]], looks: Sequence[Any] = ()) -> tuple[list[list[int]], list[int]]:
-    """The different ones, with their images, and the number among these of each."""
+    """The distinct prompts, and for each prompt its index among them; prompts with different `looks` are distinct."""
     known: dict[tuple[tuple[int, ...], int], int] = {}
     rows = []
     for prompt, look in zip(prompts, looks or [None] * len(prompts), strict=True):
@@ -348,20 +356,20 @@ def distinct(prompts: Sequence[list[int]], looks: Sequence[Any] = ()) -> tuple[l
 
 
 def check_stops(policy: LMPolicy, config: LMRolloutConfig) -> None:
-    """Raise ValueError, in one line, for what would end no response of this policy."""
+    """Raise ValueError, in one line, for stop tokens or texts that can never end a response of this policy."""
     path, last = policy.config.path, max(config.stop_token_ids, default=0)
     if last >= policy.rows:
-        raise ValueError(f"rollout.stop_token_ids: {last} is no token of {path!r}, which has {policy.rows}")
+        raise ValueError(f"rollout.stop_token_ids: {last} is not a token of {path!r}; expected ids below {policy.rows}")
     if config.stop and not isinstance(policy.tokenizer, transformers.PreTrainedTokenizerFast):
         raise ValueError(
-            f"rollout.stop: the tokenizer of {path!r} is none of the tokenizers library, by which the text is followed "
-            "token by token; expected rollout.stop_token_ids instead"
+            f"rollout.stop: the tokenizer of {path!r} is not backed by the tokenizers library, which is needed to find "
+            "these texts token by token; use rollout.stop_token_ids instead"
         )
 
 
 def measured(prompt: Prompt, drawn: Drawn, decoding: Decoding) -> Prompt:
-    """The prompt as its reward sees it: with the response's tokens up to its end, their limit, and whether it cut; and
-    with what the sample has beside.
+    """The prompt as its reward sees it: `meta` gets the response's length, the limit, whether the response was
+    truncated, and the sample's further metadata.
     """
     lengths = {
         "response_length": len(drawn.response) - drawn.behind,

@@ -1,11 +1,12 @@
-"""Partial rollouts: a step does not wait for the longest responses, which go on in the next one, by its weights.
+"""Partial rollouts: a training step does not wait for the longest responses; they resume in the next step under its
+weights.
 
-More groups are drawn at once than a step trains. All unfinished responses get a number of tokens, a round, until enough
-groups are complete; the oldest complete ones are trained, and the others wait. No group is dropped, so that in the long
-run the lengths that are trained are those that the policy draws.
+More groups are in flight than a step trains. In each round all unfinished responses get a number of further tokens,
+until enough groups are complete; the step trains the oldest complete groups, and the others wait. No group is dropped,
+so in the long run the policy is trained on the same distribution of lengths that it samples.
 
-All ranks know all groups that wait. Each round deals the responses anew, and what a response is follows from its name,
-the steps, and the weights, so that the layout has no part in it.
+Every rank knows all waiting groups. Each round distributes the unfinished responses over the ranks again. A response is
+a function of its name, the steps and the weights, so it does not depend on the layout.
 """
 
 import logging
@@ -25,13 +26,13 @@ from phalanx.rollout.lm.in_policy import Drawn, LMRollout, measured
 from phalanx.types import Each, Prompt, Samples
 
 log = logging.getLogger(__name__)
-_MARK = "partial"  # of a checkpoint's tensors
+_MARK = "partial"  # among a checkpoint's tensors
 
 
 @dataclass(eq=False)
 class _Response:
-    """The tokens of a response so far, their log-probabilities under the weights that drew them, and the training
-    steps of these.
+    """The tokens of a response so far, their log-probabilities under the weights that drew them, and the training steps
+    in which they were drawn.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -42,7 +43,7 @@ class _Response:
 
 @dataclass(eq=False)
 class _Group:
-    """The responses to a prompt, number `number` of the run, of which the first tokens are of step `begun`."""
+    """The responses to prompt number `number` of the run, whose first tokens are drawn in step `begun`."""
 
     number: int
     begun: int
@@ -57,20 +58,20 @@ class _Group:
 
     @property
     def checksum(self) -> int:
-        """That of the prompt's tokens."""
+        """CRC-32 of the prompt's tokens."""
         return zlib.crc32(repr(self.tokens).encode())
 
 
 def drawn_at_once(config: LMRolloutConfig, prompts: int) -> int:
-    """The groups of a rollout, where a training step has those of `prompts`."""
+    """The number of groups in flight, if a training step trains the groups of `prompts` prompts."""
     return (config.over_sampling_batch_size or 2 * prompts) if config.partial_rollout else prompts
 
 
 class PartialRollout:
-    """See phalanx.types.Rollout: around a rollout, which draws the tokens. `prompts` are those of a training step.
+    """See phalanx.types.Rollout: a wrapper of a rollout that draws the tokens; `prompts` is their number per step.
 
-    The samples of a step are those of `prompts` groups, which may have begun in earlier steps, at most
-    rollout.max_staleness of them; Samples.version says by which weights each token was drawn.
+    A step trains the samples of `prompts` groups, which may have begun up to rollout.max_staleness steps earlier;
+    Samples.version holds the step whose weights drew each token.
     """
 
     def __init__(self, rollout: LMRollout, prompts: int) -> None:
@@ -79,16 +80,16 @@ class PartialRollout:
         self.exact, self.micro_batch_size = rollout.exact, rollout.micro_batch_size
         self._prompts = prompts
         self._pool = drawn_at_once(self.config, prompts)
-        self._groups: list[_Group] = []  # that are not trained, by their numbers
+        self._groups: list[_Group] = []  # waiting groups, in the order of their numbers
         self._next = 0  # the number of the first group that has not begun
-        self._step = 0  # training steps that have their samples
-        self._saved: dict[str, Tensor] = {}  # of a checkpoint, until there are prompts
+        self._step = 0  # number of training steps that have their samples
+        self._saved: dict[str, Tensor] = {}  # a checkpoint's groups, until the prompts are available
         self._row: dict[str, float] = {}
 
-    # -- a checkpoint -------------------------------------------------------------------------------------------------
+    # -- checkpoints --------------------------------------------------------------------------------------------------
 
     def begin(self, step: int, kept: Sequence[Tensor]) -> None:
-        """Go on behind training step number `step`, with what a checkpoint has of `in_flight`, of all ranks."""
+        """Continue after `step` training steps, with the results of `in_flight` of all ranks that a checkpoint has."""
         self._step, self._next = step, step * self._prompts
         for data in kept:
             tensors = safetensors.torch.load(data.numpy().tobytes())
@@ -96,17 +97,17 @@ class PartialRollout:
                 if tensors[_MARK].tolist() == self._shape(step):
                     self._saved = tensors
                 elif self.world.rank == 0:
-                    log.warning("the responses that a checkpoint keeps for later steps are of another batch: dropped")
+                    log.warning("dropped the checkpoint's unfinished responses: they are of another step or batch size")
 
     def in_flight(self, step: int) -> Tensor | None:
-        """Bytes [K] uint8 of the groups that wait after training step number `step`; on the first rank."""
+        """Bytes [K] uint8 of the groups that wait after `step` training steps; on the first rank only."""
         if self.world.rank != 0 or step != self._step:
             return None
         tensors = self._saved or self._tensors()
         return torch.frombuffer(bytearray(safetensors.torch.save(tensors)), dtype=torch.uint8)
 
     def _shape(self, step: int) -> list[int]:
-        """The numbers that a checkpoint's groups are of."""
+        """Numbers that must agree for a checkpoint's groups to be restored."""
         return [step, self._prompts, self.config.n]
 
     def _tensors(self) -> dict[str, Tensor]:
@@ -118,7 +119,7 @@ class PartialRollout:
             tokens += response.tokens
             log_probs += response.log_probs
             versions += response.versions
-        # another schedule that resumes from it reads a parcel without samples, see phalanx.training.disaggregated.wire
+        # for another schedule that resumes from it: a parcel without samples, see phalanx.training.disaggregated.wire
         empty = torch.tensor(list(b'{"stop": 0}'), dtype=torch.uint8)
         return {
             "json": empty,
@@ -135,28 +136,28 @@ class PartialRollout:
         }
 
     def _restore(self, saved: dict[str, Tensor]) -> None:
-        """The groups of a checkpoint; those whose prompt is another one by now begin anew."""
+        """Restore the groups of a checkpoint; groups whose prompt has changed since are drawn from the start."""
         lengths = saved["length"].tolist()
         parts = []
         for name in ("tokens", "log_probs", "versions"):
             parts.append([part.tolist() for part in saved[name].split(lengths)])
         responses = [_Response(*values) for values in zip(*parts, saved["ended"].tolist(), strict=True)]
-        self._next, n, other = int(saved["next"]), self.config.n, 0
+        self._next, n, changed = int(saved["next"]), self.config.n, 0
         columns = [saved[name].tolist() for name in ("number", "begun", "checksum")]
         for i, (number, begun, checksum) in enumerate(zip(*columns, strict=True)):
             group = self._new(number, begun)
             if group.checksum == checksum:
                 group.responses = responses[i * n : (i + 1) * n]
             else:
-                other += 1
+                changed += 1
             self._groups.append(group)
-        if other and self.world.rank == 0:
-            log.warning("%d prompts with responses in the checkpoint are others by now: they begin anew", other)
+        if changed and self.world.rank == 0:
+            log.warning("%d prompts have changed since the checkpoint: their responses are drawn again", changed)
 
-    # -- a step -------------------------------------------------------------------------------------------------------
+    # -- training steps -----------------------------------------------------------------------------------------------
 
     def prepare(self, batches: Callable[[int], list[Prompt]], step: int, end: int) -> None:
-        """See phalanx.types.Rollout: begin as many groups as are drawn at once, of all those up to step `end`."""
+        """See phalanx.types.Rollout: begin new groups until the pool is full, but none of step `end` or later."""
         self.rollout.prepare(batches, step, end)
         self._batches = batches
         saved, self._saved = self._saved, {}
@@ -178,7 +179,7 @@ class PartialRollout:
         return self.rollout.awake()
 
     def sample(self, prompts: list[Prompt], *, seed: int, step: int, each: Each) -> Samples:
-        """See phalanx.types.Rollout; the prompts are others, those of the groups that are trained."""
+        """See phalanx.types.Rollout; ignores `prompts`: the samples' prompts are those of the trained groups."""
         rounds = 0
         while (trained := self._trained(step)) is None:
             self._draw(seed, step)
@@ -201,9 +202,9 @@ class PartialRollout:
             drawn.append(Drawn(group.tokens, tokens, text, cut, response.log_probs))
         for start in range(0, share, self.micro_batch_size):
             part = slice(start, start + self.micro_batch_size)
-            told = zip(local[part], drawn[part], strict=True)
-            seen = [measured(prompt, response, self.rollout.how) for prompt, response in told]
-            each([response.text for response in drawn[part]], seen)
+            pairs = zip(local[part], drawn[part], strict=True)
+            scored = [measured(prompt, response, self.rollout.how) for prompt, response in pairs]
+            each([response.text for response in drawn[part]], scored)
         samples = self.rollout.gathered(drawn, local, index)
         version = torch.full(samples.mask.shape, step)  # [B, A]
         for i, of_tokens in enumerate(versions):
@@ -211,8 +212,8 @@ class PartialRollout:
         return replace(samples, version=version)
 
     def _trained(self, step: int) -> list[_Group] | None:
-        """The groups that are trained in this step, the oldest complete ones, once there are enough, and the others
-        can be trained before they are too old.
+        """The groups that this step trains: the oldest complete ones. None while there are too few of them, or while
+        a waiting group would become too old to be trained within rollout.max_staleness.
         """
         complete = [group for group in self._groups if group.complete]
         if len(complete) < self._prompts:
@@ -220,18 +221,18 @@ class PartialRollout:
         trained = complete[: self._prompts]
         waiting = [group for group in self._groups if group not in trained]
         for place, group in enumerate(waiting):
-            left = group.begun + self.config.max_staleness - step  # steps in which it may be trained
+            left = group.begun + self.config.max_staleness - step  # further steps in which it may be trained
             if place >= self._prompts * left and len(complete) < len(self._groups):
                 return None
         return trained
 
     def _draw(self, seed: int, step: int) -> None:
-        """A round: further tokens of all responses that have not ended, with all ranks."""
+        """Draw one round of further tokens for all unfinished responses. Collective."""
         count, limit, ends = self.config.partial_rollout_tokens, self.rollout.how.limit, self.rollout.how.ends
         alive: list[tuple[_Group, int]] = []
         for group in self._groups:
             alive += [(group, i) for i, response in enumerate(group.responses) if not response.ended]
-        # equally many to each rank, with about as many tokens to read
+        # each rank gets the same number of responses, and about as many tokens to prefill
         costs = [float(len(group.tokens) + len(group.responses[i].tokens)) for group, i in alive]
         most = -(-len(alive) // self.world.size)
         ranks = evenly_dealt(costs, [most] * self.world.size)
@@ -273,18 +274,18 @@ class PartialRollout:
         }
 
     def metrics(self, samples: Samples, reward: Tensor) -> dict[str, float]:
-        """Those of the rollout, and rollout/... of the groups that are trained and of those that wait."""
+        """Metrics of the wrapped rollout, and rollout/... of the trained and the waiting groups."""
         return self.rollout.metrics(samples, reward) | self._row
 
-    # -- all else -----------------------------------------------------------------------------------------------------
+    # -- other methods ------------------------------------------------------------------------------------------------
 
     def renew(self, samples: Samples, prompts: list[Prompt]) -> Samples:
-        """Not called: phalanx.config.rules refuses what draws groups again."""
-        raise AssertionError("rules refuse what draws groups again")
+        """Not called: phalanx.config.rules rejects the settings that draw groups again."""
+        raise AssertionError("rules reject the settings that draw groups again")
 
     def resample(self, samples: Samples, stale: Tensor, attempt: int, *, each: Each) -> tuple[Samples, Tensor]:
         """See `renew`."""
-        raise AssertionError("rules refuse what draws groups again")
+        raise AssertionError("rules reject the settings that draw groups again")
 
     def sample_validation(self, prompts: list[Prompt], *, each: Each) -> None:
         """See phalanx.types.Rollout."""

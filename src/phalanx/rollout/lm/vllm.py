@@ -1,4 +1,4 @@
-"""Sampling by vLLM in each rank's process, on a copy of the weights that is proven after every renewal."""
+"""Sampling with vLLM in each rank's process, on a copy of the weights that is verified after every refresh."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -24,13 +24,13 @@ from phalanx.rollout.lm.decode import Decoding
 from phalanx.rollout.lm.in_policy import Drawn, LMRollout
 from phalanx.types import JobError, Prompt, Samples
 
-PROBE_PROMPTS, PROBE_TOKENS, PROBE_RESPONSE = 4, 160, 8  # longer than a block of vLLM's cache
+PROBE_PROMPTS, PROBE_TOKENS, PROBE_RESPONSE = 4, 160, 8  # the prompts are longer than a block of vLLM's KV cache
 
 Request: TypeAlias = tuple[list[int], int, Shown | None]  # the tokens of a prompt, a seed, and its images
 
 
 class VllmRollout(LMRollout):
-    """See phalanx.types.Rollout. Log-probabilities are the engine's, which differ from the policy's by its kernels."""
+    """See phalanx.types.Rollout. Log-probabilities are the engine's, whose kernels round differently."""
 
     facts = EngineFacts(
         exact=False,
@@ -46,7 +46,7 @@ class VllmRollout(LMRollout):
     def __init__(
         self, policy: LMPolicy, config: LMRolloutConfig, world: World, micro_batch_size: int, passes: Passes | None
     ) -> None:
-        """Raises ValueError if vLLM refuses the model, or reads its images otherwise than transformers does."""
+        """Raises ValueError if vLLM rejects the model, or reads its images differently from transformers."""
         super().__init__(policy, config, world, micro_batch_size, passes)
         if policy.vision is not None and policy.vision.family.types:
             raise ValueError(
@@ -54,7 +54,7 @@ class VllmRollout(LMRollout):
                 f"{type(policy.trained.module.lm).__name__} has; set rollout.engine=policy"
             )
         size, first = config.tensor_parallel_size, world.rank - world.rank % config.tensor_parallel_size
-        self.group = range(first, first + size)  # ranks that hold the engine's weights together, this one among them
+        self.group = range(first, first + size)  # the ranks that share the engine's weights, including this one
         settings = TextEngineConfig(
             path=policy.config.path,
             revision=policy.config.revision,
@@ -71,27 +71,29 @@ class VllmRollout(LMRollout):
         self.engine = TextEngine(settings, self._groups, world.rank, world.launch.local_rank)
         self._probe = probe_prompts(policy, policy.data)
         self._looks: list[Any] = [None] * len(self._probe)
-        if policy.vision is not None:  # a text says nothing of the tower
+        if policy.vision is not None:  # a text does not test the vision tower
             tokens, look = policy.reader.tried
             longest = policy.data.max_prompt_length
             if len(tokens) > longest:
                 raise ValueError(
-                    f"data.max_prompt_length: {longest} tokens hold no image: a prompt with a small one and one letter "
-                    f"has {len(tokens)} of {policy.config.path!r}"
+                    f"data.max_prompt_length: {longest} is too short for an image: a prompt with a small one and one "
+                    f"letter has {len(tokens)} tokens of {policy.config.path!r}"
                 )
             self._looks.append(look)
             self._probe.append(tokens)
-        self.sync_error = 0.0  # of the last probe
+        self.sync_error = 0.0  # from the last probe
 
     @contextmanager
     def awake(self) -> Iterator[None]:
-        """The engine has the policy's weights, as they are now, and is seen to have them."""
+        """Give the engine the policy's current weights for the duration of the block, and verify them."""
         with torch.no_grad(), self.engine.awake(self.policy.engine_weights()):
             self.check()
             yield
 
     def check(self) -> None:
-        """Compare engine and policy on the probe; raises JobError, on all ranks, where they are not one model."""
+        """Compare the log-probs of engine and policy on the probe. Raises JobError, on all ranks, if they differ by
+        more than rollout.max_sync_error.
+        """
         greedy = Sampling(PROBE_RESPONSE, 0.0, WHOLE, [], [], self.policy.trained.module.never)
         shown = [shown_to(look, "the probe") for look in self._looks]
         responses, theirs = self.engine.generate(self._probe, [0] * len(self._probe), greedy, shown)
@@ -103,24 +105,24 @@ class VllmRollout(LMRollout):
         looks = None if self.policy.vision is None else tuple(self._looks)
         trace = TokenTrace(ids.to(device), starts.to(device), lengths.to(device), PROBE_RESPONSE, looks=looks)
         ours = self.policy.scored(trace, 1.0).log_prob.cpu()
-        differences = (ours - torch.tensor(theirs)).abs().split(PROBE_PROMPTS)  # of texts, and of an image
+        differences = (ours - torch.tensor(theirs)).abs().split(PROBE_PROMPTS)  # of the texts, then of the image
         parts = [part.mean() for part in differences]
         self.sync_error = reduce_float(float(torch.stack(parts).max()), "max")
         if not self.sync_error <= self.config.max_sync_error:
             raise JobError(
-                f"rollout.engine: after the weights were handed over, vLLM's log-probs of a probe differ from the "
-                f"policy's by {self.sync_error:.2g} in the mean, more than rollout.max_sync_error="
-                f"{self.config.max_sync_error:g}: it samples from another model"
+                f"rollout.engine: after the weights were copied, vLLM's log-probs of a probe differ from the policy's "
+                f"by {self.sync_error:.2g} in the mean, more than rollout.max_sync_error="
+                f"{self.config.max_sync_error:g}: it does not sample from the policy"
             )
 
     def metrics(self, samples: Samples, reward: Tensor) -> dict[str, float]:
-        """Those of all rollouts, and how far the engine was off after the last renewal."""
+        """Metrics of every rollout, and the engine's error on the probe after the last refresh."""
         return super().metrics(samples, reward) | {"rollout/sync_error": self.sync_error}
 
     def decode(self, prompts: list[Prompt], names: Sequence[tuple[int, ...]], decoding: Decoding) -> list[Drawn]:
         """See LMRollout."""
         looks = [self.policy.look(prompt) for prompt in prompts]
-        shown: dict[Any, Shown | None] = {}  # one for all samples of a prompt
+        shown: dict[Any, Shown | None] = {}  # shared by all samples of a prompt
         requests: list[Request] = []
         for prompt, look, name in zip(prompts, looks, names, strict=True):
             if look not in shown:
@@ -136,23 +138,23 @@ class VllmRollout(LMRollout):
     def continued(
         self, rows: list[list[int]], starts: Sequence[int], names: Sequence[tuple[int, ...]], count: int
     ) -> list[tuple[list[int], list[float]]]:
-        """See LMRollout. Each call has numbers of its own: those of its first token."""
+        """See LMRollout. The seed of each call depends on the number of tokens drawn so far."""
         requests: list[Request] = []
         for row, start, name in zip(rows, starts, names, strict=True):
             requests.append((row, fold_in(*name, len(row) - start), None))
         return self._generated(requests, replace(self.how, limit=count))
 
     def _generated(self, requests: list[Request], decoding: Decoding) -> list[tuple[list[int], list[float]]]:
-        """A response to each of this rank's requests, a function of it, and its log-probabilities."""
+        """A response to each of this rank's requests, a function of the request only, with its log-probabilities."""
         tokens: list[list[int]] = []
         seeds: list[int] = []
         images: list[Shown | None] = []
-        first = 0  # the number of this rank's first sample
-        # ranks that hold the weights together ask for the same samples, and each takes its own
-        for rank, asked in zip(self.group, self._groups.gather(requests), strict=True):
+        first = 0  # the index of this rank's first request
+        # the ranks that share the weights all send the requests of all of them, and each keeps its own responses
+        for rank, rank_requests in zip(self.group, self._groups.gather(requests), strict=True):
             if rank == self.world.rank:
                 first = len(tokens)
-            for prompt_tokens, seed, image in asked:
+            for prompt_tokens, seed, image in rank_requests:
                 tokens.append(prompt_tokens)
                 seeds.append(seed)
                 images.append(image)
@@ -164,22 +166,22 @@ class VllmRollout(LMRollout):
 
 
 def bounds(data: LMDataConfig) -> dict[str, int]:
-    """Keywords of the processor of images, as the policy gives them to its own."""
+    """Keyword arguments of the image processor, the same as the policy's."""
     pixels = {"min_pixels": data.min_pixels, "max_pixels": data.max_pixels}
     return {name: value for name, value in pixels.items() if value is not None}
 
 
 def shown_to(look: Any, place: str) -> Shown | None:
-    """The images of a prompt as an engine takes them, None for none."""
+    """The images of a prompt as the engine takes them; None for a prompt without images."""
     if look is None:
         return None
-    # sources that can be sent to other ranks
+    # the sources are made picklable, because requests are sent to other ranks
     pictures = tuple(replace(picture, source=partial(in_memory, picture.source())) for picture in look.pictures)
     return Shown(look.short, pictures, place)
 
 
 def probe_prompts(policy: LMPolicy, data: LMDataConfig) -> list[list[int]]:
-    """Prompts of no meaning, always the same, that are longer than a block of vLLM's cache where the model allows."""
+    """Random prompts, the same in every job, longer than a block of vLLM's KV cache if the limits of lengths allow."""
     generator = torch.Generator().manual_seed(0)
     longest = data.max_prompt_length + data.max_response_length
     length = min(PROBE_TOKENS, longest - PROBE_RESPONSE)

@@ -1,7 +1,7 @@
-"""Samples of several turns by vLLM in each rank's process: a turn is a request, of which the prefix cache has the rest.
+"""Multi-turn samples with vLLM in each rank's process: a turn is a request, and the prefix cache has the turns before.
 
-All ranks of a replica add the same requests before the same steps of their engines: there they tell each other what is
-new, and each knows the rest from the engine's own responses.
+All ranks of a replica must add the same requests before the same engine steps. They exchange the new turns there; each
+rank knows the rest of every conversation from its engine's responses.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,16 +20,16 @@ from phalanx.rollout.lm.decode import Decoding
 from phalanx.rollout.lm.vllm import VllmRollout
 from phalanx.types import JobError, Samples
 
-ARRIVALS = 8  # with environment.join=0, the steps between two exchanges of a replica's ranks
+ARRIVALS = 8  # with environment.join=0, the number of engine steps between two exchanges among a replica's ranks
 
 
 class VllmConversationRollout(ConversationRollout):
-    """See phalanx.types.Rollout. The engine, its weights and their proof are those of samples of one turn."""
+    """See phalanx.types.Rollout. The engine, its weights and their verification are those of VllmRollout."""
 
     facts = VllmRollout.facts
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        """Raises ValueError for a model whose conversations cannot be rendered, or that vLLM refuses."""
+        """Raises ValueError for a model whose conversations cannot be rendered, or that vLLM rejects."""
         super().__init__(*args, **options)
         self.turns = VllmRollout(self.policy, self.config, self.world, self.micro_batch_size, self.passes)
 
@@ -40,7 +40,7 @@ class VllmConversationRollout(ConversationRollout):
             yield
 
     def metrics(self, samples: Samples, reward: Tensor) -> dict[str, float]:
-        """Those of all conversations, and how far the engine was off after the last renewal."""
+        """Metrics of conversations, and the engine's error on the probe after the last refresh."""
         return super().metrics(samples, reward) | {"rollout/sync_error": self.turns.sync_error}
 
     def _speak(
@@ -56,8 +56,8 @@ class VllmConversationRollout(ConversationRollout):
 
 
 @dataclass(frozen=True)
-class _Asked:
-    """A turn that a rank asks for: the tokens that its conversation has got since the last one."""
+class _Request:
+    """A rank's request for a turn; `new` are the tokens that were added to the conversation since its last request."""
 
     sample: int
     new: list[int]
@@ -73,13 +73,15 @@ def converse(
     partner: Partner,
     join: int,
 ) -> list[Spoken]:
-    """As phalanx.rollout.lm.converse: this rank's conversations, beside those of the replica's other ranks, which may
-    have others, or none. Of a failure of another rank they end early; this rank's own is raised as JobError.
+    """As phalanx.rollout.lm.converse: hold this rank's conversations, together with those of the replica's other ranks.
+
+    The ranks may have different numbers of conversations, or none. If another rank fails, all conversations end early;
+    a failure on this rank is raised as JobError.
     """
     spoken = [Spoken(decoding.limit) for _ in prompts]
-    heard: dict[int, Future[Any]] = {}  # of samples that wait for an answer
-    rows: dict[tuple[int, int], list[int]] = {}  # all tokens of all conversations of the replica, by rank and sample
-    asked = [_Asked(i, prompt, decoding.limit, _seed(names[i], spoken[i])) for i, prompt in enumerate(prompts)]
+    heard: dict[int, Future[Any]] = {}  # by samples that wait for an answer
+    rows: dict[tuple[int, int], list[int]] = {}  # the tokens of every conversation of the replica, by rank and sample
+    new = [_Request(i, prompt, decoding.limit, _seed(names[i], spoken[i])) for i, prompt in enumerate(prompts)]
     failure: JobError | None = None
     every = join or (ARRIVALS if requests.ranks > 1 else 1)
     step = 0
@@ -90,19 +92,19 @@ def converse(
                     answer = partner.answer(sample, heard.pop(sample).result())
                     if answer is not None and spoken[sample].hear(answer):
                         room = decoding.limit - len(spoken[sample].tokens)
-                        asked.append(_Asked(sample, answer, room, _seed(names[sample], spoken[sample])))
+                        new.append(_Request(sample, answer, room, _seed(names[sample], spoken[sample])))
             except JobError as error:
                 failure = error
-            everyone = requests.gather((asked, bool(heard), failure is not None))
-            asked = []
+            everyone = requests.gather((new, bool(heard), failure is not None))
+            new = []
             if any(failed for _, _, failed in everyone):
                 break
-            for rank, (some, _, _) in enumerate(everyone):
-                for ask in some:
-                    row = rows.setdefault((rank, ask.sample), [])
-                    row += ask.new
-                    sampling = Sampling(ask.room, decoding.temperature, decoding.truncation, decoding.ends, [])
-                    requests.add((rank, ask.sample), list(row), ask.seed, sampling)
+            for rank, (of_rank, _, _) in enumerate(everyone):
+                for request in of_rank:
+                    row = rows.setdefault((rank, request.sample), [])
+                    row += request.new
+                    sampling = Sampling(request.room, decoding.temperature, decoding.truncation, decoding.ends, [])
+                    requests.add((rank, request.sample), list(row), request.seed, sampling)
             if not requests.running:
                 if any(waits for _, waits, _ in everyone):
                     continue
@@ -110,7 +112,9 @@ def converse(
         for (rank, sample), response, log_probs in requests.step():
             rows[rank, sample] += response
             if rank == requests.rank:
-                _said(spoken[sample], response, log_probs)
+                for token in response:
+                    spoken[sample].say(token)
+                spoken[sample].log_probs += log_probs
                 if response[-1] in decoding.ends:
                     try:
                         heard[sample] = partner.hear(sample, spoken[sample].turn)
@@ -125,12 +129,5 @@ def converse(
 
 
 def _seed(name: tuple[int, ...], spoken: Spoken) -> int:
-    """That of the next turn of a conversation."""
+    """The seed of the next turn of a conversation."""
     return fold_in(*name, spoken.drawn)
-
-
-def _said(spoken: Spoken, response: list[int], log_probs: list[float]) -> None:
-    """The model draws a turn."""
-    for token in response:
-        spoken.say(token)
-    spoken.log_probs += log_probs

@@ -1,4 +1,4 @@
-"""The loggers of `trainer.logger`, a file each, and the class that new ones derive from."""
+"""The loggers of `trainer.logger`, one per file, and the base class for new ones."""
 
 import importlib
 import importlib.util
@@ -20,18 +20,18 @@ if TYPE_CHECKING:
 PACKAGE = "phalanx.telemetry.loggers"
 KEY = "trainer.logger"
 ELAPSED = "perf/elapsed_s"
-# metrics that are losses: of supervised training, of regressions and preferences, and of distillation
+# losses of supervised training, of regression and preference algorithms, and of distillation
 LOSS = re.compile(r"train/loss|actor/(?:flow_loss|dpo_loss|nll|loss_positive|loss_negative|teacher_\w+)")
 
 
 @dataclass(frozen=True)
 class RunStart:
-    """The arguments of a logger, when a run starts or is resumed.
+    """The arguments of a logger when a run starts or resumes.
 
-    `trainer` is the section of that name: `output_dir`, `project_name`, `experiment_name`. `config` is the resolved
-    configuration; what came from the environment is a reference in it, not the value. `step` training steps of
-    `total_steps` are done: 0 in a new run, k in one that is resumed from a checkpoint of step k. `id` is the logger's
-    own, as that checkpoint keeps it; None in a new run. `timers` know what the job is at.
+    `trainer` is the configuration section with `output_dir`, `project_name` and `experiment_name`. `config` is the
+    resolved configuration, which contains references to environment variables instead of their values. `step` of
+    `total_steps` training steps are completed: 0 in a new run, k after resuming from a checkpoint of step k. `id` is
+    the logger's run id from that checkpoint, None in a new run. `timers` show the job's current phase.
     """
 
     trainer: TrainerConfig
@@ -43,7 +43,7 @@ class RunStart:
 
 
 def setting(config: dict[str, Any], name: str) -> Any:
-    """The value of a dotted key such as `model.path` of a configuration as nested dicts; None where there is none."""
+    """The value of a dotted key such as `model.path` in a configuration of nested dicts; None if it is not set."""
     value: Any = config
     for part in name.split("."):
         value = value.get(part) if isinstance(value, dict) else None
@@ -51,38 +51,38 @@ def setting(config: dict[str, Any], name: str) -> Any:
 
 
 class Logger:
-    """A logger of one run, on rank 0. A new one derives from this class and overrides what it has to do.
+    """Base class of loggers, which log one run on rank 0. Subclasses override the methods they need.
 
-    What `__init__` raises ends the job before its first step, with one line. What the other methods raise turns this
-    logger off, with a warning: the run is worth more than its log. They hold up the training until they return.
+    An exception in `__init__` ends the job before its first step, with one line. An exception in another method only
+    switches this logger off, with a warning. Training waits for all methods.
     """
 
-    extra: ClassVar[str | None] = None  # of phalanx, called as the package that this logger needs
-    terminal: ClassVar[bool] = False  # it takes the terminal: it is opened after the others, and closed before them
-    # A resumed run repeats the steps after its checkpoint. True: a run that is continued by its `id` keeps the rows and
-    # samples that it has of them, and does not get those steps again.
+    extra: ClassVar[str | None] = None  # the package that this logger needs, and the extra of phalanx that installs it
+    terminal: ClassVar[bool] = False  # whether it uses the terminal: opened after all other loggers, and called first
+    # A resumed run repeats the steps after its checkpoint. True: if it continues under its `id`, the logger keeps what
+    # was logged for these steps before, and does not receive them again.
     append_only: ClassVar[bool] = False
-    id: str | None = None  # under which a resumed run goes on; checkpoints keep it
+    id: str | None = None  # saved in checkpoints, so that a resumed run can continue under it
 
     def __init__(self, start: RunStart) -> None:
-        """Open the run, or go on with the one of `start.id`."""
+        """Open a new run, or continue the run `start.id`."""
 
     def log(self, step: int, row: dict[str, float]) -> None:
-        """Log a row of metrics.jsonl, after `step` training steps. Values may be NaN or infinite."""
+        """Log a row of metrics.jsonl after `step` training steps. Values may be NaN or infinite."""
 
     def records(self, step: int, set_name: str, records: list[Record], folder: Path) -> None:
-        """Log the samples of a validation on the set `set_name`, at least one, sorted by index. `folder` has them as
-        files: see phalanx.telemetry.records.save_records.
+        """Log the samples of a validation on `set_name`: at least one, sorted by index. `folder` contains their files:
+        see phalanx.telemetry.records.save_records.
         """
 
     def close(self, failed: bool) -> None:
-        """End the run for now; `failed` says that the job raised an error. A resumed job goes on with it."""
+        """Close the run, which a resumed job may continue; `failed`: the job raised an error."""
 
 
 def check_loggers(entries: Iterable[str]) -> dict[str, type[Logger]]:
     """The class of each entry of `trainer.logger`: a module of this package, or module:Class or path/to/file.py:Class.
 
-    Raises ConfigError where there is none, or where the package that it needs is not installed.
+    Raises ConfigError if the class does not exist, or the package that it needs is not installed.
     """
     return {entry: _logger_class(entry) for entry in entries}
 

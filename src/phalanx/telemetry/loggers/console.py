@@ -1,4 +1,4 @@
-"""Console: a line per step, and one per validation; on a terminal, below them, a line that changes."""
+"""Console: one line per step and per validation, with a progress line below them on a terminal."""
 
 import sys
 import time
@@ -17,7 +17,7 @@ from phalanx.telemetry.records import SAMPLES, Record, kind_of, spoken, summary
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-# Metrics of a row, in this order; losses come first.
+# The metrics shown for a step, in this order, after its losses.
 CONSOLE_KEYS = (
     "reward/mean",
     "reward/std",
@@ -40,14 +40,14 @@ CONSOLE_KEYS = (
     "idle/inference",
     "idle/actor",
 )
-CONSOLE_CHARACTERS = 600  # of a prompt, a text or a ground truth
-CONSOLE_MESSAGES = 10  # of a conversation
-_ETA_STEPS = 20  # recent steps by whose median the ETA goes, as a window changes their length
+CONSOLE_CHARACTERS = 600  # shown of a prompt, a text or a ground truth
+CONSOLE_MESSAGES = 10  # shown of a conversation
+_ETA_STEPS = 20  # recent steps for the median duration; several, because a moving window changes their duration
 
 
 class Console(Logger):
-    """The lines go to stdout. Where stderr is a terminal, the one that changes shows there the steps that are done, the
-    phase and its micro-batches, the time since the start and the time left: see `Eta`.
+    """Prints lines to stdout. If stderr is a terminal, a progress line there shows the number of completed steps, the
+    current phase and its micro-batches, the elapsed time, and the remaining time: see `Eta`.
     """
 
     terminal = True
@@ -59,7 +59,7 @@ class Console(Logger):
         if sys.stderr.isatty():
             self._bar = _bar(start, self.eta)
             self._bar.start()
-            self._bar.console.show_cursor()  # a rank that dies could not do so
+            self._bar.console.show_cursor()  # a rank that dies could not restore a hidden cursor
 
     def log(self, step: int, row: dict[str, float]) -> None:
         self.eta.update(step, row)
@@ -73,7 +73,7 @@ class Console(Logger):
             self.show("  ".join([f"step {step}/{self.total}  validation", *parts]))
 
     def records(self, step: int, set_name: str, records: list[Record], folder: Path) -> None:
-        """The first sample, where they are texts."""
+        """Print the first sample of a text validation."""
         if kind_of(records) != SAMPLES:
             return
         first = records[0]
@@ -89,7 +89,7 @@ class Console(Logger):
 
     def show(self, line: str) -> None:
         if self._bar is not None and sys.stdout.isatty():
-            # above the line that changes, and not broken by the width of the terminal
+            # above the progress line, without wrapping at the width of the terminal
             self._bar.console.print(line, soft_wrap=True, markup=False, highlight=False)
             exit.copy(line, False)
         else:
@@ -101,11 +101,12 @@ class Console(Logger):
 
 
 class Eta:
-    """The time that is left: the median of the recent steps for each step, and that of the validations for each of
-    those that `trainer.test_freq` will bring. A step is the time between two rows without a validation.
+    """The remaining time: the median duration of recent steps for each remaining step, plus the median duration of
+    recent validations for each that `trainer.test_freq` schedules. The duration of a step is the time between two rows,
+    minus that of a validation.
 
-    The first step and the first validation of a start take longer, as engines start and models compile: each counts
-    only until there is a second one.
+    The first step and the first validation after a start take longer, because engines start and models compile; they
+    are used only until there is a second one.
     """
 
     def __init__(self, start: RunStart) -> None:
@@ -114,7 +115,7 @@ class Eta:
         self._steps, self._validations = list[float](), list[float]()
 
     def update(self, step: int, row: dict[str, float]) -> None:
-        """Take in a row that is logged now."""
+        """Account for a row that is logged now."""
         now, validation = time.monotonic(), row.get("time/validation")
         if validation is not None:
             self._validations.append(validation)
@@ -123,12 +124,12 @@ class Eta:
         self._step, self._time = step, now
 
     def __str__(self) -> str:
-        """`h:mm:ss`; `-` before the first step has ended."""
+        """The remaining time as `h:mm:ss`; `-` before the first step has ended."""
         seconds = self.seconds()
         return "-" if seconds is None else str(timedelta(seconds=round(seconds)))
 
     def seconds(self) -> float | None:
-        """The seconds that are left from now on; None before the first step has ended."""
+        """The remaining seconds from now; None before the first step has ended."""
         if not self._steps:
             return None
         steps, validations = self._steps[1:] or self._steps, self._validations[1:] or self._validations
@@ -141,13 +142,13 @@ class Eta:
         if self._test_freq <= 0 or self._step >= self._total:
             return 0
         every = self._total // self._test_freq - self._step // self._test_freq
-        return every + (self._total % self._test_freq > 0)  # the last step has one as well
+        return every + (self._total % self._test_freq > 0)  # the last step is always validated
 
 
 def shown_keys(row: dict[str, float]) -> list[str]:
-    """The metrics of a row that its line shows: losses and CONSOLE_KEYS, but no ratio that cannot differ from 1.
+    """The metrics to show of a row: losses and CONSOLE_KEYS, except ratio metrics that are constant.
 
-    With one optimizer step per rollout the weights that sampled are those that are trained: the ratio is 1, and none
+    With one optimizer step per rollout, samples are trained by the weights that drew them, so all ratios are 1 and none
     is clipped.
     """
     keys = [key for key in row if LOSS.fullmatch(key)]
@@ -158,7 +159,7 @@ def shown_keys(row: dict[str, float]) -> list[str]:
 
 
 def _bar(start: RunStart, eta: Eta) -> Any:
-    """The line that changes. Its thread reads the timers at each refresh, without any call from the training."""
+    """The progress line. Its thread reads the timers at each refresh, so training need not update it."""
     from rich.console import Console as Screen
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -169,7 +170,7 @@ def _bar(start: RunStart, eta: Eta) -> Any:
         TimeElapsedColumn(),
         TextColumn("ETA {task.fields[eta]}"),
         console=Screen(stderr=True),
-        redirect_stdout=sys.stdout.isatty(),  # what is printed stands above it; a file gets it as it is
+        redirect_stdout=sys.stdout.isatty(),  # print above the line; leave stdout alone if it is a file
         refresh_per_second=4,
     )
     bar.add_task("training", total=start.total_steps, completed=start.step, timers=start.timers, eta=eta)
@@ -177,7 +178,7 @@ def _bar(start: RunStart, eta: Eta) -> Any:
 
 
 def _talk(conversation: dict[str, Any]) -> str:
-    """A conversation in short."""
+    """An abridged conversation."""
     lines = []
     for role, text in spoken(conversation["messages"]):
         lines.append(f"{role}: {_middle_out(text, CONSOLE_CHARACTERS // 3)}")
@@ -188,11 +189,11 @@ def _talk(conversation: dict[str, Any]) -> str:
 
 
 def _middle_out(text: str, most: int = CONSOLE_CHARACTERS) -> str:
-    """A text without its middle, where it is long: an answer stands at its end."""
+    """Shorten a long text by cutting its middle, because answers are at the end."""
     half = most // 2
     return text if len(text) <= most else f"{text[:half]} […] {text[-half:]}"
 
 
 def plain(text: str) -> str:
-    """A text without what would steer a terminal."""
+    """Escape the control characters in a text, except newlines and tabs."""
     return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)

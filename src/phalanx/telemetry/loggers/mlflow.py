@@ -1,4 +1,4 @@
-"""MLflow: the server of MLFLOW_TRACKING_URI, or else a SQLite file in the run's folder, `<output_dir>/mlflow.db`."""
+"""MLflow: the server given by MLFLOW_TRACKING_URI, by default a SQLite file in the run's folder, `mlflow.db`."""
 
 import os
 import re
@@ -15,14 +15,14 @@ from phalanx.config.load import flat
 from phalanx.telemetry.loggers import Logger, RunStart
 from phalanx.telemetry.records import SAMPLES, Record, kind_of, shown_grid
 
-_REFUSED = re.compile(r"[^\w/. :-]")  # in a metric's name
+_REFUSED = re.compile(r"[^\w/. :-]")  # characters that MLflow does not allow in metric names
 
 
 class Mlflow(Logger):
-    """Metrics; the configuration as parameters; a validation's files as artifacts, and as an image its grid, or where
-    it is of texts that of the images of their prompts. The experiment is `trainer.project_name`.
+    """Logs metrics; the configuration as parameters; the files of a validation as artifacts, and its grid (for texts,
+    that of the images in their prompts) as an image. The experiment is `trainer.project_name`.
 
-    MLflow's client waits for the server, for minutes where that is gone. It does so on a thread, beside the training.
+    MLflow's client waits for the server, for minutes if it is down, so calls are made on a background thread.
     """
 
     extra = "mlflow"
@@ -39,7 +39,7 @@ class Mlflow(Logger):
         if start.id is not None:
             try:
                 self._client.update_run(start.id, status="RUNNING")
-            except MlflowException:  # another store than that of the checkpoint's run, or none at all, as is told next
+            except MlflowException:  # another store than that of the checkpoint's run; an unreachable one fails below
                 self.id = None
         if self.id is None:
             self.id = self._create(start, None if server else (folder / "mlflow").as_uri())
@@ -48,7 +48,7 @@ class Mlflow(Logger):
         self._sent: deque[Future[Any]] = deque()
 
     def _create(self, start: RunStart, artifacts: str | None) -> str:
-        """Begin a run, and return its id. `artifacts`: where a new experiment has files; None: the server's choice."""
+        """Create a run and return its id. `artifacts`: location for a new experiment's files; None: the server's."""
         from mlflow.entities import Param
 
         trainer = start.trainer
@@ -74,7 +74,7 @@ class Mlflow(Logger):
             self._send(self._client.log_image, grid, key=key, step=step)
 
     def _send(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        """Let the thread make a call for this run, after those before it. Raises what one of these has raised."""
+        """Queue a call for this run on the thread. Raises the exception of an earlier call, if any."""
         while self._sent and self._sent[0].done():
             if self._sent[0].exception() is not None:
                 self._worker.shutdown(wait=False, cancel_futures=True)

@@ -1,4 +1,4 @@
-"""SwanLab: its cloud, or with SWANLAB_MODE=offline files in `<output_dir>/swanlab`, which `swanlab sync` uploads."""
+"""SwanLab: its cloud, or with SWANLAB_MODE=offline files in `<output_dir>/swanlab` that `swanlab sync` uploads."""
 
 import signal
 import sys
@@ -12,8 +12,8 @@ from phalanx.telemetry.records import IMAGES, SAMPLES, Record, kind_of, together
 
 
 class Swanlab(Logger):
-    """Metrics; validations as pictures, GIFs of videos, or texts and the images of their prompts. A resumed run
-    continues under its id, and SwanLab drops what it has of a step already.
+    """Logs metrics, and validations as images, GIFs, or texts with the images of their prompts. A resumed run continues
+    under its id, and SwanLab drops steps that it already has.
     """
 
     extra = "swanlab"
@@ -31,14 +31,14 @@ class Swanlab(Logger):
                 config=start.config,
                 id=start.id,
                 resume="allow",
-                settings=swanlab.Settings(interactive=False),  # nobody answers a rank's question
+                settings=swanlab.Settings(interactive=False),  # nobody can answer prompts of a rank
             )
         except RuntimeError as error:
             raise ConfigError(
                 f"{KEY}: swanlab could not start: {' '.join(str(error).split()).rstrip('.')}; run `swanlab login`, set "
                 "SWANLAB_MODE=offline, or leave swanlab out"
             ) from None
-        # a job has its own answers to an error and to Ctrl-C, which close this run as well
+        # restore the job's own handlers of exceptions and Ctrl-C, which also close this run
         sys.excepthook = hook
         signal.signal(signal.SIGINT, handler)
         self.id = self._run.id
@@ -53,7 +53,7 @@ class Swanlab(Logger):
                 shown.append(self._swanlab.Text(record.transcript, caption=record.caption))
             elif kind == IMAGES:
                 shown.append(self._swanlab.Image(record.output, caption=record.caption))
-            else:  # it plays no other videos
+            else:  # SwanLab plays no other video format
                 shown.append(self._swanlab.Video(gif(list(record.frames), record.fps), caption=record.caption))
         row = {f"{kind}/{set_name}": shown}
         of_prompts = []
@@ -70,4 +70,4 @@ class Swanlab(Logger):
             self._run.finish(state="crashed", error="the job failed")
         else:
             self._run.finish()
-        signal.signal(signal.SIGINT, handler)  # SwanLab puts back the one that it found
+        signal.signal(signal.SIGINT, handler)  # `finish` restores an older handler

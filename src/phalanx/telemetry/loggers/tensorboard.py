@@ -1,4 +1,4 @@
-"""TensorBoard: event files in `<output_dir>/tensorboard`; what an earlier start wrote of later steps is purged."""
+"""TensorBoard: event files in `<output_dir>/tensorboard`; a resumed run purges later steps of an earlier start."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ from phalanx.telemetry.records import IMAGES, SAMPLES, Record, kind_of, moving_g
 
 
 class Tensorboard(Logger):
-    """Scalars; validations as grids of pictures, GIFs of videos, or texts and a grid of the images of their prompts."""
+    """Logs scalars, and validations as grids of images, GIFs, or texts with a grid of the images in their prompts."""
 
     extra = "tensorboard"
 
@@ -35,7 +35,7 @@ class Tensorboard(Logger):
         if kind_of(records) == SAMPLES:
             parts = []
             for record in records:
-                # each as it is: indented, as markdown wants what it should not read
+                # indented, so that markdown shows them verbatim
                 prompt, text = indent(record.prompt, "    "), indent(record.transcript, "    ")
                 parts.append(f"**prompt**\n\n{prompt}\n\n**reward {record.reward:.3f}**\n\n{text}")
                 if record.ground_truth is not None:
@@ -51,7 +51,7 @@ class Tensorboard(Logger):
             self._add_gif(f"videos/{set_name}", list(moving_grid(records)), records[0].fps, step)
 
     def _add_gif(self, tag: str, frames: list[Any], fps: int, step: int) -> None:
-        """Add a GIF, the only video that TensorBoard plays: SummaryWriter.add_video would need moviepy for it."""
+        """Add a GIF, the only video format that TensorBoard plays; SummaryWriter.add_video would need moviepy."""
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         height, width, _ = frames[0].shape

@@ -1,4 +1,4 @@
-"""Trackio: the dashboard of this machine, in TRACKIO_DIR, or that of a Space, TRACKIO_SPACE_ID."""
+"""Trackio: a local dashboard with its data in TRACKIO_DIR, or the one of the Space TRACKIO_SPACE_ID."""
 
 import secrets
 from pathlib import Path
@@ -9,7 +9,7 @@ from phalanx.telemetry.records import SAMPLES, Record, kind_of, together
 
 
 class Trackio(Logger):
-    """Metrics; validations as tables of pictures, or of texts and the images of their prompts, and mp4 files.
+    """Logs metrics, and validations as tables of images, of texts and the images in their prompts, or as mp4 files.
 
     Trackio identifies a run by its name, which therefore ends in random digits; the group is `trainer.experiment_name`.
     """

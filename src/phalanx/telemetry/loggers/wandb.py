@@ -8,7 +8,7 @@ from phalanx.telemetry.records import IMAGES, SAMPLES, Record, kind_of, together
 
 
 class Wandb(Logger):
-    """Metrics; validations as pictures, mp4 files, or a table of texts. A resumed run continues under its id."""
+    """Logs metrics, and validations as images, mp4 files, or a table of texts. A resumed run continues under its id."""
 
     extra = "wandb"
 
@@ -33,8 +33,8 @@ class Wandb(Logger):
         self.id = self._run.id
 
     def log(self, step: int, row: dict[str, float]) -> None:
-        # given our own step, wandb drops the steps that it has seen, which a resumed run repeats, and `wandb sync` can
-        # join the parts of an offline run
+        # With explicit steps, wandb drops those that it has seen before, which a resumed run repeats, and `wandb sync`
+        # can join the parts of an offline run.
         self._run.log(row, step=step)
 
     def records(self, step: int, set_name: str, records: list[Record], folder: Path) -> None:
