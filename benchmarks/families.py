@@ -3,10 +3,11 @@
     python benchmarks/families.py                       # all families
     python benchmarks/families.py sd3 qwen_image --runs 9 --no-docs
 
-Each family is a tiny folder of its own classes in float32, which samples one image of 256 x 256 pixels (SD3: 128 x 128), or
-a video of 9 frames of 64 x 96, in four steps with guidance. Both sides do so alternately in this process, on one thread, with the
-texts padded to the same length. Figures are CPU seconds of the transformer's forward passes: text encoders, the VAE and
-the steps between the passes are left out, and of several runs the fastest counts. The table goes to docs/performance.md.
+Each family is a tiny folder of its own classes in float32. It samples an image of 256 x 256 pixels (SD3: 128 x 128), or
+a video of 9 frames of 64 x 96, in four steps with guidance, alternately here and by diffusers' pipeline, in this
+process, on one thread, with texts padded to the same length. Figures are CPU seconds of the transformer's forward
+passes, the fastest of several runs: text encoders, the VAE and the steps between the passes are left out. The table
+goes to docs/performance.md.
 """
 
 import argparse
