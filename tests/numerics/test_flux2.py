@@ -1,4 +1,4 @@
-"""FLUX.2: what dev and distilled Klein have of their own; test_models.py has what Klein base shares with other families."""
+"""FLUX.2: features of dev and distilled Klein; test_models.py tests what Klein base shares with other families."""
 
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from tests.tiny_flux2 import tiny_flux2_klein
 
 @pytest.mark.parametrize("scale", [1.0, 3.5])
 def test_images_of_dev_are_those_of_the_stock_pipeline(scale: float, world: World, flux2_folder: Path) -> None:
-    """The guidance scale is an input; an empty prompt, and one that is longer than what is read."""
+    """The guidance scale is an input; with an empty prompt, and one that is truncated."""
     prompts = [Prompt("", 0, {}), Prompt("a red sofa " * 20, 1, {}), PROMPTS[1]]
     rollout = make_rollout(make_policy(world, flux2_folder), 3, guidance_scale=scale)
     assert not rollout.sampler.guided and rollout.sampler.embedded_guidance == scale
@@ -52,7 +52,7 @@ def test_dev_has_one_branch(world: World, flux2_folder: Path) -> None:
 
 
 def test_tokens_of_dev_are_those_of_the_pipeline(world: World, flux2_folder: Path) -> None:
-    """Of which the first are the system's message."""
+    """Tokens of a text begin with those of the system message."""
     policy = make_policy(world, flux2_folder)
     seen: list[Any] = []
     handle = policy.model.pipeline.text_encoder.register_forward_pre_hook(
@@ -108,7 +108,7 @@ def test_replay_is_exact(
     assert samples.log_prob is not None and samples.log_prob.std() > 0
 
 
-SIDE = 78  # of the area of a reference: with images of 32 x 48 to be made, 64 x 96 pixels, as `edits` has them
+SIDE = 78  # root of a reference's area: for samples of 32 x 48, 64 x 96 pixels, the size of the images in `edits`
 
 
 @pytest.mark.parametrize(("family", "guidance"), [("flux2", 1.0), ("flux2_klein", 3.0)])

@@ -1,4 +1,4 @@
-"""Qwen-Image-Edit against diffusers' own pipelines: what both encoders make of an image, and what replays see of it."""
+"""Qwen-Image-Edit against diffusers' own pipelines: both encodings of an image, and their use in replays."""
 
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from tests.checks import refused
 from tests.policies import MAX_LENGTH, disturb, make_policy, make_rollout, ode, sample, validated
 from tests.tiny_edit import edits, load_edit_pipeline, photo, tiny_qwen_image_edit
 
-SIDE = 64  # of the area at which the VAE sees a reference
+SIDE = 64  # root of the area of a reference for the VAE
 AREA = pipeline_qwenimage_edit_plus.CONDITION_IMAGE_SIZE
 
 
@@ -100,7 +100,7 @@ def test_another_number_of_references_ends_the_job(world: World, qwen_edit_folde
 
 
 def test_both_encoders_see_the_image(world: World, qwen_edit_folder: Path) -> None:
-    """Another image changes what both make of it; and the negative prompt is about the image too."""
+    """Another image changes both encodings; the negative prompt is encoded with the image too."""
     policy = edit_policy(world, qwen_edit_folder)
     one, other = edits()[:2]
     seen = Prompt(one.text, 0, other.meta)
@@ -174,7 +174,7 @@ def test_instructions_are_cut(world: World, qwen_edit_folder: Path) -> None:
 @pytest.mark.parametrize("guidance", [1.0, 3.0])
 @pytest.mark.parametrize(("lora_rank", "dtype"), [(0, "float32"), (4, "float32"), (4, "bfloat16")])
 def test_replay_is_exact(guidance: float, lora_rank: int, dtype: str, world: World, qwen_edit_folder: Path) -> None:
-    """To the last bit, at equal shapes."""
+    """Bit-equal at equal shapes."""
     policy = edit_policy(world, qwen_edit_folder, lora_rank=lora_rank, dtype=dtype)
     disturb(policy)
     rollout = make_rollout(policy, 6, guidance=guidance, sde_window_size=1)
