@@ -157,7 +157,7 @@ def test_models_and_data_that_are_refused(lm_folder: Path, blocks_folder: Path, 
         ),
         "unknown mask": (
             rl("b", lm_folder, "model.mask_token=<mask>"),
-            f"model.mask_token: '<mask>' is no token of '{lm_folder}'",
+            f"model.mask_token: '<mask>' is not a token of '{lm_folder}'",
         ),
         "window": (
             rl("c", window),
@@ -166,8 +166,8 @@ def test_models_and_data_that_are_refused(lm_folder: Path, blocks_folder: Path, 
         ),
         "masked prompt": (
             rl("e", blocks_folder, masked),
-            "data: the prompt 'Ann has <|mask|> books.' holds the mask token '<|mask|>', which stands for tokens that "
-            "are to come; leave it out",
+            "data: the prompt 'Ann has <|mask|> books.' contains the mask token '<|mask|>', which stands for tokens "
+            "that are to be generated; remove it",
         ),
         "masked response": (
             sft("f", ("Why?", "So <|mask|>.")),
