@@ -11,7 +11,7 @@ from phalanx.functional.advantage import group_advantage, group_std, has_signal,
 
 
 def reference(reward: list[float], group: list[int], global_std: bool, normalize: bool, eps: float) -> list[float]:
-    """One sample at a time, in float64 and exact means."""
+    """One sample at a time, in float64 with exact means."""
     out = []
     for r, g in zip(reward, group, strict=True):
         peers = [other for other, h in zip(reward, group, strict=True) if h == g]
@@ -142,7 +142,7 @@ def test_top_and_bottom_by_hand() -> None:
 
 
 def test_top_and_bottom_of_random_groups() -> None:
-    """Against sorting each group by itself, with many equal rewards."""
+    """Against sorting each group separately, with many equal rewards."""
     for trial in range(30):
         draw = random.Random(trial)
         count, k = draw.randint(1, 40), draw.randint(1, 4)

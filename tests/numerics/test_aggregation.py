@@ -1,4 +1,4 @@
-"""The four ways to weigh actions in a loss, on ragged masks, against sums written out by hand; and over ranks."""
+"""The four weightings of actions in a loss, on ragged masks and over ranks, against sums written out by hand."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ MASK = torch.arange(4)[None] < torch.tensor(LENGTHS)[:, None]
 
 
 def expected(mode: str, constant: float | None) -> float:
-    """By the definition: units 0, 1, 4 and 5 count, with 3 + 1 + 2 + 4 actions; unit 3 has none."""
+    """The definition: units 0, 1, 4 and 5 count, with 3 + 1 + 2 + 4 actions; unit 3 has no actions."""
     sums = [LOSS[i, :k].sum().item() for i, k in enumerate(LENGTHS) if KEPT[i] and k]
     lengths = [k for i, k in enumerate(LENGTHS) if KEPT[i] and k]
     if mode == "token-mean":
@@ -53,7 +53,7 @@ def test_an_unknown_mode_is_refused() -> None:
 
 
 def share_of_the_loss(ranks: int, mode: str) -> list[float]:
-    """This rank's part of the loss, of each of two optimizer steps."""
+    """This rank's part of the loss in each of two optimizer steps."""
     from phalanx.config.run import ParallelConfig
     from phalanx.distributed import mesh
     from phalanx.training.minibatches import BatchPlan, Units, optimizer_steps
@@ -80,7 +80,7 @@ def test_the_loss_does_not_depend_on_the_layout(mode: str) -> None:
 
 
 def dealt_out(ranks: int, counted: list[bool], updates: int) -> list[list[tuple[int, float]]]:
-    """Of each optimizer step this rank's samples, by their numbers of all ranks, with the weight of each."""
+    """This rank's samples in each optimizer step, by their numbers across ranks, with their weights."""
     from phalanx.config.run import ParallelConfig
     from phalanx.distributed import mesh
     from phalanx.training.minibatches import BatchPlan, Units, optimizer_steps
@@ -107,7 +107,7 @@ def dealt_out(ranks: int, counted: list[bool], updates: int) -> list[list[tuple[
     ids=["all", "even numbers", "one group", "seven", "four", "a single one"],
 )
 def test_what_counts_is_dealt_out_evenly(kept: Any) -> None:
-    """Cut before filtering, all even numbers would be one update's, and the other would be empty."""
+    """If units were dealt out before filtering, one update would have all even numbers, and the other none."""
     counted = [i in kept for i in range(16)]
     (alone,) = run_ranks(dealt_out, 1, 1, counted, 2)
     sizes = [sum(weight > 0 for _, weight in step) for step in alone]

@@ -17,7 +17,7 @@ from tests.policies import disturb, make_policy, make_rollout, one_rank, sample
 
 
 def test_loss_and_gradient() -> None:
-    """d loss / d e_i = A_i sigmoid(beta mean A (e - e_ref)) / n, whatever beta is."""
+    """d loss / d e_i = A_i sigmoid(beta mean A (e - e_ref)) / n, for any beta."""
     advantage = group_advantage(normal(3, 4, seed=0).flatten(), torch.arange(12) // 4).view(3, 4)
     for beta in (0.1, 100.0):
         reference = 1 + normal(3, 4, 2, seed=1) / beta
@@ -52,7 +52,7 @@ def test_groups_are_all_images_of_a_prompt() -> None:
 
 @pytest.mark.parametrize(("clip", "kl"), [(None, 0.5), (1e-3, 0.0)])
 def test_a_step_is_the_plain_formula(clip: float | None, kl: float, sd3_folder: Path) -> None:
-    """Two groups of three, by hand from velocities at the noise of each one's first image."""
+    """Two groups of three, by hand from velocities at the noise of each group's first image."""
     rule = Algorithm(Config(beta=50.0, clip_ratio=clip, kl_loss_coef=kl, min_level=0.4))
     with one_rank() as world:
         policy = make_policy(world, sd3_folder)

@@ -22,7 +22,7 @@ def alone(values: Tensor) -> Tensor:
 
 
 def by_hand(reward: list[float], values: list[float], gamma: float, lam: float) -> list[float]:
-    """The definition: A_t is the sum of (gamma lam)^k delta_{t+k}, of one sample's tokens."""
+    """The definition for the tokens of one sample: A_t is the sum of (gamma lam)^k delta_{t+k}."""
     deltas = [
         r + gamma * after - v for r, v, after in zip(reward, values, [*values[1:], 0.0][: len(values)], strict=True)
     ]
@@ -54,7 +54,7 @@ def test_the_reward_comes_with_the_last_token() -> None:
 
 
 def test_rewards_of_turns_are_where_they_were_earned() -> None:
-    """And with the rest at the last token their sum is the sample's reward, to the last bit of a single turn's."""
+    """With the remainder at the last token, they sum up to the sample's reward, bit for bit with a single turn."""
     reward, earned = normal(5, seed=7), normal(5, 5, seed=8) * (normal(5, 5, seed=9) > 0)
     found = placed(reward, earned, MASK)
     for i, mask in enumerate(MASK):
@@ -74,7 +74,7 @@ def test_rewards_of_turns_are_where_they_were_earned() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 5])
 def test_whitening_is_that_of_all_ranks(ranks: int) -> None:
-    """Whatever the layout: each rank contributes its sums; a rank may have no token at all."""
+    """For any distribution of tokens over ranks; a rank may have none."""
     values = normal(5, 5, seed=3) * 4 + 100
     real = values[MASK].double()
     expected = (values - real.mean()) / torch.sqrt(real.var(correction=0) + 1e-8)
@@ -85,7 +85,7 @@ def test_whitening_is_that_of_all_ranks(ranks: int) -> None:
 
 
 class Ranks:
-    """What rank `me` is told when it asks for sums over all ranks: of counts and values first, then of squares."""
+    """Replaces the sums over all ranks for rank `me`: of counts and values first, then of squares."""
 
     def __init__(self, parts: list[tuple[Tensor, Tensor]], me: int) -> None:
         self.parts, self.me, self.calls = parts, me, 0
@@ -136,7 +136,7 @@ def scored(**others: Tensor) -> Scored:
 
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
 def test_the_credit_of_ppo(kind: str) -> None:
-    """Each token pays its KL; the last one has the reward; advantages are whitened, returns are not."""
+    """The KL is subtracted at each token; the last token has the reward; advantages are whitened, returns are not."""
     given = scored(values=normal(5, 5, seed=6))
     algorithm = ppo.Algorithm(ppo.Config(gamma=0.9, lam=0.8, kl_reward_coef=0.1, kl_reward_type=kind))
     found = algorithm.credit(given, alone)
@@ -154,7 +154,7 @@ def test_the_credit_of_ppo(kind: str) -> None:
 
 
 def test_the_credit_of_reinforce_plus_plus() -> None:
-    """A token's return is the reward less the KL of it and of what follows, normalised over all tokens."""
+    """A token's return is the reward minus the KL of this and all later tokens, normalised over all tokens."""
     given = scored()
     config = reinforce_plus_plus.Config(kl_reward_coef=0.1)
     found = reinforce_plus_plus.Algorithm(config).credit(given, alone)
@@ -169,7 +169,7 @@ def test_the_credit_of_reinforce_plus_plus() -> None:
 
 @pytest.mark.parametrize("module", [ppo, reinforce_plus_plus])
 def test_the_credit_of_turns(module: Any) -> None:
-    """What a turn has earned is no return of the tokens behind it."""
+    """The reward of a turn is not part of the returns of later tokens."""
     earned = torch.zeros(5, 5)
     earned[0, 1], earned[3, 0] = 0.75, -0.25
     given = scored(values=torch.zeros(5, 5), action_reward=earned)
@@ -183,7 +183,7 @@ def test_the_credit_of_turns(module: Any) -> None:
 
 
 def test_the_baseline_of_reinforce_plus_plus() -> None:
-    """A group's mean is taken off; samples of groups whose rewards are equal are trained all the same."""
+    """The group's mean is subtracted; samples of groups with equal rewards are still trained."""
     reward, group = torch.tensor([1.0, 0.0, 0.0, 1.0, 1.0, 1.0]), torch.tensor([0, 0, 0, 1, 1, 1])
     plain = reinforce_plus_plus.Algorithm(reinforce_plus_plus.Config())
     baseline = reinforce_plus_plus.Algorithm(reinforce_plus_plus.Config(group_baseline=True))

@@ -1,4 +1,4 @@
-"""The algorithms on tokens against their papers' formulas, token by token, with responses of different lengths."""
+"""Algorithms on tokens against the formulas of their papers, token by token, with responses of different lengths."""
 
 import math
 from collections.abc import Callable
@@ -24,7 +24,7 @@ TEACHER = torch.tensor([[-0.5, -1.5, -2.0, 0.0], [-0.1, -1.0, -4.0, -0.2], [-0.3
 
 
 class Given(Policy):
-    """A policy whose log-probabilities are given."""
+    """A policy with given log-probabilities."""
 
     def __init__(self, log_prob: Tensor) -> None:
         self.log_prob = log_prob
@@ -34,7 +34,7 @@ class Given(Policy):
 
 
 def computed(algorithm: TokenAlgorithm) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """The loss, the gradient of its sum over real tokens to log pi, and the scalars."""
+    """The loss, the gradient of its sum over real tokens by log pi, and the scalars."""
     log_prob = (OLD + RATIO.log()).requires_grad_()
     batch = Batch(None, OLD, MASK, torch.tensor(ADVANTAGE), MASK.float(), {"teacher": TEACHER})
     loss, stats = algorithm.loss(Given(log_prob), batch)
@@ -44,7 +44,7 @@ def computed(algorithm: TokenAlgorithm) -> tuple[Tensor, Tensor, dict[str, Tenso
 
 
 def by_hand(expected: Callable[[float, float, float, float, float], tuple[float, float]], found: tuple) -> None:
-    """`expected` of (log pi, rho, A, old, teacher) gives the loss and its derivative by log pi."""
+    """Check token by token: `expected(log pi, rho, A, old, teacher)` is the loss and its derivative by log pi."""
     for i, t in MASK.nonzero().tolist():
         rho, old = float(RATIO[i, t]), float(OLD[i, t])
         loss, slope = expected(old + math.log(rho), rho, ADVANTAGE[i], old, float(TEACHER[i, t]))
@@ -55,7 +55,7 @@ def by_hand(expected: Callable[[float, float, float, float, float], tuple[float,
 
 @pytest.mark.parametrize("low", [None, 0.2])
 def test_cispo(low: float | None) -> None:
-    """Every token has a gradient: that of log pi, times a weight that is bounded."""
+    """Every token has a gradient: that of log pi, times a bounded weight."""
 
     def expected(log_prob: float, rho: float, a: float, old: float, teacher: float) -> tuple[float, float]:
         weight = min(max(rho, 0.0 if low is None else 1 - low), 1.3)
@@ -99,7 +99,7 @@ def test_a_ratio_out_of_bounds_is_finite(log_ratio: float) -> None:
 
 
 def test_gspo_has_one_ratio_a_response() -> None:
-    """The loss of each token is the sequence's, and its gradient for one advantage is GSPO's own."""
+    """The loss of each token is that of the sequence, and with one advantage its gradient equals GSPO's."""
     loss, gradient, _ = computed(grpo.Algorithm(grpo.Config(importance="sequence", clip_ratio=0.4, clip_ratio_c=None)))
     for i, length in enumerate(MASK.sum(1).tolist()):
         a = ADVANTAGE[i]
@@ -112,7 +112,7 @@ def test_gspo_has_one_ratio_a_response() -> None:
 
 
 def test_the_gradient_at_the_borders_of_the_clip() -> None:
-    """Above 1 + high it is cut for A > 0 alone, below 1 - low for A < 0 alone, and beyond the dual clip for A < 0."""
+    """It is cut above 1 + high only for A > 0, below 1 - low only for A < 0, and beyond the dual clip for A < 0."""
     _, gradient, stats = computed(grpo.Algorithm(grpo.Config(clip_ratio_high=0.28, clip_ratio_c=3.0)))
     cut = (gradient == 0) & MASK
     assert cut.tolist() == [[False, False, True, False], [True, False, False, True], [False] * 4]
@@ -126,7 +126,7 @@ def test_dr_grpo_divides_by_nothing() -> None:
 
 
 def test_only_normalised_advantages_are_clamped() -> None:
-    """Others are in units of the reward: rewards of 0 to 100 keep their differences."""
+    """Other advantages are in units of the reward: rewards of 0 to 100 keep their differences."""
     reward, group_id = torch.tensor([0.0, 100.0, 50.0, 50.0]), torch.zeros(4)
     dr_grpo = grpo.Algorithm(grpo.Config(norm_adv_by_std_in_grpo=False))
     assert dr_grpo.advantage(reward, group_id).tolist() == [-50, 50, 0, 0]
@@ -155,7 +155,7 @@ def test_rloo_compares_with_the_others() -> None:
 
 
 def test_rloo_in_the_first_update_is_reinforce() -> None:
-    """Its gradient is that of -A log pi where the policy is still the one that sampled."""
+    """Its gradient is that of -A log pi as long as the policy is the one that sampled."""
     log_prob = OLD.clone().requires_grad_()
     batch = Batch(None, OLD, MASK, torch.tensor(ADVANTAGE), MASK.float(), {})
     loss, _ = rloo.Algorithm(rloo.Config()).loss(Given(log_prob), batch)
@@ -172,7 +172,7 @@ def configured(**keys: object) -> distillation.Algorithm:
 
 
 def test_distillation_by_its_advantage() -> None:
-    """k1: the reward's advantage less the log-ratio to the teacher, clipped as grpo's."""
+    """k1: the reward's advantage minus the log-ratio to the teacher, clipped as in grpo."""
 
     def expected(log_prob: float, rho: float, a: float, old: float, teacher: float) -> tuple[float, float]:
         own = a - 0.5 * (old - teacher)
@@ -206,7 +206,7 @@ def test_distillation_without_rewards() -> None:
 
 
 def test_k2_has_the_gradient_of_k1_at_first() -> None:
-    """Where the policy is the one that sampled, and no reward takes part."""
+    """As long as the policy is the one that sampled, without rewards."""
     gradients = []
     for kind in ("k1", "k2"):
         log_prob = OLD.clone().requires_grad_()
@@ -220,7 +220,7 @@ def test_k2_has_the_gradient_of_k1_at_first() -> None:
 
 @pytest.mark.parametrize("options", [{}, {"loss_type": "k2"}, {"loss_type": "k3"}])
 def test_a_correction_weighs_the_policys_term(options: dict[str, str]) -> None:
-    """A token that it rejects keeps its entropy and its KL to reference and teacher, as in verl, TRL and NeMo-RL."""
+    """A rejected token keeps its entropy and its KL to reference and teacher, as in verl, TRL and NeMo-RL."""
     factors = torch.tensor([[0.0, 1.0, 2.0, 1.0], [0.5, 0.0, 1.0, 2.0], [0.0, 1.0, 1.0, 1.0]])
     outputs = {"reference": TEACHER - 0.3, "teacher": TEACHER}
     batch = Batch(None, OLD, MASK, torch.tensor(ADVANTAGE), MASK.float(), outputs)
