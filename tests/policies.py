@@ -1,4 +1,4 @@
-"""Policies of tiny models on a world of one rank, in the test process."""
+"""Policies of tiny models on a world of one rank, inside the test process."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,7 +27,7 @@ PROMPTS = [Prompt("a cat", 0, {}), Prompt("two small dogs on a red sofa", 1, {},
 
 @contextmanager
 def one_rank() -> Iterator[World]:
-    """A world of only this process; its groups are destroyed afterwards."""
+    """A world of only this process; its process groups are destroyed afterwards."""
     world = mesh.start(ParallelConfig())
     try:
         yield world
@@ -56,7 +56,7 @@ def make_policy(
 
 
 def disturb(policy: FlowPolicy | LMPolicy, std: float = 0.05, seed: int = 0) -> None:
-    """Add noise to every trained weight, so that a LoRA, whose B is initialised to 0, has an effect."""
+    """Change every trained weight, so that a LoRA, whose B is initially 0, has an effect."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for p in policy.trained.parameters.values():
@@ -90,7 +90,7 @@ def validated(rollout: PolicyRollout, prompts: list[Prompt] = PROMPTS) -> Tensor
 
 
 def ode(rollout: PolicyRollout, prompts: list[Prompt] = PROMPTS) -> tuple[Tensor, Tensor]:
-    """Samples of the rollout without noise in its steps, one per prompt, and their initial latents."""
+    """The rollout's images of prompts without noise in its steps, one per prompt, and the initial latents."""
     sampler = replace(rollout.sampler, noise_level=0.0)
     names = [(7, 0, p.group_id, 0) for p in prompts]
     shape = rollout.policy.model.sample_shape(sampler.height, sampler.width, sampler.num_frames)

@@ -1,4 +1,4 @@
-"""All states of a response in one pass: equal to one state at a time and to the rollout, with the same gradient."""
+"""All states of a response in one pass equal one state at a time and the rollout's, with the same gradient."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -46,7 +46,7 @@ def sampled(policy: BlockDiffusionPolicy, world: World, **keys: Any) -> tuple[Sa
 
 
 def predicted(policy: BlockDiffusionPolicy, row: Tensor) -> Tensor:
-    """Log-probabilities [L, V] of the plain model, where a token of ids [L] attends to its block and those before."""
+    """Log-probabilities [L, V] of the plain model; a token of ids [L] attends to its block and those before."""
     at = torch.arange(len(row)) // SIZE
     mask = torch.zeros(len(row), len(row)).masked_fill(at[:, None] < at, torch.finfo(torch.float32).min)
     logits = policy.trained.module.lm(input_ids=row[None], attention_mask=mask[None, None], use_cache=False).logits[0]
@@ -55,7 +55,7 @@ def predicted(policy: BlockDiffusionPolicy, row: Tensor) -> Tensor:
 
 
 def one_at_a_time(policy: BlockDiffusionPolicy, trace: BlockTrace) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and entropies [B, A] of the plain model, with a separate pass for each state."""
+    """Log-probabilities and entropies [B, A]: the plain model on each state separately, in a loop."""
     found, entropy = torch.zeros(trace.step.shape), torch.zeros(trace.step.shape)
     for i in range(len(trace.ids)):
         start, length = int(trace.starts[i]), int(trace.lengths[i])
@@ -130,7 +130,7 @@ def test_a_pass_may_be_trimmed(estimate: str, lm_folder: Path, world: World) -> 
 
 
 def test_a_pass_is_as_wide_as_its_widest_sample(lm_folder: Path, world: World) -> None:
-    """For a long prompt with few states and a short one with many; a token budget counts them."""
+    """For a long prompt with few states and a short one with many; a token budget counts this width."""
     policy = policy_of(lm_folder, world)
     samples, _ = sampled(policy, world, threshold=0.02)
     trace: BlockTrace = samples.trace
@@ -200,7 +200,7 @@ def test_estimates_mask_what_their_papers_say(estimate: str, lm_folder: Path, wo
 
 
 def test_a_reward_counts_a_response_up_to_its_end() -> None:
-    """A response of 6 tokens with its end has 2 more after it in its last block: overlong's limit of 8 is not reached."""
+    """A response of 6 tokens including its end has 2 more in its last block: overlong's limit of 8 is not reached."""
     drawn = Drawn([1], [5] * 8, "text", truncated=False, steps=[0] * 8, behind=2)
     meta = measured(Prompt("?", 0, {}), drawn, Decoding(8, 1.0, [0], 0)).meta
     assert meta == {"response_length": 6, "max_response_length": 8, "truncated": False}

@@ -24,7 +24,7 @@ SCHEDULE = [3 * t / (1 + 2 * t) for t in (1 - i / 10 for i in range(11))]
 def transition(
     x: float, v: float, sigma: float, sigma_next: float, eta: float, kind: str, top: float
 ) -> tuple[float, float]:
-    """Mean and std of one number's transition, in the order in which the papers derive them.
+    """Mean and std of a scalar transition, in the order in which the papers derive them.
 
     sde: the reverse-time SDE  dx = [v + s^2 / 2 sigma (x + (1 - sigma) v)] dt + s dw  (Flow-GRPO, eq. 9), one Euler step.
     cps: the point between the predicted data and the predicted noise, whose noise is partly new (Flow-CPS).
@@ -49,7 +49,7 @@ def log_density(prev: float, mean: float, std: float, kind: str) -> float:
 
 
 def take(kind: str, x: Tensor, v: Tensor, sigma: Any = 0.6, sigma_next: Any = 0.4, **options: Any) -> SdeStep:
-    """A step from .6 to .4 with eta .7, where `options` do not say otherwise."""
+    """A step from .6 to .4 with eta .7, unless `options` override these."""
     settings = {"noise_level": 0.7, "sigma_max": 0.9} | options
     return sde_step(x, v, sigma, sigma_next, sde_type=kind, **settings)
 
@@ -250,7 +250,7 @@ def test_a_sigma_per_sample_equals_one_number(kind: str, form: str) -> None:
 
 @pytest.mark.parametrize("kind", TYPES)
 def test_rows_do_not_mix(kind: str) -> None:
-    """A batch of different noise levels is its rows, one by one: windows are replayed as B x W rows."""
+    """A batch with different noise levels equals its rows computed separately: windows are replayed as B x W rows."""
     sigma, sigma_next = torch.tensor(SCHEDULE[:-2]), torch.tensor(SCHEDULE[1:-1])
     x, v, noise = (normal(len(sigma), 3, 8, seed=k) for k in range(3))
     batch = take(kind, x, v, sigma, sigma_next, sigma_max=SCHEDULE[1], noise=noise)
@@ -292,7 +292,7 @@ def test_the_sample_that_was_drawn_has_no_gradient(kind: str) -> None:
     take(kind, x, v, prev_sample=prev).log_prob.sum().backward()
     assert prev.grad is None
     replayed, v.grad = v.grad.clone(), None
-    # sampling: prev_sample = mean + std noise hangs on v too, and must count as a constant
+    # sampling: prev_sample = mean + std noise also depends on v, but must be treated as a constant
     drawn = take(kind, x, v, prev_sample=prev.detach())
     noise = (prev.detach() - drawn.mean.detach()) / drawn.std[:, None]
     take(kind, x, v, noise=noise).log_prob.sum().backward()
@@ -334,7 +334,7 @@ def test_noise_of_the_transition_has_the_std_that_is_returned() -> None:
 
 @pytest.mark.parametrize("kind", GAUSSIAN)
 def test_densities_sum_to_one(kind: str) -> None:
-    """exp(log_prob) of single numbers, summed over a fine grid."""
+    """exp(log_prob) of scalars, summed over a fine grid."""
     grid = torch.linspace(-20, 20, 40_001)
     x, v = torch.full_like(grid, 0.3), torch.full_like(grid, -0.8)
     step = take(kind, x, v, prev_sample=grid)
