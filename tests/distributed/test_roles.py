@@ -241,7 +241,7 @@ REFUSED = [
         (TWO_AND_TWO, "rollout.schedule=pipelined", *ONCE, "rollout.parts=3"),
         "rollout.parts: 3 does not divide the 4 prompts",
     ),
-    ((TWO_AND_TWO, "rollout.schedule=pipelined", *ONCE, "algorithm.global_std=true"), "looks at all samples of a step"),
+    ((TWO_AND_TWO, "rollout.schedule=pipelined", *ONCE, "algorithm.global_std=true"), "needs all samples of a step"),
     ((TWO_AND_TWO, "rollout.schedule=one_step_off", "rollout.max_staleness=0"), "set rollout.max_staleness to 1"),
     (("placement={rollout: 0-2, actor: 3}",), "placement.rollout: 3 ranks do not divide 4 prompts x rollout.n 4 = 16"),
     (("placement={rollout: 0, inference: 1, actor: 2-3}",), "placement.inference: there are no log-probs to recompute"),

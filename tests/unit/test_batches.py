@@ -100,10 +100,10 @@ def test_a_batch_that_follows_the_ranks() -> None:
 
 ONE_OF_THE_TWO = [
     (("data.train_batch_size=16", "data.train_batch_size_per_gpu=4"),
-     "data.train_batch_size_per_gpu: 4 beside data.train_batch_size: 16; set one of the two: leave data.train_batch_size at 32, or "
+     "data.train_batch_size_per_gpu: 4 conflicts with data.train_batch_size: 16; set one of them: leave data.train_batch_size at 32, or "
      "set data.train_batch_size_per_gpu=null"),
     (("data.train_batch_size_per_gpu=4", "actor.ppo_mini_batch_size=8", "actor.ppo_mini_batch_size_per_gpu=2"),
-     "actor.ppo_mini_batch_size_per_gpu: 2 beside actor.ppo_mini_batch_size: 8; set one of the two: leave actor.ppo_mini_batch_size at "
+     "actor.ppo_mini_batch_size_per_gpu: 2 conflicts with actor.ppo_mini_batch_size: 8; set one of them: leave actor.ppo_mini_batch_size at "
      "16, or set actor.ppo_mini_batch_size_per_gpu=null"),
     (("actor.ppo_mini_batch_size_per_gpu=2",),
      "actor.ppo_mini_batch_size_per_gpu: 2 grows with the ranks, but data.train_batch_size does not; set data.train_batch_size_per_gpu, or "
