@@ -254,4 +254,4 @@ def test_what_a_model_may_say(blocks_folder: Path, tmp_path: Path) -> None:
     assert len(found) == 2
     broken = with_weights(blocks_folder, tmp_path / "nan", lambda model: model.model.norm.weight.mul_(3e38))
     (text,) = run_ranks(overflowing, 1, tiny_lm_config(broken, tmp_path / "b", BLOCK, "model.dtype=bfloat16"))
-    assert text.startswith("model.path: the logits of the model hold NaN or infinity while it decodes")
+    assert text.startswith("model.path: the model's logits contain NaN or infinity during decoding")

@@ -62,7 +62,7 @@ def test_a_judge_of_texts_is_a_language_model_that_can_be_asked(
     shutil.copytree(lm_folder, silent)
     (silent / "chat_template.jinja").unlink()
     (said,) = run_ranks(mistake_of_text, 1, section(silent))
-    assert said == f"reward.model.path: {str(silent)!r} has no chat template, so that it cannot be asked"
+    assert said == f"reward.model.path: {str(silent)!r} has no chat template; expected a model that has one"
     (said,) = run_ranks(mistake_of_text, 1, section(sd3_folder))
     assert said.startswith(f"reward.model.path: {str(sd3_folder)!r} does not load: ") and "\n" not in said
 
