@@ -10,7 +10,7 @@ The table goes to docs/algorithms.md.
 
 from pathlib import Path
 
-from learning import Rows, Subject, main, metrics, task
+from learning import Rows, Subject, main, metrics, untrained
 
 CONFIG = "configs/flowgrpo/quickstart.yaml"
 FIXED = [
@@ -23,9 +23,7 @@ HELD_OUT = "val/held_out/reward/redness"
 
 def base(output: Path) -> dict[str, float]:
     """Scores of the base model, from a run without training steps."""
-    folder = output / "base"
-    keys = ["total_training_steps=0", "resume=never", "save_freq=-1", "logger=[]", f"output_dir={folder}"]
-    task("train_flowgrpo", [CONFIG, *FIXED, *(f"trainer.{key}" for key in keys)], output / "base.log")
+    folder = untrained("train_flowgrpo", output, CONFIG, *FIXED)
     return after(folder, metrics(folder))
 
 

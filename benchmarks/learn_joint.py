@@ -10,7 +10,7 @@ prompt. The table goes to docs/joint.md.
 
 from pathlib import Path
 
-from learning import Rows, Subject, main, metrics, task
+from learning import Rows, Subject, main, metrics, untrained
 
 CONFIG = "configs/joint/quickstart.yaml"
 VALIDATION = "val/test_{}/reward/mean"
@@ -18,9 +18,7 @@ VALIDATION = "val/test_{}/reward/mean"
 
 def base(output: Path) -> dict[str, float]:
     """Scores of both base models, from a run without training steps."""
-    folder = output / "base"
-    keys = ["total_training_steps=0", "resume=never", "save_freq=-1", "logger=[]", f"output_dir={folder}"]
-    task("train_joint", [CONFIG, *(f"trainer.{key}" for key in keys)], output / "base.log")
+    folder = untrained("train_joint", output, CONFIG)
     return after(folder, metrics(folder))
 
 

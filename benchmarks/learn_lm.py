@@ -14,7 +14,7 @@ trained first.
 import statistics
 from pathlib import Path
 
-from learning import Rows, Subject, main, metrics, task
+from learning import Rows, Subject, main, metrics, untrained
 
 CONFIG = "configs/grpo/quickstart.yaml"
 VAL, TEST = "val/val/reward/gsm8k", "val/test/reward/gsm8k"
@@ -23,10 +23,7 @@ LAST = 10  # final steps, over which metrics of the samples are averaged
 
 def base(output: Path, config: str = CONFIG) -> dict[str, float]:
     """Scores of the base model, from a run without training steps."""
-    folder = output / "base"
-    keys = ["total_training_steps=0", "resume=never", "save_freq=-1", "logger=[]", f"output_dir={folder}"]
-    task("train_grpo", [config, *BOTH, *(f"trainer.{key}" for key in keys)], output / "base.log")
-    return validated(metrics(folder))
+    return validated(metrics(untrained("train_grpo", output, config, *BOTH)))
 
 
 def after(folder: Path, rows: Rows) -> dict[str, float]:

@@ -13,7 +13,7 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from learning import ROOT, Rows, Subject, main, metrics, task, teacher
+from learning import ROOT, Rows, Subject, main, metrics, teacher, untrained
 
 CONFIG = "configs/grpo/quickstart.yaml"
 TEST = "val/test/reward/gsm8k"
@@ -48,11 +48,7 @@ def taught(output: Path, name: str) -> Path:
 
 def base(output: Path) -> dict[str, float]:
     """Scores of the base model, from a run without training steps."""
-    folder = output / "base"
-    keys = ["total_training_steps=0", "resume=never", "save_freq=-1", "log_val_generations=1000", "logger=[]"]
-    task(
-        "train_grpo", [CONFIG, *(f"trainer.{key}" for key in keys), f"trainer.output_dir={folder}"], output / "base.log"
-    )
+    folder = untrained("train_grpo", output, CONFIG, "trainer.log_val_generations=1000")
     return after(folder, metrics(folder))
 
 

@@ -11,7 +11,7 @@ becomes likelier than a guess. It goes to docs/environments.md.
 import statistics
 from pathlib import Path
 
-from learning import Rows, Subject, main, metrics, task
+from learning import Rows, Subject, main, metrics, untrained
 
 CONFIG = "configs/grpo/quickstart_tools.yaml"
 TEST = "val/test/reward/gsm8k"
@@ -20,10 +20,7 @@ LAST = 5  # final steps, over which the rewards of samples are averaged
 
 def base(output: Path) -> dict[str, float]:
     """Scores of the base model, from a run without training steps."""
-    folder = output / "base"
-    keys = ["total_training_steps=0", "resume=never", "save_freq=-1", "logger=[]", f"output_dir={folder}"]
-    task("train_grpo", [CONFIG, *(f"trainer.{key}" for key in keys)], output / "base.log")
-    return {"test": metrics(folder)[-1][TEST]}
+    return {"test": metrics(untrained("train_grpo", output, CONFIG))[-1][TEST]}
 
 
 def after(folder: Path, rows: Rows) -> dict[str, float]:

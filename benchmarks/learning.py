@@ -228,6 +228,14 @@ def teacher(subject: Subject, output: Path, name: str = "teacher", keys: Sequenc
     return folder / "export"
 
 
+def untrained(name: str, output: Path, *arguments: str) -> Path:
+    """The folder of a task's run without training steps, which validates the base model."""
+    folder = output / "base"
+    keys = ["total_training_steps=0", "resume=never", "save_freq=-1", "logger=[]", f"output_dir={folder}"]
+    task(name, [*arguments, *(f"trainer.{key}" for key in keys)], output / "base.log")
+    return folder
+
+
 def slug(name: str) -> str:
     """A recipe's name as a file name."""
     return name.replace(", ", "-").replace(" ", "_")

@@ -33,7 +33,7 @@ RULES_PAGE = PAGE.with_name("rules.md")
 MODELS_PAGE = PAGE.with_name("models.md")
 MODELS_MARKER = "<!-- Between these lines: written by scripts/generate_configuration.py -->\n"
 RECIPES = PAGE.parents[1] / "configs" / "flowgrpo"
-# how the names of each family's recipes begin
+# prefixes of the names of each family's recipes
 RECIPES_OF = {
     "flux": ("flux1_dev",),
     "flux2_klein": ("flux2_klein",),
@@ -72,14 +72,14 @@ def main() -> None:
 
 
 def models_page(text: str) -> str:
-    """The whole page: `text` with the table of models as it is now."""
+    """The whole page: `text` with the current table of models."""
     parts = text.split(MODELS_MARKER)
     assert len(parts) == 3, f"{MODELS_PAGE} should have the line {MODELS_MARKER!r} twice"
     return MODELS_MARKER.join([parts[0], "\n" + "\n".join(models_table()), parts[2]])
 
 
 def models_table() -> Iterator[str]:
-    """A row for each family, of what its class says of itself."""
+    """The table of models, with a row of each family's properties."""
     yield (
         "| `model.family` | LoRA, also on 4 bits | all weights | context parallelism | `vllm_omni` | supervised "
         "| input | samples | export | recipes |"
@@ -116,8 +116,8 @@ def rules_page() -> Iterator[str]:
     yield "# Rules across keys\n"
     yield "Some keys need others, exclude them or limit their values. The tables below list these rules in the order in"
     yield "which they are checked; a job that breaks one ends before it starts, with one line that names the key and"
-    yield "a value that works. The rules stand in `phalanx.config.rules`, from which this page is generated, and the"
-    yield "limits of single keys in the [configuration reference](configuration.md).\n"
+    yield "a value that works. The rules are defined in `phalanx.config.rules`, from which this page is generated;"
+    yield "limits of single keys are in the [configuration reference](configuration.md).\n"
     yield "## When the configuration is loaded\n"
     yield from rule_table(RULES)
     yield "## Before a job starts\n"
@@ -141,7 +141,7 @@ def rule_table(rules: Iterable[Rule]) -> Iterator[str]:
 
 
 def page(text: str) -> str:
-    """The whole page: what stands above the marker in `text`, and the reference as it is now."""
+    """The whole page: the part of `text` above the marker, and the current reference below it."""
     head, marker, _ = text.partition(MARKER)
     assert marker, f"{PAGE} has lost the line {MARKER!r}"
     return head + marker + "\n" + "\n".join(reference())
@@ -215,7 +215,7 @@ def sections(schema: type, without: type | None = None) -> Iterator[str]:
 
 
 def task(schema: type) -> Iterator[str]:
-    """One table of a task's own keys; sections that training jobs have too are left to their place."""
+    """A table of a task's keys, without sections that training jobs have too."""
     hints = get_type_hints(schema)
     shared = {hint for hint in get_type_hints(FlowRunConfig).values() if is_dataclass(hint)}
     skipped = [name for name, hint in hints.items() if hint in shared]

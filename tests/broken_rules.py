@@ -74,13 +74,13 @@ LOADED: list[tuple[type, tuple[str, ...], str]] = [
     (
         FlowRLConfig,
         ("actor.ppo_mini_batch_size=8", "actor.ppo_mini_batch_size_per_gpu=2"),
-        "actor.ppo_mini_batch_size_per_gpu: 2 beside",
+        "actor.ppo_mini_batch_size_per_gpu: 2 conflicts",
     ),
     (FlowRLConfig, ("actor.ppo_mini_batch_size_per_gpu=2",), "actor.ppo_mini_batch_size_per_gpu: 2 grows"),
     (
         FlowMatchingTaskConfig,
         ("data.train_batch_size=8", "data.train_batch_size_per_gpu=2"),
-        "data.train_batch_size_per_gpu: 2 beside",
+        "data.train_batch_size_per_gpu: 2 conflicts",
     ),
     (
         LMRLConfig,

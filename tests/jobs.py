@@ -28,14 +28,14 @@ CONTRAST = f"{Path(__file__).with_name('contrast.py')}:contrast"
 
 
 def tiny_config(model: Path, folder: Path, *overrides: str) -> FlowRLConfig:
-    """A job of 4 prompts x 4 images per step in 2 updates, whose reward is contrast; files go below `folder`."""
+    """A job of 4 prompts x 4 images per step in 2 updates, rewarded for contrast; files go below `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "prompts.txt").write_text("\n".join(PROMPTS) + "\n")
     return load(FlowRLConfig, None, [*base_overrides(model, folder), *overrides])
 
 
 def algorithm_config(model: Path, folder: Path, name: str, *overrides: str) -> FlowRLConfig:
-    """As `tiny_config`, with another algorithm."""
+    """Like `tiny_config`, with another algorithm."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "prompts.txt").write_text("\n".join(PROMPTS) + "\n")
     base = [o for o in base_overrides(model, folder) if not o.startswith("algorithm.")]
@@ -78,8 +78,8 @@ def one_step(cfg: FlowRLConfig) -> dict[str, Any]:
 
 
 def first_step(build: "Callable[[Any], Trainer]", cfg: Any) -> tuple[Samples, dict[str, Any]]:
-    """Run a job's first step; returns this rank's samples, and its log-probs, all ranks' rewards, the row of metrics
-    and the weights afterwards.
+    """This rank's samples and log-probs of a job's first step, all ranks' rewards, the row of metrics, and the weights
+    after.
     """
     from phalanx.distributed.collectives import all_gather
 
@@ -95,7 +95,7 @@ def first_step(build: "Callable[[Any], Trainer]", cfg: Any) -> tuple[Samples, di
 
 
 class Drawn:
-    """A collector of given samples and rewards."""
+    """A collector for the loop with given samples and rewards."""
 
     chunks = 1
 
@@ -110,7 +110,7 @@ class Drawn:
 
 
 def update(t: "Trainer", samples: Samples, reward: torch.Tensor, step: int) -> dict[str, float]:
-    """Run the loop's updates of training step `step` on these samples; returns its metrics without times and memory."""
+    """Run the loop's updates of training step `step` on these samples; returns its metrics without time and memory."""
     from phalanx.training.loop import train
 
     kept: dict[str, float] = {}
@@ -130,7 +130,7 @@ def update(t: "Trainer", samples: Samples, reward: torch.Tensor, step: int) -> d
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
-    """The rows of metrics.jsonl in a run's folder, without times and memory."""
+    """metrics.jsonl of a run's folder, without time and memory."""
     return [
         {key: value for key, value in row.items() if not key.startswith(("perf/", "time/"))}
         for row in read_metrics(folder / METRICS_FILE)
@@ -152,8 +152,8 @@ def fit(cfg: FlowRLConfig) -> dict[str, torch.Tensor]:
 
 
 def assert_same_weights(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], lr: float) -> None:
-    """Weights after two updates with equal gradients are equal, except for a few: Adam divides by the gradient's size,
-    so a weight whose gradient is rounding noise may move in the other direction.
+    """Weights after two updates with equal gradients are equal except for a few: Adam divides by the gradient's size, so
+    a weight whose gradient is rounding noise may move in either direction.
     """
     gaps = torch.cat([(value - other[name]).abs().flatten() for name, value in one.items()])
     assert gaps.max() <= 2.1 * 2 * lr

@@ -1,4 +1,4 @@
-"""A tiny language model, and tiny training jobs of it, for tests."""
+"""A tiny language model, and tiny training jobs with it, for tests."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ def evenness(completions, prompts, metadata):
 
 
 def tiny_lm(folder: Path) -> Path:
-    """Save an untrained Qwen3 of two layers, whose responses sometimes end early."""
+    """An untrained Qwen3 with two layers, some of whose responses end early."""
     from assets.make.tiny_lm import make_model, make_tokenizer
 
     torch.manual_seed(0)
@@ -43,7 +43,7 @@ def tiny_blocks(folder: Path) -> Path:
 
 
 def tiny_lm_config(model: Path, folder: Path, *overrides: str) -> LMRLConfig:
-    """A job of 4 prompts x 4 responses per step in 2 updates, whose reward is `evenness`."""
+    """A job of 4 prompts x 4 responses per step in 2 updates, rewarded for the evenness of their letters."""
     return load(LMRLConfig, None, [*lm_overrides(model, folder), *overrides])
 
 
@@ -107,7 +107,7 @@ def sft_overrides(model: Path, folder: Path) -> list[str]:
 
 
 def fit_sft(cfg: BlockDiffusionTaskConfig) -> dict[str, torch.Tensor]:
-    """As `fit`, for a supervised job."""
+    """Like `fit`, for a supervised job."""
     from phalanx.training.block_diffusion import build
 
     trainer = build(cfg)

@@ -1,4 +1,4 @@
-"""Policies of tiny models on a world of one rank, in the test process."""
+"""Policies of tiny models on a world of one rank, inside the test process."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,13 +21,13 @@ from phalanx.rollout.flow.in_policy import PolicyRollout
 from phalanx.types import Prompt, Samples
 
 MAX_LENGTH = 64  # tokens of a prompt; Z-Image pads texts to 32, 64, ...
-# of different lengths, with and without their own negative prompt
+# Of different lengths, with and without a negative of their own.
 PROMPTS = [Prompt("a cat", 0, {}), Prompt("two small dogs on a red sofa", 1, {}, negative="blur"), Prompt("x", 2, {})]
 
 
 @contextmanager
 def one_rank() -> Iterator[World]:
-    """A world of only this process; its groups are destroyed afterwards."""
+    """A world of only this process; its process groups are destroyed afterwards."""
     world = mesh.start(ParallelConfig())
     try:
         yield world
@@ -56,7 +56,7 @@ def make_policy(
 
 
 def disturb(policy: FlowPolicy | LMPolicy, std: float = 0.05, seed: int = 0) -> None:
-    """Change every trained weight, so that a LoRA, whose B is initialized to 0, has an effect."""
+    """Change every trained weight, so that a LoRA, whose B is initially 0, has an effect."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for p in policy.trained.parameters.values():
@@ -90,7 +90,7 @@ def validated(rollout: PolicyRollout, prompts: list[Prompt] = PROMPTS) -> Tensor
 
 
 def ode(rollout: PolicyRollout, prompts: list[Prompt] = PROMPTS) -> tuple[Tensor, Tensor]:
-    """One image per prompt, sampled without noise in the steps, and the initial latents."""
+    """The rollout's images of prompts without noise in its steps, one per prompt, and the initial latents."""
     sampler = replace(rollout.sampler, noise_level=0.0)
     names = [(7, 0, p.group_id, 0) for p in prompts]
     shape = rollout.policy.model.sample_shape(sampler.height, sampler.width, sampler.num_frames)
@@ -103,7 +103,7 @@ def ode(rollout: PolicyRollout, prompts: list[Prompt] = PROMPTS) -> tuple[Tensor
 
 
 def velocity(policy: FlowPolicy, guidance: float = 3.0, prompts: list[Prompt] = PROMPTS) -> Tensor:
-    """The guided velocity [3, ...] of fixed latents for three prompts, with a gradient."""
+    """The guided velocity [3, ...] of fixed latents, one for each of three prompts, with a gradient."""
     rollout = make_rollout(policy, 3, guidance=guidance)
     embeds = rollout.collate(prompts)
     shape = policy.model.latent_shape(rollout.sampler.height, rollout.sampler.width)

@@ -1,4 +1,4 @@
-"""Tiny folders of Wan's image-to-video models, of diffusers' real classes."""
+"""Tiny folders of Wan image to video, with diffusers' real classes, and data for them."""
 
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from tests.tiny import HEADS, drawn_by, jittered, load_pipeline, save, tiny_wan
 
 
 def wan_transformer(seed: int, **keys: Any) -> diffusers.WanTransformer3DModel:
-    """The transformer of `tiny_wan`, with other keys."""
+    """The transformer of `tiny_wan` with other settings."""
     sizes = {"text_dim": 64, "freq_dim": 32, "ffn_dim": 96, "num_layers": 2, "rope_max_seq_len": 32, "out_channels": 4}
     with drawn_by(seed):
         transformer = diffusers.WanTransformer3DModel(**sizes | HEADS | keys)
@@ -57,7 +57,7 @@ def tiny_wan_a14b(folder: Path, *, multistep: bool = False, boundary: float = 0.
 
 
 def load_i2v_pipeline(folder: Path) -> Any:
-    """Load a folder with stock diffusers' image-to-video pipeline in float32, without torchvision."""
+    """Load a folder with stock diffusers' image-to-video pipeline, in float32 and without torchvision."""
     processor = None
     if (folder / "image_processor").is_dir():
         processor = CLIPImageProcessorPil.from_pretrained(folder, subfolder="image_processor")

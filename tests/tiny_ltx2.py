@@ -10,13 +10,13 @@ from tokenizers.processors import TemplateProcessing
 
 from tests.tiny import drawn_by, jittered, save
 
-REGISTERS = 16  # learned tokens that pad texts
+REGISTERS = 16  # learned tokens that texts are padded with
 TEXT = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
 LAYERS = 2
 
 
 def gemma_tokenizer() -> Any:
-    """One token per printable ASCII character, after a beginning-of-text token."""
+    """A token per printable ASCII character, after a token for the beginning."""
     tokens = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "\u2581", *(chr(c) for c in range(33, 127))]
     vocab = {token: i for i, token in enumerate(tokens)}
     tokenizer = transformers.GemmaTokenizer(vocab=vocab, merges=[], model_max_length=1024)

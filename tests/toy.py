@@ -1,7 +1,7 @@
-"""A kind of policy without pictures, for tests of the loop: a tiny recurrent model that writes words.
+"""A kind of policy without images, for tests of the loop: a tiny recurrent writer of words of different lengths.
 
-An action is a letter. A word ends with a full stop, which is an action too, or at LIMIT letters, so samples have
-different numbers of actions, and the loop gets them padded with a mask.
+An action is a letter; a word ends with a full stop, which is an action, too, or at LIMIT letters. Samples thus have
+different numbers of actions, and the loop gets them padded, with a mask.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -105,7 +105,7 @@ class WordPolicy:
 
 
 class WordRollout:
-    """See phalanx.types.Rollout. Each word has a separate stream of random numbers."""
+    """See phalanx.types.Rollout. Each word has a separate random stream."""
 
     facts = EngineFacts()
     exact = True
@@ -236,7 +236,7 @@ def small(module: Callable[[], nn.Module], world: World, cfg: RLConfig, seed: in
 
 
 def build(cfg: RLConfig) -> Any:
-    """The job of a WordPolicy, in the same loop as pictures."""
+    """The job of a WordPolicy, in the same loop as other policies."""
     algorithm = algorithms.build(cfg.algorithm)
     batch_plan.check(cfg, algorithm)
     plan = batch_plan.plan(cfg, algorithm, Launch.from_env().world_size)

@@ -19,7 +19,7 @@ SETTINGS = ("model.lora_rank=4", "actor.ema.decay=0.9", "trainer.total_training_
 
 
 def spoil(trainer: Any, value: float, steps: tuple[int, ...], *, loss_only: bool = False) -> None:
-    """Make rank 1's first micro-batch of the given steps' every update bad; rank 0 must follow."""
+    """Spoil rank 1's first micro-batch of each update of the given steps; rank 0 must skip these, too."""
     honest = trainer.updater.algorithm.loss
 
     def loss(policy: Policy, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -121,7 +121,7 @@ def test_too_many_in_a_row_end_the_run_with_a_checkpoint_from_before(sd3_folder:
     assert [r["error"] for r in ranks] == [message, message]
     assert [row["step"] for row in rows(tmp_path / "out")] == [1, 2, 3, 4, 5]
     assert [f.name for f in (tmp_path / "out" / "checkpoints").iterdir()] == ["step_000003"]
-    # it is the state of step 3, and a run that goes on from it is like one that never had a bad step 4
+    # it is the state after step 3, and resuming from it equals a run without a bad step 4
     mended = run_ranks(fit, 2, cfg)[0]
     assert [row["step"] for row in rows(tmp_path / "out")] == [1, 2, 3, 4, 5, 6]
     whole = tiny_config(sd3_folder, tmp_path / "whole", *SETTINGS, *settings)

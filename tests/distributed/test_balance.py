@@ -1,4 +1,4 @@
-"""trainer.balance_batch: ranks exchange samples so that each has about equal work, and the step stays the step."""
+"""trainer.balance_batch: ranks exchange samples to balance the work, and the training step does not change."""
 
 import shutil
 from pathlib import Path
@@ -17,7 +17,7 @@ from tests.lm import fit, tiny_lm_config
 from tests.ranks import run_ranks
 from tests.roles import learned, run_roles
 
-# With such an epsilon Adam's steps are the gradients, but for a hundredth: weights compare gradients, and not signs.
+# With this epsilon, Adam's steps are proportional to the gradients within 1 %, so weights compare gradients, not signs.
 LINEAR = ("optim.eps=1", "optim.lr=1", "optim.grad_clip=0")
 PACKED = "model.use_remove_padding=true"
 BUDGET = ("actor.use_dynamic_bsz=true", "actor.ppo_max_token_len_per_gpu=80")
@@ -34,7 +34,7 @@ KINDS = {
 
 
 def steps(cfgs: dict[str, LMRLConfig]) -> dict[str, dict[str, Any]]:
-    """A step of each job: what it came to, and the numbers and costs of the samples that this rank trained."""
+    """A step of each job: its results, and the numbers and costs of the samples that this rank trained."""
     from phalanx.training.lm_rl import build
 
     results, original = {}, Updater.batches
@@ -71,7 +71,7 @@ def both(model: Path, folder: Path, kinds: dict[str, tuple[str, ...]], *keys: st
 
 
 def assert_same_change(one: dict[str, Any], other: dict[str, Any]) -> None:
-    """The weights of policy and critic went the same way, to a ten-thousandth of each one's largest change."""
+    """The weights of policy and critic changed equally, up to 1e-4 of each one's largest change."""
     for before, after, here in zip(one["before"], one["after"], other["after"], strict=True):
         for name, value in before.items():
             change = after[name] - value
@@ -80,7 +80,7 @@ def assert_same_change(one: dict[str, Any], other: dict[str, Any]) -> None:
 
 
 def assert_balanced(parts: list[dict[str, Any]], kinds: dict[str, tuple[str, ...]]) -> None:
-    """The gradients are those of no exchange, and the samples are all there, more evenly."""
+    """The gradients equal those without an exchange, and all samples are trained, with costs more balanced."""
     for name in kinds:
         on, off = ([part[f"{name}_{which}"] for part in parts] for which in ("true", "false"))
         assert torch.cat([rank["index"] for rank in off]).tolist() == list(range(16))
@@ -114,7 +114,7 @@ def test_a_step_of_blocks(blocks_folder: Path, tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_values_are_of_the_samples_that_are_trained(lm_folder: Path, tmp_path: Path) -> None:
-    """In the second step, before which a critic says 0 of all."""
+    """In the second step, since all values of the initial critic are 0."""
     runs = []
     for on in ("true", "false"):
         cfg = tiny_lm_config(lm_folder, tmp_path / on, *LINEAR, *KINDS["ppo"], f"trainer.balance_batch={on}")
@@ -128,7 +128,7 @@ def test_values_are_of_the_samples_that_are_trained(lm_folder: Path, tmp_path: P
 
 @pytest.mark.full
 def test_a_resumed_run_is_the_run(lm_folder: Path, tmp_path: Path) -> None:
-    """To the last bit; and a run without the exchange goes on with it."""
+    """Bit for bit; and a run without the exchange can be resumed with it."""
     keys = (*KINDS["packed_budget"], "trainer.save_freq=2")
 
     def job(name: str, steps: int, *own: str) -> LMRLConfig:
@@ -162,7 +162,7 @@ def language(cfg: Any) -> Any:
 
 @pytest.mark.full
 def test_the_actors_ranks_exchange(lm_folder: Path, tmp_path: Path) -> None:
-    """What other ranks have drawn, with all that came with it: to the last bit as on ranks that do everything."""
+    """The samples of rollout ranks with all their fields, bit-identical to those of colocated ranks."""
     keys = (*KINDS["packed_budget"], "parallel.fsdp_size=1")
     apart = (*keys, "placement={rollout: 0-1, actor: 2-3}")
     once = (*apart, "actor.ppo_epochs=1")

@@ -1,4 +1,4 @@
-"""Block diffusion in the loop: the layout is no part of the result, and a resumed run is the run."""
+"""Block diffusion in the loop: all layouts agree, and a resumed run equals one that was not stopped."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +24,7 @@ KINDS = {"full": (), "lora": ("model.lora_rank=4",), "budget": BUDGET}
 
 
 def steps(cfgs: dict[str, LMRLConfig]) -> dict[str, Any]:
-    """A step of each job: see first_step; with the responses, and the step in which each token was unmasked."""
+    """The first step of each job (see first_step), with the responses and the step in which each token was unmasked."""
     from phalanx.training.lm_rl import build
 
     found = {}
@@ -39,8 +39,8 @@ def of_kinds(model: Path, folder: Path, *keys: str) -> dict[str, LMRLConfig]:
 
 
 def test_layouts_agree(blocks_folder: Path, tmp_path: Path) -> None:
-    """Replicas of shards unmask the same tokens in the same order, with log-probs to the last bit, and take the
-    same step; so do passes that are cut by tokens, but for rounding.
+    """Replicas of shards unmask the same tokens in the same order with bit-identical log-probs, and take the same step;
+    so do passes with a token budget, up to rounding.
     """
     (alone,) = run_ranks(steps, 1, of_kinds(blocks_folder, tmp_path / "alone"))
     for one in alone.values():
@@ -63,7 +63,7 @@ def test_layouts_agree(blocks_folder: Path, tmp_path: Path) -> None:
 
 
 def drawn_lengths(cfg: LMRLConfig) -> tuple[dict[str, float], list[list[int]]]:
-    """What a rollout says of its responses, and their tokens."""
+    """A rollout's metrics of its responses, and their tokens."""
     from phalanx.training.lm_rl import build
 
     t = build(cfg)
@@ -85,7 +85,7 @@ def test_a_response_is_as_long_as_up_to_its_end(blocks_folder: Path, tmp_path: P
 
 
 def test_every_estimate_trains(blocks_folder: Path, tmp_path: Path) -> None:
-    """Its old log-probs are those of the same masks; what the others are is no part of what is drawn."""
+    """The old log-probs use the same masks as the training; the estimate does not affect the samples."""
     cfgs = {
         name: tiny_lm_config(blocks_folder, tmp_path / name, *BLOCKS, f"actor.log_prob_estimate={name}")
         for name in ESTIMATES
@@ -105,12 +105,12 @@ def test_every_estimate_trains(blocks_folder: Path, tmp_path: Path) -> None:
 
 
 def in_turn(cfgs: list[Any]) -> list[dict[str, torch.Tensor]]:
-    """Jobs of either kind, one after the other to their ends; the weights of each."""
+    """Run jobs of either kind one after the other; returns the weights of each."""
     return [fit(cfg) if isinstance(cfg, LMRLConfig) else fit_sft(cfg) for cfg in cfgs]
 
 
 def test_a_resumed_run_is_the_run(blocks_folder: Path, lm_folder: Path, tmp_path: Path) -> None:
-    """To the last bit, where a mask token was added, too; on other ranks but for rounding."""
+    """Bit for bit, also if a mask token was added; on another number of ranks up to rounding."""
 
     def jobs(name: str, total: int) -> list[Any]:
         shared = ("parallel.fsdp_size=2", "trainer.save_freq=2", f"trainer.total_training_steps={total}")
@@ -141,7 +141,7 @@ IDS = torch.arange(3, 60).reshape(3, 19)
 
 
 def taught(cfg: Any) -> dict[str, torch.Tensor]:
-    """The logits of a supervised job's model after it, with each kind of weights."""
+    """The logits of a supervised job's final model, with each kind of weights."""
     from phalanx.training.block_diffusion import build
 
     job = build(cfg)
@@ -160,7 +160,7 @@ def taught(cfg: Any) -> dict[str, torch.Tensor]:
 
 
 def test_an_export_has_the_mask_token(lm_folder: Path, tmp_path: Path) -> None:
-    """transformers loads it, and RL goes on from it; an adapter would lack the token."""
+    """transformers loads it, and RL can start from it; an adapter would lack the token."""
     ema, base = "block_diffusion.ema={decay: 0.7, warmup: false}", AutoTokenizer.from_pretrained(lm_folder)
     model = stock(lm_folder)
     model.resize_token_embeddings(len(base))  # no room for one more

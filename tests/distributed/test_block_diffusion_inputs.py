@@ -1,4 +1,4 @@
-"""What jobs of block diffusion are given: each trains, or ends with one line that says why."""
+"""Inputs of block diffusion jobs: each job trains, or ends with one line that says why."""
 
 import json
 import shutil
@@ -111,7 +111,7 @@ def test_settings_of_supervised_training(keys: tuple[str, ...], message: str, tm
 
 
 def said(cfgs: dict[str, Any]) -> dict[str, str]:
-    """What each job says that does not start."""
+    """The messages of jobs that do not start."""
     from phalanx.training import block_diffusion, lm_rl
 
     found = {}
@@ -157,7 +157,7 @@ def test_models_and_data_that_are_refused(lm_folder: Path, blocks_folder: Path, 
         ),
         "unknown mask": (
             rl("b", lm_folder, "model.mask_token=<mask>"),
-            f"model.mask_token: '<mask>' is no token of '{lm_folder}'",
+            f"model.mask_token: '<mask>' is not a token of '{lm_folder}'",
         ),
         "window": (
             rl("c", window),
@@ -166,8 +166,8 @@ def test_models_and_data_that_are_refused(lm_folder: Path, blocks_folder: Path, 
         ),
         "masked prompt": (
             rl("e", blocks_folder, masked),
-            "data: the prompt 'Ann has <|mask|> books.' holds the mask token '<|mask|>', which stands for tokens that "
-            "are to come; leave it out",
+            "data: the prompt 'Ann has <|mask|> books.' contains the mask token '<|mask|>', which stands for tokens "
+            "that are to be generated; remove it",
         ),
         "masked response": (
             sft("f", ("Why?", "So <|mask|>.")),
@@ -206,7 +206,7 @@ def test_models_and_data_that_are_refused(lm_folder: Path, blocks_folder: Path, 
 
 
 def test_a_known_mask_token_keeps_its_embedding(blocks_folder: Path, tmp_path: Path) -> None:
-    """That of a tokenizer that knows the token and does not call it so; a new one is the mean of all."""
+    """If the tokenizer knows the token under another role; a new token's embedding is the mean of all."""
     folder = Path(shutil.copytree(blocks_folder, tmp_path / "model"))
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     assert settings.pop("mask_token") == "<|mask|>"
@@ -221,7 +221,7 @@ def test_a_known_mask_token_keeps_its_embedding(blocks_folder: Path, tmp_path: P
 
 
 def likeliest_end(model: Any) -> None:
-    """The likeliest token by far is the end, wherever it is asked for."""
+    """The end token is by far the most likely token at every position."""
     model.model.embed_tokens.weight.fill_(1e-3)
     model.model.embed_tokens.weight[2] = 5.0
 
@@ -244,7 +244,7 @@ def overflowing(cfg: Any) -> str:
 
 
 def test_what_a_model_may_say(blocks_folder: Path, tmp_path: Path) -> None:
-    """Nothing but the end, which is an empty text; or no numbers at all, which ends the job."""
+    """Only end tokens, which is an empty text; or NaN, which ends the job."""
     ends = with_weights(blocks_folder, tmp_path / "ends", likeliest_end)
     run_ranks(fit, 2, tiny_lm_config(ends, tmp_path, BLOCK))
     found = rows(tmp_path / "out")
@@ -254,4 +254,4 @@ def test_what_a_model_may_say(blocks_folder: Path, tmp_path: Path) -> None:
     assert len(found) == 2
     broken = with_weights(blocks_folder, tmp_path / "nan", lambda model: model.model.norm.weight.mul_(3e38))
     (text,) = run_ranks(overflowing, 1, tiny_lm_config(broken, tmp_path / "b", BLOCK, "model.dtype=bfloat16"))
-    assert text.startswith("model.path: the logits of the model hold NaN or infinity while it decodes")
+    assert text.startswith("model.path: the model's logits contain NaN or infinity during decoding")

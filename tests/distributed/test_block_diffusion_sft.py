@@ -1,4 +1,4 @@
-"""Supervised block diffusion: dFactory's loss of [x_t ; x_0], on any layout the same."""
+"""Supervised block diffusion: dFactory's loss of [x_t ; x_0], equal on all layouts."""
 
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ def variant(model: Path, folder: Path, name: str, *keys: str) -> BlockDiffusionT
 
 
 def doubled(job: SupervisedTrainer, x_t: Tensor, x_0: Tensor) -> Tensor:
-    """Logits [B, L, V] of the first half of [x_t ; x_0], by dFactory's rule of what sees what, position by position."""
+    """Logits [B, L, V] of the first half of [x_t ; x_0], with dFactory's attention rule applied to each position."""
     length = x_0.shape[1]
     block, clean = torch.arange(2 * length) % length // SIZE, torch.arange(2 * length) >= length
     query, key = block[:, None], block[None]
@@ -50,7 +50,7 @@ def doubled(job: SupervisedTrainer, x_t: Tensor, x_0: Tensor) -> Tensor:
 
 
 def expected(job: SupervisedTrainer, batch: Noised, share: list[int]) -> tuple[Tensor, Tensor, int]:
-    """The summed losses of a pass, those of confidence beside, and what the first are a mean over."""
+    """The summed losses of a pass, the confidence losses, and the number of tokens that the former average over."""
     c, end, data = job.task.cfg.block_diffusion, job.policy.tokenizer.eos_token_id, job.task.cfg.data
     samples = [job.task.examples[i] for i in share]
     length = max(len(s.prompt) + len(s.response) for s in samples)
@@ -89,7 +89,7 @@ def expected(job: SupervisedTrainer, batch: Noised, share: list[int]) -> tuple[T
 
 
 def compared(cfgs: dict[str, BlockDiffusionTaskConfig]) -> dict[str, Any]:
-    """Loss and gradients of a step, ours and expected ones, by variant."""
+    """Loss and gradients of a step, actual and expected, by variant."""
     found = {}
     for name, cfg in cfgs.items():
         job = build(cfg)
@@ -121,7 +121,7 @@ def test_the_loss_is_that_of_two_halves(blocks_folder: Path, tmp_path: Path) -> 
 
 
 def trained(cfgs: dict[str, BlockDiffusionTaskConfig]) -> dict[str, Any]:
-    """Each job to its end: rows of metrics, and the weights."""
+    """Run each job to its end; returns rows of metrics, and the weights."""
     found = {}
     for name, cfg in cfgs.items():
         job = build(cfg)
@@ -134,7 +134,7 @@ def trained(cfgs: dict[str, BlockDiffusionTaskConfig]) -> dict[str, Any]:
 
 
 def test_layouts_agree(blocks_folder: Path, tmp_path: Path) -> None:
-    """Replicas and shards, and passes of another size: what is masked belongs to a sample."""
+    """Replicas and shards, and passes of another size: masks are drawn per sample."""
 
     def jobs(folder: str, micro: int, *keys: str) -> dict[str, BlockDiffusionTaskConfig]:
         size = f"block_diffusion.micro_batch_size_per_gpu={micro}"
@@ -156,7 +156,7 @@ def test_layouts_agree(blocks_folder: Path, tmp_path: Path) -> None:
 
 
 def rare(cfgs: list[BlockDiffusionTaskConfig]) -> list[list[int]]:
-    """The masked tokens of each pass, of jobs that are trained to their end."""
+    """The numbers of masked tokens in each pass of jobs that are trained to their end."""
     found = []
     for cfg in cfgs:
         job = build(cfg)
@@ -168,7 +168,7 @@ def rare(cfgs: list[BlockDiffusionTaskConfig]) -> list[list[int]]:
 
 
 def test_passes_without_a_masked_token(blocks_folder: Path, tmp_path: Path) -> None:
-    """They have a loss of 0, and the backward pass that other ranks wait for."""
+    """They have a loss of 0, and a backward pass, for which other ranks wait."""
     cfgs = []
     for name, rate in (("none", 1e-9), ("some", 0.06)):
         noise = [f"noise_range_low={rate}", f"noise_range_high={rate}", "micro_batch_size_per_gpu=1"]

@@ -1,4 +1,4 @@
-"""A checkpoint is data: a pickle in it that would run code is refused, and runs none."""
+"""A checkpoint is only data: a pickle that would run code is refused, and does not run it."""
 
 import builtins
 import io
@@ -30,7 +30,7 @@ from tests.ranks import RankError, run_ranks
 
 
 class Payload:
-    """Unpickled, it leaves a file behind and is the very metadata that it replaces."""
+    """Unpickling it creates a file and returns the metadata that it replaces."""
 
     def __init__(self, true: bytes, mark: Path) -> None:
         self.code = f"(open({str(mark)!r}, 'w').close(), __import__('pickle').loads({true!r}))[1]"
@@ -123,7 +123,7 @@ def test_other_bytes(content: bytes, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("content", [b"", b"garbage" * 99, pickle.dumps(print, protocol=2) * 99])
 def test_files_that_hold_no_tensors(content: bytes, tmp_path: Path, world: World) -> None:
-    """Without torch's advice, which is to run what they say."""
+    """The message leaves out torch's advice to load the file unsafely."""
     checkpoints = Checkpointer(tmp_path, world, {}, 1)
     state = {"a": torch.ones(3)}
     checkpoints.save(state, Progress())

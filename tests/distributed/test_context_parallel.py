@@ -282,7 +282,7 @@ def test_the_plan_divides_activations(wan_folder: Path, tmp_path: Path) -> None:
          f"{KEY}: 2 does not divide the 3 tokens of a video of 1 x 8 x 24; nearest that does: 1 or 3"),
         ("flux", (SHARED, "data.max_prompt_length=31"),
          f"{KEY}: 2 does not divide the 31 tokens of data.max_prompt_length; nearest that does: 1 or 31"),
-        ("qwen", (SHARED, "model.attn_backend=_native_math"), f"model.attn_backend: _native_math has no way with {KEY}; expected "),
+        ("qwen", (SHARED, "model.attn_backend=_native_math"), f"model.attn_backend: _native_math does not support {KEY}; expected "),
     ],
 )  # fmt: skip
 def test_what_the_model_cannot_share(

@@ -64,7 +64,7 @@ def counted(completions, prompts, metadata):
 
 
 def with_heads(folder: Path, base: Path, heads: int, keys: int) -> Path:
-    """The tiny model with other numbers of query and key heads."""
+    """The tiny model with other numbers of query heads and key heads."""
     shutil.copytree(base, folder)
     config = AutoConfig.from_pretrained(base, num_attention_heads=heads, num_key_value_heads=keys, head_dim=16)
     torch.manual_seed(0)
@@ -129,7 +129,7 @@ def passes(model: CausalLM | ValueLM, packed: bool) -> tuple[list[Tensor], list[
 
 
 def differences(attention: str) -> dict[str, float]:
-    """Differences of scores and gradients with and without shared positions, for each model and pass."""
+    """Largest differences of scores and gradients with and without shared positions, for each model and pass."""
     world = mesh.start(ParallelConfig(ulysses_sequence_parallel_size=dist_size()))
     found: dict[str, float] = {}
     for name, (config, keys) in models(attention).items():
@@ -163,14 +163,14 @@ def dist_size() -> int:
     ("attention", "ranks"), [("sdpa", 2), ("eager", 2), pytest.param("sdpa", 4, marks=pytest.mark.full)]
 )
 def test_the_same_scores_and_gradient(attention: str, ranks: int) -> None:
-    """Padded and packed, for the policy and a critic, also if a rank has none of the scored tokens."""
+    """Padded and packed, for the policy and a critic; also if a rank has none of the tokens that are scored."""
     for found in run_ranks(differences, ranks, attention):
         assert len(found) >= 3
         assert max(found.values()) < 1e-5, found
 
 
 def tried(config: PreTrainedConfig) -> str:
-    """The result of the check at load for a model whose positions are shared."""
+    """The message of the check at load for a model whose positions are shared."""
     world = mesh.start(ParallelConfig(ulysses_sequence_parallel_size=2))
     kind, lm = LMModelConfig(path="any", dtype="float32"), AutoModelForCausalLM.from_config(config).eval()
     model = causal_lm(lm, kind, chunk=3)
@@ -306,7 +306,7 @@ def test_a_teacher(lm_folder: Path, tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_conversations(lm_folder: Path, tmp_path: Path) -> None:
-    """Each conversation is drawn on one of the ranks that train on it."""
+    """Each sample is drawn on one of the ranks that train on it."""
     cfg = talks.job(lm_folder, tmp_path / "alone", PACKED)
     (alone,) = run_ranks(talks.one_step, 1, cfg)
     cfg = talks.job(lm_folder, tmp_path / "shared", PACKED, f"{KEY}=2")

@@ -1,4 +1,4 @@
-"""PPO and REINFORCE++: the layout is no part of the result, and policy and critic are saved and resumed together."""
+"""PPO and REINFORCE++: all layouts agree, and policy and critic are saved and resumed together."""
 
 import shutil
 from collections.abc import Iterator
@@ -73,7 +73,7 @@ def weights(t: Any) -> dict[str, dict[str, Tensor]]:
 
 
 def fit(cfg: LMRLConfig) -> dict[str, Tensor]:
-    """Train to the end; returns all that a checkpoint holds: weights and both optimizers' states."""
+    """Train to the end; returns the contents of a checkpoint: weights and both optimizers' states."""
     from phalanx.training.lm_rl import build
 
     t = build(cfg)
@@ -112,7 +112,7 @@ def test_layouts_agree(keys: tuple[str, ...], lm_folder: Path, tmp_path: Path) -
 
 @pytest.mark.full
 def test_advantages_of_samples_are_those_of_their_tokens(lm_folder: Path, tmp_path: Path) -> None:
-    """To the last bit: what GRPO says of a sample may be said of each of its tokens."""
+    """Bit for bit: GRPO's advantage of a sample equals the same advantage for each of its tokens."""
     (tmp_path / "spread.py").write_text(SPREAD)
     steps = []
     for name in ("grpo", f"{tmp_path}/spread.py"):
@@ -125,7 +125,7 @@ def test_advantages_of_samples_are_those_of_their_tokens(lm_folder: Path, tmp_pa
 
 @pytest.mark.full
 def test_passes_and_checkpointing_are_no_part_of_the_gradient(lm_folder: Path, tmp_path: Path) -> None:
-    """Single samples, four with layers that are computed again, and packed ones by a budget of tokens on two ranks."""
+    """Single samples, four with recomputed layers, and packed ones with a token budget on two ranks."""
     fours = ("actor.ppo_micro_batch_size_per_gpu=4", "critic.model.gradient_checkpointing=true")
     budget = ("actor.use_dynamic_bsz=true", "actor.ppo_max_token_len_per_gpu=80", "model.use_remove_padding=true")
     (one,) = run_ranks(one_step, 1, tiny_lm_config(lm_folder, tmp_path, *PPO, "actor.ppo_micro_batch_size_per_gpu=1"))
@@ -145,7 +145,7 @@ def test_the_critic_is_trained_alone_at_first(lm_folder: Path, tmp_path: Path) -
     )
     assert (policy, critic) == (False, True)
     assert step["row"]["actor/updates_skipped"] == 2
-    assert step["row"]["critic/values_mean"] == 0  # as the head is made
+    assert step["row"]["critic/values_mean"] == 0  # the head is initialised to 0
     assert step["row"]["critic/updates_skipped"] == 0
 
 
@@ -169,7 +169,7 @@ def test_single_samples_and_equal_rewards_are_trained(lm_folder: Path, tmp_path:
 
 
 def test_a_resumed_run_is_the_run(lm_folder: Path, tmp_path: Path) -> None:
-    """To the last bit: policy, critic, both optimizers; on another number of ranks, to rounding."""
+    """Policy, critic and both optimizers, bit for bit; on another number of ranks up to rounding."""
     keys, last = (*PPO, *STEPS, "parallel.fsdp_size=2"), "trainer.total_training_steps=4"
     cfg = tiny_lm_config(lm_folder, tmp_path, *keys, last)
     whole, wanted = run_ranks(fit, 2, cfg)[0], rows(tmp_path / "out")

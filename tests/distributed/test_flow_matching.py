@@ -1,4 +1,4 @@
-"""Supervised flow matching: it learns, on any layout the same; and the parts of the tiny base."""
+"""Supervised flow matching: it learns the same on all layouts; and the steps that make the tiny base model."""
 
 import json
 import random
@@ -174,7 +174,7 @@ def test_held_out_numbers_are_in_no_training_data() -> None:
 @pytest.mark.full
 @pytest.mark.timeout(200)
 def test_make_base(tmp_path: Path) -> None:
-    """The whole line of `make base` with a few steps each: pictures, VAE, transformer, on two ranks."""
+    """All steps of `make base`, shortened: images, VAE and transformer, on two ranks."""
     pytest.importorskip("matplotlib", reason="its fonts draw the pictures: the extra `base`")
     made = run_task(
         ["assets/make/make_base.py", f"output_dir={tmp_path}", "images=200", "vae_steps=20"], nproc=2, timeout=120

@@ -1,4 +1,4 @@
-"""Two jobs never share an output_dir, and a dead one keeps no other from it."""
+"""Two jobs never share an output_dir, and a dead job does not block it."""
 
 import json
 import multiprocessing
@@ -25,7 +25,7 @@ def hold(folder: Path, ready: Any) -> None:
 
 @pytest.fixture
 def other(tmp_path: Path) -> Any:
-    """A process that has the folder."""
+    """A process that has locked the folder."""
     context = multiprocessing.get_context("fork")
     ready = context.Event()
     process = context.Process(target=hold, args=(tmp_path / "out", ready), daemon=True)
@@ -57,7 +57,7 @@ def test_a_dead_job_is_no_hindrance(other: Any, tmp_path: Path) -> None:
 
 
 def test_a_request_to_stop_is_for_one_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that names another start, as one that is left over does, is not heard; the lock's own is, once."""
+    """An old request, with the token of another start, is ignored; one with the lock's token is followed once."""
     monkeypatch.setattr(folder_lock, "BEAT_S", 0.05)
     asked: list[str] = []
     request = tmp_path / "stop.json"
@@ -76,7 +76,7 @@ def test_a_request_to_stop_is_for_one_start(tmp_path: Path, monkeypatch: pytest.
 
 
 def note(folder: Path, beat: int) -> None:
-    """What a job on another machine, whose locks are not seen here, would write."""
+    """Write what a job on another machine, whose locks are not visible here, would write."""
     job = {"host": "node-b", "pid": 7, "since": "then", "machine": "node-b x", "token": "theirs", "beat": beat}
     (folder / "new").write_text(json.dumps(job))
     (folder / "new").rename(folder / "running.json")

@@ -1,4 +1,4 @@
-"""Algorithms on the forward process in the loop: layouts agree, runs resume, and the weights that sample are the old ones."""
+"""Algorithms on the forward process in the loop: layouts agree, runs resume, and the old weights sample."""
 
 import json
 import shutil
@@ -28,7 +28,7 @@ RULES = [
 
 
 def configure(model: Path, folder: Path, name: str, *overrides: str) -> FlowRLConfig:
-    """A tiny job of another algorithm."""
+    """A tiny job with another algorithm."""
     return algorithm_config(model, folder, name, "rollout.micro_batch_size_per_gpu=4", *overrides)
 
 
@@ -54,7 +54,7 @@ def test_layouts_agree(name: str, kind: tuple[str, ...], sd3_folder: Path, tmp_p
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["diffusion_nft", "awm"])
 def test_qwen_image(name: str, qwen_folder: Path, tmp_path: Path) -> None:
-    """Other latents, a padded text and true guidance."""
+    """Packed latents, padded texts and true guidance."""
     kind = (LORA, "algorithm.kl_loss_coef=0.01", "algorithm.train_timesteps=1")
     one = run_ranks(one_step, 1, configure(qwen_folder, tmp_path, name, *kind))
     cfg = configure(qwen_folder, tmp_path, name, *kind, "parallel.fsdp_size=2")
@@ -65,7 +65,7 @@ def test_qwen_image(name: str, qwen_folder: Path, tmp_path: Path) -> None:
 @pytest.mark.quick("1")
 @pytest.mark.parametrize("micro", [1, 4])
 def test_actor_micro_batch(micro: int, sd3_folder: Path, tmp_path: Path) -> None:
-    """With samples that do not count among those that do: the best of each prompt alone is trained."""
+    """With samples that do not count: only the best of each prompt is trained."""
     one = run_ranks(one_step, 1, configure(sd3_folder, tmp_path, "sft"))
     cfg = configure(sd3_folder, tmp_path, "sft", f"actor.ppo_micro_batch_size_per_gpu={micro}")
     assert_same_step(one, run_ranks(one_step, 1, cfg), cfg.optim.lr)
@@ -75,7 +75,7 @@ def test_actor_micro_batch(micro: int, sd3_folder: Path, tmp_path: Path) -> None
 
 
 def fresh_noise(cfg: FlowRLConfig) -> dict[str, tuple[Tensor, Tensor]]:
-    """Noise [B, W, ...] and levels [B, W] of this rank, by what was asked for."""
+    """Noise [B, W, ...] and levels [B, W] of this rank, by distribution, step and epoch."""
     from phalanx.training.flow_rl import build
 
     t = build(cfg)
@@ -125,8 +125,8 @@ HALF = ("algorithm.old_decay_rate=0.5", "algorithm.old_decay_limit=0.5")  # old 
 
 
 def watched_fit(cfg: FlowRLConfig) -> dict[str, Any]:
-    """Train two steps; the weights and images of each rollout, the policy's weights before and after each step, and what
-    the rollout of step 1 is under some of these.
+    """Train two steps. Returns the weights and images of each rollout, the policy's weights before and after each step,
+    and the rollout of step 1 under some of these.
     """
     from phalanx.training.flow_rl import build
 
@@ -186,7 +186,7 @@ STEPS = ("trainer.total_training_steps=4", "trainer.save_freq=2", "actor.ema.dec
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
-    """metrics.jsonl without what time and memory say."""
+    """metrics.jsonl without time and memory."""
     lines = (folder / "out" / "metrics.jsonl").read_text().splitlines()
     return [{k: v for k, v in json.loads(line).items() if not k.startswith(("perf/", "time/"))} for line in lines]
 
@@ -194,7 +194,7 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 @pytest.mark.quick("full")
 @pytest.mark.parametrize(("world", "kind"), [(1, ()), (2, (LORA,))], ids=["full", "lora"])
 def test_resume_repeats_bit_for_bit(world: int, kind: tuple[str, ...], sd3_folder: Path, tmp_path: Path) -> None:
-    """The old policy is in the checkpoint: the rollouts after it are its."""
+    """The old policy is in the checkpoint, and samples after the resume."""
     keys = (*HALF, *STEPS, *kind, "algorithm.kl_loss_coef=0.01", f"parallel.fsdp_size={world}")
     cfg = configure(sd3_folder, tmp_path, "diffusion_nft", *keys)
     unkilled = run_ranks(fit, world, cfg)[0]

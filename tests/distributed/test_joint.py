@@ -1,4 +1,4 @@
-"""Joint runs: a writer's texts are a painter's prompts, one reward trains both, and the layout is no part of the result."""
+"""Joint runs: a writer's texts are a painter's prompts, one reward trains both, and all layouts agree."""
 
 import json
 import logging
@@ -22,7 +22,7 @@ from tests.ranks import RankError, run_ranks
 
 
 def joint_config(writer: Path, painter: Path, folder: Path, *overrides: str) -> JointConfig:
-    """A job of 2 prompts x 4 responses x 2 pictures a step, on their contrast."""
+    """A job of 2 prompts x 4 responses x 2 images per step, rewarded for the images' contrast."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "prompts.txt").write_text("\n".join(PROMPTS[:2] + PROMPTS[3:]) + "\n")
     base = [
@@ -67,7 +67,7 @@ def weights(t: Any) -> dict[str, dict[str, Tensor]]:
 
 
 def one_step(cfg: JointConfig) -> dict[str, Any]:
-    """The first training step: both policies' samples, rewards and weights after it, and its metrics."""
+    """Both policies' samples and rewards in the first training step, the weights after it, and its metrics."""
     t = build(cfg)
     drawn: dict[str, Any] = {}
     draw = t.draw
@@ -89,12 +89,12 @@ def one_step(cfg: JointConfig) -> dict[str, Any]:
 
 
 def steps(folder: Path) -> list[dict[str, Any]]:
-    """As `rows`, of two policies."""
+    """Like `rows`, for two policies."""
     return [{key: value for key, value in row.items() if "/perf/" not in key} for row in rows(folder)]
 
 
 def fit_until_killed(cfg: JointConfig, step: int) -> None:
-    """Train; one rank is killed as the painter is about to be trained in that step."""
+    """Train; one rank is killed just before that step trains the painter."""
     t = build(cfg)
     optimizer_steps = t.updaters["painter"].optimizer_steps
 
@@ -118,7 +118,7 @@ KEPT = ("rewrite.keep_originals=4", "painter.actor.ppo_mini_batch_size=8")
 
 
 def test_layouts_agree(lm_folder: Path, sd3_folder: Path, tmp_path: Path) -> None:
-    """One rank, two, and two copies of two shards: the same texts, pictures and rewards, and the same step of both."""
+    """One rank, two ranks, and two replicas of two shards have equal texts, images and rewards, and take equal steps."""
     (alone,) = run_ranks(one_step, 1, joint_config(lm_folder, sd3_folder, tmp_path / "1", *KEPT))
     row = alone["row"]
     assert row["writer/actor/first_ratio_error"] == row["painter/actor/first_ratio_error"] == 0
@@ -146,8 +146,8 @@ def test_layouts_agree(lm_folder: Path, sd3_folder: Path, tmp_path: Path) -> Non
 
 
 def test_a_killed_run_goes_on_as_if_it_had_not_been(lm_folder: Path, sd3_folder: Path, tmp_path: Path) -> None:
-    """SIGKILL of one of two ranks after a step that is in no checkpoint, with turns of one step, a moving average and a
-    schedule of the rate: to the last bit.
+    """Bit for bit, after SIGKILL of one of two ranks in a step after the last checkpoint; with alternating policies, a
+    moving average and a learning rate schedule.
     """
     keys = (
         "alternate=1",
@@ -201,7 +201,7 @@ def before_and_after(cfg: JointConfig) -> tuple[dict[str, dict[str, Tensor]], di
 
 
 def test_pictures_are_compared_within_a_text_or_a_prompt(lm_folder: Path, sd3_folder: Path, tmp_path: Path) -> None:
-    """The scope changes what the painter learns, not what is drawn or what the writer learns."""
+    """The scope changes only what the painter learns, neither the samples nor what the writer learns."""
     drawn = []
     for scope in ("rewrite", "prompt"):
         cfg = joint_config(lm_folder, sd3_folder, tmp_path / scope, f"diffusion_group_scope={scope}")
@@ -227,7 +227,7 @@ TEXTS = ("", "x " * 5000, "<|endoftext|></s><|im_end|><pad> a fox")
 
 
 def odd_steps(cfg: JointConfig) -> list[dict[str, float]]:
-    """The metrics of a step for each of TEXTS, which all responses are."""
+    """The metrics of a step for each of TEXTS, with all responses equal to it."""
     t = build(cfg)
     texts, draw, result = t.rewriter.texts, t.draw, []
 
@@ -247,7 +247,7 @@ def odd_steps(cfg: JointConfig) -> list[dict[str, float]]:
 
 
 def test_texts_and_rewards_that_are_missing(lm_folder: Path, sd3_folder: Path, tmp_path: Path) -> None:
-    """Texts that say nothing, all the same, far too long or with special tokens; both pictures of some have no reward."""
+    """Texts that are empty, all equal, far too long or with special tokens; some have no reward for both images."""
     (tmp_path / "picky.py").write_text(FAILING)
     reward = (f"reward.functions=[{{path: '{tmp_path}/picky.py:picky'}}]", "reward.on_error=skip")
     reward += ("reward.max_error_fraction=0.9", "trainer.total_training_steps=9")
@@ -289,7 +289,7 @@ def test_other_numbers_of_references_are_refused(lm_folder: Path, sd3_folder: Pa
 def test_messages_have_the_keys_of_the_joint_run(
     lm_folder: Path, sd3_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Of errors and of lines of the log; the painter's batch is what the writer makes of the data's."""
+    """In errors and log lines; the painter's batch size follows from the writer's."""
     with refused(
         "painter.actor.ppo_mini_batch_size: 3 prompts do not divide data.train_batch_size x (writer.rollout.n + "
         "rewrite.keep_originals) 8; nearest that work: painter.actor.ppo_mini_batch_size=2 or 4"

@@ -1,4 +1,4 @@
-"""Results do not depend on the layout: bitwise equal samples and the same gradient on any mesh and micro-batch."""
+"""All layouts agree: bit-identical samples and equal gradients on any mesh and micro-batch size."""
 
 from functools import partial
 from pathlib import Path
@@ -120,7 +120,7 @@ def test_shards_of_other_families(
 @pytest.mark.quick("lora")
 @pytest.mark.parametrize("kind", [LORA, ()], ids=["lora", "full"])
 def test_mixed_precision_layouts_agree(kind: tuple[str, ...], sd3_folder: Path, tmp_path: Path) -> None:
-    """bf16 compute with float32 weights: replicas keep copies, FSDP casts; both perform the same arithmetic."""
+    """bf16 compute over float32 weights: replicated ranks keep copies, FSDP casts; both compute the same."""
     wanted = ("model.dtype=bfloat16", *kind)
     one = run_ranks(one_step, 1, configure(sd3_folder, tmp_path, *wanted))
     two = run_ranks(one_step, 2, configure(sd3_folder, tmp_path, *wanted, "parallel.fsdp_size=2"))
@@ -130,7 +130,7 @@ def test_mixed_precision_layouts_agree(kind: tuple[str, ...], sd3_folder: Path, 
 
 
 def test_a_batch_per_rank_is_the_batch_of_all(sd3_folder: Path, tmp_path: Path) -> None:
-    """On 2 ranks, 2 prompts per step and 1 per update on each rank equal 4 and 2 on all ranks."""
+    """2 prompts per rank, 1 of them per update, on 2 ranks are 4 and 2 in total."""
     whole = run_ranks(one_step, 2, configure(sd3_folder, tmp_path, *LORA))
     own = ("data.train_batch_size=32", "data.train_batch_size_per_gpu=2")
     own += ("actor.ppo_mini_batch_size=16", "actor.ppo_mini_batch_size_per_gpu=1")
@@ -143,7 +143,7 @@ def compiled_step(cfg: FlowRLConfig) -> dict[str, Any]:
 
 
 def test_compiled_blocks_are_sharded_and_checkpointed(sd3_folder: Path, tmp_path: Path) -> None:
-    """Both modes share one graph, so the first update has a ratio of exactly 1."""
+    """With one graph for rollout and training: the first update has a ratio of exactly 1."""
     keys = (*LORA, "actor.ppo_micro_batch_size_per_gpu=2")
     reference = run_ranks(one_step, 1, configure(sd3_folder, tmp_path / "a", *keys))
     fast = ("model.compile=true", "model.gradient_checkpointing=true", "parallel.fsdp_size=2")

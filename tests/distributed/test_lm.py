@@ -1,4 +1,4 @@
-"""Language models in the loop: the layout is no part of the result, and a resumed run is the run."""
+"""Language models in the loop: all layouts agree, and a resumed run equals one that was not stopped."""
 
 import shutil
 from functools import partial
@@ -25,7 +25,7 @@ def joined(parts: list[dict[str, Any]], key: str) -> Any:
 
 @pytest.mark.parametrize("kind", [LORA, ()], ids=["lora", "full"])
 def test_layouts_agree(kind: tuple[str, ...], lm_folder: Path, tmp_path: Path) -> None:
-    """Replicas, shards and both draw the same texts, with log-probs to the last bit, and take the same step."""
+    """Replicas, shards and both sample the same texts with bit-identical log-probs, and take the same step."""
     keys = (*kind, KL)
     (alone,) = run_ranks(one_step, 1, tiny_lm_config(lm_folder, tmp_path / "alone", *keys))
     assert alone["row"]["actor/first_ratio_error"] == 0
@@ -74,7 +74,7 @@ def compiled_step(cfg: LMRLConfig) -> dict[str, Any]:
 @pytest.mark.long
 @pytest.mark.full
 def test_compiled_layers_take_the_same_step(lm_folder: Path, tmp_path: Path) -> None:
-    """Sharded and recomputed, decoding with them, and old log-probs by the graph of the update."""
+    """With shards and recomputed layers; they decode, and old log-probs use the graph of the update."""
     keys = (*LORA, KL)
     (plain,) = run_ranks(one_step, 1, tiny_lm_config(lm_folder, tmp_path / "plain", *keys))
     fast = ("model.compile=true", "model.gradient_checkpointing=true", "parallel.fsdp_size=2")
@@ -86,7 +86,7 @@ def test_compiled_layers_take_the_same_step(lm_folder: Path, tmp_path: Path) -> 
 
 
 def test_a_resumed_run_keeps_its_alpha_and_its_library(lm_folder: Path, tmp_path: Path) -> None:
-    """Where the key is null, the checkpoint's library is taken; another one, or another alpha, is refused."""
+    """If the key is null, the checkpoint's library is used; another one, or another alpha, is refused."""
 
     def job(steps: int, *keys: str) -> LMRLConfig:
         lora = ("model.lora_rank=4", "trainer.save_freq=1", f"trainer.total_training_steps={steps}")
@@ -105,7 +105,7 @@ def test_a_resumed_run_keeps_its_alpha_and_its_library(lm_folder: Path, tmp_path
 
 @pytest.mark.full
 def test_a_resumed_run_keeps_its_prompts(lm_folder: Path, tmp_path: Path) -> None:
-    """A template that writes today's date writes the day on which the run began; other variables of it are refused."""
+    """A template with today's date uses the day on which the run began; other template variables are refused."""
     model, template = Path(shutil.copytree(lm_folder, tmp_path / "model")), tmp_path / "model" / "chat_template.jinja"
     template.write_text("{{ strftime_now('%d %b %Y') }} {{ tone }} {{ messages[0].content }}")
 
@@ -125,7 +125,7 @@ def test_a_resumed_run_keeps_its_prompts(lm_folder: Path, tmp_path: Path) -> Non
 
 
 def test_a_resumed_run_is_the_run(lm_folder: Path, tmp_path: Path) -> None:
-    """To the last bit, with the reference and prompts that are drawn anew."""
+    """Bit for bit, with the reference and resampled prompts."""
     keys = (KL, "rollout.max_num_gen_batches=2", "parallel.fsdp_size=2", "trainer.save_freq=2")
     whole = run_ranks(fit, 2, tiny_lm_config(lm_folder, tmp_path / "a", *keys, "trainer.total_training_steps=4"))[0]
     run_ranks(fit, 2, tiny_lm_config(lm_folder, tmp_path / "b", *keys, "trainer.total_training_steps=2"))
@@ -135,7 +135,7 @@ def test_a_resumed_run_is_the_run(lm_folder: Path, tmp_path: Path) -> None:
 
 
 def test_equal_rewards_are_drawn_again(lm_folder: Path, tmp_path: Path) -> None:
-    """Each attempt draws new responses, and only in groups without a difference; ranks may have different numbers."""
+    """Each attempt resamples only groups with equal rewards; their number may differ between ranks."""
     cfg = tiny_lm_config(
         lm_folder, tmp_path, "rollout.max_draws_per_prompt=3", "trainer.total_training_steps=1", "rollout.n=2"
     )
@@ -149,7 +149,7 @@ def test_equal_rewards_are_drawn_again(lm_folder: Path, tmp_path: Path) -> None:
 
 
 def test_truncated_responses_can_be_left_out(lm_folder: Path, tmp_path: Path) -> None:
-    """Those of all tokens but no end of one; the others keep all of theirs."""
+    """Responses of maximum length without an end token; the others keep all tokens."""
     (plain,) = run_ranks(one_step, 1, tiny_lm_config(lm_folder, tmp_path / "plain"))
     (step,) = run_ranks(one_step, 1, tiny_lm_config(lm_folder, tmp_path / "masked", "rollout.mask_truncated=true"))
     before, lengths = plain["mask"].sum(1), step["mask"].sum(1)

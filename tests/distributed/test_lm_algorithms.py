@@ -1,4 +1,4 @@
-"""Algorithms on tokens in whole jobs: a teacher on every layout, and options that change what a step trains on."""
+"""Algorithms on tokens in whole jobs: teachers on every layout, and options that select what a step trains on."""
 
 import json
 import shutil
@@ -37,7 +37,7 @@ def distilled(teacher: Path, *overrides: str) -> tuple[str, ...]:
 
 
 def step_beside_a_teacher(cfg: Any) -> dict[str, Any]:
-    """A job's first step, and what this rank holds of its teacher."""
+    """A job's first step, and the part of the teacher on this rank."""
     from phalanx.training.lm_rl import build
 
     made: list[Any] = []
@@ -51,7 +51,7 @@ NO_REWARD = ("reward.functions=[]",)
 
 
 def test_layouts_agree_beside_a_teacher(lm_folder: Path, teacher_folder: Path, tmp_path: Path) -> None:
-    """With a reward, too: one rank, replicas, shards, and both take the same step; the teacher is sharded."""
+    """Also with a reward: one rank, replicas, shards, and both take the same step; the teacher is sharded."""
     keys = distilled(teacher_folder)
     (alone,) = run_ranks(step_beside_a_teacher, 1, tiny_lm_config(lm_folder, tmp_path / "alone", *keys))
     row = alone["row"]
@@ -69,7 +69,7 @@ def test_layouts_agree_beside_a_teacher(lm_folder: Path, teacher_folder: Path, t
 
 @pytest.mark.full
 def test_several_teachers(lm_folder: Path, teacher_folder: Path, tmp_path: Path) -> None:
-    """Each prompt has its teacher, also where ranks exchange samples; one of two ranks has few rows of either."""
+    """Each prompt has its teacher, also if ranks exchange samples; one of two ranks has few rows of either."""
     files = tmp_path / "rows.jsonl"
     base = ("algorithm.name=distillation", f"data.train_files=[{files}]", *NO_REWARD, "actor.use_dynamic_bsz=true")
     base = (*base, "actor.ppo_max_token_len_per_gpu=80")
@@ -164,7 +164,7 @@ def test_each_algorithm_takes_a_step(name: str, lm_folder: Path, tmp_path: Path)
 
 
 def test_updates_that_are_too_far_off_are_left_out(lm_folder: Path, tmp_path: Path) -> None:
-    """On all ranks at once, and the first update of a step is always made."""
+    """On all ranks at the same update, and never the first update of a step."""
     far = ("optim.lr=0.1", "actor.ppo_epochs=2", "parallel.fsdp_size=2")
     stop = "algorithm.early_stop_imp_ratio=1.0001"
     for part in run_ranks(one_step, 2, tiny_lm_config(lm_folder, tmp_path / "a", *far, stop)):
@@ -175,7 +175,7 @@ def test_updates_that_are_too_far_off_are_left_out(lm_folder: Path, tmp_path: Pa
 
 @pytest.mark.full
 def test_dynamic_sampling_takes_new_prompts(lm_folder: Path, tmp_path: Path) -> None:
-    """Groups of equal rewards are replaced by other prompts until they differ; ranks may lack different numbers."""
+    """Groups of equal rewards are replaced by other prompts; their number may differ between ranks."""
     cfg = tiny_lm_config(
         lm_folder, tmp_path, "rollout.max_num_gen_batches=20", "trainer.total_training_steps=2", "rollout.n=2"
     )
@@ -193,7 +193,7 @@ def test_dynamic_sampling_takes_new_prompts(lm_folder: Path, tmp_path: Path) -> 
 
 @pytest.mark.full
 def test_rewards_know_the_length_of_a_response(lm_folder: Path, tmp_path: Path) -> None:
-    """Overlong shaping beside another reward: of cut responses it is -1."""
+    """Overlong shaping beside another reward: -1 for truncated responses."""
     cfg = tiny_lm_config(lm_folder, tmp_path, "trainer.total_training_steps=1")
     cfg.reward.functions.append(type(cfg.reward.functions[0])(name="overlong", kwargs={"overlong_buffer_len": 1}))
     run_ranks(fit, 2, cfg)

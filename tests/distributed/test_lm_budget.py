@@ -1,4 +1,4 @@
-"""Passes that are cut by tokens, padded or packed: the step is that of fixed micro-batches, on every layout."""
+"""Passes with a token budget, padded or packed: the step equals that of fixed micro-batches, on every layout."""
 
 from pathlib import Path
 from typing import Any
@@ -58,7 +58,7 @@ def test_the_step_is_that_of_fixed_micro_batches(own: tuple[str, ...], lm_folder
 
 
 def scored_again(cfg: Any) -> list[float]:
-    """The first ratio's error of a step, as it is, and where the old log-probs are taken in the same passes."""
+    """The first ratio's error of a step, without and with old log-probs computed in the training's passes."""
     from phalanx.distributed.collectives import all_gather
     from phalanx.training.lm_rl import build
 
@@ -83,14 +83,14 @@ def scored_again(cfg: Any) -> list[float]:
 @pytest.mark.full
 @pytest.mark.parametrize("own", [(*BUDGET, PACKED), (PACKED,)], ids=["budget", "packed"])
 def test_the_guard_makes_old_log_probs_exact(own: tuple[str, ...], lm_folder: Path, tmp_path: Path) -> None:
-    """They are then taken in the very passes that are trained."""
+    """They are then computed in the same passes as the training."""
     for errors in run_ranks(scored_again, 2, tiny_lm_config(lm_folder, tmp_path, *own, "trainer.resume=never")):
         assert errors[0] > 1e-4 and errors[1] == 0
 
 
 @pytest.mark.full
 def test_tokens_are_counted(lm_folder: Path, tmp_path: Path) -> None:
-    """Of both ranks, in each phase."""
+    """Over both ranks, in each phase."""
     cfg = tiny_lm_config(lm_folder, tmp_path, *BUDGET[:2], PACKED, "trainer.total_training_steps=1")
     run_ranks(fit, 2, cfg)
     (row,) = read_metrics(tmp_path / "out" / METRICS_FILE)

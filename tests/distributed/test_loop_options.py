@@ -1,4 +1,4 @@
-"""Options of the loop that every algorithm has: groups drawn again, a reference that follows, sums of rewards."""
+"""Options of the loop for all algorithms: resampled groups, a reference that is updated, sums of rewards."""
 
 import logging
 from pathlib import Path
@@ -51,7 +51,7 @@ def reward(folder: Path, *names: str) -> str:
 
 
 def drawn_again(cfg: FlowRLConfig) -> dict[str, Any]:
-    """A step's samples as they were drawn at first, and what the loop makes of them."""
+    """A step's samples as first sampled, and after resampling."""
     from phalanx.training.flow_rl import build
 
     t = build(cfg)
@@ -114,7 +114,7 @@ def test_groups_of_equal_rewards_are_drawn_again(times: int, sd3_folder: Path, t
 def test_groups_of_equal_rewards_give_way_to_other_prompts(
     family: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
-    """As in DAPO. Texts of Qwen-Image have lengths of their own: a longer one changes the padding of all."""
+    """As in DAPO. Texts of Qwen-Image have different lengths: a longer one changes the padding of all."""
     model = request.getfixturevalue(f"{family}_folder")
     functions = reward(tmp_path, "picky", "bright").replace("bright'", "bright', weight: 0")
     cfg = configure(
@@ -219,7 +219,7 @@ def test_terms_are_clipped_weighted_by_step_and_normalised(sd3_folder: Path, tmp
 
 
 def encoded(cfg: FlowRLConfig, room: int) -> list[list[str]]:
-    """What is encoded at once in a run whose memory has room for so many embeddings."""
+    """The prompts encoded together in a run whose memory has room for that many embeddings."""
     from phalanx.models.flow import embeds
     from phalanx.training.flow_rl import build
 
@@ -242,7 +242,7 @@ def encoded(cfg: FlowRLConfig, room: int) -> list[list[str]]:
 def test_no_more_is_encoded_ahead_than_memory_keeps(
     room: int, steps: list[int], sd3_folder: Path, tmp_path: Path
 ) -> None:
-    """With 4 embeddings a step, half of 16 are two steps'; each text is encoded once."""
+    """With 4 embeddings per step, half of 16 are those of two steps; each text is encoded once."""
     small = ("data.train_batch_size=2", "rollout.n=2", "rollout.num_inference_steps=2", "rollout.sde_window_size=1")
     cfg = configure(sd3_folder, tmp_path, *small, "trainer.total_training_steps=8")
     (tmp_path / "prompts.txt").write_text("\n".join(f"prompt {i}" for i in range(16)))
@@ -258,7 +258,7 @@ def logged_fit(cfg: FlowRLConfig, file: Path) -> None:
 
 
 def test_a_folder_that_is_deleted_is_made_anew(sd3_folder: Path, tmp_path: Path) -> None:
-    """With all metrics, which are still open, the configuration and the checkpoints from then on."""
+    """It then has all metrics, whose file is still open, the configuration, and later checkpoints."""
     steps = ("trainer.total_training_steps=3", "trainer.save_freq=3")
     cfg = configure(sd3_folder, tmp_path, reward(tmp_path, "deleting"), *steps)
     run_ranks(logged_fit, 1, cfg, tmp_path / "log")

@@ -1,4 +1,4 @@
-"""A base in 4 bits (`model.quantization`): its replay is its rollout, on every layout, and runs resume and export."""
+"""A base in 4 bits (`model.quantization`): rollout and replay agree on every layout, and runs resume and export."""
 
 import json
 from functools import partial
@@ -40,7 +40,7 @@ def log_probs(parts: list[dict[str, Any]]) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_a_step_is_exact_on_every_layout(kind: str, dtype: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
-    """Sampled and replayed to the same bits, with a KL to the base, and alike on one rank and on two that share it."""
+    """Rollout and replay are bit-equal, with a KL to the base, on one rank and on two that share the weights."""
     name, config, one_step, keys = KINDS[kind]
     folder = request.getfixturevalue(name)
 
@@ -61,7 +61,7 @@ def test_a_step_is_exact_on_every_layout(kind: str, dtype: str, request: pytest.
 
 
 def test_a_run_is_resumed_and_exported(lm_folder: Path, tmp_path: Path) -> None:
-    """To the last bit, also on another layout; a checkpoint and an export hold the LoRA and nothing of the base."""
+    """Bit-equal, also on another layout; checkpoints and exports contain the LoRA, but not the base."""
 
     def job(folder: str, steps: int, *more: str) -> Any:
         keys = (*NF4, "trainer.save_freq=1", "actor.ema.decay=0.9", f"trainer.total_training_steps={steps}")
@@ -105,7 +105,7 @@ def test_a_checkpoint_is_sampled_as_the_run_does(lm_folder: Path, tmp_path: Path
 
 
 def compiled_step(cfg: Any) -> dict[str, Any]:
-    torch.compile = partial(torch.compile, backend="eager")  # to make code of the graphs takes the compiler minutes
+    torch.compile = partial(torch.compile, backend="eager")  # generating code for the graphs takes minutes
     return lm.one_step(cfg)
 
 
@@ -133,7 +133,7 @@ def test_prompts_with_images(vision_folder: Path, tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_experts_on_ranks_of_their_own(tmp_path: Path) -> None:
-    """They stay as they are; the layers beside them are in 4 bits."""
+    """They keep their dtype; the other layers are in 4 bits."""
     folder, norms = tiny_llada2(tmp_path, hidden_size=64), []
     for i, key in enumerate(("model.experts_implementation=batched_mm", "parallel.expert_parallel=true")):
         row = run_ranks(lm.one_step, 2, tiny_lm_config(folder, tmp_path / str(i), *NF4, SHARDED, key))[0]["row"]

@@ -1,5 +1,5 @@
-"""Weights and samples with NaN or infinity are never loaded, saved or scored in silence; nor is a reward without a
-difference.
+"""Weights and samples with NaN or infinity are never silently loaded, saved or scored; rewards without any difference
+are reported as well.
 """
 
 import logging
@@ -20,7 +20,7 @@ from tests.ranks import RankError, run_ranks
 
 
 def spoiled_copy(base: Path, folder: Path, part: str, wanted: Callable[[str], bool]) -> Path:
-    """A model folder in which one value of a part's tensors is NaN."""
+    """A model folder in which one value of a component's tensors is NaN."""
     shutil.copytree(base, folder)
     file = next((folder / part).glob("*.safetensors"))
     tensors = load_file(file)
@@ -32,7 +32,7 @@ def spoiled_copy(base: Path, folder: Path, part: str, wanted: Callable[[str], bo
 
 @pytest.mark.parametrize("fsdp", [1, 2])
 def test_weights_that_are_loaded(fsdp: int, sd3_folder: Path, tmp_path: Path) -> None:
-    """Each rank sees its own shard, and all end."""
+    """Each rank checks its own shard, and all ranks end."""
     bad = spoiled_copy(sd3_folder, tmp_path / "sd3", "transformer", lambda name: "proj_out.weight" in name)
     with pytest.raises(RankError, match=r"model\.path: rank \d: the weights proj_out\.weight hold NaN or infinity"):
         run_ranks(fit, 2, tiny_config(bad, tmp_path, f"parallel.fsdp_size={fsdp}"))
@@ -45,7 +45,7 @@ def test_pictures(sd3_folder: Path, tmp_path: Path) -> None:
 
 
 def broken_after_two(cfg: FlowRLConfig) -> str:
-    """How a run ends in whose third step a weight becomes infinite on one rank."""
+    """The message of a run in whose third step a weight becomes infinite on one rank."""
     from phalanx.training.flow_rl import build
 
     trainer = build(cfg)

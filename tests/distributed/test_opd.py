@@ -21,7 +21,7 @@ from tests.tiny import jitter, load_pipeline, tiny_sd3
 
 
 def configure(model: Path, folder: Path, *overrides: str, teacher: Path | None = None) -> FlowRLConfig:
-    """A tiny job of opd; the teacher is the model itself, unless another is given."""
+    """A tiny opd job; by default the teacher is the model itself."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "prompts.txt").write_text("\n".join(PROMPTS) + "\n")
     base = [o for o in base_overrides(model, folder) if not o.startswith(("algorithm.", "reward."))]
@@ -30,7 +30,7 @@ def configure(model: Path, folder: Path, *overrides: str, teacher: Path | None =
 
 
 def moved(model: Path, folder: Path) -> Path:
-    """A copy of a model folder with other weights in its transformer, and the same texts and images."""
+    """A copy of a model folder with other weights in its transformer, but the same text encoders and VAE."""
     shutil.copytree(model, folder)
     transformer = load_pipeline(folder).transformer
     jitter(transformer, seed=5, std=0.02)
@@ -44,7 +44,7 @@ def student_folder(sd3_folder: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 
 def one_step(cfg: FlowRLConfig) -> dict[str, Any]:
-    """One training step, and what the teacher is made of."""
+    """One training step, and the modules of the teacher."""
     t = build(cfg)
     with t.collector.rollout.awake():
         samples = t.collector.rollout.sample(
@@ -77,7 +77,7 @@ def test_nothing_to_learn_from_oneself(loss_type: str, sd3_folder: Path, tmp_pat
 
 
 def assert_same_step(model: Path, teacher: Path, folder: Path, *keys: str) -> None:
-    """One rank, and two that share the weights of student and teacher."""
+    """One rank takes the same step as two ranks that shard the weights of student and teacher."""
     one = run_ranks(one_step, 1, configure(model, folder, *keys, teacher=teacher))
     two = run_ranks(one_step, 2, configure(model, folder, *keys, "parallel.fsdp_size=2", teacher=teacher))
     assert torch.equal(one[0]["images"], torch.cat([part["images"] for part in two]))
@@ -97,7 +97,7 @@ def test_layouts_agree(loss_type: str, student_folder: Path, sd3_folder: Path, t
 @pytest.mark.full
 @pytest.mark.long
 def test_qwen_image(qwen_folder: Path, tmp_path: Path) -> None:
-    """Other latents and true guidance; a LoRA learns from whole weights."""
+    """Packed latents and true guidance; a LoRA learns from a teacher with full weights."""
     teacher = moved(qwen_folder, tmp_path / "teacher")
     assert_same_step(qwen_folder, teacher, tmp_path / "job", "model.lora_rank=4")
 
@@ -129,7 +129,7 @@ def test_rewards_are_reported_and_teach_nothing(student_folder: Path, sd3_folder
 
 
 def views(cfg: FlowRLConfig) -> dict[str, Any]:
-    """What the teacher says of the student's transitions, and what it should say, replayed by hand."""
+    """The teacher's outputs for the student's transitions, and the expected ones, replayed by hand."""
     t = build(cfg)
     with t.collector.rollout.awake():
         samples = t.collector.rollout.sample(
@@ -159,14 +159,14 @@ def views(cfg: FlowRLConfig) -> dict[str, Any]:
 @pytest.mark.quick("3-5")
 @pytest.mark.parametrize(("student", "teacher"), [(1, 3), (3, 1), (3, 5)])
 def test_guidance_of_the_teacher(student: int, teacher: int, sd3_folder: Path, tmp_path: Path) -> None:
-    """With negatives, which the student has not embedded where it is not guided."""
+    """With negative prompts, which a student without guidance has not embedded."""
     keys = (f"rollout.guidance_scale={student}", f"algorithm.teacher_guidance={teacher}")
     for seen in run_ranks(views, 2, configure(sd3_folder, tmp_path, *keys, "parallel.fsdp_size=2")):
         assert seen["apart"] < 1e-4 and seen["student"] > 1e-2 and not seen["encoders"]
 
 
 def test_a_teacher_with_other_text_encoders(sd3_folder: Path, sd3_t5_folder: Path, tmp_path: Path) -> None:
-    """It reads the prompts with its own."""
+    """It encodes the prompts with its own encoders."""
     cfg = configure(sd3_folder, tmp_path, "algorithm.teacher_guidance=3", teacher=sd3_t5_folder)
     (seen,) = run_ranks(views, 1, cfg)
     assert seen["encoders"] and seen["apart"] < 1e-4 and seen["student"] > 1e-4

@@ -1,4 +1,4 @@
-"""On-policy distillation from several teachers: each is asked only about its rows, on every layout."""
+"""On-policy distillation from several teachers: each sees only the samples of its rows, on every layout."""
 
 import json
 from dataclasses import replace
@@ -26,7 +26,7 @@ ONE_OF_FOUR = ("sharp", "sharp", "sharp", "soft")  # so that only one of two ran
 
 
 def configure(model: Path, folder: Path, *keys: str, tasks: tuple[Any, ...] = ONE_OF_FOUR) -> FlowRLConfig:
-    """A tiny job of opd on four prompts with these teachers."""
+    """A tiny opd job on four prompts with these teachers."""
     folder.mkdir(parents=True, exist_ok=True)
     rows = [{"prompt": text, "task": task} for text, task in zip(PROMPTS[:4], tasks, strict=True)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -46,7 +46,7 @@ def other_folder(sd3_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 def one_step(cfg: FlowRLConfig) -> dict[str, Any]:
-    """A step's row and weights, what the teachers said of each sample, and what each says of all, one by one."""
+    """A step's metrics and weights, the teachers' outputs for each sample, and each teacher's outputs for all samples."""
     t = build(cfg)
     with t.collector.rollout.awake():
         samples = t.collector.rollout.sample(
@@ -73,7 +73,7 @@ def one_step(cfg: FlowRLConfig) -> dict[str, Any]:
 
 
 def test_each_sample_is_judged_by_its_teacher(sd3_folder: Path, other_folder: Path, tmp_path: Path) -> None:
-    """On one rank, and on two that share the weights, of which one has no row of the second teacher."""
+    """On one rank, and on two ranks that shard the weights, one of which has no row of the second teacher."""
     keys = several(sharp=sd3_folder, soft=other_folder)
     (one,) = run_ranks(one_step, 1, configure(sd3_folder, tmp_path / "one", *keys))
     two = run_ranks(one_step, 2, configure(sd3_folder, tmp_path / "two", *keys, "parallel.fsdp_size=2"))
@@ -96,7 +96,7 @@ def test_each_sample_is_judged_by_its_teacher(sd3_folder: Path, other_folder: Pa
 
 @pytest.mark.full
 def test_one_teacher_by_either_key(sd3_folder: Path, other_folder: Path, tmp_path: Path) -> None:
-    """To the last bit; the operations count a teacher's own rows."""
+    """Bit for bit; operation counts include only a teacher's own rows."""
     path = f"algorithm.teacher_path={other_folder}"
     (plain,) = run_ranks(one_step, 1, configure(sd3_folder, tmp_path / "plain", path))
     keys = several(soft=other_folder)
@@ -138,7 +138,7 @@ def test_a_teacher_that_no_row_names(tmp_path: Path, caplog: pytest.LogCaptureFi
 
 
 class _Student:
-    """A policy that replays what it is given."""
+    """A policy whose replay is given."""
 
     def replay(self, trace: Any) -> Any:
         return trace
@@ -146,7 +146,7 @@ class _Student:
 
 @pytest.mark.parametrize("loss_type", ["kl", "velocity"])
 def test_the_anchor(loss_type: str) -> None:
-    """The same loss to the reference, by its weight, beside that to the teacher."""
+    """The same loss with the reference as teacher, times its weight, is added."""
     torch.manual_seed(0)
     mean, velocity, teacher, reference = torch.randn(4, 2, 3, 5)  # [B, W, ...]
     replay = FlowReplay(torch.zeros(2, 3), mean, torch.tensor([0.1, 0.2, 0.3]), velocity)

@@ -26,7 +26,7 @@ def job(model: Path, folder: Path, *keys: str) -> LMRLConfig:
 
 
 def drawn(cfg: LMRLConfig) -> list[dict[str, Any]]:
-    """The samples of each step of a run on this rank as they were drawn, with the policy's log-probs at that time."""
+    """This rank's samples in each step of a run as they were sampled, with the policy's log-probs at that time."""
     from phalanx.training.lm_rl import build
     from phalanx.training.loop import train
 
@@ -68,7 +68,7 @@ def warnings(cfg: LMRLConfig) -> list[str]:
 
 
 def joined(parts: list[list[dict[str, Any]]], name: str) -> list[Any]:
-    """What all ranks have of each step, one after the other."""
+    """The results of all ranks, concatenated for each step."""
     steps = []
     for of_ranks in zip(*parts, strict=True):
         values: list[Any] = []
@@ -79,7 +79,7 @@ def joined(parts: list[list[dict[str, Any]]], name: str) -> list[Any]:
 
 
 def test_layouts_train_the_same_groups(lm_folder: Path, tmp_path: Path) -> None:
-    """Each group once and as a whole, within its staleness; tokens have the log-probs of the weights that drew them."""
+    """Each group once and completely, within its staleness; tokens have log-probs of the weights that sampled them."""
     one = run_ranks(drawn, 1, job(lm_folder, tmp_path / "1", "optim.lr=1e-2"))
     two = run_ranks(drawn, 2, job(lm_folder, tmp_path / "2", "optim.lr=1e-2", "parallel.fsdp_size=2"))
     assert joined(two, "texts") == joined(one, "texts")
@@ -104,7 +104,7 @@ def test_layouts_train_the_same_groups(lm_folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_step_that_waits_for_all_is_a_usual_one(lm_folder: Path, tmp_path: Path) -> None:
-    """The responses are the same, however many rounds they were drawn in."""
+    """The responses do not depend on the number of rounds in which they were sampled."""
     usual = run_ranks(fit, 1, tiny_lm_config(lm_folder, tmp_path / "usual", "trainer.logger=[]"))
     partial = tiny_lm_config(lm_folder, tmp_path / "partial", *KEYS, "rollout.over_sampling_batch_size=4")
     run_ranks(fit, 1, partial)
@@ -118,7 +118,7 @@ def test_a_step_that_waits_for_all_is_a_usual_one(lm_folder: Path, tmp_path: Pat
 
 
 def test_a_resumed_run_is_the_run(lm_folder: Path, tmp_path: Path) -> None:
-    """The responses that wait are in the checkpoint, and a run without partial rollouts says that it drops them."""
+    """The checkpoint has the unfinished responses; a run without partial rollouts logs that it drops them."""
     keys = ("trainer.save_freq=1", "trainer.max_checkpoints=9")
     whole = run_ranks(fit, 2, job(lm_folder, tmp_path / "whole", *keys))
     expected = rows(tmp_path / "whole" / "out")

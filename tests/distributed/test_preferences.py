@@ -1,4 +1,4 @@
-"""Diffusion-DPO in the loop, on pairs that were sampled and on pairs of the data."""
+"""Diffusion-DPO in the loop, on sampled pairs and on pairs of the data."""
 
 import json
 from dataclasses import replace
@@ -59,7 +59,7 @@ def test_layouts_agree(kind: tuple[str, ...], sd3_folder: Path, tmp_path: Path) 
 
 @pytest.mark.full
 def test_groups_are_trained_as_one(sd3_folder: Path, tmp_path: Path) -> None:
-    """DGPO: whole prompts a pass, whatever the micro-batch, and on one rank each."""
+    """DGPO: a pass has whole prompts for any micro-batch size, and each prompt is on one rank."""
 
     def configured(*overrides: str) -> FlowRLConfig:
         fixed = ("rollout.micro_batch_size_per_gpu=4", "algorithm.beta=10")
@@ -72,7 +72,7 @@ def test_groups_are_trained_as_one(sd3_folder: Path, tmp_path: Path) -> None:
 
 
 def test_odd_micro_batches_keep_pairs(sd3_folder: Path, tmp_path: Path) -> None:
-    """3 of 6 images a pass: the reference's views and the loss see whole pairs."""
+    """3 of 6 images per pass: the reference and the loss still get whole pairs."""
     numbers = ("rollout.n=6", "rollout.micro_batch_size_per_gpu=6")
     one = run_ranks(one_step, 1, configure(sd3_folder, tmp_path, *numbers))
     cfg = configure(sd3_folder, tmp_path, *numbers, "actor.ppo_micro_batch_size_per_gpu=3")
@@ -82,14 +82,14 @@ def test_odd_micro_batches_keep_pairs(sd3_folder: Path, tmp_path: Path) -> None:
 @pytest.mark.full
 @pytest.mark.long
 def test_qwen_image(qwen_folder: Path, tmp_path: Path) -> None:
-    """Other latents, a padded text and true guidance."""
+    """Packed latents, padded texts and true guidance."""
     one = run_ranks(one_step, 1, configure(qwen_folder, tmp_path, LORA, "algorithm.train_timesteps=1"))
     cfg = configure(qwen_folder, tmp_path, LORA, "algorithm.train_timesteps=1", "parallel.fsdp_size=2")
     assert_same_step(one, run_ranks(one_step, 2, cfg), cfg.optim.lr)
 
 
 def first_update(cfg: FlowRLConfig) -> dict[str, Any]:
-    """Before anything was learnt: the views of the reference, the policy's own, and the losses of the pairs."""
+    """Outputs of the reference and of the policy before the first update, and the losses of the pairs."""
     t = build(cfg)
     with t.collector.rollout.awake():
         samples = t.collector.rollout.sample(
@@ -120,7 +120,7 @@ def first_update(cfg: FlowRLConfig) -> dict[str, Any]:
 
 
 def test_it_begins_at_the_reference(sd3_folder: Path, tmp_path: Path) -> None:
-    """Views and training see the same noise in the same places: the policy is the reference to the last bit."""
+    """Reference and training use the same noise in the same order: the policy equals the reference bit for bit."""
     seen = run_ranks(first_update, 1, configure(sd3_folder, tmp_path))[0]
     assert seen["apart"] == 0.0
     assert seen["losses"].shape == (4, 2)
@@ -155,7 +155,7 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_it_learns_what_is_preferred(sd3_folder: Path, tmp_path: Path) -> None:
-    """At fixed levels the loss falls and the winners' implicit rewards rise; validation samples with the policy."""
+    """At fixed levels the loss falls and the winners' implicit rewards rise; the policy samples for validation."""
     (tmp_path / "held_out.txt").write_text('a "sign"\nanother "one"\n')
     cfg = offline(
         sd3_folder,
@@ -199,7 +199,7 @@ def test_an_image_that_cannot_be_read_ends_all_ranks(sd3_folder: Path, tmp_path:
 
 @pytest.mark.full
 def test_offline_resume(sd3_folder: Path, tmp_path: Path) -> None:
-    """The images of a step are a function of the step: a run in two parts is a run in one."""
+    """The images of a step are a function of the step: a resumed run equals one that was not stopped."""
     keys = (LORA, "trainer.save_freq=1", "trainer.max_checkpoints=4")
     whole = run_ranks(fit, 1, offline(sd3_folder, tmp_path / "whole", *keys, "trainer.total_training_steps=3"))[0]
     run_ranks(fit, 1, offline(sd3_folder, tmp_path / "parts", *keys, "trainer.total_training_steps=2"))

@@ -1,4 +1,4 @@
-"""Gradient checkpointing of some blocks: log-probs and gradients are those of all and of none, to the last bit."""
+"""Gradient checkpointing of some blocks: log-probs and gradients equal those with all or none, bit for bit."""
 
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ KINDS = ((), (ON, "model.gradient_checkpointing_blocks=1"), (ON,))
 
 
 def passes(step: Any, cfg: Any, kind: type[nn.Module]) -> tuple[dict[str, Any], int]:
-    """A step, and how often it went through modules of this kind with gradients."""
+    """A step, and the number of its passes through modules of this kind with gradients."""
     count = 0
     forward = kind.forward
 
@@ -35,7 +35,7 @@ def passes(step: Any, cfg: Any, kind: type[nn.Module]) -> tuple[dict[str, Any], 
 
 
 def assert_only_repeated(found: list[tuple[dict[str, Any], int]], blocks: int) -> None:
-    """One of the blocks, then all were computed twice; the step is the same."""
+    """First one block, then all blocks were computed twice; the step is the same."""
     plain, count = found[0]
     assert [other for _, other in found] == [count, count + count // blocks, 2 * count]
     for other, _ in found[1:]:

@@ -1,4 +1,4 @@
-"""Jobs that are repeated while all cores are busy: nothing that they compute depends on a clock or on who comes first."""
+"""Repeat jobs while all cores are busy: no result depends on timing."""
 
 import hashlib
 import multiprocessing
@@ -21,7 +21,7 @@ Fit = Callable[[Any], dict[str, torch.Tensor]]
 
 
 def multiply() -> None:
-    """Wide float32 products, which take caches, vector units and clock rate from other processes of the core."""
+    """Wide float32 products, which compete for caches, vector units and clock rate."""
     end_with_parent()
     os.nice(19)
     matrix = torch.randn(768, 768)
@@ -43,7 +43,7 @@ def busy() -> Iterator[None]:
 
 
 def repeated(fit: Fit, config: Callable[[Path], Any], folder: Path, repeats: range) -> tuple[list[int], str]:
-    """The repeats whose metrics or weights differ from those of the first of them in a bit, and a digest of these."""
+    """The repeats whose metrics or weights differ from the first one in any bit, and a digest of the first."""
     first: tuple[Any, dict[str, torch.Tensor]] | None = None
     differ = []
     for i in repeats:
@@ -72,7 +72,7 @@ def repeated(fit: Fit, config: Callable[[Path], Any], folder: Path, repeats: ran
 def test_a_repeated_job_is_the_job(
     kind: str, sd3_folder: Path, lm_folder: Path, blocks_folder: Path, tmp_path: Path
 ) -> None:
-    """On two ranks, with the library of linear layers that is chosen by the CPU. PHALANX_REPEATS=300 repeats it more."""
+    """On two ranks, with the CPU's default library for linear layers. PHALANX_REPEATS=300 repeats it more often."""
     keys = ("trainer.total_training_steps=1", "parallel.fsdp_size=1", "data.train_batch_size=4")
     rl = (*keys, "actor.ppo_mini_batch_size=4", "rollout.n=2", "rollout.micro_batch_size_per_gpu=4")
 

@@ -1,4 +1,4 @@
-"""The guard on old log-probs: where the replay differs from the rollout, the policy computes them again."""
+"""The guard on old log-probs: if the replay differs from the rollout, the policy recomputes them."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +14,7 @@ from tests.toy import WordRollout, build, word_config
 
 
 class Off(WordRollout):
-    """It says to be exact, and is not: as under kernels that round differently in another pass."""
+    """Claims to be exact but is not, as with kernels that round differently in another pass."""
 
     error = 0.03
 

@@ -1,4 +1,4 @@
-"""A run that was stopped and resumed is the run that was not, and a damaged checkpoint is never picked."""
+"""A run that was stopped and resumed equals one that was not, and a damaged checkpoint is never used."""
 
 import logging
 import shutil
@@ -19,7 +19,7 @@ STEPS = ("trainer.total_training_steps=4", "trainer.save_freq=2", "optim.lr_sche
 
 
 def stop_after(folder: Path, step: int) -> None:
-    """Make the run look as if it had been killed after `step`: later checkpoints are gone, later rows are not."""
+    """Make the run look as if it had been killed after `step`: remove later checkpoints, but keep later rows."""
     for checkpoint in (folder / "out" / "checkpoints").glob("step_*"):
         if checkpoint.name > f"step_{step:06d}":
             shutil.rmtree(checkpoint)
@@ -138,14 +138,14 @@ def flip_a_byte(file: Path) -> None:
 
 
 def loud_fit(cfg: FlowRLConfig) -> None:
-    """`fit`, whose warnings are printed as a task's are."""
+    """`fit`, with warnings printed as in a task."""
     logging.basicConfig(force=True)
     fit(cfg)
 
 
 @pytest.mark.full
 def test_a_flipped_bit_is_noticed(sd3_folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """In a file of rank 1: sizes agree, and the load itself would not complain."""
+    """In a file of rank 1: its size is right, and torch would load it without an error."""
     cfg = tiny_config(sd3_folder, tmp_path, *LORA, *STEPS, "trainer.save_freq=1", "trainer.max_checkpoints=4")
     run_ranks(fit, 2, cfg)
     wanted = rows(tmp_path / "out")
@@ -178,7 +178,7 @@ def test_a_foreign_checkpoint_is_passed_over(meta: str, tmp_path: Path, caplog: 
 
 @pytest.mark.full
 def test_other_settings_are_told(sd3_folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Also where the configuration of before cannot be read. A LoRA on another base is refused."""
+    """Also if the earlier configuration cannot be read. A LoRA on another base is refused."""
     keys = ("model.lora_rank=4", "model.lora_init=pissa", "trainer.save_freq=1")
     run_ranks(loud_fit, 1, tiny_config(sd3_folder, tmp_path, *keys, "trainer.total_training_steps=1"))
     shutil.copy(tmp_path / "prompts.txt", tmp_path / "other.txt")
@@ -220,7 +220,7 @@ def test_resume_refuses_another_run(sd3_folder: Path, tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_a_finished_run_trains_no_more(sd3_folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """It says so, and as the start of another run it is refused, unless that one has more steps."""
+    """It logs that; another run can only start from its checkpoint if that run has more steps."""
     steps = (*LORA, "trainer.save_freq=1", "trainer.total_training_steps=1")
     run_ranks(loud_fit, 1, tiny_config(sd3_folder, tmp_path, *steps))
     line = "no step is left to train: all 1 are done already"

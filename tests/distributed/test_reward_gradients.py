@@ -15,7 +15,7 @@ KL = "algorithm.kl_loss_coef=0.01"
 
 
 def configure(model: Path, folder: Path, name: str, *overrides: str, reward: str = "brightness") -> FlowRLConfig:
-    """A tiny job on a reward that has a gradient."""
+    """A tiny job with a differentiable reward."""
     functions = f"reward.functions=[{{path: '{GRADED}:{reward}'}}]"
     return algorithm_config(model, folder, name, functions, "rollout.micro_batch_size_per_gpu=4", *overrides)
 
@@ -34,7 +34,7 @@ RULES = [
 @pytest.mark.quick("draft-algorithm.last_steps=2")
 @pytest.mark.parametrize(("name", "kind"), RULES, ids=lambda v: v if isinstance(v, str) else "-".join(v))
 def test_layouts_agree(name: str, kind: tuple[str, ...], sd3_folder: Path, tmp_path: Path) -> None:
-    """On one rank and on two that share the weights, with other micro-batches and recomputed blocks."""
+    """On one rank and on two ranks that shard the weights, with other micro-batches and recomputed blocks."""
     one = run_ranks(one_step, 1, configure(sd3_folder, tmp_path, name, *kind))
     again = ("actor.ppo_micro_batch_size_per_gpu=1", "model.gradient_checkpointing=true", "parallel.fsdp_size=2")
     cfg = configure(sd3_folder, tmp_path, name, *kind, *again)
@@ -45,7 +45,7 @@ def test_layouts_agree(name: str, kind: tuple[str, ...], sd3_folder: Path, tmp_p
 
 
 def test_the_reward_rises(sd3_folder: Path, tmp_path: Path) -> None:
-    """Of the same prompts each time; the first update differentiates the very images that were sampled."""
+    """For the same prompts in each step; the first update differentiates exactly the sampled images."""
     keys = ("optim.lr=1e-2", "trainer.total_training_steps=6", "actor.ppo_mini_batch_size=4", LORA)
     cfg = configure(sd3_folder, tmp_path, "draft", *keys)
     run_ranks(fit, 1, cfg)

@@ -269,7 +269,7 @@ def test_what_cannot_be_loaded_is_told_in_one_line(judge_model: Path, tmp_path: 
     shutil.copytree(judge_model, silent)
     (silent / "chat_template.jinja").unlink()
     assert told(ValueError, load_processor, str(silent)) == (
-        f"reward.model.path: {str(silent)!r} has no chat template for images, so that it cannot be asked"
+        f"reward.model.path: {str(silent)!r} has no chat template for images; expected a model that has one"
     )
 
 

@@ -1,4 +1,4 @@
-"""Roles on separate ranks learn the same as shared ranks, in each schedule, and resume where they stopped."""
+"""Roles on separate ranks learn the same as colocated ranks, in each schedule, and resume where they stopped."""
 
 import os
 import re
@@ -58,7 +58,7 @@ def kind(request: pytest.FixtureRequest, lm_folder: Path, blocks_folder: Path, s
 @pytest.mark.seldom("lm-lora")
 @pytest.mark.quick("lm", "flow-lora")
 def test_roles_learn_what_all_ranks_learn(kind: tuple[Job, Job], tmp_path: Path) -> None:
-    """Synchronous: the same samples, gradients and validations to the last bit, sharded or not."""
+    """Synchronous: bit-identical samples, gradients and validations, sharded or not."""
     build, config = kind
     together = run_roles(build, 2, config("together", "parallel.fsdp_size=1"))
     assert any(row["actor/grad_norm"] > 1e-4 for row in learned(tmp_path / "together")[1:])
@@ -72,7 +72,7 @@ def test_roles_learn_what_all_ranks_learn(kind: tuple[Job, Job], tmp_path: Path)
 
 @pytest.mark.full
 def test_a_teacher_stands_beside_the_actor(sd3_folder: Path, lm_folder: Path, tmp_path: Path) -> None:
-    """Distillation, where no reward scores the samples."""
+    """Distillation, without rewards."""
     student = moved(sd3_folder, tmp_path / "student")
     keys = ("algorithm.name=distillation", f"algorithm.teacher_path={lm_folder}")
     for name, build, config in (
@@ -89,7 +89,7 @@ def test_a_teacher_stands_beside_the_actor(sd3_folder: Path, lm_folder: Path, tm
 @pytest.mark.seldom("lm", "lm-lora", "blocks")
 @pytest.mark.full
 def test_shards_of_other_widths(kind: tuple[Job, Job], tmp_path: Path) -> None:
-    """One rank samples for three that shard the weights, and two for one: unsharded tensors are sent between roles."""
+    """One rank samples for three that shard the weights, and two for one: whole tensors are sent between roles."""
     build, config = kind
     keys = ("data.train_batch_size=6", "actor.ppo_mini_batch_size=6", "rollout.micro_batch_size_per_gpu=4")
     together = run_roles(build, 1, config("together", *keys))
@@ -108,7 +108,7 @@ def test_shards_of_other_widths(kind: tuple[Job, Job], tmp_path: Path) -> None:
 @pytest.mark.seldom("lm-lora", "blocks")
 @pytest.mark.quick("lm")
 def test_parts_are_the_step(kind: tuple[Job, Job], tmp_path: Path) -> None:
-    """Pipelined: samples of a part are trained while the next ones are drawn, and the gradient is that of the step."""
+    """Pipelined: a part's samples are trained while the next ones are drawn, with the gradient of the whole step."""
     build, config = kind
     keys = (*ONCE, "trainer.test_freq=-1", "data.val_files=[]")
     together = run_roles(build, 2, config("together", *keys, "parallel.fsdp_size=1"))
@@ -135,7 +135,7 @@ def test_parts_with_each_mean(mode: str, lm_folder: Path, tmp_path: Path) -> Non
 
 @pytest.mark.full
 def test_each_update_has_parts_of_its_own(lm_folder: Path, tmp_path: Path) -> None:
-    """Two updates on two parts each: the first update is on-policy, the second one is not."""
+    """Two updates on two parts each: the first is on-policy, the second is not."""
     keys = ("rollout.schedule=pipelined", "rollout.parts=4", "placement={rollout: 0, actor: 1}", "optim.lr=1e-2")
     run_roles(language, 2, tiny_lm_config(lm_folder, tmp_path, *keys))
     for row in read(tmp_path):
@@ -149,7 +149,7 @@ STEPS = ("trainer.total_training_steps=4", "trainer.save_freq=2", "rollout.sched
 @pytest.mark.seldom("lm", "lm-lora", "blocks")
 @pytest.mark.quick("flow-lora")
 def test_one_step_off_goes_on_with_what_was_in_flight(kind: tuple[Job, Job], tmp_path: Path) -> None:
-    """A resumed run equals the uninterrupted one bit by bit: samples drawn already are in the checkpoint."""
+    """A resumed run is bit-identical: the checkpoint has the samples that were already drawn."""
     build, config = kind
     keys = (*STEPS, TWO_AND_TWO, "trainer.test_freq=3")
     whole = run_roles(build, 4, config("whole", *keys))
@@ -165,7 +165,7 @@ def test_one_step_off_goes_on_with_what_was_in_flight(kind: tuple[Job, Job], tmp
 
 @pytest.mark.full
 def test_samples_in_flight_fit_other_ranks(lm_folder: Path, tmp_path: Path) -> None:
-    """Two ranks of the actor have saved them, and a single one loads them."""
+    """Two actor ranks have saved them, and one rank loads them."""
     keys = (*STEPS, "parallel.fsdp_size=1")
     run_roles(language, 4, tiny_lm_config(lm_folder, tmp_path / "a", *keys, TWO_AND_TWO))
     rows = learned(tmp_path / "a")
@@ -187,7 +187,7 @@ def test_samples_in_flight_may_be_dropped(lm_folder: Path, tmp_path: Path) -> No
 
 
 def test_corrections_of_older_weights(lm_folder: Path, tmp_path: Path) -> None:
-    """The ratio between the weights that train and those that sampled: 1 in the first step, different from then on."""
+    """The ratio between the weights that train and those that sampled is 1 in the first step, and differs later."""
     keys = (*STEPS, "rollout.correction=token_tis", "placement={rollout: 0, actor: 1}")
     run_roles(language, 2, tiny_lm_config(lm_folder, tmp_path / "a", *keys))
     first, *later = read(tmp_path / "a")
@@ -198,7 +198,7 @@ def test_corrections_of_older_weights(lm_folder: Path, tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_new_prompts_are_drawn_where_samples_are(lm_folder: Path, tmp_path: Path) -> None:
-    """Dynamic sampling is done by the rollout; the actor only uses its result."""
+    """The rollout ranks do the dynamic sampling; the actor trains on the result."""
     keys = ("rollout.n=2", "rollout.max_num_gen_batches=3")
     run_roles(language, 1, tiny_lm_config(lm_folder, tmp_path / "a", *keys))
     run_roles(language, 2, tiny_lm_config(lm_folder, tmp_path / "b", *keys, "placement={rollout: 0, actor: 1}"))
@@ -206,7 +206,7 @@ def test_new_prompts_are_drawn_where_samples_are(lm_folder: Path, tmp_path: Path
 
 
 def test_weights_that_are_not_what_was_sent(lm_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If weights change on their way, the rank that detects it ends the job."""
+    """Weights that change on the way end the job; the rank that notices reports it."""
 
     def broadcast(group: Any, tensor: torch.Tensor, root: int) -> Any:
         work = send(group, tensor, root)
@@ -241,7 +241,7 @@ REFUSED = [
         (TWO_AND_TWO, "rollout.schedule=pipelined", *ONCE, "rollout.parts=3"),
         "rollout.parts: 3 does not divide the 4 prompts",
     ),
-    ((TWO_AND_TWO, "rollout.schedule=pipelined", *ONCE, "algorithm.global_std=true"), "looks at all samples of a step"),
+    ((TWO_AND_TWO, "rollout.schedule=pipelined", *ONCE, "algorithm.global_std=true"), "needs all samples of a step"),
     ((TWO_AND_TWO, "rollout.schedule=one_step_off", "rollout.max_staleness=0"), "set rollout.max_staleness to 1"),
     (("placement={rollout: 0-2, actor: 3}",), "placement.rollout: 3 ranks do not divide 4 prompts x rollout.n 4 = 16"),
     (("placement={rollout: 0, inference: 1, actor: 2-3}",), "placement.inference: there are no log-probs to recompute"),

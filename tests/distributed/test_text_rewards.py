@@ -1,4 +1,4 @@
-"""Rewards of texts that need ranks: a language model as judge, in any placement, and rewards of the policy itself."""
+"""Rewards of texts that use ranks: a language model as judge, for any placement, and terms of the policy itself."""
 
 import shutil
 from pathlib import Path
@@ -62,7 +62,7 @@ def test_a_judge_of_texts_is_a_language_model_that_can_be_asked(
     shutil.copytree(lm_folder, silent)
     (silent / "chat_template.jinja").unlink()
     (said,) = run_ranks(mistake_of_text, 1, section(silent))
-    assert said == f"reward.model.path: {str(silent)!r} has no chat template, so that it cannot be asked"
+    assert said == f"reward.model.path: {str(silent)!r} has no chat template; expected a model that has one"
     (said,) = run_ranks(mistake_of_text, 1, section(sd3_folder))
     assert said.startswith(f"reward.model.path: {str(sd3_folder)!r} does not load: ") and "\n" not in said
 
@@ -90,7 +90,7 @@ def test_special_tokens_of_a_completion_are_text(lm_folder: Path) -> None:
 
 
 def step(cfg: Any) -> dict[str, Any]:
-    """The first step's samples and rewards, from the loop's own functions, and the terms of all ranks."""
+    """The first step's samples and rewards as in the loop, and the terms of all ranks."""
     from phalanx.training.lm_rl import build
 
     trainer = build(cfg)
@@ -118,7 +118,7 @@ def job(model: Path, folder: Path, functions: str, *keys: str) -> Any:
 @pytest.mark.full
 @pytest.mark.parametrize("placement", ["colocate", "ranks 1-1"])
 def test_a_judge_of_texts_in_a_job(lm_folder: Path, tmp_path: Path, placement: str) -> None:
-    """Scores are the model's, and with weight 0 nothing else changes."""
+    """Its scores are the model's, and with weight 0 nothing else changes."""
     model = (f"reward.model.path={lm_folder}", "reward.model.engine=transformers", "reward.model.dtype=float32")
     keys = (*model, "reward.model.max_tokens=6", f"reward.model.placement={placement}")
     without = run_ranks(fit, 2, job(lm_folder, tmp_path / "a", "EVEN"))[0]
@@ -130,7 +130,7 @@ def test_a_judge_of_texts_in_a_job(lm_folder: Path, tmp_path: Path, placement: s
 
 
 def certainty(folder: Path, trace: dict[str, torch.Tensor], temperature: float) -> list[float]:
-    """The certainty of each response, from the logits of the whole model, one response after the other."""
+    """The self-certainty of each response, from the logits of the whole model, one by one."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -162,7 +162,7 @@ def test_self_certainty_is_a_term_like_others(lm_folder: Path, tmp_path: Path, s
 
 
 def unscored(cfg: Any) -> float:
-    """The largest difference of the term if no pass of the policy has computed it yet, as with another engine."""
+    """The largest error of the term if no pass of the policy has computed it yet, as with another engine."""
     from dataclasses import replace
 
     from phalanx.training.lm_rl import build
@@ -184,7 +184,7 @@ def test_self_certainty_of_samples_that_another_engine_drew(lm_folder: Path, tmp
 
 
 def test_self_certainty_alone_trains(lm_folder: Path, tmp_path: Path) -> None:
-    """With groups that are drawn again, and forgiven errors; another term may have weight 0."""
+    """With resampled groups and tolerated failures; accuracy beside it may have the weight 0."""
     keys = ("rollout.max_draws_per_prompt=2", "reward.on_error=skip")
     run_ranks(fit, 2, job(lm_folder, tmp_path / "a", "{name: self_certainty}", *keys))
     row = rows(tmp_path / "a" / "out")[-1]

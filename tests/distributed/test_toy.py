@@ -1,4 +1,4 @@
-"""The whole loop with a policy that knows no pictures, whose samples have unequal numbers of actions."""
+"""The whole loop with a policy without images, whose samples have different numbers of actions."""
 
 import contextlib
 from pathlib import Path
@@ -54,7 +54,7 @@ def test_modes_differ_where_lengths_do(tmp_path: Path) -> None:
 
 
 def test_padding_teaches_nothing(tmp_path: Path) -> None:
-    """The gradient is that of the letters alone: another number behind the full stop changes nothing."""
+    """The gradient depends only on the letters: another number after the full stop changes nothing."""
     (plain,) = run_ranks(one_step, 1, word_config(tmp_path))
     (changed,) = run_ranks(scribbled, 1, word_config(tmp_path))
     assert changed["row"]["actor/grad_norm"] == pytest.approx(plain["row"]["actor/grad_norm"], rel=1e-6)
@@ -99,7 +99,7 @@ def fit(cfg: RLConfig) -> None:
 
 
 def with_critic(cfg: RLConfig, stop: int) -> dict[str, Any]:
-    """Train a policy and, beside it, a critic on the rewards, with an optimizer of its own; save at every step."""
+    """Train a policy and, beside it, a critic on the rewards with a separate optimizer; save after each step."""
     from dataclasses import replace
 
     from phalanx.training.job import Job

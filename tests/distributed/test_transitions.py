@@ -29,7 +29,7 @@ RULES = [
 
 
 def configure(model: Path, folder: Path, name: str, *overrides: str) -> FlowRLConfig:
-    """A tiny job, as tests.jobs has it, of another algorithm, which keeps its own sampling."""
+    """A tiny job of tests.jobs with another algorithm and its default sampling."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "prompts.txt").write_text("\n".join(PROMPTS) + "\n")
     own = ("algorithm.", "rollout.sde_window_size") if name in ("dance_grpo", "tempflow_grpo") else ("algorithm.",)
@@ -74,7 +74,7 @@ def test_layouts_agree(name: str, kind: tuple[str, ...], sd3_folder: Path, tmp_p
 
 
 def test_the_mask_stops_what_moves_away(sd3_folder: Path, tmp_path: Path) -> None:
-    """Three passes over the samples: with a small threshold many steps are dropped, with a large one none."""
+    """Three epochs over the samples: with a small threshold many steps are dropped, with a large one none."""
     passes = (LORA, "actor.ppo_epochs=3", "optim.lr=1e-2")
     tight, loose = (
         run_ranks(one_step, 1, configure(sd3_folder, tmp_path, "flow_dppo", *passes, f"algorithm.threshold={t}"))[0]
@@ -89,7 +89,7 @@ def test_the_mask_stops_what_moves_away(sd3_folder: Path, tmp_path: Path) -> Non
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["grpo_guard", "dance_grpo"])
 def test_qwen_image(name: str, qwen_folder: Path, tmp_path: Path) -> None:
-    """Other latents, a padded text and true guidance."""
+    """Packed latents, padded texts and true guidance."""
     [one] = run_ranks(one_step, 1, configure(qwen_folder, tmp_path, name, LORA, REFERENCE))
     split = configure(qwen_folder, tmp_path, name, LORA, REFERENCE, "parallel.fsdp_size=2")
     assert_same_step(one, run_ranks(one_step, 2, split))

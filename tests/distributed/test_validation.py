@@ -1,4 +1,4 @@
-"""Validation: every held-out prompt once across the ranks, with its own noise, the same on any number of ranks."""
+"""Validation: every held-out prompt once across the ranks, with its own noise, equal on any number of ranks."""
 
 import json
 import resource
@@ -201,7 +201,7 @@ VIDEO = (8, 3, 512, 512)  # frames and channels first: 6.3 MB as bytes, 25 MB as
 
 
 class Shades:
-    """A rollout of two videos a prompt, each of one shade."""
+    """A rollout of two videos per prompt, each with a uniform shade."""
 
     fps = 8
 
@@ -219,7 +219,7 @@ def shade(prompt: int, j: int) -> int:
 
 
 def kept(rollout: Any, reward: Callable[[Any], list[float]], keep: int) -> tuple[dict[str, float], list[Any]]:
-    """The row of a validation of five prompts, two samples each, and what it keeps."""
+    """The metrics of a validation of five prompts with two samples each, and the samples it keeps."""
     cfg = RunConfig()
     cfg.trainer.log_val_generations, cfg.rollout.val.n = keep, 2
     rewards: list[float] = []
@@ -234,7 +234,7 @@ def kept(rollout: Any, reward: Callable[[Any], list[float]], keep: int) -> tuple
 
 
 def kept_videos(keep: int) -> tuple[list[tuple[str, int, float, list[int]]], int]:
-    """What is kept, with the shades of each, and by how many bytes the rank grew."""
+    """The kept samples with their shades, and the growth of this rank's memory in bytes."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     _, records = kept(Shades(), lambda videos: videos.mean(dim=(1, 2, 3, 4)).tolist(), keep)
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
@@ -254,7 +254,7 @@ def test_the_first_video_of_a_prompt_is_kept_on_rank_0(keep: int) -> None:
 
 
 def test_rank_0_holds_no_more_than_it_keeps() -> None:
-    """However many ranks there are, and although one of them has sampled all that is kept."""
+    """For any number of ranks, even if one of them has sampled all kept samples."""
     (_, grown), *_ = run_ranks(kept_videos, 4, 2)
     assert grown < 150e6  # two videos as bytes, and one as floats a few times over while it is made
 

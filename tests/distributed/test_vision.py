@@ -1,4 +1,4 @@
-"""Jobs on prompts with and without images: ranks agree, the run resumes, and stock libraries read what is exported."""
+"""Jobs on prompts with and without images: layouts agree, runs resume, and stock libraries load the exports."""
 
 import json
 import re
@@ -60,7 +60,7 @@ LAYOUTS = {
 @pytest.mark.seldom("frozen")
 @pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "trained"])
 def test_ranks_train_as_one_though_images_are_on_some_of_them(qwen: Path, tmp_path: Path, frozen: bool) -> None:
-    """In two updates per step, of which the first has the weights that sampled."""
+    """In two updates per step; the first one has the weights that sampled."""
     keys = [f"model.freeze_vision_tower={str(frozen).lower()}", "model.gradient_checkpointing=true", "optim.lr=1e-3"]
     results = []
     for i, (ranks, layout) in enumerate(LAYOUTS[frozen]):
@@ -90,7 +90,7 @@ def test_a_run_that_goes_on_is_the_whole_one(qwen: Path, tmp_path: Path) -> None
 
 
 def damaged_later(config: LMRLConfig) -> str:
-    """What ends a run, one of whose pictures is damaged once it has begun: on one rank in the middle of the file."""
+    """The error of a run with an image that is damaged after the start, on one rank in the middle of the file."""
     trainer: Any = lm_rl.build(config)
     last = next(prompt for prompt in reversed(trainer.collector.prompts.batch(1)) if prompt.images)
     if torch.distributed.get_rank() == 0:
@@ -146,7 +146,7 @@ def test_exports_are_read_by_stock_libraries_with_the_processor_beside(
 
 
 def trained_from(config: LMRLConfig) -> Tensor:
-    """The logits of a run's policy at its end, of a prompt with an image."""
+    """The logits of a run's final policy for a prompt with an image."""
     trainer: Any = lm_rl.build(config)
     trainer.fit()
     with trainer.policy.unsharded():

@@ -1,4 +1,4 @@
-"""Folders with a language model and a vision tower: the former is trained, and exported with the other parts."""
+"""Composite models with a vision tower: only the language model is trained, and exported with the other parts."""
 
 import json
 import logging
@@ -170,7 +170,7 @@ def test_the_text_part_computes_what_the_whole_does(
     with caplog.at_level(logging.INFO):
         model = load_model(tiny_lm_config(folder, tmp_path).model, torch.float32, chunk=1)
     assert torch.equal(logits_of(model.lm), logits_of(whole_of(folder)))
-    line = "of a Gemma3ForConditionalGeneration only the text part, a Gemma3ForCausalLM, is trained"
+    line = "only the text part of a Gemma3ForConditionalGeneration, a Gemma3ForCausalLM, is trained"
     assert line in caplog.messages
 
 

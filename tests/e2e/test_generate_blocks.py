@@ -91,7 +91,10 @@ def test_fixed_steps(run: Path, tmp_path: Path) -> None:
             "model.mask_token: a is for block diffusion; set model.block_size",
         ),
         (["model.path=MODEL", "model.block_size=4"], "model.path: 'MODEL': its tokenizer has no mask token"),
-        (["checkpoint=RUN", "max_response_length=9"], "max_response_length: 9 tokens are no whole number of blocks of"),
+        (
+            ["checkpoint=RUN", "max_response_length=9"],
+            "max_response_length: 9 tokens are not a whole number of blocks of",
+        ),
         (["checkpoint=RUN", "denoising_steps_per_block=5"], "denoising_steps_per_block: 5 is more than model.block_s"),
         (["checkpoint=RUN", "max_response_length=1024"], "max_response_length: 1024 tokens after a prompt of"),
     ],

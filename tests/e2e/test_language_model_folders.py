@@ -244,4 +244,4 @@ def test_a_model_that_overflows_is_refused(folder: Path, tmp_path: Path) -> None
 def test_an_overflow_while_decoding_ends_the_job(folder: Path, tmp_path: Path) -> None:
     """As may happen when weights grow in training."""
     (said,) = run_ranks(overflowing, 1, tiny_lm_config(folder, tmp_path, "model.dtype=bfloat16"))
-    assert said.startswith("model.path: the logits of the model hold NaN or infinity while it decodes")
+    assert said.startswith("model.path: the model's logits contain NaN or infinity during decoding")

@@ -73,7 +73,7 @@ def test_the_recipe_of_ppo_trains_policy_and_critic(tmp_path: Path) -> None:
         ("parallel.rollout_unsharded=false", "parallel.rollout_unsharded: false would gather weights for each token"),
         (
             "data.max_response_length=1000",
-            "data.max_response_length: 1000 behind data.max_prompt_length 64 is 1064 tokens",
+            "data.max_response_length: 1000 with data.max_prompt_length 64 is 1064 tokens",
         ),
         (
             "critic.model.path=nowhere/at/all",

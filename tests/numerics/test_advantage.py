@@ -142,7 +142,7 @@ def test_top_and_bottom_by_hand() -> None:
 
 
 def test_top_and_bottom_of_random_groups() -> None:
-    """Compared with sorting each group separately, with many equal rewards."""
+    """Against sorting each group separately, with many equal rewards."""
     for trial in range(30):
         draw = random.Random(trial)
         count, k = draw.randint(1, 40), draw.randint(1, 4)

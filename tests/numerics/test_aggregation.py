@@ -1,4 +1,4 @@
-"""The four ways of weighing actions in a loss, on ragged masks, compared with sums by hand; and over ranks."""
+"""The four weightings of actions in a loss, on ragged masks and over ranks, against sums written out by hand."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ MASK = torch.arange(4)[None] < torch.tensor(LENGTHS)[:, None]
 
 
 def expected(mode: str, constant: float | None) -> float:
-    """The loss by definition: units 0, 1, 4 and 5 count, with 3 + 1 + 2 + 4 actions; unit 3 has none."""
+    """The definition: units 0, 1, 4 and 5 count, with 3 + 1 + 2 + 4 actions; unit 3 has no actions."""
     sums = [LOSS[i, :k].sum().item() for i, k in enumerate(LENGTHS) if KEPT[i] and k]
     lengths = [k for i, k in enumerate(LENGTHS) if KEPT[i] and k]
     if mode == "token-mean":
@@ -80,7 +80,7 @@ def test_the_loss_does_not_depend_on_the_layout(mode: str) -> None:
 
 
 def dealt_out(ranks: int, counted: list[bool], updates: int) -> list[list[tuple[int, float]]]:
-    """This rank's samples of each optimizer step: their numbers among all ranks, and their weights."""
+    """This rank's samples in each optimizer step, by their numbers across ranks, with their weights."""
     from phalanx.config.run import ParallelConfig
     from phalanx.distributed import mesh
     from phalanx.training.minibatches import BatchPlan, Units, optimizer_steps
@@ -107,7 +107,7 @@ def dealt_out(ranks: int, counted: list[bool], updates: int) -> list[list[tuple[
     ids=["all", "even numbers", "one group", "seven", "four", "a single one"],
 )
 def test_what_counts_is_dealt_out_evenly(kept: Any) -> None:
-    """If samples were dealt out before filtering, all even numbers would be in one update, and the other empty."""
+    """If units were dealt out before filtering, one update would have all even numbers, and the other none."""
     counted = [i in kept for i in range(16)]
     (alone,) = run_ranks(dealt_out, 1, 1, counted, 2)
     sizes = [sum(weight > 0 for _, weight in step) for step in alone]

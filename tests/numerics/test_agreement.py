@@ -1,4 +1,4 @@
-"""Log-probabilities of every causal class of transformers: correct on all paths of a job, or rejected in one line."""
+"""Every causal class of transformers has the same log-probabilities by all paths of a job, or is refused in one line."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +17,7 @@ from phalanx.models.lm.agreement import check_agreement
 from phalanx.models.lm.model import CausalLM, causal_lm, decoder_of, positions
 from phalanx.models.lm.policy import build_policy
 
-# Sizes by all names that classes use; those that exist in a class's configuration are set.
+# Sizes by the names that classes use; each class gets those that its configuration has.
 SIZES: dict[str, Any] = {
     "vocab_size": 128, "vocab_size_per_layer_input": 128, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
     "hidden_size": 32, "n_embd": 32, "d_model": 32, "dim_model": 32, "embed_dim": 32, "word_embed_proj_dim": 32,
@@ -36,7 +36,7 @@ SIZES: dict[str, Any] = {
     "mamba_num_heads": 4, "mamba_head_dim": 16, "mamba_expand": 2, "ssm_state_size": 8, "n_groups": 1, "state_size": 8,
     "expand": 2, "conv_kernel": 4, "lru_width": 32, "laurel_rank": 8, "hidden_size_per_layer_input": 8,
 }  # fmt: skip
-# attention layers among layers with a state, and multipliers
+# attention layers among those with a state
 MORE: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1, 3]},
     "jamba": {"attn_layer_offset": 1, "attn_layer_period": 2, "expert_layer_period": 2},
@@ -48,7 +48,7 @@ MORE: dict[str, dict[str, Any]] = {
     "minicpm3": {"dim_model_base": 16},
 }
 MOST_WEIGHTS = 30e6
-# Classes that can be trained and sampled; those that can be packed are a subset. None should be lost.
+# Classes that can be trained and sampled; some of them can be packed. None may be lost.
 RIGHT = {
     "cohere", "deepseek_v3", "falcon_h1", "gemma2", "gemma3_text", "glm4", "gpt2", "gpt_neox", "gpt_oss", "granite",
     "granitemoehybrid", "jamba", "bamba", "lfm2", "llama", "llama4_text", "minicpm3", "mistral", "mixtral",
@@ -56,11 +56,11 @@ RIGHT = {
     "qwen3_next", "recurrent_gemma", "smollm3", "starcoder2", "bloom", "mpt",
 }  # fmt: skip
 PACKED = {"llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "gemma2", "gemma3_text", "phi3", "granite", "smollm3"}
-STATES_ONLY = ("falcon_mamba", "mamba", "rwkv", "xlstm")  # classes with only a state, which padding corrupts
+STATES_ONLY = ("falcon_mamba", "mamba", "rwkv", "xlstm")  # no attention, only a state that padding disturbs
 
 
 class Tokenizer:
-    """A tokenizer with as many tokens as the models' embeddings."""
+    """A tokenizer with as many tokens as the models embed."""
 
     all_special_ids = (0, 1, 2)
 
@@ -73,7 +73,7 @@ def tiny(kind: str) -> Any:
     config_class = CONFIG_MAPPING[kind]
     known, aliases = config_class().to_dict().keys() | config_class.attribute_map.keys(), config_class.attribute_map
     sizes = {name: value for name, value in SIZES.items() if name in known and aliases.get(name) not in SIZES}
-    if "qk_rope_head_dim" in known:  # latent attention has as many key heads as query heads
+    if "qk_rope_head_dim" in known:  # multi-head latent attention: as many key heads as query heads
         sizes["num_key_value_heads"] = 4
         sizes.pop("head_dim", None)
     config = config_class(**sizes | MORE.get(kind, {}))
@@ -95,7 +95,7 @@ def tiny(kind: str) -> Any:
 
 
 def refusal(lm: Any, *, packed: bool = False, decodes: bool = True) -> str:
-    """The message with which a model is rejected; empty if it is correct."""
+    """The line with which a model is refused; empty if it is accepted."""
     attention = "sdpa" if lm._supports_sdpa else "eager"
     config = LMModelConfig(path="m", dtype="float32", use_remove_padding=packed, attn_implementation=attention)
     try:
@@ -111,7 +111,7 @@ def refusal(lm: Any, *, packed: bool = False, decodes: bool = True) -> str:
 def test_every_causal_class_is_right_or_refused(kind: str) -> None:
     try:
         lm = tiny(kind)
-    except Exception as error:  # a class that does not support these sizes
+    except Exception as error:  # a class that needs other sizes
         assert kind not in RIGHT
         pytest.skip(f"cannot be built tiny: {type(error).__name__}: {error}")
     if not any(isinstance(child, torch.nn.ModuleList) for child in decoder_of(lm).children()):
@@ -164,7 +164,7 @@ def test_a_head_without_its_scale_is_refused(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_policy_is_checked_as_it_is_built(lm_folder: Path, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In bfloat16 within its tolerance; if a class fails on one of the paths, the message has the reason."""
+    """In bfloat16 within its bound; a class that fails in one of the paths is reported with the reason."""
     data = LMDataConfig(max_prompt_length=64, max_response_length=16)
     options: dict[str, Any] = {"chunk": 5, "temperature": 0.7, "seed": 0}
     for dtype in ("float32", "bfloat16"):

@@ -1,4 +1,4 @@
-"""All states of a response in one pass: equal to one state at a time, and to the rollout, with the same gradient."""
+"""All states of a response in one pass equal one state at a time and the rollout's, with the same gradient."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -37,7 +37,7 @@ def policy_of(folder: Path, world: World, estimate: str = "trace", **keys: Any) 
 
 
 def sampled(policy: BlockDiffusionPolicy, world: World, **keys: Any) -> tuple[Samples, BlockDiffusionRollout]:
-    """Three samples per prompt; the prompts end at different places in a block."""
+    """Three samples for each prompt; the prompts end anywhere in a block."""
     config = LMRolloutConfig(n=3, temperature=0.7, **keys)
     rollout = BlockDiffusionRollout(policy, config, world, 9, None)
     prompts = [Prompt(text, i, {}) for i, text in enumerate(PROMPTS)]
@@ -46,7 +46,7 @@ def sampled(policy: BlockDiffusionPolicy, world: World, **keys: Any) -> tuple[Sa
 
 
 def predicted(policy: BlockDiffusionPolicy, row: Tensor) -> Tensor:
-    """Log-probabilities [L, V] of the plain model, in which a token of ids [L] sees its block and earlier ones."""
+    """Log-probabilities [L, V] of the plain model; a token of ids [L] attends to its block and those before."""
     at = torch.arange(len(row)) // SIZE
     mask = torch.zeros(len(row), len(row)).masked_fill(at[:, None] < at, torch.finfo(torch.float32).min)
     logits = policy.trained.module.lm(input_ids=row[None], attention_mask=mask[None, None], use_cache=False).logits[0]
@@ -55,7 +55,7 @@ def predicted(policy: BlockDiffusionPolicy, row: Tensor) -> Tensor:
 
 
 def one_at_a_time(policy: BlockDiffusionPolicy, trace: BlockTrace) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and entropies [B, A]: the plain model on one state at a time, in a loop."""
+    """Log-probabilities and entropies [B, A]: the plain model on each state separately, in a loop."""
     found, entropy = torch.zeros(trace.step.shape), torch.zeros(trace.step.shape)
     for i in range(len(trace.ids)):
         start, length = int(trace.starts[i]), int(trace.lengths[i])
@@ -130,7 +130,7 @@ def test_a_pass_may_be_trimmed(estimate: str, lm_folder: Path, world: World) -> 
 
 
 def test_a_pass_is_as_wide_as_its_widest_sample(lm_folder: Path, world: World) -> None:
-    """With a long prompt with few states and a short one with many; a budget of tokens counts this width."""
+    """For a long prompt with few states and a short one with many; a token budget counts this width."""
     policy = policy_of(lm_folder, world)
     samples, _ = sampled(policy, world, threshold=0.02)
     trace: BlockTrace = samples.trace
@@ -174,7 +174,7 @@ def test_estimates_mask_what_their_papers_say(estimate: str, lm_folder: Path, wo
     elif estimate == "trace":
         expected, _ = one_at_a_time(policy, trace)
     else:
-        # one view at a time: all of its masked tokens are predicted at once
+        # each view separately: all of its masked tokens are scored at once
         expected = torch.zeros_like(found)
         for v in range(views.masked.shape[2]):
             only = replace(views, masked=views.masked[:, :, v : v + 1], weight=views.weight[:, :, v : v + 1])
@@ -200,7 +200,7 @@ def test_estimates_mask_what_their_papers_say(estimate: str, lm_folder: Path, wo
 
 
 def test_a_reward_counts_a_response_up_to_its_end() -> None:
-    """A response of 6 tokens, including its end, has 2 more in its last block, but is below overlong's limit of 8."""
+    """A response of 6 tokens including its end has 2 more in its last block: overlong's limit of 8 is not reached."""
     drawn = Drawn([1], [5] * 8, "text", truncated=False, steps=[0] * 8, behind=2)
     meta = measured(Prompt("?", 0, {}), drawn, Decoding(8, 1.0, [0], 0)).meta
     assert meta == {"response_length": 6, "max_response_length": 8, "truncated": False}

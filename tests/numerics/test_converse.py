@@ -110,5 +110,5 @@ def test_logits_that_are_not_finite(model: CausalLM, uniform: torch.Tensor) -> N
             out.logits[:, 0, 7] = torch.nan
         return out
 
-    with pytest.raises(JobError, match=r"^model\.path: the logits of the model hold NaN or infinity"):
+    with pytest.raises(JobError, match=r"^model\.path: the model's logits contain NaN or infinity"):
         converse(forward, model.lm.config, PROMPTS, ROWS, uniform, HOW, ROOM, Answers(), 8)

@@ -1,4 +1,4 @@
-"""Corrections for an engine whose log-probabilities differ from the policy's."""
+"""Corrections for engines whose log-probabilities differ from the policy's."""
 
 import math
 from dataclasses import replace
@@ -36,7 +36,7 @@ def test_the_others_weigh_nothing(kind: str) -> None:
 
 
 def test_corrections_of_tokens() -> None:
-    """Ratios of 0.25, 1 and 4 in one response, 3 and 0.5 in another, whose third token is padding."""
+    """Ratios of 0.25, 1 and 4 in one response, and of 3 and 0.5 in another, whose third token is padding."""
     rho = torch.tensor([[0.25, 1.0, 4.0], [3.0, 0.5, 9.0]])
     mask = torch.tensor([[True, True, True], [True, True, False]])
 
@@ -56,7 +56,7 @@ def test_corrections_of_tokens() -> None:
     "kind", ["truncated_is", "rejection", "token_tis", "token_mask", "sequence_tis", "sequence_mask"]
 )
 def test_log_probs_of_minus_infinity(kind: str) -> None:
-    """Two of them are equal, and one gives a ratio of 0 or infinity; none gives NaN, not even in padding."""
+    """Two equal ones have a ratio of 1, a single one gives 0 or infinity; none gives NaN, not even in padding."""
     never, mask = -math.inf, torch.tensor([[True, True, False]] * 4)
     policy = torch.tensor([[never, -1, never], [never, -1, 0], [-1, -1, never], [never, -1, math.nan]])
     engine = torch.tensor([[never, -1, never], [-1, -1, never], [never, -1, 0], [-1, never, 0]])
@@ -76,7 +76,7 @@ def test_unknown_kind() -> None:
 
 
 def off_by(samples: Samples, error: float) -> Samples:
-    """Samples as from an engine: the log-probabilities of the second sample are `error` too large."""
+    """Imitate an engine: the second sample's log-probabilities are too large by `error`."""
     assert samples.log_prob is not None
     log_prob = samples.log_prob.clone()
     log_prob[1] += error
@@ -85,7 +85,7 @@ def off_by(samples: Samples, error: float) -> Samples:
 
 @pytest.mark.parametrize("correction", ["rescore", "truncated_is", "rejection"])
 def test_rescored_samples_have_the_policys_log_probs(world: World, sd3_folder: Path, correction: str) -> None:
-    """Bit-equal for equal shapes: 6 images of 2 steps at once, replayed 3 at a time with both steps."""
+    """Bit for bit if shapes are equal: 6 images with 1 step at a time, replayed 3 at a time with 2 steps."""
     policy = make_policy(world, sd3_folder)
     samples = sample(make_rollout(policy, 6))
     config = FlowRolloutConfig(correction=correction)

@@ -17,7 +17,7 @@ from tests.policies import disturb, make_policy, make_rollout, one_rank, sample
 
 
 def test_loss_and_gradient() -> None:
-    """d loss / d e_i = A_i sigmoid(beta mean A (e - e_ref)) / n, whatever beta is."""
+    """d loss / d e_i = A_i sigmoid(beta mean A (e - e_ref)) / n, for any beta."""
     advantage = group_advantage(normal(3, 4, seed=0).flatten(), torch.arange(12) // 4).view(3, 4)
     for beta in (0.1, 100.0):
         reference = 1 + normal(3, 4, 2, seed=1) / beta

@@ -70,7 +70,7 @@ def test_groups_in_any_order() -> None:
 
 
 def test_a_pair_shares_noise_and_level(sd3_folder: Path) -> None:
-    """The loss of a batch of two pairs, by hand from velocities at the winner's noise; the loser's is not used."""
+    """The loss of a batch of two pairs, by hand from velocities at the winner's noise; the loser's noise is not used."""
     with one_rank() as world:
         policy = make_policy(world, sd3_folder)
         samples = sample(make_rollout(policy, 6, guidance=3.0))  # 3 prompts x 2

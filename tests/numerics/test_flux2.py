@@ -1,4 +1,4 @@
-"""FLUX.2: dev and distilled Klein; Klein base is tested with the other families in test_models.py."""
+"""FLUX.2: features of dev and distilled Klein; test_models.py tests what Klein base shares with other families."""
 
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,7 @@ def test_dev_has_one_branch(world: World, flux2_folder: Path) -> None:
 
 
 def test_tokens_of_dev_are_those_of_the_pipeline(world: World, flux2_folder: Path) -> None:
-    """The first tokens are the system message."""
+    """Tokens of a text begin with those of the system message."""
     policy = make_policy(world, flux2_folder)
     seen: list[Any] = []
     handle = policy.model.pipeline.text_encoder.register_forward_pre_hook(
@@ -108,7 +108,7 @@ def test_replay_is_exact(
     assert samples.log_prob is not None and samples.log_prob.std() > 0
 
 
-SIDE = 78  # side of a reference's area: for images of 32 x 48, references have 64 x 96 pixels, as those of `edits`
+SIDE = 78  # root of a reference's area: for samples of 32 x 48, 64 x 96 pixels, the size of the images in `edits`
 
 
 @pytest.mark.parametrize(("family", "guidance"), [("flux2", 1.0), ("flux2_klein", 3.0)])

@@ -1,4 +1,4 @@
-"""FLUX.1 Kontext compared with diffusers' pipeline: the reference image of an instruction, in sampling and replays."""
+"""FLUX.1 Kontext against diffusers' own pipeline: the image to edit, and its use in replays."""
 
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from tests.policies import disturb, make_policy, make_rollout, ode, sample
 from tests.tiny import load_pipeline
 from tests.tiny_edit import edits
 
-SIDE = 64  # side of a reference's area
+SIDE = 64  # root of the area of a reference
 
 
 def kontext_policy(world: World, folder: Path, **keys: Any) -> FlowPolicy:
@@ -55,7 +55,7 @@ def stock_images(
 def test_images_are_those_of_the_stock_pipeline(
     guidance: float, scale: float, length: int, world: World, flux_kontext_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Including a truncated instruction and an empty one."""
+    """The instructions include one that is truncated and an empty one."""
     policy = kontext_policy(world, flux_kontext_folder, max_prompt_length=length)
     assert isinstance(policy.model, Model)
     height, width = policy.model.references.size(32, 48)
@@ -74,7 +74,7 @@ def test_images_are_those_of_the_stock_pipeline(
 
 
 def test_the_sizes_of_references_are_those_that_the_model_was_trained_on() -> None:
-    """Or one token longer or shorter, for generated images of such an aspect ratio."""
+    """Or one token longer or shorter, if samples have such an aspect ratio."""
     references = References(1024, 16)
     for w, h in pipeline_flux_kontext.PREFERRED_KONTEXT_RESOLUTIONS:
         height, width = references.size(h, w)
@@ -83,7 +83,7 @@ def test_the_sizes_of_references_are_those_that_the_model_was_trained_on() -> No
 
 
 def test_a_reference_is_one_tensor(world: World, flux_kontext_folder: Path) -> None:
-    """A prompt and its negative share the tensor; another size of generated images has another tensor."""
+    """A prompt and its negative share the reference; another output size has another."""
     policy = kontext_policy(world, flux_kontext_folder)
     one, other = edits()[:2]
     found = policy.embed([one, other], True, (32, 48))

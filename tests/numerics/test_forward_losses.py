@@ -1,4 +1,4 @@
-"""Losses on the forward process against numbers worked by hand and the papers' formulas in float64."""
+"""Losses on the forward process compared with numbers by hand and with the papers' formulas in float64."""
 
 import math
 from dataclasses import replace
@@ -17,11 +17,11 @@ from phalanx.functional.forward_losses import negative_aware, optimality
 from phalanx.types import Batch
 from tests.checks import normal
 
-SHAPE = (3, 2, 4, 5)  # B, W, and a latent's own
+SHAPE = (3, 2, 4, 5)  # B, W, and the shape of a latent
 
 
 class Fixed:
-    """A policy whose velocities are given, and can be asked for a gradient."""
+    """A policy with given velocities, for which gradients can be computed."""
 
     def __init__(self, velocity: Tensor) -> None:
         self.velocity = velocity.clone().requires_grad_()
@@ -31,7 +31,7 @@ class Fixed:
 
 
 def batch_of(clean: Tensor, noised: Noised, advantage: Tensor, **views: Tensor) -> Batch:
-    """What a forward-process algorithm is given, without the sampled transitions, which it must not need."""
+    """The batch of a forward-process algorithm, without sampled transitions, which it must not need."""
     count = len(clean)
     trace = cast(FlowTrace, SimpleNamespace(clean=clean))
     weight = torch.ones(count, noised.levels.shape[1])
@@ -39,14 +39,14 @@ def batch_of(clean: Tensor, noised: Noised, advantage: Tensor, **views: Tensor) 
 
 
 def random_batch(advantage: Tensor, **views: Tensor) -> tuple[Batch, Tensor]:
-    """A batch of SHAPE, and u = noise - x_0 of it in float64."""
+    """A batch of SHAPE, and its u = noise - x_0 in float64."""
     clean, noise = normal(SHAPE[0], *SHAPE[2:], seed=10), normal(*SHAPE, seed=11)
     levels = torch.rand(SHAPE[:2], generator=torch.Generator().manual_seed(12))
     return batch_of(clean, Noised(noise, levels), advantage, **views), noise.double() - clean.double()[:, None]
 
 
 def loss_of(rule: Any, policy: Fixed, batch: Batch) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-    """A rule's loss [B, W], its scalars, and the gradient of the loss' sum in the velocity."""
+    """An algorithm's loss [B, W], its scalars, and the gradient of the loss's sum by the velocity."""
     loss, stats = rule.loss(policy, batch)
     assert loss.shape == batch.weight.shape and loss.dtype == torch.float32
     assert not any(value.requires_grad for value in stats.values())
@@ -55,7 +55,7 @@ def loss_of(rule: Any, policy: Fixed, batch: Batch) -> tuple[Tensor, dict[str, T
 
 
 def assert_slope(grad: Tensor, wanted: Tensor, at: Tensor) -> None:
-    """The gradient is that of the sum of `wanted`, which was computed from `at` in float64."""
+    """Check that the gradient is that of the sum of `wanted`, which was computed from `at` in float64."""
     (slope,) = torch.autograd.grad(wanted.sum(), at)
     torch.testing.assert_close(grad.double(), slope, rtol=1e-4, atol=1e-6)
 
@@ -63,7 +63,7 @@ def assert_slope(grad: Tensor, wanted: Tensor, at: Tensor) -> None:
 def test_noised_images_by_hand() -> None:
     noised = Noised(torch.tensor([[[4.0, 0.0], [8.0, 1.0]]]), torch.tensor([[0.25, 1.0]]))
     clean = torch.tensor([[0.0, 4.0]])
-    assert noised.latents(clean).tolist() == [[[1.0, 3.0], [8.0, 1.0]]]  # 3/4 x_0 + 1/4 noise, and noise alone
+    assert noised.latents(clean).tolist() == [[[1.0, 3.0], [8.0, 1.0]]]  # 3/4 x_0 + 1/4 noise, and pure noise
     assert noised.target(clean).tolist() == [[[4.0, -4.0], [8.0, -3.0]]]
 
 
@@ -95,14 +95,14 @@ def test_negative_aware_by_hand() -> None:
 
 @pytest.mark.parametrize(("good", "branch"), [(1.0, 1.25), (0.0, 0.625)])
 def test_each_branch_alone(good: float, branch: float) -> None:
-    """The best image teaches v+ alone and the worst v- alone: as above, with r = 1 and r = 0, over beta = 1/2."""
+    """The best image trains only v+ and the worst only v-: as above, with r = 1 and r = 0, over beta = 1/2."""
     args = [torch.tensor([[x]]) for x in ([4.0, 2.0], [1.0, 1.0], [0.0, -1.0])]
     loss, _, _ = negative_aware(*args, torch.tensor([[0.5]]), torch.tensor([good]), beta=0.5)
     assert loss.item() == 2 * branch
 
 
 def paper_loss(v: Tensor, old: Tensor, batch: Batch, r: Tensor, beta: float, weights: Any) -> tuple[Tensor, Any]:
-    """Algorithm 1 as it is written, with x_t and x_0, in the dtype of `v`; `weights` None: computed, and returned."""
+    """Algorithm 1 literally, with x_t and x_0, in the dtype of `v`; `weights` None: computed, and returned."""
     clean, noised = batch.trace.clean.to(v.dtype)[:, None], batch.corrupted
     t = noised.t.to(v.dtype)
     x_t = (1 - t) * clean + t * noised.noise.to(v.dtype)
@@ -116,7 +116,7 @@ def paper_loss(v: Tensor, old: Tensor, batch: Batch, r: Tensor, beta: float, wei
 @pytest.mark.parametrize("beta", [0.1, 1.0, 3.0])
 @pytest.mark.parametrize("penalty", [0.0, 0.3])
 def test_diffusion_nft(beta: float, penalty: float) -> None:
-    """Value and gradient of the whole rule against the paper in float64; the gradient by central differences too."""
+    """Value and gradient compared with the paper in float64; the gradient also with central differences."""
     advantage = torch.tensor([1.5, -0.7, 0.2])
     old, ref, v = normal(*SHAPE, seed=1), normal(*SHAPE, seed=2), normal(*SHAPE, seed=3)
     views = {"old": old} | ({"reference": ref} if penalty else {})
@@ -166,7 +166,7 @@ def test_diffusion_nft_begins_as_advantage_weighted_matching() -> None:
 
 
 def test_a_perfect_prediction_has_a_finite_loss() -> None:
-    """The adaptive weight's denominator is bounded: no error, no loss, no gradient."""
+    """The adaptive weight's denominator is bounded: without an error there is no loss and no gradient."""
     batch, u = random_batch(torch.ones(3), old=normal(*SHAPE, seed=1))
     v = u.float()
     batch = replace(batch, reference_outputs={"old": v})
@@ -233,7 +233,7 @@ def test_awm_begins_with_the_policy_gradient() -> None:
 
 
 def test_group_weights_by_hand() -> None:
-    # group 3: exp 0, ln 2, ln 3 = 1, 2, 3, of mean 2; group 8: ln 5 and one that is not kept; group 9: none is kept
+    # group 3: exp 0, ln 2, ln 3 = 1, 2, 3, with mean 2; group 8: ln 5 and one that is not kept; group 9: none is kept
     value = torch.tensor([0.0, math.log(2), math.log(5), 700.0, math.log(3), 1.0])
     group = torch.tensor([3, 3, 8, 8, 3, 9])
     keep = torch.tensor([True, True, True, False, True, False])
@@ -251,7 +251,7 @@ GROUP = torch.tensor([0, 0, 0, 1, 1, 2, 2, 2])
 
 @pytest.mark.parametrize("temperature", [0.25, 1.0, 100.0])
 def test_rwr_weights(temperature: float) -> None:
-    """A softmax of the advantages over the prompt's images; none for the group of equal rewards."""
+    """The weights are a softmax of the advantages over a prompt's images; 0 for the group of equal rewards."""
     rule = rwr.Algorithm(rwr.Config(temperature=temperature))
     counts = rule.sample_mask(REWARD, GROUP)
     assert counts.tolist() == [True] * 3 + [False] * 2 + [True] * 3
@@ -264,7 +264,7 @@ def test_rwr_weights(temperature: float) -> None:
 
 
 def test_rwr_weights_under_a_filter() -> None:
-    """The mean is 1 over what is trained on: the best and the worst of the first group."""
+    """The mean over the trained samples is 1: over the best and the worst of the first group."""
     rule = rwr.Algorithm(rwr.Config(group_filter="top_bottom", group_filter_k=1))
     weights = rule.advantage(REWARD, GROUP)
     assert (weights > 0).tolist() == rule.sample_mask(REWARD, GROUP).tolist()
@@ -274,7 +274,7 @@ def test_rwr_weights_under_a_filter() -> None:
 
 def test_sft_counts() -> None:
     counts = [sft.Algorithm(sft.Config(best=k)).sample_mask(REWARD, GROUP).tolist() for k in (1, 2, 9)]
-    assert counts[0] == [False, True, False, False, False, False, True, False]  # of equals the first
+    assert counts[0] == [False, True, False, False, False, False, True, False]  # the first of equal ones
     assert counts[1] == [False, True, True, False, False, False, True, True]
     assert counts[2] == [True] * 3 + [False] * 2 + [True] * 3  # no more than there are
 
@@ -283,7 +283,7 @@ def test_sft_counts() -> None:
     "rule", [rwr.Algorithm(rwr.Config(kl_loss_coef=0.5)), sft.Algorithm(sft.Config(kl_loss_coef=0.5))]
 )
 def test_weighted_flow_matching(rule: Any) -> None:
-    """Batch.advantage is rwr's weight, and nothing to sft."""
+    """Batch.advantage is the weight in rwr, and unused in sft."""
     weight = torch.tensor([0.5, 0.0, 2.5])
     v, ref = normal(*SHAPE, seed=1), normal(*SHAPE, seed=2)
     batch, u = random_batch(weight, reference=ref)

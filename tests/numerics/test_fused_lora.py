@@ -1,4 +1,4 @@
-"""A LoRA in three matrix products: peft's numbers in both passes with fewer kernels and bytes, or peft's own layers."""
+"""Fused LoRA: peft's numbers in both passes, with fewer kernels and bytes; peft's own code for other than plain LoRAs."""
 
 import copy
 from typing import Any
@@ -48,7 +48,7 @@ def passes(module: nn.Module, x: Tensor, grad: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(), (7,), (3, 50), (2, 3, 20)])
 def test_both_passes_are_pefts(shape: tuple[int, ...], bias: bool, onednn: bool, rank: int) -> None:
-    """With few and many rows, and with ranks at which a gradient is cheaper through that of the merged weight."""
+    """With few and many rows, and with ranks for which one gradient is cheaper through that of the merged weight."""
     module = make(bias=bias, onednn=onednn, rank=rank)
     x, grad = torch.randn(*shape, IN), torch.randn(*shape, OUT)
     assert type(module["to_q"]) is FusedLinear
@@ -60,7 +60,7 @@ def test_both_passes_are_pefts(shape: tuple[int, ...], bias: bool, onednn: bool,
 
 @pytest.mark.parametrize("onednn", [False, True])
 def test_no_rows(onednn: bool) -> None:
-    """The gradient of a LoRA without input rows is 0, not missing."""
+    """The gradient of an unused LoRA is 0, not None."""
     out, *gradients = passes(make(onednn=onednn), torch.empty(2, 0, IN), torch.empty(2, 0, OUT))
     assert out.shape == (2, 0, OUT)
     assert [(g.shape, float(g.sum())) for g in gradients] == [((2, 0, IN), 0), ((4, IN), 0), ((OUT, 4), 0)]
@@ -110,7 +110,7 @@ def test_without_the_lora_the_base_is_what_it_was(dtype: torch.dtype) -> None:
 
 
 def counted(module: nn.ModuleDict, n: int) -> tuple[Kernels, Kernels]:
-    """The kernels of both passes with n rows."""
+    """Kernels and bytes of both passes for n rows."""
     dtype = module["to_q"].base_layer.weight.dtype
     rows, grad = torch.randn(n, IN, dtype=dtype, requires_grad=True), torch.randn(n, OUT, dtype=dtype)
     forward, backward = Kernels(), Kernels()
@@ -130,12 +130,12 @@ def test_fewer_kernels_and_bytes() -> None:
     assert backward.kernels <= peft_backward.kernels
     assert backward.bytes < peft_backward.bytes - 2 * n * OUT
     assert forward.elementwise_bytes == 0
-    assert backward.elementwise_bytes == 2 * 2 * (n * 4 + OUT * 4)  # the scaled tensors have `rank` columns
+    assert backward.elementwise_bytes == 2 * 2 * (n * 4 + OUT * 4)  # the scaled products have `rank` columns
 
 
 @pytest.mark.parametrize("rank", [4, 16])
 def test_one_product_in_float32(rank: int) -> None:
-    """The forward pass reads the rows once and scales the LoRA, whichever way its gradient is computed."""
+    """The forward pass reads the rows once; only LoRA-sized tensors are scaled, however its gradient is computed."""
     module, n = make(rank=rank), 1000
     forward, backward = counted(module, n)
     assert forward.kernels == 2

@@ -17,8 +17,8 @@ from tests.tiny import load_pipeline
 from tests.tiny_edit import edits
 from tests.tiny_hunyuan import tiny_hunyuan_video_15
 
-VIDEO = 5  # frames: two latent frames
-# a text with a word in quotation marks, a truncated one, and an empty one
+VIDEO = 5  # frames: two of the latent
+# a quoted word, a text that is truncated, and an empty text
 TEXTS = [
     Prompt('a sign that says "zeta" and “eta”', 0, {}, negative='"blur"'),
     Prompt("two small dogs on a red sofa, " * 4, 1, {}),
@@ -29,7 +29,7 @@ TEXTS = [
 def stock(pipeline: Any, guidance: float, frames: int, latents: Tensor, prompts: list[Prompt]) -> Tensor:
     """Videos [3, F, 3, 32, 48] of diffusers' pipeline, one at a time."""
     pipeline.guider.guidance_scale, pipeline.tokenizer_max_length = guidance, MAX_LENGTH
-    # fewer masked tokens: those of the absent image, and padding
+    # fewer tokens that are not attended to: those of the absent image, and padding
     pipeline.vision_num_semantic_tokens, pipeline.tokenizer_2_max_length = 9, 64
     keys = {"height": 32, "width": 48, "num_frames": frames, "num_inference_steps": 4, "output_type": "pt"}
     videos = []
@@ -52,7 +52,7 @@ def test_videos_are_those_of_the_stock_pipeline(
 
 
 def test_tokens_of_a_text(world: World, hunyuan_folder: Path) -> None:
-    """Tokens of words in quotation marks, if any, follow. The check for too long prompts counts in the same way."""
+    """Tokens of quoted words follow, if there are any; the check for too long prompts counts the same tokens."""
     model = make_policy(world, hunyuan_folder).model
     quoted, cut, empty = model.encode([p.text for p in TEXTS], torch.device("cpu"), MAX_LENGTH)
     glyphs = len(model.pipeline.tokenizer_2('Text "zeta". Text "eta". ')["input_ids"])
@@ -78,7 +78,7 @@ def test_padding_of_the_text_changes_nothing(world: World, hunyuan_folder: Path)
 
 
 def test_levels_and_timesteps(world: World, hunyuan_folder: Path) -> None:
-    """5 t / (1 + 4 t); the transformer sees timesteps rounded as the pipeline rounds them."""
+    """5 t / (1 + 4 t); the transformer gets timesteps rounded as in the pipeline."""
     policy, pipeline = make_policy(world, hunyuan_folder, dtype="bfloat16"), load_pipeline(hunyuan_folder)
     sigmas, timesteps = policy.model.schedule(4, 32, 48)
     torch.testing.assert_close(sigmas, torch.tensor([1.0, 15 / 16, 5 / 6, 5 / 8, 0.0]))
@@ -148,7 +148,7 @@ def test_folders_that_are_refused(world: World, hunyuan_folder: Path, tmp_path: 
 def test_videos_of_images_are_those_of_the_stock_pipeline(
     world: World, hunyuan_i2v_folder: Path, guidance: float
 ) -> None:
-    """At the size that the pipeline derives from the image and crops it to."""
+    """At the size that the pipeline chooses for the image, and crops it to."""
     prompts, pipeline = edits(), load_pipeline(hunyuan_i2v_folder)
     height, width = pipeline.video_processor.calculate_default_height_width(height=64, width=96, target_size=32)
     size = {"height": int(height), "width": int(width), "num_frames": VIDEO}

@@ -1,4 +1,4 @@
-"""Linear layers with oneDNN: correct in both passes, and bit-equal with and without a gradient."""
+"""Linear layers by oneDNN: correct in both passes, and the same bits with and without gradients."""
 
 import ast
 import re
@@ -95,7 +95,7 @@ def test_the_rest_is_left_to_torch(rows: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("rows", [8, 200])
 @pytest.mark.parametrize(("change", "exact"), [(use_onednn, True), (unfuse_biases, False)])
 def test_compiled_it_is_the_same(change: Callable[[nn.Module], None], exact: bool, rows: int) -> None:
-    """In both passes; bit-equal if both use oneDNN. No code is generated, which would need a compiler."""
+    """In both passes; bit-equal where both use oneDNN. No code is generated, which would need a compiler."""
     torch.manual_seed(0)
     linear = nn.Linear(IN, OUT)
     change(linear)
@@ -160,7 +160,7 @@ def test_the_library_is_chosen_by_the_processor(
 
 
 def test_no_clock_chooses() -> None:
-    """No module of the models uses a clock: computations depend only on the configuration and the processor."""
+    """In all models: the library depends only on the configuration and the processor."""
     clocks = re.compile(r"\b(time|timeit|perf_counter|thread_time|monotonic|datetime)\b")
     for file in sorted(Path(products.__file__).parent.rglob("*.py")):
         for node in ast.walk(ast.parse(file.read_text())):

@@ -1,5 +1,5 @@
-"""Frozen weights in NF4: rounding to the nearest values, independent of the rows, and the same outputs as a layer with
-the rounded weight, with and without a gradient.
+"""Frozen weights in NF4: the nearest values, the same bytes for any split of rows, and the numbers of a layer with the
+rounded weight, with and without a gradient.
 """
 
 import copy
@@ -42,7 +42,7 @@ def base_of(module: nn.ModuleDict) -> nn.Module:
 
 
 def quantized(module: nn.ModuleDict) -> tuple[nn.ModuleDict, nn.ModuleDict]:
-    """The module in NF4, and a copy with the rounded weight in plain form."""
+    """The module in NF4, and a copy with the rounded weight in its own dtype."""
     plain = copy.deepcopy(module)
     dtype = base_of(module).weight.dtype
     quantize_layers([module], CPU, stays=True)
@@ -87,7 +87,7 @@ def test_rows_are_quantized_by_themselves() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [1, 300])
 def test_numbers_are_those_of_the_rounded_weight(rows: int, dtype: torch.dtype, lora: bool, onednn: bool) -> None:
-    """Bit-equal in both passes, with and without a gradient."""
+    """Bit-equal in both passes, with and without gradients."""
     module, plain = quantized(make(dtype, lora=lora, onednn=onednn))
     assert isinstance(base_of(module), Nf4Linear)
     x, grad = torch.randn(rows, IN, dtype=dtype), torch.randn(rows, OUT, dtype=dtype)
@@ -115,14 +115,14 @@ def test_no_whole_weight_is_kept_for_the_backward_pass(lora: bool) -> None:
 
 
 def test_what_stays_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
-    """The LoRA, norms, and layers whose input size is not a multiple of 64; if no layer fits, it is an error."""
+    """The LoRA, norms, and layers whose inputs are not multiples of 64; it is an error if no layer can be quantized."""
     module = nn.ModuleDict({"to_q": nn.Linear(64, 8), "norm": nn.LayerNorm(8), "to_k": nn.Linear(24, 8)})
     add_lora(module, FlowModelConfig(path="none", lora_rank=4), ("to_q",), seed=0)
     before = {name: p.detach().clone() for name, p in module.named_parameters()}
     weights = count_weights(module.parameters())
     with caplog.at_level(logging.INFO, "phalanx"):
         quantize_layers([module], CPU, stays=True)
-    assert "nf4: 1 layers stay as they are, whose inputs are no multiple of 64: to_k has 24" in caplog.text
+    assert "nf4: 1 layers keep their dtype; inputs are not multiples of 64: to_k has 24" in caplog.text
     assert count_weights(module.parameters()) == weights
     changed = [name for name, p in module.named_parameters() if not torch.equal(p, before[name])]
     assert changed == ["to_q.base_layer.weight"]

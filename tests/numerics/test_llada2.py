@@ -1,4 +1,4 @@
-"""LLaDA2: its outputs compared with plain torch on the hub's weights, and saving a folder that was loaded."""
+"""LLaDA2: the model against plain torch on the hub's weights, and folders that are loaded and saved."""
 
 import json
 from collections.abc import Callable
@@ -43,7 +43,7 @@ def norm(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def rotated(x: Tensor, settings: dict[str, Any]) -> Tensor:
-    """Rotate pairs (i, i + n / 2) of the first n dimensions of x [heads, length, dim] by their position."""
+    """Rotate the pairs (i, i + n / 2) of the first n dims of heads [heads, length, dim] by their position."""
     n = int(settings["head_dim"] * settings["partial_rotary_factor"])
     angle = torch.arange(x.shape[1])[:, None] / settings["rope_theta"] ** (torch.arange(0, n, 2) / n)
     a, b = x[..., : n // 2], x[..., n // 2 : n]
@@ -106,7 +106,7 @@ def reference(weights: dict[str, Tensor], settings: dict[str, Any], ids: Tensor)
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_logits_and_gradients(name: str, tmp_path: Path) -> None:
-    """Equal to the reference, with each implementation of the experts; the gradient is that of the hub's tensors."""
+    """Equal to the reference, by each implementation of the experts; gradients map to the hub's tensors."""
     folder = tiny_llada2(tmp_path, **OTHERS[name])
     settings, weights = SETTINGS | OTHERS[name], load_file(folder / "model.safetensors")
     for tensor in weights.values():
@@ -135,7 +135,7 @@ def test_logits_and_gradients(name: str, tmp_path: Path) -> None:
 
 
 def test_the_embedding_of_the_end_learns(tmp_path: Path) -> None:
-    """It is also the padding token, whose embedding torch would not train."""
+    """It is also the padding's embedding, which torch would not train."""
     lm = load(tiny_llada2(tmp_path)).lm
     end = SETTINGS["pad_token_id"]
     lm(input_ids=torch.tensor([[5, end, 6]]), use_cache=False).logits[..., 9].sum().backward()
@@ -244,7 +244,7 @@ def test_settings_without_a_module(settings: dict[str, Any], message: str, tmp_p
 
 
 def test_settings_that_are_left_out() -> None:
-    """They have the defaults of LLaDA2's code."""
+    """Missing settings have the defaults of LLaDA2's own code."""
     found = LLaDA2Config(hidden_size=32, num_attention_heads=4, num_experts_per_tok=1, norm_topk_prob=True)
     assert (found.head_dim, found.norm_topk_prob, found.n_group, found.routed_scaling_factor) == (8, False, 8, 2.5)
     assert found.rope_parameters == {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
@@ -273,9 +273,7 @@ def policy_of(folder: Path, world: World) -> LMPolicy:
 
 
 def test_operations_are_those_of_the_chosen_experts(tmp_path: Path, world: World) -> None:
-    """Twice the experts per token, each with 3 x 32 x 16 weights, in two layers; the total number of experts does not
-    matter.
-    """
+    """Twice the weights of a token's experts, 3 x 32 x 16 each, in two layers; the number of experts does not matter."""
     found = []
     for name, settings in (("4", {}), ("8", {"num_experts_per_tok": 8}), ("32", {"num_experts": 32})):
         data = {"max_position_embeddings": 4096} | settings

@@ -1,4 +1,4 @@
-"""A LoRA to start from: loading files of diffusers and peft, adding it to weights, and joining it with another."""
+"""Starting from a LoRA: files of diffusers and peft are read, added to weights, and joined with another LoRA."""
 
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ TARGETS = {
 
 
 def drawn(module: nn.Module, target: str, rank: int, seed: int) -> Layers:
-    """A random LoRA of the layers whose names end in `target`."""
+    """A LoRA of the layers whose names end in `target`."""
     stream = torch.Generator().manual_seed(seed)
     layers: Layers = {}
     for name, part in module.named_modules():
@@ -59,7 +59,7 @@ def test_an_export_is_added_as_stock_diffusers_adds_it(
     family.export_lora(tmp_path, config, tensors, rank, rank)
     start_from_lora(transformer, str(tmp_path), family.read_lora)
     pipeline = load_pipeline(folder)
-    if name == "hunyuan":  # only the transformer, not the pipeline's class, can load LoRAs
+    if name == "hunyuan":  # its transformer can load LoRAs, but its pipeline's class cannot
         pipeline.transformer.load_lora_adapter(tmp_path, weight_name=WEIGHTS, prefix="transformer")
     else:
         pipeline.load_lora_weights(tmp_path)
@@ -71,7 +71,7 @@ def test_an_export_is_added_as_stock_diffusers_adds_it(
 
 
 def test_exports_with_alpha_in_the_metadata_keep_their_strength(sd3_folder: Path, tmp_path: Path) -> None:
-    """As older exports were written: alpha / rank was not included in B."""
+    """As older exports were written, with B not multiplied by alpha / rank."""
     family, config, transformer = base_of(sd3_folder)
     rank, tensors = joined({}, drawn(transformer, "attn.to_q", 2, seed=1))
     family.export_lora(tmp_path, config, tensors, rank, 5.0)
@@ -88,7 +88,7 @@ class Net(nn.Module):
 
 @pytest.mark.parametrize("rslora", [False, True])
 def test_peft_adds_the_same(rslora: bool, tmp_path: Path) -> None:
-    """With other ranks and alphas for some layers."""
+    """Some layers have other ranks and alphas."""
     net = Net()
     given = {"rank_pattern": {"second": 4}, "alpha_pattern": {"second": 7}, "use_rslora": rslora}
     settings = LoraConfig(r=2, lora_alpha=3, target_modules=["first", "second"], init_lora_weights=False, **given)
@@ -141,13 +141,13 @@ def test_what_is_no_plain_lora_is_refused(
         family.read_lora(str(sd3_folder))
     (tmp_path / "pytorch_lora_weights_2.safetensors").touch()
     wan, settings, _ = base_of(wan_folder)
-    message = f"'{tmp_path}' has pytorch_lora_weights_2.safetensors, and the model no second transformer"
+    message = f"'{tmp_path}' has pytorch_lora_weights_2.safetensors, but the model has no second transformer"
     with refused(f"model.lora_path: {message}"):
         wan.read_lora(str(tmp_path), settings)
     peft = get_peft_model(Net(), LoraConfig(target_modules=["first"], use_dora=True))
     peft.save_pretrained(tmp_path / "dora")
     name = "first.lora_magnitude_vector"
-    with refused(f"model.lora_path: '{tmp_path / 'dora'}' does not load: {name} is no matrix of a plain LoRA"):
+    with refused(f"model.lora_path: '{tmp_path / 'dora'}' does not load: {name} is not a matrix of a plain LoRA"):
         read_lora(str(tmp_path / "dora"))
     file = tmp_path / "dora" / "adapter_model.safetensors"
     save_file({name: t for name, t in load_file(file).items() if "lora_A" in name}, file)

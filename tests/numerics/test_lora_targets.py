@@ -1,4 +1,4 @@
-"""The layers that a LoRA covers, in architectures whose layers are not named as Llama's."""
+"""The layers that get a LoRA, in architectures whose layer names differ from Llama's."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from phalanx.models.lora import add_lora, all_linear, linear_layers
 from tests.numerics.test_agreement import tiny
 
 LLAMA = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
-# some layers of each class that a list of Llama's names does not include
+# for each class, some layers that a list of Llama's names would miss
 OTHERS = {
     "phi": {"dense", "fc1", "fc2"},
     "phi3": {"qkv_proj", "gate_up_proj"},

@@ -11,7 +11,7 @@ from tests.checks import normal
 
 
 def loss_of(new: float, old: float, a: float, clip: float, limit: float) -> float:
-    """PPO's rule by cases: the ratio counts until the objective has gained more than the clip allows."""
+    """PPO's loss by cases: the ratio counts until the objective has gained more than the clip allows."""
     a = math.copysign(min(abs(a), limit), a)
     ratio = math.exp(new - old)
     if a > 0:

@@ -17,18 +17,14 @@ from tests.policies import MAX_LENGTH, PROMPTS, make_policy, make_rollout, ode
 from tests.tiny import load_pipeline
 from tests.tiny_ltx2 import tiny_ltx2
 
-VIDEO = 5  # frames: three latent frames
-# including a truncated text and an empty one
+VIDEO = 5  # frames: three of the latent
+# a text that is truncated, and an empty text
 TEXTS = [
     Prompt(" a cat ", 0, {}, negative="blur"),
     Prompt("two small dogs on a red sofa, " * 4, 1, {}),
     Prompt("", 2, {}),
 ]
-PLAIN = {
-    "stg_scale": 0.0,
-    "modality_scale": 1.0,
-    "guidance_rescale": 0.0,
-}  # other kinds of guidance than classifier-free
+PLAIN = {"stg_scale": 0.0, "modality_scale": 1.0, "guidance_rescale": 0.0}  # no other than classifier-free guidance
 
 
 def stock(
@@ -40,7 +36,7 @@ def stock(
     width: int = 96,
     length: int = MAX_LENGTH,
 ) -> Tensor:
-    """Videos [N, F, 3, 32, width] of diffusers' pipeline, one at a time, with given noise for the sound."""
+    """Videos [N, F, 3, 32, width] of diffusers' pipeline, one at a time, with the same noise for audio."""
     keys = {"height": 32, "width": width, "num_frames": frames, "num_inference_steps": 4, "output_type": "pt"}
     keys |= PLAIN | {"guidance_scale": guidance, "max_sequence_length": length}
     keys |= dict.fromkeys(("audio_guidance_scale", "audio_stg_scale", "audio_modality_scale"))
@@ -70,14 +66,14 @@ def test_videos_are_those_of_the_stock_pipeline(
 
 
 def test_videos_of_the_first_version(world: World, tmp_path: Path) -> None:
-    """LTX-2.0, whose transformer projects the text."""
+    """LTX-2.0, where the transformer projects the text."""
     folder = tiny_ltx2(tmp_path / "first", newer=False)
     videos, latents = ode(make_rollout(make_policy(world, folder), 3, guidance=3.0, num_frames=VIDEO, width=96), TEXTS)
     torch.testing.assert_close(videos, stock(load_pipeline(folder), 3.0, VIDEO, latents, TEXTS), rtol=0, atol=1e-4)
 
 
 def test_sound_changes_the_video(world: World, ltx2_folder: Path) -> None:
-    """Sound also has its own velocity, which the gradient of a video's log-prob includes."""
+    """Audio has its own velocity, which the gradient of a video's log-prob includes."""
     model = make_policy(world, ltx2_folder).model
     embeds = model.collate(model.encode(["a cat"], torch.device("cpu"), 32), 32, False)
     shape = model.sample_shape(32, 48, VIDEO)
@@ -104,7 +100,7 @@ def test_levels_depend_on_the_length_of_a_video(world: World, ltx2_folder: Path)
 
 
 def test_ranks_that_share_tokens_keep_the_backend(world: World, ltx2_folder: Path) -> None:
-    """Their attention processors replace those on which model.attn_backend was set."""
+    """Their processors replace those that model.attn_backend was set on."""
     model = make_policy(world, ltx2_folder).model
     set_backend(model, "_native_math", world.device)
     model.prepare_sharing(2)
@@ -123,7 +119,7 @@ def test_sizes(world: World, ltx2_folder: Path) -> None:
         with refused(message):
             model.sample_shape(*size)
     with refused(
-        "data.max_prompt_length: 40 should be a multiple of 16, which are the learned tokens that LTX-2 fills texts up "
+        "data.max_prompt_length: 40 should be a multiple of 16, the number of learned tokens that LTX-2 pads texts "
         "with, e.g. 32 or 48"
     ):
         model.check_length(40)

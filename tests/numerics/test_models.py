@@ -48,9 +48,9 @@ def stock_images(pipeline: Any, rollout: PolicyRollout, prompts: list[Prompt], l
         guidance[model.embedded_guidance_key] = sampler.embedded_guidance
     given: dict[str, Any] = guidance
     negatives = [model.default_negative if p.negative is None else p.negative for p in prompts]
-    if model.pipeline_class == "Flux2KleinPipeline":  # takes no texts
+    if model.pipeline_class == "Flux2KleinPipeline":  # does not take negative prompts as text
         given["negative_prompt_embeds"], _ = pipeline.encode_prompt(negatives, max_sequence_length=length)
-    elif model.pipeline_class == "Flux2Pipeline":  # takes no negative prompt
+    elif model.pipeline_class == "Flux2Pipeline":  # has no negative prompts
         given = {"guidance_scale": sampler.embedded_guidance}
     else:
         given["negative_prompt"] = negatives
@@ -69,7 +69,7 @@ def stock_images(pipeline: Any, rollout: PolicyRollout, prompts: list[Prompt], l
 def assert_stock(
     rollout: PolicyRollout, folder: Path, prompts: list[Prompt] = PROMPTS, length: int = MAX_LENGTH
 ) -> tuple[Tensor, Tensor]:
-    """Check that the ODE's images equal those of diffusers' pipeline; returns them, and their initial latents."""
+    """Check that the ODE's images are those of diffusers' pipeline; returns them and their initial latents."""
     ours, latents = ode(rollout, prompts)
     stock = stock_images(load_pipeline(folder), rollout, prompts, latents, length)
     torch.testing.assert_close(ours, stock, rtol=0, atol=1e-4)
@@ -97,7 +97,7 @@ def test_prompts_are_cut_where_the_stock_pipeline_cuts_them(world: World, folder
 def test_the_transformer_sees_the_timesteps_of_the_stock_pipeline(
     world: World, folder: Folder, family: str, dtype: str
 ) -> None:
-    """Each pipeline rounds them to the model's dtype at another place."""
+    """Pipelines round timesteps to the model's dtype, each at a different point."""
     rollout = make_rollout(make_policy(world, folder(family), dtype=dtype), 3, num_inference_steps=25)
     pipeline = load_pipeline(folder(family)).to(getattr(torch, dtype))
     seen: list[list[float]] = []
@@ -136,7 +136,7 @@ def test_padding_of_the_text_changes_nothing(world: World, folder: Folder) -> No
 
 @pytest.mark.parametrize("family", ["qwen", "z_image"])
 def test_steps_of_other_texts_have_one_shape(family: str, world: World, folder: Folder) -> None:
-    """Texts are padded to a multiple of tokens, at most to the longest possible text; images stay the same."""
+    """Texts are padded to a multiple of tokens, up to the maximum length; images do not change."""
     steps = [PROMPTS[:1], PROMPTS[:2], PROMPTS]
     rounded, exact, bounded = (
         make_policy(world, folder(family), text_length_multiple=multiple, max_prompt_length=most)
@@ -149,7 +149,7 @@ def test_steps_of_other_texts_have_one_shape(family: str, world: World, folder: 
 
     assert lengths(rounded) == [64, 64, 64]
     assert len(set(lengths(exact))) > 1
-    assert set(lengths(bounded)) == ({40} if family == "qwen" else {64})  # Z-Image itself pads 40 tokens
+    assert set(lengths(bounded)) == ({40} if family == "qwen" else {64})  # Z-Image itself pads 40
     disturb(rounded)
     disturb(exact)
     torch.testing.assert_close(*(velocity(policy) for policy in (rounded, exact)), rtol=1e-4, atol=1e-5)
@@ -198,7 +198,7 @@ def test_the_schedule_of_flux_is_shifted_by_size(world: World, folder: Folder) -
 @pytest.mark.parametrize("family", ["qwen", "flux", "z_image", "flux2_klein"])
 @pytest.mark.parametrize("kind", ["exponential", "linear", "static"])
 def test_the_shift_is_that_of_the_schedule(world: World, folder: Folder, family: str, kind: str) -> None:
-    """Even levels, shifted by it, are those of the schedule before it is stretched to a terminal level."""
+    """Shifted even levels are those of the schedule before shift_terminal stretches them."""
     model = make_policy(world, folder(family)).model
     scheduler = model.pipeline.scheduler
     assert scheduler.config.use_dynamic_shifting == (family != "z_image")
@@ -214,7 +214,7 @@ def test_the_shift_is_that_of_the_schedule(world: World, folder: Folder, family:
 
 
 def test_the_shift_of_sd3(world: World, folder: Folder) -> None:
-    """The scheduler's own, or mu by hand: 24 tokens on the line from (256, 0.5) to (4096, 1.15)."""
+    """The scheduler's shift, or mu by hand: 24 tokens on the line from (256, 0.5) to (4096, 1.15)."""
     model = make_policy(world, folder("sd3")).model
     assert model.shift(4, 32, 48) == 3.0
     config = model.pipeline.scheduler.config
@@ -225,7 +225,7 @@ def test_the_shift_of_sd3(world: World, folder: Folder) -> None:
 def test_guidance_of_qwen_image_keeps_the_length_of_each_token(world: World, folder: Folder) -> None:
     model = make_policy(world, folder("qwen")).model
     negative, positive = torch.tensor([[[1.0, 0.0], [0.0, 2.0]]]), torch.tensor([[[0.0, 1.0], [0.0, 3.0]]])
-    # n + 2 (p - n) = [-1, 2], [0, 4]; the lengths of p are 1 and 3
+    # n + 2 (p - n) = [-1, 2], [0, 4]; the norms of p are 1 and 3
     expected = torch.tensor([[[-1 / 5**0.5, 2 / 5**0.5], [0.0, 3.0]]])
     torch.testing.assert_close(model.guide(negative, positive, 2.0), expected)
 
@@ -268,7 +268,7 @@ def test_guidance_of_z_image_counts_from_the_positive_branch(world: World, folde
 
 @torch.no_grad()
 def test_texts_of_z_image_are_filled_up(world: World, folder: Folder) -> None:
-    """A text's neighbors change nothing; within 32 tokens, to which the model itself pads, no mask is needed."""
+    """Other texts in the batch do not matter; texts of up to 32 tokens, which the model pads itself, need no mask."""
     policy = make_policy(world, folder("z_image"))
     rollout = make_rollout(policy, 3)
     short, longer = [Prompt("x", 0, {}), Prompt("a cat", 1, {})], [Prompt("two small dogs on a red sofa", 2, {})]
@@ -283,7 +283,7 @@ def test_texts_of_z_image_are_filled_up(world: World, folder: Folder) -> None:
 
 
 def test_prompts_longer_than_z_image_takes(world: World, folder: Folder) -> None:
-    """They are rejected before anything is encoded; 96 tokens have positions."""
+    """They are refused before anything is encoded; 96 tokens have positions."""
     with refused("data.max_prompt_length: 97 is more than the model's 96 tokens"):
         make_policy(world, folder("z_image"), max_prompt_length=97)
     longest = make_policy(world, folder("z_image"), max_prompt_length=96)
@@ -321,7 +321,7 @@ def test_sizes_that_the_model_cannot_make(world: World, folder: Folder) -> None:
 
 @pytest.mark.parametrize("policy", [*FAMILIES, "wan"], indirect=True)
 def test_decode_undoes_encode_images(policy: FlowPolicy) -> None:
-    """Except for the VAE itself, whose weights are random here."""
+    """Except for the VAE's error, as its weights are random here."""
     model, generator = policy.model, torch.Generator().manual_seed(0)
     images = torch.rand(2, 3, 32, 48, generator=generator)
     with torch.no_grad():
@@ -397,7 +397,7 @@ def test_layers_that_get_a_lora(world: World, folder: Folder) -> None:
 
 
 def test_a_model_may_lack_some_of_its_familys_layers() -> None:
-    """For example an SD3 with one block; but a layer that the user names must exist."""
+    """An SD3 with one block lacks some default targets; a layer that the user names must exist."""
     module = nn.ModuleDict({"to_q": nn.Linear(4, 4)})
     config = FlowModelConfig(path="none", lora_rank=2)
     add_lora(module, config, ("to_q", "to_add_out"), seed=0)

@@ -70,7 +70,7 @@ def test_shift_by_hand() -> None:
 
 @pytest.mark.parametrize("shift", [1.0, 3.0])
 def test_logit_normal_marginal(shift: float) -> None:
-    """Its distribution function is that of a normal at logit(t), with the shift of t undone."""
+    """Its distribution function is that of a normal distribution at logit(t), after undoing the shift of t."""
     found = levels(uniform(20000, 5), 2, "logit_normal", shift).flatten().tolist()
     for level in (0.1, 0.3, 0.5, 0.7, 0.9):
         before = level / (shift - (shift - 1) * level)
@@ -87,7 +87,7 @@ def test_logit_normal_is_the_quantile_of_its_number() -> None:
 
 
 def test_the_ends_of_the_random_numbers_give_levels() -> None:
-    """torch.rand returns 0 .. 1 - 2^-24; neither end gives an infinity."""
+    """torch.rand returns 0 .. 1 - 2^-24: neither end leads to infinity."""
     ends = torch.tensor([[0.0, 1 - 2**-24, 0.5, 0.5, 0.5]])
     for distribution in ("schedule", "uniform", "logit_normal"):
         found = levels(ends, 2, distribution, 3.0)
@@ -97,7 +97,7 @@ def test_the_ends_of_the_random_numbers_give_levels() -> None:
 
 
 def test_each_image_has_its_own() -> None:
-    """A row is a function of its own random numbers; it depends neither on its neighbors nor on the rank."""
+    """A row depends only on its own random numbers, not on the other rows or the rank."""
     numbers = uniform(8, 5)
     order = random.Random(0).sample(range(8), 8)
     for distribution in ("schedule", "uniform", "logit_normal"):

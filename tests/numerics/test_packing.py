@@ -1,4 +1,4 @@
-"""Samples packed into one row get the same log-probabilities and gradients as padded ones."""
+"""Samples packed into one row have the same log-probabilities and gradients as with padding."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +24,7 @@ GROUPED = {"use_prefix_grouper": True, "gradient_checkpointing": True}
 
 
 def trace() -> TokenTrace:
-    """Samples of very different lengths; the first, the fourth and the last have the same prompt."""
+    """Samples of very different lengths; the first, the fourth and the last share a prompt."""
     ids = torch.randint(3, 400, (5, 20), generator=torch.Generator().manual_seed(0))
     ids[3:, :4] = ids[0, :4]
     return TokenTrace(ids, torch.tensor(STARTS), torch.tensor(LENGTHS), 11)
@@ -98,7 +98,7 @@ def test_conversations_are_replayed_as_their_turns_are(lm_folder: Path, world: W
 
 
 def test_a_prompt_of_several_samples_is_read_once() -> None:
-    """The row has the tokens of the prompt once, then those that follow in each sample."""
+    """The row has 3 tokens of a prompt, and those that follow it in each sample; the last sample has none to read."""
     given = trace().select(torch.tensor([0, 3, 4]))
     row = packing.Row.of(given.ids, given.stops.tolist(), [4, 4, 4], [b"", b"", b""])
     assert row.groups == [(4, [2, 6])] and row.first == [0]
@@ -110,7 +110,7 @@ def test_a_prompt_of_several_samples_is_read_once() -> None:
 
 
 def flash(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any) -> Any:
-    """A stand-in for flash-attention with variable lengths, which checks its arguments."""
+    """Sequence lengths in the form that flash-attention takes."""
     ends = kwargs["cu_seq_lens_q"]
     assert mask is None and ends.dtype == torch.int32 and torch.equal(ends, kwargs["cu_seq_lens_k"])
     lengths = ends.diff().tolist()
@@ -121,7 +121,7 @@ def flash(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor |
 
 @pytest.mark.parametrize("kind", ["eager", "flash_attention_2"])
 def test_other_kinds_of_attention(kind: str, lm_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eager attention derives the sequences from the positions; flash-attention (a stand-in) gets them as arguments."""
+    """Eager attention derives the sequences from positions; flash-attention, only its call is tested, gets lengths."""
     monkeypatch.setitem(AttentionInterface._global_mapping, "flash_attention_2", flash)
     lm = AutoModelForCausalLM.from_pretrained(lm_folder, dtype=torch.float32).eval()
     found, given = [], trace()
@@ -132,7 +132,7 @@ def test_other_kinds_of_attention(kind: str, lm_folder: Path, monkeypatch: pytes
 
 
 def test_a_sliding_window_is_kept() -> None:
-    """Layers with a window of 4 tokens alternate with full attention."""
+    """Layers with a sliding window of 4 tokens alternate with full attention."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
     layers: dict[str, Any] = {"layer_types": ["sliding_attention", "full_attention"], "num_hidden_layers": 2}
@@ -150,7 +150,7 @@ def test_a_sliding_window_is_kept() -> None:
 
 
 def test_operations_are_those_of_real_tokens(lm_folder: Path, world: World) -> None:
-    """Computed by hand for a step with two samples of each of two prompts."""
+    """By hand, for a step with two samples for each of two prompts."""
     config = LMModelConfig(path=str(lm_folder), dtype="float32", use_remove_padding=True)
     data = LMDataConfig(max_prompt_length=64, max_response_length=16)
     policy = build_policy(config, ParallelConfig(), data, world, chunk=5, temperature=0.7, seed=0)
@@ -163,14 +163,12 @@ def test_operations_are_those_of_real_tokens(lm_folder: Path, world: World) -> N
     def forward(tokens: int, logits: int) -> int:
         return layers * tokens + square * tokens**2 + head * logits
 
-    assert policy.forward_flops(7, 3) == pytest.approx(forward(7, 3), rel=1e-3)  # rotations are products, too
+    assert policy.forward_flops(7, 3) == pytest.approx(forward(7, 3), rel=1e-3)  # rotary embeddings are counted too
     prompts, lengths = [Prompt("a", i // 2, {}) for i in range(4)], torch.tensor([[4, 3], [4, 11], [9, 1], [9, 7]])
     lengths = torch.cat([lengths, lengths[:, 1:]], 1)
     samples = Samples(prompts, [], torch.zeros(4, 11), torch.ones(4, 11).bool(), None, torch.arange(4), lengths=lengths)
     scored = sum(forward(p + r, r) for p, r, _ in lengths.tolist())
     decoded = scored - forward(4, 0) - forward(9, 0)
-    expected = decoded + scored * (
-        1 + 3 * 0.5 + 1
-    )  # half of the samples were trained, and all were scored by a reference
+    expected = decoded + scored * (1 + 3 * 0.5 + 1)  # half of them are trained, and a reference scores all
     found = policy.step_flops(samples, actions=11, count=4, updates=0.5, references=1.0, recomputed=False)
     assert found == pytest.approx(expected, rel=1e-3)

@@ -1,4 +1,4 @@
-"""Prompts that are longer than a text encoder reads are detected by counts that agree with the embeddings."""
+"""Prompts that are too long for a text encoder are found by token counts that agree with the embeddings."""
 
 import logging
 from functools import partial
@@ -79,7 +79,7 @@ def test_settings(flux_folder: Path, world: World, caplog: pytest.LogCaptureFixt
 
 
 def test_clip_reads_77_tokens(sd3_folder: Path, world: World, caplog: pytest.LogCaptureFixture) -> None:
-    """Without T5, more tokens are not read with any data.max_prompt_length."""
+    """Without T5, no data.max_prompt_length allows more."""
     model = make_policy(world, sd3_folder, max_prompt_length=256).model
     with caplog.at_level(logging.WARNING, "phalanx.training.prompt_lengths"):
         fitting([PromptRow("x " * 300, None, {})], "data.train_files", model, FlowDataConfig(), first=True)

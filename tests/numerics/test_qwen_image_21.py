@@ -31,7 +31,7 @@ ODD = [*PROMPTS[:2], Prompt("", 2, {}, negative="grey, flat")]
 
 
 def stock(pipeline: Any, guidance: float, latents: Tensor, prompts: list[Prompt], size: dict[str, int]) -> Tensor:
-    """Images [P, 3, H, W] of diffusers' pipeline on white, one at a time, because positions depend on its batch."""
+    """Images [P, 3, H, W] of diffusers' pipeline over white, one at a time, because its positions depend on the batch."""
     images = []
     for prompt, latent in zip(prompts, latents, strict=True):
         negative = (" " if prompt.negative is None else prompt.negative) if guidance > 1 else None

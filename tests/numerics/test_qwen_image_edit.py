@@ -1,4 +1,4 @@
-"""Qwen-Image-Edit compared with diffusers' pipelines: both encoders' outputs of an image, in sampling and replays."""
+"""Qwen-Image-Edit against diffusers' own pipelines: both encodings of an image, and their use in replays."""
 
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from tests.checks import refused
 from tests.policies import MAX_LENGTH, disturb, make_policy, make_rollout, ode, sample, validated
 from tests.tiny_edit import edits, load_edit_pipeline, photo, tiny_qwen_image_edit
 
-SIDE = 64  # side of the area to which references are scaled for the VAE
+SIDE = 64  # root of the area of a reference for the VAE
 AREA = pipeline_qwenimage_edit_plus.CONDITION_IMAGE_SIZE
 
 
@@ -100,7 +100,7 @@ def test_another_number_of_references_ends_the_job(world: World, qwen_edit_folde
 
 
 def test_both_encoders_see_the_image(world: World, qwen_edit_folder: Path) -> None:
-    """Another image changes the outputs of both encoders; the negative prompt includes the image too."""
+    """Another image changes both encodings; the negative prompt is encoded with the image too."""
     policy = edit_policy(world, qwen_edit_folder)
     one, other = edits()[:2]
     seen = Prompt(one.text, 0, other.meta)

@@ -22,7 +22,7 @@ def alone(values: Tensor) -> Tensor:
 
 
 def by_hand(reward: list[float], values: list[float], gamma: float, lam: float) -> list[float]:
-    """The definition: A_t is the sum of (gamma lam)^k delta_{t+k} over the tokens of a sample."""
+    """The definition for the tokens of one sample: A_t is the sum of (gamma lam)^k delta_{t+k}."""
     deltas = [
         r + gamma * after - v for r, v, after in zip(reward, values, [*values[1:], 0.0][: len(values)], strict=True)
     ]
@@ -54,7 +54,7 @@ def test_the_reward_comes_with_the_last_token() -> None:
 
 
 def test_rewards_of_turns_are_where_they_were_earned() -> None:
-    """With the rest at the last token, their sum is the sample's reward, bit-equal to that of a single turn."""
+    """With the remainder at the last token, they sum up to the sample's reward, bit for bit with a single turn."""
     reward, earned = normal(5, seed=7), normal(5, 5, seed=8) * (normal(5, 5, seed=9) > 0)
     found = placed(reward, earned, MASK)
     for i, mask in enumerate(MASK):
@@ -74,7 +74,7 @@ def test_rewards_of_turns_are_where_they_were_earned() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 5])
 def test_whitening_is_that_of_all_ranks(ranks: int) -> None:
-    """Independent of the layout: each rank contributes its sums, and may have no token at all."""
+    """For any distribution of tokens over ranks; a rank may have none."""
     values = normal(5, 5, seed=3) * 4 + 100
     real = values[MASK].double()
     expected = (values - real.mean()) / torch.sqrt(real.var(correction=0) + 1e-8)
@@ -85,7 +85,7 @@ def test_whitening_is_that_of_all_ranks(ranks: int) -> None:
 
 
 class Ranks:
-    """The results of rank `me`'s sums over all ranks: first of counts and values, then of squares."""
+    """Replaces the sums over all ranks for rank `me`: of counts and values first, then of squares."""
 
     def __init__(self, parts: list[tuple[Tensor, Tensor]], me: int) -> None:
         self.parts, self.me, self.calls = parts, me, 0
@@ -136,7 +136,7 @@ def scored(**others: Tensor) -> Scored:
 
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
 def test_the_credit_of_ppo(kind: str) -> None:
-    """Each token's reward is minus its KL, plus the sample's reward at the last one; only advantages are whitened."""
+    """The KL is subtracted at each token; the last token has the reward; advantages are whitened, returns are not."""
     given = scored(values=normal(5, 5, seed=6))
     algorithm = ppo.Algorithm(ppo.Config(gamma=0.9, lam=0.8, kl_reward_coef=0.1, kl_reward_type=kind))
     found = algorithm.credit(given, alone)
@@ -154,7 +154,7 @@ def test_the_credit_of_ppo(kind: str) -> None:
 
 
 def test_the_credit_of_reinforce_plus_plus() -> None:
-    """A token's return is the reward minus the KL of it and of the following tokens, normalized over all tokens."""
+    """A token's return is the reward minus the KL of this and all later tokens, normalised over all tokens."""
     given = scored()
     config = reinforce_plus_plus.Config(kl_reward_coef=0.1)
     found = reinforce_plus_plus.Algorithm(config).credit(given, alone)

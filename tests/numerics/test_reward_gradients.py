@@ -21,7 +21,7 @@ STEPS = 4
 
 @pytest.fixture(scope="module")
 def policy(sd3_folder: Path) -> Iterator[FlowPolicy]:
-    """A tiny SD3 with a LoRA that has an effect."""
+    """A tiny SD3 with a nonzero LoRA."""
     with one_rank() as world:
         policy = make_policy(world, sd3_folder, lora_rank=4, gradient_checkpointing=True)
         policy.trained.keep_reference()
@@ -35,7 +35,7 @@ def contrast(images: Tensor) -> Tensor:
 
 
 def drawn(policy: FlowPolicy, last_steps: int) -> Samples:
-    """Six images of three prompts, sampled by the ODE with guidance, and their last states."""
+    """Six images of three prompts, sampled with the ODE and guidance, and their last states."""
     rollout = make_rollout(policy, 3, guidance=3.0, noise_level=0.0, num_inference_steps=STEPS)
     rollout.window, rollout.last_steps = False, last_steps
     return sample(rollout)
@@ -60,7 +60,7 @@ def velocity(policy: FlowPolicy, trace: FlowTrace, x: Tensor, sigma: Tensor) -> 
 
 
 def sampled(policy: FlowPolicy, trace: FlowTrace, stop: int) -> tuple[list[Tensor], Tensor]:
-    """The states of Euler steps from the initial noise, the first `stop` without a gradient, and the sigmas."""
+    """The states of Euler steps from the initial noise, the first `stop` steps without a gradient, and sigmas."""
     sigmas, _ = policy.model.schedule(STEPS, trace.sampler.height, trace.sampler.width)
     names = [(0, 0, group, image) for group in range(3) for image in range(2)]
     x = torch.stack([normal(trace.clean.shape[1:], fold_in(*name, "init"), torch.device("cpu")) for name in names])
@@ -88,7 +88,7 @@ def gradients(policy: FlowPolicy, loss: Tensor) -> dict[str, Tensor]:
 
 
 def assert_alike(policy: FlowPolicy, algorithm: RewardGradientAlgorithm, batch: Batch, expected: Tensor) -> None:
-    """Check that the algorithm's loss and gradients equal those of `expected`."""
+    """Check that the algorithm's loss and its gradients are those of `expected`."""
     loss, stats = algorithm.loss(policy, batch)
     assert loss.shape == batch.weight.shape and not any(value.requires_grad for value in stats.values())
     total = (loss * batch.weight).sum()

@@ -1,4 +1,4 @@
-"""phalanx.functional.sde against formulas written again in float64, one number at a time, and numbers worked by hand."""
+"""phalanx.functional.sde compared with scalar formulas in float64, one number at a time, and with numbers by hand."""
 
 import itertools
 import math
@@ -17,14 +17,14 @@ TYPES = ("sde", "cps", "dance_sde")
 GAUSSIAN = ("sde", "dance_sde")
 SHAPES = [(), (5,), (4, 6, 8), (3, 2, 5, 7)]
 
-# SD3's static shift of 3 over 10 steps, 3 t / (1 + 2 t) of t = 1, 0.9, ... 0.
+# SD3's static shift of 3 over 10 steps: 3 t / (1 + 2 t) for t = 1, 0.9, ... 0.
 SCHEDULE = [3 * t / (1 + 2 * t) for t in (1 - i / 10 for i in range(11))]
 
 
 def transition(
     x: float, v: float, sigma: float, sigma_next: float, eta: float, kind: str, top: float
 ) -> tuple[float, float]:
-    """Mean and std of one number's transition, in the order in which the papers derive them.
+    """Mean and std of a scalar transition, in the order in which the papers derive them.
 
     sde: the reverse-time SDE  dx = [v + s^2 / 2 sigma (x + (1 - sigma) v)] dt + s dw  (Flow-GRPO, eq. 9), one Euler step.
     cps: the point between the predicted data and the predicted noise, whose noise is partly new (Flow-CPS).
@@ -49,7 +49,7 @@ def log_density(prev: float, mean: float, std: float, kind: str) -> float:
 
 
 def take(kind: str, x: Tensor, v: Tensor, sigma: Any = 0.6, sigma_next: Any = 0.4, **options: Any) -> SdeStep:
-    """A step from .6 to .4 with eta .7, where `options` do not say otherwise."""
+    """A step from .6 to .4 with eta .7, unless `options` change that."""
     settings = {"noise_level": 0.7, "sigma_max": 0.9} | options
     return sde_step(x, v, sigma, sigma_next, sde_type=kind, **settings)
 
@@ -76,7 +76,7 @@ def test_sde_by_hand() -> None:
 
 
 def test_sde_at_sigma_one_by_hand() -> None:
-    # sigma 1 -> .75: 1 - sigma is 0, so sigma_max .75 stands for sigma: s = 1 sqrt(1 / .25) = 2, s^2 = 4
+    # sigma 1 -> .75: 1 - sigma is 0, so sigma_max .75 replaces sigma: s = 1 sqrt(1 / .25) = 2, s^2 = 4
     # mean = 1 (1 + 4 (-.25) / 2) + 3 (1 + 4 * 0 / 2) (-.25) = .5 - .75 = -.25; std = 2 sqrt(.25) = 1
     # noise 1: prev = .75; log-prob = -1/2 - ln 1 - .9189385
     x, v, noise = torch.ones(1, 1), torch.full((1, 1), 3.0), torch.ones(1, 1)
@@ -165,7 +165,7 @@ def test_every_step_of_a_schedule(kind: str, eta: float) -> None:
         close(step.mean, mean, rtol=1e-5, atol=2e-5)
         close(step.std, [std] * 2)
         close(step.prev_sample, prev, rtol=1e-5, atol=2e-5)
-        # of the distance that the step itself drew: in float32, mean and prev_sample are rounded each
+        # relative to the distance that the step drew: in float32, mean and prev_sample are each rounded
         drawn = step.prev_sample.double().flatten().tolist()
         each = [log_density(p, m, std, kind) for p, m in zip(drawn, step.mean.double().flatten().tolist(), strict=True)]
         close(step.log_prob, torch.tensor(each, dtype=torch.float64).view(2, -1).mean(1), rtol=1e-5, atol=2e-5)
@@ -173,7 +173,7 @@ def test_every_step_of_a_schedule(kind: str, eta: float) -> None:
 
 @pytest.mark.parametrize("kind", TYPES)
 def test_gradient_with_respect_to_the_velocity(kind: str) -> None:
-    """d log-prob / d velocity, float32 against autograd through float64 formulas."""
+    """d log-prob / d velocity in float32, compared with autograd through float64 formulas."""
     sigma, sigma_next, eta = 0.7, 0.5, 0.8
     x, v, noise = (normal(3, 2, 4, seed=k) for k in range(3))
     leaf = v.clone().requires_grad_()
@@ -250,7 +250,7 @@ def test_a_sigma_per_sample_equals_one_number(kind: str, form: str) -> None:
 
 @pytest.mark.parametrize("kind", TYPES)
 def test_rows_do_not_mix(kind: str) -> None:
-    """A batch of different noise levels is its rows, one by one: windows are replayed as B x W rows."""
+    """A batch with different noise levels gives the same as its rows one by one: windows are replayed as B x W rows."""
     sigma, sigma_next = torch.tensor(SCHEDULE[:-2]), torch.tensor(SCHEDULE[1:-1])
     x, v, noise = (normal(len(sigma), 3, 8, seed=k) for k in range(3))
     batch = take(kind, x, v, sigma, sigma_next, sigma_max=SCHEDULE[1], noise=noise)
@@ -292,7 +292,7 @@ def test_the_sample_that_was_drawn_has_no_gradient(kind: str) -> None:
     take(kind, x, v, prev_sample=prev).log_prob.sum().backward()
     assert prev.grad is None
     replayed, v.grad = v.grad.clone(), None
-    # sampling: prev_sample = mean + std noise hangs on v too, and must count as a constant
+    # in sampling, prev_sample = mean + std noise depends on v too, and must count as a constant
     drawn = take(kind, x, v, prev_sample=prev.detach())
     noise = (prev.detach() - drawn.mean.detach()) / drawn.std[:, None]
     take(kind, x, v, noise=noise).log_prob.sum().backward()
@@ -334,7 +334,7 @@ def test_noise_of_the_transition_has_the_std_that_is_returned() -> None:
 
 @pytest.mark.parametrize("kind", GAUSSIAN)
 def test_densities_sum_to_one(kind: str) -> None:
-    """exp(log_prob) of single numbers, summed over a fine grid."""
+    """exp(log_prob) of scalars, summed over a fine grid."""
     grid = torch.linspace(-20, 20, 40_001)
     x, v = torch.full_like(grid, 0.3), torch.full_like(grid, -0.8)
     step = take(kind, x, v, prev_sample=grid)
@@ -368,7 +368,7 @@ def test_the_last_step_of_cps_is_refused(sigma_next: Any) -> None:
 
 @pytest.mark.parametrize("noise_level", [1.01, 2.0, 2.5])
 def test_a_noise_level_of_cps_is_at_most_1(noise_level: float) -> None:
-    """Above it the std sin(eta pi / 2) falls again: 0 at 2, and negative from there on."""
+    """Above it the std sin(eta pi / 2) decreases again: it is 0 at 2, and negative beyond."""
     x, v, noise = (normal(2, 3, seed=k) for k in range(3))
     with refused(f"sde_step: the noise level {noise_level:g} of cps should be at most 1"):
         sde_step(x, v, 0.5, 0.25, noise_level=noise_level, sde_type="cps", sigma_max=0.9, noise=noise)

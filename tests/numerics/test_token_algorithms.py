@@ -1,4 +1,4 @@
-"""Token-level algorithms compared with their papers' formulas, token by token, with responses of different lengths."""
+"""Algorithms on tokens against the formulas of their papers, token by token, with responses of different lengths."""
 
 import math
 from collections.abc import Callable
@@ -24,7 +24,7 @@ TEACHER = torch.tensor([[-0.5, -1.5, -2.0, 0.0], [-0.1, -1.0, -4.0, -0.2], [-0.3
 
 
 class Given(Policy):
-    """A policy whose log-probabilities are given."""
+    """A policy with given log-probabilities."""
 
     def __init__(self, log_prob: Tensor) -> None:
         self.log_prob = log_prob
@@ -34,7 +34,7 @@ class Given(Policy):
 
 
 def computed(algorithm: TokenAlgorithm) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """The loss, the gradient of its sum over real tokens to log pi, and the scalars."""
+    """The loss, the gradient of its sum over real tokens by log pi, and the scalars."""
     log_prob = (OLD + RATIO.log()).requires_grad_()
     batch = Batch(None, OLD, MASK, torch.tensor(ADVANTAGE), MASK.float(), {"teacher": TEACHER})
     loss, stats = algorithm.loss(Given(log_prob), batch)
@@ -44,7 +44,7 @@ def computed(algorithm: TokenAlgorithm) -> tuple[Tensor, Tensor, dict[str, Tenso
 
 
 def by_hand(expected: Callable[[float, float, float, float, float], tuple[float, float]], found: tuple) -> None:
-    """`expected` of (log pi, rho, A, old, teacher) gives the loss and its derivative by log pi."""
+    """Check token by token: `expected(log pi, rho, A, old, teacher)` is the loss and its derivative by log pi."""
     for i, t in MASK.nonzero().tolist():
         rho, old = float(RATIO[i, t]), float(OLD[i, t])
         loss, slope = expected(old + math.log(rho), rho, ADVANTAGE[i], old, float(TEACHER[i, t]))
@@ -99,7 +99,7 @@ def test_a_ratio_out_of_bounds_is_finite(log_ratio: float) -> None:
 
 
 def test_gspo_has_one_ratio_a_response() -> None:
-    """The loss of each token is that of the sequence, and the gradient for one advantage is that of GSPO."""
+    """The loss of each token is that of the sequence, and with one advantage its gradient equals GSPO's."""
     loss, gradient, _ = computed(grpo.Algorithm(grpo.Config(importance="sequence", clip_ratio=0.4, clip_ratio_c=None)))
     for i, length in enumerate(MASK.sum(1).tolist()):
         a = ADVANTAGE[i]
@@ -112,7 +112,7 @@ def test_gspo_has_one_ratio_a_response() -> None:
 
 
 def test_the_gradient_at_the_borders_of_the_clip() -> None:
-    """It is 0 above 1 + high only for A > 0, below 1 - low only for A < 0, and beyond the dual clip for A < 0."""
+    """It is cut above 1 + high only for A > 0, below 1 - low only for A < 0, and beyond the dual clip for A < 0."""
     _, gradient, stats = computed(grpo.Algorithm(grpo.Config(clip_ratio_high=0.28, clip_ratio_c=3.0)))
     cut = (gradient == 0) & MASK
     assert cut.tolist() == [[False, False, True, False], [True, False, False, True], [False] * 4]
@@ -126,7 +126,7 @@ def test_dr_grpo_divides_by_nothing() -> None:
 
 
 def test_only_normalised_advantages_are_clamped() -> None:
-    """Others are in units of the reward, so rewards of 0 to 100 keep their differences."""
+    """Other advantages are in units of the reward: rewards of 0 to 100 keep their differences."""
     reward, group_id = torch.tensor([0.0, 100.0, 50.0, 50.0]), torch.zeros(4)
     dr_grpo = grpo.Algorithm(grpo.Config(norm_adv_by_std_in_grpo=False))
     assert dr_grpo.advantage(reward, group_id).tolist() == [-50, 50, 0, 0]
@@ -155,7 +155,7 @@ def test_rloo_compares_with_the_others() -> None:
 
 
 def test_rloo_in_the_first_update_is_reinforce() -> None:
-    """Its gradient is that of -A log pi while the policy is still the one that sampled."""
+    """Its gradient is that of -A log pi as long as the policy is the one that sampled."""
     log_prob = OLD.clone().requires_grad_()
     batch = Batch(None, OLD, MASK, torch.tensor(ADVANTAGE), MASK.float(), {})
     loss, _ = rloo.Algorithm(rloo.Config()).loss(Given(log_prob), batch)
@@ -206,7 +206,7 @@ def test_distillation_without_rewards() -> None:
 
 
 def test_k2_has_the_gradient_of_k1_at_first() -> None:
-    """While the policy is the one that sampled, and without task rewards."""
+    """As long as the policy is the one that sampled, without rewards."""
     gradients = []
     for kind in ("k1", "k2"):
         log_prob = OLD.clone().requires_grad_()

@@ -1,4 +1,4 @@
-"""Only the logits of one chunk of tokens are in memory at a time, in both passes."""
+"""Forward and backward passes keep the logits of only one chunk of tokens in memory."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ VOCABULARY, HIDDEN = 151_936, 64
 
 
 class Largest(TorchDispatchMode):
-    """Records the number of elements of the largest tensor that an operator returns."""
+    """Records the elements of the largest tensor that an operator returned."""
 
     elements = 0
 
@@ -28,7 +28,7 @@ class Largest(TorchDispatchMode):
 
 
 def peak(tokens: int, chunk: int) -> float:
-    """The peak bytes of scoring tokens and of the gradient, in units of a row of float32 logits."""
+    """Peak memory of scores of that many tokens and their gradient, in rows of float32 logits."""
     with Ledger() as ledger, torch.device("meta"):
         head = torch.nn.Linear(HIDDEN, VOCABULARY, bias=False)
         hidden = torch.empty(tokens, HIDDEN, requires_grad=True)
@@ -41,8 +41,8 @@ def peak(tokens: int, chunk: int) -> float:
 
 
 def test_the_peak_grows_with_the_chunk_alone() -> None:
-    """On fake tensors, which can be as large as in real jobs."""
-    weight = HIDDEN * 3  # gradients of the head while they are summed
+    """On meta tensors, so that they can be as large as in real jobs."""
+    weight = HIDDEN * 3  # gradients of the head on their way to their sum
     few, many, wide = peak(2048, 256), peak(16384, 256), peak(16384, 1024)
     assert many < few * 1.02  # 14,336 tokens more: their states, not their logits
     assert many < 8 * 256 + weight
@@ -50,7 +50,7 @@ def test_the_peak_grows_with_the_chunk_alone() -> None:
 
 
 def test_no_tensor_of_a_pass_is_larger_than_a_chunk() -> None:
-    """A whole pass with gradient checkpointing, forward and backward, on real numbers."""
+    """A whole pass with gradient checkpointing, forward and backward, with real values."""
     settings = Qwen3Config(
         vocab_size=VOCABULARY,
         hidden_size=8,

@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens, decoding and token-level losses, compared with plain computations."""
+"""Log-probabilities of tokens, decoding and token losses, against plain computations."""
 
 import math
 from pathlib import Path
@@ -43,7 +43,7 @@ def test_scores_and_their_gradient_in_chunks() -> None:
 
 
 def test_greedy_decoding_is_that_of_transformers(model: CausalLM, lm_folder: Path) -> None:
-    """With prompts of different lengths, several samples of each, and samples that end while others continue."""
+    """With prompts of different lengths, several samples of each, and samples that end before others."""
     tokenizer = AutoTokenizer.from_pretrained(lm_folder)
     end, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
     rows = [0, 0, 1, 2, 2]
@@ -73,7 +73,7 @@ def test_tokens_are_drawn_from_the_models_distribution(model: CausalLM) -> None:
 
 
 def test_the_replay_scores_what_was_drawn(model: CausalLM) -> None:
-    """A pass over padded sequences gives the tokens of each response the log-probs of a separate pass."""
+    """A pass over padded sequences gives the same log-probs as a separate pass for each response."""
     responses = [[3, 4, 5], [6], [7, 8]]
     longest = max(len(p) + len(r) for p, r in zip(PROMPTS, responses, strict=True))
     ids = torch.zeros(3, longest, dtype=torch.long)
@@ -90,7 +90,7 @@ def test_the_replay_scores_what_was_drawn(model: CausalLM) -> None:
 
 
 def test_the_clipped_loss_by_hand() -> None:
-    """Token by token, with the papers' formulas."""
+    """Token by token, by the papers' formulas."""
     log_ratio = torch.tensor([[0.5, -0.5, 0.1, 2.0], [0.5, -0.5, 0.1, 2.0]])
     mask = torch.tensor([[True, True, True, False], [True, True, True, True]])
     loss, stats = clipped_tokens(log_ratio, torch.tensor([1.5, -2.0]), mask, low=0.2, high=0.28, dual=3.0)
@@ -107,7 +107,7 @@ def test_the_clipped_loss_by_hand() -> None:
 
 
 def test_the_gradients_of_the_kl_estimates() -> None:
-    """In expectation over the policy, k2, k1+ and k3+ have the gradient of the KL, k1 of 0, k3 of the forward KL."""
+    """The expected gradient of k2, k1+ and k3+ is that of the KL, of k1 it is 0, and of k3 that of the forward KL."""
     logits, other = torch.randn(2, 50, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     q, logits = other.log_softmax(0), logits.requires_grad_()
 
@@ -130,7 +130,7 @@ def test_the_gradients_of_the_kl_estimates() -> None:
 
 
 def test_the_kl_estimates() -> None:
-    """The means of k1 and k3 over many draws are the KL; k3 is never below 0."""
+    """The means of k1 and k3 over many draws are the KL; k3 is never negative."""
     torch.manual_seed(0)
     p, q = torch.log_softmax(torch.randn(6), -1), torch.log_softmax(torch.randn(6), -1)
     drawn = torch.multinomial(p.exp(), 200_000, replacement=True)

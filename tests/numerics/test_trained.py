@@ -37,7 +37,7 @@ def gradients(policy: FlowPolicy) -> dict[str, Tensor]:
     return grads
 
 
-# The text stream of the last block is not used, so its queries, output and feed-forward have no gradient.
+# The last block's text output is not used, so that its text queries, output and feed-forward have no gradient.
 UNUSED: dict[str, tuple[str, ...]] = {
     "sd3": ("transformer_blocks.1.attn.add_q_proj.",),
     "flux": (),  # its last block has one stream
@@ -73,7 +73,7 @@ def test_gradients_flow_through_both_branches_of_guidance(
 
 @pytest.mark.parametrize("family", ["sd3", "qwen", "flux", "z_image", "flux2_klein"])
 def test_gradients_of_guidance_are_the_sum_of_both_branches(world: World, folder: Folder, family: str) -> None:
-    """Compared with finite differences along a random direction: no branch is left out or counted twice."""
+    """Against finite differences along a random direction: no branch is missing or counted twice."""
     policy = make_policy(world, folder(family), lora_rank=4)
     disturb(policy)
     weight = torch.randn(velocity(policy).shape, generator=torch.Generator().manual_seed(1))

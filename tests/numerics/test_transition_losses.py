@@ -1,4 +1,4 @@
-"""The losses of algorithms on transitions: values and gradients by hand, in float64."""
+"""The losses of algorithms on transitions: values and gradients computed by hand, in float64."""
 
 import math
 from dataclasses import dataclass, replace
@@ -26,7 +26,7 @@ ADVANTAGE = [1.5, -0.5, 0.25, 0.0, -2.0]
 
 @dataclass
 class Shift:
-    """A policy with one weight, theta: its means are those of the sampling policy plus theta * way."""
+    """A policy with one weight, theta: its means are those of the policy that sampled, plus theta * way."""
 
     theta: Tensor
     way: Tensor
@@ -41,7 +41,7 @@ class Shift:
 
 
 def scene(theta: float) -> tuple[Any, Batch, Tensor, Tensor]:
-    """A policy, a batch that it replays, and in float64 the steps' noise eps and way [B, W, ...]."""
+    """A policy, a batch for its replay, and the noise eps and way [B, W, ...] of the steps in float64."""
     w = len(TRAINED)
     eps, way, means = (normal(B, w, *DIMS, seed=k) for k in range(3))
     latents = normal(B, len(SIGMAS), *DIMS, seed=3)
@@ -80,7 +80,7 @@ def clip_rule(log_ratio: Tensor, clip: float) -> tuple[Tensor, Tensor]:
 
 
 def check(module: ModuleType, options: dict[str, Any], theta: float, loss: Tensor, slope: Tensor) -> dict[str, Tensor]:
-    """Check the algorithm's loss [B, W] and its weighted sum's derivative by theta; returns its scalars."""
+    """Check the algorithm's loss [B, W], and d loss / d theta summed with uneven weights; returns its scalars."""
     policy, batch, _, _ = scene(theta)
     ours, stats = module.Algorithm(module.Config(**options)).loss(policy, batch)
     weights = torch.rand(B, len(TRAINED), generator=torch.Generator().manual_seed(9))
@@ -112,7 +112,7 @@ def test_clipped(module: ModuleType, theta: float) -> None:
 
 @pytest.mark.parametrize("theta", [0.0, 0.02, -0.3])
 def test_guard(theta: float) -> None:
-    """The remaining ln rho is theta mean(way eps), independent of the step's std."""
+    """The regulated ln rho is theta mean(way eps), whatever the step's std."""
     _, _, eps, way = scene(theta)
     slope = dim_mean(way * eps)
     loss, factor = clip_rule(theta * slope, 0.005)
@@ -148,7 +148,7 @@ def test_all_are_the_policy_gradient_before_the_first_update(module: ModuleType,
 
 @pytest.mark.parametrize("theta", [0.0, 0.05])
 def test_one_ratio_for_a_sample(theta: float) -> None:
-    """exp of the mean log-ratio of its steps, with a gradient to all of them (GSPO)."""
+    """exp of the mean of its steps' log-ratios, with a gradient for all of them (GSPO)."""
     log_ratio, slope, divergence = ratios(theta)
     mean, mean_slope = (x.mean(1, keepdim=True).expand(-1, 3) for x in (log_ratio, slope))
     loss, factor = clip_rule(mean, 0.02)
@@ -178,7 +178,7 @@ def test_steps_weighted_by_their_noise() -> None:
 
 
 def test_the_kl_is_not_weighted() -> None:
-    """Each convention divides it by its own variance."""
+    """Each convention divides by its own variance."""
     policy, batch, _, way = scene(0.02)
     views = {"reference": batch.trace.means - 0.1 * batch.trace.means.new_ones(())}
     batch = replace(batch, reference_outputs=views, advantage=torch.zeros(B))
@@ -214,7 +214,7 @@ def test_guarded_by_hand() -> None:
 
 
 def test_the_guard_has_no_bias() -> None:
-    """Under the old policy, ln rho has mean -D; after the guard's correction it has mean 0."""
+    """Under the old policy, ln rho has the mean -D, and the regulated one has the mean 0."""
     n, c, shift = 200_000, 0.3, 0.02
     eps = normal(n, seed=0).double()
     log_ratio = (shift * eps / c - shift**2 / (2 * c**2))[:, None]

@@ -1,4 +1,4 @@
-"""top_k, top_p and min_p: log-probabilities are those of the sampled distributions."""
+"""top_k, top_p and min_p: log-probabilities are those of the truncated distributions."""
 
 import math
 from pathlib import Path
@@ -35,7 +35,7 @@ TOP_P = ("rollout.top_p=0.9", "rollout.temperature=0.8")
     ],
 )
 def test_the_tokens_that_are_kept(truncation: Truncation, expected: list[int]) -> None:
-    """Computed by hand, for probabilities in any order."""
+    """For probabilities in any order, by hand."""
     p, order = torch.tensor([0.4, 0.3, 0.2, 0.1, 0.0], dtype=torch.float64), torch.tensor([3, 0, 4, 2, 1])
     kept = truncation.kept(torch.stack([p, p[order]]))
     assert kept[0].int().tolist() == expected and torch.equal(kept[1], kept[0][order])
@@ -43,7 +43,7 @@ def test_the_tokens_that_are_kept(truncation: Truncation, expected: list[int]) -
 
 @pytest.mark.parametrize("truncation", TRUNCATIONS, ids=str)
 def test_log_probs_are_those_of_what_is_drawn(truncation: Truncation) -> None:
-    """The frequency of each token in 20,000 draws is exp of its log-prob, which sums to 1 over the kept tokens."""
+    """The frequency of each token in 20,000 draws is exp(log_prob); these sum up to 1 over the kept tokens."""
     logits = torch.randn(12, generator=torch.Generator().manual_seed(0)) * 1.5
     uniform = (torch.arange(20000) + 0.5) / 20000
     drawn = draw(logits.expand(20000, -1), uniform, Decoding(1, 0.7, [], 0, truncation))
@@ -65,7 +65,7 @@ def test_log_probs_are_those_of_what_is_drawn(truncation: Truncation) -> None:
 
 @pytest.mark.parametrize("chunk", [7, 2])
 def test_the_gradient_is_that_of_a_masked_softmax(chunk: int) -> None:
-    """For log-probs and entropy, with recomputed chunks, and weights that have changed since the tokens were kept."""
+    """For log-probs and entropy, with recomputed chunks, and weights that changed since the tokens were kept."""
     torch.manual_seed(0)
     head, tokens = torch.nn.Linear(6, 11, bias=False), torch.randint(11, (7,))
     hidden = torch.linspace(-1, 1, 42).view(7, 6)
@@ -93,13 +93,13 @@ def test_the_gradient_is_that_of_a_masked_softmax(chunk: int) -> None:
 
 
 def test_what_was_kept_stays_with_its_sample() -> None:
-    """Through passes over some of the samples, each with its own padded width."""
+    """In passes over parts of the samples, each padded to its own width."""
     lengths = torch.tensor([2, 3, 1])
     trace = TokenTrace(torch.zeros(3, 8, dtype=torch.long), torch.tensor([4, 4, 4]), lengths, 3)
     of_tokens = [[[1, 2], [3]], [[4], [5, 6, 7], [8]], [[9]]]
 
     def part(rows: list[int]) -> TokenTrace:
-        """Some of the samples, with the tokens that were kept."""
+        """Some of the samples, with their kept tokens."""
         some = trace.select(torch.tensor(rows))
         sets = [kept for row in rows for kept in of_tokens[row]]
         flat = torch.tensor([token for kept in sets for token in kept], dtype=torch.int32)
@@ -125,9 +125,7 @@ def test_what_was_kept_stays_with_its_sample() -> None:
     ids=str,
 )
 def test_a_step_of_truncated_samples(keys: tuple[str, ...], lm_folder: Path, tmp_path: Path) -> None:
-    """The first ratio is 1, and log-probs are larger than those of whole distributions. The reference is the policy at
-    first.
-    """
+    """The first ratio is 1, log-probs exceed those of whole distributions, and the reference equals the policy."""
     (whole,) = run_ranks(one_step, 1, tiny_lm_config(lm_folder, tmp_path / "whole", TOP_P[1], *keys))
     (step,) = run_ranks(one_step, 1, tiny_lm_config(lm_folder, tmp_path / "top_p", *TOP_P, *keys))
     exact = 0.0 if len(keys) < 3 else 2e-6
@@ -137,7 +135,7 @@ def test_a_step_of_truncated_samples(keys: tuple[str, ...], lm_folder: Path, tmp
 
 
 def test_layouts_agree(lm_folder: Path, tmp_path: Path) -> None:
-    """Two ranks take the same step as one; recomputing layers and logits changes no ratio."""
+    """Two ranks take the same step as one; recomputed layers and logits do not change ratios."""
     keys = (*TOP_P, "rollout.min_p=0.01", "algorithm.kl_loss_coef=0.04")
     (alone,) = run_ranks(one_step, 1, tiny_lm_config(lm_folder, tmp_path / "1", *keys))
     parts = run_ranks(one_step, 2, tiny_lm_config(lm_folder, tmp_path / "2", *keys, "parallel.fsdp_size=2"))

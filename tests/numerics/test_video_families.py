@@ -1,4 +1,4 @@
-"""Common tests of all families that generate videos: exact replays, and the arithmetic of a pass."""
+"""Properties of each family that makes videos: exact replays, and the arithmetic of a pass."""
 
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from phalanx.types import Prompt
 from tests.policies import PROMPTS, disturb, make_policy, make_rollout, sample
 
 FRAMES = 5
-# a text with a word in quotation marks, a truncated one, and an empty one
+# a quoted word, a text that is truncated, and an empty text
 TEXTS = [
     Prompt('a sign that says "zeta"', 0, {}, negative='"blur"'),
     Prompt("two small dogs on a red sofa, " * 4, 1, {}),

@@ -1,4 +1,4 @@
-"""Policies that read images agree with transformers' models: in decoding, in replays, and in any batch."""
+"""Policies that read images compute the same as transformers' own models: in decoding, in replays, and in any batch."""
 
 import json
 import re
@@ -14,12 +14,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from phalanx.config.critic import CriticModelConfig
 from phalanx.config.lm import LMDataConfig, LMModelConfig, LMRolloutConfig
 from phalanx.config.run import ParallelConfig
 from phalanx.distributed.mesh import World
 from phalanx.distributed.passes import Passes
 from phalanx.functional.tokens import FAR, Truncation, sampled_from, token_scores
 from phalanx.media.pictures import Picture
+from phalanx.models.lm.critic import build_critic
 from phalanx.models.lm.policy import LMPolicy, build_policy
 from phalanx.rollout.lm.decode import Decoding, draw
 from phalanx.rollout.lm.in_policy import LMRollout
@@ -60,7 +62,7 @@ def shown(number: int, text: str, *sizes: tuple[int, int]) -> Prompt:
     return Prompt(text, number, {}, messages=[{"role": "user", "content": parts}], images=tuple(pictures))
 
 
-# of other sizes, two images, none
+# images of different sizes, two images, no image
 PROMPTS = [
     shown(0, "read", (48, 24)),
     shown(1, "and these two", (64, 32), (40, 24)),
@@ -88,7 +90,7 @@ def sampled(policy: LMPolicy, **rollout: Any) -> Samples:
 
 
 def inputs_of(policy: LMPolicy, prompt: Prompt, response: Tensor) -> dict[str, Tensor]:
-    """The processor's inputs for a prompt, followed by a response [R]."""
+    """The processor's own inputs for a prompt, followed by a response [R]."""
     reader = policy.reader
     text = policy.tokenizer.apply_chat_template(
         reader.in_parts([prompt])[0].messages, tokenize=False, add_generation_prompt=True
@@ -102,7 +104,7 @@ def inputs_of(policy: LMPolicy, prompt: Prompt, response: Tensor) -> dict[str, T
 
 
 def in_passes(policy: LMPolicy, samples: Samples, order: Tensor, size: int = 4) -> Tensor:
-    """The log-probs from replays of `size` samples each, in the order of the samples."""
+    """Log-probs from replays of `size` samples each, in the order of the samples."""
     result = torch.empty_like(samples.log_prob)
     for part in order.split(size):
         result[part] = policy.replay(samples.trace.select(part)).log_prob.detach()
@@ -163,7 +165,9 @@ def test_truncated_distributions_and_packed_rows_are_the_same(
     rows = torch.arange(len(samples.index))
     assert torch.equal(in_passes(policy, samples, rows), samples.log_prob)
     if folder.name == "gemma3":
-        with pytest.raises(ValueError, match=r"use_remove_padding.*Gemma3ForConditionalGeneration are seen both ways"):
+        with pytest.raises(
+            ValueError, match=r"use_remove_padding.*Gemma3ForConditionalGeneration attend to each other"
+        ):
             policy_of(folder, world, use_remove_padding=True)
         return
     for once in (False, True):  # whether prompts with their images are computed once
@@ -200,12 +204,12 @@ def test_a_model_that_cannot_read_images_is_told_as_it_is_loaded(qwen: Path, wor
         policy_of(folder, world, data={"max_pixels": 9})
     policy_of(folder, world, data={"max_prompt_length": 9, "overlong_prompts": "truncate"})  # its image alone is longer
     policy = policy_of(folder, world)
-    # texts that contain the placeholders of images
+    # texts that contain placeholders of images
     for i, token in ((0, "<|image_pad|>"), (0, "<|video_pad|>"), (2, "<|image_pad|>"), (2, "<|video_pad|>")):
         parts = [{"type": "image"} for _ in PROMPTS[i].images]
         message = {"role": "user", "content": [*parts, {"type": "text", "text": token}]}
         with pytest.raises(
-            ValueError, match=rf"^a:{i}: its text holds '{re.escape(token)}', which stands for an image"
+            ValueError, match=rf"^a:{i}: its text contains '{re.escape(token)}', which stands for an image"
         ):
             policy.length(replace(PROMPTS[i], messages=[message], place=f"a:{i}"))
     file = folder / "preprocessor_config.json"
@@ -235,14 +239,26 @@ def test_images_of_a_prompt_are_read_once(qwen: Path, world: World) -> None:
         policy.vision.model.visual.register_forward_hook(lambda *args, calls=calls: calls.append(1))
         for look in set(samples.trace.looks) - {None}:
             look.seen.clear()
-        in_passes(policy, samples, torch.arange(len(samples.index)))  # each pass has the samples of one prompt
-        assert len(calls) == expected  # a trained tower also runs in the pass without images
+        in_passes(policy, samples, torch.arange(len(samples.index)))  # passes of one prompt's samples
+        assert len(calls) == expected  # a trained tower runs also in the pass without images
+
+
+def test_a_trained_tower_is_recomputed_in_policy_and_critic(qwen: Path, world: World) -> None:
+    policy = policy_of(qwen, world, freeze_vision_tower=False, gradient_checkpointing=True)
+    critic = build_critic(CriticModelConfig(), ParallelConfig(), policy, seed=0)
+    trace = sampled(policy).trace
+    scores = {policy.trained: lambda: policy.replay(trace).log_prob, critic.trained: lambda: critic.values(trace)}
+    for trained, score in scores.items():
+        calls: list[int] = []
+        trained.module.vision.blocks()[0].register_forward_hook(lambda *args, calls=calls: calls.append(1))
+        score().sum().backward()
+        assert len(calls) == 2  # in the forward and in the backward pass
 
 
 def test_tokens_that_stand_for_images_are_never_sampled() -> None:
     generator = torch.Generator().manual_seed(0)
     states, head = torch.randn(40, 8, generator=generator), torch.randn(12, 8, generator=generator)
-    head[3] *= 20  # makes this token the likeliest
+    head[3] *= 20  # makes this token the most likely one
     logits, uniform = states @ head.T, torch.rand(40, generator=generator)
     for temperature in (0.0, 1.0):
         plain = Decoding(4, temperature, ends=[0], pad=0)

@@ -1,4 +1,4 @@
-"""Wan, and the policy with videos: parity with diffusers' pipeline, exact replays, sizes, arithmetic."""
+"""Wan, and videos in the policy: parity with diffusers' pipeline, exact replays, sizes, arithmetic."""
 
 import json
 import shutil
@@ -24,7 +24,7 @@ VIDEO = 5  # frames: two latent frames
 
 
 def stock(pipeline: Any, guidance: float, frames: int, latents: Tensor, length: int = MAX_LENGTH) -> Tensor:
-    """Videos [3, F, 3, H, W] of diffusers' pipeline, one at a time, with the prompts' negatives."""
+    """Videos [3, F, 3, H, W] of diffusers' pipeline, one at a time, because it has one negative prompt per call."""
     videos = [
         pipeline(
             p.text,
@@ -55,7 +55,7 @@ def test_videos_are_those_of_the_stock_pipeline(world: World, tmp_path: Path, fr
 
 
 def test_levels_are_those_of_the_published_scheduler(world: World, wan_folder: Path) -> None:
-    """At first order and without its corrector, its solver is an Euler step."""
+    """Its solver at first order without its corrector is an Euler step."""
     from diffusers import UniPCMultistepScheduler
 
     pipeline = load_pipeline(wan_folder)
@@ -92,7 +92,7 @@ def test_prompts_are_cut_and_cleaned_as_in_the_stock_pipeline(world: World, wan_
 
 
 def test_padding_is_kept_nowhere_and_comes_back(world: World, wan_folder: Path, tmp_path: Path) -> None:
-    """Also if all prompts of a step are short, and if embeddings are read from disk."""
+    """Also if all prompts of a step are short, and if they are read from the disk."""
     pipeline = load_pipeline(wan_folder)
     expected, _ = pipeline.encode_prompt(["x"], do_classifier_free_guidance=False, max_sequence_length=MAX_LENGTH)
     for _ in range(2):
@@ -132,7 +132,7 @@ def test_log_probs_are_exact(
 
 
 def test_each_video_has_a_noise_of_its_own(world: World, wan_folder: Path) -> None:
-    """Noise is a function of a video's name only: in another batch, a video is the same except for the last bits."""
+    """Noise is a function of the sample's name only: in another batch, a video only differs in the last bits."""
     policy = make_policy(world, wan_folder)
     together, alone = (sample(make_rollout(policy, micro, num_frames=VIDEO)) for micro in (6, 1))
     torch.testing.assert_close(together.outputs, alone.outputs, rtol=0, atol=1e-4)
@@ -214,7 +214,7 @@ def test_folders_that_are_refused(world: World, wan_folder: Path, sd3_folder: Pa
     alone = edited(wan_folder, tmp_path / "a14b", "model_index.json", lambda index: index.update(boundary_ratio=0.875))
     scheduler = "scheduler/scheduler_config.json"
     for folder, message in (
-        (alone, "should have both a transformer_2 and a boundary_ratio, or none"),
+        (alone, "should have both a transformer_2 and a boundary_ratio, or neither"),
         (
             edited(wan_folder, tmp_path / "sigmas", scheduler, lambda c: c.update(use_flow_sigmas=False)),
             "should have use_flow_sigmas: true",

@@ -1,4 +1,4 @@
-"""Wan 2.2 A14B, whose two transformers are for the noise levels above and below a boundary."""
+"""Wan 2.2 A14B, with one transformer for noise levels above a boundary and one for those below."""
 
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,7 @@ def test_videos_are_those_of_the_stock_pipeline(
         [1000.0, 857.69, 602.15, 8.93], abs=0.01
     )
     ours, latents = ode(rollout)
-    # the stock pipeline requires multiples of 16, although its transformer accepts multiples of 8
+    # the stock pipeline requires multiples of 16, although its transformer supports those of 8
     pipeline = load_pipeline(a14b_folder)
     pipeline.check_inputs = lambda *args, **keys: None
     torch.testing.assert_close(ours, stock(pipeline, scales, latents, size), rtol=0, atol=1e-4)
@@ -79,7 +79,7 @@ def experts(policy: FlowPolicy) -> Experts:
 
 
 def gradients(policy: FlowPolicy, timesteps: list[float], whole: bool = False) -> tuple[Tensor, dict[str, Tensor]]:
-    """The velocity of rows at these timesteps, and the gradients of its sum of squares."""
+    """The velocity of rows at timesteps, and the gradients of its sum of squares."""
     rollout = make_rollout(policy, 3, guidance=1.0)
     embeds = rollout.collate(PROMPTS, negatives=False)
     shape = (3, *policy.model.latent_shape(32, 48))
@@ -146,7 +146,7 @@ def test_a_transformer_that_learns_nothing_is_told(
     make_rollout(policy, 1, num_frames=VIDEO, sde_window_range=[0, 2])
     assert caplog.messages == [
         "model.target_components: no step of rollout.sde_window_range, or of algorithm.last_steps, is one of "
-        "transformer_2, so that it learns nothing; its steps are those whose timestep is below 800"
+        "transformer_2, so it learns nothing; its steps are those whose timestep is below 800"
     ]
     caplog.clear()
     rollout = make_rollout(policy, 1, num_frames=VIDEO)
@@ -154,7 +154,7 @@ def test_a_transformer_that_learns_nothing_is_told(
     keep_last_steps(policy, rollout, 3, policy.config)
     assert caplog.messages == []
     keep_last_steps(policy, rollout, 1, policy.config)
-    assert "is one of transformer, so that it learns nothing; its steps are those whose timestep is at" in caplog.text
+    assert "is one of transformer, so it learns nothing; its steps are those whose timestep is at" in caplog.text
     caplog.clear()
     chosen = make_policy(world, a14b_folder, max_prompt_length=512, target_components=["transformer"])
     make_rollout(chosen, 1, num_frames=VIDEO, sde_window_range=[0, 2])

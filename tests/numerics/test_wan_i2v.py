@@ -36,7 +36,7 @@ def folders(i2v_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
 
 @pytest.fixture(autouse=True)
 def without_ftfy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The stock image-to-video pipeline requires ftfy, which the text-to-video one uses only if it is installed."""
+    """The stock pipeline requires ftfy, which the text-to-video pipeline only uses if it is installed."""
     monkeypatch.setattr(pipeline_wan_i2v, "prompt_clean", pipeline_wan.prompt_clean)
 
 
@@ -45,7 +45,7 @@ def i2v_policy(world: World, folder: Path, **keys: Any) -> FlowPolicy:
 
 
 def prompts() -> list[Prompt]:
-    """Prompts of different lengths, including an empty and a truncated one."""
+    """Texts of different lengths, including an empty one and one that is truncated."""
     first, second, third = edits()
     return [first, replace(second, text=""), replace(third, text="a wide sky " * 20)]
 
@@ -96,7 +96,7 @@ def test_log_probs_are_exact(world: World, folders: dict[str, Path], kind: str) 
 
 
 def test_the_first_frame_that_is_kept_has_no_loss(world: World, folders: dict[str, Path]) -> None:
-    """TI2V-5B: even with noise in the steps, all samples have the given frame, whatever its velocity."""
+    """TI2V-5B: also with noise in the steps, all samples end in the given frame, with the velocity that leads there."""
     policy = i2v_policy(world, folders["5b"])
     samples = sample(make_rollout(policy, 4, guidance=3.0, num_frames=VIDEO), edits())
     trace = samples.trace
@@ -123,7 +123,7 @@ def test_a_condition_is_kept_once_and_differs_between_images(world: World, folde
     shapes = {name: (t.shape, t.dtype) for name, t in drawn.items() if name != "padded_length"}
     assert shapes == {name: (t.shape, t.dtype) for name, t in found[0].items() if name != "padded_length"}
     assert model.flops(32, 48, 512, VIDEO) > 0
-    # CLIP's features affect the velocity
+    # the velocity depends on CLIP's features
     rollout = make_rollout(policy, 1, num_frames=VIDEO)
     latents = torch.zeros(1, *model.sample_shape(32, 48, VIDEO))
     batch = model.collate(found[:1], 512, False)
@@ -144,6 +144,6 @@ def test_folders_and_sizes_that_are_refused(world: World, folders: dict[str, Pat
         "before for the image"
     ):
         i2v_policy(world, folders["2.1"], max_prompt_length=256)
-    with pytest.raises(ValueError, match="has 4 channels of input; expected 12, as of a model that makes videos of an"):
+    with pytest.raises(ValueError, match="has 4 channels of input; expected 12, as of an image-to-video model"):
         i2v_policy(world, wan_folder)
     assert photo(0).size == (96, 64)

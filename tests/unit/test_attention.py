@@ -1,4 +1,4 @@
-"""`model.attn_backend`: it is the one that computes, and one that cannot is refused with a line."""
+"""`model.attn_backend`: this backend computes attention, and one that cannot is refused in one line."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +17,7 @@ from tests.policies import PROMPTS, make_policy, one_rank, velocity
 
 @pytest.fixture
 def world() -> Iterator[World]:
-    # setting a model's backend sets the whole process's
+    # setting a model's backend also sets that of the process
     with one_rank() as world, attention_backend("native"):
         yield world
 
@@ -28,7 +28,7 @@ def folder(request: pytest.FixtureRequest) -> Path:
 
 
 class Operations(TorchDispatchMode):
-    """Names of the kernels that run meanwhile."""
+    """Names of the kernels that run within the context."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ def test_the_backend_is_the_one_that_computes(
     with torch.no_grad():
         default = velocity(make_policy(world, folder))
         policy = make_policy(world, folder, attn_backend=backend)
-        policy.embed(PROMPTS)  # the text encoders have kernels of their own
+        policy.embed(PROMPTS)  # the text encoders use other kernels
         with Operations() as operations:
             out = velocity(policy)
     assert kernel in operations.names and other not in operations.names

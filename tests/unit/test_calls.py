@@ -1,4 +1,4 @@
-"""Calls of tools in texts, by the format of the model family."""
+"""Parsers of tool calls in texts, by the format of the model family."""
 
 import json
 import sys
@@ -117,19 +117,19 @@ def test_calls(form: str, text: str, content: str, calls: list[dict[str, Any]]) 
             hermes('{"x": ' + "9" * 5000 + "}"),
             "Exceeds the limit (4300 digits) for integer string conversion",
         ),
-        ("hermes", hermes('{"name": "\\ud83d"}'), "\\ud83d is half of a surrogate pair, which is not valid text"),
-        ("qwen3_coder", hermes(CALL), "expected <function=name> behind <tool_call>"),
-        ("qwen3_coder", hermes("<function=calc>\n<parameter=x>\n1"), "no </parameter> behind <parameter=x>"),
+        ("hermes", hermes('{"name": "\\ud83d"}'), "\\ud83d is half of a surrogate pair, which no text can hold"),
+        ("qwen3_coder", hermes(CALL), "expected <function=name> after <tool_call>"),
+        ("qwen3_coder", hermes("<function=calc>\n<parameter=x>\n1"), "no </parameter> after <parameter=x>"),
         ("llama3", "<|python_tag|>print(1)", "Expecting value: line 1 column 1 (char 0)"),
         ("llama3", '{"name": "calc", "parameters": 3}', "the parameters should be a JSON object"),
-        ("glm45", glm(""), "expected the name of a function behind <tool_call>"),
-        ("glm45", "<tool_call>calc<arg_key>x</arg_key><arg_value>1", "no </arg_value> behind <arg_key>x</arg_key>"),
+        ("glm45", glm(""), "expected the name of a function after <tool_call>"),
+        ("glm45", "<tool_call>calc<arg_key>x</arg_key><arg_value>1", "no </arg_value> after <arg_key>x</arg_key>"),
         ("glm45", glm("calc <arg_key>x</arg_key>5"), "malformed <arg_key>"),
         ("qwen3_coder", hermes("<function=calc>\n<parameter=x\n1</parameter>"), "malformed <parameter="),
         ("gpt_oss", TO_CALC + "{x}", "Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"),
         ("gpt_oss", TO_CALC + "[1]", "the arguments should be a JSON object"),
-        ("gemma4", gemma("calc"), "expected call:name{...} behind <|tool_call>"),
-        ("gemma4", "<|tool_call>calc{x:1}", "expected call:name{...} behind <|tool_call>"),
+        ("gemma4", gemma("calc"), "expected call:name{...} after <|tool_call>"),
+        ("gemma4", "<|tool_call>calc{x:1}", "expected call:name{...} after <|tool_call>"),
         ("gemma4", gemma("calc{x:one}"), "Expecting value: line 1 column 6 (char 5)"),
         ("gemma4", gemma("calc{text:`a}"), "Expecting "),
         ("llama3", f"{CALL}; and more", "Expecting value: line 1 column 1 (char 0)"),
@@ -200,7 +200,7 @@ LONG = 100_000
     ],
 )
 def test_long_texts_take_little_time(form: str, part: str) -> None:
-    """No text of a policy holds up a step."""
+    """No text of a policy may delay a step."""
     read = parser(form, TOOLS)
     for begin in ("", "<tool_call>", "<tool_call><function=calc>", '{"name": ', "<|tool_call>call:a{"):
         start = time.process_time()

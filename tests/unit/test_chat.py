@@ -1,4 +1,4 @@
-"""Prompts by a chat template, in a confined process: the same tokens as transformers', and limits for what is broken."""
+"""Prompts by a chat template, in a confined process: the same tokens as transformers', and limits for broken ones."""
 
 from datetime import date
 from typing import Any
@@ -70,7 +70,7 @@ def test_the_tokens_are_transformers(template: str) -> None:
 
 @pytest.mark.parametrize("arguments", [{"x": "½"}, '{"x": "½"}'], ids=["object", "text"])
 def test_arguments_are_what_the_template_reads(arguments: Any) -> None:
-    """Data have them as objects or as JSON text, and templates read the one or join the other with texts."""
+    """Data have arguments as objects or as JSON text; templates read objects, or concatenate text."""
     call = {"type": "function", "id": "1", "function": {"name": "add", "arguments": arguments}}
     row = chat([USER, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "9"}], tools=[SCHEMA])
     expected = {
@@ -114,7 +114,7 @@ DOUBLED = "{% set ns = namespace(s='a' * 1024) %}{% for i in range(40) %}{% set 
         (CHATML + "{{ messages[9].content }}", "{row}: UndefinedError: list object has no element 9"),
         (CHATML + "{% if %}", " cannot be used: TemplateSyntaxError: Expected an expression, got 'end of statement"),
         (CHATML + "{{ raise_exception('no\nsuch role') }}", "{row}: TemplateError: no such role"),
-        ("Hello!", " leaves out the text of the user in a chat of user; expected one that renders it"),
+        ("Hello!", " omits the text of the user in a chat of user; expected one that renders it"),
     ],
     ids=["time", "memory", "doubled", "size", "sandbox", "undefined", "syntax", "raise", "dropped"],
 )
@@ -140,10 +140,10 @@ def test_the_row_that_a_template_does_not_take_is_named() -> None:
 def test_messages_that_a_template_drops() -> None:
     silent = CHATML.replace("{% for m in messages %}", "{% for m in messages if m.role != 'system' %}")
     assert tokens(silent, [Prompt("one", 0, {})])
-    with pytest.raises(ValueError, match=r"leaves out the text of the system in a chat of system, user; expected"):
+    with pytest.raises(ValueError, match=r"omits the text of the system in a chat of system, user; expected"):
         tokens(silent, [Prompt("one", 0, {}), chat([SYSTEM, USER])])
     first = "{{ messages[0].content }}"
-    with pytest.raises(ValueError, match=r"leaves out the text of the user in a chat of user, assistant, user; exp"):
+    with pytest.raises(ValueError, match=r"omits the text of the user in a chat of user, assistant, user; exp"):
         tokens(first, [chat([*TURNS])])
 
 
@@ -170,7 +170,7 @@ def test_variables_of_the_template() -> None:
         "data.chat_template_kwargs: the chat template of 'models/m' has no variable 'enable_thinkin' to set; "
         "it reads enable_thinking; did you mean enable_thinking?"
     )
-    with pytest.raises(ValueError, match=r"no variable 'messages' to set; it reads no variable but the chat$"):
+    with pytest.raises(ValueError, match=r"no variable 'messages' to set; it reads no variables except the chat$"):
         tokens(CHATML + HEAD, one, chat_template_kwargs={"messages": []})
 
 

@@ -17,7 +17,7 @@ from tests.ranks import run_ranks
 
 
 class Encoder:
-    """Random embeddings; `calls` lists what was asked for."""
+    """Random embeddings; `calls` records the texts."""
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         self.dtype, self.calls = dtype, list[list[str]]()
@@ -65,7 +65,7 @@ def test_another_model_has_other_embeddings(tmp_path: Path) -> None:
 
 
 def test_another_family_has_other_embeddings(sd3_folder: Path, tmp_path: Path) -> None:
-    """A family of one's own may encode the same folder's prompts in another way."""
+    """A custom family may encode the prompts of the same folder differently."""
     own = tmp_path / "family.py"
     own.write_text("from phalanx.models.flow.families import sd3\n\n\nclass Model(sd3.Model):\n    pass\n")
     with one_rank() as world:
@@ -140,12 +140,12 @@ def test_embeddings_of_qwen_image_have_no_padding(qwen_folder: Path) -> None:
     assert batch["prompt_embeds"][~batch["prompt_embeds_mask"]].abs().max() == 0
 
 
-# Texts of the ranks of a node in two rounds: of a border both ranks show it, and a second epoch gives them to others.
+# Texts of a node's ranks in two rounds: both ranks share one text, and a second epoch deals them differently.
 ROUNDS = [[["a", "bb", ""], ["bb", "ccc", ""]], [["ccc", "dddd", ""], ["a", "bb", "eeeee", ""]]]
 
 
 def in_turns(folder: Path | None, shards: int | None = None) -> tuple[list[list[str]], list[Embeds]]:
-    """What a rank encoded, and the embeddings of its texts afterwards."""
+    """The texts that a rank encoded, and the embeddings of its texts afterwards."""
     encoder, world = Encoder(), mesh.start(ParallelConfig(fsdp_size=shards))
     torch.manual_seed(world.rank)
     cache, node = EmbedsCache(encoder, "model", None if folder is None else str(folder)), Node(world, 60.0)
@@ -159,7 +159,7 @@ def in_turns(folder: Path | None, shards: int | None = None) -> tuple[list[list[
 
 @pytest.mark.parametrize(("nodes", "shards"), [(1, 2), (2, 2), (2, 1)])
 def test_a_node_encodes_a_prompt_once(nodes: int, shards: int) -> None:
-    """Whoever encoded it: the ranks of a node have the same values, bit for bit."""
+    """Whichever rank encoded a text, all ranks of the node have the same values, bit for bit."""
     ranks = run_ranks(in_turns, 2 * nodes, None, shards, local_world=2)
     for (first, mine), (second, others) in zip(ranks[::2], ranks[1::2], strict=True):
         assert first == [["a", ""], ["dddd"]]
@@ -176,7 +176,7 @@ def test_what_is_on_disk_is_encoded_by_none(tmp_path: Path) -> None:
 
 
 def test_a_tensor_that_texts_share_travels_once() -> None:
-    """As that of an image does, which several texts are about."""
+    """As the tensor of an image does, which several texts share."""
     image, alone = torch.randn(6, 8), torch.randn(6, 8)
     texts = [torch.randn(n + 1, 8) for n in range(3)]
     sent = {3: image, 4: image, 7: alone}

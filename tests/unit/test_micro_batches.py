@@ -1,4 +1,4 @@
-"""The micro-batches of an update: every part of a sample goes with it, and corrections reach the loss."""
+"""The micro-batches of an update: all fields of a sample stay together, and corrections reach the loss."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -43,7 +43,7 @@ def test_all_parts_of_a_sample_go_with_it(samples: Samples) -> None:
 
 
 def test_a_correction_goes_with_its_actions(samples: Samples) -> None:
-    """Beside the weights where the algorithm weighs only its policy's term, else in them."""
+    """As a separate field if the algorithm only weights its surrogate, otherwise as part of the weights."""
     factors = torch.tensor([[1.0, 0.0]] * len(samples.index))
     step, rows, weight = batches(replace(samples, weight=factors)), torch.tensor([1, 2]), torch.tensor([[0.5] * 2] * 2)
     batch = step.select(rows, weight)
@@ -61,7 +61,7 @@ def test_fresh_noise_leads_from_image_to_noise() -> None:
 
 
 def test_each_optimizer_step_is_balanced() -> None:
-    """Of 12 units, of which two do not count, on two ranks: the costly ones of a step apart, three or fewer to a rank."""
+    """12 units, two of which do not count, on two ranks: expensive units of a step go to different ranks."""
     counted = torch.ones(12, dtype=torch.bool)
     counted[[2, 9]] = False
     numbers = torch.arange(12)

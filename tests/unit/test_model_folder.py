@@ -1,4 +1,4 @@
-"""Foreign model folders: whatever is wrong with their files is told in one line, before it is loaded where that can be."""
+"""Foreign model folders: any defect of their files is reported in one line, if possible before they are loaded."""
 
 import json
 import os
@@ -26,7 +26,7 @@ Change = Callable[[Path], object]
 
 @pytest.fixture
 def folder(sd3_folder: Path, tmp_path: Path) -> Path:
-    """A copy that may be broken."""
+    """A copy of a folder that a test may break."""
     return Path(shutil.copytree(sd3_folder, tmp_path / "m"))
 
 
@@ -108,7 +108,7 @@ def test_a_single_file_is_no_folder(folder: Path) -> None:
 
 
 def test_an_older_folder_without_t5(folder: Path) -> None:
-    """Its model_index.json does not name what it leaves out."""
+    """Its model_index.json does not name the components that it omits."""
     content = json.loads((folder / INDEX).read_text())
     assert content.pop("text_encoder_3") == content.pop("tokenizer_3") == [None, None]
     (folder / INDEX).write_text(json.dumps(content))
@@ -129,7 +129,7 @@ LOADED: list[tuple[Change, str]] = [
     (tensors(ENCODER, lambda all: all | {FINAL_NORM: torch.ones(3)}), "'{folder}': the weights of text_encoder are not whole: its "
      "text_model.final_layer_norm.weight is [3] rather than [32]"),
     (keys(CONFIG, num_attention_heads="4"), "'{folder}' does not load: TypeError: not all arguments converted during string formatting"),
-    (tensors(TRANSFORMER, lambda all: all | {"transformer_blocks.7.x": torch.ones(1)}), f"{{folder}}/{TRANSFORMER} holds "
+    (tensors(TRANSFORMER, lambda all: all | {"transformer_blocks.7.x": torch.ones(1)}), f"{{folder}}/{TRANSFORMER} contains "
      "transformer_blocks.7.x, for which its config.json has no layer"),
     (text("tokenizer/tokenizer.json", "{}"), "'{folder}' does not load: KeyError: 'added_tokens'"),
     (keys("vae/config.json", scaling_factor=0), "'{folder}': the VAE's scaling_factor is 0; expected more than 0"),
@@ -173,12 +173,12 @@ def test_a_tokenizer_must_tell_texts_apart_and_fit_its_encoder(folder: Path) -> 
     keys("text_encoder/config.json", vocab_size=100)(folder)
     embedding = "text_model.embeddings.token_embedding.weight"
     tensors(ENCODER, lambda all: all | {embedding: all[embedding][:100].clone()})(folder)
-    with pytest.raises(ValueError, match="tokenizer has 514 tokens, and its text encoder knows 100"):
+    with pytest.raises(ValueError, match="tokenizer has 514 tokens, and its text encoder embeds 100"):
         Model(config, torch.float32, torch.float32)
 
 
 def test_a_hub_id_is_pinned(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As far as the hub's cache shows: two revisions lie in it, and each is found by its name."""
+    """By the hub's cache: it has two revisions, and each is found by its name."""
     import huggingface_hub
     import huggingface_hub.constants as constants
 

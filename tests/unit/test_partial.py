@@ -1,4 +1,4 @@
-"""Which groups partial rollouts train, and when, whatever the lengths of responses."""
+"""Which groups partial rollouts train, and when, for any lengths of responses."""
 
 import random
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ def one_rank() -> Iterator[None]:
 
 
 class Lengths:
-    """A rollout whose responses have lengths of their names: tokens 1, and 0 at the end."""
+    """A rollout whose responses have lengths given by their names: tokens 1, and 0 at the end."""
 
     facts, fps, noun, exact, micro_batch_size = None, 1, "samples", False, 64
 

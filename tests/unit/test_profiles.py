@@ -1,4 +1,4 @@
-"""Profiles of training steps: their files and contents, and that steps without them cost nothing."""
+"""Profiles of training steps: their files and contents, and that steps without a profile cost nothing."""
 
 import gzip
 import json
@@ -99,7 +99,7 @@ def test_a_step_that_an_error_ends_has_no_files(world: World, tmp_path: Path) ->
 
 @pytest.fixture
 def left() -> Iterator[None]:
-    """Destroy the worlds of jobs that were built but not run."""
+    """Clean up the process groups of jobs that are built but do not run."""
     yield
     mesh.stop()
 

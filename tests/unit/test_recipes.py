@@ -159,7 +159,7 @@ def test_rewards_are_there(path: Path) -> None:
             RewardSet(FlowRewardConfig(functions=[entry]), "cpu")
         return
     if entry.name == "vlm_ocr":  # known; `test_one_tiny_step` asks it
-        with pytest.raises(ConfigError, match=r"vlm_ocr is a judge, which asks reward\.model"):
+        with pytest.raises(ConfigError, match=r"vlm_ocr is a judge and needs reward\.model"):
             RewardSet(cfg.reward, "cpu")
         assert cfg.reward.model.path is not None
         return

@@ -1,4 +1,4 @@
-"""Estimates of k of n samples against all choices of k, and intervals against their coverage."""
+"""Estimates for k of n samples against all choices of k, and the coverage of intervals."""
 
 import itertools
 import math
@@ -116,7 +116,7 @@ def coverage(
 
 @pytest.mark.parametrize("count", [2, 5, 10, 40])
 def test_intervals_hold_the_truth_as_often_as_they_say(count: int) -> None:
-    """400 draws: a share of 0.95 has a standard error of 0.011."""
+    """400 draws: a coverage of 0.95 has a standard error of 0.011."""
 
     def means(generator: np.random.Generator) -> np.ndarray:  # of 4 samples of prompts of unequal difficulty
         return generator.binomial(4, generator.beta(2, 2, size=count)) / 4
@@ -134,7 +134,7 @@ def test_intervals_hold_the_truth_as_often_as_they_say(count: int) -> None:
 
 
 def test_wilsons_intervals_hold_the_truth() -> None:
-    """Exactly: the chance of each number of passes of 10 prompts, over a grid of rates."""
+    """Exact coverage: the probability of each number of passes among 10 prompts, over a grid of rates."""
     intervals = [mean_interval(np.array([1.0] * passed + [0.0] * (10 - passed))) for passed in range(11)]
     covered = []
     for rate in np.linspace(0.01, 0.99, 99):

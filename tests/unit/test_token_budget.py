@@ -1,4 +1,4 @@
-"""Micro-batches by tokens: nothing is lost, none is over the budget, and there are as few as a quick search finds."""
+"""Micro-batches by tokens: no sample is lost, none exceeds the budget, and their number is near the minimum."""
 
 import itertools
 import random
@@ -40,7 +40,7 @@ def test_by_hand() -> None:
 
 
 def test_neighbors_stay_together() -> None:
-    """Each part is a run of rows, and no other runs of as few parts have a smaller largest one."""
+    """Each part is a run of rows, and no other split into as many runs has a smaller largest run."""
     lengths = torch.tensor([[3], [3], [3], [4], [4], [4]])
     assert split(lengths, 2, packed=True, adjacent=True) == [[3, 4, 5], [0, 1, 2]]
     assert cost(lengths, split(lengths, 2, packed=True)[0], packed=True) == 11  # else the prompts are mixed
@@ -62,7 +62,7 @@ def test_neighbors_stay_together() -> None:
 
 @pytest.mark.parametrize(("adjacent", "prompts"), [(True, 38), (False, 170)])
 def test_prompts_that_passes_compute(adjacent: bool, prompts: int) -> None:
-    """The figures of docs/language-models.md: 32 groups of 8, of lengths that are correlated within each."""
+    """The figures of docs/language-models.md: 32 groups of 8, with lengths that are correlated within a group."""
     rng, groups, n = random.Random(0), 32, 8
     lengths = []
     for _ in range(groups):

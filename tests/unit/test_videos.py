@@ -196,5 +196,5 @@ def test_settings_that_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
             check(FlowRLConfig(rollout=FlowRolloutConfig(num_frames=5, engine=engine)))
     monkeypatch.setitem(sys.modules, "av", None)
     assert train_sampler(FlowRolloutConfig(), VideoModel).num_frames == 1
-    with refused("rollout.num_frames: 5: PyAV with libx264 writes videos; pip install 'phalanx[video]'"):
+    with refused("rollout.num_frames: 5: videos need PyAV with libx264; pip install 'phalanx[video]'"):
         train_sampler(config, VideoModel)

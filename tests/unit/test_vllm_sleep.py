@@ -29,5 +29,5 @@ def test_two_that_sleep_are_refused_before_vllm_does() -> None:
     with pytest.raises(RankError, match="Sleep mode can only be used for one instance per process"):
         run_ranks(order, 1, True, True, init=False)
     keys = ["model.path=x", "data.train_files=[x]", "rollout.engine=vllm", "reward.model.path=y"]
-    with pytest.raises(ConfigError, match=r"reward\.model\.sleep: true beside rollout\.sleep=true: vLLM lets only one"):
+    with pytest.raises(ConfigError, match=r"reward\.model\.sleep: true does not work with rollout\.sleep=true"):
         load(LMRLConfig, None, keys)

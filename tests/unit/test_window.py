@@ -34,7 +34,7 @@ def test_random_reaches_every_start_alike() -> None:
 
 
 def test_random_is_a_function_of_seed_and_step() -> None:
-    """The same for all prompts, ranks and resumed runs: nothing else enters. The numbers must not change."""
+    """The window is equal for all prompts, ranks and resumed runs. The numbers must not change between versions."""
     golden = [window(step).start for step in range(20)]
     assert golden == [4, 6, 4, 0, 2, 5, 5, 7, 2, 4, 5, 5, 1, 0, 6, 1, 6, 7, 0, 4]
     assert [window(step).start for step in reversed(range(20))] == golden[::-1]
@@ -52,7 +52,7 @@ def test_progressive_visits_the_first_window_and_stays_at_the_last() -> None:
 
 
 def test_mix_grpo_visits_every_start_in_turn() -> None:
-    """Windows of 4 that move by 1 every 25 training steps, over the 24 of 25 steps that can be trained."""
+    """Windows of 4 move by 1 every 25 training steps, over the 24 of 25 steps that can be trained."""
     mix: dict[str, Any] = {"num_inference_steps": 25, "size": 4, "schedule": "progressive", "iters": 25, "stride": 1}
     starts = [window(step, **mix).start for step in range(600)]
     assert starts == [k for k in range(21) for _ in range(25)] + [20] * 75

@@ -176,7 +176,7 @@ def test_jobs_on_images(tmp_path: Path, family: str, tp: int, kind: str) -> None
     )
     cfg = shown_config(family, tmp_path, *keys, "data.max_pixels=1024")
     for message in run_ranks(fit_and_break, 2, cfg, timeout=280):
-        assert message.startswith("rollout.engine: after the weights were handed over, " if tp == 2 else "")
+        assert message.startswith("rollout.engine: after the weights were copied, " if tp == 2 else "")
     for row in rows(tmp_path / "out"):
         assert row["rollout/sync_error"] < 1e-4 and row["rollout/logprob_abs_diff_max"] < 1e-3
         # a trained tower's features depend on the other images of a pass
@@ -204,6 +204,6 @@ def refused(cfg: LMRLConfig) -> str:
 
 def test_a_family_whose_images_vllm_reads_otherwise_is_refused(tmp_path: Path) -> None:
     assert run_ranks(refused, 1, shown_config("gemma3", tmp_path), timeout=100) == [
-        "rollout.engine: vllm has no attention both ways between the tokens of an image, which a "
-        "Gemma3ForConditionalGeneration has; set rollout.engine=policy"
+        "rollout.engine: vllm does not support bidirectional attention between the tokens of an image, as in "
+        "Gemma3ForConditionalGeneration; set rollout.engine=policy"
     ]

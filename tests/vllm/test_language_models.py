@@ -60,12 +60,12 @@ def handovers(cfg: Any, packs: bool) -> dict[str, str]:
 
 @pytest.mark.parametrize("packs", [False, True])
 def test_an_engine_that_does_not_follow_ends_the_job(lm_folder: Path, tmp_path: Path, packs: bool) -> None:
-    """Weights that were not handed over, a cache of the old ones, and linear layers that keep a packed copy."""
+    """With weights that were not copied, a cache of the old ones, or linear layers that keep a packed copy."""
     (said,) = run_ranks(handovers, 1, tiny_lm_config(lm_folder, tmp_path, *VLLM), packs, timeout=200)
     fine = set() if packs else {"first", "whole"}
     assert {how for how, text in said.items() if text == "in step"} == fine
     for text in (text for how, text in said.items() if how not in fine):
-        assert text.startswith("rollout.engine: after the weights were handed over, vLLM's log-probs of a probe differ")
+        assert text.startswith("rollout.engine: after the weights were copied, vLLM's log-probs of a probe differ")
         assert "\n" not in text
 
 

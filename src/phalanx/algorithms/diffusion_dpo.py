@@ -35,7 +35,7 @@ class Config(ForwardConfig):
 
     unused: ClassVar[tuple[str, ...]] = OF_ADVANTAGES
 
-    beta: float = arg(2000.0, "how much a pair's difference of errors counts", gt=0)
+    beta: float = arg(2000.0, "weight of the difference between a pair's errors", gt=0)
 
 
 class Algorithm(ForwardAlgorithm):

@@ -37,14 +37,14 @@ class Config(ForwardConfig):
     bounds_stds: ClassVar[bool] = False  # adv_clip_max is the range of r, in whatever units
 
     global_std: bool = arg(True, "divide advantages by the std of all rewards, as the paper does, not of the group's")
-    beta: float = arg(1.0, "how far the implicit policies lie from the old one", gt=0)
+    beta: float = arg(1.0, "distance of the implicit policies from the old one", gt=0)
     old_decay: str = arg(
         "slow",
         "decay of the sampling weights, min(rate x max(step - flat, 0), limit): zero (they are the policy's), slow "
         "(0.001, 0, 0.5) or late (0.0075, 75, 0.999)",
         choices=tuple(SCHEDULES),
     )
-    old_decay_rate: Optional[float] = arg(None, "rate of old_decay a training step; null: the schedule's", ge=0)
+    old_decay_rate: Optional[float] = arg(None, "rate of old_decay per training step; null: the schedule's", ge=0)
     old_decay_flat: Optional[int] = arg(None, "training steps before old_decay rises; null: the schedule's", ge=0)
     old_decay_limit: Optional[float] = arg(None, "largest old_decay; null: the schedule's", ge=0, lt=1)
 

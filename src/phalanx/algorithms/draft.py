@@ -31,7 +31,7 @@ from phalanx.types import Policy, Samples
 class Config(RewardGradientConfig):
     """The configuration of `algorithm.name=draft`."""
 
-    last_steps: int = arg(1, "K: the last denoising steps, through which the reward is differentiated", ge=1)
+    last_steps: int = arg(1, "K: number of last denoising steps through which the reward is differentiated", ge=1)
     noise_draws: int = arg(
         0,
         "n: the last step is taken from n fresh draws of noise for each final latent, not from the sampled state "

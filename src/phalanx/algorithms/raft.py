@@ -27,7 +27,7 @@ class Config(TokenConfig):
 
     unused: ClassVar[tuple[str, ...]] = (*OF_ADVANTAGES, "early_stop_imp_ratio")
 
-    best: int = arg(1, "responses of each prompt that are trained on: those of the highest rewards", ge=1)
+    best: int = arg(1, "number of responses per prompt to train on, those with the highest rewards", ge=1)
 
 
 class Algorithm(TokenAlgorithm):

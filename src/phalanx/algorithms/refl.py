@@ -29,9 +29,11 @@ from phalanx.types import Policy, Samples
 class Config(RewardGradientConfig):
     """The configuration of `algorithm.name=refl`."""
 
-    last_steps: int = arg(3, "the last denoising steps, of which each sample trains one; 10 of 40 in the paper", ge=1)
+    last_steps: int = arg(
+        3, "number of last denoising steps, one of which is trained per sample; 10 of 40 in the paper", ge=1
+    )
     margin: float = arg(2.0, "m: rewards above it have no gradient; 2 in the authors' code, of ImageReward")
-    reward_coef: float = arg(1e-3, "lambda_r: factor of the loss of the reward", gt=0)
+    reward_coef: float = arg(1e-3, "lambda_r: factor of the reward loss", gt=0)
 
 
 class Algorithm(RewardGradientAlgorithm):

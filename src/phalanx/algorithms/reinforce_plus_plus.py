@@ -32,7 +32,7 @@ from phalanx.types import Scored
 class Config(ReturnsConfig):
     """The configuration of `algorithm.name=reinforce_plus_plus`."""
 
-    group_baseline: bool = arg(False, "first take the mean reward of its prompt's samples off each reward")
+    group_baseline: bool = arg(False, "first subtract the mean reward of the prompt's samples from each reward")
 
     @property
     def needs_groups(self) -> bool:

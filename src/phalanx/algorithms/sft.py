@@ -27,7 +27,7 @@ class Config(ForwardConfig):
 
     unused: ClassVar[tuple[str, ...]] = OF_ADVANTAGES
 
-    best: int = arg(1, "images of each prompt that are trained on: those of the highest rewards", ge=1)
+    best: int = arg(1, "number of images per prompt to train on, those with the highest rewards", ge=1)
 
 
 class Algorithm(ForwardAlgorithm):

@@ -74,7 +74,7 @@ class RewriteConfig:
     )
     template: str = arg("{}", "text that the painter receives, with {} in place of the rewritten prompt")
     keep_originals: int = arg(
-        0, "original prompts in each group, beside writer.rollout.n rewritten ones", ge=0, le=65535
+        0, "original prompts in each group, besides writer.rollout.n rewritten ones", ge=0, le=65535
     )
     validate: list[str] = arg(
         ["rewritten", "original"],
@@ -119,15 +119,13 @@ class JointConfig:
         """Configuration of each policy as that of a separate job; both share all sections that they can."""
         return {WRITER: self.of_writer(), PAINTER: self.of_painter()}
 
+    def _shared(self) -> dict[str, Any]:
+        """Sections of both policies."""
+        return {"parallel": self.parallel, "reward": self.reward, "trainer": self.trainer}
+
     def of_writer(self) -> LMRLConfig:
         """Configuration of the writer as a separate job."""
-        shared: dict[str, Any] = {
-            "parallel": self.parallel,
-            "data": self.data,
-            "reward": self.reward,
-            "trainer": self.trainer,
-        }
-        return LMRLConfig(**vars(self.writer), **shared)
+        return LMRLConfig(data=self.data, **vars(self.writer), **self._shared())
 
     def of_painter(self) -> FlowRLConfig:
         """Configuration of the painter as a separate job, whose prompts are the rewritten ones."""
@@ -142,13 +140,7 @@ class JointConfig:
             seed=d.seed,
             text_length_multiple=d.text_length_multiple,
         )
-        shared: dict[str, Any] = {
-            "parallel": self.parallel,
-            "data": data,
-            "reward": self.reward,
-            "trainer": self.trainer,
-        }
-        return FlowRLConfig(**vars(self.painter), **shared)
+        return FlowRLConfig(data=data, **vars(self.painter), **self._shared())
 
 
 def frozen(config: Any) -> Any:

@@ -133,7 +133,7 @@ class LMRolloutConfig(RolloutConfig):
     )
     tensor_parallel_size: int = arg(1, "vllm: neighbouring ranks of a node that share one copy of the weights", ge=1)
     gpu_memory_utilization: float = arg(
-        0.5, "vllm: fraction of a GPU's memory for its weights and cache, beside the training", gt=0, lt=1
+        0.5, "vllm: fraction of a GPU's memory for its weights and cache; the rest is for training", gt=0, lt=1
     )
     sleep: bool = arg(True, "vllm: release its memory while nothing is sampled (GPUs only)")
     max_sync_error: float = arg(
@@ -188,7 +188,7 @@ class LMRolloutConfig(RolloutConfig):
         **MOST_TOKENS,
     )
     stop: list[str] = arg([], "texts that end a response, in validation too; the token that completes one is its last")
-    stop_token_ids: list[int] = arg([], "tokens that end a response, in validation too, beside those of the model")
+    stop_token_ids: list[int] = arg([], "tokens that end a response, in validation too, besides the model's own")
     limit_images: Optional[int] = arg(
         None, "maximum images per prompt, for which vLLM also reserves memory; null: no limit", **COUNT
     )

@@ -52,7 +52,7 @@ def arg(
 ) -> Any:
     """A dataclass field with its help text and constraints.
 
-    choices: allowed values. forms: descriptions of further values that are allowed beside `choices`: any text with a
+    choices: allowed values. forms: descriptions of further values that are allowed besides `choices`: any text with a
     colon, such as module:Class. path: whether `located` resolves the value. limits: bounds of a number, see LIMITS.
     """
     metadata = {"help": help, "path": path, "choices": choices, "forms": forms, "limits": limits}
@@ -285,14 +285,14 @@ def _assign(base: DictConfig, root: type, hint: Any, value: Any, key: str) -> No
                 _assign(base, root, element, item, f"{key}[{i}]")
         else:
             # peft accepts one word in place of a list of names, and verl one file in place of a list
-            alone = key.endswith("target_modules") and value == "all-linear"
-            alone |= key in ("data.train_files", "data.val_files") and isinstance(value, str)
+            is_single = key.endswith("target_modules") and value == "all-linear"
+            is_single |= key in ("data.train_files", "data.val_files") and isinstance(value, str)
             # OmegaConf would convert any number to a boolean and a list to a string
             number_for_truth = bool in (hint, *get_args(hint)) and type(value) is int and value not in (0, 1)
             items = value if element is not None and isinstance(value, list) else ()
             if number_for_truth or any(isinstance(item, list | dict) for item in items):
                 raise ValidationError
-            OmegaConf.update(base, key, [value] if alone else value)
+            OmegaConf.update(base, key, [value] if is_single else value)
     except OmegaConfBaseException:
         example = f"; write [{value}]" if type(value) is element else ""
         raise ConfigError(f"{key}: expected {expected(hint)}, got {shown(value)}{example}") from None

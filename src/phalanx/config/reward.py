@@ -44,7 +44,7 @@ class RewardModelConfig:
     )
     dtype: str = arg("bfloat16", "dtype of the computation", choices=DTYPES)
     gpu_memory_utilization: float = arg(
-        0.3, "vllm: fraction of a GPU's memory for the model and its KV cache, beside the training", gt=0, lt=1
+        0.3, "vllm: fraction of a GPU's memory for model and KV cache; the rest is for training", gt=0, lt=1
     )
     micro_batch_size: int = arg(16, "transformers: number of questions answered at once", **COUNT)
     sleep: bool = arg(

@@ -66,7 +66,7 @@ class ModelConfig:
         limit = self.gradient_checkpointing_blocks
         if limit is not None and limit > blocks:
             key = "model.gradient_checkpointing_blocks"
-            raise ValueError(f"{key}: {limit}; expected 1 to {blocks}, the number of the model's blocks")
+            raise ValueError(f"{key}: {limit}; expected 1 to {blocks}, the model's blocks")
         return blocks if limit is None else limit
 
 
@@ -361,7 +361,7 @@ class RLConfig(RunConfig):
     )
 
     def __post_init__(self) -> None:
-        """Set algorithm.global_std if reward.normalize implies it; raise ConfigError for a class that is no engine."""
+        """Set algorithm.global_std if reward.normalize implies it; raise ConfigError for an invalid engine class."""
         super().__post_init__()
         check_engine_class(self.rollout)
         a = self.algorithm

@@ -123,8 +123,8 @@ def _marked(value: Any, raw: str, known: set[str]) -> Any:
     """
     for text in _texts(value):
         known.add(text)
-        for taken, name in list(_names.items()):
-            if text in taken:
+        for known_value, name in list(_names.items()):
+            if text in known_value:
                 _names.setdefault(text, name)
     if isinstance(value, str):
         return FromEnvironment.of(value, raw)

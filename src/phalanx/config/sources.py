@@ -51,28 +51,28 @@ def override(file: DictConfig, overrides: Sequence[str]) -> DictConfig:
     user = copy.deepcopy(file)
     for item in overrides:
         key, equals, value = item.partition("=")
-        told = cut(repr(item))
+        quoted = cut(repr(item))
         if "" in key.split(".") or not equals:
             if item.endswith((".yaml", ".yml")):
-                raise ConfigError(f"{told}: the configuration file comes first, and there is only one")
-            raise ConfigError(f"{told}: an override is written key=value, e.g. trainer.seed=1")
+                raise ConfigError(f"{quoted}: the configuration file comes first, and there is only one")
+            raise ConfigError(f"{quoted}: an override is written key=value, e.g. trainer.seed=1")
         if key.count(".") + key.count("[") > MOST_DEPTH:
-            raise ConfigError(f"{told}: the key is nested more than {MOST_DEPTH} deep")
+            raise ConfigError(f"{quoted}: the key is nested more than {MOST_DEPTH} deep")
         try:
             _parse(value)
             user.merge_with_dotlist([item])
         except yaml.MarkedYAMLError as error:
             hint = "; within [ ] or { } an interpolation needs quotes" if "${" in value else ""
-            raise ConfigError(f"{told}: the value is not valid YAML: {error.problem}{hint}") from None
+            raise ConfigError(f"{quoted}: the value is not valid YAML: {error.problem}{hint}") from None
         except OmegaConfBaseException as error:
             before = OmegaConf.select(user, key, throw_on_missing=False)
             if isinstance(before, DictConfig | ListConfig):
                 form = "a section" if isinstance(before, DictConfig) else "a list"
                 raise ConfigError(f"{key}: expected {form}, got {cut(value)}") from None
-            raise ConfigError(f"{told}: {reason(error)}") from None
+            raise ConfigError(f"{quoted}: {reason(error)}") from None
         except (TypeError, ValueError):  # OmegaConf's, if a list is indexed by a word
             example = "reward.functions[0].weight=2"
-            raise ConfigError(f"{told}: an element of a list is selected by its index, e.g. {example}") from None
+            raise ConfigError(f"{quoted}: an element of a list is selected by its index, e.g. {example}") from None
     return user
 
 

@@ -78,15 +78,15 @@ def _in_folder(folder: Path, split: str | None, place: str) -> list[Source]:
     if not files:
         return [(folder, split)]
     endings = sorted({path.suffix for path in files})
-    every = f"{files[0].parent}/*{endings[0]}"
+    pattern = f"{files[0].parent}/*{endings[0]}"
     if len(endings) > 1:
-        raise DataError(f"{place} has {' and '.join(endings)} files; name those of one kind, e.g. {every}")
+        raise DataError(f"{place} has {' and '.join(endings)} files; name those of one kind, e.g. {pattern}")
     splits: dict[str, list[Source]] = {}
     for path in files:
         splits.setdefault(without_number(path), []).append((path, None))
     if split is None and len(splits) > 1:
         first = f"{folder}:{next(iter(splits))}"
-        raise DataError(f"{place} has the splits {', '.join(splits)}; name one, e.g. {first}, or all, {every}")
+        raise DataError(f"{place} has the splits {', '.join(splits)}; name one, e.g. {first}, or all, {pattern}")
     if split is not None and split not in splits:
         raise DataError(f"{place}: there is no split {split!r}; it has {', '.join(splits)}")
     return splits[split] if split is not None else next(iter(splits.values()))

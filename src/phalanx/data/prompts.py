@@ -248,13 +248,13 @@ def _place_images(chat: list[dict[str, Any]], images: int, where: str) -> None:
     without images to texts. If the chat has no places at all, the images come first.
     """
     users = [message for message in chat if message["role"] == "user"]
-    every = [part for message in chat for part in message.get("content", []) if part["type"] == "image"]
-    if users and not every:
-        every = [{"type": "image"}] * images
-        users[0]["content"] = [*every, *users[0]["content"]]
-    if len(every) != images:
+    places = [part for message in chat for part in message.get("content", []) if part["type"] == "image"]
+    if users and not places:
+        places = [{"type": "image"}] * images
+        users[0]["content"] = [*places, *users[0]["content"]]
+    if len(places) != images:
         raise DataError(
-            f"{where} has places for {len(every)} images ({MARK}, or parts {{type: image}}), but the row has {images}"
+            f"{where} has places for {len(places)} images ({MARK}, or parts {{type: image}}), but the row has {images}"
         )
     for message in chat:
         parts = message.get("content", [])

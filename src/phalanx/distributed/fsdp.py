@@ -133,17 +133,17 @@ class Sharded:
 
     def _take_out(self, unit: nn.Module, ignored: set[nn.Parameter]) -> dict[str, nn.Parameter]:
         """Replace a unit's parameters that are neither ignored nor sharded by meta tensors. Returns them by name."""
-        taken = {}
+        whole = {}
         shapes: dict[nn.Parameter, nn.Parameter] = {}
         for name, p in list(unit.named_parameters(remove_duplicate=False)):
             if p in ignored or isinstance(p, DTensor):
                 continue
-            taken[name] = p
+            whole[name] = p
             if p not in shapes:
                 shapes[p] = nn.Parameter(torch.empty_like(p, device="meta", dtype=self._dtype(p)), p.requires_grad)
             head, _, leaf = name.rpartition(".")
             setattr(unit.get_submodule(head), leaf, shapes[p])
-        return taken
+        return whole
 
     def _put_parts(self, unit: nn.Module, whole: dict[str, nn.Parameter]) -> None:
         """Fill the parameters of a sharded unit, which have no values yet, with this rank's parts of `whole`."""

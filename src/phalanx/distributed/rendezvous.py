@@ -86,16 +86,16 @@ def meet(launch: Launch, limit: timedelta) -> dist.Store:
         raise
     if at.add("count", 1) == launch.world_size:
         at.set("end", "")
-    begin, told = time.monotonic(), SAY_S
+    begin, next_message_s = time.monotonic(), SAY_S
     while not at.check(["end"]):
         waited = time.monotonic() - begin
-        if launch.rank == 0 and waited > min(told, limit.total_seconds()):
+        if launch.rank == 0 and waited > min(next_message_s, limit.total_seconds()):
             line = waiting("rank", launch.world_size, missing(at, "rank", launch.world_size), waited)
             if waited > limit.total_seconds():
                 at.set("end", line)
             else:
                 say(line)
-                told *= 2
+                next_message_s *= 2
         time.sleep(min(1.0, 0.01 + waited / 10))
     problem = at.get("end").decode()
     if problem:
@@ -105,7 +105,7 @@ def meet(launch: Launch, limit: timedelta) -> dist.Store:
 
 
 def _linger(at: dist.Store, launch: Launch) -> None:
-    """Count this rank as one that has read the error. Rank 0, whose end may end the store, waits for all the others."""
+    """Count this rank as one that has read the error. Rank 0, which may keep the store, waits for the others."""
     at.add("read", 1)
     deadline = time.monotonic() + LINGER_S
     while launch.rank == 0 and at.add("read", 0) < at.add("came", 0) and time.monotonic() < deadline:
@@ -124,14 +124,14 @@ def _connected(launch: Launch, limit: timedelta) -> dist.Store:
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     where = f"MASTER_ADDR={address}, MASTER_PORT={port}"
     serves = launch.rank == 0 and not _is_launchers()
-    begin, told = time.monotonic(), SAY_S
+    begin, next_message_s = time.monotonic(), SAY_S
     while not serves and (problem := unreachable(address, port)) is not None:
         waited = time.monotonic() - begin
         if waited > limit.total_seconds():
             raise ConfigError(f"rank 0 ({where}) was not reached within {waited:.0f} s: {problem}")
-        if launch.local_rank == 0 and waited > told:
+        if launch.local_rank == 0 and waited > next_message_s:
             say(f"{place_of(launch.rank)} waits for rank 0 ({where}), for {waited:.0f} s so far: {problem}")
-            told *= 2
+            next_message_s *= 2
         time.sleep(min(1.0, 0.05 + waited / 10))
     try:
         store = dist.TCPStore(

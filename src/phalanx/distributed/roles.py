@@ -9,7 +9,6 @@ each node`; or, for elastic jobs, as a number or a fraction of the ranks, `4 ran
 Such ranks are laid out in the order in which the roles are given.
 """
 
-import difflib
 import math
 import re
 from collections.abc import Collection, Mapping
@@ -17,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from phalanx.config import ConfigError
+from phalanx.config.messages import nearest
 from phalanx.distributed.launch import Launch
 
 ACTOR, ROLLOUT, INFERENCE = ROLES = ("actor", "rollout", "inference")
@@ -99,8 +99,7 @@ def span(ranks: Collection[int], separator: str = ",") -> str:
 def _hint(role: str) -> str:
     if role == "reward":
         return "; rewards run where the rollout does, and reward.model.placement places a reward model there"
-    near = difflib.get_close_matches(role, ROLES, 1)
-    return f"; did you mean {near[0]}?" if near else f"; there are {', '.join(ROLES)}"
+    return nearest(role, ROLES) or f"; expected one of {', '.join(ROLES)}"
 
 
 def _is_count(text: str) -> bool:

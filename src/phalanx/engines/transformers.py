@@ -58,7 +58,7 @@ class TransformersEngine:
         tokenizer, known = self._tokenizer, self._model.generation_config.eos_token_id
         ends = {tokenizer.eos_token_id, *(known if isinstance(known, list) else [known])} - {None}
         if not ends:
-            raise ValueError(f"reward.model.path: {path!r} names no token that ends an answer (eos_token_id)")
+            raise ValueError(f"reward.model.path: {path!r} has no token that ends an answer (eos_token_id)")
         pad = min(ends) if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         tokenizer.pad_token, tokenizer.padding_side = tokenizer.convert_ids_to_tokens(pad), "left"
         self._model.generation_config = GenerationConfig(eos_token_id=sorted(ends), pad_token_id=pad)
@@ -186,7 +186,7 @@ def load_processor(path: str, revision: str | None = None, key: str = "reward.mo
             without_videos: Any = type(whole.__name__, (whole,), {"get_attributes": classmethod(attributes)})
             processor = without_videos.from_pretrained(path, **at)
     if not isinstance(processor, ProcessorMixin) or processor.chat_template is None:
-        raise ValueError(f"{key}: {path!r} has no chat template for images, so that it cannot be asked")
+        raise ValueError(f"{key}: {path!r} has no chat template for images; expected a model that has one")
     return processor
 
 
@@ -198,7 +198,7 @@ def load_tokenizer(path: str, revision: str | None = None) -> Any:
     with loading(f"reward.model.path: {path!r} does not load"):
         tokenizer = AutoTokenizer.from_pretrained(path, **at)
     if tokenizer.chat_template is None:
-        raise ValueError(f"reward.model.path: {path!r} has no chat template, so that it cannot be asked")
+        raise ValueError(f"reward.model.path: {path!r} has no chat template; expected a model that has one")
     return tokenizer
 
 

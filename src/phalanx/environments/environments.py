@@ -82,6 +82,4 @@ class Environments:
         self._pool.close()
 
     def _wait(self, timeout_s: float | None = None) -> None:
-        wait(
-            [conversation.closed for conversation in self._conversations if conversation.closed is not None], timeout_s
-        )
+        wait([each.closed for each in self._conversations if each.closed is not None], timeout_s)

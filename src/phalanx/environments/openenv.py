@@ -27,7 +27,7 @@ class Episode:
         reset = self._environment.reset
         row["seed"] = row["seed"] % _SEEDS
         for name in {"prompt", "sample_seed"} - inspect.signature(reset).parameters.keys():
-            row.pop(name, None)  # not columns of the data, so only for a function that names them
+            row.pop(name, None)  # an environment that takes any columns of the data does not expect these
         text = _text(reset(**accepted(reset, row)))
         return f"\n\n{text}" if text else ""
 

@@ -84,6 +84,7 @@ def kind_of(row: Mapping[str, Any], kinds: Mapping[Key, Kind]) -> Kind:
 
 
 def _kind(path: str, kwargs: dict[str, Any], extra: dict[str, Tool], key: str, kwargs_key: str) -> Kind:
+    """The environment at `path`, with the tools `extra`; `key` and `kwargs_key` name the keys in messages."""
     factory = _resolved(path, key)
     if not isinstance(factory, type):
         return _harness(factory, functools.partial(factory, **kwargs), kwargs, extra, kwargs_key)

@@ -1,1 +1,1 @@
-"""Pure tensor mathematics in float32; nothing here knows of ranks, models or files."""
+"""Pure tensor computations in float32, independent of ranks, models and files."""

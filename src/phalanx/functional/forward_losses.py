@@ -43,7 +43,7 @@ def negative_aware(
 
 
 def _squared_in_x0(error: Tensor, levels: Tensor) -> Tensor:
-    """[B, W] weighted squared errors of x_0 = x_t - t v, from errors [B, W, ...] of v, of which they are t times."""
+    """[B, W] weighted squared errors of x_0 = x_t - t v, which are t times the errors [B, W, ...] of v."""
     e = (levels.float()[..., None] * error.flatten(2)).abs()
     weight = e.detach().mean(2).clamp(min=SMALLEST_ERROR)
     return torch.square(e).mean(2) / weight

@@ -280,18 +280,16 @@ def _scores(
         at = torch.tensor(never, device=z.device)  # created only once, since the copy makes the host wait
         mean = (mean * z.shape[-1] - z.index_select(-1, at).sum(-1)) / (z.shape[-1] - len(never))
         z = z.index_fill(-1, at, torch.finfo(z.dtype).min)
+    total = z.logsumexp(-1)
+    certainty = total - mean
     if kept is not None and counts is not None:
         outside = torch.ones_like(z, dtype=torch.bool)
         outside[torch.arange(len(z), device=z.device).repeat_interleave(counts), kept.long()] = False
-        certainty = z.logsumexp(-1) - mean
         z = z.masked_fill(outside, FAR)
         total = z.logsumexp(-1)
-        log_prob = z.gather(1, tokens[:, None]).squeeze(1) - total
-        return log_prob, total - (torch.softmax(z, -1) * z).sum(-1), certainty
-    total = z.logsumexp(-1)
     log_prob = z.gather(1, tokens[:, None]).squeeze(1) - total
     entropy = total - (torch.softmax(z, -1) * z).sum(-1)
-    return log_prob, entropy, total - mean
+    return log_prob, entropy, certainty
 
 
 def left_padded(prompts: Sequence[Sequence[int]], pad: int) -> tuple[Tensor, Tensor]:

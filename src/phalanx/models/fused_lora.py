@@ -1,14 +1,13 @@
-"""A linear layer and its LoRA in three products, with nothing between them that goes over the output once more; in
-float32 in one.
+"""Fused LoRA: a linear layer and its LoRA in three matrix products without further elementwise passes, or in one.
 
-peft adds up `base + up(down(x)) * scale` in five kernels, three of which read and write tensors of the output's size.
-Here the last product is added onto the base's output where it lies. Against peft, a layer in bfloat16 rounds once where
-peft rounds three times.
+peft computes `base + up(down(x)) * scale` in five kernels, three of which read and write tensors of the output's size.
+Here the last product accumulates into the base's output in place. In bfloat16, the output is rounded once where peft
+rounds three times.
 
-A float32 weight can take `scale * up down` without losing it in the rounding, as one in bfloat16 would. Where there are
-more rows than the weight has, each pass makes that sum for itself, which costs little, and multiplies once.
+In float32, the LoRA can be merged into the weight, W + scale * up down, without being lost in rounding, as it would be
+in bfloat16. If the input has enough rows, each pass computes this sum, which then costs little, and a single product.
 
-Passes with and without a gradient compute by the same operations.
+Passes with and without gradients use the same operations.
 """
 
 from typing import Any
@@ -19,23 +18,23 @@ from torch import Tensor, nn
 
 from phalanx.models.linear import PLAIN, Nf4Linear, OneDnnLinear, dense, product
 
-# Merging is worth it where the rows' products with the LoRA's two matrices take this much more than that of the two.
-CLEARLY = 4
+# Merge if the input's products with the LoRA's two matrices cost at least this many times the product of the two.
+MIN_GAIN = 4
 
 
 def fuse(module: nn.Module) -> None:
-    """Let all linear layers in `module` that have a LoRA of peft's compute it fused, in place."""
+    """Let all linear layers in `module` with peft's LoRA compute it fused, in place."""
     for part in module.modules():
         if type(part) is Linear:
-            # not a new module in its place: parameters, hooks and names in checkpoints stay
+            # change the class instead of replacing the module, to keep parameters, hooks and names in checkpoints
             part.__class__ = FusedLinear
 
 
 class FusedLinear(Linear):
-    """peft's LoRA of a linear layer, fused where it is the plain one."""
+    """peft's linear layer with a LoRA, fused if it is a plain LoRA."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """[..., in] -> [..., out]; by peft where more is asked for than `_is_plain` knows."""
+        """[..., in] -> [..., out]; computed by peft in cases that `_is_plain` excludes."""
         if self.disable_adapters or self.merged or args or kwargs or not self._is_plain(x):
             return super().forward(x, *args, **kwargs)
         [name] = self.active_adapters
@@ -48,7 +47,7 @@ class FusedLinear(Linear):
         return out
 
     def _is_plain(self, x: Tensor) -> bool:
-        """One adapter, in the dtype of a frozen base and of `x`, without dropout, biases or a variant such as DoRA."""
+        """Whether there is one adapter with the dtype of the frozen base and `x`, without dropout, bias or variants."""
         names = self.active_adapters
         if len(names) != 1 or names[0] not in self.lora_A or self.lora_variant or self.fan_in_fan_out:
             return False
@@ -62,12 +61,12 @@ class FusedLinear(Linear):
 
 
 def _merges(x: Tensor, wide: int, narrow: int) -> bool:
-    """Whether the weight takes the LoRA without loss, and `x` has rows enough for that to be the cheaper way."""
+    """Whether to merge: in float32, if `x` has enough rows to make that cheaper."""
     if x.dtype != torch.float32:
         return False
     if torch.compiler.is_compiling():
         return True  # one graph for any number of rows
-    return x.numel() // narrow * (wide + narrow) >= CLEARLY * wide * narrow
+    return x.numel() // narrow * (wide + narrow) >= MIN_GAIN * wide * narrow
 
 
 class _MergedLinear(torch.autograd.Function):
@@ -83,7 +82,7 @@ class _MergedLinear(torch.autograd.Function):
         scale: float,
         onednn: bool,
     ) -> Tensor:
-        # the sum is made again in the backward pass: kept, it would be a second copy of the model
+        # the backward pass recomputes the merged weight: keeping all of them would be a second copy of the model
         ctx.save_for_backward(x, weight, table, down, up)
         ctx.scale, ctx.onednn = scale, onednn
         return product(x, torch.addmm(dense(weight, table, x.dtype), up, down, alpha=scale), bias, onednn=onednn)
@@ -97,7 +96,7 @@ class _MergedLinear(torch.autograd.Function):
             merged = torch.addmm(dense(weight, table, x.dtype), up, down, alpha=scale)
             of_x = product(grad, merged.t(), None, onednn=onednn).view_as(x)
         wide, narrow = len(up), down.shape[1]
-        if wide * narrow <= 2 * len(down) * (wide + narrow):  # by the fewer operations
+        if wide * narrow <= 2 * len(down) * (wide + narrow):  # whichever takes fewer FLOPs
             of_sum = product(grad.t(), rows.t(), None, onednn=onednn)
             of_down, of_up = up.t() @ of_sum, of_sum @ down.t()
         else:
@@ -121,12 +120,12 @@ class _LoraLinear(torch.autograd.Function):
         scale: float,
         onednn: bool,
     ) -> Tensor:
-        # in the shape that it has: torch rounds some shapes otherwise, and the base by itself is the reference
+        # not flattened: torch rounds some shapes differently, and the base layer without a LoRA is the reference
         out = product(x, dense(weight, table, x.dtype), bias, onednn=onednn)
         hidden = product(_rows(x), down, None, onednn=onednn)
         ctx.save_for_backward(x, weight, table, down, up, hidden)
         ctx.scale, ctx.onednn = scale, onednn
-        # in place: cuBLAS would copy the base's output first
+        # in place, because cuBLAS would otherwise copy the base's output first
         out.view(-1, out.shape[-1]).addmm_(hidden, up.t(), alpha=scale)
         return out
 
@@ -136,7 +135,7 @@ class _LoraLinear(torch.autograd.Function):
         needs_x, _, _, _, needs_down, needs_up, *_ = ctx.needs_input_grad
         onednn, grad = ctx.onednn, _rows(grad)
         of_x = of_down = of_up = None
-        # scaled where there are `rank` columns, not where there are as many as the output has
+        # scale this product, which has only `rank` columns, instead of one with as many as the output
         of_hidden = product(grad, up.t(), None, onednn=onednn).mul_(ctx.scale)
         if needs_x:
             whole = dense(weight, table, x.dtype)

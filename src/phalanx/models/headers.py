@@ -1,5 +1,6 @@
-"""Files of model folders, looked at by their names, sizes and headers, without torch: a folder that cannot be loaded is
-told of within a second.
+"""Checks of the files of model folders by their names, sizes and headers.
+
+They do without torch, so that a folder that cannot be loaded is reported within a second.
 """
 
 import json
@@ -11,13 +12,13 @@ from safetensors import SafetensorError, safe_open
 
 from phalanx.config.files import kind, parse_json, read_bytes
 
-MOST = 1e8  # of any number in a configuration
+MOST = 1e8  # limit of any number in a configuration
 MOST_LAYERS = 10_000
 _VARIANT = re.compile(r"[^.]+\.(\w+)(-\d+-of-\d+)?\.safetensors")  # as in model.fp16.safetensors
 
 
 def read_json(file: Path, key: str = "model.path") -> Any:
-    """The content of a JSON file; ValueError with `key`, the folder's, and the mistake's place."""
+    """The content of a JSON file; raises ValueError with the config `key` of its folder and the error's position."""
     try:
         return parse_json(read_bytes(file).decode("utf-8"))
     except json.JSONDecodeError as error:
@@ -31,7 +32,7 @@ def read_json(file: Path, key: str = "model.path") -> Any:
 
 
 def read_object(file: Path, key: str = "model.path") -> dict[str, Any]:
-    """As `read_json`, of a file that holds an object."""
+    """As `read_json`, for a file that contains an object."""
     content = read_json(file, key)
     if not isinstance(content, dict):
         raise ValueError(f"{key}: {file} holds a {type(content).__name__}; expected an object, {{...}}")
@@ -39,14 +40,14 @@ def read_object(file: Path, key: str = "model.path") -> dict[str, Any]:
 
 
 def tensors(file: Path, key: str = "model.path") -> dict[str, tuple[str, list[int]]]:
-    """The dtype, such as BF16 or F8_E4M3, and the shape of each tensor of a *.safetensors file, by its header.
+    """The dtype, such as BF16 or F8_E4M3, and the shape of each tensor in a *.safetensors file, read from its header.
 
     Raises ValueError, which begins with the folder's `key`, for a file that is damaged or cut short.
     """
     parts = {}
     try:
-        with safe_open(file, "np") as stored:  # reads the header, and compares the file's length with it
-            for name in stored.keys():  # noqa: SIM118 - it is no dict
+        with safe_open(file, "np") as stored:  # reads the header, and compares it with the file's length
+            for name in stored.keys():  # noqa: SIM118 - it is not a dict
                 part = stored.get_slice(name)
                 parts[name] = part.get_dtype(), part.get_shape()
     except (SafetensorError, OSError) as error:
@@ -55,14 +56,15 @@ def tensors(file: Path, key: str = "model.path") -> dict[str, tuple[str, list[in
 
 
 def require(part: Path, *names: str, key: str = "model.path") -> None:
-    """Raise ValueError if a folder, which `key` names, has none of these files."""
+    """Raise ValueError, with the config `key` of the folder, if it has none of these files."""
     if not any((part / name).is_file() for name in names):
         raise ValueError(f"{key}: {part} has no {' or '.join(names)}")
 
 
 def check_weights(part: Path, key: str = "model.path") -> None:
-    """Raise ValueError, which begins with the folder's `key`, where a component's weights are missing, damaged, cut
-    short, or are not floating point.
+    """Raise ValueError, which begins with the folder's `key`, if weights of a component are missing or unusable.
+
+    Unusable are files that are damaged or cut short, and weights that are not floating point.
     """
     for file in part.glob("*.safetensors.index.json"):
         shards = read_object(file, key).get("weight_map")
@@ -86,7 +88,7 @@ def check_weights(part: Path, key: str = "model.path") -> None:
 
 
 def check_variants(part: str, files: list[str], key: str = "model.path") -> None:
-    """Raise ValueError if the weights of a component, by the names of their files, are only those of a variant."""
+    """Raise ValueError if all weight files of a component are of a variant, such as model.fp16.safetensors."""
     variants = [_VARIANT.fullmatch(file) for file in files]
     if variants and variants[0] is not None and all(variants):
         name = variants[0][1]
@@ -97,7 +99,7 @@ def check_variants(part: str, files: list[str], key: str = "model.path") -> None
 
 
 def check_numbers(value: Any, place: str) -> None:
-    """Raise ValueError for a number that no layer can have: a library would allocate, or count to it."""
+    """Raise ValueError for a number too large for any layer, because a library would allocate or loop that much."""
     if isinstance(value, dict | list):
         items = value.items() if isinstance(value, dict) else enumerate(value)
         for key, item in items:

@@ -1,14 +1,13 @@
-"""Linear layers: on CPUs by the faster library, and without a separate pass for the bias where they are compiled; and
-with a frozen weight in 4 bits.
+"""Linear layers: the faster library on CPUs, fused biases in compiled code, and frozen weights in 4 bits.
 
-torch hands float32 matrix products to MKL, which on processors that are not Intel's keeps to AVX2
-even where they have AVX-512. oneDNN, which torch brings as well and uses for convolutions and
-bfloat16, does not: on one core of an AMD EPYC with AVX-512 it does 240 GFLOP/s instead of 105
-(docs/performance.md).
+torch computes float32 matrix products by MKL, which on processors not made by Intel uses AVX2 even if they have
+AVX-512. oneDNN, which torch includes and uses for convolutions and bfloat16, uses AVX-512: on one core of an AMD EPYC
+it reaches 240 GFLOP/s instead of 105 (docs/performance.md).
 
-NF4 is QLoRA's format: each 64 weights of a row share a float32 scale, their largest magnitude, and each is the nearest
-of 16 multiples of it, with the values of bitsandbytes without double quantization. A row holds its own scales, so that
-FSDP may cut between any two rows, and a weight is the same bytes on every layout.
+NF4 is QLoRA's format (arXiv 2305.14314): every 64 weights of a row share a float32 scale, their largest magnitude, and
+each weight is rounded to the nearest of 16 multiples of it. The values are those of bitsandbytes without double
+quantization. Each row includes its scales, so that FSDP may split between any two rows, and a weight has the same bytes
+in every layout.
 """
 
 import logging
@@ -24,9 +23,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.flop_counter import register_flop_formula
 
-# The choice: rounding differs in the last bits, so that it depends on no clock and is one for all ranks of a job.
+# The libraries round differently in the last bits, so the choice never depends on timings, which may differ by rank.
 TORCH, ONEDNN = "torch", "onednn"
-MIN_PRODUCTS = 2**22  # multiply-adds; smaller products go to MKL, because oneDNN takes 15 to 20 us to find its kernel
+MIN_PRODUCTS = 2**22  # multiply-adds; smaller products go to MKL, because oneDNN's kernel lookup takes 15 to 20 us
 
 log = logging.getLogger(__name__)
 
@@ -38,13 +37,13 @@ NF4 = (
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
 NF4_BLOCK = 64  # weights that share a scale
-NF4_BYTES = NF4_BLOCK // 2 + 4  # of a block: two codes per byte, and the scale
+NF4_BYTES = NF4_BLOCK // 2 + 4  # size of a block: two codes per byte, and the scale
 
 
 def preferred(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """The library of float32 linear layers that suits this processor: ONEDNN where torch has it beside MKL, for AVX-512
-    on a processor that is not Intel's, else TORCH, torch's default. By oneDNN products were measured to be 0.7 to 1.1
-    times as fast without AVX-512, and 2.3 times with it.
+    """The library for float32 linear layers: ONEDNN, if available, for AVX-512 on processors not by Intel, else TORCH.
+
+    There, oneDNN was measured to be 2.3 times as fast as MKL, and without AVX-512 0.7 to 1.1 times as fast.
     """
     if not (torch.backends.mkldnn.is_available() and torch.backends.mkl.is_available()):
         return TORCH
@@ -57,19 +56,21 @@ def preferred(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 def use_onednn(module: nn.Module) -> None:
     """Let all float32 linear layers in `module` compute by oneDNN, in place. Raises ValueError if torch lacks it."""
     if not torch.backends.mkldnn.is_available():
-        raise ValueError("model.cpu_linear: onednn is no part of this torch; expected torch, or null")
-    _count_operations()
+        raise ValueError("model.cpu_linear: onednn is not available in this build of torch; expected torch or null")
+    _register_flops()
     _make(OneDnnLinear, module)
 
 
 def unfuse_biases(module: nn.Module) -> None:
-    """Let all linear layers in `module` leave their bias to the compiler where it compiles for a CPU, in place."""
+    """In code compiled for CPUs, let all linear layers in `module` add their bias separately, in place."""
     _make(UnfusedLinear, module)
 
 
 def quantize_layers(blocks: Iterable[nn.Module], device: torch.device, *, stays: bool) -> None:
-    """Keep the frozen weights of all linear layers in `blocks` in NF4, in place. They are quantized on `device`, and
-    stay there or return to where they were. Raises ValueError if that fits no layer.
+    """Quantize the frozen weights of all linear layers in `blocks` to NF4, in place.
+
+    They are quantized on `device`; with `stays` they remain there, else they move back to their own device. Raises
+    ValueError if no layer can be quantized.
     """
     quantized = total = 0
     left_out: dict[int, list[str]] = {}
@@ -85,7 +86,7 @@ def quantize_layers(blocks: Iterable[nn.Module], device: torch.device, *, stays:
             place = device if stays else part.weight.device
             packed = quantize(part.weight.detach().to(device)).to(place)
             part.onednn = type(part) is OneDnnLinear
-            # not a new module in its place: hooks and names in checkpoints stay
+            # change the class instead of replacing the module, to keep hooks and names in checkpoints
             part.__class__ = Nf4Linear
             part.weight = nn.Parameter(packed, requires_grad=False)
             part.register_buffer("table", _pairs(place), persistent=False)
@@ -96,13 +97,11 @@ def quantize_layers(blocks: Iterable[nn.Module], device: torch.device, *, stays:
     log.info("nf4: %.2f M of the %.2f M frozen weights in the blocks are in 4 bits", quantized / 1e6, total / 1e6)
     if left_out:
         count = sum(map(len, left_out.values()))
-        log.warning("nf4: %d layers stay as they are, whose inputs are no multiple of %d: %s", count, NF4_BLOCK, widths)
+        log.warning("nf4: %d layers keep their dtype; inputs are not multiples of %d: %s", count, NF4_BLOCK, widths)
 
 
 def quantize(weight: Tensor) -> Tensor:
-    """[out, in] -> uint8 [out, in / 64 * 36]: of each row the codes, the first of two in the upper bits, and then the
-    float32 scales.
-    """
+    """[out, in] -> uint8 [out, in / 64 * 36]: rows of 4-bit codes, the first in the upper bits, then float32 scales."""
     blocks = weight.float().unflatten(1, (-1, NF4_BLOCK))
     scales = blocks.abs().amax(-1)
     values = torch.tensor(NF4, device=weight.device)
@@ -112,12 +111,12 @@ def quantize(weight: Tensor) -> Tensor:
 
 
 def count_weights(parameters: Iterable[Tensor]) -> int:
-    """The number of weights in parameters, of which some may be as `quantize` gives them."""
+    """Number of weights in parameters, some of which may be outputs of `quantize`."""
     return sum(p.numel() // NF4_BYTES * NF4_BLOCK if p.dtype is torch.uint8 else p.numel() for p in parameters)
 
 
 def dense(weight: Tensor, table: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """[out, in]: a layer's weight, in `dtype` and by its `table` where it is in NF4."""
+    """A layer's weight [out, in]; one in NF4, which has a `table`, is dequantized to `dtype`."""
     if table is None:
         return weight
     width = weight.shape[1] // NF4_BYTES * NF4_BLOCK // 2
@@ -127,7 +126,7 @@ def dense(weight: Tensor, table: Tensor | None, dtype: torch.dtype) -> Tensor:
 
 
 def _pairs(device: torch.device) -> Tensor:
-    """[256, 2]: the two values of each byte of codes."""
+    """[256, 2]: the two values that each byte of codes stands for."""
     values = torch.tensor(NF4, device=device)
     return torch.stack([values.repeat_interleave(16), values.repeat(16)], 1)
 
@@ -135,12 +134,12 @@ def _pairs(device: torch.device) -> Tensor:
 def _make(kind: type[nn.Linear], module: nn.Module) -> None:
     for part in module.modules():
         if type(part) is nn.Linear:
-            # not a new module in its place: parameters, hooks and names in checkpoints stay
+            # change the class instead of replacing the module, to keep parameters, hooks and names in checkpoints
             part.__class__ = kind
 
 
 class UnfusedLinear(nn.Linear):
-    """nn.Linear, see `product`."""
+    """nn.Linear that adds the bias as in `product`."""
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., in] -> [..., out]."""
@@ -148,7 +147,7 @@ class UnfusedLinear(nn.Linear):
 
 
 class OneDnnLinear(nn.Linear):
-    """nn.Linear by oneDNN, in both passes, where input and weight are float32 on the CPU."""
+    """nn.Linear that computes by oneDNN, forward and backward, if input and weight are float32 on the CPU."""
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., in] -> [..., out]."""
@@ -156,14 +155,14 @@ class OneDnnLinear(nn.Linear):
             return F.linear(input, self.weight, self.bias)
         if not torch.is_grad_enabled():
             return _product(input, self.weight, self.bias)
-        # the operation has no derivative in torch
+        # torch has no derivative for the oneDNN operator
         return _Linear.apply(input, self.weight, self.bias)
 
 
 class Nf4Linear(nn.Linear):
-    """nn.Linear with a frozen weight as `quantize` gives it, and the `table` of its codes.
+    """nn.Linear with a frozen weight in the format of `quantize`, and the `table` of its codes.
 
-    The weight in the input's dtype is there while it is multiplied, in both passes, and never kept.
+    The forward and the backward pass each dequantize the weight to the input's dtype, and free it after the product.
     """
 
     table: Tensor
@@ -191,11 +190,11 @@ class _Nf4Linear(torch.autograd.Function):
 
 
 def product(input: Tensor, weight: Tensor, bias: Tensor | None, *, onednn: bool) -> Tensor:
-    """[..., in] -> [..., out] as a layer computes it, without a derivative where it is oneDNN that does."""
+    """A layer's output, [..., in] -> [..., out]. It has no derivative if oneDNN computes it."""
     if onednn and _takes(input, weight):
         return _product(input, weight, bias)
     if bias is not None and input.device.type == "cpu" and torch.compiler.is_compiling():
-        # torch would first copy the bias to every row of the output; the compiler adds it in what comes next
+        # torch would first copy the bias to every row of the output; the compiler fuses the sum with what follows
         return F.linear(input, weight) + bias
     return F.linear(input, weight, bias)
 
@@ -204,15 +203,15 @@ def _takes(input: Tensor, weight: Tensor) -> bool:
     if not (input.device.type == "cpu" and input.dtype == weight.dtype == torch.float32):
         return False
     if input.numel() == 0:
-        return False  # oneDNN knows no empty products
-    # one graph is for any number of rows
+        return False  # oneDNN does not accept empty inputs
+    # a compiled graph is used for any number of rows
     return torch.compiler.is_compiling() or input.numel() * weight.shape[0] >= MIN_PRODUCTS
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        # only the weight's gradient needs the input: a frozen layer under a LoRA has none
+        # only the weight's gradient needs the input, and a frozen layer with a LoRA does not compute it
         ctx.save_for_backward(input if weight.requires_grad else None, weight)
         return _product(input, weight, bias)
 
@@ -232,8 +231,8 @@ class _Linear(torch.autograd.Function):
 
 
 @cache
-def _count_operations() -> None:
-    """Tell torch's counter of operations of a product that it does not know by itself."""
+def _register_flops() -> None:
+    """Register the FLOPs of oneDNN's linear operator with torch's FlopCounterMode, which does not know it."""
 
     def flops(input: torch.Size, weight: torch.Size, *args: Any, **kwargs: Any) -> int:
         return 2 * math.prod(input) * weight[0]
@@ -249,7 +248,7 @@ def _product(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 @torch.library.custom_op("phalanx::onednn_linear", mutates_args=())
 def _opaque_product(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The compiler's own code for the operation takes only weights that never change."""
+    """oneDNN's linear operator, opaque to the compiler, whose own lowering requires weights that never change."""
     return torch.ops.mkldnn._linear_pointwise(input, weight, bias, "none", [], "")
 
 

@@ -1,4 +1,4 @@
-"""LoRA through peft: adding it, switching it off without touching requires_grad, and starting from one in a file."""
+"""LoRA through peft: adding, disabling (without changing requires_grad) and merging it, and starting from a file."""
 
 import math
 import re
@@ -17,17 +17,17 @@ from torch.nn.functional import pad
 from phalanx.config.run import ModelConfig
 
 ALL_LINEAR = "all-linear"  # as in peft
-ADAPTER = "adapter_model.safetensors"  # peft's name of the file, and diffusers'
-WEIGHTS = "pytorch_lora_weights.safetensors"
+ADAPTER = "adapter_model.safetensors"  # peft's file name
+WEIGHTS = "pytorch_lora_weights.safetensors"  # diffusers' file name
 
-Layers = dict[str, tuple[Tensor, Tensor]]  # of a LoRA: A [rank, in], and B [out, rank] with the scale in it, in float32
+Layers = dict[str, tuple[Tensor, Tensor]]  # by layer: A [rank, in], and B [out, rank] times the scale, in float32
 
 
 def add_lora(module: nn.Module, config: ModelConfig, default_targets: Sequence[str], seed: int) -> None:
-    """Add a LoRA to a module and freeze all else. Its weights are a function of `seed`. Of a model that reads images
-    only the decoder gets one.
+    """Add a LoRA to a module and freeze everything else. Its weights are a function of `seed`.
 
-    Raises ValueError if no module matches `model.target_modules`.
+    In a model that reads images, only the decoder gets a LoRA. Raises ValueError if no module matches
+    `model.target_modules`.
     """
     from peft import LoraConfig, inject_adapter_in_model
 
@@ -41,13 +41,13 @@ def add_lora(module: nn.Module, config: ModelConfig, default_targets: Sequence[s
     def matches(target: str) -> bool:
         return any(name == target or name.endswith("." + target) for name in linear)
 
-    # a model with few blocks may lack some of its family's layers: SD3's last block has no output for texts
+    # a model with few blocks may lack some layers of its family: SD3's last block, for example, has no text output
     targets = [t for t in default_targets if matches(t)] if config.target_modules is None else config.target_modules
     if ALL_LINEAR in (config.target_modules or default_targets):
         targets = [name for name in all_linear(module) if name in linear]
         if not targets:
             raise ValueError(f"model.lora_rank: {config.lora_rank}; the model has no linear layers but its head")
-    # peft asks only that some target matches; one that is misspelt would silently go untrained
+    # peft only requires that some target matches, so the layers of a misspelt one would silently not be trained
     for target in targets or default_targets:
         if not matches(target):
             leaves = set()
@@ -56,12 +56,12 @@ def add_lora(module: nn.Module, config: ModelConfig, default_targets: Sequence[s
                     leaves.add(in_block[1])
             known = f"in a block: {', '.join(sorted(leaves)) or 'none'}"
             raise ValueError(f"model.target_modules: no linear layer ends in {target!r}; {known}")
-    # as whole names: layers of a tower may end in the same, and so may FLUX.2's lists of layers
+    # as full names, because layers of a tower, or in FLUX.2's lists of layers, may have the same suffix
     targets = [name for name in linear if any(name == t or name.endswith("." + t) for t in targets)]
-    inits: dict[str, Any] = {"kaiming": True, "pissa": "pissa_niter_8"}  # peft's names, where they differ
+    inits: dict[str, Any] = {"kaiming": True, "pissa": "pissa_niter_8"}  # peft's names where they differ from ours
     module.requires_grad_(False)
-    # All ranks begin with the same weights, without a message: peft draws them from the process's
-    # generator, which is as it was afterwards.
+    # All ranks draw the same weights, so none have to be sent. peft draws them from torch's global generator, whose
+    # state is restored afterwards.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         lora = LoraConfig(
@@ -70,7 +70,7 @@ def add_lora(module: nn.Module, config: ModelConfig, default_targets: Sequence[s
             target_modules=list(targets),
             init_lora_weights=inits.get(config.lora_init, config.lora_init),
         )
-        # in place, without a PeftModel around it: diffusers' own class keeps its methods
+        # in place, without a PeftModel around it, so that diffusers' class keeps its methods
         inject_adapter_in_model(lora, module)
     fuse(module)
     for p in module.parameters():
@@ -84,7 +84,7 @@ def linear_layers(module: nn.Module) -> list[str]:
 
 
 def towers(module: nn.Module) -> set[nn.Module]:
-    """All modules that read other inputs than text for a language model within `module`, or project what they read."""
+    """All submodules that encode inputs other than text for a language model in `module`, and their projectors."""
     from transformers import PreTrainedModel
 
     result: set[nn.Module] = set()
@@ -98,9 +98,7 @@ def towers(module: nn.Module) -> set[nn.Module]:
 
 
 def all_linear(module: nn.Module) -> list[str]:
-    """Names of the layers that peft means by all-linear: all linear ones but a language model's head. Towers for other
-    inputs than text, and gates of one number, are left out as well.
-    """
+    """Names of the linear layers that peft's all-linear targets: without heads, towers and gates with one output."""
     from transformers import PreTrainedModel
 
     left_out: set[nn.Module | None] = set()
@@ -119,9 +117,9 @@ def all_linear(module: nn.Module) -> list[str]:
 
 @contextmanager
 def lora_off(module: nn.Module) -> Iterator[None]:
-    """Only the base weights, for a while.
+    """Within this context, the module computes with only its base weights.
 
-    peft's own disable_adapters() flips requires_grad, which FSDP's backward pass does not survive.
+    peft's own disable_adapters() changes requires_grad, which breaks FSDP's backward pass.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -137,10 +135,10 @@ def lora_off(module: nn.Module) -> Iterator[None]:
 
 
 def merged_weights(state: dict[str, Tensor], config: ModelConfig, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """A module's state_dict under its names without a LoRA, one whole and merged tensor at a time.
+    """Yield a module's state_dict with the LoRA merged, one full tensor at a time, under the base model's names.
 
-    Sharded tensors are gathered, in `dtype` where that has fewer bits: all ranks of a shard group must draw all of
-    them, in step. With a LoRA, sums are in float32.
+    Sharded tensors are gathered, in `dtype` if that has fewer bits: all ranks of a shard group must iterate in
+    lockstep, to the end. Weights with a LoRA are summed, and yielded, in float32.
     """
     scale = lora_alpha(config) / config.lora_rank if config.lora_rank > 0 else 0.0
     for name, tensor in state.items():
@@ -154,16 +152,14 @@ def merged_weights(state: dict[str, Tensor], config: ModelConfig, dtype: torch.d
             stem = name.removesuffix("base_layer.weight")
             down = _whole(state[f"{stem}lora_A.default.weight"])
             up = _whole(state[f"{stem}lora_B.default.weight"])
-            # in float32: the receiver rounds the sum, once
+            # in float32: the receiver rounds the sum only once
             weight = weight.float() + scale * (up.float() @ down.float())
         yield name.replace(".base_layer.", "."), weight
 
 
 @torch.no_grad()
 def merge_lora(module: nn.Module, kept: torch.dtype | None = None) -> None:
-    """Put the LoRA into the weights of its layers, which are the base's own afterwards; each sum is taken in float32
-    and rounded once, to `kept` or to the dtype that the weight has.
-    """
+    """Merge the LoRA into its base layers: sums in float32, rounded once to `kept` or to the weight's dtype."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     for name, layer in list(module.named_modules()):
@@ -176,9 +172,7 @@ def merge_lora(module: nn.Module, kept: torch.dtype | None = None) -> None:
 
 
 def adapter_config(rank: int, alpha: float, targets: Sequence[str] | str, base: str, revision: str | None) -> Any:
-    """The LoraConfig with which peft loads a LoRA of a language model; its `save_pretrained` writes the file. `targets`
-    may be a pattern of whole names.
-    """
+    """The LoraConfig of a language model's LoRA; `targets` are suffixes of names, or a regular expression."""
     from peft import LoraConfig
 
     return LoraConfig(
@@ -193,7 +187,7 @@ def adapter_config(rank: int, alpha: float, targets: Sequence[str] | str, base: 
 
 
 def lora_file(path: str) -> Path:
-    """The file that model.lora_path means; ValueError if there is none."""
+    """The weights file of model.lora_path, which is this file or its folder; raises ValueError if there is none."""
     given = Path(path).expanduser()
     for file in (given, given / ADAPTER, given / WEIGHTS):
         if file.is_file():
@@ -207,7 +201,7 @@ def lora_file(path: str) -> Path:
 
 
 def read_adapter(file: Path) -> Layers:
-    """A LoRA of peft, with its adapter_config.json beside the file, by the model's names of layers."""
+    """Read peft's LoRA file, with adapter_config.json in the same folder; layers have the model's names."""
     from peft import PeftConfig
 
     settings = PeftConfig.from_pretrained(str(file.parent)).to_dict()
@@ -219,10 +213,10 @@ def read_adapter(file: Path) -> Layers:
 
 
 def plain_layers(tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> Layers:
-    """The layers of a LoRA of peft's names, without an adapter in them; `settings` are those of its LoraConfig.
+    """The layers of a LoRA, from tensors with peft's names (without an adapter's name) and the settings of LoraConfig.
 
-    Without a lora_alpha, it is the `alpha` beside a layer's matrices, or else the rank. Raises ValueError for what a
-    plain LoRA has not, such as biases or DoRA's magnitudes.
+    If `settings` has no lora_alpha, the tensor `alpha` of each layer is used, or else the rank. Raises ValueError for
+    tensors that a plain LoRA does not have, such as biases or DoRA's magnitudes.
     """
     from peft.utils.other import get_pattern_key
 
@@ -230,7 +224,7 @@ def plain_layers(tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> 
     for name, tensor in tensors.items():
         match = re.fullmatch(r"(.+)\.(lora_A|lora_B|alpha)(\.weight)?", name)
         if match is None:
-            raise ValueError(f"{name} is no matrix of a plain LoRA")
+            raise ValueError(f"{name} is not a matrix of a plain LoRA")
         parts[match[1]][match[2]] = tensor.float()
     patterns = settings.get("alpha_pattern") or {}
     layers = {}
@@ -249,8 +243,10 @@ def plain_layers(tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> 
 def start_from_lora(
     module: nn.Module, path: str | None, read: Callable[[str], Layers], kept: torch.dtype | None = None
 ) -> None:
-    """Add the LoRA at model.lora_path, if any, to the weights of a module, in float32; each sum is rounded once, to
-    `kept` or to the dtype that the weight has. Raises ValueError for a LoRA of another model.
+    """Add the LoRA at model.lora_path, if any, to a module's weights.
+
+    Each sum is computed in float32 and rounded once, to `kept` or to the weight's dtype. Raises ValueError for a LoRA
+    of another model.
     """
     if path is None:
         return
@@ -272,9 +268,7 @@ def start_from_lora(
 
 
 def joined(one: Layers, other: Layers) -> tuple[int, dict[str, Tensor]]:
-    """The rank, and the tensors by peft's names, of the LoRA with alpha = rank that adds what both add. All of its
-    layers have that rank.
-    """
+    """The rank, equal in all layers, and the tensors, by peft's names, of a LoRA with alpha = rank that sums both."""
     pairs: Layers = {}
     for name in dict.fromkeys([*one, *other]):
         both = [layers[name] for layers in (one, other) if name in layers]
@@ -289,7 +283,7 @@ def joined(one: Layers, other: Layers) -> tuple[int, dict[str, Tensor]]:
 
 
 def lora_alpha(config: ModelConfig) -> float:
-    """The alpha of model.lora_alpha, by default twice the rank; 0 without a LoRA."""
+    """model.lora_alpha, by default twice the rank; 0 without a LoRA."""
     if config.lora_rank == 0 or config.lora_alpha is None:
         return 2 * config.lora_rank
     return config.lora_alpha

@@ -1,8 +1,8 @@
-"""`model.compile`: each kind of block compiled once, for passes with and without a gradient alike.
+"""`model.compile`: each kind of block is compiled once, for passes with and without gradients.
 
-torch compiles a block anew for passes without a gradient, with other fusions, which may round differently:
-log-probabilities of rollout and replay would not be the same. Here a rollout runs what training runs forward, and what
-that keeps for a backward pass goes with the end of its block.
+torch compiles a separate graph for passes without gradients, with other fusions that may round differently, so that the
+log-probabilities of rollout and replay would differ. Here a rollout runs the forward graph of training, and frees what
+it saves for a backward pass at the end of each block.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,18 +20,18 @@ class OneGraph:
 
     def __init__(self, blocks: Sequence[nn.Module]) -> None:
         self._cutting = False
-        # Two sizes that happen to be equal when a graph is made would be one to it: later a graph for sizes that differ
-        # would be made beside it, and which of two that fit is taken depends on what ran before.
+        # Duck shaping assumes that two sizes that are equal at compile time are always equal. When they differ later, a
+        # second graph is compiled that also fits the first case, and which of the two runs depends on their order.
         shapes.use_duck_shape = False
-        # of one class: first and other blocks, a mask or none, the LoRA on or off, a single row
+        # graphs of one class: the first block and others, with and without a mask, LoRA on and off, a single row
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 32)
         for block in blocks:
-            # Only the forward: FSDP's hooks, which gather its weights, stay outside. Blocks that are alike share one
-            # compilation, and so do all lengths of texts.
+            # Only the forward: FSDP's hooks, which gather its weights, stay outside the graph. Equal blocks share one
+            # compilation, for all lengths of texts.
             block.forward = self._cut(torch.compile(block.forward, fullgraph=True, dynamic=True))
 
     def _cut(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """The outputs of a block without its graph, where no backward pass will come."""
+        """Wrap a block's forward to detach its outputs from its autograd graph if no backward pass follows."""
 
         @wraps(forward)
         def cut(*args: Any, **kwargs: Any) -> Any:
@@ -43,7 +43,7 @@ class OneGraph:
         return cut
 
     def __call__(self, function: Callable[..., Any], *args: Any) -> Any:
-        """`function` of `args`, whose tensors need no gradient where gradients are off."""
+        """Call `function(*args)`; without gradients, the tensors it returns are detached."""
         if torch.is_grad_enabled():
             return function(*args)
         self._cutting = True
@@ -56,5 +56,5 @@ class OneGraph:
 
 
 def _leaf(tensor: Tensor) -> Tensor:
-    """A tensor without a history: it looks to the next block as it would in training."""
+    """A copy without history that requires a gradient as in training, so that the next block has the same graph."""
     return tensor.detach().requires_grad_(tensor.requires_grad)

@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 
 def recompute(blocks: Sequence[nn.Module]) -> Callable[..., Any]:
-    """The function by which a transformer runs its blocks; `blocks` are computed again in the backward pass."""
+    """The gradient checkpointing function for a diffusers transformer that recomputes only `blocks`."""
     chosen = set(blocks)
 
     def run(block: nn.Module, *inputs: Any) -> Any:

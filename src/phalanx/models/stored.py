@@ -1,5 +1,6 @@
-"""Weights that stay as their files hold them until they are laid out: views of mapped files, of which a rank reads the
-parts that it keeps, and casts no more than these.
+"""Weights that keep their files' dtype until they are sharded.
+
+They are views of memory-mapped files, so that a rank reads and casts only the parts that it keeps.
 """
 
 from pathlib import Path
@@ -9,13 +10,11 @@ from torch import nn
 
 from phalanx.models.headers import tensors
 
-_HALVES = {"BF16": torch.bfloat16, "F16": torch.float16}  # of which float32 holds all values
+_HALVES = {"BF16": torch.bfloat16, "F16": torch.float16}  # a cast from these to float32 is exact
 
 
 def dtype_to_read(folder: Path, dtype: torch.dtype) -> torch.dtype:
-    """The dtype to load a folder's *.safetensors in where parameters will be kept in `dtype`: the files' own where all
-    tensors have that one and a cast loses nothing, else `dtype`.
-    """
+    """The dtype to load *.safetensors in for parameters of `dtype`: the files', if it is one that casts exactly."""
     names: set[str] = set()
     for file in folder.glob("*.safetensors"):
         names |= {name for name, _ in tensors(file).values()}
@@ -25,14 +24,14 @@ def dtype_to_read(folder: Path, dtype: torch.dtype) -> torch.dtype:
 
 
 def computes_alike(module: nn.Module) -> bool:
-    """Whether all that a module made of its configuration, and not of files, is what it would have made in float32."""
+    """Whether buffers that the module computed, not loaded, are as they would be in float32: none is in 16 bits."""
     stored = module.state_dict()
-    made = [buffer for name, buffer in module.named_buffers() if name not in stored]
-    return all(buffer.dtype not in _HALVES.values() for buffer in made)
+    computed = [buffer for name, buffer in module.named_buffers() if name not in stored]
+    return all(buffer.dtype not in _HALVES.values() for buffer in computed)
 
 
 def widen_buffers(module: nn.Module, dtype: torch.dtype) -> None:
-    """Cast the buffers that files gave, all of which every rank has."""
+    """Cast the buffers that were loaded from files to `dtype`; they are not sharded."""
     for part in module.modules():
         for name, buffer in part.named_buffers(recurse=False):
             if buffer.dtype in _HALVES.values():
@@ -40,10 +39,10 @@ def widen_buffers(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 def cast_weights(module: nn.Module, dtype: torch.dtype) -> None:
-    """Cast the weights of layers, and neither buffers nor other tensors, such as the bias that a router chooses by.
+    """Cast the weights of layers to `dtype`, but not buffers or other tensors, such as a router's correction bias.
 
-    transformers keeps some of them in float32, such as a router's, and each version keeps others; FSDP would compute
-    with them in `dtype` all the same, and an export would have weights of two dtypes.
+    transformers keeps some weights in float32, such as a router's, and which ones depends on the version. FSDP computes
+    with them in `dtype` anyway, and an export would have weights of two dtypes.
     """
     for name, p in module.named_parameters():
         if name.endswith(".weight"):

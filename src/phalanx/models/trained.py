@@ -1,6 +1,6 @@
-"""A module that is trained, over the mesh: its LoRA, its reference, and other weights for it.
+"""A trained module, sharded over the mesh: its LoRA, its reference weights, and other weights to swap in.
 
-It knows nothing of what the module computes. A job may have several: a policy and a critic.
+It does not depend on what the module computes. A job may have several, such as a policy and a critic.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,8 +22,9 @@ from phalanx.models.one_graph import OneGraph
 
 @dataclass(frozen=True)
 class Beside:
-    """Modules of a trained one beside its blocks, such as a vision tower: its parts, of which `blocks` are sharded one
-    by one. `frozen`: they are not trained, and whole on each rank, so that it can run them by itself.
+    """Further modules within a trained module, such as a vision tower: `parts`, whose `blocks` are sharded one by one.
+
+    frozen: they are not trained, and replicated on each rank, so that a rank can run them without the others.
     """
 
     parts: Sequence[nn.Module] = ()
@@ -32,7 +33,7 @@ class Beside:
 
 
 class TrainedModel:
-    """`module`, laid out over the mesh. The optimizer owns the tensors of `parameters`."""
+    """`module`, sharded over the mesh. The optimizer updates the tensors of `parameters`."""
 
     def __init__(
         self,
@@ -51,11 +52,10 @@ class TrainedModel:
         beside: Beside | None = None,
         part: nn.Module | None = None,
     ) -> None:
-        """Add the LoRA that `config` asks for, compile `blocks` where it does, and shard them.
+        """Add a LoRA, quantize and compile `blocks`, as `config` says, and shard them.
 
-        `dtype` is what the module computes in; `lora_targets` the layers that get a LoRA unless
-        `config` names others, whose weights are a function of `seed`. `frozen`: nothing is trained; `part`: no more
-        than this is, None: the module. `experts` and `kept`: see Sharded.
+        dtype: that of the module's computation. lora_targets: default of model.target_modules. seed: that of the LoRA's
+        weights. frozen: nothing is trained. experts, kept: see Sharded. part: the submodule that is trained; None: all.
         Raises ValueError for unknown layers.
         """
         self.module, self.world, self.config, self.dtype = module, world, config, dtype
@@ -80,7 +80,7 @@ class TrainedModel:
             unfuse_biases(module)
             self._one_graph = OneGraph(blocks)
         if config.quantization is not None:
-            # a copy on the device is of whole weights only until FSDP has cut them
+            # when sharded, not left on the device: there they would be whole until FSDP shards them
             quantize_layers(blocks, world.device, stays=world.shard_size == 1)
         units = [*beside.blocks, *blocks]
         self.sharded = Sharded(module, units, world, parallel, dtype, experts, kept, whole)
@@ -88,9 +88,9 @@ class TrainedModel:
         self._weights: dict[str, dict[str, Tensor]] = {}
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
-        """`function` of `args`, which runs the module: rounded alike with gradients on and off.
+        """Call `function(*args)`, which runs the module, with the same rounding with and without gradients.
 
-        Not for decoding, which keeps what blocks compute.
+        Not for decoding, which keeps outputs of blocks in a cache.
         """
         return function(*args) if self._one_graph is None else self._one_graph(function, *args)
 
@@ -100,22 +100,22 @@ class TrainedModel:
 
     @torch.no_grad()
     def whole_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """All weights, one after the other, with the LoRA merged, for an engine's own copy in the module's dtype.
+        """Yield all weights, with the LoRA merged, for an engine's copy in the module's dtype; see merged_weights.
 
-        All ranks must draw all of them, in step; see merged_weights.
+        All ranks must iterate in lockstep, to the end.
         """
         yield from merged_weights(self.module.state_dict(), self.config, self.dtype)
 
     @property
     def shapes(self) -> dict[str, tuple[torch.Size, torch.dtype]]:
-        """Of the trained tensors, whole."""
+        """Full (unsharded) shape and dtype of each trained tensor."""
         return {name: (p.shape, p.dtype) for name, p in self.parameters.items()}
 
     @torch.no_grad()
     def whole(self, weights: str | None = None) -> Iterator[tuple[str, Tensor]]:
-        """The trained tensors, whole, one after the other, or other values of theirs (`add_weights`).
+        """Yield the trained tensors, one full tensor at a time; with `weights`, their values in this set of weights.
 
-        All ranks must draw all of them, in step.
+        All ranks must iterate in lockstep, to the end.
         """
         for name, p in self.parameters.items():
             value = p.detach() if weights is None else as_part_of(self._weights[weights][name].to(p.device), p)
@@ -123,43 +123,42 @@ class TrainedModel:
 
     @torch.no_grad()
     def take(self, values: Iterable[tuple[str, Tensor]]) -> None:
-        """Put whole tensors in place of the trained ones, as `whole` gives them."""
+        """Overwrite the trained tensors by full tensors, as `whole` yields them."""
         self.sharded.reshard()
         for name, value in values:
             p = self.parameters[name]
-            if isinstance(p, DTensor):  # each rank has the whole and keeps its own part, without a message
+            if isinstance(p, DTensor):  # each rank has the full tensor and keeps its shard, without communication
                 value = distribute_tensor(value, p.device_mesh, p.placements, src_data_rank=None)
             local(p).copy_(local(value))
         self.sharded.copy_to_module()
 
     def add_weights(self, name: str, values: dict[str, Tensor]) -> None:
-        """Make `using(name)` possible: `values` are laid out as `parameters`."""
+        """Add a set of weights for `using(name)`; `values` are sharded like `parameters`."""
         self._weights[name] = values
 
     def keep_reference(self) -> None:
-        """Keep the weights of now as the reference: nothing with LoRA, else a copy on the CPU.
+        """Keep the current weights as the reference: a copy on the CPU, or with a LoRA just the base weights.
 
-        PiSSA takes its start out of the base, which is the reference no longer without it.
+        PiSSA subtracts its initial LoRA from the base weights, so these alone are not the reference.
         """
         if self.lora and self.config.lora_init != "pissa":
-            return  # `using` switches the LoRA off
-        # only this rank's shards; on the CPU, as it is wanted once per training step
+            return  # `using` disables the LoRA
+        # only this rank's shards, and on the CPU, because they are used once per training step
         copies = {name: local(p).detach().cpu().clone() for name, p in self.parameters.items()}
         self.add_weights("reference", copies)
 
     def is_base(self, weights: str) -> bool:
-        """True for the frozen base, which is in place where the LoRA is off."""
+        """Whether these weights are the frozen base, which needs no copy: disabling the LoRA is enough."""
         return weights == "reference" and self.lora and weights not in self._weights
 
     @contextmanager
     def using(self, weights: str) -> Iterator[None]:
-        """Other weights for a while: "reference", or those of `add_weights`; not within `unsharded`."""
+        """A context with other weights: "reference", or a name given to `add_weights`. Not within `unsharded`."""
         if self.is_base(weights):
             with lora_off(self.module):
                 yield
             return
-        # The values are swapped and the tensors stay: FSDP, the optimizer and compiled blocks hold
-        # on to those.
+        # Swap the values, not the tensors: FSDP, the optimizer and compiled blocks refer to the tensors.
         kept = {name: local(p).detach().clone() for name, p in self.parameters.items()}
         self._write(self._weights[weights])
         try:
@@ -169,7 +168,7 @@ class TrainedModel:
 
     @torch.no_grad()
     def _write(self, values: dict[str, Tensor]) -> None:
-        # gathered weights would not show a change of their shards
+        # weights that stay gathered would not reflect a change of their shards
         self.sharded.reshard()
         for name, p in self.parameters.items():
             local(p).copy_(local(values[name]))

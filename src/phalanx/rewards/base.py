@@ -65,14 +65,14 @@ class RewardFunction(Protocol):
 
 @runtime_checkable
 class ChecksRows(Protocol):
-    """A reward that can refuse a row of the data before any sample is drawn, as it could not score the samples."""
+    """A reward that can refuse a row whose samples it could not score, before any sample is drawn."""
 
     def check_row(self, prompt: str, metadata: dict[str, Any], /) -> None:
         """Raise ValueError for such a row, with the reason as a phrase. It is called often and should be cheap."""
 
 
 def objection_of(reward: object, prompt: str, metadata: dict[str, Any]) -> str | None:
-    """The reason of the reward's `check_row` why samples of a row cannot be scored; None if they can."""
+    """Why samples of a row cannot be scored, according to the reward's `check_row`; None if they can."""
     if not isinstance(reward, ChecksRows):
         return None
     try:

@@ -114,6 +114,7 @@ def asks_model(functions: Sequence[RewardFunctionConfig]) -> bool:
 
 
 def _build(cfg: RewardFunctionConfig, key: str, device: str, unparseable_score: float | None, outputs: str) -> Term:
+    """Resolve, check and bind one entry, which messages call `key`; see `build_terms`."""
     reward, label = _find(cfg, key)
     name = label if cfg.name is None else cfg.name
     if name in RESERVED:

@@ -1,1 +1,1 @@
-"""The loops of training, and what they are made of."""
+"""Training loops and their components."""

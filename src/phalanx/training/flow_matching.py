@@ -96,9 +96,15 @@ class FlowMatching:
         self._latents: dict[int, Tensor] = {}
 
     def begin(self, steps: range) -> None:
-        """Encode the images of these steps if latents are cached."""
-        if self.cfg.flow_matching.cache_latents:
-            self.encode_all(steps)
+        """Encode this rank's images of these steps if latents are cached."""
+        if not self.cfg.flow_matching.cache_latents:
+            return
+        images = sorted({i for step in steps for i in self.shares.of_step(step)})
+        if images:
+            log.info("encoding %d images", len(images))
+        for start in range(0, len(images), ENCODED_TOGETHER):
+            part = images[start : start + ENCODED_TOGETHER]
+            self._latents.update(zip(part, self._encode(part).cpu(), strict=True))
 
     def passes(self, share: list[int], step: int) -> list[tuple[list[int], int, int]]:
         """Per pass: its images, the step, and the number of its first image in the batch of all ranks."""
@@ -148,15 +154,6 @@ class FlowMatching:
     def metrics(self, sums: dict[str, float]) -> dict[str, float]:
         """Return no metrics besides the loss."""
         return {}
-
-    def encode_all(self, steps: range) -> None:
-        """Encode this rank's share of the images of these steps, once."""
-        images = sorted({i for step in steps for i in self.shares.of_step(step)})
-        if images:
-            log.info("encoding %d images", len(images))
-        for start in range(0, len(images), ENCODED_TOGETHER):
-            part = images[start : start + ENCODED_TOGETHER]
-            self._latents.update(zip(part, self._encode(part).cpu(), strict=True))
 
     def _embed(self, texts: list[str]) -> tuple[dict[str, Tensor], Tensor]:
         """The embeddings of the distinct prompts, and the row [b] of each text among them."""

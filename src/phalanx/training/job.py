@@ -37,8 +37,8 @@ CONFIG_FILE = "config.yaml"
 
 
 class Sampling(Protocol):
-    """What a job needs from the code that samples, on this rank (phalanx.training.validation.Validator) or on ranks of
-    other roles (phalanx.training.disaggregated.schedules).
+    """The interface between a job and the code that samples, on this rank (phalanx.training.validation.Validator) or on
+    ranks of other roles (phalanx.training.disaggregated.schedules).
     """
 
     @property

@@ -251,7 +251,7 @@ def with_tools(rows: list[Row], environments: Environments) -> list[Row]:
             raise ConfigError(f"{row.place}: {error}") from error
         if row.meta.get("tools"):
             raise ConfigError(
-                f"{row.place}: it has tools of its own, in the column tools, which no environment runs; leave them out"
+                f"{row.place}: it has its own tools, in the column tools, which no environment runs; leave them out"
             )
         name = None if None in environments.names else row.meta[COLUMN]
         result.append(replace(row, meta=row.meta | {"tools": environments.tools(name)}))

@@ -71,11 +71,6 @@ class BatchPlan:
         # one pass, since neither inputs nor weights change between epochs, unless each epoch draws fresh noise
         return (self.epochs if self.forward else 1) * self.units * self.together
 
-    @property
-    def trained(self) -> int:
-        """Samples that a rank trains per training step, counted once per epoch, if all of them count."""
-        return self.epochs * self.updates * self.first(self.passes)
-
     def first(self, passes: int) -> int:
         """Samples of the first `passes` micro-batches of an optimizer step on a rank."""
         return min(passes * self.micro_units, self.units // self.updates) * self.together

@@ -89,7 +89,8 @@ class OffloadedState:
         computing = accelerator.current_stream()
         coming, going = accelerator.Stream(), accelerator.Stream()
         # allocated for each update, so that activations can use the memory between updates
-        slots = [self._slot() for _ in self._parts[:SLOTS]]
+        largest = max(part.size for part in self._parts)
+        slots = [torch.empty(largest, dtype=torch.uint8, device=self._device) for _ in self._parts[:SLOTS]]
         for stream in (coming, going):
             stream.wait_stream(computing)  # earlier kernels may still use this memory
         fetched = [accelerator.Event() for _ in self._parts]
@@ -119,9 +120,6 @@ class OffloadedState:
         returned[-1].synchronize()  # a checkpoint may read the host memory next
         # later kernels of the computing stream may reuse the slots' memory, but only after it was copied back
         computing.wait_stream(going)
-
-    def _slot(self) -> Tensor:
-        return torch.empty(max(part.size for part in self._parts), dtype=torch.uint8, device=self._device)
 
     def _on_device(self, slots: list[Tensor], i: int) -> Tensor:
         return slots[i % SLOTS][: self._parts[i].size]

@@ -7,10 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from phalanx.config.flow import FlowModelConfig, FlowRLConfig, FlowRolloutConfig
+from phalanx.config.flow import FlowModelConfig, FlowRLConfig
 from phalanx.distributed.mesh import World
 from phalanx.functional.flow import FlowTrace
-from phalanx.models.flow.family import FlowModel
 from phalanx.models.flow.folder import model_index
 from phalanx.models.flow.policy import FlowPolicy, build_policy
 from phalanx.rollout.flow.in_policy import PolicyRollout
@@ -29,18 +28,6 @@ def check_kind(teacher: Teacher, kind: str, expected: str) -> None:
     """Raise ValueError if the teacher's pipeline is not the policy's, `expected`."""
     if kind != expected:
         raise ValueError(f"{teacher.key}: {teacher.path!r} is a {kind}; it should be a {expected}, as model.path is")
-
-
-def teacher_model(config: FlowModelConfig, path: str, revision: str | None = None) -> FlowModelConfig:
-    """The configuration to load a teacher with: no LoRA, no quantization, nothing trained."""
-    frozen = replace(config, path=path, revision=revision, lora_rank=0, lora_path=None)
-    return replace(frozen, quantization=None, gradient_checkpointing=False)
-
-
-def teacher_rollout(config: FlowRolloutConfig, teacher: Teacher, model: FlowModel) -> FlowRolloutConfig:
-    """The policy's rollout configuration with the teacher's own guidance."""
-    guidance: dict[str, Any] = {} if teacher.guidance is None else {model.guidance_key: teacher.guidance}
-    return replace(config, **guidance)
 
 
 class LoadedFlowTeacher:
@@ -80,14 +67,16 @@ def load_teacher(
     build: Callable[..., FlowPolicy] = build_policy,
 ) -> LoadedFlowTeacher:
     """Load a teacher by `build`; all ranks call this together. Raises ValueError for a model with another VAE."""
-    model, seed = teacher_model(cfg.model, teacher.path, teacher.revision), cfg.trainer.seed
+    model = replace(cfg.model, path=teacher.path, revision=teacher.revision, lora_rank=0, lora_path=None)
+    model = replace(model, quantization=None, gradient_checkpointing=False)
     with about(teacher):
-        policy = build(model, cfg.parallel, cfg.data, world, seed=seed, detach_uncond=False, frozen=True)
+        policy = build(model, cfg.parallel, cfg.data, world, seed=cfg.trainer.seed, detach_uncond=False, frozen=True)
     ours, theirs = student.model, policy.model
     if not _alike([ours.vae], [theirs.vae], rtol=2e-2, atol=2e-3):  # two folders may differ in their dtype
         raise ValueError(f"{teacher.key}: {teacher.path!r} has another VAE than model.path, so its latents differ")
     policy.share(student, text=_alike(ours.text_encoders, theirs.text_encoders))
-    rollout = PolicyRollout(policy, teacher_rollout(cfg.rollout, teacher, theirs), world, micro)
+    guidance: dict[str, Any] = {} if teacher.guidance is None else {theirs.guidance_key: teacher.guidance}
+    rollout = PolicyRollout(policy, replace(cfg.rollout, **guidance), world, micro)
     return LoadedFlowTeacher(student, policy, rollout)
 
 

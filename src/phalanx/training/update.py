@@ -157,7 +157,8 @@ class Updater:
 
         All ranks run the same number of passes; optimizer steps without any sample to train are skipped.
         """
-        for epoch in range(self._epochs(step) if batch.learns else 0):
+        warming_up = self.critic is not None and step < self.critic.warmup  # only the critic is trained
+        for epoch in range(self.plan.epochs if batch.learns and not warming_up else 0):
             if self.algorithm.levels is not None:
                 # forward process: x_t = (1 - t) x_0 + t noise; this epoch draws its own noise and t [B, W]
                 seeds = self._corruption_seeds(batch.samples, step, epoch)
@@ -189,11 +190,6 @@ class Updater:
             summed=chunked,
             at_least_one=pending,
         )
-
-    def _epochs(self, step: int) -> int:
-        """Epochs over the samples of training step `step`; 0 during the critic's warmup."""
-        warming_up = self.critic is not None and step < self.critic.warmup
-        return 0 if warming_up else self.plan.epochs
 
     def _corruption_seeds(self, samples: Samples, step: int, epoch: int) -> list[int]:
         """One seed per sample of this rank, a function of (trainer.seed, step, sample, epoch)."""

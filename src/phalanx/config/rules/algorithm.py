@@ -86,7 +86,7 @@ RULES = (
          "{x[0]}: {x[1]} configures a critic, but algorithm.name={c.algorithm.name} has none; leave it out, or set "
          "algorithm.name=ppo"),
     Rule("trainer.critic_warmup trainer.total_training_steps", LM_RL,
-         "The steps that train only the critic are fewer than those of the run.",
+         "The steps that train only the critic do not exceed those of the run.",
          lambda c: 0 < (c.trainer.total_training_steps or 0) < c.trainer.critic_warmup,
          "trainer.critic_warmup: {c.trainer.critic_warmup} is beyond trainer.total_training_steps="
          "{c.trainer.total_training_steps}; expected fewer, so that the policy is trained too"),

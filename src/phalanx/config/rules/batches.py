@@ -41,7 +41,7 @@ RULES = (
     Rule("actor.ppo_mini_batch_size_per_gpu actor.ppo_mini_batch_size", RL,
          "A mini-batch is given for all ranks or per rank, not both.",
          lambda c: beside_per_gpu(c.actor, "ppo_mini_batch_size"),
-         "actor.ppo_mini_batch_size_per_gpu: {x[0]} beside actor.ppo_mini_batch_size: {x[1]}; set one of the two: "
+         "actor.ppo_mini_batch_size_per_gpu: {x[0]} conflicts with actor.ppo_mini_batch_size: {x[1]}; set one of them: "
          "leave actor.ppo_mini_batch_size at {x[2]}, or set actor.ppo_mini_batch_size_per_gpu=null"),
     Rule("actor.ppo_mini_batch_size_per_gpu data.train_batch_size_per_gpu", RL,
          "A mini-batch per rank needs a batch per rank.",
@@ -54,7 +54,7 @@ RULES = (
     Rule("data.train_batch_size_per_gpu data.train_batch_size", RUN,
          "A batch is given for all ranks or per rank, not both.",
          lambda c: beside_per_gpu(c.data, "train_batch_size"),
-         "data.train_batch_size_per_gpu: {x[0]} beside data.train_batch_size: {x[1]}; set one of the two: leave "
+         "data.train_batch_size_per_gpu: {x[0]} conflicts with data.train_batch_size: {x[1]}; set one of them: leave "
          "data.train_batch_size at {x[2]}, or set data.train_batch_size_per_gpu=null"),
     Rule("actor.ppo_max_token_len_per_gpu actor.use_dynamic_bsz data.max_prompt_length data.max_response_length", LM_RL,
          "With `actor.use_dynamic_bsz`, a pass has room for the longest sample: the longest prompt and response, and "

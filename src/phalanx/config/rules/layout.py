@@ -102,7 +102,7 @@ LAUNCH_RULES = (
          "optim.name: 'muon' orthogonalizes whole matrices, which {w.width} ranks share here; set "
          "parallel.fsdp_size=1 or optim.name=adamw"),
     Rule("rollout.tensor_parallel_size rollout.engine", LM,
-         "The ranks that hold a copy together divide those of a node that sample.",
+         "The number of ranks that share a copy divides the number of sampling ranks of a node.",
          lambda c, w: (
              c.rollout.tensor_parallel_size > 1
              and c.rollout.facts.tensor_parallel

@@ -1,5 +1,6 @@
-"""`model.attn_backend`: diffusers' attention dispatch, tried before it is used. SD3's attention, which obeys it and
-computes no more than is read; and Qwen-Image's for `model.compile`.
+"""`model.attn_backend`: diffusers' attention dispatch, tested before its use, and attention processors that use it.
+
+SD3's processor computes no outputs that are not used; Qwen-Image's is for `model.compile`.
 """
 
 from typing import Any
@@ -15,9 +16,8 @@ from phalanx.models.flow.family import FlowModel
 def set_backend(model: FlowModel, backend: str, device: torch.device) -> None:
     """Let the transformer compute attention by `backend`, on `device`.
 
-    Raises ValueError if diffusers does not know it, or if it cannot do what training asks of
-    it: a backward pass, and a mask if the family has one. Several backends find that out no sooner
-    than in their kernel.
+    Raises ValueError if diffusers does not know the backend, or if it lacks what training needs: a backward pass, and a
+    mask if the family uses one. Several backends report that only when their kernel runs, so it is tried here.
     """
     known = sorted(b.value for b in AttentionBackendName)
     if backend not in known:
@@ -40,7 +40,7 @@ def set_backend(model: FlowModel, backend: str, device: torch.device) -> None:
 
 @torch.enable_grad()
 def _try(model: FlowModel, backend: str, device: torch.device, *, masked: bool) -> None:
-    """Forward and backward pass of a tiny attention with the model's heads."""
+    """Run the forward and the backward pass of a tiny attention with the model's heads."""
     length = 8
     shape = (1, length, *model.heads())
     q, k, v = (torch.ones(shape, device=device, dtype=model.dtype) for _ in range(3))
@@ -58,20 +58,21 @@ def _line(error: Exception) -> str:
 
 
 def sharing_ranks(parallel_config: Any) -> ContextGroup | None:
-    """The ranks that share tokens, by what is written on processors, for attention that diffusers cannot split:
-    causal attention, or attention of queries and keys that are not equally many.
+    """The ranks that share tokens, from the `_parallel_config` of a processor.
+
+    It is for attention that diffusers cannot split: causal, or with different numbers of queries and keys.
     """
     return None if parallel_config is None else ContextGroup.of(parallel_config.context_parallel_config._mesh)
 
 
 class DispatchedJointAttention:
-    """SD3's joint attention, dispatched.
+    """SD3's joint attention by diffusers' dispatch.
 
-    diffusers' own processor for this family, JointAttnProcessor2_0, ignores the backend, and in the last block, behind
-    which there is no text any more, has the text attend as well.
+    diffusers' own processor for this family, JointAttnProcessor2_0, ignores the backend. In the last block it also
+    computes the queries of the text, whose outputs are not used.
     """
 
-    # diffusers' set_attention_backend writes these on processors
+    # diffusers' set_attention_backend sets these on processors
     _attention_backend: Any = AttentionBackendName.NATIVE
     _parallel_config: Any = None
 
@@ -87,9 +88,9 @@ class DispatchedJointAttention:
         k = self._heads(attn, hidden_states, attn.to_k, attn.norm_k)
         v = self._heads(attn, hidden_states, attn.to_v)
         if encoder_hidden_states is not None:
-            # projecting zero tokens, rather than not projecting, gives the layer a gradient of 0 instead of none
-            asking = encoder_hidden_states[:, :0] if attn.context_pre_only else encoder_hidden_states
-            q = torch.cat([q, self._heads(attn, asking, attn.add_q_proj, attn.norm_added_q)], 1)
+            # projecting zero tokens, instead of skipping the projection, gives the layer a gradient of 0 and not None
+            text = encoder_hidden_states[:, :0] if attn.context_pre_only else encoder_hidden_states
+            q = torch.cat([q, self._heads(attn, text, attn.add_q_proj, attn.norm_added_q)], 1)
             k = torch.cat([k, self._heads(attn, encoder_hidden_states, attn.add_k_proj, attn.norm_added_k)], 1)
             v = torch.cat([v, self._heads(attn, encoder_hidden_states, attn.add_v_proj)], 1)
         out = dispatch_attention_fn(
@@ -105,19 +106,19 @@ class DispatchedJointAttention:
 
     @staticmethod
     def _heads(attn: Any, x: Tensor, projection: Any, norm: Any = None) -> Tensor:
-        """Projection of x [N, L, D], head by head: [N, L, heads, head_dim]."""
+        """Project x [N, L, D] and split it into heads: [N, L, heads, head_dim]."""
         heads = projection(x).unflatten(-1, (attn.heads, -1))
         return heads if norm is None else norm(heads)
 
 
 class RealRotaryAttention(DispatchedJointAttention):
-    """Qwen-Image's joint attention with rotations [L, D / 2, 2] of real numbers.
+    """Qwen-Image's joint attention with rotary embeddings [L, D / 2, 2] as real numbers.
 
-    diffusers' own processor rotates complex ones, of which Inductor makes no kernel: each rotation would be several
-    passes over queries and keys.
+    diffusers' own processor uses complex numbers, for which Inductor generates no fused kernel, so that each rotation
+    takes several passes over queries and keys.
     """
 
-    _attention_backend: Any = None  # what diffusers is set to, as its own
+    _attention_backend: Any = None  # diffusers' default backend
 
     def __call__(
         self,
@@ -130,7 +131,7 @@ class RealRotaryAttention(DispatchedJointAttention):
     ) -> tuple[Tensor, Tensor]:
         """hidden_states [N, L, D], encoder_hidden_states [N, T, D], its mask [N, T] -> the same shapes.
 
-        `attention_mask` is None, as of diffusers' own.
+        `attention_mask` is always None, as for diffusers' own processor.
         """
         assert encoder_hidden_states is not None and image_rotary_emb is not None
         image, text = image_rotary_emb
@@ -151,20 +152,21 @@ class RealRotaryAttention(DispatchedJointAttention):
             q, k, v, attn_mask=mask, backend=self._attention_backend, parallel_config=self._parallel_config
         )
         out = out.flatten(2, 3).to(q.dtype)
-        drawn = attn.to_out[1](attn.to_out[0](out[:, length:].contiguous()))
-        return drawn, attn.to_add_out(out[:, :length].contiguous())
+        image_out = attn.to_out[1](attn.to_out[0](out[:, length:].contiguous()))
+        return image_out, attn.to_add_out(out[:, :length].contiguous())
 
 
 def use_real_rotations(transformer: Any) -> None:
-    """Have a transformer of Qwen-Image rotate as RealRotaryAttention does."""
+    """Let a Qwen-Image transformer use RealRotaryAttention."""
     transformer.set_attn_processor(RealRotaryAttention())
-    # outside the blocks, so that no complex tensor is an input of theirs
+    # converted outside the blocks, so that the compiled blocks have no complex inputs
     transformer.pos_embed.register_forward_hook(lambda module, args, out: tuple(map(torch.view_as_real, out)))
 
 
 def rotated(x: Tensor, rotations: Tensor) -> Tensor:
-    """x [N, L, heads, D], whose pairs turn by the cosines and sines of `rotations` [L, D / 2, 2], in float32; those of
-    each row are [N, L, D / 2, 2].
+    """Rotate adjacent pairs in x [N, L, heads, D], in float32.
+
+    rotations: cosines and sines [L, D / 2, 2], or [N, L, D / 2, 2] to rotate each row by its own.
     """
     a, b = x.float().unflatten(-1, (-1, 2)).unbind(-1)
     cos, sin = rotations.unsqueeze(-3).unbind(-1)

@@ -1,4 +1,4 @@
-"""Context parallelism by diffusers' plans: which layers' inputs are split and whose outputs are gathered."""
+"""Context parallelism by diffusers' plans of the layers whose inputs are split and whose outputs are gathered."""
 
 import warnings
 
@@ -16,9 +16,9 @@ from phalanx.models.flow.family import FlowModel
 
 
 def share_tokens(model: FlowModel, world: World) -> None:
-    """Let the transformer split the tokens of its samples over the ranks that hold the same ones, before it is sharded.
+    """Let the transformer split the tokens of each sample over the ranks that share it; called before sharding.
 
-    Raises ValueError if it cannot.
+    Raises ValueError if the transformer does not support this.
     """
     assert world.context is not None
     size, (heads, _) = world.context_size, model.heads()
@@ -27,20 +27,20 @@ def share_tokens(model: FlowModel, world: World) -> None:
     model.prepare_sharing(size)
     config = ContextParallelConfig(ulysses_degree=size, mesh=world.context)
     parallel = ParallelConfig(context_parallel_config=config)
-    # not by enable_parallelism, which would count accelerators, of which a CPU has none
+    # not by enable_parallelism, which counts accelerators and so does not work on CPUs
     parallel.setup(world.rank, world.size, world.device, mesh=world.context)
-    for block in model.blocks():  # what stands before them reads whole sequences
+    for block in model.blocks():  # not the modules before them, which read whole sequences
         for module in block.modules():
             if isinstance(module, Attention | AttentionModuleMixin):
                 _check_backend(module.processor._attention_backend)
                 module.processor._parallel_config = parallel
-    # diffusers gathers by a function that torch has renamed
+    # diffusers gathers by a function that torch has deprecated and renamed
     warnings.filterwarnings("ignore", "`torch.distributed._functional_collectives.all_gather_tensor`", FutureWarning)
     apply_context_parallel(model.transformer, config, model.context_plan())
 
 
 def check_tokens(model: FlowModel, sampler: Sampler, longest: int, size: int) -> None:
-    """Raise ValueError if `size` ranks cannot share the tokens of a sample with a text of the `longest` evenly."""
+    """Raise ValueError if `size` does not divide the tokens of a sample, or those of a text of `longest` tokens."""
     for what, count in model.split_tokens(sampler.height, sampler.width, sampler.num_frames, longest).items():
         if count % size:
             near = near_divisors(count, size)
@@ -48,9 +48,9 @@ def check_tokens(model: FlowModel, sampler: Sampler, longest: int, size: int) ->
 
 
 def _check_backend(name: str | None) -> None:
-    """Raise ValueError for a backend, None for diffusers' default, that has no way to exchange tokens for heads."""
+    """Raise ValueError for a backend that does not support context parallelism; None is diffusers' default."""
     active, _ = _AttentionBackendRegistry.get_active_backend()
     backend = active if name is None else AttentionBackendName(name)
     known = sorted(_AttentionBackendRegistry._supports_context_parallel)
     if backend.value not in known:
-        raise ValueError(f"model.attn_backend: {backend.value} has no way with {KEY}; expected {', '.join(known)}")
+        raise ValueError(f"model.attn_backend: {backend.value} does not support {KEY}; expected {', '.join(known)}")

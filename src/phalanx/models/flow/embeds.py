@@ -1,4 +1,4 @@
-"""Prompt embeddings: encoded once per prompt and node, kept in memory and, if a folder is given, on disk."""
+"""Prompt embeddings: encoded once per prompt and node, cached in memory and, if a folder is given, on disk."""
 
 import hashlib
 import uuid
@@ -20,22 +20,21 @@ MEMORY_LIMIT = 4 << 30  # bytes of embeddings that stay in memory
 
 
 class EmbedsCache:
-    """A cache in front of `encode(texts)`; `identity` names the model and its settings.
+    """A cache for `encode(texts)`; `identity` names the model and its settings.
 
-    What stands for texts here may be anything that can be a key, and whose str names its contents.
+    Texts may be any hashable objects whose str() identifies their contents.
     """
 
     def __init__(self, encode: Callable[[list[Any]], list[Embeds]], identity: str, folder: str | None) -> None:
         self._encode, self._identity = encode, identity
         self._folder = Path(folder) if folder is not None else None
-        # the text that was asked for last comes last, and the first one is forgotten first
-        self._memory: OrderedDict[Hashable, Embeds] = OrderedDict()
+        self._memory: OrderedDict[Hashable, Embeds] = OrderedDict()  # least recently used first
         self._bytes = 0
 
     def __call__(self, texts: Sequence[Hashable]) -> list[Embeds]:
         """Embeddings of each text, on the CPU."""
-        # The answer is gathered here and not from memory, which may forget a text of this very
-        # call. All that are missing are encoded at once: the encoders' way to the device is long.
+        # The result is collected here, because memory may evict a text of this very call. All missing texts are encoded
+        # in one call, because moving the encoders to the device takes long.
         result: dict[Hashable, Embeds] = {}
         missing = []
         for text in dict.fromkeys(texts):
@@ -53,19 +52,19 @@ class EmbedsCache:
 
     def share(
         self,
-        wanted: Sequence[Sequence[Hashable]],
+        texts_of_ranks: Sequence[Sequence[Hashable]],
         node: Node,
         agreed: Callable[[Callable[[], list[Embeds]]], list[Embeds]],
     ) -> None:
-        """Make the embeddings of this rank's texts available: `wanted` lists the texts of each rank of the node.
+        """Make the embeddings of this rank's texts available; `texts_of_ranks` are those of each rank of the node.
 
-        A rank that has an embedding sends it to the ranks that lack it; one that no rank has is encoded by one of
-        them. The result does not depend on which: texts are encoded one by one. `agreed` runs what may raise
-        ValueError on one rank, so that all ranks raise.
+        A rank that has an embedding sends it to the ranks that lack it; an embedding that no rank has is computed by
+        one of them. The result does not depend on which, because texts are encoded one by one. `agreed` calls a
+        function that may raise ValueError on one rank, so that all ranks raise.
         """
-        texts = list(dict.fromkeys(chain.from_iterable(wanted)))
-        local_texts = set(wanted[node.place])
-        # held here, since memory may forget; only this rank's texts are read from disk
+        texts = list(dict.fromkeys(chain.from_iterable(texts_of_ranks)))
+        local_texts = set(texts_of_ranks[node.place])
+        # kept here, because memory may evict them; only this rank's texts are read from disk
         held: dict[Hashable, Embeds] = {}
         for text in texts:
             embeds = self._look_up(text) if text in local_texts else self._memory.get(text)
@@ -74,9 +73,9 @@ class EmbedsCache:
         new_here = local_texts - held.keys()
         # [ranks, texts] bool
         has = node.all_gather(torch.tensor([text in held for text in texts], dtype=torch.uint8)).bool()
-        wants = torch.tensor([[text in each for text in texts] for each in map(set, wanted)])
-        lacks = wants & ~has
-        # the first rank that has it; texts that no rank has are encoded by the ranks in turn
+        needs = torch.tensor([[text in each for text in texts] for each in map(set, texts_of_ranks)])
+        lacks = needs & ~has
+        # the first rank that has it; texts that no rank has are dealt out to the ranks
         source = has.int().argmax(0)
         new = (~has.any(0)).nonzero().flatten()
         source[new] = torch.arange(len(new)) % len(node.ranks)
@@ -97,8 +96,8 @@ class EmbedsCache:
                 self._remember(text, held[text])
 
     def room(self) -> int:
-        """Number of entries, of the mean size of those in memory, that fill half of it."""
-        # the other half is left to validation, which would make training's prompts be forgotten
+        """Number of entries, of the mean size of those in memory, that fill half of the limit."""
+        # the other half is left to validation, whose prompts would otherwise evict those of training
         return MEMORY_LIMIT // 2 * len(self._memory) // max(self._bytes, 1)
 
     def _look_up(self, text: Hashable) -> Embeds | None:
@@ -124,7 +123,7 @@ class EmbedsCache:
         if file is None:
             return
         file.parent.mkdir(parents=True, exist_ok=True)
-        # ranks may write the same prompt at once: each writes its own file and renames it
+        # ranks may write the same prompt at the same time, so each writes its own file and renames it
         part = file.with_suffix(f".{uuid.uuid4().hex}.part")
         save_file({name: t.contiguous() for name, t in embeds.items()}, part)
         part.replace(file)
@@ -132,13 +131,13 @@ class EmbedsCache:
     def _file(self, text: Hashable) -> Path | None:
         if self._folder is None:
             return None
-        # a prompt may be longer than the name of a file, and hold any character
+        # a prompt may be too long for a file name, and may contain any character
         digest = hashlib.sha256(f"{self._identity}\n{text}".encode()).hexdigest()
         return self._folder / digest[:2] / f"{digest}.safetensors"
 
 
 def _pack(embeds: dict[int, Embeds]) -> bytes:
-    # texts about one image share a tensor, which travels once and is one tensor where it arrives
+    # texts about the same image share a tensor: it is sent once, and shared again by the receiver
     places: dict[tuple[str, int], list[str]] = {}
     tensors: dict[tuple[str, int], Tensor] = {}
     for i, of_text in embeds.items():
@@ -162,7 +161,7 @@ def _size(embeds: Embeds) -> int:
 
 
 def pooled_embeds(embeds: Tensor, pooled: Tensor) -> list[Embeds]:
-    """A pipeline's embeddings [N, L, D] of texts, and those that CLIP pools [N, P], text by text."""
+    """Split a pipeline's embeddings [N, L, D] and CLIP's pooled embeddings [N, P] by text."""
     result = []
     for text, vector in zip(embeds.cpu(), pooled.cpu(), strict=True):
         # cloned: a view would keep the whole batch in memory
@@ -171,6 +170,6 @@ def pooled_embeds(embeds: Tensor, pooled: Tensor) -> list[Embeds]:
 
 
 def padded_texts(embeds: list[Embeds], length: int) -> Tensor:
-    """`prompt_embeds` of all, [N, length, D], padded with zeros."""
+    """Stack `prompt_embeds` to [N, length, D], padded with zeros."""
     texts = [e["prompt_embeds"] for e in embeds]
     return torch.stack([pad(t, (0, 0, 0, length - len(t))) for t in texts])

@@ -1,4 +1,4 @@
-"""The base class of a family of flow-matching models: one file with a class `Model` for each."""
+"""Base class of the families of flow-matching models. Each family is one file with a class `Model`."""
 
 import copy
 import math
@@ -34,7 +34,7 @@ from phalanx.telemetry.flops import forward_flops
 
 Embeds = dict[str, Tensor]
 
-# layers of attention among the tokens of image and text, in a LoRA's targets
+# LoRA targets: the projections of joint attention over image and text tokens
 JOINT_ATTENTION = (
     "attn.add_k_proj", "attn.add_q_proj", "attn.add_v_proj", "attn.to_add_out",
     "attn.to_k", "attn.to_out.0", "attn.to_q", "attn.to_v",
@@ -43,9 +43,9 @@ JOINT_ATTENTION = (
 
 @dataclass(frozen=True)
 class Instruction:
-    """A text about an image, by which images of `size` (height, width) pixels are made, or videos of `frames`.
+    """A prompt about an image, for samples of `size` (height, width) pixels, with `frames` frames if they are videos.
 
-    Its str names its contents.
+    `str()` of it identifies its contents, as a cache key.
     """
 
     text: str
@@ -59,27 +59,28 @@ class Instruction:
 
 
 class FlowModel(ModelFiles):
-    """A model that makes images of texts, some with an image beside the text.
+    """A text-to-image or text-to-video model; some families condition on an image as well.
 
-    Its parts are of diffusers' own classes. N rows are samples, noise levels and guidance branches alike.
+    Its components are instances of diffusers' classes. In batches [N, ...], a row is any combination of sample, noise
+    level and guidance branch.
     """
 
-    transformer_class: Any  # of diffusers, or derived of it
-    guidance_key: str  # of classifier-free guidance, a second branch of the forward pass
-    embedded_guidance_key: str | None = None  # of a guidance that the model was distilled to take as an input
-    distilled: bool = False  # True where the model was trained to do without classifier-free guidance
-    # True where a second transformer, of which a folder may have one, takes some steps with a guidance of its own
+    transformer_class: Any  # diffusers' class, or a subclass of it
+    guidance_key: str  # config key of the classifier-free guidance scale
+    embedded_guidance_key: str | None = None  # config key of the scale that a guidance-distilled model takes as input
+    distilled: bool = False  # True if the model was trained to sample without classifier-free guidance
+    # True if the folder may have a second transformer, which takes some of the steps with its own guidance scale
     second_guidance: bool = False
     lora_targets: ClassVar[Sequence[str]]
     default_negative: str
-    makes_videos: bool = False  # True where samples can have more than one frame
+    makes_videos: bool = False  # True if samples can have more than one frame
     fps: int = 1  # frames per second of its videos
-    encodes_images: bool = True  # False where latents cannot be had of images alone
-    vae_dtype: torch.dtype | None = None  # that the VAE is read and computes in; None: the model's
-    masks_text: bool = False  # True where attention takes a mask if prompts differ in length
-    # of the data: the image that a prompt is about; None: the model takes only texts
+    encodes_images: bool = True  # False if latents cannot be encoded from images alone
+    vae_dtype: torch.dtype | None = None  # dtype in which the VAE is loaded and computes; None: the model's
+    masks_text: bool = False  # True if attention takes a mask when prompts differ in length
+    # column of the data with the image that a prompt is about; None: the model takes only text
     image_column: str | None = None
-    takes_several: bool = False  # True where that column may hold a list: `model.reference_count` images
+    takes_several: bool = False  # True if that column may have a list of `model.reference_count` images
     omni_pipeline: str | None = None  # module:class of its pipeline in phalanx.engines.omni, if any
 
     pipeline: Any
@@ -89,12 +90,12 @@ class FlowModel(ModelFiles):
     dtype: torch.dtype
 
     def __init__(self, config: FlowModelConfig, dtype: torch.dtype, weights_dtype: torch.dtype) -> None:
-        """Load `config.path`: the transformer to be kept in `weights_dtype`, all else in `dtype`.
+        """Load `config.path`: the transformer for weights of `weights_dtype`, everything else in `dtype`.
 
-        Where all is trained, or nothing, parameters of the transformer come as their files hold them where that is for
-        the caller to cast; see phalanx.models.stored.
+        Without a LoRA, the transformer's parameters may keep the dtype of their files, and the caller casts them; see
+        phalanx.models.stored.
         """
-        # every rank would draw its own, and an error would stand behind one
+        # every rank would draw its own progress bar, and error messages would end up in their lines
         diffusers.utils.logging.disable_progress_bar()
         transformers.utils.logging.disable_progress_bar()
         self.load(config, dtype, weights_dtype, getattr(diffusers, self.pipeline_class), self.transformer_class)
@@ -105,7 +106,7 @@ class FlowModel(ModelFiles):
     def load(
         self, config: FlowModelConfig, dtype: torch.dtype, weights_dtype: torch.dtype, pipeline: Any, transformer: Any
     ) -> None:
-        """Set `pipeline`, `transformer`, `vae` and `dtype`, by diffusers' two classes."""
+        """Set `pipeline`, `transformer`, `vae` and `dtype`; the arguments `pipeline` and `transformer` are classes."""
         path = str(base_folder(config))
         index = model_index(path)
         given = absent_components(index) | self.components(path)
@@ -126,10 +127,10 @@ class FlowModel(ModelFiles):
 
     @staticmethod
     def adapt(transformer: Any) -> None:
-        """Exchange parts of diffusers' transformer for the family's own, before it is used."""
+        """Replace modules of diffusers' transformer by the family's own, before its first use."""
 
     def components(self, path: str) -> dict[str, Any]:
-        """Components that the family loads itself, by their names in the pipeline."""
+        """Components that the family loads itself rather than diffusers, by their names in the pipeline."""
         return {}
 
     def blocks(self) -> list[nn.Module]:
@@ -137,48 +138,48 @@ class FlowModel(ModelFiles):
         return list(self.transformer.transformer_blocks)
 
     def prepare_compiling(self) -> None:
-        """Exchange, before blocks are compiled, parts of the transformer of which the compiler makes poor code."""
+        """Before the blocks are compiled, replace modules of the transformer that torch.compile handles poorly."""
         use_sigmoid(self.transformer)
 
     def heads(self) -> tuple[int, int]:
-        """Attention heads, and the size of one."""
+        """Number of attention heads, and the dimension of each."""
         c = self.transformer.config
         return c.num_attention_heads, c.attention_head_dim
 
     def check_length(self, max_length: int) -> None:
-        """Raise ValueError for prompts of `max_length` tokens, or warn of them, before any is encoded."""
+        """Check `data.max_prompt_length` before any prompt is encoded: warn, or raise ValueError."""
 
     def text_tokens(self, texts: list[str], max_length: int) -> tuple[Any, list[list[int]], int]:
-        """The tokenizer of the encoder that reads most of a text, the tokens of each text, and how many are read."""
+        """The tokenizer of the text encoder with the longest context, each text's tokens, and its maximum length."""
         return self.pipeline.tokenizer, self.pipeline.tokenizer(texts)["input_ids"], max_length
 
     def encode(self, texts: list[str], device: torch.device, max_length: int) -> list[Embeds]:
-        """Text embeddings of each prompt, on the CPU: `prompt_embeds` [L, D] and others.
+        """Text embeddings of each prompt, on the CPU: `prompt_embeds` [L, D], and further tensors of some families.
 
-        There is no padding that attention would have to mask; what the model attends to as it was trained stays.
+        Padding that attention would have to mask is removed; padding that the model attended to in its training stays.
         """
         raise AssertionError
 
     def encode_instruction(self, instruction: Instruction, device: torch.device, max_length: int) -> Embeds:
-        """As `encode`, where there is an `image_column`: the embeddings of a text and its image.
+        """`encode` for families with an `image_column`: the embeddings of a text and its image.
 
         Raises ValueError for an image that cannot be read.
         """
         raise AssertionError
 
     def most_tokens(self, max_length: int, height: int, width: int) -> int:
-        """The most tokens of `prompt_embeds` of a prompt of `max_length` tokens."""
+        """Maximum number of tokens in `prompt_embeds` for a prompt of at most `max_length` tokens."""
         return max_length
 
     def collate(self, embeds: list[Embeds], length: int, padded: bool) -> Embeds:
-        """Stack embeddings to [N, length, D]; `padded`: some prompt of any rank is shorter."""
+        """Stack embeddings to [N, length, D]; `padded`: a prompt on some rank is shorter than `length`."""
         return {name: torch.stack([e[name] for e in embeds]) for name in embeds[0]}
 
     def schedule(self, num_inference_steps: int, height: int, width: int) -> tuple[Tensor, Tensor]:
-        """sigmas [N + 1] and timesteps [N] float32 of the model folder's own scheduler.
+        """sigmas [N + 1] and timesteps [N], float32, of the model folder's own scheduler.
 
-        As pipelines with `calculate_shift` make them: even levels 1 .. 1/N, shifted by the image's
-        tokens where the folder says so (`use_dynamic_shifting`).
+        They are those of diffusers' pipelines with `calculate_shift`: evenly spaced levels 1 .. 1/N, shifted by the
+        number of image tokens if the folder has `use_dynamic_shifting`.
         """
         scheduler = self.pipeline.scheduler
         even = np.linspace(1.0, 1 / num_inference_steps, num_inference_steps)
@@ -188,35 +189,35 @@ class FlowModel(ModelFiles):
     def schedule_of_video(
         self, num_inference_steps: int, height: int, width: int, frames: int
     ) -> tuple[Tensor, Tensor]:
-        """`schedule` where it depends on the number of frames."""
+        """`schedule` of a video, for families where it depends on the number of frames."""
         return self.schedule(num_inference_steps, height, width)
 
     def dynamic_shift(self, tokens: int, num_inference_steps: int) -> float:
-        """diffusers' mu of an image of `tokens` tokens."""
+        """diffusers' `mu` for an image of `tokens` tokens."""
         c = self.pipeline.scheduler.config
         sizes = c.base_image_seq_len, c.max_image_seq_len
         return calculate_shift(tokens, *sizes, c.base_shift, c.max_shift)
 
     def tokens(self, height: int, width: int) -> int:
-        """Image tokens of the transformer."""
+        """Number of image tokens in the transformer."""
         raise AssertionError
 
     def prepare_sharing(self, size: int) -> None:
-        """Exchange, before `size` ranks share the tokens of a sample, parts of the transformer that cannot.
+        """Before `size` ranks share a sample's tokens, replace modules of the transformer that do not support this.
 
-        Raises ValueError if they are too many.
+        Raises ValueError for a `size` that the family does not support.
         """
 
     def context_plan(self) -> dict[str, Any]:
-        """diffusers' plan of context parallelism: which layers' inputs are split, and whose outputs are gathered."""
+        """diffusers' context-parallel plan: the layers whose inputs are split, and those whose outputs are gathered."""
         return self.transformer_class._cp_plan
 
     def split_tokens(self, height: int, width: int, frames: int, max_length: int) -> dict[str, int]:
-        """Lengths of a sample's sequences that the plan splits, but those of texts, by a description of each."""
+        """Lengths of the sequences that the plan splits in a sample, except text, by a description for messages."""
         return {f"an image of {height} x {width}": self.tokens(height, width)}
 
     def shift(self, num_inference_steps: int, height: int, width: int) -> float:
-        """s by which the scheduler moves the noise levels of an image: s t / (1 + (s - 1) t)."""
+        """The scheduler's shift s for an image; it maps a noise level t to s t / (1 + (s - 1) t)."""
         c = self.pipeline.scheduler.config
         if not c.use_dynamic_shifting:
             return float(c.shift)
@@ -224,82 +225,82 @@ class FlowModel(ModelFiles):
         return math.exp(mu) if c.time_shift_type == "exponential" else mu
 
     def shift_of_video(self, num_inference_steps: int, height: int, width: int, frames: int) -> float:
-        """`shift` where it depends on the number of frames."""
+        """`shift` of a video, for families where it depends on the number of frames."""
         return self.shift(num_inference_steps, height, width)
 
     def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
-        """Shape of one sample's latent; raises ValueError for a size that the model cannot make."""
+        """Shape of one sample's latents; raises ValueError for a size that the model does not support."""
         raise AssertionError
 
     def sample_shape(self, height: int, width: int, frames: int) -> tuple[int, ...]:
         """`latent_shape` of a sample of `frames` frames; one frame is an image."""
-        assert frames == 1, "a family that makes videos says how"
+        assert frames == 1, "a family that makes videos overrides this"
         return self.latent_shape(height, width)
 
     def velocity(self, latents: Tensor, timesteps: Tensor, embeds: Embeds, height: int, width: int) -> Tensor:
-        """One forward pass: latents and embeds [N, ...], timesteps [N] in 0..1000 -> [N, ...].
+        """One forward pass: latents and embeds [N, ...], timesteps [N] in 0..1000 -> velocities [N, ...].
 
         With an `embedded_guidance_key`, `embeds` also has `guidance` [N] float32, the scale.
         """
         raise AssertionError
 
     def guidance(self, sampler: Sampler, timesteps: Tensor) -> Any:
-        """The scale of classifier-free guidance, or those of rows at `timesteps` [N], a tensor [N, 1, ...]."""
+        """Classifier-free guidance scale: one number, or a tensor [N, 1, ...] with that of each of `timesteps` [N]."""
         return sampler.guidance
 
     def check_window(self, timesteps: Tensor, components: Sequence[str] | None) -> None:
-        """Warn where `model.target_components` has a part that learns nothing from steps at `timesteps` [S]."""
+        """Warn if a part in `components` (model.target_components) takes none of the steps at `timesteps` [S]."""
 
     def computed_as_sampled(self) -> AbstractContextManager[None]:
-        """A context in which each row is computed in a batch as large as that of all rows, as it was sampled."""
+        """A context in which every row is computed at the batch size of the whole pass, as in sampling."""
         return nullcontext()
 
     def guide(self, negative: Tensor, positive: Tensor, scale: float) -> Tensor:
-        """Classifier-free guidance of two velocities, float32."""
+        """Combine two velocities by classifier-free guidance, in float32."""
         return negative + scale * (positive - negative)
 
     def decode(self, latents: Tensor, height: int, width: int) -> Tensor:
-        """Images [N, 3, H, W], or videos [N, F, 3, H, W], in 0..1, float32, of normalised latents.
+        """Decode normalised latents to images [N, 3, H, W], or videos [N, F, 3, H, W], float32 in 0..1.
 
-        This is an AutoencoderKL's, of images and latents [N, C, h, w].
+        This implementation is for an AutoencoderKL with latents [N, C, h, w].
         """
         c = self.vae.config
         unscaled = (latents / c.scaling_factor + c.shift_factor).to(self.vae.dtype)
         return to_pixels(self.vae.decode(unscaled, return_dict=False)[0])
 
     def latent_statistics(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Mean and standard deviation [C, 1, 1, 1] of the latents of a VAE for videos."""
+        """Mean and standard deviation [C, 1, 1, 1] of a video VAE's latents."""
         c = self.vae.config
         mean, std = torch.tensor([c.latents_mean, c.latents_std], device=device)
         return mean.view(-1, 1, 1, 1), std.view(-1, 1, 1, 1)
 
     def frame_latents(self, images: Tensor, generator: torch.Generator | None) -> Tensor:
-        """A video VAE's latents [N, C, 1, h, w], of mean 0 and std 1, of images [N, 3, H, W]."""
+        """Encode images [N, 3, H, W] by a video VAE, to latents [N, C, 1, h, w] normalised to mean 0 and std 1."""
         mean, std = self.latent_statistics(images.device)
         return (self.posterior(images[:, :, None], generator) - mean) / std
 
     def posterior(self, images: Tensor, generator: torch.Generator | None) -> Tensor:
-        """The VAE's latents, float32, of images in 0..1: the mode without a generator, a draw with one."""
+        """Float32 latents of images in 0..1: a draw from the VAE's posterior, or its mode without a generator."""
         posterior = self.vae.encode((images * 2 - 1).to(self.vae.dtype)).latent_dist
         latents = posterior.mode() if generator is None else posterior.sample(generator)
         return latents.float()
 
     def encode_images(self, images: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """Latents [N, ...] float32 of images [N, 3, H, W] in 0..1: the inverse of `decode`."""
+        """Encode images [N, 3, H, W] in 0..1 to normalised float32 latents [N, ...]: the inverse of `decode`."""
         c = self.vae.config
         return (self.posterior(images, generator) - c.shift_factor) * c.scaling_factor
 
     def embeds_like(self, length: int, height: int, width: int) -> Embeds:
-        """Embeddings as `encode` makes them of a prompt, of `length` tokens and without values: to count with.
+        """Uninitialised embeddings shaped like those of a prompt of `length` tokens, to count FLOPs with.
 
-        These are a T5's beside what CLIP pools.
+        This implementation has T5's `prompt_embeds` and CLIP's `pooled`.
         """
         c = self.transformer.config
         shapes = {"prompt_embeds": (length, c.joint_attention_dim), "pooled": (c.pooled_projection_dim,)}
         return {name: torch.empty(shape, dtype=self.dtype) for name, shape in shapes.items()}
 
     def embeds_of_video(self, length: int, height: int, width: int, frames: int) -> Embeds:
-        """`embeds_like` where they depend on the number of frames."""
+        """`embeds_like` of a video, for families where the embeddings depend on the number of frames."""
         return self.embeds_like(length, height, width)
 
     def flops(self, height: int, width: int, text_length: int, frames: int = 1) -> int:
@@ -323,7 +324,7 @@ class FlowModel(ModelFiles):
 
 
 class _ForwardPass(nn.Module):
-    """The velocity of a family with another transformer than its own."""
+    """A family's `velocity` as a module, computed by the given transformer."""
 
     def __init__(self, model: FlowModel, transformer: nn.Module) -> None:
         super().__init__()
@@ -335,7 +336,7 @@ class _ForwardPass(nn.Module):
 
 
 class PackedModel(FlowModel):
-    """A model of packed latents [N, (H/u)(W/u), C]: a token is 2 x 2 of the VAE's, u pixels wide."""
+    """A model of packed latents [N, (H/u)(W/u), C]: a token is 2 x 2 VAE latents, u pixels wide."""
 
     def tokens(self, height: int, width: int) -> int:
         rows, columns = self.grid(height, width)
@@ -345,14 +346,14 @@ class PackedModel(FlowModel):
         return (self.tokens(height, width), self.transformer.config.in_channels)
 
     def grid(self, height: int, width: int) -> tuple[int, int]:
-        """Rows and columns of image tokens; raises ValueError for a size that cannot be made."""
-        # 2 is what the pipelines' _pack_latents does, whatever patch_size says
+        """Rows and columns of image tokens; raises ValueError for a size that the model does not support."""
+        # the pipelines' _pack_latents always packs 2 x 2, whatever patch_size is
         unit = self.pipeline.vae_scale_factor * 2
         check_size(height, width, unit)
         return height // unit, width // unit
 
     def pack(self, latents: Tensor) -> Tensor:
-        """The VAE's latents [N, C, h, w] or [N, C, 1, h, w], packed."""
+        """Pack VAE latents [N, C, h, w] or [N, C, 1, h, w]."""
         n, channels, *_, h, w = latents.shape
         return self.pipeline._pack_latents(latents, n, channels, h, w)
 
@@ -362,7 +363,7 @@ class PackedModel(FlowModel):
 
 
 def to_pixels(decoded: Tensor) -> Tensor:
-    """A VAE's output in -1..1, as float32 in 0..1."""
+    """Map a VAE's output in -1..1 to float32 in 0..1."""
     return (decoded.float() / 2 + 0.5).clamp(0, 1)
 
 
@@ -378,8 +379,9 @@ def check_size(height: int, width: int, unit: int, limit: int | None = None) -> 
 
 
 def latent_frames(frames: int, step: int) -> int:
-    """Latents of so many frames by a causal VAE: one of the first frame, and one of each `step` after it. Raises
-    ValueError if some are left over.
+    """Number of latent frames of a causal VAE: one for the first frame, and one for every `step` frames after it.
+
+    Raises ValueError if frames are left over.
     """
     count = max(frames - 1, 0) // step + 1
     below = (count - 1) * step + 1

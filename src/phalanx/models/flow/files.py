@@ -1,4 +1,4 @@
-"""The files of a family of flow-matching models: its base, LoRAs, and the export that stock diffusers loads."""
+"""Files of a family of flow-matching models: base models, LoRAs, and exports that stock diffusers loads."""
 
 import shutil
 from collections.abc import Collection, Iterable, Sequence
@@ -16,19 +16,19 @@ from phalanx.models.lora import Layers
 
 
 class ModelFiles:
-    """The base of FlowModel that knows its files. No model of the class is built for them."""
+    """The base class of FlowModel for its files. They are class methods, which do not need a loaded model."""
 
-    pipeline_class: str  # by which a folder is recognised: that of diffusers' class
-    lora_pipeline: str | None = None  # whose files of LoRAs it has, where its own class has none
+    pipeline_class: str  # name of diffusers' pipeline class, by which a folder is recognised
+    lora_pipeline: str | None = None  # pipeline class that reads and writes its LoRAs, if its own does not
 
     @classmethod
     def parts(cls, transformer: Any) -> dict[str, Any]:
-        """diffusers' transformers that are trained as one, by the names of their folders."""
+        """diffusers' transformers that make up `transformer`, by the names of their folders."""
         return {"transformer": transformer}
 
     @classmethod
     def trained_part(cls, transformer: Any, config: FlowModelConfig) -> nn.Module:
-        """The part of the transformer that is trained; ValueError for `model.target_components` that it lacks."""
+        """The part of the transformer that is trained; raises ValueError for unknown `model.target_components`."""
         parts, chosen = cls.parts(transformer), config.target_components
         if chosen is None or sorted(chosen) == sorted(parts):
             return transformer
@@ -38,24 +38,24 @@ class ModelFiles:
 
     @classmethod
     def load_base(cls, config: FlowModelConfig, dtype: torch.dtype | None, names: Collection[str] = ()) -> nn.Module:
-        """The base folder's transformer, on the CPU; `dtype` None: in the dtype of its files."""
+        """Load the base folder's transformer, on the CPU; `dtype` None: in the dtype of its files."""
         return cls.load_part(config, dtype, "transformer")
 
     @classmethod
     def load_part(cls, config: FlowModelConfig, dtype: torch.dtype | None, name: str) -> nn.Module:
-        """As `load_base`, the transformer in the folder `name`."""
+        """As `load_base`, for the transformer in the folder `name`."""
         base = base_folder(config)
         dtype = dtype or dtype_on_disk(base / name)
         return diffusers.AutoModel.from_pretrained(str(base), subfolder=name, dtype=dtype)
 
     @classmethod
     def read_lora(cls, path: str, config: FlowModelConfig | None = None, names: Iterable[str] = ()) -> Layers:
-        """See phalanx.models.flow.folder.read_lora; `config` is that of the model that it is for."""
+        """See phalanx.models.flow.folder.read_lora; `config` is that of the model that the LoRA is for."""
         return read_lora(path, getattr(diffusers, cls.lora_pipeline or cls.pipeline_class))
 
     @classmethod
     def lora_names(cls, layers: Sequence[str]) -> dict[str, str]:
-        """Names of a LoRA's layers in its file, by those in the transformer."""
+        """Names of a LoRA's layers in its file, by their names in the transformer."""
         return {layer: f"transformer.{layer}" for layer in layers}
 
     @classmethod
@@ -68,7 +68,7 @@ class ModelFiles:
         alpha: float,
         file: str | None = None,
     ) -> None:
-        """Write the stock pipeline's file of a LoRA; `layers` have peft's names without an adapter."""
+        """Write a LoRA in the stock pipeline's format; `layers` have peft's names without the adapter's name."""
         names = cls.lora_names(sorted({name.partition(".lora_")[0] for name in layers}))
         metadata: dict[str, Any] = {"r": rank, "lora_alpha": alpha, "target_modules": list(names)}
         tensors = {}
@@ -87,7 +87,7 @@ class ModelFiles:
 
     @classmethod
     def export_model(cls, folder: Path, config: FlowModelConfig, transformer: Any) -> None:
-        """Write a diffusers folder: the base's, file by file, with the trained transformer."""
+        """Write a diffusers folder: a copy of the base folder with the trained transformer."""
         base, parts = base_folder(config), cls.parts(transformer)
         shutil.copyfile(base / "model_index.json", folder / "model_index.json")
         for name in component_names(model_index(str(base))):

@@ -1,4 +1,4 @@
-"""Diffusers model folders: what is looked at of them beyond names and headers, and of parts that are loaded."""
+"""Diffusers model folders: loading their parts, and checks beyond those of names and headers."""
 
 import importlib
 from collections import Counter
@@ -20,30 +20,27 @@ from phalanx.models.headers import check_variants, read_json, tensors
 from phalanx.models.lora import ADAPTER, Layers, lora_file, plain_layers, read_adapter
 from phalanx.models.stored import computes_alike, dtype_to_read, widen_buffers
 
-_ENDINGS = ("json", "txt", "model", "jinja", "safetensors")  # of the files of a component that are read
-# by their names in safetensors
-_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_ENDINGS = ("json", "txt", "model", "jinja", "safetensors")  # file name extensions that a component is loaded from
+_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # by their names in safetensors
 
 
 def read_index(folder: Path) -> dict[str, Any]:
-    """The model_index.json of a local folder, as `headers.read_index` takes it; ValueError also for a class that the
-    installed libraries lack.
-    """
+    """As `headers.read_index`, but also raises ValueError for a class that the installed libraries lack."""
     return _check_classes(headers.read_index(folder), str(folder))
 
 
 def _check_classes(index: dict[str, Any], folder: str) -> dict[str, Any]:
     for name in component_names(index):
         library, kind = index[name]
-        known = module_of(library).__all__  # dir() of transformers would take a seventh of a second
-        # published folders name a T5TokenizerFast, which transformers still knows, but lists no more
+        known = module_of(library).__all__  # dir() of transformers would take 0.14 s
+        # published folders name a T5TokenizerFast, which transformers still has, but no longer lists
         if kind not in known and not (kind.endswith("TokenizerFast") and kind.removesuffix("Fast") in known):
             raise ValueError(f"model.path: '{folder}' has a {cut(kind)}, which the installed {library} lacks")
     return index
 
 
 def how_to_load(folder: Path) -> str | None:
-    """The call by which diffusers loads a folder, where from_pretrained by itself misses what the folder leaves out."""
+    """The call that loads a folder with diffusers, if from_pretrained needs arguments for components it lacks."""
     index = read_index(folder)
     name = index["_class_name"]
     optional = getattr(importlib.import_module("diffusers"), name)._optional_components
@@ -52,7 +49,7 @@ def how_to_load(folder: Path) -> str | None:
 
 
 def check_tensors(path: str, **parts: nn.Module) -> None:
-    """Raise ValueError if a part of a loaded pipeline got no value for one of its parameters."""
+    """Raise ValueError if a part of a loaded pipeline has a parameter that the files gave no value."""
     for name, module in parts.items():
         lost = [key for key, p in module.named_parameters() if p.is_meta]
         if lost:
@@ -61,19 +58,21 @@ def check_tensors(path: str, **parts: nn.Module) -> None:
 
 
 def check_layers(path: str, transformer: nn.Module, name: str = "transformer") -> None:
-    """Raise ValueError if the files hold a block, such as `transformer_blocks.7`, that the transformer was built
-    without. Other tensors that it does not know are the library's business, which leaves them out.
+    """Raise ValueError if the files have a block, such as `transformer_blocks.7`, that the transformer does not have.
+
+    Other unknown tensors are left to the library, which ignores them.
     """
     known = {None, *map(_block, transformer.state_dict())}
     for file in sorted((Path(path) / name).glob("*.safetensors")):
         extra = sorted(name for name in tensors(file) if _block(name) not in known)
         if extra:
-            raise ValueError(f"model.path: {file} holds {extra[0]}, for which its config.json has no layer")
+            raise ValueError(f"model.path: {file} contains {extra[0]}, for which its config.json has no layer")
 
 
 def read_lora(path: str, pipeline: Any) -> Layers:
-    """The LoRA of model.lora_path, by diffusers' names of the transformer's layers; peft's, or in any form that the
-    pipeline's class reads. ValueError, in one line, for what is none.
+    """The LoRA of model.lora_path, by diffusers' names of the transformer's layers.
+
+    It may be peft's, or in any format that the pipeline's class reads. Raises ValueError, in one line, for other files.
     """
     file = lora_file(path)
     with loading(f"model.lora_path: {path!r} does not load"):
@@ -82,23 +81,23 @@ def read_lora(path: str, pipeline: Any) -> Layers:
         tensors, *alphas, metadata = pipeline.lora_state_dict(
             str(file.parent), weight_name=file.name, use_safetensors=True, return_alphas=True, return_lora_metadata=True
         )
-        for beside in alphas:  # of FLUX
-            tensors |= beside or {}
+        for network_alphas in alphas:  # returned only by FLUX's pipelines
+            tensors |= network_alphas or {}
         named = {name.removeprefix("transformer."): t for name, t in tensors.items()}
         settings = {name.removeprefix("transformer."): value for name, value in (metadata or {}).items()}
         return plain_layers(named, settings)
 
 
 def _block(tensor: str) -> str | None:
-    """The numbered block that a tensor belongs to; None for one outside of all."""
+    """The numbered block that a tensor belongs to; None for a tensor outside of all blocks."""
     head, number, *_ = [*tensor.split("."), ""]
     return f"{head}.{number}" if number.isdigit() else None
 
 
 def load_transformer(kind: Any, path: str, name: str, weights_dtype: torch.dtype, *, stored: bool) -> Any:
-    """The transformer in the folder `name`, of diffusers' class `kind`, to be kept in `weights_dtype`.
+    """Load the transformer in the folder `name`, of diffusers' class `kind`, for weights of `weights_dtype`.
 
-    `stored`: its parameters come as the files hold them where that computes alike; see phalanx.models.stored.
+    stored: its parameters keep the files' dtype if that is equivalent; see phalanx.models.stored.
     """
     files, read = {"pretrained_model_name_or_path": path, "subfolder": name}, weights_dtype
     if stored:
@@ -108,8 +107,8 @@ def load_transformer(kind: Any, path: str, name: str, weights_dtype: torch.dtype
         read = weights_dtype
         transformer = kind.from_pretrained(**files, dtype=read)
     if read is weights_dtype:
-        # not diffusers' own `to`, which warns of parts that it would keep in float32: a sharded
-        # block has weights of one dtype
+        # not diffusers' own `to`, which warns about modules that it would keep in float32: all weights of a sharded
+        # block have the same dtype
         nn.Module.to(transformer, weights_dtype)
     else:
         widen_buffers(transformer, weights_dtype)
@@ -117,20 +116,19 @@ def load_transformer(kind: Any, path: str, name: str, weights_dtype: torch.dtype
 
 
 def load_text_encoder(path: str, name: str, kind: str, dtype: torch.dtype) -> nn.Module:
-    """A text encoder of transformers, which by itself would draw at random what the files lack.
+    """Load a text encoder of transformers. Raises ValueError for a tensor that is missing or has another shape.
 
-    Raises ValueError for a tensor that is missing or of another shape.
+    Without this check, transformers would initialise such a tensor at random.
     """
-    told = {"output_loading_info": True, "ignore_mismatched_sizes": True}
     encoder, info = getattr(transformers, kind).from_pretrained(
-        path, subfolder=name, dtype=dtype, use_safetensors=True, **told
+        path, subfolder=name, dtype=dtype, use_safetensors=True, output_loading_info=True, ignore_mismatched_sizes=True
     )
     check_weights(info, f"model.path: {path!r}: the weights of {name} are not whole")
     return encoder
 
 
 def check_vae(path: str, config: Any) -> None:
-    """Raise ValueError if latents could not be scaled, by the VAE's configuration."""
+    """Raise ValueError if the VAE's configuration has no valid scale for latents."""
     for name in ("scaling_factor", "latents_std"):
         value = config.get(name)
         if value is None:
@@ -146,7 +144,7 @@ def check_vae(path: str, config: Any) -> None:
 
 
 def check_tokenizers(path: str, parts: dict[str, Any]) -> None:
-    """Raise ValueError for a tokenizer that cannot tell texts apart, or has more tokens than its text encoder."""
+    """Raise ValueError for a tokenizer with the same tokens for all texts, or with more than its encoder embeds."""
     for name, tokenizer in parts.items():
         if not name.startswith("tokenizer") or tokenizer is None:
             continue
@@ -155,12 +153,12 @@ def check_tokenizers(path: str, parts: dict[str, Any]) -> None:
         encoder = parts.get(name.replace("tokenizer", "text_encoder"))
         if encoder is not None and len(tokenizer) > (rows := encoder.get_input_embeddings().num_embeddings):
             raise ValueError(
-                f"model.path: {path!r}: {name} has {len(tokenizer)} tokens, and its text encoder knows {rows}"
+                f"model.path: {path!r}: {name} has {len(tokenizer)} tokens, and its text encoder embeds {rows}"
             )
 
 
 def base_folder(config: FlowModelConfig) -> Path:
-    """The base model's folder; of a hub id the part of it that is read, from the hub or its cache."""
+    """The base model's folder; for a hub id, a snapshot of the files that are used, from the hub or its cache."""
     folder = Path(config.path).expanduser()
     if folder.is_dir():
         return folder
@@ -179,7 +177,7 @@ def base_folder(config: FlowModelConfig) -> Path:
     for name in names:
         if (folder / name / "config.json").is_file() and not any((folder / name).glob("*.safetensors")):
             files: list[str] = []
-            with suppress(OSError):  # out of reach: what the cache lacks is told by who loads it
+            with suppress(OSError):  # the hub is out of reach: loading then reports what the cache lacks
                 files = list_repo_files(config.path, revision=config.revision)
             stored = [file for file in files if file.startswith(f"{name}/") and file.endswith(".safetensors")]
             check_variants(f"{config.path}/{name}", [file.removeprefix(f"{name}/") for file in stored])
@@ -187,7 +185,7 @@ def base_folder(config: FlowModelConfig) -> Path:
 
 
 def dtype_on_disk(folder: Path) -> torch.dtype:
-    """The dtype of most of a component's tensors; float32 where it has no safetensors files."""
+    """The most common dtype among a component's tensors; float32 if it has no safetensors files."""
     counts: Counter[str] = Counter()
     for file in folder.glob("*.safetensors"):
         counts.update(dtype for dtype, _ in tensors(file).values())
@@ -197,7 +195,7 @@ def dtype_on_disk(folder: Path) -> torch.dtype:
 
 
 def model_index(path: str, revision: str | None = None) -> dict[str, Any]:
-    """The model_index.json of a diffusers folder or hub id; raises ValueError if it is neither."""
+    """The model_index.json of a diffusers folder or hub id; raises ValueError if `path` is neither."""
     index = headers.local_index(path)
     if index is None:
         from huggingface_hub import hf_hub_download
@@ -210,7 +208,7 @@ def model_index(path: str, revision: str | None = None) -> dict[str, Any]:
 
 @contextmanager
 def _from_hub(path: str, revision: str | None) -> Iterator[None]:
-    """Say in one line that a hub does not have what the block asks of it."""
+    """Turn errors of the hub into ValueErrors of one line."""
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     try:

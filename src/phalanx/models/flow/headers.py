@@ -1,6 +1,6 @@
-"""Diffusers model folders, checked by names and headers before anything is loaded.
+"""Checks of diffusers model folders by names and headers, before anything is loaded.
 
-A cut download would otherwise end in a library's traceback, or in random weights.
+Without them, an incomplete download would end in a library's traceback, or in random weights.
 """
 
 import importlib
@@ -12,21 +12,21 @@ from phalanx.config.messages import cut, shown
 from phalanx.models.headers import check_numbers, check_weights, read_json, read_object, require
 
 LIBRARIES = ("diffusers", "transformers")
-# modules of pipelines' own parts, as diffusers names them in a model_index.json
+# modules with components of single pipelines, by their names in a model_index.json
 _PIPELINES = {"ltx2": "diffusers.pipelines.ltx2"}
 _SHIFTS = {"shift", "flow_shift", "base_shift", "max_shift", "base_image_seq_len", "max_image_seq_len"}
 SCHEDULER = "FlowMatchEulerDiscreteScheduler"
-# whose noise levels its family knows how to take
+# other schedulers whose noise levels a family supports, by the pipeline's class
 OTHER_SCHEDULERS = {"WanPipeline": "UniPCMultistepScheduler", "WanImageToVideoPipeline": "UniPCMultistepScheduler"}
-# components that folders may lack and that older ones do not name, by the class of the pipeline
+# optional components that older folders do not name, by the pipeline's class
 _UNNAMED = {"StableDiffusion3Pipeline": ("text_encoder_3", "tokenizer_3")}
 _TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "spiece.model", "tokenizer.model")
 
 
 def local_index(path: str) -> dict[str, Any] | None:
-    """The model_index.json of a folder whose components are looked at, too; None for what may be a hub id.
+    """The model_index.json of a folder, after a check of its components; None for what may be a hub id.
 
-    Raises ValueError for what is neither, and for a folder that lacks something or holds something damaged.
+    Raises ValueError for a path that is neither, and for a folder with a missing or damaged component.
     """
     try:
         form = kind(Path(path))
@@ -48,10 +48,10 @@ def local_index(path: str) -> dict[str, Any] | None:
 
 
 def read_index(folder: Path) -> dict[str, Any]:
-    """The model_index.json of a local folder, its components unseen; ValueError without one.
+    """The model_index.json of a local folder, without a check of its components; raises ValueError if it has none.
 
-    A component is [library, class] or [null, null], and nothing that it names can run code: diffusers would import
-    whatever library is named here.
+    A component is [library, class] or [null, null]. Only known libraries are accepted, because diffusers would import,
+    and so run, any library that is named here.
     """
     file = folder / "model_index.json"
     if not file.is_file():
@@ -60,7 +60,7 @@ def read_index(folder: Path) -> dict[str, Any]:
 
 
 def check_index(index: Any, folder: str) -> dict[str, Any]:
-    """The content of the model_index.json of a folder or hub id; ValueError for what diffusers must not see."""
+    """Check the content of a model_index.json, and return it; raises ValueError if diffusers must not read it."""
     if not isinstance(index, dict) or not isinstance(index.get("_class_name"), str):
         raise ValueError(f"model.path: {folder}/model_index.json names no _class_name")
     for name, value in index.items():
@@ -79,17 +79,17 @@ def check_index(index: Any, folder: str) -> dict[str, Any]:
 
 
 def module_of(library: str) -> Any:
-    """The module in which a library of a model_index.json has its classes."""
+    """The module with the classes of a library that a model_index.json names."""
     return importlib.import_module(_PIPELINES.get(library, library))
 
 
 def component_names(index: dict[str, Any]) -> list[str]:
-    """Folders that a model_index.json names."""
+    """Names of the components, which are those of their folders too."""
     return [name for name, value in index.items() if isinstance(value, list) and value[0] is not None]
 
 
 def absent_components(index: dict[str, Any]) -> dict[str, None]:
-    """Components that the folder leaves out, as the keyword arguments that tell diffusers so."""
+    """Components that the folder leaves out, as the arguments of from_pretrained that say so."""
     return {name: None for name, value in index.items() if isinstance(value, list) and value[0] is None}
 
 
@@ -112,7 +112,7 @@ def check_components(folder: Path, index: dict[str, Any]) -> None:
             require(part, "scheduler_config.json")
             _check_scheduler(part / "scheduler_config.json")
         elif "Tokenizer" in called:
-            # ByT5's tokens are bytes, of which no file has a list
+            # ByT5's tokens are bytes, so it has no vocabulary file
             require(part, *(["tokenizer_config.json"] if called == "ByT5Tokenizer" else _TOKENIZER_FILES))
         elif name == "guider":
             require(part, "guider_config.json")
@@ -122,13 +122,13 @@ def check_components(folder: Path, index: dict[str, Any]) -> None:
 
 
 def _check_scheduler(file: Path) -> None:
-    """Raise ValueError for settings that give no noise levels from 1 down to 0, and those that are not obeyed."""
+    """Raise ValueError for settings that give no noise levels from 1 down to 0, or that are not supported."""
     config = read_object(file)
     for name in _SHIFTS & config.keys():
         value = config[name]
         if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
             raise ValueError(f"model.path: {file}: {name} is {shown(value)}; expected a number more than 0")
-    # steps follow dx = v dsigma from 1 down to 0, or the rollout's own SDE, whatever the stock pipeline would do
+    # whatever the stock pipeline does, steps here follow dx = v dsigma from 1 down to 0, or the rollout's SDE
     for name in ("stochastic_sampling", "invert_sigmas", "thresholding"):
         if config.get(name):
             raise ValueError(f"model.path: {file}: {name} is {shown(config[name])}; only false is supported")

@@ -1,4 +1,4 @@
-"""The policy: a flow-matching model over the mesh, and the replay of what it sampled."""
+"""The policy: a flow-matching model sharded over the mesh, and the replay of its samples."""
 
 import copy
 import logging
@@ -36,7 +36,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class FlowPolicy:
-    """See phalanx.types.Policy. `trained` has the weights, `model` the whole pipeline."""
+    """See phalanx.types.Policy. `trained` has the trained weights, `model` the whole pipeline."""
 
     trace_type: type = FlowTrace
 
@@ -53,7 +53,7 @@ class FlowPolicy:
         frozen: bool = False,
         kept: torch.dtype | None = None,
     ) -> None:
-        """`frozen`: nothing is trained; `kept`: see Sharded. Raises ValueError for what the model refuses."""
+        """`frozen`: nothing is trained; `kept`: see Sharded. Raises ValueError for unsupported settings."""
         self.model, self.world, self.config, self.detach_uncond = model, world, config, detach_uncond
         model.check_length(data.max_prompt_length)
         start_from_lora(model.transformer, config.lora_path, partial(model.read_lora, config=config), kept)
@@ -81,7 +81,7 @@ class FlowPolicy:
             kept=kept,
             part=model.trained_part(model.transformer, config),
         )
-        # all that an embedding depends on, beside its text: runs share the cache on disk
+        # everything that an embedding depends on, except its text: runs share the cache on disk
         parts: list[Any] = [config.path, config.family, config.dtype, data.max_prompt_length]
         parts += [] if config.revision is None else [config.revision]
         parts += [config.reference_size] * (model.image_column is not None)
@@ -93,10 +93,11 @@ class FlowPolicy:
     # -- text -------------------------------------------------------------------------------------
 
     def embed(self, prompts: list[Prompt], negatives: bool = True, size: tuple[int, ...] | None = None) -> list[Embeds]:
-        """Embeddings of the prompts, then (with `negatives`) of their negatives, on the CPU.
+        """Embeddings of the prompts, then (with `negatives`) of their negative prompts, on the CPU.
 
-        A model that sees an image sees that of the prompt's meta, with the negative too; `size` is (height, width) of
-        the images to be made, or with the frames of videos. Raises ValueError for an image that cannot be read.
+        A model that conditions on an image gets the one in the prompt's meta, also with the negative prompt. `size` is
+        (height, width) of the samples, or (height, width, frames) of videos. Raises ValueError for an image that cannot
+        be read.
         """
         return self._embeds(self._keys(prompts, negatives, size))
 
@@ -107,15 +108,16 @@ class FlowPolicy:
         size: tuple[int, ...],
         agreed: Callable[[Callable[[], list[Embeds]]], list[Embeds]],
     ) -> None:
-        """Encode what this rank will `embed`, each text on one rank of the node: `prompts` are those of all its ranks.
+        """Encode ahead what the node's ranks will `embed`, each text on only one of them.
 
-        `agreed` runs what may raise ValueError on one rank, so that all ranks raise.
+        prompts: those of each rank of the node. agreed: calls a function that may raise ValueError on one rank, so that
+        all ranks raise.
         """
-        wanted = [self._keys(each, negatives, size) for each in prompts]
-        self._embeds.share(wanted, self.node, agreed)
+        keys = [self._keys(each, negatives, size) for each in prompts]
+        self._embeds.share(keys, self.node, agreed)
 
     def _keys(self, prompts: list[Prompt], negatives: bool, size: tuple[int, ...] | None) -> list[Any]:
-        """Keys of the embeddings of the prompts, then of their negatives."""
+        """Keys in the cache: those of the prompts, then those of their negative prompts."""
         texts = [p.text for p in prompts]
         if negatives:
             default = self.model.default_negative
@@ -129,46 +131,47 @@ class FlowPolicy:
         return [Instruction(text, p.meta[column], (height, width), *frames) for text, p in pairs]
 
     def text_length(self, longest: int, size: tuple[int, int]) -> int:
-        """Tokens that texts of at most `longest` are padded to; `size` (height, width) is that of the images."""
-        # a kernel is chosen, or compiled, anew for each length: there are to be few
+        """Number of tokens to pad texts of at most `longest` tokens to, for images of `size` (height, width)."""
+        # few different lengths, because for each new one a kernel is chosen or compiled
         rounded = longest + -longest % self._multiple
         length = max(longest, min(rounded, self.model.most_tokens(self.longest, *size)))
         return length + -length % self.world.context_size
 
     def room(self) -> int:
-        """Number of embeddings, of prompts and negatives like those so far, that stay in memory."""
+        """Number of embeddings that fit in the cache in memory, by the size of those so far."""
         return self._embeds.room()
 
     @torch.no_grad()
-    def _encode(self, wanted: list[str | Instruction]) -> list[Embeds]:
-        """Embeddings of what the cache lacks; the text encoders are on the device meanwhile."""
-        # They are often larger than the transformer's share of a GPU, and are needed only now: so
-        # they travel, and EncodeAhead makes it rare.
+    def _encode(self, keys: list[str | Instruction]) -> list[Embeds]:
+        """Embeddings that the cache lacks; the text encoders are moved to the device for them."""
+        # They are often larger than this rank's shards of the transformer and are needed only now, so they are on the
+        # device only for this call; EncodeAhead makes such calls rare.
         device = self.world.device
         for encoder in self.model.text_encoders:
             encoder.to(device)
         try:
-            # One prompt at a time: kernels round differently at another batch size, and what else
-            # happens to be encoded with a prompt depends on the cache and on the number of ranks.
+            # One prompt at a time: kernels round differently at another batch size, and the other prompts that would be
+            # in the batch depend on the cache and on the number of ranks.
             embeds = []
-            for one in wanted:
-                if isinstance(one, Instruction):
-                    embeds.append(self.model.encode_instruction(one, device, self.longest))
+            for key in keys:
+                if isinstance(key, Instruction):
+                    embeds.append(self.model.encode_instruction(key, device, self.longest))
                 else:
-                    embeds += self.model.encode([one], device, self.longest)
+                    embeds += self.model.encode([key], device, self.longest)
             return embeds
         finally:
             for encoder in self.model.text_encoders:
                 encoder.to("cpu")
 
     def share(self, other: "FlowPolicy", *, text: bool) -> None:
-        """Use the VAE of another policy of this family and, with `text`, its text encoders and the embeddings that it
-        has, instead of equal ones.
+        """Use the VAE of another policy of this family instead of an equal one.
+
+        text: also use its text encoders and its cache of embeddings.
         """
         shared = [other.model.vae]
         if text:
             shared += other.model.text_encoders
-        # the pipeline refers to them as well, which would keep the memory
+        # the pipeline refers to the modules as well, so their memory would not be freed
         for name, part in other.model.pipeline.components.items():
             if any(part is module for module in shared):
                 self.model.pipeline.register_modules(**{name: part})
@@ -179,22 +182,22 @@ class FlowPolicy:
     # -- sampling and replay ----------------------------------------------------------------------
 
     def velocity(self, latents: Tensor, timesteps: Tensor, embeds: Embeds, rows: Tensor, sampler: Sampler) -> Tensor:
-        """Guided velocity [N, ...] float32 of latents [N, ...] at timesteps [N]; `rows` [N] index
-        into `embeds`, which holds P prompts and, under guidance, their P negatives.
+        """Guided velocity [N, ...] float32 of latents [N, ...] at timesteps [N].
 
-        Both branches of guidance go through one forward pass, unless the unconditional one is to be detached.
+        `rows` [N] index into `embeds`, which has P prompts and, with guidance, their P negative prompts after them.
+        Both branches of guidance go through one forward pass, unless the unconditional one is detached.
         """
 
         def unguided(latents: Tensor, timesteps: Tensor, rows: Tensor) -> Tensor:
-            taken = _take(embeds, rows, sampler)
+            inputs = _rows_of(embeds, rows, sampler)
             size = sampler.height, sampler.width
-            return self.trained.run(self.model.velocity, latents, timesteps, taken, *size).float()
+            return self.trained.run(self.model.velocity, latents, timesteps, inputs, *size).float()
 
         if not sampler.guided:
             return unguided(latents, timesteps, rows)
         negative_rows = rows + next(iter(embeds.values())).shape[0] // 2
         if self.detach_uncond:
-            # in a separate pass: within one, autograd would keep the activations of both
+            # in a separate pass, because in one pass autograd would keep the activations of both
             with torch.no_grad():
                 negative = unguided(latents, timesteps, negative_rows)
             positive = unguided(latents, timesteps, rows)
@@ -205,9 +208,9 @@ class FlowPolicy:
         return self.model.guide(negative, positive, self.model.guidance(sampler, timesteps))
 
     def replay(self, trace: FlowTrace) -> FlowReplay:
-        """Every sample's trained steps in one forward pass of B x W rows."""
-        # All steps at once, sample by sample. Where a rollout's micro-batch has as many rows, both
-        # passes have the same shape, and the log-probabilities agree to the last bit.
+        """Compute the trained steps of all samples in one forward pass of B x W rows."""
+        # The rows are ordered sample by sample. If a rollout's micro-batch has as many rows, both passes have the same
+        # shape, and the log-probabilities agree to the last bit.
         b, chosen = trace.latents.shape[0], trace.trained
         w = len(chosen)
         before = trace.latents[:, chosen].flatten(0, 1)
@@ -231,12 +234,12 @@ class FlowPolicy:
         return FlowReplay(
             log_prob=step.log_prob.view(b, w),
             mean=step.mean.view(shape),
-            std=step.std[:w],  # of the first sample's steps: it is the same for all samples
+            std=step.std[:w],  # of the first sample: it is the same for all samples
             velocity=velocity.view(shape),
         )
 
     def predict(self, trace: FlowTrace, noised: Noised) -> Tensor:
-        """Guided velocity [B, W, ...] float32 of noised final latents, in one pass of B x W rows."""
+        """Guided velocity [B, W, ...] float32 at noised final latents, in one pass of B x W rows."""
         x = noised.latents(trace.clean)
         rows = trace.prompt_index.repeat_interleave(x.shape[1])
         timesteps = noised.levels.flatten() * NUM_TRAIN_TIMESTEPS
@@ -244,7 +247,7 @@ class FlowPolicy:
         return velocity.view_as(x)
 
     def corrupt(self, samples: Samples, seeds: Sequence[int], *, levels: int, distribution: str) -> Noised:
-        """Fresh noise for the final latents of `samples`, at `levels` levels each, by its seed.
+        """Draw noise for the final latents of `samples`, at `levels` noise levels each; `seeds` has one per sample.
 
         distribution: "schedule", "uniform" or "logit_normal"; see phalanx.functional.noising.
         """
@@ -254,8 +257,8 @@ class FlowPolicy:
         size = (sampler.num_inference_steps, sampler.height, sampler.width, sampler.num_frames)
         sigmas, _ = self.model.schedule_of_video(*size)
         schedule = sigmas[:-1]  # at the last level, 0, there is no noise to predict
-        # a stream for each sample, whichever rank has it; "schedule" shuffles the whole schedule,
-        # and so wants a number for each of its levels
+        # each sample has its own stream, so that its levels do not depend on its rank; "schedule" shuffles the whole
+        # schedule, and needs a number for each of its levels
         count = max(len(schedule), levels)
         streams = [torch.Generator().manual_seed(fold_in(seed, "level")) for seed in seeds]
         uniform = torch.stack([torch.rand(count, generator=stream) for stream in streams])
@@ -265,16 +268,16 @@ class FlowPolicy:
 
     @torch.no_grad()
     def decode(self, latents: Tensor, sampler: Sampler, slice_size: int | None) -> Tensor:
-        """Images [N, 3, H, W] or videos [N, F, 3, H, W] in 0..1 on the CPU, `slice_size` at once."""
+        """Images [N, 3, H, W] or videos [N, F, 3, H, W] in 0..1 on the CPU, decoded `slice_size` at a time."""
         decoded = []
         for part in latents.split(slice_size or len(latents)):
-            # rewards, logs and files want them on the CPU, and a GPU has no room for a whole step's
+            # rewards, logs and files use them on the CPU, and a GPU has no room for those of a whole training step
             decoded.append(self.model.decode(part, sampler.height, sampler.width).cpu())
         return torch.cat(decoded)
 
     def through(self, transformer: Any) -> "FlowPolicy":
-        """This policy with another engine's transformer, which is called as diffusers' is."""
-        # shallow: all but the transformer stays one and the same, embeddings and VAE included
+        """A copy of this policy with an engine's transformer, which has the interface of diffusers' transformer."""
+        # shallow: everything except the transformer is shared, including the embeddings and the VAE
         other = copy.copy(self)
         other.model = copy.copy(self.model)
         other.model.transformer = transformer
@@ -283,8 +286,8 @@ class FlowPolicy:
     # -- cost -------------------------------------------------------------------------------------
 
     def forward_flops(self, trace: FlowTrace) -> int:
-        """Operations of one forward pass of a sample and guidance branch."""
-        if self._forward_flops is None:  # texts count as long as those of the first trace
+        """FLOPs of one forward pass of one sample, for one branch of guidance."""
+        if self._forward_flops is None:  # all texts count with the length in the first trace
             s, length = trace.sampler, trace.embeds["prompt_embeds"].shape[1]
             self._forward_flops = self.model.flops(s.height, s.width, length, s.num_frames)
         return self._forward_flops
@@ -330,34 +333,34 @@ def build_policy(
     family: type[FlowModel] | None = None,
     make: Callable[..., FlowPolicy] = FlowPolicy,
 ) -> FlowPolicy:
-    """Load the model folder and lay it out over the mesh; text encoders stay on the CPU.
+    """Load the model folder and shard it over the mesh; text encoders stay on the CPU.
 
-    `family`: another class than that of the model's family. `make`: another class of policy.
+    family: class to use instead of the one that the folder names. make: class of the policy.
 
     Raises ValueError, with one line that begins with `model.path`, for a folder that cannot be used.
     """
     dtype = DTYPES[config.dtype]
-    # full fine-tuning keeps float32 weights; a frozen base is kept in the dtype that it computes in
+    # full fine-tuning keeps float32 weights; a frozen base is kept in its compute dtype
     weights_dtype = dtype if config.lora_rank > 0 or frozen else torch.float32
     family = family_of(config) if family is None else family
     log.info("loading the model %s", config.path)
     try:
         model = family(config, dtype, weights_dtype)
-    except Exception as error:  # the files are foreign, and the libraries stumble over them in whatever way
+    except Exception as error:  # on malformed files the libraries raise any type
         ours = isinstance(error, ValueError) and str(error).startswith("model.path: ")
         message = str(error).removeprefix("model.path: ") if ours else f"{config.path!r} does not load: {reason(error)}"
         raise ValueError(f"model.path: {message}") from error
     weights = sum(p.numel() for p in model.transformer.parameters())
     log.info("laying out %s, %.2f M weights", type(model.transformer).__name__, weights / 1e6)
-    model.vae.to(world.device)  # small, and needed after each micro-batch: it does not travel
+    model.vae.to(world.device)  # small, and needed after each micro-batch, so it stays there
     kept = weights_dtype if config.lora_rank == 0 else None
     return make(model, world, config, parallel, data, seed=seed, detach_uncond=detach_uncond, frozen=frozen, kept=kept)
 
 
-def _take(embeds: Embeds, rows: Tensor, sampler: Sampler) -> Embeds:
-    """The inputs of each row [N, ...], with `guidance` [N] float32 if the model takes it as one."""
-    taken = {name: value[rows] for name, value in embeds.items()}
+def _rows_of(embeds: Embeds, rows: Tensor, sampler: Sampler) -> Embeds:
+    """The embeddings of each row [N, ...], with `guidance` [N] float32 if the model takes it as an input."""
+    inputs = {name: value[rows] for name, value in embeds.items()}
     scale = sampler.embedded_guidance
     if scale is not None:
-        taken["guidance"] = torch.full(rows.shape, scale, dtype=torch.float32, device=rows.device)
-    return taken
+        inputs["guidance"] = torch.full(rows.shape, scale, dtype=torch.float32, device=rows.device)
+    return inputs

@@ -1,4 +1,4 @@
-"""Which family a model is of, by the pipeline's class in its folder."""
+"""Find a model's family by the pipeline class in its folder."""
 
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,9 @@ FAMILIES = "phalanx.models.flow.families"
 
 
 def families() -> dict[str, type[FlowModel]]:
-    """The classes `Model` of all modules of FAMILIES except those that are newer than the installed diffusers."""
+    """The classes `Model` of all modules in FAMILIES, except those that need a newer diffusers than is installed."""
     known: dict[str, type[FlowModel]] = {}
-    # asked of the families themselves, so that a new file is all that a new family takes
+    # by importing all modules, so that adding a family takes only a new file
     for name in known_modules(FAMILIES):
         try:
             module = resolve_registry(FAMILIES, name, "model.family")
@@ -32,7 +32,7 @@ def families() -> dict[str, type[FlowModel]]:
 
 
 def family_of(config: FlowModelConfig) -> type[FlowModel]:
-    """The class `Model` of the model's family; raises ValueError for a pipeline that none knows."""
+    """The class `Model` of the model's family; raises ValueError for a pipeline that no family supports."""
     name = config.family
     if name is None:
         name = known_family(config.path, model_index(config.path, config.revision))
@@ -41,7 +41,7 @@ def family_of(config: FlowModelConfig) -> type[FlowModel]:
         raise ValueError(f"model.family: {name!r} has no class Model")
     folder = Path(config.path).expanduser()
     if config.family in known_modules(FAMILIES) and (folder / "model_index.json").is_file():
-        # some families train a class of their own, which is derived from diffusers'
+        # some families have their own transformer class, derived from diffusers'
         kinds = [kind.__name__ for kind in module.Model.transformer_class.__mro__]
         transformer = (read_index(folder).get("transformer") or ["", None])[1]
         if transformer not in kinds:
@@ -52,11 +52,11 @@ def family_of(config: FlowModelConfig) -> type[FlowModel]:
 
 
 def known_family(path: str, index: dict[str, Any]) -> str:
-    """The module of FAMILIES for a folder's model_index.json; raises ValueError without one."""
+    """The module in FAMILIES for a folder's model_index.json; raises ValueError if there is none."""
     name = index["_class_name"]
     known: dict[str, str] = {}
     for family, model in families().items():
-        known.setdefault(model.pipeline_class, family)  # a variant, flux2_edit, comes after flux2
+        known.setdefault(model.pipeline_class, family)  # flux2 before flux2_edit, a variant with the same pipeline
     if name not in known:
         older = "" if name in dir(diffusers) else f", which diffusers {diffusers.__version__} does not have"
         raise ValueError(f"model.path: {path!r} is a {name}{older}; supported: {', '.join(sorted(known))}")
@@ -64,6 +64,6 @@ def known_family(path: str, index: dict[str, Any]) -> str:
 
 
 def image_columns(config: FlowModelConfig) -> tuple[str, ...]:
-    """Columns of the data in which the model finds images; raises as `family_of` does."""
+    """Columns of the data with images for the model; raises as `family_of` does."""
     column = family_of(config).image_column
     return () if column is None else (column,)

@@ -2,8 +2,8 @@
 
 The first line of its input is the JSON list [template, date]. Its first answer is [problem, variables that the template
 reads, confinements that this machine lacks]. Each further line has the variables of one rendering, and is answered by
-[problem, text]. Nothing of phalanx is imported, so that it starts fast; nor is transformers, whose environment for
-templates (`apply_chat_template`) this is.
+[problem, text]. To start fast, it imports neither phalanx nor transformers, whose environment for templates
+(`apply_chat_template`) it reproduces.
 """
 
 import json
@@ -25,11 +25,11 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 MEMORY = 2**30  # bytes of address space
-REASONING = ("reasoning_content", "thinking", "reasoning")  # names of the text that a reasoning model thinks in
+REASONING = ("reasoning_content", "thinking", "reasoning")  # keys of a message's reasoning
 
 
 class Generation(jinja2.ext.Extension):
-    """`{% generation %}`, which marks the assistant's texts, and changes none."""
+    """`{% generation %}`, which marks the assistant's texts and does not change the output."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2 declares it
 
@@ -39,7 +39,7 @@ class Generation(jinja2.ext.Extension):
 
 
 class SafeNamespace(Namespace):
-    """Jinja's, without names that lead into Python."""
+    """Jinja's Namespace, without names that give access to Python's internals."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
         values = dict(*args[1:], **kwargs)
@@ -58,7 +58,7 @@ def _check_name(name: Any) -> None:
 
 
 class Dict:
-    """`dict(...)` and `dict.fromkeys(...)`, and nothing else of Python's class."""
+    """`dict(...)` and `dict.fromkeys(...)`, without the other attributes of Python's class."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
@@ -68,7 +68,7 @@ class Dict:
 
 
 def environment(day: date) -> jinja2.Environment:
-    """The environment of templates, on that day."""
+    """The Jinja environment of templates, with this date."""
 
     def tojson(
         x: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
@@ -87,7 +87,7 @@ def environment(day: date) -> jinja2.Environment:
 
 
 def with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
-    """The message with its reasoning under the names that templates read."""
+    """The message with its reasoning under the keys that templates read."""
     for name in REASONING:
         if message.get(name) is not None:
             return {"thinking": message[name], **message, "reasoning_content": message[name]}
@@ -95,19 +95,19 @@ def with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_arguments(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Messages, or a part of one, whose calls of tools have other arguments."""
+    """Messages, or a part of one, with `change` applied to the arguments of their tool calls."""
     if isinstance(value, list):
         return [with_arguments(item, change) for item in value]
     if isinstance(value, dict):
-        given = {}
+        result = {}
         for name, item in value.items():
-            given[name] = change(item) if name == "arguments" else with_arguments(item, change)
-        return given
+            result[name] = change(item) if name == "arguments" else with_arguments(item, change)
+        return result
     return value
 
 
 def as_object(arguments: Any) -> Any:
-    """Arguments that are the JSON text of an object, as that object."""
+    """Parse arguments if they are the JSON text of an object."""
     try:
         value = json.loads(arguments) if isinstance(arguments, str) else None
     except ValueError:
@@ -116,17 +116,17 @@ def as_object(arguments: Any) -> Any:
 
 
 def as_text(arguments: Any) -> Any:
-    """Arguments as JSON text."""
+    """Serialise arguments to JSON text."""
     return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
 def rendered(template: jinja2.Template, line: str) -> str:
-    """The text of one line of the input. Raises whatever the template does."""
+    """The text for one line of the input. Raises whatever the template raises."""
     variables = json.loads(line)
     messages = [with_reasoning(message) for message in variables["messages"]]
     try:
         text = rendered_with(template, variables, with_arguments(messages, as_object))
-    except TypeError:  # some templates join arguments with texts
+    except TypeError:  # some templates concatenate arguments and texts
         text = rendered_with(template, variables, with_arguments(messages, as_text))
     most = 2**20 + 20 * len(line)
     if len(text) > most:
@@ -136,7 +136,7 @@ def rendered(template: jinja2.Template, line: str) -> str:
 
 def rendered_with(template: jinja2.Template, variables: dict[str, Any], messages: list[Any]) -> str:
     """The text of one chat."""
-    random.seed(0)  # for the filter `random`: all ranks read the same prompt
+    random.seed(0)  # for the filter `random`, so that all ranks render the same prompt
     return template.render(**{**variables, "messages": messages})
 
 
@@ -151,13 +151,13 @@ def main(sandbox: str, limit_s: float) -> None:
     """Answer until stdin ends, or a rendering fails."""
     missing = runpy.run_path(sandbox)["confine"](MEMORY)
     source, day = json.loads(sys.stdin.readline())
-    # nothing catches this signal: it ends what runs in C as well
+    # no handler for this signal, so that it also ends code that runs in C
     signal.setitimer(signal.ITIMER_PROF, limit_s)
     try:
         env = environment(date.fromisoformat(day))
         variables = sorted(jinja2.meta.find_undeclared_variables(env.parse(source)))
         template = env.from_string(source)
-    except Exception as error:  # whatever jinja2 makes of a text
+    except Exception as error:  # whatever jinja2 raises for such a text
         print(json.dumps([reason(error), [], missing]), flush=True)
         return
     print(json.dumps([None, variables, missing]), flush=True)

@@ -1,8 +1,9 @@
-"""Whether a language model's log-probabilities are the same by every path that a job takes: tried as it is loaded.
+"""A check at load time that all code paths of a job give a language model the same log-probabilities.
 
-Samples are drawn by decoding with a cache, and trained by passes over whole samples, some of them packed into one row.
-The reference is the model's own forward of each sample by itself. Classes that scale states where nobody looks, that
-make no mask of positions, or that keep a state which padding disturbs would be sampled and trained as two models.
+Samples are drawn by decoding with a cache, and trained by passes over whole samples, padded or packed into one row. The
+reference is the model's own forward over each sample separately. The check rejects classes that would be sampled and
+trained as two different models: that scale states outside of decoder and head, that build no mask from position ids, or
+that keep a state which padding disturbs.
 """
 
 from collections.abc import Sequence
@@ -22,9 +23,9 @@ from phalanx.models.lm import packing
 from phalanx.models.lm.model import CACHE, CausalLM
 
 LENGTHS = (14, 9)  # tokens of the two samples
-RESPONSE = 5  # tokens of each that are decoded behind the others
-# Bounds of the difference in float32: of any token's log-probability, in nats. In bfloat16, whose logits have a
-# resolution of 1/256: of the mean over the tokens, as a fraction of their mean log-probability.
+RESPONSE = 5  # last tokens of each that count as its response, and are decoded
+# Bounds of the difference. In float32: of each token's log-probability, in nats. In bfloat16, whose logits have a
+# resolution of 1/256: of its mean over the tokens, as a fraction of their mean log-probability.
 FLOAT32_BOUND, BFLOAT16_BOUND = 1e-4, 0.02
 
 
@@ -35,22 +36,22 @@ def check_agreement(
     device: torch.device,
     *,
     decodes: bool,
-    tried: tuple[list[int], Any] | None = None,
+    image_prompt: tuple[list[int], Any] | None = None,
 ) -> None:
-    """Score two short samples by each path; all ranks run the same passes, of which no result is sent.
+    """Score two short samples by each path. All ranks run the same passes, and exchange no results.
 
-    `module` may be sharded; with `decodes` it samples as well. The first sample has the prompt `tried`: tokens with an
-    image, and its look (phalanx.models.lm.vision). Raises ValueError, in one line, where paths differ by
-    more than the bounds above, or where the model fails in one.
+    module: may be sharded. decodes: it samples as well. image_prompt: prompt of the first sample, tokens with an image
+    and its look (phalanx.models.lm.vision). Raises ValueError, in one line, if paths differ by more than the bounds
+    above, or if the model fails in one.
     """
     ids, lengths = _samples(tokenizer, module.lm.get_input_embeddings().num_embeddings).to(device), list(LENGTHS)
     looks: list[Any] = [None, None]
     counts = [length - 1 for length in lengths]  # tokens that are scored, the last ones of each sample
-    if tried is not None:
-        image, looks[0] = torch.tensor(tried[0], device=device), tried[1]
-        lengths[0], counts[0] = len(image) + RESPONSE, RESPONSE
+    if image_prompt is not None:
+        prompt, looks[0] = torch.tensor(image_prompt[0], device=device), image_prompt[1]
+        lengths[0], counts[0] = len(prompt) + RESPONSE, RESPONSE
         ids = pad(ids, (0, max(lengths) - ids.shape[1]))
-        ids[0] = torch.cat([image, ids[0, :RESPONSE]])
+        ids[0] = torch.cat([prompt, ids[0, :RESPONSE]])
     at, ends = torch.arange(1, ids.shape[1], device=device), torch.tensor(lengths, device=device)[:, None]
     predicting = (at < ends) & (at >= ends - torch.tensor(counts, device=device)[:, None])
     paths = ["passes over padded samples"]
@@ -59,13 +60,13 @@ def check_agreement(
         paths.append("passes over packed samples")
         advice.append("set model.use_remove_padding=false")
     if config.use_prefix_grouper:
-        paths.append("passes over samples behind one prompt")
+        paths.append("passes over samples that share a prompt")
         advice.append("set model.use_prefix_grouper=false")
     if decodes:
         paths.append("decoding with a cache")
         advice.append("this model cannot sample here; set rollout.engine=vllm")
     values: list[Tensor] = []
-    # Blocks that are to be compiled are so for the shapes of the job, not for these few tokens.
+    # Eager, so that blocks are compiled later for the shapes of the job, and not for these few tokens.
     with torch.no_grad(), torch.compiler.set_stance("force_eager"):
         path = "its forward pass"
         try:
@@ -80,7 +81,7 @@ def check_agreement(
                     values.append(module(ids, predicting, 1.0, row, looks=looks)[0])
         except (dist.DistError, torch.OutOfMemoryError):
             raise
-        except Exception as error:  # of a class of transformers, which may stumble in whatever way
+        except Exception as error:  # a class of transformers may raise any type
             hint = advice[paths.index(path)] if path in paths else "expected a causal language model"
             raise ValueError(
                 f"model.path: {config.path!r}: a {type(module.lm).__name__} fails in {path} ({reason(error)}); {hint}"
@@ -102,7 +103,7 @@ def check_agreement(
 
 
 def _samples(tokenizer: Any, rows: int) -> Tensor:
-    """[2, longest] ids, padded behind, of ordinary tokens."""
+    """[2, longest] random ids without special tokens; those after a sample's length are padding."""
     special = set(tokenizer.all_special_ids)
     vocabulary = [token for token in range(min(len(tokenizer), rows)) if token not in special] or [0]
     at = torch.randint(len(vocabulary), (len(LENGTHS), max(LENGTHS)), generator=torch.Generator().manual_seed(0))
@@ -110,7 +111,7 @@ def _samples(tokenizer: Any, rows: int) -> Tensor:
 
 
 def _stock(module: CausalLM, ids: Tensor, look: Any) -> Tensor:
-    """[T - 1] log-probs of a sample's ids [T] by the model's own forward."""
+    """Log-probs [T - 1] of a sample's ids [T] by the model's own forward."""
     inputs = {"input_ids": ids[None, :-1]} if look is None else module.vision.stock(ids[None, :-1], look)
     logits = module(**inputs, use_cache=False).logits[0]
     return _log_probs(module, logits, ids[1:])
@@ -123,12 +124,12 @@ def _log_probs(module: CausalLM, logits: Tensor, tokens: Tensor) -> Tensor:
 
 
 def _responses(log_probs: Tensor, counts: Sequence[int]) -> Tensor:
-    """The last RESPONSE of each sample's, of [sum of counts]."""
+    """The log-probs of the responses, the last RESPONSE of each sample, of all [sum of counts]."""
     return torch.cat([part[-RESPONSE:] for part in log_probs.split(list(counts))])
 
 
 def _grouped(module: CausalLM, ids: Tensor, predicting: Tensor, lengths: Sequence[int], looks: Sequence[Any]) -> Tensor:
-    """Log-probs of the samples, the second of two equal ones of each, whose prompts stand in the row once."""
+    """Log-probs by a row with each sample twice and its prompt once; returned are those of the second copies."""
     twice = torch.tensor([0, 1, 0, 1], device=ids.device)
     starts = [length - RESPONSE for length in lengths] * 2
     row = packing.Row.of(ids[twice], list(lengths) * 2, starts, [0, 1, 0, 1])
@@ -137,8 +138,9 @@ def _grouped(module: CausalLM, ids: Tensor, predicting: Tensor, lengths: Sequenc
 
 
 def _decoded(module: CausalLM, ids: Tensor, lengths: Sequence[int], looks: Sequence[Any]) -> Tensor:
-    """[2 x RESPONSE] log-probs of the samples' last tokens, each behind its prompt, as phalanx.rollout.lm.decode would
-    sample them: prompts padded in front, and samples selected in the cache.
+    """Log-probs [2 x RESPONSE] of the responses, decoded as in phalanx.rollout.lm.decode.
+
+    Prompts are left-padded, and samples are selected in the cache.
     """
     prompts = [length - RESPONSE for length in lengths]
     read, mask = left_padded([ids[i, :length].tolist() for i, length in enumerate(prompts)], pad=0)
@@ -148,7 +150,7 @@ def _decoded(module: CausalLM, ids: Tensor, lengths: Sequence[int], looks: Seque
     if module.vision is not None:
         first, position = module.vision.prefill(read, mask, looks)
     out = module(input_ids=read, attention_mask=mask, **first, **{CACHE: cache}, use_cache=True, logits_to_keep=1)
-    # the second prompt has two samples, of which one goes on: its place is that of a sample that has ended
+    # the second prompt gets two samples, of which only the last goes on, as when a sample has ended
     cache.reorder_cache(torch.tensor([0, 1, 1], device=ids.device))
     cache.reorder_cache(torch.tensor([0, 2], device=ids.device))
     columns = []

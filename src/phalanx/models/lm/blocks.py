@@ -1,4 +1,4 @@
-"""A causal language model's modules as a block-diffusion model."""
+"""Block-diffusion models from the modules of causal language models."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -15,17 +15,17 @@ from phalanx.config.run import ParallelConfig
 from phalanx.distributed.mesh import World
 from phalanx.functional.block_diffusion import BlockTrace, States, of_responses, replayed, sees, states_of
 from phalanx.functional.tokens import TokenReplay, token_scores
-from phalanx.models.lm.model import DTYPES, CausalLM, decoder_of, load_model, load_tokenizer
+from phalanx.models.lm.model import DTYPES, CausalLM, decoder_of, load_model, load_tokenizer, set_checkpointing
 from phalanx.models.lm.policy import LMPolicy
 from phalanx.types import Prompt, Samples
 
 log = logging.getLogger(__name__)
 
-MASK = "<|mask|>"  # the mask token that a tokenizer without one gets
+MASK = "<|mask|>"  # the mask token that is added to tokenizers without one
 
 
 class BlockDiffusionLM(CausalLM):
-    """A language model that denoises blocks: its forward returns the scores of the tokens of many states at once."""
+    """A language model that denoises blocks: its forward scores the tokens of many states at once."""
 
     def __init__(self, lm: Any, chunk: int, mask_id: int, *, recomputes: int = 0) -> None:
         super().__init__(lm, chunk, recomputes=recomputes)
@@ -34,12 +34,12 @@ class BlockDiffusionLM(CausalLM):
     def forward(  # type: ignore[override]
         self, states: States | None = None, temperature: float = 1.0, *, right: bool = False, **decoding: Any
     ) -> Any:
-        """Scores [N] of the tokens of weight != 0 of the states: see token_scores. The mask token is no outcome.
+        """Scores [N] of the states' tokens with weight != 0: see token_scores. The mask token has probability 0.
 
-        With `right`, log-probability, entropy, and [N] bool whether the token is the likeliest one. With other
-        keywords, the language model's own forward, of which attention_mask [B, 1, Q, K] is bool.
+        With `right`, log-probability, entropy, and [N] bool whether the token is the most likely one. Without `states`,
+        the language model's own forward, with a bool attention_mask [B, 1, Q, K].
         """
-        self._recompute(states is not None and torch.is_grad_enabled())
+        set_checkpointing(self, states is not None and torch.is_grad_enabled())
         if states is None:
             with self._for_decoding():
                 return self.lm(**decoding | {"attention_mask": self._mask(decoding["attention_mask"])})
@@ -49,18 +49,18 @@ class BlockDiffusionLM(CausalLM):
             attention_mask=self._mask_of(states),
             use_cache=False,
         )
-        asked = states.weight != 0
-        rows, _, _ = asked.nonzero(as_tuple=True)
-        asked_for, targets = output.last_hidden_state[rows, states.at[asked]], states.target[asked]
+        scored = states.weight != 0
+        rows, _, _ = scored.nonzero(as_tuple=True)
+        hidden, targets = output.last_hidden_state[rows, states.at[scored]], states.target[scored]
         head = self.head(output)
-        scores = token_scores(asked_for, head, targets, temperature=temperature, chunk=self.chunk, never=[self.mask_id])
+        scores = token_scores(hidden, head, targets, temperature=temperature, chunk=self.chunk, never=[self.mask_id])
         if not right:
             return scores
-        return *scores[:2], self._likeliest(asked_for, head) == targets
+        return *scores[:2], self._likeliest(hidden, head) == targets
 
     @torch.no_grad()
     def _likeliest(self, hidden: Tensor, head: Callable[[Tensor], Tensor]) -> Tensor:
-        """[N] the likeliest tokens of states [N, H]."""
+        """The most likely tokens [N] of hidden states [N, H]."""
         tokens = [torch.zeros(0, dtype=torch.long, device=hidden.device)]
         for part in hidden.split(self.chunk):
             logits = head(part)
@@ -70,7 +70,7 @@ class BlockDiffusionLM(CausalLM):
 
     @contextmanager
     def _for_decoding(self) -> Iterator[None]:
-        """FlexAttention, which compiles for each shape, is for passes over many states: blocks take torch's own."""
+        """Within this context, decode by torch's sdpa instead of FlexAttention, which compiles for each shape."""
         config = self.lm.config
         kind = config._attn_implementation
         if kind == "flex_attention":
@@ -81,7 +81,7 @@ class BlockDiffusionLM(CausalLM):
             config._attn_implementation = kind
 
     def _mask_of(self, states: States) -> Any:
-        """The states' attention, for the implementation that the model has."""
+        """The states' attention mask, in the form that the model's attention implementation takes."""
         if self.lm.config._attn_implementation != "flex_attention":
             return self._mask(states.allowed())
         block, chunk, limit = states.block, states.chunk, states.limit
@@ -93,7 +93,7 @@ class BlockDiffusionLM(CausalLM):
         return create_block_mask(rule, rows, None, length, length, device=str(states.tokens.device))
 
     def _mask(self, allowed: Tensor) -> Tensor:
-        """Of bools, as the attention takes it: torch's does, the eager one adds it."""
+        """The mask `allowed`, bool, in the form that the attention takes: eager attention adds it to the scores."""
         if self.lm.config._attn_implementation != "eager":
             return allowed
         dtype = self.lm.dtype
@@ -103,8 +103,7 @@ class BlockDiffusionLM(CausalLM):
 
 
 class BlockDiffusionPolicy(LMPolicy):
-    """See phalanx.types.Policy. Its actions are the tokens of a response, each in the state in which it was
-    unmasked."""
+    """See phalanx.types.Policy. An action is a token of a response, in the state in which it was unmasked."""
 
     trace_type = BlockTrace
 
@@ -114,17 +113,17 @@ class BlockDiffusionPolicy(LMPolicy):
         self.size, self.estimate, self.mask_id = size, estimate, model.mask_id
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """As of a language model. Raises ValueError for a prompt that holds the mask token."""
+        """As in LMPolicy, but also raises ValueError for a prompt that contains the mask token."""
         tokens = super().encode(prompt)
         if self.mask_id in tokens:
             raise ValueError(
-                f"data: the prompt {cut(prompt.text)!r} holds the mask token {self.tokenizer.mask_token!r}, which "
-                "stands for tokens that are to come; leave it out"
+                f"data: the prompt {cut(prompt.text)!r} contains the mask token {self.tokenizer.mask_token!r}, which "
+                "stands for tokens that are to be generated; remove it"
             )
         return tokens
 
     def scored(self, trace: BlockTrace, temperature: float) -> TokenReplay:  # type: ignore[override]
-        """All states of the samples, in one forward pass."""
+        """Score the tokens in all states of the samples, in one forward pass."""
         if self.trim:
             trace = trace.trimmed()
         states = self.seen(trace)
@@ -137,46 +136,47 @@ class BlockDiffusionPolicy(LMPolicy):
         )
 
     def seen(self, trace: BlockTrace) -> States:
-        """The rows of a pass over the samples."""
+        """The states that one forward pass over the samples reads."""
         views = replayed(trace, self.estimate)
         count = int(views.count.max()) if self.trim else trace.states
         states = states_of(trace.ids, views, mask_id=self.mask_id, count=count)
         return states.closed(trace.starts + trace.lengths - self.size) if self.trim else states
 
     def states(self, trace: BlockTrace) -> Tensor:
-        """[B] states of each sample in which a replay looks at its tokens."""
+        """Number [B] of states of each sample that a replay evaluates."""
         return replayed(trace, self.estimate).count
 
     def looks(self, trace: BlockTrace) -> Tensor:
-        """[B] states of each sample that the rollout went through."""
+        """Number [B] of states of each sample that the rollout evaluated."""
         return replayed(trace).count
 
     def sample_flops(self, samples: Samples) -> list[float]:
-        """Operations of a pass forward over each sample with all of its states, with the logits of its response."""
+        """FLOPs of a forward pass over each sample with all of its states, with the logits of its response."""
         assert samples.lengths is not None, "samples of this policy have lengths"
         lengths, states = samples.lengths.tolist(), self.states(samples.trace).tolist()
         return [self.states_flops(p + r, n, r) for (p, r, _), n in zip(lengths, states, strict=True)]
 
     def decode_flops(self, samples: Samples) -> list[float]:
-        """Operations of decoding each sample, with its prompt: whole blocks have logits at each look."""
+        """FLOPs of decoding each sample, including its prompt: each state computes the logits of a whole block."""
         assert samples.lengths is not None, "samples of this policy have lengths"
         lengths, looks = samples.lengths.tolist(), self.looks(samples.trace).tolist()
         return [self.states_flops(p + r, n, n * self.size) for (p, r, _), n in zip(lengths, looks, strict=True)]
 
     def states_flops(self, length: int, states: float, logits: float) -> float:
-        """Operations of a forward pass over `length` clean tokens and `states` states of them, with `logits` logits."""
-        # a token of a state sees as many as a clean one, all that was before its block
+        """FLOPs of a forward pass over `length` clean tokens and `states` states of them, with `logits` logits."""
+        # a token of a state attends to about as many tokens as a clean one: those before its block
         return self.forward_flops(length, 0) * (1 + states * self.size / length) + self.forward_flops(0, logits)
 
 
 def mask_tokenizer(config: LMModelConfig, *, add_mask: bool) -> Any:
-    """The tokenizer of a model folder, which has a mask token: its own, that of model.mask_token or, with `add_mask`, a
-    new one. Raises ValueError, in one line, if there is none.
+    """The tokenizer of a model folder, with a mask token; raises ValueError, in one line, if there is none.
+
+    The mask token is its own, or that of model.mask_token, or with `add_mask` a new one.
     """
     tokenizer = load_tokenizer(config)
     if config.mask_token is not None:
         if config.mask_token not in tokenizer.get_vocab():
-            raise ValueError(f"model.mask_token: {config.mask_token!r} is no token of {config.path!r}")
+            raise ValueError(f"model.mask_token: {config.mask_token!r} is not a token of {config.path!r}")
         tokenizer.mask_token = config.mask_token
     if tokenizer.mask_token_id is None:
         if not add_mask:
@@ -189,26 +189,24 @@ def mask_tokenizer(config: LMModelConfig, *, add_mask: bool) -> Any:
 
 
 def adds_mask(config: LMModelConfig) -> bool:
-    """Whether supervised training gives the tokenizer of a model folder a mask token that it does not know."""
+    """Whether supervised training adds a new mask token to the tokenizer of a model folder."""
     return mask_tokenizer(config, add_mask=True).mask_token not in load_tokenizer(config).get_vocab()
 
 
 def load_blocks(
     config: LMModelConfig, dtype: torch.dtype, chunk: int, *, add_mask: bool, stored: bool = False
 ) -> tuple[BlockDiffusionLM, Any]:
-    """The model of a folder, and its tokenizer; see mask_tokenizer, load_model. A new mask token is embedded as the
-    mean of all.
+    """Load the model of a folder, and its tokenizer; see load_model and mask_tokenizer.
 
-    Raises ValueError, in one line, for models that cannot be looked at this way.
+    The embedding of a new mask token is the mean of all others. Raises ValueError, in one line, for models that do not
+    support block diffusion.
     """
-    # the mean of all embeddings wants them as they will be kept
+    # the mean of the embeddings must be computed in the dtype in which they are kept
     stored = stored and not adds_mask(config)
     model, tokenizer = load_model(config, dtype, chunk, stored=stored), mask_tokenizer(config, add_mask=add_mask)
     lm, mask_id = model.lm, tokenizer.mask_token_id
     if model.places:
-        raise ValueError(
-            f"model.block_size: {config.path!r} is a language model beside other parts; expected one alone"
-        )
+        raise ValueError(f"model.block_size: {config.path!r} is a composite model; expected a plain language model")
     check_layers(lm, config.path)
     rows = lm.get_input_embeddings().num_embeddings
     if mask_id >= rows + 1:
@@ -220,7 +218,7 @@ def load_blocks(
 
 
 def check_layers(lm: Any, path: str) -> None:
-    """Raise ValueError, in one line, for a model that cannot look at blocks."""
+    """Raise ValueError, in one line, for a model whose layers do not support block diffusion."""
     other = other_layers(lm)
     if other:
         raise ValueError(
@@ -230,9 +228,9 @@ def check_layers(lm: Any, path: str) -> None:
 
 
 def other_layers(lm: Any) -> list[str]:
-    """The kinds of a model's layers that do not attend to all that was before."""
+    """The kinds of a model's layers other than attention to all previous tokens."""
     settings = lm.config.to_dict()
-    windows = ["sliding_attention"] if settings.get("sliding_window") else []  # of all layers, in older models
+    windows = ["sliding_attention"] if settings.get("sliding_window") else []  # older models have it for all layers
     kinds = settings.get("layer_types") or windows
     other = sorted({kind for kind in kinds if kind != "full_attention"})
     return other or (["a state"] if lm._is_stateful else [])
@@ -258,13 +256,11 @@ def build_block_policy(
     frozen: bool = False,
     **options: Any,
 ) -> BlockDiffusionPolicy:
-    """As phalanx.models.lm.policy.build_policy, of a model in blocks; see load_blocks."""
-    assert config.block_size is not None, "the caller looks"
+    """As phalanx.models.lm.policy.build_policy, for a block-diffusion model; see load_blocks."""
+    assert config.block_size is not None, "checked by the caller"
     dtype = DTYPES[config.dtype] if config.lora_rank > 0 or frozen else torch.float32
     stored = config.lora_rank == 0
     model, tokenizer = load_blocks(config, dtype, chunk, add_mask=add_mask, stored=stored)
-    kept = dtype if stored else None
-    size = config.block_size
     return BlockDiffusionPolicy(
         model,
         tokenizer,
@@ -272,9 +268,9 @@ def build_block_policy(
         config,
         parallel,
         data,
-        size=size,
+        size=config.block_size,
         estimate=estimate,
         frozen=frozen,
-        kept=kept,
+        kept=dtype if stored else None,
         **options,
     )

@@ -1,8 +1,8 @@
-"""Calls of tools in what a language model wrote, by the format in which its model family writes them.
+"""Parsers of tool calls in a language model's output, by the format of its model family.
 
-The parsers read each character a fixed number of times, and a call that is malformed makes an `error` of one line in
-place of an exception: a policy may write anything. `parse_response` of transformers raises at the first malformed call,
-and reads a description of the format that few model folders have.
+A policy may write anything, so the parsers take linear time, and a malformed call gives a one-line `error` instead of
+an exception. transformers' `parse_response` raises at the first malformed call, and needs a description of the format
+that few model folders have.
 """
 
 import json
@@ -16,8 +16,8 @@ from phalanx.config.messages import ConfigError, cut, nearest, reason
 from phalanx.config.registry import object_forms, resolve_object
 from phalanx.types import JobError
 
-# The message {role, content} of a text, with `tool_calls` where there are any, `reasoning_content` where the text
-# begins with thoughts, and `error` where a call is malformed: one line on the first of these.
+# A parser maps a text to a message {role, content}, with `tool_calls` if it has any, `reasoning_content` if it begins
+# with thoughts, and `error`, one line on the first malformed call, if one is malformed.
 Parser = Callable[[str], dict[str, Any]]
 _TAG = "<|python_tag|>"
 _PARAMETER = re.compile(r"<parameter=([^<>\n]*)>")
@@ -29,13 +29,14 @@ _KEY = re.compile(r'([{,]\s*+)([^\s{}\[\],:"]++)\s*+:')
 
 
 class CallError(ValueError):
-    """A call that is malformed; the message is a part of a line."""
+    """A malformed call; the message is part of a line."""
 
 
 def parser(format: str, tools: Sequence[dict[str, Any]] = ()) -> Parser:
-    """The parser of `environment.format`: a name of FORMATS, or a function of the user's own that returns such a
-    message, or raises ValueError for a malformed call. `tools` are their schemas, for formats that write all arguments
-    as texts. Raises ConfigError for a format that is unknown.
+    """The parser of `environment.format`. Raises ConfigError for an unknown format.
+
+    format: a name in FORMATS, or the user's own function, which returns such a message or raises ValueError for a
+    malformed call. tools: schemas of the tools, for formats that write all arguments as plain text.
     """
     if ":" in format:
         return _of_user(resolve_object(format, "environment.format", "function"), format)
@@ -48,27 +49,27 @@ def parser(format: str, tools: Sequence[dict[str, Any]] = ()) -> Parser:
 
 
 class _Parts:
-    """The parts of a text: its calls, what is wrong with some, and the rest."""
+    """The parts of a text: its calls, thoughts, and the remaining text."""
 
     def __init__(self) -> None:
         self.calls: list[dict[str, Any]] = []
-        self.error: str | None = None  # of the first that is malformed
+        self.error: str | None = None  # that of the first malformed call
         self.rest: list[str] = []
         self.thoughts: list[str] = []
 
     def add(self, text: str, read: Callable[[str], dict[str, Any]]) -> None:
-        """Read a call."""
+        """Parse a call by `read`, and keep it or its error."""
         try:
             self.calls.append(read(text))
         except ValueError as error:
             self.error = self.error or _problem(error)
 
 
-Types = dict[str, dict[str, set[str]]]  # of arguments, by the tool's name
+Types = dict[str, dict[str, set[str]]]  # JSON types of arguments: tool's name -> argument's name -> types
 
 
 class Format(NamedTuple):
-    """A form of calls, and the tags around thoughts, or empty ones where `read` finds the thoughts itself."""
+    """A format of calls, and the tags around thoughts, which are empty if `read` finds the thoughts itself."""
 
     read: Callable[[str, Types], _Parts]
     think: str = "<think>"
@@ -76,11 +77,11 @@ class Format(NamedTuple):
 
 
 def _message(text: str, format: Format, types: Types) -> dict[str, Any]:
-    """The message of a text. A call among thoughts is none."""
+    """The message of a text. Calls within thoughts are ignored."""
     thoughts, answer = "", text
-    if format.thought and format.thought in text:
+    if format.thought and format.thought in text:  # the opening tag may be in the prompt
         thoughts, _, answer = text.partition(format.thought)
-    elif format.think and text.lstrip().startswith(format.think):  # the template may have begun the thoughts
+    elif format.think and text.lstrip().startswith(format.think):
         thoughts, answer = text, ""
     parts = format.read(answer, types)
     thoughts = thoughts or "\n".join(parts.thoughts)
@@ -97,7 +98,7 @@ def _message(text: str, format: Format, types: Types) -> dict[str, Any]:
 def _tagged(
     text: str, read: Callable[[str], dict[str, Any]], opening: str = "<tool_call>", closing: str = "</tool_call>"
 ) -> _Parts:
-    """Calls between tags; a turn may end without the last closing one."""
+    """Calls between tags; the last closing tag may be missing at the end of a turn."""
     parts, place = _Parts(), 0
     while (start := text.find(opening, place)) >= 0:
         parts.rest.append(text[place:start])
@@ -111,20 +112,20 @@ def _tagged(
 
 
 def _hermes(text: str, types: Types) -> _Parts:
-    """JSON objects between tags: Hermes, Qwen2.5 and Qwen3."""
+    """Hermes, Qwen2.5 and Qwen3: JSON objects between tags."""
     return _tagged(text, lambda body: _call(parse_json(body), "arguments"))
 
 
 def _qwen3_coder(text: str, types: Types) -> _Parts:
-    """A function between tags, with a tag for each argument, whose text may have lines: Qwen3-Coder, Qwen3.5 and later.
+    """Qwen3-Coder, Qwen3.5 and later: a function between tags, with a tag for each argument.
 
-    Arguments have the types of the tool's schema; what is of none stays a text.
+    Arguments may have several lines. They have the types of the tool's schema; those without a type remain text.
     """
     return _tagged(text, lambda body: _function(body, types))
 
 
 def _llama3(text: str, types: Types) -> _Parts:
-    """A text that is one JSON object, or several behind semicolons: Llama 3.1 to 3.3."""
+    """Llama 3.1 to 3.3: a text that is one JSON object, or several separated by semicolons."""
     parts, (before, tag, rest) = _Parts(), text.partition(_TAG)
     body = (rest if tag else text).strip()
     if not tag and not (body.startswith("{") and '"name"' in body):
@@ -137,14 +138,12 @@ def _llama3(text: str, types: Types) -> _Parts:
 
 
 def _glm45(text: str, types: Types) -> _Parts:
-    """A name between tags, with two pairs of tags for each argument, typed by the tool's schema: GLM-4.5 and later."""
+    """GLM-4.5 and later: a name between tags, with two pairs of tags for each argument, typed by the tool's schema."""
     return _tagged(text, lambda body: _keyed(body, types))
 
 
 def _gpt_oss(text: str, types: Types) -> _Parts:
-    """Messages of channels, those of analysis being thoughts, and JSON for the function that is a message's recipient:
-    harmony.
-    """
+    """gpt-oss (harmony): messages in channels, with thoughts in `analysis`, and JSON in messages to a function."""
     parts = _Parts()
     for piece in text.split("<|start|>assistant"):
         head, opened, body = piece.partition("<|message|>")
@@ -162,7 +161,7 @@ def _gpt_oss(text: str, types: Types) -> _Parts:
 
 
 def _gemma4(text: str, types: Types) -> _Parts:
-    """A name with an object that has a token in the place of quotation marks, and keys without any: Gemma 4."""
+    """Gemma 4: a name and an object with a token instead of quotation marks, and with unquoted keys."""
     return _tagged(text, _braced, "<|tool_call>", "<tool_call|>")
 
 
@@ -177,7 +176,7 @@ FORMATS: dict[str, Format] = {
 
 
 def _call(value: Any, arguments: str) -> dict[str, Any]:
-    """A call of a JSON value {name, arguments}."""
+    """The call in a JSON value {name, arguments}; `arguments` is their key."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         raise CallError(f"expected a JSON object with a name and {arguments}")
     given = value.get(arguments, value.get("arguments", {}))
@@ -189,32 +188,34 @@ def _call(value: Any, arguments: str) -> dict[str, Any]:
 
 
 def _function(body: str, types: Types) -> dict[str, Any]:
-    """A call `<function=name>` with `<parameter=name>` each."""
+    """A call `<function=name>` with a `<parameter=name>` for each argument."""
     head, closed, rest = body.partition(">")
     name = head.removeprefix("<function=").strip()
     if not closed or not head.startswith("<function=") or not name:
-        raise CallError("expected <function=name> behind <tool_call>")
-    arguments: dict[str, Any] = {}
-    for key, text in _texts(rest, "<parameter=", _PARAMETER, "</parameter>").items():
-        text = text.removeprefix("\n").removesuffix("\n")
-        arguments[key] = _typed(text, types.get(name, {}).get(key, set()))
-    return {"name": name, "arguments": arguments}
+        raise CallError("expected <function=name> after <tool_call>")
+    texts = _texts(rest, "<parameter=", _PARAMETER, "</parameter>")
+    for key, text in texts.items():
+        texts[key] = text.removeprefix("\n").removesuffix("\n")
+    return _typed_call(name, texts, types)
 
 
 def _keyed(body: str, types: Types) -> dict[str, Any]:
-    """A call of a name, with `<arg_key>name</arg_key><arg_value>` each."""
+    """A call by its name, with `<arg_key>name</arg_key><arg_value>` for each argument."""
     head, tag, rest = body.partition("<arg_key>")
     name = head.strip()
     if not name:
-        raise CallError("expected the name of a function behind <tool_call>")
-    arguments: dict[str, Any] = {}
-    for key, text in _texts(tag + rest, "<arg_key>", _ARGUMENT, "</arg_value>").items():
-        arguments[key] = _typed(text, types.get(name, {}).get(key, set()))
-    return {"name": name, "arguments": arguments}
+        raise CallError("expected the name of a function after <tool_call>")
+    return _typed_call(name, _texts(tag + rest, "<arg_key>", _ARGUMENT, "</arg_value>"), types)
+
+
+def _typed_call(name: str, texts: dict[str, str], types: Types) -> dict[str, Any]:
+    """A call with arguments given as text, converted to the types in the tool's schema."""
+    kinds = types.get(name, {})
+    return {"name": name, "arguments": {key: _typed(text, kinds.get(key, set())) for key, text in texts.items()}}
 
 
 def _texts(body: str, head: str, opening: re.Pattern[str], closing: str) -> dict[str, str]:
-    """The texts between tags, by the names that the opening ones have; they begin with `head`."""
+    """The texts between tags, by the names in the opening tags, which begin with `head`."""
     texts: dict[str, str] = {}
     place = 0
     while True:
@@ -225,22 +226,22 @@ def _texts(body: str, head: str, opening: re.Pattern[str], closing: str) -> dict
             return texts
         end = body.find(closing, tag.end())
         if end < 0:
-            raise CallError(f"no {closing} behind {tag[0]}")
+            raise CallError(f"no {closing} after {tag[0]}")
         texts[tag[1].strip()] = body[tag.end() : end]
         place = end
 
 
 def _received(name: str, body: str) -> dict[str, Any]:
-    """A call of a function that JSON is sent to."""
+    """The call of a function that is the recipient of JSON."""
     return _call({"name": name, "arguments": parse_json(body)}, "arguments")
 
 
 def _braced(body: str) -> dict[str, Any]:
-    """A call `call:name{key:value}`, whose texts are between tokens that stand for quotation marks."""
+    """A call `call:name{key:value}`, with tokens in place of quotation marks."""
     head, brace, rest = body.partition("{")
     name = head.removeprefix("call:").strip()
     if not brace or not head.startswith("call:") or not name:
-        raise CallError("expected call:name{...} behind <|tool_call>")
+        raise CallError("expected call:name{...} after <|tool_call>")
     pieces = (brace + rest).split(_QUOTE)
     for place, piece in enumerate(pieces):
         pieces[place] = json.dumps(piece) if place % 2 else _KEY.sub(r'\1"\2":', piece)
@@ -248,7 +249,7 @@ def _braced(body: str) -> dict[str, Any]:
 
 
 def _types(tools: Sequence[dict[str, Any]]) -> Types:
-    """The types of arguments, by tool."""
+    """The types of all tools' arguments."""
     types: Types = {}
     for tool in tools:
         function = tool.get("function", tool)
@@ -269,7 +270,7 @@ def _kinds(schema: dict[str, Any]) -> set[str]:
 
 
 def _typed(text: str, kinds: set[str]) -> Any:
-    """An argument of these types; a text where there are none, and where it is not of them."""
+    """Convert an argument to one of these types; it remains text if there are none, or if it has another type."""
     word = text.strip()
     if "null" in kinds and word in ("null", "None"):
         return None
@@ -282,7 +283,7 @@ def _typed(text: str, kinds: set[str]) -> Any:
 
 
 def _objects(text: str) -> list[str]:
-    """JSON objects one behind another, apart by semicolons and space; what is none comes whole, as the last."""
+    """Split JSON objects separated by semicolons or whitespace; from the first invalid one, the text is one part."""
     parts: list[str] = []
     place, decoder = 0, json.JSONDecoder()
     while place < len(text):
@@ -302,7 +303,7 @@ def _problem(error: ValueError) -> str:
 
 
 def _of_user(read: Callable[[str], Any], path: str) -> Parser:
-    """The parser of a user's function."""
+    """The parser that calls the user's function `read`."""
 
     def parse(text: str) -> dict[str, Any]:
         try:

@@ -1,6 +1,6 @@
-"""Prompts as a language model reads them: rendered by its folder's chat template, and tokenized.
+"""Prompts of language models: rendered by the chat template of the model's folder, and tokenized.
 
-A template is code of a stranger: it runs in a confined process (_render.py) under limits of time, memory and size.
+A template is untrusted code, so it runs in a confined process (_render.py) with limits on time, memory and output size.
 """
 
 import json
@@ -24,18 +24,18 @@ from phalanx.types import Prompt
 
 log = logging.getLogger(__name__)
 _CHILD = Path(__file__).with_name("_render.py")
-SECONDS = 5.0  # of a processor, for one chat
+SECONDS = 5.0  # limit of CPU time for one chat
 TOGETHER = 2**14  # prompts that one process renders
-_OURS = ("messages", "tools", "documents", "add_generation_prompt")  # variables that no configuration sets
-_PROBED = frozenset({"system", "user", "assistant"})  # roles of the chats that a template is tried with
-_PROBES = 8
+_OURS = ("messages", "tools", "documents", "add_generation_prompt")  # variables that the configuration cannot set
+_PROBED = frozenset({"system", "user", "assistant"})  # roles of the chats that a template is tested with
+_PROBES = 8  # limit of these chats
 
 
 def prompt_tokens(tokenizer: Any, prompts: Sequence[Prompt], data: LMDataConfig, path: str) -> "list[array[int]]":
-    """Tokens of prompts with the chat template, however many, behind which a response begins; `path`: the model's.
+    """Tokens of prompts, rendered by the chat template; a response follows them directly. path: model.path.
 
-    Raises ValueError, with one line, for a template or a prompt that cannot be rendered, for a template that leaves
-    texts of a chat out, and for data.chat_template_kwargs that it does not read.
+    Raises ValueError, in one line, for a template or a prompt that cannot be rendered, for a template that omits texts
+    of a chat, and for data.chat_template_kwargs that it does not read.
     """
     tokens: list[array[int]] = []
     for first in range(0, len(prompts), TOGETHER):
@@ -60,14 +60,14 @@ def _chat(prompt: Prompt) -> list[dict[str, Any]]:
 
 
 def with_system_prompt(messages: list[dict[str, Any]], system: str | None) -> list[dict[str, Any]]:
-    """The chat with the system message that it lacks; `system`: see data.system_prompt."""
+    """The chat, with the message `system` (data.system_prompt) first if it has no system message."""
     if system is not None and messages[0]["role"] != "system":
         return [{"role": "system", "content": system}, *messages]
     return messages
 
 
 def rendered(tokenizer: Any, prompts: Sequence[Prompt], data: LMDataConfig, path: str) -> list[str]:
-    """The prompts' texts. A folder may have a template of its own for chats with tools."""
+    """The prompts' texts. A folder may have a separate template for chats with tools."""
     by_template: dict[str, list[int]] = {}
     chats = []
     for number, prompt in enumerate(prompts):
@@ -98,7 +98,7 @@ class ChatRenderer:
     """A chat template of the model's folder `path`, with the variables of the configuration."""
 
     def __init__(self, template: str, tokenizer: Any, data: LMDataConfig, path: str) -> None:
-        """Raises ValueError, with one line, for a template that cannot be used."""
+        """Raises ValueError, in one line, for a template that cannot be used."""
         self.name = f"model.path: {path!r}: its chat template"  # for messages
         self._fixed = {"documents": None, **tokenizer.special_tokens_map, "add_generation_prompt": True}
         self._fixed |= data.chat_template_kwargs
@@ -114,12 +114,12 @@ class ChatRenderer:
             raise
 
     def text(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, **variables: Any) -> str:
-        """The text of a chat. Raises ValueError, with one line, for one that the template does not render."""
+        """The text of a chat. Raises ValueError, in one line, for a chat that the template does not render."""
         (text,) = self.texts([{"messages": messages, "tools": tools, **variables}])
         return text
 
     def texts(self, chats: list[dict[str, Any]]) -> list[str]:
-        """The texts of chats, as in `text`."""
+        """The texts of many chats; see `text`."""
         if self._process is None:
             self._process = TemplateProcess(*self._template)
         texts: list[str] = []
@@ -135,14 +135,14 @@ class ChatRenderer:
         return texts
 
     def close(self) -> None:
-        """End the template's process; another text starts a new one."""
+        """End the template's process; the next call of `texts` starts a new one."""
         if self._process is not None:
             self._process.close()
         self._process = None
 
 
 def _of_template(renderer: ChatRenderer, chats: list[dict[str, Any]]) -> list[str]:
-    """The texts of chats, all by one template, which is also tried with other chats of the same roles."""
+    """The texts of chats by one template, which is also tested on other chats with the same roles."""
     texts = renderer.texts(chats)
     probes = 0
     parts = any(isinstance(message.get("content"), list) for chat in chats for message in chat["messages"])
@@ -158,7 +158,7 @@ def _of_template(renderer: ChatRenderer, chats: list[dict[str, Any]]) -> list[st
         for message, sentence in zip(messages, sentences, strict=True):
             if message["role"] != "assistant" and sentence not in text:
                 raise ValueError(
-                    f"{renderer.name} leaves out the text of the {message['role']} in a chat of {_roles(messages)}; "
+                    f"{renderer.name} omits the text of the {message['role']} in a chat of {_roles(messages)}; "
                     "expected one that renders it"
                 )
     return texts
@@ -169,11 +169,11 @@ def _roles(messages: list[dict[str, Any]]) -> str:
 
 
 def _check_kwargs(kwargs: dict[str, Any], variables: Sequence[str], path: str) -> None:
-    """Raise ValueError for variables that the template does not read, or that are not the configuration's."""
+    """Raise ValueError for variables that the template does not read, or that the configuration cannot set."""
     free = [name for name in variables if name not in _OURS]
     for name in kwargs:
         if name not in free:
-            reads = f"it reads {', '.join(free)}" if free else "it reads no variable but the chat"
+            reads = f"it reads {', '.join(free)}" if free else "it reads no variables except the chat"
             raise ValueError(
                 f"data.chat_template_kwargs: the chat template of {path!r} has no variable {name!r} to set; {reads}"
                 f"{nearest(str(name), free)}"
@@ -185,19 +185,20 @@ class TemplateProblem(Exception):
 
 
 class TemplateProcess:
-    """A chat template in a confined process, which renders one chat after the other.
+    """A chat template in a confined process, which renders one chat at a time.
 
-    Raises TemplateProblem, whose message is a part of a line, where the template cannot be used or a chat not be
-    rendered; it is then closed.
+    Raises TemplateProblem, whose message is part of a line, if the template cannot be used or a chat cannot be
+    rendered; the process has then ended.
     """
 
     def __init__(self, template: str, day: str) -> None:
         command = [sys.executable, "-P", str(_CHILD), str(sandbox.__file__), str(SECONDS)]
-        # no set has another order in another rank
-        given = sandbox.environment() | {"PYTHONHASHSEED": "0"}
+        # a fixed hash seed, so that sets have the same order on all ranks
+        env = sandbox.environment() | {"PYTHONHASHSEED": "0"}
         pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-        self._child = subprocess.Popen(command, text=True, encoding="utf-8", env=given, **pipes)
-        (self.variables, missing), *_ = self._ask([[template, day]])  # that the template reads
+        self._child = subprocess.Popen(command, text=True, encoding="utf-8", env=env, **pipes)
+        # variables that the template reads, and confinements that this machine lacks
+        (self.variables, missing), *_ = self._ask([[template, day]])
         if missing:
             _tell_missing(" and no ".join(missing))
 
@@ -211,15 +212,15 @@ class TemplateProcess:
         self._child.communicate()
 
     def _ask(self, questions: Sequence[Any]) -> Iterator[list[Any]]:
-        """The values of each answer. A thread writes, so that the process always has a question to work at."""
+        """Yield the values of each answer. A thread writes the questions, so that the process never waits for one."""
         assert self._child.stdout is not None
-        # as text already: a chat that JSON cannot hold is an error of this thread, which would wait for its answer
+        # serialised here, because in the writer thread an error would leave this thread waiting for an answer
         lines = [json.dumps(question) + "\n" for question in questions]
         writer = threading.Thread(target=self._write, args=(lines,), daemon=True)
         writer.start()
         for _ in questions:
             answer = self._child.stdout.readline()
-            # else it is a part of one
+            # without a newline, the process has ended within an answer
             problem, *values = json.loads(answer) if answer.endswith("\n") else [""]
             if problem is None:
                 yield values
@@ -231,7 +232,7 @@ class TemplateProcess:
 
     def _write(self, lines: Sequence[str]) -> None:
         assert self._child.stdin is not None
-        with suppress(BrokenPipeError):  # it has ended, which its answers show
+        with suppress(BrokenPipeError):  # the process has ended; its missing answers report that
             self._child.stdin.writelines(lines)
             self._child.stdin.flush()
 

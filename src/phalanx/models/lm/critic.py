@@ -1,4 +1,4 @@
-"""The critic: a causal language model with one value instead of its logits, over the mesh."""
+"""The critic: a causal language model with a value head instead of its logits, sharded over the mesh."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,14 +11,14 @@ from phalanx.config.critic import CriticModelConfig
 from phalanx.config.run import ParallelConfig
 from phalanx.functional.tokens import TokenTrace
 from phalanx.models.lm import experts
-from phalanx.models.lm.model import DTYPES, CausalLM, decoder_of, load_model, outputs_at, positions
+from phalanx.models.lm.model import DTYPES, CausalLM, decoder_of, load_model, outputs_at, positions, set_checkpointing
 from phalanx.models.lm.packing import Row, Share
 from phalanx.models.lm.policy import LMPolicy
 from phalanx.models.trained import TrainedModel
 
 
 class ValueLM(nn.Module):
-    """A language model's layers, and a value of the text up to each token. All values are 0 at first."""
+    """A language model's layers with a value head, which is initialised to 0."""
 
     def __init__(self, model: CausalLM) -> None:
         super().__init__()
@@ -32,17 +32,17 @@ class ValueLM(nn.Module):
     def forward(
         self, ids: Tensor, predicting: Tensor, row: Row | None = None, looks: Sequence[Any] | None = None
     ) -> Tensor:
-        """Values [N] float32 of the text up to each of the positions `predicting` [B, T - 1] of ids [B, T]; `row` and
-        `looks` as in CausalLM.
+        """Values [N] float32 of the text up to each position in `predicting` [B, T - 1] of ids [B, T].
+
+        `row` and `looks` as in CausalLM.
         """
-        for block in self.blocks()[: self.recomputes]:  # see CausalLM
-            block.training = torch.is_grad_enabled()
+        set_checkpointing(self, torch.is_grad_enabled())
         share = None if self.context is None else Share.of(self.context, ids, predicting, row)
         if self.vision is None:
             states = outputs_at(self.backbone, ids, predicting, row, share).last_hidden_state
         else:
             states = self.vision.outputs_at(ids, predicting, row, looks).last_hidden_state
-        # in bfloat16 a value would have three digits
+        # in float32, because bfloat16 has only about three significant digits
         values = nn.functional.linear(states.float(), self.value.weight.float(), self.value.bias.float()).squeeze(1)
         return values if share is None else share.whole([values])[0]
 
@@ -56,11 +56,11 @@ class LMCritic:
     """See phalanx.training.components.Critic."""
 
     def __init__(self, trained: TrainedModel, policy: LMPolicy) -> None:
-        """It reads samples as `policy` does, padded or packed."""
+        """`policy`: samples are padded or packed as for this policy."""
         self.trained, self.policy = trained, policy
 
     def values(self, trace: TokenTrace) -> Tensor:
-        """[B, A] float32: the value before each token of the responses, 0 behind a response's end."""
+        """[B, A] float32: the value before each token of the responses, and 0 after their ends."""
         trace, row = self.policy.read(trace)
         values = self.trained.run(self.trained.module, trace.ids, trace.predicting, row, trace.looks)
         mask = trace.mask
@@ -68,8 +68,9 @@ class LMCritic:
 
 
 def build_critic(config: CriticModelConfig, parallel: ParallelConfig, policy: LMPolicy, seed: int) -> LMCritic:
-    """Load the critic, by default from the policy's folder, and lay it out over the policy's mesh. Raises ValueError,
-    with one line, for a folder that does not load or is of another vocabulary.
+    """Load the critic, by default from the policy's folder, and shard it over the policy's mesh.
+
+    Raises ValueError, in one line, for a folder that does not load or that does not embed the policy's vocabulary.
     """
     base, checkpointing = policy.config, config.gradient_checkpointing
     settings = replace(
@@ -90,9 +91,9 @@ def build_critic(config: CriticModelConfig, parallel: ParallelConfig, policy: LM
         if model.vision.name != policy.vision.name:
             raise ValueError(f"{key}: {settings.path!r} is a {model.vision.name}; expected a {policy.vision.name}")
         model.vision.owner, model.vision.dummy = "critic", policy.vision.dummy
-    rows, wanted = model.lm.get_input_embeddings().num_embeddings, len(policy.tokenizer)
-    if rows < wanted:
-        raise ValueError(f"{key}: {settings.path!r} embeds {rows} tokens, and the policy's tokenizer has {wanted}")
+    rows, vocabulary = model.lm.get_input_embeddings().num_embeddings, len(policy.tokenizer)
+    if rows < vocabulary:
+        raise ValueError(f"{key}: {settings.path!r} embeds {rows} tokens, and the policy's tokenizer has {vocabulary}")
     longest, limit = policy.data.max_prompt_length + policy.data.max_response_length, positions(model.lm.config)
     if limit is not None and limit < longest:
         raise ValueError(
@@ -102,14 +103,13 @@ def build_critic(config: CriticModelConfig, parallel: ParallelConfig, policy: LM
     model.share_positions(policy.world, settings.attn_implementation)
     spread = experts.spread(model.lm, settings, parallel, policy.world.shard_size)
     critic = ValueLM(model)
-    dtype = DTYPES[settings.dtype]
     trained = TrainedModel(
         critic,
         critic.blocks(),
         policy.world,
         settings,
         parallel,
-        dtype,
+        DTYPES[settings.dtype],
         seed=seed,
         experts=spread,
         kept=torch.float32,

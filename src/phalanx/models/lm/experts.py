@@ -1,4 +1,4 @@
-"""How layers with experts compute, by transformers' own kernels; and without numbers, for plans and counts."""
+"""Implementations of mixture-of-experts layers: transformers' kernels, spread experts, and shapes to count FLOPs."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ SHAPES, SPREAD = "phalanx_shapes", "phalanx_spread"
 
 
 def use(lm: Any, name: str, *, compiled: bool) -> None:
-    """Compute as model.experts_implementation says; ValueError for a model that cannot."""
+    """Set model.experts_implementation; raises ValueError for a model that does not support it."""
     if not lm._can_set_experts_implementation():
         raise ValueError(
             f"model.experts_implementation: {name!r} needs a model with experts, and {lm.config.model_type} has none "
@@ -23,15 +23,16 @@ def use(lm: Any, name: str, *, compiled: bool) -> None:
         )
     if compiled and name == "eager":
         raise ValueError(
-            "model.experts_implementation: eager is a loop whose length is in the data, which model.compile cannot "
+            "model.experts_implementation: eager is a loop with a data-dependent length, which model.compile cannot "
             "compile; set another one, or model.compile=false"
         )
     lm.set_experts_implementation(name)
 
 
 def spread(lm: Any, config: LMModelConfig, parallel: ParallelConfig, ranks: int) -> list[nn.Module]:
-    """The modules whose parameters are experts, where these are to be spread over `ranks` ranks; they compute by
-    exchanging tokens from then on. Raises ValueError for a model that cannot.
+    """Under expert parallelism over `ranks` ranks, let the modules with experts exchange tokens, and return them.
+
+    Raises ValueError for a model that does not support this.
     """
     if not parallel.expert_parallel:
         return []
@@ -43,9 +44,9 @@ def spread(lm: Any, config: LMModelConfig, parallel: ParallelConfig, ranks: int)
     if not layers or not lm._can_set_experts_implementation():
         raise ValueError(f"{key} needs a model with experts, and {lm.config.model_type} has none; leave it out")
     if any(m.has_bias or m.is_transposed or not m.has_gate for m in layers):
-        raise ValueError(f"{key} knows experts with a gate and without biases; those of {lm.config.model_type} are not")
+        raise ValueError(f"{key} needs experts with a gate and without biases, unlike those of {lm.config.model_type}")
     if config.compile:
-        raise ValueError(f"{key} sends as many tokens as there are, which model.compile cannot compile; drop one")
+        raise ValueError(f"{key} sends a data-dependent number of tokens, which model.compile cannot compile; drop one")
     if ranks == 1:
         return []
     lm.config._experts_implementation = SPREAD
@@ -53,13 +54,13 @@ def spread(lm: Any, config: LMModelConfig, parallel: ParallelConfig, ranks: int)
 
 
 def exchanged(experts: Any, states: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
-    """Each token by its experts, on their ranks: states [N, D], chosen and shares [N, K] -> [N, D]."""
-    there: SpreadExperts = experts.spread
+    """Send each token to the ranks of its experts: states [N, D], chosen and shares [N, K] -> [N, D]."""
+    spread_experts: SpreadExperts = experts.spread
     order = chosen.flatten().argsort(stable=True)
     counts = torch.bincount(chosen.flatten(), minlength=experts.num_experts)
-    rows, tensors = states[order // chosen.shape[1]], there.tensors()
-    if there.gathered is None:
-        exchange = there.exchange(rows, counts)
+    rows, tensors = states[order // chosen.shape[1]], spread_experts.tensors()
+    if spread_experts.gathered is None:
+        exchange = spread_experts.exchange(rows, counts)
         rows = exchange.back(_products(experts, tensors, exchange.rows, exchange.counts))
     else:
         rows = _products(experts, tensors, rows, counts)
@@ -68,7 +69,7 @@ def exchanged(experts: Any, states: Tensor, chosen: Tensor, shares: Tensor) -> T
 
 
 def _products(experts: Any, tensors: dict[str, Tensor], rows: Tensor, counts: Tensor) -> Tensor:
-    """Rows [N, D], sorted by expert, of which counts says how many each has, through gate, up and down."""
+    """The experts' MLPs on rows [N, D], sorted by expert; `counts` has the number of rows of each."""
     if not len(rows):
         return rows
     ends = counts.cumsum(0, dtype=torch.int32)
@@ -77,10 +78,10 @@ def _products(experts: Any, tensors: dict[str, Tensor], rows: Tensor, counts: Te
 
 
 def shapes(experts: Any, states: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
-    """The products of grouped_mm, as many and as large, but all with the first expert: on the meta device no other
-    can be chosen, and torch knows grouped_mm only in bfloat16.
+    """Products of the same number and size as in grouped_mm, but all with the first expert, to count FLOPs.
 
-    states [N, D], chosen and shares [N, K] -> [N, D].
+    On the meta device experts cannot be selected, and torch has grouped_mm only in bfloat16. states [N, D], chosen and
+    shares [N, K] -> [N, D].
     """
     rows = states.repeat_interleave(chosen.shape[1], 0)
     if experts.has_gate:

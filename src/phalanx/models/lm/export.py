@@ -30,14 +30,8 @@ from phalanx.models.lm.model import (
 from phalanx.models.lm.policy import LORA_TARGETS
 from phalanx.models.lora import ALL_LINEAR, adapter_config
 
-__all__ = [
-    "export_lora",
-    "export_model",
-    "load_base",
-    "lora_targets",
-    "read_lora",
-    "reads_images",
-]  # of a Family, see jobs/export.py
+# the interface of a Family, see jobs/export.py
+__all__ = ["export_lora", "export_model", "load_base", "lora_targets", "read_lora", "reads_images"]
 
 lora_targets = LORA_TARGETS
 # files of the base folder that training does not change
@@ -50,19 +44,20 @@ _KEPT = (
     "added_tokens.json",
     "chat_template*",
     "generation_config.json",
-    "*processor_config.json",  # of pictures and videos, in composite models
-    "*.py",  # code that auto_map in config.json names; it is not run here
+    "*processor_config.json",  # image and video processors of composite models
+    "*.py",  # code that auto_map in config.json refers to; it is not run here
 )
 
 
 def reads_images(names: Collection[str]) -> bool:
-    """Whether the names of trained tensors are those of a whole composite model, not those of its text part."""
+    """Whether the names of trained tensors are those of a composite model, and not of its text part only."""
     return any(OF_WHOLE.match(name) for name in names)
 
 
 def load_base(config: LMModelConfig, dtype: torch.dtype | None, names: Collection[str]) -> CausalLM:
-    """The base folder's model, on the CPU; `dtype` None: in the dtype that training computes in. `names`: those of the
-    trained tensors, by which it reads images or not.
+    """Load the base folder's model, on the CPU.
+
+    dtype: None for the dtype that training computes in. names: names of the trained tensors, see reads_images.
     """
     if config.block_size is not None:
         return load_blocks(config, dtype or DTYPES[config.dtype], chunk=1, add_mask=True)[0]
@@ -74,8 +69,9 @@ def load_base(config: LMModelConfig, dtype: torch.dtype | None, names: Collectio
 
 
 def export_model(folder: Path, config: LMModelConfig, model: CausalLM) -> None:
-    """Write a folder of transformers: the base's, with the trained weights. The parts of a composite model that were
-    not trained are as they were.
+    """Write a transformers folder: the base folder with the trained weights.
+
+    Parts of a composite model that were not trained are those of the base.
     """
     lm = model.lm
     if model.places:
@@ -83,11 +79,11 @@ def export_model(folder: Path, config: LMModelConfig, model: CausalLM) -> None:
             lm, _ = load_class(transformers.AutoModelForImageTextToText, config, model.lm.dtype)
         for inner, outer in model.places.items():
             lm.get_submodule(outer).load_state_dict(model.lm.get_submodule(inner).state_dict())
-    lm.generation_config = transformers.GenerationConfig()  # the base's may not pass the check before it is saved
+    lm.generation_config = transformers.GenerationConfig()  # saving validates it, which the base's may not pass
     lm.save_pretrained(folder)
     (folder / "generation_config.json").unlink(missing_ok=True)
-    # Its own config.json, too: this transformers writes keys that older ones do not read, and they would take their
-    # defaults in silence.
+    # The base's config.json as well: this version of transformers writes keys that older versions do not read, and they
+    # would silently use their defaults.
     base = _base_folder(config)
     settings = read_json(base / "config.json")
     settings["torch_dtype" if "torch_dtype" in settings else "dtype"] = str(lm.dtype).removeprefix("torch.")
@@ -100,21 +96,21 @@ def export_model(folder: Path, config: LMModelConfig, model: CausalLM) -> None:
 
 
 def export_lora(folder: Path, config: LMModelConfig, layers: dict[str, Tensor], rank: int, alpha: float) -> None:
-    """Write peft's folder of a LoRA, with the tokenizer; `layers` have peft's names without an adapter."""
+    """Write a LoRA as a peft folder, with the tokenizer; `layers` have peft's names without the adapter's name."""
     base, tensors = _base_folder(config), {}
     places = _places(base)
     for name, t in layers.items():
         name = name.removeprefix("lm.")
-        # that of a model that reads images is whole already
+        # the names of a model that reads images are already those of the composite model
         place = name if OF_WHOLE.match(name) else name_in_whole(name, places)
         tensors[f"base_model.model.{place}"] = t.contiguous()
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     leaves = {name.partition(".lora_")[0].rpartition(".")[2] for name in layers}
     named = config.target_modules
     targets: Sequence[str] | str = named or ()
-    if named is None or ALL_LINEAR in named or config.lora_path is not None:  # whose layers may be others
+    if named is None or ALL_LINEAR in named or config.lora_path is not None:  # which may have other layers
         targets = sorted(leaves)
-    if places:  # the vision tower may have layers of the same names
+    if places:  # the vision tower may have layers with the same names
         inside = "|".join(re.escape(name) for name in places.values())
         targets = rf"({inside})\.(.*\.)?({'|'.join(re.escape(target) for target in targets)})"
     adapter_config(rank, alpha, targets, config.path, config.revision).save_pretrained(folder)
@@ -122,21 +118,21 @@ def export_lora(folder: Path, config: LMModelConfig, layers: dict[str, Tensor], 
 
 
 def _places(base: Path) -> dict[str, str]:
-    """Those of the folder's language model in the composite model that has it; see places_of."""
+    """Names of the folder's language model in its composite model (see places_of), empty for a plain one."""
     settings = transformers.AutoConfig.from_pretrained(base, trust_remote_code=False)
     text = text_part(settings)
     if text is None:
         return {}
     with torch.device("meta"):
         whole = transformers.AutoModelForImageTextToText.from_config(settings)
-        if type(text) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:  # trained as a whole
+        if type(text) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:  # all of it is trained
             [place] = [name for name, module in whole.named_modules() if module is decoder_of(whole)]
             return {place: place}
         return places_of(whole, transformers.AutoModelForCausalLM.from_config(text))
 
 
 def _base_folder(config: LMModelConfig) -> Path:
-    """The base model's folder; of a hub id its small files, from the hub or its cache."""
+    """The base model's folder; for a hub id, a snapshot of its small files, from the hub or its cache."""
     folder = Path(config.path).expanduser()
     if folder.is_dir():
         return folder

@@ -1,4 +1,4 @@
-"""Folders of language models, looked at by their headers, without torch."""
+"""Checks of language models' folders by their headers, without torch."""
 
 import re
 from collections import defaultdict
@@ -8,14 +8,15 @@ from safetensors import safe_open
 
 from phalanx.models.headers import check_weights, read_object, require
 
-CAUSAL = ("ForCausalLM", "LMHeadModel", "MoeModelLM")  # how the classes of causal language models end
-# of some of these transformers overlooks that they are damaged
+CAUSAL = ("ForCausalLM", "LMHeadModel", "MoeModelLM")  # suffixes of the classes of causal language models
+# further files to check, because transformers ignores damage in some of them
 _BESIDE = ("generation_config.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 
 
 def check_folder(path: str, key: str = "model.path") -> None:
-    """Raise ValueError, in one line that begins with `key`, for a path that is neither a hub id nor the folder of a
-    causal language model, or of a model that has one beside other parts.
+    """Raise ValueError, in one line that begins with `key`, for a path that is not a language model's.
+
+    Accepted are hub ids, folders of causal language models, and folders of composite models with a language model.
     """
     folder = Path(path).expanduser()
     if folder.is_file():
@@ -41,8 +42,9 @@ def check_folder(path: str, key: str = "model.path") -> None:
 
 
 def _check_experts(folder: Path, key: str) -> None:
-    """Raise ValueError if an expert lacks a tensor that others of its layer have: transformers, which joins them,
-    would not say which.
+    """Raise ValueError if an expert lacks a tensor that others in its layer have.
+
+    transformers concatenates the experts' tensors, and would not report which one is missing.
     """
     layers: dict[str, dict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
     for file in folder.glob("*.safetensors"):

@@ -1,7 +1,7 @@
-"""LLaDA2 as its hub folders hold it, in the modules of Glm4Moe, which is the same architecture.
+"""LLaDA2 by the modules of Glm4Moe, which has the same architecture.
 
-What differs are names: those of the settings in config.json, and those of the weights, which are translated as they are
-read and written. The folders' own code is never run.
+Only names differ: those of the settings in config.json, and those of the weights, which are translated when they are
+loaded and saved. The code in the hub's folders is never run.
 """
 
 from typing import Any, ClassVar
@@ -26,7 +26,7 @@ _RENAMED = (
 
 @strict
 class LLaDA2Config(Glm4MoeConfig):
-    """config.json of a LLaDA2, by its own keys; what it lacks has the value that its own code takes."""
+    """The config.json of LLaDA2, with its own keys and the defaults of its own code."""
 
     model_type = "llada2_moe"
     attribute_map: ClassVar[dict[str, str]] = {
@@ -45,40 +45,40 @@ class LLaDA2Config(Glm4MoeConfig):
     use_bias: bool = True
 
     def __post_init__(self, **kwargs: Any) -> None:
-        """Say of what LLaDA2's code does not read what it does."""
+        """Set what LLaDA2's code has as fixed behavior, and Glm4Moe as settings."""
         self.use_qk_norm = True
         self.norm_topk_prob = self.num_experts_per_tok > 1
         self.head_dim = self.head_dim or self.hidden_size // self.num_attention_heads
-        kwargs["sliding_window"] = None  # published with a width, by which a cache of transformers would forget
+        kwargs["sliding_window"] = None  # published with a width, by which transformers' cache would drop tokens
         super().__post_init__(**kwargs)
 
 
 class LLaDA2MoeModelLM(Glm4MoeForCausalLM):
-    """The model under the name of its class in config.json."""
+    """The model, under the name of the class in config.json."""
 
     config_class = LLaDA2Config
-    _keys_to_ignore_on_load_unexpected = None  # of Glm's own folders
+    _keys_to_ignore_on_load_unexpected = None  # Glm4Moe's keys are for its own folders
 
     def __init__(self, config: LLaDA2Config) -> None:
-        """Raises ValueError for what Glm4Moe has no module for."""
+        """Raises ValueError for settings that Glm4Moe does not support."""
         if config.use_bias:
             raise ValueError("use_bias is true in its config.json; expected false, as in all that is published")
         if not config.n_shared_experts:
             raise ValueError("num_shared_experts is 0 in its config.json; expected 1 or more")
         super().__init__(config)
-        # its own code holds the embedding of pad_token_id, by which responses end as well, out of the training
+        # LLaDA2's own code does not train the embedding of pad_token_id, which also ends responses
         self.model.embed_tokens.padding_idx = None
 
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
-        # transformers would look for experts in this file
+        # by default, transformers searches for experts in the source file of this class
         return True
 
 
 class SplitHeads(ConversionOps):
-    """The rows of a fused projection, divided among the projections of queries, keys and values by their sizes.
+    """Split the rows of a fused projection into the projections of queries, keys and values.
 
-    `transformers.core_model_loading.Split` does the same from transformers 5.20 on; vLLM 0.32 asks for 5.19.
+    `transformers.core_model_loading.Split` does the same from transformers 5.20 on; vLLM 0.32 requires 5.19.
     """
 
     def convert(
@@ -103,7 +103,7 @@ class SplitHeads(ConversionOps):
 
 
 def register() -> None:
-    """Make transformers' Auto classes load folders of LLaDA2, and save them as they were."""
+    """Make transformers' Auto classes load folders of LLaDA2, and save them in the same format."""
     experts = get_checkpoint_conversion_mapping(Glm4MoeConfig.model_type)
     renamed = [WeightRenaming(there.replace(".", r"\."), here) for there, here in _RENAMED]
     heads = [

@@ -1,4 +1,4 @@
-"""A causal language model of transformers, and its tokenizer."""
+"""Causal language models of transformers, and their tokenizers."""
 
 import copy
 import logging
@@ -26,26 +26,26 @@ log = logging.getLogger(__name__)
 llada2.register()
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-# the keyword of a language model's forward, which transformers 5.24 has renamed
+# the keyword for the cache in a language model's forward, renamed in transformers 5.24
 CACHE = "cache" if tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 24) else "past_key_values"
-OF_WHOLE = re.compile(r"(lm\.)?(model\.(?:language_model|text_model))\.")  # a decoder's names in a composite model
-# how the decoder's names in a LoRA begin: in a composite model, those before transformers 4.52 last, or by itself
+OF_WHOLE = re.compile(r"(lm\.)?(model\.(?:language_model|text_model))\.")  # a decoder's prefix in a composite model
+# the decoder's prefixes in a LoRA's names: in a composite model, also before transformers 4.52, or in a language model
 _OF_LORA = re.compile(r"^(model\.)?(language_model|text_model)\.(model\.)?|^model\.(?=layers\.)")
 
 
 class CausalLM(nn.Module):
-    """A language model whose training does not hold logits of a whole batch: its forward returns the scores of tokens.
+    """A language model whose forward returns scores of tokens, so that training never has the logits of a whole batch.
 
-    In training the first `recomputes` blocks are recomputed.
+    With gradients, the first `recomputes` blocks are recomputed in the backward pass.
 
-    Both ways of calling it go through this module, the root of FSDP; a call of `lm` would make that a second root.
+    Scoring and decoding both call this module, which is FSDP's root; a call of `lm` would make `lm` a second root.
     """
 
     def __init__(self, lm: Any, chunk: int, *, recomputes: int = 0) -> None:
         super().__init__()
         self.lm, self.chunk, self.recomputes = lm, chunk, recomputes
-        self.places: dict[str, str] = {}  # in the composite model that it was loaded from; see places_of
-        self.vision: Any = None  # a phalanx.models.lm.vision.Vision, where prompts may have images
+        self.places: dict[str, str] = {}  # names in the composite model that it was loaded from; see places_of
+        self.vision: Any = None  # a phalanx.models.lm.vision.Vision, if prompts may have images
         self.context: ContextGroup | None = None  # the ranks that share the positions of each pass
 
     def forward(
@@ -61,16 +61,16 @@ class CausalLM(nn.Module):
     ) -> Any:
         """Scores [N] of the tokens that follow the positions `predicting` [B, T - 1] of ids [B, T]: see token_scores.
 
-        With `row` all samples stand in it, without padding. Of truncated distributions the `pool` of the tokens kept
-        comes behind the scores, that of `truncation` where none is given. `looks`: see TokenTrace. With other keywords,
-        the language model's own forward.
+        row: the layout of all samples in one row without padding. pool: the tokens that truncated distributions keep,
+        returned after the scores; it is computed by `truncation` if only that is given. looks: see TokenTrace. Without
+        `ids` and `predicting`, the keywords in `decoding` go to the language model's own forward.
         """
         if ids is None or predicting is None:
-            self._recompute(False)
+            set_checkpointing(self, False)
             if looks is not None:
                 decoding |= self.vision.inputs(decoding.pop("input_ids"), looks)
             return self.lm(**decoding)
-        self._recompute(torch.is_grad_enabled())
+        set_checkpointing(self, torch.is_grad_enabled())
         share = None if self.context is None else packing.Share.of(self.context, ids, predicting, row)
         if self.vision is None:
             output = outputs_at(decoder_of(self.lm), ids, predicting, row, share)
@@ -88,27 +88,29 @@ class CausalLM(nn.Module):
 
     @property
     def never(self) -> tuple[int, ...]:
-        """Tokens that have no part in the distributions: those that stand for images."""
+        """Tokens excluded from the distributions: the placeholders of images."""
         return () if self.vision is None else self.vision.never
 
     def share_positions(self, world: World, name: str) -> None:
-        """Spread the positions of each pass over the ranks that hold the same samples, where there are such; `name` is
-        that of model.attn_implementation. Raises ValueError for a model that cannot be.
+        """Under context parallelism, spread each pass's positions over ranks; `name` is model.attn_implementation.
+
+        Raises ValueError for a model that does not support this.
         """
         if world.context is not None:
             self.context = ContextGroup.of(world.context)
             packing.spread(self.lm, self.context, name)
 
     def head(self, output: Any) -> Callable[[Tensor], Tensor]:
-        """The function of states [N, H] to logits [N, V] as the language model's forward computes it, with whatever it
-        scales or caps; `output` is one of its decoder's, or of the whole beside the head where prompts have images.
+        """The map of states [N, H] to logits [N, V] of the language model's forward, with its scaling or capping.
+
+        output: the output of its decoder, or of the whole model below the head if prompts have images.
         """
 
         def logits(states: Tensor) -> Tensor:
             given = copy.copy(output)
             given.last_hidden_state = states[None]
             decoder = decoder_of(self.lm) if self.vision is None else self.lm.model
-            # the forward of the class runs with these states in place of those that the decoder would compute
+            # the class's own forward runs, with these states instead of those that the decoder would compute
             decoder.forward = lambda *args, **kwargs: given
             try:
                 result: Tensor = self.lm(inputs_embeds=given.last_hidden_state, use_cache=False).logits[0]
@@ -118,24 +120,26 @@ class CausalLM(nn.Module):
 
         return logits
 
-    def _recompute(self, on: bool) -> None:
-        """Whether layers with gradient checkpointing do it: in transformers they do where they are in training mode,
-        in which all else here is never.
-        """
-        blocks = self.blocks()[: self.recomputes]
-        if self.recomputes and self.vision is not None and not self.vision.frozen:
-            blocks += self.vision.blocks()
-        for block in blocks:
-            block.training = on
-
     def blocks(self) -> list[nn.Module]:
-        """The layers, which are sharded one by one; they go by other names in older models."""
+        """The layers, which are sharded one by one; their name depends on the class."""
         lists = [child for child in decoder_of(self.lm).children() if isinstance(child, nn.ModuleList)]
         return list(lists[0])
 
 
+def set_checkpointing(model: Any, on: bool) -> None:
+    """Switch gradient checkpointing of the layers on or off by their training mode, as transformers does.
+
+    model: a CausalLM or a ValueLM, whose other modules stay in evaluation mode.
+    """
+    blocks = model.blocks()[: model.recomputes]
+    if model.recomputes and model.vision is not None and not model.vision.frozen:
+        blocks += model.vision.blocks()
+    for block in blocks:
+        block.training = on
+
+
 def decoder_of(lm: Any) -> Any:
-    """The part of a language model that has the layers: its get_decoder(), or the part that some classes mean by it."""
+    """The submodule with the layers: the model's get_decoder() or, for some classes, a submodule of that."""
     for module in (lm.get_decoder(), *lm.modules()):
         lists = [child for child in module.children() if isinstance(child, nn.ModuleList)]
         if lists and isinstance(module, transformers.PreTrainedModel):
@@ -144,19 +148,17 @@ def decoder_of(lm: Any) -> Any:
 
 
 def text_part(settings: Any) -> Any:
-    """The configuration of the language model in a composite model, such as one with a vision tower, from the
-    configuration of the whole; None for a language model by itself.
-    """
+    """The text part's settings in those of a composite model, as with a vision tower; None for a language model."""
     names = settings.architectures or []
     if "text_config" not in settings.sub_configs or any(name.endswith(CAUSAL) for name in names):
         return None
     text = settings.text_config
-    text.tie_word_embeddings = settings.tie_word_embeddings  # the class of the whole goes by its own
+    text.tie_word_embeddings = settings.tie_word_embeddings  # the composite class reads only its own setting
     return text
 
 
 def places_of(whole: Any, lm: Any) -> dict[str, str]:
-    """Names of the decoder and the head of a language model -> their names in the composite model that has them."""
+    """Names of the decoder and the head in a language model -> their names in the composite model `whole`."""
     places = {}
     parts = (
         (decoder_of(lm), decoder_of(whole.get_decoder())),
@@ -169,7 +171,7 @@ def places_of(whole: Any, lm: Any) -> dict[str, str]:
 
 
 def name_in_whole(name: str, places: dict[str, str]) -> str:
-    """The name in the composite model of a language model's tensor."""
+    """A tensor's name in the composite model, by its name in the language model; see places_of."""
     for inner, outer in places.items():
         if name.startswith(f"{inner}."):
             return outer + name.removeprefix(inner)
@@ -179,8 +181,9 @@ def name_in_whole(name: str, places: dict[str, str]) -> str:
 def outputs_at(
     decoder: Any, ids: Tensor, predicting: Tensor, row: packing.Row | None, share: packing.Share | None = None
 ) -> Any:
-    """The decoder's output, whose last_hidden_state is the last layer's states [N, H] at the positions `predicting`
-    [B, T - 1] of ids [B, T], or at those of this rank's `share`; see CausalLM.
+    """The decoder's output, with last_hidden_state [N, H] only at the positions `predicting` [B, T - 1] of ids [B, T].
+
+    With `share`, only at this rank's share of them; see CausalLM for `row`.
     """
     if share is not None:
         output = decoder(input_ids=share.ids, use_cache=False, **share.arguments())
@@ -188,7 +191,7 @@ def outputs_at(
         return output
     read = ids[:, :-1]
     if row is None:
-        # padding stands behind, where a causal model does not look: no mask is needed
+        # padding is on the right, where a causal model does not attend, so no mask is needed
         output = decoder(input_ids=read, use_cache=False)
         output.last_hidden_state = output.last_hidden_state[predicting]
         return output
@@ -206,13 +209,13 @@ def load_model(
     stored: bool = False,
     images: bool = False,
 ) -> CausalLM:
-    """Load `config.path` in `dtype`; ValueError, in one line with the `key` that named it, for what does not load.
+    """Load `config.path` in `dtype`; raises ValueError, in one line with the config `key`, if that fails.
 
-    `stored`: parameters come as their files hold them where that is for the caller to cast; see dtype_to_read.
-    `images`: the whole of a vision-language model, else the text part.
+    stored: parameters may keep the dtype of their files, and the caller casts them; see dtype_to_read. images: load
+    all of a vision-language model, not only its text part.
     """
     check_folder(config.path, key)
-    transformers.utils.logging.disable_progress_bar()  # every rank would draw its own
+    transformers.utils.logging.disable_progress_bar()  # every rank would draw its own progress bar
     log.info("loading the model %s", config.path)
     with loading(f"{key}: {config.path!r} does not load"):
         read = dtype_to_read(Path(config.path).expanduser(), dtype) if stored else dtype
@@ -224,7 +227,7 @@ def load_model(
             else:
                 lm, info, places = _from_files(config, dtype, images)
     if not any(isinstance(child, nn.ModuleList) for child in decoder_of(lm).children()):
-        # GPT-NeoX has this setting as well, and its layers are causal whatever it says
+        # checked only now, because GPT-NeoX has this setting as well, and its layers are causal in any case
         if lm.config.to_dict().get("is_decoder") is False:
             raise ValueError(f"{key}: {config.path!r} is an encoder; expected a causal language model")
         raise ValueError(f"{key}: {config.path!r}: the layers of a {type(lm).__name__} are not where others are")
@@ -235,9 +238,7 @@ def load_model(
 
 
 def _from_files(config: LMModelConfig, dtype: torch.dtype, images: bool) -> tuple[Any, dict[str, Any], dict[str, str]]:
-    """The model, the weights of whose layers are in `dtype`, what transformers tells of loading it, and its places in a
-    composite model.
-    """
+    """The model with weights in `dtype`, transformers' loading info, and places_of, {} for a plain language model."""
     settings = transformers.AutoConfig.from_pretrained(config.path, revision=config.revision, trust_remote_code=False)
     if images:
         return *load_class(transformers.AutoModelForImageTextToText, config, dtype), {}
@@ -249,7 +250,7 @@ def _from_files(config: LMModelConfig, dtype: torch.dtype, images: bool) -> tupl
         raise ValueError(
             f"the text part of a {kind}, a {text.model_type}, has no causal language model in transformers"
         )
-    # The class of the whole reads the files, whose names of tensors are its own; the other parts are dropped.
+    # The composite class reads the files, which have its names of tensors; the other parts are dropped.
     whole, info = load_class(transformers.AutoModelForImageTextToText, config, dtype)
     with torch.device("meta"):
         lm = transformers.AutoModelForCausalLM.from_config(text)
@@ -258,12 +259,12 @@ def _from_files(config: LMModelConfig, dtype: torch.dtype, images: bool) -> tupl
         lm.set_submodule(inner, whole.get_submodule(outer))
     lm.config, lm.generation_config = whole.config.text_config, whole.generation_config
     lm.config.tie_word_embeddings = whole.config.tie_word_embeddings
-    log.info("of a %s only the text part, a %s, is trained", kind, type(lm).__name__)
+    log.info("only the text part of a %s, a %s, is trained", kind, type(lm).__name__)
     return lm, info, places
 
 
 def load_class(kind: Any, config: LMModelConfig, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
-    """The folder's model by one of transformers' auto classes; see _from_files."""
+    """Load the folder's model by the auto class `kind` of transformers: the model and its loading info."""
     lm, info = kind.from_pretrained(
         config.path,
         revision=config.revision,
@@ -279,7 +280,7 @@ def load_class(kind: Any, config: LMModelConfig, dtype: torch.dtype) -> tuple[An
 
 
 def causal_lm(lm: Any, config: LMModelConfig, chunk: int, key: str = "model.path", *, images: bool = False) -> CausalLM:
-    """A loaded model, as `config` wants it trained; ValueError for what it cannot do."""
+    """Wrap a loaded model and set it up by `config`; raises ValueError for settings that it does not support."""
     vision: Any = None
     if images:
         from phalanx.models.lm.vision import Vision
@@ -289,7 +290,8 @@ def causal_lm(lm: Any, config: LMModelConfig, chunk: int, key: str = "model.path
         experts.use(lm, config.experts_implementation, compiled=config.compile)
     if config.use_remove_padding:
         packs = lm if vision is None else vision.packing()
-        packs.set_attn_implementation(packing.implementation(config.attn_implementation))
+        attention = config.attn_implementation
+        packs.set_attn_implementation(packing.PACKED_SDPA if attention == "sdpa" else attention)
         packing.check(packs)
     if config.gradient_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
@@ -300,9 +302,11 @@ def causal_lm(lm: Any, config: LMModelConfig, chunk: int, key: str = "model.path
 
 
 def read_lora(path: str, config: object = None, names: Iterable[str] = ()) -> Layers:
-    """The LoRA of model.lora_path, by the names of a CausalLM's layers; ValueError, in one line, for what is none.
-    That of a composite model's text part may have the names of the whole, also those before transformers 4.52, or its
-    own. `names` of the CausalLM's tensors say which of them it has.
+    """The LoRA of model.lora_path, by the names of a CausalLM's layers.
+
+    In the file, a composite model's text part may have the names of the composite model (current, or of transformers
+    before 4.52) or those of a plain language model. `names` of the CausalLM's tensors tell which kind it is. Raises
+    ValueError, in one line, for a file that is not a LoRA of such a model.
     """
     file = lora_file(path)
     with loading(f"model.lora_path: {path!r} does not load"):
@@ -318,7 +322,7 @@ def read_lora(path: str, config: object = None, names: Iterable[str] = ()) -> La
 
 
 def positions(config: Any) -> int | None:
-    """The longest text that a model has positions for, in tokens, with YaRN's factor; None: there is no limit."""
+    """Maximum number of positions of a model, with YaRN's factor; None if it has no limit."""
     settings = config.get_text_config(decoder=True).to_dict()
     longest: int | None = settings.get("max_position_embeddings")
     if longest is None:
@@ -331,22 +335,22 @@ def positions(config: Any) -> int | None:
 
 
 def load_tokenizer(config: LMModelConfig) -> Any:
-    """The tokenizer of `config.path`; ValueError for one that cannot end a response."""
+    """The tokenizer of `config.path`; raises ValueError for one without an eos_token."""
     check_folder(config.path)
     with loading(f"model.path: the tokenizer of {config.path!r} does not load"):
         tokenizer = transformers.AutoTokenizer.from_pretrained(
             config.path, revision=config.revision, trust_remote_code=False
         )
-        tokenizer.encode("a")  # settings of a wrong type show themselves
+        tokenizer.encode("a")  # raises if a setting has a wrong type
     if tokenizer.eos_token_id is None:
         raise ValueError(f"model.path: {config.path!r}: its tokenizer has no eos_token, by which a response would end")
     if tokenizer.chat_template is None:
-        log.warning("the tokenizer of %s has no chat template: prompts are texts to go on with", config.path)
+        log.warning("the tokenizer of %s has no chat template: prompts are plain texts to continue", config.path)
     return tokenizer
 
 
 def end_tokens(lm: Any, tokenizer: Any) -> list[int]:
-    """Tokens that end a response: the tokenizer's, and those of the model's generation_config.json."""
+    """Tokens that end a response: the tokenizer's eos_token, and those of the model's generation_config.json."""
     listed = lm.generation_config.eos_token_id
     ends = {tokenizer.eos_token_id}
     if listed is not None:

@@ -1,11 +1,13 @@
-"""Sequences of different lengths side by side in one row, without padding, each of which attends only to itself, or to
-a prompt before it that several share; and rows whose positions are spread over ranks.
+"""Packing: sequences of different lengths in one row, without padding, and rows whose positions are spread over ranks.
 
-With flash-attention packing is its kernel for variable lengths; with eager and FlexAttention transformers makes the
-mask from positions that begin anew. With torch's own kernels each sequence is a separate call: the mask of a whole row
-would take the square of its length, in memory and arithmetic.
+Each sequence attends only to itself, or also to a prompt before it that several sequences share.
 
-Ranks that share rows exchange positions for heads around each attention, which then sees whole rows of some heads.
+With flash-attention, packing uses its kernel for variable lengths; with eager and FlexAttention, transformers builds
+the mask from position ids that start again at 0. With torch's own kernels each sequence is a separate call, because a
+mask over the whole row would take memory and FLOPs quadratic in its length.
+
+Ranks that share rows exchange positions for heads around each attention, which then computes some heads of whole rows
+(DeepSpeed-Ulysses, arXiv 2309.14509).
 """
 
 import math
@@ -26,19 +28,16 @@ from transformers.masking_utils import eager_mask, sdpa_mask
 from phalanx.distributed.context_parallel import KEY, ContextGroup
 
 PACKED_SDPA = "phalanx_packed_sdpa"
-SHARED = {"sdpa": "phalanx_shared_sdpa", "eager": "phalanx_shared_eager"}  # by model.attn_implementation
+SHARED_EAGER = "phalanx_shared_eager"
+SHARED = {"sdpa": PACKED_SDPA, "eager": SHARED_EAGER}  # for rows that ranks share, by model.attn_implementation
 _ATTENDS = ("full_attention", "sliding_attention")
-_OF_LENGTH = ("dynamic", "longrope")  # positions whose angles depend on the longest one
-
-
-def implementation(name: str) -> str:
-    """The attention that packs where `name`, that of model.attn_implementation, is asked for."""
-    return PACKED_SDPA if name == "sdpa" else name
+_OF_LENGTH = ("dynamic", "longrope")  # RoPE types whose angles depend on the longest position of a pass
 
 
 def check(lm: Any, given: str = "model.use_remove_padding: true", advice: str = "set it to false") -> None:
-    """Raise ValueError for a model in which a sequence would see its neighbors all the same, or not the rest of it;
-    `given` is what asks for it.
+    """Raise ValueError for a model with layers that mix packed sequences or cannot be split by position.
+
+    given: the setting that requires it, for the message.
     """
     kinds = lm.config.to_dict().get("layer_types") or ()
     other = sorted({kind for kind in kinds if kind not in _ATTENDS})
@@ -50,8 +49,9 @@ def check(lm: Any, given: str = "model.use_remove_padding: true", advice: str = 
 
 
 def spread(lm: Any, context: ContextGroup, name: str) -> None:
-    """Let a model's attention exchange positions for heads, where `name` is that of model.attn_implementation. Raises
-    ValueError, in one line, for a model that cannot.
+    """Let a model's attention exchange positions for heads over the ranks of `context`.
+
+    name: model.attn_implementation. Raises ValueError, in one line, for a model that does not support this.
     """
     given = f"{KEY}: {context.size}"
     check(lm, given, "set it to 1")
@@ -70,16 +70,18 @@ def spread(lm: Any, context: ContextGroup, name: str) -> None:
     lm.set_attn_implementation(SHARED[name])
 
 
-# lengths of a sequence, and of those behind it, each of which attends to it and to itself
+# length of a sequence, and lengths of the sequences after it that each attend to it and to themselves
 Group = tuple[int, Sequence[int]]
 
 
 @dataclass(frozen=True)
 class Row:
-    """The tokens that a pass reads of samples ids [B, T], M of them side by side in one row.
+    """The layout of samples ids [B, T] in one row of M tokens.
 
-    `order` [M] are their places in ids[:, :-1].flatten(), `positions` [1, M] those in their samples, and `places`
-    [B, T - 1] where in the row each token of the samples stands. `first` are the samples whose prompts are there.
+    order: [M], index of each token of the row in ids[:, :-1].flatten().
+    positions: [1, M], position of each token of the row in its sample.
+    places: [B, T - 1], index in the row of each token of the samples.
+    first: the samples whose prompts are in the row, one of each group.
     """
 
     order: Tensor
@@ -92,11 +94,12 @@ class Row:
     def of(
         cls, ids: Tensor, lengths: Sequence[int], starts: Sequence[int] = (), prompts: Sequence[Hashable] | None = None
     ) -> "Row":
-        """That of samples [B, T] of these lengths, without padding. Of those whose `prompts` [B] are equal, which are
-        as long as `starts` [B] says, the prompt stands once in the row, before what follows it in each of them.
+        """Pack samples [B, T] of these lengths. Samples with equal `prompts` [B], of lengths `starts` [B], share them.
+
+        A shared prompt is in the row only once, followed by the responses to it.
         """
         width = ids.shape[1] - 1
-        ends = [length - 1 for length in lengths]  # nothing follows the last token
+        ends = [length - 1 for length in lengths]  # the last token predicts nothing
         members: dict[Hashable, list[int]] = {}
         for sample, prompt in enumerate(prompts or range(len(lengths))):
             members.setdefault(prompt, []).append(sample)
@@ -121,26 +124,26 @@ class Row:
         return cls(row[0], row[1:], places.to(ids.device), groups, first)
 
     def read(self, values: Tensor) -> Tensor:
-        """[..., M] of the samples' values [..., B, T - 1]."""
+        """Gather the samples' values [..., B, T - 1] into the order of the row: [..., M]."""
         return values.flatten(-2)[..., self.order]
 
     def arguments(self, lm: Any) -> dict[str, Any]:
-        """Arguments of a decoder beside the tokens [1, M]."""
+        """Arguments of a decoder's forward, besides the tokens [1, M]."""
         kind, device = lm.config._attn_implementation, self.order.device
         if kind == PACKED_SDPA:
-            # a mask of four dims is left as it is; should a model lose `groups`, it shows at once
+            # transformers passes a 4D mask on unchanged; in a model that drops `groups`, it makes all outputs NaN
             lost = torch.full((1, 1, 1, 1), torch.nan, device=device)
             return {"position_ids": self.positions, "attention_mask": lost, "groups": self.groups}
         if not kind.startswith("flash"):
             return {"position_ids": self.positions}
         lengths = [length for length, _ in self.groups]
         ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(device)
-        # without these each layer would look for them in the positions, and wait for the device
+        # without these, each layer would derive them from the positions, and wait for the device
         names = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
         return {"position_ids": self.positions, **names, "max_length_q": max(lengths), "max_length_k": max(lengths)}
 
 
-# attention of q, k, v [R, heads, N, d] and the positions [1, 1, N, N] bool that each sees, None for those up to it
+# attention of q, k, v [R, heads, N, d] with a bool mask [1, 1, N, N], None for the causal one
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
 
@@ -152,23 +155,29 @@ def packed_sdpa(
     attention_mask: Tensor | None,
     *,
     groups: Sequence[Group] | None = None,
+    share: "Share | None" = None,
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention as transformers calls it, [1, heads, N, d] -> [1, N, heads, d]; without `groups`, that of sdpa."""
-    if groups is None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    """transformers' attention interface, [R, heads, N, d] -> [R, N, heads, d], by sdpa.
+
+    groups: the sequences in a packed row. share: for rows that ranks share. Without both, the same as sdpa.
+    """
 
     def attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None) -> Tensor:
         return sdpa_attention_forward(module, q, k, v, seen, **kwargs)[0]
 
-    return _one_by_one(attend, query, key, value, groups, sliding_window), None
+    if share is not None:
+        return share.attention(attend, module, query, key, value, sliding_window), None
+    if groups is not None:
+        return _one_by_one(attend, query, key, value, groups, sliding_window), None
+    return attend(query, key, value, attention_mask), None
 
 
 def _one_by_one(
     attend: Attend, query: Tensor, key: Tensor, value: Tensor, groups: Sequence[Group], window: int | None
 ) -> Tensor:
-    """[R, N, heads, d] of query, key and value [R, heads, N, d], each of the sequences of a row by itself."""
+    """Attention of each sequence of the rows separately: query, key, value [R, heads, N, d] -> [R, N, heads, d]."""
     parts, lengths = [], [length for first, rest in groups for length in (first, *rest)]
     split = iter(zip(*(states.split(lengths, 2) for states in (query, key, value)), strict=True))
     for first, rest in groups:
@@ -186,11 +195,14 @@ def _one_by_one(
 
 @dataclass(frozen=True)
 class Share:
-    """This rank's positions of rows [R, L] that the ranks of `context` share, L rounded up to a multiple of them: the
-    tokens `ids` [R, n] there, those of them that predict, `predicting` [R, n], and the N tokens that follow these.
+    """This rank's n positions of rows [R, L] that the ranks of `context` share; L is padded to a multiple of the ranks.
 
-    Every rank knows `everywhere` [R, L], the positions that predict. `sequences` are the lengths of the sequences in a
-    row, one behind the other, and `positions` [1, n] the place of each of this rank's in its sequence.
+    ids: [R, n], the tokens at these positions.
+    predicting: [R, n] bool, the N positions on this rank whose next token is scored.
+    tokens: [N], the tokens that follow them.
+    everywhere: [R, L] bool, `predicting` of all ranks.
+    sequences: lengths of the consecutive sequences in a row.
+    positions: [1, n], each position within its sequence.
     """
 
     context: ContextGroup
@@ -203,26 +215,27 @@ class Share:
 
     @classmethod
     def of(cls, context: ContextGroup, ids: Tensor, predicting: Tensor, row: Row | None) -> "Share":
-        """That of samples ids [B, T], of which the positions `predicting` [B, T - 1] predict; see CausalLM."""
+        """This rank's share of samples ids [B, T], with `predicting` [B, T - 1] and `row` as in CausalLM."""
         read, follows = ids[:, :-1], ids[:, 1:]
         sequences, places = [read.shape[1]], torch.arange(read.shape[1], device=ids.device)[None]
         if row is not None:
             sequences, places = [length for length, _ in row.groups], row.positions
             read, follows, predicting = (row.read(values)[None] for values in (read, follows, predicting))
-        behind = -read.shape[1] % context.size
-        width = (read.shape[1] + behind) // context.size
+        padding = -read.shape[1] % context.size
+        width = (read.shape[1] + padding) // context.size
         part = slice(context.place * width, (context.place + 1) * width)
-        read, follows, places, everywhere = (pad(values, (0, behind)) for values in (read, follows, places, predicting))
+        padded = [pad(values, (0, padding)) for values in (read, follows, places, predicting)]
+        read, follows, places, everywhere = padded
         local = everywhere[:, part]
         return cls(context, read[:, part], local, follows[:, part][local], everywhere, sequences, places[:, part])
 
     def arguments(self) -> dict[str, Any]:
-        """Arguments of a decoder beside the tokens `ids`; see Row.arguments."""
+        """Arguments of a decoder's forward, besides the tokens `ids`; see Row.arguments."""
         lost = torch.full((1, 1, 1, 1), torch.nan, device=self.ids.device)
         return {"position_ids": self.positions, "attention_mask": lost, "share": self}
 
     def whole(self, values: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """All ranks' values, in the order of the positions that predict, from this rank's [N] each."""
+        """Gather values [N] of each rank to those of all ranks, in the order of `everywhere`."""
         zeros = values[0].new_zeros(self.predicting.shape)
         dense = torch.stack([zeros.masked_scatter(self.predicting, value) for value in values])
         return self.context.gather(dense, -1)[:, self.everywhere].unbind(0)
@@ -230,13 +243,14 @@ class Share:
     def attention(
         self, attend: Attend, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, window: int | None
     ) -> Tensor:
-        """[R, n, heads, d] of query, key and value [R, heads, n, d], by `attend` of whole sequences and some of the
-        heads of the layer `module`; see packed_sdpa for `window`.
+        """Attention of this rank's query, key and value [R, heads, n, d] -> [R, n, heads, d].
+
+        `attend` gets whole sequences of some of the heads. module: the layer. window: its sliding window.
         """
         size, heads = self.context.size, query.shape[1]
         if heads % size:
             raise ValueError(f"{KEY}: {size} does not divide the {heads} attention heads of a layer")
-        # as many heads of keys and values as the ranks can be dealt equally
+        # repeat the heads of keys and values until the ranks can divide them equally
         times = size // math.gcd(size, key.shape[1])
         length, parts = sum(self.sequences), []
         for states in (query, key, value):
@@ -246,13 +260,13 @@ class Share:
         query, key, value = parts
         with _groups(module, query.shape[1] // key.shape[1]):
             output = _one_by_one(attend, query, key, value, [(length, ()) for length in self.sequences], window)
-        behind = self.everywhere.shape[1] - length
-        return self.context.exchange(pad(output, (0, 0, 0, 0, 0, behind)), 1, 2)
+        padding = self.everywhere.shape[1] - length
+        return self.context.exchange(pad(output, (0, 0, 0, 0, 0, padding)), 1, 2)
 
 
 @contextmanager
 def _groups(module: nn.Module, count: int) -> Iterator[None]:
-    """A layer has `count` query heads for each head of keys: on a rank that has some of the heads."""
+    """Within this context, the layer has `count` query heads per key head, as on a rank with some of the heads."""
     if vars(module).get("num_key_value_groups", count) == count:
         yield
         return
@@ -261,27 +275,6 @@ def _groups(module: nn.Module, count: int) -> Iterator[None]:
         yield
     finally:
         module.num_key_value_groups = before
-
-
-def shared_sdpa(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    share: Share | None = None,
-    sliding_window: int | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """As packed_sdpa, of rows that ranks share; without `share`, that of sdpa."""
-    if share is None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None) -> Tensor:
-        return sdpa_attention_forward(module, q, k, v, seen, **kwargs)[0]
-
-    return share.attention(attend, module, query, key, value, sliding_window), None
 
 
 def shared_eager(
@@ -294,7 +287,7 @@ def shared_eager(
     share: Share | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """The same with the eager attention of the model's module, which gets a mask in any case."""
+    """As packed_sdpa, by the eager attention in the model's source file, which always takes a mask."""
     eager = vars(sys.modules[type(module).__module__])["eager_attention_forward"]
     if share is None:
         result: tuple[Tensor, Tensor | None] = eager(module, query, key, value, attention_mask, **kwargs)
@@ -310,15 +303,12 @@ def shared_eager(
 
 
 def _band(rows: int, length: int, window: int, device: torch.device) -> Tensor:
-    """[1, 1, rows, length] bool, of the last `rows` of `length` tokens: each token, and window - 1 before it."""
+    """Mask [1, 1, rows, length] bool of the last `rows` of `length` tokens: each sees the `window` tokens up to it."""
     ones, before = torch.ones(1, 1, rows, length, dtype=torch.bool, device=device), length - rows
     return ones.tril(before) & ones.triu(before + 1 - window)
 
 
-for _name, _attention, _mask in (
-    (PACKED_SDPA, packed_sdpa, sdpa_mask),
-    (SHARED["sdpa"], shared_sdpa, sdpa_mask),
-    (SHARED["eager"], shared_eager, eager_mask),
-):
-    AttentionInterface.register(_name, _attention)
-    AttentionMaskInterface.register(_name, _mask)
+AttentionInterface.register(PACKED_SDPA, packed_sdpa)
+AttentionMaskInterface.register(PACKED_SDPA, sdpa_mask)
+AttentionInterface.register(SHARED_EAGER, shared_eager)
+AttentionMaskInterface.register(SHARED_EAGER, eager_mask)

@@ -1,4 +1,4 @@
-"""The policy: a causal language model over the mesh, and the replay of what it sampled."""
+"""The policy: a causal language model sharded over the mesh, and the replay of its samples."""
 
 import copy
 import hashlib
@@ -38,13 +38,11 @@ from phalanx.models.trained import TrainedModel
 from phalanx.telemetry.flops import forward_flops, step_flops
 from phalanx.types import Prompt, Samples
 
-LORA_TARGETS = (ALL_LINEAR,)  # of a LoRA unless model.target_modules names others
+LORA_TARGETS = (ALL_LINEAR,)  # default of model.target_modules
 
 
 class LMPolicy:
-    """See phalanx.types.Policy. `trained` has the weights, `temperature` and `truncation` are those of sampling;
-    `config`, `parallel` and `data` are sections of the configuration.
-    """
+    """See phalanx.types.Policy. `trained` has the trained weights; `temperature` and `truncation` are of sampling."""
 
     trace_type: type = TokenTrace
 
@@ -64,9 +62,7 @@ class LMPolicy:
         kept: torch.dtype | None = None,
         truncation: Truncation | None = None,
     ) -> None:
-        """`trim`: a pass is no wider than its longest sample; `kept`: see Sharded. Raises ValueError for what the model
-        refuses.
-        """
+        """`trim`: cut batches to the longest sample; `kept`: see Sharded. Raises ValueError for invalid settings."""
         self.tokenizer, self.world, self.config, self.data = tokenizer, world, config, data
         self.parallel, self.temperature, self.truncation, self.trim = parallel, temperature, truncation, trim
         self.vision = model.vision
@@ -75,12 +71,11 @@ class LMPolicy:
         self.ends = end_tokens(model.lm, tokenizer)
         self.pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
         self._tokens: dict[bytes, array[int]] = {}  # of prompts, with the chat template
-        self._looks: WeakValueDictionary[bytes, Any] = WeakValueDictionary()  # as long as samples have them
-        # of prompts with images
-        self.reader: Any = None if self.vision is None else self.make_reader()
-        self._cost: tuple[float, float] | None = None  # see forward_flops
+        self._looks: WeakValueDictionary[bytes, Any] = WeakValueDictionary()  # kept as long as samples refer to them
+        self.reader: Any = None if self.vision is None else self.make_reader()  # for prompts with images
+        self._cost: tuple[float, float] | None = None  # a and b of forward_flops
         self._weights = sum(p.numel() for p in model.parameters())
-        self._head = 2 * model.lm.get_output_embeddings().weight.numel()  # operations of a token's logits
+        self._head = 2 * model.lm.get_output_embeddings().weight.numel()  # FLOPs of a token's logits
         self._check(model)
         model.share_positions(world, config.attn_implementation)
         names = dict(model.named_parameters())
@@ -101,20 +96,20 @@ class LMPolicy:
         )
 
     def check_agreement(self, *, decodes: bool) -> None:
-        """See phalanx.models.lm.agreement; on all ranks that hold the weights."""
+        """See phalanx.models.lm.agreement; called by all ranks that share the weights."""
         module, device = self.trained.module, self.world.device
-        # images first: a trained tower that gives NaN is in the passes without images as well
-        for tried in (None,) if self.reader is None else (self.reader.tried, None):
-            check_agreement(module, self.config, self.tokenizer, device, decodes=decodes, tried=tried)
-        # gathered weights would hide those that a checkpoint brings
+        # with images first, because a trained tower that gives NaN spoils the passes without images as well
+        for probe in (None,) if self.reader is None else (self.reader.tried, None):
+            check_agreement(module, self.config, self.tokenizer, device, decodes=decodes, image_prompt=probe)
+        # weights that stay gathered would hide those that a checkpoint loads
         self.trained.sharded.reshard()
 
     def _check(self, model: CausalLM) -> None:
         if self.config.attn_implementation == "flex_attention" and self.world.device.type == "cpu":
-            # it has no backward pass there, and what is compiled for some lengths is no valid C++
+            # it has no backward pass on CPUs, and for some lengths compiles to invalid C++
             raise ValueError("model.attn_implementation: flex_attention needs a GPU; expected sdpa or eager on CPUs")
         rows = self.rows = model.lm.get_input_embeddings().num_embeddings
-        # some folders list special tokens of their other inputs behind those that are embedded
+        # some folders list special tokens for other modalities after the last token that the model embeds
         beyond = len(self.tokenizer) - rows
         if beyond > 0 and beyond > len(self.tokenizer.all_special_ids):
             raise ValueError(
@@ -122,11 +117,11 @@ class LMPolicy:
                 f"embeds {rows}"
             )
         longest = positions(self.settings)
-        wanted = self.data.max_prompt_length + self.data.max_response_length
-        if longest is not None and wanted > longest:
+        total = self.data.max_prompt_length + self.data.max_response_length
+        if longest is not None and total > longest:
             raise ValueError(
-                f"data.max_response_length: {self.data.max_response_length} behind data.max_prompt_length "
-                f"{self.data.max_prompt_length} is {wanted} tokens, and {self.config.path!r} has {longest} positions"
+                f"data.max_response_length: {self.data.max_response_length} with data.max_prompt_length "
+                f"{self.data.max_prompt_length} is {total} tokens, and {self.config.path!r} has {longest} positions"
             )
 
     # -- text -------------------------------------------------------------------------------------
@@ -138,7 +133,7 @@ class LMPolicy:
         return Reader(self.vision, self.tokenizer, self.config, self.data)
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Tokens of a prompt with the chat template, behind which a response begins."""
+        """Tokens of a prompt, rendered by the chat template; a response follows them directly."""
         key = _key(prompt)
         if key not in self._tokens:
             if prompt.images:
@@ -148,7 +143,10 @@ class LMPolicy:
         return self._tokens[key].tolist()
 
     def look(self, prompt: Prompt) -> Any:
-        """The images of a prompt (phalanx.models.lm.vision.Look), None for none; one object as long as it is held."""
+        """The images of a prompt as a phalanx.models.lm.vision.Look, or None if it has none.
+
+        Repeated calls return the same object while anything refers to it.
+        """
         if not prompt.images:
             return None
         key = _key(prompt)
@@ -159,12 +157,13 @@ class LMPolicy:
         return self._looks[key]
 
     def length(self, prompt: Prompt) -> int:
-        """The number of a prompt's tokens; of most images only the heads of their files are read."""
+        """Number of a prompt's tokens; if the model's family allows it, only the headers of image files are read."""
         return self.reader.length(prompt, self.data) if prompt.images else len(self.encode(prompt))
 
     def encode_ahead(self, prompts: Sequence[Prompt]) -> None:
-        """Render and tokenize prompts, all at once, and keep their tokens: a step then only looks them up. Those with
-        images are left to `look`.
+        """Render and tokenize many prompts at once and keep their tokens, so that a training step only looks them up.
+
+        Prompts with images are rendered here, and read by `look`.
         """
         new = {_key(prompt): prompt for prompt in prompts if not prompt.images}
         given = list(new.values())
@@ -180,31 +179,32 @@ class LMPolicy:
             if max(tokens, default=0) >= self.rows:
                 token = self.tokenizer.convert_ids_to_tokens(max(tokens))
                 raise ValueError(
-                    f"data: the prompt {cut(prompt.text)!r} holds {token!r}, which the model does not embed"
+                    f"data: the prompt {cut(prompt.text)!r} contains {token!r}, which the model does not embed"
                 )
             self._tokens[key] = tokens
 
     def readable(self, tokens: Sequence[int]) -> list[int]:
-        """Tokens of a text without those that stand for images: what a text says of them stands for none."""
+        """Drop the placeholders of images from a text's tokens: spelled out in a text, they stand for no image."""
         never = self.trained.module.never
         return [token for token in tokens if token not in never]
 
     def decode(self, tokens: list[int]) -> str:
-        """The text of a response, without its special tokens."""
+        """The text of a response, without special tokens."""
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
 
     # -- replay -----------------------------------------------------------------------------------
 
     def replay(self, trace: TokenTrace) -> TokenReplay:
-        """Every token of the responses, in one forward pass, of the distributions that were sampled: truncated to the
-        tokens that the trace has, or else to those of this pass.
+        """Score every token of the responses, in one forward pass, under the distributions that were sampled from.
+
+        Truncated distributions keep the tokens that the trace records, or else those that this pass selects.
         """
         if trace.kept is None and self.truncation is None:
             return self.scored(trace, self.temperature)
         return self._scored(trace, self.temperature, self.truncation, trace.pool)
 
     def scored(self, trace: TokenTrace, temperature: float) -> TokenReplay:
-        """The same at another temperature, of whole distributions."""
+        """As `replay`, at the given temperature and without truncation."""
         return self._scored(trace, temperature)
 
     def _scored(self, trace: TokenTrace, temperature: float, *truncated: Any) -> TokenReplay:
@@ -217,7 +217,7 @@ class LMPolicy:
         return TokenReplay(*values, *(trace.pooled(*scores[3:]) if truncated else ()))
 
     def read(self, trace: TokenTrace) -> tuple[TokenTrace, Row | None]:
-        """The samples of a pass, and the row that they stand in where they are packed."""
+        """The samples as a pass reads them: trimmed, and with the row that they are packed into, if they are."""
         if self.trim:
             trace = trace.trimmed()
         if not self.config.use_remove_padding:
@@ -230,19 +230,19 @@ class LMPolicy:
         return trace, Row.of(trace.ids, stops, starts, prompts)
 
     def predict(self, trace: Any, corrupted: Any) -> Tensor:
-        """Only of kinds of policy that corrupt their samples."""
+        """Only for policies that corrupt their samples."""
         raise AssertionError("a causal language model predicts nothing but the next token")
 
     def corrupt(self, samples: Samples, seeds: Sequence[int], *, levels: int, distribution: str) -> Any:
-        """Only of kinds of policy that corrupt their samples."""
+        """Only for policies that corrupt their samples."""
         raise AssertionError("a causal language model has no corrupted samples")
 
     # -- cost -------------------------------------------------------------------------------------
 
     def forward_flops(self, length: float, logits: float) -> float:
-        """Operations of a forward pass over `length` tokens, with the logits of some: a length + b length^2 + c logits.
+        """FLOPs of a forward pass over `length` tokens that computes `logits` logits: a length + b length^2 + c logits.
 
-        Attention is counted whole, as if each token saw those behind it, too.
+        Attention is counted without the causal mask, as if each token attended to all tokens.
         """
         if self._cost is None:
             short, long = self._flops(64), self._flops(128)
@@ -257,31 +257,32 @@ class LMPolicy:
             return transformers.AutoModelForCausalLM.from_config(settings, experts_implementation=experts.SHAPES)
 
         def inputs() -> dict[str, Any]:
-            # a mask that is made already: transformers would look at the values of others
+            # a finished 4D mask, because transformers reads the values of others, which the meta device does not have
             mask = torch.zeros(1, 1, length, length)
             return {"input_ids": torch.zeros(1, length, dtype=torch.long), "attention_mask": mask, "use_cache": False}
 
         try:
             return forward_flops(build, inputs, f"{type(self.settings)} {self.settings.to_json_string(use_diff=False)}")
         except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
-            # A class that takes no such mask. Its layers count by their weights, without attention.
+            # A class that does not accept such a mask: count 2 FLOPs per weight and token, without attention.
             return 2 * length * self._weights
 
     def sample_flops(self, samples: Samples) -> list[float]:
-        """Operations of a pass forward over each sample, with the logits of its response."""
+        """FLOPs of a forward pass over each sample, with the logits of its response."""
         assert samples.lengths is not None, "samples of this policy have lengths"
         return [self.forward_flops(p + r, drawn) for p, r, drawn in samples.lengths.tolist()]
 
     def decode_flops(self, samples: Samples) -> list[float]:
-        """Operations of decoding each sample, with its prompt: as many as of a pass over all of it."""
+        """FLOPs of decoding each sample, including its prompt: those of one forward pass over all of it."""
         return self.sample_flops(samples)
 
     def step_flops(
         self, samples: Samples, *, actions: int, count: int, updates: float, references: float, recomputed: bool
     ) -> int:
-        """See phalanx.training.components.TrainedPolicy: of the tokens that there are, without padding.
+        """See phalanx.training.components.TrainedPolicy. Padding does not count.
 
-        Decoding reads each prompt once. Logits count as computed again, which they are in passes of several chunks.
+        Decoding reads each prompt once. Logits count as recomputed in the backward pass, as they are in passes of
+        several chunks.
         """
         assert samples.lengths is not None, "samples of this policy have lengths"
         prompts, scored = samples.lengths[:, 0].tolist(), sum(self.sample_flops(samples))
@@ -305,10 +306,10 @@ class LMPolicy:
     # -- weights ----------------------------------------------------------------------------------
 
     def engine_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """All weights under transformers' own names, those of the whole where the model is a part of it, one whole
-        tensor after the other, for an engine's copy.
+        """Yield all weights, one full tensor at a time, under transformers' names, for an engine's copy of the model.
 
-        All ranks must draw all of them, in step.
+        The text part of a composite model has the names of the composite model. All ranks must iterate in lockstep, to
+        the end.
         """
         for name, tensor in self.trained.whole_weights():
             if not (self.tied and name == "lm.lm_head.weight"):
@@ -324,7 +325,7 @@ class LMPolicy:
 
 
 def _key(prompt: Prompt) -> bytes:
-    """A digest of all that the tokens of a prompt depend on."""
+    """Digest of everything that a prompt's tokens depend on."""
     chat = json.dumps([prompt.messages or prompt.text, prompt.meta.get("tools")], default=str)
     for picture in prompt.images:
         chat += picture.digest
@@ -346,12 +347,12 @@ def build_policy(
     truncation: Truncation | None = None,
     images: bool = False,
 ) -> LMPolicy:
-    """Load the model folder and lay it out over the mesh. Raises ValueError, with one line, for one that cannot be.
+    """Load the model folder and shard it over the mesh. Raises ValueError, in one line, for an unusable folder.
 
-    `frozen`: a teacher, of which nothing is trained; `decodes`: the policy's modules sample, see check_agreement;
-    `images`: prompts may have images.
+    frozen: nothing is trained, as for a teacher. decodes: the policy's modules sample; see check_agreement. images:
+    prompts may have images.
     """
-    # full fine-tuning keeps float32 weights; a frozen base is kept in the dtype that it computes in
+    # full fine-tuning keeps float32 weights; a frozen base is kept in its compute dtype
     dtype = DTYPES[config.dtype] if config.lora_rank > 0 or frozen else torch.float32
     tokenizer = load_tokenizer(config)
     stored = config.lora_rank == 0

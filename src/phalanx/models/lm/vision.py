@@ -1,9 +1,9 @@
-"""Prompts with images, of the vision-language models of phalanx.models.lm.vision_families.
+"""Prompts with images, for the vision-language models in phalanx.models.lm.vision_families.
 
-The maths are transformers': its processors make tokens and pixels, and its classes take what their towers made of the
-images (`mm_encoder_outputs`) and positions, which are given with every call: a class would keep some of its own between
-two calls. A frozen tower reads a prompt's images once, one prompt at a time, so that the features do not depend on its
-neighbors. A trained one reads those of a pass together, each prompt's once.
+transformers does the computation: its processors produce tokens and pixels, and its classes accept the output of their
+vision towers (`mm_encoder_outputs`) and position ids. These are passed in every call, because a class would otherwise
+keep state between calls. A frozen tower encodes the images of each prompt once, one prompt at a time, so that their
+features do not depend on the rest of the batch. A trained tower encodes all prompts of a pass together, each once.
 """
 
 import inspect
@@ -32,14 +32,16 @@ from phalanx.models.lm.vision_families import FAMILIES
 from phalanx.models.trained import Beside
 from phalanx.types import Prompt
 
-MOST_TEXTS = 2**16  # of prompts that are kept
-PER_TOKEN = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids")  # of a processor's tensors
+MOST_TEXTS = 2**16  # limit of rendered prompts that are kept
+PER_TOKEN = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids")  # a processor's outputs per token
 
 
 @dataclass(frozen=True)
 class Features:
-    """The tower's output for the images of a prompt: `pooled` [n, H] for its n placeholders, and what goes into deeper
-    layers, [n, H] each. `listed`: the class gives a tuple, with a tensor for each image.
+    """The tower's output for the images of a prompt with n placeholders.
+
+    kind: class of the output. listed: its pooler_output is a tuple, with a tensor for each image. pooled: [n, H].
+    deep: inputs of deeper layers (DeepStack), [n, H] each.
     """
 
     kind: type
@@ -50,11 +52,12 @@ class Features:
 
 @dataclass(eq=False)
 class Look:
-    """The images of a prompt, of which there is one object for all of its samples.
+    """The images of a prompt; all samples of the prompt share one object.
 
-    `inputs` are the processor's tensors but those per token, on the CPU; positions [3 or 1, P] those of the prompt's
-    tokens, and `following` that of the first token behind them; `count` the placeholders among the tokens. `short` are
-    the tokens with one placeholder per image. `seen`: what frozen towers have made of the images, by the towers' names.
+    inputs: the processor's outputs except those per token, on the CPU.
+    positions: [3 or 1, P], of the prompt's tokens. following: position of the first token after them.
+    count: number of placeholders among the tokens. short: the tokens with only one placeholder per image.
+    seen: features that frozen towers computed, by the towers' names.
     """
 
     inputs: dict[str, Tensor]
@@ -67,13 +70,13 @@ class Look:
 
 
 class Vision:
-    """The parts of a vision-language model beside its decoder, and how prompts with images are read.
+    """The parts of a vision-language model besides its decoder, and its forward passes over prompts with images.
 
-    `frozen`: the tower is not trained; `owner` names this tower in Look.seen.
+    `frozen`: the tower is not trained; `owner` is this tower's name in Look.seen.
     """
 
     def __init__(self, lm: Any, config: LMModelConfig, key: str) -> None:
-        """`key` named the model. Raises ValueError, in one line, for one that cannot read images here."""
+        """`key`: config key of the model. Raises ValueError, in one line, for a model whose images cannot be read."""
         self.name, self.model, self.decoder = type(lm).__name__, lm.model, decoder_of(lm)
         self.frozen, self.owner = config.freeze_vision_tower or config.lora_rank > 0, key
         if self.name not in FAMILIES:
@@ -86,29 +89,29 @@ class Vision:
             )
         settings = lm.config.to_dict()
         self.image = int(lm.config.image_token_id)
-        # placeholders that stand for nothing are never sampled
+        # placeholders are never sampled, because there would be no image for them
         self.never = tuple({self.image, int(settings.get("video_token_id") or self.image)})
         self.dummy: dict[str, Tensor] = {}  # see unseen
 
     def packing(self) -> Any:
-        """The module whose attention packs samples into one row. Raises ValueError if none does."""
+        """The module whose attention packs samples into one row. Raises ValueError for a model without causal masks."""
         if self.family.types:
             raise ValueError(
-                f"model.use_remove_padding: true has each token see those before it, and the images of a "
-                f"{self.name} are seen both ways; set it to false"
+                f"model.use_remove_padding: true needs causal attention, and the tokens of an image of a {self.name} "
+                "attend to each other in both directions; set it to false"
             )
         return self.decoder
 
     def parts(self) -> list[nn.Module]:
-        """The tower and what projects its output: all but the decoder."""
+        """The tower and its projector: all parts except the decoder."""
         return [child for child in self.model.children() if child is not self.decoder]
 
     def beside(self) -> Beside:
-        """How the parts are laid out over the mesh."""
+        """The parts, for TrainedModel to shard."""
         return Beside(self.parts(), () if self.frozen else self.blocks(), self.frozen)
 
     def blocks(self) -> list[nn.Module]:
-        """The tower's layers."""
+        """The tower's layers: the ModuleList with the most weights."""
         lists = []
         for part in self.parts():
             lists += [module for module in part.modules() if isinstance(module, nn.ModuleList)]
@@ -142,25 +145,25 @@ class Vision:
         return features
 
     def _joined(self, inputs: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-        """The tensors of several prompts side by side, on the device."""
+        """Concatenate the inputs of several prompts, on the device."""
         device = next(self.decoder.parameters()).device
         joined = {}
         for name in inputs[0]:
             tensors = [each[name] for each in inputs]
             if self.family.tiles:
-                # images of other sizes: the mask beside them leaves out what is filled up
+                # images differ in size: the processor's pixel mask, which is padded as well, excludes the padding
                 height, width = (max(tensor.shape[dim] for tensor in tensors) for dim in (-2, -1))
                 tensors = [pad(t, (0, width - t.shape[-1], 0, height - t.shape[-2])) for t in tensors]
             joined[name] = torch.cat(tensors, self.family.tiles).to(device)
         return joined
 
     def arguments(self, looks: Sequence[Look | None]) -> dict[str, Any]:
-        """Arguments of the language model's forward for the images of samples, side by side."""
+        """Arguments of the model's forward with the features of the samples' images, concatenated."""
         distinct = list(dict.fromkeys(look for look in looks if look is not None))
         if not distinct:
             return {}
-        known = dict(zip(distinct, self.features(distinct), strict=True))
-        every = [known[look] for look in looks if look is not None]
+        features_of = dict(zip(distinct, self.features(distinct), strict=True))
+        every = [features_of[look] for look in looks if look is not None]
         pooled = torch.cat([features.pooled for features in every])
         values: dict[str, Any] = {"pooler_output": (pooled,) if every[0].listed else pooled}
         if every[0].deep:
@@ -170,7 +173,7 @@ class Vision:
         return {"mm_encoder_outputs": {"image": every[0].kind(last_hidden_state=None, **values)}}
 
     def unseen(self) -> Tensor | float:
-        """0, by way of a trained tower: in a pass without images its shards are gathered as in other ranks' passes."""
+        """0, computed by a trained tower: a pass without images must gather its shards as other ranks' passes do."""
         if self.frozen:
             return 0.0
         output = self.model.get_image_features(**self._joined([self.dummy]), return_dict=True)
@@ -182,7 +185,7 @@ class Vision:
     # -- passes -----------------------------------------------------------------------------------
 
     def outputs_at(self, ids: Tensor, predicting: Tensor, row: Row | None, looks: Sequence[Look | None] | None) -> Any:
-        """See phalanx.models.lm.model.outputs_at; `looks` [B]: of the samples' prompts."""
+        """See phalanx.models.lm.model.outputs_at; `looks` [B]: the images of the samples' prompts."""
         read = ids[:, :-1]
         looks = [None] * len(ids) if looks is None else looks
         at = self.positions(looks, read.shape[1]).to(ids.device)
@@ -190,33 +193,33 @@ class Vision:
             output = self.model(**self.inputs(read, looks), position_ids=at, use_cache=False)
             output.last_hidden_state = output.last_hidden_state[predicting]
             return output
-        beside = row.arguments(self.decoder)
+        layout = row.arguments(self.decoder)
         if self.family.rotary:
-            # the first row, that of texts, says where samples begin
-            beside["position_ids"] = torch.cat([row.positions[None], row.read(at)[:, None]])
+            # the first row is that of text positions, by which transformers detects where samples begin
+            layout["position_ids"] = torch.cat([row.positions[None], row.read(at)[:, None]])
         inputs = self.inputs(row.read(read)[None], [looks[sample] for sample in row.first])
-        output = self.model(**inputs, **beside, use_cache=False)
+        output = self.model(**inputs, **layout, use_cache=False)
         output.last_hidden_state = output.last_hidden_state[0, row.places[predicting]]
         return output
 
     def inputs(self, ids: Tensor, looks: Sequence[Look | None]) -> dict[str, Any]:
-        """Tokens, as the model's forward takes them, with the images among them."""
-        beside: dict[str, Any] = self.arguments(looks)
+        """Arguments of the model's forward for tokens and the images among them."""
+        arguments: dict[str, Any] = self.arguments(looks)
         if self.family.types:
-            beside["token_type_ids"] = (ids == self.image).long()
-        if beside.get("mm_encoder_outputs") or self.frozen:
-            return {"input_ids": ids, **beside}
-        return {"inputs_embeds": self.model.get_input_embeddings()(ids) + self.unseen(), **beside}
+            arguments["token_type_ids"] = (ids == self.image).long()
+        if arguments.get("mm_encoder_outputs") or self.frozen:
+            return {"input_ids": ids, **arguments}
+        return {"inputs_embeds": self.model.get_input_embeddings()(ids) + self.unseen(), **arguments}
 
     def stock(self, ids: Tensor, look: Look) -> dict[str, Any]:
-        """The processor's own inputs, for tokens [1, T] that begin with the look's prompt: without positions."""
+        """Arguments of the stock forward, without positions, for tokens [1, T] that begin with the look's prompt."""
         kinds = (ids == self.image).long()
         types = {"token_type_ids": kinds} if self.family.types else {}
         types |= {"mm_token_type_ids": kinds} if self.family.rotary else {}
         return {"input_ids": ids, **types, **self._joined([look.inputs])}
 
     def positions(self, looks: Sequence[Look | None], width: int) -> Tensor:
-        """[3, B, width], or [B, width], of samples whose prompts begin at 0."""
+        """Position ids [3, B, width], or [B, width], of samples whose prompts begin at 0."""
         at = torch.arange(width).repeat(len(looks), 1)
         if not self.family.rotary:
             return at
@@ -229,9 +232,7 @@ class Vision:
         return at
 
     def prefill(self, ids: Tensor, mask: Tensor, looks: Sequence[Look | None]) -> tuple[dict[str, Any], Tensor]:
-        """Arguments of the forward that reads prompts, ids and mask [P, L], padded in front; and the position [P] of
-        the first token behind each.
-        """
+        """Arguments of a forward over left-padded prompts, ids and mask [P, L], and the positions [P] after them."""
         lengths = mask.sum(1).tolist()
         at = self.positions(looks, ids.shape[1])
         shifted = torch.zeros_like(at)
@@ -247,24 +248,24 @@ class Vision:
 
 
 class Reader:
-    """Prompts with images as a model's processor reads them."""
+    """Reads prompts with images by the model's processor."""
 
     def __init__(self, vision: Vision, tokenizer: Any, config: LMModelConfig, data: LMDataConfig) -> None:
-        """Raises ValueError, in one line, for a folder without a processor of images, or that `data` does not fit."""
+        """Raises ValueError, in one line, for a folder without an image processor, or for settings it does not fit."""
         self.vision, self.path, self.tokenizer = vision, config.path, tokenizer
         self.processor = load_processor(config.path, config.revision, "model.path")
-        tokenizer.chat_template = self.processor.chat_template  # some folders have two, one without images
+        tokenizer.chat_template = self.processor.chat_template  # some folders have another one that ignores images
         self._bound(data)
-        self._texts: dict[str, str] = {}  # of prompts with images, by their chats
+        self._texts: dict[str, str] = {}  # rendered prompts with images, by their chats
         content = [{"type": "image"}, {"type": "text", "text": "?"}]
-        tried = Prompt("?", 0, {}, messages=[{"role": "user", "content": content}], images=(_tried(),))
+        prompt = Prompt("?", 0, {}, messages=[{"role": "user", "content": content}], images=(_random_picture(),))
         with loading(f"model.path: {config.path!r}: its processor fails"):
-            self.tried = self.read(tried, data)
-        vision.dummy = self.tried[1].inputs  # any image does: see Vision.unseen
+            self.tried = self.read(prompt, data)
+        vision.dummy = self.tried[1].inputs  # any image will do; see Vision.unseen
 
     def _bound(self, data: LMDataConfig) -> None:
-        """Set the sizes that images are brought to, in pixels, where `data` says them."""
-        bounds = {"shortest_edge": data.min_pixels, "longest_edge": data.max_pixels}  # as the processors call the two
+        """Set the bounds that images are resized to, in pixels, if `data` has them."""
+        bounds = {"shortest_edge": data.min_pixels, "longest_edge": data.max_pixels}  # the processors' names for them
         given = {name: pixels for name, pixels in bounds.items() if pixels is not None}
         if given and not self.vision.family.sizes:
             key = "min_pixels" if data.max_pixels is None else "max_pixels"
@@ -284,7 +285,7 @@ class Reader:
             )
 
     def in_parts(self, prompts: Sequence[Prompt]) -> list[Prompt]:
-        """The prompts with a list of parts for the content of each message, which some templates expect."""
+        """The prompts with each message's content as a list of parts, which some templates require."""
         result = []
         for prompt in prompts:
             messages = []
@@ -297,8 +298,8 @@ class Reader:
         return result
 
     def render(self, prompts: Sequence[Prompt], data: LMDataConfig) -> None:
-        """Render prompts all at once, and keep their texts."""
-        if len(self._texts) > MOST_TEXTS:  # environments may make others in each step
+        """Render many prompts at once, and keep their texts."""
+        if len(self._texts) > MOST_TEXTS:  # environments may produce new ones in each step
             self._texts.clear()
         new = {_chat(prompt): prompt for prompt in prompts if _chat(prompt) not in self._texts}
         if new:
@@ -310,27 +311,26 @@ class Reader:
         self.render([prompt], data)
         text = self._texts[_chat(prompt)]
         tokens: list[int] = self.processor.tokenizer(text, add_special_tokens=False)["input_ids"]
-        self.check(prompt, tokens, 0 if self.vision.family.types else len(prompt.images))  # Gemma has another one
+        # Gemma's template has another token per image, which its processor replaces by the placeholders
+        self.check(prompt, tokens, 0 if self.vision.family.types else len(prompt.images))
         return text, tokens
 
     def check(self, prompt: Prompt, tokens: Sequence[int], images: int) -> None:
-        """Raise ValueError for the tokens of a prompt that has placeholders for more than its images."""
+        """Raise ValueError if the tokens have another number of placeholders than `images`."""
         for token in self.vision.never:
             if tokens.count(token) != (images if token == self.vision.image else 0):
                 name = self.processor.tokenizer.convert_ids_to_tokens(token)
-                raise ValueError(f"{named(prompt)}: its text holds {name!r}, which stands for an image; take it out")
+                raise ValueError(f"{named(prompt)}: its text contains {name!r}, which stands for an image; remove it")
 
     def length(self, prompt: Prompt, data: LMDataConfig) -> int:
-        """The number of a prompt's tokens. Where images keep their sizes, only the heads of their files are read."""
+        """Number of a prompt's tokens. If images keep their sizes, only the headers of their files are read."""
         if not self.vision.family.sizes:
             return len(self.read(prompt, data)[0])
         _, short = self.short(prompt, data)
         return len(short) - len(prompt.images) + sum(image_tokens(self.processor, prompt.images))
 
     def read(self, prompt: Prompt, data: LMDataConfig) -> tuple[list[int], Look]:
-        """The tokens of a prompt, and its look. Raises ValueError, in one line, where its text and its images do not go
-        together.
-        """
+        """The tokens of a prompt, and its look. Raises ValueError, in one line, if its text does not fit its images."""
         pictures, place = prompt.images, named(prompt)
         text, short = self.short(prompt, data)
         images = [picture.pil() for picture in pictures]
@@ -347,7 +347,7 @@ class Reader:
 
 
 def named(prompt: Prompt) -> str:
-    """A prompt in messages."""
+    """How messages name a prompt."""
     return prompt.place or f"the prompt {cut(prompt.text)!r}"
 
 
@@ -355,14 +355,14 @@ def _chat(prompt: Prompt) -> str:
     return json.dumps([prompt.messages, prompt.meta.get("tools")], default=str)
 
 
-def _tried() -> Picture:
-    """A picture of random pixels, to try a model with."""
+def _random_picture() -> Picture:
+    """A picture of random pixels, to test a model with."""
     pixels = torch.randint(0, 256, (24, 48, 3), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
     file = BytesIO()
     Image.fromarray(pixels.numpy()).save(file, "PNG")
-    return Picture(file.getvalue, Path(), "a picture that the model is tried with")
+    return Picture(file.getvalue, Path(), "a picture that the model is tested with")
 
 
 def _flat(values: Any) -> Tensor:
-    """Features [n, H] of what a tower gives: a tensor for each image, or one of all."""
+    """Features [n, H] from a tower's output, which is one tensor for all images or one for each."""
     return torch.cat([value.reshape(-1, value.shape[-1]) for value in values])

@@ -1,4 +1,4 @@
-"""The families of vision-language models that read prompts with images, by the names of their classes."""
+"""The supported families of vision-language models, by the names of their classes."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -13,9 +13,9 @@ from phalanx.models.lm.model import text_part
 
 @dataclass(frozen=True)
 class Family:
-    """`rotary`: positions have a part for height and width. `sizes`: images keep their sizes, within bounds of pixels.
-    `types`: the class takes token types, as tokens of an image see those behind them as well. `tiles`: the dimension of
-    pixels along which images follow one another.
+    """rotary: position ids have parts for height and width. sizes: images keep their sizes, within bounds in pixels.
+    types: the class takes token types, because tokens of an image attend to each other in both directions. tiles: the
+    dimension of the pixels along which images are concatenated.
     """
 
     rotary: bool = False
@@ -35,7 +35,7 @@ FAMILIES = {
 
 
 def check(config: LMModelConfig, place: str) -> None:
-    """Raise ValueError, in one line, where the model of `config` reads no images, as the prompt at `place` has."""
+    """Raise ValueError, in one line, if the model of `config` does not read images; `place` is a prompt with some."""
     settings, kind = _settings(config)
     if kind not in FAMILIES:
         known = ", ".join(name.partition("For")[0] for name in FAMILIES)
@@ -44,13 +44,13 @@ def check(config: LMModelConfig, place: str) -> None:
 
 
 def is_needed(config: LMModelConfig) -> bool:
-    """Whether the model of `config` is trained as a whole also on texts: transformers has no class of its text part."""
+    """Whether all of the model is loaded even for prompts without images: its text part has no class by itself."""
     settings, kind = _settings(config)
     return kind in FAMILIES and type(text_part(settings)) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
 
 
 def _settings(config: LMModelConfig) -> tuple[Any, str]:
-    """The settings of a model's folder, and its class."""
+    """The configuration of a model's folder, and the name of its class."""
     check_folder(config.path)
     with loading(f"model.path: {config.path!r} does not load"):
         settings = transformers.AutoConfig.from_pretrained(

@@ -1,6 +1,6 @@
 """Reward: CLIP's cosine similarity of image and prompt (arXiv 2104.08718, without its factor 2.5 and its clipping).
 
-flow_grpo's clipscore is larger by 100 / 30: weight 3.333 gives its scale.
+flow_grpo's clipscore is this times 100 / 30: weight 3.333 gives its scale.
 """
 
 from typing import Any

@@ -117,7 +117,7 @@ class JudgePool:
         texts = [None] * len(prompts) if isinstance(outputs, Tensor) else outputs
         questions = {}
         for name, judge in self._judges.items():
-            questions[name] = list(map(partial(_asked, name, judge, self._forgives), prompts, texts))
+            questions[name] = list(map(partial(_questions_of, name, judge, self._forgives), prompts, texts))
         completions = [] if isinstance(outputs, Tensor) else outputs
         batch = JudgeBatch(*self._seen(outputs, prompts), prompts, questions, frames, completions)
         self._batches.append(batch)
@@ -254,7 +254,7 @@ class JudgePool:
         return answers
 
 
-def _asked(name: str, judge: Judge, forgives: bool, prompt: Prompt, completion: str | None) -> Asked:
+def _questions_of(name: str, judge: Judge, forgives: bool, prompt: Prompt, completion: str | None) -> Asked:
     """The questions of a judge about a sample of the prompt. Raises RewardError if it has none."""
     if forgives and objection_of(judge, prompt.text, prompt.meta) is not None:
         return None, []

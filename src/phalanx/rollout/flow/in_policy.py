@@ -182,8 +182,8 @@ class PolicyRollout:
         """This rank's samples: their numbers [B] in the step, their rows [B] in the embeddings, and the embeddings of
         their prompts.
         """
-        # The numbers are consecutive, so that a rank has few prompts. The first and the last prompt may share their
-        # samples with neighboring ranks: groups are assembled where rewards are gathered.
+        # The numbers are consecutive, so that a rank has few prompts. Neighboring ranks may have other samples of its
+        # first and last prompt: groups are assembled where rewards are gathered.
         n, share = self.config.n, len(prompts) * self.config.n // self.world.data_size
         index = torch.arange(self.world.data_rank * share, (self.world.data_rank + 1) * share)
         used, rows = torch.unique(index // n, return_inverse=True)
@@ -289,7 +289,7 @@ class PolicyRollout:
         return shown
 
     def embed(self, prompts: list[Prompt], negatives: bool, sampler: Sampler) -> list[dict[str, Tensor]]:
-        """See FlowPolicy.embed. Raises JobError, on all ranks, where a prompt's image is unreadable."""
+        """See FlowPolicy.embed. Raises JobError, on all ranks, if a prompt's image is unreadable."""
         size = (sampler.height, sampler.width, sampler.num_frames)
         return self._agreed(lambda: self.policy.embed(prompts, negatives, size))
 

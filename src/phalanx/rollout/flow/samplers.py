@@ -71,7 +71,7 @@ def check_frames(section: Any, model: FlowModel | type[FlowModel], prefix: str =
     if not model.makes_videos:
         raise ValueError(f"{prefix}num_frames: {frames}: {model.pipeline_class} makes images, not videos; set it to 1")
     if not can_write():
-        raise ValueError(f"{prefix}num_frames: {frames}: PyAV with libx264 writes videos; pip install 'phalanx[video]'")
+        raise ValueError(f"{prefix}num_frames: {frames}: videos need PyAV with libx264; pip install 'phalanx[video]'")
 
 
 def check_guidance(section: Any, model: FlowModel | type[FlowModel], prefix: str = "") -> None:

@@ -120,21 +120,21 @@ class ConversationRollout(LMRollout):
         def mean(values: Sequence[float], of: float = total) -> float:
             return reduce_float(float(sum(values)), "sum") / max(of, 1)
 
-        calls = [some.calls + some.mistakes for some in drawn]
+        calls = [sample.calls + sample.mistakes for sample in drawn]
         made = reduce_int(sum(calls), "sum")
         row |= {
-            "conversation/length_mean": mean([len(some.response) for some in drawn]),
-            "conversation/length_max": reduce_float(float(max(len(some.response) for some in drawn)), "max"),
-            "conversation/turns_mean": mean([some.turns for some in drawn]),
-            "conversation/turns_max": reduce_float(float(max(some.turns for some in drawn)), "max"),
+            "conversation/length_mean": mean([len(sample.response) for sample in drawn]),
+            "conversation/length_max": reduce_float(float(max(len(sample.response) for sample in drawn)), "max"),
+            "conversation/turns_mean": mean([sample.turns for sample in drawn]),
+            "conversation/turns_max": reduce_float(float(max(sample.turns for sample in drawn)), "max"),
             "tools/call_frequency": mean(calls),
-            "tools/mistake_frequency": mean([some.mistakes for some in drawn], made),
-            "tools/failure_frequency": mean([some.failures for some in drawn], made),
-            "tools/seconds_mean": mean([some.seconds for some in drawn]),
+            "tools/mistake_frequency": mean([sample.mistakes for sample in drawn], made),
+            "tools/failure_frequency": mean([sample.failures for sample in drawn], made),
+            "tools/seconds_mean": mean([sample.seconds for sample in drawn]),
         }
         for ended in ("turns", "tokens", *LOST):
-            row[f"conversation/{ended}_ratio"] = mean([some.ended == ended for some in drawn])
-        turns = torch.tensor([some.turns for some in drawn])
+            row[f"conversation/{ended}_ratio"] = mean([sample.ended == ended for sample in drawn])
+        turns = torch.tensor([sample.turns for sample in drawn])
         return row | reward_by_turns(all_gather(reward[samples.index]), all_gather(turns))
 
     def close(self) -> None:
@@ -167,7 +167,7 @@ class ConversationRollout(LMRollout):
         talks: list[_Talk] = []
         drawn: list[Drawn] = []
         with self._in_step():
-            talks += self._begun(prompts, names)
+            talks += self._begin(prompts, names)
         with self._in_step():
             drawn += self._converse(talks, names, decoding)
         return drawn
@@ -186,12 +186,12 @@ class ConversationRollout(LMRollout):
 
     def _converse(self, talks: list[_Talk], names: Sequence[tuple[int, ...]], decoding: Decoding) -> list[Drawn]:
         # samples whose environment failed to start, or whose prompt it made too long, have no turns
-        fits = self.data.max_prompt_length
-        places = [i for i, talk in enumerate(talks) if talk.conversation.ended is None and len(talk.prompt) <= fits]
+        limit = self.data.max_prompt_length
+        places = [i for i, talk in enumerate(talks) if talk.conversation.ended is None and len(talk.prompt) <= limit]
         speaking = [talks[i] for i in places]
         partner = _Partner(speaking, self.environment, self.policy)
-        begun = [talk.prompt for talk in speaking], [talk.look for talk in speaking]
-        outcomes = self._speak(*begun, [names[i] for i in places], decoding, partner)
+        starts, looks = [talk.prompt for talk in speaking], [talk.look for talk in speaking]
+        outcomes = self._speak(starts, looks, [names[i] for i in places], decoding, partner)
         spoken = dict(zip(places, outcomes, strict=True))
         for i, speech in spoken.items():
             talk, tokens = talks[i], speech.tokens
@@ -201,7 +201,7 @@ class ConversationRollout(LMRollout):
         rewards = [talk.conversation.reward(talk.messages) for talk in talks]
         drawn: list[Drawn] = []
         for i, (talk, reward) in enumerate(zip(talks, rewards, strict=True)):
-            drawn.append(self._conversation(talk, spoken.get(i), reward.result()))
+            drawn.append(self._conversation(talk, spoken.get(i, Spoken(0)), reward.result()))
             talk.conversation.close()
         return drawn
 
@@ -225,7 +225,7 @@ class ConversationRollout(LMRollout):
         forward, settings = self.policy.trained.module, self.policy.settings
         return converse(forward, settings, tokens, rows, uniform, decoding, room, partner, join, prefill)
 
-    def _begun(self, prompts: list[Prompt], names: Sequence[tuple[int, ...]]) -> list[_Talk]:
+    def _begin(self, prompts: list[Prompt], names: Sequence[tuple[int, ...]]) -> list[_Talk]:
         """Open a conversation per prompt, each with a new environment instance, whose reset may add to the prompt."""
         talks = []
         for prompt, name in zip(prompts, names, strict=True):
@@ -258,11 +258,9 @@ class ConversationRollout(LMRollout):
             talk.messages = in_texts(talk.messages)
         return talks
 
-    def _conversation(self, talk: _Talk, spoken: Spoken | None, reward: float | dict[str, float] | None) -> Conversed:
+    def _conversation(self, talk: _Talk, spoken: Spoken, reward: float | dict[str, float] | None) -> Conversed:
         """The sample of a finished conversation."""
-        tokens = [] if spoken is None else spoken.tokens
         ended, conversation = talk.ended, talk.conversation
-        text = "" if spoken is None else self.policy.decode(spoken.turn)
         beside = {
             "messages": talk.messages,
             "turns": talk.turns,
@@ -277,13 +275,13 @@ class ConversationRollout(LMRollout):
             prompt, look = self.policy.readable(prompt) or [self.policy.pad], None
         return Conversed(
             prompt,
-            tokens,
-            text,
+            spoken.tokens,
+            self.policy.decode(spoken.turn),
             ended == "tokens",
-            [] if spoken is None else spoken.log_probs,
+            spoken.log_probs,
             beside=beside,
             look=look,
-            sampled=[] if spoken is None else spoken.sampled,
+            sampled=spoken.sampled,
             ended=ended,
             turns=talk.turns,
             calls=conversation.calls,

@@ -138,8 +138,8 @@ def check_finite(finite: Tensor) -> None:
     """Raise JobError unless `finite`, a bool tensor: whether all logits of the rollout were finite."""
     if not finite:
         raise JobError(
-            "model.path: the logits of the model hold NaN or infinity while it decodes: its activations overflow; try "
-            "model.dtype=float32 or, where they did not before, a lower optim.lr"
+            "model.path: the model's logits contain NaN or infinity during decoding, because activations overflow; try "
+            "model.dtype=float32 or, if earlier steps had finite logits, a lower optim.lr"
         )
 
 

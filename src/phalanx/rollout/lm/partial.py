@@ -1,9 +1,8 @@
-"""Partial rollouts: a training step does not wait for the longest responses; they resume in the next step under its
-weights.
+"""Partial rollouts: a training step does not wait for the longest responses; they resume in the next step.
 
-More groups are in flight than a step trains. In each round all unfinished responses get a number of further tokens,
-until enough groups are complete; the step trains the oldest complete groups, and the others wait. No group is dropped,
-so in the long run the policy is trained on the same distribution of lengths that it samples.
+More groups are in flight than a step trains. In each round all unfinished responses get further tokens, drawn with the
+current weights, until enough groups are complete; the step trains the oldest complete groups, and the others wait. No
+group is dropped, so in the long run the policy is trained on the same distribution of lengths that it samples.
 
 Every rank knows all waiting groups. Each round distributes the unfinished responses over the ranks again. A response is
 a function of its name, the steps and the weights, so it does not depend on the layout.
@@ -68,7 +67,7 @@ def drawn_at_once(config: LMRolloutConfig, prompts: int) -> int:
 
 
 class PartialRollout:
-    """See phalanx.types.Rollout: a wrapper of a rollout that draws the tokens; `prompts` is their number per step.
+    """See phalanx.types.Rollout: a wrapper of a rollout that draws the tokens. prompts: their number per training step.
 
     A step trains the samples of `prompts` groups, which may have begun up to rollout.max_staleness steps earlier;
     Samples.version holds the step whose weights drew each token.

@@ -50,8 +50,8 @@ class VllmRollout(LMRollout):
         super().__init__(policy, config, world, micro_batch_size, passes)
         if policy.vision is not None and policy.vision.family.types:
             raise ValueError(
-                f"rollout.engine: vllm has no attention both ways between the tokens of an image, which a "
-                f"{type(policy.trained.module.lm).__name__} has; set rollout.engine=policy"
+                "rollout.engine: vllm does not support bidirectional attention between the tokens of an image, as in "
+                f"{type(policy.trained.module.lm).__name__}; set rollout.engine=policy"
             )
         size, first = config.tensor_parallel_size, world.rank - world.rank % config.tensor_parallel_size
         self.group = range(first, first + size)  # the ranks that share the engine's weights, including this one
@@ -150,7 +150,7 @@ class VllmRollout(LMRollout):
         seeds: list[int] = []
         images: list[Shown | None] = []
         first = 0  # the index of this rank's first request
-        # the ranks that share the weights all send the requests of all of them, and each keeps its own responses
+        # ranks that share the weights must submit the same requests: those of all of them; each keeps its own responses
         for rank, rank_requests in zip(self.group, self._groups.gather(requests), strict=True):
             if rank == self.world.rank:
                 first = len(tokens)

@@ -65,7 +65,7 @@ def stopped(signal: int) -> Tensor:
 
 def serialize(collected: Collected, rows: slice | Tensor, stop: int = 0) -> Tensor:
     """Bytes [K] uint8 of this rank's samples `rows`, with the rewards of all ranks' samples and the metrics. stop: the
-    signal that this rank received during sampling, 0 if none.
+    signal that a rank received during sampling, 0 if none.
     """
     samples = collected.samples
     at = torch.arange(len(samples.index))[rows]

@@ -1,8 +1,7 @@
 """FLUX.1 dev and schnell: packed latents, dynamic shift, guidance distilled into the model.
 
-dev takes the guidance scale as an input of the forward pass (arXiv 2210.03142), so that no second
-branch is computed; schnell takes none. Classifier-free guidance with a negative prompt is there
-beside it, as in diffusers' pipeline.
+dev takes the guidance scale as an input of the forward pass (arXiv 2210.03142), so that no second branch is computed;
+schnell takes none. Classifier-free guidance with a negative prompt can be added, as in diffusers' pipeline.
 """
 
 from typing import Any
@@ -17,8 +16,9 @@ from phalanx.models.flow.family import JOINT_ATTENTION, Embeds, PackedModel
 
 
 class Model(PackedModel):
-    """FLUX.1: latents [N, (H/16)(W/16), 64], a token for each 2 x 2 patch; `rollout.guidance_scale`
-    is an input of dev, `rollout.true_cfg_scale` is classifier-free guidance.
+    """FLUX.1: latents [N, (H/16)(W/16), 64], a token per 2 x 2 patch.
+
+    `rollout.guidance_scale` is an input of dev, `rollout.true_cfg_scale` is classifier-free guidance.
     """
 
     pipeline_class = "FluxPipeline"
@@ -26,8 +26,7 @@ class Model(PackedModel):
     guidance_key = "true_cfg_scale"
     embedded_guidance_key: str | None = "guidance_scale"
     default_negative = ""
-    # the layers of Flow-GRPO's FLUX script: attention and both streams' MLPs, and in single blocks
-    # the attention
+    # the layers of Flow-GRPO's FLUX script: attention and the MLPs of both streams; in single-stream blocks, attention
     lora_targets = (*JOINT_ATTENTION, "ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2")
 
     def __init__(self, config: FlowModelConfig, dtype: torch.dtype, weights_dtype: torch.dtype) -> None:
@@ -36,14 +35,14 @@ class Model(PackedModel):
             self.embedded_guidance_key = None
 
     def blocks(self) -> list[nn.Module]:
-        """Blocks of two streams, then those of one."""
+        """Double-stream blocks, then single-stream blocks."""
         return [*self.transformer.transformer_blocks, *self.transformer.single_transformer_blocks]
 
     def split_tokens(self, height: int, width: int, frames: int, max_length: int) -> dict[str, int]:
         return super().split_tokens(height, width, frames, max_length) | {"data.max_prompt_length": max_length}
 
     def text_tokens(self, texts: list[str], max_length: int) -> tuple[Any, list[list[int]], int]:
-        """Of T5."""
+        """Those of T5."""
         return self.pipeline.tokenizer_2, self.pipeline.tokenizer_2(texts)["input_ids"], max_length
 
     def encode(self, texts: list[str], device: torch.device, max_length: int) -> list[Embeds]:
@@ -52,12 +51,12 @@ class Model(PackedModel):
         return pooled_embeds(embeds, pooled)
 
     def velocity(self, latents: Tensor, timesteps: Tensor, embeds: Embeds, height: int, width: int) -> Tensor:
-        with latents.device:  # a copy from the host would wait for it
+        with latents.device:  # created there, because a copy from the host would wait for the device
             image_ids = self.positions(height, width)
             text_ids = torch.zeros(embeds["prompt_embeds"].shape[1], 3)
         return self.transformer(
             hidden_states=latents.to(self.dtype),
-            timestep=timesteps.to(self.dtype) / 1000,  # in this order, as the pipeline rounds it
+            timestep=timesteps.to(self.dtype) / 1000,  # in this order, for the same rounding as in the pipeline
             guidance=embeds["guidance"] if self.embedded_guidance_key is not None else None,
             pooled_projections=embeds["pooled"],
             encoder_hidden_states=embeds["prompt_embeds"],

@@ -1,4 +1,4 @@
-"""FLUX.2 dev: a Mistral's hidden states as text, and a shift by the size and the number of steps."""
+"""FLUX.2 dev: hidden states of Mistral as text embeddings, and a shift by image size and number of steps."""
 
 from typing import Any
 
@@ -9,16 +9,17 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer
 
 from phalanx.config.flow import FlowModelConfig
-from phalanx.models.flow.family import JOINT_ATTENTION, Embeds, FlowModel, Instruction, check_size, to_pixels
+from phalanx.models.flow.family import JOINT_ATTENTION, Embeds, Instruction, PackedModel, to_pixels
 from phalanx.models.flow.folder import base_folder, check_tokenizers
 from phalanx.models.flow.references import References
 
 
-class Model(FlowModel):
-    """FLUX.2: latents [N, 128, H/16, W/16], a token for each position; `rollout.guidance_scale` is an
-    input of dev, which has no classifier-free guidance. With an `image_column` (see flux2_edit.py) the
-    latents of the edited image, `embeds["reference"]` [N, 128, h, w], stand behind those of the image that is
-    made, in every forward pass, without noise.
+class Model(PackedModel):
+    """FLUX.2: latents [N, 128, H/16, W/16], a token per position; they are packed as channels, not as a sequence.
+
+    `rollout.guidance_scale` is an input of dev, which has no classifier-free guidance. With an `image_column` (see
+    flux2_edit.py), the latents of the image to edit, `embeds["reference"]` [N, 128, h, w], follow those of the sampled
+    image in every forward pass, without noise.
     """
 
     pipeline_class = "Flux2Pipeline"
@@ -27,8 +28,8 @@ class Model(FlowModel):
     embedded_guidance_key: str | None = "guidance_scale"
     distilled = True
     default_negative = ""
-    # the layers of Flow-Factory's recipes: attention and both streams' MLPs, and in single blocks the
-    # projection that is both's
+    # the layers of Flow-Factory's recipes: attention and the MLPs of both streams; in single-stream blocks, the fused
+    # projection of attention and MLP
     lora_targets = (
         *JOINT_ATTENTION, "attn.to_qkv_mlp_proj",
         "ff.linear_in", "ff.linear_out", "ff_context.linear_in", "ff_context.linear_out",
@@ -41,40 +42,38 @@ class Model(FlowModel):
         self.references = References(config.reference_size, self.pipeline.vae_scale_factor * 2)
 
     def components(self, path: str) -> dict[str, Any]:
-        """None for the folder's processor, whose part for images would need torchvision; see `load`."""
+        """None for the folder's processor, whose image processor requires torchvision; see `load`."""
         return {"tokenizer": None}
 
     def load(
         self, config: FlowModelConfig, dtype: torch.dtype, weights_dtype: torch.dtype, pipeline: Any, transformer: Any
     ) -> None:
         super().load(config, dtype, weights_dtype, pipeline, transformer)
-        if self.pipeline.tokenizer is None:  # of a processor the tokenizer is all that texts need
+        if self.pipeline.tokenizer is None:  # texts only need the processor's tokenizer
             path = str(base_folder(config))
             self.pipeline.register_modules(tokenizer=AutoTokenizer.from_pretrained(path, subfolder="tokenizer"))
             check_tokenizers(path, self.pipeline.components)
 
     def blocks(self) -> list[nn.Module]:
-        """Blocks of two streams, then those of one."""
+        """Double-stream blocks, then single-stream blocks."""
         return [*self.transformer.transformer_blocks, *self.transformer.single_transformer_blocks]
 
     def text_tokens(self, texts: list[str], max_length: int) -> tuple[Any, list[list[int]], int]:
-        """With the system's message, in the chat template."""
-        # not above: a job imports all families, and this module takes a twentieth of the time of all
+        """Those of the text and the system message in the chat template."""
+        # imported here, because a job imports all families, and this module takes a twentieth of the total import time
         from diffusers.pipelines.flux2.pipeline_flux2 import format_input
 
         tokenizer, chats = self.pipeline.tokenizer, format_input(texts, self.pipeline.system_message)
         return tokenizer, tokenizer.apply_chat_template(chats, return_dict=True)["input_ids"], max_length
 
     def encode(self, texts: list[str], device: torch.device, max_length: int) -> list[Embeds]:
-        # the padding stays: the transformer attends to it, in the stock pipeline too
+        # the padding stays, because the transformer attends to it, as in the stock pipeline
         embeds, _ = self.pipeline.encode_prompt(texts, device=device, max_sequence_length=max_length)
-        # cloned: a part would keep the whole batch in memory
+        # cloned: a view would keep the whole batch in memory
         return [{"prompt_embeds": text.clone()} for text in embeds.cpu()]
 
     def encode_instruction(self, instruction: Instruction, device: torch.device, max_length: int) -> Embeds:
-        """`prompt_embeds` of the text, which is read without the image, and `reference` [C, h, w], one tensor for all
-        texts about an image.
-        """
+        """`prompt_embeds` of the text without the image, and `reference` [C, h, w], shared by texts about an image."""
 
         def encode_image(image: Image.Image, height: int, width: int) -> Tensor:
             pixels = self.pipeline.image_processor.preprocess(image, height, width, resize_mode="crop")
@@ -87,16 +86,6 @@ class Model(FlowModel):
         from diffusers.pipelines.flux2.pipeline_flux2 import compute_empirical_mu
 
         return compute_empirical_mu(tokens, num_inference_steps)
-
-    def grid(self, height: int, width: int) -> tuple[int, int]:
-        """Rows and columns of image tokens; raises ValueError for a size that cannot be made."""
-        unit = self.pipeline.vae_scale_factor * 2
-        check_size(height, width, unit)
-        return height // unit, width // unit
-
-    def tokens(self, height: int, width: int) -> int:
-        rows, columns = self.grid(height, width)
-        return rows * columns
 
     def split_tokens(self, height: int, width: int, frames: int, max_length: int) -> dict[str, int]:
         count = self.tokens(height, width)
@@ -112,7 +101,7 @@ class Model(FlowModel):
     def velocity(self, latents: Tensor, timesteps: Tensor, embeds: Embeds, height: int, width: int) -> Tensor:
         text, tokens = embeds["prompt_embeds"], latents.to(self.dtype).flatten(2).mT
         count = tokens.shape[1]
-        with latents.device:  # a copy from the host would wait for it
+        with latents.device:  # created there, because a copy from the host would wait for the device
             image_ids = self.pipeline._prepare_latent_ids(latents[:1])
             text_ids = self.pipeline._prepare_text_ids(text[:1])
             if self.image_column is not None:
@@ -121,7 +110,7 @@ class Model(FlowModel):
                 image_ids = torch.cat([image_ids, self.pipeline._prepare_image_ids([reference[:1]])], 1)
         out = self.transformer(
             hidden_states=tokens,
-            timestep=timesteps.to(self.dtype) / 1000,  # in this order, as the pipeline rounds it
+            timestep=timesteps.to(self.dtype) / 1000,  # in this order, for the same rounding as in the pipeline
             guidance=embeds["guidance"] if self.embedded_guidance_key is not None else None,
             encoder_hidden_states=text,
             txt_ids=text_ids,
@@ -131,7 +120,7 @@ class Model(FlowModel):
         return out[:, :count].mT.unflatten(2, latents.shape[2:])
 
     def latent_statistics(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Mean and standard deviation [C, 1, 1] of the patches of the VAE's latents."""
+        """Mean and standard deviation [C, 1, 1] of the VAE's patchified latents."""
         bn = self.vae.bn
         std = torch.sqrt(bn.running_var + self.vae.config.batch_norm_eps)
         return bn.running_mean.float().view(-1, 1, 1), std.float().view(-1, 1, 1)

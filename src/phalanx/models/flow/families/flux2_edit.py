@@ -4,6 +4,6 @@ from phalanx.models.flow.families import flux2
 
 
 class Model(flux2.Model):
-    """As flux2, with an image that each instruction is about."""
+    """As flux2, with an image to edit."""
 
     image_column = "image"

@@ -1,4 +1,4 @@
-"""FLUX.2 Klein and Klein base: as FLUX.2 dev, with a Qwen3 as text encoder and no guidance distilled into the model."""
+"""FLUX.2 Klein and Klein base: as FLUX.2 dev, with Qwen3 as text encoder and without an embedded guidance scale."""
 
 from typing import Any
 
@@ -9,8 +9,9 @@ from phalanx.models.flow.families import flux2
 
 
 class Model(flux2.Model):
-    """`rollout.guidance_scale` is classifier-free guidance of Klein base. Klein itself is distilled to few
-    steps without any: its pipeline ignores the scale, and here it is refused.
+    """FLUX.2 Klein. `rollout.guidance_scale` is the classifier-free guidance of Klein base.
+
+    Klein itself is distilled to few steps without guidance: its pipeline ignores the scale, and here it is an error.
     """
 
     pipeline_class = "Flux2KleinPipeline"
@@ -26,7 +27,7 @@ class Model(flux2.Model):
         return {}
 
     def text_tokens(self, texts: list[str], max_length: int) -> tuple[Any, list[list[int]], int]:
-        """With the chat template."""
+        """Those of the text in the chat template."""
         tokenizer, tokens = self.pipeline.tokenizer, []
         for text in texts:
             chat, form = [{"role": "user", "content": text}], {"tokenize": False, "add_generation_prompt": True}

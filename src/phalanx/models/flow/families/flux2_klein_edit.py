@@ -4,6 +4,6 @@ from phalanx.models.flow.families import flux2_klein
 
 
 class Model(flux2_klein.Model):
-    """As flux2_klein, with an image that each instruction is about."""
+    """As flux2_klein, with an image to edit."""
 
     image_column = "image"

@@ -1,4 +1,4 @@
-"""FLUX.1 Kontext (arXiv 2506.15742): as FLUX.1 dev, with an image that the instruction is about."""
+"""FLUX.1 Kontext (arXiv 2506.15742): as FLUX.1 dev, with an image to edit."""
 
 import torch
 from PIL import Image
@@ -11,8 +11,9 @@ from phalanx.models.flow.references import References
 
 
 class Model(flux.Model):
-    """As FLUX.1; `embeds["reference"]` [N, R, 64] has the packed latents of the edited image, which
-    stand behind those of the image that is made, in every forward pass, without noise.
+    """As FLUX.1; `embeds["reference"]` [N, R, 64] has the packed latents of the image to edit.
+
+    In every forward pass, they follow those of the sampled image, without noise.
     """
 
     pipeline_class = "FluxKontextPipeline"
@@ -28,8 +29,9 @@ class Model(flux.Model):
         return shape
 
     def encode_instruction(self, instruction: Instruction, device: torch.device, max_length: int) -> Embeds:
-        """`prompt_embeds` and `pooled` of the text, which the encoders read without the image, and `reference` [R, 64],
-        one tensor for all texts about an image.
+        """`prompt_embeds` and `pooled` of the text without the image, and `reference` [R, 64].
+
+        All texts about an image share the tensor `reference`.
         """
 
         def encode_image(image: Image.Image, height: int, width: int) -> Tensor:
@@ -45,7 +47,7 @@ class Model(flux.Model):
 
     def positions(self, height: int, width: int) -> Tensor:
         reference = super().positions(*self.references.size(height, width))
-        reference[:, 0] = 1  # of another image
+        reference[:, 0] = 1  # index of the image
         return torch.cat([super().positions(height, width), reference])
 
     def split_tokens(self, height: int, width: int, frames: int, max_length: int) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""HunyuanVideo 1.5 (arXiv 2511.18870), text to video: two streams of tokens, and two encoders of a text."""
+"""HunyuanVideo 1.5 (arXiv 2511.18870), text to video: two streams of tokens, and two text encoders."""
 
 from typing import Any, ClassVar
 
@@ -16,18 +16,18 @@ from phalanx.models.flow.attention import DispatchedJointAttention
 from phalanx.models.flow.embeds import padded_texts
 from phalanx.models.flow.family import JOINT_ATTENTION, Embeds, FlowModel, check_size, latent_frames, to_pixels
 
-TEXT, GLYPHS, IMAGE = 0, 1, 2  # kinds of tokens, which are rows of the model's cond_type_embed
-FPS = 24  # of the videos that the model was trained on
+TEXT, GLYPHS, IMAGE = 0, 1, 2  # kinds of tokens: indices into the model's cond_type_embed
+FPS = 24  # frame rate of the videos that the model was trained on
 GUIDER = "ClassifierFreeGuidance"
 
 
 class JointAttention(DispatchedJointAttention):
-    """diffusers' attention of the model's blocks with a mask [N, 1, 1, L] of keys.
+    """The attention of the model's blocks, with a mask [N, 1, 1, L] of the keys.
 
-    diffusers' own makes one of L x L for each block and row, which is gigabytes for a video.
+    diffusers' own processor builds a mask of L x L for each block and row, which takes gigabytes for a video.
     """
 
-    _attention_backend: Any = None  # what diffusers is set to
+    _attention_backend: Any = None  # diffusers' default backend
 
     def __call__(
         self,
@@ -58,10 +58,10 @@ class JointAttention(DispatchedJointAttention):
 
 
 class Transformer(HunyuanVideo15Transformer3DModel):
-    """diffusers' transformer, modules and weights alike, with texts of one tensor and no tokens that none attends to.
+    """diffusers' transformer, with the same modules and weights, and all conditioning tokens in one tensor.
 
-    diffusers' own sorts the tokens of each row by their masks, on the host, and computes 729 tokens of an image that is
-    not there. A text's tokens have no positions, so that their order is of no account.
+    diffusers' own sorts the tokens of each row by their masks, on the host, and without an image still computes its 729
+    tokens. Text tokens have no positions, so that their order does not matter.
     """
 
     _cp_plan: ClassVar[dict[str, Any]] = {
@@ -90,7 +90,7 @@ class Transformer(HunyuanVideo15Transformer3DModel):
     ) -> tuple[Tensor]:
         """Velocity [N, C, F, H, W] of latents with conditions [N, C', F, H, W] at timestep [N], in 0..1000.
 
-        Tokens [N, L, D] are of `kinds` [N, L]; where `attention_mask` [N, L] is False, there is nothing.
+        kinds: [N, L], kinds of the tokens [N, L, D]. attention_mask: [N, L], False for padding.
         """
         assert not return_dict
         frames, height, width = hidden_states.shape[2:]
@@ -121,8 +121,9 @@ class Transformer(HunyuanVideo15Transformer3DModel):
 
 
 class Model(FlowModel):
-    """HunyuanVideo 1.5: latents [N, 32, (F - 1) / 4 + 1, H/16, W/16] of videos [N, F, 3, H, W], or with one frame of
-    images [N, 3, H, W]; guidance `rollout.guidance_scale`.
+    """HunyuanVideo 1.5: latents [N, 32, (F - 1) / 4 + 1, H/16, W/16] of videos [N, F, 3, H, W].
+
+    With one frame, they are those of images [N, 3, H, W]. Guidance by `rollout.guidance_scale`.
     """
 
     pipeline_class = "HunyuanVideo15Pipeline"
@@ -149,8 +150,8 @@ class Model(FlowModel):
         plain = {"guidance_rescale": 0, "use_original_formulation": False, "start": 0, "stop": 1, "enabled": True}
         if type(guider).__name__ != GUIDER or scales | plain != scales:
             raise ValueError(f"model.path: the guider of {config.path!r} should be a {GUIDER} with {plain}")
-        # by tiles of 256 pixels, without which a video of the model's sizes takes tens of GB, and one by one, since the
-        # mask of its attention fits no batch
+        # tiles of 256 pixels, because a whole video of the model's sizes takes tens of GB; and samples one by one,
+        # because the mask of the VAE's attention does not support batches
         self.vae.enable_tiling()
         self.vae.enable_slicing()
 
@@ -160,7 +161,7 @@ class Model(FlowModel):
             block.attn.set_processor(JointAttention())
 
     def text_tokens(self, texts: list[str], max_length: int) -> tuple[Any, list[list[int]], int]:
-        """With what stands behind a text in the template; what stands before it is dropped."""
+        """Those of the text and of the template after it; those of the template before it are dropped."""
         p = self.pipeline
         chats = format_text_input(texts, p.system_message)
         filled = p.tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=False)
@@ -169,8 +170,9 @@ class Model(FlowModel):
         return p.tokenizer, read, min(max_length, p.tokenizer_max_length)
 
     def encode(self, texts: list[str], device: torch.device, max_length: int) -> list[Embeds]:
-        """`prompt_embeds` [L, D] and `kinds` [L]: tokens of the text, then of what it puts in quotation marks, whose
-        embeddings are narrower and filled up with zeros.
+        """`prompt_embeds` [L, D] and `kinds` [L]: tokens of the text, then those of its quoted parts.
+
+        The embeddings of quoted parts (glyphs) are narrower, and padded with zeros.
         """
         p = self.pipeline
         length = min(max_length, p.tokenizer_max_length)
@@ -191,7 +193,7 @@ class Model(FlowModel):
         return min(max_length, self.pipeline.tokenizer_max_length) + self.pipeline.tokenizer_2_max_length
 
     def collate(self, embeds: list[Embeds], length: int, padded: bool) -> Embeds:
-        """`prompt_embeds` [N, length, D], `kinds` [N, length] and, where `padded`, `attention_mask` [N, length]."""
+        """`prompt_embeds` [N, length, D], `kinds` [N, length], and `attention_mask` [N, length] if `padded`."""
         kinds = [pad(e["kinds"], (0, length - len(e["kinds"]))) for e in embeds]
         batch = {"prompt_embeds": padded_texts(embeds, length), "kinds": torch.stack(kinds)}
         if padded:
@@ -227,7 +229,7 @@ class Model(FlowModel):
         )[0]
 
     def conditions(self, latents: Tensor, embeds: Embeds) -> Tensor:
-        """[N, C, F, H, W] beside latents: of a first frame and its place, of which a text has none."""
+        """Additional channels [N, C, F, H, W]: a first frame and its mask, both zero in text to video."""
         channels = self.transformer.config.in_channels - latents.shape[1]
         return latents.new_zeros(len(latents), channels, *latents.shape[2:])
 

@@ -1,4 +1,4 @@
-"""HunyuanVideo 1.5, image to video: the image is the first frame, and a vision tower's tokens of it join the text's."""
+"""HunyuanVideo 1.5, image to video: the image is the first frame, and its vision tokens are added to the text's."""
 
 import torch
 from torch import Tensor
@@ -11,8 +11,9 @@ from phalanx.models.flow.family import Embeds, Instruction
 
 
 class Model(hunyuan_video_15.Model):
-    """As from text; `embeds["first"]` [N, 32, H/16, W/16] has the latents of the image, which is cut in the middle to
-    the size of the videos, as the pipeline does.
+    """As text to video; `embeds["first"]` [N, 32, H/16, W/16] has the latents of the image.
+
+    The image is center-cropped to the size of the video, as in the pipeline.
     """
 
     pipeline_class = "HunyuanVideo15ImageToVideoPipeline"
@@ -23,7 +24,7 @@ class Model(hunyuan_video_15.Model):
         self.text_encoders.append(self.pipeline.image_encoder)  # on the device only while it is needed
 
     def encode_instruction(self, instruction: Instruction, device: torch.device, max_length: int) -> Embeds:
-        """As `encode`, with tokens of the image behind those of the text, and `first`."""
+        """As `encode`, with tokens of the image after those of the text, and with `first`."""
         p, (height, width) = self.pipeline, instruction.size
         image = p.video_processor.resize(instruction.picture.pil(), height=height, width=width, resize_mode="crop")
         (embeds,) = self.encode([instruction.text], device, max_length)
@@ -45,7 +46,7 @@ class Model(hunyuan_video_15.Model):
         return batch | {"first": torch.stack([e["first"] for e in embeds])}
 
     def conditions(self, latents: Tensor, embeds: Embeds) -> Tensor:
-        """The image as the first frame, and where it is."""
+        """The image as the first frame, and a mask of the frames that are given."""
         later = (0, 0, 0, 0, 0, latents.shape[2] - 1)  # frames of zeros
         first = embeds["first"][:, :, None]
         return pad(torch.cat([first, torch.ones_like(first[:, :1])], 1), later)

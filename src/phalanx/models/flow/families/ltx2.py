@@ -1,4 +1,4 @@
-"""LTX-2 (arXiv 2601.03233), text to video: a stream of video tokens and one of sound, which see each other."""
+"""LTX-2 (arXiv 2601.03233), text to video: a stream of video tokens and one of audio, which attend to each other."""
 
 import math
 from typing import Any, ClassVar
@@ -17,13 +17,14 @@ from phalanx.distributed.context_parallel import KEY
 from phalanx.models.flow.attention import sharing_ranks
 from phalanx.models.flow.family import Embeds, FlowModel, check_size, latent_frames, to_pixels
 
-FPS = 24  # of the videos, by which the transformer computes the times of both streams
+FPS = 24  # frame rate of the videos, from which the transformer computes the times of both streams
 UNUSED = ("audio_vae", "vocoder", "processor", "prompt_enhancer", "duration_head")
 
 
 def context_plan(rope_type: str) -> dict[str, Any]:
-    """diffusers' plan by which both streams and all positions are split, and texts are not. In which dim positions have
-    their tokens depends on `rope_type`.
+    """A plan for diffusers that splits both streams and all positions, but not texts.
+
+    The token dimension of positions depends on `rope_type`.
     """
     dim, dims = (2, 4) if rope_type == "split" else (1, 3)
     position = ContextParallelInput(split_dim=dim, expected_dims=dims, split_output=True)
@@ -36,22 +37,21 @@ def context_plan(rope_type: str) -> dict[str, Any]:
 
 
 class Transformer(LTX2VideoTransformer3DModel):
-    """diffusers' transformer with another plan of context parallelism.
+    """diffusers' transformer with another context-parallel plan.
 
-    Its own splits video tokens, but not their positions, nor sound.
+    Its own plan splits video tokens, but neither their positions nor audio.
     """
 
     _cp_plan: ClassVar[dict[str, Any]] = context_plan("split")
 
 
 class SharedAttention:
-    """diffusers' attention of the model's blocks for ranks that share tokens, of whose queries and keys there are not
-    equally many.
+    """The attention of the model's blocks for ranks that share tokens, with different numbers of queries and keys.
 
-    `count` is how many keys there are where some of the last, which make the parts of sound equal, are not.
+    count: number of keys to attend to, without the padding that gives all ranks equal parts of the audio; None: all.
     """
 
-    _attention_backend: Any = None  # what diffusers is set to
+    _attention_backend: Any = None  # diffusers' default backend
     _parallel_config: Any = None
     count: int | None = None
 
@@ -68,10 +68,10 @@ class SharedAttention:
     ) -> Tensor:
         """hidden_states [N, L, D], and encoder_hidden_states [N, S, D'] of another stream or of a text -> [N, L, D].
 
-        A text has no positions, and is whole on each rank.
+        A text has no positions, and is replicated on each rank.
         """
-        read = hidden_states if encoder_hidden_states is None else encoder_hidden_states
-        q, k, v = attn.norm_q(attn.to_q(hidden_states)), attn.norm_k(attn.to_k(read)), attn.to_v(read)
+        source = hidden_states if encoder_hidden_states is None else encoder_hidden_states
+        q, k, v = attn.norm_q(attn.to_q(hidden_states)), attn.norm_k(attn.to_k(source)), attn.to_v(source)
         if query_rotary_emb is not None:
             rotated = apply_split_rotary_emb if attn.rope_type == "split" else apply_interleaved_rotary_emb
             q, k = rotated(q, query_rotary_emb), rotated(k, key_rotary_emb or query_rotary_emb)
@@ -88,9 +88,9 @@ class SharedAttention:
 
 
 class Model(FlowModel):
-    """LTX-2: latents [N, L, 128] of videos [N, F, 3, H, W], whose L are the video's tokens, then those of its sound.
+    """LTX-2: latents [N, L, 128] of videos [N, F, 3, H, W], with the video's tokens first, then those of its audio.
 
-    Both are sampled and trained as one; the sound is not decoded. Guidance `rollout.guidance_scale` is that of both.
+    Both are sampled and trained together, with the same guidance `rollout.guidance_scale`; the audio is not decoded.
     """
 
     pipeline_class = "LTX2Pipeline"
@@ -100,7 +100,7 @@ class Model(FlowModel):
     makes_videos = True
     fps = FPS
     encodes_images = False
-    # the layers of all attention, of a stream, between both and to the text
+    # the layers of all attention: within each stream, between them, and to the text
     lora_targets = ("to_k", "to_out.0", "to_q", "to_v")
 
     def __init__(self, config: FlowModelConfig, dtype: torch.dtype, weights_dtype: torch.dtype) -> None:
@@ -119,10 +119,10 @@ class Model(FlowModel):
         if not self.registers or self.registers != connectors.audio_connector_num_learnable_registers:
             raise ValueError(f"model.path: the connectors of {config.path!r} should have registers, as many for both")
         self.text_encoders.append(self.pipeline.connectors)
-        self.shared_by = 1  # ranks
+        self.shared_by = 1  # number of ranks that share a sample's tokens
 
     def components(self, path: str) -> dict[str, Any]:
-        """None for what decodes sound, and for what rewrites prompts or chooses the length of a video."""
+        """None for components that decode audio, rewrite prompts or choose the length of a video."""
         return dict.fromkeys(UNUSED)
 
     def prepare_sharing(self, size: int) -> None:
@@ -147,17 +147,18 @@ class Model(FlowModel):
         if max_length % self.registers:
             below = max(max_length // self.registers, 1) * self.registers
             raise ValueError(
-                f"data.max_prompt_length: {max_length} should be a multiple of {self.registers}, which are the learned "
-                f"tokens that LTX-2 fills texts up with, e.g. {below} or {below + self.registers}"
+                f"data.max_prompt_length: {max_length} should be a multiple of {self.registers}, the number of learned "
+                f"tokens that LTX-2 pads texts with, e.g. {below} or {below + self.registers}"
             )
 
     def text_tokens(self, texts: list[str], max_length: int) -> tuple[Any, list[list[int]], int]:
-        """Of texts as the pipeline strips them."""
+        """Those of the texts without surrounding whitespace, as in the pipeline."""
         return super().text_tokens([text.strip() for text in texts], max_length)
 
     def encode(self, texts: list[str], device: torch.device, max_length: int) -> list[Embeds]:
-        """`prompt_embeds` [max_length, D] and `sound_embeds` [max_length, D'], filled up with learned tokens, to which
-        the model attends.
+        """`prompt_embeds` [max_length, D] and `sound_embeds` [max_length, D'].
+
+        They are padded with learned tokens, to which the model attends.
         """
         p = self.pipeline
         hidden, mask = p._get_gemma_prompt_embeds(texts, max_sequence_length=max_length, device=device)
@@ -177,7 +178,7 @@ class Model(FlowModel):
         return scheduler.sigmas.float().cpu(), scheduler.timesteps.float().cpu()
 
     def shift_of_video(self, num_inference_steps: int, height: int, width: int, frames: int) -> float:
-        """Without what `shift_terminal` adds to the schedule."""
+        """As FlowModel.shift_of_video, without the effect of `shift_terminal` on the schedule."""
         if not self.pipeline.scheduler.config.use_dynamic_shifting:
             return self.shift(num_inference_steps, height, width)
         tokens = self.video_tokens(height, width, frames)
@@ -188,11 +189,11 @@ class Model(FlowModel):
         return (height // unit) * (width // unit)
 
     def video_tokens(self, height: int, width: int, frames: int) -> int:
-        """Tokens of all frames of a video."""
+        """Number of tokens of all frames of a video."""
         return latent_frames(frames, self.pipeline.vae_temporal_compression_ratio) * self.tokens(height, width)
 
     def sound_tokens(self, latent_frames: int) -> int:
-        """Tokens of the sound of a video."""
+        """Number of tokens of a video's audio."""
         c = self.transformer.config
         frames = (latent_frames - 1) * self.pipeline.vae_temporal_compression_ratio + 1
         return round(frames / FPS * (c.audio_sampling_rate / c.audio_hop_length / float(c.audio_scale_factor)))
@@ -230,7 +231,7 @@ class Model(FlowModel):
             width=columns,
             fps=FPS,
             audio_num_frames=sound.shape[1],
-            use_cross_timestep=True,  # the times of both streams are one
+            use_cross_timestep=True,  # both streams have the same timestep
             return_dict=False,
         )
         return torch.cat(velocities, 1)[:, : latents.shape[1]]

@@ -29,7 +29,7 @@ class Model(PackedModel):
         use_real_rotations(self.transformer)
 
     def text_tokens(self, texts: list[str], max_length: int) -> tuple[Any, list[list[int]], int]:
-        """With what stands behind a text in the template; what stands before it is dropped."""
+        """Those of the text and of the template after it; those of the template before it are dropped."""
         p = self.pipeline
         tokens = p.tokenizer([p.prompt_template_encode.format(text) for text in texts])["input_ids"]
         read = [ids[p.prompt_template_encode_start_idx :] for ids in tokens]
@@ -39,14 +39,12 @@ class Model(PackedModel):
         # the pipeline puts the prompt into its template and drops the template's first 34 tokens
         embeds, mask = self.pipeline.encode_prompt(texts, device=device, max_sequence_length=max_length)
         lengths = [embeds.shape[1]] * len(texts) if mask is None else mask.sum(1).tolist()
-        # cloned: a part would keep the whole batch in memory
+        # cloned: a view would keep the whole batch in memory
         pairs = zip(embeds.cpu(), lengths, strict=True)
         return [{"prompt_embeds": e[:n].clone()} for e, n in pairs]
 
     def collate(self, embeds: list[Embeds], length: int, padded: bool) -> Embeds:
-        """`prompt_embeds` [N, length, D], padded with zeros, and, where `padded`,
-        `prompt_embeds_mask` [N, length].
-        """
+        """`prompt_embeds` [N, length, D], padded with zeros, and `prompt_embeds_mask` [N, length] if `padded`."""
         batch = {"prompt_embeds": padded_texts(embeds, length)}
         if padded:
             lengths = torch.tensor([len(e["prompt_embeds"]) for e in embeds])
@@ -56,16 +54,16 @@ class Model(PackedModel):
     def velocity(self, latents: Tensor, timesteps: Tensor, embeds: Embeds, height: int, width: int) -> Tensor:
         return self.transformer(
             hidden_states=latents.to(self.dtype),
-            timestep=timesteps.to(self.dtype) / 1000,  # in this order, as the pipeline rounds it
+            timestep=timesteps.to(self.dtype) / 1000,  # in this order, for the same rounding as in the pipeline
             encoder_hidden_states=embeds["prompt_embeds"],
-            # none where all prompts are equally long: attention is faster without
+            # None if all prompts have the same length, because attention is faster without a mask
             encoder_hidden_states_mask=embeds.get("prompt_embeds_mask"),
             img_shapes=[self.image_shapes(height, width)] * len(latents),
             return_dict=False,
         )[0]
 
     def image_shapes(self, height: int, width: int) -> list[tuple[int, int, int]]:
-        """Frames, rows and columns of each image in a sequence of image tokens."""
+        """Frames, rows and columns of each image in the sequence of image tokens."""
         return [(1, *self.grid(height, width))]
 
     def split_tokens(self, height: int, width: int, frames: int, max_length: int) -> dict[str, int]:
@@ -73,15 +71,15 @@ class Model(PackedModel):
         return {f"an image of {height} x {width}": count}
 
     def guide(self, negative: Tensor, positive: Tensor, scale: float) -> Tensor:
-        """True classifier-free guidance: each token [C] keeps the length that it has in `positive`."""
+        """True classifier-free guidance: each token [C] is rescaled to its norm in `positive`."""
         combined = super().guide(negative, positive, scale)
-        wanted = positive.norm(dim=-1, keepdim=True)
-        return combined * (wanted / combined.norm(dim=-1, keepdim=True))
+        norm = positive.norm(dim=-1, keepdim=True)
+        return combined * (norm / combined.norm(dim=-1, keepdim=True))
 
     def decode(self, latents: Tensor, height: int, width: int) -> Tensor:
         mean, std = self.latent_statistics(latents.device)
         unscaled = (self.unpack(latents, height, width) * std + mean).to(self.vae.dtype)
-        # a VAE for videos: the image is the only frame
+        # a video VAE, for which the image is a single frame
         return to_pixels(self.vae.decode(unscaled, return_dict=False)[0][:, :, 0])
 
     def encode_images(self, images: Tensor, generator: torch.Generator | None = None) -> Tensor:

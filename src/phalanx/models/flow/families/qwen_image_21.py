@@ -1,4 +1,4 @@
-"""Qwen-Image 2.1, text to image: one stream of tokens, in which a text attends only to what precedes."""
+"""Qwen-Image 2.1, text to image: one stream of tokens, in which text attends only to preceding tokens."""
 
 from typing import Any, ClassVar
 
@@ -15,11 +15,11 @@ from phalanx.models.flow.embeds import padded_texts
 from phalanx.models.flow.families.qwen_image_edit import cut_text
 from phalanx.models.flow.family import Embeds, PackedModel, check_size, to_pixels
 
-TEMPLATE_TOKENS = 8  # that stay of the pipeline's template around a text
+TEMPLATE_TOKENS = 8  # tokens of the pipeline's template that are kept around a text
 
 
 class PromptProcessor(Qwen3VLProcessor):
-    """The pipeline's processor without its part for videos, which would need torchvision."""
+    """The pipeline's processor without its video processor, which requires torchvision."""
 
     @classmethod
     def get_attributes(cls) -> list[str]:
@@ -27,9 +27,9 @@ class PromptProcessor(Qwen3VLProcessor):
 
 
 class CausalAttention:
-    """diffusers' attention of the model's blocks for a text and the image behind it, each in one call."""
+    """The attention of the model's blocks, in one call for the text and one for the image after it."""
 
-    _attention_backend: Any = None  # what diffusers is set to
+    _attention_backend: Any = None  # diffusers' default backend
     _parallel_config: Any = None
     _heads = staticmethod(DispatchedJointAttention._heads)
 
@@ -47,38 +47,41 @@ class CausalAttention:
     ) -> Tensor:
         """hidden_states [N, L, D], rotary_emb [N, L, head_dim / 2, 2] -> [N, L, D].
 
-        The first `segments` tokens are a text, of which `attention_mask` [N, L'] is False where there is nothing. Where
-        ranks share tokens, both are parts of the text and of the image, and L' is the length of the whole text.
+        The first `segments` tokens are text; `attention_mask` [N, L'] is False for its padding. If ranks share tokens,
+        each rank has a part of the text and a part of the image, and L' is the length of the whole text.
         """
         assert rotary_emb is not None
         q = rotated(self._heads(attn, hidden_states, attn.to_q, attn.norm_q), rotary_emb)
         k = rotated(self._heads(attn, hidden_states, attn.to_k, attn.norm_k), rotary_emb)
         v = self._heads(attn, hidden_states, attn.to_v)
         q, k = q.to(v.dtype), k.to(v.dtype)
-        text, drawn, ranks = [x[:, :segments] for x in (q, k, v)], q[:, segments:], sharing_ranks(self._parallel_config)
-        if ranks is not None:  # whose parts are of the text and of the image
+        text, image_q = [x[:, :segments] for x in (q, k, v)], q[:, segments:]
+        ranks = sharing_ranks(self._parallel_config)
+        if ranks is not None:
             text = [ranks.exchange(x, 2, 1) for x in text]
-            drawn, *image = (ranks.exchange(x[:, segments:], 2, 1) for x in (q, k, v))
-            k, v = (torch.cat(pair, 1) for pair in zip(text[1:], image, strict=True))
-        # what is not there stands behind a text, and so no token of a text sees it
+            image_q, *image_kv = (ranks.exchange(x[:, segments:], 2, 1) for x in (q, k, v))
+            k, v = (torch.cat(pair, 1) for pair in zip(text[1:], image_kv, strict=True))
+        # padding is after the text, where causal attention does not reach it
         backend = self._attention_backend
-        read = dispatch_attention_fn(*text, is_causal=True, backend=backend)
+        text_out = dispatch_attention_fn(*text, is_causal=True, backend=backend)
         mask = attention_mask
         if mask is not None:
-            mask = torch.cat([mask, mask.new_ones(drawn.shape[:2])], 1)[:, None, None]
-        seen = dispatch_attention_fn(drawn, k, v, attn_mask=mask, backend=backend)
+            mask = torch.cat([mask, mask.new_ones(image_q.shape[:2])], 1)[:, None, None]
+        image_out = dispatch_attention_fn(image_q, k, v, attn_mask=mask, backend=backend)
         if ranks is not None:
-            read, seen = ranks.exchange(read, 1, 2), ranks.exchange(seen, 1, 2)
-        out = torch.cat([read, seen], 1).flatten(2, 3).to(q.dtype)
+            text_out, image_out = ranks.exchange(text_out, 1, 2), ranks.exchange(image_out, 1, 2)
+        out = torch.cat([text_out, image_out], 1).flatten(2, 3).to(q.dtype)
         return attn.to_out[1](attn.to_out[0](out))
 
 
 class Rotations(QwenImage21Rope):
-    """The rotations of a text and of the image behind it."""
+    """Rotary embeddings of a text and of the image after it."""
 
     def forward(self, lengths: Tensor, length: int, rows: int, columns: int) -> tuple[Tensor, Tensor]:
-        """[N, length, head_dim / 2, 2] and [N, rows x columns, head_dim / 2, 2]: tokens of a text are at (j, j, j), and
-        those of the image at (the text's length of `lengths` [N], row, column), counted from its middle.
+        """Rotations [N, length, head_dim / 2, 2] of the text and [N, rows x columns, head_dim / 2, 2] of the image.
+
+        The positions are (j, j, j) for token j of a text, and for the image (the text's length in `lengths` [N], row,
+        column), with row and column counted from the middle.
         """
         device, n = lengths.device, len(lengths)
         self.freqs: list[Tensor] = [table.to(device) for table in self.freqs]
@@ -92,10 +95,10 @@ class Rotations(QwenImage21Rope):
 
 
 class Transformer(QwenImage21Transformer2DModel):
-    """diffusers' transformer, modules and weights alike, with texts of different lengths in a batch.
+    """diffusers' transformer, with the same modules and weights, for texts of different lengths in a batch.
 
-    diffusers' own takes positions from the padded text, so that an image would depend on its batch, and lists tokens on
-    the host. It has no plan of context parallelism: here a rank has a part of the text, then one of the image.
+    diffusers' own computes positions from the padded text, so that an image would depend on its batch, and builds lists
+    of tokens on the host. It has no context-parallel plan; here each rank has a part of the text, then of the image.
     """
 
     _cp_plan: ClassVar[dict[str, Any]] = {
@@ -119,7 +122,7 @@ class Transformer(QwenImage21Transformer2DModel):
     ) -> tuple[Tensor]:
         """Velocity of latents [N, T, C] of `grid` (rows, columns) at timestep [N] in 0..1.
 
-        Texts [N, L, D]; where `attention_mask` [N, L] is False, there is nothing.
+        The texts are [N, L, D]; `attention_mask` [N, L] is False for their padding.
         """
         assert not return_dict
         n, length = encoder_hidden_states.shape[:2]
@@ -128,16 +131,16 @@ class Transformer(QwenImage21Transformer2DModel):
             lengths = attention_mask.sum(1)
         rotations = torch.cat(self.pos_embed(lengths, length, *grid), 1)
         text, image = self.txt_in(encoder_hidden_states), self.img_in(hidden_states)
-        length = text.shape[1]  # of the part that is this rank's
+        length = text.shape[1]  # that of this rank's part
         tokens = torch.cat([text, image], 1)
-        levels, drawn = timestep, None
-        if self.config.causal_condition:  # texts are at level 0, which is the last row
+        levels, is_image = timestep, None
+        if self.config.causal_condition:  # texts are at level 0, the additional last row
             levels = torch.cat([timestep, timestep.new_zeros(1)])
-            drawn = torch.arange(tokens.shape[1], device=tokens.device) >= length
+            is_image = torch.arange(tokens.shape[1], device=tokens.device) >= length
         condition = self.time_text_embed(levels, image)
         modulation = self.modulation(condition)
         for block in self.transformer_blocks:
-            inputs = tokens, modulation, rotations, attention_mask, drawn, None, None, None, length
+            inputs = tokens, modulation, rotations, attention_mask, is_image, None, None, None, length
             if self.gradient_checkpointing and torch.is_grad_enabled():
                 tokens = self._gradient_checkpointing_func(block, *inputs)
             else:
@@ -146,7 +149,7 @@ class Transformer(QwenImage21Transformer2DModel):
 
 
 class Model(PackedModel):
-    """Qwen-Image 2.1: latents [N, (H/16)(W/16), 64], a token per latent; meant to do without guidance."""
+    """Qwen-Image 2.1: latents [N, (H/16)(W/16), 64], a token per latent; intended to be used without guidance."""
 
     pipeline_class = "QwenImage21Pipeline"
     transformer_class = Transformer
@@ -170,16 +173,16 @@ class Model(PackedModel):
 
     def grid(self, height: int, width: int) -> tuple[int, int]:
         factor = self.pipeline.vae_scale_factor
-        check_size(height, width, 2 * factor)  # as the pipeline wants it, though a token is one latent
+        check_size(height, width, 2 * factor)  # required by the pipeline, although a token is one latent
         return height // factor, width // factor
 
     def text_tokens(self, texts: list[str], max_length: int) -> tuple[Any, list[list[int]], int]:
-        """Without the template: see `cut_text`."""
+        """Those of the text without the template, see `cut_text`."""
         tokenizer = self.pipeline.processor.tokenizer
         return tokenizer, tokenizer(texts)["input_ids"], max_length
 
     def encode(self, texts: list[str], device: torch.device, max_length: int) -> list[Embeds]:
-        """`prompt_embeds` [L, D] of texts cut at `max_length` tokens, as the stock pipeline does not."""
+        """`prompt_embeds` [L, D] of texts truncated to `max_length` tokens, unlike in the stock pipeline."""
         embeds = []
         for text in texts:
             short = cut_text(self.pipeline.processor.tokenizer, text, max_length)
@@ -191,7 +194,7 @@ class Model(PackedModel):
         return max_length + TEMPLATE_TOKENS
 
     def collate(self, embeds: list[Embeds], length: int, padded: bool) -> Embeds:
-        """`prompt_embeds` [N, length, D] and, where `padded`, `attention_mask` [N, length]."""
+        """`prompt_embeds` [N, length, D], and `attention_mask` [N, length] if `padded`."""
         batch = {"prompt_embeds": padded_texts(embeds, length)}
         if padded:
             lengths = torch.tensor([[len(e["prompt_embeds"])] for e in embeds])
@@ -201,14 +204,14 @@ class Model(PackedModel):
     def velocity(self, latents: Tensor, timesteps: Tensor, embeds: Embeds, height: int, width: int) -> Tensor:
         return self.transformer(
             hidden_states=latents.to(self.dtype),
-            timestep=timesteps.to(self.dtype) / 1000,  # in this order, as the pipeline rounds it
+            timestep=timesteps.to(self.dtype) / 1000,  # in this order, for the same rounding as in the pipeline
             encoder_hidden_states=embeds["prompt_embeds"],
             grid=self.grid(height, width),
             attention_mask=embeds.get("attention_mask"),
         )[0]
 
     def decode(self, latents: Tensor, height: int, width: int) -> Tensor:
-        """The VAE's images have transparency, and lie on white here."""
+        """As FlowModel.decode; the VAE's images have an alpha channel, and are composited over white."""
         mean, std = self.latent_statistics(latents.device)
         unscaled = (self.unpack(latents, height, width) * std + mean).to(self.vae.dtype)
         pixels = to_pixels(self.vae.decode(unscaled, return_dict=False)[0][:, :, 0])

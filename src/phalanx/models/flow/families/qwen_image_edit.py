@@ -1,7 +1,7 @@
-"""Qwen-Image-Edit 2509 and 2511: an image and an instruction to an image.
+"""Qwen-Image-Edit 2509 and 2511: edit an image, or several, by an instruction.
 
-The text encoder sees the image beside the instruction, and the transformer sees its latents: they
-stand behind those of the image that is made, in every forward pass, without noise.
+The text encoder reads the image with the instruction, and the transformer reads its latents: in every forward pass,
+they follow those of the sampled image, without noise.
 """
 
 from typing import Any
@@ -18,12 +18,12 @@ from phalanx.models.flow.families import qwen_image
 from phalanx.models.flow.family import Embeds, Instruction
 from phalanx.models.flow.references import to_ratio
 
-TEMPLATE_TOKENS = 16  # that stay of the pipeline's template around image and instruction, at most
-PICTURE_TOKENS = 8  # of the template around each further image, at most
+TEMPLATE_TOKENS = 16  # limit of the template's tokens that are kept around image and instruction
+PICTURE_TOKENS = 8  # limit of the template's tokens around each further image
 
 
 class ImageProcessor(Qwen2VLProcessor):
-    """The pipeline's processor without its part for videos, which would need torchvision."""
+    """The pipeline's processor without its video processor, which requires torchvision."""
 
     @classmethod
     def get_attributes(cls) -> list[str]:
@@ -31,12 +31,11 @@ class ImageProcessor(Qwen2VLProcessor):
 
 
 class Model(qwen_image.Model):
-    """As Qwen-Image; `embeds["reference"]` [N, R, 64] has the packed latents of the edited image, or of several, one
-    after the other.
+    """As Qwen-Image; `embeds["reference"]` [N, R, 64] has the packed latents of the images to edit, concatenated.
 
-    All of a batch have one size: each image is cut in the middle to the ratio of the images to be
-    made, and scaled as the pipeline does, to an area of `model.reference_size` squared for the VAE,
-    and 384 squared for the text encoder; and there are as many for each row.
+    All rows of a batch have the same number of images, of the same size: each image is center-cropped to the aspect
+    ratio of the output, and scaled as in the pipeline, to an area of `model.reference_size` squared for the VAE, and of
+    384 squared for the text encoder.
     """
 
     pipeline_class = "QwenImageEditPlusPipeline"
@@ -47,14 +46,14 @@ class Model(qwen_image.Model):
     def __init__(self, config: FlowModelConfig, dtype: torch.dtype, weights_dtype: torch.dtype) -> None:
         super().__init__(config, dtype, weights_dtype)
         self.area, self.count = config.reference_size**2, config.reference_count
-        # by the image's digest and size, for as long as some embeddings have them
+        # by the image's digest and the output's size, as long as some embeddings refer to them
         self._references = WeakValueDictionary[tuple[str, tuple[int, int]], Tensor]()
 
     def components(self, path: str) -> dict[str, Any]:
         return {"processor": ImageProcessor.from_pretrained(path, subfolder="processor")}
 
     def reference_size(self, height: int, width: int) -> tuple[int, int]:
-        """(height, width) of an image for the VAE, by the size to be made; ValueError for none."""
+        """(height, width) of an image for the VAE, by the output's size; raises ValueError if a side would be 0."""
         found_width, found_height = stock.calculate_dimensions(self.area, width / height)
         if not found_width or not found_height:
             raise ValueError(f"model.reference_size: too small for images of {height} x {width} pixels")
@@ -71,8 +70,9 @@ class Model(qwen_image.Model):
         return shape
 
     def encode_instruction(self, instruction: Instruction, device: torch.device, max_length: int) -> Embeds:
-        """`prompt_embeds` [L, D] and `reference` [R, 64], one tensor for all texts about an image.
-        The instruction is cut at `max_length` tokens, as the stock pipeline does not.
+        """`prompt_embeds` [L, D], and `reference` [R, 64], which all texts about an image share.
+
+        Unlike in the stock pipeline, the instruction is truncated to `max_length` tokens.
         """
         instruction.picture.check_count(self.count)
         images, seen = [], []
@@ -89,17 +89,17 @@ class Model(qwen_image.Model):
         return {"prompt_embeds": embeds[0].cpu(), "reference": reference}
 
     def reference(self, image: Image.Image, size: tuple[int, int], device: torch.device) -> Tensor:
-        """[R, 64] on the CPU: the packed latents of an image, by the size of the images to be made."""
+        """The packed latents [R, 64] of an image, on the CPU; `size` is that of the output."""
         pixels = self.pipeline.image_processor.preprocess(image, *self.reference_size(*size))
         frame = pixels[:, :, None].to(device, self.dtype)
         return self.pack(self.pipeline._encode_vae_image(frame, None))[0].cpu()
 
     def condition(self, images: list[Image.Image]) -> Any:
-        """The images as the pipeline hands them to the text encoder."""
+        """The images in the form that the pipeline's encode_prompt takes."""
         return images
 
     def text_tokens(self, texts: list[str], max_length: int) -> tuple[Any, list[list[int]], int]:
-        """Of the instruction: see `cut_text`."""
+        """Those of the instruction only, see `cut_text`."""
         return self.pipeline.tokenizer, self.pipeline.tokenizer(texts)["input_ids"], max_length
 
     def most_tokens(self, max_length: int, height: int, width: int) -> int:
@@ -127,8 +127,8 @@ class Model(qwen_image.Model):
 
 
 def cut_text(tokenizer: Any, text: str, max_length: int) -> str:
-    """The text, or its first `max_length` tokens."""
+    """Truncate a text to its first `max_length` tokens."""
     tokens = tokenizer(text)["input_ids"]
     if len(tokens) <= max_length:
         return text
-    return tokenizer.decode(tokens[:max_length]).rstrip("\ufffd")  # of a character that was cut
+    return tokenizer.decode(tokens[:max_length]).rstrip("\ufffd")  # part of a character may be left

@@ -1,4 +1,4 @@
-"""The first Qwen-Image-Edit, of August 2025: as its successors, except for what the text encoder sees."""
+"""The first Qwen-Image-Edit, of August 2025: as its successors, except for the image that the text encoder reads."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from phalanx.models.flow.families import qwen_image_edit
 
 
 class Model(qwen_image_edit.Model):
-    """As qwen_image_edit; the text encoder sees the image as large as the VAE does."""
+    """As qwen_image_edit; the text encoder reads the image at the same size as the VAE."""
 
     pipeline_class = "QwenImageEditPipeline"
     takes_several = False

@@ -14,7 +14,7 @@ CLIP_TOKENS = 77
 
 
 class Model(FlowModel):
-    """SD3 family: latents [N, C, H/8, W/8]; guidance `rollout.guidance_scale`."""
+    """Stable Diffusion 3: latents [N, C, H/8, W/8]; guidance by `rollout.guidance_scale`."""
 
     pipeline_class = "StableDiffusion3Pipeline"
     transformer_class = SD3Transformer2DModel
@@ -61,11 +61,11 @@ class Model(FlowModel):
         )[0]
 
     def text_tokens(self, texts: list[str], max_length: int) -> tuple[Any, list[list[int]], int]:
-        """Of T5; of CLIP where the folder has no T5."""
+        """Those of T5, or of CLIP if the folder has no T5."""
         if self.pipeline.tokenizer_3 is None:
             return self.pipeline.tokenizer, self.pipeline.tokenizer(texts)["input_ids"], CLIP_TOKENS
         return self.pipeline.tokenizer_3, self.pipeline.tokenizer_3(texts)["input_ids"], max_length
 
     def most_tokens(self, max_length: int, height: int, width: int) -> int:
-        """CLIP's tokens come before those of T5."""
+        """CLIP's tokens precede those of T5."""
         return CLIP_TOKENS + max_length

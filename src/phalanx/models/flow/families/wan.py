@@ -1,4 +1,4 @@
-"""Wan 2.1, Wan 2.2 TI2V-5B and A14B (arXiv 2503.20314), text to video: latents of a causal VAE."""
+"""Wan 2.1, Wan 2.2 TI2V-5B and A14B (arXiv 2503.20314), text to video, with a causal video VAE."""
 
 import logging
 import re
@@ -23,14 +23,13 @@ from phalanx.models.flow.folder import base_folder, check_layers, check_tensors,
 from phalanx.models.flow.headers import component_names
 from phalanx.models.lora import WEIGHTS, Layers
 
-MULTISTEP = "UniPCMultistepScheduler"  # the folders' own; its noise levels are taken, its solver is not
-FIRST, SECOND = "transformer", "transformer_2"  # of Wan 2.2 A14B, for high and for low noise levels
-SECOND_LORA = "pytorch_lora_weights_2.safetensors"  # of the second transformer, beside that of the first
-TIMESTEPS = 1000  # of the noise levels 0..1
-TRAINED_LENGTH = 512  # tokens of a text, padding included
-# frames per second of the videos that Wan 2.1 and TI2V-5B were trained on
-FPS, FPS_PER_TOKEN = 16, 24
-# the model's own names of layers, by those of diffusers: in a block, and beside the blocks
+MULTISTEP = "UniPCMultistepScheduler"  # the scheduler in the folders; only its noise levels are used, not its solver
+FIRST, SECOND = "transformer", "transformer_2"  # Wan 2.2 A14B's, for high and for low noise levels
+SECOND_LORA = "pytorch_lora_weights_2.safetensors"  # file of the second transformer's LoRA, next to that of the first
+TIMESTEPS = 1000  # timestep of noise level 1
+TRAINED_LENGTH = 512  # tokens of a text, including padding
+FPS, FPS_PER_TOKEN = 16, 24  # frame rates of the videos that Wan 2.1 and TI2V-5B were trained on
+# original names of layers, by diffusers' names: within a block, and outside of the blocks
 NATIVE = {
     "attn1.to_q": "self_attn.q", "attn1.to_k": "self_attn.k", "attn1.to_v": "self_attn.v",
     "attn1.to_out.0": "self_attn.o",
@@ -41,7 +40,7 @@ NATIVE = {
     "condition_embedder.time_embedder.linear_1": "time_embedding.0",
     "condition_embedder.time_embedder.linear_2": "time_embedding.2",
     "condition_embedder.time_proj": "time_projection.1", "proj_out": "head.head",
-    # of models that see an image
+    # in models that condition on an image
     "attn2.add_k_proj": "cross_attn.k_img", "attn2.add_v_proj": "cross_attn.v_img",
     "condition_embedder.image_embedder.ff.net.0.proj": "img_emb.proj.1",
     "condition_embedder.image_embedder.ff.net.2": "img_emb.proj.3",
@@ -51,18 +50,19 @@ log = logging.getLogger(__name__)
 
 
 class Model(FlowModel):
-    """Wan: latents [N, C, (F - 1) / 4 + 1, H/8, W/8] (TI2V-5B: H/16) of videos [N, F, 3, H, W], or
-    with one frame of images [N, 3, H, W]; guidance `rollout.guidance_scale`.
+    """Wan: latents [N, C, (F - 1) / 4 + 1, H/8, W/8] (TI2V-5B: H/16) of videos [N, F, 3, H, W].
+
+    With one frame, they are those of images [N, 3, H, W]. Guidance by `rollout.guidance_scale`.
     """
 
     pipeline_class = "WanPipeline"
     transformer_class = WanTransformer3DModel
     guidance_key = "guidance_scale"
     default_negative = ""
-    second_guidance = True  # of a folder with one transformer, `__init__` says False
+    second_guidance = True  # `__init__` sets False for a folder with one transformer
     makes_videos = True
-    vae_dtype = torch.float32  # as the models' cards and Flow-GRPO have it
-    # the layers of Flow-GRPO's Wan script: attention among the tokens, and to the text
+    vae_dtype = torch.float32  # as in the model cards and in Flow-GRPO
+    # the layers of Flow-GRPO's Wan script: self-attention and cross-attention to the text
     lora_targets = (
         "attn1.to_k", "attn1.to_out.0", "attn1.to_q", "attn1.to_v",
         "attn2.to_k", "attn2.to_out.0", "attn2.to_q", "attn2.to_v",
@@ -73,18 +73,18 @@ class Model(FlowModel):
         ratio, second = self.pipeline.config.boundary_ratio, self.pipeline.transformer_2
         if (ratio is None) != (second is None):
             raise ValueError(
-                f"model.path: {config.path!r} should have both a transformer_2 and a boundary_ratio, or none"
+                f"model.path: {config.path!r} should have both a transformer_2 and a boundary_ratio, or neither"
             )
         c = self.pipeline.scheduler.config
         if type(self.pipeline.scheduler).__name__ == MULTISTEP and not c.use_flow_sigmas:
             raise ValueError(f"model.path: the scheduler of {config.path!r} should have use_flow_sigmas: true")
         if c.use_dynamic_shifting:
             raise ValueError(f"model.path: the scheduler of {config.path!r} should have use_dynamic_shifting: false")
-        # TI2V-5B's pipeline gives each token a timestep; those of a text-to-video sample are all
-        # equal, and one per sample is the same arithmetic without modulations of each token
+        # TI2V-5B's pipeline passes a timestep per token. In text to video, those of a sample are all equal: one per
+        # sample is the same computation without a modulation per token.
         self.fps = FPS_PER_TOKEN if self.pipeline.config.expand_timesteps else FPS
         for part in (self.transformer, second):
-            if part is not None:  # its angles were rounded to weights_dtype, and are in no file
+            if part is not None:  # rebuilt, because its angles, which are not in the files, were cast to weights_dtype
                 rope = part.rope
                 part.rope = WanRotaryPosEmbed(rope.attention_head_dim, rope.patch_size, rope.max_seq_len)
         self.second_guidance = second is not None
@@ -117,11 +117,13 @@ class Model(FlowModel):
 
     @classmethod
     def read_lora(cls, path: str, config: FlowModelConfig | None = None, names: Iterable[str] = ()) -> Layers:
-        """That of both transformers, or of the one whose file the folder has, where the model has two."""
+        """As for other families; for a model with two transformers, the LoRAs of those whose files the folder has."""
         folder = Path(path).expanduser()
         if config is None or SECOND not in component_names(model_index(str(base_folder(config)))):
             if (folder / SECOND_LORA).is_file():
-                raise ValueError(f"model.lora_path: {path!r} has {SECOND_LORA}, and the model no second transformer")
+                raise ValueError(
+                    f"model.lora_path: {path!r} has {SECOND_LORA}, but the model has no second transformer"
+                )
             return super().read_lora(path, config)
         layers: Layers = {}
         for part, file in ((FIRST, WEIGHTS), (SECOND, SECOND_LORA)):
@@ -145,7 +147,7 @@ class Model(FlowModel):
         alpha: float,
         file: str | None = None,
     ) -> None:
-        """A file for each of two transformers."""
+        """As for other families; for a model with two transformers, each has its own file."""
         for part, target in ((FIRST, WEIGHTS), (SECOND, SECOND_LORA)):
             some = {name.removeprefix(f"{part}."): t for name, t in layers.items() if name.startswith(f"{part}.")}
             if some:
@@ -156,7 +158,7 @@ class Model(FlowModel):
 
     @classmethod
     def lora_names(cls, layers: Sequence[str]) -> dict[str, str]:
-        """The model's own: ComfyUI reads no others, and diffusers reads them as well, where a block is among them."""
+        """The original names if a block is among the layers: ComfyUI reads only these, and diffusers reads them too."""
         names = super().lora_names(layers)
         if any(layer.startswith("blocks.") for layer in layers):
             for layer in layers:
@@ -165,14 +167,14 @@ class Model(FlowModel):
         return names
 
     def components(self, path: str) -> dict[str, Any]:
-        """None for a second transformer: `load` reads it as it reads the first."""
+        """None for a second transformer, because `load` loads it."""
         return {SECOND: None} if SECOND in component_names(model_index(path)) else {}
 
     def blocks(self) -> list[nn.Module]:
-        # in turns: of a fraction that is recomputed, each transformer has a part
+        # interleaved, so that checkpointing a fraction of them covers the same fraction of each transformer
         blocks: list[nn.Module] = []
-        for turn in zip(*[part.blocks for part in self.parts(self.transformer).values()], strict=True):
-            blocks += turn
+        for pair in zip(*[part.blocks for part in self.parts(self.transformer).values()], strict=True):
+            blocks += pair
         return blocks
 
     def check_length(self, max_length: int) -> None:
@@ -186,15 +188,15 @@ class Model(FlowModel):
             )
 
     def text_tokens(self, texts: list[str], max_length: int) -> tuple[Any, list[list[int]], int]:
-        """Of texts as the pipeline cleans them."""
+        """Those of the texts after the pipeline's cleaning."""
         return super().text_tokens([prompt_clean(text) for text in texts], max_length)
 
     def encode(self, texts: list[str], device: torch.device, max_length: int) -> list[Embeds]:
-        """`prompt_embeds` [L, D] without their padding, which is zeros and comes back in `collate`:
-        the model was trained with it, and attends to it; and `padded_length` [], that of
-        `prompt_embeds` with it.
+        """`prompt_embeds` [L, D] without their padding of zeros, and `padded_length` [], their length with it.
+
+        `collate` restores the padding: the model was trained with it, and attends to it.
         """
-        # by the class's own method: that of the pipeline for images needs ftfy, which is optional here
+        # by the base pipeline's method, because that of the image-to-video pipeline needs ftfy, which is optional here
         embeds = WanPipeline._get_t5_prompt_embeds(self.pipeline, texts, max_sequence_length=max_length, device=device)
         result = []
         for text in embeds.to(self.dtype).cpu():
@@ -204,14 +206,14 @@ class Model(FlowModel):
         return result
 
     def collate(self, embeds: list[Embeds], length: int, padded: bool) -> Embeds:
-        """`prompt_embeds` [N, max_length, D], whatever the longest of the step is."""
+        """`prompt_embeds` [N, max_length, D], independent of `length`."""
         return {"prompt_embeds": padded_texts(embeds, int(embeds[0]["padded_length"]))}
 
     def schedule(self, num_inference_steps: int, height: int, width: int) -> tuple[Tensor, Tensor]:
         scheduler = self.pipeline.scheduler
         scheduler.set_timesteps(num_inference_steps)
         sigmas = scheduler.sigmas.float().cpu()
-        sigmas[0] = 1.0  # the multistep solver stays 1e-6 below, for its logarithms
+        sigmas[0] = 1.0  # the multistep solver keeps 1e-6 below 1, for its logarithms
         return sigmas, scheduler.timesteps.float().cpu()
 
     def shift(self, num_inference_steps: int, height: int, width: int) -> float:
@@ -224,7 +226,7 @@ class Model(FlowModel):
         return (h // rows) * (w // columns)
 
     def context_plan(self) -> dict[str, Any]:
-        # but for timesteps of each token, of which there are none here: see __init__
+        # without the entry for timesteps per token, which are not used here: see __init__
         plan = {layer: plan for layer, plan in super().context_plan().items() if layer != ""}
         if not isinstance(self.transformer, Experts):
             return plan
@@ -271,7 +273,7 @@ class Model(FlowModel):
             if name in (components or (FIRST, SECOND)) and not steps.any():
                 log.warning(
                     "model.target_components: no step of rollout.sde_window_range, or of algorithm.last_steps, is one "
-                    "of %s, so that it learns nothing; its steps are those whose timestep is %s %g",
+                    "of %s, so it learns nothing; its steps are those whose timestep is %s %g",
                     name,
                     "at least" if name == FIRST else "below",
                     self.transformer.boundary,
@@ -302,11 +304,11 @@ class Model(FlowModel):
 
 
 class Experts(nn.Module):
-    """Two of diffusers' transformers as one, called as each of them is: rows at timesteps of `boundary` and above are
-    computed by `transformer`, those below by `transformer_2`.
+    """Two of diffusers' transformers, with the interface of one.
 
-    With `whole`, each transformer computes all rows where both have some: kernels round alike only in batches of one
-    size. Where weights are sharded, a transformer runs on all ranks or on none.
+    `transformer` computes rows at timesteps of at least `boundary`, and `transformer_2` those below. With `whole`, each
+    computes all rows if both have some, because kernels round equally only at the same batch size. If weights are
+    sharded, a transformer runs on all ranks or on none.
     """
 
     transformer: Any
@@ -318,14 +320,14 @@ class Experts(nn.Module):
         self.config = transformer.config
 
     def forward(self, timestep: Tensor, **inputs: Any) -> tuple[Tensor]:
-        """timestep [N] and tensors among `inputs` [N, ...] -> ([N, ...],), as without `return_dict`."""
+        """timestep [N] and tensors among `inputs` [N, ...] -> ([N, ...],), as with return_dict=False."""
         rows = {"timestep": timestep, **inputs}
         high = timestep >= self.boundary
-        # of meta tensors nothing is known but shapes: a batch of one level, or of both
-        places = [True] * len(high) if high.is_meta else high.tolist()
-        each = [any(places), not all(places) or (high.is_meta and self.whole)]
+        # meta tensors have no values: count a batch of one level or, with `whole`, of both
+        levels = [True] * len(high) if high.is_meta else high.tolist()
+        needed = [any(levels), not all(levels) or (high.is_meta and self.whole)]
         experts = [self.transformer, self.transformer_2]
-        for number, runs in enumerate(self._agreed(each)):
+        for number, runs in enumerate(self._agreed(needed)):
             if not runs:
                 return experts[1 - number](**rows)
         if self.whole:
@@ -333,24 +335,24 @@ class Experts(nn.Module):
             return (torch.where(high.view(-1, *[1] * (first.dim() - 1)), first, second),)
         parts, order = [], []
         for expert, level in zip(experts, (True, False), strict=True):
-            chosen = [i for i, place in enumerate(places) if place == level]
-            # without any, one row whose result is dropped: other ranks wait for this one in the same collectives
+            chosen = [i for i, is_high in enumerate(levels) if is_high == level]
+            # without rows, compute one and drop its result, because other ranks wait for this one in collectives
             index = torch.tensor(chosen or [0], device=high.device)
-            taken = {name: value[index] if isinstance(value, Tensor) else value for name, value in rows.items()}
-            parts.append(expert(**taken)[0][: len(chosen)])
+            part = {name: value[index] if isinstance(value, Tensor) else value for name, value in rows.items()}
+            parts.append(expert(**part)[0][: len(chosen)])
             order += chosen
         return (torch.cat(parts)[torch.tensor(order, device=high.device).argsort()],)
 
-    def _agreed(self, each: list[bool]) -> list[bool]:
-        """Which transformers run: those of which a rank has rows, and with gradients at least one that is trained."""
+    def _agreed(self, needed: list[bool]) -> list[bool]:
+        """Which transformers run: those that any rank needs, and with gradients at least one that is trained."""
         if isinstance(self, FSDPModule):
-            each = (reduce_sum(torch.tensor(each, dtype=torch.long, device="cpu")) > 0).tolist()
+            needed = (reduce_sum(torch.tensor(needed, dtype=torch.long, device="cpu")) > 0).tolist()
         if torch.is_grad_enabled():
             experts = (self.transformer, self.transformer_2)
             learns = [any(p.requires_grad for p in expert.parameters()) for expert in experts]
-            if any(learns) and not (each[0] and learns[0]) and not (each[1] and learns[1]):
-                each = [True, True]
-        return each
+            if any(learns) and not (needed[0] and learns[0]) and not (needed[1] and learns[1]):
+                needed = [True, True]
+        return needed
 
     def enable_gradient_checkpointing(self, function: Any) -> None:
         """See diffusers' ModelMixin."""

@@ -1,6 +1,6 @@
-"""Wan 2.1 and 2.2 image to video: a text, and the first frame, to a video.
+"""Wan 2.1 and 2.2, image to video: a video from a text and its first frame.
 
-Of Wan 2.2 TI2V-5B, whose folder is that of the text-to-video pipeline, by `model.family: wan_i2v`.
+For Wan 2.2 TI2V-5B, whose folder names the text-to-video pipeline, set `model.family: wan_i2v`.
 """
 
 from typing import Any
@@ -19,11 +19,11 @@ from phalanx.models.flow.references import to_ratio
 
 
 class Model(wan.Model):
-    """As Wan; `embeds["condition"]` has the latents of the first frame, cut in the middle to the ratio of the video.
+    """As Wan; `embeds["condition"]` has the latents of the first frame, center-cropped to the video's aspect ratio.
 
-    Channels of the condition [N, C, F, h, w], of the frame with black ones behind it, stand beside those of the noise;
-    the transformer of Wan 2.1 also takes CLIP's features `image_embeds` [N, L, D]. TI2V-5B's condition [N, C, 1, h, w]
-    is kept instead of the first latent frame, whose tokens are at level 0.
+    The condition [N, C, F, h, w], encoded from the frame followed by gray ones, is concatenated to the noisy latents
+    along channels; the transformer of Wan 2.1 also takes CLIP's features `image_embeds` [N, L, D]. TI2V-5B's condition
+    [N, C, 1, h, w] replaces the first latent frame, whose tokens are at noise level 0.
     """
 
     pipeline_class = "WanImageToVideoPipeline"
@@ -33,22 +33,22 @@ class Model(wan.Model):
         super().__init__(config, dtype, weights_dtype)
         c = self.transformer.config
         self.keeps_frame = self.pipeline.config.expand_timesteps
-        given = 0 if self.keeps_frame else self.vae.config.scale_factor_temporal + c.out_channels
-        if c.in_channels != c.out_channels + given:
+        extra = 0 if self.keeps_frame else self.vae.config.scale_factor_temporal + c.out_channels
+        if c.in_channels != c.out_channels + extra:
             raise ValueError(
                 f"model.path: the transformer of {config.path!r} has {c.in_channels} channels of input; expected "
-                f"{c.out_channels + given}, as of a model that makes videos of an image"
+                f"{c.out_channels + extra}, as of an image-to-video model"
             )
         self.sees = c.image_dim is not None
         if self.sees:
             if self.pipeline.image_encoder is None:
                 raise ValueError(f"model.path: {config.path!r} has no image_encoder, which its transformer needs")
             self.text_encoders.append(self.pipeline.image_encoder)
-        # by the name of an embedding and the image's digest, size and frames, for as long as some embeddings have them
+        # by embedding name, image digest, video size and frames, as long as some embeddings refer to it
         self._seen = WeakValueDictionary[tuple[str, str, tuple[int, int], int], Tensor]()
 
     def components(self, path: str) -> dict[str, Any]:
-        """The image encoder, in float32 as the model's card has it, and its processor, which needs no torchvision."""
+        """The image encoder, in float32 as in the model card, and its processor, in the version without torchvision."""
         parts, names = super().components(path), component_names(model_index(path))
         if "image_encoder" in names:
             parts["image_encoder"] = load_text_encoder(path, "image_encoder", "CLIPVisionModel", torch.float32)
@@ -65,8 +65,9 @@ class Model(wan.Model):
         super().check_length(max_length)
 
     def encode_instruction(self, instruction: Instruction, device: torch.device, max_length: int) -> Embeds:
-        """As `encode`, with `condition` and, where the transformer sees it, `image_embeds`: a tensor each for all texts
-        about an image.
+        """As `encode`, with `condition` and, if the transformer takes them, `image_embeds`.
+
+        All texts about an image share these tensors.
         """
         [embeds] = self.encode([instruction.text], device, max_length)
         makers = {"condition": self.condition} | ({"image_embeds": self.image_embeds} if self.sees else {})
@@ -79,17 +80,17 @@ class Model(wan.Model):
         return embeds
 
     def condition(self, instruction: Instruction, device: torch.device) -> Tensor:
-        """[C, F, h, w] or [C, 1, h, w] float32: latents of the first frame."""
+        """Latents of the first frame [C, F, h, w] or [C, 1, h, w] float32."""
         image = to_ratio(instruction.picture.pil(), *instruction.size)
         first = self.pipeline.video_processor.preprocess(image, *instruction.size)[:, :, None].float()
-        behind = 0 if self.keeps_frame else instruction.frames - 1
-        frames = torch.cat([first, first.new_zeros(*first.shape[:2], behind, *first.shape[3:])], 2)
+        later = 0 if self.keeps_frame else instruction.frames - 1
+        frames = torch.cat([first, first.new_zeros(*first.shape[:2], later, *first.shape[3:])], 2)
         latents = self.vae.encode(frames.to(device, self.vae.dtype)).latent_dist.mode().float()
         mean, std = self.latent_statistics(device)
         return ((latents - mean) / std)[0]
 
     def image_embeds(self, instruction: Instruction, device: torch.device) -> Tensor:
-        """[L, D]: CLIP's features of the first frame."""
+        """CLIP's features [L, D] of the first frame."""
         image = to_ratio(instruction.picture.pil(), *instruction.size)
         return self.pipeline.encode_image(image, device)[0].to(self.dtype)
 
@@ -100,7 +101,7 @@ class Model(wan.Model):
         return batch
 
     def context_plan(self) -> dict[str, Any]:
-        # with the timesteps of each token
+        # including the entry for timesteps per token
         return self.transformer_class._cp_plan if self.keeps_frame else super().context_plan()
 
     def velocity(self, latents: Tensor, timesteps: Tensor, embeds: Embeds, height: int, width: int) -> Tensor:
@@ -122,7 +123,7 @@ class Model(wan.Model):
         of_tokens = timesteps[:, None].repeat(1, count)
         of_tokens[:, :tokens] = 0
         rest = self.transformer(hidden_states=x, timestep=of_tokens, **inputs)[0][:, :, 1:]
-        # the straight way to what is known: all samplers end there, and no weight has a part in it
+        # the velocity of the straight line to the known frame: all samplers end there, and it depends on no weight
         known = (latents[:, :, :1] - condition) / (timesteps.view(-1, 1, 1, 1, 1) / wan.TIMESTEPS)
         return torch.cat([known, rest.float()], 2)
 

@@ -1,4 +1,4 @@
-"""Z-Image and Z-Image-Turbo (arXiv 2511.22699): texts and image in one stream of tokens."""
+"""Z-Image and Z-Image-Turbo (arXiv 2511.22699): text and image in one stream of tokens."""
 
 from typing import Any
 
@@ -10,18 +10,15 @@ from torch.nn.functional import pad
 from phalanx.models.flow.embeds import padded_texts
 from phalanx.models.flow.family import Embeds, FlowModel, check_size
 
-PATCH = 2  # latents a side of an image token, of a single frame
-# texts and images are filled up to a multiple of this many tokens, with learned ones that are
-# attended to
-UNIT = 32
+PATCH = 2  # side of an image token, in latents
+UNIT = 32  # texts and images are padded to a multiple of this many tokens, with learned tokens that are attended to
 
 
 class Transformer(ZImageTransformer2DModel):
-    """diffusers' transformer, modules and weights alike, with a forward pass of batches.
+    """diffusers' transformer, with the same modules and weights, and a batched forward pass.
 
-    diffusers' own takes lists and pads them to the longest of the batch, so that a sample's last
-    bits would depend on its neighbours, and its rows are prepared one by one. Here all that differs
-    between rows is in tensors.
+    diffusers' own takes lists and pads them to the longest in the batch, so that a sample's last bits would depend on
+    the others, and it prepares rows one by one. Here everything that differs between rows is in tensors.
     """
 
     def forward(
@@ -33,10 +30,10 @@ class Transformer(ZImageTransformer2DModel):
         attention_mask: Tensor | None = None,
         return_dict: bool = False,
     ) -> tuple[Tensor]:
-        """Velocity towards images of latents [N, C, H, W] at timestep [N], which is 0 for noise.
+        """Velocity towards the image, at latents [N, C, H, W] and timestep [N], which is 0 for noise.
 
-        Texts [N, L, D] are prompts where `text_mask` [N, L] says so, then the learned token; where
-        `attention_mask` [N, L] is False, there is nothing at all. L is a multiple of UNIT.
+        Texts [N, L, D] are those of prompts where `text_mask` [N, L] is True, else the learned token is read;
+        `attention_mask` [N, L] is False for padding that is not attended to. L is a multiple of UNIT.
         """
         assert not return_dict
         n, _, height, width = hidden_states.shape
@@ -47,7 +44,7 @@ class Transformer(ZImageTransformer2DModel):
         tokens = image.shape[1]
         filler = self.x_pad_token.to(image.dtype).expand(n, -tokens % UNIT, -1)
         image = torch.cat([image, filler], 1)
-        # (1 + the text's length, row, column) of image tokens, 0 of those that fill up
+        # positions are (1 + the text's length, row, column) for image tokens, and 0 for their padding
         grid = self._grid((1, height // PATCH, width // PATCH), image).repeat(n, 1, 1)
         grid[..., 0] += lengths
         image_rope = self._rope(pad(grid, (0, 0, 0, image.shape[1] - tokens)))
@@ -56,7 +53,7 @@ class Transformer(ZImageTransformer2DModel):
 
         text = self.cap_embedder(encoder_hidden_states)
         text = torch.where(text_mask[..., None], text, self.cap_pad_token.to(text.dtype))
-        # (1 + j, 0, 0) of token j
+        # positions are (1 + j, 0, 0) for token j
         text_rope = self._rope(self._grid((text.shape[1], 1, 1), text).expand(n, -1, -1))
         for block in self.context_refiner:
             text = self._run(block, text, attention_mask, text_rope)
@@ -75,16 +72,16 @@ class Transformer(ZImageTransformer2DModel):
         return block(*inputs)
 
     def _rope(self, positions: Tensor) -> Tensor:
-        """Rotations [N, L, head_dim / 2] of positions [N, L, 3]."""
+        """Rotary embeddings [N, L, head_dim / 2] of positions [N, L, 3]."""
         return self.rope_embedder(positions.flatten(0, 1)).unflatten(0, positions.shape[:2])
 
     def _grid(self, size: tuple[int, int, int], like: Tensor) -> Tensor:
-        """Positions [L, 3] of a grid that begins at (1, 0, 0)."""
+        """Positions [L, 3] of a grid with origin (1, 0, 0)."""
         return self.create_coordinate_grid(size, (1, 0, 0), like.device).flatten(0, 2)
 
 
 def _patches(latents: Tensor) -> Tensor:
-    """[N, C, H, W] -> [N, (H / 2)(W / 2), 4 C], the channel last."""
+    """[N, C, H, W] -> [N, (H / 2)(W / 2), 4 C], with the channel as the fastest index."""
     n, c, h, w = latents.shape
     cut = latents.view(n, c, h // PATCH, PATCH, w // PATCH, PATCH)
     return cut.permute(0, 2, 4, 3, 5, 1).reshape(n, -1, PATCH * PATCH * c)
@@ -98,7 +95,7 @@ def _unpatched(tokens: Tensor, height: int, width: int) -> Tensor:
 
 
 class Model(FlowModel):
-    """Z-Image: latents [N, 16, H/8, W/8]; Turbo does without `rollout.guidance_scale`."""
+    """Z-Image: latents [N, 16, H/8, W/8]; guidance by `rollout.guidance_scale`, which Turbo does not need."""
 
     pipeline_class = "ZImagePipeline"
     transformer_class = Transformer
@@ -112,7 +109,7 @@ class Model(FlowModel):
     )  # fmt: skip
 
     def blocks(self) -> list[nn.Module]:
-        """Blocks of the image, of the text, and of both."""
+        """Blocks of the image, of the text, and of their joint sequence."""
         t = self.transformer
         return [*t.noise_refiner, *t.context_refiner, *t.layers]
 
@@ -121,7 +118,7 @@ class Model(FlowModel):
         return c.n_heads, c.dim // c.n_heads
 
     def check_length(self, max_length: int) -> None:
-        # positions begin at 1, and the image has the one after
+        # a text's positions begin at 1, and the image has the one after the text's
         limit = self.transformer.config.axes_lens[0] - 2
         if _filled(max_length) > limit:
             raise ValueError(
@@ -129,7 +126,7 @@ class Model(FlowModel):
             )
 
     def text_tokens(self, texts: list[str], max_length: int) -> tuple[Any, list[list[int]], int]:
-        """With the chat template."""
+        """Those of the text in the chat template."""
         tokenizer, tokens = self.pipeline.tokenizer, []
         for text in texts:
             chat, form = [{"role": "user", "content": text}], {"tokenize": False, "add_generation_prompt": True}
@@ -137,10 +134,8 @@ class Model(FlowModel):
         return tokenizer, tokens, max_length
 
     def encode(self, texts: list[str], device: torch.device, max_length: int) -> list[Embeds]:
-        """`prompt_embeds` [L, D], L a multiple of UNIT, and `text_mask` [L]: False where the
-        learned token stands.
-        """
-        # the pipeline puts prompts into the template of a chat, in place
+        """`prompt_embeds` [L, D], L a multiple of UNIT, and `text_mask` [L], False for padding by the learned token."""
+        # copied, because the pipeline replaces the list's prompts by chats
         texts_embeds, _ = self.pipeline.encode_prompt(
             list(texts), device=device, do_classifier_free_guidance=False, max_sequence_length=max_length
         )
@@ -155,9 +150,7 @@ class Model(FlowModel):
         return _filled(max_length)
 
     def collate(self, embeds: list[Embeds], length: int, padded: bool) -> Embeds:
-        """`prompt_embeds` [N, length, D], `text_mask` [N, length] and, where `padded`,
-        `attention_mask` [N, length].
-        """
+        """`prompt_embeds` [N, length, D], `text_mask` [N, length], and `attention_mask` [N, length] if `padded`."""
         batch = {
             "prompt_embeds": padded_texts(embeds, length),
             "text_mask": torch.stack([pad(e["text_mask"], (0, length - len(e["text_mask"]))) for e in embeds]),
@@ -183,10 +176,10 @@ class Model(FlowModel):
             text_mask=embeds["text_mask"],
             attention_mask=embeds.get("attention_mask"),
         )[0]
-        return -out  # the model's own leads to the image
+        return -out  # the model predicts the velocity towards the image
 
     def guide(self, negative: Tensor, positive: Tensor, scale: float) -> Tensor:
-        """As the pipeline counts: from the positive branch."""
+        """As in the pipeline, where scale 0 is the positive branch."""
         return positive + scale * (positive - negative)
 
     def embeds_like(self, length: int, height: int, width: int) -> Embeds:
@@ -196,5 +189,5 @@ class Model(FlowModel):
 
 
 def _filled(length: int) -> int:
-    """Tokens of a text after it is filled up."""
+    """Number of tokens of a text with its padding."""
     return length + -length % UNIT
