@@ -84,9 +84,7 @@ def test_a_frozen_layer_passes_gradients_on() -> None:
     assert linear.weight.grad is None
 
 
-@pytest.mark.parametrize(
-    ("rows", "dtype"), [(ENOUGH - 1, torch.float32), (200, torch.bfloat16), (200, torch.float64)]
-)
+@pytest.mark.parametrize(("rows", "dtype"), [(ENOUGH - 1, torch.float32), (200, torch.bfloat16), (200, torch.float64)])
 def test_the_rest_is_left_to_torch(rows: int, dtype: torch.dtype) -> None:
     linear, x = layer().to(dtype), torch.randn(rows, IN, dtype=dtype)
     assert torch.equal(linear(x), nn.functional.linear(x, linear.weight, linear.bias))

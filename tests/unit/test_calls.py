@@ -117,7 +117,7 @@ def test_calls(form: str, text: str, content: str, calls: list[dict[str, Any]]) 
             hermes('{"x": ' + "9" * 5000 + "}"),
             "Exceeds the limit (4300 digits) for integer string conversion",
         ),
-        ("hermes", hermes('{"name": "\\ud83d"}'), "\\ud83d is half of a surrogate pair, which no text can hold"),
+        ("hermes", hermes('{"name": "\\ud83d"}'), "\\ud83d is half of a surrogate pair, which is not valid text"),
         ("qwen3_coder", hermes(CALL), "expected <function=name> after <tool_call>"),
         ("qwen3_coder", hermes("<function=calc>\n<parameter=x>\n1"), "no </parameter> after <parameter=x>"),
         ("llama3", "<|python_tag|>print(1)", "Expecting value: line 1 column 1 (char 0)"),
