@@ -1,1 +1,1 @@
-"""Models that are trained: weights over the mesh (trained.py), and what each kind computes."""
+"""Trained models: their weights over the mesh (trained.py), and one package per kind of model."""

@@ -14,7 +14,7 @@ _HALVES = {"BF16": torch.bfloat16, "F16": torch.float16}  # a cast from these to
 
 
 def dtype_to_read(folder: Path, dtype: torch.dtype) -> torch.dtype:
-    """The dtype to load *.safetensors in for parameters of `dtype`: the files', if it is one that casts exactly."""
+    """The dtype to load *.safetensors in for parameters of `dtype`: the files' if they share one that casts exactly."""
     names: set[str] = set()
     for file in folder.glob("*.safetensors"):
         names |= {name for name, _ in tensors(file).values()}

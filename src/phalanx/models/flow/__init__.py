@@ -1,1 +1,1 @@
-"""Flow-matching models of pictures and videos."""
+"""Flow-matching models of images and videos."""

@@ -110,14 +110,14 @@ class FlowPolicy:
     ) -> None:
         """Encode ahead what the node's ranks will `embed`, each text on only one of them.
 
-        prompts: those of each rank of the node. agreed: calls a function that may raise ValueError on one rank, so that
-        all ranks raise.
+        prompts: a list for each rank of the node. agreed: calls a function that may raise ValueError on one rank, so
+        that all ranks raise.
         """
         keys = [self._keys(each, negatives, size) for each in prompts]
         self._embeds.share(keys, self.node, agreed)
 
     def _keys(self, prompts: list[Prompt], negatives: bool, size: tuple[int, ...] | None) -> list[Any]:
-        """Keys in the cache: those of the prompts, then those of their negative prompts."""
+        """Keys of the prompts in the cache, then keys of their negative prompts."""
         texts = [p.text for p in prompts]
         if negatives:
             default = self.model.default_negative
@@ -271,7 +271,7 @@ class FlowPolicy:
         """Images [N, 3, H, W] or videos [N, F, 3, H, W] in 0..1 on the CPU, decoded `slice_size` at a time."""
         decoded = []
         for part in latents.split(slice_size or len(latents)):
-            # rewards, logs and files use them on the CPU, and a GPU has no room for those of a whole training step
+            # rewards, logs and files use images on the CPU, and all images of a training step do not fit on a GPU
             decoded.append(self.model.decode(part, sampler.height, sampler.width).cpu())
         return torch.cat(decoded)
 

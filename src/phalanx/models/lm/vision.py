@@ -115,8 +115,8 @@ class Vision:
         lists = []
         for part in self.parts():
             lists += [module for module in part.modules() if isinstance(module, nn.ModuleList)]
-        longest = max(lists, key=lambda layers: sum(p.numel() for p in layers.parameters()))
-        return list(longest)
+        largest = max(lists, key=lambda layers: sum(p.numel() for p in layers.parameters()))
+        return list(largest)
 
     # -- features ---------------------------------------------------------------------------------
 

@@ -1,1 +1,1 @@
-"""A file each family of flow-matching models."""
+"""Families of flow-matching models, one per file."""

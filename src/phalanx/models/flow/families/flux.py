@@ -42,7 +42,7 @@ class Model(PackedModel):
         return super().split_tokens(height, width, frames, max_length) | {"data.max_prompt_length": max_length}
 
     def text_tokens(self, texts: list[str], max_length: int) -> tuple[Any, list[list[int]], int]:
-        """Those of T5."""
+        """Tokens of T5."""
         return self.pipeline.tokenizer_2, self.pipeline.tokenizer_2(texts)["input_ids"], max_length
 
     def encode(self, texts: list[str], device: torch.device, max_length: int) -> list[Embeds]:

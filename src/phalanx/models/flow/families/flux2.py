@@ -59,7 +59,7 @@ class Model(PackedModel):
         return [*self.transformer.transformer_blocks, *self.transformer.single_transformer_blocks]
 
     def text_tokens(self, texts: list[str], max_length: int) -> tuple[Any, list[list[int]], int]:
-        """Those of the text and the system message in the chat template."""
+        """Tokens of the chat template with the text and the system message."""
         # imported here, because a job imports all families, and this module takes a twentieth of the total import time
         from diffusers.pipelines.flux2.pipeline_flux2 import format_input
 

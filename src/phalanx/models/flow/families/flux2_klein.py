@@ -27,7 +27,7 @@ class Model(flux2.Model):
         return {}
 
     def text_tokens(self, texts: list[str], max_length: int) -> tuple[Any, list[list[int]], int]:
-        """Those of the text in the chat template."""
+        """Tokens of the chat template with the text."""
         tokenizer, tokens = self.pipeline.tokenizer, []
         for text in texts:
             chat, form = [{"role": "user", "content": text}], {"tokenize": False, "add_generation_prompt": True}

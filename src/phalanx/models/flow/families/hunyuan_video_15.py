@@ -123,7 +123,7 @@ class Transformer(HunyuanVideo15Transformer3DModel):
 class Model(FlowModel):
     """HunyuanVideo 1.5: latents [N, 32, (F - 1) / 4 + 1, H/16, W/16] of videos [N, F, 3, H, W].
 
-    With one frame, they are those of images [N, 3, H, W]. Guidance by `rollout.guidance_scale`.
+    Latents with one frame are images [N, 3, H, W]. Guidance by `rollout.guidance_scale`.
     """
 
     pipeline_class = "HunyuanVideo15Pipeline"
@@ -161,7 +161,7 @@ class Model(FlowModel):
             block.attn.set_processor(JointAttention())
 
     def text_tokens(self, texts: list[str], max_length: int) -> tuple[Any, list[list[int]], int]:
-        """Those of the text and of the template after it; those of the template before it are dropped."""
+        """Tokens of the text and of the template after it; tokens of the template before it are dropped."""
         p = self.pipeline
         chats = format_text_input(texts, p.system_message)
         filled = p.tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=False)

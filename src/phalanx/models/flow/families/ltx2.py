@@ -152,7 +152,7 @@ class Model(FlowModel):
             )
 
     def text_tokens(self, texts: list[str], max_length: int) -> tuple[Any, list[list[int]], int]:
-        """Those of the texts without surrounding whitespace, as in the pipeline."""
+        """Tokens of the texts without surrounding whitespace, as in the pipeline."""
         return super().text_tokens([text.strip() for text in texts], max_length)
 
     def encode(self, texts: list[str], device: torch.device, max_length: int) -> list[Embeds]:

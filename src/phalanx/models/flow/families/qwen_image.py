@@ -29,7 +29,7 @@ class Model(PackedModel):
         use_real_rotations(self.transformer)
 
     def text_tokens(self, texts: list[str], max_length: int) -> tuple[Any, list[list[int]], int]:
-        """Those of the text and of the template after it; those of the template before it are dropped."""
+        """Tokens of the text and of the template after it; tokens of the template before it are dropped."""
         p = self.pipeline
         tokens = p.tokenizer([p.prompt_template_encode.format(text) for text in texts])["input_ids"]
         read = [ids[p.prompt_template_encode_start_idx :] for ids in tokens]

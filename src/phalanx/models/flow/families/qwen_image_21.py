@@ -177,7 +177,7 @@ class Model(PackedModel):
         return height // factor, width // factor
 
     def text_tokens(self, texts: list[str], max_length: int) -> tuple[Any, list[list[int]], int]:
-        """Those of the text without the template, see `cut_text`."""
+        """Tokens of the text without the template, see `cut_text`."""
         tokenizer = self.pipeline.processor.tokenizer
         return tokenizer, tokenizer(texts)["input_ids"], max_length
 

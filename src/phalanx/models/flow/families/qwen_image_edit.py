@@ -99,7 +99,7 @@ class Model(qwen_image.Model):
         return images
 
     def text_tokens(self, texts: list[str], max_length: int) -> tuple[Any, list[list[int]], int]:
-        """Those of the instruction only, see `cut_text`."""
+        """Tokens of only the instruction, see `cut_text`."""
         return self.pipeline.tokenizer, self.pipeline.tokenizer(texts)["input_ids"], max_length
 
     def most_tokens(self, max_length: int, height: int, width: int) -> int:

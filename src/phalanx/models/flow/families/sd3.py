@@ -61,7 +61,7 @@ class Model(FlowModel):
         )[0]
 
     def text_tokens(self, texts: list[str], max_length: int) -> tuple[Any, list[list[int]], int]:
-        """Those of T5, or of CLIP if the folder has no T5."""
+        """Tokens of T5, or of CLIP if the folder has no T5."""
         if self.pipeline.tokenizer_3 is None:
             return self.pipeline.tokenizer, self.pipeline.tokenizer(texts)["input_ids"], CLIP_TOKENS
         return self.pipeline.tokenizer_3, self.pipeline.tokenizer_3(texts)["input_ids"], max_length

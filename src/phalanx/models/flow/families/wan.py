@@ -52,7 +52,7 @@ log = logging.getLogger(__name__)
 class Model(FlowModel):
     """Wan: latents [N, C, (F - 1) / 4 + 1, H/8, W/8] (TI2V-5B: H/16) of videos [N, F, 3, H, W].
 
-    With one frame, they are those of images [N, 3, H, W]. Guidance by `rollout.guidance_scale`.
+    Latents with one frame are images [N, 3, H, W]. Guidance by `rollout.guidance_scale`.
     """
 
     pipeline_class = "WanPipeline"
@@ -188,7 +188,7 @@ class Model(FlowModel):
             )
 
     def text_tokens(self, texts: list[str], max_length: int) -> tuple[Any, list[list[int]], int]:
-        """Those of the texts after the pipeline's cleaning."""
+        """Tokens of the texts after the pipeline's cleaning."""
         return super().text_tokens([prompt_clean(text) for text in texts], max_length)
 
     def encode(self, texts: list[str], device: torch.device, max_length: int) -> list[Embeds]:

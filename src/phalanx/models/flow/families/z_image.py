@@ -32,8 +32,8 @@ class Transformer(ZImageTransformer2DModel):
     ) -> tuple[Tensor]:
         """Velocity towards the image, at latents [N, C, H, W] and timestep [N], which is 0 for noise.
 
-        Texts [N, L, D] are those of prompts where `text_mask` [N, L] is True, else the learned token is read;
-        `attention_mask` [N, L] is False for padding that is not attended to. L is a multiple of UNIT.
+        Where `text_mask` [N, L] is False, the learned token replaces the text embeddings [N, L, D]; `attention_mask`
+        [N, L] is False for padding that is not attended to. L is a multiple of UNIT.
         """
         assert not return_dict
         n, _, height, width = hidden_states.shape
@@ -126,7 +126,7 @@ class Model(FlowModel):
             )
 
     def text_tokens(self, texts: list[str], max_length: int) -> tuple[Any, list[list[int]], int]:
-        """Those of the text in the chat template."""
+        """Tokens of the chat template with the text."""
         tokenizer, tokens = self.pipeline.tokenizer, []
         for text in texts:
             chat, form = [{"role": "user", "content": text}], {"tokenize": False, "add_generation_prompt": True}
