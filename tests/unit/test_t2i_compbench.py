@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from phalanx.rewards.base import RewardError
-from phalanx.rewards.judge._pool import _asked
+from phalanx.rewards.judge._pool import _questions_of
 from phalanx.rewards.judge._t2i_compbench_text import DESCRIBE, GRADE
 from phalanx.rewards.judge.t2i_compbench import T2iCompbench
 from phalanx.types import Prompt
@@ -114,11 +114,11 @@ def test_a_category_that_is_none() -> None:
 
 def test_rows_that_are_refused_are_asked_nothing_where_errors_are_forgiven() -> None:
     refused = Prompt("a dog", 0, {"category": "color"}, place="rows.jsonl:1")
-    assert _asked("t", T2iCompbench(), True, refused, None) == (None, [])
-    assert told(RewardError, _asked, "t", T2iCompbench(), False, refused, None).startswith(
+    assert _questions_of("t", T2iCompbench(), True, refused, None) == (None, [])
+    assert told(RewardError, _questions_of, "t", T2iCompbench(), False, refused, None).startswith(
         "reward 't' has no question: ValueError: phrases None; expected a list with a text for each part of the prompt"
     )
-    first, texts = _asked("t", T2iCompbench(), True, Prompt("a green bench and a blue bowl", 0, PARTS), None)
+    first, texts = _questions_of("t", T2iCompbench(), True, Prompt("a green bench and a blue bowl", 0, PARTS), None)
     assert first is not None and len(texts) == 2
 
 
@@ -128,6 +128,6 @@ def test_questions_are_a_list_of_texts(asked: Any) -> None:
         def questions(self, prompt: str, metadata: dict[str, Any]) -> list[str]:
             return asked
 
-    assert told(RewardError, _asked, "t", Wrong("numeracy"), False, Prompt("a dog", 0, {}), None).startswith(
+    assert told(RewardError, _questions_of, "t", Wrong("numeracy"), False, Prompt("a dog", 0, {}), None).startswith(
         f"reward 't' has no question: TypeError: questions returned {asked!r}; expected a list of at least one text on"
     )
