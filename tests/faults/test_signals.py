@@ -43,7 +43,7 @@ def test_a_stopped_job_goes_on(
         assert job.wait(MAY_TAKE_S) == status
         done = steps(tmp_path)[-1]
         kept = tmp_path / "out" / "checkpoints" / f"step_{done:06d}"
-        # train.sh passes SIGINT on as SIGTERM, because at a second Ctrl-C torchrun would not wait for a checkpoint
+        # train.sh hands SIGINT on as SIGTERM: torchrun would not wait for a checkpoint at a second Ctrl-C
         line = f"stopped by SIGTERM after step {done} of 500; the same command goes on from {kept}"
         assert job.said.splitlines().count(line) == 1
     assert checkpoints(tmp_path) == [kept.name]
