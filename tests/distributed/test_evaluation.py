@@ -140,7 +140,7 @@ def evaluate_until_it_is_stopped(words: list[str], message: str) -> None:
 def test_a_stopped_evaluation_goes_on_and_two_at_once_are_refused(lm_folder: Path, tmp_path: Path) -> None:
     words, folder = lm_words(lm_folder, tmp_path, "stopped"), tmp_path / "stopped"
     (tmp_path / "stop").touch()
-    line = f"^stopped by phalanx stop after [12] of 3 chunks of prompts; the same command goes on from {re.escape(str(folder))}$"
+    line = f"^stopped by phalanx stop after [12] of 3 chunks of prompts; the same command resumes from {re.escape(str(folder))}$"
     run_ranks(evaluate_until_it_is_stopped, 1, words, line)
     assert (folder / "records.jsonl").read_text() and not (folder / "evaluation.json").exists()
     assert not (folder / "running.json").exists() and not (folder / "stop.json").exists()

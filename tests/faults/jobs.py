@@ -1,4 +1,4 @@
-"""Real jobs on real torchruns, and what can happen to them."""
+"""Real jobs under real torchruns, and faults that can happen to them."""
 
 import contextlib
 import json
@@ -17,16 +17,16 @@ from tests.lm import lm_overrides, sft_overrides
 from tests.ranks import LIMIT_S, ROOT, end_with_parent, launch_environment
 
 TASK = "tests/faults/task.py"
-TIMEOUT_S = 60  # parallel.timeout_s of every job here in which no rank hangs or is silent
-SHORT = "parallel.timeout_s=15"  # of those in which one does: the limit has to run out
+TIMEOUT_S = 60  # parallel.timeout_s of jobs in which no rank hangs or is silent
+SHORT = "parallel.timeout_s=15"  # for jobs in which one does, because the limit must expire
 
 
 class Job:
-    """One node's `sh train.sh`, begun at once; a context manager that leaves no process behind.
+    """One node's `sh train.sh`, started immediately; a context manager that leaves no process behind.
 
-    `folder` holds prompts, the output_dir `out`, and the terminal's text `<name>.log`. `prefix` goes before the
+    `folder` contains prompts, the output_dir `out`, and the terminal's output `<name>.log`. `prefix` precedes the
     command, such as `ip netns exec ...`. With `lm` the model is a language model, with `sft` one that learns to denoise
-    blocks, supervised.
+    blocks by supervised training.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Job:
         base = overrides_of(model, folder)
         self.folder, self.log = folder, folder / f"{name}.log"
         settings = [f"parallel.timeout_s={TIMEOUT_S}", "rollout.micro_batch_size_per_gpu=4", *overrides]
-        mark = f"{folder}/{name}"  # in the environment of all that the job starts
+        mark = f"{folder}/{name}"  # in the environment of all processes of the job
         variables = {"NPROC_PER_NODE": "2", "RECIPE": recipe, "NODE_MARK": mark, **(env or {})}
         self._mark = f"NODE_MARK={mark}\0"
         with self.log.open("a") as log:
@@ -69,7 +69,7 @@ class Job:
 
     @property
     def said(self) -> str:
-        """All that the terminal shows."""
+        """The whole output on the terminal."""
         return self.log.read_text()
 
     def wait(self, timeout: float = LIMIT_S) -> int:
@@ -81,7 +81,7 @@ class Job:
             raise AssertionError(f"still running after {timeout} s:\n{self.said}") from None
 
     def until(self, happened: Callable[[], Any], timeout: float = LIMIT_S) -> Any:
-        """Wait until `happened()` is true, and return what it gave; the job must not end before."""
+        """Wait until `happened()` is true and return its value; the job must not end before."""
         deadline = time.monotonic() + timeout
         while not (found := happened()):
             assert self.process.poll() is None, f"the job ended too early:\n{self.said}"
@@ -98,7 +98,7 @@ class Job:
         return int(pid), int(step), name
 
     def processes(self) -> dict[int, str]:
-        """pid -> command line of this node's processes that run: train.sh, torchrun, ranks, and what these started."""
+        """pid -> command line of this node's running processes: train.sh, torchrun, ranks, and their children."""
         found = {}
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit():
@@ -116,7 +116,7 @@ class Job:
         return sorted(pid for pid, line in self.processes().items() if f" -u {TASK}" in line)
 
     def kill_all(self) -> None:
-        """SIGKILL to all of the node, as a power cut would."""
+        """Send SIGKILL to all processes of the node, like a power cut."""
         while processes := self.processes():
             for pid in processes:
                 kill(pid, signal.SIGKILL)
@@ -125,16 +125,16 @@ class Job:
 
 
 def _like_a_terminals_job() -> None:
-    """In the child: it hears SIGINT, which a shell's background jobs, such as the tests may be, ignore; and no test is
-    left by its jobs.
+    """Called in the child: handle SIGINT, which background jobs of a shell, such as the tests, may ignore; and die with
+    the test.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     end_with_parent()
 
 
 def killed(rank: int, role: str = "") -> str:
-    """A pattern of the line that names a rank which was killed: as its launcher's end of the others says, or, where a
-    busy machine is slow to do so, their own watch.
+    """A pattern of the line that reports a killed rank: due to its launcher, which ends the others, or, if that takes
+    long on a busy machine, due to the other ranks' watch.
     """
     name = rf"rank {rank} on {socket.gethostname()}" + (rf" \({role}\)" if role else "")
     return (
@@ -150,22 +150,22 @@ def kill(pid: int, number: signal.Signals) -> None:
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
-    """metrics.jsonl without what time and memory say."""
+    """The rows of metrics.jsonl without metrics of time and memory."""
     lines = (folder / "out" / "metrics.jsonl").read_text().splitlines()
     return [{k: v for k, v in json.loads(line).items() if not k.startswith(("perf/", "time/"))} for line in lines]
 
 
 def steps(folder: Path) -> list[int]:
-    """The steps of metrics.jsonl; none before it is there."""
+    """The steps of metrics.jsonl; empty if it does not exist yet."""
     return [row["step"] for row in rows(folder)] if (folder / "out" / "metrics.jsonl").exists() else []
 
 
 def checkpoints(folder: Path) -> list[str]:
-    """Names of the folders in checkpoints/."""
+    """The names of the folders in checkpoints/."""
     return sorted(entry.name for entry in (folder / "out" / "checkpoints").iterdir())
 
 
 def checksums(folder: Path, step: int) -> dict[str, list[int]]:
-    """[size, checksum] of the files that hold the weights and optimizers of a checkpoint."""
+    """[size, checksum] of the files with a checkpoint's weights and optimizer states."""
     files: dict[str, list[int]] = read_meta(folder / "out" / "checkpoints" / f"step_{step:06d}")["files"]
     return {name: found for name, found in files.items() if name.endswith(".distcp")}

@@ -1,8 +1,8 @@
 """tasks/train_flowgrpo.py, or with RECIPE=lm tasks/train_grpo.py and with RECIPE=sft tasks/train_block_diffusion.py, whose
-ranks also say which phase they are in, so that tests can aim.
+ranks also record their current phase, so that tests can aim.
 
-FAULT names what goes wrong in reinforcement learning: `raise:RANK:STEP` and `hang:RANK:STEP` in the advantage of that step,
-or on a rank that only samples in its sampling, once.
+FAULT names a fault in reinforcement learning: `raise:RANK:STEP` and `hang:RANK:STEP` happen once, in the advantage of
+that step, or during sampling on a rank that only samples.
 """
 
 import os
@@ -39,7 +39,7 @@ def build(cfg: Any) -> Callable[[], None]:
 
     @contextmanager
     def phase(self: Timers, name: str) -> Iterator[None]:
-        """Write `<pid> <step> <phase>` to a file of the rank, and stay a little in each phase."""
+        """Write `<pid> <step> <phase>` to a file of the rank, and extend each phase a little."""
         with plain_timers(self, name):
             part = said.with_suffix(".part")
             part.write_text(f"{os.getpid()} {step_of()} {name}")

@@ -1,4 +1,4 @@
-"""A disk that fills up: the run goes on and says so, and what was saved before is intact."""
+"""A disk that fills up: the run continues with a warning, and files saved before are intact."""
 
 import errno
 import logging
@@ -34,7 +34,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def fill(folder: Path) -> None:
-    """Leave not one byte."""
+    """Fill the file system completely."""
     file = os.open(folder / "filler", os.O_CREAT | os.O_WRONLY)
     try:
         while True:
@@ -46,7 +46,7 @@ def fill(folder: Path) -> None:
 
 
 def fit_on_a_filling_disk(cfg: FlowRLConfig, folder: Path) -> None:
-    """Full from the end of step 3 to that of step 7."""
+    """The disk is full from the end of step 3 to the end of step 7."""
     logging.basicConfig(force=True)
 
     from phalanx.training.flow_rl import build
@@ -60,7 +60,7 @@ def fit_on_a_filling_disk(cfg: FlowRLConfig, folder: Path) -> None:
             job.checkpointer.wait()
             fill(folder)
         if job.world.rank == 0 and step == 7:
-            assert steps(folder)[-1] < 7  # its last page took a row or two
+            assert steps(folder)[-1] < 7  # the file's last page had room for a row or two
             (folder / "filler").unlink()
 
     job.end_step = end_step  # type: ignore[method-assign]
@@ -78,7 +78,7 @@ def test_a_full_disk_costs_a_checkpoint_not_the_run(
     assert re.search(rf"checkpoint {root}/step_000004 was not written: {full}", said)
     assert re.search(rf"checkpoint {root}/step_000006 was not written: {full}", said)
     assert f"{small_disk}/out/metrics.jsonl: " in said and " rows wait to be written" in said
-    # the rows of the time without space are written later, and each once
+    # the rows from the time without space are written later, and only once
     assert steps(small_disk) == [1, 2, 3, 4, 5, 6, 7, 8, 9]
     assert sorted(f.name for f in root.iterdir()) == ["step_000002", "step_000008", "step_000009"]
     assert all(complete(f) is None and damaged(f) is None for f in root.iterdir())

@@ -21,12 +21,12 @@ def test_a_rank_that_raises(sd3_folder: Path, tmp_path: Path) -> None:
     report = said[said.index(f"rank 1 on {HOST}:") :].splitlines()
     assert report[-1] == "KeyError: 'no such thing'"
     assert any('task.py", line' in line and line.endswith("in advantage") for line in report)
-    assert said.count("Traceback (most recent call last)") == 1  # nobody else's abort, and none of torchrun's
+    assert said.count("Traceback (most recent call last)") == 1  # none of other ranks, and none of torchrun
     assert "Connection closed" not in said
 
 
 def test_a_rank_that_hangs(sd3_folder: Path, tmp_path: Path) -> None:
-    """The time limit ends the job, and the stack of the rank that hangs is on the terminal."""
+    """The time limit ends the job, and the stack of the hanging rank is printed."""
     with Job(sd3_folder, tmp_path, *SETTINGS, SHORT, env={"FAULT": "hang:1:2"}) as job:
         assert job.wait() == 1
         assert f"stacks of rank 1 on {HOST}:" in job.said
@@ -36,7 +36,7 @@ def test_a_rank_that_hangs(sd3_folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_rank_that_is_frozen_is_named(sd3_folder: Path, tmp_path: Path) -> None:
-    """Not even its threads run. The launcher waits 30 s for it to heed SIGTERM before it is killed."""
+    """Not even its threads run. The launcher waits 30 s after SIGTERM before it kills the rank."""
     with Job(sd3_folder, tmp_path, *SETTINGS, SHORT, env={"PHASE_S": "0.1"}) as job:
         job.until(lambda: job.phase(1)[1] >= 1)
         kill(job.phase(1)[0], signal.SIGSTOP)

@@ -1,4 +1,4 @@
-"""Two hosts: one job like on one host, a host that goes and comes back, and a wire that is cut."""
+"""Two hosts: the same results as on one host, a host that leaves and returns, and a cut network link."""
 
 import re
 import signal
@@ -27,9 +27,9 @@ def on_one_host(model: Path, folder: Path, *overrides: str) -> None:
 
 
 def test_two_hosts_are_one_world(hosts: Hosts, sd3_folder: Path, tmp_path: Path) -> None:
-    """2 x 2 ranks on two hosts train what 4 ranks of one host do, to the last bit.
+    """2 x 2 ranks on two hosts train exactly the same weights as 4 ranks on one host.
 
-    Node 0 is known by its name, which leads to node 0 on the other host and to the loopback on its own.
+    Node 0 is given by its name, which resolves to node 0 on the other host and to the loopback interface on itself.
     """
     settings = (*FIXED, "trainer.total_training_steps=3")
     on_one_host(sd3_folder, tmp_path / "one", *settings)
@@ -40,13 +40,13 @@ def test_two_hosts_are_one_world(hosts: Hosts, sd3_folder: Path, tmp_path: Path)
         hosts.job(1, sd3_folder, folder, *settings, **env) as b,
     ):
         assert (a.wait(), b.wait()) == (0, 0), a.said + b.said
-    assert worlds(a.said) == [4] and worlds(b.said) == []  # rank 0 speaks
+    assert worlds(a.said) == [4] and worlds(b.said) == []  # only rank 0 prints
     assert rows(folder) == rows(tmp_path / "one")
 
 
 @pytest.mark.long
 def test_a_host_goes_and_comes_back(hosts: Hosts, sd3_folder: Path, tmp_path: Path) -> None:
-    """The global batch, and so the run, stays what it was: only the split follows the ranks that are there."""
+    """The global batch, and therefore the run, does not change: only its division among the ranks does."""
     settings = (*FIXED, "trainer.save_freq=2", "trainer.total_training_steps=40")
     elastic = {"NNODES": "1:2", "RDZV_CONF": "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=5"}
     with hosts.job(0, sd3_folder, tmp_path, *settings, **elastic, PHASE_S="0.15") as a:
@@ -73,14 +73,14 @@ def test_a_host_goes_and_comes_back(hosts: Hosts, sd3_folder: Path, tmp_path: Pa
 
 
 def test_a_stop_of_node_0_is_one_line_on_the_other(hosts: Hosts, sd3_folder: Path, tmp_path: Path) -> None:
-    """Of an elastic job whose second node comes later, which node 0 tells, too."""
+    """In an elastic job, whose second node joins later; node 0 reports that, too."""
     settings = (*FIXED, "trainer.total_training_steps=500")
     elastic = {"NNODES": "1:2", "PHASE_S": "0.1", "RDZV_CONF": "last_call_timeout=3"}
     with hosts.job(0, sd3_folder, tmp_path, *settings, **elastic) as a:
         a.until(lambda: steps(tmp_path))
         alone = a.phase(0)[0]
         with hosts.job(1, sd3_folder, tmp_path, *settings, **elastic) as b:
-            # both nodes train: a node whose ranks are still to start would end in another way
+            # wait until both nodes train, because a node whose ranks have not started would end differently
             a.until(lambda: worlds(a.said)[-1:] == [4] and a.phase(0)[0] != alone and a.phase(0)[1] >= 2)
             assert "\nnodes come or go: starting again after step " in a.said and "stopped by" not in a.said
             kill(a.process.pid, signal.SIGTERM)
@@ -110,7 +110,7 @@ def test_an_error_on_one_host_is_told_on_the_other(hosts: Hosts, sd3_folder: Pat
 
 
 def test_a_cut_wire_ends_all_ranks(hosts: Hosts, sd3_folder: Path, tmp_path: Path) -> None:
-    """Each side says which ranks it has lost."""
+    """Each side reports the ranks that it has lost."""
     settings = (*FIXED, "trainer.total_training_steps=500", SHORT)
     with (
         hosts.job(0, sd3_folder, tmp_path, *settings, PHASE_S="0.1") as a,
@@ -124,7 +124,7 @@ def test_a_cut_wire_ends_all_ranks(hosts: Hosts, sd3_folder: Path, tmp_path: Pat
                 assert time.monotonic() < deadline, a.said + b.said
                 time.sleep(0.1)
         for job in (a, b):
-            kill(job.process.pid, signal.SIGTERM)  # the launchers would say goodbye to each other for long
+            kill(job.process.pid, signal.SIGTERM)  # the launchers would take long to leave the rendezvous
             job.wait()
         assert re.search(r"lost ranks 2, 3 on \S+ \(node 1\): no sign of life for \d+ s", a.said), a.said
         assert re.search(r"lost rank 0 on \S+ \(node 0\), which keeps the store: no contact for \d+ s", b.said), b.said

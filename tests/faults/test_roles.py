@@ -1,4 +1,4 @@
-"""Ranks with roles of their own: killed, stopped, failing, slow or hanging, the job ends or goes on as others do."""
+"""Jobs whose ranks have roles end or resume like others when ranks are killed, stopped, fail, hang or are slow."""
 
 import re
 import signal
@@ -27,18 +27,18 @@ SCHEDULES = {
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
-    """metrics.jsonl without what time and memory say."""
+    """The rows of metrics.jsonl without metrics of time and memory."""
     return [{k: v for k, v in row.items() if not k.startswith("idle/")} for row in jobs.rows(folder)]
 
 
 def untouched(model: Path, folder: Path, total: int, *overrides: str) -> list[dict[str, Any]]:
-    """The rows of the same job where nothing happens to it."""
+    """The rows of the same job without interruption."""
     run_roles(build, 2, tiny_lm_config(model, folder, *overrides, f"trainer.total_training_steps={total}"))
     return rows(folder)
 
 
 def node(number: int, port: int, model: Path, folder: Path, *overrides: str, **env: str) -> Job:
-    """Start node `number` of a job of two nodes, here with a rank each."""
+    """Start node `number` of a job of two nodes with one rank each."""
     place = {"NNODES": "2", "NODE_RANK": str(number), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     place |= {"NPROC_PER_NODE": "1", "GLOO_SOCKET_IFNAME": "lo", "PHASE_S": "0.1", **env}
     return Job(model, folder, *overrides, env=place, name=f"node_{number}", lm=True)
@@ -47,8 +47,8 @@ def node(number: int, port: int, model: Path, folder: Path, *overrides: str, **e
 @pytest.mark.long
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_killed_roles_start_again(schedule: str, lm_folder: Path, tmp_path: Path) -> None:
-    """SIGKILL of rank 0, which samples and keeps the store: all start again, and the run is the one that nothing
-    happened to, but for a batch that was dropped. Then of the actor: all end, by one cause.
+    """After SIGKILL of rank 0, which samples and hosts the store, all ranks restart, and the run equals one without
+    interruption except for a dropped batch. After SIGKILL of the actor, all ranks end and report that cause.
     """
     settings = (ACTOR_LAST, *SCHEDULES[schedule], "trainer.save_freq=2")
     console = "trainer.logger=[console]"
@@ -85,8 +85,8 @@ def test_killed_roles_start_again(schedule: str, lm_folder: Path, tmp_path: Path
 @pytest.mark.long
 @pytest.mark.full
 def test_a_signal_to_one_roles_launcher_stops_all(lm_folder: Path, tmp_path: Path) -> None:
-    """The rollout has a launcher of its own, and so has the actor: whichever is told to stop, the last whole step is
-    kept, and the run goes on from it.
+    """Rollout and actor have separate launchers: whichever is stopped, the last complete step is saved, and the run
+    resumes from it.
     """
     settings = (ACTOR_LAST, *SCHEDULES["one step off"], ENDLESS)
     said: list[str] = []
@@ -104,7 +104,7 @@ def test_a_signal_to_one_roles_launcher_stops_all(lm_folder: Path, tmp_path: Pat
             kept = f"the same command resumes from {tmp_path}/out/checkpoints/step_{done:06d}"
             assert b.said.splitlines()[-1] == f"stopped by SIGTERM after step {done} of 500; {kept}"
             said = [a.said, b.said]
-    assert said[0].count("stopped by") == 1  # by the launcher, which was not told itself
+    assert said[0].count("stopped by") == 1  # in the run in which only the other launcher was signalled
     assert "\nstopped by SIGTERM; what is kept is said where the actor runs\n" in said[0]
     assert said[1].count("stopped by") == 3
     assert [text.count("resuming from") for text in said] == [0, 2]
@@ -150,7 +150,7 @@ REPORTS = {
 @pytest.mark.seldom("rollout", "actor")
 @pytest.mark.parametrize("where", REPORTS)
 def test_a_role_that_fails_says_so_once(where: str, lm_folder: Path, tmp_path: Path) -> None:
-    """So does a warning about the rewards, which rank 1 computes and rank 0 logs."""
+    """The same holds for a warning about the rewards, which rank 1 computes and rank 0 logs."""
     (tmp_path / "rewards.py").write_text(REFUSING + FLAT)
     name = "refuses" if where == "reward" else "flat"
     reward = f"reward.functions=[{{path: '{tmp_path}/rewards.py:{name}'}}]"
@@ -191,8 +191,8 @@ def test_a_slow_role_is_no_hang_and_a_rank_that_hangs_is_one(lm_folder: Path, tm
 
 @pytest.mark.full
 def test_roles_are_divided_anew_as_a_node_leaves(lm_folder: Path, tmp_path: Path) -> None:
-    """A node dies, with all of a role (the rendezvous decides which): of the ranks that are left, half sample and half
-    train, from the last checkpoint on.
+    """A node dies with all ranks of a role (the rendezvous decides which one): half of the remaining ranks sample and
+    half train, starting from the last checkpoint.
     """
     settings = ("placement={rollout: 1/2, actor: 1/2}", "trainer.save_freq=2", ENDLESS)
     elastic = {
@@ -206,7 +206,7 @@ def test_roles_are_divided_anew_as_a_node_leaves(lm_folder: Path, tmp_path: Path
         node(1, port, lm_folder, tmp_path, *settings, **elastic) as b,
     ):
         a.until(lambda: "2 ranks on cpu: " in a.said + b.said and len(steps(tmp_path)) >= 3)
-        alone = a.said.count("1 ranks on cpu: ")  # where one node came long before the other
+        alone = a.said.count("1 ranks on cpu: ")  # 1 if one node joined long before the other
         b.kill_all()
         a.until(lambda: a.said.count("1 ranks on cpu: ") > alone)
         before = len(steps(tmp_path))
@@ -218,7 +218,7 @@ def test_roles_are_divided_anew_as_a_node_leaves(lm_folder: Path, tmp_path: Path
 
 
 def test_an_elastic_job_refuses_ranges(lm_folder: Path, tmp_path: Path) -> None:
-    """Once, before any rank starts."""
+    """The mistake is reported once, before any rank starts."""
     with node(0, free_port(), lm_folder, tmp_path, ACTOR_LAST, NNODES="1:2", NPROC_PER_NODE="2") as job:
         assert job.wait() == 2
         said = (

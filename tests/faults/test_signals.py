@@ -1,4 +1,4 @@
-"""A job that is told to stop keeps its last step, says so, and the same command goes on as if nothing had been."""
+"""A job that is told to stop saves its last step and says so; the same command resumes as if nothing had happened."""
 
 import signal
 import socket
@@ -15,11 +15,11 @@ from tests.ranks import run_ranks
 
 SETTINGS = ("trainer.save_freq=50", "model.lora_rank=4", "actor.ema.decay=0.9")
 VALIDATION = ("trainer.test_freq=2", "trainer.val_before_train=false")
-MAY_TAKE_S = 120  # from the signal to the end; torchrun gives 30 to its ranks
+MAY_TAKE_S = 120  # from the signal to the end; torchrun allows its ranks 30 s
 
 
 def unstopped(model: Path, folder: Path, total: int, *overrides: str) -> list[dict[str, float]]:
-    """The rows of the same job where nothing happens to it."""
+    """The rows of the same job without interruption."""
     fixed = ("rollout.micro_batch_size_per_gpu=4", f"trainer.total_training_steps={total}")
     run_ranks(fit, 2, tiny_config(model, folder, *SETTINGS, *overrides, *fixed))
     return rows(folder)
@@ -49,15 +49,15 @@ def test_a_stopped_job_goes_on(
     assert checkpoints(tmp_path) == [kept.name]
     total = done + 2
     written = kept.stat().st_mtime_ns
-    unstopped(sd3_folder, tmp_path, total)  # its last checkpoint is where it goes on
+    unstopped(sd3_folder, tmp_path, total)  # it resumes from the last checkpoint
     assert checkpoints(tmp_path) == [kept.name, f"step_{total:06d}"] and kept.stat().st_mtime_ns == written
     assert rows(tmp_path) == unstopped(sd3_folder, tmp_path / "whole", total)
 
 
 @pytest.mark.full
 def test_phalanx_stop_ends_a_job_that_would_be_started_again(sd3_folder: Path, tmp_path: Path) -> None:
-    """The launcher may start failed ranks again, but not those that were asked to stop; nor does the request, left in
-    the folder, stop the next start.
+    """The launcher may restart failed ranks, but not those that were asked to stop. The request that remains in the
+    folder does not stop the next start.
     """
     out = tmp_path / "out"
     env = {"PHASE_S": "0.1", "MAX_RESTARTS": "2"}
@@ -100,7 +100,7 @@ def test_a_job_stopped_in_validation_still_has_the_steps_row(sd3_folder: Path, t
 
 @pytest.mark.full
 def test_a_job_whose_output_nobody_reads_still_stops_in_order(sd3_folder: Path, tmp_path: Path) -> None:
-    """`sh train.sh ... | head -n 1`, then SIGTERM: whatever it would print fails."""
+    """After `sh train.sh ... | head -n 1`, all output fails; the job is then stopped by SIGTERM."""
     settings = (*SETTINGS, "trainer.total_training_steps=500", "trainer.logger=[console]")
     pipe = ["sh", "-c", '"$@" 2>&1 | head -n 1', "sh"]
     with Job(sd3_folder, tmp_path, *settings, env={"PHASE_S": "0.1"}, prefix=pipe) as job:
@@ -116,8 +116,8 @@ def test_a_job_whose_output_nobody_reads_still_stops_in_order(sd3_folder: Path, 
 
 @pytest.mark.full
 def test_sigusr1_prints_stacks_and_ends_nothing(sd3_folder: Path, tmp_path: Path) -> None:
-    """To one rank it prints the stacks of all; to all processes, as `scancel --signal=USR1` sends it, train.sh and
-    torchrun get it too.
+    """Sent to one rank, it prints the stacks of all ranks; sent to all processes, as by `scancel --signal=USR1`,
+    train.sh and torchrun receive it, too.
     """
     settings = (*SETTINGS, "trainer.total_training_steps=500")
     with Job(sd3_folder, tmp_path, *settings, env={"PHASE_S": "0.1"}) as job:

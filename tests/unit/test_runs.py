@@ -199,7 +199,7 @@ def test_a_stop_tells_the_last_words_of_the_ranks_that_train(
     run, lock = a_run(tmp_path / "run", role="rollout", ended="stopped"), list[FolderLock]()
     state = json.loads((run / "ranks" / "1.json").read_text()) | {"role": "actor"}
     (run / "ranks" / "1.json").write_text(json.dumps(state))
-    words = "stopped by phalanx stop after step 4 of 10; the same command goes on from checkpoints/step_4"
+    words = "stopped by phalanx stop after step 4 of 10; the same command resumes from checkpoints/step_4"
     for rank, text in enumerate(("stopped by phalanx stop; what is kept is said where the actor runs", words)):
         lines = [{"event": name, "at": 1.0, "text": text} for name in ("stopped", "said")]
         (run / "ranks" / f"{rank}.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))

@@ -124,7 +124,7 @@ class Sampling:
 
     def _stop(self, number: int) -> None:
         self.world.watch.close()
-        raise Stopped(number, f" after {self._kept}; the same command goes on from {self.folder}")
+        raise Stopped(number, f" after {self._kept}; the same command resumes from {self.folder}")
 
     def _chunks(self, sets: Sets) -> list[Chunk]:
         chunks, size = [], self.cfg.prompts_per_chunk
