@@ -25,9 +25,9 @@ from phalanx.plan.batch import messages
 from phalanx.plan.blueprint import family_name, fetch
 from phalanx.plan.jobs import planned
 from phalanx.plan.layout import Cluster
-from phalanx.plan.lm import FILES, PlannedBlockRollout
+from phalanx.plan.lm import PlannedBlockRollout
 from phalanx.plan.pace import CARD, USED, Gpu, seconds
-from phalanx.plan.rehearsal import Planned, RLRehearsal, SupervisedRehearsal
+from phalanx.plan.rehearsal import Rehearsal, RLRehearsal, SupervisedRehearsal
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "performance.md"
@@ -60,8 +60,8 @@ LOWERED = {
 }
 
 
-def plan(file: Path) -> Planned:
-    """The plan of the recipe on the number of ranks that its first lines name."""
+def plan(file: Path) -> Rehearsal:
+    """The recipe on the ranks that its first lines name."""
     text = file.read_text()
     found = re.search(r"^# ranks: (\d+)$", text, re.MULTILINE)
     ranks = 1 if found is None else int(found[1])
@@ -73,11 +73,11 @@ def plan(file: Path) -> Planned:
         return planned(flow, cluster)
     schema = BlockDiffusionTaskConfig if file.stem.endswith("_sft") else LMRLConfig
     cfg = load(schema, str(file), [])
-    cfg.model.path = fetch(cfg.model.path, cfg.model.revision, FILES)
+    cfg.model.path = fetch(cfg.model.path, cfg.model.revision)
     return planned(cfg, cluster)
 
 
-def costs(p: Planned) -> dict[str, float]:
+def costs(p: Rehearsal) -> dict[str, float]:
     """Seconds of a step by what they go to."""
     layout, parallel = p.policy.layout, p.cfg.parallel
     operations = of_supervised(p) if isinstance(p, SupervisedRehearsal) else of_reinforcement(p)

@@ -18,9 +18,8 @@ from phalanx.config.lm import LMRLConfig
 from phalanx.plan.blueprint import family_name, fetch
 from phalanx.plan.jobs import planned
 from phalanx.plan.layout import Cluster
-from phalanx.plan.lm import FILES
 from phalanx.plan.pace import USED
-from phalanx.plan.rehearsal import Planned, RLRehearsal
+from phalanx.plan.rehearsal import Rehearsal, RLRehearsal
 from phalanx.telemetry.flops import named_peak_flops
 
 HERE = Path(__file__).resolve().parent
@@ -47,12 +46,12 @@ FIGURES = [
 ]
 
 
-def plan(figure: Published) -> Planned:
-    """The plan of our recipe on their GPUs."""
+def plan(figure: Published) -> Rehearsal:
+    """Our recipe on their GPUs."""
     file, cluster = str(CONFIGS / f"{figure.recipe}.yaml"), Cluster(1, figure.gpus)
     if figure.unit == "tokens":
         text = load(LMRLConfig, file, [])
-        text.model.path = fetch(text.model.path, text.model.revision, FILES)
+        text.model.path = fetch(text.model.path, text.model.revision)
         return planned(text, cluster)
     cfg = load(FlowRLConfig, file, [])
     cfg.model.path = fetch(cfg.model.path, cfg.model.revision)
@@ -60,7 +59,7 @@ def plan(figure: Published) -> Planned:
     return planned(cfg, cluster)
 
 
-def cost(figure: Published, p: Planned) -> float:
+def cost(figure: Published, p: Rehearsal) -> float:
     """Floating-point operations of one of the figure's units."""
     assert isinstance(p, RLRehearsal)
     if figure.unit == "image-steps":

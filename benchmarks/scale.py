@@ -171,8 +171,8 @@ def expect(cfg: FlowRLConfig, cluster: Cluster, rank: int) -> dict[str, Any]:
     assert plan.plan is not None
     return {
         "shard": list(next(group for group in cluster.shard_groups(width) if rank in group)),
-        "replicate": list(next(group for group in cluster.replicate_groups(width) if rank in group)),
-        # the groups of both axes, unless an axis is the world itself, and the group of the checkpoints
+        "replicate": list(range(rank % width, cluster.ranks, width)),
+        # those of both axes, where they are not the world itself, and that of the checkpoints
         "groups": (copies if copies > 1 else 0) + (width if width > 1 else 0) + 1,
         "samples": plan.plan.per_rank,
         "messages": sizes,

@@ -13,7 +13,7 @@ from phalanx.plan.jobs import planned
 from phalanx.plan.layout import Cluster
 from phalanx.plan.memory import Memory, Phase, count
 from phalanx.plan.pace import Gpu
-from phalanx.plan.rehearsal import Planned
+from phalanx.plan.rehearsal import Rehearsal
 from tests.jobs import tiny_config
 from tests.ranks import ROOT, launch_environment
 
@@ -22,7 +22,7 @@ GB = 10**9
 ONE = Cluster(1, 1)
 
 
-def plan_of(cfg: FlowRunConfig, cluster: Cluster = ONE) -> Planned:
+def plan_of(cfg: FlowRunConfig, cluster: Cluster = ONE) -> Rehearsal:
     cfg.model.family = family_name(cfg.model)
     return planned(cfg, cluster)
 
@@ -31,9 +31,9 @@ def memory_of(cfg: FlowRunConfig, gpu: int | None = None) -> Memory:
     return count(plan_of(cfg, Cluster(1, 4)), gpu)
 
 
-def describe(plan: Planned, gpu: Gpu) -> str:
-    """The text of the plan of a job without roles."""
-    return text.describe(plan.cfg, plan.policy.layout.cluster, [plan], gpu)
+def describe(plan: Rehearsal, gpu: Gpu) -> str:
+    """The text of a job whose ranks all do everything."""
+    return text.describe(plan.policy.layout.cluster, [plan], gpu)
 
 
 def phases_of(memory: Memory) -> dict[str, Phase]:

@@ -14,7 +14,7 @@ from phalanx.config.tasks import SampleConfig
 from phalanx.plan.jobs import planned
 from phalanx.plan.layout import Cluster
 from phalanx.plan.pace import Gpu
-from phalanx.plan.rehearsal import Planned
+from phalanx.plan.rehearsal import Rehearsal
 from phalanx.training import flow_rl
 from tests.checks import refused
 from tests.distributed import test_editing, test_flow_matching, test_opd, test_preferences
@@ -261,7 +261,7 @@ def test_other_jobs_refuse_it(wan_folder: Path) -> None:
 
 
 def test_the_plan_divides_activations(wan_folder: Path, tmp_path: Path) -> None:
-    def plan(*keys: str) -> Planned:
+    def plan(*keys: str) -> Rehearsal:
         cfg = tiny_config(wan_folder, tmp_path, LORA, "rollout.num_frames=29", "model.family=wan", *keys)
         return planned(cfg, Cluster(1, 4))
 

@@ -35,7 +35,7 @@ from phalanx.models.lm.packing import Row
 from phalanx.plan.jobs import planned
 from phalanx.plan.layout import Cluster
 from phalanx.plan.pace import Gpu
-from phalanx.plan.rehearsal import Planned
+from phalanx.plan.rehearsal import Rehearsal
 from phalanx.training import update
 from tests.checks import refused
 from tests.distributed import test_conversations as talks
@@ -321,7 +321,7 @@ def test_the_plan_divides_activations(lm_folder: Path, tmp_path: Path) -> None:
     model = with_heads(tmp_path / "model", lm_folder, 4, 2)
     long = ("data.max_response_length=448", "actor.log_prob_chunk_size=16", "model.use_remove_padding=true")
 
-    def plan(*keys: str) -> Planned:
+    def plan(*keys: str) -> Rehearsal:
         return planned(tiny_lm_config(model, tmp_path, *long, *keys), Cluster(1, 4))
 
     alone, shared = plan(), plan(f"{KEY}=2", "data.train_batch_size=2", "actor.ppo_mini_batch_size=1")

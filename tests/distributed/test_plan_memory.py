@@ -29,7 +29,7 @@ from phalanx.plan.blueprint import family_name
 from phalanx.plan.jobs import planned
 from phalanx.plan.layout import Cluster
 from phalanx.plan.memory import Memory, count
-from phalanx.plan.rehearsal import Planned
+from phalanx.plan.rehearsal import Rehearsal
 from phalanx.training import flow_matching
 from phalanx.training.flow_rl import build
 from phalanx.training.supervised import SupervisedTrainer
@@ -86,7 +86,7 @@ def configure(model: Path, folder: Path, ranks: int, *overrides: str) -> FlowRLC
     return load(FlowRLConfig, None, [*base_overrides(model, folder), *sizes, *batch, *overrides])
 
 
-def estimate(cfg: FlowRunConfig, cluster: Cluster) -> tuple[Planned, Memory]:
+def estimate(cfg: FlowRunConfig, cluster: Cluster) -> tuple[Rehearsal, Memory]:
     cfg.model.family = family_name(cfg.model)
     plan = planned(cfg, cluster)
     return plan, count(plan)
@@ -235,7 +235,7 @@ def measure(cfg: FlowRunConfig) -> dict[str, int]:
     return found | heap.most
 
 
-def compare(plan: Planned, memory: Memory, took: dict[str, int]) -> None:
+def compare(plan: Rehearsal, memory: Memory, took: dict[str, int]) -> None:
     held = memory.held
     before = sum(held.values())
     said = {

@@ -27,17 +27,14 @@ FOLDER = ROOT / "configs" / "block_diffusion"
 def test_the_words_of_a_plan() -> None:
     cfg = load(LMRLConfig, str(FOLDER / "quickstart.yaml"), [])
     for line in (
-        "  rollout         64 responses together, 2.5 tokens a look at a block (assumed, for the time)",
+        "  rollout         64 responses together, 2.5 tokens per denoising step (assumed, for the time)",
         "  micro-batch     32 responses of 260 positions",
-        "  states          40 of 4 tokens behind 100 of a sample, the most that there can be",
-        "  forward passes  2 to train, a rank and step",
+        "  states          40 of 4 tokens behind 100 of a sample at most",
+        "  forward passes  2 to train, per rank and step",
     ):
         assert line in plan_job(cfg, {"nproc": "2"}).split("\n")
     supervised = plan_job(load(BlockDiffusionTaskConfig, str(FOLDER / "words_sft.yaml"), []), {"nproc": "2"})
-    for line in (
-        "  a step          48 samples, 24 a rank, one optimizer step",
-        "  states          one of each block of a response, 4 tokens",
-    ):
+    for line in ("  a step          48 samples, 24 per rank, one optimizer step",):
         assert line in supervised.split("\n")
     assert "images" not in supervised
 
@@ -45,7 +42,7 @@ def test_the_words_of_a_plan() -> None:
 def test_fixed_steps_are_no_assumption() -> None:
     keys = ["rollout.threshold=1", "rollout.denoising_steps_per_block=2"]
     text = plan_job(load(LMRLConfig, str(FOLDER / "quickstart.yaml"), keys), {"nproc": "2"})
-    assert "64 responses together, 2 tokens a look at a block\n" in text
+    assert "64 responses together, 2 tokens per denoising step\n" in text
     assert "  states          20 of 4 tokens behind 100 of a sample" in text
 
 

@@ -2,7 +2,6 @@
 
 import gc
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from phalanx.models.flow.registry import family_of
 from phalanx.plan.batch import messages
 from phalanx.plan.layout import Cluster
 from phalanx.plan.ledger import nbytes
-from phalanx.plan.memory import Loading, Memory, count
+from phalanx.plan.memory import Memory, count
 from phalanx.plan.pace import Gpu
 from tests.jobs import algorithm_config, tiny_config
 from tests.plans import (
@@ -72,8 +71,6 @@ def test_a_sleeping_reward_model(sd3_folder: Path, tmp_path: Path, reward_folder
     assert unknown.host == known.host == alone.host | {"sleeping reward model": PART}
     assert (judge_phase(unknown), judge_phase(known)) == (PART, GPU // 4)
     assert known.largest.name == "judge"
-    loading = [memory.loading_of_a_node(4, judges, cast=False) for memory, judges in ((alone, 0), (known, 4))]
-    assert loading[1] == loading[0] + 4 * PART  # vLLM loads to the device
     cfg.reward.model.engine = "transformers"
     other = memory_of(cfg, GPU)
     assert (judge_phase(other), other.host, other.largest.name) == (PART, known.host, alone.largest.name)
@@ -141,41 +138,17 @@ def test_the_size_of_a_reward_model(sd3_folder: Path, tmp_path: Path, reward_fol
         ]
 
 
-@pytest.mark.full
-def test_words_about_a_reward_model(sd3_folder: Path, tmp_path: Path, reward_folder: Path) -> None:
-    cfg = judged(sd3_folder, tmp_path, reward_folder)
-
-    def said(gpu: int | None = None) -> str:
-        return section(described(cfg, gpu), "  phase")[-1]
-
-    asleep = "between scorings it sleeps in the host's memory"
-    assert said() == (
-        "judge: only the weights of reward.model; vLLM takes 0.3 of a GPU in all, which gpu_memory_gb=80 would count; "
-        f"{asleep}"
-    )
-    assert said(GPU) == f"judge: what reward.model.gpu_memory_utilization=0.3 gives to vLLM; {asleep}"
-    cfg.reward.model.placement, cfg.reward.model.engine = "ranks 2-3", "transformers"
-    assert said(GPU) == (
-        "judge (on ranks 2-3 of each node): only the weights of reward.model; what it computes comes on top; awake while "
-        "images are sampled and scored; else it sleeps in the host's memory"
-    )
-    cfg.reward.overlap = False
-    assert said(GPU).endswith(f"what it computes comes on top; {asleep}")
-    cfg.reward.model.sleep = False
-    assert said().startswith("reward model (on ") and said().endswith("; it stays on the GPU between scorings")
-    # the two ranks share the file, or cast it
+def test_a_node_has_the_reward_model_on_some_ranks(sd3_folder: Path, tmp_path: Path, reward_folder: Path) -> None:
+    cfg = judged(sd3_folder, tmp_path, reward_folder, "reward.model.placement=ranks 2-3")
     for file in reward_folder.glob("*.safetensors"):
         file.unlink()
     save_file({"a": torch.zeros(25_000_000, dtype=torch.bfloat16)}, reward_folder / "big.safetensors")
     (reward_folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "big.safetensors"}}')
-    assert section(described(cfg), "In the host's memory")[2] == "loading  up to 50.00 MB a node"
-    cfg.reward.model.dtype = "float32"
-    assert section(described(cfg), "In the host's memory")[2] == "loading  up to 200.00 MB a node"
-    cfg.reward.model.dtype = "bfloat16"
-    memory = memory_of(cfg)
+    cfg.reward.model.sleep = False
+    host = memory_of(cfg).host
     cfg.reward.model.sleep = True
-    kept = (sum(memory.host.values()) * 4 + 2 * 25_000_000) / 1e6
-    assert section(described(cfg), "In the host's memory")[1] == f"a node   {kept:.2f} MB"
+    kept = (sum(host.values()) * 4 + 2 * 25_000_000) / 1e6
+    assert section(described(cfg), "In the host's memory")[1] == f"a node  {kept:.2f} MB"
 
 
 def test_a_share_that_is_too_small_for_the_reward_model(sd3_folder: Path, tmp_path: Path, reward_folder: Path) -> None:
@@ -248,7 +221,7 @@ def test_a_teacher(sd3_folder: Path, tmp_path: Path) -> None:
     (sent_of_it,) = [t for t in messages(plan) if "teacher" in t.what]
     assert (sent_of_it.what, sent_of_it.size) == ("weights of the teacher, gathered", view.gathered // 2)
     assert section(describe(plan, Gpu()), "Batch")[6] == (
-        "forward passes  8 to sample, 4 of the teacher, 4 to train, a rank and step"
+        "forward passes  8 to sample, 4 of the teacher, 4 to train, per rank and step"
     )
 
 
@@ -263,7 +236,7 @@ def test_several_teachers(sd3_folder: Path, tmp_path: Path) -> None:
     view = two.policy.model.flops(32, 32, 77 + 32)
     assert two.flops - one.flops == 16 * 2 * view  # of 16 images, 2 steps
     assert section(describe(two, Gpu()), "Batch")[6] == (
-        "forward passes  8 to sample, 4 of the teacher a, 4 of the teacher b, 4 to train, a rank and step"
+        "forward passes  8 to sample, 4 of the teacher a, 4 of the teacher b, 4 to train, per rank and step"
     )
 
 
@@ -278,43 +251,24 @@ def test_each_count_of_operations_is_a_new_one(sd3_folder: Path, tmp_path: Path)
 
 
 def test_what_a_teacher_brings_to_the_host(sd3_folder: Path, sd3_t5_folder: Path, tmp_path: Path) -> None:
-    """Text encoders of its own stay; all that its folder holds is there while it is loaded."""
+    """Its own text encoders, and weights that are offloaded."""
     own, theirs = (load_pipeline(folder) for folder in (sd3_folder, sd3_t5_folder))
     encoders, more = (nbytes(*text_encoders(p)) for p in (own, theirs))
-    weights = own.transformer.num_parameters() * 4
-
-    def loading(memory: Memory) -> int:
-        return memory.loading_of_a_node(1, 0, cast=False)
-
     equal = memory_of(taught(sd3_folder, sd3_folder, tmp_path))
     assert equal.host["text encoders"] == encoders
-    assert loading(equal) == encoders + weights + nbytes(own.vae) + encoders
     other = memory_of(taught(sd3_folder, sd3_t5_folder, tmp_path))
     assert other.host["text encoders"] == encoders + more
-    assert loading(other) == encoders + weights + nbytes(theirs.vae) + more
     away = memory_of(taught(sd3_folder, sd3_folder, tmp_path, "parallel.param_offload=true"))
     assert away.host["teacher"] + away.held["teacher"] == equal.held["teacher"]
-    assert loading(away) == loading(equal) + away.host["weights"]
 
 
-def test_files_are_shared_unless_they_are_cast(
-    sd3_folder: Path, config_only: Callable[[Path], Path], tmp_path: Path
-) -> None:
-    """What is loaded in the dtype of its file is a view of it, as the kernel's list of mappings shows."""
+def test_files_are_shared_unless_they_are_cast(sd3_folder: Path, tmp_path: Path) -> None:
+    """Tensors in the dtype of their file are views of it, as the kernel's list of mappings shows."""
     dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
     for keys, shared in ((["model.dtype=bfloat16", "model.lora_rank=4"], False), ([], True)):
         cfg = tiny_config(sd3_folder, tmp_path, *keys)
         model = family_of(cfg.model)(cfg.model, dtypes[cfg.model.dtype], dtypes[cfg.model.dtype])
         assert all(is_mapped(next(m.parameters())) is shared for m in (model.transformer, *model.text_encoders))
-        first, *_ = memory_of(cfg).loading
-        size = sum(p.nbytes for p in model.transformer.parameters()) + nbytes(model.vae, *model.text_encoders)
-        assert first == Loading(shared=size) if shared else size < first.copied < 1.1 * size and not first.shared
-    cfg.model.path = str(config_only(sd3_folder))
-    assert memory_of(cfg).loading[0] == Loading(either=size)
-    assert section(described(cfg), "In the host's memory")[2] == (
-        f"loading  up to {size / 1e6:.2f} MB a node; {4 * size / 1e6:.2f} if files that are not here hold other dtypes, "
-        "for each rank casts its own"
-    )
 
 
 def test_files_are_shared_where_ranks_cast_their_parts(sd3_folder: Path, tmp_path: Path) -> None:
@@ -323,14 +277,11 @@ def test_files_are_shared_where_ranks_cast_their_parts(sd3_folder: Path, tmp_pat
     cfg = tiny_config(folder, tmp_path, "model.dtype=bfloat16")
     model = family_of(cfg.model)(cfg.model, torch.bfloat16, torch.float32)
     assert is_mapped(next(model.transformer.parameters()))
-    size = sum(p.nbytes for p in model.transformer.parameters()) + nbytes(model.vae, *model.text_encoders)
-    assert memory_of(cfg).loading[0] == Loading(shared=size)
     file = folder / "transformer" / "diffusion_pytorch_model.safetensors"
     tensors = load_file(file)
     save_file(tensors | {"proj_out.bias": tensors["proj_out.bias"].float()}, file, {"format": "pt"})
     model = family_of(cfg.model)(cfg.model, torch.bfloat16, torch.float32)
     assert not is_mapped(next(model.transformer.parameters()))
-    assert memory_of(cfg).loading[0].copied == sum(p.nbytes for p in model.transformer.parameters())
 
 
 def is_mapped(tensor: Tensor) -> bool:
@@ -381,7 +332,7 @@ def test_the_copy_of_a_sampling_engine(keys: list[str], sd3_folder: Path, tmp_pa
     assert rescore.activations > 0
     plan = plan_of(cfg, Cluster(1, 4))
     forward = section(describe(plan, Gpu()), "Batch")[6]
-    assert forward == "forward passes  4 to sample, 2 to score samples again, 2 to train, a rank and step"
+    assert forward == "forward passes  4 to sample, 2 to score samples again, 2 to train, per rank and step"
     # it gets the weights once, in the dtype that it computes in; the policy's are gathered to score its samples
     sent, stored = {t.what: t.size for t in messages(plan)}, plan.policy.layout.for_engine()
     assert sent["weights, gathered for the engine"] == stored // 2

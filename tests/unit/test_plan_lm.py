@@ -17,9 +17,9 @@ from phalanx.plan.blueprint import fetch
 from phalanx.plan.jobs import planned
 from phalanx.plan.layout import Cluster
 from phalanx.plan.ledger import Ledger
-from phalanx.plan.lm import FILES, PlannedLMPolicy, planned_lm_policy
+from phalanx.plan.lm import PlannedLMPolicy, planned_lm_policy
 from phalanx.plan.memory import Memory, count
-from phalanx.plan.rehearsal import Planned
+from phalanx.plan.rehearsal import Rehearsal
 from tests.checks import refused
 from tests.llada2 import tiny_llada2
 from tests.lm import tiny_lm_config
@@ -61,7 +61,7 @@ SEVEN = (
 def test_shipped_shapes(path: str) -> None:
     """As many parameters as the published weights."""
     cfg = load(LMRLConfig, str(QUICKSTART), [])
-    cfg.model.path = fetch(path, None, FILES)
+    cfg.model.path = fetch(path)
     with alone():
         policy = planned_lm_policy(cfg, Cluster(1, 1), Ledger())
     assert sum(p.numel() for p in policy.trained.module.parameters()) == SHIPPED_LM[path]
@@ -69,7 +69,7 @@ def test_shipped_shapes(path: str) -> None:
 
 def test_a_vision_tower_is_counted(tmp_path: Path) -> None:
     """All of the published weights; the tower's are frozen, in bfloat16, and whole on each of 8 ranks."""
-    folder = fetch("Qwen/Qwen2.5-VL-7B-Instruct", None, FILES)
+    folder = fetch("Qwen/Qwen2.5-VL-7B-Instruct")
     keys = ("data.image_key=images", "model.dtype=bfloat16", "parallel.fsdp_size=8")
     cfg = tiny_lm_config(Path(folder), tmp_path, *keys)
     with alone():
@@ -103,11 +103,8 @@ def test_the_cache_of_conversations(lm_folder: Path, tmp_path: Path) -> None:
     found = []
     for keys in ((), ("environment.tools=[calculator]", "environment.max_turns=3")):
         job = planned(tiny_lm_config(lm_folder, tmp_path, *keys), Cluster(1, 2))
-        rows = dict(batch(job))
         found.append(next(phase for phase in count(job, None).phases if phase.name == "rollout: sample").activations)
-        assert rows["tokens"] == "64 + 12, the most that there can be"
-        answers = "at most 3 turns, with their answers, of 512 tokens or fewer, within these tokens"
-        assert rows.get("turns") == (answers if keys else None)
+        assert ("tokens", "64 + 12 at most") in batch(job)
     cache = job.rollout.micro_batch_size * 2 * 2 * (64 + 11) * 32 * 4
     assert 0.5 * cache < found[1] - found[0] < 0.8 * cache  # the half of it, and of the layer that grows
 
@@ -158,7 +155,8 @@ def test_operations_are_those_of_the_job(lm_folder: Path, tmp_path: Path) -> Non
     decoded = 16 * scored - (16 - 4) * read
     assert job.model_flops == pytest.approx(decoded + 16 * scored * (1 + 3), rel=1e-6)
     assert job.flops - job.model_flops == pytest.approx(16 * job.policy.forward_flops(0, 12), rel=1e-6)  # of logits
-    job.policy.recompute(len(job.policy.blocks))
+    cfg.model = replace(cfg.model, gradient_checkpointing=True)
+    job = planned(cfg, Cluster(1, 2))
     assert job.flops - job.model_flops == pytest.approx(16 * scored, rel=1e-6)
     cfg.model = replace(cfg.model, lora_rank=4)
     assert planned(cfg, Cluster(1, 2)).flops < job.flops
@@ -170,16 +168,19 @@ def test_seven_billion_weights() -> None:
     words = {"nproc": "8", "gpu": "H100", "gpu_memory_gb": "80", "gpu_hour_price": "2.5"}
     text = plan_job(load(LMRLConfig, str(QUICKSTART), [*SEVEN, "rollout.engine=vllm"]), words)
     for line in (
-        "Shapes of Qwen/Qwen2.5-7B-Instruct as shipped with Phalanx: no hub has them within reach",
         "  a step          128 prompts x 8 responses = 1024 responses",
         "  rollout         64 responses together, in vllm",
-        "  updates         1 a step, of 32 micro-batches in all",
+        "  updates         1 per step, of 32 micro-batches in all",
         "  micro-batch     at most 16384 tokens, 4 of the longest responses, in one row",
-        "  forward passes  32 to score samples again, 32 to train, a rank and step",
+        "  forward passes  32 to score samples again, 32 to train, per rank and step",
         "Memory of a rank (7.62 B weights, 7.62 B of them trained)",
     ):
         assert line in text.split("\n")
-    assert "responses " in text and "were all prompts and responses the longest" in text and "images" not in text
+    assert (
+        "responses " in text
+        and "if all prompts and responses have their maximum lengths" in text
+        and "images" not in text
+    )
     own = plan_job(load(LMRLConfig, str(QUICKSTART), [*SEVEN, "actor.ppo_mini_batch_size=64"]), words)
     assert "  rollout: log-probs" in own and "32 of old log-probs, 32 to train" in own
     once = plan_job(load(LMRLConfig, str(QUICKSTART), [*SEVEN]), words)
@@ -193,7 +194,7 @@ def test_advantages_of_tokens_are_planned_without_a_critic(
     cfg = tiny_lm_config(lm_folder, tmp_path, f"algorithm.name={name}", "algorithm.kl_reward_coef=0.1")
     text = plan_job(cfg, {"nproc_per_node": "2"})
     assert "reference" in text
-    assert ("warning: algorithm.name=ppo trains a critic, which is in none of these figures" in text) == critic
+    assert ("warning: algorithm.name=ppo trains a critic, which no figure includes" in text) == critic
 
 
 def joint_plan(*keys: str) -> str:
@@ -217,7 +218,7 @@ def test_joint_runs_are_refused_by_their_own_keys(tmp_path: Path) -> None:
     with refused("painter.model.path: './none': no such folder"):
         joint_plan("painter.model.path=./none")
     config = load(JointConfig, str(ROOT / "configs" / "joint" / "quickstart.yaml"), [])
-    with refused("actor_s: the ranks of a joint run have no roles; leave it out"):
+    with refused("actor_s: only the ranks of a single policy's reinforcement learning have roles; leave it out"):
         plan_job(config, {"actor_s": "3"})
 
 
@@ -252,5 +253,5 @@ def test_prompts_without_room_for_an_image(tmp_path: Path) -> None:
         planned(cfg, Cluster(1, 1))
 
 
-def plan_text(job: Planned) -> str:
+def plan_text(job: Rehearsal) -> str:
     return " ".join(" ".join(row) for row in batch(job))

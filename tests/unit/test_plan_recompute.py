@@ -14,12 +14,11 @@ from phalanx.config.lm import LMRLConfig
 from phalanx.plan import plan_job
 from phalanx.plan.batch import messages
 from phalanx.plan.blueprint import family_name, fetch
-from phalanx.plan.jobs import planned, train_again
+from phalanx.plan.jobs import planned
 from phalanx.plan.layout import Cluster
-from phalanx.plan.lm import FILES
 from phalanx.plan.memory import count
 from phalanx.plan.pace import Gpu
-from phalanx.plan.rehearsal import Planned
+from phalanx.plan.rehearsal import Rehearsal
 from phalanx.plan.warnings import ALLOWED, SPARE, fewer_blocks
 from tests.jobs import tiny_config
 from tests.ranks import ROOT
@@ -34,7 +33,7 @@ def qwen(*keys: str) -> LMRLConfig:
     keys = ("model.path=Qwen/Qwen2.5-0.5B-Instruct", "actor.ppo_micro_batch_size_per_gpu=32", ON, *keys)
     keys = ("algorithm.kl_loss_coef=0.1", "parallel.fsdp_size=2", *keys)  # of a reference, which is gathered
     cfg = load(LMRLConfig, str(ROOT / "configs" / "grpo" / "quickstart.yaml"), list(keys))
-    cfg.model.path = fetch(cfg.model.path, None, FILES)
+    cfg.model.path = fetch(cfg.model.path)
     return cfg
 
 
@@ -54,7 +53,7 @@ def stable_diffusion(sd3_folder: Path, tmp_path: Path) -> Make:
     return make
 
 
-def update(job: Planned) -> int:
+def update(job: Rehearsal) -> int:
     """The bytes on the device in an update."""
     memory = count(job)
     return sum(memory.held.values()) + next(phase.total for phase in memory.phases if phase.name == "update")
@@ -80,8 +79,8 @@ def assert_so_many_fit_and_one_less_does_not(model: Make) -> None:
     blocks, flops = found
     assert number // 2 < blocks < number
     room = size * (1 - SPARE) - ALLOWED
-    train_again(half, blocks - 1)
-    assert update(half) > room
+    fewer = planned(model(f"model.gradient_checkpointing_blocks={blocks - 1}"), Cluster(1, 4))
+    assert update(fewer) > room
     chosen = planned(model(f"model.gradient_checkpointing_blocks={blocks}"), Cluster(1, 4))
     assert update(chosen) <= room
     assert flops == chosen.flops

@@ -8,7 +8,6 @@ import pytest
 
 from phalanx.config import ConfigError
 from phalanx.config.lm import LMRLConfig
-from phalanx.distributed.launch import Launch
 from phalanx.distributed.roles import ACTOR, INFERENCE, ROLLOUT, roles_of
 from phalanx.plan import plan_job
 from phalanx.plan.batch import messages
@@ -17,7 +16,6 @@ from phalanx.plan.layout import Cluster
 from phalanx.plan.memory import Memory, count
 from phalanx.plan.pace import best_splits, step_seconds
 from phalanx.plan.rehearsal import RLRehearsal
-from phalanx.plan.text import drawn
 from tests.jobs import tiny_config
 from tests.lm import tiny_lm_config
 
@@ -156,22 +154,6 @@ def test_flow_models(sd3_folder: Path, tmp_path: Path) -> None:
 # -- words --------------------------------------------------------------------------------------------------------
 
 
-def test_nodes_are_drawn() -> None:
-    def rows(placement: dict[str, str], world: int, node: int) -> list[tuple[str, str]]:
-        return drawn(roles_of(placement, Launch(0, world, 0, node)), node)
-
-    assert rows({"rollout": "0-19", "inference": "20-23", "actor": "24-31"}, 32, 8) == [
-        ("nodes 0-1", "rrrrrrrr"),
-        ("node 2", "rrrriiii"),
-        ("node 3", "aaaaaaaa"),
-    ]
-    assert rows({"rollout": "0-5 of each node", "actor": "6-7 of each node"}, 512, 8) == [("nodes 0-63", "rrrrrraa")]
-    other = ",".join(str(rank) for rank in range(0, 48, 4))
-    left = ",".join(str(rank) for rank in range(48) if rank % 4)
-    assert len(rows({"actor": other, "rollout": left}, 48, 2)) == 9  # of 24, in turns
-    assert ("..", "") in rows({"actor": other, "rollout": left}, 48, 2)
-
-
 def section(text: str, title: str) -> list[str]:
     (found,) = [part.split("\n") for part in text.split("\n\n") if part.startswith(title)]
     return [re.sub(" +", " ", line.strip()) for line in found[1:]]
@@ -182,16 +164,14 @@ def test_a_plan_of_roles(lm_folder: Path, tmp_path: Path) -> None:
     cfg.placement = APART
     words = {"nnodes": "2", "nproc": "2", "rollout_s": "30", "actor_s": "10", "gpu_hour_price": "2"}
     text = plan_job(cfg, words)
-    assert section(text, "Placement")[:4] == [
-        "node 0 rr",
-        "node 1 aa",
-        "rollout r: 2 ranks, 0-1; 1 copy of the weights, each over 2 ranks",
-        "actor a: 2 ranks, 2-3; 1 copy of the weights, each over 2 ranks",
+    assert section(text, "Placement")[:2] == [
+        "rollout 2 ranks, 0-1; 1 copy of the weights, each over 2 ranks",
+        "actor 2 ranks, 2-3; 1 copy of the weights, each over 2 ranks",
     ]
     assert "schedule one_step_off" in section(text, "Batch")
     weights, samples = section(text, "What crosses")
     size = sum(p.numel() * 4 for p in planned(cfg, Cluster(1, 2)).policy.trained.module.parameters())
-    assert weights == f"weights {size / 1e6:.2f} MB, all trained tensors, from rank 2 to each of 2 that sample"
+    assert weights == f"weights {size / 1e6:.2f} MB, all trained tensors, from rank 2 to each of 2 ranks that sample"
     assert samples.endswith("MB of 16 responses, from the rollout to the actor")
     assert section(text, "Time of a step, by rollout_s=30 actor_s=10 on all ranks") == [
         "rollout 60.0 s on 2 ranks; 30.0 if all 4 did it",
@@ -199,13 +179,11 @@ def test_a_plan_of_roles(lm_folder: Path, tmp_path: Path) -> None:
         "colocated 40.0 s, one phase after the other on all ranks",
         # of 16 samples no 3 ranks have equal shares
         "synchronous 80.0 s here; at best 80.0 s with rollout 2, actor 2",
-        "pipelined 65.0 s here; at best 50.0 s with rollout 3, actor 1, and 65.0 s with rollout 2, actor 2 as batches "
-        "divide",
-        "one_step_off 60.0 s here, as configured; at best 40.0 s with rollout 3, actor 1, and 60.0 s with rollout 2, "
-        "actor 2 as batches divide",
+        "pipelined 65.0 s here; at best 65.0 s with rollout 2, actor 2",
+        "one_step_off 60.0 s here, as configured; at best 60.0 s with rollout 2, actor 2",
         "the job 2 steps: 0.0333 hours, 0.133 GPU-hours",
         "cost 0.267, at 2 for a GPU-hour",
-        "left out weights and samples on their way, validation, checkpoints, the slowest rank",
+        "left out weights and samples on their way, validation, checkpoints",
     ]
     assert "warning" not in text
 

@@ -14,7 +14,6 @@ from phalanx.config.run import RunConfig
 from phalanx.plan.blueprint import family_name, fetch
 from phalanx.plan.jobs import planned
 from phalanx.plan.layout import Cluster
-from phalanx.plan.lm import FILES
 from phalanx.plan.memory import count
 from tests.jobs import tiny_config
 from tests.llada2 import tiny_llada2
@@ -31,7 +30,7 @@ CHECKPOINTING, MICRO = "model.gradient_checkpointing=true", "actor.ppo_micro_bat
 
 def config(*keys: str) -> LMRLConfig:
     cfg = load(LMRLConfig, str(QUICKSTART), [f"model.path={MODEL}", *BATCH, *keys])
-    cfg.model.path = fetch(cfg.model.path, None, FILES)
+    cfg.model.path = fetch(cfg.model.path)
     return cfg
 
 

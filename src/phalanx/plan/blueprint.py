@@ -1,9 +1,8 @@
-"""A flow-matching model's shapes without its weights. Only the configurations of the folder are read.
+"""The shapes of a flow-matching model without its weights. Only the configurations of its folder are read.
 
 All tensors are on torch's meta device, where they have shapes and dtypes and take no memory.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from inspect import signature
@@ -22,17 +21,17 @@ from phalanx.models.flow.policy import FlowPolicy, build_policy
 from phalanx.models.flow.registry import family_of, known_family
 from phalanx.models.headers import read_json
 from phalanx.models.recompute import recompute
-from phalanx.plan.layout import Cluster, CountedPolicy, Layout
+from phalanx.plan.layout import Cluster, CountedPolicy
 from phalanx.plan.ledger import META, Ledger
 
 _WITHOUT_TENSORS = ("Tokenizer", "TokenizerFast", "FeatureExtractor")
 _SHIPPED = Path(__file__).with_name("models")  # a folder of configurations for each hub id
-_FILES = {"scheduler": "scheduler_config.json", "guider": "guider_config.json"}  # of what has no tensors
-_CONFIGURATIONS = ("model_index.json", "*/config.json", *(f"{name}/{file}" for name, file in _FILES.items()))
+_SETTINGS = {"scheduler": "scheduler_config.json", "guider": "guider_config.json"}  # of components without tensors
+_FILES = ["*config.json", "model_index.json", "model.safetensors.index.json"]  # some kilobytes of a hub's folder
 
 
 class _Blueprint(FlowModel):
-    """Stands before a family in the order of its bases, so that the family's own `__init__` comes to this `load`.
+    """A base in front of a family, so that the family's own `__init__` calls this `load`.
 
     Of equal passes of a phase only the first one runs.
     """
@@ -63,13 +62,13 @@ class _Blueprint(FlowModel):
                 nn.Module.to(part, weights_dtype)
             elif isinstance(part, nn.Module):
                 kept = (self.vae_dtype if name == "vae" else None) or dtype
-                stored = part.state_dict().keys()  # buffers that are in no file stay as they were made
+                stored = part.state_dict().keys()  # buffers that are in no file keep their dtype
                 for name, tensor in [*part.named_parameters(), *part.named_buffers()]:
                     if name in stored and tensor.is_floating_point():
                         tensor.data = tensor.data.to(kept)
 
     def encode(self, texts: list[str], device: torch.device, max_length: int) -> list[Embeds]:
-        """Embeddings of texts of the greatest length, on the CPU, where nothing is written to them."""
+        """Embeddings of the longest texts, on the CPU."""
         return [self.embeds_like(self.most_tokens(max_length, 0, 0), 0, 0) for _ in texts]
 
     def encode_instruction(self, instruction: Instruction, device: torch.device, max_length: int) -> Embeds:
@@ -78,7 +77,7 @@ class _Blueprint(FlowModel):
 
     def velocity(self, latents: Tensor, timesteps: Tensor, embeds: Embeds, height: int, width: int) -> Tensor:
         self.ledger.phase.passes += 1
-        # the transformer itself, not an id: another one's may be the same once this one is gone
+        # the transformer itself and not its id, which another one may have once this one is freed
         key = self.transformer, torch.is_grad_enabled(), *(tuple(value.shape) for value in (latents, *embeds.values()))
         return self.ledger.once(key, partial(super().velocity, latents, timesteps, embeds, height, width))
 
@@ -92,7 +91,7 @@ class _Blueprint(FlowModel):
 
 
 class _Processor:
-    """In place of a processor, which some pipelines ask for the tokens of their template as they are made."""
+    """In place of a processor, which some pipelines ask for the tokens of their template in their constructor."""
 
     def __init__(self) -> None:
         self.tokenizer = self
@@ -105,7 +104,9 @@ class _Processor:
 
 
 class PlannedFlowPolicy(CountedPolicy, FlowPolicy):
-    """A flow model's policy on the meta device."""
+    """A flow model's policy on the meta device. text_tokens: the length of the longest text's embedding."""
+
+    text_tokens = 0
 
     def recompute(self, count: int) -> None:
         """Have the first `count` blocks recomputed in backward passes."""
@@ -116,11 +117,11 @@ class PlannedFlowPolicy(CountedPolicy, FlowPolicy):
 def planned_policy(
     cfg: FlowRunConfig, cluster: Cluster, ledger: Ledger, *, rank: int = 0, **options: bool
 ) -> PlannedFlowPolicy:
-    """The policy as training builds it, on the meta device, of one rank that holds all weights. Options, and errors,
-    are those of build_policy. Its layout is that of a rank of the cluster.
+    """The policy as training builds it, on the meta device, of one rank that has all weights; its layout is that of a
+    rank of the cluster. Options and errors are those of build_policy.
     """
     kind = type("Blueprint", (_Blueprint, family_of(cfg.model)), {"ledger": ledger})
-    # neither of these changes what is kept in memory, and none can be done without numbers
+    # none of these changes what is kept in memory, and none can be done without numbers
     config = replace(cfg.model, attn_backend=None, compile=False, lora_init="gaussian")
     data = replace(cfg.data, embeds_cache_dir=None)
     world = lone_world(cfg.parallel, cluster.ranks, rank, META)
@@ -128,18 +129,16 @@ def planned_policy(
     with META:
         policy = build_policy(config, cfg.parallel, data, world, family=kind, **given)
     assert isinstance(policy, PlannedFlowPolicy)
-    policy.trained.config = cfg.model  # PiSSA's reference is a copy
-    policy.ledger, policy.blocks = ledger, policy.model.blocks()
-    policy.units, policy.layout = policy.blocks, Layout.of(policy.trained, policy.blocks, cfg.parallel, cluster)
-    policy.files, policy.components = Path(config.path) / "transformer", policy.model.pipeline.components
+    policy.lay_out(cfg, cluster, ledger, policy.model.blocks())
     policy.encoders, policy.decoders = policy.model.text_encoders, [policy.model.vae]
     policy.image_columns = [] if policy.model.image_column is None else [policy.model.image_column]
+    policy.text_tokens = policy.model.most_tokens(data.max_prompt_length, cfg.rollout.height, cfg.rollout.width)
     return policy
 
 
-def fetch(path: str, revision: str | None = None, patterns: Sequence[str] = _CONFIGURATIONS) -> str:
-    """The local folder of `model.path`. Where it is a hub id, these files, some kilobytes, come from the hub or its
-    cache, or else from those that Phalanx ships.
+def fetch(path: str, revision: str | None = None) -> str:
+    """The local folder of `model.path`. The configurations of a hub id come from the hub or its cache, or else from
+    those that Phalanx ships.
     """
     folder = Path(path).expanduser()
     if folder.is_dir():
@@ -150,29 +149,23 @@ def fetch(path: str, revision: str | None = None, patterns: Sequence[str] = _CON
     from huggingface_hub.errors import HfHubHTTPError
 
     try:
-        return snapshot_download(path, revision=revision, allow_patterns=list(patterns))
+        return snapshot_download(path, revision=revision, allow_patterns=_FILES)
     except (HfHubHTTPError, OSError):
-        name = path.replace("/", "--")
-        if not (_SHIPPED / name).is_dir():
+        shipped = _SHIPPED / path.replace("/", "--")
+        if not shipped.is_dir():
             raise ValueError(f"model.path: {path!r}: no such folder, and no hub has it within reach") from None
-    return str(_SHIPPED / name)
-
-
-def shipped(folder: str) -> str | None:
-    """The hub id whose shipped configurations are in a folder of `fetch`; None for another folder."""
-    path = Path(folder)
-    return path.name.replace("--", "/", 1) if path.parent == _SHIPPED else None
+    return str(shipped)
 
 
 def family_name(config: FlowModelConfig) -> str:
-    """`model.family`, or the module whose family the folder's pipeline is of; ValueError where there is none."""
+    """`model.family`, or the family of the folder's pipeline; ValueError if there is none."""
     return config.family or known_family(config.path, read_index(Path(config.path)))
 
 
 def _component(folder: Path, name: str, library: str | None, kind: str | None, dtype: torch.dtype) -> Any:
-    """A component of the folder by its class in model_index.json; None where it is absent, or has no tensors.
+    """A component of the folder by its class in model_index.json; None if it is absent or has no tensors.
 
-    The scheduler and the guider are real ones: they have none to load.
+    The scheduler and the guider are real ones: they have no tensors to load.
     """
     if library is None or kind is None or kind.endswith(_WITHOUT_TENSORS):
         return None
@@ -180,14 +173,14 @@ def _component(folder: Path, name: str, library: str | None, kind: str | None, d
         return _Processor()
     module = getattr(module_of(library), kind)
     part = folder / name
-    file = part / _FILES.get(name, "config.json")
+    file = part / _SETTINGS.get(name, "config.json")
     if not file.is_file():
         raise ValueError(f"model.path: {part} has no {file.name}")
     read_json(file)
-    if name in _FILES:
+    if name in _SETTINGS:
         with torch.device("cpu"):
             return module.from_pretrained(part)
     if library == "transformers":
-        # as from_pretrained makes it, whose buffers that are in no file may have the dtype, too
+        # as from_pretrained does: buffers that are in no file may have the dtype, too
         return module._from_config(module.config_class.from_pretrained(part), dtype=dtype)
     return module.from_config(module.load_config(part))

@@ -1,7 +1,7 @@
-"""A planned job on a cluster: its parts on the meta device, after a training step that its ledger counted."""
+"""A planned job on a cluster: its parts on the meta device, after a training step that a ledger counted."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,66 +17,85 @@ from phalanx.config.joint import WRITER, JointConfig, frozen
 from phalanx.config.lm import LMRLConfig
 from phalanx.config.reward import RewardModelConfig
 from phalanx.config.run import RLConfig, RunConfig
-from phalanx.data.prompts import PromptRow
-from phalanx.data.streams import PromptStream
 from phalanx.distributed import mesh
+from phalanx.distributed.launch import Launch
 from phalanx.distributed.roles import ACTOR, INFERENCE, ROLLOUT, Roles, roles_of
 from phalanx.models.flow.folder import read_index
-from phalanx.plan.blueprint import PlannedFlowPolicy, fetch, planned_policy
+from phalanx.plan.blueprint import PlannedFlowPolicy, family_name, fetch, planned_policy
 from phalanx.plan.layout import Cluster
 from phalanx.plan.ledger import META, Ledger, fused_attention
 from phalanx.plan.lm import PlannedBlockPolicy, PlannedBlockRollout, PlannedLMRollout, planned_lm_policy
-from phalanx.plan.rehearsal import AnyPlannedPolicy, Planned, PlannedBlockDiffusion, RLRehearsal, SupervisedRehearsal
+from phalanx.plan.rehearsal import AnyPlannedPolicy, PlannedBlockDiffusion, Rehearsal, RLRehearsal, SupervisedRehearsal
 from phalanx.rollout.flow.dataset import DatasetRollout
 from phalanx.rollout.flow.in_policy import PolicyRollout
 from phalanx.rollout.lm.converse import WASTE
-from phalanx.training import block_diffusion, flow_matching, flow_rl, lm_rl
+from phalanx.training import block_diffusion, flow_matching, flow_rl, joint, lm_rl
 from phalanx.training.components import about as of_teacher
 from phalanx.training.disaggregated.batches import of_role
 from phalanx.training.flow_components import keep_last_steps
-from phalanx.training.joint import about
 from phalanx.training.minibatches import BatchPlan
 from phalanx.training.teacher import LoadedFlowTeacher, check_kind, load_teacher
-from phalanx.types import Teacher
+from phalanx.types import Prompt, Teacher
 
 
 @dataclass(frozen=True)
 class Task:
-    """`samples`: the noun for what the task samples or learns from, in the plural. `section`: the section of the
-    configuration with the sizes of an update. `untimed`: the work that no time of the plan contains.
+    """What the plan has to know of a kind of job.
 
-    `check(cfg, launch)` raises ConfigError for what the ranks of a launch cannot run. `parts(cfg, cluster, plan,
-    teaches, frozen)` makes the job, with the algorithm's teachers if it `teaches`, and of reinforcement learning,
-    without training if it is `frozen`. `plan(cfg, ranks)` is the arithmetic of a step of reinforcement learning; None:
-    the task is supervised.
+    samples: the noun for what it samples or learns from, in the plural. section: the section of the configuration with
+    the sizes of an update.  check(cfg, launch) raises ConfigError
+    for a job that the ranks of a launch cannot run. build(cfg, cluster, plan, teaches, learns) makes the job, with the
+    algorithm's teachers if it `teaches`, and without training if it does not learn. plan(cfg, ranks): the batch
+    arithmetic of reinforcement learning; None for supervised training.
     """
 
     samples: str
     section: str
-    untimed: str
     check: Callable[..., object]
-    parts: Callable[..., Planned]
+    build: Callable[..., Rehearsal]
     plan: Callable[[Any, int], BatchPlan] | None = None
 
 
 def task_of(cfg: RunConfig) -> Task:
-    """The entry of a configuration's class, or of the first of its bases that has one."""
+    """The task of a configuration's class, or of its first base class that has one."""
     return next(_TASKS[kind] for kind in type(cfg).__mro__ if kind in _TASKS)
 
 
-def parts_of(cfg: RunConfig | JointConfig, cluster: Cluster) -> list[Planned]:
-    """The parts of a job that are planned one by one: policies of a joint run, ranks of each role, or all of it."""
+def policies_of(cfg: RunConfig | JointConfig) -> dict[str, RunConfig]:
+    """The configuration of each policy of a joint run by its name; of another job, the configuration itself by ""."""
+    return {**cfg.parts()} if isinstance(cfg, JointConfig) else {"": cfg}
+
+
+def locate(cfg: RunConfig | JointConfig) -> None:
+    """Have the configuration name local folders of its models, and the families of flow models."""
+    for name, part in policies_of(cfg).items():
+        with joint.about(name) if name else nullcontext():
+            part.model.path = fetch(part.model.path, part.model.revision)
+            if isinstance(part, FlowRunConfig):
+                part.model.family = family_name(part.model)
+
+
+def check(cfg: RunConfig | JointConfig, launch: Launch) -> None:
+    """Raise ConfigError for a job that the ranks of a launch cannot run."""
+    if isinstance(cfg, JointConfig):
+        joint.check(cfg, launch, installed=False)
+    else:
+        task_of(cfg).check(cfg, launch)
+
+
+def roles_on(cfg: RunConfig, c: Cluster) -> Roles:
+    """The roles of a cluster's ranks; ConfigError if the placement does not fit it."""
+    return roles_of(cfg.placement if isinstance(cfg, RLConfig) else {}, c.launch)
+
+
+def parts_of(cfg: RunConfig | JointConfig, cluster: Cluster) -> list[Rehearsal]:
+    """The parts of a job that are planned one by one: policies of a joint run, ranks of each role, or the whole job."""
     if isinstance(cfg, JointConfig):
         return planned_joint(cfg, cluster)
     roles = roles_on(cfg, cluster)
     if not isinstance(cfg, RLConfig) or roles.collocated:
         return [planned(cfg, cluster)]
     return [planned_role(cfg, cluster, roles, role) for role in (ROLLOUT, INFERENCE, ACTOR) if role in roles.ranks]
-
-
-def roles_on(cfg: RunConfig, c: Cluster) -> Roles:
-    """The roles of a cluster's ranks; ConfigError where the placement does not fit it."""
-    return roles_of(cfg.placement if isinstance(cfg, RLConfig) else {}, c.launch)
 
 
 def planned(
@@ -86,52 +105,51 @@ def planned(
     plan: BatchPlan | None = None,
     role: str = "",
     part: str = "",
-    frozen: bool = False,
+    learns: bool = True,
     rescores: bool = True,
-) -> Planned:
-    """The job on a cluster that it can run on, after a validation, where one is due, and a step; seconds. For `plan`,
-    None: as the job's, and the other options see Task and Rehearsal.
+) -> Rehearsal:
+    """The job on a cluster that it can run on, after a validation, if one is due, and a step; takes seconds.
 
-    `cfg.model.path` is a local folder (`fetch`); of a flow model, `cfg.model.family` is set (`family_name`). Raises
-    ValueError for a model folder that cannot be read.
+    plan: None for that of the job; other options: see Rehearsal. The configuration is a located one. Raises ValueError
+    for a model folder that cannot be read.
     """
     task = task_of(cfg)
     if plan is None and task.plan is not None:
         plan = task.plan(cfg, cfg.parallel.data_ranks(cluster.ranks))
     with mesh.alone(cfg.parallel.ulysses_sequence_parallel_size), fused_attention():
-        job = task.parts(cfg, cluster, plan, teaches=role in ("", ACTOR) and not part, frozen=frozen)
-        job.role, job.part, job.rescores = role, part, rescores and not frozen
+        job = task.build(cfg, cluster, plan, teaches=role in ("", ACTOR) and not part, learns=learns)
+        job.role, job.part, job.rescores = role, part, rescores and learns
         due = cfg.trainer.test_freq > 0 or cfg.trainer.val_before_train
         with job.ledger:
             if due and cfg.data.val_files and cfg.reward.functions and role in ("", ROLLOUT):
                 few = -(-job.rollout.micro_batch_size // cfg.rollout.val.n)
-                job.run_validation(_prompts(job.policy, few).batch(0))
+                job.run_validation(_prompts(job.policy, few))
             job.run_step()
     return job
 
 
-def planned_joint(cfg: JointConfig, cluster: Cluster) -> list[Planned]:
-    """The writer and the painter of a joint run, each beside what the other one holds on the device; see `planned`."""
+def planned_joint(cfg: JointConfig, cluster: Cluster) -> list[Rehearsal]:
+    """The writer and the painter of a joint run; see `planned`."""
     jobs = []
     for name, part in cfg.parts().items():
         if name not in cfg.train:
             part.model = frozen(part.model)
-        if name == WRITER:  # the judge is the painter's
+        if name == WRITER:  # the reward model is the painter's
             part.reward = replace(part.reward, model=RewardModelConfig())
             if cfg.rewrite.validate == ["original"]:
                 part.reward = replace(part.reward, functions=[])
-        with about(name):
-            jobs.append(planned(part, cluster, part=name, frozen=name not in cfg.train))
+        with joint.about(name):
+            jobs.append(planned(part, cluster, part=name, learns=name in cfg.train))
     writer, painter = jobs
     writer.waiting, painter.waiting = (0, painter.samples_size), (writer.samples_size, 0)
     return jobs
 
 
-def planned_role(cfg: RLConfig, cluster: Cluster, roles: Roles, role: str) -> Planned:
-    """The part of the job that the ranks of a role have, which are a separate world."""
+def planned_role(cfg: RLConfig, cluster: Cluster, roles: Roles, role: str) -> Rehearsal:
+    """The part of the job that the ranks of a role run, which are a separate world."""
     task, launch = task_of(cfg), roles.launch(role, cluster.launch)
     assert task.plan is not None, "only samples are drawn elsewhere"
-    plan = task.plan(cfg, len(roles.ranks[ACTOR]))  # the actor's is that of the whole step, others' that of a part
+    plan = task.plan(cfg, len(roles.ranks[ACTOR]))  # the actor's is of the whole step, those of others of a part
     if role != ACTOR:
         plan = of_role(plan, cfg, roles, role)
     width, node = mesh.role_width(cfg.parallel, launch, role), launch.local_world_size
@@ -140,7 +158,7 @@ def planned_role(cfg: RLConfig, cluster: Cluster, roles: Roles, role: str) -> Pl
     return planned(cfg, Cluster(launch.world_size // node, node), plan=plan, role=role, rescores=rescores)
 
 
-def train_again(job: Planned, recomputed: int) -> None:
+def train_again(job: Rehearsal, recomputed: int) -> None:
     """Repeat a planned job's updates with `recomputed` blocks recomputed in backward passes."""
     job.state.updates_made = job.state.micro_batches = 0
     job.ledger.forget("update")
@@ -149,39 +167,39 @@ def train_again(job: Planned, recomputed: int) -> None:
         job.train()
 
 
-def _busiest(plan: BatchPlan, n: int, ranks: int) -> int:
-    """The rank whose samples are of the most prompts."""
-    each = plan.per_rank
+# -- builders of each kind ----------------------------------------------------------------------------------------
+
+
+def _busiest(cfg: RLConfig, plan: BatchPlan, cluster: Cluster) -> int:
+    """The rank whose samples belong to the most prompts."""
+    n, each, ranks = cfg.rollout.n, plan.per_rank, cfg.parallel.data_ranks(cluster.ranks)
     return max(range(ranks), key=lambda rank: ((rank + 1) * each - 1) // n - rank * each // n)
 
 
-def _lm(cfg: LMRLConfig, cluster: Cluster, plan: BatchPlan, teaches: bool, frozen: bool) -> RLRehearsal:
-    algorithm, actor = lm_rl.build_algorithm(cfg), cfg.actor
+def _lm(cfg: LMRLConfig, cluster: Cluster, plan: BatchPlan, teaches: bool, learns: bool) -> RLRehearsal:
+    algorithm, actor, blocks = lm_rl.build_algorithm(cfg), cfg.actor, cfg.model.block_size is not None
     plan = replace(plan, rollout_micro=cfg.rollout.micro_batch_size_per_gpu or plan.per_rank)
-    rank = _busiest(plan, cfg.rollout.n, cfg.parallel.data_ranks(cluster.ranks))
-    options: dict[str, Any] = {"chunk": actor.log_prob_chunk_size, "frozen": frozen}
-    if cfg.model.block_size is not None:
+    options: dict[str, Any] = {"chunk": actor.log_prob_chunk_size, "frozen": not learns}
+    if blocks:
         options["estimate"] = actor.log_prob_estimate
-    policy = planned_lm_policy(cfg, cluster, Ledger(), rank=rank, **options)
-    passes = None if frozen else lm_rl.scoring(plan, algorithm, cfg.rollout)
-    kind = PlannedLMRollout if cfg.model.block_size is None else PlannedBlockRollout
+    policy = planned_lm_policy(cfg, cluster, Ledger(), rank=_busiest(cfg, plan, cluster), **options)
+    passes = lm_rl.scoring(plan, algorithm, cfg.rollout) if learns else None
+    kind = PlannedBlockRollout if blocks else PlannedLMRollout
     rollout = kind(policy, cfg.rollout, policy.world, plan.rollout_micro, passes)
-    if isinstance(rollout, PlannedBlockRollout):
-        rollout.most = cfg.most_states
-    rollout.facts = cfg.rollout.facts
+    rollout.facts, rollout.most = cfg.rollout.facts, cfg.most_states if blocks else 0
     if cfg.environment.used:  # samples that wait for an answer have empty columns
         rollout.waste = WASTE
     with policy.ledger, policy.ledger.uncounted():
         prompts = _prompts(policy, plan.samples // cfg.rollout.n)
-        return RLRehearsal(cfg, plan, algorithm, policy, rollout, prompts, learns=not frozen)
+        return RLRehearsal(cfg, plan, algorithm, policy, rollout, prompts, learns=learns)
 
 
-def _rl(cfg: FlowRLConfig, cluster: Cluster, plan: BatchPlan, teaches: bool, frozen: bool) -> RLRehearsal:
-    """The window is where it ends last; nothing is trained on what a frozen policy draws."""
+def _flow(cfg: FlowRLConfig, cluster: Cluster, plan: BatchPlan, teaches: bool, learns: bool) -> RLRehearsal:
+    """The window is at its last possible place; nothing is trained on the samples of a frozen policy."""
     algorithm, c, facts = algorithms.build(cfg.algorithm), cfg.rollout, cfg.rollout.facts
-    rank, window = _busiest(plan, c.n, cfg.parallel.data_ranks(cluster.ranks)), not plan.forward and not frozen
+    rank, window = _busiest(cfg, plan, cluster), not plan.forward and learns
     detach = cfg.actor.detach_uncond
-    policy = planned_policy(cfg, cluster, Ledger(), rank=rank, detach_uncond=detach, frozen=frozen)
+    policy = planned_policy(cfg, cluster, Ledger(), rank=rank, detach_uncond=detach, frozen=not learns)
     if window:
         end = c.num_inference_steps - 1 if c.sde_window_range is None else c.sde_window_range[1]
         c = replace(c, sde_window_range=[end - flow_rl.stochastic_steps(cfg), end])
@@ -194,14 +212,13 @@ def _rl(cfg: FlowRLConfig, cluster: Cluster, plan: BatchPlan, teaches: bool, fro
     for teacher in algorithm.teachers if teaches else ():
         teachers[teacher.name] = _teacher(teacher, cfg, policy, rollout.micro_batch_size)
     with policy.ledger, policy.ledger.uncounted():
-        return RLRehearsal(cfg, plan, algorithm, policy, rollout, prompts, teachers, learns=not frozen)
+        return RLRehearsal(cfg, plan, algorithm, policy, rollout, prompts, teachers, learns=learns)
 
 
 def _flow_matching(cfg: FlowMatchingTaskConfig, cluster: Cluster, *_: Any, **__: Any) -> SupervisedRehearsal:
-    policy = planned_policy(cfg, cluster, Ledger())
-    r, length = cfg.rollout, cfg.data.max_prompt_length
+    policy, r = planned_policy(cfg, cluster, Ledger()), cfg.rollout
     rollout = PolicyRollout(policy, r, policy.world, r.micro_batch_size_per_gpu or 16)
-    flops = policy.model.flops(r.height, r.width, policy.model.most_tokens(length, r.height, r.width))
+    flops = policy.model.flops(r.height, r.width, policy.text_tokens)
     with policy.ledger, policy.ledger.uncounted():
         images = _Images(cfg, cfg.parallel.data_ranks(cluster.ranks))
         task = flow_matching.FlowMatching(cfg, policy, rollout, images, policy.world)  # type: ignore[arg-type]
@@ -232,7 +249,7 @@ class _Engine(PolicyRollout):
 
 
 def _teacher(teacher: Teacher, cfg: FlowRLConfig, student: PlannedFlowPolicy, micro: int) -> LoadedFlowTeacher:
-    """As load_teacher; text encoders of equal shapes count as equal."""
+    """As load_teacher; text encoders with the same shapes count as equal."""
     with of_teacher(teacher):
         folder = fetch(teacher.path, teacher.revision)
         kind = read_index(Path(folder))["_class_name"]
@@ -246,17 +263,17 @@ def _teacher(teacher: Teacher, cfg: FlowRLConfig, student: PlannedFlowPolicy, mi
     return load_teacher(local, cfg, student, student.world, micro, build)
 
 
-def _prompts(policy: AnyPlannedPolicy, count: int, columns: Sequence[str] = ()) -> PromptStream:
-    """Prompts, with an image in each of these columns, and in that of an editing model."""
+def _prompts(policy: AnyPlannedPolicy, count: int, columns: Sequence[str] = ()) -> list[Prompt]:
+    """Prompts, with an image in each of these columns and in that of an editing model."""
     images = dict.fromkeys([*columns, *policy.image_columns], _Picture())
-    return PromptStream([PromptRow(f"prompt {i}", None, images) for i in range(count)], count, seed=0)
+    return [Prompt(f"prompt {i}", i, images) for i in range(count)]
 
 
 class _Picture:
     """An image of the data, without pixels."""
 
     def pixels(self, height: int, width: int) -> Tensor:
-        """On the host, where they take no memory."""
+        """An image [3, H, W] on the host, where it takes no memory."""
         return torch.empty(3, height, width, device=META).cpu()
 
 
@@ -277,12 +294,9 @@ class _Images:
         return f"prompt {i}"
 
 
-_IMAGES = "rewards, validation, checkpoints, text encoders, VAE, waiting for the slowest rank"
-_TEXTS = "validation, checkpoints, the slowest rank"
-_DECODING = "that decoding waits for memory, rewards, validation, checkpoints, the slowest rank"
 _TASKS: dict[type, Task] = {
-    FlowRLConfig: Task("images", "actor", _IMAGES, flow_rl.check, _rl, flow_rl.plan),
-    FlowMatchingTaskConfig: Task("images", "flow_matching", _IMAGES, flow_matching.check, _flow_matching),
-    LMRLConfig: Task("responses", "actor", _DECODING, partial(lm_rl.check, installed=False), _lm, lm_rl.plan),
-    BlockDiffusionTaskConfig: Task("samples", "block_diffusion", _TEXTS, block_diffusion.check, _block_diffusion),
+    FlowRLConfig: Task("images", "actor", flow_rl.check, _flow, flow_rl.plan),
+    FlowMatchingTaskConfig: Task("images", "flow_matching", flow_matching.check, _flow_matching),
+    LMRLConfig: Task("responses", "actor", partial(lm_rl.check, installed=False), _lm, lm_rl.plan),
+    BlockDiffusionTaskConfig: Task("samples", "block_diffusion", block_diffusion.check, _block_diffusion),
 }

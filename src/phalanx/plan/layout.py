@@ -1,31 +1,31 @@
 """Parts of weights and gradients that a rank holds and sends: arithmetic over the units of phalanx.distributed.fsdp.
 
-A policy on the meta device has such a layout, and a ledger. The ledger hears of the tensors that FSDP2 makes in the
-passes of an update: gathered units, and gradients on their way to their parts.
+A policy on the meta device has such a layout, and a ledger. The ledger hears of the tensors that FSDP2 allocates during
+an update: gathered units, and gradients on their way to their parts.
 """
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from phalanx.config.run import ParallelConfig
+from phalanx.config.run import ParallelConfig, RunConfig
 from phalanx.distributed import mesh
 from phalanx.distributed.launch import Launch
 from phalanx.models.linear import NF4_BLOCK, NF4_BYTES
-from phalanx.models.trained import TrainedModel
+from phalanx.models.trained import Beside, TrainedModel
 from phalanx.plan.ledger import Ledger
 
-ROOT = -1  # the number of the unit that holds the parameters of no block
+ROOT = -1  # number of the unit that holds the parameters of no block
 REDUCED = torch.float32.itemsize  # of the dtype in which gradients are summed over ranks
+NOTHING = Beside()
 
 
 @dataclass(frozen=True)
@@ -45,29 +45,21 @@ class Cluster:
         return Launch(0, self.ranks, 0, self.per_node)
 
     def width(self, parallel: ParallelConfig) -> int:
-        """Ranks that share a copy of the weights; ConfigError where it does not divide the world."""
+        """Ranks that share a copy of the weights; ConfigError if it does not divide the world."""
         return mesh.shard_size(parallel, self.launch)
 
     def shard_groups(self, width: int) -> list[range]:
         """Ranks that share one copy of the weights, copy by copy."""
         return [range(first, first + width) for first in range(0, self.ranks, width)]
 
-    def replicate_groups(self, width: int) -> list[range]:
-        """Ranks that hold the same part of the weights, part by part."""
-        return [range(part, self.ranks, width) for part in range(width)]
-
-    def crosses(self, group: range) -> bool:
-        """Whether a group has ranks of several nodes."""
-        return group[0] // self.per_node != group[-1] // self.per_node
-
 
 @dataclass(frozen=True)
 class Weight:
-    """A parameter that `width` ranks share; 1: each rank has all of it.
+    """A parameter that is sharded over `width` ranks; 1: each rank has all of it.
 
-    `kept` is the dtype that a rank keeps it in. `unit` numbers the block that FSDP gathers it with, and is -1 for the
-    root. `away`: FSDP's offload keeps it on the host, with its gradient, moments and average. `apart`: tokens travel to
-    these experts in training, and only a rollout gathers them.
+    kept: the dtype that a rank stores it in. unit: the number of the block that FSDP gathers it with, or ROOT. away:
+    FSDP's offload keeps it on the host, with its gradient, moments and average. apart: an expert that tokens travel to
+    in training, and that only a rollout gathers.
     """
 
     name: str
@@ -85,7 +77,7 @@ class Weight:
 
     @property
     def travels(self) -> bool:
-        """Whether an update gathers it, and reduces its gradient, with the others of its unit."""
+        """Whether an update gathers it and reduces its gradient, with the others of its unit."""
         return self.sharded and not self.apart
 
     @property
@@ -108,19 +100,18 @@ class Weight:
 
     @property
     def part(self) -> int:
-        """Elements on a rank: FSDP cuts the first dim and fills up the last part."""
+        """Elements on a rank: FSDP divides the first dim and pads the last part."""
         return -(-self.shape[0] // self.width) * math.prod(self.shape[1:]) if self.sharded else self.numel
 
     @property
     def gathered(self) -> int:
+        """Elements of all parts."""
         return self.width * self.part
 
 
 @dataclass(frozen=True)
 class Layout:
-    """All parameters of a model that computes in `dtype`; `width` ranks share one copy of what is sharded. Sizes are
-    bytes on a rank.
-    """
+    """All parameters of a model that computes in `dtype`; sharded ones have `width` parts. Sizes are a rank's bytes."""
 
     weights: list[Weight]
     cluster: Cluster
@@ -131,17 +122,17 @@ class Layout:
     def of(
         cls,
         model: TrainedModel,
-        blocks: Iterable[nn.Module],
+        units: Iterable[nn.Module],
         parallel: ParallelConfig,
         cluster: Cluster,
         whole: Iterable[Tensor] = (),
     ) -> "Layout":
-        """The layout on a cluster of a model that one rank holds as a whole; these parameters are `whole` on each."""
+        """The layout on a cluster of a model that one rank holds entirely. whole: parameters that are not sharded."""
         width, unshared = cluster.width(parallel), set(map(id, whole))
         named, parameters, weights = dict(model.module.named_parameters()), model.parameters, []
-        units: dict[int, int] = {}
-        for number, block in enumerate(blocks):
-            units |= dict.fromkeys(map(id, block.parameters()), number)
+        numbers: dict[int, int] = {}
+        for number, unit in enumerate(units):
+            numbers |= dict.fromkeys(map(id, unit.parameters()), number)
         replicate = parallel.lora_sharding == "replicate" and len(parameters) < len(named)
         for name, p in named.items():
             trained = name in parameters
@@ -149,7 +140,8 @@ class Layout:
             shared_by = 1 if (replicate and trained) or id(p) in unshared else width
             away = shared_by > 1 and parallel.param_offload
             apart = shared_by > 1 and parallel.expert_parallel and p.dim() == 3
-            weights.append(Weight(name, tuple(p.shape), kept, trained, shared_by, units.get(id(p), -1), away, apart))
+            unit_number = numbers.get(id(p), ROOT)
+            weights.append(Weight(name, tuple(p.shape), kept, trained, shared_by, unit_number, away, apart))
         return cls(weights, cluster, width, model.dtype)
 
     @property
@@ -158,16 +150,12 @@ class Layout:
         return [w for w in self.weights if w.trained]
 
     def kept(self, weights: Iterable[Weight]) -> int:
-        """Bytes of these on a rank between steps."""
+        """These weights on a rank between steps."""
         return sum(w.part * w.kept.itemsize for w in weights)
 
     def kept_on(self, *, host: bool) -> int:
-        """Bytes of all weights between steps on a rank's device, or for it on the host."""
+        """All weights between steps on a rank's device, or those that it keeps on the host."""
         return self.kept(w for w in self.weights if w.away == host)
-
-    def copies(self) -> int:
-        """Replicated weights in the dtype that the module computes in, beside those that the optimizer changes."""
-        return sum(w.numel * self.dtype.itemsize for w in self.trained if not w.sharded and w.kept != self.dtype)
 
     def units(self) -> list[int]:
         """Each unit of FSDP while it is gathered: the blocks, and last the root."""
@@ -175,24 +163,20 @@ class Layout:
         for w in self.weights:
             if w.travels:
                 sent = w.kept if w.quantized else self.dtype
-                totals[w.unit] += w.gathered * sent.itemsize  # -1 is the last
+                totals[w.unit] += w.gathered * sent.itemsize  # ROOT is the last index
         return totals
 
     def experts(self) -> int:
-        """The experts that stay apart in training, gathered."""
+        """The experts that are not gathered in training, gathered."""
         return sum(w.gathered for w in self.weights if w.apart) * self.dtype.itemsize
 
     def unsharded(self, *, throughout: bool) -> int:
-        """Gathered weights: all of them `throughout`, or the root's, a block's and the message of the next block."""
+        """Gathered weights: all of them `throughout`, or those of the root, a block and the next block's message."""
         *blocks, root = self.units()
         return sum(blocks) + root if throughout else root + 2 * max(blocks)
 
-    def stored(self) -> int:
-        """The sharded weights that are trained, whole, in the dtype that they are kept in."""
-        return sum(w.gathered * w.kept.itemsize for w in self.trained if w.sharded)
-
     def for_engine(self) -> int:
-        """The sharded weights, whole, as they are gathered for an engine: only a LoRA with more bits than `dtype`."""
+        """The sharded weights, whole, as they are gathered for an engine: only a LoRA in a wider dtype than `dtype`."""
         total = 0
         for w in self.weights:
             size = w.kept.itemsize if w.lora else min(w.kept.itemsize, self.dtype.itemsize)
@@ -212,7 +196,7 @@ class Layout:
         return sum(w.gathered for w in self.trained if w.travels) * REDUCED
 
     def gathered_times(self, blocks: int, root: int) -> int:
-        """Bytes of the weights where all blocks are gathered so many times, and the root so many times."""
+        """The weights if all blocks are gathered `blocks` times, and the root `root` times."""
         *sizes, last = self.units()
         return sum(sizes) * blocks + last * root
 
@@ -220,10 +204,9 @@ class Layout:
 class CountedPolicy:
     """A base in front of FlowPolicy or LMPolicy, whose ledger hears of gathered weights and of copies of weights.
 
-    `layout`: the weights on a rank of the cluster; `units`: what FSDP gathers one by one, the blocks behind those of a
-    vision tower. `files`: the folder of the trained model's weights. `tokens`: length of a language model's longest
-    sample, 0 for images. `encoders`, `decoders` and `components` of the pipeline, and `image_columns` of prompts,
-    belong to flow models.
+    layout: the weights on a rank of the cluster. units: modules that FSDP gathers one by one, the blocks of a vision
+    tower and then `blocks`. tokens: length of a language model's longest sample, 0 for images. vision: a language
+    model's vision tower. encoders, decoders and image_columns belong to flow models.
     """
 
     trained: TrainedModel
@@ -232,12 +215,20 @@ class CountedPolicy:
     layout: Layout
     blocks: list[nn.Module]
     units: list[nn.Module]
-    files: Path
     tokens = 0
+    vision: Any = None
     encoders: Sequence[nn.Module] = ()
     decoders: Sequence[nn.Module] = ()
-    components: Mapping[str, Any] = {}
     image_columns: Sequence[str] = ()
+
+    def lay_out(
+        self, cfg: RunConfig, cluster: Cluster, ledger: Ledger, blocks: list[nn.Module], beside: Beside = NOTHING
+    ) -> None:
+        """Lay the weights out over the cluster, and count by this ledger."""
+        self.trained.config = cfg.model  # PiSSA's reference is a copy
+        self.ledger, self.blocks, self.units = ledger, blocks, [*beside.blocks, *blocks]
+        whole = [p for part in beside.parts for p in part.parameters()] if beside.frozen else []
+        self.layout = Layout.of(self.trained, self.units, cfg.parallel, cluster, whole)
 
     def unsharded(self) -> AbstractContextManager[None]:
         """Count a round of forward passes that may share gathered weights."""
@@ -245,7 +236,7 @@ class CountedPolicy:
         return self.trained.unsharded()
 
     def using(self, weights: str) -> AbstractContextManager[None]:
-        """Note that the weights are copied, without a copy, which would be one of all weights."""
+        """Note that the weights are copied, without making the copy."""
         if self.trained.is_base(weights):
             return self.trained.using(weights)
         self.ledger.phase.aside = True
@@ -256,12 +247,12 @@ class ShardedUpdate:
     """The units of a policy whose weights are sharded by its layout, in the phase "update".
 
     FSDP2 gathers a unit into a flat message, copies that out into the unit's parameters, and frees both at certain
-    times. The hooks here tell a ledger of the same bytes at the same times, since peaks of gathered weights, gradients
-    and activations do not coincide.
+    times. The hooks here tell a ledger of the same bytes at the same times, since the peaks of gathered weights,
+    gradients and activations do not coincide.
 
-    `summed`: gradients are added up over several passes, whole and in float32. The one pass that runs begins with all
-    of these: it stands for the last one, which reduces them, or where there are more than two for one in the `middle`.
-    With `parallel.sync_each_batch` each pass reduces them, and it is the parts that are added up.
+    summed: gradients accumulate over several passes, whole and in float32. The one pass that runs begins with all of
+    them: it stands for the last pass, which reduces them, or if there are more than two passes for one in the `middle`.
+    With `parallel.sync_each_batch` each pass reduces its gradients, and their parts accumulate.
     """
 
     def __init__(self, policy: CountedPolicy, parallel: ParallelConfig) -> None:
@@ -273,23 +264,23 @@ class ShardedUpdate:
             if w.travels:
                 self._weights[w.unit].append(w)
         self._gathered: dict[str, int] = defaultdict(int)
-        self._waiting: dict[int, int] = {}  # parameters of a unit that have no gradient yet in this backward pass
-        self._computed: dict[int, int] = defaultdict(int)  # bytes of a unit's gradients that are not reduced yet
+        self._waiting: dict[int, int] = {}  # parameters of a unit without a gradient in this backward pass
+        self._computed: dict[int, int] = defaultdict(int)  # bytes of a unit's gradients before their reduction
         self._backward = False
-        self._unit: int | None = None  # the unit whose backward pass runs
-        self._message = 0  # of the last reduction, which the next one frees
+        self._unit: int | None = None  # in its backward pass
+        self._message = 0  # bytes of the last reduction's message, which the next one frees
         for number, unit in [*enumerate(policy.units), (ROOT, policy.trained.module)]:
             unit.register_forward_pre_hook(partial(self._enter, number))
             unit.register_forward_hook(partial(self._leave, number))
 
     def begin(self) -> None:
-        """Before a pass: nothing is gathered. Gradients that are summed are there as a whole, or as parts."""
+        """Begin a pass: nothing is gathered, and accumulated gradients exist as a whole or as parts."""
         self.end()
         for w in self.layout.trained if self.summed else ():
             self.ledger.keep_gradient(self.layout.gradient(w, summed=not self._each))
 
     def add_gradient(self, w: Weight) -> None:
-        """A gradient that autograd has computed, as FSDP2 keeps it until the backward pass of its unit ends."""
+        """Count a gradient that autograd has computed: FSDP2 keeps it until the backward pass of its unit ends."""
         if not w.travels:
             if not self.summed:
                 self.ledger.keep_gradient(0 if w.away else self.layout.gradient(w))
@@ -302,13 +293,15 @@ class ShardedUpdate:
             self._reduce(w.unit)
 
     def _enter(self, number: int, module: nn.Module, args: Any) -> None:
-        if self.ledger.phase.name != "update" or (self._backward and number != ROOT):  # or recomputed by checkpointing
+        if self.ledger.phase.name != "update" or (
+            self._backward and number != ROOT
+        ):  # the latter: checkpointing recomputes it
             return
         if number == ROOT:
             self._free()
             self._waiting = {unit: len(weights) for unit, weights in self._weights.items()}
         size = self._sizes[number]
-        self._hold("message", self._gathered["message"] + size)  # that of the unit before is there yet
+        self._hold("message", self._gathered["message"] + size)  # that of the unit before still exists
         self._hold("message", size)
         self._hold(str(number), size)
 
@@ -337,7 +330,7 @@ class ShardedUpdate:
             self._hold("message", self._sizes[before])
 
     def _reduce(self, number: int) -> None:
-        """The end of a unit's backward pass: its weights are freed, and its gradients reduced to this rank's parts."""
+        """End a unit's backward pass: free its weights, and reduce its gradients to this rank's parts."""
         self._hold(str(number), 0)
         if number not in self._computed:
             return
@@ -345,24 +338,24 @@ class ShardedUpdate:
         computed = self._computed.pop(number)
         if self.summed and not self._each:
             keep(-computed)
-            if self.middle:  # added to those that are there as a whole
+            if self.middle:  # they are added to the whole ones
                 return
             computed = sum(w.numel for w in weights) * REDUCED
         keep(-self._message)
         self._message = sum(w.gathered for w in weights) * REDUCED
-        keep(self._message)  # filled from the gradients, which are there until then
+        keep(self._message)  # filled from the gradients, which exist until then
         keep(-computed)
         keep(sum(w.part for w in weights) * REDUCED)
-        kept = 0 if self.summed and self._each else 1  # of the parts, which may be added to those of other passes
+        kept = 0 if self.summed and self._each else 1  # whether the parts stay, or are added to those of other passes
         keep(sum(kept * self.layout.gradient(w) * (not w.away) - w.part * REDUCED for w in weights))
 
     def _hold(self, name: str, size: int) -> None:
-        """Let `size` gathered bytes be there by this name, in place of those before."""
+        """Replace the gathered bytes of this name by `size`."""
         self.ledger.gather(size - self._gathered[name])
         self._gathered[name] = size
 
     def end(self) -> None:
-        """After an update: no gradients, and nothing is gathered."""
+        """End an update: no gradients are left, and nothing is gathered."""
         self._free()
         self.ledger.keep_gradient(-self.ledger.gradients)
         self._message = 0

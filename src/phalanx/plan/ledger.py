@@ -1,4 +1,4 @@
-"""Counts what a job's phases take, while they run on tensors of torch's meta device: shapes without memory."""
+"""Counts the memory of a job's phases while they run on tensors of torch's meta device: shapes without memory."""
 
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -15,14 +15,15 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 META = torch.device("meta")
 aten = torch.ops.aten
 _KEEP_TRUE = (aten.index.Tensor, aten.ne.Scalar, aten.constant_pad_nd.default)
-_INDEXED = (aten.index.Tensor, aten.index_put.default, aten.index_put_.default)  # take indices of the host
+_INDEXED = (aten.index.Tensor, aten.index_put.default, aten.index_put_.default)  # accept indices on the host
 
 
 @dataclass
 class Phase:
-    """Bytes on the device that were there before a phase, and the most that were there meanwhile, with the gradients
-    and the gathered weights among them; forward `passes` of the model, and `rounds` between which FSDP may keep
-    gathered weights. `aside`: other weights took the place of the policy's, which were copied.
+    """Bytes on the device before a phase, and at its peak with the gradients and the gathered weights among them.
+
+    passes: forward passes of the model. rounds: groups of passes in which FSDP may keep gathered weights. aside: other
+    weights took the place of the policy's, which were copied.
     """
 
     name: str
@@ -35,7 +36,7 @@ class Phase:
     aside: bool = False
 
     def reach(self, live: int, gradients: int, gathered: int) -> None:
-        """Note that there are `live` bytes now, with those of gradients and of gathered weights."""
+        """Note the present bytes, with those of gradients and of gathered weights."""
         if live > self.peak:
             self.peak, self.gradients, self.gathered = live, gradients, gathered
 
@@ -44,9 +45,9 @@ class Phase:
 class Kind:
     """A kind of phase, by its name in the ledger.
 
-    `passes`: the purpose of its forward passes, in words; `message`: the name of weights that are gathered for them.
-    `draws`: samples are drawn; `decodes`: they become images or texts; `trains`: they are trained on. `optional`: it
-    does nothing without a pass.
+    passes: the purpose of its forward passes, in words. message: the name of weights that are gathered for them. draws:
+    samples are drawn; decodes: they become images or texts; trains: they are trained on. optional: without a pass, the
+    phase is empty.
     """
 
     name: str
@@ -73,26 +74,25 @@ _AFTER = (Kind("encode images"), Kind("update", "to train", "weights, gathered t
 
 
 def kinds(teachers: Iterable[str]) -> list[Kind]:
-    """The kinds of phases in their order in a step, with those of the teachers of these names."""
+    """The kinds of phases in the order of a step, with a phase for each of these teachers."""
     of_teachers = [Kind(name, f"of the {name}", f"weights of the {name}, gathered") for name in teachers]
     return [*_BEFORE, *of_teachers, *_AFTER]
 
 
 class Ledger(TorchDispatchMode):
-    """Bytes of the meta tensors that are made while it is active: `live` now, and the most of each phase.
+    """Bytes of the meta tensors that are made while it is active: `live` now, and at the peak of each phase.
 
-    Copies to the CPU stay meta tensors that do not count, and so do results of only such tensors. Of the numbers that
-    the host asks for, those that it sent itself come back, a mask is all true (but for those of `mark`), and others are
-    zeros.
+    Copies to the CPU stay meta tensors that do not count, and so do results of only such tensors. If the host asks for
+    numbers, it receives those that it sent itself, masks that are all true (except those of `mark`), and zeros.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.live = self.gradients = self.gathered = 0
-        self.phase = Phase("")  # the one that runs
+        self.phase = Phase("")  # that runs now
         self.phases: dict[str, Phase] = {}
         self._counting = True
-        self._sizes: dict[int, int] = {}  # of storages, as far as they count
+        self._sizes: dict[int, int] = {}  # counted bytes of storages
         self._on_host: set[int] = set()
         self._numbers: dict[int, Tensor] = {}  # by the storage of their copy on the device
         self._true: dict[int, int] = {}  # elements of masks that are true, by their storage
@@ -107,12 +107,12 @@ class Ledger(TorchDispatchMode):
         if moves and args[0].is_meta and kwargs["device"].type == "cpu":
             return self._to_host(args[0], kwargs)
         if func is aten.copy_.default and args[1].is_meta and not args[0].is_meta:
-            return args[0]  # memory of the host is never written to, and so takes none
+            return args[0]  # the host's tensors are never written to, and take no memory
         if func not in _INDEXED and any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in tree_leaves(args)):
             args = tree_map_only(Tensor, _on_device, args)
         true: int | None = None
         if func in _KEEP_TRUE and args[0].is_meta:
-            # a mask that is indexed by another one keeps all of its true elements
+            # a mask that is indexed by another mask keeps all of its true elements
             true = self._true.get(args[0].untyped_storage()._cdata)
         if func is aten.index.Tensor and args[0].is_meta:
             args = args[0], self._numbered(args[1])
@@ -123,14 +123,14 @@ class Ledger(TorchDispatchMode):
             func, args, kwargs = aten.new_empty.default, (args[0], places), {"dtype": torch.long}
         elif func is aten.bincount.default and args[0].is_meta:
             func, args, kwargs = aten.new_empty.default, (args[0], [args[2]]), {}
-        elif func is aten._grouped_mm.default:  # torch knows its shapes only in bfloat16
+        elif func is aten._grouped_mm.default:  # torch supports only bfloat16 on the meta device
             # rows [N, K] by their group's matrix [G, K, M], or columns [K, N] by rows [N, M] in each of G groups
             first, second, ends = args[:3]
             shape = [*([len(ends)] if second.dim() == 2 else []), first.shape[0], second.shape[-1]]
             func, args, kwargs = aten.new_empty.default, (first, shape), {}
-        elif func is aten.masked_scatter_backward.default:  # torch's own would look for what is true
+        elif func is aten.masked_scatter_backward.default:  # torch's own implementation needs the values of the mask
             func, args = aten.new_empty.default, (args[0], args[2])
-        # results that are views of an argument, or the argument itself, are nothing new
+        # results that are views of an argument, or the argument itself, take no memory
         new = any(returned.alias_info is None for returned in func._schema.returns)
         out = self._compute(func, args, kwargs) if new else func(*args, **kwargs)
         if new:
@@ -145,12 +145,12 @@ class Ledger(TorchDispatchMode):
         return out
 
     def mark(self, values: Tensor, true: int) -> None:
-        """Say how many elements of a mask are true, or of other values are not 0."""
+        """Set how many elements of a mask are true, or how many other values are not 0."""
         self._true[values.untyped_storage()._cdata] = true
 
     @contextmanager
     def during(self, name: str) -> Iterator[None]:
-        """The block as a phase, or again as one: then what was largest is kept."""
+        """Count the block as a phase; if it runs again, the larger peak is kept."""
         outer = self.phase
         inner = self.phase = Phase(name, self.live, self.live, self.gradients, self.gathered, aside=outer.aside)
         try:
@@ -165,8 +165,8 @@ class Ledger(TorchDispatchMode):
             self.phases[name] = inner
 
     def once(self, key: Hashable, run: Callable[[], Tensor]) -> Tensor:
-        """`run()` the first time that a phase has this key. Later it takes as much, and an empty tensor is returned:
-        what a micro-batch takes does not change from one to the next.
+        """`run()` the first time that a phase has this key; later count as much, and return an empty tensor: equal
+        micro-batches take equal memory.
         """
         known, outer = (self.phase.name, key), self.phase
         if known not in self._known:
@@ -181,13 +181,13 @@ class Ledger(TorchDispatchMode):
         return torch.empty(shape, dtype=dtype, device=META, requires_grad=requires_grad)
 
     def forget(self, name: str) -> None:
-        """Leave out what a phase took, which is to run again in another way."""
+        """Drop a phase, which will run again in another way."""
         del self.phases[name]
-        self._known = {key: taken for key, taken in self._known.items() if key[0] != name}
+        self._known = {key: value for key, value in self._known.items() if key[0] != name}
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
-        """Tensors that the block makes do not count."""
+        """Do not count tensors that the block makes."""
         self._counting = False
         try:
             yield
@@ -195,17 +195,17 @@ class Ledger(TorchDispatchMode):
             self._counting = True
 
     def keep_gradient(self, size: int) -> None:
-        """Enter a gradient that stays; less than 0: free it."""
+        """Count a gradient that stays; a negative size frees it."""
         self.gradients += size
         self._add(size)
 
     def gather(self, size: int) -> None:
-        """Enter gathered weights; less than 0: free them."""
+        """Count gathered weights; a negative size frees them."""
         self.gathered += size
         self._add(size)
 
     def _numbered(self, indices: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Indices of which a mask is as many numbers as it has true elements."""
+        """Indices, with masks replaced by as many numbers as they have true elements."""
         numbered: list[Tensor | None] = []
         for index in indices:
             if index is None or index.dtype is not torch.bool:
@@ -215,17 +215,17 @@ class Ledger(TorchDispatchMode):
         return numbered
 
     def _count_true(self, mask: Tensor) -> int:
-        """Its true elements; all of them where nothing else was said, and as many as may be of a part of a mask."""
+        """The number of true elements: the marked number, or all; of a part of a mask at most its size."""
         return min(self._true.get(mask.untyped_storage()._cdata, mask.numel()), mask.numel())
 
     def _compute(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """A new result; the second one of equal inputs is as the first, which torch may have worked out in Python."""
+        """A new result. It is remembered for equal inputs, because torch computes many shapes slowly, in Python."""
         key = func, _form(args), _form(tuple(kwargs.items()))
         if key in self._results:
             shape, stride, dtype = self._results[key]
             return torch.empty_strided(shape, stride, dtype=dtype, device=META)
         out = func(*args, **kwargs)
-        # an _unsafe_view does not say that it is one
+        # an _unsafe_view does not declare that it is a view
         shared = {storage._cdata for storage in _storages(args)}
         if isinstance(out, Tensor) and out.is_meta and out.untyped_storage()._cdata not in shared:
             self._results[key] = out.shape, out.stride(), out.dtype
@@ -263,12 +263,12 @@ class Ledger(TorchDispatchMode):
 
 
 def _on_device(tensor: Tensor) -> Tensor:
-    """A tensor of the host beside tensors of the device: what a vision tower makes of the sizes of images."""
+    """A host tensor that meets device tensors, such as a vision tower's numbers of image sizes, as one of these."""
     return tensor if tensor.is_meta or tensor.dim() == 0 else torch.empty_like(tensor, device=META)
 
 
 def _form(value: Any) -> Hashable:
-    """All of an argument by which the form of a result is decided; 1, 1.0 and True are different."""
+    """All of an argument that determines the form of a result; 1, 1.0 and True are different."""
     if isinstance(value, Tensor):
         return value.shape, value.stride(), value.dtype, value.device
     if isinstance(value, list | tuple):
@@ -277,20 +277,20 @@ def _form(value: Any) -> Hashable:
 
 
 def _storages(tree: Any) -> list[torch.UntypedStorage]:
-    """Of the meta tensors among arguments or results."""
+    """The storages of the meta tensors among arguments or results."""
     return [t.untyped_storage() for t in tree_leaves(tree) if isinstance(t, Tensor) and t.is_meta]
 
 
 @contextmanager
 def fused_attention() -> Iterator[None]:
-    """Attention keeps the tensors that a fused kernel keeps: inputs, output and a number per row.
+    """Have attention keep the tensors that a fused kernel keeps: inputs, output and a number per row.
 
-    On meta tensors torch would take its plain form, with all weights [N, heads, L, L] in memory, which neither GPUs nor
-    CPUs do. A TorchFunctionMode would not reach the forward passes that checkpointing repeats.
+    On meta tensors torch would take its plain form, with all weights [N, heads, L, L] in memory, unlike on GPUs and
+    CPUs. A TorchFunctionMode would not reach the forward passes that checkpointing repeats.
     """
 
     def fused(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **kwargs: Any) -> Tensor:
-        if attn_mask is not None and attn_mask.dtype is torch.bool:  # each call makes a mask to add
+        if attn_mask is not None and attn_mask.dtype is torch.bool:  # each call makes an additive mask
             attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, -torch.inf)
         return aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, attn_mask=attn_mask)[0]
 

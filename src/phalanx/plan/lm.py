@@ -1,14 +1,13 @@
-"""The shapes of a language model, causal or in blocks, without its weights, and its rollout, of which few passes run:
-over the prompts, and over the last token or block.
+"""The shapes of a language model, causal or in blocks, without its weights, and a rollout of few passes: over the
+prompts, and over the last token or block.
 
-All prompts and responses are as long as they may be, and for memory a response in blocks has the most states: one for
-each token, as if each denoising step unmasked one. Only the folder's configurations are read.
+All prompts and responses have their maximum lengths. For memory, a response in blocks has the most states: one for each
+token, as if each denoising step unmasked one. Only the folder's configurations are read.
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,8 +29,7 @@ from phalanx.models.lm.model import CACHE, DTYPES, CausalLM, causal_lm, text_par
 from phalanx.models.lm.packing import Row
 from phalanx.models.lm.policy import LMPolicy
 from phalanx.models.stored import cast_weights
-from phalanx.models.trained import Beside
-from phalanx.plan.layout import Cluster, CountedPolicy, Layout
+from phalanx.plan.layout import NOTHING, Cluster, CountedPolicy
 from phalanx.plan.ledger import META, Ledger
 from phalanx.plan.vision import PlannedVision, shows_images
 from phalanx.rollout.lm.decode import Decoding, draw
@@ -40,24 +38,23 @@ from phalanx.rollout.lm.in_blocks import BlockDiffusionRollout
 from phalanx.rollout.lm.in_policy import LMRollout
 from phalanx.types import Each, Prompt, Samples
 
-FILES = ("config.json", "generation_config.json", "preprocessor_config.json", "processor_config.json")
-PER_LOOK = 2.5  # tokens that a pass over a block unmasks by a threshold; an assumption, only for the time
+PER_LOOK = 2.5  # tokens that a pass over a block unmasks if a threshold decides; an assumption, only for the time
 
 
 class PlannedLMPolicy(CountedPolicy, LMPolicy):
     """A language model's policy on the meta device."""
 
     def make_reader(self) -> None:
-        """No prompt is read."""
+        """None: no prompt is read."""
 
     def recompute(self, count: int) -> None:
         """Have the first `count` layers recomputed in backward passes."""
         module = self.trained.module
-        module.eval()  # those that were recomputed, too
+        module.eval()  # also those that were recomputed
         module.recomputes, self.trained.recomputed = count, count / len(self.blocks)
 
     def scored(self, trace: TokenTrace, temperature: float) -> TokenReplay:
-        """Run only the first of equal passes of a phase."""
+        """As LMPolicy.scored; only the first of equal passes of a phase runs."""
         rows, longest, width = *trace.ids.shape, trace.width
         self.ledger.phase.passes += 1
         key = self.trained.module, torch.is_grad_enabled(), rows, longest, width
@@ -73,8 +70,8 @@ class PlannedLMPolicy(CountedPolicy, LMPolicy):
 
 @dataclass(frozen=True)
 class PlannedExperts:
-    """The experts of a `layer` on one of `ranks` ranks, in place of SpreadExperts: to them come as many tokens as the
-    rank sends. Passes beside an update have all experts where these are `unsharded`; the layout counts their memory.
+    """The experts of a `layer` on one of `ranks` ranks, in place of SpreadExperts: they receive as many tokens as the
+    rank sends. Outside of updates, passes have all experts if these are `unsharded`; the layout counts their memory.
     """
 
     layer: nn.Module
@@ -84,11 +81,11 @@ class PlannedExperts:
 
     @property
     def gathered(self) -> bool | None:
-        """None where tokens travel, as in SpreadExperts."""
+        """None if tokens travel, as in SpreadExperts."""
         return None if self.policy.ledger.phase.name == "update" or not self.unsharded else True
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors that the layer computes with: the experts of this rank, or of all."""
+        """The tensors that the layer computes with: the experts of this rank, or of all ranks."""
         parts, dtype = dict(self.layer.named_parameters(recurse=False)), self.policy.trained.dtype
         if self.gathered is None:
             return {name: p.to(dtype) for name, p in parts.items()}
@@ -96,12 +93,12 @@ class PlannedExperts:
             return {name: p.new_empty(len(p) * self.ranks, *p.shape[1:], dtype=dtype) for name, p in parts.items()}
 
     def exchange(self, rows: Tensor, counts: Tensor) -> Exchange:
-        """Let rows [N, D] go, and as many come."""
+        """Send rows [N, D], and receive as many."""
         return Exchange(rows, counts.view(self.ranks, -1), [len(rows)], [len(rows)], None)
 
 
 def keep_apart(policy: PlannedLMPolicy, parallel: ParallelConfig) -> None:
-    """Have layers with experts keep those of one rank, and exchange tokens, where the layout says so."""
+    """Have layers whose experts stay apart keep those of one rank, and exchange tokens."""
     module = policy.trained.module
     for w in policy.layout.weights:
         if not w.apart:
@@ -117,10 +114,11 @@ def keep_apart(policy: PlannedLMPolicy, parallel: ParallelConfig) -> None:
 
 
 class PlannedLMRollout(LMRollout):
-    """Samples of the greatest lengths, which only the policy's own modules decode."""
+    """The longest samples, decoded only if the policy's own modules do it."""
 
     policy: PlannedLMPolicy
     waste = 1.0  # columns of the cache per token of a sample
+    most = 0  # states of a sample in a pass, of block diffusion
 
     @contextmanager
     def awake(self) -> Iterator[None]:
@@ -161,14 +159,14 @@ class PlannedLMRollout(LMRollout):
         self._decoded(count, val.n, self.val_how, looks)
 
     def _longest(self, share: int) -> tuple[Any, int]:
-        """`share` of the longest samples, and the positions of each in a pass."""
+        """`share` of the longest samples, and the number of positions of each in a pass."""
         before, limit = self.before, self.how.limit
         ids = torch.zeros(share, before + limit, dtype=torch.long, device=META)
         starts, lengths = torch.full((share,), before, device=META), torch.full((share,), limit, device=META)
         return TokenTrace(ids, starts, lengths, limit), before + limit
 
     def _decoded(self, count: int, n: int, decoding: Decoding, looks: Sequence[Any] | None) -> None:
-        """Read the prompts, and decode the last token of `count` responses, n of each. `looks`: see TokenTrace."""
+        """Read the prompts, and decode the last token of `count` responses, n of each. looks: see TokenTrace."""
         if self.facts.weights != "policy":
             return
         self.policy.ledger.phase.passes += 1
@@ -187,7 +185,7 @@ class PlannedLMRollout(LMRollout):
         draw(out.logits[:, -1].float(), torch.empty(count, device=META), decoding)
 
     def _filled(self, cache: DynamicCache, count: int, length: int) -> DynamicCache:
-        """A cache like the given one, with keys and values of `count` samples of `length` tokens."""
+        """A cache like the given one, with the keys and values of `count` samples of `length` tokens."""
         full = DynamicCache(config=self.policy.settings)
         for number, layer in enumerate(cache.layers):
             shape = count, layer.keys.shape[1], length, layer.keys.shape[3]
@@ -197,7 +195,7 @@ class PlannedLMRollout(LMRollout):
 
 
 class PlannedBlockLM(BlockDiffusionLM):
-    """With `flex`, the dense mask is there only until that of the blocks is made of it."""
+    """With `flex`, the dense mask exists only until the block mask is made of it."""
 
     flex = False
 
@@ -207,7 +205,7 @@ class PlannedBlockLM(BlockDiffusionLM):
 
 
 class PlannedBlockPolicy(PlannedLMPolicy, BlockDiffusionPolicy):
-    """See PlannedLMPolicy. `looks_of_a_response` is a number for the time that decoding takes."""
+    """See PlannedLMPolicy. looks_of_a_response: passes that decode a response, for the time."""
 
     looks_of_a_response = 0.0
 
@@ -216,14 +214,14 @@ class PlannedBlockPolicy(PlannedLMPolicy, BlockDiffusionPolicy):
         return torch.stack([replay.log_prob, replay.entropy, replay.self_certainty])
 
     def seen(self, trace: BlockTrace) -> States:
-        """States in which each token is predicted once, or twice of three; random masks cover all tokens."""
-        views, asked = (3, 2) if self.estimate == "coupled" else (1, 1)
+        """States in which each token is predicted once, or in two of three; random masks cover all tokens."""
+        views, predicted = (3, 2) if self.estimate == "coupled" else (1, 1)
         if self.estimate in ("coupled", "elbo"):
             masked = (trace.steps >= 0)[:, :, None].expand(-1, -1, views, -1)
             states = states_of(trace.ids, Views(masked, masked.float()), mask_id=self.mask_id, count=trace.states)
         else:
             states = super().seen(trace)
-        self.ledger.mark(states.weight, len(trace.ids) * trace.width * asked)
+        self.ledger.mark(states.weight, len(trace.ids) * trace.width * predicted)
         return states
 
     def looks(self, trace: BlockTrace) -> Tensor:
@@ -237,14 +235,13 @@ class PlannedBlockPolicy(PlannedLMPolicy, BlockDiffusionPolicy):
 
 
 class PlannedBlockRollout(PlannedLMRollout, BlockDiffusionRollout):
-    """Samples of the greatest lengths, with `most` states each in a pass."""
+    """The longest samples, with `most` states each in a pass."""
 
     policy: PlannedBlockPolicy
-    most = 0
 
     @property
     def before(self) -> int:
-        """Tokens of the longest prompt that fills its blocks: another one leaves a response less room."""
+        """Tokens of the longest prompt that fills its blocks; any other leaves less room for a response."""
         size = self.policy.size
         return self.data.max_prompt_length // size * size
 
@@ -288,7 +285,7 @@ class PlannedBlockRollout(PlannedLMRollout, BlockDiffusionRollout):
 
 
 class _Tokenizer:
-    """No text is read or written."""
+    """In place of a tokenizer: no text is read or written."""
 
     pad_token_id = eos_token_id = 0
 
@@ -299,25 +296,23 @@ class _Tokenizer:
 def planned_lm_policy(
     cfg: LMRunConfig, cluster: Cluster, ledger: Ledger, *, rank: int = 0, chunk: int = 1024, **options: Any
 ) -> PlannedLMPolicy:
-    """The policy as training builds it, on the meta device, of one rank that holds all weights. Options, and errors,
-    are those of build_policy, or build_block_policy of a model in blocks. Its layout is that of a rank of the cluster.
-
-    `cfg.model.path` is a local folder.
+    """The policy as training builds it, on the meta device, of one rank that has all weights; its layout is that of a
+    rank of the cluster. Options and errors are those of build_policy, or of build_block_policy. `cfg.model.path` is a
+    local folder.
     """
     model, frozen = cfg.model, options.get("frozen", False)
     kept = DTYPES[model.dtype] if model.lora_rank > 0 or frozen else torch.float32
-    # kernels that are not here take as much memory as torch's own; and none of these changes what is kept
+    # kernels that are not installed take as much memory as torch's own; none of these changes what is kept
     attention = "eager" if model.attn_implementation == "eager" else "sdpa"
     config = replace(model, attn_implementation=attention, compile=False, lora_init="gaussian")
     world = lone_world(cfg.parallel, cluster.ranks, rank, META)
     with loading(f"model.path: {model.path!r} does not load"):
         settings = transformers.AutoConfig.from_pretrained(model.path, trust_remote_code=False)
-    images = shows_images(cfg, settings)
-    kind = transformers.AutoModelForImageTextToText if images else transformers.AutoModelForCausalLM
+    images, kind = shows_images(cfg, settings), transformers.AutoModelForImageTextToText
+    if not images:
+        settings, kind = text_part(settings) or settings, transformers.AutoModelForCausalLM
     with META:
-        lm = kind.from_config(
-            settings if images else text_part(settings) or settings, dtype=kept, trust_remote_code=False
-        )
+        lm = kind.from_config(settings, dtype=kept, trust_remote_code=False)
         cast_weights(lm, kept)
         module: CausalLM = causal_lm(lm, config, chunk, images=images)
         if images:
@@ -332,14 +327,10 @@ def planned_lm_policy(
             module.flex = model.attn_implementation == "flex_attention"
             make, options = PlannedBlockPolicy, {"estimate": "trace", "size": model.block_size, **options}
         policy = make(module, _Tokenizer(), world, config, cfg.parallel, cfg.data, **options)
-    policy.trained.config = model  # PiSSA's reference is a copy
-    beside = module.vision.beside() if images else Beside()
-    policy.ledger, policy.blocks, policy.units = ledger, blocks, [*beside.blocks, *blocks]
-    whole = [p for part in beside.parts for p in part.parameters()] if beside.frozen else []
-    policy.layout = Layout.of(policy.trained, policy.units, cfg.parallel, cluster, whole)
+    policy.lay_out(cfg, cluster, ledger, blocks, module.vision.beside() if images else NOTHING)
     if images:
         with ledger, ledger.uncounted():
             module.vision.begin(model.path, cfg.data)
     keep_apart(policy, cfg.parallel)
-    policy.files, policy.tokens = Path(model.path), cfg.data.max_prompt_length + cfg.data.max_response_length
+    policy.tokens = cfg.data.max_prompt_length + cfg.data.max_response_length
     return policy

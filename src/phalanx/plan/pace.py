@@ -1,4 +1,4 @@
-"""Duration and cost of a job: its arithmetic over an assumed fraction of a GPU's peak.
+"""Time and price of a job: its arithmetic over an assumed fraction of a GPU's peak.
 
 Also the seconds of a step under each schedule, and the fastest split of the ranks for it.
 """
@@ -17,93 +17,100 @@ from phalanx.config.run import SCHEDULES, RLConfig, RunConfig
 from phalanx.distributed.roles import ACTOR, INFERENCE, ROLLOUT, Roles
 from phalanx.plan.jobs import roles_on, task_of
 from phalanx.plan.layout import Cluster
-from phalanx.plan.lm import PlannedLMPolicy
-from phalanx.plan.rehearsal import Planned, RLRehearsal
+from phalanx.plan.rehearsal import Rehearsal, RLRehearsal
 from phalanx.plan.tables import Rows
 from phalanx.telemetry.flops import named_peak_flops
 
-CARD = "H100"  # where no GPU is named, nor here
-USED = (0.25, 0.45)  # of its peak, an assumption
-SPREAD = USED[1] / USED[0]  # of the most seconds to the least
-SHORTEST = 1.0  # seconds of a step; a shorter one depends on launches of kernels and the host, not on arithmetic
-TRIED = 100  # splits that are tried until the job can run with one
-MOST = 256  # sizes of a role that are tried; in a larger world they grow by several units
+CARD = "H100"  # the GPU if none is named and there is none here
+USED = (0.25, 0.45)  # assumed fractions of its peak
+SPREAD = USED[1] / USED[0]  # ratio of the longest to the shortest time
+SHORTEST = 1.0  # seconds of a step; shorter steps depend on kernel launches and the host, not on arithmetic
+TRIED = 100  # number of splits that are tried until the job can run with one
+MOST = 256  # number of sizes of a role that are tried; in a larger world they grow by several units
+
+UNTIMED = "rewards, validation, checkpoints, text encoders, VAE, vision tower, the memory bandwidth of decoding"
 
 Split = dict[str, int]  # ranks of each role
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU: the name that torch has for it, bytes of memory, and the price of an hour; None: not known."""
+    """A GPU: torch's name of it, its bytes of memory, and the price of an hour; None for what is unknown."""
 
     name: str | None = None
     memory: int | None = None
     price: float | None = None
 
+    def peak(self, dtype: torch.dtype) -> tuple[str, float]:
+        """The name and the FLOP/s of this GPU, or if they are unknown of CARD."""
+        for name in (self.name or CARD, CARD):
+            flops = named_peak_flops(name, dtype)
+            if flops is not None:
+                return name, flops
+        raise AssertionError(f"{CARD} has a peak in {dtype}")
 
-def arithmetic(cfg: RunConfig | JointConfig, parts: Sequence[Planned], gpu: Gpu) -> tuple[str, Rows]:
-    """Title and rows: operations of a step, or of each policy of a joint run in one, their time on such GPUs, and their
-    price.
+
+def arithmetic(parts: Sequence[Rehearsal], gpu: Gpu, *, alternate: bool = False) -> tuple[str, Rows]:
+    """Title and rows: the operations of a step, or of each policy of a joint run in one, their time and their price.
+    alternate: each step trains only one of the policies.
     """
-    alternate = isinstance(cfg, JointConfig) and cfg.alternate is not None
     ranks, step, rows = parts[0].policy.layout.cluster.ranks, 0.0, []
     cards: dict[str, None] = {}
     for p in parts:
         dtype, flops = p.policy.layout.dtype, p.flops
         unit, size = ("PFLOP", 1e15) if flops >= 1e15 else ("TFLOP", 1e12)
-        text = f"{flops / size:.4g} {unit}, {flops / ranks / size:.4g} a rank"
-        if alternate:  # each is trained in one of two steps
+        text = f"{flops / size:.4g} {unit}, {flops / ranks / size:.4g} per rank"
+        if alternate:
             assert isinstance(p, RLRehearsal), "both draw samples"
             text += f"; {p.drawn_flops / size:.4g} in a step that does not train it"
             flops = (flops + p.drawn_flops) // 2
         each = seconds(flops / ranks, gpu, dtype)
         if each / SPREAD >= SHORTEST:
-            text += f": {between(each)} s{' in the mean' * alternate}"
+            text += f": {between(each)} s{' on average' * alternate}"
         step += each
         cards[assumed(gpu, dtype)] = None
         rows.append((p.part or "a step", text))
-    little, untimed = "too little to tell a time from", task_of(p.cfg).untimed
+    little = "too little for an estimate of the time"
     if step / SPREAD < SHORTEST:
         return "Arithmetic", [*rows, ("a step", little)] if p.part else [("a step", f"{text}: {little}")]
     if p.part:
         rows.append(("a step", f"{between(step)} s"))
-        untimed = f"{task_of(parts[0].cfg).untimed.partition(', ')[0]}, {untimed}"
     else:
         rows += _rates(p, step)
-        seen = isinstance(p.policy, PlannedLMPolicy) and p.policy.vision is not None
-        untimed = f"the vision tower, {untimed}" if seen else untimed
-    rows += [*whole_job(p.cfg, step, ranks, gpu), ("left out", untimed)]
+    rows += [*whole_job(p.cfg, step, ranks, gpu), ("left out", UNTIMED)]
     return f"Arithmetic and time, {' and '.join(cards)}", rows
 
 
-def _rates(p: Planned, step: float) -> Iterator[tuple[str, str]]:
-    """Rows: the repeated part of a job's arithmetic, and samples and tokens per second where a step takes `step` s."""
+def _rates(p: Rehearsal, step: float) -> Iterator[tuple[str, str]]:
+    """Rows: the share of recomputation with the MFU, and samples and tokens per second if a step takes `step` s."""
     ranks, again = p.policy.layout.cluster.ranks, 1 - p.model_flops / p.flops
     if again > 0:
         useful = between(100 * USED[1] * (1 - again))
-        yield "repeated", f"{100 * again:.0f} % of it, in backward passes: perf/mfu would be {useful} %"
+        yield "repeated", f"{100 * again:.0f} % of it, recomputed in backward passes: perf/mfu would be {useful} %"
     samples = p.cfg.data.batch_size(p.cfg.parallel.data_ranks(ranks)) if p.plan is None else p.plan.samples
     rate = samples * SPREAD / step
-    yield task_of(p.cfg).samples, f"{between(rate)} a second, {between(rate / ranks)} on a GPU"
+    yield task_of(p.cfg).samples, f"{between(rate)} per second, {between(rate / ranks)} per GPU"
     if p.policy.tokens:
         tokens = between(rate * p.policy.tokens / ranks)
-        yield "tokens", f"{tokens} a second on a GPU, were all prompts and responses the longest"
+        yield "tokens", f"{tokens} per second and GPU, if all prompts and responses have their maximum lengths"
 
 
 def seconds(flops: float, gpu: Gpu, dtype: torch.dtype) -> float:
-    """The most seconds of a rank for `flops` operations; the least are 1 / SPREAD of them."""
-    return flops / _card(gpu, dtype)[1] / USED[0]
+    """The longest time of a rank for `flops` operations; the shortest is 1 / SPREAD of it."""
+    return flops / gpu.peak(dtype)[1] / USED[0]
 
 
 def assumed(gpu: Gpu, dtype: torch.dtype) -> str:
     """The assumption of `seconds`, in words."""
-    card, peak = _card(gpu, dtype)
+    card, peak = gpu.peak(dtype)
     part = f"{USED[0] * 100:.0f} to {USED[1] * 100:.0f} %"
-    return f"assumed that {card} does {part} of its {peak / 1e12:.0f} TFLOP/s in {str(dtype).removeprefix('torch.')}"
+    return (
+        f"assuming that {card} reaches {part} of its {peak / 1e12:.0f} TFLOP/s in {str(dtype).removeprefix('torch.')}"
+    )
 
 
 def whole_job(cfg: RunConfig, step: float, ranks: int, gpu: Gpu, spread: float = SPREAD) -> Rows:
-    """The time of all steps, and their price where that of a GPU is known."""
+    """The time of all steps, and their cost if the price of a GPU is known."""
     total = cfg.trainer.total_training_steps
     hours = step * (1000 if total is None else total) / 3600
     text = f"{between(hours, spread)} hours, {between(hours * ranks, spread)} GPU-hours"
@@ -114,20 +121,11 @@ def whole_job(cfg: RunConfig, step: float, ranks: int, gpu: Gpu, spread: float =
 
 
 def between(most: float, spread: float = SPREAD) -> str:
-    """From `most` / `spread` to `most`, each of three digits, or of all digits before the point."""
+    """From `most` / `spread` to `most`, with three digits each, or all digits before the point if they are more."""
     texts = []
     for number in (most / spread, most):
         texts.append(f"{number:.{max(0, 2 - math.floor(math.log10(number)))}f}")
     return texts[0] if spread == 1 else " to ".join(texts)
-
-
-def _card(gpu: Gpu, dtype: torch.dtype) -> tuple[str, float]:
-    """The name and the peak of the GPU, or where it is not known, of another one."""
-    if gpu.name is not None and (known := named_peak_flops(gpu.name, dtype)) is not None:
-        return gpu.name, known
-    peak = named_peak_flops(CARD, dtype)
-    assert peak is not None
-    return CARD, peak
 
 
 # -- schedules, where each rank has one role ----------------------------------------------------------------------
@@ -137,8 +135,8 @@ def _card(gpu: Gpu, dtype: torch.dtype) -> tuple[str, float]:
 
 @dataclass(frozen=True)
 class Seconds:
-    """The most seconds of each role's phase if all ranks of the world did it, `spread` times the least; where from, in
-    words.
+    """The longest time of each role's phase if all ranks of the world did it, `spread` times the shortest, and where it
+    is from, in words.
     """
 
     phases: Mapping[str, float]
@@ -147,17 +145,17 @@ class Seconds:
 
 
 def given_seconds(words: Mapping[str, float], cfg: RunConfig | JointConfig, cluster: Cluster) -> Seconds | None:
-    """Of the words rollout_s, inference_s and actor_s; None without them. ConfigError where one of them is missing, or
-    the job samples nothing.
+    """The times of the words rollout_s, inference_s and actor_s; None without them. Raises ConfigError if one of them
+    is missing, or the job has no roles.
     """
     phases = {role: words[f"{role}_s"] for role in (ROLLOUT, INFERENCE, ACTOR) if f"{role}_s" in words}
     if not phases:
         return None
     first = f"{next(iter(phases))}_s"
-    if isinstance(cfg, JointConfig):
-        raise ConfigError(f"{first}: the ranks of a joint run have no roles; leave it out")
     if not isinstance(cfg, RLConfig):
-        raise ConfigError(f"{first}: this task draws no samples; leave it out")
+        raise ConfigError(
+            f"{first}: only the ranks of a single policy's reinforcement learning have roles; leave it out"
+        )
     for role in (ROLLOUT, ACTOR, *([INFERENCE] if INFERENCE in roles_on(cfg, cluster).ranks else [])):
         if role not in phases:
             raise ConfigError(f"{first} without {role}_s; expected the seconds of each role, if all ranks did its part")
@@ -165,8 +163,8 @@ def given_seconds(words: Mapping[str, float], cfg: RunConfig | JointConfig, clus
     return Seconds(phases, f"by {given} on all ranks", spread=1)
 
 
-def assumed_seconds(parts: Sequence[Planned], gpu: Gpu) -> Seconds:
-    """By the arithmetic of each role."""
+def assumed_seconds(parts: Sequence[Rehearsal], gpu: Gpu) -> Seconds:
+    """The times that the arithmetic of each role takes."""
     world, dtype = sum(p.policy.layout.cluster.ranks for p in parts), parts[0].policy.layout.dtype
     phases = {}
     for p in parts:
@@ -176,12 +174,12 @@ def assumed_seconds(parts: Sequence[Planned], gpu: Gpu) -> Seconds:
 
 
 def schedules(cfg: RLConfig, cluster: Cluster, roles: Roles, of_all: Seconds, gpu: Gpu) -> tuple[str, Rows]:
-    """The title and rows: the time of each role, of each schedule with these roles, and with the best."""
+    """Title and rows: the time of each role, and of each schedule with these roles and with the fastest ones."""
     world, spread, rows = cluster.ranks, of_all.spread, []
     work = {role: most * world for role, most in of_all.phases.items() if most > 0}
     together = sum(work.values()) / world
     if together / spread < SHORTEST and spread > 1:
-        return "Time of a step", [("a step", "too little arithmetic to tell a time from")]
+        return "Time of a step", [("a step", "too little arithmetic for an estimate of the time")]
     now: Split = {}
     if not roles.collocated:
         now = {role: len(ranks) for role, ranks in roles.ranks.items() if role in work}
@@ -202,40 +200,31 @@ def schedules(cfg: RLConfig, cluster: Cluster, roles: Roles, of_all: Seconds, gp
         rows.append((schedule, text))
     if now:
         rows += whole_job(cfg, step_seconds(chosen, parts, per_role, now), world, gpu, spread)
-    left_out = "weights and samples on their way, validation, checkpoints, the slowest rank"
-    if spread > 1:
-        untimed = task_of(cfg).untimed.partition("rewards, ")[0]
-        left_out = f"{untimed}rewards, {left_out}; rollout_s=30 actor_s=10 would give seconds that a run took"
-    rows.append(("left out", left_out))
+    measured = "weights and samples on their way, validation, checkpoints"
+    rows.append(
+        ("left out", f"{UNTIMED}; rollout_s=30 actor_s=10 would give seconds of a run" if spread > 1 else measured)
+    )
     return f"Time of a step, {of_all.source}", rows
 
 
 def _fastest(cfg: RLConfig, cluster: Cluster, schedule: str, work: Mapping[str, float], spread: float) -> str:
-    """The fastest split for a schedule; where the job cannot run with it, the fastest that it can run with, too."""
+    """The fastest split that the job can run with under a schedule, or the reason why it can run with none."""
     parts, batch = cfg.rollout.parts, cfg.data.train_batch_size
-    candidates = best_splits(schedule, parts, work, cluster.ranks, cfg.rollout.engine_memory.ranks)
-    if not candidates:
-        return f"{counted(cluster.ranks, 'rank')} cannot be split"
-
-    def text(split: Split) -> str:
-        ranks = ", ".join(f"{role} {split[role]}" for role in (ROLLOUT, INFERENCE, ACTOR) if role in split)
-        return f"{between(step_seconds(schedule, parts, work, split), spread)} s with {ranks}"
-
-    reason = _refusal(cfg, cluster, schedule, candidates[0])
-    if reason is None:
-        return f"at best {text(candidates[0])}"
+    splits = best_splits(schedule, parts, work, cluster.ranks, cfg.rollout.engine_memory.ranks)
     samples = 0 if batch is None else batch * cfg.rollout.n // (parts if schedule == "pipelined" else 1)
-    dividing = [split for split in candidates if not any(samples % ranks for ranks in split.values())]
+    # most of the others are refused because samples do not divide
+    dividing = [split for split in splits if not any(samples % ranks for ranks in split.values())]
     reasons = []
-    for split in dividing[:TRIED]:
+    for split in (dividing or splits)[:TRIED]:
         reasons.append(_refusal(cfg, cluster, schedule, split))
         if reasons[-1] is None:
-            return f"at best {text(candidates[0])}, and {text(split)} as batches divide"
-    return f"refused: {reasons[0] if reasons else reason}"
+            ranks = ", ".join(f"{role} {split[role]}" for role in (ROLLOUT, INFERENCE, ACTOR) if role in split)
+            return f"at best {between(step_seconds(schedule, parts, work, split), spread)} s with {ranks}"
+    return f"refused: {reasons[0]}" if reasons else f"{counted(cluster.ranks, 'rank')} cannot be split"
 
 
 def _refusal(cfg: RLConfig, cluster: Cluster, schedule: str, split: Split) -> str | None:
-    """Why the job cannot run by this schedule with this split of the ranks; None: it can."""
+    """Why the job cannot run under this schedule with this split of the ranks; None if it can."""
     staleness = max(cfg.rollout.max_staleness, schedule == "one_step_off")
     rollout: Any = replace(cfg.rollout, schedule=schedule, max_staleness=staleness)
     placement = {role: f"{ranks} ranks" for role, ranks in split.items()}
@@ -247,14 +236,14 @@ def _refusal(cfg: RLConfig, cluster: Cluster, schedule: str, split: Split) -> st
 
 
 def step_seconds(schedule: str, parts: int, work: Mapping[str, float], split: Mapping[str, int]) -> float:
-    """Seconds of a step under a schedule of phalanx.training.disaggregated.schedules, without the transfer of weights;
-    `parts` is rollout.parts.
+    """Seconds of a step under a schedule of phalanx.training.disaggregated.schedules, without the transfer of weights.
+    parts: rollout.parts.
     """
     seconds = {role: work[role] / ranks for role, ranks in split.items()}
     together, longest = sum(seconds.values()), max(seconds.values())
     if schedule == "synchronous":
         return together
-    if schedule == "pipelined":  # the others' first and last parts have nothing beside them
+    if schedule == "pipelined":  # nothing runs beside the first and last parts of the other roles
         return longest + (together - longest) / parts
     return max(seconds[ROLLOUT], together - seconds[ROLLOUT])
 

@@ -1,12 +1,12 @@
 """A training step of the job's loop on tensors of the meta device, which have only shapes.
 
 Samples, other weights' outputs, the loss and its gradient are computed as in training, while a Ledger counts. Nothing
-is scored, no weight is changed, and no file is read or written. The world is that of one rank of many: sharding and
+is scored, no weight changes, and no file is read or written. The world is that of one rank of many: sharding and
 messages are arithmetic (phalanx.plan.layout).
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -17,22 +17,19 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from phalanx.config.run import EmaConfig, RLConfig, RunConfig
-from phalanx.data.streams import PromptStream
 from phalanx.distributed.roles import ACTOR, INFERENCE, ROLLOUT
 from phalanx.plan.blueprint import PlannedFlowPolicy
 from phalanx.plan.layout import ShardedUpdate, Weight
-from phalanx.plan.ledger import Ledger
 from phalanx.plan.lm import PlannedBlockPolicy, PlannedLMPolicy
-from phalanx.rewards.client import RewardClient
 from phalanx.telemetry.flops import step_flops
 from phalanx.telemetry.metrics import Timers
 from phalanx.training.block_diffusion import BlockDiffusion, Noised
 from phalanx.training.checkpoint import Progress
-from phalanx.training.collect import Collector, Rescorer
+from phalanx.training.collect import Rescorer
 from phalanx.training.components import LoadedTeacher
 from phalanx.training.flow_matching import ENCODED_TOGETHER, FlowMatching
 from phalanx.training.job import Job
-from phalanx.training.loop import train
+from phalanx.training.loop import train_step
 from phalanx.training.minibatches import BatchPlan, Minibatches
 from phalanx.training.optim import TrainState
 from phalanx.training.rl import weights_beside
@@ -44,7 +41,7 @@ AnyPlannedPolicy = PlannedFlowPolicy | PlannedLMPolicy
 
 
 class PlannedState(TrainState):
-    """The optimizer and the averages, whose gradients are counted and dropped."""
+    """The optimizer and the averages; gradients are counted and dropped."""
 
     def __init__(self, policy: AnyPlannedPolicy, cfg: RunConfig, ema: EmaConfig, averages: Sequence[str] = ()) -> None:
         offload = cfg.parallel.optimizer_offload
@@ -54,7 +51,7 @@ class PlannedState(TrainState):
         self.sharding = ShardedUpdate(policy, cfg.parallel)
         named = dict(policy.trained.module.named_parameters())
         for w in policy.layout.trained:
-            named[w.name].register_post_accumulate_grad_hook(partial(self._keep_gradient, w))
+            named[w.name].register_post_accumulate_grad_hook(partial(self._count_gradient, w))
         policy.trained.sharded.set_last_micro_batch = self._begin_micro_batch  # type: ignore[method-assign]
 
     def step(self, loss: Tensor) -> dict[str, float | Tensor]:
@@ -68,8 +65,7 @@ class PlannedState(TrainState):
         self.sharding.summed |= not last
         self.sharding.begin()
 
-    def _keep_gradient(self, w: Weight, parameter: Tensor) -> None:
-        """Have the gradient counted, in place of being kept."""
+    def _count_gradient(self, w: Weight, parameter: Tensor) -> None:
         parameter.grad = self.policy.trained.parameters[w.name].grad = None
         self.sharding.add_gradient(w)
 
@@ -77,35 +73,17 @@ class PlannedState(TrainState):
 class PlannedJob(Job):
     """A job of one step, without checkpoints and logs."""
 
-    def __init__(self, cfg: RunConfig, policy: AnyPlannedPolicy, state: PlannedState) -> None:
-        self.cfg, self.world, self.state, self.timers = cfg, policy.world, state, Timers()
-        self.progress = Progress()
-
-    def steps(self) -> Iterator[int]:
-        """The first one."""
-        yield 0
-
-    def end_step(self, step: int, row: dict[str, float]) -> None:
-        """Nothing is due."""
-
-
-class Unscored(RewardClient):
-    """Takes samples, and does nothing with them."""
-
-    def __init__(self) -> None:
-        self.reward_set = None
-
-    def submit(self, outputs: Outputs, prompts: list[Prompt]) -> None:
-        """Nothing scores them."""
+    def __init__(self, policy: AnyPlannedPolicy, state: PlannedState) -> None:
+        self.world, self.state, self.timers, self.progress = policy.world, state, Timers(), Progress()
 
 
 class PlannedUpdater(Updater):
-    """The learning rule, whose passes with other weights are separate phases."""
+    """The learning rule; its passes with other weights are separate phases."""
 
     trained = 0  # samples of this rank, over all epochs
 
     def reference(self, name: str, batch: Minibatches) -> tuple[Policy, Minibatches, AbstractContextManager[Any]]:
-        """As a phase of the ledger."""
+        """As Updater.reference, as a phase of the ledger."""
         phase, ledger = ExitStack(), cast(AnyPlannedPolicy, self.policy).ledger
         phase.enter_context(ledger.during(name if name in self.teachers else "reference"))
         policy, theirs, weights = super().reference(name, batch)
@@ -113,26 +91,28 @@ class PlannedUpdater(Updater):
         return policy, theirs, phase
 
     def asks(self, name: str, prompt: Prompt) -> bool:
-        """Each teacher counts with all samples, as on a rank with only its rows."""
+        """True: each teacher counts with all samples, as on a rank that has only its rows."""
         return True
 
     def follow(self, step: int) -> None:
-        """No weight has changed."""
+        """Do nothing: no weight has changed."""
 
     def performance(self, samples: Samples, log: StepLog, seconds: float) -> dict[str, float]:
-        """Nothing is timed."""
+        """No metrics: nothing is timed."""
         self.trained = log.trained
         return {}
 
 
 class Rehearsal(ABC):
-    """A job whose step runs on shapes. `role` is that of the planned rank, where ranks have roles. `part` is the policy
-    of a joint run that it is, `learns` whether that is trained, `beside` the bytes that the other one holds on the
-    device, and `waiting` those of the other one's samples, before this one's updates and in them.
+    """A job whose step runs on shapes.
 
-    `samples_size` are the bytes of the step's samples on the device, `outputs_size` those of their images on the host.
-    `copies_reference`: the reference is a copy of the weights as they were at first. `rescores`: log-probs may be taken
-    again here, not by another role.
+    plan: the batch arithmetic of reinforcement learning. samples_size: bytes of the step's samples on the device, and
+    outputs_size of their images on the host. copies_reference: the reference is a copy of the initial weights.
+    frozen: the policies of teachers by name.
+
+    role: that of the planned rank, if ranks have roles; rescores: log-probs may be recomputed here, not by another
+    role. part: the name of this policy of a joint run; learns: it is trained; beside: bytes that the other policy holds
+    on the device; waiting: bytes of the other policy's samples before this one's updates, and during them.
     """
 
     plan: BatchPlan | None = None
@@ -143,22 +123,30 @@ class Rehearsal(ABC):
     learns = rescores = True
     beside: Mapping[str, int] = {}
     waiting = 0, 0
-    frozen: Mapping[str, PlannedFlowPolicy] = {}  # the policies of teachers by name
+    frozen: Mapping[str, PlannedFlowPolicy] = {}
 
     def __init__(self, cfg: RunConfig, policy: AnyPlannedPolicy, rollout: Rollout, state: PlannedState) -> None:
         self.cfg, self.policy, self.rollout, self.state = cfg, policy, rollout, state
-        self.ledger: Ledger = policy.ledger
-        self.job = PlannedJob(cfg, policy, state)
+        self.ledger = policy.ledger
+        self.job = PlannedJob(policy, state)
 
     @property
     def label(self) -> str:
-        """The name of this part of the job; empty where it is all of it."""
+        """The name of this part of the job; empty if it is the whole job."""
         return self.role or self.part
 
     @property
     def trains(self) -> bool:
         """Whether this rank trains the policy."""
         return self.learns and self.role in ("", ACTOR)
+
+    @abstractmethod
+    def run_step(self) -> None:
+        """Sample and train, as far as the rank's role does."""
+
+    @abstractmethod
+    def train(self) -> None:
+        """The updates of the step."""
 
     @abstractmethod
     def operations(self, *, recomputed: bool) -> int:
@@ -180,16 +168,20 @@ class Rehearsal(ABC):
             average = self.state.ema is not None and not self.role  # else the actor sends it in place of the weights
             weights = self.policy.using("ema") if average else nullcontext()
             with weights, self.rollout.awake():
-                self.rollout.sample_validation(prompts, each=Unscored().submit)
+                self.rollout.sample_validation(prompts, each=_unscored)
 
 
-def _unscored(images: Tensor, *, prompts: list[Prompt], step: int) -> Tensor:
-    """A number for each image, with a gradient, in place of a reward's."""
+def _unscored(outputs: Outputs, prompts: list[Prompt]) -> None:
+    """Take samples, and score none."""
+
+
+def _differentiable(images: Tensor, *, prompts: list[Prompt], step: int) -> Tensor:
+    """A number for each image, with a gradient, in place of a reward."""
     return images.flatten(1).mean(1)
 
 
 class RLRehearsal(Rehearsal):
-    """Reinforcement learning; it is also the loop's collector, of the step's `samples`, which it has drawn before."""
+    """Reinforcement learning. It is also the loop's collector, which returns samples that are drawn already."""
 
     cfg: RLConfig
     plan: BatchPlan
@@ -202,7 +194,7 @@ class RLRehearsal(Rehearsal):
         algorithm: Algorithm,
         policy: AnyPlannedPolicy,
         rollout: Rollout,
-        prompts: PromptStream,
+        prompts: list[Prompt],
         teachers: Mapping[str, LoadedTeacher] | None = None,
         *,
         learns: bool = True,
@@ -217,25 +209,25 @@ class RLRehearsal(Rehearsal):
         self.rescorer = Rescorer(cfg, plan, algorithm, policy, timers, progress, exact=rollout.exact)
         algorithm.credit = self._credit  # type: ignore[method-assign]
         common = (cfg, plan, algorithm, policy, policy.world, state, self.rescorer, timers)
-        score = _unscored if algorithm.last_steps else None
+        score = _differentiable if algorithm.last_steps else None
         self.updater = PlannedUpdater(*common, teachers=teachers, score=score)
 
     @property
     def sent(self) -> int:
-        """Bytes of this rank's samples, as they go to another role."""
+        """Bytes of this rank's samples, as they are sent to another role."""
         values = tree_leaves([*vars(self.samples.trace).values(), *vars(replace(self.samples, outputs=[])).values()])
         return sum(value.nbytes for value in values if isinstance(value, Tensor))
 
     def run_step(self) -> None:
-        """Sample and train; of a role, its part of that."""
+        """Sample and train, as far as the rank's role does."""
         known = "reference" in self.algorithm.references and "reference" not in self.state.averages
         self.copies_reference = known and not self.policy.trained.is_base("reference")
-        weights = None if self.role else self.algorithm.behaviour  # other ranks sample with those that they were sent
-        cfg, plan, timers = self.cfg, self.plan, self.job.timers
-        collector = Collector(cfg, plan, self.policy, self.rollout, Unscored(), self.prompts, timers, weights=weights)
-        collector.total_steps = 1
+        behaviour = None if self.role else self.algorithm.behaviour  # ranks of a role sample with what they receive
         with self.ledger.during("rollout: sample"):
-            drawn, _ = collector.sample(0)
+            weights = nullcontext() if behaviour is None else self.policy.using(behaviour)
+            self.rollout.prepare(lambda _: self.prompts, 0, 1)
+            with weights, self.rollout.awake():
+                drawn = self.rollout.sample(self.prompts, seed=0, step=0, each=_unscored)
         if self.role in (ACTOR, INFERENCE):  # other ranks drew them
             self.ledger.phases.clear()
             if self.cfg.rollout.schedule == "one_step_off":
@@ -247,27 +239,27 @@ class RLRehearsal(Rehearsal):
         del drawn
         self.samples_size = self.ledger.live
         outputs = self.samples.outputs
-        if isinstance(outputs, Tensor) and self.role in ("", ROLLOUT):  # texts are next to nothing
+        if isinstance(outputs, Tensor) and self.role in ("", ROLLOUT):  # texts take next to nothing
             self.outputs_size = outputs.nbytes
         if self.trains:
             self.train()
 
     def train(self) -> None:
-        """The updates on rewards of which each prompt's best is another sample."""
+        """The updates, with rewards whose best sample is a different one for each prompt."""
         with self.ledger.during("update"):
-            train(self.job, self, self.updater)
+            train_step(self.job, self, self.updater, 0)
 
     def sample(self, step: int, chunk: int = 0) -> tuple[Samples, dict[str, float]]:
         """The samples of the step."""
         return self.samples, {}
 
     def reward(self, samples: Samples, step: int, chunk: int = 0) -> tuple[Samples, Tensor, dict[str, float]]:
-        """A reward for each of them."""
+        """A reward for each sample."""
         reward = (torch.arange(self.plan.samples) + self.updater.group_id) % self.cfg.rollout.n
         return samples, reward.float(), {}
 
     def _credit(self, scored: Scored, total: Callable[[Tensor], Tensor]) -> Credit:
-        """An advantage for each action, whatever it is; nobody trains a critic here."""
+        """An advantage for each action, whatever it is; no critic is trained here."""
         advantage = scored.advantage[:, None].expand(scored.mask.shape)
         return Credit(advantage, advantage, {})
 
@@ -282,15 +274,15 @@ class RLRehearsal(Rehearsal):
         return self._without_updates(references=0)
 
     def _without_updates(self, references: int) -> int:
-        samples = replace(self.samples, on_policy=True)  # so that no log-probs are taken again
+        samples = replace(self.samples, on_policy=True)  # so that no log-probs are recomputed
         actions, count = self.algorithm.levels or samples.mask.shape[1], self.plan.samples
         beside: dict[str, Any] = {"references": references, "recomputed": True}
         return self.policy.step_flops(samples, actions=actions, count=count, updates=0, **beside)
 
     @property
     def flops_of_role(self) -> int:
-        """Operations of all ranks of this one's role in a step."""
-        samples = replace(self.samples, on_policy=True)  # so that no log-probs are taken again
+        """Operations of all ranks of this rank's role in a step."""
+        samples = replace(self.samples, on_policy=True)  # so that no log-probs are recomputed
         trained = self.updater.step_flops(samples, self.updater.trained, recomputed=True)
         drawn, scored = self.drawn_flops, self._without_updates(references=1)
         phases = self.ledger.phases
@@ -300,9 +292,7 @@ class RLRehearsal(Rehearsal):
 
 
 class SupervisedRehearsal(Rehearsal):
-    """Supervised training of a task, which has neither samples nor teachers; `task_flops` are a sample's."""
-
-    plan = None
+    """Supervised training on a task; task_flops: operations of a forward pass over one of its samples."""
 
     def __init__(
         self,
@@ -338,7 +328,7 @@ class SupervisedRehearsal(Rehearsal):
 
 
 class PlannedBlockDiffusion(BlockDiffusion):
-    """Supervised block diffusion, on samples of the greatest length that are noised most."""
+    """Supervised block diffusion on the longest samples with the most noise."""
 
     policy: PlannedBlockPolicy
 
@@ -349,13 +339,10 @@ class PlannedBlockDiffusion(BlockDiffusion):
         return passes
 
     def loss(self, batch: Noised) -> tuple[Tensor, dict[str, Tensor]]:
-        """Run only the first of equal passes."""
+        """As BlockDiffusion.loss; only the first of equal passes runs."""
         ledger = self.policy.ledger
         ledger.phase.passes += 1
         return ledger.once(batch.states.tokens.shape, lambda: BlockDiffusion.loss(self, batch)[0]), {}
 
     def metrics(self, sums: dict[str, float]) -> dict[str, float]:
         return {}
-
-
-Planned = RLRehearsal | SupervisedRehearsal

@@ -1,6 +1,6 @@
-"""Images of planned prompts: a vision tower's passes over them, of which only the shapes are known.
+"""Images of planned prompts, and the passes of a vision tower over them, on shapes only.
 
-Each prompt shows one image, of as many tokens as the processor makes of one at most and a prompt may have.
+Each prompt shows one image with as many tokens as the processor makes of one image at most, and as a prompt may have.
 """
 
 from collections.abc import Sequence
@@ -22,16 +22,16 @@ from phalanx.models.lm.vision import Features, Look, Vision, _flat
 from phalanx.models.lm.vision_families import FAMILIES, Family
 from phalanx.plan.ledger import META
 
-SIDE = 1024  # pixels of a square image, for processors that bring all images to sizes of their own
+SIDE = 1024  # pixels of a square image, for processors that resize all images to their own sizes
 
 
 class PlannedVision(Vision):
-    """A vision tower whose passes are counted. Numbers of images, such as their sizes, are there; pixels are not."""
+    """A vision tower whose passes are counted. Images have sizes but no pixels. look: the image of each prompt."""
 
-    look: Look  # of each prompt
+    look: Look
 
     def begin(self, path: str, data: LMDataConfig) -> None:
-        """Find the image that prompts show. Raises ValueError, in one line, where prompts have no room for one."""
+        """Find the image that prompts show. Raises ValueError, in one line, if prompts have no room for an image."""
         inputs = dict(_processed(path, data, self.family))
         with torch.no_grad():
             count = len(_flat(self.model.get_image_features(**self._joined([inputs]), return_dict=True).pooler_output))
@@ -44,11 +44,11 @@ class PlannedVision(Vision):
         self.look = Look(inputs, at if self.family.rotary else at[:1], length, count, [], ())
 
     def looks(self, count: int) -> list[Look]:
-        """Those of so many prompts."""
+        """The images of `count` prompts."""
         return [replace(self.look, seen={}) for _ in range(count)]
 
     def keep(self, looks: Sequence[Look]) -> None:
-        """Have a frozen tower read the images of prompts, which stay until the step ends: one pass is as the others."""
+        """Have a frozen tower read the images of prompts, in one pass; their features stay until the step ends."""
         if not self.frozen:
             return
         first, *others = looks
@@ -58,7 +58,7 @@ class PlannedVision(Vision):
             look.seen[self.owner] = Features(features.kind, features.listed, pooled, deep)
 
     def inputs(self, ids: Tensor, looks: Sequence[Any]) -> dict[str, Any]:
-        """Embeddings of tokens, with the images in the place of the first of them: none is known for a placeholder."""
+        """Embeddings of tokens; the first ones are replaced by the images, since placeholders are unknown here."""
         embedded = self.model.get_input_embeddings()(ids)
         distinct = list(dict.fromkeys(looks))
         known = dict(zip(distinct, self.features(distinct), strict=True))
@@ -70,11 +70,11 @@ class PlannedVision(Vision):
             features = features + layer
         shown = embedded.flatten(0, 1).index_put((rows,), features.to(embedded.dtype)).view(embedded.shape)
         types = {"token_type_ids": torch.zeros_like(ids)} if self.family.types else {}
-        # the class is given them, and so they are there until its forward ends
+        # the class receives them, so they exist until its forward ends
         return {"inputs_embeds": shown, "mm_encoder_outputs": {"layers": layers}, **types}
 
     def _joined(self, inputs: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-        """As of Vision; only pixels go to the device, and not those of tiles, of which a class leaves out the empty."""
+        """As Vision._joined. Only pixels move to the device, and not those of tiles: classes drop empty tiles."""
         joined = {}
         for name in inputs[0]:
             whole = torch.cat([each[name] for each in inputs], self.family.tiles)
@@ -83,8 +83,8 @@ class PlannedVision(Vision):
 
 
 def shows_images(cfg: LMRunConfig, settings: Any) -> bool:
-    """Whether prompts are planned with images: the model reads them, and the data has keys of them, or files that are
-    here and have some.
+    """Whether prompts are planned with images: the model reads images, and the data has keys of images, or readable
+    files with images.
     """
     data = cfg.data
     if (settings.architectures or [""])[0] not in FAMILIES or cfg.model.block_size is not None:
@@ -98,7 +98,7 @@ def shows_images(cfg: LMRunConfig, settings: Any) -> bool:
 
 def _processed(path: str, data: LMDataConfig, family: Family) -> dict[str, Tensor]:
     """The tensors that the image processor of a folder makes of the largest image. Raises ValueError, in one line, for
-    a folder without one.
+    a folder without a processor.
     """
     with loading(f"model.path: {path!r}: its image processor does not load"):
         processor: Any = transformers.AutoImageProcessor.from_pretrained(path, trust_remote_code=False)

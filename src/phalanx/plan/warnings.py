@@ -4,22 +4,23 @@ import math
 from collections.abc import Iterator, Sequence
 
 from phalanx.config.run import RLConfig
-from phalanx.distributed.roles import ROLLOUT, span
+from phalanx.distributed.roles import span
 from phalanx.plan.jobs import task_of, train_again
-from phalanx.plan.layout import Layout
 from phalanx.plan.memory import Memory, count
 from phalanx.plan.pace import Gpu
-from phalanx.plan.rehearsal import Planned
+from phalanx.plan.rehearsal import Rehearsal
 from phalanx.plan.tables import Scale
 
 ALLOWED = 2 * 10**9  # bytes of a GPU for CUDA's context and NCCL's buffers
-SPARE = 0.1  # of a GPU's memory, for gaps of the allocator
+SPARE = 0.1  # fraction of a GPU's memory that is left for fragmentation
 
 
-def crossing(layout: Layout, ranks: Sequence[int], per_node: int) -> Iterator[str]:
-    """Whether weights are gathered over the network; `ranks` are the numbers that these have in the world."""
-    cluster, width = layout.cluster, layout.width
-    for group in cluster.shard_groups(width):  # it sends all weights over the network, many times a step
+def warnings(p: Rehearsal, memory: Memory, gpu: Gpu, ranks: Sequence[int], per_node: int) -> Iterator[str]:
+    """What a user should know before the job runs. ranks: the numbers of the job's ranks in the world, which has
+    `per_node` ranks on each node.
+    """
+    cluster, width = p.policy.layout.cluster, p.policy.layout.width
+    for group in cluster.shard_groups(width):
         numbers = tuple(ranks[i] for i in group)
         first, last = numbers[0] // per_node, numbers[-1] // per_node
         if first < last:
@@ -28,29 +29,18 @@ def crossing(layout: Layout, ranks: Sequence[int], per_node: int) -> Iterator[st
                 f"ranks {span(numbers)} share one copy of the weights and are on nodes {first} to {last}: every gather "
                 f"of weights goes through the network; parallel.fsdp_size={inside} keeps it within a node"
             )
-            return
-
-
-def warnings(p: Planned, memory: Memory, gpu: Gpu) -> Iterator[str]:
-    """Other facts that a user should know before the job runs."""
-    plan = p.plan
-    samples, trains = p.role in ("", ROLLOUT), p.trains
-    if plan is not None and not plan.exact and samples and not p.policy.tokens:
+            break
+    if isinstance(p.cfg, RLConfig) and p.cfg.algorithm.needs_critic and p.trains:
         yield (
-            f"rollout.micro_batch_size_per_gpu {plan.rollout_micro} is not ppo_micro_batch_size_per_gpu x window = "
-            f"{plan.micro * plan.actions}: log-probs of rollout and replay may differ in the last bits"
-        )
-    if isinstance(p.cfg, RLConfig) and p.cfg.algorithm.needs_critic and trains:
-        yield (
-            f"algorithm.name={p.cfg.algorithm.name} trains a critic, which is in none of these figures: of the "
+            f"algorithm.name={p.cfg.algorithm.name} trains a critic, which no figure includes: one of the "
             "policy's size it takes as much again as training all weights of the policy"
         )
     needed = memory.peak + ALLOWED
     if gpu.memory is not None and needed > gpu.memory * (1 - SPARE):
         scale = Scale(gpu.memory)
-        much = "does not fit" if needed > gpu.memory else "leaves little for gaps of the allocator"
+        much = "does not fit" if needed > gpu.memory else "leaves little for fragmentation"
         takes = f"takes {scale.plain(needed)} of {scale.plain(gpu.memory)} {scale.unit} with CUDA and NCCL"
-        yield f"{memory.largest.name} {takes} and {much}; what helps: {', '.join(_mends(p, memory))}"
+        yield f"{memory.largest.name} {takes} and {much}; what helps: {', '.join(_remedies(p, memory))}"
     reward, model = memory.reward, p.cfg.reward.model
     if reward is None:
         return
@@ -68,7 +58,7 @@ def warnings(p: Planned, memory: Memory, gpu: Gpu) -> Iterator[str]:
         )
 
 
-def _mends(p: Planned, memory: Memory) -> list[str]:
+def _remedies(p: Rehearsal, memory: Memory) -> list[str]:
     """Keys that lower the peak, the cheapest first."""
     cfg, parallel, largest, layout = p.cfg, p.cfg.parallel, memory.largest, p.policy.layout
     sharded, reward, facts = layout.width > 1, memory.reward, cfg.rollout.facts
@@ -85,7 +75,7 @@ def _mends(p: Planned, memory: Memory) -> list[str]:
     share = reward is not None and reward.share is not None
     texts = p.policy.tokens > 0
     may_reshard = parallel.rollout_unsharded and not texts
-    mends = {
+    remedies = {
         "model.gradient_checkpointing=true": update and not cfg.model.gradient_checkpointing,
         "a larger model.gradient_checkpointing_blocks": update and 0 < p.policy.trained.recomputed < 1,
         "parallel.sync_each_batch=true": update and summed and cfg.model.lora_rank == 0,
@@ -95,7 +85,7 @@ def _mends(p: Planned, memory: Memory) -> list[str]:
         "parallel.rollout_unsharded=false": not update and largest.gathered and may_reshard,
         "a smaller rollout.micro_batch_size_per_gpu": sample and not facts.reserves,
         "a smaller rollout.vae_batch_size": decode,
-        "reward.overlap=false": (sample or decode) and reward is not None and reward.while_sampling,
+        "reward.overlap=false": (sample or decode) and reward is not None and reward.overlaps and reward.awake,
         "a smaller reward.model.gpu_memory_utilization": judge and share,
         "a larger reward.model.tensor_parallel_size": judge and not share,
         "reward.model.sleep=true": "reward model" in held,
@@ -107,14 +97,14 @@ def _mends(p: Planned, memory: Memory) -> list[str]:
         "parallel.param_offload=true": divided and sharded and not parallel.param_offload,
         "a LoRA (model.lora_rank)": cfg.model.lora_rank == 0,
     }
-    return [mend for mend, helps in mends.items() if helps]
+    return [remedy for remedy, helps in remedies.items() if helps]
 
 
-def fewer_blocks(p: Planned, gpu: Gpu) -> tuple[int, int] | None:
-    """The least number of blocks to recompute, and the operations of a step then; None where it is that of the job, or
-    the job itself does not fit, or the GPU's memory is not known.
+def fewer_blocks(p: Rehearsal, gpu: Gpu) -> tuple[int, int] | None:
+    """The smallest number of recomputed blocks that fits, and a step's operations with it; None if that is the number
+    of the job, the job itself does not fit, or the GPU's memory is unknown.
 
-    By the secant method between two numbers of which one fits: blocks are nearly alike, so that two or three are tried.
+    Secant method between a number that fits and one that does not: blocks are nearly alike, so two or three are tried.
     """
     share, memory = p.policy.trained.recomputed, gpu.memory
     if memory is None or not share or "update" not in p.ledger.phases:
@@ -123,7 +113,7 @@ def fewer_blocks(p: Planned, gpu: Gpu) -> tuple[int, int] | None:
     before = dict(p.ledger.phases), p.state.updates_made, p.state.micro_batches
 
     def excess(blocks: int) -> float:
-        """Bytes of an update with so many blocks recomputed, at its peak, above those that it may take."""
+        """Bytes of an update above those that it may take, with this number of blocks recomputed."""
         if blocks != configured:
             train_again(p, blocks)
         counted = count(p, memory)
