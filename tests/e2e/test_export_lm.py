@@ -168,7 +168,7 @@ def test_mistakes_of_an_export(trained: Runs, tmp_path: Path) -> None:
         export(Path("/dev/full/x"), run.folder)
     with pytest.raises(ValueError, match=r"is of a language model; use tasks/generate\.py"):
         Generator(load(SampleConfig, None, [f"checkpoint={run.folder}", "prompts=[a]"]))
-    with pytest.raises(ValueError, match=r"holds \[[0-9, ]+\], the model has \[[0-9, ]+\]; give the base model"):
+    with pytest.raises(ValueError, match=r"contains \[[0-9, ]+\], the model has \[[0-9, ]+\]; give the base model"):
         other = tmp_path / "other"
         stock(run.base).save_pretrained(other)
         settings = json.loads((other / "config.json").read_text())
@@ -184,7 +184,7 @@ def test_mistakes_of_an_export(trained: Runs, tmp_path: Path) -> None:
         ([], "neither model.path nor checkpoint is set; give one of them"),
         (["model.path=MODEL"], "neither prompts nor prompt_file is set; give one of them, e.g. prompts='[Why is"),
         (["model.path=MODEL", "prompts=[a]", "prompt_file=b.txt"], "prompts and prompt_file are both set; give one"),
-        (["model.path=MODEL", "prompts=[a]", "max_response_length=4096"], "max_response_length: 4096 tokens behind a"),
+        (["model.path=MODEL", "prompts=[a]", "max_response_length=4096"], "max_response_length: 4096 tokens after a"),
         (["model.path=MODEL", "prompts=[LONG]"], "prompt 0 has "),
         (["model.path=MODEL", "prompts=[a]", "output_file=/tmp"], "output_file: '/tmp' is a folder; give a file"),
         (
