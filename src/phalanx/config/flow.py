@@ -77,17 +77,19 @@ class FlowValRolloutConfig(ValRolloutConfig):
     """Sampling in validation; null: the value of the same key in `rollout`."""
 
     n: int = arg(1, "images per prompt", **COUNT)
-    num_inference_steps: Optional[int] = arg(None, "denoising steps", **TIMES)
-    height: Optional[int] = arg(None, "height in pixels", **COUNT)
-    width: Optional[int] = arg(None, "width in pixels", **COUNT)
-    num_frames: Optional[int] = arg(None, "frames of a video", **COUNT)
+    num_inference_steps: Optional[int] = arg(None, "denoising steps; null: rollout's", **TIMES)
+    height: Optional[int] = arg(None, "height in pixels; null: rollout's", **COUNT)
+    width: Optional[int] = arg(None, "width in pixels; null: rollout's", **COUNT)
+    num_frames: Optional[int] = arg(None, "frames of a video; null: rollout's", **COUNT)
     guidance_scale: Optional[float] = arg(
-        None, "scale of classifier-free guidance (SD3, Z-Image, FLUX.2 Klein base, videos), or guidance input of FLUX"
+        None, "scale of classifier-free guidance, or guidance input of FLUX; null: rollout's"
     )
-    guidance_scale_2: Optional[float] = arg(None, "guidance scale in the steps of Wan 2.2 A14B's transformer_2")
-    true_cfg_scale: Optional[float] = arg(None, "scale of true classifier-free guidance (Qwen-Image, FLUX.1)")
+    guidance_scale_2: Optional[float] = arg(
+        None, "guidance scale in the steps of Wan 2.2 A14B's transformer_2; null: rollout's"
+    )
+    true_cfg_scale: Optional[float] = arg(None, "scale of true classifier-free guidance; null: rollout's")
     noise_level: float = arg(0.0, "eta of the sampler; 0: the ODE", ge=0)
-    solver: Optional[str] = arg(None, "solver of the ODE", choices=SOLVERS)
+    solver: Optional[str] = arg(None, "solver of the ODE; null: rollout's", choices=SOLVERS)
 
 
 @dataclass

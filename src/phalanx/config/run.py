@@ -140,14 +140,10 @@ class ValRolloutConfig:
 
 @dataclass
 class RolloutConfig:
-    """Sampling of the policy for training.
+    """Sampling of the policy for training."""
 
-    ENGINES: the engine names for this kind of policy, mapped to module:Class. REGISTRY: the package that checks and
-    builds them. Both are empty for jobs that do not use these engines.
-    """
-
-    ENGINES: ClassVar[dict[str, str]] = {}
-    REGISTRY: ClassVar[str] = ""
+    ENGINES: ClassVar[dict[str, str]] = {}  # maps the names of engines for this kind of policy to module:Class
+    REGISTRY: ClassVar[str] = ""  # the package that checks and builds these engines
 
     engine: str = arg("policy", "policy: sample in the trained modules themselves", choices=("policy",))
     correction: str = arg(
@@ -204,17 +200,12 @@ class RolloutConfig:
 
 @dataclass
 class AlgorithmConfig:
-    """The algorithm. Its own keys are in the same section as `name`; see its file in phalanx.algorithms.
+    """The algorithm. Its own keys are in the same section as `name`; see its file in phalanx.algorithms."""
 
-    DEFAULTS: defaults for keys of other sections, such as {"rollout.sde_type": "cps"}. unused: inherited keys that the
-    algorithm never reads. bounds_stds: whether adv_clip_max counts standard deviations, so that it applies only to
-    advantages divided by one. sde_types: values of rollout.sde_type for which its loss is derived.
-    """
-
-    DEFAULTS: ClassVar[dict[str, Any]] = {}
-    unused: ClassVar[tuple[str, ...]] = ()
-    bounds_stds: ClassVar[bool] = False
-    sde_types: ClassVar[tuple[str, ...]] = SDE_TYPES
+    DEFAULTS: ClassVar[dict[str, Any]] = {}  # defaults for keys of other sections, such as {"rollout.sde_type": "cps"}
+    unused: ClassVar[tuple[str, ...]] = ()  # inherited keys that the algorithm never reads
+    bounds_stds: ClassVar[bool] = False  # adv_clip_max counts stds, so it applies only to advantages divided by one
+    sde_types: ClassVar[tuple[str, ...]] = SDE_TYPES  # values of rollout.sde_type for which its loss is derived
 
     name: str = arg("flow_grpo", "algorithm: a module of phalanx.algorithms, a dotted module, or path/to/file.py")
 
