@@ -271,7 +271,7 @@ def test_the_plan_divides_activations(wan_folder: Path, tmp_path: Path) -> None:
     assert 0.5 < (half.peak - half.before) / (whole.peak - whole.before) < 0.62
     assert shared.plan is not None and shared.plan.per_rank == 4
     assert shared.flops == alone.flops // 2
-    assert "context groups  0-1 | 2-3: each has samples of its own" in describe(shared, Gpu())
+    assert "context groups  0-1 | 2-3: each has its own samples" in describe(shared, Gpu())
 
 
 @pytest.mark.parametrize(

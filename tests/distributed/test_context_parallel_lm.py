@@ -329,4 +329,4 @@ def test_the_plan_divides_activations(lm_folder: Path, tmp_path: Path) -> None:
     assert 0.45 < (half.peak - half.before - half.gathered) / (whole.peak - whole.before - whole.gathered) < 0.62
     assert shared.plan is not None and shared.plan.per_rank == 4
     assert shared.flops == pytest.approx(alone.flops / 2, rel=1e-3)
-    assert "context groups  0-1 | 2-3: each has samples of its own" in describe(shared, Gpu())
+    assert "context groups  0-1 | 2-3: each has its own samples" in describe(shared, Gpu())

@@ -112,7 +112,11 @@ def test_a_step_with_experts_on_ranks_of_their_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "keys", "message"),
     [
-        ({"num_experts": 5, "n_group": 1, "topk_group": 1}, (), "a layer's 5 experts do not go evenly on the 2 ranks"),
+        (
+            {"num_experts": 5, "n_group": 1, "topk_group": 1},
+            (),
+            "the 2 ranks of parallel.fsdp_size do not divide a layer's 5 experts",
+        ),
         ({}, ("model.compile=true",), "true sends a data-dependent number of tokens"),
         ({"first_k_dense_replace": 3}, (), "true needs a model with experts, and llada2_moe has none"),
     ],
