@@ -215,4 +215,4 @@ def test_resume_refuses_a_run_without_the_old_policy(sd3_folder: Path, tmp_path:
     run_ranks(fit, 1, configure(sd3_folder, tmp_path, "rwr", LORA, *STEPS))
     with pytest.raises(RankError) as error:
         run_ranks(fit, 1, configure(sd3_folder, tmp_path, "diffusion_nft", LORA, *STEPS))
-    assert "has other weights none, this run has old; choose another trainer.output_dir" in str(error.value)
+    assert "holds other weights none, this run has old; give another trainer.output_dir" in str(error.value)

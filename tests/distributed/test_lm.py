@@ -98,7 +98,7 @@ def test_a_resumed_run_keeps_its_alpha_and_its_library(lm_folder: Path, tmp_path
     assert "cpu_linear: onednn" in config
     for key, saved, given in (("lora_alpha", "8", "12.0"), ("cpu_linear", "onednn", "torch")):
         with pytest.raises(
-            Exception, match=rf"has {key} {saved}(\.0)?, this run has {given}; choose another trainer\.out"
+            Exception, match=rf"holds {key} {saved}(\.0)?, this run has {given}; give another trainer\.out"
         ):
             run_ranks(fit, 1, job(3, f"model.{key}={given}"))
 
