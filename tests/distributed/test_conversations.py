@@ -199,7 +199,7 @@ def assert_generated_again(record: dict[str, Any], folder: Path) -> None:
     assert "messages" not in json.loads(file.read_text().splitlines()[0])
     done = run_task(["tasks/generate.py", *words, "stop=[x]"])
     assert done.returncode == 2 and done.stderr.splitlines()[-1] == (
-        "error: stop: with an environment a turn ends by an end token of the model; leave stop out, or set "
+        "error: stop: with an environment, a turn ends with an end token of the model; leave stop out, or set "
         "environment=false"
     )
 
