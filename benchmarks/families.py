@@ -1,7 +1,7 @@
 """Forward passes of each flow family's transformer, as Phalanx samples and as diffusers' own pipeline does, as a ratio.
 
     python benchmarks/families.py                       # all families
-    python benchmarks/families.py sd3 qwen_image --runs 9 --no-docs
+    python benchmarks/families.py sd3 qwen_image --runs 3 --no-docs
 
 Each family is a tiny folder of its own classes in float32. It samples an image of 256 x 256 pixels (SD3: 128 x 128), or
 a video of 9 frames of 64 x 96, in four steps with guidance, alternately here and by diffusers' pipeline, in this
@@ -168,7 +168,7 @@ def measure(case: Case, folder: Path, runs: int) -> tuple[list[float], list[floa
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("families", nargs="*", metavar="FAMILY", help=f"some of: {', '.join(CASES)} (all)")
-    parser.add_argument("--runs", type=int, default=5, help="runs of each side, after one warm-up (5)")
+    parser.add_argument("--runs", type=int, default=9, help="runs of each side, after one warm-up (9)")
     parser.add_argument("--no-docs", action="store_true", help="print the table, write nothing below docs/")
     args = parser.parse_args()
     unknown = set(args.families) - set(CASES)

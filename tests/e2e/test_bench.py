@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -61,3 +62,13 @@ def test_the_baseline_runs_in_turns_with_the_trainer() -> None:
     sums = {who: sum(r[f"{who}_wall_s"]) for who in ("phalanx", "baseline")}
     assert min(*r["phalanx_cpu_s"], *r["baseline_cpu_s"]) > 0
     assert r["ratio_wall"][2] == pytest.approx(sums["baseline"] / sums["phalanx"])
+
+
+@pytest.mark.full
+def test_passes_of_a_family_are_timed_here_and_in_diffusers() -> None:
+    done = run_task(["benchmarks/families.py", "qwen_image_21", "--runs", "1", "--no-docs"])
+    assert done.returncode == 0, done.stderr
+    row = re.fullmatch(r"\| `qwen_image_21` \| (\d+) \| (\d+) \| (\S+) \|", done.stdout.splitlines()[-1])
+    assert row is not None, done.stdout
+    here, there, ratio = map(float, row.groups())
+    assert min(here, there) > 0 and ratio == pytest.approx(there / here, rel=0.2)
