@@ -5,7 +5,7 @@ import math
 import random
 from functools import lru_cache
 
-from phalanx.data.prompts import PromptRow, numbered
+from phalanx.data.prompts import PromptRow
 from phalanx.types import Prompt
 
 logger = logging.getLogger(__name__)
@@ -66,7 +66,12 @@ class PromptStream:
 
     def prompts(self, numbers: list[int], first: int = 0) -> list[Prompt]:
         """The prompts of these rows. `group_id` counts them from `first`."""
-        return [numbered(self._rows[number], group_id) for group_id, number in enumerate(numbers, start=first)]
+        prompts = []
+        for group_id, number in enumerate(numbers, start=first):
+            row = self._rows[number]
+            extras = row.negative, row.messages, row.place, row.images, row.teacher
+            prompts.append(Prompt(row.text, group_id, row.meta, *extras))
+        return prompts
 
     def renewed(self, numbers: list[int], places: list[int], draw: int) -> list[int]:
         """The row numbers of a step, with those at `places` replaced by rows that the step does not have, if possible.

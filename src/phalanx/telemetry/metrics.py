@@ -6,6 +6,7 @@ metrics only. Steps strictly increase within a run.
 
 import json
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -23,7 +24,7 @@ from phalanx.config.run import TrainerConfig
 from phalanx.exit import Stopped
 from phalanx.telemetry.advice import Advisor
 from phalanx.telemetry.loggers import ELAPSED, KEY, Logger, RunStart, check_loggers, setting
-from phalanx.telemetry.records import Record, finite_or_none, kind_of, save_records
+from phalanx.telemetry.records import Record, kind_of, save_records
 from phalanx.telemetry.run_folder import METRICS_FILE, read_metrics
 
 if TYPE_CHECKING:
@@ -333,7 +334,10 @@ class _MetricsFile:
 
 def _plain(value: float) -> float | None:
     """A Python number for strict JSON; None for NaN and infinities."""
-    return value if isinstance(value, int) else finite_or_none(float(value))
+    if isinstance(value, int):
+        return value
+    number = float(value)
+    return number if math.isfinite(number) else None
 
 
 def _dump(row: dict[str, Any]) -> str:
