@@ -40,7 +40,7 @@ from phalanx.types import Prompt, Teacher
 
 @dataclass(frozen=True)
 class Task:
-    """What the plan has to know of a kind of job.
+    """Properties of a kind of job that the plan depends on.
 
     samples: the noun for what it samples or learns from, in the plural. section: the section of the configuration with
     the sizes of an update.  check(cfg, launch) raises ConfigError

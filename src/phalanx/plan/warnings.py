@@ -16,7 +16,7 @@ SPARE = 0.1  # fraction of a GPU's memory that is left for fragmentation
 
 
 def warnings(p: Rehearsal, memory: Memory, gpu: Gpu, ranks: Sequence[int], per_node: int) -> Iterator[str]:
-    """What a user should know before the job runs. ranks: the numbers of the job's ranks in the world, which has
+    """Warnings before the job runs. ranks: the numbers of the job's ranks in the world, which has
     `per_node` ranks on each node.
     """
     cluster, width = p.policy.layout.cluster, p.policy.layout.width
