@@ -3,8 +3,9 @@
 All tensors are on torch's meta device, where they have shapes and dtypes and take no memory.
 """
 
+import logging
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from phalanx.models.recompute import recompute
 from phalanx.plan.layout import Cluster, CountedPolicy
 from phalanx.plan.ledger import META, Ledger
 
+log = logging.getLogger(__name__)
 _WITHOUT_TENSORS = ("Tokenizer", "TokenizerFast", "FeatureExtractor")
 _SHIPPED = Path(__file__).with_name("models")  # a folder of configurations for each hub id
 _SETTINGS = {"scheduler": "scheduler_config.json", "guider": "guider_config.json"}  # of components without tensors
@@ -151,10 +153,17 @@ def fetch(path: str, revision: str | None = None) -> str:
     try:
         return snapshot_download(path, revision=revision, allow_patterns=_FILES)
     except (HfHubHTTPError, OSError):
-        shipped = _SHIPPED / path.replace("/", "--")
-        if not shipped.is_dir():
-            raise ValueError(f"model.path: {path!r}: no such folder, and no hub has it within reach") from None
-    return str(shipped)
+        return str(_shipped(path))
+
+
+@cache
+def _shipped(path: str) -> Path:
+    """The folder of a hub id's configurations that Phalanx ships; cached, so that a process logs each only once."""
+    folder = _SHIPPED / path.replace("/", "--")
+    if not folder.is_dir():
+        raise ValueError(f"model.path: {path!r}: no such folder, and no hub has it within reach") from None
+    log.warning("%s: no hub has it within reach; the plan uses the shapes that Phalanx ships", path)
+    return folder
 
 
 def family_name(config: FlowModelConfig) -> str:

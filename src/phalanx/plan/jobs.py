@@ -43,10 +43,10 @@ class Task:
     """Properties of a kind of job that the plan depends on.
 
     samples: the noun for what it samples or learns from, in the plural. section: the section of the configuration with
-    the sizes of an update.  check(cfg, launch) raises ConfigError
-    for a job that the ranks of a launch cannot run. build(cfg, cluster, plan, teaches, learns) makes the job, with the
-    algorithm's teachers if it `teaches`, and without training if it does not learn. plan(cfg, ranks): the batch
-    arithmetic of reinforcement learning; None for supervised training.
+    the sizes of an update. check(cfg, launch) raises ConfigError for a job that the ranks of a launch cannot run.
+    build(cfg, cluster, plan, teaches, learns) makes the job, with the algorithm's teachers if it `teaches`, and without
+    training if it does not learn. plan(cfg, ranks): the batch arithmetic of reinforcement learning; None for supervised
+    training.
     """
 
     samples: str
