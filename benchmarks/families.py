@@ -5,9 +5,9 @@
 
 Each family is a tiny folder of its own classes in float32. It samples an image of 256 x 256 pixels (SD3: 128 x 128), or
 a video of 9 frames of 64 x 96, in four steps with guidance, alternately here and by diffusers' pipeline, in this
-process, on one thread, with texts padded to the same length. Figures are CPU seconds of the transformer's forward
-passes, the fastest of several runs: text encoders, the VAE and the steps between the passes are left out. The table
-goes to docs/performance.md.
+process, on one thread, with torch's own linear layers, and with texts padded to the same length. Figures are CPU
+seconds of the transformer's forward passes, the fastest of several runs: text encoders, the VAE and the steps between
+the passes are left out. The table goes to docs/performance.md.
 """
 
 import argparse
@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus
+from diffusers.pipelines.wan import pipeline_wan, pipeline_wan_i2v
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
@@ -88,6 +89,7 @@ CASES = {
         VIDEO,
         prompt=EDIT,
         model={"family": "wan_i2v", "max_prompt_length": 512},
+        keys={"max_sequence_length": 512},
     ),
     "hunyuan_video_15": Case(tiny_hunyuan_video_15, size=VIDEO, parts=HUNYUAN),
     "ltx2": Case(tiny_ltx2, size=VIDEO, keys=LTX2),
@@ -116,14 +118,17 @@ class Passes:
 
 
 @contextmanager
-def small_references() -> Iterator[None]:
-    """Reference images of SIDE squared pixels, as `model.reference_size` sets, in diffusers' pipelines for edits."""
+def adapted_pipelines() -> Iterator[None]:
+    """Diffusers' pipelines for edits with reference images of SIDE squared pixels, as `model.reference_size` sets, and
+    Wan's for images without ftfy, which its pipeline for texts does not need either.
+    """
     plus, edit = pipeline_qwenimage_edit_plus, pipeline_qwenimage_edit
-    area, dimensions = plus.VAE_IMAGE_SIZE, edit.calculate_dimensions
+    area, dimensions, clean = plus.VAE_IMAGE_SIZE, edit.calculate_dimensions, pipeline_wan_i2v.prompt_clean
+    pipeline_wan_i2v.prompt_clean = pipeline_wan.prompt_clean
     plus.VAE_IMAGE_SIZE = SIDE**2
     edit.calculate_dimensions = lambda _, ratio: dimensions(SIDE**2, ratio)
     yield
-    plus.VAE_IMAGE_SIZE, edit.calculate_dimensions = area, dimensions
+    plus.VAE_IMAGE_SIZE, edit.calculate_dimensions, pipeline_wan_i2v.prompt_clean = area, dimensions, clean
 
 
 def transformers_of(pipeline: Any) -> list[Any]:
@@ -134,8 +139,8 @@ def transformers_of(pipeline: Any) -> list[Any]:
 def measure(case: Case, folder: Path, runs: int) -> tuple[list[float], list[float]]:
     """CPU seconds of a sample's passes, here and in diffusers' pipeline, of each run."""
     ours, theirs = [], []
-    with one_rank() as world, small_references():
-        policy = make_policy(world, folder, **case.model)
+    with one_rank() as world, adapted_pipelines():
+        policy = make_policy(world, folder, cpu_linear="torch", **case.model)
         rollout = make_rollout(policy, 1, guidance=case.guidance, num_inference_steps=STEPS, **case.size)
         pipeline = case.load(folder)
         for name, value in case.parts.items():

@@ -14,19 +14,15 @@ from phalanx.config.lm import LMDataConfig, LMModelConfig
 from phalanx.config.run import ParallelConfig
 from phalanx.distributed.mesh import World
 from phalanx.models import linear as products
-from phalanx.models.linear import MIN_PRODUCTS, OneDnnLinear, preferred, unfuse_biases, use_onednn
+from phalanx.models.linear import MIN_ROWS, OneDnnLinear, preferred, unfuse_biases, use_onednn
 from phalanx.models.lm.policy import build_policy
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch without oneDNN")
 
 
-IN, OUT = 128, 512
-ENOUGH = MIN_PRODUCTS // (IN * OUT)  # rows of the smallest product that oneDNN takes
-
-
 def layer(bias: bool = True) -> OneDnnLinear:
     torch.manual_seed(0)
-    linear = nn.Linear(IN, OUT, bias=bias)
+    linear = nn.Linear(24, 40, bias=bias)
     use_onednn(linear)
     assert type(linear) is OneDnnLinear
     return linear
@@ -40,11 +36,11 @@ def passes(linear: nn.Module, x: Tensor, grad: Tensor) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("shape", [(ENOUGH,), (3, 50), (2, 3, 20)])
+@pytest.mark.parametrize("shape", [(MIN_ROWS,), (3, 50), (2, 3, 20)])
 def test_both_passes_agree_with_float64(shape: tuple[int, ...], bias: bool) -> None:
     linear = layer(bias)
-    x, grad = torch.randn(*shape, IN), torch.randn(*shape, OUT)
-    reference = nn.Linear(IN, OUT, bias=bias).double()
+    x, grad = torch.randn(*shape, 24), torch.randn(*shape, 40)
+    reference = nn.Linear(24, 40, bias=bias).double()
     reference.load_state_dict(linear.state_dict())
     found, expected = passes(linear, x, grad), passes(reference, x.double(), grad.double())
     for a, b in zip(found, expected, strict=True):
@@ -53,15 +49,15 @@ def test_both_passes_agree_with_float64(shape: tuple[int, ...], bias: bool) -> N
 
 def test_tensors_that_are_not_contiguous() -> None:
     linear = layer()
-    x = torch.randn(IN, 70).t()
-    grad = torch.randn(1, OUT).expand(70, OUT)
+    x = torch.randn(24, 70).t()
+    grad = torch.randn(1, 40).expand(70, 40)
     found = passes(linear, x, grad)
     for a, b in zip(found, passes(linear, x.contiguous(), grad.contiguous()), strict=True):
         assert torch.equal(a, b)
 
 
 def test_with_and_without_gradients_the_bits_are_the_same() -> None:
-    linear, x = layer(), torch.randn(128, IN)
+    linear, x = layer(), torch.randn(128, 24)
     with torch.no_grad():
         sampled = linear(x)
     assert torch.equal(linear(x), sampled)
@@ -70,23 +66,25 @@ def test_with_and_without_gradients_the_bits_are_the_same() -> None:
 
 def test_no_rows() -> None:
     linear = layer()
-    out, *gradients = passes(linear, torch.empty(2, 0, IN), torch.empty(2, 0, OUT))
-    assert out.shape == (2, 0, OUT)
-    assert [(g.shape, float(g.sum())) for g in gradients] == [((2, 0, IN), 0), ((OUT, IN), 0), ((OUT,), 0)]
+    out, *gradients = passes(linear, torch.empty(2, 0, 24), torch.empty(2, 0, 40))
+    assert out.shape == (2, 0, 40)
+    assert [(g.shape, float(g.sum())) for g in gradients] == [((2, 0, 24), 0), ((40, 24), 0), ((40,), 0)]
 
 
 def test_a_frozen_layer_passes_gradients_on() -> None:
     linear = layer().requires_grad_(False)
-    x = torch.randn(70, IN, requires_grad=True)
+    x = torch.randn(70, 24, requires_grad=True)
     linear(x).sum().backward()
     assert x.grad is not None
-    torch.testing.assert_close(x.grad, linear.weight.sum(0).expand(70, IN))
+    torch.testing.assert_close(x.grad, linear.weight.sum(0).expand(70, 24))
     assert linear.weight.grad is None
 
 
-@pytest.mark.parametrize(("rows", "dtype"), [(ENOUGH - 1, torch.float32), (200, torch.bfloat16), (200, torch.float64)])
+@pytest.mark.parametrize(
+    ("rows", "dtype"), [(MIN_ROWS - 1, torch.float32), (200, torch.bfloat16), (200, torch.float64)]
+)
 def test_the_rest_is_left_to_torch(rows: int, dtype: torch.dtype) -> None:
-    linear, x = layer().to(dtype), torch.randn(rows, IN, dtype=dtype)
+    linear, x = layer().to(dtype), torch.randn(rows, 24, dtype=dtype)
     assert torch.equal(linear(x), nn.functional.linear(x, linear.weight, linear.bias))
 
 
@@ -95,17 +93,17 @@ def test_the_rest_is_left_to_torch(rows: int, dtype: torch.dtype) -> None:
 def test_compiled_it_is_the_same(change: Callable[[nn.Module], None], exact: bool, rows: int) -> None:
     """In both passes; bit-equal where both use oneDNN. No code is generated, which would need a compiler."""
     torch.manual_seed(0)
-    linear = nn.Linear(IN, OUT)
+    linear = nn.Linear(24, 40)
     change(linear)
     compiled = torch.compile(linear, backend="aot_eager", fullgraph=True)
-    x, grad = torch.randn(rows, IN), torch.randn(rows, OUT)
+    x, grad = torch.randn(rows, 24), torch.randn(rows, 40)
     x.requires_grad_()
     wanted, found = (
         [out, *torch.autograd.grad(out, [x, *linear.parameters()], grad)] for out in (linear(x), compiled(x))
     )
     for a, b in zip(found, wanted, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
-    if exact and rows >= ENOUGH:
+    if exact and rows >= MIN_ROWS:
         assert torch.equal(found[0], wanted[0])
 
 
@@ -122,10 +120,10 @@ def test_only_plain_linear_layers_change() -> None:
 
 
 def test_operations_are_counted() -> None:
-    linear, x = layer(), torch.randn(100, IN, requires_grad=True)
+    linear, x = layer(), torch.randn(100, 24, requires_grad=True)
     with FlopCounterMode(display=False) as counter:
         linear(x).sum().backward()
-    assert counter.get_total_flops() == 3 * 2 * 100 * IN * OUT  # output, gradient of the input, of the weight
+    assert counter.get_total_flops() == 3 * 2 * 100 * 24 * 40  # output, gradient of the input, of the weight
 
 
 @pytest.mark.parametrize(

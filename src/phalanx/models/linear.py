@@ -25,7 +25,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 # The libraries round differently in the last bits, so the choice never depends on timings, which may differ by rank.
 TORCH, ONEDNN = "torch", "onednn"
-MIN_PRODUCTS = 2**22  # multiply-adds; smaller products go to MKL, because oneDNN's kernel lookup takes 15 to 20 us
+MIN_ROWS = 64  # smaller products go to MKL, because oneDNN's kernel lookup takes about 10 us
 
 log = logging.getLogger(__name__)
 
@@ -205,7 +205,7 @@ def _takes(input: Tensor, weight: Tensor) -> bool:
     if input.numel() == 0:
         return False  # oneDNN does not accept empty inputs
     # a compiled graph is used for any number of rows
-    return torch.compiler.is_compiling() or input.numel() * weight.shape[0] >= MIN_PRODUCTS
+    return torch.compiler.is_compiling() or input.numel() >= MIN_ROWS * weight.shape[1]
 
 
 class _Linear(torch.autograd.Function):
