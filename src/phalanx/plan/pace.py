@@ -28,7 +28,10 @@ SHORTEST = 1.0  # seconds of a step; shorter steps depend on kernel launches and
 TRIED = 100  # number of splits that are tried until the job can run with one
 MOST = 256  # number of sizes of a role that are tried; in a larger world they grow by several units
 
-UNTIMED = "rewards, validation, checkpoints, text encoders, VAE, vision tower, the memory bandwidth of decoding"
+UNTIMED = (
+    "rewards, validation, checkpoints, text encoders, VAE, vision tower, the memory bandwidth of decoding, and "
+    "waiting for the slowest rank"
+)
 
 Split = dict[str, int]  # ranks of each role
 
