@@ -157,7 +157,7 @@ def reference() -> Iterator[str]:
     yield from sections(FlowRLConfig, without=FlowRunConfig)
     for name in known_modules("phalanx.algorithms"):
         config = resolve_registry("phalanx.algorithms", name, "algorithm.name").Config
-        yield f"### algorithm, where its name is {name}\n"
+        yield f"### algorithm.name: {name}\n"
         own = [row for row in rows(config, "algorithm.") if row.key != "algorithm.name"]
         yield from table(own)
     yield "## Reinforcement learning of language models\n"
