@@ -162,9 +162,11 @@ def measure(case: Case, folder: Path, runs: int) -> tuple[list[float], list[floa
         accepted = inspect.signature(type(pipeline).__call__).parameters
         given = {name: value for name, value in given.items() if name in accepted}
         here, there = Passes(*transformers_of(policy.model.pipeline)), Passes(*transformers_of(pipeline))
+        sides = [partial(ode, rollout, [case.prompt]), partial(pipeline, **given)]
         for _ in range(runs + 1):
-            ode(rollout, [case.prompt])
-            pipeline(**given)
+            for sample in sides:
+                sample()
+            sides.reverse()  # neither side is always the first
             ours.append(here.take())
             theirs.append(there.take())
     return ours[1:], theirs[1:]
@@ -173,7 +175,7 @@ def measure(case: Case, folder: Path, runs: int) -> tuple[list[float], list[floa
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("families", nargs="*", metavar="FAMILY", help=f"some of: {', '.join(CASES)} (all)")
-    parser.add_argument("--runs", type=int, default=9, help="runs of each side, after one warm-up (9)")
+    parser.add_argument("--runs", type=int, default=15, help="runs of each side, after one warm-up (15)")
     parser.add_argument("--no-docs", action="store_true", help="print the table, write nothing below docs/")
     args = parser.parse_args()
     unknown = set(args.families) - set(CASES)
