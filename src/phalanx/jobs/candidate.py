@@ -28,13 +28,11 @@ from phalanx.distributed import mesh
 from phalanx.distributed.launch import Launch
 from phalanx.distributed.mesh import World
 from phalanx.environments.environments import Environments
-from phalanx.jobs.export import Trained, open_checkpoint
+from phalanx.jobs.export import Trained, open_checkpoint, with_images
 from phalanx.models.flow.headers import local_index
 from phalanx.models.flow.policy import build_policy
 from phalanx.models.flow.registry import family_of, image_columns
-from phalanx.models.lm import vision_families
 from phalanx.models.lm.blocks import build_block_policy
-from phalanx.models.lm.export import reads_images
 from phalanx.models.lm.headers import check_folder
 from phalanx.models.lm.policy import LMPolicy
 from phalanx.models.lm.policy import build_policy as build_lm_policy
@@ -298,19 +296,14 @@ def _rewards(run: RunConfig, world: World, sets: Sets, outputs: str) -> RewardSe
 
 def _images(candidate: Candidate, sets: Sets, *, talks: bool) -> bool:
     """Whether the model reads images; raises ConfigError if prompts have images that it cannot read."""
-    run, trained = candidate.run, candidate.trained
+    run, prompts = candidate.run, list(chain.from_iterable(sets.values()))
     assert isinstance(run, LMRunConfig)
-    place = next((prompt.place for prompts in sets.values() for prompt in prompts if prompt.images), None)
+    place = next((prompt.place for prompt in prompts if prompt.images), None)
     if place is not None and talks and run.rollout.facts.weights != "policy":
         raise ConfigError(
             f"{place} has images, and only the engine policy samples conversations about images; set "
             "rollout.engine=policy"
         )
-    if place is not None and run.model.block_size is not None:
-        raise ConfigError(f"{place} has images, which block diffusion does not support; leave them out")
-    if place is not None:
-        vision_families.check(run.model, place)
-        check_counts(list(chain.from_iterable(sets.values())), run.rollout.limit_images)
-    if trained is not None:
-        return place is not None or reads_images(trained.entries)
-    return place is not None or vision_families.is_needed(run.model)
+    images = with_images(run.model, prompts, candidate.trained)
+    check_counts(prompts, run.rollout.limit_images)
+    return images
