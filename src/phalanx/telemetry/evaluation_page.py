@@ -10,7 +10,7 @@ from typing import Any
 from phalanx.config.files import replace_file
 from phalanx.config.load import flat
 from phalanx.telemetry.evaluation import CHANGED, PAGE, REWARD, Row, groups_of, interval_text, shown_scores
-from phalanx.telemetry.report import _asset, _cells, _details, _policy, _tile
+from phalanx.telemetry.report import _asset, _cells, _details, _policy, _tile, document
 from phalanx.telemetry.samples import _data_url, _image, notes_html
 
 EXTREMES = 8  # at most this many prompts of each set with the highest, and with the lowest, rewards
@@ -54,26 +54,18 @@ def write_page(folder: Path, result: Mapping[str, Any], now: Side, baseline: Sid
 
 def _page(result: Mapping[str, Any], now: Side, baseline: Side | None) -> str:
     name = Path(str(result["model"])).name
-    facts = [str(result["model"])]
-    if result["baseline"] is not None:
-        facts.append(f"against {result['baseline']}")
+    facts = [str(result["model"]), None if result["baseline"] is None else f"against {result['baseline']}"]
     body = []
     for set_name, part in result["sets"].items():
         others = None if baseline is None else baseline.of(set_name)
         body.append(_set(set_name, part, now.of(set_name), others))
     arguments = [[key, value] for key, value in flat(result["arguments"]).items()]
     body.append(_details("Arguments", _cells(["key", "value"], arguments)))
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{_policy([])}">\n'
-        f"<title>Evaluation of {escape(name)} · Phalanx</title>\n"
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<style>{_asset('report.css')}</style></head>\n"
-        f"<body><main><header><h1>Evaluation of {escape(name)}</h1><p>{escape(' · '.join(facts))}</p></header>\n"
-        f"{''.join(body)}\n"
-        "<footer>Made by <code>phalanx evaluate</code>; the numbers are also in evaluation.json, and the samples in "
-        "records.jsonl.</footer></main></body></html>\n"
+    footer = (
+        "Made by <code>phalanx evaluate</code>; the numbers are also in evaluation.json, and the samples in "
+        "records.jsonl."
     )
+    return document(f"Evaluation of {name}", facts, "".join(body), footer, _policy([]), _asset("report.css"))
 
 
 def _set(name: str, part: Mapping[str, Any], now: Side, baseline: Side | None) -> str:
