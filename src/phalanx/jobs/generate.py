@@ -6,9 +6,10 @@ reported.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -26,7 +27,7 @@ from phalanx.environments.environments import Environments
 from phalanx.jobs.export import open_checkpoint, with_images
 from phalanx.jobs.inputs import given, model_changes
 from phalanx.jobs.outputs import check_place, writing
-from phalanx.models.lm.blocks import BlockDiffusionLM, BlockDiffusionPolicy, load_blocks
+from phalanx.models.lm.blocks import BlockDiffusionPolicy, load_blocks
 from phalanx.models.lm.model import DTYPES, CausalLM, load_model, load_tokenizer, positions
 from phalanx.models.lm.policy import LMPolicy
 from phalanx.rollout.lm import build_rollout
@@ -71,20 +72,21 @@ class Generation:
         config = self._model_config(run)
         data = replace(run.data, overlong_prompts="error", **given(system_prompt=cfg.system_prompt))
         data.chat_template_kwargs = run.data.chat_template_kwargs | cfg.chat_template_kwargs
-        # supervised block diffusion adds a mask token that the base model lacks
-        images = with_images(config, self.prompts, self.trained)
-        model, tokenizer = load(config, add_mask=isinstance(run, BlockDiffusionRunConfig), images=images)
+        images, dtype = with_images(config, self.prompts, self.trained), DTYPES[config.dtype]
+        model: CausalLM
+        if config.block_size is not None:
+            # supervised block diffusion adds a mask token that the base model lacks
+            adds = isinstance(run, BlockDiffusionRunConfig)
+            model, tokenizer = load_blocks(config, dtype, chunk=1, add_mask=adds)
+            make: Callable[..., LMPolicy] = partial(BlockDiffusionPolicy, size=config.block_size, estimate="trace")
+        else:
+            model, tokenizer = load_model(config, dtype, chunk=1, images=images), load_tokenizer(config)
+            make = LMPolicy
         self.world = mesh.start(ParallelConfig())
         # placeholder limits, since the policy must first count the tokens of the prompts
         shortest = replace(data, max_prompt_length=1, max_response_length=1)
-        parts = tokenizer, self.world, config, ParallelConfig(), shortest
-        options: dict[str, Any] = {"temperature": 1.0, "seed": run.trainer.seed}
-        if isinstance(model, BlockDiffusionLM):
-            assert config.block_size is not None, "block-diffusion models have a block size"
-            options |= {"size": config.block_size, "estimate": "trace"}
-            self.policy: LMPolicy = BlockDiffusionPolicy(model, *parts, **options)
-        else:
-            self.policy = LMPolicy(model, *parts, **options)
+        parts = model, tokenizer, self.world, config, ParallelConfig(), shortest
+        self.policy = make(*parts, temperature=1.0, seed=run.trainer.seed)
         self.policy.encode_ahead(self.prompts)
         lengths = [self.policy.length(prompt) for prompt in self.prompts]
         room = positions(model.lm.config) or 2**20
@@ -187,14 +189,6 @@ class Generation:
             if "ground_truth" in prompt.meta:
                 row["ground_truth"] = prompt.meta["ground_truth"]
             file.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
-
-
-def load(config: LMModelConfig, *, add_mask: bool, images: bool = False) -> tuple[CausalLM, Any]:
-    """Load the model and its tokenizer; `add_mask`: see load_blocks. Raises ValueError with one line."""
-    dtype = DTYPES[config.dtype]
-    if config.block_size is not None:
-        return load_blocks(config, dtype, chunk=1, add_mask=add_mask)
-    return load_model(config, dtype, chunk=1, images=images), load_tokenizer(config)
 
 
 def read_prompts(cfg: GenerateConfig, key: str, image_key: str | None = None) -> list[Prompt]:
