@@ -314,12 +314,12 @@ def write_json(file: Path, content: Mapping[str, Any]) -> None:
 # -- the console ------------------------------------------------------------------------------------------------------
 
 
-def shown_scores(names: Sequence[str], scores: Mapping[str, Any]) -> list[str]:
+def shown_scores(scores: Mapping[str, Any]) -> list[str]:
     """The scores that a table shows; if there is one term and it equals the reward, the reward is omitted."""
-    terms = [name for name in names if name != REWARD]
+    terms = [name for name in scores if name != REWARD]
     if len(terms) == 1 and REWARD in scores and scores[terms[0]].get("mean") == scores[REWARD].get("mean"):
         return terms
-    return list(names)
+    return list(scores)
 
 
 def interval_text(estimate: Mapping[str, Any]) -> str:
@@ -362,7 +362,7 @@ def table(result: Mapping[str, Any]) -> str:
 
 def _lines(scores: Mapping[str, Any], differences: Mapping[str, Any] | None, prefix: str) -> list[list[str]]:
     rows = []
-    for name in shown_scores(list(scores), scores):
+    for name in shown_scores(scores):
         for statistic, estimate in scores[name].items():
             row = [f"{prefix}{name}", statistic, interval_text(estimate)]
             if differences is not None:

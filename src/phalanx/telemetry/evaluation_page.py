@@ -38,10 +38,6 @@ class Side:
         """The samples by (prompt number, sample number)."""
         return {(row["index"], row["sample"]): row for row in self.rows}
 
-    def first(self) -> dict[int, Row]:
-        """The first sample of each prompt by prompt number."""
-        return {row["index"]: row for row in self.rows if row["sample"] == 0}
-
 
 def write_page(folder: Path, result: Mapping[str, Any], now: Side, baseline: Side | None) -> Path:
     """Write the page of an evaluation into `folder`, from `result` (the content of evaluation.json), its records and
@@ -83,7 +79,7 @@ def _set(name: str, part: Mapping[str, Any], now: Side, baseline: Side | None) -
 
 def _tiles(part: Mapping[str, Any]) -> str:
     scores, html = part["scores"], ""
-    for name in shown_scores(list(scores), scores):
+    for name in shown_scores(scores):
         if "mean" not in scores[name]:  # no sample has this score
             continue
         mean = scores[name]["mean"]
@@ -102,7 +98,7 @@ def _table(scores: Mapping[str, Any], before: Mapping[str, Any] | None, differen
     columns, table = ["score", "statistic", "value", "prompts"], list[list[str]]()
     if differences is not None:
         columns += ["baseline", "difference"]
-    for name in shown_scores(list(scores), scores):
+    for name in shown_scores(scores):
         for statistic, estimate in scores[name].items():
             row = [name, statistic, interval_text(estimate), str(estimate["count"])]
             for others in (before, differences) if differences is not None else ():
@@ -117,7 +113,7 @@ def _groups(part: Mapping[str, Any]) -> str:
     if "baseline" in part:
         columns.append("difference")
     for label, scores, inner in groups_of(part):
-        for name in shown_scores(list(scores), scores):
+        for name in shown_scores(scores):
             if "mean" not in scores[name]:  # no sample of the group has this score
                 continue
             row = [label, name, interval_text(scores[name]["mean"])]
@@ -146,7 +142,7 @@ def _changed(part: Mapping[str, Any], now: Side, baseline: Side) -> str:
 
 def _extremes(now: Side) -> str:
     """Cards of the prompts whose first samples have the highest and the lowest rewards."""
-    scored = [row for row in now.first().values() if row["reward"] is not None]
+    scored = [row for row in now.rows if row["sample"] == 0 and row["reward"] is not None]
     scored.sort(key=itemgetter("reward"))
     count, html = min(EXTREMES, len(scored) // 2), ""
     for title, shown in (("Highest", scored[::-1][:count]), ("Lowest", scored[:count])):
