@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 
 from phalanx.config import load
+from phalanx.config.lm import LMDataConfig, LMModelConfig, LMTurnRunConfig
 from phalanx.config.tasks import EvaluateConfig
+from phalanx.jobs import candidate
 from phalanx.jobs.candidate import read_baseline, read_candidate
+from phalanx.jobs.export import Trained
 from phalanx.rewards.base import GivesAnswers
 from phalanx.rewards.text.dapo import Dapo
 from phalanx.rewards.text.gsm8k import Gsm8k
@@ -186,3 +189,15 @@ def test_a_score_that_no_sample_has_leaves_the_others(tmp_path: Path) -> None:
     page = Page(write_page(tmp_path, result, Side(rows, tmp_path), None))
     assert "Mean · exact" in page.words() and "Mean · judge" not in page.words()
     assert "judge" not in table(result)
+
+
+@pytest.mark.parametrize(
+    ("words", "date"), [([], "2026-01-31"), (["data.chat_template_date=2026-02-28"], "2026-02-28")]
+)
+def test_the_tasks_date_precedes_that_of_the_run(
+    words: list[str], date: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = LMTurnRunConfig(LMModelConfig(path="base"), data=LMDataConfig(chat_template_date="2026-01-31"))
+    monkeypatch.setattr(candidate, "_open", lambda *_: Trained(tmp_path, run, "model", {}))
+    given = ["checkpoint=run", "data.val_files=[held_out.jsonl]", "reward.functions=[{name: gsm8k}]", *words]
+    assert read_candidate(load(EvaluateConfig, None, given)).run.data.chat_template_date == date

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from phalanx.cluster.messages import reason
 from phalanx.distributed.launch import Launch
+from phalanx.distributed.rendezvous import unreachable
 from phalanx.types import JobError
 
 POLL_S = 0.05
@@ -55,17 +56,13 @@ def master() -> str:
 def _reach(address: str, port: int, timeout_s: float) -> None:
     """Wait until something listens at the address; TCPStore would wait too, but fail with a C++ stack trace."""
     deadline = time.monotonic() + timeout_s
-    while True:
-        try:
-            socket.create_connection((address, port), timeout=timeout_s).close()
-            return
-        except OSError as error:
-            if time.monotonic() > deadline:
-                raise JobError(
-                    f"{master()} cannot be reached from {socket.gethostname()} within {timeout_s:g} s "
-                    f"({error.strerror or error}); MASTER_ADDR must name the node of rank 0 as all nodes see it, "
-                    "rank 0 must be running there, and firewalls must let the port through"
-                ) from error
+    while (problem := unreachable(address, port)) is not None:
+        if time.monotonic() > deadline:
+            raise JobError(
+                f"{master()} cannot be reached from {socket.gethostname()} within {timeout_s:g} s ({problem}); "
+                "MASTER_ADDR must name the node of rank 0 as all nodes see it, rank 0 must be running there, and "
+                "firewalls must let the port through"
+            )
         time.sleep(0.5)
 
 

@@ -28,13 +28,12 @@ from phalanx.distributed import mesh
 from phalanx.distributed.launch import Launch
 from phalanx.distributed.mesh import World
 from phalanx.environments.environments import Environments
-from phalanx.jobs.export import Trained, open_checkpoint
+from phalanx.jobs.export import Trained, open_checkpoint, with_images
+from phalanx.jobs.inputs import given
 from phalanx.models.flow.headers import local_index
 from phalanx.models.flow.policy import build_policy
 from phalanx.models.flow.registry import family_of, image_columns
-from phalanx.models.lm import vision_families
 from phalanx.models.lm.blocks import build_block_policy
-from phalanx.models.lm.export import reads_images
 from phalanx.models.lm.headers import check_folder
 from phalanx.models.lm.policy import LMPolicy
 from phalanx.models.lm.policy import build_policy as build_lm_policy
@@ -112,8 +111,7 @@ class Parts:
 def read_candidate(cfg: EvaluateConfig) -> Candidate:
     """The candidate specified by the task's keys; raises ValueError with one line."""
     changes: dict[str, Any] = {name: public(vars(cfg)[name]) for name in SECTIONS if vars(cfg)[name]}
-    val = {name: value for name, value in (("n", cfg.n), ("seed", cfg.seed)) if value is not None}
-    changes["rollout"] = _with_val(changes.get("rollout", {}), val)
+    changes["rollout"] = _with_val(changes.get("rollout", {}), given(n=cfg.n, seed=cfg.seed))
     trained = None
     if cfg.checkpoint is not None:
         trained = _open(cfg.checkpoint, cfg)
@@ -127,8 +125,6 @@ def read_candidate(cfg: EvaluateConfig) -> Candidate:
     content = OmegaConf.merge(OmegaConf.create(public(run)), OmegaConf.create(changes))
     assert isinstance(content, DictConfig), "a configuration has keys"
     run = build(type(run), content)
-    if trained is not None and isinstance(run, LMRunConfig) and isinstance(trained.run, LMRunConfig):
-        run.data.chat_template_date = trained.run.data.chat_template_date
     run.parallel, seed, deterministic = cfg.parallel, run.trainer.seed, run.trainer.deterministic
     run.trainer = TrainerConfig(seed=seed, deterministic=deterministic, resume="never", output_dir="")
     run.model.gradient_checkpointing = False
@@ -174,13 +170,13 @@ def _open(checkpoint: str, cfg: EvaluateConfig) -> Trained:
 
 
 def _with_val(rollout: dict[str, Any], val: dict[str, Any]) -> dict[str, Any]:
-    given = rollout.get("val") or {}
-    if not isinstance(given, dict):
-        raise ConfigError(f"rollout.val: expected a section, got {shown(given)}")
-    both = [name for name in val if name in given]
+    section = rollout.get("val") or {}
+    if not isinstance(section, dict):
+        raise ConfigError(f"rollout.val: expected a section, got {shown(section)}")
+    both = [name for name in val if name in section]
     if both:
         raise ConfigError(f"{both[0]} and rollout.val.{both[0]} are both set; give one of them")
-    return rollout | {"val": given | val}
+    return rollout | {"val": section | val}
 
 
 def _kind(path: str, key: str) -> str:
@@ -298,19 +294,14 @@ def _rewards(run: RunConfig, world: World, sets: Sets, outputs: str) -> RewardSe
 
 def _images(candidate: Candidate, sets: Sets, *, talks: bool) -> bool:
     """Whether the model reads images; raises ConfigError if prompts have images that it cannot read."""
-    run, trained = candidate.run, candidate.trained
+    run, prompts = candidate.run, list(chain.from_iterable(sets.values()))
     assert isinstance(run, LMRunConfig)
-    place = next((prompt.place for prompts in sets.values() for prompt in prompts if prompt.images), None)
+    place = next((prompt.place for prompt in prompts if prompt.images), None)
     if place is not None and talks and run.rollout.facts.weights != "policy":
         raise ConfigError(
             f"{place} has images, and only the engine policy samples conversations about images; set "
             "rollout.engine=policy"
         )
-    if place is not None and run.model.block_size is not None:
-        raise ConfigError(f"{place} has images, which block diffusion does not support; leave them out")
-    if place is not None:
-        vision_families.check(run.model, place)
-        check_counts(list(chain.from_iterable(sets.values())), run.rollout.limit_images)
-    if trained is not None:
-        return place is not None or reads_images(trained.entries)
-    return place is not None or vision_families.is_needed(run.model)
+    images = with_images(run.model, prompts, candidate.trained)
+    check_counts(prompts, run.rollout.limit_images)
+    return images

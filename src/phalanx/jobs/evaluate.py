@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from phalanx.config import ConfigError
 from phalanx.config.lm import LMRunConfig
@@ -35,6 +34,7 @@ from phalanx.telemetry.evaluation import (
     write_json,
 )
 from phalanx.telemetry.evaluation_page import Side, write_page
+from phalanx.telemetry.loggers import setting
 from phalanx.training import folder_lock
 from phalanx.training.components import start
 
@@ -94,7 +94,8 @@ class Evaluation:
             self.candidate, lambda folder: read_candidate(replace(self.cfg, checkpoint=folder))
         )
         stored = broadcast_object(stored_in(self.folder) if self.world.rank == 0 else None)
-        before = (None, None) if stored is None else _chosen(stored["facts"])
+        facts = {} if stored is None else stored["facts"]
+        before = setting(facts, "model.cpu_linear"), setting(facts, "data.chat_template_date")
         chosen = run.model.cpu_linear, run.data.chat_template_date if isinstance(run, LMRunConfig) else None
         linear, date = (value or old or new for value, old, new in zip(given, before, chosen, strict=True))
         run = self.candidate.run
@@ -177,7 +178,7 @@ class Evaluation:
             raise ConfigError(f"baseline: the evaluation in {self.earlier} is incomplete; run it to its end first")
         judged = asks_model(self.candidate.run.reward.functions)
         for key in (*PAIRED, "reward.model") if judged else PAIRED:
-            problem = differing(_part(stored["facts"], key), _part(now, key))
+            problem = differing({key: setting(stored["facts"], key)}, {key: setting(now, key)})
             if problem is not None:
                 raise ConfigError(
                     f"baseline: the evaluation in {self.earlier} is not comparable: {problem}; expected the same "
@@ -194,16 +195,3 @@ def _check_column(sets: Sets, column: str) -> None:
                 raise ConfigError(
                     f"group_by: {prompt.place} has no number or short text in a column {column!r}; it has {columns}"
                 )
-
-
-def _chosen(facts: dict[str, Any]) -> tuple[str | None, str | None]:
-    """The library of linear layers and the date of the chat template."""
-    return facts["model"].get("cpu_linear"), facts["data"].get("chat_template_date")
-
-
-def _part(facts: dict[str, Any], key: str) -> dict[str, Any]:
-    """The value of one dotted key, as a dict with that key."""
-    value: Any = facts
-    for name in key.split("."):
-        value = value[name]
-    return {key: value}

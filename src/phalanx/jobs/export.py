@@ -31,12 +31,13 @@ from phalanx.models.flow.folder import how_to_load
 from phalanx.models.flow.policy import DTYPES
 from phalanx.models.flow.registry import family_of
 from phalanx.models.lm import export as language_models
+from phalanx.models.lm import vision_families
 from phalanx.models.lm.blocks import adds_mask
 from phalanx.models.lora import Layers, add_lora, joined, lora_alpha, merge_lora, plain_layers, start_from_lora
 from phalanx.models.trained import TrainedModel
 from phalanx.training.checkpoint import complete, damaged, find, read_meta
 from phalanx.training.checkpoint_reader import Reader
-from phalanx.types import JobError
+from phalanx.types import JobError, Prompt
 
 # -- opening ----------------------------------------------------------------------------------------------------------
 
@@ -151,6 +152,19 @@ def _locate(given: str) -> Path:
     if problem is not None:
         raise ValueError(f"checkpoint: {given!r} cannot be used: {problem}")
     return folder.resolve()
+
+
+def with_images(config: LMModelConfig, prompts: Iterable[Prompt], trained: Trained | None) -> bool:
+    """Whether to load a language model with its vision tower. Raises ValueError, with one line, if prompts have images
+    that it cannot read.
+    """
+    place = next((prompt.place for prompt in prompts if prompt.images), None)
+    if place is not None and config.block_size is not None:
+        raise ValueError(f"{place} has images, which block diffusion does not support; leave model.block_size out")
+    if place is not None:
+        vision_families.check(config, place)
+        return True
+    return vision_families.is_needed(config) if trained is None else language_models.reads_images(trained.entries)
 
 
 # -- exporting --------------------------------------------------------------------------------------------------------

@@ -6,9 +6,10 @@ reported.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -23,17 +24,16 @@ from phalanx.data.prompts import load_prompts, numbered, question
 from phalanx.distributed import mesh
 from phalanx.distributed.launch import Launch
 from phalanx.environments.environments import Environments
-from phalanx.jobs.export import open_checkpoint
+from phalanx.jobs.export import open_checkpoint, with_images
 from phalanx.jobs.inputs import given, model_changes
 from phalanx.jobs.outputs import check_place, writing
-from phalanx.models.lm import vision_families
-from phalanx.models.lm.blocks import BlockDiffusionLM, BlockDiffusionPolicy, load_blocks
-from phalanx.models.lm.export import reads_images
+from phalanx.models.lm.blocks import BlockDiffusionPolicy, load_blocks
 from phalanx.models.lm.model import DTYPES, CausalLM, load_model, load_tokenizer, positions
 from phalanx.models.lm.policy import LMPolicy
-from phalanx.rollout.lm.conversations import ConversationRollout, Conversed
+from phalanx.rollout.lm import build_rollout
+from phalanx.rollout.lm.conversations import Conversed
 from phalanx.rollout.lm.in_blocks import BlockDiffusionRollout
-from phalanx.rollout.lm.in_policy import Drawn, LMRollout, check_stops
+from phalanx.rollout.lm.in_policy import Drawn, LMRollout
 from phalanx.telemetry.loggers.console import plain
 from phalanx.telemetry.records import CONVERSATION, as_text, storable, summary
 from phalanx.training.lm_rl import with_tools
@@ -72,21 +72,21 @@ class Generation:
         config = self._model_config(run)
         data = replace(run.data, overlong_prompts="error", **given(system_prompt=cfg.system_prompt))
         data.chat_template_kwargs = run.data.chat_template_kwargs | cfg.chat_template_kwargs
-        # supervised block diffusion adds a mask token that the base model lacks
-        model, tokenizer = load(
-            config, add_mask=isinstance(run, BlockDiffusionRunConfig), images=self._reads_images(config)
-        )
+        images, dtype = with_images(config, self.prompts, self.trained), DTYPES[config.dtype]
+        model: CausalLM
+        if config.block_size is not None:
+            # supervised block diffusion adds a mask token that the base model lacks
+            adds = isinstance(run, BlockDiffusionRunConfig)
+            model, tokenizer = load_blocks(config, dtype, chunk=1, add_mask=adds)
+            make: Callable[..., LMPolicy] = partial(BlockDiffusionPolicy, size=config.block_size, estimate="trace")
+        else:
+            model, tokenizer = load_model(config, dtype, chunk=1, images=images), load_tokenizer(config)
+            make = LMPolicy
         self.world = mesh.start(ParallelConfig())
         # placeholder limits, since the policy must first count the tokens of the prompts
         shortest = replace(data, max_prompt_length=1, max_response_length=1)
-        parts = tokenizer, self.world, config, ParallelConfig(), shortest
-        options: dict[str, Any] = {"temperature": 1.0, "seed": run.trainer.seed}
-        if isinstance(model, BlockDiffusionLM):
-            assert config.block_size is not None, "block-diffusion models have a block size"
-            options |= {"size": config.block_size, "estimate": "trace"}
-            self.policy: LMPolicy = BlockDiffusionPolicy(model, *parts, **options)
-        else:
-            self.policy = LMPolicy(model, *parts, **options)
+        parts = model, tokenizer, self.world, config, ParallelConfig(), shortest
+        self.policy = make(*parts, temperature=1.0, seed=run.trainer.seed)
         self.policy.encode_ahead(self.prompts)
         lengths = [self.policy.length(prompt) for prompt in self.prompts]
         room = positions(model.lm.config) or 2**20
@@ -99,19 +99,14 @@ class Generation:
         settings |= given(top_k=cfg.top_k, min_p=cfg.min_p)
         settings |= given(denoising_steps_per_block=cfg.denoising_steps_per_block, threshold=cfg.threshold)
         self.val = replace(run.rollout.val, **settings, max_response_length=limit)
-        sampled = replace(run.rollout, **given(stop=cfg.stop), val=self.val)
-        arguments = sampled, self.world, cfg.micro_batch_size_per_gpu, None
+        run = replace(run, rollout=replace(run.rollout, engine="policy", **given(stop=cfg.stop), val=self.val))
         self.tokens = self.forwards = 0  # counted for block diffusion
-        if isinstance(self.policy, BlockDiffusionPolicy):
-            self.rollout: LMRollout = BlockDiffusionRollout(self.policy, *arguments)
-        else:
+        if not isinstance(self.policy, BlockDiffusionPolicy):
             self.policy.check_agreement(decodes=True)
-            check_stops(self.policy, sampled)
-            if self.environments is None:
-                self.rollout = LMRollout(self.policy, *arguments)
-            else:
-                assert isinstance(run, LMTurnRunConfig), "it configures the environment"
-                self.rollout = ConversationRollout(self.policy, *arguments, run.environment, self.environments)
+        together = cfg.micro_batch_size_per_gpu
+        rollout = build_rollout(run, self.policy, self.world, together, None, self.environments)
+        assert isinstance(rollout, LMRollout), "of the engine policy"
+        self.rollout = rollout
         if self.trained is not None:
             self.trained.check_fits(self.policy.trained.parameters, config.path)
 
@@ -123,20 +118,6 @@ class Generation:
         config = replace(run.model, **model_changes(self.cfg.model), **training)
         check_model(self.cfg, config)
         return config
-
-    def _reads_images(self, config: LMModelConfig) -> bool:
-        """Whether to load the model with its vision tower. Raises ConfigError or ValueError, with one line, if prompts
-        have images that the model cannot read.
-        """
-        place = next((prompt.place for prompt in self.prompts if prompt.images), None)
-        if place is not None:
-            if config.block_size is not None:
-                raise ConfigError(
-                    f"{place} has images, which block diffusion does not support; leave model.block_size out"
-                )
-            vision_families.check(config, place)
-            return True
-        return vision_families.is_needed(config) if self.trained is None else reads_images(self.trained.entries)
 
     def _limit(self, run: LMRunConfig, lengths: Sequence[int], positions: int, size: int) -> int:
         """The maximum response length in tokens, a multiple of `size`; raises ConfigError if there is no room for it
@@ -208,14 +189,6 @@ class Generation:
             if "ground_truth" in prompt.meta:
                 row["ground_truth"] = prompt.meta["ground_truth"]
             file.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
-
-
-def load(config: LMModelConfig, *, add_mask: bool, images: bool = False) -> tuple[CausalLM, Any]:
-    """Load the model and its tokenizer; `add_mask`: see load_blocks. Raises ValueError with one line."""
-    dtype = DTYPES[config.dtype]
-    if config.block_size is not None:
-        return load_blocks(config, dtype, chunk=1, add_mask=add_mask)
-    return load_model(config, dtype, chunk=1, images=images), load_tokenizer(config)
 
 
 def read_prompts(cfg: GenerateConfig, key: str, image_key: str | None = None) -> list[Prompt]:

@@ -1,8 +1,6 @@
 """The samples of an evaluation: sampled and scored on all ranks, and written chunk by chunk."""
 
-import json
 import logging
-from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -11,6 +9,7 @@ from PIL import Image
 from torch import Tensor
 
 from phalanx.config import ConfigError
+from phalanx.config.files import json_object
 from phalanx.config.tasks import EvaluateConfig
 from phalanx.data.prompts import share_of_rank
 from phalanx.distributed.collectives import all_gather, broadcast_object, from_first, gather_object
@@ -31,14 +30,6 @@ from phalanx.types import JobError, Outputs, Prompt
 
 log = logging.getLogger(__name__)
 LONGEST_CELL = 200  # maximum characters of a column's value that is copied to the records
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """Prompts of a set that all ranks sample together."""
-
-    set_name: str
-    prompts: list[Prompt]
 
 
 class Sampling:
@@ -95,30 +86,29 @@ class Sampling:
         except ValueError as error:
             raise JobError(str(error)) from error
         assert self.parts is not None, "built above or before"
-        self.timers = Timers()
-        run, rollout = self.candidate.run, self.parts.rollout
-        self.client = RewardClient(run, self.world, self.parts.rewards, self.timers, rollout.noun, on_stop=self._stop)
-        self.drawn: list[dict[str, Any]] = []  # records of this rank's samples of a chunk, without scores
+        run, noun = self.candidate.run, self.parts.rollout.noun
+        self.client = RewardClient(run, self.world, self.parts.rewards, Timers(), noun, on_stop=self._stop)
         chunks, n = self._chunks(self.parts.sets), run.rollout.val.n
-        done, samples = 0, sum(len(chunk.prompts) * n for chunk in chunks)
+        sizes = [len(prompts) * n for _, prompts in chunks]
+        done = 0
         with writing(self.folder, "output_dir"):
             if self.world.rank == 0:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 write_json(self.folder / ARGUMENTS, {"facts": self.facts, "complete": False})
-                done = self.records.keep([len(chunk.prompts) * n for chunk in chunks])
+                done = self.records.keep(sizes)
         done = broadcast_object(done)
         if done and self.world.rank == 0:
             log.info("resuming after %d of %d chunks in %s", done, len(chunks), self.folder)
-        for number, chunk in enumerate(chunks[done:], start=done + 1):
+        for number, (set_name, prompts) in enumerate(chunks[done:], start=done + 1):
             self._kept = f"{number - 1} of {len(chunks)} chunks of prompts"
-            rows = self._sample(chunk)
+            rows = self._sample(self.parts, set_name, prompts)
             if self.world.rank == 0:
                 with writing(self.folder, "output_dir"):
                     self.records.add(rows)
-                log.info("%d of %d chunks: %d samples of %s", number, len(chunks), len(rows), chunk.set_name)
+                log.info("%d of %d chunks: %d samples of %s", number, len(chunks), len(rows), set_name)
         if self.world.rank == 0:
             with writing(self.folder, "output_dir"):
-                write_json(self.folder / ARGUMENTS, {"facts": self.facts, "complete": True, "samples": samples})
+                write_json(self.folder / ARGUMENTS, {"facts": self.facts, "complete": True, "samples": sum(sizes)})
         self.parts.close()
         self.parts = None
 
@@ -126,31 +116,32 @@ class Sampling:
         self.world.watch.close()
         raise Stopped(number, f" after {self._kept}; the same command resumes from {self.folder}")
 
-    def _chunks(self, sets: Sets) -> list[Chunk]:
+    def _chunks(self, sets: Sets) -> list[tuple[str, list[Prompt]]]:
+        """The prompts that all ranks sample together, each time with the name of their set."""
         chunks, size = [], self.cfg.prompts_per_chunk
         for name, prompts in sets.items():
             for first in range(0, len(prompts), size):
-                chunks.append(Chunk(name, prompts[first : first + size]))
+                chunks.append((name, prompts[first : first + size]))
         return chunks
 
-    def _sample(self, chunk: Chunk) -> list[dict[str, Any]]:
+    def _sample(self, parts: Parts, set_name: str, prompts: list[Prompt]) -> list[dict[str, Any]]:
         """Sample and score a chunk; returns its rows on rank 0, ordered by prompt and sample."""
-        assert self.parts is not None, "built by `run`"
-        world, prompts, n = self.world, chunk.prompts, self.candidate.run.rollout.val.n
+        world, n = self.world, self.candidate.run.rollout.val.n
         local = share_of_rank(prompts, world.data_rank, world.data_size)
-        share, self.drawn, rollout = len(local), [], self.parts.rollout
+        share, rollout = len(local), parts.rollout
+        drawn: list[dict[str, Any]] = []  # records of this rank's samples, without scores
         numbers = iter(range(world.data_rank * share * n, (world.data_rank + 1) * share * n))
 
         def each(outputs: Outputs, sampled: list[Prompt]) -> None:
             beside, places = [], list(islice(numbers, len(sampled)))
             for prompt, output, place in zip(sampled, outputs, places, strict=True):
-                row = {"set": chunk.set_name, "index": prompt.group_id, "sample": place % n}
+                row = {"set": set_name, "index": prompt.group_id, "sample": place % n}
                 row |= {"prompt": prompt.text, "place": place}
-                row |= self._text(prompt, output) if isinstance(output, str) else {}
+                row |= _text(parts.rewards, prompt, output) if isinstance(output, str) else {}
                 beside.append(row)
             if isinstance(outputs, Tensor):
-                self._keep_pictures(outputs, beside, len(prompts) * n)
-            self.drawn += beside
+                self._keep_pictures(outputs, rollout.fps, beside, len(prompts) * n)
+            drawn.extend(beside)
             self.client.submit(outputs, without_filling(sampled, places[0], len(prompts) * n))
 
         with rollout.awake():
@@ -161,9 +152,9 @@ class Sampling:
         check_range(reward)
         values = {name: all_gather(scores)[:real].tolist() for name, scores in terms.items()}
         rows: list[dict[str, Any]] = []
-        judged = gather_object(self.parts.rewards.answers)
-        for rank, drawn in list(enumerate(gather_object(self.drawn)))[:: world.context_size]:
-            rows += _with_answers(drawn, judged[rank : rank + world.context_size])
+        judged = gather_object(parts.rewards.answers)
+        for rank, of_rank in list(enumerate(gather_object(drawn)))[:: world.context_size]:
+            rows += _with_answers(of_rank, judged[rank : rank + world.context_size])
         for place, row in enumerate(rows[:real]):
             assert row.pop("place") == place, "ranks are in order"
             row["reward"] = finite_or_none(float(reward[place]))
@@ -171,23 +162,8 @@ class Sampling:
             row["columns"] = columns_of(prompts[place // n])
         return rows[:real]
 
-    def _text(self, prompt: Prompt, output: str) -> dict[str, Any]:
-        """The fields of a record that describe a response."""
-        assert self.parts is not None
-        row: dict[str, Any] = {"text": storable(output), "tokens": prompt.meta.get("response_length")}
-        row["truncated"] = prompt.meta.get("truncated", False)
-        if TALKS in prompt.meta:
-            # without the time, which differs each time
-            row |= storable({name: prompt.meta[name] for name in CONVERSATION if name != "environment_seconds"})
-        answers: dict[str, str | None] = {}
-        for term in self.parts.rewards.terms:
-            if isinstance(term.function, GivesAnswers):
-                answers[term.name] = term.function.answer(output)
-        return row | ({"answers": answers} if answers else {})
-
-    def _keep_pictures(self, outputs: Tensor, rows: list[dict[str, Any]], real: int) -> None:
+    def _keep_pictures(self, outputs: Tensor, fps: int, rows: list[dict[str, Any]], real: int) -> None:
         """Write the images or videos of a micro-batch of all ranks on rank 0, and add their file names to the rows."""
-        assert self.parts is not None
         videos = outputs.ndim == 5
         for row in rows:
             row["file"] = f"images/{row['set']}/{row['index']:05d}_{row['sample']}.{'mp4' if videos else 'png'}"
@@ -200,9 +176,23 @@ class Sampling:
                 with writing(self.folder, "output_dir"):
                     (self.folder / file).parent.mkdir(parents=True, exist_ok=True)
                     if videos:
-                        write_video(self.folder / file, picture, self.parts.rollout.fps)
+                        write_video(self.folder / file, picture, fps)
                     else:
                         Image.fromarray(picture).save(self.folder / file)
+
+
+def _text(rewards: RewardSet, prompt: Prompt, output: str) -> dict[str, Any]:
+    """The fields of a record that describe a response."""
+    row: dict[str, Any] = {"text": storable(output), "tokens": prompt.meta.get("response_length")}
+    row["truncated"] = prompt.meta.get("truncated", False)
+    if TALKS in prompt.meta:
+        # without the time, which differs each time
+        row |= storable({name: prompt.meta[name] for name in CONVERSATION if name != "environment_seconds"})
+    answers: dict[str, str | None] = {}
+    for term in rewards.terms:
+        if isinstance(term.function, GivesAnswers):
+            answers[term.name] = term.function.answer(output)
+    return row | ({"answers": answers} if answers else {})
 
 
 def _with_answers(drawn: list[dict[str, Any]], judged: list[Answers]) -> list[dict[str, Any]]:
@@ -232,11 +222,8 @@ def stored_in(folder: Path) -> dict[str, Any] | None:
     file = folder / ARGUMENTS
     if not file.is_file():
         return None
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError):
-        content = None
-    if not isinstance(content, dict) or not content.keys() >= {"facts", "complete"}:
+    content = json_object(file.read_bytes())
+    if content is None or not content.keys() >= {"facts", "complete"}:
         raise ConfigError(f"{file} does not contain the arguments of an evaluation; give another folder")
     return content
 

@@ -4,7 +4,7 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ KEYS = {"set", "index", "sample", "prompt", "reward", "scores"}
 
 Row = dict[str, Any]
 Figures = dict[str, dict[str, Estimate]]  # by score and statistic
+Statistics = dict[str, dict[str, NDArray[np.float64]]]  # likewise: the value of each prompt, [P]
 
 
 class Records:
@@ -135,8 +136,8 @@ def _matrix(values: Sequence[Sequence[float | None]]) -> NDArray[np.float64]:
     return np.array(values, dtype=np.float64)  # None is NaN
 
 
-def per_prompt(scores: Scores, wanted: Wanted) -> dict[str, dict[str, NDArray[np.float64]]]:
-    """The value of each prompt, [P], by score and statistic; NaN for prompts with too few scored samples."""
+def per_prompt(scores: Scores, wanted: Wanted) -> Statistics:
+    """The statistics of each prompt; NaN for prompts with too few scored samples."""
     result = {}
     for name, values in scores.values.items():
         statistics = {"mean": _each(values, 1, lambda row, _: float(row.mean()))}
@@ -197,23 +198,9 @@ def figures(scores: Scores, wanted: Wanted) -> Figures:
     return result
 
 
-@dataclass(frozen=True)
-class Difference:
-    """An evaluation compared with another one of the same prompts and seeds.
-
-    `figures` are the differences; `wins` counts, by score, the prompts and the samples that are (better, equal, worse);
-    `changed` lists the prompts that changed most, as (position, mean before, mean now).
-    """
-
-    figures: Figures
-    wins: dict[str, dict[str, tuple[int, int, int]]]
-    changed: list[tuple[int, float, float]] = field(default_factory=list)
-
-
-def difference(scores: Scores, others: Scores, wanted: Wanted) -> Difference:
-    """Compare scores with others; terms that only one of them has are omitted."""
-    values, before = per_prompt(scores, wanted), per_prompt(others, wanted)
-    result, wins = Figures(), dict[str, dict[str, tuple[int, int, int]]]()
+def differences(values: Statistics, before: Statistics) -> Figures:
+    """Paired differences of two models' statistics; those that only one of them has are omitted."""
+    result: Figures = {}
     for name in values:
         if name not in before:
             continue
@@ -224,17 +211,23 @@ def difference(scores: Scores, others: Scores, wanted: Wanted) -> Difference:
                 known = ~np.isnan(now) & ~np.isnan(then)
                 if known.any():
                     result[name][statistic] = paired_interval(now[known], then[known])
-        changes = values[name]["mean"] - before[name]["mean"]
-        samples = scores.values[name] - others.values[name]
-        wins[name] = {"prompts": _wins(changes), "samples": _wins(samples)}
-    now, then = values[REWARD]["mean"], before[REWARD]["mean"]
+    return result
+
+
+def _changed_most(rows: Sequence[Row], now: NDArray[np.float64], then: NDArray[np.float64]) -> list[dict[str, Any]]:
+    """The prompts whose mean rewards [P] changed most: those that improved, then those that got worse."""
     order = [int(i) for i in np.argsort(np.nan_to_num(now - then), kind="stable") if abs(now[i] - then[i]) > 0]
     down = [i for i in order if now[i] < then[i]][: CHANGED // 2]
     up = [i for i in reversed(order) if now[i] > then[i]][: CHANGED // 2]
-    return Difference(result, wins, [(i, float(then[i]), float(now[i])) for i in [*up, *down]])
+    changed = []
+    for i in [*up, *down]:
+        of_prompt = {"index": rows[i]["index"], "prompt": rows[i]["prompt"]}
+        changed.append(of_prompt | {"before": float(then[i]), "now": float(now[i])})
+    return changed
 
 
 def _wins(changes: NDArray[np.float64]) -> tuple[int, int, int]:
+    """How many values are better, equal and worse."""
     return int((changes > 0).sum()), int((changes == 0).sum()), int((changes < 0).sum())
 
 
@@ -279,17 +272,18 @@ def result_of(
 
 
 def _compared(scores: Scores, others: Scores, wanted: Wanted, groups: Mapping[str, list[int]]) -> dict[str, Any]:
-    compared = difference(scores, others, wanted)
-    changed = []
-    for place, before, now in compared.changed:
-        row = scores.rows[place]
-        changed.append({"index": row["index"], "prompt": row["prompt"], "before": before, "now": now})
-    part: dict[str, Any] = {"scores": _plain(figures(others, wanted)), "differences": _plain(compared.figures)}
-    part["better_equal_worse"] = compared.wins
-    part["changed_most"] = changed
+    values, before = per_prompt(scores, wanted), per_prompt(others, wanted)
+    compared = differences(values, before)
+    part: dict[str, Any] = {"scores": _plain(figures(others, wanted)), "differences": _plain(compared)}
+    wins = {}
+    for name in compared:
+        changes = values[name]["mean"] - before[name]["mean"]
+        wins[name] = {"prompts": _wins(changes), "samples": _wins(scores.values[name] - others.values[name])}
+    part["better_equal_worse"] = wins
+    part["changed_most"] = _changed_most(scores.rows, values[REWARD]["mean"], before[REWARD]["mean"])
     inner = {}
     for value, places in groups.items():
-        inner[value] = difference(scores.of(places), others.of(places), wanted).figures
+        inner[value] = differences(per_prompt(scores.of(places), wanted), per_prompt(others.of(places), wanted))
         part.setdefault("groups", {})[value] = {"differences": _plain(inner[value])}
     if inner:
         part["mean_of_groups"] = {"differences": _plain(_over(list(inner.values())))}
@@ -320,12 +314,12 @@ def write_json(file: Path, content: Mapping[str, Any]) -> None:
 # -- the console ------------------------------------------------------------------------------------------------------
 
 
-def shown_scores(names: Sequence[str], scores: Mapping[str, Any]) -> list[str]:
+def shown_scores(scores: Mapping[str, Any]) -> list[str]:
     """The scores that a table shows; if there is one term and it equals the reward, the reward is omitted."""
-    terms = [name for name in names if name != REWARD]
+    terms = [name for name in scores if name != REWARD]
     if len(terms) == 1 and REWARD in scores and scores[terms[0]].get("mean") == scores[REWARD].get("mean"):
         return terms
-    return list(names)
+    return list(scores)
 
 
 def interval_text(estimate: Mapping[str, Any]) -> str:
@@ -368,7 +362,7 @@ def table(result: Mapping[str, Any]) -> str:
 
 def _lines(scores: Mapping[str, Any], differences: Mapping[str, Any] | None, prefix: str) -> list[list[str]]:
     rows = []
-    for name in shown_scores(list(scores), scores):
+    for name in shown_scores(scores):
         for statistic, estimate in scores[name].items():
             row = [f"{prefix}{name}", statistic, interval_text(estimate)]
             if differences is not None:

@@ -10,7 +10,7 @@ from typing import Any
 from phalanx.config.files import replace_file
 from phalanx.config.load import flat
 from phalanx.telemetry.evaluation import CHANGED, PAGE, REWARD, Row, groups_of, interval_text, shown_scores
-from phalanx.telemetry.report import _asset, _cells, _details, _policy, _tile
+from phalanx.telemetry.report import _asset, _cells, _details, _policy, _tile, document
 from phalanx.telemetry.samples import _data_url, _image, notes_html
 
 EXTREMES = 8  # at most this many prompts of each set with the highest, and with the lowest, rewards
@@ -38,10 +38,6 @@ class Side:
         """The samples by (prompt number, sample number)."""
         return {(row["index"], row["sample"]): row for row in self.rows}
 
-    def first(self) -> dict[int, Row]:
-        """The first sample of each prompt by prompt number."""
-        return {row["index"]: row for row in self.rows if row["sample"] == 0}
-
 
 def write_page(folder: Path, result: Mapping[str, Any], now: Side, baseline: Side | None) -> Path:
     """Write the page of an evaluation into `folder`, from `result` (the content of evaluation.json), its records and
@@ -54,26 +50,18 @@ def write_page(folder: Path, result: Mapping[str, Any], now: Side, baseline: Sid
 
 def _page(result: Mapping[str, Any], now: Side, baseline: Side | None) -> str:
     name = Path(str(result["model"])).name
-    facts = [str(result["model"])]
-    if result["baseline"] is not None:
-        facts.append(f"against {result['baseline']}")
+    facts = [str(result["model"]), None if result["baseline"] is None else f"against {result['baseline']}"]
     body = []
     for set_name, part in result["sets"].items():
         others = None if baseline is None else baseline.of(set_name)
         body.append(_set(set_name, part, now.of(set_name), others))
     arguments = [[key, value] for key, value in flat(result["arguments"]).items()]
     body.append(_details("Arguments", _cells(["key", "value"], arguments)))
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{_policy([])}">\n'
-        f"<title>Evaluation of {escape(name)} · Phalanx</title>\n"
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<style>{_asset('report.css')}</style></head>\n"
-        f"<body><main><header><h1>Evaluation of {escape(name)}</h1><p>{escape(' · '.join(facts))}</p></header>\n"
-        f"{''.join(body)}\n"
-        "<footer>Made by <code>phalanx evaluate</code>; the numbers are also in evaluation.json, and the samples in "
-        "records.jsonl.</footer></main></body></html>\n"
+    footer = (
+        "Made by <code>phalanx evaluate</code>; the numbers are also in evaluation.json, and the samples in "
+        "records.jsonl."
     )
+    return document(f"Evaluation of {name}", facts, "".join(body), footer, _policy([]), _asset("report.css"))
 
 
 def _set(name: str, part: Mapping[str, Any], now: Side, baseline: Side | None) -> str:
@@ -91,7 +79,7 @@ def _set(name: str, part: Mapping[str, Any], now: Side, baseline: Side | None) -
 
 def _tiles(part: Mapping[str, Any]) -> str:
     scores, html = part["scores"], ""
-    for name in shown_scores(list(scores), scores):
+    for name in shown_scores(scores):
         if "mean" not in scores[name]:  # no sample has this score
             continue
         mean = scores[name]["mean"]
@@ -110,7 +98,7 @@ def _table(scores: Mapping[str, Any], before: Mapping[str, Any] | None, differen
     columns, table = ["score", "statistic", "value", "prompts"], list[list[str]]()
     if differences is not None:
         columns += ["baseline", "difference"]
-    for name in shown_scores(list(scores), scores):
+    for name in shown_scores(scores):
         for statistic, estimate in scores[name].items():
             row = [name, statistic, interval_text(estimate), str(estimate["count"])]
             for others in (before, differences) if differences is not None else ():
@@ -125,7 +113,7 @@ def _groups(part: Mapping[str, Any]) -> str:
     if "baseline" in part:
         columns.append("difference")
     for label, scores, inner in groups_of(part):
-        for name in shown_scores(list(scores), scores):
+        for name in shown_scores(scores):
             if "mean" not in scores[name]:  # no sample of the group has this score
                 continue
             row = [label, name, interval_text(scores[name]["mean"])]
@@ -154,7 +142,7 @@ def _changed(part: Mapping[str, Any], now: Side, baseline: Side) -> str:
 
 def _extremes(now: Side) -> str:
     """Cards of the prompts whose first samples have the highest and the lowest rewards."""
-    scored = [row for row in now.first().values() if row["reward"] is not None]
+    scored = [row for row in now.rows if row["sample"] == 0 and row["reward"] is not None]
     scored.sort(key=itemgetter("reward"))
     count, html = min(EXTREMES, len(scored) // 2), ""
     for title, shown in (("Highest", scored[::-1][:count]), ("Lowest", scored[:count])):

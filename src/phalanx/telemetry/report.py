@@ -105,22 +105,30 @@ def page_of(runs: list[Run], *, live: bool = False) -> tuple[str, str]:
         sections = {"headline": sections.pop("headline"), "ranks": place} | sections
     body = "\n".join(sections.values())
     policy = _policy(scripts) + ("; connect-src 'self'" if live else "")
-    text = (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
-        f"<title>{escape(name)} · Phalanx</title>\n"
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<style>{_asset('uPlot.min.css')}{_asset('report.css')}</style></head>\n"
-        f"<body><main><header><h1>{escape(name)}</h1>"
-        f"<p>{escape(' · '.join(filter(None, facts)))}</p></header>\n{body}\n"
-        "<footer>Made by <code>phalanx report</code> from "
-        f"{METRICS_FILE}, config.yaml, images/ and samples/.</footer></main>\n"
-        f'<script type="application/json" id="charts">{_json(charts)}</script>\n'
+    end = (
+        f'\n<script type="application/json" id="charts">{_json(charts)}</script>\n'
         f"{of_ranks}"
         f"<!-- uPlot: {_asset('uPlot.LICENSE')} -->\n"
-        f"<script>{'</script><script>'.join(scripts)}</script></body></html>\n"
+        f"<script>{'</script><script>'.join(scripts)}</script>"
     )
-    return text, policy
+    footer = f"Made by <code>phalanx report</code> from {METRICS_FILE}, config.yaml, images/ and samples/."
+    style = _asset("uPlot.min.css") + _asset("report.css")
+    return document(name, facts, body, footer, policy, style, end), policy
+
+
+def document(
+    title: str, facts: Sequence[str | None], body: str, footer: str, policy: str, style: str, end: str = ""
+) -> str:
+    """A page with its heading and facts, without those that are None; `end` follows the visible part."""
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
+        f"<title>{escape(title)} · Phalanx</title>\n"
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<style>{style}</style></head>\n"
+        f"<body><main><header><h1>{escape(title)}</h1><p>{escape(' · '.join(filter(None, facts)))}</p></header>\n"
+        f"{body}\n<footer>{footer}</footer></main>{end}</body></html>\n"
+    )
 
 
 def sections_of(runs: list[Run], *, with_samples: bool = True) -> dict[str, Any]:

@@ -11,22 +11,9 @@ from typing import Any
 
 from phalanx.config.messages import ConfigError
 from phalanx.config.rules import algorithm, batches, blocks, environment, joint, layout, rollout, tasks
-from phalanx.config.rules.rule import Ranks, Rule, of_part
-
-__all__ = [
-    "LAUNCH_RULES",
-    "MODEL_RULES",
-    "RULES",
-    "START_RULES",
-    "Ranks",
-    "Rule",
-    "broken",
-    "check",
-    "check_launch",
-    "check_model",
-    "check_start",
-    "of_part",
-]
+from phalanx.config.rules.rule import Ranks as Ranks
+from phalanx.config.rules.rule import Rule as Rule
+from phalanx.config.rules.rule import of_part as of_part
 
 # in the order of the checks
 RULES = (
