@@ -5,15 +5,14 @@ from typing import Any, ClassVar
 import torch
 from diffusers import HunyuanVideo15Transformer3DModel
 from diffusers.models._modeling_parallel import ContextParallelInput, ContextParallelOutput
-from diffusers.models.attention_dispatch import dispatch_attention_fn
 from diffusers.models.embeddings import apply_rotary_emb
 from diffusers.pipelines.hunyuan_video1_5.pipeline_hunyuan_video1_5 import format_text_input
 from torch import Tensor
 from torch.nn.functional import pad
 
 from phalanx.config.flow import FlowModelConfig
-from phalanx.models.flow.attention import DispatchedJointAttention
-from phalanx.models.flow.embeds import padded_texts
+from phalanx.models.flow.attention import DispatchedJointAttention, image_heads, text_heads
+from phalanx.models.flow.embeds import masked_texts
 from phalanx.models.flow.family import JOINT_ATTENTION, Embeds, FlowModel, check_size, latent_frames, to_pixels
 
 TEXT, GLYPHS, IMAGE = 0, 1, 2  # kinds of tokens: indices into the model's cond_type_embed
@@ -40,20 +39,14 @@ class JointAttention(DispatchedJointAttention):
         """hidden_states [N, L, D], encoder_hidden_states [N, T, D], its mask [N, T] -> the same shapes."""
         assert encoder_hidden_states is not None and image_rotary_emb is not None
         length = hidden_states.shape[1]
-        q = self._heads(attn, hidden_states, attn.to_q, attn.norm_q)
-        k = self._heads(attn, hidden_states, attn.to_k, attn.norm_k)
-        v = self._heads(attn, hidden_states, attn.to_v)
+        q, k, v = image_heads(attn, hidden_states)
         q, k = (apply_rotary_emb(x, image_rotary_emb, sequence_dim=1) for x in (q, k))
-        q = torch.cat([q, self._heads(attn, encoder_hidden_states, attn.add_q_proj, attn.norm_added_q)], 1)
-        k = torch.cat([k, self._heads(attn, encoder_hidden_states, attn.add_k_proj, attn.norm_added_k)], 1)
-        v = torch.cat([v, self._heads(attn, encoder_hidden_states, attn.add_v_proj)], 1)
+        text_q, text_k, text_v = text_heads(attn, encoder_hidden_states)
+        q, k, v = torch.cat([q, text_q], 1), torch.cat([k, text_k], 1), torch.cat([v, text_v], 1)
         mask = attention_mask
         if mask is not None:
             mask = torch.cat([mask.new_ones(hidden_states.shape[:2]), mask], 1)[:, None, None]
-        out = dispatch_attention_fn(
-            q, k, v, attn_mask=mask, backend=self._attention_backend, parallel_config=self._parallel_config
-        )
-        out = out.flatten(2, 3).to(q.dtype)
+        out = self.attend(q, k, v, mask)
         return attn.to_out[1](attn.to_out[0](out[:, :length])), attn.to_add_out(out[:, length:])
 
 
@@ -193,12 +186,9 @@ class Model(FlowModel):
         return min(max_length, self.pipeline.tokenizer_max_length) + self.pipeline.tokenizer_2_max_length
 
     def collate(self, embeds: list[Embeds], length: int, padded: bool) -> Embeds:
-        """`prompt_embeds` [N, length, D], `kinds` [N, length], and `attention_mask` [N, length] if `padded`."""
+        """As `masked_texts`, with `kinds` [N, length]."""
         kinds = [pad(e["kinds"], (0, length - len(e["kinds"]))) for e in embeds]
-        batch = {"prompt_embeds": padded_texts(embeds, length), "kinds": torch.stack(kinds)}
-        if padded:
-            batch["attention_mask"] = torch.arange(length) < torch.tensor([[len(e["kinds"])] for e in embeds])
-        return batch
+        return masked_texts(embeds, length, padded) | {"kinds": torch.stack(kinds)}
 
     def tokens(self, height: int, width: int) -> int:
         _, _, h, w = self.latent_shape(height, width)

@@ -10,20 +10,14 @@ from diffusers.models.transformers.transformer_qwenimage21 import QwenImage21Rop
 from torch import Tensor
 from transformers import Qwen3VLProcessor
 
-from phalanx.models.flow.attention import DispatchedJointAttention, rotated, sharing_ranks
-from phalanx.models.flow.embeds import padded_texts
+from phalanx.engines.loading import without_videos
+from phalanx.models.flow.attention import image_heads, rotated, sharing_ranks
+from phalanx.models.flow.embeds import masked_texts
 from phalanx.models.flow.families.qwen_image_edit import cut_text
 from phalanx.models.flow.family import Embeds, PackedModel, check_size, to_pixels
 
 TEMPLATE_TOKENS = 8  # tokens of the pipeline's template that are kept around a text
-
-
-class PromptProcessor(Qwen3VLProcessor):
-    """The pipeline's processor without its video processor, which requires torchvision."""
-
-    @classmethod
-    def get_attributes(cls) -> list[str]:
-        return ["image_processor", "tokenizer"]
+PromptProcessor = without_videos(Qwen3VLProcessor)
 
 
 class CausalAttention:
@@ -31,7 +25,6 @@ class CausalAttention:
 
     _attention_backend: Any = None  # diffusers' default backend
     _parallel_config: Any = None
-    _heads = staticmethod(DispatchedJointAttention._heads)
 
     def __call__(
         self,
@@ -51,10 +44,8 @@ class CausalAttention:
         each rank has a part of the text and a part of the image, and L' is the length of the whole text.
         """
         assert rotary_emb is not None
-        q = rotated(self._heads(attn, hidden_states, attn.to_q, attn.norm_q), rotary_emb)
-        k = rotated(self._heads(attn, hidden_states, attn.to_k, attn.norm_k), rotary_emb)
-        v = self._heads(attn, hidden_states, attn.to_v)
-        q, k = q.to(v.dtype), k.to(v.dtype)
+        q, k, v = image_heads(attn, hidden_states)
+        q, k = rotated(q, rotary_emb).to(v.dtype), rotated(k, rotary_emb).to(v.dtype)
         text, image_q = [x[:, :segments] for x in (q, k, v)], q[:, segments:]
         ranks = sharing_ranks(self._parallel_config)
         if ranks is not None:
@@ -194,12 +185,7 @@ class Model(PackedModel):
         return max_length + TEMPLATE_TOKENS
 
     def collate(self, embeds: list[Embeds], length: int, padded: bool) -> Embeds:
-        """`prompt_embeds` [N, length, D], and `attention_mask` [N, length] if `padded`."""
-        batch = {"prompt_embeds": padded_texts(embeds, length)}
-        if padded:
-            lengths = torch.tensor([[len(e["prompt_embeds"])] for e in embeds])
-            batch["attention_mask"] = torch.arange(length) < lengths
-        return batch
+        return masked_texts(embeds, length, padded)
 
     def velocity(self, latents: Tensor, timesteps: Tensor, embeds: Embeds, height: int, width: int) -> Tensor:
         return self.transformer(

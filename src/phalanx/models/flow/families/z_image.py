@@ -7,7 +7,7 @@ from diffusers import ZImageTransformer2DModel
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from phalanx.models.flow.embeds import padded_texts
+from phalanx.models.flow.embeds import masked_texts
 from phalanx.models.flow.family import Embeds, FlowModel, check_size
 
 PATCH = 2  # side of an image token, in latents
@@ -150,14 +150,9 @@ class Model(FlowModel):
         return _filled(max_length)
 
     def collate(self, embeds: list[Embeds], length: int, padded: bool) -> Embeds:
-        """`prompt_embeds` [N, length, D], `text_mask` [N, length], and `attention_mask` [N, length] if `padded`."""
-        batch = {
-            "prompt_embeds": padded_texts(embeds, length),
-            "text_mask": torch.stack([pad(e["text_mask"], (0, length - len(e["text_mask"]))) for e in embeds]),
-        }
-        if padded:
-            batch["attention_mask"] = torch.arange(length) < torch.tensor([[len(e["prompt_embeds"])] for e in embeds])
-        return batch
+        """As `masked_texts`, with `text_mask` [N, length]."""
+        kept = [pad(e["text_mask"], (0, length - len(e["text_mask"]))) for e in embeds]
+        return masked_texts(embeds, length, padded) | {"text_mask": torch.stack(kept)}
 
     def tokens(self, height: int, width: int) -> int:
         _, h, w = self.latent_shape(height, width)
