@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -84,15 +85,9 @@ class TransformersEngine:
                 order = sorted(rows, key=lambda i: len("".join(questions[i][1])))
                 for first in range(0, len(order), size):
                     batch = order[first : first + size]
-                    pictures: dict[int, Any] = {}
-                    illustrated = []
-                    for i in batch:
-                        numbers, question = questions[i]
-                        # judges may ask several questions about an image, which is decoded only once
-                        for number in numbers:
-                            if number not in pictures:
-                                pictures[number] = decoded(files[number], "an image for the reward model")
-                        illustrated.append(([pictures[number] for number in numbers], question))
+                    # judges may ask several questions about an image, which is decoded only once
+                    picture = cache(lambda number: decoded(files[number], "an image for the reward model"))
+                    illustrated = [(list(map(picture, questions[i][0])), questions[i][1]) for i in batch]
                     for i, text in zip(batch, self._answer(illustrated), strict=True):
                         answers[i] = text
         return answers

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ class VllmEngine:
         assert cfg.path is not None
         self._groups, self._of_text = groups, text
         # questions about a text or about two samples may have any number of images
-        self._limits = {"video": 0, "audio": 0} if text or pairs else {"image": 1, "video": 0}
+        limits = {"video": 0, "audio": 0} if text or pairs else {"image": 1, "video": 0}
         self._sleeps = cfg.sleep and torch.cuda.is_available()
         with groups.active():
             from vllm import SamplingParams
@@ -52,7 +53,7 @@ class VllmEngine:
                 seed=cfg.seed,
                 enforce_eager=True,  # answers are short, so compiling and capturing graphs would take longer
                 enable_prefix_caching=False,  # an answer must not depend on earlier questions
-                **({"limit_mm_per_prompt": self._limits, "mm_processor_cache_gb": 0} if images else {}),
+                **({"limit_mm_per_prompt": limits, "mm_processor_cache_gb": 0} if images else {}),
             )
             if self._sleeps:
                 self._llm.sleep(level=1)
@@ -78,15 +79,11 @@ class VllmEngine:
         from vllm.exceptions import VLLMError
 
         # judges may ask several questions about an image, which is decoded only once
-        pictures: dict[int, Any] = {}
+        picture = cache(lambda number: decoded(files[number], "an image for the reward model"))
         special = special_tokens(self._llm.get_tokenizer()) if self._of_text else []
         talks = []
         for numbers, question in questions:
-            shown: list[dict[str, Any]] = []
-            for number in numbers:
-                if number not in pictures:
-                    pictures[number] = decoded(files[number], "an image for the reward model")
-                shown.append({"type": "image_pil", "image_pil": pictures[number]})
+            shown = [{"type": "image_pil", "image_pil": picture(number)} for number in numbers]
             talks.append(as_talk(question, shown, special))
         with self._groups.active():
             try:

@@ -20,7 +20,6 @@ from phalanx.media.pictures import Picture
 from phalanx.models.flow.files import ModelFiles
 from phalanx.models.flow.folder import (
     base_folder,
-    check_layers,
     check_tensors,
     check_tokenizers,
     check_vae,
@@ -120,8 +119,7 @@ class FlowModel(ModelFiles):
         dtypes = {"default": dtype, "vae": self.vae_dtype or dtype}
         self.pipeline = pipeline.from_pretrained(path, transformer=self.transformer, dtype=dtypes, **given)
         self.vae = self.pipeline.vae
-        check_tensors(path, transformer=self.transformer, vae=self.vae)
-        check_layers(path, self.transformer)
+        check_tensors(path, "vae", self.vae)
         check_vae(path, self.vae.config)
         check_tokenizers(path, self.pipeline.components)
 
@@ -181,9 +179,13 @@ class FlowModel(ModelFiles):
         They are those of diffusers' pipelines with `calculate_shift`: evenly spaced levels 1 .. 1/N, shifted by the
         number of image tokens if the folder has `use_dynamic_shifting`.
         """
+        return self.schedule_of_tokens(num_inference_steps, self.tokens(height, width))
+
+    def schedule_of_tokens(self, num_inference_steps: int, tokens: int) -> tuple[Tensor, Tensor]:
+        """`schedule` of a sample with this number of tokens."""
         scheduler = self.pipeline.scheduler
         even = np.linspace(1.0, 1 / num_inference_steps, num_inference_steps)
-        scheduler.set_timesteps(sigmas=even, mu=self.dynamic_shift(self.tokens(height, width), num_inference_steps))
+        scheduler.set_timesteps(sigmas=even, mu=self.dynamic_shift(tokens, num_inference_steps))
         return scheduler.sigmas.float().cpu(), scheduler.timesteps.float().cpu()
 
     def schedule_of_video(
@@ -218,10 +220,14 @@ class FlowModel(ModelFiles):
 
     def shift(self, num_inference_steps: int, height: int, width: int) -> float:
         """The scheduler's shift s for an image; it maps a noise level t to s t / (1 + (s - 1) t)."""
+        return self.shift_of_tokens(num_inference_steps, self.tokens(height, width))
+
+    def shift_of_tokens(self, num_inference_steps: int, tokens: int) -> float:
+        """`shift` of a sample with this number of tokens."""
         c = self.pipeline.scheduler.config
         if not c.use_dynamic_shifting:
             return float(c.shift)
-        mu = self.dynamic_shift(self.tokens(height, width), num_inference_steps)
+        mu = self.dynamic_shift(tokens, num_inference_steps)
         return math.exp(mu) if c.time_shift_type == "exponential" else mu
 
     def shift_of_video(self, num_inference_steps: int, height: int, width: int, frames: int) -> float:

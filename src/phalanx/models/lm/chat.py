@@ -124,7 +124,7 @@ class ChatRenderer:
             self._process = TemplateProcess(*self._template)
         texts: list[str] = []
         try:
-            for text in self._process.render([self._fixed | chat for chat in chats]):
+            for (text,) in self._process.ask([self._fixed | chat for chat in chats]):
                 texts.append(text)
         except TemplateProblem as error:
             self._process = None  # it has ended
@@ -198,21 +198,19 @@ class TemplateProcess:
         pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
         self._child = subprocess.Popen(command, text=True, encoding="utf-8", env=env, **pipes)
         # variables that the template reads, and confinements that this machine lacks
-        (self.variables, missing), *_ = self._ask([[template, day]])
+        (self.variables, missing), *_ = self.ask([[template, day]])
         if missing:
             _tell_missing(" and no ".join(missing))
-
-    def render(self, chats: Sequence[dict[str, Any]]) -> Iterator[str]:
-        """The texts of chats."""
-        for (text,) in self._ask(chats):
-            yield str(text)
 
     def close(self) -> None:
         """End the process."""
         self._child.communicate()
 
-    def _ask(self, questions: Sequence[Any]) -> Iterator[list[Any]]:
-        """Yield the values of each answer. A thread writes the questions, so that the process never waits for one."""
+    def ask(self, questions: Sequence[Any]) -> Iterator[list[Any]]:
+        """Yield the values of each answer, for a chat its text.
+
+        A thread writes the questions, so that the process never waits for one.
+        """
         assert self._child.stdout is not None
         # serialised here, because in the writer thread an error would leave this thread waiting for an answer
         lines = [json.dumps(question) + "\n" for question in questions]

@@ -14,6 +14,7 @@ from phalanx.config.flow import FlowModelConfig
 from phalanx.models.flow.attention import DispatchedJointAttention, image_heads, text_heads
 from phalanx.models.flow.embeds import masked_texts
 from phalanx.models.flow.family import JOINT_ATTENTION, Embeds, FlowModel, check_size, latent_frames, to_pixels
+from phalanx.models.recompute import run_block
 
 TEXT, GLYPHS, IMAGE = 0, 1, 2  # kinds of tokens: indices into the model's cond_type_embed
 FPS = 24  # frame rate of the videos that the model was trained on
@@ -98,11 +99,7 @@ class Transformer(HunyuanVideo15Transformer3DModel):
         kind = kinds[..., None]
         text = torch.where(kind == TEXT, text, torch.where(kind == GLYPHS, glyphs, image)) + self.cond_type_embed(kinds)
         for block in self.transformer_blocks:
-            inputs = tokens, text, condition, attention_mask, rope
-            if self.gradient_checkpointing and torch.is_grad_enabled():
-                tokens, text = self._gradient_checkpointing_func(block, *inputs)
-            else:
-                tokens, text = block(*inputs)
+            tokens, text = run_block(self, block, tokens, text, condition, attention_mask, rope)
         out = self.proj_out(self.norm_out(tokens, condition))
         return (self._unpatched(out, frames, height, width),)
 

@@ -1,6 +1,5 @@
 """LTX-2 (arXiv 2601.03233), text to video: a stream of video tokens and one of audio, which attend to each other."""
 
-import math
 from typing import Any, ClassVar
 
 import numpy as np
@@ -165,24 +164,14 @@ class Model(FlowModel):
         video, sound, _ = p.connectors(hidden, mask, padding_side=p.tokenizer.padding_side)
         return [{"prompt_embeds": video[i].cpu(), "sound_embeds": sound[i].cpu()} for i in range(len(texts))]
 
-    def schedule(self, num_inference_steps: int, height: int, width: int) -> tuple[Tensor, Tensor]:
-        return self.schedule_of_video(num_inference_steps, height, width, 1)
-
     def schedule_of_video(
         self, num_inference_steps: int, height: int, width: int, frames: int
     ) -> tuple[Tensor, Tensor]:
-        scheduler = self.pipeline.scheduler
-        even = np.linspace(1.0, 1 / num_inference_steps, num_inference_steps)
-        tokens = self.video_tokens(height, width, frames)
-        scheduler.set_timesteps(sigmas=even, mu=self.dynamic_shift(tokens, num_inference_steps))
-        return scheduler.sigmas.float().cpu(), scheduler.timesteps.float().cpu()
+        return self.schedule_of_tokens(num_inference_steps, self.video_tokens(height, width, frames))
 
     def shift_of_video(self, num_inference_steps: int, height: int, width: int, frames: int) -> float:
         """As FlowModel.shift_of_video, without the effect of `shift_terminal` on the schedule."""
-        if not self.pipeline.scheduler.config.use_dynamic_shifting:
-            return self.shift(num_inference_steps, height, width)
-        tokens = self.video_tokens(height, width, frames)
-        return math.exp(self.dynamic_shift(tokens, num_inference_steps))
+        return self.shift_of_tokens(num_inference_steps, self.video_tokens(height, width, frames))
 
     def tokens(self, height: int, width: int) -> int:
         unit = self.pipeline.vae_spatial_compression_ratio

@@ -15,6 +15,7 @@ from phalanx.models.flow.attention import image_heads, rotated, sharing_ranks
 from phalanx.models.flow.embeds import masked_texts
 from phalanx.models.flow.families.qwen_image_edit import cut_text
 from phalanx.models.flow.family import Embeds, PackedModel, check_size, to_pixels
+from phalanx.models.recompute import run_block
 
 TEMPLATE_TOKENS = 8  # tokens of the pipeline's template that are kept around a text
 PromptProcessor = without_videos(Qwen3VLProcessor)
@@ -132,10 +133,7 @@ class Transformer(QwenImage21Transformer2DModel):
         modulation = self.modulation(condition)
         for block in self.transformer_blocks:
             inputs = tokens, modulation, rotations, attention_mask, is_image, None, None, None, length
-            if self.gradient_checkpointing and torch.is_grad_enabled():
-                tokens = self._gradient_checkpointing_func(block, *inputs)
-            else:
-                tokens = block(*inputs)
+            tokens = run_block(self, block, *inputs)
         return (self.proj_out(self.norm_out(tokens[:, length:], condition[:n])),)
 
 

@@ -19,7 +19,7 @@ from phalanx.distributed.collectives import reduce_sum
 from phalanx.functional.flow import Sampler
 from phalanx.models.flow.embeds import padded_texts
 from phalanx.models.flow.family import Embeds, FlowModel, check_size, latent_frames, to_pixels
-from phalanx.models.flow.folder import base_folder, check_layers, check_tensors, load_transformer, model_index
+from phalanx.models.flow.folder import base_folder, load_transformer, model_index
 from phalanx.models.flow.headers import component_names
 from phalanx.models.lora import WEIGHTS, Layers
 
@@ -98,8 +98,6 @@ class Model(FlowModel):
         path = str(base_folder(config))
         if SECOND in component_names(model_index(path)):
             second = load_transformer(transformer, path, SECOND, weights_dtype, stored=config.lora_rank == 0)
-            check_tensors(path, transformer_2=second)
-            check_layers(path, second, SECOND)
             self.pipeline.register_modules(transformer_2=second)
 
     @classmethod

@@ -9,6 +9,7 @@ from torch.nn.functional import pad
 
 from phalanx.models.flow.embeds import masked_texts
 from phalanx.models.flow.family import Embeds, FlowModel, check_size
+from phalanx.models.recompute import run_block
 
 PATCH = 2  # side of an image token, in latents
 UNIT = 32  # texts and images are padded to a multiple of this many tokens, with learned tokens that are attended to
@@ -49,27 +50,22 @@ class Transformer(ZImageTransformer2DModel):
         grid[..., 0] += lengths
         image_rope = self._rope(pad(grid, (0, 0, 0, image.shape[1] - tokens)))
         for block in self.noise_refiner:
-            image = self._run(block, image, None, image_rope, condition)
+            image = run_block(self, block, image, None, image_rope, condition)
 
         text = self.cap_embedder(encoder_hidden_states)
         text = torch.where(text_mask[..., None], text, self.cap_pad_token.to(text.dtype))
         # positions are (1 + j, 0, 0) for token j
         text_rope = self._rope(self._grid((text.shape[1], 1, 1), text).expand(n, -1, -1))
         for block in self.context_refiner:
-            text = self._run(block, text, attention_mask, text_rope)
+            text = run_block(self, block, text, attention_mask, text_rope)
 
         both, rope, mask = torch.cat([image, text], 1), torch.cat([image_rope, text_rope], 1), None
         if attention_mask is not None:
             mask = torch.cat([attention_mask.new_ones(n, image.shape[1]), attention_mask], 1)
         for block in self.layers:
-            both = self._run(block, both, mask, rope, condition)
+            both = run_block(self, block, both, mask, rope, condition)
         out = self.all_final_layer[f"{PATCH}-1"](both, c=condition)
         return (_unpatched(out[:, :tokens], height, width),)
-
-    def _run(self, block: nn.Module, *inputs: Tensor | None) -> Tensor:
-        if self.gradient_checkpointing and torch.is_grad_enabled():
-            return self._gradient_checkpointing_func(block, *inputs)
-        return block(*inputs)
 
     def _rope(self, positions: Tensor) -> Tensor:
         """Rotary embeddings [N, L, head_dim / 2] of positions [N, L, 3]."""
