@@ -12,6 +12,12 @@ from torch import Tensor
 from phalanx.distributed.context_parallel import ContextGroup
 from phalanx.models.flow.family import FlowModel
 
+# LoRA targets: the projections of joint attention over image and text tokens
+JOINT_ATTENTION = (
+    "attn.add_k_proj", "attn.add_q_proj", "attn.add_v_proj", "attn.to_add_out",
+    "attn.to_k", "attn.to_out.0", "attn.to_q", "attn.to_v",
+)  # fmt: skip
+
 
 def set_backend(model: FlowModel, backend: str, device: torch.device) -> None:
     """Let the transformer compute attention by `backend`, on `device`.

@@ -130,7 +130,7 @@ class ChatRenderer:
             self._process = None  # it has ended
             messages = chats[len(texts)]["messages"]
             last = next((message["content"] for message in reversed(messages) if message["role"] == "user"), "")
-            chat = f"the prompt {cut(last)!r}, a chat of {_roles(messages)}"
+            chat = f"the prompt {cut(last)!r}, a chat of {roles_of(messages)}"
             raise ValueError(f"{self.name} does not render {chat}: {error}") from error
         return texts
 
@@ -158,13 +158,13 @@ def _of_template(renderer: ChatRenderer, chats: list[dict[str, Any]]) -> list[st
         for message, sentence in zip(messages, sentences, strict=True):
             if message["role"] != "assistant" and sentence not in text:
                 raise ValueError(
-                    f"{renderer.name} omits the text of the {message['role']} in a chat of {_roles(messages)}; "
+                    f"{renderer.name} omits the text of the {message['role']} in a chat of {roles_of(messages)}; "
                     "expected one that renders it"
                 )
     return texts
 
 
-def _roles(messages: list[dict[str, Any]]) -> str:
+def roles_of(messages: list[dict[str, Any]]) -> str:
     return ", ".join(message["role"] for message in messages)
 
 

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from phalanx.config.flow import FlowModelConfig
-from phalanx.models.flow.attention import DispatchedJointAttention, image_heads, text_heads
+from phalanx.models.flow.attention import JOINT_ATTENTION, DispatchedJointAttention, image_heads, text_heads
 from phalanx.models.flow.embeds import masked_texts
-from phalanx.models.flow.family import JOINT_ATTENTION, Embeds, FlowModel, check_size, latent_frames, to_pixels
+from phalanx.models.flow.family import Embeds, FlowModel, check_size, latent_frames
 from phalanx.models.recompute import run_block
 
 TEXT, GLYPHS, IMAGE = 0, 1, 2  # kinds of tokens: indices into the model's cond_type_embed
@@ -119,8 +119,6 @@ class Model(FlowModel):
     pipeline_class = "HunyuanVideo15Pipeline"
     lora_pipeline = "HunyuanVideoPipeline"
     transformer_class = Transformer
-    guidance_key = "guidance_scale"
-    default_negative = ""
     makes_videos = True
     fps = FPS
     masks_text = True
@@ -221,9 +219,7 @@ class Model(FlowModel):
         return latents.new_zeros(len(latents), channels, *latents.shape[2:])
 
     def decode(self, latents: Tensor, height: int, width: int) -> Tensor:
-        unscaled = (latents / self.vae.config.scaling_factor).to(self.vae.dtype)
-        pixels = to_pixels(self.vae.decode(unscaled, return_dict=False)[0].transpose(1, 2))
-        return pixels if latents.shape[2] > 1 else pixels[:, 0]
+        return self.decode_frames(latents / self.vae.config.scaling_factor)
 
     def encode_images(self, images: Tensor, generator: torch.Generator | None = None) -> Tensor:
         return self.posterior(images[:, :, None], generator) * self.vae.config.scaling_factor

@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 from phalanx.config.flow import FlowModelConfig
 from phalanx.distributed.context_parallel import KEY
 from phalanx.models.flow.attention import sharing_ranks
-from phalanx.models.flow.family import Embeds, FlowModel, check_size, latent_frames, to_pixels
+from phalanx.models.flow.family import Embeds, FlowModel, check_size, latent_frames
 
 FPS = 24  # frame rate of the videos, from which the transformer computes the times of both streams
 UNUSED = ("audio_vae", "vocoder", "processor", "prompt_enhancer", "duration_head")
@@ -94,8 +94,6 @@ class Model(FlowModel):
 
     pipeline_class = "LTX2Pipeline"
     transformer_class = Transformer
-    guidance_key = "guidance_scale"
-    default_negative = ""
     makes_videos = True
     fps = FPS
     encodes_images = False
@@ -230,9 +228,8 @@ class Model(FlowModel):
         video = latents[:, : frames * rows * columns]
         video = self.pipeline._unpack_latents(video, frames, rows, columns)
         vae = self.vae
-        video = self.pipeline._denormalize_latents(video, vae.latents_mean, vae.latents_std, vae.config.scaling_factor)
-        pixels = to_pixels(vae.decode(video.to(vae.dtype), return_dict=False)[0].transpose(1, 2))
-        return pixels if frames > 1 else pixels[:, 0]
+        scale = vae.config.scaling_factor
+        return self.decode_frames(self.pipeline._denormalize_latents(video, vae.latents_mean, vae.latents_std, scale))
 
     def embeds_like(self, length: int, height: int, width: int) -> Embeds:
         connectors = self.pipeline.connectors

@@ -14,7 +14,7 @@ from phalanx.engines.loading import without_videos
 from phalanx.models.flow.attention import image_heads, rotated, sharing_ranks
 from phalanx.models.flow.embeds import masked_texts
 from phalanx.models.flow.families.qwen_image_edit import cut_text
-from phalanx.models.flow.family import Embeds, PackedModel, check_size, to_pixels
+from phalanx.models.flow.family import Embeds, PackedModel, check_size
 from phalanx.models.recompute import run_block
 
 TEMPLATE_TOKENS = 8  # tokens of the pipeline's template that are kept around a text
@@ -197,8 +197,7 @@ class Model(PackedModel):
     def decode(self, latents: Tensor, height: int, width: int) -> Tensor:
         """As FlowModel.decode; the VAE's images have an alpha channel, and are composited over white."""
         mean, std = self.latent_statistics(latents.device)
-        unscaled = (self.unpack(latents, height, width) * std + mean).to(self.vae.dtype)
-        pixels = to_pixels(self.vae.decode(unscaled, return_dict=False)[0][:, :, 0])
+        pixels = self.decode_frames(self.unpack(latents, height, width) * std + mean)
         color, opacity = pixels[:, :3], pixels[:, 3:]
         return color * opacity + (1 - opacity)
 

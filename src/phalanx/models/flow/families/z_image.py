@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 from diffusers import ZImageTransformer2DModel
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import pad
 
 from phalanx.models.flow.embeds import masked_texts
@@ -95,19 +95,13 @@ class Model(FlowModel):
 
     pipeline_class = "ZImagePipeline"
     transformer_class = Transformer
-    guidance_key = "guidance_scale"
-    default_negative = ""
     masks_text = True
+    block_lists = ("noise_refiner", "context_refiner", "layers")  # of the image, of the text, and of both
     # the layers of Flow-Factory's recipes: all but the modulation
     lora_targets = (
         "attention.to_k", "attention.to_out.0", "attention.to_q", "attention.to_v",
         "feed_forward.w1", "feed_forward.w2", "feed_forward.w3",
     )  # fmt: skip
-
-    def blocks(self) -> list[nn.Module]:
-        """Blocks of the image, of the text, and of their joint sequence."""
-        t = self.transformer
-        return [*t.noise_refiner, *t.context_refiner, *t.layers]
 
     def heads(self) -> tuple[int, int]:
         c = self.transformer.config
