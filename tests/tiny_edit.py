@@ -78,9 +78,6 @@ def tiny_qwen_image_edit(folder: Path, *, first: bool = False, zero_cond_t: bool
     if zero_cond_t:
         file = folder / "transformer" / "config.json"
         file.write_text(json.dumps(json.loads(file.read_text()) | {"zero_cond_t": True}))
-    index = folder / "model_index.json"
-    index.write_text(index.read_text().replace('"phalanx.models.flow.families.qwen_image_edit"', '"transformers"'))
-    index.write_text(index.read_text().replace('"ImageProcessor"', '"Qwen2VLProcessor"'))
     return folder
 
 

@@ -88,10 +88,7 @@ def tiny_qwen_image_21(folder: str | Path, seed: int = 0) -> Path:
         text_encoder=encoder,
         processor=PromptProcessor(pixels, words, chat_template=QWEN_CHAT),
     )
-    index = save(pipeline, folder) / "model_index.json"
-    index.write_text(index.read_text().replace(f'"{PromptProcessor.__module__}"', '"transformers"'))
-    index.write_text(index.read_text().replace('"PromptProcessor"', '"Qwen3VLProcessor"'))
-    return Path(folder)
+    return save(pipeline, folder)
 
 
 def load_21_pipeline(folder: Path) -> Any:

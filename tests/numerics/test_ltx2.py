@@ -99,6 +99,19 @@ def test_levels_depend_on_the_length_of_a_video(world: World, ltx2_folder: Path)
     assert levels[1][1] > levels[0][1] and torch.equal(levels[0], model.schedule(4, 64, 64)[0])
 
 
+@pytest.mark.parametrize("kind", ["exponential", "linear", "static"])
+def test_the_shift_is_that_of_the_schedule(world: World, ltx2_folder: Path, kind: str) -> None:
+    """Shifted even levels are those of the schedule before shift_terminal stretches them."""
+    model = make_policy(world, ltx2_folder).model
+    scheduler = model.pipeline.scheduler
+    keys = {"use_dynamic_shifting": False, "shift": 2.5} if kind == "static" else {"time_shift_type": kind}
+    model.pipeline.scheduler = type(scheduler).from_config(scheduler.config, shift_terminal=None, **keys)
+    even = torch.arange(5, 0, -1) / 5
+    s = model.shift_of_video(5, 64, 64, 25)
+    levels, _ = model.schedule_of_video(5, 64, 64, 25)
+    torch.testing.assert_close(s * even / (1 + (s - 1) * even), levels[:-1], rtol=1e-5, atol=0)
+
+
 def test_ranks_that_share_tokens_keep_the_backend(world: World, ltx2_folder: Path) -> None:
     """Their processors replace those that model.attn_backend was set on."""
     model = make_policy(world, ltx2_folder).model

@@ -56,6 +56,16 @@ def check_weights(info: dict[str, Any], what: str) -> None:
         raise ValueError(f"{what}: its {name} is {list(shape)} rather than {list(expected)}")
 
 
+def without_videos(processor: Any) -> Any:
+    """A subclass of transformers' class `processor` without its part for videos, which requires torchvision."""
+
+    def attributes(cls: Any) -> list[str]:
+        return [name for name in processor.get_attributes() if name != "video_processor"]
+
+    members = {"get_attributes": classmethod(attributes), "__module__": processor.__module__}
+    return type(processor.__name__, (processor,), members)
+
+
 def special_tokens(tokenizer: Any) -> list[str]:
     """The special tokens of a tokenizer, such as <|im_end|>."""
     return [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from phalanx.config.reward import RewardModelConfig
 from phalanx.distributed.seed import fold_in
 from phalanx.distributed.tensor_parallel import KEY, parallelize, wildcard
-from phalanx.engines.loading import Turns, as_talk, check_weights, loading, special_tokens
+from phalanx.engines.loading import Turns, as_talk, check_weights, loading, special_tokens, without_videos
 from phalanx.engines.sleeping import Sleeping
 from phalanx.media.pictures import Picture, decoded
 
@@ -84,15 +85,9 @@ class TransformersEngine:
                 order = sorted(rows, key=lambda i: len("".join(questions[i][1])))
                 for first in range(0, len(order), size):
                     batch = order[first : first + size]
-                    pictures: dict[int, Any] = {}
-                    illustrated = []
-                    for i in batch:
-                        numbers, question = questions[i]
-                        # judges may ask several questions about an image, which is decoded only once
-                        for number in numbers:
-                            if number not in pictures:
-                                pictures[number] = decoded(files[number], "an image for the reward model")
-                        illustrated.append(([pictures[number] for number in numbers], question))
+                    # judges may ask several questions about an image, which is decoded only once
+                    picture = cache(lambda number: decoded(files[number], "an image for the reward model"))
+                    illustrated = [(list(map(picture, questions[i][0])), questions[i][1]) for i in batch]
                     for i, text in zip(batch, self._answer(illustrated), strict=True):
                         answers[i] = text
         return answers
@@ -172,19 +167,13 @@ def load_processor(path: str, revision: str | None = None, key: str = "reward.mo
     from transformers import AutoConfig, AutoProcessor, ProcessorMixin
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
-    at = {} if revision is None else {"revision": revision}
     with loading(f"{key}: {path!r} does not load"):
         try:
-            processor = AutoProcessor.from_pretrained(path, **at)
+            processor = AutoProcessor.from_pretrained(path, revision=revision)
         except ImportError:
             # many processors include one for videos, which needs torchvision; images do not need it
-            whole = PROCESSOR_MAPPING[type(AutoConfig.from_pretrained(path, **at))]
-
-            def attributes(cls: Any) -> list[str]:
-                return [name for name in whole.get_attributes() if name != "video_processor"]
-
-            without_videos: Any = type(whole.__name__, (whole,), {"get_attributes": classmethod(attributes)})
-            processor = without_videos.from_pretrained(path, **at)
+            kind = PROCESSOR_MAPPING[type(AutoConfig.from_pretrained(path, revision=revision))]
+            processor = without_videos(kind).from_pretrained(path, revision=revision)
     if not isinstance(processor, ProcessorMixin) or processor.chat_template is None:
         raise ValueError(f"{key}: {path!r} has no chat template for images; expected a model that has one")
     return processor
@@ -194,9 +183,8 @@ def load_tokenizer(path: str, revision: str | None = None) -> Any:
     """The tokenizer of a language model; ValueError if it does not load or has no chat template."""
     from transformers import AutoTokenizer
 
-    at = {} if revision is None else {"revision": revision}
     with loading(f"reward.model.path: {path!r} does not load"):
-        tokenizer = AutoTokenizer.from_pretrained(path, **at)
+        tokenizer = AutoTokenizer.from_pretrained(path, revision=revision)
     if tokenizer.chat_template is None:
         raise ValueError(f"reward.model.path: {path!r} has no chat template; expected a model that has one")
     return tokenizer
@@ -216,11 +204,15 @@ def _load_model(path: str, dtype: str, revision: str | None = None, *, text: boo
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     kind = AutoModelForCausalLM if text else AutoModelForImageTextToText
-    options: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True}
-    if revision is not None:
-        options["revision"] = revision
     with loading(f"reward.model.path: {path!r} does not load"):
-        model, info = kind.from_pretrained(path, dtype=getattr(torch, dtype), use_safetensors=True, **options)
+        model, info = kind.from_pretrained(
+            path,
+            revision=revision,
+            dtype=getattr(torch, dtype),
+            use_safetensors=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+        )
     check_weights(info, f"reward.model.path: {path!r} is not a whole model")
     return model.requires_grad_(False).eval()
 

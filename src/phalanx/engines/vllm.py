@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -36,44 +37,26 @@ class VllmEngine:
         assert cfg.path is not None
         self._groups, self._of_text = groups, text
         # questions about a text or about two samples may have any number of images
-        self._limits = {"video": 0, "audio": 0} if text or pairs else {"image": 1, "video": 0}
-        cuda = torch.cuda.is_available()
-        self._sleeps = cfg.sleep and cuda
+        limits = {"video": 0, "audio": 0} if text or pairs else {"image": 1, "video": 0}
+        self._sleeps = cfg.sleep and torch.cuda.is_available()
         with groups.active():
-            from vllm.exceptions import VLLMError
+            from vllm import SamplingParams
 
-            try:
-                self._load(cfg, groups, rank, local_rank, cuda, images)
-            except (OSError, SafetensorError, ValueError, VLLMError) as error:
-                reason = " ".join(str(error).split())  # pydantic's messages have several lines
-                raise ValueError(f"reward.model: vLLM rejects {cfg.path!r} as configured: {reason}") from error
-
-    def _load(
-        self, cfg: RewardModelConfig, groups: VllmGroups, rank: int, local_rank: int, cuda: bool, images: bool
-    ) -> None:
-        from vllm import LLM, SamplingParams
-
-        self._sampling = SamplingParams(temperature=cfg.temperature, max_tokens=cfg.max_tokens, seed=cfg.seed)
-        self._llm: Any = LLM(
-            cfg.path,
-            revision=cfg.revision,
-            tokenizer_revision=cfg.revision,
-            tensor_parallel_size=cfg.tensor_parallel_size,
-            distributed_executor_backend=executor(groups, rank, local_rank),
-            dtype=cfg.dtype,
-            max_model_len=cfg.max_model_len,
-            seed=cfg.seed,
-            gpu_memory_utilization=cfg.gpu_memory_utilization,
-            kv_cache_memory_bytes=None if cuda else CPU_KV_CACHE,
-            enable_sleep_mode=self._sleeps,
-            async_scheduling=False,  # guarantees that all ranks of a replica take the same steps
-            enforce_eager=True,  # answers are short, so compiling and capturing graphs would take longer
-            enable_prefix_caching=False,  # an answer must not depend on earlier questions
-            use_tqdm_on_load=False,
-            **({"limit_mm_per_prompt": self._limits, "mm_processor_cache_gb": 0} if images else {}),
-        )
-        if self._sleeps:
-            self._llm.sleep(level=1)
+            self._sampling = SamplingParams(temperature=cfg.temperature, max_tokens=cfg.max_tokens, seed=cfg.seed)
+            self._llm = load_llm(
+                cfg,
+                groups,
+                rank,
+                local_rank,
+                key="reward.model",
+                max_model_len=cfg.max_model_len,
+                seed=cfg.seed,
+                enforce_eager=True,  # answers are short, so compiling and capturing graphs would take longer
+                enable_prefix_caching=False,  # an answer must not depend on earlier questions
+                **({"limit_mm_per_prompt": limits, "mm_processor_cache_gb": 0} if images else {}),
+            )
+            if self._sleeps:
+                self._llm.sleep(level=1)
 
     @contextmanager
     def awake(self) -> Iterator[None]:
@@ -96,15 +79,11 @@ class VllmEngine:
         from vllm.exceptions import VLLMError
 
         # judges may ask several questions about an image, which is decoded only once
-        pictures: dict[int, Any] = {}
+        picture = cache(lambda number: decoded(files[number], "an image for the reward model"))
         special = special_tokens(self._llm.get_tokenizer()) if self._of_text else []
         talks = []
         for numbers, question in questions:
-            shown: list[dict[str, Any]] = []
-            for number in numbers:
-                if number not in pictures:
-                    pictures[number] = decoded(files[number], "an image for the reward model")
-                shown.append({"type": "image_pil", "image_pil": pictures[number]})
+            shown = [{"type": "image_pil", "image_pil": picture(number)} for number in numbers]
             talks.append(as_talk(question, shown, special))
         with self._groups.active():
             try:
@@ -112,6 +91,36 @@ class VllmEngine:
             except VLLMError as error:
                 raise ValueError(f"reward.model: {error}") from error
         return [output.outputs[0].text for output in outputs]
+
+
+def load_llm(config: Any, groups: VllmGroups, rank: int, local_rank: int, *, key: str, **options: Any) -> Any:
+    """vLLM's engine by a RewardModelConfig or a TextEngineConfig, and by further `options` of vLLM.
+
+    ValueError, which begins with the config `key`, if vLLM rejects the model.
+    """
+    from vllm.exceptions import VLLMError
+
+    from vllm import LLM
+
+    cuda = torch.cuda.is_available()
+    try:
+        return LLM(
+            config.path,
+            revision=config.revision,
+            tokenizer_revision=config.revision,
+            tensor_parallel_size=config.tensor_parallel_size,
+            distributed_executor_backend=executor(groups, rank, local_rank),
+            dtype=config.dtype,
+            gpu_memory_utilization=config.gpu_memory_utilization,
+            kv_cache_memory_bytes=None if cuda else CPU_KV_CACHE,
+            enable_sleep_mode=config.sleep and cuda,
+            async_scheduling=False,  # guarantees that all ranks of a replica take the same steps
+            use_tqdm_on_load=False,
+            **options,
+        )
+    except (OSError, SafetensorError, ValueError, VLLMError) as error:
+        reason = " ".join(str(error).split())  # pydantic's messages have several lines
+        raise ValueError(f"{key}: vLLM rejects {config.path!r} as configured: {reason}") from error
 
 
 def executor(groups: VllmGroups, rank: int, local_rank: int) -> type:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from phalanx.distributed.vllm_groups import VllmGroups
-from phalanx.engines.vllm import CPU_KV_CACHE, executor
+from phalanx.engines.vllm import load_llm
 from phalanx.functional.tokens import Truncation
 from phalanx.media.pictures import Picture
 from phalanx.types import JobError
@@ -68,42 +68,28 @@ class TextEngine:
         cuda = torch.cuda.is_available()
         self._sleeps, self._images = config.sleep and cuda, config.images is not None
         with groups.active():
-            from vllm.exceptions import VLLMError
-
-            from vllm import LLM
-
             if not cuda:
                 torch.cpu._init_amx()
                 _keep_linears_plain()
-            try:
-                self._llm: Any = LLM(
-                    config.path,
-                    revision=config.revision,
-                    tokenizer_revision=config.revision,
-                    # `refresh` sets the weights, but does not restore what vLLM derives from a processor's settings
-                    load_format="dummy" if config.images is None else "auto",
-                    tensor_parallel_size=config.tensor_parallel_size,
-                    distributed_executor_backend=executor(groups, rank, local_rank),
-                    dtype=config.dtype,
-                    max_model_len=config.longest,
-                    max_num_seqs=config.together,
-                    # tokens of prompts that are read at once; a GPU needs more than a CPU to be fully used
-                    max_num_batched_tokens=max(8192 if cuda else 2048, config.longest),
-                    seed=0,
-                    gpu_memory_utilization=config.gpu_memory_utilization,
-                    kv_cache_memory_bytes=None if cuda else CPU_KV_CACHE,
-                    enable_sleep_mode=self._sleeps,
-                    async_scheduling=False,  # guarantees that all ranks of a replica take the same steps
-                    enable_chunked_prefill=cuda,  # on a CPU, vLLM crashes on a seeded request that is split
-                    enforce_eager=not cuda,
-                    enable_prefix_caching=True,
-                    use_tqdm_on_load=False,
-                    logprobs_mode="processed_logprobs",  # of the sampled distribution, including temperature
-                    **_image_options(config.images, config.limit_images),
-                )
-            except (OSError, ValueError, VLLMError) as error:
-                reason = " ".join(str(error).split())  # pydantic's messages have several lines
-                raise ValueError(f"rollout.engine: vLLM rejects {config.path!r} as configured: {reason}") from error
+            self._llm = load_llm(
+                config,
+                groups,
+                rank,
+                local_rank,
+                key="rollout.engine",
+                # `refresh` sets the weights, but does not restore what vLLM derives from a processor's settings
+                load_format="dummy" if config.images is None else "auto",
+                max_model_len=config.longest,
+                max_num_seqs=config.together,
+                # tokens of prompts that are read at once; a GPU needs more than a CPU to be fully used
+                max_num_batched_tokens=max(8192 if cuda else 2048, config.longest),
+                seed=0,
+                enable_chunked_prefill=cuda,  # on a CPU, vLLM crashes on a seeded request that is split
+                enforce_eager=not cuda,
+                enable_prefix_caching=True,
+                logprobs_mode="processed_logprobs",  # of the sampled distribution, including temperature
+                **_image_options(config.images, config.limit_images),
+            )
             if self._sleeps:
                 self._llm.sleep(level=2)  # discards the weights: each rollout brings them
 

@@ -90,20 +90,28 @@ class Picture:
 
     @contextmanager
     def _opened(self) -> "Iterator[Image.Image]":
-        """Open the image with PIL; exceptions of PIL in the block become ValueErrors with one line."""
+        """Open the image with PIL; exceptions in the block are handled as in `_reading`."""
         file = self._file(self.source())
+        with self._reading(), Image.open(file) as image:
+            if image.format == "EPS":
+                raise ValueError("EPS is a program, and is not run")
+            yield image
+
+    @contextmanager
+    def _reading(self) -> "Iterator[None]":
+        """Turn exceptions of files and of PIL in the block into ValueErrors with one line."""
         try:
-            with Image.open(file) as image:
-                if image.format == "EPS":
-                    raise ValueError("EPS is a program, and is not run")
-                yield image
+            yield
         except UnidentifiedImageError:
             is_empty = self.file_size == 0
             reason = "its file is empty" if is_empty else "its format is unknown"
             raise ValueError(f"{self.where}: the image cannot be read: {reason}") from None
         except (OSError, RuntimeError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
             # for damaged files PIL raises SyntaxError (PNG), RuntimeError (AVIF) or ValueError (PPM)
-            raise self._unreadable(error) from None
+            reason = " ".join(str(error).split())
+            if isinstance(error, OSError) and error.filename is not None:
+                reason = f"{error.strerror}: {cut(str(error.filename))!r}"
+            raise ValueError(f"{self.where}: the image cannot be read: {reason}") from None
 
     @cached_property
     def digest(self) -> str:
@@ -116,10 +124,8 @@ class Picture:
     def encoded(self) -> bytes:
         """The content of the image's file. Raises ValueError, with one line, if it cannot be read."""
         file = self._file(self.source())
-        try:
+        with self._reading():
             return file.read_bytes() if isinstance(file, Path) else file.getvalue()
-        except (OSError, ValueError) as error:
-            raise self._unreadable(error) from None
 
     @cached_property
     def file_size(self) -> int:
@@ -127,17 +133,8 @@ class Picture:
         if self.count > 1:
             return sum(part.file_size for part in self.parts)
         file = self._file(self.source())
-        try:
+        with self._reading():
             return file.stat().st_size if isinstance(file, Path) else len(file.getvalue())
-        except (OSError, ValueError) as error:
-            raise self._unreadable(error) from None
-
-    def _unreadable(self, error: Exception) -> ValueError:
-        """Turn an error about the image's file into a ValueError with one line."""
-        reason = " ".join(str(error).split())
-        if isinstance(error, OSError) and error.filename is not None:
-            reason = f"{error.strerror}: {cut(str(error.filename))!r}"
-        return ValueError(f"{self.where}: the image cannot be read: {reason}")
 
     def _file(self, value: Any) -> Path | BytesIO:
         """The argument for Image.open."""

@@ -12,6 +12,12 @@ from torch import Tensor
 from phalanx.distributed.context_parallel import ContextGroup
 from phalanx.models.flow.family import FlowModel
 
+# LoRA targets: the projections of joint attention over image and text tokens
+JOINT_ATTENTION = (
+    "attn.add_k_proj", "attn.add_q_proj", "attn.add_v_proj", "attn.to_add_out",
+    "attn.to_k", "attn.to_out.0", "attn.to_q", "attn.to_v",
+)  # fmt: skip
+
 
 def set_backend(model: FlowModel, backend: str, device: torch.device) -> None:
     """Let the transformer compute attention by `backend`, on `device`.
@@ -65,6 +71,24 @@ def sharing_ranks(parallel_config: Any) -> ContextGroup | None:
     return None if parallel_config is None else ContextGroup.of(parallel_config.context_parallel_config._mesh)
 
 
+def image_heads(attn: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values [N, L, heads, head_dim] of image tokens x [N, L, D]."""
+    q, k = _heads(attn, x, attn.to_q, attn.norm_q), _heads(attn, x, attn.to_k, attn.norm_k)
+    return q, k, _heads(attn, x, attn.to_v)
+
+
+def text_heads(attn: Any, x: Tensor, queried: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """As `image_heads`, of text tokens; `queried`: tokens to compute the queries of, by default all."""
+    q = _heads(attn, x if queried is None else queried, attn.add_q_proj, attn.norm_added_q)
+    k = _heads(attn, x, attn.add_k_proj, attn.norm_added_k)
+    return q, k, _heads(attn, x, attn.add_v_proj)
+
+
+def _heads(attn: Any, x: Tensor, projection: Any, norm: Any = None) -> Tensor:
+    heads = projection(x).unflatten(-1, (attn.heads, -1))
+    return heads if norm is None else norm(heads)
+
+
 class DispatchedJointAttention:
     """SD3's joint attention by diffusers' dispatch.
 
@@ -84,19 +108,13 @@ class DispatchedJointAttention:
         attention_mask: Tensor | None = None,
     ) -> Any:
         """hidden_states [N, L, D], encoder_hidden_states [N, T, D] or None -> the same shapes."""
-        q = self._heads(attn, hidden_states, attn.to_q, attn.norm_q)
-        k = self._heads(attn, hidden_states, attn.to_k, attn.norm_k)
-        v = self._heads(attn, hidden_states, attn.to_v)
+        q, k, v = image_heads(attn, hidden_states)
         if encoder_hidden_states is not None:
             # projecting zero tokens, instead of skipping the projection, gives the layer a gradient of 0 and not None
-            text = encoder_hidden_states[:, :0] if attn.context_pre_only else encoder_hidden_states
-            q = torch.cat([q, self._heads(attn, text, attn.add_q_proj, attn.norm_added_q)], 1)
-            k = torch.cat([k, self._heads(attn, encoder_hidden_states, attn.add_k_proj, attn.norm_added_k)], 1)
-            v = torch.cat([v, self._heads(attn, encoder_hidden_states, attn.add_v_proj)], 1)
-        out = dispatch_attention_fn(
-            q, k, v, attn_mask=attention_mask, backend=self._attention_backend, parallel_config=self._parallel_config
-        )
-        out = out.flatten(2, 3).to(q.dtype)
+            queried = encoder_hidden_states[:, :0] if attn.context_pre_only else encoder_hidden_states
+            text_q, text_k, text_v = text_heads(attn, encoder_hidden_states, queried)
+            q, k, v = torch.cat([q, text_q], 1), torch.cat([k, text_k], 1), torch.cat([v, text_v], 1)
+        out = self.attend(q, k, v, attention_mask)
         image = attn.to_out[1](attn.to_out[0](out[:, : hidden_states.shape[1]]))
         if encoder_hidden_states is None:
             return image
@@ -104,11 +122,12 @@ class DispatchedJointAttention:
             return image, None
         return image, attn.to_add_out(out[:, hidden_states.shape[1] :])
 
-    @staticmethod
-    def _heads(attn: Any, x: Tensor, projection: Any, norm: Any = None) -> Tensor:
-        """Project x [N, L, D] and split it into heads: [N, L, heads, head_dim]."""
-        heads = projection(x).unflatten(-1, (attn.heads, -1))
-        return heads if norm is None else norm(heads)
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        """Attention by diffusers' dispatch: [N, L, heads, head_dim] each -> [N, L, D]."""
+        out = dispatch_attention_fn(
+            q, k, v, attn_mask=mask, backend=self._attention_backend, parallel_config=self._parallel_config
+        )
+        return out.flatten(2, 3).to(q.dtype)
 
 
 class RealRotaryAttention(DispatchedJointAttention):
@@ -136,22 +155,15 @@ class RealRotaryAttention(DispatchedJointAttention):
         assert encoder_hidden_states is not None and image_rotary_emb is not None
         image, text = image_rotary_emb
         length = encoder_hidden_states.shape[1]
-        q = self._heads(attn, hidden_states, attn.to_q, attn.norm_q)
-        k = self._heads(attn, hidden_states, attn.to_k, attn.norm_k)
-        v = self._heads(attn, hidden_states, attn.to_v)
-        text_q = self._heads(attn, encoder_hidden_states, attn.add_q_proj, attn.norm_added_q)
-        text_k = self._heads(attn, encoder_hidden_states, attn.add_k_proj, attn.norm_added_k)
-        text_v = self._heads(attn, encoder_hidden_states, attn.add_v_proj)
+        q, k, v = image_heads(attn, hidden_states)
+        text_q, text_k, text_v = text_heads(attn, encoder_hidden_states)
         q = torch.cat([rotated(text_q, text), rotated(q, image)], 1)
         k = torch.cat([rotated(text_k, text), rotated(k, image)], 1)
         v = torch.cat([text_v, v], 1)
         mask = encoder_hidden_states_mask
         if mask is not None:
             mask = torch.cat([mask, mask.new_ones(hidden_states.shape[:2])], 1)[:, None, None]
-        out = dispatch_attention_fn(
-            q, k, v, attn_mask=mask, backend=self._attention_backend, parallel_config=self._parallel_config
-        )
-        out = out.flatten(2, 3).to(q.dtype)
+        out = self.attend(q, k, v, mask)
         image_out = attn.to_out[1](attn.to_out[0](out[:, length:].contiguous()))
         return image_out, attn.to_add_out(out[:, :length].contiguous())
 

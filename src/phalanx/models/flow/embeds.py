@@ -173,3 +173,11 @@ def padded_texts(embeds: list[Embeds], length: int) -> Tensor:
     """Stack `prompt_embeds` to [N, length, D], padded with zeros."""
     texts = [e["prompt_embeds"] for e in embeds]
     return torch.stack([pad(t, (0, 0, 0, length - len(t))) for t in texts])
+
+
+def masked_texts(embeds: list[Embeds], length: int, padded: bool, mask: str = "attention_mask") -> Embeds:
+    """`prompt_embeds` [N, length, D], padded with zeros, and if `padded` a mask [N, length], False for the padding."""
+    batch = {"prompt_embeds": padded_texts(embeds, length)}
+    if padded:
+        batch[mask] = torch.arange(length) < torch.tensor([[len(e["prompt_embeds"])] for e in embeds])
+    return batch

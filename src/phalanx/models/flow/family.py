@@ -5,6 +5,7 @@ import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, ClassVar
 
 import diffusers
@@ -20,7 +21,6 @@ from phalanx.media.pictures import Picture
 from phalanx.models.flow.files import ModelFiles
 from phalanx.models.flow.folder import (
     base_folder,
-    check_layers,
     check_tensors,
     check_tokenizers,
     check_vae,
@@ -33,12 +33,6 @@ from phalanx.models.flow.headers import absent_components, component_names
 from phalanx.telemetry.flops import forward_flops
 
 Embeds = dict[str, Tensor]
-
-# LoRA targets: the projections of joint attention over image and text tokens
-JOINT_ATTENTION = (
-    "attn.add_k_proj", "attn.add_q_proj", "attn.add_v_proj", "attn.to_add_out",
-    "attn.to_k", "attn.to_out.0", "attn.to_q", "attn.to_v",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -66,13 +60,14 @@ class FlowModel(ModelFiles):
     """
 
     transformer_class: Any  # diffusers' class, or a subclass of it
-    guidance_key: str  # config key of the classifier-free guidance scale
+    guidance_key: str = "guidance_scale"  # config key of the classifier-free guidance scale
     embedded_guidance_key: str | None = None  # config key of the scale that a guidance-distilled model takes as input
     distilled: bool = False  # True if the model was trained to sample without classifier-free guidance
     # True if the folder may have a second transformer, which takes some of the steps with its own guidance scale
     second_guidance: bool = False
     lora_targets: ClassVar[Sequence[str]]
-    default_negative: str
+    default_negative: str = ""
+    block_lists: ClassVar[Sequence[str]] = ("transformer_blocks",)  # lists of the transformer's repeated blocks
     makes_videos: bool = False  # True if samples can have more than one frame
     fps: int = 1  # frames per second of its videos
     encodes_images: bool = True  # False if latents cannot be encoded from images alone
@@ -120,8 +115,7 @@ class FlowModel(ModelFiles):
         dtypes = {"default": dtype, "vae": self.vae_dtype or dtype}
         self.pipeline = pipeline.from_pretrained(path, transformer=self.transformer, dtype=dtypes, **given)
         self.vae = self.pipeline.vae
-        check_tensors(path, transformer=self.transformer, vae=self.vae)
-        check_layers(path, self.transformer)
+        check_tensors(path, "vae", self.vae)
         check_vae(path, self.vae.config)
         check_tokenizers(path, self.pipeline.components)
 
@@ -135,7 +129,7 @@ class FlowModel(ModelFiles):
 
     def blocks(self) -> list[nn.Module]:
         """The repeated blocks: the units of sharding, compilation and checkpointing."""
-        return list(self.transformer.transformer_blocks)
+        return list(chain(*(getattr(self.transformer, name) for name in self.block_lists)))
 
     def prepare_compiling(self) -> None:
         """Before the blocks are compiled, replace modules of the transformer that torch.compile handles poorly."""
@@ -181,9 +175,13 @@ class FlowModel(ModelFiles):
         They are those of diffusers' pipelines with `calculate_shift`: evenly spaced levels 1 .. 1/N, shifted by the
         number of image tokens if the folder has `use_dynamic_shifting`.
         """
+        return self.schedule_of_tokens(num_inference_steps, self.tokens(height, width))
+
+    def schedule_of_tokens(self, num_inference_steps: int, tokens: int) -> tuple[Tensor, Tensor]:
+        """`schedule` of a sample with this number of tokens."""
         scheduler = self.pipeline.scheduler
         even = np.linspace(1.0, 1 / num_inference_steps, num_inference_steps)
-        scheduler.set_timesteps(sigmas=even, mu=self.dynamic_shift(self.tokens(height, width), num_inference_steps))
+        scheduler.set_timesteps(sigmas=even, mu=self.dynamic_shift(tokens, num_inference_steps))
         return scheduler.sigmas.float().cpu(), scheduler.timesteps.float().cpu()
 
     def schedule_of_video(
@@ -218,10 +216,14 @@ class FlowModel(ModelFiles):
 
     def shift(self, num_inference_steps: int, height: int, width: int) -> float:
         """The scheduler's shift s for an image; it maps a noise level t to s t / (1 + (s - 1) t)."""
+        return self.shift_of_tokens(num_inference_steps, self.tokens(height, width))
+
+    def shift_of_tokens(self, num_inference_steps: int, tokens: int) -> float:
+        """`shift` of a sample with this number of tokens."""
         c = self.pipeline.scheduler.config
         if not c.use_dynamic_shifting:
             return float(c.shift)
-        mu = self.dynamic_shift(self.tokens(height, width), num_inference_steps)
+        mu = self.dynamic_shift(tokens, num_inference_steps)
         return math.exp(mu) if c.time_shift_type == "exponential" else mu
 
     def shift_of_video(self, num_inference_steps: int, height: int, width: int, frames: int) -> float:
@@ -267,6 +269,12 @@ class FlowModel(ModelFiles):
         c = self.vae.config
         unscaled = (latents / c.scaling_factor + c.shift_factor).to(self.vae.dtype)
         return to_pixels(self.vae.decode(unscaled, return_dict=False)[0])
+
+    def decode_frames(self, unscaled: Tensor) -> Tensor:
+        """`decode` by a video VAE, for latents [N, C, f, h, w] with their own mean and standard deviation."""
+        pixels = self.vae.decode(unscaled.to(self.vae.dtype), return_dict=False)[0]
+        frames = to_pixels(pixels.transpose(1, 2))
+        return frames if frames.shape[1] > 1 else frames[:, 0]
 
     def latent_statistics(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Mean and standard deviation [C, 1, 1, 1] of a video VAE's latents."""

@@ -48,16 +48,15 @@ def how_to_load(folder: Path) -> str | None:
     return f"{name}.from_pretrained({str(folder)!r}, {', '.join(absent)})" if absent else None
 
 
-def check_tensors(path: str, **parts: nn.Module) -> None:
-    """Raise ValueError if a part of a loaded pipeline has a parameter that the files gave no value."""
-    for name, module in parts.items():
-        lost = [key for key, p in module.named_parameters() if p.is_meta]
-        if lost:
-            more = f" (+{len(lost) - 1} more)" if len(lost) > 1 else ""
-            raise ValueError(f"model.path: {path!r}: the weights of {name} lack the tensor {lost[0]}{more}")
+def check_tensors(path: str, name: str, module: nn.Module) -> None:
+    """Raise ValueError if the part `name` of a loaded pipeline has a parameter that the files gave no value."""
+    lost = [key for key, p in module.named_parameters() if p.is_meta]
+    if lost:
+        more = f" (+{len(lost) - 1} more)" if len(lost) > 1 else ""
+        raise ValueError(f"model.path: {path!r}: the weights of {name} lack the tensor {lost[0]}{more}")
 
 
-def check_layers(path: str, transformer: nn.Module, name: str = "transformer") -> None:
+def _check_layers(path: str, name: str, transformer: nn.Module) -> None:
     """Raise ValueError if the files have a block, such as `transformer_blocks.7`, that the transformer does not have.
 
     Other unknown tensors are left to the library, which ignores them.
@@ -97,7 +96,8 @@ def _block(tensor: str) -> str | None:
 def load_transformer(kind: Any, path: str, name: str, weights_dtype: torch.dtype, *, stored: bool) -> Any:
     """Load the transformer in the folder `name`, of diffusers' class `kind`, for weights of `weights_dtype`.
 
-    stored: its parameters keep the files' dtype if that is equivalent; see phalanx.models.stored.
+    stored: its parameters keep the files' dtype if that is equivalent; see phalanx.models.stored. Raises ValueError if
+    the files lack a tensor, or have a block too many.
     """
     files, read = {"pretrained_model_name_or_path": path, "subfolder": name}, weights_dtype
     if stored:
@@ -112,6 +112,8 @@ def load_transformer(kind: Any, path: str, name: str, weights_dtype: torch.dtype
         nn.Module.to(transformer, weights_dtype)
     else:
         widen_buffers(transformer, weights_dtype)
+    check_tensors(path, name, transformer)
+    _check_layers(path, name, transformer)
     return transformer
 
 

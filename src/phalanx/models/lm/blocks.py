@@ -261,16 +261,5 @@ def build_block_policy(
     dtype = DTYPES[config.dtype] if config.lora_rank > 0 or frozen else torch.float32
     stored = config.lora_rank == 0
     model, tokenizer = load_blocks(config, dtype, chunk, add_mask=add_mask, stored=stored)
-    return BlockDiffusionPolicy(
-        model,
-        tokenizer,
-        world,
-        config,
-        parallel,
-        data,
-        size=config.block_size,
-        estimate=estimate,
-        frozen=frozen,
-        kept=dtype if stored else None,
-        **options,
-    )
+    options |= {"size": config.block_size, "estimate": estimate, "frozen": frozen, "kept": dtype if stored else None}
+    return BlockDiffusionPolicy(model, tokenizer, world, config, parallel, data, **options)

@@ -96,32 +96,23 @@ def _message(text: str, format: Format, types: Types) -> dict[str, Any]:
 
 
 def _tagged(
-    text: str, read: Callable[[str], dict[str, Any]], opening: str = "<tool_call>", closing: str = "</tool_call>"
-) -> _Parts:
-    """Calls between tags; the last closing tag may be missing at the end of a turn."""
-    parts, place = _Parts(), 0
-    while (start := text.find(opening, place)) >= 0:
-        parts.rest.append(text[place:start])
-        end = text.find(closing, start)
-        end = end if end >= 0 else len(text)
-        body = text[start + len(opening) : end].strip()
-        parts.add(body, read)
-        place = end + len(closing)
-    parts.rest.append(text[place:])
-    return parts
+    read: Callable[[str, Types], dict[str, Any]], opening: str = "<tool_call>", closing: str = "</tool_call>"
+) -> Callable[[str, Types], _Parts]:
+    """The `read` of a Format with calls between tags; the last closing tag may be missing at the end of a turn."""
 
+    def parts_of(text: str, types: Types) -> _Parts:
+        parts, place = _Parts(), 0
+        while (start := text.find(opening, place)) >= 0:
+            parts.rest.append(text[place:start])
+            end = text.find(closing, start)
+            end = end if end >= 0 else len(text)
+            body = text[start + len(opening) : end].strip()
+            parts.add(body, lambda body: read(body, types))
+            place = end + len(closing)
+        parts.rest.append(text[place:])
+        return parts
 
-def _hermes(text: str, types: Types) -> _Parts:
-    """Hermes, Qwen2.5 and Qwen3: JSON objects between tags."""
-    return _tagged(text, lambda body: _call(parse_json(body), "arguments"))
-
-
-def _qwen3_coder(text: str, types: Types) -> _Parts:
-    """Qwen3-Coder, Qwen3.5 and later: a function between tags, with a tag for each argument.
-
-    Arguments may have several lines. They have the types of the tool's schema; those without a type remain text.
-    """
-    return _tagged(text, lambda body: _function(body, types))
+    return parts_of
 
 
 def _llama3(text: str, types: Types) -> _Parts:
@@ -135,11 +126,6 @@ def _llama3(text: str, types: Types) -> _Parts:
     for part in _objects(body):
         parts.add(part, lambda text: _call(parse_json(text), "parameters"))
     return parts
-
-
-def _glm45(text: str, types: Types) -> _Parts:
-    """GLM-4.5 and later: a name between tags, with two pairs of tags for each argument, typed by the tool's schema."""
-    return _tagged(text, lambda body: _keyed(body, types))
 
 
 def _gpt_oss(text: str, types: Types) -> _Parts:
@@ -160,21 +146,6 @@ def _gpt_oss(text: str, types: Types) -> _Parts:
     return parts
 
 
-def _gemma4(text: str, types: Types) -> _Parts:
-    """Gemma 4: a name and an object with a token instead of quotation marks, and with unquoted keys."""
-    return _tagged(text, _braced, "<|tool_call>", "<tool_call|>")
-
-
-FORMATS: dict[str, Format] = {
-    "hermes": Format(_hermes),
-    "qwen3_coder": Format(_qwen3_coder),
-    "llama3": Format(_llama3),
-    "glm45": Format(_glm45),
-    "gpt_oss": Format(_gpt_oss, "", ""),
-    "gemma4": Format(_gemma4, "<|channel>thought", "<channel|>"),
-}
-
-
 def _call(value: Any, arguments: str) -> dict[str, Any]:
     """The call in a JSON value {name, arguments}; `arguments` is their key."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
@@ -187,8 +158,16 @@ def _call(value: Any, arguments: str) -> dict[str, Any]:
     return {"name": value["name"], "arguments": given}
 
 
+def _json_call(body: str, types: Types) -> dict[str, Any]:
+    """Hermes, Qwen2.5 and Qwen3: a JSON object."""
+    return _call(parse_json(body), "arguments")
+
+
 def _function(body: str, types: Types) -> dict[str, Any]:
-    """A call `<function=name>` with a `<parameter=name>` for each argument."""
+    """Qwen3-Coder, Qwen3.5 and later: a call `<function=name>` with a `<parameter=name>` for each argument.
+
+    Arguments may have several lines. They have the types of the tool's schema; those without a type remain text.
+    """
     head, closed, rest = body.partition(">")
     name = head.removeprefix("<function=").strip()
     if not closed or not head.startswith("<function=") or not name:
@@ -200,7 +179,7 @@ def _function(body: str, types: Types) -> dict[str, Any]:
 
 
 def _keyed(body: str, types: Types) -> dict[str, Any]:
-    """A call by its name, with `<arg_key>name</arg_key><arg_value>` for each argument."""
+    """GLM-4.5 and later: a name, with `<arg_key>name</arg_key><arg_value>` for each argument, typed by the schema."""
     head, tag, rest = body.partition("<arg_key>")
     name = head.strip()
     if not name:
@@ -236,8 +215,8 @@ def _received(name: str, body: str) -> dict[str, Any]:
     return _call({"name": name, "arguments": parse_json(body)}, "arguments")
 
 
-def _braced(body: str) -> dict[str, Any]:
-    """A call `call:name{key:value}`, with tokens in place of quotation marks."""
+def _braced(body: str, types: Types) -> dict[str, Any]:
+    """Gemma 4: a call `call:name{key:value}`, with unquoted keys, and a token in place of quotation marks."""
     head, brace, rest = body.partition("{")
     name = head.removeprefix("call:").strip()
     if not brace or not head.startswith("call:") or not name:
@@ -246,6 +225,16 @@ def _braced(body: str) -> dict[str, Any]:
     for place, piece in enumerate(pieces):
         pieces[place] = json.dumps(piece) if place % 2 else _KEY.sub(r'\1"\2":', piece)
     return _call({"name": name, "arguments": parse_json("".join(pieces))}, "arguments")
+
+
+FORMATS: dict[str, Format] = {
+    "hermes": Format(_tagged(_json_call)),
+    "qwen3_coder": Format(_tagged(_function)),
+    "llama3": Format(_llama3),
+    "glm45": Format(_tagged(_keyed)),
+    "gpt_oss": Format(_gpt_oss, "", ""),
+    "gemma4": Format(_tagged(_braced, "<|tool_call>", "<tool_call|>"), "<|channel>thought", "<channel|>"),
+}
 
 
 def _types(tools: Sequence[dict[str, Any]]) -> Types:

@@ -124,13 +124,13 @@ class ChatRenderer:
             self._process = TemplateProcess(*self._template)
         texts: list[str] = []
         try:
-            for text in self._process.render([self._fixed | chat for chat in chats]):
+            for (text,) in self._process.ask([self._fixed | chat for chat in chats]):
                 texts.append(text)
         except TemplateProblem as error:
             self._process = None  # it has ended
             messages = chats[len(texts)]["messages"]
             last = next((message["content"] for message in reversed(messages) if message["role"] == "user"), "")
-            chat = f"the prompt {cut(last)!r}, a chat of {_roles(messages)}"
+            chat = f"the prompt {cut(last)!r}, a chat of {roles_of(messages)}"
             raise ValueError(f"{self.name} does not render {chat}: {error}") from error
         return texts
 
@@ -158,13 +158,13 @@ def _of_template(renderer: ChatRenderer, chats: list[dict[str, Any]]) -> list[st
         for message, sentence in zip(messages, sentences, strict=True):
             if message["role"] != "assistant" and sentence not in text:
                 raise ValueError(
-                    f"{renderer.name} omits the text of the {message['role']} in a chat of {_roles(messages)}; "
+                    f"{renderer.name} omits the text of the {message['role']} in a chat of {roles_of(messages)}; "
                     "expected one that renders it"
                 )
     return texts
 
 
-def _roles(messages: list[dict[str, Any]]) -> str:
+def roles_of(messages: list[dict[str, Any]]) -> str:
     return ", ".join(message["role"] for message in messages)
 
 
@@ -198,21 +198,19 @@ class TemplateProcess:
         pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
         self._child = subprocess.Popen(command, text=True, encoding="utf-8", env=env, **pipes)
         # variables that the template reads, and confinements that this machine lacks
-        (self.variables, missing), *_ = self._ask([[template, day]])
+        (self.variables, missing), *_ = self.ask([[template, day]])
         if missing:
             _tell_missing(" and no ".join(missing))
-
-    def render(self, chats: Sequence[dict[str, Any]]) -> Iterator[str]:
-        """The texts of chats."""
-        for (text,) in self._ask(chats):
-            yield str(text)
 
     def close(self) -> None:
         """End the process."""
         self._child.communicate()
 
-    def _ask(self, questions: Sequence[Any]) -> Iterator[list[Any]]:
-        """Yield the values of each answer. A thread writes the questions, so that the process never waits for one."""
+    def ask(self, questions: Sequence[Any]) -> Iterator[list[Any]]:
+        """Yield the values of each answer, for a chat its text.
+
+        A thread writes the questions, so that the process never waits for one.
+        """
         assert self._child.stdout is not None
         # serialised here, because in the writer thread an error would leave this thread waiting for an answer
         lines = [json.dumps(question) + "\n" for question in questions]

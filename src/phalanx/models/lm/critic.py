@@ -12,7 +12,7 @@ from phalanx.config.run import ParallelConfig
 from phalanx.functional.tokens import TokenTrace
 from phalanx.models.lm import experts
 from phalanx.models.lm.model import DTYPES, CausalLM, decoder_of, load_model, outputs_at, positions, set_checkpointing
-from phalanx.models.lm.packing import Row, Share
+from phalanx.models.lm.packing import Row
 from phalanx.models.lm.policy import LMPolicy
 from phalanx.models.trained import TrainedModel
 
@@ -37,13 +37,10 @@ class ValueLM(nn.Module):
         `row` and `looks` as in CausalLM.
         """
         set_checkpointing(self, torch.is_grad_enabled())
-        share = None if self.context is None else Share.of(self.context, ids, predicting, row)
-        if self.vision is None:
-            states = outputs_at(self.backbone, ids, predicting, row, share).last_hidden_state
-        else:
-            states = self.vision.outputs_at(ids, predicting, row, looks).last_hidden_state
+        output, share = outputs_at(self, self.backbone, ids, predicting, row, looks)
         # in float32, because bfloat16 has only about three significant digits
-        values = nn.functional.linear(states.float(), self.value.weight.float(), self.value.bias.float()).squeeze(1)
+        states = output.last_hidden_state.float()
+        values = nn.functional.linear(states, self.value.weight.float(), self.value.bias.float()).squeeze(1)
         return values if share is None else share.whole([values])[0]
 
     def blocks(self) -> list[nn.Module]:

@@ -71,11 +71,7 @@ class CausalLM(nn.Module):
                 decoding |= self.vision.inputs(decoding.pop("input_ids"), looks)
             return self.lm(**decoding)
         set_checkpointing(self, torch.is_grad_enabled())
-        share = None if self.context is None else packing.Share.of(self.context, ids, predicting, row)
-        if self.vision is None:
-            output = outputs_at(decoder_of(self.lm), ids, predicting, row, share)
-        else:
-            output = self.vision.outputs_at(ids, predicting, row, looks)
+        output, share = outputs_at(self, decoder_of(self.lm), ids, predicting, row, looks)
         tokens, head = ids[:, 1:][predicting] if share is None else share.tokens, self.head(output)
         hidden = output.last_hidden_state
         options: dict[str, Any] = {"temperature": temperature, "chunk": self.chunk, "never": self.never}
@@ -179,25 +175,29 @@ def name_in_whole(name: str, places: dict[str, str]) -> str:
 
 
 def outputs_at(
-    decoder: Any, ids: Tensor, predicting: Tensor, row: packing.Row | None, share: packing.Share | None = None
-) -> Any:
+    model: Any, decoder: Any, ids: Tensor, predicting: Tensor, row: packing.Row | None, looks: Sequence[Any] | None
+) -> tuple[Any, packing.Share | None]:
     """The decoder's output, with last_hidden_state [N, H] only at the positions `predicting` [B, T - 1] of ids [B, T].
 
-    With `share`, only at this rank's share of them; see CausalLM for `row`.
+    If ranks share positions, only at this rank's, and the share. model: a CausalLM or a ValueLM, whose `decoder` it is;
+    see CausalLM for `row` and `looks`.
     """
-    if share is not None:
+    if model.context is not None:
+        share = packing.Share.of(model.context, ids, predicting, row)
         output = decoder(input_ids=share.ids, use_cache=False, **share.arguments())
         output.last_hidden_state = output.last_hidden_state[share.predicting]
-        return output
+        return output, share
+    if model.vision is not None:
+        return model.vision.outputs_at(ids, predicting, row, looks), None
     read = ids[:, :-1]
     if row is None:
         # padding is on the right, where a causal model does not attend, so no mask is needed
         output = decoder(input_ids=read, use_cache=False)
         output.last_hidden_state = output.last_hidden_state[predicting]
-        return output
+        return output, None
     output = decoder(input_ids=row.read(read)[None], use_cache=False, **row.arguments(decoder))
     output.last_hidden_state = output.last_hidden_state[0, row.places[predicting]]
-    return output
+    return output, None
 
 
 def load_model(

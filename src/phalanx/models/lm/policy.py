@@ -339,37 +339,22 @@ def build_policy(
     world: World,
     *,
     chunk: int,
-    temperature: float,
-    seed: int,
-    trim: bool = False,
     frozen: bool = False,
     decodes: bool = True,
-    truncation: Truncation | None = None,
     images: bool = False,
+    **options: Any,
 ) -> LMPolicy:
     """Load the model folder and shard it over the mesh. Raises ValueError, in one line, for an unusable folder.
 
     frozen: nothing is trained, as for a teacher. decodes: the policy's modules sample; see check_agreement. images:
-    prompts may have images.
+    prompts may have images. options: further keywords of LMPolicy.
     """
     # full fine-tuning keeps float32 weights; a frozen base is kept in its compute dtype
     dtype = DTYPES[config.dtype] if config.lora_rank > 0 or frozen else torch.float32
     tokenizer = load_tokenizer(config)
     stored = config.lora_rank == 0
     model = load_model(config, dtype, chunk, stored=stored, images=images)
-    policy = LMPolicy(
-        model,
-        tokenizer,
-        world,
-        config,
-        parallel,
-        data,
-        temperature=temperature,
-        seed=seed,
-        trim=trim,
-        frozen=frozen,
-        kept=dtype if stored else None,
-        truncation=truncation,
-    )
+    kept = dtype if stored else None
+    policy = LMPolicy(model, tokenizer, world, config, parallel, data, frozen=frozen, kept=kept, **options)
     policy.check_agreement(decodes=decodes and not frozen)
     return policy

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from phalanx.config.lm import LMDataConfig
-from phalanx.models.lm.chat import ChatRenderer, template_of, with_system_prompt
+from phalanx.models.lm.chat import ChatRenderer, roles_of, template_of, with_system_prompt
 
 log = logging.getLogger(__name__)
 Messages = list[dict[str, Any]]
@@ -79,7 +79,7 @@ class TurnRenderer:
             raise ValueError(f"{self._renderer.name} does not render a message of the role {role!r} after a turn")
         tokens = self._after(self._rules[role], _history(messages, 0), messages)
         if tokens is None:
-            raise ValueError(f"{self._renderer.name} does not render what follows a turn in {_shown(messages)}")
+            raise ValueError(f"{self._renderer.name} does not render what follows a turn in {roles_of(messages)}")
         return tokens
 
     def text(self, tokens: Sequence[int]) -> str:
@@ -203,7 +203,3 @@ def _counted(end: int, extra: int) -> Rule:
 def _continued(turn: list[int], whole: list[int]) -> list[int] | None:
     """The tokens after those up to the turn, if the whole conversation begins with these."""
     return whole[len(turn) :] if whole[: len(turn)] == turn else None
-
-
-def _shown(messages: Messages) -> str:
-    return ", ".join(message["role"] for message in messages)

@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 from diffusers import FluxTransformer2DModel
-from torch import Tensor, nn
+from torch import Tensor
 
 from phalanx.config.flow import FlowModelConfig
+from phalanx.models.flow.attention import JOINT_ATTENTION
 from phalanx.models.flow.embeds import pooled_embeds
-from phalanx.models.flow.family import JOINT_ATTENTION, Embeds, PackedModel
+from phalanx.models.flow.family import Embeds, PackedModel
 
 
 class Model(PackedModel):
@@ -25,7 +26,7 @@ class Model(PackedModel):
     transformer_class = FluxTransformer2DModel
     guidance_key = "true_cfg_scale"
     embedded_guidance_key: str | None = "guidance_scale"
-    default_negative = ""
+    block_lists = ("transformer_blocks", "single_transformer_blocks")
     # the layers of Flow-GRPO's FLUX script: attention and the MLPs of both streams; in single-stream blocks, attention
     lora_targets = (*JOINT_ATTENTION, "ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2")
 
@@ -33,10 +34,6 @@ class Model(PackedModel):
         super().__init__(config, dtype, weights_dtype)
         if not self.transformer.config.guidance_embeds:  # schnell
             self.embedded_guidance_key = None
-
-    def blocks(self) -> list[nn.Module]:
-        """Double-stream blocks, then single-stream blocks."""
-        return [*self.transformer.transformer_blocks, *self.transformer.single_transformer_blocks]
 
     def split_tokens(self, height: int, width: int, frames: int, max_length: int) -> dict[str, int]:
         return super().split_tokens(height, width, frames, max_length) | {"data.max_prompt_length": max_length}

@@ -5,11 +5,12 @@ from typing import Any
 import torch
 from diffusers import Flux2Transformer2DModel
 from PIL import Image
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoTokenizer
 
 from phalanx.config.flow import FlowModelConfig
-from phalanx.models.flow.family import JOINT_ATTENTION, Embeds, Instruction, PackedModel, to_pixels
+from phalanx.models.flow.attention import JOINT_ATTENTION
+from phalanx.models.flow.family import Embeds, Instruction, PackedModel, to_pixels
 from phalanx.models.flow.folder import base_folder, check_tokenizers
 from phalanx.models.flow.references import References
 
@@ -27,7 +28,7 @@ class Model(PackedModel):
     guidance_key = "true_cfg_scale"
     embedded_guidance_key: str | None = "guidance_scale"
     distilled = True
-    default_negative = ""
+    block_lists = ("transformer_blocks", "single_transformer_blocks")
     # the layers of Flow-Factory's recipes: attention and the MLPs of both streams; in single-stream blocks, the fused
     # projection of attention and MLP
     lora_targets = (
@@ -53,10 +54,6 @@ class Model(PackedModel):
             path = str(base_folder(config))
             self.pipeline.register_modules(tokenizer=AutoTokenizer.from_pretrained(path, subfolder="tokenizer"))
             check_tokenizers(path, self.pipeline.components)
-
-    def blocks(self) -> list[nn.Module]:
-        """Double-stream blocks, then single-stream blocks."""
-        return [*self.transformer.transformer_blocks, *self.transformer.single_transformer_blocks]
 
     def text_tokens(self, texts: list[str], max_length: int) -> tuple[Any, list[list[int]], int]:
         """Tokens of the chat template with the text and the system message."""

@@ -5,16 +5,16 @@ from typing import Any, ClassVar
 import torch
 from diffusers import HunyuanVideo15Transformer3DModel
 from diffusers.models._modeling_parallel import ContextParallelInput, ContextParallelOutput
-from diffusers.models.attention_dispatch import dispatch_attention_fn
 from diffusers.models.embeddings import apply_rotary_emb
 from diffusers.pipelines.hunyuan_video1_5.pipeline_hunyuan_video1_5 import format_text_input
 from torch import Tensor
 from torch.nn.functional import pad
 
 from phalanx.config.flow import FlowModelConfig
-from phalanx.models.flow.attention import DispatchedJointAttention
-from phalanx.models.flow.embeds import padded_texts
-from phalanx.models.flow.family import JOINT_ATTENTION, Embeds, FlowModel, check_size, latent_frames, to_pixels
+from phalanx.models.flow.attention import JOINT_ATTENTION, DispatchedJointAttention, image_heads, text_heads
+from phalanx.models.flow.embeds import masked_texts
+from phalanx.models.flow.family import Embeds, FlowModel, check_size, latent_frames
+from phalanx.models.recompute import run_block
 
 TEXT, GLYPHS, IMAGE = 0, 1, 2  # kinds of tokens: indices into the model's cond_type_embed
 FPS = 24  # frame rate of the videos that the model was trained on
@@ -40,20 +40,14 @@ class JointAttention(DispatchedJointAttention):
         """hidden_states [N, L, D], encoder_hidden_states [N, T, D], its mask [N, T] -> the same shapes."""
         assert encoder_hidden_states is not None and image_rotary_emb is not None
         length = hidden_states.shape[1]
-        q = self._heads(attn, hidden_states, attn.to_q, attn.norm_q)
-        k = self._heads(attn, hidden_states, attn.to_k, attn.norm_k)
-        v = self._heads(attn, hidden_states, attn.to_v)
+        q, k, v = image_heads(attn, hidden_states)
         q, k = (apply_rotary_emb(x, image_rotary_emb, sequence_dim=1) for x in (q, k))
-        q = torch.cat([q, self._heads(attn, encoder_hidden_states, attn.add_q_proj, attn.norm_added_q)], 1)
-        k = torch.cat([k, self._heads(attn, encoder_hidden_states, attn.add_k_proj, attn.norm_added_k)], 1)
-        v = torch.cat([v, self._heads(attn, encoder_hidden_states, attn.add_v_proj)], 1)
+        text_q, text_k, text_v = text_heads(attn, encoder_hidden_states)
+        q, k, v = torch.cat([q, text_q], 1), torch.cat([k, text_k], 1), torch.cat([v, text_v], 1)
         mask = attention_mask
         if mask is not None:
             mask = torch.cat([mask.new_ones(hidden_states.shape[:2]), mask], 1)[:, None, None]
-        out = dispatch_attention_fn(
-            q, k, v, attn_mask=mask, backend=self._attention_backend, parallel_config=self._parallel_config
-        )
-        out = out.flatten(2, 3).to(q.dtype)
+        out = self.attend(q, k, v, mask)
         return attn.to_out[1](attn.to_out[0](out[:, :length])), attn.to_add_out(out[:, length:])
 
 
@@ -105,11 +99,7 @@ class Transformer(HunyuanVideo15Transformer3DModel):
         kind = kinds[..., None]
         text = torch.where(kind == TEXT, text, torch.where(kind == GLYPHS, glyphs, image)) + self.cond_type_embed(kinds)
         for block in self.transformer_blocks:
-            inputs = tokens, text, condition, attention_mask, rope
-            if self.gradient_checkpointing and torch.is_grad_enabled():
-                tokens, text = self._gradient_checkpointing_func(block, *inputs)
-            else:
-                tokens, text = block(*inputs)
+            tokens, text = run_block(self, block, tokens, text, condition, attention_mask, rope)
         out = self.proj_out(self.norm_out(tokens, condition))
         return (self._unpatched(out, frames, height, width),)
 
@@ -129,8 +119,6 @@ class Model(FlowModel):
     pipeline_class = "HunyuanVideo15Pipeline"
     lora_pipeline = "HunyuanVideoPipeline"
     transformer_class = Transformer
-    guidance_key = "guidance_scale"
-    default_negative = ""
     makes_videos = True
     fps = FPS
     masks_text = True
@@ -193,12 +181,9 @@ class Model(FlowModel):
         return min(max_length, self.pipeline.tokenizer_max_length) + self.pipeline.tokenizer_2_max_length
 
     def collate(self, embeds: list[Embeds], length: int, padded: bool) -> Embeds:
-        """`prompt_embeds` [N, length, D], `kinds` [N, length], and `attention_mask` [N, length] if `padded`."""
+        """As `masked_texts`, with `kinds` [N, length]."""
         kinds = [pad(e["kinds"], (0, length - len(e["kinds"]))) for e in embeds]
-        batch = {"prompt_embeds": padded_texts(embeds, length), "kinds": torch.stack(kinds)}
-        if padded:
-            batch["attention_mask"] = torch.arange(length) < torch.tensor([[len(e["kinds"])] for e in embeds])
-        return batch
+        return masked_texts(embeds, length, padded) | {"kinds": torch.stack(kinds)}
 
     def tokens(self, height: int, width: int) -> int:
         _, _, h, w = self.latent_shape(height, width)
@@ -234,9 +219,7 @@ class Model(FlowModel):
         return latents.new_zeros(len(latents), channels, *latents.shape[2:])
 
     def decode(self, latents: Tensor, height: int, width: int) -> Tensor:
-        unscaled = (latents / self.vae.config.scaling_factor).to(self.vae.dtype)
-        pixels = to_pixels(self.vae.decode(unscaled, return_dict=False)[0].transpose(1, 2))
-        return pixels if latents.shape[2] > 1 else pixels[:, 0]
+        return self.decode_frames(latents / self.vae.config.scaling_factor)
 
     def encode_images(self, images: Tensor, generator: torch.Generator | None = None) -> Tensor:
         return self.posterior(images[:, :, None], generator) * self.vae.config.scaling_factor

@@ -1,6 +1,5 @@
 """LTX-2 (arXiv 2601.03233), text to video: a stream of video tokens and one of audio, which attend to each other."""
 
-import math
 from typing import Any, ClassVar
 
 import numpy as np
@@ -15,7 +14,7 @@ from torch.nn.functional import pad
 from phalanx.config.flow import FlowModelConfig
 from phalanx.distributed.context_parallel import KEY
 from phalanx.models.flow.attention import sharing_ranks
-from phalanx.models.flow.family import Embeds, FlowModel, check_size, latent_frames, to_pixels
+from phalanx.models.flow.family import Embeds, FlowModel, check_size, latent_frames
 
 FPS = 24  # frame rate of the videos, from which the transformer computes the times of both streams
 UNUSED = ("audio_vae", "vocoder", "processor", "prompt_enhancer", "duration_head")
@@ -95,8 +94,6 @@ class Model(FlowModel):
 
     pipeline_class = "LTX2Pipeline"
     transformer_class = Transformer
-    guidance_key = "guidance_scale"
-    default_negative = ""
     makes_videos = True
     fps = FPS
     encodes_images = False
@@ -165,24 +162,14 @@ class Model(FlowModel):
         video, sound, _ = p.connectors(hidden, mask, padding_side=p.tokenizer.padding_side)
         return [{"prompt_embeds": video[i].cpu(), "sound_embeds": sound[i].cpu()} for i in range(len(texts))]
 
-    def schedule(self, num_inference_steps: int, height: int, width: int) -> tuple[Tensor, Tensor]:
-        return self.schedule_of_video(num_inference_steps, height, width, 1)
-
     def schedule_of_video(
         self, num_inference_steps: int, height: int, width: int, frames: int
     ) -> tuple[Tensor, Tensor]:
-        scheduler = self.pipeline.scheduler
-        even = np.linspace(1.0, 1 / num_inference_steps, num_inference_steps)
-        tokens = self.video_tokens(height, width, frames)
-        scheduler.set_timesteps(sigmas=even, mu=self.dynamic_shift(tokens, num_inference_steps))
-        return scheduler.sigmas.float().cpu(), scheduler.timesteps.float().cpu()
+        return self.schedule_of_tokens(num_inference_steps, self.video_tokens(height, width, frames))
 
     def shift_of_video(self, num_inference_steps: int, height: int, width: int, frames: int) -> float:
         """As FlowModel.shift_of_video, without the effect of `shift_terminal` on the schedule."""
-        if not self.pipeline.scheduler.config.use_dynamic_shifting:
-            return self.shift(num_inference_steps, height, width)
-        tokens = self.video_tokens(height, width, frames)
-        return math.exp(self.dynamic_shift(tokens, num_inference_steps))
+        return self.shift_of_tokens(num_inference_steps, self.video_tokens(height, width, frames))
 
     def tokens(self, height: int, width: int) -> int:
         unit = self.pipeline.vae_spatial_compression_ratio
@@ -241,9 +228,8 @@ class Model(FlowModel):
         video = latents[:, : frames * rows * columns]
         video = self.pipeline._unpack_latents(video, frames, rows, columns)
         vae = self.vae
-        video = self.pipeline._denormalize_latents(video, vae.latents_mean, vae.latents_std, vae.config.scaling_factor)
-        pixels = to_pixels(vae.decode(video.to(vae.dtype), return_dict=False)[0].transpose(1, 2))
-        return pixels if frames > 1 else pixels[:, 0]
+        scale = vae.config.scaling_factor
+        return self.decode_frames(self.pipeline._denormalize_latents(video, vae.latents_mean, vae.latents_std, scale))
 
     def embeds_like(self, length: int, height: int, width: int) -> Embeds:
         connectors = self.pipeline.connectors

@@ -7,9 +7,9 @@ import torch
 from diffusers import QwenImageTransformer2DModel
 from torch import Tensor
 
-from phalanx.models.flow.attention import use_real_rotations
-from phalanx.models.flow.embeds import padded_texts
-from phalanx.models.flow.family import JOINT_ATTENTION, Embeds, PackedModel, to_pixels
+from phalanx.models.flow.attention import JOINT_ATTENTION, use_real_rotations
+from phalanx.models.flow.embeds import masked_texts
+from phalanx.models.flow.family import Embeds, PackedModel
 
 
 class Model(PackedModel):
@@ -44,12 +44,7 @@ class Model(PackedModel):
         return [{"prompt_embeds": e[:n].clone()} for e, n in pairs]
 
     def collate(self, embeds: list[Embeds], length: int, padded: bool) -> Embeds:
-        """`prompt_embeds` [N, length, D], padded with zeros, and `prompt_embeds_mask` [N, length] if `padded`."""
-        batch = {"prompt_embeds": padded_texts(embeds, length)}
-        if padded:
-            lengths = torch.tensor([len(e["prompt_embeds"]) for e in embeds])
-            batch["prompt_embeds_mask"] = torch.arange(length) < lengths[:, None]
-        return batch
+        return masked_texts(embeds, length, padded, "prompt_embeds_mask")
 
     def velocity(self, latents: Tensor, timesteps: Tensor, embeds: Embeds, height: int, width: int) -> Tensor:
         return self.transformer(
@@ -78,9 +73,8 @@ class Model(PackedModel):
 
     def decode(self, latents: Tensor, height: int, width: int) -> Tensor:
         mean, std = self.latent_statistics(latents.device)
-        unscaled = (self.unpack(latents, height, width) * std + mean).to(self.vae.dtype)
         # a video VAE, for which the image is a single frame
-        return to_pixels(self.vae.decode(unscaled, return_dict=False)[0][:, :, 0])
+        return self.decode_frames(self.unpack(latents, height, width) * std + mean)
 
     def encode_images(self, images: Tensor, generator: torch.Generator | None = None) -> Tensor:
         return self.pack(self.frame_latents(images, generator))

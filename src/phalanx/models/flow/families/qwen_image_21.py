@@ -10,20 +10,15 @@ from diffusers.models.transformers.transformer_qwenimage21 import QwenImage21Rop
 from torch import Tensor
 from transformers import Qwen3VLProcessor
 
-from phalanx.models.flow.attention import DispatchedJointAttention, rotated, sharing_ranks
-from phalanx.models.flow.embeds import padded_texts
+from phalanx.engines.loading import without_videos
+from phalanx.models.flow.attention import image_heads, rotated, sharing_ranks
+from phalanx.models.flow.embeds import masked_texts
 from phalanx.models.flow.families.qwen_image_edit import cut_text
-from phalanx.models.flow.family import Embeds, PackedModel, check_size, to_pixels
+from phalanx.models.flow.family import Embeds, PackedModel, check_size
+from phalanx.models.recompute import run_block
 
 TEMPLATE_TOKENS = 8  # tokens of the pipeline's template that are kept around a text
-
-
-class PromptProcessor(Qwen3VLProcessor):
-    """The pipeline's processor without its video processor, which requires torchvision."""
-
-    @classmethod
-    def get_attributes(cls) -> list[str]:
-        return ["image_processor", "tokenizer"]
+PromptProcessor = without_videos(Qwen3VLProcessor)
 
 
 class CausalAttention:
@@ -31,7 +26,6 @@ class CausalAttention:
 
     _attention_backend: Any = None  # diffusers' default backend
     _parallel_config: Any = None
-    _heads = staticmethod(DispatchedJointAttention._heads)
 
     def __call__(
         self,
@@ -51,10 +45,8 @@ class CausalAttention:
         each rank has a part of the text and a part of the image, and L' is the length of the whole text.
         """
         assert rotary_emb is not None
-        q = rotated(self._heads(attn, hidden_states, attn.to_q, attn.norm_q), rotary_emb)
-        k = rotated(self._heads(attn, hidden_states, attn.to_k, attn.norm_k), rotary_emb)
-        v = self._heads(attn, hidden_states, attn.to_v)
-        q, k = q.to(v.dtype), k.to(v.dtype)
+        q, k, v = image_heads(attn, hidden_states)
+        q, k = rotated(q, rotary_emb).to(v.dtype), rotated(k, rotary_emb).to(v.dtype)
         text, image_q = [x[:, :segments] for x in (q, k, v)], q[:, segments:]
         ranks = sharing_ranks(self._parallel_config)
         if ranks is not None:
@@ -141,10 +133,7 @@ class Transformer(QwenImage21Transformer2DModel):
         modulation = self.modulation(condition)
         for block in self.transformer_blocks:
             inputs = tokens, modulation, rotations, attention_mask, is_image, None, None, None, length
-            if self.gradient_checkpointing and torch.is_grad_enabled():
-                tokens = self._gradient_checkpointing_func(block, *inputs)
-            else:
-                tokens = block(*inputs)
+            tokens = run_block(self, block, *inputs)
         return (self.proj_out(self.norm_out(tokens[:, length:], condition[:n])),)
 
 
@@ -194,12 +183,7 @@ class Model(PackedModel):
         return max_length + TEMPLATE_TOKENS
 
     def collate(self, embeds: list[Embeds], length: int, padded: bool) -> Embeds:
-        """`prompt_embeds` [N, length, D], and `attention_mask` [N, length] if `padded`."""
-        batch = {"prompt_embeds": padded_texts(embeds, length)}
-        if padded:
-            lengths = torch.tensor([[len(e["prompt_embeds"])] for e in embeds])
-            batch["attention_mask"] = torch.arange(length) < lengths
-        return batch
+        return masked_texts(embeds, length, padded)
 
     def velocity(self, latents: Tensor, timesteps: Tensor, embeds: Embeds, height: int, width: int) -> Tensor:
         return self.transformer(
@@ -213,8 +197,7 @@ class Model(PackedModel):
     def decode(self, latents: Tensor, height: int, width: int) -> Tensor:
         """As FlowModel.decode; the VAE's images have an alpha channel, and are composited over white."""
         mean, std = self.latent_statistics(latents.device)
-        unscaled = (self.unpack(latents, height, width) * std + mean).to(self.vae.dtype)
-        pixels = to_pixels(self.vae.decode(unscaled, return_dict=False)[0][:, :, 0])
+        pixels = self.decode_frames(self.unpack(latents, height, width) * std + mean)
         color, opacity = pixels[:, :3], pixels[:, 3:]
         return color * opacity + (1 - opacity)
 

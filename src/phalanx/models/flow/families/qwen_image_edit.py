@@ -14,20 +14,14 @@ from torch import Tensor
 from transformers import Qwen2VLProcessor
 
 from phalanx.config.flow import FlowModelConfig
+from phalanx.engines.loading import without_videos
 from phalanx.models.flow.families import qwen_image
 from phalanx.models.flow.family import Embeds, Instruction
 from phalanx.models.flow.references import to_ratio
 
 TEMPLATE_TOKENS = 16  # limit of the template's tokens that are kept around image and instruction
 PICTURE_TOKENS = 8  # limit of the template's tokens around each further image
-
-
-class ImageProcessor(Qwen2VLProcessor):
-    """The pipeline's processor without its video processor, which requires torchvision."""
-
-    @classmethod
-    def get_attributes(cls) -> list[str]:
-        return ["image_processor", "tokenizer"]
+ImageProcessor = without_videos(Qwen2VLProcessor)
 
 
 class Model(qwen_image.Model):

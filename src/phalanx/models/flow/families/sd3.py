@@ -6,9 +6,9 @@ import torch
 from diffusers import SD3Transformer2DModel
 from torch import Tensor
 
-from phalanx.models.flow.attention import DispatchedJointAttention
+from phalanx.models.flow.attention import JOINT_ATTENTION, DispatchedJointAttention
 from phalanx.models.flow.embeds import pooled_embeds
-from phalanx.models.flow.family import JOINT_ATTENTION, Embeds, FlowModel, check_size
+from phalanx.models.flow.family import Embeds, FlowModel, check_size
 
 CLIP_TOKENS = 77
 
@@ -19,8 +19,6 @@ class Model(FlowModel):
     pipeline_class = "StableDiffusion3Pipeline"
     transformer_class = SD3Transformer2DModel
     omni_pipeline = "phalanx.engines.omni.sd3:SD3Pipeline"
-    guidance_key = "guidance_scale"
-    default_negative = ""
     lora_targets = JOINT_ATTENTION
 
     @staticmethod

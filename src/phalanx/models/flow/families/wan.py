@@ -18,8 +18,8 @@ from phalanx.config.flow import FlowModelConfig
 from phalanx.distributed.collectives import reduce_sum
 from phalanx.functional.flow import Sampler
 from phalanx.models.flow.embeds import padded_texts
-from phalanx.models.flow.family import Embeds, FlowModel, check_size, latent_frames, to_pixels
-from phalanx.models.flow.folder import base_folder, check_layers, check_tensors, load_transformer, model_index
+from phalanx.models.flow.family import Embeds, FlowModel, check_size, latent_frames
+from phalanx.models.flow.folder import base_folder, load_transformer, model_index
 from phalanx.models.flow.headers import component_names
 from phalanx.models.lora import WEIGHTS, Layers
 
@@ -57,8 +57,6 @@ class Model(FlowModel):
 
     pipeline_class = "WanPipeline"
     transformer_class = WanTransformer3DModel
-    guidance_key = "guidance_scale"
-    default_negative = ""
     second_guidance = True  # `__init__` sets False for a folder with one transformer
     makes_videos = True
     vae_dtype = torch.float32  # as in the model cards and in Flow-GRPO
@@ -98,8 +96,6 @@ class Model(FlowModel):
         path = str(base_folder(config))
         if SECOND in component_names(model_index(path)):
             second = load_transformer(transformer, path, SECOND, weights_dtype, stored=config.lora_rank == 0)
-            check_tensors(path, transformer_2=second)
-            check_layers(path, second, SECOND)
             self.pipeline.register_modules(transformer_2=second)
 
     @classmethod
@@ -292,8 +288,7 @@ class Model(FlowModel):
 
     def decode(self, latents: Tensor, height: int, width: int) -> Tensor:
         mean, std = self.latent_statistics(latents.device)
-        pixels = to_pixels(self.vae.decode(latents * std + mean, return_dict=False)[0].transpose(1, 2))
-        return pixels if latents.shape[2] > 1 else pixels[:, 0]
+        return self.decode_frames(latents * std + mean)
 
     def encode_images(self, images: Tensor, generator: torch.Generator | None = None) -> Tensor:
         return self.frame_latents(images, generator)

@@ -4,11 +4,12 @@ from typing import Any
 
 import torch
 from diffusers import ZImageTransformer2DModel
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import pad
 
-from phalanx.models.flow.embeds import padded_texts
+from phalanx.models.flow.embeds import masked_texts
 from phalanx.models.flow.family import Embeds, FlowModel, check_size
+from phalanx.models.recompute import run_block
 
 PATCH = 2  # side of an image token, in latents
 UNIT = 32  # texts and images are padded to a multiple of this many tokens, with learned tokens that are attended to
@@ -49,27 +50,22 @@ class Transformer(ZImageTransformer2DModel):
         grid[..., 0] += lengths
         image_rope = self._rope(pad(grid, (0, 0, 0, image.shape[1] - tokens)))
         for block in self.noise_refiner:
-            image = self._run(block, image, None, image_rope, condition)
+            image = run_block(self, block, image, None, image_rope, condition)
 
         text = self.cap_embedder(encoder_hidden_states)
         text = torch.where(text_mask[..., None], text, self.cap_pad_token.to(text.dtype))
         # positions are (1 + j, 0, 0) for token j
         text_rope = self._rope(self._grid((text.shape[1], 1, 1), text).expand(n, -1, -1))
         for block in self.context_refiner:
-            text = self._run(block, text, attention_mask, text_rope)
+            text = run_block(self, block, text, attention_mask, text_rope)
 
         both, rope, mask = torch.cat([image, text], 1), torch.cat([image_rope, text_rope], 1), None
         if attention_mask is not None:
             mask = torch.cat([attention_mask.new_ones(n, image.shape[1]), attention_mask], 1)
         for block in self.layers:
-            both = self._run(block, both, mask, rope, condition)
+            both = run_block(self, block, both, mask, rope, condition)
         out = self.all_final_layer[f"{PATCH}-1"](both, c=condition)
         return (_unpatched(out[:, :tokens], height, width),)
-
-    def _run(self, block: nn.Module, *inputs: Tensor | None) -> Tensor:
-        if self.gradient_checkpointing and torch.is_grad_enabled():
-            return self._gradient_checkpointing_func(block, *inputs)
-        return block(*inputs)
 
     def _rope(self, positions: Tensor) -> Tensor:
         """Rotary embeddings [N, L, head_dim / 2] of positions [N, L, 3]."""
@@ -99,19 +95,13 @@ class Model(FlowModel):
 
     pipeline_class = "ZImagePipeline"
     transformer_class = Transformer
-    guidance_key = "guidance_scale"
-    default_negative = ""
     masks_text = True
+    block_lists = ("noise_refiner", "context_refiner", "layers")  # of the image, of the text, and of both
     # the layers of Flow-Factory's recipes: all but the modulation
     lora_targets = (
         "attention.to_k", "attention.to_out.0", "attention.to_q", "attention.to_v",
         "feed_forward.w1", "feed_forward.w2", "feed_forward.w3",
     )  # fmt: skip
-
-    def blocks(self) -> list[nn.Module]:
-        """Blocks of the image, of the text, and of their joint sequence."""
-        t = self.transformer
-        return [*t.noise_refiner, *t.context_refiner, *t.layers]
 
     def heads(self) -> tuple[int, int]:
         c = self.transformer.config
@@ -150,14 +140,9 @@ class Model(FlowModel):
         return _filled(max_length)
 
     def collate(self, embeds: list[Embeds], length: int, padded: bool) -> Embeds:
-        """`prompt_embeds` [N, length, D], `text_mask` [N, length], and `attention_mask` [N, length] if `padded`."""
-        batch = {
-            "prompt_embeds": padded_texts(embeds, length),
-            "text_mask": torch.stack([pad(e["text_mask"], (0, length - len(e["text_mask"]))) for e in embeds]),
-        }
-        if padded:
-            batch["attention_mask"] = torch.arange(length) < torch.tensor([[len(e["prompt_embeds"])] for e in embeds])
-        return batch
+        """As `masked_texts`, with `text_mask` [N, length]."""
+        kept = [pad(e["text_mask"], (0, length - len(e["text_mask"]))) for e in embeds]
+        return masked_texts(embeds, length, padded) | {"text_mask": torch.stack(kept)}
 
     def tokens(self, height: int, width: int) -> int:
         _, h, w = self.latent_shape(height, width)
