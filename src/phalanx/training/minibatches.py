@@ -94,25 +94,6 @@ class Minibatches:
     corrects: bool = True
     score: Callable[..., Tensor] | None = None
 
-    @classmethod
-    def of(
-        cls,
-        samples: Samples,
-        advantage: Tensor,
-        sample_mask: Tensor,
-        numbers: Tensor,
-        world: World,
-        *,
-        corrects: bool,
-        ranks: Tensor | None = None,
-    ) -> "Minibatches":
-        """Build them from this rank's samples, and from advantage [N], sample_mask [N] bool and the units' sample
-        numbers [U, s] of all ranks. `ranks`: see Units.of.
-        """
-        units = Units.of(numbers, sample_mask, samples.index, world, ranks)
-        # groups span ranks, so advantages are computed for all ranks' samples [N]; this rank needs its own [B]
-        return cls(samples, advantage[samples.index], units, world.device, corrects=corrects)
-
     @property
     def mask(self) -> Tensor:
         """[B, A] bool: the actions to train."""

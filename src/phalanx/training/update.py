@@ -131,23 +131,23 @@ class Updater:
 
     def batches(self, samples: Samples, advantage: Tensor, counted: Tensor, units: Tensor, log: StepLog) -> Minibatches:
         """Build the Minibatches this rank trains; with `costs`, ranks first exchange samples to balance the work."""
-        ranks, updates, size = None, self.chunk_plan.updates, self.world.data_size
+        updates, size = self.chunk_plan.updates, self.world.data_size
+        own = Units.of(units, counted, samples.index, self.world)
         if self.costs is not None and size > 1 and counted[units].any():
-            drawn = Units.of(units, counted, samples.index, self.world)
             assert samples.tokens is not None, "samples that differ in cost have tokens"
             local = torch.stack([torch.tensor(self.costs(samples), dtype=torch.float64), samples.tokens.double()], 1)
             costs, tokens = all_gather(local)[units].sum(1).T  # [U] each, over all ranks
-            trained = torch.zeros(size, dtype=torch.float64).index_add(0, drawn.ranks, tokens * drawn.counted)
+            trained = torch.zeros(size, dtype=torch.float64).index_add(0, own.ranks, tokens * own.counted)
             log.rows[-1]["perf/token_imbalance_drawn"] = float(trained.max() / trained.mean().clamp(min=1))
             # all ranks know all costs, so each of them computes the same assignment of units to ranks
-            ranks = drawn.balanced(costs, updates, size)
-            if not ranks.equal(drawn.ranks):
+            ranks = own.balanced(costs, updates, size)
+            if not ranks.equal(own.ranks):
                 of_samples = torch.full((len(counted),), -1)
                 of_samples[units] = ranks[:, None].expand(units.shape)
                 samples = exchanged(samples, of_samples, self.world)
-        return Minibatches.of(
-            samples, advantage, counted, units, self.world, corrects=self.algorithm.corrects, ranks=ranks
-        )
+                own = Units.of(units, counted, samples.index, self.world, ranks)
+        # groups span ranks, so advantages are computed for all ranks' samples [N]; this rank needs its own [B]
+        return Minibatches(samples, advantage[samples.index], own, self.world.device, corrects=self.algorithm.corrects)
 
     # -- optimizer steps ------------------------------------------------------------------------------------------
 
@@ -161,7 +161,8 @@ class Updater:
         for epoch in range(self.plan.epochs if batch.learns and not warming_up else 0):
             if self.algorithm.levels is not None:
                 # forward process: x_t = (1 - t) x_0 + t noise; this epoch draws its own noise and t [B, W]
-                seeds = self._corruption_seeds(batch.samples, step, epoch)
+                seed = self.cfg.trainer.seed
+                seeds = [fold_in(seed, step, int(i), "forward", epoch) for i in batch.samples.index]
                 batch.corrupted = self.algorithm.corrupt(self.policy, batch.samples, seeds)
                 if self.score is not None:
                     batch.score = partial(self.score, step=step)
@@ -190,10 +191,6 @@ class Updater:
             summed=chunked,
             at_least_one=pending,
         )
-
-    def _corruption_seeds(self, samples: Samples, step: int, epoch: int) -> list[int]:
-        """One seed per sample of this rank, a function of (trainer.seed, step, sample, epoch)."""
-        return [fold_in(self.cfg.trainer.seed, step, int(i), "forward", epoch) for i in samples.index]
 
     def ends_update(self, chunk: int) -> bool:
         """Whether an optimizer step follows the passes of this chunk."""
