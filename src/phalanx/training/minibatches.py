@@ -82,7 +82,8 @@ class Minibatches:
 
     advantage: [B], or [B, A] with one per action. reference_outputs: name of the weights -> [B, ...]. corrupted: the
     corrupted samples, for forward-process algorithms. corrects: see phalanx.types.Algorithm. score(images,
-    prompts=...): the reward with a gradient, if the algorithm differentiates it.
+    prompts=...): the reward with a gradient, if the algorithm differentiates it. pending: these are the last samples of
+    an optimizer step to which earlier chunks have contributed.
     """
 
     samples: Samples
@@ -93,6 +94,7 @@ class Minibatches:
     corrupted: Any = None
     corrects: bool = True
     score: Callable[..., Tensor] | None = None
+    pending: bool = False
 
     @property
     def mask(self) -> Tensor:
@@ -101,8 +103,8 @@ class Minibatches:
 
     @property
     def learns(self) -> bool:
-        """Whether any rank has a sample to train."""
-        return bool(self.units.counted.any())
+        """Whether any rank has a sample to train, or an optimizer step waits for the last of its passes."""
+        return self.pending or bool(self.units.counted.any())
 
     @property
     def counts(self) -> Tensor:

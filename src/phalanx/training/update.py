@@ -117,7 +117,7 @@ class Updater:
         # sample i, numbered across all ranks, belongs to prompt i // n
         self.group_id = torch.arange(self.chunk_plan.samples) // (group or cfg.rollout.n)  # [N]
         self.planned_updates = plan.updates * plan.epochs
-        self._counts = torch.zeros(2, dtype=torch.int64)  # trained actions and samples since the last `apply`
+        self._counts = torch.zeros(2, dtype=torch.int64)  # trained actions and samples of the optimizer step
 
     @property
     def expected_passes(self) -> int:
@@ -147,11 +147,17 @@ class Updater:
                 samples = exchanged(samples, of_samples, self.world)
                 own = Units.of(units, counted, samples.index, self.world, ranks)
         # groups span ranks, so advantages are computed for all ranks' samples [N]; this rank needs its own [B]
-        return Minibatches(samples, advantage[samples.index], own, self.world.device, corrects=self.algorithm.corrects)
+        own_advantage, corrects = advantage[samples.index], self.algorithm.corrects
+        begun = len(log.scalars) > len(log.updates)  # whether earlier chunks have contributed to an optimizer step
+        if not begun:
+            self._counts.zero_()
+        # gradients are reduced in the last pass of an optimizer step, so its last chunk needs at least one pass
+        pending = begun and self.ends_update(len(log.rows) - 1)
+        return Minibatches(samples, own_advantage, own, self.world.device, corrects=corrects, pending=pending)
 
     # -- optimizer steps ------------------------------------------------------------------------------------------
 
-    def optimizer_steps(self, batch: Minibatches, log: StepLog, step: int, chunk: int) -> Iterator[list[Pass]]:
+    def optimizer_steps(self, batch: Minibatches, step: int) -> Iterator[list[Pass]]:
         """Yield the passes of each optimizer step on a chunk of samples, epoch by epoch. Algorithms with `levels` train
         on freshly corrupted samples in each epoch.
 
@@ -167,19 +173,17 @@ class Updater:
                 if self.score is not None:
                     batch.score = partial(self.score, step=step)
                 batch.reference_outputs = self.reference_outputs(batch)
-            steps = self._steps(batch, log, chunk)
+            steps = self._steps(batch)
             # compute log pi_old in the same passes as the training if their shapes depend on the samples in them
             if epoch == 0 and self.rescorer.in_training and not batch.samples.on_policy:
                 batch.samples = self.rescorer.in_passes(batch.samples, [rows for passes in steps for rows, _ in passes])
             yield from steps
 
-    def _steps(self, batch: Minibatches, log: StepLog, chunk: int) -> list[list[Pass]]:
+    def _steps(self, batch: Minibatches) -> list[list[Pass]]:
         """The passes of each optimizer step of an epoch; with several chunks, this chunk's passes of one step."""
         actor, chunked = self.cfg.actor, self.chunks > 1
         if chunked:
             self._counts += batch.counts
-        # gradients are reduced in the last pass of an optimizer step, so its last chunk needs at least one pass
-        pending = chunked and self.ends_update(chunk) and len(log.scalars) > len(log.updates)
         return optimizer_steps(
             batch.mask,
             batch.units,
@@ -189,7 +193,7 @@ class Updater:
             constant=actor.loss_scale_factor,
             tokens=batch.samples.tokens,
             summed=chunked,
-            at_least_one=pending,
+            at_least_one=batch.pending,
         )
 
     def ends_update(self, chunk: int) -> bool:
@@ -202,7 +206,6 @@ class Updater:
             # The chunks accumulated the gradient of sum(l). T and S over all of them are only known now; dividing by
             # T or S gives the gradient of the mean.
             actions, samples = reduce_sum(self._counts).tolist()
-            self._counts.zero_()
             denominator = max(actions if self.cfg.actor.loss_agg_mode == "token-mean" else samples, 1)
             self.state.optimizer.scale_gradients(1 / denominator)
             loss = loss / denominator
