@@ -72,7 +72,7 @@ def build_trainer(
     if link is None:
         assert rollout is not None, "each rank samples"
         rewards = RewardClient(cfg, world, components.rewards, timers, noun)
-        validator = Validator(cfg, world, policy, rollout, rewards, components.val_sets, timers, keeps=components.keeps)
+        validator = Validator(cfg, world, policy, rollout, rewards, components.val_sets, timers)
         job = Job(cfg, world, {"": state}, validator, timers, steps, batch=batch, beside=beside)
         rescorer = Rescorer(cfg, plan, algorithm, policy, timers, job.progress, exact=exact)
         weights = algorithm.behaviour

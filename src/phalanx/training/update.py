@@ -132,28 +132,28 @@ class Updater:
     def batches(self, samples: Samples, advantage: Tensor, counted: Tensor, units: Tensor, log: StepLog) -> Minibatches:
         """Build the Minibatches this rank trains; with `costs`, ranks first exchange samples to balance the work."""
         updates, size = self.chunk_plan.updates, self.world.data_size
-        own = Units.of(units, counted, samples.index, self.world)
+        divided = Units.of(units, counted, samples.index, self.world)
         if self.costs is not None and size > 1 and counted[units].any():
             assert samples.tokens is not None, "samples that differ in cost have tokens"
             local = torch.stack([torch.tensor(self.costs(samples), dtype=torch.float64), samples.tokens.double()], 1)
             costs, tokens = all_gather(local)[units].sum(1).T  # [U] each, over all ranks
-            trained = torch.zeros(size, dtype=torch.float64).index_add(0, own.ranks, tokens * own.counted)
+            trained = torch.zeros(size, dtype=torch.float64).index_add(0, divided.ranks, tokens * divided.counted)
             log.rows[-1]["perf/token_imbalance_drawn"] = float(trained.max() / trained.mean().clamp(min=1))
             # all ranks know all costs, so each of them computes the same assignment of units to ranks
-            ranks = own.balanced(costs, updates, size)
-            if not ranks.equal(own.ranks):
+            ranks = divided.balanced(costs, updates, size)
+            if not ranks.equal(divided.ranks):
                 of_samples = torch.full((len(counted),), -1)
                 of_samples[units] = ranks[:, None].expand(units.shape)
                 samples = exchanged(samples, of_samples, self.world)
-                own = Units.of(units, counted, samples.index, self.world, ranks)
+                divided = Units.of(units, counted, samples.index, self.world, ranks)
         # groups span ranks, so advantages are computed for all ranks' samples [N]; this rank needs its own [B]
-        own_advantage, corrects = advantage[samples.index], self.algorithm.corrects
+        of_rank, corrects = advantage[samples.index], self.algorithm.corrects
         begun = len(log.scalars) > len(log.updates)  # whether earlier chunks have contributed to an optimizer step
         if not begun:
             self._counts.zero_()
         # gradients are reduced in the last pass of an optimizer step, so its last chunk needs at least one pass
         pending = begun and self.ends_update(len(log.rows) - 1)
-        return Minibatches(samples, own_advantage, own, self.world.device, corrects=corrects, pending=pending)
+        return Minibatches(samples, of_rank, divided, self.world.device, corrects=corrects, pending=pending)
 
     # -- optimizer steps ------------------------------------------------------------------------------------------
 

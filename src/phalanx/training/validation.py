@@ -65,12 +65,11 @@ class Validator:
         rewards: RewardClient,
         val_sets: dict[str, list[Prompt]],
         timers: Timers,
-        keeps: KeepsSamples | None = None,
     ) -> None:
-        """val_sets: held-out prompts by name. keeps: the rollout if it keeps samples for later steps."""
+        """val_sets: held-out prompts by name."""
         self.cfg, self.world, self.policy, self.rollout = cfg, world, policy, rollout
         self.rewards, self.val_sets, self.timers = rewards, val_sets, timers
-        self.keeps = keeps
+        self.keeps = rollout if isinstance(rollout, KeepsSamples) else None
 
     @property
     def validates(self) -> int:
