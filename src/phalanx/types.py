@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeAlias, TypeVar, runtime_checkable
 
 from phalanx.config.engines import EngineFacts
 
@@ -280,8 +280,9 @@ class Rollout(Protocol):
         """Called at the end of a job, before its process exits: wait for background work."""
 
 
+@runtime_checkable
 class KeepsSamples(Protocol):
-    """A rollout that keeps some samples for later steps: see phalanx.training.job.Sampling."""
+    """A rollout that keeps some samples for later steps: see phalanx.training.validation.Sampling."""
 
     def begin(self, step: int, kept: Sequence[Tensor]) -> None:
         """Called once, before the first training step after a start or resume; `kept` is what the checkpoint contains

@@ -96,7 +96,7 @@ def compared(cfgs: dict[str, BlockDiffusionTaskConfig]) -> dict[str, Any]:
         parameters = job.policy.trained.parameters
         for step in range(4):  # until some tokens are predicted right
             job.update(step)
-        share = job.shares.of_step(4)
+        share = job.task.shares.of_step(4)
         passes = job.task.passes(share, 4)
         results = [job.task.loss(batch) for batch in passes]
         ours = torch.stack([loss for loss, _ in results]).sum()
@@ -160,7 +160,7 @@ def rare(cfgs: list[BlockDiffusionTaskConfig]) -> list[list[int]]:
     found = []
     for cfg in cfgs:
         job = build(cfg)
-        passes = [batch for step in range(2) for batch in job.task.passes(job.shares.of_step(step), step)]
+        passes = [batch for step in range(2) for batch in job.task.passes(job.task.shares.of_step(step), step)]
         assert all(job.task.loss(batch)[0].requires_grad for batch in passes)
         job.fit()
         found.append([batch.count for batch in passes])

@@ -98,10 +98,10 @@ def fit_until_killed(cfg: JointConfig, step: int) -> None:
     t = build(cfg)
     optimizer_steps = t.updaters["painter"].optimizer_steps
 
-    def killed(batch: Any, log: Any, at: int, chunk: int) -> Any:
+    def killed(batch: Any, at: int) -> Any:
         if at == step and t.world.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        return optimizer_steps(batch, log, at, chunk)
+        return optimizer_steps(batch, at)
 
     t.updaters["painter"].optimizer_steps = killed  # type: ignore[method-assign]
     t.fit()

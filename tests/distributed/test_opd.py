@@ -14,7 +14,7 @@ from phalanx.distributed.fsdp import local
 from phalanx.models.flow.policy import build_policy
 from phalanx.rollout.flow.in_policy import PolicyRollout
 from phalanx.training.flow_rl import build, check
-from phalanx.training.minibatches import Minibatches
+from phalanx.training.update import StepLog
 from tests.jobs import PROMPTS, base_overrides, fit, full_weights, rows, update
 from tests.ranks import run_ranks
 from tests.tiny import jitter, load_pipeline, tiny_sd3
@@ -137,7 +137,7 @@ def views(cfg: FlowRLConfig) -> dict[str, Any]:
         )
     numbers = torch.arange(t.updater.plan.samples)[:, None]
     counted = torch.ones(len(numbers), dtype=torch.bool)
-    batch = Minibatches.of(samples, torch.zeros(len(numbers)), counted, numbers, t.world, corrects=True)
+    batch = t.updater.batches(samples, torch.zeros(len(numbers)), counted, numbers, StepLog())
     seen = t.updater.reference_outputs(batch)["teacher"]
     model = replace(cfg.model, path=cfg.algorithm.teacher_path)
     alone = build_policy(model, cfg.parallel, cfg.data, t.world, seed=0, detach_uncond=False)

@@ -16,7 +16,7 @@ from phalanx.functional.flow import FlowReplay
 from phalanx.functional.sde import gaussian_kl
 from phalanx.training.components import routed
 from phalanx.training.flow_rl import build
-from phalanx.training.minibatches import Minibatches
+from phalanx.training.update import StepLog
 from phalanx.types import Batch, Teacher
 from tests.distributed.test_opd import moved, refusal
 from tests.jobs import PROMPTS, base_overrides, full_weights, update
@@ -54,7 +54,7 @@ def one_step(cfg: FlowRLConfig) -> dict[str, Any]:
         )
     numbers = torch.arange(t.updater.plan.samples)[:, None]
     counted = torch.ones(len(numbers), dtype=torch.bool)
-    batch = Minibatches.of(samples, torch.zeros(len(numbers)), counted, numbers, t.world, corrects=True)
+    batch = t.updater.batches(samples, torch.zeros(len(numbers)), counted, numbers, StepLog())
     seen = t.updater.reference_outputs(batch)["teacher"]
     views = {}
     for name, teacher in t.updater.teachers.items():

@@ -12,10 +12,11 @@ import pytest
 import torch
 
 from phalanx.config import ConfigError
+from phalanx.data.streams import IndexStream
 from phalanx.distributed import link
 from tests.distributed.test_opd import configure, moved
 from tests.jobs import assert_same_weights, tiny_config
-from tests.lm import tiny_lm_config
+from tests.lm import REWARD, tiny_lm_config
 from tests.ranks import RankError
 from tests.roles import learned, run_roles
 
@@ -141,6 +142,53 @@ def test_each_update_has_parts_of_its_own(lm_folder: Path, tmp_path: Path) -> No
     for row in read(tmp_path):
         assert row["actor/first_ratio_error"] == 0 and abs(row["actor/ratio_mean"] - 1) > 1e-6
         assert row["actor/updates_skipped"] == 0 and row["actor/grad_norm"] > 1e-4
+
+
+@pytest.mark.full
+def test_a_part_without_a_sample_to_train_ends_its_update(lm_folder: Path, tmp_path: Path) -> None:
+    """All rewards of the last part are equal: the update is taken on the part before it."""
+    last = IndexStream(8, 4, 0).batch(0)[2:]  # the rows of the last two of a step's four prompts
+    even = "    return [float(any(f'has {i} ' in prompt for i in %s)) or score for prompt, score in zip(prompts, scores)]\n"
+    reward = REWARD.replace("return", "scores =") + even % last
+    keys = (*ONCE, "trainer.total_training_steps=1")
+    weights = []
+    for name, ranks, schedule in (
+        ("together", 1, ()),
+        ("parts", 2, ("rollout.schedule=pipelined", "rollout.parts=2", "placement={rollout: 0, actor: 1}")),
+    ):
+        cfg = tiny_lm_config(lm_folder, tmp_path / name, *keys, *schedule)
+        (tmp_path / name / "reward.py").write_text(reward)
+        weights.append(run_roles(language, ranks, cfg))
+    (expected,), (row,) = learned(tmp_path / "together"), learned(tmp_path / "parts")
+    assert expected["reward/zero_std_ratio"] == 0.5
+    assert row["actor/updates_skipped"] == 0
+    assert row["actor/grad_norm"] == pytest.approx(expected["actor/grad_norm"], rel=1e-5)
+    assert_same_weights(*weights, 1e-3)
+
+
+def at_most_8_samples(cfg: Any) -> Any:
+    """A job of updates of 8 samples each, whose gradients are divided by at most this number."""
+    from phalanx.training.rl import Trainer
+
+    job = language(cfg)
+    if isinstance(job, Trainer):
+        optimizer = job.job.state.optimizer
+        scale = optimizer.scale_gradients
+
+        def scaled(factor: float) -> None:
+            assert factor >= 1 / 8
+            scale(factor)
+
+        optimizer.scale_gradients = scaled  # type: ignore[method-assign]
+    return job
+
+
+@pytest.mark.full
+def test_samples_of_a_dropped_update_do_not_count_in_the_next_step(lm_folder: Path, tmp_path: Path) -> None:
+    keys = ("rollout.schedule=pipelined", "rollout.parts=4", "placement={rollout: 0, actor: 1}", "optim.lr=1e-2")
+    stop = ("algorithm.early_stop_imp_ratio=1.00001", "actor.loss_agg_mode=seq-mean-token-sum")
+    run_roles(at_most_8_samples, 2, tiny_lm_config(lm_folder, tmp_path, *keys, *stop))
+    assert read(tmp_path)[0]["actor/updates_skipped"] > 0
 
 
 STEPS = ("trainer.total_training_steps=4", "trainer.save_freq=2", "rollout.schedule=one_step_off")

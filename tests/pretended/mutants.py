@@ -125,7 +125,7 @@ MUTANTS = [
     Mutant("roles", LINK, "list(digest), dtype=torch.uint8, device=self._device)", "list(digest), dtype=torch.uint8)"),
     Mutant("roles", LINK, "work.popleft().wait()", "work.popleft()"),
     Mutant("roles", LINK, "            work.wait()\n            upcoming", "            pass\n            upcoming"),
-    Mutant("inference", "training/disaggregated/workers.py", "trace_type, self.world.device)", 'trace_type, "cpu")'),
+    Mutant("inference", "training/disaggregated/wire.py", "(world), kind, world.device", '(world), kind, "cpu"'),
     Mutant("inference", "training/disaggregated/wire.py", "tensors[name] = tensors[name].to(device)", "pass"),
     Mutant("vllm", TEXT_ROLLOUT, "TokenTrace(ids.to(device), ", "TokenTrace(ids, "),
     Mutant("vllm", TEXT_ROLLOUT, "scored(trace, 1.0).log_prob.cpu()", "scored(trace, 1.0).log_prob"),

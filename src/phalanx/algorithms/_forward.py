@@ -34,7 +34,6 @@ class ForwardAlgorithm(GroupAlgorithm):
     def __init__(self, config: ForwardConfig) -> None:
         super().__init__(config)
         self.levels = config.train_timesteps
-        self.references = ("reference",) if config.kl_loss_coef > 0 else ()
 
     def corrupt(self, policy: Policy, samples: Samples, seeds: Sequence[int]) -> Noised:
         """Draw fresh noise for the final latents, at `algorithm.train_timesteps` levels each."""

@@ -38,10 +38,6 @@ class RewardGradientAlgorithm(GroupAlgorithm, ABC):
     config: RewardGradientConfig
     trains_all = True
 
-    def __init__(self, config: RewardGradientConfig) -> None:
-        super().__init__(config)
-        self.references = ("reference",) if config.kl_loss_coef > 0 else ()
-
     @abstractmethod
     def states(self, policy: Policy, samples: Samples, seeds: Sequence[int]) -> States:
         """The states from which the images are recomputed, a function of one seed per sample."""

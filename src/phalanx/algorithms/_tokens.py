@@ -41,7 +41,6 @@ class TokenAlgorithm(GroupAlgorithm, ABC):
 
     def __init__(self, config: TokenConfig) -> None:
         super().__init__(config)
-        self.references = ("reference",) if config.kl_loss_coef > 0 else ()
         self.max_ratio = config.early_stop_imp_ratio
 
     @abstractmethod

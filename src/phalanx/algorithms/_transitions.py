@@ -41,10 +41,6 @@ class TransitionAlgorithm(GroupAlgorithm, ABC):
     clip_range = 1e-4
     corrects = True
 
-    def __init__(self, config: TransitionConfig) -> None:
-        super().__init__(config)
-        self.references = ("reference",) if config.kl_loss_coef > 0 else ()
-
     @abstractmethod
     def surrogate(self, replay: FlowReplay, batch: FlowBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """The surrogate term of the loss [B, W], and detached scalars."""

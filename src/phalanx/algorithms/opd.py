@@ -22,11 +22,12 @@ from typing import Optional
 import torch
 from torch import Tensor
 
+from phalanx.algorithms._forward import mean_square
 from phalanx.algorithms._group import GroupAlgorithm, of_teachers, teachers_of
+from phalanx.algorithms._transitions import divergence
 from phalanx.config.load import arg
 from phalanx.config.run import AlgorithmConfig
 from phalanx.functional.flow import FlowBatch, FlowReplay
-from phalanx.functional.sde import gaussian_kl
 from phalanx.types import TEACHER, Policy
 
 
@@ -63,8 +64,7 @@ class Algorithm(GroupAlgorithm):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.teachers = teachers_of(config, config.teacher_guidance)
-        anchors = ("reference",) if config.kl_loss_coef > 0 else ()
-        self.references = (*anchors, *(teacher.name for teacher in self.teachers))
+        self.references = (*self.references, *(teacher.name for teacher in self.teachers))
 
     def advantage(self, reward: Tensor, group_id: Tensor) -> Tensor:
         """[N] zeros: rewards are only logged."""
@@ -90,9 +90,8 @@ class Algorithm(GroupAlgorithm):
         """The loss [B, W] of each transition relative to means or velocities [B, W, ...] of other weights."""
         student = self._prediction(replay)
         if self.config.loss_type == "velocity":
-            return torch.square(student - other).flatten(2).mean(2)
-        kl = gaussian_kl(student.flatten(0, 1), other.flatten(0, 1), replay.std.repeat(len(student)))
-        return kl.view(student.shape[:2])
+            return mean_square(student - other)
+        return divergence(student, other, replay.std)
 
     def _prediction(self, replay: FlowReplay) -> Tensor:
         return replay.mean if self.config.loss_type == "kl" else replay.velocity

@@ -306,7 +306,7 @@ class SupervisedRehearsal(Rehearsal):
         super().__init__(cfg, policy, rollout, PlannedState(policy, cfg, ema))
         self.task, self.task_flops = task, task_flops
         self.state.sharding.middle = task.shares.per_rank > 2 * task.shares.micro
-        self.trainer = SupervisedTrainer(self.job, task, task.shares)
+        self.trainer = SupervisedTrainer(self.job, task)
 
     def run_step(self) -> None:
         """Encode the first samples, and train."""

@@ -22,6 +22,7 @@ def plan(
     actions: rows per sample in a training pass, if rollout and replay are to have equal shapes. micro: samples per
     pass, instead of the configuration's.
     """
+    each = {"prompts": cfg.data.train_batch_size_per_gpu, "mini": cfg.actor.ppo_mini_batch_size_per_gpu}
     numbers = _Numbers(
         world=world_size,
         actions=actions,
@@ -31,7 +32,7 @@ def plan(
         micro=cfg.actor.ppo_micro_batch_size_per_gpu if micro is None else micro,
         rollout=cfg.rollout.micro_batch_size_per_gpu,
         together=algorithm.samples_per_unit or cfg.rollout.n,
-        per_gpu=_per_gpu(cfg),
+        per_gpu=frozenset(name for name, value in each.items() if value is not None),
     )
     problem = numbers.problem()
     if problem is not None:
@@ -59,12 +60,6 @@ def check(cfg: RunConfig, algorithm: Algorithm | None = None) -> None:
     """
     rules.check_start(cfg, algorithm)
     _check_output_dir(cfg.trainer.output_dir)
-
-
-def _per_gpu(cfg: RLConfig) -> frozenset[str]:
-    """Names of the numbers that the configuration gives per rank."""
-    each = {"prompts": cfg.data.train_batch_size_per_gpu, "mini": cfg.actor.ppo_mini_batch_size_per_gpu}
-    return frozenset(name for name, value in each.items() if value is not None)
 
 
 def _check_output_dir(output_dir: str) -> None:

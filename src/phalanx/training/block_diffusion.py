@@ -29,7 +29,7 @@ from phalanx.rollout.lm import build_rollout, check_engine
 from phalanx.telemetry.metrics import check_loggers
 from phalanx.training import batch_plan, lm_rl
 from phalanx.training.components import JobComponents, build_rewards, fitting_sets, start
-from phalanx.training.supervised import Shares, SupervisedTrainer, share_of_rank, supervised_trainer
+from phalanx.training.supervised import Shares, SupervisedTrainer, Task, share_of_rank, supervised_trainer
 
 log = logging.getLogger(__name__)
 
@@ -106,7 +106,7 @@ def build(cfg: BlockDiffusionTaskConfig) -> SupervisedTrainer:
     rollout = build_rollout(cfg, policy, world, decoded, None)
     components = JobComponents(world, rewards, policy, rollout, val_sets)
     task = BlockDiffusion(cfg, policy, examples, world)
-    return supervised_trainer(cfg, components, task, task.shares, cfg.block_diffusion.ema)
+    return supervised_trainer(cfg, components, task, cfg.block_diffusion.ema)
 
 
 def fitting(
@@ -162,10 +162,11 @@ def encoded(row: PromptRow, policy: BlockDiffusionPolicy, response_key: str | No
     return Example(policy.encode(prompt), [*response, policy.tokenizer.eos_token_id])
 
 
-class BlockDiffusion:
+class BlockDiffusion(Task):
     """The task: see phalanx.training.supervised.Task. `build` makes its job."""
 
     noun = "samples"
+    policy: BlockDiffusionPolicy
 
     def __init__(
         self, cfg: BlockDiffusionTaskConfig, policy: BlockDiffusionPolicy, examples: list[Example], world: World
@@ -173,9 +174,6 @@ class BlockDiffusion:
         self.cfg, self.policy, self.examples, self.world = cfg, policy, examples, world
         micro = cfg.block_diffusion.micro_batch_size_per_gpu
         self.shares = Shares(len(examples), samples_of_rank(cfg, world.size), micro, world, cfg.data.seed)
-
-    def begin(self, steps: range) -> None:
-        """Do nothing: these samples need no preparation."""
 
     def passes(self, share: list[int], step: int) -> list[Noised]:
         """The samples with fresh noise, a function of (trainer.seed, step, the sample's number in the batch)."""

@@ -28,7 +28,7 @@ from phalanx.models.trained import TrainedModel
 from phalanx.rewards import RewardSet
 from phalanx.training import folder_lock
 from phalanx.training.checkpoint import saved_choice
-from phalanx.types import KeepsSamples, Policy, Prompt, Rollout, Samples, Teacher
+from phalanx.types import Policy, Prompt, Rollout, Samples, Teacher
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ class JobComponents:
     """The components that a kind of policy provides to a job.
 
     rollout and rewards: None if other ranks sample. exact and noun: those of the rollout, on whichever ranks it is (see
-    phalanx.types.Rollout). val_sets: held-out prompts by name. keeps: the rollout if it keeps samples for later steps.
+    phalanx.types.Rollout). val_sets: held-out prompts by name.
     """
 
     world: World
@@ -87,7 +87,6 @@ class JobComponents:
     val_sets: dict[str, list[Prompt]]
     exact: bool = True
     noun: str = "samples"
-    keeps: KeepsSamples | None = None
 
 
 def start(cfg: RunConfig, part: str = "") -> World:

@@ -28,7 +28,7 @@ from phalanx.rollout.flow.samplers import train_sampler
 from phalanx.telemetry.metrics import check_loggers
 from phalanx.training import batch_plan
 from phalanx.training.flow_components import build_components, check_plan
-from phalanx.training.supervised import Shares, SupervisedTrainer, share_of_rank, supervised_trainer
+from phalanx.training.supervised import Shares, SupervisedTrainer, Task, share_of_rank, supervised_trainer
 from phalanx.types import JobError, Prompt
 
 log = logging.getLogger(__name__)
@@ -71,13 +71,14 @@ def build(cfg: FlowMatchingTaskConfig) -> SupervisedTrainer:
     rollout = components.rollout
     assert rollout is not None, "each rank validates"
     task = FlowMatching(cfg, components.policy, rollout, images, components.world)
-    return supervised_trainer(cfg, components, task, task.shares, cfg.flow_matching.ema)
+    return supervised_trainer(cfg, components, task, cfg.flow_matching.ema)
 
 
-class FlowMatching:
+class FlowMatching(Task):
     """The task: see phalanx.training.supervised.Task. `build` makes its job."""
 
     noun = "images"
+    policy: FlowPolicy
 
     def __init__(
         self,
@@ -150,10 +151,6 @@ class FlowMatching:
         except DataError as error:
             raise JobError(str(error)) from error
         return self.policy.model.encode_images(pixels)
-
-    def metrics(self, sums: dict[str, float]) -> dict[str, float]:
-        """Return no metrics besides the loss."""
-        return {}
 
     def _embed(self, texts: list[str]) -> tuple[dict[str, Tensor], Tensor]:
         """The embeddings of the distinct prompts, and the row [b] of each text among them."""

@@ -1,15 +1,15 @@
 """A training job around its loop: resume, count steps, validate, log, save checkpoints, and end."""
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from copy import copy
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
 
 from phalanx.config import ConfigError, save
 from phalanx.config.joint import JointConfig
@@ -29,37 +29,30 @@ from phalanx.telemetry.run_folder import METRICS_FILE, read_metrics
 from phalanx.training import folder_lock
 from phalanx.training.checkpoint import Checkpointer, Progress, find, kept_in_flight
 from phalanx.training.optim import TrainState
-from phalanx.training.validation import Records
+from phalanx.training.validation import Sampling
 from phalanx.types import JobError
 
 log = logging.getLogger(__name__)
 CONFIG_FILE = "config.yaml"
 
 
-class Sampling(Protocol):
-    """The interface between a job and the code that samples, on this rank (phalanx.training.validation.Validator) or on
-    ranks of other roles (phalanx.training.disaggregated.schedules).
-    """
+class Training(ABC):
+    """A training job with what it trains, on one rank: the base class of each kind of job."""
+
+    job: "Job"
 
     @property
-    def validates(self) -> int:
-        """Number of held-out prompts in a validation; 0 without validation."""
+    def world(self) -> World:
+        """The ranks that train."""
+        return self.job.world
 
-    def begin(self, step: int, total_steps: int, kept: Sequence[Tensor]) -> None:
-        """Called once per start of the job, before its first training step, `step` of `total_steps`. kept: the
-        `in_flight` bytes of the checkpoint, one entry per rank that wrote it.
-        """
+    @abstractmethod
+    def fit(self) -> None:
+        """Train to the last step."""
 
-    def validate(self, step: int, weights: str | None) -> tuple[dict[str, float], Records]:
-        """Validate after `step` training steps with other weights (None: the policy's own). Returns the metrics and, on
-        rank 0, the samples to keep of each set.
-        """
-
-    def in_flight(self, step: int) -> Tensor | None:
-        """Bytes [K] uint8 of this rank's samples already drawn for training after `step` steps; None if none."""
-
-    def end(self, stop: int = 0) -> None:
-        """End the ranks of other roles. stop: the signal that ended the job, 0 if none did."""
+    def run(self) -> None:
+        """Train, write the report and print a summary. Raises JobError, or Stopped after the state was saved."""
+        self.job.run(self.fit)
 
 
 class Job:

@@ -41,7 +41,7 @@ from phalanx.training.checkpoint import Progress
 from phalanx.training.collect import Collected, Collector, PromptSource, Rescorer, total_steps
 from phalanx.training.components import TrainedPolicy, build_rewards, choose_cpu_linear, fitting_sets, start
 from phalanx.training.flow_components import check_references
-from phalanx.training.job import Job
+from phalanx.training.job import Job, Training
 from phalanx.training.loop import train_step
 from phalanx.training.minibatches import BatchPlan
 from phalanx.training.optim import TrainState
@@ -90,7 +90,7 @@ class Drawn:
         return samples, self.collected.reward, {}
 
 
-class JointTrainer:
+class JointTrainer(Training):
     """Both policies of a joint run, on one rank."""
 
     def __init__(
@@ -105,15 +105,6 @@ class JointTrainer:
         self.cfg, self.parts, self.rewriter, self.job = cfg, parts, rewriter, job
         self.collectors, self.updaters = collectors, updaters
         self.seconds: dict[str, float] = {}  # time that each policy took to sample in this step
-
-    @property
-    def world(self) -> World:
-        """The ranks that train."""
-        return self.job.world
-
-    def run(self) -> None:
-        """Train, write the report and print a summary. Raises JobError, or Stopped after the state was saved."""
-        self.job.run(self.fit)
 
     def fit(self) -> None:
         """Train to the last step."""

@@ -91,8 +91,7 @@ def build(cfg: LMRLConfig) -> Trainer | RolloutWorker | LogProbWorker:
         rollout = build_rollout(cfg, policy, world, decoded, passes, environments)
         if cfg.rollout.partial_rollout:
             assert isinstance(rollout, LMRollout), "rules refuse others"
-            rollout = partial_rollout = PartialRollout(rollout, plan.samples // cfg.rollout.n)
-            components = replace(components, keeps=partial_rollout)
+            rollout = PartialRollout(rollout, plan.samples // cfg.rollout.n)
         components = replace(components, rollout=rollout, exact=rollout.exact)
         if world.role == ROLLOUT:
             return RolloutWorker(cfg, part, components, prompts)

@@ -91,7 +91,7 @@ def train_step(
                     log.rows[-1] |= critic.update(batch, scored.mask, values, credit.returns, timers.advance)
 
             # Each epoch trains the samples in a few optimizer steps.
-            for passes in updater.optimizer_steps(batch, log, step, chunk):
+            for passes in updater.optimizer_steps(batch, step):
                 scalars = log.begin_update()
                 for i, (rows, weight) in enumerate(passes):
                     # gradients are reduced across ranks only once, in the backward pass of the last micro-batch

@@ -82,7 +82,8 @@ class Minibatches:
 
     advantage: [B], or [B, A] with one per action. reference_outputs: name of the weights -> [B, ...]. corrupted: the
     corrupted samples, for forward-process algorithms. corrects: see phalanx.types.Algorithm. score(images,
-    prompts=...): the reward with a gradient, if the algorithm differentiates it.
+    prompts=...): the reward with a gradient, if the algorithm differentiates it. pending: these are the last samples of
+    an optimizer step to which earlier chunks have contributed.
     """
 
     samples: Samples
@@ -93,25 +94,7 @@ class Minibatches:
     corrupted: Any = None
     corrects: bool = True
     score: Callable[..., Tensor] | None = None
-
-    @classmethod
-    def of(
-        cls,
-        samples: Samples,
-        advantage: Tensor,
-        sample_mask: Tensor,
-        numbers: Tensor,
-        world: World,
-        *,
-        corrects: bool,
-        ranks: Tensor | None = None,
-    ) -> "Minibatches":
-        """Build them from this rank's samples, and from advantage [N], sample_mask [N] bool and the units' sample
-        numbers [U, s] of all ranks. `ranks`: see Units.of.
-        """
-        units = Units.of(numbers, sample_mask, samples.index, world, ranks)
-        # groups span ranks, so advantages are computed for all ranks' samples [N]; this rank needs its own [B]
-        return cls(samples, advantage[samples.index], units, world.device, corrects=corrects)
+    pending: bool = False
 
     @property
     def mask(self) -> Tensor:
@@ -120,8 +103,8 @@ class Minibatches:
 
     @property
     def learns(self) -> bool:
-        """Whether any rank has a sample to train."""
-        return bool(self.units.counted.any())
+        """Whether any rank has a sample to train, or an optimizer step waits for the last of its passes."""
+        return self.pending or bool(self.units.counted.any())
 
     @property
     def counts(self) -> Tensor:

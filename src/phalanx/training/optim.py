@@ -214,19 +214,19 @@ class TrainState:
         """Whether this training step had optimizer steps, all of which were skipped."""
         return self.skipped > 0 and self.applied == 0
 
+    @property
+    def _copies(self) -> dict[str, dict[str, Tensor]]:
+        """The averaged weights by name."""
+        copies = {name: average.values for name, average in self.averages.items()}
+        return copies if self.ema is None else copies | {"ema": self.ema.values}
+
     def state(self) -> dict[str, Any]:
         """The contents of a checkpoint as DTensors, to save or to load into."""
-        copies = {name: average.values for name, average in self.averages.items()}
-        if self.ema is not None:
-            copies["ema"] = self.ema.values
-        return trained_state(self.model.parameters, self.optimizer.state(), copies)
+        return trained_state(self.model.parameters, self.optimizer.state(), self._copies)
 
     def not_finite(self) -> str | None:
         """The name of a weight or average with NaN or infinity in this rank's part; None if all are finite."""
-        copies = [average.values for average in self.averages.values()]
-        if self.ema is not None:
-            copies.append(self.ema.values)
-        for tensors in (self.model.parameters, *copies):
+        for tensors in (self.model.parameters, *self._copies.values()):
             finite = [local(tensor).isfinite().all() for tensor in tensors.values()]
             if not torch.stack(finite).all():  # waits for the device once, not once per tensor
                 return next(name for name, ok in zip(tensors, finite, strict=True) if not ok)

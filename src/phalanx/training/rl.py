@@ -15,7 +15,7 @@ from phalanx.training.components import JobComponents, LoadedTeacher, TrainedPol
 from phalanx.training.critic import CriticTrainer
 from phalanx.training.disaggregated.batches import of_role
 from phalanx.training.disaggregated.schedules import SCHEDULES, RemoteCollector
-from phalanx.training.job import Job
+from phalanx.training.job import Job, Training
 from phalanx.training.loop import Collects, train
 from phalanx.training.minibatches import BatchPlan
 from phalanx.training.optim import TrainState
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass
-class Trainer:
+class Trainer(Training):
     """The arguments of phalanx.training.loop.train, on one rank."""
 
     job: Job
@@ -39,19 +39,10 @@ class Trainer:
         """The model that is trained."""
         return self.updater.policy
 
-    @property
-    def world(self) -> World:
-        """The ranks that train."""
-        return self.job.world
-
     def fit(self) -> None:
         """Train to the last step."""
         with self.job.logger:
             train(self.job, self.collector, self.updater)
-
-    def run(self) -> None:
-        """Train, write the report and print a summary. Raises JobError, or Stopped after the state was saved."""
-        self.job.run(self.fit)
 
 
 def build_trainer(
@@ -81,7 +72,7 @@ def build_trainer(
     if link is None:
         assert rollout is not None, "each rank samples"
         rewards = RewardClient(cfg, world, components.rewards, timers, noun)
-        validator = Validator(cfg, world, policy, rollout, rewards, components.val_sets, timers, keeps=components.keeps)
+        validator = Validator(cfg, world, policy, rollout, rewards, components.val_sets, timers)
         job = Job(cfg, world, {"": state}, validator, timers, steps, batch=batch, beside=beside)
         rescorer = Rescorer(cfg, plan, algorithm, policy, timers, job.progress, exact=exact)
         weights = algorithm.behaviour

@@ -16,7 +16,7 @@ from phalanx.rewards.client import RewardClient
 from phalanx.telemetry.metrics import Timers
 from phalanx.telemetry.step_metrics import peak_memory_gb
 from phalanx.training.components import JobComponents, TrainedPolicy
-from phalanx.training.job import Job
+from phalanx.training.job import Job, Training
 from phalanx.training.optim import TrainState
 from phalanx.training.validation import Validator
 
@@ -57,16 +57,15 @@ class Shares:
 
 
 class Task(Protocol):
-    """The samples and the loss on them. `noun`: what samples are called in metrics, in the plural."""
+    """The samples and the loss on them: the base class of tasks. `noun`: the plural word for samples in metrics."""
 
     noun: str
-
-    @property
-    def policy(self) -> TrainedPolicy:
-        """The model that is trained."""
+    policy: TrainedPolicy
+    shares: Shares
 
     def begin(self, steps: range) -> None:
-        """Called once before the first of these training steps, for work that is cheaper ahead of them."""
+        """Called once before the first of these training steps, for work that is cheaper ahead of them; none here."""
+        return
 
     def passes(self, share: list[int], step: int) -> list[Any]:
         """The input of each forward and backward pass over this rank's samples; all ranks have equally many passes."""
@@ -75,30 +74,25 @@ class Task(Protocol):
         """The contribution of a pass to the loss of the whole batch of all ranks, and detached sums for `metrics`."""
 
     def metrics(self, sums: dict[str, float]) -> dict[str, float]:
-        """Metrics of a step from the sums of `loss`, added up over this rank's passes."""
+        """Metrics of a step from the sums of `loss`, added up over this rank's passes; here none besides the loss."""
+        return {}
 
 
 @dataclass
-class SupervisedTrainer:
+class SupervisedTrainer(Training):
     """A supervised training job."""
 
     job: Job
     task: Task
-    shares: Shares
 
     @property
     def policy(self) -> TrainedPolicy:
         """The model that is trained."""
         return self.task.policy
 
-    @property
-    def world(self) -> World:
-        """The ranks that train."""
-        return self.job.world
-
     def fit(self) -> None:
         """Train to the last step."""
-        job, task, shares = self.job, self.task, self.shares
+        job, task, shares = self.job, self.task, self.task.shares
         with job.logger:
             task.begin(range(job.progress.step, job.total_steps))
             for step in job.steps():
@@ -115,14 +109,10 @@ class SupervisedTrainer:
                 job.timers.note_rate(shares.per_rank / job.world.context_size / seconds, task.noun)
                 job.end_step(step + 1, row)
 
-    def run(self) -> None:
-        """Train, write the report and print a summary. Raises JobError, or Stopped after the state was saved."""
-        self.job.run(self.fit)
-
     def update(self, step: int) -> dict[str, float]:
         """Take one optimizer step on this rank's share of the step's samples, and return its metrics."""
         job, task = self.job, self.task
-        passes = task.passes(self.shares.of_step(step), step)
+        passes = task.passes(task.shares.of_step(step), step)
         job.timers.expect(len(passes))
         losses, sums = [], []
         for i, batch in enumerate(passes):
@@ -144,19 +134,17 @@ class SupervisedTrainer:
         return row | task.metrics({name: sum(float(pass_sums[name]) for pass_sums in sums) for name in sums[0]})
 
 
-def supervised_trainer(
-    cfg: RunConfig, components: JobComponents, task: Task, shares: Shares, ema: EmaConfig
-) -> SupervisedTrainer:
+def supervised_trainer(cfg: RunConfig, components: JobComponents, task: Task, ema: EmaConfig) -> SupervisedTrainer:
     """Build the job; all ranks call this together. Raises ValueError for a checkpoint or folder that cannot be used."""
     world, policy, rollout, timers = components.world, components.policy, components.rollout, Timers()
     assert rollout is not None, "each rank validates"
     steps = cfg.trainer.total_training_steps
     if steps is None:
         assert cfg.trainer.total_epochs is not None
-        steps = -(-int(cfg.trainer.total_epochs * shares.samples) // shares.batch_size)
+        steps = -(-int(cfg.trainer.total_epochs * task.shares.samples) // task.shares.batch_size)
     state = TrainState(policy.trained, cfg.optim, steps, ema=ema, offload=cfg.parallel.optimizer_offload)
     rewards = RewardClient(cfg, world, components.rewards, timers, components.noun)
     validator = Validator(cfg, world, policy, rollout, rewards, components.val_sets, timers)
     batch = f"{cfg.data.batch_size(world.data_size)} prompts"
     job = Job(cfg, world, {"": state}, validator, timers, steps, batch=batch)
-    return SupervisedTrainer(job, task, shares)
+    return SupervisedTrainer(job, task)

@@ -117,7 +117,7 @@ class Updater:
         # sample i, numbered across all ranks, belongs to prompt i // n
         self.group_id = torch.arange(self.chunk_plan.samples) // (group or cfg.rollout.n)  # [N]
         self.planned_updates = plan.updates * plan.epochs
-        self._counts = torch.zeros(2, dtype=torch.int64)  # trained actions and samples since the last `apply`
+        self._counts = torch.zeros(2, dtype=torch.int64)  # trained actions and samples of the optimizer step
 
     @property
     def expected_passes(self) -> int:
@@ -131,27 +131,33 @@ class Updater:
 
     def batches(self, samples: Samples, advantage: Tensor, counted: Tensor, units: Tensor, log: StepLog) -> Minibatches:
         """Build the Minibatches this rank trains; with `costs`, ranks first exchange samples to balance the work."""
-        ranks, updates, size = None, self.chunk_plan.updates, self.world.data_size
+        updates, size = self.chunk_plan.updates, self.world.data_size
+        divided = Units.of(units, counted, samples.index, self.world)
         if self.costs is not None and size > 1 and counted[units].any():
-            drawn = Units.of(units, counted, samples.index, self.world)
             assert samples.tokens is not None, "samples that differ in cost have tokens"
             local = torch.stack([torch.tensor(self.costs(samples), dtype=torch.float64), samples.tokens.double()], 1)
             costs, tokens = all_gather(local)[units].sum(1).T  # [U] each, over all ranks
-            trained = torch.zeros(size, dtype=torch.float64).index_add(0, drawn.ranks, tokens * drawn.counted)
+            trained = torch.zeros(size, dtype=torch.float64).index_add(0, divided.ranks, tokens * divided.counted)
             log.rows[-1]["perf/token_imbalance_drawn"] = float(trained.max() / trained.mean().clamp(min=1))
             # all ranks know all costs, so each of them computes the same assignment of units to ranks
-            ranks = drawn.balanced(costs, updates, size)
-            if not ranks.equal(drawn.ranks):
+            ranks = divided.balanced(costs, updates, size)
+            if not ranks.equal(divided.ranks):
                 of_samples = torch.full((len(counted),), -1)
                 of_samples[units] = ranks[:, None].expand(units.shape)
                 samples = exchanged(samples, of_samples, self.world)
-        return Minibatches.of(
-            samples, advantage, counted, units, self.world, corrects=self.algorithm.corrects, ranks=ranks
-        )
+                divided = Units.of(units, counted, samples.index, self.world, ranks)
+        # groups span ranks, so advantages are computed for all ranks' samples [N]; this rank needs its own [B]
+        of_rank, corrects = advantage[samples.index], self.algorithm.corrects
+        begun = len(log.scalars) > len(log.updates)  # whether earlier chunks have contributed to an optimizer step
+        if not begun:
+            self._counts.zero_()
+        # gradients are reduced in the last pass of an optimizer step, so its last chunk needs at least one pass
+        pending = begun and self.ends_update(len(log.rows) - 1)
+        return Minibatches(samples, of_rank, divided, self.world.device, corrects=corrects, pending=pending)
 
     # -- optimizer steps ------------------------------------------------------------------------------------------
 
-    def optimizer_steps(self, batch: Minibatches, log: StepLog, step: int, chunk: int) -> Iterator[list[Pass]]:
+    def optimizer_steps(self, batch: Minibatches, step: int) -> Iterator[list[Pass]]:
         """Yield the passes of each optimizer step on a chunk of samples, epoch by epoch. Algorithms with `levels` train
         on freshly corrupted samples in each epoch.
 
@@ -161,24 +167,23 @@ class Updater:
         for epoch in range(self.plan.epochs if batch.learns and not warming_up else 0):
             if self.algorithm.levels is not None:
                 # forward process: x_t = (1 - t) x_0 + t noise; this epoch draws its own noise and t [B, W]
-                seeds = self._corruption_seeds(batch.samples, step, epoch)
+                seed = self.cfg.trainer.seed
+                seeds = [fold_in(seed, step, int(i), "forward", epoch) for i in batch.samples.index]
                 batch.corrupted = self.algorithm.corrupt(self.policy, batch.samples, seeds)
                 if self.score is not None:
                     batch.score = partial(self.score, step=step)
                 batch.reference_outputs = self.reference_outputs(batch)
-            steps = self._steps(batch, log, chunk)
+            steps = self._steps(batch)
             # compute log pi_old in the same passes as the training if their shapes depend on the samples in them
             if epoch == 0 and self.rescorer.in_training and not batch.samples.on_policy:
                 batch.samples = self.rescorer.in_passes(batch.samples, [rows for passes in steps for rows, _ in passes])
             yield from steps
 
-    def _steps(self, batch: Minibatches, log: StepLog, chunk: int) -> list[list[Pass]]:
+    def _steps(self, batch: Minibatches) -> list[list[Pass]]:
         """The passes of each optimizer step of an epoch; with several chunks, this chunk's passes of one step."""
         actor, chunked = self.cfg.actor, self.chunks > 1
         if chunked:
             self._counts += batch.counts
-        # gradients are reduced in the last pass of an optimizer step, so its last chunk needs at least one pass
-        pending = chunked and self.ends_update(chunk) and len(log.scalars) > len(log.updates)
         return optimizer_steps(
             batch.mask,
             batch.units,
@@ -188,12 +193,8 @@ class Updater:
             constant=actor.loss_scale_factor,
             tokens=batch.samples.tokens,
             summed=chunked,
-            at_least_one=pending,
+            at_least_one=batch.pending,
         )
-
-    def _corruption_seeds(self, samples: Samples, step: int, epoch: int) -> list[int]:
-        """One seed per sample of this rank, a function of (trainer.seed, step, sample, epoch)."""
-        return [fold_in(self.cfg.trainer.seed, step, int(i), "forward", epoch) for i in samples.index]
 
     def ends_update(self, chunk: int) -> bool:
         """Whether an optimizer step follows the passes of this chunk."""
@@ -205,7 +206,6 @@ class Updater:
             # The chunks accumulated the gradient of sum(l). T and S over all of them are only known now; dividing by
             # T or S gives the gradient of the mean.
             actions, samples = reduce_sum(self._counts).tolist()
-            self._counts.zero_()
             denominator = max(actions if self.cfg.actor.loss_agg_mode == "token-mean" else samples, 1)
             self.state.optimizer.scale_gradients(1 / denominator)
             loss = loss / denominator

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -27,8 +27,34 @@ Records = dict[str, list[Record]]  # by name of the validation set
 log = logging.getLogger(__name__)
 
 
+class Sampling(Protocol):
+    """The interface between a job and the code that samples, on this rank (Validator) or on ranks of other roles
+    (phalanx.training.disaggregated.schedules).
+    """
+
+    @property
+    def validates(self) -> int:
+        """Number of held-out prompts in a validation; 0 without validation."""
+
+    def begin(self, step: int, total_steps: int, kept: Sequence[Tensor]) -> None:
+        """Called once per start of the job, before its first training step, `step` of `total_steps`. kept: the
+        `in_flight` bytes of the checkpoint, one entry per rank that wrote it.
+        """
+
+    def validate(self, step: int, weights: str | None) -> tuple[dict[str, float], Records]:
+        """Validate after `step` training steps with other weights (None: the policy's own). Returns the metrics and, on
+        rank 0, the samples to keep of each set.
+        """
+
+    def in_flight(self, step: int) -> Tensor | None:
+        """Bytes [K] uint8 of this rank's samples already drawn for training after `step` steps; None if none."""
+
+    def end(self, stop: int = 0) -> None:
+        """End the ranks of other roles. stop: the signal that ended the job, 0 if none did."""
+
+
 class Validator:
-    """Validates with all ranks of its world: see phalanx.training.job.Sampling."""
+    """Validates with all ranks of its world: see Sampling."""
 
     def __init__(
         self,
@@ -39,12 +65,11 @@ class Validator:
         rewards: RewardClient,
         val_sets: dict[str, list[Prompt]],
         timers: Timers,
-        keeps: KeepsSamples | None = None,
     ) -> None:
-        """val_sets: held-out prompts by name. keeps: the rollout if it keeps samples for later steps."""
+        """val_sets: held-out prompts by name."""
         self.cfg, self.world, self.policy, self.rollout = cfg, world, policy, rollout
         self.rewards, self.val_sets, self.timers = rewards, val_sets, timers
-        self.keeps = keeps
+        self.keeps = rollout if isinstance(rollout, KeepsSamples) else None
 
     @property
     def validates(self) -> int:

@@ -15,21 +15,12 @@ from phalanx.config.run import RLConfig
 from phalanx.distributed.collectives import broadcast_object
 from phalanx.distributed.link import VALIDATION, Order
 from phalanx.distributed.mesh import World
-from phalanx.distributed.roles import ACTOR, INFERENCE, ROLLOUT
+from phalanx.distributed.roles import ROLLOUT
 from phalanx.exit import Stopped
 from phalanx.telemetry.metrics import Timers
 from phalanx.training.collect import Collected, Rescorer
 from phalanx.training.components import TrainedPolicy
-from phalanx.training.disaggregated.wire import (
-    concatenate,
-    deserialize,
-    deserialize_records,
-    overlaps,
-    routes,
-    serialize,
-    shares,
-)
-from phalanx.training.disaggregated.workers import link_of
+from phalanx.training.disaggregated.wire import Mail, concatenate, deserialize, deserialize_records, routes, serialize
 from phalanx.training.minibatches import BatchPlan
 from phalanx.training.validation import Records
 from phalanx.types import JobError, Samples
@@ -38,7 +29,7 @@ from phalanx.types import JobError, Samples
 class Schedule:
     """The actor's side of the link: orders each step and receives its samples, in one or several chunks.
 
-    It implements phalanx.training.job.Sampling; the training loop uses it through RemoteCollector.
+    It implements phalanx.training.validation.Sampling; the training loop uses it through RemoteCollector.
     """
 
     def __init__(
@@ -55,13 +46,12 @@ class Schedule:
         policy's. held_out: number of validation prompts.
         """
         self.cfg, self.plan, self.world, self.policy, self.timers = cfg, plan, world, policy, timers
-        self.link, self.weights, self.validates = link_of(world), weights, held_out
-        roles = self.link.roles.ranks
-        self._senders = shares(roles.get(INFERENCE, roles[ROLLOUT]), plan.samples)
-        self._own = shares(roles[ACTOR], plan.samples)[world.rank]
+        self.weights, self.validates = weights, held_out
+        self.mail = Mail(world, policy.trace_type, plan.samples)
+        self.link = self.mail.link
 
     def begin(self, step: int, total_steps: int, kept: Sequence[Tensor]) -> None:
-        """See phalanx.training.job.Sampling."""
+        """See phalanx.training.validation.Sampling."""
         self.total_steps = total_steps
         self.link.connect(routes(self.link.roles.ranks, self.plan.samples))
         self.link.compare(self.policy.trained.shapes)
@@ -84,17 +74,11 @@ class Schedule:
     def receive(self, step: int) -> Collected:
         """Receive this rank's samples of the next chunk that was ordered, of training step `step`."""
         with self.timers("wait"):
-            parts, stop = [], 0
-            for rank, _, _ in overlaps(self._own, self._senders):
-                received, signum = deserialize(self.link.receive(rank), self.policy.trace_type, self.world.device)
-                parts.append(received)
-                stop = max(stop, signum)
-            self.link.meet_role()
+            collected, stop = self.mail.receive()
         self.hear(stop)
-        whole = [part for part in parts if part is not None]
-        if len(whole) < len(parts):
+        if collected is None:
             raise Stopped(stop)
-        return self.checked(concatenate(whole), step)
+        return self.checked(collected, step)
 
     def hear(self, stop: int) -> None:
         """Make this rank stop if a rank of another role got the signal `stop`; 0: none did."""
@@ -115,7 +99,7 @@ class Schedule:
         return replace(collected, samples=samples, row=collected.row | row)
 
     def validate(self, step: int, weights: str | None) -> tuple[dict[str, float], Records]:
-        """See phalanx.training.job.Sampling."""
+        """See phalanx.training.validation.Sampling."""
         self.order(Order(step, validate=True), weights)
         answer: tuple[dict[str, float], Records, int] = {}, {}, 0
         with self.timers("wait"):
@@ -148,7 +132,7 @@ class OneStepOffSchedule(Schedule):
         self._drawn: Collected | None = None  # samples of the next step, if a checkpoint has needed them
         whole = self._joined(kept)
         if whole is not None and len(whole.reward) == self.plan.samples:  # the batch size has not changed
-            share = serialize(whole, slice(self._own.first, self._own.last))
+            share = serialize(whole, slice(self.mail.own.first, self.mail.own.last))
             self._drawn, self._next = self._joined([share]), step + 1
 
     def collect(self, step: int, chunk: int) -> Collected:

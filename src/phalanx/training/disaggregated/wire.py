@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from phalanx.distributed.collectives import exchange
+from phalanx.distributed.link import Link
 from phalanx.distributed.mesh import World
 from phalanx.distributed.roles import ACTOR, INFERENCE, ROLLOUT
 from phalanx.telemetry.records import Record, Thumbnail
@@ -47,15 +48,55 @@ def overlaps(share: Share, others: Sequence[Share]) -> Iterator[tuple[int, int, 
             yield other.rank, first, last
 
 
+def stages(ranks: Mapping[str, Sequence[int]], samples: int) -> dict[str, list[Share]]:
+    """The shares of each role's ranks, in the order in which samples pass through the roles."""
+    return {role: shares(ranks[role], samples) for role in (ROLLOUT, INFERENCE, ACTOR) if role in ranks}
+
+
 def routes(ranks: Mapping[str, Sequence[int]], samples: int) -> list[tuple[int, int]]:
     """All pairs (source, receiver) of ranks that exchange samples or validations between these roles."""
-    stages = [shares(ranks[role], samples) for role in (ROLLOUT, INFERENCE, ACTOR) if role in ranks]
     links = []
-    for sources, receivers in pairwise(stages):
+    for sources, receivers in pairwise(stages(ranks, samples).values()):
         for source in sources:
             links += [(source.rank, receiver) for receiver, _, _ in overlaps(source, receivers)]
     validation = (ranks[ROLLOUT][0], ranks[ACTOR][0])
     return links if validation in links else [*links, validation]
+
+
+def link_of(world: World) -> Link:
+    """The link between roles, for a world that has roles."""
+    assert world.link is not None, "only jobs with roles call this"
+    return world.link
+
+
+class Mail:
+    """The parcels that this rank receives from the role before its own, and those that it sends to the next one."""
+
+    def __init__(self, world: World, kind: type, samples: int) -> None:
+        """kind: the class of traces. samples: number of samples in one part of a step, over all ranks."""
+        self.link, self._kind, self._device = link_of(world), kind, world.device
+        of_roles = stages(self.link.roles.ranks, samples)
+        self.own = of_roles[world.role][world.rank]
+        order, at = list(of_roles.values()), list(of_roles).index(world.role)
+        self._senders = order[at - 1] if at > 0 else []
+        self._receivers = order[at + 1] if at + 1 < len(order) else []
+
+    def receive(self) -> tuple[Collected | None, int]:
+        """This rank's samples of the next part (None if a sender was told to stop), and the signal to stop or 0."""
+        parts, stop = [], 0
+        for rank, _, _ in overlaps(self.own, self._senders):
+            received, signal = deserialize(self.link.receive(rank), self._kind, self._device)
+            parts.append(received)
+            stop = max(stop, signal)
+        self.link.meet_role()
+        whole = [part for part in parts if part is not None]
+        return concatenate(whole) if len(whole) == len(parts) else None, stop
+
+    def send(self, collected: Collected | None, stop: int = 0) -> None:
+        """Send this rank's samples (None if it was told to stop) and the signal to stop to the ranks they belong to."""
+        for rank, first, last in overlaps(self.own, self._receivers):
+            rows = slice(first - self.own.first, last - self.own.first)
+            self.link.send(stopped(stop) if collected is None else serialize(collected, rows, stop), rank)
 
 
 def stopped(signal: int) -> Tensor:
