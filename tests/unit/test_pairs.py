@@ -15,11 +15,12 @@ from phalanx.config import ConfigError, load
 from phalanx.config.flow import FlowRLConfig, FlowRolloutConfig
 from phalanx.config.rules import check as check_rules
 from phalanx.data.images import ImageTextData
-from phalanx.data.prompts import DataError, PromptRow, load_prompts
+from phalanx.data.prompts import DataError, load_prompts
 from phalanx.media.pictures import Picture, to_size
 from phalanx.rewards.image.preferred import preferred
 from phalanx.rollout.flow.dataset import PAIR
 from phalanx.training.flow_rl import check_config as check
+from phalanx.types import Prompt
 from tests.checks import refused
 from tests.pairs import PROMPTS, picture, png, rows, write_jsonl, write_parquet
 
@@ -82,7 +83,7 @@ def test_other_columns_stay_and_pictures_are_not_read(tmp_path: Path) -> None:
 def test_without_images_the_columns_are_as_they_were(tmp_path: Path) -> None:
     table = rows()
     found = load_prompts([str(write_parquet(tmp_path / "pairs.parquet", table))], KEY)
-    assert found[0] == PromptRow(PROMPTS[0], None, {name: table[0][name] for name in (*PAIR, "source")})
+    assert found[0] == Prompt(PROMPTS[0], 0, {name: table[0][name] for name in (*PAIR, "source")})
 
 
 def message(*args: Any) -> str:

@@ -10,7 +10,7 @@ because images need not be sent to another process.
 import logging
 from collections.abc import Iterable
 from concurrent.futures import FIRST_COMPLETED, wait
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,17 +32,6 @@ from phalanx.types import Outputs, Policy, Prompt, Samples
 
 log = logging.getLogger(__name__)
 _POLL_S = 0.05  # seconds between checks for overdue calls
-
-
-class Row(Protocol):
-    """A row of a data file; `place` is its file and line."""
-
-    @property
-    def text(self) -> str: ...
-    @property
-    def meta(self) -> dict[str, Any]: ...
-    @property
-    def place(self) -> str: ...
 
 
 class RewardSet:
@@ -144,7 +133,7 @@ class RewardSet:
             self._judges.submit(subjects, prompt_of, self._judge_frames)
         self._raise_failures(self._calls)
 
-    def check_rows(self, rows: Iterable[Row], *, first: bool) -> None:
+    def check_rows(self, rows: Iterable[Prompt], *, first: bool) -> None:
         """Let the rewards check rows of the data before any sample is drawn. `first`: this rank logs the warning.
 
         Raises ConfigError, with file and row, if samples of a row could not be scored; where `reward.on_error` forgives
