@@ -58,19 +58,9 @@ def load_prompts(
         raise DataError(f"{key} is empty; give a list of files, each {FORMATS}")
     rows: list[Prompt] = []
     for file in files:
-        for place, source in _places(file, key):
+        for place, source in locate(file, key):
             rows += _rows(source, f"{key}: {place}", images, prompt, quoted, answered, image_key)
     return rows
-
-
-def _places(file: str, key: str) -> list[tuple[str, Source]]:
-    """The files of an entry, each with its name for messages."""
-    sources = locate(file, key)
-    places = []
-    for path, split in sources:
-        is_entry = split is not None or path == Path(file).expanduser()
-        places.append((file if is_entry else str(path), (path, split)))
-    return places
 
 
 def _rows(
@@ -136,7 +126,7 @@ class _Set:
 
 def _sets(file: str, key: str) -> list[_Set]:
     """The validation sets of an entry."""
-    places = _places(file, key)
+    places = locate(file, key)
     path = Path(file).expanduser()
     if path.exists():
         path = path if path.is_file() else path.resolve()
