@@ -15,6 +15,7 @@ from phalanx.environments import openenv, verifiers
 from phalanx.environments.harness import Harness
 from phalanx.environments.tools import Tool, function_tool, method_tool
 from phalanx.environments.verl import VerlTools, load_tools
+from phalanx.rewards.registry import check_arguments
 
 BUILT_IN = "phalanx.environments.built_in"
 COLUMN = "environment"  # column of the data with the name of a row's environment
@@ -91,7 +92,7 @@ def _kind(path: str, kwargs: dict[str, Any], extra: dict[str, Tool], key: str, k
     label = factory.__name__
     bases = [(base.__module__.partition(".")[0], base.__name__) for base in factory.__mro__]
     if openenv.BASE in bases:
-        _check_kwargs(factory, kwargs, kwargs_key)
+        check_arguments(factory, (), kwargs, kwargs_key, label)
         begin, actions = openenv.load(factory, kwargs, key)
         _add(actions, extra, key)
         return Kind(label, begin, actions, frozenset({"reset", "close"}))
@@ -110,7 +111,7 @@ def _kind(path: str, kwargs: dict[str, Any], extra: dict[str, Tool], key: str, k
     _add(tools, extra, key)
     if "step" in hooks and extra:
         raise ConfigError(f"{key}: {label} reads turns in step, which never calls environment.tools; leave them out")
-    _check_kwargs(factory, kwargs, kwargs_key)
+    check_arguments(factory, (), kwargs, kwargs_key, label)
     if ":" not in path:
         _made(factory, kwargs, kwargs_key)  # so that mistakes are reported before the job begins
     judges = "get_reward" in hooks and "messages" in inspect.signature(getattr_static(factory, "get_reward")).parameters
@@ -122,25 +123,13 @@ def _harness(
 ) -> Kind:
     """The environment of a user's own loop: a class with the method solve, or the function `solve` itself."""
     arguments = () if solve is None else ("chat", "row")
-    _check_kwargs(factory, kwargs, kwargs_key, *arguments)
+    check_arguments(factory, arguments, kwargs, kwargs_key, factory.__name__)
 
     def make() -> Harness:
         return Harness(factory(**kwargs).solve if solve is None else solve)
 
     hooks = frozenset({"reset", "step", "get_reward", "close"})
     return Kind(factory.__name__, make, extra, hooks, whole=True)
-
-
-def _check_kwargs(factory: Callable[..., Any], kwargs: dict[str, Any], key: str, *arguments: str) -> None:
-    """Raise ConfigError if a class or function cannot be called with the arguments and kwargs."""
-    label, signature = factory.__name__, inspect.signature(factory)
-    try:
-        signature.bind(*arguments, **kwargs)
-    except TypeError as error:
-        names = ", ".join(list(signature.parameters)[len(arguments) :]) or "none"
-        raise ConfigError(
-            f"{key}: {label}({', '.join((*arguments, '**kwargs'))}): {error}; its kwargs: {names}"
-        ) from None
 
 
 def _resolved(path: str, key: str) -> Any:

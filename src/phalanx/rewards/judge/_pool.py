@@ -13,13 +13,12 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from phalanx.config.messages import reason
 from phalanx.config.reward import RewardModelConfig
 from phalanx.distributed.launch import Launch
 from phalanx.media.pictures import raw_file, to_uint8
 from phalanx.rewards.base import RewardError, copied, objection_of
 from phalanx.rewards.call import DaemonPool
-from phalanx.rewards.judge._base import Judge, PairJudge
+from phalanx.rewards.judge._base import Judge, PairJudge, no_question
 from phalanx.rewards.judge._model import Question, RewardModel
 from phalanx.rewards.judge._pairs import Comparison, Subject
 from phalanx.types import Outputs, Prompt
@@ -266,7 +265,4 @@ def _questions_of(name: str, judge: Judge, forgives: bool, prompt: Prompt, compl
             raise TypeError(f"questions returned {questions!r}; expected a list of at least one text")
         return first, questions
     except (Exception, SystemExit) as error:  # whatever the user's code raises
-        raise RewardError(
-            f"reward {name!r} has no question: {reason(error)} on the prompt "
-            f'"{prompt.text}"; its data has {", ".join(prompt.meta) or "no columns"}'
-        ) from error
+        raise no_question(name, prompt, error) from error
