@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.config.files import parse_json
-from phalanx.data.files import FORMATS, LONGEST, DataError, Source, kind_of, locate, read, without_number
+from phalanx.data.files import FORMATS, LONGEST, DataError, kind_of, locate, read, without_number
 from phalanx.data.shown import COLUMNS
 from phalanx.media.pictures import FORMS, Picture
 from phalanx.types import Prompt
@@ -58,22 +58,13 @@ def load_prompts(
         raise DataError(f"{key} is empty; give a list of files, each {FORMATS}")
     rows: list[Prompt] = []
     for file in files:
-        for place, source in locate(file, key):
-            rows += _rows(source, f"{key}: {place}", images, prompt, quoted, answered, image_key)
-    return rows
-
-
-def _rows(
-    source: Source, place: str, images: Sequence[str], prompt: str, quoted: bool, answered: bool, image_key: str | None
-) -> list[Prompt]:
-    """The rows of one file."""
-    path, split = source
-    column = "prompt" if path.suffix == ".txt" else prompt
-    rows = []
-    for where, columns in read(path, split, place, images, prompt, texts=not quoted, image_key=image_key):
-        rows.append(_row(columns, where, column, bool(images), quoted, answered))
-    if not rows:
-        raise DataError(f"{place} has no prompts")
+        for name, (path, split) in locate(file, key):
+            place, before = f"{key}: {name}", len(rows)
+            column = "prompt" if path.suffix == ".txt" else prompt
+            for where, columns in read(path, split, place, images, prompt, texts=not quoted, image_key=image_key):
+                rows.append(_row(columns, where, column, bool(images), quoted, answered))
+            if len(rows) == before:
+                raise DataError(f"{place} has no prompts")
     return rows
 
 
@@ -107,39 +98,37 @@ def validation_sets(
                 f"{key}: {origin[name]} and {entry.file} would both be the validation set {name!r}; rename one of them"
             )
         origin[name] = entry.file
-        rows: list[Prompt] = []
-        for place, source in entry.places:
-            rows += _rows(source, f"{key}: {place}", images, prompt, quoted, answered, image_key)
+        rows = load_prompts(entry.places, key, images, prompt, quoted=quoted, answered=answered, image_key=image_key)
         sets[name] = [replace(row, group_id=i) for i, row in enumerate(rows[:limit])]
     return sets
 
 
 @dataclass
 class _Set:
-    """A validation set: its name, the name of its folder, the entry that lists it, and its files."""
+    """A validation set: its name, the name of its folder, the entry that lists it, and the entries of its files."""
 
     name: str
     parent: str
     file: str
-    places: list[tuple[str, Source]]
+    places: list[str]
 
 
 def _sets(file: str, key: str) -> list[_Set]:
     """The validation sets of an entry."""
-    places = locate(file, key)
+    found = locate(file, key)
     path = Path(file).expanduser()
     if path.exists():
-        path = path if path.is_file() else path.resolve()
-        return [_Set(path.stem if path.is_file() else path.name, path.resolve().parent.name, file, places)]
+        name = path.stem if path.is_file() else path.resolve().name
+        return [_Set(name, path.resolve().parent.name, file, [file])]
     folder, _, split = file.rpartition(":")
     if folder and Path(folder).expanduser().is_dir():
         path = Path(folder).expanduser().resolve()
-        return [_Set(f"{path.name}_{split}", path.parent.name, file, places)]
+        return [_Set(f"{path.name}_{split}", path.parent.name, file, [file])]
     sets: dict[tuple[Path, str], _Set] = {}
-    for place, source in places:
-        within = source[0].resolve().parent
-        name = without_number(source[0]) or within.name
-        sets.setdefault((within, name), _Set(name, within.name, file, [])).places.append((place, source))
+    for place, (path, _) in found:
+        within = path.resolve().parent
+        name = without_number(path) or within.name
+        sets.setdefault((within, name), _Set(name, within.name, file, [])).places.append(place)
     return list(sets.values())
 
 
