@@ -53,12 +53,9 @@ def load(factory: Any, kwargs: dict[str, Any], key: str) -> tuple[Callable[[], E
         )
     if factory.REQUIRES_SINGLE_THREAD_EXECUTOR:
         raise ConfigError(f"{key}: {label} needs one thread for all its calls, which is not supported")
-    tools = _of_mcp(factory, kwargs, key) if _is_mcp(factory) else _of_action(factory, key)
+    is_mcp = any(base.__name__ == "MCPEnvironment" for base in factory.__mro__)
+    tools = _of_mcp(factory, kwargs, key) if is_mcp else _of_action(factory, key)
     return lambda: Episode(factory(**kwargs)), tools
-
-
-def _is_mcp(factory: type) -> bool:
-    return any(base.__name__ == "MCPEnvironment" for base in factory.__mro__)
 
 
 def _of_mcp(factory: Any, kwargs: dict[str, Any], key: str) -> dict[str, Tool]:

@@ -63,9 +63,8 @@ class Comparison:
     def __init__(self, subjects: Sequence[Subject], rank: int, context_size: int, problem: str | None) -> None:
         """Exchange the sizes of the samples. Raises RewardError, on all ranks, if a rank has a problem.
 
-        subjects: this rank's samples.
-        context_size: neighbouring ranks that hold the same samples, which were dealt out to them one by one.
-        problem: why this rank cannot continue.
+        subjects: this rank's samples. context_size: see phalanx.rewards.runner.RewardSet. problem: why this rank cannot
+        continue.
         """
         self.subjects, self.rank, self.problem = subjects, rank, problem
         local = [(subject.prompt.group_id, tuple(map(len, subject.files))) for subject in subjects]
