@@ -42,11 +42,11 @@ class DataError(ValueError):
 
 def locate(file: str, key: str) -> list[tuple[str, Source]]:
     """The files of an entry, each with its name for messages."""
-    found = []
+    places = []
     for path, split in _sources(file, key):
         is_entry = split is not None or path == Path(file).expanduser()
-        found.append((file if is_entry else str(path), (path, split)))
-    return found
+        places.append((file if is_entry else str(path), (path, split)))
+    return places
 
 
 def _sources(file: str, key: str) -> list[Source]:

@@ -115,7 +115,7 @@ class _Set:
 
 def _sets(file: str, key: str) -> list[_Set]:
     """The validation sets of an entry."""
-    found = locate(file, key)
+    places = locate(file, key)
     path = Path(file).expanduser()
     if path.exists():
         name = path.stem if path.is_file() else path.resolve().name
@@ -125,7 +125,7 @@ def _sets(file: str, key: str) -> list[_Set]:
         path = Path(folder).expanduser().resolve()
         return [_Set(f"{path.name}_{split}", path.parent.name, file, [file])]
     sets: dict[tuple[Path, str], _Set] = {}
-    for place, (path, _) in found:
+    for place, (path, _) in places:
         within = path.resolve().parent
         name = without_number(path) or within.name
         sets.setdefault((within, name), _Set(name, within.name, file, [])).places.append(place)

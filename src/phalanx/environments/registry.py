@@ -90,17 +90,16 @@ def _kind(path: str, kwargs: dict[str, Any], extra: dict[str, Tool], key: str, k
         solve = functools.partial(factory, **kwargs)
         return Kind(label, lambda: Harness(solve), extra, _OF_LOOP, whole=True)
     bases = [(base.__module__.partition(".")[0], base.__name__) for base in factory.__mro__]
-    if openenv.BASE in bases:
-        check_arguments(factory, (), kwargs, kwargs_key, label)
-        begin, actions = openenv.load(factory, kwargs, key)
-        _add(actions, extra, key)
-        return Kind(label, begin, actions, frozenset({"reset", "close"}))
     if verifiers.BASE in bases:
         make, tools = verifiers.load(factory, kwargs, kwargs_key)
         _add(tools, extra, key)
         return Kind(label, make, tools, frozenset({"reset", "get_reward"}), judges=True)
+    check_arguments(factory, (), kwargs, kwargs_key, label)
+    if openenv.BASE in bases:
+        begin, actions = openenv.load(factory, kwargs, key)
+        _add(actions, extra, key)
+        return Kind(label, begin, actions, frozenset({"reset", "close"}))
     if getattr_static(factory, "solve", None):
-        check_arguments(factory, (), kwargs, kwargs_key, label)
         return Kind(label, lambda: Harness(factory(**kwargs).solve), extra, _OF_LOOP, whole=True)
     hooks = frozenset(name for name in HOOKS if getattr_static(factory, name, None))
     tools = {} if "step" in hooks else {name: method_tool(factory, name, key) for name in _public(factory)}
@@ -111,7 +110,6 @@ def _kind(path: str, kwargs: dict[str, Any], extra: dict[str, Tool], key: str, k
     _add(tools, extra, key)
     if "step" in hooks and extra:
         raise ConfigError(f"{key}: {label} reads turns in step, which never calls environment.tools; leave them out")
-    check_arguments(factory, (), kwargs, kwargs_key, label)
     if ":" not in path:
         _made(factory, kwargs, kwargs_key)  # so that mistakes are reported before the job begins
     judges = "get_reward" in hooks and "messages" in inspect.signature(getattr_static(factory, "get_reward")).parameters

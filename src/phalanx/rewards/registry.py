@@ -140,7 +140,7 @@ def _build(cfg: RewardFunctionConfig, key: str, device: str, unparseable_score: 
         raise ConfigError(f"{key}: the judge {label} has no method parse(answer, prompt, metadata)")
     else:
         kwargs = {"device": device, **cfg.kwargs} if on_device else cfg.kwargs
-        check_arguments(reward, (), kwargs, f"{key}.kwargs", label, own=("device",) if on_device else ())
+        check_arguments(reward, (), kwargs, f"{key}.kwargs", label, hidden=("device",) if on_device else ())
         if not is_judge:
             log.info("loading the reward %s", name)
         function = _instance(reward, kwargs, f"{key} ({name})")
@@ -259,17 +259,17 @@ def check_arguments(
     kwargs: dict[str, Any],
     key: str,
     label: str,
-    own: tuple[str, ...] = (),
+    hidden: tuple[str, ...] = (),
 ) -> None:
     """Raise ConfigError if `function`, in messages `label`, cannot be called with the positional arguments `args` and
-    with `kwargs`. `own`: those of the kwargs that the user need not give.
+    with `kwargs`. `hidden`: those of the kwargs that a message does not name.
     """
     signature = _signature(function, key, label)
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:
         names = list(signature.parameters)[len(args) :]
-        takes = ", ".join(name for name in names if name not in own) or "none"
+        takes = ", ".join(name for name in names if name not in hidden) or "none"
         call = ", ".join((*args, "**kwargs"))
         raise ConfigError(f"{key}: {label}({call}): {error}; its kwargs: {takes}") from None
 
