@@ -17,7 +17,6 @@ from phalanx import algorithms
 from phalanx.config import load
 from phalanx.config.engines import EngineFacts
 from phalanx.config.run import RLConfig, RunConfig
-from phalanx.data.prompts import PromptRow
 from phalanx.data.streams import PromptStream
 from phalanx.distributed.launch import Launch
 from phalanx.distributed.mesh import World
@@ -243,7 +242,7 @@ def build(cfg: RLConfig) -> Any:
     world = start(cfg)
     rewards = build_rewards(cfg, world, outputs="completions")
     policy = WordPolicy(small(Writer, world, cfg, cfg.trainer.seed))
-    rows = [PromptRow(text, None, {}) for text in PROMPTS]
+    rows = [Prompt(text, 0, {}) for text in PROMPTS]
     prompts = PromptStream(rows, cfg.data.train_batch_size, cfg.data.seed)
     held_out = {"held_out": [Prompt(text, i, {}) for i, text in enumerate(["ba", "dc", "fe"])]}
     rollout = WordRollout(policy, cfg, world)

@@ -21,7 +21,7 @@ from phalanx.config import load
 from phalanx.config.block_diffusion import BlockDiffusionTaskConfig
 from phalanx.config.joint import PAINTER, WRITER
 from phalanx.config.lm import LMRLConfig
-from phalanx.data.prompts import load_prompts, numbered
+from phalanx.data.prompts import load_prompts
 from phalanx.distributed.mesh import alone, lone_world
 from phalanx.plan.jobs import planned, planned_joint
 from phalanx.plan.layout import Cluster
@@ -386,4 +386,4 @@ def length_of(cfg: LMRLConfig) -> int:
     with alone():
         policy = load_policy(cfg, lone_world(cfg.parallel, 1, 0, torch.device("cpu")), images=True)
         row = load_prompts(cfg.data.train_files, "data.train_files", quoted=False)[0]
-        return policy.length(numbered(row, 0))
+        return policy.length(row)

@@ -9,9 +9,10 @@ import torch
 
 from phalanx.config.flow import FlowDataConfig
 from phalanx.config.rules import of_part
-from phalanx.data.prompts import DataError, PromptRow
+from phalanx.data.prompts import DataError
 from phalanx.distributed.mesh import World
 from phalanx.training.prompt_lengths import fitting
+from phalanx.types import Prompt
 from tests.checks import refused
 from tests.policies import make_policy
 
@@ -20,7 +21,7 @@ FAMILIES = (
     *("sd3_folder", "sd3_t5_folder", "qwen_folder", "qwen_21_folder", "z_image_folder", "flux_folder", "flux2_folder"),
     *("flux2_klein_folder", "wan_folder", "hunyuan_folder", "ltx2_folder"),
 )
-SHORT = PromptRow("a cat", None, {})
+SHORT = Prompt("a cat", 0, {})
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -46,8 +47,8 @@ def test_texts_are_cut_where_the_count_says_so(family: str, world: World, reques
 
 
 def rows(
-    model_folder: Path, world: World, caplog: pytest.LogCaptureFixture, setting: str, given: list[PromptRow]
-) -> list[PromptRow]:
+    model_folder: Path, world: World, caplog: pytest.LogCaptureFixture, setting: str, given: list[Prompt]
+) -> list[Prompt]:
     model = make_policy(world, model_folder, max_prompt_length=LIMIT).model
     data = FlowDataConfig(max_prompt_length=LIMIT, overlong_prompts=setting)
     caplog.clear()
@@ -56,7 +57,7 @@ def rows(
 
 
 def test_settings(flux_folder: Path, world: World, caplog: pytest.LogCaptureFixture) -> None:
-    long = PromptRow("x " * 100 + 'that reads "BOOKS"', None, {"ground_truth": "BOOKS"})
+    long = Prompt("x " * 100 + 'that reads "BOOKS"', 0, {"ground_truth": "BOOKS"})
     model = make_policy(world, flux_folder, max_prompt_length=LIMIT).model
     _, (tokens,), _ = model.text_tokens([long.text], LIMIT)
     count = f"data.train_files: 1 of 2 prompts have more than {LIMIT} tokens"
@@ -82,11 +83,11 @@ def test_clip_reads_77_tokens(sd3_folder: Path, world: World, caplog: pytest.Log
     """Without T5, no data.max_prompt_length allows more."""
     model = make_policy(world, sd3_folder, max_prompt_length=256).model
     with caplog.at_level(logging.WARNING, "phalanx.training.prompt_lengths"):
-        fitting([PromptRow("x " * 300, None, {})], "data.train_files", model, FlowDataConfig(), first=True)
+        fitting([Prompt("x " * 300, 0, {})], "data.train_files", model, FlowDataConfig(), first=True)
     (message,) = caplog.messages
     assert "1 of 1 prompts have more than 77 tokens and are cut there" in message
     assert message.endswith("; the text encoders of model.path read no more than 77")
     named = partial(of_part, part="painter")
     with pytest.raises(DataError, match=r"the text encoders of painter\.model\.path read no more than 77, or set"):
         data = FlowDataConfig(overlong_prompts="error")
-        fitting([PromptRow("x " * 300, None, {})], "data.train_files", model, data, first=True, named=named)
+        fitting([Prompt("x " * 300, 0, {})], "data.train_files", model, data, first=True, named=named)

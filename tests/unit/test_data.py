@@ -15,7 +15,7 @@ from PIL import Image
 from phalanx.config.messages import cut
 from phalanx.data.images import ImageTextData
 from phalanx.data.overlap import held_out_overlap
-from phalanx.data.prompts import FORMATS, DataError, PromptRow, load_prompts, validation_sets
+from phalanx.data.prompts import FORMATS, DataError, load_prompts, validation_sets
 from phalanx.data.streams import PromptStream
 from phalanx.types import Prompt
 from tests.checks import refused
@@ -37,8 +37,8 @@ def chat(text: Any, system: str = "Describe the image:") -> list[dict[str, Any]]
     return [{"role": "system", "content": system}, {"role": "user", "content": text}]
 
 
-def rows_of(n: int) -> list[PromptRow]:
-    return [PromptRow(f"p{i}", None, {"i": i}) for i in range(n)]
+def rows_of(n: int) -> list[Prompt]:
+    return [Prompt(f"p{i}", 0, {"i": i}) for i in range(n)]
 
 
 # --- formats
@@ -50,12 +50,12 @@ def test_txt_takes_the_first_quoted_span_as_ground_truth(tmp_path: Path) -> None
     )
     rows = load_prompts([write(tmp_path / "p.txt", text)], KEY)
     assert rows == [
-        PromptRow('a sign "OPEN 24" and "late"', None, {"ground_truth": "OPEN 24"}),
-        PromptRow("a cat", None, {}),
-        PromptRow("“Grüße” on a card", None, {"ground_truth": "Grüße"}),
-        PromptRow("„Ja“ und nein", None, {"ground_truth": "Ja"}),
-        PromptRow("la «une» page", None, {"ground_truth": "une"}),
-        PromptRow('empty ""', None, {}),
+        Prompt('a sign "OPEN 24" and "late"', 0, {"ground_truth": "OPEN 24"}),
+        Prompt("a cat", 0, {}),
+        Prompt("“Grüße” on a card", 0, {"ground_truth": "Grüße"}),
+        Prompt("„Ja“ und nein", 0, {"ground_truth": "Ja"}),
+        Prompt("la «une» page", 0, {"ground_truth": "une"}),
+        Prompt('empty ""', 0, {}),
     ]
 
 
@@ -71,10 +71,10 @@ def test_jsonl(tmp_path: Path) -> None:
         {"prompt": [*chat("first"), {"role": "assistant", "content": "ok"}, *chat("last")], "negative_prompt": ""},
     )
     assert load_prompts([write(tmp_path / "p.jsonl", content + "\n")], KEY) == [
-        PromptRow('say "a"', "blurry", {"data_source": "x", "extra": {"k": [1, 2]}, "ground_truth": "a"}),
-        PromptRow('say "a"', None, {"ground_truth": "b", "reward_model": {"ground_truth": "c"}}),
-        PromptRow('say "a"', None, {"ground_truth": "c", "reward_model": {"ground_truth": "c"}}),
-        PromptRow("last", "", {}),
+        Prompt('say "a"', 0, {"data_source": "x", "extra": {"k": [1, 2]}, "ground_truth": "a"}, "blurry"),
+        Prompt('say "a"', 0, {"ground_truth": "b", "reward_model": {"ground_truth": "c"}}),
+        Prompt('say "a"', 0, {"ground_truth": "c", "reward_model": {"ground_truth": "c"}}),
+        Prompt("last", 0, {}, ""),
     ]
 
 
@@ -110,8 +110,8 @@ def test_csv(tmp_path: Path) -> None:
         '\ufeffprompt,negative_prompt,ground_truth,colour\r\n"say ""a"", twice",blurry,,red\r\n"two\nlines",,b,\r\n'
     )
     assert load_prompts([write(tmp_path / "p.csv", content)], KEY) == [
-        PromptRow('say "a", twice', "blurry", {"colour": "red", "ground_truth": "a"}),
-        PromptRow("two\nlines", None, {"colour": None, "ground_truth": "b"}),
+        Prompt('say "a", twice', 0, {"colour": "red", "ground_truth": "a"}, "blurry"),
+        Prompt("two\nlines", 0, {"colour": None, "ground_truth": "b"}),
     ]
 
 
@@ -139,9 +139,9 @@ def test_the_column_of_the_prompts(tmp_path: Path) -> None:
         write(tmp_path / "p.csv", "caption,prompt\na cat,not this\n"),
         str(write_parquet(tmp_path / "p.parquet", [content])),
     ]
-    assert load_prompts(files, KEY, prompt="caption") == [PromptRow("a cat", None, {"prompt": "not this"})] * 3
+    assert load_prompts(files, KEY, prompt="caption") == [Prompt("a cat", 0, {"prompt": "not this"})] * 3
     plain = write(tmp_path / "p.txt", "a cat\n")
-    assert load_prompts([plain], KEY, prompt="caption") == [PromptRow("a cat", None, {})]
+    assert load_prompts([plain], KEY, prompt="caption") == [Prompt("a cat", 0, {})]
     (only,) = validation_sets([files[1]], prompt="caption").values()
     assert only[0].text == "a cat"
     with refused(f"{KEY}: {files[0]}:1: no 'text'; it has caption, prompt"):
@@ -179,9 +179,9 @@ def verl_rows(n: int) -> list[dict[str, Any]]:
     ]
 
 
-def verl_expected(i: int) -> PromptRow:
+def verl_expected(i: int) -> Prompt:
     meta = {k: v for k, v in verl_rows(i + 1)[i].items() if k not in ("prompt", "negative_prompt")}
-    return PromptRow(f'the word "w{i}"', " ", meta | {"ground_truth": f"truth{i}"})
+    return Prompt(f'the word "w{i}"', 0, meta | {"ground_truth": f"truth{i}"}, " ")
 
 
 def test_parquet_of_verl_omni(tmp_path: Path) -> None:
@@ -201,13 +201,13 @@ def test_rows_of_verl_for_language_models(tmp_path: Path) -> None:
     }
     files = [str(write_parquet(tmp_path / "t.parquet", [row])), write(tmp_path / "t.jsonl", lines(row) + "\n")]
     meta = {key: value for key, value in row.items() if key != "prompt"} | {"ground_truth": "2"}
-    assert load_prompts(files, KEY, quoted=False) == [PromptRow("1+1?", None, meta, talk)] * 2
+    assert load_prompts(files, KEY, quoted=False) == [Prompt("1+1?", 0, meta, messages=talk)] * 2
 
 
 def test_parquet_with_plain_columns_and_nulls(tmp_path: Path) -> None:
     table = [{"prompt": 'a "x"', "negative_prompt": "bad"}, {"prompt": "b", "negative_prompt": None}]
     rows = load_prompts([str(write_parquet(tmp_path / "t.parquet", table))], KEY)
-    assert rows == [PromptRow('a "x"', "bad", {"ground_truth": "x"}), PromptRow("b", None, {})]
+    assert rows == [Prompt('a "x"', 0, {"ground_truth": "x"}, "bad"), Prompt("b", 0, {})]
 
 
 def test_datasets_folder_and_its_splits(tmp_path: Path) -> None:
@@ -223,9 +223,9 @@ def test_datasets_folder_and_its_splits(tmp_path: Path) -> None:
     assert load_prompts([f"{both}:train", f"{both}:test"], KEY) == [
         verl_expected(0),
         verl_expected(1),
-        PromptRow("t", None, {}),
+        Prompt("t", 0, {}),
     ]
-    assert load_prompts([one], KEY) == [PromptRow("t", None, {})]
+    assert load_prompts([one], KEY) == [Prompt("t", 0, {})]
     assert list(validation_sets([f"{both}:train", f"{both}:test", one])) == ["both_train", "both_test", "one"]
 
     for file, message in {
@@ -385,18 +385,18 @@ def test_a_batch_depends_on_seed_and_step_alone() -> None:
 def test_a_batch_is_the_same_in_another_process() -> None:
     """Ranks are processes with different salts of hash()."""
     code = (
-        "from phalanx.data.prompts import PromptRow\n"
         "from phalanx.data.streams import PromptStream\n"
-        "rows = [PromptRow(str(i), None, {}) for i in range(30)]\n"
+        "from phalanx.types import Prompt\n"
+        "rows = [Prompt(str(i), 0, {}) for i in range(30)]\n"
         "print([p.text for p in PromptStream(rows, 8, seed=5).batch(4)])"
     )
-    here = [p.text for p in PromptStream([PromptRow(str(i), None, {}) for i in range(30)], 8, seed=5).batch(4)]
+    here = [p.text for p in PromptStream([Prompt(str(i), 0, {}) for i in range(30)], 8, seed=5).batch(4)]
     there = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert there.strip() == str(here)
 
 
 def test_a_batch_carries_the_rows() -> None:
-    rows = [PromptRow("a", "bad", {"ground_truth": "x"})]
+    rows = [Prompt("a", 0, {"ground_truth": "x"}, "bad")]
     assert PromptStream(rows, 2, seed=0).batch(7) == [
         Prompt("a", 0, {"ground_truth": "x"}, "bad"),
         Prompt("a", 1, {"ground_truth": "x"}, "bad"),
@@ -462,7 +462,7 @@ def test_overlap_of_prompts_about_images(tmp_path: Path) -> None:
         Image.new("RGB", (8, 8), colour).save(tmp_path / f"{name}.bmp")
     Image.new("RGB", (9, 9), "#f00").save(tmp_path / "held_out" / "large.bmp")
 
-    def rows(file: str, *table: tuple[str, str]) -> list[PromptRow]:
+    def rows(file: str, *table: tuple[str, str]) -> list[Prompt]:
         written = write(tmp_path / file, lines(*({"prompt": text, "image": f"{name}.bmp"} for text, name in table)))
         return load_prompts([written], KEY, ("image",))
 

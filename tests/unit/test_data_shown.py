@@ -13,8 +13,9 @@ from datasets import Dataset, Features, Image, List, Value
 from PIL import Image as Pil
 
 from phalanx.data.overlap import held_out_overlap
-from phalanx.data.prompts import PromptRow, load_prompts, numbered, refuse_images, validation_sets
+from phalanx.data.prompts import load_prompts, refuse_images, validation_sets
 from phalanx.data.streams import PromptStream
+from phalanx.types import Prompt
 from tests.checks import refused
 from tests.pairs import write_parquet
 
@@ -46,11 +47,11 @@ def jsonl(path: Path, *rows: Any) -> str:
     return str(path)
 
 
-def read(file: Path | str, **form: Any) -> list[PromptRow]:
+def read(file: Path | str, **form: Any) -> list[Prompt]:
     return load_prompts([str(file)], KEY, quoted=False, **form)
 
 
-def shown(row: PromptRow) -> list[int]:
+def shown(row: Prompt) -> list[int]:
     """Which pictures a row shows."""
     numbers = []
     for picture in row.images:
@@ -152,7 +153,7 @@ def test_the_column_of_images(tmp_path: Path) -> None:
     assert (row.text, row.images, row.meta) == ("x", (), {"images": 3, "image": [1]})
     assert (marked.text, marked.images) == ("<image>", ())
     write_parquet(tmp_path / "c.parquet", [{"prompt": "x", "images": 3}])
-    assert read(tmp_path / "c.parquet") == [PromptRow("x", None, {"images": 3})]
+    assert read(tmp_path / "c.parquet") == [Prompt("x", 0, {"images": 3})]
 
 
 def test_marks_are_not_read_as_texts(tmp_path: Path) -> None:
@@ -211,9 +212,8 @@ def test_readers_of_texts_refuse_images(tmp_path: Path) -> None:
     file = jsonl(tmp_path / "a.jsonl", {"prompt": "a"}, {"prompt": "b", "images": ["0.png"]})
     rows = read(file)
     refuse_images(rows[:1], "nobody looks")
-    for some in (rows, [numbered(row, 0) for row in rows]):
-        with refused(f"{KEY}: {file}:2 has images, and nobody looks"):
-            refuse_images(some, "nobody looks")
+    with refused(f"{KEY}: {file}:2 has images, and nobody looks"):
+        refuse_images(rows, "nobody looks")
 
 
 def test_overlap_of_prompts_that_show_images(tmp_path: Path) -> None:

@@ -11,11 +11,11 @@ from PIL import Image
 from phalanx.config import ConfigError
 from phalanx.config.lm import LMDataConfig, LMModelConfig
 from phalanx.config.run import ParallelConfig
-from phalanx.data.prompts import PromptRow, numbered
 from phalanx.engines.transformers import image_tokens, load_processor
 from phalanx.media.pictures import Picture
 from phalanx.models.lm.policy import build_policy
 from phalanx.training.lm_rl import build, fitting
+from phalanx.types import Prompt
 from tests.checks import refused
 from tests.lm import tiny_lm, tiny_lm_config
 from tests.policies import one_rank
@@ -74,14 +74,15 @@ def test_shapes_that_the_processor_refuses(folder: Path) -> None:
         image_tokens(processor, [gone])
 
 
-def rows_of(*sizes: tuple[int, int]) -> list[PromptRow]:
+def rows_of(*sizes: tuple[int, int]) -> list[Prompt]:
     """A prompt with one picture of each size, one with all of them, and one without."""
     pictures = [picture(*size) for size in sizes]
     rows = []
     for some in [*([one] for one in pictures), pictures, []]:
         parts = [*({"type": "image"} for _ in some), {"type": "text", "text": "read"}]
         chat = [{"role": "user", "content": parts if some else "read"}]
-        rows.append(PromptRow("read", None, {}, chat, f"data.train_files: a.jsonl:{len(rows) + 1}", tuple(some)))
+        place = f"data.train_files: a.jsonl:{len(rows) + 1}"
+        rows.append(Prompt("read", 0, {}, messages=chat, place=place, images=tuple(some)))
     return rows
 
 
@@ -95,7 +96,7 @@ def policy_of(folder: Path, world: Any, **data: Any) -> Any:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_lengths_of_prompts_are_those_of_their_tokens(family: str, tmp_path: Path) -> None:
     folder = tiny_vision(tmp_path / "model", family)
-    prompts = [numbered(row, 0) for row in rows_of((48, 24), (30, 90), (7, 50))]
+    prompts = rows_of((48, 24), (30, 90), (7, 50))
     with one_rank() as world:
         policy = policy_of(folder, world)
         lengths = [policy.length(prompt) for prompt in prompts]

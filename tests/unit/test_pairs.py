@@ -15,11 +15,12 @@ from phalanx.config import ConfigError, load
 from phalanx.config.flow import FlowRLConfig, FlowRolloutConfig
 from phalanx.config.rules import check as check_rules
 from phalanx.data.images import ImageTextData
-from phalanx.data.prompts import DataError, PromptRow, load_prompts
+from phalanx.data.prompts import DataError, load_prompts
 from phalanx.media.pictures import Picture, to_size
 from phalanx.rewards.image.preferred import preferred
 from phalanx.rollout.flow.dataset import PAIR
 from phalanx.training.flow_rl import check_config as check
+from phalanx.types import Prompt
 from tests.checks import refused
 from tests.pairs import PROMPTS, picture, png, rows, write_jsonl, write_parquet
 
@@ -82,7 +83,7 @@ def test_other_columns_stay_and_pictures_are_not_read(tmp_path: Path) -> None:
 def test_without_images_the_columns_are_as_they_were(tmp_path: Path) -> None:
     table = rows()
     found = load_prompts([str(write_parquet(tmp_path / "pairs.parquet", table))], KEY)
-    assert found[0] == PromptRow(PROMPTS[0], None, {name: table[0][name] for name in (*PAIR, "source")})
+    assert found[0] == Prompt(PROMPTS[0], 0, {name: table[0][name] for name in (*PAIR, "source")})
 
 
 def message(*args: Any) -> str:
@@ -154,6 +155,30 @@ def test_pictures_stand_upright(tmp_path: Path) -> None:
     (tmp_path / "images.jsonl").write_text(json.dumps({"image": "camera.png", "prompt": "x"}))
     supervised = ImageTextData([str(tmp_path / "images.jsonl")], 40, 36)
     assert torch.equal(supervised.image(0), to_size(expected, 40, 36))
+
+
+def test_images_with_prompts_in_a_dataset_folder(tmp_path: Path) -> None:
+    """Their column of prompts may be `caption`, and a split is named; only what is asked for is decoded."""
+    from datasets import Dataset, DatasetDict, Features, Value
+    from datasets import Image as ImageFeature
+
+    table = [{"caption": "a", "image": png(picture(0, False)), "n": 1}, {"caption": "b", "image": b"", "n": 2}]
+    features = Features({"caption": Value("string"), "image": ImageFeature(), "n": Value("int64")})
+    DatasetDict({"train": Dataset.from_list(table, features=features)}).save_to_disk(tmp_path / "both")
+    data = ImageTextData([f"{tmp_path}/both:train"], 40, 36)
+    assert [data.prompt(i) for i in range(len(data))] == ["a", "b"]
+    assert torch.equal(data.image(0), to_size(picture(0, False), 40, 36))
+    with refused(f"{KEY}: {tmp_path}/both:train, row 1: image: the image cannot be read: its file is empty"):
+        data.image(1)
+    with refused(f"{KEY}: {tmp_path}/both:test: there is no split 'test'; it has train"):
+        ImageTextData([f"{tmp_path}/both:test"], 40, 36)
+
+
+def test_pixels_beyond_an_images_range_are_an_error_of_the_data(tmp_path: Path) -> None:
+    Image.fromarray(np.full((4, 4), -1.0, np.float32)).save(tmp_path / "depth.tiff")
+    (tmp_path / "images.jsonl").write_text(json.dumps({"image": "depth.tiff", "prompt": "x"}))
+    with pytest.raises(DataError, match=r"images.jsonl:1: the image cannot be read: its pixels are 32-bit numbers"):
+        ImageTextData([str(tmp_path / "images.jsonl")], 4, 4).image(0)
 
 
 def test_a_pictures_digest_is_that_of_its_pixels(tmp_path: Path) -> None:

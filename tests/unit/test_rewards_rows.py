@@ -10,7 +10,7 @@ import torch
 
 from phalanx.config.flow import FlowRewardConfig, FlowRewardFunctionConfig
 from phalanx.config.reward import RewardConfig, RewardFunctionConfig
-from phalanx.data.prompts import PromptRow, load_prompts, validation_sets
+from phalanx.data.prompts import load_prompts, validation_sets
 from phalanx.rewards import RewardSet
 from phalanx.types import Prompt
 from tests.rewards import scored, told
@@ -47,7 +47,7 @@ def rewards(name: str, on_error: str = "fail") -> RewardSet:
 
 
 @pytest.fixture
-def rows(tmp_path: Path) -> list[PromptRow]:
+def rows(tmp_path: Path) -> list[Prompt]:
     lines = []
     for i, answer in enumerate(ANSWERS):
         row = {"prompt": f"p{i}", "ground_truth": answer}
@@ -67,7 +67,7 @@ def rows(tmp_path: Path) -> list[PromptRow]:
     ],
 )
 def test_a_row_without_an_answer_is_named(
-    name: str, problem: str, rows: list[PromptRow], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    name: str, problem: str, rows: list[Prompt], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     line = f"data.train_files: {tmp_path}/train.jsonl:3: reward {name!r}: {problem}"
     assert told(ValueError, rewards(name).check_rows, rows, first=True) == line
@@ -85,7 +85,7 @@ def test_a_row_without_an_answer_is_named(
 
 
 @pytest.mark.parametrize("name", ["gsm8k", "trl", "verl"])
-def test_a_row_without_an_answer_costs_its_own_samples(name: str, rows: list[PromptRow]) -> None:
+def test_a_row_without_an_answer_costs_its_own_samples(name: str, rows: list[Prompt]) -> None:
     prompts = [Prompt(row.text, i, row.meta) for i, row in enumerate(rows[:4])]
     lenient = rewards(name, "skip")
     assert str(scored(lenient, (["#### 1", "2", "#### 3", "#### 4"] * 2, prompts * 2))[name]).count("nan") == 2

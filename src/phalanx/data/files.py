@@ -4,11 +4,11 @@ import csv
 import glob
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from phalanx.config.files import kind, parse_json, read_bytes
 from phalanx.config.messages import cut, reason
@@ -24,6 +24,7 @@ _ENDINGS = (".parquet", ".jsonl", ".csv")  # files that are used if an entry is 
 _OF_DATASET = ("dataset_info.json", "dataset_dict.json", "state.json")  # files in a folder written by save_to_disk
 _SHARD = re.compile(r"[-_.]?\d+[-_]of[-_]\d+$|^(part|shard|chunk)?[-_]?\d+$")  # the number of a part
 Source = tuple[Path, str | None]  # a file, or a dataset's folder and its split
+T = TypeVar("T")
 _KINDS = {
     bool: "boolean",
     int: "number",
@@ -39,7 +40,16 @@ class DataError(ValueError):
     """A data file that cannot be used. The message is one line that names the file and the line or row."""
 
 
-def locate(file: str, key: str) -> list[Source]:
+def locate(file: str, key: str) -> list[tuple[str, Source]]:
+    """The files of an entry, each with its name for messages."""
+    places = []
+    for path, split in _sources(file, key):
+        is_entry = split is not None or path == Path(file).expanduser()
+        places.append((file if is_entry else str(path), (path, split)))
+    return places
+
+
+def _sources(file: str, key: str) -> list[Source]:
     """The files of an entry: the file itself, those of a folder or a pattern sorted by name, or a dataset's folder, of
     which `folder:split` selects one split.
     """
@@ -84,12 +94,17 @@ def _in_folder(folder: Path, split: str | None, place: str) -> list[Source]:
     splits: dict[str, list[Source]] = {}
     for path in files:
         splits.setdefault(without_number(path), []).append((path, None))
+    return _chosen(splits, split, place, folder, f", or all, {pattern}")
+
+
+def _chosen(splits: Mapping[str, T], split: str | None, place: str, folder: Path, all_: str = "") -> T:
+    """The split of this name in a folder, or the only one. `all_`: how to name all splits, the end of a message."""
+    first = next(iter(splits))
     if split is None and len(splits) > 1:
-        first = f"{folder}:{next(iter(splits))}"
-        raise DataError(f"{place} has the splits {', '.join(splits)}; name one, e.g. {first}, or all, {pattern}")
+        raise DataError(f"{place} has the splits {', '.join(splits)}; name one, e.g. {folder}:{first}{all_}")
     if split is not None and split not in splits:
         raise DataError(f"{place}: there is no split {split!r}; it has {', '.join(splits)}")
-    return splits[split] if split is not None else next(iter(splits.values()))
+    return splits[first if split is None else split]
 
 
 def without_number(path: Path) -> str:
@@ -116,7 +131,7 @@ def read(
     """
     shown = (COLUMNS if image_key is None else (image_key,)) if texts else ()
     if path.is_dir():
-        dataset = _dataset(path, split, place)
+        dataset = load_dataset(path, split, place)
         return _table_rows(dataset, path, place, images, prompt, shown)
     if path.suffix == ".txt":
         if images:
@@ -249,7 +264,7 @@ def _numbered(rows: Iterable[dict[str, Any]], place: str) -> Iterator[Located]:
     return ((f"{place}, row {number}", row) for number, row in enumerate(rows))
 
 
-def _with_pictures(dataset: Any, folder: Path, place: str, images: Sequence[str]) -> Iterator[Located]:
+def with_pictures(dataset: Any, folder: Path, place: str, images: Sequence[str]) -> Iterator[Located]:
     """Iterate over the rows of a dataset on disk, with Pictures in place of images."""
     for name, column in zip(images, _named(images, dataset.column_names), strict=True):
         if name != column:
@@ -269,21 +284,19 @@ def _with_pictures(dataset: Any, folder: Path, place: str, images: Sequence[str]
         yield where, {**texts, **pictures}
 
 
-def _dataset(path: Path, split: str | None, place: str) -> Any:
+def load_dataset(path: Path, split: str | None, place: str) -> Any:
     """The dataset in a Hugging Face dataset folder, or one split of it."""
-    from datasets import DatasetDict
+    from datasets import DatasetDict, load_from_disk
 
-    dataset = load_dataset(
-        path, place, f"{place} is a folder, but not a dataset written by save_to_disk; expected {FORMATS}"
-    )
+    try:
+        dataset = load_from_disk(str(path))
+    except FileNotFoundError:
+        raise DataError(f"{place} is a folder, but not a dataset written by save_to_disk; expected {FORMATS}") from None
+    except Exception as error:  # `datasets` may raise anything for damaged JSON files
+        raise DataError(f"{place}: the dataset is damaged: {reason(error)}") from error
     if isinstance(dataset, DatasetDict):
-        splits = list(dataset)
-        if split is None and len(splits) > 1:
-            raise DataError(f"{place} has the splits {', '.join(splits)}; name one, e.g. {path}:{splits[0]}")
-        if split is not None and split not in splits:
-            raise DataError(f"{place}: there is no split {split!r}; it has {', '.join(splits)}")
-        dataset = dataset[split if split is not None else splits[0]]
-    elif split is not None:
+        return _chosen(dataset, split, place, path)
+    if split is not None:
         raise DataError(f"{place}: the dataset has no splits; expected {path}")
     return dataset
 
@@ -294,7 +307,7 @@ def _table_rows(
     """Iterate over the rows of a dataset on disk; see `read`."""
     _check_columns(dataset.column_names, place, (prompt, *_named(images, dataset.column_names)))
     if images:
-        return _with_pictures(dataset, folder, place, images)
+        return with_pictures(dataset, folder, place, images)
     if not shown:
         return _numbered(dataset, place)
     schema = dataset.features.arrow_schema
@@ -302,18 +315,6 @@ def _table_rows(
     left_out = [field.name for field in schema if field.name == column or holds_images(field.type)]
     rows = _numbered(dataset.remove_columns(left_out), place)
     return rows if column is None else in_table(rows, dataset.select_columns([column]), folder, column)
-
-
-def load_dataset(path: Path, place: str, absent: str) -> Any:
-    """Load a Hugging Face dataset folder. Raises DataError: `absent` if it is none, or for a damaged dataset."""
-    from datasets import load_from_disk
-
-    try:
-        return load_from_disk(str(path))
-    except FileNotFoundError:
-        raise DataError(absent) from None
-    except Exception as error:  # `datasets` may raise anything for damaged JSON files
-        raise DataError(f"{place}: the dataset is damaged: {reason(error)}") from error
 
 
 def _check_columns(columns: Sequence[str], place: str, wanted: Sequence[str]) -> None:

@@ -3,23 +3,20 @@
 import logging
 from collections.abc import Callable, Hashable, Iterable
 
-from phalanx.data.prompts import PromptRow
 from phalanx.media.pictures import Picture
 from phalanx.types import Prompt
 
 logger = logging.getLogger(__name__)
 
 
-def held_out_overlap(
-    train: Iterable[PromptRow | Prompt], val: Iterable[PromptRow | Prompt], image: str | None = None
-) -> int:
+def held_out_overlap(train: Iterable[Prompt], val: Iterable[Prompt], image: str | None = None) -> int:
     """Count the validation prompts that are training prompts as well, and warn if there are any.
 
     Prompts with images, or with one in the column `image`, count only if their images are the same as well. Raises
     ValueError for an image that cannot be read.
     """
 
-    def images(row: PromptRow | Prompt) -> tuple[Picture, ...]:
+    def images(row: Prompt) -> tuple[Picture, ...]:
         return row.images if image is None else (row.meta[image],)
 
     held_out = list(val)
@@ -37,10 +34,9 @@ def held_out_overlap(
     return overlap
 
 
-_Rows = list[PromptRow | Prompt]
-
-
-def _common(some: _Rows, others: _Rows, name: Callable[[PromptRow | Prompt], Hashable]) -> tuple[_Rows, _Rows]:
+def _common(
+    some: list[Prompt], others: list[Prompt], name: Callable[[Prompt], Hashable]
+) -> tuple[list[Prompt], list[Prompt]]:
     """The rows of each list whose name occurs in the other list as well."""
     both = set(map(name, some)) & set(map(name, others))
     return [row for row in some if name(row) in both], [row for row in others if name(row) in both]

@@ -3,12 +3,12 @@
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from phalanx.config.files import parse_json
-from phalanx.data.files import FORMATS, LONGEST, DataError, Source, kind_of, locate, read, without_number
+from phalanx.data.files import FORMATS, LONGEST, DataError, kind_of, locate, read, without_number
 from phalanx.data.shown import COLUMNS
 from phalanx.media.pictures import FORMS, Picture
 from phalanx.types import Prompt
@@ -17,23 +17,6 @@ _QUOTED = re.compile(r'["“”„‟«]([^"“”„‟«»]+)["“”‟»]')
 _PLACEHOLDER = re.compile(r"(Picture \d+: ?)?<image>")  # VeRL-Omni's mark of an image, which the model places itself
 MARK = "<image>"  # verl's mark of an image in a text
 _VIDEO, _VIDEOS = "<video>", ("videos", "video")  # verl's mark of a video, and its columns of videos
-
-
-@dataclass(frozen=True)
-class PromptRow:
-    """A row of a data file. See Prompt for the fields.
-
-    meta: columns for rewards. messages: the whole chat for a language model. images: images that the prompt shows.
-    teacher: name of the teacher for its samples; empty: all teachers.
-    """
-
-    text: str
-    negative: str | None
-    meta: dict[str, Any]
-    messages: list[dict[str, Any]] | None = None
-    place: str = field(default="", compare=False)  # key, file and line or row, for messages
-    images: tuple[Picture, ...] = field(default=(), compare=False)
-    teacher: str = ""
 
 
 def load_prompts(
@@ -45,8 +28,8 @@ def load_prompts(
     quoted: bool = True,
     answered: bool = False,
     image_key: str | None = None,
-) -> list[PromptRow]:
-    """Read all rows of all files, in order.
+) -> list[Prompt]:
+    """Read all rows of all files, in order, as prompts with the `group_id` 0.
 
     files: paths of files, of folders or patterns of such files, or of Hugging Face dataset folders.
     key: the config key of `files`, for messages.
@@ -73,34 +56,15 @@ def load_prompts(
     """
     if not files:
         raise DataError(f"{key} is empty; give a list of files, each {FORMATS}")
-    rows: list[PromptRow] = []
+    rows: list[Prompt] = []
     for file in files:
-        for place, source in _places(file, key):
-            rows += _rows(source, f"{key}: {place}", images, prompt, quoted, answered, image_key)
-    return rows
-
-
-def _places(file: str, key: str) -> list[tuple[str, Source]]:
-    """The files of an entry, each with its name for messages."""
-    sources = locate(file, key)
-    places = []
-    for path, split in sources:
-        is_entry = split is not None or path == Path(file).expanduser()
-        places.append((file if is_entry else str(path), (path, split)))
-    return places
-
-
-def _rows(
-    source: Source, place: str, images: Sequence[str], prompt: str, quoted: bool, answered: bool, image_key: str | None
-) -> list[PromptRow]:
-    """The rows of one file."""
-    path, split = source
-    column = "prompt" if path.suffix == ".txt" else prompt
-    rows = []
-    for where, columns in read(path, split, place, images, prompt, texts=not quoted, image_key=image_key):
-        rows.append(_row(columns, where, column, bool(images), quoted, answered))
-    if not rows:
-        raise DataError(f"{place} has no prompts")
+        for name, (path, split) in locate(file, key):
+            place, before = f"{key}: {name}", len(rows)
+            column = "prompt" if path.suffix == ".txt" else prompt
+            for where, columns in read(path, split, place, images, prompt, texts=not quoted, image_key=image_key):
+                rows.append(_row(columns, where, column, bool(images), quoted, answered))
+            if len(rows) == before:
+                raise DataError(f"{place} has no prompts")
     return rows
 
 
@@ -134,48 +98,41 @@ def validation_sets(
                 f"{key}: {origin[name]} and {entry.file} would both be the validation set {name!r}; rename one of them"
             )
         origin[name] = entry.file
-        rows: list[PromptRow] = []
-        for place, source in entry.places:
-            rows += _rows(source, f"{key}: {place}", images, prompt, quoted, answered, image_key)
-        sets[name] = [numbered(row, i) for i, row in enumerate(rows[:limit])]
+        rows = load_prompts(entry.places, key, images, prompt, quoted=quoted, answered=answered, image_key=image_key)
+        sets[name] = [replace(row, group_id=i) for i, row in enumerate(rows[:limit])]
     return sets
 
 
 @dataclass
 class _Set:
-    """A validation set: its name, the name of its folder, the entry that lists it, and its files."""
+    """A validation set: its name, the name of its folder, the entry that lists it, and the entries of its files."""
 
     name: str
     parent: str
     file: str
-    places: list[tuple[str, Source]]
+    places: list[str]
 
 
 def _sets(file: str, key: str) -> list[_Set]:
     """The validation sets of an entry."""
-    places = _places(file, key)
+    places = locate(file, key)
     path = Path(file).expanduser()
     if path.exists():
-        path = path if path.is_file() else path.resolve()
-        return [_Set(path.stem if path.is_file() else path.name, path.resolve().parent.name, file, places)]
+        name = path.stem if path.is_file() else path.resolve().name
+        return [_Set(name, path.resolve().parent.name, file, [file])]
     folder, _, split = file.rpartition(":")
     if folder and Path(folder).expanduser().is_dir():
         path = Path(folder).expanduser().resolve()
-        return [_Set(f"{path.name}_{split}", path.parent.name, file, places)]
+        return [_Set(f"{path.name}_{split}", path.parent.name, file, [file])]
     sets: dict[tuple[Path, str], _Set] = {}
-    for place, source in places:
-        within = source[0].resolve().parent
-        name = without_number(source[0]) or within.name
-        sets.setdefault((within, name), _Set(name, within.name, file, [])).places.append((place, source))
+    for place, (path, _) in places:
+        within = path.resolve().parent
+        name = without_number(path) or within.name
+        sets.setdefault((within, name), _Set(name, within.name, file, [])).places.append(place)
     return list(sets.values())
 
 
-def numbered(row: PromptRow, group_id: int) -> Prompt:
-    """Convert a row to a prompt with this `group_id`."""
-    return Prompt(row.text, group_id, row.meta, row.negative, row.messages, row.place, row.images, row.teacher)
-
-
-def refuse_images(rows: Iterable[PromptRow | Prompt], reader: str) -> None:
+def refuse_images(rows: Iterable[Prompt], reader: str) -> None:
     """Raise DataError for a row with images. reader: end of the message that says which model cannot read them."""
     for row in rows:
         if row.images:
@@ -199,9 +156,7 @@ def answer_of(value: Any, name: str, where: str) -> str | None:
     return str(messages[0]["content"])
 
 
-def _row(
-    columns: dict[str, Any], where: str, prompt: str, about_image: bool, quoted: bool, answered: bool
-) -> PromptRow:
+def _row(columns: dict[str, Any], where: str, prompt: str, about_image: bool, quoted: bool, answered: bool) -> Prompt:
     if prompt not in columns:
         raise DataError(f"{where}: no {prompt!r}; it has {', '.join(columns) or 'no keys'}")
     images = columns.get("images")
@@ -221,16 +176,16 @@ def _row(
     if truth is not None:
         meta["ground_truth"] = truth
     if quoted:
-        return PromptRow(text, negative, meta, place=where)
+        return Prompt(text, 0, meta, negative, place=where)
     if "tools" in meta:
         meta["tools"] = _tools(meta["tools"])
     _check_marks(columns, prompt, where, shows)
     if not shows:
-        return PromptRow(text, negative, meta, _messages(columns[prompt], prompt, where, answered), where)
+        return Prompt(text, 0, meta, negative, _messages(columns[prompt], prompt, where, answered), where)
     given = columns[prompt]
     chat = _messages(given, prompt, where, answered, shows) or [{"role": "user", "content": _parts(given)}]
     _place_images(chat, len(pictures), f"{where}: {prompt}")
-    return PromptRow(text, negative, meta, chat if isinstance(given, list) or pictures else None, where, pictures)
+    return Prompt(text, 0, meta, negative, chat if isinstance(given, list) or pictures else None, where, pictures)
 
 
 def _check_marks(columns: dict[str, Any], prompt: str, where: str, shows: bool) -> None:

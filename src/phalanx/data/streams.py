@@ -3,9 +3,9 @@
 import logging
 import math
 import random
+from dataclasses import replace
 from functools import lru_cache
 
-from phalanx.data.prompts import PromptRow
 from phalanx.types import Prompt
 
 logger = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class PromptStream:
 
     ahead = True  # the prompts of later steps are known
 
-    def __init__(self, rows: list[PromptRow], batch_size: int, seed: int) -> None:
+    def __init__(self, rows: list[Prompt], batch_size: int, seed: int) -> None:
         assert rows and batch_size > 0, (len(rows), batch_size)
         self._rows = rows
         self._batch_size = batch_size
@@ -66,12 +66,7 @@ class PromptStream:
 
     def prompts(self, numbers: list[int], first: int = 0) -> list[Prompt]:
         """The prompts of these rows. `group_id` counts them from `first`."""
-        prompts = []
-        for group_id, number in enumerate(numbers, start=first):
-            row = self._rows[number]
-            extras = row.negative, row.messages, row.place, row.images, row.teacher
-            prompts.append(Prompt(row.text, group_id, row.meta, *extras))
-        return prompts
+        return [replace(self._rows[number], group_id=group_id) for group_id, number in enumerate(numbers, start=first)]
 
     def renewed(self, numbers: list[int], places: list[int], draw: int) -> list[int]:
         """The row numbers of a step, with those at `places` replaced by rows that the step does not have, if possible.

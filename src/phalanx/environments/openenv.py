@@ -4,13 +4,14 @@ import inspect
 import json
 import typing
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Annotated, Any
 
 from pydantic import ValidationError
 
 from phalanx.config.messages import ConfigError, reason
 from phalanx.environments.base import Turn
-from phalanx.environments.tools import Tool, accepted, lenient, schema_tool
+from phalanx.environments.tools import Tool, accepted, lenient, schema_of, schema_tool
 
 BASE = "openenv", "Environment"  # the package and the name of the base class of environments
 _SEEDS = 2**31  # numpy and others accept 32 bits
@@ -52,12 +53,9 @@ def load(factory: Any, kwargs: dict[str, Any], key: str) -> tuple[Callable[[], E
         )
     if factory.REQUIRES_SINGLE_THREAD_EXECUTOR:
         raise ConfigError(f"{key}: {label} needs one thread for all its calls, which is not supported")
-    tools = _of_mcp(factory, kwargs, key) if _is_mcp(factory) else _of_action(factory, key)
+    is_mcp = any(base.__name__ == "MCPEnvironment" for base in factory.__mro__)
+    tools = _of_mcp(factory, kwargs, key) if is_mcp else _of_action(factory, key)
     return lambda: Episode(factory(**kwargs)), tools
-
-
-def _is_mcp(factory: type) -> bool:
-    return any(base.__name__ == "MCPEnvironment" for base in factory.__mro__)
 
 
 def _of_mcp(factory: Any, kwargs: dict[str, Any], key: str) -> dict[str, Tool]:
@@ -78,7 +76,7 @@ def _of_mcp(factory: Any, kwargs: dict[str, Any], key: str) -> dict[str, Tool]:
         def run(episode: Episode, arguments: dict[str, Any], name: str = each.name) -> Turn:
             return episode.act(CallToolAction(tool_name=name, arguments=arguments))
 
-        tools[each.name] = schema_tool(_schema(each.name, each.description, each.input_schema), run)
+        tools[each.name] = schema_tool(schema_of(each.name, each.description, each.input_schema), run)
     return tools
 
 
@@ -107,18 +105,11 @@ def _of_action(factory: Any, key: str) -> dict[str, Tool]:
             return Turn([{"role": "tool", "content": f"error: {error.errors()[0]['msg']}"}])
         return episode.act(made)
 
-    tool = schema_tool(_schema("step", description, schema), run)
     types = {}
     for name, field in action.model_fields.items():
         if name != "metadata":
             types[name] = lenient(Annotated[field.annotation, field])
-    return {"step": Tool(tool.name, tool.schema, run, types, tool.required)}
-
-
-def _schema(name: str, description: str, parameters: dict[str, Any]) -> dict[str, Any]:
-    """A tool's schema in OpenAI's format."""
-    kept = {key: value for key, value in parameters.items() if key in ("type", "properties", "required", "$defs")}
-    return {"type": "function", "function": {"name": name, "description": description, "parameters": kept}}
+    return {"step": replace(schema_tool(schema_of("step", description, schema), run), types=types)}
 
 
 def _text(observation: Any) -> str:

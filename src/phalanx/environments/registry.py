@@ -15,15 +15,13 @@ from phalanx.environments import openenv, verifiers
 from phalanx.environments.harness import Harness
 from phalanx.environments.tools import Tool, function_tool, method_tool
 from phalanx.environments.verl import VerlTools, load_tools
+from phalanx.rewards.registry import check_arguments
 
 BUILT_IN = "phalanx.environments.built_in"
 COLUMN = "environment"  # column of the data with the name of a row's environment
 HOOKS = ("reset", "step", "solve", "get_reward", "close")  # methods of an environment that are not tools
+_OF_LOOP = frozenset({"reset", "step", "get_reward", "close"})  # those of a Harness
 Key = str | None  # the name of an environment; None if there is only one
-
-
-class Stateless:
-    """The environment of a job with functions as tools and no class."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +49,7 @@ def build_kinds(cfg: EnvironmentConfig) -> dict[Key, Kind]:
         hooks = frozenset({"reset", "get_reward", "close"})
         return {None: Kind("environment.tool_config_path", lambda: VerlTools(shared), tools, hooks)}
     if cfg.path is None:
-        return {None: Kind("environment.tools", Stateless, extra, frozenset())}
+        return {None: Kind("environment.tools", object, extra, frozenset())}  # functions have no state
     if isinstance(cfg.path, str):
         return {None: _kind(cfg.path, cfg.kwargs, extra, "environment.path", "environment.kwargs")}
     if not isinstance(cfg.path, dict) or not cfg.path:
@@ -86,21 +84,23 @@ def kind_of(row: Mapping[str, Any], kinds: Mapping[Key, Kind]) -> Kind:
 def _kind(path: str, kwargs: dict[str, Any], extra: dict[str, Tool], key: str, kwargs_key: str) -> Kind:
     """The environment at `path`, with the tools `extra`; `key` and `kwargs_key` name the keys in messages."""
     factory = _resolved(path, key)
-    if not isinstance(factory, type):
-        return _harness(factory, functools.partial(factory, **kwargs), kwargs, extra, kwargs_key)
     label = factory.__name__
+    if not isinstance(factory, type):
+        check_arguments(factory, ("chat", "row"), kwargs, kwargs_key, label)
+        solve = functools.partial(factory, **kwargs)
+        return Kind(label, lambda: Harness(solve), extra, _OF_LOOP, whole=True)
     bases = [(base.__module__.partition(".")[0], base.__name__) for base in factory.__mro__]
-    if openenv.BASE in bases:
-        _check_kwargs(factory, kwargs, kwargs_key)
-        begin, actions = openenv.load(factory, kwargs, key)
-        _add(actions, extra, key)
-        return Kind(label, begin, actions, frozenset({"reset", "close"}))
     if verifiers.BASE in bases:
         make, tools = verifiers.load(factory, kwargs, kwargs_key)
         _add(tools, extra, key)
         return Kind(label, make, tools, frozenset({"reset", "get_reward"}), judges=True)
+    check_arguments(factory, (), kwargs, kwargs_key, label)
+    if openenv.BASE in bases:
+        begin, actions = openenv.load(factory, kwargs, key)
+        _add(actions, extra, key)
+        return Kind(label, begin, actions, frozenset({"reset", "close"}))
     if getattr_static(factory, "solve", None):
-        return _harness(factory, None, kwargs, extra, kwargs_key)
+        return Kind(label, lambda: Harness(factory(**kwargs).solve), extra, _OF_LOOP, whole=True)
     hooks = frozenset(name for name in HOOKS if getattr_static(factory, name, None))
     tools = {} if "step" in hooks else {name: method_tool(factory, name, key) for name in _public(factory)}
     if not tools and "step" not in hooks:
@@ -110,37 +110,10 @@ def _kind(path: str, kwargs: dict[str, Any], extra: dict[str, Tool], key: str, k
     _add(tools, extra, key)
     if "step" in hooks and extra:
         raise ConfigError(f"{key}: {label} reads turns in step, which never calls environment.tools; leave them out")
-    _check_kwargs(factory, kwargs, kwargs_key)
     if ":" not in path:
         _made(factory, kwargs, kwargs_key)  # so that mistakes are reported before the job begins
     judges = "get_reward" in hooks and "messages" in inspect.signature(getattr_static(factory, "get_reward")).parameters
     return Kind(label, lambda: factory(**kwargs), tools, hooks, judges=judges)
-
-
-def _harness(
-    factory: Any, solve: Callable[..., Any] | None, kwargs: dict[str, Any], extra: dict[str, Tool], kwargs_key: str
-) -> Kind:
-    """The environment of a user's own loop: a class with the method solve, or the function `solve` itself."""
-    arguments = () if solve is None else ("chat", "row")
-    _check_kwargs(factory, kwargs, kwargs_key, *arguments)
-
-    def make() -> Harness:
-        return Harness(factory(**kwargs).solve if solve is None else solve)
-
-    hooks = frozenset({"reset", "step", "get_reward", "close"})
-    return Kind(factory.__name__, make, extra, hooks, whole=True)
-
-
-def _check_kwargs(factory: Callable[..., Any], kwargs: dict[str, Any], key: str, *arguments: str) -> None:
-    """Raise ConfigError if a class or function cannot be called with the arguments and kwargs."""
-    label, signature = factory.__name__, inspect.signature(factory)
-    try:
-        signature.bind(*arguments, **kwargs)
-    except TypeError as error:
-        names = ", ".join(list(signature.parameters)[len(arguments) :]) or "none"
-        raise ConfigError(
-            f"{key}: {label}({', '.join((*arguments, '**kwargs'))}): {error}; its kwargs: {names}"
-        ) from None
 
 
 def _resolved(path: str, key: str) -> Any:

@@ -38,9 +38,7 @@ def text_of(value: Any, most_tokens: int, side: str) -> str:
         text = json.dumps(value, ensure_ascii=False, default=_plain)
     else:
         text = _plain(value)
-    most = _CHARACTERS * most_tokens
-    if len(text) > most:
-        text = shortened(text, most, side)
+    text = shortened(text, _CHARACTERS * most_tokens, side)
     return text.encode("utf-8", "replace").decode()  # lone surrogates become question marks
 
 

@@ -72,6 +72,12 @@ def function_tool(function: Callable[..., Any], key: str) -> Tool:
     return _tool(function, name, name, key, lambda _, arguments: function(**arguments))
 
 
+def schema_of(name: str, description: str, parameters: dict[str, Any]) -> dict[str, Any]:
+    """A tool's schema in OpenAI's format, from a JSON schema of its parameters."""
+    kept = {key: value for key, value in parameters.items() if key in ("type", "properties", "required", "$defs")}
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": kept}}
+
+
 def schema_tool(schema: dict[str, Any], run: Callable[..., Any], *, asynchronous: bool = False) -> Tool:
     """A tool with a given schema; only arguments whose type in the schema is a simple one are checked."""
     function = schema["function"]

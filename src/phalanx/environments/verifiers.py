@@ -8,6 +8,7 @@ import json
 import threading
 import typing
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
@@ -15,7 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 from phalanx.config.messages import ConfigError, reason
 from phalanx.environments.base import Message
 from phalanx.environments.texts import joined
-from phalanx.environments.tools import Tool, lenient, schema_tool
+from phalanx.environments.tools import Tool, lenient, schema_of, schema_tool
 
 BASE = "verifiers", "Taskset"  # the package and the name of the base class of tasksets
 COLUMN = "task"  # column of the data with the number of a row's task
@@ -174,18 +175,14 @@ def _tools(server: Any, number: int) -> Iterator[Tool]:
 
     for function in discover_decorated(server, "tool"):
         name = vars(function.__func__)["tool_name"] or function.__name__
-        parameters = TypeAdapter(function).json_schema()
-        described = {
-            "name": f"{server.server_name}_{name}" if server.server_name else name,
-            "description": inspect.getdoc(function) or "",
-            "parameters": {name: part for name, part in parameters.items() if name != "additionalProperties"},
-        }
+        full_name = f"{server.server_name}_{name}" if server.server_name else name
+        schema = schema_of(full_name, inspect.getdoc(function) or "", TypeAdapter(function).json_schema())
         asynchronous = inspect.iscoroutinefunction(function)
         run = functools.partial(Episode.call, server=number, name=function.__name__)
-        tool = schema_tool({"type": "function", "function": described}, run, asynchronous=asynchronous)
+        tool = schema_tool(schema, run, asynchronous=asynchronous)
         hints = typing.get_type_hints(function)
         types = {name: lenient(hints[name]) if name in hints else kind for name, kind in tool.types.items()}
-        yield Tool(tool.name, tool.schema, run, types, tool.required, asynchronous)
+        yield replace(tool, types=types)
 
 
 def _messages(data: Any) -> list[Message]:

@@ -20,7 +20,7 @@ from phalanx.config.lm import LMModelConfig, LMRunConfig, LMTurnRunConfig
 from phalanx.config.rules import check, check_model
 from phalanx.config.run import ParallelConfig
 from phalanx.config.tasks import GenerateConfig
-from phalanx.data.prompts import load_prompts, numbered, question
+from phalanx.data.prompts import load_prompts, question
 from phalanx.distributed import mesh
 from phalanx.distributed.launch import Launch
 from phalanx.environments.environments import Environments
@@ -197,5 +197,5 @@ def read_prompts(cfg: GenerateConfig, key: str, image_key: str | None = None) ->
         # the file may be one for supervised training, which also contains answers
         form: dict[str, Any] = {"prompt": key, "quoted": False, "answered": True, "image_key": image_key}
         rows = load_prompts([cfg.prompt_file], "prompt_file", **form)
-        return [question(numbered(row, i)) for i, row in enumerate(rows)]
+        return [question(replace(row, group_id=i)) for i, row in enumerate(rows)]
     return [Prompt(text, i, {}, place=f"prompts[{i}]") for i, text in enumerate(cfg.prompts)]

@@ -13,10 +13,11 @@ from phalanx.config.load import ConfigError
 from phalanx.config.messages import nearest, reason
 from phalanx.config.rules import check
 from phalanx.config.tasks import PrepareDataConfig
-from phalanx.data.prompts import PromptRow, load_prompts, refuse_images
+from phalanx.data.prompts import load_prompts, refuse_images
 from phalanx.exit import rank
 from phalanx.jobs.outputs import writing
 from phalanx.rewards.text._answers import boxed, marked
+from phalanx.types import Prompt
 
 PROMPT_KEYS = ("prompt", "question", "problem", "messages")  # columns tried in this order
 INSTRUCTIONS = {
@@ -133,7 +134,7 @@ class PrepareData:
             )
         return [row for number, row in enumerate(rows) if number not in proofs]
 
-    def _prompts(self, file: str, key: str) -> list[PromptRow]:
+    def _prompts(self, file: str, key: str) -> list[Prompt]:
         if self.cfg.prompt_key is not None:
             return load_prompts([file], key, prompt=self.cfg.prompt_key, quoted=False)
         problems = []

@@ -8,8 +8,6 @@ import re
 from collections import Counter
 from typing import Any
 
-from phalanx.rewards.base import ground_truth
-
 KINDS = ("words", "characters")
 _ACCENTED = "àâäéèêëîïôöùûüç"
 _IGNORED = re.compile(rf"[^a-zA-Z0-9\u4e00-\u9fa5{_ACCENTED}{_ACCENTED.upper()}\s]")
@@ -24,8 +22,16 @@ def matched(target: str, read: str, kind: str) -> tuple[int, int]:
 
 
 def target_of(prompt: str, metadata: dict[str, Any], column: str, recall: str | None) -> str:
-    """The text that an image should show. Raises ValueError if there is none, or none that `recall` could count."""
-    target = ground_truth(prompt, metadata, column)
+    """The text that an image of `prompt` should show; a list of texts is joined with spaces. Raises ValueError if the
+    data has none, or none that `recall` could count.
+    """
+    target = metadata.get(column)
+    if isinstance(target, list) and all(isinstance(part, str) for part in target):
+        target = " ".join(target)
+    if not isinstance(target, str) or not target.strip():
+        actual = f"no {column}" if target is None else f"{column} {target!r}"
+        quoted = "a text in double quotes in the prompt, or " if column == "ground_truth" else ""
+        raise ValueError(f'{actual} for the prompt "{prompt}" (expected {quoted}a column {column} in the data)')
     if recall is not None and not _parts(target, recall):
         raise ValueError(f"{column} {target!r} has no letters or digits that recall could count")
     return target

@@ -160,17 +160,3 @@ def transcript(prompt: Prompt, completion: str) -> list[dict[str, Any]]:
     plain = [*messages, {"role": "assistant", "content": completion}]
     copy: list[dict[str, Any]] = copied(prompt.meta["messages"] if TALKS in prompt.meta else plain)
     return copy
-
-
-def ground_truth(prompt: str, metadata: dict[str, Any], column: str = "ground_truth") -> str:
-    """The text that an image of `prompt` should show; a list of texts is joined with spaces. Raises ValueError if the
-    data has none.
-    """
-    target = metadata.get(column)
-    if isinstance(target, list) and all(isinstance(part, str) for part in target):
-        target = " ".join(target)
-    if not isinstance(target, str) or not target.strip():
-        actual = f"no {column}" if target is None else f"{column} {target!r}"
-        quoted = "a text in double quotes in the prompt, or " if column == "ground_truth" else ""
-        raise ValueError(f'{actual} for the prompt "{prompt}" (expected {quoted}a column {column} in the data)')
-    return target

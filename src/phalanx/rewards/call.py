@@ -190,11 +190,9 @@ def _rows(output: RewardOutput, term: Term, prompts: list[Prompt], *, forgives: 
             f"reward {term.name!r} returned the extras {returned} on {on_prompts(prompts)}; expected those that "
             f"`extras` of its class, derived from RewardWithExtras, names: {named}"
         )
-    values = {term.name: output.scores}
-    for extra in term.extras:
-        values[f"{term.name}_{extra}"] = output.extras[extra]
+    values = [output.scores, *(output.extras[extra] for extra in term.extras)]
     rows = {}
-    for row, scores in values.items():
+    for row, scores in zip(term.rows, values, strict=True):
         rows[row] = _check(scores, row, term.takes, prompts, output.problem, forgives=forgives)
     return rows
 

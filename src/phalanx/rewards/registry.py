@@ -132,7 +132,7 @@ def _build(cfg: RewardFunctionConfig, key: str, device: str, unparseable_score: 
     function: Callable[..., Any]
     if not isinstance(reward, type):
         if form is None:
-            _check_arguments(reward, arguments, cfg.kwargs, f"{key}.kwargs", label)
+            check_arguments(reward, arguments, cfg.kwargs, f"{key}.kwargs", label)
             function = functools.partial(reward, **cfg.kwargs)
         else:
             function = _adapted(form, reward, cfg.kwargs, f"{key}.kwargs", label)
@@ -140,12 +140,12 @@ def _build(cfg: RewardFunctionConfig, key: str, device: str, unparseable_score: 
         raise ConfigError(f"{key}: the judge {label} has no method parse(answer, prompt, metadata)")
     else:
         kwargs = {"device": device, **cfg.kwargs} if on_device else cfg.kwargs
-        _check_arguments(reward, (), kwargs, f"{key}.kwargs", label)
+        check_arguments(reward, (), kwargs, f"{key}.kwargs", label, hidden=("device",) if on_device else ())
         if not is_judge:
             log.info("loading the reward %s", name)
         function = _instance(reward, kwargs, f"{key} ({name})")
         if isinstance(function, Judge):
-            _check_arguments(function.parse, ("answer", "prompt", "metadata"), {}, key, f"{label}.parse")
+            check_arguments(function.parse, ("answer", "prompt", "metadata"), {}, key, f"{label}.parse")
             if unparseable_score is None:
                 raise ConfigError(
                     f"{key}: {label} is a judge and needs reward.model, which only training and evaluations have"
@@ -166,7 +166,7 @@ def _build(cfg: RewardFunctionConfig, key: str, device: str, unparseable_score: 
         elif form is not None:
             function = _adapted(form, function, {}, key, label)
         else:
-            _check_arguments(function, arguments, {}, key, label)
+            check_arguments(function, arguments, {}, key, label)
     frames = cfg.frames if isinstance(cfg, FlowRewardFunctionConfig) else 1
     on_threads = not (on_device or of_policy or is_judge)
     if cfg.per_sample and not on_threads:
@@ -187,7 +187,7 @@ def _adapted(
     """A function of another trainer as a reward. Raises ConfigError if it does not accept that trainer's arguments."""
     if form is VerlReward:
         names = verl_arguments(_signature(function, key, label))
-        _check_arguments(function, (), {**dict.fromkeys(names), **kwargs}, key, label)
+        check_arguments(function, (), {**dict.fromkeys(names), **kwargs}, key, label)
     return form(function, kwargs)
 
 
@@ -235,7 +235,11 @@ def judged_frames(terms: list[Term]) -> int:
 def _find(cfg: RewardFunctionConfig, key: str) -> tuple[Callable[..., Any], str]:
     """The object that an entry refers to, and its name in messages."""
     if cfg.path is not None:
-        return _from_path(cfg.path, f"{key}.path")
+        reward = resolve_object(cfg.path, f"{key}.path", "function")
+        if not callable(reward):
+            kind = type(reward).__name__
+            raise ConfigError(f"{key}.path={cfg.path!r} is of type {kind}; expected a function or a class")
+        return reward, cfg.path.rpartition(":")[2]
     if cfg.name is None:
         raise ConfigError(f"{key} has neither name nor path; give name (built in: {_built_in()}) or path ({FORMS})")
     known = _known()
@@ -249,24 +253,23 @@ def _find(cfg: RewardFunctionConfig, key: str) -> tuple[Callable[..., Any], str]
     return (names[camel] if camel in names else names[cfg.name]), cfg.name
 
 
-def _from_path(path: str, key: str) -> tuple[Callable[..., Any], str]:
-    """The object that `module:function` or `path/to/file.py:function` refers to, and its name."""
-    reward = resolve_object(path, key, "function")
-    if not callable(reward):
-        raise ConfigError(f"{key}={path!r} is of type {type(reward).__name__}; expected a function or a class")
-    return reward, path.rpartition(":")[2]
-
-
-def _check_arguments(
-    function: Callable[..., Any], args: tuple[str, ...], kwargs: dict[str, Any], key: str, label: str
+def check_arguments(
+    function: Callable[..., Any],
+    args: tuple[str, ...],
+    kwargs: dict[str, Any],
+    key: str,
+    label: str,
+    hidden: tuple[str, ...] = (),
 ) -> None:
-    """Raise ConfigError if `function` cannot be called with the positional arguments `args` and with `kwargs`."""
+    """Raise ConfigError if `function`, in messages `label`, cannot be called with the positional arguments `args` and
+    with `kwargs`. `hidden`: those of the kwargs that a message does not name.
+    """
     signature = _signature(function, key, label)
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:
         names = list(signature.parameters)[len(args) :]
-        takes = ", ".join(n for n in names if n != "device") or "none"
+        takes = ", ".join(name for name in names if name not in hidden) or "none"
         call = ", ".join((*args, "**kwargs"))
         raise ConfigError(f"{key}: {label}({call}): {error}; its kwargs: {takes}") from None
 

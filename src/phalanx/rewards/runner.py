@@ -10,7 +10,7 @@ because images need not be sent to another process.
 import logging
 from collections.abc import Iterable
 from concurrent.futures import FIRST_COMPLETED, wait
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,17 +32,6 @@ from phalanx.types import Outputs, Policy, Prompt, Samples
 
 log = logging.getLogger(__name__)
 _POLL_S = 0.05  # seconds between checks for overdue calls
-
-
-class Row(Protocol):
-    """A row of a data file; `place` is its file and line."""
-
-    @property
-    def text(self) -> str: ...
-    @property
-    def meta(self) -> dict[str, Any]: ...
-    @property
-    def place(self) -> str: ...
 
 
 class RewardSet:
@@ -82,10 +71,7 @@ class RewardSet:
         self.spans: list[tuple[float, float]] = []
         self.problem: str | None = None  # the first failure that the last `collect` forgave
         self.refused = 0  # samples of the last `collect` whose rows a reward's check_row refuses
-        self._forgives = cfg.on_error != "fail"
-        self._max_error_fraction = cfg.max_error_fraction
-        self._overlap = cfg.overlap
-        self._timeout_s = cfg.timeout_s
+        self._cfg, self._forgives = cfg, cfg.on_error != "fail"
         self._device = torch.device(device)
         if self._device.type == "cuda" and self._device.index is None:
             # a new thread starts on device 0, regardless of this thread's device
@@ -111,7 +97,6 @@ class RewardSet:
         self._asked = False
         self.answers: Answers = {}  # of the last `ask`: by judge, those about each sample or frame
 
-        self._workers = cfg.num_workers
         self._cpu_pool = DaemonPool(cfg.num_workers, "reward")
         self._device_pool = DaemonPool(1, "reward-device")
         self._calls: list[Call] = []  # submitted and not yet collected
@@ -136,7 +121,7 @@ class RewardSet:
                 rows = slice(part.start * frames, part.stop * frames)
                 call = Call(term, subjects[rows], prompt_of[rows], frames, forgives=self._forgives)
                 self._calls.append(call)
-                if self._overlap and not term.on_device:
+                if self._cfg.overlap and not term.on_device:
                     self._start(call)
         if self._judges is not None:
             subjects, prompt_of = seen_by("images", outputs, prompts, self._max_judge_frames)
@@ -144,7 +129,7 @@ class RewardSet:
             self._judges.submit(subjects, prompt_of, self._judge_frames)
         self._raise_failures(self._calls)
 
-    def check_rows(self, rows: Iterable[Row], *, first: bool) -> None:
+    def check_rows(self, rows: Iterable[Prompt], *, first: bool) -> None:
         """Let the rewards check rows of the data before any sample is drawn. `first`: this rank logs the warning.
 
         Raises ConfigError, with file and row, if samples of a row could not be scored; where `reward.on_error` forgives
@@ -161,7 +146,7 @@ class RewardSet:
         if not refused:
             return
         more = f" (and {len(refused) - 1} more of {count} rows)" if len(refused) > 1 else ""
-        if not self._forgives or len(refused) > self._max_error_fraction * count:
+        if not self._forgives or len(refused) > self._cfg.max_error_fraction * count:
             raise ConfigError(refused[0] + more)
         if first:
             log.warning("samples of a row have no score: %s%s", refused[0], more)
@@ -299,7 +284,8 @@ class RewardSet:
             return [range(count)]
         # Twice as many as threads, because samples take unequal times and threads may be busy with an earlier
         # micro-batch. Where each sample has a time limit, one call per sample: several could exceed reward.timeout_s.
-        pieces = count if UNJUDGED in term.extras else min(2 * self._workers, count) if self._workers > 1 else 1
+        workers = self._cfg.num_workers
+        pieces = count if UNJUDGED in term.extras else min(2 * workers, count) if workers > 1 else 1
         return [range(i * count // pieces, (i + 1) * count // pieces) for i in range(pieces)]
 
     def _start(self, call: Call) -> None:
@@ -324,9 +310,9 @@ class RewardSet:
     def _raise_failures(self, calls: list[Call]) -> None:
         """Raise RewardError for the first call that has failed or is overdue, without waiting."""
         for call in calls:
-            if call.overdue(self._timeout_s):
+            if call.overdue(self._cfg.timeout_s):
                 raise RewardError(
-                    f"reward {call.term.name!r} ran longer than reward.timeout_s={self._timeout_s:g} seconds "
+                    f"reward {call.term.name!r} ran longer than reward.timeout_s={self._cfg.timeout_s:g} seconds "
                     f"on {on_prompts(call.prompts)}"
                 )
             failure = call.failure()

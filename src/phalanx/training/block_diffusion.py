@@ -17,7 +17,7 @@ from torch import Tensor
 
 from phalanx.config.block_diffusion import BlockDiffusionTaskConfig
 from phalanx.data.files import DataError
-from phalanx.data.prompts import PromptRow, answer_of, load_prompts, numbered, question, refuse_images, validation_sets
+from phalanx.data.prompts import answer_of, load_prompts, question, refuse_images, validation_sets
 from phalanx.distributed import mesh
 from phalanx.distributed.collectives import reduce_float, reduce_int
 from phalanx.distributed.launch import Launch
@@ -30,6 +30,7 @@ from phalanx.telemetry.metrics import check_loggers
 from phalanx.training import batch_plan, lm_rl
 from phalanx.training.components import JobComponents, build_rewards, fitting_sets, start
 from phalanx.training.supervised import Shares, SupervisedTrainer, Task, share_of_rank, supervised_trainer
+from phalanx.types import Prompt
 
 log = logging.getLogger(__name__)
 
@@ -110,14 +111,14 @@ def build(cfg: BlockDiffusionTaskConfig) -> SupervisedTrainer:
 
 
 def fitting(
-    rows: list[PromptRow], policy: BlockDiffusionPolicy, response_key: str | None, *, first: bool
+    rows: list[Prompt], policy: BlockDiffusionPolicy, response_key: str | None, *, first: bool
 ) -> list[Example]:
     """Tokenize the rows, and filter, truncate or refuse overlong samples according to data.overlong_prompts.
 
     Raises DataError for a row without a response, or whose response contains the mask token.
     """
     data, key, examples = policy.data, "data.train_files", []
-    policy.encode_ahead([question(numbered(row, 0)) for row in rows])
+    policy.encode_ahead(list(map(question, rows)))
     for number, row in enumerate(rows):
         example = encoded(row, policy, response_key, f"{key}, sample {number}")
         lengths = {"prompt": (len(example.prompt), data.max_prompt_length)}
@@ -143,9 +144,8 @@ def fitting(
     return examples
 
 
-def encoded(row: PromptRow, policy: BlockDiffusionPolicy, response_key: str | None, where: str) -> Example:
+def encoded(row: Prompt, policy: BlockDiffusionPolicy, response_key: str | None, where: str) -> Example:
     """Tokenize a row; the response ends with an end token."""
-    prompt = question(numbered(row, 0))
     if response_key is not None:
         text = answer_of(row.meta.get(response_key), response_key, where)
     else:
@@ -159,7 +159,7 @@ def encoded(row: PromptRow, policy: BlockDiffusionPolicy, response_key: str | No
     response = policy.tokenizer(text, add_special_tokens=False)["input_ids"]
     if policy.mask_id in response:
         raise DataError(f"{where}: its response contains the mask token {policy.tokenizer.mask_token!r}")
-    return Example(policy.encode(prompt), [*response, policy.tokenizer.eos_token_id])
+    return Example(policy.encode(question(row)), [*response, policy.tokenizer.eos_token_id])
 
 
 class BlockDiffusion(Task):

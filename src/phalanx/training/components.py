@@ -16,7 +16,6 @@ from torch import Tensor
 from phalanx.config.lm import LMDataConfig
 from phalanx.config.load import ConfigError
 from phalanx.config.run import RLConfig, RunConfig
-from phalanx.data.prompts import PromptRow, numbered
 from phalanx.distributed import mesh
 from phalanx.distributed.collectives import broadcast_object
 from phalanx.distributed.launch import Launch
@@ -136,7 +135,7 @@ def choose_once(cfg: RunConfig, world: World, name: str, given: str | None, choo
 def build_rewards(
     cfg: RunConfig,
     world: World,
-    rows: Sequence[PromptRow] = (),
+    rows: Sequence[Prompt] = (),
     val_sets: Mapping[str, list[Prompt]] = MappingProxyType({}),
     *,
     outputs: str = "images",
@@ -177,7 +176,7 @@ def about(teacher: Teacher) -> Iterator[None]:
         raise ValueError(f"{teacher.key}: {str(error).removeprefix('model.path: ')}") from error
 
 
-def routed(rows: list[PromptRow], teachers: Sequence[Teacher], *, first: bool) -> list[PromptRow]:
+def routed(rows: list[Prompt], teachers: Sequence[Teacher], *, first: bool) -> list[Prompt]:
     """Assign to each row the teacher that its algorithm.teacher_key column names, if teachers are chosen by row.
 
     Raises ConfigError for a row without a known teacher. first: whether this rank warns of teachers without rows.
@@ -203,11 +202,11 @@ def routed(rows: list[PromptRow], teachers: Sequence[Teacher], *, first: bool) -
 
 
 def fitting_sets(
-    sets: dict[str, list[Prompt]], fitting: Callable[[list[PromptRow], str], list[PromptRow]]
+    sets: dict[str, list[Prompt]], fitting: Callable[[list[Prompt], str], list[Prompt]]
 ) -> dict[str, list[Prompt]]:
     """Keep the prompts of each validation set that `fitting(rows, key)` returns; `key` names the set in messages."""
     kept = {}
     for name, prompts in sets.items():
-        rows = [PromptRow(p.text, p.negative, p.meta, p.messages, p.place, p.images) for p in prompts]
-        kept[name] = [numbered(row, i) for i, row in enumerate(fitting(rows, f"data.val_files ({name})"))]
+        rows = fitting(prompts, f"data.val_files ({name})")
+        kept[name] = [replace(row, group_id=i) for i, row in enumerate(rows)]
     return kept

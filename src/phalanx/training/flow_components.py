@@ -7,7 +7,7 @@ from itertools import chain
 
 from phalanx.config.flow import FlowModelConfig, FlowRunConfig
 from phalanx.config.load import ConfigError
-from phalanx.data.prompts import PromptRow, validation_sets
+from phalanx.data.prompts import validation_sets
 from phalanx.distributed.context_parallel import KEY
 from phalanx.models.flow.policy import FlowPolicy, build_policy
 from phalanx.models.flow.registry import families, family_of, image_columns
@@ -38,7 +38,7 @@ def check_plan(cfg: FlowRunConfig) -> None:
     )
 
 
-def check_references(config: FlowModelConfig, rows: Iterable[PromptRow | Prompt]) -> None:
+def check_references(config: FlowModelConfig, rows: Iterable[Prompt]) -> None:
     """ConfigError if the model cannot take model.reference_count images, ValueError if a row has more or fewer."""
     family, count = family_of(config), config.reference_count
     if count > 1 and not family.takes_several:
@@ -54,7 +54,7 @@ def check_references(config: FlowModelConfig, rows: Iterable[PromptRow | Prompt]
 def build_components(
     cfg: FlowRunConfig,
     micro: int,
-    rows: Sequence[PromptRow] = (),
+    rows: Sequence[Prompt] = (),
     *,
     detach_uncond: bool = False,
     window: bool = True,

@@ -25,7 +25,7 @@ from phalanx.config.joint import PAINTER, WRITER, JointConfig, frozen
 from phalanx.config.rules import of_part
 from phalanx.config.run import RLConfig
 from phalanx.data.overlap import held_out_overlap
-from phalanx.data.prompts import MARK, PromptRow, load_prompts, share_of_rank, validation_sets
+from phalanx.data.prompts import MARK, load_prompts, share_of_rank, validation_sets
 from phalanx.data.streams import PromptStream
 from phalanx.distributed.launch import Launch
 from phalanx.distributed.mesh import World
@@ -335,14 +335,14 @@ def build(cfg: JointConfig) -> JointTrainer:
     return JointTrainer(cfg, parts, rewriter, collectors, updaters, job)
 
 
-def read_prompts(cfg: JointConfig, painter: FlowRLConfig) -> tuple[list[PromptRow], dict[str, list[Prompt]]]:
+def read_prompts(cfg: JointConfig, painter: FlowRLConfig) -> tuple[list[Prompt], dict[str, list[Prompt]]]:
     """Read the training prompts, and the held-out prompts by name of their set. Raises ValueError for rows that one of
     the policies cannot read.
     """
     data, columns = cfg.data, image_columns(painter.model)
     rows = load_prompts(data.train_files, "data.train_files", images=columns, prompt=data.prompt_key)
     val_sets = validation_sets(data.val_files, images=columns, prompt=data.prompt_key)
-    every: list[PromptRow | Prompt] = [*rows, *(prompt for prompts in val_sets.values() for prompt in prompts)]
+    every = [*rows, *(prompt for prompts in val_sets.values() for prompt in prompts)]
     for row in every:
         if MARK in row.text:
             raise ConfigError(f"{row.place} has a place for an image, {MARK}; the writer of a joint run reads texts")

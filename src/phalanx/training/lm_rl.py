@@ -4,14 +4,14 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from phalanx import algorithms
 from phalanx.algorithms import TokenAlgorithm
 from phalanx.config.lm import LMRLConfig, LMRolloutConfig
 from phalanx.config.load import ConfigError
 from phalanx.data.overlap import held_out_overlap
-from phalanx.data.prompts import PromptRow, load_prompts, numbered, validation_sets
+from phalanx.data.prompts import load_prompts, validation_sets
 from phalanx.data.streams import PromptStream
 from phalanx.distributed import mesh
 from phalanx.distributed.context_parallel import KEY
@@ -42,8 +42,6 @@ from phalanx.types import Algorithm, Prompt
 
 log = logging.getLogger(__name__)
 
-Row = TypeVar("Row", PromptRow, Prompt)
-
 
 def build(cfg: LMRLConfig) -> Trainer | RolloutWorker | LogProbWorker:
     """Build the job, or this rank's worker in it; all ranks call this together. A ValueError is the user's mistake."""
@@ -54,7 +52,7 @@ def build(cfg: LMRLConfig) -> Trainer | RolloutWorker | LogProbWorker:
     rows = routed(rows, algorithm.teachers, first=Launch.from_env().rank == 0)
     val_sets = validation_sets(data.val_files, prompt=key, quoted=False, image_key=data.image_key)
     held_out = [prompt for prompts in val_sets.values() for prompt in prompts]
-    every: list[PromptRow | Prompt] = [*rows, *held_out]
+    every = [*rows, *held_out]
     place = next((row.place for row in every if row.images), None)
     if place is not None:
         check_images(cfg, f"{place} has images")
@@ -127,7 +125,7 @@ def check_images(cfg: LMRLConfig, subject: str) -> None:
             raise ConfigError(f"{subject}, which is not supported with {message}")
 
 
-def check_counts(rows: Sequence[PromptRow | Prompt], limit: int | None) -> None:
+def check_counts(rows: Sequence[Prompt], limit: int | None) -> None:
     """Raise ConfigError for the first row with more images than rollout.limit_images allows."""
     for row in rows:
         if limit is not None and len(row.images) > limit:
@@ -206,22 +204,22 @@ def scoring(plan: BatchPlan, algorithm: Algorithm, config: LMRolloutConfig) -> P
     return plan.passes_of(1)
 
 
-def fitting(rows: list[PromptRow], key: str, policy: LMPolicy, *, first: bool) -> list[PromptRow]:
+def fitting(rows: list[Prompt], key: str, policy: LMPolicy, *, first: bool) -> list[Prompt]:
     """Return the rows to train on, according to data.overlong_prompts.
 
     Raises ValueError for a prompt that is too long if data.overlong_prompts is `error`, and if no row is left.
     """
     limit, overlong = policy.data.max_prompt_length, policy.data.overlong_prompts
-    kept, prompts = [], [numbered(row, 0) for row in rows]
-    policy.encode_ahead(prompts)
+    kept = []
+    policy.encode_ahead(rows)
     for number, row in enumerate(rows):
-        length = policy.length(prompts[number])
+        length = policy.length(row)
         if length <= limit:
             kept.append(row)
         elif row.images and overlong != "filter":
             smaller = "lower data.max_pixels, " if policy.vision.family.sizes else ""
             raise ValueError(
-                f"{row.place}: it has {length} tokens with the chat template, {policy.look(prompts[number]).count} of "
+                f"{row.place}: it has {length} tokens with the chat template, {policy.look(row).count} of "
                 f"them of its images, more than data.max_prompt_length={limit}, and images are not cut; raise that, "
                 f"{smaller}or set data.overlong_prompts to filter"
             )
@@ -238,7 +236,7 @@ def fitting(rows: list[PromptRow], key: str, policy: LMPolicy, *, first: bool) -
     return kept
 
 
-def with_tools(rows: list[Row], environments: Environments) -> list[Row]:
+def with_tools(rows: list[Prompt], environments: Environments) -> list[Prompt]:
     """Return the rows with the tools of their environments, for the chat template. Raises ConfigError for a row without
     an environment, or with its own tools, which no environment would run.
     """

@@ -5,15 +5,16 @@ from collections.abc import Callable
 from typing import Any
 
 from phalanx.config.messages import cut
-from phalanx.data.prompts import DataError, PromptRow
+from phalanx.data.prompts import DataError
 from phalanx.models.flow.family import FlowModel
+from phalanx.types import Prompt
 
 log = logging.getLogger(__name__)
 
 
 def fitting(
-    rows: list[PromptRow], key: str, model: FlowModel, data: Any, *, first: bool, named: Callable[[str], str] = str
-) -> list[PromptRow]:
+    rows: list[Prompt], key: str, model: FlowModel, data: Any, *, first: bool, named: Callable[[str], str] = str
+) -> list[Prompt]:
     """The rows to use according to data.overlong_prompts.
 
     key: the configuration key of the rows' files. first: whether this rank logs how many prompts are cut or left out.

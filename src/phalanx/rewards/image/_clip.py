@@ -145,13 +145,10 @@ class _Rounded(torch.autograd.Function):
 
 def read_weights(file: Path, what: str) -> dict[str, Tensor]:
     """The weights of a .safetensors file. `what` names it in messages."""
-    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    try:
+    with loading(f"{what} is not a safetensors file"):
         return load_file(file)
-    except SafetensorError as error:
-        raise ValueError(f"{what} is not a safetensors file: {error}") from error
 
 
 def folder_or_hub(source: str, name: str, holds: str = "a CLIP model") -> str:

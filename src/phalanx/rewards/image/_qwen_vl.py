@@ -7,7 +7,7 @@ consecutively.
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from phalanx.rewards.image._clip import folder_or_hub, load_part, read_weights, 
 
 IMAGE_TOKEN = "<|image_pad|>"
 VIDEO_TOKEN = "<|video_pad|>"
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _PIXELS = 256 * 28 * 28  # approximate area of an image after resizing
 _HEAD = ("0", "3", "5")  # positions of the linear layers in the published nn.Sequential
 _PEFT = "base_model.model."  # peft's prefix of the names of weights
@@ -52,15 +52,19 @@ class Published:
 
 
 class Trunk:
-    """The transformer of `published` on `device`, the tokenizer with the tokens `added`, and `heads`, given by their
-    names in the weights, in float32.
+    """The transformer of `published`, the tokenizer with the tokens `added`, and `heads`, given by their names in the
+    weights, in float32. `dtype`, `micro_batch_size` and `device` are the kwargs of the reward.
     """
 
     def __init__(
-        self, published: Published, added: list[str], heads: list[str], dtype: torch.dtype, device: torch.device
+        self, published: Published, added: list[str], heads: list[str], dtype: str, micro_batch_size: int, device: str
     ) -> None:
         from transformers import AutoConfig, AutoTokenizer
 
+        if dtype not in _DTYPES:
+            raise ValueError(f"dtype={dtype!r}; expected one of {', '.join(_DTYPES)}")
+        if micro_batch_size < 1:
+            raise ValueError(f"micro_batch_size={micro_batch_size}; expected a number of images, at least 1")
         model, base = published.model, published.base
         self._base = base
         source = folder_or_hub(base, "base", f"the configuration and tokenizer of {published.family}")
@@ -74,7 +78,8 @@ class Trunk:
                 f"base={base!r} has no tokenizer of {published.family}: {IMAGE_TOKEN} is not its image token"
             )
         tokenizer.add_tokens(added, special_tokens=True)
-        self.tokenizer, self.device, self.vision = tokenizer, device, config.vision_config
+        self.tokenizer, self.device, self.vision = tokenizer, torch.device(device), config.vision_config
+        self._micro_batch = micro_batch_size
         self.added: list[int] = tokenizer.convert_tokens_to_ids(added)
         self._specials = re.compile("|".join(map(re.escape, tokenizer.get_added_vocab())))
         weights, head = _split(_without_lora(_read(published), published), published)
@@ -88,8 +93,8 @@ class Trunk:
                 f"base={base!r}; expected the base that the model was trained from"
             )
         config.text_config.vocab_size = rows
-        self.heads = _heads(head, heads, published, device)
-        self.backbone = _backbone(weights, config, dtype, device, published)
+        self.heads = _heads(head, heads, published, self.device)
+        self.backbone = _backbone(weights, config, _DTYPES[dtype], self.device, published)
 
     def plain(self, text: str) -> str:
         """The text with a blank in each special token, so that it is tokenized as plain words."""
@@ -108,11 +113,6 @@ class Trunk:
                 f"base={self._base!r} has no chat template for {shown[0]}s; expected one beside its tokenizer"
             )
 
-    def tokens(self, texts: list[str]) -> Tensor:
-        """Token ids [b, longest] of whole chats, padded on the right."""
-        ids: Tensor = self.tokenizer(texts, padding=True, return_tensors="pt").input_ids
-        return ids.to(self.device)
-
     def patches(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """Patches and grid of images [b, 3, H, W] in 0..1; see `patches_of`."""
         return self.video_patches(images.to(self.device)[:, None], _PIXELS, _PIXELS)
@@ -123,19 +123,23 @@ class Trunk:
         sizes = vision.patch_size, vision.spatial_merge_size, vision.temporal_patch_size
         return patches_of(videos.to(self.device), *sizes, least, most)
 
-    def image_tokens(self, grid: Tensor) -> list[int]:
-        """Number of tokens of each image or video of a grid [b, 3]."""
-        counts: list[int] = (grid.prod(1) // self.vision.spatial_merge_size**2).tolist()
-        return counts
+    def in_micro_batches(self, grade: Callable[..., Tensor], *samples: Any) -> Tensor:
+        """The results of `grade` [b, ...] for micro-batches of the samples, joined to [B, ...]."""
+        starts = range(0, len(samples[0]), self._micro_batch)
+        return torch.cat([grade(*(each[i : i + self._micro_batch] for each in samples)) for i in starts])
 
-    def hidden(self, tokens: Tensor, pixels: Tensor, grid: Tensor, videos: bool = False) -> Tensor:
-        """The last hidden states [b, A, D], float32, of the A added tokens, each of which occurs once in every row of
-        the token ids [b, longest]. `pixels` and `grid` are those of images or, with `videos`, of videos.
+    def hidden(self, chats: list[str], token: str, pixels: Tensor, grid: Tensor) -> Tensor:
+        """The last hidden states [b, A, D], float32, of the A added tokens, each of which occurs once in every chat.
+
+        `token` is IMAGE_TOKEN or VIDEO_TOKEN, and stands in the chats once for each of the grid's images or videos.
         """
+        counts = iter((grid.prod(1) // self.vision.spatial_merge_size**2).tolist())
+        texts = [re.sub(re.escape(token), lambda _: token * next(counts), chat) for chat in chats]
+        tokens: Tensor = self.tokenizer(texts, padding=True, return_tensors="pt").input_ids.to(self.device)
         # no mask is needed: attention is causal, and the padding follows the tokens that are read
         positions = torch.arange(tokens.shape[1], device=self.device).expand(3, *tokens.shape)
         inputs = {"pixel_values": pixels, "image_grid_thw": grid}
-        if videos:
+        if token == VIDEO_TOKEN:
             inputs = {"pixel_values_videos": pixels, "video_grid_thw": grid}
         states = self.backbone(
             input_ids=tokens, position_ids=positions, use_cache=False, **inputs
@@ -143,14 +147,6 @@ class Trunk:
         rows = torch.arange(len(tokens), device=self.device)
         read = [states[rows, (tokens == token).int().argmax(1)] for token in self.added]
         return torch.stack(read, 1).float()
-
-
-def check_options(dtype: str, micro_batch_size: int) -> None:
-    """Raise ValueError for an invalid dtype or micro-batch size."""
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype={dtype!r}; expected one of {', '.join(DTYPES)}")
-    if micro_batch_size < 1:
-        raise ValueError(f"micro_batch_size={micro_batch_size}; expected a number of images, at least 1")
 
 
 def patches_of(

@@ -18,7 +18,7 @@ from torch import Tensor
 from phalanx.media.pictures import Picture
 from phalanx.rewards.base import DeviceReward, RewardOutput, RewardWithExtras
 from phalanx.rewards.image._edit_reward_text import FOLLOWING, QUALITY, REWARD_TOKEN
-from phalanx.rewards.image._qwen_vl import DTYPES, IMAGE_TOKEN, Published, Trunk, check_options
+from phalanx.rewards.image._qwen_vl import IMAGE_TOKEN, Published, Trunk
 
 _HEADS = {"rm_heads.head_0": FOLLOWING, "rm_heads.head_1": QUALITY}
 _SHOWN = ("image", "image")  # before and after editing
@@ -42,10 +42,9 @@ class EditReward(DeviceReward, RewardWithExtras):
         dtype: str = "bfloat16",
         device: str = "cpu",
     ) -> None:
-        check_options(dtype, micro_batch_size)
-        self._source_key, self._micro_batch = source_key, micro_batch_size
+        self._source_key = source_key
         published = Published(model, base, "qwen2_5_vl", "Qwen2.5-VL", "EditReward", _EXPECTED)
-        self._trunk = Trunk(published, [REWARD_TOKEN], list(_HEADS), DTYPES[dtype], torch.device(device))
+        self._trunk = Trunk(published, [REWARD_TOKEN], list(_HEADS), dtype, micro_batch_size, device)
         self._trunk.check_chat(_SHOWN, IMAGE_TOKEN)
 
     def check_row(self, prompt: str, metadata: dict[str, Any]) -> None:
@@ -61,11 +60,7 @@ class EditReward(DeviceReward, RewardWithExtras):
         """Scores float32 [B] of images [B, 3, H, W] in 0..1, with those of both heads as extras."""
         for prompt, meta in zip(prompts, metadata, strict=True):
             self.check_row(prompt, meta)
-        size, scores = self._micro_batch, [torch.zeros(0, len(_HEADS), device=self._trunk.device)]
-        for i in range(0, len(prompts), size):
-            part = slice(i, i + size)
-            scores.append(self._score(images[part], prompts[part], metadata[part]))
-        both = torch.cat(scores)
+        both = self._trunk.in_micro_batches(self._score, images, prompts, metadata)
         return RewardOutput(both.mean(1), dict(zip(self.extras, both.T, strict=True)))
 
     def _score(self, images: Tensor, prompts: list[str], metadata: list[dict[str, Any]]) -> Tensor:
@@ -81,15 +76,10 @@ class EditReward(DeviceReward, RewardWithExtras):
             source, source_grid = sources[id(picture)]
             pixels += [source, patches]
             grids += [source_grid, grid[i : i + 1]]
-        both = torch.cat(grids)  # [2 b, 3]
-        counts = self._trunk.image_tokens(both)
         scores = []
         for name, template in _HEADS.items():
-            texts = []
-            for i, prompt in enumerate(prompts):
-                chat = self._trunk.chat(_SHOWN, template.replace("{prompt}", self._trunk.plain(prompt)))
-                head, middle, tail = chat.split(IMAGE_TOKEN)
-                texts.append(head + IMAGE_TOKEN * counts[2 * i] + middle + IMAGE_TOKEN * counts[2 * i + 1] + tail)
-            hidden = self._trunk.hidden(self._trunk.tokens(texts), torch.cat(pixels), both)[:, 0]
+            texts = [template.replace("{prompt}", self._trunk.plain(prompt)) for prompt in prompts]
+            chats = [self._trunk.chat(_SHOWN, text) for text in texts]
+            hidden = self._trunk.hidden(chats, IMAGE_TOKEN, torch.cat(pixels), torch.cat(grids))[:, 0]
             scores.append(self._trunk.heads[name](hidden)[:, 0])  # column 1 is the spread
         return torch.stack(scores, 1)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from phalanx.rewards.base import DeviceReward
 from phalanx.rewards.image._hps_v3_text import CHAT, REWARD_TOKEN, TEMPLATE
-from phalanx.rewards.image._qwen_vl import DTYPES, IMAGE_TOKEN, Published, Trunk, check_options
+from phalanx.rewards.image._qwen_vl import IMAGE_TOKEN, Published, Trunk
 
 _EXPECTED = "expected HPSv3.safetensors of MizzenAI/HPSv3, or its folder"
 
@@ -37,28 +37,23 @@ class HpsV3(DeviceReward):
         dtype: str = "bfloat16",
         device: str = "cpu",
     ) -> None:
-        check_options(dtype, micro_batch_size)
         if template.count("{prompt}") != 1 or template.count(reward_token) != 1:
             raise ValueError(f"template={template!r}; expected {{prompt}} and {reward_token} once each")
-        self._template, self._micro_batch = template, micro_batch_size
-        self._device = torch.device(device)
+        self._template = template
         published = Published(model, base, "qwen2_vl", "Qwen2-VL", "HPSv3", _EXPECTED)
-        self._trunk = Trunk(published, [reward_token], ["rm_head"], DTYPES[dtype], self._device)
+        self._trunk = Trunk(published, [reward_token], ["rm_head"], dtype, micro_batch_size, device)
 
     @torch.no_grad()
     def __call__(self, images: Tensor, prompts: list[str], metadata: list[dict[str, Any]]) -> Tensor:
         """Scores float32 [B] of images [B, 3, H, W] in 0..1."""
-        size, scores = self._micro_batch, [torch.zeros(0, device=self._device)]
-        for i in range(0, len(prompts), size):
-            scores.append(self._score(images[i : i + size], prompts[i : i + size]))
-        return torch.cat(scores)
+        return self._trunk.in_micro_batches(self._score, images, prompts)
 
     def _score(self, images: Tensor, prompts: list[str]) -> Tensor:
         pixels, grid = self._trunk.patches(images)
-        texts = []
-        for prompt, count in zip(prompts, self._trunk.image_tokens(grid), strict=True):
-            text = CHAT.replace("{text}", self._template.replace("{prompt}", self._trunk.plain(prompt)))
-            texts.append(text.replace("{image}", IMAGE_TOKEN * count, 1))
-        hidden = self._trunk.hidden(self._trunk.tokens(texts), pixels, grid)[:, 0]
+        chats = []
+        for prompt in prompts:
+            text = self._template.replace("{prompt}", self._trunk.plain(prompt))
+            chats.append(CHAT.replace("{image}", IMAGE_TOKEN).replace("{text}", text))
+        hidden = self._trunk.hidden(chats, IMAGE_TOKEN, pixels, grid)[:, 0]
         scores: Tensor = self._trunk.heads["rm_head"](hidden)[:, 0]  # column 1 is the spread
         return scores

@@ -66,7 +66,9 @@ class Ocr(RewardWithExtras):
         self, images: Tensor, prompts: list[str], metadata: list[dict[str, Any]]
     ) -> list[float] | RewardOutput:
         """B scores in 0..1 of images [B, 3, H, W] in 0..1."""
-        targets = [self._target(prompt, meta) for meta, prompt in zip(metadata, prompts, strict=True)]
+        targets = []
+        for prompt, meta in zip(prompts, metadata, strict=True):
+            targets.append(target_of(prompt, meta, self._column, self._recall))
         pairs = zip(targets, self.read(images), strict=True)
         if self._recall is None:
             return [self._score(_plain(target), _plain(text)) for target, text in pairs]
@@ -76,10 +78,7 @@ class Ocr(RewardWithExtras):
 
     def check_row(self, prompt: str, metadata: dict[str, Any]) -> None:
         """Raise ValueError for a row without a target."""
-        self._target(prompt, metadata)
-
-    def _target(self, prompt: str, metadata: dict[str, Any]) -> str:
-        return target_of(prompt, metadata, self._column, self._recall)
+        target_of(prompt, metadata, self._column, self._recall)
 
     def read(self, images: Tensor) -> list[str]:
         """The texts that the engine reads in images [B, 3, H, W] in 0..1."""

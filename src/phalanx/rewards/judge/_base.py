@@ -3,7 +3,9 @@
 from abc import ABC, abstractmethod
 from typing import Any
 
-from phalanx.rewards.base import RewardOutput, RewardWithExtras
+from phalanx.config.messages import reason
+from phalanx.rewards.base import RewardError, RewardOutput, RewardWithExtras
+from phalanx.types import Prompt
 
 
 class Judge(ABC):
@@ -44,6 +46,14 @@ class Judge(ABC):
     def score(self, answers: list[str], prompt: str, metadata: dict[str, Any]) -> float | None:
         """The score, given the answers to all `questions`; by default `parse` of the first one."""
         return self.parse(answers[0], prompt, metadata)
+
+
+def no_question(name: str, prompt: Prompt, error: BaseException) -> RewardError:
+    """The error for a judge whose code raised `error` when it was to write a question about samples of a prompt."""
+    columns = ", ".join(prompt.meta) or "no columns"
+    return RewardError(
+        f'reward {name!r} has no question: {reason(error)} on the prompt "{prompt.text}"; its data has {columns}'
+    )
 
 
 class ParsedAnswers(RewardWithExtras):

@@ -14,7 +14,7 @@ from phalanx.config.messages import reason
 from phalanx.distributed.collectives import all_gather_object, exchange
 from phalanx.distributed.seed import fold_in
 from phalanx.rewards.base import RewardError, copied
-from phalanx.rewards.judge._base import PairJudge
+from phalanx.rewards.judge._base import PairJudge, no_question
 from phalanx.rewards.judge._model import Question
 from phalanx.types import Prompt
 
@@ -63,9 +63,8 @@ class Comparison:
     def __init__(self, subjects: Sequence[Subject], rank: int, context_size: int, problem: str | None) -> None:
         """Exchange the sizes of the samples. Raises RewardError, on all ranks, if a rank has a problem.
 
-        subjects: this rank's samples.
-        context_size: neighbouring ranks that hold the same samples, which were dealt out to them one by one.
-        problem: why this rank cannot continue.
+        subjects: this rank's samples. context_size: see phalanx.rewards.runner.RewardSet. problem: why this rank cannot
+        continue.
         """
         self.subjects, self.rank, self.problem = subjects, rank, problem
         local = [(subject.prompt.group_id, tuple(map(len, subject.files))) for subject in subjects]
@@ -176,10 +175,7 @@ class Comparison:
                         meta |= {"frames": len(files[pair.first])}
                 questions.append((seen, judge.question(prompt.text, meta)))
             except (Exception, SystemExit) as error:  # whatever the user's code raises
-                raise RewardError(
-                    f'reward {name!r} has no question: {reason(error)} on the prompt "{prompt.text}"; its data has '
-                    f"{', '.join(prompt.meta) or 'no columns'}"
-                ) from error
+                raise no_question(name, prompt, error) from error
         return shown, questions
 
     def _asked_about(self, pair: Pair) -> Subject:

@@ -13,13 +13,12 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from phalanx.config.messages import reason
 from phalanx.config.reward import RewardModelConfig
 from phalanx.distributed.launch import Launch
 from phalanx.media.pictures import raw_file, to_uint8
 from phalanx.rewards.base import RewardError, copied, objection_of
 from phalanx.rewards.call import DaemonPool
-from phalanx.rewards.judge._base import Judge, PairJudge
+from phalanx.rewards.judge._base import Judge, PairJudge, no_question
 from phalanx.rewards.judge._model import Question, RewardModel
 from phalanx.rewards.judge._pairs import Comparison, Subject
 from phalanx.types import Outputs, Prompt
@@ -33,33 +32,20 @@ Rates = dict[str, list[tuple[float, float]]]  # see Comparison.win_rates, by jud
 
 @dataclass(frozen=True)
 class JudgeBatch:
-    """A micro-batch: B prompts, and the questions of each judge about a sample of each prompt. A video counts as
-    `frames` samples.
+    """A micro-batch: B prompts, and the questions of each judge about a sample of each prompt. Each frame of a video
+    counts as a sample.
 
     files: files of images.
     shown: for each sample the indices in `files` of the images that the model sees: the sample itself or, if samples
         are texts, which the questions contain, the images of the prompt.
-    texts: the samples if they are texts, otherwise empty.
+    subjects: the samples for comparisons of pairs; empty if there are none.
     """
 
     files: list[bytes]
     shown: list[tuple[int, ...]]
     prompts: list[Prompt]
     questions: dict[str, list[Asked]]
-    frames: int
-    texts: list[str]
-
-    @property
-    def subjects(self) -> list[Subject]:
-        """The samples for comparisons of pairs."""
-        subjects = []
-        for i, text in enumerate(self.texts):
-            prompt_files = tuple(self.files[number] for number in self.shown[i])
-            subjects.append(Subject(self.prompts[i], (text.encode(),), prompt_files))
-        if not self.texts:
-            for i in range(0, len(self.prompts), self.frames):
-                subjects.append(Subject(self.prompts[i], tuple(self.files[i : i + self.frames])))
-        return subjects
+    subjects: list[Subject]
 
 
 class JudgePool:
@@ -85,9 +71,8 @@ class JudgePool:
     ) -> None:
         """Load the reward model. Raises ValueError if it cannot be used.
 
-        outputs: "images" or "completions".
-        forgives: a judge asks nothing about samples of rows that its `check_row` refuses.
-        context_size: neighbouring ranks that hold the same samples, which are dealt out to them one by one.
+        forgives: a judge asks nothing about samples of rows that its `check_row` refuses. For the other arguments see
+        phalanx.rewards.runner.RewardSet.
         """
         self._pair_judges = {name: judge for name, judge in judges.items() if isinstance(judge, PairJudge)}
         self._judges = {name: judge for name, judge in judges.items() if name not in self._pair_judges}
@@ -118,8 +103,15 @@ class JudgePool:
         questions = {}
         for name, judge in self._judges.items():
             questions[name] = list(map(partial(_questions_of, name, judge, self._forgives), prompts, texts))
-        completions = [] if isinstance(outputs, Tensor) else outputs
-        batch = JudgeBatch(*self._seen(outputs, prompts), prompts, questions, frames, completions)
+        files, shown = self._seen(outputs, prompts)
+        subjects: list[Subject] = []
+        if self._pair_judges and isinstance(outputs, Tensor):
+            for i in range(0, len(prompts), frames):
+                subjects.append(Subject(prompts[i], tuple(files[i : i + frames])))
+        elif self._pair_judges:
+            for prompt, text, numbers in zip(prompts, outputs, shown, strict=True):
+                subjects.append(Subject(prompt, (text.encode(),), tuple(files[number] for number in numbers)))
+        batch = JudgeBatch(files, shown, prompts, questions, subjects)
         self._batches.append(batch)
         if self._thread is not None and self._judges:
             self._answers.append(self._thread.submit(lambda: self._on_thread(lambda: self._ask_judges([batch]))))
@@ -266,7 +258,4 @@ def _questions_of(name: str, judge: Judge, forgives: bool, prompt: Prompt, compl
             raise TypeError(f"questions returned {questions!r}; expected a list of at least one text")
         return first, questions
     except (Exception, SystemExit) as error:  # whatever the user's code raises
-        raise RewardError(
-            f"reward {name!r} has no question: {reason(error)} on the prompt "
-            f'"{prompt.text}"; its data has {", ".join(prompt.meta) or "no columns"}'
-        ) from error
+        raise no_question(name, prompt, error) from error

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from phalanx.rewards.base import DeviceReward, RewardOutput, RewardWithExtras
-from phalanx.rewards.image._qwen_vl import DTYPES, VIDEO_TOKEN, Published, Trunk, check_options
+from phalanx.rewards.image._qwen_vl import VIDEO_TOKEN, Published, Trunk
 from phalanx.rewards.video._video_align_text import REWARD_TOKENS, TEMPLATE
 
 _EXPECTED = "expected a folder with model_config.json and model.pth of KwaiVGI/VideoReward, the latter as .safetensors"
@@ -55,20 +55,17 @@ class VideoAlign(DeviceReward, RewardWithExtras):
         dtype: str = "bfloat16",
         device: str = "cpu",
     ) -> None:
-        check_options(dtype, micro_batch_size)
         if fps <= 0:
             raise ValueError(f"fps={fps}; expected the frames per second of the videos, more than 0")
         config = _configuration(model)
         lora, data, norm = config["peft_lora_config"], config["data_config"], config["inference_config"]
         scale = lora["lora_alpha"] / lora["lora_r"]
         published = Published(model, base, "qwen2_vl", "Qwen2-VL", "VideoReward", _EXPECTED, scale, linear=True)
-        self._fps, self._sampled_fps, self._micro_batch = fps, float(data["fps"]), micro_batch_size
+        self._fps, self._sampled_fps = fps, float(data["fps"])
         self._most = int(data["max_frame_pixels"])
-        self._device = torch.device(device)
-        self._trunk = Trunk(published, list(REWARD_TOKENS), ["rm_head"], DTYPES[dtype], self._device)
+        self._trunk = Trunk(published, list(REWARD_TOKENS), ["rm_head"], dtype, micro_batch_size, device)
         self._mean, self._std = (
-            torch.tensor([norm[f"{grade}_{kind}"] for grade in _GRADES], device=self._device)
-            for kind in ("mean", "std")
+            torch.tensor([norm[f"{grade}_{kind}"] for grade in _GRADES], device=device) for kind in ("mean", "std")
         )
         self._trunk.check_chat(["video"], VIDEO_TOKEN)
 
@@ -76,20 +73,16 @@ class VideoAlign(DeviceReward, RewardWithExtras):
     def __call__(self, videos: Tensor, prompts: list[str], metadata: list[dict[str, Any]]) -> RewardOutput:
         """Scores float32 [B] of videos [B, F, 3, H, W] in 0..1, with the three grades as extras."""
         chosen = frames(videos.shape[1], self._fps, self._sampled_fps)
-        size, grades = self._micro_batch, [torch.zeros(0, len(_GRADES), device=self._device)]
-        for i in range(0, len(prompts), size):
-            grades.append(self._grade(videos[i : i + size, chosen], prompts[i : i + size]))
-        normalised = (torch.cat(grades) - self._mean) / self._std
+        grades = self._trunk.in_micro_batches(lambda part, texts: self._grade(part[:, chosen], texts), videos, prompts)
+        normalised = (grades - self._mean) / self._std
         return RewardOutput(normalised.sum(1), dict(zip(self.extras, normalised.T, strict=True)))
 
     def _grade(self, videos: Tensor, prompts: list[str]) -> Tensor:
         """The grades [b, 3] before normalisation."""
         pixels, grid = self._trunk.video_patches(videos, _LEAST, self._most)
-        texts = []
-        for prompt, count in zip(prompts, self._trunk.image_tokens(grid), strict=True):
-            chat = self._trunk.chat(["video"], TEMPLATE.replace("{prompt}", self._trunk.plain(prompt)))
-            texts.append(chat.replace(VIDEO_TOKEN, VIDEO_TOKEN * count, 1))
-        hidden = self._trunk.hidden(self._trunk.tokens(texts), pixels, grid, videos=True)
+        texts = [TEMPLATE.replace("{prompt}", self._trunk.plain(prompt)) for prompt in prompts]
+        chats = [self._trunk.chat(["video"], text) for text in texts]
+        hidden = self._trunk.hidden(chats, VIDEO_TOKEN, pixels, grid)
         grades: Tensor = self._trunk.heads["rm_head"](hidden)  # [b, 3, 1], or [b, 3, 3] with one output per grade
         return grades.squeeze(2) if grades.shape[2] == 1 else grades.diagonal(dim1=1, dim2=2)
 
