@@ -53,7 +53,8 @@ class Timers:
     """Seconds per phase: `with timers("rollout"): ...`, then `timers.pop()` once per step. `phase` is the current one;
     it may count micro-batches.
 
-    On a GPU, only phases that end by reading a value on the host are exact; others leave work to the next phase.
+    With `sync`, both ends of a phase wait for the device, which attributes CUDA work exactly but stalls its queue.
+    Without it, only phases that end by reading a value on the host are exact; others leave work to the next phase.
 
     `spans` holds the most recent phases that ended, each as (name, training step from 1, begin, end), for the thread of
     phalanx.telemetry.rank_files. `step` is the current training step, 0 before the first one, and `rate` the throughput
@@ -62,11 +63,11 @@ class Timers:
     Each phase also enters `range(name)` and each step `profiler(step)`, which do nothing unless the step is profiled.
     """
 
-    def __init__(self, *, part: str = "", whole: "Timers | None" = None) -> None:
+    def __init__(self, sync: bool = False, *, part: str = "", whole: "Timers | None" = None) -> None:
         """With `part` and `whole`: timers of a part, such as one of two policies, which record their phases in the
         whole's timers with the part's name as a prefix.
         """
-        self._before = f"{part}_" if part else ""
+        self._sync, self._before = sync, f"{part}_" if part else ""
         self._whole = self if whole is None else whole
         self._seconds: dict[str, float] = {} if whole is None else whole._seconds
         self._phase = Phase("")
@@ -101,11 +102,13 @@ class Timers:
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         """Add the time of the `with` block to phase `name`, even if the block raises."""
+        self._wait()
         outer, self.phase = self.phase, Phase(f"{self._before}{name}")
         start = time.perf_counter()
         try:
             with self._whole.range(self.phase.name):
                 yield
+                self._wait()
         finally:
             end = time.perf_counter()
             self.add(name, end - start)
@@ -138,6 +141,13 @@ class Timers:
         row = {f"time/{name}": value for name, value in self._seconds.items()}
         self._seconds.clear()
         return row
+
+    def _wait(self) -> None:
+        if self._sync:
+            import torch
+
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
 
 
 class RunLogger:

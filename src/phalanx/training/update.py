@@ -167,8 +167,7 @@ class Updater:
         for epoch in range(self.plan.epochs if batch.learns and not warming_up else 0):
             if self.algorithm.levels is not None:
                 # forward process: x_t = (1 - t) x_0 + t noise; this epoch draws its own noise and t [B, W]
-                seed = self.cfg.trainer.seed
-                seeds = [fold_in(seed, step, int(i), "forward", epoch) for i in batch.samples.index]
+                seeds = self._corruption_seeds(batch.samples, step, epoch)
                 batch.corrupted = self.algorithm.corrupt(self.policy, batch.samples, seeds)
                 if self.score is not None:
                     batch.score = partial(self.score, step=step)
@@ -195,6 +194,10 @@ class Updater:
             summed=chunked,
             at_least_one=batch.pending,
         )
+
+    def _corruption_seeds(self, samples: Samples, step: int, epoch: int) -> list[int]:
+        """One seed per sample of this rank, a function of (trainer.seed, step, sample, epoch)."""
+        return [fold_in(self.cfg.trainer.seed, step, int(i), "forward", epoch) for i in samples.index]
 
     def ends_update(self, chunk: int) -> bool:
         """Whether an optimizer step follows the passes of this chunk."""
