@@ -39,7 +39,7 @@ class VllmEngine:
         # questions about a text or about two samples may have any number of images
         limits = {"video": 0, "audio": 0} if text or pairs else {"image": 1, "video": 0}
         self._sleeps = cfg.sleep and torch.cuda.is_available()
-        with groups.active():
+        with groups.active(), rejected("reward.model", cfg.path):
             from vllm import SamplingParams
 
             self._sampling = SamplingParams(temperature=cfg.temperature, max_tokens=cfg.max_tokens, seed=cfg.seed)
@@ -48,7 +48,6 @@ class VllmEngine:
                 groups,
                 rank,
                 local_rank,
-                key="reward.model",
                 max_model_len=cfg.max_model_len,
                 seed=cfg.seed,
                 enforce_eager=True,  # answers are short, so compiling and capturing graphs would take longer
@@ -93,34 +92,37 @@ class VllmEngine:
         return [output.outputs[0].text for output in outputs]
 
 
-def load_llm(config: Any, groups: VllmGroups, rank: int, local_rank: int, *, key: str, **options: Any) -> Any:
-    """vLLM's engine by a RewardModelConfig or a TextEngineConfig, and by further `options` of vLLM.
-
-    ValueError, which begins with the config `key`, if vLLM rejects the model.
-    """
+@contextmanager
+def rejected(key: str, path: str) -> Iterator[None]:
+    """Turn errors of vLLM in the block into a ValueError that begins with the config `key`, about the model `path`."""
     from vllm.exceptions import VLLMError
 
+    try:
+        yield
+    except (OSError, SafetensorError, ValueError, VLLMError) as error:
+        reason = " ".join(str(error).split())  # pydantic's messages have several lines
+        raise ValueError(f"{key}: vLLM rejects {path!r} as configured: {reason}") from error
+
+
+def load_llm(config: Any, groups: VllmGroups, rank: int, local_rank: int, **options: Any) -> Any:
+    """vLLM's engine by a RewardModelConfig or a TextEngineConfig, and by further `options` of vLLM."""
     from vllm import LLM
 
     cuda = torch.cuda.is_available()
-    try:
-        return LLM(
-            config.path,
-            revision=config.revision,
-            tokenizer_revision=config.revision,
-            tensor_parallel_size=config.tensor_parallel_size,
-            distributed_executor_backend=executor(groups, rank, local_rank),
-            dtype=config.dtype,
-            gpu_memory_utilization=config.gpu_memory_utilization,
-            kv_cache_memory_bytes=None if cuda else CPU_KV_CACHE,
-            enable_sleep_mode=config.sleep and cuda,
-            async_scheduling=False,  # guarantees that all ranks of a replica take the same steps
-            use_tqdm_on_load=False,
-            **options,
-        )
-    except (OSError, SafetensorError, ValueError, VLLMError) as error:
-        reason = " ".join(str(error).split())  # pydantic's messages have several lines
-        raise ValueError(f"{key}: vLLM rejects {config.path!r} as configured: {reason}") from error
+    return LLM(
+        config.path,
+        revision=config.revision,
+        tokenizer_revision=config.revision,
+        tensor_parallel_size=config.tensor_parallel_size,
+        distributed_executor_backend=executor(groups, rank, local_rank),
+        dtype=config.dtype,
+        gpu_memory_utilization=config.gpu_memory_utilization,
+        kv_cache_memory_bytes=None if cuda else CPU_KV_CACHE,
+        enable_sleep_mode=config.sleep and cuda,
+        async_scheduling=False,  # guarantees that all ranks of a replica take the same steps
+        use_tqdm_on_load=False,
+        **options,
+    )
 
 
 def executor(groups: VllmGroups, rank: int, local_rank: int) -> type:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from phalanx.distributed.vllm_groups import VllmGroups
-from phalanx.engines.vllm import load_llm
+from phalanx.engines.vllm import load_llm, rejected
 from phalanx.functional.tokens import Truncation
 from phalanx.media.pictures import Picture
 from phalanx.types import JobError
@@ -71,25 +71,25 @@ class TextEngine:
             if not cuda:
                 torch.cpu._init_amx()
                 _keep_linears_plain()
-            self._llm = load_llm(
-                config,
-                groups,
-                rank,
-                local_rank,
-                key="rollout.engine",
-                # `refresh` sets the weights, but does not restore what vLLM derives from a processor's settings
-                load_format="dummy" if config.images is None else "auto",
-                max_model_len=config.longest,
-                max_num_seqs=config.together,
-                # tokens of prompts that are read at once; a GPU needs more than a CPU to be fully used
-                max_num_batched_tokens=max(8192 if cuda else 2048, config.longest),
-                seed=0,
-                enable_chunked_prefill=cuda,  # on a CPU, vLLM crashes on a seeded request that is split
-                enforce_eager=not cuda,
-                enable_prefix_caching=True,
-                logprobs_mode="processed_logprobs",  # of the sampled distribution, including temperature
-                **_image_options(config.images, config.limit_images),
-            )
+            with rejected("rollout.engine", config.path):
+                self._llm = load_llm(
+                    config,
+                    groups,
+                    rank,
+                    local_rank,
+                    # `refresh` sets the weights, but does not restore what vLLM derives from a processor's settings
+                    load_format="dummy" if config.images is None else "auto",
+                    max_model_len=config.longest,
+                    max_num_seqs=config.together,
+                    # tokens of prompts that are read at once; a GPU needs more than a CPU to be fully used
+                    max_num_batched_tokens=max(8192 if cuda else 2048, config.longest),
+                    seed=0,
+                    enable_chunked_prefill=cuda,  # on a CPU, vLLM crashes on a seeded request that is split
+                    enforce_eager=not cuda,
+                    enable_prefix_caching=True,
+                    logprobs_mode="processed_logprobs",  # of the sampled distribution, including temperature
+                    **_image_options(config.images, config.limit_images),
+                )
             if self._sleeps:
                 self._llm.sleep(level=2)  # discards the weights: each rollout brings them
 
