@@ -27,7 +27,7 @@ class Client:
     def __init__(self, *folders: Path, token: str | None = None) -> None:
         self.server = Server(Watcher(folders), "127.0.0.1", 0, token)
         self.port = self.server.server_address[1]
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()  # polls for its end
 
     def ask(self, path: str, method: str = "GET", host: str | None = None) -> tuple[HTTPResponse, str]:
         connection = HTTPConnection("127.0.0.1", self.port, timeout=60)
@@ -282,7 +282,7 @@ def test_a_folder_that_vanishes_and_comes_back(client: Client, tmp_path: Path) -
 def test_connections_that_ask_nothing_are_few_and_short(
     client: Client, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watch.Handler, "timeout", 2)
+    monkeypatch.setattr(watch.Handler, "timeout", 1)
     before = threading.active_count()
     idle = [socket.create_connection(("127.0.0.1", client.port), 60) for _ in range(3 * watch.MOST_CONNECTIONS)]
     refused = idle[-1].recv(1)  # the last connection is closed without an answer
