@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn, TextIO, TypeVar
 
 from phalanx.config import ConfigError, help_text, load
-from phalanx.config.messages import reason
+from phalanx.config.messages import UnknownKeys, reason
 from phalanx.config.secrets import hide
 from phalanx.exit import (
     REQUEST,
@@ -195,8 +195,9 @@ def run(build: Callable[[T], Callable[[], None]], config: T) -> NoReturn:
     end(0)
 
 
-def fail(message: str, status: int) -> NoReturn:
-    """Print one line and exit at once, without waiting for worker threads."""
+def fail(text: str, status: int, lines: int = 1) -> NoReturn:
+    """Print a message as so many lines and exit at once, without waiting for worker threads."""
+    message = "\n  ".join(map(_one_line, hide(text).split("\n", lines - 1)))
     if not is_first():
         # Let the first rank print first. If it fails too, as with any mistake in the configuration, its launcher
         # ends the other ranks by SIGTERM while they wait here, before they repeat the message. So the signals must
@@ -205,7 +206,7 @@ def fail(message: str, status: int) -> NoReturn:
             signal.signal(number, signal.SIG_DFL)
         time.sleep(5)
     prefix = "error" if is_first() else f"error on rank {rank()}"
-    _end_with(f"{prefix}: {_one_line(hide(message))}", status)
+    _end_with(f"{prefix}: {message}", status)
 
 
 def _one_line(message: str) -> str:
@@ -218,7 +219,8 @@ def _tell(error: BaseException, status: int) -> NoReturn:
     """Report a user's mistake or a JobError and exit."""
     if os.environ.get("PHALANX_TRACEBACK") == "1":
         say(traceback.format_exc())
-    fail(reason(error) if isinstance(error, SystemExit) else str(error), status)
+    text = reason(error) if isinstance(error, SystemExit) else str(error)
+    fail(text, status, lines=text.count("\n") + 1 if isinstance(error, UnknownKeys) else 1)
 
 
 def _crash(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

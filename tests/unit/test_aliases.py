@@ -1,16 +1,24 @@
 """Keys of other trainers: the message about each gives its name here."""
 
+import re
+from pathlib import Path
+
 import pytest
 
-from phalanx.config import ConfigError, aliases, load
+from phalanx.config import ConfigError, load
+from phalanx.config.aliases import foreign_keys
 from phalanx.config.block_diffusion import BlockDiffusionTaskConfig
 from phalanx.config.flow import FlowRLConfig
 from phalanx.config.lm import LMRLConfig
 from phalanx.config.load import help_text
+from phalanx.config.messages import UnknownKeys
 from phalanx.config.tasks import GenerateConfig, SampleConfig
+from tests.checks import refused
 from tests.configs import refusal
 
 # The keys of VeRL-Omni's FlowGRPO recipe for several nodes, run_qwen_image_ocr_lora_multi_node.sh.
+KEYS = foreign_keys()
+OF_ENVIRONMENTS = KEYS["of_environments"]
 ROLLOUT = (
     "name n agent.num_workers load_format layered_summon log_prob_micro_batch_size_per_gpu data_parallel_size "
     "tensor_model_parallel_size pipeline.true_cfg_scale pipeline.max_sequence_length algo.noise_level algo.sde_type "
@@ -103,20 +111,20 @@ def test_verls_keys_of_language_models_say_what_they_are_called_here(key: str) -
 
 def test_aliases_are_keys() -> None:
     text = help_text(LMRLConfig, "", None, ["algorithm.name=ppo"])
-    for name in (aliases.OF_LANGUAGE_MODELS | aliases.OF_ENVIRONMENTS).values():
+    for name in (KEYS["of_language_models"] | OF_ENVIRONMENTS).values():
         first = name.split(",")[0].split(" ")[0].rstrip(";")
         assert f"\n  {first}: " in text or first == "path", name
     text += help_text(FlowRLConfig, "", None, [])
-    for name in aliases.RENAMED.values():
+    for name in KEYS["renamed"].values():
         first = name.split(",")[0].split(" ")[0]
         assert f"\n  {first}: " in text or first in ("the", "path"), name
 
 
-@pytest.mark.parametrize("key", aliases.OF_ENVIRONMENTS)
+@pytest.mark.parametrize("key", OF_ENVIRONMENTS)
 def test_keys_of_conversations_say_what_they_are_called_here(key: str) -> None:
     with pytest.raises(ConfigError) as error:
         load(LMRLConfig, None, ["model.path=x", f"{key}=1"])
-    assert str(error.value) == f"unknown key {key}; here it is {aliases.OF_ENVIRONMENTS[key]}"
+    assert str(error.value) == f"unknown key {key}; here it is {OF_ENVIRONMENTS[key]}"
 
 
 def test_jobs_without_environments_name_none() -> None:
@@ -124,3 +132,45 @@ def test_jobs_without_environments_name_none() -> None:
         with pytest.raises(ConfigError) as error:
             load(config, None, ["model.path=x", "environment_factory=x"])
         assert "environment." not in str(error.value)
+
+
+def test_all_unknown_keys_are_answered_at_once(tmp_path: Path) -> None:
+    """A recipe of another trainer takes one start, with a line for each of its keys, whether a trainer has it or not."""
+    path = tmp_path / "recipe.yaml"
+    path.write_text(
+        "actor_rollout_ref: {actor: {optim: {lr: 1e-6}, nonsense: 3}}\n"
+        "reward: {functions: [{name: gsm8k, wieght: 2}]}\ntrainer: {nnodes: 1, sed: 3}\n"
+    )
+    with refused(
+        "7 unknown keys\n"
+        "  actor_rollout_ref.actor.optim.lr: here it is optim.lr\n"
+        "  actor_rollout_ref.actor.nonsense: there is no such key here\n"
+        "  reward.functions[0].wieght: did you mean reward.functions[0].weight?\n"
+        "  trainer.nnodes: here it is the environment variable NNODES\n"
+        "  trainer.sed: did you mean trainer.seed?\n"
+        "  num_generations: here it is rollout.n\n"
+        "  +bf16: here it is model.dtype, bfloat16",
+        UnknownKeys,
+    ):
+        load(LMRLConfig, str(path), ["model.path=x", "num_generations=8", "+bf16=true"])
+
+
+TRAINERS = {"trl": LMRLConfig, "rlinf": LMRLConfig, "dfactory": BlockDiffusionTaskConfig}
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_keys_of_further_trainers(trainer: str) -> None:
+    schema = TRAINERS[trainer]
+    algorithm = ["algorithm.name=ppo"] if schema is LMRLConfig else []
+    known = help_text(schema, "", None, algorithm)
+    for key, name in KEYS[f"of_{trainer}"].items():
+        first = name.split(" ")[0].rstrip(",;")
+        assert f"\n  {first}: " in known or first in ("weight", "the"), key
+    keys = [*KEYS[f"of_{trainer}"]]
+    for entry in KEYS[f"nothing_to_set_of_{trainer}"]:
+        keys.append(f"{entry}x" if entry.endswith(".") else entry)
+    with pytest.raises(UnknownKeys) as error:
+        load(schema, None, ["model.path=x", *(f"{key}=1" for key in keys)])
+    answers = dict(line.strip().split(": ", 1) for line in str(error.value).splitlines()[1:])
+    for key in keys:
+        assert re.match("here (it is|there is nothing)", answers.get(key, "")), key

@@ -138,6 +138,7 @@ class JointConfig:
             train_batch_size_per_gpu=None if each is None else each * self.rewrites,
             max_prompt_length=d.max_rewrite_length,
             seed=d.seed,
+            unusable_rows=d.unusable_rows,
             text_length_multiple=d.text_length_multiple,
         )
         return FlowRLConfig(data=data, **vars(self.painter), **self._shared())

@@ -16,13 +16,13 @@ from typing import Any, TypeVar, get_args, get_type_hints
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException, ValidationError
 
-from phalanx.config.aliases import alias
-from phalanx.config.messages import ConfigError, close, cut, element_of, expected, nearest, shown, type_name
+from phalanx.config.messages import ConfigError, cut, element_of, expected, nearest, shown, type_name
 from phalanx.config.registry import resolve_registry
 from phalanx.config.rules import check
 from phalanx.config.secrets import mark, public
 from phalanx.config.shipped import located
 from phalanx.config.sources import one_line, override, read
+from phalanx.config.unknown_keys import check_keys
 
 T = TypeVar("T")
 USAGE = "usage: sh train.sh tasks/<task>.py (or phalanx <command>) [config.yaml] [key=value ...]"
@@ -84,6 +84,7 @@ def build(schema: type[T], user: DictConfig) -> T:
     try:
         named = _with_named_sections(schema, user)
         config = _defaults(named)
+        check_keys(named, OmegaConf.to_container(user), [row.key for row in rows(named)], _hints)
         _assign(config, named, named, OmegaConf.to_container(user), "")
         missing = sorted(OmegaConf.missing_keys(config))
         if missing:
@@ -261,9 +262,9 @@ def help_text(
 def _assign(base: DictConfig, root: type, hint: Any, value: Any, key: str) -> None:
     """Set `key` of `base` to a value given by the user, one leaf at a time.
 
-    Raises ConfigError for the first unknown key and the first value of a wrong type. OmegaConf converts and checks each
-    leaf separately, because its messages about a whole configuration do not name keys within lists. Interpolations are
-    checked after all values are set.
+    Raises ConfigError for the first value of a wrong type. OmegaConf converts and checks each leaf separately, because
+    its messages about a whole configuration do not name keys within lists. Interpolations are checked after all values
+    are set.
     """
     if is_dataclass(hint) and not (isinstance(value, str) and "${" in value):
         hints = _hints(hint)
@@ -271,8 +272,6 @@ def _assign(base: DictConfig, root: type, hint: Any, value: Any, key: str) -> No
             raise ConfigError(f"{key}: expected a section, got {shown(value)}; its keys: {', '.join(hints)}")
         for name, item in value.items():
             inner = f"{key}.{name}" if key else str(name)
-            if name not in hints:
-                raise ConfigError(_foreign(inner, item, root) or _unknown(inner, str(name), list(hints), root))
             # an empty section, such as `trainer:` with only comments below it, changes nothing
             if item != "???" and (item is not None or not is_dataclass(hints[name])):
                 _assign(base, root, hints[name], item, inner)
@@ -296,31 +295,6 @@ def _assign(base: DictConfig, root: type, hint: Any, value: Any, key: str) -> No
     except OmegaConfBaseException:
         example = f"; write [{value}]" if type(value) is element else ""
         raise ConfigError(f"{key}: expected {expected(hint)}, got {shown(value)}{example}") from None
-
-
-def _foreign(key: str, value: Any, root: type) -> str | None:
-    """The message about a key of another trainer, with or without Hydra's leading +; None for any other key."""
-    while isinstance(value, dict) and value:
-        name, value = next(iter(value.items()))
-        key = f"{key}.{name}"
-    message = alias(key.lstrip("+"), [row.key for row in rows(root)])
-    return None if message is None else f"unknown key {key}; {message}"
-
-
-def _unknown(key: str, leaf: str, siblings: list[str], root: type) -> str:
-    """The message about an unknown key. It suggests a similar sibling, keys of the same name in other sections, or else
-    lists all siblings.
-    """
-    elsewhere = [row.key for row in rows(root) if row.key.rpartition(".")[2] == leaf]
-    near = close(leaf, siblings, 0.7 if elsewhere else 0.5)
-    if leaf in [row.key for row in rows(root)]:
-        sections = leaf.replace(".", ": {")
-        return f"unknown key {key}; in a file each part of it is a separate section, as in {{{sections}: …"
-    if near:
-        return f"unknown key {key}; did you mean {key.removesuffix(leaf)}{near}?"
-    if elsewhere:
-        return f"unknown key {key}; did you mean {'one of ' if elsewhere[1:] else ''}{', '.join(elsewhere)}?"
-    return f"unknown key {key}; known here: {', '.join(siblings)}"
 
 
 def _finish(section: Any, prefix: str) -> None:

@@ -13,6 +13,10 @@ class ConfigError(ValueError):
     """A configuration that cannot be used; the message is one line for the user."""
 
 
+class UnknownKeys(ConfigError):
+    """Several keys that a configuration does not have; the message has a line for each after the first."""
+
+
 TYPES = {int: "an integer", float: "a number", str: "a string", bool: "true or false"}
 PLURALS = {int: "integers", float: "numbers", str: "strings"}
 

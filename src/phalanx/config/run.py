@@ -110,7 +110,8 @@ class DataConfig:
 
     train_files: list[str] = arg(
         [],
-        "training prompts: files, folders or patterns of .txt, .jsonl, .csv and .parquet, Hugging Face dataset folders",
+        "training prompts: files, folders or patterns of .txt, .jsonl, .json, .csv and .parquet, Hugging Face dataset "
+        "folders",
         path=True,
     )
     val_files: list[str] = arg([], "held-out prompts in the same formats, one validation set per entry", path=True)
@@ -122,6 +123,12 @@ class DataConfig:
         **COUNT,
     )
     max_prompt_length: int = arg(256, "maximum number of tokens of a prompt that the model sees", **COUNT)
+    unusable_rows: str = arg(
+        "error",
+        "rows that cannot be used, such as one without a prompt, or whose image is missing or cut off: error ends the "
+        "job before the first step; filter leaves them out and reports how many",
+        choices=("error", "filter"),
+    )
     seed: int = arg(0, "seed of the order in which prompts are drawn", **SEEDS)
 
     def batch_size(self, ranks: int) -> int:

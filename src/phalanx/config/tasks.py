@@ -75,7 +75,7 @@ class SampleConfig:
     weights: str = arg("auto", "auto: the moving average if the checkpoint has one", choices=WEIGHTS)
     prompts: list[str] = arg([], "prompts, such as '[a red apple, two cats]'")
     prompt_file: Optional[str] = arg(
-        None, "file of prompts: .txt, .jsonl, .csv, .parquet, or a Hugging Face dataset folder", path=True
+        None, "file of prompts: .txt, .jsonl, .json, .csv, .parquet, or a Hugging Face dataset folder", path=True
     )
     prompt_key: str = arg("prompt", "column of the prompts in prompt_file")
     max_prompt_length: Optional[int] = arg(
@@ -134,7 +134,7 @@ class GenerateConfig:
     weights: str = arg("auto", "auto: the moving average if the checkpoint has one", choices=WEIGHTS)
     prompts: list[str] = arg([], "prompts, such as '[Why is the sky blue?]'; quote a prompt that contains commas")
     prompt_file: Optional[str] = arg(
-        None, "file of prompts: .txt, .jsonl, .csv, .parquet, or a Hugging Face dataset folder", path=True
+        None, "file of prompts: .txt, .jsonl, .json, .csv, .parquet, or a Hugging Face dataset folder", path=True
     )
     prompt_key: Optional[str] = arg(None, "column of the prompts in prompt_file; null: the run's, or prompt")
     system_prompt: Optional[str] = arg(None, "system message for prompts without one; null: the run's, or none")

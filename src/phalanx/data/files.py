@@ -4,7 +4,7 @@ import csv
 import glob
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
@@ -16,8 +16,8 @@ from phalanx.data.shown import COLUMNS, Located, column_of, holds_images, in_row
 from phalanx.media.pictures import Picture, in_memory
 
 FORMATS = (
-    "a .txt, .jsonl, .csv or .parquet file, a folder or a pattern of such files, or the folder of a Hugging Face "
-    "dataset (folder:split for one split)"
+    "a .txt, .jsonl, .json, .csv or .parquet file, a folder or a pattern of such files, or the folder of a Hugging "
+    "Face dataset (folder:split for one split)"
 )
 LONGEST = 2**22  # characters of a prompt: a tokenizer would take minutes for longer ones
 _ENDINGS = (".parquet", ".jsonl", ".csv")  # files that are used if an entry is a folder
@@ -118,6 +118,7 @@ def read(
     place: str,
     images: Sequence[str],
     prompt: str,
+    drop: Callable[[DataError], None],
     *,
     texts: bool,
     image_key: str | None = None,
@@ -126,6 +127,7 @@ def read(
 
     place: the file's name in messages.
     images: columns with one image each; a column's name in the file may also be the plural.
+    drop: called with the reason why a line cannot be used; may raise it.
     texts: whether the job trains a language model. Then rows of a file with the column `image_key` (None: `images`, or
         else `image`) have a tuple of Pictures in `images`; other columns of images are left out to save memory.
     """
@@ -136,19 +138,23 @@ def read(
     if path.suffix == ".txt":
         if images:
             raise DataError(f"{place} is plain text; images ({', '.join(images)}) come in the other formats")
-        return ((where, {"prompt": line}) for where, line in _lines(path, place))
-    if path.suffix == ".jsonl":
-        return in_rows(_json_rows(path, place, images), path.parent, shown)
+        return ((where, {"prompt": line}) for where, line in _lines(path, place, drop))
+    if path.suffix in (".jsonl", ".json"):
+        return in_rows(_json_rows(path, place, images, drop), path.parent, shown)
     if path.suffix == ".csv":
-        return in_rows(_csv_rows(path, place, images, prompt), path.parent, shown)
+        return in_rows(_csv_rows(path, place, images, prompt, drop), path.parent, shown)
     if path.suffix == ".parquet":
         return _parquet_rows(path, place, images, prompt, shown)
     ending = f"ends in {path.suffix}" if path.suffix else "has no ending"
     raise DataError(f"{place} {ending}; expected {FORMATS}")
 
 
-def _lines(path: Path, place: str) -> Iterator[tuple[str, str]]:
-    """Iterate over the lines that are not blank, each with its place."""
+def _refuse(error: DataError) -> None:
+    raise error
+
+
+def _lines(path: Path, place: str, drop: Callable[[DataError], None]) -> Iterator[tuple[str, str]]:
+    """Iterate over the lines that are not blank, each with its place. drop: see `read`."""
     try:
         content = read_bytes(path).removeprefix(b"\xef\xbb\xbf")
     except OSError as error:
@@ -160,24 +166,48 @@ def _lines(path: Path, place: str) -> Iterator[tuple[str, str]]:
             line = raw.decode("utf-8").strip()
         except UnicodeDecodeError as error:
             byte = f"byte 0x{raw[error.start]:02x}"
-            raise DataError(f"{where}: not UTF-8 ({byte}); save the file as UTF-8") from None
+            drop(DataError(f"{where}: not UTF-8 ({byte}); save the file as UTF-8"))
+            continue
         if line:
             yield where, line
 
 
-def json_objects(path: Path, place: str) -> Iterator[Located]:
-    """Iterate over the objects of a JSON Lines file, each with its place. Raises DataError for a line without one."""
+def json_objects(path: Path, place: str, drop: Callable[[DataError], None] = _refuse) -> Iterator[Located]:
+    """Iterate over the objects of a JSON Lines file, or of a .json file that is one list of objects, each with its
+    place. drop: called for a line or an item that is no object.
+    """
     expected = 'expected one object per line, {"prompt": "..."}'
-    for where, line in _lines(path, place):
+    listed = _listed(path, place) if path.suffix == ".json" else None
+    if listed is not None:
+        for number, value in enumerate(listed):
+            if isinstance(value, dict):
+                yield f"{place}, row {number}", value
+            else:
+                drop(DataError(f"{place}, row {number}: JSON of type {kind_of(value)}; expected an object"))
+        return
+    for where, line in _lines(path, place, drop):
         try:
             value = parse_json(line, _named_once)
         except json.JSONDecodeError as error:
-            raise DataError(f"{where}: not JSON ({error.msg} at column {error.colno}); {expected}") from None
+            drop(DataError(f"{where}: not JSON ({error.msg} at column {error.colno}); {expected}"))
         except ValueError as error:
-            raise DataError(f"{where}: not JSON ({error}); {expected}") from None
-        if not isinstance(value, dict):
-            raise DataError(f"{where}: JSON of type {kind_of(value)}; {expected}")
-        yield where, value
+            drop(DataError(f"{where}: not JSON ({error}); {expected}"))
+        else:
+            if isinstance(value, dict):
+                yield where, value
+            else:
+                drop(DataError(f"{where}: JSON of type {kind_of(value)}; {expected}"))
+
+
+def _listed(path: Path, place: str) -> list[Any] | None:
+    """The list that a .json file contains; None if it does not begin with one. Raises DataError for a damaged list."""
+    text = "\n".join(line for _, line in _lines(path, place, _refuse))
+    if not text.startswith("["):
+        return None
+    try:
+        return list(parse_json(text, _named_once))
+    except ValueError as error:
+        raise DataError(f"{place}: not a JSON list ({' '.join(str(error).split())})") from None
 
 
 def _named_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -193,18 +223,23 @@ def _repeated(names: Sequence[str]) -> str | None:
     return next((name for i, name in enumerate(names) if name in names[:i]), None)
 
 
-def _json_rows(path: Path, place: str, images: Sequence[str]) -> Iterator[Located]:
-    for where, value in json_objects(path, place):
+def _json_rows(path: Path, place: str, images: Sequence[str], drop: Callable[[DataError], None]) -> Iterator[Located]:
+    for where, value in json_objects(path, place, drop):
         for name in images:
             if name not in value and f"{name}s" in value:
                 value[name] = value.pop(f"{name}s")
-            if name not in value:
-                raise DataError(f"{where}: no {name!r}; it has {', '.join(value) or 'no keys'}")
+        missing = next((name for name in images if name not in value), None)
+        if missing is not None:
+            drop(DataError(f"{where}: no {missing!r}; it has {', '.join(value) or 'no keys'}"))
+            continue
+        for name in images:
             value[name] = Picture(partial(in_memory, value[name]), path.parent, f"{where}: {name}")
         yield where, value
 
 
-def _csv_rows(path: Path, place: str, images: Sequence[str], prompt: str) -> Iterator[Located]:
+def _csv_rows(
+    path: Path, place: str, images: Sequence[str], prompt: str, drop: Callable[[DataError], None]
+) -> Iterator[Located]:
     csv.field_size_limit(max(csv.field_size_limit(), LONGEST))  # process-wide, 2**17 by default
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
@@ -213,7 +248,8 @@ def _csv_rows(path: Path, place: str, images: Sequence[str], prompt: str) -> Ite
             for row in reader:
                 where = f"{place}:{reader.line_num}"
                 if None in row:
-                    raise DataError(f"{where}: more cells than the header has columns; expected quotes around commas")
+                    drop(DataError(f"{where}: more cells than the header has columns; expected quotes around commas"))
+                    continue
                 value: dict[str, Any] = {name: cell or None for name, cell in row.items()}
                 value[prompt] = row[prompt] or ""
                 for name in images:
@@ -237,7 +273,7 @@ def _parquet_rows(
         _check_columns(fields.names, place, (prompt, *_named(images, fields.names)))
         on_disk = bool(images) or column_of(fields, shown) is not None
         wanted = [field.name for field in fields if not (shown and holds_images(field.type))]
-        rows = _mapped(path) if on_disk else source.read(columns=wanted).to_pylist()
+        rows = _mapped(path, place) if on_disk else source.read(columns=wanted).to_pylist()
     # a text column may raise UnicodeDecodeError, which is a ValueError
     except (pa.ArrowException, OSError, ValueError) as error:
         if isinstance(error, DataError):
@@ -252,12 +288,24 @@ def _named(images: Sequence[str], columns: Sequence[str]) -> list[str]:
     return [name if name in columns or f"{name}s" not in columns else f"{name}s" for name in images]
 
 
-def _mapped(path: Path) -> Any:
+def _mapped(path: Path, place: str) -> Any:
     """A Parquet file as a dataset on disk. `datasets` keeps a copy in its cache that allows reading single rows."""
     import datasets
 
     datasets.disable_progress_bars()  # every rank would show one
-    return datasets.Dataset.from_parquet(str(path))
+    try:
+        return datasets.Dataset.from_parquet(str(path))
+    except (OSError, ValueError, datasets.exceptions.DatasetGenerationError) as error:
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        if isinstance(cause, OSError) and cause.errno is not None:  # Arrow's own errors have no number
+            raise DataError(
+                f"{place}: its copy in the cache of datasets, {datasets.config.HF_DATASETS_CACHE}, cannot be written: "
+                f"{cause.strerror}; set the environment variable HF_DATASETS_CACHE to a folder with space, or name a "
+                "folder that save_to_disk wrote"
+            ) from error
+        raise DataError(f"{place} is damaged: {reason(cause)}") from error
 
 
 def _numbered(rows: Iterable[dict[str, Any]], place: str) -> Iterator[Located]:

@@ -10,6 +10,7 @@ from typing import Any
 from phalanx.config.files import parse_json
 from phalanx.data.files import FORMATS, LONGEST, DataError, kind_of, locate, read, without_number
 from phalanx.data.shown import COLUMNS
+from phalanx.data.unusable import UnusableRows
 from phalanx.media.pictures import FORMS, Picture
 from phalanx.types import Prompt
 
@@ -28,6 +29,7 @@ def load_prompts(
     quoted: bool = True,
     answered: bool = False,
     image_key: str | None = None,
+    unusable: str = "error",
 ) -> list[Prompt]:
     """Read all rows of all files, in order, as prompts with the `group_id` 0.
 
@@ -38,6 +40,7 @@ def load_prompts(
     quoted: for flow models: the ground truth may be quoted in the prompt. False for language models.
     answered: for language models: a chat may end with the assistant's answer.
     image_key: for language models: column of the prompts' images; None: `images`, or else `image`.
+    unusable: data.unusable_rows; `filter` leaves out lines and rows that cannot be used, with a warning.
 
     - `.txt`: one prompt per line; blank lines are skipped.
     - `.jsonl`: one object per line, with `prompt` (a text or a chat) and optionally `negative_prompt`.
@@ -57,14 +60,20 @@ def load_prompts(
     if not files:
         raise DataError(f"{key} is empty; give a list of files, each {FORMATS}")
     rows: list[Prompt] = []
+    drop = UnusableRows(key, unusable)
     for file in files:
         for name, (path, split) in locate(file, key):
-            place, before = f"{key}: {name}", len(rows)
+            place, before = f"{key}: {name}", len(rows) + len(drop.reasons)
             column = "prompt" if path.suffix == ".txt" else prompt
-            for where, columns in read(path, split, place, images, prompt, texts=not quoted, image_key=image_key):
-                rows.append(_row(columns, where, column, bool(images), quoted, answered))
-            if len(rows) == before:
+            located = read(path, split, place, images, prompt, drop, texts=not quoted, image_key=image_key)
+            for where, columns in located:
+                try:
+                    rows.append(_row(columns, where, column, bool(images), quoted, answered))
+                except DataError as error:
+                    drop(error)
+            if len(rows) + len(drop.reasons) == before:
                 raise DataError(f"{place} has no prompts")
+    drop.report(len(rows))
     return rows
 
 
@@ -77,6 +86,7 @@ def validation_sets(
     quoted: bool = True,
     answered: bool = False,
     image_key: str | None = None,
+    unusable: str = "error",
 ) -> dict[str, list[Prompt]]:
     """Read the validation sets in `data.val_files`, each with at most `limit` rows, by name.
 
@@ -85,6 +95,7 @@ def validation_sets(
     their folder. A prompt's `group_id` is its row number. For the other arguments see `load_prompts`.
     """
     key = "data.val_files"
+    form: dict[str, Any] = {"quoted": quoted, "answered": answered, "image_key": image_key, "unusable": unusable}
     entries: list[_Set] = []
     for file in files:
         entries += _sets(file, key)
@@ -98,7 +109,7 @@ def validation_sets(
                 f"{key}: {origin[name]} and {entry.file} would both be the validation set {name!r}; rename one of them"
             )
         origin[name] = entry.file
-        rows = load_prompts(entry.places, key, images, prompt, quoted=quoted, answered=answered, image_key=image_key)
+        rows = load_prompts(entry.places, key, images, prompt, **form)
         sets[name] = [replace(row, group_id=i) for i, row in enumerate(rows[:limit])]
     return sets
 

@@ -209,13 +209,14 @@ def _check(run: RunConfig) -> None:
 def read_sets(run: RunConfig) -> Sets:
     """Read the prompts of each set; raises ValueError for files that cannot be read."""
     data = run.data
+    form: dict[str, Any] = {"prompt": data.prompt_key, "unusable": data.unusable_rows}
     if isinstance(run, FlowRunConfig):
-        sets = validation_sets(data.val_files, images=image_columns(run.model), prompt=data.prompt_key)
+        sets = validation_sets(data.val_files, images=image_columns(run.model), **form)
         check_references(run.model, chain.from_iterable(sets.values()))
         return sets
     assert isinstance(run, LMRunConfig), "the other of the two kinds"
-    form: dict[str, Any] = {"quoted": False, "answered": True, "image_key": run.data.image_key}
-    sets = validation_sets(data.val_files, prompt=data.prompt_key, **form)
+    form |= {"quoted": False, "answered": True, "image_key": run.data.image_key}
+    sets = validation_sets(data.val_files, **form)
     return {name: [question(prompt) for prompt in prompts] for name, prompts in sets.items()}
 
 

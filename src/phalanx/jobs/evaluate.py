@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from phalanx.config import ConfigError
@@ -36,7 +37,8 @@ from phalanx.telemetry.evaluation import (
 from phalanx.telemetry.evaluation_page import Side, write_page
 from phalanx.telemetry.loggers import setting
 from phalanx.training import folder_lock
-from phalanx.training.components import start
+from phalanx.training.components import fitting_sets, start
+from phalanx.training.usable_images import usable_images
 
 log = logging.getLogger(__name__)
 # the facts that must be equal in two evaluations that are compared, plus `reward.model` if there is a judge
@@ -67,6 +69,8 @@ class Evaluation:
             else:
                 self.baseline = read_baseline(cfg, self.candidate)
         self._start()
+        usable = partial(usable_images, unusable=self.candidate.run.data.unusable_rows, world=self.world)
+        self.sets = fitting_sets(self.sets, usable)
         from_first(self._check_earlier)
         parts, before = (self.world, self.sets), None
         if self.baseline is not None:

@@ -34,9 +34,10 @@ def check_flow(cfg: FlowRunConfig, *, prompts: bool = True) -> None:
     """
     check_placement(cfg)
     local_index(cfg.model.path)
+    form: dict[str, Any] = {"prompt": cfg.data.prompt_key, "unusable": cfg.data.unusable_rows}
     if prompts and cfg.data.train_files:
-        load_prompts(cfg.data.train_files, "data.train_files", prompt=cfg.data.prompt_key)
-    validation_sets(cfg.data.val_files, prompt=cfg.data.prompt_key)
+        load_prompts(cfg.data.train_files, "data.train_files", **form)
+    validation_sets(cfg.data.val_files, **form)
 
 
 def check_lm(cfg: LMRunConfig, *, answered: bool = False) -> None:
@@ -45,6 +46,7 @@ def check_lm(cfg: LMRunConfig, *, answered: bool = False) -> None:
     check_folder(cfg.model.path)
     key, image_key = cfg.data.prompt_key, cfg.data.image_key
     form: dict[str, Any] = {"prompt": key, "quoted": False, "answered": answered, "image_key": image_key}
+    form["unusable"] = cfg.data.unusable_rows
     if cfg.data.train_files:
         load_prompts(cfg.data.train_files, "data.train_files", **form)
     validation_sets(cfg.data.val_files, **form)

@@ -2,6 +2,7 @@
 
 import base64
 import hashlib
+import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
+from PIL.ImageFile import ImageFile
 
 from phalanx.config.messages import cut
 
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 
 FORMS = "the bytes of an image file, its path beside the data file, or {bytes, path}"
 _ADDRESS = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+://")  # a URL of a file on another machine
+_ENDS = {"JPEG": b"\xff\xd9", "PNG": b"IEND\xaeB`\x82", "GIF": b";"}  # last bytes of a file that is not cut off
 _DATA = re.compile(r"data:image/[\w.+-]+;base64,")  # a data URL, which contains the file
 
 
@@ -76,8 +79,8 @@ class Picture:
         """
         with self._opened() as image:
             if image.format == "TIFF":  # PIL rotates TIFFs when it reads their pixels
-                image = ImageOps.exif_transpose(image)
-                return image.height, image.width
+                whole = ImageOps.exif_transpose(image)
+                return whole.height, whole.width
             # not image.getexif(), which for PNGs reads the pixels to look for EXIF data behind them
             turned = Image.Image.getexif(image).get(ExifTags.Base.Orientation) in (5, 6, 7, 8)
             return (image.width, image.height) if turned else (image.height, image.width)
@@ -88,8 +91,25 @@ class Picture:
         image.thumbnail((side, side), Image.Resampling.LANCZOS)
         return np.asarray(image)
 
+    def check(self) -> None:
+        """Raise ValueError like `pil` for a file that is missing, of an unknown format or cut off. Reads the header
+        and the last bytes, and the pixels only where these do not tell.
+        """
+        for part in self.parts:
+            with part._opened() as image:
+                end = _ENDS.get(image.format or "")
+                if image.fp is None or end is None or image.mode in ("I", "F"):
+                    upright(image)
+                    continue
+                place = image.fp.tell()
+                image.fp.seek(-len(end), os.SEEK_END)
+                is_whole = image.fp.read() == end
+                image.fp.seek(place)
+                if not is_whole:
+                    image.load()
+
     @contextmanager
-    def _opened(self) -> "Iterator[Image.Image]":
+    def _opened(self) -> "Iterator[ImageFile]":
         """Open the image with PIL; exceptions in the block are handled as in `_reading`."""
         file = self._file(self.source())
         with self._reading(), Image.open(file) as image:

@@ -82,6 +82,7 @@ def build(cfg: BlockDiffusionTaskConfig) -> SupervisedTrainer:
     data, key = cfg.data, cfg.data.prompt_key
     chats = data.response_key is None
     form: dict[str, Any] = {"prompt": key, "quoted": False, "answered": chats, "image_key": data.image_key}
+    form["unusable"] = data.unusable_rows
     rows = load_prompts(data.train_files, "data.train_files", **form)
     val_sets = validation_sets(data.val_files, **form)
     for held_out in val_sets.values():

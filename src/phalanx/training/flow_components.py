@@ -1,7 +1,7 @@
 """The components of every job that trains a flow-matching model."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 
@@ -15,15 +15,17 @@ from phalanx.rollout.flow import build_rollout
 from phalanx.rollout.flow.in_policy import PolicyRollout
 from phalanx.training.components import JobComponents, build_rewards, fitting_sets, start
 from phalanx.training.prompt_lengths import fitting
+from phalanx.training.usable_images import usable_images
 from phalanx.types import Prompt
 
 
 @dataclass(frozen=True)
 class FlowComponents(JobComponents):
-    """JobComponents with a flow policy and its rollout."""
+    """JobComponents with a flow policy and its rollout. rows: the training rows that can be used."""
 
     policy: FlowPolicy
     rollout: PolicyRollout | None
+    rows: list[Prompt] = field(default_factory=list)
 
 
 def check_plan(cfg: FlowRunConfig) -> None:
@@ -62,12 +64,16 @@ def build_components(
 ) -> FlowComponents:
     """Build the components; all ranks call this together.
 
-    Raises a one-line ValueError for the user's mistakes. micro, window: see build_rollout. rows: the training rows.
-    last_steps: see phalanx.types.Algorithm.
+    Raises a one-line ValueError for the user's mistakes. micro, window: see build_rollout. rows: the training rows, of
+    which the components have those that can be used. last_steps: see phalanx.types.Algorithm.
     """
     world = start(cfg)
-    val_sets = validation_sets(cfg.data.val_files, images=image_columns(cfg.model), prompt=cfg.data.prompt_key)
-    check_references(cfg.model, chain(rows, *val_sets.values()))
+    data, columns = cfg.data, image_columns(cfg.model)
+    val_sets = validation_sets(data.val_files, images=columns, prompt=data.prompt_key, unusable=data.unusable_rows)
+    check_references(cfg.model, () if data.unusable_rows == "filter" else chain(rows, *val_sets.values()))
+    check = partial(check_references, cfg.model)
+    usable = partial(usable_images, unusable=data.unusable_rows, world=world, check=check)
+    rows, val_sets = usable(list(rows), "data.train_files"), fitting_sets(val_sets, usable)
     rewards = build_rewards(cfg, world, rows, val_sets, gradients=last_steps > 0)
     policy = build_policy(cfg.model, cfg.parallel, cfg.data, world, seed=cfg.trainer.seed, detach_uncond=detach_uncond)
     fit = partial(fitting, model=policy.model, data=cfg.data, first=world.rank == 0)
@@ -77,7 +83,7 @@ def build_components(
         rollout = build_rollout(policy, cfg.rollout, world, micro, window=window)
         exact = rollout.exact
         keep_last_steps(policy, rollout, last_steps, cfg.model)
-    return FlowComponents(world, rewards, policy, rollout, val_sets, exact=exact, noun=PolicyRollout.noun)
+    return FlowComponents(world, rewards, policy, rollout, val_sets, exact=exact, noun=PolicyRollout.noun, rows=rows)
 
 
 def keep_last_steps(policy: FlowPolicy, rollout: PolicyRollout, last_steps: int, config: FlowModelConfig) -> None:

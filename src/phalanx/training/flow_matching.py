@@ -8,6 +8,7 @@ schedule. Mesh, model, checkpoints, validation and logs are shared with reinforc
 
 import logging
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -29,6 +30,7 @@ from phalanx.telemetry.metrics import check_loggers
 from phalanx.training import batch_plan
 from phalanx.training.flow_components import build_components, check_plan
 from phalanx.training.supervised import Shares, SupervisedTrainer, Task, share_of_rank, supervised_trainer
+from phalanx.training.usable_images import usable_rows
 from phalanx.types import JobError, Prompt
 
 log = logging.getLogger(__name__)
@@ -66,10 +68,12 @@ def build(cfg: FlowMatchingTaskConfig) -> SupervisedTrainer:
     """Build the job; all ranks call this together. A ValueError is the user's mistake."""
     check(cfg)
     r = cfg.rollout
-    images = ImageTextData(cfg.data.train_files, r.height, r.width)
+    key, unusable = "data.train_files", cfg.data.unusable_rows
+    images = ImageTextData(cfg.data.train_files, r.height, r.width, key, unusable)
     components = build_components(cfg, r.micro_batch_size_per_gpu or 16)
     rollout = components.rollout
     assert rollout is not None, "each rank validates"
+    images.keep(partial(usable_rows, key=key, unusable=unusable, world=components.world))
     task = FlowMatching(cfg, components.policy, rollout, images, components.world)
     return supervised_trainer(cfg, components, task, cfg.flow_matching.ema)
 

@@ -37,7 +37,8 @@ def build(cfg: FlowRLConfig) -> Trainer | RolloutWorker | LogProbWorker:
     plan = check(cfg)
     algorithm = algorithms.build(cfg.algorithm)
     columns = (*image_columns(cfg.model), *cfg.rollout.facts.columns)
-    rows = load_prompts(cfg.data.train_files, "data.train_files", images=columns, prompt=cfg.data.prompt_key)
+    data, key = cfg.data, cfg.data.prompt_key
+    rows = load_prompts(data.train_files, "data.train_files", columns, key, unusable=data.unusable_rows)
     rows = routed(rows, algorithm.teachers, first=Launch.from_env().rank == 0)
     for teacher in algorithm.teachers:
         check_teacher(teacher, cfg.model)
@@ -46,7 +47,7 @@ def build(cfg: FlowRLConfig) -> Trainer | RolloutWorker | LogProbWorker:
         cfg, plan.rollout_micro, rows, detach_uncond=detach, window=window, last_steps=algorithm.last_steps
     )
     world, policy, rollout = components.world, components.policy, components.rollout
-    rows = fitting(rows, "data.train_files", policy.model, cfg.data, first=world.rank == 0)
+    rows = fitting(components.rows, "data.train_files", policy.model, cfg.data, first=world.rank == 0)
     prompts = PromptStream(rows, plan.samples // cfg.rollout.n, cfg.data.seed)
     if world.role == INFERENCE:
         return LogProbWorker(cfg, part_of(plan, cfg, world), world, policy)

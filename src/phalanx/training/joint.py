@@ -48,6 +48,7 @@ from phalanx.training.optim import TrainState
 from phalanx.training.rewriting import Rewriter, as_original
 from phalanx.training.rl import train_state
 from phalanx.training.update import Updater
+from phalanx.training.usable_images import usable_images
 from phalanx.training.validation import Records, Validator
 from phalanx.types import Algorithm, JobError, Outputs, Prompt, Rollout, Samples
 
@@ -268,6 +269,7 @@ def build(cfg: JointConfig) -> JointTrainer:
     world = start(writer, WRITER)
     if world.device.type == "cpu":
         choose_cpu_linear(painter, world, PAINTER)
+    rows, val_sets = usable_prompts(rows, val_sets, painter, world)
     reward_set = build_rewards(painter, world, rows, val_sets)
     still = {name: name not in cfg.train for name in plans}
     if still[WRITER]:
@@ -340,8 +342,9 @@ def read_prompts(cfg: JointConfig, painter: FlowRLConfig) -> tuple[list[Prompt],
     the policies cannot read.
     """
     data, columns = cfg.data, image_columns(painter.model)
-    rows = load_prompts(data.train_files, "data.train_files", images=columns, prompt=data.prompt_key)
-    val_sets = validation_sets(data.val_files, images=columns, prompt=data.prompt_key)
+    form: dict[str, Any] = {"images": columns, "prompt": data.prompt_key, "unusable": data.unusable_rows}
+    rows = load_prompts(data.train_files, "data.train_files", **form)
+    val_sets = validation_sets(data.val_files, **form)
     every = [*rows, *(prompt for prompts in val_sets.values() for prompt in prompts)]
     for row in every:
         if MARK in row.text:
@@ -349,8 +352,20 @@ def read_prompts(cfg: JointConfig, painter: FlowRLConfig) -> tuple[list[Prompt],
         if "images" in row.meta:
             raise ConfigError(f"{row.place} has a column images; the writer of a joint run reads texts")
     with about(PAINTER):
-        check_references(painter.model, every)
+        check_references(painter.model, () if data.unusable_rows == "filter" else every)
     return rows, val_sets
+
+
+def usable_prompts(
+    rows: list[Prompt], val_sets: dict[str, list[Prompt]], painter: FlowRLConfig, world: World
+) -> tuple[list[Prompt], dict[str, list[Prompt]]]:
+    """The prompts whose images the painter can read; all ranks call this together. Raises DataError for the others
+    unless data.unusable_rows is `filter`.
+    """
+    with about(PAINTER):
+        check = partial(check_references, painter.model)
+        usable = partial(usable_images, unusable=painter.data.unusable_rows, world=world, check=check)
+        return usable(rows, "data.train_files"), fitting_sets(val_sets, usable)
 
 
 def around_loop(

@@ -13,6 +13,7 @@ from phalanx.config.load import ConfigError
 from phalanx.data.overlap import held_out_overlap
 from phalanx.data.prompts import load_prompts, validation_sets
 from phalanx.data.streams import PromptStream
+from phalanx.data.unusable import UnusableRows
 from phalanx.distributed import mesh
 from phalanx.distributed.context_parallel import KEY
 from phalanx.distributed.launch import Launch
@@ -38,6 +39,7 @@ from phalanx.training.disaggregated.workers import LogProbWorker, RolloutWorker
 from phalanx.training.lm_teacher import load_teacher
 from phalanx.training.minibatches import BatchPlan
 from phalanx.training.rl import Trainer, build_trainer
+from phalanx.training.usable_images import usable_images
 from phalanx.types import Algorithm, Prompt
 
 log = logging.getLogger(__name__)
@@ -48,9 +50,10 @@ def build(cfg: LMRLConfig) -> Trainer | RolloutWorker | LogProbWorker:
     plan = check(cfg)
     algorithm = build_algorithm(cfg)
     data, key = cfg.data, cfg.data.prompt_key
-    rows = load_prompts(data.train_files, "data.train_files", prompt=key, quoted=False, image_key=data.image_key)
+    form: dict[str, Any] = {"quoted": False, "image_key": data.image_key, "unusable": data.unusable_rows}
+    rows = load_prompts(data.train_files, "data.train_files", prompt=key, **form)
     rows = routed(rows, algorithm.teachers, first=Launch.from_env().rank == 0)
-    val_sets = validation_sets(data.val_files, prompt=key, quoted=False, image_key=data.image_key)
+    val_sets = validation_sets(data.val_files, prompt=key, **form)
     held_out = [prompt for prompts in val_sets.values() for prompt in prompts]
     every = [*rows, *held_out]
     place = next((row.place for row in every if row.images), None)
@@ -68,6 +71,8 @@ def build(cfg: LMRLConfig) -> Trainer | RolloutWorker | LogProbWorker:
         rows = with_tools(rows, environments)
         val_sets = fitting_sets(val_sets, lambda some, _: with_tools(some, environments))
     world = start(cfg)
+    usable = partial(usable_images, unusable=data.unusable_rows, world=world)
+    rows, val_sets = usable(rows, "data.train_files"), fitting_sets(val_sets, usable)
     rewards = build_rewards(cfg, world, rows, val_sets, outputs="completions")
     if val_sets and rewards is not None and not rewards.validates:
         raise ConfigError(
@@ -210,10 +215,14 @@ def fitting(rows: list[Prompt], key: str, policy: LMPolicy, *, first: bool) -> l
     Raises ValueError for a prompt that is too long if data.overlong_prompts is `error`, and if no row is left.
     """
     limit, overlong = policy.data.max_prompt_length, policy.data.overlong_prompts
-    kept = []
+    kept, drop = [], UnusableRows(key, policy.data.unusable_rows)
     policy.encode_ahead(rows)
     for number, row in enumerate(rows):
-        length = policy.length(row)
+        try:
+            length = policy.length(row)
+        except ValueError as error:  # an image that the model does not take, such as one of 300 to 1
+            drop(error)
+            continue
         if length <= limit:
             kept.append(row)
         elif row.images and overlong != "filter":
@@ -228,10 +237,11 @@ def fitting(rows: list[Prompt], key: str, policy: LMPolicy, *, first: bool) -> l
                 f"{row.place or f'{key}, prompt {number}'}: it has {length} tokens with the chat template, more than "
                 f"data.max_prompt_length={limit}; raise that, or set data.overlong_prompts to filter or truncate"
             )
+    drop.report(len(rows) - len(drop.reasons))
     if not kept:
         raise ValueError(f"{key}: all {len(rows)} prompts are longer than data.max_prompt_length={limit}")
-    if first and len(kept) < len(rows):
-        dropped = len(rows) - len(kept)
+    dropped = len(rows) - len(drop.reasons) - len(kept)
+    if first and dropped:
         log.warning("%s: %d of %d prompts have more than %d tokens and are left out", key, dropped, len(rows), limit)
     return kept
 
