@@ -103,10 +103,10 @@ def train_step(
                     per_action, stats = algorithm.loss(policy, micro)  # [u, A]
                     loss = (per_action * micro.weight).sum()
                     loss.backward()
-                    scalars.append(stats)
+                    scalars.add(stats, micro.weight)
                     log.micro_batch(batch.samples, rows, loss.detach())
                     timers.advance()
-                    del micro, per_action, loss  # free the memory before the next micro-batch
+                    del micro, per_action, stats, loss  # free the memory before the next micro-batch
                 if not updater.ends_update(chunk):  # later chunks contribute to the same optimizer step
                     continue
                 if log.updates and updater.too_far(scalars):  # skip the remaining updates of this training step
