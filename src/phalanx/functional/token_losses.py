@@ -91,7 +91,9 @@ def kl_estimate(log_prob: Tensor, other: Tensor, kind: str) -> Tensor:
 
 
 def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """The mean of values [B, A] over the tokens of a mask [B, A]; 0 if the mask is empty."""
+    """The mean of values [B, A] over the tokens of a mask [B, A]; 0 if the mask is empty. For algorithms of users that
+    take means over micro-batches: see phalanx.types.Metrics.
+    """
     return (values * mask).sum() / mask.sum().clamp(min=1)
 
 

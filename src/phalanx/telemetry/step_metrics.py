@@ -1,7 +1,7 @@
 """The metrics of a training step, as written to metrics.jsonl."""
 
 import resource
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -42,20 +42,36 @@ def reward_by_turns(reward: Tensor, turns: Tensor) -> dict[str, float]:
     return row
 
 
-def merged_rows(rows: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Merge the metrics of a step's chunks: take extremes of max and min, sum seconds and errors, average the rest."""
+def merged_rows(rows: Sequence[dict[str, float]], scored: Sequence[int]) -> dict[str, float]:
+    """Merge the metrics of a step's chunks: take extremes of max and min, sum seconds and errors, average the rest.
+
+    scored: the number of samples with a reward in each chunk, which weights reward/...; reward/std is that of all.
+    """
     merged = {}
-    for key in rows[0]:
-        values = [row[key] for row in rows if key in row]
+    for key in dict.fromkeys(key for row in rows for key in row):
+        counted = [(row[key], count) for row, count in zip(rows, scored, strict=True) if key in row]
+        values = [value for value, _ in counted]
         if key.endswith("max"):
             merged[key] = max(values)
         elif key.endswith("min"):
             merged[key] = min(values)
         elif key.startswith("time/") or key.endswith(("_s", "/errors")):
             merged[key] = sum(values)
+        elif key.startswith("reward/") and len(rows) > 1:
+            merged[key] = _mean(counted)
         else:
             merged[key] = sum(values) / len(values)
+    if "reward/std" in merged and len(rows) > 1:
+        # the mean of the chunks' variances, and the variance of their means
+        moved = [row["reward/std"] ** 2 + (row["reward/mean"] - merged["reward/mean"]) ** 2 for row in rows]
+        merged["reward/std"] = _mean(zip(moved, scored, strict=True)) ** 0.5
     return merged
+
+
+def _mean(weighted: Iterable[tuple[float, int]]) -> float:
+    """The mean of values with weights; those of weight 0 may be NaN."""
+    counted = [(value, weight) for value, weight in weighted if weight]
+    return sum(value * weight for value, weight in counted) / max(sum(weight for _, weight in counted), 1)
 
 
 def token_metrics(

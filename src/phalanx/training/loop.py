@@ -61,7 +61,7 @@ def train_step(
         samples, drawn = collector.sample(step, chunk)  # log_prob, mask [B, A]
         # One reward per sample, over all ranks; groups of equal rewards may be resampled (DAPO).
         samples, reward, scores = collector.reward(samples, step, chunk)  # [N], NaN: skipped
-        log.chunk(samples, drawn | scores)
+        log.chunk(samples, reward, drawn | scores)
         if log.stopped:  # this chunk was already under way when the step stopped early
             continue
         with timers("update"):

@@ -33,12 +33,14 @@ Pass = tuple[Tensor, Tensor]  # rows [b] of this rank's samples, and the weights
 class StepLog:
     """Numbers of one training step on this rank.
 
-    rows: metrics of each chunk. lengths: `Samples.lengths` [B, 3] of each chunk, for samples made of tokens. scalars:
-    sums of the loss's metrics, by optimizer step. updates: what each optimizer step returned. trained and
-    trained_tokens: samples and tokens that were trained, counted once per epoch.
+    rows: metrics of each chunk. scored: samples of all ranks with a reward, of each chunk. lengths: `Samples.lengths`
+    [B, 3] of each chunk, for samples made of tokens. scalars: sums of the loss's metrics, by optimizer step. updates:
+    what each optimizer step returned. trained and trained_tokens: samples and tokens that were trained, counted once
+    per epoch.
     """
 
     rows: list[dict[str, float]] = field(default_factory=list)
+    scored: list[int] = field(default_factory=list)
     lengths: list[Tensor] = field(default_factory=list)
     scalars: list[Sums] = field(default_factory=list)
     updates: list[dict[str, Any]] = field(default_factory=list)
@@ -47,9 +49,10 @@ class StepLog:
     loss: Tensor | float = 0.0  # of the optimizer step whose gradients are being accumulated
     stopped: bool = False  # whether the remaining updates of the step are skipped
 
-    def chunk(self, samples: Samples, row: dict[str, float]) -> None:
-        """Record the metrics `row` of a chunk of samples that has arrived."""
+    def chunk(self, samples: Samples, reward: Tensor, row: dict[str, float]) -> None:
+        """Record the metrics `row` of a chunk of samples that has arrived; reward [N]: NaN without one."""
         self.rows.append(row)
+        self.scored.append(int((~reward.isnan()).sum()))
         if samples.lengths is not None:
             self.lengths.append(samples.lengths)
 
@@ -74,7 +77,7 @@ class StepLog:
 
     def metrics(self, planned: int) -> dict[str, float]:
         """Metrics of the step, reduced over all ranks. planned: number of optimizer steps without early stopping."""
-        return merged_rows(self.rows) | update_metrics("actor", self.scalars, self.updates, planned)
+        return merged_rows(self.rows, self.scored) | update_metrics("actor", self.scalars, self.updates, planned)
 
 
 class Updater:
