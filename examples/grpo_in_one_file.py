@@ -52,10 +52,10 @@ for step in range(steps):
         mask = samples.mask[rows]
         replay = policy.replay(samples.trace.select(rows))  # log_prob [b, A] of the same tokens, with a gradient
         log_ratio = (replay.log_prob - samples.log_prob[rows]) * mask
-        loss, stats = clipped_tokens(log_ratio, advantage[rows], mask, low=clip, high=clip, dual=3.0)  # [b, A]
+        loss, stats = clipped_tokens(log_ratio, advantage[rows], low=clip, high=clip, dual=3.0)  # [b, A]
         loss = (loss * weight[rows]).sum()
         loss.backward()
         total += loss.detach()
-        errors.append(float(stats["ratio_error"]))
+        errors.append(float(stats["ratio_error"].max()))
     norm = float(optimizer.step(total)["grad_norm"])
     print(f"step {step + 1}: reward {reward.mean():.4f}, ratio_error {max(errors):.1e}, grad_norm {norm:.9g}")

@@ -15,9 +15,8 @@ from torch import Tensor
 from phalanx.algorithms import TokenAlgorithm, TokenConfig
 from phalanx.config.load import arg
 from phalanx.functional.advantage import group_advantage
-from phalanx.functional.token_losses import masked_mean
 from phalanx.functional.tokens import TokenReplay, TokenTrace
-from phalanx.types import Batch
+from phalanx.types import Batch, Metrics
 
 
 @dataclass
@@ -36,7 +35,7 @@ class Algorithm(TokenAlgorithm):
         """Advantages [N] float32 of the rewards [N] of all ranks' samples; `group_id` [N] are the prompts' numbers."""
         return group_advantage(reward, group_id, normalize=False) / self.config.scale
 
-    def surrogate(self, replay: TokenReplay, batch: Batch[TokenTrace]) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss [B, A] of each token, and detached scalars that become metrics."""
+    def surrogate(self, replay: TokenReplay, batch: Batch[TokenTrace]) -> tuple[Tensor, Metrics]:
+        """The loss [B, A] of each token, and metrics, whose means over all tokens that count are logged."""
         loss = -batch.advantage[:, None] * replay.log_prob
-        return loss, {"log_prob": masked_mean(replay.log_prob.detach(), batch.mask)}
+        return loss, {"log_prob": replay.log_prob}

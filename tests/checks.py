@@ -9,6 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from phalanx.functional.metrics import Sums
+from phalanx.types import Metrics
+
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
     """Standard normal numbers, a function of shape and seed."""
@@ -54,3 +57,10 @@ def warnings_of(logger: str) -> Iterator[list[str]]:
         yield said
     finally:
         logging.getLogger(logger).removeHandler(listener)
+
+
+def reduced(metrics: Metrics, weight: Tensor) -> dict[str, float]:
+    """The metrics of one micro-batch with these weights."""
+    sums = Sums()
+    sums.add(metrics, weight)
+    return sums.values()

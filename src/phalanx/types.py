@@ -155,6 +155,24 @@ class Batch(Generic[T]):
 
 
 @dataclass(frozen=True)
+class Metric:
+    """A metric of a micro-batch before its reduction over all that counts: see phalanx.functional.metrics.
+
+    values: one per action of each unit [U, A] or sample [B, A], or one per unit [U] or sample [B]. reduction: mean, std
+    (of the population) or max. where: bool, like `values`, those that the metric is about; None: all.
+    """
+
+    values: Tensor | float
+    reduction: str = "mean"
+    where: Tensor | None = None
+
+
+# Metrics by name. A tensor is a mean of its values; a number is a mean that the algorithm has taken over a micro-batch,
+# and counts once for each of its actions.
+Metrics: TypeAlias = "dict[str, Metric | Tensor | float]"
+
+
+@dataclass(frozen=True)
 class Scored:
     """All samples of this rank after scoring and before training.
 
@@ -347,5 +365,5 @@ class Algorithm(Protocol):
     def reference_output(self, policy: Policy, batch: Batch) -> Tensor:
         """The output [B, ...] that the loss needs of one of `references`; `policy` currently uses these weights."""
 
-    def loss(self, policy: Policy, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        """The unweighted loss [U, A] of each unit and action, and detached scalars to log."""
+    def loss(self, policy: Policy, batch: Batch) -> tuple[Tensor, Metrics]:
+        """The unweighted loss [U, A] of each unit and action, and metrics, neither reduced over samples and actions."""

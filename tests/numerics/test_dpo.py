@@ -11,7 +11,7 @@ from phalanx.algorithms.diffusion_dpo import Algorithm, Config
 from phalanx.functional.flow import Noised
 from phalanx.functional.preference import best_and_worst, dpo_loss
 from phalanx.types import Batch
-from tests.checks import normal
+from tests.checks import normal, reduced
 from tests.policies import disturb, make_policy, make_rollout, one_rank, sample
 
 
@@ -20,11 +20,12 @@ def test_by_hand() -> None:
     # The second pair is the first with its samples exchanged: margin -2.5. The third is at the reference: margin 0.
     error = torch.tensor([[1.0, 2.0], [2.0, 1.0], [3.0, 4.0]])
     reference = torch.tensor([[1.5, 1.25], [1.25, 1.5], [3.0, 4.0]])
-    loss, stats = dpo_loss(error, reference, beta=4.0)
+    loss, metrics = dpo_loss(error, reference, beta=4.0)
+    stats = reduced(metrics, torch.ones(3, 1))
     # -ln(1 / (1 + e^-2.5)) = ln(1 + e^-2.5) = 0.0788898, and 2.5 more for the second pair; ln 2 at the reference
     torch.testing.assert_close(loss, torch.tensor([0.0788898, 2.5788898, math.log(2)]), rtol=1e-6, atol=1e-7)
-    assert stats["accuracy"].item() == pytest.approx(1 / 3)
-    assert stats["margin"].item() == pytest.approx(0.0, abs=1e-7)
+    assert stats["accuracy"] == pytest.approx(1 / 3)
+    assert stats["margin"] == pytest.approx(0.0, abs=1e-7)
 
 
 @pytest.mark.parametrize("beta", [0.1, 2000.0])
@@ -82,7 +83,8 @@ def test_a_pair_shares_noise_and_level(sd3_folder: Path) -> None:
             reference = rule.reference_output(policy, batch)
             disturb(policy, 0.01)
             batch = replace(batch, reference_outputs={"reference": reference})
-            loss, stats = rule.loss(policy, batch)
+            loss, metrics = rule.loss(policy, batch)
+            stats = reduced(metrics, batch.weight)
 
             first = torch.tensor([0, 0, 2, 2])
             shared = Noised(noised.noise[first], noised.levels[first])
@@ -94,8 +96,8 @@ def test_a_pair_shares_noise_and_level(sd3_folder: Path) -> None:
         distance = (v - reference).double().square().flatten(2).mean(2)
         expected = torch.log1p(torch.exp(-margin)) + 0.5 * (distance[0::2] + distance[1::2]) / 2
         torch.testing.assert_close(loss.double(), expected, rtol=1e-4, atol=1e-5)
-        assert stats["margin"].item() == pytest.approx(margin.mean().item(), abs=1e-4)
-        assert stats["kl_ref"].item() == pytest.approx(distance.mean().item(), rel=1e-4)
+        assert stats["margin"] == pytest.approx(margin.mean().item(), abs=1e-4)
+        assert stats["kl_ref"] == pytest.approx(distance.mean().item(), rel=1e-4)
 
         noise, levels = noised.noise.clone(), noised.levels.clone()
         noise[1::2], levels[1::2] = 100.0, 0.0

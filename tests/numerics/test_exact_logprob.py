@@ -16,6 +16,7 @@ from phalanx.distributed.mesh import World
 from phalanx.models.flow.policy import FlowPolicy, build_policy
 from phalanx.rollout.flow.in_policy import PolicyRollout
 from phalanx.types import Batch, Samples
+from tests.checks import reduced
 from tests.policies import MAX_LENGTH, PROMPTS, disturb, make_policy, make_rollout, sample
 from tests.ranks import run_ranks
 
@@ -53,7 +54,9 @@ def assert_exact(policy: FlowPolicy, samples: Samples, window: int = 2) -> None:
     for part in micro_batches(samples):
         replay = policy.replay(samples.trace.select(part))
         assert torch.equal(replay.log_prob, samples.log_prob[part])
-        loss, stats = rule.loss(policy, make_batch(samples, part))
+        batch = make_batch(samples, part)
+        loss, metrics = rule.loss(policy, batch)
+        stats = reduced(metrics, batch.weight)
         assert stats["ratio_mean"] == 1 and stats["ratio_std"] == 0 and stats["ratio_error"] == 0
         assert stats["clipfrac"] == 0 and stats["approx_kl"] == 0
         assert torch.equal(loss, torch.tensor([-1.5, 0.5, -0.25])[:, None].expand(-1, window))
@@ -127,7 +130,8 @@ def test_the_ratio_leaves_1_when_the_weights_change(world: World, folder: Path) 
     policy = make_policy(world, folder, lora_rank=4)
     samples = make_samples(policy)
     disturb(policy)
-    _, stats = Algorithm(Config()).loss(policy, make_batch(samples, micro_batches(samples)[0]))
+    batch = make_batch(samples, micro_batches(samples)[0])
+    stats = reduced(Algorithm(Config()).loss(policy, batch)[1], batch.weight)
     assert stats["ratio_error"] > 1e-4 and stats["clipfrac"] > 0
 
 
@@ -148,13 +152,15 @@ def test_the_kl_is_exactly_0_before_any_update(world: World, folder: Path, lora_
     means = reference_means(policy, samples)
     parts = micro_batches(samples)
     for part in parts:
-        loss, stats = rule.loss(policy, make_batch(samples, part, means[part]))
+        batch = make_batch(samples, part, means[part])
+        loss, metrics = rule.loss(policy, batch)
+        stats = reduced(metrics, batch.weight)
         assert stats["kl_ref"] == 0 and stats["ratio_error"] == 0
         assert torch.equal(loss, torch.tensor([-1.5, 0.5, -0.25])[:, None].expand(-1, 2))
     disturb(policy)
     assert torch.equal(reference_means(policy, samples), means)
-    _, stats = rule.loss(policy, make_batch(samples, parts[0], means[parts[0]]))
-    assert stats["kl_ref"] > 0
+    batch = make_batch(samples, parts[0], means[parts[0]])
+    assert reduced(rule.loss(policy, batch)[1], batch.weight)["kl_ref"] > 0
 
 
 def sharded(folder: Path, lora_rank: int, keys: dict[str, Any]) -> tuple[Tensor, Tensor, float]:

@@ -13,7 +13,7 @@ from phalanx.algorithms import cps, dance_grpo, flow_dppo, flow_grpo, grpo_guard
 from phalanx.functional.flow import FlowReplay, FlowTrace, Sampler
 from phalanx.functional.losses import clipped_ratio, guarded_log_ratio, masked_ratio, noise_weight
 from phalanx.types import Batch
-from tests.checks import normal
+from tests.checks import normal, reduced
 
 B, DIMS = 5, (3, 4)
 SIGMAS = [1.0, 0.8, 0.5, 0.4, 0.1]
@@ -79,17 +79,16 @@ def clip_rule(log_ratio: Tensor, clip: float) -> tuple[Tensor, Tensor]:
     return torch.where(stopped, -a * bound, -a * ratio), torch.where(stopped, 0.0, -a * ratio)
 
 
-def check(module: ModuleType, options: dict[str, Any], theta: float, loss: Tensor, slope: Tensor) -> dict[str, Tensor]:
-    """Check the algorithm's loss [B, W], and d loss / d theta summed with uneven weights; returns its scalars."""
+def check(module: ModuleType, options: dict[str, Any], theta: float, loss: Tensor, slope: Tensor) -> dict[str, float]:
+    """Check the algorithm's loss [B, W], and d loss / d theta summed with uneven weights; returns its metrics."""
     policy, batch, _, _ = scene(theta)
-    ours, stats = module.Algorithm(module.Config(**options)).loss(policy, batch)
+    ours, metrics = module.Algorithm(module.Config(**options)).loss(policy, batch)
     weights = torch.rand(B, len(TRAINED), generator=torch.Generator().manual_seed(9))
     (gradient,) = torch.autograd.grad((ours * weights).sum(), policy.theta)
     assert ours.shape == (B, len(TRAINED)) and ours.dtype == torch.float32
     torch.testing.assert_close(ours.detach().double(), loss, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(gradient.double(), (slope * weights).sum(), rtol=2e-5, atol=1e-6)
-    assert not any(value.requires_grad for value in stats.values())
-    return stats
+    return reduced(metrics, torch.ones_like(ours))
 
 
 def ratios(theta: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -118,7 +117,7 @@ def test_guard(theta: float) -> None:
     loss, factor = clip_rule(theta * slope, 0.005)
     d2 = torch.tensor(D2, dtype=torch.float64)
     stats = check(grpo_guard, {"clip_ratio": 0.005}, theta, loss / d2, factor * slope / d2)
-    assert stats["ratio_bias"].item() == pytest.approx(ratios(theta)[2].mean().item(), rel=1e-5)
+    assert stats["ratio_bias"] == pytest.approx(ratios(theta)[2].mean().item(), rel=1e-5)
     assert (stats["clipfrac"] > 0) == (theta != 0)
 
 
@@ -130,8 +129,8 @@ def test_masked(theta: float, threshold: float) -> None:
     dropped = (divergence >= threshold) & (((a > 0) & (log_ratio > 0)) | ((a < 0) & (log_ratio < 0)))
     loss = torch.where(dropped, 0.0, -a * log_ratio.exp())
     stats = check(flow_dppo, {"threshold": threshold}, theta, loss, loss * slope)
-    assert stats["maskfrac"].item() == pytest.approx(dropped.double().mean().item())
-    assert stats["divergence"].item() == pytest.approx(divergence.mean().item(), rel=1e-4, abs=1e-12)
+    assert stats["maskfrac"] == pytest.approx(dropped.double().mean().item())
+    assert stats["divergence"] == pytest.approx(divergence.mean().item(), rel=1e-4, abs=1e-12)
     if theta != 0 and threshold == 1e-9:
         assert 0.1 < stats["maskfrac"] < 0.9  # steps that lead back are kept
 
@@ -140,7 +139,8 @@ def test_masked(theta: float, threshold: float) -> None:
 @pytest.mark.parametrize("importance", ["step", "sequence"])
 def test_all_are_the_policy_gradient_before_the_first_update(module: ModuleType, importance: str) -> None:
     policy, batch, _, _ = scene(0.0)
-    loss, stats = module.Algorithm(module.Config(importance=importance)).loss(policy, batch)
+    loss, metrics = module.Algorithm(module.Config(importance=importance)).loss(policy, batch)
+    stats = reduced(metrics, torch.ones_like(loss))
     expected = -torch.tensor(ADVANTAGE)[:, None].expand(-1, 3)
     assert torch.equal(loss, expected / -batch.trace.delta if module is grpo_guard else expected)
     assert stats["ratio_error"] == 0 and stats["ratio_mean"] == 1 and stats["approx_kl"] == 0
@@ -186,25 +186,27 @@ def test_the_kl_is_not_weighted() -> None:
     c, d2 = torch.tensor(STD, dtype=torch.float64), torch.tensor(D2, dtype=torch.float64)
     for convention, variance in (("exact", c**2), ("flow_grpo", c**2 / d2)):
         options = {"kl_loss_coef": 0.5, "kl_convention": convention, "timestep_weight": "noise"}
-        loss, stats = flow_grpo.Algorithm(flow_grpo.Config(**options)).loss(policy, batch)
+        loss, metrics = flow_grpo.Algorithm(flow_grpo.Config(**options)).loss(policy, batch)
+        stats = reduced(metrics, torch.ones_like(loss))
         kl = shift / (2 * variance)
         torch.testing.assert_close(loss.detach().double(), 0.5 * kl, rtol=1e-5, atol=0)
-        assert stats["kl_ref"].item() == pytest.approx(kl.mean().item(), rel=1e-5)
+        assert stats["kl_ref"] == pytest.approx(kl.mean().item(), rel=1e-5)
 
 
 def test_masked_by_hand() -> None:
     # ln rho = ln 2, 0, -ln 2 with D = 1, 1, 1 and threshold 1, then with D just below it
     log_ratio = torch.tensor([[math.log(2), 0.0, -math.log(2)]] * 3, requires_grad=True)
     a = torch.tensor([3.0, -1.0, 0.0])
-    loss, stats = masked_ratio(log_ratio, torch.ones(3, 3), a, threshold=1.0)
+    loss, metrics = masked_ratio(log_ratio, torch.ones(3, 3), a, threshold=1.0)
     assert loss.tolist() == [[0.0, -3.0, -1.5], [2.0, 1.0, 0.0], [0.0, 0.0, 0.0]]
-    assert stats["maskfrac"].item() == pytest.approx(2 / 9)
+    assert reduced(metrics, torch.ones(3, 3))["maskfrac"] == pytest.approx(2 / 9)
     loss.sum().backward()
     assert log_ratio.grad is not None
     assert log_ratio.grad.tolist() == [[0.0, -3.0, -1.5], [2.0, 1.0, 0.0], [0.0, 0.0, 0.0]]
-    loss, stats = masked_ratio(log_ratio, torch.full((3, 3), 0.999), a, threshold=1.0)
+    loss, metrics = masked_ratio(log_ratio, torch.full((3, 3), 0.999), a, threshold=1.0)
+    stats = reduced(metrics, torch.ones(3, 3))
     assert loss.tolist() == [[-6.0, -3.0, -1.5], [2.0, 1.0, 0.5], [0.0, 0.0, 0.0]]
-    assert stats["maskfrac"] == 0 and stats["divergence"].item() == pytest.approx(0.999)
+    assert stats["maskfrac"] == 0 and stats["divergence"] == pytest.approx(0.999)
 
 
 def test_guarded_by_hand() -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from phalanx.algorithms._group import GroupAlgorithm, GroupConfig
 from phalanx.config.load import arg
 from phalanx.functional.flow import FlowBatch, Noised
-from phalanx.types import Policy, Samples
+from phalanx.types import Metrics, Policy, Samples
 
 
 @dataclass
@@ -45,14 +45,12 @@ class ForwardAlgorithm(GroupAlgorithm):
         """The velocities [B, W, ...] of other weights at the same noised images."""
         return policy.predict(batch.trace, batch.corrupted)
 
-    def penalise(
-        self, loss: Tensor, velocity: Tensor, batch: FlowBatch, stats: dict[str, Tensor]
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def penalise(self, loss: Tensor, velocity: Tensor, batch: FlowBatch, stats: Metrics) -> tuple[Tensor, Metrics]:
         """Add the penalty lambda mean (v - v_ref)^2 on velocities [B, W, ...] to the loss [B, W]."""
         if "reference" not in batch.reference_outputs:
             return loss, stats
         distance = mean_square(velocity - batch.reference_outputs["reference"])
-        return loss + self.config.kl_loss_coef * distance, stats | {"kl_ref": distance.detach().mean()}
+        return loss + self.config.kl_loss_coef * distance, stats | {"kl_ref": distance}
 
 
 def mean_square(difference: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 from phalanx.config.load import arg
 from phalanx.config.run import AlgorithmConfig
 from phalanx.functional.advantage import group_advantage, has_signal, top_and_bottom
-from phalanx.types import ASKED, TEACHER, Batch, Credit, Policy, Samples, Scored, Teacher
+from phalanx.types import ASKED, TEACHER, Batch, Credit, Metric, Metrics, Policy, Samples, Scored, Teacher
 
 # keys that only group-relative advantages use
 OF_ADVANTAGES = ("adv_clip_max", "global_std", "norm_adv_by_std_in_grpo", "group_filter", "group_filter_k")
@@ -45,21 +45,19 @@ def teachers_of(config: Any, guidance: float | None = None) -> tuple[Teacher, ..
     return tuple(teachers)
 
 
-def of_teachers(teachers: Sequence[Teacher], name: str, divergence: Tensor, batch: Batch) -> dict[str, Tensor]:
-    """Sums for a metric `name` of each of several teachers: over its samples, the mean of `divergence` [B, A] over a
-    sample's actions, and the number of its samples; see phalanx.telemetry.step_metrics.
+def of_teachers(teachers: Sequence[Teacher], name: str, divergence: Tensor, batch: Batch) -> Metrics:
+    """The metric `name`, the divergence [B, A] from the teachers; with several, also that of each over its samples, and
+    the share of these.
     """
-    sums: dict[str, Tensor] = {}
+    metrics: Metrics = {name: divergence}
     asked = batch.reference_outputs.get(ASKED)
     if asked is None:
-        return sums
-    counted = (batch.weight > 0).any(1)
-    means = (divergence.detach() * batch.mask).sum(1) / batch.mask.sum(1).clamp(min=1)
+        return metrics
     for place, teacher in enumerate(teachers):
-        chosen = (asked == place) & counted
-        label = teacher.name.removeprefix(f"{TEACHER} ")
-        sums[f"{name}/{label}"], sums[f"teacher_share/{label}"] = means[chosen].sum(), chosen.sum()
-    return sums
+        chosen, label = asked == place, teacher.name.removeprefix(f"{TEACHER} ")
+        metrics[f"{name}/{label}"] = Metric(divergence, where=chosen[:, None])
+        metrics[f"teacher_share/{label}"] = chosen
+    return metrics
 
 
 class GroupAlgorithm:

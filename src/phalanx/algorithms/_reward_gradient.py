@@ -14,7 +14,7 @@ from phalanx.config.load import arg
 from phalanx.config.run import AlgorithmConfig
 from phalanx.functional.flow import Denoiser, FlowBatch, FlowTrace, States
 from phalanx.functional.sde import sde_step
-from phalanx.types import Policy, Samples
+from phalanx.types import Metrics, Policy, Samples
 
 
 @dataclass
@@ -63,19 +63,21 @@ class RewardGradientAlgorithm(GroupAlgorithm, ABC):
         sigma = trace.sigmas[states.step]
         return states.latents - sigma.view(*sigma.shape, *[1] * (velocity.dim() - 2)) * velocity
 
-    def loss(self, policy: Policy, batch: FlowBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss [B, W] per sample, before its weight, and detached scalars."""
+    def loss(self, policy: Policy, batch: FlowBatch) -> tuple[Tensor, Metrics]:
+        """The loss [B, W] per sample, before its weight, and metrics."""
         flow, states, sampler = cast(Denoiser, policy), batch.corrupted, batch.trace.sampler
         assert batch.score is not None, "the loop provides it to algorithms with last_steps"
         velocity = _velocity(flow, batch.trace, states)
         clean = self.clean(flow, batch.trace, states, velocity)
         images = flow.model.decode(clean.flatten(0, 1), sampler.height, sampler.width)
         reward = batch.score(images).view(states.step.shape)
-        loss, stats = self.shaped(reward), {"reward_mean": reward.detach().mean()}
+        shape = states.mask.shape  # that of the loss, which has one reward for all of several steps
+        loss = self.shaped(reward)
+        stats: Metrics = {"reward_mean": reward.expand(shape)}
         if "reference" in batch.reference_outputs:
             distance = mean_square(velocity - batch.reference_outputs["reference"])
-            loss, stats["kl_ref"] = loss + self.config.kl_loss_coef * distance, distance.detach().mean()
-        return loss.expand(states.mask.shape), stats
+            loss, stats["kl_ref"] = loss + self.config.kl_loss_coef * distance, distance.expand(shape)
+        return loss.expand(shape), stats
 
 
 def euler_steps(policy: Denoiser, trace: FlowTrace, x: Tensor, velocity: Tensor) -> Tensor:

@@ -8,9 +8,10 @@ from torch import Tensor
 
 from phalanx.algorithms._group import GroupAlgorithm, GroupConfig
 from phalanx.config.load import arg
-from phalanx.functional.token_losses import KL_LOSS_TYPES, kl_estimate, masked_mean, token_stats
+from phalanx.functional.losses import ratio_metrics
+from phalanx.functional.token_losses import KL_LOSS_TYPES, kl_estimate
 from phalanx.functional.tokens import TokenReplay, TokenTrace
-from phalanx.types import Batch, Policy
+from phalanx.types import Batch, Metrics, Policy
 
 
 @dataclass
@@ -44,16 +45,16 @@ class TokenAlgorithm(GroupAlgorithm, ABC):
         self.max_ratio = config.early_stop_imp_ratio
 
     @abstractmethod
-    def surrogate(self, replay: TokenReplay, batch: Batch[TokenTrace]) -> tuple[Tensor, dict[str, Tensor]]:
-        """The surrogate term of the loss [B, A], and detached scalars."""
+    def surrogate(self, replay: TokenReplay, batch: Batch[TokenTrace]) -> tuple[Tensor, Metrics]:
+        """The surrogate term of the loss [B, A], and metrics."""
 
     def reference_output(self, policy: Policy, batch: Batch[TokenTrace]) -> Tensor:
         """The log-probabilities [B, A] of the same tokens under other weights."""
         replay: TokenReplay = policy.replay(batch.trace)
         return replay.log_prob
 
-    def loss(self, policy: Policy, batch: Batch[TokenTrace]) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss [B, A] per token, before its weight, and detached scalars."""
+    def loss(self, policy: Policy, batch: Batch[TokenTrace]) -> tuple[Tensor, Metrics]:
+        """The loss [B, A] per token, before its weight, and metrics."""
         replay: TokenReplay = policy.replay(batch.trace)
         if batch.on_policy:
             batch = replace(batch, log_prob=replay.log_prob.detach())
@@ -61,15 +62,11 @@ class TokenAlgorithm(GroupAlgorithm, ABC):
         if batch.correction is not None:  # only the surrogate: rejected tokens keep their KL and entropy terms
             loss = loss * batch.correction
         if "ratio_error" not in stats:  # the surrogate uses no ratio
-            log_ratio = replay.log_prob.detach() - batch.log_prob
-            stats["ratio_error"] = token_stats(log_ratio, batch.mask)["ratio_error"]
-        stats["entropy"] = masked_mean(replay.entropy.detach(), batch.mask)
-        stats["self_certainty"] = masked_mean(replay.self_certainty.detach(), batch.mask)
+            stats["ratio_error"] = ratio_metrics(replay.log_prob - batch.log_prob)["ratio_error"]
+        stats |= {"entropy": replay.entropy, "self_certainty": replay.self_certainty}
         return self.regularize(loss, replay, batch, stats), stats
 
-    def regularize(
-        self, loss: Tensor, replay: TokenReplay, batch: Batch[TokenTrace], stats: dict[str, Tensor]
-    ) -> Tensor:
+    def regularize(self, loss: Tensor, replay: TokenReplay, batch: Batch[TokenTrace], stats: Metrics) -> Tensor:
         """Add the terms that rollout.correction does not weight: the entropy bonus and the KL."""
         if self.config.entropy_coeff > 0:
             loss = loss - self.config.entropy_coeff * replay.entropy
@@ -78,5 +75,5 @@ class TokenAlgorithm(GroupAlgorithm, ABC):
             kl = kl_estimate(replay.log_prob, other, self.config.kl_loss_type)
             if self.config.kl_loss_coef > 0:  # otherwise the reference is only used for a KL in the reward
                 loss = loss + self.config.kl_loss_coef * kl
-            stats["kl_ref"] = masked_mean(kl.detach(), batch.mask)
+            stats["kl_ref"] = kl
         return loss

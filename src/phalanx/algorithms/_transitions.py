@@ -11,7 +11,7 @@ from phalanx.config.load import arg
 from phalanx.functional.flow import FlowBatch, FlowReplay, FlowTrace
 from phalanx.functional.losses import noise_weight
 from phalanx.functional.sde import gaussian_kl
-from phalanx.types import Policy
+from phalanx.types import Metrics, Policy
 
 
 @dataclass
@@ -42,16 +42,16 @@ class TransitionAlgorithm(GroupAlgorithm, ABC):
     corrects = True
 
     @abstractmethod
-    def surrogate(self, replay: FlowReplay, batch: FlowBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        """The surrogate term of the loss [B, W], and detached scalars."""
+    def surrogate(self, replay: FlowReplay, batch: FlowBatch) -> tuple[Tensor, Metrics]:
+        """The surrogate term of the loss [B, W], and metrics."""
 
     def reference_output(self, policy: Policy, batch: FlowBatch) -> Tensor:
         """The means [B, W, ...] of the same transitions under other weights."""
         replay: FlowReplay = policy.replay(batch.trace)
         return replay.mean
 
-    def loss(self, policy: Policy, batch: FlowBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss [B, W] per sample and trained step, before its weight, and detached scalars."""
+    def loss(self, policy: Policy, batch: FlowBatch) -> tuple[Tensor, Metrics]:
+        """The loss [B, W] per sample and trained step, before its weight, and metrics."""
         replay: FlowReplay = policy.replay(batch.trace)
         loss, stats = self.surrogate(replay, batch)
         if batch.correction is not None:  # only the surrogate: rejected steps keep their KL term
@@ -61,7 +61,7 @@ class TransitionAlgorithm(GroupAlgorithm, ABC):
         if "reference" in batch.reference_outputs:
             kl = divergence(replay.mean, batch.reference_outputs["reference"], self._kl_std(replay.std, batch.trace))
             loss = loss + self.config.kl_loss_coef * kl
-            stats["kl_ref"] = kl.detach().mean()
+            stats["kl_ref"] = kl
         return loss, stats
 
     def sequence_mean(self, values: Tensor) -> Tensor:

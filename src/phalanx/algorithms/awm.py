@@ -22,7 +22,7 @@ from phalanx.algorithms._forward import ForwardAlgorithm, ForwardConfig, mean_sq
 from phalanx.config.load import arg
 from phalanx.functional.flow import FlowBatch
 from phalanx.functional.losses import clipped_surrogate
-from phalanx.types import Policy
+from phalanx.types import Metrics, Policy
 
 
 @dataclass
@@ -41,11 +41,11 @@ class Algorithm(ForwardAlgorithm):
         super().__init__(config)
         self.references = ("policy", *self.references)
 
-    def loss(self, policy: Policy, batch: FlowBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss [B, W] per sample and noise level, before its weight, and detached scalars."""
+    def loss(self, policy: Policy, batch: FlowBatch) -> tuple[Tensor, Metrics]:
+        """The loss [B, W] per sample and noise level, before its weight, and metrics."""
         target = batch.corrupted.target(batch.trace.clean)
         velocity = policy.predict(batch.trace, batch.corrupted)
         error = mean_square(velocity - target)
         old_error = mean_square(batch.reference_outputs["policy"] - target)
         loss, stats = clipped_surrogate(-error, -old_error, batch.advantage, clip_ratio=self.config.clip_ratio)
-        return self.penalise(loss, velocity, batch, stats | {"flow_loss": error.detach().mean()})
+        return self.penalise(loss, velocity, batch, stats | {"flow_loss": error})

@@ -19,7 +19,7 @@ from phalanx.algorithms._tokens import TokenAlgorithm, TokenConfig
 from phalanx.config.load import arg
 from phalanx.functional.token_losses import weighted_tokens
 from phalanx.functional.tokens import TokenReplay, TokenTrace
-from phalanx.types import Batch
+from phalanx.types import Batch, Metrics
 
 
 @dataclass
@@ -44,10 +44,10 @@ class Algorithm(TokenAlgorithm):
         low, high = config.clip_ratio_low, config.clip_ratio_high
         self.clip_range = high if low is None else min(low, high)
 
-    def surrogate(self, replay: TokenReplay, batch: Batch[TokenTrace]) -> tuple[Tensor, dict[str, Tensor]]:
-        """The weighted log-likelihood [B, A], and its scalars."""
+    def surrogate(self, replay: TokenReplay, batch: Batch[TokenTrace]) -> tuple[Tensor, Metrics]:
+        """The weighted log-likelihood [B, A], and its metrics."""
         c = self.config
         log_ratio = (replay.log_prob - batch.log_prob) * batch.mask
         return weighted_tokens(
-            replay.log_prob, log_ratio, batch.advantage, batch.mask, low=c.clip_ratio_low, high=c.clip_ratio_high
+            replay.log_prob, log_ratio, batch.advantage, low=c.clip_ratio_low, high=c.clip_ratio_high
         )

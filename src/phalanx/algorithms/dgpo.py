@@ -29,7 +29,7 @@ from phalanx.config.load import arg
 from phalanx.functional.advantage import sorted_in_groups
 from phalanx.functional.flow import FlowBatch, Noised
 from phalanx.functional.preference import group_preference
-from phalanx.types import Policy, Samples
+from phalanx.types import Metrics, Policy, Samples
 
 
 @dataclass
@@ -73,17 +73,17 @@ class Algorithm(ForwardAlgorithm):
         """The velocities [B, W, ...] of other weights."""
         return super().reference_output(policy, _shared(batch))
 
-    def loss(self, policy: Policy, batch: FlowBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss [G, W] of each group, and its scalars."""
+    def loss(self, policy: Policy, batch: FlowBatch) -> tuple[Tensor, Metrics]:
+        """The loss [G, W] of each group, and its metrics."""
         batch = _shared(batch)
         velocity, target = policy.predict(batch.trace, batch.corrupted), batch.corrupted.target(batch.trace.clean)
         error = mean_square(velocity - target)  # [B, W]
         reference = batch.reference_outputs["reference"]
-        stats: dict[str, Tensor] = {}
+        stats: Metrics = {}
         if self.config.clip_ratio is not None:
             old_error = mean_square(batch.reference_outputs["policy"] - target)
             beyond = _beyond(old_error - error.detach(), batch.advantage, self.config.clip_ratio)
-            error, stats["clipfrac"] = torch.where(beyond, error.detach(), error), beyond.float().mean()
+            error, stats["clipfrac"] = torch.where(beyond, error.detach(), error), beyond
         # [B, W] -> [G, n, W]: the images of a group are consecutive rows
         groups = (len(batch.weight), -1)
         loss, preferred = group_preference(
@@ -94,7 +94,7 @@ class Algorithm(ForwardAlgorithm):
         )
         if self.config.kl_loss_coef > 0:
             distance = mean_square(velocity - reference).unflatten(0, groups).mean(1)
-            loss, stats["kl_ref"] = loss + self.config.kl_loss_coef * distance, distance.detach().mean()
+            loss, stats["kl_ref"] = loss + self.config.kl_loss_coef * distance, distance
         return loss, stats | preferred
 
 

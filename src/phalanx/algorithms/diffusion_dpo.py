@@ -26,7 +26,7 @@ from phalanx.algorithms._group import OF_ADVANTAGES
 from phalanx.config.load import arg
 from phalanx.functional.flow import FlowBatch
 from phalanx.functional.preference import best_and_worst, dpo_loss
-from phalanx.types import Policy
+from phalanx.types import Metrics, Policy
 
 
 @dataclass
@@ -56,8 +56,8 @@ class Algorithm(ForwardAlgorithm):
         """The velocities [B, W, ...] of other weights."""
         return super().reference_output(policy, shared_noise(batch, 2))
 
-    def loss(self, policy: Policy, batch: FlowBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss [B / 2, W] of each pair, and its scalars."""
+    def loss(self, policy: Policy, batch: FlowBatch) -> tuple[Tensor, Metrics]:
+        """The loss [B / 2, W] of each pair, and its metrics."""
         batch = shared_noise(batch, 2)
         velocity = policy.predict(batch.trace, batch.corrupted)
         reference = batch.reference_outputs["reference"]
@@ -69,5 +69,5 @@ class Algorithm(ForwardAlgorithm):
         if self.config.kl_loss_coef > 0:
             distance = mean_square(velocity - reference).unflatten(0, (-1, 2)).mean(1)
             loss = loss + self.config.kl_loss_coef * distance
-            stats["kl_ref"] = distance.detach().mean()
+            stats["kl_ref"] = distance
         return loss, stats

@@ -24,7 +24,7 @@ from phalanx.algorithms._forward import ForwardAlgorithm, ForwardConfig, mean_sq
 from phalanx.config.load import arg
 from phalanx.functional.flow import FlowBatch
 from phalanx.functional.forward_losses import negative_aware, optimality
-from phalanx.types import Policy
+from phalanx.types import Metrics, Policy
 
 # (rate, flat, limit) of d = min(rate x max(step - flat, 0), limit), as in the authors' code
 SCHEDULES = {"zero": (0.0, 0, 0.0), "slow": (0.001, 0, 0.5), "late": (0.0075, 75, 0.999)}
@@ -69,8 +69,8 @@ class Algorithm(ForwardAlgorithm):
         assert name == "old"
         return min(self.rate * max(step - self.flat, 0), self.limit)
 
-    def loss(self, policy: Policy, batch: FlowBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss [B, W] per sample and noise level, before its weight, and detached scalars."""
+    def loss(self, policy: Policy, batch: FlowBatch) -> tuple[Tensor, Metrics]:
+        """The loss [B, W] per sample and noise level, before its weight, and metrics."""
         velocity, old = policy.predict(batch.trace, batch.corrupted), batch.reference_outputs["old"]
         limit = self.config.adv_clip_max
         loss, positive, negative = negative_aware(
@@ -81,9 +81,6 @@ class Algorithm(ForwardAlgorithm):
             optimality(batch.advantage, limit),
             beta=self.config.beta,
         )
-        stats = {
-            "loss_positive": positive.detach().mean(),
-            "loss_negative": negative.detach().mean(),
-            "old_distance": mean_square(velocity.detach() - old).mean(),
-        }
+        distance = mean_square(velocity.detach() - old)
+        stats: Metrics = {"loss_positive": positive, "loss_negative": negative, "old_distance": distance}
         return self.penalise(limit * loss, velocity, batch, stats)

@@ -25,9 +25,9 @@ from torch import Tensor
 from phalanx.algorithms import grpo
 from phalanx.algorithms._group import of_teachers, teachers_of
 from phalanx.config.load import arg
-from phalanx.functional.token_losses import KL_LOSS_TYPES, kl_estimate, masked_mean, spread
+from phalanx.functional.token_losses import KL_LOSS_TYPES, kl_estimate, spread
 from phalanx.functional.tokens import TokenReplay, TokenTrace
-from phalanx.types import TEACHER, Batch
+from phalanx.types import TEACHER, Batch, Metrics
 
 
 @dataclass
@@ -69,20 +69,17 @@ class Algorithm(grpo.Algorithm):
             return torch.zeros(len(reward))
         return super().advantage(reward, group_id)
 
-    def surrogate(self, replay: TokenReplay, batch: Batch[TokenTrace]) -> tuple[Tensor, dict[str, Tensor]]:
-        """The clipped surrogate [B, A], whose advantage includes the KL to the teacher under k1, and its scalars."""
+    def surrogate(self, replay: TokenReplay, batch: Batch[TokenTrace]) -> tuple[Tensor, Metrics]:
+        """The clipped surrogate [B, A], whose advantage includes the KL to the teacher under k1, and its metrics."""
         c, teacher = self.config, batch.reference_outputs[TEACHER]
         advantage = spread(batch.advantage, replay.log_prob)
         if c.loss_type == "k1":
             advantage = advantage - c.distillation_loss_coef * kl_estimate(batch.log_prob, teacher, "k1")
         loss, stats = self.clipped(replay, batch, advantage)
         kl = kl_estimate(replay.log_prob.detach(), teacher, "k1")
-        stats["teacher_kl"] = masked_mean(kl, batch.mask)
         return loss, stats | of_teachers(self.teachers, "teacher_kl", kl, batch)
 
-    def regularize(
-        self, loss: Tensor, replay: TokenReplay, batch: Batch[TokenTrace], stats: dict[str, Tensor]
-    ) -> Tensor:
+    def regularize(self, loss: Tensor, replay: TokenReplay, batch: Batch[TokenTrace], stats: Metrics) -> Tensor:
         """Add the KL to the teacher, except under k1, and the terms of grpo."""
         c = self.config
         if c.loss_type != "k1":

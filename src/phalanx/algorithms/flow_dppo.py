@@ -21,6 +21,7 @@ from phalanx.algorithms._transitions import TransitionAlgorithm, TransitionConfi
 from phalanx.config.load import arg
 from phalanx.functional.flow import FlowBatch, FlowReplay
 from phalanx.functional.losses import masked_ratio
+from phalanx.types import Metrics
 
 
 @dataclass
@@ -39,8 +40,8 @@ class Algorithm(TransitionAlgorithm):
         super().__init__(config)
         self.clip_range = config.threshold  # a divergence, which has the magnitude of the ratio's error
 
-    def surrogate(self, replay: FlowReplay, batch: FlowBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        """The masked surrogate [B, W], and its scalars."""
+    def surrogate(self, replay: FlowReplay, batch: FlowBatch) -> tuple[Tensor, Metrics]:
+        """The masked surrogate [B, W], and its metrics."""
         moved = divergence(replay.mean.detach(), batch.trace.means, replay.std)
         return masked_ratio(
             self.sequence_mean(replay.log_prob - batch.log_prob),

@@ -19,6 +19,7 @@ from phalanx.algorithms._transitions import TransitionAlgorithm, TransitionConfi
 from phalanx.config.load import arg
 from phalanx.functional.flow import FlowBatch, FlowReplay
 from phalanx.functional.losses import clipped_ratio
+from phalanx.types import Metrics
 
 
 @dataclass
@@ -37,7 +38,7 @@ class Algorithm(TransitionAlgorithm):
         super().__init__(config)
         self.clip_range = config.clip_ratio
 
-    def surrogate(self, replay: FlowReplay, batch: FlowBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        """The clipped surrogate [B, W], and its scalars."""
+    def surrogate(self, replay: FlowReplay, batch: FlowBatch) -> tuple[Tensor, Metrics]:
+        """The clipped surrogate [B, W], and its metrics."""
         log_ratio = self.sequence_mean(replay.log_prob - batch.log_prob)
         return clipped_ratio(log_ratio, batch.advantage, clip_ratio=self.config.clip_ratio)

@@ -24,7 +24,7 @@ from phalanx.algorithms._tokens import TokenAlgorithm, TokenConfig
 from phalanx.config.load import arg
 from phalanx.functional.token_losses import clipped_tokens
 from phalanx.functional.tokens import TokenReplay, TokenTrace
-from phalanx.types import Batch
+from phalanx.types import Batch, Metrics
 
 
 @dataclass
@@ -51,19 +51,17 @@ class Algorithm(TokenAlgorithm):
         super().__init__(config)
         self.clip_range = min(self._range())
 
-    def surrogate(self, replay: TokenReplay, batch: Batch[TokenTrace]) -> tuple[Tensor, dict[str, Tensor]]:
-        """The clipped surrogate [B, A], and its scalars."""
+    def surrogate(self, replay: TokenReplay, batch: Batch[TokenTrace]) -> tuple[Tensor, Metrics]:
+        """The clipped surrogate [B, A], and its metrics."""
         return self.clipped(replay, batch, batch.advantage)
 
-    def clipped(
-        self, replay: TokenReplay, batch: Batch[TokenTrace], advantage: Tensor
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def clipped(self, replay: TokenReplay, batch: Batch[TokenTrace], advantage: Tensor) -> tuple[Tensor, Metrics]:
         """The clipped surrogate for advantages [B], or [B, A] with one per token."""
         c, (low, high) = self.config, self._range()
         log_ratio = (replay.log_prob - batch.log_prob) * batch.mask
         if c.importance == "sequence":
             log_ratio = of_sequences(replay.log_prob, log_ratio, batch.mask)
-        return clipped_tokens(log_ratio, advantage, batch.mask, low=low, high=high, dual=c.clip_ratio_c)
+        return clipped_tokens(log_ratio, advantage, low=low, high=high, dual=c.clip_ratio_c)
 
     def _range(self) -> tuple[float, float]:
         """eps_low and eps_high."""

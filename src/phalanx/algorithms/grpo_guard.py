@@ -21,6 +21,7 @@ from phalanx.algorithms._transitions import TransitionAlgorithm, TransitionConfi
 from phalanx.config.load import arg
 from phalanx.functional.flow import FlowBatch, FlowReplay
 from phalanx.functional.losses import clipped_ratio, guarded_log_ratio
+from phalanx.types import Metrics
 
 
 @dataclass
@@ -42,9 +43,9 @@ class Algorithm(TransitionAlgorithm):
         super().__init__(config)
         self.clip_range = config.clip_ratio
 
-    def surrogate(self, replay: FlowReplay, batch: FlowBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        """The clipped surrogate [B, W] of the regulated ratio, divided by the time steps, and its scalars."""
+    def surrogate(self, replay: FlowReplay, batch: FlowBatch) -> tuple[Tensor, Metrics]:
+        """The clipped surrogate [B, W] of the regulated ratio, divided by the time steps, and its metrics."""
         bias = divergence(replay.mean, batch.trace.means, replay.std)
         log_ratio = guarded_log_ratio(replay.log_prob - batch.log_prob, bias, replay.std)
         loss, stats = clipped_ratio(self.sequence_mean(log_ratio), batch.advantage, clip_ratio=self.config.clip_ratio)
-        return loss / -batch.trace.delta, stats | {"ratio_bias": bias.detach().mean()}
+        return loss / -batch.trace.delta, stats | {"ratio_bias": bias}

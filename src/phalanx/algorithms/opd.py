@@ -28,7 +28,7 @@ from phalanx.algorithms._transitions import divergence
 from phalanx.config.load import arg
 from phalanx.config.run import AlgorithmConfig
 from phalanx.functional.flow import FlowBatch, FlowReplay
-from phalanx.types import TEACHER, Policy
+from phalanx.types import TEACHER, Metrics, Policy
 
 
 @dataclass
@@ -74,16 +74,15 @@ class Algorithm(GroupAlgorithm):
         """The means or velocities [B, W, ...] of the same transitions under other weights."""
         return self._prediction(policy.replay(batch.trace))
 
-    def loss(self, policy: Policy, batch: FlowBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss [B, W] per sample and trained step, before its weight, and detached scalars."""
+    def loss(self, policy: Policy, batch: FlowBatch) -> tuple[Tensor, Metrics]:
+        """The loss [B, W] per sample and trained step, before its weight, and metrics."""
         replay: FlowReplay = policy.replay(batch.trace)
         loss = self._distance(replay, batch.reference_outputs[TEACHER])
-        name = f"teacher_{self.config.loss_type}"
-        stats = {name: loss.detach().mean()} | of_teachers(self.teachers, name, loss, batch)
+        stats = of_teachers(self.teachers, f"teacher_{self.config.loss_type}", loss, batch)
         if "reference" in batch.reference_outputs:
             anchor = self._distance(replay, batch.reference_outputs["reference"])
             loss = loss + self.config.kl_loss_coef * anchor
-            stats["kl_ref"] = anchor.detach().mean()
+            stats["kl_ref"] = anchor
         return loss, stats
 
     def _distance(self, replay: FlowReplay, other: Tensor) -> Tensor:

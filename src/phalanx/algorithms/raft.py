@@ -16,9 +16,8 @@ from phalanx.algorithms._group import OF_ADVANTAGES
 from phalanx.algorithms._tokens import TokenAlgorithm, TokenConfig
 from phalanx.config.load import arg
 from phalanx.functional.advantage import best_of_group
-from phalanx.functional.token_losses import masked_mean
 from phalanx.functional.tokens import TokenReplay, TokenTrace
-from phalanx.types import Batch
+from phalanx.types import Batch, Metrics
 
 
 @dataclass
@@ -39,7 +38,7 @@ class Algorithm(TokenAlgorithm):
         """[N] bool: the best of each group whose rewards differ; among equal rewards, the first ones."""
         return best_of_group(reward, group_id, self.config.best)
 
-    def surrogate(self, replay: TokenReplay, batch: Batch[TokenTrace]) -> tuple[Tensor, dict[str, Tensor]]:
+    def surrogate(self, replay: TokenReplay, batch: Batch[TokenTrace]) -> tuple[Tensor, Metrics]:
         """The negative log-likelihood [B, A]."""
         loss = -replay.log_prob
-        return loss, {"nll": masked_mean(loss.detach(), batch.mask)}
+        return loss, {"nll": loss}

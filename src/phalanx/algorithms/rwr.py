@@ -20,7 +20,7 @@ from phalanx.algorithms._forward import ForwardAlgorithm, ForwardConfig, mean_sq
 from phalanx.config.load import arg
 from phalanx.functional.advantage import group_weights
 from phalanx.functional.flow import FlowBatch
-from phalanx.types import Policy
+from phalanx.types import Metrics, Policy
 
 
 @dataclass
@@ -40,9 +40,8 @@ class Algorithm(ForwardAlgorithm):
         values = super().advantage(reward, group_id) / self.config.temperature
         return group_weights(values, group_id, self.sample_mask(reward, group_id))
 
-    def loss(self, policy: Policy, batch: FlowBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss [B, W] per sample and noise level, before its weight, and detached scalars."""
+    def loss(self, policy: Policy, batch: FlowBatch) -> tuple[Tensor, Metrics]:
+        """The loss [B, W] per sample and noise level, before its weight, and metrics."""
         velocity = policy.predict(batch.trace, batch.corrupted)
         error = mean_square(velocity - batch.corrupted.target(batch.trace.clean))
-        stats = {"flow_loss": error.detach().mean()}
-        return self.penalise(batch.advantage[:, None] * error, velocity, batch, stats)
+        return self.penalise(batch.advantage[:, None] * error, velocity, batch, {"flow_loss": error})

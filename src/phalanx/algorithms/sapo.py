@@ -20,7 +20,7 @@ from phalanx.algorithms._tokens import TokenAlgorithm, TokenConfig
 from phalanx.config.load import arg
 from phalanx.functional.token_losses import gated_tokens
 from phalanx.functional.tokens import TokenReplay, TokenTrace
-from phalanx.types import Batch
+from phalanx.types import Batch, Metrics
 
 
 @dataclass
@@ -38,8 +38,8 @@ class Algorithm(TokenAlgorithm):
 
     config: Config
 
-    def surrogate(self, replay: TokenReplay, batch: Batch[TokenTrace]) -> tuple[Tensor, dict[str, Tensor]]:
-        """The gated surrogate [B, A], and its scalars."""
+    def surrogate(self, replay: TokenReplay, batch: Batch[TokenTrace]) -> tuple[Tensor, Metrics]:
+        """The gated surrogate [B, A], and its metrics."""
         c = self.config
         log_ratio = (replay.log_prob - batch.log_prob) * batch.mask
-        return gated_tokens(log_ratio, batch.advantage, batch.mask, tau_pos=c.tau_pos, tau_neg=c.tau_neg)
+        return gated_tokens(log_ratio, batch.advantage, tau_pos=c.tau_pos, tau_neg=c.tau_neg)

@@ -18,7 +18,7 @@ from phalanx.algorithms._group import OF_ADVANTAGES
 from phalanx.config.load import arg
 from phalanx.functional.advantage import best_of_group
 from phalanx.functional.flow import FlowBatch
-from phalanx.types import Policy
+from phalanx.types import Metrics, Policy
 
 
 @dataclass
@@ -39,8 +39,8 @@ class Algorithm(ForwardAlgorithm):
         """[N] bool: the best of each group whose rewards differ; among equal rewards, the first ones."""
         return best_of_group(reward, group_id, self.config.best)
 
-    def loss(self, policy: Policy, batch: FlowBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss [B, W] per sample and noise level, before its weight, and detached scalars."""
+    def loss(self, policy: Policy, batch: FlowBatch) -> tuple[Tensor, Metrics]:
+        """The loss [B, W] per sample and noise level, before its weight, and metrics."""
         velocity = policy.predict(batch.trace, batch.corrupted)
         error = mean_square(velocity - batch.corrupted.target(batch.trace.clean))
-        return self.penalise(error, velocity, batch, {"flow_loss": error.detach().mean()})
+        return self.penalise(error, velocity, batch, {"flow_loss": error})

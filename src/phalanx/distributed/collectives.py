@@ -3,7 +3,7 @@
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -36,8 +36,8 @@ def _timed() -> Iterator[None]:
 
 
 def count_once(alike: int) -> None:
-    """Declare that each group of `alike` neighbouring ranks shares the same samples, so that from then on `all_gather`
-    and sums count only the first rank of each group.
+    """Declare that each group of `alike` neighbouring ranks shares the same samples, so that from then on `all_gather`,
+    `all_gather_rows` and sums count only the first rank of each group.
     """
     global _alike
     _alike = alike
@@ -62,6 +62,11 @@ def all_gather_object(value: T) -> list[T]:
     with _timed():
         dist.all_gather_object(out, value)
     return out
+
+
+def all_gather_rows(row: T) -> list[T]:
+    """Values of the ranks with different samples, in rank order: see all_gather_object."""
+    return all_gather_object(row)[::_alike]
 
 
 def broadcast_object(value: T, source: int = 0) -> T:
@@ -94,16 +99,6 @@ def _reduced(values: Tensor, op: str) -> Tensor:
     with _timed():
         dist.all_reduce(values, {"max": dist.ReduceOp.MAX, "sum": dist.ReduceOp.SUM}[op])
     return values
-
-
-def mean_rows(rows: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Mean over all ranks' rows, key by key. All ranks need the same keys and the same number of rows."""
-    keys = sorted(rows[0])
-    values = [[row[key] for key in keys] for row in rows]
-    local = torch.tensor(values, dtype=torch.float64).mean(0)
-    with _timed():
-        dist.all_reduce(local)
-    return dict(zip(keys, (local / dist.get_world_size()).tolist(), strict=True))
 
 
 def agree(error: str | None, stop: int) -> tuple[str | None, int]:

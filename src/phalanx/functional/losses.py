@@ -7,15 +7,17 @@ Flow-DPPO (arXiv 2606.11025); the step weights of TempFlow-GRPO (arXiv 2508.0432
 import torch
 from torch import Tensor
 
+from phalanx.types import Metric, Metrics
+
 
 def clipped_surrogate(
     log_prob: Tensor, old_log_prob: Tensor, advantage: Tensor, *, clip_ratio: float
-) -> tuple[Tensor, dict[str, Tensor]]:
+) -> tuple[Tensor, Metrics]:
     """`clipped_ratio` with rho = exp(log_prob - old_log_prob), both [B, ...]; old_log_prob is detached."""
     return clipped_ratio(log_prob.float() - old_log_prob.detach().float(), advantage, clip_ratio=clip_ratio)
 
 
-def clipped_ratio(log_ratio: Tensor, advantage: Tensor, *, clip_ratio: float) -> tuple[Tensor, dict[str, Tensor]]:
+def clipped_ratio(log_ratio: Tensor, advantage: Tensor, *, clip_ratio: float) -> tuple[Tensor, Metrics]:
     """max(-A rho, -A clip(rho, 1 - clip_ratio, 1 + clip_ratio)), rho = exp(log_ratio).
 
     Args:
@@ -23,26 +25,20 @@ def clipped_ratio(log_ratio: Tensor, advantage: Tensor, *, clip_ratio: float) ->
         advantage: [B] (for all steps of a sample) or [B, ...].
 
     Returns:
-        The loss per element [B, ...], float32, and detached scalars: those of `ratio_stats`, clipfrac, and
-        clipfrac_higher and clipfrac_lower, the fractions above and below the range.
+        The loss per element [B, ...], float32, and metrics: those of `ratio_metrics`, clipfrac (elements outside the
+        range), and clipfrac_higher and clipfrac_lower, those above and below it.
     """
     log_ratio, a = log_ratio.float(), _like(advantage, log_ratio)
     ratio = torch.exp(log_ratio)
     loss = torch.maximum(-a * ratio, -a * ratio.clamp(1 - clip_ratio, 1 + clip_ratio))
-    with torch.no_grad():
-        higher = (ratio > 1 + clip_ratio).float().mean()
-        lower = (ratio < 1 - clip_ratio).float().mean()
-        stats = ratio_stats(log_ratio) | {
-            "clipfrac": higher + lower,
-            "clipfrac_higher": higher,
-            "clipfrac_lower": lower,
-        }
-    return loss, stats
+    higher, lower = ratio > 1 + clip_ratio, ratio < 1 - clip_ratio
+    clipped = {"clipfrac": higher | lower, "clipfrac_higher": higher, "clipfrac_lower": lower}
+    return loss, ratio_metrics(log_ratio) | clipped
 
 
 def masked_ratio(
     log_ratio: Tensor, divergence: Tensor, advantage: Tensor, *, threshold: float
-) -> tuple[Tensor, dict[str, Tensor]]:
+) -> tuple[Tensor, Metrics]:
     """-A rho, but 0 if the policy has diverged from the old one by `threshold` and the update would go further.
 
     The second case is divergence >= threshold, and rho > 1 with A > 0 or rho < 1 with A < 0 (Flow-DPPO).
@@ -53,16 +49,15 @@ def masked_ratio(
         advantage: [B] (for all steps of a sample) or [B, ...].
 
     Returns:
-        The loss per element [B, ...], float32, and detached scalars: those of `ratio_stats`, divergence (its mean), and
-        maskfrac (the fraction of elements that are dropped).
+        The loss per element [B, ...], float32, and metrics: those of `ratio_metrics`, divergence, and maskfrac
+        (elements that are dropped).
     """
     log_ratio, a = log_ratio.float(), _like(advantage, log_ratio)
     divergence = divergence.detach().float()
     away = a * log_ratio.detach() > 0
     dropped = away & (divergence >= threshold)
     loss = torch.where(dropped, 0.0, -a * torch.exp(log_ratio))
-    stats = ratio_stats(log_ratio) | {"divergence": divergence.mean(), "maskfrac": dropped.float().mean()}
-    return loss, stats
+    return loss, ratio_metrics(log_ratio) | {"divergence": divergence, "maskfrac": dropped}
 
 
 def guarded_log_ratio(log_ratio: Tensor, divergence: Tensor, std: Tensor) -> Tensor:
@@ -88,17 +83,18 @@ def noise_weight(std: Tensor, typical_std: float) -> Tensor:
 
 
 @torch.no_grad()
-def ratio_stats(log_ratio: Tensor) -> dict[str, Tensor]:
-    """Scalars of rho from ln rho of any shape; ratio_error is the largest |rho - 1|, and approx_kl the mean of
+def ratio_metrics(log_ratio: Tensor) -> Metrics:
+    """Metrics of rho from ln rho of any shape; ratio_error is |rho - 1|, whose maximum is logged, and approx_kl is
     rho - 1 - ln rho (Schulman's k3).
     """
-    ratio = torch.exp(log_ratio)
+    ratio, moved = torch.exp(log_ratio), torch.expm1(log_ratio)
     return {
-        "ratio_mean": ratio.mean(),
-        "ratio_std": ratio.std(correction=0),
-        "ratio_error": (ratio - 1).abs().max(),
+        "ratio_mean": ratio,
+        # of rho - 1, since squares of numbers near 1 would lose a small spread
+        "ratio_std": Metric(moved, "std"),
+        "ratio_error": (ratio - 1).abs(),
         # expm1, since ratios are near 1, where rho - 1 would lose precision
-        "approx_kl": (torch.expm1(log_ratio) - log_ratio).mean(),
+        "approx_kl": moved - log_ratio,
     }
 
 

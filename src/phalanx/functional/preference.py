@@ -7,9 +7,10 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from phalanx.functional.advantage import sorted_in_groups
+from phalanx.types import Metrics
 
 
-def dpo_loss(error: Tensor, reference_error: Tensor, *, beta: float) -> tuple[Tensor, dict[str, Tensor]]:
+def dpo_loss(error: Tensor, reference_error: Tensor, *, beta: float) -> tuple[Tensor, Metrics]:
     """-log sigmoid(-beta / 2 [(e_w - e_w_ref) - (e_l - e_l_ref)]).
 
     Args:
@@ -18,20 +19,18 @@ def dpo_loss(error: Tensor, reference_error: Tensor, *, beta: float) -> tuple[Te
         beta: weight of a difference of errors.
 
     Returns:
-        The loss [U, ...], float32, and detached scalars: dpo_loss (its mean), accuracy (the fraction of pairs whose
-        winner has the larger implicit reward r = -beta / 2 (e - e_ref)), and margin (the mean of r_w - r_l).
+        The loss [U, ...], float32, and metrics: dpo_loss (the same), accuracy (pairs whose winner has the larger
+        implicit reward r = -beta / 2 (e - e_ref)), and margin (r_w - r_l).
     """
     gain = -0.5 * beta * (error.float() - reference_error.detach().float())
     margin = gain[:, 0] - gain[:, 1]
     loss = -logsigmoid(margin)
-    with torch.no_grad():
-        stats = {"dpo_loss": loss.mean(), "accuracy": (margin > 0).float().mean(), "margin": margin.mean()}
-    return loss, stats
+    return loss, {"dpo_loss": loss, "accuracy": margin > 0, "margin": margin}
 
 
 def group_preference(
     error: Tensor, reference_error: Tensor, advantage: Tensor, *, beta: float
-) -> tuple[Tensor, dict[str, Tensor]]:
+) -> tuple[Tensor, Metrics]:
     """-1 / beta log sigmoid(-beta mean over the group of A (e - e_ref)).
 
     Samples with A > 0 are preferred to those with A < 0, each weighted by |A|. Partition functions cancel if the
@@ -44,15 +43,13 @@ def group_preference(
         beta: the larger, the sooner correctly ranked groups lose their gradient.
 
     Returns:
-        The loss [U, ...], float32, and detached scalars: dgpo_loss (its mean), accuracy (the fraction of groups whose
-        preferred samples have the larger implicit reward), and margin (the mean of -beta mean A (e - e_ref)).
+        The loss [U, ...], float32, and metrics: dgpo_loss (the same), accuracy (groups whose preferred samples have the
+        larger implicit reward), and margin (-beta mean A (e - e_ref)).
     """
     a = advantage.float().view(*advantage.shape, *[1] * (error.dim() - 2))
     margin = -beta * (a * (error.float() - reference_error.detach().float())).mean(1)
     loss = -logsigmoid(margin) / beta
-    with torch.no_grad():
-        stats = {"dgpo_loss": loss.mean(), "accuracy": (margin > 0).float().mean(), "margin": margin.mean()}
-    return loss, stats
+    return loss, {"dgpo_loss": loss, "accuracy": margin > 0, "margin": margin}
 
 
 def best_and_worst(reward: Tensor, group_id: Tensor) -> Tensor:

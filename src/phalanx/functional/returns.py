@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from phalanx.functional.token_losses import masked_mean
+from phalanx.types import Metrics
 
 EPS = 1e-8  # added to the variance
 
@@ -71,24 +71,17 @@ def whitened(values: Tensor, mask: Tensor, total: Callable[[Tensor], Tensor]) ->
     return torch.where(mask, scaled, 0.0).float()
 
 
-def value_loss(
-    values: Tensor, old: Tensor, returns: Tensor, mask: Tensor, *, clip: float | None
-) -> tuple[Tensor, dict[str, Tensor]]:
+def value_loss(values: Tensor, old: Tensor, returns: Tensor, *, clip: float | None) -> tuple[Tensor, Metrics]:
     """max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2) / 2 per token; without `clip` only the first term.
 
     Args:
         values, old, returns: [B, A], the current values V, those from which the returns were computed, and R.
-        mask: [B, A] bool, the tokens that the scalars average over.
 
     Returns:
-        The loss [B, A], and detached scalars: vf_loss (its mean), and vf_clipfrac (the fraction of tokens whose
-        gradient is clipped).
+        The loss [B, A], and metrics: vf_loss (the same), and vf_clipfrac (tokens whose gradient is clipped).
     """
     plain = (values - returns) ** 2
     worst = plain
     if clip is not None:
         worst = torch.maximum(plain, (old + (values - old).clamp(-clip, clip) - returns) ** 2)
-    loss = worst / 2
-    with torch.no_grad():
-        stats = {"vf_loss": masked_mean(loss, mask), "vf_clipfrac": masked_mean((worst > plain).float(), mask)}
-    return loss, stats
+    return worst / 2, {"vf_loss": worst / 2, "vf_clipfrac": worst > plain}

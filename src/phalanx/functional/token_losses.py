@@ -9,24 +9,26 @@ J. Schulman (http://joschu.net/blog/kl-approx.html).
 import torch
 from torch import Tensor
 
+from phalanx.functional.losses import ratio_metrics
+from phalanx.types import Metrics
+
 KL_TYPES = ("k1", "k2", "k3")
 KL_LOSS_TYPES = (*KL_TYPES, "k1+", "k3+")  # verl's names of the straight-through variants
 LARGEST = 20.0  # bound of |ln rho|, so that exp does not overflow
 
 
 def clipped_tokens(
-    log_ratio: Tensor, advantage: Tensor, mask: Tensor, *, low: float, high: float, dual: float | None
-) -> tuple[Tensor, dict[str, Tensor]]:
+    log_ratio: Tensor, advantage: Tensor, *, low: float, high: float, dual: float | None
+) -> tuple[Tensor, Metrics]:
     """max(-A rho, -A clip(rho, 1 - low, 1 + high)), for A < 0 at most -A dual.
 
     Args:
         log_ratio: [B, A], ln rho.
         advantage: [B] (for all tokens of a sample) or [B, A].
-        mask: [B, A] bool, the real tokens, over which the scalars average.
 
     Returns:
-        The loss per token [B, A] float32, and detached scalars: those of `token_stats`, clipfrac_higher and
-        clipfrac_lower (the fractions above and below the range), and clipfrac (the fraction whose gradient is clipped).
+        The loss per token [B, A] float32, and metrics: those of `ratio_metrics`, clipfrac_higher and clipfrac_lower
+        (tokens above and below the range), and clipfrac (tokens whose gradient is clipped).
     """
     a = spread(advantage, log_ratio)
     ratio = torch.exp(log_ratio.clamp(-LARGEST, LARGEST))
@@ -34,48 +36,35 @@ def clipped_tokens(
     loss = torch.maximum(plain, clipped)
     if dual is not None:
         loss = torch.where(a < 0, torch.minimum(loss, -a * dual), loss)
-    with torch.no_grad():
-        stats = token_stats(log_ratio, mask) | {
-            "clipfrac": masked_mean((clipped > plain).float(), mask),
-            "clipfrac_higher": masked_mean((ratio > 1 + high).float(), mask),
-            "clipfrac_lower": masked_mean((ratio < 1 - low).float(), mask),
-        }
-    return loss, stats
+    clipped_ones = {"clipfrac": clipped > plain, "clipfrac_higher": ratio > 1 + high, "clipfrac_lower": ratio < 1 - low}
+    return loss, ratio_metrics(log_ratio) | clipped_ones
 
 
 def weighted_tokens(
-    log_prob: Tensor, log_ratio: Tensor, advantage: Tensor, mask: Tensor, *, low: float | None, high: float
-) -> tuple[Tensor, dict[str, Tensor]]:
+    log_prob: Tensor, log_ratio: Tensor, advantage: Tensor, *, low: float | None, high: float
+) -> tuple[Tensor, Metrics]:
     """-A w log p, with the detached weight w = clip(rho, 1 - low, 1 + high); low None: no lower bound.
 
-    Shapes and results as in `clipped_tokens`; clipfrac is the fraction of tokens whose weight is clipped.
+    Shapes and results as in `clipped_tokens`; clipfrac has the tokens whose weight is clipped.
     """
     ratio = torch.exp(log_ratio.detach().clamp(-LARGEST, LARGEST))
     above, below = ratio > 1 + high, ratio < (0.0 if low is None else 1 - low)
     weight = ratio.clamp(None if low is None else 1 - low, 1 + high)
-    stats = token_stats(log_ratio, mask) | {
-        "clipfrac": masked_mean((above | below).float(), mask),
-        "clipfrac_higher": masked_mean(above.float(), mask),
-        "clipfrac_lower": masked_mean(below.float(), mask),
-    }
-    return -spread(advantage, log_ratio) * weight * log_prob, stats
+    clipped = {"clipfrac": above | below, "clipfrac_higher": above, "clipfrac_lower": below}
+    return -spread(advantage, log_ratio) * weight * log_prob, ratio_metrics(log_ratio) | clipped
 
 
-def gated_tokens(
-    log_ratio: Tensor, advantage: Tensor, mask: Tensor, *, tau_pos: float, tau_neg: float
-) -> tuple[Tensor, dict[str, Tensor]]:
+def gated_tokens(log_ratio: Tensor, advantage: Tensor, *, tau_pos: float, tau_neg: float) -> tuple[Tensor, Metrics]:
     """-A f(rho) with f(rho) = 4 / tau sigmoid(tau (rho - 1)), whose slope at rho = 1 is 1; tau is tau_pos for A > 0,
     else tau_neg.
 
-    Shapes and results as in `clipped_tokens`, except that `gate`, the mean slope of f, replaces the clip fractions.
+    Shapes and results as in `clipped_tokens`, except that `gate`, the slope of f, replaces the clip fractions.
     """
     a = spread(advantage, log_ratio)
     ratio = torch.exp(log_ratio.clamp(-LARGEST, LARGEST))
     tau = torch.where(a > 0, tau_pos, tau_neg)
     gate = torch.sigmoid(tau * (ratio - 1))
-    with torch.no_grad():
-        stats = token_stats(log_ratio, mask) | {"gate": masked_mean(4 * gate * (1 - gate), mask)}
-    return -a * 4 / tau * gate, stats
+    return -a * 4 / tau * gate, ratio_metrics(log_ratio) | {"gate": 4 * gate * (1 - gate)}
 
 
 def kl_estimate(log_prob: Tensor, other: Tensor, kind: str) -> Tensor:
@@ -101,22 +90,10 @@ def kl_estimate(log_prob: Tensor, other: Tensor, kind: str) -> Tensor:
     raise ValueError(f"kl_estimate: kind {kind!r} should be one of {', '.join(KL_LOSS_TYPES)}")
 
 
-@torch.no_grad()
-def token_stats(log_ratio: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    """Scalars of rho, from ln rho [B, A] over the tokens of a mask [B, A], see phalanx.functional.losses.ratio_stats;
-    those of rho = 1 if the mask is empty.
-    """
-    log_ratio = log_ratio[mask] if mask.any() else log_ratio.new_zeros(1)
-    ratio = torch.exp(log_ratio)
-    return {
-        "ratio_mean": ratio.mean(),
-        "ratio_error": (ratio - 1).abs().max(),
-        "approx_kl": (torch.expm1(log_ratio) - log_ratio).mean(),
-    }
-
-
 def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """The mean of values [B, A] over the tokens of a mask [B, A]; 0 if the mask is empty."""
+    """The mean of values [B, A] over the tokens of a mask [B, A]; 0 if the mask is empty. For algorithms of users that
+    take means over micro-batches: see phalanx.types.Metrics.
+    """
     return (values * mask).sum() / mask.sum().clamp(min=1)
 
 

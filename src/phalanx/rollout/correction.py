@@ -5,11 +5,12 @@ from dataclasses import replace
 import torch
 
 from phalanx.config.run import RolloutConfig
-from phalanx.distributed.collectives import mean_rows, reduce_float
 from phalanx.distributed.passes import Passes
 from phalanx.functional.correction import correction_weight, log_ratios
+from phalanx.functional.metrics import Sums
 from phalanx.functional.token_budget import in_order
-from phalanx.types import Policy, Samples
+from phalanx.telemetry.step_metrics import over_ranks
+from phalanx.types import Metric, Metrics, Policy, Samples
 
 
 @torch.no_grad()
@@ -29,14 +30,15 @@ def rescore(
     mask = samples.mask
     diff = log_ratios(log_prob, samples.log_prob, mask)
     weight = correction_weight(log_prob, samples.log_prob, mask, kind=config.correction, limit=config.correction_limit)
-    real = diff[mask] if mask.any() else diff.new_zeros(1)
-    means = {
-        "rollout/logprob_abs_diff_mean": real.abs().mean().item(),
+    sums = Sums()
+    metrics: Metrics = {
+        "logprob_abs_diff_mean": diff.abs(),
+        "logprob_abs_diff_max": Metric(diff.abs(), "max"),
         # estimates of KL(engine, policy) on the engine's samples: Schulman's k1 and k3
-        "rollout/mismatch_k1": -real.mean().item(),
-        "rollout/mismatch_k3": (torch.expm1(real) - real).mean().item(),
-        "rollout/correction_weight_mean": (weight[mask] if mask.any() else weight.new_ones(1)).mean().item(),
+        "mismatch_k1": -diff,
+        "mismatch_k3": torch.expm1(diff) - diff,
+        "correction_weight_mean": weight,
     }
-    row = mean_rows([means])
-    row["rollout/logprob_abs_diff_max"] = reduce_float(real.abs().max().item(), "max")
+    sums.add(metrics, mask)
+    row = {f"rollout/{name}": value for name, value in over_ranks(sums).values().items()}
     return replace(samples, log_prob=log_prob, trace=samples.trace.rescored(replays, parts), weight=weight), row

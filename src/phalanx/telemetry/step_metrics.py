@@ -1,15 +1,16 @@
 """The metrics of a training step, as written to metrics.jsonl."""
 
 import resource
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.distributed.collectives import mean_rows, reduce_float, reduce_int
+from phalanx.distributed.collectives import all_gather_rows, reduce_int
 from phalanx.functional.advantage import group_std, has_signal
+from phalanx.functional.metrics import RATIO_ERROR, Sums
 from phalanx.telemetry.metrics import Timers
 
 MOST_TURNS = 8  # samples with more turns share one metric
@@ -41,20 +42,36 @@ def reward_by_turns(reward: Tensor, turns: Tensor) -> dict[str, float]:
     return row
 
 
-def merged_rows(rows: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Merge the metrics of a step's chunks: take extremes of max and min, sum seconds and errors, average the rest."""
+def merged_rows(rows: Sequence[dict[str, float]], scored: Sequence[int]) -> dict[str, float]:
+    """Merge the metrics of a step's chunks: take extremes of max and min, sum seconds and errors, average the rest.
+
+    scored: the number of samples with a reward in each chunk, which weights reward/...; reward/std is that of all.
+    """
     merged = {}
-    for key in rows[0]:
-        values = [row[key] for row in rows if key in row]
+    for key in dict.fromkeys(key for row in rows for key in row):
+        counted = [(row[key], count) for row, count in zip(rows, scored, strict=True) if key in row]
+        values = [value for value, _ in counted]
         if key.endswith("max"):
             merged[key] = max(values)
         elif key.endswith("min"):
             merged[key] = min(values)
         elif key.startswith("time/") or key.endswith(("_s", "/errors")):
             merged[key] = sum(values)
+        elif key.startswith("reward/") and len(rows) > 1:
+            merged[key] = _mean(counted)
         else:
             merged[key] = sum(values) / len(values)
+    if "reward/std" in merged and len(rows) > 1:
+        # the mean of the chunks' variances, and the variance of their means
+        moved = [row["reward/std"] ** 2 + (row["reward/mean"] - merged["reward/mean"]) ** 2 for row in rows]
+        merged["reward/std"] = _mean(zip(moved, scored, strict=True)) ** 0.5
     return merged
+
+
+def _mean(weighted: Iterable[tuple[float, int]]) -> float:
+    """The mean of values with weights; those of weight 0 may be NaN."""
+    counted = [(value, weight) for value, weight in weighted if weight]
+    return sum(value * weight for value, weight in counted) / max(sum(weight for _, weight in counted), 1)
 
 
 def token_metrics(
@@ -78,54 +95,44 @@ def token_metrics(
     return row
 
 
-def by_teacher(means: dict[str, float]) -> dict[str, float]:
-    """Convert sums over the samples of each teacher, averaged over micro-batches, into metrics.
-
-    `teacher_share/<name>` counts the samples of a teacher and becomes their share; other metrics `<metric>/<name>`
-    become means over these samples, and are dropped if there are none. All other metrics are unchanged.
-    """
-    counts = {key.split("/", 1)[1]: value for key, value in means.items() if key.startswith("teacher_share/")}
-    row = {}
-    for key, value in means.items():
-        metric, _, teacher = key.partition("/")
-        if teacher not in counts:
-            row[key] = value
-        elif metric == "teacher_share":
-            row[key] = value / max(sum(counts.values()), 1e-9)
-        elif counts[teacher] > 0:
-            row[key] = value / counts[teacher]
-    return row
+def over_ranks(sums: Sums) -> Sums:
+    """The sums of all ranks' samples, on the CPU."""
+    parts = sums.parts
+    flat = torch.cat([torch.zeros(0), *parts.values()]).tolist()  # read from the device at once
+    sizes, local = [len(part) for part in parts.values()], dict[str, list[float]]()
+    for name, size in zip(parts, sizes, strict=True):
+        local[name], flat = flat[:size], flat[size:]
+    total = Sums()
+    for row in all_gather_rows(local):
+        total.merge([{name: torch.tensor(part, dtype=torch.float64) for name, part in row.items()}])
+    return total
 
 
 def update_metrics(
-    who: str, stats: Sequence[Sequence[dict[str, Any]]], updates: Sequence[dict[str, Any]], planned: int
+    who: str, stats: Sequence[Sums], updates: Sequence[dict[str, Any]], planned: int
 ) -> dict[str, float]:
-    """The metrics actor/... of a step, or those of another model `who`, equal on all ranks. stats: the loss's scalars
-    per optimizer step and micro-batch. updates: the results of the optimizer steps. planned: number of optimizer steps
-    without early stopping.
+    """The metrics actor/... of a step, or those of another model `who`, equal on all ranks. stats: the sums of the
+    loss's metrics, by optimizer step; the metrics are over what counts in all of these together. updates: the results
+    of the optimizer steps. planned: number of optimizer steps without early stopping.
     """
     skipped = planned - len(updates)
     if not stats:
         return {f"{who}/updates_skipped": float(skipped)}
-    plain = []
-    for micro_batches in stats:
-        for row in micro_batches:
-            plain.append({name: float(value) for name, value in row.items()})
-    means = by_teacher(mean_rows(plain))
-    if "ratio_error" in plain[0]:
-        # in the first optimizer step: exactly 0 if rollout and replay run with equal shapes
-        error = max(row["ratio_error"] for row in plain[: len(stats[0])])
-        means.pop("ratio_error")
-        means["first_ratio_error"] = reduce_float(error, "max")
+    sums = Sums()
+    sums.merge(update.parts for update in stats)
+    if sums.parts.pop(RATIO_ERROR, None) is not None:
+        # of the first optimizer step: exactly 0 if rollout and replay run with equal shapes
+        sums.merge([{f"first_{name}": part for name, part in stats[0].parts.items() if name == RATIO_ERROR}])
+    row = over_ranks(sums).values()
     norms, non_finite = 0.0, 0
     for update in updates:
         norms += float(update["grad_norm"])
         non_finite += bool(update["skipped"])
-    means["grad_norm"] = norms / len(updates)
-    means["lr"] = float(updates[-1]["lr"])
-    means["updates_skipped"] = float(skipped)
-    means["updates_non_finite"] = float(non_finite)
-    return {f"{who}/{name}": value for name, value in means.items()}
+    row["grad_norm"] = norms / len(updates)
+    row["lr"] = float(updates[-1]["lr"])
+    row["updates_skipped"] = float(skipped)
+    row["updates_non_finite"] = float(non_finite)
+    return {f"{who}/{name}": value for name, value in row.items()}
 
 
 def peak_memory_gb(device: torch.device) -> float:

@@ -10,6 +10,7 @@ from phalanx.config.critic import CriticConfig
 from phalanx.config.run import ActorConfig
 from phalanx.distributed.collectives import reduce_sum
 from phalanx.distributed.mesh import World
+from phalanx.functional.metrics import Sums
 from phalanx.functional.returns import moments, value_loss
 from phalanx.functional.token_budget import in_order
 from phalanx.models.trained import TrainedModel
@@ -57,7 +58,7 @@ class CriticTrainer:
         called after each micro-batch.
         """
         model, samples = self.critic.trained, batch.samples
-        stats: list[list[dict[str, Any]]] = []  # by optimizer step and micro-batch
+        stats: list[Sums] = []  # by optimizer step
         updates: list[dict[str, Any]] = []
         for _ in range(self.epochs):
             mode, tokens = self.config.loss_agg_mode, samples.tokens
@@ -65,19 +66,18 @@ class CriticTrainer:
                 samples.mask, batch.units, self.plan, self.world, mode=mode, constant=None, tokens=tokens
             )
             for parts in steps:
-                stats.append([])
+                stats.append(Sums())
                 total = torch.zeros((), device=self.world.device)
                 for i, (rows, weight) in enumerate(parts):
                     at = rows.to(self.world.device)
                     model.sharded.set_last_micro_batch(i == len(parts) - 1)
                     values = self.critic.values(samples.trace.select(at))
-                    per_token, scalars = value_loss(
-                        values, old[at], returns[at], mask[at], clip=self.config.cliprange_value
-                    )
-                    loss = (per_token * weight.to(self.world.device)).sum()
+                    weight = weight.to(self.world.device)
+                    per_token, metrics = value_loss(values, old[at], returns[at], clip=self.config.cliprange_value)
+                    loss = (per_token * weight).sum()
                     loss.backward()
                     total += loss.detach()
-                    stats[-1].append(scalars)
+                    stats[-1].add(metrics, weight)
                     advance()
                 updates.append(self.state.step(total))
         row = explained(old, returns, mask)

@@ -61,7 +61,7 @@ def train_step(
         samples, drawn = collector.sample(step, chunk)  # log_prob, mask [B, A]
         # One reward per sample, over all ranks; groups of equal rewards may be resampled (DAPO).
         samples, reward, scores = collector.reward(samples, step, chunk)  # [N], NaN: skipped
-        log.chunk(samples, drawn | scores)
+        log.chunk(samples, reward, drawn | scores)
         if log.stopped:  # this chunk was already under way when the step stopped early
             continue
         with timers("update"):
@@ -103,10 +103,10 @@ def train_step(
                     per_action, stats = algorithm.loss(policy, micro)  # [u, A]
                     loss = (per_action * micro.weight).sum()
                     loss.backward()
-                    scalars.append(stats)
+                    scalars.add(stats, micro.weight)
                     log.micro_batch(batch.samples, rows, loss.detach())
                     timers.advance()
-                    del micro, per_action, loss  # free the memory before the next micro-batch
+                    del micro, per_action, stats, loss  # free the memory before the next micro-batch
                 if not updater.ends_update(chunk):  # later chunks contribute to the same optimizer step
                     continue
                 if log.updates and updater.too_far(scalars):  # skip the remaining updates of this training step

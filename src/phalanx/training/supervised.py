@@ -104,7 +104,7 @@ class SupervisedTrainer(Training):
                 row |= {
                     "perf/step_s": seconds,
                     f"perf/{task.noun}_per_gpu_per_s": shares.per_rank / job.world.context_size / seconds,
-                    "perf/peak_memory_gb": peak_memory_gb(job.world.device),
+                    "perf/peak_memory_gb": reduce_float(peak_memory_gb(job.world.device), "max"),
                 }
                 job.timers.note_rate(shares.per_rank / job.world.context_size / seconds, task.noun)
                 job.end_step(step + 1, row)

@@ -1,7 +1,7 @@
 """Optimizer steps on collected samples: reference outputs, corruption, early stopping, and metrics of a step."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -14,6 +14,7 @@ from phalanx.config.run import RLConfig
 from phalanx.distributed.collectives import all_gather, reduce_float, reduce_int, reduce_sum
 from phalanx.distributed.mesh import World
 from phalanx.distributed.seed import fold_in
+from phalanx.functional.metrics import Sums
 from phalanx.telemetry.flops import peak_flops
 from phalanx.telemetry.metrics import Timers
 from phalanx.telemetry.step_metrics import merged_rows, peak_memory_gb, token_metrics, update_metrics
@@ -32,30 +33,33 @@ Pass = tuple[Tensor, Tensor]  # rows [b] of this rank's samples, and the weights
 class StepLog:
     """Numbers of one training step on this rank.
 
-    rows: metrics of each chunk. lengths: `Samples.lengths` [B, 3] of each chunk, for samples made of tokens. scalars:
-    detached scalars of the loss, by optimizer step and micro-batch. updates: what each optimizer step returned. trained
-    and trained_tokens: samples and tokens that were trained, counted once per epoch.
+    rows: metrics of each chunk. scored: samples of all ranks with a reward, of each chunk. lengths: `Samples.lengths`
+    [B, 3] of each chunk, for samples made of tokens. scalars: sums of the loss's metrics, by optimizer step. updates:
+    what each optimizer step returned. trained and trained_tokens: samples and tokens that were trained, counted once
+    per epoch.
     """
 
     rows: list[dict[str, float]] = field(default_factory=list)
+    scored: list[int] = field(default_factory=list)
     lengths: list[Tensor] = field(default_factory=list)
-    scalars: list[list[dict[str, Any]]] = field(default_factory=list)
+    scalars: list[Sums] = field(default_factory=list)
     updates: list[dict[str, Any]] = field(default_factory=list)
     trained: int = 0
     trained_tokens: int = 0
     loss: Tensor | float = 0.0  # of the optimizer step whose gradients are being accumulated
     stopped: bool = False  # whether the remaining updates of the step are skipped
 
-    def chunk(self, samples: Samples, row: dict[str, float]) -> None:
-        """Record the metrics `row` of a chunk of samples that has arrived."""
+    def chunk(self, samples: Samples, reward: Tensor, row: dict[str, float]) -> None:
+        """Record the metrics `row` of a chunk of samples that has arrived; reward [N]: NaN without one."""
         self.rows.append(row)
+        self.scored.append(int((~reward.isnan()).sum()))
         if samples.lengths is not None:
             self.lengths.append(samples.lengths)
 
-    def begin_update(self) -> list[dict[str, Any]]:
-        """Return the list of scalars of the current optimizer step; it is new if the previous step was taken."""
+    def begin_update(self) -> Sums:
+        """Return the sums of the current optimizer step; they are new if the previous step was taken."""
         if len(self.scalars) == len(self.updates):
-            self.scalars.append([])
+            self.scalars.append(Sums())
         return self.scalars[-1]
 
     def micro_batch(self, samples: Samples, rows: Tensor, loss: Tensor) -> None:
@@ -73,7 +77,7 @@ class StepLog:
 
     def metrics(self, planned: int) -> dict[str, float]:
         """Metrics of the step, reduced over all ranks. planned: number of optimizer steps without early stopping."""
-        return merged_rows(self.rows) | update_metrics("actor", self.scalars, self.updates, planned)
+        return merged_rows(self.rows, self.scored) | update_metrics("actor", self.scalars, self.updates, planned)
 
 
 class Updater:
@@ -214,14 +218,13 @@ class Updater:
             loss = loss / denominator
         return self.state.step(loss)
 
-    def too_far(self, scalars: Sequence[dict[str, Any]]) -> bool:
-        """Whether the mean ratio of an update over all ranks exceeds the algorithm's `max_ratio`."""
+    def too_far(self, scalars: Sums) -> bool:
+        """Whether the mean ratio of an update, over all that counts, exceeds the algorithm's `max_ratio`."""
         limit = self.algorithm.max_ratio
-        if limit is None or "ratio_mean" not in scalars[0]:
+        if limit is None or "ratio_mean" not in scalars.parts:
             return False
-        # mean of rho over micro-batches and ranks, reduced so that all ranks stop at the same update
-        total = sum(float(row["ratio_mean"]) for row in scalars)
-        return reduce_float(total, "sum") > limit * len(scalars) * self.world.data_size
+        count, total = reduce_sum(scalars.parts["ratio_mean"].cpu()).tolist()
+        return total > limit * count
 
     # -- other weights --------------------------------------------------------------------------------------------
 
