@@ -3,7 +3,7 @@
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import pad
 
 from phalanx.config.run import ModelConfig
+from phalanx.models.linear import fits, keep_beside
 
 ALL_LINEAR = "all-linear"  # as in peft
 ADAPTER = "adapter_model.safetensors"  # peft's file name
@@ -241,18 +242,24 @@ def plain_layers(tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> 
 
 @torch.no_grad()
 def start_from_lora(
-    module: nn.Module, path: str | None, read: Callable[[str], Layers], kept: torch.dtype | None = None
+    module: nn.Module,
+    path: str | None,
+    read: Callable[[str], Layers],
+    kept: torch.dtype | None = None,
+    quantized: Iterable[nn.Module] = (),
 ) -> None:
     """Add the LoRA at model.lora_path, if any, to a module's weights.
 
-    Each sum is computed in float32 and rounded once, to `kept` or to the weight's dtype. Raises ValueError for a LoRA
-    of another model.
+    Each sum is computed in float32 and rounded once, to `kept` or to the weight's dtype. Layers in `quantized`, blocks
+    whose weights are yet to be rounded to 4 bits, keep the LoRA beside their weight: it was trained on the rounded
+    weights, and rounding the sum would lose most of it. Raises ValueError for a LoRA of another model.
     """
     if path is None:
         return
     layers = read(path)
     uses = Counter(id(p) for _, p in module.named_parameters(remove_duplicate=False))
     linear = set(linear_layers(module))
+    beside = {layer for block in quantized for layer in block.modules() if fits(layer)}
     for name, (down, up) in layers.items():
         weight: Any = module.get_submodule(name).weight if name in linear else torch.empty(0)
         if weight.shape != (len(up), down.shape[1]):
@@ -263,6 +270,9 @@ def start_from_lora(
             )
         if uses[id(weight)] > 1:
             raise ValueError(f"model.lora_path: {path!r} has {name}, whose weights another layer of the model shares")
+        if (layer := module.get_submodule(name)) in beside:
+            keep_beside(layer, up, down)
+            continue
         total = weight.float() + up.to(weight.device) @ down.to(weight.device)
         weight.data = total.to(kept or weight.dtype)
 

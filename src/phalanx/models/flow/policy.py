@@ -56,7 +56,8 @@ class FlowPolicy:
         """`frozen`: nothing is trained; `kept`: see Sharded. Raises ValueError for unsupported settings."""
         self.model, self.world, self.config, self.detach_uncond = model, world, config, detach_uncond
         model.check_length(data.max_prompt_length)
-        start_from_lora(model.transformer, config.lora_path, partial(model.read_lora, config=config), kept)
+        quantized = model.blocks() if config.quantization is not None else ()
+        start_from_lora(model.transformer, config.lora_path, partial(model.read_lora, config=config), kept, quantized)
         for module in (model.vae, *model.text_encoders):
             module.requires_grad_(False).eval()
         if config.gradient_checkpointing:

@@ -79,7 +79,8 @@ class LMPolicy:
         self._check(model)
         model.share_positions(world, config.attn_implementation)
         names = dict(model.named_parameters())
-        start_from_lora(model, config.lora_path, partial(read_lora, names=names), kept)
+        quantized = model.blocks() if config.quantization is not None else ()
+        start_from_lora(model, config.lora_path, partial(read_lora, names=names), kept, quantized)
         self.trained = TrainedModel(
             model,
             model.blocks(),
