@@ -199,7 +199,7 @@ class Nf4Linear(nn.Linear):
         return _Nf4Linear.apply(input, *self.stored(), self.bias, self.onednn)
 
     def stored(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """What `dense` makes the weight from."""
+        """The tensors from which `dense` computes the weight."""
         return self.weight, self.table, self.start_up, self.start_down
 
 
