@@ -1,6 +1,7 @@
 """Diffusers model folders: loading their parts, and checks beyond those of names and headers."""
 
 import importlib
+import json
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -9,7 +10,9 @@ from typing import Any
 
 import torch
 import transformers
-from torch import nn
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor, nn
 
 from phalanx.config.flow import FlowModelConfig
 from phalanx.config.messages import cut, shown
@@ -17,10 +20,12 @@ from phalanx.engines.loading import check_weights, loading
 from phalanx.models.flow import headers
 from phalanx.models.flow.headers import absent_components, check_index, component_names, module_of
 from phalanx.models.headers import check_variants, read_json, tensors
-from phalanx.models.lora import ADAPTER, Layers, lora_file, plain_layers, read_adapter
+from phalanx.models.lora import ADAPTER, Layers, lora_file, plain_layers, read_adapter, renamed
 from phalanx.models.stored import computes_alike, dtype_to_read, widen_buffers
+from phalanx.models.traced import convert_traced
 
 _ENDINGS = ("json", "txt", "model", "jinja", "safetensors")  # file name extensions that a component is loaded from
+_NATIVE = "diffusion_model."  # prefix of layers with the names of a model's own code in a LoRA's file
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # by their names in safetensors
 
 
@@ -77,14 +82,31 @@ def read_lora(path: str, pipeline: Any) -> Layers:
     with loading(f"model.lora_path: {path!r} does not load"):
         if file.name == ADAPTER:
             return read_adapter(file)
-        tensors, *alphas, metadata = pipeline.lora_state_dict(
-            str(file.parent), weight_name=file.name, use_safetensors=True, return_alphas=True, return_lora_metadata=True
-        )
-        for network_alphas in alphas:  # returned only by FLUX's pipelines
-            tensors |= network_alphas or {}
-        named = {name.removeprefix("transformer."): t for name, t in tensors.items()}
-        settings = {name.removeprefix("transformer."): value for name, value in (metadata or {}).items()}
-        return plain_layers(named, settings)
+        with safe_open(file, "pt") as stored:
+            metadata = json.loads((stored.metadata() or {}).get("lora_adapter_metadata", "{}"))
+
+        def convert(given: dict[str, Tensor]) -> dict[str, Tensor]:
+            tensors, *alphas, _ = pipeline.lora_state_dict(given, return_alphas=True, return_lora_metadata=True)
+            for network_alphas in alphas:  # returned only by FLUX's pipelines
+                tensors |= network_alphas or {}
+            return dict(tensors)
+
+        given = load_file(file)
+        try:
+            tensors, lost = convert_traced(given, convert)
+        except (LookupError, ValueError):
+            # the converters cut the names in a file with this prefix without looking, and fail with what is left
+            tensors, lost = {}, sorted(name for name in given if not name.startswith(_NATIVE))
+            if not 0 < len(lost) < len(given):
+                raise
+        if lost:
+            more = f" (+{len(lost) - 1} more)" if len(lost) > 1 else ""
+            raise ValueError(
+                f"its tensor {lost[0]}{more} cannot be used: expected the matrices, alphas and biases of a plain LoRA, "
+                "all with one prefix"
+            )
+        settings = {name.removeprefix("transformer."): value for name, value in metadata.items()}
+        return plain_layers(renamed(tensors, lambda name: name.removeprefix("transformer.")), settings)
 
 
 def _block(tensor: str) -> str | None:

@@ -312,11 +312,14 @@ def read_lora(path: str, config: object = None, names: Iterable[str] = ()) -> La
     with loading(f"model.lora_path: {path!r} does not load"):
         layers = read_adapter(file)
     whole = next(filter(None, map(OF_WHOLE.match, names)), None)
-    place, placed = "model" if whole is None else whole[2], {}
-    for name, layer in layers.items():
-        name = _OF_LORA.sub(f"{place}.", name)
+    place: str = "model" if whole is None else whole[2]
+    placed: Layers = {}
+    for given, layer in layers.items():
+        name = _OF_LORA.sub(f"{place}.", given)
         if whole is not None and not OF_WHOLE.match(name):
             raise ValueError(f"model.lora_path: {path!r} has {name}; expected only layers of the decoder, {place}")
+        if f"lm.{name}" in placed:
+            raise ValueError(f"model.lora_path: {path!r} has {name} twice, by different names")
         placed[f"lm.{name}"] = layer
     return placed
 

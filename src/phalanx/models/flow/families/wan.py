@@ -59,6 +59,7 @@ class Model(FlowModel):
     transformer_class = WanTransformer3DModel
     second_guidance = True  # `__init__` sets False for a folder with one transformer
     makes_videos = True
+    lora_bias = "diff_b"
     vae_dtype = torch.float32  # as in the model cards and in Flow-GRPO
     # the layers of Flow-GRPO's Wan script: self-attention and cross-attention to the text
     lora_targets = (
