@@ -20,6 +20,24 @@ def wan_name(layer: str) -> str:
     return f"diffusion_model.{layer}"
 
 
+def ltx2_name(layer: str) -> str:
+    """The prefix of a layer of LTX-2, for which ComfyUI supports only the model's own names."""
+    native = {
+        "proj_in": "patchify_proj",
+        "audio_proj_in": "audio_patchify_proj",
+        "time_embed": "adaln_single",
+        "audio_time_embed": "audio_adaln_single",
+        "prompt_adaln": "prompt_adaln_single",
+        "audio_prompt_adaln": "audio_prompt_adaln_single",
+        "av_cross_attn_video_scale_shift": "av_ca_video_scale_shift_adaln_single",
+        "av_cross_attn_audio_scale_shift": "av_ca_audio_scale_shift_adaln_single",
+        "av_cross_attn_video_a2v_gate": "av_ca_a2v_gate_adaln_single",
+        "av_cross_attn_audio_v2a_gate": "av_ca_v2a_gate_adaln_single",
+    }
+    head, *rest = layer.split(".")
+    return ".".join(["diffusion_model", native.get(head, head), *rest])
+
+
 @torch.no_grad()
 def add_as_comfy(
     transformer: Any, folder: Path, prefix: Callable[[str], str], file: str = "pytorch_lora_weights.safetensors"

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import FileSystemReader
 
 from phalanx.config import load
 from phalanx.config.tasks import ExportConfig
 from phalanx.jobs.export import Export
+from phalanx.models.lora import adapter_config
 from phalanx.telemetry.records import read_index
 from tests import jobs, lm
 from tests.distributed import test_vision
@@ -88,6 +89,30 @@ def test_a_run_is_resumed_and_exported(lm_folder: Path, tmp_path: Path) -> None:
     for name, value in exported.items():
         ours = name.removeprefix("base_model.model.").replace(".weight", ".default.weight")
         assert torch.equal(value, whole[f"lm.{ours}"])
+
+
+@pytest.mark.full
+def test_a_start_from_a_lora_is_exact_on_every_layout(lm_folder: Path, tmp_path: Path) -> None:
+    """The LoRA stays beside the rounded weights, and is sharded with them."""
+    stream, tensors = torch.Generator().manual_seed(0), {}
+    for layer in ("self_attn.q_proj", "mlp.down_proj"):
+        wide, narrow = load_file(lm_folder / "model.safetensors")[f"model.layers.0.{layer}.weight"].shape
+        for name, size in (("lora_A", (3, narrow)), ("lora_B", (wide, 3))):
+            key = f"base_model.model.model.layers.0.{layer}.{name}.weight"
+            tensors[key] = torch.randn(size, generator=stream) * 0.1
+    adapter_config(3, 3, ["q_proj", "down_proj"], "base", None).save_pretrained(tmp_path / "lora")
+    save_file(tensors, tmp_path / "lora" / "adapter_model.safetensors")
+    found = []
+    for ranks, more in ((1, ()), (2, (SHARDED,)), (2, (SHARDED, "parallel.param_offload=true"))):
+        keys = (*NF4, f"model.lora_path={tmp_path / 'lora'}", "algorithm.kl_loss_coef=0.04", *more)
+        cfg = tiny_lm_config(lm_folder, tmp_path / str(len(found)), *keys, "model.dtype=bfloat16")
+        found.append(run_ranks(lm.one_step, ranks, cfg))
+    bare = run_ranks(lm.one_step, 1, tiny_lm_config(lm_folder, tmp_path / "bare", *NF4, "model.dtype=bfloat16"))
+    assert not torch.equal(bare[0]["log_prob"], found[0][0]["log_prob"])
+    for parts in found:
+        assert torch.equal(log_probs(parts), found[0][0]["log_prob"])
+        assert parts[0]["row"]["actor/first_ratio_error"] == 0
+        assert parts[0]["row"]["actor/grad_norm"] == pytest.approx(found[0][0]["row"]["actor/grad_norm"], rel=1e-5)
 
 
 @pytest.mark.long

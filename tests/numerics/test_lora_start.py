@@ -1,5 +1,6 @@
 """Starting from a LoRA: files of diffusers and peft are read, added to weights, and joined with another LoRA."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ from phalanx.config.flow import FlowModelConfig
 from phalanx.models.flow.family import FlowModel
 from phalanx.models.flow.registry import family_of
 from phalanx.models.lm.model import read_lora
-from phalanx.models.lora import WEIGHTS, Layers, joined, plain_layers, start_from_lora
+from phalanx.models.lora import BIAS, WEIGHTS, Layers, joined, plain_layers, start_from_lora
 from tests.checks import refused
+from tests.comfy import add_as_comfy, ltx2_name
 from tests.tiny import load_pipeline
 
 TARGETS = {
@@ -70,6 +72,143 @@ def test_an_export_is_added_as_stock_diffusers_adds_it(
         assert not torch.equal(expected, stock.base_layer.weight)
 
 
+@pytest.mark.parametrize("name", ["sd3", "wan", "ltx2"])
+def test_biases_are_added_as_stock_diffusers_adds_them(
+    name: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    """`diff_b` of Wan's files, and peft's lora_B.bias, through an export."""
+    folder = request.getfixturevalue(f"{name}_folder")
+    family, config, transformer = base_of(folder)
+    layers = drawn(transformer, TARGETS[name], 3, seed=1)
+    for layer in list(layers)[:1]:
+        layers[layer + BIAS] = torch.ones(1, 1), torch.randn(len(layers[layer][1]), 1)
+    rank, tensors = joined(layers, {})
+    family.export_lora(tmp_path, config, tensors, rank, rank)
+    assert any(key.endswith(".diff_b" if name == "wan" else ".lora_B.bias") for key in load_file(tmp_path / WEIGHTS))
+    start_from_lora(transformer, str(tmp_path), family.read_lora)
+    pipeline = load_pipeline(folder)
+    pipeline.load_lora_weights(tmp_path)
+    stock = pipeline.transformer.get_submodule(layer)
+    assert not torch.equal(stock.base_layer.bias, transformer.get_submodule(layer).bias)
+    stock.merge()
+    torch.testing.assert_close(transformer.get_submodule(layer).bias, stock.base_layer.bias, rtol=0, atol=1e-6)
+    torch.testing.assert_close(transformer.get_submodule(layer).weight, stock.base_layer.weight, rtol=0, atol=1e-5)
+
+
+def test_every_layer_of_ltx2_is_known_to_comfyui(ltx2_folder: Path, tmp_path: Path) -> None:
+    """As stock diffusers adds it: all linear layers, also outside of the blocks."""
+    family, config, transformer = base_of(ltx2_folder)
+    layers = drawn(transformer, "", 2, seed=1)
+    rank, tensors = joined({}, layers)
+    family.export_lora(tmp_path, config, tensors, rank, rank)
+    pipeline = load_pipeline(ltx2_folder)
+    add_as_comfy(transformer, tmp_path, ltx2_name)
+    pipeline.load_lora_weights(tmp_path)
+    pipeline.fuse_lora()
+    for layer in layers:
+        stock = pipeline.transformer.get_submodule(layer).base_layer
+        torch.testing.assert_close(transformer.get_submodule(layer).weight, stock.weight, rtol=0, atol=1e-5)
+
+
+def matrices(layer: str, up: str = "lora_B", down: str = "lora_A") -> dict[str, torch.Tensor]:
+    return {f"{layer}.{down}.weight": torch.ones(2, 64), f"{layer}.{up}.weight": torch.ones(64, 2)}
+
+
+SD3, WAN, LTX2 = (
+    "transformer.transformer_blocks.0.attn.to_q",
+    "diffusion_model.blocks.0.self_attn.q",
+    "diffusion_model.transformer_blocks.0.attn1.to_q",
+)
+LOST: dict[str, tuple[str, str, dict[str, torch.Tensor], str]] = {
+    "dora": ("sd3", SD3, {f"{SD3}.dora_scale": torch.ones(64, 1)}, f"{SD3}.dora_scale"),
+    "dora of qwen": ("qwen", SD3, {f"{SD3}.dora_scale": torch.ones(64, 1)}, f"{SD3}.dora_scale"),
+    "a norm": (
+        "wan",
+        WAN,
+        {f"diffusion_model.blocks.0.{name}": torch.ones(64) for name in ("norm3.diff", "norm3.diff_b")},
+        "diffusion_model.blocks.0.norm3.diff (+1 more)",
+    ),
+    "a modulation": (
+        "wan",
+        WAN,
+        {"diffusion_model.blocks.0.modulation.diff": torch.ones(1, 6, 64)},
+        "diffusion_model.blocks.0.modulation.diff",
+    ),
+    "a layer with a bias only": (
+        "wan",
+        WAN,
+        {"diffusion_model.time_projection.1.diff_b": torch.ones(64)},
+        "diffusion_model.time_projection.1.diff_b",
+    ),
+    "another prefix": ("wan", WAN, matrices("blocks.1.self_attn.k"), "blocks.1.self_attn.k.lora_A.weight (+1 more)"),
+    "no prefix": (
+        "ltx2",
+        LTX2,
+        matrices("transformer_blocks.0.attn1.to_k"),
+        "transformer_blocks.0.attn1.to_k.lora_A.weight (+1 more)",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", LOST)
+def test_a_tensor_that_is_not_used_is_named(case: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    """diffusers drops each of these without an error."""
+    name, layer, more, named = LOST[case]
+    family, config, _ = base_of(request.getfixturevalue(f"{name}_folder"))
+    file = tmp_path / WEIGHTS
+    save_file(matrices(layer) | {key: t * 0 if key.endswith(".diff") else t for key, t in more.items()}, file)
+    if case == "a modulation":  # zeros add nothing
+        assert list(family.read_lora(str(file), config)) == ["blocks.0.attn1.to_q"]
+    save_file(matrices(layer) | more, file)
+    with refused(
+        f"model.lora_path: '{file}' does not load: its tensor {named} cannot be used: expected the matrices, alphas "
+        "and biases of a plain LoRA, all with one prefix"
+    ):
+        family.read_lora(str(file), config)
+
+
+def test_parts_that_are_not_trained_are_named(ltx2_folder: Path, sd3_folder: Path, tmp_path: Path) -> None:
+    """A connector's layers, and those of a text encoder."""
+    for folder, layer, other, held in (
+        (ltx2_folder, LTX2, "text_embedding_projection.aggregate_embed", "connectors.text_proj_in"),
+        (sd3_folder, SD3, "text_encoder.text_model.encoder.layers.0.self_attn.q_proj", None),
+    ):
+        family, _, transformer = base_of(folder)
+        names = [name for name, p in transformer.named_modules() if name.endswith(layer.rpartition(".transformer_")[2])]
+        size = transformer.get_submodule(names[0]).weight.shape
+        tensors = {f"{layer}.lora_A.weight": torch.ones(2, size[1]), f"{layer}.lora_B.weight": torch.ones(size[0], 2)}
+        save_file(tensors | matrices(other), tmp_path / WEIGHTS)
+        with refused(
+            f"model.lora_path: '{tmp_path}' is of another model, or of parts that are not trained: its {held or other} "
+            "adds [64, 64], the model has no such linear layer"
+        ):
+            start_from_lora(transformer, str(tmp_path), family.read_lora)
+
+
+def test_two_names_of_one_tensor_are_refused(sd3_folder: Path, tmp_path: Path) -> None:
+    family, config, _ = base_of(sd3_folder)
+    bare = SD3.removeprefix("transformer.")
+    save_file(matrices(SD3) | matrices(bare), tmp_path / WEIGHTS)
+    same = f"{SD3}.lora_A.weight and {bare}.lora_A.weight are the same tensor of the model"
+    with refused(f"model.lora_path: '{tmp_path}' does not load: {same}"):
+        family.read_lora(str(tmp_path), config)
+
+
+def test_settings_of_other_adapters_are_refused_or_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    get_peft_model(Net(), LoraConfig(target_modules=["first"])).save_pretrained(tmp_path)
+    file = tmp_path / "adapter_config.json"
+    settings = json.loads(file.read_text())
+    file.write_text(json.dumps(settings | {"twisted": True, "untwisted": False}))
+    assert list(read_lora(str(tmp_path))) == ["lm.first"]
+    assert caplog.messages == [
+        f"model.lora_path: the installed peft does not know settings of {file}, which are ignored: twisted"
+    ]
+    file.write_text(json.dumps(settings | {"layer_replication": [[0, 2], [1, 3]]}))
+    message = "layer_replication: [[0, 2], [1, 3]] is not a setting of a plain LoRA"
+    with refused(f"model.lora_path: '{tmp_path}' does not load: {message}"):
+        read_lora(str(tmp_path))
+
+
 def test_exports_with_alpha_in_the_metadata_keep_their_strength(sd3_folder: Path, tmp_path: Path) -> None:
     """As older exports were written, with B not multiplied by alpha / rank."""
     family, config, transformer = base_of(sd3_folder)
@@ -86,11 +225,11 @@ class Net(nn.Module):
         self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 5)
 
 
-@pytest.mark.parametrize("rslora", [False, True])
-def test_peft_adds_the_same(rslora: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("more", [{}, {"use_rslora": True}, {"lora_bias": True}], ids=["plain", "rslora", "bias"])
+def test_peft_adds_the_same(more: dict[str, bool], tmp_path: Path) -> None:
     """Some layers have other ranks and alphas."""
     net = Net()
-    given = {"rank_pattern": {"second": 4}, "alpha_pattern": {"second": 7}, "use_rslora": rslora}
+    given = {"rank_pattern": {"second": 4}, "alpha_pattern": {"second": 7}} | more
     settings = LoraConfig(r=2, lora_alpha=3, target_modules=["first", "second"], init_lora_weights=False, **given)
     base = {name: t.clone() for name, t in net.state_dict().items()}
     peft = get_peft_model(net, settings)

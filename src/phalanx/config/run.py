@@ -38,7 +38,7 @@ class ModelConfig:
     lora_path: Optional[str] = arg(
         None,
         "LoRA to start from: a file or folder in the format of diffusers or peft, such as an export; it is merged into "
-        "the weights, including those of the KL reference",
+        "the weights, including those of the KL reference, or kept beside weights in 4 bits",
         path=True,
     )
     lora_dtype: str = arg("float32", "dtype in which the LoRA weights are stored and optimized", choices=DTYPES)

@@ -1,11 +1,14 @@
 """Loading downloaded models: truncated or broken files and those of another model are reported in one line."""
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
+
+log = logging.getLogger(__name__)
 
 Turns = str | tuple[str, ...]  # a question, or alternating questions and answers that end with a question
 # what classes raise when they are constructed with unexpected settings
@@ -54,6 +57,19 @@ def check_weights(info: dict[str, Any], what: str) -> None:
     if other:
         name, shape, expected = other[0]
         raise ValueError(f"{what}: its {name} is {list(shape)} rather than {list(expected)}")
+
+
+def warn_of_unread(info: dict[str, Any], what: str) -> None:
+    """Log tensors of the files that the model has no place for; `what` is the model, `info` as in check_weights."""
+    names = sorted(info["unexpected_keys"])
+    if names:
+        log.warning("%s: %s", what, unread_tensors("the model", names))
+
+
+def unread_tensors(model: str, names: Sequence[str]) -> str:
+    """A sentence about tensors of a model's files that its class does not use."""
+    more = f" (+{len(names) - 1} more)" if len(names) > 1 else ""
+    return f"{model} has no place for {names[0]}{more} of its files, and ignores it"
 
 
 def without_videos(processor: Any) -> Any:

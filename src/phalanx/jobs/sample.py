@@ -37,7 +37,7 @@ from phalanx.models.flow.registry import family_of
 from phalanx.rollout.flow.in_policy import PolicyRollout
 from phalanx.rollout.flow.samplers import check_frames, check_guidance
 from phalanx.telemetry.records import read_index, write_index
-from phalanx.training.flow_components import check_references
+from phalanx.training.flow_components import check_references, name_unused_columns
 from phalanx.types import Outputs, Prompt
 
 # maximum in grid.mp4, because the encoder is limited to 16384 pixels per side, and all their frames stay in memory
@@ -84,6 +84,7 @@ class Generator:
             self.rollout = PolicyRollout(self.policy, settings, self.world, cfg.micro_batch_size_per_gpu)
         except ValueError as error:  # the task's keys have no prefix `rollout.`, unlike those of a run
             raise ConfigError(str(error).removeprefix("rollout.")) from None
+        name_unused_columns([(self.prompts, self.rollout.val_sampler.guided)], self.policy.model)
 
     def _policy(self, family: type[FlowModel]) -> FlowPolicy:
         """Build the model on the mesh, with its weights in the compute dtype, since none is trained."""

@@ -7,7 +7,8 @@ it reaches 240 GFLOP/s instead of 105 (docs/performance.md).
 NF4 is QLoRA's format (arXiv 2305.14314): every 64 weights of a row share a float32 scale, their largest magnitude, and
 each weight is rounded to the nearest of 16 multiples of it. The values are those of bitsandbytes without double
 quantization. Each row includes its scales, so that FSDP may split between any two rows, and a weight has the same bytes
-in every layout.
+in every layout. A LoRA that a run starts from stays beside the rounded weight, as in QLoRA: the layer computes with
+Q(W) + B A.
 """
 
 import logging
@@ -38,6 +39,7 @@ NF4 = (
 )  # fmt: skip
 NF4_BLOCK = 64  # weights that share a scale
 NF4_BYTES = NF4_BLOCK // 2 + 4  # size of a block: two codes per byte, and the scale
+UP, DOWN = "start_up", "start_down"  # parameters of an Nf4Linear with the LoRA that a run started from
 
 
 def preferred(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
@@ -79,7 +81,7 @@ def quantize_layers(blocks: Iterable[nn.Module], device: torch.device, *, stays:
         for name, part in block.named_modules():
             if type(part) not in PLAIN or part.weight.requires_grad:
                 continue
-            if part.in_features % NF4_BLOCK:
+            if not fits(part):
                 left_out.setdefault(part.in_features, []).append(name.removesuffix(".base_layer"))
                 continue
             quantized += part.weight.numel()
@@ -90,6 +92,8 @@ def quantize_layers(blocks: Iterable[nn.Module], device: torch.device, *, stays:
             part.__class__ = Nf4Linear
             part.weight = nn.Parameter(packed, requires_grad=False)
             part.register_buffer("table", _pairs(place), persistent=False)
+            for factor in (UP, DOWN):
+                part.register_parameter(factor, part._parameters.get(factor))
     widths = ", ".join(f"{names[0]} has {width}" for width, names in left_out.items())
     if not quantized:
         fault = f"the inputs of none are a multiple of {NF4_BLOCK} ({widths})" if left_out else "they have none"
@@ -98,6 +102,18 @@ def quantize_layers(blocks: Iterable[nn.Module], device: torch.device, *, stays:
     if left_out:
         count = sum(map(len, left_out.values()))
         log.warning("nf4: %d layers keep their dtype; inputs are not multiples of %d: %s", count, NF4_BLOCK, widths)
+
+
+def fits(layer: nn.Module) -> bool:
+    """Whether a frozen layer in one of the model's blocks can be quantized."""
+    return isinstance(layer, nn.Linear) and type(layer) in PLAIN and layer.in_features % NF4_BLOCK == 0
+
+
+def keep_beside(layer: nn.Module, up: Tensor, down: Tensor) -> None:
+    """Keep a LoRA, [out, rank] and [rank, in], beside the weight of a layer that `quantize_layers` then rounds."""
+    for name, factor in ((UP, up), (DOWN, down)):
+        weight: Any = layer.weight
+        layer.register_parameter(name, nn.Parameter(factor.to(weight), requires_grad=False))
 
 
 def quantize(weight: Tensor) -> Tensor:
@@ -115,14 +131,22 @@ def count_weights(parameters: Iterable[Tensor]) -> int:
     return sum(p.numel() // NF4_BYTES * NF4_BLOCK if p.dtype is torch.uint8 else p.numel() for p in parameters)
 
 
-def dense(weight: Tensor, table: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """A layer's weight [out, in]; one in NF4, which has a `table`, is dequantized to `dtype`."""
+def dense(
+    weight: Tensor, table: Tensor | None, dtype: torch.dtype, up: Tensor | None = None, down: Tensor | None = None
+) -> Tensor:
+    """A layer's weight [out, in]; one in NF4, which has a `table`, is dequantized to `dtype`.
+
+    up [out, rank], down [rank, in]: a LoRA beside a weight in NF4. The sum is in float32, and rounded once.
+    """
     if table is None:
         return weight
     width = weight.shape[1] // NF4_BYTES * NF4_BLOCK // 2
     scales = weight[:, width:].contiguous().view(torch.float32)
     values = F.embedding(weight[:, :width].int(), table).view(*scales.shape, NF4_BLOCK)
-    return values.mul_(scales[..., None]).flatten(1).to(dtype)
+    whole = values.mul_(scales[..., None]).flatten(1)
+    if up is not None and down is not None:
+        whole.addmm_(up.float(), down.float())
+    return whole.to(dtype)
 
 
 def _pairs(device: torch.device) -> Tensor:
@@ -160,17 +184,23 @@ class OneDnnLinear(nn.Linear):
 
 
 class Nf4Linear(nn.Linear):
-    """nn.Linear with a frozen weight in the format of `quantize`, and the `table` of its codes.
+    """nn.Linear with a frozen weight in the format of `quantize`, its codes' `table`, and the LoRA beside it, if any.
 
     The forward and the backward pass each dequantize the weight to the input's dtype, and free it after the product.
     """
 
     table: Tensor
+    start_up: Tensor | None
+    start_down: Tensor | None
     onednn: bool
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., in] -> [..., out]."""
-        return _Nf4Linear.apply(input, self.weight, self.table, self.bias, self.onednn)
+        return _Nf4Linear.apply(input, *self.stored(), self.bias, self.onednn)
+
+    def stored(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """The tensors from which `dense` computes the weight."""
+        return self.weight, self.table, self.start_up, self.start_down
 
 
 PLAIN = (nn.Linear, OneDnnLinear, UnfusedLinear)
@@ -178,15 +208,25 @@ PLAIN = (nn.Linear, OneDnnLinear, UnfusedLinear)
 
 class _Nf4Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, input: Tensor, weight: Tensor, table: Tensor, bias: Tensor | None, onednn: bool) -> Tensor:
-        ctx.save_for_backward(weight, table)
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor,
+        table: Tensor,
+        start_up: Tensor | None,
+        start_down: Tensor | None,
+        bias: Tensor | None,
+        onednn: bool,
+    ) -> Tensor:
+        ctx.save_for_backward(weight, table, start_up, start_down)
         ctx.onednn = onednn
-        return product(input, dense(weight, table, input.dtype), bias, onednn=onednn)
+        return product(input, dense(weight, table, input.dtype, start_up, start_down), bias, onednn=onednn)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        weight, table = ctx.saved_tensors
-        return product(grad, dense(weight, table, grad.dtype).t(), None, onednn=ctx.onednn), None, None, None, None
+        weight, table, *start = ctx.saved_tensors
+        whole = dense(weight, table, grad.dtype, *start)
+        return product(grad, whole.t(), None, onednn=ctx.onednn), None, None, None, None, None, None
 
 
 def product(input: Tensor, weight: Tensor, bias: Tensor | None, *, onednn: bool) -> Tensor:

@@ -1,9 +1,11 @@
 """LoRA through peft: adding, disabling (without changing requires_grad) and merging it, and starting from a file."""
 
+import logging
 import math
 import re
+import warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,12 +17,24 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import pad
 
 from phalanx.config.run import ModelConfig
+from phalanx.models.headers import read_object
+from phalanx.models.linear import fits, keep_beside
+
+log = logging.getLogger(__name__)
 
 ALL_LINEAR = "all-linear"  # as in peft
 ADAPTER = "adapter_model.safetensors"  # peft's file name
 WEIGHTS = "pytorch_lora_weights.safetensors"  # diffusers' file name
 
-Layers = dict[str, tuple[Tensor, Tensor]]  # by layer: A [rank, in], and B [out, rank] times the scale, in float32
+# By layer: A [rank, in], and B [out, rank] times the scale, in float32. What a LoRA adds to a layer's bias is under the
+# layer's name and BIAS, as A [1, 1] = 1 and B [out, 1].
+Layers = dict[str, tuple[Tensor, Tensor]]
+BIAS = ".bias"
+# settings of peft with which an adapter computes something else than W + B A
+OTHER_KINDS = (
+    "alora_invocation_tokens", "arrow_config", "kasa_config", "layer_replication", "monteclora_config", "use_bdlora",
+    "use_dora", "use_qalora",
+)  # fmt: skip
 
 
 def add_lora(module: nn.Module, config: ModelConfig, default_targets: Sequence[str], seed: int) -> None:
@@ -171,14 +185,20 @@ def merge_lora(module: nn.Module, kept: torch.dtype | None = None) -> None:
             module.set_submodule(name, base)
 
 
-def adapter_config(rank: int, alpha: float, targets: Sequence[str] | str, base: str, revision: str | None) -> Any:
-    """The LoraConfig of a language model's LoRA; `targets` are suffixes of names, or a regular expression."""
+def adapter_config(
+    rank: int, alpha: float, targets: Sequence[str] | str, base: str, revision: str | None, *, bias: bool = False
+) -> Any:
+    """The LoraConfig of a language model's LoRA; `targets` are suffixes of names, or a regular expression.
+
+    bias: some layers have a bias (lora_B.bias).
+    """
     from peft import LoraConfig
 
     return LoraConfig(
         r=rank,
         lora_alpha=int(alpha) if alpha == int(alpha) else alpha,
         target_modules=targets if isinstance(targets, str) else list(targets),
+        lora_bias=bias,
         task_type="CAUSAL_LM",
         base_model_name_or_path=base,
         revision=revision,
@@ -204,71 +224,113 @@ def read_adapter(file: Path) -> Layers:
     """Read peft's LoRA file, with adapter_config.json in the same folder; layers have the model's names."""
     from peft import PeftConfig
 
-    settings = PeftConfig.from_pretrained(str(file.parent)).to_dict()
-    start = settings.get("init_lora_weights")
-    if isinstance(start, str) and start.startswith(("pissa", "olora", "corda", "loftq")):
-        raise ValueError(f"init_lora_weights: {start!r} changes the base weights; convert it to a plain LoRA")
-    tensors = {name.removeprefix("base_model.model."): t for name, t in load_file(file).items()}
-    return plain_layers(tensors, settings)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Unexpected keyword arguments")
+        settings = PeftConfig.from_pretrained(str(file.parent)).to_dict()
+    given = read_object(file.with_name("adapter_config.json"), "model.lora_path")
+    unknown = sorted(key for key, value in given.items() if value and key not in settings)
+    if unknown:
+        where, names = file.with_name("adapter_config.json"), ", ".join(unknown)
+        log.warning(
+            "model.lora_path: the installed peft does not know settings of %s, which are ignored: %s", where, names
+        )
+    return plain_layers(renamed(load_file(file), lambda name: name.removeprefix("base_model.model.")), settings)
+
+
+def renamed(tensors: Mapping[str, Tensor], rename: Callable[[str], str]) -> dict[str, Tensor]:
+    """The tensors of a file with other names; raises ValueError if two would have the same."""
+    names: dict[str, str] = {}
+    for name in tensors:
+        other = names.setdefault(rename(name), name)
+        if other != name:
+            raise ValueError(f"{other} and {name} are the same tensor of the model")
+    return {new: tensors[name] for new, name in names.items()}
 
 
 def plain_layers(tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> Layers:
     """The layers of a LoRA, from tensors with peft's names (without an adapter's name) and the settings of LoraConfig.
 
     If `settings` has no lora_alpha, the tensor `alpha` of each layer is used, or else the rank. Raises ValueError for
-    tensors that a plain LoRA does not have, such as biases or DoRA's magnitudes.
+    tensors and settings that a plain LoRA does not have, such as DoRA's magnitudes.
     """
     from peft.utils.other import get_pattern_key
 
+    start = settings.get("init_lora_weights")
+    if isinstance(start, str) and start.startswith(("pissa", "olora", "corda", "loftq", "lora_ga")):
+        raise ValueError(f"init_lora_weights: {start!r} changes the base weights; convert it to a plain LoRA")
     parts: dict[str, dict[str, Tensor]] = defaultdict(dict)
-    for name, tensor in tensors.items():
-        match = re.fullmatch(r"(.+)\.(lora_A|lora_B|alpha)(\.weight)?", name)
+    for name, tensor in renamed(tensors, lambda name: name.removesuffix(".weight")).items():
+        match = re.fullmatch(r"(.+)\.(lora_A|lora_B\.bias|lora_B|alpha)", name)
         if match is None:
             raise ValueError(f"{name} is not a matrix of a plain LoRA")
         parts[match[1]][match[2]] = tensor.float()
     patterns = settings.get("alpha_pattern") or {}
     layers = {}
     for layer, part in parts.items():
-        if not part.keys() >= {"lora_A", "lora_B"}:
+        both = part.keys() >= {"lora_A", "lora_B"}
+        if not both and part.keys() != {"lora_B.bias"}:
             raise ValueError(f"{layer} has only {', '.join(part)} and not both matrices of a LoRA")
-        rank = len(part["lora_A"])
+        rank = len(part["lora_A"]) if both else settings.get("r", 1)
         alpha = settings.get("lora_alpha", float(part.get("alpha", rank)))
         alpha = patterns.get(get_pattern_key(list(patterns), layer), alpha)
         scale = alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
-        layers[layer] = part["lora_A"], part["lora_B"] * scale
+        if both:
+            layers[layer] = part["lora_A"], part["lora_B"] * scale
+        if "lora_B.bias" in part:
+            layers[layer + BIAS] = torch.ones(1, 1), part["lora_B.bias"][:, None] * scale
+    for key in OTHER_KINDS:
+        if settings.get(key):
+            raise ValueError(f"{key}: {settings[key]} is not a setting of a plain LoRA")
     return layers
 
 
 @torch.no_grad()
 def start_from_lora(
-    module: nn.Module, path: str | None, read: Callable[[str], Layers], kept: torch.dtype | None = None
+    module: nn.Module,
+    path: str | None,
+    read: Callable[[str], Layers],
+    kept: torch.dtype | None = None,
+    quantized: Iterable[nn.Module] = (),
 ) -> None:
     """Add the LoRA at model.lora_path, if any, to a module's weights.
 
-    Each sum is computed in float32 and rounded once, to `kept` or to the weight's dtype. Raises ValueError for a LoRA
-    of another model.
+    Each sum is computed in float32 and rounded once, to `kept` or to the weight's dtype. Layers in `quantized`, blocks
+    whose weights are yet to be rounded to 4 bits, keep the LoRA beside their weight: it was trained on the rounded
+    weights, and rounding the sum would lose most of it. Raises ValueError for a LoRA of another model.
     """
     if path is None:
         return
     layers = read(path)
     uses = Counter(id(p) for _, p in module.named_parameters(remove_duplicate=False))
     linear = set(linear_layers(module))
+    beside = {layer for block in quantized for layer in block.modules() if fits(layer)}
     for name, (down, up) in layers.items():
-        weight: Any = module.get_submodule(name).weight if name in linear else torch.empty(0)
-        if weight.shape != (len(up), down.shape[1]):
-            held = list(weight.shape) if name in linear else "no such linear layer"
+        owner = name.removesuffix(BIAS)
+        size: tuple[int, ...] = (len(up), down.shape[1])
+        layer: Any = module.get_submodule(owner) if owner in linear else None
+        weight: Any = None
+        if layer is not None:
+            weight, size = (layer.weight, size) if owner == name else (layer.bias, size[:1])
+        if weight is None or weight.shape != size:
+            held = "no such linear layer" if layer is None else "no bias" if weight is None else list(weight.shape)
             raise ValueError(
                 f"model.lora_path: {path!r} is of another model, or of parts that are not trained: its {name} adds "
-                f"{[len(up), down.shape[1]]}, the model has {held}"
+                f"{list(size)}, the model has {held}"
             )
         if uses[id(weight)] > 1:
             raise ValueError(f"model.lora_path: {path!r} has {name}, whose weights another layer of the model shares")
-        total = weight.float() + up.to(weight.device) @ down.to(weight.device)
+        if owner == name and layer in beside:
+            keep_beside(layer, up, down)
+            continue
+        total = weight.float() + (up.to(weight.device) @ down.to(weight.device)).view_as(weight)
         weight.data = total.to(kept or weight.dtype)
 
 
 def joined(one: Layers, other: Layers) -> tuple[int, dict[str, Tensor]]:
-    """The rank, equal in all layers, and the tensors, by peft's names, of a LoRA with alpha = rank that sums both."""
+    """The rank, equal in all layers, and the tensors, by peft's names, of a LoRA with alpha = rank that sums both.
+
+    Only `one` may have biases.
+    """
     pairs: Layers = {}
     for name in dict.fromkeys([*one, *other]):
         both = [layers[name] for layers in (one, other) if name in layers]
@@ -276,6 +338,9 @@ def joined(one: Layers, other: Layers) -> tuple[int, dict[str, Tensor]]:
     rank = max(len(down) for down, _ in pairs.values())
     tensors = {}
     for name, (down, up) in pairs.items():
+        if name.endswith(BIAS):
+            tensors[f"{name.removesuffix(BIAS)}.lora_B.bias"] = up[:, 0]
+            continue
         missing = rank - len(down)
         tensors[f"{name}.lora_A.weight"] = pad(down, (0, 0, 0, missing))
         tensors[f"{name}.lora_B.weight"] = pad(up, (0, missing))

@@ -1,22 +1,27 @@
 """The components of every job that trains a flow-matching model."""
 
-from collections.abc import Iterable, Sequence
+import logging
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 
-from phalanx.config.flow import FlowModelConfig, FlowRunConfig
+from phalanx.config.flow import FlowModelConfig, FlowRolloutConfig, FlowRunConfig
 from phalanx.config.load import ConfigError
 from phalanx.data.prompts import validation_sets
 from phalanx.distributed.context_parallel import KEY
+from phalanx.models.flow.family import FlowModel
 from phalanx.models.flow.policy import FlowPolicy, build_policy
 from phalanx.models.flow.registry import families, family_of, image_columns
 from phalanx.rollout.flow import build_rollout
 from phalanx.rollout.flow.in_policy import PolicyRollout
+from phalanx.rollout.flow.samplers import train_sampler, val_sampler
 from phalanx.training.components import JobComponents, build_rewards, fitting_sets, start
 from phalanx.training.prompt_lengths import fitting
 from phalanx.training.usable_images import usable_images
 from phalanx.types import Prompt
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -53,6 +58,32 @@ def check_references(config: FlowModelConfig, rows: Iterable[Prompt]) -> None:
             row.meta[family.image_column].check_count(count)
 
 
+def name_unused_columns(parts: Iterable[tuple[Iterable[Prompt], bool]], model: FlowModel) -> None:
+    """Log, in one line each, columns that are meant for the samples of some rows, but have no effect on them.
+
+    parts: rows, and whether these are sampled with guidance.
+    """
+    negative = last = 0
+    for rows, guided in parts:
+        for row in rows:
+            negative += row.negative is not None and not guided
+            last += row.meta.get("last_image") is not None and model.image_column is not None
+    if negative:
+        off = f"there is no guidance: {model.guidance_key} is not above 1"
+        off = "the model is distilled to do without guidance" if model.distilled else off
+        log.warning("data: %d rows have a negative_prompt, which has no effect, since %s", negative, off)
+    if last:
+        log.warning("data: %d rows have a last_image, which has no effect, since a last frame is not supported", last)
+
+
+def sampled_parts(
+    rows: Iterable[Prompt], val_sets: Mapping[str, Iterable[Prompt]], config: FlowRolloutConfig, model: FlowModel
+) -> list[tuple[Iterable[Prompt], bool]]:
+    """The rows of training and of validation, for `name_unused_columns`."""
+    train, val = train_sampler(config, model), val_sampler(config, model)
+    return [(rows, train.guided), (chain(*val_sets.values()), val.guided)]
+
+
 def build_components(
     cfg: FlowRunConfig,
     micro: int,
@@ -78,6 +109,7 @@ def build_components(
     policy = build_policy(cfg.model, cfg.parallel, cfg.data, world, seed=cfg.trainer.seed, detach_uncond=detach_uncond)
     fit = partial(fitting, model=policy.model, data=cfg.data, first=world.rank == 0)
     val_sets = fitting_sets(val_sets, fit)
+    name_unused_columns(sampled_parts(rows, val_sets, cfg.rollout, policy.model), policy.model)
     rollout, exact = None, cfg.rollout.facts.exact
     if world.samples:
         rollout = build_rollout(policy, cfg.rollout, world, micro, window=window)

@@ -142,7 +142,7 @@ class FlowMatching(Task):
     def _shift(self, t: Tensor) -> Tensor:
         """Shift noise levels as the model's own schedule does at this image size."""
         s = self.sampler
-        shift = self.policy.model.shift(s.num_inference_steps, s.height, s.width)
+        shift = self.policy.level_shift(s.num_inference_steps, s.height, s.width, frames=1)
         return shift * t / (1 + (shift - 1) * t)
 
     def _latent(self, i: int) -> Tensor:

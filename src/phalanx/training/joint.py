@@ -40,7 +40,7 @@ from phalanx.training import flow_rl, lm_rl, prompt_lengths
 from phalanx.training.checkpoint import Progress
 from phalanx.training.collect import Collected, Collector, PromptSource, Rescorer, total_steps
 from phalanx.training.components import TrainedPolicy, build_rewards, choose_cpu_linear, fitting_sets, start
-from phalanx.training.flow_components import check_references
+from phalanx.training.flow_components import check_references, name_unused_columns, sampled_parts
 from phalanx.training.job import Job, Training
 from phalanx.training.loop import train_step
 from phalanx.training.minibatches import BatchPlan
@@ -300,6 +300,7 @@ def build(cfg: JointConfig) -> JointTrainer:
         window = by_pictures.levels is None and not still[PAINTER]
         micro = plans[PAINTER].rollout_micro
         images = flow_rollouts.build_rollout(pictures, painter.rollout, world, micro, window=window)
+        name_unused_columns(sampled_parts(rows, val_sets, painter.rollout, pictures.model), pictures.model)
         named_keys = partial(of_part, part=PAINTER)
         prompt_lengths.fitting(
             rows, "data.train_files", pictures.model, painter.data, first=world.lead, named=named_keys

@@ -252,5 +252,8 @@ class TrainState:
         if self.model.config.cpu_linear is not None:
             signature["cpu_linear"] = self.model.config.cpu_linear
         if self.model.config.quantization is not None or self.model.lora:
-            signature["quantization"] = self.model.config.quantization or "none"
+            quantized = self.model.config.quantization or "none"
+            if self.model.config.quantization is not None and self.model.config.lora_path is not None:
+                quantized += ", not of lora_path"  # older checkpoints are of runs that rounded the sum of both
+            signature["quantization"] = quantized
         return signature

@@ -21,9 +21,8 @@ from phalanx.media.pictures import Picture
 from phalanx.models.flow.files import ModelFiles
 from phalanx.models.flow.folder import (
     base_folder,
-    check_tensors,
-    check_tokenizers,
-    check_vae,
+    check_parts,
+    ignored_named,
     load_text_encoder,
     load_transformer,
     model_index,
@@ -66,6 +65,7 @@ class FlowModel(ModelFiles):
     # True if the folder may have a second transformer, which takes some of the steps with its own guidance scale
     second_guidance: bool = False
     lora_targets: ClassVar[Sequence[str]]
+    input_channels: tuple[int, int] | None = (1, 0)  # of the transformer: a multiple of the VAE's, and further ones
     default_negative: str = ""
     block_lists: ClassVar[Sequence[str]] = ("transformer_blocks",)  # lists of the transformer's repeated blocks
     makes_videos: bool = False  # True if samples can have more than one frame
@@ -93,7 +93,8 @@ class FlowModel(ModelFiles):
         # every rank would draw its own progress bar, and error messages would end up in their lines
         diffusers.utils.logging.disable_progress_bar()
         transformers.utils.logging.disable_progress_bar()
-        self.load(config, dtype, weights_dtype, getattr(diffusers, self.pipeline_class), self.transformer_class)
+        with ignored_named(config.path):
+            self.load(config, dtype, weights_dtype, getattr(diffusers, self.pipeline_class), self.transformer_class)
         self.adapt(self.transformer)
         encoders = [part for name, part in self.pipeline.components.items() if name.startswith("text_encoder")]
         self.text_encoders = [encoder for encoder in encoders if encoder is not None]
@@ -115,9 +116,7 @@ class FlowModel(ModelFiles):
         dtypes = {"default": dtype, "vae": self.vae_dtype or dtype}
         self.pipeline = pipeline.from_pretrained(path, transformer=self.transformer, dtype=dtypes, **given)
         self.vae = self.pipeline.vae
-        check_tensors(path, "vae", self.vae)
-        check_vae(path, self.vae.config)
-        check_tokenizers(path, self.pipeline.components)
+        check_parts(path, self.pipeline.components, self.input_channels)
 
     @staticmethod
     def adapt(transformer: Any) -> None:
@@ -193,8 +192,7 @@ class FlowModel(ModelFiles):
     def dynamic_shift(self, tokens: int, num_inference_steps: int) -> float:
         """diffusers' `mu` for an image of `tokens` tokens."""
         c = self.pipeline.scheduler.config
-        sizes = c.base_image_seq_len, c.max_image_seq_len
-        return calculate_shift(tokens, *sizes, c.base_shift, c.max_shift)
+        return calculate_shift(tokens, c.base_image_seq_len, c.max_image_seq_len, c.base_shift, c.max_shift)
 
     def tokens(self, height: int, width: int) -> int:
         """Number of image tokens in the transformer."""
@@ -345,6 +343,8 @@ class _ForwardPass(nn.Module):
 
 class PackedModel(FlowModel):
     """A model of packed latents [N, (H/u)(W/u), C]: a token is 2 x 2 VAE latents, u pixels wide."""
+
+    input_channels = (4, 0)
 
     def tokens(self, height: int, width: int) -> int:
         rows, columns = self.grid(height, width)

@@ -20,6 +20,7 @@ class ModelFiles:
 
     pipeline_class: str  # name of diffusers' pipeline class, by which a folder is recognised
     lora_pipeline: str | None = None  # pipeline class that reads and writes its LoRAs, if its own does not
+    lora_bias: str = "lora_B.bias"  # what a LoRA's bias of a layer is called in a file with the model's own names
 
     @classmethod
     def parts(cls, transformer: Any) -> dict[str, Any]:
@@ -74,7 +75,11 @@ class ModelFiles:
         tensors = {}
         for name, tensor in layers.items():
             layer = name.partition(".lora_")[0]
-            tensors[names[layer] + name.removeprefix(layer)] = tensor
+            part = name.removeprefix(f"{layer}.")
+            if part == "lora_B.bias":
+                metadata["lora_bias"] = True
+                part = part if names[layer].startswith("transformer.") else cls.lora_bias
+            tensors[f"{names[layer]}.{part}"] = tensor
         getattr(diffusers, cls.lora_pipeline or cls.pipeline_class).write_lora_layers(
             tensors,
             folder,

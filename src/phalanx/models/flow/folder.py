@@ -1,6 +1,9 @@
 """Diffusers model folders: loading their parts, and checks beyond those of names and headers."""
 
 import importlib
+import json
+import logging
+import re
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -9,18 +12,25 @@ from typing import Any
 
 import torch
 import transformers
-from torch import nn
+from diffusers import ModelMixin
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor, nn
 
 from phalanx.config.flow import FlowModelConfig
 from phalanx.config.messages import cut, shown
-from phalanx.engines.loading import check_weights, loading
+from phalanx.engines.loading import check_weights, loading, unread_tensors, warn_of_unread
 from phalanx.models.flow import headers
 from phalanx.models.flow.headers import absent_components, check_index, component_names, module_of
 from phalanx.models.headers import check_variants, read_json, tensors
-from phalanx.models.lora import ADAPTER, Layers, lora_file, plain_layers, read_adapter
+from phalanx.models.lora import ADAPTER, Layers, lora_file, plain_layers, read_adapter, renamed
 from phalanx.models.stored import computes_alike, dtype_to_read, widen_buffers
+from phalanx.models.traced import convert_traced
+
+log = logging.getLogger(__name__)
 
 _ENDINGS = ("json", "txt", "model", "jinja", "safetensors")  # file name extensions that a component is loaded from
+_NATIVE = "diffusion_model."  # prefix of layers with the names of a model's own code in a LoRA's file
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # by their names in safetensors
 
 
@@ -48,9 +58,49 @@ def how_to_load(folder: Path) -> str | None:
     return f"{name}.from_pretrained({str(folder)!r}, {', '.join(absent)})" if absent else None
 
 
+@contextmanager
+def ignored_named(path: str) -> Iterator[None]:
+    """Within this context, log what diffusers ignores in a folder: tensors and settings that its classes do not know.
+
+    Each is one line. diffusers' other messages, which a job cannot act on, are not shown.
+    """
+    library, ignored = logging.getLogger("diffusers"), _Ignored()
+    level, handlers = library.level, library.handlers
+    library.setLevel(logging.WARNING)
+    library.handlers = [ignored]
+    try:
+        yield
+    finally:
+        library.setLevel(level)
+        library.handlers = handlers
+    for line in dict.fromkeys(ignored.lines):
+        log.warning("model.path: %r: %s", path, line)
+
+
+class _Ignored(logging.Handler):
+    """Collects, as one line each, the messages of diffusers about ignored tensors and settings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        message = " ".join(record.getMessage().split())
+        if match := re.search(r"were not used when initializing (\w+): \['?(.+?)'?\]$", message):
+            self.lines.append(unread_tensors(match[1], sorted(match[2].split(", "))))
+        elif match := re.search(r"config attributes (.+) were passed to (\w+), but are not expected", message):
+            self.lines.append(f"{match[2]} does not know the settings {cut(match[1])} of its file, and ignores them")
+        elif match := re.search(r"Keyword arguments (.+) are not expected by (\w+) and will be ignored", message):
+            self.lines.append(f"{match[2]} does not know {cut(match[1])} of model_index.json, and ignores it")
+
+
 def check_tensors(path: str, name: str, module: nn.Module) -> None:
-    """Raise ValueError if the part `name` of a loaded pipeline has a parameter that the files gave no value."""
-    lost = [key for key, p in module.named_parameters() if p.is_meta]
+    """Raise ValueError if the part `name` of a loaded pipeline has a tensor that the files gave no value."""
+    state = module.state_dict()
+    lost = [key for key, tensor in state.items() if tensor.is_meta]
+    if isinstance(module, ModelMixin):  # diffusers leaves a buffer, such as the mean of latents, at its initial value
+        held = {key for file in (Path(path) / name).glob("*.safetensors") for key in tensors(file)}
+        lost += [key for key, b in module.named_buffers() if key in state and b.is_floating_point() and key not in held]
     if lost:
         more = f" (+{len(lost) - 1} more)" if len(lost) > 1 else ""
         raise ValueError(f"model.path: {path!r}: the weights of {name} lack the tensor {lost[0]}{more}")
@@ -59,7 +109,7 @@ def check_tensors(path: str, name: str, module: nn.Module) -> None:
 def _check_layers(path: str, name: str, transformer: nn.Module) -> None:
     """Raise ValueError if the files have a block, such as `transformer_blocks.7`, that the transformer does not have.
 
-    Other unknown tensors are left to the library, which ignores them.
+    Other unknown tensors are ignored by diffusers, and named by `ignored_named`.
     """
     known = {None, *map(_block, transformer.state_dict())}
     for file in sorted((Path(path) / name).glob("*.safetensors")):
@@ -77,14 +127,31 @@ def read_lora(path: str, pipeline: Any) -> Layers:
     with loading(f"model.lora_path: {path!r} does not load"):
         if file.name == ADAPTER:
             return read_adapter(file)
-        tensors, *alphas, metadata = pipeline.lora_state_dict(
-            str(file.parent), weight_name=file.name, use_safetensors=True, return_alphas=True, return_lora_metadata=True
-        )
-        for network_alphas in alphas:  # returned only by FLUX's pipelines
-            tensors |= network_alphas or {}
-        named = {name.removeprefix("transformer."): t for name, t in tensors.items()}
-        settings = {name.removeprefix("transformer."): value for name, value in (metadata or {}).items()}
-        return plain_layers(named, settings)
+        with safe_open(file, "pt") as stored:
+            metadata = json.loads((stored.metadata() or {}).get("lora_adapter_metadata", "{}"))
+
+        def convert(given: dict[str, Tensor]) -> dict[str, Tensor]:
+            tensors, *alphas, _ = pipeline.lora_state_dict(given, return_alphas=True, return_lora_metadata=True)
+            for network_alphas in alphas:  # returned only by FLUX's pipelines
+                tensors |= network_alphas or {}
+            return dict(tensors)
+
+        given = load_file(file)
+        try:
+            tensors, lost = convert_traced(given, convert)
+        except (LookupError, ValueError):
+            # the converters cut the names in a file with this prefix without looking, and fail with what is left
+            tensors, lost = {}, sorted(name for name in given if not name.startswith(_NATIVE))
+            if not 0 < len(lost) < len(given):
+                raise
+        if lost:
+            more = f" (+{len(lost) - 1} more)" if len(lost) > 1 else ""
+            raise ValueError(
+                f"its tensor {lost[0]}{more} cannot be used: expected the matrices, alphas and biases of a plain LoRA, "
+                "all with one prefix"
+            )
+        settings = {name.removeprefix("transformer."): value for name, value in metadata.items()}
+        return plain_layers(renamed(tensors, lambda name: name.removeprefix("transformer.")), settings)
 
 
 def _block(tensor: str) -> str | None:
@@ -126,6 +193,7 @@ def load_text_encoder(path: str, name: str, kind: str, dtype: torch.dtype) -> nn
         path, subfolder=name, dtype=dtype, use_safetensors=True, output_loading_info=True, ignore_mismatched_sizes=True
     )
     check_weights(info, f"model.path: {path!r}: the weights of {name} are not whole")
+    warn_of_unread(info, f"model.path: {path!r}: {name}")
     return encoder
 
 
@@ -143,6 +211,31 @@ def check_vae(path: str, config: Any) -> None:
     for name in ("scaling_factor", "shift_factor"):
         if not isinstance(config[name], int | float):
             raise ValueError(f"model.path: {path!r}: the VAE's {name} is {shown(config[name])}; expected a number")
+
+
+def check_parts(path: str, parts: dict[str, Any], channels: tuple[int, int] | None) -> None:
+    """Raise ValueError for a part of a loaded pipeline that lacks tensors, or that does not fit the others.
+
+    channels: see FlowModel.input_channels; None: not checked here.
+    """
+    for name, part in parts.items():
+        if isinstance(part, nn.Module):
+            check_tensors(path, name, part)
+    c = parts["vae"].config
+    check_vae(path, c)
+    if channels is not None:
+        latent = c["z_dim"] if "z_dim" in c else c["latent_channels"]
+        check_channels(path, parts["transformer"].config, channels[0] * latent + channels[1])
+    check_tokenizers(path, parts)
+
+
+def check_channels(path: str, config: Any, expected: int, as_of: str = "") -> None:
+    """Raise ValueError for a transformer with other channels of input, such as one that takes a control image."""
+    if config.in_channels != expected:
+        raise ValueError(
+            f"model.path: the transformer of {path!r} has {config.in_channels} channels of input; expected "
+            f"{expected}{as_of}"
+        )
 
 
 def check_tokenizers(path: str, parts: dict[str, Any]) -> None:

@@ -135,6 +135,17 @@ def _check_scheduler(file: Path) -> None:
     prediction = config.get("prediction_type", "flow_prediction")
     if prediction != "flow_prediction":
         raise ValueError(f"model.path: {file}: prediction_type is {shown(prediction)}; expected flow_prediction")
+    # for these, the multistep solver uses the noise of diffusion models, whose levels are not those of a flow
+    changed = (
+        [f"use_{kind}_sigmas" for kind in ("karras", "exponential", "beta")] if "use_flow_sigmas" in config else []
+    )
+    for name in changed:
+        if config.get(name):
+            raise ValueError(f"model.path: {file}: {name} is {shown(config[name])}; only false is supported")
+    if config.get("final_sigmas_type", "zero") != "zero":
+        raise ValueError(
+            f"model.path: {file}: final_sigmas_type is {shown(config['final_sigmas_type'])}; expected zero"
+        )
     steps = config.get("num_train_timesteps", 1000)
     if steps != 1000:
         raise ValueError(f"model.path: {file}: num_train_timesteps is {shown(steps)}; expected 1000")

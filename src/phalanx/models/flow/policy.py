@@ -4,7 +4,7 @@ import copy
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -56,7 +56,8 @@ class FlowPolicy:
         """`frozen`: nothing is trained; `kept`: see Sharded. Raises ValueError for unsupported settings."""
         self.model, self.world, self.config, self.detach_uncond = model, world, config, detach_uncond
         model.check_length(data.max_prompt_length)
-        start_from_lora(model.transformer, config.lora_path, partial(model.read_lora, config=config), kept)
+        quantized = model.blocks() if config.quantization is not None else ()
+        start_from_lora(model.transformer, config.lora_path, partial(model.read_lora, config=config), kept, quantized)
         for module in (model.vae, *model.text_encoders):
             module.requires_grad_(False).eval()
         if config.gradient_checkpointing:
@@ -262,9 +263,18 @@ class FlowPolicy:
         count = max(len(schedule), levels)
         streams = [torch.Generator().manual_seed(fold_in(seed, "level")) for seed in seeds]
         uniform = torch.stack([torch.rand(count, generator=stream) for stream in streams])
-        shift = self.model.shift_of_video(*size)
+        shift = 1.0 if distribution == "schedule" else self.level_shift(*size)
         drawn = noise_levels(uniform, levels, schedule, distribution=distribution, shift=shift)
         return Noised(noise, drawn.to(device))
+
+    def level_shift(self, num_inference_steps: int, height: int, width: int, frames: int) -> float:
+        """The shift of noise levels that are drawn at random; see FlowModel.shift_of_video."""
+        config = self.model.pipeline.scheduler.config
+        names = [f"use_{kind}_sigmas" for kind in ("karras", "exponential", "beta")]
+        ignored = [name for name in (*names, "shift_terminal") if config.get(name)]
+        if ignored:
+            _say_ignored(self.config.path, ", ".join(ignored))
+        return self.model.shift_of_video(num_inference_steps, height, width, frames)
 
     @torch.no_grad()
     def decode(self, latents: Tensor, sampler: Sampler, slice_size: int | None) -> Tensor:
@@ -355,6 +365,11 @@ def build_policy(
     model.vae.to(world.device)  # small, and needed after each micro-batch, so it stays there
     kept = weights_dtype if config.lora_rank == 0 else None
     return make(model, world, config, parallel, data, seed=seed, detach_uncond=detach_uncond, frozen=frozen, kept=kept)
+
+
+@cache  # once
+def _say_ignored(path: str, names: str) -> None:
+    log.warning("model.path: %r: noise levels that are drawn at random do not follow the scheduler's %s", path, names)
 
 
 def _rows_of(embeds: Embeds, rows: Tensor, sampler: Sampler) -> Embeds:

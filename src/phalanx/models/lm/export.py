@@ -113,7 +113,8 @@ def export_lora(folder: Path, config: LMModelConfig, layers: dict[str, Tensor], 
     if places:  # the vision tower may have layers with the same names
         inside = "|".join(re.escape(name) for name in places.values())
         targets = rf"({inside})\.(.*\.)?({'|'.join(re.escape(target) for target in targets)})"
-    adapter_config(rank, alpha, targets, config.path, config.revision).save_pretrained(folder)
+    bias = any(name.endswith(".lora_B.bias") for name in layers)
+    adapter_config(rank, alpha, targets, config.path, config.revision, bias=bias).save_pretrained(folder)
     _copy_kept(base, folder)
 
 

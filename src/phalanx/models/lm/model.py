@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from phalanx.config.lm import LMModelConfig
 from phalanx.distributed.context_parallel import ContextGroup
 from phalanx.distributed.mesh import World
-from phalanx.engines.loading import check_weights, loading
+from phalanx.engines.loading import check_weights, loading, warn_of_unread
 from phalanx.functional.tokens import Truncation, sampled_from, token_scores
 from phalanx.models.lm import experts, llada2, packing
 from phalanx.models.lm.headers import CAUSAL, check_folder
@@ -31,6 +31,13 @@ CACHE = "cache" if tuple(map(int, transformers.__version__.split(".")[:2])) >= (
 OF_WHOLE = re.compile(r"(lm\.)?(model\.(?:language_model|text_model))\.")  # a decoder's prefix in a composite model
 # the decoder's prefixes in a LoRA's names: in a composite model, also before transformers 4.52, or in a language model
 _OF_LORA = re.compile(r"^(model\.)?(language_model|text_model)\.(model\.)?|^model\.(?=layers\.)")
+# settings of a GenerationConfig that change what is sampled
+_SAMPLES_BY = (
+    "bad_words_ids", "begin_suppress_tokens", "encoder_no_repeat_ngram_size", "encoder_repetition_penalty",
+    "epsilon_cutoff", "eta_cutoff", "exponential_decay_length_penalty", "forced_bos_token_id", "forced_eos_token_id",
+    "guidance_scale", "length_penalty", "min_length", "min_new_tokens", "min_p", "no_repeat_ngram_size", "num_beams",
+    "repetition_penalty", "sequence_bias", "suppress_tokens", "temperature", "top_k", "top_p", "typical_p",
+)  # fmt: skip
 
 
 class CausalLM(nn.Module):
@@ -232,6 +239,7 @@ def load_model(
             raise ValueError(f"{key}: {config.path!r} is an encoder; expected a causal language model")
         raise ValueError(f"{key}: {config.path!r}: the layers of a {type(lm).__name__} are not where others are")
     check_weights(info, f"{key}: {config.path!r}: its weights are not whole")
+    warn_of_unread(info, f"{key}: {config.path!r}")
     model = causal_lm(lm, config, chunk, key, images=images)
     model.places = places
     return model
@@ -312,11 +320,14 @@ def read_lora(path: str, config: object = None, names: Iterable[str] = ()) -> La
     with loading(f"model.lora_path: {path!r} does not load"):
         layers = read_adapter(file)
     whole = next(filter(None, map(OF_WHOLE.match, names)), None)
-    place, placed = "model" if whole is None else whole[2], {}
-    for name, layer in layers.items():
-        name = _OF_LORA.sub(f"{place}.", name)
+    place: str = "model" if whole is None else whole[2]
+    placed: Layers = {}
+    for given, layer in layers.items():
+        name = _OF_LORA.sub(f"{place}.", given)
         if whole is not None and not OF_WHOLE.match(name):
             raise ValueError(f"model.lora_path: {path!r} has {name}; expected only layers of the decoder, {place}")
+        if f"lm.{name}" in placed:
+            raise ValueError(f"model.lora_path: {path!r} has {name} twice, by different names")
         placed[f"lm.{name}"] = layer
     return placed
 
@@ -347,6 +358,13 @@ def load_tokenizer(config: LMModelConfig) -> Any:
     if tokenizer.chat_template is None:
         log.warning("the tokenizer of %s has no chat template: prompts are plain texts to continue", config.path)
     return tokenizer
+
+
+def unused_generation(lm: Any) -> str:
+    """The settings of generation_config.json by which other programs sample, such as "top_k 20, top_p 0.9"."""
+    settings = lm.generation_config.to_diff_dict()
+    named = {name: value for name, value in sorted(settings.items()) if name in _SAMPLES_BY}
+    return ", ".join(f"{name} {value}" for name, value in named.items() if value not in (None, 1))
 
 
 def end_tokens(lm: Any, tokenizer: Any) -> list[int]:

@@ -3,6 +3,7 @@
 import copy
 import hashlib
 import json
+import logging
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -31,12 +32,15 @@ from phalanx.models.lm.model import (
     name_in_whole,
     positions,
     read_lora,
+    unused_generation,
 )
 from phalanx.models.lm.packing import Row
 from phalanx.models.lora import ALL_LINEAR, start_from_lora
 from phalanx.models.trained import TrainedModel
 from phalanx.telemetry.flops import forward_flops, step_flops
 from phalanx.types import Prompt, Samples
+
+log = logging.getLogger(__name__)
 
 LORA_TARGETS = (ALL_LINEAR,)  # default of model.target_modules
 
@@ -77,9 +81,12 @@ class LMPolicy:
         self._weights = sum(p.numel() for p in model.parameters())
         self._head = 2 * model.lm.get_output_embeddings().weight.numel()  # FLOPs of a token's logits
         self._check(model)
+        if not frozen and (unused := unused_generation(model.lm)):
+            log.info("sampling is by rollout.*, not by %s of the model's generation_config.json", unused)
         model.share_positions(world, config.attn_implementation)
         names = dict(model.named_parameters())
-        start_from_lora(model, config.lora_path, partial(read_lora, names=names), kept)
+        quantized = model.blocks() if config.quantization is not None else ()
+        start_from_lora(model, config.lora_path, partial(read_lora, names=names), kept, quantized)
         self.trained = TrainedModel(
             model,
             model.blocks(),

@@ -122,6 +122,7 @@ class Model(FlowModel):
     makes_videos = True
     fps = FPS
     masks_text = True
+    input_channels = (2, 1)  # the latents, those of a first frame, and its mask
     # the layers of UniRL's recipe: all but the modulation
     lora_targets = (
         *JOINT_ATTENTION, "ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2"

@@ -1,5 +1,6 @@
 """LTX-2 (arXiv 2601.03233), text to video: a stream of video tokens and one of audio, which attend to each other."""
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -17,6 +18,16 @@ from phalanx.models.flow.attention import sharing_ranks
 from phalanx.models.flow.family import Embeds, FlowModel, check_size, latent_frames
 
 FPS = 24  # frame rate of the videos, from which the transformer computes the times of both streams
+# names of layers outside of the blocks in the model's own code, by diffusers' names
+NATIVE = {
+    "proj_in": "patchify_proj", "audio_proj_in": "audio_patchify_proj",
+    "time_embed": "adaln_single", "audio_time_embed": "audio_adaln_single",
+    "prompt_adaln": "prompt_adaln_single", "audio_prompt_adaln": "audio_prompt_adaln_single",
+    "av_cross_attn_video_scale_shift": "av_ca_video_scale_shift_adaln_single",
+    "av_cross_attn_video_a2v_gate": "av_ca_a2v_gate_adaln_single",
+    "av_cross_attn_audio_scale_shift": "av_ca_audio_scale_shift_adaln_single",
+    "av_cross_attn_audio_v2a_gate": "av_ca_v2a_gate_adaln_single",
+}  # fmt: skip
 UNUSED = ("audio_vae", "vocoder", "processor", "prompt_enhancer", "duration_head")
 
 
@@ -117,6 +128,15 @@ class Model(FlowModel):
             raise ValueError(f"model.path: the connectors of {config.path!r} should have registers, as many for both")
         self.text_encoders.append(self.pipeline.connectors)
         self.shared_by = 1  # number of ranks that share a sample's tokens
+
+    @classmethod
+    def lora_names(cls, layers: Sequence[str]) -> dict[str, str]:
+        """The model's own names: ComfyUI reads only these, and diffusers reads them too."""
+        names = {}
+        for layer in layers:
+            head, dot, rest = layer.partition(".")
+            names[layer] = f"diffusion_model.{NATIVE.get(head, head)}{dot}{rest}"
+        return names
 
     def components(self, path: str) -> dict[str, Any]:
         """None for components that decode audio, rewrite prompts or choose the length of a video."""

@@ -145,6 +145,7 @@ class Model(PackedModel):
     guidance_key = "true_cfg_scale"
     default_negative = " "
     masks_text = True
+    input_channels = (1, 0)
     # all but the modulation
     lora_targets = (
         "attn.to_k", "attn.to_out.0", "attn.to_q", "attn.to_v", "img_mlp.gate_layer", "img_mlp.out", "img_mlp.proj",

@@ -19,7 +19,7 @@ from phalanx.distributed.collectives import reduce_sum
 from phalanx.functional.flow import Sampler
 from phalanx.models.flow.embeds import padded_texts
 from phalanx.models.flow.family import Embeds, FlowModel, check_size, latent_frames
-from phalanx.models.flow.folder import base_folder, load_transformer, model_index
+from phalanx.models.flow.folder import base_folder, check_channels, load_transformer, model_index
 from phalanx.models.flow.headers import component_names
 from phalanx.models.lora import WEIGHTS, Layers
 
@@ -59,6 +59,7 @@ class Model(FlowModel):
     transformer_class = WanTransformer3DModel
     second_guidance = True  # `__init__` sets False for a folder with one transformer
     makes_videos = True
+    lora_bias = "diff_b"
     vae_dtype = torch.float32  # as in the model cards and in Flow-GRPO
     # the layers of Flow-GRPO's Wan script: self-attention and cross-attention to the text
     lora_targets = (
@@ -69,6 +70,13 @@ class Model(FlowModel):
     def __init__(self, config: FlowModelConfig, dtype: torch.dtype, weights_dtype: torch.dtype) -> None:
         super().__init__(config, dtype, weights_dtype)
         ratio, second = self.pipeline.config.boundary_ratio, self.pipeline.transformer_2
+        if second is not None:
+            check_channels(config.path, second.config, self.transformer.config.in_channels, ", as the first has")
+        if self.transformer.config.pos_embed_seq_len is not None:
+            raise ValueError(
+                f"model.path: the transformer of {config.path!r} takes a first and a last frame (pos_embed_seq_len), "
+                "and a last frame is not supported"
+            )
         if (ratio is None) != (second is None):
             raise ValueError(
                 f"model.path: {config.path!r} should have both a transformer_2 and a boundary_ratio, or neither"

@@ -13,7 +13,7 @@ from transformers.models.clip.image_processing_pil_clip import CLIPImageProcesso
 from phalanx.config.flow import FlowModelConfig
 from phalanx.models.flow.families import wan
 from phalanx.models.flow.family import Embeds, Instruction
-from phalanx.models.flow.folder import load_text_encoder, model_index
+from phalanx.models.flow.folder import check_channels, load_text_encoder, model_index
 from phalanx.models.flow.headers import component_names
 from phalanx.models.flow.references import to_ratio
 
@@ -28,17 +28,14 @@ class Model(wan.Model):
 
     pipeline_class = "WanImageToVideoPipeline"
     image_column = "image"
+    input_channels = None  # see __init__
 
     def __init__(self, config: FlowModelConfig, dtype: torch.dtype, weights_dtype: torch.dtype) -> None:
         super().__init__(config, dtype, weights_dtype)
         c = self.transformer.config
         self.keeps_frame = self.pipeline.config.expand_timesteps
         extra = 0 if self.keeps_frame else self.vae.config.scale_factor_temporal + c.out_channels
-        if c.in_channels != c.out_channels + extra:
-            raise ValueError(
-                f"model.path: the transformer of {config.path!r} has {c.in_channels} channels of input; expected "
-                f"{c.out_channels + extra}, as of an image-to-video model"
-            )
+        check_channels(config.path, c, c.out_channels + extra, ", as of an image-to-video model")
         self.sees = c.image_dim is not None
         if self.sees:
             if self.pipeline.image_encoder is None:
