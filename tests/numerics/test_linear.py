@@ -4,6 +4,7 @@ import ast
 import os
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -187,9 +188,9 @@ def test_a_rows_product_depends_on_nothing_but_the_row(library: str) -> None:
         pytest.skip("MKL has a strict mode on Intel's processors only, and MKL_CBWR of the environment comes first")
     for rows, width, out in ((7, 32, 32), (9, 64, 256), (33, 48, 144), (65, 400, 32), (128, 128, 32)):
         linear, x = nn.Linear(width, out), torch.randn(rows, width)
-        product = {"torch": linear, "onednn": lambda x, c=linear: products._product(x, c.weight, c.bias)}[library]
+        use = partial(products.product, weight=linear.weight, bias=linear.bias, onednn=library == "onednn")
         with torch.no_grad():
-            assert torch.equal(one_by_one(product, x), product(x))
+            assert torch.equal(one_by_one(use, x), use(x))
 
 
 def test_only_intels_processors_get_the_strict_mode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
