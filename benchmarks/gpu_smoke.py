@@ -37,6 +37,8 @@ import torch
 from measure import origin
 from smoke_lines import FAIL, NONE, PASS, Line, device
 
+from phalanx.telemetry.step_metrics import peak_memory_gb
+
 CHECKS: dict[str, Callable[[], Iterator[Line]]] = {
     "attention": smoke_kernels.attention,
     "exact": smoke_steps.exact,
@@ -122,14 +124,13 @@ def driver() -> str | None:
 def state_of(check: str) -> dict[str, Any]:
     """Device, versions and peak memory of a check, from its own process."""
     cuda = torch.cuda.is_available()
-    peak = torch.cuda.max_memory_allocated() if cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return {
         **origin(device()),
         "driver": driver(),
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version() if cuda else None,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else None,
-        "peak_gb": peak / 1e9,
+        "peak_gb": peak_memory_gb(device()),
         "peak_of": f"{'allocated by torch' if cuda else 'of the process'} in the check {check}",
     }
 

@@ -18,6 +18,16 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
+def agree_as_sums(found: Tensor, expected: Tensor, roundings: int = 64) -> None:
+    """Check sums of the same float32 numbers in two orders, such as gradients of a packed and of a padded pass.
+
+    Which order a processor's kernels take is not known. Each of the roundings on the way to a value, of which `roundings`
+    may add up, is at most an eps of the terms, and these are of the size of the largest value.
+    """
+    eps = torch.finfo(torch.float32).eps
+    torch.testing.assert_close(found, expected, rtol=0, atol=roundings * eps * float(expected.abs().max()))
+
+
 def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     """Return as soon as `condition` is true; the default limit is far more than a busy machine needs."""
     deadline = time.monotonic() + seconds

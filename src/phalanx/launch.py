@@ -144,10 +144,8 @@ def _note_signals(file: Path) -> None:
 
 def _run_alone(command: list[str]) -> NoReturn:
     """Run a single rank as torchrun would, and exit with its status."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
     place = {"RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "none"}
+    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "TORCHELASTIC_RUN_ID": "none"}  # 0: any free one
     ranks: list[subprocess.Popen[bytes]] = []
     stopped = False
 

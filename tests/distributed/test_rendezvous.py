@@ -11,8 +11,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from phalanx.cluster.exchange import open_store
 from phalanx.config import ConfigError
-from phalanx.distributed import rendezvous
+from phalanx.config.run import ParallelConfig
+from phalanx.distributed import mesh, rendezvous
 from phalanx.distributed.launch import Launch
 from tests.ranks import free_port, run_ranks
 
@@ -97,9 +99,23 @@ def test_a_first_rank_that_is_not_there(capfd: pytest.CaptureFixture[str]) -> No
 def test_a_port_that_is_in_use() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        (answer,) = told([0], [1], port=port)
+        (answer,) = told([0], [2], port=port)
     where = f"rank 0 on {HOST} cannot open the store at MASTER_ADDR=127.0.0.1, MASTER_PORT={port}"
     assert answer == f"{where}: port {port} of {HOST} is in use, by another job or a second first node"
+
+
+def join_alone(port: int) -> list[int]:
+    """Join a world of one rank, and open the store of a check of the cluster."""
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    size = mesh.start(ParallelConfig()).size
+    mesh.stop()
+    return [size, open_store(Launch.from_env(), 1).add("notes", 1)]
+
+
+def test_one_rank_needs_no_port() -> None:
+    """Many may start at once on a machine, each with a port that another has taken meanwhile."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        assert run_ranks(join_alone, 1, other.getsockname()[1], init=False) == [[1, 1]]
 
 
 def test_what_torch_raises_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

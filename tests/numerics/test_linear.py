@@ -1,8 +1,10 @@
 """Linear layers by oneDNN: correct in both passes, and the same bits with and without gradients."""
 
 import ast
+import os
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from phalanx import make_products_exact
 from phalanx.config.lm import LMDataConfig, LMModelConfig
 from phalanx.config.run import ParallelConfig
 from phalanx.distributed.mesh import World
@@ -171,3 +174,35 @@ def test_the_key_sets_the_library(library: str, lm_folder: Path, world: World) -
     policy = build_policy(config, ParallelConfig(), data, world, chunk=5, temperature=0.7, seed=0)
     layers = {type(m) for m in policy.trained.module.modules() if isinstance(m, nn.Linear)}
     assert layers == {OneDnnLinear if library == "onednn" else nn.Linear}
+
+
+def one_by_one(product: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
+    """The products of rows that each stand between other rows, and in another place, than in `product(rows)`."""
+    return torch.cat([product(torch.cat([row[None].repeat(5, 1), rows]))[2:3] for row in rows])
+
+
+@pytest.mark.parametrize("library", ["torch", "onednn"])
+def test_a_rows_product_depends_on_nothing_but_the_row(library: str) -> None:
+    """A replay has the rows of a rollout in another order, and may have more of them. See make_products_exact."""
+    if library == "torch" and os.environ.get("MKL_CBWR") != "AUTO,STRICT":
+        pytest.skip("MKL has a strict mode on Intel's processors only, and MKL_CBWR of the environment comes first")
+    for rows, width, out in ((7, 32, 32), (9, 64, 256), (33, 48, 144), (65, 400, 32), (128, 128, 32)):
+        linear, x = nn.Linear(width, out), torch.randn(rows, width)
+        use = partial(products.product, weight=linear.weight, bias=linear.bias, onednn=library == "onednn")
+        with torch.no_grad():
+            assert torch.equal(one_by_one(use, x), use(x))
+
+
+def test_only_intels_processors_get_the_strict_mode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for vendor, given, expected in (
+        ("GenuineIntel", None, "AUTO,STRICT"),
+        ("GenuineIntel", "AVX2", "AVX2"),
+        ("AuthenticAMD", None, None),
+    ):
+        (tmp_path / "cpuinfo").write_text(f"processor\t: 0\nvendor_id\t: {vendor}\n")
+        monkeypatch.setattr(os, "environ", {} if given is None else {"MKL_CBWR": given})
+        make_products_exact(str(tmp_path / "cpuinfo"))
+        assert os.environ.get("MKL_CBWR") == expected
+    monkeypatch.setattr(os, "environ", {})
+    make_products_exact(str(tmp_path / "none"))  # as on a Mac
+    assert not os.environ

@@ -17,6 +17,7 @@ from phalanx.config import ConfigError, load
 from phalanx.config.tasks import CheckClusterConfig
 from phalanx.distributed.roles import Roles, span
 from tests.ranks import ROOT
+from tests.shells import write_tool
 
 MACHINE = Machine(
     versions={"phalanx": "0.1.0 (source abc)", "python": "3.11.7", "torch": "2.13.0", "NCCL": "none"},
@@ -316,6 +317,20 @@ def test_a_training_configuration_is_taken_as_it_is() -> None:
     assert load(CheckClusterConfig, None, []).model.path == ""
     with pytest.raises(ConfigError, match=r"^unknown key trainer.sead; did you mean trainer.seed\?$"):
         load(CheckClusterConfig, None, ["trainer.sead=1"])
+
+
+def test_memory_without_proc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """macOS has vm_stat instead, and no /dev/shm."""
+    page = "Mach Virtual Memory Statistics: (page size of 16384 bytes)"
+    (tmp_path / "bin").mkdir()
+    write_tool(
+        tmp_path, "vm_stat", f"printf '%s\\n' '{page}' 'Pages free:   100.' 'Pages active: 7.' 'Pages inactive: 22.'"
+    )
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    total, free = facts.main_memory(tmp_path / "none")
+    assert free == 122 * 16384 / 1e9
+    assert total == pytest.approx(facts.main_memory()[0]) and 0 < facts.main_memory()[1] < total
+    assert lines(diagnose.memory({"a": but(shm_free_gb=None)})) == ["ok       memory: 90.0 GB free"]
 
 
 def test_this_machine(tmp_path: Path, sd3_folder: Path) -> None:

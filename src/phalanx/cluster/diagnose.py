@@ -180,13 +180,13 @@ def memory(machines: Machines) -> list[Finding]:
     for name, m in machines.items():
         if m.memory_free_gb < MIN_FREE_MEMORY * m.memory_gb:
             topic.warn(f"{m.memory_free_gb:.1f} of {m.memory_gb:.1f} GB free on {name}; stop what else runs there")
-        if m.shm_free_gb < MIN_SHM_GB:
+        if m.shm_free_gb is not None and m.shm_free_gb < MIN_SHM_GB:
             advice = f"NCCL needs {MIN_SHM_GB:g} GB: start the container with --shm-size=16g or --ipc=host"
             topic.warn(f"{m.shm_free_gb:.2f} GB free in /dev/shm on {name}; {advice}")
     least = min(machines.values(), key=lambda m: m.memory_free_gb).memory_free_gb
-    shm = min(machines.values(), key=lambda m: m.shm_free_gb).shm_free_gb
+    shared = [m.shm_free_gb for m in machines.values() if m.shm_free_gb is not None]
     each = " on each node" if len(machines) > 1 else ""
-    return topic.or_ok(f"{least:.1f} GB free, {shm:.1f} GB in /dev/shm{each}")
+    return topic.or_ok(f"{least:.1f} GB free{f', {min(shared):.1f} GB in /dev/shm' if shared else ''}{each}")
 
 
 def limits(machines: Machines, size: int) -> list[Finding]:

@@ -21,11 +21,12 @@ POLL_S = 0.05
 
 
 def open_store(launch: Launch, timeout_s: float) -> dist.Store:
-    """Open the store at MASTER_ADDR:MASTER_PORT, which is torchrun's or, without torchrun, rank 0's.
+    """Open the store at MASTER_ADDR:MASTER_PORT, which is torchrun's or, without torchrun, rank 0's. A rank alone has a
+    store in its process.
 
     Raises JobError if it cannot be reached within `timeout_s` seconds.
     """
-    if "RANK" not in os.environ:
+    if launch.alone:
         return dist.HashStore()
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     # torchrun sets this variable if it already serves a store at that address

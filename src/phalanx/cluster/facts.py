@@ -82,7 +82,7 @@ class Machine:
     settings: dict[str, str]
     memory_gb: float
     memory_free_gb: float
-    shm_free_gb: float
+    shm_free_gb: float | None  # None on macOS, which has no /dev/shm
     disk_free_gb: float
     open_files: int
     infiniband: bool
@@ -126,8 +126,8 @@ def gpu_users(uuid: str) -> str:
 
 def look_at_machine(cfg: CheckClusterConfig) -> Machine:
     """Collect this node's software, memory, disks, limits, and the files named by the configuration."""
-    meminfo = Path("/proc/meminfo").read_text()
-    memory = dict(re.findall(r"^(\w+): +(\d+) kB", meminfo, re.MULTILINE))
+    shared = Path("/dev/shm")
+    total_gb, free_gb = main_memory()
     folder = Path(cfg.trainer.output_dir).absolute()
     existing = next(p for p in (folder, *folder.parents) if p.exists())
     infiniband = Path("/sys/class/infiniband")
@@ -135,15 +135,29 @@ def look_at_machine(cfg: CheckClusterConfig) -> Machine:
     return Machine(
         versions=versions(),
         settings=flat(asdict(cfg)),
-        memory_gb=int(memory["MemTotal"]) * 1024 / 1e9,
-        memory_free_gb=int(memory["MemAvailable"]) * 1024 / 1e9,
-        shm_free_gb=shutil.disk_usage("/dev/shm").free / 1e9,
+        memory_gb=total_gb,
+        memory_free_gb=free_gb,
+        shm_free_gb=shutil.disk_usage(shared).free / 1e9 if shared.is_dir() else None,
         disk_free_gb=shutil.disk_usage(existing).free / 1e9,
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         infiniband=infiniband.is_dir() and any(infiniband.iterdir()),
         locked_gb=None if locked == resource.RLIM_INFINITY else locked / 1e9,
         paths={key: look_at_path(key, path, cfg.model.revision) for key, path in named_paths(cfg)},
     )
+
+
+def main_memory(meminfo: Path = Path("/proc/meminfo")) -> tuple[float, float]:
+    """This machine's memory, and how much of it programs may still get, in GB (10^9 bytes)."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if meminfo.is_file():
+        available = re.search(r"^MemAvailable: +(\d+) kB", meminfo.read_text(), re.MULTILINE)
+        free = int(available[1]) * 1024 if available else total
+    else:  # macOS: "Pages free: 9.", in pages whose size the first line says
+        said = subprocess.run(["vm_stat"], capture_output=True, text=True, check=True, timeout=10).stdout
+        pages = re.findall(r"^Pages (?:free|inactive|speculative): +(\d+)", said, re.MULTILINE)
+        size = re.search(r"page size of (\d+) bytes", said)
+        free = sum(map(int, pages)) * int(size[1]) if size else total
+    return total / 1e9, free / 1e9
 
 
 def versions() -> dict[str, str]:

@@ -51,7 +51,7 @@ def table(
         if name in machines:
             machine = machines[name]
             cells["RAM GB free"] = f"{machine.memory_free_gb:.1f} of {machine.memory_gb:.1f}"
-            cells["/dev/shm GB"] = f"{machine.shm_free_gb:.1f}"
+            cells["/dev/shm GB"] = "none" if machine.shm_free_gb is None else f"{machine.shm_free_gb:.1f}"
             cells["disk GB free"] = f"{machine.disk_free_gb:.1f}"
         if name in ahead:
             cells["clock s"] = f"{ahead[name]:+.3f}"

@@ -6,6 +6,7 @@ import shutil
 import socket
 import struct
 import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -14,7 +15,8 @@ import torch
 from phalanx.config import ConfigError
 from phalanx.distributed.launch import Launch
 
-SIOCGIFADDR = 0x8915  # Linux's ioctl for an interface's address
+# The ioctl for an interface's address. Both systems have the four bytes of the address in the same place of the answer.
+SIOCGIFADDR = 0xC0206921 if sys.platform == "darwin" else 0x8915
 ANYWHERE = "192.0.2.1"  # an address reserved for documentation; connecting a UDP socket to it sends nothing
 
 

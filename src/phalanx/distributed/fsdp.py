@@ -15,6 +15,7 @@ The order of calls in an optimizer step:
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -112,6 +113,7 @@ class Sharded:
             # FSDP expects whole parameters, but gets only their shapes. Then each rank reads its shards from the files,
             # of which the parameters are views.
             whole = self._take_out(unit, ignored)
+            unit.register_forward_hook(_own_outputs)  # before FSDP's, which runs in the same order
             fully_shard(
                 unit,
                 mesh=self.world.mesh,
@@ -296,3 +298,17 @@ def _accumulate(param: Tensor, copy: Tensor) -> None:
     else:
         copy.grad += param.grad
     param.grad = None
+
+
+@torch.compiler.disable
+def _own_outputs(module: nn.Module, args: Any, output: Any) -> Any:
+    """A forward hook that copies outputs that are views, such as FLUX's parts of a joint sequence.
+
+    FSDP gathers a unit's weights for the backward pass in a hook of its output, which autograd drops from a view if
+    something is added to it in place. torch warns of each view for that reason.
+    """
+    if isinstance(output, tuple):
+        return tuple(_own_outputs(module, args, part) for part in output)
+    if isinstance(output, Tensor) and output.requires_grad and output._base is not None:
+        return output.clone()
+    return output

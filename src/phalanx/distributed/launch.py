@@ -31,6 +31,11 @@ class Launch:
             nodes=nodes if ":" in nodes else "",
         )
 
+    @property
+    def alone(self) -> bool:
+        """Whether this rank is the whole job, whose store then needs no port, which another job could have taken."""
+        return self.rank == 0 and self.world_size == 1
+
     def worlds(self) -> list[int]:
         """World sizes that an elastic job may have as nodes join and leave; for other jobs the present size."""
         if not self.nodes:

@@ -196,12 +196,9 @@ def start(config: ParallelConfig, placement: Mapping[str, Any] | None = None) ->
         dist.init_process_group(
             backend, timeout=timeout, store=role_store, rank=launch.rank, world_size=launch.world_size
         )
-    elif not dist.is_initialized() and "RANK" in os.environ:
+    elif not dist.is_initialized():
         joined = dist.PrefixStore("default_pg", meet(whole, timeout))
         dist.init_process_group(backend, timeout=timeout, store=joined, rank=whole.rank, world_size=whole.world_size)
-    elif not dist.is_initialized():
-        # `python tasks/...` without a launcher: a world of one rank, which needs no port
-        dist.init_process_group(backend, timeout=timeout, store=store, rank=0, world_size=1)
     # Ranks are numbered node by node and the last axis varies fastest, so that a shard axis as wide as a node lies
     # within a node. FSDP2 uses both axes for HSDP: it gathers weights along `shard` and reduces gradients along both.
     shape = (launch.world_size // width, width)

@@ -68,11 +68,14 @@ def joining() -> Iterator[None]:
 
 
 def meet(launch: Launch, limit: timedelta) -> dist.Store:
-    """Connect to the job's store at MASTER_ADDR, and wait until all ranks have registered there.
+    """Connect to the job's store at MASTER_ADDR, and wait until all ranks have registered there. A rank alone has a
+    store in its process.
 
     Rank 0 prints which ones are missing. Raises ConfigError, with one line, if they do not all register within `limit`,
     or if one of them does not fit this world.
     """
+    if launch.alone:
+        return dist.HashStore()
     store = _connected(launch, limit)
     if _is_launchers() and (launch.max_restarts or launch.nodes):
         return store  # it may contain the ranks of an earlier start

@@ -1,6 +1,7 @@
 """The metrics of a training step, as written to metrics.jsonl."""
 
 import resource
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -139,4 +140,5 @@ def peak_memory_gb(device: torch.device) -> float:
     """Peak memory of this process in GB (10^9 bytes): device memory, or on a CPU the resident set size."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e9
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+    # macOS counts bytes, other systems kilobytes
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 1e9
