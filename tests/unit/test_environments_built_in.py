@@ -111,15 +111,16 @@ def children() -> set[str]:
     return set(file.read_text().split()) if file.exists() else set()
 
 
+LATE = "error: it was stopped at its time limit of 1 seconds"
+
+
 @pytest.mark.parametrize(
     ("code", "end"),
     [
-        ("while True: pass", "error: it needed more than 1 seconds of the processor"),
-        (
-            "import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True: pass",
-            "error: it needed more than 1 seconds of the processor",
-        ),
-        ("import time\ntime.sleep(1e6)", "error: it ran longer than 5 seconds"),
+        ("while True: pass", LATE),
+        ("import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True: pass", LATE),
+        ("import time\ntime.sleep(1e6)", LATE),
+        ("import os, time\nos.close(1), os.close(2)\ntime.sleep(1e6)", LATE),
         ("while True: print('x' * 1000)", "error: it printed too much, and was stopped"),
         ("x = [0] * 10**10", "MemoryError\n"),
         ("import ctypes\nctypes.string_at(0)", "error: its process was ended by SIGSEGV"),
@@ -127,9 +128,7 @@ def children() -> set[str]:
 )
 def test_python_has_limits(code: str, end: str) -> None:
     start, before = time.perf_counter(), children()
-    text = Python(timeout_s=1).python(code)
-    busy = text == "error: it ran longer than 5 seconds"  # on a machine that is, for what computes
-    assert text.endswith(end) or (busy and "while True: pass" in code)
+    assert Python(timeout_s=1).python(code).endswith(end)
     assert time.perf_counter() - start < 60
     assert children() <= before, "no process stays behind"
 

@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeVar
 
 from phalanx.config.environment import EnvironmentConfig
 from phalanx.config.messages import counted, cut, reason
-from phalanx.environments.base import EnvironmentFailure, Message, Turn
+from phalanx.environments.base import CALL, EnvironmentFailure, Message, Turn
 from phalanx.environments.pool import Outcome, Pool
 from phalanx.environments.registry import Kind
 from phalanx.environments.texts import Odd, messages_of, reward_of, text_of, turn_of
@@ -168,8 +168,14 @@ class Conversation:
 
     def _runs(self, tool: Tool, arguments: dict[str, Any]) -> Callable[[], Any]:
         """A function that calls the tool; it is async if the tool is."""
+        call = self._row["sample_seed"], self.calls
         if not tool.asynchronous:
-            return lambda: tool.run(self._instance, arguments)
+
+            def begin() -> Any:
+                CALL.set(call)
+                return tool.run(self._instance, arguments)
+
+            return begin
 
         async def run() -> Any:
             return await tool.run(self._instance, arguments)

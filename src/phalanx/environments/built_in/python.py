@@ -1,5 +1,6 @@
 """Tool: Python code, run in a confined process per call."""
 
+import ctypes
 import json
 import os
 import select
@@ -7,21 +8,24 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
-from phalanx.sandbox import environment
+from phalanx.environments.base import CALL
+from phalanx.sandbox import command, environment
 
 _CHILD = Path(__file__).with_name("_child.py")
 _LONGEST = 100_000  # maximum characters of code
-_MOST_OUTPUT = 2**17  # bytes that are read; longer observations are truncated anyway
+_MOST_OUTPUT = 2**17  # bytes that are kept; longer observations are truncated anyway
+_NO_RANDOMIZE = 0x0040000  # ADDR_NO_RANDOMIZE of personality
 _PATIENCE = 5  # seconds of wall-clock time for each second of CPU time
 
 
 class Python:
     """One tool, which runs a script in a separate process without network, other processes, environment variables, and
-    access to files, except for reading Python's own.
+    access to files, except for reading Python's own. Its random numbers are those of the sample and the call.
 
     timeout_s: seconds of CPU time for a script; it may take five times as long by the clock.
     memory_mb: its address space in MiB.
@@ -49,16 +53,16 @@ class Python:
 
     def _run(self, code: str, needs_all: bool = False) -> str:
         """The output of a script. `needs_all`: ValueError if this machine lacks a layer of the confinement."""
-        arguments = [str(self._timeout_s), str(self._memory), "1" if self._unconfined else "0"]
-        variables = environment() | {"PYTHONHASHSEED": "0", "PYTHONIOENCODING": "utf-8:replace"}
-        child = subprocess.Popen(
-            [sys.executable, "-P", "-u", str(_CHILD), *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            env=variables,
-            cwd="/",
-        )
+        seed = " ".join(map(str, CALL.get()))
+        arguments = [str(self._timeout_s), str(self._memory), "1" if self._unconfined else "0", seed]
+        with _same_addresses():
+            child = subprocess.Popen(
+                command(_CHILD, *arguments),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                env=environment() | {"PYTHONHASHSEED": "0"},
+            )
         try:
             assert child.stdin is not None
             with suppress(BrokenPipeError):
@@ -90,20 +94,46 @@ class Python:
         while len(output) <= _MOST_OUTPUT:
             left = deadline - time.monotonic()
             if left <= 0 or not poll.poll(1000 * left):
-                return output, f"it ran longer than {_PATIENCE * self._timeout_s} seconds"
+                return output, self._late
             part = os.read(child.stdout.fileno(), 2**16)
-            if not part:
-                return output, self._end(child.wait())
-            output += part
-        return output, "it printed too much, and was stopped"
+            if part:
+                output += part
+                continue
+            try:
+                return output, self._end(child.wait(left))
+            except subprocess.TimeoutExpired:  # it has closed its output, and runs on
+                return output, self._late
+        return output[:_MOST_OUTPUT], "it printed too much, and was stopped"
+
+    @property
+    def _late(self) -> str:
+        """One text for both limits, since the load of the machine decides which one a script meets first."""
+        return f"it was stopped at its time limit of {self._timeout_s} seconds"
 
     def _end(self, code: int) -> str | None:
         """A description of the process's exit; None for status 0."""
         if code >= 0:
             return None if code == 0 else f"it ended with status {code}"
         if code in (-signal.SIGKILL, -signal.SIGXCPU):
-            return f"it needed more than {self._timeout_s} seconds of the processor"
+            return self._late
         return f"its process was ended by {signal.Signals(-code).name}"
+
+
+@contextmanager
+def _same_addresses() -> Iterator[None]:
+    """Processes that this thread starts have the same addresses each time, which `print(object())` shows, if the
+    machine permits that; containers may not.
+    """
+    if not sys.platform.startswith("linux"):
+        yield
+        return
+    libc = ctypes.CDLL(None)
+    before = libc.personality(-1)  # of this thread
+    libc.personality(before | _NO_RANDOMIZE)
+    try:
+        yield
+    finally:
+        libc.personality(before)
 
 
 @cache

@@ -7,7 +7,6 @@ import json
 import logging
 import signal
 import subprocess
-import sys
 import threading
 from array import array
 from collections.abc import Iterator, Sequence
@@ -192,7 +191,7 @@ class TemplateProcess:
     """
 
     def __init__(self, template: str, day: str) -> None:
-        command = [sys.executable, "-P", str(_CHILD), str(sandbox.__file__), str(SECONDS)]
+        command = sandbox.command(_CHILD, str(sandbox.__file__), str(SECONDS))
         # a fixed hash seed, so that sets have the same order on all ranks
         env = sandbox.environment() | {"PYTHONHASHSEED": "0"}
         pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)

@@ -9,7 +9,6 @@ import logging
 import queue
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
@@ -19,7 +18,7 @@ from typing import Any
 from phalanx.config.messages import cut
 from phalanx.exit import place
 from phalanx.rewards.base import UNJUDGED, RewardOutput
-from phalanx.sandbox import environment
+from phalanx.sandbox import command, environment
 
 log = logging.getLogger(__name__)
 _CHILD = Path(__file__).with_name("_child.py")
@@ -105,10 +104,9 @@ class Verifier:
         return child
 
     def _start(self) -> "subprocess.Popen[str]":
-        command = [sys.executable, "-P", str(_CHILD), self._name, str(self._timeout_s)]
-        return subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8", env=environment()
-        )
+        pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
+        line = command(_CHILD, self._name, str(self._timeout_s))
+        return subprocess.Popen(line, text=True, encoding="utf-8", env=environment(), **pipes)
 
     def _end(self, child: "subprocess.Popen[str]") -> str:
         """Wait for a process that ends. Returns the reason for its end, as a phrase."""
