@@ -98,10 +98,10 @@ def _message(text: str, before: str, format: Format, types: Types) -> dict[str, 
     thoughts, _, answer = text.partition(closing) if closing else ("", "", text)
     parts = format.read(answer, types)
     tag = next((tag for tag in _THOUGHTS if thoughts.strip().startswith(tag)), "")
-    thoughts = "\n".join(filter(None, [thoughts.strip().removeprefix(tag).strip(), *map(str.strip, parts.thoughts)]))
+    every = [thoughts.strip().removeprefix(tag)] * bool(thoughts) + parts.thoughts
     message: dict[str, Any] = {"role": "assistant", "content": "".join(parts.rest).strip()}
-    if thoughts:
-        message["reasoning_content"] = thoughts
+    if any(every) or thoughts:
+        message["reasoning_content"] = "\n".join(thought.strip() for thought in every).strip()
     if parts.calls:
         message["tool_calls"] = []
         for call in parts.calls:
@@ -114,17 +114,21 @@ def _message(text: str, before: str, format: Format, types: Types) -> dict[str, 
 
 def _pieces(text: str, opening: str, closing: str | None) -> Iterator[tuple[str, str]]:
     """Split a text into (opening tag, body): calls, thoughts, and the texts between them, whose tag is empty. Without
-    its closing tag, or with None, a body reaches to the end.
+    its closing tag, or with None, a body reaches to the end. Within a line, a tag of thoughts is text.
     """
     tags, place = {opening: closing, **_THOUGHTS}, 0
+    searched = 0
     tag = re.compile("|".join(map(re.escape, tags)))
-    while (start := tag.search(text, place)) is not None:
-        yield "", text[place : start.start()]
+    while (start := tag.search(text, searched)) is not None:
+        at, searched = start.span()
+        if start[0] != opening and at != place and text[at - 1] != "\n":
+            continue
+        yield "", text[place:at]
         close = tags[start[0]]
-        end = text.find(close, start.end()) if close is not None else -1
+        end = text.find(close, searched) if close is not None else -1
         end = end if end >= 0 else len(text)
-        yield start[0], text[start.end() : end].strip()
-        place = end + len(close or "")
+        yield start[0], text[searched:end].strip()
+        place = searched = end + len(close or "")
     yield "", text[place:]
 
 
