@@ -71,13 +71,46 @@ ANALYSIS = "<|channel|>analysis<|message|>Let me see.<|end|><|start|>assistant"
         ("qwen3_coder", coder("calc", ("x", "one"), ("y", "2")), "", [call("calc", x="one", y="2")]),
         ("qwen3_coder", coder("calc", ("limit", "None"), ("label", "7")), "", [call("calc", limit=None, label="7")]),
         ("qwen3_coder", coder("other"), "", [call("other")]),
+        (
+            "qwen3_coder",
+            "<tool_call><function=calc><parameter=text>a\n<parameter=x>1</parameter></function></tool_call>",
+            "",
+            [call("calc", text="a", x=1)],
+        ),
+        (
+            "qwen3_coder",
+            "<tool_call><function=calc><parameter=text>a<parameter=x>1</parameter></function></tool_call>",
+            "",
+            [call("calc", text="a", x=1)],
+        ),
+        (
+            "qwen3_coder",
+            coder("calc", ("text", "the tag <parameter=y> is")),
+            "",
+            [call("calc", text="the tag <parameter=y> is")],
+        ),
         ("llama3", '{"name": "calc", "parameters": {"x": 1}}', "", [call("calc", x=1)]),
+        ("llama3", '{"name": "Anna", "age": 3}', '{"name": "Anna", "age": 3}', []),
+        ("llama3", '{"name": "Anna", "age"', '{"name": "Anna", "age"', []),
+        ("llama3", '{"name": {"first": "Anna"}, "parameters": 3}', '{"name": {"first": "Anna"}, "parameters": 3}', []),
+        (
+            "llama3",
+            '{"of": {"name": "Anna"}}; {"name": "b", "parameters": {}}',
+            '{"of": {"name": "Anna"}}; {"name": "b", "parameters": {}}',
+            [],
+        ),
         ("llama3", f'<|python_tag|>{CALL}; {{"name": "now"}}', "", [call("calc", x=1), call("now")]),
         ("llama3", 'The set {"a", "b"}.', 'The set {"a", "b"}.', []),
         ("llama3", "{x | x > 0}", "{x | x > 0}", []),
         ("glm45", f"Hm.\n{glm('calc', ('x', '1'), ('on', 'true'))}", "Hm.", [call("calc", x=1, on=True)]),
         ("glm45", glm("calc", ("text", "1\n"), ("items", "[1, 2]")), "", [call("calc", text="1\n", items=[1, 2])]),
         ("glm45", "<tool_call>now</tool_call><tool_call>now", "", [call("now"), call("now")]),
+        (
+            "glm45",
+            "<tool_call>calc<arg_key>text</arg_key><arg_value>a\n<arg_key>x</arg_key>\n<arg_value>1</arg_value>",
+            "",
+            [call("calc", text="a", x=1)],
+        ),
         ("gpt_oss", "<|channel|>final<|message|>It is 4.", "It is 4.", []),
         ("gpt_oss", TO_CALC + '{"x": 1}', "", [call("calc", x=1)]),
         ("gpt_oss", f'{TO_NOW}{{}}<|call|><|start|>assistant{TO_CALC}{{"x": 1}}', "", [call("now"), call("calc", x=1)]),
@@ -90,6 +123,13 @@ ANALYSIS = "<|channel|>analysis<|message|>Let me see.<|end|><|start|>assistant"
         ("gpt_oss", "It is to=4.", "It is to=4.", []),
         ("gemma4", f"Hm. {gemma('calc{x:1,on:true,limit:null}')}", "Hm.", [call("calc", x=1, on=True, limit=None)]),
         ("gemma4", gemma("now{}") + gemma("now{}"), "", [call("now"), call("now")]),
+        (
+            "gemma4",
+            gemma('calc{text:"a, key: b {c:1}\\" d: e", x:1}'),
+            "",
+            [call("calc", text='a, key: b {c:1}" d: e', x=1)],
+        ),
+        ("gemma4", gemma("calc{text:`a, key: b`,x:1}"), "", [call("calc", text="a, key: b", x=1)]),
         ("gemma4", gemma('calc{text:`a:1,{\\"b\\":2}`}'), "", [call("calc", text='a:1,{\\"b\\":2}')]),
         (
             "gemma4",
@@ -126,6 +166,18 @@ def test_calls(form: str, text: str, content: str, calls: list[dict[str, Any]]) 
         ("glm45", "<tool_call>calc<arg_key>x</arg_key><arg_value>1", "no </arg_value> after <arg_key>x</arg_key>"),
         ("glm45", glm("calc <arg_key>x</arg_key>5"), "malformed <arg_key>"),
         ("qwen3_coder", hermes("<function=calc>\n<parameter=x\n1</parameter>"), "malformed <parameter="),
+        (
+            "qwen3_coder",
+            "<tool_call><function=calc><parameter=x>1</parameter></function>" + coder("other", ("text", "a")),
+            "it has another call within it; expected </tool_call> before the next one",
+        ),
+        (
+            "glm45",
+            "<tool_call>calc<arg_key>x</arg_key><arg_value>1</arg_value>" + glm("calc", ("text", "a")),
+            "it has another call within it; expected </tool_call> before the next one",
+        ),
+        ("hermes", f"<tool_call>{CALL}{hermes(CALL)}", "Extra data: line 1 column 40 (char 39)"),
+        ("llama3", f'{CALL}; {{"name": "b"}}', "expected a JSON object with a name and parameters"),
         ("gpt_oss", TO_CALC + "{x}", "Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"),
         ("gpt_oss", TO_CALC + "[1]", "the arguments should be a JSON object"),
         ("gemma4", gemma("calc"), "expected call:name{...} after <|tool_call>"),
@@ -164,6 +216,44 @@ def test_thoughts_of_other_families() -> None:
     assert message == {"role": "assistant", "content": "It is 4.", "reasoning_content": thought}
 
 
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize(
+    ("begin", "end"),
+    [
+        ("<think>", "</think>"),
+        ("[THINK]", "[/THINK]"),
+        ("<seed:think>", "</seed:think>"),
+        ("<|START_THINKING|>", "<|END_THINKING|>"),
+        ("<|channel>thought", "<channel|>"),
+    ],
+)
+def test_thoughts_that_the_prompt_opened(form: str, begin: str, end: str) -> None:
+    """Or the turn, at its start or behind other thoughts. They last until they are closed."""
+    drafts = {"gemma4": gemma("now{}"), "qwen3_coder": coder("now"), "glm45": glm("now")}
+    drafts |= {"llama3": '<|python_tag|>{"name": "now"}', "gpt_oss": f"{TO_NOW}{{}}"}
+    draft = drafts.get(form, hermes('{"name": "now"}'))
+    if form == "gpt_oss":  # which has other tags
+        begin, end = "<|start|>assistant<|channel|>analysis<|message|>", "<|end|><|start|>assistant"
+        draft = draft.replace("<|channel|>", "").replace("<|message|>", "")
+    read, prompt = parser(form, TOOLS), f"Why?\n{begin}\n"
+    thinks = {"role": "assistant", "content": "", "reasoning_content": f"or {draft} first"}
+    assert read(f"or {draft} first", prompt) == thinks
+    if form == "gpt_oss":
+        return
+    assert read(f"or {draft} first{end} It is 4.", prompt) == thinks | {"content": "It is 4."}
+    assert read(f"{begin}or {draft} first") == thinks
+    twice = read(f"{begin}a{end}{begin}or {draft} first{end}{draft}")
+    if form != "llama3":
+        assert twice == thinks | {"reasoning_content": f"a\nor {draft} first", "tool_calls": [call("now")]}
+    assert "tool_calls" in read(draft, f"{begin}\n\n{end}\n\n")  # no thoughts
+    assert "tool_calls" in read(draft, f"What is {begin}?")
+
+
+def test_identifiers_that_the_model_writes() -> None:
+    (made,) = parser("hermes")(hermes('{"name": "now", "arguments": {}, "id": "aB3xY9z01"}'))["tool_calls"]
+    assert made == call("now") | {"id": "aB3xY9z01"}
+
+
 LONG = 100_000
 
 
@@ -192,6 +282,12 @@ LONG = 100_000
         "<|message|>",
         "<|tool_call>call:a{",
         '<|"|>',
+        '"',
+        '\\"',
+        "<parameter=x>\n",
+        "\n<parameter=y>",
+        "<think></think>",
+        "[THINK]",
         "{a:",
         "a,",
         "\\ud83d",

@@ -279,8 +279,13 @@ BAD = {
         ":1: prompt is a list without a user message; expected text or [{role, content}]",
     ),
     "parts.jsonl": (
-        b'{"prompt": [{"role": "user", "content": [{"type": "image", "text": "x"}]}]}\n',
+        b'{"prompt": [{"role": "user", "content": [{"type": "audio", "text": "x"}]}]}\n',
         ":1: prompt contains a part of a message that is not {type: text, text}",
+    ),
+    "pictured.jsonl": (
+        b'{"prompt": [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}]}\n',
+        ":1: prompt has an image in a part {type: image} of a message; expected the row's images in a column `images`, "
+        "and parts {type: image} without more in their places",
     ),
     "negative.jsonl": (
         b'{"prompt": "a", "negative_prompt": true}\n',

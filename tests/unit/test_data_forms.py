@@ -116,9 +116,18 @@ def test_messages_in_parts(tmp_path: Path) -> None:
     (row,) = load_prompts([file], KEY, quoted=False)
     assert (row.text, row.messages) == ("What is 1+1?", [{"role": "system", "content": "Be brief."}, USER])
     assert load_prompts([file], KEY)[0].text == "What is 1+1?"
-    file = write(tmp_path / "q.jsonl", {"prompt": [{"role": "user", "content": [{"type": "image"}, *parts]}]})
-    with refused(f"{KEY}: {file}:1: prompt contains a part of a message that is not {{type: text, text}}"):
-        texts([file])
+    forms = (
+        {"type": "image"},
+        {"type": "image", "image": "a.png"},
+        {"type": "image_url", "image_url": {"url": "a.png"}},
+    )
+    for image in forms:
+        file = write(tmp_path / "q.jsonl", {"prompt": [{"role": "user", "content": [image, *parts]}]})
+        with refused(
+            f"{KEY}: {file}:1: prompt has an image in a part {{type: {image['type']}}} of a message; expected the row's "
+            "images in a column `images`, and parts {type: image} without more in their places"
+        ):
+            texts([file])
 
 
 def test_chats_with_tools(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from PIL import Image
 
 from phalanx.config.environment import EnvironmentConfig
 from phalanx.environments import Conversation, EnvironmentFailure, Environments, Turn
-from phalanx.environments.texts import Odd, in_texts, joined, text_of
+from phalanx.environments.texts import Odd, in_texts, joined, messages_of, text_of, turn_of
 
 ENVIRONMENTS = '''
 import asyncio, threading, time
@@ -184,6 +184,42 @@ def test_results_become_texts_of_a_limited_length(file: Path) -> None:
     assert table == '{"ä": [1, 2], "half": "?"}'
     assert digits == "an integer of 5001 digits or so"
     assert time.process_time() - start < 2
+
+
+PARTS = [{"type": "text", "text": "a door"}, {"type": "text", "text": " and a wall", "annotations": None}]
+
+
+def test_parts_of_a_message_are_a_text() -> None:
+    """As in TRL and OpenAI's messages; lists of other objects are data."""
+    assert text_of(PARTS, 99, "right") == "a door and a wall"
+    assert (
+        text_of([{"type": "text", "text": "a", "page": 3}], 99, "right") == '[{"type": "text", "text": "a", "page": 3}]'
+    )
+    assert text_of([{"type": "image", "name": "a"}], 99, "right") == '[{"type": "image", "name": "a"}]'
+    assert text_of([], 99, "right") == "[]"
+    told = [{"role": "user", "content": "a door and a wall"}]
+    for value in (PARTS, {"role": "user", "content": PARTS}, [{"role": "user", "content": PARTS}]):
+        assert messages_of(value, 99, "right", "reset") == told
+        assert turn_of((value, 1.0, False), 99, "right", "step").messages == told
+    picture = [*PARTS, {"type": "image_url", "image_url": {"url": "a.png"}}]
+    for call in (lambda: text_of(picture, 4, "right"), lambda: messages_of(picture, 4, "right", "a tool")):
+        with pytest.raises(
+            Odd, match=r"^a tool returned an image; the model sees only those of the prompt, expected a"
+        ):
+            call()
+
+
+def test_answers_have_the_identifiers_of_their_calls(file: Path) -> None:
+    environments, conversation = opened(file)
+    conversation.reset().result(60)
+    turn = conversation.hear(
+        said(call("add", amount=2) | {"id": "aB3xY9z01"}, call("add", amount=2) | {"id": 0})
+    ).result(60)
+    assert [message.get("tool_call_id") for message in turn.messages] == ["aB3xY9z01", "0"]
+    turn = conversation.hear(said(call("add", amount=2) | {"id": None})).result(60)
+    assert "tool_call_id" not in turn.messages[0]
+    conversation.close()
+    environments.close()
 
 
 def test_images_are_no_texts() -> None:

@@ -176,6 +176,32 @@ def test_functions_of_verl_omni_get_images() -> None:
     )
 
 
+def of_environments(environments: Any, **kwargs: Any) -> list[float]:
+    return [environment.reward for environment in environments]
+
+
+def of_tokens(completion_ids: Any, completions: Any, **kwargs: Any) -> list[float]:
+    return [float(len(each)) for each in completion_ids]
+
+
+def logs_trl(completions: Any, log_metric: Any = None, trainer_state: Any = None, **kwargs: Any) -> list[float]:
+    assert log_metric is None and trainer_state is None
+    return [float(len(each)) for each in completions]
+
+
+def test_arguments_of_trls_trainer() -> None:
+    """What does not exist here is told at the start, to functions that require it."""
+    assert told(ValueError, rewards, "of_environments") == (
+        "reward.functions[0]: of_environments reads TRL's environments, which is not passed here; give the "
+        "environment's class a method get_reward, whose term is {name: environment}"
+    )
+    assert told(ValueError, rewards, "of_tokens") == (
+        "reward.functions[0]: of_tokens reads TRL's completion_ids, which is not passed here; read the texts, which are "
+        "`completions`, and give it a default"
+    )
+    assert scored(rewards("logs_trl"), (["4", "10"], [PLAIN, PLAIN])) == {"logs_trl": [1, 2]}
+
+
 def test_mistakes_of_functions_of_other_trainers() -> None:
     assert told(ValueError, rewards, "demanding_verl") == (
         "reward.functions[0].kwargs: demanding_verl(**kwargs): missing a required argument: 'router'; "

@@ -85,10 +85,10 @@ def test_the_traps_of_templates(template: str, expected: str) -> None:
     ("template", "problem"),
     [
         ("{{ messages[1].tool_calls }}", "renders a message of the role 'tool' differently after different turns; exp"),
-        ("{{ messages | length }}", "renders a message of the role 'tool' differently after different turns; expecte"),
+        ("{{ messages[0::3] }}", "renders a message of the role 'tool' differently after different turns; expecte"),
         (None, "omits the text of a message of the role 'tool' after a turn; expected one that renders it"),
     ],
-    ids=["repeats the turn", "counts", "drops tools"],
+    ids=["repeats the turn", "repeats others", "drops tools"],
 )
 def test_a_template_without_a_rule_is_refused(template: str | None, problem: str) -> None:
     whole = TOOLS + CHATML + (template or "") + HEAD

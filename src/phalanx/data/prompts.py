@@ -16,6 +16,7 @@ from phalanx.types import Prompt
 
 _QUOTED = re.compile(r'["“”„‟«]([^"“”„‟«»]+)["“”‟»]')
 _PLACEHOLDER = re.compile(r"(Picture \d+: ?)?<image>")  # VeRL-Omni's mark of an image, which the model places itself
+_IMAGE_PARTS = ("image", "image_url", "input_image")  # types of parts that are images, as of Qwen and OpenAI
 MARK = "<image>"  # verl's mark of an image in a text
 _VIDEO, _VIDEOS = "<video>", ("videos", "video")  # verl's mark of a video, and its columns of videos
 
@@ -268,6 +269,11 @@ def _joined(parts: list[Any], name: str, where: str, shows: bool) -> str:
         if shows and _without_nulls(part) == {"type": "image"}:
             texts.append(MARK)
             continue
+        if isinstance(part, dict) and part.get("type") in _IMAGE_PARTS:
+            raise DataError(
+                f"{where}: {name} has an image in a part {{type: {part['type']}}} of a message; expected the row's "
+                "images in a column `images`, and parts {type: image} without more in their places"
+            )
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             raise DataError(f"{where}: {name} contains a part of a message that is not {{type: text, text}}")
         texts.append(part["text"])

@@ -128,7 +128,9 @@ class Conversation:
             text = await self._called(name, call["function"]["arguments"])
             if self.ended is not None:
                 return Turn(done=True)
-            answers.append({"role": "tool", "name": str(name), "content": text})
+            # the identifier that the model wrote, which some chat templates repeat
+            written = {} if call.get("id") in (None, "") else {"tool_call_id": str(call["id"])}
+            answers.append({"role": "tool", "name": str(name), "content": text} | written)
         problems = []
         left = len(calls) - len(answers)
         if left:

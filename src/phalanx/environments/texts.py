@@ -13,7 +13,11 @@ from phalanx.environments.base import Message, Turn
 
 _CHARACTERS = 16  # maximum characters of a token, by which texts are truncated before they are tokenized
 _MOST_BITS = 10_000  # of an integer that is written out; Python refuses more than 4300 digits
-SEEN = "an image; the model sees only those of the prompt, expected a text"
+_ONLY_TEXT = "the model sees only those of the prompt, expected a text"
+SEEN = f"an image; {_ONLY_TEXT}"
+_TEXT_KEYS = {"type", "text", "annotations", "cache_control", "meta", "_meta"}  # of a part, in OpenAI's form and MCP's
+_IMAGE_PARTS = ("image", "image_url", "input_image")  # types of a message's parts that are images
+_OTHER_PARTS = (*_IMAGE_PARTS, "video", "video_url", "audio", "audio_url", "input_audio")
 _TURN_KEYS = {"messages", "observation", "observations", "reward", "done"}
 _TURNS = (
     "expected a Turn, a text, a list of messages, a dict with messages, reward and done, or (messages, reward, done)"
@@ -26,10 +30,12 @@ class Odd(Exception):
 
 def text_of(value: Any, most_tokens: int, side: str) -> str:
     """The value that a tool returned, as a text for the tokenizer, truncated if it certainly has more than
-    `most_tokens` tokens. Raises Odd for an image.
+    `most_tokens` tokens; the parts of a message are joined. Raises Odd for an image.
     """
     if isinstance(value, str):
         text = value
+    elif is_parts(value):
+        text = _joined(value, "a tool")
     elif value is None:
         text = ""
     elif isinstance(value, int) and value.bit_length() > _MOST_BITS:
@@ -40,6 +46,28 @@ def text_of(value: Any, most_tokens: int, side: str) -> str:
         text = _plain(value)
     text = shortened(text, _CHARACTERS * most_tokens, side)
     return text.encode("utf-8", "replace").decode()  # lone surrogates become question marks
+
+
+def is_parts(value: Any) -> bool:
+    """Whether a value is the content of a message as parts, as OpenAI and TRL write it: [{type: text, text}, ...]."""
+    return isinstance(value, list) and bool(value) and all(map(_is_part, value))
+
+
+def _is_part(value: Any) -> bool:
+    if not isinstance(value, dict) or not isinstance(value.get("type"), str):
+        return False
+    if value["type"] == "text":  # with other keys, it is data
+        return isinstance(value.get("text"), str) and value.keys() <= _TEXT_KEYS
+    return value["type"] in _OTHER_PARTS and (value["type"] in value or {"data", "mimeType"} <= value.keys())
+
+
+def _joined(parts: list[dict[str, Any]], what: str) -> str:
+    """The texts of parts, one after the other, as chat templates render them. Raises Odd for a part of another type."""
+    for part in parts:
+        if part["type"] != "text":
+            kind = "an image" if part["type"] in _IMAGE_PARTS else f"a part of the type {part['type']}"
+            raise Odd(f"{what} returned {kind}; {_ONLY_TEXT}")
+    return "".join(part["text"] for part in parts)
 
 
 def _plain(value: Any) -> str:
@@ -60,7 +88,11 @@ def shortened(text: Any, most: int, side: str) -> Any:
 
 
 def messages_of(value: Any, most_tokens: int, side: str, what: str) -> list[Message]:
-    """The messages that `what` returned: None, a text (a message of the user), or a list of messages. Raises Odd."""
+    """The messages that `what` returned: None, a text or its parts (a message of the user), or messages, whose
+    contents may be parts as well. Raises Odd.
+    """
+    if is_parts(value):
+        value = _joined(value, what)
     if value is None or value == "":
         return []
     if isinstance(value, str):
@@ -73,6 +105,8 @@ def messages_of(value: Any, most_tokens: int, side: str, what: str) -> list[Mess
     for message in value:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise Odd(f"{what} returned the message {cut(repr(message))}; expected a dict with role and content")
+        if is_parts(message.get("content")):
+            message = {**message, "content": _joined(message["content"], what)}
         if not isinstance(message.get("content"), str):
             kind = type(message.get("content")).__name__
             raise Odd(f"{what} returned a message with a content of type {kind}; expected a text")

@@ -5,15 +5,25 @@ import typing
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Union
 
-from pydantic import ConfigDict, PydanticSchemaGenerationError, PydanticUserError, TypeAdapter, ValidationError
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    PydanticSchemaGenerationError,
+    PydanticUserError,
+    TypeAdapter,
+    ValidationError,
+)
 
 from phalanx.config.files import parse_json
 from phalanx.config.messages import ConfigError, cut, nearest, reason
+from phalanx.models.lm.schemas import parameter_types
 
 _LENIENT = ConfigDict(coerce_numbers_to_str=True, arbitrary_types_allowed=True)
-_TYPES = {"string": str, "integer": int, "number": float, "boolean": bool}  # by type in a schema
+# by type in a schema
+_TYPES: dict[str, Any] = {"string": str, "integer": int, "number": float, "boolean": bool, "null": None}
+_TYPES |= {"object": dict[str, Any], "array": list[Any]}
 
 
 class BadCall(Exception):
@@ -74,20 +84,36 @@ def function_tool(function: Callable[..., Any], key: str) -> Tool:
 
 def schema_of(name: str, description: str, parameters: dict[str, Any]) -> dict[str, Any]:
     """A tool's schema in OpenAI's format, from a JSON schema of its parameters."""
-    kept = {key: value for key, value in parameters.items() if key in ("type", "properties", "required", "$defs")}
+    keys = ("type", "properties", "required", "$defs", "definitions", "$ref", "allOf")
+    kept = {key: value for key, value in parameters.items() if key in keys}
     return {"type": "function", "function": {"name": name, "description": description, "parameters": kept}}
 
 
 def schema_tool(schema: dict[str, Any], run: Callable[..., Any], *, asynchronous: bool = False) -> Tool:
-    """A tool with a given schema; only arguments whose type in the schema is a simple one are checked."""
+    """A tool with a given schema; arguments are checked against the types that it allows."""
     function = schema["function"]
     parameters = function.get("parameters") or {}
     types = {}
-    for name, description in (parameters.get("properties") or {}).items():
-        kind = description.get("type") if isinstance(description, dict) else None
-        types[name] = TypeAdapter[Any](_TYPES.get(kind, Any) if isinstance(kind, str) else Any, config=_LENIENT)
+    for name, allowed in parameter_types(parameters).named.items():
+        types[name] = TypeAdapter[Any](_python_type(allowed), config=_LENIENT)
     required = frozenset(parameters.get("required") or ())
     return Tool(function["name"], schema, run, types, required, asynchronous)
+
+
+def _python_type(allowed: frozenset[str]) -> Any:
+    """The Python type of an argument; Any for types that exclude no text, or that are unknown."""
+    kinds = {"string" if kind.startswith('"') else kind for kind in allowed}
+    if not kinds or not kinds <= _TYPES.keys() or ("string" in kinds and kinds - {"string", "null"}):
+        return Any
+    kind: Any = Union[tuple(_TYPES[kind] for kind in sorted(kinds))]  # noqa: UP007 - of a number of types
+    return kind if kinds.isdisjoint({"object", "array"}) else Annotated[kind, BeforeValidator(_from_text)]
+
+
+def _from_text(value: Any) -> Any:
+    """The object or the list that a model wrote as JSON within a text."""
+    with suppress(ValueError):
+        return parse_json(value) if isinstance(value, str) else value
+    return value
 
 
 def lenient(kind: Any) -> TypeAdapter[Any]:

@@ -16,6 +16,14 @@ from torch import Tensor
 from phalanx.telemetry.records import TALKS
 
 OUTPUTS = {"solution_str": "completions", "solution_image": "images"}  # by parameter of verl and VeRL-Omni
+# parameters with values of TRL's trainer that do not exist here, and what a function that requires one can do
+_ABSENT = {
+    "environments": "give the environment's class a method get_reward, whose term is {name: environment}",
+    "completion_ids": "read the texts, which are `completions`, and give it a default",
+    "trainer_state": "give it a default",
+    "log_extra": "give it a default, and call it only where it is passed",
+    "log_metric": "give it a default, and call it only where it is passed",
+}
 _OWN = ("metadata", "meta")  # names of the third parameter of a reward in the form of phalanx.rewards.base
 
 
@@ -95,7 +103,15 @@ def form_of(signature: inspect.Signature) -> type[TrlReward] | type[VerlReward] 
     # TRL passes every column of the data, so each of its functions accepts any keyword
     if not _takes_any(signature) or (len(names) > 2 and names[2] in _OWN):
         return None
-    return TrlReward if "completions" in names else None
+    return TrlReward if {"completions", *_ABSENT} & set(names) else None
+
+
+def absent_argument(signature: inspect.Signature, kwargs: Mapping[str, Any]) -> str | None:
+    """What is wrong with a function of TRL that requires an argument which does not exist here; None if nothing is."""
+    for name, parameter in signature.parameters.items():
+        if name in _ABSENT and name not in kwargs and parameter.default is parameter.empty:
+            return f"reads TRL's {name}, which is not passed here; {_ABSENT[name]}"
+    return None
 
 
 def verl_arguments(signature: inspect.Signature) -> list[str]:

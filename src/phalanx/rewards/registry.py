@@ -19,7 +19,7 @@ from phalanx.config.registry import known_modules, object_forms, resolve_object
 from phalanx.config.reward import RewardFunctionConfig
 from phalanx.functional.rewards import Share
 from phalanx.rewards.base import MARK, DeviceReward, HasGradient, PolicyReward, RewardWithExtras, objection_of
-from phalanx.rewards.foreign import OUTPUTS, TrlReward, VerlReward, form_of, verl_arguments
+from phalanx.rewards.foreign import OUTPUTS, TrlReward, VerlReward, absent_argument, form_of, verl_arguments
 from phalanx.rewards.judge._base import Judge, PairJudge, ParsedAnswers, WinRates
 from phalanx.rewards.protocol import complaint
 
@@ -185,9 +185,11 @@ def _adapted(
     form: type[TrlReward] | type[VerlReward], function: Callable[..., Any], kwargs: dict[str, Any], key: str, label: str
 ) -> Callable[..., Any]:
     """A function of another trainer as a reward. Raises ConfigError if it does not accept that trainer's arguments."""
+    signature = _signature(function, key, label)
     if form is VerlReward:
-        names = verl_arguments(_signature(function, key, label))
-        check_arguments(function, (), {**dict.fromkeys(names), **kwargs}, key, label)
+        check_arguments(function, (), {**dict.fromkeys(verl_arguments(signature)), **kwargs}, key, label)
+    elif (problem := absent_argument(signature, kwargs)) is not None:
+        raise ConfigError(f"{key.removesuffix('.kwargs')}: {label} {problem}")
     return form(function, kwargs)
 
 

@@ -7,25 +7,37 @@ that few model folders have.
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 from phalanx.config.files import parse_json
 from phalanx.config.messages import ConfigError, cut, nearest, reason
 from phalanx.config.registry import object_forms, resolve_object
+from phalanx.models.lm.schemas import Parameters, Types, argument_types
 from phalanx.types import JobError
 
-# A parser maps a text to a message {role, content}, with `tool_calls` if it has any, `reasoning_content` if it begins
-# with thoughts, and `error`, one line on the first malformed call, if one is malformed.
-Parser = Callable[[str], dict[str, Any]]
+# A parser maps the text of a turn, and the end of the text before it, to a message {role, content}, with `tool_calls`
+# if it has any, `reasoning_content` if it has thoughts, and `error`, one line on the first malformed call, if one is.
+Parser = Callable[..., dict[str, Any]]
+# tags around thoughts; a turn may use those of another family, and the text before it may have opened them
+_THOUGHTS = {
+    "<think>": "</think>",
+    "<seed:think>": "</seed:think>",
+    "[THINK]": "[/THINK]",
+    "<|START_THINKING|>": "<|END_THINKING|>",
+    "<|channel>thought": "<channel|>",
+}
+_OPENED = re.compile(f"(?:{'|'.join(map(re.escape, _THOUGHTS))})\\s*\\Z")
 _TAG = "<|python_tag|>"
+_START = "<|start|>assistant"
 _PARAMETER = re.compile(r"<parameter=([^<>\n]*)>")
 _ARGUMENT = re.compile(r"<arg_key>([^<>\n]*)</arg_key>\s*<arg_value>")
 _RECIPIENT = re.compile(r"\bto=(?:functions\.)?([^\s<]+)")
 _ENDS = re.compile(r"<\|(?:end|call|return)\|>")
 _QUOTE = '<|"|>'
-_KEY = re.compile(r'([{,]\s*+)([^\s{}\[\],:"]++)\s*+:')
+# a text in quotation marks, or a key of an object without them
+_KEY = re.compile(r'"(?:[^"\\]|\\.)*+"?|([{,]\s*+)([^\s{}\[\],:"]++)\s*+:', re.DOTALL)
 
 
 class CallError(ValueError):
@@ -44,8 +56,8 @@ def parser(format: str, tools: Sequence[dict[str, Any]] = ()) -> Parser:
         near = nearest(format, list(FORMATS)) or ";"
         known = f"known: {', '.join(FORMATS)}, {object_forms('function')}"
         raise ConfigError(f"environment.format={format!r} is unknown{near} {known}")
-    types = _types(tools)
-    return lambda text: _message(text, FORMATS[format], types)
+    types = argument_types(tools)
+    return lambda text, before="": _message(text, before, FORMATS[format], types)
 
 
 class _Parts:
@@ -65,34 +77,59 @@ class _Parts:
             self.error = self.error or _problem(error)
 
 
-Types = dict[str, dict[str, set[str]]]  # JSON types of arguments: tool's name -> argument's name -> types
-
-
 class Format(NamedTuple):
-    """A format of calls, and the tags around thoughts, which are empty if `read` finds the thoughts itself."""
+    """A format of calls, and the tags around its thoughts, which are empty if `read` finds all thoughts itself."""
 
     read: Callable[[str, Types], _Parts]
     think: str = "<think>"
     thought: str = "</think>"
 
 
-def _message(text: str, format: Format, types: Types) -> dict[str, Any]:
-    """The message of a text. Calls within thoughts are ignored."""
-    thoughts, answer = "", text
-    if format.thought and format.thought in text:  # the opening tag may be in the prompt
-        thoughts, _, answer = text.partition(format.thought)
-    elif format.think and text.lstrip().startswith(format.think):
-        thoughts, answer = text, ""
+def _message(text: str, before: str, format: Format, types: Types) -> dict[str, Any]:
+    """The message of a text. Calls within thoughts are ignored, also if the text before has opened these."""
+    closing = ""
+    if not format.think:
+        text = before.rpartition(_START)[2] + text if _START in before else text
+    elif (opened := _OPENED.search(before)) is not None:
+        closing = _THOUGHTS[opened[0].rstrip()]
+    else:
+        closing = next((close for tag, close in _THOUGHTS.items() if text.lstrip().startswith(tag)), "")
+        closing = format.thought if not closing and format.thought in text else closing
+    thoughts, _, answer = text.partition(closing) if closing else ("", "", text)
     parts = format.read(answer, types)
-    thoughts = thoughts or "\n".join(parts.thoughts)
+    tag = next((tag for tag in _THOUGHTS if thoughts.strip().startswith(tag)), "")
+    every = [thoughts.strip().removeprefix(tag)] * bool(thoughts) + parts.thoughts
     message: dict[str, Any] = {"role": "assistant", "content": "".join(parts.rest).strip()}
-    if thoughts:
-        message["reasoning_content"] = thoughts.strip().removeprefix(format.think).strip()
+    if any(every) or thoughts:
+        message["reasoning_content"] = "\n".join(thought.strip() for thought in every).strip()
     if parts.calls:
-        message["tool_calls"] = [{"type": "function", "function": call} for call in parts.calls]
+        message["tool_calls"] = []
+        for call in parts.calls:
+            written = {"id": call.pop("id")} if "id" in call else {}
+            message["tool_calls"].append({"type": "function", **written, "function": call})
     if parts.error is not None:
         message["error"] = parts.error
     return message
+
+
+def _pieces(text: str, opening: str, closing: str | None) -> Iterator[tuple[str, str]]:
+    """Split a text into (opening tag, body): calls, thoughts, and the texts between them, whose tag is empty. Without
+    its closing tag, or with None, a body reaches to the end. Within a line, a tag of thoughts is text.
+    """
+    tags, place = {opening: closing, **_THOUGHTS}, 0
+    searched = 0
+    tag = re.compile("|".join(map(re.escape, tags)))
+    while (start := tag.search(text, searched)) is not None:
+        at, searched = start.span()
+        if start[0] != opening and at != place and text[at - 1] != "\n":
+            continue
+        yield "", text[place:at]
+        close = tags[start[0]]
+        end = text.find(close, searched) if close is not None else -1
+        end = end if end >= 0 else len(text)
+        yield start[0], text[searched:end].strip()
+        place = searched = end + len(close or "")
+    yield "", text[place:]
 
 
 def _tagged(
@@ -101,37 +138,55 @@ def _tagged(
     """The `read` of a Format with calls between tags; the last closing tag may be missing at the end of a turn."""
 
     def parts_of(text: str, types: Types) -> _Parts:
-        parts, place = _Parts(), 0
-        while (start := text.find(opening, place)) >= 0:
-            parts.rest.append(text[place:start])
-            end = text.find(closing, start)
-            end = end if end >= 0 else len(text)
-            body = text[start + len(opening) : end].strip()
-            parts.add(body, lambda body: read(body, types))
-            place = end + len(closing)
-        parts.rest.append(text[place:])
+        parts = _Parts()
+        for tag, body in _pieces(text, opening, closing):
+            if tag == opening:
+                parts.add(body, lambda body: read(body, types))
+            else:
+                (parts.thoughts if tag else parts.rest).append(body)
         return parts
 
     return parts_of
 
 
 def _llama3(text: str, types: Types) -> _Parts:
-    """Llama 3.1 to 3.3: a text that is one JSON object, or several separated by semicolons."""
-    parts, (before, tag, rest) = _Parts(), text.partition(_TAG)
-    body = (rest if tag else text).strip()
-    if not tag and not (body.startswith("{") and '"name"' in body):
-        parts.rest.append(text)
+    """Llama 3.1 to 3.3: a text that is one JSON object, or several separated by semicolons.
+
+    Without the tag that begins a call, an object is one only if it has a name and parameters: other JSON is an answer.
+    """
+    parts = _Parts()
+    if _TAG not in text:
+        objects = _objects(text.strip())
+        if not _looks_called(objects[0] if objects else ""):
+            parts.rest.append(text)
+            return parts
+        for body in objects:
+            parts.add(body, lambda body: _call(parse_json(body), "parameters", required=True))
         return parts
-    parts.rest.append(before if tag else "")
-    for part in _objects(body):
-        parts.add(part, lambda text: _call(parse_json(text), "parameters"))
+    for tag, piece in _pieces(text, _TAG, None):
+        if tag == _TAG:
+            for body in _objects(piece):
+                parts.add(body, lambda body: _call(parse_json(body), "parameters"))
+        else:
+            (parts.thoughts if tag else parts.rest).append(piece)
     return parts
+
+
+def _looks_called(text: str) -> bool:
+    """Whether a text is a JSON object of a call; a malformed one is if it has the keys of a call."""
+    if not text.startswith("{"):
+        return False
+    try:
+        value = parse_json(text)
+    except ValueError:
+        return '"name"' in text and ('"parameters"' in text or '"arguments"' in text)
+    return isinstance(value.get("name"), str) and not {"parameters", "arguments"}.isdisjoint(value)
 
 
 def _gpt_oss(text: str, types: Types) -> _Parts:
     """gpt-oss (harmony): messages in channels, with thoughts in `analysis`, and JSON in messages to a function."""
     parts = _Parts()
-    for piece in text.split("<|start|>assistant"):
+    for piece in text.split(_START):
         head, opened, body = piece.partition("<|message|>")
         body = _ENDS.split(body, maxsplit=1)[0]
         recipient = _RECIPIENT.search(head)
@@ -146,16 +201,21 @@ def _gpt_oss(text: str, types: Types) -> _Parts:
     return parts
 
 
-def _call(value: Any, arguments: str) -> dict[str, Any]:
-    """The call in a JSON value {name, arguments}; `arguments` is their key."""
+def _call(value: Any, arguments: str, *, required: bool = False) -> dict[str, Any]:
+    """The call in a JSON value {name, arguments}, with its `id` if it has one; `arguments` is the key of the arguments,
+    which a call without any lacks unless they are `required`.
+    """
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        raise CallError(f"expected a JSON object with a name and {arguments}")
+    if required and {arguments, "arguments"}.isdisjoint(value):
         raise CallError(f"expected a JSON object with a name and {arguments}")
     given = value.get(arguments, value.get("arguments", {}))
     if isinstance(given, str):
         given = parse_json(given)
     if not isinstance(given, dict):
         raise CallError(f"the {arguments} should be a JSON object")
-    return {"name": value["name"], "arguments": given}
+    written = {"id": value["id"]} if isinstance(value.get("id"), str) else {}
+    return {"name": value["name"], "arguments": given, **written}
 
 
 def _json_call(body: str, types: Types) -> dict[str, Any]:
@@ -172,7 +232,7 @@ def _function(body: str, types: Types) -> dict[str, Any]:
     name = head.removeprefix("<function=").strip()
     if not closed or not head.startswith("<function=") or not name:
         raise CallError("expected <function=name> after <tool_call>")
-    texts = _texts(rest, "<parameter=", _PARAMETER, "</parameter>")
+    texts = _texts(rest, "<parameter=", _PARAMETER, "</parameter>", _known(name, types))
     for key, text in texts.items():
         texts[key] = text.removeprefix("\n").removesuffix("\n")
     return _typed_call(name, texts, types)
@@ -184,30 +244,47 @@ def _keyed(body: str, types: Types) -> dict[str, Any]:
     name = head.strip()
     if not name:
         raise CallError("expected the name of a function after <tool_call>")
-    return _typed_call(name, _texts(tag + rest, "<arg_key>", _ARGUMENT, "</arg_value>"), types)
+    texts = _texts(tag + rest, "<arg_key>", _ARGUMENT, "</arg_value>", _known(name, types))
+    return _typed_call(name, texts, types)
+
+
+def _known(name: str, types: Types) -> Container[str]:
+    """The names of a tool's parameters."""
+    return types[name].named if name in types else ()
 
 
 def _typed_call(name: str, texts: dict[str, str], types: Types) -> dict[str, Any]:
     """A call with arguments given as text, converted to the types in the tool's schema."""
-    kinds = types.get(name, {})
-    return {"name": name, "arguments": {key: _typed(text, kinds.get(key, set())) for key, text in texts.items()}}
+    kinds = types.get(name, Parameters({}))
+    return {"name": name, "arguments": {key: _typed(text, kinds.of(key)) for key, text in texts.items()}}
 
 
-def _texts(body: str, head: str, opening: re.Pattern[str], closing: str) -> dict[str, str]:
-    """The texts between tags, by the names in the opening tags, which begin with `head`."""
+def _texts(body: str, head: str, opening: re.Pattern[str], closing: str, known: Container[str]) -> dict[str, str]:
+    """The texts between tags, by the names in the opening tags, which begin with `head`.
+
+    A text without its closing tag ends where the next argument begins: an opening tag at the start of a line, or one
+    with the name of a parameter that is `known`. Other opening tags within a text belong to it.
+    """
     texts: dict[str, str] = {}
-    place = 0
+    place, either = 0, re.compile(f"{opening.pattern}|{closing}")
     while True:
         tag = opening.search(body, place)
-        if head in body[place : len(body) if tag is None else tag.start()]:
+        between = body[place : len(body) if tag is None else tag.start()]
+        if head in between:
             raise CallError(f"malformed {head}")
+        if "<tool_call>" in between or "<function=" in between:
+            raise CallError("it has another call within it; expected </tool_call> before the next one")
         if tag is None:
             return texts
-        end = body.find(closing, tag.end())
-        if end < 0:
+        for end in either.finditer(body, tag.end()):
+            name = end[1]
+            if name is None or body[end.start() - 1] == "\n" or (name.strip() in known and name.strip() not in texts):
+                break
+        else:
             raise CallError(f"no {closing} after {tag[0]}")
-        texts[tag[1].strip()] = body[tag.end() : end]
-        place = end
+        text = body[tag.end() : end.start()]
+        texts[tag[1].strip()] = text if name is None else text.removesuffix("\n")
+        place = end.start()
 
 
 def _received(name: str, body: str) -> dict[str, Any]:
@@ -223,8 +300,13 @@ def _braced(body: str, types: Types) -> dict[str, Any]:
         raise CallError("expected call:name{...} after <|tool_call>")
     pieces = (brace + rest).split(_QUOTE)
     for place, piece in enumerate(pieces):
-        pieces[place] = json.dumps(piece) if place % 2 else _KEY.sub(r'\1"\2":', piece)
+        pieces[place] = json.dumps(piece) if place % 2 else _KEY.sub(_quoted, piece)
     return _call({"name": name, "arguments": parse_json("".join(pieces))}, "arguments")
+
+
+def _quoted(found: re.Match[str]) -> str:
+    """A key with quotation marks; a text that has them is left as it is."""
+    return found[0] if found[2] is None else f'{found[1]}"{found[2]}":'
 
 
 FORMATS: dict[str, Format] = {
@@ -237,33 +319,13 @@ FORMATS: dict[str, Format] = {
 }
 
 
-def _types(tools: Sequence[dict[str, Any]]) -> Types:
-    """The types of all tools' arguments."""
-    types: Types = {}
-    for tool in tools:
-        function = tool.get("function", tool)
-        schemas = function.get("parameters", {}).get("properties", {})
-        types[function["name"]] = {name: _kinds(schema) for name, schema in schemas.items()}
-    return types
-
-
-def _kinds(schema: dict[str, Any]) -> set[str]:
-    """The types that a JSON schema allows."""
-    listed = schema.get("type", [])
-    kinds = {listed} if isinstance(listed, str) else set(listed)
-    if schema.get("nullable"):
-        kinds.add("null")
-    for choice in schema.get("anyOf", []):
-        kinds |= _kinds(choice)
-    return kinds
-
-
-def _typed(text: str, kinds: set[str]) -> Any:
+def _typed(text: str, kinds: frozenset[str]) -> Any:
     """Convert an argument to one of these types; it remains text if there are none, or if it has another type."""
     word = text.strip()
     if "null" in kinds and word in ("null", "None"):
         return None
-    if not kinds or "string" in kinds:
+    listed = {kind for kind in kinds if kind.startswith('"')}
+    if not kinds or "string" in kinds or json.dumps(text) in listed or (listed and kinds <= listed | {"null"}):
         return text
     try:
         return parse_json(word.lower() if word in ("True", "False") else word)
@@ -294,7 +356,7 @@ def _problem(error: ValueError) -> str:
 def _of_user(read: Callable[[str], Any], path: str) -> Parser:
     """The parser that calls the user's function `read`."""
 
-    def parse(text: str) -> dict[str, Any]:
+    def parse(text: str, before: str = "") -> dict[str, Any]:
         try:
             message = read(text)
         except ValueError as error:

@@ -1,25 +1,58 @@
 """Conversations with tools and environments as tokens: the prompt, and the messages that follow a turn of the model.
 
-The tokens that the model sampled are never rendered again: only new messages are, after a placeholder for the model's
-turn. Where that turn ends in the tokens of the rendered conversation depends on the chat template, and is probed.
+The tokens that the model sampled are never rendered again: only new messages are, in their conversation, whose turns of
+the model are placeholders. Where a turn ends in the tokens of the rendered conversation depends on the chat template,
+and is probed.
 """
 
-import json
 import logging
-from collections.abc import Callable, Sequence
-from typing import Any
+import os.path
+import re
+from collections.abc import Sequence
+from contextlib import suppress
+from itertools import takewhile, zip_longest
+from typing import Any, NamedTuple
 
 from phalanx.config.lm import LMDataConfig
 from phalanx.models.lm.chat import ChatRenderer, roles_of, template_of, with_system_prompt
 
 log = logging.getLogger(__name__)
 Messages = list[dict[str, Any]]
-# A rule maps the tokens of a conversation up to a turn of the model, and those of the whole conversation, to the tokens
-# that follow the turn; None if the rule does not apply.
-Rule = Callable[[list[int], list[int]], list[int] | None]
 _ID = "call{:05d}"  # nine letters and digits, which Mistral's templates require
-_TURNS = 64  # limit of turns in the cache
 _WORDS = ("pebble", "a longer sentence about birch trees")  # placeholders for a turn of the model
+_QUESTION = {"role": "user", "content": "A question."}
+_NOTHING: dict[str, Any] = {}
+_TURN = {"role": "assistant", "content": ""}
+_BEFORE = 64  # tokens in which the beginning of a turn's thoughts is looked for
+
+
+class Rule(NamedTuple):
+    """How the tokens that follow a turn are found in those of a conversation.
+
+    end: they begin after as many of this token as the conversation up to the turn has, less `extra`, the number that
+        the template appends only to the last turn; None: they follow the tokens up to the turn.
+    opens: `end` begins a message of this role, and is not what ends a turn.
+    """
+
+    end: int | None
+    extra: int = 0
+    opens: bool = False
+
+    def following(self, turn: list[int], whole: list[int]) -> list[int] | None:
+        """The tokens that follow the turn; None if the rule does not apply.
+
+        turn: tokens of the conversation up to the turn. whole: those of the whole conversation.
+        """
+        if self.end is None:
+            return whole[len(turn) :] if whole[: len(turn)] == turn else None
+        left = turn.count(self.end) - self.extra
+        if left <= 0:
+            return None
+        for place, token in enumerate(whole):
+            left -= token == self.end
+            if left == 0:
+                return whole[place + 1 :]
+        return None
 
 
 class TurnRenderer:
@@ -44,8 +77,9 @@ class TurnRenderer:
         self._tokenizer, self._system, self._tools = tokenizer, data.system_prompt, list(tools) or None
         self._ends = frozenset(end_tokens)
         self._renderer = ChatRenderer(template_of(tokenizer, self._tools, path), tokenizer, data, path)
-        self._turns: dict[str, list[int]] = {}  # tokens up to and including a turn, by the conversation
+        self._marks = {token: str(tokenizer.convert_ids_to_tokens(token)) for token in self._ends}
         self._rules: dict[str, Rule] = {}  # by the role of the message that follows a turn
+        self._unanswered = False  # the template renders turns with more calls than answers
         refused = {}
         for role in ("user", "tool") if self._tools else ("user",):
             try:
@@ -57,6 +91,8 @@ class TurnRenderer:
             self.close()
             raise ValueError(refused[needed])
         self._check_tools()
+        if self._tools:
+            self._unanswered = self._takes_unanswered()
 
     @property
     def roles(self) -> frozenset[str]:
@@ -67,25 +103,37 @@ class TurnRenderer:
         """Tokens of a conversation without a turn of the model; its first turn follows them directly."""
         return self._encode(self._renderer.text(with_system_prompt(messages, self._system), self._tools))
 
-    def answer(self, messages: Messages) -> list[int]:
+    def answer(self, messages: Messages, history: Messages | None = None, end: int | None = None) -> list[int]:
         """Tokens after the end token of a turn: those of `messages`, and those that begin the model's next turn.
 
-        All messages are of the user, or the first ones are of tools, one for each call of the turn.
+        messages: all are of the user, or the first ones are of tools, one for each call of the turn.
+        history: the conversation up to the turn, which is the last message; None: a question and a turn.
+        end: the end token that was sampled; None: the template's own.
         """
         if not messages:
             raise ValueError("an environment says nothing after a turn; expected a message, or that it was the last")
         role = messages[0]["role"]
         if role not in self._rules:
             raise ValueError(f"{self._renderer.name} does not render a message of the role {role!r} after a turn")
-        tokens = self._after(self._rules[role], _history(messages, 0), messages)
+        rule, tokens = self._rules[role], None
+        with suppress(ValueError):  # the model may write identifiers and names that the template refuses
+            past = [_QUESTION, _TURN] if history is None else with_system_prompt(history, self._system)
+            tokens = self._after(rule, past, messages)
+        if tokens is None:
+            own = [{key: value for key, value in message.items() if key != "tool_call_id"} for message in messages]
+            tokens = self._after(rule, [_QUESTION, _TURN], own)
         if tokens is None:
             raise ValueError(f"{self._renderer.name} does not render what follows a turn in {roles_of(messages)}")
-        return tokens
+        return self._behind(end, rule, tokens)
 
     def text(self, tokens: Sequence[int]) -> str:
         """The text of a turn without its end token, but with other special tokens, which a parser of calls may need."""
         kept = tokens[:-1] if tokens and tokens[-1] in self._ends else tokens
         return str(self._tokenizer.decode(kept, skip_special_tokens=False))
+
+    def before(self, tokens: Sequence[int]) -> str:
+        """The end of the text that precedes a turn, in which the template may have opened its thoughts."""
+        return str(self._tokenizer.decode(tokens[-_BEFORE:], skip_special_tokens=False))
 
     def close(self) -> None:
         """End the template's process."""
@@ -94,27 +142,48 @@ class TurnRenderer:
     def _encode(self, text: str) -> list[int]:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    def _after(self, rule: Rule, history: Messages, messages: Messages) -> list[int] | None:
-        """The tokens of messages after a history that ends in a turn of the model."""
-        key = json.dumps(history)
-        if key not in self._turns:
-            if len(self._turns) == _TURNS:  # a policy may call tools by any name
-                self._turns.clear()
-            turn = self._renderer.text(history, self._tools, add_generation_prompt=False)
-            self._turns[key] = self._encode(turn.rstrip())  # whitespace after a turn belongs to what follows
-        whole = self._encode(self._renderer.text([*history, *_with_ids(messages)], self._tools))
-        tokens = rule(self._turns[key], whole)
-        # for some models, the end token of a turn is the first token of the next message
-        return tokens[1:] if tokens and tokens[0] in self._ends else tokens
+    def _after(self, rule: Rule, past: Messages, messages: Messages, word: str = _WORDS[0]) -> list[int] | None:
+        """The tokens of messages after a conversation that ends in a turn of the model."""
+        whole = _placed([*past, *messages], word, self._unanswered)
+        turn = {"messages": whole[: len(past)], "add_generation_prompt": False}
+        texts = self._renderer.texts([{"tools": self._tools} | turn, {"tools": self._tools, "messages": whole}])
+        texts[0] = texts[0].rstrip()  # whitespace after a turn belongs to what follows
+        common = self._common(rule, texts)
+        return rule.following(*(self._encode(text[common:]) for text in texts))
+
+    def _common(self, rule: Rule, texts: list[str]) -> int:
+        """The number of characters that both texts begin with and that need no tokens, because the rule finds the same
+        without them. They end before a special token; of those that the rule counts, two remain.
+        """
+        place = len(os.path.commonprefix(texts))  # noqa: RUF071 - it compares characters, as is meant here
+        for _ in range(2):
+            marks = self._marks.values() if rule.end is None else [self._marks[rule.end]]
+            place = max(texts[0].rfind(mark, 0, place) for mark in marks)
+            if place <= 0:
+                return 0
+        return place
+
+    def _behind(self, end: int | None, rule: Rule, tokens: list[int]) -> list[int]:
+        """The tokens of an answer behind the end token that was sampled.
+
+        For some models, an end token begins the next message. It follows a turn that ended with another one; the token
+        that ends all turns of a template follows no other end token, except one that begins messages.
+        """
+        if tokens and tokens[0] in self._ends:
+            return tokens[1:] if end is None or end == tokens[0] else tokens
+        opens = {each.end for each in self._rules.values() if each.opens}
+        if rule.end is not None and end not in (None, rule.end) and (rule.opens or end in opens):
+            return [rule.end, *tokens]
+        return tokens
 
     def _rule(self, role: str, calls: int) -> Rule:
         """The first rule that is correct for messages of this role after a turn."""
-        rules = [_counted(token, extra) for extra in (0, 1) for token in sorted(self._ends)]
-        for rule in (*rules, _continued):
+        rules = [Rule(token, extra) for extra in (0, 1) for token in sorted(self._ends)]
+        for rule in (*rules, Rule(None)):
             if all(self._is_right(rule, role, count) for count in range(1, calls + 1 if role == "tool" else 2)):
-                return rule
+                return rule._replace(opens=self._opens(rule, role))
         probe = self._probe(role, 1, 0)
-        text = self._renderer.text([*_history(probe, 0), *_with_ids(probe)], self._tools)
+        text = self._renderer.text(_placed([_QUESTION, _TURN, *probe], _WORDS[0], False), self._tools)
         if probe[0]["content"] not in text:
             raise ValueError(
                 f"{self._renderer.name} omits the text of a message of the role {role!r} after a turn; expected "
@@ -126,17 +195,42 @@ class TurnRenderer:
         )
 
     def _is_right(self, rule: Rule, role: str, count: int) -> bool:
-        """Whether the rule finds the same tokens after two different turns, and a longer conversation ends in them."""
+        """Whether the rule finds the same tokens after two different turns; and after a conversation with a turn of the
+        same form before, the same but for numbers and identifiers.
+        """
         first, second = self._probe(role, count, 0), self._probe(role, count, 1)
-        tokens = self._after(rule, _history(second, 0), second)
-        if tokens is None or tokens != self._after(rule, _history(second, 1), second):
+        forms = set()
+        for past in ([_QUESTION, _TURN], [_QUESTION, _TURN, *first, _TURN]):
+            tokens = self._after(rule, past, second)
+            if tokens is None or tokens != self._after(rule, past, second, _WORDS[1]):
+                return False
+            text = self._tokenizer.decode(tokens)
+            if not all(message["content"] in text for message in second) or any(word in text for word in _WORDS):
+                return False
+            forms.add(re.sub(r"\d+", "0", text))
+        return len(forms) == 1
+
+    def _opens(self, rule: Rule, role: str) -> bool:
+        """Whether the rule's token begins each message: it is between two, and not behind the last one."""
+        if rule.end is None:
             return False
-        text = self._tokenizer.decode(tokens)
-        if not all(message["content"] in text for message in second) or any(word in text for word in _WORDS):
+        probe, mark = self._probe(role, 2, 0), self._marks[rule.end]
+        try:
+            tokens = self._after(rule, [_QUESTION, _TURN], probe)
+        except ValueError:  # a template that takes one call
             return False
-        longer = [*_history(first, 0), *_with_ids(first), *_history(second, 1)[1:], *_with_ids(second)]
-        whole = self._encode(self._renderer.text(longer, self._tools))
-        return whole[len(whole) - len(tokens) :] == tokens
+        between, _, behind = self._tokenizer.decode(tokens or []).partition(probe[1]["content"])
+        return mark in between.partition(probe[0]["content"])[2] and mark not in behind
+
+    def _takes_unanswered(self) -> bool:
+        """Whether the template renders a turn with two calls of which one is answered."""
+        (answer,) = self._probe("tool", 1, 0)
+        call = {"type": "function", "function": {"name": answer["name"]}}
+        chat = _placed([_QUESTION, _TURN | {"tool_calls": [call, call]}, answer], _WORDS[0], True)
+        try:
+            return bool(self._renderer.text(chat, self._tools))
+        except ValueError:
+            return False
 
     def _check_tools(self) -> None:
         """Warn about a template that does not describe the tools to the model."""
@@ -159,47 +253,36 @@ class TurnRenderer:
         return messages
 
 
-def _history(messages: Messages, words: int) -> Messages:
-    """A conversation up to a turn of the model that these messages can follow; the turn says _WORDS[words]."""
-    calls = []
-    for message in _with_ids(messages):
-        if message["role"] == "tool":
-            function = {"name": message["name"], "arguments": {"text": _WORDS[words]}}
-            calls.append({"type": "function", "id": message["tool_call_id"], "function": function})
-    turn: dict[str, Any] = {"role": "assistant", "content": _WORDS[words]}
-    if calls:
-        turn |= {"content": "", "tool_calls": calls}
-    return [{"role": "user", "content": "A question."}, turn]
+def _placed(messages: Messages, word: str, unanswered: bool) -> Messages:
+    """A conversation whose turns of the model are placeholders that say `word`. They have the identifiers and names of
+    their calls, and so have the answers of tools; calls without an identifier are numbered over the conversation.
 
-
-def _with_ids(messages: Messages) -> Messages:
-    """The messages, with the identifiers and names that some templates require of tools' messages."""
-    result = []
-    for number, message in enumerate(messages):
-        tool = {"name": "tool", "tool_call_id": _ID.format(number)} if message["role"] == "tool" else {}
-        result.append({**tool, **message})
+    unanswered: turns also have the calls that no tool answered.
+    """
+    result: Messages = []
+    calls: Messages = []  # those that tools' messages have not answered yet
+    number = 0
+    for place, message in enumerate(messages):
+        if message["role"] == "assistant":
+            answers = list(takewhile(lambda each: each["role"] == "tool", messages[place + 1 :]))
+            written: Messages = message.get("tool_calls") or []
+            if not answers or not unanswered:
+                written = written[: len(answers)]
+            pairs = zip_longest(answers, written, fillvalue=_NOTHING)
+            calls = [_call(answer, call, word, number + i) for i, (answer, call) in enumerate(pairs)]
+            number += len(calls)
+            turn = {"content": "", "tool_calls": list(calls)} if calls else {"content": word}
+            result.append({"role": "assistant"} | turn)
+        elif message["role"] == "tool":
+            call = calls.pop(0) if calls else _call(message, _NOTHING, word, number)
+            result.append({"name": call["function"]["name"], "tool_call_id": call["id"]} | message)
+        else:
+            result.append(message)
     return result
 
 
-def _counted(end: int, extra: int) -> Rule:
-    """The tokens after as many `end` tokens as there are up to the turn, less `extra`.
-
-    extra: number of end tokens that the template appends only to the last turn of a conversation.
-    """
-
-    def rule(turn: list[int], whole: list[int]) -> list[int] | None:
-        left = turn.count(end) - extra
-        if left <= 0:
-            return None
-        for place, token in enumerate(whole):
-            left -= token == end
-            if left == 0:
-                return whole[place + 1 :]
-        return None
-
-    return rule
-
-
-def _continued(turn: list[int], whole: list[int]) -> list[int] | None:
-    """The tokens after those up to the turn, if the whole conversation begins with these."""
-    return whole[len(turn) :] if whole[: len(turn)] == turn else None
+def _call(answer: dict[str, Any], written: dict[str, Any], word: str, number: int) -> dict[str, Any]:
+    """A call with the identifier and the name in the answer of its tool, or those that the model wrote."""
+    name = answer.get("name") or written.get("function", written).get("name") or "tool"
+    identifier = answer.get("tool_call_id") or written.get("id") or _ID.format(number)
+    return {"type": "function", "id": str(identifier), "function": {"name": name, "arguments": {"text": word}}}

@@ -71,6 +71,8 @@ class _Talk:
     messages: list[Message]
     prompt: list[int] = field(default_factory=list)
     look: Any = None  # the images of the prompt
+    before: list[int] = field(default_factory=list)  # what the next turn follows: the prompt, or the last answer
+    end: int | None = None  # the last token of the last turn
     turns: int = 0
     ends: list[int] = field(default_factory=list)  # of each turn: the index of its last token among the drawn ones
     full: bool = False  # has reached environment.max_turns
@@ -255,7 +257,7 @@ class ConversationRollout(LMRollout):
                     if key not in known:  # samples with the same images share one Look
                         known[key] = self.policy.reader.read(replace(prompt, messages=talk.messages), self.data)
                     talk.prompt, talk.look = known[key]
-            talk.messages = in_texts(talk.messages)
+            talk.messages, talk.before = in_texts(talk.messages), talk.prompt
         return talks
 
     def _conversation(self, talk: _Talk, spoken: Spoken, reward: float | dict[str, float] | None) -> Conversed:
@@ -328,8 +330,9 @@ class _Partner:
 
     def hear(self, sample: int, turn: list[int]) -> Future[Turn]:
         talk = self._talks[sample]
-        message = talk.parse(talk.renderer.text(turn))
+        message = talk.parse(talk.renderer.text(turn), talk.renderer.before(talk.before))
         talk.messages.append(message)
+        talk.end = turn[-1]
         talk.turns += 1
         talk.ends.append(len(turn) + (talk.ends[-1] if talk.ends else -1))
         return talk.conversation.hear(message)
@@ -337,6 +340,7 @@ class _Partner:
     def answer(self, sample: int, heard: Turn) -> list[int] | None:
         talk = self._talks[sample]
         messages = [self._cut(message) for message in heard.messages]
+        history = list(talk.messages)
         talk.messages += messages
         if heard.done or talk.conversation.ended is not None:
             return None
@@ -344,7 +348,8 @@ class _Partner:
         if talk.full:
             return None
         with _rendering():
-            return self._readable(talk.renderer.answer(messages))
+            talk.before = self._readable(talk.renderer.answer(messages, history, talk.end))
+        return talk.before
 
     def _cut(self, message: Message) -> Message:
         """The message, its content truncated to environment.max_observation_length tokens."""

@@ -1,0 +1,119 @@
+"""The types that JSON schemas of tools allow for arguments, for formats of calls that write arguments as text."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+# names of types that are not JSON schema's, in schemas written by hand
+_NAMES = {"str": "string", "text": "string", "int": "integer", "float": "number", "bool": "boolean", "dict": "object"}
+_NAMES |= {"list": "array"}
+_Known = dict[str, frozenset[str]]  # by reference
+
+
+class Parameters(NamedTuple):
+    """The types of a tool's arguments by name, and those of all others. A type is a name of JSON schema's, or a text of
+    an enumeration in quotation marks; none means any value.
+    """
+
+    named: Mapping[str, frozenset[str]]
+    others: frozenset[str] = frozenset()
+
+    def of(self, name: str) -> frozenset[str]:
+        return self.named.get(name, self.others)
+
+
+Types = Mapping[str, Parameters]  # by the tool's name
+
+
+def argument_types(tools: Sequence[dict[str, Any]]) -> Types:
+    """The types of all tools' arguments, from their schemas in OpenAI's format."""
+    types = {}
+    for tool in tools:
+        function = tool.get("function", tool)
+        types[function["name"]] = parameter_types(function.get("parameters"))
+    return types
+
+
+def parameter_types(root: Any) -> Parameters:
+    """The types of the properties of an object, by its schema."""
+    named: dict[str, frozenset[str]] = {}
+    others: frozenset[str] = frozenset()
+    known: _Known = {}
+    for schema in _merged(root, root, set()):
+        properties = schema.get("properties")
+        for name, each in properties.items() if isinstance(properties, dict) else ():
+            named[name] = _allowed(each, root, known)
+        others = others or _allowed(schema.get("additionalProperties"), root, known)
+    return Parameters(named, others)
+
+
+def _allowed(schema: Any, root: Any, known: _Known) -> frozenset[str]:
+    """The types that a schema allows; none if it allows any, or cannot be read. root: where its references begin."""
+    if not isinstance(schema, dict):
+        return frozenset()
+    parts = [_listed(schema.get("type")), _enumerated(schema)]
+    if not parts[0]:
+        parts.append(frozenset({"object"} if "properties" in schema else {"array"} if "items" in schema else ()))
+    if "$ref" in schema:
+        name = str(schema["$ref"])
+        if name not in known:
+            known[name] = frozenset()  # where a reference leads back to itself
+            known[name] = _allowed(_referred(name, root), root, known)
+        parts.append(known[name])
+    for key in ("anyOf", "oneOf"):
+        parts.append(frozenset().union(*(_allowed(each, root, known) for each in _list(schema.get(key)))))
+    parts += [_allowed(each, root, known) for each in _list(schema.get("allOf"))]
+    types: frozenset[str] = frozenset()
+    for part in parts:
+        types = _both(types, part) if types and part else types or part
+    return types | {"null"} if schema.get("nullable") is True else types
+
+
+def _both(first: frozenset[str], second: frozenset[str]) -> frozenset[str]:
+    """The types that both sets allow; those of the first if they contradict each other."""
+    kept = {one for one in first if one in second or _general(one) in second}
+    return frozenset(kept | {one for one in second if _general(one) in first}) or first
+
+
+def _general(kind: str) -> str:
+    """The type that includes another one."""
+    return "string" if kind.startswith('"') else "number" if kind == "integer" else kind
+
+
+def _listed(kind: Any) -> frozenset[str]:
+    names = [kind] if isinstance(kind, str) else [each for each in _list(kind) if isinstance(each, str)]
+    return frozenset(_NAMES.get(name.lower(), name.lower()) for name in names)
+
+
+def _enumerated(schema: dict[str, Any]) -> frozenset[str]:
+    """The types of the values of an enumeration or a constant."""
+    values = [*_list(schema.get("enum")), *([schema["const"]] if "const" in schema else [])]
+    kinds = {bool: "boolean", int: "integer", float: "number", type(None): "null", dict: "object", list: "array"}
+    return frozenset(json.dumps(value) if isinstance(value, str) else kinds[type(value)] for value in values)
+
+
+def _merged(schema: Any, root: Any, seen: set[str]) -> list[dict[str, Any]]:
+    """A schema, and all those that it refers to or joins."""
+    if not isinstance(schema, dict):
+        return []
+    found = [schema]
+    name = schema.get("$ref")
+    if isinstance(name, str) and name not in seen:
+        seen.add(name)
+        found += _merged(_referred(name, root), root, seen)
+    for each in _list(schema.get("allOf")):
+        found += _merged(each, root, seen)
+    return found
+
+
+def _referred(name: str, root: Any) -> Any:
+    """What a reference within a schema, such as #/$defs/Point, points to; None if there is nothing."""
+    value = root
+    for part in filter(None, name.removeprefix("#").split("/")):
+        key = part.replace("~1", "/").replace("~0", "~")
+        value = value.get(key) if isinstance(value, dict) else None
+    return value
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
