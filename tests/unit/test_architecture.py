@@ -51,6 +51,7 @@ OWNERS: dict[str, tuple[str, ...]] = {
     "rapidfuzz": ("rewards.image.ocr", "rewards.judge.vlm_ocr"),
     "rapidocr": ("rewards.image.ocr",),
     "reasoning_gym": ("environments.built_in.reasoning_gym", "rewards.text._child", "jobs.prepare_data"),
+    "sympy": ("rewards.text._child",),
     "torch.utils.tensorboard": ("telemetry.loggers.tensorboard",),
     "transformers": (
         "environments.tools",

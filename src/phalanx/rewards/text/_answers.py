@@ -12,14 +12,32 @@ _BOX = re.compile(r"\\(?:boxed|fbox)\s*")
 _WORDS = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
 # words at the end, after a quantity, are its unit
 _UNIT = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox)\s*\{([^{}]*)\}\s*(?:\^\s*\{?\d\}?)?\s*\Z")
-# parts that make no difference: layout, dollars, degrees, percent
-_LAYOUT = re.compile(r"\\(?:left|right)(?![a-z])|\\!|\\?[$%]|\^\s*\{?\\circ\}?|\\degree\b|\u00b0")
-_BLANK = re.compile(r"(?:\\[,;:> ]|\\q?quad\b|~|\s)+")
-_SHORT = re.compile(r"\\(frac|sqrt)(?:\s*)([0-9a-z])(?:([0-9a-z])(?![0-9a-z]))?")
-_RATIO = re.compile(r"([+-]?)(?:(\d+) )?(\d+)/(\d+)")
-# thousands separated by commas or thin spaces; not applied to lists in brackets, whose items look the same
-_THOUSANDS = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(?:(?:,|\\,)\d{3})+(?![\d,])")
-_LIST = ("(", "[", r"\{", r"\left")
+# parts that make no difference: dollars, degrees, percent
+_LAYOUT = re.compile(r"\\?[$%]|\^\s*\{?\\circ\}?|\\degree\b|\u00b0")
+_DELIMITER = re.compile(r"\\(?:left|right)(?![a-z]) ?")
+_TIGHT = re.compile(r"(?<!\s)\s*\\!\s*")  # a negative space, as in 32,\!349
+_PUNCTUATION = re.compile(r"(?<!\s)\s*\{\s*([,:])\s*\}\s*")  # without the space that TeX puts after it, as in 32{,}349
+# not the end of a matrix's row, \\ and a blank
+_BLANK = re.compile(r"(?:(?<!\\)\\[,;:> ]|\\q?quad\b|~|\s)+")
+# arguments of one character without braces: \frac 1 2, \sqrt2, \log_2 8
+_TWO = re.compile(r"\\[dtc]?(frac|binom) ?([0-9a-z]) ?([0-9a-z])(?![0-9a-z])")
+_ONE = re.compile(r"(\\sqrt|\\mathbb|[_^]) ?([0-9a-zA-Z])(?![0-9a-zA-Z])")
+_ROOT = re.compile(r"\\sqrt ?([0-9a-z])")
+_RATIO = re.compile(r"([+-]?)(\d+)/(\d+)")
+_MIXED_RATIO = re.compile(r"(?<![\w.}])(\d++) (\d++)/(\d++)(?![\w./])")
+_REPEATING = re.compile(r"(?<!\d)(\d{0,50})\.(\d{0,50})\\(?:overline|bar|dot) ?(?:\{(\d{1,50})\}|(\d))")
+# thousands separated by commas or thin spaces; not in brackets, where the items of a list look the same
+_THOUSANDS = re.compile(
+    r"((?:[(\[]|\\\{)(?:[^()\[\]\\]|\\[^{}])*+(?:[)\]]|\\\}))|(?<![\d.,])[1-9]\d{0,2}(?:(?:,|\\,)\d{3})+(?![\d,])"
+)
+# thousands separated by blanks, if the text has no other number
+_SPACED = re.compile(r"\A([^\d(\[{,]*+)([1-9]\d{0,2}(?: \d{3})++)(?=(?:\.\d++)?\D*+\Z)")
+_LIST = ("(", "[", r"\{")
+_AND_WORDS = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox) ?\{ ?(and|or) ?\}")
+_AND = re.compile(r"(?:, | ,|[, ])?(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z]) ?")
+_PLUS_MINUS = re.compile(r"\\pm(?![a-zA-Z])")
+_SPACED_LIST = re.compile(r"\d, +\d{3}(?!\d)")
+_PARTED = re.compile(r"\d \.?\d")
 _BASE = re.compile(r"\d_\{?(\d+)\}?")
 _DECIMAL = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)")
 _MIXED = re.compile(r"([+-]?)(\d*)\\frac\{(\d+)\}\{(\d+)\}")
@@ -110,30 +128,56 @@ def number(text: str) -> Decimal | None:
     return result if result.is_finite() else None
 
 
-def normalised(text: str) -> str:
-    r"""A formula in normal form: without `\left`, `\dfrac`, units in `\text`, dollars, spaces and a final point;
-    `\frac12` and `1/2` become \frac{1}{2}, and `x = 5` becomes 5. Digits are joined only across thousands separators.
+def written(text: str) -> str:
+    r"""A formula in the spelling that math-verify reads rightly, without loss: arguments in braces, no `\left`, digits
+    joined across thousands separators, one blank for each space, 1 1/2 as 1\frac{1}{2}, 0.\overline{3} as \frac{1}{3},
+    and both values of a single `\pm`.
     """
     inner = boxed(text) if "\\boxed" in text or "\\fbox" in text else None
-    text = (inner or text).replace("\u2212", "-").strip().rstrip(".").strip()
+    text = (inner or text).replace("\u2212", "-").strip().rstrip(". \\")
+    text = _PUNCTUATION.sub(r"\1", _TIGHT.sub("", text))
+    for other, command in ((r"\varnothing", r"\emptyset"), (r"\lbrace", r"\{"), (r"\rbrace", r"\}")):
+        text = text.replace(other, command)
+    text = _DELIMITER.sub("", text)
+    if not text.startswith(_LIST):
+        text = _THOUSANDS.sub(_joined, text)
+    text = _SPACED.sub(lambda match: match[1] + match[2].replace(" ", ""), _BLANK.sub(" ", text).strip())
+    text = _TWO.sub(r"\\\1{\2}{\3}", text)
+    text = _ROOT.sub(r"\\sqrt{\1}", _ONE.sub(r"\1{\2}", re.sub(r"\\[dtc]frac", r"\\frac", text)))
+    text = _REPEATING.sub(_repeated, _MIXED_RATIO.sub(r"\1\\frac{\2}{\3}", text))
+    text = _AND_WORDS.sub(r" \1 ", re.sub(r"\\\{ ?\\\}", r"\\emptyset", text))
+    if len(_PLUS_MINUS.findall(text)) == 1:
+        text = f"{_PLUS_MINUS.sub('+', text)}, {_PLUS_MINUS.sub('-', text)}"
+    return text
+
+
+def normalised(text: str) -> str:
+    r"""A formula in normal form: as `written`, without units in `\text`, dollars, spaces and a final point; `1/2`
+    becomes \frac{1}{2}, `x = 5` becomes 5, and `5 \text{ and } 6` becomes 5,6.
+    """
+    text = written(text)
     unit = _UNIT.search(text)
     if unit is not None and any(c.isdigit() for c in text[: unit.start()]):
         text = text[: unit.start()]
-    text = _WORDS.sub(r" \1 ", text)
-    text = re.sub(r"\\[dt]frac", r"\\frac", text)
-    text = _LAYOUT.sub("", text.replace("{,}", ",")).strip().rstrip(".")
-    if not text.startswith(_LIST):
-        text = _THOUSANDS.sub(_joined, text)
-    name, sign, value = text.partition("=")
-    if sign and len(name.strip()) <= 2 and name.strip().isalpha() and "=" not in value:
-        text = value
+    text = _LAYOUT.sub("", _WORDS.sub(r" \1 ", text)).strip().rstrip(".")
+    text = _AND.sub(",", _BLANK.sub(" ", text).strip()).replace(";", ",")
     # blanks have no meaning, except between digits, where they separate two numbers
-    text = re.sub(r"(?<!\d) | (?!\d)", "", _BLANK.sub(" ", text).strip())
-    text = _SHORT.sub(_with_braces, text)
+    text = _without_name(re.sub(r"(?<!\d) | (?!\d)", "", text))
     ratio = _RATIO.fullmatch(text)
     if ratio is not None:
-        text = rf"{ratio[1]}{ratio[2] or ''}\frac{{{ratio[3]}}}{{{ratio[4]}}}"
-    return text
+        return rf"{ratio[1]}\frac{{{ratio[2]}}}{{{ratio[3]}}}"
+    return text.lower() if len(text) > 2 and text.isalpha() and text.istitle() else text  # Friday, not the angle ABC
+
+
+def _without_name(text: str) -> str:
+    """A normal form without the name of its values: 5 of x=5, and 5,6 of x=5,x=6."""
+    items = [item.partition("=") for item in text.split(",")]
+    name = items[0][0]
+    if not items[0][1] or len(name) > 2 or not name.isalpha() or any("=" in value for _, _, value in items):
+        return text
+    if any(sign and other != name for other, sign, _ in items):
+        return text
+    return ",".join(value if sign else other for other, sign, value in items)
 
 
 def exact(text: str) -> Fraction | None:
@@ -158,10 +202,9 @@ def canonical(answer: str) -> str | None:
     return text or None if value is None else str(value)
 
 
-def parted(text: str, other: str) -> bool:
-    """Whether a normal form has digits separated only by a blank or a comma, and the other one is not a list."""
-    pattern = r"\d[ ,]\d"
-    return re.search(pattern, text) is not None and re.search(f"{pattern}|,", other) is None
+def parted(text: str) -> bool:
+    """Whether a `written` formula has two numbers with nothing but a blank between them."""
+    return _PARTED.search(text) is not None
 
 
 def bases(text: str) -> list[str]:
@@ -169,9 +212,13 @@ def bases(text: str) -> list[str]:
     return _BASE.findall(text)
 
 
-def same(answer: str, other: str) -> bool:
-    """Whether two answers are equal as numbers or as texts in normal form."""
-    some, others = normalised(answer), normalised(other)
+def same(answer: str, truth: str) -> bool:
+    """Whether an answer equals the truth as a number or as a text in normal form. Of a truth that is a list with a
+    blank after each comma, 2, 345, the answer 2,345 is the list, too.
+    """
+    if _SPACED_LIST.search(truth) is not None:
+        answer = re.sub(r",(?=\d{3})", ", ", answer)
+    some, others = normalised(answer), normalised(truth)
     if some == others:
         return some != ""
     value = exact(some)
@@ -182,12 +229,11 @@ def same(answer: str, other: str) -> bool:
 
 
 def _joined(result: "re.Match[str]") -> str:
-    return re.sub(r"\D", "", result.group())
+    return result[1] or re.sub(r"\D", "", result.group())
 
 
-def _with_braces(result: "re.Match[str]") -> str:
-    command, first, second = result.groups()
-    if command == "frac" and second is None:
-        return result.group()
-    rest = "" if second is None else f"{{{second}}}" if command == "frac" else second
-    return f"\\{command}{{{first}}}{rest}"
+def _repeated(result: "re.Match[str]") -> str:
+    r"""The fraction of a repeating decimal: \frac{7}{6} of 1.1\overline{6}."""
+    first, period = result[1] + result[2], result[3] or result[4]
+    value = Fraction(int(first + period) - int(first or 0), (10 ** len(period) - 1) * 10 ** len(result[2]))
+    return str(value) if value.denominator == 1 else rf"\frac{{{value.numerator}}}{{{value.denominator}}}"

@@ -24,16 +24,45 @@ class RowError(Exception):
 
 
 def load_math() -> Callable[[str, str], bool]:
-    """Equivalence of an answer and the truth, both in LaTeX, according to math-verify."""
+    """Equivalence of an answer and the truth, both in LaTeX, according to math-verify. The letter i is the imaginary
+    unit, which math-verify takes for a variable; solutions of inequalities may be sets or relations.
+    """
     import logging
+    from dataclasses import replace
 
     import math_verify
+    from sympy import Eq, Expr, FiniteSet, I, Intersection, MatrixBase, Union
+    from sympy.core.relational import Relational
 
     logging.disable(logging.WARNING)  # it warns that its own time limits, which use the same signals, are off
+    latex = math_verify.LatexExtractionConfig()
+    numbers = math_verify.ExprExtractionConfig()
+    without_units = replace(latex, normalization_config=replace(latex.normalization_config, units=False))
+
+    def parsed(text: str, config: math_verify.LatexExtractionConfig) -> list[Any]:
+        results = math_verify.parse(rf"\boxed{{{text}}}", [config, numbers], parsing_timeout=None)
+        for place, result in enumerate(results):
+            if isinstance(result, Expr | FiniteSet | MatrixBase):
+                results[place] = result.xreplace({name: I for name in result.free_symbols if name.name == "i"})
+        return results
+
+    def united(result: Any, text: str) -> Any:
+        """The set of `x < 1 or x > 2` or `x > 1 and x < 2`."""
+        word = re.search(r"(?<![a-zA-Z])(?:and|or)(?![a-zA-Z])", text)
+        if word is None or not isinstance(result, FiniteSet) or len(result.free_symbols) != 1:
+            return result
+        if any(isinstance(part, Eq) or not isinstance(part, Relational) for part in result.args):
+            return result
+        return (Union if word.group() == "or" else Intersection)(*(part.as_set() for part in result.args))
 
     def verdict(truth: str, answer: str) -> bool:
-        gold, result = (math_verify.parse(rf"\boxed{{{text}}}", parsing_timeout=None) for text in (truth, answer))
-        return bool(math_verify.verify(gold, result, timeout_seconds=None))
+        # for math-verify a letter at the end is a unit; where a formula's truth has one, it is read as a variable, too
+        configs = [latex, without_units] if re.search(r"[\d}] ?[a-z]+\Z", truth) else [latex]
+        for config in configs:
+            gold, results = ([united(part, text) for part in parsed(text, config)] for text in (truth, answer))
+            if math_verify.verify(gold, results, allow_set_relation_comp=True, timeout_seconds=None):
+                return True
+        return False
 
     return verdict
 

@@ -61,11 +61,11 @@ class Math(RewardWithExtras):
             return 0.0, 0.0
         if _answers.same(answer, truth):
             return 1.0, 0.0
-        given, expected = _answers.normalised(answer), _answers.normalised(truth)
-        # math-verify would join digits that are separated by a blank or a comma, and ignore the base of a number
-        several = _answers.parted(given, expected) or _answers.parted(expected, given)
+        given, expected = _answers.written(answer), _answers.written(truth)
+        # math-verify would add or multiply numbers with a blank between them, and ignore the base of a number
+        several = _answers.parted(given) or _answers.parted(expected)
         bases = {tuple(_answers.bases(given)), tuple(_answers.bases(expected))} - {()}
         if self._verifier is None or several or len(bases) == 2:
             return self._format_score, 0.0
-        right, unjudged = self._verifier.judge(0.0, truth, answer)
+        right, unjudged = self._verifier.judge(0.0, expected, given)
         return (1.0 if right else self._format_score), unjudged
