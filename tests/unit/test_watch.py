@@ -149,7 +149,7 @@ def test_links_out_of_the_folder_are_not_followed(tmp_path: Path) -> None:
     (folder / "config.yaml").unlink()
     (folder / "config.yaml").symlink_to(secret)
     answer, text = client.ask("/")
-    assert answer.status == 400 and "a secret" not in text
+    assert answer.status == 200 and "a secret" not in text and "There is no config.yaml" in text
     client.server.shutdown()
     client.server.server_close()
 
@@ -251,7 +251,7 @@ def test_what_a_browser_cannot_read_is_refused(
 ) -> None:
     file = tmp_path / "run" / "ranks" / "0.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"rate": float("nan")}))
-    assert client.ask("/ranks")[0].status == 400
+    assert "rate" not in client.json("/ranks")["ranks"][0]
     assert client.ask("/", host="[")[0].status == 403
     assert client.ask("http://[/")[0].status == 400
     assert capfd.readouterr().err == ""
@@ -262,8 +262,8 @@ def test_a_damaged_sample_is_one_line(client: Client, tmp_path: Path, capfd: pyt
     index = tmp_path / "run" / "images" / "ocr" / "step_000003" / "index.jsonl"
     for prompt, beside in (("5", ""), ('"p"', ', "messages": []')):
         index.write_text(f'{{"index": 0, "prompt": {prompt}, "reward": 1.0, "file": "0.png"{beside}}}\n')
-        answer, text = client.ask("/sections")
-        assert (answer.status, text) == (400, f"{index}:1: not a row with index, prompt, reward and file\n")
+        samples = client.json("/sections")["samples"]
+        assert "1 line of images/ocr/step_000003/index.jsonl: damaged." in samples
     assert client.ask("/ranks")[0].status == 200
     assert capfd.readouterr().err == ""
 

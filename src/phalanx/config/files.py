@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from phalanx.config.inside import write_inside
+
 
 def kind(path: Path) -> str | None:
     """Whether a path is a "file" or a "folder"; None if it does not exist.
@@ -39,9 +41,7 @@ def read_bytes(path: Path) -> bytes:
 
 def replace_file(path: Path, content: str | bytes) -> None:
     """Replace a file atomically, so that no reader sees a partial file. Raises OSError."""
-    part = path.with_name(f"{path.name}.tmp")
-    part.write_bytes(content.encode() if isinstance(content, str) else content)
-    part.replace(path)
+    write_inside(path.parent, path.name, content)
 
 
 def json_object(text: str | bytes) -> dict[str, Any] | None:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from phalanx.config import ConfigError
+from phalanx.config.inside import status_inside
 from phalanx.config.lm import LMRunConfig
 from phalanx.config.messages import reason
 from phalanx.config.secrets import hide
@@ -22,17 +23,8 @@ from phalanx.jobs.candidate import Candidate, Sets, differing, read_baseline, re
 from phalanx.jobs.outputs import check_place, writing
 from phalanx.jobs.scored import Sampling, columns_of, is_complete, stored_in
 from phalanx.rewards.registry import asks_model
-from phalanx.telemetry.evaluation import (
-    ARGUMENTS,
-    ENDED,
-    RECORDS,
-    RESULT,
-    Wanted,
-    read_records,
-    result_of,
-    table,
-    write_json,
-)
+from phalanx.telemetry.evaluation import Wanted, result_of, table
+from phalanx.telemetry.evaluation_files import ARGUMENTS, ENDED, RECORDS, RESULT, read_records, write_json
 from phalanx.telemetry.evaluation_page import Side, write_page
 from phalanx.telemetry.loggers import setting
 from phalanx.training import folder_lock
@@ -62,7 +54,7 @@ class Evaluation:
         self.earlier: Path | None = None  # the folder of a finished evaluation that serves as the baseline
         if cfg.baseline is not None:
             folder = Path(cfg.baseline).expanduser()
-            if (folder / ARGUMENTS).is_file():
+            if status_inside(folder, ARGUMENTS) is not None:
                 self.earlier = folder
             else:
                 self.baseline = read_baseline(cfg, self.candidate)
@@ -143,18 +135,18 @@ class Evaluation:
         finally:
             if self.world.rank == 0:
                 with suppress(OSError):  # a full disk must not hide the error
-                    write_json(self.folder / ENDED, end)
+                    write_json(self.folder, ENDED, end)
 
     def _finish(self) -> None:
-        rows, others, baseline = read_records(self.folder / RECORDS), None, None
+        rows, others, baseline = read_records(self.folder), None, None
         folder = self.earlier or self.folder / "baseline"
         if self.cfg.baseline is not None:
-            others, baseline = read_records(folder / RECORDS), self.cfg.baseline
+            others, baseline = read_records(folder), self.cfg.baseline
         facts = stored_in(self.folder)
         assert facts is not None, "the arguments were written before"
         head = {"model": self.candidate.name, "baseline": baseline, "arguments": facts["facts"]}
         result = result_of(rows, self.wanted, head, others)
-        write_json(self.folder / RESULT, result)
+        write_json(self.folder, RESULT, result)
         before = None if others is None else Side(others, folder)
         page = write_page(self.folder, result, Side(rows, self.folder), before)
         print(table(result), flush=True)
