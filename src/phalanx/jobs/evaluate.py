@@ -5,7 +5,7 @@ of ranks. Records are written chunk by chunk, so that an interrupted job resumes
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -20,15 +20,16 @@ from phalanx.distributed import mesh
 from phalanx.distributed.collectives import broadcast_object, from_first
 from phalanx.exit import Stopped
 from phalanx.jobs.candidate import Candidate, Sets, differing, read_baseline, read_candidate, read_sets
-from phalanx.jobs.outputs import check_place, writing
+from phalanx.jobs.outputs import check_place, place_in_run, refuse_link, writing
 from phalanx.jobs.scored import Sampling, columns_of, is_complete, stored_in
 from phalanx.rewards.registry import asks_model
 from phalanx.telemetry.evaluation import Wanted, result_of, table
-from phalanx.telemetry.evaluation_files import ARGUMENTS, ENDED, RECORDS, RESULT, read_records, write_json
+from phalanx.telemetry.evaluation_files import ARGUMENTS, ENDED, RECORDS, RESULT, Row, read_records, write_json
 from phalanx.telemetry.evaluation_page import Side, write_page
 from phalanx.telemetry.loggers import setting
 from phalanx.training import folder_lock
 from phalanx.training.components import start
+from phalanx.types import JobError
 
 log = logging.getLogger(__name__)
 # the facts that must be equal in two evaluations that are compared, plus `reward.model` if there is a judge
@@ -50,6 +51,7 @@ class Evaluation:
             _check_column(self.sets, cfg.group_by)
         self.folder = self._folder()
         check_place(self.folder, "output_dir")
+        refuse_link(self.folder / "baseline")
         self.baseline: Candidate | None = None
         self.earlier: Path | None = None  # the folder of a finished evaluation that serves as the baseline
         if cfg.baseline is not None:
@@ -142,6 +144,8 @@ class Evaluation:
         folder = self.earlier or self.folder / "baseline"
         if self.cfg.baseline is not None:
             others, baseline = read_records(folder), self.cfg.baseline
+            if _places(others) != _places(rows):
+                raise JobError(f"baseline: {folder / RECORDS} has other samples than {self.folder / RECORDS}")
         facts = stored_in(self.folder)
         assert facts is not None, "the arguments were written before"
         head = {"model": self.candidate.name, "baseline": baseline, "arguments": facts["facts"]}
@@ -158,7 +162,7 @@ class Evaluation:
         if cfg.output_dir is not None:
             return Path(cfg.output_dir).expanduser()
         if trained is not None:
-            return trained.folder.parent.parent / "evaluation" / trained.policy / trained.folder.name
+            return place_in_run(trained.folder, "evaluation", trained.policy)
         return Path("outputs", "evaluation", Path(self.candidate.name).name)
 
     def _check_earlier(self) -> None:
@@ -176,6 +180,11 @@ class Evaluation:
                     f"baseline: the evaluation in {self.earlier} is not comparable: {problem}; expected the same "
                     "prompts, seeds and rewards"
                 )
+
+
+def _places(rows: Sequence[Row]) -> list[tuple[str, int, int]]:
+    """The set, prompt and sample of each row, in order."""
+    return sorted((row["set"], row["index"], row["sample"]) for row in rows)
 
 
 def _check_column(sets: Sets, column: str) -> None:

@@ -50,14 +50,14 @@ def read_records(folder: Path, *, is_cut: bool = False) -> list[Row]:
     """The rows of a folder's records.jsonl. is_cut: ignore an incomplete last line. Raises ValueError for a file that
     cannot be read, and for an invalid row.
     """
-    rows: list[Row] = []
+    rows, names = list[Row](), dict[str, Any]()
     try:
         with open_inside(folder, RECORDS) as file:
             for number, line in enumerate(file, start=1):
                 if is_cut and not line.endswith(b"\n"):
                     break
                 row = json_object(line.decode("utf-8", "replace"))
-                if row is None or not _is_record(row):
+                if row is None or not _is_record(row) or names.setdefault(row["set"], _names(row)) != _names(row):
                     place = f"{folder / RECORDS}:{number}"
                     raise ValueError(f"{place}: not a record of an evaluation; delete the file to sample again")
                 rows.append(row)
@@ -77,6 +77,11 @@ def _is_record(row: Row) -> bool:
     answers = row.get("answers", {})
     is_answered = isinstance(answers, dict) and all(isinstance(answer, str | None) for answer in answers.values())
     return counts and scores and is_answered and isinstance(row.get("columns", {}), dict)
+
+
+def _names(row: Row) -> tuple[set[str], set[str], bool]:
+    """The names of a record's scores and answers, and whether it has a text: equal in all records of a set."""
+    return set(row["scores"]), set(row.get("answers", {})), "text" in row
 
 
 def _is_score(value: Any) -> bool:
