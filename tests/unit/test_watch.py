@@ -18,6 +18,7 @@ from phalanx.telemetry import runs, watch
 from phalanx.telemetry.records import Record
 from phalanx.telemetry.report import write_report
 from phalanx.telemetry.watch import Server, Watcher, is_loopback, main
+from tests.checks import wait_for
 from tests.pages import EVIL, Page, add_ranks, logger, run
 
 
@@ -279,21 +280,49 @@ def test_a_folder_that_vanishes_and_comes_back(client: Client, tmp_path: Path) -
     assert client.json("/ranks")["done"] == 3 and client.ask("/")[0].status == 200
 
 
-def test_connections_that_ask_nothing_are_few_and_short(
-    client: Client, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_connections_that_ask_nothing_are_few_and_close_the_page_to_nobody(
+    client: Client, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(watch.Handler, "timeout", 1)
-    before = threading.active_count()
-    idle = [socket.create_connection(("127.0.0.1", client.port), 60) for _ in range(3 * watch.MOST_CONNECTIONS)]
-    refused = idle[-1].recv(1)  # the last connection is closed without an answer
-    assert refused == b"" and threading.active_count() - before <= watch.MOST_CONNECTIONS
-    deadline = time.monotonic() + 60
-    while threading.active_count() > before and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert client.json("/ranks")["done"] == 3
-    for connection in idle:
+    """Whether they come from one address or from many; a new one takes the place of the oldest."""
+    before, head = threading.active_count(), f"GET /ranks HTTP/1.1\r\nHost: 127.0.0.1:{client.port}\r\nX: ".encode()
+    slow = []
+    for number in range(3 * watch.MOST_CONNECTIONS):
+        source = f"127.0.0.{2 + number % 20}" if number > watch.MOST_CONNECTIONS else "127.0.0.1"
+        slow.append(socket.create_connection(("127.0.0.1", client.port), 60, (source, 0)))
+        slow[-1].sendall(head)
+        if number in (watch.MOST_CONNECTIONS, 3 * watch.MOST_CONNECTIONS - 1):
+            assert client.json("/ranks")["done"] == 3
+    assert slow[0].recv(1) == b""  # closed without an answer
+    wait_for(lambda: threading.active_count() - before <= watch.MOST_CONNECTIONS)
+    for connection in slow:
         connection.close()
+    wait_for(lambda: threading.active_count() <= before)
     assert capfd.readouterr().err == ""
+
+
+def test_a_request_has_a_deadline(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each byte that trickles in would otherwise start the time anew."""
+    monkeypatch.setattr(watch, "HEAD_S", 0.5)
+    connection = socket.create_connection(("127.0.0.1", client.port), 60)
+    begin = time.monotonic()
+    with pytest.raises(OSError, match=r"reset|Broken pipe"):
+        while time.monotonic() < begin + 30:
+            connection.sendall(b"G")
+            time.sleep(0.05)
+    connection.close()
+
+
+def test_a_wrong_token_gets_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such requests count like those that are not complete."""
+    client = Client(run(tmp_path / "run"), token="t0ken")
+    assert client.ask("/?token=wrong")[0].status == client.ask("/?token=t0ken", host="evil")[0].status == 403
+    wait_for(lambda: not client.server._open)
+    pair = socket.socketpair()
+    client.server._open.add(pair[0])
+    client.server._silent[pair[0]] = "10.0.0.1", time.monotonic()
+    assert client.server.has_asked(pair[0]) and not client.server.has_asked(pair[0])
+    client.server.shutdown()
+    client.server.server_close()
 
 
 def test_a_token_is_drawn_at_each_start_where_others_reach_it(

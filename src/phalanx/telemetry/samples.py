@@ -231,9 +231,12 @@ def _words(sample: Sample) -> str:
     html = '<p class="lost">(no text)</p>' if is_empty else f"<pre>{_escaped(response)}</pre>"
     if sample.talk is not None:
         html, left = '<div class="talk">', MOST_TEXT
-        for role, text in sample.talk:
+        for number, (role, text) in enumerate(sample.talk):
+            if left <= 0:
+                html += f"<p class=n>{counted(len(sample.talk) - number, 'more message')}</p>"
+                break
             html += f'<div class="said {"own" if role == "assistant" else ""}">'
-            html += f"<span>{_escaped(role, MOST_SHOWN)}</span><pre>{_escaped(text, max(left, 0))}</pre></div>"
+            html += f"<span>{_escaped(role, MOST_SHOWN)}</span><pre>{_escaped(text, left)}</pre></div>"
             left -= len(text) + MOST_SHOWN  # the markup counts as well
         html += f"</div><p class=n>{_escaped(sample.summary)}</p>"
     if is_empty:

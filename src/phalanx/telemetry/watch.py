@@ -17,6 +17,7 @@ import time
 import webbrowser
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import cached_property
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -45,7 +46,7 @@ SILENCE_S = 4 * BEAT_S  # time without a heartbeat after which a job counts as d
 LOG_BYTES = 1 << 16  # of a log that the page shows
 PATHS = ("/sections", "/ranks", "/log")  # in addition to the page itself
 MOST_CONNECTIONS = 64  # concurrent ones, each in a thread
-MOST_SILENT = 8  # connections of one address whose request is not complete
+MOST_SILENT = 8  # connections of one address without a complete request
 HEAD_S = 10.0  # seconds until a request must be complete
 
 
@@ -129,8 +130,9 @@ def _key_of_samples(folder: Path) -> str:
 class Server(ThreadingHTTPServer):
     """The server of one page; with token=None everybody who can reach it has access.
 
-    A connection is silent until its request is complete. Those that have asked go before: a silent one is closed after
-    HEAD_S, and the oldest of them when its address has more than MOST_SILENT, or when there is no room for a new one.
+    A connection is silent until its request is complete and has the token. The others go before: a silent one is closed
+    after HEAD_S, and the oldest of them when its address has more than MOST_SILENT, or when there is no room for a new
+    one.
     """
 
     daemon_threads = True
@@ -189,7 +191,7 @@ class Server(ThreadingHTTPServer):
             request.shutdown(socket.SHUT_RDWR)
 
     def has_asked(self, request: socket.socket) -> bool:
-        """Note that a request is complete; False if its connection was closed meanwhile."""
+        """Note that a request may be answered; False if its connection was closed meanwhile."""
         with self._turn:
             return self._silent.pop(request, None) is not None
 
@@ -213,8 +215,12 @@ class Server(ThreadingHTTPServer):
             ipaddress.ip_address(name)
         except ValueError:
             local = {"localhost", self.host.lower(), socket.gethostname().lower()}
-            return name in local or name == socket.getfqdn().lower()  # may query a name server, which takes seconds
+            return name in local or name == self._full_name
         return True
+
+    @cached_property
+    def _full_name(self) -> str:
+        return socket.getfqdn().lower()  # it may ask a name server, which takes seconds
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -225,9 +231,6 @@ class Handler(BaseHTTPRequestHandler):
     server_version, sys_version = "phalanx", ""
 
     def do_GET(self) -> None:
-        if not self.server.has_asked(self.connection):
-            self.close_connection = True
-            return None
         try:
             address = urlsplit(self.path)
         except ValueError as error:
@@ -238,6 +241,9 @@ class Handler(BaseHTTPRequestHandler):
             return self._refuse(HTTPStatus.FORBIDDEN, "unknown host name; use the address that was printed")
         if token is not None and not secrets.compare_digest(query.get("token", "").encode(), token.encode()):
             return self._refuse(HTTPStatus.FORBIDDEN, "missing or wrong token; use the address that was printed")
+        if not self.server.has_asked(self.connection):
+            self.close_connection = True
+            return None
         if address.path not in ("/", *PATHS):
             return self._refuse(HTTPStatus.NOT_FOUND, "there is no such page")
         try:
