@@ -4,11 +4,12 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.telemetry.charts import COLOURS, charts_of, thin
+from phalanx.telemetry.curves import Curves, Points
 from phalanx.telemetry.run_folder import Run
 
 
 def of_rows(*rows: dict[str, Any], label: str = "") -> Run:
-    return Run(Path("run"), label, list(rows), None, {})
+    return Run(Path("run"), label, Curves.of(rows), None, {})
 
 
 class TestCharts:
@@ -98,7 +99,9 @@ class TestCharts:
         assert [(chart.title, chart.plain) for chart in others] == [("reward/max", False), ("val/x/len", True)]
 
     def test_thin_keeps_means_and_the_number_of_points(self) -> None:
-        assert thin([(k, k % 2) for k in range(40)], 10) == [(4 * k + 2, 0.5) for k in range(10)]
-        assert thin([(1, 2.0), (7, 3.0)], 2) == [(1, 2.0), (7, 3.0)]
-        assert thin([], 5) == []
-        assert [len(thin([(k, 1.0) for k in range(n)], 10)) for n in (9, 10, 11, 19, 101)] == [9, 10, 10, 10, 10]
+        assert thin(Points(range(40), [k % 2 for k in range(40)]), 10) == [(4 * k + 2, 0.5) for k in range(10)]
+        assert thin(Points([1, 7], [2.0, 3.0]), 2) == [(1, 2.0), (7, 3.0)]
+        assert thin(Points(), 5) == []
+        sizes = [len(thin(Points(range(n), [1.0] * n), 10)) for n in (9, 10, 11, 19, 101)]
+        assert sizes == [9, 10, 10, 10, 10]
+        assert thin(Points(range(4), [1.7e308] * 4), 2) == [(1, 1.7e308), (3, 1.7e308)]  # the sum is too large

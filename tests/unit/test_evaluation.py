@@ -17,7 +17,8 @@ from phalanx.rewards.base import GivesAnswers
 from phalanx.rewards.text.dapo import Dapo
 from phalanx.rewards.text.gsm8k import Gsm8k
 from phalanx.rewards.text.math import Math
-from phalanx.telemetry.evaluation import Records, Wanted, read_records, result_of, table
+from phalanx.telemetry.evaluation import Wanted, result_of, table
+from phalanx.telemetry.evaluation_files import Records, read_records
 from phalanx.telemetry.evaluation_page import Side, write_page
 from tests.pages import Page
 
@@ -144,12 +145,12 @@ def test_a_cut_file_is_kept_to_its_last_whole_chunk(tmp_path: Path) -> None:
     file, rows = Records(tmp_path), records([1.0, 0.0], [0.0, 0.0])
     assert file.keep([2, 2]) == 0
     file.add(rows[:3])
-    with file.file.open("a") as stream:
+    with (tmp_path / "records.jsonl").open("a") as stream:
         stream.write('{"set": "te')
     assert file.keep([2, 2]) == 1
     file.add(rows[2:])
-    assert read_records(file.file) == rows
-    file.file.write_text(json.dumps(rows[0]) + "\n{}\n" + json.dumps(rows[1]) + "\n")
+    assert read_records(tmp_path) == rows
+    (tmp_path / "records.jsonl").write_text(json.dumps(rows[0]) + "\n{}\n" + json.dumps(rows[1]) + "\n")
     with pytest.raises(ValueError, match=r"records\.jsonl:2: not a record of an evaluation"):
         file.keep([2, 2])
 

@@ -320,11 +320,14 @@ class TestCommand:
         assert main([str(folder)]) == 2
         assert capsys.readouterr() == ("", f"error: {folder}: {reason}; give the trainer.output_dir of a run\n")
 
-    def test_a_broken_index_is_named(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_a_broken_index_is_named(self, tmp_path: Path) -> None:
+        """The samples that are not broken are shown."""
         path = run(tmp_path) / "images/ocr/step_000003/index.jsonl"
-        path.write_text('{"index": 0}\nnonsense\n')
-        assert main([str(tmp_path)]) == 2
-        assert capsys.readouterr().err == f"error: {path}:1: not a row with index, prompt, reward and file\n"
+        lines = path.read_text().splitlines()
+        path.write_text("\n".join(['{"index": 0}', "nonsense", lines[0], lines[1].replace("0.875", '"high"')]))
+        page = Page(write_report(tmp_path))
+        assert "3 lines of images/ocr/step_000003/index.jsonl: damaged." in page.words()
+        assert len(page.all("img")) == 3 and page.words().count("damaged Step 3 no reward") == 1
 
 
 def scripts(page: Page) -> list[str]:

@@ -222,7 +222,7 @@ def test_a_request_that_cannot_be_written_is_one_line(tmp_path: Path, capsys: py
     """As in a folder of another user."""
     run = a_run(tmp_path / "run")
     lock = FolderLock(run, lambda _: None, lambda: None)
-    (run / "stop.json.tmp").mkdir()
+    (run / "stop.json").mkdir()
     assert main("stop", [str(run)]) == 2
     lock.release()
     reason = (

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from phalanx.config.inside import write_inside
+
 
 def kind(path: Path) -> str | None:
     """Whether a path is a "file" or a "folder"; None if it does not exist.
@@ -28,20 +30,22 @@ def kind(path: Path) -> str | None:
     raise OSError(errno.EINVAL, "neither a file nor a folder", str(path))
 
 
-def read_bytes(path: Path) -> bytes:
-    """The content of a regular file. Raises OSError if there is none."""
+def read_bytes(path: Path, limit: int = -1) -> bytes:
+    """The content of a regular file. Raises OSError if there is none, or if it has more than `limit` bytes."""
     form = kind(path)
     if form != "file":
         code = errno.ENOENT if form is None else errno.EISDIR
         raise OSError(code, os.strerror(code), str(path))
-    return path.expanduser().read_bytes()
+    with path.expanduser().open("rb") as file:
+        content = file.read(limit + 1 if limit >= 0 else -1)
+    if len(content) > limit >= 0:
+        raise OSError(errno.EFBIG, f"larger than {limit} bytes", str(path))
+    return content
 
 
 def replace_file(path: Path, content: str | bytes) -> None:
     """Replace a file atomically, so that no reader sees a partial file. Raises OSError."""
-    part = path.with_name(f"{path.name}.tmp")
-    part.write_bytes(content.encode() if isinstance(content, str) else content)
-    part.replace(path)
+    write_inside(path.parent, path.name, content)
 
 
 def json_object(text: str | bytes) -> dict[str, Any] | None:

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Sequence
-from dataclasses import is_dataclass
+from dataclasses import dataclass, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,8 @@ from phalanx.config.messages import ConfigError, cut, nearest
 from phalanx.config.secrets import public
 
 MOST_DEPTH = 50  # nesting of sections and lists: libraries recurse, and no sensible configuration comes near
+MOST_VALUES = 100_000  # of a file, which a few nested aliases exceed
+LONG = 100  # characters; a longer text counts as several values
 
 
 def read(path: str) -> DictConfig:
@@ -27,7 +29,7 @@ def read(path: str) -> DictConfig:
             siblings = [str(p) for p in file.parent.iterdir()] if file.parent.is_dir() else []
             raise ConfigError(f"{path}: no such configuration file{nearest(str(file), siblings)}")
         text = read_bytes(file).decode("utf-8-sig")
-        plain = _parse(text)
+        plain = parse_yaml(text)
         if plain is not None and not isinstance(plain, dict):
             form = "a list" if isinstance(plain, list) else repr(plain)
             raise ConfigError(f"{path}: the top level must be sections (key: value), not {form}")
@@ -59,7 +61,7 @@ def override(file: DictConfig, overrides: Sequence[str]) -> DictConfig:
         if key.count(".") + key.count("[") > MOST_DEPTH:
             raise ConfigError(f"{quoted}: the key is nested more than {MOST_DEPTH} deep")
         try:
-            _parse(value)
+            parse_yaml(value)
             user.merge_with_dotlist([item])
         except yaml.MarkedYAMLError as error:
             hint = "; within [ ] or { } an interpolation needs quotes" if "${" in value else ""
@@ -102,14 +104,10 @@ class _Loader(yaml.SafeLoader):
             raise ConstructorError(problem=problem, problem_mark=node.start_mark) from None
 
 
-def _parse(text: str) -> Any:
-    """Parse a YAML text. Raises yaml.MarkedYAMLError."""
+def parse_yaml(text: str) -> Any:
+    """Parse a YAML text, of bounded depth and size after its aliases are replaced. Raises yaml.MarkedYAMLError."""
     try:
-        depth = 0
-        for event in yaml.parse(text):  # it does not recurse, unlike yaml.load below
-            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-            if depth > MOST_DEPTH:
-                raise yaml.MarkedYAMLError(problem=f"nested more than {MOST_DEPTH} deep", problem_mark=event.start_mark)
+        _check_size(text)
     except ReaderError as error:
         before = text[: error.position]
         line, column = before.count("\n"), len(before) - before.rfind("\n") - 1
@@ -117,6 +115,46 @@ def _parse(text: str) -> Any:
         problem = f"the character #x{ord(text[error.position]):02x} is not allowed"
         raise yaml.MarkedYAMLError(problem=problem, problem_mark=mark) from None
     return yaml.load(text, _Loader)
+
+
+def _check_size(text: str) -> None:
+    """Raise yaml.MarkedYAMLError for a text whose values are nested too deeply or too many."""
+    sections = [_Section(None)]  # those that are open
+    anchors: dict[str, _Section] = {}
+    for event in yaml.parse(text):  # it does not recurse, unlike yaml.load
+        problem: str | None = None
+        value: _Section | None = None
+        if isinstance(event, yaml.CollectionStartEvent):
+            sections.append(_Section(event.anchor))
+        elif isinstance(event, yaml.CollectionEndEvent):
+            value = sections.pop()
+            value.values, value.depth = value.values + 1, value.depth + 1
+        elif isinstance(event, yaml.AliasEvent):
+            if event.anchor in [section.anchor for section in sections]:
+                problem = f"the alias {event.anchor!r} is within its own value"
+            value = replace(anchors.get(event.anchor, _Section(None)), anchor=None)
+        elif isinstance(event, yaml.ScalarEvent):
+            value = _Section(event.anchor, values=1 + len(event.value) // LONG)
+        if value is not None:
+            if value.anchor is not None:
+                anchors[value.anchor] = value
+            sections[-1].values += value.values
+            sections[-1].depth = max(sections[-1].depth, value.depth)
+        if len(sections) - 1 + sections[-1].depth > MOST_DEPTH:
+            problem = f"nested more than {MOST_DEPTH} deep"
+        elif sections[-1].values > MOST_VALUES:
+            problem = f"more than {MOST_VALUES} values, counting those of aliases each time"
+        if problem is not None:
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
+
+
+@dataclass
+class _Section:
+    """The number of values in a part of the text, and its depth."""
+
+    anchor: str | None
+    values: int = 0
+    depth: int = 0
 
 
 def changed(before: Path, config: Any) -> list[str]:

@@ -5,13 +5,14 @@ of ranks. Records are written chunk by chunk, so that an interrupted job resumes
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from phalanx.config import ConfigError
+from phalanx.config.inside import status_inside
 from phalanx.config.lm import LMRunConfig
 from phalanx.config.messages import reason
 from phalanx.config.secrets import hide
@@ -20,25 +21,17 @@ from phalanx.distributed import mesh
 from phalanx.distributed.collectives import broadcast_object, from_first
 from phalanx.exit import Stopped
 from phalanx.jobs.candidate import Candidate, Sets, differing, read_baseline, read_candidate, read_sets
-from phalanx.jobs.outputs import check_place, writing
+from phalanx.jobs.outputs import check_place, place_in_run, refuse_link, writing
 from phalanx.jobs.scored import Sampling, columns_of, is_complete, stored_in
 from phalanx.rewards.registry import asks_model
-from phalanx.telemetry.evaluation import (
-    ARGUMENTS,
-    ENDED,
-    RECORDS,
-    RESULT,
-    Wanted,
-    read_records,
-    result_of,
-    table,
-    write_json,
-)
+from phalanx.telemetry.evaluation import Wanted, result_of, table
+from phalanx.telemetry.evaluation_files import ARGUMENTS, ENDED, RECORDS, RESULT, Row, read_records, write_json
 from phalanx.telemetry.evaluation_page import Side, write_page
 from phalanx.telemetry.loggers import setting
 from phalanx.training import folder_lock
 from phalanx.training.components import fitting_sets, start
 from phalanx.training.usable_images import usable_images
+from phalanx.types import JobError
 
 log = logging.getLogger(__name__)
 # the facts that must be equal in two evaluations that are compared, plus `reward.model` if there is a judge
@@ -60,11 +53,12 @@ class Evaluation:
             _check_column(self.sets, cfg.group_by)
         self.folder = self._folder()
         check_place(self.folder, "output_dir")
+        refuse_link(self.folder / "baseline")
         self.baseline: Candidate | None = None
         self.earlier: Path | None = None  # the folder of a finished evaluation that serves as the baseline
         if cfg.baseline is not None:
             folder = Path(cfg.baseline).expanduser()
-            if (folder / ARGUMENTS).is_file():
+            if status_inside(folder, ARGUMENTS) is not None:
                 self.earlier = folder
             else:
                 self.baseline = read_baseline(cfg, self.candidate)
@@ -147,18 +141,20 @@ class Evaluation:
         finally:
             if self.world.rank == 0:
                 with suppress(OSError):  # a full disk must not hide the error
-                    write_json(self.folder / ENDED, end)
+                    write_json(self.folder, ENDED, end)
 
     def _finish(self) -> None:
-        rows, others, baseline = read_records(self.folder / RECORDS), None, None
+        rows, others, baseline = read_records(self.folder), None, None
         folder = self.earlier or self.folder / "baseline"
         if self.cfg.baseline is not None:
-            others, baseline = read_records(folder / RECORDS), self.cfg.baseline
+            others, baseline = read_records(folder), self.cfg.baseline
+            if _places(others) != _places(rows):
+                raise JobError(f"baseline: {folder / RECORDS} has other samples than {self.folder / RECORDS}")
         facts = stored_in(self.folder)
         assert facts is not None, "the arguments were written before"
         head = {"model": self.candidate.name, "baseline": baseline, "arguments": facts["facts"]}
         result = result_of(rows, self.wanted, head, others)
-        write_json(self.folder / RESULT, result)
+        write_json(self.folder, RESULT, result)
         before = None if others is None else Side(others, folder)
         page = write_page(self.folder, result, Side(rows, self.folder), before)
         print(table(result), flush=True)
@@ -170,7 +166,7 @@ class Evaluation:
         if cfg.output_dir is not None:
             return Path(cfg.output_dir).expanduser()
         if trained is not None:
-            return trained.folder.parent.parent / "evaluation" / trained.policy / trained.folder.name
+            return place_in_run(trained.folder, "evaluation", trained.policy)
         return Path("outputs", "evaluation", Path(self.candidate.name).name)
 
     def _check_earlier(self) -> None:
@@ -188,6 +184,11 @@ class Evaluation:
                     f"baseline: the evaluation in {self.earlier} is not comparable: {problem}; expected the same "
                     "prompts, seeds and rewards"
                 )
+
+
+def _places(rows: Sequence[Row]) -> list[tuple[str, int, int]]:
+    """The set, prompt and sample of each row, in order."""
+    return sorted((row["set"], row["index"], row["sample"]) for row in rows)
 
 
 def _check_column(sets: Sets, column: str) -> None:

@@ -26,7 +26,7 @@ from phalanx.config.lm import LMModelConfig, LMRunConfig, LMTurnRunConfig
 from phalanx.config.run import ModelConfig, RunConfig
 from phalanx.config.tasks import ExportConfig, read_run
 from phalanx.distributed.launch import Launch
-from phalanx.jobs.outputs import check_place, writing
+from phalanx.jobs.outputs import check_place, place_in_run, writing
 from phalanx.models.flow.folder import how_to_load
 from phalanx.models.flow.policy import DTYPES
 from phalanx.models.flow.registry import family_of
@@ -213,8 +213,8 @@ class Export:
                 "merge_lora: false would omit the mask token that the run added to the model, which is not part of its "
                 "LoRA; set it to true"
             )
-        place = folder.parent.parent / "export" / self.trained.policy / folder.name
-        self.output_dir = Path(cfg.output_dir or place).expanduser()
+        place = cfg.output_dir or place_in_run(folder, "export", self.trained.policy)
+        self.output_dir = Path(place).expanduser()
         if self.output_dir.exists():
             raise ValueError(f"output_dir: {str(self.output_dir)!r} exists; give a new folder")
         check_place(self.output_dir, "output_dir")

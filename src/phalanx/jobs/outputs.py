@@ -22,6 +22,23 @@ def check_place(path: Path, key: str, *, folder: bool = True) -> None:
         raise ValueError(f"{key}: '{path}' cannot be created: '{parent}' is not a folder")
 
 
+def place_in_run(checkpoint: Path, kind: str, policy: str) -> Path:
+    """The default folder for output about a checkpoint, below its run's folder, which may be somebody else's. Raises
+    ValueError if a link is in the way, which may lead anywhere.
+    """
+    place = checkpoint.parent.parent
+    for part in (kind, policy, checkpoint.name):
+        place = place / part
+        refuse_link(place)
+    return place
+
+
+def refuse_link(path: Path) -> None:
+    """Raise ValueError if a folder in somebody else's folder is a link."""
+    if path.is_symlink():
+        raise ValueError(f"output_dir: '{path}' is a link; give the folder to write to")
+
+
 @contextmanager
 def writing(path: Path, key: str) -> Iterator[None]:
     """A context that writes to `path`. Raises JobError, with one line, if the operating system reports an error."""

@@ -5,6 +5,7 @@ ranks. Image j of prompt i has the same noise as in validation, so a run's valid
 """
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from phalanx.config import ConfigError
 from phalanx.config.flow import FlowRolloutConfig, FlowRunConfig
+from phalanx.config.inside import write_inside
 from phalanx.config.joint import PAINTER
 from phalanx.config.rules import check
 from phalanx.config.tasks import SampleConfig
@@ -30,6 +32,7 @@ from phalanx.jobs.export import open_checkpoint
 from phalanx.jobs.inputs import given, model_changes
 from phalanx.jobs.outputs import check_place, writing
 from phalanx.media.grids import STRIP, fit, pictures, sheet, side_by_side, standing
+from phalanx.media.pictures import encode_image
 from phalanx.media.videos import write_video
 from phalanx.models.flow.family import FlowModel
 from phalanx.models.flow.policy import DTYPES, FlowPolicy
@@ -169,7 +172,8 @@ class Writer:
         self._rows: dict[int, dict[str, Any]] = {}  # rows of the index, by image number
         self._tiles: dict[int, list[Image.Image]] = {}
         for row in read_index(folder):  # delete the images of an earlier call, which may have written more
-            (folder / row["file"]).unlink(missing_ok=True)
+            if re.fullmatch(r"[0-9]+\.(png|mp4)", row["file"]):  # the index may be of another program
+                (folder / row["file"]).unlink(missing_ok=True)
         for name in ("index.jsonl", "grid.mp4"):
             (folder / name).unlink(missing_ok=True)
         folder.mkdir(parents=True, exist_ok=True)
@@ -182,7 +186,7 @@ class Writer:
             write_video(self.folder / file, frames, self.fps)
         else:
             file = f"{index:05d}.png"
-            Image.fromarray(frames[0]).save(self.folder / file)
+            write_inside(self.folder, file, encode_image(frames[0]))
         shown = frames if index < GRID_VIDEOS else standing(frames)
         self._rows[index] = {"index": index, "prompt": prompt, "seed": self.seed, "reward": None, "file": file}
         self._tiles[index] = [fit(picture) for picture in pictures(shown)]
@@ -199,7 +203,7 @@ class Writer:
         strips = []
         for frames in tiles:
             strips.append(side_by_side([frames[k] for k in evenly_spaced(len(frames), STRIP)]))
-        sheet(strips, prompts, columns).save(self.folder / "grid.png")
+        write_inside(self.folder, "grid.png", encode_image(np.asarray(sheet(strips, prompts, columns))))
         moving = len(tiles[0]) > 1
         if moving:
             at_once = zip(*tiles[:GRID_VIDEOS], strict=True)

@@ -5,11 +5,11 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from PIL import Image
 from torch import Tensor
 
 from phalanx.config import ConfigError
 from phalanx.config.files import json_object
+from phalanx.config.inside import make_inside, read_inside, write_inside
 from phalanx.config.tasks import EvaluateConfig
 from phalanx.data.prompts import share_of_rank
 from phalanx.distributed.collectives import all_gather, broadcast_object, from_first, gather_object
@@ -17,18 +17,20 @@ from phalanx.distributed.mesh import World
 from phalanx.exit import Stopped
 from phalanx.jobs.candidate import Candidate, Parts, Sets, build_parts, differing
 from phalanx.jobs.outputs import writing
-from phalanx.media.videos import write_video
+from phalanx.media.pictures import encode_image
+from phalanx.media.videos import encode_video
 from phalanx.rewards import RewardSet
 from phalanx.rewards.base import GivesAnswers
 from phalanx.rewards.client import RewardClient, without_filling
 from phalanx.rewards.judge._pool import Answers
-from phalanx.telemetry.evaluation import ARGUMENTS, RECORDS, Records, read_records, write_json
+from phalanx.telemetry.evaluation_files import ARGUMENTS, Records, read_records, write_json
 from phalanx.telemetry.metrics import Timers
 from phalanx.telemetry.records import CONVERSATION, TALKS, finite_or_none, storable
 from phalanx.training.collect import check_range
 from phalanx.types import JobError, Outputs, Prompt
 
 log = logging.getLogger(__name__)
+MOST_ARGUMENTS = 1 << 22  # bytes of an arguments.json
 LONGEST_CELL = 200  # maximum characters of a column's value that is copied to the records
 
 
@@ -94,7 +96,7 @@ class Sampling:
         with writing(self.folder, "output_dir"):
             if self.world.rank == 0:
                 self.folder.mkdir(parents=True, exist_ok=True)
-                write_json(self.folder / ARGUMENTS, {"facts": self.facts, "complete": False})
+                write_json(self.folder, ARGUMENTS, {"facts": self.facts, "complete": False})
                 done = self.records.keep(sizes)
         done = broadcast_object(done)
         if done and self.world.rank == 0:
@@ -108,7 +110,7 @@ class Sampling:
                 log.info("%d of %d chunks: %d samples of %s", number, len(chunks), len(rows), set_name)
         if self.world.rank == 0:
             with writing(self.folder, "output_dir"):
-                write_json(self.folder / ARGUMENTS, {"facts": self.facts, "complete": True, "samples": sum(sizes)})
+                write_json(self.folder, ARGUMENTS, {"facts": self.facts, "complete": True, "samples": sum(sizes)})
         self.parts.close()
         self.parts = None
 
@@ -174,11 +176,9 @@ class Sampling:
                 if place >= real:
                     continue
                 with writing(self.folder, "output_dir"):
-                    (self.folder / file).parent.mkdir(parents=True, exist_ok=True)
-                    if videos:
-                        write_video(self.folder / file, picture, fps)
-                    else:
-                        Image.fromarray(picture).save(self.folder / file)
+                    make_inside(self.folder, str(Path(file).parent))
+                    content = encode_video(picture, fps) if videos else encode_image(picture)
+                    write_inside(self.folder, file, content)
 
 
 def _text(rewards: RewardSet, prompt: Prompt, output: str) -> dict[str, Any]:
@@ -219,19 +219,21 @@ def columns_of(prompt: Prompt) -> dict[str, Any]:
 
 def stored_in(folder: Path) -> dict[str, Any] | None:
     """The arguments of the evaluation in a folder, None if there is none; raises ConfigError for an invalid file."""
-    file = folder / ARGUMENTS
-    if not file.is_file():
+    try:
+        content = json_object(read_inside(folder, ARGUMENTS, MOST_ARGUMENTS))
+    except FileNotFoundError:
         return None
-    content = json_object(file.read_bytes())
-    if content is None or not content.keys() >= {"facts", "complete"}:
-        raise ConfigError(f"{file} does not contain the arguments of an evaluation; give another folder")
+    except OSError as error:
+        raise ConfigError(f"{folder / ARGUMENTS} cannot be read: {error.strerror}; give another folder") from None
+    if content is None or not content.keys() >= {"facts", "complete"} or not isinstance(content["facts"], dict):
+        raise ConfigError(f"{folder / ARGUMENTS} does not contain the arguments of an evaluation; give another folder")
     return content
 
 
 def is_complete(folder: Path, stored: dict[str, Any]) -> bool:
     """Whether an evaluation has all its records; raises ConfigError if one is damaged."""
     try:
-        count = len(read_records(folder / RECORDS, is_cut=True))
+        count = len(read_records(folder, is_cut=True))
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    return stored["complete"] and count == stored.get("samples")
+    return stored["complete"] is True and count == stored.get("samples")

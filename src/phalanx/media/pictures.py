@@ -244,6 +244,13 @@ def decoded(file: bytes, where: str) -> Image.Image:
     return Picture(lambda: file, Path(), where).pil()
 
 
+def encode_image(pixels: NDArray[np.uint8]) -> bytes:
+    """Encode an image, uint8 [H, W, 3], as a PNG file."""
+    file = BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    return file.getvalue()
+
+
 def pil_image(image: "Tensor") -> Image.Image:
     """Convert an image, uint8 [3, H, W], to a PIL image."""
     return Image.fromarray(image.permute(1, 2, 0).contiguous().numpy())

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from phalanx.config.files import replace_file
 from phalanx.functional.frames import evenly_spaced
 
 CODEC: Final = "libx264"  # played by browsers, notebooks and wandb
@@ -29,16 +30,26 @@ def can_write() -> bool:
 
 
 def write_video(path: Path, frames: Iterable[NDArray[np.uint8]], fps: int) -> None:
-    """Write frames uint8 [H, W, 3] as an mp4 of `fps` frames per second.
+    """Write frames uint8 [H, W, 3] as an mp4 file; see `encode_video`. Raises OSError."""
+    try:
+        replace_file(path, encode_video(frames, fps))
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        raise OSError(f"{path}: {error}") from error
+
+
+def encode_video(frames: Iterable[NDArray[np.uint8]], fps: int) -> bytes:
+    """Encode frames uint8 [H, W, 3] as an mp4 of `fps` frames per second.
 
     The codec requires even sides, so the last row or column is repeated if their number is odd. Raises OSError if the
-    file cannot be written or the encoder rejects the frames, for example if a side exceeds 16384 pixels.
+    encoder rejects the frames, for example if a side exceeds 16384 pixels.
     """
     import av
 
+    file = BytesIO()
     try:
-        # an open file, because PyAV would interpret a name with a colon as a URL
-        with path.open("wb") as file, av.open(file, "w", format="mp4") as container:
+        with av.open(file, "w", format="mp4") as container:
             stream = None
             for frame in frames:
                 odd = [(0, frame.shape[0] % 2), (0, frame.shape[1] % 2), (0, 0)]
@@ -51,9 +62,8 @@ def write_video(path: Path, frames: Iterable[NDArray[np.uint8]], fps: int) -> No
             assert stream is not None, "a video has frames"
             container.mux(stream.encode(None))
     except av.error.FFmpegError as error:
-        if isinstance(error, OSError):
-            raise
-        raise OSError(f"{path}: {' '.join(str(error).split())}") from error
+        raise OSError(" ".join(str(error).split())) from error
+    return file.getvalue()
 
 
 def gif(frames: Sequence[NDArray[np.uint8]], fps: int) -> bytes:

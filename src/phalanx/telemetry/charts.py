@@ -5,12 +5,14 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from html import escape
-from operator import itemgetter
 from typing import Any
 
+import numpy as np
+
 from phalanx.config.joint import PAINTER, POLICIES, WRITER
+from phalanx.telemetry.curves import Points
 from phalanx.telemetry.loggers import ELAPSED, LOSS
-from phalanx.telemetry.run_folder import VALIDATION, Point, Run
+from phalanx.telemetry.run_folder import VALIDATION, Run
 
 MAX_POINTS = 1000  # per curve; longer ones are averaged, which is hardly visible on a screen
 MAX_BARS = 120
@@ -27,8 +29,8 @@ class Series:
     """
 
     label: str
-    points: list[Point]
-    band: list[Point] = field(default_factory=list)
+    points: Points
+    band: Points = field(default_factory=Points)
     colour: int = 0
     dash: int = 0
 
@@ -37,15 +39,13 @@ class Series:
         steps, values = _columns(thin(self.points, limit))
         data: dict[str, Any] = {"label": self.label, "colour": self.colour, "dash": self.dash, "x": steps, "y": values}
         if self.band:
-            widths = dict(self.band)
-            band = [(step, widths.get(step, 0.0)) for step, _ in self.points]
-            _, data["band"] = _columns(thin(band, limit))
+            _, data["band"] = _columns(thin(self.band.aligned(self.points.steps), limit))
         return data
 
     def summary(self) -> str:
         """A description of the curve in words."""
         (first, start), (last, end) = self.points[0], self.points[-1]
-        low, high = min(self.points, key=itemgetter(1))[1], max(self.points, key=itemgetter(1))[1]
+        low, high = min(self.points.values), max(self.points.values)
         return (
             f"{self.label} from {start:.4g} at step {first} to {end:.4g} at step {last}, lowest {low:.4g}, "
             f"highest {high:.4g}"
@@ -188,8 +188,8 @@ def constants_of(runs: Sequence[Run]) -> dict[str, float]:
     repeated = set()
     for run in runs:
         for name in run.metrics():
-            of_run = run.values(name)
-            values.setdefault(name, set()).update(of_run)
+            of_run = run.points(name).values
+            values.setdefault(name, set()).update((min(of_run), max(of_run)) if of_run else ())
             if len(of_run) > 1 and not name.startswith(("time/", ELAPSED)):
                 repeated.add(name)
     constants = {}
@@ -257,28 +257,28 @@ def _stack(run: Run, names: list[str]) -> list[Series]:
     """The seconds of each phase in all steps that have any phase; 0 for phases that a step lacks."""
     # the usual phases come first, so that the bottom of a bar with a validation looks like that of its neighbours
     ordered = sorted(names, key=_phase)
-    values, steps = {}, set[int]()
-    for name in ordered:
-        values[name] = dict(run.points(name))
-        steps |= values[name].keys()
+    steps = sorted(set[int]().union(*(run.points(name).steps for name in ordered)))
     series: list[Series] = []
     for name in ordered:
-        if values[name]:
-            points = [(step, values[name].get(step, 0.0)) for step in sorted(steps)]
+        if run.points(name):
+            points = run.points(name).aligned(steps)
             series.append(Series(name.removeprefix("time/"), points, colour=len(series)))
     return series
 
 
-def thin(points: list[Point], limit: int) -> list[Point]:
+def thin(points: Points, limit: int) -> Points:
     """Reduce a curve to at most `limit` points: means of consecutive points, at the middle step of each group."""
-    count, means = min(len(points), limit), []
-    for i in range(count):
-        chunk = points[i * len(points) // count : (i + 1) * len(points) // count]
-        means.append((chunk[len(chunk) // 2][0], sum(value for _, value in chunk) / len(chunk)))
-    return means
+    if len(points) <= limit:
+        return points
+    bounds = np.arange(limit + 1) * len(points) // limit
+    steps, values = points.columns()
+    sizes = np.diff(bounds)
+    # divided before they are summed, because the sum of a damaged file's values may be too large for a float
+    means = np.add.reduceat(values / np.repeat(sizes, sizes), bounds[:-1])
+    return Points(steps[bounds[:-1] + sizes // 2].tolist(), means.tolist())
 
 
-def _columns(points: list[Point]) -> tuple[list[int], list[float]]:
+def _columns(points: Points) -> tuple[list[int], list[float]]:
     """Steps and values, rounded to six digits: the page shows four, and each digit costs a byte per point."""
     steps, values = [], []
     for step, value in points:

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from datetime import timedelta
 from html import escape
-from operator import itemgetter
 from statistics import median
 
 from phalanx.telemetry.loggers import LOSS
@@ -34,7 +33,7 @@ def figures_of(run: Run) -> dict[str, float]:
     figures: dict[str, float] = {}
     for name, points in run.validations().items():
         figures[f"{name} first"], figures[f"{name} last"] = points[0][1], points[-1][1]
-        figures[f"{name} best"] = max(points, key=itemgetter(1))[1]
+        figures[f"{name} best"] = max(points.values)
     for key in run.metrics():
         if run.values(key) and (key == "reward/mean" or LOSS.fullmatch(key)):
             figures["training reward" if key == "reward/mean" else key] = run.values(key)[-1]

@@ -1,18 +1,14 @@
-"""An evaluation on disk: records.jsonl, to which samples are appended, and evaluation.json, their statistics."""
+"""The statistics of an evaluation: evaluation.json, from the rows of records.jsonl."""
 
-import json
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.config.files import json_object, replace_file
 from phalanx.functional.statistics import (
     CONFIDENCE,
     Estimate,
@@ -23,56 +19,13 @@ from phalanx.functional.statistics import (
     paired_interval,
     pass_at_k,
 )
+from phalanx.telemetry.evaluation_files import REWARD, Row
 from phalanx.telemetry.loggers.console import plain
 
-RECORDS, RESULT, ARGUMENTS, PAGE = "records.jsonl", "evaluation.json", "arguments.json", "evaluation.html"
-ENDED = "ended.json"  # how the last command that used the folder has ended, and its final message
-REWARD = "reward"
 STATISTICS = ("mean", "avg", "pass", "best", "majority")
 CHANGED = 20  # number of prompts in the list of largest changes, half of them improvements
-KEYS = {"set", "index", "sample", "prompt", "reward", "scores"}
-
-Row = dict[str, Any]
 Figures = dict[str, dict[str, Estimate]]  # by score and statistic
 Statistics = dict[str, dict[str, NDArray[np.float64]]]  # likewise: the value of each prompt, [P]
-
-
-class Records:
-    """records.jsonl, to which samples are appended chunk by chunk."""
-
-    def __init__(self, folder: Path) -> None:
-        self.file = folder / RECORDS
-
-    def add(self, rows: Sequence[Row]) -> None:
-        """Append rows and sync them to disk. Raises OSError."""
-        with self.file.open("a", encoding="utf-8") as file:
-            for row in rows:
-                file.write(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-
-    def keep(self, sizes: Sequence[int]) -> int:
-        """Truncate the file after its last complete chunk (chunk i has sizes[i] rows); return the number of chunks."""
-        rows, chunks, kept = read_records(self.file, is_cut=True), 0, 0
-        while chunks < len(sizes) and kept + sizes[chunks] <= len(rows):
-            kept += sizes[chunks]
-            chunks += 1
-        if self.file.is_file():
-            lines = self.file.read_bytes().split(b"\n")[:kept]
-            replace_file(self.file, b"".join(line + b"\n" for line in lines))
-        return chunks
-
-
-def read_records(file: Path, *, is_cut: bool = False) -> list[Row]:
-    """The rows of a records.jsonl. is_cut: ignore an incomplete last line. Raises ValueError for an invalid row."""
-    rows: list[Row] = []
-    lines = file.read_text(encoding="utf-8", errors="replace").split("\n") if file.is_file() else [""]
-    for number, line in enumerate(lines[:-1] if is_cut else filter(None, lines), start=1):
-        row = json_object(line)
-        if row is None or not row.keys() >= KEYS:
-            raise ValueError(f"{file}:{number}: not a record of an evaluation; delete the file to sample again")
-        rows.append(row)
-    return rows
 
 
 # -- statistics -------------------------------------------------------------------------------------------------------
@@ -304,11 +257,6 @@ def _over(groups: Sequence[Figures]) -> Figures:
 
 def _plain(result: Figures) -> dict[str, Any]:
     return {name: {key: asdict(value) for key, value in row.items()} for name, row in result.items()}
-
-
-def write_json(file: Path, content: Mapping[str, Any]) -> None:
-    """Write a JSON file atomically. Raises OSError."""
-    replace_file(file, json.dumps(content, ensure_ascii=False, allow_nan=False, indent=1) + "\n")
 
 
 # -- the console ------------------------------------------------------------------------------------------------------

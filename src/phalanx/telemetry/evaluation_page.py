@@ -1,17 +1,20 @@
 """evaluation.html: a self-contained page about an evaluation, in the style of the report."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from html import escape
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from phalanx.config.files import replace_file
+from phalanx.config.inside import read_inside, write_inside
 from phalanx.config.load import flat
-from phalanx.telemetry.evaluation import CHANGED, PAGE, REWARD, Row, groups_of, interval_text, shown_scores
+from phalanx.config.messages import cut
+from phalanx.telemetry.evaluation import CHANGED, groups_of, interval_text, shown_scores
+from phalanx.telemetry.evaluation_files import PAGE, REWARD, Row
 from phalanx.telemetry.report import _asset, _cells, _details, _policy, _tile, document
-from phalanx.telemetry.samples import _data_url, _image, notes_html
+from phalanx.telemetry.samples import LOST, Room, data_url, image_html, notes_html
 
 EXTREMES = 8  # at most this many prompts of each set with the highest, and with the lowest, rewards
 MOST_TEXT = 1500  # characters shown of a response
@@ -25,14 +28,15 @@ PAIRED = (
 
 @dataclass(frozen=True)
 class Side:
-    """The records of one model, and the folder with their images and videos."""
+    """The records of one model, and the folder with their images and videos. `room`: see `Room`, of the whole page."""
 
     rows: Sequence[Row]
     folder: Path
+    room: Room = field(default_factory=Room)
 
     def of(self, set_name: str) -> "Side":
         """The records of one set of prompts."""
-        return Side([row for row in self.rows if row["set"] == set_name], self.folder)
+        return Side([row for row in self.rows if row["set"] == set_name], self.folder, self.room)
 
     def by_place(self) -> dict[tuple[int, int], Row]:
         """The samples by (prompt number, sample number)."""
@@ -43,12 +47,11 @@ def write_page(folder: Path, result: Mapping[str, Any], now: Side, baseline: Sid
     """Write the page of an evaluation into `folder`, from `result` (the content of evaluation.json), its records and
     those of the baseline. Raises OSError.
     """
-    path = folder / PAGE
-    replace_file(path, _page(result, now, baseline))
-    return path
+    write_inside(folder, PAGE, _page(result, now, baseline))
+    return folder / PAGE
 
 
-def _page(result: Mapping[str, Any], now: Side, baseline: Side | None) -> str:
+def _page(result: Mapping[str, Any], now: Side, baseline: Side | None) -> bytes:
     name = Path(str(result["model"])).name
     facts = [str(result["model"]), None if result["baseline"] is None else f"against {result['baseline']}"]
     body = []
@@ -61,7 +64,7 @@ def _page(result: Mapping[str, Any], now: Side, baseline: Side | None) -> str:
         "Made by <code>phalanx evaluate</code>; the numbers are also in evaluation.json, and the samples in "
         "records.jsonl."
     )
-    return document(f"Evaluation of {name}", facts, "".join(body), footer, _policy([]), _asset("report.css"))
+    return document(f"Evaluation of {name}", facts, body, footer, _policy([]), _asset("report.css"))
 
 
 def _set(name: str, part: Mapping[str, Any], now: Side, baseline: Side | None) -> str:
@@ -135,8 +138,8 @@ def _changed(part: Mapping[str, Any], now: Side, baseline: Side) -> str:
                 changes.append((abs(row["reward"] - other["reward"]), -sample))
         place = change["index"], -max(changes, default=(0.0, 0))[1]
         html += f"<figure><figcaption>{escape(change['prompt'])}</figcaption><div class='pair'>"
-        html += _side("mean before", change["before"], others[place], baseline.folder)
-        html += f"{_side('mean now', change['now'], rows[place], now.folder)}</div></figure>"
+        html += _side("mean before", change["before"], others[place], baseline)
+        html += f"{_side('mean now', change['now'], rows[place], now)}</div></figure>"
     return f"<div class='cards {_kind(now.rows)}' style='--w:256px;--n:2'>{html}</div>"
 
 
@@ -148,7 +151,7 @@ def _extremes(now: Side) -> str:
     for title, shown in (("Highest", scored[::-1][:count]), ("Lowest", scored[:count])):
         cards = ""
         for row in shown:
-            side = _side(f"reward {row['reward']:.4g}", None, row, now.folder)
+            side = _side(f"reward {row['reward']:.4g}", None, row, now)
             cards += f"<figure><figcaption>{escape(row['prompt'])}</figcaption><div class='pair'>{side}</div></figure>"
         html += f"<h3>{title} rewards</h3><div class='cards {_kind(now.rows)}' style='--w:256px;--n:1'>{cards}</div>"
     return html if count else ""
@@ -158,17 +161,26 @@ def _kind(rows: Sequence[Row]) -> str:
     return "samples" if rows and "text" in rows[0] else ""
 
 
-def _side(label: str, mean: float | None, row: Row, folder: Path) -> str:
+def _side(label: str, mean: float | None, row: Row, side: Side) -> str:
     """A sample with its caption."""
     if "text" in row:
         text = str(row["text"])
         content = f"<pre>{escape(text if len(text) <= MOST_TEXT else f'{text[:MOST_TEXT]}…')}</pre>"
-    elif str(row["file"]).endswith(".png") and (folder / row["file"]).is_file():
-        content = _image(folder / row["file"], "")
-    elif (folder / row["file"]).is_file() and (folder / row["file"]).stat().st_size <= MOST_VIDEO_BYTES:
-        data = _data_url("video/mp4", (folder / row["file"]).read_bytes())
-        content = f'<video controls loop muted src="{data}"></video>'
     else:
-        content = f"<p class='lost'>{escape(str(row['file']))}</p>"
+        content = _shown(cut(str(row.get("file"))), side)
+    content = side.room.take(content)
     figure = "" if mean is None else f"<b>{mean:.4g}</b>"
     return f"<div class='side'>{content}<div class='cap'><span>{escape(label)}</span>{figure}</div></div>"
+
+
+def _shown(file: str, side: Side) -> str:
+    """An image or a small video of an evaluation, or the name of a file that cannot be shown."""
+    if file.endswith(".png"):
+        image = image_html(side.folder, file, "", side.room)
+        if image != LOST:
+            return image
+    else:
+        with suppress(OSError):
+            data = data_url("video/mp4", read_inside(side.folder, file, MOST_VIDEO_BYTES))
+            return f'<video controls loop muted src="{data}"></video>'
+    return f"<p class='lost'>{escape(file)}</p>"

@@ -17,15 +17,17 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from phalanx.config.files import replace_file
+from phalanx.config.inside import append_inside
 from phalanx.config.joint import POLICIES, WRITER
 from phalanx.config.load import ConfigError
 from phalanx.config.messages import reason
 from phalanx.config.run import TrainerConfig
 from phalanx.exit import Stopped
 from phalanx.telemetry.advice import Advisor
+from phalanx.telemetry.curves import read_metrics
 from phalanx.telemetry.loggers import ELAPSED, KEY, Logger, RunStart, check_loggers, setting
 from phalanx.telemetry.records import Record, kind_of, save_records
-from phalanx.telemetry.run_folder import METRICS_FILE, read_metrics
+from phalanx.telemetry.run_folder import METRICS_FILE
 
 if TYPE_CHECKING:
     from phalanx.distributed.mesh import World
@@ -293,7 +295,7 @@ class _MetricsFile:
     def _begin(self, content: bytes) -> None:
         """Replace the file by one with this content, and open it to append."""
         replace_file(self._path, content)
-        self._stream = self._path.open("a+b", buffering=0)
+        self._stream = append_inside(self._path.parent, self._path.name)
 
     def write(self, step: int, row: dict[str, float]) -> dict[str, float]:
         """Append a row and return it, with the elapsed time added."""

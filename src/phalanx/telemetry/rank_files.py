@@ -23,17 +23,16 @@ from types import TracebackType
 from typing import Any, Self, TextIO, cast
 
 from phalanx import exit
-from phalanx.config.files import replace_file
+from phalanx.config.inside import append_inside, make_inside, write_inside
 from phalanx.distributed.collectives import waits
 from phalanx.distributed.mesh import World
 from phalanx.exit import Stopped
 from phalanx.telemetry.metrics import Timers
-from phalanx.telemetry.run_folder import RANKS, write_json
+from phalanx.telemetry.run_folder import LONGEST_EVENT, RANKS, tail, write_json
 from phalanx.telemetry.step_metrics import peak_memory_gb
 
 MAX_BYTES = 1 << 19
 LAST_WORDS_S = 1.0  # limit for writing a rank's final output, because a hanging disk must not delay its exit
-LONGEST_EVENT = 500  # characters
 CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\r")
 _log = logging.getLogger(__name__)
 
@@ -46,8 +45,8 @@ class RankFiles:
 
     def __init__(self, folder: Path, world: World, timers: Timers, total_steps: int | None) -> None:
         watch = world.watch
-        self._folder, self._world, self._timers = folder / RANKS, world, timers
-        self._paths = {ending: self._folder / f"{watch.rank}.{ending}" for ending in ("json", "jsonl", "log")}
+        self._folder, self._world, self._timers = folder, world, timers
+        self._names = {ending: f"{RANKS}/{watch.rank}.{ending}" for ending in ("json", "jsonl", "log")}
         self._interval = watch.interval
         self._state: dict[str, Any] = {
             "rank": watch.rank,
@@ -140,7 +139,7 @@ class RankFiles:
     def _write(self) -> None:
         """Write everything queued since the last call, and the current state."""
         # without parents, because only rank 0 recreates the folder of a run after it was deleted
-        self._folder.mkdir(exist_ok=True)
+        make_inside(self._folder, RANKS)
         lines = []
         for event in _taken(self._events):
             lines.append(json.dumps(event))
@@ -149,10 +148,10 @@ class RankFiles:
         for number, begin, end in _taken(waits):
             lines.append(f'{{"wait":{number},"from":{self._wall(begin)},"to":{self._wall(end)}}}')
         if lines:
-            _append(self._paths["jsonl"], "\n".join([*lines, ""]))
+            _append(self._folder, self._names["jsonl"], "\n".join([*lines, ""]))
         text = exit.hide(CONTROL.sub("", "".join(_taken(self._text))))
         if text:
-            _append(self._paths["log"], text)
+            _append(self._folder, self._names["log"], text)
         phase = self._timers.phase
         state = self._state | {
             "at": time.time(),
@@ -162,7 +161,7 @@ class RankFiles:
             "phase_since": self._wall(phase.since),
             "memory_gb": peak_memory_gb(self._world.device),
         }
-        write_json(self._paths["json"], state)
+        write_json(self._folder, self._names["json"], state)
 
     def _wall(self, moment: float) -> float:
         """Convert time.perf_counter to time.time."""
@@ -203,11 +202,11 @@ def _taken(queue: deque[Any]) -> list[Any]:
     return entries
 
 
-def _append(path: Path, text: str) -> None:
+def _append(folder: Path, name: str, text: str) -> None:
     """Append to a file, and drop its older half when it exceeds MAX_BYTES."""
-    with path.open("ab") as file:
+    with append_inside(folder, name) as file:
         file.write(text.encode("utf-8", "backslashreplace"))
         size = file.tell()
     if size > MAX_BYTES:
-        kept = path.read_bytes()[-MAX_BYTES // 2 :]
-        replace_file(path, kept[kept.find(b"\n") + 1 :])
+        kept = tail(folder, name, MAX_BYTES // 2)
+        write_inside(folder, name, kept[kept.find(b"\n") + 1 :])

@@ -3,17 +3,23 @@ which others waited, and events. page/ranks.js draws the result on the live page
 """
 
 import math
-import os
+import sys
 import time
 from collections import deque
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeGuard
 
 from phalanx.config.files import json_object
-from phalanx.telemetry.run_folder import RANKS, inside, is_finite, read_ranks
+from phalanx.config.messages import MOST_SHOWN
+from phalanx.telemetry.curves import is_count, is_finite
+from phalanx.telemetry.growing_file import GrowingFile
+from phalanx.telemetry.run_folder import LATEST, LONGEST_EVENT, RANKS, read_ranks
 
-MAX_LINES = 4000  # phases, and likewise waits, that are kept of a rank; events are rarer and all kept
+MAX_LINES = 4000  # phases, and likewise waits, that are kept of a rank
+MOST_LINES = 600_000  # of all ranks
+MOST_KNOWN = 5000  # lines of events of a rank that are recognized when they are read again
 MAX_EVENTS = 200
 MOST_BYTES = 1 << 22  # read at once: eight times the size to which a rank limits its file
 MAX_SPANS = 40_000  # of a timeline
@@ -23,49 +29,71 @@ TOGETHER_S = 60.0
 NOTED = ("checkpoint", "validation")  # phases of the first rank of each role that are shown as events
 
 
+class Span(NamedTuple):
+    """A phase of a step, or a wait in a collective with a number, in seconds of time.time(); `start`: of which start of
+    the job.
+    """
+
+    name: str
+    number: int
+    begin: float
+    end: float
+    start: int
+
+
 class RankLines:
-    """Reads the lines of a rank's `.jsonl` incrementally."""
+    """Reads the lines of a rank's `.jsonl` incrementally. `limit`: the number of phases, and of waits, that are kept;
+    of events, a twentieth of it.
+    """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.events: list[dict[str, Any]] = []
-        self._known: set[bytes] = set()  # the lines of these events
-        self._start_over()
+    def __init__(self, folder: Path, rank: int, limit: int = MAX_LINES) -> None:
+        self.events = deque[dict[str, Any]](maxlen=1 + limit // 20)
+        self.phases, self.waits = deque[Span](maxlen=limit), deque[Span](maxlen=limit)
+        self._known: dict[int, None] = {}  # hashes of the last lines of events
+        self._starts = 0
+        self._file = GrowingFile(folder, f"{RANKS}/{rank}.jsonl", MOST_BYTES, self._start_over)
 
-    def _start_over(self, file: int = 0) -> None:
-        self._file, self._offset, self._rest, self._starts = file, 0, b"", 0
-        self.phases, self.waits = deque[dict[str, Any]](maxlen=MAX_LINES), deque[dict[str, Any]](maxlen=MAX_LINES)
+    def _start_over(self) -> None:
+        self._starts = 0
+        self.phases.clear()
+        self.waits.clear()
 
     def read(self) -> None:
         """Read new lines. A file that was truncated at its front is read from its beginning, skipping known events."""
-        try:
-            with self.path.open("rb") as file:
-                number = os.fstat(file.fileno()).st_ino
-                if number != self._file:
-                    self._start_over(number)
-                begin = file.seek(max(self._offset, file.seek(0, os.SEEK_END) - MOST_BYTES))
-                data = (self._rest if begin == self._offset else b"") + file.read(MOST_BYTES)
-                self._offset = file.tell()
-        except OSError:
+        with suppress(OSError):
+            for _, line in self._file.lines():
+                self._add(line)
+
+    def _add(self, line: bytes) -> None:
+        value = json_object(line) or {}
+        if "event" in value:
+            self._starts += value["event"] == "start"
+            # identify events by their lines, not by their times, because a clock may be set back
+            if _is_time(value.get("at")) and hash(line) not in self._known:
+                self._known[hash(line)] = None
+                if len(self._known) > MOST_KNOWN:
+                    del self._known[next(iter(self._known))]
+                self.events.append(_event(value))
             return
-        *lines, self._rest = data.split(b"\n")
-        recent = len(lines) - 2 * MAX_LINES
-        for i, line in enumerate(lines):
-            if i < recent and not line.startswith(b'{"event"'):
-                continue
-            value = json_object(line) or {}
-            if "event" in value:
-                self._starts += value["event"] == "start"
-                # identify events by their lines, not by their times, because a clock may be set back
-                if is_finite(value.get("at")) and line not in self._known:
-                    self._known.add(line)
-                    self.events.append(value)
-            elif not (is_finite(value.get("from")) and is_finite(value.get("to"))):
-                continue  # a damaged line, as a full disk leaves it
-            elif isinstance(value.get("phase"), str) and isinstance(value.get("step"), int):
-                self.phases.append(value | {"start": self._starts})
-            elif isinstance(value.get("wait"), int):
-                self.waits.append(value)
+        begin, end, step, wait = (value.get(name) for name in ("from", "to", "step", "wait"))
+        if not (_is_time(begin) and _is_time(end)):
+            return  # a damaged line, as a full disk leaves it
+        if isinstance(value.get("phase"), str) and is_count(step):
+            self.phases.append(Span(sys.intern(value["phase"][:MOST_SHOWN]), step, begin, end, self._starts))
+        elif is_count(wait):
+            self.waits.append(Span("wait", wait, begin, end, self._starts))
+
+
+def _is_time(value: Any) -> TypeGuard[float]:
+    return is_finite(value) and abs(value) < LATEST
+
+
+def _event(value: dict[str, Any]) -> dict[str, Any]:
+    """An event as it is shown; the file may be damaged or written by others."""
+    event = {"event": str(value["event"])[:MOST_SHOWN], "at": value["at"]}
+    event["text"] = str(value.get("text") or "")[:LONGEST_EVENT]
+    event["ranks"] = value["ranks"] if is_count(value.get("ranks")) else None
+    return event | {"host": str(value.get("host"))[:MOST_SHOWN]}
 
 
 class RankHistory:
@@ -84,7 +112,8 @@ class RankHistory:
         for state in ranks:
             number = state["rank"]
             if number not in self._lines:
-                self._lines[number] = RankLines(inside(self.folder, self.folder / RANKS / f"{number}.jsonl"))
+                limit = min(MAX_LINES, 1 + MOST_LINES // len(ranks))
+                self._lines[number] = RankLines(self.folder, number, limit)
             self._lines[number].read()
         lines = {state["rank"]: self._lines[state["rank"]] for state in ranks}
         return {
@@ -97,17 +126,17 @@ class RankHistory:
     def _timeline(self, ranks: list[dict[str, Any]], lines: dict[int, RankLines], step: int | None) -> dict[str, Any]:
         """The time window of a step on the first rank that trains, with the phases and waits of all ranks in it."""
         lead = next((state for state in ranks if state.get("role") == "actor"), None)
-        phases = [] if lead is None else [line for line in lines[lead["rank"]].phases if line["step"] > 0]
-        steps = sorted({line["step"] for line in phases})
+        phases = [] if lead is None else [line for line in lines[lead["rank"]].phases if line.number > 0]
+        steps = sorted({line.number for line in phases})
         if lead is None or not steps:
             return {"steps": [], "step": None, "spans": [], "waits": [], "blame": []}
         if "ended" not in lead and len(steps) > 1 and lead.get("step") == steps[-1]:
             steps = steps[:-1]  # the last step is still running
         step = steps[-1] if step is None else min(max(step, steps[0]), steps[-1])
-        of_step = [line for line in phases if line["step"] == step]
-        newest = of_step[-1]["start"]  # an earlier start of the job may have begun this step too
-        begin = min(line["from"] for line in of_step if line["start"] == newest)
-        end = max(line["to"] for line in of_step if line["start"] == newest)
+        of_step = [line for line in phases if line.number == step]
+        newest = of_step[-1].start  # an earlier start of the job may have begun this step too
+        begin = min(line.begin for line in of_step if line.start == newest)
+        end = max(line.end for line in of_step if line.start == newest)
         window: dict[str, Any] = {"steps": [steps[0], steps[-1]], "step": step, "begin": begin, "seconds": end - begin}
         return window | _within(ranks, lines, begin, end)
 
@@ -120,10 +149,10 @@ def _within(ranks: list[dict[str, Any]], lines: dict[int, RankLines], begin: flo
     for state in ranks:
         rank = state["rank"]
         for line in _overlapping(lines[rank].phases, begin, end):
-            spans.append([rank, line["phase"], *_clipped(line, begin, end)])
+            spans.append([rank, line.name, *_clipped(line, begin, end)])
         for line in _overlapping(lines[rank].waits, begin, end):
             part = _clipped(line, begin, end)
-            met.setdefault((str(state.get("role")), line["wait"]), []).append((rank, *part))
+            met.setdefault((str(state.get("role")), line.number), []).append((rank, *part))
     blame: dict[int, float] = {}
     for (role, _), parts in met.items():
         # All ranks leave a collective together, so the last one to arrive waited least, perhaps too briefly to be
@@ -140,12 +169,12 @@ def _within(ranks: list[dict[str, Any]], lines: dict[int, RankLines], begin: flo
     return {"spans": spans[-MAX_SPANS:], "waits": waits[-MAX_SPANS:], "blame": worst[:8]}
 
 
-def _overlapping(lines: Iterable[dict[str, Any]], begin: float, end: float) -> list[dict[str, Any]]:
-    return [line for line in lines if line["from"] < end and line["to"] > begin]
+def _overlapping(lines: Iterable[Span], begin: float, end: float) -> list[Span]:
+    return [line for line in lines if line.begin < end and line.end > begin]
 
 
-def _clipped(line: dict[str, Any], begin: float, end: float) -> tuple[float, float]:
-    return round(max(line["from"] - begin, 0.0), 5), round(min(line["to"], end) - begin, 5)
+def _clipped(line: Span, begin: float, end: float) -> tuple[float, float]:
+    return round(max(line.begin - begin, 0.0), 5), round(min(line.end, end) - begin, 5)
 
 
 def _events(ranks: list[dict[str, Any]], lines: dict[int, RankLines]) -> list[dict[str, Any]]:
@@ -157,7 +186,7 @@ def _events(ranks: list[dict[str, Any]], lines: dict[int, RankLines]) -> list[di
     closing = firsts.get("actor", min(lines, default=0))
     for rank, of_rank in lines.items():
         for line in of_rank.events:
-            event = {"at": line["at"], "rank": rank, "kind": str(line["event"]), "text": str(line.get("text", ""))}
+            event = {"at": line["at"], "rank": rank, "kind": line["event"], "text": line["text"]}
             # all ranks end with the same error
             is_repeated = abs(event["at"] - told.get(event["text"], -math.inf)) < TOGETHER_S
             is_spoken_for = event["kind"] in COMMON and rank != (0 if event["kind"] == "start" else closing)
@@ -165,16 +194,16 @@ def _events(ranks: list[dict[str, Any]], lines: dict[int, RankLines]) -> list[di
                 continue
             told[event["text"]] = event["at"]
             if event["kind"] == "start":
-                event["text"] = f"{line.get('ranks')} ranks, the first on {line.get('host')}"
+                event["text"] = f"{line['ranks']} ranks, the first on {line['host']}"
                 if size is not None:
                     event["kind"] = "restart"
-                    event["text"] += f" (before: {size} ranks)" if size != line.get("ranks") else ""
-                size = line.get("ranks")
+                    event["text"] += f" (before: {size} ranks)" if size != line["ranks"] else ""
+                size = line["ranks"]
             events.append(event)
         if rank not in firsts.values():
             continue
-        for line in of_rank.phases:
-            if line["phase"].endswith(NOTED):
-                text = f"after step {line['step']}, {line['to'] - line['from']:.2g} s"
-                events.append({"at": line["to"], "rank": rank, "kind": line["phase"], "text": text})
+        for span in of_rank.phases:
+            if span.name.endswith(NOTED):
+                text = f"after step {span.number}, {span.end - span.begin:.2g} s"
+                events.append({"at": span.end, "rank": rank, "kind": span.name, "text": text})
     return sorted(events, key=lambda event: event["at"])[-MAX_EVENTS:]

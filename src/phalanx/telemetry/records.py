@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from phalanx.config.files import json_object
+from phalanx.config.inside import open_inside, write_inside
 from phalanx.config.messages import counted
 from phalanx.media.grids import fit, pictures, sheet, side_by_side, standing
 from phalanx.media.pictures import Picture
@@ -252,9 +253,8 @@ def together(images: Sequence[Thumbnail]) -> Image.Image:
 
 def write_index(folder: Path, rows: Iterable[dict[str, Any]]) -> None:
     """Write a folder's `index.jsonl`."""
-    with (folder / "index.jsonl").open("w", encoding="utf-8") as file:
-        for row in rows:
-            file.write(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n")
+    lines = [json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows]
+    write_inside(folder, "index.jsonl", "".join(lines))
 
 
 def read_index(folder: Path, content: str = "file") -> list[dict[str, Any]]:
@@ -262,17 +262,17 @@ def read_index(folder: Path, content: str = "file") -> list[dict[str, Any]]:
 
     `content`: the key that every row must have besides index, prompt and reward, "file" or "text".
     """
-    path = folder / "index.jsonl"
-    if not path.is_file():
-        return []
     rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
-        if not line:
-            continue
-        row = json_object(line)
-        if row is None or not _is_row(row, content):
-            raise ValueError(f"{path}:{number}: not a row with index, prompt, reward and {content}")
-        rows.append(row)
+    try:
+        with open_inside(folder, "index.jsonl") as file:
+            for number, line in enumerate(file, start=1):
+                row = json_object(line)
+                if row is None or not _is_row(row, content):
+                    place = f"{folder / 'index.jsonl'}:{number}"
+                    raise ValueError(f"{place}: not a row with index, prompt, reward and {content}")
+                rows.append(row)
+    except FileNotFoundError:
+        return []
     return rows
 
 

@@ -9,6 +9,7 @@ import argparse
 import base64
 import hashlib
 import json
+import re
 import sys
 import webbrowser
 from collections.abc import Sequence
@@ -20,17 +21,20 @@ from statistics import median
 from typing import Any
 
 from phalanx.config.files import replace_file
+from phalanx.config.inside import list_inside, status_inside
 from phalanx.config.load import flat
-from phalanx.telemetry.advice import Advisor, is_training_row
+from phalanx.config.messages import cut
 from phalanx.telemetry.charts import Chart, charts_of, constants_of
 from phalanx.telemetry.comparison import comparison_table
+from phalanx.telemetry.curves import Points
 from phalanx.telemetry.loggers import LOSS
 from phalanx.telemetry.rank_history import RankHistory
-from phalanx.telemetry.run_folder import METRICS_FILE, PROFILES, RANKS, Point, Run, read_run
-from phalanx.telemetry.samples import notes_html, samples_html
+from phalanx.telemetry.run_folder import METRICS_FILE, PROFILES, RANKS, Run, RunReader
+from phalanx.telemetry.samples import Room, notes_html, samples_html
 
 REPORT_FILE = "report.html"
 COMPARISON_FILE = "comparison.html"
+MOST_PROFILES = 100
 
 
 def write_report(*run_dirs: str | Path, output: Path | None = None) -> Path:
@@ -40,19 +44,19 @@ def write_report(*run_dirs: str | Path, output: Path | None = None) -> Path:
     ValueError if one of `run_dirs` is not a run's folder.
     """
     folders = list(dict.fromkeys(Path(run_dir) for run_dir in run_dirs))
-    runs = read_runs(folders)
+    runs = [reader.read() for reader in run_readers(folders)]
     path = output or folders[0] / (REPORT_FILE if len(runs) == 1 else COMPARISON_FILE)
     replace_file(path, page_of(runs)[0])
     return path
 
 
-def read_runs(folders: Sequence[Path]) -> list[Run]:
-    """Read the runs of a page, with labels if there are several. Raises ValueError for a folder that is not a run's."""
+def run_readers(folders: Sequence[Path]) -> list[RunReader]:
+    """Readers of the runs of a page, with labels if there are several."""
     if len(folders) == 1:
-        return [read_run(folders[0])]
+        return [RunReader(folders[0])]
     names = [folder.resolve().name for folder in folders]
     labels = names if len(set(names)) == len(names) else map(str, folders)
-    return [read_run(folder, label) for folder, label in zip(folders, labels, strict=True)]
+    return [RunReader(folder, label) for folder, label in zip(folders, labels, strict=True)]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -84,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 # --- the page -----------------------------------------------------------------------------------------------------
 
 
-def page_of(runs: list[Run], *, live: bool = False) -> tuple[str, str]:
+def page_of(runs: list[Run], *, live: bool = False, room: Room | None = None) -> tuple[bytes, str]:
     """A page about runs, and its Content-Security-Policy. A live page requests updates from its server."""
     if len(runs) == 1:
         name = runs[0].setting("trainer.experiment_name") or runs[0].folder.resolve().name
@@ -93,7 +97,7 @@ def page_of(runs: list[Run], *, live: bool = False) -> tuple[str, str]:
         name = f"Comparison of {len(runs)} runs"
         facts = [run.label for run in runs]
     scripts = [_asset("uPlot.iife.min.js"), _asset("report.js")]
-    sections = sections_of(runs)
+    sections = sections_of(runs, room=room)
     charts = sections.pop("charts")
     ranks = None if live else _ranks(runs)
     of_ranks = ""
@@ -103,7 +107,6 @@ def page_of(runs: list[Run], *, live: bool = False) -> tuple[str, str]:
         names = escape(json.dumps([run.label or run.folder.resolve().name for run in runs]))
         place = f'<section id="ranks" {"data-live" if live else ""} data-runs="{names}"><h2>Ranks</h2></section>'
         sections = {"headline": sections.pop("headline"), "ranks": place} | sections
-    body = "\n".join(sections.values())
     policy = _policy(scripts) + ("; connect-src 'self'" if live else "")
     end = (
         f'\n<script type="application/json" id="charts">{_json(charts)}</script>\n'
@@ -113,32 +116,36 @@ def page_of(runs: list[Run], *, live: bool = False) -> tuple[str, str]:
     )
     footer = f"Made by <code>phalanx report</code> from {METRICS_FILE}, config.yaml, images/ and samples/."
     style = _asset("uPlot.min.css") + _asset("report.css")
-    return document(name, facts, body, footer, policy, style, end), policy
+    return document(name, facts, list(sections.values()), footer, policy, style, end), policy
 
 
 def document(
-    title: str, facts: Sequence[str | None], body: str, footer: str, policy: str, style: str, end: str = ""
-) -> str:
-    """A page with its heading and facts, without those that are None; `end` follows the visible part."""
-    return (
+    title: str, facts: Sequence[str | None], body: Sequence[str], footer: str, policy: str, style: str, end: str = ""
+) -> bytes:
+    """A page with its heading and facts, without those that are None, in UTF-8; `end` follows the visible part."""
+    head = (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
         f"<title>{escape(title)} · Phalanx</title>\n"
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<style>{style}</style></head>\n"
         f"<body><main><header><h1>{escape(title)}</h1><p>{escape(' · '.join(filter(None, facts)))}</p></header>\n"
-        f"{body}\n<footer>{footer}</footer></main>{end}</body></html>\n"
     )
+    end = f"<footer>{footer}</footer></main>{end}</body></html>\n"
+    # each part by itself: with one wide character, a text of the whole page would take several times its size
+    return b"\n".join(part.encode("utf-8", "replace") for part in (head, *body, end))
 
 
-def sections_of(runs: list[Run], *, with_samples: bool = True) -> dict[str, Any]:
-    """The sections of a page, in order, by the ids of their elements; and the chart data as `charts`."""
+def sections_of(runs: list[Run], *, with_samples: bool = True, room: Room | None = None) -> dict[str, Any]:
+    """The sections of a page, in order, by the ids of their elements; and the chart data as `charts`. `room`: for the
+    samples.
+    """
     known, others = charts_of(runs)
     headlines = [_headline(runs[0])] if len(runs) == 1 else [comparison_table(runs), *map(_run_notes, runs)]
     tables = [*map(_table, runs), _differences(runs), *map(_config, runs)]
     sections: dict[str, Any] = {"headline": f'<div id="headline">{"".join(headlines)}</div>'}
     if with_samples:
-        sections["samples"] = f'<div id="samples">{samples_html(runs)}</div>'
+        sections["samples"] = f'<div id="samples">{samples_html(runs, room)}</div>'
     sections["curves"] = _curves(known, others, constants_of(runs))
     sections["tables"] = f'<div id="tables">{"".join(tables)}</div>'
     return sections | {"charts": [chart.data() for chart in known + others]}
@@ -146,7 +153,7 @@ def sections_of(runs: list[Run], *, with_samples: bool = True) -> dict[str, Any]
 
 def _ranks(runs: list[Run]) -> list[dict[str, Any]] | None:
     """The last step of each run's ranks, in the format of the live page; None if no run has files of its ranks."""
-    if not any((run.folder / RANKS).is_dir() for run in runs):
+    if not any(status_inside(run.folder, RANKS) for run in runs):
         return None
     data = []
     for run in runs:
@@ -201,44 +208,33 @@ def _headline(run: Run) -> str:
 
 def _run_notes(run: Run) -> str:
     """Notes on missing data and on profiles, and the job's warnings about its metrics."""
-    notes = []
-    if not run.rows:
+    notes, rows = list(run.problems), run.curves.rows
+    if not rows and not notes:
         notes.append(f"{METRICS_FILE} has no rows yet.")
-    if run.rows and not run.validations():
+    if run.curves.left_out:
+        notes.append(f"{METRICS_FILE} is too large to be shown whole; the newest values of its first metrics are.")
+    if rows and not run.validations():
         notes.append("No validation was logged, so there is no figure on held-out prompts.")
-    if run.rows and not any(map(is_training_row, run.rows)):
+    if rows and not run.curves.is_trained:
         notes.append("No training step was logged.")
     notes += _profiles(run)
+    notes += [f"{note[0].upper()}{note[1:]}." for note in run.advice]
     prefix = f"{run.label}: " if run.label else ""
-    return notes_html([f"{prefix}{note}" for note in notes + _advice(run)])
+    return notes_html([f"{prefix}{note}" for note in notes])
 
 
 def _profiles(run: Run) -> list[str]:
     """Notes on where the profiles of each profiled step are."""
-    notes = []
-    for folder in sorted((run.folder / PROFILES).glob("step_*")):
-        count = len(list(folder.glob("*.json.gz")))
+    notes = list[str]()
+    for name, is_folder in list_inside(run.folder, PROFILES):
+        number = re.fullmatch("step_([0-9]{1,15})", name)
+        if number is None or not is_folder or len(notes) == MOST_PROFILES:
+            continue
+        place = f"{PROFILES}/{name}"
+        count = sum(file.endswith(".json.gz") for file, _ in list_inside(run.folder, place))
         ranks = "1 rank" if count == 1 else f"{count} ranks"
-        place = f"{PROFILES}/{folder.name}"
-        notes.append(
-            f"Step {int(folder.name[5:])} was profiled on {ranks}: ui.perfetto.dev opens the traces in {place}."
-        )
+        notes.append(f"Step {int(number[1])} was profiled on {ranks}: ui.perfetto.dev opens the traces in {place}.")
     return notes
-
-
-def _advice(run: Run) -> list[str]:
-    """The job's warnings about its metrics."""
-    samples, limit = run.setting("rollout.n"), run.setting("data.max_response_length")
-    total = run.setting("trainer.total_training_steps")
-    advisor = Advisor(_whole(total) or run.last_step(), _whole(samples) or 1, _whole(limit))
-    notes = []
-    for row in run.rows:
-        notes += advisor.warnings(row["step"], row)
-    return [f"{note[0].upper()}{note[1:]}." for note in notes]
-
-
-def _whole(text: str | None) -> int | None:
-    return int(text) if text is not None and text.isdecimal() else None
 
 
 def _pace(run: Run) -> list[str]:
@@ -254,7 +250,7 @@ def _pace(run: Run) -> list[str]:
     return tiles
 
 
-def _change(title: str, points: list[Point], kind: str = "") -> str:
+def _change(title: str, points: Points, kind: str = "") -> str:
     """A tile with the first and the last value of a curve."""
     (first, before), (last, after) = points[0], points[-1]
     if len(points) == 1:
@@ -300,7 +296,7 @@ def _table(run: Run) -> str:
     """A table of all metrics, as an accessible alternative to the curves."""
     rows = []
     for key in run.metrics():
-        cells, values = ["-"] * 4, run.values(key)
+        cells, values = ["-"] * 4, run.points(key).values
         if values:
             cells = list(map("{:.5g}".format, (values[0], values[-1], min(values), max(values))))
         rows.append([key, *cells, str(len(values))])
@@ -317,7 +313,7 @@ def _differences(runs: list[Run]) -> str:
     for key in sorted(set().union(*settings)):
         values = [setting.get(key, "-") for setting in settings]
         if len(set(values)) > 1:
-            rows.append([key, *values])
+            rows.append([cut(key), *map(cut, values)])
     table = _cells(["setting", *(run.label for run in runs)], rows)
     return _details("Settings that differ", table, is_open=True) if rows else notes_html(["No settings differ."])
 

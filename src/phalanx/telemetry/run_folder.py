@@ -1,23 +1,25 @@
 """The names of the files in a run's folder (trainer.output_dir), and readers for metrics.jsonl, config.yaml and the
-ranks' state files.
+ranks' state files. Any of them may be damaged, or written by somebody else: see phalanx.config.inside.
 """
 
 import json
-import logging
 import os
 import re
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from phalanx.config.files import json_object, replace_file
+from phalanx.config.files import json_object
+from phalanx.config.inside import list_inside, open_inside, read_inside, status_inside, write_inside
+from phalanx.config.messages import MOST_SHOWN, cut
+from phalanx.config.sources import parse_yaml
+from phalanx.telemetry.curves import Curves, MetricsFile, Points, is_count, is_finite
 from phalanx.telemetry.loggers import ELAPSED, setting
 
-Point = tuple[int, float]
 METRICS_FILE = "metrics.jsonl"
+CONFIG_FILE = "config.yaml"
 RUNNING_FILE = "running.json"  # of the job that owns the folder, see phalanx.training.folder_lock
 BEAT_S = 2.0  # interval at which the job updates it
 STOP_FILE = "stop.json"  # a request to stop, with the token of the start to which it applies
@@ -25,41 +27,45 @@ RANKS = "ranks"  # see phalanx.telemetry.rank_files
 LATEST = 1e11  # seconds, in the year 5138: later times cannot be shown as dates and come from damaged files
 PROFILES = "profiles"  # see phalanx.telemetry.profiles
 VALIDATION = re.compile(r"val/(.+)/reward/mean")
-log = logging.getLogger(__name__)
+MOST_CONFIG = 1 << 18  # bytes of a config.yaml, of which a job writes about 10,000
+LONGEST_EVENT = 500  # characters
+MOST_JSON = 1 << 16  # bytes of a file with one small object
+NUMBERS = ("interval", "memory_gb", "phase_since", "since")  # of a rank's state, besides its counts
+COUNTS, TEXTS = ("rank", "ranks", "pid", "step", "total"), ("role", "host", "phase", "rate", "ended")
 
 
 @dataclass(frozen=True)
 class Run:
-    """The contents of a run's files. `label` tells it from other runs on the same page; empty for a single run."""
+    """The contents of a run's files. `label` tells it from other runs on the same page; empty for a single run.
+    `advice` are the job's warnings about its metrics, `problems` what could not be read.
+    """
 
     folder: Path
     label: str
-    rows: list[dict[str, Any]]
+    curves: Curves
     config_text: str | None
     config: dict[str, Any]
+    advice: tuple[str, ...] = ()
+    problems: tuple[str, ...] = ()
 
-    def points(self, key: str) -> list[Point]:
+    def points(self, key: str) -> Points:
         """(step, value) of all rows that have a finite value of `key`."""
-        return [(row["step"], row[key]) for row in self.rows if is_finite(row.get(key))]
+        return self.curves.points.get(key, Points())
 
     def values(self, key: str) -> list[float]:
         """The finite values of `key`, in the order of the steps."""
-        return [value for _, value in self.points(key)]
+        return list(self.points(key).values)
 
     def setting(self, name: str) -> str | None:
-        """The value of a configuration key such as `model.path`, as text; None if it is not set."""
+        """The value of a configuration key such as `model.path`, as a short text; None if it is not set."""
         value = setting(self.config, name)
-        return None if value is None else str(value)
+        return None if value is None else cut(str(value))
 
     def metrics(self) -> list[str]:
         """The keys of all rows except the step, in the order of first use."""
-        keys: dict[str, None] = {}
-        for row in self.rows:
-            keys |= dict.fromkeys(row)
-        keys.pop("step", None)
-        return list(keys)
+        return list(self.curves.points)
 
-    def validations(self) -> dict[str, list[Point]]:
+    def validations(self) -> dict[str, Points]:
         """The mean reward of each validation set over the steps."""
         validations = {}
         for key in sorted(self.metrics()):
@@ -79,73 +85,99 @@ class Run:
         return f"{title} · {self.label}" if self.label else title
 
     def last_step(self) -> int:
-        return self.rows[-1]["step"] if self.rows else 0
+        return self.curves.last_step
+
+
+class RunReader:
+    """Reads a run; each `read` takes only what is new in its metrics.jsonl."""
+
+    def __init__(self, folder: Path, label: str = "") -> None:
+        self._folder, self._label = folder, label
+        self._key: str | None = None  # of the config.yaml that was read
+        self._text: str | None = None
+        self._config: dict[str, Any] = {}
+        self._metrics: MetricsFile | None = None
+
+    def read(self) -> Run:
+        """The run as it is now. Raises ValueError if it is not a run's folder; config.yaml may be missing."""
+        folder, problems = self._folder, list[str]()
+        if not folder.is_dir():
+            raise ValueError(f"{folder}: no such folder; give the trainer.output_dir of a run")
+        key = key_of(folder, CONFIG_FILE)
+        if self._metrics is None or key != self._key:
+            self._key, (self._text, self._config) = key, read_config(folder)
+            total, samples = self._whole("trainer.total_training_steps"), self._whole("rollout.n")
+            limit = self._whole("data.max_response_length")
+            self._metrics = MetricsFile(folder, METRICS_FILE, total, samples or 1, limit)
+        try:
+            self._metrics.read()
+        except FileNotFoundError:
+            raise ValueError(f"{folder}: no {METRICS_FILE} in it; give the trainer.output_dir of a run") from None
+        except OSError as error:
+            problems.append(f"{METRICS_FILE} cannot be read: {error.strerror}.")
+        curves, advice = self._metrics.curves, tuple(self._metrics.advice)
+        return Run(folder, self._label, curves, self._text, self._config, advice, tuple(problems))
+
+    def _whole(self, name: str) -> int | None:
+        value = setting(self._config, name)
+        return value if is_count(value) else None
 
 
 def read_run(folder: Path, label: str = "") -> Run:
     """The run that wrote to `folder`. Raises ValueError if it is not a run's folder; config.yaml may be missing."""
-    if not folder.is_dir():
-        raise ValueError(f"{folder}: no such folder; give the trainer.output_dir of a run")
-    if not (folder / METRICS_FILE).is_file():
-        raise ValueError(f"{folder}: no {METRICS_FILE} in it; give the trainer.output_dir of a run")
-    return Run(folder, label, read_metrics(folder / METRICS_FILE), *read_config(folder))
+    return RunReader(folder, label).read()
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """All rows of a metrics.jsonl. A half-written last line is ignored, other broken lines with a warning."""
-    rows = []
-    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        row = json_object(line)
-        if row is not None and isinstance(row.get("step"), int):
-            rows.append(row)
-        elif number < len(lines):
-            log.warning("%s:%d: not a JSON object with a step; the line is ignored", path, number)
-    return rows
+def key_of(folder: Path, *names: str) -> str:
+    """A key that changes whenever one of the files is written."""
+    parts = []
+    for name in names:
+        status = status_inside(folder, name)
+        if status is not None:
+            parts.append(f"{status.st_ino}-{status.st_size}-{status.st_mtime_ns}")
+    return ":".join(parts)
 
 
 def read_config(folder: Path) -> tuple[str | None, dict[str, Any]]:
-    """The text of a run's config.yaml, None if it is missing, and its values."""
-    path = folder / "config.yaml"
+    """The text of a run's config.yaml, None if it is missing or cannot be read, and its values."""
     try:
-        text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else None
+        text = read_inside(folder, CONFIG_FILE, MOST_CONFIG).decode("utf-8", "replace")
     except OSError:  # it may be replaced at this moment, or be unreadable for this user
-        text = None
+        return None, {}
     try:
-        config = yaml.safe_load(text) if text is not None else {}
-    except (yaml.YAMLError, RecursionError):
+        config = parse_yaml(text)
+    except yaml.YAMLError:
         config = {}  # the text is shown nevertheless
     return text, config if isinstance(config, dict) else {}
 
 
-def read_json(path: Path) -> dict[str, Any] | None:
+def read_json(folder: Path, name: str) -> dict[str, Any] | None:
     """The JSON object in a file that another process may replace; None if the file does not contain one."""
     try:
-        return json_object(path.read_bytes())
+        return json_object(read_inside(folder, name, MOST_JSON))
     except OSError:
         return None
 
 
-def tail(path: Path, size: int) -> bytes:
+def tail(folder: Path, name: str, size: int) -> bytes:
     """Read only the last `size` bytes of a file. Raises OSError."""
-    with path.open("rb") as file:
+    with open_inside(folder, name) as file:
         file.seek(max(file.seek(0, os.SEEK_END) - size, 0))
         return file.read(size)
 
 
-def write_json(path: Path, value: dict[str, Any]) -> None:
+def write_json(folder: Path, name: str, value: dict[str, Any]) -> None:
     """Write a file atomically, so that readers never see a part of it. Raises OSError."""
-    replace_file(path, json.dumps(value, indent=1) + "\n")
+    write_inside(folder, name, json.dumps(value, indent=1) + "\n")
 
 
 def read_ranks(folder: Path) -> list[dict[str, Any]]:
     """The states of all ranks of the last start, ordered by rank."""
     states = []
-    for path in (folder / RANKS).glob("*.json"):
-        state = read_json(path) if path.stem.isdecimal() and is_inside(folder, path) else None
-        if state is not None and state.get("rank") == int(path.stem) and _is_state(state):
+    for name, is_folder in list_inside(folder, RANKS):
+        number = re.fullmatch(r"(0|[1-9][0-9]{0,6})\.json", name)
+        state = _state(read_json(folder, f"{RANKS}/{name}")) if number and not is_folder else None
+        if number and state is not None and state["rank"] == int(number[1]):
             states.append(state)
     states.sort(key=lambda state: state["rank"])
     if not states:
@@ -156,26 +188,13 @@ def read_ranks(folder: Path) -> list[dict[str, Any]]:
     return [state for state in states if state["rank"] < count]
 
 
-def _is_state(state: dict[str, Any]) -> bool:
-    """Whether a rank's state has the fields that readers rely on; the file may be damaged or written by others."""
-    numbers = isinstance(state.get("ranks"), int) and isinstance(state.get("pid"), int)
-    shown = all(is_finite(state.get(name, 0)) for name in ("interval", "memory_gb", "phase_since"))
-    is_dated = is_finite(state.get("at")) and 0 < state["at"] < LATEST
-    return numbers and shown and is_dated and isinstance(state.get("host"), str)
-
-
-def inside(folder: Path, path: Path) -> Path:
-    """Return `path`, or raise FileNotFoundError if a link or `..` leads out of the run's folder."""
-    if not is_inside(folder, path):
-        raise FileNotFoundError(f"{path}: it is outside of {folder}")
-    return path
-
-
-def is_inside(folder: Path, path: Path) -> bool:
-    """Whether a path lies in the folder once links and `..` are resolved."""
-    return path.resolve().is_relative_to(folder.resolve())
-
-
-def is_finite(value: Any) -> bool:
-    """Whether a value is a number other than NaN and infinity."""
-    return isinstance(value, int | float) and abs(value) <= sys.float_info.max  # an int may be too large for a float
+def _state(value: dict[str, Any] | None) -> dict[str, Any] | None:
+    """The fields of a rank's state that are shown; None if one that readers rely on is missing or of another type."""
+    if value is None or not (is_finite(value.get("at")) and 0 < value["at"] < LATEST):
+        return None
+    if not all(is_finite(value.get(name, 0)) for name in NUMBERS):
+        return None
+    state = {name: value[name] for name in ("at", *NUMBERS) if name in value}
+    state |= {name: value[name] for name in COUNTS if is_count(value.get(name))}
+    state |= {name: value[name][:MOST_SHOWN] for name in TEXTS if isinstance(value.get(name), str)}
+    return state if state.keys() >= {"rank", "ranks", "pid", "host"} else None

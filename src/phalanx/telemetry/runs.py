@@ -16,8 +16,11 @@ from statistics import median
 from typing import Any
 
 from phalanx.config.files import json_object
+from phalanx.config.inside import list_inside, status_inside
+from phalanx.config.messages import cut
 from phalanx.exit import show
-from phalanx.telemetry.evaluation import ARGUMENTS, ENDED
+from phalanx.telemetry.curves import is_count, is_finite
+from phalanx.telemetry.evaluation_files import ARGUMENTS, ENDED
 from phalanx.telemetry.loggers import ELAPSED, setting
 from phalanx.telemetry.loggers.console import plain
 from phalanx.telemetry.rank_history import RankLines
@@ -28,8 +31,6 @@ from phalanx.telemetry.run_folder import (
     RANKS,
     RUNNING_FILE,
     STOP_FILE,
-    inside,
-    is_finite,
     read_config,
     read_json,
     read_ranks,
@@ -39,10 +40,12 @@ from phalanx.telemetry.run_folder import (
 
 LIVING, DEAD = "running", "dead"
 NOT_RUNS = {"checkpoints", "images", "samples", "tensorboard", RANKS}  # subfolders of a run that contain no runs
+MOST_DEPTH = 32  # of folders below the one that is searched
 TAIL_BYTES = 1 << 16  # of metrics.jsonl
 LOG_BYTES = 1 << 20  # twice the size to which a rank limits its log
 ETA_STEPS = 20  # the ETA uses the median duration of this many recent steps
 POLL_S = 0.5
+MOST_WORDS = 1000  # characters of a job's last words
 PATIENCE_S = 20.0  # time without a heartbeat after which a job that was asked to stop counts as dead
 
 
@@ -68,12 +71,12 @@ class Overview:
         steps = f"{self.step}/{self.total}" if self.total is not None else str(self.step)
         eta = "-" if self.eta_s is None or self.state != LIVING else str(timedelta(seconds=round(self.eta_s)))
         first = self.job or (self.ranks[0] if self.ranks else {})
-        hosts = self.hosts or ([str(first["host"])] if "host" in first else [])
+        hosts = self.hosts or ([cut(str(first["host"]))] if "host" in first else [])
         shown = ", ".join(hosts[:3]) + (f" and {len(hosts) - 3} more" if len(hosts) > 3 else "")
         signs = [rank["at"] for rank in self.ranks]
         last = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(max(signs))) if signs else "-"
-        pid = str(first.get("pid", "-"))
-        return [str(self.folder), self.state, steps, eta, str(len(self.ranks) or "-"), shown or "-", pid, last]
+        pid = cut(str(first.get("pid", "-")))
+        return [str(self.folder), cut(self.state), steps, eta, str(len(self.ranks) or "-"), shown or "-", pid, last]
 
 
 COLUMNS = ["RUN", "STATE", "STEP", "ETA", "RANKS", "HOSTS", "PID OF RANK 0", "LAST SIGN OF LIFE"]
@@ -83,10 +86,10 @@ def overview(folder: Path, state: str) -> Overview:
     """Summarize a run from its current files; `state`: see `states`."""
     rows, ranks = last_rows(folder), read_ranks(folder)
     step = rows[-1]["step"] if rows else 0
-    total = next((rank["total"] for rank in ranks if _is_count(rank.get("total"))), None)
+    total = next((rank["total"] for rank in ranks if "total" in rank), None)
     if total is None:  # the last resort, because reading the configuration takes longest
         configured = setting(read_config(folder)[1], "trainer.total_training_steps")
-        total = configured if _is_count(configured) else None
+        total = configured if is_count(configured) else None
     seconds = []
     for before, row in pairwise(rows):
         if row["step"] > before["step"] and is_finite(row.get(ELAPSED)) and is_finite(before.get(ELAPSED)):
@@ -94,18 +97,14 @@ def overview(folder: Path, state: str) -> Overview:
     left = None if total is None or not seconds else median(seconds[-ETA_STEPS:]) * max(total - step, 0)
     if left is not None and not 0 <= left < LATEST:  # a damaged file may contain any number
         left = None
-    return Overview(folder, state, step, total, left, ranks, read_json(folder / RUNNING_FILE))
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and is_finite(value)
+    return Overview(folder, state, step, total, left, ranks, read_json(folder, RUNNING_FILE))
 
 
 def states(folders: Sequence[Path]) -> dict[Path, str]:
     """The state of each run: `running`, `dead` (it vanished without recording its end), or its recorded end:
     `finished`, `stopped` or `failed`; `ended` if a version that did not record it wrote the files.
     """
-    jobs = {folder: read_json(folder / RUNNING_FILE) for folder in folders}
+    jobs = {folder: read_json(folder, RUNNING_FILE) for folder in folders}
     known, silent = {}, {}
     for folder, job in jobs.items():
         if job is None:
@@ -117,45 +116,48 @@ def states(folders: Sequence[Path]) -> dict[Path, str]:
     if silent:
         time.sleep(1.5 * BEAT_S)
     for folder, job in silent.items():
-        now = read_json(folder / RUNNING_FILE)
+        now = read_json(folder, RUNNING_FILE)
         known[folder] = ended(folder) if now is None else DEAD if now == job else LIVING
     return known
 
 
 def ended(folder: Path) -> str:
     """How a run has ended, as its first rank recorded it."""
-    first = read_json(folder / RANKS / "0.json")
+    first = read_json(folder, f"{RANKS}/0.json")
     return "ended" if first is None else str(first.get("ended", DEAD))
 
 
 def _age(folder: Path) -> float:
-    try:
-        return abs(time.time() - (folder / RUNNING_FILE).stat().st_mtime)
-    except OSError:
-        return float("inf")
+    status = status_inside(folder, RUNNING_FILE)
+    return float("inf") if status is None else abs(time.time() - status.st_mtime)
 
 
 def last_rows(folder: Path) -> list[dict[str, Any]]:
     """The rows in the last TAIL_BYTES of a run's metrics.jsonl."""
     try:
-        lines = tail(folder / METRICS_FILE, TAIL_BYTES).split(b"\n")
+        lines = tail(folder, METRICS_FILE, TAIL_BYTES).split(b"\n")
     except OSError:
         return []
     rows = []
     for line in lines:  # the first line may be truncated and then does not parse
         row = json_object(line)
-        if row is not None and _is_count(row.get("step")):
+        if row is not None and is_count(row.get("step")):
             rows.append(row)
     return rows
 
 
 def run_folders(root: Path) -> Iterator[Path]:
-    """All folders of runs in `root`, which may itself be one."""
-    for name, folders, files in os.walk(root):
-        is_run = METRICS_FILE in files or RUNNING_FILE in files
-        folders[:] = sorted(folder for folder in folders if not (is_run and folder in NOT_RUNS))
+    """All folders of runs in `root`, which may itself be one; links are not followed."""
+    waiting = [(".", 0)]  # not recursive, because a tree may be deep
+    while waiting:
+        name, depth = waiting.pop()
+        entries = list_inside(root, name)
+        is_run = any(not is_folder and entry in (METRICS_FILE, RUNNING_FILE) for entry, is_folder in entries)
         if is_run:
-            yield Path(name)
+            yield root / name
+        for entry, is_folder in reversed(entries):
+            if is_folder and depth < MOST_DEPTH and not (is_run and entry in NOT_RUNS):
+                waiting.append((f"{name}/{entry}", depth + 1))
 
 
 def check_run(folder: Path) -> Path:
@@ -189,7 +191,8 @@ def main(command: str, argv: Sequence[str]) -> int:
             return _runs(given.folder)
         if command == "logs":
             return _logs(check_run(given.folder), given.rank, given.lines, given.follow)
-        is_evaluation = (given.folder / ARGUMENTS).is_file()  # an evaluation has none of a run's files once it ended
+        # an evaluation has none of a run's files once it ended
+        is_evaluation = status_inside(given.folder, ARGUMENTS) is not None
         return _stop(given.folder if is_evaluation else check_run(given.folder), wait=not given.no_wait)
     except BrokenPipeError:  # as with `phalanx logs RUN | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes the remaining output at exit
@@ -226,18 +229,18 @@ def _runs(root: Path) -> int:
 
 
 def _logs(folder: Path, rank: int, lines: int | None, follow: bool) -> int:
-    path = inside(folder, folder / RANKS / f"{rank}.log")
-    if not path.is_file() and not (follow and (folder / RANKS / f"{rank}.json").exists()):
+    exists = status_inside(folder, f"{RANKS}/{rank}.log") is not None
+    if not exists and not (follow and status_inside(folder, f"{RANKS}/{rank}.json")):
         known = [str(state["rank"]) for state in read_ranks(folder)]
         ranks = f"its ranks are {', '.join(known)}" if known else "it has no files of any rank"
         raise ValueError(f"{folder}: no log of rank {rank}; {ranks}")
-    text = _text(path)
+    text = _text(folder, rank)
     shown = text if lines is None else "".join(text.splitlines(keepends=True)[-lines:] if lines > 0 else [])
     sys.stdout.write(plain(shown))
     sys.stdout.flush()
     while follow:
         ends = states([folder])[folder] != LIVING
-        newer = _text(path)
+        newer = _text(folder, rank)
         sys.stdout.write(plain(_after(text, newer)))
         sys.stdout.flush()
         text = newer
@@ -247,8 +250,11 @@ def _logs(folder: Path, rank: int, lines: int | None, follow: bool) -> int:
     return 0
 
 
-def _text(path: Path) -> str:
-    return tail(path, LOG_BYTES).decode("utf-8", "replace") if path.is_file() else ""
+def _text(folder: Path, rank: int) -> str:
+    try:
+        return tail(folder, f"{RANKS}/{rank}.log", LOG_BYTES).decode("utf-8", "replace")
+    except FileNotFoundError:  # the rank has not printed anything yet
+        return ""
 
 
 def _after(before: str, now: str) -> str:
@@ -267,21 +273,23 @@ def _stop(folder: Path, wait: bool) -> int:
     in the meantime, cannot stop a later one.
     """
     state = states([folder])[folder]
-    job = read_json(folder / RUNNING_FILE)
+    job = read_json(folder, RUNNING_FILE)
     if state != LIVING or job is None or not job.keys() >= {"token", "pid", "host"}:
         raise ValueError(f"{folder}: no job runs here (state: {state}); nothing to stop")
-    request, named = {"token": job["token"]}, f"process {job['pid']} on {job['host']}"
+    request, named = {"token": job["token"]}, plain(cut(f"process {job['pid']} on {job['host']}"))
+    if not isinstance(job["token"], str):
+        raise ValueError(f"{folder}: {RUNNING_FILE} is damaged: its token is not a text; nothing to stop")
     try:
-        write_json(folder / STOP_FILE, request)
+        write_json(folder, STOP_FILE, request)
     except OSError as error:
-        if read_json(folder / STOP_FILE) != request:  # else another command has just written the same request
+        if read_json(folder, STOP_FILE) != request:  # else another command has just written the same request
             reason = f"{folder}: the request cannot be written ({error.strerror}); "
             raise ValueError(f"{reason}run this as the user of the job, or send SIGTERM to its launcher") from error
     show(f"asked {named} to stop")
     if not wait:
         return 0
     beat, since = job, time.monotonic()
-    while (now := read_json(folder / RUNNING_FILE)) is not None and now.get("token") == job["token"]:
+    while (now := read_json(folder, RUNNING_FILE)) is not None and now.get("token") == job["token"]:
         if now != beat:
             beat, since = now, time.monotonic()
         if time.monotonic() - since > PATIENCE_S:
@@ -294,13 +302,13 @@ def _stop(folder: Path, wait: bool) -> int:
 
 def _last_words(folder: Path) -> tuple[bool, str]:
     """Whether a job that was asked to stop has failed, and a description of its end, if possible the job's own."""
-    if (folder / ARGUMENTS).is_file() or (folder / "baseline" / ARGUMENTS).is_file():
-        end = read_json(folder / ENDED) or {}
-        return end.get("ended") not in ("finished", "stopped"), plain(str(end.get("text", "failed")))
+    if status_inside(folder, ARGUMENTS) or status_inside(folder, f"baseline/{ARGUMENTS}"):
+        end = read_json(folder, ENDED) or {}
+        return end.get("ended") not in ("finished", "stopped"), plain(cut(str(end.get("text", "failed")), MOST_WORDS))
     last = overview(folder, ended(folder))
     failed = last.state == "failed"
     lead = next((state["rank"] for state in last.ranks if state.get("role") == "actor"), 0)
-    lines = RankLines(folder / RANKS / f"{lead}.jsonl")
+    lines = RankLines(folder, lead)
     lines.read()
     for event in reversed(lines.events):  # the same text may follow the end as an event `said`
         if event["event"] == "start":

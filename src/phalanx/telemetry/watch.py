@@ -6,6 +6,7 @@ with another --host, each request needs the token in the printed address.
 """
 
 import argparse
+import hashlib
 import ipaddress
 import json
 import secrets
@@ -15,23 +16,38 @@ import threading
 import time
 import webbrowser
 from collections.abc import Sequence
+from contextlib import suppress
+from functools import cached_property
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+from phalanx.config.inside import list_inside
 from phalanx.telemetry.rank_history import RankHistory
 from phalanx.telemetry.records import IMAGES, SAMPLES
-from phalanx.telemetry.report import page_of, read_runs, sections_of
-from phalanx.telemetry.run_folder import BEAT_S, METRICS_FILE, RANKS, RUNNING_FILE, Run, inside, read_json, tail
+from phalanx.telemetry.report import page_of, run_readers, sections_of
+from phalanx.telemetry.run_folder import (
+    BEAT_S,
+    CONFIG_FILE,
+    METRICS_FILE,
+    RANKS,
+    RUNNING_FILE,
+    Run,
+    key_of,
+    read_json,
+    tail,
+)
 from phalanx.telemetry.runs import DEAD, LIVING, check_run, ended, overview
+from phalanx.telemetry.samples import Room
 
 SILENCE_S = 4 * BEAT_S  # time without a heartbeat after which a job counts as dead
 LOG_BYTES = 1 << 16  # of a log that the page shows
 PATHS = ("/sections", "/ranks", "/log")  # in addition to the page itself
 MOST_CONNECTIONS = 64  # concurrent ones, each in a thread
-WATCHED_FILES = (METRICS_FILE, "config.yaml", RANKS, IMAGES, SAMPLES)
+MOST_SILENT = 8  # connections of one address without a complete request
+HEAD_S = 10.0  # seconds until a request must be complete
 
 
 class Watcher:
@@ -40,14 +56,15 @@ class Watcher:
     def __init__(self, folders: Sequence[Path]) -> None:
         self.folders = [check_run(folder) for folder in dict.fromkeys(folders)]
         self._histories = [RankHistory(folder) for folder in self.folders]
+        self._readers, self._scaled = run_readers(self.folders), dict[tuple[int, ...], bytes]()
         self._lock = threading.Lock()  # each request is handled in a separate thread
         self._beats: list[tuple[dict[str, Any] | None, float]] = [(None, 0.0)] * len(self.folders)
         self._runs()
 
-    def page(self) -> tuple[str, str]:
+    def page(self) -> tuple[bytes, str]:
         """The page and its Content-Security-Policy."""
         with self._lock:
-            return page_of(self._runs(), live=True)
+            return page_of(self._runs(), live=True, room=Room(scaled=self._scaled))
 
     def ask(self, path: str, query: dict[str, str]) -> dict[str, Any]:
         """Answer a request for one of PATHS. Raises ValueError for an invalid query, OSError for missing files."""
@@ -64,10 +81,7 @@ class Watcher:
             return self._log(number, int(query.get("rank", "")))
 
     def _runs(self) -> list[Run]:
-        for folder in self.folders:
-            for name in WATCHED_FILES:
-                inside(folder, folder / name)
-        return read_runs(self.folders)
+        return [reader.read() for reader in self._readers]
 
     def _ranks(self, number: int, step: int | None) -> dict[str, Any]:
         folder = self.folders[number]
@@ -78,7 +92,7 @@ class Watcher:
     def _state(self, number: int) -> str:
         """Like phalanx.telemetry.runs.states, but without waiting: compares heartbeats between requests."""
         folder, now = self.folders[number], time.monotonic()
-        job = read_json(folder / RUNNING_FILE)
+        job = read_json(folder, RUNNING_FILE)
         if job is None:
             return ended(folder)
         if job != self._beats[number][0]:
@@ -86,45 +100,49 @@ class Watcher:
         return LIVING if now - self._beats[number][1] < SILENCE_S else DEAD
 
     def _log(self, number: int, rank: int) -> dict[str, Any]:
-        folder = self.folders[number]
-        path = folder / RANKS / f"{rank}.log"
-        data = tail(inside(folder, path), LOG_BYTES) if path.is_file() else b""
+        try:
+            data = tail(self.folders[number], f"{RANKS}/{rank}.log", LOG_BYTES)
+        except FileNotFoundError:  # the rank has not printed anything yet
+            data = b""
         return {"text": data.decode("utf-8", "replace")}
 
     def _sections(self, seen: str, kept: str) -> dict[str, Any]:
         """The sections of the report, if the keys of its files differ from `seen` and `kept`, those of the page."""
-        keys = [key_of(folder, (METRICS_FILE, "config.yaml")) for folder in self.folders]
-        of_samples = []
-        for folder in self.folders:
-            steps = [*folder.glob(f"{IMAGES}/*/step_*"), *folder.glob(f"{SAMPLES}/*/step_*")]
-            of_samples.append(f"{len(steps)} {max((step.stat().st_mtime_ns for step in steps), default=0)}")
-        now = {"seen": " ".join(keys), "kept": " ".join(of_samples)}
+        keys = [key_of(folder, METRICS_FILE, CONFIG_FILE) for folder in self.folders]
+        now = {"seen": " ".join(keys), "kept": " ".join(map(_key_of_samples, self.folders))}
         if now == {"seen": seen, "kept": kept}:
             return now
-        return sections_of(self._runs(), with_samples=now["kept"] != kept) | now
+        room = Room(scaled=self._scaled)
+        return sections_of(self._runs(), with_samples=now["kept"] != kept, room=room) | now
 
 
-def key_of(folder: Path, names: Sequence[str]) -> str:
-    """A key that changes whenever one of the files is written."""
-    parts = []
-    for name in names:
-        try:
-            status = (folder / name).stat()
-        except OSError:
-            continue
-        parts.append(f"{status.st_size}-{status.st_mtime_ns}")
-    return ":".join(parts)
+def _key_of_samples(folder: Path) -> str:
+    """A key that changes whenever a validation of a run is written: each has a new folder."""
+    sets = []
+    for kind in (IMAGES, SAMPLES):
+        for name, is_folder in list_inside(folder, kind):
+            if is_folder:
+                steps = [step for step, _ in list_inside(folder, f"{kind}/{name}")]
+                sets.append(key_of(folder, f"{kind}/{name}", *(f"{kind}/{name}/{step}" for step in steps[-1:])))
+    return hashlib.sha256(" ".join(sets).encode()).hexdigest()
 
 
 class Server(ThreadingHTTPServer):
-    """The server of one page; with token=None everybody who can reach it has access."""
+    """The server of one page; with token=None everybody who can reach it has access.
+
+    A connection is silent until its request is complete and has the token. The others go before: a silent one is closed
+    after HEAD_S, and the oldest of them when its address has more than MOST_SILENT, or when there is no room for a new
+    one.
+    """
 
     daemon_threads = True
     request_queue_size = MOST_CONNECTIONS
 
     def __init__(self, watcher: Watcher, host: str, port: int, token: str | None) -> None:
         self.watcher, self.token, self.host = watcher, token, host
-        self._free = threading.BoundedSemaphore(MOST_CONNECTIONS)
+        self._turn = threading.Lock()
+        self._open: set[socket.socket] = set()
+        self._silent: dict[socket.socket, tuple[str, float]] = {}  # with address and time, in the order of their begin
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
             super().__init__((host, port), Handler)
@@ -132,18 +150,50 @@ class Server(ThreadingHTTPServer):
             raise ValueError(f"cannot listen on {host}, port {port}: {error}; give another --host or --port") from error
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer in a thread, or close the connection if there are too many."""
-        if self._free.acquire(blocking=False):
-            super().process_request(request, client_address)
-        else:
+        """Answer in a thread, or close the connection if too many are being answered."""
+        address = client_address[0]
+        with self._turn:
+            same = [other for other, (name, _) in self._silent.items() if name == address]
+            if len(same) >= MOST_SILENT:
+                self._drop(same[0])
+            elif len(self._open) >= MOST_CONNECTIONS and self._silent:
+                self._drop(next(iter(self._silent)))
+            is_full = len(self._open) >= MOST_CONNECTIONS
+            if not is_full:
+                self._open.add(request)
+                self._silent[request] = address, time.monotonic()
+        if is_full:
             self.shutdown_request(request)
+        else:
+            super().process_request(request, client_address)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         """Handle a request, in its thread."""
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self._free.release()
+            with self._turn:
+                self._silent.pop(request, None)
+                self._open.discard(request)
+
+    def service_actions(self) -> None:
+        """Close the connections that have been silent for too long; called between requests."""
+        with self._turn:
+            late = time.monotonic() - HEAD_S
+            for request in [request for request, (_, since) in self._silent.items() if since < late]:
+                self._drop(request)
+
+    def _drop(self, request: socket.socket) -> None:
+        """Close a silent connection; its thread, which is reading, then ends."""
+        del self._silent[request]
+        self._open.discard(request)
+        with suppress(OSError):  # the client has closed it
+            request.shutdown(socket.SHUT_RDWR)
+
+    def has_asked(self, request: socket.socket) -> bool:
+        """Note that a request may be answered; False if its connection was closed meanwhile."""
+        with self._turn:
+            return self._silent.pop(request, None) is not None
 
     @property
     def url(self) -> str:
@@ -165,15 +215,19 @@ class Server(ThreadingHTTPServer):
             ipaddress.ip_address(name)
         except ValueError:
             local = {"localhost", self.host.lower(), socket.gethostname().lower()}
-            return name in local or name == socket.getfqdn().lower()  # may query a name server, which takes seconds
+            return name in local or name == self._full_name
         return True
+
+    @cached_property
+    def _full_name(self) -> str:
+        return socket.getfqdn().lower()  # it may ask a name server, which takes seconds
 
 
 class Handler(BaseHTTPRequestHandler):
     """Answers GET requests, the only method supported."""
 
     server: Server
-    timeout = 10  # seconds until an idle connection is closed
+    timeout = HEAD_S  # for each read, and for writing an answer
     server_version, sys_version = "phalanx", ""
 
     def do_GET(self) -> None:
@@ -187,24 +241,26 @@ class Handler(BaseHTTPRequestHandler):
             return self._refuse(HTTPStatus.FORBIDDEN, "unknown host name; use the address that was printed")
         if token is not None and not secrets.compare_digest(query.get("token", "").encode(), token.encode()):
             return self._refuse(HTTPStatus.FORBIDDEN, "missing or wrong token; use the address that was printed")
+        if not self.server.has_asked(self.connection):
+            self.close_connection = True
+            return None
         if address.path not in ("/", *PATHS):
             return self._refuse(HTTPStatus.NOT_FOUND, "there is no such page")
         try:
             if address.path == "/":
-                text, policy = self.server.watcher.page()
-                return self._send(HTTPStatus.OK, text, "text/html", policy)
+                page, policy = self.server.watcher.page()
+                return self._send(HTTPStatus.OK, page, "text/html", policy)
             answer = self.server.watcher.ask(address.path, query)
             # browsers cannot parse NaN: raise ValueError for it
             text = json.dumps(answer, separators=(",", ":"), allow_nan=False)
         except (ValueError, OSError) as error:  # for example, a file is being replaced at this moment
             return self._refuse(HTTPStatus.BAD_REQUEST, str(error))
-        return self._send(HTTPStatus.OK, text, "application/json")
+        return self._send(HTTPStatus.OK, text.encode(), "application/json")
 
     def _refuse(self, status: HTTPStatus, words: str) -> None:
-        self._send(status, f"{words}\n", "text/plain")
+        self._send(status, f"{words}\n".encode("utf-8", "replace"), "text/plain")
 
-    def _send(self, status: HTTPStatus, text: str, kind: str, policy: str = "default-src 'none'") -> None:
-        data = text.encode("utf-8", "replace")
+    def _send(self, status: HTTPStatus, data: bytes, kind: str, policy: str = "default-src 'none'") -> None:
         self.send_response(status)
         self.send_header("Content-Type", f"{kind}; charset=utf-8")
         self.send_header("Content-Length", str(len(data)))

@@ -24,7 +24,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from phalanx.config.files import parse_json
+from phalanx.config.files import kind, parse_json, read_bytes
 from phalanx.distributed.collectives import all_gather_object, broadcast_object, from_first
 from phalanx.distributed.fsdp import as_part_of
 from phalanx.distributed.mesh import World
@@ -34,6 +34,7 @@ from phalanx.training.checkpoint_reader import Reader
 log = logging.getLogger(__name__)
 # signature entries that older checkpoints do not have
 ADDED = ("chat_template_date", "chat_template_kwargs", "cpu_linear", "lora_alpha", "lora_init", "quantization")
+MOST_META = 1 << 26  # bytes of a meta.json
 MOST = 10**15  # limit of counters, to detect damaged files
 FULL = 2**20  # a disk with fewer free bytes counts as full
 IN_FLIGHT = "in_flight.safetensors"  # end of the file name, after the rank
@@ -99,6 +100,8 @@ def complete(folder: Path) -> str | None:
         for name, (size, _) in meta["files"].items():
             if Path(name).name != name:
                 raise ValueError(f"{name!r} is not a file of this folder")
+            if kind(folder / name) == "folder":
+                return f"{name} is a folder"
             written = (folder / name).stat().st_size
             if written != size:
                 return f"{name} has {written} bytes of {size}"
@@ -174,8 +177,8 @@ def kept_in_flight(folder: Path) -> list[Tensor]:
 
 
 def read_meta(folder: Path) -> dict[str, Any]:
-    """Read the meta.json of a checkpoint."""
-    return dict(parse_json((folder / "meta.json").read_text()))
+    """Read the meta.json of a checkpoint. Raises OSError if there is none, ValueError or TypeError if it is damaged."""
+    return dict(parse_json(read_bytes(folder / "meta.json", MOST_META).decode()))
 
 
 def _unseen(folder: Path) -> str | None:

@@ -5,6 +5,7 @@ This reader accepts only the classes that DCP writes there. The tensors themselv
 """
 
 import pickle
+from io import BytesIO
 from pathlib import Path, PosixPath
 from typing import Any
 
@@ -22,6 +23,10 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.futures import Future
 from torch.serialization import _get_layout
+
+from phalanx.config.files import kind, read_bytes
+
+MOST_METADATA = 1 << 30  # bytes
 
 
 def _member(kind: Any, name: str) -> _MEM_FORMAT_ENCODING:
@@ -68,8 +73,7 @@ class Reader(FileSystemReader):
 
 def _read(file: Path) -> Metadata:
     try:
-        with file.open("rb") as stream:
-            metadata = _DataOnly(stream).load()
+        metadata = _DataOnly(BytesIO(read_bytes(file, MOST_METADATA))).load()
         if not isinstance(metadata, Metadata):
             raise TypeError(f"it holds a {type(metadata).__name__}")
         # DCP would unpickle any other entry when loading it
@@ -79,6 +83,8 @@ def _read(file: Path) -> Metadata:
         for place in metadata.storage_data.values():
             if Path(place.relative_path).name != place.relative_path:
                 raise ValueError(f"{place.relative_path!r} is not a file of this folder")
+            if kind(file.with_name(place.relative_path)) == "folder":  # OSError for a pipe, which torch would wait for
+                raise ValueError(f"{place.relative_path!r} is a folder")
     except Exception as error:  # a damaged pickle can raise anything
         raise ValueError(f"{file} is damaged, or not a checkpoint's: {error}") from error
     return metadata

@@ -13,10 +13,12 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from phalanx.config.inside import append_inside
 from phalanx.distributed.collectives import from_first
 from phalanx.distributed.mesh import World
 from phalanx.exit import say
@@ -66,12 +68,11 @@ class FolderLock:
 
     def __init__(self, folder: Path, lost: Callable[[str], object], stop: Callable[[], object]) -> None:
         self.folder, self._lost, self._stop = folder, lost, stop
-        self._file, self._request = folder / RUNNING_FILE, folder / STOP_FILE
         folder.mkdir(parents=True, exist_ok=True)
-        self._lock = (folder / ".lock").open("w")
+        self._lock = append_inside(folder, ".lock")
         try:
             locked = self._try_lock()
-            other = read_json(self._file)
+            other = read_json(self.folder, RUNNING_FILE)
             # on this machine, holding the lock proves that the other job is dead
             if other is not None and not (locked and other.get("machine") == _machine()):
                 self._wait_for_silence(other)
@@ -95,10 +96,11 @@ class FolderLock:
         """Stop the beats and unlock the folder."""
         self._done.set()
         self._thread.join(PATIENCE_S)  # otherwise a beat could recreate the file after it was removed
-        other = read_json(self._file)
+        other = read_json(self.folder, RUNNING_FILE)
         if other is not None and other.get("token") == self._me["token"]:
-            self._file.unlink(missing_ok=True)
-            self._request.unlink(missing_ok=True)
+            for name in (RUNNING_FILE, STOP_FILE):
+                with suppress(OSError):  # it does not exist, or is a folder
+                    (self.folder / name).unlink()
         self._lock.close()
 
     def _try_lock(self) -> bool:
@@ -107,7 +109,7 @@ class FolderLock:
             # a lockf lock belongs to the process, so a reward function's forked child does not keep it
             fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
-            raise ValueError(self._in_use(read_json(self._file) or {})) from None
+            raise ValueError(self._in_use(read_json(self.folder, RUNNING_FILE) or {})) from None
         except OSError as error:
             if error.errno not in NO_LOCKS:
                 raise
@@ -120,7 +122,7 @@ class FolderLock:
         deadline = time.monotonic() + PATIENCE_S
         while time.monotonic() < deadline:
             time.sleep(BEAT_S / 4)
-            now = read_json(self._file)
+            now = read_json(self.folder, RUNNING_FILE)
             if now is None:  # it has just ended
                 return
             if now != other:
@@ -128,12 +130,12 @@ class FolderLock:
 
     def _beats(self) -> None:
         while not self._done.wait(BEAT_S):
-            other = read_json(self._file)
+            other = read_json(self.folder, RUNNING_FILE)
             if other is not None and other.get("token") != self._me["token"]:
                 self._lost(f"trainer.output_dir: {self._in_use(other)}")
                 return
             # a request has the token of the start that it is for, so that an old one does not stop the next start
-            if not self._stop_called and (read_json(self._request) or {}).get("token") == self._me["token"]:
+            if not self._stop_called and (read_json(self.folder, STOP_FILE) or {}).get("token") == self._me["token"]:
                 self._stop_called = True
                 self._stop()
             self._me["beat"] += 1
@@ -147,7 +149,7 @@ class FolderLock:
 
     def _write(self) -> None:
         try:
-            write_json(self._file, self._me)
+            write_json(self.folder, RUNNING_FILE, self._me)
         except OSError:
             if self._me["beat"] == 0:
                 raise

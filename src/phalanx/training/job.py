@@ -22,10 +22,11 @@ from phalanx.distributed.collectives import agree
 from phalanx.distributed.mesh import World
 from phalanx.exit import Stopped
 from phalanx.models.linear import count_weights
+from phalanx.telemetry.curves import read_metrics
 from phalanx.telemetry.metrics import RunLogger, Timers
 from phalanx.telemetry.rank_files import RankFiles
 from phalanx.telemetry.report import write_report
-from phalanx.telemetry.run_folder import METRICS_FILE, read_metrics
+from phalanx.telemetry.run_folder import METRICS_FILE
 from phalanx.training import folder_lock
 from phalanx.training.checkpoint import Checkpointer, Progress, find, kept_in_flight
 from phalanx.training.optim import TrainState
