@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
+from phalanx.config.files import kind
 from phalanx.config.messages import cut
 
 if TYPE_CHECKING:
@@ -150,7 +151,10 @@ class Picture:
             value = value.removeprefix("file://")
             if _ADDRESS.match(value):
                 raise ValueError(f"{self.where}: {cut(value)!r} is a URL, and nothing is downloaded; expected {FORMS}")
-            return self.folder / value
+            path = self.folder / value
+            with self._reading():
+                kind(path)  # refuses pipes and devices, whose reading would not end
+            return path
         form = f"a list of {len(value)}" if isinstance(value, list) else f"of type {type(value).__name__}"
         if isinstance(value, dict):
             form = f"an object with {', '.join(map(str, value)) or 'nothing'}"
