@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 
 from phalanx.config.files import kind, parse_json, read_bytes
 from phalanx.config.messages import cut, reason
+from phalanx.data.parquet import ROW, check_unpacked, limit_of, reading_parquet, unpacked
+from phalanx.data.parquet import DataError as DataError
 from phalanx.data.shown import COLUMNS, Located, column_of, holds_images, in_rows, in_table, lengths_of, undecoded
 from phalanx.media.pictures import Picture, in_memory
 
@@ -34,10 +36,6 @@ _KINDS = {
     str: "text",
     type(None): "null",
 }
-
-
-class DataError(ValueError):
-    """A data file that cannot be used. The message is one line that names the file and the line or row."""
 
 
 def locate(file: str, key: str) -> list[tuple[str, Source]]:
@@ -132,6 +130,7 @@ def read(
         else `image`) have a tuple of Pictures in `images`; other columns of images are left out to save memory.
     """
     shown = (COLUMNS if image_key is None else (image_key,)) if texts else ()
+    _check_regular(path, place)
     if path.is_dir():
         dataset = load_dataset(path, split, place)
         return _table_rows(dataset, path, place, images, prompt, shown)
@@ -151,6 +150,15 @@ def read(
 
 def _refuse(error: DataError) -> None:
     raise error
+
+
+def _check_regular(path: Path, place: str) -> None:
+    """Raise DataError for a pipe, a socket or a device, of which a read might never end, also in a dataset's folder."""
+    try:
+        for file in (path, *(path.rglob("*") if path.is_dir() else ())):
+            kind(file)
+    except OSError as error:
+        raise DataError(f"{place} cannot be read: {error.strerror}") from None
 
 
 def _lines(path: Path, place: str, drop: Callable[[DataError], None]) -> Iterator[tuple[str, str]]:
@@ -264,23 +272,20 @@ def _csv_rows(
 def _parquet_rows(
     path: Path, place: str, images: Sequence[str], prompt: str, shown: Sequence[str]
 ) -> Iterator[Located]:
-    import pyarrow as pa
     import pyarrow.parquet as pq
 
-    try:
+    with reading_parquet(place):
         source = pq.ParquetFile(path)
         fields = source.schema_arrow
         _check_columns(fields.names, place, (prompt, *_named(images, fields.names)))
+        limit = limit_of(path)
         on_disk = bool(images) or column_of(fields, shown) is not None
         wanted = [field.name for field in fields if not (shown and holds_images(field.type))]
-        rows = _mapped(path, place) if on_disk else source.read(columns=wanted).to_pylist()
-    # a text column may raise UnicodeDecodeError, which is a ValueError
-    except (pa.ArrowException, OSError, ValueError) as error:
-        if isinstance(error, DataError):
-            raise
-        first = next(iter(str(error).splitlines()), type(error).__name__)
-        raise DataError(f"{place} is not a Parquet file: {first}") from error
-    return _table_rows(rows, path.parent, place, images, prompt, shown) if on_disk else _numbered(rows, place)
+        if not on_disk:
+            return _numbered(unpacked(source, wanted, limit, place), place)
+        check_unpacked(ROW * source.metadata.num_rows, limit, place)
+        rows = _mapped(path, place)
+    return _table_rows(rows, path.parent, place, images, prompt, shown)
 
 
 def _named(images: Sequence[str], columns: Sequence[str]) -> list[str]:

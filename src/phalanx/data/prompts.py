@@ -69,7 +69,10 @@ def load_prompts(
             located = read(path, split, place, images, prompt, drop, texts=not quoted, image_key=image_key)
             for where, columns in located:
                 try:
-                    rows.append(_row(columns, where, column, bool(images), quoted, answered))
+                    row = _row(columns, where, column, bool(images), quoted, answered)
+                    if not quoted:
+                        _check_marks(columns, column, where, COLUMNS if image_key is None else (image_key,))
+                    rows.append(row)
                 except DataError as error:
                     drop(error)
             if len(rows) + len(drop.reasons) == before:
@@ -191,7 +194,6 @@ def _row(columns: dict[str, Any], where: str, prompt: str, about_image: bool, qu
         return Prompt(text, 0, meta, negative, place=where)
     if "tools" in meta:
         meta["tools"] = _tools(meta["tools"])
-    _check_marks(columns, prompt, where, shows)
     if not shows:
         return Prompt(text, 0, meta, negative, _messages(columns[prompt], prompt, where, answered), where)
     given = columns[prompt]
@@ -200,14 +202,18 @@ def _row(columns: dict[str, Any], where: str, prompt: str, about_image: bool, qu
     return Prompt(text, 0, meta, negative, chat if isinstance(given, list) or pictures else None, where, pictures)
 
 
-def _check_marks(columns: dict[str, Any], prompt: str, where: str, shows: bool) -> None:
-    """Raise DataError if a row has images or videos, but their marks in the prompt would be read as text."""
-    content = str(columns[prompt])
-    marks = ((MARK, COLUMNS, f"none of them is {FORMS}"), (_VIDEO, _VIDEOS, "videos are not read"))
+def _check_marks(columns: dict[str, Any], prompt: str, where: str, shown: Sequence[str]) -> None:
+    """Raise DataError if the prompt of a row with a column of images or videos has marks of them that would be read as
+    text; `shown`: names of the columns of images.
+    """
+    content, shows = str(columns[prompt]), isinstance(columns.get("images"), tuple)
+    marks = ((MARK, shown, f"none of them is {FORMS}"), (_VIDEO, _VIDEOS, "videos are not read"))
     for mark, names, reason in marks:
         name = next((name for name in names if columns.get(name)), None)
         if name is not None and mark in content and not (shows and mark == MARK):
             raise DataError(f"{where}: {prompt} has {mark}, and the row a column {name!r}; {reason}")
+    if MARK in content and not shows and not columns.keys().isdisjoint(shown):
+        raise DataError(_misplaced(content.count(MARK), 0, f"{where}: {prompt}"))
 
 
 def _place_images(chat: list[dict[str, Any]], images: int, where: str) -> None:
@@ -220,13 +226,15 @@ def _place_images(chat: list[dict[str, Any]], images: int, where: str) -> None:
         places = [{"type": "image"}] * images
         users[0]["content"] = [*places, *users[0]["content"]]
     if len(places) != images:
-        raise DataError(
-            f"{where} has places for {len(places)} images ({MARK}, or parts {{type: image}}), but the row has {images}"
-        )
+        raise DataError(_misplaced(len(places), images, where))
     for message in chat:
         parts = message.get("content", [])
         if all(part["type"] == "text" for part in parts) and "content" in message:
             message["content"] = "".join(part["text"] for part in parts)
+
+
+def _misplaced(places: int, images: int, where: str) -> str:
+    return f"{where} has places for {places} images ({MARK}, or parts {{type: image}}), but the row has {images}"
 
 
 def _parts(text: str) -> list[dict[str, str]]:

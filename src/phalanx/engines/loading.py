@@ -11,6 +11,7 @@ from safetensors import SafetensorError
 log = logging.getLogger(__name__)
 
 Turns = str | tuple[str, ...]  # a question, or alternating questions and answers that end with a question
+FOREIGN = "its files name code of their own (auto_map), and no code of a model folder runs"
 # what classes raise when they are constructed with unexpected settings
 _MISFITS = (
     ArithmeticError,
@@ -26,6 +27,11 @@ _MISFITS = (
 )
 
 
+def needs_code(error: BaseException) -> bool:
+    """Whether a library has refused to run code that lies in a model folder."""
+    return "trust_remote_code" in str(error)
+
+
 @contextmanager
 def loading(what: str) -> Iterator[None]:
     """Turn a failure to load in the block into a ValueError of one line: `what`, a colon and the reason.
@@ -38,6 +44,8 @@ def loading(what: str) -> Iterator[None]:
         # tokenizers has no exception class: it raises Exception itself
         if not isinstance(error, _MISFITS) and type(error) is not Exception:
             raise
+        if needs_code(error):
+            raise ValueError(f"{what}: {FOREIGN}") from error
         plain = type(error) in (Exception, OSError, ValueError) or isinstance(error, StrictDataclassError)
         named = [] if plain else [type(error).__name__]
         first, *more = [line.strip() for line in str(error).strip().splitlines()] or [""]

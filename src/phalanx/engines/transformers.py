@@ -169,11 +169,12 @@ def load_processor(path: str, revision: str | None = None, key: str = "reward.mo
 
     with loading(f"{key}: {path!r} does not load"):
         try:
-            processor = AutoProcessor.from_pretrained(path, revision=revision)
+            processor = AutoProcessor.from_pretrained(path, revision=revision, trust_remote_code=False)
         except ImportError:
             # many processors include one for videos, which needs torchvision; images do not need it
-            kind = PROCESSOR_MAPPING[type(AutoConfig.from_pretrained(path, revision=revision))]
-            processor = without_videos(kind).from_pretrained(path, revision=revision)
+            settings = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=False)
+            kind = without_videos(PROCESSOR_MAPPING[type(settings)])
+            processor = kind.from_pretrained(path, revision=revision, trust_remote_code=False)
     if not isinstance(processor, ProcessorMixin) or processor.chat_template is None:
         raise ValueError(f"{key}: {path!r} has no chat template for images; expected a model that has one")
     return processor
@@ -184,7 +185,7 @@ def load_tokenizer(path: str, revision: str | None = None) -> Any:
     from transformers import AutoTokenizer
 
     with loading(f"reward.model.path: {path!r} does not load"):
-        tokenizer = AutoTokenizer.from_pretrained(path, revision=revision)
+        tokenizer = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=False)
     if tokenizer.chat_template is None:
         raise ValueError(f"reward.model.path: {path!r} has no chat template; expected a model that has one")
     return tokenizer
@@ -209,6 +210,7 @@ def _load_model(path: str, dtype: str, revision: str | None = None, *, text: boo
             path,
             revision=revision,
             dtype=getattr(torch, dtype),
+            trust_remote_code=False,
             use_safetensors=True,
             output_loading_info=True,
             ignore_mismatched_sizes=True,

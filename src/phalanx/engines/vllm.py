@@ -120,6 +120,7 @@ def load_llm(config: Any, groups: VllmGroups, rank: int, local_rank: int, **opti
         kv_cache_memory_bytes=None if cuda else CPU_KV_CACHE,
         enable_sleep_mode=config.sleep and cuda,
         async_scheduling=False,  # guarantees that all ranks of a replica take the same steps
+        trust_remote_code=False,
         use_tqdm_on_load=False,
         **options,
     )

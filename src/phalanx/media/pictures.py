@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 from PIL.ImageFile import ImageFile
 
+from phalanx.config.files import kind
 from phalanx.config.messages import cut
 
 if TYPE_CHECKING:
@@ -170,7 +171,10 @@ class Picture:
             value = value.removeprefix("file://")
             if _ADDRESS.match(value):
                 raise ValueError(f"{self.where}: {cut(value)!r} is a URL, and nothing is downloaded; expected {FORMS}")
-            return self.folder / value
+            path = self.folder / value
+            with self._reading():
+                kind(path)  # refuses pipes and devices, whose reading would not end
+            return path
         form = f"a list of {len(value)}" if isinstance(value, list) else f"of type {type(value).__name__}"
         if isinstance(value, dict):
             form = f"an object with {', '.join(map(str, value)) or 'nothing'}"

@@ -102,7 +102,7 @@ def translate(state: dict[str, Tensor], source: str) -> dict[str, Tensor]:
 def _load(cls: Any, base: str) -> Any:
     path = Path(base).expanduser()
     try:
-        return cls.from_pretrained(str(path) if path.is_dir() else base)
+        return cls.from_pretrained(str(path) if path.is_dir() else base, trust_remote_code=False)
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ValueError(f"--base {base} does not load: {reason}") from error

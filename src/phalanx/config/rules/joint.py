@@ -4,6 +4,7 @@ import re
 from typing import Any
 
 from phalanx.config.rules.rule import JOINT, Rule
+from phalanx.config.templates import WIDEST, too_wide
 
 _PARTS = ("writer", "painter")
 OF_IMAGES = ("image_key", "min_pixels", "max_pixels")  # keys of `data` for prompts with images
@@ -48,9 +49,11 @@ def _pattern(c: Any) -> str | None:
 
 
 def _template(c: Any) -> bool:
-    """Whether the template does not contain exactly one placeholder."""
+    """Whether the template does not contain exactly one placeholder, or fills it up to an absurd width."""
     marks = ("\0first", "\0second")
     try:
+        if too_wide(c.rewrite.template) is not None:
+            return True
         texts = [c.rewrite.template.format(mark) for mark in marks]
     except (IndexError, KeyError, ValueError):
         return True
@@ -113,7 +116,8 @@ RULES = (
          "rewrite.pattern: {c.rewrite.pattern!r} cannot be used ({x}); expected such as '<prompt>(.*?)</prompt>'"),
     Rule("rewrite.template", JOINT, "The template has one placeholder for the rewritten prompt.",
          _template,
-         "rewrite.template: {c.rewrite.template!r} should contain {{}} once, in place of the rewritten prompt"),
+         "rewrite.template: {c.rewrite.template!r} should contain {{}} once, in place of the rewritten prompt, filled "
+         f"up to at most {WIDEST} characters"),
     Rule("rewrite.validate", JOINT, "Validation sets consist of rewritten, original or swapped prompts.",
          lambda c: not c.rewrite.validate or not set(c.rewrite.validate) <= {"rewritten", "original", "swapped"},
          "rewrite.validate: {c.rewrite.validate} should list some of rewritten, original and swapped"),

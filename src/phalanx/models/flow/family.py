@@ -113,8 +113,8 @@ class FlowModel(ModelFiles):
         for name in component_names(index):
             if name.startswith("text_encoder"):
                 given[name] = load_text_encoder(path, name, index[name][1], dtype)
-        dtypes = {"default": dtype, "vae": self.vae_dtype or dtype}
-        self.pipeline = pipeline.from_pretrained(path, transformer=self.transformer, dtype=dtypes, **given)
+        given |= {"transformer": self.transformer, "dtype": {"default": dtype, "vae": self.vae_dtype or dtype}}
+        self.pipeline = pipeline.from_pretrained(path, trust_remote_code=False, **given)
         self.vae = self.pipeline.vae
         check_parts(path, self.pipeline.components, self.input_channels)
 

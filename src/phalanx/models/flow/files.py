@@ -47,7 +47,7 @@ class ModelFiles:
         """As `load_base`, for the transformer in the folder `name`."""
         base = base_folder(config)
         dtype = dtype or dtype_on_disk(base / name)
-        return diffusers.AutoModel.from_pretrained(str(base), subfolder=name, dtype=dtype)
+        return diffusers.AutoModel.from_pretrained(str(base), subfolder=name, dtype=dtype, trust_remote_code=False)
 
     @classmethod
     def read_lora(cls, path: str, config: FlowModelConfig | None = None, names: Iterable[str] = ()) -> Layers:

@@ -189,8 +189,9 @@ def load_text_encoder(path: str, name: str, kind: str, dtype: torch.dtype) -> nn
 
     Without this check, transformers would initialise such a tensor at random.
     """
+    checked = {"use_safetensors": True, "output_loading_info": True, "ignore_mismatched_sizes": True}
     encoder, info = getattr(transformers, kind).from_pretrained(
-        path, subfolder=name, dtype=dtype, use_safetensors=True, output_loading_info=True, ignore_mismatched_sizes=True
+        path, subfolder=name, dtype=dtype, trust_remote_code=False, **checked
     )
     check_weights(info, f"model.path: {path!r}: the weights of {name} are not whole")
     warn_of_unread(info, f"model.path: {path!r}: {name}")

@@ -16,6 +16,7 @@ from phalanx.config.run import ParallelConfig
 from phalanx.distributed.mesh import World
 from phalanx.distributed.node import Node
 from phalanx.distributed.seed import fold_in, normal
+from phalanx.engines.loading import FOREIGN, needs_code
 from phalanx.functional.flow import FlowReplay, FlowTrace, Noised, Sampler
 from phalanx.functional.noising import noise_levels
 from phalanx.functional.sde import sde_step
@@ -358,7 +359,8 @@ def build_policy(
         model = family(config, dtype, weights_dtype)
     except Exception as error:  # on malformed files the libraries raise any type
         ours = isinstance(error, ValueError) and str(error).startswith("model.path: ")
-        message = str(error).removeprefix("model.path: ") if ours else f"{config.path!r} does not load: {reason(error)}"
+        cause = FOREIGN if needs_code(error) else reason(error)
+        message = str(error).removeprefix("model.path: ") if ours else f"{config.path!r} does not load: {cause}"
         raise ValueError(f"model.path: {message}") from error
     weights = sum(p.numel() for p in model.transformer.parameters())
     log.info("laying out %s, %.2f M weights", type(model.transformer).__name__, weights / 1e6)

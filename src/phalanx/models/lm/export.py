@@ -125,11 +125,11 @@ def _places(base: Path) -> dict[str, str]:
     if text is None:
         return {}
     with torch.device("meta"):
-        whole = transformers.AutoModelForImageTextToText.from_config(settings)
+        whole = transformers.AutoModelForImageTextToText.from_config(settings, trust_remote_code=False)
         if type(text) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:  # all of it is trained
             [place] = [name for name, module in whole.named_modules() if module is decoder_of(whole)]
             return {place: place}
-        return places_of(whole, transformers.AutoModelForCausalLM.from_config(text))
+        return places_of(whole, transformers.AutoModelForCausalLM.from_config(text, trust_remote_code=False))
 
 
 def _base_folder(config: LMModelConfig) -> Path:

@@ -261,7 +261,7 @@ def _from_files(config: LMModelConfig, dtype: torch.dtype, images: bool) -> tupl
     # The composite class reads the files, which have its names of tensors; the other parts are dropped.
     whole, info = load_class(transformers.AutoModelForImageTextToText, config, dtype)
     with torch.device("meta"):
-        lm = transformers.AutoModelForCausalLM.from_config(text)
+        lm = transformers.AutoModelForCausalLM.from_config(text, trust_remote_code=False)
     places = places_of(whole, lm)
     for inner, outer in places.items():
         lm.set_submodule(inner, whole.get_submodule(outer))

@@ -261,7 +261,9 @@ class LMPolicy:
     def _flops(self, length: int) -> int:
         def build() -> Any:
             settings = copy.deepcopy(self.settings)
-            return transformers.AutoModelForCausalLM.from_config(settings, experts_implementation=experts.SHAPES)
+            return transformers.AutoModelForCausalLM.from_config(
+                settings, experts_implementation=experts.SHAPES, trust_remote_code=False
+            )
 
         def inputs() -> dict[str, Any]:
             # a finished 4D mask, because transformers reads the values of others, which the meta device does not have

@@ -166,7 +166,7 @@ def folder_or_hub(source: str, name: str, holds: str = "a CLIP model") -> str:
 def load_part(cls: Any, source: str, name: str, **options: Any) -> Any:
     """`cls.from_pretrained`, with errors as a ValueError of one line that names the kwarg `name`."""
     with loading(f"{name}={source!r} does not load as {cls.__name__}"):
-        return cls.from_pretrained(source, **options)
+        return cls.from_pretrained(source, trust_remote_code=False, **options)
 
 
 def load_model(cls: Any, source: str, name: str, what: str, **options: Any) -> Any:

@@ -282,7 +282,7 @@ def _backbone(
     from transformers import AutoModel
 
     with torch.device("meta"):
-        empty = AutoModel.from_config(config)
+        empty = AutoModel.from_config(config, trust_remote_code=False)
     expected = empty.state_dict()
     _require(sorted(expected), state, published)
     wrong = sorted(state.keys() - expected.keys())
@@ -295,6 +295,6 @@ def _backbone(
             "base that the model was trained from"
         )
     backbone: nn.Module = type(empty).from_pretrained(
-        None, config=config, state_dict=state, dtype=dtype, device_map={"": device}
+        None, config=config, state_dict=state, dtype=dtype, device_map={"": device}, trust_remote_code=False
     )
     return backbone.requires_grad_(False).eval()

@@ -3,7 +3,8 @@
 from abc import ABC, abstractmethod
 from typing import Any
 
-from phalanx.config.messages import reason
+from phalanx.config.messages import cut, reason
+from phalanx.config.templates import WIDEST, too_wide
 from phalanx.rewards.base import RewardError, RewardOutput, RewardWithExtras
 from phalanx.types import Prompt
 
@@ -46,6 +47,19 @@ class Judge(ABC):
     def score(self, answers: list[str], prompt: str, metadata: dict[str, Any]) -> float | None:
         """The score, given the answers to all `questions`; by default `parse` of the first one."""
         return self.parse(answers[0], prompt, metadata)
+
+
+def checked_template(template: str) -> str:
+    """A template of the configuration, unchanged. Raises ValueError, with one line, if it cannot be filled in."""
+    try:
+        field = too_wide(template)
+    except ValueError as error:
+        raise ValueError(
+            f"template {cut(template)!r} is not valid: {error}; braces that are not fields are doubled"
+        ) from None
+    if field is not None:
+        raise ValueError(f"template: {cut(field)} would be filled up to more than {WIDEST} characters")
+    return template
 
 
 def no_question(name: str, prompt: Prompt, error: BaseException) -> RewardError:

@@ -4,7 +4,7 @@ import math
 import re
 from typing import Any, Literal
 
-from phalanx.rewards.judge._base import Judge
+from phalanx.rewards.judge._base import Judge, checked_template
 
 _NUMBER = r"-?\d+(?:\.\d+)?"
 _SCORE = re.compile(rf"score\W*?({_NUMBER})", re.IGNORECASE)
@@ -39,7 +39,7 @@ class LlmJudge(Judge):
         if read not in ("score", "last"):
             raise ValueError(f"read={read!r} should be score or last")
         if template is not None:
-            self.template = template
+            self.template = checked_template(template)
         if "{completion}" not in self.template:
             raise ValueError("template has no {completion}, the text to judge")
         self._lowest, self._highest = lowest, highest

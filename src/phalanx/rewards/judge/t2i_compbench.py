@@ -11,7 +11,8 @@ from typing import Any
 from phalanx.rewards.judge._base import Judge
 from phalanx.rewards.judge._t2i_compbench_text import ATTRIBUTES, DESCRIBE, GRADE
 
-_LEVEL = re.compile(r'"score"\s*:\s*"?\s*(\d+)(?:\.0+)?\s*"?\s*[,}]', re.IGNORECASE)
+# possessive, because judges in JSON mode may write blanks without end
+_LEVEL = re.compile(r'"score"\s*+:\s*+"?+\s*+(\d++)(?:\.0++)?+\s*+"?+\s*+[,}]', re.IGNORECASE)
 _OF_FOUR = {1: 0.1, 2: 0.2, 3: 0.75, 4: 1.0}
 _OF_FIVE = {1: 0.2, 2: 0.4, 3: 0.6, 4: 0.8, 5: 1.0}
 
@@ -64,9 +65,9 @@ class T2iCompbench(Judge):
 
     def parse(self, answer: str, prompt: str, metadata: dict[str, Any]) -> float | None:
         """The number for the last grade in an answer; None if there is no grade, or if it is not on the scale."""
-        levels = _LEVEL.findall(answer)
+        level = next(iter(_LEVEL.findall(answer)[-1:]), "").lstrip("0")
         scale = _OF_FOUR if self._category_of(metadata) in ATTRIBUTES else _OF_FIVE
-        return scale.get(int(levels[-1])) if levels else None
+        return scale.get(int(level)) if len(level) == 1 else None  # int() refuses thousands of digits
 
     def score(self, answers: list[str], prompt: str, metadata: dict[str, Any]) -> float | None:
         """The product of the numbers for all answers; None if one of them cannot be parsed."""

@@ -52,7 +52,8 @@ class Model(PackedModel):
         super().load(config, dtype, weights_dtype, pipeline, transformer)
         if self.pipeline.tokenizer is None:  # texts only need the processor's tokenizer
             path = str(base_folder(config))
-            self.pipeline.register_modules(tokenizer=AutoTokenizer.from_pretrained(path, subfolder="tokenizer"))
+            tokenizer = AutoTokenizer.from_pretrained(path, subfolder="tokenizer", trust_remote_code=False)
+            self.pipeline.register_modules(tokenizer=tokenizer)
             check_tokenizers(path, self.pipeline.components)
 
     def text_tokens(self, texts: list[str], max_length: int) -> tuple[Any, list[list[int]], int]:

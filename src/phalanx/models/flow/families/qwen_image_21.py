@@ -159,7 +159,7 @@ class Model(PackedModel):
             block.attn.set_processor(CausalAttention())
 
     def components(self, path: str) -> dict[str, Any]:
-        return {"processor": PromptProcessor.from_pretrained(path, subfolder="processor")}
+        return {"processor": PromptProcessor.from_pretrained(path, subfolder="processor", trust_remote_code=False)}
 
     def grid(self, height: int, width: int) -> tuple[int, int]:
         factor = self.pipeline.vae_scale_factor

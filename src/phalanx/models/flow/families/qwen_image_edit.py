@@ -44,7 +44,7 @@ class Model(qwen_image.Model):
         self._references = WeakValueDictionary[tuple[str, tuple[int, int]], Tensor]()
 
     def components(self, path: str) -> dict[str, Any]:
-        return {"processor": ImageProcessor.from_pretrained(path, subfolder="processor")}
+        return {"processor": ImageProcessor.from_pretrained(path, subfolder="processor", trust_remote_code=False)}
 
     def reference_size(self, height: int, width: int) -> tuple[int, int]:
         """(height, width) of an image for the VAE, by the output's size; raises ValueError if a side would be 0."""

@@ -50,7 +50,9 @@ class Model(wan.Model):
         if "image_encoder" in names:
             parts["image_encoder"] = load_text_encoder(path, "image_encoder", "CLIPVisionModel", torch.float32)
         if "image_processor" in names:
-            parts["image_processor"] = CLIPImageProcessorPil.from_pretrained(path, subfolder="image_processor")
+            parts["image_processor"] = CLIPImageProcessorPil.from_pretrained(
+                path, subfolder="image_processor", trust_remote_code=False
+            )
         return parts
 
     def check_length(self, max_length: int) -> None:
