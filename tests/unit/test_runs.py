@@ -115,6 +115,9 @@ def test_logs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == "one\ntwo\nthree\n"
     assert main("logs", [str(run), "--rank", "1", "-n", "2", "--follow"]) == 0  # it has ended
     assert capsys.readouterr().out == "two\nthree\n"
+    (run / "ranks" / "1.log").unlink()
+    assert main("logs", [str(run), "--rank", "1"]) == 0
+    assert capsys.readouterr().err == f"{run}: rank 1 has written nothing\n"
     assert main("logs", [str(run), "--rank", "9"]) == 2
     assert capsys.readouterr().err == f"error: {run}: no log of rank 9; its ranks are 0, 1\n"
 

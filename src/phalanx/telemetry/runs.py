@@ -232,6 +232,9 @@ def _logs(folder: Path, rank: int, lines: int | None, follow: bool) -> int:
     exists = status_inside(folder, f"{RANKS}/{rank}.log") is not None
     if not exists and not (follow and status_inside(folder, f"{RANKS}/{rank}.json")):
         known = [str(state["rank"]) for state in read_ranks(folder)]
+        if str(rank) in known:
+            print(f"{folder}: rank {rank} has written nothing", file=sys.stderr)
+            return 0
         ranks = f"its ranks are {', '.join(known)}" if known else "it has no files of any rank"
         raise ValueError(f"{folder}: no log of rank {rank}; {ranks}")
     text = _text(folder, rank)

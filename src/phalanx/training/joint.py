@@ -20,17 +20,16 @@ from torch import Tensor
 
 from phalanx import algorithms
 from phalanx.config import ConfigError
-from phalanx.config.flow import FlowRLConfig
 from phalanx.config.joint import PAINTER, WRITER, JointConfig, frozen
+from phalanx.config.lm import LMRLConfig
 from phalanx.config.rules import of_part
 from phalanx.config.run import RLConfig
 from phalanx.data.overlap import held_out_overlap
-from phalanx.data.prompts import MARK, load_prompts, share_of_rank, validation_sets
+from phalanx.data.prompts import share_of_rank
 from phalanx.data.streams import PromptStream
 from phalanx.distributed.launch import Launch
 from phalanx.distributed.mesh import World
 from phalanx.models.flow.policy import build_policy
-from phalanx.models.flow.registry import image_columns
 from phalanx.rewards.client import RewardClient
 from phalanx.rollout import flow as flow_rollouts
 from phalanx.rollout import lm as lm_rollouts
@@ -40,15 +39,15 @@ from phalanx.training import flow_rl, lm_rl, prompt_lengths
 from phalanx.training.checkpoint import Progress
 from phalanx.training.collect import Collected, Collector, PromptSource, Rescorer, total_steps
 from phalanx.training.components import TrainedPolicy, build_rewards, choose_cpu_linear, fitting_sets, start
-from phalanx.training.flow_components import check_references, name_unused_columns, sampled_parts
+from phalanx.training.flow_components import name_unused_columns, sampled_parts
 from phalanx.training.job import Job, Training
+from phalanx.training.joint_prompts import read_prompts, usable_prompts
 from phalanx.training.loop import train_step
 from phalanx.training.minibatches import BatchPlan
 from phalanx.training.optim import TrainState
 from phalanx.training.rewriting import Rewriter, as_original
 from phalanx.training.rl import train_state
 from phalanx.training.update import Updater
-from phalanx.training.usable_images import usable_images
 from phalanx.training.validation import Records, Validator
 from phalanx.types import Algorithm, JobError, Outputs, Prompt, Rollout, Samples
 
@@ -265,11 +264,7 @@ def build(cfg: JointConfig) -> JointTrainer:
     """Build the job; all ranks call this together. A ValueError is the user's mistake."""
     plans = check(cfg)
     writer, painter = cfg.of_writer(), cfg.of_painter()
-    rows, val_sets = read_prompts(cfg, painter)
-    world = start(writer, WRITER)
-    if world.device.type == "cpu":
-        choose_cpu_linear(painter, world, PAINTER)
-    rows, val_sets = usable_prompts(rows, val_sets, painter, world)
+    world, rows, val_sets = start_with_prompts(cfg, writer, painter)
     reward_set = build_rewards(painter, world, rows, val_sets)
     still = {name: name not in cfg.train for name in plans}
     if still[WRITER]:
@@ -338,35 +333,17 @@ def build(cfg: JointConfig) -> JointTrainer:
     return JointTrainer(cfg, parts, rewriter, collectors, updaters, job)
 
 
-def read_prompts(cfg: JointConfig, painter: FlowRLConfig) -> tuple[list[Prompt], dict[str, list[Prompt]]]:
-    """Read the training prompts, and the held-out prompts by name of their set. Raises ValueError for rows that one of
-    the policies cannot read.
-    """
-    data, columns = cfg.data, image_columns(painter.model)
-    form: dict[str, Any] = {"images": columns, "prompt": data.prompt_key, "unusable": data.unusable_rows}
-    rows = load_prompts(data.train_files, "data.train_files", **form)
-    val_sets = validation_sets(data.val_files, **form)
-    every = [*rows, *(prompt for prompts in val_sets.values() for prompt in prompts)]
-    for row in every:
-        if MARK in row.text:
-            raise ConfigError(f"{row.place} has a place for an image, {MARK}; the writer of a joint run reads texts")
-        if "images" in row.meta:
-            raise ConfigError(f"{row.place} has a column images; the writer of a joint run reads texts")
+def start_with_prompts(
+    cfg: JointConfig, writer: LMRLConfig, painter: FlowRLConfig
+) -> tuple[World, list[Prompt], dict[str, list[Prompt]]]:
+    """The world, and the prompts of training and of each validation set that both policies can read."""
     with about(PAINTER):
-        check_references(painter.model, () if data.unusable_rows == "filter" else every)
-    return rows, val_sets
-
-
-def usable_prompts(
-    rows: list[Prompt], val_sets: dict[str, list[Prompt]], painter: FlowRLConfig, world: World
-) -> tuple[list[Prompt], dict[str, list[Prompt]]]:
-    """The prompts whose images the painter can read; all ranks call this together. Raises DataError for the others
-    unless data.unusable_rows is `filter`.
-    """
+        rows, val_sets = read_prompts(cfg, painter)
+    world = start(writer, WRITER)
+    if world.device.type == "cpu":
+        choose_cpu_linear(painter, world, PAINTER)
     with about(PAINTER):
-        check = partial(check_references, painter.model)
-        usable = partial(usable_images, unusable=painter.data.unusable_rows, world=world, check=check)
-        return usable(rows, "data.train_files"), fitting_sets(val_sets, usable)
+        return world, *usable_prompts(rows, val_sets, painter, world)
 
 
 def around_loop(
