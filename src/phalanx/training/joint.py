@@ -20,6 +20,7 @@ from torch import Tensor
 
 from phalanx import algorithms
 from phalanx.config import ConfigError
+from phalanx.config.flow import FlowRLConfig
 from phalanx.config.joint import PAINTER, WRITER, JointConfig, frozen
 from phalanx.config.lm import LMRLConfig
 from phalanx.config.rules import of_part
