@@ -86,7 +86,7 @@ def job(name: str, model: Path, folder: Path, micro: int, *keys: str) -> Any:
     keys = (*TINY, *wanted, f"actor.ppo_micro_batch_size_per_gpu={micro}", *keys)
     if name in TOKENS:
         return tiny_lm_config(model, folder, f"algorithm.name={name}", *keys)
-    return algorithm_config(model, folder, name, *keys)
+    return algorithm_config(model, folder, name, "rollout.guidance_scale=1", *keys)
 
 
 def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
@@ -122,6 +122,7 @@ def check(name: str, model: Path, tmp_path: Path, *packed: str) -> dict[str, flo
     return row
 
 
+@pytest.mark.seldom("rloo")
 @pytest.mark.quick("grpo", "ppo")
 @pytest.mark.parametrize("name", TOKENS)
 def test_tokens(name: str, lm_folder: Path, tmp_path: Path) -> None:
@@ -129,6 +130,7 @@ def test_tokens(name: str, lm_folder: Path, tmp_path: Path) -> None:
     assert row["actor/entropy"] > 1 and row["actor/kl_ref"] > 0.01
 
 
+@pytest.mark.seldom("cps", "dance_grpo", "mix_grpo", "tempflow_grpo")  # flow_grpo's loss
 @pytest.mark.quick("flow_grpo", "diffusion_dpo")
 @pytest.mark.parametrize("name", FLOW)
 def test_flow(name: str, sd3_folder: Path, tmp_path: Path) -> None:
