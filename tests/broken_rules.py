@@ -38,6 +38,11 @@ LOADED: list[tuple[type, tuple[str, ...], str]] = [
         ("painter.algorithm.name=opd", "painter.algorithm.teacher_path=x"),
         "painter.algorithm.name: opd has a teacher",
     ),
+    (
+        JointConfig,
+        ("painter.algorithm.name=dgpo", "painter.algorithm.reference_guidance=4.5"),
+        "painter.algorithm.reference_guidance: 4.5 is not supported in a joint run; set it to null",
+    ),
     (FlowRLConfig, ("algorithm.name=opd",), "algorithm.teacher_path is not set; give algorithm.teacher_path=..., or"),
     (LMRLConfig, ("algorithm.name=distillation",), "algorithm.teacher_path is not set; give algorithm.teacher_path="),
     (

@@ -26,6 +26,10 @@ LORA = ("model.lora_rank=4", "model.lora_alpha=6", "optim.lr=1e-1")
 RUNS: dict[str, tuple[int, tuple[str, ...]]] = {  # ranks, overrides
     "full": (2, ("optim.lr=1e-2", "parallel.fsdp_size=2", "actor.ema={decay: 0.7, warmup: false}")),
     "lora": (2, (*LORA, "parallel.fsdp_size=2")),
+    "pissa-bfloat16": (
+        1,
+        (*LORA, "model.lora_init=pissa", "model.target_modules=[self_attn.v_proj]", "model.lora_dtype=bfloat16"),
+    ),
     "pissa": (1, (*LORA, "model.lora_init=pissa", "model.target_modules=[self_attn.v_proj, mlp.down_proj]")),
 }
 IDS = torch.arange(3, 60).reshape(3, 19)
@@ -107,7 +111,8 @@ def test_all_weights(trained: Runs, tmp_path: Path) -> None:
     assert settings == {k: v for k, v in json.loads((run.base / "config.json").read_text()).items() if k != "dtype"}
 
 
-@pytest.mark.parametrize("name", ["lora", "pissa"])
+@pytest.mark.quick("lora", "pissa")
+@pytest.mark.parametrize("name", ["lora", "pissa", "pissa-bfloat16"])
 def test_lora(name: str, trained: Runs, tmp_path: Path) -> None:
     run = trained(name)
     assert (run.logits["model"] - run.logits["start"]).abs().max() > 0.05

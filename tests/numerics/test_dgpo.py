@@ -8,12 +8,17 @@ import torch
 from torch import Tensor
 
 from phalanx.algorithms.dgpo import Algorithm, Config
-from phalanx.functional.advantage import group_advantage
+from phalanx.config.flow import FlowRLConfig
+from phalanx.functional.advantage import fill_missing, group_advantage, on_scored
 from phalanx.functional.flow import Noised
 from phalanx.functional.preference import group_preference
+from phalanx.training.flow_rl import build
+from phalanx.training.minibatches import Minibatches, Units
 from phalanx.types import Batch
 from tests.checks import normal, reduced
+from tests.jobs import tiny_config
 from tests.policies import disturb, make_policy, make_rollout, one_rank, sample
+from tests.ranks import run_ranks
 
 
 def test_loss_and_gradient() -> None:
@@ -104,6 +109,76 @@ def test_a_step_is_the_plain_formula(clip: float | None, kl: float, sd3_folder: 
         noise[[1, 2, 4, 5]] = 100.0
         again, _ = rule.loss(policy, replace(batch, corrupted=Noised(noise, noised.levels)))
         assert torch.equal(again, loss)
+
+
+@pytest.mark.parametrize("lost", [0, 2])
+def test_an_image_without_a_reward_is_left_out_of_its_group(lost: int) -> None:
+    """The loss and the gradient of its group are those of the other images alone."""
+    reward = torch.tensor([0.1, 0.9, 0.4, 0.7, 0.2, 0.3])
+    reward[lost] = torch.nan
+    ids = torch.arange(6) // 3
+    known = ~reward.isnan()
+    advantage = on_scored(Algorithm(Config()).advantage, reward, ids, 0.0)
+    counted = on_scored(Algorithm(Config()).sample_mask, reward, ids, False)
+    assert counted.tolist() == known.tolist()
+    units = Algorithm(Config()).units(fill_missing(reward, ids), ids)
+    with one_rank() as world:
+        assert Units.of(units, counted, torch.arange(6), world, partial=True).counted.tolist() == [True, True]
+        assert Units.of(units, counted, torch.arange(6), world).counted.tolist() == [False, True]
+    error, reference = normal(2, 3, 2, seed=3).requires_grad_(), normal(2, 3, 2, seed=4)
+    groups = {"beta": 3.0, "known": known.view(2, 3)}
+    loss, _ = group_preference(error, reference, advantage.view(2, 3), **groups)
+    loss.sum().backward()
+    rest = error.detach()[:1, known[:3]].requires_grad_()
+    kept = group_advantage(reward[:3][known[:3]], torch.zeros(2, dtype=torch.long))
+    alone, _ = group_preference(rest, reference[:1, known[:3]], kept[None], beta=3.0)
+    alone.sum().backward()
+    torch.testing.assert_close(loss[:1], alone)
+    torch.testing.assert_close(error.grad[:1, known[:3]], rest.grad)
+    assert (error.grad[0, lost] == 0).all() and error.grad[1].abs().min() > 0
+
+
+def references_of(cfg: FlowRLConfig) -> dict[str, Tensor]:
+    """The reference's velocities for the first step's samples, and those of plain calls of the model."""
+    trainer = build(cfg)
+    updater, found = trainer.updater, {}
+
+    def outputs(batch: Minibatches) -> dict[str, Tensor]:
+        found.update(type(updater).reference_outputs(updater, batch))
+        found["advantage"] = batch.advantage
+        trace, noised = batch.samples.trace, shared_rows(batch)
+        prompts = [batch.samples.prompts[i] for i in range(len(batch.advantage))]
+        policy = trainer.policy
+        x = noised.latents(trace.clean).flatten(0, 1)
+        rows = torch.arange(len(prompts)).repeat_interleave(noised.levels.shape[1])
+        for name, scale in (("unguided", 1.0), ("guided", 4.5)):
+            sampler = replace(trace.sampler, guidance=scale)
+            embeds = trainer.collector.rollout.collate(prompts, negatives=scale > 1)
+            with torch.no_grad(), policy.using("reference"):
+                v = policy.velocity(x, noised.levels.flatten() * 1000, embeds, rows, sampler)
+            found[name] = v.view(len(prompts), -1, *v.shape[1:])
+        return {name: found[name] for name in ("reference", "policy") if name in found}
+
+    updater.reference_outputs = outputs
+    trainer.fit()
+    return found
+
+
+def shared_rows(batch: Minibatches) -> Noised:
+    first = torch.arange(len(batch.advantage)) // 2 * 2
+    return batch.corrupted.select(first)
+
+
+def test_the_reference_may_be_guided_where_the_policy_is_not(sd3_folder: Path, tmp_path: Path) -> None:
+    """As in the authors' recipe, whose kl_cfg is 4.5; the old policy's velocities are unguided."""
+    keys = ["algorithm.name=dgpo", "algorithm.reference_guidance=4.5", "rollout.n=2", "data.train_batch_size=2"]
+    keys += ["rollout.guidance_scale=1", "rollout.noise_level=0", "rollout.sde_window_size=null", "model.lora_rank=4"]
+    keys += ["actor.ppo_mini_batch_size=2", "actor.ppo_micro_batch_size_per_gpu=2", "trainer.total_training_steps=1"]
+    keys += ["reward.functions=[{name: jpeg_compressibility}]"]
+    (found,) = run_ranks(references_of, 1, tiny_config(sd3_folder, tmp_path, *keys))
+    torch.testing.assert_close(found["reference"], found["guided"], rtol=0, atol=1e-4)
+    torch.testing.assert_close(found["policy"], found["unguided"], rtol=0, atol=1e-4)
+    assert (found["guided"] - found["unguided"]).abs().max() > 0.01
 
 
 def gradients(parameters: dict[str, Tensor], loss: Tensor) -> dict[str, Tensor]:

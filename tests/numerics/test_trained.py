@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from phalanx.config.flow import FlowModelConfig
 from phalanx.distributed.mesh import World
 from phalanx.models.flow.policy import FlowPolicy
+from phalanx.models.lora import add_lora
 from tests.policies import PROMPTS, disturb, make_policy, one_rank, velocity
 from tests.ranks import run_ranks
 
@@ -129,6 +131,28 @@ def test_every_start_of_a_lora_is_the_base_model(world: World, folder: Folder, i
     assert (velocity(policy) - base).abs().max() > 0.01
     with policy.using("reference"):
         torch.testing.assert_close(velocity(policy), base, rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtypes", [("float32", "bfloat16"), ("bfloat16", "float32"), ("bfloat16", "bfloat16")])
+@pytest.mark.parametrize("init", ["orthogonal", "pissa"])
+def test_a_rounded_lora_starts_at_the_base_model(init: str, dtypes: tuple[str, str]) -> None:
+    """B A is exactly 0 or, for PiSSA, it and the rest of the weight are the weight up to the rounding of the rest."""
+    dtype, lora_dtype = dtypes
+    module = nn.ModuleDict({"to_q": nn.Linear(48, 32, dtype=getattr(torch, dtype))})
+    weight = module["to_q"].weight.detach().float().clone()
+    config = FlowModelConfig(path="none", dtype=dtype, lora_rank=8, lora_init=init, lora_dtype=lora_dtype)
+    add_lora(module, config, ("to_q",), seed=0)
+    layer = module["to_q"]
+    down, up = (matrix["default"].weight for matrix in (layer.lora_A, layer.lora_B))
+    assert down.dtype is up.dtype is getattr(torch, lora_dtype)
+    assert down.std() > 0.01 and up.std() > 0.01
+    # as the module computes, in the dtype with fewer bits
+    change = layer.scaling["default"] * (up.bfloat16().float() @ down.bfloat16().float())
+    assert (change.abs().max() == 0) == (init == "orthogonal")
+    rest = layer.base_layer.weight.float()
+    error = 1e-6 if dtype == "float32" else 2**-8 * rest.abs().max()
+    torch.testing.assert_close(rest + change, weight, rtol=0, atol=error)
 
 
 @torch.no_grad()

@@ -11,10 +11,11 @@ exp(e_old - e) is beyond 1 +- eps in the direction of its advantage.
 Deviations from the paper and its authors' code:
 1. The loss is divided by beta, so that its gradient in e_i is A_i sigmoid(beta mean A (e - e_ref)) / n, as in the code.
 2. e_old is that of the policy before the first update of an epoch; the code uses a moving average of the policy.
-3. If the rollout uses guidance, so do the trained velocities; the code samples with guidance but trains without.
+3. If the rollout uses guidance, so do the trained velocities; the code samples with guidance but trains without, with
+   a guided reference (its kl_cfg), as here with `reference_guidance`.
 4. Levels are drawn as in the other algorithms on the forward process, and mapped to min_level .. 1; the code trains
    some of the first levels of its sampler.
-5. Prompts whose images all have one reward are left out.
+5. Prompts whose images all have one reward are left out. Images without a reward are left out of their group.
 """
 
 from collections.abc import Sequence
@@ -28,8 +29,8 @@ from phalanx.algorithms._forward import ForwardAlgorithm, ForwardConfig, mean_sq
 from phalanx.config.load import arg
 from phalanx.functional.advantage import sorted_in_groups
 from phalanx.functional.flow import FlowBatch, Noised
-from phalanx.functional.preference import group_preference
-from phalanx.types import Metrics, Policy, Samples
+from phalanx.functional.preference import group_preference, mean_of_known
+from phalanx.types import Metric, Metrics, Policy, Samples
 
 
 @dataclass
@@ -43,6 +44,9 @@ class Config(ForwardConfig):
     )
     clip_ratio: Optional[float] = arg(
         1e-2, "eps: images whose exp(e_old - e) is beyond 1 +- clip_ratio have no gradient; null: all have", gt=0
+    )
+    reference_guidance: Optional[float] = arg(
+        None, "scale of classifier-free guidance of the reference's velocities; null: that of the policy's", ge=1
     )
     min_level: float = arg(
         0.3, "smallest noise level that is trained: levels t become min_level + (1 - min_level) t", ge=0, lt=1
@@ -83,17 +87,19 @@ class Algorithm(ForwardAlgorithm):
         if self.config.clip_ratio is not None:
             old_error = mean_square(batch.reference_outputs["policy"] - target)
             beyond = _beyond(old_error - error.detach(), batch.advantage, self.config.clip_ratio)
-            error, stats["clipfrac"] = torch.where(beyond, error.detach(), error), beyond
+            error, stats["clipfrac"] = torch.where(beyond, error.detach(), error), Metric(beyond, where=batch.mask)
         # [B, W] -> [G, n, W]: the images of a group are consecutive rows
         groups = (len(batch.weight), -1)
+        known = batch.mask.any(1)  # [B]: images with a reward
         loss, preferred = group_preference(
             error.unflatten(0, groups),
             mean_square(reference - target).unflatten(0, groups),
             batch.advantage.unflatten(0, groups),
             beta=self.config.beta,
+            known=known.unflatten(0, groups),
         )
         if self.config.kl_loss_coef > 0:
-            distance = mean_square(velocity - reference).unflatten(0, groups).mean(1)
+            distance = mean_of_known(mean_square(velocity - reference).unflatten(0, groups), known.unflatten(0, groups))
             loss, stats["kl_ref"] = loss + self.config.kl_loss_coef * distance, distance
         return loss, stats | preferred
 

@@ -29,7 +29,7 @@ def dpo_loss(error: Tensor, reference_error: Tensor, *, beta: float) -> tuple[Te
 
 
 def group_preference(
-    error: Tensor, reference_error: Tensor, advantage: Tensor, *, beta: float
+    error: Tensor, reference_error: Tensor, advantage: Tensor, *, beta: float, known: Tensor | None = None
 ) -> tuple[Tensor, Metrics]:
     """-1 / beta log sigmoid(-beta mean over the group of A (e - e_ref)).
 
@@ -41,15 +41,23 @@ def group_preference(
         reference_error: [U, n, ...], those of the reference; it is detached.
         advantage: [U, n].
         beta: the larger, the sooner correctly ranked groups lose their gradient.
+        known: [U, n] bool, the samples that are part of the group; None: all.
 
     Returns:
         The loss [U, ...], float32, and metrics: dgpo_loss (the same), accuracy (groups whose preferred samples have the
         larger implicit reward), and margin (-beta mean A (e - e_ref)).
     """
     a = advantage.float().view(*advantage.shape, *[1] * (error.dim() - 2))
-    margin = -beta * (a * (error.float() - reference_error.detach().float())).mean(1)
+    products = a * (error.float() - reference_error.detach().float())
+    margin = -beta * (products.mean(1) if known is None else mean_of_known(products, known))
     loss = -logsigmoid(margin) / beta
     return loss, {"dgpo_loss": loss, "accuracy": margin > 0, "margin": margin}
+
+
+def mean_of_known(values: Tensor, known: Tensor) -> Tensor:
+    """[U, n, ...], [U, n] bool -> [U, ...]: the mean over the samples of each group that are known."""
+    at = known.view(*known.shape, *[1] * (values.dim() - 2))
+    return torch.where(at, values, 0).sum(1) / at.sum(1).clamp(min=1)
 
 
 def best_and_worst(reward: Tensor, group_id: Tensor) -> Tensor:

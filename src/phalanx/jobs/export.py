@@ -233,8 +233,9 @@ class Export:
         read = partial(self.family.read_lora, config=self.model, names=self.trained.entries)
         start_from_lora(base, self.model.lora_path, read)
         if lora:
-            exact = replace(self.model, lora_dtype="float32")
-            add_lora(_part(base, self.model), exact, self.family.lora_targets, self.trained.run.trainer.seed)
+            add_lora(_part(base, self.model), self.model, self.family.lora_targets, self.trained.run.trainer.seed)
+            for p in base.parameters():
+                p.data = p.data.float() if p.requires_grad else p.data  # sums of both LoRAs are exact
         self.trained.check_fits(_trained_parameters(base), self.model.path)
         return base
 

@@ -73,6 +73,8 @@ def add_lora(module: nn.Module, config: ModelConfig, default_targets: Sequence[s
     # as full names, because layers of a tower, or in FLUX.2's lists of layers, may have the same suffix
     targets = [name for name in linear if any(name == t or name.endswith("." + t) for t in targets)]
     inits: dict[str, Any] = {"kaiming": True, "pissa": "pissa_niter_8"}  # peft's names where they differ from ours
+    rounds = in_bfloat16(config) and config.lora_init in ("pissa", "orthogonal")
+    before: dict[str, Any] = {name: module.get_submodule(name).weight.data for name in targets} if rounds else {}
     module.requires_grad_(False)
     # All ranks draw the same weights, so none have to be sent. peft draws them from torch's global generator, whose
     # state is restored afterwards.
@@ -86,10 +88,34 @@ def add_lora(module: nn.Module, config: ModelConfig, default_targets: Sequence[s
         )
         # in place, without a PeftModel around it, so that diffusers' class keeps its methods
         inject_adapter_in_model(lora, module)
+        for name, weight in before.items():
+            _keep_start(module.get_submodule(name), weight, config)
     fuse(module)
     for p in module.parameters():
         if p.requires_grad:
             p.data = p.data.to(getattr(torch, config.lora_dtype))
+
+
+def in_bfloat16(config: ModelConfig) -> bool:
+    """Whether a LoRA is stored or computed in bfloat16."""
+    return "bfloat16" in (config.dtype, config.lora_dtype)
+
+
+@torch.no_grad()
+def _keep_start(layer: Any, weight: Tensor, config: ModelConfig) -> None:
+    """Let a layer's initial LoRA, whose A and B are both not 0, leave the weight [out, in] as it was, also if rounded.
+
+    orthogonal: as peft's, rotated such that the first half of A's rows and the second half of B's columns are the ones
+    that are not 0, so that B A is exactly 0 in any dtype. pissa: the base is the rest after the rounded LoRA.
+    """
+    down, up, half = layer.lora_A["default"].weight, layer.lora_B["default"].weight, config.lora_rank // 2
+    if config.lora_init == "orthogonal":
+        down.data, up.data = torch.zeros(down.shape), torch.zeros(up.shape)
+        down[:half], up[:, half:] = torch.randn(half, down.shape[1]) / 10, torch.randn(len(up), half) / 10
+        return
+    down.data, up.data = down.bfloat16().float(), up.bfloat16().float()
+    rest = weight.float() - layer.scaling["default"] * (up @ down)
+    layer.get_base_layer().weight.data = rest.to(weight.dtype)
 
 
 def linear_layers(module: nn.Module) -> list[str]:

@@ -25,7 +25,7 @@ from phalanx.training.flow_components import build_components, check_plan
 from phalanx.training.minibatches import BatchPlan
 from phalanx.training.prompt_lengths import fitting
 from phalanx.training.rl import Trainer, build_trainer
-from phalanx.training.teacher import check_teacher, load_teacher
+from phalanx.training.teacher import check_teacher, guided_reference, load_teacher
 from phalanx.types import Algorithm
 
 log = logging.getLogger(__name__)
@@ -61,6 +61,11 @@ def build(cfg: FlowRLConfig) -> Trainer | RolloutWorker | LogProbWorker:
         # before a rollout and never during training
         if rollout is not None:
             rollout.ahead.encoders.append(loaded.rollout.encode)
+    scale = vars(cfg.algorithm).get("reference_guidance")
+    if scale is not None:
+        teachers["reference"] = guided_reference(scale, cfg, policy, world, plan.rollout_micro)
+        if rollout is not None:
+            rollout.ahead.encoders.append(teachers["reference"].rollout.encode)
     trainer = build_trainer(cfg, plan, algorithm, components, prompts, teachers)
     if world.lead:
         held_out = [p for some in components.val_sets.values() for p in some]

@@ -22,6 +22,7 @@ from phalanx.distributed.collectives import agree
 from phalanx.distributed.mesh import World
 from phalanx.exit import Stopped
 from phalanx.models.linear import count_weights
+from phalanx.models.lora import in_bfloat16
 from phalanx.telemetry.curves import read_metrics
 from phalanx.telemetry.metrics import RunLogger, Timers
 from phalanx.telemetry.rank_files import RankFiles
@@ -325,6 +326,8 @@ class Job:
                 # PiSSA changes the base weights by its initial LoRA, a function of the seed
                 pissa = state.model.config.lora_init == "pissa"
                 signature[f"{before}lora_init"] = f"pissa of trainer.seed={seed}" if pissa else "not pissa"
+                if pissa and in_bfloat16(state.model.config):
+                    signature[f"{before}lora_init"] += ", rounded before it was subtracted"
         if list(self.policies) != [""]:
             signature["trained policies"] = ", ".join(self.policies)
         data = self.cfg.data

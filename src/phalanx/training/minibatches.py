@@ -83,7 +83,8 @@ class Minibatches:
     advantage: [B], or [B, A] with one per action. reference_outputs: name of the weights -> [B, ...]. corrupted: the
     corrupted samples, for forward-process algorithms. corrects: see phalanx.types.Algorithm. score(images,
     prompts=...): the reward with a gradient, if the algorithm differentiates it. pending: these are the last samples of
-    an optimizer step to which earlier chunks have contributed.
+    an optimizer step to which earlier chunks have contributed. counted: [B] bool, the samples that count within units
+    that are trained without the others; None: all.
     """
 
     samples: Samples
@@ -95,6 +96,7 @@ class Minibatches:
     corrects: bool = True
     score: Callable[..., Tensor] | None = None
     pending: bool = False
+    counted: Tensor | None = None
 
     @property
     def mask(self) -> Tensor:
@@ -135,7 +137,7 @@ class Minibatches:
         return Batch(
             trace=samples.trace.select(at),
             log_prob=samples.log_prob[at],
-            mask=self.mask[at],
+            mask=self.mask[at] if self.counted is None else self.mask[at] & self.counted[rows].to(self.device)[:, None],
             advantage=self.advantage.to(self.device)[at],
             weight=weights,
             reference_outputs={name: values[at] for name, values in self.reference_outputs.items()},
@@ -163,14 +165,23 @@ class Units:
 
     @classmethod
     def of(
-        cls, numbers: Tensor, sample_mask: Tensor, index: Tensor, world: World, ranks: Tensor | None = None
+        cls,
+        numbers: Tensor,
+        sample_mask: Tensor,
+        index: Tensor,
+        world: World,
+        ranks: Tensor | None = None,
+        *,
+        partial: bool = False,
     ) -> "Units":
         """Build the units from the sample numbers [U, s] of each.
 
         sample_mask: [N] bool, the samples to train on. index: [B] ascending, the numbers of this rank's samples. ranks:
-        [U], see Units; None: each rank trains the same number of consecutive units.
+        [U], see Units; None: each rank trains the same number of consecutive units. partial: a unit counts if any of
+        its samples does.
         """
-        counted = sample_mask[numbers].all(1)  # [U]: a pair counts if both of its samples do
+        each = sample_mask[numbers]
+        counted = each.any(1) if partial else each.all(1)  # [U]: a pair counts if both of its samples do
         if ranks is None:  # the ranks that sampled them
             ranks = torch.arange(len(numbers)) // (len(numbers) // world.data_size)
         local = (ranks == world.data_rank).nonzero().flatten()

@@ -58,6 +58,17 @@ class LoadedFlowTeacher:
         return replace(samples, trace=replace(trace, sampler=sampler, embeds=embeds))
 
 
+def guided_reference(
+    scale: float, cfg: FlowRLConfig, policy: FlowPolicy, world: World, micro: int
+) -> LoadedFlowTeacher:
+    """The policy's reference, whose velocities have another guidance scale than the policy's."""
+    if policy.model.distilled and scale > 1:
+        raise ValueError(f"algorithm.reference_guidance: {scale:g}: the model is distilled to do without guidance")
+    guidance: dict[str, Any] = {policy.model.guidance_key: scale}
+    rollout = PolicyRollout(policy, replace(cfg.rollout, **guidance), world, micro)
+    return LoadedFlowTeacher(policy, policy, rollout)
+
+
 def load_teacher(
     teacher: Teacher,
     cfg: FlowRLConfig,

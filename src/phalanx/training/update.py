@@ -136,7 +136,8 @@ class Updater:
     def batches(self, samples: Samples, advantage: Tensor, counted: Tensor, units: Tensor, log: StepLog) -> Minibatches:
         """Build the Minibatches this rank trains; with `costs`, ranks first exchange samples to balance the work."""
         updates, size = self.chunk_plan.updates, self.world.data_size
-        divided = Units.of(units, counted, samples.index, self.world)
+        whole_groups = self.algorithm.samples_per_unit == 0  # which are trained without samples that do not count
+        divided = Units.of(units, counted, samples.index, self.world, partial=whole_groups)
         if self.costs is not None and size > 1 and counted[units].any():
             assert samples.tokens is not None, "samples that differ in cost have tokens"
             local = torch.stack([torch.tensor(self.costs(samples), dtype=torch.float64), samples.tokens.double()], 1)
@@ -149,7 +150,7 @@ class Updater:
                 of_samples = torch.full((len(counted),), -1)
                 of_samples[units] = ranks[:, None].expand(units.shape)
                 samples = exchanged(samples, of_samples, self.world)
-                divided = Units.of(units, counted, samples.index, self.world, ranks)
+                divided = Units.of(units, counted, samples.index, self.world, ranks, partial=whole_groups)
         # groups span ranks, so advantages are computed for all ranks' samples [N]; this rank needs its own [B]
         of_rank, corrects = advantage[samples.index], self.algorithm.corrects
         begun = len(log.scalars) > len(log.updates)  # whether earlier chunks have contributed to an optimizer step
@@ -157,7 +158,9 @@ class Updater:
             self._counts.zero_()
         # gradients are reduced in the last pass of an optimizer step, so its last chunk needs at least one pass
         pending = begun and self.ends_update(len(log.rows) - 1)
-        return Minibatches(samples, of_rank, divided, self.world.device, corrects=corrects, pending=pending)
+        known = counted[samples.index] if whole_groups else None
+        place = self.world.device
+        return Minibatches(samples, of_rank, divided, place, corrects=corrects, pending=pending, counted=known)
 
     # -- optimizer steps ------------------------------------------------------------------------------------------
 
@@ -287,7 +290,8 @@ class Updater:
         """The policy that computes the outputs `name`, the samples as its inputs, and a context with its weights."""
         if name in self.teachers:
             teacher = self.teachers[name]
-            return teacher.policy, replace(batch, samples=teacher.samples(batch.samples)), nullcontext()
+            weights = self.policy.using(name) if teacher.policy is self.policy else nullcontext()
+            return teacher.policy, replace(batch, samples=teacher.samples(batch.samples)), weights
         return self.policy, batch, nullcontext() if name == "policy" else self.policy.using(name)
 
     def follow(self, step: int) -> None:

@@ -102,6 +102,9 @@ RULES = (
          _teacher,
          "{x[0]}.algorithm.name: {x[1]} has a teacher, which a joint run does not support; expected an algorithm "
          "without one, such as grpo or flow_grpo"),
+    Rule("painter.algorithm.reference_guidance", JOINT, "The painter's reference has the guidance of the painter.",
+         lambda c: vars(c.painter.algorithm).get("reference_guidance"),
+         "painter.algorithm.reference_guidance: {x} is not supported in a joint run; set it to null"),
     Rule("painter.algorithm.name", JOINT, "The painter's algorithm does not differentiate the reward.",
          lambda c: "last_steps" in vars(c.painter.algorithm),
          "painter.algorithm.name: {c.painter.algorithm.name} differentiates the reward, which a joint run does not "
