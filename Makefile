@@ -23,6 +23,9 @@ TESTS ?= tests
 STARTS = subprocess|write_tool|multiprocessing|run_ranks|run_task|torchrun|serving|ReasoningGym|RunLogger|Verifier
 MAKES = World|tiny_\w+|\w+_folder: Path|Ocr|peak_flops|aliases
 FAST_TESTS = $(shell grep -LE '\b($(STARTS)|$(MAKES))\b' tests/numerics/test_*.py tests/unit/test_*.py)
+# test-instruction-sets runs the tests of exactness as on other processors.
+EXACT_TESTS = $(addprefix tests/numerics/test_,exact_logprob.py linear.py linear_nf4.py fused_lora.py packing.py \
+  qwen_image_edit.py video_families.py sampling.py block_diffusion.py)
 # Tests leave a core idle at times, so the whole suite runs in two lanes, file by file; a part of it runs in one.
 LANES ?= $(if $(filter tests,$(TESTS)),2,0)
 BENCH_CONFIG ?= benchmarks/cpu_reference.yaml
@@ -36,7 +39,7 @@ ON_CPU = $(IN_VENV) CUDA_VISIBLE_DEVICES="$${CUDA_VISIBLE_DEVICES-}" OMP_NUM_THR
 PYTEST = $(IN_VENV) OMP_NUM_THREADS=1 python -m pytest -n $(LANES) --dist loadfile --no-loadscope-reorder --durations 40
 TWO_RANKS = $(ON_CPU) NPROC_PER_NODE="$${NPROC_PER_NODE:-2}"
 
-.PHONY: help quickstart quickstart-lora quickstart-lm quickstart-lm-vllm quickstart-tools quickstart-vl quickstart-bd quickstart-joint test-fast test test-rest test-all test-vllm test-trackers test-verifiers test-openenv test-browser test-newest test-locks faults check lint bench gpu-smoke gpu-wheels learn learn-lm learn-bd learn-tools base base-lm base-tools base-vl base-bd docs wheel lock clean
+.PHONY: help quickstart quickstart-lora quickstart-lm quickstart-lm-vllm quickstart-tools quickstart-vl quickstart-bd quickstart-joint test-fast test test-rest test-all test-instruction-sets test-vllm test-trackers test-verifiers test-openenv test-browser test-newest test-locks faults check lint bench gpu-smoke gpu-wheels learn learn-lm learn-bd learn-tools base base-lm base-tools base-vl base-bd docs wheel lock clean
 
 help:
 	@echo "make quickstart       train the tiny base on OCR with FlowGRPO, two CPU ranks, 2 to 4 minutes"
@@ -50,6 +53,7 @@ help:
 	@echo "make test-fast        tests of numerics and of single modules that start no process, under a minute on 2 cores"
 	@echo "make test             one test of each kind, 10 to 35 minutes on 2 cores"
 	@echo "make test-all         all tests, about 40 minutes on 2 cores"
+	@echo "make test-instruction-sets  tests of exactness as on other processors, about 4 minutes"
 	@echo "make test-vllm        tests of vLLM on the CPU, in a separate environment, about 15 minutes"
 	@echo "make test-trackers    tests of mlflow, swanlab and trackio, in a separate environment, about 2 minutes"
 	@echo "make test-verifiers   tests with tasksets of verifiers, in a separate environment, half a minute"
@@ -114,6 +118,13 @@ test-rest: $(VENV)/.installed-test
 
 test-all: $(VENV)/.installed-test
 	@$(PYTEST) $(TESTS) $(ARGS)
+
+# First with AVX2 only and linear layers by MKL, then with none of torch's own vector kernels and linear layers by oneDNN.
+test-instruction-sets: LANES = 0
+test-instruction-sets: CHOSEN = $(PYTEST) -m "not full and not long" $(EXACT_TESTS) $(ARGS)
+test-instruction-sets: $(VENV)/.installed-test
+	@ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 DNNL_MAX_CPU_ISA=AVX2 LINEAR=torch $(CHOSEN)
+	@ATEN_CPU_CAPABILITY=default MKL_ENABLE_INSTRUCTIONS=AVX512 DNNL_MAX_CPU_ISA=AVX512_CORE LINEAR=onednn $(CHOSEN)
 
 test-vllm: $(VLLM_VENV)/.installed
 	@PATH="$(abspath $(VLLM_VENV))/bin:$$PATH" OMP_NUM_THREADS=1 python -m pytest --durations 20 tests/vllm $(ARGS)

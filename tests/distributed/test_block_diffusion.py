@@ -84,6 +84,7 @@ def test_a_response_is_as_long_as_up_to_its_end(blocks_folder: Path, tmp_path: P
     assert (row["response/length_min"], row["response/length_max"]) == (min(lengths), max(lengths))
 
 
+@pytest.mark.full
 def test_every_estimate_trains(blocks_folder: Path, tmp_path: Path) -> None:
     """The old log-probs use the same masks as the training; the estimate does not affect the samples."""
     cfgs = {
@@ -109,6 +110,7 @@ def in_turn(cfgs: list[Any]) -> list[dict[str, torch.Tensor]]:
     return [fit(cfg) if isinstance(cfg, LMRLConfig) else fit_sft(cfg) for cfg in cfgs]
 
 
+@pytest.mark.full
 def test_a_resumed_run_is_the_run(blocks_folder: Path, lm_folder: Path, tmp_path: Path) -> None:
     """Bit for bit, also if a mask token was added; on another number of ranks up to rounding."""
 

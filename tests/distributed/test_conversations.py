@@ -117,6 +117,7 @@ def joined(parts: list[dict[str, Any]]) -> list[Any]:
     return [conversation for part in parts for conversation in part["conversations"]]
 
 
+@pytest.mark.quick("keys1")
 @pytest.mark.parametrize(
     "keys", [(), ("actor.use_dynamic_bsz=true", "model.use_remove_padding=true", "algorithm.name=reinforce_plus_plus")]
 )

@@ -33,10 +33,7 @@ def configure(model: Path, folder: Path, name: str, *overrides: str) -> FlowRLCo
 
 
 @pytest.mark.seldom("rwr-algorithm.temperature=0.5-algorithm.level_distribution=uniform")
-@pytest.mark.quick(
-    "diffusion_nft-model.lora_rank=4-algorithm.kl_loss_coef=0.01",
-    "awm-algorithm.kl_loss_coef=0.01-rollout.noise_level=0.7",
-)
+@pytest.mark.quick("diffusion_nft-model.lora_rank=4-algorithm.kl_loss_coef=0.01")
 @pytest.mark.parametrize(("name", "kind"), RULES, ids=lambda v: v if isinstance(v, str) else "-".join(v))
 def test_layouts_agree(name: str, kind: tuple[str, ...], sd3_folder: Path, tmp_path: Path) -> None:
     one = run_ranks(one_step, 1, configure(sd3_folder, tmp_path, name, *kind))

@@ -157,6 +157,7 @@ def test_what_is_no_teacher(lm_folder: Path, teacher_folder: Path, tmp_path: Pat
 # --- what a step trains on
 
 
+@pytest.mark.quick("cispo", "rloo")
 @pytest.mark.parametrize("name", ["cispo", "sapo", "rloo", "raft"])
 def test_each_algorithm_takes_a_step(name: str, lm_folder: Path, tmp_path: Path) -> None:
     (step,) = run_ranks(one_step, 1, tiny_lm_config(lm_folder, tmp_path, f"algorithm.name={name}"))

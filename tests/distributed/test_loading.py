@@ -44,6 +44,7 @@ def flow_model(folder: Path, parallel: ParallelConfig) -> dict[str, Tensor]:
     return full_weights(policy.trained.parameters) | dict(policy.trained.module.named_buffers())
 
 
+@pytest.mark.quick("lm-2", "sd3-1", "sd3-2")
 @pytest.mark.parametrize("shards", [1, 2, 4])
 @pytest.mark.parametrize("kind", ["lm", "sd3"])
 def test_parts_are_those_of_the_whole(

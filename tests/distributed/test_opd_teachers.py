@@ -145,6 +145,7 @@ class _Student:
         return trace
 
 
+@pytest.mark.quick("kl")
 @pytest.mark.parametrize("loss_type", ["kl", "velocity"])
 def test_the_anchor(loss_type: str) -> None:
     """The same loss with the reference as teacher, times its weight, is added."""

@@ -178,6 +178,7 @@ def test_it_learns_what_is_preferred(sd3_folder: Path, tmp_path: Path) -> None:
     assert found[-1]["val/held_out/reward/jpeg_incompressibility"] > 0
 
 
+@pytest.mark.quick("sft")
 @pytest.mark.parametrize("name", ["sft", "rwr", "awm"])
 def test_other_rules_on_the_same_data(name: str, sd3_folder: Path, tmp_path: Path) -> None:
     file = write_parquet(tmp_path / "pairs.parquet", rows())

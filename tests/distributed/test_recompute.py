@@ -53,6 +53,7 @@ def test_some_layers(shards: int, lm_folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.seldom("2-qwen-QwenImageTransformerBlock")
+@pytest.mark.quick("1-qwen-QwenImageTransformerBlock", "2-sd3-JointTransformerBlock")
 @pytest.mark.parametrize(("family", "kind"), [("sd3", JointTransformerBlock), ("qwen", QwenImageTransformerBlock)])
 @pytest.mark.parametrize("shards", [1, 2])
 def test_some_blocks(

@@ -138,8 +138,9 @@ def flip_a_byte(file: Path) -> None:
 
 
 def loud_fit(cfg: FlowRLConfig) -> None:
-    """`fit`, with warnings printed as in a task."""
+    """`fit`, with what it says printed as in a task."""
     logging.basicConfig(force=True)
+    logging.getLogger("phalanx").setLevel(logging.INFO)
     fit(cfg)
 
 

@@ -13,6 +13,7 @@ from phalanx.plan.layout import Cluster
 from tests.ranks import free_port, run_ranks
 
 
+@pytest.mark.quick("64")
 @pytest.mark.parametrize("ranks", [64, 1024])
 def test_the_plan_is_what_a_rank_of_many_has(ranks: int, tmp_path: Path) -> None:
     rank, cluster = ranks - NODE - 3, Cluster(ranks // NODE, NODE)

@@ -53,7 +53,6 @@ def assert_same_step(one: dict[str, Any], two: list[dict[str, Any]]) -> None:
 )
 @pytest.mark.quick(
     "flow_dppo-model.lora_rank=4-algorithm.threshold=1e-9",
-    "dance_grpo-model.lora_rank=4",
     "flow_grpo-model.lora_rank=4-algorithm.group_filter=top_bottom-algorithm.group_filter_k=1",
 )
 @pytest.mark.parametrize(("name", "kind"), RULES, ids=lambda v: v if isinstance(v, str) else "-".join(v))

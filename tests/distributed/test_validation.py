@@ -112,6 +112,7 @@ def moved_and_average(cfg: FlowRLConfig) -> tuple[dict[str, float], dict[str, fl
         return before, average, trainer.job.validate(2)
 
 
+@pytest.mark.quick("lora")
 @pytest.mark.parametrize("kind", [("model.lora_rank=4",), ()], ids=["lora", "full"])
 def test_validation_uses_the_average(kind: tuple[str, ...], sd3_folder: Path, tmp_path: Path) -> None:
     cfg = configure(sd3_folder, tmp_path, *kind, "actor.ema.decay=0.1")

@@ -78,6 +78,7 @@ def test_ranks_train_as_one_though_images_are_on_some_of_them(qwen: Path, tmp_pa
             torch.testing.assert_close(others[name], value, atol=2e-5, rtol=1e-4, msg=name)
 
 
+@pytest.mark.full
 def test_a_run_that_goes_on_is_the_whole_one(qwen: Path, tmp_path: Path) -> None:
     results = {}
     for name, steps in (("whole", 2), ("parts", 1), ("parts", 2)):
@@ -120,6 +121,7 @@ def logits_of(model: Any, folder: Path) -> Tensor:
     return logits
 
 
+@pytest.mark.quick("weights", "lora")
 @pytest.mark.parametrize(
     ("rank", "frozen"), [(0, True), (0, False), (4, True)], ids=["weights", "with the tower", "lora"]
 )

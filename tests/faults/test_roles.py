@@ -69,7 +69,7 @@ def test_killed_roles_start_again(schedule: str, lm_folder: Path, tmp_path: Path
     for words in ("loading the model", "ranks on cpu"):  # once at each start, by the actor
         assert said.count(words) == 2
     assert len(re.findall("^step 1/500  reward", said, re.MULTILINE)) == 1
-    (resumed,) = re.findall(r"^WARNING: resuming from \S+/step_(\d+): step \d+ of 500$", said, re.MULTILINE)
+    (resumed,) = re.findall(r"^resuming from \S+/step_(\d+): step \d+ of 500$", said, re.MULTILINE)
     found = rows(tmp_path)
     assert [row["step"] for row in found] == list(range(1, len(found) + 1))
     ages = [row["rollout/staleness_max"] for row in found]

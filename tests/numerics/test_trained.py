@@ -50,6 +50,7 @@ UNUSED: dict[str, tuple[str, ...]] = {
 
 
 @pytest.mark.seldom("0-flux2_klein")
+@pytest.mark.quick("4-sd3", "0-qwen", "4-flux")
 @pytest.mark.parametrize("family", ["sd3", "qwen", "flux", "z_image", "flux2_klein"])
 @pytest.mark.parametrize("lora_rank", [0, 4])
 def test_gradients_flow_through_both_branches_of_guidance(
@@ -73,6 +74,7 @@ def test_gradients_flow_through_both_branches_of_guidance(
     assert cosine < 0.99
 
 
+@pytest.mark.quick("sd3", "z_image")
 @pytest.mark.parametrize("family", ["sd3", "qwen", "flux", "z_image", "flux2_klein"])
 def test_gradients_of_guidance_are_the_sum_of_both_branches(world: World, folder: Folder, family: str) -> None:
     """Against finite differences along a random direction: no branch is missing or counted twice."""
@@ -248,7 +250,7 @@ def test_compiled_blocks_compute_the_same(qwen_folder: Path, monkeypatch: pytest
 # stream, and the first of the latter gets other strides. Z-Image has blocks for the image, the text, and both. FLUX.2's
 # blocks of two streams share a graph, since their inputs before and after the first block have the same strides.
 @pytest.mark.seldom("sd3-2", "flux-4", "flux2_klein-3")
-@pytest.mark.quick("z_image-3", "qwen-2")
+@pytest.mark.quick("qwen-2")
 @pytest.mark.parametrize(
     ("family", "graphs"), [("sd3", 2), ("qwen", 2), ("flux", 4), ("z_image", 3), ("flux2_klein", 3)]
 )

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import logging
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -37,7 +38,10 @@ def trace(folder: Path, step: int, rank: int = 0) -> list[dict[str, Any]]:
     return events
 
 
-def test_a_step_of_a_job(sd3_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_step_of_a_job(
+    sd3_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    caplog.set_level(logging.INFO, "phalanx")
     keys = (*SMALL, "trainer.total_training_steps=3")
     sys.modules.pop(MODULE, None)
     build(tiny_config(sd3_folder, tmp_path / "plain", *keys)).run()
@@ -50,6 +54,7 @@ def test_a_step_of_a_job(sd3_folder: Path, tmp_path: Path, caplog: pytest.LogCap
     assert folder.name == "step_000002"
     assert sorted(file.name for file in folder.iterdir()) == ["rank_0.json.gz", "rank_0.txt"]
     assert f"the profile of step 2 is in {folder}" in caplog.text
+    assert "USDT" not in capfd.readouterr().err
     events = trace(out, 2)
     phases = Counter(event["name"] for event in events if event.get("cat") == "user_annotation")
     assert phases["rollout"] == 1 and phases["reward"] == 1 and phases["update"] == 2

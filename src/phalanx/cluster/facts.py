@@ -153,9 +153,9 @@ def main_memory(meminfo: Path = Path("/proc/meminfo")) -> tuple[float, float]:
         available = re.search(r"^MemAvailable: +(\d+) kB", meminfo.read_text(), re.MULTILINE)
         free = int(available[1]) * 1024 if available else total
     else:  # macOS: "Pages free: 9.", in pages whose size the first line says
-        said = subprocess.run(["vm_stat"], capture_output=True, text=True, check=True, timeout=10).stdout
-        pages = re.findall(r"^Pages (?:free|inactive|speculative): +(\d+)", said, re.MULTILINE)
-        size = re.search(r"page size of (\d+) bytes", said)
+        listed = subprocess.run(["vm_stat"], capture_output=True, text=True, check=True, timeout=10).stdout
+        pages = re.findall(r"^Pages (?:free|inactive|speculative): +(\d+)", listed, re.MULTILINE)
+        size = re.search(r"page size of (\d+) bytes", listed)
         free = sum(map(int, pages)) * int(size[1]) if size else total
     return total / 1e9, free / 1e9
 

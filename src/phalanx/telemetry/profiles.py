@@ -9,6 +9,7 @@ This module is imported only if steps are profiled.
 
 import gzip
 import logging
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,6 +33,9 @@ LONGEST_NAME = 60  # characters of an operation in the table
 LARGEST = 400_000_000  # bytes (about a million operations); no table is made of a larger trace
 ALLOCATIONS = 200_000  # the most recent ones, which a snapshot contains
 _log = logging.getLogger(__name__)
+
+# Kineto prints the start and the end of a profile as lines of a level above errors. It reads this at the first profile.
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 
 
 class Profiler:
@@ -81,7 +85,7 @@ class Profiler:
         except OSError as error:
             _log.error("%s: the profile of step %d was not written: %s", place(), step, error)
         else:
-            _log.warning("trainer.profile_steps: the profile of step %d is in %s", step, folder)
+            _log.info("trainer.profile_steps: the profile of step %d is in %s", step, folder)
 
     def _table(self, step: int, trace: profile, size: int) -> str:
         """A table of the most expensive operations of a step whose trace has `size` bytes."""

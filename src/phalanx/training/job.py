@@ -354,7 +354,7 @@ class Job:
                 f"{self.total_steps}; expected an earlier checkpoint, or more steps (trainer.total_training_steps)"
             )
         if self.world.rank == 0:
-            log.warning("resuming from %s: step %d of %d", folder, progress.step, self.total_steps)
+            log.info("resuming from %s: step %d of %d", folder, progress.step, self.total_steps)
             if done:
                 log.warning("no step is left to train: all %d are done already", self.total_steps)
             before = folder.parent.parent / CONFIG_FILE  # of the run that wrote the checkpoint, if it is there
