@@ -77,7 +77,8 @@ class Python:
         head, _, text = output.decode("utf-8", "replace").partition("\n")
         missing = _missing(head)
         if missing is None:
-            raise RuntimeError(f"the process of the tool python did not start: {head or problem}")
+            *_, last = ["", *output.decode("utf-8", "replace").splitlines()]
+            raise RuntimeError(f"the process of the tool python did not start: {last or problem}")
         if missing and needs_all:
             raise ValueError(
                 f"this machine has no {' and no '.join(missing)} to confine a model's code with; use another machine, "
