@@ -392,7 +392,8 @@ def main(sandbox: str, job: str, uid: int, *versions: str) -> None:
     confine = runpy.run_path(sandbox)["confine"]
     os.chdir(job)
     HERE, PARENT = job, os.getpid()
-    os.setpgid(0, 0)
+    if os.getpgrp() != PARENT:
+        os.setpgid(0, 0)
     if uid != os.getuid():
         os.setgroups([])
         os.setresgid(uid, uid, uid)

@@ -293,8 +293,9 @@ def test_nothing_gets_out(user: str) -> None:
     results, left = tried(of_user(user), *versions)
     assert len(results) == len(versions)
     for result in results:
-        if result["missing"]:
+        if {"Landlock", "seccomp"} & {*result["missing"]}:
             pytest.skip(f"this machine has no {result['missing']}")
+        assert result["missing"] == []
         assert result["found"] == []
         assert result["signals"] == []
         assert result["ended"] == 0
