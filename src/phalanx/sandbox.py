@@ -107,20 +107,21 @@ def confine(memory: int = 4 * 2**30, newest: int = 7) -> list[str]:
         missing.append("Landlock")
     if not _seccomp(libc):
         missing.append("seccomp")
-    return missing + [f"{layer} that denies {what}" for layer, what in leaks(libc, job).items() if layer not in missing]
+    sys.path_importer_cache.clear()  # it knows modules in folders that are closed now
+    return missing + [f"{layer} that denies {what}" for layer, what in leaks(libc, job) if layer not in missing]
 
 
-def leaks(libc: ctypes.CDLL, job: str) -> dict[str, str]:
-    """Try what a confined process should be denied. Returns the first thing that each layer let through."""
+def leaks(libc: ctypes.CDLL, job: str) -> list[tuple[str, str]]:
+    """Try what a confined process should be denied. Returns the layers that let something through, and what it was."""
     parent = os.getppid()
-    passed: dict[str, str] = {}
+    passed: list[tuple[str, str]] = []
 
     def attempt(layer: str, what: str, action: Callable[[], object]) -> None:
         try:
             action()
         except OSError:
             return
-        passed.setdefault(layer, what)
+        passed.append((layer, what))
 
     def opened(path: str, flags: int = os.O_RDONLY) -> Callable[[], object]:
         return lambda: os.close(os.open(path, flags))
@@ -152,7 +153,7 @@ def _readable(job: str) -> list[str]:
     if site.ENABLE_USER_SITE:
         paths.add(site.getusersitepackages())
     if sys.prefix != sys.base_prefix:  # of a virtual environment, which may be the project's folder, only libraries
-        paths |= {str(path) for path in Path(sys.prefix, "lib").glob("*.so*")}
+        paths |= {str(path) for path in Path(sys.prefix, "lib").glob("lib*.so*") if path.is_file()}
     never = {os.path.realpath(path) for path in ("/", job, os.path.expanduser("~"))}
     return sorted(path for path in paths if os.path.isabs(path) and os.path.realpath(path) not in never)
 

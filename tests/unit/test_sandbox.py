@@ -1,13 +1,28 @@
 """What a confined process is denied, whatever the interpreter's paths are, as the kernel decides it."""
 
+import ctypes
 import errno
+import json
 import os
+import signal
+import subprocess
+import sys
+import tempfile
+import venv
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from phalanx import sandbox
 from phalanx.environments.built_in.python import Python
+from phalanx.models.lm.chat import TemplateProcess
+from phalanx.rewards.text._process import Verifier
+from tests import escapes
+from tests.checks import wait_for
+from tests.ranks import LIMIT_S, ROOT
 
 ALLOW, REFUSE = 0x7FFF0000, 0x00050000 | errno.EPERM
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
@@ -225,9 +240,207 @@ def test_no_shape_of_pythonpath_opens_a_folder(tmp_path: Path, monkeypatch: pyte
         "        print('READ', path, os.listdir(path) if os.path.isdir(path) else open(path).read())\n"
         "    except PermissionError:\n"
         "        pass\n"
-        "import decimal, json, numpy\n"
-        "print(numpy.ones(3).sum())"
+        "import decimal, json\n"
+        "print(decimal.Decimal(3))"
     )
     for shape in SHAPES:
         monkeypatch.setenv("PYTHONPATH", shape.replace("JOB", str(job)).replace("HOME", str(home)))
-        assert Python().python(script) == "3.0\n", shape
+        assert Python().python(script) == "3\n", shape
+
+
+# --- what a whole process is denied
+
+
+def tried(uid: int, *versions: str) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """What a rank of a user and its confined processes saw, one result per version of Landlock (see tests/escapes.py),
+    and the files of the job's folder afterwards.
+    """
+    with tempfile.TemporaryDirectory() as name:  # not below pytest's folder, which no other user reaches
+        job = Path(name)
+        (job / "empty").mkdir()
+        (job / "secret").write_text(SECRET)
+        (job / "link").symlink_to("secret")
+        for victim in ("victim", "victim1", "victim2"):
+            (job / victim).write_text("v")
+        for path in (job, *job.iterdir()):
+            os.chown(path, uid, -1, follow_symlinks=False)
+        done = subprocess.run(
+            [sys.executable, "-P", str(ROOT / "tests/escapes.py"), str(sandbox.__file__), name, str(uid), *versions],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            env={"PATH": os.environ["PATH"], "HF_TOKEN": SECRET},
+        )
+        assert done.returncode == 0, done.stderr
+        left = {path.name: path.read_text() if path.is_file() else "" for path in job.iterdir()}
+    return [json.loads(line) for line in done.stdout.splitlines()], left
+
+
+USERS = pytest.mark.parametrize("user", ["own", "other"])
+
+
+def of_user(user: str) -> int:
+    """This process's user, or one without privileges."""
+    if user == "other" and os.getuid() != 0:
+        pytest.skip("only root can become another user")
+    return os.getuid() if user == "own" else 65534
+
+
+@USERS
+def test_nothing_gets_out(user: str) -> None:
+    """With each version of Landlock, as older kernels have it."""
+    versions = ["1", "2", "3", "4", "5", "6", "7"]
+    results, left = tried(of_user(user), *versions)
+    assert len(results) == len(versions)
+    for result in results:
+        if {"Landlock", "seccomp"} & {*result["missing"]}:
+            pytest.skip(f"this machine has no {result['missing']}")
+        assert result["missing"] == []
+        assert result["found"] == []
+        assert result["signals"] == []
+        assert result["ended"] == 0
+        assert {value.strip("0") for name, value in result["status"].items() if name.startswith("Cap")} == {""}
+        assert (result["status"]["Seccomp"], result["status"]["NoNewPrivs"]) == ("2", "1")
+    files = {"secret": SECRET, "link": SECRET, "victim": "v", "victim1": "v", "victim2": "v", "empty": ""}
+    assert left == files
+
+
+@pytest.mark.full
+@USERS
+def test_without_confinement_most_would(user: str) -> None:
+    """So that the test above can fail. In a container, fewer succeed."""
+    (result,), left = tried(of_user(user), "none")
+    assert len(result["found"]) > len(escapes.ESCAPES) / 2
+    assert any(SECRET in each for each in result["found"])
+    assert signal.SIGUSR1 in result["signals"]
+    assert "made" in left and "victim1" not in left
+
+
+def test_no_script_of_the_tool_gets_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same, by the tool itself, from a rank in the job's folder."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "secret").write_text(SECRET)
+    received: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, _: received.append(number))
+    source = Path(escapes.__file__).read_text().partition("\nif __name__")[0]
+    text = Python().python(f"{source}\nHERE = {str(tmp_path)!r}\nprint(succeeded())")
+    signal.signal(signal.SIGUSR1, before)
+    assert text == "[]\n"
+    assert received == []
+    assert [path.name for path in tmp_path.iterdir()] == ["secret"]
+
+
+def test_layers_that_are_missing_are_named(tmp_path: Path) -> None:
+    """Without Landlock; and in a folder that it must open."""
+    attempt = "import runpy, sys; print(*runpy.run_path(sys.argv[1])['confine'](2**30, int(sys.argv[2])), sep='; ')"
+    for job, newest, missing in (
+        (tmp_path, 7, ""),
+        (tmp_path, 0, "Landlock"),
+        (
+            Path(os.__file__).parent / "json",
+            7,
+            f"Landlock that denies reading the job's folder {os.path.dirname(json.__file__)}",
+        ),
+    ):
+        command = [sys.executable, "-P", "-c", attempt, str(sandbox.__file__), str(newest)]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=job)
+        assert done.stdout == missing + "\n"
+
+
+def test_the_check_after_confining_tries(tmp_path: Path) -> None:
+    assert sandbox.leaks(ctypes.CDLL(None), str(tmp_path)) == [
+        ("Landlock", "reading the parent's environment"),
+        ("Landlock", f"reading the job's folder {tmp_path}"),
+        ("seccomp", "writing to a file"),
+        ("seccomp", "a socket"),
+        ("seccomp", "a signal to the parent"),
+    ]
+
+
+@pytest.mark.parametrize("place", [".venv", "."])
+def test_an_editable_install_opens_no_folder(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does a virtual environment that is the project's folder."""
+    project = tmp_path / "project"
+    (project / "src/package").mkdir(parents=True)
+    (project / "lib").mkdir()
+    for path in (project / ".env", project / "lib/answers", project / "src/package/__init__.py"):
+        path.write_text(f"TOKEN = '{SECRET}'")
+    venv.create(project / place, symlinks=True)
+    (packages,) = (project / place / "lib").glob("python*/site-packages")
+    (packages / "editable.pth").write_text(str(project / "src"))
+    (packages / "installed.py").write_text("VALUE = 7")
+    monkeypatch.setattr(sys, "executable", str(project / place / "bin/python"))
+    monkeypatch.chdir(project)
+    script = (
+        f"import installed, os, sys\nprint(installed.VALUE, {str(project / 'src')!r} in sys.path)\n"
+        f"for path in ('', '/src', '/src/package/__init__.py', '/.env', '/lib', '/lib/answers'):\n"
+        "    try:\n"
+        f"        print('READ', path, os.open({str(project)!r} + path, os.O_RDONLY))\n"
+        "    except PermissionError:\n"
+        "        pass\n"
+        "import package\n"
+    )
+    assert Python().python(script).splitlines()[0] == "7 True"
+    assert "READ" not in (text := Python().python(script))
+    assert text.endswith("ModuleNotFoundError: No module named 'package'\n")
+
+
+def template_process() -> None:
+    TemplateProcess("{{ messages }}", "2026-01-01").close()
+
+
+@pytest.mark.parametrize(
+    "start",
+    [lambda: Python().python("1"), lambda: Verifier("pattern", 5.0).ask("a", "a"), template_process],
+    ids=["tool", "verifier", "template"],
+)
+def test_no_process_inherits_the_environment(
+    start: Callable[[], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python, shown = tmp_path / "python", tmp_path / "shown"
+    python.write_text(f'#!/bin/sh\nenv > {shown}\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    values = {"HF_TOKEN": SECRET, "PYTHONPATH": ":.", "PYTHONSTARTUP": "x", "PYTHONHASHSEED": "3", "LC_ALL": "C.UTF-8"}
+    for name, value in values.items():
+        monkeypatch.setenv(name, value)
+    start()
+    names = {line.partition("=")[0] for line in shown.read_text().splitlines()} - {"PWD", "SHLVL", "_", "OLDPWD"}
+    assert names >= {"PATH", "LC_ALL", "PYTHONHASHSEED"}
+    assert {name for name in names if not name.startswith("LC_")} <= {*sandbox._VARIABLES, *sandbox._FIXED}
+    assert SECRET not in shown.read_text()
+
+
+# --- nothing stays behind
+
+CHILD = ROOT / "src/phalanx/environments/built_in/_child.py"
+RANK = """
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-P", sys.argv[1], "60", str(2**30), "0"], stdin=-1, stdout=-1)
+child.stdin.write(b"import time\\nprint('runs')\\ntime.sleep(600)")
+child.stdin.close()
+child.stdout.readline(), child.stdout.readline()
+print(child.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_script_dies_with_its_rank() -> None:
+    rank = subprocess.Popen([sys.executable, "-c", RANK, str(CHILD)], stdout=subprocess.PIPE, text=True)
+    assert rank.stdout is not None
+    pid = int(rank.stdout.readline())
+    rank.kill()
+    rank.wait()
+    rank.stdout.close()
+    wait_for(lambda: not Path(f"/proc/{pid}").exists() or ") Z " in Path(f"/proc/{pid}/stat").read_text())
+
+
+def test_a_script_whose_rank_has_died_does_not_begin() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-P", str(CHILD), "60", str(2**30), "0"]
+    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=writing, stderr=subprocess.DEVNULL)
+    os.close(writing)
+    with suppress(BrokenPipeError):
+        child.communicate(b"import time\ntime.sleep(600)", timeout=LIMIT_S)
+    assert child.wait(LIMIT_S) == 0

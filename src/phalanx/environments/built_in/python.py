@@ -53,7 +53,7 @@ class Python:
 
     def _run(self, code: str, needs_all: bool = False) -> str:
         """The output of a script. `needs_all`: ValueError if this machine lacks a layer of the confinement."""
-        seed = " ".join(map(str, CALL.get()))
+        seed = ascii(CALL.get())
         arguments = [str(self._timeout_s), str(self._memory), "1" if self._unconfined else "0", seed]
         with _same_addresses():
             child = subprocess.Popen(
@@ -77,7 +77,8 @@ class Python:
         head, _, text = output.decode("utf-8", "replace").partition("\n")
         missing = _missing(head)
         if missing is None:
-            raise RuntimeError(f"the process of the tool python did not start: {head or problem}")
+            *_, last = ["", *output.decode("utf-8", "replace").splitlines()]
+            raise RuntimeError(f"the process of the tool python did not start: {last or problem}")
         if missing and needs_all:
             raise ValueError(
                 f"this machine has no {' and no '.join(missing)} to confine a model's code with; use another machine, "
@@ -100,7 +101,7 @@ class Python:
                 output += part
                 continue
             try:
-                return output, self._end(child.wait(left))
+                return output, self._end(child.wait(deadline - time.monotonic()))
             except subprocess.TimeoutExpired:  # it has closed its output, and runs on
                 return output, self._late
         return output[:_MOST_OUTPUT], "it printed too much, and was stopped"
