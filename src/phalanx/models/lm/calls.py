@@ -304,9 +304,9 @@ def _braced(body: str, types: Types) -> dict[str, Any]:
     return _call({"name": name, "arguments": parse_json("".join(pieces))}, "arguments")
 
 
-def _quoted(found: re.Match[str]) -> str:
+def _quoted(match: re.Match[str]) -> str:
     """A key with quotation marks; a text that has them is left as it is."""
-    return found[0] if found[2] is None else f'{found[1]}"{found[2]}":'
+    return match[0] if match[2] is None else f'{match[1]}"{match[2]}":'
 
 
 FORMATS: dict[str, Format] = {
