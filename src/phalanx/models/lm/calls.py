@@ -23,10 +23,13 @@ Parser = Callable[..., dict[str, Any]]
 # tags around thoughts; a turn may use those of another family, and the text before it may have opened them
 _THOUGHTS = {
     "<think>": "</think>",
+    "<thought>": "</thought>",
     "<seed:think>": "</seed:think>",
     "[THINK]": "[/THINK]",
     "<|START_THINKING|>": "<|END_THINKING|>",
     "<|channel>thought": "<channel|>",
+    "<|inner_prefix|>": "<|inner_suffix|>",
+    "<|open|>think<|sep|>": "<|close|>think<|sep|>",
 }
 _OPENED = re.compile(f"(?:{'|'.join(map(re.escape, _THOUGHTS))})\\s*\\Z")
 _TAG = "<|python_tag|>"
