@@ -265,7 +265,9 @@ def _placed(messages: Messages, word: str, unanswered: bool) -> Messages:
     for place, message in enumerate(messages):
         if message["role"] == "assistant":
             answers = list(takewhile(lambda each: each["role"] == "tool", messages[place + 1 :]))
-            written: Messages = message.get("tool_calls") or []
+            written = message.get("tool_calls")
+            if not isinstance(written, list):
+                written = []
             if not answers or not unanswered:
                 written = written[: len(answers)]
             pairs = zip_longest(answers, written, fillvalue=_NOTHING)
@@ -282,8 +284,10 @@ def _placed(messages: Messages, word: str, unanswered: bool) -> Messages:
     return result
 
 
-def _call(answer: dict[str, Any], written: dict[str, Any], word: str, number: int) -> dict[str, Any]:
-    """A call with the identifier and the name in the answer of its tool, or those that the model wrote."""
-    name = answer.get("name") or written.get("function", written).get("name") or "tool"
+def _call(answer: dict[str, Any], written: Any, word: str, number: int) -> dict[str, Any]:
+    """A call with the identifier and the name in the answer of its tool, or those that the model or the data wrote."""
+    written = written if isinstance(written, dict) else _NOTHING
+    function = written.get("function")
+    name = answer.get("name") or (function if isinstance(function, dict) else written).get("name") or "tool"
     identifier = answer.get("tool_call_id") or written.get("id") or _ID.format(number)
     return {"type": "function", "id": str(identifier), "function": {"name": name, "arguments": {"text": word}}}
