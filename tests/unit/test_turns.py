@@ -149,7 +149,14 @@ def test_a_chat_that_does_not_render_leaves_others_alone() -> None:
 
 def test_calls_of_the_data_in_any_form() -> None:
     turns, decode = renderer(WANTS_IDENTIFIERS + HEAD), chat_tokenizer().decode
-    for calls in ([{"name": "calc", "arguments": {}}], [{"function": "calc"}], ["calc"], "calc", {"name": "calc"}, None):
+    for calls in (
+        [{"name": "calc", "arguments": {}}],
+        [{"function": "calc"}],
+        ["calc"],
+        "calc",
+        {"name": "calc"},
+        None,
+    ):
         turn = {"role": "assistant", "content": "", "tool_calls": calls}
         history = [{"role": "user", "content": "6 times 7?"}, turn, RESULT, turn]
         assert decode(turns.answer([RESULT], history)).startswith("\n<|im_start|>tool\ncall00001:42<|im_end|>")
