@@ -225,6 +225,7 @@ def test_thoughts_of_other_families() -> None:
         ("<seed:think>", "</seed:think>"),
         ("<|START_THINKING|>", "<|END_THINKING|>"),
         ("<|channel>thought", "<channel|>"),
+        ("<|open|>think<|sep|>", "<|close|>think<|sep|>"),
     ],
 )
 def test_thoughts_that_the_prompt_opened(form: str, begin: str, end: str) -> None:

@@ -147,6 +147,22 @@ def test_a_chat_that_does_not_render_leaves_others_alone() -> None:
     turns.close()
 
 
+def test_calls_of_the_data_in_any_form() -> None:
+    turns, decode = renderer(WANTS_IDENTIFIERS + HEAD), chat_tokenizer().decode
+    for calls in (
+        [{"name": "calc", "arguments": {}}],
+        [{"function": "calc"}],
+        ["calc"],
+        "calc",
+        {"name": "calc"},
+        None,
+    ):
+        turn = {"role": "assistant", "content": "", "tool_calls": calls}
+        history = [{"role": "user", "content": "6 times 7?"}, turn, RESULT, turn]
+        assert decode(turns.answer([RESULT], history)).startswith("\n<|im_start|>tool\ncall00001:42<|im_end|>")
+    turns.close()
+
+
 def test_prompts_are_those_of_single_turns() -> None:
     """Tools, the system prompt and variables of the template are rendered alike."""
     data = LMDataConfig(system_prompt="Be brief.", chat_template_kwargs={"deep": True})

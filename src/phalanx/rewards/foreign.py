@@ -107,7 +107,7 @@ def form_of(signature: inspect.Signature) -> type[TrlReward] | type[VerlReward] 
 
 
 def absent_argument(signature: inspect.Signature, kwargs: Mapping[str, Any]) -> str | None:
-    """What is wrong with a function of TRL that requires an argument which does not exist here; None if nothing is."""
+    """The problem of a function of TRL that requires an argument which does not exist here; None if there is none."""
     for name, parameter in signature.parameters.items():
         if name in _ABSENT and name not in kwargs and parameter.default is parameter.empty:
             return f"reads TRL's {name}, which is not passed here; {_ABSENT[name]}"

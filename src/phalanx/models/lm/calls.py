@@ -23,10 +23,13 @@ Parser = Callable[..., dict[str, Any]]
 # tags around thoughts; a turn may use those of another family, and the text before it may have opened them
 _THOUGHTS = {
     "<think>": "</think>",
+    "<thought>": "</thought>",
     "<seed:think>": "</seed:think>",
     "[THINK]": "[/THINK]",
     "<|START_THINKING|>": "<|END_THINKING|>",
     "<|channel>thought": "<channel|>",
+    "<|inner_prefix|>": "<|inner_suffix|>",
+    "<|open|>think<|sep|>": "<|close|>think<|sep|>",
 }
 _OPENED = re.compile(f"(?:{'|'.join(map(re.escape, _THOUGHTS))})\\s*\\Z")
 _TAG = "<|python_tag|>"
@@ -304,9 +307,9 @@ def _braced(body: str, types: Types) -> dict[str, Any]:
     return _call({"name": name, "arguments": parse_json("".join(pieces))}, "arguments")
 
 
-def _quoted(found: re.Match[str]) -> str:
+def _quoted(match: re.Match[str]) -> str:
     """A key with quotation marks; a text that has them is left as it is."""
-    return found[0] if found[2] is None else f'{found[1]}"{found[2]}":'
+    return match[0] if match[2] is None else f'{match[1]}"{match[2]}":'
 
 
 FORMATS: dict[str, Format] = {

@@ -61,8 +61,12 @@ def _allowed(schema: Any, root: Any, known: _Known) -> frozenset[str]:
             known[name] = _allowed(_referred(name, root), root, known)
         parts.append(known[name])
     for key in ("anyOf", "oneOf"):
-        parts.append(frozenset().union(*(_allowed(each, root, known) for each in _list(schema.get(key)))))
-    parts += [_allowed(each, root, known) for each in _list(schema.get("allOf"))]
+        choices: frozenset[str] = frozenset()
+        for each in _list(schema.get(key)):
+            choices |= _allowed(each, root, known)
+        parts.append(choices)
+    for each in _list(schema.get("allOf")):
+        parts.append(_allowed(each, root, known))
     types: frozenset[str] = frozenset()
     for part in parts:
         types = _both(types, part) if types and part else types or part
@@ -71,8 +75,12 @@ def _allowed(schema: Any, root: Any, known: _Known) -> frozenset[str]:
 
 def _both(first: frozenset[str], second: frozenset[str]) -> frozenset[str]:
     """The types that both sets allow; those of the first if they contradict each other."""
-    kept = {one for one in first if one in second or _general(one) in second}
-    return frozenset(kept | {one for one in second if _general(one) in first}) or first
+    kept = set()
+    for some, others in ((first, second), (second, first)):
+        for kind in some:
+            if kind in others or _general(kind) in others:
+                kept.add(kind)
+    return frozenset(kept) or first
 
 
 def _general(kind: str) -> str:
@@ -81,33 +89,38 @@ def _general(kind: str) -> str:
 
 
 def _listed(kind: Any) -> frozenset[str]:
-    names = [kind] if isinstance(kind, str) else [each for each in _list(kind) if isinstance(each, str)]
-    return frozenset(_NAMES.get(name.lower(), name.lower()) for name in names)
+    names = set()
+    for name in [kind] if isinstance(kind, str) else _list(kind):
+        if isinstance(name, str):
+            names.add(_NAMES.get(name.lower(), name.lower()))
+    return frozenset(names)
 
 
 def _enumerated(schema: dict[str, Any]) -> frozenset[str]:
     """The types of the values of an enumeration or a constant."""
-    values = [*_list(schema.get("enum")), *([schema["const"]] if "const" in schema else [])]
     kinds = {bool: "boolean", int: "integer", float: "number", type(None): "null", dict: "object", list: "array"}
-    return frozenset(json.dumps(value) if isinstance(value, str) else kinds[type(value)] for value in values)
+    types = set()
+    for value in [*_list(schema.get("enum")), *([schema["const"]] if "const" in schema else [])]:
+        types.add(json.dumps(value) if isinstance(value, str) else kinds[type(value)])
+    return frozenset(types)
 
 
 def _merged(schema: Any, root: Any, seen: set[str]) -> list[dict[str, Any]]:
     """A schema, and all those that it refers to or joins."""
     if not isinstance(schema, dict):
         return []
-    found = [schema]
+    schemas = [schema]
     name = schema.get("$ref")
     if isinstance(name, str) and name not in seen:
         seen.add(name)
-        found += _merged(_referred(name, root), root, seen)
+        schemas += _merged(_referred(name, root), root, seen)
     for each in _list(schema.get("allOf")):
-        found += _merged(each, root, seen)
-    return found
+        schemas += _merged(each, root, seen)
+    return schemas
 
 
 def _referred(name: str, root: Any) -> Any:
-    """What a reference within a schema, such as #/$defs/Point, points to; None if there is nothing."""
+    """The part of a schema that a reference within it, such as #/$defs/Point, points to; None if there is none."""
     value = root
     for part in filter(None, name.removeprefix("#").split("/")):
         key = part.replace("~1", "/").replace("~0", "~")

@@ -120,8 +120,8 @@ class TurnRenderer:
             past = [_QUESTION, _TURN] if history is None else with_system_prompt(history, self._system)
             tokens = self._after(rule, past, messages)
         if tokens is None:
-            own = [{key: value for key, value in message.items() if key != "tool_call_id"} for message in messages]
-            tokens = self._after(rule, [_QUESTION, _TURN], own)
+            numbered = [{**message, "tool_call_id": None} for message in messages]
+            tokens = self._after(rule, [_QUESTION, _TURN], numbered)
         if tokens is None:
             raise ValueError(f"{self._renderer.name} does not render what follows a turn in {roles_of(messages)}")
         return self._behind(end, rule, tokens)
@@ -149,7 +149,7 @@ class TurnRenderer:
         texts = self._renderer.texts([{"tools": self._tools} | turn, {"tools": self._tools, "messages": whole}])
         texts[0] = texts[0].rstrip()  # whitespace after a turn belongs to what follows
         common = self._common(rule, texts)
-        return rule.following(*(self._encode(text[common:]) for text in texts))
+        return rule.following(self._encode(texts[0][common:]), self._encode(texts[1][common:]))
 
     def _common(self, rule: Rule, texts: list[str]) -> int:
         """The number of characters that both texts begin with and that need no tokens, because the rule finds the same
@@ -158,9 +158,9 @@ class TurnRenderer:
         place = len(os.path.commonprefix(texts))  # noqa: RUF071 - it compares characters, as is meant here
         for _ in range(2):
             marks = self._marks.values() if rule.end is None else [self._marks[rule.end]]
-            place = max(texts[0].rfind(mark, 0, place) for mark in marks)
-            if place <= 0:
-                return 0
+            before, place = place, 0
+            for mark in marks:
+                place = max(place, texts[0].rfind(mark, 0, before))
         return place
 
     def _behind(self, end: int | None, rule: Rule, tokens: list[int]) -> list[int]:
@@ -171,10 +171,10 @@ class TurnRenderer:
         """
         if tokens and tokens[0] in self._ends:
             return tokens[1:] if end is None or end == tokens[0] else tokens
-        opens = {each.end for each in self._rules.values() if each.opens}
-        if rule.end is not None and end not in (None, rule.end) and (rule.opens or end in opens):
-            return [rule.end, *tokens]
-        return tokens
+        if rule.end is None or end in (None, rule.end):
+            return tokens
+        opens = rule.opens or any(each.opens and each.end == end for each in self._rules.values())
+        return [rule.end, *tokens] if opens else tokens
 
     def _rule(self, role: str, calls: int) -> Rule:
         """The first rule that is correct for messages of this role after a turn."""
@@ -265,7 +265,9 @@ def _placed(messages: Messages, word: str, unanswered: bool) -> Messages:
     for place, message in enumerate(messages):
         if message["role"] == "assistant":
             answers = list(takewhile(lambda each: each["role"] == "tool", messages[place + 1 :]))
-            written: Messages = message.get("tool_calls") or []
+            written = message.get("tool_calls")
+            if not isinstance(written, list):
+                written = []
             if not answers or not unanswered:
                 written = written[: len(answers)]
             pairs = zip_longest(answers, written, fillvalue=_NOTHING)
@@ -275,14 +277,17 @@ def _placed(messages: Messages, word: str, unanswered: bool) -> Messages:
             result.append({"role": "assistant"} | turn)
         elif message["role"] == "tool":
             call = calls.pop(0) if calls else _call(message, _NOTHING, word, number)
-            result.append({"name": call["function"]["name"], "tool_call_id": call["id"]} | message)
+            identifier = {"tool_call_id": call["id"]}
+            result.append({"name": call["function"]["name"]} | identifier | message | identifier)
         else:
             result.append(message)
     return result
 
 
-def _call(answer: dict[str, Any], written: dict[str, Any], word: str, number: int) -> dict[str, Any]:
-    """A call with the identifier and the name in the answer of its tool, or those that the model wrote."""
-    name = answer.get("name") or written.get("function", written).get("name") or "tool"
+def _call(answer: dict[str, Any], written: Any, word: str, number: int) -> dict[str, Any]:
+    """A call with the identifier and the name in the answer of its tool, or those that the model or the data wrote."""
+    written = written if isinstance(written, dict) else _NOTHING
+    function = written.get("function")
+    name = answer.get("name") or (function if isinstance(function, dict) else written).get("name") or "tool"
     identifier = answer.get("tool_call_id") or written.get("id") or _ID.format(number)
     return {"type": "function", "id": str(identifier), "function": {"name": name, "arguments": {"text": word}}}

@@ -1,0 +1,18 @@
+"""What follows a turn, in the chat templates that vLLM ships: right in each conversation, or refused in one line."""
+
+import pytest
+
+from tests.chat_templates import check, packaged
+
+PACKAGED = packaged("vllm")
+
+
+@pytest.mark.skipif(not PACKAGED, reason="this version of vLLM ships no chat templates")
+@pytest.mark.parametrize("name", PACKAGED)
+def test_templates_of_vllm(name: str) -> None:
+    try:
+        right, wrong = check(PACKAGED[name])
+    except ValueError as refusal:
+        assert str(refusal).startswith("model.path: 'models/m': its chat template ") and "\n" not in str(refusal)
+        return
+    assert not wrong and right >= 4
