@@ -90,20 +90,32 @@ def test_groups_of_values_that_look_the_same() -> None:
 
 
 def test_the_mean_of_groups_gives_each_the_same_weight() -> None:
-    """Groups of three and two prompts have the means 0.75 and 0.25: the mean of groups is 0.5, that of prompts 0.55."""
-    now = [record(i, 0, mean, columns={"level": int(i > 2)}) for i, mean in enumerate([0.5, 0.75, 1.0, 0.25])]
-    now.append(record(4, 0, 0.25, columns={"level": 1}))
-    before = [row | {"reward": 0.25, "scores": {"exact": 0.25}} for row in now]
+    """Groups of three and two prompts have the means 1.5 and 0.5: the mean of groups is 1, that of prompts 1.1."""
+    now = [record(i, 0, mean, columns={"level": int(i > 2)}) for i, mean in enumerate([1.0, 1.5, 2.0, 0.5])]
+    now.append(record(4, 0, 0.5, columns={"level": 1}))
+    before = [row | {"reward": 0.5, "scores": {"exact": 0.5}} for row in now]
     result = result_of(now, Wanted(group_by="level"), HEAD | {"baseline": "base"}, before)
     part = result["sets"]["test"]
     mean = part["mean_of_groups"]["scores"]["exact"]["mean"]
-    # the first group: Student's t with two degrees of freedom, 4.303 x 0.25 / sqrt 3; the second has zero width
-    assert value(result, "mean") == pytest.approx(0.55) and (mean["value"], mean["count"]) == (0.5, 5)
-    assert [mean["low"], mean["high"]] == pytest.approx([0.5 - 0.6210 / 2, 0.5 + 0.6210 / 2], abs=1e-3)
+    # the first group: Student's t with two degrees of freedom, 4.303 x 0.5 / sqrt 3; the second has zero width
+    assert value(result, "mean") == pytest.approx(1.1) and (mean["value"], mean["count"]) == (1.0, 5)
+    assert [mean["low"], mean["high"]] == pytest.approx([1 - 1.2421 / 2, 1 + 1.2421 / 2], abs=1e-3)
     difference = part["baseline"]["mean_of_groups"]["differences"]["exact"]["mean"]
-    assert [difference["value"], difference["low"]] == pytest.approx([0.25, 0.25 - 0.6210 / 2], abs=1e-3)
+    assert [difference["value"], difference["low"]] == pytest.approx([0.5, 0.5 - 1.2421 / 2], abs=1e-3)
     shown = [line for line in table(result).splitlines() if line.startswith("  mean of 2 groups exact")]
-    assert len(shown) == 1 and "0.5000 [" in shown[0] and "0.2500 [" in shown[0]
+    assert len(shown) == 1 and "1.0000 [" in shown[0] and "0.5000 [" in shown[0]
+
+
+def test_no_interval_leaves_the_range_of_the_score() -> None:
+    """A score that reaches 0 or 1 and never leaves them is in 0..1, as its differences are in -1..1."""
+    now, before = records(*[[1.0, 0.9]] * 4, [1.0, 0.0]), records(*[[0.0, 0.1]] * 4, [0.0, 1.0])
+    part = result_of(now, Wanted(group_by="level"), HEAD | {"baseline": "base"}, before)["sets"]["test"]
+    for scores in (part["scores"], part["mean_of_groups"]["scores"], part["baseline"]["scores"]):
+        for estimate in scores["exact"].values():
+            assert 0 <= estimate["low"] <= estimate["value"] <= estimate["high"] <= 1
+    for scores in (part["baseline"]["differences"], part["baseline"]["mean_of_groups"]["differences"]):
+        for estimate in scores["exact"].values():
+            assert -1 <= estimate["low"] <= estimate["value"] <= estimate["high"] <= 1
 
 
 def test_a_group_of_one_prompt_leaves_their_mean_without_bounds() -> None:

@@ -15,10 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 CONFIDENCE = 0.95
-DRAWS = 10_000  # of a bootstrap
-FEW = 10  # with fewer prompts, the interval of a bootstrap is too narrow
-SEED = 0  # of the bootstrap, so that intervals are reproducible
-_AT_ONCE = 2**20  # random numbers in memory at a time
+SKEWED = (0.2, 0.4)  # skewness from which a mean may lack its rarer prompts, and from which it is taken to
+RARE = (0.5, 0.7)  # the same of a difference
+RELIEF = 0.16  # of the quantile of the bound on the other side, as the further one then leaves nearly nothing
+_STEPS = 40  # of a bisection, to 1e-12
+_TINY = 1e-12  # variances below are rounding errors
 Values = NDArray[np.float64]
 
 
@@ -95,71 +96,152 @@ def _ways(others: tuple[int, ...], silent: int, most: int, left: int) -> list[in
 # -- intervals over prompts -------------------------------------------------------------------------------------------
 
 
-def mean_interval(values: Values, confidence: float = CONFIDENCE) -> Estimate:
-    """The mean of values [P], one per prompt, and its interval: Student's t, or for only zeros and ones Wilson's (1927;
-    Brown, Cai and DasGupta, Statistical Science 16, 2001), since t is too narrow for means near 0 and 1.
+def in_unit_range(samples: Values) -> bool:
+    """Whether scores are known to be in 0..1: all samples are, and some are 0 or 1. NaN is ignored."""
+    known = samples[~np.isnan(samples)]
+    return bool(((known >= 0) & (known <= 1)).all() and ((known == 0) | (known == 1)).any())
+
+
+def mean_interval(values: Values, unit: bool | None = None, confidence: float = CONFIDENCE) -> Estimate:
+    """The mean of values [P], one per prompt, and its interval: `mean_bounds` if the scores are in 0..1 (`unit`; None:
+    if the values show it), otherwise Student's t.
     """
-    count, mean = len(values), float(values.mean())
-    if np.isin(values, (0.0, 1.0)).all():
-        z = NormalDist().inv_cdf((1 + confidence) / 2)
-        centre = (mean + z * z / (2 * count)) / (1 + z * z / count)
-        half = z / (1 + z * z / count) * math.sqrt(mean * (1 - mean) / count + z * z / (4 * count * count))
-        # exact bounds if all are 0 or all are 1, since a rounding error would print as -0.0
-        return Estimate(mean, centre - half if mean > 0 else 0.0, centre + half if mean < 1 else 1.0, count)
-    return _t_interval(values, confidence)
+    return _interval(values, None, unit, confidence)
 
 
-def _t_interval(values: Values, confidence: float) -> Estimate:
-    mean, half_width = float(values.mean()), t_half_width(values, confidence)
-    if half_width is None:
-        return Estimate(mean, None, None, len(values))
-    return Estimate(mean, mean - half_width, mean + half_width, len(values))
+def paired_interval(
+    values: Values, others: Values, unit: bool | None = None, confidence: float = CONFIDENCE
+) -> Estimate:
+    """The mean of values - others [P] of the same prompts, and its interval: `difference_bounds` if the scores of both
+    are in 0..1 (`unit`; None: if the values show it), otherwise Student's t of the differences.
+    """
+    return _interval(values, others, unit, confidence)
+
+
+def _interval(
+    values: Values, others: Values | None, unit: bool | None, confidence: float, degrees: int | None = None
+) -> Estimate:
+    """degrees: of freedom of Student's t, if the variances of other prompts are estimated, too."""
+    count, shown = len(values), values if others is None else np.concatenate([values, others])
+    differences = values if others is None else values - others
+    mean = float(differences.mean())
+    known = in_unit_range(shown) if unit is None else unit
+    if count < 2:
+        return Estimate(mean, (0.0 if others is None else -1.0) if known else None, 1.0 if known else None, count)
+    quantile = t_quantile((1 + confidence) / 2, degrees or count - 1)
+    if known:
+        low, high = mean_bounds(values, quantile) if others is None else difference_bounds(values, others, quantile)
+        return Estimate(mean, float(low), float(high), count)
+    half_width = quantile * math.sqrt(float(differences.var(ddof=1)) / count)
+    return Estimate(mean, mean - half_width, mean + half_width, count)
 
 
 def t_half_width(values: Values, confidence: float = CONFIDENCE) -> float | None:
     """Half the width of Student's t interval of the mean of values [P]; None for a single value."""
-    if len(values) < 2:
-        return None
-    error = float(values.std(ddof=1)) / math.sqrt(len(values))
-    return t_quantile((1 + confidence) / 2, len(values) - 1) * error
+    high, mean = mean_interval(values, False, confidence).high, float(values.mean())
+    return None if high is None else high - mean
 
 
-def paired_interval(
-    values: Values, others: Values, confidence: float = CONFIDENCE, seed: int = SEED, draws: int = DRAWS
-) -> Estimate:
-    """The mean of values - others [P] of the same prompts, and its interval.
+def mean_bounds(values: Values, quantile: float) -> tuple[Values, Values]:
+    """The bounds [...] of the mean of scores in 0..1, values [..., P] with P > 1: Wilson's (1927) with a quantile of
+    Student's t and the effective number of independent zeros and ones, m (1 - m) / s^2, where s^2 is the variance of
+    the mean m. If all prompts score the same, this number is P.
 
-    The interval has the percentiles of a bootstrap over prompts, moved outwards as Student's t is wider than the normal
-    distribution (Hesterberg, arXiv 1411.5279, section 5.3), without which it is too narrow for few prompts. For fewer
-    than FEW prompts it is Student's t interval: bootstrap means never leave the range of the differences, which with 2
-    prompts contains the true mean only in half of the cases.
+    A mean near 0 of few prompts may lack the rare prompts that are easy (near 1 those that are hard), which its
+    variance does not show. Its bound towards 1/2 is then that of prompts which score 0 or 1 throughout.
     """
-    differences = values - others
-    count, mean = len(differences), float(differences.mean())
-    if count < FEW:
-        return _t_interval(differences, confidence)
-    generator, means = np.random.default_rng(seed), []
-    for start in range(0, draws, max(_AT_ONCE // count, 1)):
-        rows = min(max(_AT_ONCE // count, 1), draws - start)
-        means.append(differences[generator.integers(count, size=(rows, count))].mean(1))
-    further = math.sqrt(count / (count - 1)) * t_quantile((1 + confidence) / 2, count - 1)
-    tail = NormalDist().cdf(-further)
-    low, high = np.quantile(np.concatenate(means), (tail, 1 - tail))
-    return Estimate(mean, float(low), float(high), count)
+    count, mean, variance = values.shape[-1], values.mean(-1), values.var(-1, ddof=1)
+    most = mean * (1 - mean)  # the variance of such prompts
+    added = _lacking(mean, count) * np.maximum(most - variance, 0)
+    nearer = 1 - RELIEF * np.divide(added, most, out=np.zeros_like(most), where=most > _TINY)
+    low, high = _wilson(mean, _effective(most, variance, count), quantile * nearer)
+    further_low, further_high = _wilson(mean, _effective(most, variance + added, count), quantile)
+    low = np.where(mean > 0.5, np.minimum(low, further_low), low)
+    high = np.where(mean < 0.5, np.maximum(high, further_high), high)
+    # exact bounds if all are 0 or all are 1, since a rounding error would print as -0.0
+    return np.where(mean <= 0, 0.0, np.maximum(low, 0.0)), np.where(mean >= 1, 1.0, np.minimum(high, 1.0))
 
 
-def mean_of_groups(groups: Sequence[Estimate]) -> Estimate:
-    """The unweighted mean of the groups' means. The distance of each bound from the mean combines the groups' distances
-    in quadrature (MOVER; Zou and Donner, Statistics in Medicine 27, 2008), which keeps Wilson's intervals asymmetric.
+def difference_bounds(values: Values, others: Values, quantile: float) -> tuple[Values, Values]:
+    """The bounds [...] of the mean of values - others [..., P], P > 1, of scores in 0..1: Tango's score interval of
+    paired proportions (Statistics in Medicine 17, 1998) with a quantile of Student's t and an effective number of
+    pairs: with u and d the mean rise and fall, (u + d - (u - d)^2) / s^2; P if no prompt differs.
+
+    Few changed prompts may lack the rare ones that change much, so s^2 grows towards that of changes by 1, by as much
+    as the prompts themselves score 0 or 1 throughout, or may.
     """
-    value, count = sum(group.value for group in groups) / len(groups), sum(group.count for group in groups)
+    count, differences = values.shape[-1], values - others
+    up, down = np.maximum(differences, 0).mean(-1), np.maximum(-differences, 0).mean(-1)
+    most, variance = up + down - (up - down) ** 2, differences.var(-1, ddof=1)
+    split = np.zeros_like(most)
+    for scores in (values, others):
+        mean = scores.mean(-1)
+        of_marks = mean * (1 - mean)
+        share = np.divide(scores.var(-1), of_marks, out=np.ones_like(mean), where=of_marks > _TINY)
+        split = np.maximum(split, np.maximum(share, _lacking(mean, count)))
+    rare = _between(1 / np.sqrt(np.maximum(count * (up + down), _TINY)), RARE)
+    number = _effective(most, variance + rare * split * np.maximum(most - variance, 0), count)
+    return _tango(up, down, number, quantile), -_tango(down, up, number, quantile)
+
+
+def _lacking(mean: Values, count: int) -> Values:
+    """0 to 1: how likely rare prompts are to be missing, by the skewness of the mean of `count` zeros and ones."""
+    return _between(np.abs(1 - 2 * mean) / np.sqrt(np.maximum(count * mean * (1 - mean), _TINY)), SKEWED)
+
+
+def _between(values: Values, ends: tuple[float, float]) -> Values:
+    return np.clip((values - ends[0]) / (ends[1] - ends[0]), 0.0, 1.0)
+
+
+def _effective(most: Values, variance: Values, count: int) -> Values:
+    """The number of prompts with the variance `most` whose mean varies as much as that of `count` with `variance`."""
+    whole = np.full_like(most, float(count))
+    return np.divide(count * most, variance, out=whole, where=(variance > _TINY) & (most > _TINY))
+
+
+def _wilson(mean: Values, number: Values, z: float) -> tuple[Values, Values]:
+    centre = (mean + z * z / (2 * number)) / (1 + z * z / number)
+    half = z / (1 + z * z / number) * np.sqrt(mean * (1 - mean) / number + z * z / (4 * number * number))
+    return centre - half, centre + half
+
+
+def _tango(up: Values, down: Values, number: Values, z: float) -> Values:
+    """The lower bound of up - down, the shares of pairs that rise and that fall, by bisection: the smallest difference
+    that is at most z standard errors away, where the share that falls is the most likely one for this difference.
+    """
+    low, high = np.full_like(up, -1.0), up - down
+    for _ in range(_STEPS):
+        middle = (low + high) / 2
+        b = (2 - up + down) * middle - up - down
+        falling = (np.sqrt(np.maximum(b * b + 8 * down * middle * (1 - middle), 0)) - b) / 4
+        variance = np.maximum(2 * falling + middle * (1 - middle), 0) / number
+        outside = (up - down - middle) ** 2 > z * z * variance
+        low, high = np.where(outside, middle, low), np.where(outside, high, middle)
+    return low
+
+
+def mean_of_groups(groups: Sequence[Values | tuple[Values, Values]], unit: bool) -> Estimate:
+    """The unweighted mean of the groups' means of values [P], or of pairs' differences [P], in 0..1 (`unit`) or not;
+    bounds are None if a group has one prompt. The distance of each bound from the mean combines the groups' distances
+    in quadrature (MOVER; Zou and Donner, Statistics in Medicine 27, 2008), which keeps asymmetric intervals so. The
+    degrees of freedom of Student's t are those of the mean (Welch 1947).
+    """
+    pairs = [group if isinstance(group, tuple) else (group, None) for group in groups]
+    differences = [values if others is None else values - others for values, others in pairs]
+    number, counts = len(groups), [len(group) for group in differences]
+    value = sum(float(group.mean()) for group in differences) / number
+    if min(counts) < 2:
+        return Estimate(value, None, None, sum(counts))
+    variances = [float(group.var(ddof=1)) / len(group) for group in differences]
+    parts = sum(variance**2 / (count - 1) for variance, count in zip(variances, counts, strict=True))
+    degrees = int(sum(variances) ** 2 / parts) if parts > _TINY**2 else sum(counts) - number
     below, above = 0.0, 0.0
-    for group in groups:
-        if group.low is None or group.high is None:
-            return Estimate(value, None, None, count)
-        below += (group.value - group.low) ** 2
-        above += (group.high - group.value) ** 2
-    return Estimate(value, value - math.sqrt(below) / len(groups), value + math.sqrt(above) / len(groups), count)
+    for values, others in pairs:
+        part = _interval(values, others, unit, CONFIDENCE, degrees)
+        assert part.low is not None and part.high is not None
+        below += (part.value - part.low) ** 2
+        above += (part.high - part.value) ** 2
+    return Estimate(value, value - math.sqrt(below) / number, value + math.sqrt(above) / number, sum(counts))
 
 
 def t_quantile(probability: float, degrees: int) -> float:

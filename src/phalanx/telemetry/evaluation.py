@@ -13,6 +13,7 @@ from phalanx.functional.statistics import (
     CONFIDENCE,
     Estimate,
     best_of_k,
+    in_unit_range,
     majority_at_k,
     mean_interval,
     mean_of_groups,
@@ -26,6 +27,7 @@ STATISTICS = ("mean", "avg", "pass", "best", "majority")
 CHANGED = 20  # number of prompts in the list of largest changes, half of them improvements
 Figures = dict[str, dict[str, Estimate]]  # by score and statistic
 Statistics = dict[str, dict[str, NDArray[np.float64]]]  # likewise: the value of each prompt, [P]
+Pair = tuple[NDArray[np.float64], NDArray[np.float64]]  # those of two models
 
 
 # -- statistics -------------------------------------------------------------------------------------------------------
@@ -138,22 +140,36 @@ def _majority(
     return majority_at_k(given, row, k)
 
 
-def figures(scores: Scores, wanted: Wanted) -> Figures:
-    """The estimates over all prompts that have a value."""
-    result: Figures = {}
-    for name, statistics in per_prompt(scores, wanted).items():
-        estimates = {}
-        for statistic, values in statistics.items():
-            known = values[~np.isnan(values)]
-            if len(known):
-                estimates[statistic] = mean_interval(known)
-        result[name] = estimates
+def _ranged(*sides: Scores) -> set[str]:
+    """The scores that are known to be in 0..1."""
+    shared = set(sides[0].values).intersection(*(side.values for side in sides))
+    return {name for name in shared if in_unit_range(np.concatenate([side.values[name] for side in sides]))}
+
+
+def _is_ranged(name: str, statistic: str, ranged: set[str]) -> bool:
+    """Whether a statistic of a score is in 0..1: pass@k is, as a probability."""
+    return name in ranged or statistic.startswith("pass")
+
+
+def _known(statistics: Statistics) -> Statistics:
+    """The values of prompts that have one; a statistic that none has is omitted."""
+    result: Statistics = {}
+    for name, row in statistics.items():
+        result[name] = {key: values[~np.isnan(values)] for key, values in row.items() if not np.isnan(values).all()}
     return result
 
 
-def differences(values: Statistics, before: Statistics) -> Figures:
-    """Paired differences of two models' statistics; those that only one of them has are omitted."""
+def figures(statistics: Statistics, ranged: set[str]) -> Figures:
+    """The estimates over all prompts that have a value; `ranged` are the scores in 0..1."""
     result: Figures = {}
+    for name, row in _known(statistics).items():
+        result[name] = {key: mean_interval(values, _is_ranged(name, key, ranged)) for key, values in row.items()}
+    return result
+
+
+def _pairs(values: Statistics, before: Statistics) -> dict[str, dict[str, Pair]]:
+    """The values [P] of both models by score and statistic, of prompts that have both; what only one has is omitted."""
+    result: dict[str, dict[str, Pair]] = {}
     for name in values:
         if name not in before:
             continue
@@ -163,7 +179,15 @@ def differences(values: Statistics, before: Statistics) -> Figures:
                 now, then = values[name][statistic], before[name][statistic]
                 known = ~np.isnan(now) & ~np.isnan(then)
                 if known.any():
-                    result[name][statistic] = paired_interval(now[known], then[known])
+                    result[name][statistic] = now[known], then[known]
+    return result
+
+
+def differences(values: Statistics, before: Statistics, ranged: set[str]) -> Figures:
+    """Paired differences of two models' statistics; those that only one of them has are omitted."""
+    result: Figures = {}
+    for name, row in _pairs(values, before).items():
+        result[name] = {key: paired_interval(*pair, _is_ranged(name, key, ranged)) for key, pair in row.items()}
     return result
 
 
@@ -210,14 +234,16 @@ def result_of(
     sets: dict[str, Any] = {}
     for name, scores in read_scores(rows).items():
         part: dict[str, Any] = {"prompts": len(scores.rows), "n": scores.n}
-        part["scores"] = _plain(figures(scores, wanted))
+        ranged = _ranged(scores)
+        part["scores"] = _plain(figures(per_prompt(scores, wanted), ranged))
         groups = {} if wanted.group_by is None else grouped(scores, wanted.group_by)
         if groups:
-            of_groups = {value: figures(scores.of(places), wanted) for value, places in groups.items()}
+            of_groups = {value: per_prompt(scores.of(places), wanted) for value, places in groups.items()}
             part["groups"] = {}
             for value, places in groups.items():
-                part["groups"][value] = {"prompts": len(places), "scores": _plain(of_groups[value])}
-            part["mean_of_groups"] = {"scores": _plain(_over(list(of_groups.values())))}
+                of_group = _plain(figures(of_groups[value], ranged))
+                part["groups"][value] = {"prompts": len(places), "scores": of_group}
+            part["mean_of_groups"] = {"scores": _plain(_over([_known(row) for row in of_groups.values()], ranged))}
         if others is not None:
             part["baseline"] = _compared(scores, others[name], wanted, groups)
         sets[name] = part
@@ -226,32 +252,34 @@ def result_of(
 
 def _compared(scores: Scores, others: Scores, wanted: Wanted, groups: Mapping[str, list[int]]) -> dict[str, Any]:
     values, before = per_prompt(scores, wanted), per_prompt(others, wanted)
-    compared = differences(values, before)
-    part: dict[str, Any] = {"scores": _plain(figures(others, wanted)), "differences": _plain(compared)}
+    ranged = _ranged(scores, others)
+    compared = differences(values, before, ranged)
+    part: dict[str, Any] = {"scores": _plain(figures(before, _ranged(others))), "differences": _plain(compared)}
     wins = {}
     for name in compared:
         changes = values[name]["mean"] - before[name]["mean"]
         wins[name] = {"prompts": _wins(changes), "samples": _wins(scores.values[name] - others.values[name])}
     part["better_equal_worse"] = wins
     part["changed_most"] = _changed_most(scores.rows, values[REWARD]["mean"], before[REWARD]["mean"])
-    inner = {}
+    inner = []
     for value, places in groups.items():
-        inner[value] = differences(per_prompt(scores.of(places), wanted), per_prompt(others.of(places), wanted))
-        part.setdefault("groups", {})[value] = {"differences": _plain(inner[value])}
+        now, then = per_prompt(scores.of(places), wanted), per_prompt(others.of(places), wanted)
+        part.setdefault("groups", {})[value] = {"differences": _plain(differences(now, then, ranged))}
+        inner.append(_pairs(now, then))
     if inner:
-        part["mean_of_groups"] = {"differences": _plain(_over(list(inner.values())))}
+        part["mean_of_groups"] = {"differences": _plain(_over(inner, ranged))}
     return part
 
 
-def _over(groups: Sequence[Figures]) -> Figures:
-    """The mean over groups of each figure that all of them have."""
+def _over(groups: Sequence[Statistics] | Sequence[dict[str, dict[str, Pair]]], ranged: set[str]) -> Figures:
+    """The mean over groups of each statistic, or pair of them, that all of them have."""
     result: Figures = {}
     for name, row in groups[0].items():
         result[name] = {}
         for statistic in row:
-            estimates = [group[name][statistic] for group in groups if statistic in group.get(name, {})]
-            if len(estimates) == len(groups):
-                result[name][statistic] = mean_of_groups(estimates)
+            values = [group[name][statistic] for group in groups if statistic in group.get(name, {})]
+            if len(values) == len(groups):
+                result[name][statistic] = mean_of_groups(values, _is_ranged(name, statistic, ranged))
     return result
 
 

@@ -19,11 +19,10 @@ from phalanx.telemetry.samples import LOST, Room, data_url, image_html, notes_ht
 EXTREMES = 8  # at most this many prompts of each set with the highest, and with the lowest, rewards
 MOST_TEXT = 1500  # characters shown of a response
 MOST_VIDEO_BYTES = 1 << 20  # larger videos are not embedded
-INTERVALS = "95 % intervals over prompts: Student's t, or Wilson's if all values are 0 or 1."
-PAIRED = (
-    "Differences are paired by prompt and seed; 95 % intervals: bootstrap over prompts, or Student's t for fewer than "
-    "10 prompts."
+INTERVALS = (
+    "95 % intervals over prompts: Wilson's with an effective number of prompts for scores in 0..1, else Student's t."
 )
+PAIRED = "Differences are paired by prompt and seed; 95 % intervals: Tango's of scores in 0..1, else Student's t."
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from phalanx.config.run import RunConfig
 from phalanx.data.prompts import share_of_rank
 from phalanx.distributed.collectives import all_gather, gather_object, to_first
 from phalanx.distributed.mesh import World
-from phalanx.functional.statistics import t_half_width
+from phalanx.functional.statistics import in_unit_range, mean_interval
 from phalanx.rewards.client import RewardClient, without_filling
 from phalanx.telemetry.metrics import Timers
 from phalanx.telemetry.records import CONVERSATION, TALKS, Output, Record, Thumbnail, storable
@@ -141,9 +141,9 @@ class Validator:
         known = reward[scored]
         row = {f"val/{name}/reward/mean": known.mean().item(), f"val/{name}/reward/std": known.std(correction=0).item()}
         of_prompts = reward.double().view(-1, n).nanmean(1)
-        half_width = t_half_width(of_prompts[~of_prompts.isnan()].numpy())
-        if half_width is not None:
-            row[f"val/{name}/reward/ci95"] = half_width
+        mean = mean_interval(of_prompts[~of_prompts.isnan()].numpy(), in_unit_range(known.double().numpy()))
+        if mean.low is not None and mean.high is not None:
+            row[f"val/{name}/reward/ci95"] = (mean.high - mean.low) / 2
         terms = {term: all_gather(values)[:real] for term, values in local_terms.items()}
         for term, values in terms.items():
             row[f"val/{name}/reward/{term}"] = values[scored].mean().item()
