@@ -3,15 +3,11 @@ outside is read or written.
 """
 
 import contextlib
-import hashlib
 import io
 import json
 import os
-import resource
 import shutil
-import signal
 import subprocess
-import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -20,38 +16,8 @@ import pytest
 from phalanx.telemetry import report, runs
 from phalanx.telemetry.records import Record
 from phalanx.telemetry.watch import Watcher
-from tests.hostile import RUNS, SECRET, png, rows
+from tests.hostile import RUNS, SECRET, digest, in_child, png, rows
 from tests.pages import EVIL, Page, add_ranks, logger, run
-
-MOST_MEMORY = 400 << 20  # bytes beside Python and its libraries, which take 50 MB in these commands
-MOST_SECONDS = 30
-
-
-def in_child(act: Callable[[], object], most: int = MOST_MEMORY, user: int | None = None) -> str:
-    """Run a function in a fork with limits of memory and time; returns its traceback, or "" if it has none."""
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        words = "the child died"
-        try:
-            pages = int(Path("/proc/self/statm").read_text().split()[0])
-            resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + most,) * 2)
-            signal.signal(signal.SIGALRM, signal.SIG_DFL)
-            signal.alarm(MOST_SECONDS)
-            if user is not None:
-                os.setuid(user)
-            act()
-            words = ""
-        except BaseException:  # told by the parent
-            words = traceback.format_exc()
-        finally:
-            os.write(writing, words.encode("utf-8", "replace")[-60_000:] or b"-")
-            os._exit(0)
-    os.close(writing)
-    with os.fdopen(reading, "rb") as file:
-        words = file.read().decode()
-    _, status = os.waitpid(child, 0)
-    return words.removeprefix("-") if status == 0 else f"ended by signal {status}"
 
 
 @contextlib.contextmanager
@@ -92,12 +58,6 @@ def use(folder: Path) -> list[str]:
         with contextlib.suppress(OSError, ValueError):  # which the server tells in one line
             shown.append(json.dumps(watcher.ask(path, {"rank": "0"}), allow_nan=False))
     return shown
-
-
-def digest(folder: Path) -> dict[str, str]:
-    """The files of a folder with hashes of their contents."""
-    files = [path for path in folder.rglob("*") if path.is_file()]
-    return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
 @pytest.fixture(scope="session")
