@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -18,6 +19,9 @@ from phalanx.telemetry.records import Record
 from phalanx.telemetry.watch import Watcher
 from tests.hostile import RUNS, SECRET, digest, in_child, png, rows
 from tests.pages import EVIL, Page, add_ranks, logger, run
+
+
+SLOW = {"many metrics", "an image that unpacks to more", "sparse metrics", "sparse files", "a deep tree"}
 
 
 @contextlib.contextmanager
@@ -98,7 +102,7 @@ def test_a_good_run_is_shown_whole(a_run: Path, tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.full] * (name in SLOW)) for name in RUNS])
 def test_a_hostile_run_is_told_and_no_more(name: str, a_run: Path, tmp_path: Path) -> None:
     shutil.copytree(a_run.parent, tmp_path / "w")
     folder = tmp_path / "w" / "run"
@@ -124,3 +128,31 @@ def test_a_hostile_run_is_told_and_no_more(name: str, a_run: Path, tmp_path: Pat
     assert [name for name in written if name.endswith(".tmp") and not (folder / name).is_symlink()] == []
     names = {path.name for path in (tmp_path / "w").iterdir()}
     assert names == {"run", "outside"}
+
+
+def test_files_that_only_others_may_read(a_run: Path) -> None:
+    """As a user other than root, who may read everything."""
+    with tempfile.TemporaryDirectory() as place:
+        user, folder = 65534 if os.getuid() == 0 else os.getuid(), Path(place) / "run"
+        os.chmod(place, 0o755)
+        shutil.copytree(a_run, folder)
+        for path in [folder, *folder.rglob("*")]:
+            os.chown(path, user, -1)
+        for name in (
+            "metrics.jsonl",
+            "config.yaml",
+            "running.json",
+            "ranks/0.json",
+            "ranks/0.log",
+            "images",
+            "profiles",
+        ):
+            (folder / name).chmod(0)
+
+        def act() -> None:
+            shown = use(folder)
+            assert "run " in shown[0] and all("Traceback" not in text for text in shown)
+            assert shown[1] == f"error: [Errno 13] Permission denied: '{folder}/ranks/0.log'\n"
+            assert "metrics.jsonl cannot be read: Permission denied." in shown[4] and "my &lt;run" not in shown[4]
+
+        assert in_child(act, user=user) == ""
