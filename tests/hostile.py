@@ -1,9 +1,13 @@
 """Folders of runs as an attacker, or a damaged disk, may leave them: each function of RUNS changes a good one."""
 
+import hashlib
 import json
 import os
+import resource
+import signal
 import socket
 import struct
+import traceback
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -12,12 +16,49 @@ from typing import Any
 from tests.pages import EVIL
 
 SECRET = "a-secret-of-the-user"
+MOST_MEMORY = 400 << 20  # bytes beside Python and its libraries, which take 50 MB in these commands
+MOST_SECONDS = 120  # far more than a busy machine needs
 Change = Callable[[Path], object]
 STEP = "images/ocr/step_000003"
 TEXTS = "samples/talk/step_000003"
 BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 8)
 )
+
+
+def in_child(act: Callable[[], object], most: int = MOST_MEMORY, user: int | None = None) -> str:
+    """Run a function in a fork with limits of memory and time; returns its traceback, or "" if it has none."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        words = "the child died"
+        try:
+            pages = int(Path("/proc/self/statm").read_text().split()[0])
+            resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + most,) * 2)
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(MOST_SECONDS)
+            if user is not None:
+                os.setuid(user)
+            act()
+            words = ""
+        except BaseException:  # told by the parent
+            words = traceback.format_exc()
+        finally:
+            os.write(writing, words.encode("utf-8", "replace")[-60_000:] or b"-")
+            os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as file:
+        words = file.read().decode()
+    _, status = os.waitpid(child, 0)
+    if words != "-":
+        print(words)
+    return words.removeprefix("-") if status == 0 else f"ended by signal {status}"
+
+
+def digest(folder: Path) -> dict[str, str]:
+    """The files of a folder with hashes of their contents."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
 def png(width: int, height: int, data: bytes = b"") -> bytes:

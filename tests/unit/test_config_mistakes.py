@@ -1,6 +1,7 @@
 """Mistakes in a configuration: the exact line of each kind."""
 
 import os
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -154,6 +155,13 @@ FILES = [
     ("3\n", "{file}: the top level must be sections (key: value), not 3"),
     ("model:\n  path: [1\n", "{file}:3:1: not valid YAML: expected ',' or ']', but got '<stream end>'"),
     ("trainer: " + "{a: " * 3000 + "1" + "}" * 3000, "{file}:1:206: not valid YAML: nested more than 50 deep"),
+    ("a: &a [1, *a]\n", "{file}:1:11: not valid YAML: the alias 'a' is within its own value"),
+    ("a: &a [[[[[[[[[[1]]]]]]]]]]\n" + "".join(f"{b}: &{b} [[[[[[[[[[*{a}]]]]]]]]]]\n" for a, b in pairwise("abcdef")),
+     "{file}:5:17: not valid YAML: nested more than 50 deep"),
+    ("a: &a [" + "x, " * 999 + "x]\nb: [" + "*a, " * 99 + "*a]\n",
+     "{file}:2:401: not valid YAML: more than 100000 values, counting those of aliases each time"),
+    (f"a: &a '{'x' * 90_000}'\nb: [" + "*a, " * 111 + "*a]\n",
+     "{file}:2:445: not valid YAML: more than 100000 values, counting those of aliases each time"),
     ("trainer:\n  experiment_name: a\x01b\n", "{file}:2:21: not valid YAML: the character #x01 is not allowed"),
     ("trainer:\n  seed: " + "9" * 6000, "{file}:2:9: not valid YAML: Exceeds the limit (4300 digits) for integer string conversion: value has 6000 digits"),
     ("trainer: {seed: 2020-99-01}\n", "{file}:1:17: not valid YAML: month must be in 1..12"),

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 from phalanx.config import ConfigError
@@ -25,7 +26,16 @@ from phalanx.jobs.outputs import check_place, place_in_run, refuse_link, writing
 from phalanx.jobs.scored import Sampling, columns_of, is_complete, stored_in
 from phalanx.rewards.registry import asks_model
 from phalanx.telemetry.evaluation import Wanted, result_of, table
-from phalanx.telemetry.evaluation_files import ARGUMENTS, ENDED, RECORDS, RESULT, Row, read_records, write_json
+from phalanx.telemetry.evaluation_files import (
+    ARGUMENTS,
+    ENDED,
+    RECORDS,
+    RESULT,
+    Row,
+    each_record,
+    read_records,
+    write_json,
+)
 from phalanx.telemetry.evaluation_page import Side, write_page
 from phalanx.telemetry.loggers import setting
 from phalanx.training import folder_lock
@@ -147,7 +157,7 @@ class Evaluation:
         rows, others, baseline = read_records(self.folder), None, None
         folder = self.earlier or self.folder / "baseline"
         if self.cfg.baseline is not None:
-            others, baseline = read_records(folder), self.cfg.baseline
+            others, baseline = list(islice(each_record(folder), len(rows) + 1)), self.cfg.baseline
             if _places(others) != _places(rows):
                 raise JobError(f"baseline: {folder / RECORDS} has other samples than {self.folder / RECORDS}")
         facts = stored_in(self.folder)

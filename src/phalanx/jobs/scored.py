@@ -23,7 +23,7 @@ from phalanx.rewards import RewardSet
 from phalanx.rewards.base import GivesAnswers
 from phalanx.rewards.client import RewardClient, without_filling
 from phalanx.rewards.judge._pool import Answers
-from phalanx.telemetry.evaluation_files import ARGUMENTS, Records, read_records, write_json
+from phalanx.telemetry.evaluation_files import ARGUMENTS, Records, each_record, write_json
 from phalanx.telemetry.metrics import Timers
 from phalanx.telemetry.records import CONVERSATION, TALKS, finite_or_none, storable
 from phalanx.training.collect import check_range
@@ -233,7 +233,7 @@ def stored_in(folder: Path) -> dict[str, Any] | None:
 def is_complete(folder: Path, stored: dict[str, Any]) -> bool:
     """Whether an evaluation has all its records; raises ConfigError if one is damaged."""
     try:
-        count = len(read_records(folder, is_cut=True))
+        count = sum(1 for _ in each_record(folder, is_cut=True))
     except ValueError as error:
         raise ConfigError(str(error)) from error
     return stored["complete"] is True and count == stored.get("samples")

@@ -117,7 +117,8 @@ class MetricsFile:
         self._start_over()
 
     def _start_over(self) -> None:
-        self.curves, self.advice, self._first = Curves(), list[str](), list[dict[str, Any]]()
+        self.curves, self.advice = Curves(), list[str]()
+        self._first, self._warnings = list[dict[str, Any]](), list[str]()
         self._advisor = Advisor(self._steps or PATIENCE, *self._settings)
 
     def read(self) -> None:
@@ -125,9 +126,10 @@ class MetricsFile:
         for row in _rows(self._path, self._file):
             self.curves.add(row)
             numbers = {name: value if is_finite(value) else None for name, value in row.items()}
-            self.advice += self._advisor.warnings(row["step"], numbers)
+            self._warnings += self._advisor.warnings(row["step"], numbers)
             if self._steps is None and len(self._first) <= PATIENCE:
                 self._first.append(numbers)
+        self.advice = self._warnings
         if self._steps is None and self.curves.last_step < PATIENCE:  # the run may be as short as it is now
             advisor, self.advice = Advisor(self.curves.last_step, *self._settings), []
             for numbers in self._first:

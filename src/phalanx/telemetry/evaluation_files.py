@@ -2,15 +2,16 @@
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
 from phalanx.config.files import json_object
 from phalanx.config.inside import append_inside, open_inside, write_inside
 from phalanx.telemetry.curves import MOST_COUNT, is_finite
+from phalanx.telemetry.growing_file import MOST_LINE
 
 RECORDS, RESULT, ARGUMENTS, PAGE = "records.jsonl", "evaluation.json", "arguments.json", "evaluation.html"
 ENDED = "ended.json"  # how the last command that used the folder has ended, and its final message
@@ -47,25 +48,32 @@ class Records:
 
 
 def read_records(folder: Path, *, is_cut: bool = False) -> list[Row]:
-    """The rows of a folder's records.jsonl. is_cut: ignore an incomplete last line. Raises ValueError for a file that
-    cannot be read, and for an invalid row.
+    """The rows of a folder's records.jsonl; see `each_record`."""
+    return list(each_record(folder, is_cut=is_cut))
+
+
+def each_record(folder: Path, *, is_cut: bool = False) -> Iterator[Row]:
+    """The rows of a folder's records.jsonl, one by one. is_cut: ignore an incomplete last line. Raises ValueError for a
+    file that cannot be read, and for an invalid row.
     """
-    rows, names = list[Row](), dict[str, Any]()
+    names = dict[str, Any]()
     try:
         with open_inside(folder, RECORDS) as file:
-            for number, line in enumerate(file, start=1):
-                if is_cut and not line.endswith(b"\n"):
+            for number in count(1):
+                line = file.readline(MOST_LINE)
+                if not line:
+                    return
+                if is_cut and len(line) < MOST_LINE and not line.endswith(b"\n"):
                     break
                 row = json_object(line.decode("utf-8", "replace"))
                 if row is None or not _is_record(row) or names.setdefault(row["set"], _names(row)) != _names(row):
                     place = f"{folder / RECORDS}:{number}"
                     raise ValueError(f"{place}: not a record of an evaluation; delete the file to sample again")
-                rows.append(row)
+                yield row
     except FileNotFoundError:
-        return []
+        return
     except OSError as error:
         raise ValueError(f"{folder / RECORDS} cannot be read: {error.strerror}") from None
-    return rows
 
 
 def _is_record(row: Row) -> bool:
