@@ -50,6 +50,15 @@ class Prompt:
     teacher: str = ""
 
 
+def copied(value: Any) -> Any:
+    """A copy of metadata that a reward may modify: nested dicts and lists are copied; their leaves, such as images on
+    disk, are immutable.
+    """
+    if isinstance(value, dict):
+        return {name: copied(item) for name, item in value.items()}
+    return [copied(item) for item in value] if isinstance(value, list) else value
+
+
 class Trace(Protocol):
     """The values from which a policy replays the actions of B samples; opaque to everything but that kind of policy."""
 

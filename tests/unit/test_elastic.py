@@ -5,7 +5,9 @@ import multiprocessing
 import os
 import resource
 import signal
+import threading
 import time
+from typing import NoReturn
 
 import pytest
 import torch.distributed as dist
@@ -118,15 +120,40 @@ def test_the_first_error_wins() -> None:
     assert third.explain() == "rank 1: KeyError"
 
 
-@pytest.mark.parametrize("spreads", [True, False])
-def test_a_signal_to_one_role_stops_all(spreads: bool) -> None:
-    """Two launchers of a rank each; without roles the next collective says it."""
+def test_a_signal_to_one_rank_stops_all() -> None:
+    """Two launchers of a rank each."""
     store = dist.HashStore()
-    told, other = (Watch(rank, "ab", range(rank, rank + 1), 10.0, store, store, spreads=spreads) for rank in (0, 1))
+    told, other = (Watch(rank, "ab", range(rank, rank + 1), 10.0, store, store) for rank in (0, 1))
     told._seen = other._seen = [(b"0", time.monotonic())] * 2
     told._hear(signal.SIGTERM)
     other._exchange(store)
-    assert (told.stop, other.stop) == (signal.SIGTERM, signal.SIGTERM if spreads else None)
+    assert (told.stop, other.stop) == (signal.SIGTERM, signal.SIGTERM)
+
+
+class Failing(Watch):
+    """A watch that raises in place of ending its process."""
+
+    def fail(self, error: str, gone: int = 0) -> NoReturn:
+        raise RuntimeError(error)
+
+
+@pytest.mark.parametrize("alive", [True, False])
+def test_a_rank_of_the_same_launcher_is_dead_only_without_a_heartbeat(alive: bool) -> None:
+    store = dist.HashStore()
+    told, other = (Failing(rank, "aa", range(2), 1.0, store, store) for rank in (0, 1))
+    told._seen = other._seen = [(b"0", time.monotonic())] * 2
+    beating = threading.Thread(target=other._beats, args=(store,), daemon=True)
+    if alive:
+        beating.start()
+        told._hear(signal.SIGTERM)
+        other._closed.set()
+        beating.join()
+        assert (told.stop, other.stop) == (signal.SIGTERM, signal.SIGTERM)
+    else:
+        with pytest.raises(
+            RuntimeError, match=r"^rank 1 on a ended without a word: killed, out of memory, or crashed$"
+        ):
+            told._hear(signal.SIGTERM)
 
 
 def test_who_is_silent_is_lost() -> None:

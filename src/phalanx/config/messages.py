@@ -1,12 +1,17 @@
 """Descriptions of values and types for messages about a configuration."""
 
 import difflib
+import sysconfig
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, get_args, get_origin
+
+from phalanx.config.secrets import hide
 
 MOST_SHOWN = 200  # characters of a value in a message
 MOST_SAID = 1000  # characters of an exception's message
+_PACKAGE, _LIBRARY = Path(__file__).parents[1], Path(sysconfig.get_path("stdlib"))
 
 
 class ConfigError(ValueError):
@@ -27,12 +32,14 @@ def cut(text: str, most: int = MOST_SHOWN) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """Class and message of an exception in the user's code, as one line; for `sys.exit` also the file and line."""
+    """Class and message of an exception in the user's code, as one line without secrets, which a model and readers of
+    records see too; for `sys.exit` also the file and line.
+    """
     try:
         text = str(error)
     except Exception as failure:  # __str__ is the user's code as well
         text = f"(its str() raised {type(failure).__name__})"
-    return f"{type(error).__name__}: {cut(' '.join(text.split()), MOST_SAID)}{_place(error)}"
+    return f"{type(error).__name__}: {cut(' '.join(hide(text).split()), MOST_SAID)}{_place(error)}"
 
 
 def _place(error: BaseException) -> str:
@@ -41,6 +48,16 @@ def _place(error: BaseException) -> str:
     while frames and (frames[-1].name == "exit" or "_sitebuiltins" in frames[-1].filename):
         frames.pop()  # frames of the built-in `exit`, and of wandb's replacement of `sys.exit`
     return f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+
+
+def place(error: BaseException) -> str:
+    """`, at /home/me/colour.py:12`: the innermost line of the user's own code in the traceback; empty without one."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        path = Path(frame.filename)
+        installed = "site-packages" in path.parts or "dist-packages" in path.parts
+        if path.is_file() and not (installed or path.is_relative_to(_PACKAGE) or path.is_relative_to(_LIBRARY)):
+            return f", at {path}:{frame.lineno}"
+    return ""
 
 
 def shown(value: Any) -> str:

@@ -13,10 +13,15 @@ from phalanx.config.lm import ATTENTION, MOST_TOKENS, LMDataConfig
 from phalanx.config.load import ConfigError, arg, build
 from phalanx.config.ranges import COUNT, DTYPES, SEEDS, TIMES
 from phalanx.config.run import SDE_TYPES, ParallelConfig, RunConfig, TrainerConfig
+from phalanx.config.trust import Use
 
 T = TypeVar("T", bound=RunConfig)
 
 WEIGHTS = ("auto", "model", "ema")
+TRUST = (
+    "run code that the checkpoint's own config.yaml names (rewards, environments, engines, a model's family), and read "
+    "the environment variables to which it refers"
+)
 EXPORT_DTYPES = (*DTYPES, "float16")
 KINDS = ("lm", "flow")
 INSTRUCTIONS = ("hash", "boxed", "line", "answer", "none")
@@ -34,6 +39,7 @@ class ExportConfig:
         "for a joint run",
     )
     weights: str = arg("auto", "auto: the moving average if the checkpoint has one", choices=WEIGHTS)
+    trust_run: bool = arg(False, TRUST)
     dtype: Optional[str] = arg(
         None,
         "dtype of the export; null: a LoRA in the dtype in which it was trained, a whole transformer in that of the "
@@ -73,6 +79,7 @@ class SampleConfig:
         None, "a run's output_dir, for its newest complete checkpoint, or a folder step_NNNNNN; null: the model folder"
     )
     weights: str = arg("auto", "auto: the moving average if the checkpoint has one", choices=WEIGHTS)
+    trust_run: bool = arg(False, TRUST)
     prompts: list[str] = arg([], "prompts, such as '[a red apple, two cats]'")
     prompt_file: Optional[str] = arg(
         None, "file of prompts: .txt, .jsonl, .json, .csv, .parquet, or a Hugging Face dataset folder", path=True
@@ -132,6 +139,7 @@ class GenerateConfig:
         None, "a run's output_dir, for its newest complete checkpoint, or a folder step_NNNNNN; null: the model folder"
     )
     weights: str = arg("auto", "auto: the moving average if the checkpoint has one", choices=WEIGHTS)
+    trust_run: bool = arg(False, TRUST)
     prompts: list[str] = arg([], "prompts, such as '[Why is the sky blue?]'; quote a prompt that contains commas")
     prompt_file: Optional[str] = arg(
         None, "file of prompts: .txt, .jsonl, .json, .csv, .parquet, or a Hugging Face dataset folder", path=True
@@ -194,6 +202,7 @@ class EvaluateConfig:
     )
     policy: Optional[str] = arg(None, "for a joint run: policy to evaluate", choices=POLICIES)
     weights: str = arg("auto", "auto: the moving average if the checkpoint has one", choices=WEIGHTS)
+    trust_run: bool = arg(False, TRUST)
     kind: Optional[str] = arg(
         None, "kind of model, if there is no checkpoint: lm or flow; null: from its local folder", choices=KINDS
     )
@@ -287,13 +296,14 @@ class PrepareDataConfig:
     output_dir: str = arg("outputs/data", "folder for train.jsonl, val.jsonl and test.jsonl, which are overwritten")
 
 
-def read_run(file: Path, *kinds: type[T], policy: str | None = None) -> T:
+def read_run(file: Path, *kinds: type[T], policy: str | None = None, use: Use | None = None) -> T:
     """Read the sections that all jobs of a kind share from the config.yaml of a run's output_dir.
 
     kinds: schemas such as FlowRunConfig; the first one that has all keys of the file's sections is used. Other sections
     (algorithm, actor, ...) are left out, so that custom modules that they name are not needed.
     policy: for a joint run, the policy whose sections are read.
-    Raises ConfigError if the file is missing or is not such a configuration.
+    use: what the task takes from it; by default nothing that needs trust.
+    Raises ConfigError if the file is missing, is not such a configuration, or needs trust.
     """
     try:
         content = yaml.safe_load(file.read_text())
@@ -305,6 +315,8 @@ def read_run(file: Path, *kinds: type[T], policy: str | None = None) -> T:
         if policy is None:
             raise ConfigError(f"policy is not set; {file} is of a joint run: expected policy={' or '.join(POLICIES)}")
         content = _of_policy(content, policy)
+    if isinstance(content, dict):
+        content = (use or Use()).checked(content, file)
     reason = None
     for kind in kinds:
         names = [f.name for f in fields(kind)]

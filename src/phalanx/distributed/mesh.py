@@ -253,7 +253,7 @@ def _watch(launch: Launch, silence_s: float, store: dist.Store, link: Link | Non
             stores.append(dist.PrefixStore(f"watch/{name}", client))
     first = launch.rank - launch.local_rank
     local = range(first, first + launch.local_world_size)
-    watch = watchdog.Watch(launch.rank, hosts, local, silence_s, *stores, spreads=link is not None)
+    watch = watchdog.Watch(launch.rank, hosts, local, silence_s, *stores)
     watchdog.current = watch  # for cli, which has no World when an exception ends the job
     # every rank's first heartbeat must be in the store before any rank reads them all
     if link is None:

@@ -18,7 +18,7 @@ Watches communicate over separate connections to the job's store. All messages a
   with this error and not with one about a lost connection;
 - `told`, `read`: number of ranks that have reported an error, and number of ranks that have read the first one;
 - `stop/<rank>`, `done/<rank>`: the rank was told to stop, or has finished;
-- `stop`: the signal by which all ranks shall stop, if ranks have different roles;
+- `stop`: the signal by which all ranks shall stop;
 - `stacks`: number of requests for the stacks of all ranks (SIGUSR1).
 """
 
@@ -62,10 +62,7 @@ class Watch:
         silence_s: float,
         store: dist.Store | None = None,
         second: dist.Store | None = None,
-        *,
-        spreads: bool = False,
     ) -> None:
-        """spreads: pass a signal on to all ranks, because they have no common collective to agree on it."""
         self.rank, self.hosts = rank, hosts
         self.local_ranks, self.silence_s = local_ranks, silence_s
         # One store serves all ranks, and each rank reads all heartbeats, so that 1000 ranks send one every 10 s.
@@ -73,7 +70,6 @@ class Watch:
         self.stop: signal.Signals | None = None
         self._store = store
         self._second = second
-        self._spreads = spreads
         self._beat = 0
         self._seen: list[tuple[bytes, float]] = []  # each rank's last heartbeat, and when it was first read
         self._contact = time.monotonic()  # the last contact with the store
@@ -120,8 +116,7 @@ class Watch:
     def ask(self) -> None:
         """Stop the job at the end of its next step, like a signal to all ranks. Calling it on one rank is enough."""
         self.stop = REQUEST
-        if self._spreads:
-            self._bounded(lambda store: store.set("stop", str(int(REQUEST))))
+        self._bounded(lambda store: store.set("stop", str(int(REQUEST))))
 
     def close(self) -> None:
         """Mark the job as done, so that peers that end from now on do not count as failed."""
@@ -238,7 +233,7 @@ class Watch:
                 self._seen[rank] = beat, now
         if store.check(["error"]) and not self._closed.is_set():
             self._leave(self._read(store))
-        if self._spreads and self.stop is None and store.check(["stop"]):
+        if self.stop is None and store.check(["stop"]):
             self.stop = signal.Signals(int(store.get("stop")))
         asked = store.add("stacks", 0)
         if asked > self._stacks:
@@ -253,24 +248,28 @@ class Watch:
         elif number in STOP_SIGNALS:
             self.stop = signal.Signals(number)
             if self._store is not None and not self._closed.is_set():
+                self._bounded(lambda store: store.set("stop", str(number)))
                 self._end_if_alone()
-                if self._spreads:
-                    self._bounded(lambda store: store.set("stop", str(number)))
 
     def _end_if_alone(self) -> None:
         """On SIGTERM, end now if a rank of this launcher has died, since the current step cannot be finished then.
 
         torchrun sends the same SIGTERM to stop the job in good order and after one of its ranks has failed. In the
-        first case, all its ranks receive it and report that here. In the second case, the dead rank does not; if it was
-        killed, it has not left an error either.
+        first case, all its ranks receive it and report that here. In the second case, the dead rank does not, and its
+        heartbeat has stopped; if it was killed, it has not left an error either. A rank with a heartbeat that did not
+        receive the signal, which somebody sent only to this one, learns of it from the store.
         """
-        missing = list(self.local_ranks)
-        deadline = time.monotonic() + PATIENCE_S
+        missing, beats = list(self.local_ranks), dict[int, bytes]()
+        deadline = time.monotonic() + PATIENCE_S + 1.5 * self.interval
         self._bounded(lambda store: store.set(f"stop/{self.rank}", "1"))
 
         def look(store: dist.Store) -> tuple[str | None, list[int]]:
             error = self._read_if_any(store)
-            silent = [rank for rank in missing if not (store.check([f"stop/{rank}"]) or store.check([f"done/{rank}"]))]
+            silent = []
+            for rank, beat in zip(missing, store.multi_get([f"beat/{rank}" for rank in missing]), strict=True):
+                alive = beat != beats.setdefault(rank, beat)
+                if not (alive or store.check([f"stop/{rank}"]) or store.check([f"done/{rank}"])):
+                    silent.append(rank)
             return error, silent
 
         while missing and time.monotonic() < deadline:

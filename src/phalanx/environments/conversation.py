@@ -6,14 +6,14 @@ from concurrent.futures import Future
 from typing import Any, Literal, TypeVar
 
 from phalanx.config.environment import EnvironmentConfig
-from phalanx.config.messages import counted, cut, reason
+from phalanx.config.messages import counted, cut, place, reason
+from phalanx.config.secrets import hide
 from phalanx.environments.base import CALL, EnvironmentFailure, Message, Turn
 from phalanx.environments.pool import Outcome, Pool
 from phalanx.environments.registry import Kind
 from phalanx.environments.texts import Odd, messages_of, reward_of, text_of, turn_of
 from phalanx.environments.tools import BadCall, Tool, accepted, unknown
-from phalanx.rewards.base import copied
-from phalanx.rewards.call import place
+from phalanx.types import copied
 
 _PROMPT = 2**20  # tokens that reset may add; the effective limit is data.max_prompt_length
 T = TypeVar("T")
@@ -237,7 +237,7 @@ class Conversation:
         else:
             assert error is not None
             what = f"{name} raised {reason(error)}{'' if isinstance(error, SystemExit) else place(error)}"
-        return f"environment {self._kind.label}: {what}, on {_row_name(self._row)}"
+        return hide(f"environment {self._kind.label}: {what}, on {_row_name(self._row)}")
 
 
 def _row_name(row: dict[str, Any]) -> str:

@@ -1,14 +1,17 @@
 """The environments of a rank."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import wait
+from dataclasses import replace
 from typing import Any
 
 from phalanx.config.environment import EnvironmentConfig
+from phalanx.config.messages import ConfigError
 from phalanx.environments.base import EnvironmentFailure
 from phalanx.environments.conversation import Conversation
 from phalanx.environments.pool import Pool
-from phalanx.environments.registry import build_kinds, kind_of
+from phalanx.environments.registry import COLUMN, build_kinds, kind_of
+from phalanx.types import Prompt
 
 
 class Environments:
@@ -83,3 +86,22 @@ class Environments:
 
     def _wait(self, timeout_s: float | None = None) -> None:
         wait([each.closed for each in self._conversations if each.closed is not None], timeout_s)
+
+
+def with_tools(rows: Iterable[Prompt], environments: Environments) -> list[Prompt]:
+    """Return the rows with the tools of their environments, for the chat template. Raises ConfigError for a row without
+    an environment, or with its own tools, which no environment would run.
+    """
+    result = []
+    for row in rows:
+        try:
+            environments.check_row(row.meta)
+        except ValueError as error:
+            raise ConfigError(f"{row.place}: {error}") from error
+        if row.meta.get("tools"):
+            raise ConfigError(
+                f"{row.place}: it has its own tools, in the column tools, which no environment runs; leave them out"
+            )
+        name = None if None in environments.names else row.meta[COLUMN]
+        result.append(replace(row, meta=row.meta | {"tools": environments.tools(name)}))
+    return result

@@ -3,19 +3,20 @@
 import functools
 import importlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from inspect import getattr_static
 from typing import Any
 
+from phalanx.config.arguments import check_arguments
 from phalanx.config.environment import EnvironmentConfig
-from phalanx.config.messages import ConfigError, nearest
+from phalanx.config.messages import ConfigError, cut, nearest, place, reason
 from phalanx.config.registry import known_modules, object_forms, resolve_object
 from phalanx.environments import openenv, verifiers
 from phalanx.environments.harness import Harness
 from phalanx.environments.tools import Tool, function_tool, method_tool
 from phalanx.environments.verl import VerlTools, load_tools
-from phalanx.rewards.registry import check_arguments
 
 BUILT_IN = "phalanx.environments.built_in"
 COLUMN = "environment"  # column of the data with the name of a row's environment
@@ -38,6 +39,10 @@ class Kind:
 
 def build_kinds(cfg: EnvironmentConfig) -> dict[Key, Kind]:
     """The environments of a configuration by name."""
+    if cfg.path is None and cfg.kwargs:
+        raise ConfigError(
+            f"environment.kwargs: {', '.join(cfg.kwargs)} would be arguments of environment.path, which is not set"
+        )
     extra: dict[str, Tool] = {}
     for i, path in enumerate(cfg.tools):
         tools = _stateless(path, f"environment.tools[{i}]")
@@ -74,16 +79,34 @@ def kind_of(row: Mapping[str, Any], kinds: Mapping[Key, Kind]) -> Kind:
     if None in kinds:
         return kinds[None]
     name = row.get(COLUMN)
-    if name not in kinds:
+    if not isinstance(name, str) or name not in kinds:
         hint = nearest(str(name), [str(each) for each in kinds])
-        what = f"its column {COLUMN} is {name!r}{hint}" if COLUMN in row else f"it has no column {COLUMN}"
+        what = f"its column {COLUMN} is {cut(repr(name))}{hint}" if COLUMN in row else f"it has no column {COLUMN}"
         raise ValueError(f"{what}; expected one of {', '.join(map(str, kinds))}, the names in environment.path")
     return kinds[name]
 
 
 def _kind(path: str, kwargs: dict[str, Any], extra: dict[str, Tool], key: str, kwargs_key: str) -> Kind:
     """The environment at `path`, with the tools `extra`; `key` and `kwargs_key` name the keys in messages."""
-    factory = _resolved(path, key)
+    with _foreign(path, key):
+        return _kind_of(_resolved(path, key), path, kwargs, extra, key, kwargs_key)
+
+
+@contextmanager
+def _foreign(path: str, key: str) -> Iterator[None]:
+    """Turn whatever the user's code at `path` raises when it is looked at, such as a metaclass, into a ConfigError."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"{key}={path!r} raised {reason(error)}{place(error)}") from error
+
+
+def _kind_of(
+    factory: Any, path: str, kwargs: dict[str, Any], extra: dict[str, Tool], key: str, kwargs_key: str
+) -> Kind:
+    """The environment of a class, or of an async function."""
     label = factory.__name__
     if not isinstance(factory, type):
         check_arguments(factory, ("chat", "row"), kwargs, kwargs_key, label)
@@ -151,7 +174,12 @@ def _stateless(path: str, key: str) -> dict[str, Tool]:
         instance = _made(factory, {}, key)
         functions = [getattr(instance, name) for name in _public(factory)]
         return {function.__name__: function_tool(function, key) for function in functions}
-    function = resolve_object(path, key, "function")
+    with _foreign(path, key):
+        return _function_tools(resolve_object(path, key, "function"), path, key)
+
+
+def _function_tools(function: Any, path: str, key: str) -> dict[str, Tool]:
+    """The user's function as a tool."""
     if not inspect.isfunction(function) and not inspect.ismethod(function):
         what = "a class" if isinstance(function, type) else f"of type {type(function).__name__}"
         raise ConfigError(f"{key}={path!r} is {what}; expected a function, as environment.path takes classes")

@@ -8,6 +8,7 @@ from typing import Any
 from PIL import Image
 
 from phalanx.config.messages import cut
+from phalanx.config.secrets import hide
 from phalanx.data.prompts import MARK
 from phalanx.environments.base import Message, Turn
 
@@ -29,8 +30,8 @@ class Odd(Exception):
 
 
 def text_of(value: Any, most_tokens: int, side: str) -> str:
-    """The value that a tool returned, as a text for the tokenizer, truncated if it certainly has more than
-    `most_tokens` tokens; the parts of a message are joined. Raises Odd for an image.
+    """The value that a tool returned, as a text for the tokenizer without secrets, truncated if it certainly has more
+    than `most_tokens` tokens; the parts of a message are joined. Raises Odd for an image.
     """
     if isinstance(value, str):
         text = value
@@ -44,7 +45,7 @@ def text_of(value: Any, most_tokens: int, side: str) -> str:
         text = json.dumps(value, ensure_ascii=False, default=_plain)
     else:
         text = _plain(value)
-    text = shortened(text, _CHARACTERS * most_tokens, side)
+    text = shortened(hide(text), _CHARACTERS * most_tokens, side)
     return text.encode("utf-8", "replace").decode()  # lone surrogates become question marks
 
 

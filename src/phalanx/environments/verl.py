@@ -5,12 +5,12 @@ import inspect
 import uuid
 from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 from omegaconf import OmegaConf
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
-from phalanx.config.messages import ConfigError, reason
+from phalanx.config.messages import ConfigError, cut, reason
 from phalanx.config.registry import resolve_object
 from phalanx.config.sources import read
 from phalanx.environments.texts import SEEN, Odd
@@ -20,13 +20,23 @@ KEY = "environment.tool_config_path"
 _METHODS = ("create", "execute", "calc_reward", "release")
 
 
+def _checked(parameters: dict[str, Any]) -> dict[str, Any]:
+    """The JSON schema of the parameters, unchanged. Raises ValueError if a tool cannot be made of it."""
+    for key, kind in (("properties", dict), ("required", list)):
+        value = parameters.get(key)
+        if value is not None and (not isinstance(value, kind) or not all(isinstance(name, str) for name in value)):
+            form = "an object with names of parameters" if kind is dict else "a list of names of parameters"
+            raise ValueError(f"{key} should be {form}, not {cut(repr(value))}")
+    return parameters
+
+
 class _Function(BaseModel):
     """The key `function` of a schema."""
 
     model_config = ConfigDict(extra="allow")
     name: str
     description: str = ""
-    parameters: dict[str, Any] = {}
+    parameters: Annotated[dict[str, Any], AfterValidator(_checked)] = {}
 
 
 class _Schema(BaseModel):
@@ -141,7 +151,7 @@ def _made(entry: Any, key: str) -> tuple[Any, dict[str, Any]]:
     except ValidationError as error:
         problem = error.errors()[0]
         place = ".".join(map(str, problem["loc"]))
-        raise ConfigError(f"{key}.tool_schema.{place}: {problem['msg']}") from None
+        raise ConfigError(f"{key}.tool_schema.{place}: {problem['msg'].removeprefix('Value error, ')}") from None
     try:
         return kind(entry.get("config") or {}, schema), schema.model_dump(exclude_unset=True)
     except (Exception, SystemExit) as error:  # whatever the user's code raises

@@ -23,11 +23,12 @@ from phalanx.config.rules import check
 from phalanx.config.run import RunConfig, TrainerConfig
 from phalanx.config.secrets import public
 from phalanx.config.tasks import EvaluateConfig
+from phalanx.config.trust import Use
 from phalanx.data.prompts import question, validation_sets
 from phalanx.distributed import mesh
 from phalanx.distributed.launch import Launch
 from phalanx.distributed.mesh import World
-from phalanx.environments.environments import Environments
+from phalanx.environments.environments import Environments, with_tools
 from phalanx.jobs.export import Trained, open_checkpoint, with_images
 from phalanx.jobs.inputs import given
 from phalanx.models.flow.headers import local_index
@@ -44,7 +45,7 @@ from phalanx.rollout.registry import check_installed
 from phalanx.training.checkpoint import read_meta
 from phalanx.training.components import TrainedPolicy, build_rewards, fitting_sets
 from phalanx.training.flow_components import check_plan, check_references
-from phalanx.training.lm_rl import check_counts, fitting, with_tools
+from phalanx.training.lm_rl import check_counts, fitting
 from phalanx.training.prompt_lengths import fitting as fitting_flow
 from phalanx.types import Prompt, Rollout
 
@@ -114,7 +115,8 @@ def read_candidate(cfg: EvaluateConfig) -> Candidate:
     changes["rollout"] = _with_val(changes.get("rollout", {}), given(n=cfg.n, seed=cfg.seed))
     trained = None
     if cfg.checkpoint is not None:
-        trained = _open(cfg.checkpoint, cfg)
+        named = changes | {"data": {"train_files": []} | changes.get("data", {})}
+        trained = _open(cfg.checkpoint, cfg, Use(cfg.trust_run, SECTIONS, named))
         run, name = trained.run, str(trained.folder)
         if "path" in changes.get("model", {}):  # the run's revision belongs to the run's model
             changes["model"] = {"revision": None} | changes["model"]
@@ -137,7 +139,7 @@ def read_baseline(cfg: EvaluateConfig, candidate: Candidate) -> Candidate:
     assert cfg.baseline is not None, "checked by the caller"
     folder = Path(cfg.baseline).expanduser()
     if folder.is_dir() and ((folder / "checkpoints").is_dir() or folder.name.startswith("step_")):
-        trained = _open(cfg.baseline, cfg)
+        trained = _open(cfg.baseline, cfg, Use(cfg.trust_run, ("model",)))
         model, name = replace(trained.run.model, gradient_checkpointing=False), str(trained.folder)
         if type(model) is not type(candidate.run.model):
             raise ConfigError(f"baseline: {cfg.baseline!r} is not the same kind of model as {candidate.name!r}")
@@ -158,9 +160,9 @@ def read_baseline(cfg: EvaluateConfig, candidate: Candidate) -> Candidate:
     return Candidate(run, trained, name)
 
 
-def _open(checkpoint: str, cfg: EvaluateConfig) -> Trained:
+def _open(checkpoint: str, cfg: EvaluateConfig, use: Use) -> Trained:
     """Open a checkpoint, with the library of linear layers that its run used."""
-    trained = open_checkpoint(checkpoint, cfg.weights, cfg.policy)
+    trained = open_checkpoint(checkpoint, cfg.weights, use, cfg.policy)
     if cfg.policy is not None and not trained.policy:
         raise ConfigError(f"policy: {checkpoint!r} is not from a joint run; leave policy={cfg.policy} out")
     signature, policy = read_meta(trained.folder)["signature"], f"{trained.policy}: " if trained.policy else ""

@@ -25,6 +25,7 @@ from phalanx.config.flow import FlowModelConfig, FlowRunConfig
 from phalanx.config.lm import LMModelConfig, LMRunConfig, LMTurnRunConfig
 from phalanx.config.run import ModelConfig, RunConfig
 from phalanx.config.tasks import ExportConfig, read_run
+from phalanx.config.trust import Use
 from phalanx.distributed.launch import Launch
 from phalanx.jobs.outputs import check_place, place_in_run, writing
 from phalanx.models.flow.folder import how_to_load
@@ -93,15 +94,15 @@ class Trained:
         model.sharded.copy_to_module()
 
 
-def open_checkpoint(checkpoint: str, weights: str, policy: str | None = None) -> Trained:
-    """Open the checkpoint given by the task's key `checkpoint`; `weights` is auto, model or ema, and `policy` one of
-    a joint run's.
+def open_checkpoint(checkpoint: str, weights: str, use: Use, policy: str | None = None) -> Trained:
+    """Open the checkpoint given by the task's key `checkpoint`; `weights` is auto, model or ema, `use` what the task
+    takes from its run, and `policy` one of a joint run's.
 
-    Raises ValueError if the checkpoint does not exist, is incomplete, or lacks these weights.
+    Raises ValueError if the checkpoint does not exist, is incomplete, or lacks these weights, or needs trust.
     """
     folder = _locate(checkpoint)
     kinds = (LMTurnRunConfig, LMRunConfig, BlockDiffusionRunConfig, FlowRunConfig)
-    run = read_run(folder.parent.parent / "config.yaml", *kinds, policy=policy)
+    run = read_run(folder.parent.parent / "config.yaml", *kinds, policy=policy, use=use)
     signature = read_meta(folder)["signature"]
     # in a joint run, all names that belong to a policy begin with the policy's name
     policy = policy if policy is not None and "trained policies" in signature else ""
@@ -200,7 +201,8 @@ class Export:
         self.cfg, self.idle = cfg, Launch.from_env().rank != 0
         if self.idle:
             return
-        self.trained = open_checkpoint(cfg.checkpoint, cfg.weights, cfg.policy)
+        use = Use(cfg.trust_run, ("model",), {} if cfg.model_path is None else {"model": {"path": cfg.model_path}})
+        self.trained = open_checkpoint(cfg.checkpoint, cfg.weights, use, cfg.policy)
         if cfg.policy is not None and not self.trained.policy:
             raise ValueError(f"policy: {cfg.checkpoint!r} is not from a joint run; leave policy={cfg.policy} out")
         folder, model = self.trained.folder, self.trained.run.model

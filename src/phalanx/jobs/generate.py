@@ -20,10 +20,11 @@ from phalanx.config.lm import LMModelConfig, LMRunConfig, LMTurnRunConfig
 from phalanx.config.rules import check, check_model
 from phalanx.config.run import ParallelConfig
 from phalanx.config.tasks import GenerateConfig
+from phalanx.config.trust import UNUSED, Use
 from phalanx.data.prompts import load_prompts, question
 from phalanx.distributed import mesh
 from phalanx.distributed.launch import Launch
-from phalanx.environments.environments import Environments
+from phalanx.environments.environments import Environments, with_tools
 from phalanx.jobs.export import open_checkpoint, with_images
 from phalanx.jobs.inputs import given, model_changes
 from phalanx.jobs.outputs import check_place, writing
@@ -36,7 +37,6 @@ from phalanx.rollout.lm.in_blocks import BlockDiffusionRollout
 from phalanx.rollout.lm.in_policy import Drawn, LMRollout
 from phalanx.telemetry.loggers.console import plain
 from phalanx.telemetry.records import CONVERSATION, as_text, storable, summary
-from phalanx.training.lm_rl import with_tools
 from phalanx.types import Prompt
 
 LIMIT = 1024  # default maximum of tokens in a response, for a model from a folder
@@ -50,7 +50,9 @@ class Generation:
         if Launch.from_env().world_size > 1:
             raise ConfigError("generation runs in one process; start it with python3, or set NPROC_PER_NODE=1")
         check(cfg)
-        self.trained = None if cfg.checkpoint is None else open_checkpoint(cfg.checkpoint, cfg.weights, WRITER)
+        sections = ("model", "data", "rollout", *(("environment",) if cfg.environment else ()))
+        use = Use(cfg.trust_run, sections, UNUSED | {"model": given(**vars(cfg.model))})
+        self.trained = None if cfg.checkpoint is None else open_checkpoint(cfg.checkpoint, cfg.weights, use, WRITER)
         run = self.trained.run if self.trained is not None else LMRunConfig()
         if not isinstance(run, LMRunConfig):
             raise ConfigError(f"checkpoint: {cfg.checkpoint!r} is of a flow-matching model; use tasks/sample.py")

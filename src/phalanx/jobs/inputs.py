@@ -4,17 +4,21 @@ The ranks check again in more detail: images, classes of libraries, and tensors.
 """
 
 import os
+from collections.abc import Iterable
+from itertools import chain
 from typing import Any
 
 from phalanx.config import ConfigError
+from phalanx.config.environment import EnvironmentConfig
 from phalanx.config.flow import FlowRunConfig
-from phalanx.config.lm import LMRunConfig
+from phalanx.config.lm import LMRLConfig, LMRunConfig, LMTurnRunConfig
 from phalanx.config.run import RLConfig, RunConfig
 from phalanx.data.prompts import load_prompts, validation_sets
 from phalanx.distributed.launch import Launch
 from phalanx.distributed.roles import roles_of
 from phalanx.models.flow.headers import local_index
 from phalanx.models.lm.headers import check_folder
+from phalanx.types import Prompt
 
 
 def given(**values: Any) -> dict[str, Any]:
@@ -47,9 +51,21 @@ def check_lm(cfg: LMRunConfig, *, answered: bool = False) -> None:
     key, image_key = cfg.data.prompt_key, cfg.data.image_key
     form: dict[str, Any] = {"prompt": key, "quoted": False, "answered": answered, "image_key": image_key}
     form["unusable"] = cfg.data.unusable_rows
-    if cfg.data.train_files:
-        load_prompts(cfg.data.train_files, "data.train_files", **form)
-    validation_sets(cfg.data.val_files, **form)
+    rows = load_prompts(cfg.data.train_files, "data.train_files", **form) if cfg.data.train_files else []
+    sets = validation_sets(cfg.data.val_files, **form)
+    if isinstance(cfg, LMTurnRunConfig | LMRLConfig) and cfg.environment.used:
+        _check_environment(cfg.environment, chain(rows, *sets.values()))
+
+
+def _check_environment(cfg: EnvironmentConfig, rows: Iterable[Prompt]) -> None:
+    """Raise ConfigError for environments, tools, a format of calls or rows that the ranks would refuse."""
+    # only here, since they load much that other jobs do not need
+    from phalanx.environments.environments import Environments, with_tools
+    from phalanx.models.lm.calls import parser
+
+    environments = Environments(cfg)
+    parser(cfg.format)
+    with_tools(rows, environments)
 
 
 def check_placement(cfg: RunConfig) -> None:

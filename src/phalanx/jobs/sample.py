@@ -23,6 +23,7 @@ from phalanx.config.inside import write_inside
 from phalanx.config.joint import PAINTER
 from phalanx.config.rules import check
 from phalanx.config.tasks import SampleConfig
+from phalanx.config.trust import UNUSED, Use
 from phalanx.data.prompts import load_prompts, share_of_rank
 from phalanx.distributed import mesh
 from phalanx.distributed.collectives import broadcast_object, gather_object
@@ -61,7 +62,8 @@ class Generator:
         self.prompts = read_prompts(cfg)
         self.output_dir = Path(cfg.output_dir).expanduser()
         check_place(self.output_dir, "output_dir")
-        self.trained = None if cfg.checkpoint is None else open_checkpoint(cfg.checkpoint, cfg.weights, PAINTER)
+        use = Use(cfg.trust_run, ("model", "data", "rollout"), UNUSED | {"model": given(**vars(cfg.model))})
+        self.trained = None if cfg.checkpoint is None else open_checkpoint(cfg.checkpoint, cfg.weights, use, PAINTER)
         run = self.trained.run if self.trained is not None else FlowRunConfig()
         if not isinstance(run, FlowRunConfig):
             raise ConfigError(f"checkpoint: {cfg.checkpoint!r} is of a language model; use tasks/generate.py")
@@ -79,7 +81,7 @@ class Generator:
         if self.trained is not None:
             folder = broadcast_object(str(self.trained.folder))
             if folder != str(self.trained.folder):
-                self.trained = open_checkpoint(folder, cfg.weights, PAINTER)
+                self.trained = open_checkpoint(folder, cfg.weights, use, PAINTER)
         self.policy = self._policy(family)
         check_guidance(cfg, self.policy.model)
         settings = rollout_settings(cfg, self.base.rollout)

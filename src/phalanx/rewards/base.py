@@ -17,7 +17,7 @@ from torch import Tensor
 from phalanx.config.messages import reason
 from phalanx.distributed.passes import Passes
 from phalanx.telemetry.records import TALKS
-from phalanx.types import JobError, Prompt, Samples
+from phalanx.types import JobError, Prompt, Samples, copied
 
 Scores = Sequence[float] | NDArray[Any] | Tensor
 MARK = "differentiable"  # attribute that `differentiable` sets on a function
@@ -143,15 +143,6 @@ class PolicyReward(ABC):
     @abstractmethod
     def __call__(self, policy: Any, samples: Samples, passes: Passes, /) -> Tensor:
         """Scores of this rank's samples, float32 [B], without a gradient; `passes` splits them as training does."""
-
-
-def copied(value: Any) -> Any:
-    """A copy of metadata that a reward may modify: nested dicts and lists are copied; their leaves, such as images on
-    disk, are immutable.
-    """
-    if isinstance(value, dict):
-        return {name: copied(item) for name, item in value.items()}
-    return [copied(item) for item in value] if isinstance(value, list) else value
 
 
 def transcript(prompt: Prompt, completion: str) -> list[dict[str, Any]]:

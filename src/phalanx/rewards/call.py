@@ -3,27 +3,23 @@
 import math
 import queue
 import re
-import sysconfig
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from phalanx.config.messages import cut, reason
+from phalanx.config.messages import cut, place, reason
 from phalanx.functional.rewards import LARGEST
-from phalanx.rewards.base import RewardError, RewardOutput, copied
+from phalanx.rewards.base import RewardError, RewardOutput
 from phalanx.rewards.registry import Term
-from phalanx.types import Outputs, Prompt
+from phalanx.types import Outputs, Prompt, copied
 
 _SHOWN = 120  # maximum characters of a prompt in a message
 _FOLDERS = re.compile(r"""(?<![\w.:/])/(?:[^/\s"']+/)+""")
-_PACKAGE, _LIBRARY = Path(__file__).parents[1], Path(sysconfig.get_path("stdlib"))
 
 T = TypeVar("T")
 _Task = tuple[Future[Any], Callable[[], Any]]
@@ -230,16 +226,6 @@ def _check(scores: Any, name: str, takes: str, prompts: list[Prompt], problem: s
             f"{f' up to {LARGEST:g}' if values[bad[0]].isfinite() else ''}"
         )
     return values
-
-
-def place(error: BaseException) -> str:
-    """`, at /home/me/colour.py:12`: the innermost line of the user's own code in the traceback; empty without one."""
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        path = Path(frame.filename)
-        installed = "site-packages" in path.parts or "dist-packages" in path.parts
-        if path.is_file() and not (installed or path.is_relative_to(_PACKAGE) or path.is_relative_to(_LIBRARY)):
-            return f", at {path}:{frame.lineno}"
-    return ""
 
 
 def without_folders(text: str) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 from torch import Tensor
 
+from phalanx.config.arguments import check_arguments, signature_of
 from phalanx.config.flow import FlowRewardFunctionConfig
 from phalanx.config.load import ConfigError
 from phalanx.config.messages import nearest, reason
@@ -185,9 +186,10 @@ def _adapted(
     form: type[TrlReward] | type[VerlReward], function: Callable[..., Any], kwargs: dict[str, Any], key: str, label: str
 ) -> Callable[..., Any]:
     """A function of another trainer as a reward. Raises ConfigError if it does not accept that trainer's arguments."""
-    signature = _signature(function, key, label)
+    signature = signature_of(function, key, label)
     if form is VerlReward:
-        check_arguments(function, (), {**dict.fromkeys(verl_arguments(signature)), **kwargs}, key, label)
+        names = verl_arguments(signature)
+        check_arguments(function, (), {**dict.fromkeys(names), **kwargs}, key, label, ours=names)
     elif (problem := absent_argument(signature, kwargs)) is not None:
         raise ConfigError(f"{key.removesuffix('.kwargs')}: {label} {problem}")
     return form(function, kwargs)
@@ -255,41 +257,13 @@ def _find(cfg: RewardFunctionConfig, key: str) -> tuple[Callable[..., Any], str]
     return (names[camel] if camel in names else names[cfg.name]), cfg.name
 
 
-def check_arguments(
-    function: Callable[..., Any],
-    args: tuple[str, ...],
-    kwargs: dict[str, Any],
-    key: str,
-    label: str,
-    hidden: tuple[str, ...] = (),
-) -> None:
-    """Raise ConfigError if `function`, in messages `label`, cannot be called with the positional arguments `args` and
-    with `kwargs`. `hidden`: those of the kwargs that a message does not name.
-    """
-    signature = _signature(function, key, label)
-    try:
-        signature.bind(*args, **kwargs)
-    except TypeError as error:
-        names = list(signature.parameters)[len(args) :]
-        takes = ", ".join(name for name in names if name not in hidden) or "none"
-        call = ", ".join((*args, "**kwargs"))
-        raise ConfigError(f"{key}: {label}({call}): {error}; its kwargs: {takes}") from None
-
-
 def _call_signature(reward: Callable[..., Any], key: str, label: str) -> inspect.Signature:
     """The signature of a reward's call; for a class, that of `__call__` without `self`."""
     if not isinstance(reward, type):
-        return _signature(reward, key, label)
-    signature = _signature(reward.__call__, key, label)
+        return signature_of(reward, key, label)
+    signature = signature_of(reward.__call__, key, label)
     parameters = [each for name, each in signature.parameters.items() if name != "self"]
     return signature.replace(parameters=parameters)
-
-
-def _signature(function: Callable[..., Any], key: str, label: str) -> inspect.Signature:
-    try:
-        return inspect.signature(function)
-    except ValueError:  # of some builtins, which are written in C
-        raise ConfigError(f"{key}: {label} has no signature; expected a function or class written in Python") from None
 
 
 def _built_in() -> str:

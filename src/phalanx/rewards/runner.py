@@ -22,13 +22,13 @@ from phalanx.distributed.launch import Launch
 from phalanx.distributed.passes import Passes
 from phalanx.functional.frames import evenly_spaced
 from phalanx.functional.rewards import combine
-from phalanx.rewards.base import UNJUDGED, PolicyReward, RewardError, copied, transcript
+from phalanx.rewards.base import UNJUDGED, PolicyReward, RewardError, transcript
 from phalanx.rewards.call import Call, DaemonPool, Rows, on_prompts
 from phalanx.rewards.judge._base import ParsedAnswers
 from phalanx.rewards.judge._pool import Answers, JudgePool
 from phalanx.rewards.registry import Term, build_terms, judged_frames
 from phalanx.rewards.text.environment import Environment
-from phalanx.types import Outputs, Policy, Prompt, Samples
+from phalanx.types import Outputs, Policy, Prompt, Samples, copied
 
 log = logging.getLogger(__name__)
 _POLL_S = 0.05  # seconds between checks for overdue calls

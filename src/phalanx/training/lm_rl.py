@@ -20,8 +20,7 @@ from phalanx.distributed.launch import Launch
 from phalanx.distributed.mesh import World
 from phalanx.distributed.passes import Passes
 from phalanx.distributed.roles import INFERENCE, ROLLOUT
-from phalanx.environments.environments import Environments
-from phalanx.environments.registry import COLUMN
+from phalanx.environments.environments import Environments, with_tools
 from phalanx.functional.tokens import Truncation
 from phalanx.models.lm import vision_families
 from phalanx.models.lm.blocks import build_block_policy
@@ -244,22 +243,3 @@ def fitting(rows: list[Prompt], key: str, policy: LMPolicy, *, first: bool) -> l
     if first and dropped:
         log.warning("%s: %d of %d prompts have more than %d tokens and are left out", key, dropped, len(rows), limit)
     return kept
-
-
-def with_tools(rows: list[Prompt], environments: Environments) -> list[Prompt]:
-    """Return the rows with the tools of their environments, for the chat template. Raises ConfigError for a row without
-    an environment, or with its own tools, which no environment would run.
-    """
-    result = []
-    for row in rows:
-        try:
-            environments.check_row(row.meta)
-        except ValueError as error:
-            raise ConfigError(f"{row.place}: {error}") from error
-        if row.meta.get("tools"):
-            raise ConfigError(
-                f"{row.place}: it has its own tools, in the column tools, which no environment runs; leave them out"
-            )
-        name = None if None in environments.names else row.meta[COLUMN]
-        result.append(replace(row, meta=row.meta | {"tools": environments.tools(name)}))
-    return result

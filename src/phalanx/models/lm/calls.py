@@ -54,7 +54,10 @@ def parser(format: str, tools: Sequence[dict[str, Any]] = ()) -> Parser:
     malformed call. tools: schemas of the tools, for formats that write all arguments as plain text.
     """
     if ":" in format:
-        return _of_user(resolve_object(format, "environment.format", "function"), format)
+        read = resolve_object(format, "environment.format", "function")
+        if not callable(read):
+            raise ConfigError(f"environment.format={format!r} is of type {type(read).__name__}; expected a function")
+        return _of_user(read, format)
     if format not in FORMATS:
         near = nearest(format, list(FORMATS)) or ";"
         known = f"known: {', '.join(FORMATS)}, {object_forms('function')}"

@@ -13,10 +13,10 @@ from torch import Tensor
 from phalanx.config.messages import reason
 from phalanx.distributed.collectives import all_gather_object, exchange
 from phalanx.distributed.seed import fold_in
-from phalanx.rewards.base import RewardError, copied
+from phalanx.rewards.base import RewardError
 from phalanx.rewards.judge._base import PairJudge, no_question
 from phalanx.rewards.judge._model import Question
-from phalanx.types import Prompt
+from phalanx.types import Prompt, copied
 
 Ask = Callable[[list[bytes], list[Question]], list[str]]
 Place = tuple[int, int]  # a rank, and the index of a sample on this rank

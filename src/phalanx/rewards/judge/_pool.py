@@ -16,12 +16,12 @@ from torch import Tensor
 from phalanx.config.reward import RewardModelConfig
 from phalanx.distributed.launch import Launch
 from phalanx.media.pictures import raw_file, to_uint8
-from phalanx.rewards.base import RewardError, copied, objection_of
+from phalanx.rewards.base import RewardError, objection_of
 from phalanx.rewards.call import DaemonPool
 from phalanx.rewards.judge._base import Judge, PairJudge, no_question
 from phalanx.rewards.judge._model import Question, RewardModel
 from phalanx.rewards.judge._pairs import Comparison, Subject
-from phalanx.types import Outputs, Prompt
+from phalanx.types import Outputs, Prompt, copied
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

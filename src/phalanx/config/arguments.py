@@ -1,0 +1,81 @@
+"""Keyword arguments of rewards and environments: names by the signature, types by the annotations."""
+
+import inspect
+import json
+from collections.abc import Callable, Collection
+from typing import Any
+
+from pydantic import PydanticSchemaGenerationError, PydanticUserError, TypeAdapter, ValidationError
+
+from phalanx.config.load import ConfigError
+from phalanx.config.messages import cut
+
+# Annotations that cannot be checked: those that are not types, and those that do not exist.
+_UNCHECKED = (PydanticSchemaGenerationError, PydanticUserError, NameError, AttributeError, TypeError, SyntaxError)
+
+
+def check_arguments(
+    function: Callable[..., Any],
+    args: tuple[str, ...],
+    kwargs: dict[str, Any],
+    key: str,
+    label: str,
+    hidden: tuple[str, ...] = (),
+    ours: Collection[str] = (),
+) -> None:
+    """Raise ConfigError if `function`, in messages `label`, cannot be called with the positional arguments `args` and
+    with `kwargs`. `hidden`: those of the kwargs that a message does not name. `ours`: those that the user has not set.
+    """
+    signature = signature_of(function, key, label)
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        names = list(signature.parameters)[len(args) :]
+        takes = ", ".join(name for name in names if name not in hidden) or "none"
+        call = ", ".join((*args, "**kwargs"))
+        raise ConfigError(f"{key}: {label}({call}): {error}; its kwargs: {takes}") from None
+    given = {name: value for name, value in kwargs.items() if name not in hidden and name not in ours}
+    _check_types(function, given, key, label)
+
+
+def _check_types(function: Callable[..., Any], kwargs: dict[str, Any], key: str, label: str) -> None:
+    """Raise ConfigError for the first argument that is not of the type in the function's annotations."""
+    try:
+        parameters = inspect.signature(function, eval_str=True).parameters
+    except _UNCHECKED:
+        return
+    for name, value in kwargs.items():
+        parameter = parameters.get(name)
+        if parameter is None or parameter.annotation is parameter.empty:
+            continue
+        if type(value) is type(parameter.default) and value == parameter.default:  # such as None for `x: int = None`
+            continue
+        integral = isinstance(value, float) and value.is_integer()  # YAML writes a million as 1e6
+        try:
+            adapter = TypeAdapter[Any](parameter.annotation)
+            # in JSON's strict mode a list may be a tuple and an integer a number, but no text is a number
+            if not (integral and _is(adapter, int(value))):
+                adapter.validate_json(json.dumps(value), strict=True)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            where = ".".join(map(str, (name, *(part for part in first["loc"] if isinstance(part, int)))))
+            should = " ".join(first["msg"].removeprefix("Value error, ").removeprefix("Input ").split())
+            raise ConfigError(f"{key}: {label}: {where}={cut(repr(first['input']))} {should}") from None
+        except _UNCHECKED:
+            continue
+
+
+def _is(adapter: TypeAdapter[Any], value: int) -> bool:
+    try:
+        adapter.validate_python(value, strict=True)
+    except ValidationError:
+        return False
+    return True
+
+
+def signature_of(function: Callable[..., Any], key: str, label: str) -> inspect.Signature:
+    """The signature of a function or class. Raises ConfigError if it has none."""
+    try:
+        return inspect.signature(function)
+    except ValueError:  # of some builtins, which are written in C
+        raise ConfigError(f"{key}: {label} has no signature; expected a function or class written in Python") from None
