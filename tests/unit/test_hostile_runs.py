@@ -20,7 +20,6 @@ from phalanx.telemetry.watch import Watcher
 from tests.hostile import RUNS, SECRET, digest, in_child, png, rows
 from tests.pages import EVIL, Page, add_ranks, logger, run
 
-
 SLOW = {"many metrics", "an image that unpacks to more", "sparse metrics", "sparse files", "a deep tree"}
 
 
