@@ -20,7 +20,6 @@ from phalanx.telemetry.watch import Watcher
 from tests.hostile import RUNS, SECRET, digest, in_child, png, rows
 from tests.pages import EVIL, Page, add_ranks, logger, run
 
-
 SLOW = {"many metrics", "an image that unpacks to more", "sparse metrics", "sparse files", "a deep tree"}
 
 
@@ -156,3 +155,18 @@ def test_files_that_only_others_may_read(a_run: Path) -> None:
             assert "metrics.jsonl cannot be read: Permission denied." in shown[4] and "my &lt;run" not in shown[4]
 
         assert in_child(act, user=user) == ""
+
+
+def test_links_that_users_make_are_followed(a_run: Path, tmp_path: Path) -> None:
+    """Of outputs/ or a run to another disk, and of checkpoints in a run, which these commands do not read."""
+    shutil.copytree(a_run, tmp_path / "disk" / "run")
+    (tmp_path / "scratch").mkdir()
+    (tmp_path / "disk" / "run" / "checkpoints").symlink_to(tmp_path / "scratch")
+    (tmp_path / "outputs").symlink_to(tmp_path / "disk")
+    (tmp_path / "latest").symlink_to("outputs/run")
+    with captured() as out:
+        assert runs.main("runs", [str(tmp_path / "outputs")]) == 0
+    assert f"{tmp_path}/outputs/run " in out.getvalue()
+    _, log, stopped, path, page, *_ = use(tmp_path / "latest")
+    assert "rank 0 says" in log and stopped.startswith("asked process 1 on h") and page.count("<img") == 4
+    assert path.strip() == str(tmp_path / "latest" / "report.html")

@@ -25,10 +25,12 @@ def open_inside(folder: Path, name: str) -> BinaryIO:
         return os.fdopen(_opened(parent, last, os.O_RDONLY), "rb")
 
 
-def append_inside(folder: Path, name: str) -> BinaryIO:
-    """Open a file to read and append; it is created if it is missing."""
+def append_inside(folder: Path, name: str, buffering: int = -1) -> BinaryIO:
+    """Open a file to read and append; it is created if it is missing. `buffering`: see `open`; without it, a full disk
+    may take only a part of what is written.
+    """
     with _parent(folder, name) as (parent, last):
-        return os.fdopen(_opened(parent, last, os.O_RDWR | os.O_APPEND | os.O_CREAT), "a+b", buffering=0)
+        return os.fdopen(_opened(parent, last, os.O_RDWR | os.O_APPEND | os.O_CREAT), "a+b", buffering=buffering)
 
 
 def read_inside(folder: Path, name: str, limit: int) -> bytes:

@@ -16,6 +16,7 @@ from typing import Any, TypeVar, get_args, get_type_hints
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException, ValidationError
 
+from phalanx.config.files import replace_file
 from phalanx.config.messages import ConfigError, cut, element_of, expected, nearest, shown, type_name
 from phalanx.config.registry import resolve_registry
 from phalanx.config.rules import check
@@ -105,7 +106,7 @@ def build(schema: type[T], user: DictConfig) -> T:
 def save(config: Any, path: Path) -> None:
     """Write the resolved configuration as YAML; values from environment variables stay references to them."""
     # OmegaConf quotes a text such as "1e3", which it would otherwise read back as a number
-    path.write_text(OmegaConf.to_yaml(OmegaConf.create(public(config))), encoding="utf-8")
+    replace_file(path, OmegaConf.to_yaml(OmegaConf.create(public(config))))
 
 
 def _user(schema: type, path: str | None, overrides: list[str]) -> DictConfig:

@@ -32,6 +32,7 @@ class Records:
         lines = [json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows]
         with append_inside(self.folder, RECORDS) as file:
             file.write("".join(lines).encode())
+            file.flush()
             os.fsync(file.fileno())
 
     def keep(self, sizes: Sequence[int]) -> int:

@@ -295,7 +295,7 @@ class _MetricsFile:
     def _begin(self, content: bytes) -> None:
         """Replace the file by one with this content, and open it to append."""
         replace_file(self._path, content)
-        self._stream = append_inside(self._path.parent, self._path.name)
+        self._stream = append_inside(self._path.parent, self._path.name, buffering=0)
 
     def write(self, step: int, row: dict[str, float]) -> dict[str, float]:
         """Append a row and return it, with the elapsed time added."""
