@@ -99,7 +99,7 @@ def token_metrics(
 def over_ranks(sums: Sums) -> Sums:
     """The sums of all ranks' samples, on the CPU."""
     parts = sums.parts
-    flat = torch.cat(list(parts.values())).tolist() if parts else []  # read from the device at once
+    flat = list(map(float, torch.cat(list(parts.values())).cpu() if parts else ()))  # one wait for the device
     sizes, local = [len(part) for part in parts.values()], dict[str, list[float]]()
     for name, size in zip(parts, sizes, strict=True):
         local[name], flat = flat[:size], flat[size:]
