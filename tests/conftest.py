@@ -8,6 +8,8 @@ import shutil
 # One thread, because forked ranks inherit no OpenMP pool, and so that sums have a fixed order. Set before torch is
 # imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Equal bits are promised in the mode that phalanx chooses; see phalanx.make_products_exact.
+os.environ.pop("MKL_CBWR", None)
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
