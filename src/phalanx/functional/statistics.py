@@ -226,22 +226,28 @@ def mean_of_groups(groups: Sequence[Values | tuple[Values, Values]], unit: bool)
     in quadrature (MOVER; Zou and Donner, Statistics in Medicine 27, 2008), which keeps asymmetric intervals so. The
     degrees of freedom of Student's t are those of the mean (Welch 1947).
     """
-    pairs = [group if isinstance(group, tuple) else (group, None) for group in groups]
-    differences = [values if others is None else values - others for values, others in pairs]
-    number, counts = len(groups), [len(group) for group in differences]
-    value = sum(float(group.mean()) for group in differences) / number
-    if min(counts) < 2:
-        return Estimate(value, None, None, sum(counts))
-    variances = [float(group.var(ddof=1)) / len(group) for group in differences]
-    parts = sum(variance**2 / (count - 1) for variance, count in zip(variances, counts, strict=True))
-    degrees = int(sum(variances) ** 2 / parts) if parts > _TINY**2 else sum(counts) - number
+    number, count, value, variance, squares = len(groups), 0, 0.0, 0.0, 0.0
+    pairs = list[tuple[Values, Values | None]]()
+    fewest = math.inf
+    for group in groups:
+        values, others = group if isinstance(group, tuple) else (group, None)
+        differences = values if others is None else values - others
+        pairs.append((values, others))
+        count, fewest = count + len(values), min(fewest, len(values))
+        value += float(differences.mean()) / number
+        if len(values) > 1:
+            error = float(differences.var(ddof=1)) / len(values)
+            variance, squares = variance + error, squares + error**2 / (len(values) - 1)
+    if fewest < 2:
+        return Estimate(value, None, None, count)
+    degrees = int(variance**2 / squares) if squares > _TINY**2 else count - number
     below, above = 0.0, 0.0
     for values, others in pairs:
         part = _interval(values, others, unit, CONFIDENCE, degrees)
         assert part.low is not None and part.high is not None
         below += (part.value - part.low) ** 2
         above += (part.high - part.value) ** 2
-    return Estimate(value, value - math.sqrt(below) / number, value + math.sqrt(above) / number, sum(counts))
+    return Estimate(value, value - math.sqrt(below) / number, value + math.sqrt(above) / number, count)
 
 
 def t_quantile(probability: float, degrees: int) -> float:
