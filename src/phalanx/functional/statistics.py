@@ -130,7 +130,10 @@ def _interval(
         return Estimate(mean, (0.0 if others is None else -1.0) if known else None, 1.0 if known else None, count)
     quantile = t_quantile((1 + confidence) / 2, degrees or count - 1)
     if known:
-        low, high = mean_bounds(values, quantile) if others is None else difference_bounds(values, others, quantile)
+        if others is None:  # of several groups, the bounds on the further side do not all err in the same direction
+            low, high = mean_bounds(values, quantile, RELIEF if degrees is None else 0.0)
+        else:
+            low, high = difference_bounds(values, others, quantile)
         return Estimate(mean, float(low), float(high), count)
     half_width = quantile * math.sqrt(float(differences.var(ddof=1)) / count)
     return Estimate(mean, mean - half_width, mean + half_width, count)
@@ -142,18 +145,19 @@ def t_half_width(values: Values, confidence: float = CONFIDENCE) -> float | None
     return None if high is None else high - mean
 
 
-def mean_bounds(values: Values, quantile: float) -> tuple[Values, Values]:
+def mean_bounds(values: Values, quantile: float, relief: float = RELIEF) -> tuple[Values, Values]:
     """The bounds [...] of the mean of scores in 0..1, values [..., P] with P > 1: Wilson's (1927) with a quantile of
     Student's t and the effective number of independent zeros and ones, m (1 - m) / s^2, where s^2 is the variance of
     the mean m. If all prompts score the same, this number is P.
 
     A mean near 0 of few prompts may lack the rare prompts that are easy (near 1 those that are hard), which its
-    variance does not show. Its bound towards 1/2 is then that of prompts which score 0 or 1 throughout.
+    variance does not show. Its bound towards 1/2 is then that of prompts which score 0 or 1 throughout, and the
+    quantile of the other bound is smaller, by up to the share `relief`.
     """
     count, mean, variance = values.shape[-1], values.mean(-1), values.var(-1, ddof=1)
     most = mean * (1 - mean)  # the variance of such prompts
     added = _lacking(mean, count) * np.maximum(most - variance, 0)
-    nearer = 1 - RELIEF * np.divide(added, most, out=np.zeros_like(most), where=most > _TINY)
+    nearer = 1 - relief * np.divide(added, most, out=np.zeros_like(most), where=most > _TINY)
     low, high = _wilson(mean, _effective(most, variance, count), quantile * nearer)
     further_low, further_high = _wilson(mean, _effective(most, variance + added, count), quantile)
     low = np.where(mean > 0.5, np.minimum(low, further_low), low)
