@@ -130,7 +130,10 @@ def _interval(
         return Estimate(mean, (0.0 if others is None else -1.0) if known else None, 1.0 if known else None, count)
     quantile = t_quantile((1 + confidence) / 2, degrees or count - 1)
     if known:
-        low, high = mean_bounds(values, quantile) if others is None else difference_bounds(values, others, quantile)
+        if others is None:  # of several groups, the bounds on the further side do not all err in the same direction
+            low, high = mean_bounds(values, quantile, RELIEF if degrees is None else 0.0)
+        else:
+            low, high = difference_bounds(values, others, quantile)
         return Estimate(mean, float(low), float(high), count)
     half_width = quantile * math.sqrt(float(differences.var(ddof=1)) / count)
     return Estimate(mean, mean - half_width, mean + half_width, count)
@@ -142,18 +145,19 @@ def t_half_width(values: Values, confidence: float = CONFIDENCE) -> float | None
     return None if high is None else high - mean
 
 
-def mean_bounds(values: Values, quantile: float) -> tuple[Values, Values]:
+def mean_bounds(values: Values, quantile: float, relief: float = RELIEF) -> tuple[Values, Values]:
     """The bounds [...] of the mean of scores in 0..1, values [..., P] with P > 1: Wilson's (1927) with a quantile of
     Student's t and the effective number of independent zeros and ones, m (1 - m) / s^2, where s^2 is the variance of
     the mean m. If all prompts score the same, this number is P.
 
     A mean near 0 of few prompts may lack the rare prompts that are easy (near 1 those that are hard), which its
-    variance does not show. Its bound towards 1/2 is then that of prompts which score 0 or 1 throughout.
+    variance does not show. Its bound towards 1/2 is then that of prompts which score 0 or 1 throughout, and the
+    quantile of the other bound is smaller, by up to the share `relief`.
     """
     count, mean, variance = values.shape[-1], values.mean(-1), values.var(-1, ddof=1)
     most = mean * (1 - mean)  # the variance of such prompts
     added = _lacking(mean, count) * np.maximum(most - variance, 0)
-    nearer = 1 - RELIEF * np.divide(added, most, out=np.zeros_like(most), where=most > _TINY)
+    nearer = 1 - relief * np.divide(added, most, out=np.zeros_like(most), where=most > _TINY)
     low, high = _wilson(mean, _effective(most, variance, count), quantile * nearer)
     further_low, further_high = _wilson(mean, _effective(most, variance + added, count), quantile)
     low = np.where(mean > 0.5, np.minimum(low, further_low), low)
@@ -226,22 +230,28 @@ def mean_of_groups(groups: Sequence[Values | tuple[Values, Values]], unit: bool)
     in quadrature (MOVER; Zou and Donner, Statistics in Medicine 27, 2008), which keeps asymmetric intervals so. The
     degrees of freedom of Student's t are those of the mean (Welch 1947).
     """
-    pairs = [group if isinstance(group, tuple) else (group, None) for group in groups]
-    differences = [values if others is None else values - others for values, others in pairs]
-    number, counts = len(groups), [len(group) for group in differences]
-    value = sum(float(group.mean()) for group in differences) / number
-    if min(counts) < 2:
-        return Estimate(value, None, None, sum(counts))
-    variances = [float(group.var(ddof=1)) / len(group) for group in differences]
-    parts = sum(variance**2 / (count - 1) for variance, count in zip(variances, counts, strict=True))
-    degrees = int(sum(variances) ** 2 / parts) if parts > _TINY**2 else sum(counts) - number
+    number, count, value, variance, squares = len(groups), 0, 0.0, 0.0, 0.0
+    pairs = list[tuple[Values, Values | None]]()
+    fewest = math.inf
+    for group in groups:
+        values, others = group if isinstance(group, tuple) else (group, None)
+        differences = values if others is None else values - others
+        pairs.append((values, others))
+        count, fewest = count + len(values), min(fewest, len(values))
+        value += float(differences.mean()) / number
+        if len(values) > 1:
+            error = float(differences.var(ddof=1)) / len(values)
+            variance, squares = variance + error, squares + error**2 / (len(values) - 1)
+    if fewest < 2:
+        return Estimate(value, None, None, count)
+    degrees = int(variance**2 / squares) if squares > _TINY**2 else count - number
     below, above = 0.0, 0.0
     for values, others in pairs:
         part = _interval(values, others, unit, CONFIDENCE, degrees)
         assert part.low is not None and part.high is not None
         below += (part.value - part.low) ** 2
         above += (part.high - part.value) ** 2
-    return Estimate(value, value - math.sqrt(below) / number, value + math.sqrt(above) / number, sum(counts))
+    return Estimate(value, value - math.sqrt(below) / number, value + math.sqrt(above) / number, count)
 
 
 def t_quantile(probability: float, degrees: int) -> float:

@@ -140,10 +140,9 @@ def _majority(
     return majority_at_k(given, row, k)
 
 
-def _ranged(*sides: Scores) -> set[str]:
+def _ranged(scores: Scores) -> set[str]:
     """The scores that are known to be in 0..1."""
-    shared = set(sides[0].values).intersection(*(side.values for side in sides))
-    return {name for name in shared if in_unit_range(np.concatenate([side.values[name] for side in sides]))}
+    return {name for name, values in scores.values.items() if in_unit_range(values)}
 
 
 def _is_ranged(name: str, statistic: str, ranged: set[str]) -> bool:
@@ -151,19 +150,14 @@ def _is_ranged(name: str, statistic: str, ranged: set[str]) -> bool:
     return name in ranged or statistic.startswith("pass")
 
 
-def _known(statistics: Statistics) -> Statistics:
-    """The values of prompts that have one; a statistic that none has is omitted."""
-    result: Statistics = {}
-    for name, row in statistics.items():
-        result[name] = {key: values[~np.isnan(values)] for key, values in row.items() if not np.isnan(values).all()}
-    return result
-
-
 def figures(statistics: Statistics, ranged: set[str]) -> Figures:
     """The estimates over all prompts that have a value; `ranged` are the scores in 0..1."""
     result: Figures = {}
-    for name, row in _known(statistics).items():
-        result[name] = {key: mean_interval(values, _is_ranged(name, key, ranged)) for key, values in row.items()}
+    for name, row in statistics.items():
+        result[name] = {}
+        for key, values in row.items():
+            if len(known := values[~np.isnan(values)]):
+                result[name][key] = mean_interval(known, _is_ranged(name, key, ranged))
     return result
 
 
@@ -187,7 +181,9 @@ def differences(values: Statistics, before: Statistics, ranged: set[str]) -> Fig
     """Paired differences of two models' statistics; those that only one of them has are omitted."""
     result: Figures = {}
     for name, row in _pairs(values, before).items():
-        result[name] = {key: paired_interval(*pair, _is_ranged(name, key, ranged)) for key, pair in row.items()}
+        result[name] = {}
+        for key, pair in row.items():
+            result[name][key] = paired_interval(*pair, _is_ranged(name, key, ranged))
     return result
 
 
@@ -241,9 +237,8 @@ def result_of(
             of_groups = {value: per_prompt(scores.of(places), wanted) for value, places in groups.items()}
             part["groups"] = {}
             for value, places in groups.items():
-                of_group = _plain(figures(of_groups[value], ranged))
-                part["groups"][value] = {"prompts": len(places), "scores": of_group}
-            part["mean_of_groups"] = {"scores": _plain(_over([_known(row) for row in of_groups.values()], ranged))}
+                part["groups"][value] = {"prompts": len(places), "scores": _plain(figures(of_groups[value], ranged))}
+            part["mean_of_groups"] = {"scores": _plain(_over(list(of_groups.values()), ranged))}
         if others is not None:
             part["baseline"] = _compared(scores, others[name], wanted, groups)
         sets[name] = part
@@ -252,7 +247,7 @@ def result_of(
 
 def _compared(scores: Scores, others: Scores, wanted: Wanted, groups: Mapping[str, list[int]]) -> dict[str, Any]:
     values, before = per_prompt(scores, wanted), per_prompt(others, wanted)
-    ranged = _ranged(scores, others)
+    ranged = _ranged(scores) & _ranged(others)
     compared = differences(values, before, ranged)
     part: dict[str, Any] = {"scores": _plain(figures(before, _ranged(others))), "differences": _plain(compared)}
     wins = {}
@@ -277,9 +272,14 @@ def _over(groups: Sequence[Statistics] | Sequence[dict[str, dict[str, Pair]]], r
     for name, row in groups[0].items():
         result[name] = {}
         for statistic in row:
-            values = [group[name][statistic] for group in groups if statistic in group.get(name, {})]
-            if len(values) == len(groups):
-                result[name][statistic] = mean_of_groups(values, _is_ranged(name, statistic, ranged))
+            parts = list[NDArray[np.float64] | Pair]()
+            for group in groups:
+                part = group.get(name, {}).get(statistic)
+                known = part if part is None or isinstance(part, tuple) else part[~np.isnan(part)]
+                if known is not None and len(known):
+                    parts.append(known)
+            if len(parts) == len(groups):
+                result[name][statistic] = mean_of_groups(parts, _is_ranged(name, statistic, ranged))
     return result
 
 

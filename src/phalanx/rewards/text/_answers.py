@@ -171,13 +171,16 @@ def normalised(text: str) -> str:
 
 def _without_name(text: str) -> str:
     """A normal form without the name of its values: 5 of x=5, and 5,6 of x=5,x=6."""
-    items = [item.partition("=") for item in text.split(",")]
-    name = items[0][0]
-    if not items[0][1] or len(name) > 2 or not name.isalpha() or any("=" in value for _, _, value in items):
+    first, sign, _ = text.partition("=")
+    if not sign or len(first) > 2 or not first.isalpha():
         return text
-    if any(sign and other != name for other, sign, _ in items):
-        return text
-    return ",".join(value if sign else other for other, sign, value in items)
+    values = []
+    for item in text.split(","):
+        name, sign, value = item.partition("=")
+        if "=" in value or (sign and name != first):
+            return text
+        values.append(value if sign else name)
+    return ",".join(values)
 
 
 def exact(text: str) -> Fraction | None:

@@ -40,10 +40,12 @@ def load_math() -> Callable[[str, str], bool]:
     without_units = replace(latex, normalization_config=replace(latex.normalization_config, units=False))
 
     def parsed(text: str, config: math_verify.LatexExtractionConfig) -> list[Any]:
-        results = math_verify.parse(rf"\boxed{{{text}}}", [config, numbers], parsing_timeout=None)
-        for place, result in enumerate(results):
+        results = []
+        for result in math_verify.parse(rf"\boxed{{{text}}}", [config, numbers], parsing_timeout=None):
             if isinstance(result, Expr | FiniteSet | MatrixBase):
-                results[place] = result.xreplace({name: I for name in result.free_symbols if name.name == "i"})
+                for name in result.free_symbols:
+                    result = result.xreplace({name: I}) if name.name == "i" else result
+            results.append(united(result, text))
         return results
 
     def united(result: Any, text: str) -> Any:
@@ -51,15 +53,18 @@ def load_math() -> Callable[[str, str], bool]:
         word = re.search(r"(?<![a-zA-Z])(?:and|or)(?![a-zA-Z])", text)
         if word is None or not isinstance(result, FiniteSet) or len(result.free_symbols) != 1:
             return result
-        if any(isinstance(part, Eq) or not isinstance(part, Relational) for part in result.args):
-            return result
-        return (Union if word.group() == "or" else Intersection)(*(part.as_set() for part in result.args))
+        sets = []
+        for part in result.args:
+            if isinstance(part, Eq) or not isinstance(part, Relational):
+                return result
+            sets.append(part.as_set())
+        return (Union if word.group() == "or" else Intersection)(*sets)
 
     def verdict(truth: str, answer: str) -> bool:
         # for math-verify a letter at the end is a unit; where a formula's truth has one, it is read as a variable, too
         configs = [latex, without_units] if re.search(r"[\d}] ?[a-z]+\Z", truth) else [latex]
         for config in configs:
-            gold, results = ([united(part, text) for part in parsed(text, config)] for text in (truth, answer))
+            gold, results = parsed(truth, config), parsed(answer, config)
             if math_verify.verify(gold, results, allow_set_relation_comp=True, timeout_seconds=None):
                 return True
         return False
