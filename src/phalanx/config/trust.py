@@ -1,5 +1,5 @@
-"""Trust in a checkpoint's own config.yaml: it is somebody's file, and neither runs code nor reads the environment unless
-the user trusts the run or names the same keys on the command line.
+"""Trust in a checkpoint's own config.yaml: it is somebody's file, and runs no code and reads no environment variable
+unless the user trusts the run or names the same keys on the command line.
 """
 
 from collections.abc import Iterator, Mapping
