@@ -10,6 +10,8 @@ import yaml
 from phalanx.config.environment import EnvironmentConfig
 from phalanx.config.lm import LMRLConfig
 from phalanx.config.load import ConfigError, load
+from phalanx.config.messages import reason
+from phalanx.environments import EnvironmentFailure, Environments
 from phalanx.environments.registry import build_kinds, kind_of
 from phalanx.jobs.inputs import check_lm
 
@@ -171,3 +173,50 @@ def test_a_file_of_tools_with_a_malformed_schema(parameters: Any, problem: str, 
         kinds(tool_config_path=str(file))
     key = f"environment.tool_config_path: {file}: tools[0].tool_schema.function.parameters"
     assert str(error.value) == f"{key}: {problem}"
+
+
+LEAKS = """
+class Leak:
+    def __init__(self, key: str):
+        self.key = key
+
+    def look(self, how: str) -> str:
+        \"\"\"Look it up.
+
+        Args:
+            how: raise or return
+        \"\"\"
+        text = f"401 for https://api?key={self.key}&x=1"
+        if how == "raise":
+            raise RuntimeError(text)
+        return {"error": text} if how == "data" else text
+"""
+
+
+@pytest.mark.parametrize("how", ["raise", "return", "data"])
+@pytest.mark.parametrize("on_error", ["observe", "end", "fail"])
+def test_no_secret_reaches_the_model_or_a_message(
+    how: str, on_error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LEAKED_KEY", "sk-verysecret/12 3")
+    (tmp_path / "own.py").write_text(LEAKS)
+    keys = [f"environment.path={tmp_path}/own.py:Leak", "environment.kwargs.key=${oc.env:LEAKED_KEY}"]
+    keys += ["environment.tools=[]", f"environment.on_error={on_error}", "model.path=base"]
+    environments = Environments(load(LMRLConfig, QUICKSTART, keys).environment)
+    talk = environments.open({"prompt": "p"}, 0, 0)
+    assert talk.reset().result() == []
+    call = {"type": "function", "function": {"name": "look", "arguments": {"how": how}}}
+    try:
+        turn = talk.hear({"role": "assistant", "content": "", "tool_calls": [call]}).result()
+        seen = str(turn.messages) + str(talk.problem)
+    except EnvironmentFailure as failure:
+        seen = str(failure)
+    assert "verysecret" not in seen
+    assert "https://api?key=${oc.env:LEAKED_KEY}&x=1" in seen
+    environments.close()
+
+
+def test_no_secret_is_in_the_error_of_a_reward(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LEAKED_KEY", "sk-verysecret12")
+    assert load(LMRLConfig, QUICKSTART, ["model.path=${oc.env:LEAKED_KEY}"]).model.path == "sk-verysecret12"
+    assert reason(RuntimeError("401 ?key=sk-verysecret12")) == "RuntimeError: 401 ?key=${oc.env:LEAKED_KEY}"

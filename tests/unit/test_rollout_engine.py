@@ -13,6 +13,7 @@ from phalanx.config.flow import FlowMatchingTaskConfig, FlowRLConfig, FlowRollou
 from phalanx.config.lm import LMRLConfig, LMRolloutConfig
 from phalanx.config.rules import check
 from phalanx.config.tasks import CheckClusterConfig, read_run
+from phalanx.config.trust import Use
 from phalanx.distributed.placement import judged_beside
 from phalanx.plan.blueprint import family_name
 from phalanx.plan.jobs import planned
@@ -202,7 +203,9 @@ def test_a_run_is_read_without_its_engine(own: str, tmp_path: Path) -> None:
     """Sampling and exports need none, and the file may be gone."""
     save(flow_config(f"rollout.engine='{own}:Flow'"), tmp_path / "config.yaml")
     Path(own).unlink()
-    assert read_run(tmp_path / "config.yaml", FlowRunConfig).rollout.engine == f"{own}:Flow"
+    assert read_run(tmp_path / "config.yaml", FlowRunConfig).rollout.engine == "policy"
+    trusted = read_run(tmp_path / "config.yaml", FlowRunConfig, use=Use(trusted=True))
+    assert trusted.rollout.engine == f"{own}:Flow"
 
 
 @pytest.mark.parametrize("correction", ["none", "truncated_is", "rejection"])

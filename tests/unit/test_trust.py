@@ -89,8 +89,11 @@ def test_a_models_family_is_code(tmp_path: Path) -> None:
 
 def test_built_in_names_need_no_trust(tmp_path: Path) -> None:
     reward = [{"name": "gsm8k", "weight": 2.0}, {"name": "length", "kwargs": {"target": 5}}]
-    environment = {"environment__path": {"a": "python", "b": "reasoning_gym"}, "environment__format": "qwen3_coder"}
-    environment["environment__kwargs"] = {"a": {"unconfined": False, "timeout_s": 5}}  # type: ignore[dict-item]
+    environment: dict[str, Any] = {
+        "environment__path": {"a": "python", "b": "reasoning_gym"},
+        "environment__format": "qwen3_coder",
+    }
+    environment["environment__kwargs"] = {"a": {"unconfined": False, "timeout_s": 5}}
     file = written(tmp_path, reward__functions=reward, rollout__engine="vllm", **environment)
     run = read_run(file, *KINDS, use=Use(sections=EVERY))
     assert [entry.name for entry in run.reward.functions] == ["gsm8k", "length"]
@@ -98,9 +101,17 @@ def test_built_in_names_need_no_trust(tmp_path: Path) -> None:
 
 
 def test_keys_that_the_user_names_replace_those_of_the_run(tmp_path: Path) -> None:
-    changes = {"reward__functions": [{"path": "e:f"}], "rollout__engine": "e:E", "data__val_files": ["${oc.env:A}"]}
+    changes: dict[str, Any] = {
+        "reward__functions": [{"path": "e:f"}],
+        "rollout__engine": "e:E",
+        "data__val_files": ["${oc.env:A}"],
+    }
     file = written(tmp_path, **changes)
-    named = {"reward": {"functions": [{"name": "gsm8k"}]}, "rollout": {"engine": "policy"}, "data": {"val_files": []}}
+    named: dict[str, Any] = {
+        "reward": {"functions": [{"name": "gsm8k"}]},
+        "rollout": {"engine": "policy"},
+        "data": {"val_files": []},
+    }
     run = read_run(file, *KINDS, use=Use(sections=EVERY, named=named))
     assert (run.reward.functions, run.rollout.engine, run.data.val_files) == ([], "policy", [])
     with pytest.raises(ConfigError, match=r"rollout.engine=e:E; give"):

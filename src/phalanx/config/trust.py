@@ -1,4 +1,4 @@
-"""What a checkpoint's own config.yaml may do: it is somebody's file, and neither runs code nor reads the environment
+"""Trust in a checkpoint's own config.yaml: it is somebody's file, and runs no code and reads no environment variable
 unless the user trusts the run or names the same keys on the command line.
 """
 
@@ -17,7 +17,7 @@ UNUSED: dict[str, Mapping[str, Any]] = {"data": {"train_files": [], "val_files":
 
 @dataclass(frozen=True)
 class Use:
-    """What a task takes from a run's configuration.
+    """The use that a task makes of a run's configuration.
 
     trusted: the user has set trust_run. sections: those whose code the task would run. named: the keys of each section
     that the task itself sets or ignores, with the user's values.
@@ -44,11 +44,11 @@ class Use:
                 continue
             kept[name] = dict(section)
             for key, value in section.items():
-                found = next(_foreign(f"{name}.{key}", value), None)
-                if found is None:
+                part = next(_foreign(f"{name}.{key}", value), None)
+                if part is None:
                     continue
                 if name in self.sections and not self._replaces(str(name), key, value):
-                    problems.append(found)
+                    problems.append(part)
                 elif (name, key) == ("model", "path"):
                     kept[name][key] = ""  # it is required, and the task sets it
                 else:
