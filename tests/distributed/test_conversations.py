@@ -190,6 +190,10 @@ def assert_generated_again(record: dict[str, Any], folder: Path) -> None:
     file = folder / "texts.jsonl"
     words = [f"checkpoint={folder / 'out'}", f"prompt_file={folder / 'prompts.jsonl'}", f"output_file={file}"]
     done = run_task(["tasks/generate.py", *words])
+    assert (
+        done.returncode == 2 and "config.yaml would run code or read the environment: environment.path=" in done.stderr
+    )
+    done = run_task(["tasks/generate.py", *words, "trust_run=true"])
     assert done.returncode == 0, done.stderr
     row = json.loads(file.read_text().splitlines()[0])
     for key in ("text", "messages", "turns", "tool_calls", "ended", "turn_rewards"):
@@ -198,7 +202,7 @@ def assert_generated_again(record: dict[str, Any], folder: Path) -> None:
     assert f"{record['turns']} turns; {record['tool_calls']} calls; " in done.stdout
     done = run_task(["tasks/generate.py", *words, "environment=false"])
     assert "messages" not in json.loads(file.read_text().splitlines()[0])
-    done = run_task(["tasks/generate.py", *words, "stop=[x]"])
+    done = run_task(["tasks/generate.py", *words, "trust_run=true", "stop=[x]"])
     assert done.returncode == 2 and done.stderr.splitlines()[-1] == (
         "error: stop: with an environment, a turn ends with an end token of the model; leave stop out, or set "
         "environment=false"

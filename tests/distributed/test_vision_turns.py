@@ -155,9 +155,10 @@ def test_a_checkpoint_talks_as_validation_did(talker: Path, tmp_path: Path) -> N
     run_ranks(fit, 1, config_of(talker, tmp_path, *keys, "rollout.val.temperature=0.8"))
     kept = read_index(out / "samples/prompts/step_000001", "text")
     assert max(row["turns"] for row in kept) > 1 and any("images" in row for row in kept)
-    run_ranks(write, 1, [f"checkpoint={out}", f"prompt_file={prompts}", f"output_file={tmp_path / 'texts.jsonl'}"])
+    trusted = [f"checkpoint={out}", "trust_run=true"]
+    run_ranks(write, 1, [*trusted, f"prompt_file={prompts}", f"output_file={tmp_path / 'texts.jsonl'}"])
     rows = [json.loads(line) for line in (tmp_path / "texts.jsonl").read_text().splitlines()]
     assert [row["messages"] for row in rows] == [row["messages"] for row in kept]
-    run_ranks(measure, 1, [f"checkpoint={out}", f"output_dir={tmp_path / 'measured'}"])
+    run_ranks(measure, 1, [*trusted, f"output_dir={tmp_path / 'measured'}"])
     told = [json.loads(line) for line in (tmp_path / "measured" / "records.jsonl").read_text().splitlines()]
     assert [row["messages"] for row in told] == [row["messages"] for row in kept]
