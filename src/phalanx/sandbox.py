@@ -153,8 +153,8 @@ def _readable(job: str) -> list[str]:
     if site.ENABLE_USER_SITE:
         paths.add(site.getusersitepackages())
     if sys.prefix != sys.base_prefix:  # of a virtual environment, which may be the project's folder, only libraries
-        paths |= {str(path) for path in Path(sys.prefix, "lib").glob("lib*.so*") if path.is_file()}
-    never = {os.path.realpath(path) for path in ("/", job, os.path.expanduser("~"))}
+        paths |= set(map(str, filter(Path.is_file, Path(sys.prefix, "lib").glob("lib*.so*"))))
+    never = set(map(os.path.realpath, ("/", job, os.path.expanduser("~"))))
     return sorted(path for path in paths if os.path.isabs(path) and os.path.realpath(path) not in never)
 
 

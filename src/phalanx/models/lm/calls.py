@@ -107,7 +107,7 @@ def _message(text: str, before: str, format: Format, types: Types) -> dict[str, 
     every = [thoughts.strip().removeprefix(tag)] * bool(thoughts) + parts.thoughts
     message: dict[str, Any] = {"role": "assistant", "content": "".join(parts.rest).strip()}
     if any(every) or thoughts:
-        message["reasoning_content"] = "\n".join(thought.strip() for thought in every).strip()
+        message["reasoning_content"] = "\n".join(map(str.strip, every)).strip()
     if parts.calls:
         message["tool_calls"] = []
         for call in parts.calls:
