@@ -29,10 +29,12 @@ class TestCharts:
 
     def test_validations_have_intervals_of_their_sets(self) -> None:
         row = {"val/a/reward/mean": 1.0, "val/a/reward/ci95": 0.1, "val/b/reward/mean": 2.0, "val/b/reward/ci95": 0.2}
+        row["val/a/reward/ci95_low"] = 0.8  # the mean is not in the middle
         (chart,), others = charts_of([of_rows({"step": 0, **row})])
         assert others == []
         bands = [(series["label"], series["y"], series["band"]) for series in chart.data()["series"]]
         assert bands == [("a", [1.0], [0.1]), ("b", [2.0], [0.2])]
+        assert [series.get("low") for series in chart.data()["series"]] == [[0.8], None]
         assert "The band is a 95 % interval of the mean over such prompts." in chart.html()
 
     def test_curves_of_several_runs_have_no_band_and_differ_in_colour_and_dash(self) -> None:

@@ -23,7 +23,8 @@ _PHASES = {"rollout": 0, "judge": 1, "reward": 2, "update": 3, "checkpoint": 4, 
 
 @dataclass(frozen=True)
 class Series:
-    """A curve: its label, its points (step, value), and half the height of the band around each point, if any.
+    """A curve: its label, its points (step, value), and half the height of the band around each point, if any, with the
+    band's lower edge where the point is not in its middle.
 
     `colour` and `dash` are indices of styles in page/report.css and page/report.js.
     """
@@ -31,6 +32,7 @@ class Series:
     label: str
     points: Points
     band: Points = field(default_factory=Points)
+    low: Points = field(default_factory=Points)
     colour: int = 0
     dash: int = 0
 
@@ -40,6 +42,8 @@ class Series:
         data: dict[str, Any] = {"label": self.label, "colour": self.colour, "dash": self.dash, "x": steps, "y": values}
         if self.band:
             _, data["band"] = _columns(thin(self.band.aligned(self.points.steps), limit))
+        if len(self.low) == len(self.points):  # runs of earlier versions have none
+            _, data["low"] = _columns(thin(self.low, limit))
         return data
 
     def summary(self) -> str:
@@ -56,8 +60,8 @@ class Series:
 class Chart:
     """The curves of all metrics whose names match `keys`; a group in the pattern is the curve's label.
 
-    `band` is the metric for half the height of the band, with {} for the label, and `spread` describes the band in the
-    caption. `bars` stacks the values of each step. `plain` curves are not smoothed by the page, and their points are
+    `band` is the metric for half the height of the band and `low` the one for its lower edge, if it is not that much
+    below the curve, with {} for the label, and `spread` describes the band in the caption. `bars` stacks the values of each step. `plain` curves are not smoothed by the page, and their points are
     marked. `zero` starts the axis at 0.
     """
 
@@ -65,6 +69,7 @@ class Chart:
     keys: str
     note: str = ""
     band: str = ""
+    low: str = ""
     spread: str = "one standard deviation"
     bars: bool = False
     plain: bool = False
@@ -108,6 +113,7 @@ CHARTS = (
         VALIDATION.pattern,
         "On held-out prompts.",
         band="val/{}/reward/ci95",
+        low="val/{}/reward/ci95_low",
         spread="a 95 % interval of the mean over such prompts",
         plain=True,
     ),
@@ -167,7 +173,7 @@ def charts_of(runs: Sequence[Run]) -> tuple[list[Chart], list[Chart]]:
     for chart in CHARTS:
         keys = [name for name in sorted(names, key=_policies_last) if re.fullmatch(chart.keys, _of_policy(name)[1])]
         for key in keys:
-            used |= {key, _band(chart, key)}
+            used |= {key, _beside(chart, key, chart.band), _beside(chart, key, chart.low)}
         if not chart.bars and constants.keys() >= set(keys):
             continue
         if not chart.bars:
@@ -215,7 +221,8 @@ def _curves(chart: Chart, names: list[str], runs: Sequence[Run]) -> list[Series]
             if not points:
                 continue
             if len(runs) == 1:
-                curves.append(Series(label, points, run.points(_band(chart, name)), colour=i, dash=i // COLOURS))
+                band, low = (run.points(_beside(chart, name, form)) for form in (chart.band, chart.low))
+                curves.append(Series(label, points, band, low, colour=i, dash=i // COLOURS))
             else:  # bands would hide the other runs and the differences between their means
                 name_of = run.label if len(names) == 1 else f"{run.label} · {label}"
                 colour = i * len(runs) + k
@@ -224,12 +231,12 @@ def _curves(chart: Chart, names: list[str], runs: Sequence[Run]) -> list[Series]
     return curves
 
 
-def _band(chart: Chart, name: str) -> str:
-    """The metric of the band around the curve of `name`, one of the chart's metrics."""
+def _beside(chart: Chart, name: str, form: str) -> str:
+    """The metric `form` of the band around the curve of `name`, one of the chart's metrics."""
     policy, plain = _of_policy(name)
     match = re.fullmatch(chart.keys, plain)
     assert match is not None, "the chart contains this metric"
-    return f"{policy}{chart.band.format(*match.groups())}"
+    return f"{policy}{form.format(*match.groups())}"
 
 
 def _of_policy(name: str) -> tuple[str, str]:

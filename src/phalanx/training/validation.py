@@ -144,6 +144,7 @@ class Validator:
         mean = mean_interval(of_prompts[~of_prompts.isnan()].numpy(), in_unit_range(known.double().numpy()))
         if mean.low is not None and mean.high is not None:
             row[f"val/{name}/reward/ci95"] = (mean.high - mean.low) / 2
+            row[f"val/{name}/reward/ci95_low"] = mean.low
         terms = {term: all_gather(values)[:real] for term, values in local_terms.items()}
         for term, values in terms.items():
             row[f"val/{name}/reward/{term}"] = values[scored].mean().item()

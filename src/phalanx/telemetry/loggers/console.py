@@ -1,5 +1,6 @@
 """Console: one line per step and per validation, with a progress line below them on a terminal."""
 
+import re
 import sys
 import time
 from datetime import timedelta
@@ -68,7 +69,8 @@ class Console(Logger):
         if is_training_row(row):
             parts = [f"{key} {row[key]:.4g}" for key in shown_keys(row)]
             self.show("  ".join([f"step {step}/{self.total}", *parts, f"ETA {self.eta}"]))
-        parts = [f"{key.removeprefix('val/')} {value:.4f}" for key, value in row.items() if key.startswith("val/")]
+        shown = filter(re.compile(r"val/(?!.*/ci95_low$)").match, row)
+        parts = [f"{key.removeprefix('val/')} {row[key]:.4f}" for key in shown]
         if parts:
             self.show("  ".join([f"step {step}/{self.total}  validation", *parts]))
 

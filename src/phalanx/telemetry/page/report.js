@@ -34,7 +34,8 @@
         const columns = [series.x, curve];
         if (series.band) {
           const band = smooth(series.band);
-          columns.push(curve.map((y, i) => y - band[i]), curve.map((y, i) => y + band[i]));
+          const low = series.low ? smooth(series.low) : curve.map((y, i) => y - band[i]);
+          columns.push(low, low.map((y, i) => y + 2 * band[i]));
         }
         columns.push(weight > 0 && !chart.plain ? series.y : series.y.map(() => null));
         return columns;
