@@ -61,8 +61,8 @@ class Chart:
     """The curves of all metrics whose names match `keys`; a group in the pattern is the curve's label.
 
     `band` is the metric for half the height of the band and `low` the one for its lower edge, if it is not that much
-    below the curve, with {} for the label, and `spread` describes the band in the caption. `bars` stacks the values of each step. `plain` curves are not smoothed by the page, and their points are
-    marked. `zero` starts the axis at 0.
+    below the curve, with {} for the label; `spread` describes the band in the caption. `bars` stacks the values of each
+    step. `plain` curves are not smoothed by the page, and their points are marked. `zero` starts the axis at 0.
     """
 
     title: str
