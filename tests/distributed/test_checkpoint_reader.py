@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from phalanx.config.trust import Use
 from phalanx.distributed.mesh import World
 from phalanx.jobs.export import open_checkpoint
 from phalanx.training.checkpoint import Checkpointer, Progress, complete, find
@@ -65,7 +66,7 @@ def test_a_payload_that_returns_the_true_metadata(sd3_folder: Path, tmp_path: Pa
     with pytest.raises(RankError, match=said):
         run_ranks(fit, 1, tiny_config(sd3_folder, tmp_path / "other", *steps, f"trainer.resume={newest}"))
     with pytest.raises(ValueError, match=said):
-        open_checkpoint(str(newest), "auto")
+        open_checkpoint(str(newest), "auto", Use())
     run_ranks(fit, 1, cfg)  # goes on from step 1, whose checkpoint is whole
     assert not mark.exists()
 

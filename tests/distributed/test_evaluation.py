@@ -178,7 +178,7 @@ def test_a_checkpoint_scores_as_in_its_validation_and_beats_no_baseline(sd3_fold
     )
     run_ranks(fit, 1, cfg)
     validated = [row for row in rows(tmp_path / "out") if "val/held_out/reward/mean" in row]
-    words = [f"checkpoint={tmp_path / 'out'}", f"baseline={sd3_folder}"]
+    words = [f"checkpoint={tmp_path / 'out'}", f"baseline={sd3_folder}", "trust_run=true"]
     run_ranks(evaluate, 1, words)
     _, part = written(tmp_path / "out" / "evaluation" / "step_000001")
     after = part["scores"]["reward"]["mean"]["value"]
@@ -189,7 +189,12 @@ def test_a_checkpoint_scores_as_in_its_validation_and_beats_no_baseline(sd3_fold
     assert sum(part["baseline"]["better_equal_worse"]["reward"]["samples"]) == 6
     # an earlier evaluation, with other seeds, in place of a model
     earlier = tmp_path / "out" / "evaluation" / "step_000001" / "baseline"
-    other = [f"checkpoint={tmp_path / 'out'}", f"baseline={earlier}", f"output_dir={tmp_path / 'again'}"]
+    other = [
+        f"checkpoint={tmp_path / 'out'}",
+        f"baseline={earlier}",
+        f"output_dir={tmp_path / 'again'}",
+        "trust_run=true",
+    ]
     with pytest.raises(RankError, match=r"is not comparable: rollout\.val\.seed was 1234 and is 7; expected"):
         run_ranks(evaluate, 1, [*other, "seed=7"])
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from phalanx.config import load
 from phalanx.config.joint import POLICIES, JointConfig
 from phalanx.config.load import ConfigError
+from phalanx.config.trust import Use
 from phalanx.jobs.export import open_checkpoint
 from phalanx.training.joint import about, build, check
 from tests.checks import refused
@@ -168,7 +169,7 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(lm_folder: Path, sd3_folder:
         for key, value in values.items():
             assert torch.equal(again[name][key], value), key
     for name in POLICIES:
-        held = open_checkpoint(str(tmp_path / "whole" / "out"), "model", name)
+        held = open_checkpoint(str(tmp_path / "whole" / "out"), "model", Use(), name)
         exported = {key: torch.empty(entry.size) for key, entry in held.entries.items()}
         held.read_into(exported)
         assert exported.keys() <= whole[name].keys() and len(exported) > 10

@@ -101,12 +101,13 @@ def train_step(
                     # The weight [u, A] includes the denominator over all ranks; it is 0 for actions that do not count.
                     micro = batch.select(rows, weight)  # b samples
                     per_action, stats = algorithm.loss(policy, micro)  # [u, A]
+                    scalars.add(stats, micro.weight)
+                    del stats  # metrics may hold activations that the backward pass does not need
                     loss = (per_action * micro.weight).sum()
                     loss.backward()
-                    scalars.add(stats, micro.weight)
                     log.micro_batch(batch.samples, rows, loss.detach())
                     timers.advance()
-                    del micro, per_action, stats, loss  # free the memory before the next micro-batch
+                    del micro, per_action, loss  # free the memory before the next micro-batch
                 if not updater.ends_update(chunk):  # later chunks contribute to the same optimizer step
                     continue
                 if log.updates and updater.too_far(scalars):  # skip the remaining updates of this training step
