@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from phalanx.functional.metrics import Sums
+from phalanx.functional.aggregation import Sums
 from phalanx.types import Metrics
 
 

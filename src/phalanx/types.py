@@ -165,7 +165,7 @@ class Batch(Generic[T]):
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric of a micro-batch before its reduction over all that counts: see phalanx.functional.metrics.
+    """A metric of a micro-batch before its reduction over all that counts: see phalanx.functional.aggregation.
 
     values: one per action of each unit [U, A] or sample [B, A], or one per unit [U] or sample [B]. reduction: mean, std
     (of the population) or max. where: bool, like `values`, those that the metric is about; None: all.

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from phalanx.functional.metrics import Sums
+from phalanx.functional.aggregation import Sums
 from phalanx.functional.token_losses import masked_mean
 from phalanx.types import Metric
 from tests.checks import normal, reduced

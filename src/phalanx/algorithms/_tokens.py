@@ -8,7 +8,7 @@ from torch import Tensor
 
 from phalanx.algorithms._group import GroupAlgorithm, GroupConfig
 from phalanx.config.load import arg
-from phalanx.functional.losses import ratio_metrics
+from phalanx.functional.aggregation import ratio_metrics
 from phalanx.functional.token_losses import KL_LOSS_TYPES, kl_estimate
 from phalanx.functional.tokens import TokenReplay, TokenTrace
 from phalanx.types import Batch, Metrics, Policy

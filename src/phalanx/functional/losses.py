@@ -7,7 +7,8 @@ Flow-DPPO (arXiv 2606.11025); the step weights of TempFlow-GRPO (arXiv 2508.0432
 import torch
 from torch import Tensor
 
-from phalanx.types import Metric, Metrics
+from phalanx.functional.aggregation import ratio_metrics
+from phalanx.types import Metrics
 
 
 def clipped_surrogate(
@@ -83,21 +84,6 @@ def noise_weight(std: Tensor, typical_std: float) -> Tensor:
 
 
 @torch.no_grad()
-def ratio_metrics(log_ratio: Tensor) -> Metrics:
-    """Metrics of rho from ln rho of any shape; ratio_error is |rho - 1|, whose maximum is logged, and approx_kl is
-    rho - 1 - ln rho (Schulman's k3).
-    """
-    ratio, moved = torch.exp(log_ratio), torch.expm1(log_ratio)
-    return {
-        "ratio_mean": ratio,
-        # of rho - 1, since squares of numbers near 1 would lose a small spread
-        "ratio_std": Metric(moved, "std"),
-        "ratio_error": (ratio - 1).abs(),
-        # expm1, since ratios are near 1, where rho - 1 would lose precision
-        "approx_kl": moved - log_ratio,
-    }
-
-
 def _like(advantage: Tensor, values: Tensor) -> Tensor:
     """Advantages [B] or [B, ...] in float32, detached and shaped to broadcast over values [B, ...]."""
     a = advantage.detach().float()

@@ -9,7 +9,7 @@ J. Schulman (http://joschu.net/blog/kl-approx.html).
 import torch
 from torch import Tensor
 
-from phalanx.functional.losses import ratio_metrics
+from phalanx.functional.aggregation import ratio_metrics
 from phalanx.types import Metrics
 
 KL_TYPES = ("k1", "k2", "k3")

@@ -6,8 +6,8 @@ import torch
 
 from phalanx.config.run import RolloutConfig
 from phalanx.distributed.passes import Passes
+from phalanx.functional.aggregation import Sums
 from phalanx.functional.correction import correction_weight, log_ratios
-from phalanx.functional.metrics import Sums
 from phalanx.functional.token_budget import in_order
 from phalanx.telemetry.step_metrics import over_ranks
 from phalanx.types import Metric, Metrics, Policy, Samples

@@ -10,7 +10,7 @@ from phalanx.config.critic import CriticConfig
 from phalanx.config.run import ActorConfig
 from phalanx.distributed.collectives import reduce_sum
 from phalanx.distributed.mesh import World
-from phalanx.functional.metrics import Sums
+from phalanx.functional.aggregation import Sums
 from phalanx.functional.returns import moments, value_loss
 from phalanx.functional.token_budget import in_order
 from phalanx.models.trained import TrainedModel

@@ -14,7 +14,7 @@ from phalanx.config.run import RLConfig
 from phalanx.distributed.collectives import all_gather, reduce_float, reduce_int, reduce_sum
 from phalanx.distributed.mesh import World
 from phalanx.distributed.seed import fold_in
-from phalanx.functional.metrics import Sums
+from phalanx.functional.aggregation import Sums
 from phalanx.telemetry.flops import peak_flops
 from phalanx.telemetry.metrics import Timers
 from phalanx.telemetry.step_metrics import merged_rows, peak_memory_gb, token_metrics, update_metrics
