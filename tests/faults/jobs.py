@@ -138,7 +138,7 @@ def killed(rank: int, role: str = "") -> str:
     """
     name = rf"rank {rank} on {socket.gethostname()}" + (rf" \({role}\)" if role else "")
     return (
-        rf"^(?:{name} ended without a word: killed, out of memory, or crashed|lost {name}: no sign of life for \d+ s)$"
+        rf"^(?:no word from {name}: killed, out of memory, crashed, or frozen|lost {name}: no sign of life for \d+ s)$"
     )
 
 

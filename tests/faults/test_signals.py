@@ -55,6 +55,21 @@ def test_a_stopped_job_goes_on(
 
 
 @pytest.mark.full
+def test_a_signal_to_one_rank_stops_all(sd3_folder: Path, tmp_path: Path) -> None:
+    """Not to the launcher, and during a step that is longer than a rank would wait for a word from a dead one."""
+    settings = (*SETTINGS, "trainer.total_training_steps=500", "parallel.heartbeat_timeout_s=10")
+    with Job(sd3_folder, tmp_path, *settings, env={"PHASE_S": "6"}) as job:
+        job.until(lambda: job.phase(0)[2] == job.phase(1)[2] == "update")
+        kill(job.phase(0)[0], signal.SIGTERM)
+        assert job.wait(MAY_TAKE_S) == 143, job.said
+        assert "Traceback" not in job.said and "no word" not in job.said and "lost" not in job.said
+        kept = tmp_path / "out" / "checkpoints" / "step_000001"
+        line = f"stopped by SIGTERM after step 1 of 500; the same command resumes from {kept}"
+        assert job.said.splitlines()[-1] == line
+    assert (steps(tmp_path), checkpoints(tmp_path)) == ([1], [kept.name])
+
+
+@pytest.mark.full
 def test_phalanx_stop_ends_a_job_that_would_be_started_again(sd3_folder: Path, tmp_path: Path) -> None:
     """The launcher may restart failed ranks, but not those that were asked to stop. The request that remains in the
     folder does not stop the next start.

@@ -3,8 +3,10 @@
 import logging
 import multiprocessing
 import os
+import re
 import resource
 import signal
+import subprocess
 import threading
 import time
 from typing import NoReturn
@@ -15,12 +17,13 @@ import torch.distributed as dist
 from phalanx.config import ConfigError, load
 from phalanx.config.flow import FlowRLConfig
 from phalanx.config.rules import check_launch
+from phalanx.distributed.collectives import all_gather_object
 from phalanx.distributed.launch import Launch
 from phalanx.distributed.mesh import ranks_of, shard_size, warn_of_sizes
 from phalanx.distributed.roles import roles_of
 from phalanx.distributed.watchdog import Watch
 from tests.checks import wait_for
-from tests.ranks import run_ranks
+from tests.ranks import free_port, run_ranks
 
 ENV = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4"}
 
@@ -151,9 +154,48 @@ def test_a_rank_of_the_same_launcher_is_dead_only_without_a_heartbeat(alive: boo
         assert (told.stop, other.stop) == (signal.SIGTERM, signal.SIGTERM)
     else:
         with pytest.raises(
-            RuntimeError, match=r"^rank 1 on a ended without a word: killed, out of memory, or crashed$"
+            RuntimeError, match=r"^no word from rank 1 on a: killed, out of memory, crashed, or frozen$"
         ):
             told._hear(signal.SIGTERM)
+
+
+class Silent(Watch):
+    """A watch that keeps the errors for which it would end its process."""
+
+    def fail(self, error: str, gone: int = 0) -> NoReturn:
+        self._leave(self.tell(error)[0])
+
+    def _leave(self, error: str, gone: int = 0) -> NoReturn:
+        errors.append(error)
+        self._closed.set()
+        raise SystemExit  # ends the thread
+
+
+errors: list[str] = []
+
+
+def frozen(port: int, ranks: list[int]) -> list[str]:
+    """Two ranks, of which these are frozen for longer than the limit; returns the errors of this one."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    stores = [dist.TCPStore("127.0.0.1", port, world, is_master=rank == 0 and i == 0) for i in range(2)]
+    watch = Silent(rank, "aa", range(2), 1.0, *stores)
+    pids = all_gather_object(os.getpid())
+    watch.start()
+    if rank == 0:
+        chosen = " ".join(str(pids[i]) for i in ranks)
+        subprocess.Popen(["sh", "-c", f"kill -STOP {chosen}; sleep 2; kill -CONT {chosen}"])
+    time.sleep(4)
+    dist.barrier()  # the store's rank leaves last
+    return errors
+
+
+def test_ranks_that_were_frozen_together_go_on() -> None:
+    assert run_ranks(frozen, 2, free_port(), [0, 1]) == [[], []]
+
+
+def test_a_frozen_rank_that_runs_again_ends_by_the_error_of_the_others() -> None:
+    (line,), (read,) = run_ranks(frozen, 2, free_port(), [1])
+    assert line == read and re.fullmatch("lost rank 1 on a: no sign of life for [12] s", line)
 
 
 def test_who_is_silent_is_lost() -> None:

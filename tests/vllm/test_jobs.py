@@ -66,7 +66,7 @@ def test_a_rank_killed_while_it_scores_ends_the_job(
         pid = job.until(lambda: job.phase(3)[0] if job.phase(3)[1:] == (2, "judge") else 0, timeout=200)
         kill(pid, signal.SIGKILL)
         assert job.wait() != 0
-        assert "rank 3 on " in job.said and "ended without a word: killed, out of memory, or crashed" in job.said
+        assert "no word from rank 3 on " in job.said and ": killed, out of memory, crashed, or frozen" in job.said
         assert job.processes() == {}
     assert shared_memory() == before
 
@@ -87,7 +87,7 @@ def test_a_killed_language_model_goes_on(lm_folder: Path, tmp_path: Path) -> Non
         job.until(lambda: old.isdisjoint(job.ranks()))
         gone_after = time.monotonic() - begin
         assert job.wait(200) == 0, job.said
-        assert job.said.count("rank 1 on ") == 1 and "ended without a word" in job.said
+        assert job.said.count("rank 1 on ") == 1 and "no word from " in job.said
         assert "/step_000002: step 2 of 4" in job.said
         assert job.processes() == {}
     assert shared_memory() == before

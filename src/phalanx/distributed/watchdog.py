@@ -208,12 +208,27 @@ class Watch:
         poller = select.poll()  # select() supports only file descriptors below 1,024, and a large job has more
         poller.register(self._wakeup, select.POLLIN)
         while True:
+            before = time.monotonic()
             # sleep until the next look at the other ranks, or until a signal writes a byte
-            for number in self._wakeup.recv(64) if poller.poll(1000 * self.interval) else b"":
+            heard = self._wakeup.recv(64) if poller.poll(1000 * self.interval) else b""
+            self._forgive(time.monotonic() - before - self.interval)
+            for number in heard:
                 self._hear(number)
             lost = self._lost(self.silence_s)
             if lost is not None and not self._closed.is_set():
                 self.fail(lost)
+
+    def _forgive(self, paused: float) -> None:
+        """Do not count the last `paused` seconds as silence of others, because this process did not run (SIGSTOP,
+        `docker pause`). The others may have been frozen as well.
+        """
+        if paused < self.interval:
+            return
+        if paused > self.silence_s and not self._closed.is_set():
+            say(f"{self._names([self.rank])} was frozen for {paused:.0f} s")
+        now = time.monotonic()
+        self._seen = [(beat, min(now, since + paused)) for beat, since in self._seen]
+        self._contact = min(now, self._contact + paused)
 
     def _beats(self, store: dist.Store) -> None:
         while not self._closed.is_set():
@@ -252,7 +267,7 @@ class Watch:
                 self._end_if_alone()
 
     def _end_if_alone(self) -> None:
-        """On SIGTERM, end now if a rank of this launcher has died, since the current step cannot be finished then.
+        """On SIGTERM, end now if a rank of this launcher is dead or frozen: the current step cannot be finished then.
 
         torchrun sends the same SIGTERM to stop the job in good order and after one of its ranks has failed. In the
         first case, all its ranks receive it and report that here. In the second case, the dead rank does not, and its
@@ -279,7 +294,7 @@ class Watch:
                 self._leave(error)
             time.sleep(0.05)
         if missing:
-            error = f"{self._names(missing)} ended without a word: killed, out of memory, or crashed"
+            error = f"no word from {self._names(missing)}: killed, out of memory, crashed, or frozen"
             self.fail(error, gone=len(missing))
 
     def _lost(self, silence: float) -> str | None:
