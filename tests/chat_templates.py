@@ -278,3 +278,13 @@ def _without_ids(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         for call in message.get("tool_calls", ()):
             del call["id"]
     return kept
+
+
+def check_packaged(template: str) -> None:
+    """Assert that what follows a turn is right in each conversation, or that the template is refused in one line."""
+    try:
+        right, wrong = check(template)
+    except ValueError as refusal:
+        assert str(refusal).startswith("model.path: 'models/m': its chat template ") and "\n" not in str(refusal)
+        return
+    assert not wrong and right >= 4
