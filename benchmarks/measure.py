@@ -213,15 +213,19 @@ class Bench:
 def origin(device: torch.device) -> dict[str, Any]:
     """The origin of a figure: machine, versions, commit."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
-    git = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=HERE, capture_output=True, text=True, check=False
-    )
+    try:
+        git = subprocess.run(
+            ["git", "describe", "--always", "--dirty"], cwd=HERE, capture_output=True, text=True, check=False
+        )
+        commit = git.stdout.strip() or None
+    except FileNotFoundError:  # a machine without git
+        commit = None
     return {
         "device": name,
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "commit": git.stdout.strip() or None,
+        "commit": commit,
     }
 
 
