@@ -1,5 +1,6 @@
 """Sampling engines of the user's, a file each, through whole jobs: what they say of themselves is what the job does."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -159,5 +160,5 @@ def test_an_engine_of_block_diffusion(blocks_folder: Path, lm_folder: Path, tmp_
     reward = f"reward.functions=[{{path: '{sft}/reward.py:evenness'}}]"
     val = (f"data.val_files=[{sft / 'chats.jsonl'}]", "trainer.test_freq=1", reward)
     run_ranks(lm.fit_sft, 1, lm.tiny_sft_config(lm_folder, sft, engine, *val), timeout=240)
-    scores = [value for row in rows(sft) for key, value in row.items() if key.startswith("val/") and "reward" in key]
+    scores = [value for row in rows(sft) for key, value in row.items() if re.match(r"val/.+/reward/(?!ci95$)", key)]
     assert scores and set(scores) == {0}
