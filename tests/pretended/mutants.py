@@ -110,7 +110,7 @@ MUTANTS = [
     Mutant("lm", DECODE, "ids, mask = ids.to(device), mask", "ids, mask = ids, mask"),
     Mutant("lm", DECODE, "torch.zeros(len(rows), dtype=torch.bool, device=device)", "torch.zeros(len(rows)) > 0"),
     Mutant("lm_packed", "models/lm/packing.py", "torch.cat(positions)]).to(ids.device)", "torch.cat(positions)])"),
-    Mutant("ppo", "training/critic.py", "weight.to(self.world.device)).sum()", "weight).sum()"),
+    Mutant("ppo", "training/critic.py", "weight = weight.to(self.world.device)", "weight = weight"),
     Mutant("blocks", "rollout/lm/denoise.py", "input_ids=ids.to(device)", "input_ids=ids"),
     Mutant("blocks", "rollout/lm/in_blocks.py", "step.to(ids.device), seeds.to", "step.to('cpu'), seeds.to"),
     Mutant("judge", JUDGE, "noise.to(scores.device)", "noise"),
