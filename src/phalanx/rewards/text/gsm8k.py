@@ -5,6 +5,7 @@ text and compares values: `$18`, `**18**`, `18.0`, `1,018`, `3/4` and `1e3` are 
 """
 
 import re
+from collections import deque
 from fractions import Fraction
 from typing import Any, Literal
 
@@ -57,8 +58,8 @@ def answer(text: str, method: str = "strict") -> Fraction | None:
     """The final number of a solution; None if it has none."""
     text = text.replace("\u2212", "-")
     if method == "flexible":
-        numbers = list(_NUMBER.finditer(text))
-        return _value(numbers[-1]) if numbers else None
+        numbers = deque(_NUMBER.finditer(text), maxlen=1)
+        return _value(numbers[0]) if numbers else None
     _, mark, rest = text.rpartition("####")
     if not mark:
         return None
