@@ -85,7 +85,7 @@ def build(schema: type[T], user: DictConfig) -> T:
     try:
         named = _with_named_sections(schema, user)
         config = _defaults(named)
-        check_keys(named, OmegaConf.to_container(user), [row.key for row in rows(named)], _hints)
+        check_keys(named, OmegaConf.to_container(user), lambda: [row.key for row in rows(named)], _hints)
         _assign(config, named, named, OmegaConf.to_container(user), "")
         missing = sorted(OmegaConf.missing_keys(config))
         if missing:

@@ -7,35 +7,37 @@ from typing import Any
 from phalanx.config.aliases import alias
 from phalanx.config.messages import ConfigError, UnknownKeys, close, element_of
 
+Keys = Callable[[], list[str]]
 Types = Callable[[Any], dict[str, Any]]  # the type of each field of a schema
 
 
-def check_keys(schema: type, values: Any, known: list[str], types: Types) -> None:
+def check_keys(schema: type, values: Any, keys: Keys, types: Types) -> None:
     """Raise ConfigError for a key of `values` that the schema does not have, UnknownKeys for several.
 
-    known: all keys of the schema. types: returns the type of each field of a schema.
+    keys: returns all keys of the schema, which takes a while. types: returns the type of each field of a schema.
     """
-    unknown = list(_unknown_keys(schema, values, "", known, types))
+    unknown = list(_unknown_keys(schema, values, "", keys, types))
     if len(unknown) == 1:
         raise ConfigError(f"unknown key {unknown[0][0]}; {unknown[0][1]}")
     if unknown:
         raise UnknownKeys("\n  ".join([f"{len(unknown)} unknown keys", *map(": ".join, unknown)]))
 
 
-def _unknown_keys(hint: Any, value: Any, key: str, known: list[str], types: Types) -> Iterator[tuple[str, str]]:
+def _unknown_keys(hint: Any, value: Any, key: str, keys: Keys, types: Types) -> Iterator[tuple[str, str]]:
     """The unknown keys at and below `key`, each with a message."""
     element = element_of(hint)
     if is_dataclass(element) and isinstance(value, list):
         for i, item in enumerate(value):
-            yield from _unknown_keys(element, item, f"{key}[{i}]", known, types)
+            yield from _unknown_keys(element, item, f"{key}[{i}]", keys, types)
     if not is_dataclass(hint) or not isinstance(value, dict):
         return
     hints = types(hint)
     for name, item in value.items():
         inner = f"{key}.{name}" if key else str(name)
         if name in hints:
-            yield from _unknown_keys(hints[name], item, inner, known, types)
+            yield from _unknown_keys(hints[name], item, inner, keys, types)
             continue
+        known = keys()
         # keys of other trainers, with or without Hydra's leading +
         messages = {leaf: alias(leaf.lstrip("+"), known) for leaf in _leaves(inner, item)}
         if any(messages.values()):
