@@ -98,6 +98,7 @@ def assert_balanced(parts: list[dict[str, Any]], kinds: dict[str, tuple[str, ...
             assert_same_change(off[0], rank)
 
 
+@pytest.mark.full
 @pytest.mark.seldom("4")
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_the_step_is_that_without_an_exchange(ranks: int, lm_folder: Path, tmp_path: Path) -> None:
@@ -126,7 +127,7 @@ def test_values_are_of_the_samples_that_are_trained(lm_folder: Path, tmp_path: P
         assert one[key] == pytest.approx(other[key], rel=1e-3), key
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_a_resumed_run_is_the_run(lm_folder: Path, tmp_path: Path) -> None:
     """Bit for bit; and a run without the exchange can be resumed with it."""
     keys = (*KINDS["packed_budget"], "trainer.save_freq=2")
@@ -160,7 +161,7 @@ def language(cfg: Any) -> Any:
     return build(cfg)
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_the_actors_ranks_exchange(lm_folder: Path, tmp_path: Path) -> None:
     """The samples of rollout ranks with all their fields, bit-identical to those of colocated ranks."""
     keys = (*KINDS["packed_budget"], "parallel.fsdp_size=1")

@@ -110,7 +110,7 @@ def in_turn(cfgs: list[Any]) -> list[dict[str, torch.Tensor]]:
     return [fit(cfg) if isinstance(cfg, LMRLConfig) else fit_sft(cfg) for cfg in cfgs]
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_a_resumed_run_is_the_run(blocks_folder: Path, lm_folder: Path, tmp_path: Path) -> None:
     """Bit for bit, also if a mask token was added; on another number of ranks up to rounding."""
 

@@ -62,6 +62,7 @@ def assert_same(alone: list[dict[str, Any]], shared: list[dict[str, Any]]) -> No
             torch.testing.assert_close(part["weights"][name], value, rtol=0, atol=1e-5)
 
 
+@pytest.mark.quick("qwen-lora-2-1")
 @pytest.mark.seldom(
     *("qwen-lora-4-2", "qwen-full-2-1", "qwen-full-4-2", "wan-lora-4-2", "wan-full-2-1"),
     *("flux2_klein-lora-4-2", "flux2_klein-full-2-1", "flux2_klein-full-4-2"),
@@ -69,7 +70,6 @@ def assert_same(alone: list[dict[str, Any]], shared: list[dict[str, Any]]) -> No
     *("qwen_21-lora-4-2", "qwen_21-full-2-1", "qwen_21-full-4-2"),
     *("hunyuan-lora-2-1", "hunyuan-lora-4-2", "hunyuan-full-2-1", "hunyuan-full-4-2"),
 )
-@pytest.mark.quick("qwen-lora-2-1", "wan-full-4-2")
 @pytest.mark.parametrize(("world", "shards"), [(2, 1), (4, 2)])
 @pytest.mark.parametrize("kind", ["lora", "full"])
 @pytest.mark.parametrize(

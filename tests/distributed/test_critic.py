@@ -89,6 +89,7 @@ def leaves(state: dict[str, Any], prefix: str) -> Iterator[tuple[str, Tensor]]:
             yield f"{prefix}{name}", (value.full_tensor() if isinstance(value, DTensor) else value).clone()
 
 
+@pytest.mark.quick("ppo")
 @pytest.mark.parametrize(
     "keys",
     [PPO, ("algorithm.name=reinforce_plus_plus", "algorithm.group_baseline=true", "algorithm.gamma=0.9")],
@@ -168,7 +169,7 @@ def test_single_samples_and_equal_rewards_are_trained(lm_folder: Path, tmp_path:
     assert step["row"]["critic/grad_norm"] > 0
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_a_resumed_run_is_the_run(lm_folder: Path, tmp_path: Path) -> None:
     """Policy, critic and both optimizers, bit for bit; on another number of ranks up to rounding."""
     keys, last = (*PPO, *STEPS, "parallel.fsdp_size=2"), "trainer.total_training_steps=4"

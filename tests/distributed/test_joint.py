@@ -146,6 +146,7 @@ def test_layouts_agree(lm_folder: Path, sd3_folder: Path, tmp_path: Path) -> Non
                 assert part["row"][key] == pytest.approx(value, rel=1e-4, abs=1e-5), key
 
 
+@pytest.mark.full
 def test_a_killed_run_goes_on_as_if_it_had_not_been(lm_folder: Path, sd3_folder: Path, tmp_path: Path) -> None:
     """Bit for bit, after SIGKILL of one of two ranks in a step after the last checkpoint; with alternating policies, a
     moving average and a learning rate schedule.

@@ -95,6 +95,7 @@ def test_experts_on_ranks_of_their_own(keys: dict[str, Any], tmp_path: Path) -> 
                 assert (gradient - wanted[name]).abs().max() < 1e-6, name
 
 
+@pytest.mark.full
 def test_a_step_with_experts_on_ranks_of_their_own(tmp_path: Path) -> None:
     """It draws the texts of experts that are gathered, and takes their step; the ratio is off by rounding, with either,
     but not with a product for each token.

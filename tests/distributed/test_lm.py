@@ -23,6 +23,7 @@ def joined(parts: list[dict[str, Any]], key: str) -> Any:
     return torch.cat([part[key] for part in parts])
 
 
+@pytest.mark.quick("lora")
 @pytest.mark.parametrize("kind", [LORA, ()], ids=["lora", "full"])
 def test_layouts_agree(kind: tuple[str, ...], lm_folder: Path, tmp_path: Path) -> None:
     """Replicas, shards and both sample the same texts with bit-identical log-probs, and take the same step."""

@@ -50,6 +50,7 @@ def step_beside_a_teacher(cfg: Any) -> dict[str, Any]:
 NO_REWARD = ("reward.functions=[]",)
 
 
+@pytest.mark.full
 def test_layouts_agree_beside_a_teacher(lm_folder: Path, teacher_folder: Path, tmp_path: Path) -> None:
     """Also with a reward: one rank, replicas, shards, and both take the same step; the teacher is sharded."""
     keys = distilled(teacher_folder)

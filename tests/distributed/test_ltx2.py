@@ -37,6 +37,7 @@ def test_what_trains_on_images_is_refused(ltx2_folder: Path, tmp_path: Path) -> 
         flow_rl.check(cfg)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["lora", pytest.param("full", marks=pytest.mark.long)])
 def test_the_export_is_played_by_stock_diffusers(kind: str, ltx2_folder: Path, tmp_path: Path) -> None:
     keys = [LORA, "optim.lr=3e-2"] if kind == "lora" else ["optim.lr=1e-2"]

@@ -61,6 +61,7 @@ def test_a_step_is_exact_on_every_layout(kind: str, dtype: str, request: pytest.
         assert_same_weights(alone["weights"], parts[0]["weights"], 1e-3)
 
 
+@pytest.mark.full
 def test_a_run_is_resumed_and_exported(lm_folder: Path, tmp_path: Path) -> None:
     """Bit-equal, also on another layout; checkpoints and exports contain the LoRA, but not the base."""
 

@@ -73,6 +73,7 @@ def one_step(cfg: FlowRLConfig) -> dict[str, Any]:
     return {"seen": seen, "views": views, "tasks": tasks, "row": row, "weights": weights, "flops": flops}
 
 
+@pytest.mark.full
 def test_each_sample_is_judged_by_its_teacher(sd3_folder: Path, other_folder: Path, tmp_path: Path) -> None:
     """On one rank, and on two ranks that shard the weights, one of which has no row of the second teacher."""
     keys = several(sharp=sd3_folder, soft=other_folder)

@@ -117,6 +117,7 @@ def test_a_step_that_waits_for_all_is_a_usual_one(lm_folder: Path, tmp_path: Pat
     assert usual
 
 
+@pytest.mark.full
 def test_a_resumed_run_is_the_run(lm_folder: Path, tmp_path: Path) -> None:
     """The checkpoint has the unfinished responses; a run without partial rollouts logs that it drops them."""
     keys = ("trainer.save_freq=1", "trainer.max_checkpoints=9")

@@ -139,7 +139,9 @@ def measure(cfg: Any) -> dict[str, int]:
     ("ranks", "overrides"),
     [
         pytest.param(1, [FULL], id="full", marks=pytest.mark.long),
-        pytest.param(1, [LORA, CHECKPOINTING, BF16, *PACKED], id="lora, checkpointing, bfloat16, packed"),
+        pytest.param(
+            1, [LORA, CHECKPOINTING, BF16, *PACKED], id="lora, checkpointing, bfloat16, packed", marks=pytest.mark.full
+        ),
         pytest.param(
             2,
             [FULL, SHARDED, CHECKPOINTING, "algorithm.kl_loss_coef=0.1", *PACKED],

@@ -154,6 +154,7 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.full
 def test_it_learns_what_is_preferred(sd3_folder: Path, tmp_path: Path) -> None:
     """At fixed levels the loss falls and the winners' implicit rewards rise; the policy samples for validation."""
     (tmp_path / "held_out.txt").write_text('a "sign"\nanother "one"\n')

@@ -46,14 +46,15 @@ def assert_only_repeated(found: list[tuple[dict[str, Any], int]], blocks: int) -
             assert torch.equal(value, other["weights"][name]), name
 
 
+@pytest.mark.quick("1")
 @pytest.mark.parametrize("shards", [1, 2])
 def test_some_layers(shards: int, lm_folder: Path, tmp_path: Path) -> None:
     cfgs = [tiny_lm_config(lm_folder, tmp_path, f"parallel.fsdp_size={shards}", *keys) for keys in KINDS]
     assert_only_repeated([run_ranks(passes, shards, lm.one_step, cfg, Qwen3MLP)[0] for cfg in cfgs], 2)
 
 
+@pytest.mark.quick("1-qwen-QwenImageTransformerBlock")
 @pytest.mark.seldom("2-qwen-QwenImageTransformerBlock")
-@pytest.mark.quick("1-qwen-QwenImageTransformerBlock", "2-sd3-JointTransformerBlock")
 @pytest.mark.parametrize(("family", "kind"), [("sd3", JointTransformerBlock), ("qwen", QwenImageTransformerBlock)])
 @pytest.mark.parametrize("shards", [1, 2])
 def test_some_blocks(

@@ -53,6 +53,7 @@ OFFLOADS = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.seldom(
     "1-optimizer_offload-lora",
     "2-optimizer_offload-full",
@@ -61,7 +62,6 @@ OFFLOADS = [
     "2-optimizer_offload param_offload-lora",
     "2-optimizer_offload param_offload-full",
 )
-@pytest.mark.quick("2-optimizer_offload-lora")
 @pytest.mark.parametrize("kind", [LORA, ("actor.ema.decay=0.9",)], ids=["lora", "full"])
 @pytest.mark.parametrize(("fsdp", "offloads"), OFFLOADS)
 def test_offloaded_states_are_saved_and_resumed(

@@ -56,8 +56,8 @@ def kind(request: pytest.FixtureRequest, lm_folder: Path, blocks_folder: Path, s
     return (pictures if request.param == "flow-lora" else language), config
 
 
+@pytest.mark.quick("lm")
 @pytest.mark.seldom("lm-lora")
-@pytest.mark.quick("lm", "flow-lora")
 def test_roles_learn_what_all_ranks_learn(kind: tuple[Job, Job], tmp_path: Path) -> None:
     """Synchronous: bit-identical samples, gradients and validations, sharded or not."""
     build, config = kind
@@ -196,8 +196,8 @@ def test_samples_of_a_dropped_update_do_not_count_in_the_next_step(lm_folder: Pa
 STEPS = ("trainer.total_training_steps=4", "trainer.save_freq=2", "rollout.schedule=one_step_off")
 
 
+@pytest.mark.full
 @pytest.mark.seldom("lm", "lm-lora", "blocks")
-@pytest.mark.quick("flow-lora")
 def test_one_step_off_goes_on_with_what_was_in_flight(kind: tuple[Job, Job], tmp_path: Path) -> None:
     """A resumed run is bit-identical: the checkpoint has the samples that were already drawn."""
     build, config = kind

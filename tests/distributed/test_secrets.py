@@ -53,6 +53,7 @@ def leaks(completions, prompts, metadata, key):
 """
 
 
+@pytest.mark.full
 def test_the_error_of_a_reward_holds_no_secret(lm_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "leaks.py").write_text(LEAKS)
     reward = (

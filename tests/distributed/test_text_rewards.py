@@ -183,6 +183,7 @@ def test_self_certainty_of_samples_that_another_engine_drew(lm_folder: Path, tmp
     assert run_ranks(unscored, 2, job(lm_folder, tmp_path, "{name: self_certainty}", "parallel.fsdp_size=2")) == [0, 0]
 
 
+@pytest.mark.full
 def test_self_certainty_alone_trains(lm_folder: Path, tmp_path: Path) -> None:
     """With resampled groups and tolerated failures; accuracy beside it may have the weight 0."""
     keys = ("rollout.max_draws_per_prompt=2", "reward.on_error=skip")

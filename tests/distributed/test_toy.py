@@ -78,6 +78,7 @@ def learned(cfg: RLConfig) -> list[float]:
     return rewards
 
 
+@pytest.mark.full
 def test_the_loop_learns_to_write(tmp_path: Path) -> None:
     cfg = word_config(tmp_path, "rollout.n=16", "actor.ppo_micro_batch_size_per_gpu=8")
     (rewards,) = run_ranks(learned, 1, cfg)

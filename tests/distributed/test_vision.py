@@ -57,6 +57,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.quick("frozen")
 @pytest.mark.seldom("frozen")
 @pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "trained"])
 def test_ranks_train_as_one_though_images_are_on_some_of_them(qwen: Path, tmp_path: Path, frozen: bool) -> None:
@@ -155,7 +156,7 @@ def trained_from(config: LMRLConfig) -> Tensor:
         return logits_of(trainer.policy.trained.module.lm, Path(config.model.path))
 
 
-@pytest.mark.quick("qwen3_vl")
+@pytest.mark.full
 @pytest.mark.parametrize("family", ["qwen3_vl", "smolvlm"])
 def test_a_run_goes_on_from_a_lora_of_peft_and_to_one(family: str, tmp_path: Path) -> None:
     base, adapter = tiny_vision(tmp_path / family, family), tmp_path / "adapter"

@@ -14,6 +14,7 @@ TASK, CONFIG = "tasks/train_grpo.py", "configs/grpo/quickstart.yaml"
 PPO = "configs/ppo/quickstart.yaml"
 
 
+@pytest.mark.full
 def test_the_quickstart_learns(tmp_path: Path) -> None:
     """After its first 20 steps, far more greedy answers to held-out problems are correct."""
     keys = ["trainer.total_training_steps=20", "trainer.save_freq=-1", f"trainer.output_dir={tmp_path}"]
@@ -26,6 +27,7 @@ def test_the_quickstart_learns(tmp_path: Path) -> None:
     assert (tmp_path / "samples" / "test" / "step_000020" / "index.jsonl").is_file()
 
 
+@pytest.mark.full
 def test_the_quickstart_with_tools_learns(tmp_path: Path) -> None:
     """After its first 12 steps, more answers are correct, because the calculator is called more often."""
     keys = ["trainer.total_training_steps=12", "trainer.save_freq=-1", "trainer.test_freq=-1"]

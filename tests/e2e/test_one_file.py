@@ -39,6 +39,7 @@ def run_example(name: str, *arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.quick("grpo")
 @pytest.mark.parametrize(("kind", "keys"), [("flowgrpo", FLOW), ("grpo", TEXT)], ids=["flowgrpo", "grpo"])
 def test_a_loop_in_one_file_takes_the_jobs_steps(kind: str, keys: tuple[str, ...], tmp_path: Path) -> None:
     config = f"configs/{kind}/quickstart.yaml"
@@ -74,6 +75,7 @@ def fit_lm(cfg: Any) -> None:
     lm_rl.build(cfg).fit()
 
 
+@pytest.mark.quick("flow-38")
 @pytest.mark.parametrize(("kind", "most"), [("flow", 38), ("text", 32)])
 def test_a_step_runs_through_few_files(kind: str, most: int) -> None:
     """So that a reader can follow a step: at most six of the files are in training/."""

@@ -67,6 +67,7 @@ def fit_on_a_filling_disk(cfg: FlowRLConfig, folder: Path) -> None:
     trainer.fit()
 
 
+@pytest.mark.full
 def test_a_full_disk_costs_a_checkpoint_not_the_run(
     small_disk: Path, sd3_folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

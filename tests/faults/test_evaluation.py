@@ -20,7 +20,7 @@ def evenness(completions, prompts, metadata):
 """
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_a_frozen_rank_of_an_evaluation_is_named(lm_folder: Path, tmp_path: Path) -> None:
     short = ("parallel.fsdp_size=1", "parallel.heartbeat_timeout_s=5")
     words = lm_words(lm_folder, tmp_path, "out", *short)

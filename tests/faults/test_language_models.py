@@ -78,7 +78,7 @@ class Talk:
 """
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_a_job_killed_in_a_conversation_goes_on(lm_folder: Path, tmp_path: Path) -> None:
     """SIGKILL of one rank while the environment answers a second turn, after the first checkpoint."""
     model = Path(shutil.copytree(lm_folder, tmp_path / "talker"))

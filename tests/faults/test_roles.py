@@ -147,6 +147,7 @@ REPORTS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.seldom("rollout", "actor")
 @pytest.mark.parametrize("where", REPORTS)
 def test_a_role_that_fails_says_so_once(where: str, lm_folder: Path, tmp_path: Path) -> None:

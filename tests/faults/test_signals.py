@@ -54,7 +54,7 @@ def test_a_stopped_job_goes_on(
     assert rows(tmp_path) == unstopped(sd3_folder, tmp_path / "whole", total)
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_a_signal_to_one_rank_stops_all(sd3_folder: Path, tmp_path: Path) -> None:
     """Not to the launcher, and during a step that is longer than a rank would wait for a word from a dead one."""
     settings = (*SETTINGS, "trainer.total_training_steps=500", "parallel.heartbeat_timeout_s=10")

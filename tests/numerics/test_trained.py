@@ -249,8 +249,8 @@ def test_compiled_blocks_compute_the_same(qwen_folder: Path, monkeypatch: pytest
 # The first block's inputs need no gradient. SD3's last block outputs no text. FLUX has blocks of two streams and of one
 # stream, and the first of the latter gets other strides. Z-Image has blocks for the image, the text, and both. FLUX.2's
 # blocks of two streams share a graph, since their inputs before and after the first block have the same strides.
+@pytest.mark.full
 @pytest.mark.seldom("sd3-2", "flux-4", "flux2_klein-3")
-@pytest.mark.quick("qwen-2")
 @pytest.mark.parametrize(
     ("family", "graphs"), [("sd3", 2), ("qwen", 2), ("flux", 4), ("z_image", 3), ("flux2_klein", 3)]
 )

@@ -59,10 +59,12 @@ def update(job: Rehearsal) -> int:
     return sum(memory.held.values()) + next(phase.total for phase in memory.phases if phase.name == "update")
 
 
+@pytest.mark.full
 def test_of_layers_that_are_alike() -> None:
     assert_so_many_fit_and_one_less_does_not(qwen)
 
 
+@pytest.mark.full
 def test_of_blocks_that_are_not(stable_diffusion: Make) -> None:
     assert_so_many_fit_and_one_less_does_not(stable_diffusion)
 

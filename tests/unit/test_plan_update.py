@@ -42,7 +42,7 @@ def config(*keys: str) -> LMRLConfig:
         pytest.param([CHECKPOINTING, f"{MICRO}=8"], id="two passes"),
         pytest.param([CHECKPOINTING, f"{MICRO}=4"], id="four passes"),
         pytest.param([CHECKPOINTING, f"{MICRO}=4", "parallel.sync_each_batch=true"], id="four passes, each reduced"),
-        pytest.param([CHECKPOINTING, f"{MICRO}=16", "model.lora_rank=16"], id="LoRA"),
+        pytest.param([CHECKPOINTING, f"{MICRO}=16", "model.lora_rank=16"], id="LoRA", marks=pytest.mark.full),
     ],
 )
 def test_the_update_is_that_of_fsdp(keys: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

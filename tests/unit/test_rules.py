@@ -101,6 +101,7 @@ def test_a_policy_of_a_joint_run_keeps_the_rules_of_its_kind(overrides: tuple[st
         load(JointConfig, None, [*models(JointConfig), *overrides])
 
 
+@pytest.mark.full
 def test_no_rule_is_dead() -> None:
     """Each row of the tables is broken by an example above."""
     loaded = [broken_by(rules.RULES, configuration(schema, keys), message) for schema, keys, message in LOADED]
