@@ -33,6 +33,9 @@ BENCH_CONFIG ?= benchmarks/cpu_reference.yaml
 BIN := $(abspath $(VENV))/bin
 PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
 EDITABLE = $(PIP) $(CONSTRAINTS:%=--constraint %) --editable
+# Tests start hundreds of processes, which would each compile this package anew without its bytecode.
+export PYTHONDONTWRITEBYTECODE =
+
 IN_VENV = PATH="$(BIN):$$PATH"
 # The quickstart runs on two CPU ranks, even if there are GPUs; CUDA_VISIBLE_DEVICES=0,1 changes that.
 ON_CPU = $(IN_VENV) CUDA_VISIBLE_DEVICES="$${CUDA_VISIBLE_DEVICES-}" OMP_NUM_THREADS="$${OMP_NUM_THREADS:-1}"
