@@ -105,25 +105,26 @@ def cells(prompts: tuple[int, ...] = PROMPTS) -> Iterator[Cell]:
                     for change in CHANGES:
                         if mean in (0.02, 0.3, 0.5, 0.8):
                             yield Cell("difference", count, n, mean, name, change)
-                if mean in (0.05, 0.3, 0.5):
+            for name in ("all or nothing", *PAIRED):
+                if mean in (0.02, 0.05, 0.3, 0.5):
                     yield Cell("mean of groups", count, 8, mean, name)
+                if mean in (0.05, 0.3) and name in PAIRED[1:]:
+                    for change in CHANGES:
+                        yield Cell("difference of groups", count, 8, mean, name, change)
 
 
 def coverage(cell: Cell, times: int, seed: int = 0) -> float:
     """The share of `times` simulated evaluations whose interval contains the true value."""
     generator, draw = np.random.default_rng(seed), DIFFICULTIES[cell.difficulty]
     shape, quantile = (times, cell.prompts), t_quantile(0.975, cell.prompts - 1)
-    if cell.statistic == "mean of groups":
+    if cell.statistic.endswith("of groups"):
         return _coverage_of_groups(cell, times, generator)
     first = draw(generator, cell.mean, shape)
     values = generator.binomial(cell.n, first) / cell.n
     if cell.statistic == "difference":
         now = generator.binomial(cell.n, changed(generator, cell.change, draw, cell.mean, first)) / cell.n
         low, high = difference_bounds(now, values, quantile)
-        truth = 0.0
-        if cell.change in ("5 % solved", "odds x 1.6"):
-            large = draw(generator, cell.mean, (LARGE,))
-            truth = float((changed(generator, cell.change, draw, cell.mean, large) - large).mean())
+        truth = _change(cell, cell.mean, generator)
     elif cell.statistic == "pass@4":
         table = np.array([pass_at_k(passed, cell.n, 4) for passed in range(cell.n + 1)])
         low, high = mean_bounds(table[np.rint(values * cell.n).astype(int)], quantile)
@@ -139,14 +140,33 @@ def _coverage_of_groups(cell: Cell, times: int, generator: np.random.Generator) 
     draw, covered = DIFFICULTIES[cell.difficulty], 0
     parts = np.array_split(np.arange(cell.prompts), len(GROUPS))
     means = [min(cell.mean * factor, 0.98) for factor in GROUPS]
+    truth = float(np.mean(means))
+    if cell.change:
+        truth = float(np.mean([_change(cell, mean, generator) for mean in means]))
     for _ in range(times):
-        groups = []
+        groups: list[Values | tuple[Values, Values]] = []
         for mean, part in zip(means, parts, strict=True):
-            groups.append(generator.binomial(cell.n, draw(generator, mean, (len(part),))) / cell.n)
+            first = draw(generator, mean, (len(part),))
+            values = generator.binomial(cell.n, first) / cell.n
+            if cell.change:
+                now = changed(generator, cell.change, draw, mean, first)
+                groups.append((generator.binomial(cell.n, now) / cell.n, values))
+            else:
+                groups.append(values)
         estimate = mean_of_groups(groups, unit=True)
         assert estimate.low is not None and estimate.high is not None
-        covered += estimate.low <= float(np.mean(means)) <= estimate.high
+        assert estimate.low >= -bool(cell.change) and estimate.high <= 1
+        covered += estimate.low - 1e-9 <= truth <= estimate.high + 1e-9
     return covered / times
+
+
+def _change(cell: Cell, mean: float, generator: np.random.Generator) -> float:
+    """The true difference between the models over all prompts."""
+    if cell.change not in ("5 % solved", "odds x 1.6"):
+        return 0.0
+    draw = DIFFICULTIES[cell.difficulty]
+    large = draw(generator, mean, (LARGE,))
+    return float((changed(generator, cell.change, draw, mean, large) - large).mean())
 
 
 def main() -> None:
@@ -157,7 +177,7 @@ def main() -> None:
     arguments = parser.parse_args()
     found: dict[tuple[str, int], list[float]] = {}
     for cell in cells(tuple(arguments.prompts)):
-        times = arguments.times // 4 if cell.prompts == 500 or cell.statistic == "mean of groups" else arguments.times
+        times = arguments.times // 4 if cell.prompts == 500 or "groups" in cell.statistic else arguments.times
         value = coverage(cell, times)
         found.setdefault((cell.statistic, cell.prompts), []).append(value)
         if arguments.cells and not RIGHT[0] <= value <= RIGHT[1]:

@@ -17,8 +17,8 @@ from phalanx.config.tasks import SampleConfig
 from phalanx.exit import Stopped
 from phalanx.jobs.sample import Generator
 from phalanx.telemetry.records import read_index
-from tests.e2e.test_export import LORA, TEXTS, Runs, runs, stock_images
 from tests.checks import wait_for
+from tests.e2e.test_export import LORA, TEXTS, Runs, runs, stock_images
 from tests.ranks import RankError, run_ranks
 from tests.tasks import run_task
 from tests.tiny import load_pipeline

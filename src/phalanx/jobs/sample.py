@@ -110,9 +110,7 @@ class Generator:
         return policy
 
     def run(self) -> None:
-        """Sample all images and write them on rank 0 as they are sampled, then the index and the grid. Raises Stopped on
-        all ranks.
-        """
+        """Sample all images and write each on rank 0 once sampled, then the index and the grid. Raises Stopped."""
         self.world.watch.listen()
         if self.trained is not None:
             self.trained.load(self.policy.trained, self.world.checkpoint_group)

@@ -35,7 +35,7 @@ def reward_by_turns(reward: Tensor, turns: Tensor) -> dict[str, float]:
     """conversation/reward_turns_<k>: the mean reward over all ranks' samples [N] with a reward and k turns (0: no turn
     fitted); conversation/reward_turns_more is for samples with more than MOST_TURNS turns.
     """
-    row = {}
+    row: dict[str, float] = {}
     for k in range(MOST_TURNS + 2):
         known = reward[(turns.clamp(max=MOST_TURNS + 1) == k) & ~reward.isnan()]
         if len(known):
