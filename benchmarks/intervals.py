@@ -5,7 +5,8 @@ mean; each prompt has n samples. A cell is a statistic, a number of prompts, n, 
 coverage is the share of evaluations whose interval contains the true value over all prompts. Printed for each statistic
 and number of prompts: the lowest and highest coverage and how many cells are below, within and above 93 to 97 %.
 
-    python benchmarks/intervals.py           # minutes on one core; the table of docs/evaluation.md
+    python benchmarks/intervals.py           # about an hour on one core; the table of docs/evaluation.md
+    python benchmarks/intervals.py --statistics difference --prompts 100   # a part of it
     python benchmarks/intervals.py --cells   # every cell outside 93 to 97 %
 """
 
@@ -23,6 +24,7 @@ Draw = Callable[[np.random.Generator, float, tuple[int, ...]], Values]
 PROMPTS = (10, 30, 100, 500)
 SAMPLES = (1, 4, 16, 64)
 MEANS = (0.02, 0.05, 0.1, 0.3, 0.5, 0.8, 0.98)
+STATISTICS = ("mean", "pass@4", "difference", "mean of groups", "difference of groups")
 RIGHT = (0.93, 0.97)
 FLIPS = 0.03  # samples of a greedy model that differ from the others
 GROUPS = (0.6, 1.0, 1.4)  # means of three groups, relative to that of all
@@ -174,9 +176,12 @@ def main() -> None:
     parser.add_argument("--cells", action="store_true", help="print every cell outside 93 to 97 %%")
     parser.add_argument("--times", type=int, default=4000, help="simulated evaluations per cell")
     parser.add_argument("--prompts", type=int, nargs="*", default=PROMPTS)
+    parser.add_argument("--statistics", nargs="*", default=STATISTICS, choices=STATISTICS)
     arguments = parser.parse_args()
     found: dict[tuple[str, int], list[float]] = {}
     for cell in cells(tuple(arguments.prompts)):
+        if cell.statistic not in arguments.statistics:
+            continue
         times = arguments.times // 4 if cell.prompts == 500 or "groups" in cell.statistic else arguments.times
         value = coverage(cell, times)
         found.setdefault((cell.statistic, cell.prompts), []).append(value)

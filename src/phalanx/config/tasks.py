@@ -7,12 +7,14 @@ from typing import Any, Optional, TypeVar
 import yaml
 from omegaconf import OmegaConf
 
+from phalanx.config.files import MOST_CONFIG, read_bytes
 from phalanx.config.flow import FlowDataConfig, FlowMatchingTaskConfig, FlowModelConfig, FlowRewardConfig, FlowRLConfig
 from phalanx.config.joint import PAINTER, POLICIES
 from phalanx.config.lm import ATTENTION, MOST_TOKENS, LMDataConfig
 from phalanx.config.load import ConfigError, arg, build
 from phalanx.config.ranges import COUNT, DTYPES, SEEDS, TIMES
 from phalanx.config.run import SDE_TYPES, ParallelConfig, RunConfig, TrainerConfig
+from phalanx.config.sources import parse_yaml
 from phalanx.config.trust import Use
 
 T = TypeVar("T", bound=RunConfig)
@@ -306,10 +308,12 @@ def read_run(file: Path, *kinds: type[T], policy: str | None = None, use: Use | 
     Raises ConfigError if the file is missing, is not such a configuration, or needs trust.
     """
     try:
-        content = yaml.safe_load(file.read_text())
+        content = parse_yaml(read_bytes(file, MOST_CONFIG).decode())
     except FileNotFoundError:
         raise ConfigError(f"{file} is missing; it says which model the checkpoints belong to") from None
-    except (UnicodeDecodeError, yaml.YAMLError):
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read: {error.strerror}") from None
+    except (ValueError, yaml.YAMLError):
         content = None
     if isinstance(content, dict) and content.keys() >= {*POLICIES, "data", "trainer"}:
         if policy is None:
