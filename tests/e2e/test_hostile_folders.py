@@ -28,19 +28,7 @@ from phalanx.jobs.export import Export
 from phalanx.jobs.generate import Generation
 from phalanx.training import lm_rl
 from phalanx.types import JobError
-from tests.hostile import (
-    BOMB,
-    SECRET,
-    Change,
-    digest,
-    fifo,
-    in_child,
-    in_place_of,
-    linked,
-    remove,
-    replaced,
-    sparse,
-)
+from tests.hostile import BOMB, SECRET, Change, digest, fifo, in_child, in_place_of, linked, remove, replaced, sparse
 from tests.lm import REWARD, tiny_lm, tiny_lm_config
 from tests.ranks import before_forks, run_ranks
 
@@ -78,7 +66,9 @@ def configured(**changes: Any) -> Change:
         content = yaml.safe_load(file.read_text())
         for key, value in changes.items():
             section, _, name = key.partition("__")
-            content[section][name] = value.replace("{outside}", str(folder.parent / "outside")) if isinstance(value, str) else value
+            content[section][name] = (
+                value.replace("{outside}", str(folder.parent / "outside")) if isinstance(value, str) else value
+            )
         file.write_text(yaml.safe_dump(content))
 
     return change
@@ -136,7 +126,7 @@ def coded(folder: Path) -> None:
     (folder / "base" / "evil.py").write_text("import os\nos.system('touch PWNED')\n")
     kinds = ("AutoConfig", "AutoModelForCausalLM", "AutoTokenizer")
     for name in ("config.json", "tokenizer_config.json"):
-        settings(name, auto_map={kind: "evil.Evil" for kind in kinds}, model_type="evil")(folder)
+        settings(name, auto_map=dict.fromkeys(kinds, "evil.Evil"), model_type="evil")(folder)
 
 
 def weights(**tensors: tuple[list[int], bytes]) -> Change:
@@ -311,7 +301,7 @@ def attacked(command: str, changes: dict[str, Change], good: Path, place: Path) 
         print(f"{time.monotonic() - start:.1f} s: {command}: {name}{' FAILS' if problem else ''}", flush=True)
         if not problem and digest(outside) != before:
             problem = "it wrote outside"
-        if not problem and any(folder.rglob("PWNED")) or Path("PWNED").exists():
+        if (not problem and any(folder.rglob("PWNED"))) or Path("PWNED").exists():
             problem = "it ran code"
         result = folder / "result"
         written = [result] if result.is_file() else [file for file in result.rglob("*") if file.is_file()]
