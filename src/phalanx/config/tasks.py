@@ -12,6 +12,7 @@ from phalanx.config.flow import FlowDataConfig, FlowMatchingTaskConfig, FlowMode
 from phalanx.config.joint import PAINTER, POLICIES
 from phalanx.config.lm import ATTENTION, MOST_TOKENS, LMDataConfig
 from phalanx.config.load import ConfigError, arg, build
+from phalanx.config.messages import UnknownKeys
 from phalanx.config.ranges import COUNT, DTYPES, SEEDS, TIMES
 from phalanx.config.run import SDE_TYPES, ParallelConfig, RunConfig, TrainerConfig
 from phalanx.config.sources import parse_yaml
@@ -328,7 +329,7 @@ def read_run(file: Path, *kinds: type[T], policy: str | None = None, use: Use | 
             try:
                 return build(kind, OmegaConf.create({name: content[name] for name in names}))
             except ConfigError as error:  # prefer other errors to an unknown key, which another kind may have
-                if reason is None or not str(error).startswith("unknown key"):
+                if reason is None or not (isinstance(error, UnknownKeys) or str(error).startswith("unknown key")):
                     reason = f"{file}: {error}"
     raise ConfigError(reason or f"{file} is not the configuration of a training run")
 

@@ -80,10 +80,6 @@ def _read(file: Path) -> Metadata:
             metadata = _DataOnly(content).load()
         if not isinstance(metadata, Metadata):
             raise TypeError(f"it holds a {type(metadata).__name__}")
-        # DCP would unpickle any other entry when loading it
-        for name, entry in metadata.state_dict_metadata.items():
-            if not isinstance(entry, TensorStorageMetadata):
-                raise TypeError(f"{name} is not a tensor")
         stored, ends = Counter[str](), dict[str, int]()
         for index, place in metadata.storage_data.items():
             if Path(place.relative_path).name != place.relative_path:
@@ -93,6 +89,8 @@ def _read(file: Path) -> Metadata:
             stored[index.fqn] += place.length
             ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
         for name, entry in metadata.state_dict_metadata.items():
+            if not isinstance(entry, TensorStorageMetadata):  # DCP would unpickle it when loading it
+                raise TypeError(f"{name} is not a tensor")
             size = entry.size.numel() * entry.properties.dtype.itemsize
             if not size <= stored[name] <= size + FRAME * len(entry.chunks):
                 raise ValueError(f"{name} of {size} bytes takes {stored[name]}")
