@@ -132,7 +132,7 @@ def test_files_that_hold_no_tensors(content: bytes, tmp_path: Path, world: World
     folder = tmp_path / "checkpoints" / "step_000000"
     (folder / "__0_0.distcp").write_bytes(content)
     with pytest.raises(
-        ValueError, match="a file is damaged, or contains no tensors|goes on behind its tensors"
+        ValueError, match=r"a file is damaged, or contains no tensors|goes on behind its tensors"
     ) as error:
         checkpoints.load(folder, state)
     assert "weights_only" not in str(error.value) and "\n" not in str(error.value)

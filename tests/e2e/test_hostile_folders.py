@@ -319,14 +319,15 @@ def survives(command: str, changes: dict[str, Change], good: Path, place: Path) 
     assert words == "", words[-20_000:]
 
 
-@pytest.mark.quick("export")
-@pytest.mark.seldom("evaluate in place")
+@pytest.mark.seldom("generate", "evaluate", "evaluate in place")
+@pytest.mark.full
 @pytest.mark.parametrize("command", ["export", "generate", "evaluate", "evaluate in place"])
 def test_a_run_of_somebody_else(command: str, good: Path, tmp_path: Path) -> None:
     chosen = RUNS if command != "evaluate in place" else {name: RUNS[name] for name in RUNS if "link" in name}
     survives(command, chosen, good, tmp_path)
 
 
+@pytest.mark.seldom("evaluate a model")
 @pytest.mark.quick("generate from a model")
 @pytest.mark.parametrize("command", ["generate from a model", "evaluate a model"])
 def test_a_model_of_somebody_else(command: str, good: Path, tmp_path: Path) -> None:
