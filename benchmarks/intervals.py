@@ -5,7 +5,8 @@ mean; each prompt has n samples. A cell is a statistic, a number of prompts, n, 
 coverage is the share of evaluations whose interval contains the true value over all prompts. Printed for each statistic
 and number of prompts: the lowest and highest coverage and how many cells are below, within and above 93 to 97 %.
 
-    python benchmarks/intervals.py           # minutes on one core; the table of docs/evaluation.md
+    python benchmarks/intervals.py           # about an hour on one core; the table of docs/evaluation.md
+    python benchmarks/intervals.py --statistics difference --prompts 100   # a part of it
     python benchmarks/intervals.py --cells   # every cell outside 93 to 97 %
 """
 
@@ -23,6 +24,7 @@ Draw = Callable[[np.random.Generator, float, tuple[int, ...]], Values]
 PROMPTS = (10, 30, 100, 500)
 SAMPLES = (1, 4, 16, 64)
 MEANS = (0.02, 0.05, 0.1, 0.3, 0.5, 0.8, 0.98)
+STATISTICS = ("mean", "pass@4", "difference", "mean of groups", "difference of groups")
 RIGHT = (0.93, 0.97)
 FLIPS = 0.03  # samples of a greedy model that differ from the others
 GROUPS = (0.6, 1.0, 1.4)  # means of three groups, relative to that of all
@@ -105,25 +107,26 @@ def cells(prompts: tuple[int, ...] = PROMPTS) -> Iterator[Cell]:
                     for change in CHANGES:
                         if mean in (0.02, 0.3, 0.5, 0.8):
                             yield Cell("difference", count, n, mean, name, change)
-                if mean in (0.05, 0.3, 0.5):
+            for name in ("all or nothing", *PAIRED):
+                if mean in (0.02, 0.05, 0.3, 0.5):
                     yield Cell("mean of groups", count, 8, mean, name)
+                if mean in (0.05, 0.3) and name in PAIRED[1:]:
+                    for change in CHANGES:
+                        yield Cell("difference of groups", count, 8, mean, name, change)
 
 
 def coverage(cell: Cell, times: int, seed: int = 0) -> float:
     """The share of `times` simulated evaluations whose interval contains the true value."""
     generator, draw = np.random.default_rng(seed), DIFFICULTIES[cell.difficulty]
     shape, quantile = (times, cell.prompts), t_quantile(0.975, cell.prompts - 1)
-    if cell.statistic == "mean of groups":
+    if cell.statistic.endswith("of groups"):
         return _coverage_of_groups(cell, times, generator)
     first = draw(generator, cell.mean, shape)
     values = generator.binomial(cell.n, first) / cell.n
     if cell.statistic == "difference":
         now = generator.binomial(cell.n, changed(generator, cell.change, draw, cell.mean, first)) / cell.n
         low, high = difference_bounds(now, values, quantile)
-        truth = 0.0
-        if cell.change in ("5 % solved", "odds x 1.6"):
-            large = draw(generator, cell.mean, (LARGE,))
-            truth = float((changed(generator, cell.change, draw, cell.mean, large) - large).mean())
+        truth = _change(cell, cell.mean, generator)
     elif cell.statistic == "pass@4":
         table = np.array([pass_at_k(passed, cell.n, 4) for passed in range(cell.n + 1)])
         low, high = mean_bounds(table[np.rint(values * cell.n).astype(int)], quantile)
@@ -139,14 +142,33 @@ def _coverage_of_groups(cell: Cell, times: int, generator: np.random.Generator) 
     draw, covered = DIFFICULTIES[cell.difficulty], 0
     parts = np.array_split(np.arange(cell.prompts), len(GROUPS))
     means = [min(cell.mean * factor, 0.98) for factor in GROUPS]
+    truth = float(np.mean(means))
+    if cell.change:
+        truth = float(np.mean([_change(cell, mean, generator) for mean in means]))
     for _ in range(times):
-        groups = []
+        groups: list[Values | tuple[Values, Values]] = []
         for mean, part in zip(means, parts, strict=True):
-            groups.append(generator.binomial(cell.n, draw(generator, mean, (len(part),))) / cell.n)
+            first = draw(generator, mean, (len(part),))
+            values = generator.binomial(cell.n, first) / cell.n
+            if cell.change:
+                now = changed(generator, cell.change, draw, mean, first)
+                groups.append((generator.binomial(cell.n, now) / cell.n, values))
+            else:
+                groups.append(values)
         estimate = mean_of_groups(groups, unit=True)
         assert estimate.low is not None and estimate.high is not None
-        covered += estimate.low <= float(np.mean(means)) <= estimate.high
+        assert estimate.low >= -bool(cell.change) and estimate.high <= 1
+        covered += estimate.low - 1e-9 <= truth <= estimate.high + 1e-9
     return covered / times
+
+
+def _change(cell: Cell, mean: float, generator: np.random.Generator) -> float:
+    """The true difference between the models over all prompts."""
+    if cell.change not in ("5 % solved", "odds x 1.6"):
+        return 0.0
+    draw = DIFFICULTIES[cell.difficulty]
+    large = draw(generator, mean, (LARGE,))
+    return float((changed(generator, cell.change, draw, mean, large) - large).mean())
 
 
 def main() -> None:
@@ -154,10 +176,13 @@ def main() -> None:
     parser.add_argument("--cells", action="store_true", help="print every cell outside 93 to 97 %%")
     parser.add_argument("--times", type=int, default=4000, help="simulated evaluations per cell")
     parser.add_argument("--prompts", type=int, nargs="*", default=PROMPTS)
+    parser.add_argument("--statistics", nargs="*", default=STATISTICS, choices=STATISTICS)
     arguments = parser.parse_args()
     found: dict[tuple[str, int], list[float]] = {}
     for cell in cells(tuple(arguments.prompts)):
-        times = arguments.times // 4 if cell.prompts == 500 or cell.statistic == "mean of groups" else arguments.times
+        if cell.statistic not in arguments.statistics:
+            continue
+        times = arguments.times // 4 if cell.prompts == 500 or "groups" in cell.statistic else arguments.times
         value = coverage(cell, times)
         found.setdefault((cell.statistic, cell.prompts), []).append(value)
         if arguments.cells and not RIGHT[0] <= value <= RIGHT[1]:

@@ -168,7 +168,8 @@ class Metric:
     """A metric of a micro-batch before its reduction over all that counts: see phalanx.functional.aggregation.
 
     values: one per action of each unit [U, A] or sample [B, A], or one per unit [U] or sample [B]. reduction: mean, std
-    (of the population) or max. where: bool, like `values`, those that the metric is about; None: all.
+    (of the population), max, or first_max, the maximum in the first optimizer step of a training step, which is logged
+    as first_<name>. where: bool, like `values`, those that the metric is about; None: all.
     """
 
     values: Tensor | float

@@ -131,7 +131,9 @@ def test_files_that_hold_no_tensors(content: bytes, tmp_path: Path, world: World
     checkpoints.wait()
     folder = tmp_path / "checkpoints" / "step_000000"
     (folder / "__0_0.distcp").write_bytes(content)
-    with pytest.raises(ValueError, match="a file is damaged, or contains no tensors") as error:
+    with pytest.raises(
+        ValueError, match=r"a file is damaged, or contains no tensors|goes on behind its tensors"
+    ) as error:
         checkpoints.load(folder, state)
     assert "weights_only" not in str(error.value) and "\n" not in str(error.value)
 

@@ -117,7 +117,7 @@ def test_parts_are_the_step(kind: tuple[Job, Job], tmp_path: Path) -> None:
     apart = run_roles(build, 4, config("parts", *keys, TWO_AND_TWO))
     wanted = learned(tmp_path / "together")
     for row, expected in zip(learned(tmp_path / "parts"), wanted, strict=True):
-        numbers = [key for key in expected if key.startswith(("reward/", "actor/"))]
+        numbers = [key for key in expected if key.startswith(("reward/", "actor/", "response/", "prompt/", "rollout/"))]
         assert {"reward/std", "actor/grad_norm", "actor/first_ratio_error"} < set(numbers)
         for key in numbers:
             assert row[key] == pytest.approx(expected[key], rel=1e-5, abs=1e-7), key

@@ -1,7 +1,10 @@
 """tasks/sample.py gives the images of the stock pipeline and of the trained policy, on any number of ranks."""
 
 import json
+import os
+import signal
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,8 +14,10 @@ from torch import Tensor
 
 from phalanx.config import load
 from phalanx.config.tasks import SampleConfig
+from phalanx.exit import Stopped
 from phalanx.jobs.sample import Generator
 from phalanx.telemetry.records import read_index
+from tests.checks import wait_for
 from tests.e2e.test_export import LORA, TEXTS, Runs, runs, stock_images
 from tests.ranks import RankError, run_ranks
 from tests.tasks import run_task
@@ -164,3 +169,35 @@ def test_a_checkpoint_of_another_model(trained: Runs, qwen_folder: Path, tmp_pat
     )
     nowhere = tmp_path / "nowhere"
     assert refused(f"checkpoint={nowhere}", prompts(["a"])) == f"checkpoint: '{nowhere}': no such folder"
+
+
+# -- signals ----------------------------------------------------------------------------------------------------------
+
+
+def interrupted(overrides: tuple[str, ...]) -> str:
+    """Sample, with a signal to rank 0 in its second micro-batch; returns how the job ends."""
+    job, denoised = Generator(load(SampleConfig, None, list(overrides))), 0
+    decode = job.policy.decode
+
+    def until_the_signal(*args: Any) -> Tensor:
+        nonlocal denoised
+        denoised += 1
+        if denoised == 2 and job.world.rank == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+            wait_for(lambda: job.world.watch.stop is not None)
+        return decode(*args)
+
+    job.policy.decode = until_the_signal  # type: ignore[method-assign]
+    with pytest.raises(Stopped) as stopped:
+        job.run()
+    return str(stopped.value)
+
+
+def test_a_signal_ends_it_with_the_images_so_far(sd3_folder: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "images"
+    keys = (*PLAIN, f"model.path={sd3_folder}", f"output_dir={folder}", prompts(list("abcd")), "n=2")
+    lines = run_ranks(interrupted, 2, (*keys, "micro_batch_size_per_gpu=1"))
+    assert lines == [f"stopped by SIGTERM; the images so far are in {folder}"] * 2
+    rows = read_index(folder)
+    assert [(row["index"], row["prompt"]) for row in rows] == [(0, "a"), (1, "a"), (4, "c"), (5, "c")]
+    assert all((folder / row["file"]).stat().st_size > 0 for row in rows) and (folder / "grid.png").exists()

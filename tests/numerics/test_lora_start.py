@@ -134,12 +134,6 @@ LOST: dict[str, tuple[str, str, dict[str, torch.Tensor], str]] = {
         {"diffusion_model.blocks.0.modulation.diff": torch.ones(1, 6, 64)},
         "diffusion_model.blocks.0.modulation.diff",
     ),
-    "a layer with a bias only": (
-        "wan",
-        WAN,
-        {"diffusion_model.time_projection.1.diff_b": torch.ones(64)},
-        "diffusion_model.time_projection.1.diff_b",
-    ),
     "another prefix": ("wan", WAN, matrices("blocks.1.self_attn.k"), "blocks.1.self_attn.k.lora_A.weight (+1 more)"),
     "no prefix": (
         "ltx2",
@@ -165,6 +159,54 @@ def test_a_tensor_that_is_not_used_is_named(case: str, request: pytest.FixtureRe
         "and biases of a plain LoRA, all with one prefix"
     ):
         family.read_lora(str(file), config)
+
+
+def test_biases_without_matrices_are_read(wan_folder: Path, tmp_path: Path) -> None:
+    """As AccVideo's files have them beside norms' differences of zeros; ComfyUI adds `diff_b` to the bias."""
+    family, config, transformer = base_of(wan_folder)
+    projection = transformer.condition_embedder.time_proj
+    bias, before = torch.randn(len(projection.bias)), projection.bias.clone()
+    others = {f"diffusion_model.blocks.0.{name}": torch.zeros(64) for name in ("norm3.diff", "self_attn.norm_q.diff")}
+    for up, down in (("lora_B", "lora_A"), ("lora_up", "lora_down")):
+        save_file(
+            matrices(WAN, up, down) | others | {"diffusion_model.time_projection.1.diff_b": bias}, tmp_path / WEIGHTS
+        )
+        layers = family.read_lora(str(tmp_path), config)
+        assert list(layers) == ["blocks.0.attn1.to_q", f"condition_embedder.time_proj{BIAS}"]
+    weight = projection.weight.clone()
+    start_from_lora(transformer, str(tmp_path), family.read_lora)
+    torch.testing.assert_close(projection.bias, before + bias)
+    assert torch.equal(projection.weight, weight)
+
+
+@pytest.mark.parametrize("kind", ["comfyui", "kohya", "kohya, also split"])
+def test_fused_layers_of_z_image_are_split(
+    kind: str, z_image_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """`qkv` and `out` are the names in the model's own code; ComfyUI adds a third of the rows to each layer."""
+    family, config, transformer = base_of(z_image_folder)
+    attention = transformer.layers[0].attention
+    down, up = torch.randn(2, attention.to_q.in_features), torch.randn(3 * attention.to_q.out_features, 2)
+    other = torch.randn(len(attention.to_out[0].weight), 2)
+    block, ends = ("lora_unet_layers_0_attention_", ("lora_down", "lora_up"))
+    if kind == "comfyui":
+        block, ends = "diffusion_model.layers.0.attention.", ("lora_A", "lora_B")
+    file = {}
+    for name, matrix in (("qkv", up), ("out", other)):
+        file |= {f"{block}{name}.{ends[0]}.weight": down, f"{block}{name}.{ends[1]}.weight": matrix}
+    parts = dict(zip(("to_q", "to_k", "to_v", "to_out_0"), [*up.chunk(3), other], strict=True))
+    if kind == "kohya, also split":
+        for name, matrix in parts.items():
+            file |= {f"{block}{name}.{ends[0]}.weight": down, f"{block}{name}.{ends[1]}.weight": matrix.contiguous()}
+    save_file({key: tensor.clone() for key, tensor in file.items()}, tmp_path / WEIGHTS)
+    layers = family.read_lora(str(tmp_path), config)
+    expected = {f"layers.0.attention.{name.replace('out_0', 'out.0')}": matrix for name, matrix in parts.items()}
+    assert layers.keys() == expected.keys()
+    for name, matrix in expected.items():
+        assert torch.equal(layers[name][0], down) and torch.equal(layers[name][1], matrix)
+    line = f"model.lora_path: '{tmp_path}': 4 tensors repeat others and are left out"
+    assert caplog.messages == ([line] if kind.endswith("split") else [])
+    start_from_lora(transformer, str(tmp_path), family.read_lora)
 
 
 def test_parts_that_are_not_trained_are_named(ltx2_folder: Path, sd3_folder: Path, tmp_path: Path) -> None:

@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from phalanx.functional.aggregation import Sums
+from phalanx.functional.aggregation import Mean, Sums
 from phalanx.functional.token_losses import masked_mean
+from phalanx.telemetry.step_metrics import merged_rows
 from phalanx.types import Metric
 from tests.checks import normal, reduced
 
@@ -52,13 +53,28 @@ def test_a_number_counts_once_per_action(sizes: list[int]) -> None:
         assert in_parts(sizes, mean).values() == {"m": expected}
 
 
-def test_the_ratio_error_is_a_maximum() -> None:
-    assert reduced({"ratio_error": VALUES}, WEIGHT) == {"ratio_error": VALUES[COUNTED].max().item()}
-    sums = Sums()
-    for value in (0.5, torch.tensor(2.0), 1.0):
-        sums.add({"ratio_error": value}, WEIGHT[:1])
-    sums.add({"ratio_error": 9.0}, WEIGHT[3:4])  # of nothing that counts
-    assert sums.values() == {"ratio_error": 2.0}
+def test_a_maximum_of_the_first_update() -> None:
+    assert reduced({"m": Metric(VALUES, "first_max")}, WEIGHT) == {"first_m": VALUES[COUNTED].max().item()}
+    for first, expected in ((True, {"first_m": 2.0}), (False, {})):
+        sums = Sums(first=first)
+        for value in (0.5, torch.tensor(2.0), 1.0):
+            sums.add({"m": Metric(value, "first_max")}, WEIGHT[:1])
+        sums.add({"m": Metric(9.0, "first_max")}, WEIGHT[3:4])  # of nothing that counts
+        assert sums.values() == expected
+
+
+def test_means_of_parts_merge_into_that_of_all() -> None:
+    """Metrics of a step's chunks: ratios of tokens, of calls or of some samples, whose counts differ between chunks."""
+    sums = [Sums(), Sums()]
+    for part, rows in zip(sums, (slice(0, 2), slice(2, 7)), strict=True):
+        part.add({"m": VALUES[rows], "m/max": Metric(VALUES[rows], "max")}, WEIGHT[rows])
+    rows = [part.values() for part in sums] + [{"other": Mean(math.nan, 0)}, {"other": Mean(3.0, 2)}]
+    merged = merged_rows(rows, [1, 1, 1, 1])
+    assert merged == {
+        "m": pytest.approx(VALUES[COUNTED].double().mean().item()), "m/max": VALUES[COUNTED].max().item(), "other": 3.0
+    }  # fmt: skip
+    assert all(type(value) is float for value in merged.values())
+    assert merged_rows([{"m": Mean(2.0, 0)}], [1]) == {"m": 2.0}
 
 
 def test_what_nothing_counts_for_is_left_out() -> None:

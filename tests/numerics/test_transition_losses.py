@@ -143,7 +143,7 @@ def test_all_are_the_policy_gradient_before_the_first_update(module: ModuleType,
     stats = reduced(metrics, torch.ones_like(loss))
     expected = -torch.tensor(ADVANTAGE)[:, None].expand(-1, 3)
     assert torch.equal(loss, expected / -batch.trace.delta if module is grpo_guard else expected)
-    assert stats["ratio_error"] == 0 and stats["ratio_mean"] == 1 and stats["approx_kl"] == 0
+    assert stats["first_ratio_error"] == 0 and stats["ratio_mean"] == 1 and stats["approx_kl"] == 0
 
 
 @pytest.mark.parametrize("theta", [0.0, 0.05])

@@ -284,8 +284,9 @@ BAD = {
     ),
     "pictured.jsonl": (
         b'{"prompt": [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}]}\n',
-        ":1: prompt has an image in a part {type: image} of a message; expected the row's images in a column `images`, "
-        "and parts {type: image} without more in their places",
+        ":1: prompt has a part {type: image, image} of a message; expected the row's images in a column `images`, and "
+        "parts {type: image} in their places, or {type: image, image} with the bytes of an image file, its path beside "
+        "the data file, or {bytes, path}",
     ),
     "negative.jsonl": (
         b'{"prompt": "a", "negative_prompt": true}\n',

@@ -1,5 +1,6 @@
 """Data formats of other trainers and hubs: each is read unchanged, or refused with one line."""
 
+import base64
 import json
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from phalanx.data.files import FORMATS, DataError
 from phalanx.data.prompts import answer_of, load_prompts, validation_sets
 from tests.checks import refused
 from tests.pairs import write_parquet
+from tests.tiny_vision import picture
 
 KEY = "data.train_files"
 USER = {"role": "user", "content": "What is 1+1?"}
@@ -116,18 +118,67 @@ def test_messages_in_parts(tmp_path: Path) -> None:
     (row,) = load_prompts([file], KEY, quoted=False)
     assert (row.text, row.messages) == ("What is 1+1?", [{"role": "system", "content": "Be brief."}, USER])
     assert load_prompts([file], KEY)[0].text == "What is 1+1?"
-    forms = (
-        {"type": "image"},
-        {"type": "image", "image": "a.png"},
-        {"type": "image_url", "image_url": {"url": "a.png"}},
-    )
-    for image in forms:
+    forms = {
+        "type: image": {"type": "image"},
+        "type: image, image, min_pixels": {"type": "image", "image": "a.png", "min_pixels": 4},
+        "type: image_url, image_url": {"type": "image_url", "image_url": {"url": "a.png", "detail": "low"}},
+        "type: image, image_id": {"type": "image", "image_id": "a"},
+    }
+    for keys, image in forms.items():
         file = write(tmp_path / "q.jsonl", {"prompt": [{"role": "user", "content": [image, *parts]}]})
         with refused(
-            f"{KEY}: {file}:1: prompt has an image in a part {{type: {image['type']}}} of a message; expected the row's "
-            "images in a column `images`, and parts {type: image} without more in their places"
+            f"{KEY}: {file}:1: prompt has a part {{{keys}}} of a message; expected the row's images in a column "
+            "`images`, and parts {type: image} in their places, or {type: image, image} with the bytes of an image "
+            "file, its path beside the data file, or {bytes, path}"
         ):
             texts([file])
+    file = write(
+        tmp_path / "r.jsonl",
+        {"images": ["a.png"], "prompt": [{"role": "user", "content": [{"type": "image", "image": "a.png"}, *parts]}]},
+    )
+    with refused(f"{KEY}: {file}:1: the row has images in parts of prompt and in the column `images`; expected one"):
+        texts([file])
+
+
+def test_images_in_messages(tmp_path: Path) -> None:
+    """In the forms of Qwen, transformers and OpenAI, as paths, bytes or data URLs; other URLs are refused when read."""
+    for i in range(2):
+        picture(8, 8 + i, seed=i).save(tmp_path / f"{i}.png")
+    content = [(tmp_path / f"{i}.png").read_bytes() for i in range(2)]
+    url = f"data:image/png;base64,{base64.b64encode(content[1]).decode()}"
+    pairs = [
+        ({"type": "image", "image": "0.png"}, {"type": "image_url", "image_url": {"url": url}}),
+        ({"type": "image", "path": "0.png"}, {"type": "input_image", "image_url": url}),
+        ({"type": "image", "url": f"file://{tmp_path / '0.png'}"}, {"type": "image_url", "image_url": "1.png"}),
+    ]
+    text = {"type": "text", "text": "Which?"}
+    lines = [{"prompt": [{"role": "user", "content": [one, text, other]}]} for one, other in pairs]
+    files = [write(tmp_path / "p.jsonl", *lines, {"prompt": [{"role": "user", "content": [text]}]})]
+    feature = {"type": Value("string"), "text": Value("string"), "image": Image()}
+    features = Features({"prompt": List({"role": Value("string"), "content": List(feature)})})
+    stored = [
+        {"type": "image", "image": {"bytes": content[0]}},
+        text,
+        {"type": "image", "image": {"bytes": content[1]}},
+    ]
+    full = [{"text": None, "image": None} | part for part in stored]
+    table = Dataset.from_list([{"prompt": [{"role": "user", "content": full}]}], features)
+    table.to_parquet(tmp_path / "t.parquet")
+    table.save_to_disk(str(tmp_path / "folder"))
+    rows = load_prompts([*files, f"{tmp_path}/t.parquet", f"{tmp_path}/folder"], KEY, quoted=False)
+    without = rows.pop(3)
+    assert (without.text, without.messages, without.images) == ("Which?", [{"role": "user", "content": "Which?"}], ())
+    for row in rows:
+        assert row.messages == [{"role": "user", "content": [{"type": "image"}, text, {"type": "image"}]}]
+        assert [image.encoded() for image in row.images] == content and row.text == "Which?"
+    far = {"type": "image", "image": "https://x.org/a.png"}
+    file = write(tmp_path / "far.jsonl", {"prompt": [{"role": "user", "content": [far, text]}]})
+    (row,) = load_prompts([file], KEY, quoted=False)
+    with refused(
+        f"{KEY}: {file}:1: prompt, image 0: 'https://x.org/a.png' is a URL, and nothing is downloaded; expected the "
+        "bytes of an image file, its path beside the data file, or {bytes, path}"
+    ):
+        row.images[0].check()
 
 
 def test_chats_with_tools(tmp_path: Path) -> None:

@@ -164,6 +164,10 @@ RIGHT = [
     *[Cell("mean", 100, n, 0.5, "equal") for n in (1, 4, 64)],
     *[Cell("mean", 500, n, mean, "Beta, a+b=0.2") for n, mean in ((1, 0.02), (16, 0.05), (4, 0.98))],
     *[Cell("difference", 100, 8, 0.5, name, "the same") for name in PAIRED],
+    *[
+        Cell("difference", 500, 64, 0.8, name, "5 % solved") for name in ("greedy", "Beta, a+b=0.2")
+    ],  # few large changes
+    Cell("difference", 100, 64, 0.5, "Beta, a+b=5", "odds x 1.6"),  # many small ones in one direction
     *[Cell("mean of groups", 100, 8, mean, "Beta, a+b=5") for mean in (0.3, 0.5)],
 ]
 WIDE = [
@@ -173,6 +177,7 @@ WIDE = [
     *[Cell("pass@4", count, 64, 0.05, "greedy") for count in (30, 100)],
     *[Cell("difference", 30, 64, mean, name, "5 % solved") for mean in (0.02, 0.5) for name in ("equal", "greedy")],
     *[Cell("difference", 10, 1, 0.5, "greedy", change) for change in CHANGES],
+    *[Cell("mean of groups", 30, 8, mean, name) for mean, name in ((0.02, "Beta, a+b=0.2"), (0.05, "all or nothing"))],
 ]
 
 

@@ -10,6 +10,8 @@ from typing import Any
 
 from phalanx.config.inside import write_inside
 
+MOST_CONFIG = 1 << 18  # bytes of a config.yaml, of which a job writes about 10,000
+
 
 def kind(path: Path) -> str | None:
     """Whether a path is a "file" or a "folder"; None if it does not exist.

@@ -7,12 +7,15 @@ from typing import Any, Optional, TypeVar
 import yaml
 from omegaconf import OmegaConf
 
+from phalanx.config.files import MOST_CONFIG, read_bytes
 from phalanx.config.flow import FlowDataConfig, FlowMatchingTaskConfig, FlowModelConfig, FlowRewardConfig, FlowRLConfig
 from phalanx.config.joint import PAINTER, POLICIES
 from phalanx.config.lm import ATTENTION, MOST_TOKENS, LMDataConfig
 from phalanx.config.load import ConfigError, arg, build
+from phalanx.config.messages import UnknownKeys
 from phalanx.config.ranges import COUNT, DTYPES, SEEDS, TIMES
 from phalanx.config.run import SDE_TYPES, ParallelConfig, RunConfig, TrainerConfig
+from phalanx.config.sources import parse_yaml
 from phalanx.config.trust import Use
 
 T = TypeVar("T", bound=RunConfig)
@@ -306,10 +309,12 @@ def read_run(file: Path, *kinds: type[T], policy: str | None = None, use: Use | 
     Raises ConfigError if the file is missing, is not such a configuration, or needs trust.
     """
     try:
-        content = yaml.safe_load(file.read_text())
+        content = parse_yaml(read_bytes(file, MOST_CONFIG).decode())
     except FileNotFoundError:
         raise ConfigError(f"{file} is missing; it says which model the checkpoints belong to") from None
-    except (UnicodeDecodeError, yaml.YAMLError):
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read: {error.strerror}") from None
+    except (ValueError, yaml.YAMLError):
         content = None
     if isinstance(content, dict) and content.keys() >= {*POLICIES, "data", "trainer"}:
         if policy is None:
@@ -324,7 +329,7 @@ def read_run(file: Path, *kinds: type[T], policy: str | None = None, use: Use | 
             try:
                 return build(kind, OmegaConf.create({name: content[name] for name in names}))
             except ConfigError as error:  # prefer other errors to an unknown key, which another kind may have
-                if reason is None or not str(error).startswith("unknown key"):
+                if reason is None or not (isinstance(error, UnknownKeys) or str(error).startswith("unknown key")):
                     reason = f"{file}: {error}"
     raise ConfigError(reason or f"{file} is not the configuration of a training run")
 

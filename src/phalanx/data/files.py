@@ -14,7 +14,17 @@ from phalanx.config.files import kind, parse_json, read_bytes
 from phalanx.config.messages import cut, reason
 from phalanx.data.parquet import ROW, check_unpacked, limit_of, reading_parquet, unpacked
 from phalanx.data.parquet import DataError as DataError
-from phalanx.data.shown import COLUMNS, Located, column_of, holds_images, in_rows, in_table, lengths_of, undecoded
+from phalanx.data.shown import (
+    COLUMNS,
+    Located,
+    column_of,
+    holds_images,
+    in_rows,
+    in_table,
+    lengths_of,
+    stored,
+    undecoded,
+)
 from phalanx.media.pictures import Picture, in_memory
 
 FORMATS = (
@@ -366,7 +376,7 @@ def _table_rows(
     schema = dataset.features.arrow_schema
     column = column_of(schema, shown)
     left_out = [field.name for field in schema if field.name == column or holds_images(field.type)]
-    rows = _numbered(dataset.remove_columns(left_out), place)
+    rows = _numbered(stored(dataset.remove_columns(left_out)), place)
     return rows if column is None else in_table(rows, dataset.select_columns([column]), folder, column)
 
 

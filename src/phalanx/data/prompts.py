@@ -9,14 +9,13 @@ from typing import Any
 
 from phalanx.config.files import parse_json
 from phalanx.data.files import FORMATS, LONGEST, DataError, kind_of, locate, read, without_number
-from phalanx.data.shown import COLUMNS
+from phalanx.data.shown import COLUMNS, IMAGE_PARTS, take_held, without_nulls
 from phalanx.data.unusable import UnusableRows
 from phalanx.media.pictures import FORMS, Picture
 from phalanx.types import Prompt
 
 _QUOTED = re.compile(r'["“”„‟«]([^"“”„‟«»]+)["“”‟»]')
 _PLACEHOLDER = re.compile(r"(Picture \d+: ?)?<image>")  # VeRL-Omni's mark of an image, which the model places itself
-_IMAGE_PARTS = ("image", "image_url", "input_image")  # types of parts that are images, as of Qwen and OpenAI
 MARK = "<image>"  # verl's mark of an image in a text
 _VIDEO, _VIDEOS = "<video>", ("videos", "video")  # verl's mark of a video, and its columns of videos
 
@@ -54,7 +53,8 @@ def load_prompts(
     `quoted`, the first span of the prompt in double quotes (straight or typographic), otherwise the column `answer`.
     The images of a language model's prompts, one or a list per row, or none, are `images` (see Prompt) and
     `meta["images"]`, a tuple of Pictures. Their places are `<image>` in texts or parts `{type: image}`; without either,
-    they precede the first user's text. Other columns of images are left out.
+    they precede the first user's text. Parts may also hold their images, see phalanx.data.shown.take_held. Other
+    columns of images are left out.
 
     Raises DataError for a file or row that cannot be used. Lines are counted from 1, rows from 0.
     """
@@ -67,8 +67,11 @@ def load_prompts(
             place, before = f"{key}: {name}", len(rows) + len(drop.reasons)
             column = "prompt" if path.suffix == ".txt" else prompt
             located = read(path, split, place, images, prompt, drop, texts=not quoted, image_key=image_key)
+            folder = path if path.is_dir() else path.parent
             for where, columns in located:
                 try:
+                    if not quoted:
+                        take_held(columns, column, folder, where)
                     row = _row(columns, where, column, bool(images), quoted, answered)
                     if not quoted:
                         _check_marks(columns, column, where, COLUMNS if image_key is None else (image_key,))
@@ -255,7 +258,7 @@ def _messages(value: Any, name: str, where: str, answered: bool, shows: bool = F
         return None
     messages = []
     for given in value:
-        message = _without_nulls(given)
+        message = without_nulls(given)
         if isinstance(message, dict) and isinstance(message.get("content"), list):
             message["content"] = _joined(message["content"], name, where, shows)
         calls = isinstance(message, dict) and "content" not in message and "tool_calls" in message
@@ -274,13 +277,13 @@ def _joined(parts: list[Any], name: str, where: str, shows: bool) -> str:
     """Join the parts of a message, {type: text, text} each, to a text. Parts {type: image} become marks."""
     texts = []
     for part in parts:
-        if shows and _without_nulls(part) == {"type": "image"}:
+        if shows and without_nulls(part) == {"type": "image"}:
             texts.append(MARK)
             continue
-        if isinstance(part, dict) and part.get("type") in _IMAGE_PARTS:
+        if isinstance(part, dict) and part.get("type") in IMAGE_PARTS:
             raise DataError(
-                f"{where}: {name} has an image in a part {{type: {part['type']}}} of a message; expected the row's "
-                "images in a column `images`, and parts {type: image} without more in their places"
+                f"{where}: {name} has a part {{{_keys(part)}}} of a message; expected the row's images in a column "
+                f"`images`, and parts {{type: image}} in their places, or {{type: image, image}} with {FORMS}"
             )
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             raise DataError(f"{where}: {name} contains a part of a message that is not {{type: text, text}}")
@@ -288,13 +291,8 @@ def _joined(parts: list[Any], name: str, where: str, shows: bool) -> str:
     return "".join(texts)
 
 
-def _without_nulls(value: Any) -> Any:
-    """Remove keys that are null, because in files with columns every row has the keys of all rows."""
-    if isinstance(value, list):
-        return [_without_nulls(item) for item in value]
-    if isinstance(value, dict):
-        return {name: _without_nulls(item) for name, item in value.items() if item is not None}
-    return value
+def _keys(part: dict[str, Any]) -> str:
+    return ", ".join([f"type: {part['type']}", *(str(name) for name in without_nulls(part) if name != "type")])
 
 
 def _tools(value: Any) -> Any:
@@ -304,7 +302,7 @@ def _tools(value: Any) -> Any:
     value = _parsed(value, list)
     if isinstance(value, list):
         value = [_parsed(item, dict) for item in value]
-    return _without_nulls(value)
+    return without_nulls(value)
 
 
 def _parsed(value: Any, kind: type) -> Any:

@@ -5,9 +5,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from phalanx.data.parquet import DataError
 from phalanx.media.pictures import Picture, in_memory
 
 COLUMNS = ("images", "image")  # default columns of images; the first one in a file is used
+IMAGE_PARTS = ("image", "image_url", "input_image")  # types of a message's parts that are images, as of Qwen and OpenAI
+_HOLDERS = ("image", "image_url", "path", "url")  # keys of such a part that hold the image itself
 Located = tuple[str, dict[str, Any]]  # a row's place for messages, and its columns
 
 
@@ -36,6 +39,48 @@ def _is_image(value: Any) -> bool:
     if isinstance(value, list):
         return any(map(_is_image, value))
     return isinstance(value, str) or (isinstance(value, dict) and {"bytes", "path"} >= value.keys() > set())
+
+
+def take_held(row: dict[str, Any], column: str, folder: Path, where: str) -> None:
+    """Move the images that the parts of a chat hold themselves, {type: image, image: ...} as of transformers, or
+    {type: image_url, image_url: {url}}, into the row's tuple `images`, and leave parts {type: image} in their places.
+    Other parts stay as they are. Raises DataError if the row has images in both places.
+    """
+    if not isinstance(row.get(column), list):
+        return
+    row[column], pictures = without_nulls(row[column]), list[Picture]()
+    for message in row[column]:
+        content = message.get("content") if isinstance(message, dict) else None
+        for part in content if isinstance(content, list) else []:
+            image = _held(part)
+            if image is not None:
+                pictures.append(Picture(partial(in_memory, image), folder, f"{where}: {column}, image {len(pictures)}"))
+                part.clear()
+                part["type"] = "image"
+    if pictures and row.get("images"):
+        raise DataError(f"{where}: the row has images in parts of {column} and in the column `images`; expected one")
+    if pictures:
+        row["images"] = tuple(pictures)
+
+
+def _held(part: Any) -> Any:
+    """The image that a part of a message holds, as a Picture's source returns it; None if it holds none, or more."""
+    if not isinstance(part, dict) or part.get("type") not in IMAGE_PARTS or len(part) != 2:
+        return None
+    [(key, value)] = [(key, value) for key, value in part.items() if key != "type"]
+    if isinstance(value, dict) and value.keys() == {"url"}:
+        value = value["url"]
+    is_image = isinstance(value, bytes) or (_is_image(value) and not isinstance(value, list))
+    return value if key in _HOLDERS and is_image else None
+
+
+def without_nulls(value: Any) -> Any:
+    """Remove keys that are null, because in files with columns every row has the keys of all rows."""
+    if isinstance(value, list):
+        return [without_nulls(item) for item in value]
+    if isinstance(value, dict):
+        return {name: without_nulls(item) for name, item in value.items() if item is not None}
+    return value
 
 
 def column_of(schema: Any, names: Sequence[str]) -> str | None:
@@ -90,6 +135,12 @@ def undecoded(dataset: Any) -> Any:
         elif isinstance(feature, List) and isinstance(feature.feature, Image):
             dataset = dataset.cast_column(name, List(Image(decode=False)))
     return dataset
+
+
+def stored(dataset: Any) -> Iterator[dict[str, Any]]:
+    """The rows of a dataset as they are stored: images anywhere in them stay files."""
+    for table in dataset.with_format("arrow").iter(batch_size=1000):
+        yield from table.to_pylist()
 
 
 def in_table(rows: Iterable[Located], dataset: Any, folder: Path, column: str) -> Iterator[Located]:

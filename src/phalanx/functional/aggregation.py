@@ -26,7 +26,16 @@ from torch import Tensor
 
 from phalanx.types import Metric, Metrics
 
-RATIO_ERROR = "ratio_error"  # the largest |rho - 1|: a maximum, also as a plain number
+
+class Mean(float):
+    """A mean that keeps the `count` of what it is over, so that means of parts merge into the mean of all."""
+
+    count: float
+
+    def __new__(cls, value: float, count: float) -> "Mean":
+        mean = super().__new__(cls, value)
+        mean.count = count
+        return mean
 
 
 def count_actions(mask: Tensor, kept: Tensor) -> Tensor:
@@ -70,15 +79,15 @@ def action_weights(
 
 
 def ratio_metrics(log_ratio: Tensor) -> Metrics:
-    """Metrics of rho from ln rho of any shape; ratio_error is |rho - 1|, whose maximum is logged, and approx_kl is
-    rho - 1 - ln rho (Schulman's k3).
+    """Metrics of rho from ln rho of any shape: ratio_error is |rho - 1|, which is exactly 0 in the first optimizer step
+    if rollout and replay run with equal shapes, and approx_kl is rho - 1 - ln rho (Schulman's k3).
     """
     ratio, moved = torch.exp(log_ratio), torch.expm1(log_ratio)
     return {
         "ratio_mean": ratio,
         # of rho - 1, since squares of numbers near 1 would lose a small spread
         "ratio_std": Metric(moved, "std"),
-        "ratio_error": (ratio - 1).abs(),
+        "ratio_error": Metric((ratio - 1).abs(), "first_max"),
         # expm1, since ratios are near 1, where rho - 1 would lose precision
         "approx_kl": moved - log_ratio,
     }
@@ -87,10 +96,11 @@ def ratio_metrics(log_ratio: Tensor) -> Metrics:
 @dataclass
 class Sums:
     """The sums of metrics by name, float64: a maximum [1]; of a mean the number of values and their sum [2]; of a std
-    also the sum of their squares [3].
+    also the sum of their squares [3]. `first`: whether they are of the first optimizer step of a training step.
     """
 
     parts: dict[str, Tensor] = field(default_factory=dict)
+    first: bool = True
 
     @torch.no_grad()
     def add(self, metrics: Metrics, weight: Tensor) -> None:
@@ -101,8 +111,11 @@ class Sums:
         """
         for name, metric in metrics.items():
             if not isinstance(metric, Metric):
-                metric = Metric(metric, "max" if name == RATIO_ERROR else "mean")
-            self.merge([{name: _sums(name, metric, weight != 0)}])
+                metric = Metric(metric)
+            if metric.reduction == "first_max" and not self.first:
+                continue
+            label = f"first_{name}" if metric.reduction == "first_max" else name
+            self.merge([{label: _sums(name, metric, weight != 0)}])
 
     def merge(self, others: Iterable[Mapping[str, Tensor]]) -> None:
         """Add the parts of other sums."""
@@ -122,7 +135,7 @@ class Sums:
                 row[name] = first
             elif sums and first > 0:
                 mean, *squares = (value / first for value in sums)
-                row[name] = max(squares[0] - mean**2, 0.0) ** 0.5 if squares else mean
+                row[name] = max(squares[0] - mean**2, 0.0) ** 0.5 if squares else Mean(mean, first)
         return row
 
 
@@ -139,7 +152,7 @@ def _sums(name: str, metric: Metric, counted: Tensor) -> Tensor:
             f"action {list(counted.shape)} or each of the micro-batch's {len(counted)} units"
         )
     mask = mask if metric.where is None else mask & metric.where
-    if metric.reduction == "max":
+    if metric.reduction in ("max", "first_max"):
         return torch.where(mask, values, -torch.inf).amax().double()[None]
     kept = torch.where(mask, values, 0).double()  # where, since values that do not count may be NaN
     sums = [mask.sum().double(), kept.sum()]

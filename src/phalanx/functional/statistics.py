@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 CONFIDENCE = 0.95
 SKEWED = (0.2, 0.4)  # skewness from which a mean may lack its rarer prompts, and from which it is taken to
 RARE = (0.5, 0.7)  # the same of a difference
+SKEWED_CHANGES = (0.1, 0.2)  # skewness from which few changes make up a difference, and from which only they do
 RELIEF = 0.16  # of the quantile of the bound on the other side, as the further one then leaves nearly nothing
 _STEPS = 40  # of a bisection, to 1e-12
 _TINY = 1e-12  # variances below are rounding errors
@@ -172,7 +173,8 @@ def difference_bounds(values: Values, others: Values, quantile: float) -> tuple[
     pairs: with u and d the mean rise and fall, (u + d - (u - d)^2) / s^2; P if no prompt differs.
 
     Few changed prompts may lack the rare ones that change much, so s^2 grows towards that of changes by 1, by as much
-    as the prompts themselves score 0 or 1 throughout, or may.
+    as the prompts themselves score 0 or 1 throughout, or may. If a few large changes make the mean skewed, the bounds
+    extend to those of changes by 0 or +-a, with a = mean |d|^3 / mean d^2, of the same mean and square.
     """
     count, differences = values.shape[-1], values - others
     up, down = np.maximum(differences, 0).mean(-1), np.maximum(-differences, 0).mean(-1)
@@ -185,7 +187,17 @@ def difference_bounds(values: Values, others: Values, quantile: float) -> tuple[
         split = np.maximum(split, np.maximum(share, _lacking(mean, count)))
     rare = _between(1 / np.sqrt(np.maximum(count * (up + down), _TINY)), RARE)
     number = _effective(most, variance + rare * split * np.maximum(most - variance, 0), count)
-    return _tango(up, down, number, quantile), -_tango(down, up, number, quantile)
+    low, high = _tango(up, down, number, quantile), -_tango(down, up, number, quantile)
+    squares, central = (differences**2).mean(-1), differences - differences.mean(-1)[..., None]
+    of_mean = np.sqrt(count * (central**2).mean(-1) ** 3)
+    skewness = np.divide((central**3).mean(-1), of_mean, out=np.zeros_like(most), where=of_mean > _TINY)
+    jump = np.divide((abs(differences) ** 3).mean(-1), squares, out=np.ones_like(most), where=squares > _TINY)
+    changed = np.minimum(squares / jump**2, 1.0)
+    moved, every = np.clip(differences.mean(-1) / jump, -changed, changed), np.full_like(most, count)
+    up, down, share = (changed + moved) / 2, (changed - moved) / 2, _between(np.abs(skewness), SKEWED_CHANGES)
+    low -= share * np.maximum(low - jump * _tango(up, down, every, quantile), 0)
+    high += share * np.maximum(-jump * _tango(down, up, every, quantile) - high, 0)
+    return low, high
 
 
 def _lacking(mean: Values, count: int) -> Values:
@@ -228,7 +240,8 @@ def mean_of_groups(groups: Sequence[Values | tuple[Values, Values]], unit: bool)
     """The unweighted mean of the groups' means of values [P], or of pairs' differences [P], in 0..1 (`unit`) or not;
     bounds are None if a group has one prompt. The distance of each bound from the mean combines the groups' distances
     in quadrature (MOVER; Zou and Donner, Statistics in Medicine 27, 2008), which keeps asymmetric intervals so. The
-    degrees of freedom of Student's t are those of the mean (Welch 1947).
+    degrees of freedom of Student's t are those of the mean (Welch 1947). In 0..1 the bounds extend to those of all
+    prompts together, since a group without a success, whose bound is 0, hides how far the others are from theirs.
     """
     number, count, value, variance, squares = len(groups), 0, 0.0, 0.0, 0.0
     pairs = list[tuple[Values, Values | None]]()
@@ -251,7 +264,28 @@ def mean_of_groups(groups: Sequence[Values | tuple[Values, Values]], unit: bool)
         assert part.low is not None and part.high is not None
         below += (part.value - part.low) ** 2
         above += (part.high - part.value) ** 2
-    return Estimate(value, value - math.sqrt(below) / number, value + math.sqrt(above) / number, count)
+    low, high = value - math.sqrt(below) / number, value + math.sqrt(above) / number
+    if unit:
+        together = _together(pairs, variance / number**2, t_quantile((1 + CONFIDENCE) / 2, count - number))
+        low, high = min(low, together[0]), max(high, together[1])
+    return Estimate(value, low, high, count)
+
+
+def _together(pairs: Sequence[tuple[Values, Values | None]], variance: float, quantile: float) -> tuple[float, float]:
+    """The bounds of the mean of groups in 0..1, whose variance is known, as of one group."""
+    up = down = count = 0.0
+    for values, others in pairs:
+        differences = values if others is None else values - others
+        up += float(np.maximum(differences, 0).mean()) / len(pairs)
+        down += float(np.maximum(-differences, 0).mean()) / len(pairs)
+        count += len(values)
+    most = np.array(up + down - (up - down) ** 2)
+    number = _effective(most, np.array(variance * count), int(count))
+    if pairs[0][1] is None:
+        low, high = _wilson(np.array(up), number, quantile)
+        return max(float(low), 0.0), min(float(high), 1.0)
+    rise, fall = np.array(up), np.array(down)
+    return float(_tango(rise, fall, number, quantile)), -float(_tango(fall, rise, number, quantile))
 
 
 def t_quantile(probability: float, degrees: int) -> float:

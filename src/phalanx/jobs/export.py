@@ -224,6 +224,8 @@ class Export:
         # such a LoRA is exported without loading the base model
         plain_lora = self.model.lora_rank > 0 and self.model.lora_init != "pissa" and not cfg.merge_lora
         self.base: nn.Module | None = None if plain_lora else self._base()
+        if plain_lora and isinstance(self.model, LMModelConfig):
+            language_models.check_base(self.model)
         if cfg.push_to_hub is not None:
             make_repository(cfg.push_to_hub)
 

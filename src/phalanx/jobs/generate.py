@@ -25,6 +25,7 @@ from phalanx.data.prompts import load_prompts, question
 from phalanx.distributed import mesh
 from phalanx.distributed.launch import Launch
 from phalanx.environments.environments import Environments, with_tools
+from phalanx.exit import Stopped
 from phalanx.jobs.export import open_checkpoint, with_images
 from phalanx.jobs.inputs import given, model_changes
 from phalanx.jobs.outputs import check_place, writing
@@ -144,7 +145,8 @@ class Generation:
         return max(min(limit if self.trained is not None else LIMIT, room) // size, 1) * size
 
     def run(self) -> None:
-        """Print all responses and write them to the file, micro-batch by micro-batch."""
+        """Print all responses and write them to the file, micro-batch by micro-batch. Raises Stopped."""
+        self.world.watch.listen()
         if self.trained is not None:
             self.trained.load(self.policy.trained, self.world.checkpoint_group)
         n = self.val.n
@@ -159,6 +161,9 @@ class Generation:
                 file = stack.enter_context(self.file.open("w", encoding="utf-8"))
             stack.enter_context(self.rollout.awake())
             for start in range(0, len(self.prompts), together):
+                if self.world.watch.stop is not None:
+                    self.world.watch.close()
+                    raise Stopped(self.world.watch.stop, f" after {start} of {len(self.prompts)} prompts")
                 prompts = self.prompts[start : start + together]
                 responses = self.rollout.draw_validation(prompts, each=lambda *_: None)
                 for number, drawn in enumerate(responses):

@@ -26,8 +26,9 @@ from phalanx.config.tasks import SampleConfig
 from phalanx.config.trust import UNUSED, Use
 from phalanx.data.prompts import load_prompts, share_of_rank
 from phalanx.distributed import mesh
-from phalanx.distributed.collectives import broadcast_object, gather_object
+from phalanx.distributed.collectives import agree, broadcast_object, gather_object
 from phalanx.distributed.launch import Launch
+from phalanx.exit import Stopped
 from phalanx.functional.frames import evenly_spaced
 from phalanx.jobs.export import open_checkpoint
 from phalanx.jobs.inputs import given, model_changes
@@ -109,7 +110,8 @@ class Generator:
         return policy
 
     def run(self) -> None:
-        """Sample all images and write them on rank 0 as they are sampled, then the index and the grid."""
+        """Sample all images and write each on rank 0 once sampled, then the index and the grid. Raises Stopped."""
+        self.world.watch.listen()
         if self.trained is not None:
             self.trained.load(self.policy.trained, self.world.checkpoint_group)
         fps = self.policy.model.fps
@@ -129,6 +131,12 @@ class Generator:
                 for index, text, image in rows_of_rank:
                     if writer is not None and index < len(self.prompts) * self.cfg.n:
                         writer.add(index, text, image)
+            _, stop = agree(None, self.world.watch.stop or 0)
+            if stop and done < len(local) * self.cfg.n:
+                if writer is not None:
+                    writer.finish(self.cfg.columns)
+                self.world.watch.close()
+                raise Stopped(stop, f"; the images so far are in {self.output_dir}")
 
         with writing(self.output_dir, "output_dir"):
             with self.rollout.awake():

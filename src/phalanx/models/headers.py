@@ -14,13 +14,36 @@ from phalanx.config.files import kind, parse_json, read_bytes
 
 MOST = 1e8  # limit of any number in a configuration
 MOST_LAYERS = 10_000
+MOST_BYTES = 1 << 27  # of a file other than weights, such as a tokenizer
+_WEIGHTS = (
+    ".safetensors",
+    ".bin",
+    ".pt",
+    ".pth",
+    ".gguf",
+    ".msgpack",
+    ".h5",
+    ".onnx",
+)  # of any size; most are not read
 _VARIANT = re.compile(r"[^.]+\.(\w+)(-\d+-of-\d+)?\.safetensors")  # as in model.fp16.safetensors
+
+
+def check_files(folder: Path, key: str = "model.path") -> None:
+    """Raise ValueError, which begins with the folder's `key`, for a pipe, a device or a huge file in a model's folder,
+    which libraries would wait for, or read whole.
+    """
+    for file in sorted(folder.iterdir()):
+        try:
+            if kind(file) == "file" and file.suffix not in _WEIGHTS and file.stat().st_size > MOST_BYTES:
+                raise ValueError(f"{key}: {file} has {file.stat().st_size} bytes; expected at most {MOST_BYTES}")
+        except OSError as error:
+            raise ValueError(f"{key}: {file} cannot be read: {error.strerror}") from None
 
 
 def read_json(file: Path, key: str = "model.path") -> Any:
     """The content of a JSON file; raises ValueError with the config `key` of its folder and the error's position."""
     try:
-        return parse_json(read_bytes(file).decode("utf-8"))
+        return parse_json(read_bytes(file, MOST_BYTES).decode("utf-8"))
     except json.JSONDecodeError as error:
         raise ValueError(f"{key}: {file}:{error.lineno}:{error.colno} is not valid JSON: {error.msg}") from None
     except UnicodeDecodeError:
@@ -50,7 +73,7 @@ def tensors(file: Path, key: str = "model.path") -> dict[str, tuple[str, list[in
             for name in stored.keys():  # noqa: SIM118 - it is not a dict
                 part = stored.get_slice(name)
                 parts[name] = part.get_dtype(), part.get_shape()
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, MemoryError) as error:
         raise ValueError(f"{key}: {file} is damaged or cut short: {error}") from None
     return parts
 

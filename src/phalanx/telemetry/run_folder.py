@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from phalanx.config.files import json_object
+from phalanx.config.files import MOST_CONFIG, json_object
 from phalanx.config.inside import list_inside, open_inside, read_inside, status_inside, write_inside
 from phalanx.config.messages import MOST_SHOWN, cut
 from phalanx.config.sources import parse_yaml
@@ -27,7 +27,6 @@ RANKS = "ranks"  # see phalanx.telemetry.rank_files
 LATEST = 1e11  # seconds, in the year 5138: later times cannot be shown as dates and come from damaged files
 PROFILES = "profiles"  # see phalanx.telemetry.profiles
 VALIDATION = re.compile(r"val/(.+)/reward/mean")
-MOST_CONFIG = 1 << 18  # bytes of a config.yaml, of which a job writes about 10,000
 LONGEST_EVENT = 500  # characters
 MOST_JSON = 1 << 16  # bytes of a file with one small object
 NUMBERS = ("interval", "memory_gb", "phase_since", "since")  # of a rank's state, besides its counts

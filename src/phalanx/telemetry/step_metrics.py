@@ -2,7 +2,7 @@
 
 import resource
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from phalanx.distributed.collectives import all_gather_rows, reduce_int
 from phalanx.functional.advantage import group_std, has_signal
-from phalanx.functional.aggregation import RATIO_ERROR, Sums
+from phalanx.functional.aggregation import Mean, Sums
 from phalanx.telemetry.metrics import Timers
 
 MOST_TURNS = 8  # samples with more turns share one metric
@@ -35,44 +35,49 @@ def reward_by_turns(reward: Tensor, turns: Tensor) -> dict[str, float]:
     """conversation/reward_turns_<k>: the mean reward over all ranks' samples [N] with a reward and k turns (0: no turn
     fitted); conversation/reward_turns_more is for samples with more than MOST_TURNS turns.
     """
-    row = {}
+    row: dict[str, float] = {}
     for k in range(MOST_TURNS + 2):
         known = reward[(turns.clamp(max=MOST_TURNS + 1) == k) & ~reward.isnan()]
         if len(known):
-            row[f"conversation/reward_turns_{k if k <= MOST_TURNS else 'more'}"] = known.mean().item()
+            row[f"conversation/reward_turns_{k if k <= MOST_TURNS else 'more'}"] = Mean(known.mean().item(), len(known))
     return row
 
 
 def merged_rows(rows: Sequence[dict[str, float]], scored: Sequence[int]) -> dict[str, float]:
     """Merge the metrics of a step's chunks: take extremes of max and min, sum seconds and errors, average the rest.
 
-    scored: the number of samples with a reward in each chunk, which weights reward/...; reward/std is that of all.
+    scored: the number of samples with a reward in each chunk, which weights reward/...; reward/std is that of all. Each
+    Mean is weighted by its count, and the others equally, since all chunks have equally many samples.
     """
     merged = {}
     for key in dict.fromkeys(key for row in rows for key in row):
-        counted = [(row[key], count) for row, count in zip(rows, scored, strict=True) if key in row]
-        values = [value for value, _ in counted]
+        values, counts = list[float](), list[float]()
+        for row, count in zip(rows, scored, strict=True):
+            if key in row:
+                value = row[key]
+                values.append(value)
+                counts.append(value.count if isinstance(value, Mean) else count if key.startswith("reward/") else 1)
         if key.endswith("max"):
             merged[key] = max(values)
         elif key.endswith("min"):
             merged[key] = min(values)
         elif key.startswith("time/") or key.endswith(("_s", "/errors")):
             merged[key] = sum(values)
-        elif key.startswith("reward/") and len(rows) > 1:
-            merged[key] = _mean(counted)
         else:
-            merged[key] = sum(values) / len(values)
+            merged[key] = _mean(values, counts)
     if "reward/std" in merged and len(rows) > 1:
         # the mean of the chunks' variances, and the variance of their means
         moved = [row["reward/std"] ** 2 + (row["reward/mean"] - merged["reward/mean"]) ** 2 for row in rows]
-        merged["reward/std"] = _mean(zip(moved, scored, strict=True)) ** 0.5
+        merged["reward/std"] = _mean(moved, scored) ** 0.5
     return merged
 
 
-def _mean(weighted: Iterable[tuple[float, int]]) -> float:
-    """The mean of values with weights; those of weight 0 may be NaN."""
-    counted = [(value, weight) for value, weight in weighted if weight]
-    return sum(value * weight for value, weight in counted) / max(sum(weight for _, weight in counted), 1)
+def _mean(values: Sequence[float], weights: Sequence[float]) -> float:
+    """The mean of values with weights; those of weight 0 may be NaN. A single value stays as it is."""
+    if len(values) == 1:
+        return float(values[0])
+    total = sum(value * weight for value, weight in zip(values, weights, strict=True) if weight)
+    return total / max(sum(weights), 1)
 
 
 def token_metrics(
@@ -121,9 +126,6 @@ def update_metrics(
         return {f"{who}/updates_skipped": float(skipped)}
     sums = Sums()
     sums.merge(update.parts for update in stats)
-    if sums.parts.pop(RATIO_ERROR, None) is not None:
-        # of the first optimizer step: exactly 0 if rollout and replay run with equal shapes
-        sums.merge([{f"first_{name}": part for name, part in stats[0].parts.items() if name == RATIO_ERROR}])
     row = over_ranks(sums).values()
     norms, non_finite = 0.0, 0
     for update in updates:
@@ -133,7 +135,7 @@ def update_metrics(
     row["lr"] = float(updates[-1]["lr"])
     row["updates_skipped"] = float(skipped)
     row["updates_non_finite"] = float(non_finite)
-    return {f"{who}/{name}": value for name, value in row.items()}
+    return {f"{who}/{name}": float(value) for name, value in row.items()}
 
 
 def peak_memory_gb(device: torch.device) -> float:

@@ -5,7 +5,7 @@ This reader accepts only the classes that DCP writes there. The tensors themselv
 """
 
 import pickle
-from io import BytesIO
+from collections import Counter
 from pathlib import Path, PosixPath
 from typing import Any
 
@@ -24,9 +24,10 @@ from torch.distributed.checkpoint.metadata import (
 from torch.futures import Future
 from torch.serialization import _get_layout
 
-from phalanx.config.files import kind, read_bytes
+from phalanx.config.files import kind
 
 MOST_METADATA = 1 << 30  # bytes
+FRAME = 1 << 20  # bytes beside its numbers that a part of a tensor may take
 
 
 def _member(kind: Any, name: str) -> _MEM_FORMAT_ENCODING:
@@ -73,18 +74,29 @@ class Reader(FileSystemReader):
 
 def _read(file: Path) -> Metadata:
     try:
-        metadata = _DataOnly(BytesIO(read_bytes(file, MOST_METADATA))).load()
+        if kind(file) == "file" and file.stat().st_size > MOST_METADATA:
+            raise ValueError(f"it is larger than {MOST_METADATA} bytes")
+        with file.open("rb") as content:  # not read at once, since it may claim any size
+            metadata = _DataOnly(content).load()
         if not isinstance(metadata, Metadata):
             raise TypeError(f"it holds a {type(metadata).__name__}")
-        # DCP would unpickle any other entry when loading it
-        for name, entry in metadata.state_dict_metadata.items():
-            if not isinstance(entry, TensorStorageMetadata):
-                raise TypeError(f"{name} is not a tensor")
-        for place in metadata.storage_data.values():
+        stored, ends = Counter[str](), dict[str, int]()
+        for index, place in metadata.storage_data.items():
             if Path(place.relative_path).name != place.relative_path:
                 raise ValueError(f"{place.relative_path!r} is not a file of this folder")
             if kind(file.with_name(place.relative_path)) == "folder":  # OSError for a pipe, which torch would wait for
                 raise ValueError(f"{place.relative_path!r} is a folder")
+            stored[index.fqn] += place.length
+            ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
+        for name, entry in metadata.state_dict_metadata.items():
+            if not isinstance(entry, TensorStorageMetadata):  # DCP would unpickle it when loading it
+                raise TypeError(f"{name} is not a tensor")
+            size = entry.size.numel() * entry.properties.dtype.itemsize
+            if not size <= stored[name] <= size + FRAME * len(entry.chunks):
+                raise ValueError(f"{name} of {size} bytes takes {stored[name]}")
+        for name, end in ends.items():
+            if file.with_name(name).stat().st_size > end:
+                raise ValueError(f"{name!r} goes on behind its tensors")
     except Exception as error:  # a damaged pickle can raise anything
         raise ValueError(f"{file} is damaged, or not a checkpoint's: {error}") from error
     return metadata

@@ -66,7 +66,7 @@ class CriticTrainer:
                 samples.mask, batch.units, self.plan, self.world, mode=mode, constant=None, tokens=tokens
             )
             for parts in steps:
-                stats.append(Sums())
+                stats.append(Sums(first=not stats))
                 total = torch.zeros((), device=self.world.device)
                 for i, (rows, weight) in enumerate(parts):
                     at = rows.to(self.world.device)

@@ -59,7 +59,7 @@ class StepLog:
     def begin_update(self) -> Sums:
         """Return the sums of the current optimizer step; they are new if the previous step was taken."""
         if len(self.scalars) == len(self.updates):
-            self.scalars.append(Sums())
+            self.scalars.append(Sums(first=not self.updates))
         return self.scalars[-1]
 
     def micro_batch(self, samples: Samples, rows: Tensor, loss: Tensor) -> None:

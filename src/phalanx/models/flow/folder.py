@@ -5,7 +5,7 @@ import json
 import logging
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from phalanx.engines.loading import check_weights, loading, unread_tensors, warn
 from phalanx.models.flow import headers
 from phalanx.models.flow.headers import absent_components, check_index, component_names, module_of
 from phalanx.models.headers import check_variants, read_json, tensors
-from phalanx.models.lora import ADAPTER, Layers, lora_file, plain_layers, read_adapter, renamed
+from phalanx.models.lora import ADAPTER, BIAS, Layers, lora_file, plain_layers, read_adapter, renamed
 from phalanx.models.stored import computes_alike, dtype_to_read, widen_buffers
 from phalanx.models.traced import convert_traced
 
@@ -118,10 +118,11 @@ def _check_layers(path: str, name: str, transformer: nn.Module) -> None:
             raise ValueError(f"model.path: {file} contains {extra[0]}, for which its config.json has no layer")
 
 
-def read_lora(path: str, pipeline: Any) -> Layers:
+def read_lora(path: str, pipeline: Any, repeats: Callable[[str, Collection[str]], bool] | None = None) -> Layers:
     """The LoRA of model.lora_path, by diffusers' names of the transformer's layers.
 
-    It may be peft's, or in any format that the pipeline's class reads. Raises ValueError, in one line, for other files.
+    It may be peft's, or in any format that the pipeline's class reads. repeats: whether a tensor, by its name and those
+    of the file, repeats others under a second name. Raises ValueError, in one line, for other files.
     """
     file = lora_file(path)
     with loading(f"model.lora_path: {path!r} does not load"):
@@ -144,6 +145,15 @@ def read_lora(path: str, pipeline: Any) -> Layers:
             tensors, lost = {}, sorted(name for name in given if not name.startswith(_NATIVE))
             if not 0 < len(lost) < len(given):
                 raise
+        empty = _beside_biases(lost, given)
+        if empty:
+            with suppress(LookupError, ValueError):  # of biases of which diffusers knows no layer
+                tensors, lost = convert_traced(given | empty, convert)
+        if lost and repeats is not None:
+            twice = [name for name in lost if repeats(name, given)]
+            lost = sorted({*lost} - {*twice})
+            if twice:
+                log.warning("model.lora_path: %r: %d tensors repeat others and are left out", path, len(twice))
         if lost:
             more = f" (+{len(lost) - 1} more)" if len(lost) > 1 else ""
             raise ValueError(
@@ -151,7 +161,20 @@ def read_lora(path: str, pipeline: Any) -> Layers:
                 "all with one prefix"
             )
         settings = {name.removeprefix("transformer."): value for name, value in metadata.items()}
-        return plain_layers(renamed(tensors, lambda name: name.removeprefix("transformer.")), settings)
+        layers = plain_layers(renamed(tensors, lambda name: name.removeprefix("transformer.")), settings)
+        return {name: pair for name, pair in layers.items() if not empty or name.endswith(BIAS) or pair[1].any()}
+
+
+def _beside_biases(lost: Sequence[str], given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Matrices of zeros for the layers of which a file changes only the bias, since diffusers drops these alone."""
+    down, up = ("lora_A", "lora_B") if any(".lora_A." in name for name in given) else ("lora_down", "lora_up")
+    matrices = {}
+    for name in lost:
+        if name.endswith(".diff_b"):
+            layer, bias = name.removesuffix(".diff_b"), given[name]
+            matrices[f"{layer}.{down}.weight"] = bias.new_zeros(1, 1)
+            matrices[f"{layer}.{up}.weight"] = bias.new_zeros(len(bias), 1)
+    return matrices
 
 
 def _block(tensor: str) -> str | None:

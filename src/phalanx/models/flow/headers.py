@@ -9,7 +9,7 @@ from typing import Any
 
 from phalanx.config.files import kind
 from phalanx.config.messages import cut, shown
-from phalanx.models.headers import check_numbers, check_weights, read_json, read_object, require
+from phalanx.models.headers import check_files, check_numbers, check_weights, read_json, read_object, require
 
 LIBRARIES = ("diffusers", "transformers")
 # modules with components of single pipelines, by their names in a model_index.json
@@ -102,6 +102,7 @@ def check_components(folder: Path, index: dict[str, Any]) -> None:
         part, called = folder / name, str(index[name][1])
         if not part.is_dir():
             raise ValueError(f"model.path: '{folder}' lacks the folder {name!r} that its model_index.json names")
+        check_files(part)
         for file in sorted(part.glob("*.json")):
             content = read_object(file)
             if file.name in ("config.json", "scheduler_config.json"):

@@ -118,6 +118,13 @@ def export_lora(folder: Path, config: LMModelConfig, layers: dict[str, Tensor], 
     _copy_kept(base, folder)
 
 
+def check_base(config: LMModelConfig) -> None:
+    """Raise ValueError, in one line, if a LoRA cannot be exported because model.path is not a model's."""
+    base = _base_folder(config)
+    with loading(f"model.path: {config.path!r} does not load"):
+        transformers.AutoConfig.from_pretrained(base, trust_remote_code=False)
+
+
 def _places(base: Path) -> dict[str, str]:
     """Names of the folder's language model in its composite model (see places_of), empty for a plain one."""
     settings = transformers.AutoConfig.from_pretrained(base, trust_remote_code=False)

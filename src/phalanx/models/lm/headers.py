@@ -6,7 +6,7 @@ from pathlib import Path
 
 from safetensors import safe_open
 
-from phalanx.models.headers import check_weights, read_object, require
+from phalanx.models.headers import check_files, check_weights, read_object, require
 
 CAUSAL = ("ForCausalLM", "LMHeadModel", "MoeModelLM")  # suffixes of the classes of causal language models
 # further files to check, because transformers ignores damage in some of them
@@ -25,6 +25,7 @@ def check_folder(path: str, key: str = "model.path") -> None:
         if path.count("/") != 1 or path.startswith((".", "/", "~")):
             raise ValueError(f"{key}: {path!r}: no such folder")
         return
+    check_files(folder, key)
     if (folder / "model_index.json").is_file():
         raise ValueError(f"{key}: {path!r} is a diffusers pipeline; expected a causal language model's folder")
     if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():

@@ -21,6 +21,7 @@ from phalanx.environments.conversation import Conversation
 from phalanx.environments.environments import Environments
 from phalanx.environments.registry import COLUMN
 from phalanx.environments.texts import in_texts, joined, shortened
+from phalanx.functional.aggregation import Mean
 from phalanx.functional.tokens import TokenTrace
 from phalanx.models.lm.blocks import other_layers
 from phalanx.models.lm.calls import Parser, parser
@@ -120,7 +121,7 @@ class ConversationRollout(LMRollout):
         total = reduce_int(len(drawn), "sum")
 
         def mean(values: Sequence[float], of: float = total) -> float:
-            return reduce_float(float(sum(values)), "sum") / max(of, 1)
+            return Mean(reduce_float(float(sum(values)), "sum") / max(of, 1), of)
 
         calls = [sample.calls + sample.mistakes for sample in drawn]
         made = reduce_int(sum(calls), "sum")

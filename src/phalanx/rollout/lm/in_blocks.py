@@ -10,6 +10,7 @@ from torch import Tensor
 from phalanx.config.engines import EngineFacts
 from phalanx.distributed.collectives import reduce_int
 from phalanx.distributed.seed import fold_in
+from phalanx.functional.aggregation import Mean
 from phalanx.functional.block_diffusion import BlockTrace
 from phalanx.models.lm.blocks import BlockDiffusionPolicy
 from phalanx.rollout.lm.decode import Decoding
@@ -42,8 +43,8 @@ class BlockDiffusionRollout(LMRollout):
         """Metrics of LMRollout, and rollout/tokens_per_forward, the tokens unmasked per denoising step of a block."""
         tokens = sum(len(drawn.steps) for drawn in self._drawn)
         row = super().metrics(samples, reward)
-        forwards = sum(self.forwards(drawn) for drawn in self._drawn)
-        return row | {"rollout/tokens_per_forward": reduce_int(tokens, "sum") / reduce_int(forwards, "sum")}
+        forwards = reduce_int(sum(self.forwards(drawn) for drawn in self._drawn), "sum")
+        return row | {"rollout/tokens_per_forward": Mean(reduce_int(tokens, "sum") / forwards, forwards)}
 
     def forwards(self, drawn: Drawn) -> int:
         """The number of denoising steps of the sample's blocks, without the passes that store keys and values."""

@@ -18,6 +18,7 @@ from phalanx.distributed.context_parallel import ContextGroup
 from phalanx.distributed.mesh import World
 from phalanx.distributed.passes import Passes
 from phalanx.distributed.seed import fold_in
+from phalanx.functional.aggregation import Mean
 from phalanx.functional.token_budget import in_order
 from phalanx.functional.tokens import TokenTrace, Truncation
 from phalanx.models.lm.policy import LMPolicy
@@ -154,7 +155,7 @@ class LMRollout:
             "prompt/length_mean": reduce_float(float(trace.starts.float().sum()), "sum") / total,
         }
         if count:
-            row["response/truncated_reward_mean"] = of_cut / count
+            row["response/truncated_reward_mean"] = Mean(of_cut / count, count)
         # nothing is drawn again from here on, so the frozen vision tower's features are freed with the samples
         self._drawn = [replace(drawn, look=None) for drawn in self._drawn]
         return row

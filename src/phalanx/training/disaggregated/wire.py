@@ -18,6 +18,7 @@ from phalanx.distributed.collectives import exchange
 from phalanx.distributed.link import Link
 from phalanx.distributed.mesh import World
 from phalanx.distributed.roles import ACTOR, INFERENCE, ROLLOUT
+from phalanx.functional.aggregation import Mean
 from phalanx.telemetry.records import Record, Thumbnail
 from phalanx.training.collect import Collected
 from phalanx.types import Prompt, Samples
@@ -136,6 +137,7 @@ def serialize(collected: Collected, rows: slice | Tensor, stop: int = 0) -> Tens
         "exact": samples.exact,
         "on_policy": samples.on_policy,
         "row": collected.row,
+        "counts": {name: value.count for name, value in collected.row.items() if isinstance(value, Mean)},
     }
     return _file(tensors, plain_values)
 
@@ -170,7 +172,10 @@ def deserialize(data: Tensor, kind: type, device: torch.device) -> tuple[Collect
         on_policy=plain_values["on_policy"],
         **tensors,
     )
-    return Collected(samples, reward, plain_values["row"]), plain_values["stop"]
+    row = plain_values["row"]
+    for name, count in plain_values["counts"].items():
+        row[name] = Mean(row[name], count)
+    return Collected(samples, reward, row), plain_values["stop"]
 
 
 def concatenate(parts: Sequence[Collected]) -> Collected:

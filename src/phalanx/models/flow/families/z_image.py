@@ -1,14 +1,19 @@
 """Z-Image and Z-Image-Turbo (arXiv 2511.22699): text and image in one stream of tokens."""
 
+import re
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
-from diffusers import ZImageTransformer2DModel
+from diffusers import ZImagePipeline, ZImageTransformer2DModel
 from torch import Tensor
 from torch.nn.functional import pad
 
+from phalanx.config.flow import FlowModelConfig
 from phalanx.models.flow.embeds import masked_texts
 from phalanx.models.flow.family import Embeds, FlowModel, check_size
+from phalanx.models.flow.folder import read_lora
+from phalanx.models.lora import Layers
 from phalanx.models.recompute import run_block
 
 PATCH = 2  # side of an image token, in latents
@@ -90,6 +95,12 @@ def _unpatched(tokens: Tensor, height: int, width: int) -> Tensor:
     return cut.permute(0, 5, 1, 3, 2, 4).reshape(n, -1, height, width)
 
 
+def _repeats(name: str, names: Collection[str]) -> bool:
+    """Whether a tensor is of the fused `qkv`, or of `out`, in a LoRA that has to_q, to_k, to_v or to_out as well."""
+    fused = re.fullmatch(r"(.+attention[._])(qkv|out)\.(lora.+|alpha)", name)
+    return fused is not None and any(other.startswith((f"{fused[1]}to_", f"{fused[1]}to.")) for other in names)
+
+
 class Model(FlowModel):
     """Z-Image: latents [N, 16, H/8, W/8]; guidance by `rollout.guidance_scale`, which Turbo does not need."""
 
@@ -102,6 +113,19 @@ class Model(FlowModel):
         "attention.to_k", "attention.to_out.0", "attention.to_q", "attention.to_v",
         "feed_forward.w1", "feed_forward.w2", "feed_forward.w3",
     )  # fmt: skip
+
+    @classmethod
+    def read_lora(cls, path: str, config: FlowModelConfig | None = None, names: Iterable[str] = ()) -> Layers:
+        """As for other models; the model's own fused layer `qkv` is split, and its `out` named as in diffusers."""
+        layers: Layers = {}
+        for name, (down, up) in read_lora(path, ZImagePipeline, _repeats).items():
+            block, _, layer = name.rpartition(".attention.")
+            if layer == "qkv":
+                for part, rows in zip(("to_q", "to_k", "to_v"), up.chunk(3), strict=True):
+                    layers[f"{block}.attention.{part}"] = down, rows
+            else:
+                layers[f"{block}.attention.to_out.0" if layer == "out" else name] = down, up
+        return layers
 
     def heads(self) -> tuple[int, int]:
         c = self.transformer.config
