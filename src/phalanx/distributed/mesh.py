@@ -37,6 +37,7 @@ from phalanx.garbage import collect_again
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+CHECKPOINT_S = 7200.0  # minimum time limit of the group that writes checkpoints
 # public since torch 2.14
 SET_TIMEOUT = "set_timeout" if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14) else "_set_pg_timeout"
 
@@ -209,8 +210,8 @@ def start(config: ParallelConfig, placement: Mapping[str, Any] | None = None) ->
         # subgroups do not inherit the default group's limit
         getattr(distributed_c10d, SET_TIMEOUT)(timeout, group)
     # A thread writes checkpoints while training continues. Collectives of two threads on one group may run in different
-    # orders on different ranks, so that thread has a separate group.
-    checkpoint_group = group_of(range(launch.world_size), config.timeout_s)
+    # orders on different ranks, so that thread has a separate group. Its ranks wait there for the slowest file system.
+    checkpoint_group = group_of(range(launch.world_size), max(config.timeout_s, CHECKPOINT_S))
     link = None if roles.collocated else Link(roles, whole.rank, store, device)
     watch = _watch(whole, min(config.heartbeat_timeout_s, config.timeout_s), store, link)
     return World(launch.rank, launch.world_size, device, mesh, checkpoint_group, watch, launch, link, context)

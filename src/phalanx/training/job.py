@@ -86,7 +86,9 @@ class Job:
         self.total_steps, self.batch = total_steps, batch
         self.state, self.states = next(iter(policies.values())), self.policies | self.beside
         self.output_dir = Path(cfg.trainer.output_dir)
-        self.checkpointer = Checkpointer(self.output_dir, world, self._signature(), cfg.trainer.max_checkpoints)
+        self.checkpointer = Checkpointer(
+            self.output_dir, world, self._signature(), cfg.trainer.max_checkpoints, cfg.parallel.timeout_s
+        )
         self.progress = self._resume()
         problem = self._not_finite()
         if problem is not None:
