@@ -26,7 +26,7 @@ from phalanx.config.run import ParallelConfig, RLConfig, RunConfig
 from phalanx.distributed import watchdog
 from phalanx.distributed.collectives import all_gather_object, broadcast_object, count_once
 from phalanx.distributed.context_parallel import context_groups, context_mesh
-from phalanx.distributed.devices import check_gpus, choose_interface
+from phalanx.distributed.devices import check_gpus, choose_interface, gpu_address, stay_near_gpu
 from phalanx.distributed.heap import keep_freed_pages
 from phalanx.distributed.launch import Launch
 from phalanx.distributed.link import Link
@@ -183,6 +183,7 @@ def start(config: ParallelConfig, placement: Mapping[str, Any] | None = None) ->
     if cuda:
         # before any collective, because NCCL and FSDP2 use the current device, which is 0 on every rank at first
         torch.cuda.set_device(device)
+        stay_near_gpu(gpu_address(launch.local_rank))
     else:
         keep_freed_pages()
     # without it, each of the two gloo groups connects every rank to every other: 2,000 sockets per rank for 1,024 ranks
