@@ -100,3 +100,17 @@ def test_a_late_checkpoint_is_a_warning(tmp_path: Path) -> None:
     assert saved == also_saved == 1 and seconds > 4
     assert len(first) == 1 and second == []
     assert first[0].startswith("the last checkpoint has not been written after 1 s: training waits; ")
+
+
+def of_one_tensor(folder: Path) -> bool:
+    """Save and load a single replicated tensor; two of three ranks have nothing to write."""
+    world = start(ParallelConfig(fsdp_size=1))
+    writer, loaded = Checkpointer(folder, world, {}, 1), torch.zeros(3)
+    writer.save({"model": {"w": torch.arange(3.0)}}, Progress(step=1))
+    writer.wait()
+    writer.load(folder / "checkpoints" / "step_000001", {"model": {"w": loaded}})
+    return loaded.tolist() == [0.0, 1.0, 2.0]
+
+
+def test_more_ranks_than_tensors(tmp_path: Path) -> None:
+    assert run_ranks(of_one_tensor, 3, tmp_path) == [True] * 3

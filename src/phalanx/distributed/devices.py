@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -67,8 +68,8 @@ def stay_near_gpu(address: str, root: Path = Path("/sys")) -> set[int]:
 
 def gpu_address(number: int) -> str:
     """The address of a visible GPU on the PCI bus."""
-    found = torch.cuda.get_device_properties(number)
-    return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
+    of_gpu: Any = torch.cuda.get_device_properties(number)
+    return f"{of_gpu.pci_domain_id:04x}:{of_gpu.pci_bus_id:02x}:{of_gpu.pci_device_id:02x}.0"
 
 
 def _nvidia_smi(*options: str) -> list[str]:

@@ -12,6 +12,7 @@ import os
 import shutil
 import threading
 import time
+import warnings
 import zlib
 from collections.abc import Collection
 from dataclasses import InitVar, asdict, dataclass, field
@@ -252,7 +253,9 @@ class Checkpointer:
         problem = None
         try:
             # each rank plans what it reads; together, rank 0 would unpickle the plans of all
-            dcp.load(state, storage_reader=Reader(folder), no_dist=True)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "torch.distributed is disabled")
+                dcp.load(state, storage_reader=Reader(folder), no_dist=True)
         except CheckpointException as error:
             problem = _cause(error)
         problem = _first(all_gather_object(problem))
@@ -279,8 +282,8 @@ class Checkpointer:
             return
         # asdict and async_save copy, since training goes on and changes the originals before they are written
         meta = {"progress": asdict(progress), "signature": self.signature}
-        own = share(state, self.world)
-        response: Any = dcp.async_save(own, checkpoint_id=str(part), process_group=self.world.checkpoint_group)
+        part_of_rank = share(state, self.world)
+        response: Any = dcp.async_save(part_of_rank, checkpoint_id=str(part), process_group=self.world.checkpoint_group)
         # a daemon thread, since a failing rank must not wait for the disk; half-written checkpoints are skipped
         self._pending = threading.Thread(
             target=self._finish, args=(response, part, final, meta, in_flight), daemon=True
