@@ -60,6 +60,20 @@ openmpi() {
   else : "${NNODES:=$OMPI_COMM_WORLD_SIZE}" "${NODE_RANK:=$OMPI_COMM_WORLD_RANK}"; fi
 }
 
+# Threads of each rank's operators and processes that compile for it, 32 each on 8 ranks otherwise: its share of the cores.
+# On CPUs one thread, since those of several ranks would compete. nproc of a rank that is a task may be that of the task.
+share_cores() {
+  cores=1
+  if [ "$devices" -gt 0 ]; then
+    all=$(nproc --all 2>/dev/null) mine=$(nproc 2>/dev/null) || all=1 mine=1
+    cores=$((mine / NPROC_PER_NODE))
+    if [ -n "$direct" ]; then cores=$((all / NPROC_PER_NODE < mine ? all / NPROC_PER_NODE : mine)); fi
+    [ "$cores" -ge 1 ] || cores=1
+    export TORCHINDUCTOR_COMPILE_THREADS="${TORCHINDUCTOR_COMPILE_THREADS:-$((cores < 32 ? cores : 32))}"
+  fi
+  export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$cores}"
+}
+
 # THE ONE PLACE FOR LAUNCHERS. The first one that is present counts; SkyPilot and mpirun, which may run on Slurm, come
 # before it. Besides the plain variables it sets
 #   devices  the GPUs of this node

@@ -118,6 +118,7 @@ def update(t: "Trainer", samples: Samples, reward: torch.Tensor, step: int) -> d
     class OneStep:
         def __init__(self) -> None:
             self.timers, self.world, self.state, self.progress = t.job.timers, t.job.world, t.job.state, t.job.progress
+            self.stops = t.job.stops
 
         def steps(self) -> Iterator[int]:
             yield step

@@ -6,20 +6,22 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from benchmarks.loading import lay_out, write
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, Ernie4_5_MoeConfig, Ernie4_5_MoeForCausalLM
+from transformers import AutoModelForCausalLM, Ernie4_5_MoeConfig, Ernie4_5_MoeForCausalLM, T5Config, T5EncoderModel
 
 from phalanx.config.flow import FlowRLConfig
 from phalanx.config.lm import LMDataConfig, LMModelConfig
 from phalanx.config.run import ParallelConfig
 from phalanx.distributed import mesh
+from phalanx.models.flow.folder import load_text_encoder
 from phalanx.models.flow.policy import FlowPolicy
 from phalanx.models.lm.export import export_model
 from phalanx.models.lm.model import load_model
 from phalanx.models.lm.policy import build_policy
-from phalanx.models.stored import dtype_to_read
+from phalanx.models.stored import dtype_to_read, moved
 from tests.jobs import fit, full_weights, tiny_config
 from tests.ranks import run_ranks
 from tests.tiny import halved
@@ -72,6 +74,46 @@ def test_a_rank_reads_and_casts_its_part(tmp_path: Path) -> None:
     assert read < 0.6 * size  # pages come 2 MB at a time
     read, own = (max(column) for column in zip(*run_ranks(lay_out, 4, str(tmp_path), 4, False), strict=True))
     assert own > 1.75 * size and read > 0.9 * size
+
+
+def encoder_there_and_back(folder: Path, copied: bool) -> tuple[float, float]:
+    """MB of this rank's private memory for a text encoder that was on a device, and its share of all of it. copied: as if it
+    had been copied back.
+    """
+    before = memory()
+    encoder = load_text_encoder(str(folder), "text_encoder", "T5EncoderModel", HALF)
+    kept = {name: p.data_ptr() for name, p in encoder.named_parameters()}
+    buffer = torch.ones(2)
+    encoder.register_buffer("scale", buffer)
+    with moved([encoder], torch.device("meta")):
+        assert {p.device.type for p in encoder.parameters()} == {"meta"} and encoder.scale.device.type == "meta"
+    assert encoder.scale is buffer
+    if copied:
+        for p in encoder.parameters():
+            p.data = p.data.clone()
+    assert copied or kept == {name: p.data_ptr() for name, p in encoder.named_parameters()}
+    assert all(bool(p.view(torch.int16).max() > 0) for p in encoder.parameters())  # reads every page
+    dist.barrier()
+    after = memory()
+    dist.barrier()  # the other rank has the same pages until it has counted its own
+    return after["Private_Dirty"] - before["Private_Dirty"], after["Pss"] - before["Pss"]
+
+
+def memory() -> dict[str, float]:
+    """MB of this process's memory by kind."""
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]
+    return {line.split(":")[0]: int(line.split()[1]) / 1e3 for line in lines}
+
+
+def test_ranks_share_a_text_encoder(tmp_path: Path) -> None:
+    """Its pages are those of the file also after it was on the device: each rank counts half of them, and no copy."""
+    encoder = T5EncoderModel(T5Config(d_model=512, d_ff=512, num_layers=2, vocab_size=20000)).to(HALF)
+    encoder.save_pretrained(tmp_path / "text_encoder")
+    size = sum(p.nbytes for p in encoder.parameters()) / 1e6
+    for private, proportional in run_ranks(encoder_there_and_back, 2, tmp_path, False):
+        assert private < 0.35 * size and proportional < 0.8 * size
+    for private, _ in run_ranks(encoder_there_and_back, 2, tmp_path, True):
+        assert private > 0.9 * size
 
 
 def test_what_is_cast_late(lm_folder: Path, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from phalanx.config.lm import LMRLConfig
 from phalanx.training import flow_rl, lm_rl
 from tests import tiny_vlm
-from tests.jobs import tiny_config
+from tests.jobs import algorithm_config, tiny_config
 from tests.lm import tiny_lm_config
 from tests.pretended.jobs import rehearse
 from tests.pretended.record import Record
@@ -35,6 +35,9 @@ JUDGE = ("reward.model.engine=transformers", "reward.model.max_tokens=4")
 OF_TEXTS = ("reward.functions=[{name: length}, {name: llm_judge, weight: 0}]", *JUDGE, "reward.model.temperature=1")
 OF_IMAGES = ("reward.functions=[{name: jpeg_incompressibility}, {name: vlm_ocr, weight: 0}]", *JUDGE)
 IN_VLLM = (*OF_TEXTS, "rollout.engine=vllm", "rollout.max_sync_error=100", "reward.model.engine=vllm")
+FOUR = "rollout.micro_batch_size_per_gpu=4"
+OF_LIGHT = (FOUR, f"reward.functions=[{{path: '{ROOT / 'tests' / 'graded.py'}:brightness'}}]", "algorithm.last_steps=2")
+PARTIAL = ("rollout.partial_rollout=true", "rollout.partial_rollout_tokens=4", "rollout.max_staleness=2")
 APART = ("placement={rollout: 0, inference: 1, actor: 2}",)
 # by name: the folder of a model, the keys, and the ranks
 JOBS: dict[str, tuple[str, tuple[str, ...], int]] = {
@@ -62,11 +65,18 @@ JOBS: dict[str, tuple[str, tuple[str, ...], int]] = {
     "vllm": ("lm", (*IN_VLLM, "reward.model.sleep=false"), 1),
     "vllm_judge": ("lm", (*IN_VLLM, "rollout.sleep=false"), 1),
     "experts": ("llada2", ("parallel.fsdp_size=2", "parallel.expert_parallel=true"), 2),
+    "partial": ("lm", (*PARTIAL, "rollout.correction=token_tis", "data.max_response_length=24"), 1),
+    "lm_nf4": ("lm", (AGAIN, LORA, "model.quantization=nf4"), 1),
+    "draft": ("sd3", ("algorithm.name=draft", LORA, *OF_LIGHT), 1),
+    "refl": ("sd3", ("algorithm.name=refl", *OF_LIGHT), 1),
+    "dgpo": ("sd3", ("algorithm.name=dgpo", FOUR), 1),
+    "hunyuan": ("hunyuan", (LORA, FILMS, "rollout.num_frames=5"), 1),
     "vision": ("vision", (AGAIN, "parallel.fsdp_size=2", "data.max_prompt_length=100"), 2),
 }
 # jobs whose paths others of these take as well
 ALIKE = {
     *("flux", "flux2_klein", "z_image", "lm", "lm_2_ranks", "lm_2_ranks_a_sample", "flow_roles", "flow_inference"),
+    *("partial", "lm_nf4", "refl", "dgpo", "hunyuan"),
     *("nf4_2_ranks", "judge", "judge_beside", "judge_on_a_rank", "vllm_judge", "wan_2_ranks_a_sample"),
 }
 
@@ -86,8 +96,12 @@ def configure(name: str, model: Path, folder: Path) -> Any:
         words = tiny_vlm.tokenizer()
         tiny_vlm.save(folder / "judge", tiny_vlm.untrained(words), words)
         keys = (*keys, f"reward.model.path={folder / 'judge'}")
-    make = tiny_lm_config if kind in ("lm", "blocks", "llada2", "vision") else tiny_config
-    cfg = make(model, folder, BF16, *keys)
+    if kind in ("lm", "blocks", "llada2", "vision"):
+        cfg: Any = tiny_lm_config(model, folder, BF16, *keys)
+    elif keys[0].startswith("algorithm.name="):
+        cfg = algorithm_config(model, folder, keys[0].partition("=")[2], BF16, *keys[1:])
+    else:
+        cfg = tiny_config(model, folder, BF16, *keys)
     if kind == "vision":
         shown_prompts(folder, "prompts.jsonl")
     return cfg
@@ -158,6 +172,12 @@ CEILINGS = {
     "vllm": {"rollout": 23, "rescore": 86, "update": 154},
     "vllm_judge": {"rollout": 23, "rescore": 86, "update": 154},
     "experts": {"rollout": 484, "update": 130},
+    "partial": {"rollout": 2127, "rescore": 71, "update": 122},
+    "lm_nf4": {"rollout": 715, "update": 122},
+    "draft": {"rollout": 29, "update": 58},
+    "refl": {"rollout": 29, "update": 60},
+    "dgpo": {"rollout": 29, "update": 280},
+    "hunyuan": {"rollout": 31, "update": 58},
     "vision": {"rollout": 517, "update": 122},
 }
 

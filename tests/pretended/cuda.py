@@ -47,6 +47,7 @@ def _install_module(gpus: int, local_rank: int) -> None:
         at[0] = device if isinstance(device, int) else torch.device(device).index or 0
 
     properties = SimpleNamespace(name=NAME, total_memory=MEMORY, major=9, minor=0, multi_processor_count=132, uuid="0")
+    vars(properties).update(pci_domain_id=0, pci_bus_id=15, pci_device_id=0)
     numbers = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
     nothing = ("init", "_lazy_init", "empty_cache", "reset_peak_memory_stats", "manual_seed", "manual_seed_all")
     cuda: dict[str, Any] = {

@@ -28,6 +28,7 @@ MACHINE = Machine(
     disk_free_gb=500.0,
     open_files=1024,
     infiniband=False,
+    infiniband_unused=None,
     locked_gb=0.064,
     paths={"model.path": PathFact("/m", 10), "data.train_files[0]": PathFact("/d.txt", 20)},
 )
@@ -184,6 +185,12 @@ def test_limits() -> None:
     ]
     unlimited = machines(c=but(infiniband=True, locked_gb=None))
     assert lines(diagnose.limits(unlimited, 32)) == ["ok       limits: 1024 open files"]
+    unused = but(infiniband=True, locked_gb=None, infiniband_unused="no port is active; look at ibstat")
+    assert lines(diagnose.limits(machines(b=unused, c=unused), 32)) == [
+        "warning  limits: NCCL would use NET/Socket (TCP) although InfiniBand is there on b and c: no port is active; look at "
+        "ibstat"
+    ]
+    assert lines(diagnose.limits({"a": unused}, 8)) == ["ok       limits: 1024 open files"]  # a single node
 
 
 def test_paths() -> None:

@@ -2,13 +2,17 @@
 
 import os
 import socket
+import sys
+import threading
 from pathlib import Path
 
 import pytest
 
 from phalanx.config import ConfigError
 from phalanx.distributed import devices
+from phalanx.distributed.devices import stay_near_gpu
 from phalanx.distributed.launch import Launch
+from tests.ranks import run_ranks
 from tests.shells import write_tool
 
 TWO_NODES = Launch(rank=0, world_size=4, local_rank=0, local_world_size=2)
@@ -87,3 +91,39 @@ def test_a_name_that_others_reach_is_left_to_gloo(debian: None, monkeypatch: pyt
     monkeypatch.setattr(socket, "gethostbyname", lambda name: "10.1.0.2")
     devices.choose_interface(TWO_NODES)
     assert "GLOO_SOCKET_IFNAME" not in os.environ
+
+
+def bound(root: Path) -> tuple[set[int], set[int], bool]:
+    """What stay_near_gpu chooses, the CPUs of a thread that was there before, and whether all CPUs were free at first."""
+    free, threads = os.sched_getaffinity(0), list[int]()
+    began, done = threading.Event(), threading.Event()
+
+    def idle() -> None:
+        threads.append(threading.get_native_id())
+        began.set()
+        done.wait()
+
+    threading.Thread(target=idle).start()
+    began.wait()
+    chosen = stay_near_gpu("0000:0f:00.0", root)
+    seen = os.sched_getaffinity(threads[0])
+    assert os.sched_getaffinity(0) == seen
+    done.set()
+    return chosen, seen, len(free) == os.cpu_count()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems bind no process to CPUs")
+@pytest.mark.parametrize("node", ["1", "-1", None])
+def test_a_rank_stays_near_its_gpu(node: str | None, tmp_path: Path) -> None:
+    """Only where the machine says which CPUs these are, and nobody has bound the process before."""
+    cpus = sorted(os.sched_getaffinity(0))
+    if len(cpus) == 1:
+        pytest.skip("one CPU is near to everything")
+    near, gpu = tmp_path / "devices/system/node/node1", tmp_path / "bus/pci/devices/0000:0f:00.0"
+    near.mkdir(parents=True)
+    (near / "cpulist").write_text(f"{cpus[0]},4000-4001\n")
+    gpu.mkdir(parents=True)
+    if node is not None:
+        (gpu / "numa_node").write_text(f"{node}\n")
+    chosen, seen, unbound = run_ranks(bound, 1, tmp_path, init=False)[0]
+    assert (chosen, seen) == (({cpus[0]}, {cpus[0]}) if node == "1" and unbound else (set(), set(cpus)))

@@ -72,6 +72,7 @@ def test_each_group_once_and_in_time(drawn: int, lengths: str) -> None:
     rollout.begin(0, [])
     trained: list[str] = []
     for step in range(STEPS):
+        waited = rollout.in_flight(step)
         rollout.prepare(batch, step, STEPS)
         samples = rollout.sample(batch(step), seed=0, step=step, each=lambda *_: None)
         assert samples.version is not None
@@ -81,7 +82,13 @@ def test_each_group_once_and_in_time(drawn: int, lengths: str) -> None:
         trained += [prompt.text for prompt in samples.prompts[::2]]
         if step == 5:  # a checkpoint, from which another one goes on
             kept = rollout.in_flight(step + 1)
-            assert kept is not None and rollout.in_flight(step) is None
+            before = rollout.in_flight(step)  # of a job that stops before the step has changed weights
+            assert kept is not None and before is not None and waited is not None and torch.equal(before, waited)
+            other = PartialRollout(Lengths(drawn, length), PROMPTS)  # type: ignore[arg-type]
+            other.begin(step, [before])
+            other.prepare(batch, step, STEPS)
+            repeated = other.sample(batch(step), seed=0, step=step, each=lambda *_: None)
+            assert repeated.prompts == samples.prompts and torch.equal(repeated.version, samples.version)
             rollout = PartialRollout(Lengths(drawn, length), PROMPTS)  # type: ignore[arg-type]
             rollout.begin(step + 1, [kept])
             again = rollout.in_flight(step + 1)

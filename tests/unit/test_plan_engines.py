@@ -16,7 +16,7 @@ from phalanx.models.flow.registry import family_of
 from phalanx.plan.batch import messages
 from phalanx.plan.layout import Cluster
 from phalanx.plan.ledger import nbytes
-from phalanx.plan.memory import Memory, count
+from phalanx.plan.memory import MAPPED, Memory, count
 from phalanx.plan.pace import Gpu
 from tests.jobs import algorithm_config, tiny_config
 from tests.plans import (
@@ -147,7 +147,7 @@ def test_a_node_has_the_reward_model_on_some_ranks(sd3_folder: Path, tmp_path: P
     cfg.reward.model.sleep = False
     host = memory_of(cfg).host
     cfg.reward.model.sleep = True
-    kept = (sum(host.values()) * 4 + 2 * 25_000_000) / 1e6
+    kept = (sum(host.values()) * 4 - host[MAPPED] * 3 + 2 * 25_000_000) / 1e6
     assert section(described(cfg), "In the host's memory")[1] == f"a node  {kept:.2f} MB"
 
 
@@ -160,7 +160,7 @@ def test_a_share_that_is_too_small_for_the_reward_model(sd3_folder: Path, tmp_pa
     )
     cfg.reward.model.gpu_memory_utilization = 0.95
     (told,) = warnings(described(cfg, 60 * GB))
-    assert told.startswith("warning: judge takes 59.00 of 60.00 GB with CUDA and NCCL and leaves little ")
+    assert told.startswith("warning: judge takes 63.85 of 60.00 GB with CUDA, NCCL and vLLM and does not fit")
     assert told.endswith("what helps: a smaller reward.model.gpu_memory_utilization, a LoRA (model.lora_rank)")
 
 
@@ -255,9 +255,11 @@ def test_what_a_teacher_brings_to_the_host(sd3_folder: Path, sd3_t5_folder: Path
     own, theirs = (load_pipeline(folder) for folder in (sd3_folder, sd3_t5_folder))
     encoders, more = (nbytes(*text_encoders(p)) for p in (own, theirs))
     equal = memory_of(taught(sd3_folder, sd3_folder, tmp_path))
-    assert equal.host["text encoders"] == encoders
+    assert equal.host[MAPPED] == encoders and "text encoders" not in equal.host  # float32, as in the files
     other = memory_of(taught(sd3_folder, sd3_t5_folder, tmp_path))
-    assert other.host["text encoders"] == encoders + more
+    assert other.host[MAPPED] == encoders + more
+    cast = memory_of(taught(sd3_folder, sd3_folder, tmp_path, "model.dtype=bfloat16"))
+    assert 0 < cast.host["text encoders"] < 0.6 * encoders and MAPPED not in cast.host
     away = memory_of(taught(sd3_folder, sd3_folder, tmp_path, "parallel.param_offload=true"))
     assert away.host["teacher"] + away.held["teacher"] == equal.held["teacher"]
 

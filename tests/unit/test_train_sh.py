@@ -204,7 +204,36 @@ def test_environment_of_the_ranks(shell: list[str], folder: Path) -> None:
     assert (seen["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"], seen.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE")) == ("30", None)
     seen = environment(launch(shell, folder, "tasks/train.py", OMP_NUM_THREADS="3", GRACE_S="5"))
     assert (seen["OMP_NUM_THREADS"], seen["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) == ("3", "5")
-    assert "OMP_NUM_THREADS" not in environment(launch(shell, folder, "tasks/train.py", CUDA_VISIBLE_DEVICES="0"))
+    assert "TORCHINDUCTOR_COMPILE_THREADS" not in seen
+
+
+@pytest.mark.parametrize(
+    ("env", "threads", "compiling"),
+    [
+        ({"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, "12", "12"),
+        ({"CUDA_VISIBLE_DEVICES": "0"}, "48", "32"),  # as many as torch starts by default
+        ({"CUDA_VISIBLE_DEVICES": "0,1", "OMP_NUM_THREADS": "3", "TORCHINDUCTOR_COMPILE_THREADS": "5"}, "3", "5"),
+        ({"CUDA_VISIBLE_DEVICES": "0", "NPROC_PER_NODE": "64"}, "1", "1"),
+        # ranks that are tasks of a launcher, which may have bound this one to some cores already
+        (
+            {"CUDA_VISIBLE_DEVICES": "0,1", "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"},
+            "32",
+            "32",
+        ),
+    ],
+)
+def test_cores_are_shared_on_gpus(
+    shell: list[str], folder: Path, env: Mapping[str, str], threads: str, compiling: str
+) -> None:
+    write_tool(folder, "nproc", 'if [ "${1:-}" = --all ]; then echo 64; else echo 48; fi')
+    seen = environment(launch(shell, folder, "tasks/train.py", **env))
+    assert (seen["OMP_NUM_THREADS"], seen["TORCHINDUCTOR_COMPILE_THREADS"]) == (threads, compiling)
+
+
+def test_cores_that_cannot_be_counted(shell: list[str], folder: Path) -> None:
+    """There is no nproc on PATH here, nor on macOS."""
+    seen = environment(launch(shell, folder, "tasks/train.py", CUDA_VISIBLE_DEVICES="0,1"))
+    assert (seen["OMP_NUM_THREADS"], seen["TORCHINDUCTOR_COMPILE_THREADS"]) == ("1", "1")
 
 
 # -- signals --------------------------------------------------------------------------------------------------------

@@ -195,16 +195,21 @@ def limits(machines: Machines, size: int) -> list[Finding]:
     need = max(1024, OPEN_FILES_PER_RANK * size)
     least = min(machines.values(), key=lambda m: m.open_files).open_files
     few, locked = [], []
+    unused: dict[str, list[str]] = {}  # names of nodes by reason
     for name, m in machines.items():
         if m.open_files < need:
             few.append(name)
         if m.infiniband and m.locked_gb is not None:  # InfiniBand requires memory that is locked against paging
             locked.append(name)
+        if m.infiniband_unused is not None and len(machines) > 1:
+            unused.setdefault(m.infiniband_unused, []).append(name)
     if few:
         topic.warn(f"{least} open files on {listed(few)}; {size} ranks may need {need}: ulimit -n {need}")
     if locked:
         advice = "ulimit -l unlimited, or memlock in /etc/security/limits.conf"
         topic.warn(f"there is InfiniBand, but locked memory is limited on {listed(locked)}: {advice}")
+    for cause, names in unused.items():
+        topic.warn(f"NCCL would use NET/Socket (TCP) although InfiniBand is there on {listed(names)}: {cause}")
     return topic.or_ok(f"{least} open files")
 
 

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx import __version__
+from phalanx.cluster import infiniband
 from phalanx.config.load import flat
 from phalanx.config.tasks import CheckClusterConfig
 from phalanx.distributed.launch import Launch
@@ -75,7 +76,8 @@ class PathFact:
 class Machine:
     """The facts of a node, collected by its first rank; memory and disks are in GB (10^9 bytes).
 
-    `locked_gb` is the maximum memory that a process may lock, None if unlimited.
+    `locked_gb` is the maximum memory that a process may lock, None if unlimited. `infiniband_unused`: why NCCL would
+    not use the machine's InfiniBand; None if it would, or without InfiniBand or GPUs.
     """
 
     versions: dict[str, str]
@@ -86,6 +88,7 @@ class Machine:
     disk_free_gb: float
     open_files: int
     infiniband: bool
+    infiniband_unused: str | None
     locked_gb: float | None
     paths: dict[str, PathFact]
 
@@ -130,7 +133,6 @@ def look_at_machine(cfg: CheckClusterConfig) -> Machine:
     total_gb, free_gb = main_memory()
     folder = Path(cfg.trainer.output_dir).absolute()
     existing = next(p for p in (folder, *folder.parents) if p.exists())
-    infiniband = Path("/sys/class/infiniband")
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return Machine(
         versions=versions(),
@@ -140,7 +142,8 @@ def look_at_machine(cfg: CheckClusterConfig) -> Machine:
         shm_free_gb=shutil.disk_usage(shared).free / 1e9 if shared.is_dir() else None,
         disk_free_gb=shutil.disk_usage(existing).free / 1e9,
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
-        infiniband=infiniband.is_dir() and any(infiniband.iterdir()),
+        infiniband=infiniband.is_there(),
+        infiniband_unused=infiniband.unused() if torch.cuda.is_available() else None,
         locked_gb=None if locked == resource.RLIM_INFINITY else locked / 1e9,
         paths={key: look_at_path(key, path, cfg.model.revision) for key, path in named_paths(cfg)},
     )

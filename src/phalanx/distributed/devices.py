@@ -1,5 +1,6 @@
 """Checks of a rank's machine before the rank joins the world: its GPUs and its network interface to other nodes."""
 
+import contextlib
 import fcntl
 import os
 import shutil
@@ -9,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -36,6 +38,38 @@ def check_gpus(env: Mapping[str, str] = os.environ) -> None:
         f"(driver {driver}); install a newer driver (580 or newer for CUDA 13), or the torch for the CUDA of this "
         'driver, from https://pytorch.org/get-started; to train on CPUs, set CUDA_VISIBLE_DEVICES=""'
     )
+
+
+def stay_near_gpu(address: str, root: Path = Path("/sys")) -> set[int]:
+    """Keep this process on the CPUs of its GPU's NUMA node: pinned memory on another one halves the speed of copies.
+
+    address: of the GPU on the PCI bus, such as 0000:0f:00.0. A process that somebody has bound to some of the machine's
+    CPUs is left alone, as in a container with a set of CPUs. Returns the CPUs chosen, empty if none were.
+    """
+    allowed = os.sched_getaffinity(0) if sys.platform == "linux" else set[int]()
+    if len(allowed) < (os.cpu_count() or 0):
+        return set()
+    try:
+        node = int((root / f"bus/pci/devices/{address}/numa_node").read_text())
+        listed = (root / f"devices/system/node/node{node}/cpulist").read_text()
+    except (OSError, ValueError):  # a virtual machine may hide them; the node is -1 on a machine with only one
+        return set()
+    near = set[int]()
+    for part in filter(None, listed.strip().split(",")):
+        first, _, last = part.partition("-")
+        near |= set(range(int(first), int(last or first) + 1)) & allowed
+    if not near or near == allowed:
+        return set()
+    for thread in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # it has ended
+            os.sched_setaffinity(int(thread.name), near)
+    return near
+
+
+def gpu_address(number: int) -> str:
+    """The address of a visible GPU on the PCI bus."""
+    of_gpu: Any = torch.cuda.get_device_properties(number)
+    return f"{of_gpu.pci_domain_id:04x}:{of_gpu.pci_bus_id:02x}:{of_gpu.pci_device_id:02x}.0"
 
 
 def _nvidia_smi(*options: str) -> list[str]:

@@ -26,7 +26,7 @@ from phalanx.config.run import ParallelConfig, RLConfig, RunConfig
 from phalanx.distributed import watchdog
 from phalanx.distributed.collectives import all_gather_object, broadcast_object, count_once
 from phalanx.distributed.context_parallel import context_groups, context_mesh
-from phalanx.distributed.devices import check_gpus, choose_interface
+from phalanx.distributed.devices import check_gpus, choose_interface, gpu_address, stay_near_gpu
 from phalanx.distributed.heap import keep_freed_pages
 from phalanx.distributed.launch import Launch
 from phalanx.distributed.link import Link
@@ -37,6 +37,7 @@ from phalanx.garbage import collect_again
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+CHECKPOINT_S = 7200.0  # minimum time limit of the group that writes checkpoints
 # public since torch 2.14
 SET_TIMEOUT = "set_timeout" if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14) else "_set_pg_timeout"
 
@@ -182,6 +183,7 @@ def start(config: ParallelConfig, placement: Mapping[str, Any] | None = None) ->
     if cuda:
         # before any collective, because NCCL and FSDP2 use the current device, which is 0 on every rank at first
         torch.cuda.set_device(device)
+        stay_near_gpu(gpu_address(launch.local_rank))
     else:
         keep_freed_pages()
     # without it, each of the two gloo groups connects every rank to every other: 2,000 sockets per rank for 1,024 ranks
@@ -209,8 +211,8 @@ def start(config: ParallelConfig, placement: Mapping[str, Any] | None = None) ->
         # subgroups do not inherit the default group's limit
         getattr(distributed_c10d, SET_TIMEOUT)(timeout, group)
     # A thread writes checkpoints while training continues. Collectives of two threads on one group may run in different
-    # orders on different ranks, so that thread has a separate group.
-    checkpoint_group = group_of(range(launch.world_size), config.timeout_s)
+    # orders on different ranks, so that thread has a separate group. Its ranks wait there for the slowest file system.
+    checkpoint_group = group_of(range(launch.world_size), max(config.timeout_s, CHECKPOINT_S))
     link = None if roles.collocated else Link(roles, whole.rank, store, device)
     watch = _watch(whole, min(config.heartbeat_timeout_s, config.timeout_s), store, link)
     return World(launch.rank, launch.world_size, device, mesh, checkpoint_group, watch, launch, link, context)

@@ -18,7 +18,7 @@ from phalanx.distributed.mesh import lone_world
 from phalanx.models.flow.family import Embeds, FlowModel, Instruction
 from phalanx.models.flow.folder import read_index
 from phalanx.models.flow.headers import module_of
-from phalanx.models.flow.policy import FlowPolicy, build_policy
+from phalanx.models.flow.policy import DTYPES, FlowPolicy, build_policy
 from phalanx.models.flow.registry import family_of, known_family
 from phalanx.models.headers import read_json
 from phalanx.models.recompute import recompute
@@ -39,6 +39,7 @@ class _Blueprint(FlowModel):
     """
 
     ledger: Ledger
+    mapped: list[nn.Module]  # text encoders whose files have the dtype that they compute in
 
     def load(
         self, config: FlowModelConfig, dtype: torch.dtype, weights_dtype: torch.dtype, pipeline: Any, transformer: Any
@@ -46,10 +47,13 @@ class _Blueprint(FlowModel):
         """As FlowModel.load, with tensors on the meta device and without tokenizers."""
         folder, self.dtype = Path(config.path), dtype
         parts: dict[str, Any] = {}
+        self.mapped: list[nn.Module] = []
         for name, entry in read_index(folder).items():
             if isinstance(entry, list) and len(entry) == 2:
                 library, kind = entry
                 parts[name] = _component(folder, name, library, kind, dtype)
+                if name.startswith("text_encoder") and parts[name] is not None and _stored_in(folder / name) is dtype:
+                    self.mapped.append(parts[name])
             elif name in signature(pipeline.__init__).parameters:
                 parts[name] = entry  # a setting, such as Wan's boundary_ratio
         if "transformer" in parts:  # the family's own class, which may be a subclass of the folder's
@@ -133,6 +137,8 @@ def planned_policy(
     assert isinstance(policy, PlannedFlowPolicy)
     policy.lay_out(cfg, cluster, ledger, policy.model.blocks())
     policy.encoders, policy.decoders = policy.model.text_encoders, [policy.model.vae]
+    assert isinstance(policy.model, _Blueprint)
+    policy.mapped = policy.model.mapped
     policy.image_columns = [] if policy.model.image_column is None else [policy.model.image_column]
     policy.text_tokens = policy.model.most_tokens(data.max_prompt_length, cfg.rollout.height, cfg.rollout.width)
     return policy
@@ -169,6 +175,12 @@ def _shipped(path: str) -> Path:
 def family_name(config: FlowModelConfig) -> str:
     """`model.family`, or the family of the folder's pipeline; ValueError if there is none."""
     return config.family or known_family(config.path, read_index(Path(config.path)))
+
+
+def _stored_in(folder: Path) -> torch.dtype | None:
+    """The dtype that transformers names in the configuration of a component; None without one."""
+    settings = read_json(folder / "config.json")
+    return DTYPES.get(settings.get("dtype", settings.get("torch_dtype")))
 
 
 def _component(folder: Path, name: str, library: str | None, kind: str | None, dtype: torch.dtype) -> Any:

@@ -206,7 +206,8 @@ class CountedPolicy:
 
     layout: the weights on a rank of the cluster. units: modules that FSDP gathers one by one, the blocks of a vision
     tower and then `blocks`. tokens: length of a language model's longest sample, 0 for images. vision: a language
-    model's vision tower. encoders, decoders and image_columns belong to flow models.
+    model's vision tower. encoders, decoders and image_columns belong to flow models; mapped: the
+    encoders whose weights are views of files.
     """
 
     trained: TrainedModel
@@ -218,6 +219,7 @@ class CountedPolicy:
     tokens = 0
     vision: Any = None
     encoders: Sequence[nn.Module] = ()
+    mapped: Sequence[nn.Module] = ()
     decoders: Sequence[nn.Module] = ()
     image_columns: Sequence[str] = ()
 

@@ -28,6 +28,7 @@ from phalanx.plan.rehearsal import Rehearsal
 from phalanx.training.offload import PART, SLOTS
 
 _COMPUTED_IN = ("F64", "F32", "F16", "BF16")  # safetensors' names of dtypes that are cast to the requested dtype
+MAPPED = "text encoders of the node"  # views of files, whose pages the ranks of a node share
 _INDEX = "model.safetensors.index.json"
 
 
@@ -108,18 +109,19 @@ def count(p: Rehearsal, gpu_memory: int | None = None) -> Memory:
         **on_device,
         "VAE": nbytes(*policy.decoders),
     }
-    encoders = [nbytes(*policy.encoders)]
-    host = {"text encoders": 0, "weights": layout.kept_on(host=True)}
+    encoders, mapped = [nbytes(*policy.encoders)], nbytes(*policy.mapped)
+    host = {"text encoders": 0, MAPPED: 0, "weights": layout.kept_on(host=True)}
     for name, teacher in p.frozen.items():
         held[name] = teacher.layout.kept_on(host=False) + _buffers(teacher)
         host[name] = teacher.layout.kept_on(host=True)
         if teacher.model.text_encoders is not policy.encoders:
-            encoders.append(nbytes(*teacher.model.text_encoders))
+            encoders.append(nbytes(*teacher.encoders))
+            mapped += nbytes(*teacher.mapped)
     awake, asleep = 0, 0
     if reward is not None:
         awake, asleep = (0, reward.weights or 0) if reward.sleeps else (reward.awake, 0)
     held |= {"reward model": awake, "sampling engine": 0 if sleeps else engine, **p.beside}
-    host["text encoders"] = sum(encoders)
+    host |= {"text encoders": sum(encoders) - mapped, MAPPED: mapped}
     host |= {name: size - on_device[name] for name, size in state.items()}
     host["reference"] = layout.kept(layout.trained) if p.copies_reference and trains else 0
     host |= {"images": p.outputs_size, "sleeping reward model": asleep}

@@ -33,6 +33,7 @@ from phalanx.training.loop import train_step
 from phalanx.training.minibatches import BatchPlan, Minibatches
 from phalanx.training.optim import TrainState
 from phalanx.training.rl import weights_beside
+from phalanx.training.stops import Stops
 from phalanx.training.supervised import SupervisedTrainer
 from phalanx.training.update import StepLog, Updater
 from phalanx.types import Algorithm, Credit, Outputs, Policy, Prompt, Rollout, Samples, Scored
@@ -75,6 +76,7 @@ class PlannedJob(Job):
 
     def __init__(self, policy: AnyPlannedPolicy, state: PlannedState) -> None:
         self.world, self.state, self.timers, self.progress = policy.world, state, Timers(), Progress()
+        self.stops = Stops(self.world, {}, self.progress, self.timers)
 
 
 class PlannedUpdater(Updater):

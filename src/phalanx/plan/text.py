@@ -11,11 +11,11 @@ from phalanx.distributed.roles import ACTOR, INFERENCE, ROLLOUT, Roles, roles_of
 from phalanx.plan.batch import batch, messages
 from phalanx.plan.jobs import roles_on, task_of
 from phalanx.plan.layout import Cluster, Weight
-from phalanx.plan.memory import Memory, count
+from phalanx.plan.memory import MAPPED, Memory, count
 from phalanx.plan.pace import Gpu, Seconds, arithmetic, assumed_seconds, schedules
 from phalanx.plan.rehearsal import Rehearsal, RLRehearsal
 from phalanx.plan.tables import Rows, Scale, groups, listed, table
-from phalanx.plan.warnings import ALLOWED, fewer_blocks, warnings
+from phalanx.plan.warnings import allowance, fewer_blocks, warnings
 
 NETWORK = 50e9  # assumed bytes per second between nodes: a link of 400 Gbit/s
 SLOW = 0.01  # seconds; shorter transfers are not mentioned
@@ -161,14 +161,14 @@ def _of_a_rank(p: Rehearsal, memory: Memory, ranks: int, gpu: Gpu) -> Iterator[l
     scale = Scale(memory.peak)
     rows = [("held throughout", scale.unit), *((f"  {name}", scale(size)) for name, size in memory.held.items())]
     yield [f"{title} ({_billions(layout.weights)} B weights, {trained})", *listed(work), *table(rows)]
-    yield [*_phases(memory, gpu), *_checkpointing(p, gpu)]
+    yield [*_phases(p, memory, gpu), *_checkpointing(p, gpu)]
 
 
 def _billions(weights: Iterable[Weight]) -> str:
     return f"{sum(w.count for w in weights) / 1e9:.3g}"
 
 
-def _phases(memory: Memory, gpu: Gpu) -> Iterator[str]:
+def _phases(p: Rehearsal, memory: Memory, gpu: Gpu) -> Iterator[str]:
     scale, held = Scale(memory.peak), sum(memory.held.values())
     rows: list[Sequence[str]] = [("phase", "held", "gathered", "activations", "gradients", "other", "together")]
     for q in memory.phases:
@@ -178,7 +178,8 @@ def _phases(memory: Memory, gpu: Gpu) -> Iterator[str]:
     yield from table(rows)
     if gpu.memory is not None:
         plain, unit = Scale(gpu.memory).plain, Scale(gpu.memory).unit
-        yield f"  peak: {plain(memory.peak)} and {plain(ALLOWED)} for CUDA and NCCL, of {plain(gpu.memory)} {unit}"
+        beside, owners = allowance(p, memory)
+        yield f"  peak: {plain(memory.peak)} and {plain(beside)} for {owners}, of {plain(gpu.memory)} {unit}"
 
 
 def _checkpointing(p: Rehearsal, gpu: Gpu) -> Iterator[str]:
@@ -199,9 +200,10 @@ def _host(memories: Sequence[tuple[Rehearsal, Memory]], roles: Roles, per_node: 
     fullest = 0
     for first in range(0, roles.world_size, per_node):
         on_node, kept = Counter(map(roles.of, range(first, first + per_node))), 0
+        kept += max(memory.host.get(MAPPED, 0) for _, memory in memories)
         for p, memory in memories:
             ranks = on_node[p.role or ACTOR]
-            kept += ranks * sum(memory.host.values())
+            kept += ranks * (sum(memory.host.values()) - memory.host.get(MAPPED, 0))
             if memory.reward is not None and not p.role:  # in a role, each rank counts as one that holds a part of it
                 domains = place(p.cfg.reward.model, per_node, per_node)
                 judges = sum(len(replica) for domain in domains for replica in domain.replicas)

@@ -4,15 +4,27 @@ import math
 from collections.abc import Iterator, Sequence
 
 from phalanx.config.run import RLConfig
-from phalanx.distributed.roles import span
+from phalanx.distributed.roles import ROLLOUT, span
 from phalanx.plan.jobs import task_of, train_again
 from phalanx.plan.memory import Memory, count
 from phalanx.plan.pace import Gpu
 from phalanx.plan.rehearsal import Rehearsal
 from phalanx.plan.tables import Scale
 
-ALLOWED = 2 * 10**9  # bytes of a GPU for CUDA's context and NCCL's buffers
+# Bytes of a GPU for CUDA's context and NCCL's buffers. Beside vLLM, which brings its own groups, CUDA graphs and
+# allocator, estimated as 4 GB and a twentieth of the peak, until a GPU measures it.
+ALLOWED = 2 * 10**9
+BESIDE_VLLM = 4 * 10**9
+PART_BESIDE_VLLM = 0.05
 SPARE = 0.1  # fraction of a GPU's memory that is left for fragmentation
+
+
+def allowance(p: Rehearsal, memory: Memory) -> tuple[int, str]:
+    """Bytes of a rank's GPU that no tensor accounts for, and what they are for."""
+    samples = p.role in ("", ROLLOUT) and p.cfg.rollout.engine_memory.reserved > 0
+    if samples or (memory.reward is not None and memory.reward.share is not None):
+        return BESIDE_VLLM + int(PART_BESIDE_VLLM * memory.peak), "CUDA, NCCL and vLLM"
+    return ALLOWED, "CUDA and NCCL"
 
 
 def warnings(p: Rehearsal, memory: Memory, gpu: Gpu, ranks: Sequence[int], per_node: int) -> Iterator[str]:
@@ -35,11 +47,12 @@ def warnings(p: Rehearsal, memory: Memory, gpu: Gpu, ranks: Sequence[int], per_n
             f"algorithm.name={p.cfg.algorithm.name} trains a critic, which no figure includes: one of the "
             "policy's size it takes as much again as training all weights of the policy"
         )
-    needed = memory.peak + ALLOWED
+    beside, owners = allowance(p, memory)
+    needed = memory.peak + beside
     if gpu.memory is not None and needed > gpu.memory * (1 - SPARE):
         scale = Scale(gpu.memory)
         much = "does not fit" if needed > gpu.memory else "leaves little for fragmentation"
-        takes = f"takes {scale.plain(needed)} of {scale.plain(gpu.memory)} {scale.unit} with CUDA and NCCL"
+        takes = f"takes {scale.plain(needed)} of {scale.plain(gpu.memory)} {scale.unit} with {owners}"
         yield f"{memory.largest.name} {takes} and {much}; what helps: {', '.join(_remedies(p, memory))}"
     reward, model = memory.reward, p.cfg.reward.model
     if reward is None:
@@ -118,7 +131,7 @@ def fewer_blocks(p: Rehearsal, gpu: Gpu) -> tuple[int, int] | None:
             train_again(p, blocks)
         counted = count(p, memory)
         update = next(phase.total for phase in counted.phases if phase.name == "update")
-        return sum(counted.held.values()) + update + ALLOWED - memory * (1 - SPARE)
+        return sum(counted.held.values()) + update + allowance(p, counted)[0] - memory * (1 - SPARE)
 
     above = {configured: excess(configured)}
     if above[configured] > 0:

@@ -1,5 +1,6 @@
 """Rescoring: the policy's own log-probabilities of samples that an engine with other kernels drew."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -10,22 +11,30 @@ from phalanx.functional.aggregation import Sums
 from phalanx.functional.correction import correction_weight, log_ratios
 from phalanx.functional.token_budget import in_order
 from phalanx.telemetry.step_metrics import over_ranks
-from phalanx.types import Metric, Metrics, Policy, Samples
+from phalanx.types import Metric, Metrics, Policy, Replay, Samples
+
+
+def nothing() -> None:
+    """Do nothing between two passes."""
 
 
 @torch.no_grad()
 def rescore(
-    policy: Policy, samples: Samples, config: RolloutConfig, passes: Passes
+    policy: Policy, samples: Samples, config: RolloutConfig, passes: Passes, between: Callable[[], None] = nothing
 ) -> tuple[Samples, dict[str, float]]:
     """Replay all samples with the policy, in passes of the training's shapes. Returns the samples with the policy's
     log-probabilities and the correction's weights (unchanged with rollout.correction=none), and mismatch metrics.
+    between: called after each pass.
     """
     if config.correction == "none":
         return samples, {}
     tokens = None if samples.tokens is None else samples.tokens[:, None]
     parts, device = passes.parts(len(samples.log_prob), tokens), samples.log_prob.device
+    replays: list[Replay] = []
     with policy.unsharded():
-        replays = [policy.replay(samples.trace.select(part.to(device))) for part in parts]
+        for part in parts:
+            replays.append(policy.replay(samples.trace.select(part.to(device))))
+            between()
     log_prob = in_order([replay.log_prob for replay in replays], parts)
     mask = samples.mask
     diff = log_ratios(log_prob, samples.log_prob, mask)

@@ -11,6 +11,8 @@ import logging
 import os
 import shutil
 import threading
+import time
+import warnings
 import zlib
 from collections.abc import Collection
 from dataclasses import InitVar, asdict, dataclass, field
@@ -26,9 +28,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from phalanx.config.files import kind, parse_json, read_bytes
 from phalanx.distributed.collectives import all_gather_object, broadcast_object, from_first
-from phalanx.distributed.fsdp import as_part_of
 from phalanx.distributed.mesh import World
 from phalanx.models.lora import ADAPTER, WEIGHTS
+from phalanx.training.checkpoint_contents import share
 from phalanx.training.checkpoint_reader import Reader
 
 log = logging.getLogger(__name__)
@@ -74,23 +76,6 @@ class Progress:
         row = {} if self.unfinished is None else self.unfinished
         if not isinstance(self.rescoring, bool) or not all(isinstance(value, int | float) for value in row.values()):
             raise ValueError("rescoring or unfinished of another type")
-
-
-def trained_state(
-    parameters: dict[str, Tensor], optimizer: dict[str, dict[str, Tensor]], averages: dict[str, dict[str, Tensor]]
-) -> dict[str, Any]:
-    """The contents of a checkpoint as DTensors, to save or to load into. averages: other weights by name."""
-    # Moments and averages are local tensors. As shards of DTensors they are saved only once, and can be loaded into any
-    # other layout. AdamW's step count is a scalar, equal on all ranks.
-    moments: dict[str, dict[str, Tensor]] = {}
-    for name, p in parameters.items():
-        moments[name] = {}
-        for key, value in optimizer[name].items():
-            moments[name][key] = value if value.dim() == 0 else as_part_of(value, p)
-    state: dict[str, Any] = {"model": {name: p.detach() for name, p in parameters.items()}, "optim": moments}
-    for average, values in averages.items():
-        state[average] = {name: as_part_of(value, parameters[name]) for name, value in values.items()}
-    return state
 
 
 def complete(folder: Path) -> str | None:
@@ -206,10 +191,15 @@ def _first(problems: list[str | None]) -> str | None:
 class Checkpointer:
     """Saves, finds and loads the checkpoints of one run."""
 
-    def __init__(self, output_dir: Path, world: World, signature: dict[str, Any], max_checkpoints: int) -> None:
+    def __init__(
+        self, output_dir: Path, world: World, signature: dict[str, Any], max_checkpoints: int, patience_s: float = 600.0
+    ) -> None:
+        """patience_s: seconds of waiting for the file system until a warning."""
+        self.patience_s = patience_s
         self.root, self.world, self.signature = output_dir / "checkpoints", world, signature
         self.max_checkpoints = max_checkpoints
         self._pending: threading.Thread | None = None
+        self._begun = 0.0  # when it began, by time.monotonic
         self._failure: RuntimeError | None = None
         # the step of this run's newest complete checkpoint; valid after `wait`
         self.saved_step = -1
@@ -260,10 +250,17 @@ class Checkpointer:
 
         Raises ValueError on failure; the state must then not be used.
         """
+        problem = None
         try:
-            dcp.load(state, storage_reader=Reader(folder), process_group=self.world.checkpoint_group)
+            # each rank plans what it reads; together, rank 0 would unpickle the plans of all
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "torch.distributed is disabled")
+                dcp.load(state, storage_reader=Reader(folder), no_dist=True)
         except CheckpointException as error:
-            raise ValueError(f"trainer.resume: {folder} cannot be loaded: {_cause(error)}") from error
+            problem = _cause(error)
+        problem = _first(all_gather_object(problem))
+        if problem is not None:
+            raise ValueError(f"trainer.resume: {folder} cannot be loaded: {problem}")
         return Progress(**read_meta(folder)["progress"])
 
     def save(self, state: dict[str, Any], progress: Progress, in_flight: Tensor | None = None) -> None:
@@ -285,12 +282,14 @@ class Checkpointer:
             return
         # asdict and async_save copy, since training goes on and changes the originals before they are written
         meta = {"progress": asdict(progress), "signature": self.signature}
-        response: Any = dcp.async_save(state, checkpoint_id=str(part), process_group=self.world.checkpoint_group)
+        part_of_rank = share(state, self.world)
+        response: Any = dcp.async_save(part_of_rank, checkpoint_id=str(part), process_group=self.world.checkpoint_group)
         # a daemon thread, since a failing rank must not wait for the disk; half-written checkpoints are skipped
         self._pending = threading.Thread(
             target=self._finish, args=(response, part, final, meta, in_flight), daemon=True
         )
         self._pending.start()
+        self._begun = time.monotonic()
 
     def _finish(self, response: Any, part: Path, final: Path, meta: dict[str, Any], in_flight: Tensor | None) -> None:
         """On every rank, in the background: publish once all ranks have written."""
@@ -373,6 +372,13 @@ class Checkpointer:
     def wait(self) -> None:
         """Wait until the pending checkpoint is written. Raises RuntimeError if a rank was lost meanwhile."""
         if self._pending is not None:
+            self._pending.join(self.patience_s)
+            if self._pending.is_alive() and self.world.rank == 0:
+                log.warning(
+                    "the last checkpoint has not been written after %.0f s: training waits; look at the file system of "
+                    "trainer.output_dir",
+                    time.monotonic() - self._begun,
+                )
             self._pending.join()
             self._pending = None
         if self._failure is not None:

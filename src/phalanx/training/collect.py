@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -14,7 +15,7 @@ from phalanx.distributed.collectives import all_gather
 from phalanx.functional.advantage import fill_missing, has_signal
 from phalanx.functional.rewards import LARGEST
 from phalanx.rewards.client import RewardClient
-from phalanx.rollout.correction import rescore
+from phalanx.rollout.correction import nothing, rescore
 from phalanx.telemetry.metrics import Timers
 from phalanx.telemetry.step_metrics import reward_metrics
 from phalanx.training.checkpoint import Progress
@@ -87,10 +88,14 @@ class Rescorer:
         *,
         exact: bool,
         scored_elsewhere: bool = False,
+        between: Callable[[], None] = nothing,
     ) -> None:
-        """`exact`: see phalanx.types.Rollout. `scored_elsewhere`: ranks of another role compute the old log-probs."""
+        """`exact`: see phalanx.types.Rollout. `scored_elsewhere`: ranks of another role compute the old log-probs.
+        `between`: called after each forward pass, on all ranks; it may stop the job.
+        """
         self.cfg, self.plan, self.algorithm, self.policy = cfg, plan, algorithm, policy
         self.timers, self.progress, self.exact, self.scored_elsewhere = timers, progress, exact, scored_elsewhere
+        self.between = between
 
     def __call__(self, samples: Samples) -> tuple[Samples, dict[str, float]]:
         """Return the samples with old log-probabilities [B, A] of the policy, and rollout/... metrics. Samples that
@@ -107,7 +112,7 @@ class Rescorer:
         if self.exact and not stale:  # rollout.correction is only for other engines and for older weights
             config = replace(config, correction="rescore")
         with self.timers("rescore"):
-            samples, row = rescore(self.policy, samples, config, self.plan.passes_of(1))
+            samples, row = rescore(self.policy, samples, config, self.plan.passes_of(1), self.between)
         return replace(samples, exact=True), row
 
     @property
@@ -125,6 +130,7 @@ class Rescorer:
             for rows in passes:
                 at = rows.to(log_prob.device)
                 log_prob[at] = self.policy.replay(samples.trace.select(at)).log_prob
+                self.between()
         seconds = time.perf_counter() - start
         self.timers.add("rescore", seconds)
         self.timers.add("update", -seconds)  # the surrounding timer has counted these seconds, too

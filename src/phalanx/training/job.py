@@ -31,6 +31,7 @@ from phalanx.telemetry.run_folder import METRICS_FILE
 from phalanx.training import folder_lock
 from phalanx.training.checkpoint import Checkpointer, Progress, find, kept_in_flight
 from phalanx.training.optim import TrainState
+from phalanx.training.stops import Stops
 from phalanx.training.validation import Sampling
 from phalanx.types import JobError
 
@@ -85,12 +86,15 @@ class Job:
         self.total_steps, self.batch = total_steps, batch
         self.state, self.states = next(iter(policies.values())), self.policies | self.beside
         self.output_dir = Path(cfg.trainer.output_dir)
-        self.checkpointer = Checkpointer(self.output_dir, world, self._signature(), cfg.trainer.max_checkpoints)
+        self.checkpointer = Checkpointer(
+            self.output_dir, world, self._signature(), cfg.trainer.max_checkpoints, cfg.parallel.timeout_s
+        )
         self.progress = self._resume()
         problem = self._not_finite()
         if problem is not None:
             raise ValueError(f"model.path: {problem}; a base or a checkpoint of such weights cannot be trained")
         self.checkpointer.saved_step = self.progress.step
+        self.stops = Stops(world, self.states, self.progress, timers)
         self._profile()
         self._good = copy(self.progress)  # after the last step with at least one finite update
         self.bad_steps = 0
@@ -190,6 +194,7 @@ class Job:
                 log.info("validating on %d prompts", self.sampling.validates)
             self.logger.log(0, self.validate(0) | self.timers.pop())
         for step in range(self.progress.step, self.total_steps):
+            self.stops.begin()
             with self.timers.training_step(step + 1):
                 yield step
         self.checkpointer.wait()
@@ -210,6 +215,7 @@ class Job:
         self._restore_files()
         self.progress.step, self.progress.unfinished = step, row
         self._count_updates()
+        self.stops.warn(step)
         if t.test_freq > 0 and (last or step % t.test_freq == 0):
             row = row | self.validate(step)
         self.progress.unfinished = None

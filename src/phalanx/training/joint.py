@@ -37,7 +37,6 @@ from phalanx.rollout import lm as lm_rollouts
 from phalanx.telemetry.metrics import Timers
 from phalanx.telemetry.step_metrics import reward_metrics
 from phalanx.training import flow_rl, lm_rl, prompt_lengths
-from phalanx.training.checkpoint import Progress
 from phalanx.training.collect import Collected, Collector, PromptSource, Rescorer, total_steps
 from phalanx.training.components import TrainedPolicy, build_rewards, choose_cpu_linear, fitting_sets, start
 from phalanx.training.flow_components import name_unused_columns, sampled_parts
@@ -328,7 +327,7 @@ def build(cfg: JointConfig) -> JointTrainer:
     costs = {WRITER: words.sample_flops if by_cost else None, PAINTER: None}
     collectors, updaters = {}, {}
     for name, client, source in ((WRITER, unscored, originals), (PAINTER, rewards, rewriter)):
-        collectors[name], updater = around_loop(parts[name], world, job.progress, client, source, costs[name])
+        collectors[name], updater = around_loop(parts[name], world, job, client, source, costs[name])
         if updater is not None:
             updaters[name] = updater
     return JointTrainer(cfg, parts, rewriter, collectors, updaters, job)
@@ -350,14 +349,14 @@ def start_with_prompts(
 def around_loop(
     part: Part,
     world: World,
-    progress: Progress,
+    job: Job,
     client: RewardClient,
     source: PromptSource,
     costs: Callable[[Samples], list[float]] | None,
 ) -> tuple[Collector, Updater | None]:
     """The collector and updater of a policy; a frozen policy has no updater. `costs`: see Updater."""
     common = (part.cfg, part.plan, part.algorithm, part.policy)
-    rescorer = Rescorer(*common, part.timers, progress, exact=part.rollout.exact)
+    rescorer = Rescorer(*common, part.timers, job.progress, exact=part.rollout.exact, between=job.stops.check)
     drawing = partial(Collector, part.cfg, part.plan, part.policy, part.rollout, client, source, part.timers)
     if part.state is None:
         return drawing(weights=None, rescorer=None, group=part.group), None

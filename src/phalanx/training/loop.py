@@ -8,6 +8,7 @@ micro-batch, u units per micro-batch. A unit is one term of the loss: a sample, 
 """
 
 import time
+from functools import partial
 from typing import Protocol
 
 from torch import Tensor
@@ -53,6 +54,7 @@ def train_step(
     policy, algorithm, critic = updater.policy, updater.algorithm, updater.critic
     state, timers = updater.state, updater.timers
     start, log = start or time.perf_counter(), StepLog()
+    micro_batch_done = partial(job.stops.after_micro_batch, timers)  # a signal may end the step there
 
     # One chunk with all samples of the step, or several, each trained while other ranks sample the next one.
     for chunk in range(collector.chunks):
@@ -88,7 +90,7 @@ def train_step(
                 log.rows[-1] |= credit.metrics
                 if critic is not None and values is not None:
                     # The critic's optimizer steps: L = max((V - R)^2, (clip(V) - R)^2) / 2 on the returns R [B, A].
-                    log.rows[-1] |= critic.update(batch, scored.mask, values, credit.returns, timers.advance)
+                    log.rows[-1] |= critic.update(batch, scored.mask, values, credit.returns, micro_batch_done)
 
             # Each epoch trains the samples in a few optimizer steps.
             for passes in updater.optimizer_steps(batch, step):
@@ -106,7 +108,7 @@ def train_step(
                     loss = (per_action * micro.weight).sum()
                     loss.backward()
                     log.micro_batch(batch.samples, rows, loss.detach())
-                    timers.advance()
+                    micro_batch_done()
                     del micro, per_action, loss  # free the memory before the next micro-batch
                 if not updater.ends_update(chunk):  # later chunks contribute to the same optimizer step
                     continue

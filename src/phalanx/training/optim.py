@@ -11,7 +11,7 @@ from phalanx.config.run import EmaConfig, OptimConfig
 from phalanx.distributed.fsdp import Sharded, local
 from phalanx.models.lora import lora_alpha
 from phalanx.models.trained import TrainedModel
-from phalanx.training.checkpoint import trained_state
+from phalanx.training.checkpoint_contents import trained_state
 from phalanx.training.offload import OffloadedState
 
 

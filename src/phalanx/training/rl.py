@@ -74,7 +74,7 @@ def build_trainer(
         rewards = RewardClient(cfg, world, components.rewards, timers, noun)
         validator = Validator(cfg, world, policy, rollout, rewards, components.val_sets, timers)
         job = Job(cfg, world, {"": state}, validator, timers, steps, batch=batch, beside=beside)
-        rescorer = Rescorer(cfg, plan, algorithm, policy, timers, job.progress, exact=exact)
+        rescorer = Rescorer(cfg, plan, algorithm, policy, timers, job.progress, exact=exact, between=job.stops.check)
         weights = algorithm.behaviour
         collector: Collects = Collector(
             cfg, plan, policy, rollout, rewards, prompts, timers, weights=weights, rescorer=rescorer

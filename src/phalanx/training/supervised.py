@@ -122,7 +122,7 @@ class SupervisedTrainer(Training):
             loss.backward()
             losses.append(loss.detach())
             sums.append(pass_sums)
-            job.timers.advance()
+            job.stops.after_micro_batch(job.timers)
         loss = torch.stack(losses).sum()
         stats = job.state.step(loss)
         row = {

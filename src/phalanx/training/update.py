@@ -251,6 +251,7 @@ class Updater:
                     rows = units[part].flatten()
                     micro = inputs.select(rows, torch.ones(len(part), batch.mask.shape[1]))
                     results.append(self.algorithm.reference_output(policy, micro))
+                    self.rescorer.between()
             joined, order = torch.cat(results), torch.cat(cut)
             places = units[order].flatten()
             if real_units < len(units):  # drop the units that only filled up the passes

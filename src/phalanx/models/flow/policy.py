@@ -27,6 +27,7 @@ from phalanx.models.flow.family import Embeds, FlowModel, Instruction
 from phalanx.models.flow.registry import family_of
 from phalanx.models.lora import start_from_lora
 from phalanx.models.recompute import recompute
+from phalanx.models.stored import moved
 from phalanx.models.trained import TrainedModel
 from phalanx.telemetry.flops import step_flops
 from phalanx.types import Prompt, Samples
@@ -149,9 +150,7 @@ class FlowPolicy:
         # They are often larger than this rank's shards of the transformer and are needed only now, so they are on the
         # device only for this call; EncodeAhead makes such calls rare.
         device = self.world.device
-        for encoder in self.model.text_encoders:
-            encoder.to(device)
-        try:
+        with moved(self.model.text_encoders, device):
             # One prompt at a time: kernels round differently at another batch size, and the other prompts that would be
             # in the batch depend on the cache and on the number of ranks.
             embeds = []
@@ -161,9 +160,6 @@ class FlowPolicy:
                 else:
                     embeds += self.model.encode([key], device, self.longest)
             return embeds
-        finally:
-            for encoder in self.model.text_encoders:
-                encoder.to("cpu")
 
     def share(self, other: "FlowPolicy", *, text: bool) -> None:
         """Use the VAE of another policy of this family instead of an equal one.

@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import create_block_mask
 
 from phalanx.config.lm import LMDataConfig, LMModelConfig
 from phalanx.config.messages import cut
 from phalanx.config.run import ParallelConfig
 from phalanx.distributed.mesh import World
-from phalanx.functional.block_diffusion import BlockTrace, States, of_responses, replayed, sees, states_of
+from phalanx.functional.block_diffusion import BlockTrace, States, of_responses, replayed, states_of
 from phalanx.functional.tokens import TokenReplay, token_scores
+from phalanx.models.lm.flex import block_mask
 from phalanx.models.lm.model import DTYPES, CausalLM, decoder_of, load_model, load_tokenizer, set_checkpointing
 from phalanx.models.lm.policy import LMPolicy
 from phalanx.types import Prompt, Samples
@@ -84,13 +84,7 @@ class BlockDiffusionLM(CausalLM):
         """The states' attention mask, in the form that the model's attention implementation takes."""
         if self.lm.config._attn_implementation != "flex_attention":
             return self._mask(states.allowed())
-        block, chunk, limit = states.block, states.chunk, states.limit
-
-        def rule(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-            return sees(block[b, q], chunk[b, q], limit[b, q], block[b, k], chunk[b, k])
-
-        rows, length = states.tokens.shape
-        return create_block_mask(rule, rows, None, length, length, device=str(states.tokens.device))
+        return block_mask(states)
 
     def _mask(self, allowed: Tensor) -> Tensor:
         """The mask `allowed`, bool, in the form that the attention takes: eager attention adds it to the scores."""

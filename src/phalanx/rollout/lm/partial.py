@@ -83,6 +83,7 @@ class PartialRollout:
         self._next = 0  # the number of the first group that has not begun
         self._step = 0  # number of training steps that have their samples
         self._saved: dict[str, Tensor] = {}  # a checkpoint's groups, until the prompts are available
+        self._waiting: tuple[int, dict[str, Tensor]] = -1, {}  # on the first rank: the last step begun, and what waited
         self._row: dict[str, float] = {}
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
@@ -100,9 +101,11 @@ class PartialRollout:
 
     def in_flight(self, step: int) -> Tensor | None:
         """Bytes [K] uint8 of the groups that wait after `step` training steps; on the first rank only."""
-        if self.world.rank != 0 or step != self._step:
+        if self.world.rank != 0:
             return None
-        tensors = self._saved or self._tensors()
+        begun, tensors = self._waiting
+        if step != begun:  # it has its samples; otherwise the job has stopped within the next step, which is repeated
+            tensors = self._saved or self._tensors()
         return torch.frombuffer(bytearray(safetensors.torch.save(tensors)), dtype=torch.uint8)
 
     def _shape(self, step: int) -> list[int]:
@@ -160,6 +163,8 @@ class PartialRollout:
         self.rollout.prepare(batches, step, end)
         self._batches = batches
         saved, self._saved = self._saved, {}
+        if self.world.rank == 0:
+            self._waiting = step, saved or self._tensors()
         if saved:
             self._restore(saved)
         last = min(self._pool + step * self._prompts, end * self._prompts)

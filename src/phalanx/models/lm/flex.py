@@ -1,0 +1,48 @@
+"""FlexAttention's masks of block diffusion, without a mask of all pairs of tokens."""
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from phalanx.functional.block_diffusion import States, sees
+
+TILE = 128  # rows and columns of a mask's tile, as in create_block_mask
+AT_ONCE = 1 << 26  # pairs of tokens that are looked at together
+
+
+@torch.no_grad()
+def block_mask(states: States, at_once: int = AT_ONCE) -> BlockMask:
+    """The mask of `States.allowed`, by `at_once` pairs of tokens at a time.
+
+    It equals that of create_block_mask, which outside of a compiled region makes tensors of all pairs, of 4.3 GB each
+    for 65,536 tokens.
+    """
+    block, chunk, limit = states.block, states.chunk, states.limit
+
+    def rule(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return sees(block[b, q], chunk[b, q], limit[b, q], block[b, k], chunk[b, k])
+
+    rows, length = block.shape
+    tiles = -(-length // TILE)
+    inside = torch.nn.functional.pad(torch.ones_like(block, dtype=torch.bool), (0, tiles * TILE - length))
+    padded = [torch.nn.functional.pad(values, (0, tiles * TILE - length)) for values in (block, chunk, limit)]
+    some, every = [], []
+    for part in torch.arange(tiles * TILE, device=block.device).split(
+        TILE * max(at_once // (rows * tiles * TILE**2), 1)
+    ):
+        block_q, chunk_q, limit_q = (values[:, part, None] for values in padded)
+        seen = sees(block_q, chunk_q, limit_q, padded[0][:, None], padded[1][:, None])
+        seen &= inside[:, part, None] & inside[:, None]
+        seen = seen.view(rows, -1, TILE, tiles, TILE)
+        some.append(seen.any(4).any(2))
+        every.append(seen.all(4).all(2))
+    full = torch.cat(every, 1)
+    partial = torch.cat(some, 1) & ~full  # [B, tiles, tiles]
+    lists = (*_listed(partial), *_listed(full))
+    return BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=TILE, mask_mod=rule, seq_lengths=(length, length))
+
+
+def _listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """The number [B, 1, tiles] of chosen columns of each row, and all columns [B, 1, tiles, tiles], chosen first."""
+    order = chosen.to(torch.int32).argsort(dim=-1, descending=True, stable=True)
+    return chosen.sum(-1)[:, None].to(torch.int32), order[:, None].to(torch.int32).contiguous()
