@@ -169,12 +169,12 @@ gpu-day: $(VENV)/.installed
 	@$(IN_VENV) python benchmarks/gpu_day.py $(ARGS)
 
 # For an x86-64 image without network access that has torch, transformers, peft, accelerate, safetensors, pandas and
-# pyarrow: docs/performance.md has the commands. The second row is for the comparison with TRL.
+# pyarrow: docs/performance.md has the commands. TRL is for a comparison; an older transformers does not train on images.
 GPU_PYTHON ?= 3.12
 GPU_WHEELS ?= outputs/gpu_wheels
 GPU_PACKAGES = diffusers omegaconf httpx2 httpcore2 truststore requests certifi charset-normalizer regex \
   importlib_metadata lazy-importer zipp pydantic pydantic-core annotated-types typing-inspection \
-  trl datasets dill multiprocess
+  trl datasets dill multiprocess transformers
 gpu-wheels: $(VENV)/.installed-test
 	@rm -rf $(GPU_WHEELS)
 	@$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: --dest $(GPU_WHEELS) \

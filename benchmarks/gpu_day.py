@@ -26,21 +26,24 @@ from typing import Any
 
 BEGAN = time.time()
 ROOT = Path(__file__).resolve().parents[1]
-# set before torch looks for GPUs: forks of a process that has initialized CUDA cannot use it
-os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for trainer.deterministic
-os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-for name in ("TRANSFORMERS_VERBOSITY", "DIFFUSERS_VERBOSITY"):
-    os.environ.setdefault(name, "error")
-sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT), str(ROOT / "src")]
+if __name__ == "__main__":  # before torch is imported and looks for GPUs
+    SETTINGS = {
+        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # forks of a process that has initialized CUDA cannot use it
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # for trainer.deterministic
+        "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "TRANSFORMERS_VERBOSITY": "error",
+        "DIFFUSERS_VERBOSITY": "error",
+    }
+    os.environ.update({key: value for key, value in SETTINGS.items() if key not in os.environ})
+    sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT), str(ROOT / "src")]
 
 import gpu_fast  # noqa: E402
 import gpu_right  # noqa: E402
 import gpu_tiny  # noqa: E402
 import torch  # noqa: E402
-from gpu_lines import Line, Part, Stage, adopt_orphans, device, kill_orphans  # noqa: E402
+from gpu_lines import RAISED, Line, Part, Stage, adopt_orphans, device, kill_orphans  # noqa: E402
 from measure import cpu_name  # noqa: E402
 
 MOST, TABLE = 12_000, 3_000  # characters of the whole output, and of the table at its end
@@ -89,7 +92,7 @@ def run(name: str, stage: Stage, limit: float, results: Results) -> None:
     left = kill_orphans()
     if part.status is None:
         results.add(name, Line("ended at its limit", False, limit, "s"))
-    elif part.status != 0:
+    elif part.status not in (0, RAISED):
         results.add(name, Line("exit status, or the signal", False, part.status))
     if part.status != 0 and part.log.is_file():
         for text in part.log.read_text(errors="replace").splitlines()[-6:]:
@@ -123,9 +126,8 @@ def main(argv: list[str] | None = None, chosen: dict[str, Stage] | None = None) 
             continue
         left = args.budget - (time.time() - BEGAN)
         if left < 0.7 * stage.expected:
-            results.add(
-                name, Line("skipped", None, left, "s", f"left of the budget; it takes about {stage.expected:.0f}")
-            )
+            note = f"left of the budget; it takes about {stage.expected:.0f}"
+            results.add(name, Line("skipped", None, left, "s", note))
             continue
         run(name, stage, min(stage.limit, left), results)
     print("\n".join(closing(results)), flush=True)
@@ -142,9 +144,8 @@ def about() -> str:
         command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
         card = "a GPU without nvidia-smi"
         if shutil.which(command[0]) is not None:
-            card = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30).stdout.splitlines()[
-                0
-            ]
+            done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
+            card = done.stdout.partition("\n")[0] or card
     versions = [f"torch {torch.__version__}", f"Python {platform.python_version()}"]
     for name in PACKAGES:
         with contextlib.suppress(PackageNotFoundError):
@@ -154,15 +155,10 @@ def about() -> str:
 
 def closing(results: Results) -> list[str]:
     """The last lines, for docs/performance.md."""
-    good = sum(row["good"] is True for row in results.lines)
-    failed = results.failed()
-    return [
-        "",
-        "for docs/performance.md:",
-        f"{about()}, {time.strftime('%Y-%m-%d')}: {good} lines passed, {len(failed)} failed"
-        + (f" ({'; '.join(failed)})" if failed else ""),
-        *gpu_fast.table(results.lines),
-    ]
+    good, failed = sum(row["good"] is True for row in results.lines), results.failed()
+    names = f" ({'; '.join(failed)[:600]})" if failed else ""
+    title = f"{about()}, {time.strftime('%Y-%m-%d')}: {good} lines passed, {len(failed)} failed{names}"
+    return ["", "for docs/performance.md:", title, *gpu_fast.table(results.lines)]
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import gc
 import multiprocessing
 import os
 import signal
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from typing import Any, NoReturn
 import torch
 
 CUDA_ONLY = "only with CUDA"
+RAISED = 3  # exit status of a part that has sent its error as a line
 PR_SET_CHILD_SUBREAPER = 36  # Linux: orphans below this process become its children
 
 
@@ -167,5 +169,7 @@ def _child(run: Callable[[], Iterator[Any]], writer: Connection, log: Path) -> N
     except BaseException as error:
         traceback.print_exc()
         writer.send(Line("the stage", False, note=first_line(error)))
-        status = 1
+        status = RAISED
+    sys.stdout.flush()
+    sys.stderr.flush()
     os._exit(status)  # threads of process groups and compilers would keep the interpreter from ending

@@ -10,19 +10,25 @@ nothing is downloaded; a language model then decodes by itself. The last line is
 """
 
 import json
+import os
 from argparse import Namespace
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import lm_shapes
 from measure import Bench, arguments, configure_any, origin, table
+from shapes import blueprint
 
 from phalanx.cli import rank, run
 from phalanx.config.flow import FlowRLConfig
 from phalanx.config.lm import LMRLConfig
 from phalanx.distributed import mesh
 from phalanx.models.lm.model import DTYPES
+from phalanx.plan.jobs import planned
+from phalanx.plan.layout import Cluster
+from phalanx.plan.memory import count
 from phalanx.telemetry.flops import peak_flops
 from phalanx.training import flow_rl, lm_rl
 from phalanx.training.minibatches import BatchPlan
@@ -39,6 +45,16 @@ def prepared(cfg: FlowRLConfig | LMRLConfig, args: Namespace) -> Bench:
     """The job, ready to run; with --shapes, weights are random."""
     with lm_shapes.random_weights() if args.shapes else nullcontext():
         return Bench.of(cfg, warmup=args.warmup, steps=args.steps, trace=args.profile)
+
+
+def expected(cfg: FlowRLConfig | LMRLConfig, shape: str) -> Iterator[dict[str, float]]:
+    """The peak in GB and the PFLOP that --plan counts for a step of a shape on one GPU; `cfg` cannot be used after."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # in a process of its own, beside the one that is measured
+    if isinstance(cfg, FlowRLConfig):
+        cfg.model.path = str(blueprint(Path(cfg.trainer.output_dir) / "blueprint", shape))
+        cfg.model.family = "qwen_image" if "qwen" in shape else "sd3"
+    job = planned(cfg, Cluster(1, 1))
+    yield {"planned_gb": count(job).peak / 1e9, "planned_pflop": job.flops / 1e15}
 
 
 def measure(bench: Bench, args: Namespace) -> None:
