@@ -114,7 +114,7 @@ def test_a_stage_that_hangs_dies_raises_or_leaves_children_does_not_end_the_othe
     assert lines["raises", "the stage"]["note"] == "ValueError: no such thing"
     assert "raises| at all" in out  # the end of its log
     killed = {stage: row["note"] for (stage, name), row in lines.items() if name == "took"}
-    assert killed["leaves_children"] == "1 processes that it left were killed"  # the fork is in the stage's group
+    assert killed["leaves_children"] == "2 processes that it left were killed"
     assert killed["hangs"] == "1 processes that it left were killed" and killed["dies"] == ""
     assert time.monotonic() - start < 60
     assert "4 lines passed, 3 failed (hangs: ended at its limit; dies: exit status, or the signal" in out
