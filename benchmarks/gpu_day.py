@@ -50,7 +50,7 @@ MOST, TABLE = 12_000, 3_000  # characters of the whole output, and of the table 
 STATES = {True: "PASS", False: "FAIL", None: "-"}
 
 
-STAGES: dict[str, Stage] = {**gpu_right.STAGES, **gpu_fast.STAGES}
+STAGES: dict[str, Stage] = {**gpu_right.STAGES, **gpu_fast.stages()}
 
 
 class Results:

@@ -31,12 +31,15 @@ TINY_FLOW += ["model.lora_rank=4"]
 PLAN_S = 60.0
 
 
-def flow_words(config: str, shape: str, *keys: str) -> list[str]:
-    """Words of benchmarks/step.py for a flow model's recipe."""
-    sizes = TINY_FLOW if ON_CPU else ["data.max_prompt_length=64"]
+def flow_words(config: str, blocks: int, *keys: str) -> list[str]:
+    """Words of benchmarks/step.py for a recipe's flow model with this number of blocks, and 32 or 36 images a step."""
+    qwen = config == QWEN
+    sizes = ["data.max_prompt_length=64", *([] if qwen else ["rollout.n=18"])]  # of 9 steps each, in passes of 9 images
+    shape = f"{'qwen_image' if qwen else 'sd35_medium'}/{blocks}"
     if ON_CPU:
-        shape = "tiny_qwen_image/1" if "qwen" in shape else "tiny_sd3/1"
-    return [str(ROOT / config), "--shapes", shape, *sizes, *keys]
+        shape, sizes = f"{'tiny_qwen_image' if qwen else 'tiny_sd3'}/1", TINY_FLOW
+    batch = ["data.train_batch_size=2", "actor.ppo_mini_batch_size=1"]
+    return [str(ROOT / config), "--shapes", shape, *batch, *sizes, *keys]
 
 
 def lm_words(shape: str, prompts: int, *keys: str) -> list[str]:
@@ -176,26 +179,27 @@ def table(lines: list[dict[str, Any]]) -> list[str]:
     return [f"| {' | '.join(cells)} |" for cells in rows] if len(rows) > 2 else []
 
 
-def step_stage(title: str, words: list[str], expected: float, limit: float) -> Stage:
-    return Stage("fast", partial(timed, title, words), expected, limit)
+def stages() -> dict[str, Stage]:
+    """What matters most comes first; what stands below `transfers` needs a larger budget."""
 
+    def stage(title: str, words: list[str], expected: float, limit: float) -> Stage:
+        return Stage("fast", partial(timed, title, words), expected, limit)
 
-_QWEN = flow_words(QWEN, "qwen_image/60", "data.train_batch_size=1", "actor.ppo_mini_batch_size=1")
-_SD3 = flow_words(SD3, "sd35_medium/24", "data.train_batch_size=2", "actor.ppo_mini_batch_size=1")
-_SMALL, _MIDDLE, _LARGE = lm_words(SMALL, 64), lm_words(MIDDLE, 32), lm_words(LARGE, 16, "model.lora_rank=64")
-_PADDED = [COMPILE, "model.use_remove_padding=false", "actor.use_dynamic_bsz=false"]
-_PADDED += [f"actor.ppo_micro_batch_size_per_gpu={ROWS}"]
-STAGES = {  # what matters most comes first; what stands below `transfers` needs a larger budget
-    "qwen60": step_stage("Qwen-Image LoRA", _QWEN, 75, 130),
-    "lm05": step_stage("Qwen2.5-0.5B", _SMALL, 30, 70),
-    "trl": Stage("fast", trl, 50, 100),
-    "lm15": step_stage("Qwen2.5-1.5B", _MIDDLE, 40, 80),
-    "sd35": step_stage("SD3.5-medium LoRA", _SD3, 30, 80),
-    "lm7": step_stage("Qwen2.5-7B LoRA", _LARGE, 35, 80),
-    "qwen60c": step_stage("Qwen-Image LoRA, compiled", [*_QWEN, COMPILE], 90, 170),
-    "lm7c": step_stage("Qwen2.5-7B LoRA, compiled", [*_LARGE, *_PADDED], 50, 110),
-    "transfers": Stage("fast", transfers, 12, 50),
-    "lm05c": step_stage("Qwen2.5-0.5B, compiled", [*_SMALL, *_PADDED], 40, 90),
-    "sd35c": step_stage("SD3.5-medium LoRA, compiled", [*_SD3, COMPILE], 60, 110),
-    "lm15c": step_stage("Qwen2.5-1.5B, compiled", [*_MIDDLE, *_PADDED], 50, 100),
-}
+    qwen, sd3 = flow_words(QWEN, 60, "data.train_batch_size=1"), flow_words(SD3, 24)
+    small, middle, large = lm_words(SMALL, 64), lm_words(MIDDLE, 32), lm_words(LARGE, 16, "model.lora_rank=64")
+    padded = [COMPILE, "model.use_remove_padding=false", "actor.use_dynamic_bsz=false"]
+    padded += [f"actor.ppo_micro_batch_size_per_gpu={ROWS}"]
+    return {
+        "qwen60": stage("Qwen-Image LoRA", qwen, 75, 130),
+        "lm05": stage("Qwen2.5-0.5B", small, 30, 70),
+        "trl": Stage("fast", trl, 50, 100),
+        "lm15": stage("Qwen2.5-1.5B", middle, 40, 80),
+        "sd35": stage("SD3.5-medium LoRA", sd3, 40, 90),
+        "lm7": stage("Qwen2.5-7B LoRA", large, 35, 80),
+        "qwen60c": stage("Qwen-Image LoRA, compiled", [*qwen, COMPILE], 90, 170),
+        "lm7c": stage("Qwen2.5-7B LoRA, compiled", [*large, *padded], 50, 110),
+        "transfers": Stage("fast", transfers, 12, 50),
+        "lm05c": stage("Qwen2.5-0.5B, compiled", [*small, *padded], 40, 90),
+        "sd35c": stage("SD3.5-medium LoRA, compiled", [*sd3, COMPILE], 60, 110),
+        "lm15c": stage("Qwen2.5-1.5B, compiled", [*middle, *padded], 50, 100),
+    }

@@ -171,12 +171,6 @@ def flex(title: str) -> Lines:
 # -- steps of flow models and language models ------------------------------------------------------------------------
 
 
-def few_blocks(config: str, *keys: str) -> list[str]:
-    """Words of a flow model's recipe with four blocks and two prompts."""
-    shape = f"{'qwen_image' if config == QWEN else 'sd35_medium'}/4"
-    return flow_words(config, shape, "data.train_batch_size=2", "actor.ppo_mini_batch_size=1", *keys)
-
-
 def two_layers(*keys: str) -> list[str]:
     """Words of GRPO with two layers of Qwen2.5-7B's widths."""
     sizes = ("actor.ppo_mini_batch_size=4", "actor.use_dynamic_bsz=false", "actor.ppo_micro_batch_size_per_gpu=4")
@@ -226,7 +220,7 @@ def exact() -> Lines:
         if ON_CPU and name in ("cuDNN", "compiled"):
             yield Line(title, None, note=CUDA_ONLY if name == "cuDNN" else "on a CPU in the stage `compile`")
         else:
-            yield from tried(title, partial(ratio, title, partial(first_row, few_blocks(config, key))))
+            yield from tried(title, partial(ratio, title, partial(first_row, flow_words(config, 4, key))))
 
 
 def packed() -> Lines:
@@ -263,7 +257,7 @@ def log_probs(kind: str, pack: bool) -> Tensor:
 
 def fsdp() -> Lines:
     """FSDP2 over one rank with the real backend, compared with the same step without it; and resuming a checkpoint."""
-    norm = first_row(few_blocks(QWEN))["actor/grad_norm"]
+    norm = first_row(flow_words(QWEN, 4))["actor/grad_norm"]
     layouts = {"gathered once a rollout": "parallel.rollout_unsharded=true"}
     layouts |= {name: f"parallel.{name}=true" for name in ("param_offload", "optimizer_offload")}
     # otherwise a single rank does not use FSDP, and offloading is rejected
@@ -274,7 +268,7 @@ def fsdp() -> Lines:
 
 
 def layout(name: str, key: str, norm: float) -> Lines:
-    row = first_row(few_blocks(QWEN, key))
+    row = first_row(flow_words(QWEN, 4, key))
     yield from ratio(f"FSDP2, {name}, |ratio - 1|", lambda: row)
     away = row["actor/grad_norm"] / norm
     yield Line("  its gradient norm, of that without", abs(away - 1) < 0.01, away)
@@ -283,7 +277,7 @@ def layout(name: str, key: str, norm: float) -> Lines:
 def resumed() -> Lines:
     """With both offloads, run two steps, then the second one again from the checkpoint written in its background."""
     keys = ("trainer.deterministic=true", "parallel.param_offload=true", "parallel.optimizer_offload=true")
-    _, cfg = step.parse(few_blocks(QWEN, *keys))
+    _, cfg = step.parse(flow_words(QWEN, 4, *keys))
     cfg.trainer.save_freq, cfg.trainer.total_training_steps = 1, 2
     weights = []
     try:
@@ -307,7 +301,7 @@ def compiled() -> Lines:
     # on a CPU only graphs and no kernels, which would take a C++ compiler minutes
     eager = partial(torch.compile, backend="eager")
     with patch.object(torch, "compile", eager) if ON_CPU else nullcontext():
-        job = ready(few_blocks(QWEN, COMPILE), steps=5)
+        job = ready(flow_words(QWEN, 4, COMPILE), steps=5)
         graphs = [counters["stats"]["unique_graphs"]]
         job.after = lambda _: graphs.append(counters["stats"]["unique_graphs"])
         job.fit()

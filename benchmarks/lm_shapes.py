@@ -46,7 +46,10 @@ def folder_of(name: str, folder: Path) -> Path:
     if kind != TINY:
         ends = {key: settings[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
         settings = json.loads(Path(fetch(kind), "config.json").read_text()) | ends
-    settings |= {"num_hidden_layers": layers} if layers else {}
+    if layers:
+        settings["num_hidden_layers"] = layers
+        if settings.get("layer_types"):
+            settings["layer_types"] = settings["layer_types"][:layers]
     (folder / "config.json").write_text(json.dumps(settings))
     # a folder without weights would be refused; nothing of this file is read
     save_file({"none": torch.zeros(1)}, folder / "model.safetensors", metadata={"format": "pt"})

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,15 @@ from tests.ranks import ROOT, launch_environment
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import gpu_day
+import gpu_fast
+import gpu_right
 import gpu_tiny
+import step
 from gpu_lines import Line, Stage
+
+from phalanx.config.flow import FlowRLConfig
+from phalanx.distributed.launch import Launch
+from phalanx.training import flow_rl, lm_rl
 
 RECORDED = json.loads(gpu_tiny.RECORDED.read_text())["tiny"]
 # packages of the tests that an image with torch, transformers and `make gpu-wheels` lacks
@@ -122,15 +130,29 @@ def test_a_stage_that_hangs_dies_raises_or_leaves_children_does_not_end_the_othe
 
 def test_a_stage_that_does_not_fit_the_budget_is_skipped_and_the_output_is_bounded(tmp_path: Path) -> None:
     def many() -> Iterator[Line]:
-        for i in range(1000):
+        for i in range(400):
             yield Line(f"line {i}", i % 50 != 0, i)
 
     status, lines, out = run({"many": many}, tmp_path)
-    assert status == 1 and len(lines) == 1001 and len(out) < gpu_day.MOST
-    assert "line 10 " in out and "line 999 " not in out and "FAIL many      line 150 " in out
+    assert status == 1 and len(lines) == 401 and len(out) < gpu_day.MOST
+    assert "line 10 " in out and "line 399 " not in out and "FAIL many      line 150 " in out
     spent = str(time.time() - gpu_day.BEGAN)
     _, lines, out = run({"many": many}, tmp_path / "again", "--budget", spent)
     assert list(lines) == [("many", "skipped")] and "it takes about 1" in out
+
+
+def test_the_jobs_of_a_gpu_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the sizes of a GPU; their batches, for example, have to divide."""
+    for name, value in {"ON_CPU": False, "PROMPTS": 64, "EACH": 8, "RESPONSE": 256, "ROWS": 32}.items():
+        monkeypatch.setattr(gpu_fast, name, value)
+    words = [stage.run.args[1] for stage in gpu_fast.stages().values() if isinstance(stage.run, partial)]
+    words += [gpu_fast.flow_words(config, 4) for config in (gpu_fast.QWEN, gpu_fast.SD3)]
+    words.append(gpu_right.two_layers("model.use_remove_padding=true"))
+    assert len(words) == 13
+    for some in words:
+        args, cfg = step.parse(some)
+        job = flow_rl if isinstance(cfg, FlowRLConfig) else lm_rl
+        assert job.check(cfg, Launch.from_env()).samples >= 16, args.shapes
 
 
 def test_an_unknown_stage_is_told() -> None:
