@@ -42,7 +42,7 @@ def folder_of(name: str, folder: Path) -> Path:
     """Write the folder of a shape, without weights. Raises ValueError for a hub id whose configuration is unknown."""
     kind, layers = _split(name)
     shutil.copytree(WORDS / "base", folder, ignore=shutil.ignore_patterns("*.safetensors"))
-    settings = json.loads((folder / "config.json").read_text())
+    settings = json.loads((folder / "config.json").read_text()) | {"max_position_embeddings": 8192}
     if kind != TINY:
         ends = {key: settings[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
         settings = json.loads(Path(fetch(kind), "config.json").read_text()) | ends
