@@ -175,12 +175,12 @@ def day(folder: Path, *args: str) -> dict[tuple[str, str], dict[str, Any]]:
 
 @pytest.mark.full
 def test_the_stages_run_on_a_cpu(tmp_path: Path) -> None:
-    stages = ("facts", "attention", "packed", "exact", "fsdp", "qwen60", "lm05", "trl", "lm7", "lm05c", "transfers")
+    stages = ("facts", "attention", "packed", "fsdp", "qwen60", "lm05", "trl", "lm05c", "transfers")
     lines = day(tmp_path, "--only", *stages)
     passed = [name for (_, name), row in lines.items() if row["good"]]
     assert {"flash, no mask", "packed by sdpa, off from padded", "TRL, Qwen2.5-0.5B"} <= set(passed)
     ratios = [row["value"] for (_, name), row in lines.items() if "ratio - 1" in name and row["good"]]
-    assert len(ratios) == 10 and not any(ratios)
+    assert len(ratios) == 6 and not any(ratios)
     assert lines["fsdp", "FSDP2, both offloads, resumed: other tensors"]["good"]
     step = lines["lm05", "Qwen2.5-0.5B"]["more"]["step"]
     assert step["responses"] == 8 and step["planned_gb"] > 0 and step["ms_per_pass"] > 0
@@ -190,8 +190,9 @@ def test_the_stages_run_on_a_cpu(tmp_path: Path) -> None:
 
 @pytest.mark.full
 @pytest.mark.long
-def test_everything_runs_on_a_cpu_in_three_minutes(tmp_path: Path) -> None:
+def test_everything_runs_on_a_cpu(tmp_path: Path) -> None:
     lines = day(tmp_path, "--budget", "500")
     assert {stage for stage, _ in lines} == set(gpu_day.STAGES)
+    assert sum("ratio - 1" in name and row["value"] == 0 for (_, name), row in lines.items()) == 11
     assert lines["kill", "2 rank(s), one killed: the job ends"]["good"]
     assert lines["compile", "new ones in 4 steps of other lengths"]["value"] == 0
