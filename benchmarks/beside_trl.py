@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 WORDS = ROOT / "assets" / "words"
 CONFIG = ROOT / "configs" / "grpo" / "quickstart.yaml"
 PROMPTS, RESPONSES, LIMIT, LEARNING_RATE = 16, 8, 40, 3e-4
-Sides = dict[str, Callable[[int, Path], dict[str, float]]]  # by name; called with a number of steps and a folder
+Sides = dict[str, Callable[[int, Path], dict[str, Any]]]  # by name; called with a number of steps and a folder
 
 
 def phalanx(steps: int, folder: Path) -> dict[str, float]:
@@ -70,7 +70,7 @@ def job(config: Path, samples: int, steps: int, folder: Path, *overrides: str) -
     return figures(ends, tokens, rewards)
 
 
-def trl(steps: int, folder: Path) -> dict[str, float]:
+def trl(steps: int, folder: Path) -> dict[str, Any]:
     """The same job in TRL."""
     from phalanx.rewards.text.gsm8k import Gsm8k
 
@@ -82,9 +82,15 @@ def trl(steps: int, folder: Path) -> dict[str, float]:
 
 
 def job_of_trl(
-    folder_of_data: Path, samples: int, steps: int, folder: Path, settings: dict[str, Any], **parts: Any
-) -> dict[str, float]:
-    """A job of TRL's trainer with the model and the problems in a folder of assets."""
+    folder_of_data: Path,
+    samples: int,
+    steps: int,
+    folder: Path,
+    settings: dict[str, Any],
+    clock: Callable[[], float] = time.process_time,
+    **parts: Any,
+) -> dict[str, Any]:
+    """A job of TRL's trainer with the problems and by default the model in a folder of assets. `clock`: seconds."""
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
@@ -97,38 +103,35 @@ def job_of_trl(
 
     class Timed(TrainerCallback):
         def on_step_end(self, *_: Any, **__: Any) -> None:
-            ends.append(time.process_time())
+            ends.append(clock())
 
-    config = GRPOConfig(
-        output_dir=str(folder),
-        per_device_train_batch_size=samples,
-        num_generations=RESPONSES,
-        temperature=1.0,
-        beta=0.0,
-        learning_rate=LEARNING_RATE,
-        adam_beta2=0.99,
-        warmup_steps=3,
-        max_steps=steps,
-        logging_steps=1,
-        save_strategy="no",
-        report_to=[],
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
-        disable_tqdm=True,
-        **settings,
-    )
-    trainer = GRPOTrainer(
-        model=AutoModelForCausalLM.from_pretrained(folder_of_data / "base", dtype="float32"),
-        args=config,
-        train_dataset=data,
-        callbacks=[Timed()],
-        **{"processing_class": AutoTokenizer.from_pretrained(folder_of_data / "base"), **parts},
-    )
+    options: dict[str, Any] = {
+        "output_dir": str(folder),
+        "per_device_train_batch_size": samples,
+        "num_generations": RESPONSES,
+        "temperature": 1.0,
+        "beta": 0.0,
+        "learning_rate": LEARNING_RATE,
+        "adam_beta2": 0.99,
+        "warmup_steps": 3,
+        "max_steps": steps,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "disable_tqdm": True,
+    }
+    config, base = GRPOConfig(**{**options, **settings}), folder_of_data / "base"
+    parts.setdefault("processing_class", AutoTokenizer.from_pretrained(base))
+    if "model" not in parts:
+        parts["model"] = AutoModelForCausalLM.from_pretrained(base, dtype="float32")
+    trainer = GRPOTrainer(args=config, train_dataset=data, callbacks=[Timed()], **parts)
     trainer.train()
     logged = [entry for entry in trainer.state.log_history if "reward" in entry]
     tokens = sum(entry["completions/mean_length"] for entry in logged[1:]) * samples  # without answers of tools
-    return figures(ends, tokens, [entry["reward"] for entry in logged])
+    return {**figures(ends, tokens, [entry["reward"] for entry in logged]), "ends": ends}
 
 
 def figures(ends: list[float], tokens: float, rewards: list[float]) -> dict[str, float]:

@@ -10,33 +10,36 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import lm_shapes
 import torch
 from shapes import SHAPES
 
 from phalanx.cli import fail, rank
 from phalanx.config import ConfigError, load
 from phalanx.config.flow import FlowRewardFunctionConfig, FlowRLConfig
+from phalanx.config.lm import LMRLConfig
 from phalanx.distributed.collectives import reduce_float
 from phalanx.distributed.launch import Launch
 from phalanx.telemetry.metrics import Timers
 from phalanx.telemetry.step_metrics import peak_memory_gb
+from phalanx.training import flow_rl, lm_rl
 from phalanx.training.collect import Collector
-from phalanx.training.flow_rl import build
 from phalanx.training.rl import Trainer
 
 HERE = Path(__file__).resolve().parent
+C = TypeVar("C", FlowRLConfig, LMRLConfig)
 PROMPTS_EACH = 8  # steps for which there are synthetic prompts
 
 
 def arguments(description: str) -> argparse.ArgumentParser:
     """A parser of `CONFIG.yaml [key=value ...]` and the options common to all benchmarks."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("config", help="configuration of tasks/train_flowgrpo.py")
+    parser.add_argument("config", help="configuration of tasks/train_flowgrpo.py, or where it fits train_grpo.py")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument(
-        "--shapes", help="use random weights, synthetic prompts and random rewards: a shape of shapes.py"
+        "--shapes", help="random weights, synthetic prompts, random rewards: a shape of shapes.py or lm_shapes.py"
     )
     parser.add_argument("--steps", type=int, default=3, help="measured steps (3)")
     parser.add_argument("--warmup", type=int, default=1, help="steps before them (1)")
@@ -44,20 +47,15 @@ def arguments(description: str) -> argparse.ArgumentParser:
 
 
 def configure(args: argparse.Namespace) -> FlowRLConfig:
-    """Load the configuration, without validation, checkpoints and loggers; a mistake ends the process with one line.
+    """Load a flow model's configuration, without validation, checkpoints and loggers; a mistake ends the process with
+    one line.
 
     With `--shapes`, or if data.train_files is empty, prompts are synthetic.
     """
     family = "random_qwen_image" if "qwen" in (args.shapes or "") else "random_sd3"
     synthetic = [f"model.family={HERE / 'shapes.py'}:{family}", f"model.path={args.shapes}"] if args.shapes else []
     folder = Path(tempfile.mkdtemp(prefix="phalanx-bench-"))
-    keys = ["total_training_steps=1", "logger=[]", "save_freq=-1", "test_freq=-1", "val_before_train=false"]
-    keys += ["resume=never", f"output_dir={folder}"]
-    try:
-        cfg = load(FlowRLConfig, args.config, [*synthetic, *args.overrides, *(f"trainer.{key}" for key in keys)])
-    except ConfigError as error:
-        fail(str(error), status=2)
-    cfg.data.val_files = []
+    cfg = _loaded(FlowRLConfig, args, synthetic, folder)
     if args.shapes and not any(o.startswith("reward.functions=") for o in args.overrides):
         seconds = SHAPES[args.shapes].reward_s if args.shapes in SHAPES else 0.0  # building the model reports an error
         path = f"{HERE / 'shapes.py'}:random_reward"
@@ -67,6 +65,45 @@ def configure(args: argparse.Namespace) -> FlowRLConfig:
         numbers = range(cfg.data.batch_size(Launch.from_env().world_size) * PROMPTS_EACH)
         file.write_text("".join(f'a sign that says "number {i}"\n' for i in numbers))
         cfg.data.train_files = [str(file)]
+    return cfg
+
+
+def configure_lm(args: argparse.Namespace) -> LMRLConfig:
+    """As `configure`, for a language model. With `--shapes`, prompts are the quickstart's word problems, and its own
+    modules decode.
+    """
+    folder, synthetic = Path(tempfile.mkdtemp(prefix="phalanx-bench-")), list[str]()
+    if args.shapes:
+        try:
+            synthetic.append(f"model.path={lm_shapes.folder_of(args.shapes, folder / 'model')}")
+        except ValueError as error:
+            fail(f"--shapes: {error}", status=2)
+        synthetic += ["rollout.engine=policy", "data.prompt_key=question", "data.system_prompt=null"]
+        synthetic += [f"data.train_files=[{lm_shapes.WORDS / 'train.jsonl'}]"]
+        synthetic += [f"reward.functions=[{{path: '{HERE / 'lm_shapes.py'}:random_reward'}}]"]
+    return _loaded(LMRLConfig, args, synthetic, folder)
+
+
+def configure_any(args: argparse.Namespace) -> FlowRLConfig | LMRLConfig:
+    """As `configure`, for the configuration of either kind of job."""
+    if args.shapes:
+        return configure_lm(args) if lm_shapes.is_shape(args.shapes) else configure(args)
+    try:
+        load(LMRLConfig, args.config, [])
+    except ConfigError:
+        return configure(args)
+    return configure_lm(args)
+
+
+def _loaded(schema: type[C], args: argparse.Namespace, synthetic: list[str], folder: Path) -> C:
+    """The configuration with `synthetic` overrides before the given ones, whose files go below `folder`."""
+    keys = ["total_training_steps=1", "logger=[]", "save_freq=-1", "test_freq=-1", "val_before_train=false"]
+    keys += ["resume=never", f"output_dir={folder}"]
+    try:
+        cfg = load(schema, args.config, [*synthetic, *args.overrides, *(f"trainer.{key}" for key in keys)])
+    except ConfigError as error:
+        fail(str(error), status=2)
+    cfg.data.val_files = []
     return cfg
 
 
@@ -137,18 +174,20 @@ def use_timers(trainer: Trainer, timers: Timers) -> None:
 class Bench:
     """A job whose rows of metrics are kept instead of written. `after(step)` runs, untimed, after each step.
 
-    Nested phases: `decode` and `embed` within `rollout`, `optimizer` within `update`.
+    Nested phases: of flow models `decode` and `embed` within `rollout`; `optimizer` within `update`.
     """
 
     @classmethod
-    def of(cls, cfg: FlowRLConfig, *, warmup: int, steps: int, trace: Path | None = None) -> "Bench":
+    def of(cls, cfg: FlowRLConfig | LMRLConfig, *, warmup: int, steps: int, trace: Path | None = None) -> "Bench":
         """`trace`: a file for a torch.profiler trace of one more step."""
         cfg.trainer.total_training_steps = warmup + steps + (trace is not None)
-        trainer = build(cfg)
+        trainer = flow_rl.build(cfg) if isinstance(cfg, FlowRLConfig) else lm_rl.build(cfg)
         assert isinstance(trainer, Trainer), "each rank does everything"
         return cls(cfg, trainer, warmup=warmup, steps=steps, trace=trace)
 
-    def __init__(self, cfg: FlowRLConfig, trainer: Trainer, *, warmup: int, steps: int, trace: Path | None) -> None:
+    def __init__(
+        self, cfg: FlowRLConfig | LMRLConfig, trainer: Trainer, *, warmup: int, steps: int, trace: Path | None
+    ) -> None:
         self.cfg, self.trainer, self.plan = cfg, trainer, trainer.updater.plan
         self.policy: Any = trainer.policy
         self.world, self.collector = trainer.world, trainer.collector
@@ -159,8 +198,9 @@ class Bench:
         self.profile: AbstractContextManager[Any] = nullcontext()
         # methods of these instances are replaced by timed ones, so that the code that users run stays unchanged
         use_timers(trainer, self.meter)
-        self.policy.decode = self._timed("decode", self.policy.decode)
-        self.policy.embed = self._timed("embed", self.policy.embed)
+        if isinstance(cfg, FlowRLConfig):
+            self.policy.decode = self._timed("decode", self.policy.decode)
+            self.policy.embed = self._timed("embed", self.policy.embed)
         optimizer = trainer.job.state.optimizer
         optimizer.step = self._timed("optimizer", optimizer.step)  # type: ignore[method-assign]
         trainer.job.end_step = self._end_step  # type: ignore[method-assign]

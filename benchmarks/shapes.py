@@ -9,8 +9,11 @@ OCR.
 """
 
 import hashlib
+import inspect
+import json
 import time
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -232,6 +235,27 @@ def shape_of(config: FlowModelConfig) -> Shape:
     return with_blocks(SHAPES[name], int(blocks)) if blocks else SHAPES[name]
 
 
+def blueprint(folder: Path, path: str) -> Path:
+    """Write the configuration files of a shape, from which `--plan` can be made, to a folder."""
+    shape, qwen = shape_of(FlowModelConfig(path=path)), "qwen" in path
+    with init_empty_weights():
+        parts = {
+            "transformer": (QwenImageTransformer2DModel if qwen else SD3Transformer2DModel)(**shape.transformer),
+            "vae": (AutoencoderKLQwenImage if qwen else AutoencoderKL)(**shape.vae),
+            "scheduler": FlowMatchEulerDiscreteScheduler(**shape.scheduler),
+        }
+    pipeline = QwenImagePipeline if qwen else StableDiffusion3Pipeline
+    index: dict[str, Any] = {"_class_name": pipeline.__name__}
+    for name in inspect.signature(pipeline.__init__).parameters:
+        if name.startswith(("text_encoder", "tokenizer")):
+            index[name] = [None, None]
+    for name, part in parts.items():
+        part.save_config(folder / name)
+        index[name] = ["diffusers", type(part).__name__]
+    (folder / "model_index.json").write_text(json.dumps(index))
+    return folder
+
+
 def with_blocks(shape: Shape, blocks: int) -> Shape:
     """The shape with another number of blocks."""
     transformer = shape.transformer | {"num_layers": blocks}
@@ -273,7 +297,7 @@ def seed_of(text: str) -> int:
 
 
 def random_reward(images: Tensor, prompts: list[str], metadata: list[dict[str, Any]], seconds: float = 0.0) -> Tensor:
-    """Random rewards [B] in 0..1, after `seconds` of CPU time of this thread per image.
+    """Rewards [B] in 0..1 that are a function of the images, after `seconds` of CPU time of this thread per image.
 
     Images from random weights can all be alike, and equal rewards would leave nothing to train on.
     """
@@ -281,4 +305,5 @@ def random_reward(images: Tensor, prompts: list[str], metadata: list[dict[str, A
     matrix = torch.ones(128, 128)
     while time.thread_time() < end:
         torch.mm(matrix, matrix)  # releases the interpreter's lock, as OCR does
-    return torch.rand(len(images))
+    generator = torch.Generator().manual_seed(hash(images.double().sum().item()))
+    return torch.rand(len(images), generator=generator)

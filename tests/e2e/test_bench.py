@@ -10,6 +10,7 @@ import pytest
 from tests.tasks import run_task
 
 CONFIG = "benchmarks/cpu_reference.yaml"
+LM = "configs/grpo/gsm8k_qwen25_0_5b.yaml"
 TINY = [
     "rollout.height=32",
     "rollout.width=32",
@@ -51,6 +52,27 @@ def test_a_shape_that_is_unknown_is_told_in_one_line() -> None:
         "error: model.path: 'huge' is not in benchmarks/shapes.py; "
         "known: sd35_medium, sd3_cpu, tiny_sd3, qwen_image, tiny_qwen_image\n"
     ) in done.stderr
+
+
+@pytest.mark.full
+def test_a_step_of_a_language_model_is_measured() -> None:
+    keys = ["data.train_batch_size=4", "actor.ppo_mini_batch_size=2", "data.max_response_length=12", "rollout.n=2"]
+    done = run_task(["benchmarks/step.py", LM, "--shapes", "tiny_lm/1", "--steps", "1", "--warmup", "0", *keys])
+    assert done.returncode == 0, done.stderr
+    r = json.loads(done.stdout.strip().splitlines()[-1])
+    assert (r["responses"], r["dtype"], r["first_ratio_error"]) == (8, "bfloat16", 0)
+    assert "responses/s" in done.stdout and "ms a token" in done.stdout
+    assert r["ms_per_pass"] == pytest.approx(1e3 * r["rollout_s"] / 12)
+    assert r["decoded_per_rank_per_s"] == pytest.approx(8 * r["response_tokens"] / r["rollout_s"])
+    assert 0 < r["mfu"] <= r["hfu"] < 1 and r["grad_norm"] > 0
+
+
+def test_a_language_model_that_is_unknown_is_told_in_one_line() -> None:
+    done = run_task(["benchmarks/step.py", LM, "--shapes", "Qwen/Nothing"])
+    assert done.returncode == 2
+    assert (
+        done.stderr == "error: --shapes: model.path: 'Qwen/Nothing': no such folder, and no hub has it within reach\n"
+    )
 
 
 def test_the_baseline_runs_in_turns_with_the_trainer() -> None:
