@@ -317,7 +317,11 @@ LOADED: list[tuple[type, tuple[str, ...], str]] = [
         (CONTEXT, "model.use_remove_padding=true", "model.use_prefix_grouper=true"),
         "parallel.ulysses_sequence_parallel_size: 2 does not work with model.use_prefix_grouper",
     ),
-    (LMRLConfig, ("model.use_prefix_grouper=true",), "model.use_prefix_grouper: true needs model.use_remove_padding"),
+    (
+        LMRLConfig,
+        ("model.use_prefix_grouper=true", "model.use_remove_padding=false"),
+        "model.use_prefix_grouper: true needs model.use_remove_padding",
+    ),
     (SampleConfig, ("prompts=[a]", "prompt_file=x"), "prompts and prompt_file are both set"),
     (SampleConfig, (), "neither prompts nor prompt_file is set"),
     (SampleConfig, ("prompts=[a]", "model.path=null"), "neither model.path nor checkpoint is set"),

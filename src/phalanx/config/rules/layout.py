@@ -71,7 +71,7 @@ RULES = (
     Rule("model.use_prefix_grouper model.use_remove_padding model.attn_implementation", LM,
          "Prompts are shared only in packed rows and with torch's SDPA.",
          lambda c: c.model.use_prefix_grouper
-         and not (c.model.use_remove_padding and c.model.attn_implementation == "sdpa"),
+         and (c.model.use_remove_padding is False or c.model.attn_implementation != "sdpa"),
          "model.use_prefix_grouper: true needs model.use_remove_padding=true and model.attn_implementation=sdpa"),
     Rule(f"{_CONTEXT} model.use_prefix_grouper", LM, "Context parallelism does not share prompts between samples.",
          lambda c: _shares(c) and c.model.use_prefix_grouper,

@@ -7,6 +7,7 @@ import logging
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
@@ -67,7 +68,8 @@ class LMPolicy:
         truncation: Truncation | None = None,
     ) -> None:
         """`trim`: cut batches to the longest sample; `kept`: see Sharded. Raises ValueError for invalid settings."""
-        self.tokenizer, self.world, self.config, self.data = tokenizer, world, config, data
+        self.tokenizer, self.world, self.data = tokenizer, world, data
+        self.config = _as_loaded(config, model)
         self.parallel, self.temperature, self.truncation, self.trim = parallel, temperature, truncation, trim
         self.vision = model.vision
         self.tied = model.lm.config.tie_word_embeddings
@@ -108,6 +110,7 @@ class LMPolicy:
         # with images first, because a trained tower that gives NaN spoils the passes without images as well
         for probe in (None,) if self.reader is None else (self.reader.tried, None):
             check_agreement(module, self.config, self.tokenizer, device, decodes=decodes, image_prompt=probe)
+        self.config = _as_loaded(self.config, module)
         # weights that stay gathered would hide those that a checkpoint loads
         self.trained.sharded.reshard()
 
@@ -341,6 +344,11 @@ def _key(prompt: Prompt) -> bytes:
     return hashlib.blake2b(chat.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
+def _as_loaded(config: LMModelConfig, model: CausalLM) -> LMModelConfig:
+    """`config` with what the model does of what was tried."""
+    return replace(config, use_remove_padding=model.packs, use_prefix_grouper=model.groups)
+
+
 def build_policy(
     config: LMModelConfig,
     parallel: ParallelConfig,
@@ -351,18 +359,19 @@ def build_policy(
     frozen: bool = False,
     decodes: bool = True,
     images: bool = False,
+    tries: bool = False,
     **options: Any,
 ) -> LMPolicy:
     """Load the model folder and shard it over the mesh. Raises ValueError, in one line, for an unusable folder.
 
     frozen: nothing is trained, as for a teacher. decodes: the policy's modules sample; see check_agreement. images:
-    prompts may have images. options: further keywords of LMPolicy.
+    prompts may have images. tries: see causal_lm. options: further keywords of LMPolicy.
     """
     # full fine-tuning keeps float32 weights; a frozen base is kept in its compute dtype
     dtype = DTYPES[config.dtype] if config.lora_rank > 0 or frozen else torch.float32
     tokenizer = load_tokenizer(config)
     stored = config.lora_rank == 0
-    model = load_model(config, dtype, chunk, stored=stored, images=images)
+    model = load_model(config, dtype, chunk, stored=stored, images=images, tries=tries)
     kept = dtype if stored else None
     policy = LMPolicy(model, tokenizer, world, config, parallel, data, frozen=frozen, kept=kept, **options)
     policy.check_agreement(decodes=decodes and not frozen)
