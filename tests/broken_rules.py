@@ -309,11 +309,6 @@ LOADED: list[tuple[type, tuple[str, ...], str]] = [
     ),
     (
         LMRLConfig,
-        ("model.compile=true", "model.use_remove_padding=true"),
-        "model.compile: true would recompile for each pass",
-    ),
-    (
-        LMRLConfig,
         (CONTEXT, "model.use_remove_padding=true", "model.use_prefix_grouper=true"),
         "parallel.ulysses_sequence_parallel_size: 2 does not work with model.use_prefix_grouper",
     ),

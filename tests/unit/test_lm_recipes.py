@@ -165,7 +165,6 @@ def test_products_that_are_held_out(tmp_path: Path) -> None:
         (("rollout.engine=vllm",), False, False),
         (("model.attn_implementation=flash_attention_2",), True, False),
         (("model.attn_implementation=eager",), False, False),
-        (("model.compile=true",), False, False),
         (("parallel.ulysses_sequence_parallel_size=2",), False, False),
         (("model.use_remove_padding=false",), False, False),
         (("model.use_remove_padding=true",), True, False),

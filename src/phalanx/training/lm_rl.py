@@ -210,7 +210,7 @@ def _packing(cfg: LMRLConfig, plan: BatchPlan, algorithm: Algorithm) -> tuple[bo
     if packed is not None or shared:
         return packed is not False, bool(shared)
     free = cfg.actor.use_dynamic_bsz or (cfg.rollout.facts.exact and scoring(plan, algorithm, cfg.rollout) is None)
-    others = model.compile or cfg.parallel.ulysses_sequence_parallel_size > 1 or bool(algorithm.teachers)
+    others = cfg.parallel.ulysses_sequence_parallel_size > 1 or bool(algorithm.teachers)
     others = others or model.block_size is not None or cfg.critic.model.path is not None
     packed = free and not others and model.attn_implementation in ("sdpa", "flash_attention_2")
     return packed, packed and shared is None and model.attn_implementation == "sdpa"

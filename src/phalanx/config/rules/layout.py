@@ -76,11 +76,6 @@ RULES = (
     Rule(f"{_CONTEXT} model.use_prefix_grouper", LM, "Context parallelism does not share prompts between samples.",
          lambda c: _shares(c) and c.model.use_prefix_grouper,
          _SIZE + "does not work with model.use_prefix_grouper; set one of them back to its default"),
-    Rule("model.compile model.use_remove_padding model.attn_implementation", LM_RL,
-         "Compiled blocks with packed samples need flash attention.",
-         lambda c: c.model.use_remove_padding and c.model.compile and c.model.attn_implementation == "sdpa",
-         "model.compile: true would recompile for each pass with model.use_remove_padding, whose lengths differ; set "
-         "one of the two to false, or model.attn_implementation=flash_attention_2"),
 )  # fmt: skip
 
 LAUNCH_RULES = (

@@ -21,7 +21,7 @@ from phalanx.config.messages import cut
 from phalanx.config.run import ParallelConfig
 from phalanx.distributed.mesh import World
 from phalanx.functional.tokens import TokenReplay, TokenTrace, Truncation
-from phalanx.models.lm import experts
+from phalanx.models.lm import experts, packing
 from phalanx.models.lm.agreement import check_agreement
 from phalanx.models.lm.chat import prompt_tokens
 from phalanx.models.lm.model import (
@@ -35,7 +35,6 @@ from phalanx.models.lm.model import (
     read_lora,
     unused_generation,
 )
-from phalanx.models.lm.packing import Row
 from phalanx.models.lora import ALL_LINEAR, start_from_lora
 from phalanx.models.trained import TrainedModel
 from phalanx.telemetry.flops import forward_flops, step_flops
@@ -69,6 +68,7 @@ class LMPolicy:
     ) -> None:
         """`trim`: cut batches to the longest sample; `kept`: see Sharded. Raises ValueError for invalid settings."""
         self.tokenizer, self.world, self.data = tokenizer, world, data
+        packing.settle(model, world.device, DTYPES[config.dtype], compiled=config.compile)
         self.config = _as_loaded(config, model)
         self.parallel, self.temperature, self.truncation, self.trim = parallel, temperature, truncation, trim
         self.vision = model.vision
@@ -226,18 +226,18 @@ class LMPolicy:
         values = [zeros.masked_scatter(mask, part) for part in scores[:3]]
         return TokenReplay(*values, *(trace.pooled(*scores[3:]) if truncated else ()))
 
-    def read(self, trace: TokenTrace) -> tuple[TokenTrace, Row | None]:
+    def read(self, trace: TokenTrace) -> tuple[TokenTrace, packing.Row | None]:
         """The samples as a pass reads them: trimmed, and with the row that they are packed into, if they are."""
         if self.trim:
             trace = trace.trimmed()
         if not self.config.use_remove_padding:
             return trace, None
         if not self.config.use_prefix_grouper:
-            return trace, Row.of(trace.ids, trace.stops.tolist())
+            return trace, packing.Row.of(trace.ids, trace.stops.tolist())
         starts, stops = torch.stack([trace.starts, trace.stops]).tolist()
         ids, looks = trace.ids.cpu().numpy(), trace.looks or [None] * len(starts)
         prompts = [(ids[i, :start].tobytes(), looks[i]) for i, start in enumerate(starts)]
-        return trace, Row.of(trace.ids, stops, starts, prompts)
+        return trace, packing.Row.of(trace.ids, stops, starts, prompts)
 
     def predict(self, trace: Any, corrupted: Any) -> Tensor:
         """Only for policies that corrupt their samples."""
