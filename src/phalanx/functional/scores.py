@@ -73,6 +73,13 @@ class TokenScores(torch.autograd.Function):
         return slope, *[None] * 6
 
 
+def trial(device: torch.device) -> None:
+    """Compile and run the fused scores of a few bfloat16 logits, and their gradient."""
+    logits = torch.zeros(2, 1024, dtype=torch.bfloat16, device=device, requires_grad=True)
+    tokens = torch.zeros(2, dtype=torch.long, device=device)
+    TokenScores.apply(logits, tokens, 1.0, None, None, True, [])[0].sum().backward()
+
+
 def _rows(fused: bool, first: Tensor, *rest: Tensor | None) -> Iterator[tuple[Any, ...]]:
     """The tensors, on a CPU a few rows of each at a time."""
     count = len(first) if fused or first.device.type != "cpu" else max(BLOCK // first.shape[1], 1)

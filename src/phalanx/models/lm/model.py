@@ -55,6 +55,7 @@ class CausalLM(nn.Module):
         self.vision: Any = None  # a phalanx.models.lm.vision.Vision, if prompts may have images
         self.context: ContextGroup | None = None  # the ranks that share the positions of each pass
         self.packs = self.groups = False  # whether samples are packed, and their prompts computed once
+        self.fused = False  # whether scores are computed by kernels of torch.compile
         self.tries = False  # whether it goes without where it cannot, instead of an error
 
     def forward(
@@ -86,7 +87,7 @@ class CausalLM(nn.Module):
         options: dict[str, Any] = {"temperature": temperature, "chunk": self.chunk, "never": self.never}
         if truncation is not None and pool is None:
             pool = sampled_from(hidden, head, tokens, truncation, **options)
-        scores = token_scores(hidden, head, tokens, pool=pool, **options)
+        scores = token_scores(hidden, head, tokens, pool=pool, fused=self.fused, **options)
         if share is not None:
             return share.whole(scores)
         return scores if pool is None else (*scores, *pool)

@@ -20,7 +20,9 @@ from phalanx.config.lm import LMDataConfig, LMModelConfig
 from phalanx.config.messages import cut
 from phalanx.config.run import ParallelConfig
 from phalanx.distributed.mesh import World
+from phalanx.functional.scores import trial
 from phalanx.functional.tokens import TokenReplay, TokenTrace, Truncation
+from phalanx.models.compiling import compiles, where_it_works
 from phalanx.models.lm import experts, packing
 from phalanx.models.lm.agreement import check_agreement
 from phalanx.models.lm.chat import prompt_tokens
@@ -68,6 +70,8 @@ class LMPolicy:
     ) -> None:
         """`trim`: cut batches to the longest sample; `kept`: see Sharded. Raises ValueError for invalid settings."""
         self.tokenizer, self.world, self.data = tokenizer, world, data
+        model.fused = world.device.type == "cuda" and compiles(world, "scores of tokens", trial)
+        config = where_it_works(config, world)
         packing.settle(model, world.device, DTYPES[config.dtype], compiled=config.compile)
         self.config = _as_loaded(config, model)
         self.parallel, self.temperature, self.truncation, self.trim = parallel, temperature, truncation, trim
