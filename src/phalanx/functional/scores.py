@@ -59,8 +59,9 @@ class TokenScores(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         """The gradient [N, V] of the logits, in their dtype."""
         logits, tokens, never, outside, log_prob, entropy, _, total = ctx.saved_tensors
-        g, e = (None if gradient is None else gradient / ctx.temperature for gradient in gradients[:2])
-        g = torch.zeros_like(log_prob) if g is None else g
+        g, e = gradients[:2]
+        g = torch.zeros_like(log_prob) if g is None else g / ctx.temperature
+        e = None if e is None else e / ctx.temperature
         slope = torch.empty_like(logits)
         for rows in _rows(ctx.fused, slope, logits, g, e, total, entropy, outside):
             _of(_slope, ctx.fused)(*rows, ctx.temperature, never)

@@ -34,11 +34,11 @@ def compiles(world: World, key: str, trial: Callable[[torch.device], object]) ->
     for check in (cpp_builder.get_cpp_compiler, partial(trial, world.device)):
         problem = _problem(check)
         problems = all_gather_object(problem) if dist.is_initialized() else [problem]
-        for rank, found in enumerate(problems):
-            if found:
+        for rank, text in enumerate(problems):
+            if text:
                 if world.lead:
                     line = "%s: all ranks go on without, because torch.compile fails on rank %d: %s"
-                    log.warning(line, key, rank, found)
+                    log.warning(line, key, rank, text)
                 return False
     return True
 

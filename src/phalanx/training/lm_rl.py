@@ -138,13 +138,14 @@ def check_counts(rows: Sequence[Prompt], limit: int | None) -> None:
 
 
 def load_policy(
-    cfg: LMRLConfig, world: World, plan: BatchPlan, *, frozen: bool = False, images: bool = False
+    cfg: LMRLConfig, world: World, plan: BatchPlan | None = None, *, frozen: bool = False, images: bool = False
 ) -> LMPolicy:
-    """Load the policy from the model's folder. frozen: train nothing of it. images: prompts may contain images.
+    """Load the policy from the model's folder. plan: says whether samples are packed; None: the keys alone. frozen:
+    train nothing of it. images: prompts may contain images.
 
     Raises ValueError for a model that cannot be trained.
     """
-    model = as_planned(cfg.model, plan)
+    model = cfg.model if plan is None else as_planned(cfg.model, plan)
     options: dict[str, Any] = {
         "chunk": cfg.actor.log_prob_chunk_size,
         "temperature": cfg.rollout.temperature,

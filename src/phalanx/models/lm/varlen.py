@@ -78,7 +78,8 @@ def packed_varlen(
         if WITH_GROUPS:
             options["enable_gqa"] = True
         else:
-            k, v = (states.repeat_interleave(q.shape[1] // states.shape[1], 1) for states in (k, v))
+            times = q.shape[1] // k.shape[1]
+            k, v = k.repeat_interleave(times, 1), v.repeat_interleave(times, 1)
     given = segments.ends_q, segments.ends_k, segments.most_q, segments.most_k
     output = varlen.varlen_attn(q, k, v, *given, **options)
     return output[None], None
