@@ -309,15 +309,14 @@ LOADED: list[tuple[type, tuple[str, ...], str]] = [
     ),
     (
         LMRLConfig,
-        ("model.compile=true", "model.use_remove_padding=true"),
-        "model.compile: true would recompile for each pass",
-    ),
-    (
-        LMRLConfig,
         (CONTEXT, "model.use_remove_padding=true", "model.use_prefix_grouper=true"),
         "parallel.ulysses_sequence_parallel_size: 2 does not work with model.use_prefix_grouper",
     ),
-    (LMRLConfig, ("model.use_prefix_grouper=true",), "model.use_prefix_grouper: true needs model.use_remove_padding"),
+    (
+        LMRLConfig,
+        ("model.use_prefix_grouper=true", "model.use_remove_padding=false"),
+        "model.use_prefix_grouper: true needs model.use_remove_padding",
+    ),
     (SampleConfig, ("prompts=[a]", "prompt_file=x"), "prompts and prompt_file are both set"),
     (SampleConfig, (), "neither prompts nor prompt_file is set"),
     (SampleConfig, ("prompts=[a]", "model.path=null"), "neither model.path nor checkpoint is set"),

@@ -275,7 +275,7 @@ def test_memory_of_experts_on_ranks(experts_folder: Path, tmp_path: Path) -> Non
     sizes = [f"data.max_prompt_length={length}", "data.max_response_length=16", "data.train_batch_size=4"]
     batch = ["rollout.n=8", "rollout.micro_batch_size_per_gpu=8", "actor.log_prob_chunk_size=64"]
     batch += ["actor.ppo_mini_batch_size=4", "actor.ppo_micro_batch_size_per_gpu=4"]
-    keys = [FULL, SHARDED, "parallel.expert_parallel=true"]
+    keys = [FULL, SHARDED, "parallel.expert_parallel=true", "model.use_remove_padding=false"]
     cfg = tiny_lm_config(experts_folder, tmp_path, *sizes, *batch, *keys)
     (tmp_path / "prompts.jsonl").write_text((json.dumps({"prompt": PROMPT}) + "\n") * 4)
     one, other = run_ranks(measure, 2, cfg, timeout=240)
@@ -319,6 +319,7 @@ def test_memory_of_joint_runs(train: str, medium_lm: Path, medium_folder: Path, 
     """Each policy beside all that the other one holds."""
     sizes = ["painter.rollout.height=64", "painter.rollout.width=64", "painter.rollout.micro_batch_size_per_gpu=4"]
     sizes += ["painter.actor.ppo_micro_batch_size_per_gpu=4", "data.max_response_length=64", f"train={train}"]
+    sizes += ["writer.model.use_remove_padding=false"]
     prompt = "Ann has 3 books." * 3
     tokenizer = AutoTokenizer.from_pretrained(medium_lm)
     chat = [{"role": "user", "content": prompt}]

@@ -141,6 +141,26 @@ def test_classes_that_mix_packed_samples_are_refused(kind: str) -> None:
     assert line.endswith("from its forward pass's, more than 0.0001; set model.use_remove_padding=false")
 
 
+@pytest.mark.parametrize(
+    ("kind", "packs", "line"),
+    [
+        ("llama", True, ""),
+        ("bloom", False, "samples are padded, not packed: log-probs of a BloomForCausalLM by passes over packed"),
+        ("falcon_h1", False, "samples are padded, not packed: the layers of a FalconH1ForCausalLM would mix them"),
+    ],
+)
+def test_packing_that_is_only_tried(kind: str, packs: bool, line: str, caplog: pytest.LogCaptureFixture) -> None:
+    """A model that does not pack goes without, and says so once."""
+    config = LMModelConfig(path="m", dtype="float32", use_remove_padding=True, use_prefix_grouper=True)
+    with caplog.at_level("INFO", "phalanx"):
+        module = causal_lm(tiny(kind), config, chunk=7, tries=True)
+        check_agreement(module, config, Tokenizer(), torch.device("cpu"), decodes=True)
+        check_agreement(module, config, Tokenizer(), torch.device("cpu"), decodes=True)
+    assert module.packs == module.groups == packs
+    lines = [text for text in caplog.messages if "packed" in text]
+    assert [text.startswith(line) for text in lines] == [True] * bool(line)
+
+
 @pytest.mark.parametrize("kind", ["falcon_mamba", "mamba", "rwkv"])
 def test_classes_of_states_only_cannot_sample(kind: str) -> None:
     line = refusal(tiny(kind))

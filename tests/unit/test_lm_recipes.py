@@ -76,7 +76,7 @@ def test_batches_divide(path: Path) -> None:
     cfg = load(LMRLConfig, str(path), [])
     plan = lm_rl.plan(cfg, ranks_of(path))
     # a pass whose shape depends on its samples is like no other: old log-probs are taken by the training's passes
-    assert plan.exact != (cfg.actor.use_dynamic_bsz or cfg.model.use_remove_padding)
+    assert plan.exact != (cfg.actor.use_dynamic_bsz or plan.packed)
     assert plan.samples == cfg.data.train_batch_size * cfg.rollout.n
 
 
@@ -154,3 +154,27 @@ def test_products_that_are_held_out(tmp_path: Path) -> None:
         )
         assert rows[0]["prompt"][1]["content"] == "What is 205 * 318?"
     assert asked["train"].isdisjoint(asked["test"]) and frozenset((205, 318)) not in asked["train"] | asked["test"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "packed", "shared"),
+    [
+        ((), True, True),
+        (("actor.ppo_mini_batch_size=2",), False, False),  # old log-probs come from passes of another shape
+        (("actor.ppo_mini_batch_size=2", "actor.use_dynamic_bsz=true"), True, True),
+        (("rollout.engine=vllm",), False, False),
+        (("model.attn_implementation=flash_attention_2",), True, False),
+        (("model.attn_implementation=eager",), False, False),
+        (("parallel.ulysses_sequence_parallel_size=2",), False, False),
+        (("model.use_remove_padding=false",), False, False),
+        (("model.use_remove_padding=true",), True, False),
+        (("model.use_prefix_grouper=false",), True, False),
+        (("model.use_prefix_grouper=true", "actor.ppo_mini_batch_size=2"), True, True),
+    ],
+)
+def test_what_is_packed(keys: tuple[str, ...], packed: bool, shared: bool) -> None:
+    """Keys that are not set exclude nothing, and old log-probs that were exact stay so."""
+    base = ["model.path=m", "algorithm.name=grpo", "data.train_files=[a.jsonl]", "reward.functions=[{name: gsm8k}]"]
+    cfg = load(LMRLConfig, None, [*base, "data.train_batch_size=4", "actor.ppo_mini_batch_size=4", *keys])
+    plan = lm_rl.plan(cfg, 2)
+    assert (plan.packed, plan.adjacent) == (packed, shared)

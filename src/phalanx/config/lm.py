@@ -33,12 +33,15 @@ class LMModelConfig(ModelConfig):
     """The model that is trained: the folder of a causal language model in transformers' format."""
 
     attn_implementation: str = arg("sdpa", "attention implementation of transformers", choices=ATTENTION)
-    use_remove_padding: bool = arg(
-        False, "pack the samples of a forward and backward pass into one row without padding"
+    use_remove_padding: Optional[bool] = arg(
+        None,
+        "pack the samples of a forward and backward pass into one row without padding; null: if the model packs, and "
+        "if old log-probabilities stay as exact as without",
     )
-    use_prefix_grouper: bool = arg(
-        False,
-        "with use_remove_padding: compute a prompt, with its images, once for all samples of a pass that share it",
+    use_prefix_grouper: Optional[bool] = arg(
+        None,
+        "with use_remove_padding: compute a prompt, with its images, once for all samples of a pass that share it; "
+        "null: if use_remove_padding is null as well, and samples are packed by torch's SDPA",
     )
     block_size: Optional[int] = arg(
         None, "block diffusion: tokens of a block, which are denoised together; null: an autoregressive model", **TIMES

@@ -15,10 +15,11 @@ from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
 from phalanx.config.lm import LMRolloutConfig, LMValRolloutConfig
+from phalanx.functional.scores import FAR as FAR
+from phalanx.functional.scores import TokenScores
 from phalanx.functional.token_budget import in_order
 from phalanx.types import Replay
 
-FAR = -1e30  # the logit of a token that cannot be sampled
 ROWS = 64  # distributions that are sorted at a time, to bound memory
 
 
@@ -173,7 +174,7 @@ class TokenTrace:
 @dataclass(frozen=True)
 class TokenReplay(Replay):
     """The policy's view of given tokens: log_prob, entropy and self_certainty, each [B, A] float32, 0 for padding;
-    `counts` and `kept`: see TokenTrace.
+    `counts` and `kept`: see TokenTrace. Self-certainty has no gradient.
     """
 
     entropy: Tensor
@@ -191,11 +192,12 @@ def token_scores(
     chunk: int,
     never: Sequence[int] = (),
     pool: tuple[Tensor, Tensor] | None = None,
+    fused: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probabilities of `tokens` [N], and entropy and self-certainty of their distributions, each [N] float32.
 
     The self-certainty is that of Intuitor (arXiv 2505.19590): logsumexp(z) - mean(z), the mean over the vocabulary of
-    -log p.
+    -log p. It has no gradient.
 
     Args:
         hidden: [N, H], hidden states.
@@ -204,8 +206,9 @@ def token_scores(
         never: tokens that are excluded from the distributions.
         pool: for truncated sampling, the kept tokens and their numbers, see sampled_from. Log-probabilities and entropy
             are then those of the truncated distributions; the self-certainty is that of the whole distributions.
+        fused: by kernels of torch.compile, which read the logits once or twice.
     """
-    score = partial(_scores, head, temperature=temperature, never=never)
+    excluded = torch.tensor(never, device=hidden.device) if never else None
     parts = []
     chunks = hidden.split(chunk)
     pools: list[tuple[Tensor, ...]] = [()] * len(chunks)
@@ -213,6 +216,8 @@ def token_scores(
         counts = pool[1].split(chunk)
         pools = list(zip(pool[0].split([int(part.sum()) for part in counts]), counts, strict=True))
     for states, targets, kept in zip(chunks, tokens.split(chunk), pools, strict=True):
+        # the values of a chunk are held, so that its recomputation needs only the logits
+        score = partial(_scores, head, temperature=temperature, never=excluded, fused=fused, held=[])
         if len(hidden) > chunk and torch.is_grad_enabled():
             parts.append(checkpoint(score, states, targets, *kept, use_reentrant=False))
         else:
@@ -272,24 +277,16 @@ def _scores(
     counts: Tensor | None = None,
     *,
     temperature: float,
-    never: Sequence[int],
+    never: Tensor | None,
+    fused: bool,
+    held: list[Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    z = head(hidden).float() / temperature
-    mean = z.mean(-1)
-    if never:
-        at = torch.tensor(never, device=z.device)  # created only once, since the copy makes the host wait
-        mean = (mean * z.shape[-1] - z.index_select(-1, at).sum(-1)) / (z.shape[-1] - len(never))
-        z = z.index_fill(-1, at, torch.finfo(z.dtype).min)
-    total = z.logsumexp(-1)
-    certainty = total - mean
+    logits, outside = head(hidden), None
     if kept is not None and counts is not None:
-        outside = torch.ones_like(z, dtype=torch.bool)
-        outside[torch.arange(len(z), device=z.device).repeat_interleave(counts), kept.long()] = False
-        z = z.masked_fill(outside, FAR)
-        total = z.logsumexp(-1)
-    log_prob = z.gather(1, tokens[:, None]).squeeze(1) - total
-    entropy = total - (torch.softmax(z, -1) * z).sum(-1)
-    return log_prob, entropy, certainty
+        outside = torch.ones_like(logits, dtype=torch.bool)
+        outside[torch.arange(len(logits), device=logits.device).repeat_interleave(counts), kept.long()] = False
+    scores: tuple[Tensor, Tensor, Tensor] = TokenScores.apply(logits, tokens, temperature, never, outside, fused, held)
+    return scores
 
 
 def left_padded(prompts: Sequence[Sequence[int]], pad: int) -> tuple[Tensor, Tensor]:

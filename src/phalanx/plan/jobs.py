@@ -182,7 +182,9 @@ def _lm(cfg: LMRLConfig, cluster: Cluster, plan: BatchPlan, teaches: bool, learn
     options: dict[str, Any] = {"chunk": actor.log_prob_chunk_size, "frozen": not learns}
     if blocks:
         options["estimate"] = actor.log_prob_estimate
-    policy = planned_lm_policy(cfg, cluster, Ledger(), rank=_busiest(cfg, plan, cluster), **options)
+    given, tries = replace(cfg, model=lm_rl.as_planned(cfg.model, plan)), cfg.model.use_remove_padding is None
+    policy = planned_lm_policy(given, cluster, Ledger(), rank=_busiest(cfg, plan, cluster), tries=tries, **options)
+    plan = lm_rl.as_loaded(plan, policy)
     passes = lm_rl.scoring(plan, algorithm, cfg.rollout) if learns else None
     kind = PlannedBlockRollout if blocks else PlannedLMRollout
     rollout = kind(policy, cfg.rollout, policy.world, plan.rollout_micro, passes)

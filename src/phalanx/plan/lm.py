@@ -294,7 +294,14 @@ class _Tokenizer:
 
 
 def planned_lm_policy(
-    cfg: LMRunConfig, cluster: Cluster, ledger: Ledger, *, rank: int = 0, chunk: int = 1024, **options: Any
+    cfg: LMRunConfig,
+    cluster: Cluster,
+    ledger: Ledger,
+    *,
+    rank: int = 0,
+    chunk: int = 1024,
+    tries: bool = False,
+    **options: Any,
 ) -> PlannedLMPolicy:
     """The policy as training builds it, on the meta device, of one rank that has all weights; its layout is that of a
     rank of the cluster. Options and errors are those of build_policy, or of build_block_policy. `cfg.model.path` is a
@@ -314,7 +321,7 @@ def planned_lm_policy(
     with META:
         lm = kind.from_config(settings, dtype=kept, trust_remote_code=False)
         cast_weights(lm, kept)
-        module: CausalLM = causal_lm(lm, config, chunk, images=images)
+        module: CausalLM = causal_lm(lm, config, chunk, images=images, tries=tries)
         if images:
             module.vision = PlannedVision(lm, config, "model.path")
         lm.config._experts_implementation = experts.SHAPES

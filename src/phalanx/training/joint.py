@@ -272,7 +272,8 @@ def build(cfg: JointConfig) -> JointTrainer:
     if still[PAINTER]:
         painter.model = frozen(painter.model)
     with about(WRITER):
-        words = lm_rl.load_policy(writer, world, frozen=still[WRITER])
+        words = lm_rl.load_policy(writer, world, plans[WRITER], frozen=still[WRITER])
+        plans[WRITER] = lm_rl.as_loaded(plans[WRITER], words)
         rows = lm_rl.fitting(rows, "data.train_files", words, first=world.lead)
         val_sets = fitting_sets(val_sets, partial(lm_rl.fitting, policy=words, first=world.lead))
         by_words = lm_rl.build_algorithm(writer)

@@ -8,7 +8,7 @@ from typing import Any
 
 from phalanx import algorithms
 from phalanx.algorithms import TokenAlgorithm
-from phalanx.config.lm import LMRLConfig, LMRolloutConfig
+from phalanx.config.lm import LMModelConfig, LMRLConfig, LMRolloutConfig
 from phalanx.config.load import ConfigError
 from phalanx.data.overlap import held_out_overlap
 from phalanx.data.prompts import load_prompts, validation_sets
@@ -78,7 +78,8 @@ def build(cfg: LMRLConfig) -> Trainer | RolloutWorker | LogProbWorker:
             "data.val_files: the policy itself computes all terms of the reward, which it does only in training; add "
             "one for validation, such as {name: gsm8k, weight: 0}"
         )
-    policy = load_policy(cfg, world, images=images)
+    policy = load_policy(cfg, world, plan, images=images)
+    plan = as_loaded(plan, policy)
     if world.role == INFERENCE:
         return LogProbWorker(cfg, part_of(plan, cfg, world), world, policy)
     rows = fitting(rows, "data.train_files", policy, first=world.lead)
@@ -136,11 +137,15 @@ def check_counts(rows: Sequence[Prompt], limit: int | None) -> None:
             raise ConfigError(f"{row.place} has {len(row.images)} images, more than rollout.limit_images={limit}")
 
 
-def load_policy(cfg: LMRLConfig, world: World, *, frozen: bool = False, images: bool = False) -> LMPolicy:
-    """Load the policy from the model's folder. frozen: train nothing of it. images: prompts may contain images.
+def load_policy(
+    cfg: LMRLConfig, world: World, plan: BatchPlan | None = None, *, frozen: bool = False, images: bool = False
+) -> LMPolicy:
+    """Load the policy from the model's folder. plan: says whether samples are packed; None: the keys alone. frozen:
+    train nothing of it. images: prompts may contain images.
 
     Raises ValueError for a model that cannot be trained.
     """
+    model = cfg.model if plan is None else as_planned(cfg.model, plan)
     options: dict[str, Any] = {
         "chunk": cfg.actor.log_prob_chunk_size,
         "temperature": cfg.rollout.temperature,
@@ -152,7 +157,7 @@ def load_policy(cfg: LMRLConfig, world: World, *, frozen: bool = False, images: 
         if Truncation.of(cfg.rollout).on:
             options["truncation"] = Truncation.of(cfg.rollout)
         options |= {"decodes": decodes, "frozen": frozen, "images": images}
-        return build_policy(cfg.model, cfg.parallel, cfg.data, world, **options)
+        return build_policy(model, cfg.parallel, cfg.data, world, tries=cfg.model.use_remove_padding is None, **options)
     options["estimate"] = cfg.actor.log_prob_estimate
     return build_block_policy(cfg.model, cfg.parallel, cfg.data, world, **options)
 
@@ -179,8 +184,9 @@ def build_algorithm(cfg: LMRLConfig) -> Algorithm:
 def plan(cfg: LMRLConfig, world_size: int) -> BatchPlan:
     """The batch sizes of a step on `world_size` ranks; ConfigError with the numbers if they do not divide."""
     budget = cfg.token_budget if cfg.actor.use_dynamic_bsz else None
-    packed = cfg.model.use_remove_padding
-    result = batch_plan.plan(cfg, build_algorithm(cfg), world_size, micro=None if budget is None else 1)
+    algorithm = build_algorithm(cfg)
+    result = batch_plan.plan(cfg, algorithm, world_size, micro=None if budget is None else 1)
+    packed, adjacent = _packing(cfg, result, algorithm)
     prompts, age = result.samples // cfg.rollout.n, cfg.rollout.max_staleness
     drawn = drawn_at_once(cfg.rollout, prompts)
     if not prompts <= drawn <= prompts * (age + 1):
@@ -191,8 +197,36 @@ def plan(cfg: LMRLConfig, world_size: int) -> BatchPlan:
     # the number decoded together does not affect log-probs: these are computed in passes of the training's shape
     decoded = cfg.rollout.micro_batch_size_per_gpu or -(-drawn * cfg.rollout.n // world_size)
     exact = budget is None and not packed
-    adjacent = cfg.model.use_prefix_grouper  # samples that share a prompt go into the same pass
     return replace(result, rollout_micro=decoded, exact=exact, budget=budget, packed=packed, adjacent=adjacent)
+
+
+def _packing(cfg: LMRLConfig, plan: BatchPlan, algorithm: Algorithm) -> tuple[bool, bool]:
+    """Whether samples are packed, and whether those of a prompt go into the same pass, to share it.
+
+    Unless the keys say so, only where no other key excludes it, and where old log-probabilities are none of a pass of
+    another shape: they are those of the training pass itself, or passes are split by tokens in any case.
+    """
+    model = cfg.model
+    packed, shared = model.use_remove_padding, model.use_prefix_grouper
+    if packed is not None or shared:
+        return packed is not False, bool(shared)
+    free = cfg.actor.use_dynamic_bsz or (cfg.rollout.facts.exact and scoring(plan, algorithm, cfg.rollout) is None)
+    others = cfg.parallel.ulysses_sequence_parallel_size > 1 or bool(algorithm.teachers)
+    others = others or model.block_size is not None or cfg.critic.model.path is not None
+    packed = free and not others and model.attn_implementation in ("sdpa", "flash_attention_2")
+    return packed, packed and shared is None and model.attn_implementation == "sdpa"
+
+
+def as_planned(model: LMModelConfig, plan: BatchPlan) -> LMModelConfig:
+    """`model` with the packing of the plan."""
+    return replace(model, use_remove_padding=plan.packed, use_prefix_grouper=plan.adjacent)
+
+
+def as_loaded(plan: BatchPlan, policy: LMPolicy) -> BatchPlan:
+    """The plan with what the policy does of it."""
+    packed = bool(policy.config.use_remove_padding)
+    adjacent, exact = bool(policy.config.use_prefix_grouper), plan.budget is None and not packed
+    return replace(plan, exact=exact, packed=packed, adjacent=adjacent)
 
 
 def scoring(plan: BatchPlan, algorithm: Algorithm, config: LMRolloutConfig) -> Passes | None:

@@ -35,7 +35,7 @@ class LoadedLMTeacher:
 def load_teacher(teacher: Teacher, cfg: LMRLConfig, student: LMPolicy, world: World) -> LoadedLMTeacher:
     """Load a teacher; all ranks call this together. Raises ValueError for a model with another vocabulary."""
     path, revision = teacher.path, teacher.revision
-    model = replace(cfg.model, path=path, revision=revision, lora_rank=0, lora_path=None)
+    model = replace(student.config, path=path, revision=revision, lora_rank=0, lora_path=None)
     model = replace(model, quantization=None, gradient_checkpointing=False)
     with about(teacher):
         theirs, ours = load_tokenizer(model).get_vocab(), student.tokenizer.get_vocab()

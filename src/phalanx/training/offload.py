@@ -47,7 +47,7 @@ class _Part:
     def add(self, parameter: Tensor, state: State) -> None:
         self.parameters.append(parameter)
         for key, value in state.items():
-            if value.dim() > 0:  # AdamW keeps its count of steps on the CPU
+            if value.dim() > 0:  # not the count of steps
                 self.moments.append(_Moment(state, key, value.shape, value.dtype, self.size))
                 self.size += value.nbytes + -value.nbytes % _ALIGNED
 

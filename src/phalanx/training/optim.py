@@ -54,10 +54,13 @@ class Optimizer:
         # The state exists before the first step, since a resumed run loads its checkpoint into these tensors.
         if others:
             beta1, beta2 = config.betas
-            adamw = torch.optim.AdamW(others, betas=(beta1, beta2), eps=config.eps, weight_decay=config.weight_decay)
+            # one kernel for many tensors and no temporary ones; its count of steps is on the device
+            device = others[0].device
+            decay, fused = config.weight_decay, device.type == "cuda"
+            adamw = torch.optim.AdamW(others, betas=(beta1, beta2), eps=config.eps, weight_decay=decay, fused=fused)
             for part in others:
                 moments = {name: torch.zeros_like(part, device=home) for name in ("exp_avg", "exp_avg_sq")}
-                adamw.state[part] = {"step": torch.tensor(0.0)} | moments
+                adamw.state[part] = {"step": torch.zeros((), device=device if fused else "cpu")} | moments
             self._optimizers.append(adamw)
         if matrices:
             # scale Muon's updates to the size of AdamW's, so that one learning rate works for both

@@ -71,16 +71,11 @@ RULES = (
     Rule("model.use_prefix_grouper model.use_remove_padding model.attn_implementation", LM,
          "Prompts are shared only in packed rows and with torch's SDPA.",
          lambda c: c.model.use_prefix_grouper
-         and not (c.model.use_remove_padding and c.model.attn_implementation == "sdpa"),
+         and (c.model.use_remove_padding is False or c.model.attn_implementation != "sdpa"),
          "model.use_prefix_grouper: true needs model.use_remove_padding=true and model.attn_implementation=sdpa"),
     Rule(f"{_CONTEXT} model.use_prefix_grouper", LM, "Context parallelism does not share prompts between samples.",
          lambda c: _shares(c) and c.model.use_prefix_grouper,
          _SIZE + "does not work with model.use_prefix_grouper; set one of them back to its default"),
-    Rule("model.compile model.use_remove_padding model.attn_implementation", LM_RL,
-         "Compiled blocks with packed samples need flash attention.",
-         lambda c: c.model.use_remove_padding and c.model.compile and c.model.attn_implementation == "sdpa",
-         "model.compile: true would recompile for each pass with model.use_remove_padding, whose lengths differ; set "
-         "one of the two to false, or model.attn_implementation=flash_attention_2"),
 )  # fmt: skip
 
 LAUNCH_RULES = (

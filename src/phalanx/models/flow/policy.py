@@ -20,6 +20,7 @@ from phalanx.engines.loading import FOREIGN, needs_code
 from phalanx.functional.flow import FlowReplay, FlowTrace, Noised, Sampler
 from phalanx.functional.noising import noise_levels
 from phalanx.functional.sde import sde_step
+from phalanx.models.compiling import where_it_works
 from phalanx.models.flow.attention import set_backend
 from phalanx.models.flow.context import share_tokens
 from phalanx.models.flow.embeds import EmbedsCache
@@ -56,6 +57,7 @@ class FlowPolicy:
         kept: torch.dtype | None = None,
     ) -> None:
         """`frozen`: nothing is trained; `kept`: see Sharded. Raises ValueError for unsupported settings."""
+        config = where_it_works(config, world)
         self.model, self.world, self.config, self.detach_uncond = model, world, config, detach_uncond
         model.check_length(data.max_prompt_length)
         quantized = model.blocks() if config.quantization is not None else ()

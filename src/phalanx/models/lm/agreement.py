@@ -6,6 +6,7 @@ trained as two different models: that scale states outside of decoder and head, 
 that keep a state which padding disturbs.
 """
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,6 +23,9 @@ from phalanx.functional.tokens import FAR, left_padded
 from phalanx.models.lm import packing
 from phalanx.models.lm.model import CACHE, CausalLM
 
+log = logging.getLogger(__name__)
+
+PACKED, GROUPED = "passes over packed samples", "passes over samples that share a prompt"
 LENGTHS = (14, 9)  # tokens of the two samples
 RESPONSE = 5  # last tokens of each that count as its response, and are decoded
 # Bounds of the difference. In float32: of each token's log-probability, in nats. In bfloat16, whose logits have a
@@ -56,16 +60,17 @@ def check_agreement(
     predicting = (at < ends) & (at >= ends - torch.tensor(counts, device=device)[:, None])
     paths = ["passes over padded samples"]
     advice = ["this model cannot be trained here" if module.context is None else f"set {KEY} to 1"]
-    if config.use_remove_padding:
-        paths.append("passes over packed samples")
+    if module.packs:
+        paths.append(PACKED)
         advice.append("set model.use_remove_padding=false")
-    if config.use_prefix_grouper:
-        paths.append("passes over samples that share a prompt")
+    if module.groups:
+        paths.append(GROUPED)
         advice.append("set model.use_prefix_grouper=false")
     if decodes:
         paths.append("decoding with a cache")
         advice.append("this model cannot sample here; set rollout.engine=vllm")
-    values: list[Tensor] = []
+    values: dict[str, Tensor] = {}
+    hints = dict(zip(paths, advice, strict=True))
     # Eager, so that blocks are compiled later for the shapes of the job, and not for these few tokens.
     with torch.no_grad(), torch.compiler.set_stance("force_eager"):
         path = "its forward pass"
@@ -73,22 +78,24 @@ def check_agreement(
             reference = torch.cat([_stock(module, ids[i, :n], looks[i])[-counts[i] :] for i, n in enumerate(lengths)])
             for path in paths:
                 if path.endswith("cache"):
-                    values.append(_decoded(module, ids, lengths, looks))
-                elif path.endswith("prompt"):
-                    values.append(_grouped(module, ids, predicting, lengths, looks))
+                    values[path] = _decoded(module, ids, lengths, looks)
+                elif path == GROUPED:
+                    values[path] = _grouped(module, ids, predicting, lengths, looks)
                 else:
-                    row = packing.Row.of(ids, lengths) if "packed" in path else None
-                    values.append(module(ids, predicting, 1.0, row, looks=looks)[0])
+                    row = packing.Row.of(ids, lengths) if path == PACKED else None
+                    values[path] = module(ids, predicting, 1.0, row, looks=looks)[0]
         except (dist.DistError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # a class of transformers may raise any type
-            hint = advice[paths.index(path)] if path in paths else "expected a causal language model"
-            raise ValueError(
-                f"model.path: {config.path!r}: a {type(module.lm).__name__} fails in {path} ({reason(error)}); {hint}"
-            ) from error
+            problem = f"a {type(module.lm).__name__} fails in {path} ({reason(error)})"
+            if _goes_without(module, path, problem):
+                check_agreement(module, config, tokenizer, device, decodes=decodes, image_prompt=image_prompt)
+                return
+            hint = hints.get(path, "expected a causal language model")
+            raise ValueError(f"model.path: {config.path!r}: {problem}; {hint}") from error
     if not reference.isfinite().all():
         raise ValueError(f"model.path: {config.path!r}: log-probs of a {type(module.lm).__name__} are NaN or infinite")
-    for path, hint, value in zip(paths, advice, values, strict=True):
+    for path, value in values.items():
         expected = reference if len(value) == len(reference) else _responses(reference, counts)
         difference = (value.double() - expected.double()).abs().nan_to_num(nan=torch.inf)
         if config.dtype == "float32":
@@ -96,10 +103,22 @@ def check_agreement(
         else:
             size, bound = float(difference.mean()), BFLOAT16_BOUND * float(expected.abs().mean())
         if not size <= bound:
-            raise ValueError(
-                f"model.path: {config.path!r}: log-probs of a {type(module.lm).__name__} by {path} differ by "
-                f"{size:.2g} from its forward pass's, more than {bound:.2g}; {hint}"
+            problem = (
+                f"log-probs of a {type(module.lm).__name__} by {path} differ by {size:.2g} from its forward pass's, "
+                f"more than {bound:.2g}"
             )
+            if not _goes_without(module, path, problem):
+                raise ValueError(f"model.path: {config.path!r}: {problem}; {hints[path]}")
+
+
+def _goes_without(module: CausalLM, path: str, problem: str) -> bool:
+    """Whether the model can do without `path`, which is only tried; from then on it does."""
+    if not module.tries or path not in (PACKED, GROUPED):
+        return False
+    if module.groups or path == PACKED:
+        log.info("samples are %s: %s", "padded, not packed" if path == PACKED else "packed with their prompts", problem)
+    module.packs, module.groups = path == GROUPED and module.packs, False
+    return True
 
 
 def _samples(tokenizer: Any, rows: int) -> Tensor:

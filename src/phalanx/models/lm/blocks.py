@@ -53,7 +53,8 @@ class BlockDiffusionLM(CausalLM):
         rows, _, _ = scored.nonzero(as_tuple=True)
         hidden, targets = output.last_hidden_state[rows, states.at[scored]], states.target[scored]
         head = self.head(output)
-        scores = token_scores(hidden, head, targets, temperature=temperature, chunk=self.chunk, never=[self.mask_id])
+        options: dict[str, Any] = {"temperature": temperature, "chunk": self.chunk, "never": [self.mask_id]}
+        scores = token_scores(hidden, head, targets, fused=self.fused, **options)
         if not right:
             return scores
         return *scores[:2], self._likeliest(hidden, head) == targets

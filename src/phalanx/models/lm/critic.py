@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from phalanx.config.critic import CriticModelConfig
 from phalanx.config.run import ParallelConfig
 from phalanx.functional.tokens import TokenTrace
-from phalanx.models.lm import experts
+from phalanx.models.lm import experts, packing
 from phalanx.models.lm.model import DTYPES, CausalLM, decoder_of, load_model, outputs_at, positions, set_checkpointing
 from phalanx.models.lm.packing import Row
 from phalanx.models.lm.policy import LMPolicy
@@ -97,6 +97,7 @@ def build_critic(config: CriticModelConfig, parallel: ParallelConfig, policy: LM
             f"{key}: {settings.path!r} has {limit} positions, and data.max_prompt_length "
             f"with data.max_response_length is {longest} tokens"
         )
+    packing.settle(model, policy.world.device, DTYPES[settings.dtype], compiled=settings.compile)
     model.share_positions(policy.world, settings.attn_implementation)
     spread = experts.spread(model.lm, settings, parallel, policy.world.shard_size)
     critic = ValueLM(model)

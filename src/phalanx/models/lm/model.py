@@ -54,6 +54,9 @@ class CausalLM(nn.Module):
         self.places: dict[str, str] = {}  # names in the composite model that it was loaded from; see places_of
         self.vision: Any = None  # a phalanx.models.lm.vision.Vision, if prompts may have images
         self.context: ContextGroup | None = None  # the ranks that share the positions of each pass
+        self.packs = self.groups = False  # whether samples are packed, and their prompts computed once
+        self.fused = False  # whether scores are computed by kernels of torch.compile
+        self.tries = False  # whether it goes without where it cannot, instead of an error
 
     def forward(
         self,
@@ -84,7 +87,7 @@ class CausalLM(nn.Module):
         options: dict[str, Any] = {"temperature": temperature, "chunk": self.chunk, "never": self.never}
         if truncation is not None and pool is None:
             pool = sampled_from(hidden, head, tokens, truncation, **options)
-        scores = token_scores(hidden, head, tokens, pool=pool, **options)
+        scores = token_scores(hidden, head, tokens, pool=pool, fused=self.fused, **options)
         if share is not None:
             return share.whole(scores)
         return scores if pool is None else (*scores, *pool)
@@ -215,11 +218,12 @@ def load_model(
     *,
     stored: bool = False,
     images: bool = False,
+    tries: bool = False,
 ) -> CausalLM:
     """Load `config.path` in `dtype`; raises ValueError, in one line with the config `key`, if that fails.
 
     stored: parameters may keep the dtype of their files, and the caller casts them; see dtype_to_read. images: load
-    all of a vision-language model, not only its text part.
+    all of a vision-language model, not only its text part. tries: see causal_lm.
     """
     check_folder(config.path, key)
     transformers.utils.logging.disable_progress_bar()  # every rank would draw its own progress bar
@@ -240,7 +244,7 @@ def load_model(
         raise ValueError(f"{key}: {config.path!r}: the layers of a {type(lm).__name__} are not where others are")
     check_weights(info, f"{key}: {config.path!r}: its weights are not whole")
     warn_of_unread(info, f"{key}: {config.path!r}")
-    model = causal_lm(lm, config, chunk, key, images=images)
+    model = causal_lm(lm, config, chunk, key, images=images, tries=tries)
     model.places = places
     return model
 
@@ -287,8 +291,13 @@ def load_class(kind: Any, config: LMModelConfig, dtype: torch.dtype) -> tuple[An
     return lm, info
 
 
-def causal_lm(lm: Any, config: LMModelConfig, chunk: int, key: str = "model.path", *, images: bool = False) -> CausalLM:
-    """Wrap a loaded model and set it up by `config`; raises ValueError for settings that it does not support."""
+def causal_lm(
+    lm: Any, config: LMModelConfig, chunk: int, key: str = "model.path", *, images: bool = False, tries: bool = False
+) -> CausalLM:
+    """Wrap a loaded model and set it up by `config`; raises ValueError for settings that it does not support.
+
+    tries: a model that does not pack is used without packing.
+    """
     vision: Any = None
     if images:
         from phalanx.models.lm.vision import Vision
@@ -296,15 +305,24 @@ def causal_lm(lm: Any, config: LMModelConfig, chunk: int, key: str = "model.path
         vision = Vision(lm, config, key)
     if config.experts_implementation is not None:
         experts.use(lm, config.experts_implementation, compiled=config.compile)
-    if config.use_remove_padding:
-        packs = lm if vision is None else vision.packing()
-        attention = config.attn_implementation
-        packs.set_attn_implementation(packing.PACKED_SDPA if attention == "sdpa" else attention)
-        packing.check(packs)
+    packs = bool(config.use_remove_padding)
+    if packs:
+        try:
+            decoder = lm if vision is None else vision.packing()
+            packing.check(decoder)
+        except ValueError:
+            if not tries:
+                raise
+            packs = False
+            log.info("samples are padded, not packed: the layers of a %s would mix them", type(lm).__name__)
+        else:
+            attention = config.attn_implementation
+            decoder.set_attn_implementation(packing.PACKED_SDPA if attention == "sdpa" else attention)
     if config.gradient_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
     model = CausalLM(lm, chunk)
-    model.vision = vision
+    model.vision, model.packs, model.tries = vision, packs, tries
+    model.groups = packs and bool(config.use_prefix_grouper)
     model.recomputes = config.recomputed(len(model.blocks()))
     return model
 

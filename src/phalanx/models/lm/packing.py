@@ -3,8 +3,9 @@
 Each sequence attends only to itself, or also to a prompt before it that several sequences share.
 
 With flash-attention, packing uses its kernel for variable lengths; with eager and FlexAttention, transformers builds
-the mask from position ids that start again at 0. With torch's own kernels each sequence is a separate call, because a
-mask over the whole row would take memory and FLOPs quadratic in its length.
+the mask from position ids that start again at 0. With torch's own kernels it uses varlen_attn where that works (see
+phalanx.models.lm.varlen). Elsewhere each sequence is a separate call, because a mask over the whole row would take
+memory and FLOPs quadratic in its length.
 
 Ranks that share rows exchange positions for heads around each attention, which then computes some heads of whole rows
 (DeepSpeed-Ulysses, arXiv 2309.14509).
@@ -26,6 +27,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask, sdpa_mask
 
 from phalanx.distributed.context_parallel import KEY, ContextGroup
+from phalanx.models.lm.varlen import PACKED_VARLEN, Segments, packed_varlen, serves
 
 PACKED_SDPA = "phalanx_packed_sdpa"
 SHARED_EAGER = "phalanx_shared_eager"
@@ -46,6 +48,28 @@ def check(lm: Any, given: str = "model.use_remove_padding: true", advice: str = 
             f"{given} needs layers of attention, and {lm.config.model_type} has others"
             f"{f' ({other[0]})' if other else ''}; {advice}"
         )
+
+
+def settle(model: Any, device: torch.device, dtype: torch.dtype, *, compiled: bool) -> None:
+    """Choose how a model packs on this device: by one call per layer if that works, and not at all if its blocks are
+    compiled and each sequence would be a separate call.
+
+    model: a phalanx.models.lm.model.CausalLM that computes in `dtype`. Raises ValueError if it must pack nevertheless.
+    """
+    lm = model.lm if model.vision is None else model.vision.decoder
+    config = lm.config.get_text_config(decoder=True)
+    if not model.packs or config._attn_implementation != PACKED_SDPA:
+        return
+    if serves(device, dtype, config.to_dict().get("head_dim") or config.hidden_size // config.num_attention_heads):
+        lm.set_attn_implementation(PACKED_VARLEN)
+    elif compiled:
+        if not model.tries:
+            raise ValueError(
+                "model.compile: true would recompile for each pass with model.use_remove_padding, whose lengths "
+                "differ, because torch's varlen_attn does not work here; set one of the two to false, or "
+                "model.attn_implementation=flash_attention_2"
+            )
+        model.packs = model.groups = False
 
 
 def spread(lm: Any, context: ContextGroup, name: str) -> None:
@@ -130,10 +154,11 @@ class Row:
     def arguments(self, lm: Any) -> dict[str, Any]:
         """Arguments of a decoder's forward, besides the tokens [1, M]."""
         kind, device = lm.config._attn_implementation, self.order.device
-        if kind == PACKED_SDPA:
-            # transformers passes a 4D mask on unchanged; in a model that drops `groups`, it makes all outputs NaN
+        if kind in (PACKED_SDPA, PACKED_VARLEN):
+            # transformers passes a 4D mask on unchanged; in a model that drops the layout, it makes all outputs NaN
             lost = torch.full((1, 1, 1, 1), torch.nan, device=device)
-            return {"position_ids": self.positions, "attention_mask": lost, "groups": self.groups}
+            layout = {"groups": self.groups} if kind == PACKED_SDPA else {"segments": Segments.of(self.groups, device)}
+            return {"position_ids": self.positions, "attention_mask": lost, **layout}
         if not kind.startswith("flash"):
             return {"position_ids": self.positions}
         lengths = [length for length, _ in self.groups]
@@ -310,5 +335,7 @@ def _band(rows: int, length: int, window: int, device: torch.device) -> Tensor:
 
 AttentionInterface.register(PACKED_SDPA, packed_sdpa)
 AttentionMaskInterface.register(PACKED_SDPA, sdpa_mask)
+AttentionInterface.register(PACKED_VARLEN, packed_varlen)
+AttentionMaskInterface.register(PACKED_VARLEN, sdpa_mask)
 AttentionInterface.register(SHARED_EAGER, shared_eager)
 AttentionMaskInterface.register(SHARED_EAGER, eager_mask)

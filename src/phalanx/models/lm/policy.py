@@ -7,6 +7,7 @@ import logging
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
@@ -19,8 +20,10 @@ from phalanx.config.lm import LMDataConfig, LMModelConfig
 from phalanx.config.messages import cut
 from phalanx.config.run import ParallelConfig
 from phalanx.distributed.mesh import World
+from phalanx.functional.scores import trial
 from phalanx.functional.tokens import TokenReplay, TokenTrace, Truncation
-from phalanx.models.lm import experts
+from phalanx.models.compiling import compiles, where_it_works
+from phalanx.models.lm import experts, packing
 from phalanx.models.lm.agreement import check_agreement
 from phalanx.models.lm.chat import prompt_tokens
 from phalanx.models.lm.model import (
@@ -34,7 +37,6 @@ from phalanx.models.lm.model import (
     read_lora,
     unused_generation,
 )
-from phalanx.models.lm.packing import Row
 from phalanx.models.lora import ALL_LINEAR, start_from_lora
 from phalanx.models.trained import TrainedModel
 from phalanx.telemetry.flops import forward_flops, step_flops
@@ -67,7 +69,11 @@ class LMPolicy:
         truncation: Truncation | None = None,
     ) -> None:
         """`trim`: cut batches to the longest sample; `kept`: see Sharded. Raises ValueError for invalid settings."""
-        self.tokenizer, self.world, self.config, self.data = tokenizer, world, config, data
+        self.tokenizer, self.world, self.data = tokenizer, world, data
+        model.fused = world.device.type == "cuda" and compiles(world, "scores of tokens", trial)
+        config = where_it_works(config, world)
+        packing.settle(model, world.device, DTYPES[config.dtype], compiled=config.compile)
+        self.config = _as_loaded(config, model)
         self.parallel, self.temperature, self.truncation, self.trim = parallel, temperature, truncation, trim
         self.vision = model.vision
         self.tied = model.lm.config.tie_word_embeddings
@@ -108,6 +114,7 @@ class LMPolicy:
         # with images first, because a trained tower that gives NaN spoils the passes without images as well
         for probe in (None,) if self.reader is None else (self.reader.tried, None):
             check_agreement(module, self.config, self.tokenizer, device, decodes=decodes, image_prompt=probe)
+        self.config = _as_loaded(self.config, module)
         # weights that stay gathered would hide those that a checkpoint loads
         self.trained.sharded.reshard()
 
@@ -223,18 +230,18 @@ class LMPolicy:
         values = [zeros.masked_scatter(mask, part) for part in scores[:3]]
         return TokenReplay(*values, *(trace.pooled(*scores[3:]) if truncated else ()))
 
-    def read(self, trace: TokenTrace) -> tuple[TokenTrace, Row | None]:
+    def read(self, trace: TokenTrace) -> tuple[TokenTrace, packing.Row | None]:
         """The samples as a pass reads them: trimmed, and with the row that they are packed into, if they are."""
         if self.trim:
             trace = trace.trimmed()
         if not self.config.use_remove_padding:
             return trace, None
         if not self.config.use_prefix_grouper:
-            return trace, Row.of(trace.ids, trace.stops.tolist())
+            return trace, packing.Row.of(trace.ids, trace.stops.tolist())
         starts, stops = torch.stack([trace.starts, trace.stops]).tolist()
         ids, looks = trace.ids.cpu().numpy(), trace.looks or [None] * len(starts)
         prompts = [(ids[i, :start].tobytes(), looks[i]) for i, start in enumerate(starts)]
-        return trace, Row.of(trace.ids, stops, starts, prompts)
+        return trace, packing.Row.of(trace.ids, stops, starts, prompts)
 
     def predict(self, trace: Any, corrupted: Any) -> Tensor:
         """Only for policies that corrupt their samples."""
@@ -341,6 +348,11 @@ def _key(prompt: Prompt) -> bytes:
     return hashlib.blake2b(chat.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
+def _as_loaded(config: LMModelConfig, model: CausalLM) -> LMModelConfig:
+    """`config` with what the model does of what was tried."""
+    return replace(config, use_remove_padding=model.packs, use_prefix_grouper=model.groups)
+
+
 def build_policy(
     config: LMModelConfig,
     parallel: ParallelConfig,
@@ -351,18 +363,19 @@ def build_policy(
     frozen: bool = False,
     decodes: bool = True,
     images: bool = False,
+    tries: bool = False,
     **options: Any,
 ) -> LMPolicy:
     """Load the model folder and shard it over the mesh. Raises ValueError, in one line, for an unusable folder.
 
     frozen: nothing is trained, as for a teacher. decodes: the policy's modules sample; see check_agreement. images:
-    prompts may have images. options: further keywords of LMPolicy.
+    prompts may have images. tries: see causal_lm. options: further keywords of LMPolicy.
     """
     # full fine-tuning keeps float32 weights; a frozen base is kept in its compute dtype
     dtype = DTYPES[config.dtype] if config.lora_rank > 0 or frozen else torch.float32
     tokenizer = load_tokenizer(config)
     stored = config.lora_rank == 0
-    model = load_model(config, dtype, chunk, stored=stored, images=images)
+    model = load_model(config, dtype, chunk, stored=stored, images=images, tries=tries)
     kept = dtype if stored else None
     policy = LMPolicy(model, tokenizer, world, config, parallel, data, frozen=frozen, kept=kept, **options)
     policy.check_agreement(decodes=decodes and not frozen)
