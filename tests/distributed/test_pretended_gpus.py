@@ -155,8 +155,8 @@ CEILINGS = {
     "inference": {"sync": 2, "rollout": 648, "idle": 10, "rescore": 86, "wait": 14, "update": 154},
     "flow_inference": {"sync": 2, "rollout": 28, "idle": 22, "rescore": 38, "wait": 25, "update": 58},
     "judge_on_a_rank": {"sync": 2, "wait": 24, "update": 154},  # as above, on one of the ranks that sample
-    "vllm": {"rollout": 23, "rescore": 86, "update": 154},
-    "vllm_judge": {"rollout": 23, "rescore": 86, "update": 154},
+    "vllm": {"rollout": 27, "rescore": 86, "update": 154},
+    "vllm_judge": {"rollout": 27, "rescore": 86, "update": 154},
     "experts": {"rollout": 484, "update": 130},
     "vision": {"rollout": 517, "update": 122},
 }
