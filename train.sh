@@ -73,9 +73,7 @@ for name in $(env | sed -n 's/^\(PET_[A-Z_]*\)=.*/\1/p'); do unset "$name"; done
 
 [ "$max" -eq 1 ] || [ -n "${MASTER_ADDR:-}" ] || die "NNODES=$NNODES needs MASTER_ADDR, the name or address of node 0"
 [ "$devices" -gt 0 ] || export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # one core per rank; several threads each would compete
-# FSDP2 gathers blocks of many sizes; without this their memory is fragmented
-[ "$devices" -eq 0 ] || [ -n "${PYTORCH_ALLOC_CONF+set}${PYTORCH_CUDA_ALLOC_CONF+set}${PYTORCH_HIP_ALLOC_CONF+set}" ] ||
-  export PYTORCH_ALLOC_CONF=expandable_segments:True
+[ "$devices" -eq 0 ] || expandable
 # shellcheck disable=SC3045 # the store has three connections to each rank; a shell without these options keeps its limit
 { ulimit -Sn "$(ulimit -Hn)"; } 2>/dev/null || :
 trap '' USR1 USR2 # Slurm sends them to every process of a step; the ranks handle USR1 and print their stacks
