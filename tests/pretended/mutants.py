@@ -140,7 +140,7 @@ MUTANTS = [
     Mutant(
         "sleeping_rollout",
         TEXT_ENGINE,
-        "                self._llm.sleep(level=2)\n\n    def refresh",
+        "                self._llm.sleep(level=self._level)\n\n    def refresh",
         "                pass\n\n    def refresh",
     ),
     Mutant("sleeping_judge", JUDGE_ENGINE, "torch.cuda.empty_cache()", "pass"),

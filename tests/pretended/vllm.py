@@ -1,7 +1,7 @@
 """A pretended vLLM with vLLM's own rules of sleeping, beside a pretended GPU."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
@@ -38,6 +38,9 @@ class Groups:
     def gather(self, value: Any) -> list[Any]:
         return [value]
 
+    def any(self, values: torch.Tensor) -> torch.Tensor:
+        return values
+
 
 class LLM:
     """As vllm.LLM: where memory is, and what may be asked then; one sleeping engine in a process."""
@@ -68,10 +71,16 @@ class LLM:
 
     def collective_rpc(self, method: str, kwargs: dict[str, Any]) -> None:
         assert method == "reload_weights" and "weights" in self.awake, "weights go to memory that is not there"
+        self.model = torch.nn.Module()
         for name, tensor in kwargs["weights_iterator"]:
             assert tensor.device.type == "cuda", name
+            self.model.register_buffer(name.replace(".", "_"), tensor.clone())
         self.loaded = True
         self.say("loads")
+
+    def apply_model(self, function: Callable[[torch.nn.Module], Any]) -> list[Any]:
+        assert self.loaded and "weights" in self.awake, "weights are read that are not there"
+        return [function(self.model)]
 
     def reset_prefix_cache(self) -> bool:
         return True

@@ -101,6 +101,22 @@ def test_ranks_follow_the_visible_devices(shell: list[str], folder: Path, env: M
     assert torchrun_arguments(launch(shell, folder, "tasks/train.py", **env))[4] == count
 
 
+@pytest.mark.parametrize(
+    ("env", "settings"),
+    [
+        ({"CUDA_VISIBLE_DEVICES": "0"}, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
+        ({"CUDA_VISIBLE_DEVICES": "0", "PYTORCH_CUDA_ALLOC_CONF": ""}, {"PYTORCH_CUDA_ALLOC_CONF": ""}),
+        ({"CUDA_VISIBLE_DEVICES": "0", "PYTORCH_ALLOC_CONF": "a:1"}, {"PYTORCH_ALLOC_CONF": "a:1"}),
+        ({}, {}),
+    ],
+)
+def test_memory_of_gpus_is_expandable(
+    shell: list[str], folder: Path, env: Mapping[str, str], settings: Mapping[str, str]
+) -> None:
+    seen = environment(launch(shell, folder, "tasks/train.py", **env))
+    assert {name: value for name, value in seen.items() if name.endswith("ALLOC_CONF")} == settings
+
+
 def test_ranks_follow_nvidia_smi(shell: list[str], folder: Path) -> None:
     write_tool(folder, "nvidia-smi", 'echo "GPU 0: NVIDIA H200 (UUID: x)"; echo "GPU 1: NVIDIA H200 (UUID: y)"')
     assert torchrun_arguments(launch(shell, folder, "tasks/train.py"))[4] == "2"

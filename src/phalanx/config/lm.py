@@ -139,8 +139,19 @@ class LMRolloutConfig(RolloutConfig):
         0.5, "vllm: fraction of a GPU's memory for its weights and cache; the rest is for training", gt=0, lt=1
     )
     sleep: bool = arg(True, "vllm: release its memory while nothing is sampled (GPUs only)")
-    max_sync_error: float = arg(
-        0.02, "vllm: largest mean difference from the policy's log-probs, on a probe after each weight update", gt=0
+    sleep_level: int = arg(
+        2,
+        "vllm: what becomes of its weights while it sleeps: 2 discards them, since each rollout brings them; 1 keeps "
+        "them in main memory",
+        ge=1,
+        le=2,
+    )
+    enforce_eager: bool = arg(False, "vllm: neither compile nor capture CUDA graphs; slower, for finding faults")
+    max_sync_error: Optional[float] = arg(
+        None,
+        "vllm: largest mean difference from the policy's log-probs, on a probe after each weight update; later ones "
+        "may also be 5 times the first; null: 0.02 in float32, 0.3 in other dtypes",
+        gt=0,
     )
     temperature: float = arg(1.0, "sampling temperature, by which the policy's logits are divided as well", ge=0.01)
     top_k: int = arg(

@@ -82,11 +82,14 @@ class Link:
         self._control.barrier().wait()
 
     def part(self, watch: Watch) -> None:
-        """At the end: wait for all ranks of the world. Ranks that leave from then on, and the store that may go with
-        them, do not count as failures.
+        """At the end: wait for all ranks of the world, and close these groups. Ranks that leave from then on, and the
+        store that may go with them, do not count as failures.
         """
         watch.close()
         self.meet()
+        for group in (self._weights, self._gate, self._samples, self._control):
+            if group is not None:
+                group.shutdown()
 
     def meet_role(self) -> None:
         """Barrier of all ranks of this role without a time limit, before their collectives that have one."""
@@ -131,6 +134,10 @@ class Link:
                     flat[place].copy_(tensor.detach().contiguous().view(-1).view(torch.uint8))
             if self._weights is not None:
                 sums.append(_sum(flat))
+                if self._device.type == "cuda":
+                    # The bucket was gathered in another group. NCCL does not order the kernels of two groups, so that
+                    # ranks which have begun both may wait for one another.
+                    torch.cuda.current_stream(self._device).synchronize()
                 work.append(_broadcast(self._weights, flat, 0))
         assert next(each, None) is None, "more weights than shapes"
         for one in work:

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from phalanx.distributed.mesh import group_timeout
 
@@ -66,7 +67,10 @@ class VllmGroups:
             with _new_group(lambda *_, **__: dist.group.WORLD):
                 everyone = list(range(dist.get_world_size()))
                 world = parallel_state.init_world_group(everyone, local_rank, backend)
-            parallel_state.set_custom_all_reduce(current_platform.use_custom_allreduce())
+            # vLLM's all-reduce shares addresses of CUDA graphs by a call that rejects expandable segments and ends the
+            # process (vllm-project/vllm#42609); without it NCCL reduces
+            custom = current_platform.use_custom_allreduce() and "expandable_segments:true" not in allocator().lower()
+            parallel_state.set_custom_all_reduce(custom)
             with _new_group(ours):
                 shared = coordinator(ranks, "replica" if current_platform.is_cpu() else "tp")
                 alone = coordinator([dist.get_rank()], "alone")
@@ -81,6 +85,12 @@ class VllmGroups:
             dist.all_gather_object(out, value, group=self.cpu_group)
         return out
 
+    def any(self, values: Tensor) -> Tensor:
+        """Whether values [K] bool are true on any rank of the replica."""
+        if self.cpu_group.size() > 1:
+            dist.all_reduce(values := values.to(torch.uint8), dist.ReduceOp.MAX, group=self.cpu_group)
+        return values.bool()
+
     @contextmanager
     def active(self) -> Iterator[None]:
         """Within the block, make vLLM use these groups. Afterwards the process is as before."""
@@ -92,6 +102,12 @@ class VllmGroups:
                 yield
             finally:
                 self._globals.update(outside)
+
+
+def allocator() -> str:
+    """The settings of torch's allocator of device memory; torch reads the first of these variables that is set."""
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+    return next(filter(None, map(os.environ.get, names)), "")
 
 
 @contextmanager
@@ -121,6 +137,8 @@ def as_before() -> Iterator[None]:
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     stream = torch.cuda.current_stream() if devices else None
     os.environ.update({**DEFAULTS, **environment, **ENVIRONMENT})
+    if allocator():  # vLLM 0.30 switches expandable segments off for the memory that sleeps if this variable names them
+        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = allocator()
     with torch.random.fork_rng(devices):
         try:
             yield

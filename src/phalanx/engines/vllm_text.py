@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from phalanx.distributed.vllm_groups import VllmGroups
+from phalanx.engines.receipt import Receipt
 from phalanx.engines.vllm import load_llm, rejected
 from phalanx.functional.tokens import Truncation
 from phalanx.media.pictures import Picture
@@ -44,6 +45,7 @@ class Shown:
 @dataclass(frozen=True)
 class TextEngineConfig:
     """Settings of an engine: at most `longest` tokens per prompt and response, and `together` responses at once.
+    `sleep_level`: 1 keeps the weights in main memory; 2 discards them, since each rollout brings them.
     `images`: keyword arguments of the image processor, if prompts may have images, at most `limit_images` each.
     """
 
@@ -55,6 +57,8 @@ class TextEngineConfig:
     longest: int
     together: int
     sleep: bool
+    sleep_level: int = 2
+    enforce_eager: bool = False
     images: dict[str, Any] | None = None
     limit_images: int | None = None
 
@@ -66,7 +70,8 @@ class TextEngine:
         """Build the engine, with dummy weights unless prompts have images. ValueError if vLLM rejects the model."""
         self._groups, self._dtype = groups, getattr(torch, config.dtype)
         cuda = torch.cuda.is_available()
-        self._sleeps, self._images = config.sleep and cuda, config.images is not None
+        self._sleeps, self._level, self._images = config.sleep and cuda, config.sleep_level, config.images is not None
+        self._receipt = Receipt(config.tensor_parallel_size)
         with groups.active():
             if not cuda:
                 torch.cpu._init_amx()
@@ -85,13 +90,13 @@ class TextEngine:
                     max_num_batched_tokens=max(8192 if cuda else 2048, config.longest),
                     seed=0,
                     enable_chunked_prefill=cuda,  # on a CPU, vLLM crashes on a seeded request that is split
-                    enforce_eager=not cuda,
+                    enforce_eager=config.enforce_eager or not cuda,
                     enable_prefix_caching=True,
                     logprobs_mode="processed_logprobs",  # of the sampled distribution, including temperature
                     **_image_options(config.images, config.limit_images),
                 )
             if self._sleeps:
-                self._llm.sleep(level=2)  # discards the weights: each rollout brings them
+                self._llm.sleep(level=self._level)
 
     @contextmanager
     def awake(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[None]:
@@ -100,24 +105,30 @@ class TextEngine:
             torch.cuda.empty_cache()  # vLLM allocates from the device, not from torch's cache
             with self._groups.active():
                 self._llm.wake_up(tags=["weights"])
-        self.refresh(weights)
+        cast = ((name, tensor.to(self._dtype)) for name, tensor in weights)
+        self.refresh(self._receipt.noted(cast))
         if self._sleeps:
             with self._groups.active():
                 self._llm.wake_up(tags=["kv_cache"])
         yield
         if self._sleeps:
             with self._groups.active():
-                self._llm.sleep(level=2)
+                self._llm.sleep(level=self._level)
 
     def refresh(self, weights: Iterator[tuple[str, Tensor]]) -> None:
-        """Load (name, tensor) pairs, and drop everything computed with the old weights."""
-        cast = ((name, tensor.to(self._dtype)) for name, tensor in weights)
+        """Load (name, tensor) pairs of the engine's dtype, and drop everything computed with the old weights."""
         with self._groups.active(), torch.no_grad():
             # without an iterator vLLM would read the folder's files again
-            self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": cast})
-            for _ in cast:  # consume what vLLM leaves, such as a tied head: producing the weights is collective
+            self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+            for _ in weights:  # consume what vLLM leaves, such as a tied head: producing the weights is collective
                 pass
             self.forget()
+
+    def missing(self) -> list[str]:
+        """Names of the tensors of the last `awake` that the replica does not hold as they were sent. Collective."""
+        with self._groups.active(), torch.no_grad():
+            (names,) = self._llm.apply_model(lambda model: self._receipt.missing(model, self._groups.any))
+        return names
 
     def forget(self) -> None:
         """Drop cached keys and values, which were computed with other weights."""

@@ -1,11 +1,9 @@
 """Sampling engines of language models, one file per engine."""
 
-import os
 from typing import Any
 
 from phalanx.config.engines import BLOCK_ENGINES, TURN_ENGINES, engine_class
 from phalanx.config.lm import ENGINES, LMRLConfig, LMRunConfig, LMTurnRunConfig
-from phalanx.config.load import ConfigError
 from phalanx.distributed.mesh import World
 from phalanx.distributed.passes import Passes
 from phalanx.environments.environments import Environments
@@ -22,15 +20,9 @@ def check_entry(kind: Any, name: str) -> None:
 
 
 def check_engine(cfg: LMRunConfig, *, installed: bool = True) -> None:
-    """Raise ConfigError for an engine that conflicts with environment variables or, with `installed`, is missing."""
+    """Raise ConfigError for an engine that, with `installed`, is missing."""
     if installed:
         check_installed(cfg.rollout)
-    settings = os.environ.get("PYTORCH_ALLOC_CONF", os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""))
-    if cfg.rollout.facts.sleeps and cfg.rollout.sleep and "expandable_segments:true" in settings.lower():
-        raise ConfigError(
-            "rollout.sleep: true does not work with expandable_segments:True in PYTORCH_CUDA_ALLOC_CONF; remove that, "
-            "or set rollout.sleep=false"
-        )
 
 
 def build_rollout(

@@ -11,11 +11,12 @@ from torch import Tensor
 
 from phalanx.config.engines import EngineFacts
 from phalanx.config.lm import LMDataConfig, LMRolloutConfig
-from phalanx.distributed.collectives import reduce_float
+from phalanx.distributed.collectives import on_all_ranks, reduce_float
 from phalanx.distributed.mesh import World
 from phalanx.distributed.passes import Passes
 from phalanx.distributed.seed import fold_in
 from phalanx.distributed.vllm_groups import VllmGroups
+from phalanx.engines.receipt import listed
 from phalanx.engines.vllm_text import Sampling, Shown, TextEngine, TextEngineConfig
 from phalanx.functional.tokens import WHOLE, TokenTrace
 from phalanx.media.pictures import in_memory
@@ -25,6 +26,10 @@ from phalanx.rollout.lm.in_policy import Drawn, LMRollout
 from phalanx.types import JobError, Prompt, Samples
 
 PROBE_PROMPTS, PROBE_TOKENS, PROBE_RESPONSE = 4, 160, 8  # the prompts are longer than a block of vLLM's KV cache
+# Largest mean difference of log-probs of the probe at the first sync, in dtypes in which it is not 0.3. Rounding makes
+# .06 in bfloat16 and 3e-7 in float32; what was computed with other weights or without some, .04 and more.
+PROBE_LIMITS = {"float32": 0.02}
+MOST_GROWTH = 5  # of the first sync's difference that later ones may reach
 
 Request: TypeAlias = tuple[list[int], int, Shown | None]  # the tokens of a prompt, a seed, and its images
 
@@ -64,6 +69,8 @@ class VllmRollout(LMRollout):
             longest=policy.data.max_prompt_length + policy.data.max_response_length,
             together=min(micro_batch_size * size, 1024),
             sleep=config.sleep,
+            sleep_level=config.sleep_level,
+            enforce_eager=config.enforce_eager,
             images=None if policy.vision is None else bounds(policy.data),
             limit_images=config.limit_images,
         )
@@ -82,6 +89,7 @@ class VllmRollout(LMRollout):
             self._looks.append(look)
             self._probe.append(tokens)
         self.sync_error = 0.0  # from the last probe
+        self._first, self._limit = True, config.max_sync_error or PROBE_LIMITS.get(policy.config.dtype, 0.3)
 
     @contextmanager
     def awake(self) -> Iterator[None]:
@@ -91,9 +99,30 @@ class VllmRollout(LMRollout):
             yield
 
     def check(self) -> None:
-        """Compare the log-probs of engine and policy on the probe. Raises JobError, on all ranks, if they differ by
-        more than rollout.max_sync_error.
+        """Raise JobError, on all ranks, if the engine's weights are not those that were sent, or if with them it
+        computes log-probs of a probe that differ too much from the policy's.
         """
+        on_all_ranks(self._check_weights)
+        self.sync_error = reduce_float(self._probe_error(), "max")
+        if not self.sync_error <= self._limit:
+            raise JobError(
+                "rollout.engine: vLLM holds the weights that it was sent, but its log-probs of a probe differ from the "
+                f"policy's by {self.sync_error:.2g} in the mean, more than {self._limit:.2g} (rollout.max_sync_error): "
+                "it does not sample from the policy"
+            )
+        if self._first:
+            self._first, self._limit = False, max(self._limit, MOST_GROWTH * self.sync_error)
+
+    def _check_weights(self) -> None:
+        missing = self.engine.missing()
+        if missing:
+            raise ValueError(
+                f"rollout.engine: after the weights were copied, vLLM does not hold {listed(missing)} as it was sent: "
+                "it does not sample from the policy"
+            )
+
+    def _probe_error(self) -> float:
+        """The mean difference between log-probs of engine and policy, of texts or of an image, whichever is larger."""
         greedy = Sampling(PROBE_RESPONSE, 0.0, WHOLE, [], [], self.policy.trained.module.never)
         shown = [shown_to(look, "the probe") for look in self._looks]
         responses, theirs = self.engine.generate(self._probe, [0] * len(self._probe), greedy, shown)
@@ -107,13 +136,7 @@ class VllmRollout(LMRollout):
         ours = self.policy.scored(trace, 1.0).log_prob.cpu()
         differences = (ours - torch.tensor(theirs)).abs().split(PROBE_PROMPTS)  # of the texts, then of the image
         parts = [part.mean() for part in differences]
-        self.sync_error = reduce_float(float(torch.stack(parts).max()), "max")
-        if not self.sync_error <= self.config.max_sync_error:
-            raise JobError(
-                f"rollout.engine: after the weights were copied, vLLM's log-probs of a probe differ from the policy's "
-                f"by {self.sync_error:.2g} in the mean, more than rollout.max_sync_error="
-                f"{self.config.max_sync_error:g}: it does not sample from the policy"
-            )
+        return float(torch.stack(parts).max())
 
     def metrics(self, samples: Samples, reward: Tensor) -> dict[str, float]:
         """Metrics of every rollout, and the engine's error on the probe after the last refresh."""
