@@ -13,6 +13,7 @@
 #   RDZV_ID         the job's name at the rendezvous, for a range or restarts (the scheduler's job id, or phalanx)
 #   RDZV_CONF       further --rdzv-conf of torchrun, for a range or restarts
 #   TORCHRUN_ARGS   further options of torchrun
+#   OMP_NUM_THREADS threads of each rank on the CPU (its share of the node's cores with GPUs; 1 on CPUs)
 # The exit status is torchrun's; 143 or 130 if the job was told to stop (SIGTERM, Ctrl-C); 2 for a mistake in the above.
 # POSIX sh only: it runs under dash, bash and busybox.
 set -eu
@@ -26,7 +27,7 @@ case $0 in */*) here=${0%/*} ;; *) here=. ;; esac
 . "$here/launch/cluster.sh"
 
 [ $# -ge 1 ] || die "no task given; expected: sh train.sh tasks/<task>.py config.yaml [key=value ...]"
-case $1 in -h | --help) sed -n '2,16s/^# //p' "$0" && exit 0 ;; esac
+case $1 in -h | --help) sed -n '2,17s/^# //p' "$0" && exit 0 ;; esac
 [ -f "$1" ] || die "task file $1 does not exist; expected a file such as tasks/train_flowgrpo.py"
 command -v torchrun >/dev/null || die "torchrun is not on PATH; activate the environment that phalanx is installed in"
 export TOKENIZERS_PARALLELISM="${TOKENIZERS_PARALLELISM:-false}"
@@ -72,8 +73,7 @@ for name in $(env | sed -n 's/^\(PET_[A-Z_]*\)=.*/\1/p'); do unset "$name"; done
 [ -z "$plan" ] || exec python3 "$@"
 
 [ "$max" -eq 1 ] || [ -n "${MASTER_ADDR:-}" ] || die "NNODES=$NNODES needs MASTER_ADDR, the name or address of node 0"
-share_cores
-[ "$devices" -eq 0 ] || expandable
+share_node
 # shellcheck disable=SC3045 # the store has three connections to each rank; a shell without these options keeps its limit
 { ulimit -Sn "$(ulimit -Hn)"; } 2>/dev/null || :
 trap '' USR1 USR2 # Slurm sends them to every process of a step; the ranks handle USR1 and print their stacks

@@ -13,12 +13,6 @@ gpus() {
   else echo 0; fi
 }
 
-# Gathered weights of many sizes would fragment the memory of a GPU. What is set stays.
-expandable() {
-  [ -n "${PYTORCH_CUDA_ALLOC_CONF+set}${PYTORCH_HIP_ALLOC_CONF+set}" ] ||
-    export PYTORCH_ALLOC_CONF="${PYTORCH_ALLOC_CONF-expandable_segments:True}"
-}
-
 # The first host of a Slurm list; empty in a container, which has no scontrol.
 first_host() { scontrol show hostnames "$1" 2>/dev/null | sed 1q || :; }
 
@@ -68,7 +62,8 @@ openmpi() {
 
 # Threads of each rank's operators and processes that compile for it, 32 each on 8 ranks otherwise: its share of the cores.
 # On CPUs one thread, since those of several ranks would compete. nproc of a rank that is a task may be that of the task.
-share_cores() {
+# Gathered weights of many sizes would fragment the memory of a GPU. What is set stays.
+share_node() {
   cores=1
   if [ "$devices" -gt 0 ]; then
     all=$(nproc --all 2>/dev/null) mine=$(nproc 2>/dev/null) || all=1 mine=1
@@ -76,6 +71,8 @@ share_cores() {
     if [ -n "$direct" ]; then cores=$((all / NPROC_PER_NODE < mine ? all / NPROC_PER_NODE : mine)); fi
     [ "$cores" -ge 1 ] || cores=1
     export TORCHINDUCTOR_COMPILE_THREADS="${TORCHINDUCTOR_COMPILE_THREADS:-$((cores < 32 ? cores : 32))}"
+    [ -n "${PYTORCH_CUDA_ALLOC_CONF+set}${PYTORCH_HIP_ALLOC_CONF+set}" ] ||
+      export PYTORCH_ALLOC_CONF="${PYTORCH_ALLOC_CONF-expandable_segments:True}"
   fi
   export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$cores}"
 }
