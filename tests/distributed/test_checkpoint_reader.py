@@ -12,11 +12,13 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     _MEM_FORMAT_ENCODING,
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
+    MetadataIndex,
     TensorProperties,
     TensorStorageMetadata,
 )
@@ -149,7 +151,9 @@ def test_metadata_of_an_early_python_3_11(tmp_path: Path) -> None:
     size = torch.Size([2])
     tensor = TensorStorageMetadata(TensorProperties(), size, [ChunkStorageMetadata(torch.Size([0]), size)])
     stream = io.BytesIO()
-    ByGetattr(stream).dump(Metadata({"weight": tensor}, storage_data={}))
+    (tmp_path / "__0_0.distcp").write_bytes(bytes(9))
+    place = {MetadataIndex("weight", torch.Size([0])): _StorageInfo("__0_0.distcp", 0, 9)}
+    ByGetattr(stream).dump(Metadata({"weight": tensor}, storage_data=place))
     assert b"getattr" in stream.getvalue()
     (tmp_path / ".metadata").write_bytes(stream.getvalue())
     assert Reader(tmp_path).read_metadata().state_dict_metadata == {"weight": tensor}

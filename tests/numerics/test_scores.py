@@ -77,6 +77,14 @@ def test_gradcheck(temperature: float, never: Tensor | None, truncated: bool) ->
     assert torch.autograd.gradcheck(both, (logits_of(torch.float64, 1.0),))
 
 
+def test_of_no_tokens() -> None:
+    logits = torch.zeros(0, VOCABULARY, requires_grad=True)
+    values = scores(logits, torch.zeros(0, dtype=torch.int64), 1.0, None, None)
+    assert [value.shape for value in values] == [(0,)] * 3
+    values[0].sum().backward()
+    assert logits.grad is not None and logits.grad.shape == logits.shape
+
+
 def test_the_certainty_has_no_gradient() -> None:
     log_prob, entropy, certainty = TokenScores.apply(
         logits_of(torch.float32), torch.arange(ROWS), 1.0, None, None, False, []

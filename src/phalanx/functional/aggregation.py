@@ -37,6 +37,9 @@ class Mean(float):
         mean.count = count
         return mean
 
+    def __getnewargs__(self) -> tuple[float, float]:
+        return float(self), self.count
+
 
 def count_actions(mask: Tensor, kept: Tensor) -> Tensor:
     """[2] int64: T and S of this rank.

@@ -84,7 +84,7 @@ def trial(device: torch.device) -> None:
 def _rows(fused: bool, first: Tensor, *rest: Tensor | None) -> Iterator[tuple[Any, ...]]:
     """The tensors, on a CPU a few rows of each at a time."""
     count = len(first) if fused or first.device.type != "cpu" else max(BLOCK // first.shape[1], 1)
-    for at in range(0, len(first), count):
+    for at in range(0, max(len(first), 1), count):  # a rank may have no tokens
         yield tuple(None if value is None else value[at : at + count] for value in (first, *rest))
 
 
