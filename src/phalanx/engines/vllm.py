@@ -119,7 +119,8 @@ def load_llm(config: Any, groups: VllmGroups, rank: int, local_rank: int, **opti
         gpu_memory_utilization=config.gpu_memory_utilization,
         kv_cache_memory_bytes=None if cuda else CPU_KV_CACHE,
         enable_sleep_mode=config.sleep and cuda,
-        async_scheduling=False,  # guarantees that all ranks of a replica take the same steps
+        # without it all ranks of a replica take the same steps; a single rank gets vLLM's default, on with GPUs
+        async_scheduling=None if config.tensor_parallel_size == 1 else False,
         trust_remote_code=False,
         use_tqdm_on_load=False,
         **options,
