@@ -54,6 +54,6 @@ for step in range(steps):
         loss = (loss * weight[rows, None]).sum()
         loss.backward()
         total += loss.detach()
-        errors.append(float(stats["ratio_error"].max()))
+        errors.append(float(stats["ratio_error"].values.max()))
     norm = float(optimizer.step(total)["grad_norm"])
     print(f"step {step + 1}: reward {reward.mean():.4f}, ratio_error {max(errors):.1e}, grad_norm {norm:.9g}")

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.ranks import ROOT, launch_environment
+from tests.ranks import ROOT, launch_environment, run_ranks
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import gpu_day
@@ -38,6 +38,10 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
+def step_of(kind: str, folder: Path) -> list[dict[str, Any]]:
+    return list(gpu_tiny.step_of(kind, "cpu", folder))
+
+
 @pytest.mark.parametrize(
     "kind",
     [
@@ -47,7 +51,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 )
 def test_the_recorded_numbers_are_those_of_this_cpu(kind: str, tmp_path: Path) -> None:
     """What a GPU is compared with. `python benchmarks/gpu_day.py --record` writes them anew after a change of numerics."""
-    [row] = gpu_tiny.step_of(kind, "cpu", tmp_path)
+    [[row]] = run_ranks(step_of, 1, kind, tmp_path, init=False)
     line = gpu_tiny.compared(kind, {"cpu": row}, RECORDED[kind])
     assert line.good, line
     for key in row.keys() & gpu_tiny.FLOORS.keys():

@@ -37,7 +37,7 @@ class Mean(float):
         mean.count = count
         return mean
 
-    def __getnewargs__(self) -> tuple[float, float]:
+    def __getnewargs__(self) -> tuple[float, float]:  # type: ignore[override]  # for pickle
         return float(self), self.count
 
 
