@@ -20,6 +20,7 @@ def overrides(model: Path, folder: Path) -> list[str]:
     return base_overrides(model, folder)
 
 
+@pytest.mark.full
 def test_quickstart_learns(tmp_path: Path) -> None:
     """In its first twelve steps, on two ranks, the held-out reward rises, and the report has both validations."""
     out = tmp_path / "run"

@@ -59,6 +59,7 @@ def test_tasks_that_take_one_policy_of_a_joint_run(schema: type) -> None:
 # The keys in verl's examples and documentation of GRPO on GSM8K, in their old and new spellings.
 VERL = {
     "actor_rollout_ref.rollout.n": "rollout.n",
+    "actor_rollout_ref.rollout.enforce_eager": "rollout.enforce_eager",
     "actor_rollout_ref.rollout.temperature": "rollout.temperature",
     "actor_rollout_ref.rollout.top_p": "rollout.top_p",
     "actor_rollout_ref.rollout.top_k": "rollout.top_k",
@@ -95,7 +96,7 @@ VERL = {
 }
 NOTHING = (
     "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu actor_rollout_ref.rollout.log_prob_micro_batch_size "
-    "actor_rollout_ref.ref.fsdp_config.param_offload actor_rollout_ref.rollout.enforce_eager "
+    "actor_rollout_ref.ref.fsdp_config.param_offload "
     "actor_rollout_ref.model.use_shm data.shuffle data.val_batch_size "
     "actor_rollout_ref.actor.fsdp_config.grad_offload global_profiler.tool actor_rollout_ref.actor.profiler.enable"
 )

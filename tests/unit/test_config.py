@@ -190,7 +190,7 @@ def test_the_configuration_of_a_run_is_read_as_that_of_its_kind(tmp_path: Path) 
     for text, message in (
         (file.read_text().replace("vocabulary: 7", "vocabulary: 0"), ": model.vocabulary: expected at least 1, got 0"),
         ("model: {path: x}\n", " is not the configuration of a training run"),
-        ("[", " is not the configuration of a training run"),
+        ("[", " is not the configuration of a training run: expected the node content, but found '<stream end>'"),
     ):
         file.write_text(text)
         with pytest.raises(ConfigError) as error:

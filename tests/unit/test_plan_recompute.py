@@ -96,6 +96,7 @@ def test_none_need_be(sd3_folder: Path, tmp_path: Path) -> None:
     assert "fits too" not in plan_job(tiny_config(sd3_folder, tmp_path, ON), {"nproc": "1"})
 
 
+@pytest.mark.full
 def test_all_have_to_be() -> None:
     every = update(planned(qwen(), Cluster(1, 4)))
     size = int((every + ALLOWED) / (1 - SPARE))

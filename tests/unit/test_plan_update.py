@@ -34,6 +34,7 @@ def config(*keys: str) -> LMRLConfig:
     return cfg
 
 
+@pytest.mark.quick("two passes")
 @pytest.mark.parametrize(
     "keys",
     [
@@ -42,7 +43,7 @@ def config(*keys: str) -> LMRLConfig:
         pytest.param([CHECKPOINTING, f"{MICRO}=8"], id="two passes"),
         pytest.param([CHECKPOINTING, f"{MICRO}=4"], id="four passes"),
         pytest.param([CHECKPOINTING, f"{MICRO}=4", "parallel.sync_each_batch=true"], id="four passes, each reduced"),
-        pytest.param([CHECKPOINTING, f"{MICRO}=16", "model.lora_rank=16"], id="LoRA", marks=pytest.mark.full),
+        pytest.param([CHECKPOINTING, f"{MICRO}=16", "model.lora_rank=16"], id="LoRA"),
     ],
 )
 def test_the_update_is_that_of_fsdp(keys: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

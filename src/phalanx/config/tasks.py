@@ -314,7 +314,9 @@ def read_run(file: Path, *kinds: type[T], policy: str | None = None, use: Use | 
         raise ConfigError(f"{file} is missing; it says which model the checkpoints belong to") from None
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error.strerror}") from None
-    except (ValueError, yaml.YAMLError):
+    except yaml.MarkedYAMLError as error:
+        raise ConfigError(f"{file} is not the configuration of a training run: {error.problem}") from None
+    except ValueError:
         content = None
     if isinstance(content, dict) and content.keys() >= {*POLICIES, "data", "trainer"}:
         if policy is None:
