@@ -16,7 +16,7 @@ from tests.ranks import run_ranks
 
 KEYS = ("algorithm.kl_loss_coef=0.04", "actor.loss_agg_mode=seq-mean-token-mean")
 BUDGET = ("actor.use_dynamic_bsz=true", "actor.ppo_max_token_len_per_gpu=80", "rollout.mask_truncated=true")
-PACKED = "model.use_remove_padding=true"
+PADDED, PACKED = "model.use_remove_padding=false", "model.use_remove_padding=true"
 GROUPED = "model.use_prefix_grouper=true"
 
 
@@ -37,7 +37,7 @@ def watched(cfg: Any) -> dict[str, Any]:
 
 
 @pytest.mark.quick("packed")
-@pytest.mark.parametrize("own", [(), (PACKED,), (PACKED, GROUPED)], ids=["padded", "packed", "prompts once"])
+@pytest.mark.parametrize("own", [(PADDED,), (PACKED,), (PACKED, GROUPED)], ids=["padded", "packed", "prompts once"])
 def test_the_step_is_that_of_fixed_micro_batches(own: tuple[str, ...], lm_folder: Path, tmp_path: Path) -> None:
     mask = "rollout.mask_truncated=true"
     (fixed,) = run_ranks(one_step, 1, tiny_lm_config(lm_folder, tmp_path / "fixed", *KEYS, mask))
