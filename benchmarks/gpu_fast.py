@@ -38,7 +38,7 @@ def flow_words(config: str, blocks: int, *keys: str) -> list[str]:
     shape = f"{'qwen_image' if qwen else 'sd35_medium'}/{blocks}"
     if ON_CPU:
         shape, sizes = f"{'tiny_qwen_image' if qwen else 'tiny_sd3'}/1", TINY_FLOW
-    batch = ["data.train_batch_size=2", "actor.ppo_mini_batch_size=1"]
+    batch = ["data.train_batch_size=2", "actor.ppo_mini_batch_size=1", "model.compile=false"]
     return [str(ROOT / config), "--shapes", shape, *batch, *sizes, *keys]
 
 

@@ -32,8 +32,8 @@ def share(state: dict[str, Any], world: World, bytes_of: list[int] | None = None
     bytes_of: what each replica of the weights writes so far; the next tensor goes to the one with the least.
     """
     # torch would remove duplicates from the plans of all ranks, for which rank 0 unpickles them, 0.4 s of CPU each
-    width, written = world.shard_size, dict[str, Any]()
-    bytes_of = [0] * (world.size // width) if bytes_of is None else bytes_of
+    replicas, shards, written = world.mesh["replicate"], world.mesh["shard"], dict[str, Any]()
+    bytes_of = [0] * replicas.size() if bytes_of is None else bytes_of
     for number, (name, value) in enumerate(state.items()):
         if isinstance(value, dict):
             part = share(value, world, bytes_of)
@@ -42,7 +42,7 @@ def share(state: dict[str, Any], world: World, bytes_of: list[int] | None = None
         replica = bytes_of.index(min(bytes_of))
         bytes_of[replica] += value.numel() * value.dtype.itemsize
         # what is not sharded is the same on all ranks of a replica
-        one_of_them = isinstance(value, DTensor) or world.rank % width == number % width
-        if world.rank // width == replica and one_of_them:
+        one_of_them = isinstance(value, DTensor) or shards.get_local_rank() == number % shards.size()
+        if replicas.get_local_rank() == replica and one_of_them:
             written[name] = value
     return written
