@@ -79,7 +79,12 @@ MUTANTS = [
     Mutant("sd3_lora", MINI, "weights = weight.to(self.device)", "weights = weight"),
     Mutant("sd3_lora", "distributed/fsdp.py", "module.to(world.device)", "module.to('cpu')"),
     Mutant("sd3_lora", "distributed/mesh.py", '"cpu:gloo,cuda:nccl" if cuda', '"nccl" if cuda'),
-    Mutant("qwen_2_ranks", "distributed/mesh.py", "max(config.timeout_s, CHECKPOINT_S))", 'max(config.timeout_s, CHECKPOINT_S), "nccl")'),
+    Mutant(
+        "qwen_2_ranks",
+        "distributed/mesh.py",
+        "max(config.timeout_s, CHECKPOINT_S))",
+        'max(config.timeout_s, CHECKPOINT_S), "nccl")',
+    ),
     Mutant("offload", OFFLOAD, "computing.wait_event(fetched[i])", "pass"),
     Mutant("offload", OFFLOAD, "coming.wait_event(returned[i - SLOTS])", "pass"),
     Mutant("offload", OFFLOAD, "going.wait_event(updated[i])", "pass"),
