@@ -109,7 +109,7 @@ def test_an_algorithms_own_weights_stay_those_of_the_good_step(sd3_folder: Path,
             assert all(torch.equal(found[step][k], v) for k, v in found["after 2"].items()), step
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_too_many_in_a_row_end_the_run_with_a_checkpoint_from_before(sd3_folder: Path, tmp_path: Path) -> None:
     settings = ("trainer.max_bad_steps=2", "trainer.save_freq=4", "parallel.fsdp_size=2")
     cfg = tiny_config(sd3_folder, tmp_path, *SETTINGS, *settings)

@@ -142,7 +142,7 @@ def compiled_step(cfg: FlowRLConfig) -> dict[str, Any]:
     return one_step(cfg)
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_compiled_blocks_are_sharded_and_checkpointed(sd3_folder: Path, tmp_path: Path) -> None:
     """With one graph for rollout and training: the first update has a ratio of exactly 1."""
     keys = (*LORA, "actor.ppo_micro_batch_size_per_gpu=2")

@@ -140,7 +140,7 @@ def measure(cfg: Any) -> dict[str, int]:
     [
         pytest.param(1, [FULL], id="full", marks=pytest.mark.long),
         pytest.param(
-            1, [LORA, CHECKPOINTING, BF16, *PACKED], id="lora, checkpointing, bfloat16, packed", marks=pytest.mark.full
+            1, [LORA, CHECKPOINTING, BF16, *PACKED], id="lora, checkpointing, bfloat16, packed", marks=pytest.mark.long
         ),
         pytest.param(
             2,

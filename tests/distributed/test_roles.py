@@ -87,8 +87,7 @@ def test_a_teacher_stands_beside_the_actor(sd3_folder: Path, lm_folder: Path, tm
         assert all(torch.equal(value, apart[name]) for name, value in together.items())
 
 
-@pytest.mark.seldom("lm", "lm-lora", "blocks")
-@pytest.mark.full
+@pytest.mark.long
 def test_shards_of_other_widths(kind: tuple[Job, Job], tmp_path: Path) -> None:
     """One rank samples for three that shard the weights, and two for one: whole tensors are sent between roles."""
     build, config = kind

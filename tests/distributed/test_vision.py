@@ -57,6 +57,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.seldom("trained")
 @pytest.mark.quick("frozen")
 @pytest.mark.seldom("frozen")
 @pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "trained"])

@@ -27,7 +27,7 @@ def test_the_quickstart_learns(tmp_path: Path) -> None:
     assert (tmp_path / "samples" / "test" / "step_000020" / "index.jsonl").is_file()
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_the_quickstart_with_tools_learns(tmp_path: Path) -> None:
     """After its first 12 steps, more answers are correct, because the calculator is called more often."""
     keys = ["trainer.total_training_steps=12", "trainer.save_freq=-1", "trainer.test_freq=-1"]

@@ -39,6 +39,7 @@ def run_example(name: str, *arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.seldom("flowgrpo")
 @pytest.mark.quick("grpo")
 @pytest.mark.parametrize(("kind", "keys"), [("flowgrpo", FLOW), ("grpo", TEXT)], ids=["flowgrpo", "grpo"])
 def test_a_loop_in_one_file_takes_the_jobs_steps(kind: str, keys: tuple[str, ...], tmp_path: Path) -> None:

@@ -190,7 +190,7 @@ def test_a_slow_role_is_no_hang_and_a_rank_that_hangs_is_one(lm_folder: Path, tm
     assert row["step"] == 1 and row["time/wait"] > 8
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_roles_are_divided_anew_as_a_node_leaves(lm_folder: Path, tmp_path: Path) -> None:
     """A node dies with all ranks of a role (the rendezvous decides which one): half of the remaining ranks sample and
     half train, starting from the last checkpoint.

@@ -250,7 +250,7 @@ def test_compiled_blocks_compute_the_same(qwen_folder: Path, monkeypatch: pytest
 # stream, and the first of the latter gets other strides. Z-Image has blocks for the image, the text, and both. FLUX.2's
 # blocks of two streams share a graph, since their inputs before and after the first block have the same strides.
 @pytest.mark.full
-@pytest.mark.seldom("sd3-2", "flux-4", "flux2_klein-3")
+@pytest.mark.seldom("sd3-2", "flux-4", "flux2_klein-3", "z_image-3")
 @pytest.mark.parametrize(
     ("family", "graphs"), [("sd3", 2), ("qwen", 2), ("flux", 4), ("z_image", 3), ("flux2_klein", 3)]
 )

@@ -64,7 +64,7 @@ def test_of_layers_that_are_alike() -> None:
     assert_so_many_fit_and_one_less_does_not(qwen)
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_of_blocks_that_are_not(stable_diffusion: Make) -> None:
     assert_so_many_fit_and_one_less_does_not(stable_diffusion)
 
@@ -96,7 +96,7 @@ def test_none_need_be(sd3_folder: Path, tmp_path: Path) -> None:
     assert "fits too" not in plan_job(tiny_config(sd3_folder, tmp_path, ON), {"nproc": "1"})
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_all_have_to_be() -> None:
     every = update(planned(qwen(), Cluster(1, 4)))
     size = int((every + ALLOWED) / (1 - SPARE))
