@@ -84,3 +84,23 @@ def test_weights_are_cast_before_they_are_gathered(dtype: torch.dtype) -> None:
         assert sent.keys() == cast.keys()
         for name, value in sent.items():
             assert value.dtype is dtype and torch.equal(value, cast[name]), name
+
+
+def clipped() -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]:
+    """Norm and gradients by clip_gradients, and by torch's functions for DTensors."""
+    world = mesh.start(ParallelConfig(fsdp_size=2))
+    module = net()
+    sharded = Sharded(module, list(module.children())[:3], world, ParallelConfig(fsdp_size=2), torch.float32)
+    assert sharded.clip_gradients(1.0) == 0  # without gradients
+    module(whole_numbers(4, 5, seed=world.rank)).square().sum().backward()
+    grads = [p.grad for p in sharded.parameters.values() if p.grad is not None]
+    norm: Any = torch.nn.utils.get_total_norm(grads)
+    expected = [(grad * (1.0 / (norm.full_tensor() + 1e-6)).item()).full_tensor() for grad in grads]  # type: ignore[attr-defined]
+    found = sharded.clip_gradients(1.0)
+    return norm.full_tensor(), found, expected, [grad.full_tensor() for grad in grads]  # type: ignore[attr-defined]
+
+
+def test_gradients_are_clipped_as_by_torch() -> None:
+    for norm, found, expected, clipped_ones in run_ranks(clipped, 2):
+        assert torch.equal(norm, found) and norm > 1
+        torch.testing.assert_close(clipped_ones, expected)

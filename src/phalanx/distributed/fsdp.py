@@ -254,6 +254,8 @@ class Sharded:
     def clip_gradients(self, max_norm: float) -> Tensor:
         """Scale the gradient down to the norm `max_norm` if it is larger (0: never). Returns its norm before that."""
         grads = [p.grad for p in self.parameters.values() if p.grad is not None]
+        if not grads:
+            return torch.zeros((), device=self.world.device)
         # On local parts: torch's functions for DTensors send a message for each tensor and take seconds of CPU time.
         parts = [local(grad) for grad in grads]
         norms = torch.stack(torch._foreach_norm(parts))

@@ -1,6 +1,6 @@
-"""Whether torch.compile works on the machines of a job: it needs a C++ compiler, on GPUs also Triton.
+"""Whether something works on the machines of a job, such as torch.compile, which needs a C++ compiler, on GPUs Triton.
 
-Ranks that compile and ranks that do not would round differently, so all ranks of a job do the same.
+Ranks that compute in different ways would round differently, so all ranks of a job do the same.
 """
 
 import logging
@@ -24,23 +24,29 @@ log = logging.getLogger(__name__)
 C = TypeVar("C", bound=ModelConfig)
 
 
-def compiles(world: World, key: str, trial: Callable[[torch.device], object]) -> bool:
-    """Whether `trial`, which compiles something for the device and runs it, works on all ranks, which call this
-    together. If not, one line says so.
-
-    key: what goes uncompiled then, for the line.
+def works(world: World, line: str, *checks: Callable[[], object]) -> bool:
+    """Whether no check raises an error on any rank; all ranks call this together. Otherwise the lead logs `line`, which
+    says what all ranks do instead, with the rank and the reason.
     """
-    # first the compiler, because a cache may have what is tried, but not what comes later
-    for check in (cpp_builder.get_cpp_compiler, partial(trial, world.device)):
+    for check in checks:
         problem = _problem(check)
         problems = all_gather_object(problem) if dist.is_initialized() else [problem]
         for rank, text in enumerate(problems):
             if text:
                 if world.lead:
-                    line = "%s: all ranks go on without, because torch.compile fails on rank %d: %s"
-                    log.warning(line, key, rank, text)
+                    log.warning("%s on rank %d: %s", line, rank, text)
                 return False
     return True
+
+
+def compiles(world: World, key: str, trial: Callable[[torch.device], object]) -> bool:
+    """Whether `trial`, which compiles something for the device and runs it, works on all ranks; see `works`.
+
+    key: what goes uncompiled otherwise, for the line.
+    """
+    line = f"{key}: all ranks go on without, because torch.compile fails"
+    # first the compiler, because a cache may have what is tried, but not what comes later
+    return works(world, line, cpp_builder.get_cpp_compiler, partial(trial, world.device))
 
 
 def where_it_works(config: C, world: World) -> C:

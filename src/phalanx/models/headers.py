@@ -15,16 +15,8 @@ from phalanx.config.files import kind, parse_json, read_bytes
 MOST = 1e8  # limit of any number in a configuration
 MOST_LAYERS = 10_000
 MOST_BYTES = 1 << 27  # of a file other than weights, such as a tokenizer
-_WEIGHTS = (
-    ".safetensors",
-    ".bin",
-    ".pt",
-    ".pth",
-    ".gguf",
-    ".msgpack",
-    ".h5",
-    ".onnx",
-)  # of any size; most are not read
+# files of any size, most of which are not read
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".msgpack", ".h5", ".onnx")
 _VARIANT = re.compile(r"[^.]+\.(\w+)(-\d+-of-\d+)?\.safetensors")  # as in model.fp16.safetensors
 
 

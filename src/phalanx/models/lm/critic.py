@@ -97,7 +97,7 @@ def build_critic(config: CriticModelConfig, parallel: ParallelConfig, policy: LM
             f"{key}: {settings.path!r} has {limit} positions, and data.max_prompt_length "
             f"with data.max_response_length is {longest} tokens"
         )
-    packing.settle(model, policy.world.device, DTYPES[settings.dtype], compiled=settings.compile)
+    packing.settle(model, policy.world, DTYPES[settings.dtype], compiled=settings.compile)
     model.share_positions(policy.world, settings.attn_implementation)
     spread = experts.spread(model.lm, settings, parallel, policy.world.shard_size)
     critic = ValueLM(model)

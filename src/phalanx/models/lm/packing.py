@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -27,7 +28,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask, sdpa_mask
 
 from phalanx.distributed.context_parallel import KEY, ContextGroup
-from phalanx.models.lm.varlen import PACKED_VARLEN, Segments, packed_varlen, serves
+from phalanx.distributed.mesh import World
+from phalanx.models.compiling import works
+from phalanx.models.lm.varlen import PACKED_VARLEN, Segments, packed_varlen, trial
 
 PACKED_SDPA = "phalanx_packed_sdpa"
 SHARED_EAGER = "phalanx_shared_eager"
@@ -50,8 +53,8 @@ def check(lm: Any, given: str = "model.use_remove_padding: true", advice: str = 
         )
 
 
-def settle(model: Any, device: torch.device, dtype: torch.dtype, *, compiled: bool) -> None:
-    """Choose how a model packs on this device: by one call per layer if that works, and not at all if its blocks are
+def settle(model: Any, world: World, dtype: torch.dtype, *, compiled: bool) -> None:
+    """Choose how a model packs on all ranks: by one call per layer if that works, and not at all if its blocks are
     compiled and each sequence would be a separate call.
 
     model: a phalanx.models.lm.model.CausalLM that computes in `dtype`. Raises ValueError if it must pack nevertheless.
@@ -60,7 +63,10 @@ def settle(model: Any, device: torch.device, dtype: torch.dtype, *, compiled: bo
     config = lm.config.get_text_config(decoder=True)
     if not model.packs or config._attn_implementation != PACKED_SDPA:
         return
-    if serves(device, dtype, config.to_dict().get("head_dim") or config.hidden_size // config.num_attention_heads):
+    dim = config.to_dict().get("head_dim") or config.hidden_size // config.num_attention_heads
+    line = "packed samples take a call of torch's SDPA each, because varlen_attn fails"
+    tried = world.device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
+    if tried and works(world, line, partial(trial, world.device, dtype, dim)):
         lm.set_attn_implementation(PACKED_VARLEN)
     elif compiled:
         if not model.tries:

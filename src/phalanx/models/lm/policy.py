@@ -19,6 +19,7 @@ from torch import Tensor
 from phalanx.config.lm import LMDataConfig, LMModelConfig
 from phalanx.config.messages import cut
 from phalanx.config.run import ParallelConfig
+from phalanx.distributed.collectives import reduce_int
 from phalanx.distributed.mesh import World
 from phalanx.functional.scores import trial
 from phalanx.functional.tokens import TokenReplay, TokenTrace, Truncation
@@ -72,7 +73,7 @@ class LMPolicy:
         self.tokenizer, self.world, self.data = tokenizer, world, data
         model.fused = world.device.type == "cuda" and compiles(world, "scores of tokens", trial)
         config = where_it_works(config, world)
-        packing.settle(model, world.device, DTYPES[config.dtype], compiled=config.compile)
+        packing.settle(model, world, DTYPES[config.dtype], compiled=config.compile)
         self.config = _as_loaded(config, model)
         self.parallel, self.temperature, self.truncation, self.trim = parallel, temperature, truncation, trim
         self.vision = model.vision
@@ -114,6 +115,9 @@ class LMPolicy:
         # with images first, because a trained tower that gives NaN spoils the passes without images as well
         for probe in (None,) if self.reader is None else (self.reader.tried, None):
             check_agreement(module, self.config, self.tokenizer, device, decodes=decodes, image_prompt=probe)
+        if module.tries and self.world.size > 1:  # near a bound, ranks may find different things
+            module.packs = not reduce_int(not module.packs, "max")
+            module.groups = not reduce_int(not module.groups, "max")
         self.config = _as_loaded(self.config, module)
         # weights that stay gathered would hide those that a checkpoint loads
         self.trained.sharded.reshard()

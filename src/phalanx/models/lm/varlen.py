@@ -4,7 +4,6 @@ The lengths of the sequences are tensors, so that one compiled graph serves all 
 """
 
 import inspect
-import logging
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -13,10 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import varlen
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-from phalanx.config.messages import reason
-
-log = logging.getLogger(__name__)
 
 PACKED_VARLEN = "phalanx_packed_varlen"
 WITH_GROUPS = "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters  # torch 2.12 and later
@@ -85,16 +80,9 @@ def packed_varlen(
     return output[None], None
 
 
-def serves(device: torch.device, dtype: torch.dtype, dim: int) -> bool:
-    """Whether varlen_attn works here for heads of `dim` elements: it is tried, forward and backward."""
-    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
-        return False
+def trial(device: torch.device, dtype: torch.dtype, dim: int) -> None:
+    """Run varlen_attn forward and backward for heads of `dim` elements."""
+    q = torch.zeros(1, 2, 4, dim, dtype=dtype, device=device, requires_grad=True)
     segments = Segments.of([(2, (1, 1))], device)
-    try:
-        q = torch.zeros(1, 2, 4, dim, dtype=dtype, device=device, requires_grad=True)
-        with torch.enable_grad():
-            packed_varlen(nn.Module(), q, q[:, :1], q[:, :1], None, segments=segments)[0].sum().backward()
-    except (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
-        log.info("packed samples take a call of torch's SDPA each, because varlen_attn fails: %s", reason(error))
-        return False
-    return True
+    with torch.enable_grad():
+        packed_varlen(nn.Module(), q, q[:, :1], q[:, :1], None, segments=segments)[0].sum().backward()
