@@ -54,7 +54,7 @@ def spoiled(cfg: FlowRLConfig, value: float, steps: tuple[int, ...], loss_only: 
     }
 
 
-@pytest.mark.seldom("nan-False-1", "inf-False-1", "inf-False-2", "inf-True-1")
+@pytest.mark.seldom("nan-False-1", "inf-False-1", "inf-False-2", "inf-True-1", "inf-True-2")
 @pytest.mark.quick("nan-False-2")
 @pytest.mark.parametrize("fsdp", [1, 2])
 @pytest.mark.parametrize(

@@ -188,6 +188,7 @@ def rows(folder: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in json.loads(line).items() if not k.startswith(("perf/", "time/"))} for line in lines]
 
 
+@pytest.mark.seldom("lora")
 @pytest.mark.quick("full")
 @pytest.mark.parametrize(("world", "kind"), [(1, ()), (2, (LORA,))], ids=["full", "lora"])
 def test_resume_repeats_bit_for_bit(world: int, kind: tuple[str, ...], sd3_folder: Path, tmp_path: Path) -> None:

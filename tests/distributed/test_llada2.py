@@ -17,6 +17,7 @@ from phalanx.config.tasks import ExportConfig
 from phalanx.distributed import mesh
 from phalanx.functional.tokens import TokenTrace
 from phalanx.jobs.export import Export
+from phalanx.models import compiling
 from tests import jobs
 from tests.jobs import full_weights, tiny_config
 from tests.llada2 import tiny_llada2
@@ -124,8 +125,9 @@ def test_a_step_with_experts_on_ranks_of_their_own(tmp_path: Path) -> None:
     ],
 )
 def test_experts_that_cannot_be_spread(
-    settings: dict[str, Any], keys: tuple[str, ...], message: str, tmp_path: Path
+    settings: dict[str, Any], keys: tuple[str, ...], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(compiling, "_one_operator", lambda device: None)  # a C++ compiler takes many seconds
     cfg = tiny_lm_config(tiny_llada2(tmp_path, **settings), tmp_path, SPREAD, *keys)
     with pytest.raises(RankError, match=f"ValueError: parallel.expert_parallel: {message}"):
         run_ranks(one_step, 2, cfg)

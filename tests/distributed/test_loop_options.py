@@ -84,6 +84,7 @@ def drawn_again(cfg: FlowRLConfig) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.seldom("3")
 @pytest.mark.full
 @pytest.mark.parametrize("times", [2, 3])
 def test_groups_of_equal_rewards_are_drawn_again(times: int, sd3_folder: Path, tmp_path: Path) -> None:

@@ -274,7 +274,7 @@ def compare(plan: Rehearsal, memory: Memory, took: dict[str, int]) -> None:
             id="sharded, lora, checkpointing of 2 blocks of 6, bfloat16",
             marks=pytest.mark.long,
         ),
-        pytest.param(1, [FULL, "actor.ema.decay=0.9"], id="full, EMA, two passes", marks=pytest.mark.full),
+        pytest.param(1, [FULL, "actor.ema.decay=0.9"], id="full, EMA, two passes", marks=pytest.mark.long),
         pytest.param(
             2,
             [FULL, CHECKPOINTING, "parallel.fsdp_size=1", "algorithm.kl_loss_coef=0.1"],

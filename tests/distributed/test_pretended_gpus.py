@@ -117,7 +117,7 @@ def waits(record: Record, phase: str) -> dict[str, int]:
 
 
 @pytest.mark.quick("sd3_lora")
-@pytest.mark.seldom("experts", "sd3_full")
+@pytest.mark.seldom("experts", "sd3_full", "inference", "ppo", "roles")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.long) if name in ALIKE else name for name in JOBS]
 )

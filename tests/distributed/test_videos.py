@@ -49,8 +49,7 @@ def configure(model: Path, folder: Path, *overrides: str) -> FlowRLConfig:
     )
 
 
-@pytest.mark.seldom("hunyuan-flowgrpo", "hunyuan-diffusion_nft", "ltx2-flowgrpo")
-@pytest.mark.full
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["flowgrpo", "diffusion_nft"])
 @pytest.mark.parametrize("family", ["hunyuan", "ltx2"])
 def test_layouts_agree(family: str, name: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:

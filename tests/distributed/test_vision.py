@@ -157,6 +157,7 @@ def trained_from(config: LMRLConfig) -> Tensor:
         return logits_of(trainer.policy.trained.module.lm, Path(config.model.path))
 
 
+@pytest.mark.seldom("smolvlm")
 @pytest.mark.full
 @pytest.mark.parametrize("family", ["qwen3_vl", "smolvlm"])
 def test_a_run_goes_on_from_a_lora_of_peft_and_to_one(family: str, tmp_path: Path) -> None:

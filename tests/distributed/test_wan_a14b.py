@@ -109,8 +109,7 @@ def stock_videos(pipeline: Any) -> Tensor:
     ).frames
 
 
-@pytest.mark.seldom("full")
-@pytest.mark.full
+@pytest.mark.long
 @pytest.mark.parametrize("kind", [LORA, ("model.gradient_checkpointing=true",)], ids=["lora", "full"])
 def test_a_run_resumes_and_its_export_is_played_by_stock_diffusers(
     kind: tuple[str, ...], a14b_folder: Path, tmp_path: Path

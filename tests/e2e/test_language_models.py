@@ -41,7 +41,7 @@ def test_the_quickstart_with_tools_learns(tmp_path: Path) -> None:
     assert all(row["actor/first_ratio_error"] == 0 for row in rows)
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_the_quickstart_with_images_learns(tmp_path: Path) -> None:
     """After its first 10 steps, far more greedy answers to held-out pictures are correct."""
     keys = ["trainer.total_training_steps=10", "trainer.save_freq=-1", f"trainer.output_dir={tmp_path}"]

@@ -76,6 +76,7 @@ def fit_lm(cfg: Any) -> None:
     lm_rl.build(cfg).fit()
 
 
+@pytest.mark.seldom("text-35")
 @pytest.mark.quick("flow-39")
 @pytest.mark.parametrize(("kind", "most"), [("flow", 39), ("text", 35)])
 def test_a_step_runs_through_few_files(kind: str, most: int) -> None:

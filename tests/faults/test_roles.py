@@ -174,7 +174,7 @@ def slow(completions, prompts, metadata):
 """
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_a_slow_role_is_no_hang_and_a_rank_that_hangs_is_one(lm_folder: Path, tmp_path: Path) -> None:
     """The actor's ranks wait for samples longer than parallel.timeout_s; then one of them hangs in an update."""
     (tmp_path / "rewards.py").write_text(SLOW)

@@ -34,7 +34,7 @@ def config(*keys: str) -> LMRLConfig:
     return cfg
 
 
-@pytest.mark.seldom("four passes, each reduced", "four passes")
+@pytest.mark.seldom("four passes, each reduced", "four passes", "one pass")
 @pytest.mark.quick("two passes")
 @pytest.mark.parametrize(
     "keys",
