@@ -113,7 +113,7 @@ trap 'stop 130' INT
 trap 'stop 131' QUIT
 trap 'stop 143' TERM
 exec 3<&0 # a command in the background would read /dev/null, but a breakpoint needs the terminal
-(trap '' HUP INT QUIT && exec python3 -m phalanx.launch "$@" <&3 3<&-) &
+(trap '' HUP INT QUIT && exec python3 -m phalanx.run.launch "$@" <&3 3<&-) &
 child=$!; [ -z "$stopped" ] || kill -TERM "$child"
 status=0; wait "$child" || status=$?
 while kill -0 "$child" 2>/dev/null; do wait "$child" || :; done # a signal interrupted wait, and torchrun is about to end

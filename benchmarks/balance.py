@@ -28,8 +28,8 @@ from learning import insert, metrics  # noqa: E402
 
 from phalanx.config.lm import LMRLConfig  # noqa: E402
 from phalanx.training.minibatches import Units  # noqa: E402
-from tests.lm import tiny_lm, tiny_lm_config  # noqa: E402
-from tests.ranks import run_ranks  # noqa: E402
+from tests.helpers.lm import tiny_lm, tiny_lm_config  # noqa: E402
+from tests.helpers.ranks import run_ranks  # noqa: E402
 
 N = 8  # responses per prompt; each rank draws those of two prompts
 MEDIAN, LONGEST = 40, 1280  # tokens of a response
@@ -89,7 +89,7 @@ def config(model: Path, folder: Path, *keys: str) -> LMRLConfig:
 def trained(cfg: LMRLConfig) -> None:
     """Train on responses of drawn lengths, with passes that take the emulated time of their tokens."""
     from phalanx.rollout.lm.in_policy import Drawn, LMRollout
-    from phalanx.training.lm_rl import build
+    from phalanx.run.lm_rl import build
     from phalanx.training.minibatches import Minibatches
     from phalanx.training.update import StepLog
 

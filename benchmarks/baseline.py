@@ -28,15 +28,15 @@ from measure import Bench, arguments, configure, origin, table
 from peft.tuners.lora.layer import Linear
 from torch import Tensor
 
-from phalanx.cli import rank, run
 from phalanx.config.flow import FlowRLConfig
 from phalanx.config.registry import resolve_registry
 from phalanx.data.prompts import load_prompts
-from phalanx.distributed import mesh
 from phalanx.models.lora import add_lora
-from phalanx.rewards.image.jpeg_compressibility import jpeg_compressibility
+from phalanx.run.cli import rank, run
+from phalanx.run.flow_rl import check
+from phalanx.run.world import start_world, stop_world
 from phalanx.telemetry.step_metrics import peak_memory_gb
-from phalanx.training.flow_rl import check
+from phalanx.zoo.rewards.image.jpeg_compressibility import jpeg_compressibility
 
 
 class Baseline:
@@ -44,7 +44,7 @@ class Baseline:
 
     def __init__(self, cfg: FlowRLConfig) -> None:
         self.cfg, self.size, self.rank = cfg, dist.get_world_size(), dist.get_rank()
-        family = resolve_registry("phalanx.models.flow.families", cfg.model.family or "", "model.family")
+        family = resolve_registry("phalanx.zoo.families", cfg.model.family or "", "model.family")
         self.model = family.Model(cfg.model, torch.float32, torch.float32)
         add_lora(self.model.transformer, cfg.model, self.model.lora_targets, seed=0)
         by(Linear, self.model.transformer)
@@ -226,13 +226,13 @@ def main() -> None:
         torch.set_num_threads(1)
         alone = args.only == "baseline"
         if alone:
-            mesh.start(cfg.parallel)
+            start_world(cfg.parallel)
         bench = None if alone else Bench.of(cfg, warmup=args.warmup, steps=args.steps)
         baseline = None if args.only == "phalanx" else Baseline(cfg)
 
         def job() -> None:
             compare(bench, baseline, cfg, args)
-            mesh.stop()
+            stop_world()
 
         return job
 

@@ -70,9 +70,9 @@ class Clock:
 
 def phalanx(folder: Path, clock: Clock, keys: list[str]) -> None:
     """The job that benchmarks/cpu_reference.yaml describes."""
-    from phalanx.config import load
     from phalanx.config.flow import FlowRLConfig
-    from phalanx.training.flow_rl import build
+    from phalanx.run.flow_rl import build
+    from phalanx.run.rules import load_config
 
     settings = {
         "model.path": folder / "model",
@@ -90,7 +90,7 @@ def phalanx(folder: Path, clock: Clock, keys: list[str]) -> None:
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     words = [*(f"{key}={value}" for key, value in settings.items()), *keys]
-    trainer: Any = build(load(FlowRLConfig, str(CONFIG), words))
+    trainer: Any = build(load_config(FlowRLConfig, str(CONFIG), words))
     sample, reward, end_step = trainer.collector.sample, trainer.collector.reward, trainer.job.end_step
 
     def timed_sample(*args: Any) -> Any:
@@ -169,7 +169,7 @@ def flow_factory(folder: Path, clock: Clock, checkout: Path) -> None:
     from flow_factory.rewards.registry import register_reward_model
     from flow_factory.trainers import load_trainer
 
-    from phalanx.rewards.image.jpeg_compressibility import jpeg_compressibility
+    from phalanx.zoo.rewards.image.jpeg_compressibility import jpeg_compressibility
 
     class Jpeg(PointwiseRewardModel):
         def __call__(self, prompt: list[str], image: list[Any], **_: Any) -> Any:

@@ -35,9 +35,9 @@ def phalanx(steps: int, folder: Path) -> dict[str, float]:
 
 def job(config: Path, samples: int, steps: int, folder: Path, *overrides: str) -> dict[str, float]:
     """A job of a language model, on this process only, with `samples` samples per step."""
-    from phalanx.config import load
     from phalanx.config.lm import LMRLConfig
-    from phalanx.training.lm_rl import build
+    from phalanx.run.lm_rl import build
+    from phalanx.run.rules import load_config
 
     keys = {
         "trainer.total_training_steps": steps,
@@ -54,7 +54,7 @@ def job(config: Path, samples: int, steps: int, folder: Path, *overrides: str) -
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     os.chdir(ROOT)
     trainer: Any = build(
-        load(LMRLConfig, str(config), [*(f"{key}={value}" for key, value in keys.items()), *overrides])
+        load_config(LMRLConfig, str(config), [*(f"{key}={value}" for key, value in keys.items()), *overrides])
     )
     plain = trainer.job.end_step
 
@@ -72,7 +72,7 @@ def job(config: Path, samples: int, steps: int, folder: Path, *overrides: str) -
 
 def trl(steps: int, folder: Path) -> dict[str, Any]:
     """The same job in TRL."""
-    from phalanx.rewards.text.gsm8k import Gsm8k
+    from phalanx.zoo.rewards.text.gsm8k import Gsm8k
 
     def reward(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
         texts = [completion[-1]["content"] for completion in completions]

@@ -35,8 +35,8 @@ def trl(steps: int, folder: Path) -> dict[str, float]:
     from transformers import AutoTokenizer
     from trl.chat_template_utils import qwen3_template
 
-    from phalanx.environments.built_in.calculator import Calculator
-    from phalanx.rewards.text.gsm8k import Gsm8k
+    from phalanx.zoo.environments.calculator import Calculator
+    from phalanx.zoo.rewards.text.gsm8k import Gsm8k
 
     def reward(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
         texts = [completion[-1]["content"] for completion in completions]

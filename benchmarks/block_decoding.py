@@ -14,10 +14,10 @@ import os
 from phalanx.config.lm import LMDataConfig, LMModelConfig, LMRolloutConfig, LMValRolloutConfig
 from phalanx.config.run import ParallelConfig
 from phalanx.data.prompts import validation_sets
-from phalanx.distributed import mesh
 from phalanx.models.lm.blocks import build_block_policy
-from phalanx.rewards.text.gsm8k import Gsm8k
 from phalanx.rollout.lm.in_blocks import BlockDiffusionRollout
+from phalanx.run.world import start_world
+from phalanx.zoo.rewards.text.gsm8k import Gsm8k
 
 THRESHOLDS = (1.0, 0.95, 0.9, 0.8, 0.7, 0.5)
 
@@ -30,7 +30,7 @@ def main() -> None:
     options = parser.parse_args()
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
-    world = mesh.start(ParallelConfig())
+    world = start_world(ParallelConfig())
     (prompts,) = validation_sets([options.data], prompt="question", quoted=False).values()
     size, data = options.block_size, LMDataConfig(max_prompt_length=64, max_response_length=40)
     settings = [(size, threshold) for threshold in THRESHOLDS] + [(k, 1.0) for k in (1, 2, 4) if k < size]

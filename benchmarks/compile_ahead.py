@@ -40,7 +40,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from phalanx.models.fused_lora import FusedLinear
-from phalanx.plan.ledger import fused_attention
+from phalanx.tools.plan.ledger import fused_attention
 
 DEVICE = torch.device("cuda", 0)
 

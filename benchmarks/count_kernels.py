@@ -38,10 +38,10 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2Rot
 
 from phalanx.config.flow import FlowModelConfig
 from phalanx.models.flow.attention import use_real_rotations
-from phalanx.models.flow.families import qwen_image, sd3
 from phalanx.models.fused_lora import FusedLinear
 from phalanx.models.lora import add_lora, lora_off
-from phalanx.plan.ledger import fused_attention
+from phalanx.tools.plan.ledger import fused_attention
+from phalanx.zoo.families import qwen_image, sd3
 
 aten = torch.ops.aten
 PRODUCTS = (aten.mm, aten.addmm, aten.addmm_, aten.bmm, aten.baddbmm, torch.ops.mkldnn._linear_pointwise)

@@ -13,16 +13,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from phalanx.cli import parse, run
 from phalanx.config.lm import LMRLConfig
+from phalanx.run.cli import parse, run
 
 
 def build(cfg: LMRLConfig) -> Callable[[], None]:
-    from phalanx.telemetry import metrics
-    from phalanx.telemetry.metrics import Timers
-    from phalanx.training import lm_rl, rl
+    from phalanx.run import lm_rl, rl
+    from phalanx.run.disaggregated import workers
+    from phalanx.telemetry import timers
+    from phalanx.telemetry.timers import Timers
     from phalanx.training.collect import Collector
-    from phalanx.training.disaggregated import workers
     from phalanx.training.minibatches import Minibatches
     from phalanx.training.update import StepLog
 
@@ -67,7 +67,7 @@ def build(cfg: LMRLConfig) -> Callable[[], None]:
         wait_until(started[0] + actor_s / world.size * len(rows) / job.updater.plan.per_rank)
         say("update", started[0])
 
-    metrics.Timers = rl.Timers = workers.Timers = Phases  # type: ignore[misc]
+    timers.Timers = rl.Timers = workers.Timers = Phases  # type: ignore[misc]
     Collector.sample, Minibatches.select, StepLog.micro_batch = slow_sample, begin_pass, end_pass  # type: ignore[method-assign]
     job: Any = lm_rl.build(cfg)
     world = job.world

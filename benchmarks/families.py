@@ -32,14 +32,14 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 from learning import insert  # noqa: E402
 
 from phalanx.types import Prompt  # noqa: E402
-from tests.policies import MAX_LENGTH, make_policy, make_rollout, ode, one_rank  # noqa: E402
-from tests.tiny import load_pipeline, tiny_flux, tiny_qwen_image, tiny_sd3, tiny_wan, tiny_z_image  # noqa: E402
-from tests.tiny_edit import edits, load_edit_pipeline, tiny_qwen_image_edit  # noqa: E402
-from tests.tiny_flux2 import tiny_flux2, tiny_flux2_klein  # noqa: E402
-from tests.tiny_hunyuan import tiny_hunyuan_video_15  # noqa: E402
-from tests.tiny_i2v import load_i2v_pipeline, tiny_wan_a14b, tiny_wan_i2v  # noqa: E402
-from tests.tiny_ltx2 import tiny_ltx2  # noqa: E402
-from tests.tiny_qwen_image_21 import load_21_pipeline, tiny_qwen_image_21  # noqa: E402
+from tests.helpers.policies import MAX_LENGTH, make_policy, make_rollout, ode, one_rank  # noqa: E402
+from tests.helpers.tiny import load_pipeline, tiny_flux, tiny_qwen_image, tiny_sd3, tiny_wan, tiny_z_image  # noqa: E402
+from tests.helpers.tiny_edit import edits, load_edit_pipeline, tiny_qwen_image_edit  # noqa: E402
+from tests.helpers.tiny_flux2 import tiny_flux2, tiny_flux2_klein  # noqa: E402
+from tests.helpers.tiny_hunyuan import tiny_hunyuan_video_15  # noqa: E402
+from tests.helpers.tiny_i2v import load_i2v_pipeline, tiny_wan_a14b, tiny_wan_i2v  # noqa: E402
+from tests.helpers.tiny_ltx2 import tiny_ltx2  # noqa: E402
+from tests.helpers.tiny_qwen_image_21 import load_21_pipeline, tiny_qwen_image_21  # noqa: E402
 
 GUIDANCE, STEPS, SIDE = 3.0, 4, 64  # SIDE: that of a reference image, in pixels
 IMAGE, VIDEO = {"height": 256, "width": 256}, {"height": 64, "width": 96, "num_frames": 9}

@@ -14,8 +14,8 @@ from gpu_lines import CUDA_ONLY, Line, Lines, Part, Stage, clock, device, second
 from torch import nn
 
 from phalanx.engines.sleeping import Sleeping
-from phalanx.plan.pace import USED
 from phalanx.telemetry.step_metrics import peak_memory_gb
+from phalanx.tools.plan.pace import USED
 
 ROOT = Path(__file__).resolve().parents[1]
 QWEN, SD3 = "configs/flowgrpo/qwen_image_ocr_lora.yaml", "configs/flowgrpo/sd35_medium_ocr_lora.yaml"

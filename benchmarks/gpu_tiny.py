@@ -134,10 +134,10 @@ def steps(kinds: list[str], folder: Path) -> Iterator[tuple[str, Rows]]:
 
 def imports() -> None:
     """Import once what each of the forks needs."""
-    for name in ("jobs", "phalanx.training.flow_rl", "phalanx.training.lm_rl"):
-        importlib.import_module(name if "." in name else f"tests.{name}")
+    for name in ("jobs", "phalanx.run.flow_rl", "phalanx.run.lm_rl"):
+        importlib.import_module(name if "." in name else f"tests.helpers.{name}")
     for kind in KINDS.values():
-        importlib.import_module(f"tests.{kind.module}")
+        importlib.import_module(f"tests.helpers.{kind.module}")
 
 
 def step_of(name: str, where: str, folder: Path) -> Iterator[dict[str, Any]]:
@@ -148,10 +148,10 @@ def step_of(name: str, where: str, folder: Path) -> Iterator[dict[str, Any]]:
         torch.set_num_threads(1)
     else:
         draw_on_cpu()
-    from phalanx.training import flow_rl, lm_rl
-    from tests import jobs, lm, tiny_vision
+    from phalanx.run import flow_rl, lm_rl
+    from tests.helpers import jobs, lm, tiny_vision
 
-    make: Any = getattr(sys.modules[f"tests.{kind.module}"], kind.make)
+    make: Any = getattr(sys.modules[f"tests.helpers.{kind.module}"], kind.make)
     model = make(folder / kind.make.removeprefix("tiny_"), **kind.options)
     keys = (*kind.keys, "trainer.total_training_steps=1")
     cfg: Any = (lm.tiny_lm_config if kind.text else jobs.tiny_config)(model, folder / "job", *keys)

@@ -17,17 +17,17 @@ from pathlib import Path
 
 from count_kernels import RATES
 
-from phalanx.config import load
 from phalanx.config.block_diffusion import BlockDiffusionTaskConfig
 from phalanx.config.flow import FlowRLConfig
 from phalanx.config.lm import LMRLConfig
-from phalanx.plan.batch import messages
-from phalanx.plan.blueprint import family_name, fetch
-from phalanx.plan.jobs import planned
-from phalanx.plan.layout import Cluster
-from phalanx.plan.lm import PlannedBlockRollout
-from phalanx.plan.pace import CARD, USED, Gpu, seconds
-from phalanx.plan.rehearsal import Rehearsal, RLRehearsal, SupervisedRehearsal
+from phalanx.run.rules import load_config
+from phalanx.tools.plan.batch import messages
+from phalanx.tools.plan.blueprint import family_name, fetch
+from phalanx.tools.plan.jobs import planned
+from phalanx.tools.plan.layout import Cluster
+from phalanx.tools.plan.lm import PlannedBlockRollout
+from phalanx.tools.plan.pace import CARD, USED, Gpu, seconds
+from phalanx.tools.plan.rehearsal import Rehearsal, RLRehearsal, SupervisedRehearsal
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "performance.md"
@@ -67,12 +67,12 @@ def plan(file: Path) -> Rehearsal:
     ranks = 1 if found is None else int(found[1])
     cluster = Cluster(-(-ranks // PER_NODE), min(ranks, PER_NODE))
     if file.parent.name == "flowgrpo":
-        flow = load(FlowRLConfig, str(file), [])
+        flow = load_config(FlowRLConfig, str(file), [])
         flow.model.path = fetch(flow.model.path, flow.model.revision)
         flow.model.family = family_name(flow.model)
         return planned(flow, cluster)
     schema = BlockDiffusionTaskConfig if file.stem.endswith("_sft") else LMRLConfig
-    cfg = load(schema, str(file), [])
+    cfg = load_config(schema, str(file), [])
     cfg.model.path = fetch(cfg.model.path, cfg.model.revision)
     return planned(cfg, cluster)
 

@@ -55,7 +55,7 @@ def scores(folder: Path) -> dict[str, float]:
     """
     import torch
 
-    from phalanx.rewards.image.ocr import Ocr
+    from phalanx.zoo.rewards.image.ocr import Ocr
 
     index = [json.loads(line) for line in (folder / "index.jsonl").read_text().splitlines()]
     images = np.stack([np.asarray(Image.open(folder / row["file"]).convert("RGB")) for row in index]) / 255.0

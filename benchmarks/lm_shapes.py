@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 
 from phalanx.config.lm import LMModelConfig
 from phalanx.models.lm import model
-from phalanx.plan.blueprint import fetch
+from phalanx.tools.plan.blueprint import fetch
 
 WORDS = Path(__file__).resolve().parents[1] / "assets" / "words"
 TINY = "tiny_lm"

@@ -28,10 +28,10 @@ from transformers import Qwen3Config, Qwen3ForCausalLM  # noqa: E402
 
 from phalanx.config.lm import LMModelConfig  # noqa: E402
 from phalanx.config.run import ParallelConfig  # noqa: E402
-from phalanx.distributed import mesh  # noqa: E402
 from phalanx.models.lm.model import load_model  # noqa: E402
 from phalanx.models.trained import TrainedModel  # noqa: E402
-from tests.ranks import run_ranks  # noqa: E402
+from phalanx.run.world import start_world  # noqa: E402
+from tests.helpers.ranks import run_ranks  # noqa: E402
 
 WAYS = ("whole", "parts")
 READ, OWN = "RssFile", "RssAnon"
@@ -84,7 +84,7 @@ def write(folder: Path, hidden: int, layers: int) -> float:
 def lay_out(folder: str, ranks: int, parts: bool) -> tuple[float, float]:
     """Load a model for a full fine-tuning; returns the MB that this rank read from files, and those it allocated."""
     config, parallel = LMModelConfig(path=folder), ParallelConfig(fsdp_size=ranks)
-    world = mesh.start(parallel)
+    world = start_world(parallel)
     with peaks() as most:
         model = load_model(config, torch.float32, chunk=1024, stored=parts)
         TrainedModel(model, model.blocks(), world, config, parallel, torch.bfloat16, seed=0, kept=torch.float32)

@@ -24,13 +24,13 @@ from peft.tuners.lora.layer import Linear
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
-from phalanx.cli import rank, run
 from phalanx.config.flow import FlowRLConfig
-from phalanx.distributed import mesh
 from phalanx.distributed.launch import Launch
 from phalanx.models.fused_lora import fuse
 from phalanx.models.lora import lora_off
-from phalanx.training.flow_rl import build, check
+from phalanx.run.cli import rank, run
+from phalanx.run.flow_rl import build, check
+from phalanx.run.world import stop_world
 
 NOISE = 0.02  # standard deviation of LoRA's B, whose initial value is 0
 
@@ -150,7 +150,7 @@ def main() -> None:
             device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
             if rank() == 0:
                 print(json.dumps(head | origin(device) | result), flush=True)
-            mesh.stop()
+            stop_world()
 
         return job
 

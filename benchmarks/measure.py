@@ -16,17 +16,18 @@ import lm_shapes
 import torch
 from shapes import SHAPES
 
-from phalanx.cli import fail, rank
-from phalanx.config import ConfigError, load
+from phalanx.config import ConfigError
 from phalanx.config.flow import FlowRewardFunctionConfig, FlowRLConfig
 from phalanx.config.lm import LMRLConfig
 from phalanx.distributed.collectives import reduce_float
 from phalanx.distributed.launch import Launch
-from phalanx.telemetry.metrics import Timers
+from phalanx.run import flow_rl, lm_rl
+from phalanx.run.cli import fail, rank
+from phalanx.run.rl import Trainer
+from phalanx.run.rules import load_config
 from phalanx.telemetry.step_metrics import peak_memory_gb
-from phalanx.training import flow_rl, lm_rl
+from phalanx.telemetry.timers import Timers
 from phalanx.training.collect import Collector
-from phalanx.training.rl import Trainer
 
 HERE = Path(__file__).resolve().parent
 C = TypeVar("C", FlowRLConfig, LMRLConfig)
@@ -89,7 +90,7 @@ def configure_any(args: argparse.Namespace) -> FlowRLConfig | LMRLConfig:
     if args.shapes:
         return configure_lm(args) if lm_shapes.is_shape(args.shapes) else configure(args)
     try:
-        load(LMRLConfig, args.config, [])
+        load_config(LMRLConfig, args.config, [])
     except ConfigError:
         return configure(args)
     return configure_lm(args)
@@ -100,7 +101,7 @@ def _loaded(schema: type[C], args: argparse.Namespace, synthetic: list[str], fol
     keys = ["total_training_steps=1", "logger=[]", "save_freq=-1", "test_freq=-1", "val_before_train=false"]
     keys += ["resume=never", f"output_dir={folder}"]
     try:
-        cfg = load(schema, args.config, [*synthetic, *args.overrides, *(f"trainer.{key}" for key in keys)])
+        cfg = load_config(schema, args.config, [*synthetic, *args.overrides, *(f"trainer.{key}" for key in keys)])
     except ConfigError as error:
         fail(str(error), status=2)
     cfg.data.val_files = []
@@ -130,7 +131,7 @@ class Meter(Timers):
         self._cpu[name] = self._cpu.get(name, 0.0) + time.process_time() - start
 
     def pop(self) -> dict[str, float]:
-        """As phalanx.telemetry.metrics.Timers.pop, with `cpu/<phase>`."""
+        """As phalanx.run.telemetry.run_logger.Timers.pop, with `cpu/<phase>`."""
         seconds, self._cpu = {f"cpu/{name}": value for name, value in self._cpu.items()}, {}
         return super().pop() | seconds
 

@@ -2,7 +2,7 @@
 
 import re
 
-from phalanx.environments.built_in.calculator import Calculator
+from phalanx.zoo.environments.calculator import Calculator
 
 
 def calculator(expression: str) -> str:

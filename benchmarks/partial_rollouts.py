@@ -28,8 +28,8 @@ from balance import LONGEST, MEDIAN, lengths  # noqa: E402
 from learning import insert, metrics  # noqa: E402
 
 from phalanx.config.lm import LMRLConfig  # noqa: E402
-from tests.lm import tiny_lm, tiny_lm_config  # noqa: E402
-from tests.ranks import run_ranks  # noqa: E402
+from tests.helpers.lm import tiny_lm, tiny_lm_config  # noqa: E402
+from tests.helpers.ranks import run_ranks  # noqa: E402
 
 N, PROMPTS = 8, 8  # responses per prompt, and prompts per training step
 DECODED, READ = 4e-3, 4e-5  # seconds per decoding step, and per prefilled token
@@ -96,7 +96,7 @@ def config(model: Path, folder: Path, *keys: str) -> LMRLConfig:
 def trained(cfg: LMRLConfig) -> None:
     """Train on responses of drawn lengths, with decoding that takes the emulated time."""
     from phalanx.rollout.lm.in_policy import Drawn, LMRollout
-    from phalanx.training.lm_rl import build
+    from phalanx.run.lm_rl import build
 
     def response(rollout: LMRollout, name: tuple[int, ...]) -> list[int]:
         """All tokens of a response; they are a function of its name."""

@@ -12,15 +12,15 @@ from pathlib import Path
 
 import torch
 
-from phalanx.config import load
 from phalanx.config.flow import FlowRLConfig
 from phalanx.config.lm import LMRLConfig
-from phalanx.plan.blueprint import family_name, fetch
-from phalanx.plan.jobs import planned
-from phalanx.plan.layout import Cluster
-from phalanx.plan.pace import USED
-from phalanx.plan.rehearsal import Rehearsal, RLRehearsal
+from phalanx.run.rules import load_config
 from phalanx.telemetry.flops import named_peak_flops
+from phalanx.tools.plan.blueprint import family_name, fetch
+from phalanx.tools.plan.jobs import planned
+from phalanx.tools.plan.layout import Cluster
+from phalanx.tools.plan.pace import USED
+from phalanx.tools.plan.rehearsal import Rehearsal, RLRehearsal
 
 HERE = Path(__file__).resolve().parent
 CONFIGS = HERE.parent / "configs"
@@ -50,10 +50,10 @@ def plan(figure: Published) -> Rehearsal:
     """Our recipe on their GPUs."""
     file, cluster = str(CONFIGS / f"{figure.recipe}.yaml"), Cluster(1, figure.gpus)
     if figure.unit == "tokens":
-        text = load(LMRLConfig, file, [])
+        text = load_config(LMRLConfig, file, [])
         text.model.path = fetch(text.model.path, text.model.revision)
         return planned(text, cluster)
-    cfg = load(FlowRLConfig, file, [])
+    cfg = load_config(FlowRLConfig, file, [])
     cfg.model.path = fetch(cfg.model.path, cfg.model.revision)
     cfg.model.family = family_name(cfg.model)
     return planned(cfg, cluster)

@@ -1,4 +1,4 @@
-"""The cost of the files that `phalanx watch` reads (phalanx.telemetry.rank_files) in a training step, on a CPU.
+"""The cost of the files that `phalanx watch` reads (phalanx.run.telemetry.rank_files) in a training step, on a CPU.
 
     python benchmarks/rank_files.py
 
@@ -17,8 +17,9 @@ import torch
 
 from phalanx.config.run import ParallelConfig
 from phalanx.distributed import collectives, mesh
-from phalanx.telemetry.metrics import Phase, Timers
-from phalanx.telemetry.rank_files import RankFiles
+from phalanx.run.telemetry.rank_files import RankFiles
+from phalanx.run.world import lone_world
+from phalanx.telemetry.timers import Phase, Timers
 
 
 def microseconds(act: Callable[[], object], times: int = 2000, rounds: int = 15) -> float:
@@ -51,7 +52,7 @@ def main() -> None:
 
     phase, collective = microseconds(note_phase), microseconds(time_collective)
     with tempfile.TemporaryDirectory() as folder, mesh.alone():
-        world = mesh.lone_world(ParallelConfig(), 1, 0, torch.device("cpu"))
+        world = lone_world(ParallelConfig(), 1, 0, torch.device("cpu"))
         files = RankFiles(Path(folder), world, timers, 100)
 
         def beat() -> None:

@@ -20,14 +20,14 @@ from typing import Any
 import torch
 from measure import Meter, arguments, configure, origin, table, use_timers
 
-from phalanx.cli import rank, run
 from phalanx.config.flow import FlowRLConfig
-from phalanx.distributed import mesh
 from phalanx.distributed.collectives import reduce_float
+from phalanx.run.cli import rank, run
+from phalanx.run.flow_rl import build, check
+from phalanx.run.rl import Trainer
+from phalanx.run.world import stop_world
 from phalanx.telemetry.step_metrics import peak_memory_gb
 from phalanx.training.collect import Collector
-from phalanx.training.flow_rl import build, check
-from phalanx.training.rl import Trainer
 
 
 def measure(cfg: FlowRLConfig, args: Namespace) -> None:
@@ -57,7 +57,7 @@ def measure(cfg: FlowRLConfig, args: Namespace) -> None:
     if rank() == 0:
         table("rollout", [(name, str(value)) for name, value in result.items()])
         print(json.dumps(result), flush=True)
-    mesh.stop()
+    stop_world()
 
 
 def summary(trainer: Trainer, medians: dict[str, float]) -> dict[str, Any]:

@@ -38,19 +38,20 @@ from torch.utils._pytree import tree_leaves
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))
 
-from phalanx.config import load  # noqa: E402
 from phalanx.config.flow import FlowRLConfig  # noqa: E402
 from phalanx.config.run import ParallelConfig  # noqa: E402
-from phalanx.distributed import mesh  # noqa: E402
 from phalanx.distributed.collectives import agree, all_gather, all_gather_object  # noqa: E402
 from phalanx.distributed.fsdp import local  # noqa: E402
-from phalanx.distributed.watchdog import Watch  # noqa: E402
-from phalanx.plan.batch import messages  # noqa: E402
-from phalanx.plan.blueprint import family_name  # noqa: E402
-from phalanx.plan.jobs import planned  # noqa: E402
-from phalanx.plan.layout import Cluster  # noqa: E402
-from phalanx.plan.memory import count  # noqa: E402
-from tests.ranks import free_port, run_ranks  # noqa: E402
+from phalanx.run import world as world_module  # noqa: E402
+from phalanx.run.rules import load_config  # noqa: E402
+from phalanx.run.watchdog import Watch  # noqa: E402
+from phalanx.run.world import start_world  # noqa: E402
+from phalanx.tools.plan.batch import messages  # noqa: E402
+from phalanx.tools.plan.blueprint import family_name  # noqa: E402
+from phalanx.tools.plan.jobs import planned  # noqa: E402
+from phalanx.tools.plan.layout import Cluster  # noqa: E402
+from phalanx.tools.plan.memory import count  # noqa: E402
+from tests.helpers.ranks import free_port, run_ranks  # noqa: E402
 
 NODE = 8  # ranks per node
 REPEATS, BEATS = 20, 200  # number of timed collectives and heartbeats
@@ -91,13 +92,13 @@ def is_group(leaf: Any) -> bool:
 
 def simulate(cfg: FlowRLConfig, cluster: Cluster, rank: int) -> dict[str, Any]:
     """Groups, memory and received bytes of rank `rank` of the cluster in a training step. Must run in a new process."""
-    from phalanx.training.flow_rl import build
+    from phalanx.run.flow_rl import build
 
     place = {"RANK": rank, "WORLD_SIZE": cluster.ranks, "LOCAL_RANK": rank % cluster.per_node}
     os.environ.update({name: str(value) for name, value in place.items()}, LOCAL_WORLD_SIZE=str(cluster.per_node))
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=cluster.ranks)
     make, real, calls = dist.distributed_c10d._new_process_group_helper, dist.new_group, []
-    cut, cutting = mesh.init_device_mesh, 0.0
+    cut, cutting = world_module.init_device_mesh, 0.0
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         calls.append(args)
@@ -116,7 +117,7 @@ def simulate(cfg: FlowRLConfig, cluster: Cluster, rank: int) -> dict[str, Any]:
     with (
         patch.object(dist.distributed_c10d, "_new_process_group_helper", counted),
         patch.object(dist, "new_group", fake),
-        patch.object(mesh, "init_device_mesh", timed),
+        patch.object(world_module, "init_device_mesh", timed),
         patch.object(dist, "broadcast_object_list", lambda *args, **kwargs: None),  # rank 0 says nothing
     ):
         start = time.process_time()
@@ -189,7 +190,7 @@ def job(folder: Path, ranks: int) -> FlowRLConfig:
     keys += ["actor.ppo_mini_batch_size=2", "actor.ppo_micro_batch_size_per_gpu=2", "trainer.test_freq=-1"]
     keys += [f"model.path={ROOT / 'assets/digits/base'}", "reward.functions=[{name: jpeg_incompressibility}]"]
     keys += ["trainer.total_training_steps=1", "trainer.logger=[]", "trainer.save_freq=-1", "trainer.resume=never"]
-    return load(
+    return load_config(
         FlowRLConfig, str(ROOT / "configs/flowgrpo/quickstart.yaml"), [*keys, f"trainer.output_dir={folder / 'out'}"]
     )
 
@@ -277,7 +278,7 @@ def member(port: int, ranks: int, lazy: bool) -> dict[str, float]:
     client = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     store = Counted(client)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
-    world = mesh.start(ParallelConfig(fsdp_size=node))
+    world = start_world(ParallelConfig(fsdp_size=node))
     dist.barrier()
     found: dict[str, float] = {"start_cpu_s": time.process_time() - start}
     for group in (dist.group.WORLD, *world.mesh.get_all_groups(), world.checkpoint_group):
@@ -419,7 +420,7 @@ def imports() -> float:
     seconds = []
     for _ in range(3):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        subprocess.run([sys.executable, "-c", "import phalanx.training.flow_rl"], check=True)
+        subprocess.run([sys.executable, "-c", "import phalanx.run.flow_rl"], check=True)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
     return statistics.median(seconds)

@@ -31,8 +31,8 @@ from diffusers import (
 from torch import Tensor, nn
 
 from phalanx.config.flow import FlowModelConfig
-from phalanx.models.flow.families import qwen_image, sd3
 from phalanx.models.flow.family import Embeds
+from phalanx.zoo.families import qwen_image, sd3
 
 
 @dataclass(frozen=True)

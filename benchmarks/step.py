@@ -21,16 +21,16 @@ import lm_shapes
 from measure import Bench, arguments, configure_any, origin, table
 from shapes import blueprint
 
-from phalanx.cli import rank, run
 from phalanx.config.flow import FlowRLConfig
 from phalanx.config.lm import LMRLConfig
-from phalanx.distributed import mesh
 from phalanx.models.lm.model import DTYPES
-from phalanx.plan.jobs import planned
-from phalanx.plan.layout import Cluster
-from phalanx.plan.memory import count
+from phalanx.run import flow_rl, lm_rl
+from phalanx.run.cli import rank, run
+from phalanx.run.world import stop_world
 from phalanx.telemetry.flops import peak_flops
-from phalanx.training import flow_rl, lm_rl
+from phalanx.tools.plan.jobs import planned
+from phalanx.tools.plan.layout import Cluster
+from phalanx.tools.plan.memory import count
 from phalanx.training.minibatches import BatchPlan
 
 
@@ -67,7 +67,7 @@ def measure(bench: Bench, args: Namespace) -> None:
             print(bench.profile.key_averages().table(sort_by=_busiest(bench), row_limit=25, max_name_column_width=60))
             bench.profile.export_chrome_trace(str(args.profile))
         print(json.dumps(result), flush=True)
-    mesh.stop()
+    stop_world()
 
 
 def summary(bench: Bench, args: Namespace) -> dict[str, Any]:

@@ -6,8 +6,8 @@
 Ranks are forked processes over gloo. A sync runs the job's own code: whole tensors in buckets, a checksum of each, and
 a copy into the receiver's tensors. Syncs alternate with plain broadcasts of the same bytes in buckets of the same size
 ("the wire"). Tensors have the shapes of the named models. For models that are too large to be measured here, and for
-GPUs, the table has the planned time: bytes over the network bandwidth of a node (NETWORK of phalanx.plan.text). The
-table goes to docs/performance.md.
+GPUs, the table has the planned time: bytes over the network bandwidth of a node (NETWORK of phalanx.tools.plan.text).
+The table goes to docs/performance.md.
 """
 
 import argparse
@@ -31,10 +31,10 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 from learning import insert  # noqa: E402
 
 from phalanx.config.run import ParallelConfig  # noqa: E402
-from phalanx.distributed import link as links  # noqa: E402
-from phalanx.distributed import mesh  # noqa: E402
-from phalanx.plan.text import NETWORK  # noqa: E402
-from tests.ranks import free_port, run_ranks  # noqa: E402
+from phalanx.run import link as links  # noqa: E402
+from phalanx.run.world import start_world  # noqa: E402
+from phalanx.tools.plan.text import NETWORK  # noqa: E402
+from tests.helpers.ranks import free_port, run_ranks  # noqa: E402
 
 Shapes = dict[str, tuple[torch.Size, torch.dtype]]
 LARGEST = 4e9  # bytes; larger models are not measured
@@ -117,7 +117,7 @@ def rank(shapes: Shapes, rounds: int, port: int) -> tuple[list[float], list[floa
     """Seconds of each sync and of each broadcast of the same bytes, on this rank; the last rank is the actor."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     last = int(os.environ["WORLD_SIZE"]) - 1
-    world = mesh.start(ParallelConfig(), {"rollout": f"0-{last - 1}", "actor": str(last)})
+    world = start_world(ParallelConfig(), {"rollout": f"0-{last - 1}", "actor": str(last)})
     link = world.link
     assert link is not None
     link.meet()

@@ -10,7 +10,6 @@ import sys
 
 import torch
 
-from phalanx.config import load
 from phalanx.config.flow import FlowRLConfig
 from phalanx.data.prompts import load_prompts
 from phalanx.data.streams import PromptStream
@@ -18,14 +17,15 @@ from phalanx.functional.advantage import group_advantage, has_signal
 from phalanx.functional.losses import clipped_surrogate
 from phalanx.models.flow.policy import build_policy
 from phalanx.rollout.flow.in_policy import PolicyRollout
-from phalanx.training.components import build_rewards, start
+from phalanx.run.rules import load_config
+from phalanx.run.start import build_rewards, start_job
 from phalanx.training.optim import Optimizer
 
-cfg = load(FlowRLConfig, sys.argv[1], sys.argv[2:])
+cfg = load_config(FlowRLConfig, sys.argv[1], sys.argv[2:])
 n, window, micro = cfg.rollout.n, cfg.rollout.sde_window_size, cfg.actor.ppo_micro_batch_size_per_gpu
 seed, steps = cfg.trainer.seed, cfg.trainer.total_training_steps
 
-world = start(cfg)
+world = start_job(cfg)
 policy = build_policy(cfg.model, cfg.parallel, cfg.data, world, seed=seed, detach_uncond=cfg.actor.detach_uncond)
 rollout = PolicyRollout(policy, cfg.rollout, world, micro * window)
 rewards = build_rewards(cfg, world)

@@ -10,7 +10,6 @@ import sys
 
 import torch
 
-from phalanx.config import load
 from phalanx.config.lm import LMRLConfig
 from phalanx.data.prompts import load_prompts
 from phalanx.data.streams import PromptStream
@@ -18,15 +17,16 @@ from phalanx.distributed.passes import Passes
 from phalanx.functional.advantage import group_advantage, has_signal
 from phalanx.functional.token_losses import clipped_tokens
 from phalanx.rollout.lm.in_policy import LMRollout
-from phalanx.training.components import build_rewards, start
-from phalanx.training.lm_rl import load_policy
+from phalanx.run.lm_rl import load_policy
+from phalanx.run.rules import load_config
+from phalanx.run.start import build_rewards, start_job
 from phalanx.training.optim import Optimizer
 
-cfg = load(LMRLConfig, sys.argv[1], sys.argv[2:])
+cfg = load_config(LMRLConfig, sys.argv[1], sys.argv[2:])
 n, micro, clip = cfg.rollout.n, cfg.actor.ppo_micro_batch_size_per_gpu, cfg.algorithm.clip_ratio
 seed, steps, data = cfg.trainer.seed, cfg.trainer.total_training_steps, cfg.data
 
-world = start(cfg)
+world = start_job(cfg)
 policy = load_policy(cfg, world)
 rollout = LMRollout(policy, cfg.rollout, world, data.train_batch_size * n, Passes(micro))
 rewards = build_rewards(cfg, world, outputs="completions")

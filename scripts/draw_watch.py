@@ -19,7 +19,7 @@ from pathlib import Path
 from PIL import Image
 from playwright.sync_api import sync_playwright
 
-from phalanx.telemetry.watch import Server, Watcher
+from phalanx.tools.board.watch import Server, Watcher
 
 FILE = Path(__file__).resolve().parents[1] / "docs" / "images" / "watch.png"
 RANKS, STEPS, TOTAL, SLOW = 16, 24, 300, 11

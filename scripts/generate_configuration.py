@@ -14,8 +14,6 @@ from phalanx.config.joint import JointConfig
 from phalanx.config.lm import LMRLConfig
 from phalanx.config.load import Row, rows
 from phalanx.config.registry import known_modules, resolve_registry
-from phalanx.config.rules import LAUNCH_RULES, MODEL_RULES, RULES, START_RULES, Rule
-from phalanx.config.rules.joint import OF_IMAGES
 from phalanx.config.tasks import (
     CheckClusterConfig,
     EvaluateConfig,
@@ -26,6 +24,8 @@ from phalanx.config.tasks import (
     ServeRewardConfig,
 )
 from phalanx.models.flow.registry import families
+from phalanx.run.rules import LAUNCH_RULES, MODEL_RULES, RULES, START_RULES, Rule
+from phalanx.run.rules.joint import OF_IMAGES
 
 PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
 MARKER = "<!-- Below this line: written by scripts/generate_configuration.py -->\n"
@@ -116,7 +116,7 @@ def rules_page() -> Iterator[str]:
     yield "# Rules across keys\n"
     yield "Some keys need others, exclude them or limit their values. The tables below list these rules in the order in"
     yield "which they are checked; a job that breaks one ends before it starts, with one line that names the key and"
-    yield "a value that works. The rules are defined in `phalanx.config.rules`, from which this page is generated;"
+    yield "a value that works. The rules are defined in `phalanx.run.rules`, from which this page is generated;"
     yield "limits of single keys are in the [configuration reference](configuration.md).\n"
     yield "## When the configuration is loaded\n"
     yield from rule_table(RULES)

@@ -5,12 +5,12 @@ sh train.sh tasks/check_cluster.py configs/flowgrpo/quickstart.yaml expect=2
 
 from collections.abc import Callable
 
-from phalanx.cli import parse, run
 from phalanx.config.tasks import CheckClusterConfig
+from phalanx.run.cli import parse, run
 
 
 def build(cfg: CheckClusterConfig) -> Callable[[], None]:
-    from phalanx.cluster.check import ClusterCheck
+    from phalanx.tools.cluster.check import ClusterCheck
 
     return ClusterCheck(cfg).run
 

@@ -5,12 +5,12 @@ sh train.sh tasks/evaluate.py checkpoint=outputs/phalanx/quickstart_lm n=4 rollo
 
 from collections.abc import Callable
 
-from phalanx.cli import parse, run
 from phalanx.config.tasks import EvaluateConfig
+from phalanx.run.cli import parse, run
 
 
 def build(cfg: EvaluateConfig) -> Callable[[], None]:
-    from phalanx.jobs.evaluate import Evaluation
+    from phalanx.tools.evaluate import Evaluation
 
     return Evaluation(cfg).run
 

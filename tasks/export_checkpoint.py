@@ -5,12 +5,12 @@ sh train.sh tasks/export_checkpoint.py checkpoint=outputs/phalanx/quickstart pus
 
 from collections.abc import Callable
 
-from phalanx.cli import parse, run
 from phalanx.config.tasks import ExportConfig
+from phalanx.run.cli import parse, run
 
 
 def build(cfg: ExportConfig) -> Callable[[], None]:
-    from phalanx.jobs.export import Export
+    from phalanx.tools.export import Export
 
     return Export(cfg).run
 

@@ -5,12 +5,12 @@ python3 tasks/generate.py checkpoint=outputs/phalanx/quickstart_lm prompt_file=a
 
 from collections.abc import Callable
 
-from phalanx.cli import parse, run
 from phalanx.config.tasks import GenerateConfig
+from phalanx.run.cli import parse, run
 
 
 def build(cfg: GenerateConfig) -> Callable[[], None]:
-    from phalanx.jobs.generate import Generation
+    from phalanx.tools.generate import Generation
 
     return Generation(cfg).run
 

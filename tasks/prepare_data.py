@@ -5,12 +5,12 @@ python3 tasks/prepare_data.py source=gsm8k/train.jsonl test_source=gsm8k/test.js
 
 from collections.abc import Callable
 
-from phalanx.cli import parse, run
 from phalanx.config.tasks import PrepareDataConfig
+from phalanx.run.cli import parse, run
 
 
 def build(cfg: PrepareDataConfig) -> Callable[[], None]:
-    from phalanx.jobs.prepare_data import PrepareData
+    from phalanx.tools.prepare_data import PrepareData
 
     return PrepareData(cfg).run
 

@@ -5,12 +5,12 @@ sh train.sh tasks/sample.py checkpoint=outputs/phalanx/quickstart prompt_file=as
 
 from collections.abc import Callable
 
-from phalanx.cli import parse, run
 from phalanx.config.tasks import SampleConfig
+from phalanx.run.cli import parse, run
 
 
 def build(cfg: SampleConfig) -> Callable[[], None]:
-    from phalanx.jobs.sample import Generator
+    from phalanx.tools.sample import Generator
 
     return Generator(cfg).run
 

@@ -5,14 +5,14 @@ NPROC_PER_NODE=1 sh train.sh tasks/serve_reward.py reward.functions='[{name: ocr
 
 from collections.abc import Callable
 
-from phalanx.cli import parse, run
 from phalanx.config import ConfigError
 from phalanx.config.tasks import ServeRewardConfig
+from phalanx.run.cli import parse, run
 
 
 def build(cfg: ServeRewardConfig) -> Callable[[], None]:
     try:
-        from phalanx.jobs.reward_server import RewardServer
+        from phalanx.tools.reward_server import RewardServer
     except ModuleNotFoundError as error:
         raise ConfigError(f"the package {error.name} is not installed; pip install 'phalanx[serve]'") from error
 

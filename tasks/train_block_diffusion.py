@@ -4,25 +4,27 @@ sh train.sh tasks/train_block_diffusion.py configs/block_diffusion/llada2_mini_s
 """
 
 from collections.abc import Callable
+from functools import partial
 
-from phalanx.cli import parse, run
 from phalanx.config.block_diffusion import BlockDiffusionTaskConfig
+from phalanx.run.cli import parse, run
 
 
 def build(cfg: BlockDiffusionTaskConfig) -> Callable[[], None]:
-    from phalanx.training import block_diffusion
+    from phalanx.run import block_diffusion
+    from phalanx.tools.board.report import write_report
 
-    return block_diffusion.build(cfg).run
+    return partial(block_diffusion.build(cfg).run, write_report)
 
 
 def check(cfg: BlockDiffusionTaskConfig) -> None:
-    from phalanx.jobs.inputs import check_lm
+    from phalanx.tools.inputs import check_lm
 
     check_lm(cfg, answered=cfg.data.response_key is None)
 
 
 def plan(cfg: BlockDiffusionTaskConfig, words: dict[str, str]) -> str:
-    from phalanx.plan import plan_job
+    from phalanx.tools.plan import plan_job
 
     return plan_job(cfg, words)
 

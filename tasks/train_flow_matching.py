@@ -4,25 +4,27 @@ sh train.sh tasks/train_flow_matching.py configs/flow_matching/digits.yaml train
 """
 
 from collections.abc import Callable
+from functools import partial
 
-from phalanx.cli import parse, run
 from phalanx.config.flow import FlowMatchingTaskConfig
+from phalanx.run.cli import parse, run
 
 
 def build(cfg: FlowMatchingTaskConfig) -> Callable[[], None]:
-    from phalanx.training import flow_matching
+    from phalanx.run import flow_matching
+    from phalanx.tools.board.report import write_report
 
-    return flow_matching.build(cfg).run
+    return partial(flow_matching.build(cfg).run, write_report)
 
 
 def check(cfg: FlowMatchingTaskConfig) -> None:
-    from phalanx.jobs.inputs import check_flow
+    from phalanx.tools.inputs import check_flow
 
     check_flow(cfg, prompts=False)
 
 
 def plan(cfg: FlowMatchingTaskConfig, words: dict[str, str]) -> str:
-    from phalanx.plan import plan_job
+    from phalanx.tools.plan import plan_job
 
     return plan_job(cfg, words)
 

@@ -4,25 +4,27 @@ sh train.sh tasks/train_flowgrpo.py configs/flowgrpo/quickstart.yaml trainer.see
 """
 
 from collections.abc import Callable
+from functools import partial
 
-from phalanx.cli import parse, run
 from phalanx.config.flow import FlowRLConfig
+from phalanx.run.cli import parse, run
 
 
 def build(cfg: FlowRLConfig) -> Callable[[], None]:
-    from phalanx.training import flow_rl
+    from phalanx.run import flow_rl
+    from phalanx.tools.board.report import write_report
 
-    return flow_rl.build(cfg).run
+    return partial(flow_rl.build(cfg).run, write_report)
 
 
 def check(cfg: FlowRLConfig) -> None:
-    from phalanx.jobs.inputs import check_flow
+    from phalanx.tools.inputs import check_flow
 
     check_flow(cfg)
 
 
 def plan(cfg: FlowRLConfig, words: dict[str, str]) -> str:
-    from phalanx.plan import plan_job
+    from phalanx.tools.plan import plan_job
 
     return plan_job(cfg, words)
 

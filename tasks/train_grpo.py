@@ -4,20 +4,22 @@ sh train.sh tasks/train_grpo.py configs/grpo/quickstart.yaml trainer.seed=1
 """
 
 from collections.abc import Callable
+from functools import partial
 
-from phalanx.cli import parse, run
 from phalanx.config.lm import LMRLConfig
+from phalanx.run.cli import parse, run
 
 
 def build(cfg: LMRLConfig) -> Callable[[], None]:
-    from phalanx.training import lm_rl
+    from phalanx.run import lm_rl
+    from phalanx.tools.board.report import write_report
 
-    return lm_rl.build(cfg).run
+    return partial(lm_rl.build(cfg).run, write_report)
 
 
 def check(cfg: LMRLConfig) -> None:
-    from phalanx.jobs.inputs import check_lm
     from phalanx.models.lm.headers import check_folder
+    from phalanx.tools.inputs import check_lm
 
     check_lm(cfg)
     if cfg.critic.model.path is not None:
@@ -25,7 +27,7 @@ def check(cfg: LMRLConfig) -> None:
 
 
 def plan(cfg: LMRLConfig, words: dict[str, str]) -> str:
-    from phalanx.plan import plan_job
+    from phalanx.tools.plan import plan_job
 
     return plan_job(cfg, words)
 

@@ -4,27 +4,29 @@ sh train.sh tasks/train_joint.py configs/joint/quickstart.yaml trainer.seed=1
 """
 
 from collections.abc import Callable
+from functools import partial
 
-from phalanx.cli import parse, run
 from phalanx.config.joint import JointConfig
+from phalanx.run.cli import parse, run
 
 
 def build(cfg: JointConfig) -> Callable[[], None]:
-    from phalanx.training import joint
+    from phalanx.run import joint
+    from phalanx.tools.board.report import write_report
 
-    return joint.build(cfg).run
+    return partial(joint.build(cfg).run, write_report)
 
 
 def check(cfg: JointConfig) -> None:
-    from phalanx.jobs.inputs import check_flow
     from phalanx.models.lm.headers import check_folder
+    from phalanx.tools.inputs import check_flow
 
     check_flow(cfg.of_painter())
     check_folder(cfg.writer.model.path, "writer.model.path")
 
 
 def plan(cfg: JointConfig, words: dict[str, str]) -> str:
-    from phalanx.plan import plan_job
+    from phalanx.tools.plan import plan_job
 
     return plan_job(cfg, words)
 

@@ -26,22 +26,22 @@ import torch
 
 from phalanx.distributed.mesh import World
 from phalanx.models import trained
-from phalanx.training import components
-from tests.llada2 import tiny_llada2
-from tests.lm import tiny_blocks, tiny_lm
-from tests.policies import one_rank
-from tests.tiny import tiny_flux, tiny_qwen_image, tiny_sd3, tiny_wan, tiny_z_image
-from tests.tiny_edit import tiny_qwen_image_edit
-from tests.tiny_flux2 import tiny_flux2, tiny_flux2_klein
-from tests.tiny_hunyuan import tiny_hunyuan_video_15
-from tests.tiny_i2v import tiny_wan_a14b, tiny_wan_i2v
-from tests.tiny_ltx2 import tiny_ltx2
-from tests.tiny_qwen_image_21 import tiny_qwen_image_21
-from tests.tiny_vision import tiny_vision
+from phalanx.run import start
+from tests.helpers.llada2 import tiny_llada2
+from tests.helpers.lm import tiny_blocks, tiny_lm
+from tests.helpers.policies import one_rank
+from tests.helpers.tiny import tiny_flux, tiny_qwen_image, tiny_sd3, tiny_wan, tiny_z_image
+from tests.helpers.tiny_edit import tiny_qwen_image_edit
+from tests.helpers.tiny_flux2 import tiny_flux2, tiny_flux2_klein
+from tests.helpers.tiny_hunyuan import tiny_hunyuan_video_15
+from tests.helpers.tiny_i2v import tiny_wan_a14b, tiny_wan_i2v
+from tests.helpers.tiny_ltx2 import tiny_ltx2
+from tests.helpers.tiny_qwen_image_21 import tiny_qwen_image_21
+from tests.helpers.tiny_vision import tiny_vision
 
 torch.set_num_threads(1)
 if "LINEAR" in os.environ:  # the library that another processor would prefer; see `make test-instruction-sets`
-    trained.preferred = components.preferred = lambda: os.environ["LINEAR"]
+    trained.preferred = start.preferred = lambda: os.environ["LINEAR"]
 
 
 @pytest.hookimpl(tryfirst=True)  # before the selection by -m
@@ -123,7 +123,7 @@ def judge_model(pytestconfig: pytest.Config) -> Path:
     """The tiny judge, read-only. It is taught once per machine: pytest's cache keeps it until tiny_vlm.py or the
     questions change.
     """
-    from tests import tiny_vlm
+    from tests.helpers import tiny_vlm
 
     sources = (Path(tiny_vlm.__file__).read_text(), *tiny_vlm.QUESTIONS)
     digest = hashlib.sha256("\0".join(sources).encode()).hexdigest()[:16]

@@ -13,7 +13,7 @@ from assets.make.tiny_lm import END, Row, fit
 from assets.make.words import ITEMS, NAMES, SPLITS, Problem, made
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from phalanx.environments.built_in.calculator import Calculator
+from phalanx.zoo.environments.calculator import Calculator
 
 TEMPLATE = (
     "{% if tools %}<|im_start|>system\ntools:{% for t in tools %} {{ t['function']['name'] }}{% endfor %}<|im_end|>\n"

@@ -95,15 +95,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if given.command == "configs" and wants_help:
         return show(CONFIGS_HELP)
     if given.command == "report":
-        from phalanx.telemetry.report import main as report
+        from phalanx.tools.board.report import main as report
 
         return report(words)
     if given.command == "watch":
-        from phalanx.telemetry.watch import main as watch
+        from phalanx.tools.board.watch import main as watch
 
         return watch(words)
     if given.command in ("runs", "logs", "stop"):
-        from phalanx.telemetry.runs import main as manage
+        from phalanx.tools.board.runs import main as manage
 
         return manage(given.command, words)
     try:

@@ -198,7 +198,7 @@ def end(status: int, report: str | None = None, words: str | None = None, *, res
     """Exit without waiting for this process's threads, some of which may never end.
 
     `report` is printed by torchrun at the end, as the failure of this rank; `words` are printed now. With
-    restart=False, phalanx.launch sees the status but torchrun sees 0, because otherwise it might restart the ranks.
+    restart=False, phalanx.run.launch sees the status but torchrun sees 0, because otherwise it might restart the ranks.
     """
     if words is not None:
         say(words)

@@ -310,7 +310,7 @@ class Rollout(Protocol):
 
 @runtime_checkable
 class KeepsSamples(Protocol):
-    """A rollout that keeps some samples for later steps: see phalanx.training.validation.Sampling."""
+    """A rollout that keeps some samples for later steps: see phalanx.run.validation.Sampling."""
 
     def begin(self, step: int, kept: Sequence[Tensor]) -> None:
         """Called once, before the first training step after a start or resume; `kept` is what the checkpoint contains

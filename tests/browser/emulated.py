@@ -6,9 +6,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from phalanx.run.folder_lock import FolderLock
 from phalanx.telemetry.records import Record
-from phalanx.training.folder_lock import FolderLock
-from tests.pages import logger
+from tests.helpers.pages import logger
 
 STEP_S = 2.0  # the late rank samples for 1.2 s, the others for 0.4 s, and all update for 0.8 s
 

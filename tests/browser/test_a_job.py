@@ -8,8 +8,8 @@ from typing import Any
 
 from playwright.sync_api import expect
 
-from phalanx.telemetry import runs
-from phalanx.telemetry.report import write_report
+from phalanx.tools.board import runs
+from phalanx.tools.board.report import write_report
 from tests.browser.visits import DESKTOP, PHONE, Visitor, check_looks
 
 ROOT = Path(__file__).parents[2]

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
-from phalanx.telemetry.evaluation import Wanted, result_of
-from phalanx.telemetry.evaluation_page import Side, write_page
 from phalanx.telemetry.records import Record
-from phalanx.telemetry.report import write_report
+from phalanx.tools.board.evaluation import Wanted, result_of
+from phalanx.tools.board.evaluation_page import Side, write_page
+from phalanx.tools.board.report import write_report
 from tests.browser.emulated import Training
 from tests.browser.visits import DESKTOP, PHONE, Visitor, check_looks
-from tests.pages import picture
+from tests.helpers.pages import picture
 
 AWAY = "http://192.0.2.1"  # an unassigned address
 CALL = "window.ran = 1"

@@ -10,7 +10,7 @@ from playwright.sync_api import Locator, Page, expect
 from phalanx.telemetry.records import Record
 from tests.browser.emulated import Training
 from tests.browser.visits import DESKTOP, PHONE, Site, Visitor, check_looks
-from tests.pages import picture
+from tests.helpers.pages import picture
 
 TALK: list[dict[str, Any]] = [
     {"role": "user", "content": "how much is 2 * 3?"},

@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.config import load
 from phalanx.config.flow import FlowRLConfig
+from phalanx.run.rules import load_config
 from phalanx.types import Batch, JobError, Policy
-from tests.jobs import PROMPTS, base_overrides, fit, full_weights, rows, tiny_config
-from tests.ranks import run_ranks
+from tests.helpers.jobs import PROMPTS, base_overrides, fit, full_weights, rows, tiny_config
+from tests.helpers.ranks import run_ranks
 
 SETTINGS = ("model.lora_rank=4", "actor.ema.decay=0.9", "trainer.total_training_steps=6", "trainer.save_freq=1")
 
@@ -32,14 +32,14 @@ def spoil(trainer: Any, value: float, steps: tuple[int, ...], *, loss_only: bool
 
 
 def spoiled(cfg: FlowRLConfig, value: float, steps: tuple[int, ...], loss_only: bool) -> dict[str, Any]:
-    from phalanx.training.flow_rl import build
+    from phalanx.run.flow_rl import build
 
     trainer = build(cfg)
     spoil(trainer, value, steps, loss_only=loss_only)
     error, warnings = None, logging.Handler(logging.WARNING)
     messages: list[str] = []
     warnings.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("phalanx.training.job").addHandler(warnings)
+    logging.getLogger("phalanx.run.job").addHandler(warnings)
     try:
         trainer.fit()
     except JobError as raised:
@@ -78,7 +78,7 @@ def test_a_bad_update_is_skipped_on_all_ranks(
 
 def bad_at_the_end(cfg: FlowRLConfig) -> dict[str, dict[str, Tensor]]:
     """The old policy's weights when the run gives up, and those of the checkpoint that it leaves."""
-    from phalanx.training.flow_rl import build
+    from phalanx.run.flow_rl import build
 
     trainer = build(cfg)
     spoil(trainer, float("nan"), (2, 3))
@@ -102,7 +102,7 @@ def test_an_algorithms_own_weights_stay_those_of_the_good_step(sd3_folder: Path,
     keys += ["parallel.fsdp_size=1", "trainer.max_bad_steps=2", "trainer.save_freq=10"]
     base = [o for o in base_overrides(sd3_folder, tmp_path) if not o.startswith("algorithm.")]
     (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS) + "\n")
-    for found in run_ranks(bad_at_the_end, 2, load(FlowRLConfig, None, [*base, *SETTINGS, *keys])):
+    for found in run_ranks(bad_at_the_end, 2, load_config(FlowRLConfig, None, [*base, *SETTINGS, *keys])):
         name = next(k for k in found["kept"] if "lora_B" in k)
         assert not torch.equal(found["after 1"][name], found["after 2"][name])
         for step in ("after 3", "after 4", "kept"):

@@ -9,13 +9,14 @@ import pytest
 import torch
 
 from phalanx.config.lm import LMRLConfig
-from phalanx.telemetry.metrics import METRICS_FILE, read_metrics
+from phalanx.run.telemetry.curves import read_metrics
+from phalanx.run.telemetry.run_folder import METRICS_FILE
 from phalanx.training.minibatches import Minibatches
 from phalanx.training.update import Updater
-from tests.jobs import first_step, full_weights, rows
-from tests.lm import fit, tiny_lm_config
-from tests.ranks import run_ranks
-from tests.roles import learned, run_roles
+from tests.helpers.jobs import first_step, full_weights, rows
+from tests.helpers.lm import fit, tiny_lm_config
+from tests.helpers.ranks import run_ranks
+from tests.helpers.roles import learned, run_roles
 
 # With this epsilon, Adam's steps are proportional to the gradients within 1 %, so weights compare gradients, not signs.
 LINEAR = ("optim.eps=1", "optim.lr=1", "optim.grad_clip=0")
@@ -35,7 +36,7 @@ KINDS = {
 
 def steps(cfgs: dict[str, LMRLConfig]) -> dict[str, dict[str, Any]]:
     """A step of each job: its results, and the numbers and costs of the samples that this rank trained."""
-    from phalanx.training.lm_rl import build
+    from phalanx.run.lm_rl import build
 
     results, original = {}, Updater.batches
     for name, cfg in cfgs.items():
@@ -156,7 +157,7 @@ def test_a_resumed_run_is_the_run(lm_folder: Path, tmp_path: Path) -> None:
 
 
 def language(cfg: Any) -> Any:
-    from phalanx.training.lm_rl import build
+    from phalanx.run.lm_rl import build
 
     return build(cfg)
 

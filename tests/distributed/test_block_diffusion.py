@@ -9,14 +9,14 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from phalanx.config import load
 from phalanx.config.lm import ESTIMATES, LMRLConfig
 from phalanx.config.tasks import ExportConfig
-from phalanx.jobs.export import Export
-from tests.checks import refused
-from tests.jobs import assert_same_weights, first_step, rows
-from tests.lm import fit, fit_sft, tiny_lm_config, tiny_sft_config
-from tests.ranks import run_ranks
+from phalanx.run.rules import load_config
+from phalanx.tools.export import Export
+from tests.helpers.checks import refused
+from tests.helpers.jobs import assert_same_weights, first_step, rows
+from tests.helpers.lm import fit, fit_sft, tiny_lm_config, tiny_sft_config
+from tests.helpers.ranks import run_ranks
 
 BLOCKS = ("model.block_size=4", "rollout.threshold=0.02", "algorithm.kl_loss_coef=0.04")
 BUDGET = ("actor.use_dynamic_bsz=true", "actor.ppo_max_token_len_per_gpu=160")
@@ -25,7 +25,7 @@ KINDS = {"full": (), "lora": ("model.lora_rank=4",), "budget": BUDGET}
 
 def steps(cfgs: dict[str, LMRLConfig]) -> dict[str, Any]:
     """The first step of each job (see first_step), with the responses and the step in which each token was unmasked."""
-    from phalanx.training.lm_rl import build
+    from phalanx.run.lm_rl import build
 
     found = {}
     for name, cfg in cfgs.items():
@@ -64,7 +64,7 @@ def test_layouts_agree(blocks_folder: Path, tmp_path: Path) -> None:
 
 def drawn_lengths(cfg: LMRLConfig) -> tuple[dict[str, float], list[list[int]]]:
     """A rollout's metrics of its responses, and their tokens."""
-    from phalanx.training.lm_rl import build
+    from phalanx.run.lm_rl import build
 
     t = build(cfg)
     with t.collector.rollout.awake():
@@ -144,7 +144,7 @@ IDS = torch.arange(3, 60).reshape(3, 19)
 
 def taught(cfg: Any) -> dict[str, torch.Tensor]:
     """The logits of a supervised job's final model, with each kind of weights."""
-    from phalanx.training.block_diffusion import build
+    from phalanx.run.block_diffusion import build
 
     job = build(cfg)
     job.fit()
@@ -206,7 +206,7 @@ def test_an_adapter_of_a_model_with_a_mask_token(blocks_folder: Path, tmp_path: 
 
 
 def export(folder: Path, checkpoint: Path, *overrides: str) -> Path:
-    Export(load(ExportConfig, None, [f"checkpoint={checkpoint}", f"output_dir={folder}", *overrides])).run()
+    Export(load_config(ExportConfig, None, [f"checkpoint={checkpoint}", f"output_dir={folder}", *overrides])).run()
     return folder
 
 

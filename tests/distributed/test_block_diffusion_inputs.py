@@ -14,9 +14,9 @@ from phalanx.config import ConfigError
 from phalanx.config.lm import LMModelConfig, LMRLConfig
 from phalanx.models.lm.blocks import load_blocks
 from phalanx.types import JobError
-from tests.jobs import rows
-from tests.lm import fit, tiny_lm_config, tiny_sft_config
-from tests.ranks import run_ranks
+from tests.helpers.jobs import rows
+from tests.helpers.lm import fit, tiny_lm_config, tiny_sft_config
+from tests.helpers.ranks import run_ranks
 
 BLOCK = "model.block_size=4"
 RL: list[tuple[tuple[str, ...], str]] = [
@@ -112,7 +112,7 @@ def test_settings_of_supervised_training(keys: tuple[str, ...], message: str, tm
 
 def said(cfgs: dict[str, Any]) -> dict[str, str]:
     """The messages of jobs that do not start."""
-    from phalanx.training import block_diffusion, lm_rl
+    from phalanx.run import block_diffusion, lm_rl
 
     found = {}
     for name, cfg in cfgs.items():
@@ -236,7 +236,7 @@ def with_weights(folder: Path, to: Path, change: Callable[[Any], Any]) -> Path:
 
 
 def overflowing(cfg: Any) -> str:
-    from phalanx.training.lm_rl import build
+    from phalanx.run.lm_rl import build
 
     with pytest.raises(JobError) as error:
         build(cfg).fit()

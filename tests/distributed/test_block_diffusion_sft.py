@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from phalanx.config.block_diffusion import BlockDiffusionTaskConfig
-from phalanx.training.block_diffusion import Noised, build
+from phalanx.run.block_diffusion import Noised, build
 from phalanx.training.supervised import SupervisedTrainer
-from tests.jobs import assert_same_weights, full_weights, rows
-from tests.lm import tiny_sft_config
-from tests.ranks import run_ranks
+from tests.helpers.jobs import assert_same_weights, full_weights, rows
+from tests.helpers.lm import tiny_sft_config
+from tests.helpers.ranks import run_ranks
 
 SIZE = 4
 VARIANTS: dict[str, tuple[str, ...]] = {

@@ -25,11 +25,11 @@ from torch.distributed.checkpoint.metadata import (
 
 from phalanx.config.trust import Use
 from phalanx.distributed.mesh import World
-from phalanx.jobs.export import open_checkpoint
-from phalanx.training.checkpoint import Checkpointer, Progress, complete, find
-from phalanx.training.checkpoint_reader import Reader
-from tests.jobs import fit, tiny_config
-from tests.ranks import RankError, run_ranks
+from phalanx.run.checkpoint import Checkpointer, Progress, complete, find
+from phalanx.run.checkpoint_reader import Reader
+from phalanx.tools.export import open_checkpoint
+from tests.helpers.jobs import fit, tiny_config
+from tests.helpers.ranks import RankError, run_ranks
 
 
 class Payload:

@@ -10,11 +10,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from phalanx.config.run import ParallelConfig
-from phalanx.distributed.mesh import World, start
-from phalanx.training import checkpoint
-from phalanx.training.checkpoint import Checkpointer, Progress
+from phalanx.distributed.mesh import World
+from phalanx.run import checkpoint
+from phalanx.run.checkpoint import Checkpointer, Progress
+from phalanx.run.world import start_world
 from phalanx.training.checkpoint_contents import share
-from tests.ranks import run_ranks
+from tests.helpers.ranks import run_ranks
 
 SIZES = {"embedding": 64, "q": 8, "k": 2, "v": 2, "up": 16, "down": 16}
 
@@ -42,7 +43,7 @@ def leaves(state: dict[str, Any]) -> dict[str, Tensor]:
 
 def saved_and_loaded(folder: Path) -> tuple[dict[str, bool], int, bool]:
     """What this rank writes by name (whether it is a shard), the bytes of its file, and whether all is read back."""
-    world = start(ParallelConfig(fsdp_size=2))
+    world = start_world(ParallelConfig(fsdp_size=2))
     state, writer = contents(world, 1.0), Checkpointer(folder, world, {}, 1)
     mine = {name: isinstance(value, DTensor) for name, value in leaves(share(state, world)).items()}
     writer.save(state, Progress(step=1))
@@ -77,7 +78,7 @@ def test_each_shard_is_written_once(tmp_path: Path) -> None:
 
 def late(folder: Path) -> tuple[list[str], int, float]:
     """Write a checkpoint for which rank 1 takes 4 s, with limits of 2 s. Returns this rank's warnings, and the step saved."""
-    world, messages = start(ParallelConfig(timeout_s=2)), list[str]()
+    world, messages = start_world(ParallelConfig(timeout_s=2)), list[str]()
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("phalanx").addHandler(handler)
@@ -104,7 +105,7 @@ def test_a_late_checkpoint_is_a_warning(tmp_path: Path) -> None:
 
 def of_one_tensor(folder: Path) -> bool:
     """Save and load a single replicated tensor; two of three ranks have nothing to write."""
-    world = start(ParallelConfig(fsdp_size=1))
+    world = start_world(ParallelConfig(fsdp_size=1))
     writer, loaded = Checkpointer(folder, world, {}, 1), torch.zeros(3)
     writer.save({"model": {"w": torch.arange(3.0)}}, Progress(step=1))
     writer.wait()

@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 
-from phalanx.cluster import check, measure
-from phalanx.cluster.check import ClusterCheck
-from phalanx.cluster.exchange import KVExchange, open_store
-from phalanx.config import load
 from phalanx.config.run import ParallelConfig
 from phalanx.config.tasks import CheckClusterConfig
-from phalanx.distributed import mesh
 from phalanx.distributed.launch import Launch
+from phalanx.run.rules import load_config
+from phalanx.run.world import start_world
+from phalanx.tools.cluster import check, measure
+from phalanx.tools.cluster.check import ClusterCheck
+from phalanx.tools.cluster.exchange import KVExchange, open_store
 from phalanx.types import JobError
-from tests.ranks import free_port, run_ranks
+from tests.helpers.ranks import free_port, run_ranks
 
 HOST = socket.gethostname()
 ADVICE_OF_MACHINES = "try ls on the paths of the configuration there"
@@ -28,7 +28,7 @@ SHORT_S = 1.0  # limit of steps that must time out; all others have the configur
 
 
 def sums(impostor: int | None) -> str | None:
-    world = mesh.start(ParallelConfig())
+    world = start_world(ParallelConfig())
     if world.rank == impostor:
         world = replace(world, rank=world.rank + 4)  # contributes another rank's numbers
     return measure.check_sums(world)
@@ -43,7 +43,7 @@ def test_all_see_the_wrong_numbers_of_one_rank(impostor: int | None, found: str 
 
 
 def offset(shift: float) -> float | None:
-    world = mesh.start(ParallelConfig())
+    world = start_world(ParallelConfig())
     here = shift if world.rank >= 2 else 0.0
     return measure.clock_offset(world, clock=lambda: time.time() + here)
 
@@ -56,7 +56,7 @@ def test_a_clock_that_is_off_is_measured(shift: float) -> None:
 
 
 def rates() -> dict[str, float]:
-    return measure.bandwidths(mesh.start(ParallelConfig()))
+    return measure.bandwidths(start_world(ParallelConfig()))
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def whole(
     """Rank 0's findings and the outcome of the check; `overrides` and `env` are those of each rank."""
     rank, check.PATIENCE_S = int(os.environ["RANK"]), patience_s
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **(env[rank] if env else {})}
-    checked = kind(load(CheckClusterConfig, None, overrides[rank]))
+    checked = kind(load_config(CheckClusterConfig, None, overrides[rank]))
     try:
         checked.run()
     except JobError as error:

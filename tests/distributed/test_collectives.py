@@ -5,7 +5,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from phalanx.distributed.collectives import agree, exchange
-from tests.ranks import run_ranks
+from tests.helpers.ranks import run_ranks
 
 
 def _agree(errors: dict[int, str], stops: dict[int, int]) -> tuple[str | None, int]:

@@ -10,9 +10,9 @@ from torch._inductor import config, cpp_builder
 
 from phalanx.config.lm import LMRLConfig
 from phalanx.models.lm.policy import LMPolicy
-from tests.jobs import assert_same_weights
-from tests.lm import one_step, tiny_lm_config
-from tests.ranks import run_ranks
+from tests.helpers.jobs import assert_same_weights
+from tests.helpers.lm import one_step, tiny_lm_config
+from tests.helpers.ranks import run_ranks
 
 
 class Lines(logging.Handler):

@@ -7,21 +7,22 @@ from typing import Any
 import pytest
 import torch
 
-from phalanx.config import ConfigError, load
+from phalanx.config import ConfigError
 from phalanx.config.flow import FlowMatchingTaskConfig, FlowRLConfig
 from phalanx.config.lm import LMRLConfig
 from phalanx.config.tasks import SampleConfig
-from phalanx.plan.jobs import planned
-from phalanx.plan.layout import Cluster
-from phalanx.plan.pace import Gpu
-from phalanx.plan.rehearsal import Rehearsal
-from phalanx.training import flow_rl
-from tests.checks import refused
+from phalanx.run import flow_rl
+from phalanx.run.rules import load_config
+from phalanx.tools.plan.jobs import planned
+from phalanx.tools.plan.layout import Cluster
+from phalanx.tools.plan.pace import Gpu
+from phalanx.tools.plan.rehearsal import Rehearsal
 from tests.distributed import test_editing, test_flow_matching, test_opd, test_preferences
 from tests.distributed.test_resume import stop_after
-from tests.jobs import fit, one_step, rows, tiny_config
-from tests.plans import describe
-from tests.ranks import RankError, run_ranks
+from tests.helpers.checks import refused
+from tests.helpers.jobs import fit, one_step, rows, tiny_config
+from tests.helpers.plans import describe
+from tests.helpers.ranks import RankError, run_ranks
 
 KEY = "parallel.ulysses_sequence_parallel_size"
 SHARED = f"{KEY}=2"
@@ -254,10 +255,10 @@ def test_what_is_refused(
 
 def test_other_jobs_refuse_it(wan_folder: Path) -> None:
     with refused(f"{KEY}: 2 is only for flow models and autoregressive language models; set it to 1", ConfigError):
-        load(LMRLConfig, None, ["model.path=any", "model.block_size=4", "data.max_response_length=8", SHARED])
+        load_config(LMRLConfig, None, ["model.path=any", "model.block_size=4", "data.max_response_length=8", SHARED])
     message = f"{KEY}: 2 is only for training; here ranks sample different prompts, so set it to 1"
     with refused(message, ConfigError):
-        load(SampleConfig, None, [f"model.path={wan_folder}", "prompts=[a cat]", SHARED])
+        load_config(SampleConfig, None, [f"model.path={wan_folder}", "prompts=[a cat]", SHARED])
 
 
 def test_the_plan_divides_activations(wan_folder: Path, tmp_path: Path) -> None:

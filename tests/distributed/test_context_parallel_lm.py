@@ -25,27 +25,27 @@ from transformers import (
 
 from phalanx.config.lm import LMModelConfig, LMRLConfig
 from phalanx.config.run import ParallelConfig
-from phalanx.distributed import mesh
 from phalanx.distributed.context_parallel import ContextGroup
 from phalanx.models.lm import packing
 from phalanx.models.lm.agreement import check_agreement
 from phalanx.models.lm.critic import ValueLM
 from phalanx.models.lm.model import CausalLM, causal_lm
 from phalanx.models.lm.packing import Row
-from phalanx.plan.jobs import planned
-from phalanx.plan.layout import Cluster
-from phalanx.plan.pace import Gpu
-from phalanx.plan.rehearsal import Rehearsal
+from phalanx.run.world import start_world, stop_world
+from phalanx.tools.plan.jobs import planned
+from phalanx.tools.plan.layout import Cluster
+from phalanx.tools.plan.pace import Gpu
+from phalanx.tools.plan.rehearsal import Rehearsal
 from phalanx.training import update
-from tests.checks import refused
 from tests.distributed import test_conversations as talks
 from tests.distributed import test_lm_algorithms
 from tests.distributed.test_resume import stop_after
-from tests.jobs import assert_same_weights, rows
-from tests.lm import fit, one_step, tiny_lm_config
+from tests.helpers.checks import refused
+from tests.helpers.jobs import assert_same_weights, rows
+from tests.helpers.lm import fit, one_step, tiny_lm_config
+from tests.helpers.plans import describe
+from tests.helpers.ranks import run_ranks
 from tests.numerics.test_agreement import Tokenizer
-from tests.plans import describe
-from tests.ranks import run_ranks
 
 KEY = "parallel.ulysses_sequence_parallel_size"
 KL = "algorithm.kl_loss_coef=0.04"
@@ -130,7 +130,7 @@ def passes(model: CausalLM | ValueLM, packed: bool) -> tuple[list[Tensor], list[
 
 def differences(attention: str) -> dict[str, float]:
     """Largest differences of scores and gradients with and without shared positions, for each model and pass."""
-    world = mesh.start(ParallelConfig(ulysses_sequence_parallel_size=dist_size()))
+    world = start_world(ParallelConfig(ulysses_sequence_parallel_size=dist_size()))
     found: dict[str, float] = {}
     for name, (config, keys) in models(attention).items():
         kind = LMModelConfig(path="any", dtype="float32", **keys)
@@ -151,7 +151,7 @@ def differences(attention: str) -> dict[str, float]:
             for one, other in zip([*expected, *gradients], [*scores, *parts], strict=True):
                 largest = max(largest, float(((one - other).abs().max() / one.abs().max().clamp(min=1)).detach()))
             found[f"{name}, {critic=}, {packed=}"] = largest
-    mesh.stop()
+    stop_world()
     return found
 
 
@@ -171,13 +171,13 @@ def test_the_same_scores_and_gradient(attention: str, ranks: int) -> None:
 
 def tried(config: PreTrainedConfig) -> str:
     """The message of the check at load for a model whose positions are shared."""
-    world = mesh.start(ParallelConfig(ulysses_sequence_parallel_size=2))
+    world = start_world(ParallelConfig(ulysses_sequence_parallel_size=2))
     kind, lm = LMModelConfig(path="any", dtype="float32"), AutoModelForCausalLM.from_config(config).eval()
     model = causal_lm(lm, kind, chunk=3)
     model.share_positions(world, "sdpa")
     with pytest.raises(ValueError) as error:
         check_agreement(model, kind, Tokenizer(), world.device, decodes=False)
-    mesh.stop()
+    stop_world()
     return str(error.value)
 
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from phalanx.config.lm import LMRLConfig
-from tests.jobs import assert_same_weights, first_step, rows
-from tests.lm import fit, tiny_lm_config
-from tests.ranks import run_ranks
-from tests.roles import run_roles
-from tests.tasks import run_task
+from tests.helpers.jobs import assert_same_weights, first_step, rows
+from tests.helpers.lm import fit, tiny_lm_config
+from tests.helpers.ranks import run_ranks
+from tests.helpers.roles import run_roles
+from tests.helpers.tasks import run_task
 
 ENVIRONMENTS = '''
 import random, time
@@ -104,7 +104,7 @@ def job(model: Path, folder: Path, *keys: str, name: str = "Talk", **kwargs: Any
 
 def one_step(cfg: LMRLConfig) -> dict[str, Any]:
     """Sample, score and update once. Returns this rank's conversations, the metrics, and the updated weights."""
-    from phalanx.training.lm_rl import build
+    from phalanx.run.lm_rl import build
 
     samples, found = first_step(build, cfg)
     trace, conversations = samples.trace, []
@@ -241,7 +241,7 @@ def timeless(row: dict[str, Any]) -> dict[str, Any]:
 
 def collected(cfg: LMRLConfig) -> tuple[torch.Tensor, torch.Tensor]:
     """The rewards of the turns of a step's samples, and the samples' rewards."""
-    from phalanx.training.lm_rl import build
+    from phalanx.run.lm_rl import build
 
     step = build(cfg).collector.collect(0)
     assert step.samples.action_reward is not None
@@ -262,7 +262,7 @@ def test_rewards_of_turns_are_parts_of_the_reward(talker: Path, tmp_path: Path) 
 
 @pytest.mark.full
 def test_rewards_of_turns_reach_ranks_that_only_train(talker: Path, tmp_path: Path) -> None:
-    from phalanx.training.lm_rl import build
+    from phalanx.run.lm_rl import build
 
     norms = []
     for name, terminal in (("alone", False), ("apart", False), ("last", True)):
@@ -279,7 +279,7 @@ def test_rewards_of_turns_reach_ranks_that_only_train(talker: Path, tmp_path: Pa
 
 
 def sampled(cfg: LMRLConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    from phalanx.training.lm_rl import build
+    from phalanx.run.lm_rl import build
 
     samples, _ = first_step(build, cfg)
     return samples.lost, samples.mask.any(1)
@@ -307,14 +307,14 @@ def test_a_failure_of_one_rank_ends_all_in_one_line(talker: Path, tmp_path: Path
 
 def run(cfg: LMRLConfig) -> None:
     """Run the job to its end, as a task does."""
-    from phalanx.training.lm_rl import build
+    from phalanx.run.lm_rl import build
 
     build(cfg).run()
 
 
 def test_tools_that_nobody_calls(talker: Path, tmp_path: Path) -> None:
     """A turn without a call is the last one, and parts of a reward are terms of their own."""
-    entry = "path: 'phalanx.rewards.text.environment:Environment', kwargs"
+    entry = "path: 'phalanx.zoo.rewards.text.environment:Environment', kwargs"
     functions = f"reward.functions=[{{name: size, {entry}: {{key: size}}}}, {{name: environment}}]"
     run_ranks(run, 1, job(talker, tmp_path, functions, "trainer.total_training_steps=1", name="Tool"))
     (row,) = rows(tmp_path / "out")

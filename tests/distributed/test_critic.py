@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from phalanx.config.lm import LMRLConfig
-from tests.jobs import assert_same_weights, first_step, full_weights, rows
-from tests.lm import tiny_lm_config
-from tests.ranks import run_ranks
+from tests.helpers.jobs import assert_same_weights, first_step, full_weights, rows
+from tests.helpers.lm import tiny_lm_config
+from tests.helpers.ranks import run_ranks
 
 SPREAD = """
 from phalanx.algorithms import grpo
@@ -45,7 +45,7 @@ def one_step(cfg: LMRLConfig, poison: bool = False) -> dict[str, Any]:
 
     `poison` makes the critic's loss NaN.
     """
-    from phalanx.training.lm_rl import build
+    from phalanx.run.lm_rl import build
 
     found: dict[str, Any] = {}
 
@@ -74,7 +74,7 @@ def weights(t: Any) -> dict[str, dict[str, Tensor]]:
 
 def fit(cfg: LMRLConfig) -> dict[str, Tensor]:
     """Train to the end; returns the contents of a checkpoint: weights and both optimizers' states."""
-    from phalanx.training.lm_rl import build
+    from phalanx.run.lm_rl import build
 
     t = build(cfg)
     t.fit()

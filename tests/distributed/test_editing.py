@@ -12,19 +12,20 @@ from PIL import Image
 from safetensors.torch import load_file
 from torch import Tensor
 
-from phalanx.config import ConfigError, load
+from phalanx.config import ConfigError
 from phalanx.config.flow import FlowMatchingTaskConfig, FlowRLConfig
 from phalanx.config.tasks import EvaluateConfig, ExportConfig, SampleConfig
 from phalanx.data.prompts import DataError, load_prompts
-from phalanx.jobs.evaluate import Evaluation
-from phalanx.jobs.export import Export
-from tests.checks import refused
+from phalanx.run.rules import load_config
+from phalanx.tools.evaluate import Evaluation
+from phalanx.tools.export import Export
 from tests.distributed.test_layouts import assert_same_step
-from tests.jobs import fit, one_step, tiny_config
-from tests.pairs import png, write_parquet
-from tests.policies import make_policy, one_rank
-from tests.ranks import RankError, run_ranks
-from tests.tiny_edit import INSTRUCTIONS, load_edit_pipeline, photo, write_edits
+from tests.helpers.checks import refused
+from tests.helpers.jobs import fit, one_step, tiny_config
+from tests.helpers.pairs import png, write_parquet
+from tests.helpers.policies import make_policy, one_rank
+from tests.helpers.ranks import RankError, run_ranks
+from tests.helpers.tiny_edit import INSTRUCTIONS, load_edit_pipeline, photo, write_edits
 
 # how near the image is to the one that it was made of
 REWARD = """
@@ -103,7 +104,7 @@ def test_other_numbers_of_references_are_refused(qwen_edit_folder: Path, qwen_fo
         built_here(tiny_config(qwen_folder, tmp_path / "plain", "model.reference_count=2"))
     words = [f"model.path={qwen_edit_folder}", f"data.val_files=[{two}]", "reward.functions=[{name: aesthetic}]"]
     with refused(f"data.val_files: {two}:1: image holds 2 images; model.reference_count is 1", ValueError):
-        Evaluation(load(EvaluateConfig, None, words))
+        Evaluation(load_config(EvaluateConfig, None, words))
 
 
 def test_images_in_parquet_are_the_same(tmp_path: Path) -> None:
@@ -116,7 +117,7 @@ def test_images_in_parquet_are_the_same(tmp_path: Path) -> None:
 
 
 def trained(cfg: FlowRLConfig) -> Tensor:
-    from phalanx.training.flow_rl import build
+    from phalanx.run.flow_rl import build
 
     trainer = build(cfg)
     trainer.fit()
@@ -150,7 +151,7 @@ def test_a_run_from_validation_to_export(
     metrics = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     assert metrics[-1]["val/edits/reward/mean"] == pytest.approx(sum(row["reward"] for row in rows) / 4, rel=1e-5)
 
-    Export(load(ExportConfig, None, [f"checkpoint={tmp_path / 'out'}", f"output_dir={tmp_path / 'lora'}"])).run()
+    Export(load_config(ExportConfig, None, [f"checkpoint={tmp_path / 'out'}", f"output_dir={tmp_path / 'lora'}"])).run()
     assert any("lora_A" in name for name in load_file(tmp_path / "lora" / "pytorch_lora_weights.safetensors"))
     monkeypatch.setattr(pipeline_qwenimage_edit_plus, "VAE_IMAGE_SIZE", 32**2)
     pipeline = load_edit_pipeline(qwen_edit_folder)
@@ -175,9 +176,9 @@ def test_a_run_from_validation_to_export(
 
 
 def sampled(overrides: list[str]) -> None:
-    from phalanx.jobs.sample import Generator
+    from phalanx.tools.sample import Generator
 
-    Generator(load(SampleConfig, None, overrides)).run()
+    Generator(load_config(SampleConfig, None, overrides)).run()
 
 
 def test_sampling_from_a_file(qwen_edit_folder: Path, tmp_path: Path) -> None:
@@ -195,8 +196,8 @@ def test_sampling_from_a_file(qwen_edit_folder: Path, tmp_path: Path) -> None:
 
 
 def built(cfg: Any) -> None:
-    from phalanx.training import flow_matching
-    from phalanx.training.flow_rl import build
+    from phalanx.run import flow_matching
+    from phalanx.run.flow_rl import build
 
     (build if isinstance(cfg, FlowRLConfig) else flow_matching.build)(cfg)
 
@@ -218,12 +219,12 @@ def test_data_without_images(name: str, text: str, said: str, qwen_edit_folder: 
 
 def built_here(cfg: Any) -> None:
     """Build the job in this process, whose world is one rank."""
-    from phalanx.distributed import mesh
+    from phalanx.run.world import stop_world
 
     try:
         built(cfg)
     finally:
-        mesh.stop()
+        stop_world()
 
 
 def test_an_image_that_is_gone(qwen_edit_folder: Path, tmp_path: Path) -> None:
@@ -234,7 +235,7 @@ def test_an_image_that_is_gone(qwen_edit_folder: Path, tmp_path: Path) -> None:
 
 
 def test_supervised_flow_matching_is_refused(qwen_edit_folder: Path, tmp_path: Path) -> None:
-    cfg = load(
+    cfg = load_config(
         FlowMatchingTaskConfig,
         None,
         [
@@ -251,7 +252,7 @@ def test_supervised_flow_matching_is_refused(qwen_edit_folder: Path, tmp_path: P
 
 
 def test_vllm_omni_has_no_such_model(qwen_edit_folder: Path) -> None:
-    from phalanx.rollout.flow.vllm_omni import _pipeline_class
+    from phalanx.zoo.engines.vllm_omni import _pipeline_class
 
     with (
         one_rank() as world,
@@ -265,10 +266,10 @@ def test_vllm_omni_has_no_such_model(qwen_edit_folder: Path) -> None:
 
 def test_the_plan_counts_the_longer_sequence(qwen_edit_folder: Path, qwen_folder: Path, tmp_path: Path) -> None:
     from phalanx.models.flow.registry import family_of
-    from phalanx.plan import plan_job
-    from phalanx.plan.blueprint import family_name
-    from phalanx.plan.jobs import planned
-    from phalanx.plan.layout import Cluster
+    from phalanx.tools.plan import plan_job
+    from phalanx.tools.plan.blueprint import family_name
+    from phalanx.tools.plan.jobs import planned
+    from phalanx.tools.plan.layout import Cluster
 
     def of(folder: Path, *overrides: str) -> Any:
         cfg = tiny_config(folder, tmp_path, *overrides)

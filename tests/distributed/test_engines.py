@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from phalanx.telemetry.metrics import METRICS_FILE, read_metrics
-from tests import jobs, lm
-from tests.ranks import run_ranks
-from tests.roles import learned, run_roles
+from phalanx.run.telemetry.curves import read_metrics
+from phalanx.run.telemetry.run_folder import METRICS_FILE
+from tests.helpers import jobs, lm
+from tests.helpers.ranks import run_ranks
+from tests.helpers.roles import learned, run_roles
 
 FLOW = """
 from dataclasses import replace
@@ -144,7 +145,7 @@ def test_an_engine_on_ranks_of_its_own(lm_folder: Path, tmp_path: Path) -> None:
 
 
 def build_lm(cfg: Any) -> Any:
-    from phalanx.training.lm_rl import build
+    from phalanx.run.lm_rl import build
 
     return build(cfg)
 

@@ -10,18 +10,18 @@ from typing import Any
 import pytest
 import torch
 
-from phalanx.config import load
 from phalanx.config.tasks import EvaluateConfig
 from phalanx.exit import Stopped
 from phalanx.rewards.client import RewardClient
-from phalanx.rewards.judge._model import RewardModel
-from phalanx.rewards.judge.unified_reward import UnifiedReward
-from phalanx.training.folder_lock import FolderLock
+from phalanx.rewards.judge_model import RewardModel
+from phalanx.run.folder_lock import FolderLock
+from phalanx.run.rules import load_config
+from phalanx.zoo.rewards.judge.unified_reward import UnifiedReward
 from tests.distributed.test_conversations import ENVIRONMENTS
-from tests.jobs import PROMPTS, fit, rows, tiny_config
-from tests.judged import settings, shown
-from tests.ranks import RankError, run_ranks
-from tests.tiny_vlm import grades, picture
+from tests.helpers.jobs import PROMPTS, fit, rows, tiny_config
+from tests.helpers.judged import settings, shown
+from tests.helpers.ranks import RankError, run_ranks
+from tests.helpers.tiny_vlm import grades, picture
 
 # Scores evenness, or the mean of an image. At the third call it kills its rank if the file `fatal` exists, requests a
 # stop like `phalanx stop` if `stop` exists, and then fails if `wrong` exists as well.
@@ -54,9 +54,9 @@ def brightness(images, prompts, metadata):
 
 
 def evaluate(words: list[str]) -> None:
-    from phalanx.jobs.evaluate import Evaluation
+    from phalanx.tools.evaluate import Evaluation
 
-    Evaluation(load(EvaluateConfig, None, words)).run()
+    Evaluation(load_config(EvaluateConfig, None, words)).run()
 
 
 def lm_words(model: Path, folder: Path, name: str, *words: str) -> list[str]:
@@ -128,7 +128,7 @@ def test_a_killed_evaluation_goes_on(lm_folder: Path, tmp_path: Path) -> None:
 
 
 def evaluate_until_it_is_stopped(words: list[str], message: str) -> None:
-    from phalanx.training import folder_lock
+    from phalanx.run import folder_lock
 
     folder_lock.BEAT_S = 0.05
     with pytest.raises(Stopped, match=message):

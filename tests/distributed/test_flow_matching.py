@@ -10,16 +10,17 @@ import torch
 from assets.make import digits
 from PIL import Image
 
-from phalanx.config import ConfigError, load
+from phalanx.config import ConfigError
 from phalanx.config.flow import FlowMatchingTaskConfig
 from phalanx.data.images import ImageTextData
 from phalanx.data.prompts import DataError
 from phalanx.data.streams import IndexStream
-from phalanx.training import flow_matching
-from tests.checks import refused
-from tests.jobs import full_weights, rows
-from tests.ranks import run_ranks
-from tests.tasks import run_task
+from phalanx.run import flow_matching
+from phalanx.run.rules import load_config
+from tests.helpers.checks import refused
+from tests.helpers.jobs import full_weights, rows
+from tests.helpers.ranks import run_ranks
+from tests.helpers.tasks import run_task
 
 
 @pytest.fixture
@@ -52,7 +53,7 @@ def configure(model: Path, pictures: Path, folder: Path, *overrides: str) -> Flo
         "trainer.save_freq=-1",
         f"trainer.output_dir={folder}",
     ]
-    return load(FlowMatchingTaskConfig, None, [*base, *overrides])
+    return load_config(FlowMatchingTaskConfig, None, [*base, *overrides])
 
 
 def train(cfg: FlowMatchingTaskConfig) -> dict[str, Any]:

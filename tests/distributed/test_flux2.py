@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.jobs import algorithm_config, one_step
-from tests.ranks import run_ranks
-from tests.tiny_edit import write_edits
+from tests.helpers.jobs import algorithm_config, one_step
+from tests.helpers.ranks import run_ranks
+from tests.helpers.tiny_edit import write_edits
 
 
 @pytest.mark.seldom("flux2", "flux2_klein_edit", "flux_kontext")

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from phalanx.training import folder_lock
-from phalanx.training.folder_lock import FolderLock
-from tests.jobs import fit, tiny_config
-from tests.ranks import RankError, run_ranks
+from phalanx.run import folder_lock
+from phalanx.run.folder_lock import FolderLock
+from tests.helpers.jobs import fit, tiny_config
+from tests.helpers.ranks import RankError, run_ranks
 
 
 def hold(folder: Path, ready: Any) -> None:

@@ -9,10 +9,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from phalanx.config.run import ModelConfig, ParallelConfig
-from phalanx.distributed import mesh
 from phalanx.distributed.fsdp import Sharded
 from phalanx.models.lora import merged_weights
-from tests.ranks import run_ranks
+from phalanx.run.world import start_world
+from tests.helpers.ranks import run_ranks
 
 MICRO_BATCHES = 3
 
@@ -33,7 +33,7 @@ def net() -> nn.Sequential:
 
 def gradients(parallel: ParallelConfig) -> tuple[dict[str, Tensor], list[int]]:
     """Sums of the gradients of some micro-batches, and the number of unsharded gradients on a rank after each."""
-    world = mesh.start(parallel)
+    world = start_world(parallel)
     module = net()
     sharded = Sharded(module, list(module)[:3], world, parallel, torch.float32)
     there = []
@@ -71,7 +71,7 @@ def for_an_engine(dtype: torch.dtype) -> list[dict[str, Any]]:
     """float32 weights of a module that computes in `dtype`: as an engine gets them, and cast afterwards."""
     parallel = ParallelConfig(fsdp_size=2)
     module = nn.Sequential(*(nn.Linear(5, 5) for _ in range(3)))
-    Sharded(module, list(module)[:2], mesh.start(parallel), parallel, dtype)
+    Sharded(module, list(module)[:2], start_world(parallel), parallel, dtype)
     state = module.state_dict()
     with torch.no_grad():
         sent = dict(merged_weights(state, ModelConfig(path="x"), dtype))
@@ -88,7 +88,7 @@ def test_weights_are_cast_before_they_are_gathered(dtype: torch.dtype) -> None:
 
 def clipped() -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]:
     """Norm and gradients by clip_gradients, and by torch's functions for DTensors."""
-    world = mesh.start(ParallelConfig(fsdp_size=2))
+    world = start_world(ParallelConfig(fsdp_size=2))
     module = net()
     sharded = Sharded(module, list(module.children())[:3], world, ParallelConfig(fsdp_size=2), torch.float32)
     assert sharded.clip_gradients(1.0) == 0  # without gradients

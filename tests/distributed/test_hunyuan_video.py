@@ -7,18 +7,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from phalanx.config import load
 from phalanx.config.tasks import ExportConfig
 from phalanx.distributed.seed import fold_in, normal
-from phalanx.jobs.export import Export
-from phalanx.plan.jobs import planned
-from phalanx.plan.layout import Cluster
+from phalanx.run.rules import load_config
+from phalanx.tools.export import Export
+from phalanx.tools.plan.jobs import planned
+from phalanx.tools.plan.layout import Cluster
 from tests.distributed.test_layouts import assert_same_step
 from tests.distributed.test_videos import train
-from tests.jobs import PROMPTS, one_step, tiny_config
-from tests.ranks import run_ranks
-from tests.tiny import load_pipeline
-from tests.tiny_edit import write_edits
+from tests.helpers.jobs import PROMPTS, one_step, tiny_config
+from tests.helpers.ranks import run_ranks
+from tests.helpers.tiny import load_pipeline
+from tests.helpers.tiny_edit import write_edits
 
 FRAMES = 5
 VIDEO = f"rollout.num_frames={FRAMES}"
@@ -69,7 +69,7 @@ def test_the_export_is_played_by_stock_diffusers(kind: str, hunyuan_folder: Path
     cfg = tiny_config(hunyuan_folder, tmp_path, VIDEO, *keys, "trainer.save_freq=2")
     [videos] = run_ranks(train, 1, cfg, timeout=150)
     exported = tmp_path / "export"
-    Export(load(ExportConfig, None, [f"checkpoint={tmp_path / 'out'}", f"output_dir={exported}"])).run()
+    Export(load_config(ExportConfig, None, [f"checkpoint={tmp_path / 'out'}", f"output_dir={exported}"])).run()
     pipeline = load_pipeline(hunyuan_folder)
     assert (stock_videos(pipeline) - videos).abs().max() > 0.05
     if kind == "lora":  # the pipeline's class has no loader of LoRAs, its transformer has

@@ -11,15 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from phalanx.config import load
 from phalanx.config.joint import POLICIES, JointConfig
 from phalanx.config.load import ConfigError
 from phalanx.config.trust import Use
-from phalanx.jobs.export import open_checkpoint
-from phalanx.training.joint import about, build, check
-from tests.checks import refused
-from tests.jobs import CONTRAST, PROMPTS, SIZE, assert_same_weights, full_weights, rows
-from tests.ranks import RankError, run_ranks
+from phalanx.run.joint import about, build, check
+from phalanx.run.rules import load_config
+from phalanx.tools.export import open_checkpoint
+from tests.helpers.checks import refused
+from tests.helpers.jobs import CONTRAST, PROMPTS, SIZE, assert_same_weights, full_weights, rows
+from tests.helpers.ranks import RankError, run_ranks
 
 
 def joint_config(writer: Path, painter: Path, folder: Path, *overrides: str) -> JointConfig:
@@ -59,7 +59,7 @@ def joint_config(writer: Path, painter: Path, folder: Path, *overrides: str) -> 
         "trainer.val_before_train=false",
         f"trainer.output_dir={folder / 'out'}",
     ]
-    return load(JointConfig, None, [*base, *overrides])
+    return load_config(JointConfig, None, [*base, *overrides])
 
 
 def weights(t: Any) -> dict[str, dict[str, Tensor]]:
@@ -297,7 +297,7 @@ def test_messages_have_the_keys_of_the_joint_run(
         "rewrite.keep_originals) 8; nearest that work: painter.actor.ppo_mini_batch_size=2 or 4"
     ):
         check(joint_config(lm_folder, sd3_folder, tmp_path, "painter.actor.ppo_mini_batch_size=3"))
-    log = logging.getLogger("phalanx.training.rl")
+    log = logging.getLogger("phalanx.run.rl")
     with about("writer"):
         log.warning("algorithm.kl_loss_type: %s", "k1")
     log.warning("algorithm.kl_loss_type: %s", "k1")

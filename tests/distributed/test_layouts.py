@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from phalanx.config.flow import FlowRLConfig
-from tests.jobs import assert_same_weights, one_step, tiny_config
-from tests.ranks import run_ranks
+from tests.helpers.jobs import assert_same_weights, one_step, tiny_config
+from tests.helpers.ranks import run_ranks
 
 LORA = ("model.lora_rank=4",)
 # (ranks, overrides): replicas only, shards only, both, LoRA beside its shards, all weights gathered step by step

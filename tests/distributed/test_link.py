@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.config.run import ParallelConfig
-from phalanx.distributed import link as links
-from phalanx.distributed import mesh
-from tests.ranks import free_port, run_ranks
+from phalanx.run import link as links
+from phalanx.run.world import start_world, stop_world
+from tests.helpers.ranks import free_port, run_ranks
 
 SHAPES = {f"w{i}": (torch.Size([40 + i, 10]), torch.float32) for i in range(6)}
 
@@ -25,7 +25,7 @@ def syncs(port: int) -> tuple[list[float], float]:
     """Three syncs of buckets that the actor's two ranks gather as FSDP does; then all leave."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     links.BUCKET_BYTES = 4000  # two tensors
-    world = mesh.start(ParallelConfig(), {"rollout": "0-1", "actor": "2-3"})
+    world = start_world(ParallelConfig(), {"rollout": "0-1", "actor": "2-3"})
     random.seed(world.launch.rank + os.getpid())
     link, sums = world.link, []
     assert link is not None
@@ -50,7 +50,7 @@ def syncs(port: int) -> tuple[list[float], float]:
     late()
     begin = time.perf_counter()
     link.part(world.watch)
-    mesh.stop()
+    stop_world()
     return sums, time.perf_counter() - begin
 
 

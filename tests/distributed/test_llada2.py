@@ -10,19 +10,19 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from phalanx.config import load
 from phalanx.config.lm import LMDataConfig, LMModelConfig
 from phalanx.config.run import ParallelConfig
 from phalanx.config.tasks import ExportConfig
-from phalanx.distributed import mesh
 from phalanx.functional.tokens import TokenTrace
-from phalanx.jobs.export import Export
 from phalanx.models import compiling
-from tests import jobs
-from tests.jobs import full_weights, tiny_config
-from tests.llada2 import tiny_llada2
-from tests.lm import fit, one_step, tiny_lm_config
-from tests.ranks import RankError, run_ranks
+from phalanx.run.rules import load_config
+from phalanx.run.world import start_world
+from phalanx.tools.export import Export
+from tests.helpers import jobs
+from tests.helpers.jobs import full_weights, tiny_config
+from tests.helpers.llada2 import tiny_llada2
+from tests.helpers.lm import fit, one_step, tiny_lm_config
+from tests.helpers.ranks import RankError, run_ranks
 
 SPREAD = "parallel.expert_parallel=true"
 IDS = torch.randint(3, 500, (4, 20), generator=torch.Generator().manual_seed(1))
@@ -36,7 +36,7 @@ def gradients(
     from phalanx.models.lm.policy import build_policy
 
     parallel = ParallelConfig(fsdp_size=shards, expert_parallel=spread)
-    world = mesh.start(parallel)
+    world = start_world(parallel)
     config = LMModelConfig(path=str(folder), dtype="float32", **keys)
     data = LMDataConfig(max_prompt_length=16, max_response_length=16)
     policy = build_policy(config, parallel, data, world, chunk=5, temperature=1.0, seed=0)
@@ -148,7 +148,7 @@ def test_a_job_from_the_hub_to_the_hub(lora: bool, tmp_path: Path) -> None:
     cfg = tiny_lm_config(base, tmp_path / "run", "parallel.fsdp_size=2", "trainer.save_freq=2", *keys)
     run_ranks(fit, 2, cfg)
     words = [f"checkpoint={tmp_path / 'run' / 'out'}", f"output_dir={tmp_path / 'export'}", f"merge_lora={lora}"]
-    Export(load(ExportConfig, None, words)).run()
+    Export(load_config(ExportConfig, None, words)).run()
     before, after = load_file(base / "model.safetensors"), load_file(tmp_path / "export" / "model.safetensors")
     assert set(after) == set(before)
     changed = {name for name in before if not torch.equal(after[name], before[name])}

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from phalanx.config.lm import LMRLConfig
-from tests.jobs import assert_same_weights, rows
-from tests.lm import fit, one_step, tiny_lm_config
-from tests.ranks import run_ranks
+from tests.helpers.jobs import assert_same_weights, rows
+from tests.helpers.lm import fit, one_step, tiny_lm_config
+from tests.helpers.ranks import run_ranks
 
 LORA = ("model.lora_rank=4",)
 KL = "algorithm.kl_loss_coef=0.04"

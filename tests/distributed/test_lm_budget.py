@@ -7,12 +7,13 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from phalanx.telemetry.metrics import METRICS_FILE, read_metrics
+from phalanx.run.telemetry.curves import read_metrics
+from phalanx.run.telemetry.run_folder import METRICS_FILE
 from phalanx.training.minibatches import Minibatches
 from phalanx.types import Batch, Samples
-from tests.jobs import assert_same_weights, full_weights, update
-from tests.lm import fit, one_step, tiny_lm_config
-from tests.ranks import run_ranks
+from tests.helpers.jobs import assert_same_weights, full_weights, update
+from tests.helpers.lm import fit, one_step, tiny_lm_config
+from tests.helpers.ranks import run_ranks
 
 KEYS = ("algorithm.kl_loss_coef=0.04", "actor.loss_agg_mode=seq-mean-token-mean")
 BUDGET = ("actor.use_dynamic_bsz=true", "actor.ppo_max_token_len_per_gpu=80", "rollout.mask_truncated=true")
@@ -60,7 +61,7 @@ def test_the_step_is_that_of_fixed_micro_batches(own: tuple[str, ...], lm_folder
 def scored_again(cfg: Any) -> list[float]:
     """The first ratio's error of a step, without and with old log-probs computed in the training's passes."""
     from phalanx.distributed.collectives import all_gather
-    from phalanx.training.lm_rl import build
+    from phalanx.run.lm_rl import build
 
     errors = []
     for again in (False, True):

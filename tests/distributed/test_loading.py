@@ -15,23 +15,23 @@ from transformers import AutoModelForCausalLM, Ernie4_5_MoeConfig, Ernie4_5_MoeF
 from phalanx.config.flow import FlowRLConfig
 from phalanx.config.lm import LMDataConfig, LMModelConfig
 from phalanx.config.run import ParallelConfig
-from phalanx.distributed import mesh
 from phalanx.models.flow.folder import load_text_encoder
 from phalanx.models.flow.policy import FlowPolicy
 from phalanx.models.lm.export import export_model
 from phalanx.models.lm.model import load_model
 from phalanx.models.lm.policy import build_policy
 from phalanx.models.stored import dtype_to_read, moved
-from tests.jobs import fit, full_weights, tiny_config
-from tests.ranks import run_ranks
-from tests.tiny import halved
+from phalanx.run.world import start_world
+from tests.helpers.jobs import fit, full_weights, tiny_config
+from tests.helpers.ranks import run_ranks
+from tests.helpers.tiny import halved
 
 HALF = torch.bfloat16
 
 
 def language_model(folder: Path, parallel: ParallelConfig) -> dict[str, Tensor]:
     config, data = LMModelConfig(path=str(folder)), LMDataConfig(max_prompt_length=16, max_response_length=16)
-    policy = build_policy(config, parallel, data, mesh.start(parallel), chunk=8, temperature=1.0, seed=0)
+    policy = build_policy(config, parallel, data, start_world(parallel), chunk=8, temperature=1.0, seed=0)
     module, trained = policy.trained.module, policy.trained.parameters
     assert module.lm.config.dtype is torch.float32
     assert module.lm.lm_head.weight is module.lm.model.embed_tokens.weight
@@ -42,7 +42,7 @@ def flow_model(folder: Path, parallel: ParallelConfig) -> dict[str, Tensor]:
     from phalanx.models.flow.policy import build_policy
 
     cfg = tiny_config(folder, folder.parent / "job", "model.dtype=bfloat16")
-    policy = build_policy(cfg.model, parallel, cfg.data, mesh.start(parallel), seed=0, detach_uncond=False)
+    policy = build_policy(cfg.model, parallel, cfg.data, start_world(parallel), seed=0, detach_uncond=False)
     return full_weights(policy.trained.parameters) | dict(policy.trained.module.named_buffers())
 
 

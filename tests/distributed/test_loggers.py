@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from phalanx.config.run import RLConfig
-from phalanx.training.checkpoint import read_meta
-from tests.ranks import ROOT, run_ranks
-from tests.toy import build, word_config
+from phalanx.run.checkpoint import read_meta
+from tests.helpers.ranks import ROOT, run_ranks
+from tests.helpers.toy import build, word_config
 
 VALIDATED = ("trainer.save_freq=1", "trainer.test_freq=1", "data.val_files=[none]")
 

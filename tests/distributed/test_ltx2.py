@@ -5,19 +5,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from phalanx.config import ConfigError, load
+from phalanx.config import ConfigError
 from phalanx.config.flow import FlowMatchingTaskConfig
 from phalanx.config.tasks import ExportConfig
 from phalanx.distributed.seed import fold_in, normal
-from phalanx.jobs.export import Export
-from phalanx.training import flow_matching, flow_rl
+from phalanx.run import flow_matching, flow_rl
+from phalanx.run.rules import load_config
+from phalanx.tools.export import Export
 from phalanx.types import Prompt
-from tests.checks import refused
 from tests.distributed.test_videos import train
-from tests.jobs import PROMPTS, algorithm_config, tiny_config
+from tests.helpers.checks import refused
+from tests.helpers.jobs import PROMPTS, algorithm_config, tiny_config
+from tests.helpers.ranks import run_ranks
+from tests.helpers.tiny import load_pipeline
 from tests.numerics.test_ltx2 import stock
-from tests.ranks import run_ranks
-from tests.tiny import load_pipeline
 
 FRAMES = 5
 VIDEO = f"rollout.num_frames={FRAMES}"
@@ -27,7 +28,7 @@ LORA = "model.lora_rank=4"
 def test_what_trains_on_images_is_refused(ltx2_folder: Path, tmp_path: Path) -> None:
     keys = (f"model.path={ltx2_folder}", "data.train_files=[x.jsonl]", "trainer.total_training_steps=1")
     with refused(f"model.path: '{ltx2_folder}' cannot encode images; flow matching trains on images", ConfigError):
-        flow_matching.check(load(FlowMatchingTaskConfig, None, list(keys)))
+        flow_matching.check(load_config(FlowMatchingTaskConfig, None, list(keys)))
     cfg = algorithm_config(ltx2_folder, tmp_path, "diffusion_dpo", "rollout.engine=dataset", "rollout.n=2")
     with refused(
         "rollout.engine: dataset trains on images of the data, which LTX2Pipeline cannot encode; set "
@@ -44,7 +45,7 @@ def test_the_export_is_played_by_stock_diffusers(kind: str, ltx2_folder: Path, t
     cfg = tiny_config(ltx2_folder, tmp_path, VIDEO, *keys, "trainer.save_freq=2")
     [videos] = run_ranks(train, 1, cfg, timeout=150)
     exported = tmp_path / "export"
-    Export(load(ExportConfig, None, [f"checkpoint={tmp_path / 'out'}", f"output_dir={exported}"])).run()
+    Export(load_config(ExportConfig, None, [f"checkpoint={tmp_path / 'out'}", f"output_dir={exported}"])).run()
     pipeline = load_pipeline(ltx2_folder if kind == "lora" else exported)
     if kind == "lora":
         pipeline.load_lora_weights(exported)

@@ -14,11 +14,11 @@ import torch
 import phalanx.algorithms
 from phalanx.algorithms import TokenAlgorithm
 from phalanx.types import Samples
-from tests.checks import normal
-from tests.jobs import algorithm_config, full_weights, update
-from tests.lm import tiny_lm_config
-from tests.policies import disturb
-from tests.ranks import ROOT, run_ranks
+from tests.helpers.checks import normal
+from tests.helpers.jobs import algorithm_config, full_weights, update
+from tests.helpers.lm import tiny_lm_config
+from tests.helpers.policies import disturb
+from tests.helpers.ranks import ROOT, run_ranks
 
 NAMES = [info.name for info in pkgutil.iter_modules(phalanx.algorithms.__path__) if not info.name.startswith("_")]
 MODULES = {name: importlib.import_module(f"phalanx.algorithms.{name}") for name in NAMES}
@@ -46,7 +46,7 @@ def given(samples: Samples, spread: float) -> tuple[Samples, torch.Tensor]:
 
 def made(cfg: Any) -> tuple[Any, Samples, torch.Tensor]:
     """A job whose weights have moved from its reference, and `given` samples of a step."""
-    from phalanx.training import flow_rl, lm_rl
+    from phalanx.run import flow_rl, lm_rl
 
     is_text = cfg.algorithm.name in TOKENS
     t = (lm_rl if is_text else flow_rl).build(cfg)

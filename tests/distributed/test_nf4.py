@@ -10,18 +10,18 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import FileSystemReader
 
-from phalanx.config import load
 from phalanx.config.tasks import ExportConfig
-from phalanx.jobs.export import Export
 from phalanx.models.lora import adapter_config
+from phalanx.run.rules import load_config
 from phalanx.telemetry.records import read_index
-from tests import jobs, lm
+from phalanx.tools.export import Export
 from tests.distributed import test_vision
-from tests.jobs import assert_same_weights, rows
-from tests.llada2 import tiny_llada2
-from tests.lm import fit, tiny_lm_config
-from tests.ranks import run_ranks
-from tests.tasks import run_task
+from tests.helpers import jobs, lm
+from tests.helpers.jobs import assert_same_weights, rows
+from tests.helpers.llada2 import tiny_llada2
+from tests.helpers.lm import fit, tiny_lm_config
+from tests.helpers.ranks import run_ranks
+from tests.helpers.tasks import run_task
 
 NF4 = ("model.lora_rank=4", "model.quantization=nf4")
 SHARDED = "parallel.fsdp_size=2"
@@ -83,7 +83,9 @@ def test_a_run_is_resumed_and_exported(lm_folder: Path, tmp_path: Path) -> None:
     checkpoint = tmp_path / "whole" / "out" / "checkpoints" / "step_000002"
     saved = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
     assert whole and all("lora_" in name for name in saved)
-    cfg = load(ExportConfig, None, [f"checkpoint={checkpoint}", "weights=model", f"output_dir={tmp_path / 'lora'}"])
+    cfg = load_config(
+        ExportConfig, None, [f"checkpoint={checkpoint}", "weights=model", f"output_dir={tmp_path / 'lora'}"]
+    )
     Export(cfg).run()
     exported = load_file(tmp_path / "lora" / "adapter_model.safetensors")
     assert len(exported) == len(whole)

@@ -13,10 +13,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from phalanx.config.flow import FlowRLConfig
-from phalanx.training.checkpoint import find
+from phalanx.run.checkpoint import find
 from phalanx.types import JobError
-from tests.jobs import fit, tiny_config
-from tests.ranks import RankError, run_ranks
+from tests.helpers.jobs import fit, tiny_config
+from tests.helpers.ranks import RankError, run_ranks
 
 
 def spoiled_copy(base: Path, folder: Path, part: str, wanted: Callable[[str], bool]) -> Path:
@@ -46,7 +46,7 @@ def test_pictures(sd3_folder: Path, tmp_path: Path) -> None:
 
 def broken_after_two(cfg: FlowRLConfig) -> str:
     """The message of a run in whose third step a weight becomes infinite on one rank."""
-    from phalanx.training.flow_rl import build
+    from phalanx.run.flow_rl import build
 
     trainer = build(cfg)
     honest = trainer.updater.follow
@@ -87,7 +87,7 @@ def warnings_of(cfg: FlowRLConfig) -> tuple[list[str], dict[str, Tensor]]:
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("phalanx.telemetry.metrics").addHandler(handler)
+    logging.getLogger("phalanx.run.telemetry.run_logger").addHandler(handler)
     return said, fit(cfg)
 
 

@@ -8,16 +8,17 @@ from typing import Any
 import pytest
 import torch
 
-from phalanx.config import ConfigError, load
+from phalanx.config import ConfigError
 from phalanx.config.flow import FlowRLConfig
 from phalanx.distributed.fsdp import local
 from phalanx.models.flow.policy import build_policy
 from phalanx.rollout.flow.in_policy import PolicyRollout
-from phalanx.training.flow_rl import build, check
+from phalanx.run.flow_rl import build, check
+from phalanx.run.rules import load_config
 from phalanx.training.update import StepLog
-from tests.jobs import PROMPTS, base_overrides, fit, full_weights, rows, update
-from tests.ranks import run_ranks
-from tests.tiny import jitter, load_pipeline, tiny_sd3
+from tests.helpers.jobs import PROMPTS, base_overrides, fit, full_weights, rows, update
+from tests.helpers.ranks import run_ranks
+from tests.helpers.tiny import jitter, load_pipeline, tiny_sd3
 
 
 def configure(model: Path, folder: Path, *overrides: str, teacher: Path | None = None) -> FlowRLConfig:
@@ -26,7 +27,7 @@ def configure(model: Path, folder: Path, *overrides: str, teacher: Path | None =
     (folder / "prompts.txt").write_text("\n".join(PROMPTS) + "\n")
     base = [o for o in base_overrides(model, folder) if not o.startswith(("algorithm.", "reward."))]
     fixed = ["rollout.micro_batch_size_per_gpu=4", "algorithm.name=opd", f"algorithm.teacher_path={teacher or model}"]
-    return load(FlowRLConfig, None, [*base, *fixed, *overrides])
+    return load_config(FlowRLConfig, None, [*base, *fixed, *overrides])
 
 
 def moved(model: Path, folder: Path) -> Path:
@@ -199,6 +200,6 @@ def test_what_is_no_teacher(sd3_folder: Path, qwen_folder: Path, tmp_path: Path)
 
 def test_it_wants_a_teacher_and_trajectories(sd3_folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^algorithm.teacher_path is not set; give algorithm.teacher_path=..."):
-        load(FlowRLConfig, None, [f"model.path={sd3_folder}", "algorithm.name=opd"])
+        load_config(FlowRLConfig, None, [f"model.path={sd3_folder}", "algorithm.name=opd"])
     with pytest.raises(ConfigError, match=r"^rollout.noise_level: 0.0; expected more than 0"):
         check(configure(sd3_folder, tmp_path, "rollout.noise_level=0"))

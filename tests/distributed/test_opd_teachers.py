@@ -9,19 +9,19 @@ import pytest
 import torch
 
 from phalanx.algorithms import opd
-from phalanx.config import load
 from phalanx.config.flow import FlowRLConfig
 from phalanx.data.prompts import load_prompts
 from phalanx.functional.flow import FlowReplay
 from phalanx.functional.sde import gaussian_kl
-from phalanx.training.components import routed
-from phalanx.training.flow_rl import build
+from phalanx.run.flow_rl import build
+from phalanx.run.rules import load_config
+from phalanx.run.start import routed
 from phalanx.training.update import StepLog
 from phalanx.types import Batch, Teacher
-from tests.checks import reduced
 from tests.distributed.test_opd import moved, refusal
-from tests.jobs import PROMPTS, base_overrides, full_weights, update
-from tests.ranks import run_ranks
+from tests.helpers.checks import reduced
+from tests.helpers.jobs import PROMPTS, base_overrides, full_weights, update
+from tests.helpers.ranks import run_ranks
 
 ONE_OF_FOUR = ("sharp", "sharp", "sharp", "soft")  # so that only one of two ranks has rows of `soft`
 
@@ -33,7 +33,7 @@ def configure(model: Path, folder: Path, *keys: str, tasks: tuple[Any, ...] = ON
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     base = [o for o in base_overrides(model, folder) if not o.startswith(("algorithm.", "reward.", "data.train_f"))]
     fixed = [f"data.train_files=[{folder / 'rows.jsonl'}]", "rollout.micro_batch_size_per_gpu=4", "algorithm.name=opd"]
-    return load(FlowRLConfig, None, [*base, *fixed, *keys])
+    return load_config(FlowRLConfig, None, [*base, *fixed, *keys])
 
 
 def several(**teachers: Path) -> tuple[str, str]:

@@ -10,10 +10,10 @@ import torch
 
 from phalanx.config.reward import RewardModelConfig
 from phalanx.distributed.seed import fold_in
-from phalanx.rewards.judge._pairs import pairings
-from tests.judged import config, settings, step_and_terms
-from tests.judged_pairs import COUNT, GROUPS, Broken, Reading, compared, failed, plainly
-from tests.ranks import run_ranks
+from phalanx.rewards.judge_pairs import pairings
+from tests.helpers.judged import config, settings, step_and_terms
+from tests.helpers.judged_pairs import COUNT, GROUPS, Broken, Reading, compared, failed, plainly
+from tests.helpers.ranks import run_ranks
 
 ONE, TWO = [COUNT], [8, 4]  # the second group is on both of two ranks
 
@@ -87,7 +87,7 @@ def test_a_failure_on_one_rank_is_told_on_all(judge_model: Path) -> None:
 @pytest.mark.full
 def test_a_group_on_two_ranks_in_a_job(sd3_folder: Path, judge_model: Path, tmp_path: Path) -> None:
     """A step with one prompt: its images get the same win rates, with mean 1/2, on one rank and on two."""
-    judge = "{path: 'tests.judged_pairs:Reading'}"
+    judge = "{path: 'tests.helpers.judged_pairs:Reading'}"
     keys = ("data.train_batch_size=1", "actor.ppo_mini_batch_size=1", "actor.ppo_micro_batch_size_per_gpu=1")
     single = (*keys, "reward.model.engine=transformers")
     rates = []

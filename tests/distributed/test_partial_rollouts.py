@@ -12,9 +12,9 @@ from torch import Tensor
 
 from phalanx.config.lm import LMRLConfig
 from phalanx.types import Samples
-from tests.jobs import rows
-from tests.lm import fit, tiny_lm_config
-from tests.ranks import run_ranks
+from tests.helpers.jobs import rows
+from tests.helpers.lm import fit, tiny_lm_config
+from tests.helpers.ranks import run_ranks
 
 STEPS = 5
 KEYS = ("rollout.partial_rollout=true", "rollout.partial_rollout_tokens=4", "rollout.correction=token_tis")
@@ -27,7 +27,7 @@ def job(model: Path, folder: Path, *keys: str) -> LMRLConfig:
 
 def drawn(cfg: LMRLConfig) -> list[dict[str, Any]]:
     """This rank's samples in each step of a run as they were sampled, with the policy's log-probs at that time."""
-    from phalanx.training.lm_rl import build
+    from phalanx.run.lm_rl import build
     from phalanx.training.loop import train
 
     trainer, found = build(cfg), list[dict[str, Any]]()

@@ -20,22 +20,22 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from phalanx.config import load
 from phalanx.config.flow import FlowMatchingTaskConfig, FlowRLConfig, FlowRunConfig
 from phalanx.distributed.collectives import all_gather
 from phalanx.distributed.fsdp import local
-from phalanx.plan.batch import messages as planned_messages
-from phalanx.plan.blueprint import family_name
-from phalanx.plan.jobs import planned
-from phalanx.plan.layout import Cluster
-from phalanx.plan.memory import Memory, count
-from phalanx.plan.rehearsal import Rehearsal
-from phalanx.training import flow_matching
-from phalanx.training.flow_rl import build
+from phalanx.run import flow_matching
+from phalanx.run.flow_rl import build
+from phalanx.run.rules import load_config
+from phalanx.tools.plan.batch import messages as planned_messages
+from phalanx.tools.plan.blueprint import family_name
+from phalanx.tools.plan.jobs import planned
+from phalanx.tools.plan.layout import Cluster
+from phalanx.tools.plan.memory import Memory, count
+from phalanx.tools.plan.rehearsal import Rehearsal
 from phalanx.training.supervised import SupervisedTrainer
-from tests.jobs import PROMPTS, base_overrides, update
-from tests.ranks import run_ranks
-from tests.tiny import jitter, tiny_sd3
+from tests.helpers.jobs import PROMPTS, base_overrides, update
+from tests.helpers.ranks import run_ranks
+from tests.helpers.tiny import jitter, tiny_sd3
 
 WITHIN, HEAP_NOISE = 0.08, 2_500_000
 SMALL = 1 << 16  # bytes
@@ -83,7 +83,7 @@ def configure(model: Path, folder: Path, ranks: int, *overrides: str) -> FlowRLC
     (folder / "prompts.txt").write_text("\n".join(PROMPTS))
     sizes = ["rollout.height=64", "rollout.width=64", "rollout.num_inference_steps=3"]
     batch = ["data.train_batch_size=2", f"rollout.n={2 * ranks}"]
-    return load(FlowRLConfig, None, [*base_overrides(model, folder), *sizes, *batch, *overrides])
+    return load_config(FlowRLConfig, None, [*base_overrides(model, folder), *sizes, *batch, *overrides])
 
 
 def estimate(cfg: FlowRunConfig, cluster: Cluster) -> tuple[Rehearsal, Memory]:
@@ -319,7 +319,7 @@ def test_memory_of_flow_matching(medium_folder: Path, tmp_path: Path) -> None:
     base = [o for o in base_overrides(medium_folder, tmp_path) if o.startswith(keep)]
     sizes = ["data.train_batch_size=8", "rollout.height=64", "rollout.width=64"]
     job = [f"data.train_files=[{pictures}]", "flow_matching.micro_batch_size_per_gpu=4", CHECKPOINTING]
-    cfg = load(FlowMatchingTaskConfig, None, [*base, *sizes, *job])
+    cfg = load_config(FlowMatchingTaskConfig, None, [*base, *sizes, *job])
     took = run_ranks(measure, 1, cfg, timeout=240)[0]
     plan, memory = estimate(cfg, Cluster(1, 1))
     compare(plan, memory, took)

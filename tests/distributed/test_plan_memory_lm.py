@@ -17,19 +17,20 @@ from transformers import (
     Qwen3VLForConditionalGeneration,
 )
 
-from phalanx.config import load
 from phalanx.config.block_diffusion import BlockDiffusionTaskConfig
 from phalanx.config.joint import PAINTER, WRITER
 from phalanx.config.lm import LMRLConfig
 from phalanx.data.prompts import load_prompts
-from phalanx.distributed.mesh import alone, lone_world
-from phalanx.plan.jobs import planned, planned_joint
-from phalanx.plan.layout import Cluster
-from phalanx.plan.memory import count
-from phalanx.plan.pace import Gpu
-from phalanx.plan.text import describe
-from phalanx.training import joint
-from phalanx.training.lm_rl import build, load_policy
+from phalanx.distributed.mesh import alone
+from phalanx.run import joint
+from phalanx.run.lm_rl import build, load_policy
+from phalanx.run.rules import load_config
+from phalanx.run.world import lone_world
+from phalanx.tools.plan.jobs import planned, planned_joint
+from phalanx.tools.plan.layout import Cluster
+from phalanx.tools.plan.memory import count
+from phalanx.tools.plan.pace import Gpu
+from phalanx.tools.plan.text import describe
 from tests.distributed.test_joint import joint_config
 from tests.distributed.test_plan_memory import (
     BF16,
@@ -50,10 +51,10 @@ from tests.distributed.test_plan_memory import (
     total,
     train,
 )
-from tests.jobs import update
-from tests.lm import lm_overrides, tiny_lm_config
-from tests.ranks import run_ranks
-from tests.tiny_vision import picture, tiny_vision
+from tests.helpers.jobs import update
+from tests.helpers.lm import lm_overrides, tiny_lm_config
+from tests.helpers.ranks import run_ranks
+from tests.helpers.tiny_vision import picture, tiny_vision
 
 TRAINED = "model.freeze_vision_tower=false"
 SHARED = "parallel.ulysses_sequence_parallel_size=2"
@@ -87,7 +88,7 @@ def medium_lm(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def measure_supervised(cfg: Any) -> dict[str, int]:
     """The same of supervised block diffusion."""
-    from phalanx.training.block_diffusion import build
+    from phalanx.run.block_diffusion import build
 
     strangers = alive()
     t = build(cfg)
@@ -192,7 +193,7 @@ def test_memory_of_supervised_blocks(medium_lm: Path, tmp_path: Path) -> None:
         "trainer.logger=[]",
         f"trainer.output_dir={tmp_path / 'out'}",
     ]
-    cfg = load(BlockDiffusionTaskConfig, None, keys)
+    cfg = load_config(BlockDiffusionTaskConfig, None, keys)
     (took,) = run_ranks(measure_supervised, 1, cfg, timeout=240)
     job = planned(cfg, Cluster(1, 1))
     compare(job, count(job), took)
@@ -376,7 +377,7 @@ def test_memory_of_images(ranks: int, overrides: list[str], medium_vision: Path,
         picture(128, 128, seed=i).save(tmp_path / f"{i}.png")
         rows.append(json.dumps({"prompt": "<image>read it", "images": [f"{i}.png"]}) + "\n")
     (tmp_path / "prompts.jsonl").write_text("".join(rows))
-    cfg = load(LMRLConfig, None, [*keys, "data.max_prompt_length=400", *sizes, *batch, *overrides])
+    cfg = load_config(LMRLConfig, None, [*keys, "data.max_prompt_length=400", *sizes, *batch, *overrides])
     cfg.data.max_prompt_length = length_of(cfg)
     took = run_ranks(measure, ranks, cfg, timeout=600)[0]
     job = planned(cfg, Cluster(1, ranks))

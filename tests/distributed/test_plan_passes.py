@@ -8,19 +8,19 @@ import pytest
 import torch
 from benchmarks.scale import Mail
 
-from phalanx.config import load
 from phalanx.config.flow import FlowRLConfig
 from phalanx.distributed.fsdp import local
-from phalanx.plan.batch import messages
-from phalanx.plan.blueprint import family_name
-from phalanx.plan.jobs import planned
-from phalanx.plan.layout import Cluster
-from phalanx.plan.memory import count
+from phalanx.run.flow_rl import build
+from phalanx.run.rules import load_config
 from phalanx.telemetry.flops import peak_flops
-from phalanx.training.flow_rl import build
-from tests.jobs import PROMPTS, base_overrides, update
-from tests.ranks import run_ranks
-from tests.tiny import jitter, load_pipeline
+from phalanx.tools.plan.batch import messages
+from phalanx.tools.plan.blueprint import family_name
+from phalanx.tools.plan.jobs import planned
+from phalanx.tools.plan.layout import Cluster
+from phalanx.tools.plan.memory import count
+from tests.helpers.jobs import PROMPTS, base_overrides, update
+from tests.helpers.ranks import run_ranks
+from tests.helpers.tiny import jitter, load_pipeline
 
 TWO_EPOCHS, KL, SHARDED = "actor.ppo_epochs=2", "algorithm.kl_loss_coef=0.1", "parallel.fsdp_size=2"
 MICRO = "actor.ppo_micro_batch_size_per_gpu"
@@ -31,7 +31,9 @@ def configure(model: Path, folder: Path, name: str, *overrides: str) -> FlowRLCo
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "prompts.txt").write_text("\n".join(PROMPTS) + "\n")
     base = [o for o in base_overrides(model, folder) if not o.startswith("algorithm.")]
-    return load(FlowRLConfig, None, [*base, f"algorithm.name={name}", "rollout.micro_batch_size_per_gpu=4", *overrides])
+    return load_config(
+        FlowRLConfig, None, [*base, f"algorithm.name={name}", "rollout.micro_batch_size_per_gpu=4", *overrides]
+    )
 
 
 def step(cfg: FlowRLConfig) -> dict[str, Any]:

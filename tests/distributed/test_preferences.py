@@ -10,11 +10,11 @@ import torch
 
 from phalanx.config import ConfigError
 from phalanx.config.flow import FlowRLConfig
-from phalanx.training.flow_rl import build, check
-from tests.checks import refused
-from tests.jobs import algorithm_config, assert_same_weights, fit, one_step, update
-from tests.pairs import rows, write_parquet
-from tests.ranks import RankError, run_ranks
+from phalanx.run.flow_rl import build, check
+from tests.helpers.checks import refused
+from tests.helpers.jobs import algorithm_config, assert_same_weights, fit, one_step, update
+from tests.helpers.pairs import rows, write_parquet
+from tests.helpers.ranks import RankError, run_ranks
 
 pytestmark = pytest.mark.usefixtures("datasets_cache")
 

@@ -11,17 +11,17 @@ import pytest
 from safetensors.torch import load_file
 
 from phalanx.config.lm import LMRLConfig
-from phalanx.training import flow_rl, lm_rl
-from tests import tiny_vlm
-from tests.jobs import algorithm_config, tiny_config
-from tests.lm import tiny_lm_config
+from phalanx.run import flow_rl, lm_rl
+from tests.helpers import tiny_vlm
+from tests.helpers.jobs import algorithm_config, tiny_config
+from tests.helpers.lm import tiny_lm_config
+from tests.helpers.ranks import ROOT
+from tests.helpers.tiny_vision import shown_prompts
 from tests.pretended.jobs import rehearse
 from tests.pretended.record import Record
 from tests.pretended.vllm import JUDGE as JUDGE_EVENTS
 from tests.pretended.vllm import ROLLOUT as ROLLOUT_EVENTS
 from tests.pretended.vllm import pretend_vllm
-from tests.ranks import ROOT
-from tests.tiny_vision import shown_prompts
 
 BF16 = "model.dtype=bfloat16"
 LORA = "model.lora_rank=4"

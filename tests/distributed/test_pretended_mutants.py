@@ -14,10 +14,10 @@ import torch
 from phalanx.training import offload as offload_module
 from phalanx.training.offload import OffloadedState
 from tests.distributed.test_pretended_gpus import JOBS, build, configure
+from tests.helpers.ranks import free_port, run_ranks
 from tests.pretended.jobs import pretend
 from tests.pretended.mutants import MUTANTS, Mutant
 from tests.pretended.vllm import steps
-from tests.ranks import free_port, run_ranks
 
 
 def offload(cfg: Any) -> None:

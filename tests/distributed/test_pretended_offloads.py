@@ -12,16 +12,16 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from phalanx.config import load
 from phalanx.config.tasks import ExportConfig
-from phalanx.jobs.export import Export
-from phalanx.training import lm_rl
-from phalanx.training.rl import Trainer
-from tests.jobs import assert_same_weights
-from tests.lm import tiny_lm_config
+from phalanx.run import lm_rl
+from phalanx.run.rl import Trainer
+from phalanx.run.rules import load_config
+from phalanx.tools.export import Export
+from tests.helpers.jobs import assert_same_weights
+from tests.helpers.lm import tiny_lm_config
+from tests.helpers.ranks import free_port, run_ranks
 from tests.pretended.jobs import pretend
 from tests.pretended.places import local
-from tests.ranks import free_port, run_ranks
 
 KEYS = (
     *("actor.ema.decay=0.9", "data.max_response_length=4", "rollout.n=2"),
@@ -62,7 +62,7 @@ def rehearse(jobs: dict[str, Any], ports: list[int]) -> dict[str, str]:
             assert torch.equal(value, resumed[key]), f"{name}: {key} is another one after a resume"
         if os.environ["RANK"] == "0":
             words = [f"checkpoint={folder}", f"output_dir={folder / 'export'}", "weights=model"]
-            Export(load(ExportConfig, None, words)).run()
+            Export(load_config(ExportConfig, None, words)).run()
     assert not record.faults, "\n".join(record.faults)
     return places
 

@@ -11,10 +11,10 @@ from diffusers.models.transformers.transformer_sd3 import JointTransformerBlock
 from torch import nn
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
-from tests import jobs, lm
-from tests.jobs import tiny_config
-from tests.lm import tiny_lm_config
-from tests.ranks import RankError, run_ranks
+from tests.helpers import jobs, lm
+from tests.helpers.jobs import tiny_config
+from tests.helpers.lm import tiny_lm_config
+from tests.helpers.ranks import RankError, run_ranks
 
 ON = "model.gradient_checkpointing=true"
 KINDS = ((), (ON, "model.gradient_checkpointing_blocks=1"), (ON,))

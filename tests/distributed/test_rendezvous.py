@@ -11,12 +11,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from phalanx.cluster.exchange import open_store
 from phalanx.config import ConfigError
 from phalanx.config.run import ParallelConfig
-from phalanx.distributed import mesh, rendezvous
 from phalanx.distributed.launch import Launch
-from tests.ranks import free_port, run_ranks
+from phalanx.run import rendezvous
+from phalanx.run.world import start_world, stop_world
+from phalanx.tools.cluster.exchange import open_store
+from tests.helpers.ranks import free_port, run_ranks
 
 HOST = socket.gethostname()
 
@@ -107,8 +108,8 @@ def test_a_port_that_is_in_use() -> None:
 def join_alone(port: int) -> list[int]:
     """Join a world of one rank, and open the store of a check of the cluster."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    size = mesh.start(ParallelConfig()).size
-    mesh.stop()
+    size = start_world(ParallelConfig()).size
+    stop_world()
     return [size, open_store(Launch.from_env(), 1).add("notes", 1)]
 
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from phalanx.exit import end_with_parent
-from tests import jobs, lm
-from tests.ranks import run_ranks
+from tests.helpers import jobs, lm
+from tests.helpers.ranks import run_ranks
 
 REPEATS = int(os.environ.get("PHALANX_REPEATS", "20"))
 TOGETHER = 30  # repeats in one pair of processes, each of which leaves threads of its process groups behind

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
-from phalanx.telemetry.metrics import METRICS_FILE, read_metrics
+from phalanx.run.telemetry.curves import read_metrics
+from phalanx.run.telemetry.run_folder import METRICS_FILE
 from phalanx.types import Each, Prompt, Samples
-from tests.checks import warnings_of
-from tests.ranks import run_ranks
-from tests.toy import WordRollout, build, word_config
+from tests.helpers.checks import warnings_of
+from tests.helpers.ranks import run_ranks
+from tests.helpers.toy import WordRollout, build, word_config
 
 
 class Off(WordRollout):

@@ -9,10 +9,11 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader
 
 from phalanx.config.flow import FlowRLConfig
-from phalanx.telemetry.metrics import METRICS_FILE, read_metrics
-from phalanx.training.checkpoint import find
-from tests.jobs import fit, rows, tiny_config
-from tests.ranks import RankError, run_ranks
+from phalanx.run.checkpoint import find
+from phalanx.run.telemetry.curves import read_metrics
+from phalanx.run.telemetry.run_folder import METRICS_FILE
+from tests.helpers.jobs import fit, rows, tiny_config
+from tests.helpers.ranks import RankError, run_ranks
 
 LORA = ("model.lora_rank=4", "actor.ema.decay=0.9")
 STEPS = ("trainer.total_training_steps=4", "trainer.save_freq=2", "optim.lr_scheduler=cosine")
@@ -251,7 +252,7 @@ def test_a_new_run_sets_old_checkpoints_aside(sd3_folder: Path, tmp_path: Path) 
 
 def parts(cfg: FlowRLConfig) -> None:
     from phalanx.distributed.fsdp import as_part_of, local
-    from phalanx.training.flow_rl import build
+    from phalanx.run.flow_rl import build
 
     for p in build(cfg).policy.trained.parameters.values():
         part = local(p).detach().clone()

@@ -8,9 +8,9 @@ import torch
 
 from phalanx.functional.advantage import group_advantage
 from phalanx.types import JobError
-from tests.jobs import full_weights, update
-from tests.ranks import run_ranks
-from tests.toy import build, word_config
+from tests.helpers.jobs import full_weights, update
+from tests.helpers.ranks import run_ranks
+from tests.helpers.toy import build, word_config
 
 REWARD = '''"""Rewards of tests."""
 

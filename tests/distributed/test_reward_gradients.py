@@ -6,8 +6,8 @@ import pytest
 
 from phalanx.config.flow import FlowRLConfig
 from tests.distributed.test_layouts import assert_same_step
-from tests.jobs import algorithm_config, fit, one_step, rows
-from tests.ranks import RankError, run_ranks
+from tests.helpers.jobs import algorithm_config, fit, one_step, rows
+from tests.helpers.ranks import RankError, run_ranks
 
 LORA = "model.lora_rank=4"
 GRADED = Path(__file__).parents[1] / "graded.py"

@@ -15,10 +15,10 @@ from phalanx.config.reward import RewardModelConfig
 from phalanx.data.prompts import load_prompts
 from phalanx.data.streams import PromptStream
 from phalanx.rewards import RewardError
-from phalanx.rewards.judge.unified_reward import UnifiedReward
-from phalanx.rewards.judge.vlm_ocr import VlmOcr
-from tests.jobs import one_step
-from tests.judged import (
+from phalanx.zoo.rewards.judge.unified_reward import UnifiedReward
+from phalanx.zoo.rewards.judge.vlm_ocr import VlmOcr
+from tests.helpers.jobs import one_step
+from tests.helpers.judged import (
     QUESTIONS,
     RAGGED,
     ask,
@@ -36,10 +36,10 @@ from tests.judged import (
     step_and_terms,
     talk,
 )
-from tests.judged_text import BASE, COMPLETION, SHOWN, asked_about_texts, plainly
-from tests.ranks import run_ranks
-from tests.rewards import told
-from tests.tiny_vlm import COLOURS, grades
+from tests.helpers.judged_text import BASE, COMPLETION, SHOWN, asked_about_texts, plainly
+from tests.helpers.ranks import run_ranks
+from tests.helpers.rewards import told
+from tests.helpers.tiny_vlm import COLOURS, grades
 
 ENGINE = "reward.model.engine=transformers"
 
@@ -138,7 +138,7 @@ def slept(cfg: RewardModelConfig) -> tuple[list[str], int]:
 
     from phalanx.engines.sleeping import Sleeping
     from phalanx.engines.transformers import TransformersEngine
-    from phalanx.rewards.judge._model import RewardModel
+    from phalanx.rewards.judge_model import RewardModel
 
     model = RewardModel(cfg, timeout_s=60.0)
     assert isinstance(model._engine, TransformersEngine)

@@ -13,12 +13,12 @@ import torch
 
 from phalanx.config import ConfigError
 from phalanx.data.streams import IndexStream
-from phalanx.distributed import link
+from phalanx.run import link
 from tests.distributed.test_opd import configure, moved
-from tests.jobs import assert_same_weights, tiny_config
-from tests.lm import REWARD, tiny_lm_config
-from tests.ranks import RankError
-from tests.roles import learned, run_roles
+from tests.helpers.jobs import assert_same_weights, tiny_config
+from tests.helpers.lm import REWARD, tiny_lm_config
+from tests.helpers.ranks import RankError
+from tests.helpers.roles import learned, run_roles
 
 VAL = ("trainer.test_freq=1", "trainer.log_val_generations=2", "actor.ema.decay=0.9")
 TWO_AND_TWO = "placement={rollout: 0-1, actor: 2-3}"
@@ -27,13 +27,13 @@ Job = Callable[..., Any]
 
 
 def language(cfg: Any) -> Any:
-    from phalanx.training.lm_rl import build
+    from phalanx.run.lm_rl import build
 
     return build(cfg)
 
 
 def pictures(cfg: Any) -> Any:
-    from phalanx.training.flow_rl import build
+    from phalanx.run.flow_rl import build
 
     return build(cfg)
 
@@ -169,7 +169,7 @@ def test_a_part_without_a_sample_to_train_ends_its_update(lm_folder: Path, tmp_p
 
 def at_most_8_samples(cfg: Any) -> Any:
     """A job of updates of 8 samples each, whose gradients are divided by at most this number."""
-    from phalanx.training.rl import Trainer
+    from phalanx.run.rl import Trainer
 
     job = language(cfg)
     if isinstance(job, Trainer):
@@ -274,7 +274,8 @@ def test_weights_that_are_not_what_was_sent(lm_folder: Path, tmp_path: Path, mon
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
-    from phalanx.telemetry.metrics import METRICS_FILE, read_metrics
+    from phalanx.run.telemetry.curves import read_metrics
+    from phalanx.run.telemetry.run_folder import METRICS_FILE
 
     return [row for row in read_metrics(folder / "out" / METRICS_FILE) if row["step"] > 0]
 
@@ -302,7 +303,7 @@ REFUSED = [
 def test_what_roles_do_not_allow(
     keys: tuple[str, ...], expected: str, lm_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from phalanx.training.lm_rl import check
+    from phalanx.run.lm_rl import check
 
     for name, value in {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4"}.items():
         monkeypatch.setenv(name, value)
@@ -313,7 +314,7 @@ def test_what_roles_do_not_allow(
 def test_passes_of_pictures_that_do_not_divide(
     sd3_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from phalanx.training.flow_rl import check
+    from phalanx.run.flow_rl import check
 
     for name, value in {"RANK": "0", "WORLD_SIZE": "5", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "5"}.items():
         monkeypatch.setenv(name, value)

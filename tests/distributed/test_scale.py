@@ -8,9 +8,9 @@ import torch.distributed as dist
 from benchmarks.scale import NODE, expect, job, simulate, sockets
 
 from phalanx.config.run import ParallelConfig
-from phalanx.distributed import mesh
-from phalanx.plan.layout import Cluster
-from tests.ranks import free_port, run_ranks
+from phalanx.run.world import start_world, stop_world
+from phalanx.tools.plan.layout import Cluster
+from tests.helpers.ranks import free_port, run_ranks
 
 
 @pytest.mark.quick("64")
@@ -30,11 +30,11 @@ def test_the_plan_is_what_a_rank_of_many_has(ranks: int, tmp_path: Path) -> None
 def _joined(port: int) -> int:
     before = sockets()
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    world = mesh.start(ParallelConfig(fsdp_size=8))
+    world = start_world(ParallelConfig(fsdp_size=8))
     for group in (dist.group.WORLD, world.checkpoint_group):
         dist.barrier(group)
     found = sockets() - before
-    mesh.stop()
+    stop_world()
     return found
 
 

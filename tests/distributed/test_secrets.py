@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.config import load
 from phalanx.config.flow import FlowRLConfig
 from phalanx.config.load import save
 from phalanx.config.secrets import public
+from phalanx.run.rules import load_config
 from tests.faults.jobs import Job
-from tests.jobs import fit, tiny_config
-from tests.ranks import run_ranks
+from tests.helpers.jobs import fit, tiny_config
+from tests.helpers.ranks import run_ranks
 
 SECRET = "s3cret-of-the-test"
 REWARD = """
@@ -75,11 +75,11 @@ def test_references_are_kept_and_read_again(tmp_path: Path, monkeypatch: pytest.
         "trainer.output_dir=out/${model.path}",
         "model.path=base",
     ]
-    cfg = load(FlowRLConfig, None, overrides)
+    cfg = load_config(FlowRLConfig, None, overrides)
     assert cfg.trainer.experiment_name == f"a {SECRET}"
     shown = public(cfg)["trainer"]
     assert shown["project_name"] == "${oc.env:PHALANX_TEST_KEY}"
     assert shown["experiment_name"] == "a ${trainer.project_name}"
     assert shown["output_dir"] == "out/base"  # nothing to hide
     save(cfg, tmp_path / "config.yaml")
-    assert load(FlowRLConfig, str(tmp_path / "config.yaml"), []) == cfg
+    assert load_config(FlowRLConfig, str(tmp_path / "config.yaml"), []) == cfg

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from phalanx.exit import Stopped
 from phalanx.training.stops import SHUTDOWN
-from tests.jobs import full_weights, rows, tiny_config
-from tests.lm import tiny_lm_config
-from tests.ranks import run_ranks
+from tests.helpers.jobs import full_weights, rows, tiny_config
+from tests.helpers.lm import tiny_lm_config
+from tests.helpers.ranks import run_ranks
 
 KEYS = ("trainer.save_freq=50", "trainer.total_training_steps=3")
 
@@ -69,13 +69,13 @@ def check(told_job: Callable[[Any, int], Any], config: Callable[[Path], Any], fo
 
 
 def flow(cfg: Any, at: int) -> Any:
-    from phalanx.training.flow_rl import build
+    from phalanx.run.flow_rl import build
 
     return told(build, cfg, at)
 
 
 def text(cfg: Any, at: int) -> Any:
-    from phalanx.training.lm_rl import build
+    from phalanx.run.lm_rl import build
 
     return told(build, cfg, at)
 

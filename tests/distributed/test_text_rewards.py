@@ -11,11 +11,11 @@ from phalanx.config.load import ConfigError
 from phalanx.config.reward import RewardModelConfig
 from phalanx.rewards import RewardError
 from phalanx.types import Samples
-from tests.jobs import rows
-from tests.judged_text import BASE, QUESTIONS, SHARES, ask, plain
-from tests.lm import fit, tiny_lm_config
-from tests.ranks import run_ranks
-from tests.rewards import told
+from tests.helpers.jobs import rows
+from tests.helpers.judged_text import BASE, QUESTIONS, SHARES, ask, plain
+from tests.helpers.lm import fit, tiny_lm_config
+from tests.helpers.ranks import run_ranks
+from tests.helpers.rewards import told
 
 JUDGE = """
 from phalanx.rewards import Judge
@@ -68,7 +68,7 @@ def test_a_judge_of_texts_is_a_language_model_that_can_be_asked(
 
 
 def mistake_of_text(cfg: RewardModelConfig) -> str:
-    from phalanx.rewards.judge._model import RewardModel
+    from phalanx.rewards.judge_model import RewardModel
 
     return told(ValueError, RewardModel, cfg, 60.0, text=True)
 
@@ -91,7 +91,7 @@ def test_special_tokens_of_a_completion_are_text(lm_folder: Path) -> None:
 
 def step(cfg: Any) -> dict[str, Any]:
     """The first step's samples and rewards as in the loop, and the terms of all ranks."""
-    from phalanx.training.lm_rl import build
+    from phalanx.run.lm_rl import build
 
     trainer = build(cfg)
     samples, _ = trainer.collector.sample(0)
@@ -165,7 +165,7 @@ def unscored(cfg: Any) -> float:
     """The largest error of the term if no pass of the policy has computed it yet, as with another engine."""
     from dataclasses import replace
 
-    from phalanx.training.lm_rl import build
+    from phalanx.run.lm_rl import build
 
     trainer = build(cfg)
     samples, _ = trainer.collector.sample(0)
@@ -200,7 +200,7 @@ def test_self_certainty_alone_trains(lm_folder: Path, tmp_path: Path) -> None:
 
 
 def refused(cfg: Any) -> str:
-    from phalanx.training.lm_rl import build
+    from phalanx.run.lm_rl import build
 
     return told(ConfigError, build, cfg)
 

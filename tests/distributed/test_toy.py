@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from phalanx.config.run import LOSS_AGG_MODES, RLConfig
-from tests.jobs import full_weights, update
-from tests.ranks import RankError, run_ranks
-from tests.toy import Critic, build, small, word_config
+from tests.helpers.jobs import full_weights, update
+from tests.helpers.ranks import RankError, run_ranks
+from tests.helpers.toy import Critic, build, small, word_config
 
 
 def one_step(cfg: RLConfig) -> dict[str, Any]:
@@ -103,7 +103,7 @@ def with_critic(cfg: RLConfig, stop: int) -> dict[str, Any]:
     """Train a policy and, beside it, a critic on the rewards with a separate optimizer; save after each step."""
     from dataclasses import replace
 
-    from phalanx.training.job import Job
+    from phalanx.run.job import Job
     from phalanx.training.optim import TrainState
 
     t = build(cfg)

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from phalanx.config import load
 from phalanx.config.flow import FlowRLConfig
-from tests.jobs import PROMPTS, base_overrides, one_step
-from tests.ranks import run_ranks
+from phalanx.run.rules import load_config
+from tests.helpers.jobs import PROMPTS, base_overrides, one_step
+from tests.helpers.ranks import run_ranks
 
 LORA = "model.lora_rank=4"
 REFERENCE = "algorithm.kl_loss_coef=0.04"
@@ -29,12 +29,12 @@ RULES = [
 
 
 def configure(model: Path, folder: Path, name: str, *overrides: str) -> FlowRLConfig:
-    """A tiny job of tests.jobs with another algorithm and its default sampling."""
+    """A tiny job of tests.helpers.jobs with another algorithm and its default sampling."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "prompts.txt").write_text("\n".join(PROMPTS) + "\n")
     own = ("algorithm.", "rollout.sde_window_size") if name in ("dance_grpo", "tempflow_grpo") else ("algorithm.",)
     base = [o for o in base_overrides(model, folder) if not o.startswith(own)]
-    return load(FlowRLConfig, None, [*base, f"algorithm.name={name}", *overrides])
+    return load_config(FlowRLConfig, None, [*base, f"algorithm.name={name}", *overrides])
 
 
 def assert_same_step(one: dict[str, Any], two: list[dict[str, Any]]) -> None:

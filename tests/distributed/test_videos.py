@@ -10,21 +10,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from phalanx.config import load
 from phalanx.config.flow import FlowMatchingTaskConfig, FlowRLConfig
 from phalanx.config.tasks import ExportConfig, SampleConfig
 from phalanx.distributed.seed import fold_in, normal
-from phalanx.jobs.export import Export
-from phalanx.jobs.sample import Generator
+from phalanx.run.rules import load_config
 from phalanx.telemetry.records import read_index
+from phalanx.tools.export import Export
+from phalanx.tools.sample import Generator
 from phalanx.types import Prompt
-from tests.checks import refused
-from tests.comfy import add_as_comfy, wan_name
 from tests.distributed.test_layouts import assert_same_step, together
-from tests.jobs import PROMPTS, algorithm_config, base_overrides, one_step, tiny_config
-from tests.pairs import write_jsonl
-from tests.ranks import run_ranks
-from tests.tiny import load_pipeline
+from tests.helpers.checks import refused
+from tests.helpers.comfy import add_as_comfy, wan_name
+from tests.helpers.jobs import PROMPTS, algorithm_config, base_overrides, one_step, tiny_config
+from tests.helpers.pairs import write_jsonl
+from tests.helpers.ranks import run_ranks
+from tests.helpers.tiny import load_pipeline
 
 FRAMES = 5
 REWARD = """
@@ -96,7 +96,7 @@ def test_mixed_precision(wan_folder: Path, tmp_path: Path) -> None:
 
 def train(cfg: FlowRLConfig) -> Tensor:
     """All of a run; then videos of the trained policy, two of the held-out prompts'."""
-    from phalanx.training.flow_rl import build
+    from phalanx.run.flow_rl import build
 
     trainer, parts = build(cfg), []
     trainer.fit()
@@ -164,7 +164,7 @@ def test_the_exported_lora_is_played_by_stock_diffusers(
     trained: tuple[Path, Tensor], wan_folder: Path, tmp_path: Path
 ) -> None:
     folder, videos = trained
-    Export(load(ExportConfig, None, [f"checkpoint={folder}", f"output_dir={tmp_path / 'export'}"])).run()
+    Export(load_config(ExportConfig, None, [f"checkpoint={folder}", f"output_dir={tmp_path / 'export'}"])).run()
     pipeline = load_pipeline(wan_folder)
     assert (stock_videos(pipeline) - videos).abs().max() > 0.05
     pipeline.load_lora_weights(tmp_path / "export")
@@ -175,7 +175,7 @@ def test_the_exported_lora_is_played_by_stock_diffusers(
 
 
 def run_sample(overrides: list[str]) -> None:
-    Generator(load(SampleConfig, None, overrides)).run()
+    Generator(load_config(SampleConfig, None, overrides)).run()
 
 
 def test_a_checkpoint_is_sampled_as_mp4(trained: tuple[Path, Tensor], tmp_path: Path) -> None:
@@ -192,7 +192,7 @@ def test_a_checkpoint_is_sampled_as_mp4(trained: tuple[Path, Tensor], tmp_path: 
 def test_flow_matching_refuses_videos(wan_folder: Path, tmp_path: Path) -> None:
     overrides = [o for o in base_overrides(wan_folder, tmp_path) if not o.startswith(("actor.", "algorithm."))]
     with refused("rollout.num_frames: 5: flow matching trains on images; set it to 1"):
-        load(FlowMatchingTaskConfig, None, [*overrides, "rollout.num_frames=5"])
+        load_config(FlowMatchingTaskConfig, None, [*overrides, "rollout.num_frames=5"])
 
 
 def fit(make: Callable[[Any], Any], cfg: Any) -> None:
@@ -201,8 +201,8 @@ def fit(make: Callable[[Any], Any], cfg: Any) -> None:
 
 @pytest.mark.parametrize("of", ["flow matching", "dataset"])
 def test_jobs_that_train_on_images_validate_with_videos(of: str, wan_folder: Path, tmp_path: Path) -> None:
-    from phalanx.training import flow_matching
-    from phalanx.training.flow_rl import build
+    from phalanx.run import flow_matching
+    from phalanx.run.flow_rl import build
 
     (tmp_path / "held_out.txt").write_text("\n".join(PROMPTS[:2]) + "\n")
     (tmp_path / "reward.py").write_text(REWARD)
@@ -220,13 +220,13 @@ def test_jobs_that_train_on_images_validate_with_videos(of: str, wan_folder: Pat
     if of == "dataset":
         own = ["rollout.engine=dataset", "rollout.n=2", "rollout.guidance_scale=1", "algorithm.name=diffusion_dpo"]
         own += [f"data.train_files=[{pairs}]", "algorithm.beta=100", "reward.functions=[{name: preferred}]"]
-        run_ranks(fit, 1, build, load(FlowRLConfig, None, [*base, *own, *videos]))
+        run_ranks(fit, 1, build, load_config(FlowRLConfig, None, [*base, *own, *videos]))
     else:
         pictures = tmp_path / "pictures.jsonl"
         rows = [json.loads(line) for line in pairs.read_text().splitlines()]
         pictures.write_text("".join(json.dumps({"image": r["chosen"], "prompt": r["prompt"]}) + "\n" for r in rows))
         own = [f"data.train_files=[{pictures}]", "flow_matching.micro_batch_size_per_gpu=2"]
         own += [f"reward.functions=[{{path: '{tmp_path / 'reward.py'}:motion'}}]"]
-        run_ranks(fit, 1, flow_matching.build, load(FlowMatchingTaskConfig, None, [*base, *own, *videos]))
+        run_ranks(fit, 1, flow_matching.build, load_config(FlowMatchingTaskConfig, None, [*base, *own, *videos]))
     folder = tmp_path / "out" / "images" / "held_out" / "step_000001"
     assert [frames(folder / row["video"]) for row in read_index(folder)] == [FRAMES] * 2

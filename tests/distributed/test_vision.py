@@ -11,21 +11,21 @@ import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
 
-from phalanx.config import load
 from phalanx.config.lm import LMRLConfig
 from phalanx.config.load import ConfigError
 from phalanx.config.tasks import ExportConfig
 from phalanx.distributed.context_parallel import KEY
 from phalanx.engines.transformers import load_processor
-from phalanx.jobs.export import Export
 from phalanx.models.lm import vision_families
 from phalanx.models.lm.model import read_lora
-from phalanx.training import lm_rl
+from phalanx.run import lm_rl
+from phalanx.run.rules import load_config
+from phalanx.tools.export import Export
 from phalanx.types import JobError
-from tests.checks import refused
-from tests.lm import lm_overrides, tiny_lm
-from tests.ranks import run_ranks
-from tests.tiny_vision import chat, picture, shown_prompts, tiny_vision
+from tests.helpers.checks import refused
+from tests.helpers.lm import lm_overrides, tiny_lm
+from tests.helpers.ranks import run_ranks
+from tests.helpers.tiny_vision import chat, picture, shown_prompts, tiny_vision
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def config_of(model: Path, folder: Path, *overrides: str) -> LMRLConfig:
     """A job of 4 prompts per step, some with images."""
     keys = lm_overrides(model, folder)
     shown_prompts(folder, "prompts.jsonl")
-    return load(LMRLConfig, None, [*keys, "data.max_prompt_length=100", "trainer.resume=auto", *overrides])
+    return load_config(LMRLConfig, None, [*keys, "data.max_prompt_length=100", "trainer.resume=auto", *overrides])
 
 
 def job(config: LMRLConfig, steps: int = 2) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
@@ -136,7 +136,7 @@ def test_exports_are_read_by_stock_libraries_with_the_processor_beside(
     [(_, weights)] = run_ranks(job, 1, config)
     assert weights and any("visual" in name for name in weights) is not frozen
     folder = tmp_path / "export"
-    Export(load(ExportConfig, None, [f"checkpoint={tmp_path / 'out'}", f"output_dir={folder}"])).run()
+    Export(load_config(ExportConfig, None, [f"checkpoint={tmp_path / 'out'}", f"output_dir={folder}"])).run()
     for name in ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"):
         assert (folder / name).read_bytes() == (qwen / name).read_bytes()
     base = transformers.AutoModelForImageTextToText.from_pretrained(qwen if rank else folder)
@@ -181,7 +181,7 @@ def test_a_run_goes_on_from_a_lora_of_peft_and_to_one(family: str, tmp_path: Pat
             torch.testing.assert_close(trained, started, atol=1e-5, rtol=0)
             continue
         assert (trained - started).abs().max() > 1e-3
-        Export(load(ExportConfig, None, [f"checkpoint={out}", f"output_dir={folder}"])).run()
+        Export(load_config(ExportConfig, None, [f"checkpoint={out}", f"output_dir={folder}"])).run()
         kind = transformers.AutoModelForImageTextToText
         read = PeftModel.from_pretrained(stock(), folder) if rank else kind.from_pretrained(folder)
         torch.testing.assert_close(logits_of(read, base), trained, atol=1e-5, rtol=0)
@@ -233,7 +233,7 @@ def test_a_model_without_a_class_of_its_text_part_is_trained_on_texts_as_a_whole
     rows, weights = run_ranks(job, 1, config)[0]
     assert [row["actor/first_ratio_error"] for row in rows] == [0, 0]
     folder = tmp_path / "export"
-    Export(load(ExportConfig, None, [f"checkpoint={tmp_path / 'out'}", f"output_dir={folder}"])).run()
+    Export(load_config(ExportConfig, None, [f"checkpoint={tmp_path / 'out'}", f"output_dir={folder}"])).run()
     assert (folder / "preprocessor_config.json").is_file()
     model = transformers.AutoModelForImageTextToText.from_pretrained(folder)
     assert not any("visual" in name for name in weights)
@@ -244,4 +244,4 @@ def test_a_model_without_a_class_of_its_text_part_is_trained_on_texts_as_a_whole
         "rollouts; leave rollout.partial_rollout out",
         ConfigError,
     ):
-        lm_rl.build(load(LMRLConfig, None, [*lm_overrides(qwen, tmp_path / "data"), *keys, *PARTIAL]))
+        lm_rl.build(load_config(LMRLConfig, None, [*lm_overrides(qwen, tmp_path / "data"), *keys, *PARTIAL]))

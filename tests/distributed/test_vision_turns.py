@@ -9,20 +9,20 @@ import torch
 import transformers
 from torch import Tensor
 
-from phalanx.config import load
 from phalanx.config.lm import LMRLConfig
 from phalanx.config.load import ConfigError
 from phalanx.config.tasks import EvaluateConfig, GenerateConfig
-from phalanx.jobs.evaluate import Evaluation
-from phalanx.jobs.generate import Generation
 from phalanx.rollout.lm.decode import draw
+from phalanx.run import lm_rl
+from phalanx.run.rules import load_config
 from phalanx.telemetry.records import read_index
-from phalanx.training import lm_rl
-from tests.checks import refused
-from tests.jobs import assert_same_weights, first_step
-from tests.lm import lm_overrides
-from tests.ranks import run_ranks
-from tests.tiny_vision import shown_prompts, tiny_vision
+from phalanx.tools.evaluate import Evaluation
+from phalanx.tools.generate import Generation
+from tests.helpers.checks import refused
+from tests.helpers.jobs import assert_same_weights, first_step
+from tests.helpers.lm import lm_overrides
+from tests.helpers.ranks import run_ranks
+from tests.helpers.tiny_vision import shown_prompts, tiny_vision
 
 TALK = '''
 import random
@@ -57,7 +57,7 @@ def config_of(model: Path, folder: Path, *keys: str) -> LMRLConfig:
     (folder / "talk.py").write_text(TALK)
     own += [f"environment.path={folder}/talk.py:Talk", "environment.max_turns=3", "environment.join=4"]
     own += ["data.max_prompt_length=100", "data.max_response_length=64", "reward.functions=[{name: environment}]"]
-    return load(LMRLConfig, None, [*own, *keys])
+    return load_config(LMRLConfig, None, [*own, *keys])
 
 
 def one_step(config: LMRLConfig) -> dict[str, Any]:
@@ -135,11 +135,11 @@ def fit(config: LMRLConfig) -> None:
 
 
 def write(words: list[str]) -> None:
-    Generation(load(GenerateConfig, None, words)).run()
+    Generation(load_config(GenerateConfig, None, words)).run()
 
 
 def measure(words: list[str]) -> None:
-    Evaluation(load(EvaluateConfig, None, words)).run()
+    Evaluation(load_config(EvaluateConfig, None, words)).run()
 
 
 @pytest.mark.full

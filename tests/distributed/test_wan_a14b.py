@@ -9,22 +9,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from phalanx.config import load
 from phalanx.config.flow import FlowRLConfig
 from phalanx.config.tasks import ExportConfig
 from phalanx.distributed.seed import fold_in, normal
-from phalanx.jobs.export import Export
+from phalanx.run.rules import load_config
+from phalanx.tools.export import Export
 from phalanx.types import Prompt
-from tests.checks import refused
-from tests.comfy import add_as_comfy, wan_name
 from tests.distributed.test_layouts import assert_same_step
 from tests.distributed.test_resume import stop_after
-from tests.jobs import PROMPTS, algorithm_config, one_step, rows, tiny_config
-from tests.policies import make_policy, one_rank
-from tests.ranks import run_ranks
-from tests.tiny import load_pipeline, tiny_wan
-from tests.tiny_edit import write_edits
-from tests.tiny_i2v import tiny_wan_i2v
+from tests.helpers.checks import refused
+from tests.helpers.comfy import add_as_comfy, wan_name
+from tests.helpers.jobs import PROMPTS, algorithm_config, one_step, rows, tiny_config
+from tests.helpers.policies import make_policy, one_rank
+from tests.helpers.ranks import run_ranks
+from tests.helpers.tiny import load_pipeline, tiny_wan
+from tests.helpers.tiny_edit import write_edits
+from tests.helpers.tiny_i2v import tiny_wan_i2v
 
 FRAMES = 5
 LORA = ("model.lora_rank=4", "optim.lr=3e-2")
@@ -81,7 +81,7 @@ def test_image_to_video_on_any_ranks(kind: str, datasets_cache: None, tmp_path: 
 
 def trained(cfg: FlowRLConfig) -> Tensor:
     """A whole run; then videos of two prompts by the trained policy."""
-    from phalanx.training.flow_rl import build
+    from phalanx.run.flow_rl import build
 
     trainer, parts = build(cfg), []
     trainer.fit()
@@ -124,7 +124,7 @@ def test_a_run_resumes_and_its_export_is_played_by_stock_diffusers(
     assert rows(tmp_path / "out") == wanted and torch.equal(again, videos)
 
     export = [f"checkpoint={tmp_path / 'out'}", "weights=model", f"output_dir={tmp_path / 'export'}"]
-    Export(load(ExportConfig, None, export)).run()
+    Export(load_config(ExportConfig, None, export)).run()
     pipeline = load_pipeline(a14b_folder)
     assert (stock_videos(pipeline) - videos).abs().max() > 1e-3
     if kind != LORA:

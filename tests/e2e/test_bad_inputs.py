@@ -18,11 +18,11 @@ from safetensors.torch import load_file, save_file
 
 from phalanx.data.prompts import load_prompts
 from phalanx.data.streams import PromptStream
-from tests.checks import mistakes
-from tests.jobs import base_overrides
-from tests.ranks import torchrun
-from tests.rewards import BUILT_IN
-from tests.tasks import run_task
+from tests.helpers.checks import mistakes
+from tests.helpers.jobs import base_overrides
+from tests.helpers.ranks import torchrun
+from tests.helpers.rewards import BUILT_IN
+from tests.helpers.tasks import run_task
 
 TASK = "tasks/train_flowgrpo.py"
 WEIGHTS = "diffusion_pytorch_model.safetensors"
@@ -92,9 +92,6 @@ Arguments = Callable[[Place], list[str]]
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory, sd3_folder: Path) -> Place:
-    import phalanx.models.flow.families.qwen_image
-    import phalanx.models.flow.families.sd3
-    import phalanx.training.rl  # noqa: F401 - imported here once instead of in each fork
 
     return Place(tmp_path_factory.mktemp("bad"), sd3_folder)
 

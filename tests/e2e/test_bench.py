@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tasks import run_task
+from tests.helpers.tasks import run_task
 
 CONFIG = "benchmarks/cpu_reference.yaml"
 LM = "configs/grpo/gsm8k_qwen25_0_5b.yaml"

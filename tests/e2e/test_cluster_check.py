@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs import base_overrides
-from tests.ranks import two_nodes
-from tests.tasks import run_task
+from tests.helpers.jobs import base_overrides
+from tests.helpers.ranks import two_nodes
+from tests.helpers.tasks import run_task
 
 TASK = "tasks/check_cluster.py"
 HOST = socket.gethostname()

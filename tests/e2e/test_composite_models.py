@@ -13,13 +13,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
-from phalanx.config import load
 from phalanx.config.tasks import ExportConfig
-from phalanx.jobs.export import Export
 from phalanx.models.lm.model import load_model, read_lora
 from phalanx.models.lora import start_from_lora
-from tests.lm import tiny_lm_config
-from tests.ranks import run_ranks
+from phalanx.run.rules import load_config
+from phalanx.tools.export import Export
+from tests.helpers.lm import tiny_lm_config
+from tests.helpers.ranks import run_ranks
 
 TEXT = {
     "vocab_size": 512,
@@ -63,7 +63,7 @@ def composite(kind: str, tokenizer: Path, folder: Path) -> Path:
 
 def train(model: Path, folder: Path, *overrides: str) -> tuple[Tensor, list[str]]:
     """Train; returns the logits of the policy, and the names of weights that an engine gets."""
-    from phalanx.training.lm_rl import build
+    from phalanx.run.lm_rl import build
 
     keys = ("data.max_prompt_length=60", "trainer.save_freq=2", "trainer.total_training_steps=2", "optim.lr=1e-2")
     trainer = build(tiny_lm_config(model, folder, *keys, *overrides))
@@ -75,7 +75,7 @@ def train(model: Path, folder: Path, *overrides: str) -> tuple[Tensor, list[str]
 
 
 def export(run: Path, folder: Path, *overrides: str) -> Path:
-    Export(load(ExportConfig, None, [f"checkpoint={run}", f"output_dir={folder}", *overrides])).run()
+    Export(load_config(ExportConfig, None, [f"checkpoint={run}", f"output_dir={folder}", *overrides])).run()
     return folder
 
 

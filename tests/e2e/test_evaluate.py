@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.config import load
 from phalanx.config.tasks import EvaluateConfig
-from phalanx.jobs.evaluate import Evaluation
-from tests.ranks import ROOT
-from tests.tasks import run_task
+from phalanx.run.rules import load_config
+from phalanx.tools.evaluate import Evaluation
+from tests.helpers.ranks import ROOT
+from tests.helpers.tasks import run_task
 
 FAILS = """
 def fails(completions, prompts, metadata):
@@ -107,4 +107,4 @@ def test_a_reward_that_fails_is_one_line(tmp_path: Path) -> None:
 def test_a_mistake_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: str, message: str) -> None:
     monkeypatch.chdir(ROOT)
     with pytest.raises(ValueError, match=re.escape(message)):
-        Evaluation(load(EvaluateConfig, None, [*words(tmp_path)[1:], changed]))
+        Evaluation(load_config(EvaluateConfig, None, [*words(tmp_path)[1:], changed]))

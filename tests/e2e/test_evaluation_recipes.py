@@ -9,14 +9,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from phalanx.config import load
 from phalanx.config.tasks import EvaluateConfig, PrepareDataConfig
-from phalanx.jobs.prepare_data import PrepareData
-from phalanx.rewards.text.gsm8k import Gsm8k
-from phalanx.rewards.text.math import Math
-from tests.judged import JUDGE
-from tests.ranks import ROOT
-from tests.tasks import run_task
+from phalanx.run.rules import load_config
+from phalanx.tools.prepare_data import PrepareData
+from phalanx.zoo.rewards.text.gsm8k import Gsm8k
+from phalanx.zoo.rewards.text.math import Math
+from tests.helpers.judged import JUDGE
+from tests.helpers.ranks import ROOT
+from tests.helpers.tasks import run_task
 from tests.unit.test_rewards_blip_vqa import blip_folder  # noqa: F401
 from tests.unit.test_rewards_clip import clip_folder  # noqa: F401
 from tests.unit.test_rewards_geneval import save_detector
@@ -93,14 +93,14 @@ def test_a_recipe(
     commands = prepare_commands(recipe)
     assert len(commands) == len(sets)
     for words in commands:
-        PrepareData(load(PrepareDataConfig, None, words)).run()
+        PrepareData(load_config(PrepareDataConfig, None, words)).run()
     tiny = ["model.path=assets/words/base", "model.dtype=float32", "data.max_prompt_length=64"]
     out = tmp_path / "out"
     done = run_task(["tasks/evaluate.py", str(recipe), *tiny, "data.max_response_length=4", f"output_dir={out}"])
     assert done.returncode == 0, done.stderr
     result = json.loads((out / "evaluation.json").read_text())["sets"]
     assert list(result) == sets
-    (term,) = load(EvaluateConfig, str(recipe), ["model.path=x"]).reward["functions"]
+    (term,) = load_config(EvaluateConfig, str(recipe), ["model.path=x"]).reward["functions"]
     assert all(list(result[group]["scores"][term["name"]]) == statistics for group in sets)
     records = [json.loads(line) for line in (out / "records.jsonl").open()]
     assert len(records) == len(sets) * 3 * samples
@@ -199,7 +199,7 @@ def test_the_recipe_of_vbench(
     block = [line[4:] for line in (FOLDER / "vbench.yaml").read_text().splitlines() if line.startswith("#   ")]
     shell = "\n".join(["hf() { :; }; git() { :; }", *block])
     subprocess.run(["sh", "-c", shell], check=True, cwd=tmp_path)
-    functions = load(EvaluateConfig, str(FOLDER / "vbench.yaml"), ["model.path=x"]).reward["functions"]
+    functions = load_config(EvaluateConfig, str(FOLDER / "vbench.yaml"), ["model.path=x"]).reward["functions"]
     folders = {"models/dino": dino_folder, "models/clip_b32": clip_folder}
     for function in functions:
         if "kwargs" in function:

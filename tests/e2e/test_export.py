@@ -19,16 +19,16 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from phalanx.config import load
 from phalanx.config.tasks import ExportConfig
 from phalanx.distributed.seed import fold_in, normal
-from phalanx.jobs.export import Export
+from phalanx.run.rules import load_config
+from phalanx.tools.export import Export
 from phalanx.types import JobError, Prompt
-from tests.comfy import add_as_comfy, diffusers_name
-from tests.jobs import tiny_config
-from tests.ranks import free_port, run_ranks
-from tests.tasks import run_task
-from tests.tiny import load_pipeline
+from tests.helpers.comfy import add_as_comfy, diffusers_name
+from tests.helpers.jobs import tiny_config
+from tests.helpers.ranks import free_port, run_ranks
+from tests.helpers.tasks import run_task
+from tests.helpers.tiny import load_pipeline
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 TEXTS = ['a "7" on a wall', "a longer prompt, about two cats"]
@@ -66,7 +66,7 @@ class Run:
 def train(overrides: tuple[str, ...], base: Path, folder: Path) -> dict[str, Tensor]:
     """Two steps of real training, then images with the weights, the moving average, and the initial weights."""
 
-    from phalanx.training.flow_rl import build
+    from phalanx.run.flow_rl import build
 
     trainer = build(
         tiny_config(
@@ -123,7 +123,7 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 def export(folder: Path, checkpoint: Path, *overrides: str) -> Path:
-    Export(load(ExportConfig, None, [f"checkpoint={checkpoint}", f"output_dir={folder}", *overrides])).run()
+    Export(load_config(ExportConfig, None, [f"checkpoint={checkpoint}", f"output_dir={folder}", *overrides])).run()
     return folder
 
 
@@ -264,7 +264,7 @@ def copy(trained: Runs, tmp_path: Path) -> Path:
 
 def refused(*overrides: str) -> str:
     with pytest.raises(ValueError) as error:
-        Export(load(ExportConfig, None, list(overrides)))
+        Export(load_config(ExportConfig, None, list(overrides)))
     return str(error.value)
 
 

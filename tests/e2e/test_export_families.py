@@ -12,16 +12,16 @@ import torch
 from diffusers.pipelines.flux import pipeline_flux_kontext
 from torch import Tensor
 
-from phalanx.config import load
 from phalanx.config.flow import FlowRLConfig
 from phalanx.config.tasks import ExportConfig
 from phalanx.distributed.seed import fold_in, normal
-from phalanx.jobs.export import Export
+from phalanx.run.rules import load_config
+from phalanx.tools.export import Export
 from phalanx.types import Prompt
-from tests.jobs import PROMPTS, tiny_config
-from tests.ranks import run_ranks
-from tests.tiny import load_pipeline
-from tests.tiny_edit import edits, write_edits
+from tests.helpers.jobs import PROMPTS, tiny_config
+from tests.helpers.ranks import run_ranks
+from tests.helpers.tiny import load_pipeline
+from tests.helpers.tiny_edit import edits, write_edits
 
 SIDE, FRAMES, LENGTH = 32, 5, 32
 NOISE = {"flux2": (16, 4, 4), "flux2_klein": (16, 4, 4), "flux_kontext": (24, 16), "hunyuan_i2v": (4, 2, 8, 8)}
@@ -33,7 +33,7 @@ def held_out(images: bool) -> list[Prompt]:
 
 def train(cfg: FlowRLConfig, images: bool) -> Tensor:
     """A whole run, then samples of the trained policy."""
-    from phalanx.training.flow_rl import build
+    from phalanx.run.flow_rl import build
 
     trainer, parts = build(cfg), []
     trainer.fit()
@@ -96,7 +96,7 @@ def test_the_export_is_read_by_stock_diffusers(
     [made] = run_ranks(train, 1, tiny_config(base, tmp_path, *keys, "trainer.save_freq=2"), images, timeout=240)
     start = normal(noise, fold_in(1234, 0, 0, 0, "init"), torch.device("cpu"))
     exported = tmp_path / "export"
-    Export(load(ExportConfig, None, [f"checkpoint={tmp_path / 'out'}", f"output_dir={exported}"])).run()
+    Export(load_config(ExportConfig, None, [f"checkpoint={tmp_path / 'out'}", f"output_dir={exported}"])).run()
     assert (stock(family, pipeline, start) - made).abs().max() > 0.02
     if kind == "full":
         pipeline = load_pipeline(exported)

@@ -14,13 +14,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from phalanx.config import load
 from phalanx.config.tasks import ExportConfig, SampleConfig
-from phalanx.jobs.export import Export
+from phalanx.run.rules import load_config
 from phalanx.telemetry.records import read_index
-from tests.lm import tiny_lm_config
-from tests.ranks import run_ranks
-from tests.tasks import run_task
+from phalanx.tools.export import Export
+from tests.helpers.lm import tiny_lm_config
+from tests.helpers.ranks import run_ranks
+from tests.helpers.tasks import run_task
 
 LORA = ("model.lora_rank=4", "model.lora_alpha=6", "optim.lr=1e-1")
 RUNS: dict[str, tuple[int, tuple[str, ...]]] = {  # ranks, overrides
@@ -48,7 +48,7 @@ Runs = Callable[[str], Run]
 
 
 def train(base: Path, folder: Path, overrides: tuple[str, ...]) -> dict[str, Tensor]:
-    from phalanx.training.lm_rl import build
+    from phalanx.run.lm_rl import build
 
     trainer = build(tiny_lm_config(base, folder, "trainer.save_freq=2", *overrides))
 
@@ -81,7 +81,7 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 def export(folder: Path, checkpoint: Path, *overrides: str) -> Path:
-    Export(load(ExportConfig, None, [f"checkpoint={checkpoint}", f"output_dir={folder}", *overrides])).run()
+    Export(load_config(ExportConfig, None, [f"checkpoint={checkpoint}", f"output_dir={folder}", *overrides])).run()
     return folder
 
 
@@ -166,13 +166,13 @@ def test_validation_is_written_again(lm_folder: Path, tmp_path: Path, monkeypatc
 
 
 def test_mistakes_of_an_export(trained: Runs, tmp_path: Path) -> None:
-    from phalanx.jobs.sample import Generator
+    from phalanx.tools.sample import Generator
 
     run = trained("full")
     with pytest.raises(ValueError, match=r"output_dir: '/dev/full/x' cannot be created: '/dev/full' is not a folder"):
         export(Path("/dev/full/x"), run.folder)
     with pytest.raises(ValueError, match=r"is of a language model; use tasks/generate\.py"):
-        Generator(load(SampleConfig, None, [f"checkpoint={run.folder}", "prompts=[a]"]))
+        Generator(load_config(SampleConfig, None, [f"checkpoint={run.folder}", "prompts=[a]"]))
     with pytest.raises(ValueError, match=r"contains \[[0-9, ]+\], the model has \[[0-9, ]+\]; give the base model"):
         other = tmp_path / "other"
         stock(run.base).save_pretrained(other)

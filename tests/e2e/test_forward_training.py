@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.ranks import ROOT
-from tests.tasks import run_task
+from tests.helpers.ranks import ROOT
+from tests.helpers.tasks import run_task
 
 
 @pytest.mark.full

@@ -6,19 +6,19 @@ from typing import Any
 
 import pytest
 
-from phalanx.config import load
 from phalanx.config.block_diffusion import BlockDiffusionTaskConfig
 from phalanx.config.tasks import ExportConfig
-from phalanx.jobs.export import Export
-from tests.ranks import run_ranks
-from tests.tasks import run_task
+from phalanx.run.rules import load_config
+from phalanx.tools.export import Export
+from tests.helpers.ranks import run_ranks
+from tests.helpers.tasks import run_task
 
 PROMPTS = "prompts=['Ann has 3 books, and more.', Bo]"
 
 
 def train(base: Path, folder: Path) -> None:
     """Two steps of supervised training of a folder without a mask token, in blocks of four tokens."""
-    from phalanx.training.block_diffusion import build
+    from phalanx.run.block_diffusion import build
 
     rows: list[dict[str, Any]] = []
     for i in range(8):
@@ -45,7 +45,7 @@ def train(base: Path, folder: Path) -> None:
         "trainer.logger=[]",
         f"trainer.output_dir={folder / 'out'}",
     ]
-    build(load(BlockDiffusionTaskConfig, None, keys)).fit()
+    build(load_config(BlockDiffusionTaskConfig, None, keys)).fit()
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ def written(file: Path, *words: str | Path) -> tuple[list[dict[str, Any]], str]:
 
 def test_a_run_writes_as_its_export_does(run: Path, tmp_path: Path) -> None:
     folder = tmp_path / "export"
-    Export(load(ExportConfig, None, [f"checkpoint={run}", f"output_dir={folder}"])).run()
+    Export(load_config(ExportConfig, None, [f"checkpoint={run}", f"output_dir={folder}"])).run()
     rows, last = written(tmp_path / "run.jsonl", f"checkpoint={run}", "threshold=0.05")
     again, _ = written(tmp_path / "folder.jsonl", f"model.path={folder}", "model.block_size=4", "threshold=0.05")
     assert rows == again and len({row["text"] for row in rows}) > 2

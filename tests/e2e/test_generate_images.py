@@ -4,17 +4,17 @@ import json
 from pathlib import Path
 from typing import Any
 
-from phalanx.config import load
 from phalanx.config.lm import LMRLConfig
 from phalanx.config.tasks import ExportConfig, GenerateConfig
-from phalanx.jobs.export import Export
-from phalanx.jobs.generate import Generation
+from phalanx.run import lm_rl
+from phalanx.run.rules import load_config
 from phalanx.telemetry.records import read_index
-from phalanx.training import lm_rl
-from tests.checks import refused
-from tests.lm import lm_overrides, tiny_lm
-from tests.ranks import run_ranks
-from tests.tiny_vision import picture, tiny_vision
+from phalanx.tools.export import Export
+from phalanx.tools.generate import Generation
+from tests.helpers.checks import refused
+from tests.helpers.lm import lm_overrides, tiny_lm
+from tests.helpers.ranks import run_ranks
+from tests.helpers.tiny_vision import picture, tiny_vision
 
 
 def train(model: Path, folder: Path, prompts: Path) -> None:
@@ -31,12 +31,12 @@ def train(model: Path, folder: Path, prompts: Path) -> None:
         "trainer.test_freq=2",
         f"trainer.output_dir={folder / 'out'}",
     ]
-    trainer: Any = lm_rl.build(load(LMRLConfig, None, keys))
+    trainer: Any = lm_rl.build(load_config(LMRLConfig, None, keys))
     trainer.fit()
 
 
 def generate(words: list[str]) -> None:
-    Generation(load(GenerateConfig, None, words)).run()
+    Generation(load_config(GenerateConfig, None, words)).run()
 
 
 def write_prompts(folder: Path) -> Path:
@@ -57,7 +57,7 @@ def test_a_checkpoint_and_its_export_write_what_validation_did(tmp_path: Path) -
     run_ranks(train, 1, model, tmp_path / "run", prompts)
     out, export = tmp_path / "run" / "out", tmp_path / "export"
     (kept,) = (out / "samples").glob("*/step_000002")
-    Export(load(ExportConfig, None, [f"checkpoint={out}", f"output_dir={export}"])).run()
+    Export(load_config(ExportConfig, None, [f"checkpoint={out}", f"output_dir={export}"])).run()
     settings = ["model.dtype=float32", "temperature=0.8", "max_response_length=12"]
     for source in ([f"checkpoint={out}"], [f"model.path={export}", *settings]):
         file = tmp_path / "texts.jsonl"

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.ranks import ROOT, launch_environment, run_ranks
+from tests.helpers.ranks import ROOT, launch_environment, run_ranks
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import gpu_day
@@ -25,7 +25,7 @@ from gpu_lines import Line, Stage
 
 from phalanx.config.flow import FlowRLConfig
 from phalanx.distributed.launch import Launch
-from phalanx.training import flow_rl, lm_rl
+from phalanx.run import flow_rl, lm_rl
 
 RECORDED = json.loads(gpu_tiny.RECORDED.read_text())["tiny"]
 # packages of the tests that an image with torch, transformers and `make gpu-wheels` lacks

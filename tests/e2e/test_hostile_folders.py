@@ -20,17 +20,29 @@ import pytest
 import torch
 import yaml
 
-from phalanx.config import load
 from phalanx.config.tasks import EvaluateConfig, ExportConfig, GenerateConfig
 from phalanx.exit import Stopped
-from phalanx.jobs.evaluate import Evaluation
-from phalanx.jobs.export import Export
-from phalanx.jobs.generate import Generation
-from phalanx.training import lm_rl
+from phalanx.run import lm_rl
+from phalanx.run.rules import load_config
+from phalanx.tools.evaluate import Evaluation
+from phalanx.tools.export import Export
+from phalanx.tools.generate import Generation
 from phalanx.types import JobError
-from tests.hostile import BOMB, SECRET, Change, digest, fifo, in_child, in_place_of, linked, remove, replaced, sparse
-from tests.lm import REWARD, tiny_lm, tiny_lm_config
-from tests.ranks import before_forks, run_ranks
+from tests.helpers.hostile import (
+    BOMB,
+    SECRET,
+    Change,
+    digest,
+    fifo,
+    in_child,
+    in_place_of,
+    linked,
+    remove,
+    replaced,
+    sparse,
+)
+from tests.helpers.lm import REWARD, tiny_lm, tiny_lm_config
+from tests.helpers.ranks import before_forks, run_ranks
 
 MOST_MEMORY = 500 << 20  # bytes beside those of an ordinary job
 ORDINARY = 700 << 20  # of address space, most of it libraries' code
@@ -269,11 +281,11 @@ JOBS: dict[str, tuple[type, Callable[[Any], Any]]] = {
 
 
 def ended(command: str, folder: Path) -> str:
-    """Run a command as phalanx.cli does; returns what is wrong with its end, or "" if it is a result or one line."""
+    """Run a command as phalanx.run.cli does; returns what is wrong with its end, or "" if it is a result or one line."""
     kind, job = JOBS[command.partition(" ")[0]]
     phase: tuple[type[BaseException], ...] = (ValueError,)
     try:
-        built = job(load(kind, None, words(command, folder)))
+        built = job(load_config(kind, None, words(command, folder)))
         phase = (JobError, Stopped)
         built.run()
     except phase as error:

@@ -23,9 +23,9 @@ from phalanx.config.lm import LMModelConfig
 from phalanx.models.lm.headers import check_folder
 from phalanx.models.lm.model import load_tokenizer
 from phalanx.types import JobError
-from tests.jobs import rows
-from tests.lm import fit, one_step, tiny_lm_config
-from tests.ranks import run_ranks
+from tests.helpers.jobs import rows
+from tests.helpers.lm import fit, one_step, tiny_lm_config
+from tests.helpers.ranks import run_ranks
 
 Change = Callable[[Path], None]
 BERT = {"vocab_size": 512, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
@@ -168,7 +168,7 @@ def test_it_trains(change: Change, folder: Path, tmp_path: Path) -> None:
     ],
 )
 def test_it_is_refused(change: Change, keys: tuple[str, ...], message: str, folder: Path, tmp_path: Path) -> None:
-    from phalanx.training.lm_rl import build
+    from phalanx.run.lm_rl import build
 
     def built() -> str:
         with pytest.raises(ValueError) as error:
@@ -216,7 +216,7 @@ def test_all_responses_may_be_left_out(keys: tuple[str, ...], lm_folder: Path, t
 
 
 def overflowing(cfg: Any) -> str:
-    from phalanx.training.lm_rl import build
+    from phalanx.run.lm_rl import build
 
     trainer = build(cfg)
     with torch.no_grad():
@@ -227,7 +227,7 @@ def overflowing(cfg: Any) -> str:
 
 
 def refused(cfg: Any) -> str:
-    from phalanx.training.lm_rl import build
+    from phalanx.run.lm_rl import build
 
     with pytest.raises(ValueError, match="NaN") as error:
         build(cfg)

@@ -4,11 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.telemetry.metrics import METRICS_FILE, read_metrics
-from tests.checks import mistakes
-from tests.lm import tiny_lm_config
-from tests.ranks import run_ranks, torchrun
-from tests.tasks import run_task
+from phalanx.run.telemetry.curves import read_metrics
+from phalanx.run.telemetry.run_folder import METRICS_FILE
+from tests.helpers.checks import mistakes
+from tests.helpers.lm import tiny_lm_config
+from tests.helpers.ranks import run_ranks, torchrun
+from tests.helpers.tasks import run_task
 
 TASK, CONFIG = "tasks/train_grpo.py", "configs/grpo/quickstart.yaml"
 PPO = "configs/ppo/quickstart.yaml"
@@ -86,7 +87,7 @@ def test_the_recipe_of_ppo_trains_policy_and_critic(tmp_path: Path) -> None:
     ],
 )
 def test_a_mistake_is_told(key: str, message: str, lm_folder: Path, tmp_path: Path) -> None:
-    from phalanx.training.lm_rl import build
+    from phalanx.run.lm_rl import build
 
     def built() -> str:
         with pytest.raises(ValueError) as error:

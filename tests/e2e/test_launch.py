@@ -11,31 +11,31 @@ from pathlib import Path
 
 import pytest
 
-from tests.checks import STARTING, mistakes
-from tests.jobs import PROMPTS, base_overrides
-from tests.ranks import LIMIT_S, ROOT, end_with_parent, free_port, launch_environment, torchrun, two_nodes
-from tests.tasks import run_task
+from tests.helpers.checks import STARTING, mistakes
+from tests.helpers.jobs import PROMPTS, base_overrides
+from tests.helpers.ranks import LIMIT_S, ROOT, end_with_parent, free_port, launch_environment, torchrun, two_nodes
+from tests.helpers.tasks import run_task
 
 TASK = "tasks/train_flowgrpo.py"
 CONFIG = "configs/flowgrpo/quickstart.yaml"
 UNEVEN = "actor.ppo_micro_batch_size_per_gpu=7"  # which works with no number of ranks
 SCRIPT = """
 import os, signal, sys, time
-import phalanx.cli
+import phalanx.run.cli
 from dataclasses import dataclass
 
 @dataclass
 class Empty:
     pass
 
-phalanx.cli.parse(Empty, "", [])
+phalanx.run.cli.parse(Empty, "", [])
 def job():
     {each}
     if int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
         {what}
     open(os.path.join({folder!r}, os.environ["RANK"]), "w").write(str(os.getpid()))
     time.sleep(1000)
-phalanx.cli.run(lambda _: job, Empty())
+phalanx.run.cli.run(lambda _: job, Empty())
 """
 
 SLOW_REWARD = """

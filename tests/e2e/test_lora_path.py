@@ -13,10 +13,10 @@ from phalanx.models.lora import joined
 from tests.e2e.test_export import FULL, LORA, distance, export, sample, stock_images
 from tests.e2e.test_export_lm import logits_of, stock
 from tests.e2e.test_export_lm import train as train_lm
-from tests.jobs import tiny_config
+from tests.helpers.jobs import tiny_config
+from tests.helpers.ranks import run_ranks
+from tests.helpers.tiny import load_pipeline
 from tests.numerics.test_lora_start import base_of, drawn
-from tests.ranks import run_ranks
-from tests.tiny import load_pipeline
 
 KINDS = {
     "lora": LORA,
@@ -47,7 +47,7 @@ def rounded(blocks: nn.Module) -> None:
 
 def train(base: Path, folder: Path, overrides: tuple[str, ...]) -> dict[str, Tensor]:
     """Two steps of training; returns images of the start, and of the policy and its reference after them."""
-    from phalanx.training.flow_rl import build
+    from phalanx.run.flow_rl import build
 
     trainer = build(
         tiny_config(

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from phalanx.config import load
 from phalanx.config.flow import FlowRLConfig
 from phalanx.config.lm import LMRLConfig
-from phalanx.training import flow_rl, lm_rl
-from tests.jobs import rows
-from tests.lm import tiny_lm_config
-from tests.ranks import ROOT, run_ranks
+from phalanx.run import flow_rl, lm_rl
+from phalanx.run.rules import load_config
+from tests.helpers.jobs import rows
+from tests.helpers.lm import tiny_lm_config
+from tests.helpers.ranks import ROOT, run_ranks
 
 LINE = re.compile(r"step (\d+): reward (\S+), ratio_error (\S+), grad_norm (\S+)")
 FLOW = ("data.train_batch_size=2", "rollout.n=8", "actor.ppo_mini_batch_size=2", "actor.ppo_micro_batch_size_per_gpu=4")
@@ -26,9 +26,9 @@ ONE_UPDATE = ("trainer.total_training_steps=2", "trainer.save_freq=-1", "trainer
 def fit(kind: str, config: str, overrides: list[str]) -> None:
     os.chdir(ROOT)
     if kind == "flowgrpo":
-        flow_rl.build(load(FlowRLConfig, config, overrides)).fit()
+        flow_rl.build(load_config(FlowRLConfig, config, overrides)).fit()
     else:
-        lm_rl.build(load(LMRLConfig, config, overrides)).fit()
+        lm_rl.build(load_config(LMRLConfig, config, overrides)).fit()
 
 
 def run_example(name: str, *arguments: str) -> str:

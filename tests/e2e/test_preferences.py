@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tasks import run_task
+from tests.helpers.tasks import run_task
 
 # The pairs of 48 prompts, in two updates; the reference follows the policy, so that the current pairs count fully.
 RECIPE = [

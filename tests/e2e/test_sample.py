@@ -12,16 +12,16 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from phalanx.config import load
 from phalanx.config.tasks import SampleConfig
 from phalanx.exit import Stopped
-from phalanx.jobs.sample import Generator
+from phalanx.run.rules import load_config
 from phalanx.telemetry.records import read_index
-from tests.checks import wait_for
+from phalanx.tools.sample import Generator
 from tests.e2e.test_export import LORA, TEXTS, Runs, runs, stock_images
-from tests.ranks import RankError, run_ranks
-from tests.tasks import run_task
-from tests.tiny import load_pipeline
+from tests.helpers.checks import wait_for
+from tests.helpers.ranks import RankError, run_ranks
+from tests.helpers.tasks import run_task
+from tests.helpers.tiny import load_pipeline
 
 # the settings of stock_images; the tiny runs of test_export have the same in their config.yaml
 PLAIN = ("model.dtype=float32", "height=32", "width=32", "num_inference_steps=4", "max_prompt_length=32")
@@ -38,7 +38,7 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 def run(overrides: tuple[str, ...]) -> None:
-    Generator(load(SampleConfig, None, list(overrides))).run()
+    Generator(load_config(SampleConfig, None, list(overrides))).run()
 
 
 def sampled(folder: Path, *overrides: str, ranks: int = 1) -> Tensor:
@@ -176,7 +176,7 @@ def test_a_checkpoint_of_another_model(trained: Runs, qwen_folder: Path, tmp_pat
 
 def interrupted(overrides: tuple[str, ...]) -> str:
     """Sample, with a signal to rank 0 in its second micro-batch; returns how the job ends."""
-    job, denoised = Generator(load(SampleConfig, None, list(overrides))), 0
+    job, denoised = Generator(load_config(SampleConfig, None, list(overrides))), 0
     decode = job.policy.decode
 
     def until_the_signal(*args: Any) -> Tensor:

@@ -18,12 +18,13 @@ import torch
 
 from phalanx.data.prompts import load_prompts
 from phalanx.data.streams import PromptStream
-from phalanx.rewards.http import Http, ServerError
-from phalanx.telemetry.metrics import METRICS_FILE, read_metrics
-from tests.checks import mistakes, wait_for
-from tests.jobs import base_overrides, fit, tiny_config
-from tests.ranks import LIMIT_S, ROOT, end_with_parent, free_port, launch_environment, run_ranks
-from tests.tasks import run_task
+from phalanx.run.telemetry.curves import read_metrics
+from phalanx.run.telemetry.run_folder import METRICS_FILE
+from phalanx.zoo.rewards.http import Http, ServerError
+from tests.helpers.checks import mistakes, wait_for
+from tests.helpers.jobs import base_overrides, fit, tiny_config
+from tests.helpers.ranks import LIMIT_S, ROOT, end_with_parent, free_port, launch_environment, run_ranks
+from tests.helpers.tasks import run_task
 
 TASK = "tasks/serve_reward.py"
 JPEG = "reward.functions=[{name: jpeg_incompressibility}]"
@@ -195,7 +196,10 @@ def test_a_job_learns_the_same_from_a_server(server: str, encoding: str, sd3_fol
     kwargs = f"{{url: '{server}', encoding: {encoding}, batch_size: 3, concurrency: 2}}"
     local, weights = trained(tmp_path / "local", sd3_folder, f"[{{name: {name}}}]", 2)
     remote, others = trained(
-        tmp_path / "remote", sd3_folder, f"[{{name: {name}, path: 'phalanx.rewards.http:Http', kwargs: {kwargs}}}]", 2
+        tmp_path / "remote",
+        sd3_folder,
+        f"[{{name: {name}, path: 'phalanx.zoo.rewards.http:Http', kwargs: {kwargs}}}]",
+        2,
     )
     assert json.dumps(remote) == json.dumps(local)
     assert local[-1]["step"] == 2 and local[-1]["reward/std"] > 0 and "val/prompts/reward/mean" in local[0]

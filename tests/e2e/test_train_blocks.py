@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs import rows
-from tests.lm import fit_sft, sft_overrides, tiny_sft_config
-from tests.ranks import run_ranks, two_nodes
+from tests.helpers.jobs import rows
+from tests.helpers.lm import fit_sft, sft_overrides, tiny_sft_config
+from tests.helpers.ranks import run_ranks, two_nodes
 
 
 @pytest.mark.full

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs import base_overrides, rows, tiny_config
-from tests.ranks import LIMIT_S, ROOT, end_with_parent, launch_environment, torchrun, two_nodes
-from tests.tasks import run_task
+from tests.helpers.jobs import base_overrides, rows, tiny_config
+from tests.helpers.ranks import LIMIT_S, ROOT, end_with_parent, launch_environment, torchrun, two_nodes
+from tests.helpers.tasks import run_task
 
 TASK = "tasks/train_flowgrpo.py"
 

@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from phalanx.training.checkpoint import read_meta
-from tests.jobs import PROMPTS, base_overrides
-from tests.lm import lm_overrides, sft_overrides
-from tests.ranks import LIMIT_S, ROOT, end_with_parent, launch_environment
+from phalanx.run.checkpoint import read_meta
+from tests.helpers.jobs import PROMPTS, base_overrides
+from tests.helpers.lm import lm_overrides, sft_overrides
+from tests.helpers.ranks import LIMIT_S, ROOT, end_with_parent, launch_environment
 
 TASK = "tests/faults/task.py"
 TIMEOUT_S = 60  # parallel.timeout_s of jobs in which no rank hangs or is silent

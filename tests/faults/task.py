@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from phalanx import exit
-from phalanx.cli import parse, run
 from phalanx.config.block_diffusion import BlockDiffusionTaskConfig
 from phalanx.config.flow import FlowRLConfig
 from phalanx.config.lm import LMRLConfig
+from phalanx.run.cli import parse, run
 
 RECIPES: dict[str, tuple[str, type[Any]]] = {
     "": ("flow_rl", FlowRLConfig),
@@ -30,9 +30,9 @@ PHASES = ("rollout", "reward", "update", "checkpoint", "validation")
 
 
 def build(cfg: Any) -> Callable[[], None]:
-    from phalanx.telemetry.metrics import Timers
-    from phalanx.training.disaggregated.workers import RolloutWorker
-    from phalanx.training.rl import Trainer
+    from phalanx.run.disaggregated.workers import RolloutWorker
+    from phalanx.run.rl import Trainer
+    from phalanx.telemetry.timers import Timers
 
     own, seen, plain_timers = exit.rank(), [0], Timers.__call__
     kind, rank, step = (os.environ.get("FAULT") or "none:-1:-1").split(":")
@@ -56,7 +56,7 @@ def build(cfg: Any) -> Callable[[], None]:
     def step_of() -> int:
         return seen[0] if isinstance(trainer, RolloutWorker) else trainer.job.progress.step
 
-    recipe = import_module(f"phalanx.training.{MODULE}")
+    recipe = import_module(f"phalanx.run.{MODULE}")
     trainer = recipe.build(cfg)
     said = Path(cfg.trainer.output_dir).parent / f"phase_{own}"
     Timers.__call__ = phase  # type: ignore[method-assign]
@@ -81,7 +81,7 @@ def build(cfg: Any) -> Callable[[], None]:
 
 
 def check(cfg: Any) -> None:
-    from phalanx.jobs.inputs import check_placement
+    from phalanx.tools.inputs import check_placement
 
     check_placement(cfg)
 

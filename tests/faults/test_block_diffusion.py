@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.faults.jobs import Job, checksums, kill, killed, rows, steps
-from tests.lm import fit, fit_sft, tiny_lm_config, tiny_sft_config
-from tests.ranks import run_ranks
+from tests.helpers.lm import fit, fit_sft, tiny_lm_config, tiny_sft_config
+from tests.helpers.ranks import run_ranks
 
 SETTINGS = ("parallel.fsdp_size=2", "trainer.save_freq=3", "trainer.total_training_steps=6")
 RL = (*SETTINGS, "model.block_size=4", "rollout.threshold=0.02", "actor.log_prob_estimate=coupled")

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from phalanx.config.flow import FlowRLConfig
-from phalanx.training.checkpoint import complete, damaged, find
+from phalanx.run.checkpoint import complete, damaged, find
 from tests.faults.jobs import rows, steps
-from tests.jobs import tiny_config
-from tests.ranks import run_ranks
+from tests.helpers.jobs import tiny_config
+from tests.helpers.ranks import run_ranks
 
 SETTINGS = ("trainer.total_training_steps=9", "trainer.save_freq=2", "model.lora_rank=4", "trainer.max_checkpoints=9")
 SETTINGS += ("data.train_batch_size=2",)
@@ -49,7 +49,7 @@ def fit_on_a_filling_disk(cfg: FlowRLConfig, folder: Path) -> None:
     """The disk is full from the end of step 3 to the end of step 7."""
     logging.basicConfig(force=True)
 
-    from phalanx.training.flow_rl import build
+    from phalanx.run.flow_rl import build
 
     trainer = build(cfg)
     job, plain = trainer.job, trainer.job.end_step
@@ -85,7 +85,7 @@ def test_a_full_disk_costs_a_checkpoint_not_the_run(
     assert all(complete(f) is None and damaged(f) is None for f in root.iterdir())
     assert find(root) == root / "step_000009"
     untroubled = tiny_config(sd3_folder, tmp_path, *SETTINGS)
-    from tests.jobs import fit
+    from tests.helpers.jobs import fit
 
     run_ranks(fit, 2, untroubled)
     assert rows(small_disk) == rows(tmp_path)

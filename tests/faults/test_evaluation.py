@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.test_evaluation import lm_words
-from tests.ranks import torchrun
+from tests.helpers.ranks import torchrun
 
 FREEZE = f"""
 import os

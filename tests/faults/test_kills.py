@@ -13,8 +13,8 @@ import pytest
 
 from tests.faults.jobs import Job, kill, rows
 from tests.faults.task import PHASES
-from tests.jobs import fit, tiny_config
-from tests.ranks import run_ranks
+from tests.helpers.jobs import fit, tiny_config
+from tests.helpers.ranks import run_ranks
 
 KILLS = int(os.environ.get("PHALANX_KILLS", "2"))
 SEED = int(os.environ.get("PHALANX_KILLS_SEED", "0"))

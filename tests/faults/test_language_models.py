@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests.faults.jobs import Job, checkpoints, checksums, kill, killed, rows, steps
-from tests.lm import fit, tiny_lm_config
-from tests.ranks import run_ranks
-from tests.tiny_vision import shown_prompts, tiny_vision
+from tests.helpers.lm import fit, tiny_lm_config
+from tests.helpers.ranks import run_ranks
+from tests.helpers.tiny_vision import shown_prompts, tiny_vision
 
 SETTINGS = (
     *("algorithm.name=ppo", "critic.optim.lr=1e-3", "trainer.critic_warmup=1"),

@@ -9,8 +9,8 @@ import pytest
 
 from tests.faults.conftest import ADDRESSES, NAMES, Hosts
 from tests.faults.jobs import SHORT, kill, rows, steps
-from tests.jobs import fit, tiny_config
-from tests.ranks import LIMIT_S, run_ranks
+from tests.helpers.jobs import fit, tiny_config
+from tests.helpers.ranks import LIMIT_S, run_ranks
 
 pytestmark = pytest.mark.full
 FIXED = ("parallel.fsdp_size=2", "model.lora_rank=4")

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from phalanx.telemetry.metrics import read_metrics
-from phalanx.training.lm_rl import build
+from phalanx.run.lm_rl import build
+from phalanx.run.telemetry.curves import read_metrics
 from tests.faults import jobs
 from tests.faults.jobs import SHORT, Job, checkpoints, kill, killed, steps
-from tests.lm import tiny_lm_config
-from tests.ranks import free_port
-from tests.roles import run_roles
+from tests.helpers.lm import tiny_lm_config
+from tests.helpers.ranks import free_port
+from tests.helpers.roles import run_roles
 
 HOST = socket.gethostname()
 ENDLESS = "trainer.total_training_steps=500"

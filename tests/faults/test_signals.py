@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.telemetry.runs import main, states
+from phalanx.tools.board.runs import main, states
 from tests.faults.jobs import Job, checkpoints, kill, rows, steps
-from tests.jobs import fit, tiny_config
-from tests.ranks import run_ranks
+from tests.helpers.jobs import fit, tiny_config
+from tests.helpers.ranks import run_ranks
 
 SETTINGS = ("trainer.save_freq=50", "model.lora_rank=4", "actor.ema.decay=0.9")
 VALIDATION = ("trainer.test_freq=2", "trainer.val_before_train=false")

@@ -7,7 +7,7 @@ import torch
 
 from phalanx.config.run import LOSS_AGG_MODES
 from phalanx.functional.aggregation import action_weights, count_actions
-from tests.ranks import run_ranks
+from tests.helpers.ranks import run_ranks
 
 LENGTHS = [3, 1, 4, 0, 2, 4]
 KEPT = torch.tensor([True, True, False, True, True, True])
@@ -55,10 +55,10 @@ def test_an_unknown_mode_is_refused() -> None:
 def share_of_the_loss(ranks: int, mode: str) -> list[float]:
     """This rank's part of the loss in each of two optimizer steps."""
     from phalanx.config.run import ParallelConfig
-    from phalanx.distributed import mesh
+    from phalanx.run.world import start_world
     from phalanx.training.minibatches import BatchPlan, Units, optimizer_steps
 
-    world = mesh.start(ParallelConfig(fsdp_size=1))
+    world = start_world(ParallelConfig(fsdp_size=1))
     mask = torch.arange(4)[None] < torch.tensor([3, 1, 4, 2, 1, 2, 4, 3])[:, None]
     loss = torch.arange(32, dtype=torch.float64).view(8, 4) + 1
     counted = torch.tensor([True, True, True, False, True, True, True, True])
@@ -82,10 +82,10 @@ def test_the_loss_does_not_depend_on_the_layout(mode: str) -> None:
 def dealt_out(ranks: int, counted: list[bool], updates: int) -> list[list[tuple[int, float]]]:
     """This rank's samples in each optimizer step, by their numbers across ranks, with their weights."""
     from phalanx.config.run import ParallelConfig
-    from phalanx.distributed import mesh
+    from phalanx.run.world import start_world
     from phalanx.training.minibatches import BatchPlan, Units, optimizer_steps
 
-    world = mesh.start(ParallelConfig(fsdp_size=1))
+    world = start_world(ParallelConfig(fsdp_size=1))
     n, share = len(counted), len(counted) // ranks
     plan = BatchPlan(
         samples=n, per_rank=share, updates=updates, micro=1, actions=1, rollout_micro=1, exact=True, units=share

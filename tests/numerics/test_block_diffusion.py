@@ -15,13 +15,13 @@ from phalanx.distributed.mesh import World
 from phalanx.functional.block_diffusion import BlockTrace, States, confident, least_unmasked, replayed, states_of
 from phalanx.functional.tokens import Truncation
 from phalanx.models.lm.blocks import BlockDiffusionPolicy, build_block_policy
-from phalanx.rewards.text.overlong import Overlong
 from phalanx.rollout.lm.decode import Decoding
 from phalanx.rollout.lm.denoise import Denoising, drawn_tokens
 from phalanx.rollout.lm.in_blocks import BlockDiffusionRollout
 from phalanx.rollout.lm.in_policy import Drawn, measured
 from phalanx.types import Prompt, Samples
-from tests.policies import disturb
+from phalanx.zoo.rewards.text.overlong import Overlong
+from tests.helpers.policies import disturb
 
 SIZE = 4
 PROMPTS = ["Ann has 3 books.", "How many?", "Kim sells 24 stamps on Monday and 9 more than that on Tuesday."]

@@ -13,7 +13,7 @@ from phalanx.distributed.passes import Passes
 from phalanx.functional.correction import correction_weight
 from phalanx.rollout.correction import rescore
 from phalanx.types import Samples
-from tests.policies import make_policy, make_rollout, sample
+from tests.helpers.policies import make_policy, make_rollout, sample
 
 POLICY = torch.tensor([[-1.0, -1.2], [-0.9, -1.1]])
 ENGINE = torch.tensor([[-1.0, -1.2 - 4e-4], [-0.9 + 3e-3, -1.1 - 3e-3]])

@@ -11,8 +11,8 @@ from phalanx.config.lm import LMRolloutConfig
 from phalanx.models.lm.model import CausalLM
 from phalanx.rollout.lm.decode import Decoding, StopTexts, decode
 from phalanx.rollout.lm.in_policy import check_stops
-from tests.lm import one_step, tiny_lm_config
-from tests.ranks import run_ranks
+from tests.helpers.lm import one_step, tiny_lm_config
+from tests.helpers.ranks import run_ranks
 
 PROMPTS, ROWS = [[5, 9, 11, 40], [7]], [0, 0, 0, 1, 1, 1]
 

@@ -12,13 +12,13 @@ from phalanx.config.flow import FlowRLConfig
 from phalanx.functional.advantage import fill_missing, group_advantage, on_scored
 from phalanx.functional.flow import Noised
 from phalanx.functional.preference import group_preference
-from phalanx.training.flow_rl import build
+from phalanx.run.flow_rl import build
 from phalanx.training.minibatches import Minibatches, Units
 from phalanx.types import Batch
-from tests.checks import normal, reduced
-from tests.jobs import tiny_config
-from tests.policies import disturb, make_policy, make_rollout, one_rank, sample
-from tests.ranks import run_ranks
+from tests.helpers.checks import normal, reduced
+from tests.helpers.jobs import tiny_config
+from tests.helpers.policies import disturb, make_policy, make_rollout, one_rank, sample
+from tests.helpers.ranks import run_ranks
 
 
 def test_loss_and_gradient() -> None:

@@ -11,8 +11,8 @@ from phalanx.algorithms.diffusion_dpo import Algorithm, Config
 from phalanx.functional.flow import Noised
 from phalanx.functional.preference import best_and_worst, dpo_loss
 from phalanx.types import Batch
-from tests.checks import normal, reduced
-from tests.policies import disturb, make_policy, make_rollout, one_rank, sample
+from tests.helpers.checks import normal, reduced
+from tests.helpers.policies import disturb, make_policy, make_rollout, one_rank, sample
 
 
 def test_by_hand() -> None:

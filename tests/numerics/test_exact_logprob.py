@@ -11,14 +11,14 @@ from torch import Tensor
 from phalanx.algorithms.flow_grpo import Algorithm, Config
 from phalanx.config.flow import FlowDataConfig, FlowModelConfig, FlowRolloutConfig
 from phalanx.config.run import ParallelConfig
-from phalanx.distributed import mesh
 from phalanx.distributed.mesh import World
 from phalanx.models.flow.policy import FlowPolicy, build_policy
 from phalanx.rollout.flow.in_policy import PolicyRollout
+from phalanx.run.world import start_world
 from phalanx.types import Batch, Samples
-from tests.checks import reduced
-from tests.policies import MAX_LENGTH, PROMPTS, disturb, make_policy, make_rollout, sample
-from tests.ranks import run_ranks
+from tests.helpers.checks import reduced
+from tests.helpers.policies import MAX_LENGTH, PROMPTS, disturb, make_policy, make_rollout, sample
+from tests.helpers.ranks import run_ranks
 
 MICRO = 3  # samples per replay
 N = 4  # images per prompt, of 3 prompts: two rollout micro-batches of MICRO x window
@@ -166,7 +166,7 @@ def test_the_kl_is_exactly_0_before_any_update(world: World, folder: Path, lora_
 def sharded(folder: Path, lora_rank: int, keys: dict[str, Any]) -> tuple[Tensor, Tensor, float]:
     """Log-probs of this rank's rollout and replay, and the gradient's norm, with weights sharded over two ranks."""
     parallel = ParallelConfig(**keys)
-    world = mesh.start(parallel)
+    world = start_world(parallel)
     model = FlowModelConfig(path=str(folder), dtype="float32", lora_rank=lora_rank, gradient_checkpointing=True)
     policy = build_policy(
         model, parallel, FlowDataConfig(max_prompt_length=MAX_LENGTH), world, seed=0, detach_uncond=False

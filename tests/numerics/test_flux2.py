@@ -10,12 +10,12 @@ from diffusers.pipelines.flux2.pipeline_flux2 import Flux2Pipeline
 
 from phalanx.distributed.mesh import World
 from phalanx.types import Prompt
-from tests.checks import refused
+from tests.helpers.checks import refused
+from tests.helpers.policies import PROMPTS, disturb, make_policy, make_rollout, ode, sample
+from tests.helpers.tiny import load_pipeline
+from tests.helpers.tiny_edit import edits
+from tests.helpers.tiny_flux2 import tiny_flux2_klein
 from tests.numerics.test_models import assert_stock, stock_images
-from tests.policies import PROMPTS, disturb, make_policy, make_rollout, ode, sample
-from tests.tiny import load_pipeline
-from tests.tiny_edit import edits
-from tests.tiny_flux2 import tiny_flux2_klein
 
 
 @pytest.mark.parametrize("scale", [1.0, 3.5])

@@ -9,15 +9,15 @@ from diffusers.pipelines.flux import pipeline_flux_kontext
 from torch import Tensor
 
 from phalanx.distributed.mesh import World
-from phalanx.models.flow.families.flux_kontext import Model
 from phalanx.models.flow.policy import FlowPolicy
 from phalanx.models.flow.references import References
 from phalanx.rollout.flow.in_policy import PolicyRollout
 from phalanx.types import Prompt
-from tests.checks import refused
-from tests.policies import disturb, make_policy, make_rollout, ode, sample
-from tests.tiny import load_pipeline
-from tests.tiny_edit import edits
+from phalanx.zoo.families.flux_kontext import Model
+from tests.helpers.checks import refused
+from tests.helpers.policies import disturb, make_policy, make_rollout, ode, sample
+from tests.helpers.tiny import load_pipeline
+from tests.helpers.tiny_edit import edits
 
 SIDE = 64  # root of the area of a reference
 

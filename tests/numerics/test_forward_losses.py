@@ -15,7 +15,7 @@ from phalanx.functional.advantage import group_advantage, group_weights
 from phalanx.functional.flow import FlowTrace, Noised
 from phalanx.functional.forward_losses import negative_aware, optimality
 from phalanx.types import Batch
-from tests.checks import normal, reduced
+from tests.helpers.checks import normal, reduced
 
 SHAPE = (3, 2, 4, 5)  # B, W, and the shape of a latent
 

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from phalanx.distributed.mesh import World
-from phalanx.models.flow.families.hunyuan_video_15 import GLYPHS, IMAGE, Model
 from phalanx.types import Prompt
-from tests.checks import refused
+from phalanx.zoo.families.hunyuan_video_15 import GLYPHS, IMAGE, Model
+from tests.helpers.checks import refused
+from tests.helpers.policies import MAX_LENGTH, PROMPTS, disturb, make_policy, make_rollout, ode, sample
+from tests.helpers.tiny import load_pipeline
+from tests.helpers.tiny_edit import edits
+from tests.helpers.tiny_hunyuan import tiny_hunyuan_video_15
 from tests.numerics.test_wan import edited
-from tests.policies import MAX_LENGTH, PROMPTS, disturb, make_policy, make_rollout, ode, sample
-from tests.tiny import load_pipeline
-from tests.tiny_edit import edits
-from tests.tiny_hunyuan import tiny_hunyuan_video_15
 
 VIDEO = 5  # frames: two of the latent
 # a quoted word, a text that is truncated, and an empty text

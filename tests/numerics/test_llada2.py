@@ -20,7 +20,7 @@ from phalanx.models.lm.llada2 import LLaDA2Config
 from phalanx.models.lm.model import CACHE, CausalLM, load_model
 from phalanx.models.lm.policy import LMPolicy, build_policy
 from phalanx.models.lora import add_lora, merge_lora
-from tests.llada2 import SETTINGS, tiny_llada2
+from tests.helpers.llada2 import SETTINGS, tiny_llada2
 
 IDS = torch.randint(3, 500, (2, 20), generator=torch.Generator().manual_seed(1))
 OTHERS = {

@@ -15,9 +15,9 @@ from phalanx.models.flow.family import FlowModel
 from phalanx.models.flow.registry import family_of
 from phalanx.models.lm.model import read_lora
 from phalanx.models.lora import BIAS, WEIGHTS, Layers, joined, plain_layers, start_from_lora
-from tests.checks import refused
-from tests.comfy import add_as_comfy, ltx2_name
-from tests.tiny import load_pipeline
+from tests.helpers.checks import refused
+from tests.helpers.comfy import add_as_comfy, ltx2_name
+from tests.helpers.tiny import load_pipeline
 
 TARGETS = {
     "sd3": "attn.to_q",

@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from phalanx.config import load
 from phalanx.config.lm import LMModelConfig, LMRLConfig
 from phalanx.models.lm.model import CausalLM
 from phalanx.models.lm.policy import LORA_TARGETS
 from phalanx.models.lora import add_lora, all_linear, linear_layers
+from phalanx.run.rules import load_config
 from tests.numerics.test_agreement import tiny
 
 LLAMA = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
@@ -54,7 +54,7 @@ def test_blocks_like_llamas_keep_their_layers(kind: str) -> None:
 def test_the_word_of_peft_is_taken(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("model: {path: m, target_modules: all-linear}\n")
-    assert load(LMRLConfig, str(file), []).model.target_modules == ["all-linear"]
-    assert load(LMRLConfig, None, ["model.path=m", "model.target_modules=all-linear"]).model.target_modules == [
+    assert load_config(LMRLConfig, str(file), []).model.target_modules == ["all-linear"]
+    assert load_config(LMRLConfig, None, ["model.path=m", "model.target_modules=all-linear"]).model.target_modules == [
         "all-linear"
     ]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from phalanx.functional.losses import clipped_surrogate
-from tests.checks import normal, reduced
+from tests.helpers.checks import normal, reduced
 
 
 def loss_of(new: float, old: float, a: float, clip: float, limit: float) -> float:

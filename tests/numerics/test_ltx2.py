@@ -11,11 +11,11 @@ from torch import Tensor
 from phalanx.distributed.mesh import World
 from phalanx.models.flow.attention import set_backend
 from phalanx.types import Prompt
-from tests.checks import refused
+from tests.helpers.checks import refused
+from tests.helpers.policies import MAX_LENGTH, PROMPTS, make_policy, make_rollout, ode
+from tests.helpers.tiny import load_pipeline
+from tests.helpers.tiny_ltx2 import tiny_ltx2
 from tests.numerics.test_wan import edited
-from tests.policies import MAX_LENGTH, PROMPTS, make_policy, make_rollout, ode
-from tests.tiny import load_pipeline
-from tests.tiny_ltx2 import tiny_ltx2
 
 VIDEO = 5  # frames: three of the latent
 # a text that is truncated, and an empty text

@@ -10,7 +10,7 @@ from phalanx.functional.aggregation import Mean, Sums
 from phalanx.functional.token_losses import masked_mean
 from phalanx.telemetry.step_metrics import merged_rows
 from phalanx.types import Metric
-from tests.checks import normal, reduced
+from tests.helpers.checks import normal, reduced
 
 VALUES = normal(7, 5, seed=1)
 WEIGHT = (normal(7, 5, seed=2) > 0).float() / 9

@@ -20,9 +20,9 @@ from phalanx.models.flow.policy import FlowPolicy
 from phalanx.models.lora import add_lora
 from phalanx.rollout.flow.in_policy import PolicyRollout
 from phalanx.types import Prompt
-from tests.checks import refused
-from tests.policies import MAX_LENGTH, PROMPTS, disturb, make_policy, make_rollout, ode, sample, velocity
-from tests.tiny import load_pipeline, tiny_flux
+from tests.helpers.checks import refused
+from tests.helpers.policies import MAX_LENGTH, PROMPTS, disturb, make_policy, make_rollout, ode, sample, velocity
+from tests.helpers.tiny import load_pipeline, tiny_flux
 
 FAMILIES = ["sd3", "sd3_t5", "qwen", "flux", "z_image", "flux2_klein"]
 Folder = Callable[[str], Path]

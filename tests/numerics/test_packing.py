@@ -17,8 +17,8 @@ from phalanx.models.lm import packing
 from phalanx.models.lm.model import CausalLM
 from phalanx.models.lm.policy import LMPolicy, build_policy
 from phalanx.types import Prompt, Samples
-from tests.checks import agree_as_sums
-from tests.policies import disturb
+from tests.helpers.checks import agree_as_sums
+from tests.helpers.policies import disturb
 
 STARTS, LENGTHS = [4, 9, 1, 4, 4], [3, 11, 1, 7, 1]
 GROUPED = {"use_prefix_grouper": True, "gradient_checkpointing": True}

@@ -10,21 +10,21 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from phalanx.config import load
 from phalanx.config.tasks import ExportConfig
 from phalanx.distributed.mesh import World
 from phalanx.distributed.seed import fold_in, normal
-from phalanx.jobs.export import Export
-from phalanx.models.flow.families.qwen_image_21 import TEMPLATE_TOKENS, Model
+from phalanx.run.rules import load_config
+from phalanx.tools.export import Export
 from phalanx.types import Prompt
-from tests.checks import refused
+from phalanx.zoo.families.qwen_image_21 import TEMPLATE_TOKENS, Model
 from tests.distributed.test_layouts import assert_same_step
 from tests.distributed.test_videos import train
-from tests.jobs import PROMPTS as TEXTS
-from tests.jobs import algorithm_config, one_step, tiny_config
-from tests.policies import MAX_LENGTH, PROMPTS, disturb, make_policy, make_rollout, ode, sample
-from tests.ranks import run_ranks
-from tests.tiny_qwen_image_21 import load_21_pipeline
+from tests.helpers.checks import refused
+from tests.helpers.jobs import PROMPTS as TEXTS
+from tests.helpers.jobs import algorithm_config, one_step, tiny_config
+from tests.helpers.policies import MAX_LENGTH, PROMPTS, disturb, make_policy, make_rollout, ode, sample
+from tests.helpers.ranks import run_ranks
+from tests.helpers.tiny_qwen_image_21 import load_21_pipeline
 
 SIZE = {"height": 64, "width": 96}
 ODD = [*PROMPTS[:2], Prompt("", 2, {}, negative="grey, flat")]
@@ -148,7 +148,7 @@ def test_the_export_is_read_by_stock_diffusers(kind: str, qwen_21_folder: Path, 
     keys = ["model.lora_rank=4", "optim.lr=3e-2"] if kind == "lora" else ["optim.lr=1e-2"]
     [images] = run_ranks(train, 1, tiny_config(qwen_21_folder, tmp_path, *keys, "trainer.save_freq=2"), timeout=150)
     exported = tmp_path / "export"
-    Export(load(ExportConfig, None, [f"checkpoint={tmp_path / 'out'}", f"output_dir={exported}"])).run()
+    Export(load_config(ExportConfig, None, [f"checkpoint={tmp_path / 'out'}", f"output_dir={exported}"])).run()
     shape = (4, 4)
     noise = [normal(shape, fold_in(1234, 0, i, 0, "init"), torch.device("cpu")) for i in range(2)]
     prompts = [Prompt(text, i, {}) for i, text in enumerate(TEXTS[:2])]

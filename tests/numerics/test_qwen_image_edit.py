@@ -12,14 +12,14 @@ from torch import Tensor
 from phalanx.distributed.mesh import World
 from phalanx.distributed.seed import normal
 from phalanx.media.pictures import Picture
-from phalanx.models.flow.families.qwen_image_edit import Model, cut_text
 from phalanx.models.flow.policy import FlowPolicy
 from phalanx.models.flow.references import to_ratio
 from phalanx.rollout.flow.in_policy import PolicyRollout
 from phalanx.types import JobError, Prompt
-from tests.checks import refused
-from tests.policies import MAX_LENGTH, disturb, make_policy, make_rollout, ode, sample, validated
-from tests.tiny_edit import edits, load_edit_pipeline, photo, tiny_qwen_image_edit
+from phalanx.zoo.families.qwen_image_edit import Model, cut_text
+from tests.helpers.checks import refused
+from tests.helpers.policies import MAX_LENGTH, disturb, make_policy, make_rollout, ode, sample, validated
+from tests.helpers.tiny_edit import edits, load_edit_pipeline, photo, tiny_qwen_image_edit
 
 SIDE = 64  # root of the area of a reference for the VAE
 AREA = pipeline_qwenimage_edit_plus.CONDITION_IMAGE_SIZE

@@ -11,7 +11,7 @@ from phalanx.algorithms import ppo, reinforce_plus_plus
 from phalanx.functional.returns import at_last, gae, moments, placed, value_loss, whitened
 from phalanx.functional.token_losses import kl_estimate
 from phalanx.types import Scored
-from tests.checks import normal, reduced
+from tests.helpers.checks import normal, reduced
 
 # responses: complete, short, of one token, with a token in between that is not the policy's, and empty
 MASK = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0], [1, 0, 0, 0, 0], [1, 1, 0, 1, 0], [0, 0, 0, 0, 0]]).bool()

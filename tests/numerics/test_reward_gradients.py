@@ -14,8 +14,8 @@ from phalanx.distributed.seed import fold_in, normal
 from phalanx.functional.flow import FlowTrace, States
 from phalanx.models.flow.policy import FlowPolicy
 from phalanx.types import Batch, Samples
-from tests.checks import reduced
-from tests.policies import disturb, make_policy, make_rollout, one_rank, sample
+from tests.helpers.checks import reduced
+from tests.helpers.policies import disturb, make_policy, make_rollout, one_rank, sample
 
 STEPS = 4
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from phalanx import algorithms
-from phalanx.config import load
 from phalanx.config.flow import FlowRLConfig
 from phalanx.functional.rewards import Share, combine
+from phalanx.run.rules import load_config
 from phalanx.training.collect import check_range
 from phalanx.types import JobError
 
@@ -59,7 +59,7 @@ def test_terms_are_normalised_within_their_group() -> None:
 @pytest.mark.parametrize("normalize", ["gdpo", "group"])
 def test_gdpo_divides_the_sum_by_the_std_of_the_batch(normalize: str) -> None:
     """In float64 with the paper's two formulas; `group` divides by each group's std, so agreements count the same."""
-    cfg = load(FlowRLConfig, None, ["model.path=x", f"reward.normalize={normalize}"])
+    cfg = load_config(FlowRLConfig, None, ["model.path=x", f"reward.normalize={normalize}"])
     generator = torch.Generator().manual_seed(0)
     terms = [torch.rand(3, 8, generator=generator).double() for _ in range(2)]
     normalised = [(t - t.mean(1, keepdim=True)) / t.std(1, correction=0, keepdim=True) for t in terms]

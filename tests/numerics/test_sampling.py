@@ -19,8 +19,8 @@ from phalanx.models.flow.policy import FlowPolicy
 from phalanx.rollout.flow.in_policy import PolicyRollout
 from phalanx.rollout.flow.solver import multistep_solver
 from phalanx.types import Samples
-from tests.checks import refused
-from tests.policies import PROMPTS, disturb, make_policy, make_rollout, sample, validated
+from tests.helpers.checks import refused
+from tests.helpers.policies import PROMPTS, disturb, make_policy, make_rollout, sample, validated
 
 MICRO = 3  # samples per replay
 N = 4  # images per prompt, of 3 prompts

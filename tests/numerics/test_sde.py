@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from phalanx.functional.sde import SdeStep, gaussian_kl, sde_step, typical_std
-from tests.checks import normal, refused
+from tests.helpers.checks import normal, refused
 
 TYPES = ("sde", "cps", "dance_sde")
 GAUSSIAN = ("sde", "dance_sde")

@@ -12,9 +12,9 @@ from phalanx.algorithms import TokenAlgorithm, awm, cispo, distillation, flow_gr
 from phalanx.functional.advantage import leave_one_out
 from phalanx.functional.token_losses import LARGEST, gated_tokens, weighted_tokens
 from phalanx.functional.tokens import TokenReplay
-from phalanx.rewards.text.overlong import Overlong
 from phalanx.types import Batch, Policy
-from tests.checks import reduced
+from phalanx.zoo.rewards.text.overlong import Overlong
+from tests.helpers.checks import reduced
 
 ADVANTAGE = (1.5, -2.0, 0.5)
 MASK = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1], [1, 0, 0, 0]]).bool()

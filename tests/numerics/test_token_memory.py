@@ -10,7 +10,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from phalanx.functional.tokens import token_scores
 from phalanx.models.lm.model import CausalLM
-from phalanx.plan.ledger import Ledger
+from phalanx.tools.plan.ledger import Ledger
 
 VOCABULARY, HIDDEN = 151_936, 64
 

@@ -12,7 +12,7 @@ from phalanx.functional.token_losses import clipped_tokens, kl_estimate
 from phalanx.functional.tokens import TokenTrace, Truncation, token_scores
 from phalanx.models.lm.model import CausalLM
 from phalanx.rollout.lm.decode import Decoding, decode
-from tests.checks import reduced
+from tests.helpers.checks import reduced
 
 PROMPTS = [[5, 9, 11, 40], [7], [8, 8, 30, 31, 32, 33, 34]]
 

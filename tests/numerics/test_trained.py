@@ -14,8 +14,8 @@ from phalanx.config.flow import FlowModelConfig
 from phalanx.distributed.mesh import World
 from phalanx.models.flow.policy import FlowPolicy
 from phalanx.models.lora import add_lora
-from tests.policies import PROMPTS, disturb, make_policy, one_rank, velocity
-from tests.ranks import run_ranks
+from tests.helpers.policies import PROMPTS, disturb, make_policy, one_rank, velocity
+from tests.helpers.ranks import run_ranks
 
 Folder = Callable[[str], Path]
 

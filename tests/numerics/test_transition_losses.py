@@ -13,7 +13,7 @@ from phalanx.algorithms import cps, dance_grpo, flow_dppo, flow_grpo, grpo_guard
 from phalanx.functional.flow import FlowReplay, FlowTrace, Sampler
 from phalanx.functional.losses import clipped_ratio, guarded_log_ratio, masked_ratio, noise_weight
 from phalanx.types import Batch
-from tests.checks import normal, reduced
+from tests.helpers.checks import normal, reduced
 
 B, DIMS = 5, (3, 4)
 SIGMAS = [1.0, 0.8, 0.5, 0.4, 0.1]

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from phalanx.functional.tokens import TokenTrace, Truncation, sampled_from, token_scores
 from phalanx.rollout.lm.decode import Decoding, draw
-from tests.jobs import assert_same_weights, rows
-from tests.lm import fit, one_step, tiny_lm_config
-from tests.ranks import run_ranks
+from tests.helpers.jobs import assert_same_weights, rows
+from tests.helpers.lm import fit, one_step, tiny_lm_config
+from tests.helpers.ranks import run_ranks
 
 TRUNCATIONS = [Truncation(top_k=4), Truncation(top_p=0.7), Truncation(min_p=0.3), Truncation(5, 0.8, 0.05)]
 TOP_P = ("rollout.top_p=0.9", "rollout.temperature=0.8")

@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from phalanx.distributed.mesh import World
 from phalanx.types import Prompt
-from tests.policies import PROMPTS, disturb, make_policy, make_rollout, sample
+from tests.helpers.policies import PROMPTS, disturb, make_policy, make_rollout, sample
 
 FRAMES = 5
 # a quoted word, a text that is truncated, and an empty text

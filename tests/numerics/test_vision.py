@@ -26,8 +26,8 @@ from phalanx.models.lm.policy import LMPolicy, build_policy
 from phalanx.rollout.lm.decode import Decoding, draw
 from phalanx.rollout.lm.in_policy import LMRollout
 from phalanx.types import Prompt, Samples
-from tests.policies import one_rank
-from tests.tiny_vision import FAMILIES, picture, tiny_vision
+from tests.helpers.policies import one_rank
+from tests.helpers.tiny_vision import FAMILIES, picture, tiny_vision
 
 N = 4
 QUICK = pytest.mark.quick("qwen3_vl", "gemma3")  # the families that `make test` runs

@@ -14,11 +14,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from phalanx.distributed.mesh import World
-from phalanx.models.flow.families.wan import Model
 from phalanx.types import Prompt
-from tests.checks import refused
-from tests.policies import MAX_LENGTH, PROMPTS, disturb, make_policy, make_rollout, ode, sample, velocity
-from tests.tiny import load_pipeline, tiny_wan
+from phalanx.zoo.families.wan import Model
+from tests.helpers.checks import refused
+from tests.helpers.policies import MAX_LENGTH, PROMPTS, disturb, make_policy, make_rollout, ode, sample, velocity
+from tests.helpers.tiny import load_pipeline, tiny_wan
 
 VIDEO = 5  # frames: two latent frames
 

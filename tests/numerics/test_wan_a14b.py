@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from phalanx.distributed.mesh import World
-from phalanx.models.flow.families.wan import Experts
 from phalanx.models.flow.policy import FlowPolicy
-from phalanx.training.flow_components import keep_last_steps
-from tests.checks import refused
-from tests.policies import MAX_LENGTH, PROMPTS, disturb, make_policy, make_rollout, ode, sample, velocity
-from tests.tiny import load_pipeline
-from tests.tiny_i2v import tiny_wan_a14b
+from phalanx.run.flow_components import keep_last_steps
+from phalanx.zoo.families.wan import Experts
+from tests.helpers.checks import refused
+from tests.helpers.policies import MAX_LENGTH, PROMPTS, disturb, make_policy, make_rollout, ode, sample, velocity
+from tests.helpers.tiny import load_pipeline
+from tests.helpers.tiny_i2v import tiny_wan_a14b
 
 VIDEO = 5
 # the trained ones of four steps at shift 3: two are above the boundary of 800, and one is not

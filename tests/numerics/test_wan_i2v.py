@@ -10,15 +10,15 @@ from diffusers.pipelines.wan import pipeline_wan, pipeline_wan_i2v
 from torch import Tensor
 
 from phalanx.distributed.mesh import World
-from phalanx.models.flow.families.wan_i2v import Model
 from phalanx.models.flow.policy import FlowPolicy
 from phalanx.rollout.flow.in_policy import PolicyRollout
 from phalanx.types import Prompt
-from tests.checks import refused
-from tests.policies import disturb, make_policy, make_rollout, ode, sample
-from tests.tiny import tiny_wan
-from tests.tiny_edit import edits, photo
-from tests.tiny_i2v import load_i2v_pipeline, tiny_wan_i2v
+from phalanx.zoo.families.wan_i2v import Model
+from tests.helpers.checks import refused
+from tests.helpers.policies import disturb, make_policy, make_rollout, ode, sample
+from tests.helpers.tiny import tiny_wan
+from tests.helpers.tiny_edit import edits, photo
+from tests.helpers.tiny_i2v import load_i2v_pipeline, tiny_wan_i2v
 
 KINDS = ("2.1", "2.2", "5b")
 VIDEO = 5

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from phalanx.config import ConfigError
 from phalanx.config.environment import EnvironmentConfig
 from phalanx.environments import Environments
-from tests.conversing import call, converse, say
+from tests.helpers.conversing import call, converse, say
 
 OTHERS = """
 from fastmcp import FastMCP

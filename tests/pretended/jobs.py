@@ -7,11 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from phalanx.distributed import link
-from phalanx.telemetry.metrics import Timers
+from phalanx.run import link
+from phalanx.telemetry.timers import Timers
+from tests.helpers.ranks import LIMIT_S, free_port, run_ranks
 from tests.pretended.cuda import install
 from tests.pretended.record import Record
-from tests.ranks import LIMIT_S, free_port, run_ranks
 
 Build = Callable[[Any], Any]  # the job of a configuration, or this rank's part in it
 

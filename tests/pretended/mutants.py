@@ -64,7 +64,7 @@ JUDGE = "engines/transformers.py"
 TEXT_ENGINE = "engines/vllm_text.py"
 JUDGE_ENGINE = "engines/vllm.py"
 TEXT_ROLLOUT = "rollout/lm/vllm.py"
-LINK = "distributed/link.py"
+LINK = "run/link.py"
 EXPERTS = "distributed/expert_parallel.py"
 
 MUTANTS = [
@@ -130,12 +130,12 @@ MUTANTS = [
     Mutant("roles", LINK, "list(digest), dtype=torch.uint8, device=self._device)", "list(digest), dtype=torch.uint8)"),
     Mutant("roles", LINK, "work.popleft().wait()", "work.popleft()"),
     Mutant("roles", LINK, "            work.wait()\n            upcoming", "            pass\n            upcoming"),
-    Mutant("inference", "training/disaggregated/wire.py", "(world), kind, world.device", '(world), kind, "cpu"'),
-    Mutant("inference", "training/disaggregated/wire.py", "tensors[name] = tensors[name].to(device)", "pass"),
+    Mutant("inference", "run/disaggregated/wire.py", "(world), kind, world.device", '(world), kind, "cpu"'),
+    Mutant("inference", "run/disaggregated/wire.py", "tensors[name] = tensors[name].to(device)", "pass"),
     Mutant("vllm", TEXT_ROLLOUT, "TokenTrace(ids.to(device), ", "TokenTrace(ids, "),
     Mutant("vllm", TEXT_ROLLOUT, "scored(trace, 1.0).log_prob.cpu()", "scored(trace, 1.0).log_prob"),
     Mutant("vllm", TEXT_ROLLOUT, ", self.engine.awake(self.policy.engine_weights()):", ":"),
-    Mutant("vllm_judge", "rewards/judge/_pool.py", "with self._model.awake():", "if True:"),
+    Mutant("vllm_judge", "rewards/judge_pool.py", "with self._model.awake():", "if True:"),
     Mutant("experts", EXPERTS, "here = torch.empty_like(there)", "here = torch.empty(there.shape, dtype=there.dtype)"),
     Mutant("experts", EXPERTS, "torch.arange(counts.shape[1], device=rows.device)", "torch.arange(counts.shape[1])"),
     Mutant("sleeping_rollout", TEXT_ENGINE, "torch.cuda.empty_cache()", "pass"),

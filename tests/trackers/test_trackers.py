@@ -18,11 +18,11 @@ from swanlab.sdk.internal.core_python.store import DataStoreReader
 from phalanx.config.load import ConfigError
 from phalanx.config.run import RLConfig, TrainerConfig
 from phalanx.media.videos import GIF_FRAMES
-from phalanx.telemetry.metrics import RunLogger
+from phalanx.run.checkpoint import read_meta
+from phalanx.run.telemetry.run_logger import RunLogger
 from phalanx.telemetry.records import Record, Thumbnail
-from phalanx.training.checkpoint import read_meta
-from tests.ranks import run_ranks
-from tests.toy import build, word_config
+from tests.helpers.ranks import run_ranks
+from tests.helpers.toy import build, word_config
 
 CONFIG = {"trainer": {"seed": 3, "logger": ["a", "b"]}, "optim": {}}
 

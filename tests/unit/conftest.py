@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.shells import SHELLS, stub_folder
+from tests.helpers.shells import SHELLS, stub_folder
 
 
 @pytest.fixture(params=list(SHELLS))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from phalanx.telemetry.advice import PATIENCE, SAME_STEPS, Advisor, is_training_row
-from tests.logs import start
+from tests.helpers.logs import start
 
 LEARNS = {"reward/mean": 0.5, "reward/std": 0.25, "reward/max": 1.0, "reward/min": 0.0, "reward/zero_std_ratio": 0.25}
 LEARNS |= {"actor/grad_norm": 0.5, "actor/lr": 1e-4, "actor/updates_skipped": 0.0}

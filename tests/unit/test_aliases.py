@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.config import ConfigError, load
+from phalanx.config import ConfigError
 from phalanx.config.aliases import foreign_keys
 from phalanx.config.block_diffusion import BlockDiffusionTaskConfig
 from phalanx.config.flow import FlowRLConfig
@@ -13,8 +13,9 @@ from phalanx.config.lm import LMRLConfig
 from phalanx.config.load import help_text
 from phalanx.config.messages import UnknownKeys
 from phalanx.config.tasks import GenerateConfig, SampleConfig
-from tests.checks import refused
-from tests.configs import refusal
+from phalanx.run.rules import load_config
+from tests.helpers.checks import refused
+from tests.helpers.configs import refusal
 
 # The keys of VeRL-Omni's FlowGRPO recipe for several nodes, run_qwen_image_ocr_lora_multi_node.sh.
 KEYS = foreign_keys()
@@ -53,7 +54,7 @@ def test_every_key_of_another_trainers_recipe_says_what_it_is_called_here(key: s
 @pytest.mark.parametrize("schema", [SampleConfig, GenerateConfig])
 def test_tasks_that_take_one_policy_of_a_joint_run(schema: type) -> None:
     with pytest.raises(ConfigError, match=r"^unknown key policy; of a joint run, tasks/sample\.py takes the painter"):
-        load(schema, None, ["checkpoint=x", "prompts=[a]", "policy=writer"])
+        load_config(schema, None, ["checkpoint=x", "prompts=[a]", "policy=writer"])
 
 
 # The keys in verl's examples and documentation of GRPO on GSM8K, in their old and new spellings.
@@ -105,7 +106,7 @@ NOTHING = (
 @pytest.mark.parametrize("key", [*VERL, *NOTHING.split()])
 def test_verls_keys_of_language_models_say_what_they_are_called_here(key: str) -> None:
     with pytest.raises(ConfigError) as error:
-        load(LMRLConfig, None, ["model.path=x", f"{key}=1"])
+        load_config(LMRLConfig, None, ["model.path=x", f"{key}=1"])
     here = f"here it is {VERL[key]}" if key in VERL else "here there is nothing to set for it"
     assert str(error.value) == f"unknown key {key}; {here}"
 
@@ -124,14 +125,14 @@ def test_aliases_are_keys() -> None:
 @pytest.mark.parametrize("key", OF_ENVIRONMENTS)
 def test_keys_of_conversations_say_what_they_are_called_here(key: str) -> None:
     with pytest.raises(ConfigError) as error:
-        load(LMRLConfig, None, ["model.path=x", f"{key}=1"])
+        load_config(LMRLConfig, None, ["model.path=x", f"{key}=1"])
     assert str(error.value) == f"unknown key {key}; here it is {OF_ENVIRONMENTS[key]}"
 
 
 def test_jobs_without_environments_name_none() -> None:
     for config in (FlowRLConfig, BlockDiffusionTaskConfig):
         with pytest.raises(ConfigError) as error:
-            load(config, None, ["model.path=x", "environment_factory=x"])
+            load_config(config, None, ["model.path=x", "environment_factory=x"])
         assert "environment." not in str(error.value)
 
 
@@ -153,7 +154,7 @@ def test_all_unknown_keys_are_answered_at_once(tmp_path: Path) -> None:
         "  +bf16: here it is model.dtype, bfloat16",
         UnknownKeys,
     ):
-        load(LMRLConfig, str(path), ["model.path=x", "num_generations=8", "+bf16=true"])
+        load_config(LMRLConfig, str(path), ["model.path=x", "num_generations=8", "+bf16=true"])
 
 
 TRAINERS = {"trl": LMRLConfig, "rlinf": LMRLConfig, "dfactory": BlockDiffusionTaskConfig}
@@ -171,7 +172,7 @@ def test_keys_of_further_trainers(trainer: str) -> None:
     for entry in KEYS[f"nothing_to_set_of_{trainer}"]:
         keys.append(f"{entry}x" if entry.endswith(".") else entry)
     with pytest.raises(UnknownKeys) as error:
-        load(schema, None, ["model.path=x", *(f"{key}=1" for key in keys)])
+        load_config(schema, None, ["model.path=x", *(f"{key}=1" for key in keys)])
     answers = dict(line.strip().split(": ", 1) for line in str(error.value).splitlines()[1:])
     for key in keys:
         assert re.match("here (it is|there is nothing)", answers.get(key, "")), key

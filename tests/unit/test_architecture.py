@@ -16,14 +16,14 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-# From the top down. A module imports what lies below; on one layer, only modules of its own package. A new module of
-# phalanx gets its place here.
+# From the outside in: a ring imports those inside it, and no ring imports outwards. `core` is all that no other ring
+# names; the run's modules find those of the zoo by their names in the configuration only.
+RINGS = ("tools", "run", "zoo", "core")
+OUTERMOST = ("tasks", "__main__")
+# The core from the top down. A module imports what lies below; on one layer, only modules of its own package. A new module
+# of the core gets its place here.
 LAYERS: tuple[frozenset[str], ...] = (
-    frozenset({"tasks"}),
-    frozenset({"plan"}),
-    frozenset({"__main__"}),
-    frozenset({"cli", "jobs", "launch", "tools"}),
-    frozenset({"training", "cluster"}),
+    frozenset({"training"}),
     frozenset({"rollout"}),
     frozenset({"environments"}),
     frozenset({"algorithms", "models", "rewards", "data"}),
@@ -40,43 +40,42 @@ LAYERS: tuple[frozenset[str], ...] = (
 OWNERS: dict[str, tuple[str, ...]] = {
     "av": ("media.videos",),
     "datasets": ("data",),
-    "diffusers": ("models.flow", "rollout.flow.solver"),
-    "fastapi": ("jobs.reward_server",),
-    "httpx2": ("rewards.http",),
-    "math_verify": ("rewards.text._child",),
-    "onnxruntime": ("rewards.image.ocr",),
-    "openenv": ("environments.openenv",),
+    "diffusers": ("models.flow", "rollout.flow.solver", "zoo.families"),
+    "fastapi": ("tools.reward_server",),
+    "httpx2": ("zoo.rewards.http",),
+    "math_verify": ("zoo.rewards.text._verdicts",),
+    "onnxruntime": ("zoo.rewards.image.ocr",),
+    "openenv": ("zoo.adapters.openenv",),
     "peft": ("models.lora", "models.fused_lora"),
     "pyarrow": ("data",),
-    "rapidfuzz": ("rewards.image.ocr", "rewards.judge.vlm_ocr"),
-    "rapidocr": ("rewards.image.ocr",),
-    "reasoning_gym": ("environments.built_in.reasoning_gym", "rewards.text._child", "jobs.prepare_data"),
-    "sympy": ("rewards.text._child",),
-    "torch.utils.tensorboard": ("telemetry.loggers.tensorboard",),
+    "rapidfuzz": ("zoo.rewards.image.ocr", "zoo.rewards.judge.vlm_ocr"),
+    "rapidocr": ("zoo.rewards.image.ocr",),
+    "reasoning_gym": ("zoo.environments.reasoning_gym", "zoo.rewards.text._verdicts", "tools.prepare_data"),
+    "sympy": ("zoo.rewards.text._verdicts",),
+    "torch.utils.tensorboard": ("zoo.loggers.tensorboard",),
     "transformers": (
         "environments.tools",
         "models",
-        "plan.lm",
-        "plan.vision",
         "tools",
         "engines.transformers",
-        "rewards.image",
-        "rewards.video",
+        "zoo.families",
+        "zoo.rewards.image",
+        "zoo.rewards.video",
         "rollout.lm",
     ),
-    "uvicorn": ("jobs.reward_server",),
-    "verifiers": ("environments.verifiers",),
-    "vllm": ("engines", "distributed.vllm_groups"),
-    "vllm_omni": ("engines.omni", "rollout.flow.vllm_omni"),
+    "uvicorn": ("tools.reward_server",),
+    "verifiers": ("zoo.adapters.verifiers",),
+    "vllm": ("engines", "distributed.vllm_groups", "zoo.engines"),
+    "vllm_omni": ("zoo.engines",),
 }
 # a logger's file is called as the library that it needs
-LOGGERS = sorted(path.stem for path in (ROOT / "src" / "phalanx" / "telemetry" / "loggers").glob("[!_]*.py"))
-OWNERS |= {name: (f"telemetry.loggers.{name}",) for name in LOGGERS}
+LOGGERS = sorted(path.stem for path in (ROOT / "src" / "phalanx" / "zoo" / "loggers").glob("[!_]*.py"))
+OWNERS |= {name: (f"zoo.loggers.{name}",) for name in LOGGERS}
 
 PURE = ("functional", "algorithms")
 IMPURE_LIBRARIES = ("torch.distributed", "diffusers", "vllm")
 # a mistake in a configuration is told before torch is imported
-LIGHT = ("__main__", "config", "cli", "exit", "garbage", "launch")
+LIGHT = ("__main__", "config", "exit", "garbage", "run.cli", "run.launch", "run.rules")
 LIGHT_LIBRARIES = {"omegaconf", "rich", "yaml"}
 GROUP_MAKERS = {
     "DeviceMesh",
@@ -149,28 +148,37 @@ def within(name: str, package: str) -> bool:
     return name == package or name.startswith(package + ".")
 
 
+def ring_of(part: str) -> int:
+    """The number of a part's ring, from the outside in."""
+    return 0 if part in OUTERMOST else RINGS.index(part) if part in RINGS else len(RINGS) - 1
+
+
 def layer_of(part: str) -> int | None:
     return next((i for i, layer in enumerate(LAYERS) if part in layer), None)
 
 
 def layer_errors(module: Module) -> list[str]:
-    """Imports of phalanx that point up or sideways."""
+    """Imports of phalanx that point outwards, or up or sideways in the core; lazy and type-only ones too."""
     if module.name == "":
         return [f"phalanx/__init__.py imports {name}" for name in module.imports if within(name, "phalanx")]
-    here = layer_of(module.part)
-    if here is None:
+    ring, here = ring_of(module.part), layer_of(module.part)
+    if RINGS[ring] == "core" and here is None:
         return [f"{module.name}: {module.part} has no place in LAYERS"]
     errors = []
     for name in sorted(set(module.imports)):
         if not within(name, "phalanx") or name == "phalanx":
             continue
         part = name.split(".")[1]
-        there = layer_of(part)
         if part.startswith("__"):
             continue  # phalanx.__version__
-        if there is None:
+        inner, there = ring_of(part), layer_of(part)
+        if RINGS[inner] == "core" and there is None:
             errors.append(f"{module.name} imports {name}: {part} has no place in LAYERS")
-        elif part != module.part and there <= here:
+        elif inner < ring:
+            errors.append(f"{module.name} imports {name}: imports point inwards")
+        elif (RINGS[ring], RINGS[inner]) == ("run", "zoo"):
+            errors.append(f"{module.name} imports {name}: the run finds the zoo by name only")
+        elif part != module.part and here is not None and there is not None and there <= here:
             errors.append(f"{module.name} imports {name}: imports point down")
     return errors
 
@@ -186,19 +194,19 @@ def pure_errors(module: Module) -> list[str]:
 
 def light_errors(module: Module) -> list[str]:
     """Module-level imports of config and cli that would make a typing error slow to be told."""
-    if module.part not in LIGHT:
+    if not any(within(module.name, light) for light in LIGHT):
         return []
     top = ast.Module([n for n in module.tree.body if isinstance(n, ast.Import | ast.ImportFrom)], [])
     allowed = {*sys.stdlib_module_names, *LIGHT_LIBRARIES}
     heavy = {n for n in imports(top) if n.split(".")[0] not in allowed and not within(n, "phalanx")}
-    light = ("phalanx.config", "phalanx.exit", "phalanx.garbage", "phalanx.__version__")
+    light = ("phalanx.config", "phalanx.exit", "phalanx.garbage", "phalanx.run.rules", "phalanx.__version__")
     heavy |= {n for n in imports(top) if n.startswith("phalanx.") and not any(within(n, m) for m in light)}
     return [f"{module.name} imports {name} at its top" for name in sorted(heavy)]
 
 
 def group_errors(module: Module) -> list[str]:
-    """Process groups and meshes that are made outside distributed/."""
-    if module.part == "distributed":
+    """Process groups and meshes that are made outside distributed/ and the start of the world."""
+    if module.part == "distributed" or module.name == "run.world":
         return []
     called = [node.func for node in ast.walk(module.tree) if isinstance(node, ast.Call)]
     names = {
@@ -225,7 +233,7 @@ def style_errors(module: Module) -> list[str]:
             called = ast.unparse(node.func)
             if called in ("hasattr", "torch.load") or (called == "getattr" and len(node.args) == 3):
                 errors.append(f"{module.name}, line {node.lineno}: {called}")
-    if module.name != "training.checkpoint_reader":
+    if module.name != "run.checkpoint_reader":
         errors += [f"{module.name} imports {name}" for name in module.imports if name in ("pickle", "dill")]
     return errors
 
@@ -271,6 +279,7 @@ def code_block(page: str, heading: str) -> str:
 
 def test_the_page_has_these_layers_and_every_part() -> None:
     page = (ROOT / "docs" / "contributing.md").read_text()
+    assert tuple(code_block(page, "Rings").splitlines()[0].split(" → ")) == RINGS
     assert [frozenset(line.split(" · ")) for line in code_block(page, "Layers").splitlines()] == list(LAYERS)
     layout = set(re.findall(r"[\w.]+", code_block(page, "Layout")))
     parts = {module.part for module in MODULES} - {"", "tasks"}
@@ -296,20 +305,27 @@ EXAMPLES: list[tuple[Callable[[Module], list[str]], str, str, list[str]]] = [
     (layer_errors, "config.load", "from phalanx import types", ["config.load imports phalanx.types: imports point down"]),
     (layer_errors, "models.sd3", "def f():\n    import phalanx.rollout.flow.in_policy",
      ["models.sd3 imports phalanx.rollout.flow.in_policy: imports point down"]),
-    (layer_errors, "models.sd3", "from phalanx.training.rl import Trainer",
-     ["models.sd3 imports phalanx.training.rl: imports point down", "models.sd3 imports phalanx.training.rl.Trainer: imports point down"]),
+    (layer_errors, "models.sd3", "from phalanx.training.update import Updater",
+     ["models.sd3 imports phalanx.training.update: imports point down",
+      "models.sd3 imports phalanx.training.update.Updater: imports point down"]),
+    (layer_errors, "models.sd3", "def f():\n    import phalanx.run.job", ["models.sd3 imports phalanx.run.job: imports point inwards"]),
+    (layer_errors, "zoo.rewards.text.math", "import phalanx.run.rl", ["zoo.rewards.text.math imports phalanx.run.rl: imports point inwards"]),
+    (layer_errors, "run.job", "import phalanx.zoo.families.wan", ["run.job imports phalanx.zoo.families.wan: the run finds the zoo by name only"]),
+    (layer_errors, "run.job", "import phalanx.training.loop", []),
+    (layer_errors, "tools.export", "import phalanx.zoo.families.wan", []),
+    (layer_errors, "run.job", "import phalanx.tools.export", ["run.job imports phalanx.tools.export: imports point inwards"]),
     (layer_errors, "models.sd3", "from phalanx.models.flow.family import FlowModel", []),
     (layer_errors, "newcomer", "", ["newcomer: newcomer has no place in LAYERS"]),
-    (layer_errors, "", "import phalanx.training.rl", ["phalanx/__init__.py imports phalanx.training.rl"]),
+    (layer_errors, "", "import phalanx.run.rl", ["phalanx/__init__.py imports phalanx.run.rl"]),
     (pure_errors, "functional.sde", "import torch\ntorch.distributed.barrier()", ["functional.sde uses torch.distributed"]),
     (pure_errors, "algorithms.a", "from torch import distributed as dist", ["algorithms.a uses torch.distributed"]),
     (pure_errors, "algorithms.a", "from torch import Tensor", []),
     (light_errors, "config.load", "import torch", ["config.load imports torch at its top"]),
-    (light_errors, "cli", "def f():\n    import torch", []),
+    (light_errors, "run.cli", "def f():\n    import torch", []),
     (group_errors, "checkpoint", "dist.new_group([0])", ["checkpoint calls new_group"]),
     (group_errors, "distributed.mesh", "init_device_mesh('cpu', (2,))", []),
-    (owner_errors, "trainer", "def f():\n    import wandb", ["trainer imports wandb, which belongs to telemetry.loggers.wandb"]),
-    (owner_errors, "rewards.image.ocr", "from rapidocr import RapidOCR", []),
+    (owner_errors, "trainer", "def f():\n    import wandb", ["trainer imports wandb, which belongs to zoo.loggers.wandb"]),
+    (owner_errors, "zoo.rewards.image.ocr", "from rapidocr import RapidOCR", []),
     (style_errors, "data", "hasattr(a, 'b')\ngetattr(a, 'b', None)\ngetattr(a, 'b')", ["data, line 1: hasattr", "data, line 2: getattr"]),
     (undeclared_errors, "data", "import os, scipy.stats", ["data imports scipy"]),
 ]  # fmt: skip

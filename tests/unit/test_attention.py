@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from phalanx.distributed.mesh import World
 from phalanx.models.flow.attention import use_real_rotations
-from tests.checks import refused
-from tests.policies import PROMPTS, make_policy, one_rank, velocity
+from tests.helpers.checks import refused
+from tests.helpers.policies import PROMPTS, make_policy, one_rank, velocity
 
 
 @pytest.fixture

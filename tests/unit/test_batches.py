@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 
 from phalanx.algorithms import diffusion_dpo, flow_grpo
-from phalanx.config import ConfigError, load
+from phalanx.config import ConfigError
 from phalanx.config.flow import FlowRewardFunctionConfig, FlowRLConfig
 from phalanx.config.messages import cut
-from phalanx.distributed import mesh
 from phalanx.distributed.launch import Launch
-from phalanx.training import flow_rl
+from phalanx.run import flow_rl
+from phalanx.run.rules import load_config
+from phalanx.run.world import check_world
 from phalanx.training.minibatches import BatchPlan
 
 KEYS = {
@@ -119,7 +120,7 @@ def test_a_batch_has_one_size(overrides: tuple[str, ...], message: str, tmp_path
 def job(tmp_path: Path, *overrides: str) -> FlowRLConfig:
     own = ["model.path=model", "data.train_files=[prompts.txt]", "trainer.total_training_steps=1"]
     own += ["reward.functions=[{name: ocr}]", f"trainer.output_dir={tmp_path}"]
-    return load(FlowRLConfig, None, [*own, *overrides])
+    return load_config(FlowRLConfig, None, [*own, *overrides])
 
 
 NONSENSE = [
@@ -414,7 +415,7 @@ def test_impossible_combinations(changes: dict[str, Any], message: str) -> None:
 def test_offload_needs_shards() -> None:
     cfg = config()
     cfg.parallel.param_offload, cfg.parallel.fsdp_size = True, 1
-    assert refusal(mesh.check, cfg, lambda roles, launch: None, Launch.from_env()) == (
+    assert refusal(check_world, cfg, lambda roles, launch: None, Launch.from_env()) == (
         "parallel.param_offload: true needs parallel.fsdp_size > 1; replicated weights stay on the device"
     )
 

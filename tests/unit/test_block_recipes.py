@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import yaml
 
-from phalanx.config import load
 from phalanx.config.block_diffusion import BlockDiffusionTaskConfig
 from phalanx.config.lm import LMRLConfig
-from phalanx.training import block_diffusion, lm_rl
-from tests.llada2 import tiny_llada2
-from tests.lm import REWARD, one_step
-from tests.ranks import ROOT, run_ranks
+from phalanx.run import block_diffusion, lm_rl
+from phalanx.run.rules import load_config
+from tests.helpers.llada2 import tiny_llada2
+from tests.helpers.lm import REWARD, one_step
+from tests.helpers.ranks import ROOT, run_ranks
 from tests.unit.test_recipes import leaves, ranks_of
 
 RECIPES = sorted((ROOT / "configs" / "block_diffusion").glob("*.yaml"))
@@ -36,7 +36,7 @@ def kind(path: Path) -> Any:
 
 @recipes
 def test_batches_divide(path: Path) -> None:
-    cfg = load(kind(path), str(path), [])
+    cfg = load_config(kind(path), str(path), [])
     if path.stem.endswith("sft"):
         each = block_diffusion.samples_of_rank(cfg, ranks_of(path))
     else:
@@ -46,8 +46,8 @@ def test_batches_divide(path: Path) -> None:
 
 @pytest.mark.parametrize("path", [path for path in RECIPES if "llada2" in path.stem], ids=lambda p: p.stem)
 def test_holds_differences_only(path: Path) -> None:
-    plain = dict(leaves(asdict(load(kind(path), None, ["model.path=x", "model.block_size=1"]))))
-    cfg = dict(leaves(asdict(load(kind(path), str(path), []))))
+    plain = dict(leaves(asdict(load_config(kind(path), None, ["model.path=x", "model.block_size=1"]))))
+    cfg = dict(leaves(asdict(load_config(kind(path), str(path), []))))
     for key, _ in leaves(yaml.safe_load(path.read_text())):
         assert key in SAID or cfg[key] != plain[key], f"{path.name}: {key} is the default"
     assert cfg["trainer.experiment_name"] == path.stem
@@ -80,7 +80,7 @@ def test_one_tiny_step(path: Path, tmp_path: Path, lm_folder: Path) -> None:
     tiny += ["rollout.val.max_response_length=null", "parallel.optimizer_offload=false"]
     if path.stem.endswith("sft"):
         tiny += ["block_diffusion.micro_batch_size_per_gpu=1", "parallel.expert_parallel=false"]
-        (found,) = run_ranks(trained, 1, load(kind(path), str(path), tiny))
+        (found,) = run_ranks(trained, 1, load_config(kind(path), str(path), tiny))
         row = found[-1]
         assert row["train/loss"] > 0 and row["train/masked_tokens"] > 0
     else:
@@ -89,7 +89,7 @@ def test_one_tiny_step(path: Path, tmp_path: Path, lm_folder: Path) -> None:
         tiny += ["rollout.micro_batch_size_per_gpu=null"]
         (tmp_path / "reward.py").write_text(REWARD)
         tiny += [f"reward.functions=[{{path: '{tmp_path}/reward.py:evenness'}}]"]
-        (result,) = run_ranks(one_step, 1, load(kind(path), str(path), tiny))
+        (result,) = run_ranks(one_step, 1, load_config(kind(path), str(path), tiny))
         row = result["row"]
         assert row["actor/first_ratio_error"] <= 1e-5
     assert row["actor/grad_norm"] > 0

@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-from phalanx.telemetry.charts import COLOURS, charts_of, thin
-from phalanx.telemetry.curves import Curves, Points
-from phalanx.telemetry.run_folder import Run
+from phalanx.run.telemetry.curves import Curves, Points
+from phalanx.run.telemetry.run_folder import Run
+from phalanx.tools.board.charts import COLOURS, charts_of, thin
 
 
 def of_rows(*rows: dict[str, Any], label: str = "") -> Run:

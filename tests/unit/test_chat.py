@@ -8,7 +8,7 @@ import pytest
 from phalanx.config.lm import LMDataConfig
 from phalanx.models.lm.chat import prompt_tokens
 from phalanx.types import Prompt
-from tests.tiny import chat_tokenizer
+from tests.helpers.tiny import chat_tokenizer
 
 CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 HEAD = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"

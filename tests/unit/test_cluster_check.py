@@ -8,16 +8,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from phalanx.cluster import diagnose, facts
-from phalanx.cluster.facts import Gpu, Machine, PathFact, RankInfo
-from phalanx.cluster.measure import wrong_sum
-from phalanx.cluster.messages import difference, listed, name_nodes
-from phalanx.cluster.table import table
-from phalanx.config import ConfigError, load
+from phalanx.config import ConfigError
 from phalanx.config.tasks import CheckClusterConfig
-from phalanx.distributed.roles import Roles, span
-from tests.ranks import ROOT
-from tests.shells import write_tool
+from phalanx.run.roles import Roles, span
+from phalanx.run.rules import load_config
+from phalanx.tools.cluster import diagnose, facts
+from phalanx.tools.cluster.facts import Gpu, Machine, PathFact, RankInfo
+from phalanx.tools.cluster.measure import wrong_sum
+from phalanx.tools.cluster.messages import difference, listed, name_nodes
+from phalanx.tools.cluster.table import table
+from tests.helpers.ranks import ROOT
+from tests.helpers.shells import write_tool
 
 MACHINE = Machine(
     versions={"phalanx": "0.1.0 (source abc)", "python": "3.11.7", "torch": "2.13.0", "NCCL": "none"},
@@ -319,11 +320,11 @@ def test_table() -> None:
 def test_a_training_configuration_is_taken_as_it_is() -> None:
     """For both kinds of training, with the same overrides."""
     for file in ("configs/flowgrpo/quickstart.yaml", "configs/flow_matching/digits.yaml"):
-        cfg = load(CheckClusterConfig, str(ROOT / file), ["expect=2", "trainer.seed=3"])
+        cfg = load_config(CheckClusterConfig, str(ROOT / file), ["expect=2", "trainer.seed=3"])
         assert (cfg.expect, cfg.trainer.seed, cfg.data.train_files != []) == (2, 3, True)
-    assert load(CheckClusterConfig, None, []).model.path == ""
+    assert load_config(CheckClusterConfig, None, []).model.path == ""
     with pytest.raises(ConfigError, match=r"^unknown key trainer.sead; did you mean trainer.seed\?$"):
-        load(CheckClusterConfig, None, ["trainer.sead=1"])
+        load_config(CheckClusterConfig, None, ["trainer.sead=1"])
 
 
 def test_memory_without_proc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -344,7 +345,7 @@ def test_this_machine(tmp_path: Path, sd3_folder: Path) -> None:
     data = tmp_path / "prompts.txt"
     data.write_text("a cat\n")
     reward = f"reward.functions=[{{name: ocr}}, {{path: '{tmp_path}/reward.py:score'}}]"
-    cfg = load(
+    cfg = load_config(
         CheckClusterConfig,
         None,
         [f"model.path={sd3_folder}", f"data.train_files=[{data}]", f"trainer.output_dir={tmp_path}/a/b", reward],
@@ -380,9 +381,9 @@ def test_paths_that_cannot_be_read(tmp_path: Path) -> None:
 def test_a_source_that_differs_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     digests = set()
     for text in ("a = 1\n", "a = 2\n", "a = 1\n"):
-        (tmp_path / "phalanx" / "cluster").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "phalanx" / "tools" / "cluster").mkdir(parents=True, exist_ok=True)
         (tmp_path / "phalanx" / "x.py").write_text(text)
-        monkeypatch.setattr(facts, "__file__", str(tmp_path / "phalanx" / "cluster" / "facts.py"))
+        monkeypatch.setattr(facts, "__file__", str(tmp_path / "phalanx" / "tools" / "cluster" / "facts.py"))
         digests.add(facts.source_digest())
     assert len(digests) == 2
 

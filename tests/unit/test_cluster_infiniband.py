@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.cluster.infiniband import VERBS, is_there, unused
+from phalanx.tools.cluster.infiniband import VERBS, is_there, unused
 
 HERE = "libc.so.6"  # a library that can be opened
 

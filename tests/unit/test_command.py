@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from phalanx import __main__ as command
-from phalanx.config import load
 from phalanx.config.flow import FlowRLConfig
 from phalanx.config.shipped import ROOT as SHIPPED
 from phalanx.config.shipped import located
-from tests.ranks import ROOT
+from phalanx.run.rules import load_config
+from tests.helpers.ranks import ROOT
 
 
 class Launched(Exception):
@@ -161,7 +161,7 @@ def test_a_reader_that_leaves_early(words: list[str]) -> None:
 
 def test_shipped_paths_are_found_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    cfg = load(FlowRLConfig, QUICKSTART, ["data.val_files=[~/x.txt,assets/none.txt]"])
+    cfg = load_config(FlowRLConfig, QUICKSTART, ["data.val_files=[~/x.txt,assets/none.txt]"])
     assert (cfg.model.path, cfg.data.train_files) == (
         str(ROOT / "assets/digits/base"),
         [str(ROOT / "assets/digits/train.txt")],
@@ -171,7 +171,7 @@ def test_shipped_paths_are_found_from_anywhere(tmp_path: Path, monkeypatch: pyte
     own.mkdir(parents=True)
     assert located("assets/digits/base") == "assets/digits/base"  # the user's folder takes precedence
     monkeypatch.chdir(ROOT)
-    assert load(FlowRLConfig, QUICKSTART, []).model.path == "assets/digits/base"
+    assert load_config(FlowRLConfig, QUICKSTART, []).model.path == "assets/digits/base"
 
 
 def test_in_a_checkout_everything_lies_where_it_is() -> None:

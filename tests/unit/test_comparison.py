@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.telemetry.report import main, write_report
-from tests.pages import Page, logger, run, steps_of
+from phalanx.tools.board.report import main, write_report
+from tests.helpers.pages import Page, logger, run, steps_of
 
 
 class TestSeveralRuns:

@@ -8,16 +8,17 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 
-from phalanx.cli import parse
-from phalanx.config import ConfigError, load, save
+from phalanx.config import ConfigError, save
 from phalanx.config.flow import FlowMatchingTaskConfig, FlowRLConfig, FlowRunConfig
 from phalanx.config.load import arg, help_text, rows
 from phalanx.config.registry import resolve_registry
 from phalanx.config.run import ModelConfig, RunConfig
 from phalanx.config.sources import changed
 from phalanx.config.tasks import SampleConfig, read_run
-from tests.configs import ALGORITHM, refusal, train
-from tests.ranks import LIMIT_S, ROOT, launch_environment
+from phalanx.run.cli import parse
+from phalanx.run.rules import load_config
+from tests.helpers.configs import ALGORITHM, refusal, train
+from tests.helpers.ranks import LIMIT_S, ROOT, launch_environment
 
 
 @pytest.fixture
@@ -36,7 +37,7 @@ def test_defaults_and_differences(yaml_file: Path) -> None:
         "algorithm: {clip_ratio: 1e-5}\n"
         "reward:\n  functions:\n    - {name: ocr, kwargs: {scale: 1e-3, words: [a, b]}}\n    - {path: 'm:f', weight: -1}\n"
     )
-    cfg = load(FlowRLConfig, str(yaml_file), [])
+    cfg = load_config(FlowRLConfig, str(yaml_file), [])
     assert (cfg.model.path, cfg.model.lora_rank, cfg.model.dtype) == ("folder", 8, "bfloat16")
     assert (cfg.optim.lr, cfg.optim.betas) == (2e-4, [0.8, 0.0])
     assert (cfg.rollout.val.n, cfg.rollout.val.seed) == (3, 1234)
@@ -111,7 +112,7 @@ def test_interpolation(yaml_file: Path, monkeypatch: pytest.MonkeyPatch) -> None
         "reward:\n  functions: [{name: ocr, weight: '${optim.lr}', kwargs: {size: '${rollout.height}'}}]\n"
         "rollout: {val: {height: '${rollout.height}'}}\n"
     )
-    cfg = load(FlowRLConfig, str(yaml_file), ["trainer.project_name=p", "rollout.height=64"])
+    cfg = load_config(FlowRLConfig, str(yaml_file), ["trainer.project_name=p", "rollout.height=64"])
     assert cfg.trainer.output_dir == "outputs/p/first"
     assert (cfg.trainer.seed, cfg.data.seed) == (11, 11)
     assert (cfg.data.train_files, cfg.data.val_files) == (["/data/a.txt", "b.txt"], ["b.txt"])
@@ -146,7 +147,7 @@ def test_the_resolved_configuration_is_saved_and_reads_as_the_same(
     )
     save(cfg, tmp_path / "saved.yaml")
     assert changed(tmp_path / "saved.yaml", cfg) == []
-    again = load(FlowRLConfig, str(tmp_path / "saved.yaml"), [])
+    again = load_config(FlowRLConfig, str(tmp_path / "saved.yaml"), [])
     assert again == cfg
     assert again.model.path == "d\u00e4ta: #1 'x'" and again.trainer.resume == "null"
     assert again.reward.functions[0].kwargs == {"a": 1e-7, "b": [1, "x"], "c": None, "d": "1e3", "e": "yes"}
@@ -184,7 +185,7 @@ def test_the_configuration_of_a_run_is_read_as_that_of_its_kind(tmp_path: Path) 
     save(flow, file)
     run = read_run(file, OtherRunConfig, FlowRunConfig)
     assert type(run) is FlowRunConfig and (run.model, run.trainer) == (flow.model, flow.trainer)
-    other = load(OtherRunConfig, None, ["model.path=x", "model.vocabulary=7"])
+    other = load_config(OtherRunConfig, None, ["model.path=x", "model.vocabulary=7"])
     save(other, file)
     assert read_run(file, FlowRunConfig, OtherRunConfig) == other
     for text, message in (
@@ -397,7 +398,7 @@ def test_help_leaves_out_what_a_task_does_not_use() -> None:
     shown = help_text(FlowMatchingTaskConfig, "", None, [])
     assert "\n  rollout.height: int = 512\n" in shown and "\n  rollout.val.n: int = 1\n" in shown
     assert "rollout.n:" not in shown and "window_" not in shown
-    assert load(FlowMatchingTaskConfig, None, ["model.path=x", "rollout.n=4"]).rollout.n == 4
+    assert load_config(FlowMatchingTaskConfig, None, ["model.path=x", "rollout.n=4"]).rollout.n == 4
 
 
 @pytest.mark.parametrize("schema", [FlowRLConfig, FlowMatchingTaskConfig])
@@ -422,8 +423,8 @@ def test_schemas_of_ones_own() -> None:
         parts: list[Part] = arg([], "parts")
         anything: Any = arg(None, "anything")
 
-    assert load(Whole, None, ["part.size=2", "parts=[{size: 3}, {}]", "anything=[1]"]) == Whole(
+    assert load_config(Whole, None, ["part.size=2", "parts=[{size: 3}, {}]", "anything=[1]"]) == Whole(
         Part(2), [Part(3), Part(1)], [1]
     )
     with pytest.raises(ConfigError, match=r"^parts\[1\]\.size: expected at least 1, got 0$"):
-        load(Whole, None, ["parts=[{size: 3}, {size: 0}]"])
+        load_config(Whole, None, ["parts=[{size: 3}, {size: 0}]"])

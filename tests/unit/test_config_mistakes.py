@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.config import ConfigError, load
+from phalanx.config import ConfigError
 from phalanx.config.flow import FlowRLConfig
 from phalanx.config.lm import LMRLConfig
-from tests.checks import refused
-from tests.configs import refusal
+from phalanx.run.rules import load_config
+from tests.helpers.checks import refused
+from tests.helpers.configs import refusal
 
 SECTIONS = "model, parallel, data, rollout, optim, reward, trainer, algorithm, actor, placement"
 ALGORITHM_KEYS = (
@@ -195,7 +196,7 @@ def test_mistakes_in_a_file(text: str, message: str, yaml_file: Path) -> None:
 def test_an_algorithm_of_another_kind_of_job() -> None:
     message = "algorithm.name: draft is for jobs with rollout.noise_level, and this one has none"
     with refused(message, ConfigError):
-        load(LMRLConfig, None, ["model.path=x", "data.train_files=[x]", "algorithm.name=draft"])
+        load_config(LMRLConfig, None, ["model.path=x", "data.train_files=[x]", "algorithm.name=draft"])
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
@@ -214,4 +215,4 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
 
 def test_what_nobody_gives_is_asked_for() -> None:
     with pytest.raises(ConfigError, match=r"^model.path is not set; give model.path=...: model folder"):
-        load(FlowRLConfig, None, [])
+        load_config(FlowRLConfig, None, [])

@@ -13,10 +13,11 @@ from types import SimpleNamespace
 import pytest
 
 from phalanx.config.run import TrainerConfig
+from phalanx.run.telemetry.run_logger import RunLogger
 from phalanx.telemetry.loggers import RunStart
-from phalanx.telemetry.loggers.console import Eta, shown_keys
-from phalanx.telemetry.metrics import RunLogger, Timers
-from tests.logs import start, trainer
+from phalanx.telemetry.timers import Timers
+from phalanx.zoo.loggers.console import Eta, shown_keys
+from tests.helpers.logs import start, trainer
 
 SRC = Path(__file__).parents[2] / "src"
 
@@ -41,7 +42,7 @@ class TestConsole:
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         now = [0.0]
-        monkeypatch.setattr("phalanx.telemetry.loggers.console.time", SimpleNamespace(monotonic=lambda: now[0]))
+        monkeypatch.setattr("phalanx.zoo.loggers.console.time", SimpleNamespace(monotonic=lambda: now[0]))
         with RunLogger(trainer(tmp_path, "console"), {}, {}, 10, 100, True) as log:
             for step, now[0] in (11, 100.0), (12, 160.0), (13, 220.0), (14, 380.0):
                 log.log(step, {"reward/mean": 0.0})
@@ -53,7 +54,7 @@ class TestConsole:
     def test_the_eta_is_right_from_the_second_step_on(self, test_freq: int, monkeypatch: pytest.MonkeyPatch) -> None:
         """A slow start, a slow first validation and a slow first step do not affect the estimate of later steps."""
         now, total = [0.0], 20
-        monkeypatch.setattr("phalanx.telemetry.loggers.console.time", SimpleNamespace(monotonic=lambda: now[0]))
+        monkeypatch.setattr("phalanx.zoo.loggers.console.time", SimpleNamespace(monotonic=lambda: now[0]))
         config = TrainerConfig(test_freq=test_freq)
         eta = Eta(RunStart(config, {}, 0, total, None, Timers()))
         now[0] += 90 + 12
@@ -72,7 +73,7 @@ class TestConsole:
 
     def test_the_eta_runs_down_within_a_step(self, monkeypatch: pytest.MonkeyPatch) -> None:
         now = [0.0]
-        monkeypatch.setattr("phalanx.telemetry.loggers.console.time", SimpleNamespace(monotonic=lambda: now[0]))
+        monkeypatch.setattr("phalanx.zoo.loggers.console.time", SimpleNamespace(monotonic=lambda: now[0]))
         eta = Eta(RunStart(TrainerConfig(test_freq=-1), {}, 0, 4, None, Timers()))
         now[0] = 10.0
         eta.update(1, {})
@@ -134,9 +135,11 @@ class TestConsole:
 
 LOOP = """
 import logging, sys, time
-from phalanx.cli import _Terminal
+from phalanx.run.cli import _Terminal
 from rich.live import Live
-from phalanx.telemetry.metrics import RunLogger, Timers, TrainerConfig
+from phalanx.run.telemetry.run_logger import RunLogger
+from phalanx.telemetry.timers import Timers
+from phalanx.config.run import TrainerConfig
 
 logging.basicConfig(format="%(message)s", handlers=[_Terminal()])
 timers = Timers()

@@ -12,7 +12,7 @@ from phalanx.environments import Environments
 from phalanx.models.lm.calls import parser
 from phalanx.models.lm.turns import TurnRenderer
 from phalanx.rollout.lm.conversations import _Partner, _Talk
-from tests.chat_templates import FAMILIES, tokenizer_of
+from tests.helpers.chat_templates import FAMILIES, tokenizer_of
 
 TOOLS = '''
 class Room:

@@ -2,13 +2,14 @@
 
 import pytest
 
-from phalanx.config import ConfigError, load
+from phalanx.config import ConfigError
 from phalanx.config.lm import LMRLConfig
+from phalanx.run.rules import load_config
 
 
 def refusal(*overrides: str) -> str:
     with pytest.raises(ConfigError) as error:
-        load(LMRLConfig, None, ["model.path=x", *overrides])
+        load_config(LMRLConfig, None, ["model.path=x", *overrides])
     return str(error.value)
 
 
@@ -73,7 +74,7 @@ def test_a_mistake_is_told(keys: list[str], message: str) -> None:
 
 @pytest.mark.parametrize("name", ["ppo", "reinforce_plus_plus"])
 def test_no_groups_are_needed(name: str) -> None:
-    cfg = load(LMRLConfig, None, ["model.path=x", f"algorithm.name={name}", "rollout.n=1"])
+    cfg = load_config(LMRLConfig, None, ["model.path=x", f"algorithm.name={name}", "rollout.n=1"])
     assert cfg.rollout.n == 1
 
 

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from phalanx.telemetry import curves
-from phalanx.telemetry.curves import Curves, Points
-from phalanx.telemetry.growing_file import GrowingFile
-from phalanx.telemetry.run_folder import RunReader
-from phalanx.telemetry.samples import Room, samples_html
-from phalanx.telemetry.watch import Watcher
-from tests.hostile import in_child, png
-from tests.pages import add_ranks, run
+from phalanx.run.telemetry import curves
+from phalanx.run.telemetry.curves import Curves, Points
+from phalanx.run.telemetry.growing_file import GrowingFile
+from phalanx.run.telemetry.run_folder import RunReader
+from phalanx.tools.board.samples import Room, samples_html
+from phalanx.tools.board.watch import Watcher
+from tests.helpers.hostile import in_child, png
+from tests.helpers.pages import add_ranks, run
 
 
 def line(step: int, **row: Any) -> str:

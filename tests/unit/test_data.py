@@ -18,8 +18,8 @@ from phalanx.data.overlap import held_out_overlap
 from phalanx.data.prompts import FORMATS, DataError, load_prompts, validation_sets
 from phalanx.data.streams import PromptStream
 from phalanx.types import Prompt
-from tests.checks import refused
-from tests.pairs import write_parquet
+from tests.helpers.checks import refused
+from tests.helpers.pairs import write_parquet
 
 KEY = "data.train_files"
 

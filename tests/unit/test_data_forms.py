@@ -9,13 +9,13 @@ import psutil
 import pytest
 from datasets import Dataset, Features, Image, List, Value
 
-from phalanx.config import load
 from phalanx.config.lm import LMRLConfig
 from phalanx.data.files import FORMATS, DataError
 from phalanx.data.prompts import answer_of, load_prompts, validation_sets
-from tests.checks import refused
-from tests.pairs import write_parquet
-from tests.tiny_vision import picture
+from phalanx.run.rules import load_config
+from tests.helpers.checks import refused
+from tests.helpers.pairs import write_parquet
+from tests.helpers.tiny_vision import picture
 
 KEY = "data.train_files"
 USER = {"role": "user", "content": "What is 1+1?"}
@@ -99,7 +99,7 @@ def test_validation_sets_of_folders_and_patterns(tmp_path: Path) -> None:
 
 
 def test_one_file_needs_no_list() -> None:
-    cfg = load(LMRLConfig, None, ["model.path=x", "data.train_files=a.parquet", "data.val_files=[b.parquet]"])
+    cfg = load_config(LMRLConfig, None, ["model.path=x", "data.train_files=a.parquet", "data.val_files=[b.parquet]"])
     assert (cfg.data.train_files, cfg.data.val_files) == (["a.parquet"], ["b.parquet"])
 
 

@@ -16,8 +16,8 @@ import pytest
 from phalanx.config.templates import WIDEST, too_wide
 from phalanx.data.parquet import UNPACKED, DataError
 from phalanx.data.prompts import load_prompts
-from phalanx.rewards.judge.llm_judge import LlmJudge
-from phalanx.rewards.judge.pairwise_judge import PairwiseJudge
+from phalanx.zoo.rewards.judge.llm_judge import LlmJudge
+from phalanx.zoo.rewards.judge.pairwise_judge import PairwiseJudge
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from phalanx.config import ConfigError
-from phalanx.distributed import devices
-from phalanx.distributed.devices import stay_near_gpu
 from phalanx.distributed.launch import Launch
-from tests.ranks import run_ranks
-from tests.shells import write_tool
+from phalanx.run import devices
+from phalanx.run.devices import stay_near_gpu
+from tests.helpers.ranks import run_ranks
+from tests.helpers.shells import write_tool
 
 TWO_NODES = Launch(rank=0, world_size=4, local_rank=0, local_world_size=2)
 ONE_NODE = Launch(rank=0, world_size=2, local_rank=0, local_world_size=2)

@@ -16,8 +16,6 @@ import torch
 import yaml
 
 from phalanx.__main__ import COMMANDS, find_config
-from phalanx.cli import _plan_words
-from phalanx.config import load
 from phalanx.config.block_diffusion import BlockDiffusionTaskConfig
 from phalanx.config.environment import EnvironmentConfig
 from phalanx.config.flow import FlowMatchingTaskConfig, FlowRewardConfig, FlowRLConfig
@@ -36,14 +34,16 @@ from phalanx.config.tasks import (
 from phalanx.data.prompts import load_prompts
 from phalanx.environments import EnvironmentFailure, Environments
 from phalanx.models.flow.folder import model_index
-from phalanx.plan import clusters
 from phalanx.rewards import RewardSet
-from phalanx.telemetry.metrics import read_metrics
-from phalanx.training import flow_rl
+from phalanx.run import flow_rl
+from phalanx.run.cli import _plan_words
+from phalanx.run.rules import load_config
+from phalanx.run.telemetry.curves import read_metrics
+from phalanx.tools.plan import clusters
 from phalanx.types import Prompt
-from tests import lm
-from tests.jobs import PROMPTS, base_overrides, one_step
-from tests.ranks import ROOT, run_ranks
+from tests.helpers import lm
+from tests.helpers.jobs import PROMPTS, base_overrides, one_step
+from tests.helpers.ranks import ROOT, run_ranks
 
 FRONT = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "AGENTS.md")]
 PAGES = [*FRONT, *sorted((ROOT / "docs").glob("*.md"))]
@@ -133,7 +133,7 @@ def try_arguments(schema: type, arguments: list[str], env: dict[str, str]) -> No
     if file is not None and file.startswith("outputs/"):  # what a run leaves behind
         file = "configs/flowgrpo/quickstart.yaml"
     path = ROOT / file if file else None
-    cfg = load(schema, path and str(path), overrides)
+    cfg = load_config(schema, path and str(path), overrides)
     if isinstance(cfg, FlowRLConfig) and path is not None:
         made_for = re.search(r"^# ranks: (\d+)$", path.read_text(), re.MULTILINE)
         ranks = env.get("NPROC_PER_NODE", made_for[1] if made_for else "1")
@@ -147,11 +147,11 @@ def test_configurations(tmp_path: Path) -> None:
         file = tmp_path / f"{i}.yaml"
         file.write_text(block.text)
         if block.text.startswith("rewrite:"):
-            load(JointConfig, str(file), ["writer.model.path=x", "painter.model.path=x"])
+            load_config(JointConfig, str(file), ["writer.model.path=x", "painter.model.path=x"])
             continue
         of_tokens = block.text.startswith("environment:") or "partial_rollout" in block.text
         schema = LMRLConfig if of_tokens else FlowRLConfig
-        load(schema, str(file), [] if "path: stabilityai" in block.text else ["model.path=x"])
+        load_config(schema, str(file), [] if "path: stabilityai" in block.text else ["model.path=x"])
 
 
 def test_links() -> None:
@@ -282,7 +282,7 @@ def test_messages(override: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     with pytest.raises(ValueError) as error:
         model = ["model.path=assets/digits/base", "data.train_files=[assets/digits/train.txt]"]
-        cfg = load(FlowRLConfig, None, [*model, override])
+        cfg = load_config(FlowRLConfig, None, [*model, override])
         flow_rl.plan(cfg, 2)
         load_prompts(cfg.data.train_files, "data.train_files")
         model_index(cfg.model.path)
@@ -323,7 +323,7 @@ def examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def score(functions: str, images: torch.Tensor, metadata: list[dict[str, Any]]) -> dict[str, list[float]]:
     """The terms of a `reward.functions` on images, one a prompt."""
-    cfg = load(FlowRLConfig, None, ["model.path=x", f"reward.functions={functions}"])
+    cfg = load_config(FlowRLConfig, None, ["model.path=x", f"reward.functions={functions}"])
     reward = RewardSet(FlowRewardConfig(functions=cfg.reward.functions), "cpu")
     reward.submit(images, [Prompt(f"prompt {i}", i, meta) for i, meta in enumerate(metadata)])
     return {name: values.tolist() for name, values in reward.collect().items()}
@@ -355,7 +355,7 @@ def test_the_reward_examples_of_text(examples: Path) -> None:
 def test_the_environment_examples(examples: Path) -> None:
     (block,) = [block for block in blocks("yaml") if block.title == "environments.yaml"]
     Path("environments.yaml").write_text(block.text)
-    cfg = load(LMRLConfig, "environments.yaml", ["model.path=x"]).environment
+    cfg = load_config(LMRLConfig, "environments.yaml", ["model.path=x"]).environment
     environments = Environments(cfg)
     guess = environments.open({"environment": "guess", "prompt": "Play."}, 5, 0)
     guess.reset().result(9)
@@ -400,7 +400,7 @@ def test_the_environment_examples(examples: Path) -> None:
 def test_examples_train(overrides: list[str], examples: Path, sd3_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS))
     base = [o for o in base_overrides(sd3_folder, tmp_path) if not o.startswith("algorithm.")]
-    cfg = load(FlowRLConfig, None, [*base, *overrides])
+    cfg = load_config(FlowRLConfig, None, [*base, *overrides])
     (result,) = run_ranks(one_step, 1, cfg, timeout=240)
     assert (result["row"]["actor/first_ratio_error"] == 0) is cfg.rollout.facts.exact  # `one_step` takes none again
     assert result["row"]["actor/grad_norm"] > 0

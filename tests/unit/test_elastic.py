@@ -14,22 +14,23 @@ from typing import NoReturn
 import pytest
 import torch.distributed as dist
 
-from phalanx.config import ConfigError, load
+from phalanx.config import ConfigError
 from phalanx.config.flow import FlowRLConfig
-from phalanx.config.rules import check_launch
 from phalanx.distributed.collectives import all_gather_object
 from phalanx.distributed.launch import Launch
-from phalanx.distributed.mesh import ranks_of, shard_size, warn_of_sizes
-from phalanx.distributed.roles import roles_of
-from phalanx.distributed.watchdog import Watch
-from tests.checks import wait_for
-from tests.ranks import free_port, run_ranks
+from phalanx.distributed.mesh import shard_size
+from phalanx.run.roles import roles_of
+from phalanx.run.rules import check_launch, load_config
+from phalanx.run.watchdog import Watch
+from phalanx.run.world import ranks_of, warn_of_sizes
+from tests.helpers.checks import wait_for
+from tests.helpers.ranks import free_port, run_ranks
 
 ENV = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4"}
 
 
 def job(*overrides: str) -> FlowRLConfig:
-    return load(FlowRLConfig, None, ["model.path=any", *overrides])
+    return load_config(FlowRLConfig, None, ["model.path=any", *overrides])
 
 
 def works(launch: Launch) -> None:

@@ -7,13 +7,13 @@ import torch
 from safetensors.torch import load_file
 
 from phalanx.config.run import ParallelConfig
-from phalanx.distributed import mesh
 from phalanx.distributed.node import Node
 from phalanx.models.flow import embeds
 from phalanx.models.flow.embeds import EmbedsCache
 from phalanx.models.flow.family import Embeds
-from tests.policies import MAX_LENGTH, PROMPTS, make_policy, one_rank
-from tests.ranks import run_ranks
+from phalanx.run.world import start_world
+from tests.helpers.policies import MAX_LENGTH, PROMPTS, make_policy, one_rank
+from tests.helpers.ranks import run_ranks
 
 
 class Encoder:
@@ -67,7 +67,7 @@ def test_another_model_has_other_embeddings(tmp_path: Path) -> None:
 def test_another_family_has_other_embeddings(sd3_folder: Path, tmp_path: Path) -> None:
     """A custom family may encode the prompts of the same folder differently."""
     own = tmp_path / "family.py"
-    own.write_text("from phalanx.models.flow.families import sd3\n\n\nclass Model(sd3.Model):\n    pass\n")
+    own.write_text("from phalanx.zoo.families import sd3\n\n\nclass Model(sd3.Model):\n    pass\n")
     with one_rank() as world:
         for family, files in ((None, 1), (str(own), 2), (str(own), 2)):
             policy = make_policy(world, sd3_folder, embeds_cache_dir=tmp_path / "cache", family=family)
@@ -146,7 +146,7 @@ ROUNDS = [[["a", "bb", ""], ["bb", "ccc", ""]], [["ccc", "dddd", ""], ["a", "bb"
 
 def in_turns(folder: Path | None, shards: int | None = None) -> tuple[list[list[str]], list[Embeds]]:
     """The texts that a rank encoded, and the embeddings of its texts afterwards."""
-    encoder, world = Encoder(), mesh.start(ParallelConfig(fsdp_size=shards))
+    encoder, world = Encoder(), start_world(ParallelConfig(fsdp_size=shards))
     torch.manual_seed(world.rank)
     cache, node = EmbedsCache(encoder, "model", None if folder is None else str(folder)), Node(world, 60.0)
     for wanted in ROUNDS:

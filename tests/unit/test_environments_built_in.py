@@ -10,8 +10,8 @@ import pytest
 from phalanx.config import ConfigError
 from phalanx.config.environment import EnvironmentConfig
 from phalanx.environments import Conversation, Environments, Turn
-from phalanx.environments.built_in.calculator import Calculator
-from phalanx.environments.built_in.python import Python
+from phalanx.zoo.environments.calculator import Calculator
+from phalanx.zoo.environments.python import Python
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,12 @@ import yaml
 
 from phalanx.config.environment import EnvironmentConfig
 from phalanx.config.lm import LMRLConfig
-from phalanx.config.load import ConfigError, load
+from phalanx.config.load import ConfigError
 from phalanx.config.messages import reason
 from phalanx.environments import EnvironmentFailure, Environments
 from phalanx.environments.registry import build_kinds, kind_of
-from phalanx.jobs.inputs import check_lm
+from phalanx.run.rules import load_config
+from phalanx.tools.inputs import check_lm
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = str(ROOT / "configs/grpo/quickstart_tools.yaml")
@@ -65,7 +66,7 @@ def code(tmp_path: Path) -> Path:
 
 def refusal(*keys: str) -> str:
     """The line with which the check refuses the tools' quickstart with other keys."""
-    cfg = load(LMRLConfig, QUICKSTART, [f"model.path={ROOT}/assets/calculator/base", *keys])
+    cfg = load_config(LMRLConfig, QUICKSTART, [f"model.path={ROOT}/assets/calculator/base", *keys])
     for name in ("train_files", "val_files"):
         files = vars(cfg.data)[name]
         vars(cfg.data)[name] = [file if file.startswith("/") else str(ROOT / file) for file in files]
@@ -202,7 +203,7 @@ def test_no_secret_reaches_the_model_or_a_message(
     (tmp_path / "own.py").write_text(LEAKS)
     keys = [f"environment.path={tmp_path}/own.py:Leak", "environment.kwargs.key=${oc.env:LEAKED_KEY}"]
     keys += ["environment.tools=[]", f"environment.on_error={on_error}", "model.path=base"]
-    environments = Environments(load(LMRLConfig, QUICKSTART, keys).environment)
+    environments = Environments(load_config(LMRLConfig, QUICKSTART, keys).environment)
     talk = environments.open({"prompt": "p"}, 0, 0)
     assert talk.reset().result() == []
     call = {"type": "function", "function": {"name": "look", "arguments": {"how": how}}}
@@ -218,5 +219,5 @@ def test_no_secret_reaches_the_model_or_a_message(
 
 def test_no_secret_is_in_the_error_of_a_reward(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LEAKED_KEY", "sk-verysecret12")
-    assert load(LMRLConfig, QUICKSTART, ["model.path=${oc.env:LEAKED_KEY}"]).model.path == "sk-verysecret12"
+    assert load_config(LMRLConfig, QUICKSTART, ["model.path=${oc.env:LEAKED_KEY}"]).model.path == "sk-verysecret12"
     assert reason(RuntimeError("401 ?key=sk-verysecret12")) == "RuntimeError: 401 ?key=${oc.env:LEAKED_KEY}"

@@ -7,7 +7,7 @@ import pytest
 
 from phalanx.config.environment import EnvironmentConfig
 from phalanx.environments import Environments
-from phalanx.environments.built_in.python import Python
+from phalanx.zoo.environments.python import Python
 
 PYTHON = Python(timeout_s=60)
 # Scripts of ordinary computing, and the ends of what they print.

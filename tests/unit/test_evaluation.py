@@ -7,20 +7,20 @@ from typing import Any
 
 import pytest
 
-from phalanx.config import load
 from phalanx.config.lm import LMDataConfig, LMModelConfig, LMTurnRunConfig
 from phalanx.config.tasks import EvaluateConfig
-from phalanx.jobs import candidate
-from phalanx.jobs.candidate import read_baseline, read_candidate
-from phalanx.jobs.export import Trained
 from phalanx.rewards.base import GivesAnswers
-from phalanx.rewards.text.dapo import Dapo
-from phalanx.rewards.text.gsm8k import Gsm8k
-from phalanx.rewards.text.math import Math
-from phalanx.telemetry.evaluation import Wanted, result_of, table
-from phalanx.telemetry.evaluation_files import Records, read_records
-from phalanx.telemetry.evaluation_page import Side, write_page
-from tests.pages import Page
+from phalanx.run.rules import load_config
+from phalanx.tools import candidate
+from phalanx.tools.board.evaluation import Wanted, result_of, table
+from phalanx.tools.board.evaluation_files import Records, read_records
+from phalanx.tools.board.evaluation_page import Side, write_page
+from phalanx.tools.candidate import read_baseline, read_candidate
+from phalanx.tools.export import Trained
+from phalanx.zoo.rewards.text.dapo import Dapo
+from phalanx.zoo.rewards.text.gsm8k import Gsm8k
+from phalanx.zoo.rewards.text.math import Math
+from tests.helpers.pages import Page
 
 HEAD: dict[str, Any] = {"model": "models/tiny", "baseline": None, "arguments": {"n": 2}}
 
@@ -191,7 +191,7 @@ def test_a_page_without_scripts(tmp_path: Path) -> None:
 def test_a_baseline_folder_has_whole_weights(lm_folder: Path) -> None:
     words = [f"model.path={lm_folder}", "model.lora_rank=4", "model.quantization=nf4", f"baseline={lm_folder}"]
     files = ["data.val_files=[assets/words/test.jsonl]", "reward.functions=[{name: gsm8k}]"]
-    cfg = load(EvaluateConfig, None, [*words, *files])
+    cfg = load_config(EvaluateConfig, None, [*words, *files])
     model = read_baseline(cfg, read_candidate(cfg)).run.model
     assert (model.lora_rank, model.quantization) == (0, None)
 
@@ -213,4 +213,4 @@ def test_the_tasks_date_precedes_that_of_the_run(
     run = LMTurnRunConfig(LMModelConfig(path="base"), data=LMDataConfig(chat_template_date="2026-01-31"))
     monkeypatch.setattr(candidate, "_open", lambda *_: Trained(tmp_path, run, "model", {}))
     given = ["checkpoint=run", "data.val_files=[held_out.jsonl]", "reward.functions=[{name: gsm8k}]", *words]
-    assert read_candidate(load(EvaluateConfig, None, given)).run.data.chat_template_date == date
+    assert read_candidate(load_config(EvaluateConfig, None, given)).run.data.chat_template_date == date

@@ -7,7 +7,7 @@ import pytest
 
 from phalanx.config.flow import FlowModelConfig
 from phalanx.models.flow.registry import FAMILIES, families, family_of, known_family
-from tests.checks import refused
+from tests.helpers.checks import refused
 
 
 def test_a_family_that_is_newer_than_diffusers_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

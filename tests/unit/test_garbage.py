@@ -8,7 +8,7 @@ import pytest
 JOB = """
 import gc, sys
 from dataclasses import dataclass
-from phalanx.cli import parse, run
+from phalanx.run.cli import parse, run
 
 @dataclass
 class Empty:
@@ -18,8 +18,8 @@ def build(_):
     first = gc.isenabled()
     if "world" in sys.argv:
         from phalanx.config.run import ParallelConfig
-        from phalanx.distributed.mesh import start
-        start(ParallelConfig())
+        from phalanx.run.world import start_world
+        start_world(ParallelConfig())
     second = gc.isenabled()
     return lambda: print(first, second, gc.isenabled())
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from phalanx.config import load
 from phalanx.config.tasks import GenerateConfig
 from phalanx.exit import Stopped
-from phalanx.jobs.generate import Generation, read_prompts
-from tests.checks import wait_for
-from tests.ranks import run_ranks
+from phalanx.run.rules import load_config
+from phalanx.tools.generate import Generation, read_prompts
+from tests.helpers.checks import wait_for
+from tests.helpers.ranks import run_ranks
 
 
 def test_a_file_of_supervised_training_is_answered_anew(tmp_path: Path) -> None:
@@ -22,14 +22,14 @@ def test_a_file_of_supervised_training_is_answered_anew(tmp_path: Path) -> None:
     answered = [*turns, {"role": "assistant", "content": "1"}]
     file = tmp_path / "chats.jsonl"
     file.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in (answered, turns)))
-    cfg = load(GenerateConfig, None, ["model.path=x", f"prompt_file={file}"])
+    cfg = load_config(GenerateConfig, None, ["model.path=x", f"prompt_file={file}"])
     prompts = read_prompts(cfg, "messages")
     assert [(p.text, p.messages, p.group_id) for p in prompts] == [("one", turns, 0), ("one", turns, 1)]
 
 
 def interrupted(overrides: list[str]) -> str:
     """Generate, with a signal during the second micro-batch; returns how the job ends."""
-    job, count = Generation(load(GenerateConfig, None, overrides)), 0
+    job, count = Generation(load_config(GenerateConfig, None, overrides)), 0
     draw = job.rollout.draw_validation
 
     def until_the_signal(*args: Any, **options: Any) -> Any:

@@ -9,7 +9,7 @@ import pytest
 
 FAULTS = """
 import resource, sys, torch
-from phalanx.distributed.heap import keep_freed_pages
+from phalanx.run.heap import keep_freed_pages
 if "keep" in sys.argv:
     keep_freed_pages()
 def use():

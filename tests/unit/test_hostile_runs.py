@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.telemetry import report, runs
 from phalanx.telemetry.records import Record
-from phalanx.telemetry.watch import Watcher
-from tests.hostile import RUNS, SECRET, digest, in_child, png, rows
-from tests.pages import EVIL, Page, add_ranks, logger, run
+from phalanx.tools.board import report, runs
+from phalanx.tools.board.watch import Watcher
+from tests.helpers.hostile import RUNS, SECRET, digest, in_child, png, rows
+from tests.helpers.pages import EVIL, Page, add_ranks, logger, run
 
 SLOW = {"many metrics", "an image that unpacks to more", "sparse metrics", "sparse files", "a deep tree"}
 

@@ -14,13 +14,13 @@ from phalanx.config.run import ParallelConfig
 from phalanx.engines.transformers import image_tokens, load_processor
 from phalanx.media.pictures import Picture
 from phalanx.models.lm.policy import build_policy
-from phalanx.training.lm_rl import build, fitting
+from phalanx.run.lm_rl import build, fitting
 from phalanx.types import Prompt
-from tests.checks import refused
-from tests.lm import tiny_lm, tiny_lm_config
-from tests.policies import one_rank
-from tests.tiny_vision import FAMILIES, tiny_vision
-from tests.tiny_vlm import save, tokenizer, untrained
+from tests.helpers.checks import refused
+from tests.helpers.lm import tiny_lm, tiny_lm_config
+from tests.helpers.policies import one_rank
+from tests.helpers.tiny_vision import FAMILIES, tiny_vision
+from tests.helpers.tiny_vlm import save, tokenizer, untrained
 
 PAD = "<|image_pad|>"
 

@@ -142,8 +142,9 @@ def test_a_replaced_file_is_whole_and_keeps_the_rights_of_a_new_one(folder: Path
 # -- the modules ------------------------------------------------------------------------------------------------------
 
 # Modules that read or write the folders of runs and evaluations.
-READERS = [*SOURCE.glob("telemetry/**/*.py"), *(SOURCE / f"training/{name}.py" for name in ("folder_lock",))]
-READERS += [SOURCE / f"jobs/{name}.py" for name in ("evaluate", "scored", "sample", "export", "generate", "candidate")]
+READERS = [*SOURCE.glob("telemetry/*.py"), *SOURCE.glob("run/telemetry/*.py"), *SOURCE.glob("zoo/loggers/*.py")]
+READERS += [*SOURCE.glob("tools/board/*.py"), SOURCE / "run/folder_lock.py"]
+READERS += [SOURCE / f"tools/{name}.py" for name in ("evaluate", "scored", "sample", "export", "generate", "candidate")]
 # Calls that open, list or make files, by the last part of their name.
 OPENING = {
     "open",
@@ -160,23 +161,23 @@ OPENING = {
 OPENING |= {"listdir", "save", "touch", "copyfile", "copy2", "copytree", "move", "symlink_to", "loadtxt", "fromfile"}
 OPENING |= {"export_chrome_trace", "safe_load", "memmap", "mkstemp", "link_to", "hardlink_to"}
 ALLOWED = {
-    "telemetry/loggers/mlflow.py: Image.open": "the grid that the same process has just written",
-    "telemetry/loggers/tensorboard.py: Image.open": "the grid that the same process has just written",
-    "telemetry/profiles.py: trace.export_chrome_trace": "torch writes to a path, in the folder of the job itself",
-    "telemetry/profiles.py: plain.open": "what torch has just written",
-    "telemetry/profiles.py: gzip.open": "beside what torch has just written",
-    "telemetry/profiles.py: (folder / f'{name}.txt').write_text": "beside what torch has just written",
+    "zoo/loggers/mlflow.py: Image.open": "the grid that the same process has just written",
+    "zoo/loggers/tensorboard.py: Image.open": "the grid that the same process has just written",
+    "run/telemetry/profiles.py: trace.export_chrome_trace": "torch writes to a path, in the folder of the job itself",
+    "run/telemetry/profiles.py: plain.open": "what torch has just written",
+    "run/telemetry/profiles.py: gzip.open": "beside what torch has just written",
+    "run/telemetry/profiles.py: (folder / f'{name}.txt').write_text": "beside what torch has just written",
     "telemetry/records.py: Image.fromarray(shown.pixels).save": "in a folder that was just made, under a new name",
     "telemetry/records.py: side_by_side(pictures(standing(record.frames))).save": "in a folder that was just made",
     "telemetry/records.py: grid(rows).save": "in a folder that was just made",
-    "telemetry/report.py: webbrowser.open": "the finished page",
-    "telemetry/report.py: (files('phalanx.telemetry') / 'page' / name).read_text": "a file of the package",
-    "telemetry/runs.py: os.open": "/dev/null",
-    "telemetry/samples.py: Image.open": "a file that open_inside has opened",
-    "telemetry/samples.py: scaled.save": "to memory",
-    "telemetry/watch.py: webbrowser.open": "an address",
-    "training/folder_lock.py: Path('/proc/sys/kernel/random/boot_id').read_text": "a file of the kernel",
-    "jobs/generate.py: self.file.open": "the output_file that the user names",
+    "tools/board/report.py: webbrowser.open": "the finished page",
+    "tools/board/report.py: (files('phalanx.tools.board') / 'page' / name).read_text": "a file of the package",
+    "tools/board/runs.py: os.open": "/dev/null",
+    "tools/board/samples.py: Image.open": "a file that open_inside has opened",
+    "tools/board/samples.py: scaled.save": "to memory",
+    "tools/board/watch.py: webbrowser.open": "an address",
+    "run/folder_lock.py: Path('/proc/sys/kernel/random/boot_id').read_text": "a file of the kernel",
+    "tools/generate.py: self.file.open": "the output_file that the user names",
 }
 
 

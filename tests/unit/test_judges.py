@@ -10,11 +10,11 @@ from phalanx.config import ConfigError
 from phalanx.config.flow import FlowRewardConfig
 from phalanx.config.reward import RewardModelConfig
 from phalanx.rewards import RewardOutput, RewardSet
-from phalanx.rewards.judge._base import ParsedAnswers
-from phalanx.rewards.judge.unified_reward import UnifiedReward
-from phalanx.rewards.judge.vlm_ocr import VlmOcr
+from phalanx.rewards.judge import ParsedAnswers
 from phalanx.rewards.registry import build_terms
-from tests.rewards import entry, told
+from phalanx.zoo.rewards.judge.unified_reward import UnifiedReward
+from phalanx.zoo.rewards.judge.vlm_ocr import VlmOcr
+from tests.helpers.rewards import entry, told
 
 GRADES = "Alignment Score (1-5): {}\nCoherence Score (1-5): {}\nStyle Score (1-5): {}"
 
@@ -116,7 +116,7 @@ def test_a_judge_of_ones_own(tmp_path: Path) -> None:
 
 def test_what_a_judge_logs_is_no_other_term(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(OWN)
-    paths = {"Seen": f"{tmp_path}/own.py:Seen", "Seen_unparseable": "phalanx.rewards.image.ocr:Ocr"}
+    paths = {"Seen": f"{tmp_path}/own.py:Seen", "Seen_unparseable": "phalanx.zoo.rewards.image.ocr:Ocr"}
     for names in (paths, reversed(paths)):
         assert told(ConfigError, build_terms, [entry(name, paths[name]) for name in names], "cpu", 0.0) == (
             "reward.functions[0] and reward.functions[1] both log reward/Seen_unparseable; give one of them another name"

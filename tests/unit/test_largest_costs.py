@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.plan.blueprint import family_name
-from phalanx.plan.jobs import planned
-from phalanx.plan.layout import Cluster
-from phalanx.plan.rehearsal import RLRehearsal
-from tests.jobs import tiny_config
-from tests.lm import tiny_lm_config
-from tests.ranks import ROOT
+from phalanx.tools.plan.blueprint import family_name
+from phalanx.tools.plan.jobs import planned
+from phalanx.tools.plan.layout import Cluster
+from phalanx.tools.plan.rehearsal import RLRehearsal
+from tests.helpers.jobs import tiny_config
+from tests.helpers.lm import tiny_lm_config
+from tests.helpers.ranks import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 from largest_costs import (

@@ -1,4 +1,4 @@
-"""The exit status of `phalanx.launch` after ranks have failed."""
+"""The exit status of `phalanx.run.launch` after ranks have failed."""
 
 import json
 import time
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from phalanx.launch import _tell
+from phalanx.run.launch import _tell
 
 
 @pytest.mark.parametrize(

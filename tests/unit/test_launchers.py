@@ -6,7 +6,7 @@ from subprocess import CompletedProcess
 
 import pytest
 
-from tests.shells import (
+from tests.helpers.shells import (
     DSTACK,
     EIGHT_GPUS,
     INDEXED_JOB,

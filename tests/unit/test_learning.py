@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.ranks import ROOT
+from tests.helpers.ranks import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 from learning import Subject, difference, finished, table, validated, with_interval, with_paths

@@ -15,14 +15,14 @@ import pytest
 import torch
 import yaml
 
-from phalanx.config import load
 from phalanx.config.lm import LMRLConfig
 from phalanx.rewards import RewardSet
-from phalanx.training import lm_rl
+from phalanx.run import lm_rl
+from phalanx.run.rules import load_config
 from phalanx.types import Prompt
-from tests.lm import REWARD, one_step
-from tests.ranks import ROOT, run_ranks
-from tests.tiny_vision import picture, tiny_vision
+from tests.helpers.lm import REWARD, one_step
+from tests.helpers.ranks import ROOT, run_ranks
+from tests.helpers.tiny_vision import picture, tiny_vision
 from tests.unit.test_recipes import leaves, ranks_of
 
 RECIPES = sorted(path for folder in ("grpo", "ppo") for path in (ROOT / "configs" / folder).glob("*.yaml"))
@@ -73,7 +73,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @recipes
 def test_batches_divide(path: Path) -> None:
-    cfg = load(LMRLConfig, str(path), [])
+    cfg = load_config(LMRLConfig, str(path), [])
     plan = lm_rl.plan(cfg, ranks_of(path))
     # a pass whose shape depends on its samples is like no other: old log-probs are taken by the training's passes
     assert plan.exact != (cfg.actor.use_dynamic_bsz or plan.packed)
@@ -82,9 +82,9 @@ def test_batches_divide(path: Path) -> None:
 
 @gpu_recipes
 def test_holds_differences_only(path: Path) -> None:
-    name = load(LMRLConfig, str(path), []).algorithm.name
-    plain = dict(leaves(asdict(load(LMRLConfig, None, ["model.path=x", f"algorithm.name={name}"]))))
-    cfg = dict(leaves(asdict(load(LMRLConfig, str(path), []))))
+    name = load_config(LMRLConfig, str(path), []).algorithm.name
+    plain = dict(leaves(asdict(load_config(LMRLConfig, None, ["model.path=x", f"algorithm.name={name}"]))))
+    cfg = dict(leaves(asdict(load_config(LMRLConfig, str(path), []))))
     for key, _ in leaves(yaml.safe_load(path.read_text())):
         needed = ("model.path", "algorithm.name")
         assert key in needed or cfg[key] != plain.get(key), f"{path.name}: {key} is the default"
@@ -105,7 +105,7 @@ def test_one_tiny_step(path: Path, home: Path, lm_folder: Path) -> None:
     tiny += ["trainer.critic_warmup=0"]
     tiny += ["data.train_batch_size=2", "actor.ppo_mini_batch_size=1", "actor.ppo_micro_batch_size_per_gpu=1"]
     tiny += [f"reward.functions=[{{path: '{home}/reward.py:evenness'}}]", "trainer.logger=[]"]
-    cfg = load(LMRLConfig, str(path), [*tiny, f"trainer.output_dir={home / 'out'}"])
+    cfg = load_config(LMRLConfig, str(path), [*tiny, f"trainer.output_dir={home / 'out'}"])
     cfg.data.chat_template_kwargs = {}  # of the recipe's own template
     (result,) = run_ranks(one_step, 1, cfg)
     row = result["row"]
@@ -117,7 +117,7 @@ def test_one_tiny_step(path: Path, home: Path, lm_folder: Path) -> None:
 
 @recipes
 def test_rewards_know_what_is_right(path: Path) -> None:
-    reward = load(LMRLConfig, str(path), []).reward
+    reward = load_config(LMRLConfig, str(path), []).reward
     reward.functions = [entry for entry in reward.functions if entry.name in ANSWERS]
     assert reward.functions, "no term says what is right"
     (entry,) = reward.functions
@@ -133,7 +133,7 @@ def test_rewards_know_what_is_right(path: Path) -> None:
 def test_data_paths(path: Path, home: Path) -> None:
     from phalanx.data.prompts import load_prompts
 
-    cfg = load(LMRLConfig, str(path), [])
+    cfg = load_config(LMRLConfig, str(path), [])
     for key, files in (("data.train_files", cfg.data.train_files), ("data.val_files", cfg.data.val_files)):
         assert files and all("ground_truth" in row.meta for row in load_prompts(files, key, quoted=False))
 
@@ -175,6 +175,6 @@ def test_products_that_are_held_out(tmp_path: Path) -> None:
 def test_what_is_packed(keys: tuple[str, ...], packed: bool, shared: bool) -> None:
     """Keys that are not set exclude nothing, and old log-probs that were exact stay so."""
     base = ["model.path=m", "algorithm.name=grpo", "data.train_files=[a.jsonl]", "reward.functions=[{name: gsm8k}]"]
-    cfg = load(LMRLConfig, None, [*base, "data.train_batch_size=4", "actor.ppo_mini_batch_size=4", *keys])
+    cfg = load_config(LMRLConfig, None, [*base, "data.train_batch_size=4", "actor.ppo_mini_batch_size=4", *keys])
     plan = lm_rl.plan(cfg, 2)
     assert (plan.packed, plan.adjacent) == (packed, shared)

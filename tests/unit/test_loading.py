@@ -17,7 +17,7 @@ from phalanx.engines.transformers import load_processor
 from phalanx.engines.transformers import load_tokenizer as load_judge
 from phalanx.models.flow.policy import build_policy
 from phalanx.models.lm.model import DTYPES, load_model, load_tokenizer
-from tests.policies import one_rank
+from tests.helpers.policies import one_rank
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "phalanx"
@@ -27,9 +27,9 @@ CONCRETE = {
     ("models/flow/folder.py", "kind"): "diffusers' class of the family's transformer",
     ("models/flow/family.py", "kind"): "the same, without files",
     ("models/lora.py", "PeftConfig"): "settings in JSON",
-    ("plan/blueprint.py", "transformer"): "diffusers' class of the family's transformer",
-    ("plan/blueprint.py", "module"): "diffusers' classes, of the libraries that headers.LIBRARIES lists",
-    ("plan/blueprint.py", "module.config_class"): "settings in JSON",
+    ("tools/plan/blueprint.py", "transformer"): "diffusers' class of the family's transformer",
+    ("tools/plan/blueprint.py", "module"): "diffusers' classes, of the libraries that headers.LIBRARIES lists",
+    ("tools/plan/blueprint.py", "module.config_class"): "settings in JSON",
 }
 
 

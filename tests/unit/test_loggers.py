@@ -15,9 +15,9 @@ import pytest
 from PIL import Image
 
 from phalanx.config.load import ConfigError
-from phalanx.telemetry.metrics import check_loggers
+from phalanx.telemetry.loggers import check_loggers
 from phalanx.telemetry.records import Record
-from tests.logs import TALK, prompt_image, records, rows, start, talk, texts
+from tests.helpers.logs import TALK, prompt_image, records, rows, start, talk, texts
 
 SRC = Path(__file__).parents[2] / "src"
 
@@ -98,7 +98,9 @@ class TestNames:
         assert str(error.value) == f"trainer.logger: the package {name} is not installed; pip install 'phalanx[{name}]'"
 
     def test_configurations_are_checked_without_torch(self) -> None:
-        code = "import sys, phalanx.telemetry.metrics as m; m.check_loggers(['console', 'wandb', 'tensorboard'])\n"
+        code = (
+            "import sys, phalanx.run.telemetry.run_logger as m; m.check_loggers(['console', 'wandb', 'tensorboard'])\n"
+        )
         code += "print(sorted({'torch', 'wandb', 'tensorboard', 'rich'} & set(sys.modules)))"
         done = subprocess.run(
             [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(SRC)}, capture_output=True, text=True

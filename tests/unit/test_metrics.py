@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from phalanx.telemetry.metrics import Timers, read_metrics
+from phalanx.run.job import validation_summary
+from phalanx.run.telemetry.curves import read_metrics
 from phalanx.telemetry.step_metrics import reward_by_turns
-from phalanx.training.job import validation_summary
-from tests.logs import records, rows, start
+from phalanx.telemetry.timers import Timers
+from tests.helpers.logs import records, rows, start
 
 SRC = Path(__file__).parents[2] / "src"
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from phalanx.functional.flow import Noised
 from phalanx.training.minibatches import Minibatches, Units
 from phalanx.types import Samples
-from tests.policies import make_policy, make_rollout, one_rank, sample
+from tests.helpers.policies import make_policy, make_rollout, one_rank, sample
 
 WINDOW = 2
 

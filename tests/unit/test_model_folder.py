@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from phalanx.config.flow import FlowModelConfig
-from phalanx.models.flow.families.sd3 import Model
 from phalanx.models.flow.folder import base_folder, how_to_load, model_index
 from phalanx.models.flow.policy import build_policy
-from tests.checks import refused
+from phalanx.zoo.families.sd3 import Model
+from tests.helpers.checks import refused
 
 TRANSFORMER = "transformer/diffusion_pytorch_model.safetensors"
 ENCODER = "text_encoder/model.safetensors"

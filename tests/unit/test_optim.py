@@ -10,11 +10,11 @@ from torch.distributed.tensor import DTensor
 
 import phalanx.training.offload
 from phalanx.config.run import EmaConfig, OptimConfig, ParallelConfig
-from phalanx.distributed import mesh
 from phalanx.distributed.fsdp import Sharded
+from phalanx.run.world import start_world
 from phalanx.training.offload import PART, OffloadedState
 from phalanx.training.optim import Ema, Optimizer, learning_rate
-from tests.ranks import run_ranks
+from tests.helpers.ranks import run_ranks
 
 STEPS = 5
 
@@ -81,7 +81,7 @@ def train(config: OptimConfig, fsdp_size: int, dtype: torch.dtype, offload: bool
     """
     phalanx.training.offload.PART = part
     parallel = ParallelConfig(fsdp_size=fsdp_size, reshard_after_forward=True)
-    world = mesh.start(parallel)
+    world = start_world(parallel)
     net = Net()
     sharded = Sharded(net, list(net.blocks), world, parallel, dtype)
     optimizer = Optimizer(config, sharded, STEPS, offload=offload)
@@ -209,7 +209,7 @@ def test_parts_of_the_state_take_turns_on_the_device(monkeypatch: pytest.MonkeyP
 def muon_step() -> dict[str, Tensor]:
     parallel = ParallelConfig(fsdp_size=1)
     net = Net()
-    sharded = Sharded(net, list(net.blocks), mesh.start(parallel), parallel, torch.float32)
+    sharded = Sharded(net, list(net.blocks), start_world(parallel), parallel, torch.float32)
     before = full(sharded.parameters)
     optimizer = Optimizer(settings(name="muon", weight_decay=0.0, grad_clip=0.0, lr_scheduler="constant"), sharded, 1)
     net(torch.cat([data(step) for step in range(16)])).square().sum().backward()
@@ -283,7 +283,7 @@ def test_moving_average_at_intervals() -> None:
 
 def averages(fsdp_size: int) -> dict[str, Tensor]:
     parallel = ParallelConfig(fsdp_size=fsdp_size)
-    world = mesh.start(parallel)
+    world = start_world(parallel)
     net = Net()
     sharded = Sharded(net, list(net.blocks), world, parallel, torch.float32)
     ema = Ema(EmaConfig(decay=0.5, warmup=False), sharded.parameters, offload=True)

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from phalanx import __version__
-from tests.ranks import ROOT, launch_environment
+from tests.helpers.ranks import ROOT, launch_environment
 
 DOCKERFILES = sorted((ROOT / "docker").iterdir())
 
@@ -96,7 +96,7 @@ def test_make_installs_the_constraints_unless_there_are_none(tmp_path: Path) -> 
 
 
 def test_fast_tests_start_no_process(tmp_path: Path) -> None:
-    """The files of `make test-fast` import nothing that would, of tests/ranks.py at most a path."""
+    """The files of `make test-fast` import nothing that would, of tests/helpers/ranks.py at most a path."""
     files = [ROOT / word for word in made("test-fast", tmp_path).split() if word.endswith(".py")]
     assert len(files) > 20 and {file.parent.name for file in files} == {"numerics", "unit"}
     for file in files:
@@ -104,8 +104,8 @@ def test_fast_tests_start_no_process(tmp_path: Path) -> None:
             names = {alias.name for alias in node.names} if isinstance(node, ast.Import | ast.ImportFrom) else set()
             module = node.module if isinstance(node, ast.ImportFrom) else None
             assert not names & {"subprocess", "multiprocessing"}, file
-            assert module not in ("subprocess", "multiprocessing", "tests.tasks", "tests.shells"), file
-            assert module != "tests.ranks" or names == {"ROOT"}, file
+            assert module not in ("subprocess", "multiprocessing", "tests.helpers.tasks", "tests.helpers.shells"), file
+            assert module != "tests.helpers.ranks" or names == {"ROOT"}, file
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda p: p.name)

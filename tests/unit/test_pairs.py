@@ -11,18 +11,19 @@ import pytest
 import torch
 from PIL import Image
 
-from phalanx.config import ConfigError, load
+from phalanx.config import ConfigError
 from phalanx.config.flow import FlowRLConfig, FlowRolloutConfig
-from phalanx.config.rules import check as check_rules
 from phalanx.data.images import ImageTextData
 from phalanx.data.prompts import DataError, load_prompts
 from phalanx.media.pictures import Picture, to_size
-from phalanx.rewards.image.preferred import preferred
 from phalanx.rollout.flow.dataset import PAIR
-from phalanx.training.flow_rl import check_config as check
+from phalanx.run.flow_rl import check_config as check
+from phalanx.run.rules import check as check_rules
+from phalanx.run.rules import load_config
 from phalanx.types import Prompt
-from tests.checks import refused
-from tests.pairs import PROMPTS, picture, png, rows, write_jsonl, write_parquet
+from phalanx.zoo.rewards.image.preferred import preferred
+from tests.helpers.checks import refused
+from tests.helpers.pairs import PROMPTS, picture, png, rows, write_jsonl, write_parquet
 
 pytestmark = pytest.mark.usefixtures("datasets_cache")
 
@@ -209,7 +210,7 @@ def refusal(folder: Path, *overrides: str) -> str:
     base = ["model.path=x", f"data.train_files=[{json.dumps(str(folder))}]", "reward.functions=[{name: preferred}]"]
     run = ["trainer.total_training_steps=1", f"trainer.output_dir={folder}", "rollout.engine=dataset"]
     with pytest.raises(ConfigError) as error:
-        check(load(FlowRLConfig, None, [*base, *run, *overrides]))
+        check(load_config(FlowRLConfig, None, [*base, *run, *overrides]))
     return str(error.value)
 
 

@@ -10,13 +10,13 @@ import pytest
 from phalanx.config import ConfigError
 from phalanx.rewards import RewardError, RewardOutput
 from phalanx.rewards.client import without_filling
-from phalanx.rewards.judge._base import WinRates
-from phalanx.rewards.judge._pairs import Comparison, Subject, pairings
-from phalanx.rewards.judge.pairwise_judge import PairwiseJudge
+from phalanx.rewards.judge import WinRates
+from phalanx.rewards.judge_pairs import Comparison, Subject, pairings
 from phalanx.rewards.registry import build_terms
 from phalanx.types import Prompt
-from tests.ranks import run_ranks
-from tests.rewards import entry, told
+from phalanx.zoo.rewards.judge.pairwise_judge import PairwiseJudge
+from tests.helpers.ranks import run_ranks
+from tests.helpers.rewards import entry, told
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_it_takes_what_the_job_makes() -> None:
         assert term.rows == ("pairwise_judge", "pairwise_judge_unparseable")
         assert term.function([(0.75, 0.5)], ["p"], [{}]) == RewardOutput([0.75], {"unparseable": [0.5]})
     for opponents in (1, 3):
-        for name, path in (("pairwise_judge", None), ("Reading", "tests.judged_pairs:Reading")):
+        for name, path in (("pairwise_judge", None), ("Reading", "tests.helpers.judged_pairs:Reading")):
             assert told(ConfigError, build_terms, [entry(name, path, opponents=opponents)], "cpu", 0.0) == (
                 f"reward.functions[0] ({name}): opponents={opponents} should be an even number, such as 4, or null for all"
             )

@@ -13,7 +13,7 @@ from phalanx.config.lm import LMRolloutConfig
 from phalanx.functional.tokens import TokenTrace
 from phalanx.rollout.lm.decode import Decoding
 from phalanx.rollout.lm.partial import PartialRollout
-from phalanx.training.disaggregated.wire import deserialize
+from phalanx.training.exchange import deserialize
 from phalanx.types import Prompt, Samples
 
 PROMPTS, STEPS, LIMIT = 4, 12, 40

@@ -7,18 +7,29 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.config import ConfigError, load
+from phalanx.config import ConfigError
 from phalanx.config.flow import FlowRLConfig
-from phalanx.plan import plan_job
-from phalanx.plan.layout import Cluster
-from phalanx.plan.memory import count
-from phalanx.plan.pace import UNTIMED, Gpu
-from phalanx.plan.text import sizes
-from phalanx.plan.warnings import ALLOWED
-from phalanx.training import flow_rl
-from tests.jobs import tiny_config
-from tests.plans import GB, describe, flow_matching_config, memory_of, plan_of, quickstart, run, section, warnings
-from tests.ranks import ROOT
+from phalanx.run import flow_rl
+from phalanx.run.rules import load_config
+from phalanx.tools.plan import plan_job
+from phalanx.tools.plan.layout import Cluster
+from phalanx.tools.plan.memory import count
+from phalanx.tools.plan.pace import UNTIMED, Gpu
+from phalanx.tools.plan.text import sizes
+from phalanx.tools.plan.warnings import ALLOWED
+from tests.helpers.jobs import tiny_config
+from tests.helpers.plans import (
+    GB,
+    describe,
+    flow_matching_config,
+    memory_of,
+    plan_of,
+    quickstart,
+    run,
+    section,
+    warnings,
+)
+from tests.helpers.ranks import ROOT
 
 # -- the text -----------------------------------------------------------------------------------------------------
 
@@ -145,7 +156,7 @@ def test_twenty_billion_weights() -> None:
     """Qwen-Image on four nodes, which is what docs/plan.md shows."""
     recipe = ROOT / "configs" / "flowgrpo" / "qwen_image_ocr_lora_multinode.yaml"
     words = {"nnodes": "4", "nproc": "8", "gpu_memory_gb": "80", "gpu_hour_price": "2.5"}
-    text = plan_job(load(FlowRLConfig, str(recipe), []), words)
+    text = plan_job(load_config(FlowRLConfig, str(recipe), []), words)
     page = (ROOT / "docs" / "plan.md").read_text()
     shown = page[page.index("```text\n") + len("```text\n") :].split("```")[0].rstrip()
     without = (part.split("\n\n") for part in (text, shown))
@@ -176,8 +187,8 @@ def test_time_and_price(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, sd3_fol
     cfg = tiny_config(sd3_folder, tmp_path, "model.dtype=bfloat16", "model.lora_rank=4")
     plan = plan_of(cfg, Cluster(1, 4))
     assert section(describe(plan, Gpu()), "Arithmetic")[0].endswith(" per rank: too little for an estimate of the time")
-    monkeypatch.setattr("phalanx.plan.rehearsal.RLRehearsal.flops", 4 * 45 * 989.4e12)
-    monkeypatch.setattr("phalanx.plan.rehearsal.RLRehearsal.model_flops", 3 * 45 * 989.4e12)
+    monkeypatch.setattr("phalanx.tools.plan.rehearsal.RLRehearsal.flops", 4 * 45 * 989.4e12)
+    monkeypatch.setattr("phalanx.tools.plan.rehearsal.RLRehearsal.model_flops", 3 * 45 * 989.4e12)
     text = describe(plan, Gpu(price=2.5))
     title = "Arithmetic and time, assuming that H100 reaches 25 to 45 % of its 989 TFLOP/s in bfloat16"
     assert section(text, title) == [

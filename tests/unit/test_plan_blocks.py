@@ -7,25 +7,25 @@ from pathlib import Path
 import pytest
 import torch
 
-from phalanx.config import load
 from phalanx.config.block_diffusion import BlockDiffusionTaskConfig
 from phalanx.config.lm import ESTIMATES, LMRLConfig
 from phalanx.functional.tokens import Truncation
-from phalanx.plan import plan_job
-from phalanx.plan.jobs import planned
-from phalanx.plan.layout import Cluster
-from phalanx.plan.ledger import META, Ledger
-from phalanx.plan.lm import PlannedBlockPolicy
-from phalanx.plan.memory import count
 from phalanx.rollout.lm.denoise import Denoising, drawn_tokens
-from tests.lm import tiny_lm_config
-from tests.ranks import ROOT
+from phalanx.run.rules import load_config
+from phalanx.tools.plan import plan_job
+from phalanx.tools.plan.jobs import planned
+from phalanx.tools.plan.layout import Cluster
+from phalanx.tools.plan.ledger import META, Ledger
+from phalanx.tools.plan.lm import PlannedBlockPolicy
+from phalanx.tools.plan.memory import count
+from tests.helpers.lm import tiny_lm_config
+from tests.helpers.ranks import ROOT
 
 FOLDER = ROOT / "configs" / "block_diffusion"
 
 
 def test_the_words_of_a_plan() -> None:
-    cfg = load(LMRLConfig, str(FOLDER / "quickstart.yaml"), [])
+    cfg = load_config(LMRLConfig, str(FOLDER / "quickstart.yaml"), [])
     for line in (
         "  rollout         64 responses together, 2.5 tokens per denoising step (assumed, for the time)",
         "  micro-batch     32 responses of 260 positions",
@@ -33,7 +33,7 @@ def test_the_words_of_a_plan() -> None:
         "  forward passes  2 to train, per rank and step",
     ):
         assert line in plan_job(cfg, {"nproc": "2"}).split("\n")
-    supervised = plan_job(load(BlockDiffusionTaskConfig, str(FOLDER / "words_sft.yaml"), []), {"nproc": "2"})
+    supervised = plan_job(load_config(BlockDiffusionTaskConfig, str(FOLDER / "words_sft.yaml"), []), {"nproc": "2"})
     for line in ("  a step          48 samples, 24 per rank, one optimizer step",):
         assert line in supervised.split("\n")
     assert "images" not in supervised
@@ -41,7 +41,7 @@ def test_the_words_of_a_plan() -> None:
 
 def test_fixed_steps_are_no_assumption() -> None:
     keys = ["rollout.threshold=1", "rollout.denoising_steps_per_block=2"]
-    text = plan_job(load(LMRLConfig, str(FOLDER / "quickstart.yaml"), keys), {"nproc": "2"})
+    text = plan_job(load_config(LMRLConfig, str(FOLDER / "quickstart.yaml"), keys), {"nproc": "2"})
     assert "64 responses together, 2 tokens per denoising step\n" in text
     assert "  states          20 of 4 tokens behind 100 of a sample" in text
 

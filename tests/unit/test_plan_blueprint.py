@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from phalanx.distributed.mesh import alone
 from phalanx.models.flow.registry import family_of
-from phalanx.plan import plan_job
-from phalanx.plan.blueprint import family_name, fetch, planned_policy
-from phalanx.plan.ledger import Ledger
-from phalanx.plan.memory import count
-from tests.jobs import tiny_config
-from tests.plans import ONE, judged, memory_of, plan_of
-from tests.ranks import ROOT
+from phalanx.tools.plan import plan_job
+from phalanx.tools.plan.blueprint import family_name, fetch, planned_policy
+from phalanx.tools.plan.ledger import Ledger
+from phalanx.tools.plan.memory import count
+from tests.helpers.jobs import tiny_config
+from tests.helpers.plans import ONE, judged, memory_of, plan_of
+from tests.helpers.ranks import ROOT
 from tests.unit.test_plan_lm import SHIPPED_LM
 
 # -- the model without its weights --------------------------------------------------------------------------------
@@ -252,7 +252,7 @@ def test_shipped_judges(sd3_folder: Path, tmp_path: Path) -> None:
 
 
 def test_all_that_is_shipped_is_known() -> None:
-    folders = {folder.name for folder in (ROOT / "src" / "phalanx" / "plan" / "models").iterdir()}
+    folders = {folder.name for folder in (ROOT / "src" / "phalanx" / "tools" / "plan" / "models").iterdir()}
     assert folders == {path.replace("/", "--") for path in [*SHIPPED, *JUDGES, *SHIPPED_LM]}
 
 

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from phalanx.config.flow import FlowRewardFunctionConfig, FlowRLConfig
 from phalanx.models.flow.registry import family_of
-from phalanx.plan.batch import messages
-from phalanx.plan.layout import Cluster
-from phalanx.plan.ledger import nbytes
-from phalanx.plan.memory import MAPPED, Memory, count
-from phalanx.plan.pace import Gpu
-from tests.jobs import algorithm_config, tiny_config
-from tests.plans import (
+from phalanx.tools.plan.batch import messages
+from phalanx.tools.plan.layout import Cluster
+from phalanx.tools.plan.ledger import nbytes
+from phalanx.tools.plan.memory import MAPPED, Memory, count
+from phalanx.tools.plan.pace import Gpu
+from tests.helpers.jobs import algorithm_config, tiny_config
+from tests.helpers.plans import (
     GB,
     describe,
     described,
@@ -31,7 +31,7 @@ from tests.plans import (
     section,
     warnings,
 )
-from tests.tiny import halved, load_pipeline
+from tests.helpers.tiny import halved, load_pipeline
 
 PART = (3000 * 2 + 100) // 2  # bytes of a rank's half of reward_folder's weights, in bfloat16
 GPU = 10**9

@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 from phalanx.config import ConfigError
-from phalanx.plan import clusters, gpu_of
-from phalanx.plan.layout import Cluster, Layout, Weight
-from phalanx.plan.ledger import META, Ledger, fused_attention
-from phalanx.plan.pace import Gpu
-from tests.plans import GB
+from phalanx.tools.plan import clusters, gpu_of
+from phalanx.tools.plan.layout import Cluster, Layout, Weight
+from phalanx.tools.plan.ledger import META, Ledger, fused_attention
+from phalanx.tools.plan.pace import Gpu
+from tests.helpers.plans import GB
 
 # -- the cluster --------------------------------------------------------------------------------------------------
 

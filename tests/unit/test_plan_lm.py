@@ -7,24 +7,24 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.config import load
 from phalanx.config.joint import JointConfig
 from phalanx.config.lm import LMRLConfig
 from phalanx.distributed.mesh import alone
-from phalanx.plan import plan_job
-from phalanx.plan.batch import batch
-from phalanx.plan.blueprint import fetch
-from phalanx.plan.jobs import planned
-from phalanx.plan.layout import Cluster
-from phalanx.plan.ledger import Ledger
-from phalanx.plan.lm import PlannedLMPolicy, planned_lm_policy
-from phalanx.plan.memory import Memory, count
-from phalanx.plan.rehearsal import Rehearsal
-from tests.checks import refused
-from tests.llada2 import tiny_llada2
-from tests.lm import tiny_lm_config
-from tests.ranks import ROOT
-from tests.tiny_vision import shown_prompts, tiny_vision
+from phalanx.run.rules import load_config
+from phalanx.tools.plan import plan_job
+from phalanx.tools.plan.batch import batch
+from phalanx.tools.plan.blueprint import fetch
+from phalanx.tools.plan.jobs import planned
+from phalanx.tools.plan.layout import Cluster
+from phalanx.tools.plan.ledger import Ledger
+from phalanx.tools.plan.lm import PlannedLMPolicy, planned_lm_policy
+from phalanx.tools.plan.memory import Memory, count
+from phalanx.tools.plan.rehearsal import Rehearsal
+from tests.helpers.checks import refused
+from tests.helpers.llada2 import tiny_llada2
+from tests.helpers.lm import tiny_lm_config
+from tests.helpers.ranks import ROOT
+from tests.helpers.tiny_vision import shown_prompts, tiny_vision
 
 GB = 10**9
 SHIPPED_LM = {
@@ -60,7 +60,7 @@ SEVEN = (
 @pytest.mark.parametrize("path", SHIPPED_LM)
 def test_shipped_shapes(path: str) -> None:
     """As many parameters as the published weights."""
-    cfg = load(LMRLConfig, str(QUICKSTART), [])
+    cfg = load_config(LMRLConfig, str(QUICKSTART), [])
     cfg.model.path = fetch(path)
     with alone():
         policy = planned_lm_policy(cfg, Cluster(1, 1), Ledger())
@@ -166,7 +166,7 @@ def test_operations_are_those_of_the_job(lm_folder: Path, tmp_path: Path) -> Non
 def test_seven_billion_weights() -> None:
     """On 8 GPUs of 80 GB, in words."""
     words = {"nproc": "8", "gpu": "H100", "gpu_memory_gb": "80", "gpu_hour_price": "2.5"}
-    text = plan_job(load(LMRLConfig, str(QUICKSTART), [*SEVEN, "rollout.engine=vllm"]), words)
+    text = plan_job(load_config(LMRLConfig, str(QUICKSTART), [*SEVEN, "rollout.engine=vllm"]), words)
     for line in (
         "  a step          128 prompts x 8 responses = 1024 responses",
         "  rollout         64 responses together, in vllm",
@@ -181,9 +181,9 @@ def test_seven_billion_weights() -> None:
         and "if all prompts and responses have their maximum lengths" in text
         and "images" not in text
     )
-    own = plan_job(load(LMRLConfig, str(QUICKSTART), [*SEVEN, "actor.ppo_mini_batch_size=64"]), words)
+    own = plan_job(load_config(LMRLConfig, str(QUICKSTART), [*SEVEN, "actor.ppo_mini_batch_size=64"]), words)
     assert "  rollout: log-probs" in own and "32 of old log-probs, 32 to train" in own
-    once = plan_job(load(LMRLConfig, str(QUICKSTART), [*SEVEN]), words)
+    once = plan_job(load_config(LMRLConfig, str(QUICKSTART), [*SEVEN]), words)
     assert "log-probs" not in once and "  forward passes  32 to train" in once
 
 
@@ -198,7 +198,9 @@ def test_advantages_of_tokens_are_planned_without_a_critic(
 
 
 def joint_plan(*keys: str) -> str:
-    return plan_job(load(JointConfig, str(ROOT / "configs" / "joint" / "quickstart.yaml"), list(keys)), {"nproc": "2"})
+    return plan_job(
+        load_config(JointConfig, str(ROOT / "configs" / "joint" / "quickstart.yaml"), list(keys)), {"nproc": "2"}
+    )
 
 
 def test_joint_runs_hold_both_policies() -> None:
@@ -217,7 +219,7 @@ def test_joint_runs_are_refused_by_their_own_keys(tmp_path: Path) -> None:
         joint_plan("writer.model.path=./none")
     with refused("painter.model.path: './none': no such folder"):
         joint_plan("painter.model.path=./none")
-    config = load(JointConfig, str(ROOT / "configs" / "joint" / "quickstart.yaml"), [])
+    config = load_config(JointConfig, str(ROOT / "configs" / "joint" / "quickstart.yaml"), [])
     with refused("actor_s: only the ranks of a single policy's reinforcement learning have roles; leave it out"):
         plan_job(config, {"actor_s": "3"})
 

@@ -8,20 +8,20 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.config import load
 from phalanx.config.flow import FlowRLConfig
 from phalanx.config.lm import LMRLConfig
-from phalanx.plan import plan_job
-from phalanx.plan.batch import messages
-from phalanx.plan.blueprint import family_name, fetch
-from phalanx.plan.jobs import planned
-from phalanx.plan.layout import Cluster
-from phalanx.plan.memory import count
-from phalanx.plan.pace import Gpu
-from phalanx.plan.rehearsal import Rehearsal
-from phalanx.plan.warnings import ALLOWED, SPARE, fewer_blocks
-from tests.jobs import tiny_config
-from tests.ranks import ROOT
+from phalanx.run.rules import load_config
+from phalanx.tools.plan import plan_job
+from phalanx.tools.plan.batch import messages
+from phalanx.tools.plan.blueprint import family_name, fetch
+from phalanx.tools.plan.jobs import planned
+from phalanx.tools.plan.layout import Cluster
+from phalanx.tools.plan.memory import count
+from phalanx.tools.plan.pace import Gpu
+from phalanx.tools.plan.rehearsal import Rehearsal
+from phalanx.tools.plan.warnings import ALLOWED, SPARE, fewer_blocks
+from tests.helpers.jobs import tiny_config
+from tests.helpers.ranks import ROOT
 
 ON = "model.gradient_checkpointing=true"
 GB = 10**9
@@ -32,7 +32,7 @@ def qwen(*keys: str) -> LMRLConfig:
     """Of 24 layers."""
     keys = ("model.path=Qwen/Qwen2.5-0.5B-Instruct", "actor.ppo_micro_batch_size_per_gpu=32", ON, *keys)
     keys = ("algorithm.kl_loss_coef=0.1", "parallel.fsdp_size=2", *keys)  # of a reference, which is gathered
-    cfg = load(LMRLConfig, str(ROOT / "configs" / "grpo" / "quickstart.yaml"), list(keys))
+    cfg = load_config(LMRLConfig, str(ROOT / "configs" / "grpo" / "quickstart.yaml"), list(keys))
     cfg.model.path = fetch(cfg.model.path)
     return cfg
 

@@ -8,16 +8,17 @@ import pytest
 
 from phalanx.config import ConfigError
 from phalanx.config.lm import LMRLConfig
-from phalanx.distributed.roles import ACTOR, INFERENCE, ROLLOUT, roles_of
-from phalanx.plan import plan_job
-from phalanx.plan.batch import messages
-from phalanx.plan.jobs import planned, planned_role
-from phalanx.plan.layout import Cluster
-from phalanx.plan.memory import Memory, count
-from phalanx.plan.pace import best_splits, step_seconds
-from phalanx.plan.rehearsal import RLRehearsal
-from tests.jobs import tiny_config
-from tests.lm import tiny_lm_config
+from phalanx.distributed.mesh import ACTOR, INFERENCE, ROLLOUT
+from phalanx.run.roles import roles_of
+from phalanx.tools.plan import plan_job
+from phalanx.tools.plan.batch import messages
+from phalanx.tools.plan.jobs import planned, planned_role
+from phalanx.tools.plan.layout import Cluster
+from phalanx.tools.plan.memory import Memory, count
+from phalanx.tools.plan.pace import best_splits, step_seconds
+from phalanx.tools.plan.rehearsal import RLRehearsal
+from tests.helpers.jobs import tiny_config
+from tests.helpers.lm import tiny_lm_config
 
 # 30 s of sampling, 3 s of scoring and 10 s of training, if all 32 ranks did each
 WORK = {ROLLOUT: 30.0 * 32, INFERENCE: 3.0 * 32, ACTOR: 10.0 * 32}

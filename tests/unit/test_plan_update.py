@@ -7,20 +7,20 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.config import load
 from phalanx.config.flow import FlowRunConfig
 from phalanx.config.lm import LMRLConfig
 from phalanx.config.run import RunConfig
-from phalanx.plan.blueprint import family_name, fetch
-from phalanx.plan.jobs import planned
-from phalanx.plan.layout import Cluster
-from phalanx.plan.memory import count
-from tests.jobs import tiny_config
-from tests.llada2 import tiny_llada2
-from tests.lm import tiny_lm_config
-from tests.plans import flow_matching_config, phases_of
-from tests.ranks import ROOT
-from tests.referee import referee
+from phalanx.run.rules import load_config
+from phalanx.tools.plan.blueprint import family_name, fetch
+from phalanx.tools.plan.jobs import planned
+from phalanx.tools.plan.layout import Cluster
+from phalanx.tools.plan.memory import count
+from tests.helpers.jobs import tiny_config
+from tests.helpers.llada2 import tiny_llada2
+from tests.helpers.lm import tiny_lm_config
+from tests.helpers.plans import flow_matching_config, phases_of
+from tests.helpers.ranks import ROOT
+from tests.helpers.referee import referee
 
 QUICKSTART, EIGHT = ROOT / "configs" / "grpo" / "quickstart.yaml", Cluster(1, 8)
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -29,7 +29,7 @@ CHECKPOINTING, MICRO = "model.gradient_checkpointing=true", "actor.ppo_micro_bat
 
 
 def config(*keys: str) -> LMRLConfig:
-    cfg = load(LMRLConfig, str(QUICKSTART), [f"model.path={MODEL}", *BATCH, *keys])
+    cfg = load_config(LMRLConfig, str(QUICKSTART), [f"model.path={MODEL}", *BATCH, *keys])
     cfg.model.path = fetch(cfg.model.path)
     return cfg
 

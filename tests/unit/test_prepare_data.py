@@ -6,16 +6,16 @@ from typing import Any
 
 import pytest
 
-from phalanx.config import load
 from phalanx.config.load import ConfigError
 from phalanx.config.tasks import INSTRUCTIONS, PrepareDataConfig
 from phalanx.data.prompts import load_prompts
-from phalanx.jobs import prepare_data
-from phalanx.jobs.prepare_data import PrepareData
-from phalanx.rewards.text.gsm8k import Gsm8k
-from phalanx.rewards.text.reasoning_gym import ReasoningGym
+from phalanx.run.rules import load_config
+from phalanx.tools import prepare_data
+from phalanx.tools.prepare_data import PrepareData
 from phalanx.types import JobError
-from tests.rewards import told
+from phalanx.zoo.rewards.text.gsm8k import Gsm8k
+from phalanx.zoo.rewards.text.reasoning_gym import ReasoningGym
+from tests.helpers.rewards import told
 from tests.unit.test_data import write_parquet
 
 GSM8K = [{"question": f"What is {i} + {i}?", "answer": f"{i}+{i}={2 * i}\n#### {2 * i}"} for i in range(20)]
@@ -29,12 +29,12 @@ def jsonl(file: Path, rows: list[dict[str, Any]]) -> str:
 
 def prepared(folder: Path, *keys: str) -> dict[str, list[dict[str, Any]]]:
     """The rows of each file that a run writes."""
-    PrepareData(load(PrepareDataConfig, None, [f"output_dir={folder}", *keys])).run()
+    PrepareData(load_config(PrepareDataConfig, None, [f"output_dir={folder}", *keys])).run()
     return {file.stem: [json.loads(line) for line in file.open()] for file in sorted(folder.glob("*.jsonl"))}
 
 
 def mistake(*keys: str) -> str:
-    return told(ConfigError, lambda: PrepareData(load(PrepareDataConfig, None, list(keys))))
+    return told(ConfigError, lambda: PrepareData(load_config(PrepareDataConfig, None, list(keys))))
 
 
 def test_gsm8k(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -127,7 +127,7 @@ def test_a_benchmark_has_only_a_test_source(tmp_path: Path, monkeypatch: pytest.
     """No row of it is omitted, and no other file is written; ~ is the home folder."""
     monkeypatch.setenv("HOME", str(tmp_path))
     source = jsonl(tmp_path / "s.jsonl", [*GSM8K, GSM8K[0]])
-    PrepareData(load(PrepareDataConfig, None, [f"test_source={source}", "output_dir=~/out"])).run()
+    PrepareData(load_config(PrepareDataConfig, None, [f"test_source={source}", "output_dir=~/out"])).run()
     assert [file.name for file in (tmp_path / "out").iterdir()] == ["test.jsonl"]
     rows = [json.loads(line) for line in (tmp_path / "out" / "test.jsonl").open()]
     assert [row["prompt"] for row in rows] == [f"{row['question']} {HASH}" for row in [*GSM8K, GSM8K[0]]]
@@ -154,5 +154,7 @@ def test_mistakes(tmp_path: Path) -> None:
     )
     folder = tmp_path / "file"
     folder.write_text("")
-    job = PrepareData(load(PrepareDataConfig, None, [f"source={source}", "val_size=1", f"output_dir={folder}/x"]))
+    job = PrepareData(
+        load_config(PrepareDataConfig, None, [f"source={source}", "val_size=1", f"output_dir={folder}/x"])
+    )
     assert told(JobError, job.run) == f"output_dir: '{folder}/x' cannot be written: Not a directory"

@@ -8,9 +8,9 @@ import torch
 import torch._dynamo  # before anything of torch is replaced
 import torch.distributed as dist
 
+from tests.helpers.ranks import RankError, run_ranks
 from tests.pretended import install
 from tests.pretended.streams import Stream
-from tests.ranks import RankError, run_ranks
 
 
 def two_devices() -> None:

@@ -13,15 +13,16 @@ import pytest
 import torch
 
 from phalanx.config.run import TrainerConfig
-from phalanx.distributed import mesh
 from phalanx.distributed.mesh import World
-from phalanx.telemetry.metrics import Timers
-from phalanx.telemetry.report import write_report
-from phalanx.training.flow_rl import build
-from tests.jobs import rows, tiny_config
-from tests.roles import run_roles
+from phalanx.run.flow_rl import build
+from phalanx.run.telemetry.profiles import Profiler
+from phalanx.run.world import stop_world
+from phalanx.telemetry.timers import Timers
+from phalanx.tools.board.report import write_report
+from tests.helpers.jobs import rows, tiny_config
+from tests.helpers.roles import run_roles
 
-MODULE = "phalanx.telemetry.profiles"
+MODULE = "phalanx.run.telemetry.profiles"
 SMALL = (
     "model.cpu_linear=torch",
     "data.train_batch_size=2",
@@ -83,7 +84,7 @@ def test_ranks_with_roles(sd3_folder: Path, tmp_path: Path) -> None:
 
 def test_the_phases_of_a_joint_run_have_the_names_of_its_policies(world: World, tmp_path: Path) -> None:
     timers = Timers()
-    timers.profile(TrainerConfig(output_dir=str(tmp_path), profile_steps=[3]), world)
+    timers.profiler = Profiler(TrainerConfig(output_dir=str(tmp_path), profile_steps=[3]), world, timers)
     writer = Timers(part="writer", whole=timers)
     with timers.training_step(3), writer("rollout"):
         torch.ones(1000).exp()
@@ -94,7 +95,7 @@ def test_the_phases_of_a_joint_run_have_the_names_of_its_policies(world: World, 
 
 def test_a_step_that_an_error_ends_has_no_files(world: World, tmp_path: Path) -> None:
     timers = Timers()
-    timers.profile(TrainerConfig(output_dir=str(tmp_path), profile_steps=[1, 2]), world)
+    timers.profiler = Profiler(TrainerConfig(output_dir=str(tmp_path), profile_steps=[1, 2]), world, timers)
     with pytest.raises(ZeroDivisionError), timers.training_step(1):
         _ = 1 / 0
     with timers.training_step(2):  # the profiler of step 1 has ended
@@ -106,7 +107,7 @@ def test_a_step_that_an_error_ends_has_no_files(world: World, tmp_path: Path) ->
 def left() -> Iterator[None]:
     """Clean up the process groups of jobs that are built but do not run."""
     yield
-    mesh.stop()
+    stop_world()
 
 
 @pytest.mark.usefixtures("left")

@@ -17,16 +17,17 @@ from phalanx.config.run import ParallelConfig
 from phalanx.distributed import mesh
 from phalanx.distributed.mesh import World
 from phalanx.exit import Stopped
-from phalanx.telemetry import rank_files
-from phalanx.telemetry.metrics import Timers
-from phalanx.telemetry.rank_files import RankFiles
-from phalanx.telemetry.run_folder import read_ranks
+from phalanx.run.telemetry import rank_files
+from phalanx.run.telemetry.rank_files import RankFiles
+from phalanx.run.telemetry.run_folder import read_ranks
+from phalanx.run.world import lone_world
+from phalanx.telemetry.timers import Timers
 
 
 @pytest.fixture
 def world() -> Iterator[World]:
     with mesh.alone():
-        yield mesh.lone_world(ParallelConfig(), 1, 0, torch.device("cpu"))
+        yield lone_world(ParallelConfig(), 1, 0, torch.device("cpu"))
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:

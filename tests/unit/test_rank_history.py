@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from phalanx.telemetry import rank_history
-from phalanx.telemetry.rank_history import RankHistory
+from phalanx.tools.board import rank_history
+from phalanx.tools.board.rank_history import RankHistory
 
 
 def write(folder: Path, rank: int, lines: list[dict[str, Any]], **state: Any) -> None:

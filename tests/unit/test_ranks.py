@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.ranks import RankError, run_ranks, torchrun
+from tests.helpers.ranks import RankError, run_ranks, torchrun
 
 
 def _sum_and_place(offset: int) -> tuple[torch.Tensor, tuple[str, ...]]:

@@ -12,7 +12,7 @@ from PIL import Image
 from transformers import AutoModelForImageTextToText
 
 from phalanx.engines.transformers import load_processor
-from tests.ranks import ROOT
+from tests.helpers.ranks import ROOT
 
 ASSETS = ROOT / "assets" / "reading"
 

@@ -14,14 +14,15 @@ import torch
 import yaml
 from PIL import Image
 
-from phalanx.config import ConfigError, load
+from phalanx.config import ConfigError
 from phalanx.config.flow import FlowRewardConfig, FlowRLConfig
 from phalanx.rewards import RewardSet
-from phalanx.training import flow_rl
+from phalanx.run import flow_rl
+from phalanx.run.rules import load_config
 from phalanx.types import Prompt
-from tests.jobs import PROMPTS, one_step
-from tests.judged import JUDGE, step_and_terms
-from tests.ranks import ROOT, run_ranks
+from tests.helpers.jobs import PROMPTS, one_step
+from tests.helpers.judged import JUDGE, step_and_terms
+from tests.helpers.ranks import ROOT, run_ranks
 
 RECIPES = sorted((ROOT / "configs" / "flowgrpo").glob("*.yaml"))
 FOR_GPUS = [path for path in RECIPES if not path.stem.startswith("quickstart")]
@@ -94,7 +95,7 @@ def verl_rows(folder: str, split: str) -> Iterator[dict[str, Any]]:
 
 @recipes
 def test_batches_divide(path: Path) -> None:
-    cfg = load(FlowRLConfig, str(path), [])
+    cfg = load_config(FlowRLConfig, str(path), [])
     flow_rl.check_config(cfg)
     plan = flow_rl.plan(cfg, ranks_of(path))
     assert plan.exact  # log-probs of rollout and replay are equal to the last bit
@@ -104,8 +105,8 @@ def test_batches_divide(path: Path) -> None:
 @gpu_recipes
 def test_holds_differences_only(path: Path) -> None:
     """The quickstart also spells out defaults, for a newcomer to read."""
-    plain = dict(leaves(asdict(load(FlowRLConfig, None, ["model.path=x"]))))
-    cfg = dict(leaves(asdict(load(FlowRLConfig, str(path), []))))
+    plain = dict(leaves(asdict(load_config(FlowRLConfig, None, ["model.path=x"]))))
+    cfg = dict(leaves(asdict(load_config(FlowRLConfig, str(path), []))))
     for key, _ in leaves(yaml.safe_load(path.read_text())):
         assert key == "model.path" or cfg[key] != plain[key], f"{path.name}: {key} is the default"
 
@@ -115,7 +116,7 @@ def test_one_tiny_step(path: Path, home: Path, request: pytest.FixtureRequest) -
     """One step on one rank, with all of the recipe's settings but the model, its size, compiling, the batch and the reward; a judge
     stays, and is a tiny one.
     """
-    cfg = load(FlowRLConfig, str(path), [])
+    cfg = load_config(FlowRLConfig, str(path), [])
     window = flow_rl.plan(cfg, ranks_of(path)).actions
     tiny = []
     if path in FOR_GPUS:
@@ -137,7 +138,7 @@ def test_one_tiny_step(path: Path, home: Path, request: pytest.FixtureRequest) -
             *JUDGE,
         ]
         tiny += ["reward.model.tensor_parallel_size=1"]
-    cfg = load(FlowRLConfig, str(path), tiny)
+    cfg = load_config(FlowRLConfig, str(path), tiny)
     (result,) = run_ranks(step, 1, cfg, timeout=240)
     row, weights = result["row"], result["weights"]
     assert row["actor/first_ratio_error"] == 0
@@ -150,7 +151,7 @@ def test_one_tiny_step(path: Path, home: Path, request: pytest.FixtureRequest) -
 
 @recipes
 def test_rewards_are_there(path: Path) -> None:
-    cfg = load(FlowRLConfig, str(path), [])
+    cfg = load_config(FlowRLConfig, str(path), [])
     (entry,) = cfg.reward.functions
     if entry.name == "pickscore":  # known, and it looks for its model where it is told to
         with pytest.raises(
@@ -173,7 +174,7 @@ def test_rewards_are_there(path: Path) -> None:
 def test_data_paths(path: Path, home: Path) -> None:
     from phalanx.data.prompts import load_prompts
 
-    cfg = load(FlowRLConfig, str(path), [])
+    cfg = load_config(FlowRLConfig, str(path), [])
     for key, files in (("data.train_files", cfg.data.train_files), ("data.val_files", cfg.data.val_files)):
         rows = load_prompts(files, key)
         assert [row.text for row in rows] == PROMPTS

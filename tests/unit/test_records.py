@@ -13,8 +13,8 @@ from PIL import Image
 from phalanx.media.grids import CAPTION_LINES, TILE_MAX, TILE_MIN
 from phalanx.media.pictures import Picture
 from phalanx.telemetry.records import Record, Thumbnail, grid, read_index, save_records, spoken, storable, together
-from tests.logs import TALK, prompt_image, records, start, talk, texts
-from tests.ranks import ROOT
+from tests.helpers.logs import TALK, prompt_image, records, start, talk, texts
+from tests.helpers.ranks import ROOT
 
 
 class TestImages:

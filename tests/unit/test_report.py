@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from phalanx.telemetry.charts import MAX_BARS, MAX_POINTS
-from phalanx.telemetry.loggers.console import shown_keys
 from phalanx.telemetry.records import Record
-from phalanx.telemetry.report import main, write_report
-from phalanx.telemetry.samples import BEST, MAX_CARDS, MAX_SAMPLES
-from tests.logs import prompt_image, talk
-from tests.pages import Page, logger, picture, run, steps_of
+from phalanx.tools.board.charts import MAX_BARS, MAX_POINTS
+from phalanx.tools.board.report import main, write_report
+from phalanx.tools.board.samples import BEST, MAX_CARDS, MAX_SAMPLES
+from phalanx.zoo.loggers.console import shown_keys
+from tests.helpers.logs import prompt_image, talk
+from tests.helpers.pages import Page, logger, picture, run, steps_of
 
 SRC = Path(__file__).parents[2] / "src"
 KNOWN = [
@@ -299,7 +299,7 @@ class TestCommand:
     def test_it_prints_the_path(self, tmp_path: Path) -> None:
         folder = run(tmp_path)
         done = subprocess.run(
-            [sys.executable, "-m", "phalanx.telemetry.report", str(folder)],
+            [sys.executable, "-m", "phalanx.tools.board.report", str(folder)],
             env={**os.environ, "PYTHONPATH": str(SRC)},
             capture_output=True,
             text=True,
@@ -422,7 +422,7 @@ class TestSteps:
         (video,) = page.all("video")
         data = base64.b64decode(video["src"].removeprefix("data:video/mp4;base64,"))
         assert data == (tmp_path / "images/wan/step_000000/00000.mp4").read_bytes()
-        monkeypatch.setattr("phalanx.telemetry.samples.MAX_VIDEO_BYTES", len(data) - 1)
+        monkeypatch.setattr("phalanx.tools.board.samples.MAX_VIDEO_BYTES", len(data) - 1)
         page = Page(write_report(tmp_path))
         assert (len(page.all("video")), len(page.all("img"))) == (0, 1)
 

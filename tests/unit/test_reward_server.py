@@ -16,13 +16,13 @@ import httpx2
 import pytest
 import torch
 
-from phalanx.config import load
 from phalanx.config.tasks import ServeRewardConfig
-from phalanx.jobs.reward_server import RewardServer
-from phalanx.rewards.http import Http, ServerError
-from tests.checks import wait_for
-from tests.reward_servers import asked, b64, bomb, only, own_rewards, png, refusal, scores, serving
-from tests.rewards import told
+from phalanx.run.rules import load_config
+from phalanx.tools.reward_server import RewardServer
+from phalanx.zoo.rewards.http import Http, ServerError
+from tests.helpers.checks import wait_for
+from tests.helpers.reward_servers import asked, b64, bomb, only, own_rewards, png, refusal, scores, serving
+from tests.helpers.rewards import told
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ def test_a_token(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixtu
 def test_strangers_must_be_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
     def start(*overrides: str) -> None:
         functions = "reward.functions=[{name: jpeg_compressibility}]"
-        server = RewardServer(load(ServeRewardConfig, None, [functions, "port=0", *overrides]))
+        server = RewardServer(load_config(ServeRewardConfig, None, [functions, "port=0", *overrides]))
         server.close()
 
     monkeypatch.setenv("SERVER_TOKEN", "secret")
@@ -72,7 +72,7 @@ def test_strangers_must_be_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_server_that_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
     def problem(*overrides: str) -> str:
-        return told(ValueError, RewardServer, load(ServeRewardConfig, None, list(overrides)))
+        return told(ValueError, RewardServer, load_config(ServeRewardConfig, None, list(overrides)))
 
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

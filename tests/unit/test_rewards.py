@@ -17,9 +17,9 @@ from phalanx.config import ConfigError
 from phalanx.config.flow import FlowRewardFunctionConfig
 from phalanx.rewards import DeviceReward, RewardError, RewardOutput, RewardSet, RewardWithExtras
 from phalanx.types import JobError, Prompt
-from tests.checks import wait_for
-from tests.ranks import LIMIT_S, ROOT
-from tests.rewards import entry, rewards, scored, told
+from tests.helpers.checks import wait_for
+from tests.helpers.ranks import LIMIT_S, ROOT
+from tests.helpers.rewards import entry, rewards, scored, told
 
 HERE = __name__
 MEETING = threading.Barrier(4)
@@ -460,7 +460,7 @@ def test_the_process_exits_although_a_reward_hangs(tmp_path: Path) -> None:
     code = f"""if True:
         import torch
         from phalanx.types import Prompt
-        from tests.rewards import entry, rewards, scored
+        from tests.helpers.rewards import entry, rewards, scored
 
         reward = rewards(entry(path="{tmp_path}/hang.py:forever"), timeout_s=0.2)
         scored(reward, (torch.zeros(1, 3, 8, 8), [Prompt("stuck", 0, {{}})]))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from phalanx.types import Prompt
-from tests.rewards import entry, rewards, scored, told
+from tests.helpers.rewards import entry, rewards, scored, told
 from tests.unit.test_rewards_clip import clip_folder, random_images  # noqa: F401
 
 WIDTH, EDGE = 32, 48

@@ -17,11 +17,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from phalanx.rewards import DeviceReward, RewardSet
-from phalanx.rewards.image._clip import pixels_of
 from phalanx.types import Prompt
-from tests.judged import broken_copy, cut
-from tests.rewards import entry, rewards, told
-from tests.tiny import clip_tokenizer
+from phalanx.zoo.rewards.image._clip import pixels_of
+from tests.helpers.judged import broken_copy, cut
+from tests.helpers.rewards import entry, rewards, told
+from tests.helpers.tiny import clip_tokenizer
 
 # of the tiny CLIP
 EDGE, PATCH, WIDTH, TEXT_WIDTH, DIM, TOKENS = 28, 7, 48, 32, 24, 16

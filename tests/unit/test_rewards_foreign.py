@@ -15,7 +15,7 @@ from phalanx.config.reward import RewardConfig, RewardFunctionConfig
 from phalanx.media.pictures import Picture, raw_file
 from phalanx.rewards import RewardError, RewardSet
 from phalanx.types import Prompt
-from tests.rewards import scored, told
+from tests.helpers.rewards import scored, told
 
 HERE = __name__
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1?"}]

@@ -8,8 +8,9 @@ import pytest
 import torch
 from PIL import Image
 
-from phalanx.rewards.image._detector import Detector, _Segmenter
-from phalanx.rewards.image._geneval_rules import (
+from phalanx.types import Prompt
+from phalanx.zoo.rewards.image._detector import Detector, _Segmenter
+from phalanx.zoo.rewards.image._geneval_rules import (
     CLASSES,
     COLORS,
     Detection,
@@ -20,8 +21,7 @@ from phalanx.rewards.image._geneval_rules import (
     relations,
     verdict,
 )
-from phalanx.types import Prompt
-from tests.rewards import entry, rewards, told
+from tests.helpers.rewards import entry, rewards, told
 from tests.unit.test_rewards_clip import clip_folder, pil, random_images, reference  # noqa: F401
 
 EDGES = (128, 192)  # of images that are resized for the tiny detector

@@ -4,8 +4,8 @@ import time
 
 import pytest
 
-from phalanx.rewards.text.geo3k import Geo3k, formed
-from tests.checks import refused
+from phalanx.zoo.rewards.text.geo3k import Geo3k, formed
+from tests.helpers.checks import refused
 
 THOUGHT = "<think>so</think> it is "
 

@@ -14,8 +14,8 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from tests.tiny import clip_tokenizer
-from tests.tiny_qwen2_vl import tiny_qwen2_vl
+from tests.helpers.tiny import clip_tokenizer
+from tests.helpers.tiny_qwen2_vl import tiny_qwen2_vl
 from tests.unit.test_rewards_clip import (
     DIM,
     EDGE,
@@ -162,7 +162,7 @@ def test_hps_v2_is_the_cosine_of_open_clips_model(
 
 @pytest.mark.parametrize("size", [(EDGE, EDGE), (64, 64), (40, 90), (101, 37), (9, 300)])
 def test_letterbox(size: tuple[int, int]) -> None:
-    from phalanx.rewards.image.hps_v2 import letterbox
+    from phalanx.zoo.rewards.image.hps_v2 import letterbox
 
     images = random_images(*size)
     found = letterbox(images, EDGE).mul(255)

@@ -10,7 +10,7 @@ from PIL import Image
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from tests.tiny_qwen2_vl import SPECIAL, tiny_qwen2_vl
+from tests.helpers.tiny_qwen2_vl import SPECIAL, tiny_qwen2_vl
 from tests.unit.test_rewards_clip import PROMPTS, build, error_of, pil, random_images, save_clip_base, score
 
 State = dict[str, Tensor]
@@ -116,7 +116,7 @@ def test_hps_v3_is_the_plain_computation(
 
 
 def test_hps_v3_with_its_own_template_and_in_bfloat16(qwen_base: Path, hps_v3_state: State, hps_v3_file: Path) -> None:
-    from phalanx.rewards.image._hps_v3_text import TEMPLATE as OFFICIAL
+    from phalanx.zoo.rewards.image._hps_v3_text import TEMPLATE as OFFICIAL
 
     images = random_images(SIZE, SIZE, 1)
     expected = plainly(qwen_base, hps_v3_state, pil(images)[0], PROMPTS[0], OFFICIAL)
@@ -171,7 +171,7 @@ def test_weights_in_shards_and_under_the_names_of_today(
 def test_sizes_and_patches_are_those_of_the_image_processor() -> None:
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
 
-    from phalanx.rewards.image._qwen_vl import patches_of, resized
+    from phalanx.zoo.rewards.image._qwen_vl import patches_of, resized
 
     area = 256 * 28 * 28
     sides = (30, 64, 448, 449, 512, 768, 1000, 1024, 1328, 1664)
@@ -198,7 +198,7 @@ def test_sizes_and_patches_are_those_of_the_image_processor() -> None:
 
 def test_the_template_is_the_one_that_the_model_was_trained_with() -> None:
     """A typing error in it, or an editor that strips spaces, would shift all scores without an error."""
-    from phalanx.rewards.image._hps_v3_text import TEMPLATE as OFFICIAL
+    from phalanx.zoo.rewards.image._hps_v3_text import TEMPLATE as OFFICIAL
 
     digest = hashlib.sha256(OFFICIAL.encode()).hexdigest()
     assert digest == "e61d58f3c7d3be656ccd024f5c0cd8c001cf9a2122305d52b59e60d94147e0f2"

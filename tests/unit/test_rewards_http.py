@@ -21,13 +21,13 @@ import uvicorn
 from phalanx.config.reward import RewardConfig, RewardFunctionConfig
 from phalanx.config.tasks import ServeRewardConfig
 from phalanx.exit import place
-from phalanx.jobs.reward_server import RewardServer
 from phalanx.rewards import RewardError, RewardOutput, RewardSet
-from phalanx.rewards.http import MAX_ANSWER, Http, ServerError
+from phalanx.tools.reward_server import RewardServer
 from phalanx.types import Prompt
-from tests.checks import wait_for
-from tests.ranks import ROOT, free_port
-from tests.reward_servers import (
+from phalanx.zoo.rewards.http import MAX_ANSWER, Http, ServerError
+from tests.helpers.checks import wait_for
+from tests.helpers.ranks import ROOT, free_port
+from tests.helpers.reward_servers import (
     Answer,
     Strange,
     asked,
@@ -40,7 +40,7 @@ from tests.reward_servers import (
     serving,
     strange,
 )
-from tests.rewards import entry, rewards, scored, told
+from tests.helpers.rewards import entry, rewards, scored, told
 from tests.unit.test_rewards_ocr import words
 
 
@@ -434,7 +434,7 @@ def test_extras_stay_with_their_images(own: Path) -> None:
         last = torch.zeros(1, 3, 4, 4), [Prompt("8", 0, {})]
         assert scored(three, last) == {"http": [8], "http_degraded": [0], "brightness": [0]}
         # no extra where an error ends the job; two servers need different names
-        ends = rewards(entry("http", url=server.url), entry("strict", "phalanx.rewards.http:Http", url=server.url))
+        ends = rewards(entry("http", url=server.url), entry("strict", "phalanx.zoo.rewards.http:Http", url=server.url))
         assert scored(ends, last) == {"http": [8], "strict": [8]}
 
 

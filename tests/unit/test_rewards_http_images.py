@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from phalanx.media.pictures import Picture, raw_file
-from phalanx.rewards.http import Http
-from tests.reward_servers import Strange, strange
+from phalanx.zoo.rewards.http import Http
+from tests.helpers.reward_servers import Strange, strange
 
 
 def test_images_of_prompts_are_sent_as_files(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -9,8 +9,8 @@ import pytest
 from PIL import Image
 
 from phalanx.media.pictures import Picture
-from phalanx.rewards.text.iou import MOST, Iou, boxes, iou
-from tests.checks import refused
+from phalanx.zoo.rewards.text.iou import MOST, Iou, boxes, iou
+from tests.helpers.checks import refused
 
 TRUTH = [0, 0, 10, 10]
 HALF = [0, 0, 10, 5]

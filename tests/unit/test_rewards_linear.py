@@ -7,20 +7,20 @@ from collections.abc import Callable
 import pytest
 
 from phalanx.config.registry import known_modules
-from phalanx.rewards import _recall
 from phalanx.rewards.call import without_folders
-from phalanx.rewards.judge.llm_judge import LlmJudge
-from phalanx.rewards.judge.pairwise_judge import PairwiseJudge
-from phalanx.rewards.judge.t2i_compbench import T2iCompbench
-from phalanx.rewards.judge.unified_reward import UnifiedReward
-from phalanx.rewards.judge.vlm_ocr import VlmOcr
-from phalanx.rewards.text import _answers, _grammar
-from phalanx.rewards.text.dapo import Dapo
-from phalanx.rewards.text.format import TAGS, in_tags
-from phalanx.rewards.text.geo3k import Geo3k
-from phalanx.rewards.text.gsm8k import Gsm8k
-from phalanx.rewards.text.iou import answer, boxes
-from phalanx.rewards.text.math import Math
+from phalanx.zoo.rewards import _recall
+from phalanx.zoo.rewards.judge.llm_judge import LlmJudge
+from phalanx.zoo.rewards.judge.pairwise_judge import PairwiseJudge
+from phalanx.zoo.rewards.judge.t2i_compbench import T2iCompbench
+from phalanx.zoo.rewards.judge.unified_reward import UnifiedReward
+from phalanx.zoo.rewards.judge.vlm_ocr import VlmOcr
+from phalanx.zoo.rewards.text import _answers, _grammar
+from phalanx.zoo.rewards.text.dapo import Dapo
+from phalanx.zoo.rewards.text.format import TAGS, in_tags
+from phalanx.zoo.rewards.text.geo3k import Geo3k
+from phalanx.zoo.rewards.text.gsm8k import Gsm8k
+from phalanx.zoo.rewards.text.iou import answer, boxes
+from phalanx.zoo.rewards.text.math import Math
 
 LENGTH = 100_000  # characters
 LIMIT_S = 0.3  # of CPU time; a quadratic parser needs seconds to minutes
@@ -84,11 +84,13 @@ def slowest(parse: Parser, units: tuple[str, ...] = UNITS, length: int = LENGTH)
 def test_a_parser_is_linear(name: str) -> None:
     for how, parse in PARSERS[name].items():
         seconds, text = slowest(parse)
+        if seconds >= LIMIT_S:  # once may be a collection of garbage
+            seconds, text = slowest(parse)
         assert seconds < LIMIT_S, f"{name} {how} takes {seconds:.1f} s for {text!r}..."
 
 
 def test_every_reward_of_texts_is_measured() -> None:
-    known = {f"{kind}.{name}" for kind in ("text", "judge") for name in known_modules(f"phalanx.rewards.{kind}")}
+    known = {f"{kind}.{name}" for kind in ("text", "judge") for name in known_modules(f"phalanx.zoo.rewards.{kind}")}
     assert known == {name for name in PARSERS if name.startswith(("text", "judge"))} | set(OTHERS)
 
 

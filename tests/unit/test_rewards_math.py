@@ -3,10 +3,10 @@
 import resource
 from pathlib import Path
 
-from phalanx.rewards.text._answers import canonical, normalised, parted, written
-from phalanx.rewards.text.dapo import Dapo
-from phalanx.rewards.text.geo3k import Geo3k
-from phalanx.rewards.text.math import Math
+from phalanx.zoo.rewards.text._answers import canonical, normalised, parted, written
+from phalanx.zoo.rewards.text.dapo import Dapo
+from phalanx.zoo.rewards.text.geo3k import Geo3k
+from phalanx.zoo.rewards.text.math import Math
 
 PAIRS = Path(__file__).parents[1] / "math_answers.tsv"
 Pair = tuple[str, str, bool, bool, str]

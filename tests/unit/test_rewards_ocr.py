@@ -11,9 +11,9 @@ from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
 from phalanx.rewards import RewardError
-from phalanx.rewards.image.ocr import Ocr
 from phalanx.types import Prompt
-from tests.rewards import entry, rewards, scored, told
+from phalanx.zoo.rewards.image.ocr import Ocr
+from tests.helpers.rewards import entry, rewards, scored, told
 
 
 def picture(lines: dict[tuple[int, int], str], size: tuple[int, int], font: int, colour: str = "black") -> Tensor:

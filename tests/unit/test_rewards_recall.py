@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from phalanx.rewards._recall import matched
-from phalanx.rewards.judge.vlm_ocr import VlmOcr
 from phalanx.types import Prompt
-from tests.rewards import entry, rewards, scored, told
+from phalanx.zoo.rewards._recall import matched
+from phalanx.zoo.rewards.judge.vlm_ocr import VlmOcr
+from tests.helpers.rewards import entry, rewards, scored, told
 from tests.unit.test_rewards_ocr import picture
 
 

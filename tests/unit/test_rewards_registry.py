@@ -7,7 +7,7 @@ import torch
 
 from phalanx.config import ConfigError
 from phalanx.config.flow import FlowRewardFunctionConfig
-from tests.rewards import BUILT_IN, entry, rewards, told
+from tests.helpers.rewards import BUILT_IN, entry, rewards, told
 from tests.unit.test_rewards import HERE, Stateful, mine, some
 
 FORMS = "module:function or path/to/file.py:function"

@@ -13,7 +13,7 @@ from phalanx.config.reward import RewardConfig, RewardFunctionConfig
 from phalanx.data.prompts import load_prompts, validation_sets
 from phalanx.rewards import RewardSet
 from phalanx.types import Prompt
-from tests.rewards import scored, told
+from tests.helpers.rewards import scored, told
 
 HERE = __name__
 ANSWERS = ["1", "2", None, "4"] + ["5"] * 10

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from phalanx.config.reward import RewardConfig, RewardFunctionConfig
 from phalanx.rewards import DeviceReward, Judge, RewardError, RewardOutput, RewardSet, RewardWithExtras
-from phalanx.rewards.judge.llm_judge import LlmJudge
 from phalanx.types import Prompt
-from tests.rewards import scored, told
+from phalanx.zoo.rewards.judge.llm_judge import LlmJudge
+from tests.helpers.rewards import scored, told
 
 HERE = __name__
 Meta = list[dict[str, Any]]

@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from phalanx.rewards import RewardError
-from phalanx.rewards.video._frames import consistency
-from phalanx.rewards.video.background_consistency import BackgroundConsistency
-from phalanx.rewards.video.subject_consistency import SubjectConsistency
-from phalanx.rewards.video.temporal_flickering import temporal_flickering
 from phalanx.types import Prompt
-from tests.rewards import entry, rewards, scored, told
+from phalanx.zoo.rewards.video._frames import consistency
+from phalanx.zoo.rewards.video.background_consistency import BackgroundConsistency
+from phalanx.zoo.rewards.video.subject_consistency import SubjectConsistency
+from phalanx.zoo.rewards.video.temporal_flickering import temporal_flickering
+from tests.helpers.rewards import entry, rewards, scored, told
 from tests.unit.test_rewards_clip import DIM, EDGE, clip_folder, random_images  # noqa: F401
 
 DINO_EDGE, PATCH = 32, 8

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tests.tiny_qwen2_vl import SPECIAL, tiny_qwen2_vl
+from tests.helpers.tiny_qwen2_vl import SPECIAL, tiny_qwen2_vl
 from tests.unit.test_rewards_clip import build, error_of
 
 State = dict[str, Tensor]
@@ -133,7 +133,7 @@ def test_a_head_with_a_row_for_each_grade(base: Path, tmp_path: Path) -> None:
 
 def test_frames_are_those_that_the_authors_code_takes() -> None:
     """As VideoAlign's smart_nframes and linspace; 81 frames at 16 per second are five seconds."""
-    from phalanx.rewards.video.video_align import frames
+    from phalanx.zoo.rewards.video.video_align import frames
 
     assert frames(81, 16, 2) == [0, 9, 18, 27, 36, 44, 53, 62, 71, 80]
     assert frames(121, 24, 2) == [0, 13, 27, 40, 53, 67, 80, 93, 107, 120]
@@ -145,7 +145,7 @@ def test_frames_are_those_that_the_authors_code_takes() -> None:
 
 def test_the_text_is_that_which_the_model_was_trained_with() -> None:
     """A typing error in it, or an editor that strips spaces, would shift all scores without an error."""
-    from phalanx.rewards.video._video_align_text import TEMPLATE
+    from phalanx.zoo.rewards.video._video_align_text import TEMPLATE
 
     digest = hashlib.sha256(TEMPLATE.encode()).hexdigest()
     assert digest == "fd7862ecb43bbe39144c6a45a52f886c95a659afb2a231655fd990c2e459976c"

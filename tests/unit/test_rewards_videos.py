@@ -11,7 +11,7 @@ from phalanx.config.tasks import ServeRewardConfig
 from phalanx.rewards import DeviceReward, Judge, RewardError, RewardOutput, RewardSet, RewardWithExtras
 from phalanx.rewards.registry import build_terms
 from phalanx.types import Prompt
-from tests.rewards import rewards, scored, told
+from tests.helpers.rewards import rewards, scored, told
 
 HERE = __name__
 PROMPTS = [Prompt("a", 0, {"bonus": 0.0}), Prompt("b", 1, {"bonus": 10.0})]
@@ -106,7 +106,7 @@ def test_judges_look_at_the_same_frames() -> None:
 
 
 def test_a_server_takes_no_videos() -> None:
-    from phalanx.jobs.reward_server import RewardServer
+    from phalanx.tools.reward_server import RewardServer
 
     cfg = ServeRewardConfig(reward=FlowRewardConfig(functions=[entry("motion")]), port=0)
     problem = "reward.functions: motion takes videos, but the server receives images; use it in the job"

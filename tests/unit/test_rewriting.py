@@ -3,9 +3,9 @@
 import pytest
 
 from phalanx.config.joint import RewriteConfig
-from phalanx.rewards.text._process import Verifier, VerifierError
-from phalanx.training.rewriting import as_original
-from phalanx.training.rewriting import rewritten as rewritten_by
+from phalanx.rewards.verifier import Verifier, VerifierError
+from phalanx.run.rewriting import as_original
+from phalanx.run.rewriting import rewritten as rewritten_by
 from phalanx.types import Prompt
 
 LAST_GROUP = Verifier("last_group", 0.2)

@@ -6,8 +6,9 @@ import pytest
 
 from phalanx.config import ConfigError
 from phalanx.distributed.launch import Launch
-from phalanx.distributed.roles import ACTOR, INFERENCE, ROLLOUT, roles_of, span
-from tests.checks import refused
+from phalanx.distributed.mesh import ACTOR, INFERENCE, ROLLOUT
+from phalanx.run.roles import roles_of, span
+from tests.helpers.checks import refused
 
 
 def launch(world: int, node: int | None = None, rank: int = 0, nodes: str = "") -> Launch:

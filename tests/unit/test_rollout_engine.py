@@ -7,25 +7,25 @@ from typing import Any
 
 import pytest
 
-from phalanx.config import ConfigError, load, save
+from phalanx.config import ConfigError, save
 from phalanx.config.engines import BLOCK_ENGINES, EngineFacts, engine_class
 from phalanx.config.flow import FlowMatchingTaskConfig, FlowRLConfig, FlowRolloutConfig, FlowRunConfig
 from phalanx.config.lm import LMRLConfig, LMRolloutConfig
-from phalanx.config.rules import check
 from phalanx.config.tasks import CheckClusterConfig, read_run
 from phalanx.config.trust import Use
 from phalanx.distributed.placement import judged_beside
-from phalanx.plan.blueprint import family_name
-from phalanx.plan.jobs import planned
-from phalanx.plan.layout import Cluster
-from phalanx.plan.memory import count
 from phalanx.rollout import flow, lm
 from phalanx.rollout.registry import check_installed, made
-from phalanx.training.flow_rl import check_config
-from tests.checks import refused
-from tests.jobs import tiny_config
-from tests.lm import tiny_lm_config
-from tests.ranks import ROOT
+from phalanx.run.flow_rl import check_config
+from phalanx.run.rules import check, load_config
+from phalanx.tools.plan.blueprint import family_name
+from phalanx.tools.plan.jobs import planned
+from phalanx.tools.plan.layout import Cluster
+from phalanx.tools.plan.memory import count
+from tests.helpers.checks import refused
+from tests.helpers.jobs import tiny_config
+from tests.helpers.lm import tiny_lm_config
+from tests.helpers.ranks import ROOT
 
 OWN = """
 from dataclasses import replace
@@ -33,7 +33,7 @@ from dataclasses import replace
 from phalanx.config.engines import EngineFacts
 from phalanx.rollout.flow.dataset import DatasetRollout
 from phalanx.rollout.flow.in_policy import PolicyRollout
-from phalanx.rollout.flow.vllm_omni import VllmOmniRollout
+from phalanx.zoo.engines.vllm_omni import VllmOmniRollout
 from phalanx.rollout.lm.in_blocks import BlockDiffusionRollout
 from phalanx.rollout.lm.in_policy import LMRollout
 from phalanx.rollout.lm.vllm import VllmRollout
@@ -93,11 +93,11 @@ def own(tmp_path: Path) -> str:
 
 
 def flow_config(*overrides: str, schema: Any = FlowRLConfig) -> Any:
-    return load(schema, None, ["model.path=x", *overrides])
+    return load_config(schema, None, ["model.path=x", *overrides])
 
 
 def lm_config(*overrides: str) -> LMRLConfig:
-    return load(LMRLConfig, None, ["model.path=x", *overrides])
+    return load_config(LMRLConfig, None, ["model.path=x", *overrides])
 
 
 def test_the_engines_are_known() -> None:

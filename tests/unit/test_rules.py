@@ -8,13 +8,14 @@ import pytest
 from omegaconf import OmegaConf
 
 from phalanx import algorithms
-from phalanx.config import ConfigError, load, rules
+from phalanx.config import ConfigError
 from phalanx.config.joint import JointConfig
 from phalanx.config.lm import LMModelConfig
 from phalanx.config.load import build
-from phalanx.config.rules import Ranks, Rule
 from phalanx.config.tasks import CheckClusterConfig, GenerateConfig, PrepareDataConfig
-from tests.broken_rules import LAUNCHED, LOADED, MODELS, STARTED
+from phalanx.run import rules
+from phalanx.run.rules import Ranks, Rule, load_config
+from tests.helpers.broken_rules import LAUNCHED, LOADED, MODELS, STARTED
 
 ROOT = Path(__file__).parents[2]
 
@@ -49,12 +50,12 @@ def algorithm(cfg: Any) -> Any:
 def test_a_rule_of_a_configuration(schema: type, overrides: tuple[str, ...], message: str) -> None:
     broken_by(rules.RULES, configuration(schema, overrides), message)
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}"):
-        load(schema, None, [*models(schema), *overrides])
+        load_config(schema, None, [*models(schema), *overrides])
 
 
 @pytest.mark.parametrize(("schema", "overrides", "message"), STARTED, ids=[message[:50] for *_, message in STARTED])
 def test_a_rule_of_a_job(schema: type, overrides: tuple[str, ...], message: str) -> None:
-    cfg = load(schema, None, [*models(schema), *overrides])
+    cfg = load_config(schema, None, [*models(schema), *overrides])
     broken_by(rules.START_RULES, cfg, message, a=algorithm(cfg))
     with pytest.raises(ConfigError):
         rules.check_start(cfg, algorithm(cfg))
@@ -62,7 +63,7 @@ def test_a_rule_of_a_job(schema: type, overrides: tuple[str, ...], message: str)
 
 @pytest.mark.parametrize(("schema", "overrides", "ranks", "message"), LAUNCHED)
 def test_a_rule_of_a_launch(schema: type, overrides: tuple[str, ...], ranks: Ranks, message: str) -> None:
-    cfg = load(schema, None, [*models(schema), *overrides])
+    cfg = load_config(schema, None, [*models(schema), *overrides])
     broken_by(rules.LAUNCH_RULES, cfg, message, w=ranks)
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}"):
         rules.check_launch(cfg, ranks)
@@ -70,7 +71,7 @@ def test_a_rule_of_a_launch(schema: type, overrides: tuple[str, ...], ranks: Ran
 
 @pytest.mark.parametrize(("overrides", "model", "message"), MODELS)
 def test_a_rule_of_a_model(overrides: tuple[str, ...], model: dict[str, Any], message: str) -> None:
-    cfg = load(GenerateConfig, None, ["model.path=x", "prompts=[a]", *overrides])
+    cfg = load_config(GenerateConfig, None, ["model.path=x", "prompts=[a]", *overrides])
     broken_by(rules.MODEL_RULES, cfg, message, m=LMModelConfig(**model))
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}"):
         rules.check_model(cfg, LMModelConfig(**model))
@@ -98,7 +99,7 @@ def test_a_rule_of_a_model(overrides: tuple[str, ...], model: dict[str, Any], me
 def test_a_policy_of_a_joint_run_keeps_the_rules_of_its_kind(overrides: tuple[str, ...], message: str) -> None:
     """Messages name the joint run's keys."""
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}"):
-        load(JointConfig, None, [*models(JointConfig), *overrides])
+        load_config(JointConfig, None, [*models(JointConfig), *overrides])
 
 
 @pytest.mark.full
@@ -123,7 +124,7 @@ def test_no_rule_is_dead() -> None:
 
 def test_a_rule_stands_in_one_place() -> None:
     """No module outside the rules raises the message of a rule."""
-    folder = ROOT / "src" / "phalanx" / "config" / "rules"
+    folder = ROOT / "src" / "phalanx" / "run" / "rules"
     files = [path for path in (ROOT / "src").rglob("*.py") if not path.is_relative_to(folder)]
     sources = "".join(re.sub(r'"\s*\n\s*f?"', "", path.read_text()) for path in files)
     for rule in (*rules.RULES, *rules.START_RULES, *rules.LAUNCH_RULES, *rules.MODEL_RULES):
@@ -133,4 +134,4 @@ def test_a_rule_stands_in_one_place() -> None:
 
 def test_a_file_for_the_cluster_check_is_of_any_job() -> None:
     """The cluster check reads files of any job, so rules of flow matching must not apply to reinforcement learning."""
-    assert load(CheckClusterConfig, None, ["rollout.num_frames=5"]).rollout.num_frames == 5
+    assert load_config(CheckClusterConfig, None, ["rollout.num_frames=5"]).rollout.num_frames == 5

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from phalanx.telemetry import runs
-from phalanx.telemetry.run_folder import read_ranks
-from phalanx.telemetry.runs import main, overview, states
-from phalanx.training import folder_lock
-from phalanx.training.folder_lock import FolderLock
-from tests.checks import wait_for
+from phalanx.run import folder_lock
+from phalanx.run.folder_lock import FolderLock
+from phalanx.run.telemetry.run_folder import read_ranks
+from phalanx.tools.board import runs
+from phalanx.tools.board.runs import main, overview, states
+from tests.helpers.checks import wait_for
 
 HUGE = b"9" * 400
 DAMAGE = {

@@ -17,12 +17,12 @@ from typing import Any
 import pytest
 
 from phalanx import sandbox
-from phalanx.environments.built_in.python import Python
 from phalanx.models.lm.chat import TemplateProcess
-from phalanx.rewards.text._process import Verifier
-from tests import escapes
-from tests.checks import wait_for
-from tests.ranks import LIMIT_S, ROOT
+from phalanx.rewards.verifier import Verifier
+from phalanx.zoo.environments.python import Python
+from tests.helpers import escapes
+from tests.helpers.checks import wait_for
+from tests.helpers.ranks import LIMIT_S, ROOT
 
 ALLOW, REFUSE = 0x7FFF0000, 0x00050000 | errno.EPERM
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
@@ -252,7 +252,7 @@ def test_no_shape_of_pythonpath_opens_a_folder(tmp_path: Path, monkeypatch: pyte
 
 
 def tried(uid: int, *versions: str) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """What a rank of a user and its confined processes saw, one result per version of Landlock (see tests/escapes.py),
+    """What a rank of a user and its confined processes saw, one result per version of Landlock (see tests/helpers/escapes.py),
     and the files of the job's folder afterwards.
     """
     with tempfile.TemporaryDirectory() as name:  # not below pytest's folder, which no other user reaches
@@ -265,7 +265,15 @@ def tried(uid: int, *versions: str) -> tuple[list[dict[str, Any]], dict[str, str
         for path in (job, *job.iterdir()):
             os.chown(path, uid, -1, follow_symlinks=False)
         done = subprocess.run(
-            [sys.executable, "-P", str(ROOT / "tests/escapes.py"), str(sandbox.__file__), name, str(uid), *versions],
+            [
+                sys.executable,
+                "-P",
+                str(ROOT / "tests/helpers/escapes.py"),
+                str(sandbox.__file__),
+                name,
+                str(uid),
+                *versions,
+            ],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -413,7 +421,7 @@ def test_no_process_inherits_the_environment(
 
 # --- nothing stays behind
 
-CHILD = ROOT / "src/phalanx/environments/built_in/_child.py"
+CHILD = ROOT / "src/phalanx/zoo/environments/_child.py"
 RANK = """
 import subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-P", sys.argv[1], "60", str(2**30), "0"], stdin=-1, stdout=-1)

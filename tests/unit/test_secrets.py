@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from phalanx import exit
-from phalanx.cli import _Terminal
-from phalanx.config import load
 from phalanx.config.flow import FlowRLConfig
 from phalanx.config.load import ConfigError, save
 from phalanx.config.secrets import hide, public
+from phalanx.run.cli import _Terminal
+from phalanx.run.rules import load_config
 
 SECRET = "s3cret/of the test"
 
@@ -27,7 +27,7 @@ def key(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def with_kwargs(kwargs: str) -> tuple[Any, dict[str, Any]]:
     """The kwargs of a reward that the job gets, and the configuration that files and loggers get."""
-    cfg = load(FlowRLConfig, None, [f"reward.functions=[{{name: ocr, kwargs: {kwargs}}}]", "model.path=base"])
+    cfg = load_config(FlowRLConfig, None, [f"reward.functions=[{{name: ocr, kwargs: {kwargs}}}]", "model.path=base"])
     return cfg.reward.functions[0].kwargs, public(cfg)
 
 
@@ -45,10 +45,10 @@ def test_no_value_is_in_files(kwargs: str, value: Any, tmp_path: Path) -> None:
     used, shown = with_kwargs(kwargs)
     assert used == value
     assert SECRET not in str(shown)
-    cfg = load(FlowRLConfig, None, [f"reward.functions=[{{name: ocr, kwargs: {kwargs}}}]", "model.path=base"])
+    cfg = load_config(FlowRLConfig, None, [f"reward.functions=[{{name: ocr, kwargs: {kwargs}}}]", "model.path=base"])
     save(cfg, tmp_path / "config.yaml")
     assert SECRET not in (tmp_path / "config.yaml").read_text()
-    again = load(FlowRLConfig, str(tmp_path / "config.yaml"), [])
+    again = load_config(FlowRLConfig, str(tmp_path / "config.yaml"), [])
     assert again == cfg and again.reward.functions[0].kwargs == value
 
 
@@ -72,7 +72,7 @@ def test_messages_show_no_value(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_mistake_in_a_value_is_told_without_it() -> None:
     with pytest.raises(ConfigError) as error:
-        load(FlowRLConfig, None, ["optim.lr=${oc.env:PHALANX_TEST_KEY}", "model.path=base"])
+        load_config(FlowRLConfig, None, ["optim.lr=${oc.env:PHALANX_TEST_KEY}", "model.path=base"])
     assert SECRET not in hide(str(error.value))
 
 
@@ -84,7 +84,7 @@ def test_what_is_no_secret_stays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
         "trainer.output_dir=${oc.env:PHALANX_TEST_FOLDER}/run",
         "trainer.project_name=${oc.env:PHALANX_TEST_SHORT}",
     ]
-    load(
+    load_config(
         FlowRLConfig,
         None,
         [*words, "trainer.experiment_name=${oc.env:PHALANX_TEST_UNSET,a-default}", "model.path=base"],

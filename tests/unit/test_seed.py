@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from phalanx.distributed.seed import fold_in, normal
-from tests.ranks import LIMIT_S, launch_environment
+from tests.helpers.ranks import LIMIT_S, launch_environment
 
 GOLDEN: list[tuple[tuple[int | str, ...], int]] = [
     ((), 6510301506637419378),

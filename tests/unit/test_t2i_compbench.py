@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 
 from phalanx.rewards.base import RewardError
-from phalanx.rewards.judge._pool import _questions_of
-from phalanx.rewards.judge._t2i_compbench_text import DESCRIBE, GRADE
-from phalanx.rewards.judge.t2i_compbench import T2iCompbench
+from phalanx.rewards.judge_pool import _questions_of
 from phalanx.types import Prompt
-from tests.rewards import told
+from phalanx.zoo.rewards.judge._t2i_compbench_text import DESCRIBE, GRADE
+from phalanx.zoo.rewards.judge.t2i_compbench import T2iCompbench
+from tests.helpers.rewards import told
 
 PARTS: dict[str, Any] = {
     "category": "color",

@@ -2,7 +2,7 @@
 
 import pytest
 
-from phalanx.rewards.text.gsm8k import Gsm8k
+from phalanx.zoo.rewards.text.gsm8k import Gsm8k
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForImageTextToText
 
 from phalanx.engines.transformers import load_processor
-from tests.tiny_vision import FAMILIES, chat, picture, tiny_vision
+from tests.helpers.tiny_vision import FAMILIES, chat, picture, tiny_vision
 
 
 @pytest.mark.parametrize("family", FAMILIES)

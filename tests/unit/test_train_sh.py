@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.checks import wait_for
-from tests.ranks import LIMIT_S, ROOT, launch_environment, torchrun, two_nodes
-from tests.shells import SCRIPT, command, environment, launch, shellcheck, torchrun_arguments, write_tool
+from tests.helpers.checks import wait_for
+from tests.helpers.ranks import LIMIT_S, ROOT, launch_environment, torchrun, two_nodes
+from tests.helpers.shells import SCRIPT, command, environment, launch, shellcheck, torchrun_arguments, write_tool
 
 TASK = ("tasks/train.py", "cfg.yaml", "a.b=two words", "c=*")
 ONCE = "--max-restarts 0 --signals-to-handle SIGTERM"

@@ -160,9 +160,9 @@ def test_every_place_that_resolves_code_is_known() -> None:
         "config/load.py",  # algorithm and other sections of training
         "config/registry.py",
         "environments/registry.py",  # environment.path and environment.tools
-        "environments/verl.py",  # environment.tool_config_path
+        "zoo/adapters/verl.py",  # environment.tool_config_path
         "models/flow/registry.py",  # model.family
         "models/lm/calls.py",  # environment.format
         "rewards/registry.py",  # reward.functions
-        "telemetry/loggers/__init__.py",  # trainer.logger, of training only
+        "telemetry/loggers.py",  # trainer.logger, of training only
     }

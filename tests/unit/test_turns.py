@@ -8,7 +8,7 @@ from phalanx.config.lm import LMDataConfig
 from phalanx.models.lm.chat import prompt_tokens
 from phalanx.models.lm.turns import TurnRenderer
 from phalanx.types import Prompt
-from tests.tiny import chat_tokenizer
+from tests.helpers.tiny import chat_tokenizer
 
 HEAD = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 TOOLS = "{% if tools %}{{ tools | tojson }}{% endif %}"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.chat_templates import FAMILIES, REFUSED, check, check_packaged, packaged
+from tests.helpers.chat_templates import FAMILIES, REFUSED, check, check_packaged, packaged
 
 PACKAGED = packaged("trl")
 LEAST = {"single": 28, "channels": 26}  # conversations with one call, with each end token

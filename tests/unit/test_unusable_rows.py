@@ -14,12 +14,12 @@ from phalanx.config.run import ParallelConfig
 from phalanx.data.files import DataError
 from phalanx.data.images import ImageTextData
 from phalanx.data.prompts import load_prompts
-from phalanx.distributed import mesh
 from phalanx.media.pictures import Picture
-from phalanx.training.usable_images import usable_images
-from tests.checks import refused
-from tests.pairs import write_parquet
-from tests.ranks import run_ranks
+from phalanx.run.usable_images import usable_images
+from phalanx.run.world import start_world
+from tests.helpers.checks import refused
+from tests.helpers.pairs import write_parquet
+from tests.helpers.ranks import run_ranks
 
 KEY = "data.train_files"
 NOISE = Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 48, 3), dtype=np.uint8))
@@ -117,7 +117,7 @@ def test_a_cache_that_cannot_be_written_is_not_the_fault_of_the_file(
 
 def usable(path: str, choice: str) -> tuple[list[str], str]:
     """On each rank: the texts of the rows that are left, or the error."""
-    world = mesh.start(ParallelConfig())
+    world = start_world(ParallelConfig())
     rows = load_prompts([path], KEY, images=["image"])
     try:
         return [row.text for row in usable_images(rows, KEY, unusable=choice, world=world)], ""

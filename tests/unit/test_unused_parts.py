@@ -14,10 +14,10 @@ from safetensors.torch import load_file, save_file
 from phalanx.config.flow import FlowModelConfig, FlowRolloutConfig
 from phalanx.models.flow.registry import family_of
 from phalanx.models.lm.model import load_model, unused_generation
-from phalanx.training.flow_components import name_unused_columns, sampled_parts
+from phalanx.run.flow_components import name_unused_columns, sampled_parts
 from phalanx.types import Prompt
-from tests.checks import refused
-from tests.tiny_i2v import wan_transformer
+from tests.helpers.checks import refused
+from tests.helpers.tiny_i2v import wan_transformer
 
 TRANSFORMER = "transformer/diffusion_pytorch_model.safetensors"
 VAE = "vae/diffusion_pytorch_model.safetensors"
@@ -149,7 +149,7 @@ def test_columns_without_effect_are_one_line_each(caplog: Any) -> None:
 
     def said(name: str, train: float, val: float, key: str = "guidance_scale") -> list[str]:
         caplog.clear()
-        model = family_of(FlowModelConfig(path="some/folder", family=f"phalanx.models.flow.families.{name}"))
+        model = family_of(FlowModelConfig(path="some/folder", family=f"phalanx.zoo.families.{name}"))
         config = FlowRolloutConfig(num_frames=5 if name == "wan_i2v" else 1, **{key: train})
         setattr(config.val, key, val)
         name_unused_columns(sampled_parts(rows, {"held_out": rows[:1]}, config, model), model)

@@ -10,15 +10,15 @@ import pytest
 
 from phalanx.config.reward import RewardConfig, RewardFunctionConfig
 from phalanx.rewards import RewardOutput, RewardSet
-from phalanx.rewards.text._answers import boxed, normalised, same
-from phalanx.rewards.text._process import Verifier, VerifierError
-from phalanx.rewards.text.dapo import Dapo
-from phalanx.rewards.text.format import Format
-from phalanx.rewards.text.length import Length
-from phalanx.rewards.text.math import Math
-from phalanx.rewards.text.reasoning_gym import ReasoningGym
+from phalanx.rewards.verifier import Verifier, VerifierError
 from phalanx.types import Prompt
-from tests.rewards import told
+from phalanx.zoo.rewards.text._answers import boxed, normalised, same
+from phalanx.zoo.rewards.text.dapo import Dapo
+from phalanx.zoo.rewards.text.format import Format
+from phalanx.zoo.rewards.text.length import Length
+from phalanx.zoo.rewards.text.math import VERDICTS, Math
+from phalanx.zoo.rewards.text.reasoning_gym import ReasoningGym
+from tests.helpers.rewards import told
 
 HANGS = r"\boxed{9^{9^{9^{9}}}}"  # sympy would compute it
 
@@ -209,7 +209,7 @@ def test_no_answer_ends_the_job(on_error: str) -> None:
 
 def test_verifiers_in_several_threads() -> None:
     """Each has a separate process, so that one that hangs does not delay the others."""
-    verifier = Verifier("math", 5.0)
+    verifier = Verifier("math", 5.0, VERDICTS)
     pairs = [(str(i), f"{i}.0") for i in range(12)]
     with ThreadPoolExecutor(3) as pool:
         assert list(pool.map(lambda pair: verifier.ask(*pair), pairs)) == [True] * 12
@@ -264,7 +264,7 @@ def test_mistakes(make: Callable[[], Any], problem: str) -> None:
 
 def test_packages_that_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("math", "reasoning_gym"):
-        monkeypatch.setattr(f"phalanx.rewards.text.{module}.find_spec", lambda name: None)
+        monkeypatch.setattr(f"phalanx.zoo.rewards.text.{module}.find_spec", lambda name: None)
     assert told(ValueError, Math) == (
         "equivalence=math_verify needs math-verify, which is not installed; pip install 'phalanx[math]', or set "
         "equivalence to string"

@@ -13,11 +13,11 @@ import pytest
 from phalanx import sandbox
 from phalanx.config.reward import RewardConfig, RewardFunctionConfig
 from phalanx.rewards import RewardSet
-from phalanx.rewards.text import _grammar
-from phalanx.rewards.text._process import Verifier
-from phalanx.rewards.text.reasoning_gym import ReasoningGym
+from phalanx.rewards.verifier import Verifier
 from phalanx.types import Prompt
-from tests.rewards import scored
+from phalanx.zoo.rewards.text import _grammar
+from phalanx.zoo.rewards.text.reasoning_gym import ReasoningGym
+from tests.helpers.rewards import scored
 
 EVALUATING = sorted((*_grammar.LISTS, *_grammar.FORMULAS))
 # Modules of reasoning-gym that evaluate text, but only text of the data: generators of questions, and verifiers that

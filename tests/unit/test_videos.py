@@ -12,17 +12,17 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from phalanx.config.flow import FlowRLConfig, FlowRolloutConfig
-from phalanx.config.rules import check
 from phalanx.config.run import TrainerConfig
 from phalanx.functional.frames import evenly_spaced
-from phalanx.jobs.sample import GRID_VIDEOS, Writer
 from phalanx.media.videos import GIF_FRAMES, can_write, write_video
-from phalanx.models.flow.families.sd3 import Model as ImageModel
-from phalanx.models.flow.families.wan import Model as VideoModel
 from phalanx.rollout.flow.samplers import train_sampler, val_sampler
-from phalanx.telemetry.metrics import RunLogger
+from phalanx.run.rules import check
+from phalanx.run.telemetry.run_logger import RunLogger
 from phalanx.telemetry.records import Record, grid, read_index, save_records
-from tests.checks import refused
+from phalanx.tools.sample import GRID_VIDEOS, Writer
+from phalanx.zoo.families.sd3 import Model as ImageModel
+from phalanx.zoo.families.wan import Model as VideoModel
+from tests.helpers.checks import refused
 
 SHADES = [20, 90, 160, 230]  # of a video's frames, distinguishable after any encoder
 

@@ -2,11 +2,12 @@
 
 import pytest
 
-from phalanx.config import ConfigError, load
+from phalanx.config import ConfigError
 from phalanx.config.lm import LMRLConfig
+from phalanx.run.rules import load_config
+from tests.helpers.ranks import RankError, run_ranks
 from tests.pretended import install
 from tests.pretended.vllm import JUDGE, ROLLOUT, steps
-from tests.ranks import RankError, run_ranks
 
 
 def order(rollout_sleeps: bool, judge_sleeps: bool) -> list[str]:
@@ -30,4 +31,4 @@ def test_two_that_sleep_are_refused_before_vllm_does() -> None:
         run_ranks(order, 1, True, True, init=False)
     keys = ["model.path=x", "data.train_files=[x]", "rollout.engine=vllm", "reward.model.path=y"]
     with pytest.raises(ConfigError, match=r"reward\.model\.sleep: true does not work with rollout\.sleep=true"):
-        load(LMRLConfig, None, keys)
+        load_config(LMRLConfig, None, keys)

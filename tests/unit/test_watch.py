@@ -14,12 +14,12 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from phalanx.telemetry import runs, watch
 from phalanx.telemetry.records import Record
-from phalanx.telemetry.report import write_report
-from phalanx.telemetry.watch import Server, Watcher, is_loopback, main
-from tests.checks import wait_for
-from tests.pages import EVIL, Page, add_ranks, logger, run
+from phalanx.tools.board import runs, watch
+from phalanx.tools.board.report import write_report
+from phalanx.tools.board.watch import Server, Watcher, is_loopback, main
+from tests.helpers.checks import wait_for
+from tests.helpers.pages import EVIL, Page, add_ranks, logger, run
 
 
 class Client:
@@ -89,7 +89,7 @@ def test_texts_are_never_markup(client: Client, tmp_path: Path) -> None:
     for name, html in sections.items():
         if name in ("headline", "samples", "curves", "tables"):
             assert "<script" not in html and not re.search(r"<img(?! class='pixels')(?! tabindex)", html)
-    script = (files("phalanx.telemetry") / "page" / "ranks.js").read_text()
+    script = (files("phalanx.tools.board") / "page" / "ranks.js").read_text()
     assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(", script)
     assert other.json("/log?rank=0") == {"text": f"rank 0 says {EVIL}\n"}
     other.server.shutdown()

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from phalanx.functional.window import sde_window, trained_count, trained_steps, visited_levels
-from tests.checks import refused
+from tests.helpers.checks import refused
 
 
 def window(step: int = 0, **changes: Any) -> range:

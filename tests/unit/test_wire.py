@@ -2,9 +2,9 @@
 
 import numpy as np
 
+from phalanx.run.disaggregated.wire import deserialize_records, serialize_records
 from phalanx.telemetry.records import Record
-from phalanx.training.disaggregated.wire import deserialize_records, serialize_records
-from tests.logs import prompt_image
+from tests.helpers.logs import prompt_image
 
 
 def test_images_of_prompts_go_with_the_samples_of_a_validation() -> None:

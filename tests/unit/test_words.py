@@ -10,8 +10,8 @@ import pytest
 from assets.make import calculator, words
 from assets.make.words import SPLITS
 
-from phalanx.rewards.text.gsm8k import truth
-from tests.ranks import ROOT
+from phalanx.zoo.rewards.text.gsm8k import truth
+from tests.helpers.ranks import ROOT
 
 SETS = pytest.mark.parametrize(("name", "module"), [("words", words), ("calculator", calculator)])
 

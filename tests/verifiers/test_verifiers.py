@@ -11,7 +11,7 @@ from verifiers.v1.cli.init import main
 from phalanx.config import ConfigError
 from phalanx.config.environment import EnvironmentConfig
 from phalanx.environments import Environments
-from tests.conversing import call, converse, say
+from tests.helpers.conversing import call, converse, say
 
 OTHERS = """
 import asyncio

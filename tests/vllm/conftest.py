@@ -12,5 +12,5 @@ with as_before():
     for name in ("vllm.entrypoints.llm", "vllm.v1.worker.cpu_worker"):
         import_module(name)
     import_module("vllm_omni.platforms")._current_omni_platform = omni_cpu_platform.CpuOmniPlatform()
-    for name in ("vllm_omni.diffusion.worker.diffusion_worker", "phalanx.engines.omni.qwen_image"):
+    for name in ("vllm_omni.diffusion.worker.diffusion_worker", "phalanx.zoo.engines.omni.qwen_image"):
         import_module(name)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.chat_templates import check_packaged, packaged
+from tests.helpers.chat_templates import check_packaged, packaged
 
 PACKAGED = packaged("vllm")
 

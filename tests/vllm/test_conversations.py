@@ -6,17 +6,17 @@ from typing import Any
 
 import pytest
 
-from phalanx.config import load
 from phalanx.config.lm import LMRLConfig
+from phalanx.run.rules import load_config
 from phalanx.types import JobError, Prompt
-from tests.jobs import rows
-from tests.ranks import ROOT, run_ranks
+from tests.helpers.jobs import rows
+from tests.helpers.ranks import ROOT, run_ranks
 
 ASSETS = ROOT / "assets" / "calculator"
 CALCULATOR = '''
 import time
 
-from phalanx.environments.built_in.calculator import Calculator as BuiltIn
+from phalanx.zoo.environments.calculator import Calculator as BuiltIn
 
 
 class Calculator:
@@ -58,7 +58,7 @@ def job(cfg: LMRLConfig) -> dict[str, Any]:
     """Conversations with tools that behave, whose answers join at known steps or as they arrive, and with such that do
     not; then training; then a tool that ends the job.
     """
-    from phalanx.training.lm_rl import build
+    from phalanx.run.lm_rl import build
 
     trainer = build(cfg)
     rollout, prompts = trainer.collector.rollout, trainer.collector.prompts.batch(0)
@@ -104,7 +104,7 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[list[dict[
             "trainer.logger=[]",
             f"trainer.output_dir={folder / 'out'}",
         ]
-        result[tp] = run_ranks(job, 2, load(LMRLConfig, CONFIG, keys), timeout=280), folder / "out"
+        result[tp] = run_ranks(job, 2, load_config(LMRLConfig, CONFIG, keys), timeout=280), folder / "out"
     return result
 
 

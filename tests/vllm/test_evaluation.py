@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.test_evaluation import evaluate, lm_words, written
-from tests.ranks import run_ranks
+from tests.helpers.ranks import run_ranks
 
 
 @pytest.mark.long

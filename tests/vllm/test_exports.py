@@ -6,12 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-from phalanx.config import load
 from phalanx.config.tasks import ExportConfig
-from phalanx.jobs.export import Export
-from tests.lm import fit, tiny_lm_config
-from tests.ranks import ROOT, run_ranks
-from tests.tasks import run_task
+from phalanx.run.rules import load_config
+from phalanx.tools.export import Export
+from tests.helpers.lm import fit, tiny_lm_config
+from tests.helpers.ranks import ROOT, run_ranks
+from tests.helpers.tasks import run_task
 
 SERVE = """
 import json, sys, torch
@@ -32,7 +32,7 @@ def test_vllm_writes_as_the_checkpoint_does(tmp_path: Path) -> None:
     run_ranks(fit, 1, tiny_lm_config(ROOT / "assets/words/base", tmp_path, *keys))
     folder, file = tmp_path / "export", tmp_path / "texts.jsonl"
     words = [f"checkpoint={tmp_path / 'out'}", f"output_dir={folder}", "merge_lora=true"]
-    Export(load(ExportConfig, None, words)).run()
+    Export(load_config(ExportConfig, None, words)).run()
     words = [f"checkpoint={tmp_path / 'out'}", f"prompt_file={tmp_path / 'prompts.jsonl'}", f"output_file={file}"]
     assert run_task(["tasks/generate.py", *words]).returncode == 0
     environment = {**os.environ, **ALONE, "VLLM_CPU_KVCACHE_SPACE": "1"}

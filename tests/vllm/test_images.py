@@ -20,10 +20,10 @@ from phalanx.engines.vllm_text import Sampling, Shown, TextEngine, TextEngineCon
 from phalanx.functional.tokens import WHOLE
 from phalanx.media.pictures import Picture
 from phalanx.types import JobError
-from tests.jobs import rows
-from tests.lm import tiny_lm_config
-from tests.ranks import run_ranks
-from tests.tiny_vision import chat, picture, tiny_vision
+from tests.helpers.jobs import rows
+from tests.helpers.lm import tiny_lm_config
+from tests.helpers.ranks import run_ranks
+from tests.helpers.tiny_vision import chat, picture, tiny_vision
 
 SHOWN = [[0], [1], [0, 1, 2], [], [2]]  # the images of each prompt, all of which have one text
 SIZES = [(48, 24), (24, 48), (30, 90)]
@@ -144,7 +144,7 @@ def fit_and_break(cfg: LMRLConfig) -> str:
     """Train to the end. Then only a trained tower moves, and the engine does not get the new weights: what the job
     says.
     """
-    from phalanx.training.lm_rl import build
+    from phalanx.run.lm_rl import build
 
     trainer = build(cfg)
     trainer.fit()
@@ -195,7 +195,7 @@ def shown_config(family: str, folder: Path, *overrides: str) -> LMRLConfig:
 
 
 def refused(cfg: LMRLConfig) -> str:
-    from phalanx.training.lm_rl import build
+    from phalanx.run.lm_rl import build
 
     with pytest.raises(ValueError) as error:
         build(cfg)

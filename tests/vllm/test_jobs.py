@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from tests.faults.jobs import Job, checksums, kill, rows
-from tests.jobs import base_overrides, tiny_config
-from tests.judged import settings
-from tests.lm import fit, tiny_lm_config
-from tests.ranks import run_ranks, two_nodes
+from tests.helpers.jobs import base_overrides, tiny_config
+from tests.helpers.judged import settings
+from tests.helpers.lm import fit, tiny_lm_config
+from tests.helpers.ranks import run_ranks, two_nodes
 
 TERMS = ("{name: vlm_ocr}", "{name: ocr, weight: 0.5, kwargs: {detect: false}}", "{name: unified_reward, weight: 0.25}")
 TASK = "tasks/train_flowgrpo.py"

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.jobs import base_overrides, one_step, tiny_config
-from tests.judged import config, settings
-from tests.ranks import run_ranks
-from tests.tasks import run_task
+from tests.helpers.jobs import base_overrides, one_step, tiny_config
+from tests.helpers.judged import config, settings
+from tests.helpers.ranks import run_ranks
+from tests.helpers.tasks import run_task
 from tests.vllm import omni_cpu_platform
 
 # smooth, unlike the length of a JPEG, which jumps where a pixel is rounded the other way

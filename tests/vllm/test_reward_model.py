@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from phalanx.config.reward import RewardModelConfig
-from phalanx.rewards.judge.unified_reward import UnifiedReward
-from phalanx.rewards.judge.vlm_ocr import VlmOcr
-from tests.judged import RAGGED, ask, converted, expected, mistake, refused
-from tests.judged_text import BASE, COMPLETION, SHARES, SHOWN, asked_about_texts, plain, plainly
-from tests.judged_text import ask as ask_texts
-from tests.ranks import run_ranks
+from phalanx.zoo.rewards.judge.unified_reward import UnifiedReward
+from phalanx.zoo.rewards.judge.vlm_ocr import VlmOcr
+from tests.helpers.judged import RAGGED, ask, converted, expected, mistake, refused
+from tests.helpers.judged_text import BASE, COMPLETION, SHARES, SHOWN, asked_about_texts, plain, plainly
+from tests.helpers.judged_text import ask as ask_texts
+from tests.helpers.ranks import run_ranks
 
 
 def section(model: Path, **settings: Any) -> RewardModelConfig:

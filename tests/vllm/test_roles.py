@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from tests.lm import tiny_lm_config
-from tests.roles import learned, run_roles
+from tests.helpers.lm import tiny_lm_config
+from tests.helpers.roles import learned, run_roles
 
 VLLM = ("rollout.engine=vllm", "data.max_prompt_length=200", "trainer.total_training_steps=2", "optim.lr=1e-2")
 TWO = "rollout.tensor_parallel_size=2"
@@ -14,7 +14,7 @@ LORA = "model.lora_rank=4"
 
 
 def language(cfg: Any) -> Any:
-    from phalanx.training.lm_rl import build
+    from phalanx.run.lm_rl import build
 
     return build(cfg)
 
@@ -50,6 +50,7 @@ def test_inference_does_what_the_actor_would(lm_folder: Path, tmp_path: Path) ->
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
-    from phalanx.telemetry.metrics import METRICS_FILE, read_metrics
+    from phalanx.run.telemetry.curves import read_metrics
+    from phalanx.run.telemetry.run_folder import METRICS_FILE
 
     return [row for row in read_metrics(folder / "out" / METRICS_FILE) if row["step"] > 0]

@@ -13,15 +13,15 @@ import torch.distributed as dist
 
 from phalanx.config.flow import FlowDataConfig, FlowModelConfig, FlowRolloutConfig
 from phalanx.config.run import ParallelConfig
-from phalanx.distributed import mesh
 from phalanx.distributed.launch import Launch
 from phalanx.distributed.mesh import World
 from phalanx.models.flow.policy import FlowPolicy, build_policy
 from phalanx.rollout.flow import build_rollout
+from phalanx.run.world import start_world
 from phalanx.types import Samples
-from tests.jobs import full_weights
-from tests.policies import PROMPTS, disturb, make_policy, sample
-from tests.ranks import run_ranks
+from tests.helpers.jobs import full_weights
+from tests.helpers.policies import PROMPTS, disturb, make_policy, sample
+from tests.helpers.ranks import run_ranks
 from tests.vllm import omni_cpu_platform
 
 IMAGES, LOG_PROBS = 5e-5, 2e-6
@@ -47,7 +47,7 @@ def replayed(policy: FlowPolicy, samples: Samples) -> torch.Tensor:
 def started(width: int = 1) -> World:
     """The world of the forked ranks, where vLLM-omni knows the CPU."""
     omni_cpu_platform.install()
-    return mesh.start(ParallelConfig(fsdp_size=width))
+    return start_world(ParallelConfig(fsdp_size=width))
 
 
 def compare(folder: Path, guidance: float) -> dict[str, float]:

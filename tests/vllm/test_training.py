@@ -8,10 +8,10 @@ import torch
 
 from phalanx.data.prompts import load_prompts
 from phalanx.data.streams import PromptStream
-from phalanx.rewards.judge.vlm_ocr import VlmOcr
-from tests.jobs import one_step
-from tests.judged import config, read, settings, step_and_terms
-from tests.ranks import run_ranks
+from phalanx.zoo.rewards.judge.vlm_ocr import VlmOcr
+from tests.helpers.jobs import one_step
+from tests.helpers.judged import config, read, settings, step_and_terms
+from tests.helpers.ranks import run_ranks
 
 
 def test_a_judge_changes_nothing_else(sd3_folder: Path, judge_model: Path, tmp_path: Path) -> None:
@@ -53,7 +53,7 @@ def test_scores_are_what_the_model_says(
 
 OWN = '''
 from phalanx.rewards import Judge
-from phalanx.rewards.judge.vlm_ocr import VlmOcr
+from phalanx.zoo.rewards.judge.vlm_ocr import VlmOcr
 
 
 class Named(Judge):

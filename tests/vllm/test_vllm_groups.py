@@ -5,7 +5,7 @@ from unittest.mock import patch
 
 import torch.distributed as dist
 
-from tests.ranks import run_ranks
+from tests.helpers.ranks import run_ranks
 
 
 def of_this_rank(cfg: Any) -> tuple[str, str, bool]:

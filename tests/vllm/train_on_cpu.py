@@ -4,8 +4,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from phalanx.cli import parse, run
 from phalanx.config.flow import FlowRLConfig
+from phalanx.run.cli import parse, run
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -14,7 +14,7 @@ def build(cfg: FlowRLConfig) -> Callable[[], None]:
     from tests.vllm import omni_cpu_platform
 
     omni_cpu_platform.install()
-    from phalanx.training.flow_rl import build
+    from phalanx.run.flow_rl import build
 
     return build(cfg).run
 

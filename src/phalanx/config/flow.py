@@ -22,7 +22,7 @@ from phalanx.config.run import (
 SOLVERS = ("euler", "dpm_solver++")
 ENGINES = {
     "policy": "phalanx.rollout.flow.in_policy:PolicyRollout",
-    "vllm_omni": "phalanx.rollout.flow.vllm_omni:VllmOmniRollout",
+    "vllm_omni": "phalanx.zoo.engines.vllm_omni:VllmOmniRollout",
     "dataset": "phalanx.rollout.flow.dataset:DatasetRollout",
 }
 
@@ -32,7 +32,7 @@ class FlowModelConfig(ModelConfig):
     """The model that is trained: a diffusers model folder."""
 
     family: Optional[str] = arg(
-        None, "model family: module of phalanx.models.flow.families, or a dotted module; null: from model_index.json"
+        None, "model family: module of phalanx.zoo.families, or a dotted module; null: from model_index.json"
     )
     reference_size: int = arg(
         1024, "side in pixels of the square whose area the image to edit is scaled to for an editing model's VAE", ge=32

@@ -23,10 +23,10 @@ from phalanx.config.lm import (
 )
 from phalanx.config.load import arg
 from phalanx.config.ranges import COUNT
-from phalanx.config.rules.joint import OF_IMAGES
 from phalanx.config.run import AlgorithmConfig, OptimConfig, ParallelConfig, RLConfig
 
 WRITER, PAINTER = POLICIES = ("writer", "painter")
+OF_IMAGES = ("image_key", "min_pixels", "max_pixels")  # keys of `data` for prompts with images
 
 
 @dataclass

@@ -19,7 +19,6 @@ from omegaconf.errors import OmegaConfBaseException, ValidationError
 from phalanx.config.files import replace_file
 from phalanx.config.messages import ConfigError, cut, element_of, expected, nearest, shown, type_name
 from phalanx.config.registry import resolve_registry
-from phalanx.config.rules import check
 from phalanx.config.secrets import mark, public
 from phalanx.config.shipped import located
 from phalanx.config.sources import one_line, override, read
@@ -73,11 +72,10 @@ def load(schema: type[T], path: str | None, overrides: list[str]) -> T:
     """Read a YAML file (or none), apply `a.b=value` overrides, and return an instance of `schema`.
 
     Raises ConfigError, with one line, for a file that cannot be read, an unknown key, a wrong type, a missing value, a
-    value out of bounds, an interpolation that cannot be resolved, or a rule across keys that is broken.
+    value out of bounds, or an interpolation that cannot be resolved. Rules across keys are checked by
+    phalanx.run.rules.load_config and before a job starts.
     """
-    config = build(schema, _user(schema, path, overrides))
-    check(config)
-    return config
+    return build(schema, _user(schema, path, overrides))
 
 
 def build(schema: type[T], user: DictConfig) -> T:

@@ -320,7 +320,7 @@ class TrainerConfig:
 
 
 class JobConfig(Protocol):
-    """Sections that all models of a job share: see phalanx.training.job."""
+    """Sections that all models of a job share: see phalanx.run.job."""
 
     @property
     def parallel(self) -> ParallelConfig: ...

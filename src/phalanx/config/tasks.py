@@ -61,7 +61,7 @@ class SampleModelConfig:
     path: Optional[str] = arg(None, "diffusers model folder or hub id; null: the checkpoint's base model", path=True)
     revision: Optional[str] = arg(None, "commit, tag or branch of a hub id; null: the run's for its own model, or main")
     family: Optional[str] = arg(
-        None, "model family: module of phalanx.models.flow.families, or a dotted module; null: from model_index.json"
+        None, "model family: module of phalanx.zoo.families, or a dotted module; null: from model_index.json"
     )
     dtype: Optional[str] = arg(None, "dtype of the computation; null: the run's, or bfloat16", choices=DTYPES)
     reference_count: Optional[int] = arg(None, "number of images in each row's `image`; null: the run's, or 1", **COUNT)

@@ -20,7 +20,7 @@ _alike = 1  # see count_once
 
 WAIT_S = 1e-3  # shorter collectives do not count as waits
 # The last waits of this rank: the number of the collective, which is the same on all ranks, its start and its end, by
-# time.perf_counter. phalanx.telemetry.rank_files writes them to a file.
+# time.perf_counter. phalanx.run.telemetry.rank_files writes them to a file.
 waits: deque[tuple[int, float, float]] = deque(maxlen=4096)
 _numbers = itertools.count()
 

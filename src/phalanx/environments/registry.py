@@ -5,7 +5,7 @@ import importlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from inspect import getattr_static
 from typing import Any
 
@@ -13,12 +13,12 @@ from phalanx.config.arguments import check_arguments
 from phalanx.config.environment import EnvironmentConfig
 from phalanx.config.messages import ConfigError, cut, nearest, place, reason
 from phalanx.config.registry import known_modules, object_forms, resolve_object
-from phalanx.environments import openenv, verifiers
 from phalanx.environments.harness import Harness
 from phalanx.environments.tools import Tool, function_tool, method_tool
-from phalanx.environments.verl import VerlTools, load_tools
 
-BUILT_IN = "phalanx.environments.built_in"
+BUILT_IN = "phalanx.zoo.environments"
+ADAPTERS = "phalanx.zoo.adapters"  # one module for each library of environments
+ADAPTED = {"openenv": "Environment", "verifiers": "Taskset"}  # base classes of environments, by library
 COLUMN = "environment"  # column of the data with the name of a row's environment
 HOOKS = ("reset", "step", "solve", "get_reward", "close")  # methods of an environment that are not tools
 _OF_LOOP = frozenset({"reset", "step", "get_reward", "close"})  # those of a Harness
@@ -48,11 +48,7 @@ def build_kinds(cfg: EnvironmentConfig) -> dict[Key, Kind]:
         tools = _stateless(path, f"environment.tools[{i}]")
         _add(extra, tools, f"environment.tools[{i}]")
     if cfg.tool_config_path is not None:
-        shared = load_tools(cfg.tool_config_path)
-        tools = dict(shared.callable)
-        _add(tools, extra, "environment.tools")
-        hooks = frozenset({"reset", "get_reward", "close"})
-        return {None: Kind("environment.tool_config_path", lambda: VerlTools(shared), tools, hooks)}
+        return {None: _with_tools(_adapter("verl").load(cfg.tool_config_path), extra, "environment.tools")}
     if cfg.path is None:
         return {None: Kind("environment.tools", object, extra, frozenset())}  # functions have no state
     if isinstance(cfg.path, str):
@@ -112,16 +108,11 @@ def _kind_of(
         check_arguments(factory, ("chat", "row"), kwargs, kwargs_key, label)
         solve = functools.partial(factory, **kwargs)
         return Kind(label, lambda: Harness(solve), extra, _OF_LOOP, whole=True)
-    bases = [(base.__module__.partition(".")[0], base.__name__) for base in factory.__mro__]
-    if verifiers.BASE in bases:
-        make, tools = verifiers.load(factory, kwargs, kwargs_key)
-        _add(tools, extra, key)
-        return Kind(label, make, tools, frozenset({"reset", "get_reward"}), judges=True)
+    for base in factory.__mro__:
+        library = base.__module__.partition(".")[0]
+        if ADAPTED.get(library) == base.__name__:
+            return _with_tools(_adapter(library).load(factory, kwargs, key, kwargs_key), extra, key)
     check_arguments(factory, (), kwargs, kwargs_key, label)
-    if openenv.BASE in bases:
-        begin, actions = openenv.load(factory, kwargs, key)
-        _add(actions, extra, key)
-        return Kind(label, begin, actions, frozenset({"reset", "close"}))
     if getattr_static(factory, "solve", None):
         return Kind(label, lambda: Harness(factory(**kwargs).solve), extra, _OF_LOOP, whole=True)
     hooks = frozenset(name for name in HOOKS if getattr_static(factory, name, None))
@@ -137,6 +128,17 @@ def _kind_of(
         _made(factory, kwargs, kwargs_key)  # so that mistakes are reported before the job begins
     judges = "get_reward" in hooks and "messages" in inspect.signature(getattr_static(factory, "get_reward")).parameters
     return Kind(label, lambda: factory(**kwargs), tools, hooks, judges=judges)
+
+
+def _adapter(library: str) -> Any:
+    return importlib.import_module(f"{ADAPTERS}.{library}")
+
+
+def _with_tools(kind: Kind, extra: Mapping[str, Tool], key: str) -> Kind:
+    """An environment with further tools."""
+    tools = dict(kind.tools)
+    _add(tools, extra, key)
+    return replace(kind, tools=tools)
 
 
 def _resolved(path: str, key: str) -> Any:

@@ -20,7 +20,7 @@ from phalanx.rewards.base import (
     RewardWithExtras,
     differentiable,
 )
-from phalanx.rewards.judge._base import Judge, PairJudge
+from phalanx.rewards.judge import Judge, PairJudge
 from phalanx.rewards.runner import RewardSet
 
 __all__ = [

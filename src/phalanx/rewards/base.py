@@ -151,3 +151,7 @@ def transcript(prompt: Prompt, completion: str) -> list[dict[str, Any]]:
     plain = [*messages, {"role": "assistant", "content": completion}]
     copy: list[dict[str, Any]] = copied(prompt.meta["messages"] if TALKS in prompt.meta else plain)
     return copy
+
+
+class OfEnvironment:
+    """Base class of the reward that an environment gives: its share also weighs the rewards of single turns."""

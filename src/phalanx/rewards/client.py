@@ -14,7 +14,7 @@ from phalanx.distributed.mesh import World
 from phalanx.exit import Stopped
 from phalanx.rewards.base import RewardError
 from phalanx.rewards.runner import RewardSet
-from phalanx.telemetry.metrics import Timers
+from phalanx.telemetry.timers import Timers
 from phalanx.types import Outputs, Prompt
 
 log = logging.getLogger(__name__)

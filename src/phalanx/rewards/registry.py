@@ -21,12 +21,17 @@ from phalanx.config.reward import RewardFunctionConfig
 from phalanx.functional.rewards import Share
 from phalanx.rewards.base import MARK, DeviceReward, HasGradient, PolicyReward, RewardWithExtras, objection_of
 from phalanx.rewards.foreign import OUTPUTS, TrlReward, VerlReward, absent_argument, form_of, verl_arguments
-from phalanx.rewards.judge._base import Judge, PairJudge, ParsedAnswers, WinRates
+from phalanx.rewards.judge import Judge, PairJudge, ParsedAnswers, WinRates
 from phalanx.rewards.protocol import complaint
 
 log = logging.getLogger(__name__)
 
-PACKAGES = ("phalanx.rewards.image", "phalanx.rewards.video", "phalanx.rewards.text", "phalanx.rewards.judge")
+PACKAGES = (
+    "phalanx.zoo.rewards.image",
+    "phalanx.zoo.rewards.video",
+    "phalanx.zoo.rewards.text",
+    "phalanx.zoo.rewards.judge",
+)
 FORMS = object_forms("function")
 TEXTS = ("completions", "transcripts")
 TAKES = ("images", "videos", *TEXTS)  # names of a reward's first parameter that determine its input
@@ -272,7 +277,7 @@ def _built_in() -> str:
 
 def _known() -> dict[str, str]:
     """The packages of the built-in rewards by their names, in alphabetical order."""
-    packages = {"http": "phalanx.rewards"}
+    packages = {"http": "phalanx.zoo.rewards"}
     for package in PACKAGES:
         packages |= dict.fromkeys(known_modules(package), package)
     return dict(sorted(packages.items()))

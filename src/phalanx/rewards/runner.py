@@ -22,12 +22,11 @@ from phalanx.distributed.launch import Launch
 from phalanx.distributed.passes import Passes
 from phalanx.functional.frames import evenly_spaced
 from phalanx.functional.rewards import combine
-from phalanx.rewards.base import UNJUDGED, PolicyReward, RewardError, transcript
+from phalanx.rewards.base import UNJUDGED, OfEnvironment, PolicyReward, RewardError, transcript
 from phalanx.rewards.call import Call, DaemonPool, Rows, on_prompts
-from phalanx.rewards.judge._base import ParsedAnswers
-from phalanx.rewards.judge._pool import Answers, JudgePool
+from phalanx.rewards.judge import ParsedAnswers
+from phalanx.rewards.judge_pool import Answers, JudgePool
 from phalanx.rewards.registry import Term, build_terms, judged_frames
-from phalanx.rewards.text.environment import Environment
 from phalanx.types import Outputs, Policy, Prompt, Samples, copied
 
 log = logging.getLogger(__name__)
@@ -276,7 +275,7 @@ class RewardSet:
 
     def turn_weight(self, step: int | None = None) -> float:
         """The weight in the sample's reward of the rewards that an environment gives for single turns."""
-        return sum(term.share.at(step) for term in self.terms if isinstance(term.function, Environment))
+        return sum(term.share.at(step) for term in self.terms if isinstance(term.function, OfEnvironment))
 
     def _parts(self, term: Term, count: int) -> list[range]:
         """The ranges of samples into which a call of a term on `count` samples is split."""

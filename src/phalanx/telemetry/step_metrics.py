@@ -12,7 +12,7 @@ from torch import Tensor
 from phalanx.distributed.collectives import all_gather_rows, reduce_int
 from phalanx.functional.advantage import group_std, has_signal
 from phalanx.functional.aggregation import Mean, Sums
-from phalanx.telemetry.metrics import Timers
+from phalanx.telemetry.timers import Timers
 
 MOST_TURNS = 8  # samples with more turns share one metric
 

@@ -1,1 +1,1 @@
-"""Converters of models, and repairs of installations."""
+"""Commands beside training: plan, checks of machines, evaluation, sampling, export, reports and conversions."""

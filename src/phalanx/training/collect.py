@@ -16,11 +16,11 @@ from phalanx.functional.advantage import fill_missing, has_signal
 from phalanx.functional.rewards import LARGEST
 from phalanx.rewards.client import RewardClient
 from phalanx.rollout.correction import nothing, rescore
-from phalanx.telemetry.metrics import Timers
 from phalanx.telemetry.step_metrics import reward_metrics
-from phalanx.training.checkpoint import Progress
+from phalanx.telemetry.timers import Timers
 from phalanx.training.components import TrainedPolicy
 from phalanx.training.minibatches import BatchPlan
+from phalanx.training.progress import Progress
 from phalanx.types import Algorithm, JobError, Prompt, Rollout, Samples
 
 log = logging.getLogger(__name__)

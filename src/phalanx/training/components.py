@@ -1,35 +1,66 @@
-"""The components that a kind of policy provides to a job, and the interfaces that the loop uses."""
+"""The components that a kind of policy provides to a job, and the interfaces that the loops use."""
 
-import logging
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from datetime import date
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
-from phalanx.config.lm import LMDataConfig
-from phalanx.config.load import ConfigError
-from phalanx.config.run import RLConfig, RunConfig
-from phalanx.distributed import mesh
-from phalanx.distributed.collectives import broadcast_object
-from phalanx.distributed.launch import Launch
 from phalanx.distributed.mesh import World
-from phalanx.distributed.placement import judged_beside
-from phalanx.distributed.roles import ACTOR
-from phalanx.models.linear import preferred
 from phalanx.models.trained import TrainedModel
 from phalanx.rewards import RewardSet
-from phalanx.training import folder_lock
-from phalanx.training.checkpoint import saved_choice
+from phalanx.telemetry.timers import Timers
+from phalanx.training.optim import TrainState
+from phalanx.training.progress import Progress
+from phalanx.training.stops import Stops
 from phalanx.types import Policy, Prompt, Rollout, Samples, Teacher
 
-log = logging.getLogger(__name__)
+
+class Job(Protocol):
+    """A training job around the loop, see phalanx.run.job. state: the first of the trained models."""
+
+    world: World
+    progress: Progress
+    stops: Stops
+    timers: Timers
+    total_steps: int
+    state: TrainState
+
+    @property
+    def logger(self) -> AbstractContextManager[Any]: ...
+
+    def run(self, fit: Callable[[], None], report: Callable[[Path], object] | None = None) -> None:
+        """Train by `fit`, and end the job; `report` writes the report of its output folder."""
+
+    def steps(self) -> Iterator[int]:
+        """Yield the numbers of the remaining training steps, counted from 0."""
+
+    def end_step(self, step: int, row: dict[str, float]) -> None:
+        """Validate, log and save, each if due, after training step number `step` (from 1) with metrics `row`."""
+
+
+class Training(ABC):
+    """A training job with what it trains, on one rank: the base class of each kind of job."""
+
+    job: Job
+
+    @property
+    def world(self) -> World:
+        """The ranks that train."""
+        return self.job.world
+
+    @abstractmethod
+    def fit(self) -> None:
+        """Train to the last step."""
+
+    def run(self, report: Callable[[Path], object] | None = None) -> None:
+        """Train, write the `report` of the output folder and print a summary. Raises JobError, or Stopped after the
+        state was saved.
+        """
+        self.job.run(self.fit, report)
 
 
 class TrainedPolicy(Policy, Protocol):
@@ -88,85 +119,6 @@ class JobComponents:
     noun: str = "samples"
 
 
-def start(cfg: RunConfig, part: str = "") -> World:
-    """Set up determinism (trainer.deterministic), join the process groups, and lock the output folder for this job.
-
-    part: name of the policy that `cfg` configures, if the job has several. Raises ValueError if another job uses the
-    folder.
-    """
-    if cfg.trainer.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before CUDA starts, which reads it then
-        torch.use_deterministic_algorithms(True)
-    ranks = Launch.from_env().world_size
-    if ranks > 1:
-        log.info("joining %d ranks", ranks)
-    world = mesh.start(cfg.parallel, cfg.placement if isinstance(cfg, RLConfig) else None)
-    if world.role == ACTOR:
-        folder_lock.hold(Path(cfg.trainer.output_dir), world)
-    if world.device.type == "cpu":
-        choose_cpu_linear(cfg, world, part)
-    data = cfg.data
-    if isinstance(data, LMDataConfig):
-        given, name = data.chat_template_date, "chat_template_date"
-        data.chat_template_date = choose_once(cfg, world, name, given, lambda: date.today().isoformat())
-    return world
-
-
-def choose_cpu_linear(cfg: RunConfig, world: World, part: str = "") -> None:
-    """Set model.cpu_linear if it is null, equally on all ranks: hosts may prefer different libraries, whose results
-    differ in the last bits. `part`: see `start`.
-    """
-    name = f"{part}: cpu_linear" if part else "cpu_linear"
-    choice = cfg.model.cpu_linear = choose_once(cfg, world, name, cfg.model.cpu_linear, preferred)
-    if world.lead:
-        log.debug("float32 linear layers by %s (model.cpu_linear)", choice)
-
-
-def choose_once(cfg: RunConfig, world: World, name: str, given: str | None, choose: Callable[[], str]) -> str | None:
-    """Return `given`, or else the choice `name` in the checkpoint to resume from, or else what rank 0 chooses."""
-    if given is None:
-        if world.rank == 0:
-            root = Path(cfg.trainer.output_dir) / "checkpoints"
-            given = saved_choice(root, cfg.trainer.resume, name) or choose()
-        given = broadcast_object(given)
-    return given
-
-
-def build_rewards(
-    cfg: RunConfig,
-    world: World,
-    rows: Sequence[Prompt] = (),
-    val_sets: Mapping[str, list[Prompt]] = MappingProxyType({}),
-    *,
-    outputs: str = "images",
-    gradients: bool = False,
-) -> RewardSet | None:
-    """Load this rank's reward functions; None if the configuration has none or other ranks sample.
-
-    Raises ConfigError if they cannot score the training rows `rows` or the rows of `val_sets`. outputs: what the job
-    samples, "images" (also for videos) or "completions". gradients: the algorithm differentiates the rewards.
-    """
-    if not cfg.reward.functions or not world.samples:
-        return None
-    # scoring beside the rollout needs ranks that submit equally often, which context-parallel ranks do not
-    beside = judged_beside(cfg, world.shard_size) and world.context_size == 1
-    rewards = RewardSet(
-        cfg.reward,
-        str(world.device),
-        cfg.parallel.timeout_s,
-        outputs=outputs,
-        beside=beside,
-        launch=world.launch,
-        context_size=world.context_size,
-    )
-    if gradients:
-        rewards.check_gradients()
-    rewards.check_rows(rows, first=world.rank == 0)
-    for held_out in val_sets.values():
-        rewards.check_rows(held_out, first=world.rank == 0)
-    return rewards
-
-
 @contextmanager
 def about(teacher: Teacher) -> Iterator[None]:
     """Make ValueErrors within the block name the teacher's key instead of model.path."""
@@ -174,39 +126,3 @@ def about(teacher: Teacher) -> Iterator[None]:
         yield
     except ValueError as error:
         raise ValueError(f"{teacher.key}: {str(error).removeprefix('model.path: ')}") from error
-
-
-def routed(rows: list[Prompt], teachers: Sequence[Teacher], *, first: bool) -> list[Prompt]:
-    """Assign to each row the teacher that its algorithm.teacher_key column names, if teachers are chosen by row.
-
-    Raises ConfigError for a row without a known teacher. first: whether this rank warns of teachers without rows.
-    """
-    names = {teacher.rows[1]: teacher.name for teacher in teachers if teacher.rows is not None}
-    if not names:
-        return rows
-    column = next(teacher.rows[0] for teacher in teachers if teacher.rows is not None)
-    result = []
-    for row in rows:
-        value = row.meta.get(column)
-        if str(value) not in names:
-            given = f"{column} is {value!r}" if column in row.meta else f"it has no column {column!r}"
-            raise ConfigError(
-                f"{row.place}: {given}; expected one of algorithm.teachers, {', '.join(names)} (algorithm.teacher_key)"
-            )
-        result.append(replace(row, teacher=names[str(value)]))
-    asked = {row.teacher for row in result}
-    for teacher in teachers:
-        if first and teacher.name not in asked:
-            log.warning("%s: no row of data.train_files names it in column %s; it is not used", teacher.key, column)
-    return result
-
-
-def fitting_sets(
-    sets: dict[str, list[Prompt]], fitting: Callable[[list[Prompt], str], list[Prompt]]
-) -> dict[str, list[Prompt]]:
-    """Keep the prompts of each validation set that `fitting(rows, key)` returns; `key` names the set in messages."""
-    kept = {}
-    for name, prompts in sets.items():
-        rows = fitting(prompts, f"data.val_files ({name})")
-        kept[name] = [replace(row, group_id=i) for i, row in enumerate(rows)]
-    return kept

@@ -15,14 +15,14 @@ from torch import Tensor
 
 from phalanx.distributed.collectives import reduce_sum
 from phalanx.functional.advantage import fill_missing, on_scored
-from phalanx.training.job import Job
+from phalanx.training.components import Job
 from phalanx.training.update import StepLog, Updater
 from phalanx.types import Samples
 
 
 class Collects(Protocol):
     """The source of samples with rewards: this rank (phalanx.training.collect.Collector) or ranks of other roles
-    (phalanx.training.disaggregated.schedules). The samples of a training step arrive in `chunks` consecutive parts.
+    (phalanx.run.disaggregated.schedules). The samples of a training step arrive in `chunks` consecutive parts.
     """
 
     chunks: int

@@ -9,9 +9,9 @@ from copy import copy
 from phalanx.distributed.collectives import agree
 from phalanx.distributed.mesh import World
 from phalanx.exit import Stopped
-from phalanx.telemetry.metrics import Timers
-from phalanx.training.checkpoint import Progress
+from phalanx.telemetry.timers import Timers
 from phalanx.training.optim import TrainState
+from phalanx.training.progress import Progress
 
 log = logging.getLogger(__name__)
 SHUTDOWN = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # GRACE_S of train.sh

@@ -8,17 +8,12 @@ import torch
 from torch import Tensor
 
 from phalanx.config.load import ConfigError
-from phalanx.config.run import EmaConfig, RunConfig
+from phalanx.config.run import RunConfig
 from phalanx.data.streams import IndexStream
 from phalanx.distributed.collectives import reduce_float
 from phalanx.distributed.mesh import World
-from phalanx.rewards.client import RewardClient
-from phalanx.telemetry.metrics import Timers
 from phalanx.telemetry.step_metrics import peak_memory_gb
-from phalanx.training.components import JobComponents, TrainedPolicy
-from phalanx.training.job import Job, Training
-from phalanx.training.optim import TrainState
-from phalanx.training.validation import Validator
+from phalanx.training.components import Job, TrainedPolicy, Training
 
 
 def share_of_rank(cfg: RunConfig, micro: int, key: str, noun: str, world_size: int) -> int:
@@ -132,19 +127,3 @@ class SupervisedTrainer(Training):
             "actor/updates_non_finite": float(stats["skipped"]),
         }
         return row | task.metrics({name: sum(float(pass_sums[name]) for pass_sums in sums) for name in sums[0]})
-
-
-def supervised_trainer(cfg: RunConfig, components: JobComponents, task: Task, ema: EmaConfig) -> SupervisedTrainer:
-    """Build the job; all ranks call this together. Raises ValueError for a checkpoint or folder that cannot be used."""
-    world, policy, rollout, timers = components.world, components.policy, components.rollout, Timers()
-    assert rollout is not None, "each rank validates"
-    steps = cfg.trainer.total_training_steps
-    if steps is None:
-        assert cfg.trainer.total_epochs is not None
-        steps = -(-int(cfg.trainer.total_epochs * task.shares.samples) // task.shares.batch_size)
-    state = TrainState(policy.trained, cfg.optim, steps, ema=ema, offload=cfg.parallel.optimizer_offload)
-    rewards = RewardClient(cfg, world, components.rewards, timers, components.noun)
-    validator = Validator(cfg, world, policy, rollout, rewards, components.val_sets, timers)
-    batch = f"{cfg.data.batch_size(world.data_size)} prompts"
-    job = Job(cfg, world, {"": state}, validator, timers, steps, batch=batch)
-    return SupervisedTrainer(job, task)

@@ -16,12 +16,12 @@ from phalanx.distributed.mesh import World
 from phalanx.distributed.seed import fold_in
 from phalanx.functional.aggregation import Sums
 from phalanx.telemetry.flops import peak_flops
-from phalanx.telemetry.metrics import Timers
 from phalanx.telemetry.step_metrics import merged_rows, peak_memory_gb, token_metrics, update_metrics
+from phalanx.telemetry.timers import Timers
 from phalanx.training.collect import Rescorer
 from phalanx.training.components import LoadedTeacher, TrainedPolicy
 from phalanx.training.critic import CriticTrainer
-from phalanx.training.disaggregated.wire import exchanged
+from phalanx.training.exchange import exchanged
 from phalanx.training.minibatches import BatchPlan, Minibatches, Units, optimizer_steps
 from phalanx.training.optim import TrainState
 from phalanx.types import ASKED, TEACHER, Algorithm, Policy, Prompt, Samples
@@ -310,7 +310,7 @@ class Updater:
     def performance(self, samples: Samples, log: StepLog, seconds: float) -> dict[str, float]:
         """Throughput, utilisation and memory of a training step that took `seconds`; `samples` are of one chunk."""
         link = self.world.link
-        ranks = self.world.size if link is None else link.roles.world_size
+        ranks = self.world.size if link is None else link.world_size
         row = {
             "perf/step_s": seconds,
             f"perf/{self.noun}_per_gpu_per_s": self.plan.samples / ranks / seconds,

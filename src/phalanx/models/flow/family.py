@@ -76,7 +76,7 @@ class FlowModel(ModelFiles):
     # column of the data with the image that a prompt is about; None: the model takes only text
     image_column: str | None = None
     takes_several: bool = False  # True if that column may have a list of `model.reference_count` images
-    omni_pipeline: str | None = None  # module:class of its pipeline in phalanx.engines.omni, if any
+    omni_pipeline: str | None = None  # module:class of its pipeline in phalanx.zoo.engines.omni, if any
 
     pipeline: Any
     transformer: Any

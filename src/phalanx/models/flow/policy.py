@@ -304,7 +304,7 @@ class FlowPolicy:
     def step_flops(
         self, samples: Samples, *, actions: int, count: int, updates: float, references: float, recomputed: bool
     ) -> int:
-        """See phalanx.training.components.TrainedPolicy."""
+        """See phalanx.run.start.TrainedPolicy."""
         trace: FlowTrace = samples.trace
         return step_flops(
             self.forward_flops(trace),

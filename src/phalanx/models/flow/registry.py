@@ -12,7 +12,7 @@ from phalanx.models.flow.family import FlowModel
 from phalanx.models.flow.folder import model_index
 from phalanx.models.flow.headers import read_index
 
-FAMILIES = "phalanx.models.flow.families"
+FAMILIES = "phalanx.zoo.families"
 
 
 def families() -> dict[str, type[FlowModel]]:

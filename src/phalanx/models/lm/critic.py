@@ -50,7 +50,7 @@ class ValueLM(nn.Module):
 
 
 class LMCritic:
-    """See phalanx.training.components.Critic."""
+    """See phalanx.run.start.Critic."""
 
     def __init__(self, trained: TrainedModel, policy: LMPolicy) -> None:
         """`policy`: samples are padded or packed as for this policy."""

@@ -121,7 +121,7 @@ class PartialRollout:
             tokens += response.tokens
             log_probs += response.log_probs
             versions += response.versions
-        # for another schedule that resumes from it: a parcel without samples, see phalanx.training.disaggregated.wire
+        # for another schedule that resumes from it: a parcel without samples, see phalanx.run.disaggregated.wire
         empty = torch.tensor(list(b'{"stop": 0}'), dtype=torch.uint8)
         return {
             "json": empty,
@@ -284,7 +284,7 @@ class PartialRollout:
     # -- other methods ------------------------------------------------------------------------------------------------
 
     def renew(self, samples: Samples, prompts: list[Prompt]) -> Samples:
-        """Not called: phalanx.config.rules rejects the settings that draw groups again."""
+        """Not called: phalanx.run.rules rejects the settings that draw groups again."""
         raise AssertionError("rules reject the settings that draw groups again")
 
     def resample(self, samples: Samples, stale: Tensor, attempt: int, *, each: Each) -> tuple[Samples, Tensor]:

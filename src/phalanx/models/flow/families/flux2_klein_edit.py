@@ -1,9 +1,0 @@
-"""FLUX.2 Klein with a reference image: `model.family: flux2_klein_edit`."""
-
-from phalanx.models.flow.families import flux2_klein
-
-
-class Model(flux2_klein.Model):
-    """As flux2_klein, with an image to edit."""
-
-    image_column = "image"

@@ -1,0 +1,267 @@
+"""Supervised block diffusion: predict a block's masked tokens from its other tokens and the clean blocks before it.
+
+    L = mean over masked tokens of  -log p(x_0 | x_t, clean blocks),   x_t: each token masked with probability t
+
+t ~ U(low, high) is drawn for each sample or each block. With weights 1/t, t ~ U(0, 1) for each block, and a mean over
+all tokens, the loss bounds the likelihood (BD3-LM, https://arxiv.org/abs/2503.09573, equation 8); LLaDA2 uses
+t ~ U(.3, .8). Mesh, model, checkpoints, validation and logs are shared with reinforcement learning.
+"""
+
+import logging
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from phalanx.config.block_diffusion import BlockDiffusionTaskConfig
+from phalanx.data.files import DataError
+from phalanx.data.prompts import answer_of, load_prompts, question, refuse_images, validation_sets
+from phalanx.distributed.collectives import reduce_float, reduce_int
+from phalanx.distributed.launch import Launch
+from phalanx.distributed.mesh import World
+from phalanx.distributed.seed import fold_in
+from phalanx.functional.block_diffusion import States, Views, states_of
+from phalanx.models.lm.blocks import BlockDiffusionPolicy, build_block_policy
+from phalanx.rollout.lm import build_rollout, check_engine
+from phalanx.run import batch_plan, lm_rl
+from phalanx.run.start import build_rewards, fitting_sets, start_job
+from phalanx.run.supervised_job import supervised_trainer
+from phalanx.run.world import check_world
+from phalanx.telemetry.loggers import check_loggers
+from phalanx.training.components import JobComponents
+from phalanx.training.supervised import Shares, SupervisedTrainer, Task, share_of_rank
+from phalanx.types import Prompt
+
+log = logging.getLogger(__name__)
+
+DECODED_TOGETHER = 64  # default number of validation responses per decoding batch
+LEVELS = 5  # bins of the noise level; the loss is logged for each
+
+
+@dataclass(frozen=True)
+class Example:
+    """The tokens of a prompt and of its response."""
+
+    prompt: list[int]
+    response: list[int]
+
+
+@dataclass(frozen=True)
+class Noised:
+    """The rows of one pass.
+
+    rate: [B, C, S], the probability with which each predicted token was masked. count: number of tokens that the loss
+    of this pass averages over. scale: factor of the summed loss in the loss of the whole batch.
+    """
+
+    states: States
+    rate: Tensor
+    count: int
+    scale: float = 0.0
+
+
+def samples_of_rank(cfg: BlockDiffusionTaskConfig, world_size: int) -> int:
+    """Samples per rank and step; ConfigError if the batch does not divide."""
+    micro, key = cfg.block_diffusion.micro_batch_size_per_gpu, "block_diffusion.micro_batch_size_per_gpu"
+    return share_of_rank(cfg, micro, key, "samples", world_size)
+
+
+def check(cfg: BlockDiffusionTaskConfig, launch: Launch | None = None) -> int:
+    """Return the samples per rank and step; ConfigError for a configuration that the ranks of `launch` (None: the
+    current one) cannot run.
+    """
+    batch_plan.check(cfg)
+    check_engine(cfg)
+    check_loggers(cfg.trainer.logger)
+    return check_world(cfg, lambda roles, _: samples_of_rank(cfg, roles.world_size), launch or Launch.from_env())
+
+
+def build(cfg: BlockDiffusionTaskConfig) -> SupervisedTrainer:
+    """Build the job; all ranks call this together. A ValueError is the user's mistake."""
+    check(cfg)
+    data, key = cfg.data, cfg.data.prompt_key
+    chats = data.response_key is None
+    form: dict[str, Any] = {"prompt": key, "quoted": False, "answered": chats, "image_key": data.image_key}
+    form["unusable"] = data.unusable_rows
+    rows = load_prompts(data.train_files, "data.train_files", **form)
+    val_sets = validation_sets(data.val_files, **form)
+    for held_out in val_sets.values():
+        refuse_images(held_out, "block diffusion reads none")
+    refuse_images(rows, "block diffusion reads none")
+    world = start_job(cfg)
+    rewards = build_rewards(cfg, world, val_sets=val_sets, outputs="completions")
+    policy = build_block_policy(
+        cfg.model,
+        cfg.parallel,
+        data,
+        world,
+        chunk=cfg.block_diffusion.log_prob_chunk_size,
+        temperature=1.0,
+        seed=cfg.trainer.seed,
+        trim=True,
+        add_mask=True,
+    )
+    examples = fitting(rows, policy, cfg.data.response_key, first=world.rank == 0)
+    val_sets = {name: [question(prompt) for prompt in prompts] for name, prompts in val_sets.items()}
+    val_sets = fitting_sets(val_sets, partial(lm_rl.fitting, policy=policy, first=world.rank == 0))
+    decoded = cfg.rollout.micro_batch_size_per_gpu or DECODED_TOGETHER
+    rollout = build_rollout(cfg, policy, world, decoded, None)
+    components = JobComponents(world, rewards, policy, rollout, val_sets)
+    task = BlockDiffusion(cfg, policy, examples, world)
+    return supervised_trainer(cfg, components, task, cfg.block_diffusion.ema)
+
+
+def fitting(
+    rows: list[Prompt], policy: BlockDiffusionPolicy, response_key: str | None, *, first: bool
+) -> list[Example]:
+    """Tokenize the rows, and filter, truncate or refuse overlong samples according to data.overlong_prompts.
+
+    Raises DataError for a row without a response, or whose response contains the mask token.
+    """
+    data, key, examples = policy.data, "data.train_files", []
+    policy.encode_ahead(list(map(question, rows)))
+    for number, row in enumerate(rows):
+        example = encoded(row, policy, response_key, f"{key}, sample {number}")
+        lengths = {"prompt": (len(example.prompt), data.max_prompt_length)}
+        lengths["response"] = len(example.response), data.max_response_length
+        over = [(part, length, limit) for part, (length, limit) in lengths.items() if length > limit]
+        if not over:
+            examples.append(example)
+        elif data.overlong_prompts == "truncate":
+            # cut at the end of a block: padding in the rest of a block would look like the end of the response
+            kept = data.max_response_length
+            kept -= (len(example.prompt) + kept) % policy.size
+            examples.append(Example(example.prompt, example.response[:kept]))
+        elif data.overlong_prompts == "error":
+            part, length, limit = over[0]
+            raise DataError(
+                f"{key}, sample {number}: its {part} has {length} tokens, more than data.max_{part}_length={limit}; "
+                "raise that, or set data.overlong_prompts to filter or truncate"
+            )
+    if not examples:
+        raise DataError(f"{key}: all {len(rows)} samples are longer than data.max_prompt_length or max_response_length")
+    if first and len(examples) < len(rows):
+        log.warning("%s: %d of %d samples are too long and are left out", key, len(rows) - len(examples), len(rows))
+    return examples
+
+
+def encoded(row: Prompt, policy: BlockDiffusionPolicy, response_key: str | None, where: str) -> Example:
+    """Tokenize a row; the response ends with an end token."""
+    if response_key is not None:
+        text = answer_of(row.meta.get(response_key), response_key, where)
+    else:
+        last = row.messages[-1] if row.messages else {"role": None}
+        text = last.get("content") if last["role"] == "assistant" else None
+    if not isinstance(text, str):
+        column = "the last message of its chat is not the assistant's" if response_key is None else f"no {response_key}"
+        raise DataError(f"{where} has no response ({column}); see data.prompt_key and data.response_key")
+    if not text.strip():
+        raise DataError(f"{where}: its response is empty")
+    response = policy.tokenizer(text, add_special_tokens=False)["input_ids"]
+    if policy.mask_id in response:
+        raise DataError(f"{where}: its response contains the mask token {policy.tokenizer.mask_token!r}")
+    return Example(policy.encode(question(row)), [*response, policy.tokenizer.eos_token_id])
+
+
+class BlockDiffusion(Task):
+    """The task: see phalanx.training.supervised.Task. `build` makes its job."""
+
+    noun = "samples"
+    policy: BlockDiffusionPolicy
+
+    def __init__(
+        self, cfg: BlockDiffusionTaskConfig, policy: BlockDiffusionPolicy, examples: list[Example], world: World
+    ) -> None:
+        self.cfg, self.policy, self.examples, self.world = cfg, policy, examples, world
+        micro = cfg.block_diffusion.micro_batch_size_per_gpu
+        self.shares = Shares(len(examples), samples_of_rank(cfg, world.size), micro, world, cfg.data.seed)
+
+    def passes(self, share: list[int], step: int) -> list[Noised]:
+        """The samples with fresh noise, a function of (trainer.seed, step, the sample's number in the batch)."""
+        passes, first, micro = list[Noised](), self.shares.first, self.shares.micro
+        for place in range(0, len(share), micro):
+            examples = [self.examples[i] for i in share[place : place + micro]]
+            numbers = range(first + place, first + place + len(examples))
+            passes.append(self.noised(examples, [fold_in(self.cfg.trainer.seed, step, number) for number in numbers]))
+        if self.cfg.block_diffusion.loss_agg_mode == "micro-batch-mean":
+            return [replace(part, scale=1 / (max(part.count, 1) * len(passes) * self.world.size)) for part in passes]
+        total = reduce_int(sum(part.count for part in passes), "sum")
+        return [replace(part, scale=1 / max(total, 1)) for part in passes]
+
+    def noised(self, examples: list[Example], seeds: list[int]) -> Noised:
+        """States of the blocks of some samples, with random tokens of the responses masked."""
+        c, size, end = self.cfg.block_diffusion, self.policy.size, self.policy.tokenizer.eos_token_id
+        lengths = [len(e.prompt) + len(e.response) for e in examples]
+        if c.train_fill == "max_length":
+            lengths = [self.cfg.data.max_prompt_length + self.cfg.data.max_response_length] * len(examples)
+        widths = [-(-length // size) * size for length in lengths]
+        shape = (len(examples), max(widths))
+        ids, maskable = torch.full(shape, end), torch.zeros(shape, dtype=torch.bool)
+        rate, uniform = torch.ones(shape), torch.ones(shape)
+        for i, (example, width, seed) in enumerate(zip(examples, widths, seeds, strict=True)):
+            tokens = example.prompt + example.response
+            ids[i, : len(tokens)] = torch.tensor(tokens)
+            # the end tokens that pad a complete response are trained as well; a truncated response has none
+            maskable[i, len(example.prompt) : width if tokens[-1] == end else len(tokens)] = True
+            # draw for the sample's own width, so that its noise does not depend on the other samples of the pass
+            stream = torch.Generator().manual_seed(seed)
+            levels = torch.rand(width // size if c.noise_per_block else 1, generator=stream)
+            levels = levels.repeat_interleave(width // len(levels))
+            rate[i, :width] = c.noise_range_low + (c.noise_range_high - c.noise_range_low) * levels
+            uniform[i, :width] = torch.rand(width, generator=stream)
+        masked = maskable & (uniform < rate)
+        weight = masked / rate if c.elbo_weight else masked.float()
+        # the likelihood bound averages over all tokens of the responses, not only the masked ones
+        count = int((maskable if c.elbo_weight else masked).sum())
+        target = ids
+        if not c.same_token_labels:
+            # a masked token is predicted at the position before it, even if that is in the previous block
+            weight, rate, target = weight.roll(-1, 1), rate.roll(-1, 1), ids.roll(-1, 1)
+        views = Views(*(values.unflatten(1, (-1, size))[:, :, None] for values in (masked, weight)))
+        states = states_of(ids, views, mask_id=self.policy.mask_id, count=max(int(views.count.max()), 1))
+
+        def there(values: Tensor) -> Tensor:
+            """[B, C, S] of values [B, T]."""
+            return values.gather(1, states.place.flatten(1)).view_as(states.place)
+
+        states = replace(states, target=there(target)).closed(torch.tensor(widths) - size)
+        return Noised(states.to(self.world.device), there(rate).to(self.world.device), count)
+
+    def loss(self, batch: Noised) -> tuple[Tensor, dict[str, Tensor]]:
+        """See Task; the sums are of losses and token counts by noise level, among others."""
+        c, states = self.cfg.block_diffusion, batch.states
+        predicted = states.weight != 0
+        log_prob, entropy, right = self.policy.trained.module(states, right=True)
+        losses, weight = -log_prob, states.weight[predicted]
+        loss = (losses * weight).sum() * batch.scale
+        if c.confidence_beta > 0:
+            part = batch.scale * (entropy * right).sum()
+            if c.loss_agg_mode == "micro-batch-mean":  # the mean over only the correctly predicted tokens
+                part = part * batch.count / right.sum().clamp(min=1)
+            loss = loss + c.confidence_beta * part
+        # without a masked token the loss is 0 but still has a gradient, as the collectives of all ranks need
+        sums = {"tokens": predicted.sum(), "right": right.sum(), "entropy": entropy.detach().sum()}
+        span = max(c.noise_range_high - c.noise_range_low, 1e-6)
+        level = ((batch.rate[predicted] - c.noise_range_low) / span * LEVELS).long().clamp(0, LEVELS - 1)
+        for i in range(LEVELS):
+            sums[f"loss_{i}"] = losses.detach()[level == i].sum()
+            sums[f"count_{i}"] = (level == i).sum()
+        return loss, sums
+
+    def metrics(self, sums: dict[str, float]) -> dict[str, float]:
+        """train/... metrics over the masked tokens of all ranks."""
+        c, total = self.cfg.block_diffusion, {name: reduce_float(value, "sum") for name, value in sums.items()}
+        tokens = max(total["tokens"], 1.0)
+        row = {
+            "train/masked_tokens": total["tokens"],
+            "train/accuracy": total["right"] / tokens,
+            "train/entropy": total["entropy"] / tokens,
+        }
+        width = (c.noise_range_high - c.noise_range_low) / LEVELS
+        for i in range(LEVELS):
+            if total[f"count_{i}"]:
+                middle = c.noise_range_low + width * (i + 0.5)
+                row[f"train/loss_at_{middle:.2f}"] = total[f"loss_{i}"] / total[f"count_{i}"]
+        return row

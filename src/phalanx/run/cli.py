@@ -1,0 +1,262 @@
+"""The command line that all tasks share: --help, --plan, the configuration, and error reporting.
+
+Every rank parses the same command line and may fail in the same way, so that 32 ranks would print 32 tracebacks.
+Instead, a user's mistake is one line, printed by rank 0; any other error is printed by the rank on which it occurred
+first, and by torchrun at the end of its report.
+
+No heavy library is imported at the top, so that --help and mistakes are printed before torch is loaded.
+"""
+
+import faulthandler
+import logging
+import os
+import signal
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from types import TracebackType
+from typing import TYPE_CHECKING, NoReturn, TextIO, TypeVar
+
+from phalanx.config import ConfigError, help_text
+from phalanx.config.messages import UnknownKeys, reason
+from phalanx.config.secrets import hide
+from phalanx.exit import (
+    REQUEST,
+    Stopped,
+    begin,
+    end,
+    end_with_parent,
+    hide_with,
+    is_first,
+    leads,
+    place,
+    rank,
+    say,
+    show,
+)
+from phalanx.garbage import uncollected
+from phalanx.run.rules import load_config
+
+if TYPE_CHECKING:
+    from phalanx.run.watchdog import Watch
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+# Silence libraries that print at import or whenever they load something. They read these variables at import, which
+# happens after this module is imported.
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
+os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+warnings.filterwarnings("ignore", message=".*gradient_checkpointing.*", category=FutureWarning)
+
+HELP = "--help: this text"
+PLAN = (
+    "--plan [nnodes=4] [nproc=8] [gpu=H100] [gpu_memory_gb=80] [gpu_hour_price=2.5] "
+    "[rollout_s=30 inference_s=3 actor_s=10]: estimate the job on that cluster, without training"
+)
+LONGEST = 2000  # characters of an error
+# keys that are accepted only together with --plan
+PLAN_SECONDS = ("rollout_s", "inference_s", "actor_s")  # duration of each role's phase if all ranks took part in it
+PLAN_WORDS = ("nnodes", "nproc_per_node", "nproc", "gpu", "gpu_memory_gb", "gpu_hour_price", *PLAN_SECONDS)
+
+
+def parse(
+    schema: type[T],
+    description: str,
+    argv: list[str] | None = None,
+    plan: Callable[[T, dict[str, str]], str] | None = None,
+    check: Callable[[T], None] | None = None,
+) -> T:
+    """Parse `[config.yaml] [key=value ...]` and return the configuration.
+
+    With --help it prints the help and exits; with --plan it prints the result of `plan`, called with the configuration
+    and the given PLAN_WORDS, and exits. With PHALANX_CHECK=1, which phalanx.run.launch sets before it starts ranks, it
+    runs `check`, which raises ValueError for mistakes that can be found in the input files without torch, and exits. A
+    mistake ends the process with status 2 and one line, printed only by rank 0.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with_parent()
+    checking = os.environ.get("PHALANX_CHECK") == "1"
+    # rank 0 logs for all ranks; errors of other ranks are printed by `fail`
+    hide_with(hide)
+    level = logging.WARNING if rank() == 0 and not checking else logging.ERROR
+    logging.basicConfig(level=level, format="%(message)s", handlers=[_Terminal()])
+    argv = sys.argv[1:] if argv is None else argv
+    asked: dict[str, str] | None = None
+    if plan is not None:
+        argv, asked = _plan_words(argv)
+    words = [word for word in argv if word not in ("-h", "--help")]
+    wants_help = len(words) < len(argv)
+    options = [word for word in words if word.startswith("-")]
+    path = words.pop(0) if words and "=" not in words[0] else None
+    try:
+        if options:
+            usage = "[config.yaml] [key=value ...], or --help"
+            raise ConfigError(f"unknown option {options[0]}; expected {usage}")
+        if wants_help:
+            if rank() == 0:
+                known = (HELP, PLAN) if plan is not None else (HELP,)
+                # the help depends on file and overrides, since the chosen algorithm and rewards add keys
+                show(help_text(schema, description, path, words, known))
+            sys.exit(0)
+        begin()
+        with uncollected():  # the chosen algorithm imports torch
+            config = load_config(schema, path, words)
+        if checking:
+            if check is not None:
+                check(config)
+            end(0)  # with torch loaded, the interpreter's own shutdown takes as long as the check
+    except ValueError as error:
+        _tell(error, status=2)
+    if plan is None or asked is None:
+        return config
+    try:
+        text = plan(config, asked)
+    except ValueError as error:
+        _tell(error, status=2)
+    if rank() == 0:
+        show(text)
+    sys.exit(0)
+
+
+class _Terminal(logging.StreamHandler[TextIO]):
+    """Writes log records to stderr; all but INFO records are prefixed with their level."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stderr  # the progress line replaces sys.stderr, to print above itself
+        super().emit(record)
+
+    def format(self, record: logging.LogRecord) -> str:
+        words = hide(super().format(record))
+        return words if record.levelno == logging.INFO else f"{record.levelname}: {words}"
+
+
+def _leave_folder() -> None:
+    """Release the job's lock on output_dir; otherwise the job would look crashed, and `phalanx stop` would wait."""
+    module = sys.modules.get("phalanx.run.folder_lock")  # not imported here, see _watch
+    if module is not None:
+        module.release()
+
+
+def _plan_words(argv: list[str]) -> tuple[list[str], dict[str, str] | None]:
+    """Split the command line into the job's arguments and the PLAN_WORDS, None without --plan (or plan=true)."""
+    planning = False
+    given: dict[str, str] = {}
+    arguments: list[str] = []
+    for word in argv:
+        key, equals, value = word.partition("=")
+        if word in ("--plan", "plan=true"):
+            planning = True
+        elif equals and key in PLAN_WORDS:
+            given[key] = value
+        else:
+            arguments.append(word)
+    if given and not planning:
+        key, value = next(iter(given.items()))
+        hint = "the size of a job is set by environment variables, such as NNODES=2"
+        fail(f"{key}={value} is only for --plan; {hint}", status=2)
+    return arguments, given if planning else None
+
+
+def run(build: Callable[[T], Callable[[], None]], config: T) -> NoReturn:
+    """Build a job, run it and exit.
+
+    A ValueError of `build` (data, model folder, rewards, batch sizes) is a user's mistake: one line and status 2. A
+    JobError of the job itself is one line and status 1. Any other exception is printed with its traceback;
+    PHALANX_TRACEBACK=1 prints the traceback of all. A job that is told to stop exits with 128 + the signal's number.
+    """
+    faulthandler.enable()  # print the stack after a crash in C++, which would otherwise be silent
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # until the watch handles this signal
+    sys.excepthook = _crash
+    if rank() == 0:
+        logging.getLogger("phalanx").setLevel(logging.INFO)  # show progress before the first step
+    log.info("loading the libraries")
+    from phalanx.types import JobError
+
+    try:
+        with uncollected():  # or until the job has a world
+            job = build(config)
+    except (ValueError, SystemExit) as error:  # SystemExit comes from user code: Phalanx does not call sys.exit here
+        _leave_folder()
+        _tell(error, status=2)
+    # A ValueError during training is a bug, which `build` should have caught, and keeps its traceback.
+    try:
+        job()
+    except (JobError, SystemExit) as error:
+        _leave_folder()
+        _tell(error, status=1)
+    except Stopped as stop:
+        _leave_folder()
+        end(stop.status, str(stop), str(stop) if leads() else None, restart=stop.number != REQUEST)
+    # Everything is written and closed. Threads of workers and process groups could outlive the interpreter's teardown,
+    # which has been seen to abort a rank ("terminate called without an active exception"); `end` skips the teardown.
+    end(0)
+
+
+def fail(text: str, status: int, lines: int = 1) -> NoReturn:
+    """Print a message as so many lines and exit at once, without waiting for worker threads."""
+    message = "\n  ".join(map(_one_line, hide(text).split("\n", lines - 1)))
+    if not is_first():
+        # Let the first rank print first. If it fails too, as with any mistake in the configuration, its launcher
+        # ends the other ranks by SIGTERM while they wait here, before they repeat the message. So the signals must
+        # end the process whatever handlers were installed.
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_DFL)
+        time.sleep(5)
+    prefix = "error" if is_first() else f"error on rank {rank()}"
+    _end_with(f"{prefix}: {message}", status)
+
+
+def _one_line(message: str) -> str:
+    """Collapse whitespace, escape unprintable characters and truncate a message for the terminal."""
+    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in " ".join(message.split()))
+    return shown if len(shown) <= LONGEST else f"{shown[:LONGEST]}…"
+
+
+def _tell(error: BaseException, status: int) -> NoReturn:
+    """Report a user's mistake or a JobError and exit."""
+    if os.environ.get("PHALANX_TRACEBACK") == "1":
+        say(traceback.format_exc())
+    text = reason(error) if isinstance(error, SystemExit) else str(error)
+    fail(text, status, lines=text.count("\n") + 1 if isinstance(error, UnknownKeys) else 1)
+
+
+def _crash(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Report an unexpected exception and exit (sys.excepthook)."""
+    if kind is KeyboardInterrupt:
+        end(128 + signal.SIGINT, f"{place()}: interrupted", "interrupted" if leads() else None)
+    watch = _watch()
+    text = "".join(traceback.format_exception(kind, error, trace))
+    report = f"{place()}:\n{hide(text).rstrip()}"
+    # A failed collective reveals only that a peer is gone; the watch may know which one, and why.
+    cause = watch.explain() if watch is not None and _from_a_collective(error) else None
+    _end_with(report if cause is None else cause, status=1)
+
+
+def _from_a_collective(error: BaseException) -> bool:
+    """True if an error may be the consequence of another rank's error."""
+    # gloo raises plain RuntimeErrors, which only their messages identify
+    signs = ("gloo", "NCCL", "peer", "socket")
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
+
+
+def _end_with(report: str, status: int) -> NoReturn:
+    """Exit with an error, or with that of another rank if one was reported earlier."""
+    watch, first = _watch(), True
+    if watch is not None:
+        report, first = watch.tell(report)
+    if first:
+        say(report)
+    if watch is not None:
+        watch.linger()  # rank 0 hosts the store in which the others find the error
+    end(status, report, None)
+
+
+def _watch() -> "Watch | None":
+    """This rank's watch, or None before it has started."""
+    # Not imported here: if the module is not loaded there is no watch, and importing it would load torch.
+    module = sys.modules.get("phalanx.run.watchdog")
+    return None if module is None else module.current

@@ -1,0 +1,67 @@
+"""Batch sizes of a step if actor, rollout and inference have separate ranks, and checks of them."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from phalanx.config import ConfigError
+from phalanx.config.messages import near_divisors
+from phalanx.config.run import RLConfig
+from phalanx.distributed.launch import Launch
+from phalanx.distributed.mesh import ACTOR, ROLLOUT, World
+from phalanx.distributed.placement import place
+from phalanx.run.batch_plan import KEYS
+from phalanx.run.link import link_of
+from phalanx.run.roles import Roles
+from phalanx.training.minibatches import BatchPlan
+
+
+def of_role(plan: BatchPlan, cfg: RLConfig, roles: Roles, role: str) -> BatchPlan:
+    """The batch sizes of one part of a step on a role's ranks, from the actor's; ConfigError if they do not divide."""
+    if roles.collocated:
+        return plan
+    parts = cfg.rollout.parts if cfg.rollout.schedule == "pipelined" else 1
+    prompts, ranks = plan.samples // cfg.rollout.n, len(roles.ranks[role])
+    if prompts % parts:
+        near = near_divisors(prompts, parts)
+        raise ConfigError(f"rollout.parts: {parts} does not divide the {prompts} prompts of a step; nearest: {near}")
+    samples = plan.samples // parts
+    words = f"{prompts // parts} prompts x {KEYS['n']} {cfg.rollout.n} = {samples} samples"
+    if samples % ranks:
+        raise ConfigError(f"placement.{role}: {ranks} ranks do not divide {words}")
+    each = samples // ranks
+    if role == ACTOR and parts > 1 and each % plan.micro:
+        raise ConfigError(
+            f"{KEYS['micro']}: {plan.micro} does not divide the {each} samples of a part on a rank ({words} / {ranks} "
+            "ranks of the actor)"
+        )
+    return replace(plan, samples=samples, per_rank=each, units=each, parts=parts)
+
+
+def part_of(plan: BatchPlan, cfg: RLConfig, world: World) -> BatchPlan:
+    """The batch sizes of one part of a step on the ranks of this rank's role."""
+    return plan if world.link is None else of_role(plan, cfg, link_of(world).roles, world.role)
+
+
+def checked(cfg: RLConfig, plan: Callable[[int], BatchPlan], roles: Roles, launch: Launch) -> BatchPlan:
+    """The batch sizes of a step on the actor's ranks; ConfigError for a configuration that the roles cannot run."""
+    actor_plan = plan(cfg.parallel.data_ranks(len(roles.ranks[ACTOR])))
+    check_parts(cfg, actor_plan, roles)
+    if cfg.reward.model.path is not None:
+        samplers = roles.launch(ROLLOUT, launch)
+        place(cfg.reward.model, samplers.world_size, samplers.local_world_size)
+    return actor_plan
+
+
+def check_parts(cfg: RLConfig, plan: BatchPlan, roles: Roles) -> None:
+    """Raise ConfigError for parts of a step that do not divide over the ranks or the updates."""
+    if roles.collocated:
+        return
+    for role in roles.ranks:
+        of_role(plan, cfg, roles, role)
+    if cfg.rollout.schedule != "pipelined":
+        return
+    if cfg.rollout.parts % plan.updates:
+        raise ConfigError(
+            f"rollout.parts: {cfg.rollout.parts} parts do not divide over the {plan.updates} updates of a step; "
+            f"expected a multiple of {plan.updates}"
+        )

@@ -1,0 +1,184 @@
+"""Schedules for ranks of other roles that sample: what the actor orders, and what it receives, in each training step t.
+
+synchronous     order t, wait for all of t, update
+pipelined       order t, update on each part of t as it arrives
+one step off    order t + 1, wait for t, which was ordered one step earlier, update while t + 1 is sampled
+"""
+
+import signal
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch import Tensor
+
+from phalanx.config.run import RLConfig
+from phalanx.distributed.collectives import broadcast_object
+from phalanx.distributed.mesh import ROLLOUT, World
+from phalanx.exit import Stopped
+from phalanx.run.disaggregated.wire import Mail, deserialize_records, routes
+from phalanx.run.link import VALIDATION, Order
+from phalanx.run.validation import Records
+from phalanx.telemetry.timers import Timers
+from phalanx.training.collect import Collected, Rescorer
+from phalanx.training.components import TrainedPolicy
+from phalanx.training.exchange import concatenate, deserialize, serialize
+from phalanx.training.minibatches import BatchPlan
+from phalanx.types import JobError, Samples
+
+
+class Schedule:
+    """The actor's side of the link: orders each step and receives its samples, in one or several chunks.
+
+    It implements phalanx.run.validation.Sampling; the training loop uses it through RemoteCollector.
+    """
+
+    def __init__(
+        self,
+        cfg: RLConfig,
+        plan: BatchPlan,
+        world: World,
+        policy: TrainedPolicy,
+        timers: Timers,
+        weights: str | None,
+        held_out: int,
+    ) -> None:
+        """plan: batch sizes of one chunk on the actor's ranks. weights: name of the weights that sample, None for the
+        policy's. held_out: number of validation prompts.
+        """
+        self.cfg, self.plan, self.world, self.policy, self.timers = cfg, plan, world, policy, timers
+        self.weights, self.validates = weights, held_out
+        self.mail = Mail(world, policy.trace_type, plan.samples)
+        self.link = self.mail.link
+
+    def begin(self, step: int, total_steps: int, kept: Sequence[Tensor]) -> None:
+        """See phalanx.run.validation.Sampling."""
+        self.total_steps = total_steps
+        self.link.connect(routes(self.link.roles.ranks, self.plan.samples))
+        self.link.compare(self.policy.trained.shapes)
+
+    def collect(self, step: int, chunk: int) -> Collected:
+        """Return this rank's samples of a chunk of training step `step`, with the rewards of all ranks' samples."""
+        if chunk == 0:
+            self.order(Order(step, step, step + 1), self.weights)
+        return self.receive(step)
+
+    def order(self, order: Order, weights: str | None) -> None:
+        """Send an order and the weights for it; all ranks of the actor call this together."""
+        with self.timers("wait"):  # for ranks that still work on the previous order
+            self.link.order(order)
+            self.link.meet_role()
+        with self.timers("sync"):
+            trained = self.policy.trained
+            self.link.send_weights(trained.whole(weights), trained.shapes)
+
+    def receive(self, step: int) -> Collected:
+        """Receive this rank's samples of the next chunk that was ordered, of training step `step`."""
+        with self.timers("wait"):
+            collected, stop = self.mail.receive()
+        self.hear(stop)
+        if collected is None:
+            raise Stopped(stop)
+        return self.checked(collected, step)
+
+    def hear(self, stop: int) -> None:
+        """Make this rank stop if a rank of another role got the signal `stop`; 0: none did."""
+        if stop:
+            self.world.watch.stop = signal.Signals(stop)
+
+    def checked(self, collected: Collected, step: int) -> Collected:
+        """Add metrics of the samples' age in training steps; JobError if it exceeds rollout.max_staleness."""
+        version, limit = collected.samples.version, self.cfg.rollout.max_staleness
+        assert version is not None, "ranks that sample set the version of their weights"
+        age = step - version
+        if age.max() > limit:
+            raise JobError(f"samples of step {step} are {age.max()} steps old; rollout.max_staleness is {limit}")
+        row = {"rollout/staleness_mean": age.double().mean().item(), "rollout/staleness_max": float(age.max())}
+        samples = collected.samples
+        if age.any():  # older weights sampled them, so a replay cannot repeat their log-probs
+            samples = replace(samples, exact=False)
+        return replace(collected, samples=samples, row=collected.row | row)
+
+    def validate(self, step: int, weights: str | None) -> tuple[dict[str, float], Records]:
+        """See phalanx.run.validation.Sampling."""
+        self.order(Order(step, validate=True), weights)
+        answer: tuple[dict[str, float], Records, int] = {}, {}, 0
+        with self.timers("wait"):
+            if self.world.lead:
+                answer = deserialize_records(self.link.receive(self.link.roles.ranks[ROLLOUT][0], VALIDATION))
+            self.link.meet_role()
+        row, kept, stop = answer
+        row, stop = broadcast_object((row, stop))
+        self.hear(stop)
+        if stop:
+            raise Stopped(stop)
+        return row, kept
+
+    def end(self, stop: int = 0) -> None:
+        """End the other roles."""
+        self.link.order(Order(end=True, stop=stop))
+        self.link.part(self.world.watch)
+
+    def in_flight(self, step: int) -> Tensor | None:
+        """Return None: no samples are drawn ahead."""
+        return None
+
+
+class OneStepOffSchedule(Schedule):
+    """Draws the samples of the next step during the training of a step, with weights that are one step old."""
+
+    def begin(self, step: int, total_steps: int, kept: Sequence[Tensor]) -> None:
+        super().begin(step, total_steps, kept)
+        self._at = self._next = step  # the next step to train, and the first step not yet ordered
+        self._drawn: Collected | None = None  # samples of the next step, if a checkpoint has needed them
+        whole = self._joined(kept)
+        if whole is not None and len(whole.reward) == self.plan.samples:  # the batch size has not changed
+            share = serialize(whole, slice(self.mail.own.first, self.mail.own.last))
+            self._drawn, self._next = self._joined([share]), step + 1
+
+    def collect(self, step: int, chunk: int) -> Collected:
+        last = min(step + 2, self.total_steps)
+        self.order(Order(step, self._next, last), self.weights)
+        self._next, self._at = last, step + 1
+        collected, self._drawn = self._drawn or self.receive(step), None
+        return collected
+
+    def in_flight(self, step: int) -> Tensor | None:
+        if self.cfg.rollout.in_flight == "drop" or step != self._at or self._next <= self._at:
+            return None
+        if self._drawn is None:
+            try:
+                self._drawn = self.receive(self._at)
+            except Stopped:  # the rollout ranks stopped before they finished the samples
+                return None
+        return serialize(self._drawn, slice(None))
+
+    def _joined(self, kept: Sequence[Tensor]) -> Collected | None:
+        parts = [deserialize(data, self.policy.trace_type, self.world.device)[0] for data in kept]
+        whole = [part for part in parts if part is not None]
+        return concatenate(whole) if whole else None
+
+
+SCHEDULES: dict[str, type[Schedule]] = {
+    "synchronous": Schedule,
+    "pipelined": Schedule,  # of more than one chunk per step
+    "one_step_off": OneStepOffSchedule,
+}
+
+
+class RemoteCollector:
+    """Provides samples with rewards of other ranks to the loop: see phalanx.training.loop.Collects."""
+
+    def __init__(self, schedule: Schedule, rescorer: Rescorer) -> None:
+        self.schedule, self.rescorer, self.chunks = schedule, rescorer, schedule.plan.parts
+        self._reward: Tensor  # of the last chunk
+
+    def sample(self, step: int, chunk: int = 0) -> tuple[Samples, dict[str, float]]:
+        """Receive samples, and compute the policy's own old log-probabilities if they lack these."""
+        received = self.schedule.collect(step, chunk)
+        self._reward = received.reward
+        samples, row = self.rescorer(received.samples)
+        return samples, received.row | row
+
+    def reward(self, samples: Samples, step: int, chunk: int = 0) -> tuple[Samples, Tensor, dict[str, float]]:
+        """The rewards that came with the samples."""
+        return samples, self._reward, {}

@@ -1,0 +1,165 @@
+"""Supervised flow matching: regress the velocity on images with prompts.
+
+    L = mean of (v(x_t, t, prompt) - (noise - x_0))^2,   x_t = (1 - t) x_0 + t noise
+
+t = sigmoid(N(m, s)) (SD3, https://arxiv.org/abs/2403.03206, section 3.1), then shifted as in the model's own noise
+schedule. Mesh, model, checkpoints, validation and logs are shared with reinforcement learning.
+"""
+
+import logging
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from phalanx.config import ConfigError
+from phalanx.config.flow import FlowMatchingTaskConfig
+from phalanx.data.images import ImageTextData
+from phalanx.data.prompts import DataError
+from phalanx.distributed.launch import Launch
+from phalanx.distributed.mesh import World
+from phalanx.distributed.seed import fold_in
+from phalanx.models.flow.policy import FlowPolicy
+from phalanx.models.flow.registry import family_of, image_columns
+from phalanx.rollout.flow.in_policy import PolicyRollout
+from phalanx.rollout.flow.samplers import train_sampler
+from phalanx.run import batch_plan
+from phalanx.run.flow_components import build_components, check_plan
+from phalanx.run.roles import Roles
+from phalanx.run.supervised_job import supervised_trainer
+from phalanx.run.usable_images import usable_rows
+from phalanx.run.world import check_world
+from phalanx.telemetry.loggers import check_loggers
+from phalanx.training.supervised import Shares, SupervisedTrainer, Task, share_of_rank
+from phalanx.types import JobError, Prompt
+
+log = logging.getLogger(__name__)
+
+ENCODED_TOGETHER = 64  # images per VAE pass when latents are cached
+
+
+def check(cfg: FlowMatchingTaskConfig, launch: Launch | None = None) -> int:
+    """Return the images per rank and step; ConfigError for a configuration that the ranks of `launch` (None: the
+    current one) cannot run.
+    """
+    batch_plan.check(cfg)
+    if image_columns(cfg.model):
+        raise ConfigError(
+            f"model.path: {cfg.model.path!r} takes an image with each text; flow matching trains only from texts"
+        )
+    if not family_of(cfg.model).encodes_images:
+        raise ConfigError(f"model.path: {cfg.model.path!r} cannot encode images; flow matching trains on images")
+    check_loggers(cfg.trainer.logger)
+    check_plan(cfg)
+
+    def images(roles: Roles, _: Launch) -> int:
+        return images_of_rank(cfg, cfg.parallel.data_ranks(roles.world_size))
+
+    return check_world(cfg, images, launch or Launch.from_env())
+
+
+def images_of_rank(cfg: FlowMatchingTaskConfig, world_size: int) -> int:
+    """Images per rank and step; ConfigError if the batch does not divide."""
+    micro, key = cfg.flow_matching.micro_batch_size_per_gpu, "flow_matching.micro_batch_size_per_gpu"
+    return share_of_rank(cfg, micro, key, "images", world_size)
+
+
+def build(cfg: FlowMatchingTaskConfig) -> SupervisedTrainer:
+    """Build the job; all ranks call this together. A ValueError is the user's mistake."""
+    check(cfg)
+    r = cfg.rollout
+    key, unusable = "data.train_files", cfg.data.unusable_rows
+    images = ImageTextData(cfg.data.train_files, r.height, r.width, key, unusable)
+    components = build_components(cfg, r.micro_batch_size_per_gpu or 16)
+    rollout = components.rollout
+    assert rollout is not None, "each rank validates"
+    images.keep(partial(usable_rows, key=key, unusable=unusable, world=components.world))
+    task = FlowMatching(cfg, components.policy, rollout, images, components.world)
+    return supervised_trainer(cfg, components, task, cfg.flow_matching.ema)
+
+
+class FlowMatching(Task):
+    """The task: see phalanx.training.supervised.Task. `build` makes its job."""
+
+    noun = "images"
+    policy: FlowPolicy
+
+    def __init__(
+        self,
+        cfg: FlowMatchingTaskConfig,
+        policy: FlowPolicy,
+        rollout: PolicyRollout,
+        images: ImageTextData,
+        world: World,
+    ) -> None:
+        """`rollout` embeds the prompts."""
+        self.cfg, self.policy, self.rollout, self.images, self.world = cfg, policy, rollout, images, world
+        micro = cfg.flow_matching.micro_batch_size_per_gpu
+        self.shares = Shares(len(images), images_of_rank(cfg, world.data_size), micro, world, cfg.data.seed)
+        # no guidance in training: the conditional and the unconditional branch are trained separately
+        self.sampler = replace(train_sampler(cfg.rollout, policy.model), guidance=1.0)
+        self._latents: dict[int, Tensor] = {}
+
+    def begin(self, steps: range) -> None:
+        """Encode this rank's images of these steps if latents are cached."""
+        if not self.cfg.flow_matching.cache_latents:
+            return
+        images = sorted({i for step in steps for i in self.shares.of_step(step)})
+        if images:
+            log.info("encoding %d images", len(images))
+        for start in range(0, len(images), ENCODED_TOGETHER):
+            part = images[start : start + ENCODED_TOGETHER]
+            self._latents.update(zip(part, self._encode(part).cpu(), strict=True))
+
+    def passes(self, share: list[int], step: int) -> list[tuple[list[int], int, int]]:
+        """Per pass: its images, the step, and the number of its first image in the batch of all ranks."""
+        first, micro = self.shares.first, self.shares.micro
+        return [(share[start : start + micro], step, first + start) for start in range(0, len(share), micro)]
+
+    def loss(self, batch: tuple[list[int], int, int]) -> tuple[Tensor, dict[str, Tensor]]:
+        """See Task; the loss is the mean over all images."""
+        return self.errors(*batch).sum() / self.shares.batch_size, {}
+
+    def errors(self, images: list[int], step: int, first: int) -> Tensor:
+        """The loss [b] of some images; the first is number `first` in the batch of all ranks."""
+        c, device = self.cfg.flow_matching, self.world.device
+        x0 = torch.stack([self._latent(i) for i in images]).to(device)
+        # a sample's randomness depends only on (seed, step, its number), not on the number of ranks
+        seeds = [fold_in(self.cfg.trainer.seed, step, first + j) for j in range(len(images))]
+        streams = [torch.Generator().manual_seed(seed) for seed in seeds]
+        noise = torch.stack([torch.randn(x0.shape[1:], generator=g) for g in streams]).to(device)
+        normal = torch.stack([torch.randn((), generator=g) for g in streams])
+        keep = torch.stack([torch.rand((), generator=g) for g in streams]) >= c.prompt_dropout
+        sigma = self._shift(torch.sigmoid(c.logit_mean + c.logit_std * normal)).to(device)
+        # drop some prompts, to train the unconditional branch for classifier-free guidance
+        texts = [self.images.prompt(i) if kept else "" for i, kept in zip(images, keep.tolist(), strict=True)]
+        embeds, rows = self._embed(texts)
+        level = sigma.view(-1, *[1] * (x0.dim() - 1))
+        x = (1 - level) * x0 + level * noise
+        velocity = self.policy.velocity(x, sigma * 1000, embeds, rows, self.sampler)
+        return ((velocity - (noise - x0)) ** 2).flatten(1).mean(1)
+
+    def _shift(self, t: Tensor) -> Tensor:
+        """Shift noise levels as the model's own schedule does at this image size."""
+        s = self.sampler
+        shift = self.policy.level_shift(s.num_inference_steps, s.height, s.width, frames=1)
+        return shift * t / (1 + (shift - 1) * t)
+
+    def _latent(self, i: int) -> Tensor:
+        return self._latents[i] if i in self._latents else self._encode([i])[0]
+
+    @torch.no_grad()
+    def _encode(self, images: list[int]) -> Tensor:
+        try:
+            pixels = torch.stack([self.images.image(i) for i in images]).to(self.world.device)
+        except DataError as error:
+            raise JobError(str(error)) from error
+        return self.policy.model.encode_images(pixels)
+
+    def _embed(self, texts: list[str]) -> tuple[dict[str, Tensor], Tensor]:
+        """The embeddings of the distinct prompts, and the row [b] of each text among them."""
+        distinct = list(dict.fromkeys(texts))
+        prompts = [Prompt(text=text, group_id=i, meta={}) for i, text in enumerate(distinct)]
+        rows = torch.tensor([distinct.index(text) for text in texts], device=self.world.device)
+        return self.rollout.collate(prompts, negatives=False), rows

@@ -1,0 +1,169 @@
+"""A lock that allows only one job at a time to use an output_dir, across machines.
+
+Two jobs would overwrite each other's checkpoints and mix their metrics. Rank 0 locks the file `.lock`, which the kernel
+unlocks when the process dies. Since some shared file systems do not show locks to other machines, `running.json` also
+names the job, with a counter that it increments every BEAT_S seconds: a counter that does not change is a dead job's.
+"""
+
+import errno
+import fcntl
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from phalanx.config.inside import append_inside
+from phalanx.distributed.collectives import from_first
+from phalanx.distributed.mesh import World
+from phalanx.exit import say
+from phalanx.run.telemetry.run_folder import BEAT_S, RUNNING_FILE, STOP_FILE, read_json, write_json
+
+PATIENCE_S = 10.0  # seconds without a new beat after which a job on another machine is considered dead
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # errors of file systems without locks
+
+_held: "FolderLock | None" = None  # one per process, since a process works for only one job
+
+
+def hold(folder: Path, world: World) -> None:
+    """Lock the folder for this job until `release` or the end of rank 0; all ranks call this together.
+
+    Raises ValueError if another job uses the folder, or if it cannot be written.
+    """
+
+    def take() -> None:
+        global _held
+        release()
+        try:
+            _held = FolderLock(folder, world.watch.fail, world.watch.ask)
+        except ValueError as error:
+            raise ValueError(f"trainer.output_dir: {error}") from error
+        except OSError as error:
+            raise ValueError(
+                f"trainer.output_dir: '{error.filename or folder}' cannot be made or written: {error.strerror or error}"
+            ) from error
+
+    from_first(take)
+
+
+def release() -> None:
+    """Unlock the folder."""
+    global _held
+    if _held is not None:
+        _held.release()
+        _held = None
+
+
+class FolderLock:
+    """The lock of a folder.
+
+    lost: called once, with a message, if another job takes the folder. stop: called once if `phalanx stop` asks this
+    job to stop. Raises ValueError if another job uses the folder, OSError if it cannot be written.
+    """
+
+    def __init__(self, folder: Path, lost: Callable[[str], object], stop: Callable[[], object]) -> None:
+        self.folder, self._lost, self._stop = folder, lost, stop
+        folder.mkdir(parents=True, exist_ok=True)
+        self._lock = append_inside(folder, ".lock")
+        try:
+            locked = self._try_lock()
+            other = read_json(self.folder, RUNNING_FILE)
+            # on this machine, holding the lock proves that the other job is dead
+            if other is not None and not (locked and other.get("machine") == _machine()):
+                self._wait_for_silence(other)
+        except BaseException:
+            self._lock.close()
+            raise
+        self._me: dict[str, Any] = {
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "since": datetime.now().astimezone().isoformat(sep=" ", timespec="seconds"),
+            "machine": _machine(),
+            "token": secrets.token_hex(8),
+            "beat": 0,
+        }
+        self._write()
+        self._done, self._stop_called = threading.Event(), False
+        self._thread = threading.Thread(target=self._beats, name="folder lock", daemon=True)
+        self._thread.start()
+
+    def release(self) -> None:
+        """Stop the beats and unlock the folder."""
+        self._done.set()
+        self._thread.join(PATIENCE_S)  # otherwise a beat could recreate the file after it was removed
+        other = read_json(self.folder, RUNNING_FILE)
+        if other is not None and other.get("token") == self._me["token"]:
+            for name in (RUNNING_FILE, STOP_FILE):
+                with suppress(OSError):  # it does not exist, or is a folder
+                    (self.folder / name).unlink()
+        self._lock.close()
+
+    def _try_lock(self) -> bool:
+        """Lock the file; False if the file system has no locks. Raises ValueError if another process holds the lock."""
+        try:
+            # a lockf lock belongs to the process, so a reward function's forked child does not keep it
+            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            raise ValueError(self._in_use(read_json(self.folder, RUNNING_FILE) or {})) from None
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+            return False
+        return True
+
+    def _wait_for_silence(self, other: dict[str, Any]) -> None:
+        """Wait PATIENCE_S for a beat of the other job; ValueError if it is alive."""
+        say(f"{self.folder} was left by {_named(other)}; checking for {PATIENCE_S:.0f} s whether it still runs")
+        deadline = time.monotonic() + PATIENCE_S
+        while time.monotonic() < deadline:
+            time.sleep(BEAT_S / 4)
+            now = read_json(self.folder, RUNNING_FILE)
+            if now is None:  # it has just ended
+                return
+            if now != other:
+                raise ValueError(self._in_use(now))
+
+    def _beats(self) -> None:
+        while not self._done.wait(BEAT_S):
+            other = read_json(self.folder, RUNNING_FILE)
+            if other is not None and other.get("token") != self._me["token"]:
+                self._lost(f"trainer.output_dir: {self._in_use(other)}")
+                return
+            # a request has the token of the start that it is for, so that an old one does not stop the next start
+            if not self._stop_called and (read_json(self.folder, STOP_FILE) or {}).get("token") == self._me["token"]:
+                self._stop_called = True
+                self._stop()
+            self._me["beat"] += 1
+            self._write()
+
+    def _in_use(self, other: dict[str, Any]) -> str:
+        return (
+            f"{self.folder} is in use by another job, {_named(other)}; "
+            "stop that job first, or choose another trainer.output_dir"
+        )
+
+    def _write(self) -> None:
+        try:
+            write_json(self.folder, RUNNING_FILE, self._me)
+        except OSError:
+            if self._me["beat"] == 0:
+                raise
+            # a disk that is full for a while must not end the job
+
+
+def _named(job: dict[str, Any]) -> str:
+    return f"process {job.get('pid', '?')} on {job.get('host', '?')}, since {job.get('since', '?')}"
+
+
+def _machine() -> str:
+    """A name of this machine that differs from that of other machines with the same host name."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        boot = ""
+    return f"{socket.gethostname()} {boot}"

@@ -1,0 +1,384 @@
+"""A training job around its loop: resume, count steps, validate, log, save checkpoints, and end."""
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from copy import copy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from phalanx.config import ConfigError, save
+from phalanx.config.joint import JointConfig
+from phalanx.config.lm import LMDataConfig
+from phalanx.config.run import JobConfig
+from phalanx.config.secrets import public
+from phalanx.config.sources import changed
+from phalanx.distributed.collectives import agree
+from phalanx.distributed.mesh import World
+from phalanx.exit import Stopped
+from phalanx.models.linear import count_weights
+from phalanx.models.lora import in_bfloat16
+from phalanx.run import folder_lock
+from phalanx.run.checkpoint import Checkpointer, Progress, find, kept_in_flight
+from phalanx.run.telemetry.curves import read_metrics
+from phalanx.run.telemetry.profiles import Profiler
+from phalanx.run.telemetry.rank_files import RankFiles
+from phalanx.run.telemetry.run_folder import METRICS_FILE
+from phalanx.run.telemetry.run_logger import RunLogger
+from phalanx.run.validation import Sampling
+from phalanx.run.world import stop_world
+from phalanx.telemetry.timers import Timers
+from phalanx.training.optim import TrainState
+from phalanx.training.stops import Stops
+from phalanx.types import JobError
+
+log = logging.getLogger(__name__)
+CONFIG_FILE = "config.yaml"
+
+
+class Job:
+    """A training job. Its loop takes each step number from `steps`, and calls `end_step` after the step.
+
+    policies: the policies to train by name; a single one is named "". beside: other trained models by name, such as a
+    critic. `states` has all of them, `state` is that of the first policy.
+    """
+
+    def __init__(
+        self,
+        cfg: JobConfig,
+        world: World,
+        policies: Mapping[str, TrainState],
+        sampling: Sampling,
+        timers: Timers,
+        total_steps: int,
+        *,
+        batch: str,
+        beside: Mapping[str, TrainState] | None = None,
+    ) -> None:
+        """Resume from a checkpoint if there is one, and open the logs; all ranks call this together. batch: description
+        of a step's batch for the log. Raises ValueError for weights that are not finite and for a folder that cannot be
+        written.
+        """
+        self.cfg, self.world, self.sampling, self.timers = cfg, world, sampling, timers
+        self.policies, self.beside = dict(policies), dict(beside or {})
+        self.total_steps, self.batch = total_steps, batch
+        self.state, self.states = next(iter(policies.values())), self.policies | self.beside
+        self.output_dir = Path(cfg.trainer.output_dir)
+        self.checkpointer = Checkpointer(
+            self.output_dir, world, self._signature(), cfg.trainer.max_checkpoints, cfg.parallel.timeout_s
+        )
+        self.progress = self._resume()
+        problem = self._not_finite()
+        if problem is not None:
+            raise ValueError(f"model.path: {problem}; a base or a checkpoint of such weights cannot be trained")
+        self.checkpointer.saved_step = self.progress.step
+        self.stops = Stops(world, self.states, self.progress, timers)
+        self._profile()
+        self._good = copy(self.progress)  # after the last step with at least one finite update
+        self.bad_steps = 0
+        self._skipped = 0  # skipped updates of policies and critic since this start of the job
+        try:
+            self._open_files()
+        except OSError as error:  # for example a disk without free inodes
+            raise ValueError(f"trainer.output_dir: {error.filename or self.output_dir}: {error.strerror}") from error
+
+    def _open_files(self) -> None:
+        """Prepare the output folder for the steps to come, and open the logs. Raises OSError."""
+        cfg, first = self.cfg, self.world.rank == 0
+        if first:
+            self.checkpointer.set_aside(self.progress.step)
+            self.output_dir.mkdir(parents=True, exist_ok=True)
+            save(_with_whole_path(cfg), self.output_dir / CONFIG_FILE)
+            with suppress(OSError):  # a closed terminal
+                print(self.describe(), flush=True)
+        logged = self.progress.step - (self.progress.unfinished is not None)
+        ids, total = self.progress.logger_ids, self.total_steps
+        self.logger = RunLogger(cfg.trainer, public(cfg), ids, logged, total, first, self.timers)
+        self.progress.logger_ids = self.logger.ids
+
+    def _profile(self) -> None:
+        """Set up profiling of trainer.profile_steps. Raises ValueError for a step after the last one."""
+        key, done, steps = "trainer.profile_steps", self.progress.step, self.cfg.trainer.profile_steps
+        if max(steps, default=0) > self.total_steps:
+            raise ValueError(f"{key}: {max(steps)} is beyond the last step; expected 1 to {self.total_steps}")
+        passed = [step for step in steps if step <= done]
+        if passed and self.world.rank == 0:
+            log.warning("%s: %s are not profiled, since the run resumes after step %d", key, passed, done)
+        if steps:
+            self.timers.profiler = Profiler(self.cfg.trainer, self.world, self.timers)
+
+    def describe(self) -> str:
+        """Describe the ranks and the trained models in one line."""
+        w, models = self.world, []
+        for state in self.policies.values():
+            trained = sum(p.numel() for p in state.model.parameters.values())
+            total = count_weights(state.model.module.parameters())
+            kind = type(state.model.module).__name__
+            models.append(f"{kind}: {trained / 1e6:.2f} M of {total / 1e6:.2f} M weights are trained")
+        shared = f", each sample on {w.context_size}" if w.context_size > 1 else ""
+        return (
+            f"{w.size} ranks on {w.device.type}: {w.size // w.shard_size} replicas of {w.shard_size} shards{shared}; "
+            f"{'; '.join(models)}; "
+            f"steps {self.progress.step} to {self.total_steps} of {self.batch}; files in {self.output_dir}"
+        )
+
+    def run(self, fit: Callable[[], None], report: Callable[[Path], object] | None = None) -> None:
+        """Train by `fit`, write the `report` of the folder, and print a summary. Raises JobError, or Stopped after the
+        state was saved.
+        """
+        # the signal handler waits for the other ranks, so all of them must be up
+        if self.world.link is None:
+            dist.barrier()
+        else:
+            self.world.link.meet()
+        self.world.watch.listen()
+        try:
+            with RankFiles(self.output_dir, self.world, self.timers, self.total_steps):
+                self._run(fit, report)
+        finally:
+            folder_lock.release()
+        stop_world()
+
+    def _run(self, fit: Callable[[], None], report: Callable[[Path], object] | None) -> None:
+        try:
+            fit()
+        except JobError:  # all ranks raise it, so the pending checkpoint can still be completed
+            self.checkpointer.wait()
+            raise
+        except Stopped as stop:
+            raise self._keep(stop) from None
+        self.sampling.end()
+        self.world.watch.close()
+        if self.cfg.trainer.save_freq > 0 and self.checkpointer.saved_step < self.total_steps:
+            raise JobError("the last checkpoint was not written; free disk space, and run the same command again")
+        if self.world.rank == 0:
+            if self._skipped > 0:
+                log.warning("%d updates were skipped because of NaN or infinity in loss or gradient", self._skipped)
+            lines = validation_summary(self.output_dir)
+            if report is not None:
+                try:
+                    lines.append(f"report: {report(self.output_dir)}")
+                except (OSError, ValueError) as error:  # a full disk or a damaged file; the training itself succeeded
+                    lines.append(f"the report was not written: {error}")
+            with suppress(OSError):  # a closed terminal must not fail a finished job
+                print(*lines, sep="\n", flush=True)
+
+    def steps(self) -> Iterator[int]:
+        """Yield the numbers of the remaining training steps, counted from 0.
+
+        First run the validation before training (trainer.val_before_train), or finish the step whose validation was
+        interrupted when the run stopped.
+        """
+        self.sampling.begin(self.progress.step, self.total_steps, self.kept)
+        if self.progress.unfinished is not None:
+            self.end_step(self.progress.step, self.progress.unfinished)
+        elif self.progress.step == 0 and self.cfg.trainer.val_before_train and self.sampling.validates:
+            if self.cfg.reward.functions:
+                log.info("validating on %d prompts", self.sampling.validates)
+            self.logger.log(0, self.validate(0) | self.timers.pop())
+        for step in range(self.progress.step, self.total_steps):
+            self.stops.begin()
+            with self.timers.training_step(step + 1):
+                yield step
+        self.checkpointer.wait()
+
+    def validate(self, step: int) -> dict[str, float]:
+        """Validate on all sets and log the samples. Returns the metrics, empty without reward functions."""
+        if not self.cfg.reward.functions:
+            return {}
+        with self.timers("validation"):
+            row, kept = self.sampling.validate(self.progress.step, None if self.state.ema is None else "ema")
+            for name, records in kept.items():
+                self.logger.records(step, name, records)
+        return row
+
+    def end_step(self, step: int, row: dict[str, float]) -> None:
+        """Validate, log and save, each if due, after training step number `step` (from 1) with metrics `row`."""
+        t, last = self.cfg.trainer, step == self.total_steps
+        self._restore_files()
+        self.progress.step, self.progress.unfinished = step, row
+        self._count_updates()
+        self.stops.warn(step)
+        if t.test_freq > 0 and (last or step % t.test_freq == 0):
+            row = row | self.validate(step)
+        self.progress.unfinished = None
+        # log before saving: a run that is killed after the checkpoint must find this row
+        self.logger.log(step, row | self.timers.pop())
+        self._count_bad_step()
+        if t.save_freq > 0 and (last or (step % t.save_freq == 0 and not self.bad_steps)):
+            self._save(self.progress)
+        if not last:
+            _, stop = agree(None, self.world.watch.stop or 0)
+            if stop:
+                raise Stopped(stop)
+
+    def _restore_files(self) -> None:
+        """Recreate the output folder if it was deleted. Deleting it does not stop the job: a signal does."""
+        if self.world.rank > 0 or (self.output_dir / CONFIG_FILE).exists():
+            return
+        log.warning(
+            "trainer.output_dir: %s was deleted; the configuration, all metrics and the next checkpoints are written "
+            "again, everything else in it is lost",
+            self.output_dir,
+        )
+        with suppress(OSError):  # the metrics logger reports it with each row
+            self.output_dir.mkdir(parents=True, exist_ok=True)
+            save(_with_whole_path(self.cfg), self.output_dir / CONFIG_FILE)
+
+    def _count_bad_step(self) -> None:
+        """Count consecutive steps all of whose updates were skipped, so that the weights did not change. After
+        trainer.max_bad_steps of them the job saves the state before them and ends with JobError.
+        """
+        if any(state.diverged for state in self.policies.values()):
+            self.bad_steps += 1
+        elif any(state.applied for state in self.policies.values()):
+            self.bad_steps = 0
+        self._warn_of_skipped()
+        if self.bad_steps == 0:
+            self._good = copy(self.progress)
+        if self.bad_steps < self.cfg.trainer.max_bad_steps:
+            return
+        self.checkpointer.wait()
+        if self.cfg.trainer.save_freq > 0 and self._good.step > self.checkpointer.saved_step:
+            self._save(self._good)
+        raise JobError(
+            f"no update of the last {self.bad_steps} training steps was finite (NaN or infinity in loss or gradient): "
+            f"the weights are still those of step {self._good.step}; lower optim.lr, or look at the rewards"
+        )
+
+    def _warn_of_skipped(self) -> None:
+        """Count the skipped updates and warn at the first of them; `_run` logs the total."""
+        before = self._skipped
+        for state in self.states.values():
+            self._skipped += state.skipped
+            state.applied = state.skipped = 0
+        if before == 0 and self._skipped > 0 and self.world.rank == 0:
+            log.warning(
+                "step %d: an update with NaN or infinity in loss or gradient was skipped (actor/updates_non_finite); "
+                "lower optim.lr, or look at the rewards",
+                self.progress.step,
+            )
+
+    def _count_updates(self) -> None:
+        self.progress.updates = self.state.updates
+        self.progress.updates_beside = {name: state.updates for name, state in self.states.items() if name}
+
+    # -- state ----------------------------------------------------------------------------------------------------
+
+    def _save(self, progress: Progress) -> None:
+        in_flight = self.sampling.in_flight(progress.step)
+        with self.timers("checkpoint"):
+            problem = self._not_finite()
+            if problem is not None:
+                raise JobError(
+                    f"after step {progress.step} {problem}; no checkpoint is written, and the earlier ones are kept; "
+                    "lower optim.lr, or look at the rewards"
+                )
+            self.checkpointer.save(self.tensors(), copy(progress), in_flight)
+
+    def _not_finite(self) -> str | None:
+        """Describe, on all ranks, weights with NaN or infinity; None if all are finite."""
+        name = None
+        for state in self.states.values():
+            name = name or state.not_finite()
+        return agree(None if name is None else f"the weights {name} hold NaN or infinity", 0)[0]
+
+    def _keep(self, stop: Stopped) -> Stopped:
+        """Save the state after the last complete step, and end. Returns the exception to raise."""
+        step = self.progress.step
+        self.checkpointer.wait()
+        self._count_updates()
+        if self.cfg.trainer.save_freq > 0 and step > self.checkpointer.saved_step:
+            self._save(self.progress)
+            self.checkpointer.wait()
+        self.logger.close()
+        self.sampling.end(stop.number)
+        self.world.watch.close()
+        newest = find(self.checkpointer.root)
+        kept = "no checkpoint was saved" if newest is None else f"the same command resumes from {newest}"
+        return Stopped(stop.number, f" after step {step} of {self.total_steps}; {kept}")
+
+    def tensors(self) -> dict[str, Any]:
+        """The contents of a checkpoint as DTensors: a single policy at the top level, other models below their name."""
+        tensors: dict[str, Any] = {}
+        for name, state in self.states.items():
+            tensors |= {name: state.state()} if name else state.state()
+        return tensors
+
+    def _signature(self) -> dict[str, Any]:
+        signature: dict[str, Any] = {}
+        seed = self.cfg.trainer.seed
+        for name, state in self.states.items():
+            before = f"{name}: " if name else ""
+            signature |= {f"{before}{key}": value for key, value in state.signature().items()}
+            if state.model.lora:
+                # PiSSA changes the base weights by its initial LoRA, a function of the seed
+                pissa = state.model.config.lora_init == "pissa"
+                signature[f"{before}lora_init"] = f"pissa of trainer.seed={seed}" if pissa else "not pissa"
+                if pissa and in_bfloat16(state.model.config):
+                    signature[f"{before}lora_init"] += ", rounded before it was subtracted"
+        if list(self.policies) != [""]:
+            signature["trained policies"] = ", ".join(self.policies)
+        data = self.cfg.data
+        if isinstance(data, LMDataConfig):
+            signature["chat_template_date"] = data.chat_template_date
+            signature["chat_template_kwargs"] = data.chat_template_kwargs
+        return signature
+
+    def _resume(self) -> Progress:
+        folder = self.checkpointer.locate(self.cfg.trainer.resume)
+        self.kept = [] if folder is None else kept_in_flight(folder)
+        if folder is None:
+            return Progress()
+        progress = self.checkpointer.load(folder, self.tensors())
+        if "" in self.policies:
+            self.state.loaded(progress.updates)
+        for name, state in self.states.items():
+            if name:
+                state.loaded(progress.updates_beside[name])
+        done = progress.step >= self.total_steps and progress.unfinished is None
+        if done and folder.resolve().parent != self.checkpointer.root.resolve():
+            raise ValueError(
+                f"trainer.resume: {folder} was saved after step {progress.step}, and this run ends after step "
+                f"{self.total_steps}; expected an earlier checkpoint, or more steps (trainer.total_training_steps)"
+            )
+        if self.world.rank == 0:
+            log.info("resuming from %s: step %d of %d", folder, progress.step, self.total_steps)
+            if done:
+                log.warning("no step is left to train: all %d are done already", self.total_steps)
+            before = folder.parent.parent / CONFIG_FILE  # of the run that wrote the checkpoint, if it is there
+            try:
+                settings = changed(before, _with_whole_path(self.cfg)) if before.is_file() else []
+            except ConfigError as error:
+                log.warning("the settings of the earlier run cannot be read: %s", error)
+            else:
+                if settings:
+                    log.warning("other settings than in %s: %s", before, ", ".join(settings))
+        return progress
+
+
+def _with_whole_path(cfg: Any) -> Any:
+    """The configuration with absolute paths of model folders, so that later commands find them from any folder."""
+    if isinstance(cfg, JointConfig):
+        return replace(cfg, writer=_with_whole_path(cfg.writer), painter=_with_whole_path(cfg.painter))
+    folder = Path(cfg.model.path).expanduser()
+    if folder.is_absolute() or not folder.is_dir():
+        return cfg
+    return replace(cfg, model=replace(cfg.model, path=str(folder.absolute())))
+
+
+def validation_summary(folder: Path) -> list[str]:
+    """One line per validation set, with the first and the last mean reward in a run's metrics.jsonl."""
+    points_of: dict[str, list[tuple[int, float]]] = {}
+    for row in read_metrics(folder / METRICS_FILE):
+        for key, value in row.items():
+            if key.startswith("val/") and key.endswith("/reward/mean"):
+                points_of.setdefault(key, []).append((row["step"], value))
+    lines = []
+    for key, points in points_of.items():
+        ends = points[:1] if len(points) == 1 else [points[0], points[-1]]
+        lines.append(f"{key}: " + " -> ".join(f"{value:.3f} (step {step})" for step, value in ends))
+    return lines

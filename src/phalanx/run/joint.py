@@ -1,0 +1,380 @@
+"""A joint run: a language model rewrites prompts, a flow model makes images from them, and one reward trains both.
+
+The writer's responses become the painter's prompts, and the rewards of the painter's images become the writer's. Then
+each policy takes a training step of phalanx.training.loop on the samples already collected.
+
+Shapes: P prompts, N rewrites per prompt, K prompts per original for the painter (the rewrites, and the original itself
+with rewrite.keep_originals), M images for each of these.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from phalanx import algorithms
+from phalanx.config import ConfigError
+from phalanx.config.flow import FlowRLConfig
+from phalanx.config.joint import PAINTER, WRITER, JointConfig, frozen
+from phalanx.config.lm import LMRLConfig
+from phalanx.config.run import RLConfig
+from phalanx.data.overlap import held_out_overlap
+from phalanx.data.prompts import share_of_rank
+from phalanx.data.streams import PromptStream
+from phalanx.distributed.launch import Launch
+from phalanx.distributed.mesh import World
+from phalanx.models.flow.policy import build_policy
+from phalanx.rewards.client import RewardClient
+from phalanx.rollout import flow as flow_rollouts
+from phalanx.rollout import lm as lm_rollouts
+from phalanx.run import flow_rl, lm_rl, prompt_lengths
+from phalanx.run.flow_components import name_unused_columns, sampled_parts
+from phalanx.run.job import Job
+from phalanx.run.joint_prompts import read_prompts, usable_prompts
+from phalanx.run.rewriting import Rewriter, as_original
+from phalanx.run.rl import train_state
+from phalanx.run.rules import of_part
+from phalanx.run.start import build_rewards, choose_cpu_linear, fitting_sets, start_job
+from phalanx.run.validation import Records, Validator
+from phalanx.telemetry.step_metrics import reward_metrics
+from phalanx.telemetry.timers import Timers
+from phalanx.training.collect import Collected, Collector, PromptSource, Rescorer, total_steps
+from phalanx.training.components import TrainedPolicy, Training
+from phalanx.training.loop import train_step
+from phalanx.training.minibatches import BatchPlan
+from phalanx.training.optim import TrainState
+from phalanx.training.update import Updater
+from phalanx.types import Algorithm, JobError, Outputs, Prompt, Rollout, Samples
+
+
+@dataclass
+class Part:
+    """A policy of a joint run with its own configuration. state: None if it is frozen. group: number of consecutive
+    samples whose rewards the advantages compare.
+    """
+
+    cfg: RLConfig
+    plan: BatchPlan
+    algorithm: Algorithm
+    policy: TrainedPolicy
+    rollout: Rollout
+    timers: Timers
+    group: int
+    state: TrainState | None = None
+
+    def best(self) -> AbstractContextManager[None]:
+        """A context with the weights to validate: the moving average if there is one."""
+        averaged = self.state is not None and self.state.ema is not None
+        return self.policy.using("ema") if averaged else nullcontext()
+
+
+class Drawn:
+    """The samples of a training step that were already collected: see phalanx.training.loop.Collects."""
+
+    chunks = 1
+
+    def __init__(self, collected: Collected) -> None:
+        self.collected = collected
+
+    def sample(self, step: int, chunk: int = 0) -> tuple[Samples, dict[str, float]]:
+        """The samples and all metrics."""
+        return self.collected.samples, self.collected.row
+
+    def reward(self, samples: Samples, step: int, chunk: int = 0) -> tuple[Samples, Tensor, dict[str, float]]:
+        """The rewards, without further metrics."""
+        return samples, self.collected.reward, {}
+
+
+class JointTrainer(Training):
+    """Both policies of a joint run, on one rank."""
+
+    def __init__(
+        self,
+        cfg: JointConfig,
+        parts: Mapping[str, Part],
+        rewriter: Rewriter,
+        collectors: Mapping[str, Collector],
+        updaters: Mapping[str, Updater],
+        job: Job,
+    ) -> None:
+        self.cfg, self.parts, self.rewriter, self.job = cfg, parts, rewriter, job
+        self.collectors, self.updaters = collectors, updaters
+        self.seconds: dict[str, float] = {}  # time that each policy took to sample in this step
+
+    def fit(self) -> None:
+        """Train to the last step."""
+        with self.job.logger:
+            for step in self.job.steps():
+                self.job.end_step(step + 1, self.step(step))
+
+    def step(self, step: int) -> dict[str, float]:
+        """Take a training step of the policies whose turn it is, and return its metrics."""
+        began = time.perf_counter()
+        drawn = self.draw(step)
+        row: dict[str, float] = {}
+        for name in self.parts:
+            collected = drawn.pop(name)
+            if trains(self.cfg, name, step):
+                start = time.perf_counter() - self.seconds[name]  # the step includes the time it took to sample
+                with about(name, JobError, JobError):
+                    numbers = train_step(self.job, Drawn(collected), self.updaters[name], step, start)
+            else:
+                numbers = collected.row
+            row |= named(name, numbers)
+        return row | {"perf/step_s": time.perf_counter() - began}
+
+    def draw(self, step: int) -> dict[str, Collected]:
+        """Collect the samples of both policies with their rewards: N responses to each prompt, then M images for each
+        of the resulting K prompts.
+        """
+        writer, painter = self.parts[WRITER], self.parts[PAINTER]
+        each, pictures = writer.cfg.rollout.n, painter.cfg.rollout.n
+        began = time.perf_counter()
+        with about(WRITER, JobError, JobError):
+            samples, row = self.collectors[WRITER].sample(step)
+        assert isinstance(samples.outputs, list)
+        with writer.timers("rewrite"):
+            row |= self.rewriter.write(step, samples.outputs, each)
+        written = time.perf_counter()
+        with about(PAINTER, JobError, JobError):
+            painted = self.collectors[PAINTER].collect(step)
+        self.seconds = {WRITER: written - began, PAINTER: time.perf_counter() - written}
+        # r [P, K]: mean reward of a prompt's images, without images that have none; NaN if no image has one
+        of_prompts = painted.reward.view(-1, self.cfg.rewrites, pictures).nanmean(-1)
+        reward = of_prompts[:, :each].flatten()  # [P N]
+        scored = ~reward.isnan()
+        group_id = torch.arange(len(reward)) // each
+        row |= writer.rollout.metrics(samples, reward) | reward_metrics(reward[scored], {}, group_id[scored])
+        if self.cfg.rewrite.keep_originals:
+            row["rewrite/original_reward_mean"] = of_prompts[:, each:].nanmean().item()
+        return {WRITER: Collected(samples, reward, row), PAINTER: painted}
+
+
+def named(name: str, row: Mapping[str, float]) -> dict[str, float]:
+    """The metrics of a policy with its name as prefix, except the painter's reward/..., which are those of the run."""
+    result = {}
+    for key, value in row.items():
+        result[key if name == PAINTER and key.startswith("reward/") else f"{name}/{key}"] = value
+    return result
+
+
+def trains(cfg: JointConfig, name: str, step: int) -> bool:
+    """Whether training step `step` trains a policy."""
+    if cfg.alternate is None:
+        return name in cfg.train
+    return cfg.train[step // cfg.alternate % len(cfg.train)] == name
+
+
+class JointValidator(Validator):
+    """Validates each set of the data once per kind of prompt in rewrite.validate."""
+
+    def __init__(
+        self,
+        cfg: JointConfig,
+        world: World,
+        parts: Mapping[str, Part],
+        rewriter: Rewriter,
+        rewards: RewardClient,
+        val_sets: dict[str, list[Prompt]],
+        timers: Timers,
+    ) -> None:
+        painter = parts[PAINTER]
+        super().__init__(painter.cfg, world, painter.policy, painter.rollout, rewards, val_sets, timers)
+        self.parts, self.rewriter, self.kinds = parts, rewriter, cfg.rewrite.validate
+
+    @property
+    def validates(self) -> int:
+        """Number of held-out prompts of all sets, once per kind."""
+        return super().validates * len(self.kinds)
+
+    def validate(self, step: int, weights: str | None) -> tuple[dict[str, float], Records]:
+        """See Validator; each policy uses its own moving average."""
+        row: dict[str, float] = {}
+        kept: Records = {}
+        for data, prompts in self.val_sets.items():
+            rewritten = self._rewritten(prompts) if set(self.kinds) - {"original"} else prompts
+            texts = {
+                "original": [prompt.text for prompt in prompts],
+                "rewritten": [prompt.text for prompt in rewritten],
+                "swapped": [prompt.text for prompt in (*rewritten[1:], rewritten[0])],
+            }
+            for kind in self.kinds:
+                name = f"{data}_{kind}"
+                shown = [
+                    self.rewriter.prompt(p, text, p.group_id) for p, text in zip(prompts, texts[kind], strict=True)
+                ]
+                with about(PAINTER, JobError, JobError):
+                    metrics, kept[name] = self.validate_set(name, shown, self.parts[PAINTER].best())
+                row |= metrics | self.rewards.take_errors(f"val/{name}/")
+        return row, kept
+
+    def _rewritten(self, prompts: list[Prompt]) -> list[Prompt]:
+        """The prompts of all ranks, rewritten by the writer."""
+        writer = self.parts[WRITER]
+        local = share_of_rank(prompts, self.world.rank, self.world.size)
+        responses: list[str] = []
+
+        def each(outputs: Outputs, sampled: list[Prompt]) -> None:
+            assert isinstance(outputs, list)
+            responses.extend(outputs)
+
+        with writer.best(), writer.rollout.awake():
+            writer.rollout.sample_validation(local, each=each)
+        texts = self.rewriter.texts(responses[:: writer.cfg.rollout.val.n])
+        return [self.rewriter.prompt(p, text, p.group_id) for p, (text, _) in zip(prompts, texts, strict=False)]
+
+    def end(self, stop: int = 0) -> None:
+        """Close both rollouts."""
+        for part in self.parts.values():
+            part.rollout.close()
+
+
+# -- building ---------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def about(
+    part: str, kind: type[Exception] = ValueError, told_as: Callable[[str], Exception] = ConfigError
+) -> Iterator[None]:
+    """Translate configuration keys in messages within the block, errors of `kind` and log lines, from those of the
+    policy `part` to those of the joint run.
+    """
+    make = logging.getLogRecordFactory()
+
+    def named_record(*args: Any, **kwargs: Any) -> logging.LogRecord:
+        record = make(*args, **kwargs)
+        record.msg = of_part(str(record.msg), part)
+        return record
+
+    logging.setLogRecordFactory(named_record)
+    try:
+        yield
+    except kind as error:
+        raise told_as(of_part(str(error), part)) from error
+    finally:
+        logging.setLogRecordFactory(make)
+
+
+def build(cfg: JointConfig) -> JointTrainer:
+    """Build the job; all ranks call this together. A ValueError is the user's mistake."""
+    plans = check(cfg)
+    writer, painter = cfg.of_writer(), cfg.of_painter()
+    world, rows, val_sets = start_with_prompts(cfg, writer, painter)
+    reward_set = build_rewards(painter, world, rows, val_sets)
+    still = {name: name not in cfg.train for name in plans}
+    if still[WRITER]:
+        writer.model = frozen(writer.model)
+    if still[PAINTER]:
+        painter.model = frozen(painter.model)
+    with about(WRITER):
+        words = lm_rl.load_policy(writer, world, plans[WRITER], frozen=still[WRITER])
+        plans[WRITER] = lm_rl.as_loaded(plans[WRITER], words)
+        rows = lm_rl.fitting(rows, "data.train_files", words, first=world.lead)
+        val_sets = fitting_sets(val_sets, partial(lm_rl.fitting, policy=words, first=world.lead))
+        by_words = lm_rl.build_algorithm(writer)
+        plan = plans[WRITER]
+        decoded = writer.rollout.micro_batch_size_per_gpu or plan.per_rank
+        passes = None if still[WRITER] else lm_rl.scoring(plan, by_words, writer.rollout)
+        texts = lm_rollouts.build_rollout(writer, words, world, decoded, passes)
+    with about(PAINTER):
+        detach, by_pictures = painter.actor.detach_uncond, algorithms.build(painter.algorithm)
+        pictures = build_policy(
+            painter.model,
+            painter.parallel,
+            painter.data,
+            world,
+            seed=cfg.trainer.seed,
+            detach_uncond=detach,
+            frozen=still[PAINTER],
+        )
+        # a frozen painter needs no exploration, since its samples are not trained on
+        window = by_pictures.levels is None and not still[PAINTER]
+        micro = plans[PAINTER].rollout_micro
+        images = flow_rollouts.build_rollout(pictures, painter.rollout, world, micro, window=window)
+        name_unused_columns(sampled_parts(rows, val_sets, painter.rollout, pictures.model), pictures.model)
+        named_keys = partial(of_part, part=PAINTER)
+        prompt_lengths.fitting(
+            rows, "data.train_files", pictures.model, painter.data, first=world.lead, named=named_keys
+        )
+    if world.lead:
+        held_out_overlap(rows, [p for some in val_sets.values() for p in some], pictures.model.image_column)
+    timers, n, m = Timers(), writer.rollout.n, painter.rollout.n
+    compared = m if cfg.diffusion_group_scope == "rewrite" else m * cfg.rewrites
+    of_words, of_pictures = Timers(part=WRITER, whole=timers), Timers(part=PAINTER, whole=timers)
+    parts = {
+        WRITER: Part(writer, plans[WRITER], by_words, words, texts, of_words, n),
+        PAINTER: Part(painter, plans[PAINTER], by_pictures, pictures, images, of_pictures, compared),
+    }
+    originals = PromptStream(rows, plans[WRITER].samples // n, cfg.data.seed)
+    rewriter = Rewriter(cfg.rewrite, originals, pictures.model, painter.data.max_prompt_length)
+    trainer_steps = total_steps(cfg.trainer, originals)
+    states = {}
+    for name in cfg.train:
+        part = parts[name]
+        steps = sum(trains(cfg, name, step) for step in range(trainer_steps))
+        with about(name):
+            part.state = states[name] = train_state(part.cfg, part.plan, part.algorithm, part.policy, steps)
+    unscored = RewardClient(writer, world, None, of_words, texts.noun)
+    rewards = RewardClient(painter, world, reward_set, of_pictures, images.noun, judged=as_original)
+    validator = JointValidator(cfg, world, parts, rewriter, rewards, val_sets, timers)
+    batch = f"{plans[WRITER].samples // n} prompts x {cfg.rewrites} of the writer x {m} {images.noun}"
+    job = Job(cfg, world, states, validator, timers, trainer_steps, batch=batch)
+    by_cost = cfg.trainer.balance_batch and plans[WRITER].by_tokens
+    costs = {WRITER: words.sample_flops if by_cost else None, PAINTER: None}
+    collectors, updaters = {}, {}
+    for name, client, source in ((WRITER, unscored, originals), (PAINTER, rewards, rewriter)):
+        collectors[name], updater = around_loop(parts[name], world, job, client, source, costs[name])
+        if updater is not None:
+            updaters[name] = updater
+    return JointTrainer(cfg, parts, rewriter, collectors, updaters, job)
+
+
+def start_with_prompts(
+    cfg: JointConfig, writer: LMRLConfig, painter: FlowRLConfig
+) -> tuple[World, list[Prompt], dict[str, list[Prompt]]]:
+    """The world, and the prompts of training and of each validation set that both policies can read."""
+    with about(PAINTER):
+        rows, val_sets = read_prompts(cfg, painter)
+    world = start_job(writer, WRITER)
+    if world.device.type == "cpu":
+        choose_cpu_linear(painter, world, PAINTER)
+    with about(PAINTER):
+        return world, *usable_prompts(rows, val_sets, painter, world)
+
+
+def around_loop(
+    part: Part,
+    world: World,
+    job: Job,
+    client: RewardClient,
+    source: PromptSource,
+    costs: Callable[[Samples], list[float]] | None,
+) -> tuple[Collector, Updater | None]:
+    """The collector and updater of a policy; a frozen policy has no updater. `costs`: see Updater."""
+    common = (part.cfg, part.plan, part.algorithm, part.policy)
+    rescorer = Rescorer(*common, part.timers, job.progress, exact=part.rollout.exact, between=job.stops.check)
+    drawing = partial(Collector, part.cfg, part.plan, part.policy, part.rollout, client, source, part.timers)
+    if part.state is None:
+        return drawing(weights=None, rescorer=None, group=part.group), None
+    updater = Updater(
+        *common, world, part.state, rescorer, part.timers, noun=part.rollout.noun, costs=costs, group=part.group
+    )
+    return drawing(weights=part.algorithm.behaviour, rescorer=rescorer, group=part.group), updater
+
+
+def check(cfg: JointConfig, launch: Launch | None = None, *, installed: bool = True) -> dict[str, BatchPlan]:
+    """Return the batch sizes of each policy; ConfigError for a configuration that the ranks of `launch` (None: the
+    current one) cannot run, before ranks wait for one another. installed: whether the engine must be installed here.
+    """
+    plans = {}
+    with about(WRITER):
+        plans[WRITER] = lm_rl.check(cfg.of_writer(), launch, installed=installed)
+    with about(PAINTER):
+        plans[PAINTER] = flow_rl.check(cfg.of_painter(), launch)
+    return plans

@@ -1,0 +1,84 @@
+"""The rules across keys of a configuration, in tables. docs/rules.md is generated from them.
+
+RULES depend only on the configuration and are checked when it is loaded. START_RULES also depend on facts of the
+algorithm, or require keys that a file may leave out but a job needs; they are checked before a job starts. LAUNCH_RULES
+also depend on the ranks, and MODEL_RULES on the section `model` of the run whose checkpoint is sampled.
+Constraints on a single key are in its schema; rules that depend on files or tensors are checked where these are read.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeVar
+
+from phalanx.config.load import load
+from phalanx.config.messages import ConfigError
+from phalanx.run.rules import algorithm, batches, blocks, environment, joint, layout, rollout, tasks
+from phalanx.run.rules.rule import Ranks as Ranks
+from phalanx.run.rules.rule import Rule as Rule
+from phalanx.run.rules.rule import of_part as of_part
+
+T = TypeVar("T")
+# in the order of the checks
+RULES = (
+    *joint.RULES,
+    *batches.RULES,
+    *algorithm.RULES,
+    *blocks.RULES,
+    *environment.RULES,
+    *rollout.RULES,
+    *layout.RULES,
+    *tasks.RULES,
+)
+START_RULES = (*batches.START_RULES, *algorithm.START_RULES, *rollout.START_RULES)
+LAUNCH_RULES = layout.LAUNCH_RULES
+MODEL_RULES = blocks.MODEL_RULES
+
+
+def broken(rules: Iterable[Rule], c: Any, **given: Any) -> Iterator[tuple[Rule, str]]:
+    """Iterate over the rules that a configuration breaks, in order, with their messages. given: see Rule.broken."""
+    schemas = {schema.__name__ for schema in type(c).__mro__}
+    if "CheckClusterConfig" in schemas:  # it has the keys of several jobs, which are checked separately
+        return
+    for rule in rules:
+        if rule.schema in schemas:
+            x = rule.broken(c, *given.values())
+            if x:
+                yield rule, rule.message.format(c=c, x=x, **given)
+    if "JointConfig" in schemas:
+        for part, config in c.parts().items():
+            for rule, message in broken(rules, config, **given):
+                yield rule, of_part(message, part)
+
+
+def load_config(schema: type[T], path: str | None, overrides: list[str]) -> T:
+    """Load a configuration, see phalanx.config.load.load, and check RULES. Raises ConfigError."""
+    config = load(schema, path, overrides)
+    check(config)
+    return config
+
+
+def check(c: Any) -> None:
+    """Raise ConfigError for the first of RULES that a configuration breaks."""
+    _check(RULES, c)
+
+
+def check_start(c: Any, algorithm: Any = None) -> None:
+    """Raise ConfigError for the first of RULES and START_RULES that a job breaks. algorithm: an instance with the facts
+    of phalanx.types.Algorithm.
+    """
+    check(c)  # again, because a configuration may have been changed or made without a file
+    _check(START_RULES, c, a=algorithm)
+
+
+def check_launch(c: Any, ranks: Ranks) -> None:
+    """Raise ConfigError for the first of LAUNCH_RULES that a job breaks on these ranks."""
+    _check(LAUNCH_RULES, c, w=ranks)
+
+
+def check_model(c: Any, model: Any) -> None:
+    """Raise ConfigError for the first of MODEL_RULES that a task breaks. model: the settings of the sampled model."""
+    _check(MODEL_RULES, c, m=model)
+
+
+def _check(rules: Iterable[Rule], c: Any, **given: Any) -> None:
+    for _, message in broken(rules, c, **given):
+        raise ConfigError(message)

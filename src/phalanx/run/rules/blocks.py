@@ -1,0 +1,147 @@
+"""Rules for block diffusion."""
+
+from typing import Any
+
+from phalanx.config.engines import BLOCK_ENGINES
+from phalanx.run.rules.rollout import truncated
+from phalanx.run.rules.rule import BLOCK_DIFFUSION, GENERATE, LM, LM_RL, Rule, changed, near_multiples
+
+_KEYS = ("mask_token", "denoising_steps_per_block", "threshold", "confidence", "log_prob_estimate")
+_NOT_WHOLE = (
+    "{x[0]}: {x[1]} tokens are not a whole number of blocks of model.block_size={x[2]}; nearest: {x[3]} or {x[4]}"
+)
+
+
+def _not_whole(key: str, length: int | None, size: int | None) -> tuple[str, int, int, int, int] | None:
+    """The values for _NOT_WHOLE if a length is not a whole number of blocks, else None."""
+    if size is None or length is None or length % size == 0:
+        return None
+    return key, length, size, *near_multiples(length, size)
+
+
+def _without_blocks(c: Any) -> tuple[str, Any] | None:
+    """The first key of block diffusion that is set though there are no blocks, and its value."""
+    if c.model.block_size is not None:
+        return None
+    for name in ("model", "rollout", "actor"):
+        if name not in vars(c):
+            continue
+        section = vars(c)[name]
+        for key, value in changed(section, type(section)(), f"{name}."):
+            if key.rpartition(".")[2] in _KEYS:
+                return key, value
+    return None
+
+
+def _samples_no_blocks(c: Any) -> bool:
+    """Whether the model has blocks that the engine cannot sample."""
+    r = c.rollout
+    blocks = r.facts.blocks if ":" in r.engine else r.engine in BLOCK_ENGINES
+    return c.model.block_size is not None and not blocks
+
+
+def _set_without_blocks(c: Any, m: Any) -> tuple[str, Any] | None:
+    """The first key of tasks/generate.py for block diffusion that is set though the model has no blocks; its value."""
+    values = {
+        "model.mask_token": m.mask_token,
+        "denoising_steps_per_block": c.denoising_steps_per_block,
+        "threshold": c.threshold,
+    }
+    for key, value in values.items():
+        if m.block_size is None and value is not None:
+            return key, value
+    return None
+
+
+def _is_more(steps: int | None, size: int | None) -> bool:
+    return steps is not None and size is not None and steps > size
+
+
+_LEAVE_OUT = " does not work with block diffusion (model.block_size={c.model.block_size}); leave it out"
+
+RULES = (
+    Rule("model.block_size", BLOCK_DIFFUSION, "Supervised block diffusion needs a block size.",
+         lambda c: c.model.block_size is None,
+         "model.block_size is missing: the number of tokens of a block, 32 in LLaDA2"),
+    Rule("model.mask_token *.denoising_steps_per_block *.threshold rollout.confidence actor.log_prob_estimate "
+         "model.block_size", LM, "Keys of block diffusion need `model.block_size`.",
+         _without_blocks,
+         "{x[0]}: {x[1]} is for block diffusion; set model.block_size, or leave it out"),
+    Rule("rollout.engine model.block_size", LM, "An engine for block diffusion needs `model.block_size`.",
+         lambda c: c.model.block_size is None and ":" in c.rollout.engine and c.rollout.facts.blocks,
+         "rollout.engine: {c.rollout.engine} is for block diffusion; set model.block_size, or another engine"),
+    Rule("data.max_response_length model.block_size", LM, "A response has a whole number of blocks.",
+         lambda c: _not_whole("data.max_response_length", c.data.max_response_length, c.model.block_size),
+         _NOT_WHOLE),
+    Rule("rollout.val.max_response_length model.block_size", LM,
+         "A response in validation has a whole number of blocks.",
+         lambda c: _not_whole("rollout.val.max_response_length", c.rollout.val.max_response_length, c.model.block_size),
+         _NOT_WHOLE),
+    Rule("rollout.denoising_steps_per_block model.block_size", LM,
+         "A block has at most one denoising step per token.",
+         lambda c: _is_more(c.rollout.denoising_steps_per_block, c.model.block_size),
+         "rollout.denoising_steps_per_block: {c.rollout.denoising_steps_per_block} is more than "
+         "model.block_size={c.model.block_size}"),
+    Rule("rollout.val.denoising_steps_per_block model.block_size", LM,
+         "A block in validation has at most one denoising step per token.",
+         lambda c: _is_more(c.rollout.val.denoising_steps_per_block, c.model.block_size),
+         "rollout.val.denoising_steps_per_block: {c.rollout.val.denoising_steps_per_block} is more than "
+         "model.block_size={c.model.block_size}"),
+    Rule("algorithm.name model.block_size", LM_RL, "A critic reads from left to right and not in blocks.",
+         lambda c: c.model.block_size is not None and c.algorithm.needs_critic,
+         "algorithm.name: {c.algorithm.name} trains a critic, which reads from left to right and not in blocks "
+         "(model.block_size={c.model.block_size}); set algorithm.name=grpo, or leave model.block_size out"),
+    Rule("rollout.engine model.block_size", LM, "Block diffusion needs an engine that samples it.",
+         _samples_no_blocks,
+         "rollout.engine: {c.rollout.engine}" + _LEAVE_OUT),
+    Rule("rollout.top_k rollout.top_p rollout.min_p model.block_size", LM,
+         "Block diffusion samples for training from untruncated distributions.",
+         lambda c: truncated(c) if c.model.block_size is not None else None,
+         "{x[0]}: {x[1]}" + _LEAVE_OUT),
+    Rule("rollout.stop model.block_size", LM, "Block diffusion has no stop texts, since its tokens have no order.",
+         lambda c: c.model.block_size is not None and c.rollout.stop,
+         "rollout.stop: {c.rollout.stop}" + _LEAVE_OUT),
+    Rule("model.use_remove_padding model.block_size", LM, "Samples of block diffusion are not packed.",
+         lambda c: c.model.block_size is not None and c.model.use_remove_padding,
+         "model.use_remove_padding: true" + _LEAVE_OUT),
+    Rule("model.attn_implementation model.block_size", LM, "Block diffusion needs attention with a mask.",
+         lambda c: c.model.block_size is not None and c.model.attn_implementation == "flash_attention_2",
+         "model.attn_implementation: flash_attention_2" + _LEAVE_OUT),
+    Rule("block_diffusion.noise_range_low block_diffusion.noise_range_high", BLOCK_DIFFUSION,
+         "The lower bound of the noise does not exceed the upper one.",
+         lambda c: c.block_diffusion.noise_range_low > c.block_diffusion.noise_range_high,
+         "block_diffusion.noise_range_low: {c.block_diffusion.noise_range_low} is above noise_range_high "
+         "{c.block_diffusion.noise_range_high}"),
+    Rule("data.max_prompt_length data.max_response_length model.block_size block_diffusion.train_fill", BLOCK_DIFFUSION,
+         "Samples that are padded to the longest possible one have a whole number of blocks.",
+         lambda c: (
+             c.block_diffusion.train_fill == "max_length"
+             and _not_whole("", c.data.max_prompt_length + c.data.max_response_length, c.model.block_size)
+         ),
+         "data.max_prompt_length: with data.max_response_length it makes {x[1]} tokens, which are not a whole number "
+         "of blocks of model.block_size={x[2]}"),
+    Rule("block_diffusion.same_token_labels data.val_files", BLOCK_DIFFUSION,
+         "A model that predicts the next token at each position cannot be validated.",
+         lambda c: not c.block_diffusion.same_token_labels and c.data.val_files,
+         "block_diffusion.same_token_labels: false trains a model that cannot be validated; leave out data.val_files"),
+)  # fmt: skip
+
+MODEL_RULES = (
+    Rule("model.mask_token denoising_steps_per_block threshold model.block_size", GENERATE,
+         "Keys of block diffusion need a model of block diffusion.",
+         _set_without_blocks,
+         "{x[0]}: {x[1]} is for block diffusion; set model.block_size, or leave it out"),
+    Rule("stop model.block_size", GENERATE, "Block diffusion has no stop texts, since its tokens have no order.",
+         lambda c, m: m.block_size is not None and c.stop,
+         "stop: {c.stop} does not work with block diffusion (model.block_size={m.block_size}); leave it out"),
+    Rule("max_response_length model.block_size", GENERATE, "A response has a whole number of blocks.",
+         lambda c, m: _not_whole("max_response_length", c.max_response_length, m.block_size),
+         _NOT_WHOLE),
+    Rule("denoising_steps_per_block model.block_size", GENERATE,
+         "A block has at most one denoising step per token.",
+         lambda c, m: _is_more(c.denoising_steps_per_block, m.block_size),
+         "denoising_steps_per_block: {c.denoising_steps_per_block} is more than model.block_size={m.block_size}"),
+    Rule("model.attn_implementation model.block_size", GENERATE, "Blocks need attention with a mask.",
+         lambda c, m: m.block_size is not None and m.attn_implementation == "flash_attention_2",
+         "model.attn_implementation: flash_attention_2 cannot mask blocks; expected sdpa, eager or flex_attention"),
+)  # fmt: skip

@@ -1,0 +1,127 @@
+"""Rules for joint runs. The rules for each policy's configuration apply as well."""
+
+import re
+from typing import Any
+
+from phalanx.config.joint import OF_IMAGES
+from phalanx.config.templates import WIDEST, too_wide
+from phalanx.run.rules.rule import JOINT, Rule
+
+_PARTS = ("writer", "painter")
+
+
+def _redraws(c: Any) -> tuple[str, int] | None:
+    """The first key that makes samples be drawn again, and its value."""
+    for part in _PARTS:
+        for key in ("max_num_gen_batches", "max_draws_per_prompt"):
+            times = vars(vars(c)[part].rollout)[key]
+            if times > 1:
+                return f"{part}.rollout.{key}", times
+    return None
+
+
+def _schedule(c: Any) -> tuple[str, str] | None:
+    """The first policy with a schedule that needs separate ranks, and the schedule."""
+    schedules = [(part, vars(c)[part].rollout.schedule) for part in _PARTS]
+    return next(((part, name) for part, name in schedules if name != "synchronous"), None)
+
+
+def _teacher(c: Any) -> tuple[str, str] | None:
+    """The first policy whose algorithm has a teacher, and the algorithm's name."""
+    algorithms = [(part, vars(c)[part].algorithm) for part in _PARTS]
+    return next(((part, a.name) for part, a in algorithms if "teacher_path" in vars(a)), None)
+
+
+def _images(c: Any) -> tuple[str, Any] | None:
+    """The first key for images in prompts that is set, and its value."""
+    return next(((key, vars(c.data)[key]) for key in OF_IMAGES if vars(c.data)[key] is not None), None)
+
+
+def _pattern(c: Any) -> str | None:
+    """The reason why the pattern cannot be used; None if it can."""
+    if c.rewrite.pattern is None:
+        return None
+    try:
+        groups = re.compile(c.rewrite.pattern).groups
+    except (re.error, OverflowError, RecursionError) as error:
+        return str(error)
+    return None if groups else "it has no group in parentheses"
+
+
+def _template(c: Any) -> bool:
+    """Whether the template does not contain exactly one placeholder, or fills it up to an absurd width."""
+    marks = ("\0first", "\0second")
+    try:
+        if too_wide(c.rewrite.template) is not None:
+            return True
+        texts = [c.rewrite.template.format(mark) for mark in marks]
+    except (IndexError, KeyError, ValueError):
+        return True
+    return any(text.count(mark) != 1 for text, mark in zip(texts, marks, strict=True))
+
+
+RULES = (
+    Rule("train", JOINT, "Either the writer or the painter is trained, or both.",
+         lambda c: not c.train or len(set(c.train)) < len(c.train) or not set(c.train) <= set(_PARTS),
+         "train: {c.train} should be [writer], [painter] or [writer, painter]"),
+    Rule("alternate train", JOINT, "`alternate` needs two trained policies.",
+         lambda c: c.alternate is not None and len(c.train) < 2,
+         "alternate: {c.alternate} needs two trained policies; set it to null, or train=[writer, painter]"),
+    Rule("writer.rollout.max_num_gen_batches writer.rollout.max_draws_per_prompt "
+         "painter.rollout.max_num_gen_batches painter.rollout.max_draws_per_prompt", JOINT,
+         "Joint runs do not resample groups of equal rewards.",
+         _redraws,
+         "{x[0]}: {x[1]} would draw samples again, which a joint run does not support; set it to 1"),
+    Rule("writer.rollout.schedule painter.rollout.schedule", JOINT,
+         "The policies of a joint run are sampled and trained sequentially, on all ranks.",
+         _schedule,
+         "{x[0]}.rollout.schedule: {x[1]} needs ranks that only sample, which a joint run does not have; set it to "
+         "synchronous"),
+    Rule("writer.rollout.partial_rollout", JOINT,
+         "The painter needs all texts of a step, so the writer's rollouts are not partial.",
+         lambda c: c.writer.rollout.partial_rollout,
+         "writer.rollout.partial_rollout: true would leave texts of a step unfinished, but the painter needs them all; "
+         "set it to false"),
+    Rule("data.image_key data.min_pixels data.max_pixels", JOINT,
+         "The writer reads only text.",
+         _images,
+         "data.{x[0]}: {x[1]} is for prompts with images, but the writer of a joint run reads only text; set it to "
+         "null"),
+    Rule("painter.rollout.engine", JOINT, "The painter samples in the trained modules.",
+         lambda c: c.painter.rollout.engine != "policy",
+         "painter.rollout.engine: {c.painter.rollout.engine} does not support rewritten prompts; set it to policy"),
+    Rule("writer.model.block_size", JOINT, "The writer is autoregressive.",
+         lambda c: c.writer.model.block_size is not None,
+         "writer.model.block_size: {c.writer.model.block_size} is for block diffusion, which joint runs do not "
+         "support; set it to null"),
+    Rule("writer.algorithm.name", JOINT, "The writer has no critic.",
+         lambda c: c.writer.algorithm.needs_critic,
+         "writer.algorithm.name: {c.writer.algorithm.name} needs a critic, which a joint run does not have; expected "
+         "an algorithm without one, such as grpo"),
+    Rule("writer.algorithm.name painter.algorithm.name", JOINT, "The policies of a joint run have no teachers.",
+         _teacher,
+         "{x[0]}.algorithm.name: {x[1]} has a teacher, which a joint run does not support; expected an algorithm "
+         "without one, such as grpo or flow_grpo"),
+    Rule("painter.algorithm.reference_guidance", JOINT, "The painter's reference has the guidance of the painter.",
+         lambda c: vars(c.painter.algorithm).get("reference_guidance"),
+         "painter.algorithm.reference_guidance: {x} is not supported in a joint run; set it to null"),
+    Rule("painter.algorithm.name", JOINT, "The painter's algorithm does not differentiate the reward.",
+         lambda c: "last_steps" in vars(c.painter.algorithm),
+         "painter.algorithm.name: {c.painter.algorithm.name} differentiates the reward, which a joint run does not "
+         "support; expected an algorithm that does not, such as flow_grpo"),
+    Rule("painter.algorithm.name diffusion_group_scope", JOINT,
+         "Images that are trained as a pair or a group have the same rewritten prompt.",
+         lambda c: c.diffusion_group_scope == "prompt" and c.painter.algorithm.name in ("diffusion_dpo", "dgpo"),
+         "diffusion_group_scope: prompt would compare images of different texts with "
+         "painter.algorithm.name={c.painter.algorithm.name}; set it to rewrite"),
+    Rule("rewrite.pattern", JOINT, "The pattern has a group that captures the rewritten prompt.",
+         _pattern,
+         "rewrite.pattern: {c.rewrite.pattern!r} cannot be used ({x}); expected such as '<prompt>(.*?)</prompt>'"),
+    Rule("rewrite.template", JOINT, "The template has one placeholder for the rewritten prompt.",
+         _template,
+         "rewrite.template: {c.rewrite.template!r} should contain {{}} once, in place of the rewritten prompt, filled "
+         f"up to at most {WIDEST} characters"),
+    Rule("rewrite.validate", JOINT, "Validation sets consist of rewritten, original or swapped prompts.",
+         lambda c: not c.rewrite.validate or not set(c.rewrite.validate) <= {"rewritten", "original", "swapped"},
+         "rewrite.validate: {c.rewrite.validate} should list some of rewritten, original and swapped"),
+)  # fmt: skip

@@ -1,0 +1,193 @@
+"""Join and leave the world: a rank's role, mesh, process groups and watch, and whether a job can run on its ranks."""
+
+import logging
+import os
+import socket
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import init_device_mesh
+
+from phalanx.config import ConfigError
+from phalanx.config.run import ParallelConfig, RLConfig, RunConfig
+from phalanx.distributed.collectives import all_gather_object, broadcast_object, count_once
+from phalanx.distributed.context_parallel import context_groups, context_mesh
+from phalanx.distributed.launch import Launch
+from phalanx.distributed.mesh import (
+    ACTOR,
+    CHECKPOINT_S,
+    ROLLOUT,
+    SET_TIMEOUT,
+    World,
+    group_of,
+    group_timeout,
+    role_width,
+    shard_size,
+)
+from phalanx.exit import take_role
+from phalanx.garbage import collect_again
+from phalanx.run import watchdog
+from phalanx.run.devices import check_gpus, choose_interface, gpu_address, stay_near_gpu
+from phalanx.run.heap import keep_freed_pages
+from phalanx.run.link import Link
+from phalanx.run.rendezvous import joining, meet
+from phalanx.run.roles import Roles, roles_of
+from phalanx.run.rules import Ranks, check_launch
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+def ranks_of(cfg: RunConfig, roles: Roles, launch: Launch) -> Ranks:
+    """The ranks for the rules of a configuration. Raises ConfigError if parallel.fsdp_size does not divide them."""
+    actor = roles.launch(ACTOR, launch)
+    return Ranks(
+        width=shard_size(cfg.parallel, actor),
+        node=actor.local_world_size,
+        sampling_node=roles.launch(ROLLOUT, launch).local_world_size,
+        apart=not roles.collocated,
+        restarts=launch.max_restarts > 0 or bool(launch.nodes),
+    )
+
+
+def check_world(cfg: RunConfig, plan: Callable[[Roles, Launch], T], launch: Launch) -> T:
+    """The result of `plan` for the roles of a launch. Raises ConfigError for a job that cannot run on this launch."""
+
+    def checked(launch: Launch) -> T:
+        roles = roles_of(cfg.placement if isinstance(cfg, RLConfig) else {}, launch)
+        check_launch(cfg, ranks_of(cfg, roles, launch))
+        return plan(roles, launch)
+
+    result = checked(launch)
+    warn_of_sizes(launch, checked)
+    return result
+
+
+def warn_of_sizes(launch: Launch, works: Callable[[Launch], object]) -> None:
+    """Warn of world sizes with which an elastic job cannot run: those for which `works(launch)` raises ConfigError."""
+    for size in launch.worlds():
+        if size == launch.world_size:
+            continue
+        # a warning and no error, because the present size works and the other one may never occur
+        try:
+            works(replace(launch, world_size=size))
+        except ConfigError as error:
+            log.warning("NNODES=%s: with %d ranks the job would end: %s", launch.nodes, size, error)
+
+
+@joining()
+def start_world(config: ParallelConfig, placement: Mapping[str, Any] | None = None) -> World:
+    """Join the world, with the role that `placement` gives this rank, and create its mesh. Every group gets the
+    configured time limit.
+    """
+    collect_again()  # the libraries are loaded, but no weights yet
+    whole = Launch.from_env()
+    check_gpus()
+    choose_interface(whole)
+    roles = roles_of(placement or {}, whole)
+    role = roles.of(whole.rank)
+    launch = roles.launch(role, whole)
+    width = role_width(config, launch, role)
+    timeout = group_timeout(config.timeout_s)
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", launch.local_rank) if cuda else torch.device("cpu")
+    if cuda:
+        # before any collective, because NCCL and FSDP2 use the current device, which is 0 on every rank at first
+        torch.cuda.set_device(device)
+        stay_near_gpu(gpu_address(launch.local_rank))
+    else:
+        keep_freed_pages()
+    # without it, each of the two gloo groups connects every rank to every other: 2,000 sockets per rank for 1,024 ranks
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+    # gloo handles CPU tensors (rewards, prompts, counts), which then need no copy to a GPU
+    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+    store: dist.Store = dist.HashStore()
+    if not roles.collocated:
+        take_role(role, first=launch.rank == 0, lead=role == ACTOR and launch.rank == 0)
+        store = meet(whole, timeout)
+        role_store = dist.PrefixStore(f"role/{role}", store)
+        dist.init_process_group(
+            backend, timeout=timeout, store=role_store, rank=launch.rank, world_size=launch.world_size
+        )
+    elif not dist.is_initialized():
+        joined = dist.PrefixStore("default_pg", meet(whole, timeout))
+        dist.init_process_group(backend, timeout=timeout, store=joined, rank=whole.rank, world_size=whole.world_size)
+    # Ranks are numbered node by node and the last axis varies fastest, so that a shard axis as wide as a node lies
+    # within a node. FSDP2 uses both axes for HSDP: it gathers weights along `shard` and reduces gradients along both.
+    shape = (launch.world_size // width, width)
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
+    count_once(config.ulysses_sequence_parallel_size)
+    context = context_mesh(config, launch.world_size, device)
+    for group in [*mesh.get_all_groups(), *context_groups(context)]:
+        # subgroups do not inherit the default group's limit
+        getattr(distributed_c10d, SET_TIMEOUT)(timeout, group)
+    # A thread writes checkpoints while training continues. Collectives of two threads on one group may run in different
+    # orders on different ranks, so that thread has a separate group. Its ranks wait there for the slowest file system.
+    checkpoint_group = group_of(range(launch.world_size), max(config.timeout_s, CHECKPOINT_S))
+    link = None if roles.collocated else Link(roles, whole.rank, store, device)
+    watch = _start_watch(whole, min(config.heartbeat_timeout_s, config.timeout_s), store, link)
+    return World(launch.rank, launch.world_size, device, mesh, checkpoint_group, watch, launch, link, context)
+
+
+def _start_watch(launch: Launch, silence_s: float, store: dist.Store, link: Link | None) -> watchdog.Watch:
+    """Start this rank's watch, with separate connections to the store that initialized the world."""
+    host = socket.gethostname()
+    marks = [] if link is None else [link.role]
+    if launch.world_size != launch.local_world_size:  # clones of one image often share a host name
+        marks.insert(0, f"node {launch.rank // launch.local_world_size}")
+    if marks:
+        host += f" ({', '.join(marks)})"
+    if link is None:
+        hosts = all_gather_object(host)
+        # torchrun's store may outlive a restart of the ranks and still contain the errors of the earlier ones
+        name = broadcast_object(uuid.uuid4().hex)
+    else:  # no default group contains all ranks
+        store.set(f"host/{launch.rank}", host)
+        hosts = [host.decode() for host in store.multi_get([f"host/{rank}" for rank in range(launch.world_size)])]
+        name = store.compare_set("watch", "", uuid.uuid4().hex).decode()
+    stores: list[dist.Store] = []
+    if launch.world_size > 1 and "MASTER_ADDR" in os.environ:
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        patience = timedelta(seconds=10)
+        # A TCPStore client handles one call at a time, and torch's client is busy while a group connects. One of these
+        # two is for heartbeats, which a dead host may block forever, and the other for the messages needed then.
+        for _ in range(2):
+            client = dist.TCPStore(address, port, wait_for_workers=False, timeout=patience)
+            stores.append(dist.PrefixStore(f"watch/{name}", client))
+    first = launch.rank - launch.local_rank
+    local = range(first, first + launch.local_world_size)
+    watch = watchdog.Watch(launch.rank, hosts, local, silence_s, *stores)
+    watchdog.current = watch  # for cli, which has no World when an exception ends the job
+    # every rank's first heartbeat must be in the store before any rank reads them all
+    if link is None:
+        dist.barrier()
+    else:
+        link.meet()
+    if stores:
+        watch.start()
+    return watch
+
+
+def stop_world() -> None:
+    """Leave the world. The watch is closed first, so that peers that leave do not count as failed."""
+    if watchdog.current is not None:
+        watchdog.current.close()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def lone_world(config: ParallelConfig, ranks: int, rank: int, device: torch.device) -> World:
+    """Within `alone`, one rank of a world of `ranks` ranks, with unsharded weights. rank: its data_rank."""
+    shared = config.ulysses_sequence_parallel_size
+    number = rank * shared
+    mesh = init_device_mesh("cpu", (shared, 1), mesh_dim_names=("replicate", "shard"))
+    watch = watchdog.Watch(number, ["no host"], range(1), silence_s=60)
+    launch = Launch(number, ranks, 0, 1)  # no other rank is on its node
+    context = context_mesh(config, shared, torch.device("cpu"))
+    return World(number, ranks, device, mesh, mesh.get_group("replicate"), watch, launch, context=context)

@@ -1,0 +1,102 @@
+"""The files of an evaluation: records.jsonl, to which samples are appended, and others with one object."""
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from itertools import count, islice
+from pathlib import Path
+from typing import Any
+
+from phalanx.config.files import json_object
+from phalanx.config.inside import append_inside, open_inside, write_inside
+from phalanx.run.telemetry.curves import MOST_COUNT, is_finite
+from phalanx.run.telemetry.growing_file import MOST_LINE
+
+RECORDS, RESULT, ARGUMENTS, PAGE = "records.jsonl", "evaluation.json", "arguments.json", "evaluation.html"
+ENDED = "ended.json"  # how the last command that used the folder has ended, and its final message
+REWARD = "reward"
+KEYS = {"set", "index", "sample", "prompt", REWARD, "scores"}
+
+Row = dict[str, Any]
+
+
+class Records:
+    """records.jsonl, to which samples are appended chunk by chunk."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def add(self, rows: Sequence[Row]) -> None:
+        """Append rows and sync them to disk. Raises OSError."""
+        lines = [json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows]
+        with append_inside(self.folder, RECORDS) as file:
+            file.write("".join(lines).encode())
+            file.flush()
+            os.fsync(file.fileno())
+
+    def keep(self, sizes: Sequence[int]) -> int:
+        """Truncate the file after its last complete chunk (chunk i has sizes[i] rows); return the number of chunks."""
+        rows, chunks, kept = read_records(self.folder, is_cut=True), 0, 0
+        while chunks < len(sizes) and kept + sizes[chunks] <= len(rows):
+            kept += sizes[chunks]
+            chunks += 1
+        with suppress(FileNotFoundError):
+            with open_inside(self.folder, RECORDS) as file:
+                lines = list(islice(file, kept))
+            write_inside(self.folder, RECORDS, b"".join(lines))
+        return chunks
+
+
+def read_records(folder: Path, *, is_cut: bool = False) -> list[Row]:
+    """The rows of a folder's records.jsonl; see `each_record`."""
+    return list(each_record(folder, is_cut=is_cut))
+
+
+def each_record(folder: Path, *, is_cut: bool = False) -> Iterator[Row]:
+    """The rows of a folder's records.jsonl, one by one. is_cut: ignore an incomplete last line. Raises ValueError for a
+    file that cannot be read, and for an invalid row.
+    """
+    names = dict[str, Any]()
+    try:
+        with open_inside(folder, RECORDS) as file:
+            for number in count(1):
+                line = file.readline(MOST_LINE)
+                if not line:
+                    return
+                if is_cut and len(line) < MOST_LINE and not line.endswith(b"\n"):
+                    break
+                row = json_object(line.decode("utf-8", "replace"))
+                if row is None or not _is_record(row) or names.setdefault(row["set"], _names(row)) != _names(row):
+                    place = f"{folder / RECORDS}:{number}"
+                    raise ValueError(f"{place}: not a record of an evaluation; delete the file to sample again")
+                yield row
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise ValueError(f"{folder / RECORDS} cannot be read: {error.strerror}") from None
+
+
+def _is_record(row: Row) -> bool:
+    """Whether a row has the keys and types that readers rely on; the file may be damaged or written by others."""
+    if not row.keys() >= KEYS or not (isinstance(row["set"], str) and isinstance(row["prompt"], str)):
+        return False
+    counts = all(type(row[name]) is int and 0 <= row[name] < MOST_COUNT for name in ("index", "sample"))
+    scores = isinstance(row["scores"], dict) and all(map(_is_score, (row["reward"], *row["scores"].values())))
+    answers = row.get("answers", {})
+    is_answered = isinstance(answers, dict) and all(isinstance(answer, str | None) for answer in answers.values())
+    return counts and scores and is_answered and isinstance(row.get("columns", {}), dict)
+
+
+def _names(row: Row) -> tuple[set[str], set[str], bool]:
+    """The names of a record's scores and answers, and whether it has a text: equal in all records of a set."""
+    return set(row["scores"]), set(row.get("answers", {})), "text" in row
+
+
+def _is_score(value: Any) -> bool:
+    return value is None or is_finite(value)
+
+
+def write_json(folder: Path, name: str, content: Mapping[str, Any]) -> None:
+    """Write a JSON file of an evaluation atomically. Raises OSError."""
+    write_inside(folder, name, json.dumps(content, ensure_ascii=False, allow_nan=False, indent=1) + "\n")

@@ -1,0 +1,346 @@
+"""`phalanx report RUN [RUN ...]`: a self-contained HTML page about one or several runs.
+
+It reads metrics.jsonl, config.yaml, images/ and samples/ in each `trainer.output_dir`; all but the first may be
+missing. Images, numbers, styles and scripts are inlined, so the page can be mailed and needs no network; without
+JavaScript it still shows samples and tables.
+"""
+
+import argparse
+import base64
+import hashlib
+import json
+import re
+import sys
+import webbrowser
+from collections.abc import Sequence
+from datetime import timedelta
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from phalanx.config.files import replace_file
+from phalanx.config.inside import list_inside, status_inside
+from phalanx.config.load import flat
+from phalanx.config.messages import cut
+from phalanx.run.telemetry.curves import Points
+from phalanx.run.telemetry.run_folder import METRICS_FILE, PROFILES, RANKS, Run, RunReader
+from phalanx.telemetry.loggers import LOSS
+from phalanx.tools.board.charts import Chart, charts_of, constants_of
+from phalanx.tools.board.comparison import comparison_table
+from phalanx.tools.board.rank_history import RankHistory
+from phalanx.tools.board.samples import Room, notes_html, samples_html
+
+REPORT_FILE = "report.html"
+COMPARISON_FILE = "comparison.html"
+MOST_PROFILES = 100
+
+
+def write_report(*run_dirs: str | Path, output: Path | None = None) -> Path:
+    """Write a page about one or several runs and return its path.
+
+    The default path is `report.html`, or `comparison.html` for several runs, in the first run's folder. Raises
+    ValueError if one of `run_dirs` is not a run's folder.
+    """
+    folders = list(dict.fromkeys(Path(run_dir) for run_dir in run_dirs))
+    runs = [reader.read() for reader in run_readers(folders)]
+    path = output or folders[0] / (REPORT_FILE if len(runs) == 1 else COMPARISON_FILE)
+    replace_file(path, page_of(runs)[0])
+    return path
+
+
+def run_readers(folders: Sequence[Path]) -> list[RunReader]:
+    """Readers of the runs of a page, with labels if there are several."""
+    if len(folders) == 1:
+        return [RunReader(folders[0])]
+    names = [folder.resolve().name for folder in folders]
+    labels = names if len(set(names)) == len(names) else map(str, folders)
+    return [RunReader(folder, label) for folder, label in zip(folders, labels, strict=True)]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status (2 for a folder that is not a run's)."""
+    parser = argparse.ArgumentParser(
+        prog="phalanx report", description="Write a page about a run, or one that compares several runs."
+    )
+    parser.add_argument("run_dir", metavar="RUN", nargs="+", help="trainer.output_dir of a run")
+    parser.add_argument(
+        "-o",
+        "--output",
+        metavar="FILE",
+        type=Path,
+        help=f"the page; default: {REPORT_FILE} in RUN, or {COMPARISON_FILE} in the first of several runs",
+    )
+    parser.add_argument("--open", action="store_true", help="open the page in the browser")
+    arguments = parser.parse_args(argv)
+    try:
+        path = write_report(*arguments.run_dir, output=arguments.output)
+    except (ValueError, OSError) as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    print(path)
+    if arguments.open:
+        webbrowser.open(path.resolve().as_uri())
+    return 0
+
+
+# --- the page -----------------------------------------------------------------------------------------------------
+
+
+def page_of(runs: list[Run], *, live: bool = False, room: Room | None = None) -> tuple[bytes, str]:
+    """A page about runs, and its Content-Security-Policy. A live page requests updates from its server."""
+    if len(runs) == 1:
+        name = runs[0].setting("trainer.experiment_name") or runs[0].folder.resolve().name
+        facts = [runs[0].setting("algorithm.name"), runs[0].setting("model.path")]
+    else:
+        name = f"Comparison of {len(runs)} runs"
+        facts = [run.label for run in runs]
+    scripts = [_asset("uPlot.iife.min.js"), _asset("report.js")]
+    sections = sections_of(runs, room=room)
+    charts = sections.pop("charts")
+    ranks = None if live else _ranks(runs)
+    of_ranks = ""
+    if live or ranks is not None:
+        of_ranks = f'<script type="application/json" id="of-ranks">{_json(ranks)}</script>\n'
+        scripts.append(_asset("ranks.js"))
+        names = escape(json.dumps([run.label or run.folder.resolve().name for run in runs]))
+        place = f'<section id="ranks" {"data-live" if live else ""} data-runs="{names}"><h2>Ranks</h2></section>'
+        sections = {"headline": sections.pop("headline"), "ranks": place} | sections
+    policy = _policy(scripts) + ("; connect-src 'self'" if live else "")
+    end = (
+        f'\n<script type="application/json" id="charts">{_json(charts)}</script>\n'
+        f"{of_ranks}"
+        f"<!-- uPlot: {_asset('uPlot.LICENSE')} -->\n"
+        f"<script>{'</script><script>'.join(scripts)}</script>"
+    )
+    footer = f"Made by <code>phalanx report</code> from {METRICS_FILE}, config.yaml, images/ and samples/."
+    style = _asset("uPlot.min.css") + _asset("report.css")
+    return document(name, facts, list(sections.values()), footer, policy, style, end), policy
+
+
+def document(
+    title: str, facts: Sequence[str | None], body: Sequence[str], footer: str, policy: str, style: str, end: str = ""
+) -> bytes:
+    """A page with its heading and facts, without those that are None, in UTF-8; `end` follows the visible part."""
+    head = (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
+        f"<title>{escape(title)} · Phalanx</title>\n"
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<style>{style}</style></head>\n"
+        f"<body><main><header><h1>{escape(title)}</h1><p>{escape(' · '.join(filter(None, facts)))}</p></header>\n"
+    )
+    end = f"<footer>{footer}</footer></main>{end}</body></html>\n"
+    # each part by itself: with one wide character, a text of the whole page would take several times its size
+    return b"\n".join(part.encode("utf-8", "replace") for part in (head, *body, end))
+
+
+def sections_of(runs: list[Run], *, with_samples: bool = True, room: Room | None = None) -> dict[str, Any]:
+    """The sections of a page, in order, by the ids of their elements; and the chart data as `charts`. `room`: for the
+    samples.
+    """
+    known, others = charts_of(runs)
+    headlines = [_headline(runs[0])] if len(runs) == 1 else [comparison_table(runs), *map(_run_notes, runs)]
+    tables = [*map(_table, runs), _differences(runs), *map(_config, runs)]
+    sections: dict[str, Any] = {"headline": f'<div id="headline">{"".join(headlines)}</div>'}
+    if with_samples:
+        sections["samples"] = f'<div id="samples">{samples_html(runs, room)}</div>'
+    sections["curves"] = _curves(known, others, constants_of(runs))
+    sections["tables"] = f'<div id="tables">{"".join(tables)}</div>'
+    return sections | {"charts": [chart.data() for chart in known + others]}
+
+
+def _ranks(runs: list[Run]) -> list[dict[str, Any]] | None:
+    """The last step of each run's ranks, in the format of the live page; None if no run has files of its ranks."""
+    if not any(status_inside(run.folder, RANKS) for run in runs):
+        return None
+    data = []
+    for run in runs:
+        data.append({"state": None, "done": run.last_step(), **RankHistory(run.folder).data()})
+    return data
+
+
+def _asset(name: str) -> str:
+    return (files("phalanx.tools.board") / "page" / name).read_text(encoding="utf-8")
+
+
+def _policy(scripts: list[str]) -> str:
+    """The page's Content-Security-Policy: allow only resources inside the page, and no scripts other than these."""
+    policy = "default-src 'none'; img-src data:; media-src data:; style-src 'unsafe-inline'; script-src"
+    for script in scripts:
+        policy += f" 'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
+    return policy
+
+
+def _json(value: object) -> str:
+    """JSON for a <script> element, which only a `<` could end."""
+    return json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+
+
+# --- headline figures ---------------------------------------------------------------------------------------------
+
+
+def _headline(run: Run) -> str:
+    tiles = []
+    for name, points in run.validations().items():
+        kind = "better" if points[-1][1] > points[0][1] else ""
+        tiles.append(_change(f"Validation · {name}", points, kind))
+    reward = run.points("reward/mean")
+    if reward:
+        tiles.append(_change("Training reward", reward))
+    for key in run.metrics():
+        if LOSS.fullmatch(key) and run.points(key):
+            title = "Training loss" if key == "train/loss" else f"Loss · {key.removeprefix('actor/')}"
+            tiles.append(_change(title, run.points(key)))
+    planned = run.setting("trainer.total_training_steps")
+    tiles.append(_tile("Training steps", str(run.last_step()), f"of {planned}" if planned is not None else ""))
+    seconds = run.wall_seconds()
+    if seconds is not None:
+        tiles.append(_tile("Wall time", str(timedelta(seconds=round(seconds))), "h:mm:ss"))
+    tiles += _pace(run)
+    columns = min(range(5, 2, -1), key=lambda count: -len(tiles) % count)  # leaves the fewest empty places
+    return (
+        f'<section class="tiles" style="--columns:{min(columns, len(tiles))}" aria-label="Headline figures">'
+        f"{''.join(tiles)}</section>{_run_notes(run)}"
+    )
+
+
+def _run_notes(run: Run) -> str:
+    """Notes on missing data and on profiles, and the job's warnings about its metrics."""
+    notes, rows = list(run.problems), run.curves.rows
+    if not rows and not notes:
+        notes.append(f"{METRICS_FILE} has no rows yet.")
+    if run.curves.left_out:
+        notes.append(f"{METRICS_FILE} is too large to be shown whole; the newest values of its first metrics are.")
+    if rows and not run.validations():
+        notes.append("No validation was logged, so there is no figure on held-out prompts.")
+    if rows and not run.curves.is_trained:
+        notes.append("No training step was logged.")
+    notes += _profiles(run)
+    notes += [f"{note[0].upper()}{note[1:]}." for note in run.advice]
+    prefix = f"{run.label}: " if run.label else ""
+    return notes_html([f"{prefix}{note}" for note in notes])
+
+
+def _profiles(run: Run) -> list[str]:
+    """Notes on where the profiles of each profiled step are."""
+    notes = list[str]()
+    for name, is_folder in list_inside(run.folder, PROFILES):
+        number = re.fullmatch("step_([0-9]{1,15})", name)
+        if number is None or not is_folder or len(notes) == MOST_PROFILES:
+            continue
+        place = f"{PROFILES}/{name}"
+        count = sum(file.endswith(".json.gz") for file, _ in list_inside(run.folder, place))
+        ranks = "1 rank" if count == 1 else f"{count} ranks"
+        notes.append(f"Step {int(number[1])} was profiled on {ranks}: ui.perfetto.dev opens the traces in {place}.")
+    return notes
+
+
+def _pace(run: Run) -> list[str]:
+    """Tiles with the median throughput and model FLOPs utilization over the steps."""
+    tiles = []
+    for noun in ("images", "samples", "tokens"):
+        rates = run.values(f"perf/{noun}_per_gpu_per_s")
+        if rates:
+            tiles.append(_tile("Throughput", f"{median(rates):.3g}", f"{noun} per second and rank"))
+    shares = run.values("perf/mfu")
+    if shares:
+        tiles.append(_tile("Model FLOPs", f"{100 * median(shares):.1f} %", "of the device's peak"))
+    return tiles
+
+
+def _change(title: str, points: Points, kind: str = "") -> str:
+    """A tile with the first and the last value of a curve."""
+    (first, before), (last, after) = points[0], points[-1]
+    if len(points) == 1:
+        return _tile(title, f"{before:.3f}", f"step {first} only", kind)
+    sign = "▲" if after > before else "▼" if after < before else "="
+    note = f"{sign} {after - before:+.3f} from step {first} to {last}"
+    return _tile(title, f"{before:.3f} → {after:.3f}", note, kind)
+
+
+def _tile(title: str, value: str, note: str, kind: str = "") -> str:
+    return (
+        f'<div class="tile {kind}"><div class="k">{escape(title)}</div><div class="v">{escape(value)}</div>'
+        f'<div class="n">{escape(note)}</div></div>'
+    )
+
+
+# --- curves and tables --------------------------------------------------------------------------------------------
+
+
+def _curves(known: list[Chart], others: list[Chart], constants: dict[str, float]) -> str:
+    fixed = ", ".join(f"{name} {value:.4g}" for name, value in constants.items())
+    notes = notes_html([f"Constant over all steps, and therefore not drawn: {fixed}."] if constants else [])
+    if not known and not others:
+        return f"<section><h2>Curves</h2>{notes_html(['There is nothing to draw.'])}{notes}</section>"
+    slider = (
+        '<label class="slider" hidden>Smoothing <input type="range" id="smoothing" min="0" max="0.98" step="0.02" '
+        'value="0"><output>0</output></label>'
+    )
+    hint = (
+        '<p class="n" hidden>Point at a curve for its values. Drag to zoom all charts, double-click to zoom out, '
+        "click a name to hide its curve.</p>"
+    )
+    rest = _details("All other metrics as curves", _grid(others)) if others else ""
+    no_script = '<noscript><p class="note">Curves need JavaScript; below are their figures.</p></noscript>'
+    return f'<section id="curves"><h2>Curves</h2>{no_script}{slider}{hint}{_grid(known)}{notes}{rest}</section>'
+
+
+def _grid(charts: list[Chart]) -> str:
+    return f'<div class="charts">{"".join(map(Chart.html, charts))}</div>'
+
+
+def _table(run: Run) -> str:
+    """A table of all metrics, as an accessible alternative to the curves."""
+    rows = []
+    for key in run.metrics():
+        cells, values = ["-"] * 4, run.points(key).values
+        if values:
+            cells = list(map("{:.5g}".format, (values[0], values[-1], min(values), max(values))))
+        rows.append([key, *cells, str(len(values))])
+    columns = ["metric", "first", "last", "lowest", "highest", "values"]
+    return _details(run.titled("All metrics in figures"), _cells(columns, rows)) if rows else ""
+
+
+def _differences(runs: list[Run]) -> str:
+    """The settings that differ between the runs."""
+    if len(runs) == 1:
+        return ""
+    settings = [flat(run.config) for run in runs]
+    rows = []
+    for key in sorted(set().union(*settings)):
+        values = [setting.get(key, "-") for setting in settings]
+        if len(set(values)) > 1:
+            rows.append([cut(key), *map(cut, values)])
+    table = _cells(["setting", *(run.label for run in runs)], rows)
+    return _details("Settings that differ", table, is_open=True) if rows else notes_html(["No settings differ."])
+
+
+def _config(run: Run) -> str:
+    """The resolved configuration, collapsed."""
+    if run.config_text is None:
+        return notes_html([f"There is no config.yaml in {run.label or 'the folder'}."])
+    return _details(run.titled("Resolved configuration"), f"<pre>{escape(run.config_text)}</pre>")
+
+
+def _cells(columns: list[str], rows: list[list[str]]) -> str:
+    html = "<div class=scroll><table><thead><tr>"
+    for name in columns:
+        html += f"<th scope=col>{escape(name)}</th>"
+    html += "</tr></thead><tbody>"
+    for first, *others in rows:
+        html += f"<tr><th scope=row>{escape(first)}</th>"
+        for cell in others:
+            html += f"<td>{escape(cell)}</td>"
+        html += "</tr>"
+    return html + "</tbody></table></div>"
+
+
+def _details(title: str, content: str, is_open: bool = False) -> str:
+    return f"<details{' open' if is_open else ''}><summary>{escape(title)}</summary>{content}</details>"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,343 @@
+"""The shapes of a language model, causal or in blocks, without its weights, and a rollout of few passes: over the
+prompts, and over the last token or block.
+
+All prompts and responses have their maximum lengths. For memory, a response in blocks has the most states: one for each
+token, as if each denoising step unmasked one. Only the folder's configurations are read.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+from phalanx.config.lm import LMRunConfig
+from phalanx.config.run import ParallelConfig
+from phalanx.distributed.expert_parallel import Exchange
+from phalanx.engines.loading import loading
+from phalanx.functional.block_diffusion import BlockTrace, States, Views, states_of
+from phalanx.functional.token_budget import in_order
+from phalanx.functional.tokens import TokenReplay, TokenTrace
+from phalanx.models.lm import experts
+from phalanx.models.lm.blocks import BlockDiffusionLM, BlockDiffusionPolicy, check_layers
+from phalanx.models.lm.model import CACHE, DTYPES, CausalLM, causal_lm, text_part
+from phalanx.models.lm.packing import Row
+from phalanx.models.lm.policy import LMPolicy
+from phalanx.models.stored import cast_weights
+from phalanx.rollout.lm.decode import Decoding, draw
+from phalanx.rollout.lm.denoise import Denoising, drawn_tokens, read
+from phalanx.rollout.lm.in_blocks import BlockDiffusionRollout
+from phalanx.rollout.lm.in_policy import LMRollout
+from phalanx.run.world import lone_world
+from phalanx.tools.plan.layout import NOTHING, Cluster, CountedPolicy
+from phalanx.tools.plan.ledger import META, Ledger
+from phalanx.tools.plan.vision import PlannedVision, shows_images
+from phalanx.types import Each, Prompt, Samples
+
+PER_LOOK = 2.5  # tokens that a pass over a block unmasks if a threshold decides; an assumption, only for the time
+
+
+class PlannedLMPolicy(CountedPolicy, LMPolicy):
+    """A language model's policy on the meta device."""
+
+    def make_reader(self) -> None:
+        """None: no prompt is read."""
+
+    def recompute(self, count: int) -> None:
+        """Have the first `count` layers recomputed in backward passes."""
+        module = self.trained.module
+        module.eval()  # also those that were recomputed
+        module.recomputes, self.trained.recomputed = count, count / len(self.blocks)
+
+    def scored(self, trace: TokenTrace, temperature: float) -> TokenReplay:
+        """As LMPolicy.scored; only the first of equal passes of a phase runs."""
+        rows, longest, width = *trace.ids.shape, trace.width
+        self.ledger.phase.passes += 1
+        key = self.trained.module, torch.is_grad_enabled(), rows, longest, width
+        return TokenReplay(*self.ledger.once(key, lambda: self._scores(trace, temperature)).view(3, rows, width))
+
+    def _scores(self, trace: Any, temperature: float) -> Tensor:
+        rows, longest = trace.ids.shape
+        predicting = torch.ones(rows, longest - 1, dtype=torch.bool, device=META)
+        self.ledger.mark(predicting, rows * trace.width)
+        row = Row.of(trace.ids, [longest] * rows) if self.config.use_remove_padding else None
+        return torch.stack(self.trained.module(trace.ids, predicting, temperature, row, trace.looks))
+
+
+@dataclass(frozen=True)
+class PlannedExperts:
+    """The experts of a `layer` on one of `ranks` ranks, in place of SpreadExperts: they receive as many tokens as the
+    rank sends. Outside of updates, passes have all experts if these are `unsharded`; the layout counts their memory.
+    """
+
+    layer: nn.Module
+    policy: PlannedLMPolicy
+    ranks: int
+    unsharded: bool
+
+    @property
+    def gathered(self) -> bool | None:
+        """None if tokens travel, as in SpreadExperts."""
+        return None if self.policy.ledger.phase.name == "update" or not self.unsharded else True
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors that the layer computes with: the experts of this rank, or of all ranks."""
+        parts, dtype = dict(self.layer.named_parameters(recurse=False)), self.policy.trained.dtype
+        if self.gathered is None:
+            return {name: p.to(dtype) for name, p in parts.items()}
+        with self.policy.ledger.uncounted():
+            return {name: p.new_empty(len(p) * self.ranks, *p.shape[1:], dtype=dtype) for name, p in parts.items()}
+
+    def exchange(self, rows: Tensor, counts: Tensor) -> Exchange:
+        """Send rows [N, D], and receive as many."""
+        return Exchange(rows, counts.view(self.ranks, -1), [len(rows)], [len(rows)], None)
+
+
+def keep_apart(policy: PlannedLMPolicy, parallel: ParallelConfig) -> None:
+    """Have layers whose experts stay apart keep those of one rank, and exchange tokens."""
+    module = policy.trained.module
+    for w in policy.layout.weights:
+        if not w.apart:
+            continue
+        owner, _, leaf = w.name.rpartition(".")
+        layer = module.get_submodule(owner)
+        part = nn.Parameter(torch.empty(w.part, dtype=w.kept, device=META).view(-1, *w.shape[1:]), w.trained)
+        setattr(layer, leaf, part)
+        if w.trained:
+            policy.trained.parameters[w.name] = part
+        layer.spread = PlannedExperts(layer, policy, w.width, parallel.rollout_unsharded)
+        module.lm.config._experts_implementation = experts.SPREAD
+
+
+class PlannedLMRollout(LMRollout):
+    """The longest samples, decoded only if the policy's own modules do it."""
+
+    policy: PlannedLMPolicy
+    waste = 1.0  # columns of the cache per token of a sample
+    most = 0  # states of a sample in a pass, of block diffusion
+
+    @contextmanager
+    def awake(self) -> Iterator[None]:
+        with torch.no_grad(), self.policy.unsharded() if self.facts.weights == "policy" else nullcontext():
+            yield
+
+    @property
+    def before(self) -> int:
+        """Tokens of the longest prompt."""
+        return self.data.max_prompt_length
+
+    def sample(self, prompts: list[Prompt], *, seed: int, step: int, each: Each) -> Samples:
+        n, share = self.config.n, len(prompts) * self.config.n // self.world.data_size
+        index = self.world.data_rank * share + torch.arange(share)
+        trace, longest = self._longest(share)
+        if self.policy.vision is not None:
+            rows = [i // n for i in index.tolist()]
+            looks = self.policy.vision.looks(rows[-1] - rows[0] + 1)
+            self.policy.vision.keep(looks)
+            trace = replace(trace, looks=tuple(looks[row - rows[0]] for row in rows))
+        self._decoded(min(self.micro_batch_size, -(-share // self.world.context_size)), n, self.how, trace.looks)
+        positions = torch.full((share,), longest)
+        log_prob = torch.zeros(share, self.how.limit, device=META)
+        if self.exact and self.passes is not None:
+            with self.policy.ledger.during("rollout: log-probs"):
+                parts = self.passes.parts(share, positions[:, None])
+                log_prob = in_order([self.policy.replay(trace.select(part)).log_prob for part in parts], parts)
+        lengths = torch.tensor([[self.before, self.how.limit, self.how.limit]]).repeat(share, 1)
+        local_prompts = [prompts[i // n] for i in index.tolist()]
+        on_policy = self.exact and self.passes is None
+        beside: dict[str, Any] = {"lengths": lengths, "on_policy": on_policy, "positions": positions}
+        return Samples(local_prompts, [], log_prob, trace.mask, trace, index, **beside)
+
+    def sample_validation(self, prompts: list[Prompt], *, each: Each) -> None:
+        val = self.config.val
+        count = min(self.micro_batch_size, len(prompts) * val.n)
+        looks = None if self.policy.vision is None else self.policy.vision.looks(count)
+        self._decoded(count, val.n, self.val_how, looks)
+
+    def _longest(self, share: int) -> tuple[Any, int]:
+        """`share` of the longest samples, and the number of positions of each in a pass."""
+        before, limit = self.before, self.how.limit
+        ids = torch.zeros(share, before + limit, dtype=torch.long, device=META)
+        starts, lengths = torch.full((share,), before, device=META), torch.full((share,), limit, device=META)
+        return TokenTrace(ids, starts, lengths, limit), before + limit
+
+    def _decoded(self, count: int, n: int, decoding: Decoding, looks: Sequence[Any] | None) -> None:
+        """Read the prompts, and decode the last token of `count` responses, n of each. looks: see TokenTrace."""
+        if self.facts.weights != "policy":
+            return
+        self.policy.ledger.phase.passes += 1
+        forward, length = self.policy.trained.module, self.before + decoding.limit
+        ids = torch.zeros(-(-count // n), self.before, dtype=torch.long, device=META)
+        cache = DynamicCache(config=self.policy.settings)
+        given: dict[str, Any] = {}
+        if looks is not None:
+            shown = list(dict.fromkeys(looks))[: len(ids)]
+            given, _ = self.policy.vision.prefill(ids, torch.ones(ids.shape, dtype=torch.long), shown)
+        forward(input_ids=ids, **given, **{CACHE: cache}, use_cache=True, logits_to_keep=1)
+        full = self._filled(cache, count, round(self.waste * (length - 1)))
+        del cache
+        at = torch.full((count, 1), length - 1, device=META)
+        out = forward(input_ids=ids[:1, :1].expand(count, 1), position_ids=at, **{CACHE: full}, use_cache=True)
+        draw(out.logits[:, -1].float(), torch.empty(count, device=META), decoding)
+
+    def _filled(self, cache: DynamicCache, count: int, length: int) -> DynamicCache:
+        """A cache like the given one, with the keys and values of `count` samples of `length` tokens."""
+        full = DynamicCache(config=self.policy.settings)
+        for number, layer in enumerate(cache.layers):
+            shape = count, layer.keys.shape[1], length, layer.keys.shape[3]
+            states = torch.empty(shape, dtype=layer.keys.dtype, device=META)
+            full.update(states, torch.empty_like(states), number)
+        return full
+
+
+class PlannedBlockLM(BlockDiffusionLM):
+    """With `flex`, the dense mask exists only until the block mask is made of it."""
+
+    flex = False
+
+    def _mask_of(self, states: States) -> Any:
+        mask = super()._mask_of(states)
+        return torch.zeros(1, 1, 1, 1, dtype=self.lm.dtype, device=META) if self.flex else mask
+
+
+class PlannedBlockPolicy(PlannedLMPolicy, BlockDiffusionPolicy):
+    """See PlannedLMPolicy. looks_of_a_response: passes that decode a response, for the time."""
+
+    looks_of_a_response = 0.0
+
+    def _scores(self, trace: Any, temperature: float) -> Tensor:
+        replay = BlockDiffusionPolicy.scored(self, trace, temperature)
+        return torch.stack([replay.log_prob, replay.entropy, replay.self_certainty])
+
+    def seen(self, trace: BlockTrace) -> States:
+        """States in which each token is predicted once, or in two of three; random masks cover all tokens."""
+        views, predicted = (3, 2) if self.estimate == "coupled" else (1, 1)
+        if self.estimate in ("coupled", "elbo"):
+            masked = (trace.steps >= 0)[:, :, None].expand(-1, -1, views, -1)
+            states = states_of(trace.ids, Views(masked, masked.float()), mask_id=self.mask_id, count=trace.states)
+        else:
+            states = super().seen(trace)
+        self.ledger.mark(states.weight, len(trace.ids) * trace.width * predicted)
+        return states
+
+    def looks(self, trace: BlockTrace) -> Tensor:
+        return torch.full((len(trace.ids),), self.looks_of_a_response)
+
+    def states(self, trace: BlockTrace) -> Tensor:
+        if self.estimate == "trace":
+            return self.looks(trace)
+        views = 3 if self.estimate == "coupled" else 1
+        return torch.full((len(trace.ids),), views * trace.width // self.size)
+
+
+class PlannedBlockRollout(PlannedLMRollout, BlockDiffusionRollout):
+    """The longest samples, with `most` states each in a pass."""
+
+    policy: PlannedBlockPolicy
+
+    @property
+    def before(self) -> int:
+        """Tokens of the longest prompt that fills its blocks; any other leaves less room for a response."""
+        size = self.policy.size
+        return self.data.max_prompt_length // size * size
+
+    @property
+    def per_look(self) -> float:
+        """Tokens that a pass over a block is assumed to unmask."""
+        assert isinstance(self.how, Denoising), "as BlockDiffusionRollout makes it"
+        size, least = self.policy.size, self.policy.size / self.how.steps
+        return least if self.how.threshold == 1 else min(max(PER_LOOK, least), size)
+
+    def _longest(self, share: int) -> tuple[BlockTrace, int]:
+        (plain, length), size, limit = super()._longest(share), self.policy.size, self.how.limit
+        step, seeds = torch.zeros_like(plain.ids[:, self.before :]), torch.zeros_like(plain.starts)
+        self.policy.looks_of_a_response = limit / self.per_look
+        beside: dict[str, Any] = {"step": step, "seeds": seeds, "states": self.most, "size": size}
+        trace = BlockTrace(plain.ids, plain.starts, plain.lengths, limit, **beside)
+        return trace, length + (self.most - 1) * size
+
+    def _decoded(self, count: int, n: int, decoding: Decoding, looks: Sequence[Any] | None) -> None:
+        """Read the prompts, and pass over the last block of `count` responses, n of each prompt."""
+        assert isinstance(decoding, Denoising), "as BlockDiffusionRollout makes it"
+        self.policy.ledger.phase.passes += 1
+        forward, size, length = self.policy.trained.module, self.policy.size, self.before + decoding.limit
+        cache, rows = DynamicCache(config=self.policy.settings), [i // n for i in range(count)]
+        prompts = [[0] * self.before] * (rows[-1] + 1)
+        read(forward, cache, prompts, rows, decoding, META)
+        full = self._filled(cache, count, length)
+        del cache
+        full.crop(-size)
+        state = torch.zeros(count, size, dtype=torch.long, device=META)
+        seen = torch.ones(count, length, dtype=torch.bool, device=META)
+        logits = forward(
+            input_ids=state,
+            attention_mask=seen[:, None, None].expand(-1, 1, size, -1),
+            position_ids=state,
+            **{CACHE: full},
+            use_cache=True,
+        ).logits
+        full.crop(-size)
+        drawn_tokens(logits, state == decoding.mask_id, torch.empty(count, size, device=META), decoding)
+
+
+class _Tokenizer:
+    """In place of a tokenizer: no text is read or written."""
+
+    pad_token_id = eos_token_id = 0
+
+    def __len__(self) -> int:
+        return 1
+
+
+def planned_lm_policy(
+    cfg: LMRunConfig,
+    cluster: Cluster,
+    ledger: Ledger,
+    *,
+    rank: int = 0,
+    chunk: int = 1024,
+    tries: bool = False,
+    **options: Any,
+) -> PlannedLMPolicy:
+    """The policy as training builds it, on the meta device, of one rank that has all weights; its layout is that of a
+    rank of the cluster. Options and errors are those of build_policy, or of build_block_policy. `cfg.model.path` is a
+    local folder.
+    """
+    model, frozen = cfg.model, options.get("frozen", False)
+    kept = DTYPES[model.dtype] if model.lora_rank > 0 or frozen else torch.float32
+    # kernels that are not installed take as much memory as torch's own; none of these changes what is kept
+    attention = "eager" if model.attn_implementation == "eager" else "sdpa"
+    config = replace(model, attn_implementation=attention, compile=False, lora_init="gaussian")
+    world = lone_world(cfg.parallel, cluster.ranks, rank, META)
+    with loading(f"model.path: {model.path!r} does not load"):
+        settings = transformers.AutoConfig.from_pretrained(model.path, trust_remote_code=False)
+    images, kind = shows_images(cfg, settings), transformers.AutoModelForImageTextToText
+    if not images:
+        settings, kind = text_part(settings) or settings, transformers.AutoModelForCausalLM
+    with META:
+        lm = kind.from_config(settings, dtype=kept, trust_remote_code=False)
+        cast_weights(lm, kept)
+        module: CausalLM = causal_lm(lm, config, chunk, images=images, tries=tries)
+        if images:
+            module.vision = PlannedVision(lm, config, "model.path")
+        lm.config._experts_implementation = experts.SHAPES
+        blocks = module.blocks()
+        make: type[PlannedLMPolicy] = PlannedLMPolicy
+        options |= {"temperature": cfg.rollout.temperature, "seed": cfg.trainer.seed}
+        if model.block_size is not None:
+            check_layers(module.lm, model.path)
+            module = PlannedBlockLM(module.lm, chunk, 0, recomputes=module.recomputes)
+            module.flex = model.attn_implementation == "flex_attention"
+            make, options = PlannedBlockPolicy, {"estimate": "trace", "size": model.block_size, **options}
+        policy = make(module, _Tokenizer(), world, config, cfg.parallel, cfg.data, **options)
+    policy.lay_out(cfg, cluster, ledger, blocks, module.vision.beside() if images else NOTHING)
+    if images:
+        with ledger, ledger.uncounted():
+            module.vision.begin(model.path, cfg.data)
+    keep_apart(policy, cfg.parallel)
+    policy.tokens = cfg.data.max_prompt_length + cfg.data.max_response_length
+    return policy

@@ -1,0 +1,1 @@
+"""Models' families, rewards, environments, adapters, loggers and engines, each found by its name."""

@@ -1,0 +1,1 @@
+"""Engines of other libraries inside the ranks."""

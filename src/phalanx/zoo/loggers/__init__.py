@@ -1,0 +1,1 @@
+"""Loggers: one file each, called as the library that it needs."""

@@ -1,0 +1,1 @@
+"""Test helpers: tiny models, ranks, jobs, and the inputs that tests share."""
