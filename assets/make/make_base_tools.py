@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from phalanx.cli import parse, run
 from phalanx.config.load import arg
+from phalanx.run.cli import parse, run
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # for assets.make, where a launcher runs this file
 

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from phalanx.cli import parse, run
 from phalanx.config.load import arg
+from phalanx.run.cli import parse, run
 
 SHOWN = (205, 318)
 

@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from phalanx.config.run import EmaConfig, OptimConfig, ParallelConfig
 from phalanx.data.images import ImageTextData
 from phalanx.data.streams import IndexStream
-from phalanx.distributed import mesh
 from phalanx.distributed.collectives import reduce_float
 from phalanx.distributed.fsdp import Sharded
 from phalanx.distributed.seed import fold_in
+from phalanx.run.world import start_world
 from phalanx.training.optim import Ema, Optimizer
 
 KL_WEIGHT = 1e-4  # a latent dim
@@ -29,7 +29,7 @@ def train_vae(model: Path, images: Path, height: int, width: int, *, steps: int,
     from diffusers import AutoencoderKL
 
     parallel = ParallelConfig(fsdp_size=1)
-    world = mesh.start(parallel)
+    world = start_world(parallel)
     vae = AutoencoderKL.from_pretrained(model, subfolder="vae")
     # not the first and last convolutions, which Muon should leave alone
     inner = [vae.encoder.mid_block, vae.decoder.mid_block]

@@ -29,7 +29,7 @@ REWARD = """
 import json, os, signal, time
 from pathlib import Path
 
-from phalanx.distributed import watchdog
+from phalanx.run import watchdog
 
 calls = 0
 

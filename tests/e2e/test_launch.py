@@ -168,7 +168,7 @@ def test_a_launcher_without_ranks_says_that_it_waits() -> None:
     """After its rank, here a sleep, has ended and no other rank is started."""
     code = """
 import subprocess, threading, time
-from phalanx import launch
+from phalanx.run import launch
 launch.QUIET_S = 1
 threading.Thread(target=launch._tell_of_waiting, args=("2",), daemon=True).start()
 time.sleep(2)  # nothing is printed before the first rank
