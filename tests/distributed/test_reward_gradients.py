@@ -10,7 +10,7 @@ from tests.helpers.jobs import algorithm_config, fit, one_step, rows
 from tests.helpers.ranks import RankError, run_ranks
 
 LORA = "model.lora_rank=4"
-GRADED = Path(__file__).parents[1] / "graded.py"
+GRADED = Path(__file__).parents[1] / "helpers" / "graded.py"
 KL = "algorithm.kl_loss_coef=0.01"
 
 
