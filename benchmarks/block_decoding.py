@@ -11,8 +11,9 @@ import argparse
 import json
 import os
 
-from phalanx.config.lm import LMDataConfig, LMModelConfig, LMRolloutConfig, LMValRolloutConfig
-from phalanx.config.run import ParallelConfig
+from phalanx.config.lm import LMDataConfig, LMRolloutConfig, LMValRolloutConfig
+from phalanx.config.parallel import ParallelConfig
+from phalanx.config.trained_model import LMModelConfig
 from phalanx.data.prompts import validation_sets
 from phalanx.models.lm.blocks import build_block_policy
 from phalanx.rollout.lm.in_blocks import BlockDiffusionRollout

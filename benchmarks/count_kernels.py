@@ -36,7 +36,7 @@ from torch.utils.flop_counter import flop_registry
 from transformers import Qwen2Config
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2RotaryEmbedding
 
-from phalanx.config.flow import FlowModelConfig
+from phalanx.config.trained_model import FlowModelConfig
 from phalanx.models.flow.attention import use_real_rotations
 from phalanx.models.fused_lora import FusedLinear
 from phalanx.models.lora import add_lora, lora_off

@@ -18,8 +18,8 @@ import torch
 import transformers
 from safetensors.torch import save_file
 
-from phalanx.config.lm import LMModelConfig
-from phalanx.models.lm import model
+from phalanx.config.trained_model import LMModelConfig
+from phalanx.models.lm import load_folder
 from phalanx.tools.plan.blueprint import fetch
 
 WORDS = Path(__file__).resolve().parents[1] / "assets" / "words"
@@ -59,7 +59,7 @@ def folder_of(name: str, folder: Path) -> Path:
 @contextmanager
 def random_weights() -> Iterator[None]:
     """Within this context, language models are made with random weights instead of being read."""
-    with patch.object(model, "load_class", _loaded):
+    with patch.object(load_folder, "load_class", _loaded):
         yield
 
 
@@ -74,7 +74,7 @@ def made(kind: Any, path: str, dtype: torch.dtype, attention: str) -> Any:
 
 
 def _loaded(kind: Any, config: LMModelConfig, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
-    """As phalanx.models.lm.model.load_class."""
+    """As phalanx.models.lm.load_folder.load_class."""
     found: dict[str, Any] = {"missing_keys": (), "mismatched_keys": (), "unexpected_keys": ()}
     return made(kind, config.path, dtype, config.attn_implementation), found
 

@@ -26,9 +26,9 @@ sys.path.append(str(ROOT))
 import torch  # noqa: E402
 from transformers import Qwen3Config, Qwen3ForCausalLM  # noqa: E402
 
-from phalanx.config.lm import LMModelConfig  # noqa: E402
-from phalanx.config.run import ParallelConfig  # noqa: E402
-from phalanx.models.lm.model import load_model  # noqa: E402
+from phalanx.config.parallel import ParallelConfig  # noqa: E402
+from phalanx.config.trained_model import LMModelConfig  # noqa: E402
+from phalanx.models.lm.load_folder import load_model  # noqa: E402
 from phalanx.models.trained import TrainedModel  # noqa: E402
 from phalanx.run.world import start_world  # noqa: E402
 from tests.helpers.ranks import run_ranks  # noqa: E402

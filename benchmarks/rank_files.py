@@ -15,7 +15,7 @@ from statistics import median
 
 import torch
 
-from phalanx.config.run import ParallelConfig
+from phalanx.config.parallel import ParallelConfig
 from phalanx.distributed import collectives, mesh
 from phalanx.run.telemetry.rank_files import RankFiles
 from phalanx.run.world import lone_world

@@ -39,7 +39,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))
 
 from phalanx.config.flow import FlowRLConfig  # noqa: E402
-from phalanx.config.run import ParallelConfig  # noqa: E402
+from phalanx.config.parallel import ParallelConfig  # noqa: E402
 from phalanx.distributed.collectives import agree, all_gather, all_gather_object  # noqa: E402
 from phalanx.distributed.fsdp import local  # noqa: E402
 from phalanx.run import world as world_module  # noqa: E402

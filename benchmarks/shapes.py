@@ -30,7 +30,7 @@ from diffusers import (
 )
 from torch import Tensor, nn
 
-from phalanx.config.flow import FlowModelConfig
+from phalanx.config.trained_model import FlowModelConfig
 from phalanx.models.flow.family import Embeds
 from phalanx.zoo.families import qwen_image, sd3
 

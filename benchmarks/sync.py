@@ -30,7 +30,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 from learning import insert  # noqa: E402
 
-from phalanx.config.run import ParallelConfig  # noqa: E402
+from phalanx.config.parallel import ParallelConfig  # noqa: E402
 from phalanx.run import link as links  # noqa: E402
 from phalanx.run.world import start_world  # noqa: E402
 from phalanx.tools.plan.text import NETWORK  # noqa: E402

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from phalanx.algorithms import TokenAlgorithm, TokenConfig
-from phalanx.config.load import arg
+from phalanx.config.fields import arg
 from phalanx.functional.advantage import group_advantage
 from phalanx.functional.tokens import TokenReplay, TokenTrace
 from phalanx.types import Batch, Metrics

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeAlias, TypeVar, runtime_checkable
 
-from phalanx.config.engines import EngineFacts
+from phalanx.config.engine_facts import EngineFacts
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -126,6 +126,17 @@ class Samples:
         if self.positions is not None:
             return self.positions
         return None if self.lengths is None else self.lengths[:, :2].sum(1)
+
+
+@dataclass(frozen=True)
+class Collected:
+    """Samples of this rank, the rewards [N] of all ranks' samples (all zeros without reward functions, NaN for samples
+    to skip), and metrics, equal on all ranks.
+    """
+
+    samples: Samples
+    reward: Tensor
+    row: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -310,7 +321,7 @@ class Rollout(Protocol):
 
 @runtime_checkable
 class KeepsSamples(Protocol):
-    """A rollout that keeps some samples for later steps: see phalanx.run.validation.Sampling."""
+    """A rollout that keeps some samples for later steps: see phalanx.training.components.Sampling."""
 
     def begin(self, step: int, kept: Sequence[Tensor]) -> None:
         """Called once, before the first training step after a start or resume; `kept` is what the checkpoint contains

@@ -9,7 +9,8 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from phalanx.config.lm import ESTIMATES, LMRLConfig
+from phalanx.config.lm import LMRLConfig
+from phalanx.config.ranges import ESTIMATES
 from phalanx.config.tasks import ExportConfig
 from phalanx.run.rules import load_config
 from phalanx.tools.export import Export

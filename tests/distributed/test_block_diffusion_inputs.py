@@ -11,7 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, MistralConfig, MistralForCausalLM
 
 from phalanx.config import ConfigError
-from phalanx.config.lm import LMModelConfig, LMRLConfig
+from phalanx.config.lm import LMRLConfig
+from phalanx.config.trained_model import LMModelConfig
 from phalanx.models.lm.blocks import load_blocks
 from phalanx.types import JobError
 from tests.helpers.jobs import rows

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from phalanx.config.run import ParallelConfig
+from phalanx.config.parallel import ParallelConfig
 from phalanx.distributed.mesh import World
 from phalanx.run import checkpoint
 from phalanx.run.checkpoint import Checkpointer, Progress

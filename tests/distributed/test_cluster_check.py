@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from phalanx.config.run import ParallelConfig
+from phalanx.config.parallel import ParallelConfig
 from phalanx.config.tasks import CheckClusterConfig
 from phalanx.distributed.launch import Launch
 from phalanx.run.rules import load_config

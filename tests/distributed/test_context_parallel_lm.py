@@ -23,13 +23,15 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from phalanx.config.lm import LMModelConfig, LMRLConfig
-from phalanx.config.run import ParallelConfig
+from phalanx.config.lm import LMRLConfig
+from phalanx.config.parallel import ParallelConfig
+from phalanx.config.trained_model import LMModelConfig
 from phalanx.distributed.context_parallel import ContextGroup
 from phalanx.models.lm import packing
 from phalanx.models.lm.agreement import check_agreement
 from phalanx.models.lm.critic import ValueLM
-from phalanx.models.lm.model import CausalLM, causal_lm
+from phalanx.models.lm.load_folder import causal_lm
+from phalanx.models.lm.model import CausalLM
 from phalanx.models.lm.packing import Row
 from phalanx.run.world import start_world, stop_world
 from phalanx.tools.plan.jobs import planned

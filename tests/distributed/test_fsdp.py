@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from phalanx.config.run import ModelConfig, ParallelConfig
+from phalanx.config.parallel import ParallelConfig
+from phalanx.config.trained_model import ModelConfig
 from phalanx.distributed.fsdp import Sharded
 from phalanx.models.lora import merged_weights
 from phalanx.run.world import start_world

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from phalanx.config.joint import POLICIES, JointConfig
-from phalanx.config.load import ConfigError
+from phalanx.config.messages import ConfigError
 from phalanx.config.trust import Use
 from phalanx.run.joint import about, build, check
 from phalanx.run.rules import load_config

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.config.run import ParallelConfig
+from phalanx.config.parallel import ParallelConfig
 from phalanx.run import link as links
 from phalanx.run.world import start_world, stop_world
 from tests.helpers.ranks import free_port, run_ranks

@@ -10,9 +10,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from phalanx.config.lm import LMDataConfig, LMModelConfig
-from phalanx.config.run import ParallelConfig
+from phalanx.config.lm import LMDataConfig
+from phalanx.config.parallel import ParallelConfig
 from phalanx.config.tasks import ExportConfig
+from phalanx.config.trained_model import LMModelConfig
 from phalanx.functional.tokens import TokenTrace
 from phalanx.models import compiling
 from phalanx.run.rules import load_config

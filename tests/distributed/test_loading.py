@@ -13,12 +13,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Ernie4_5_MoeConfig, Ernie4_5_MoeForCausalLM, T5Config, T5EncoderModel
 
 from phalanx.config.flow import FlowRLConfig
-from phalanx.config.lm import LMDataConfig, LMModelConfig
-from phalanx.config.run import ParallelConfig
+from phalanx.config.lm import LMDataConfig
+from phalanx.config.parallel import ParallelConfig
+from phalanx.config.trained_model import LMModelConfig
 from phalanx.models.flow.folder import load_text_encoder
 from phalanx.models.flow.policy import FlowPolicy
 from phalanx.models.lm.export import export_model
-from phalanx.models.lm.model import load_model
+from phalanx.models.lm.load_folder import load_model
 from phalanx.models.lm.policy import build_policy
 from phalanx.models.stored import dtype_to_read, moved
 from phalanx.run.world import start_world

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from phalanx.config import ConfigError
-from phalanx.config.run import ParallelConfig
+from phalanx.config.parallel import ParallelConfig
 from phalanx.distributed.launch import Launch
 from phalanx.run import rendezvous
 from phalanx.run.world import start_world, stop_world

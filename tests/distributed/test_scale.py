@@ -7,7 +7,7 @@ import pytest
 import torch.distributed as dist
 from benchmarks.scale import NODE, expect, job, simulate, sockets
 
-from phalanx.config.run import ParallelConfig
+from phalanx.config.parallel import ParallelConfig
 from phalanx.run.world import start_world, stop_world
 from phalanx.tools.plan.layout import Cluster
 from tests.helpers.ranks import free_port, run_ranks

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from phalanx.config.load import ConfigError
+from phalanx.config.messages import ConfigError
 from phalanx.config.reward import RewardModelConfig
 from phalanx.rewards import RewardError
 from phalanx.types import Samples

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from phalanx.config.run import LOSS_AGG_MODES, RLConfig
+from phalanx.config.ranges import LOSS_AGG_MODES
+from phalanx.config.run import RLConfig
 from tests.helpers.jobs import full_weights, update
 from tests.helpers.ranks import RankError, run_ranks
 from tests.helpers.toy import Critic, build, small, word_config

@@ -12,12 +12,12 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
 
 from phalanx.config.lm import LMRLConfig
-from phalanx.config.load import ConfigError
+from phalanx.config.messages import ConfigError
 from phalanx.config.tasks import ExportConfig
 from phalanx.distributed.context_parallel import KEY
 from phalanx.engines.transformers import load_processor
 from phalanx.models.lm import vision_families
-from phalanx.models.lm.model import read_lora
+from phalanx.models.lm.load_folder import read_lora
 from phalanx.run import lm_rl
 from phalanx.run.rules import load_config
 from phalanx.tools.export import Export

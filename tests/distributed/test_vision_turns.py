@@ -10,7 +10,7 @@ import transformers
 from torch import Tensor
 
 from phalanx.config.lm import LMRLConfig
-from phalanx.config.load import ConfigError
+from phalanx.config.messages import ConfigError
 from phalanx.config.tasks import EvaluateConfig, GenerateConfig
 from phalanx.rollout.lm.decode import draw
 from phalanx.run import lm_rl

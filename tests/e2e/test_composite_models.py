@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from phalanx.config.tasks import ExportConfig
-from phalanx.models.lm.model import load_model, read_lora
+from phalanx.models.lm.load_folder import load_model, read_lora
 from phalanx.models.lora import start_from_lora
 from phalanx.run.rules import load_config
 from phalanx.tools.export import Export

@@ -19,9 +19,9 @@ from transformers import (
     GPT2LMHeadModel,
 )
 
-from phalanx.config.lm import LMModelConfig
+from phalanx.config.trained_model import LMModelConfig
 from phalanx.models.lm.headers import check_folder
-from phalanx.models.lm.model import load_tokenizer
+from phalanx.models.lm.load_folder import load_tokenizer
 from phalanx.types import JobError
 from tests.helpers.jobs import rows
 from tests.helpers.lm import fit, one_step, tiny_lm_config

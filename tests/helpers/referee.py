@@ -18,7 +18,8 @@ from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_init, _
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from phalanx.config.run import ParallelConfig, RunConfig
+from phalanx.config.parallel import ParallelConfig
+from phalanx.config.run import RunConfig
 from phalanx.distributed import mesh
 from phalanx.distributed.launch import Launch
 from phalanx.run.watchdog import Watch

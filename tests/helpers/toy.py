@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx import algorithms
-from phalanx.config.engines import EngineFacts
+from phalanx.config.engine_facts import EngineFacts
 from phalanx.config.run import RLConfig, RunConfig
 from phalanx.data.streams import PromptStream
 from phalanx.distributed.launch import Launch
@@ -24,8 +24,7 @@ from phalanx.models.trained import TrainedModel
 from phalanx.run import batch_plan
 from phalanx.run.rl import build_trainer
 from phalanx.run.rules import load_config
-from phalanx.run.start import build_rewards, start_job
-from phalanx.training.components import JobComponents
+from phalanx.run.start import JobComponents, build_rewards, start_job
 from phalanx.types import Each, JobError, Prompt, Replay, Samples
 
 LETTERS = "abcdefgh."  # the last one ends a word

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from phalanx.config.run import LOSS_AGG_MODES
+from phalanx.config.ranges import LOSS_AGG_MODES
 from phalanx.functional.aggregation import action_weights, count_actions
 from tests.helpers.ranks import run_ranks
 
@@ -54,7 +54,7 @@ def test_an_unknown_mode_is_refused() -> None:
 
 def share_of_the_loss(ranks: int, mode: str) -> list[float]:
     """This rank's part of the loss in each of two optimizer steps."""
-    from phalanx.config.run import ParallelConfig
+    from phalanx.config.parallel import ParallelConfig
     from phalanx.run.world import start_world
     from phalanx.training.minibatches import BatchPlan, Units, optimizer_steps
 
@@ -81,7 +81,7 @@ def test_the_loss_does_not_depend_on_the_layout(mode: str) -> None:
 
 def dealt_out(ranks: int, counted: list[bool], updates: int) -> list[list[tuple[int, float]]]:
     """This rank's samples in each optimizer step, by their numbers across ranks, with their weights."""
-    from phalanx.config.run import ParallelConfig
+    from phalanx.config.parallel import ParallelConfig
     from phalanx.run.world import start_world
     from phalanx.training.minibatches import BatchPlan, Units, optimizer_steps
 

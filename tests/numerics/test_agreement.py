@@ -10,11 +10,13 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from phalanx.config.lm import LMDataConfig, LMModelConfig
-from phalanx.config.run import ParallelConfig
+from phalanx.config.lm import LMDataConfig
+from phalanx.config.parallel import ParallelConfig
+from phalanx.config.trained_model import LMModelConfig
 from phalanx.distributed.mesh import World
 from phalanx.models.lm.agreement import check_agreement
-from phalanx.models.lm.model import CausalLM, causal_lm, decoder_of, positions
+from phalanx.models.lm.load_folder import causal_lm
+from phalanx.models.lm.model import CausalLM, decoder_of, positions
 from phalanx.models.lm.policy import build_policy
 
 # Sizes by the names that classes use; each class gets those that its configuration has.

@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from phalanx.config.lm import ESTIMATES, LMDataConfig, LMModelConfig, LMRolloutConfig
-from phalanx.config.run import ParallelConfig
+from phalanx.config.lm import LMDataConfig, LMRolloutConfig
+from phalanx.config.parallel import ParallelConfig
+from phalanx.config.ranges import ESTIMATES
+from phalanx.config.trained_model import LMModelConfig
 from phalanx.distributed.mesh import World
 from phalanx.functional.block_diffusion import BlockTrace, States, confident, least_unmasked, replayed, states_of
 from phalanx.functional.tokens import Truncation

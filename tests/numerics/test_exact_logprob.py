@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from phalanx.algorithms.flow_grpo import Algorithm, Config
-from phalanx.config.flow import FlowDataConfig, FlowModelConfig, FlowRolloutConfig
-from phalanx.config.run import ParallelConfig
+from phalanx.config.flow import FlowDataConfig, FlowRolloutConfig
+from phalanx.config.parallel import ParallelConfig
+from phalanx.config.trained_model import FlowModelConfig
 from phalanx.distributed.mesh import World
 from phalanx.models.flow.policy import FlowPolicy, build_policy
 from phalanx.rollout.flow.in_policy import PolicyRollout

@@ -10,7 +10,7 @@ from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora.layer import Linear
 from torch import Tensor, nn
 
-from phalanx.config.flow import FlowModelConfig
+from phalanx.config.trained_model import FlowModelConfig
 from phalanx.models.fused_lora import FusedLinear, fuse
 from phalanx.models.linear import use_onednn
 from phalanx.models.lora import add_lora, lora_off, merge_lora

@@ -14,8 +14,9 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from phalanx import make_products_exact
-from phalanx.config.lm import LMDataConfig, LMModelConfig
-from phalanx.config.run import ParallelConfig
+from phalanx.config.lm import LMDataConfig
+from phalanx.config.parallel import ParallelConfig
+from phalanx.config.trained_model import LMModelConfig
 from phalanx.distributed.mesh import World
 from phalanx.models import linear as products
 from phalanx.models.linear import MIN_ROWS, OneDnnLinear, preferred, unfuse_biases, use_onednn

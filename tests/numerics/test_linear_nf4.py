@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from phalanx.config.flow import FlowModelConfig
+from phalanx.config.trained_model import FlowModelConfig
 from phalanx.models.fused_lora import FusedLinear
 from phalanx.models.linear import NF4, Nf4Linear, count_weights, dense, quantize, quantize_layers, use_onednn
 from phalanx.models.lora import add_lora, lora_off

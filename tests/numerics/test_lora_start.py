@@ -10,10 +10,10 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from phalanx.config.flow import FlowModelConfig
+from phalanx.config.trained_model import FlowModelConfig
 from phalanx.models.flow.family import FlowModel
 from phalanx.models.flow.registry import family_of
-from phalanx.models.lm.model import read_lora
+from phalanx.models.lm.load_folder import read_lora
 from phalanx.models.lora import BIAS, WEIGHTS, Layers, joined, plain_layers, start_from_lora
 from tests.helpers.checks import refused
 from tests.helpers.comfy import add_as_comfy, ltx2_name

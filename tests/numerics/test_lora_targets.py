@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from phalanx.config.lm import LMModelConfig, LMRLConfig
+from phalanx.config.lm import LMRLConfig
+from phalanx.config.trained_model import LMModelConfig
 from phalanx.models.lm.model import CausalLM
 from phalanx.models.lm.policy import LORA_TARGETS
 from phalanx.models.lora import add_lora, all_linear, linear_layers

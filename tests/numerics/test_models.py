@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from phalanx.config.flow import FlowModelConfig, FlowValRolloutConfig
+from phalanx.config.flow import FlowValRolloutConfig
+from phalanx.config.trained_model import FlowModelConfig
 from phalanx.distributed.mesh import World
 from phalanx.models.flow.family import FlowModel
 from phalanx.models.flow.policy import FlowPolicy

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from phalanx.config.lm import LMDataConfig, LMModelConfig
-from phalanx.config.run import ParallelConfig
+from phalanx.config.lm import LMDataConfig
+from phalanx.config.parallel import ParallelConfig
+from phalanx.config.trained_model import LMModelConfig
 from phalanx.distributed.mesh import World
 from phalanx.functional.tokens import TokenTrace
 from phalanx.models.lm import packing

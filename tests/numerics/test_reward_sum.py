@@ -5,9 +5,8 @@ import torch
 
 from phalanx import algorithms
 from phalanx.config.flow import FlowRLConfig
-from phalanx.functional.rewards import Share, combine
+from phalanx.functional.rewards import Share, check_range, combine
 from phalanx.run.rules import load_config
-from phalanx.training.collect import check_range
 from phalanx.types import JobError
 
 OCR = torch.tensor([0.0, 1.0, 0.5, 0.5])

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from phalanx.config.flow import FlowModelConfig
+from phalanx.config.trained_model import FlowModelConfig
 from phalanx.distributed.mesh import World
 from phalanx.models.flow.policy import FlowPolicy
 from phalanx.models.lora import add_lora

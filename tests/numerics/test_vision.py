@@ -15,8 +15,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from phalanx.config.critic import CriticModelConfig
-from phalanx.config.lm import LMDataConfig, LMModelConfig, LMRolloutConfig
-from phalanx.config.run import ParallelConfig
+from phalanx.config.lm import LMDataConfig, LMRolloutConfig
+from phalanx.config.parallel import ParallelConfig
+from phalanx.config.trained_model import LMModelConfig
 from phalanx.distributed.mesh import World
 from phalanx.distributed.passes import Passes
 from phalanx.functional.tokens import FAR, Truncation, sampled_from, token_scores

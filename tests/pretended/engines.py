@@ -2,7 +2,7 @@
 ranks of another role take them again.
 """
 
-from phalanx.config.engines import EngineFacts
+from phalanx.config.engine_facts import EngineFacts
 from phalanx.rollout.flow.in_policy import PolicyRollout
 from phalanx.rollout.lm.in_policy import LMRollout
 

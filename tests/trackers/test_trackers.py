@@ -15,7 +15,7 @@ from PIL import Image
 from swanlab.proto.swanlab.record.v1.record_pb2 import Record as SwanlabRecord
 from swanlab.sdk.internal.core_python.store import DataStoreReader
 
-from phalanx.config.load import ConfigError
+from phalanx.config.messages import ConfigError
 from phalanx.config.run import RLConfig, TrainerConfig
 from phalanx.media.videos import GIF_FRAMES
 from phalanx.run.checkpoint import read_meta

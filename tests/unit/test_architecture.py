@@ -10,6 +10,7 @@ import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -86,6 +87,7 @@ GROUP_MAKERS = {
     "new_subgroups_by_enumeration",
     "split_group",
 }
+LONGEST_CHAIN = {"core": 14, "all": 20}  # modules that import one another, one after the other
 MAX_LINES = 400
 MAX_TEST_LINES = 500
 
@@ -128,10 +130,17 @@ def read_modules() -> list[Module]:
 def imports(tree: ast.AST) -> Iterator[str]:
     """Dotted names that a file imports; `from a import b` gives both `a` and `a.b`. Ruff forbids relative imports."""
     for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            yield node.module or "."
+    yield from imported(tree)
+
+
+def imported(tree: ast.AST) -> Iterator[str]:
+    """As `imports`, but `from a import b` gives only `a.b`."""
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            yield node.module or "."
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
@@ -181,6 +190,40 @@ def layer_errors(module: Module) -> list[str]:
         elif part != module.part and here is not None and there is not None and there <= here:
             errors.append(f"{module.name} imports {name}: imports point down")
     return errors
+
+
+Graph = dict[str, list[str]]  # a module's name -> the modules of the package that it imports
+
+
+def import_graph(modules: list[Module]) -> Graph:
+    """The imports among these modules, lazy and type-only ones too; those of names in a module are of that module."""
+    names, graph = {module.name for module in modules} - {""}, Graph()
+    for module in modules:
+        found = set()
+        for name in imported(module.tree):
+            inner = name.removeprefix("phalanx.") if within(name, "phalanx") else ""
+            while inner and inner not in names:
+                inner = inner.rpartition(".")[0]
+            found |= {inner} - {"", module.name}
+        graph[module.name] = sorted(found)
+    return graph
+
+
+def circle(graph: Graph) -> list[str]:
+    """The modules of one circle of imports, each imported by the next; [] without one."""
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def longest_chain(graph: Graph) -> list[str]:
+    """The modules of the longest chain of imports, each of which imports the next. `graph` has no circle."""
+    chains: dict[str, list[str]] = {}
+    for name in TopologicalSorter(graph).static_order():  # what a module imports comes before it
+        chains[name] = [name, *max((chains[inner] for inner in graph[name]), key=len, default=[])]
+    return max(chains.values(), key=len)
 
 
 def pure_errors(module: Module) -> list[str]:
@@ -253,6 +296,8 @@ def undeclared_errors(module: Module) -> list[str]:
 
 
 MODULES = read_modules()
+PACKAGE = [module for module in MODULES if module.part != "tasks"]
+CORE = [module for module in PACKAGE if module.name and RINGS[ring_of(module.part)] == "core"]
 
 
 def test_the_modules_are_found() -> None:
@@ -265,6 +310,16 @@ CHECKS = (layer_errors, pure_errors, light_errors, group_errors, owner_errors, s
 @pytest.mark.parametrize("check", CHECKS)
 def test_every_module_passes(check: Callable[[Module], list[str]]) -> None:
     assert [error for module in MODULES for error in check(module)] == []
+
+
+def test_no_modules_import_one_another_in_a_circle() -> None:
+    assert circle(import_graph(PACKAGE)) == []
+
+
+@pytest.mark.parametrize(("modules", "limit"), [(CORE, LONGEST_CHAIN["core"]), (PACKAGE, LONGEST_CHAIN["all"])])
+def test_chains_of_imports_are_short(modules: list[Module], limit: int) -> None:
+    chain = longest_chain(import_graph(modules))
+    assert len(chain) <= limit, " <- ".join(chain)
 
 
 def test_modules_are_short() -> None:
@@ -334,3 +389,13 @@ EXAMPLES: list[tuple[Callable[[Module], list[str]], str, str, list[str]]] = [
 @pytest.mark.parametrize(("check", "name", "source", "errors"), EXAMPLES)
 def test_each_check_can_fail(check: Callable[[Module], list[str]], name: str, source: str, errors: list[str]) -> None:
     assert check(Module(name, source)) == errors
+
+
+def test_circles_and_chains_are_found() -> None:
+    lazy = "def f():\n    from phalanx.a import b"
+    typed = "if TYPE_CHECKING:\n    import phalanx.a.c as c"
+    modules = [Module("a", ""), Module("a.b", typed), Module("a.c", "from phalanx.d import X"), Module("d", "")]
+    assert import_graph(modules) == {"a": [], "a.b": ["a.c"], "a.c": ["d"], "d": []}
+    assert circle(import_graph(modules)) == []
+    assert longest_chain(import_graph(modules)) == ["a.b", "a.c", "d"]
+    assert set(circle(import_graph([*modules[:3], Module("d", lazy)]))) == {"a.b", "a.c", "d"}

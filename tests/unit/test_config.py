@@ -9,12 +9,14 @@ from typing import Any, get_args, get_type_hints
 import pytest
 
 from phalanx.config import ConfigError, save
+from phalanx.config.fields import arg
 from phalanx.config.flow import FlowMatchingTaskConfig, FlowRLConfig, FlowRunConfig
-from phalanx.config.load import arg, help_text, rows
+from phalanx.config.load import help_text, rows
 from phalanx.config.registry import resolve_registry
-from phalanx.config.run import ModelConfig, RunConfig
+from phalanx.config.run import RunConfig
 from phalanx.config.sources import changed
 from phalanx.config.tasks import SampleConfig, read_run
+from phalanx.config.trained_model import ModelConfig
 from phalanx.run.cli import parse
 from phalanx.run.rules import load_config
 from tests.helpers.configs import ALGORITHM, refusal, train

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from phalanx.config.run import ParallelConfig
+from phalanx.config.parallel import ParallelConfig
 from phalanx.distributed.node import Node
 from phalanx.models.flow import embeds
 from phalanx.models.flow.embeds import EmbedsCache

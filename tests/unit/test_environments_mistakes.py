@@ -9,8 +9,7 @@ import yaml
 
 from phalanx.config.environment import EnvironmentConfig
 from phalanx.config.lm import LMRLConfig
-from phalanx.config.load import ConfigError
-from phalanx.config.messages import reason
+from phalanx.config.messages import ConfigError, reason
 from phalanx.environments import EnvironmentFailure, Environments
 from phalanx.environments.registry import build_kinds, kind_of
 from phalanx.run.rules import load_config

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from phalanx.config.lm import LMDataConfig, LMModelConfig, LMTurnRunConfig
+from phalanx.config.lm import LMDataConfig, LMTurnRunConfig
 from phalanx.config.tasks import EvaluateConfig
+from phalanx.config.trained_model import LMModelConfig
 from phalanx.rewards.base import GivesAnswers
 from phalanx.run.rules import load_config
 from phalanx.tools import candidate

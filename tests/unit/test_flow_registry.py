@@ -5,7 +5,7 @@ import sys
 import diffusers
 import pytest
 
-from phalanx.config.flow import FlowModelConfig
+from phalanx.config.trained_model import FlowModelConfig
 from phalanx.models.flow.registry import FAMILIES, families, family_of, known_family
 from tests.helpers.checks import refused
 

@@ -9,12 +9,14 @@ import pytest
 from PIL import Image
 
 from phalanx.config import ConfigError
-from phalanx.config.lm import LMDataConfig, LMModelConfig
-from phalanx.config.run import ParallelConfig
+from phalanx.config.lm import LMDataConfig
+from phalanx.config.parallel import ParallelConfig
+from phalanx.config.trained_model import LMModelConfig
 from phalanx.engines.transformers import image_tokens, load_processor
 from phalanx.media.pictures import Picture
 from phalanx.models.lm.policy import build_policy
-from phalanx.run.lm_rl import build, fitting
+from phalanx.run.lm_prompt_lengths import fitting_prompts
+from phalanx.run.lm_rl import build
 from phalanx.types import Prompt
 from tests.helpers.checks import refused
 from tests.helpers.lm import tiny_lm, tiny_lm_config
@@ -118,12 +120,12 @@ def test_a_prompt_that_its_images_make_too_long(tmp_path: Path) -> None:
                 "than data.max_prompt_length=50, and images are not cut; raise that, lower data.max_pixels, or set "
                 "data.overlong_prompts to filter"
             ):
-                fitting(rows, "data.train_files", policy, first=True)
+                fitting_prompts(rows, "data.train_files", policy, first=True)
         policy = policy_of(folder, world, max_prompt_length=50, overlong_prompts="filter")
         rows[1] = replace(rows[1], images=(picture(96, 48, cut=True),))  # whose pixels cannot be read
-        assert fitting(rows, "data.train_files", policy, first=True) == [rows[0], rows[3]]
+        assert fitting_prompts(rows, "data.train_files", policy, first=True) == [rows[0], rows[3]]
         small = policy_of(folder, world, max_prompt_length=50, max_pixels=8 * 8 * 4)
-        assert len(fitting([rows[0], rows[2]], "data.train_files", small, first=True)) == 2
+        assert len(fitting_prompts([rows[0], rows[2]], "data.train_files", small, first=True)) == 2
 
 
 def test_a_column_of_images_that_no_file_has(tmp_path: Path) -> None:

@@ -9,14 +9,15 @@ from typing import Any
 
 import pytest
 
-from phalanx.config.flow import FlowDataConfig, FlowModelConfig
-from phalanx.config.lm import LMModelConfig
-from phalanx.config.run import ParallelConfig
+from phalanx.config.flow import FlowDataConfig
+from phalanx.config.parallel import ParallelConfig
+from phalanx.config.trained_model import FlowModelConfig, LMModelConfig
 from phalanx.engines.loading import FOREIGN
 from phalanx.engines.transformers import load_processor
 from phalanx.engines.transformers import load_tokenizer as load_judge
 from phalanx.models.flow.policy import build_policy
-from phalanx.models.lm.model import DTYPES, load_model, load_tokenizer
+from phalanx.models.lm.load_folder import load_model, load_tokenizer
+from phalanx.models.lm.model import DTYPES
 from tests.helpers.policies import one_rank
 
 ROOT = Path(__file__).parents[2]

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from phalanx.config.load import ConfigError
+from phalanx.config.messages import ConfigError
 from phalanx.telemetry.loggers import check_loggers
 from phalanx.telemetry.records import Record
 from tests.helpers.logs import TALK, prompt_image, records, rows, start, talk, texts

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from phalanx.config.flow import FlowModelConfig
+from phalanx.config.trained_model import FlowModelConfig
 from phalanx.models.flow.folder import base_folder, how_to_load, model_index
 from phalanx.models.flow.policy import build_policy
 from phalanx.zoo.families.sd3 import Model

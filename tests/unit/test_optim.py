@@ -9,7 +9,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import phalanx.training.offload
-from phalanx.config.run import EmaConfig, OptimConfig, ParallelConfig
+from phalanx.config.optimizer import OptimConfig
+from phalanx.config.parallel import ParallelConfig
+from phalanx.config.run import EmaConfig
 from phalanx.distributed.fsdp import Sharded
 from phalanx.run.world import start_world
 from phalanx.training.offload import PART, OffloadedState

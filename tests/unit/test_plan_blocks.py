@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from phalanx.config.block_diffusion import BlockDiffusionTaskConfig
-from phalanx.config.lm import ESTIMATES, LMRLConfig
+from phalanx.config.lm import LMRLConfig
+from phalanx.config.ranges import ESTIMATES
 from phalanx.functional.tokens import Truncation
 from phalanx.rollout.lm.denoise import Denoising, drawn_tokens
 from phalanx.run.rules import load_config

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from phalanx.config.load import ConfigError
+from phalanx.config.messages import ConfigError
 from phalanx.config.tasks import INSTRUCTIONS, PrepareDataConfig
 from phalanx.data.prompts import load_prompts
 from phalanx.run.rules import load_config

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from phalanx import exit
-from phalanx.config.run import ParallelConfig
+from phalanx.config.parallel import ParallelConfig
 from phalanx.distributed import mesh
 from phalanx.distributed.mesh import World
 from phalanx.exit import Stopped

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from phalanx.config import ConfigError, save
-from phalanx.config.engines import BLOCK_ENGINES, EngineFacts, engine_class
+from phalanx.config.engine_facts import EngineFacts
+from phalanx.config.engines import BLOCK_ENGINES, engine_class
 from phalanx.config.flow import FlowMatchingTaskConfig, FlowRLConfig, FlowRolloutConfig, FlowRunConfig
 from phalanx.config.lm import LMRLConfig, LMRolloutConfig
 from phalanx.config.tasks import CheckClusterConfig, read_run
@@ -139,7 +140,7 @@ LM_BASE = "phalanx.rollout.lm.in_policy.LMRollout"
     [
         (lm_config, "Txt", "rollout.engine='{own}:Txt': {own} has no 'Txt'; did you mean Text?"),
         (lm_config, "function", "rollout.engine: '{own}:function' is of type builtin_function_or_method; expected a class"),
-        (lm_config, "Bare", "rollout.engine: '{own}:Bare' lacks facts = EngineFacts(...) of phalanx.config.engines; "
+        (lm_config, "Bare", "rollout.engine: '{own}:Bare' lacks facts = EngineFacts(...) of phalanx.config.engine_facts; "
          f"derive it from {LM_BASE}"),
         (flow_config, "Text", "rollout.engine: '{own}:Text' lacks encode, collate; derive it from " + FLOW_BASE),
         (lm_config, "Flow", "rollout.engine: '{own}:Flow' is constructed as Flow(policy, config, world, micro_batch_size, "

@@ -10,9 +10,9 @@ from omegaconf import OmegaConf
 from phalanx import algorithms
 from phalanx.config import ConfigError
 from phalanx.config.joint import JointConfig
-from phalanx.config.lm import LMModelConfig
 from phalanx.config.load import build
 from phalanx.config.tasks import CheckClusterConfig, GenerateConfig, PrepareDataConfig
+from phalanx.config.trained_model import LMModelConfig
 from phalanx.run import rules
 from phalanx.run.rules import Ranks, Rule, load_config
 from tests.helpers.broken_rules import LAUNCHED, LOADED, MODELS, STARTED

@@ -11,7 +11,8 @@ import pytest
 
 from phalanx import exit
 from phalanx.config.flow import FlowRLConfig
-from phalanx.config.load import ConfigError, save
+from phalanx.config.load import save
+from phalanx.config.messages import ConfigError
 from phalanx.config.secrets import hide, public
 from phalanx.run.cli import _Terminal
 from phalanx.run.rules import load_config

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 
 from phalanx.config.flow import FlowRunConfig
 from phalanx.config.lm import LMRunConfig, LMTurnRunConfig
-from phalanx.config.load import ConfigError
+from phalanx.config.messages import ConfigError
 from phalanx.config.run import RunConfig
 from phalanx.config.secrets import public
 from phalanx.config.tasks import read_run

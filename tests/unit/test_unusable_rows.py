@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from phalanx.config.run import ParallelConfig
+from phalanx.config.parallel import ParallelConfig
 from phalanx.data.files import DataError
 from phalanx.data.images import ImageTextData
 from phalanx.data.prompts import load_prompts

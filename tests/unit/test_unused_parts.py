@@ -11,9 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from phalanx.config.flow import FlowModelConfig, FlowRolloutConfig
+from phalanx.config.flow import FlowRolloutConfig
+from phalanx.config.trained_model import FlowModelConfig
 from phalanx.models.flow.registry import family_of
-from phalanx.models.lm.model import load_model, unused_generation
+from phalanx.models.lm.load_folder import load_model, unused_generation
 from phalanx.run.flow_components import name_unused_columns, sampled_parts
 from phalanx.types import Prompt
 from tests.helpers.checks import refused
@@ -73,7 +74,7 @@ def test_tensors_and_settings_that_no_class_knows_are_warnings(folder: Folder, c
 def test_a_language_models_tensors_that_its_class_has_no_place_for(
     lm_folder: Path, tmp_path: Path, caplog: Any
 ) -> None:
-    from phalanx.config.lm import LMModelConfig
+    from phalanx.config.trained_model import LMModelConfig
 
     path = Path(shutil.copytree(lm_folder, tmp_path / "lm"))
     add_tensors(path / "model.safetensors", **{"model.layers.2.mlp.up_proj.weight": torch.ones(64, 64)})

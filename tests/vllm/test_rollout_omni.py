@@ -11,8 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from phalanx.config.flow import FlowDataConfig, FlowModelConfig, FlowRolloutConfig
-from phalanx.config.run import ParallelConfig
+from phalanx.config.flow import FlowDataConfig, FlowRolloutConfig
+from phalanx.config.parallel import ParallelConfig
+from phalanx.config.trained_model import FlowModelConfig
 from phalanx.distributed.launch import Launch
 from phalanx.distributed.mesh import World
 from phalanx.models.flow.policy import FlowPolicy, build_policy

@@ -14,8 +14,7 @@ from phalanx.algorithms._group import GroupAlgorithm, GroupConfig
 from phalanx.algorithms._returns import ReturnsAlgorithm, ReturnsConfig
 from phalanx.algorithms._tokens import TokenAlgorithm, TokenConfig
 from phalanx.algorithms._transitions import TransitionAlgorithm, TransitionConfig
-from phalanx.config.load import ConfigError
-from phalanx.config.messages import reason
+from phalanx.config.messages import ConfigError, reason
 from phalanx.config.registry import resolve_registry
 
 __all__ = [

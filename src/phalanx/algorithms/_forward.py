@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from phalanx.algorithms._group import GroupAlgorithm, GroupConfig
-from phalanx.config.load import arg
+from phalanx.config.fields import arg
 from phalanx.functional.flow import FlowBatch, Noised
 from phalanx.types import Metrics, Policy, Samples
 

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Optional
 import torch
 from torch import Tensor
 
-from phalanx.config.load import arg
+from phalanx.config.fields import arg
 from phalanx.config.run import AlgorithmConfig
 from phalanx.functional.advantage import group_advantage, has_signal, top_and_bottom
 from phalanx.types import ASKED, TEACHER, Batch, Credit, Metric, Metrics, Policy, Samples, Scored, Teacher

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from phalanx.algorithms import grpo
 from phalanx.algorithms._group import OF_ADVANTAGES
-from phalanx.config.load import arg
+from phalanx.config.fields import arg
 from phalanx.functional.returns import moments, placed
 from phalanx.functional.token_losses import KL_TYPES, kl_estimate
 from phalanx.types import Credit, Scored

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from phalanx.algorithms._forward import mean_square
 from phalanx.algorithms._group import GroupAlgorithm
-from phalanx.config.load import arg
+from phalanx.config.fields import arg
 from phalanx.config.run import AlgorithmConfig
 from phalanx.functional.flow import Denoiser, FlowBatch, FlowTrace, States
 from phalanx.functional.sde import sde_step

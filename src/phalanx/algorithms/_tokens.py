@@ -7,7 +7,7 @@ from typing import Optional
 from torch import Tensor
 
 from phalanx.algorithms._group import GroupAlgorithm, GroupConfig
-from phalanx.config.load import arg
+from phalanx.config.fields import arg
 from phalanx.functional.aggregation import ratio_metrics
 from phalanx.functional.token_losses import KL_LOSS_TYPES, kl_estimate
 from phalanx.functional.tokens import TokenReplay, TokenTrace

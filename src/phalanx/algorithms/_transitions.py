@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from phalanx.algorithms._group import GroupAlgorithm, GroupConfig
-from phalanx.config.load import arg
+from phalanx.config.fields import arg
 from phalanx.functional.flow import FlowBatch, FlowReplay, FlowTrace
 from phalanx.functional.losses import noise_weight
 from phalanx.functional.sde import gaussian_kl

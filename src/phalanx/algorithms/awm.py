@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from phalanx.algorithms._forward import ForwardAlgorithm, ForwardConfig, mean_square
-from phalanx.config.load import arg
+from phalanx.config.fields import arg
 from phalanx.functional.flow import FlowBatch
 from phalanx.functional.losses import clipped_surrogate
 from phalanx.types import Metrics, Policy

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from phalanx.algorithms.flow_grpo import Algorithm
 from phalanx.algorithms.flow_grpo import Config as FlowGrpoConfig
-from phalanx.config.load import arg
+from phalanx.config.fields import arg
 
 __all__ = ["Algorithm", "Config"]
 

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from phalanx.algorithms._forward import ForwardAlgorithm, ForwardConfig, mean_square, shared_noise
-from phalanx.config.load import arg
+from phalanx.config.fields import arg
 from phalanx.functional.advantage import sorted_in_groups
 from phalanx.functional.flow import FlowBatch, Noised
 from phalanx.functional.preference import group_preference, mean_of_known

@@ -21,7 +21,7 @@ from typing import ClassVar, Optional
 from torch import Tensor
 
 from phalanx.algorithms._forward import ForwardAlgorithm, ForwardConfig, mean_square
-from phalanx.config.load import arg
+from phalanx.config.fields import arg
 from phalanx.functional.flow import FlowBatch
 from phalanx.functional.forward_losses import negative_aware, optimality
 from phalanx.types import Metrics, Policy

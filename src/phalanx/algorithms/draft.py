@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from phalanx.algorithms._reward_gradient import RewardGradientAlgorithm, RewardGradientConfig, euler_steps
-from phalanx.config.load import arg
+from phalanx.config.fields import arg
 from phalanx.functional.flow import Denoiser, FlowTrace, States
 from phalanx.types import Policy, Samples
 

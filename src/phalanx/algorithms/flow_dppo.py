@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from phalanx.algorithms._transitions import TransitionAlgorithm, TransitionConfig, divergence
-from phalanx.config.load import arg
+from phalanx.config.fields import arg
 from phalanx.functional.flow import FlowBatch, FlowReplay
 from phalanx.functional.losses import masked_ratio
 from phalanx.types import Metrics

@@ -18,7 +18,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from phalanx.algorithms._transitions import TransitionAlgorithm, TransitionConfig, divergence
-from phalanx.config.load import arg
+from phalanx.config.fields import arg
 from phalanx.functional.flow import FlowBatch, FlowReplay
 from phalanx.functional.losses import clipped_ratio, guarded_log_ratio
 from phalanx.types import Metrics

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from phalanx.algorithms._returns import ReturnsAlgorithm, ReturnsConfig
-from phalanx.config.load import arg
+from phalanx.config.fields import arg
 from phalanx.functional.returns import gae, whitened
 from phalanx.types import Scored
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from phalanx.algorithms._group import OF_ADVANTAGES
 from phalanx.algorithms._tokens import TokenAlgorithm, TokenConfig
-from phalanx.config.load import arg
+from phalanx.config.fields import arg
 from phalanx.functional.advantage import best_of_group
 from phalanx.functional.tokens import TokenReplay, TokenTrace
 from phalanx.types import Batch, Metrics

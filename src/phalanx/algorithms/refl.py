@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from phalanx.algorithms._reward_gradient import RewardGradientAlgorithm, RewardGradientConfig
-from phalanx.config.load import arg
+from phalanx.config.fields import arg
 from phalanx.functional.flow import FlowTrace, States
 from phalanx.types import Policy, Samples
 

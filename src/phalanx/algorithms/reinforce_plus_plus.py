@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from phalanx.algorithms._returns import ReturnsAlgorithm, ReturnsConfig
-from phalanx.config.load import arg
+from phalanx.config.fields import arg
 from phalanx.functional.advantage import group_advantage
 from phalanx.functional.returns import gae, whitened
 from phalanx.types import Scored

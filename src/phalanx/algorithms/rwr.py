@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from phalanx.algorithms._forward import ForwardAlgorithm, ForwardConfig, mean_square
-from phalanx.config.load import arg
+from phalanx.config.fields import arg
 from phalanx.functional.advantage import group_weights
 from phalanx.functional.flow import FlowBatch
 from phalanx.types import Metrics, Policy

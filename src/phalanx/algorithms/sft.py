@@ -15,7 +15,7 @@ from torch import Tensor
 
 from phalanx.algorithms._forward import ForwardAlgorithm, ForwardConfig, mean_square
 from phalanx.algorithms._group import OF_ADVANTAGES
-from phalanx.config.load import arg
+from phalanx.config.fields import arg
 from phalanx.functional.advantage import best_of_group
 from phalanx.functional.flow import FlowBatch
 from phalanx.types import Metrics, Policy

@@ -5,8 +5,7 @@ import json
 from collections.abc import Callable, Collection
 from typing import Any
 
-from phalanx.config.load import ConfigError
-from phalanx.config.messages import cut
+from phalanx.config.messages import ConfigError, cut
 
 
 def check_arguments(

@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 from typing import Optional
 
 from phalanx.config.engines import check_engine_class
+from phalanx.config.fields import arg
 from phalanx.config.lm import LMDataConfig, LMRolloutConfig, LMRunConfig
-from phalanx.config.load import arg
 from phalanx.config.ranges import COUNT
 from phalanx.config.run import EmaConfig
 

@@ -3,9 +3,9 @@
 from dataclasses import dataclass, field
 from typing import Optional
 
-from phalanx.config.load import arg
-from phalanx.config.ranges import DTYPES, TIMES
-from phalanx.config.run import LOSS_AGG_MODES, OptimConfig
+from phalanx.config.fields import arg
+from phalanx.config.optimizer import OptimConfig
+from phalanx.config.ranges import DTYPES, LOSS_AGG_MODES, TIMES
 
 
 @dataclass

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, Optional
 
-from phalanx.config.load import arg
+from phalanx.config.fields import arg
 from phalanx.config.ranges import COUNT, TIMES
 
 

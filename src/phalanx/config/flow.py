@@ -4,20 +4,11 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Optional
 
 from phalanx.config.engines import FORMS, check_engine_class
-from phalanx.config.load import arg
-from phalanx.config.ranges import COUNT, TIMES
+from phalanx.config.fields import arg
+from phalanx.config.ranges import COUNT, SDE_TYPES, TIMES
 from phalanx.config.reward import RewardConfig, RewardFunctionConfig
-from phalanx.config.run import (
-    SDE_TYPES,
-    ActorConfig,
-    DataConfig,
-    EmaConfig,
-    ModelConfig,
-    RLConfig,
-    RolloutConfig,
-    RunConfig,
-    ValRolloutConfig,
-)
+from phalanx.config.run import ActorConfig, DataConfig, EmaConfig, RLConfig, RolloutConfig, RunConfig, ValRolloutConfig
+from phalanx.config.trained_model import FlowModelConfig
 
 SOLVERS = ("euler", "dpm_solver++")
 ENGINES = {
@@ -25,29 +16,6 @@ ENGINES = {
     "vllm_omni": "phalanx.zoo.engines.vllm_omni:VllmOmniRollout",
     "dataset": "phalanx.rollout.flow.dataset:DatasetRollout",
 }
-
-
-@dataclass
-class FlowModelConfig(ModelConfig):
-    """The model that is trained: a diffusers model folder."""
-
-    family: Optional[str] = arg(
-        None, "model family: module of phalanx.zoo.families, or a dotted module; null: from model_index.json"
-    )
-    reference_size: int = arg(
-        1024, "side in pixels of the square whose area the image to edit is scaled to for an editing model's VAE", ge=32
-    )
-    reference_count: int = arg(
-        1, "number of images in each row's `image`, a list if more than 1 (Qwen-Image-Edit 2509 and 2511)", **COUNT
-    )
-    attn_backend: Optional[str] = arg(
-        None, "attention backend of diffusers' dispatcher, such as native or flash; null: torch's"
-    )
-    target_components: Optional[list[str]] = arg(
-        None,
-        "transformers of Wan 2.2 A14B to train: transformer (high noise levels), transformer_2 (low noise levels) or "
-        "both; null: both",
-    )
 
 
 @dataclass

@@ -4,26 +4,21 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Optional
 
 from phalanx.config.engines import check_engine_class
-from phalanx.config.flow import (
-    FlowActorConfig,
-    FlowDataConfig,
-    FlowModelConfig,
-    FlowRewardConfig,
-    FlowRLConfig,
-    FlowRolloutConfig,
-)
+from phalanx.config.fields import arg
+from phalanx.config.flow import FlowActorConfig, FlowDataConfig, FlowRewardConfig, FlowRLConfig, FlowRolloutConfig
 from phalanx.config.lm import (
     LMActorConfig,
     LMAlgorithmConfig,
     LMDataConfig,
-    LMModelConfig,
     LMRLConfig,
     LMRolloutConfig,
     LMTrainerConfig,
 )
-from phalanx.config.load import arg
+from phalanx.config.optimizer import OptimConfig
+from phalanx.config.parallel import ParallelConfig
 from phalanx.config.ranges import COUNT
-from phalanx.config.run import AlgorithmConfig, OptimConfig, ParallelConfig, RLConfig
+from phalanx.config.run import AlgorithmConfig, RLConfig
+from phalanx.config.trained_model import FlowModelConfig, LMModelConfig
 
 WRITER, PAINTER = POLICIES = ("writer", "painter")
 OF_IMAGES = ("image_key", "min_pixels", "max_pixels")  # keys of `data` for prompts with images

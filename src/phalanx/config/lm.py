@@ -4,57 +4,25 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Optional
 
 from phalanx.config.critic import CriticConfig
-from phalanx.config.engines import FORMS, EngineMemory
+from phalanx.config.engine_facts import EngineMemory
+from phalanx.config.engines import FORMS
 from phalanx.config.environment import EnvironmentConfig
-from phalanx.config.load import arg
-from phalanx.config.ranges import COUNT, TIMES
+from phalanx.config.fields import arg
+from phalanx.config.ranges import COUNT, ESTIMATES, TIMES, TOKEN_CORRECTIONS
 from phalanx.config.run import (
     ActorConfig,
     AlgorithmConfig,
     DataConfig,
-    ModelConfig,
     RLConfig,
     RolloutConfig,
     RunConfig,
     TrainerConfig,
     ValRolloutConfig,
 )
+from phalanx.config.trained_model import LMModelConfig
 
-ESTIMATES = ("trace", "block_mean_field", "mean_field", "coupled", "elbo")  # see phalanx.functional.block_diffusion
-TOKEN_CORRECTIONS = ("token_tis", "sequence_tis", "token_mask", "sequence_mask")
 ENGINES = {"policy": "phalanx.rollout.lm.in_policy:LMRollout", "vllm": "phalanx.rollout.lm.vllm:VllmRollout"}
-ATTENTION = ("sdpa", "eager", "flash_attention_2", "flex_attention")
-EXPERTS = ("eager", "batched_mm", "grouped_mm")
 MOST_TOKENS: dict[str, Any] = {"ge": 1, "le": 2**20}
-
-
-@dataclass
-class LMModelConfig(ModelConfig):
-    """The model that is trained: the folder of a causal language model in transformers' format."""
-
-    attn_implementation: str = arg("sdpa", "attention implementation of transformers", choices=ATTENTION)
-    use_remove_padding: Optional[bool] = arg(
-        None,
-        "pack the samples of a forward and backward pass into one row without padding; null: if the model packs, and "
-        "if old log-probabilities stay as exact as without",
-    )
-    use_prefix_grouper: Optional[bool] = arg(
-        None,
-        "with use_remove_padding: compute a prompt, with its images, once for all samples of a pass that share it; "
-        "null: if use_remove_padding is null as well, and samples are packed by torch's SDPA",
-    )
-    block_size: Optional[int] = arg(
-        None, "block diffusion: tokens of a block, which are denoised together; null: an autoregressive model", **TIMES
-    )
-    mask_token: Optional[str] = arg(None, "block diffusion: the mask token; null: the tokenizer's")
-    experts_implementation: Optional[str] = arg(
-        None, "how transformers computes layers with experts; null: its best, grouped_mm", choices=EXPERTS
-    )
-    freeze_vision_tower: bool = arg(
-        True,
-        "prompts with images: do not train the vision tower and its projector, as with a LoRA, so that each image is "
-        "encoded once per rollout, independently of its batch; false, verl's default, trains them",
-    )
 
 
 @dataclass

@@ -6,9 +6,8 @@ that names the key, the expected value and the given one.
 
 import importlib
 import math
-import operator
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_type_hints
@@ -16,6 +15,8 @@ from typing import Any, TypeVar, get_args, get_type_hints
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException, ValidationError
 
+from phalanx.config.fields import FREE, LIMITS, PLAIN
+from phalanx.config.fields import arg as arg  # algorithms of users import it from here
 from phalanx.config.files import replace_file
 from phalanx.config.messages import ConfigError, cut, element_of, expected, nearest, shown, type_name
 from phalanx.config.registry import resolve_registry
@@ -28,41 +29,9 @@ T = TypeVar("T")
 USAGE = "usage: sh train.sh tasks/<task>.py (or phalanx <command>) [config.yaml] [key=value ...]"
 
 
-LIMITS = {
-    "ge": (operator.ge, "at least"),
-    "gt": (operator.gt, "more than"),
-    "lt": (operator.lt, "less than"),
-    "le": (operator.le, "at most"),
-}
-
-
 PLACES = ("output_dir", "output_file", "checkpoint", "baseline")  # paths that must not be empty (the current folder)
 MOST = 1e9  # limit of the absolute value of a number whose key sets no other limit
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")  # surrogates stand for bytes that are not UTF-8
-
-
-def arg(
-    default: Any,
-    help: str,
-    *,
-    path: bool = False,
-    choices: Sequence[str] = (),
-    forms: Sequence[str] = (),
-    **limits: float,
-) -> Any:
-    """A dataclass field with its help text and constraints.
-
-    choices: allowed values. forms: descriptions of further values that are allowed besides `choices`: any text with a
-    colon, such as module:Class. path: whether `located` resolves the value. limits: bounds of a number, see LIMITS.
-    """
-    metadata = {"help": help, "path": path, "choices": choices, "forms": forms, "limits": limits}
-    if isinstance(default, list | dict):
-        return field(default_factory=lambda: type(default)(default), metadata=metadata)
-    return field(default=default, metadata=metadata)
-
-
-PLAIN = dict(arg(None, "").metadata)  # for fields that `arg` did not make
-FREE = dict(arg(None, "", ge=-math.inf, le=math.inf).metadata)  # for free-form values, such as a reward's arguments
 
 
 # --- a configuration from a file and overrides

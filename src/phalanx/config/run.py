@@ -7,101 +7,14 @@ before torch is imported or a process group or model is created. Key names follo
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Optional, Protocol
 
-from phalanx.config.engines import EngineFacts, EngineMemory, check_engine_class, engine_class
-from phalanx.config.load import arg
-from phalanx.config.ranges import COUNT, DTYPES, SEEDS, TIMES
+from phalanx.config.engine_facts import EngineFacts, EngineMemory
+from phalanx.config.engines import check_engine_class, engine_class
+from phalanx.config.fields import arg
+from phalanx.config.optimizer import OptimConfig
+from phalanx.config.parallel import ParallelConfig
+from phalanx.config.ranges import CORRECTIONS, COUNT, LOSS_AGG_MODES, SCHEDULES, SDE_TYPES, SEEDS, TIMES
 from phalanx.config.reward import RewardConfig
-
-SDE_TYPES = ("sde", "cps", "dance_sde")
-SCHEDULES = ("synchronous", "pipelined", "one_step_off")
-CORRECTIONS = ("rescore", "none", "truncated_is", "rejection")
-LOSS_AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
-
-
-@dataclass
-class ModelConfig:
-    """The model that is trained."""
-
-    path: str = arg("???", "model folder, or hub id if the hub is reachable", path=True)
-    revision: Optional[str] = arg(None, "commit, tag or branch of a hub id; null: its main branch")
-    dtype: str = arg("bfloat16", "dtype of the computation", choices=DTYPES)
-    lora_rank: int = arg(0, "rank of the LoRA; 0: no LoRA, train all weights", ge=0, le=65536)
-    lora_alpha: Optional[float] = arg(None, "the LoRA is scaled by lora_alpha / lora_rank; null: 2 x lora_rank", gt=0)
-    lora_init: str = arg(
-        "gaussian",
-        "initialization of the LoRA, as peft's init_lora_weights",
-        choices=("gaussian", "kaiming", "orthogonal", "pissa"),
-    )
-    target_modules: Optional[list[str]] = arg(
-        None, "name suffixes of the modules that get a LoRA, or all-linear; null: the model family's default"
-    )
-    lora_path: Optional[str] = arg(
-        None,
-        "LoRA to start from: a file or folder in the format of diffusers or peft, such as an export; it is merged into "
-        "the weights, including those of the KL reference, or kept beside weights in 4 bits",
-        path=True,
-    )
-    lora_dtype: str = arg("float32", "dtype in which the LoRA weights are stored and optimized", choices=DTYPES)
-    quantization: Optional[str] = arg(
-        None,
-        "storage format of the frozen weights under a LoRA: nf4 quantizes the linear layers of the model's blocks to 4 "
-        "bits, for sampling and training; null: model.dtype",
-        choices=("nf4",),
-    )
-    gradient_checkpointing: bool = arg(False, "recompute activations block by block in the backward pass")
-    gradient_checkpointing_blocks: Optional[int] = arg(
-        None, "with gradient_checkpointing: number of blocks, from the first, that are recomputed; null: all", ge=1
-    )
-    compile: bool = arg(False, "torch.compile each transformer block")
-    cpu_linear: Optional[str] = arg(
-        None,
-        "library of float32 linear layers on CPUs; null: that of the resumed checkpoint, or else chosen by CPU",
-        choices=("torch", "onednn"),
-    )
-
-    def recomputed(self, blocks: int) -> int:
-        """Number of recomputed blocks in a model with `blocks` blocks. Raises ValueError if more are asked for."""
-        if not self.gradient_checkpointing:
-            return 0
-        limit = self.gradient_checkpointing_blocks
-        if limit is not None and limit > blocks:
-            key = "model.gradient_checkpointing_blocks"
-            raise ValueError(f"{key}: {limit}; expected 1 to {blocks}, the model's blocks")
-        return blocks if limit is None else limit
-
-
-@dataclass
-class ParallelConfig:
-    """Sharding of the weights over the ranks."""
-
-    fsdp_size: Optional[int] = arg(None, "ranks that share one copy of the weights; null: the ranks of a node", ge=1)
-    reshard_after_forward: bool = arg(True, "free a block's gathered weights after its forward pass in training")
-    sync_each_batch: bool = arg(
-        False,
-        "under FSDP, reduce-scatter gradients after each micro-batch instead of once per optimizer step: more "
-        "communication, but no unsharded gradients in memory between micro-batches",
-    )
-    rollout_unsharded: bool = arg(True, "gather all weights once for the whole rollout (needs memory for a full copy)")
-    lora_sharding: str = arg(
-        "shard", "LoRA weights under FSDP: sharded with their block, or replicated", choices=("shard", "replicate")
-    )
-    expert_parallel: bool = arg(
-        False, "under FSDP, keep each expert on one rank and send tokens to it, instead of gathering the experts"
-    )
-    ulysses_sequence_parallel_size: int = arg(
-        1,
-        "number of neighbouring ranks that share each sample, with a part of its tokens on each; for flow models and "
-        "autoregressive language models; 1: off",
-        **COUNT,
-    )
-    param_offload: bool = arg(False, "keep sharded weights in CPU memory between uses (needs fsdp_size > 1)")
-    optimizer_offload: bool = arg(False, "keep the optimizer state and the EMA in CPU memory")
-    timeout_s: float = arg(600.0, "seconds after which the job ends if a rank does not join a collective", gt=0)
-    heartbeat_timeout_s: float = arg(45.0, "seconds without a heartbeat after which a rank counts as lost", gt=0)
-
-    def data_ranks(self, ranks: int) -> int:
-        """The number of groups of ranks with different samples."""
-        return ranks // self.ulysses_sequence_parallel_size
+from phalanx.config.trained_model import ModelConfig
 
 
 @dataclass
@@ -266,23 +179,6 @@ class ActorConfig:
         """Prompts per optimizer step on this number of ranks."""
         each = self.ppo_mini_batch_size_per_gpu
         return self.ppo_mini_batch_size if each is None else each * ranks
-
-
-@dataclass
-class OptimConfig:
-    """The optimizer and its learning rate."""
-
-    name: str = arg(
-        "adamw", "adamw, or muon for the blocks' weight matrices and AdamW for the rest", choices=("adamw", "muon")
-    )
-    lr: float = arg(1e-4, "peak learning rate", gt=0)
-    betas: list[float] = arg([0.9, 0.999], "decay rates of AdamW's two moment estimates")
-    eps: float = arg(1e-8, "epsilon in AdamW's denominator", gt=0)
-    weight_decay: float = arg(1e-4, "decoupled weight decay", ge=0)
-    grad_clip: float = arg(1.0, "maximum norm of the gradient; 0: no clipping", ge=0)
-    lr_scheduler: str = arg("constant", "learning rate after the warm-up", choices=("constant", "linear", "cosine"))
-    lr_decay_fraction: float = arg(1.0, "fraction of the steps, at the end, over which the rate decays", gt=0)
-    lr_warmup_steps: int = arg(0, "optimizer steps over which the learning rate rises linearly from 0", ge=0)
 
 
 @dataclass

@@ -7,15 +7,18 @@ from typing import Any, Optional, TypeVar
 import yaml
 from omegaconf import OmegaConf
 
+from phalanx.config.fields import arg
 from phalanx.config.files import MOST_CONFIG, read_bytes
-from phalanx.config.flow import FlowDataConfig, FlowMatchingTaskConfig, FlowModelConfig, FlowRewardConfig, FlowRLConfig
+from phalanx.config.flow import FlowDataConfig, FlowMatchingTaskConfig, FlowRewardConfig, FlowRLConfig
 from phalanx.config.joint import PAINTER, POLICIES
-from phalanx.config.lm import ATTENTION, MOST_TOKENS, LMDataConfig
-from phalanx.config.load import ConfigError, arg, build
-from phalanx.config.messages import UnknownKeys
-from phalanx.config.ranges import COUNT, DTYPES, SEEDS, TIMES
-from phalanx.config.run import SDE_TYPES, ParallelConfig, RunConfig, TrainerConfig
+from phalanx.config.lm import MOST_TOKENS, LMDataConfig
+from phalanx.config.load import build
+from phalanx.config.messages import ConfigError, UnknownKeys
+from phalanx.config.parallel import ParallelConfig
+from phalanx.config.ranges import COUNT, DTYPES, SDE_TYPES, SEEDS, TIMES
+from phalanx.config.run import RunConfig, TrainerConfig
 from phalanx.config.sources import parse_yaml
+from phalanx.config.trained_model import ATTENTION, FlowModelConfig
 from phalanx.config.trust import Use
 
 T = TypeVar("T", bound=RunConfig)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from phalanx.config.run import ParallelConfig
+from phalanx.config.parallel import ParallelConfig
 
 KEY = "parallel.ulysses_sequence_parallel_size"
 T = TypeVar("T")

@@ -14,9 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from phalanx.config import ConfigError
-from phalanx.config.messages import near_divisors
-from phalanx.config.run import ParallelConfig
+from phalanx.config.messages import ConfigError, near_divisors
+from phalanx.config.parallel import ParallelConfig
 from phalanx.distributed.launch import Launch
 
 ACTOR, ROLLOUT, INFERENCE = ROLES = ("actor", "rollout", "inference")

@@ -3,8 +3,7 @@
 import re
 from dataclasses import dataclass
 
-from phalanx.config import ConfigError
-from phalanx.config.messages import near_divisors
+from phalanx.config.messages import ConfigError, near_divisors
 from phalanx.config.reward import RewardModelConfig
 from phalanx.config.run import RunConfig
 

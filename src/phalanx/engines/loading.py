@@ -11,6 +11,7 @@ from safetensors import SafetensorError
 log = logging.getLogger(__name__)
 
 Turns = str | tuple[str, ...]  # a question, or alternating questions and answers that end with a question
+Question = tuple[tuple[int, ...], Turns]  # indices of the images to show, in order, and the question
 FOREIGN = "its files name code of their own (auto_map), and no code of a model folder runs"
 # what classes raise when they are constructed with unexpected settings
 _MISFITS = (

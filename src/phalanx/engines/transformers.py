@@ -13,11 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from phalanx.config.reward import RewardModelConfig
 from phalanx.distributed.seed import fold_in
 from phalanx.distributed.tensor_parallel import KEY, parallelize, wildcard
-from phalanx.engines.loading import Turns, as_talk, check_weights, loading, special_tokens, without_videos
+from phalanx.engines.loading import Question, Turns, as_talk, check_weights, loading, special_tokens, without_videos
 from phalanx.engines.sleeping import Sleeping
 from phalanx.media.pictures import Picture, decoded
-
-Question = tuple[tuple[int, ...], Turns]
 
 
 class TransformersEngine:

@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 
 from phalanx.config.reward import RewardModelConfig
 from phalanx.distributed.vllm_groups import VllmGroups
-from phalanx.engines.loading import Turns, as_talk, special_tokens
+from phalanx.engines.loading import Question, as_talk, special_tokens
 from phalanx.media.pictures import decoded
 
 CPU_KV_CACHE = 2**30  # bytes; on GPUs the size follows from gpu_memory_utilization
@@ -70,7 +70,7 @@ class VllmEngine:
         with self._groups.active():
             self._llm.sleep(level=1)
 
-    def answer(self, files: Sequence[bytes], questions: Sequence[tuple[tuple[int, ...], Turns]]) -> list[str]:
+    def answer(self, files: Sequence[bytes], questions: Sequence[Question]) -> list[str]:
         """Answer questions about images; each question has the indices of its images in `files`.
 
         ValueError for an image that cannot be read.

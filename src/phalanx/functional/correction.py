@@ -14,8 +14,7 @@ arXiv 2510.18855, section 3.1).
 import torch
 from torch import Tensor
 
-from phalanx.config.lm import TOKEN_CORRECTIONS
-from phalanx.config.run import CORRECTIONS
+from phalanx.config.ranges import CORRECTIONS, TOKEN_CORRECTIONS
 
 LARGEST = 20.0  # bound of |d| summed over a response, so that exp does not overflow
 MOST = 1e6  # bound of |d| of an action, also for ratios of 0 and infinity

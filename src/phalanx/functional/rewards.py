@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from phalanx.functional.advantage import group_advantage
+from phalanx.types import JobError
 
 # far below the spread of any scores, but above rounding errors, which normalisation must not amplify
 _EPS = 1e-6
@@ -52,3 +53,13 @@ def combine(
         part = part if group_id is None else group_advantage(part, group_id, eps=_EPS)
         total = total + share.at(step) * part
     return total
+
+
+def check_range(reward: Tensor) -> None:
+    """Raise JobError, on all ranks, for rewards [N] too large for float32 to hold their std. NaN is ignored."""
+    largest = reward.nan_to_num(0.0).abs().max().item() if len(reward) else 0.0
+    if not largest <= LARGEST:
+        raise JobError(
+            f"reward: the weighted sum of the terms is {largest:g} for a sample; expected at most {LARGEST:g}: lower "
+            "the weights of reward.functions"
+        )

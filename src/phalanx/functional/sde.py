@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from phalanx.config.run import SDE_TYPES
+from phalanx.config.ranges import SDE_TYPES
 
 
 class SdeStep(NamedTuple):

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._inductor import cpp_builder
 
 from phalanx.config.messages import reason
-from phalanx.config.run import ModelConfig
+from phalanx.config.trained_model import ModelConfig
 from phalanx.distributed.collectives import all_gather_object
 from phalanx.distributed.mesh import World
 

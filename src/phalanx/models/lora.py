@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import pad
 
-from phalanx.config.run import ModelConfig
+from phalanx.config.trained_model import ModelConfig
 from phalanx.models.headers import read_object
 from phalanx.models.linear import fits, keep_beside
 

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from phalanx.config.run import ModelConfig, ParallelConfig
+from phalanx.config.parallel import ParallelConfig
+from phalanx.config.trained_model import ModelConfig
 from phalanx.distributed.fsdp import Sharded, as_part_of, local
 from phalanx.distributed.mesh import World
 from phalanx.models.linear import ONEDNN, preferred, quantize_layers, unfuse_biases, use_onednn

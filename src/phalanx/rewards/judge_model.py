@@ -7,17 +7,16 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Protocol
 
-from phalanx.config import ConfigError
+from phalanx.config.messages import ConfigError
 from phalanx.config.reward import RewardModelConfig
 from phalanx.distributed.launch import Launch
 from phalanx.distributed.placement import place
 from phalanx.distributed.reward_group import DomainRank
-from phalanx.engines.loading import Turns
+from phalanx.engines.loading import Question
 from phalanx.engines.transformers import reads_images
 from phalanx.rewards.base import RewardError
 
 log = logging.getLogger(__name__)
-Question = tuple[tuple[int, ...], Turns]  # indices of the images to show, in order, and the question
 
 
 class Engine(Protocol):

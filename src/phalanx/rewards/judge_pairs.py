@@ -13,9 +13,9 @@ from torch import Tensor
 from phalanx.config.messages import reason
 from phalanx.distributed.collectives import all_gather_object, exchange
 from phalanx.distributed.seed import fold_in
+from phalanx.engines.loading import Question
 from phalanx.rewards.base import RewardError
 from phalanx.rewards.judge import PairJudge, no_question
-from phalanx.rewards.judge_model import Question
 from phalanx.types import Prompt, copied
 
 Ask = Callable[[list[bytes], list[Question]], list[str]]

@@ -15,11 +15,12 @@ from torch import Tensor
 
 from phalanx.config.reward import RewardModelConfig
 from phalanx.distributed.launch import Launch
+from phalanx.engines.loading import Question
 from phalanx.media.pictures import raw_file, to_uint8
 from phalanx.rewards.base import RewardError, objection_of
 from phalanx.rewards.call import DaemonPool
 from phalanx.rewards.judge import Judge, PairJudge, no_question
-from phalanx.rewards.judge_model import Question, RewardModel
+from phalanx.rewards.judge_model import RewardModel
 from phalanx.rewards.judge_pairs import Comparison, Subject
 from phalanx.types import Outputs, Prompt, copied
 

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from phalanx.config.arguments import check_arguments, signature_of
 from phalanx.config.flow import FlowRewardFunctionConfig
-from phalanx.config.load import ConfigError
-from phalanx.config.messages import nearest, reason
+from phalanx.config.messages import ConfigError, nearest, reason
 from phalanx.config.registry import known_modules, object_forms, resolve_object
 from phalanx.config.reward import RewardFunctionConfig
 from phalanx.functional.rewards import Share

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx.config.load import ConfigError
-from phalanx.config.messages import reason
+from phalanx.config.messages import ConfigError, reason
 from phalanx.config.reward import RewardConfig
 from phalanx.distributed.launch import Launch
 from phalanx.distributed.passes import Passes

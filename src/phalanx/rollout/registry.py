@@ -5,8 +5,9 @@ from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from typing import Any
 
-from phalanx.config.engines import KEY, EngineFacts
-from phalanx.config.load import ConfigError
+from phalanx.config.engine_facts import EngineFacts
+from phalanx.config.engines import KEY
+from phalanx.config.messages import ConfigError
 from phalanx.config.run import RolloutConfig
 from phalanx.types import Rollout
 
@@ -31,7 +32,9 @@ def check_class(kind: Any, name: str, keyword: str, base: str, beside: Sequence[
     if missing:
         raise ConfigError(f"{here} lacks {', '.join(missing)}; derive it from {base}")
     if "facts" not in dir(kind) or not isinstance(engine.facts, EngineFacts):
-        raise ConfigError(f"{here} lacks facts = EngineFacts(...) of phalanx.config.engines; derive it from {base}")
+        raise ConfigError(
+            f"{here} lacks facts = EngineFacts(...) of phalanx.config.engine_facts; derive it from {base}"
+        )
     try:
         inspect.signature(kind).bind(*ARGUMENTS, **{keyword: None})
     except TypeError as error:

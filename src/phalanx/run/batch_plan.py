@@ -6,9 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from phalanx.config import ConfigError
 from phalanx.config.files import kind
-from phalanx.config.messages import cut
+from phalanx.config.messages import ConfigError, cut
 from phalanx.config.run import RLConfig, RunConfig
 from phalanx.run import rules
 from phalanx.training.minibatches import BatchPlan

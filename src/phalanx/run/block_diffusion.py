@@ -25,12 +25,12 @@ from phalanx.distributed.seed import fold_in
 from phalanx.functional.block_diffusion import States, Views, states_of
 from phalanx.models.lm.blocks import BlockDiffusionPolicy, build_block_policy
 from phalanx.rollout.lm import build_rollout, check_engine
-from phalanx.run import batch_plan, lm_rl
-from phalanx.run.start import build_rewards, fitting_sets, start_job
+from phalanx.run import batch_plan
+from phalanx.run.lm_prompt_lengths import fitting_prompts
+from phalanx.run.start import JobComponents, build_rewards, fitting_sets, start_job
 from phalanx.run.supervised_job import supervised_trainer
 from phalanx.run.world import check_world
 from phalanx.telemetry.loggers import check_loggers
-from phalanx.training.components import JobComponents
 from phalanx.training.supervised import Shares, SupervisedTrainer, Task, share_of_rank
 from phalanx.types import Prompt
 
@@ -105,7 +105,7 @@ def build(cfg: BlockDiffusionTaskConfig) -> SupervisedTrainer:
     )
     examples = fitting(rows, policy, cfg.data.response_key, first=world.rank == 0)
     val_sets = {name: [question(prompt) for prompt in prompts] for name, prompts in val_sets.items()}
-    val_sets = fitting_sets(val_sets, partial(lm_rl.fitting, policy=policy, first=world.rank == 0))
+    val_sets = fitting_sets(val_sets, partial(fitting_prompts, policy=policy, first=world.rank == 0))
     decoded = cfg.rollout.micro_batch_size_per_gpu or DECODED_TOGETHER
     rollout = build_rollout(cfg, policy, world, decoded, None)
     components = JobComponents(world, rewards, policy, rollout, val_sets)

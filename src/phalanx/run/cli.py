@@ -19,8 +19,8 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn, TextIO, TypeVar
 
-from phalanx.config import ConfigError, help_text
-from phalanx.config.messages import UnknownKeys, reason
+from phalanx.config.load import help_text
+from phalanx.config.messages import ConfigError, UnknownKeys, reason
 from phalanx.config.secrets import hide
 from phalanx.exit import (
     REQUEST,

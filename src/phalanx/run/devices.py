@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from phalanx.config import ConfigError
+from phalanx.config.messages import ConfigError
 from phalanx.distributed.launch import Launch
 
 # The ioctl for an interface's address. Both systems have the four bytes of the address in the same place of the answer.

@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 
-from phalanx.config.flow import FlowModelConfig, FlowRolloutConfig, FlowRunConfig
-from phalanx.config.load import ConfigError
+from phalanx.config.flow import FlowRolloutConfig, FlowRunConfig
+from phalanx.config.messages import ConfigError
+from phalanx.config.trained_model import FlowModelConfig
 from phalanx.data.prompts import validation_sets
 from phalanx.distributed.context_parallel import KEY
 from phalanx.models.flow.family import FlowModel
@@ -17,9 +18,8 @@ from phalanx.rollout.flow import build_rollout
 from phalanx.rollout.flow.in_policy import PolicyRollout
 from phalanx.rollout.flow.samplers import train_sampler, val_sampler
 from phalanx.run.prompt_lengths import fitting
-from phalanx.run.start import build_rewards, fitting_sets, start_job
+from phalanx.run.start import JobComponents, build_rewards, fitting_sets, start_job
 from phalanx.run.usable_images import usable_images
-from phalanx.training.components import JobComponents
 from phalanx.types import Prompt
 
 log = logging.getLogger(__name__)

@@ -13,8 +13,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from phalanx.config import ConfigError
 from phalanx.config.flow import FlowMatchingTaskConfig
+from phalanx.config.messages import ConfigError
 from phalanx.data.images import ImageTextData
 from phalanx.data.prompts import DataError
 from phalanx.distributed.launch import Launch

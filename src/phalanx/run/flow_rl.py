@@ -5,7 +5,7 @@ from functools import partial
 
 from phalanx import algorithms
 from phalanx.config.flow import FlowRLConfig
-from phalanx.config.load import ConfigError
+from phalanx.config.messages import ConfigError
 from phalanx.data.overlap import held_out_overlap
 from phalanx.data.prompts import load_prompts
 from phalanx.data.streams import PromptStream
@@ -19,6 +19,7 @@ from phalanx.run import batch_plan
 from phalanx.run.disaggregated.batches import checked, of_role, part_of
 from phalanx.run.disaggregated.workers import LogProbWorker, RolloutWorker
 from phalanx.run.flow_components import build_components, check_plan
+from phalanx.run.flow_teacher import check_teacher, guided_reference, load_teacher
 from phalanx.run.prompt_lengths import fitting
 from phalanx.run.rl import Trainer, build_trainer
 from phalanx.run.roles import Roles
@@ -26,7 +27,6 @@ from phalanx.run.start import routed
 from phalanx.run.world import check_world
 from phalanx.telemetry.loggers import check_loggers
 from phalanx.training.minibatches import BatchPlan
-from phalanx.training.teacher import check_teacher, guided_reference, load_teacher
 from phalanx.types import Algorithm
 
 log = logging.getLogger(__name__)

@@ -10,9 +10,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from phalanx.config import ConfigError, save
 from phalanx.config.joint import JointConfig
 from phalanx.config.lm import LMDataConfig
+from phalanx.config.load import save
+from phalanx.config.messages import ConfigError
 from phalanx.config.run import JobConfig
 from phalanx.config.secrets import public
 from phalanx.config.sources import changed
@@ -28,9 +29,9 @@ from phalanx.run.telemetry.profiles import Profiler
 from phalanx.run.telemetry.rank_files import RankFiles
 from phalanx.run.telemetry.run_folder import METRICS_FILE
 from phalanx.run.telemetry.run_logger import RunLogger
-from phalanx.run.validation import Sampling
 from phalanx.run.world import stop_world
 from phalanx.telemetry.timers import Timers
+from phalanx.training.components import Sampling
 from phalanx.training.optim import TrainState
 from phalanx.training.stops import Stops
 from phalanx.types import JobError

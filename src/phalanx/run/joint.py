@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from phalanx import algorithms
-from phalanx.config import ConfigError
 from phalanx.config.flow import FlowRLConfig
 from phalanx.config.joint import PAINTER, WRITER, JointConfig, frozen
 from phalanx.config.lm import LMRLConfig
+from phalanx.config.messages import ConfigError
 from phalanx.config.run import RLConfig
 from phalanx.data.overlap import held_out_overlap
 from phalanx.data.prompts import share_of_rank
@@ -37,20 +37,21 @@ from phalanx.run import flow_rl, lm_rl, prompt_lengths
 from phalanx.run.flow_components import name_unused_columns, sampled_parts
 from phalanx.run.job import Job
 from phalanx.run.joint_prompts import read_prompts, usable_prompts
+from phalanx.run.lm_prompt_lengths import fitting_prompts
 from phalanx.run.rewriting import Rewriter, as_original
 from phalanx.run.rl import train_state
 from phalanx.run.rules import of_part
 from phalanx.run.start import build_rewards, choose_cpu_linear, fitting_sets, start_job
-from phalanx.run.validation import Records, Validator
+from phalanx.run.validation import Validator
 from phalanx.telemetry.step_metrics import reward_metrics
 from phalanx.telemetry.timers import Timers
-from phalanx.training.collect import Collected, Collector, PromptSource, Rescorer, total_steps
-from phalanx.training.components import TrainedPolicy, Training
+from phalanx.training.collect import Collector, PromptSource, Rescorer, total_steps
+from phalanx.training.components import Records, TrainedPolicy, Training
 from phalanx.training.loop import train_step
 from phalanx.training.minibatches import BatchPlan
 from phalanx.training.optim import TrainState
 from phalanx.training.update import Updater
-from phalanx.types import Algorithm, JobError, Outputs, Prompt, Rollout, Samples
+from phalanx.types import Algorithm, Collected, JobError, Outputs, Prompt, Rollout, Samples
 
 
 @dataclass
@@ -275,8 +276,8 @@ def build(cfg: JointConfig) -> JointTrainer:
     with about(WRITER):
         words = lm_rl.load_policy(writer, world, plans[WRITER], frozen=still[WRITER])
         plans[WRITER] = lm_rl.as_loaded(plans[WRITER], words)
-        rows = lm_rl.fitting(rows, "data.train_files", words, first=world.lead)
-        val_sets = fitting_sets(val_sets, partial(lm_rl.fitting, policy=words, first=world.lead))
+        rows = fitting_prompts(rows, "data.train_files", words, first=world.lead)
+        val_sets = fitting_sets(val_sets, partial(fitting_prompts, policy=words, first=world.lead))
         by_words = lm_rl.build_algorithm(writer)
         plan = plans[WRITER]
         decoded = writer.rollout.micro_batch_size_per_gpu or plan.per_rank

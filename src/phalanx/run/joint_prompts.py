@@ -3,9 +3,9 @@
 from functools import partial
 from typing import Any
 
-from phalanx.config import ConfigError
 from phalanx.config.flow import FlowRLConfig
 from phalanx.config.joint import JointConfig
+from phalanx.config.messages import ConfigError
 from phalanx.data.prompts import MARK, load_prompts, validation_sets
 from phalanx.distributed.mesh import World
 from phalanx.models.flow.registry import image_columns

@@ -8,12 +8,12 @@ from typing import Any
 
 from phalanx import algorithms
 from phalanx.algorithms import TokenAlgorithm
-from phalanx.config.lm import LMModelConfig, LMRLConfig, LMRolloutConfig
-from phalanx.config.load import ConfigError
+from phalanx.config.lm import LMRLConfig, LMRolloutConfig
+from phalanx.config.messages import ConfigError
+from phalanx.config.trained_model import LMModelConfig
 from phalanx.data.overlap import held_out_overlap
 from phalanx.data.prompts import load_prompts, validation_sets
 from phalanx.data.streams import PromptStream
-from phalanx.data.unusable import UnusableRows
 from phalanx.distributed.context_parallel import KEY
 from phalanx.distributed.launch import Launch
 from phalanx.distributed.mesh import INFERENCE, ROLLOUT, World
@@ -30,13 +30,13 @@ from phalanx.rollout.lm.partial import PartialRollout, drawn_at_once
 from phalanx.run import batch_plan
 from phalanx.run.disaggregated.batches import checked, part_of
 from phalanx.run.disaggregated.workers import LogProbWorker, RolloutWorker
+from phalanx.run.lm_prompt_lengths import fitting_prompts
 from phalanx.run.lm_teacher import load_teacher
 from phalanx.run.rl import Trainer, build_trainer
-from phalanx.run.start import build_rewards, fitting_sets, routed, start_job
+from phalanx.run.start import JobComponents, build_rewards, fitting_sets, routed, start_job
 from phalanx.run.usable_images import usable_images
 from phalanx.run.world import check_world
 from phalanx.telemetry.loggers import check_loggers
-from phalanx.training.components import JobComponents
 from phalanx.training.critic import CriticTrainer
 from phalanx.training.minibatches import BatchPlan
 from phalanx.types import Algorithm, Prompt
@@ -82,8 +82,8 @@ def build(cfg: LMRLConfig) -> Trainer | RolloutWorker | LogProbWorker:
     plan = as_loaded(plan, policy)
     if world.role == INFERENCE:
         return LogProbWorker(cfg, part_of(plan, cfg, world), world, policy)
-    rows = fitting(rows, "data.train_files", policy, first=world.lead)
-    val_sets = fitting_sets(val_sets, partial(fitting, policy=policy, first=world.lead))
+    rows = fitting_prompts(rows, "data.train_files", policy, first=world.lead)
+    val_sets = fitting_sets(val_sets, partial(fitting_prompts, policy=policy, first=world.lead))
     prompts = PromptStream(rows, plan.samples // cfg.rollout.n, data.seed)
     components = JobComponents(world, rewards, policy, None, val_sets, exact=cfg.rollout.facts.exact)
     if world.samples:
@@ -240,40 +240,3 @@ def scoring(plan: BatchPlan, algorithm: Algorithm, config: LMRolloutConfig) -> P
     if once and not algorithm.per_action and type(algorithm).loss is TokenAlgorithm.loss:
         return None
     return plan.passes_of(1)
-
-
-def fitting(rows: list[Prompt], key: str, policy: LMPolicy, *, first: bool) -> list[Prompt]:
-    """Return the rows to train on, according to data.overlong_prompts.
-
-    Raises ValueError for a prompt that is too long if data.overlong_prompts is `error`, and if no row is left.
-    """
-    limit, overlong = policy.data.max_prompt_length, policy.data.overlong_prompts
-    kept, drop = [], UnusableRows(key, policy.data.unusable_rows)
-    policy.encode_ahead(rows)
-    for number, row in enumerate(rows):
-        try:
-            length = policy.length(row)
-        except ValueError as error:  # an image that the model does not take, such as one of 300 to 1
-            drop(error)
-            continue
-        if length <= limit:
-            kept.append(row)
-        elif row.images and overlong != "filter":
-            smaller = "lower data.max_pixels, " if policy.vision.family.sizes else ""
-            raise ValueError(
-                f"{row.place}: it has {length} tokens with the chat template, {policy.look(row).count} of "
-                f"them of its images, more than data.max_prompt_length={limit}, and images are not cut; raise that, "
-                f"{smaller}or set data.overlong_prompts to filter"
-            )
-        elif overlong == "error":
-            raise ValueError(
-                f"{row.place or f'{key}, prompt {number}'}: it has {length} tokens with the chat template, more than "
-                f"data.max_prompt_length={limit}; raise that, or set data.overlong_prompts to filter or truncate"
-            )
-    drop.report(len(rows) - len(drop.reasons))
-    if not kept:
-        raise ValueError(f"{key}: all {len(rows)} prompts are longer than data.max_prompt_length={limit}")
-    dropped = len(rows) - len(drop.reasons) - len(kept)
-    if first and dropped:
-        log.warning("%s: %d of %d prompts have more than %d tokens and are left out", key, dropped, len(rows), limit)
-    return kept

@@ -12,7 +12,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from phalanx.config import ConfigError
+from phalanx.config.messages import ConfigError
 from phalanx.distributed.launch import Launch
 from phalanx.exit import place_of, rank, say
 

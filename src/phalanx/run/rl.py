@@ -12,10 +12,11 @@ from phalanx.run.disaggregated.batches import of_role
 from phalanx.run.disaggregated.schedules import SCHEDULES, RemoteCollector
 from phalanx.run.job import Job
 from phalanx.run.link import link_of
+from phalanx.run.start import JobComponents
 from phalanx.run.validation import Validator
 from phalanx.telemetry.timers import Timers
 from phalanx.training.collect import Collector, Rescorer, total_steps
-from phalanx.training.components import JobComponents, LoadedTeacher, TrainedPolicy, Training
+from phalanx.training.components import LoadedTeacher, TrainedPolicy, Training
 from phalanx.training.critic import CriticTrainer
 from phalanx.training.loop import Collects, train
 from phalanx.training.minibatches import BatchPlan

@@ -15,8 +15,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from phalanx.config import ConfigError
-from phalanx.config.messages import nearest
+from phalanx.config.messages import ConfigError, nearest
 from phalanx.distributed.launch import Launch
 from phalanx.distributed.mesh import ACTOR, INFERENCE, ROLES, ROLLOUT
 

@@ -3,7 +3,7 @@
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
 from types import MappingProxyType
@@ -11,20 +11,38 @@ from types import MappingProxyType
 import torch
 
 from phalanx.config.lm import LMDataConfig
-from phalanx.config.load import ConfigError
+from phalanx.config.messages import ConfigError
 from phalanx.config.run import RLConfig, RunConfig
 from phalanx.distributed.collectives import broadcast_object
 from phalanx.distributed.launch import Launch
 from phalanx.distributed.mesh import ACTOR, World
 from phalanx.distributed.placement import judged_beside
 from phalanx.models.linear import preferred
-from phalanx.rewards import RewardSet
+from phalanx.rewards.runner import RewardSet
 from phalanx.run import folder_lock
 from phalanx.run.checkpoint import saved_choice
 from phalanx.run.world import start_world
-from phalanx.types import Prompt, Teacher
+from phalanx.training.components import TrainedPolicy
+from phalanx.types import Prompt, Rollout, Teacher
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class JobComponents:
+    """The components that a kind of policy provides to a job.
+
+    rollout and rewards: None if other ranks sample. exact and noun: those of the rollout, on whichever ranks it is (see
+    phalanx.types.Rollout). val_sets: held-out prompts by name.
+    """
+
+    world: World
+    rewards: RewardSet | None
+    policy: TrainedPolicy
+    rollout: Rollout | None
+    val_sets: dict[str, list[Prompt]]
+    exact: bool = True
+    noun: str = "samples"
 
 
 def start_job(cfg: RunConfig, part: str = "") -> World:

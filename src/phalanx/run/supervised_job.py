@@ -3,9 +3,9 @@
 from phalanx.config.run import EmaConfig, RunConfig
 from phalanx.rewards.client import RewardClient
 from phalanx.run.job import Job
+from phalanx.run.start import JobComponents
 from phalanx.run.validation import Validator
 from phalanx.telemetry.timers import Timers
-from phalanx.training.components import JobComponents
 from phalanx.training.optim import TrainState
 from phalanx.training.supervised import SupervisedTrainer, Task
 

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,48 +13,22 @@ from phalanx.config.run import RunConfig
 from phalanx.data.prompts import share_of_rank
 from phalanx.distributed.collectives import all_gather, gather_object, to_first
 from phalanx.distributed.mesh import World
+from phalanx.functional.rewards import check_range
 from phalanx.functional.statistics import in_unit_range, mean_interval
 from phalanx.rewards.client import RewardClient, without_filling
 from phalanx.telemetry.records import CONVERSATION, TALKS, Output, Record, Thumbnail, storable
 from phalanx.telemetry.step_metrics import reward_by_turns
 from phalanx.telemetry.timers import Timers
-from phalanx.training.collect import check_range
+from phalanx.training.components import Records
 from phalanx.types import KeepsSamples, Outputs, Policy, Prompt, Rollout
 
 Kept = tuple[Output, dict[str, Any]]  # an output, and further fields of its Record
-Records = dict[str, list[Record]]  # by name of the validation set
 
 log = logging.getLogger(__name__)
 
 
-class Sampling(Protocol):
-    """The interface between a job and the code that samples, on this rank (Validator) or on ranks of other roles
-    (phalanx.run.disaggregated.schedules).
-    """
-
-    @property
-    def validates(self) -> int:
-        """Number of held-out prompts in a validation; 0 without validation."""
-
-    def begin(self, step: int, total_steps: int, kept: Sequence[Tensor]) -> None:
-        """Called once per start of the job, before its first training step, `step` of `total_steps`. kept: the
-        `in_flight` bytes of the checkpoint, one entry per rank that wrote it.
-        """
-
-    def validate(self, step: int, weights: str | None) -> tuple[dict[str, float], Records]:
-        """Validate after `step` training steps with other weights (None: the policy's own). Returns the metrics and, on
-        rank 0, the samples to keep of each set.
-        """
-
-    def in_flight(self, step: int) -> Tensor | None:
-        """Bytes [K] uint8 of this rank's samples already drawn for training after `step` steps; None if none."""
-
-    def end(self, stop: int = 0) -> None:
-        """End the ranks of other roles. stop: the signal that ended the job, 0 if none did."""
-
-
 class Validator:
-    """Validates with all ranks of its world: see Sampling."""
+    """Validates with all ranks of its world: see phalanx.training.components.Sampling."""
 
     def __init__(
         self,

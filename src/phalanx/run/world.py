@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import init_device_mesh
 
-from phalanx.config import ConfigError
-from phalanx.config.run import ParallelConfig, RLConfig, RunConfig
+from phalanx.config.messages import ConfigError
+from phalanx.config.parallel import ParallelConfig
+from phalanx.config.run import RLConfig, RunConfig
 from phalanx.distributed.collectives import all_gather_object, broadcast_object, count_once
 from phalanx.distributed.context_parallel import context_groups, context_mesh
 from phalanx.distributed.launch import Launch

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from phalanx.config.load import ConfigError
-from phalanx.config.messages import nearest
+from phalanx.config.messages import ConfigError, nearest
 from phalanx.config.registry import known_modules, object_forms, resolve_object
 from phalanx.config.run import TrainerConfig
 from phalanx.telemetry.records import Record

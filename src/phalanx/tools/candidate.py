@@ -13,12 +13,11 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from phalanx.config import ConfigError
 from phalanx.config.block_diffusion import BlockDiffusionRunConfig
 from phalanx.config.flow import FlowRunConfig
 from phalanx.config.lm import LMRunConfig, LMTurnRunConfig
 from phalanx.config.load import build, flat
-from phalanx.config.messages import shown
+from phalanx.config.messages import ConfigError, shown
 from phalanx.config.run import RunConfig, TrainerConfig
 from phalanx.config.secrets import public
 from phalanx.config.tasks import EvaluateConfig
@@ -34,13 +33,14 @@ from phalanx.models.lm.blocks import build_block_policy
 from phalanx.models.lm.headers import check_folder
 from phalanx.models.lm.policy import LMPolicy
 from phalanx.models.lm.policy import build_policy as build_lm_policy
-from phalanx.rewards import RewardSet
+from phalanx.rewards.runner import RewardSet
 from phalanx.rollout import flow as flow_engines
 from phalanx.rollout import lm as lm_engines
 from phalanx.rollout.registry import check_installed
 from phalanx.run.checkpoint import read_meta
 from phalanx.run.flow_components import check_plan, check_references
-from phalanx.run.lm_rl import check_counts, fitting
+from phalanx.run.lm_prompt_lengths import fitting_prompts
+from phalanx.run.lm_rl import check_counts
 from phalanx.run.prompt_lengths import fitting as fitting_flow
 from phalanx.run.rules import check
 from phalanx.run.start import build_rewards, fitting_sets
@@ -281,7 +281,7 @@ def _lm(candidate: Candidate, world: World, sets: Sets, rewards: RewardSet | Non
     else:
         options |= {"temperature": run.rollout.temperature, "decodes": facts.weights == "policy", "images": images}
         policy = build_lm_policy(run.model, run.parallel, run.data, world, **options)
-    sets = fitting_sets(sets, partial(fitting, policy=policy, first=world.lead))
+    sets = fitting_sets(sets, partial(fitting_prompts, policy=policy, first=world.lead))
     # engines with their own copy of the weights form batches themselves
     decoded = run.rollout.micro_batch_size_per_gpu or (DECODED if facts.weights == "policy" else 2**20)
     rollout = lm_engines.build_rollout(run, policy, world, decoded, None, environments)

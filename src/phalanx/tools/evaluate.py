@@ -12,10 +12,9 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 
-from phalanx.config import ConfigError
 from phalanx.config.inside import status_inside
 from phalanx.config.lm import LMRunConfig
-from phalanx.config.messages import reason
+from phalanx.config.messages import ConfigError, reason
 from phalanx.config.secrets import hide
 from phalanx.config.tasks import EvaluateConfig
 from phalanx.distributed.collectives import broadcast_object, from_first

@@ -21,10 +21,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from phalanx.config.block_diffusion import BlockDiffusionRunConfig
-from phalanx.config.flow import FlowModelConfig, FlowRunConfig
-from phalanx.config.lm import LMModelConfig, LMRunConfig, LMTurnRunConfig
-from phalanx.config.run import ModelConfig, RunConfig
+from phalanx.config.flow import FlowRunConfig
+from phalanx.config.lm import LMRunConfig, LMTurnRunConfig
+from phalanx.config.run import RunConfig
 from phalanx.config.tasks import ExportConfig, read_run
+from phalanx.config.trained_model import FlowModelConfig, LMModelConfig, ModelConfig
 from phalanx.config.trust import Use
 from phalanx.distributed.launch import Launch
 from phalanx.models.flow.folder import how_to_load

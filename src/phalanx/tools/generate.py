@@ -13,19 +13,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
-from phalanx.config import ConfigError
 from phalanx.config.block_diffusion import BlockDiffusionRunConfig
 from phalanx.config.joint import WRITER
-from phalanx.config.lm import LMModelConfig, LMRunConfig, LMTurnRunConfig
-from phalanx.config.run import ParallelConfig
+from phalanx.config.lm import LMRunConfig, LMTurnRunConfig
+from phalanx.config.messages import ConfigError
+from phalanx.config.parallel import ParallelConfig
 from phalanx.config.tasks import GenerateConfig
+from phalanx.config.trained_model import LMModelConfig
 from phalanx.config.trust import UNUSED, Use
 from phalanx.data.prompts import load_prompts, question
 from phalanx.distributed.launch import Launch
 from phalanx.environments.environments import Environments, with_tools
 from phalanx.exit import Stopped
 from phalanx.models.lm.blocks import BlockDiffusionPolicy, load_blocks
-from phalanx.models.lm.model import DTYPES, CausalLM, load_model, load_tokenizer, positions
+from phalanx.models.lm.load_folder import load_model, load_tokenizer
+from phalanx.models.lm.model import DTYPES, CausalLM, positions
 from phalanx.models.lm.policy import LMPolicy
 from phalanx.rollout.lm import build_rollout
 from phalanx.rollout.lm.conversations import Conversed

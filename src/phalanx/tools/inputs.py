@@ -8,10 +8,10 @@ from collections.abc import Iterable
 from itertools import chain
 from typing import Any
 
-from phalanx.config import ConfigError
 from phalanx.config.environment import EnvironmentConfig
 from phalanx.config.flow import FlowRunConfig
 from phalanx.config.lm import LMRLConfig, LMRunConfig, LMTurnRunConfig
+from phalanx.config.messages import ConfigError
 from phalanx.config.run import RLConfig, RunConfig
 from phalanx.data.prompts import load_prompts, validation_sets
 from phalanx.distributed.launch import Launch

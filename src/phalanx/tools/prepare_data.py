@@ -9,8 +9,7 @@ from typing import Any
 
 import yaml
 
-from phalanx.config.load import ConfigError
-from phalanx.config.messages import nearest, reason
+from phalanx.config.messages import ConfigError, nearest, reason
 from phalanx.config.tasks import PrepareDataConfig
 from phalanx.data.prompts import load_prompts, refuse_images
 from phalanx.exit import rank

@@ -29,7 +29,7 @@ from pydantic import BaseModel, ValidationError
 from torch import Tensor
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from phalanx.config import ConfigError
+from phalanx.config.messages import ConfigError
 from phalanx.config.secrets import hide
 from phalanx.config.tasks import ServeRewardConfig
 from phalanx.distributed.launch import Launch

@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from phalanx.config import ConfigError
 from phalanx.config.flow import FlowRolloutConfig, FlowRunConfig
 from phalanx.config.inside import write_inside
 from phalanx.config.joint import PAINTER
+from phalanx.config.messages import ConfigError
 from phalanx.config.tasks import SampleConfig
 from phalanx.config.trust import UNUSED, Use
 from phalanx.data.prompts import load_prompts, share_of_rank

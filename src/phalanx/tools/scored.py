@@ -7,26 +7,26 @@ from typing import Any
 
 from torch import Tensor
 
-from phalanx.config import ConfigError
 from phalanx.config.files import json_object
 from phalanx.config.inside import make_inside, read_inside, write_inside
+from phalanx.config.messages import ConfigError
 from phalanx.config.tasks import EvaluateConfig
 from phalanx.data.prompts import share_of_rank
 from phalanx.distributed.collectives import all_gather, broadcast_object, from_first, gather_object
 from phalanx.distributed.mesh import World
 from phalanx.exit import Stopped
+from phalanx.functional.rewards import check_range
 from phalanx.media.pictures import encode_image
 from phalanx.media.videos import encode_video
-from phalanx.rewards import RewardSet
 from phalanx.rewards.base import GivesAnswers
 from phalanx.rewards.client import RewardClient, without_filling
 from phalanx.rewards.judge_pool import Answers
+from phalanx.rewards.runner import RewardSet
 from phalanx.telemetry.records import CONVERSATION, TALKS, finite_or_none, storable
 from phalanx.telemetry.timers import Timers
 from phalanx.tools.board.evaluation_files import ARGUMENTS, Records, each_record, write_json
 from phalanx.tools.candidate import Candidate, Parts, Sets, build_parts, differing
 from phalanx.tools.outputs import writing
-from phalanx.training.collect import check_range
 from phalanx.types import JobError, Outputs, Prompt
 
 log = logging.getLogger(__name__)

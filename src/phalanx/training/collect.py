@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from phalanx.config.run import RLConfig, TrainerConfig
 from phalanx.distributed.collectives import all_gather
 from phalanx.functional.advantage import fill_missing, has_signal
-from phalanx.functional.rewards import LARGEST
+from phalanx.functional.rewards import check_range
 from phalanx.rewards.client import RewardClient
 from phalanx.rollout.correction import nothing, rescore
 from phalanx.telemetry.step_metrics import reward_metrics
@@ -21,22 +21,11 @@ from phalanx.telemetry.timers import Timers
 from phalanx.training.components import TrainedPolicy
 from phalanx.training.minibatches import BatchPlan
 from phalanx.training.progress import Progress
-from phalanx.types import Algorithm, JobError, Prompt, Rollout, Samples
+from phalanx.types import Algorithm, Collected, Prompt, Rollout, Samples
 
 log = logging.getLogger(__name__)
 
 ERROR = "actor/first_ratio_error"
-
-
-@dataclass(frozen=True)
-class Collected:
-    """Samples of this rank, the rewards [N] of all ranks' samples (all zeros without reward functions, NaN for samples
-    to skip), and metrics, equal on all ranks.
-    """
-
-    samples: Samples
-    reward: Tensor
-    row: dict[str, float]
 
 
 class PromptSource(Protocol):
@@ -58,16 +47,6 @@ def total_steps(trainer: TrainerConfig, prompts: PromptSource) -> int:
         return trainer.total_training_steps
     assert trainer.total_epochs is not None
     return prompts.steps(trainer.total_epochs)
-
-
-def check_range(reward: Tensor) -> None:
-    """Raise JobError, on all ranks, for rewards [N] too large for float32 to hold their std. NaN is ignored."""
-    largest = reward.nan_to_num(0.0).abs().max().item() if len(reward) else 0.0
-    if not largest <= LARGEST:
-        raise JobError(
-            f"reward: the weighted sum of the terms is {largest:g} for a sample; expected at most {LARGEST:g}: lower "
-            "the weights of reward.functions"
-        )
 
 
 class Rescorer:

@@ -1,9 +1,8 @@
 """The components that a kind of policy provides to a job, and the interfaces that the loops use."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -11,12 +10,14 @@ from torch import Tensor
 
 from phalanx.distributed.mesh import World
 from phalanx.models.trained import TrainedModel
-from phalanx.rewards import RewardSet
+from phalanx.telemetry.records import Record
 from phalanx.telemetry.timers import Timers
 from phalanx.training.optim import TrainState
 from phalanx.training.progress import Progress
 from phalanx.training.stops import Stops
-from phalanx.types import Policy, Prompt, Rollout, Samples, Teacher
+from phalanx.types import Policy, Samples, Teacher
+
+Records = dict[str, list[Record]]  # by name of the validation set
 
 
 class Job(Protocol):
@@ -63,6 +64,32 @@ class Training(ABC):
         self.job.run(self.fit, report)
 
 
+class Sampling(Protocol):
+    """The interface between a job and the code that samples, on this rank
+    (phalanx.run.validation.Validator) or on ranks of other roles (phalanx.run.disaggregated.schedules).
+    """
+
+    @property
+    def validates(self) -> int:
+        """Number of held-out prompts in a validation; 0 without validation."""
+
+    def begin(self, step: int, total_steps: int, kept: Sequence[Tensor]) -> None:
+        """Called once per start of the job, before its first training step, `step` of `total_steps`. kept: the
+        `in_flight` bytes of the checkpoint, one entry per rank that wrote it.
+        """
+
+    def validate(self, step: int, weights: str | None) -> tuple[dict[str, float], Records]:
+        """Validate after `step` training steps with other weights (None: the policy's own). Returns the metrics and, on
+        rank 0, the samples to keep of each set.
+        """
+
+    def in_flight(self, step: int) -> Tensor | None:
+        """Bytes [K] uint8 of this rank's samples already drawn for training after `step` steps; None if none."""
+
+    def end(self, stop: int = 0) -> None:
+        """End the ranks of other roles. stop: the signal that ended the job, 0 if none did."""
+
+
 class TrainedPolicy(Policy, Protocol):
     """The policy as the loop sees it. `trained` has its weights."""
 
@@ -77,6 +104,27 @@ class TrainedPolicy(Policy, Protocol):
         updates: how often each sample is trained. references: how often each passes through other weights, in units of
         a forward pass of the policy. recomputed: include what gradient checkpointing computes again.
         """
+
+
+class Rescores(Protocol):
+    """The recomputation of old log-probabilities, see phalanx.training.collect.Rescorer. `between`: called after each
+    forward pass, on all ranks; it may stop the job.
+    """
+
+    between: Callable[[], None]
+
+    def __call__(self, samples: Samples) -> tuple[Samples, dict[str, float]]:
+        """Return the samples with old log-probabilities [B, A] of the policy, and metrics."""
+
+    @property
+    def in_training(self) -> bool:
+        """Whether old log-probabilities are computed in the same passes as the training."""
+
+    def in_passes(self, samples: Samples, passes: list[Tensor]) -> Samples:
+        """Return the samples with log-probabilities computed in these passes, the rows [b] of each."""
+
+    def check(self, row: dict[str, float]) -> None:
+        """Rescore from now on if the metrics of a step show that replay and rollout differ too much."""
 
 
 class LoadedTeacher(Protocol):
@@ -100,23 +148,6 @@ class Critic(Protocol):
 
     def values(self, trace: Any) -> Tensor:
         """[B, A] float32 for a Trace: the predicted return before each action, with a gradient."""
-
-
-@dataclass(frozen=True)
-class JobComponents:
-    """The components that a kind of policy provides to a job.
-
-    rollout and rewards: None if other ranks sample. exact and noun: those of the rollout, on whichever ranks it is (see
-    phalanx.types.Rollout). val_sets: held-out prompts by name.
-    """
-
-    world: World
-    rewards: RewardSet | None
-    policy: TrainedPolicy
-    rollout: Rollout | None
-    val_sets: dict[str, list[Prompt]]
-    exact: bool = True
-    noun: str = "samples"
 
 
 @contextmanager

@@ -16,8 +16,7 @@ from torch import Tensor
 from phalanx.distributed.collectives import exchange
 from phalanx.distributed.mesh import World
 from phalanx.functional.aggregation import Mean
-from phalanx.training.collect import Collected
-from phalanx.types import Prompt, Samples
+from phalanx.types import Collected, Prompt, Samples
 
 _TENSORS = ("log_prob", "mask", "index", "weight", "lengths", "positions", "version", "action_reward")  # see Samples
 

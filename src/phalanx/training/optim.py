@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx.config.run import EmaConfig, OptimConfig
+from phalanx.config.optimizer import OptimConfig
+from phalanx.config.run import EmaConfig
 from phalanx.distributed.fsdp import Sharded, local
 from phalanx.models.lora import lora_alpha
 from phalanx.models.trained import TrainedModel

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from phalanx.config.load import ConfigError
+from phalanx.config.messages import ConfigError
 from phalanx.config.run import RunConfig
 from phalanx.data.streams import IndexStream
 from phalanx.distributed.collectives import reduce_float

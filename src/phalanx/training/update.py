@@ -18,8 +18,7 @@ from phalanx.functional.aggregation import Sums
 from phalanx.telemetry.flops import peak_flops
 from phalanx.telemetry.step_metrics import merged_rows, peak_memory_gb, token_metrics, update_metrics
 from phalanx.telemetry.timers import Timers
-from phalanx.training.collect import Rescorer
-from phalanx.training.components import LoadedTeacher, TrainedPolicy
+from phalanx.training.components import LoadedTeacher, Rescores, TrainedPolicy
 from phalanx.training.critic import CriticTrainer
 from phalanx.training.exchange import exchanged
 from phalanx.training.minibatches import BatchPlan, Minibatches, Units, optimizer_steps
@@ -96,7 +95,7 @@ class Updater:
         policy: TrainedPolicy,
         world: World,
         state: TrainState,
-        rescorer: Rescorer,
+        rescorer: Rescores,
         timers: Timers,
         *,
         teachers: Mapping[str, LoadedTeacher] | None = None,

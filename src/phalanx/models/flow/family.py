@@ -15,7 +15,7 @@ import transformers
 from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 from torch import Tensor, nn
 
-from phalanx.config.flow import FlowModelConfig
+from phalanx.config.trained_model import FlowModelConfig
 from phalanx.functional.flow import Sampler
 from phalanx.media.pictures import Picture
 from phalanx.models.flow.files import ModelFiles

@@ -17,8 +17,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from phalanx.config.flow import FlowModelConfig
 from phalanx.config.messages import cut, shown
+from phalanx.config.trained_model import FlowModelConfig
 from phalanx.engines.loading import check_weights, loading, unread_tensors, warn_of_unread
 from phalanx.models.flow import headers
 from phalanx.models.flow.headers import absent_components, check_index, component_names, module_of

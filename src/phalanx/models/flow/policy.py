@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx.config.flow import FlowDataConfig, FlowModelConfig
+from phalanx.config.flow import FlowDataConfig
 from phalanx.config.messages import reason
-from phalanx.config.run import ParallelConfig
+from phalanx.config.parallel import ParallelConfig
+from phalanx.config.trained_model import FlowModelConfig
 from phalanx.distributed.mesh import World
 from phalanx.distributed.node import Node
 from phalanx.distributed.seed import fold_in, normal

@@ -5,9 +5,9 @@ from typing import Any
 
 import diffusers
 
-from phalanx.config import ConfigError
-from phalanx.config.flow import FlowModelConfig
+from phalanx.config.messages import ConfigError
 from phalanx.config.registry import known_modules, resolve_registry
+from phalanx.config.trained_model import FlowModelConfig
 from phalanx.models.flow.family import FlowModel
 from phalanx.models.flow.folder import model_index
 from phalanx.models.flow.headers import read_index

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import DynamicCache
 
-from phalanx.config.lm import LMModelConfig
 from phalanx.config.messages import reason
+from phalanx.config.trained_model import LMModelConfig
 from phalanx.distributed.context_parallel import KEY
 from phalanx.functional.tokens import FAR, left_padded
 from phalanx.models.lm import packing

@@ -8,14 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx.config.lm import LMDataConfig, LMModelConfig
+from phalanx.config.lm import LMDataConfig
 from phalanx.config.messages import cut
-from phalanx.config.run import ParallelConfig
+from phalanx.config.parallel import ParallelConfig
+from phalanx.config.trained_model import LMModelConfig
 from phalanx.distributed.mesh import World
 from phalanx.functional.block_diffusion import BlockTrace, States, of_responses, replayed, states_of
 from phalanx.functional.tokens import TokenReplay, token_scores
 from phalanx.models.lm.flex import block_mask
-from phalanx.models.lm.model import DTYPES, CausalLM, decoder_of, load_model, load_tokenizer, set_checkpointing
+from phalanx.models.lm.load_folder import load_model, load_tokenizer
+from phalanx.models.lm.model import DTYPES, CausalLM, decoder_of, other_layers, set_checkpointing
 from phalanx.models.lm.policy import LMPolicy
 from phalanx.types import Prompt, Samples
 
@@ -220,15 +222,6 @@ def check_layers(lm: Any, path: str) -> None:
             f"model.block_size: {path!r} has layers of other kinds ({other[0]}) than attention "
             "to all that was before; blocks cannot be denoised with it"
         )
-
-
-def other_layers(lm: Any) -> list[str]:
-    """The kinds of a model's layers other than attention to all previous tokens."""
-    settings = lm.config.to_dict()
-    windows = ["sliding_attention"] if settings.get("sliding_window") else []  # older models have it for all layers
-    kinds = settings.get("layer_types") or windows
-    other = sorted({kind for kind in kinds if kind != "full_attention"})
-    return other or (["a state"] if lm._is_stateful else [])
 
 
 @torch.no_grad()

@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.integrations.moe import ExpertsInterface
 
-from phalanx.config.lm import LMModelConfig
-from phalanx.config.run import ParallelConfig
+from phalanx.config.parallel import ParallelConfig
+from phalanx.config.trained_model import LMModelConfig
 from phalanx.distributed.expert_parallel import SpreadExperts
 
 SHAPES, SPREAD = "phalanx_shapes", "phalanx_spread"

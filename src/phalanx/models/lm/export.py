@@ -11,22 +11,13 @@ import transformers
 from safetensors.torch import save_file
 from torch import Tensor
 
-from phalanx.config.lm import LMModelConfig
+from phalanx.config.trained_model import LMModelConfig
 from phalanx.engines.loading import loading
 from phalanx.models.headers import read_json
 from phalanx.models.lm.blocks import load_blocks, mask_tokenizer
-from phalanx.models.lm.model import (
-    DTYPES,
-    OF_WHOLE,
-    CausalLM,
-    decoder_of,
-    load_class,
-    load_model,
-    name_in_whole,
-    places_of,
-    read_lora,
-    text_part,
-)
+from phalanx.models.lm.composite import OF_WHOLE, name_in_whole, text_part
+from phalanx.models.lm.load_folder import load_class, load_model, read_lora
+from phalanx.models.lm.model import DTYPES, CausalLM, decoder_of, places_of
 from phalanx.models.lm.policy import LORA_TARGETS
 from phalanx.models.lora import ALL_LINEAR, adapter_config
 

@@ -16,9 +16,10 @@ import torch
 import transformers
 from torch import Tensor
 
-from phalanx.config.lm import LMDataConfig, LMModelConfig
+from phalanx.config.lm import LMDataConfig
 from phalanx.config.messages import cut
-from phalanx.config.run import ParallelConfig
+from phalanx.config.parallel import ParallelConfig
+from phalanx.config.trained_model import LMModelConfig
 from phalanx.distributed.collectives import reduce_int
 from phalanx.distributed.mesh import World
 from phalanx.functional.scores import trial
@@ -27,17 +28,9 @@ from phalanx.models.compiling import compiles, where_it_works
 from phalanx.models.lm import experts, packing
 from phalanx.models.lm.agreement import check_agreement
 from phalanx.models.lm.chat import prompt_tokens
-from phalanx.models.lm.model import (
-    DTYPES,
-    CausalLM,
-    end_tokens,
-    load_model,
-    load_tokenizer,
-    name_in_whole,
-    positions,
-    read_lora,
-    unused_generation,
-)
+from phalanx.models.lm.composite import name_in_whole
+from phalanx.models.lm.load_folder import end_tokens, load_model, load_tokenizer, read_lora, unused_generation
+from phalanx.models.lm.model import DTYPES, CausalLM, positions
 from phalanx.models.lora import ALL_LINEAR, start_from_lora
 from phalanx.models.trained import TrainedModel
 from phalanx.telemetry.flops import forward_flops, step_flops

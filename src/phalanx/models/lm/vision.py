@@ -20,8 +20,9 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from phalanx.config.lm import LMDataConfig, LMModelConfig
+from phalanx.config.lm import LMDataConfig
 from phalanx.config.messages import cut
+from phalanx.config.trained_model import LMModelConfig
 from phalanx.engines.loading import loading
 from phalanx.engines.transformers import image_tokens, load_processor
 from phalanx.media.pictures import Picture

@@ -5,10 +5,10 @@ from typing import Any
 
 import transformers
 
-from phalanx.config.lm import LMModelConfig
+from phalanx.config.trained_model import LMModelConfig
 from phalanx.engines.loading import loading
+from phalanx.models.lm.composite import text_part
 from phalanx.models.lm.headers import check_folder
-from phalanx.models.lm.model import text_part
 
 
 @dataclass(frozen=True)

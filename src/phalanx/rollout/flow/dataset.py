@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from phalanx.config.engines import EngineFacts
+from phalanx.config.engine_facts import EngineFacts
 from phalanx.distributed.collectives import on_all_ranks
 from phalanx.distributed.seed import fold_in
 from phalanx.functional.flow import FlowTrace

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from phalanx.config.engines import EngineFacts
+from phalanx.config.engine_facts import EngineFacts
 from phalanx.config.flow import FlowRolloutConfig
 from phalanx.distributed.collectives import on_all_ranks, reduce_int
 from phalanx.distributed.mesh import World

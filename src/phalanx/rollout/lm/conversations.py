@@ -23,8 +23,8 @@ from phalanx.environments.registry import COLUMN
 from phalanx.environments.texts import in_texts, joined, shortened
 from phalanx.functional.aggregation import Mean
 from phalanx.functional.tokens import TokenTrace
-from phalanx.models.lm.blocks import other_layers
 from phalanx.models.lm.calls import Parser, parser
+from phalanx.models.lm.model import other_layers
 from phalanx.models.lm.policy import LMPolicy
 from phalanx.models.lm.turns import TurnRenderer
 from phalanx.rollout.lm.converse import Partner, Spoken, converse

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx.config.engines import EngineFacts
+from phalanx.config.engine_facts import EngineFacts
 from phalanx.distributed.collectives import reduce_int
 from phalanx.distributed.seed import fold_in
 from phalanx.functional.aggregation import Mean

@@ -11,7 +11,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from phalanx.config.engines import EngineFacts
+from phalanx.config.engine_facts import EngineFacts
 from phalanx.config.lm import LMRolloutConfig
 from phalanx.distributed.collectives import on_all_ranks, reduce_float, reduce_int
 from phalanx.distributed.context_parallel import ContextGroup

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from phalanx.config.engines import EngineFacts
+from phalanx.config.engine_facts import EngineFacts
 from phalanx.config.lm import LMDataConfig, LMRolloutConfig
 from phalanx.distributed.collectives import on_all_ranks, reduce_float
 from phalanx.distributed.mesh import World

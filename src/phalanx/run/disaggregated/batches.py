@@ -3,8 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 
-from phalanx.config import ConfigError
-from phalanx.config.messages import near_divisors
+from phalanx.config.messages import ConfigError, near_divisors
 from phalanx.config.run import RLConfig
 from phalanx.distributed.launch import Launch
 from phalanx.distributed.mesh import ACTOR, ROLLOUT, World

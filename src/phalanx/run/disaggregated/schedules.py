@@ -17,19 +17,17 @@ from phalanx.distributed.mesh import ROLLOUT, World
 from phalanx.exit import Stopped
 from phalanx.run.disaggregated.wire import Mail, deserialize_records, routes
 from phalanx.run.link import VALIDATION, Order
-from phalanx.run.validation import Records
 from phalanx.telemetry.timers import Timers
-from phalanx.training.collect import Collected, Rescorer
-from phalanx.training.components import TrainedPolicy
+from phalanx.training.components import Records, Rescores, TrainedPolicy
 from phalanx.training.exchange import concatenate, deserialize, serialize
 from phalanx.training.minibatches import BatchPlan
-from phalanx.types import JobError, Samples
+from phalanx.types import Collected, JobError, Samples
 
 
 class Schedule:
     """The actor's side of the link: orders each step and receives its samples, in one or several chunks.
 
-    It implements phalanx.run.validation.Sampling; the training loop uses it through RemoteCollector.
+    It implements phalanx.training.components.Sampling; the training loop uses it through RemoteCollector.
     """
 
     def __init__(
@@ -51,7 +49,7 @@ class Schedule:
         self.link = self.mail.link
 
     def begin(self, step: int, total_steps: int, kept: Sequence[Tensor]) -> None:
-        """See phalanx.run.validation.Sampling."""
+        """See phalanx.training.components.Sampling."""
         self.total_steps = total_steps
         self.link.connect(routes(self.link.roles.ranks, self.plan.samples))
         self.link.compare(self.policy.trained.shapes)
@@ -99,7 +97,7 @@ class Schedule:
         return replace(collected, samples=samples, row=collected.row | row)
 
     def validate(self, step: int, weights: str | None) -> tuple[dict[str, float], Records]:
-        """See phalanx.run.validation.Sampling."""
+        """See phalanx.training.components.Sampling."""
         self.order(Order(step, validate=True), weights)
         answer: tuple[dict[str, float], Records, int] = {}, {}, 0
         with self.timers("wait"):
@@ -168,7 +166,7 @@ SCHEDULES: dict[str, type[Schedule]] = {
 class RemoteCollector:
     """Provides samples with rewards of other ranks to the loop: see phalanx.training.loop.Collects."""
 
-    def __init__(self, schedule: Schedule, rescorer: Rescorer) -> None:
+    def __init__(self, schedule: Schedule, rescorer: Rescores) -> None:
         self.schedule, self.rescorer, self.chunks = schedule, rescorer, schedule.plan.parts
         self._reward: Tensor  # of the last chunk
 

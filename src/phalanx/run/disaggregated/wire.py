@@ -11,8 +11,8 @@ from torch import Tensor
 from phalanx.distributed.mesh import ACTOR, INFERENCE, ROLLOUT, World
 from phalanx.run.link import link_of
 from phalanx.telemetry.records import Record, Thumbnail
-from phalanx.training.collect import Collected
 from phalanx.training.exchange import concatenate, deserialize, from_bytes, serialize, to_bytes
+from phalanx.types import Collected
 
 
 @dataclass(frozen=True)

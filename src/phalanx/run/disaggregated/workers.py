@@ -19,13 +19,14 @@ from phalanx.rewards.client import RewardClient
 from phalanx.rollout.correction import rescore
 from phalanx.run.disaggregated.wire import Mail, routes, serialize_records, stopped
 from phalanx.run.link import VALIDATION, Order
+from phalanx.run.start import JobComponents
 from phalanx.run.telemetry.profiles import Profiler
 from phalanx.run.telemetry.rank_files import RankFiles
 from phalanx.run.validation import Validator
 from phalanx.run.world import stop_world
 from phalanx.telemetry.timers import Timers
 from phalanx.training.collect import Collector
-from phalanx.training.components import JobComponents, TrainedPolicy
+from phalanx.training.components import TrainedPolicy
 from phalanx.training.minibatches import BatchPlan
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from phalanx.config.engines import EngineFacts
+from phalanx.config.engine_facts import EngineFacts
 from phalanx.run.rules.rule import FLOW, FLOW_MATCHING, FLOW_RL, GENERATE, LM, LM_RL, RL, RUN, Rule, too_cold
 
 

@@ -17,8 +17,7 @@ from typing import Any, Self
 from phalanx.config.files import replace_file
 from phalanx.config.inside import append_inside
 from phalanx.config.joint import POLICIES, WRITER
-from phalanx.config.load import ConfigError
-from phalanx.config.messages import reason
+from phalanx.config.messages import ConfigError, reason
 from phalanx.config.run import TrainerConfig
 from phalanx.exit import Stopped
 from phalanx.run.telemetry.curves import read_metrics

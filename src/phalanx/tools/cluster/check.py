@@ -14,8 +14,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from phalanx.config import ConfigError
-from phalanx.config.run import ParallelConfig
+from phalanx.config.messages import ConfigError
+from phalanx.config.parallel import ParallelConfig
 from phalanx.config.tasks import CheckClusterConfig
 from phalanx.distributed.launch import Launch
 from phalanx.run.roles import Roles, roles_of

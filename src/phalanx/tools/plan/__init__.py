@@ -11,8 +11,8 @@ from dataclasses import replace
 
 import torch
 
-from phalanx.config import ConfigError
 from phalanx.config.joint import JointConfig
+from phalanx.config.messages import ConfigError
 from phalanx.config.run import RunConfig
 from phalanx.distributed.launch import Launch
 from phalanx.run.cli import PLAN_SECONDS

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from phalanx.config.flow import FlowModelConfig, FlowRunConfig
+from phalanx.config.flow import FlowRunConfig
+from phalanx.config.trained_model import FlowModelConfig
 from phalanx.models.flow.family import Embeds, FlowModel, Instruction
 from phalanx.models.flow.folder import read_index
 from phalanx.models.flow.headers import module_of

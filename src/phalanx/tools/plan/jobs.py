@@ -12,11 +12,12 @@ from torch import Tensor
 
 from phalanx import algorithms
 from phalanx.config.block_diffusion import BlockDiffusionTaskConfig
-from phalanx.config.flow import FlowMatchingTaskConfig, FlowModelConfig, FlowRLConfig, FlowRunConfig
+from phalanx.config.flow import FlowMatchingTaskConfig, FlowRLConfig, FlowRunConfig
 from phalanx.config.joint import WRITER, JointConfig, frozen
 from phalanx.config.lm import LMRLConfig
 from phalanx.config.reward import RewardModelConfig
 from phalanx.config.run import RLConfig, RunConfig
+from phalanx.config.trained_model import FlowModelConfig
 from phalanx.distributed import mesh
 from phalanx.distributed.launch import Launch
 from phalanx.distributed.mesh import ACTOR, INFERENCE, ROLLOUT
@@ -27,6 +28,7 @@ from phalanx.rollout.lm.converse import WASTE
 from phalanx.run import block_diffusion, flow_matching, flow_rl, joint, lm_rl
 from phalanx.run.disaggregated.batches import of_role
 from phalanx.run.flow_components import keep_last_steps
+from phalanx.run.flow_teacher import LoadedFlowTeacher, check_kind, load_teacher
 from phalanx.run.roles import Roles, roles_of
 from phalanx.tools.plan.blueprint import PlannedFlowPolicy, family_name, fetch, planned_policy
 from phalanx.tools.plan.layout import Cluster
@@ -41,7 +43,6 @@ from phalanx.tools.plan.rehearsal import (
 )
 from phalanx.training.components import about as of_teacher
 from phalanx.training.minibatches import BatchPlan
-from phalanx.training.teacher import LoadedFlowTeacher, check_kind, load_teacher
 from phalanx.types import Prompt, Teacher
 
 

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from phalanx.config.run import ParallelConfig, RunConfig
+from phalanx.config.parallel import ParallelConfig
+from phalanx.config.run import RunConfig
 from phalanx.distributed import mesh
 from phalanx.distributed.launch import Launch
 from phalanx.models.linear import NF4_BLOCK, NF4_BYTES

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from phalanx.config.lm import LMRunConfig
-from phalanx.config.run import ParallelConfig
+from phalanx.config.parallel import ParallelConfig
 from phalanx.distributed.expert_parallel import Exchange
 from phalanx.engines.loading import loading
 from phalanx.functional.block_diffusion import BlockTrace, States, Views, states_of
@@ -24,7 +24,9 @@ from phalanx.functional.token_budget import in_order
 from phalanx.functional.tokens import TokenReplay, TokenTrace
 from phalanx.models.lm import experts
 from phalanx.models.lm.blocks import BlockDiffusionLM, BlockDiffusionPolicy, check_layers
-from phalanx.models.lm.model import CACHE, DTYPES, CausalLM, causal_lm, text_part
+from phalanx.models.lm.composite import text_part
+from phalanx.models.lm.load_folder import causal_lm
+from phalanx.models.lm.model import CACHE, DTYPES, CausalLM
 from phalanx.models.lm.packing import Row
 from phalanx.models.lm.policy import LMPolicy
 from phalanx.models.stored import cast_weights

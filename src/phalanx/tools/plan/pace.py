@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from phalanx.config import ConfigError
 from phalanx.config.joint import JointConfig
-from phalanx.config.messages import counted
-from phalanx.config.run import SCHEDULES, RLConfig, RunConfig
+from phalanx.config.messages import ConfigError, counted
+from phalanx.config.ranges import SCHEDULES
+from phalanx.config.run import RLConfig, RunConfig
 from phalanx.distributed.mesh import ACTOR, INFERENCE, ROLLOUT
 from phalanx.run.roles import Roles
 from phalanx.telemetry.flops import named_peak_flops

@@ -14,8 +14,8 @@ import transformers
 from PIL import Image
 from torch import Tensor
 
-from phalanx.config import ConfigError
 from phalanx.config.lm import LMDataConfig, LMRunConfig
+from phalanx.config.messages import ConfigError
 from phalanx.data.prompts import load_prompts
 from phalanx.engines.loading import loading
 from phalanx.models.lm.vision import Features, Look, Vision, _flat

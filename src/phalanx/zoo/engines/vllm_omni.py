@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from phalanx.config.engines import EngineFacts
+from phalanx.config.engine_facts import EngineFacts
 from phalanx.config.flow import FlowRolloutConfig
 from phalanx.distributed.mesh import World
 from phalanx.distributed.vllm_groups import as_before

@@ -10,7 +10,7 @@ import torch
 from diffusers import FluxTransformer2DModel
 from torch import Tensor
 
-from phalanx.config.flow import FlowModelConfig
+from phalanx.config.trained_model import FlowModelConfig
 from phalanx.models.flow.attention import JOINT_ATTENTION
 from phalanx.models.flow.embeds import pooled_embeds
 from phalanx.models.flow.family import Embeds, PackedModel

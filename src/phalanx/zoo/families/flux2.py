@@ -8,7 +8,7 @@ from PIL import Image
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from phalanx.config.flow import FlowModelConfig
+from phalanx.config.trained_model import FlowModelConfig
 from phalanx.models.flow.attention import JOINT_ATTENTION
 from phalanx.models.flow.family import Embeds, Instruction, PackedModel, to_pixels
 from phalanx.models.flow.folder import base_folder, check_tokenizers

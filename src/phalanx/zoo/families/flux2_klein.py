@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from phalanx.config.flow import FlowModelConfig
+from phalanx.config.trained_model import FlowModelConfig
 from phalanx.zoo.families import flux2
 
 

@@ -4,7 +4,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from phalanx.config.flow import FlowModelConfig
+from phalanx.config.trained_model import FlowModelConfig
 from phalanx.models.flow.family import Embeds, Instruction
 from phalanx.models.flow.references import References
 from phalanx.zoo.families import flux

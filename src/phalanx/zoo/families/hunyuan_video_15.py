@@ -10,7 +10,7 @@ from diffusers.pipelines.hunyuan_video1_5.pipeline_hunyuan_video1_5 import forma
 from torch import Tensor
 from torch.nn.functional import pad
 
-from phalanx.config.flow import FlowModelConfig
+from phalanx.config.trained_model import FlowModelConfig
 from phalanx.models.flow.attention import JOINT_ATTENTION, DispatchedJointAttention, image_heads, text_heads
 from phalanx.models.flow.embeds import masked_texts
 from phalanx.models.flow.family import Embeds, FlowModel, check_size, latent_frames

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from phalanx.config.flow import FlowModelConfig
+from phalanx.config.trained_model import FlowModelConfig
 from phalanx.models.flow.family import Embeds, Instruction
 from phalanx.zoo.families import hunyuan_video_15
 from phalanx.zoo.families.hunyuan_video_15 import IMAGE

@@ -12,7 +12,7 @@ from diffusers.models.transformers.transformer_ltx2 import apply_interleaved_rot
 from torch import Tensor
 from torch.nn.functional import pad
 
-from phalanx.config.flow import FlowModelConfig
+from phalanx.config.trained_model import FlowModelConfig
 from phalanx.distributed.context_parallel import KEY
 from phalanx.models.flow.attention import sharing_ranks
 from phalanx.models.flow.family import Embeds, FlowModel, check_size, latent_frames

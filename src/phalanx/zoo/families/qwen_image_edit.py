@@ -13,7 +13,7 @@ from PIL import Image
 from torch import Tensor
 from transformers import Qwen2VLProcessor
 
-from phalanx.config.flow import FlowModelConfig
+from phalanx.config.trained_model import FlowModelConfig
 from phalanx.engines.loading import without_videos
 from phalanx.models.flow.family import Embeds, Instruction
 from phalanx.models.flow.references import to_ratio

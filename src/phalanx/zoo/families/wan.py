@@ -14,7 +14,7 @@ from diffusers.pipelines.wan.pipeline_wan import prompt_clean
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from phalanx.config.flow import FlowModelConfig
+from phalanx.config.trained_model import FlowModelConfig
 from phalanx.distributed.collectives import reduce_sum
 from phalanx.functional.flow import Sampler
 from phalanx.models.flow.embeds import padded_texts

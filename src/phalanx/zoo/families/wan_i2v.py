@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
-from phalanx.config.flow import FlowModelConfig
+from phalanx.config.trained_model import FlowModelConfig
 from phalanx.models.flow.family import Embeds, Instruction
 from phalanx.models.flow.folder import check_channels, load_text_encoder, model_index
 from phalanx.models.flow.headers import component_names

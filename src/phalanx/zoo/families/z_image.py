@@ -9,7 +9,7 @@ from diffusers import ZImagePipeline, ZImageTransformer2DModel
 from torch import Tensor
 from torch.nn.functional import pad
 
-from phalanx.config.flow import FlowModelConfig
+from phalanx.config.trained_model import FlowModelConfig
 from phalanx.models.flow.embeds import masked_texts
 from phalanx.models.flow.family import Embeds, FlowModel, check_size
 from phalanx.models.flow.folder import read_lora

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from phalanx.config.load import ConfigError
+from phalanx.config.messages import ConfigError
 from phalanx.media.videos import gif
 from phalanx.telemetry.loggers import KEY, Logger, RunStart
 from phalanx.telemetry.records import IMAGES, SAMPLES, Record, kind_of, together

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from phalanx.config.load import ConfigError
+from phalanx.config.messages import ConfigError
 from phalanx.telemetry.loggers import KEY, Logger, RunStart
 from phalanx.telemetry.records import IMAGES, SAMPLES, Record, kind_of, together
 

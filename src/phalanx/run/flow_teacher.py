@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from phalanx.config.flow import FlowModelConfig, FlowRLConfig
+from phalanx.config.flow import FlowRLConfig
+from phalanx.config.trained_model import FlowModelConfig
 from phalanx.distributed.mesh import World
 from phalanx.functional.flow import FlowTrace
 from phalanx.models.flow.folder import model_index
