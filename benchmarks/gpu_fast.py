@@ -15,7 +15,6 @@ from torch import nn
 
 from phalanx.engines.sleeping import Sleeping
 from phalanx.telemetry.step_metrics import peak_memory_gb
-from phalanx.tools.plan.pace import USED
 
 ROOT = Path(__file__).resolve().parents[1]
 QWEN, SD3 = "configs/flowgrpo/qwen_image_ocr_lora.yaml", "configs/flowgrpo/sd35_medium_ocr_lora.yaml"
@@ -152,7 +151,7 @@ def encoder() -> Lines:
     yield Line("text encoder", there < 60, there, "s", note)
 
 
-COLUMNS = ["job", "s per step", "samples/s", "tokens/s decoded, trained", "MFU, HFU %", "s planned", "GB, planned"]
+COLUMNS = ["job", "s per step", "samples/s", "tokens/s decoded, trained", "MFU, HFU %", "GB, planned"]
 
 
 def row_of(title: str, r: dict[str, Any]) -> list[str]:
@@ -161,13 +160,9 @@ def row_of(title: str, r: dict[str, Any]) -> list[str]:
     if unit == "responses":
         tokens = f"{r['decoded_per_rank_per_s']:.0f}, {r['trained_per_rank_per_s']:.0f}"
     used = "" if r["mfu"] is None else f"{100 * r['mfu']:.1f}, {100 * r['hfu']:.1f}"
-    most = 1e3 * r.get("planned_pflop", 0.0) / (r["peak_tflops"] or 1.0)
     rate = f"{r[f'{unit}_per_rank_per_s_without_reward']:.3f}"
-    planned = [
-        f"{most / USED[1]:.3g} to {most / USED[0]:.3g}",
-        f"{r['peak_memory_gb']:.1f}, {r.get('planned_gb', 0):.1f}",
-    ]
-    return [title, f"{r['step_s']:.2f}", rate, tokens, used, *planned]
+    planned = f"{r['peak_memory_gb']:.1f}, {r.get('planned_gb', 0):.1f}"
+    return [title, f"{r['step_s']:.2f}", rate, tokens, used, planned]
 
 
 def table(lines: list[dict[str, Any]]) -> list[str]:

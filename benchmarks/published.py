@@ -1,10 +1,10 @@
-"""Published throughput of other trainers, compared with a model of Phalanx's throughput on the same recipes.
+"""Published throughput of other trainers, beside the operations of the same recipes.
 
     python benchmarks/published.py
 
-Phalanx is not measured: the plan counts a step's floating-point operations, and modelled rates assume 25 to 45 % of the
-GPU's dense peak. The last column is the fraction of the peak at which Phalanx would reach the published rate. The
-script prints the table of docs/performance.md, in a minute and without a GPU.
+Phalanx is not measured: the plan counts the floating-point operations of a step. The last column is the fraction of the
+dense peak of the GPU at which Phalanx would reach the published rate. The script prints the table of
+docs/performance.md, in a minute and without a GPU.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,6 @@ from phalanx.telemetry.flops import named_peak_flops
 from phalanx.tools.plan.blueprint import family_name, fetch
 from phalanx.tools.plan.jobs import planned
 from phalanx.tools.plan.layout import Cluster
-from phalanx.tools.plan.pace import USED
 from phalanx.tools.plan.rehearsal import Rehearsal, RLRehearsal
 
 HERE = Path(__file__).resolve().parent
@@ -70,16 +69,14 @@ def cost(figure: Published, p: Rehearsal) -> float:
 
 
 def main() -> None:
-    print("| | published | modelled here | as fast at |\n|---|---|---|---|")
+    print("| | published | as fast at |\n|---|---|---|")
     for figure in FIGURES:
         peak = named_peak_flops(figure.gpu, torch.bfloat16)
         assert peak is not None
         whole = peak / cost(figure, plan(figure))
-        places = 0 if whole > 1000 else 1 if whole > 10 else 3
-        least, most = (f"{whole * share:,.{places}f}" for share in USED)
         where = f"{figure.gpus} x {figure.gpu}" if figure.gpus > 1 else figure.gpu
         print(
-            f"| {figure.who}: {figure.unit} a second and GPU, {where} | {figure.rate:,} | {least} to {most} "
+            f"| {figure.who}: {figure.unit} a second and GPU, {where} | {figure.rate:,} "
             f"| {100 * figure.rate / whole:.0f} % of the peak |",
             flush=True,
         )

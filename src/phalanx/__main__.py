@@ -53,7 +53,7 @@ class Command:
 
 COMMANDS = {
     "train": Command("train a model: phalanx train TASK --config NAME [key=value ...]", "train_*"),
-    "plan": Command("estimate what a training job needs on a cluster, without training", "train_*", ("--plan",)),
+    "plan": Command("count what a training job needs on a cluster, without training", "train_*", ("--plan",)),
     "sample": Command("sample images or videos from a checkpoint or a model folder", "sample"),
     "generate": Command("sample texts from a language or block-diffusion model", "generate", one_rank=True),
     "evaluate": Command("evaluate a checkpoint or a model folder, alone or against a baseline", "evaluate"),

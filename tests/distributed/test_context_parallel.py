@@ -15,7 +15,6 @@ from phalanx.run import flow_rl
 from phalanx.run.rules import load_config
 from phalanx.tools.plan.jobs import planned
 from phalanx.tools.plan.layout import Cluster
-from phalanx.tools.plan.pace import Gpu
 from phalanx.tools.plan.rehearsal import Rehearsal
 from tests.distributed import test_editing, test_flow_matching, test_opd, test_preferences
 from tests.distributed.test_resume import stop_after
@@ -272,7 +271,7 @@ def test_the_plan_divides_activations(wan_folder: Path, tmp_path: Path) -> None:
     assert 0.5 < (half.peak - half.before) / (whole.peak - whole.before) < 0.62
     assert shared.plan is not None and shared.plan.per_rank == 4
     assert shared.flops == alone.flops // 2
-    assert "context groups  0-1 | 2-3: each has its own samples" in describe(shared, Gpu())
+    assert "context groups  0-1 | 2-3: each has its own samples" in describe(shared)
 
 
 @pytest.mark.parametrize(

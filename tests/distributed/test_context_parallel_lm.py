@@ -36,7 +36,6 @@ from phalanx.models.lm.packing import Row
 from phalanx.run.world import start_world, stop_world
 from phalanx.tools.plan.jobs import planned
 from phalanx.tools.plan.layout import Cluster
-from phalanx.tools.plan.pace import Gpu
 from phalanx.tools.plan.rehearsal import Rehearsal
 from phalanx.training import update
 from tests.distributed import test_conversations as talks
@@ -331,4 +330,4 @@ def test_the_plan_divides_activations(lm_folder: Path, tmp_path: Path) -> None:
     assert 0.45 < (half.peak - half.before - half.gathered) / (whole.peak - whole.before - whole.gathered) < 0.62
     assert shared.plan is not None and shared.plan.per_rank == 4
     assert shared.flops == pytest.approx(alone.flops / 2, rel=1e-3)
-    assert "context groups  0-1 | 2-3: each has its own samples" in describe(shared, Gpu())
+    assert "context groups  0-1 | 2-3: each has its own samples" in describe(shared)

@@ -29,7 +29,6 @@ from phalanx.run.world import lone_world
 from phalanx.tools.plan.jobs import planned, planned_joint
 from phalanx.tools.plan.layout import Cluster
 from phalanx.tools.plan.memory import count
-from phalanx.tools.plan.pace import Gpu
 from phalanx.tools.plan.text import describe
 from tests.distributed.test_joint import joint_config
 from tests.distributed.test_plan_memory import (
@@ -329,7 +328,7 @@ def test_memory_of_joint_runs(train: str, medium_lm: Path, medium_folder: Path, 
     (tmp_path / "prompts.txt").write_text((prompt + "\n") * 2)
     (took,) = run_ranks(measure_joint, 1, cfg, timeout=240)
     parts = planned_joint(cfg, Cluster(1, 1))
-    text = describe(cfg, Cluster(1, 1), parts, Gpu())
+    text = describe(cfg, Cluster(1, 1), parts)
     planned_bytes = {}
     for p in parts:
         memory = count(p)

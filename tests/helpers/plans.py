@@ -12,7 +12,6 @@ from phalanx.tools.plan.blueprint import family_name
 from phalanx.tools.plan.jobs import planned
 from phalanx.tools.plan.layout import Cluster
 from phalanx.tools.plan.memory import Memory, Phase, count
-from phalanx.tools.plan.pace import Gpu
 from phalanx.tools.plan.rehearsal import Rehearsal
 from tests.helpers.jobs import tiny_config
 from tests.helpers.ranks import ROOT, launch_environment
@@ -31,9 +30,9 @@ def memory_of(cfg: FlowRunConfig, gpu: int | None = None) -> Memory:
     return count(plan_of(cfg, Cluster(1, 4)), gpu)
 
 
-def describe(plan: Rehearsal, gpu: Gpu) -> str:
+def describe(plan: Rehearsal, gpu_memory: int | None = None) -> str:
     """The text of a job whose ranks all do everything."""
-    return text.describe(plan.policy.layout.cluster, [plan], gpu)
+    return text.describe(plan.policy.layout.cluster, [plan], gpu_memory)
 
 
 def phases_of(memory: Memory) -> dict[str, Phase]:
@@ -56,7 +55,7 @@ def judged(sd3_folder: Path, folder: Path, judge: Path | str, *keys: str) -> Flo
 
 
 def described(cfg: FlowRLConfig, gpu: int | None = None) -> str:
-    return describe(plan_of(cfg, Cluster(1, 4)), Gpu(memory=gpu))
+    return describe(plan_of(cfg, Cluster(1, 4)), gpu)
 
 
 def flow_matching_config(model: Path, *overrides: str) -> FlowMatchingTaskConfig:

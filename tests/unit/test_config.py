@@ -364,8 +364,7 @@ def test_help_lists_every_key_with_its_default_and_meaning(tmp_path: Path) -> No
     )
     assert done.stderr == ""
     shown = done.stdout
-    plan = "--plan [nnodes=4] [nproc=8] [gpu=H100] [gpu_memory_gb=80] [gpu_hour_price=2.5] "
-    plan += "[rollout_s=30 inference_s=3 actor_s=10]: estimate the job on that cluster, without training"
+    plan = "--plan [nnodes=4] [nproc=8] [gpu_memory_gb=80]: count what the job needs on that cluster, without training"
     assert f"[config.yaml] [key=value ...]\n  --help: this text\n  {plan}\n\n" in shown
     wanted = [key for key in leaves(FlowRLConfig) if key != "algorithm"]
     wanted += ["algorithm.name", "algorithm.temperature", "algorithm.plain"]

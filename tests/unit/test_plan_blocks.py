@@ -28,7 +28,7 @@ FOLDER = ROOT / "configs" / "block_diffusion"
 def test_the_words_of_a_plan() -> None:
     cfg = load_config(LMRLConfig, str(FOLDER / "quickstart.yaml"), [])
     for line in (
-        "  rollout         64 responses together, 2.5 tokens per denoising step (assumed, for the time)",
+        "  rollout         64 responses together, 2.5 tokens per denoising step (assumed, for the arithmetic)",
         "  micro-batch     32 responses of 260 positions",
         "  states          40 of 4 tokens behind 100 of a sample at most",
         "  forward passes  2 to train, per rank and step",

@@ -17,7 +17,6 @@ from phalanx.tools.plan.batch import messages
 from phalanx.tools.plan.layout import Cluster
 from phalanx.tools.plan.ledger import nbytes
 from phalanx.tools.plan.memory import MAPPED, Memory, count
-from phalanx.tools.plan.pace import Gpu
 from tests.helpers.jobs import algorithm_config, tiny_config
 from tests.helpers.plans import (
     GB,
@@ -220,7 +219,7 @@ def test_a_teacher(sd3_folder: Path, tmp_path: Path) -> None:
 
     (sent_of_it,) = [t for t in messages(plan) if "teacher" in t.what]
     assert (sent_of_it.what, sent_of_it.size) == ("weights of the teacher, gathered", view.gathered // 2)
-    assert section(describe(plan, Gpu()), "Batch")[6] == (
+    assert section(describe(plan), "Batch")[6] == (
         "forward passes  8 to sample, 4 of the teacher, 4 to train, per rank and step"
     )
 
@@ -235,7 +234,7 @@ def test_several_teachers(sd3_folder: Path, tmp_path: Path) -> None:
     assert held["teacher a"] == held["teacher b"] == single["teacher"]
     view = two.policy.model.flops(32, 32, 77 + 32)
     assert two.flops - one.flops == 16 * 2 * view  # of 16 images, 2 steps
-    assert section(describe(two, Gpu()), "Batch")[6] == (
+    assert section(describe(two), "Batch")[6] == (
         "forward passes  8 to sample, 4 of the teacher a, 4 of the teacher b, 4 to train, per rank and step"
     )
 
@@ -334,7 +333,7 @@ def test_the_copy_of_a_sampling_engine(keys: list[str], sd3_folder: Path, tmp_pa
     assert (rescore.name, rescore.gathered, rescore.other) == ("rescore", sample.gathered, update.other)
     assert rescore.activations > 0
     plan = plan_of(cfg, Cluster(1, 4))
-    forward = section(describe(plan, Gpu()), "Batch")[6]
+    forward = section(describe(plan), "Batch")[6]
     assert forward == "forward passes  4 to sample, 2 to score samples again, 2 to train, per rank and step"
     # it gets the weights once, in the dtype that it computes in; the policy's are gathered to score its samples
     sent, stored = {t.what: t.size for t in messages(plan)}, plan.policy.layout.for_engine()

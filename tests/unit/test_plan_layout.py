@@ -8,10 +8,9 @@ import torch
 from torch import nn
 
 from phalanx.config import ConfigError
-from phalanx.tools.plan import clusters, gpu_of
+from phalanx.tools.plan import clusters, memory_of
 from phalanx.tools.plan.layout import Cluster, Layout, Weight
 from phalanx.tools.plan.ledger import META, Ledger, fused_attention
-from phalanx.tools.plan.pace import Gpu
 from tests.helpers.plans import GB
 
 # -- the cluster --------------------------------------------------------------------------------------------------
@@ -46,23 +45,19 @@ def test_clusters_that_are_none(words: Mapping[str, str], env: Mapping[str, str]
     assert str(error.value) == message
 
 
-def test_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """That of the words; else the one that is here, with the memory and the price of the words."""
-    assert gpu_of({}) == Gpu()
-    assert gpu_of({"gpu_memory_gb": "79.6", "gpu_hour_price": "2.5"}) == Gpu(None, 79_600_000_000, 2.5)
-    assert gpu_of({"gpu": "a100"}) == Gpu("a100")
+def test_the_memory_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of the words; else of the one that is here."""
+    assert memory_of({}) is None
+    assert memory_of({"gpu_memory_gb": "79.6"}) == 79_600_000_000
     for text in ("80GB", "0", "-1", "1.2.3", ""):
         with pytest.raises(ConfigError) as error:
-            gpu_of({"gpu_memory_gb": text})
+            memory_of({"gpu_memory_gb": text})
         assert str(error.value) == f"gpu_memory_gb={text}: expected GB (10^9 bytes) of a GPU, such as 80"
-    with pytest.raises(ConfigError, match=r"^gpu=GTX: expected a name with one of A100, A800, .*, RTX 5090 in it$"):
-        gpu_of({"gpu": "GTX"})
     here = SimpleNamespace(name="NVIDIA L40S", total_memory=48 * GB)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: here)
-    assert gpu_of({}) == Gpu("NVIDIA L40S", 48 * GB)
-    assert gpu_of({"gpu_memory_gb": "80"}) == Gpu("NVIDIA L40S", 80 * GB)
-    assert gpu_of({"gpu": "H100"}) == Gpu("H100")
+    assert memory_of({}) == 48 * GB
+    assert memory_of({"gpu_memory_gb": "80"}) == 80 * GB
 
 
 def test_groups() -> None:

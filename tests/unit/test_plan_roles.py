@@ -1,4 +1,4 @@
-"""--plan of ranks with roles of their own: who holds and does what, what crosses, and which split is the fastest."""
+"""--plan of ranks with roles of their own: who holds and does what, and what crosses."""
 
 import re
 from dataclasses import replace
@@ -15,58 +15,13 @@ from phalanx.tools.plan.batch import messages
 from phalanx.tools.plan.jobs import planned, planned_role
 from phalanx.tools.plan.layout import Cluster
 from phalanx.tools.plan.memory import Memory, count
-from phalanx.tools.plan.pace import best_splits, step_seconds
 from phalanx.tools.plan.rehearsal import RLRehearsal
 from tests.helpers.jobs import tiny_config
 from tests.helpers.lm import tiny_lm_config
 
-# 30 s of sampling, 3 s of scoring and 10 s of training, if all 32 ranks did each
-WORK = {ROLLOUT: 30.0 * 32, INFERENCE: 3.0 * 32, ACTOR: 10.0 * 32}
 APART = {"rollout": "0-1", "actor": "2-3"}
 ENGINE = ("rollout.engine=vllm", "rollout.sleep=true")
 THREE = {"rollout": "0-1", "inference": "2-3", "actor": "4-5"}
-
-
-# -- time ---------------------------------------------------------------------------------------------------------
-
-
-def test_the_seconds_of_a_step() -> None:
-    split = {ROLLOUT: 20, INFERENCE: 4, ACTOR: 8}  # 48, 24 and 40 s
-    assert step_seconds("synchronous", 4, WORK, split) == pytest.approx(112)
-    assert step_seconds("pipelined", 4, WORK, split) == pytest.approx(48 + (24 + 40) / 4)
-    assert step_seconds("one_step_off", 4, WORK, split) == pytest.approx(max(48, 24 + 40))
-    assert step_seconds("one_step_off", 4, WORK, {ROLLOUT: 8, INFERENCE: 8, ACTOR: 16}) == pytest.approx(120)
-    # in a single part nothing overlaps
-    assert step_seconds("pipelined", 1, WORK, split) == pytest.approx(112)
-
-
-def test_the_fastest_split() -> None:
-    """Pipelined, that is RLinf's own split of such work: ranks by their share of it."""
-    assert best_splits("pipelined", 8, WORK, 32, 4)[0] == {ROLLOUT: 20, INFERENCE: 4, ACTOR: 8}
-    assert best_splits("pipelined", 8, WORK, 32, 2)[0] == {ROLLOUT: 20, INFERENCE: 4, ACTOR: 8}
-    # one phase after the other: ranks by the roots of work, 17.1 : 5.4 : 9.9
-    assert best_splits("synchronous", 8, WORK, 32)[0] == {ROLLOUT: 17, INFERENCE: 5, ACTOR: 10}
-    # sampling as long as scoring and training together
-    best = best_splits("one_step_off", 8, WORK, 32)[0]
-    assert best == {ROLLOUT: 18, INFERENCE: 5, ACTOR: 9}
-    assert abs(960 / best[ROLLOUT] - 96 / best[INFERENCE] - 320 / best[ACTOR]) < 2
-    two = {ROLLOUT: WORK[ROLLOUT], ACTOR: WORK[ACTOR]}
-    assert best_splits("one_step_off", 1, two, 32, 8)[0] == {ROLLOUT: 24, ACTOR: 8}
-
-
-@pytest.mark.parametrize("schedule", ["synchronous", "pipelined", "one_step_off"])
-def test_no_split_beats_all_ranks_together(schedule: str) -> None:
-    """Where each phase takes work / ranks, as docs/plan.md says."""
-    together = sum(WORK.values()) / 32
-    assert all(step_seconds(schedule, 8, WORK, split) >= together for split in best_splits(schedule, 8, WORK, 32))
-
-
-def test_splits_cover_the_world() -> None:
-    for world, unit in ((2, 1), (12, 4), (1000, 1), (1002, 2)):
-        for split in best_splits("synchronous", 1, {ROLLOUT: 1.0, ACTOR: 1.0}, world, unit):
-            assert sum(split.values()) == world and all(ranks > 0 and ranks % unit == 0 for ranks in split.values())
-    assert best_splits("synchronous", 1, WORK, 2) == []  # of three roles
-    assert best_splits("synchronous", 1, WORK, 4, 2) == []
 
 
 # -- memory and messages ------------------------------------------------------------------------------------------
@@ -163,8 +118,7 @@ def section(text: str, title: str) -> list[str]:
 def test_a_plan_of_roles(lm_folder: Path, tmp_path: Path) -> None:
     cfg = tiny_lm_config(lm_folder, tmp_path, "rollout.schedule=one_step_off", "parallel.fsdp_size=2")
     cfg.placement = APART
-    words = {"nnodes": "2", "nproc": "2", "rollout_s": "30", "actor_s": "10", "gpu_hour_price": "2"}
-    text = plan_job(cfg, words)
+    text = plan_job(cfg, {"nnodes": "2", "nproc": "2"})
     assert section(text, "Placement")[:2] == [
         "rollout 2 ranks, 0-1; 1 copy of the weights, each over 2 ranks",
         "actor 2 ranks, 2-3; 1 copy of the weights, each over 2 ranks",
@@ -174,18 +128,9 @@ def test_a_plan_of_roles(lm_folder: Path, tmp_path: Path) -> None:
     size = sum(p.numel() * 4 for p in planned(cfg, Cluster(1, 2)).policy.trained.module.parameters())
     assert weights == f"weights {size / 1e6:.2f} MB, all trained tensors, from rank 2 to each of 2 ranks that sample"
     assert samples.endswith("MB of 16 responses, from the rollout to the actor")
-    assert section(text, "Time of a step, by rollout_s=30 actor_s=10 on all ranks") == [
-        "rollout 60.0 s on 2 ranks; 30.0 if all 4 did it",
-        "actor 20.0 s on 2 ranks; 10.0 if all 4 did it",
-        "colocated 40.0 s, one phase after the other on all ranks",
-        # of 16 samples no 3 ranks have equal shares
-        "synchronous 80.0 s here; at best 80.0 s with rollout 2, actor 2",
-        "pipelined 65.0 s here; at best 65.0 s with rollout 2, actor 2",
-        "one_step_off 60.0 s here, as configured; at best 60.0 s with rollout 2, actor 2",
-        "the job 2 steps: 0.0333 hours, 0.133 GPU-hours",
-        "cost 0.267, at 2 for a GPU-hour",
-        "left out weights and samples on their way, validation, checkpoints",
-    ]
+    each = {role: part(cfg, APART, role).flops_of_role / 1e12 for role in (ROLLOUT, ACTOR)}
+    for row, (role, flops) in zip(section(text, "Arithmetic"), each.items(), strict=False):
+        assert row == f"{role} {flops:.4g} TFLOP, {flops / 2:.4g} per rank"
     assert "warning" not in text
 
 
@@ -201,41 +146,19 @@ def test_a_group_that_crosses_nodes_is_named_by_its_ranks(lm_folder: Path, tmp_p
     assert "  2 nodes x 2 = 4 ranks  rollout 0-1, actor 2-3\n" in text
 
 
-def test_a_colocated_plan_says_what_a_split_would_bring(lm_folder: Path, tmp_path: Path) -> None:
-    cfg = tiny_lm_config(lm_folder, tmp_path, "algorithm.global_std=true")
-    plain = plan_job(cfg, {"nproc": "4"})
-    text = plan_job(cfg, {"nproc": "4", "rollout_s": "30", "actor_s": "10"})
-    assert text.startswith(plain)
-    rows = section(text, "Time of a step, by")
-    assert rows[:2] == [
-        "colocated 40.0 s, one phase after the other on all ranks",
-        "synchronous at best 80.0 s with rollout 2, actor 2",
-    ]
-    assert rows[2].startswith("pipelined refused: rollout.schedule: pipelined: grpo needs all samples of a step")
-
-
 @pytest.mark.parametrize(
-    ("placement", "words", "message"),
+    ("placement", "message"),
     [
-        ({"rollout": "0-1", "actor": "2"}, {}, "placement: ranks 3 of 4 have no role (rollout 0-1, actor 2)"),
+        ({"rollout": "0-1", "actor": "2"}, "placement: ranks 3 of 4 have no role (rollout 0-1, actor 2)"),
         (
             {"rollout": "0-2", "actor": "3"},
-            {},
             "placement.rollout: 3 ranks do not divide 4 prompts x rollout.n 4 = 16 samples",
         ),
-        (
-            APART,
-            {"rollout_s": "30"},
-            "rollout_s without actor_s; expected the seconds of each role, if all ranks did its part",
-        ),
-        (APART, {"rollout_s": "x", "actor_s": "1"}, "rollout_s=x: expected seconds of the phase if all ranks did it"),
     ],
 )
-def test_what_is_refused(
-    placement: dict[str, str], words: dict[str, str], message: str, lm_folder: Path, tmp_path: Path
-) -> None:
+def test_what_is_refused(placement: dict[str, str], message: str, lm_folder: Path, tmp_path: Path) -> None:
     cfg = tiny_lm_config(lm_folder, tmp_path)
     cfg.placement = placement
     with pytest.raises(ConfigError) as error:
-        plan_job(cfg, {"nproc": "4", **words})
+        plan_job(cfg, {"nproc": "4"})
     assert str(error.value).startswith(message)

@@ -53,14 +53,10 @@ os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 warnings.filterwarnings("ignore", message=".*gradient_checkpointing.*", category=FutureWarning)
 
 HELP = "--help: this text"
-PLAN = (
-    "--plan [nnodes=4] [nproc=8] [gpu=H100] [gpu_memory_gb=80] [gpu_hour_price=2.5] "
-    "[rollout_s=30 inference_s=3 actor_s=10]: estimate the job on that cluster, without training"
-)
+PLAN = "--plan [nnodes=4] [nproc=8] [gpu_memory_gb=80]: count what the job needs on that cluster, without training"
 LONGEST = 2000  # characters of an error
-# keys that are accepted only together with --plan
-PLAN_SECONDS = ("rollout_s", "inference_s", "actor_s")  # duration of each role's phase if all ranks took part in it
-PLAN_WORDS = ("nnodes", "nproc_per_node", "nproc", "gpu", "gpu_memory_gb", "gpu_hour_price", *PLAN_SECONDS)
+PLAN_WORDS = ("nnodes", "nproc_per_node", "nproc", "gpu_memory_gb")  # accepted only together with --plan
+OF_TIMES = ("gpu", "gpu_hour_price", "rollout_s", "inference_s", "actor_s")  # when plans also guessed times
 
 
 def parse(
@@ -152,6 +148,8 @@ def _plan_words(argv: list[str]) -> tuple[list[str], dict[str, str] | None]:
             planning = True
         elif equals and key in PLAN_WORDS:
             given[key] = value
+        elif equals and key in OF_TIMES:
+            fail(f"{word}: --plan counts memory, messages and operations, not times; leave {key} out", status=2)
         else:
             arguments.append(word)
     if given and not planning:

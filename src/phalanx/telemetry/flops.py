@@ -137,11 +137,6 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     return None
 
 
-def known_gpus() -> list[str]:
-    """The GPUs that named_peak_flops knows; the full name of a known GPU contains all words of one of these."""
-    return sorted(_PEAK_TFLOPS)
-
-
 def named_peak_flops(name: str, dtype: torch.dtype) -> float | None:
     """Datasheet FLOP/s of the GPU that torch calls `name`; None if it is unknown, or for 64-bit and 8-bit dtypes."""
     words = name.upper()

@@ -1,4 +1,4 @@
-"""The plan of a training job on a cluster, which `--plan` prints: its groups, batches, memory, messages and time.
+"""The plan of a training job on a cluster, which `--plan` prints: its groups, batches, memory, messages and arithmetic.
 
 It needs no GPU, process group or weights: the arithmetic is that of the job, and memory is counted on tensors of
 torch's meta device, which have only shapes.
@@ -15,28 +15,19 @@ from phalanx.config.joint import JointConfig
 from phalanx.config.messages import ConfigError
 from phalanx.config.run import RunConfig
 from phalanx.distributed.launch import Launch
-from phalanx.run.cli import PLAN_SECONDS
-from phalanx.telemetry.flops import known_gpus, named_peak_flops
 from phalanx.tools.plan.jobs import check, locate, parts_of, policies_of
 from phalanx.tools.plan.layout import Cluster
-from phalanx.tools.plan.pace import Gpu, given_seconds
 from phalanx.tools.plan.text import describe, sizes
-
-_NUMBERS = {
-    "gpu_memory_gb": "GB (10^9 bytes) of a GPU, such as 80",
-    "gpu_hour_price": "the price of a GPU for an hour, such as 2.5",
-    **dict.fromkeys(PLAN_SECONDS, "seconds of the phase if all ranks did it, such as 30"),
-}
 
 
 def plan_job(cfg: RunConfig | JointConfig, words: Mapping[str, str]) -> str:
-    """The plan as text. `words` may contain nnodes, nproc_per_node (or nproc), gpu, gpu_memory_gb, gpu_hour_price and
-    the seconds of phases; missing ones come from train.sh's variables and from the local GPU.
+    """The plan as text. `words` may contain nnodes, nproc_per_node (or nproc) and gpu_memory_gb; missing ones come
+    from train.sh's variables and from the local GPU.
 
     Of several sizes the largest that works is described. Raises ValueError, in one line, if the job itself would be
     refused or the model folder cannot be read.
     """
-    tried, gpu, given = clusters(words, os.environ), gpu_of(words), numbers(words)
+    tried, gpu_memory = clusters(words, os.environ), memory_of(words)
     cfg = deepcopy(cfg)
     cfg.trainer.output_dir = "."  # the cluster's folder need not exist here
     locate(cfg)
@@ -52,9 +43,8 @@ def plan_job(cfg: RunConfig | JointConfig, words: Mapping[str, str]) -> str:
         none = f"no number of nodes from {tried[0].nodes} to {tried[-1].nodes} works: " if len(tried) > 1 else ""
         raise ConfigError(none + refused[tried[0]])
     largest = [cluster for cluster in tried if cluster not in refused][-1]
-    known = given_seconds(given, cfg, largest)
     alternate = isinstance(cfg, JointConfig) and cfg.alternate is not None
-    text = describe(largest, parts_of(cfg, largest), gpu, known, alternate=alternate)
+    text = describe(largest, parts_of(cfg, largest), gpu_memory, alternate=alternate)
     if len(tried) == 1:
         return text
     *_, last = policies_of(cfg).values()  # statements about all ranks of a joint run are about the painter's job
@@ -80,27 +70,11 @@ def _integer(text: str) -> int:
     return int(text) if text.isdecimal() else 0
 
 
-def gpu_of(words: Mapping[str, str]) -> Gpu:
-    """The GPU to plan for: the one that `words` name, or the local one, with their memory and price if given. Raises
-    ConfigError for a word that cannot be used.
-    """
-    name, given = words.get("gpu"), numbers(words)
-    if name is not None and named_peak_flops(name, torch.bfloat16) is None:
-        raise ConfigError(f"gpu={name}: expected a name with one of {', '.join(known_gpus())} in it")
-    memory = int(given["gpu_memory_gb"] * 1e9) if "gpu_memory_gb" in given else None
-    if name is None and torch.cuda.is_available():
-        local = torch.cuda.get_device_properties(0)
-        name, memory = local.name, memory or local.total_memory
-    return Gpu(name, memory, given.get("gpu_hour_price"))
-
-
-def numbers(words: Mapping[str, str]) -> dict[str, float]:
-    """The words whose values are numbers above 0. Raises ConfigError for other values of these words."""
-    given = {}
-    for name, expected in _NUMBERS.items():
-        if name in words:
-            text = words[name]
-            if not text.replace(".", "", 1).isdecimal() or float(text) == 0:
-                raise ConfigError(f"{name}={text}: expected {expected}")
-            given[name] = float(text)
-    return given
+def memory_of(words: Mapping[str, str]) -> int | None:
+    """Bytes of a GPU: those of `words`, or of the local GPU; None without either. Raises ConfigError for no number."""
+    if "gpu_memory_gb" in words:
+        text = words["gpu_memory_gb"]
+        if not text.replace(".", "", 1).isdecimal() or float(text) == 0:
+            raise ConfigError(f"gpu_memory_gb={text}: expected GB (10^9 bytes) of a GPU, such as 80")
+        return int(float(text) * 1e9)
+    return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None

@@ -1,10 +1,11 @@
-"""The batches of a planned step in words, and its messages: bytes that a rank receives, and sends as many."""
+"""The batches of a planned step in words, its operations, and its messages: bytes that a rank receives and sends."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from phalanx.config.messages import counted
 from phalanx.distributed.mesh import ACTOR, ROLLOUT
+from phalanx.run.roles import Roles
 from phalanx.tools.plan.blueprint import PlannedFlowPolicy
 from phalanx.tools.plan.jobs import task_of
 from phalanx.tools.plan.ledger import kinds
@@ -58,7 +59,7 @@ def _of_tokens(p: RLRehearsal) -> Rows:
     engine = "" if p.cfg.rollout.facts.weights == "policy" else f", in {p.cfg.rollout.engine}"
     if isinstance(p.rollout, PlannedBlockRollout):
         what, each = "positions", p.rollout.per_look
-        engine = f", {each:.3g} tokens per denoising step{' (assumed, for the time)' * (each == PER_LOOK)}"
+        engine = f", {each:.3g} tokens per denoising step{' (assumed, for the arithmetic)' * (each == PER_LOOK)}"
     inner = f"{counted(plan.first(1), 'response')} of {longest} {what}"
     if plan.budget is not None:
         inner = f"at most {plan.budget} {what}, {plan.budget // longest} of the longest responses"
@@ -103,6 +104,36 @@ def _inputs(p: Rehearsal) -> Iterator[tuple[str, str]]:
         assert p.samples.tokens is not None, "samples of tokens have lengths"
         clean = int(p.samples.tokens[0]) - most * size
         yield "states", f"{most} of {size} tokens behind {clean} of a sample at most"
+
+
+def arithmetic(parts: Sequence[Rehearsal], roles: Roles, *, alternate: bool = False) -> Rows:
+    """Operations of a step, of each policy of a joint run, or of the ranks of each role. alternate: each step trains
+    only one of the policies.
+    """
+    rows = []
+    for p in parts:
+        if p.role:
+            assert isinstance(p, RLRehearsal), "only samples are drawn elsewhere"
+            rows.append((p.role, _operations(p.flops_of_role, len(roles.ranks[p.role]))))
+            continue
+        text = _operations(p.flops, p.policy.layout.cluster.ranks)
+        if alternate:
+            assert isinstance(p, RLRehearsal), "both draw samples"
+            text += f"; {_operations(p.drawn_flops)} in a step that does not train it"
+        rows.append((p.part or "a step", text))
+        again = 1 - p.model_flops / p.flops
+        if again > 0 and not p.part:
+            rows.append(("repeated", f"{100 * again:.0f} % of it, recomputed in backward passes"))
+    if any(p.policy.tokens for p in parts):
+        rows.append(("assumed", "all prompts and responses have their maximum lengths"))
+    return [*rows, ("left out", "rewards, text encoders, VAE and vision tower")]
+
+
+def _operations(flops: int, ranks: int = 1) -> str:
+    """A number of operations with its unit, and each rank's share of it."""
+    unit, size = ("PFLOP", 1e15) if flops >= 1e15 else ("TFLOP", 1e12)
+    text = f"{flops / size:.4g} {unit}"
+    return text if ranks == 1 else f"{text}, {flops / ranks / size:.4g} per rank"
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ from phalanx.tools.plan.ledger import META, Ledger
 from phalanx.tools.plan.vision import PlannedVision, shows_images
 from phalanx.types import Each, Prompt, Samples
 
-PER_LOOK = 2.5  # tokens that a pass over a block unmasks if a threshold decides; an assumption, only for the time
+PER_LOOK = 2.5  # tokens that a pass over a block unmasks if a threshold decides; an assumption, only for the arithmetic
 
 
 class PlannedLMPolicy(CountedPolicy, LMPolicy):
@@ -48,12 +48,6 @@ class PlannedLMPolicy(CountedPolicy, LMPolicy):
 
     def make_reader(self) -> None:
         """None: no prompt is read."""
-
-    def recompute(self, count: int) -> None:
-        """Have the first `count` layers recomputed in backward passes."""
-        module = self.trained.module
-        module.eval()  # also those that were recomputed
-        module.recomputes, self.trained.recomputed = count, count / len(self.blocks)
 
     def scored(self, trace: TokenTrace, temperature: float) -> TokenReplay:
         """As LMPolicy.scored; only the first of equal passes of a phase runs."""
@@ -207,7 +201,7 @@ class PlannedBlockLM(BlockDiffusionLM):
 
 
 class PlannedBlockPolicy(PlannedLMPolicy, BlockDiffusionPolicy):
-    """See PlannedLMPolicy. looks_of_a_response: passes that decode a response, for the time."""
+    """See PlannedLMPolicy. looks_of_a_response: passes that decode a response, for the arithmetic."""
 
     looks_of_a_response = 0.0
 

@@ -9,17 +9,14 @@ from phalanx.distributed.mesh import ACTOR, INFERENCE, ROLLOUT
 from phalanx.distributed.placement import place
 from phalanx.run.roles import Roles, roles_of, span
 from phalanx.run.rules import of_part
-from phalanx.tools.plan.batch import batch, messages
+from phalanx.tools.plan.batch import arithmetic, batch, messages
 from phalanx.tools.plan.jobs import roles_on, task_of
 from phalanx.tools.plan.layout import Cluster, Weight
 from phalanx.tools.plan.memory import MAPPED, Memory, count
-from phalanx.tools.plan.pace import Gpu, Seconds, arithmetic, assumed_seconds, schedules
 from phalanx.tools.plan.rehearsal import Rehearsal, RLRehearsal
 from phalanx.tools.plan.tables import Rows, Scale, groups, listed, table
-from phalanx.tools.plan.warnings import allowance, fewer_blocks, warnings
+from phalanx.tools.plan.warnings import allowance, warnings
 
-NETWORK = 50e9  # assumed bytes per second between nodes: a link of 400 Gbit/s
-SLOW = 0.01  # seconds; shorter transfers are not mentioned
 # rows of a batch that are about a rank of each role; the others are about the whole step
 OF_A_RANK = {
     ROLLOUT: ("a rank", "rollout", "forward passes"),
@@ -29,32 +26,27 @@ OF_A_RANK = {
 
 
 def describe(
-    cluster: Cluster, parts: Sequence[Rehearsal], gpu: Gpu, given: Seconds | None = None, *, alternate: bool = False
+    cluster: Cluster, parts: Sequence[Rehearsal], gpu_memory: int | None = None, *, alternate: bool = False
 ) -> str:
     """The plan of a job of these parts (phalanx.tools.plan.jobs.parts_of).
 
-    given: the seconds of each role's phase; None to derive them from the arithmetic. alternate: the policies of a joint
-    run are trained in different steps.
+    gpu_memory: bytes of a GPU; None if unknown. alternate: the policies of a joint run are trained in different steps.
     """
     cfg = parts[-1].cfg
     if parts[0].part:  # each policy of a joint run shares the device with the other one
-        held = {p.part: sum(count(p, gpu.memory).held.values()) for p in parts}
+        held = {p.part: sum(count(p, gpu_memory).held.values()) for p in parts}
         for p in parts:
             p.beside = {f"the {name}": size for name, size in held.items() if name != p.part}
     roles = roles_on(cfg, cluster) if parts[0].role else roles_of({}, cluster.launch)
-    memories = [(p, count(p, gpu.memory)) for p in parts]
+    memories = [(p, count(p, gpu_memory)) for p in parts]
     of_ranks: list[list[str]] = []
     warned = []
     for p, memory in memories:
         ranks, label = roles.ranks[p.role or ACTOR], f"{p.label}: " if p.label else ""
-        of_ranks += _of_a_rank(p, memory, len(ranks), gpu)
-        for warning in warnings(p, memory, gpu, ranks, cluster.per_node):
+        of_ranks += _of_a_rank(p, memory, len(ranks), gpu_memory)
+        for warning in warnings(p, memory, gpu_memory, ranks, cluster.per_node):
             warned.append(f"warning: {label}{of_part(warning, p.part) if p.part else warning}")
     topology, within = ("Topology", "") if roles.collocated else ("Placement", " within a role")
-    times = [arithmetic(parts, gpu, alternate=alternate)] if roles.collocated else []
-    if isinstance(cfg, RLConfig) and (given is not None or not roles.collocated):
-        times.append(schedules(cfg, cluster, roles, given or assumed_seconds(parts, gpu), gpu))
-    timed = [[title, *listed(rows)] for title, rows in times]
     sections = [
         [f"Plan of {words(cluster)}; no GPU, process group or weights were used"],
         [topology, *listed([*_ranks(parts, roles, cluster), *_rewards(cfg, roles, cluster)])],
@@ -63,9 +55,8 @@ def describe(
         ["In the host's memory", *listed(_host(memories, roles, cluster.per_node))],
         _across(parts, roles),
         [f"Messages of a step{within}: bytes that each rank receives, and sends as well", *_messages(parts)],
-        timed[0],
+        ["Arithmetic", *listed(arithmetic(parts, roles, alternate=alternate))],
         warned,
-        *timed[1:],
     ]
     return "\n\n".join("\n".join(lines) for lines in sections if lines)
 
@@ -150,7 +141,7 @@ def _batches(parts: Sequence[Rehearsal]) -> Iterator[list[str]]:
 # -- memory -------------------------------------------------------------------------------------------------------
 
 
-def _of_a_rank(p: Rehearsal, memory: Memory, ranks: int, gpu: Gpu) -> Iterator[list[str]]:
+def _of_a_rank(p: Rehearsal, memory: Memory, ranks: int, gpu_memory: int | None) -> Iterator[list[str]]:
     """The memory of a rank; for one of the `ranks` ranks of a role also its share of the batch."""
     layout, title, work = p.policy.layout, f"Memory of a rank{': ' * bool(p.part)}{p.part}", []
     trained = f"{_billions(layout.trained)} B of them trained"
@@ -162,14 +153,14 @@ def _of_a_rank(p: Rehearsal, memory: Memory, ranks: int, gpu: Gpu) -> Iterator[l
     scale = Scale(memory.peak)
     rows = [("held throughout", scale.unit), *((f"  {name}", scale(size)) for name, size in memory.held.items())]
     yield [f"{title} ({_billions(layout.weights)} B weights, {trained})", *listed(work), *table(rows)]
-    yield [*_phases(p, memory, gpu), *_checkpointing(p, gpu)]
+    yield [*_phases(p, memory, gpu_memory)]
 
 
 def _billions(weights: Iterable[Weight]) -> str:
     return f"{sum(w.count for w in weights) / 1e9:.3g}"
 
 
-def _phases(p: Rehearsal, memory: Memory, gpu: Gpu) -> Iterator[str]:
+def _phases(p: Rehearsal, memory: Memory, gpu_memory: int | None) -> Iterator[str]:
     scale, held = Scale(memory.peak), sum(memory.held.values())
     rows: list[Sequence[str]] = [("phase", "held", "gathered", "activations", "gradients", "other", "together")]
     for q in memory.phases:
@@ -177,23 +168,10 @@ def _phases(p: Rehearsal, memory: Memory, gpu: Gpu) -> Iterator[str]:
         sizes = (held, q.gathered, q.activations, q.gradients, q.other, held + q.total)
         rows.append((name, *map(scale, sizes)))
     yield from table(rows)
-    if gpu.memory is not None:
-        plain, unit = Scale(gpu.memory).plain, Scale(gpu.memory).unit
+    if gpu_memory is not None:
+        plain, unit = Scale(gpu_memory).plain, Scale(gpu_memory).unit
         beside, owners = allowance(p, memory)
-        yield f"  peak: {plain(memory.peak)} and {plain(beside)} for {owners}, of {plain(gpu.memory)} {unit}"
-
-
-def _checkpointing(p: Rehearsal, gpu: Gpu) -> Iterator[str]:
-    """The smallest number of recomputed blocks that fits, if it is below the configured one."""
-    fewer = None if p.role else fewer_blocks(p, gpu)
-    if fewer is None:
-        return
-    blocks, flops = fewer
-    key = f"model.gradient_checkpointing_blocks={blocks} of {len(p.policy.blocks)}"
-    key = key if blocks else "model.gradient_checkpointing=false"
-    key = of_part(key, p.part) if p.part else key
-    before, after = 100 * (1 - p.model_flops / p.flops), 100 * (1 - p.model_flops / flops)
-    yield f"  fits too: {key}; backward passes then repeat {after:.0f} instead of {before:.0f} % of a step's arithmetic"
+        yield f"  peak: {plain(memory.peak)} and {plain(beside)} for {owners}, of {plain(gpu_memory)} {unit}"
 
 
 def _host(memories: Sequence[tuple[Rehearsal, Memory]], roles: Roles, per_node: int) -> Rows:
@@ -234,10 +212,9 @@ def _across(parts: Sequence[Rehearsal], roles: Roles) -> list[str]:
     to = f"from rank {ranks[ACTOR][0]} to each of {others} ranks that sample{' or score' * scores}"
     again = ", and again for a validation" if "validation: sample" in rollout.ledger.phases else ""
     way = "to inference, and on to the actor" if scores else "to the actor"
-    time = f"; {weights / NETWORK:.2g} s at {NETWORK / 1e9:.0f} GB/s" if weights >= SLOW * NETWORK else ""
     drawn = f"{actor.plan.samples} {task_of(cfg).samples}"
     rows = [
-        ("weights", f"{Scale.of(weights)}, {what}, {to}{again}{time}"),
+        ("weights", f"{Scale.of(weights)}, {what}, {to}{again}"),
         ("samples", f"{Scale.of(samples)} of {drawn}, from the rollout {way}"),
     ]
     return ["What crosses roles in a step", *listed(rows)]
