@@ -21,6 +21,7 @@ from phalanx.models.flow.headers import module_of
 from phalanx.models.flow.policy import DTYPES, FlowPolicy, build_policy
 from phalanx.models.flow.registry import family_of, known_family
 from phalanx.models.headers import read_json
+from phalanx.models.recompute import recompute
 from phalanx.run.world import lone_world
 from phalanx.tools.plan.layout import Cluster, CountedPolicy
 from phalanx.tools.plan.ledger import META, Ledger
@@ -113,6 +114,11 @@ class PlannedFlowPolicy(CountedPolicy, FlowPolicy):
     """A flow model's policy on the meta device. text_tokens: the length of the longest text's embedding."""
 
     text_tokens = 0
+
+    def recompute(self, count: int) -> None:
+        """Have the first `count` blocks recomputed in backward passes."""
+        self.model.transformer.enable_gradient_checkpointing(recompute(self.blocks[:count]))
+        self.trained.recomputed = count / len(self.blocks)
 
 
 def planned_policy(

@@ -166,6 +166,15 @@ def planned_role(cfg: RLConfig, cluster: Cluster, roles: Roles, role: str) -> Re
     return planned(cfg, Cluster(launch.world_size // node, node), plan=plan, role=role, rescores=rescores)
 
 
+def train_again(job: Rehearsal, recomputed: int) -> None:
+    """Repeat a planned job's updates with `recomputed` blocks recomputed in backward passes."""
+    job.state.updates_made = job.state.micro_batches = 0
+    job.ledger.forget("update")
+    job.policy.recompute(recomputed)
+    with mesh.alone(job.cfg.parallel.ulysses_sequence_parallel_size), fused_attention(), job.ledger:
+        job.train()
+
+
 # -- builders of each kind ----------------------------------------------------------------------------------------
 
 

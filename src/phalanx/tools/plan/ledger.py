@@ -180,6 +180,11 @@ class Ledger(TorchDispatchMode):
         self.phase.reach(self.live + inner.peak - inner.before, self.gradients, inner.gathered)
         return torch.empty(shape, dtype=dtype, device=META, requires_grad=requires_grad)
 
+    def forget(self, name: str) -> None:
+        """Drop a phase, which will run again in another way."""
+        del self.phases[name]
+        self._known = {key: value for key, value in self._known.items() if key[0] != name}
+
     @contextmanager
     def uncounted(self) -> Iterator[None]:
         """Do not count tensors that the block makes."""

@@ -49,6 +49,12 @@ class PlannedLMPolicy(CountedPolicy, LMPolicy):
     def make_reader(self) -> None:
         """None: no prompt is read."""
 
+    def recompute(self, count: int) -> None:
+        """Have the first `count` layers recomputed in backward passes."""
+        module = self.trained.module
+        module.eval()  # also those that were recomputed
+        module.recomputes, self.trained.recomputed = count, count / len(self.blocks)
+
     def scored(self, trace: TokenTrace, temperature: float) -> TokenReplay:
         """As LMPolicy.scored; only the first of equal passes of a phase runs."""
         rows, longest, width = *trace.ids.shape, trace.width

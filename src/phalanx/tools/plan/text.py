@@ -15,7 +15,7 @@ from phalanx.tools.plan.layout import Cluster, Weight
 from phalanx.tools.plan.memory import MAPPED, Memory, count
 from phalanx.tools.plan.rehearsal import Rehearsal, RLRehearsal
 from phalanx.tools.plan.tables import Rows, Scale, groups, listed, table
-from phalanx.tools.plan.warnings import allowance, warnings
+from phalanx.tools.plan.warnings import allowance, fewer_blocks, warnings
 
 # rows of a batch that are about a rank of each role; the others are about the whole step
 OF_A_RANK = {
@@ -153,7 +153,7 @@ def _of_a_rank(p: Rehearsal, memory: Memory, ranks: int, gpu_memory: int | None)
     scale = Scale(memory.peak)
     rows = [("held throughout", scale.unit), *((f"  {name}", scale(size)) for name, size in memory.held.items())]
     yield [f"{title} ({_billions(layout.weights)} B weights, {trained})", *listed(work), *table(rows)]
-    yield [*_phases(p, memory, gpu_memory)]
+    yield [*_phases(p, memory, gpu_memory), *_checkpointing(p, gpu_memory)]
 
 
 def _billions(weights: Iterable[Weight]) -> str:
@@ -172,6 +172,19 @@ def _phases(p: Rehearsal, memory: Memory, gpu_memory: int | None) -> Iterator[st
         plain, unit = Scale(gpu_memory).plain, Scale(gpu_memory).unit
         beside, owners = allowance(p, memory)
         yield f"  peak: {plain(memory.peak)} and {plain(beside)} for {owners}, of {plain(gpu_memory)} {unit}"
+
+
+def _checkpointing(p: Rehearsal, gpu_memory: int | None) -> Iterator[str]:
+    """The smallest number of recomputed blocks that fits, if it is below the configured one."""
+    fewer = None if p.role else fewer_blocks(p, gpu_memory)
+    if fewer is None:
+        return
+    blocks, flops = fewer
+    key = f"model.gradient_checkpointing_blocks={blocks} of {len(p.policy.blocks)}"
+    key = key if blocks else "model.gradient_checkpointing=false"
+    key = of_part(key, p.part) if p.part else key
+    before, after = 100 * (1 - p.model_flops / p.flops), 100 * (1 - p.model_flops / flops)
+    yield f"  fits too: {key}; backward passes then repeat {after:.0f} instead of {before:.0f} % of a step's arithmetic"
 
 
 def _host(memories: Sequence[tuple[Rehearsal, Memory]], roles: Roles, per_node: int) -> Rows:

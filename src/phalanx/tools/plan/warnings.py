@@ -1,12 +1,13 @@
-"""Warnings of a plan, and keys that lower its peak."""
+"""Warnings of a plan, and the fewest blocks that gradient checkpointing has to recompute for the update to fit."""
 
+import math
 from collections.abc import Iterator, Sequence
 
 from phalanx.config.run import RLConfig
 from phalanx.distributed.mesh import ROLLOUT
 from phalanx.run.roles import span
-from phalanx.tools.plan.jobs import task_of
-from phalanx.tools.plan.memory import Memory
+from phalanx.tools.plan.jobs import task_of, train_again
+from phalanx.tools.plan.memory import Memory, count
 from phalanx.tools.plan.rehearsal import Rehearsal
 from phalanx.tools.plan.tables import Scale
 
@@ -112,3 +113,40 @@ def _remedies(p: Rehearsal, memory: Memory) -> list[str]:
         "a LoRA (model.lora_rank)": cfg.model.lora_rank == 0,
     }
     return [remedy for remedy, helps in remedies.items() if helps]
+
+
+def fewer_blocks(p: Rehearsal, memory: int | None) -> tuple[int, int] | None:
+    """The smallest number of recomputed blocks that fits, and a step's operations with it; None if that is the number
+    of the job, the job itself does not fit, or `memory`, the bytes of a GPU, is unknown.
+
+    Secant method between a number that fits and one that does not: blocks are nearly alike, so two or three are tried.
+    """
+    share = p.policy.trained.recomputed
+    if memory is None or not share or "update" not in p.ledger.phases:
+        return None
+    configured = round(share * len(p.policy.blocks))
+    before = dict(p.ledger.phases), p.state.updates_made, p.state.micro_batches
+
+    def excess(blocks: int) -> float:
+        """Bytes of an update above those that it may take, with this number of blocks recomputed."""
+        if blocks != configured:
+            train_again(p, blocks)
+        counted = count(p, memory)
+        update = next(phase.total for phase in counted.phases if phase.name == "update")
+        return sum(counted.held.values()) + update + allowance(p, counted)[0] - memory * (1 - SPARE)
+
+    above = {configured: excess(configured)}
+    if above[configured] > 0:
+        return None
+    above[0] = excess(0)
+    few, many = 0, configured if above[0] > 0 else 0
+    while many - few > 1:
+        met = few + above[few] / (above[few] - above[many]) * (many - few)
+        tried = min(max(math.ceil(met), few + 1), many - 1)
+        above[tried] = excess(tried)
+        few, many = (few, tried) if above[tried] <= 0 else (tried, many)
+    p.policy.recompute(many)
+    flops = p.flops
+    p.policy.recompute(configured)
+    p.ledger.phases, p.state.updates_made, p.state.micro_batches = before
+    return (many, flops) if many < configured else None
