@@ -25,7 +25,7 @@ from phalanx.tools.plan.batch import messages
 from phalanx.tools.plan.blueprint import family_name, fetch
 from phalanx.tools.plan.jobs import planned
 from phalanx.tools.plan.layout import Cluster
-from phalanx.tools.plan.lm import PlannedBlockRollout
+from phalanx.tools.plan.lm_blueprint import PlannedBlockRollout
 from phalanx.tools.plan.pace import CARD, USED, Gpu, seconds
 from phalanx.tools.plan.rehearsal import Rehearsal, RLRehearsal, SupervisedRehearsal
 
