@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
-from phalanx.functional.block_diffusion import States, Views, sees, states_of
+from phalanx.functional.block_states import States, Views, sees, states_of
 
 
 def rows(length: int, size: int, states: int, device: str) -> States:

@@ -25,7 +25,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
 from phalanx.config.flow import FlowRLConfig
-from phalanx.distributed.launch import Launch
+from phalanx.distributed.launch_env import Launch
 from phalanx.models.fused_lora import fuse
 from phalanx.models.lora import lora_off
 from phalanx.run.cli import rank, run

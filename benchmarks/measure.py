@@ -20,7 +20,7 @@ from phalanx.config import ConfigError
 from phalanx.config.flow import FlowRewardFunctionConfig, FlowRLConfig
 from phalanx.config.lm import LMRLConfig
 from phalanx.distributed.collectives import reduce_float
-from phalanx.distributed.launch import Launch
+from phalanx.distributed.launch_env import Launch
 from phalanx.run import flow_rl, lm_rl
 from phalanx.run.cli import fail, rank
 from phalanx.run.rl import Trainer

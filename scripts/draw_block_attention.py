@@ -1,10 +1,10 @@
-"""Draws docs/images/block_attention.svg from the mask of phalanx.functional.block_diffusion itself."""
+"""Draws docs/images/block_attention.svg from the mask of phalanx.functional.block_states itself."""
 
 from pathlib import Path
 
 import torch
 
-from phalanx.functional.block_diffusion import BlockTrace, States, replayed, states_of
+from phalanx.functional.block_states import BlockTrace, States, replayed, states_of
 
 FILE = Path(__file__).parents[1] / "docs" / "images" / "block_attention.svg"
 SIZE, PROMPT, MASK = 4, 6, -1

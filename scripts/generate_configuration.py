@@ -25,7 +25,7 @@ from phalanx.config.tasks import (
 )
 from phalanx.models.flow.registry import families
 from phalanx.run.rules import LAUNCH_RULES, MODEL_RULES, RULES, START_RULES, Rule
-from phalanx.run.rules.joint import OF_IMAGES
+from phalanx.run.rules.joint_rules import OF_IMAGES
 
 PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
 MARKER = "<!-- Below this line: written by scripts/generate_configuration.py -->\n"

@@ -18,7 +18,7 @@ def build(cfg: LMRLConfig) -> Callable[[], None]:
 
 
 def check(cfg: LMRLConfig) -> None:
-    from phalanx.models.lm.headers import check_folder
+    from phalanx.models.lm.lm_folder import check_folder
     from phalanx.tools.inputs import check_lm
 
     check_lm(cfg)

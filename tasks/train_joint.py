@@ -11,14 +11,14 @@ from phalanx.run.cli import parse, run
 
 
 def build(cfg: JointConfig) -> Callable[[], None]:
-    from phalanx.run import joint
+    from phalanx.run import joint_rl
     from phalanx.tools.board.report import write_report
 
-    return partial(joint.build(cfg).run, write_report)
+    return partial(joint_rl.build(cfg).run, write_report)
 
 
 def check(cfg: JointConfig) -> None:
-    from phalanx.models.lm.headers import check_folder
+    from phalanx.models.lm.lm_folder import check_folder
     from phalanx.tools.inputs import check_flow
 
     check_flow(cfg.of_painter())

@@ -71,7 +71,7 @@ class Trace(Protocol):
 
     def rescored(self, replays: Sequence[Any], parts: Sequence[Tensor]) -> Self:
         """The trace after the policy has replayed all samples; replays[i] belongs to the rows parts[i]. See
-        phalanx.rollout.correction.
+        phalanx.rollout.rescore.
         """
 
 

@@ -145,7 +145,7 @@ IDS = torch.arange(3, 60).reshape(3, 19)
 
 def taught(cfg: Any) -> dict[str, torch.Tensor]:
     """The logits of a supervised job's final model, with each kind of weights."""
-    from phalanx.run.block_diffusion import build
+    from phalanx.run.block_diffusion_sft import build
 
     job = build(cfg)
     job.fit()

@@ -113,12 +113,12 @@ def test_settings_of_supervised_training(keys: tuple[str, ...], message: str, tm
 
 def said(cfgs: dict[str, Any]) -> dict[str, str]:
     """The messages of jobs that do not start."""
-    from phalanx.run import block_diffusion, lm_rl
+    from phalanx.run import block_diffusion_sft, lm_rl
 
     found = {}
     for name, cfg in cfgs.items():
         with pytest.raises(ValueError) as error:
-            (lm_rl if isinstance(cfg, LMRLConfig) else block_diffusion).build(cfg)
+            (lm_rl if isinstance(cfg, LMRLConfig) else block_diffusion_sft).build(cfg)
         found[name] = str(error.value)
     return found
 

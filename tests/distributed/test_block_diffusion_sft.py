@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from phalanx.config.block_diffusion import BlockDiffusionTaskConfig
-from phalanx.run.block_diffusion import Noised, build
+from phalanx.run.block_diffusion_sft import Noised, build
 from phalanx.training.supervised import SupervisedTrainer
 from tests.helpers.jobs import assert_same_weights, full_weights, rows
 from tests.helpers.lm import tiny_sft_config

@@ -13,12 +13,12 @@ import pytest
 
 from phalanx.config.parallel import ParallelConfig
 from phalanx.config.tasks import CheckClusterConfig
-from phalanx.distributed.launch import Launch
+from phalanx.distributed.launch_env import Launch
 from phalanx.run.rules import load_config
 from phalanx.run.world import start_world
 from phalanx.tools.cluster import check, measure
 from phalanx.tools.cluster.check import ClusterCheck
-from phalanx.tools.cluster.exchange import KVExchange, open_store
+from phalanx.tools.cluster.notes import KVExchange, open_store
 from phalanx.types import JobError
 from tests.helpers.ranks import free_port, run_ranks
 

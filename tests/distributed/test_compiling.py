@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch._inductor import config, cpp_builder
 
 from phalanx.config.lm import LMRLConfig
-from phalanx.models.lm.policy import LMPolicy
+from phalanx.models.lm.lm_policy import LMPolicy
 from tests.helpers.jobs import assert_same_weights
 from tests.helpers.lm import one_step, tiny_lm_config
 from tests.helpers.ranks import run_ranks

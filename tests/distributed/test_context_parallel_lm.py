@@ -29,10 +29,10 @@ from phalanx.config.trained_model import LMModelConfig
 from phalanx.distributed.context_parallel import ContextGroup
 from phalanx.models.lm import packing
 from phalanx.models.lm.agreement import check_agreement
-from phalanx.models.lm.critic import ValueLM
 from phalanx.models.lm.load_folder import causal_lm
 from phalanx.models.lm.model import CausalLM
 from phalanx.models.lm.packing import Row
+from phalanx.models.lm.value_model import ValueLM
 from phalanx.run.world import start_world, stop_world
 from phalanx.tools.plan.jobs import planned
 from phalanx.tools.plan.layout import Cluster

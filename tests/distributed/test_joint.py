@@ -14,7 +14,7 @@ from torch import Tensor
 from phalanx.config.joint import POLICIES, JointConfig
 from phalanx.config.messages import ConfigError
 from phalanx.config.trust import Use
-from phalanx.run.joint import about, build, check
+from phalanx.run.joint_rl import about, build, check
 from phalanx.run.rules import load_config
 from phalanx.tools.export import open_checkpoint
 from tests.helpers.checks import refused

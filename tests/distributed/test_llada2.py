@@ -34,7 +34,7 @@ def gradients(
     folder: Path, keys: dict[str, Any], shards: int, spread: bool = False
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The mean loss of the tokens of four samples, in micro-batches of two or four, and its gradient."""
-    from phalanx.models.lm.policy import build_policy
+    from phalanx.models.lm.lm_policy import build_policy
 
     parallel = ParallelConfig(fsdp_size=shards, expert_parallel=spread)
     world = start_world(parallel)

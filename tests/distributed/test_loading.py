@@ -18,9 +18,9 @@ from phalanx.config.parallel import ParallelConfig
 from phalanx.config.trained_model import LMModelConfig
 from phalanx.models.flow.folder import load_text_encoder
 from phalanx.models.flow.policy import FlowPolicy
-from phalanx.models.lm.export import export_model
+from phalanx.models.lm.lm_export import export_model
+from phalanx.models.lm.lm_policy import build_policy
 from phalanx.models.lm.load_folder import load_model
-from phalanx.models.lm.policy import build_policy
 from phalanx.models.stored import dtype_to_read, moved
 from phalanx.run.world import start_world
 from tests.helpers.jobs import fit, full_weights, tiny_config

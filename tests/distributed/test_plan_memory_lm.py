@@ -22,7 +22,7 @@ from phalanx.config.joint import PAINTER, WRITER
 from phalanx.config.lm import LMRLConfig
 from phalanx.data.prompts import load_prompts
 from phalanx.distributed.mesh import alone
-from phalanx.run import joint
+from phalanx.run import joint_rl
 from phalanx.run.lm_rl import build, load_policy
 from phalanx.run.rules import load_config
 from phalanx.run.world import lone_world
@@ -87,7 +87,7 @@ def medium_lm(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def measure_supervised(cfg: Any) -> dict[str, int]:
     """The same of supervised block diffusion."""
-    from phalanx.run.block_diffusion import build
+    from phalanx.run.block_diffusion_sft import build
 
     strangers = alive()
     t = build(cfg)
@@ -289,7 +289,7 @@ def test_memory_of_experts_on_ranks(experts_folder: Path, tmp_path: Path) -> Non
 def measure_joint(cfg: Any) -> dict[str, int]:
     """Bytes that are held, and the most that there are in phases of both policies."""
     strangers = alive()
-    t = joint.build(cfg)
+    t = joint_rl.build(cfg)
     writer, painter = t.parts[WRITER], t.parts[PAINTER]
     writer.rollout.how = replace(writer.rollout.how, ends=[])  # all responses are the longest
     encoders = [*painter.policy.model.text_encoders]
@@ -308,8 +308,8 @@ def step(t: Any, during: Any) -> None:
     """A training step of a joint run, of which each policy's part is `during` a phase."""
     drawn = t.draw(0)
     for name, updater in t.updaters.items():
-        learn = during(f"{name}: update", joint.train_step)
-        learn(t.job, joint.Drawn(drawn.pop(name)), updater, 0)
+        learn = during(f"{name}: update", joint_rl.train_step)
+        learn(t.job, joint_rl.Drawn(drawn.pop(name)), updater, 0)
 
 
 @pytest.mark.long

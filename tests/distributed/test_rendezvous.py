@@ -13,10 +13,10 @@ import pytest
 
 from phalanx.config import ConfigError
 from phalanx.config.parallel import ParallelConfig
-from phalanx.distributed.launch import Launch
+from phalanx.distributed.launch_env import Launch
 from phalanx.run import rendezvous
 from phalanx.run.world import start_world, stop_world
-from phalanx.tools.cluster.exchange import open_store
+from phalanx.tools.cluster.notes import open_store
 from tests.helpers.ranks import free_port, run_ranks
 
 HOST = socket.gethostname()

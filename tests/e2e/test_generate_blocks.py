@@ -18,7 +18,7 @@ PROMPTS = "prompts=['Ann has 3 books, and more.', Bo]"
 
 def train(base: Path, folder: Path) -> None:
     """Two steps of supervised training of a folder without a mask token, in blocks of four tokens."""
-    from phalanx.run.block_diffusion import build
+    from phalanx.run.block_diffusion_sft import build
 
     rows: list[dict[str, Any]] = []
     for i in range(8):

@@ -24,7 +24,7 @@ import step
 from gpu_lines import Line, Stage
 
 from phalanx.config.flow import FlowRLConfig
-from phalanx.distributed.launch import Launch
+from phalanx.distributed.launch_env import Launch
 from phalanx.run import flow_rl, lm_rl
 
 RECORDED = json.loads(gpu_tiny.RECORDED.read_text())["tiny"]

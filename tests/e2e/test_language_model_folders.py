@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from phalanx.config.trained_model import LMModelConfig
-from phalanx.models.lm.headers import check_folder
+from phalanx.models.lm.lm_folder import check_folder
 from phalanx.models.lm.load_folder import load_tokenizer
 from phalanx.types import JobError
 from tests.helpers.jobs import rows

@@ -108,7 +108,7 @@ def sft_overrides(model: Path, folder: Path) -> list[str]:
 
 def fit_sft(cfg: BlockDiffusionTaskConfig) -> dict[str, torch.Tensor]:
     """Like `fit`, for a supervised job."""
-    from phalanx.run.block_diffusion import build
+    from phalanx.run.block_diffusion_sft import build
 
     trainer = build(cfg)
     trainer.fit()

@@ -15,7 +15,7 @@ from phalanx.config.trained_model import FlowModelConfig
 from phalanx.distributed.mesh import World
 from phalanx.distributed.seed import fold_in, normal
 from phalanx.models.flow.policy import FlowPolicy, build_policy
-from phalanx.models.lm.policy import LMPolicy
+from phalanx.models.lm.lm_policy import LMPolicy
 from phalanx.rollout.flow.denoise import Job
 from phalanx.rollout.flow.in_policy import PolicyRollout
 from phalanx.run.world import start_world, stop_world

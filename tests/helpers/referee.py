@@ -21,9 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from phalanx.config.parallel import ParallelConfig
 from phalanx.config.run import RunConfig
 from phalanx.distributed import mesh
-from phalanx.distributed.launch import Launch
+from phalanx.distributed.launch_env import Launch
 from phalanx.run.watchdog import Watch
-from phalanx.tools.plan import blueprint, jobs, lm, rehearsal
+from phalanx.tools.plan import blueprint, jobs, lm_blueprint, rehearsal
 from phalanx.tools.plan.layout import Cluster
 from phalanx.tools.plan.ledger import META, Ledger
 from phalanx.tools.plan.rehearsal import AnyPlannedPolicy
@@ -115,7 +115,7 @@ def referee(cfg: RunConfig, cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -
         patch.setattr(torch.cpu.Stream, "record_event", lambda *_: torch.cpu.Event(), raising=False)
         patch.setattr(torch.UntypedStorage, "resize_", resizing(ledgers))
         patch.setattr(_fsdp_param_group.FSDPParamGroup, "_validate_cpu_offload_params", lambda _: None)
-        for module in (blueprint, lm):
+        for module in (blueprint, lm_blueprint):
             patch.setattr(module, "lone_world", world_of(cluster.ranks))
         patch.setattr(jobs, "Ledger", RealLedger)
         patch.setattr(rehearsal, "PlannedState", RealState)

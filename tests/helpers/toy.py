@@ -17,7 +17,7 @@ from phalanx import algorithms
 from phalanx.config.engine_facts import EngineFacts
 from phalanx.config.run import RLConfig, RunConfig
 from phalanx.data.streams import PromptStream
-from phalanx.distributed.launch import Launch
+from phalanx.distributed.launch_env import Launch
 from phalanx.distributed.mesh import World
 from phalanx.distributed.seed import fold_in
 from phalanx.models.trained import TrainedModel

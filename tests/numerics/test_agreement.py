@@ -15,9 +15,9 @@ from phalanx.config.parallel import ParallelConfig
 from phalanx.config.trained_model import LMModelConfig
 from phalanx.distributed.mesh import World
 from phalanx.models.lm.agreement import check_agreement
+from phalanx.models.lm.lm_policy import build_policy
 from phalanx.models.lm.load_folder import causal_lm
 from phalanx.models.lm.model import CausalLM, decoder_of, positions
-from phalanx.models.lm.policy import build_policy
 
 # Sizes by the names that classes use; each class gets those that its configuration has.
 SIZES: dict[str, Any] = {

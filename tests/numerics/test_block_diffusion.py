@@ -14,11 +14,11 @@ from phalanx.config.parallel import ParallelConfig
 from phalanx.config.ranges import ESTIMATES
 from phalanx.config.trained_model import LMModelConfig
 from phalanx.distributed.mesh import World
-from phalanx.functional.block_diffusion import BlockTrace, States, confident, least_unmasked, replayed, states_of
+from phalanx.functional.block_states import BlockTrace, States, confident, least_unmasked, replayed, states_of
 from phalanx.functional.tokens import Truncation
 from phalanx.models.lm.blocks import BlockDiffusionPolicy, build_block_policy
 from phalanx.rollout.lm.decode import Decoding
-from phalanx.rollout.lm.denoise import Denoising, drawn_tokens
+from phalanx.rollout.lm.denoise_blocks import Denoising, drawn_tokens
 from phalanx.rollout.lm.in_blocks import BlockDiffusionRollout
 from phalanx.rollout.lm.in_policy import Drawn, measured
 from phalanx.types import Prompt, Samples
@@ -229,7 +229,7 @@ def test_a_draw_in_parts_is_the_draw(keys: dict[str, Any], dtype: torch.dtype) -
     uniform, masked = (torch.rand(6, SIZE, generator=stream) for _ in range(2))
     whole = drawn_tokens(logits, masked < 0.8, uniform, how)
     for rows in (1, 7):
-        with patch("phalanx.rollout.lm.denoise.TOGETHER", rows * 1000 + 999):
+        with patch("phalanx.rollout.lm.denoise_blocks.TOGETHER", rows * 1000 + 999):
             parts = drawn_tokens(logits, masked < 0.8, uniform, how)
         assert all(torch.equal(one, other) for one, other in zip(parts, whole, strict=True))
     assert 12 < len(whole[0]) < 24 and not (whole[0] == how.mask_id).any()

@@ -11,7 +11,7 @@ from phalanx.config.flow import FlowRolloutConfig
 from phalanx.distributed.mesh import World
 from phalanx.distributed.passes import Passes
 from phalanx.functional.correction import correction_weight
-from phalanx.rollout.correction import rescore
+from phalanx.rollout.rescore import rescore
 from phalanx.types import Samples
 from tests.helpers.policies import make_policy, make_rollout, sample
 

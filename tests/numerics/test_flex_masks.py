@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from phalanx.functional.block_diffusion import States, sees
+from phalanx.functional.block_states import States, sees
 from phalanx.models.lm.flex import block_mask
 
 

@@ -20,7 +20,7 @@ from phalanx.config.trained_model import LMModelConfig
 from phalanx.distributed.mesh import World
 from phalanx.models import linear as products
 from phalanx.models.linear import MIN_ROWS, OneDnnLinear, preferred, unfuse_biases, use_onednn
-from phalanx.models.lm.policy import build_policy
+from phalanx.models.lm.lm_policy import build_policy
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch without oneDNN")
 

@@ -7,8 +7,8 @@ from torch import nn
 
 from phalanx.config.lm import LMRLConfig
 from phalanx.config.trained_model import LMModelConfig
+from phalanx.models.lm.lm_policy import LORA_TARGETS
 from phalanx.models.lm.model import CausalLM
-from phalanx.models.lm.policy import LORA_TARGETS
 from phalanx.models.lora import add_lora, all_linear, linear_layers
 from phalanx.run.rules import load_config
 from tests.numerics.test_agreement import tiny

@@ -15,8 +15,8 @@ from phalanx.config.trained_model import LMModelConfig
 from phalanx.distributed.mesh import World
 from phalanx.functional.tokens import TokenTrace
 from phalanx.models.lm import packing
+from phalanx.models.lm.lm_policy import LMPolicy, build_policy
 from phalanx.models.lm.model import CausalLM
-from phalanx.models.lm.policy import LMPolicy, build_policy
 from phalanx.types import Prompt, Samples
 from tests.helpers.checks import agree_as_sums
 from tests.helpers.policies import disturb

@@ -19,8 +19,8 @@ from phalanx.config.trained_model import LMModelConfig
 from phalanx.distributed.mesh import World
 from phalanx.models.lm import packing
 from phalanx.models.lm import varlen as ours
+from phalanx.models.lm.lm_policy import build_policy
 from phalanx.models.lm.model import CausalLM
-from phalanx.models.lm.policy import build_policy
 from tests.numerics.test_packing import STARTS, trace
 
 SIGNATURE = inspect.signature(varlen.varlen_attn)

@@ -22,8 +22,8 @@ from phalanx.distributed.mesh import World
 from phalanx.distributed.passes import Passes
 from phalanx.functional.tokens import FAR, Truncation, sampled_from, token_scores
 from phalanx.media.pictures import Picture
-from phalanx.models.lm.critic import build_critic
-from phalanx.models.lm.policy import LMPolicy, build_policy
+from phalanx.models.lm.lm_policy import LMPolicy, build_policy
+from phalanx.models.lm.value_model import build_critic
 from phalanx.rollout.lm.decode import Decoding, draw
 from phalanx.rollout.lm.in_policy import LMRollout
 from phalanx.types import Prompt, Samples

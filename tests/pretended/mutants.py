@@ -63,7 +63,7 @@ DECODE = "rollout/lm/decode.py"
 JUDGE = "engines/transformers.py"
 TEXT_ENGINE = "engines/vllm_text.py"
 JUDGE_ENGINE = "engines/vllm.py"
-TEXT_ROLLOUT = "rollout/lm/vllm.py"
+TEXT_ROLLOUT = "rollout/lm/vllm_rollout.py"
 LINK = "run/link.py"
 EXPERTS = "distributed/expert_parallel.py"
 
@@ -103,10 +103,16 @@ MUTANTS = [
     ),
     Mutant("lm", DECODE, "torch.tensor(decoding.ends, device=device)", "torch.tensor(decoding.ends)"),
     Mutant(
-        "blocks", "rollout/lm/denoise.py", "column = torch.arange(width, device=device)", "column = torch.arange(width)"
+        "blocks",
+        "rollout/lm/denoise_blocks.py",
+        "column = torch.arange(width, device=device)",
+        "column = torch.arange(width)",
     ),
     Mutant(
-        "blocks", "rollout/lm/denoise.py", "torch.eye(width, dtype=torch.bool, device=device)", "torch.eye(width) > 0"
+        "blocks",
+        "rollout/lm/denoise_blocks.py",
+        "torch.eye(width, dtype=torch.bool, device=device)",
+        "torch.eye(width) > 0",
     ),
     Mutant("lm", LM_POLICY, "return uniform.to(self.world.device)", "return uniform"),
     Mutant("lm", LM_POLICY, "ids.to(device), starts.to(device)", "ids, starts.to(device)"),
@@ -115,8 +121,8 @@ MUTANTS = [
     Mutant("lm", DECODE, "ids, mask = ids.to(device), mask", "ids, mask = ids, mask"),
     Mutant("lm", DECODE, "torch.zeros(len(rows), dtype=torch.bool, device=device)", "torch.zeros(len(rows)) > 0"),
     Mutant("lm_packed", "models/lm/packing.py", "torch.cat(positions)]).to(ids.device)", "torch.cat(positions)])"),
-    Mutant("ppo", "training/critic.py", "weight = weight.to(self.world.device)", "weight = weight"),
-    Mutant("blocks", "rollout/lm/denoise.py", "input_ids=ids.to(device)", "input_ids=ids"),
+    Mutant("ppo", "training/critic_trainer.py", "weight = weight.to(self.world.device)", "weight = weight"),
+    Mutant("blocks", "rollout/lm/denoise_blocks.py", "input_ids=ids.to(device)", "input_ids=ids"),
     Mutant("blocks", "rollout/lm/in_blocks.py", "step.to(ids.device), seeds.to", "step.to('cpu'), seeds.to"),
     Mutant("judge", JUDGE, "noise.to(scores.device)", "noise"),
     Mutant("judge_beside", JUDGE, ").to(self._device, dtype=self._model.dtype)", ")"),

@@ -16,7 +16,7 @@ from phalanx.engines import vllm_text
 from phalanx.engines.vllm import VllmEngine
 from phalanx.engines.vllm_text import TextEngine, TextEngineConfig
 from phalanx.functional.tokens import WHOLE
-from phalanx.rollout.lm import vllm as rollout_engine
+from phalanx.rollout.lm import vllm_rollout as rollout_engine
 from tests.pretended.record import RECORD
 
 # a step of whoever sleeps

@@ -7,7 +7,7 @@ import ast
 import re
 import sys
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from graphlib import CycleError, TopologicalSorter
@@ -88,6 +88,17 @@ GROUP_MAKERS = {
     "split_group",
 }
 LONGEST_CHAIN = {"core": 14, "all": 20}  # modules that import one another, one after the other
+# Names of files that several folders have: those that a configuration or a user's file names.
+SAME_NAMES = {
+    "__init__.py": "a package's own",
+    "registry.py": "the names of a package's parts",
+    "environment.py": "the section `environment`, and the name of a reward",
+    "flow.py": "users' algorithms and families import phalanx.functional.flow and phalanx.config.flow",
+    "in_policy.py": "users' engines derive from phalanx.rollout.flow.in_policy and phalanx.rollout.lm.in_policy",
+    "qwen_image.py": "the name of a family, and of its part in vLLM-omni",
+    "reasoning_gym.py": "the name of an environment, and of its reward",
+    "sd3.py": "the name of a family, and of its part in vLLM-omni",
+}
 MAX_LINES = 400
 MAX_TEST_LINES = 500
 
@@ -339,6 +350,25 @@ def test_the_page_has_these_layers_and_every_part() -> None:
     layout = set(re.findall(r"[\w.]+", code_block(page, "Layout")))
     parts = {module.part for module in MODULES} - {"", "tasks"}
     assert {part for part in parts if not {part, f"{part}.py"} & layout} == set()
+
+
+def files_of_one_name(paths: Iterable[Path]) -> dict[str, list[str]]:
+    """The names that several files have, with their folders."""
+    folders: dict[str, list[str]] = {}
+    for path in paths:
+        folders.setdefault(path.name, []).append(str(path.parent))
+    return {name: sorted(places) for name, places in folders.items() if len(places) > 1}
+
+
+def test_a_name_leads_to_one_file() -> None:
+    source = ROOT / "src" / "phalanx"
+    same = files_of_one_name(path.relative_to(source) for path in source.rglob("*.py"))
+    assert {name: places for name, places in same.items() if name not in SAME_NAMES} == {}
+    assert set(SAME_NAMES) == set(same)  # no exception outlives its reason
+
+
+def test_files_of_one_name_are_found() -> None:
+    assert files_of_one_name([Path("a/x.py"), Path("b/x.py"), Path("b/y.py")]) == {"x.py": ["a", "b"]}
 
 
 def test_files_of_tests_are_short() -> None:

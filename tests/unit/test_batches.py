@@ -13,7 +13,7 @@ from phalanx.algorithms import diffusion_dpo, flow_grpo
 from phalanx.config import ConfigError
 from phalanx.config.flow import FlowRewardFunctionConfig, FlowRLConfig
 from phalanx.config.messages import cut
-from phalanx.distributed.launch import Launch
+from phalanx.distributed.launch_env import Launch
 from phalanx.run import flow_rl
 from phalanx.run.rules import load_config
 from phalanx.run.world import check_world

@@ -10,7 +10,7 @@ import yaml
 
 from phalanx.config.block_diffusion import BlockDiffusionTaskConfig
 from phalanx.config.lm import LMRLConfig
-from phalanx.run import block_diffusion, lm_rl
+from phalanx.run import block_diffusion_sft, lm_rl
 from phalanx.run.rules import load_config
 from tests.helpers.llada2 import tiny_llada2
 from tests.helpers.lm import REWARD, one_step
@@ -38,7 +38,7 @@ def kind(path: Path) -> Any:
 def test_batches_divide(path: Path) -> None:
     cfg = load_config(kind(path), str(path), [])
     if path.stem.endswith("sft"):
-        each = block_diffusion.samples_of_rank(cfg, ranks_of(path))
+        each = block_diffusion_sft.samples_of_rank(cfg, ranks_of(path))
     else:
         each = lm_rl.plan(cfg, ranks_of(path)).per_rank // cfg.rollout.n
     assert each * ranks_of(path) == cfg.data.train_batch_size
@@ -55,7 +55,7 @@ def test_holds_differences_only(path: Path) -> None:
 
 def trained(cfg: BlockDiffusionTaskConfig) -> list[dict[str, float]]:
     """The rows of metrics of a supervised job."""
-    block_diffusion.build(cfg).fit()
+    block_diffusion_sft.build(cfg).fit()
     return [json.loads(line) for line in (Path(cfg.trainer.output_dir) / "metrics.jsonl").read_text().splitlines()]
 
 

@@ -15,8 +15,8 @@ from phalanx.run.rules import load_config
 from phalanx.tools.cluster import diagnose, facts
 from phalanx.tools.cluster.facts import Gpu, Machine, PathFact, RankInfo
 from phalanx.tools.cluster.measure import wrong_sum
-from phalanx.tools.cluster.messages import difference, listed, name_nodes
 from phalanx.tools.cluster.table import table
+from phalanx.tools.cluster.wording import difference, listed, name_nodes
 from tests.helpers.ranks import ROOT
 from tests.helpers.shells import write_tool
 

@@ -10,7 +10,7 @@ import pytest
 from datasets import Dataset, Features, Image, List, Value
 
 from phalanx.config.lm import LMRLConfig
-from phalanx.data.files import FORMATS, DataError
+from phalanx.data.data_files import FORMATS, DataError
 from phalanx.data.prompts import answer_of, load_prompts, validation_sets
 from phalanx.run.rules import load_config
 from tests.helpers.checks import refused

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.config import ConfigError
-from phalanx.distributed.launch import Launch
+from phalanx.distributed.launch_env import Launch
 from phalanx.run import devices
 from phalanx.run.devices import stay_near_gpu
 from tests.helpers.ranks import run_ranks

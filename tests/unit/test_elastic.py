@@ -17,7 +17,7 @@ import torch.distributed as dist
 from phalanx.config import ConfigError
 from phalanx.config.flow import FlowRLConfig
 from phalanx.distributed.collectives import all_gather_object
-from phalanx.distributed.launch import Launch
+from phalanx.distributed.launch_env import Launch
 from phalanx.distributed.mesh import shard_size
 from phalanx.run.roles import roles_of
 from phalanx.run.rules import check_launch, load_config

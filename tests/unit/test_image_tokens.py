@@ -14,7 +14,7 @@ from phalanx.config.parallel import ParallelConfig
 from phalanx.config.trained_model import LMModelConfig
 from phalanx.engines.transformers import image_tokens, load_processor
 from phalanx.media.pictures import Picture
-from phalanx.models.lm.policy import build_policy
+from phalanx.models.lm.lm_policy import build_policy
 from phalanx.run.lm_prompt_lengths import fitting_prompts
 from phalanx.run.lm_rl import build
 from phalanx.types import Prompt

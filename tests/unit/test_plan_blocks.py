@@ -11,13 +11,13 @@ from phalanx.config.block_diffusion import BlockDiffusionTaskConfig
 from phalanx.config.lm import LMRLConfig
 from phalanx.config.ranges import ESTIMATES
 from phalanx.functional.tokens import Truncation
-from phalanx.rollout.lm.denoise import Denoising, drawn_tokens
+from phalanx.rollout.lm.denoise_blocks import Denoising, drawn_tokens
 from phalanx.run.rules import load_config
 from phalanx.tools.plan import plan_job
 from phalanx.tools.plan.jobs import planned
 from phalanx.tools.plan.layout import Cluster
 from phalanx.tools.plan.ledger import META, Ledger
-from phalanx.tools.plan.lm import PlannedBlockPolicy
+from phalanx.tools.plan.lm_blueprint import PlannedBlockPolicy
 from phalanx.tools.plan.memory import count
 from tests.helpers.lm import tiny_lm_config
 from tests.helpers.ranks import ROOT

@@ -17,7 +17,7 @@ from phalanx.tools.plan.blueprint import fetch
 from phalanx.tools.plan.jobs import planned
 from phalanx.tools.plan.layout import Cluster
 from phalanx.tools.plan.ledger import Ledger
-from phalanx.tools.plan.lm import PlannedLMPolicy, planned_lm_policy
+from phalanx.tools.plan.lm_blueprint import PlannedLMPolicy, planned_lm_policy
 from phalanx.tools.plan.memory import Memory, count
 from phalanx.tools.plan.rehearsal import Rehearsal
 from tests.helpers.checks import refused

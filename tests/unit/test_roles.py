@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from phalanx.config import ConfigError
-from phalanx.distributed.launch import Launch
+from phalanx.distributed.launch_env import Launch
 from phalanx.distributed.mesh import ACTOR, INFERENCE, ROLLOUT
 from phalanx.run.roles import roles_of, span
 from tests.helpers.checks import refused

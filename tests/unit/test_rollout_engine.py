@@ -37,7 +37,7 @@ from phalanx.rollout.flow.in_policy import PolicyRollout
 from phalanx.zoo.engines.vllm_omni import VllmOmniRollout
 from phalanx.rollout.lm.in_blocks import BlockDiffusionRollout
 from phalanx.rollout.lm.in_policy import LMRollout
-from phalanx.rollout.lm.vllm import VllmRollout
+from phalanx.rollout.lm.vllm_rollout import VllmRollout
 
 runs = []
 

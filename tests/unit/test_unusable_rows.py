@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from phalanx.config.parallel import ParallelConfig
-from phalanx.data.files import DataError
+from phalanx.data.data_files import DataError
 from phalanx.data.images import ImageTextData
 from phalanx.data.prompts import load_prompts
 from phalanx.media.pictures import Picture

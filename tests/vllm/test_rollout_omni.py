@@ -14,7 +14,7 @@ import torch.distributed as dist
 from phalanx.config.flow import FlowDataConfig, FlowRolloutConfig
 from phalanx.config.parallel import ParallelConfig
 from phalanx.config.trained_model import FlowModelConfig
-from phalanx.distributed.launch import Launch
+from phalanx.distributed.launch_env import Launch
 from phalanx.distributed.mesh import World
 from phalanx.models.flow.policy import FlowPolicy, build_policy
 from phalanx.rollout.flow import build_rollout

@@ -21,7 +21,7 @@ from phalanx.config.run import (
 )
 from phalanx.config.trained_model import LMModelConfig
 
-ENGINES = {"policy": "phalanx.rollout.lm.in_policy:LMRollout", "vllm": "phalanx.rollout.lm.vllm:VllmRollout"}
+ENGINES = {"policy": "phalanx.rollout.lm.in_policy:LMRollout", "vllm": "phalanx.rollout.lm.vllm_rollout:VllmRollout"}
 MOST_TOKENS: dict[str, Any] = {"ge": 1, "le": 2**20}
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from phalanx.data.files import DataError, json_objects, load_dataset, locate, with_pictures
+from phalanx.data.data_files import DataError, json_objects, load_dataset, locate, with_pictures
 from phalanx.data.unusable import UnusableRows
 from phalanx.media.pictures import Picture, in_memory
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.config.files import parse_json
-from phalanx.data.files import FORMATS, LONGEST, DataError, kind_of, locate, read, without_number
+from phalanx.data.data_files import FORMATS, LONGEST, DataError, kind_of, locate, read, without_number
 from phalanx.data.shown import COLUMNS, IMAGE_PARTS, take_held, without_nulls
 from phalanx.data.unusable import UnusableRows
 from phalanx.media.pictures import FORMS, Picture

@@ -2,8 +2,8 @@
 
 import logging
 
-from phalanx.data.files import DataError
-from phalanx.distributed.launch import Launch
+from phalanx.data.data_files import DataError
+from phalanx.distributed.launch_env import Launch
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from phalanx.config.messages import ConfigError, near_divisors
 from phalanx.config.parallel import ParallelConfig
-from phalanx.distributed.launch import Launch
+from phalanx.distributed.launch_env import Launch
 
 ACTOR, ROLLOUT, INFERENCE = ROLES = ("actor", "rollout", "inference")
 CHECKPOINT_S = 7200.0  # minimum time limit of the group that writes checkpoints

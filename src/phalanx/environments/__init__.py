@@ -5,9 +5,9 @@ callable by a model, `pool` runs them, `conversation` conducts the conversation 
 user's own loop.
 """
 
-from phalanx.environments.base import EnvironmentFailure, Message, Turn
 from phalanx.environments.conversation import Conversation
 from phalanx.environments.environments import Environments
 from phalanx.environments.harness import Chat, ConversationEnded
+from phalanx.environments.turn import EnvironmentFailure, Message, Turn
 
 __all__ = ["Chat", "Conversation", "ConversationEnded", "EnvironmentFailure", "Environments", "Message", "Turn"]

@@ -8,11 +8,11 @@ from typing import Any, Literal, TypeVar
 from phalanx.config.environment import EnvironmentConfig
 from phalanx.config.messages import counted, cut, place, reason
 from phalanx.config.secrets import hide
-from phalanx.environments.base import CALL, EnvironmentFailure, Message, Turn
 from phalanx.environments.pool import Outcome, Pool
 from phalanx.environments.registry import Kind
 from phalanx.environments.texts import Odd, messages_of, reward_of, text_of, turn_of
 from phalanx.environments.tools import BadCall, Tool, accepted, unknown
+from phalanx.environments.turn import CALL, EnvironmentFailure, Message, Turn
 from phalanx.types import copied
 
 _PROMPT = 2**20  # tokens that reset may add; the effective limit is data.max_prompt_length

@@ -7,10 +7,10 @@ from typing import Any
 
 from phalanx.config.environment import EnvironmentConfig
 from phalanx.config.messages import ConfigError
-from phalanx.environments.base import EnvironmentFailure
 from phalanx.environments.conversation import Conversation
 from phalanx.environments.pool import Pool
 from phalanx.environments.registry import COLUMN, build_kinds, kind_of
+from phalanx.environments.turn import EnvironmentFailure
 from phalanx.types import Prompt
 
 

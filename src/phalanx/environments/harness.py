@@ -5,8 +5,8 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from phalanx.config.messages import reason
-from phalanx.environments.base import Message, Turn
 from phalanx.environments.pool import Blocked
+from phalanx.environments.turn import Message, Turn
 
 
 class ConversationEnded(Exception):

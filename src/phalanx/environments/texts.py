@@ -10,7 +10,7 @@ from PIL import Image
 from phalanx.config.messages import cut
 from phalanx.config.secrets import hide
 from phalanx.data.prompts import MARK
-from phalanx.environments.base import Message, Turn
+from phalanx.environments.turn import Message, Turn
 
 _CHARACTERS = 16  # maximum characters of a token, by which texts are truncated before they are tokenized
 _MOST_BITS = 10_000  # of an integer that is written out; Python refuses more than 4300 digits

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from phalanx.config.messages import ConfigError
 from phalanx.config.reward import RewardModelConfig
-from phalanx.distributed.launch import Launch
+from phalanx.distributed.launch_env import Launch
 from phalanx.distributed.placement import place
 from phalanx.distributed.reward_group import DomainRank
 from phalanx.engines.loading import Question

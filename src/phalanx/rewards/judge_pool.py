@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from phalanx.config.reward import RewardModelConfig
-from phalanx.distributed.launch import Launch
+from phalanx.distributed.launch_env import Launch
 from phalanx.engines.loading import Question
 from phalanx.media.pictures import raw_file, to_uint8
 from phalanx.rewards.base import RewardError, objection_of

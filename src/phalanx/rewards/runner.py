@@ -17,7 +17,7 @@ from torch import Tensor
 
 from phalanx.config.messages import ConfigError, reason
 from phalanx.config.reward import RewardConfig
-from phalanx.distributed.launch import Launch
+from phalanx.distributed.launch_env import Launch
 from phalanx.distributed.passes import Passes
 from phalanx.functional.frames import evenly_spaced
 from phalanx.functional.rewards import combine

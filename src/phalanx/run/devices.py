@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from phalanx.config.messages import ConfigError
-from phalanx.distributed.launch import Launch
+from phalanx.distributed.launch_env import Launch
 
 # The ioctl for an interface's address. Both systems have the four bytes of the address in the same place of the answer.
 SIOCGIFADDR = 0xC0206921 if sys.platform == "darwin" else 0x8915

@@ -17,7 +17,7 @@ from phalanx.config.flow import FlowMatchingTaskConfig
 from phalanx.config.messages import ConfigError
 from phalanx.data.images import ImageTextData
 from phalanx.data.prompts import DataError
-from phalanx.distributed.launch import Launch
+from phalanx.distributed.launch_env import Launch
 from phalanx.distributed.mesh import World
 from phalanx.distributed.seed import fold_in
 from phalanx.models.flow.policy import FlowPolicy

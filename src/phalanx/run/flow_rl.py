@@ -9,14 +9,14 @@ from phalanx.config.messages import ConfigError
 from phalanx.data.overlap import held_out_overlap
 from phalanx.data.prompts import load_prompts
 from phalanx.data.streams import PromptStream
-from phalanx.distributed.launch import Launch
+from phalanx.distributed.launch_env import Launch
 from phalanx.distributed.mesh import INFERENCE, ROLLOUT
 from phalanx.functional.window import sde_window, trained_count
 from phalanx.models.flow.registry import family_of, image_columns
 from phalanx.rollout.flow.samplers import train_sampler, val_sampler
 from phalanx.rollout.registry import check_installed
 from phalanx.run import batch_plan
-from phalanx.run.disaggregated.batches import checked, of_role, part_of
+from phalanx.run.disaggregated.role_batches import checked, of_role, part_of
 from phalanx.run.disaggregated.workers import LogProbWorker, RolloutWorker
 from phalanx.run.flow_components import build_components, check_plan
 from phalanx.run.flow_teacher import check_teacher, guided_reference, load_teacher

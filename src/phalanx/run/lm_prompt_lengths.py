@@ -3,7 +3,7 @@
 import logging
 
 from phalanx.data.unusable import UnusableRows
-from phalanx.models.lm.policy import LMPolicy
+from phalanx.models.lm.lm_policy import LMPolicy
 from phalanx.types import Prompt
 
 log = logging.getLogger(__name__)

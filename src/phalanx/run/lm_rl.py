@@ -15,20 +15,20 @@ from phalanx.data.overlap import held_out_overlap
 from phalanx.data.prompts import load_prompts, validation_sets
 from phalanx.data.streams import PromptStream
 from phalanx.distributed.context_parallel import KEY
-from phalanx.distributed.launch import Launch
+from phalanx.distributed.launch_env import Launch
 from phalanx.distributed.mesh import INFERENCE, ROLLOUT, World
 from phalanx.distributed.passes import Passes
 from phalanx.environments.environments import Environments, with_tools
 from phalanx.functional.tokens import Truncation
 from phalanx.models.lm import vision_families
 from phalanx.models.lm.blocks import build_block_policy
-from phalanx.models.lm.critic import build_critic
-from phalanx.models.lm.policy import LMPolicy, build_policy
+from phalanx.models.lm.lm_policy import LMPolicy, build_policy
+from phalanx.models.lm.value_model import build_critic
 from phalanx.rollout.lm import build_rollout, check_engine
 from phalanx.rollout.lm.in_policy import LMRollout
 from phalanx.rollout.lm.partial import PartialRollout, drawn_at_once
 from phalanx.run import batch_plan
-from phalanx.run.disaggregated.batches import checked, part_of
+from phalanx.run.disaggregated.role_batches import checked, part_of
 from phalanx.run.disaggregated.workers import LogProbWorker, RolloutWorker
 from phalanx.run.lm_prompt_lengths import fitting_prompts
 from phalanx.run.lm_teacher import load_teacher
@@ -37,7 +37,7 @@ from phalanx.run.start import JobComponents, build_rewards, fitting_sets, routed
 from phalanx.run.usable_images import usable_images
 from phalanx.run.world import check_world
 from phalanx.telemetry.loggers import check_loggers
-from phalanx.training.critic import CriticTrainer
+from phalanx.training.critic_trainer import CriticTrainer
 from phalanx.training.minibatches import BatchPlan
 from phalanx.types import Algorithm, Prompt
 

@@ -8,8 +8,8 @@ from phalanx.config.lm import LMRLConfig
 from phalanx.distributed.mesh import World
 from phalanx.functional.tokens import TokenTrace
 from phalanx.models.lm.blocks import build_block_policy
+from phalanx.models.lm.lm_policy import LMPolicy, build_policy
 from phalanx.models.lm.load_folder import load_tokenizer
-from phalanx.models.lm.policy import LMPolicy, build_policy
 from phalanx.training.components import about
 from phalanx.types import Samples, Teacher
 

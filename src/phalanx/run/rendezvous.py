@@ -13,7 +13,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from phalanx.config.messages import ConfigError
-from phalanx.distributed.launch import Launch
+from phalanx.distributed.launch_env import Launch
 from phalanx.exit import place_of, rank, say
 
 SAY_S = 20.0  # of waiting before the first message about it; each further one comes after twice the time

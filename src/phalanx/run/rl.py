@@ -8,7 +8,7 @@ from phalanx.config.run import RLConfig
 from phalanx.data.streams import PromptStream
 from phalanx.distributed.mesh import ACTOR, INFERENCE, World
 from phalanx.rewards.client import RewardClient
-from phalanx.run.disaggregated.batches import of_role
+from phalanx.run.disaggregated.role_batches import of_role
 from phalanx.run.disaggregated.schedules import SCHEDULES, RemoteCollector
 from phalanx.run.job import Job
 from phalanx.run.link import link_of
@@ -17,7 +17,7 @@ from phalanx.run.validation import Validator
 from phalanx.telemetry.timers import Timers
 from phalanx.training.collect import Collector, Rescorer, total_steps
 from phalanx.training.components import LoadedTeacher, TrainedPolicy, Training
-from phalanx.training.critic import CriticTrainer
+from phalanx.training.critic_trainer import CriticTrainer
 from phalanx.training.loop import Collects, train
 from phalanx.training.minibatches import BatchPlan
 from phalanx.training.optim import TrainState

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from phalanx.config.messages import ConfigError, nearest
-from phalanx.distributed.launch import Launch
+from phalanx.distributed.launch_env import Launch
 from phalanx.distributed.mesh import ACTOR, INFERENCE, ROLES, ROLLOUT
 
 _FORMS = "all, 0-3,8-11, 0-5 of each node, or for an elastic job 4 ranks, 1/4, rest"

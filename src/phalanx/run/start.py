@@ -14,7 +14,7 @@ from phalanx.config.lm import LMDataConfig
 from phalanx.config.messages import ConfigError
 from phalanx.config.run import RLConfig, RunConfig
 from phalanx.distributed.collectives import broadcast_object
-from phalanx.distributed.launch import Launch
+from phalanx.distributed.launch_env import Launch
 from phalanx.distributed.mesh import ACTOR, World
 from phalanx.distributed.placement import judged_beside
 from phalanx.models.linear import preferred

@@ -3,7 +3,7 @@
 from collections import ChainMap
 from collections.abc import Callable, Sequence
 
-from phalanx.data.files import DataError
+from phalanx.data.data_files import DataError
 from phalanx.data.unusable import UnusableRows
 from phalanx.distributed.collectives import all_gather_object
 from phalanx.distributed.mesh import World

@@ -19,7 +19,7 @@ from phalanx.config.parallel import ParallelConfig
 from phalanx.config.run import RLConfig, RunConfig
 from phalanx.distributed.collectives import all_gather_object, broadcast_object, count_once
 from phalanx.distributed.context_parallel import context_groups, context_mesh
-from phalanx.distributed.launch import Launch
+from phalanx.distributed.launch_env import Launch
 from phalanx.distributed.mesh import (
     ACTOR,
     CHECKPOINT_S,

@@ -23,16 +23,16 @@ from phalanx.config.secrets import public
 from phalanx.config.tasks import EvaluateConfig
 from phalanx.config.trust import Use
 from phalanx.data.prompts import question, validation_sets
-from phalanx.distributed.launch import Launch
+from phalanx.distributed.launch_env import Launch
 from phalanx.distributed.mesh import World
 from phalanx.environments.environments import Environments, with_tools
-from phalanx.models.flow.headers import local_index
+from phalanx.models.flow.pipeline_headers import local_index
 from phalanx.models.flow.policy import build_policy
 from phalanx.models.flow.registry import family_of, image_columns
 from phalanx.models.lm.blocks import build_block_policy
-from phalanx.models.lm.headers import check_folder
-from phalanx.models.lm.policy import LMPolicy
-from phalanx.models.lm.policy import build_policy as build_lm_policy
+from phalanx.models.lm.lm_folder import check_folder
+from phalanx.models.lm.lm_policy import LMPolicy
+from phalanx.models.lm.lm_policy import build_policy as build_lm_policy
 from phalanx.rewards.runner import RewardSet
 from phalanx.rollout import flow as flow_engines
 from phalanx.rollout import lm as lm_engines

@@ -27,11 +27,11 @@ from phalanx.config.run import RunConfig
 from phalanx.config.tasks import ExportConfig, read_run
 from phalanx.config.trained_model import FlowModelConfig, LMModelConfig, ModelConfig
 from phalanx.config.trust import Use
-from phalanx.distributed.launch import Launch
+from phalanx.distributed.launch_env import Launch
 from phalanx.models.flow.folder import how_to_load
 from phalanx.models.flow.policy import DTYPES
 from phalanx.models.flow.registry import family_of
-from phalanx.models.lm import export as language_models
+from phalanx.models.lm import lm_export as language_models
 from phalanx.models.lm import vision_families
 from phalanx.models.lm.blocks import adds_mask
 from phalanx.models.lora import Layers, add_lora, joined, lora_alpha, merge_lora, plain_layers, start_from_lora

@@ -22,13 +22,13 @@ from phalanx.config.tasks import GenerateConfig
 from phalanx.config.trained_model import LMModelConfig
 from phalanx.config.trust import UNUSED, Use
 from phalanx.data.prompts import load_prompts, question
-from phalanx.distributed.launch import Launch
+from phalanx.distributed.launch_env import Launch
 from phalanx.environments.environments import Environments, with_tools
 from phalanx.exit import Stopped
 from phalanx.models.lm.blocks import BlockDiffusionPolicy, load_blocks
+from phalanx.models.lm.lm_policy import LMPolicy
 from phalanx.models.lm.load_folder import load_model, load_tokenizer
 from phalanx.models.lm.model import DTYPES, CausalLM, positions
-from phalanx.models.lm.policy import LMPolicy
 from phalanx.rollout.lm import build_rollout
 from phalanx.rollout.lm.conversations import Conversed
 from phalanx.rollout.lm.in_blocks import BlockDiffusionRollout

@@ -14,9 +14,9 @@ from phalanx.config.lm import LMRLConfig, LMRunConfig, LMTurnRunConfig
 from phalanx.config.messages import ConfigError
 from phalanx.config.run import RLConfig, RunConfig
 from phalanx.data.prompts import load_prompts, validation_sets
-from phalanx.distributed.launch import Launch
-from phalanx.models.flow.headers import local_index
-from phalanx.models.lm.headers import check_folder
+from phalanx.distributed.launch_env import Launch
+from phalanx.models.flow.pipeline_headers import local_index
+from phalanx.models.lm.lm_folder import check_folder
 from phalanx.run.roles import roles_of
 from phalanx.types import Prompt
 

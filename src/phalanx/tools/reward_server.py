@@ -32,7 +32,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from phalanx.config.messages import ConfigError
 from phalanx.config.secrets import hide
 from phalanx.config.tasks import ServeRewardConfig
-from phalanx.distributed.launch import Launch
+from phalanx.distributed.launch_env import Launch
 from phalanx.exit import Stopped
 from phalanx.functional.rewards import combine
 from phalanx.rewards.call import Call, Rows, without_folders

@@ -26,7 +26,7 @@ from phalanx.config.trust import UNUSED, Use
 from phalanx.data.prompts import load_prompts, share_of_rank
 from phalanx.distributed import mesh
 from phalanx.distributed.collectives import agree, broadcast_object, gather_object
-from phalanx.distributed.launch import Launch
+from phalanx.distributed.launch_env import Launch
 from phalanx.exit import Stopped
 from phalanx.functional.frames import evenly_spaced
 from phalanx.media.grids import STRIP, fit, pictures, sheet, side_by_side, standing

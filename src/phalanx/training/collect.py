@@ -15,7 +15,7 @@ from phalanx.distributed.collectives import all_gather
 from phalanx.functional.advantage import fill_missing, has_signal
 from phalanx.functional.rewards import check_range
 from phalanx.rewards.client import RewardClient
-from phalanx.rollout.correction import nothing, rescore
+from phalanx.rollout.rescore import nothing, rescore
 from phalanx.telemetry.step_metrics import reward_metrics
 from phalanx.telemetry.timers import Timers
 from phalanx.training.components import TrainedPolicy

@@ -19,7 +19,7 @@ from phalanx.telemetry.flops import peak_flops
 from phalanx.telemetry.step_metrics import merged_rows, peak_memory_gb, token_metrics, update_metrics
 from phalanx.telemetry.timers import Timers
 from phalanx.training.components import LoadedTeacher, Rescores, TrainedPolicy
-from phalanx.training.critic import CriticTrainer
+from phalanx.training.critic_trainer import CriticTrainer
 from phalanx.training.exchange import exchanged
 from phalanx.training.minibatches import BatchPlan, Minibatches, Units, optimizer_steps
 from phalanx.training.optim import TrainState

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from phalanx.config.trained_model import FlowModelConfig
 from phalanx.functional.flow import Sampler
 from phalanx.media.pictures import Picture
-from phalanx.models.flow.files import ModelFiles
 from phalanx.models.flow.folder import (
     base_folder,
     check_parts,
@@ -28,7 +27,8 @@ from phalanx.models.flow.folder import (
     model_index,
 )
 from phalanx.models.flow.gelu import use_sigmoid
-from phalanx.models.flow.headers import absent_components, component_names
+from phalanx.models.flow.model_files import ModelFiles
+from phalanx.models.flow.pipeline_headers import absent_components, component_names
 from phalanx.telemetry.flops import forward_flops
 
 Embeds = dict[str, Tensor]

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from phalanx.config.messages import cut, shown
 from phalanx.config.trained_model import FlowModelConfig
 from phalanx.engines.loading import check_weights, loading, unread_tensors, warn_of_unread
-from phalanx.models.flow import headers
-from phalanx.models.flow.headers import absent_components, check_index, component_names, module_of
+from phalanx.models.flow import pipeline_headers
+from phalanx.models.flow.pipeline_headers import absent_components, check_index, component_names, module_of
 from phalanx.models.headers import check_variants, read_json, tensors
 from phalanx.models.lora import ADAPTER, BIAS, Layers, lora_file, plain_layers, read_adapter, renamed
 from phalanx.models.stored import computes_alike, dtype_to_read, widen_buffers
@@ -36,7 +36,7 @@ _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  
 
 def read_index(folder: Path) -> dict[str, Any]:
     """As `headers.read_index`, but also raises ValueError for a class that the installed libraries lack."""
-    return _check_classes(headers.read_index(folder), str(folder))
+    return _check_classes(pipeline_headers.read_index(folder), str(folder))
 
 
 def _check_classes(index: dict[str, Any], folder: str) -> dict[str, Any]:
@@ -315,7 +315,7 @@ def dtype_on_disk(folder: Path) -> torch.dtype:
 
 def model_index(path: str, revision: str | None = None) -> dict[str, Any]:
     """The model_index.json of a diffusers folder or hub id; raises ValueError if `path` is neither."""
-    index = headers.local_index(path)
+    index = pipeline_headers.local_index(path)
     if index is None:
         from huggingface_hub import hf_hub_download
 

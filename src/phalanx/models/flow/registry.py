@@ -10,7 +10,7 @@ from phalanx.config.registry import known_modules, resolve_registry
 from phalanx.config.trained_model import FlowModelConfig
 from phalanx.models.flow.family import FlowModel
 from phalanx.models.flow.folder import model_index
-from phalanx.models.flow.headers import read_index
+from phalanx.models.flow.pipeline_headers import read_index
 
 FAMILIES = "phalanx.zoo.families"
 

@@ -13,12 +13,12 @@ from phalanx.config.messages import cut
 from phalanx.config.parallel import ParallelConfig
 from phalanx.config.trained_model import LMModelConfig
 from phalanx.distributed.mesh import World
-from phalanx.functional.block_diffusion import BlockTrace, States, of_responses, replayed, states_of
+from phalanx.functional.block_states import BlockTrace, States, of_responses, replayed, states_of
 from phalanx.functional.tokens import TokenReplay, token_scores
 from phalanx.models.lm.flex import block_mask
+from phalanx.models.lm.lm_policy import LMPolicy
 from phalanx.models.lm.load_folder import load_model, load_tokenizer
 from phalanx.models.lm.model import DTYPES, CausalLM, decoder_of, other_layers, set_checkpointing
-from phalanx.models.lm.policy import LMPolicy
 from phalanx.types import Prompt, Samples
 
 log = logging.getLogger(__name__)
@@ -105,7 +105,7 @@ class BlockDiffusionPolicy(LMPolicy):
     trace_type = BlockTrace
 
     def __init__(self, model: BlockDiffusionLM, *args: Any, size: int, estimate: str, **options: Any) -> None:
-        """`estimate`: see phalanx.functional.block_diffusion.replayed."""
+        """`estimate`: see phalanx.functional.block_states.replayed."""
         super().__init__(model, *args, **options)
         self.size, self.estimate, self.mask_id = size, estimate, model.mask_id
 
@@ -244,7 +244,7 @@ def build_block_policy(
     frozen: bool = False,
     **options: Any,
 ) -> BlockDiffusionPolicy:
-    """As phalanx.models.lm.policy.build_policy, for a block-diffusion model; see load_blocks."""
+    """As phalanx.models.lm.lm_policy.build_policy, for a block-diffusion model; see load_blocks."""
     assert config.block_size is not None, "checked by the caller"
     dtype = DTYPES[config.dtype] if config.lora_rank > 0 or frozen else torch.float32
     stored = config.lora_rank == 0

@@ -3,7 +3,7 @@
 import re
 from typing import Any
 
-from phalanx.models.lm.headers import CAUSAL
+from phalanx.models.lm.lm_folder import CAUSAL
 
 OF_WHOLE = re.compile(r"(lm\.)?(model\.(?:language_model|text_model))\.")  # a decoder's prefix in a composite model
 

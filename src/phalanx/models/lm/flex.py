@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from phalanx.functional.block_diffusion import States, sees
+from phalanx.functional.block_states import States, sees
 
 TILE = 128  # rows and columns of a mask's tile, as in create_block_mask
 AT_ONCE = 1 << 26  # pairs of tokens that are looked at together

@@ -14,7 +14,7 @@ from phalanx.config.trained_model import LMModelConfig
 from phalanx.engines.loading import check_weights, loading, warn_of_unread
 from phalanx.models.lm import experts, packing
 from phalanx.models.lm.composite import OF_WHOLE, text_part
-from phalanx.models.lm.headers import check_folder
+from phalanx.models.lm.lm_folder import check_folder
 from phalanx.models.lm.model import CausalLM, decoder_of, places_of
 from phalanx.models.lm.vision import Vision
 from phalanx.models.lora import Layers, lora_file, read_adapter

@@ -8,7 +8,7 @@ import transformers
 from phalanx.config.trained_model import LMModelConfig
 from phalanx.engines.loading import loading
 from phalanx.models.lm.composite import text_part
-from phalanx.models.lm.headers import check_folder
+from phalanx.models.lm.lm_folder import check_folder
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from phalanx.distributed.mesh import World
 from phalanx.distributed.passes import Passes
 from phalanx.environments.environments import Environments
 from phalanx.models.lm.blocks import BlockDiffusionPolicy
-from phalanx.models.lm.policy import LMPolicy
+from phalanx.models.lm.lm_policy import LMPolicy
 from phalanx.rollout.lm.in_policy import check_stops
 from phalanx.rollout.registry import check_class, check_installed, made
 from phalanx.types import Rollout

@@ -16,16 +16,16 @@ from phalanx.distributed.collectives import agree, all_gather, all_gather_apart,
 from phalanx.distributed.mesh import World
 from phalanx.distributed.passes import Passes
 from phalanx.distributed.seed import fold_in
-from phalanx.environments.base import Message, Turn
 from phalanx.environments.conversation import Conversation
 from phalanx.environments.environments import Environments
 from phalanx.environments.registry import COLUMN
 from phalanx.environments.texts import in_texts, joined, shortened
+from phalanx.environments.turn import Message, Turn
 from phalanx.functional.aggregation import Mean
 from phalanx.functional.tokens import TokenTrace
 from phalanx.models.lm.calls import Parser, parser
+from phalanx.models.lm.lm_policy import LMPolicy
 from phalanx.models.lm.model import other_layers
-from phalanx.models.lm.policy import LMPolicy
 from phalanx.models.lm.turns import TurnRenderer
 from phalanx.rollout.lm.converse import Partner, Spoken, converse
 from phalanx.rollout.lm.decode import Decoding

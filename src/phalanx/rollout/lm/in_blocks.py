@@ -11,10 +11,10 @@ from phalanx.config.engine_facts import EngineFacts
 from phalanx.distributed.collectives import reduce_int
 from phalanx.distributed.seed import fold_in
 from phalanx.functional.aggregation import Mean
-from phalanx.functional.block_diffusion import BlockTrace
+from phalanx.functional.block_states import BlockTrace
 from phalanx.models.lm.blocks import BlockDiffusionPolicy
 from phalanx.rollout.lm.decode import Decoding
-from phalanx.rollout.lm.denoise import Denoising, denoise
+from phalanx.rollout.lm.denoise_blocks import Denoising, denoise
 from phalanx.rollout.lm.in_policy import Drawn, LMRollout
 from phalanx.types import Prompt, Samples
 

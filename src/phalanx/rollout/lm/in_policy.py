@@ -21,7 +21,7 @@ from phalanx.distributed.seed import fold_in
 from phalanx.functional.aggregation import Mean
 from phalanx.functional.token_budget import in_order
 from phalanx.functional.tokens import TokenTrace, Truncation
-from phalanx.models.lm.policy import LMPolicy
+from phalanx.models.lm.lm_policy import LMPolicy
 from phalanx.rollout.lm.decode import Decoding, Prefill, StopTexts, decode
 from phalanx.types import Each, Prompt, Samples
 

@@ -17,7 +17,7 @@ from phalanx.engines.vllm_text import Requests, Sampling
 from phalanx.rollout.lm.conversations import ConversationRollout
 from phalanx.rollout.lm.converse import Partner, Spoken, joining
 from phalanx.rollout.lm.decode import Decoding
-from phalanx.rollout.lm.vllm import VllmRollout
+from phalanx.rollout.lm.vllm_rollout import VllmRollout
 from phalanx.types import JobError, Samples
 
 ARRIVALS = 8  # with environment.join=0, the number of engine steps between two exchanges among a replica's ranks

@@ -16,7 +16,7 @@ from phalanx.data.streams import PromptStream
 from phalanx.distributed.mesh import INFERENCE, ROLLOUT, World
 from phalanx.exit import Stopped, speak_for_role
 from phalanx.rewards.client import RewardClient
-from phalanx.rollout.correction import rescore
+from phalanx.rollout.rescore import rescore
 from phalanx.run.disaggregated.wire import Mail, routes, serialize_records, stopped
 from phalanx.run.link import VALIDATION, Order
 from phalanx.run.start import JobComponents
@@ -50,7 +50,7 @@ class Worker(ABC):
     """A rank that works on the actor's orders."""
 
     def __init__(self, cfg: RLConfig, plan: BatchPlan, world: World, policy: TrainedPolicy) -> None:
-        """plan: batch sizes of this role, see phalanx.run.disaggregated.batches.of_role."""
+        """plan: batch sizes of this role, see phalanx.run.disaggregated.role_batches.of_role."""
         self.cfg, self.plan, self.world, self.policy = cfg, plan, world, policy
         self.timers = Timers()
         if cfg.trainer.profile_steps:

@@ -11,7 +11,16 @@ from typing import Any, TypeVar
 
 from phalanx.config.load import load
 from phalanx.config.messages import ConfigError
-from phalanx.run.rules import algorithm, batches, blocks, environment, joint, layout, rollout, tasks
+from phalanx.run.rules import (
+    algorithm_rules,
+    batch_rules,
+    block_rules,
+    environment_rules,
+    joint_rules,
+    layout_rules,
+    rollout_rules,
+    task_rules,
+)
 from phalanx.run.rules.rule import Ranks as Ranks
 from phalanx.run.rules.rule import Rule as Rule
 from phalanx.run.rules.rule import of_part as of_part
@@ -19,18 +28,18 @@ from phalanx.run.rules.rule import of_part as of_part
 T = TypeVar("T")
 # in the order of the checks
 RULES = (
-    *joint.RULES,
-    *batches.RULES,
-    *algorithm.RULES,
-    *blocks.RULES,
-    *environment.RULES,
-    *rollout.RULES,
-    *layout.RULES,
-    *tasks.RULES,
+    *joint_rules.RULES,
+    *batch_rules.RULES,
+    *algorithm_rules.RULES,
+    *block_rules.RULES,
+    *environment_rules.RULES,
+    *rollout_rules.RULES,
+    *layout_rules.RULES,
+    *task_rules.RULES,
 )
-START_RULES = (*batches.START_RULES, *algorithm.START_RULES, *rollout.START_RULES)
-LAUNCH_RULES = layout.LAUNCH_RULES
-MODEL_RULES = blocks.MODEL_RULES
+START_RULES = (*batch_rules.START_RULES, *algorithm_rules.START_RULES, *rollout_rules.START_RULES)
+LAUNCH_RULES = layout_rules.LAUNCH_RULES
+MODEL_RULES = block_rules.MODEL_RULES
 
 
 def broken(rules: Iterable[Rule], c: Any, **given: Any) -> Iterator[tuple[Rule, str]]:
@@ -66,7 +75,7 @@ def check_start(c: Any, algorithm: Any = None) -> None:
     of phalanx.types.Algorithm.
     """
     check(c)  # again, because a configuration may have been changed or made without a file
-    _check(START_RULES, c, a=algorithm)
+    _check(START_RULES, c, a=algorithm_rules)
 
 
 def check_launch(c: Any, ranks: Ranks) -> None:

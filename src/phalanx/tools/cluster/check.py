@@ -17,15 +17,15 @@ import torch.distributed as dist
 from phalanx.config.messages import ConfigError
 from phalanx.config.parallel import ParallelConfig
 from phalanx.config.tasks import CheckClusterConfig
-from phalanx.distributed.launch import Launch
+from phalanx.distributed.launch_env import Launch
 from phalanx.run.roles import Roles, roles_of
 from phalanx.run.world import start_world, stop_world
 from phalanx.tools.cluster import diagnose, facts, measure
 from phalanx.tools.cluster.diagnose import FAIL, Finding
 from phalanx.tools.cluster.disk import PATIENCE_S, SharedFolder
-from phalanx.tools.cluster.exchange import KVExchange, master, open_store
-from phalanx.tools.cluster.messages import listed, name_nodes, on_nodes, reason
+from phalanx.tools.cluster.notes import KVExchange, master, open_store
 from phalanx.tools.cluster.table import table
+from phalanx.tools.cluster.wording import listed, name_nodes, on_nodes, reason
 from phalanx.types import JobError
 
 GRACE_S = 5.0  # extra time after a step's limit for the notes of ranks to arrive

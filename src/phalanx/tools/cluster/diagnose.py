@@ -13,7 +13,7 @@ from phalanx.config.messages import counted
 from phalanx.distributed.mesh import ACTOR
 from phalanx.run.roles import Roles
 from phalanx.tools.cluster.facts import ENOUGH, Gpu, Machine, PathFact, RankInfo
-from phalanx.tools.cluster.messages import Nodes, difference, listed, numbered, on_nodes
+from phalanx.tools.cluster.wording import Nodes, difference, listed, numbered, on_nodes
 
 OK, WARNING, FAIL = "ok", "warning", "FAIL"
 

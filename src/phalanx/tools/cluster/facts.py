@@ -20,9 +20,9 @@ import torch.distributed as dist
 from phalanx import __version__
 from phalanx.config.load import flat
 from phalanx.config.tasks import CheckClusterConfig
-from phalanx.distributed.launch import Launch
+from phalanx.distributed.launch_env import Launch
 from phalanx.models.flow.folder import model_index
-from phalanx.models.flow.headers import check_components
+from phalanx.models.flow.pipeline_headers import check_components
 from phalanx.tools.cluster import infiniband
 
 LIBRARIES = ("diffusers", "transformers", "peft", "accelerate", "safetensors")

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from phalanx.run.roles import Roles, span
 from phalanx.tools.cluster.diagnose import Rates, by_node
 from phalanx.tools.cluster.facts import Gpu, Machine
-from phalanx.tools.cluster.messages import Nodes
+from phalanx.tools.cluster.wording import Nodes
 
 TEXTS = ("node", "ranks", "device")
 FIGURES = (

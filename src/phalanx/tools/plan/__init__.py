@@ -14,7 +14,7 @@ import torch
 from phalanx.config.joint import JointConfig
 from phalanx.config.messages import ConfigError
 from phalanx.config.run import RunConfig
-from phalanx.distributed.launch import Launch
+from phalanx.distributed.launch_env import Launch
 from phalanx.tools.plan.jobs import check, locate, parts_of, policies_of
 from phalanx.tools.plan.layout import Cluster
 from phalanx.tools.plan.text import describe, sizes

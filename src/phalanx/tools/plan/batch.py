@@ -9,7 +9,7 @@ from phalanx.run.roles import Roles
 from phalanx.tools.plan.blueprint import PlannedFlowPolicy
 from phalanx.tools.plan.jobs import task_of
 from phalanx.tools.plan.ledger import kinds
-from phalanx.tools.plan.lm import PER_LOOK, PlannedBlockRollout
+from phalanx.tools.plan.lm_blueprint import PER_LOOK, PlannedBlockRollout
 from phalanx.tools.plan.rehearsal import Rehearsal, RLRehearsal, SupervisedRehearsal
 from phalanx.tools.plan.tables import Rows
 

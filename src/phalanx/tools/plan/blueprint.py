@@ -17,7 +17,7 @@ from phalanx.config.flow import FlowRunConfig
 from phalanx.config.trained_model import FlowModelConfig
 from phalanx.models.flow.family import Embeds, FlowModel, Instruction
 from phalanx.models.flow.folder import read_index
-from phalanx.models.flow.headers import module_of
+from phalanx.models.flow.pipeline_headers import module_of
 from phalanx.models.flow.policy import DTYPES, FlowPolicy, build_policy
 from phalanx.models.flow.registry import family_of, known_family
 from phalanx.models.headers import read_json

@@ -19,21 +19,21 @@ from phalanx.config.reward import RewardModelConfig
 from phalanx.config.run import RLConfig, RunConfig
 from phalanx.config.trained_model import FlowModelConfig
 from phalanx.distributed import mesh
-from phalanx.distributed.launch import Launch
+from phalanx.distributed.launch_env import Launch
 from phalanx.distributed.mesh import ACTOR, INFERENCE, ROLLOUT
 from phalanx.models.flow.folder import read_index
 from phalanx.rollout.flow.dataset import DatasetRollout
 from phalanx.rollout.flow.in_policy import PolicyRollout
 from phalanx.rollout.lm.converse import WASTE
-from phalanx.run import block_diffusion, flow_matching, flow_rl, joint, lm_rl
-from phalanx.run.disaggregated.batches import of_role
+from phalanx.run import block_diffusion_sft, flow_matching, flow_rl, joint_rl, lm_rl
+from phalanx.run.disaggregated.role_batches import of_role
 from phalanx.run.flow_components import keep_last_steps
 from phalanx.run.flow_teacher import LoadedFlowTeacher, check_kind, load_teacher
 from phalanx.run.roles import Roles, roles_of
 from phalanx.tools.plan.blueprint import PlannedFlowPolicy, family_name, fetch, planned_policy
 from phalanx.tools.plan.layout import Cluster
 from phalanx.tools.plan.ledger import META, Ledger, fused_attention
-from phalanx.tools.plan.lm import PlannedBlockPolicy, PlannedBlockRollout, PlannedLMRollout, planned_lm_policy
+from phalanx.tools.plan.lm_blueprint import PlannedBlockPolicy, PlannedBlockRollout, PlannedLMRollout, planned_lm_policy
 from phalanx.tools.plan.rehearsal import (
     AnyPlannedPolicy,
     PlannedBlockDiffusion,
@@ -77,7 +77,7 @@ def policies_of(cfg: RunConfig | JointConfig) -> dict[str, RunConfig]:
 def locate(cfg: RunConfig | JointConfig) -> None:
     """Have the configuration name local folders of its models, and the families of flow models."""
     for name, part in policies_of(cfg).items():
-        with joint.about(name) if name else nullcontext():
+        with joint_rl.about(name) if name else nullcontext():
             part.model.path = fetch(part.model.path, part.model.revision)
             if isinstance(part, FlowRunConfig):
                 part.model.family = family_name(part.model)
@@ -86,7 +86,7 @@ def locate(cfg: RunConfig | JointConfig) -> None:
 def check(cfg: RunConfig | JointConfig, launch: Launch) -> None:
     """Raise ConfigError for a job that the ranks of a launch cannot run."""
     if isinstance(cfg, JointConfig):
-        joint.check(cfg, launch, installed=False)
+        joint_rl.check(cfg, launch, installed=False)
     else:
         task_of(cfg).check(cfg, launch)
 
@@ -146,7 +146,7 @@ def planned_joint(cfg: JointConfig, cluster: Cluster) -> list[Rehearsal]:
             part.reward = replace(part.reward, model=RewardModelConfig())
             if cfg.rewrite.validate == ["original"]:
                 part.reward = replace(part.reward, functions=[])
-        with joint.about(name):
+        with joint_rl.about(name):
             jobs.append(planned(part, cluster, part=name, learns=name in cfg.train))
     writer, painter = jobs
     writer.waiting, painter.waiting = (0, painter.samples_size), (writer.samples_size, 0)
@@ -238,13 +238,13 @@ def _flow_matching(cfg: FlowMatchingTaskConfig, cluster: Cluster, *_: Any, **__:
 def _block_diffusion(cfg: BlockDiffusionTaskConfig, cluster: Cluster, *_: Any, **__: Any) -> SupervisedRehearsal:
     policy = planned_lm_policy(cfg, cluster, Ledger(), chunk=cfg.block_diffusion.log_prob_chunk_size)
     assert isinstance(policy, PlannedBlockPolicy), "of a model in blocks"
-    decoded = cfg.rollout.micro_batch_size_per_gpu or block_diffusion.DECODED_TOGETHER
+    decoded = cfg.rollout.micro_batch_size_per_gpu or block_diffusion_sft.DECODED_TOGETHER
     rollout = PlannedBlockRollout(policy, cfg.rollout, policy.world, decoded, None)
     prompt, response, noise = cfg.data.max_prompt_length, cfg.data.max_response_length, cfg.block_diffusion
     most_noised = replace(cfg, block_diffusion=replace(noise, noise_range_low=noise.noise_range_high))
     flops = policy.states_flops(prompt + response, response / policy.size, response * noise.noise_range_high)
     with policy.ledger, policy.ledger.uncounted():
-        examples = [block_diffusion.Example([0] * prompt, [0] * response)] * cfg.data.batch_size(cluster.ranks)
+        examples = [block_diffusion_sft.Example([0] * prompt, [0] * response)] * cfg.data.batch_size(cluster.ranks)
         task = PlannedBlockDiffusion(most_noised, policy, examples, policy.world)
         return SupervisedRehearsal(cfg, policy, rollout, task, noise.ema, round(flops))
 
@@ -308,5 +308,5 @@ _TASKS: dict[type, Task] = {
     FlowRLConfig: Task("images", "actor", flow_rl.check, _flow, flow_rl.plan),
     FlowMatchingTaskConfig: Task("images", "flow_matching", flow_matching.check, _flow_matching),
     LMRLConfig: Task("responses", "actor", partial(lm_rl.check, installed=False), _lm, lm_rl.plan),
-    BlockDiffusionTaskConfig: Task("samples", "block_diffusion", block_diffusion.check, _block_diffusion),
+    BlockDiffusionTaskConfig: Task("samples", "block_diffusion", block_diffusion_sft.check, _block_diffusion),
 }

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from phalanx.config.parallel import ParallelConfig
 from phalanx.config.run import RunConfig
 from phalanx.distributed import mesh
-from phalanx.distributed.launch import Launch
+from phalanx.distributed.launch_env import Launch
 from phalanx.models.linear import NF4_BLOCK, NF4_BYTES
 from phalanx.models.trained import Beside, TrainedModel
 from phalanx.tools.plan.ledger import Ledger

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from phalanx.config.run import EmaConfig, RLConfig, RunConfig
 from phalanx.distributed.mesh import ACTOR, INFERENCE, ROLLOUT
-from phalanx.run.block_diffusion import BlockDiffusion, Noised
+from phalanx.run.block_diffusion_sft import BlockDiffusion, Noised
 from phalanx.run.flow_matching import ENCODED_TOGETHER, FlowMatching
 from phalanx.run.job import Job
 from phalanx.run.rl import weights_beside
@@ -26,7 +26,7 @@ from phalanx.telemetry.flops import step_flops
 from phalanx.telemetry.timers import Timers
 from phalanx.tools.plan.blueprint import PlannedFlowPolicy
 from phalanx.tools.plan.layout import ShardedUpdate, Weight
-from phalanx.tools.plan.lm import PlannedBlockPolicy, PlannedLMPolicy
+from phalanx.tools.plan.lm_blueprint import PlannedBlockPolicy, PlannedLMPolicy
 from phalanx.training.collect import Rescorer
 from phalanx.training.components import LoadedTeacher
 from phalanx.training.loop import train_step

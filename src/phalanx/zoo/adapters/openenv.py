@@ -10,9 +10,9 @@ from pydantic import ValidationError
 
 from phalanx.config.arguments import check_arguments
 from phalanx.config.messages import ConfigError, reason
-from phalanx.environments.base import Turn
 from phalanx.environments.registry import Kind
 from phalanx.environments.tools import Tool, accepted, lenient, schema_of, schema_tool
+from phalanx.environments.turn import Turn
 
 _SEEDS = 2**31  # numpy and others accept 32 bits
 

@@ -14,10 +14,10 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from phalanx.config.messages import ConfigError, reason
-from phalanx.environments.base import Message
 from phalanx.environments.registry import Kind
 from phalanx.environments.texts import joined
 from phalanx.environments.tools import Tool, lenient, schema_of, schema_tool
+from phalanx.environments.turn import Message
 
 COLUMN = "task"  # column of the data with the number of a row's task
 _MOST = 1000  # number of tasks used of an infinite taskset

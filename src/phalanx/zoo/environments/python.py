@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
-from phalanx.environments.base import CALL
+from phalanx.environments.turn import CALL
 from phalanx.sandbox import command, environment
 
 _CHILD = Path(__file__).with_name("_child.py")

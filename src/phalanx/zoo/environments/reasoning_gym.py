@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from phalanx.config.messages import cut, nearest, reason
-from phalanx.environments.base import Turn
+from phalanx.environments.turn import Turn
 from phalanx.zoo.rewards.text.reasoning_gym import ReasoningGym as Verifier
 
 

@@ -20,7 +20,7 @@ from phalanx.functional.flow import Sampler
 from phalanx.models.flow.embeds import padded_texts
 from phalanx.models.flow.family import Embeds, FlowModel, check_size, latent_frames
 from phalanx.models.flow.folder import base_folder, check_channels, load_transformer, model_index
-from phalanx.models.flow.headers import component_names
+from phalanx.models.flow.pipeline_headers import component_names
 from phalanx.models.lora import WEIGHTS, Layers
 
 MULTISTEP = "UniPCMultistepScheduler"  # the scheduler in the folders; only its noise levels are used, not its solver

@@ -13,7 +13,7 @@ from transformers.models.clip.image_processing_pil_clip import CLIPImageProcesso
 from phalanx.config.trained_model import FlowModelConfig
 from phalanx.models.flow.family import Embeds, Instruction
 from phalanx.models.flow.folder import check_channels, load_text_encoder, model_index
-from phalanx.models.flow.headers import component_names
+from phalanx.models.flow.pipeline_headers import component_names
 from phalanx.models.flow.references import to_ratio
 from phalanx.zoo.families import wan
 

@@ -9,7 +9,7 @@ from vllm_omni.diffusion.vllm_config import create_diffusion_vllm_config
 from vllm_omni.diffusion.worker.diffusion_worker import CustomPipelineWorkerExtension
 from vllm_omni.platforms import current_omni_platform
 
-from phalanx.distributed.launch import Launch
+from phalanx.distributed.launch_env import Launch
 
 
 class RankWorker(CustomPipelineWorkerExtension):

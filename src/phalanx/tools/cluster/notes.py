@@ -12,9 +12,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from phalanx.distributed.launch import Launch
+from phalanx.distributed.launch_env import Launch
 from phalanx.run.rendezvous import unreachable
-from phalanx.tools.cluster.messages import reason
+from phalanx.tools.cluster.wording import reason
 from phalanx.types import JobError
 
 POLL_S = 0.05

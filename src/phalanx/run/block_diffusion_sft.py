@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from phalanx.config.block_diffusion import BlockDiffusionTaskConfig
-from phalanx.data.files import DataError
+from phalanx.data.data_files import DataError
 from phalanx.data.prompts import answer_of, load_prompts, question, refuse_images, validation_sets
 from phalanx.distributed.collectives import reduce_float, reduce_int
-from phalanx.distributed.launch import Launch
+from phalanx.distributed.launch_env import Launch
 from phalanx.distributed.mesh import World
 from phalanx.distributed.seed import fold_in
-from phalanx.functional.block_diffusion import States, Views, states_of
+from phalanx.functional.block_states import States, Views, states_of
 from phalanx.models.lm.blocks import BlockDiffusionPolicy, build_block_policy
 from phalanx.rollout.lm import build_rollout, check_engine
 from phalanx.run import batch_plan

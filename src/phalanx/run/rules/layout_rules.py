@@ -3,7 +3,7 @@
 from typing import Any
 
 from phalanx.config.messages import near_divisors
-from phalanx.run.rules.rollout import truncated
+from phalanx.run.rules.rollout_rules import truncated
 from phalanx.run.rules.rule import FLOW, JOINT, LM, LM_RL, RL, RUN, SAMPLE, Rule
 
 _CONTEXT = "parallel.ulysses_sequence_parallel_size"

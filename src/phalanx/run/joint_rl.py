@@ -27,7 +27,7 @@ from phalanx.config.run import RLConfig
 from phalanx.data.overlap import held_out_overlap
 from phalanx.data.prompts import share_of_rank
 from phalanx.data.streams import PromptStream
-from phalanx.distributed.launch import Launch
+from phalanx.distributed.launch_env import Launch
 from phalanx.distributed.mesh import World
 from phalanx.models.flow.policy import build_policy
 from phalanx.rewards.client import RewardClient

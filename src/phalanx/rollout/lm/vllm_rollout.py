@@ -20,7 +20,7 @@ from phalanx.engines.receipt import listed
 from phalanx.engines.vllm_text import Sampling, Shown, TextEngine, TextEngineConfig
 from phalanx.functional.tokens import WHOLE, TokenTrace
 from phalanx.media.pictures import in_memory
-from phalanx.models.lm.policy import LMPolicy
+from phalanx.models.lm.lm_policy import LMPolicy
 from phalanx.rollout.lm.decode import Decoding
 from phalanx.rollout.lm.in_policy import Drawn, LMRollout
 from phalanx.types import JobError, Prompt, Samples

@@ -11,10 +11,10 @@ from phalanx.config.critic import CriticModelConfig
 from phalanx.config.parallel import ParallelConfig
 from phalanx.functional.tokens import TokenTrace
 from phalanx.models.lm import experts, packing
+from phalanx.models.lm.lm_policy import LMPolicy
 from phalanx.models.lm.load_folder import load_model
 from phalanx.models.lm.model import DTYPES, CausalLM, decoder_of, outputs_at, positions, set_checkpointing
 from phalanx.models.lm.packing import Row
-from phalanx.models.lm.policy import LMPolicy
 from phalanx.models.trained import TrainedModel
 
 

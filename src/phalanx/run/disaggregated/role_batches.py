@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from phalanx.config.messages import ConfigError, near_divisors
 from phalanx.config.run import RLConfig
-from phalanx.distributed.launch import Launch
+from phalanx.distributed.launch_env import Launch
 from phalanx.distributed.mesh import ACTOR, ROLLOUT, World
 from phalanx.distributed.placement import place
 from phalanx.run.batch_plan import KEYS

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from phalanx.config.trained_model import FlowModelConfig
 from phalanx.models.flow.folder import base_folder, dtype_on_disk, model_index, read_lora
-from phalanx.models.flow.headers import component_names
+from phalanx.models.flow.pipeline_headers import component_names
 from phalanx.models.lora import Layers
 
 

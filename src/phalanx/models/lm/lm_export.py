@@ -16,9 +16,9 @@ from phalanx.engines.loading import loading
 from phalanx.models.headers import read_json
 from phalanx.models.lm.blocks import load_blocks, mask_tokenizer
 from phalanx.models.lm.composite import OF_WHOLE, name_in_whole, text_part
+from phalanx.models.lm.lm_policy import LORA_TARGETS
 from phalanx.models.lm.load_folder import load_class, load_model, read_lora
 from phalanx.models.lm.model import DTYPES, CausalLM, decoder_of, places_of
-from phalanx.models.lm.policy import LORA_TARGETS
 from phalanx.models.lora import ALL_LINEAR, adapter_config
 
 # the interface of a Family, see jobs/export.py

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from phalanx.functional.block_diffusion import confident, least_unmasked
+from phalanx.functional.block_states import confident, least_unmasked
 from phalanx.models.lm.model import CACHE
 from phalanx.rollout.lm.decode import SHRINK, Decoding, check_finite, draw
 
@@ -24,7 +24,7 @@ TOGETHER = 2**24  # logits that are drawn from at once; each takes up to 50 byte
 @dataclass(frozen=True)
 class Denoising(Decoding):
     """Settings: blocks of `size` tokens with at most `steps` denoising steps each; for `threshold` see
-    phalanx.functional.block_diffusion.confident. `confidence` of a position: its largest probability ("distribution")
+    phalanx.functional.block_states.confident. `confidence` of a position: its largest probability ("distribution")
     or that of its drawn token ("token").
     """
 

@@ -19,25 +19,25 @@ from phalanx.config.lm import LMRunConfig
 from phalanx.config.parallel import ParallelConfig
 from phalanx.distributed.expert_parallel import Exchange
 from phalanx.engines.loading import loading
-from phalanx.functional.block_diffusion import BlockTrace, States, Views, states_of
+from phalanx.functional.block_states import BlockTrace, States, Views, states_of
 from phalanx.functional.token_budget import in_order
 from phalanx.functional.tokens import TokenReplay, TokenTrace
 from phalanx.models.lm import experts
 from phalanx.models.lm.blocks import BlockDiffusionLM, BlockDiffusionPolicy, check_layers
 from phalanx.models.lm.composite import text_part
+from phalanx.models.lm.lm_policy import LMPolicy
 from phalanx.models.lm.load_folder import causal_lm
 from phalanx.models.lm.model import CACHE, DTYPES, CausalLM
 from phalanx.models.lm.packing import Row
-from phalanx.models.lm.policy import LMPolicy
 from phalanx.models.stored import cast_weights
 from phalanx.rollout.lm.decode import Decoding, draw
-from phalanx.rollout.lm.denoise import Denoising, drawn_tokens, read
+from phalanx.rollout.lm.denoise_blocks import Denoising, drawn_tokens, read
 from phalanx.rollout.lm.in_blocks import BlockDiffusionRollout
 from phalanx.rollout.lm.in_policy import LMRollout
 from phalanx.run.world import lone_world
 from phalanx.tools.plan.layout import NOTHING, Cluster, CountedPolicy
 from phalanx.tools.plan.ledger import META, Ledger
-from phalanx.tools.plan.vision import PlannedVision, shows_images
+from phalanx.tools.plan.vision_blueprint import PlannedVision, shows_images
 from phalanx.types import Each, Prompt, Samples
 
 PER_LOOK = 2.5  # tokens that a pass over a block unmasks if a threshold decides; an assumption, only for the arithmetic

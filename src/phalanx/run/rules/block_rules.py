@@ -3,7 +3,7 @@
 from typing import Any
 
 from phalanx.config.engines import BLOCK_ENGINES
-from phalanx.run.rules.rollout import truncated
+from phalanx.run.rules.rollout_rules import truncated
 from phalanx.run.rules.rule import BLOCK_DIFFUSION, GENERATE, LM, LM_RL, Rule, changed, near_multiples
 
 _KEYS = ("mask_token", "denoising_steps_per_block", "threshold", "confidence", "log_prob_estimate")
