@@ -328,7 +328,7 @@ def test_memory_of_joint_runs(train: str, medium_lm: Path, medium_folder: Path, 
     (tmp_path / "prompts.txt").write_text((prompt + "\n") * 2)
     (took,) = run_ranks(measure_joint, 1, cfg, timeout=240)
     parts = planned_joint(cfg, Cluster(1, 1))
-    text = describe(cfg, Cluster(1, 1), parts)
+    text = describe(Cluster(1, 1), parts)
     planned_bytes = {}
     for p in parts:
         memory = count(p)

@@ -28,7 +28,7 @@ FOLDER = ROOT / "configs" / "block_diffusion"
 def test_the_words_of_a_plan() -> None:
     cfg = load_config(LMRLConfig, str(FOLDER / "quickstart.yaml"), [])
     for line in (
-        "  rollout         64 responses together, 2.5 tokens per denoising step (assumed, for the arithmetic)",
+        "  rollout         64 responses together, at least 1 of a block's tokens per denoising step",
         "  micro-batch     32 responses of 260 positions",
         "  states          40 of 4 tokens behind 100 of a sample at most",
         "  forward passes  2 to train, per rank and step",
@@ -40,10 +40,10 @@ def test_the_words_of_a_plan() -> None:
     assert "images" not in supervised
 
 
-def test_fixed_steps_are_no_assumption() -> None:
+def test_fixed_steps() -> None:
     keys = ["rollout.threshold=1", "rollout.denoising_steps_per_block=2"]
     text = plan_job(load_config(LMRLConfig, str(FOLDER / "quickstart.yaml"), keys), {"nproc": "2"})
-    assert "64 responses together, 2 tokens per denoising step\n" in text
+    assert "64 responses together, at least 2 of a block's tokens per denoising step\n" in text
     assert "  states          20 of 4 tokens behind 100 of a sample" in text
 
 
@@ -53,7 +53,7 @@ def test_operations_are_those_of_the_job(estimate: str, lm_folder: Path, tmp_pat
     cfg = tiny_lm_config(lm_folder, tmp_path, "model.block_size=4", f"actor.log_prob_estimate={estimate}")
     job = planned(cfg, Cluster(1, 2))
     assert isinstance(job.policy, PlannedBlockPolicy)
-    looks = 12 / 2.5
+    looks = 12
     states = {"trace": looks, "coupled": 9}.get(estimate, 3)
     scored, decoded = job.policy.states_flops(76, states, 12), job.policy.states_flops(76, looks, 4 * looks)
     read = job.policy.forward_flops(64, 0)

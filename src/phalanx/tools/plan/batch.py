@@ -9,7 +9,7 @@ from phalanx.run.roles import Roles
 from phalanx.tools.plan.blueprint import PlannedFlowPolicy
 from phalanx.tools.plan.jobs import task_of
 from phalanx.tools.plan.ledger import kinds
-from phalanx.tools.plan.lm_blueprint import PER_LOOK, PlannedBlockRollout
+from phalanx.tools.plan.lm_blueprint import PlannedBlockRollout
 from phalanx.tools.plan.rehearsal import Rehearsal, RLRehearsal, SupervisedRehearsal
 from phalanx.tools.plan.tables import Rows
 
@@ -58,8 +58,8 @@ def _of_tokens(p: RLRehearsal) -> Rows:
     longest = int(p.samples.tokens[0])
     engine = "" if p.cfg.rollout.facts.weights == "policy" else f", in {p.cfg.rollout.engine}"
     if isinstance(p.rollout, PlannedBlockRollout):
-        what, each = "positions", p.rollout.per_look
-        engine = f", {each:.3g} tokens per denoising step{' (assumed, for the arithmetic)' * (each == PER_LOOK)}"
+        what = "positions"
+        engine = f", at least {p.rollout.per_look:.3g} of a block's tokens per denoising step"
     inner = f"{counted(plan.first(1), 'response')} of {longest} {what}"
     if plan.budget is not None:
         inner = f"at most {plan.budget} {what}, {plan.budget // longest} of the longest responses"

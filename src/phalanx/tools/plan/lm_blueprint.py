@@ -40,8 +40,6 @@ from phalanx.tools.plan.ledger import META, Ledger
 from phalanx.tools.plan.vision_blueprint import PlannedVision, shows_images
 from phalanx.types import Each, Prompt, Samples
 
-PER_LOOK = 2.5  # tokens that a pass over a block unmasks if a threshold decides; an assumption, only for the arithmetic
-
 
 class PlannedLMPolicy(CountedPolicy, LMPolicy):
     """A language model's policy on the meta device."""
@@ -207,7 +205,7 @@ class PlannedBlockLM(BlockDiffusionLM):
 
 
 class PlannedBlockPolicy(PlannedLMPolicy, BlockDiffusionPolicy):
-    """See PlannedLMPolicy. looks_of_a_response: passes that decode a response, for the arithmetic."""
+    """See PlannedLMPolicy. looks_of_a_response: passes that decode a response, at most."""
 
     looks_of_a_response = 0.0
 
@@ -249,10 +247,9 @@ class PlannedBlockRollout(PlannedLMRollout, BlockDiffusionRollout):
 
     @property
     def per_look(self) -> float:
-        """Tokens that a pass over a block is assumed to unmask."""
+        """Tokens that a pass over a block unmasks; a threshold may unmask more."""
         assert isinstance(self.how, Denoising), "as BlockDiffusionRollout makes it"
-        size, least = self.policy.size, self.policy.size / self.how.steps
-        return least if self.how.threshold == 1 else min(max(PER_LOOK, least), size)
+        return self.policy.size / self.how.steps
 
     def _longest(self, share: int) -> tuple[BlockTrace, int]:
         (plain, length), size, limit = super()._longest(share), self.policy.size, self.how.limit
