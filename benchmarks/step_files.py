@@ -5,13 +5,15 @@
 
 The second step of a run is traced, on the main thread: samples, rewards, advantages, replay, backward, optimizer step,
 metrics, and the end of the step, without validation, checkpoint and further loggers. The first step would add functions
-that run only once, such as the text encoders.
+that run only once, such as the text encoders. Functions of rewards/ are counted once more with those that run on the
+threads of the rewards; the reward is a plain function, whose calls are not split.
 """
 
 import argparse
 import os
 import sys
 import tempfile
+import threading
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -37,14 +39,16 @@ FLOW = [
     "actor.ppo_mini_batch_size=2",
     "actor.ppo_micro_batch_size_per_gpu=4",
     "actor.ema.decay=null",
-    "reward.functions=[{name: jpeg_incompressibility}]",
+    "reward.functions=[{name: jpeg_incompressibility, per_sample: false}]",
 ]
 TEXT = ["data.train_batch_size=2", "actor.ppo_mini_batch_size=2", "actor.ppo_micro_batch_size_per_gpu=8"]
 TEXT += ["data.max_response_length=16"]
 
 
-def traced(kind: str) -> dict[str, set[str]]:
-    """The functions that run in a step of a job, `flow` or `text`, by file below src/phalanx."""
+def traced(kind: str) -> tuple[dict[str, set[str]], dict[str, set[str]]]:
+    """The functions that run in a step of a job, `flow` or `text`, by file below src/phalanx: on the main thread, and
+    those of rewards/ on all threads.
+    """
     from phalanx.run import flow_rl, lm_rl
 
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
@@ -66,18 +70,24 @@ def traced(kind: str) -> dict[str, set[str]]:
         return trace_second_step(trainer)
 
 
-def trace_second_step(trainer: Any) -> dict[str, set[str]]:
+def trace_second_step(trainer: Any) -> tuple[dict[str, set[str]], dict[str, set[str]]]:
     """Run the job, and record the functions that are called from the end of the first step to that of the second."""
     seen: dict[str, set[str]] = defaultdict(set)
+    beside: dict[str, set[str]] = defaultdict(set)
+    in_step = threading.Event()
 
-    def enter(frame: Any) -> None:
+    def enter(frame: Any, into: dict[str, set[str]] = seen) -> None:
         path = Path(frame.f_code.co_filename)
         if path.is_relative_to(PACKAGE):
-            seen[str(path.relative_to(PACKAGE))].add(frame.f_code.co_name)
+            into[str(path.relative_to(PACKAGE))].add(frame.f_code.co_name)
 
     def called(frame: Any, event: str, argument: Any) -> None:
         if event == "call":
             enter(frame)
+
+    def called_beside(frame: Any, event: str, argument: Any) -> None:
+        if event == "call" and (in_step.is_set() or frame.f_code.co_name == "_work"):  # a loop that began before
+            enter(frame, beside)
 
     end_step = trainer.job.end_step
 
@@ -88,13 +98,22 @@ def trace_second_step(trainer: Any) -> dict[str, set[str]]:
             while frame is not None:  # functions such as the loop are running already
                 enter(frame)
                 frame = frame.f_back
+            in_step.set()
             sys.setprofile(called)
         else:
             sys.setprofile(None)
+            in_step.clear()
 
     trainer.job.end_step = watched
+    threading.setprofile(called_beside)  # of threads that start from here on, as those of the rewards
     trainer.fit()
-    return {name: functions - OUTSIDE for name, functions in seen.items() if functions - OUTSIDE}
+    threading.setprofile(None)
+    rewards: dict[str, set[str]] = {}
+    for name in seen.keys() | beside.keys():
+        functions = {each for each in seen[name] | beside[name] if not each.startswith("<")}
+        if name.startswith("rewards/") and functions:
+            rewards[name] = functions
+    return {name: functions - OUTSIDE for name, functions in seen.items() if functions - OUTSIDE}, rewards
 
 
 def main() -> None:
@@ -104,13 +123,17 @@ def main() -> None:
     parser.add_argument("kind", nargs="?", choices=("flow", "text"), help="one kind only")
     args = parser.parse_args()
     for kind in [args.kind] if args.kind else ["flow", "text"]:
-        files = traced(kind)
+        files, rewards = traced(kind)
         loop = sum(name.startswith("training/") for name in files)
         functions = sum(len(names) for names in files.values())
         print(f"{kind}: {len(files)} files, {loop} of them in training/, {functions} functions")
+        met = sum(len(names) for names in rewards.values())
+        print(f"{kind}: a reward meets {met} functions in {len(rewards)} files of rewards/, on all threads")
         if args.list:
             for name in sorted(files):
                 print(f"  {name}: {', '.join(sorted(files[name]))}")
+            for name in sorted(rewards):
+                print(f"  reward: {name}: {', '.join(sorted(rewards[name]))}")
 
 
 if __name__ == "__main__":

@@ -76,11 +76,13 @@ def fit_lm(cfg: Any) -> None:
     lm_rl.build(cfg).fit()
 
 
-@pytest.mark.seldom("text-35")
-@pytest.mark.quick("flow-39")
-@pytest.mark.parametrize(("kind", "most"), [("flow", 39), ("text", 35)])
-def test_a_step_runs_through_few_files(kind: str, most: int) -> None:
-    """So that a reader can follow a step: at most seven of the files are in training/."""
+@pytest.mark.seldom("text-35-12")
+@pytest.mark.quick("flow-39-13")
+@pytest.mark.parametrize(("kind", "most", "of_reward"), [("flow", 39, 13), ("text", 35, 12)])
+def test_a_step_runs_through_few_files(kind: str, most: int, of_reward: int) -> None:
+    """So that a reader can follow a step: at most seven of the files are in training/, and a reward that is a function
+    meets at most three files of rewards/; images are also searched for NaN.
+    """
     env = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "benchmarks/step_files.py", "--list", kind]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=250)
@@ -88,3 +90,6 @@ def test_a_step_runs_through_few_files(kind: str, most: int) -> None:
     files, of_loop = map(int, re.findall(rf"{kind}: (\d+) files, (\d+) of them in training/", done.stdout)[0])
     assert "training/loop.py: " in done.stdout and "training/update.py: " in done.stdout
     assert files <= most and of_loop <= 7, done.stdout
+    functions, of_rewards = map(int, re.findall(r"meets (\d+) functions in (\d+) files of rewards/", done.stdout)[0])
+    assert 0 < functions <= of_reward and of_rewards <= 3, done.stdout
+    assert "reward: rewards/call.py: " in done.stdout and "score" in done.stdout

@@ -234,7 +234,7 @@ def test_scores_are_kept_though_the_reward_reuses_its_buffer() -> None:
 
 def done(reward: RewardSet) -> bool:
     """Whether all calls so far have ended."""
-    return all(call.future is not None and call.future.done() for call in reward._calls)
+    return all(call.task is not None and call.task.done() for call in reward._calls)
 
 
 def test_cpu_rewards_overlap_with_sampling() -> None:

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
+from phalanx.config.messages import without_folders
 from phalanx.config.registry import known_modules
-from phalanx.rewards.call import without_folders
 from phalanx.zoo.rewards import _recall
 from phalanx.zoo.rewards.judge.llm_judge import LlmJudge
 from phalanx.zoo.rewards.judge.pairwise_judge import PairwiseJudge

@@ -97,7 +97,7 @@ def test_completions_are_scored_on_threads_while_more_are_sampled() -> None:
     reward = rewards("meets", workers=2)
     reward.submit(["abc"], prompts(""))
     reward.submit(["abcde", ""], prompts("", ""))
-    while any(not call.future.done() for call in reward._calls if call.future is not None):
+    while any(not call.task.done() for call in reward._calls if call.task is not None):
         time.sleep(0.01)  # done before `collect` is called
     assert reward.collect()["meets"].tolist() == [2, 4, -1]
     assert len(reward.spans) == 2

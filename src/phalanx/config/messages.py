@@ -1,6 +1,7 @@
 """Descriptions of values and types for messages about a configuration."""
 
 import difflib
+import re
 import sysconfig
 import traceback
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from phalanx.config.secrets import hide
 
 MOST_SHOWN = 200  # characters of a value in a message
 MOST_SAID = 1000  # characters of an exception's message
+_FOLDERS = re.compile(r"""(?<![\w.:/])/(?:[^/\s"']+/)+""")
 _PACKAGE, _LIBRARY = Path(__file__).parents[1], Path(sysconfig.get_path("stdlib"))
 
 
@@ -58,6 +60,11 @@ def place(error: BaseException) -> str:
         if path.is_file() and not (installed or path.is_relative_to(_PACKAGE) or path.is_relative_to(_LIBRARY)):
             return f", at {path}:{frame.lineno}"
     return ""
+
+
+def without_folders(text: str) -> str:
+    """The text with absolute paths reduced to their last component, for readers outside this machine."""
+    return _FOLDERS.sub("", text)
 
 
 def shown(value: Any) -> str:

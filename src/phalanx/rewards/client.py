@@ -32,6 +32,10 @@ class RewardClient:
     noun: the plural noun for samples in messages.
     on_stop: called on all ranks at once after any of them has received a signal to stop.
     judged: maps a prompt to the prompt that its samples are scored with; None: the same prompt.
+    forgives: whether samples may lack a score; `take_errors` has their number.
+    has_judges: whether `ask` must be called between `submit` and `collect`.
+    metrics: perf/... of the last `collect`: busy seconds of the reward threads and of the reward model. time/reward has
+        only the waiting.
     """
 
     def __init__(
@@ -46,6 +50,9 @@ class RewardClient:
     ) -> None:
         self.cfg, self.world, self.timers, self.noun = cfg.reward, world, timers, noun
         self.reward_set, self.on_stop, self.judged = reward_set, on_stop, judged
+        self.forgives = cfg.reward.on_error != "fail"
+        self.has_judges = reward_set is not None and reward_set.judges is not None
+        self.metrics: dict[str, float] = {}
         self._errors = 0  # samples without a score since the last take_errors
         self._warned_of_errors = False
         self._submitted = 0  # samples since the last collect
@@ -61,9 +68,15 @@ class RewardClient:
         them, and so does a signal to stop, because nothing is trained while samples are drawn.
         """
         with self._in_step():
-            check_finite(outputs, prompts)
+            if isinstance(outputs, Tensor):
+                check_finite(outputs, prompts)
             if self.reward_set is not None:
-                self._submit(outputs, prompts)
+                if self.world.context_size > 1:
+                    outputs, prompts = self._dealt(outputs, prompts)
+                if self.judged is not None:
+                    prompts = list(map(self.judged, prompts))
+                if prompts:
+                    self.reward_set.submit(outputs, prompts)
         self.timers.advance()
 
     def ask(self) -> None:
@@ -80,13 +93,19 @@ class RewardClient:
 
         Raises RewardError on all ranks if a reward fails on one of them.
         """
-        if self.rewards.must_ask:  # validation does not call `ask` itself
+        rewards = self.reward_set
+        assert rewards is not None, "nothing is scored without rewards"
+        if self.has_judges and rewards.must_ask:  # validation does not call `ask` itself
             with self._in_step():
-                self.rewards.ask()
+                rewards.ask()
         with self._in_step():
-            terms = self.rewards.collect()
-        terms = self._of_all(terms)
-        if self.cfg.on_error != "fail" and terms:  # there are none if every term is a PolicyReward
+            terms = rewards.collect()
+        self.metrics = {"perf/reward_busy_s": rewards.busy_s}
+        if rewards.judges is not None:
+            self.metrics["perf/judge_busy_s"] = rewards.judges.busy_s
+        if self.world.context_size > 1:
+            terms = self._of_all(terms)
+        if self.forgives and terms:  # there are none if every term is a PolicyReward
             terms = self._forgive(terms)
         return terms
 
@@ -95,37 +114,22 @@ class RewardClient:
         terms = self.collect()
         return self.rewards.weighted(terms), terms
 
-    def metrics(self) -> dict[str, float]:
-        """perf/...: busy seconds of the reward threads and of the reward model. time/reward has only the waiting."""
-        if self.reward_set is None:
-            return {}
-        row = {"perf/reward_busy_s": self.reward_set.busy_s}
-        if self.reward_set.judge_s is not None:
-            row["perf/judge_busy_s"] = self.reward_set.judge_s
-        return row
-
     def take_errors(self, prefix: str = "") -> dict[str, float]:
-        """The number of samples without a score since the last call, as a metric; none with reward.on_error=fail."""
-        if self.cfg.on_error == "fail":
-            return {}
+        """The number of samples without a score since the last call, as a metric."""
         count, self._errors = self._errors, 0
         return {f"{prefix}reward/errors": float(count)}
 
-    def _submit(self, outputs: Outputs, prompts: list[Prompt]) -> None:
-        """Submit the samples that this rank scores: ranks that hold the same samples share them out one by one."""
+    def _dealt(self, outputs: Outputs, prompts: list[Prompt]) -> tuple[Outputs, list[Prompt]]:
+        """The samples that this rank scores: ranks that hold the same samples share them out one by one."""
         first, size = self.world.rank - self._submitted, self.world.context_size
         self._submitted += len(prompts)
         local = slice(first % size, None, size)
-        shown = prompts[local] if self.judged is None else list(map(self.judged, prompts[local]))
-        if shown:
-            self.rewards.submit(outputs[local], shown)
+        return outputs[local], prompts[local]
 
     def _of_all(self, terms: dict[str, Tensor]) -> dict[str, Tensor]:
         """The terms [B] of all of this rank's samples, including those that other ranks have scored for it."""
         count, self._submitted = self._submitted, 0
         size = self.world.context_size
-        if size == 1:
-            return terms
         place = self.world.rank // size * size
         merged = {}
         for name, values in terms.items():
@@ -184,10 +188,8 @@ def without_filling(prompts: list[Prompt], first: int, real: int) -> list[Prompt
     return shown
 
 
-def check_finite(outputs: Outputs, prompts: Sequence[Prompt]) -> None:
+def check_finite(outputs: Tensor, prompts: Sequence[Prompt]) -> None:
     """Raise RewardError for an image or video with NaN or infinity, which would otherwise be scored as a black one."""
-    if not isinstance(outputs, Tensor):
-        return
     fine = outputs.flatten(1).isfinite().all(1)
     if not fine.all():
         bad = fine.tolist().index(False)

@@ -88,7 +88,7 @@ class JudgePool:
         self._spent_s = 0.0  # since the last `ask`
 
         # if the model answers beside the sampling: a single thread, because collectives must keep their order
-        self._thread = DaemonPool(1, "reward-model") if beside else None
+        self._thread = DaemonPool(1, "reward-model", device) if beside else None
         self._answers: list[Future[Answers]] = []  # one for each batch
         self._device = device
         # only the thread uses these
@@ -196,7 +196,6 @@ class JudgePool:
         thread.
         """
         if self._device.type == "cuda" and self._stream is None:
-            torch.cuda.set_device(self._device)  # a thread starts on device 0
             self._stream = torch.cuda.Stream()  # always the same, because the allocator caches memory per stream
             torch.cuda.set_stream(self._stream)
         if not self._is_awake:

@@ -54,10 +54,14 @@ class Term:
     per_sample: bool = False  # calls may be split, because each score depends only on its own sample
     chats: bool = False  # prompts that are chats are passed as lists of messages
 
+    @property
+    def reward(self) -> object:
+        """The reward itself, where `function` stands around a judge."""
+        return self.function.judge if isinstance(self.function, ParsedAnswers) else self.function
+
     def objection(self, prompt: str, metadata: dict[str, Any]) -> str | None:
         """Why samples of this row cannot be scored: see `objection_of`."""
-        reward = self.function.judge if isinstance(self.function, ParsedAnswers) else self.function
-        return objection_of(reward, prompt, metadata)
+        return objection_of(self.reward, prompt, metadata)
 
     @cached_property
     def gradient(self) -> Callable[..., Tensor] | None:

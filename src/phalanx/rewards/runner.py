@@ -8,8 +8,11 @@ because images need not be sent to another process.
 """
 
 import logging
+import time
 from collections.abc import Iterable
 from concurrent.futures import FIRST_COMPLETED, wait
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -26,6 +29,7 @@ from phalanx.rewards.call import Call, DaemonPool, Rows, on_prompts
 from phalanx.rewards.judge import ParsedAnswers
 from phalanx.rewards.judge_pool import Answers, JudgePool
 from phalanx.rewards.registry import Term, build_terms, judged_frames
+from phalanx.rewards.wrappers import scorer
 from phalanx.types import Outputs, Policy, Prompt, Samples, copied
 
 log = logging.getLogger(__name__)
@@ -64,29 +68,30 @@ class RewardSet:
         """
         unparseable_score = None if group_timeout_s is None else cfg.model.unparseable_score
         self.terms = build_terms(cfg.functions, device, unparseable_score, outputs)
-        self._scored = [term for term in self.terms if not isinstance(term.function, PolicyReward)]
+        self.of_policies = [term for term in self.terms if isinstance(term.function, PolicyReward)]
+        self._scored = [term for term in self.terms if term not in self.of_policies]
         self.busy_s = 0.0
         self.spans: list[tuple[float, float]] = []
         self.problem: str | None = None  # the first failure that the last `collect` forgave
         self.refused = 0  # samples of the last `collect` whose rows a reward's check_row refuses
         self._cfg, self._forgives = cfg, cfg.on_error != "fail"
-        self._device = torch.device(device)
-        if self._device.type == "cuda" and self._device.index is None:
-            # a new thread starts on device 0, regardless of this thread's device
-            self._device = torch.device("cuda", torch.cuda.current_device())
+        of_rank = torch.device(device)
+        if of_rank.type == "cuda" and of_rank.index is None:
+            of_rank = torch.device("cuda", torch.cuda.current_device())
+        self._score = {term.name: scorer(term, forgives=self._forgives) for term in self._scored}
 
         # all judges of a job ask the same model about the same frames
         judges = {term.name: term.function.judge for term in self.terms if isinstance(term.function, ParsedAnswers)}
         self._max_judge_frames = judged_frames(self.terms)
         self._judge_frames = 1  # frames per sample of the last micro-batch
-        self._judges: JudgePool | None = None
+        self.judges: JudgePool | None = None
         if judges and group_timeout_s is not None:
-            self._judges = JudgePool(
+            self.judges = JudgePool(
                 judges,
                 cfg.model,
                 group_timeout_s,
                 outputs=outputs,
-                device=self._device,
+                device=of_rank,
                 beside=beside,
                 forgives=self._forgives,
                 launch=launch,
@@ -96,7 +101,7 @@ class RewardSet:
         self.answers: Answers = {}  # of the last `ask`: by judge, those about each sample or frame
 
         self._cpu_pool = DaemonPool(cfg.num_workers, "reward")
-        self._device_pool = DaemonPool(1, "reward-device")
+        self._device_pool = DaemonPool(1, "reward-device", of_rank)
         self._calls: list[Call] = []  # submitted and not yet collected
 
     def submit(self, outputs: Outputs, prompts: list[Prompt]) -> None:
@@ -107,24 +112,28 @@ class RewardSet:
         complete, and if a judge has no question for a sample.
         """
         assert len(outputs) == len(prompts) > 0, (len(outputs), len(prompts))
+        made = "completions"
         if isinstance(outputs, Tensor):
             assert outputs.ndim in (4, 5) and outputs.shape[-3] == 3, outputs.shape
             assert outputs.device.type == "cpu", outputs.device
-        for term in self.terms:
-            if isinstance(term.function, ParsedAnswers | PolicyReward):
-                continue  # called in `ask`, with the answers, or in `of_policy`
-            subjects, prompt_of = seen_by(term.takes, outputs, prompts, term.frames)
+            made = "images" if outputs.ndim == 4 else "videos"
+        for term in self._scored:
+            if isinstance(term.function, ParsedAnswers):
+                continue  # called in `ask`, with the answers
+            subjects, prompt_of = outputs, prompts
+            if term.takes != made:
+                subjects, prompt_of = seen_by(term.takes, outputs, prompts, term.frames)
             frames = len(prompt_of) // len(prompts)
-            for part in self._parts(term, len(prompts)):
-                rows = slice(part.start * frames, part.stop * frames)
-                call = Call(term, subjects[rows], prompt_of[rows], frames, forgives=self._forgives)
+            for first, end in self._parts(term, len(prompts)) if term.per_sample else [(0, len(prompts))]:
+                rows = slice(first * frames, end * frames)
+                call = Call(term, subjects[rows], prompt_of[rows], frames)
                 self._calls.append(call)
-                if self._cfg.overlap and not term.on_device:
-                    self._start(call)
-        if self._judges is not None:
+                if self._cfg.overlap and not term.on_device:  # else it starts in `collect`
+                    call.task = self._cpu_pool.submit(partial(self._score[term.name], call))
+        if self.judges is not None:
             subjects, prompt_of = seen_by("images", outputs, prompts, self._max_judge_frames)
             self._judge_frames = len(prompt_of) // len(prompts)
-            self._judges.submit(subjects, prompt_of, self._judge_frames)
+            self.judges.submit(subjects, prompt_of, self._judge_frames)
         self._raise_failures(self._calls)
 
     def check_rows(self, rows: Iterable[Prompt], *, first: bool) -> None:
@@ -157,31 +166,26 @@ class RewardSet:
     @property
     def must_ask(self) -> bool:
         """Whether `ask` must be called before `collect`, because there are judges that have not asked yet."""
-        return self._judges is not None and not self._asked
-
-    @property
-    def judge_s(self) -> float | None:
-        """Seconds that the reward model took for the last `ask`, including those during sampling; None: no judges."""
-        return None if self._judges is None else self._judges.busy_s
+        return self.judges is not None and not self._asked
 
     def ask(self) -> None:
         """Have the judges' questions about all submitted samples answered, once before each `collect`.
 
         A collective: all ranks of the world call it at the same point, on their main threads.
         """
-        if self._judges is None or self._asked:
+        if self.judges is None or self._asked:
             return
-        prompts, answers, rates = self._judges.ask()
+        prompts, answers, rates = self.judges.ask()
         self._asked, self.answers = True, answers
         if not prompts:
             return  # this rank has only answered questions of others
         for term in self.terms:
             if term.name in answers:
                 judged: Any = answers[term.name]  # one per frame
-                self._calls.append(Call(term, judged, prompts, self._judge_frames, forgives=self._forgives))
+                self._calls.append(Call(term, judged, prompts, self._judge_frames))
             elif term.name in rates:
                 compared: Any = rates[term.name]  # one per sample, however many frames it has
-                self._calls.append(Call(term, compared, prompts[:: self._judge_frames], forgives=self._forgives))
+                self._calls.append(Call(term, compared, prompts[:: self._judge_frames]))
 
     def collect(self) -> Rows:
         """Wait for the scores of all submitted micro-batches. Returns unweighted float32 scores [B] by term, in the
@@ -192,17 +196,21 @@ class RewardSet:
         forgives errors, a term's rows are NaN for samples on which it raised or returned no finite number, and
         `problem` is the first reason.
         """
-        assert not self.must_ask, "ask comes first"
+        assert self.judges is None or self._asked, "ask comes first"
         calls, self._calls = self._calls, []
         self._asked = False
         for call in calls:
-            if call.future is None:
-                self._start(call)
-        self._wait(calls)
-        self.spans, self.busy_s = [], 0.0
-        for call in calls:
-            self.spans.append((call.start, call.end))
-            self.busy_s += call.end - call.start
+            if call.task is None:
+                pool = self._device_pool if call.term.on_device else self._cpu_pool
+                call.task = pool.submit(partial(self._score[call.term.name], call))
+        tasks = [call.task for call in calls if call.task is not None]
+        pending: set[Any] = set(tasks)
+        while pending:
+            self._raise_failures(calls)
+            _, pending = wait(pending, _POLL_S, FIRST_COMPLETED)
+        self._raise_failures(calls)
+        self.spans = [(task.start, task.end) for task in tasks]
+        self.busy_s = sum(end - start for start, end in self.spans)
 
         # terms without a call have rows, too, because all ranks must gather the same ones
         parts: dict[str, list[Tensor]] = {}
@@ -211,11 +219,11 @@ class RewardSet:
                 parts[row] = []
         self.problem = None
         refused = dict.fromkeys(parts, 0)
-        for call in calls:
-            scored, problem = call.outcome()
-            self.problem = self.problem or problem
-            refused[call.term.name] += call.refused
-            for row, values in scored.items():
+        for call, task in zip(calls, tasks, strict=True):
+            scored = task.result()
+            self.problem = self.problem or scored.problem
+            refused[call.term.name] += scored.refused
+            for row, values in scored.rows.items():
                 parts[row].append(values)
         self.refused = max(refused.values(), default=0)
         return {row: torch.cat(values) if values else torch.zeros(0) for row, values in parts.items()}
@@ -223,11 +231,7 @@ class RewardSet:
     @torch.no_grad()
     def of_policy(self, policy: Policy, samples: Samples, passes: Passes) -> Rows:
         """The terms [B] of PolicyRewards for this rank's samples; a collective of all ranks."""
-        rows = {}
-        for term in self.terms:
-            if isinstance(term.function, PolicyReward):
-                rows[term.name] = term.function(policy, samples, passes).float().cpu()
-        return rows
+        return {term.name: term.function(policy, samples, passes).float().cpu() for term in self.of_policies}
 
     def check_gradients(self) -> None:
         """Raise ConfigError for the first term with a nonzero weight that is not differentiable."""
@@ -265,57 +269,35 @@ class RewardSet:
 
     def weighted(self, terms: Rows, step: int | None = None, group_id: Tensor | None = None) -> Tensor:
         """The reward [B] from its terms [B], see phalanx.functional.rewards.combine; PolicyRewards may be missing."""
-        values, shares = [], []
-        for term in self.terms:
-            if term in self._scored or term.name in terms:
-                values.append(terms[term.name])
-                shares.append(term.share)
-        return combine(values, shares, step=step, group_id=group_id) if values else torch.zeros(0)
+        shares = {term.name: term.share for term in self.terms if term in self._scored or term.name in terms}
+        values = [terms[name] for name in shares]
+        return combine(values, list(shares.values()), step=step, group_id=group_id) if values else torch.zeros(0)
 
     def turn_weight(self, step: int | None = None) -> float:
         """The weight in the sample's reward of the rewards that an environment gives for single turns."""
         return sum(term.share.at(step) for term in self.terms if isinstance(term.function, OfEnvironment))
 
-    def _parts(self, term: Term, count: int) -> list[range]:
-        """The ranges of samples into which a call of a term on `count` samples is split."""
-        if not term.per_sample:
-            return [range(count)]
+    def _parts(self, term: Term, count: int) -> list[tuple[int, int]]:
+        """The parts, from one sample to before another, into which a call on `count` samples is split."""
         # Twice as many as threads, because samples take unequal times and threads may be busy with an earlier
         # micro-batch. Where each sample has a time limit, one call per sample: several could exceed reward.timeout_s.
         workers = self._cfg.num_workers
         pieces = count if UNJUDGED in term.extras else min(2 * workers, count) if workers > 1 else 1
-        return [range(i * count // pieces, (i + 1) * count // pieces) for i in range(pieces)]
-
-    def _start(self, call: Call) -> None:
-        if call.term.on_device:
-            call.future = self._device_pool.submit(lambda: self._run_on_device(call))
-        else:
-            call.future = self._cpu_pool.submit(call.run)
-
-    def _run_on_device(self, call: Call) -> Rows:
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)  # of this thread, which starts on device 0
-        return call.run()
-
-    def _wait(self, calls: list[Call]) -> None:
-        """Wait until all calls are done. Raises RewardError once one has failed or is overdue."""
-        pending = {call.future for call in calls if call.future is not None}
-        while pending:
-            self._raise_failures(calls)
-            _, pending = wait(pending, _POLL_S, FIRST_COMPLETED)
-        self._raise_failures(calls)
+        return list(pairwise(i * count // pieces for i in range(pieces + 1)))
 
     def _raise_failures(self, calls: list[Call]) -> None:
         """Raise RewardError for the first call that has failed or is overdue, without waiting."""
+        limit_s = self._cfg.timeout_s
         for call in calls:
-            if call.overdue(self._cfg.timeout_s):
+            if call.task is None:
+                continue
+            if call.task.done():
+                call.task.result()  # raises what the call has raised
+            elif 0 < call.task.start < time.perf_counter() - limit_s:  # time in the queue does not count
                 raise RewardError(
-                    f"reward {call.term.name!r} ran longer than reward.timeout_s={self._cfg.timeout_s:g} seconds "
-                    f"on {on_prompts(call.prompts)}"
+                    f"reward {call.term.name!r} ran longer than reward.timeout_s={limit_s:g} seconds on "
+                    f"{on_prompts(call.prompts)}"
                 )
-            failure = call.failure()
-            if failure is not None:
-                raise failure from failure.__cause__
 
 
 def seen_by(takes: str, outputs: Outputs, prompts: list[Prompt], frames: int) -> tuple[Outputs, list[Prompt]]:
@@ -328,13 +310,10 @@ def seen_by(takes: str, outputs: Outputs, prompts: list[Prompt], frames: int) ->
     if takes == "transcripts":
         talks: list[Any] = [transcript(prompt, text) for prompt, text in zip(prompts, outputs, strict=True)]
         return talks, prompts
-    if not isinstance(outputs, Tensor):
+    if not isinstance(outputs, Tensor) or (outputs.ndim == 4) == (takes == "images"):
         return outputs, prompts
-    is_video = outputs.ndim == 5
     if takes == "videos":
-        return (outputs if is_video else outputs[:, None]), prompts
-    if not is_video:
-        return outputs, prompts
+        return outputs[:, None], prompts
     chosen = evenly_spaced(outputs.shape[1], frames)
     repeated = [prompts[i // len(chosen)] for i in range(len(prompts) * len(chosen))]
     return outputs[:, chosen].flatten(0, 1), repeated

@@ -212,7 +212,9 @@ class JointValidator(Validator):
                 ]
                 with about(PAINTER, JobError, JobError):
                     metrics, kept[name] = self.validate_set(name, shown, self.parts[PAINTER].best())
-                row |= metrics | self.rewards.take_errors(f"val/{name}/")
+                row |= metrics
+                if self.rewards.forgives:
+                    row |= self.rewards.take_errors(f"val/{name}/")
         return row, kept
 
     def _rewritten(self, prompts: list[Prompt]) -> list[Prompt]:

@@ -68,7 +68,9 @@ class Validator:
             self.timers.expect(-(-samples // self.rollout.micro_batch_size))
             context = nullcontext() if weights is None else self.policy.using(weights)
             metrics, kept[name] = self.validate_set(name, prompts, context)
-            row |= metrics | self.rewards.take_errors(f"val/{name}/")
+            row |= metrics
+            if self.rewards.forgives:
+                row |= self.rewards.take_errors(f"val/{name}/")
         return row, kept
 
     def validate_set(

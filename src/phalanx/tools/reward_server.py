@@ -12,9 +12,9 @@ import secrets
 import signal
 import socket
 import struct
+import time
 import zlib
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from io import BytesIO
 from typing import Any, TypeVar
@@ -29,15 +29,16 @@ from pydantic import BaseModel, ValidationError
 from torch import Tensor
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from phalanx.config.messages import ConfigError
+from phalanx.config.messages import ConfigError, place, without_folders
 from phalanx.config.secrets import hide
 from phalanx.config.tasks import ServeRewardConfig
 from phalanx.distributed.launch_env import Launch
 from phalanx.exit import Stopped
 from phalanx.functional.rewards import combine
-from phalanx.rewards.call import Call, Rows, without_folders
+from phalanx.rewards.call import Call, DaemonPool, Scored, Task
 from phalanx.rewards.protocol import ScoreRequest, Texts, complaint
 from phalanx.rewards.registry import build_terms
+from phalanx.rewards.wrappers import scorer
 from phalanx.tools.memory_budget import MemoryBudget
 from phalanx.types import Outputs, Prompt
 from phalanx.zoo.rewards.http import read_token
@@ -68,9 +69,9 @@ class RewardServer:
                 raise ConfigError(
                     f"reward.functions: {term.name} takes videos, but the server receives images; use it in the job"
                 )
-        self._cpu_pool = ThreadPoolExecutor(cfg.reward.num_workers, "reward")
-        self._device_pool = ThreadPoolExecutor(1, "reward-device")
-        self._turns: set[_Turn] = set()  # those that are not done
+        self._cpu_pool = DaemonPool(cfg.reward.num_workers, "reward")
+        self._device_pool = DaemonPool(1, "reward-device")
+        self._turns: set[Call] = set()  # those that are not done
         self._memory = MemoryBudget(int(cfg.max_memory_mb * 1e6))
         self._releases: set[asyncio.Task[None]] = set()
         self.app = FastAPI(openapi_url=None)
@@ -100,10 +101,8 @@ class RewardServer:
             self.close()
 
     def close(self) -> None:
-        """Close the socket and end idle threads."""
+        """Close the socket."""
         self.socket.close()
-        for pool in (self._cpu_pool, self._device_pool):
-            pool.shutdown(wait=False, cancel_futures=True)
 
     def listener(self) -> uvicorn.Server:
         """The HTTP server."""
@@ -125,7 +124,8 @@ class RewardServer:
     async def health(self) -> dict[str, str]:
         """Status 200 if requests are served, 503 if a call of a reward hangs."""
         for turn in list(self._turns):
-            if turn.overdue(self.cfg.reward.timeout_s):
+            begun = 0.0 if turn.task is None else turn.task.start  # time in the queue does not count
+            if 0 < begun < time.perf_counter() - self.cfg.reward.timeout_s:
                 raise HTTPException(503, f"a call of reward {turn.term.name!r} hangs; restart the server")
         return {"status": "ok"}
 
@@ -244,11 +244,11 @@ class RewardServer:
                 await self._memory.reserve(need)
         except TimeoutError:
             raise HTTPException(503, "other requests occupy all of max_memory_mb; try again") from None
-        turns: list[_Turn] = []
+        turns: list[Call] = []
         try:
             images = await asyncio.to_thread(self._images, files, (height, width))
             files.clear()
-            turns += [_Turn(term, images, prompts) for term in self.terms]
+            turns += [Call(term, images, prompts) for term in self.terms]
             del images
             return await self._score(request, turns)
         finally:
@@ -256,13 +256,13 @@ class RewardServer:
             self._releases.add(release)  # asyncio keeps only weak references to tasks
             release.add_done_callback(self._releases.discard)
 
-    async def _release(self, turns: list["_Turn"], size: int) -> None:
+    async def _release(self, turns: list[Call], size: int) -> None:
         """Release memory once the calls of these turns are done."""
-        calls = [asyncio.wrap_future(turn.future) for turn in turns if turn.future is not None]
+        calls = [asyncio.wrap_future(turn.task) for turn in turns if turn.task is not None]
         await asyncio.gather(*calls, return_exceptions=True)
         self._memory.release(size)
 
-    async def _score(self, request: Request, turns: list["_Turn"]) -> dict[str, Tensor]:
+    async def _score(self, request: Request, turns: list[Call]) -> dict[str, Tensor]:
         """The scores [B] of each reward. If a request waits too long or its client disconnects, its remaining calls are
         cancelled; calls that are running continue, because threads cannot be stopped.
         """
@@ -279,45 +279,40 @@ class RewardServer:
             pass  # reported below, after errors of rewards
         finally:
             done.cancel()  # this also cancels calls that have not begun
-        for turn in turns:
-            failure = turn.failure()
+        for call in calls:
+            failure = call.exception() if call.done() and not call.cancelled() else None
             if failure is not None:
-                if failure.__cause__ is not None:
-                    log.error("%s", failure, exc_info=failure.__cause__)
-                raise HTTPException(500, without_folders(hide(str(failure))))
+                shown, cause = str(failure), failure.__cause__
+                if cause is not None:  # clients must not see file names, and the log contains the traceback
+                    log.error("%s", failure, exc_info=cause)
+                    shown = shown.removesuffix(place(cause))
+                raise HTTPException(500, without_folders(hide(shown)))
         scores = {}
         for term, call in zip(self.terms, calls, strict=True):
             if call.cancelled() or not call.done():
                 raise HTTPException(504, f"reward {term.name!r} was not done within reward.timeout_s={limit:g} seconds")
-            scores[term.name] = call.result()[term.name]
+            scores[term.name] = call.result().rows[term.name]
         return scores
 
-    def _begin(self, turn: "_Turn") -> Future[Rows]:
+    def _begin(self, turn: Call) -> Task[Scored]:
         """Queue a call of a reward."""
         pool = self._device_pool if turn.term.on_device else self._cpu_pool
-        call = turn.future = pool.submit(turn.run)
+        call = turn.task = pool.submit(lambda: scorer(turn.term, copy=as_floats)(turn))
         self._turns.add(turn)
         call.add_done_callback(lambda _: self._end(turn))
         return call
 
-    def _end(self, turn: "_Turn") -> None:
+    def _end(self, turn: Call) -> None:
         self._turns.discard(turn)
-        turn.subject = None  # release the images, because a pool keeps cancelled calls until it reaches them
+        turn.subject = None  # because a pool keeps cancelled calls until it reaches them
 
 
-class _Turn(Call):
-    """A call whose images wait as uint8 [B, H, W, 3], since floats would take four times the memory."""
-
-    def line_of(self, error: BaseException) -> str:
-        """Empty: clients must not see file names, and the log contains the traceback."""
-        return ""
-
-    def private(self, subject: Outputs) -> Outputs:
-        """The images as floats [B, 3, H, W] in 0..1."""
-        # contiguous like a rollout's images, so that sums over pixels have the same order and scores are bit-identical
-        assert isinstance(subject, Tensor)
-        count, height, width, channels = subject.shape
-        return torch.empty(count, channels, height, width).copy_(subject.permute(0, 3, 1, 2)).div_(255)
+def as_floats(images: Outputs) -> Tensor:
+    """Images uint8 [B, H, W, 3] as floats [B, 3, H, W] in 0..1; they wait as bytes, a fourth of the memory."""
+    # contiguous like a rollout's images, so that sums over pixels have the same order and scores are bit-identical
+    assert isinstance(images, Tensor)
+    count, height, width, channels = images.shape
+    return torch.empty(count, channels, height, width).copy_(images.permute(0, 3, 1, 2)).div_(255)
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from phalanx.config.run import RLConfig, TrainerConfig
 from phalanx.distributed.collectives import all_gather
 from phalanx.functional.advantage import fill_missing, has_signal
 from phalanx.functional.rewards import check_range
+from phalanx.rewards import RewardSet
 from phalanx.rewards.client import RewardClient
 from phalanx.rollout.rescore import nothing, rescore
 from phalanx.telemetry.step_metrics import reward_metrics
@@ -181,7 +182,8 @@ class Collector:
         with self.timers("rollout"), self._behaviour(), self.rollout.awake():
             self.timers.expect(-(-self.plan.per_rank // self.rollout.micro_batch_size))
             samples = self.rollout.sample(self._prompts(unit), seed=seed, step=step, each=self.rewards.submit)
-        self.rewards.ask()
+        if self.rewards.has_judges:
+            self.rewards.ask()
         return self._rescored(samples)
 
     def reward(self, samples: Samples, step: int, chunk: int = 0) -> tuple[Samples, Tensor, dict[str, float]]:
@@ -191,12 +193,13 @@ class Collector:
         Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2) resamples groups whose rewards are all equal, with new
         prompts or the same ones, until the rewards differ or the limit is reached. The returned samples include these.
         """
-        if self.rewards.reward_set is None:
+        reward_set = self.rewards.reward_set
+        if reward_set is None:
             reward = torch.zeros(self.plan.samples)
             return samples, reward, self.rollout.metrics(samples, reward)
         with self.timers("reward"):  # only waits for the last scores: most were computed during sampling
-            terms = self._gather_terms() | self._policy_terms(samples)
-        reward, redrawn, config = self._combine(terms, step, samples), 0, self.cfg.rollout
+            terms = self._gather_terms() | self._policy_terms(reward_set, samples)
+        reward, redrawn, config = self._combine(reward_set, terms, step, samples), 0, self.cfg.rollout
         check_range(reward)
         unit, limit = step * self.chunks + chunk, max(config.max_num_gen_batches, config.max_draws_per_prompt)
         rows = self._rows(unit)
@@ -211,25 +214,26 @@ class Collector:
                     samples = self.rollout.renew(samples, self._numbered(rows, unit))
             with self.timers("rollout"), self._behaviour(), self.rollout.awake():
                 samples, numbers = self.rollout.resample(samples, stale, attempt, each=self.rewards.submit)
-            self.rewards.ask()
+            if self.rewards.has_judges:
+                self.rewards.ask()
             with self.timers("reward"):
                 again, numbers = self._gather_terms(), all_gather(numbers)
             real = numbers >= 0
             drawn = {name: terms[name].index_copy(0, numbers[real], again[name][real]) for name in again}
-            terms = drawn | self._policy_terms(samples)
-            reward = self._combine(terms, step, samples)
+            terms = drawn | self._policy_terms(reward_set, samples)
+            reward = self._combine(reward_set, terms, step, samples)
             check_range(reward)
             redrawn += int(stale.sum())
         if redrawn > 0:
             samples, _ = self._rescored(samples)
         # rewards of single actions are part of the weighted sum, but not of normalised scores
         if samples.action_reward is not None:
-            weight = 0.0 if self.cfg.reward.normalize != "none" else self.rewards.rewards.turn_weight(step)
+            weight = 0.0 if self.cfg.reward.normalize != "none" else reward_set.turn_weight(step)
             samples = replace(samples, action_reward=samples.action_reward * weight)
-        row = self.rollout.metrics(samples, reward) | self.rewards.metrics()
+        row = self.rollout.metrics(samples, reward) | self.rewards.metrics
         if limit > 1:
             row["rollout/resampled_ratio"] = redrawn / self.plan.samples
-        return samples, reward, row | self._reward_metrics(reward, terms, step)
+        return samples, reward, row | self._reward_metrics(reward_set, reward, terms, step)
 
     def collect(self, step: int, chunk: int = 0) -> Collected:
         """Call `sample` and `reward`."""
@@ -258,32 +262,35 @@ class Collector:
         """The prompts of a chunk, for all ranks."""
         return self._numbered(self._rows(unit), unit)
 
-    def _reward_metrics(self, reward: Tensor, terms: dict[str, Tensor], step: int) -> dict[str, float]:
+    def _reward_metrics(
+        self, reward_set: RewardSet, reward: Tensor, terms: dict[str, Tensor], step: int
+    ) -> dict[str, float]:
         """reward/... metrics over the samples that have a reward."""
         scored = ~reward.isnan()
         known = {name: values[scored] for name, values in terms.items()}
-        row = reward_metrics(self.rewards.rewards.weighted(known, step), known, self.group_id[scored])
-        return row | self.rewards.take_errors()
+        row = reward_metrics(reward_set.weighted(known, step), known, self.group_id[scored])
+        return row | self.rewards.take_errors() if self.rewards.forgives else row
 
     def _gather_terms(self) -> dict[str, Tensor]:
         """The terms of the reward, each [N], of the samples that all ranks submitted, in the order of ranks."""
         return {name: all_gather(values) for name, values in self.rewards.collect().items()}
 
-    def _policy_terms(self, samples: Samples) -> dict[str, Tensor]:
+    def _policy_terms(self, reward_set: RewardSet, samples: Samples) -> dict[str, Tensor]:
         """The terms of the reward, each [N], that the policy itself computes, for all ranks' samples."""
-        terms = self.rewards.rewards.of_policy(self.policy, samples, self.plan.passes_of(1))
+        if not reward_set.of_policies:
+            return {}
+        terms = reward_set.of_policy(self.policy, samples, self.plan.passes_of(1))
         return {name: all_gather(values) for name, values in terms.items()}
 
-    def _combine(self, terms: dict[str, Tensor], step: int, samples: Samples) -> Tensor:
+    def _combine(self, reward_set: RewardSet, terms: dict[str, Tensor], step: int, samples: Samples) -> Tensor:
         """The reward [N] for training from its terms [N]; NaN for samples that lack a term or are lost."""
-        rewards = self.rewards.rewards
         group_id = None if self.cfg.reward.normalize == "none" else self.group_id
         scored = ~torch.stack(list(terms.values())).isnan().any(0)
         if samples.lost is not None:
             scored &= ~all_gather(samples.lost)
         if scored.all():
-            return rewards.weighted(terms, step, group_id)
+            return reward_set.weighted(terms, step, group_id)
         reward = torch.full((self.plan.samples,), torch.nan)
         known = {name: values[scored] for name, values in terms.items()}
-        reward[scored] = rewards.weighted(known, step, None if group_id is None else group_id[scored])
+        reward[scored] = reward_set.weighted(known, step, None if group_id is None else group_id[scored])
         return reward
