@@ -20,12 +20,13 @@ from count_kernels import RATES
 from phalanx.config.block_diffusion import BlockDiffusionTaskConfig
 from phalanx.config.flow import FlowRLConfig
 from phalanx.config.lm import LMRLConfig
+from phalanx.rollout.lm.together import token_bytes
 from phalanx.run.rules import load_config
 from phalanx.tools.plan.batch import messages
 from phalanx.tools.plan.blueprint import family_name, fetch
 from phalanx.tools.plan.jobs import planned
 from phalanx.tools.plan.layout import Cluster
-from phalanx.tools.plan.lm import PlannedBlockRollout
+from phalanx.tools.plan.lm import PlannedBlockRollout, PlannedLMPolicy
 from phalanx.tools.plan.pace import CARD, USED, Gpu, seconds
 from phalanx.tools.plan.rehearsal import Rehearsal, RLRehearsal, SupervisedRehearsal
 
@@ -65,7 +66,7 @@ def plan(file: Path) -> Rehearsal:
     text = file.read_text()
     found = re.search(r"^# ranks: (\d+)$", text, re.MULTILINE)
     ranks = 1 if found is None else int(found[1])
-    cluster = Cluster(-(-ranks // PER_NODE), min(ranks, PER_NODE))
+    cluster = Cluster(-(-ranks // PER_NODE), min(ranks, PER_NODE), int(MEMORY))
     if file.parent.name == "flowgrpo":
         flow = load_config(FlowRLConfig, str(file), [])
         flow.model.path = fetch(flow.model.path, flow.model.revision)
@@ -132,13 +133,10 @@ def decoded_bytes(p: RLRehearsal) -> float:
     """Bytes that a rank reads to decode its samples: all weights in each pass, and the cache of each sample."""
     assert isinstance(p.cfg, LMRLConfig), "only language models decode"
     rollout, before, limit = p.cfg.rollout, p.cfg.data.max_prompt_length, p.cfg.data.max_response_length
-    sizes = p.policy.settings.to_dict()
-    heads = sizes["num_attention_heads"]
-    width = sizes.get("head_dim") or sizes["hidden_size"] // heads
-    bytes_each = p.policy.layout.dtype.itemsize
-    token = 2 * sizes["num_hidden_layers"] * (sizes.get("num_key_value_heads") or heads) * width * bytes_each
+    assert isinstance(p.policy, PlannedLMPolicy), "of a language model"
+    token = token_bytes(p.policy)
     copy = rollout.tensor_parallel_size if rollout.facts.tensor_parallel else 1
-    weights = bytes_each * sum(w.numel for w in p.policy.layout.weights) / copy
+    weights = p.policy.layout.dtype.itemsize * sum(w.numel for w in p.policy.layout.weights) / copy
     together = float(p.plan.rollout_micro)
     if rollout.facts.reserves:
         together = min(together, (MEMORY * rollout.gpu_memory_utilization - weights) / token / (before + limit))

@@ -36,7 +36,8 @@ def plan_job(cfg: RunConfig | JointConfig, words: Mapping[str, str]) -> str:
     Of several sizes the largest that works is described. Raises ValueError, in one line, if the job itself would be
     refused or the model folder cannot be read.
     """
-    tried, gpu, given = clusters(words, os.environ), gpu_of(words), numbers(words)
+    gpu, given = gpu_of(words), numbers(words)
+    tried = [replace(cluster, gpu_memory=gpu.memory) for cluster in clusters(words, os.environ)]
     cfg = deepcopy(cfg)
     cfg.trainer.output_dir = "."  # the cluster's folder need not exist here
     locate(cfg)
