@@ -177,7 +177,12 @@ class LMRolloutConfig(RolloutConfig):
     mask_truncated: bool = arg(
         False, "do not train on responses cut at max_response_length (DAPO's overlong filtering)"
     )
-    micro_batch_size_per_gpu: Optional[int] = arg(None, "responses decoded together; null: all of the rank", **COUNT)
+    micro_batch_size_per_gpu: Optional[int] = arg(
+        None,
+        "responses decoded together; null: all of the rank, but on GPUs with rollout.engine=policy no more than have "
+        "room for their keys and values in 30 % of the memory",
+        **COUNT,
+    )
     val: LMValRolloutConfig = field(default_factory=LMValRolloutConfig)
 
     @property

@@ -10,6 +10,7 @@ from phalanx.environments.environments import Environments
 from phalanx.models.lm.blocks import BlockDiffusionPolicy
 from phalanx.models.lm.lm_policy import LMPolicy
 from phalanx.rollout.lm.in_policy import check_stops
+from phalanx.rollout.lm.together import decoded_together
 from phalanx.rollout.registry import check_class, check_installed, made
 from phalanx.types import Rollout
 
@@ -34,12 +35,13 @@ def build_rollout(
     environments: Environments | None = None,
 ) -> Rollout:
     """Construct the engine that `rollout.engine` names for the kind of policy. Collective. Raises ValueError if the
-    engine rejects the model. decoded: number of samples drawn together. passes: see LMRollout. environments: for
-    multi-turn samples.
+    engine rejects the model. decoded: number of samples to draw together, fewer where a GPU has no room for them.
+    passes: see LMRollout. environments: for multi-turn samples.
     """
     engine, names = cfg.rollout.engine, BLOCK_ENGINES if isinstance(policy, BlockDiffusionPolicy) else ENGINES
     check_stops(policy, cfg.rollout)
     beside: dict[str, Any] = {"passes": passes}
+    decoded = decoded_together(cfg, policy, world, decoded, talks=environments is not None)
     if environments is not None:
         assert isinstance(cfg, LMRLConfig | LMTurnRunConfig), "only these jobs have environments"
         names, beside = TURN_ENGINES, beside | {"environment": cfg.environment, "environments": environments}

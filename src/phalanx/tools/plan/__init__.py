@@ -27,7 +27,8 @@ def plan_job(cfg: RunConfig | JointConfig, words: Mapping[str, str]) -> str:
     Of several sizes the largest that works is described. Raises ValueError, in one line, if the job itself would be
     refused or the model folder cannot be read.
     """
-    tried, gpu_memory = clusters(words, os.environ), memory_of(words)
+    gpu_memory = memory_of(words)
+    tried = [replace(cluster, gpu_memory=gpu_memory) for cluster in clusters(words, os.environ)]
     cfg = deepcopy(cfg)
     cfg.trainer.output_dir = "."  # the cluster's folder need not exist here
     locate(cfg)

@@ -25,6 +25,7 @@ from phalanx.models.flow.folder import read_index
 from phalanx.rollout.flow.dataset import DatasetRollout
 from phalanx.rollout.flow.in_policy import PolicyRollout
 from phalanx.rollout.lm.converse import WASTE
+from phalanx.rollout.lm.together import cache_bytes, fitting_together
 from phalanx.run import block_diffusion_sft, flow_matching, flow_rl, joint_rl, lm_rl
 from phalanx.run.disaggregated.role_batches import of_role
 from phalanx.run.flow_components import keep_last_steps
@@ -162,8 +163,9 @@ def planned_role(cfg: RLConfig, cluster: Cluster, roles: Roles, role: str) -> Re
         plan = of_role(plan, cfg, roles, role)
     width, node = mesh.role_width(cfg.parallel, launch, role), launch.local_world_size
     cfg = replace(cfg, parallel=replace(cfg.parallel, fsdp_size=width))
+    smaller = replace(cluster, nodes=launch.world_size // node, per_node=node)
     rescores = role == (INFERENCE if INFERENCE in roles.ranks else ACTOR)
-    return planned(cfg, Cluster(launch.world_size // node, node), plan=plan, role=role, rescores=rescores)
+    return planned(cfg, smaller, plan=plan, role=role, rescores=rescores)
 
 
 def train_again(job: Rehearsal, recomputed: int) -> None:
@@ -186,13 +188,16 @@ def _busiest(cfg: RLConfig, plan: BatchPlan, cluster: Cluster) -> int:
 
 def _lm(cfg: LMRLConfig, cluster: Cluster, plan: BatchPlan, teaches: bool, learns: bool) -> RLRehearsal:
     algorithm, actor, blocks = lm_rl.build_algorithm(cfg), cfg.actor, cfg.model.block_size is not None
-    plan = replace(plan, rollout_micro=cfg.rollout.micro_batch_size_per_gpu or plan.per_rank)
     options: dict[str, Any] = {"chunk": actor.log_prob_chunk_size, "frozen": not learns}
     if blocks:
         options["estimate"] = actor.log_prob_estimate
     given, tries = replace(cfg, model=lm_rl.as_planned(cfg.model, plan)), cfg.model.use_remove_padding is None
     policy = planned_lm_policy(given, cluster, Ledger(), rank=_busiest(cfg, plan, cluster), tries=tries, **options)
-    plan = lm_rl.as_loaded(plan, policy)
+    plan, decoded = lm_rl.as_loaded(plan, policy), cfg.rollout.micro_batch_size_per_gpu or plan.per_rank
+    if cfg.rollout.micro_batch_size_per_gpu is None and cfg.rollout.facts.weights == "policy":
+        each = cache_bytes(cfg, policy, cfg.environment.used)
+        decoded = fitting_together(decoded, each, cluster.gpu_memory, policy.world.context_size)
+    plan = replace(plan, rollout_micro=decoded)
     passes = lm_rl.scoring(plan, algorithm, cfg.rollout) if learns else None
     kind = PlannedBlockRollout if blocks else PlannedLMRollout
     rollout = kind(policy, cfg.rollout, policy.world, plan.rollout_micro, passes)

@@ -31,10 +31,11 @@ NOTHING = Beside()
 
 @dataclass(frozen=True)
 class Cluster:
-    """Nodes with equal numbers of ranks, which are numbered node by node."""
+    """Nodes with equal numbers of ranks, which are numbered node by node. gpu_memory: bytes; None if unknown."""
 
     nodes: int
     per_node: int
+    gpu_memory: int | None = None
 
     @property
     def ranks(self) -> int:
