@@ -75,7 +75,7 @@ def check_start(c: Any, algorithm: Any = None) -> None:
     of phalanx.types.Algorithm.
     """
     check(c)  # again, because a configuration may have been changed or made without a file
-    _check(START_RULES, c, a=algorithm_rules)
+    _check(START_RULES, c, a=algorithm)
 
 
 def check_launch(c: Any, ranks: Ranks) -> None:
