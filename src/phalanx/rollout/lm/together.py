@@ -7,7 +7,7 @@ import torch
 from phalanx.config.lm import LMRunConfig
 from phalanx.distributed.collectives import reduce_int
 from phalanx.distributed.mesh import World
-from phalanx.models.lm.policy import LMPolicy
+from phalanx.models.lm.lm_policy import LMPolicy
 from phalanx.rollout.lm.converse import WASTE
 
 log = logging.getLogger(__name__)
