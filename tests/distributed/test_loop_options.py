@@ -9,6 +9,7 @@ import torch
 
 from phalanx.config.flow import FlowRLConfig
 from phalanx.functional.advantage import has_signal
+from phalanx.rewards import RewardSet
 from phalanx.types import Samples
 from tests.helpers.jobs import fit, full_weights, rows, tiny_config, update
 from tests.helpers.ranks import run_ranks
@@ -61,9 +62,9 @@ def drawn_again(cfg: FlowRLConfig) -> dict[str, Any]:
         )
     combine, seen = t.collector._combine, list[dict[str, torch.Tensor]]()
 
-    def noted(terms: dict[str, torch.Tensor], step: int, samples: Samples) -> torch.Tensor:
+    def noted(reward_set: RewardSet, terms: dict[str, torch.Tensor], step: int, samples: Samples) -> torch.Tensor:
         seen.append(terms)
-        return combine(terms, step, samples)
+        return combine(reward_set, terms, step, samples)
 
     t.collector._combine = noted  # type: ignore[method-assign]
     samples, reward, row = t.collector.reward(first, 0)

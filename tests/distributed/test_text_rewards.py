@@ -9,7 +9,7 @@ import torch
 
 from phalanx.config.messages import ConfigError
 from phalanx.config.reward import RewardModelConfig
-from phalanx.rewards import RewardError
+from phalanx.rewards import RewardError, RewardSet
 from phalanx.types import Samples
 from tests.helpers.jobs import rows
 from tests.helpers.judged_text import BASE, QUESTIONS, SHARES, ask, plain
@@ -98,9 +98,9 @@ def step(cfg: Any) -> dict[str, Any]:
     kept: dict[str, torch.Tensor] = {}
     combine = trainer.collector._combine
 
-    def keep(terms: dict[str, torch.Tensor], number: int, samples: Samples) -> torch.Tensor:
+    def keep(reward_set: RewardSet, terms: dict[str, torch.Tensor], number: int, samples: Samples) -> torch.Tensor:
         kept.update(terms)
-        return combine(terms, number, samples)
+        return combine(reward_set, terms, number, samples)
 
     trainer.collector._combine = keep  # type: ignore[method-assign]
     samples, reward, row = trainer.collector.reward(samples, 0)

@@ -115,11 +115,8 @@ def build_terms(
 
 def asks_model(functions: Sequence[RewardFunctionConfig]) -> bool:
     """Whether any of the functions is a judge, which needs `reward.model`."""
-    for i, entry in enumerate(functions):
-        reward, _ = _find(entry, f"reward.functions[{i}]")
-        if isinstance(reward, type) and issubclass(reward, Judge):
-            return True
-    return False
+    rewards = (_find(entry, f"reward.functions[{i}]")[0] for i, entry in enumerate(functions))
+    return any(isinstance(reward, type) and issubclass(reward, Judge) for reward in rewards)
 
 
 def _build(cfg: RewardFunctionConfig, key: str, device: str, unparseable_score: float | None, outputs: str) -> Term:

@@ -213,10 +213,7 @@ class RewardSet:
         self.busy_s = sum(end - start for start, end in self.spans)
 
         # terms without a call have rows, too, because all ranks must gather the same ones
-        parts: dict[str, list[Tensor]] = {}
-        for term in self._scored:
-            for row in term.rows:
-                parts[row] = []
+        parts: dict[str, list[Tensor]] = {row: [] for term in self._scored for row in term.rows}
         self.problem = None
         refused = dict.fromkeys(parts, 0)
         for call, task in zip(calls, tasks, strict=True):

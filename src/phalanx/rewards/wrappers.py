@@ -80,22 +80,24 @@ def _of_checked_rows(inner: Score, call: Call) -> Scored:
     """Samples of rows that the reward's check_row refuses are not passed to it, and their values are NaN."""
     term, frames = call.term, call.frames
     objections = [term.objection(prompt.text, prompt.meta) for prompt in call.prompts[::frames]]
-    if not any(objections):
-        return inner(call)
     refused = [i for i, objection in enumerate(objections) if objection is not None]
+    if not refused:
+        return inner(call)
     where = on_prompts([call.prompts[i * frames] for i in refused])
-    why = f"reward {term.name!r} has no score on {where}: {objections[refused[0]]}"
-    scored = _missing(term, len(objections), why)
+    problem = f"reward {term.name!r} has no score on {where}: {objections[refused[0]]}"
+    rows = _missing(term, len(objections)).rows
     kept = [i for i in range(len(objections)) if i not in refused]
     subject = call.subject
     if kept and subject is not None:
         at = [i * frames + k for i in kept for k in range(frames)]
         outputs = subject[at] if isinstance(subject, Tensor) else [subject[i] for i in at]
-        for row, values in inner(Call(term, outputs, [call.prompts[i] for i in at], frames)).rows.items():
-            scored.rows[row][kept] = values
-    return Scored(scored.rows, scored.problem, len(refused))
+        scored = inner(Call(term, outputs, [call.prompts[i] for i in at], frames))
+        problem = scored.problem or problem
+        for row, values in scored.rows.items():
+            rows[row][kept] = values
+    return Scored(rows, problem, len(refused))
 
 
-def _missing(term: Term, count: int, problem: str) -> Scored:
+def _missing(term: Term, count: int, problem: str | None = None) -> Scored:
     """No scores for `count` samples."""
     return Scored({row: torch.full((count,), torch.nan) for row in term.rows}, problem)
