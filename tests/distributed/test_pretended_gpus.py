@@ -10,8 +10,12 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+from phalanx.config.joint import POLICIES, JointConfig
 from phalanx.config.lm import LMRLConfig
-from phalanx.run import flow_rl, lm_rl
+from phalanx.run import flow_rl, joint, lm_rl
+from tests.distributed.test_conversations import job as conversations
+from tests.distributed.test_editing import configure as edits
+from tests.distributed.test_joint import joint_config
 from tests.helpers import tiny_vlm
 from tests.helpers.jobs import algorithm_config, tiny_config
 from tests.helpers.lm import tiny_lm_config
@@ -44,7 +48,7 @@ JOBS: dict[str, tuple[str, tuple[str, ...], int]] = {
     "sd3_lora": ("sd3", (AGAIN, LORA), 1),
     "sd3_full": ("sd3", (AGAIN, *STATES), 1),
     "lm": ("lm", (AGAIN,), 1),
-    "lm_packed": ("lm", (*PACKED, "model.use_prefix_grouper=true"), 1),
+    "lm_packed": ("lm", (*PACKED, "model.use_prefix_grouper=true", "actor.ppo_mini_batch_size=4"), 1),
     "blocks": ("blocks", ("model.block_size=4", "rollout.threshold=0.02"), 1),
     "ppo": ("lm", ("algorithm.name=ppo",), 1),
     "qwen_2_ranks": ("qwen", (AGAIN, LORA, "parallel.fsdp_size=2"), 2),
@@ -72,17 +76,23 @@ JOBS: dict[str, tuple[str, tuple[str, ...], int]] = {
     "dgpo": ("sd3", ("algorithm.name=dgpo", FOUR), 1),
     "hunyuan": ("hunyuan", (LORA, FILMS, "rollout.num_frames=5"), 1),
     "vision": ("vision", (AGAIN, "parallel.fsdp_size=2", "data.max_prompt_length=100"), 2),
+    "ltx2": ("ltx2", (LORA, FILMS, "rollout.num_frames=5"), 1),
+    "edits": ("qwen_edit", (AGAIN, LORA), 1),
+    "talks": ("lm", (), 1),
+    "joint": ("lm", (), 1),
 }
 # jobs whose paths others of these take as well
 ALIKE = {
     *("flux", "flux2_klein", "z_image", "lm", "lm_2_ranks", "lm_2_ranks_a_sample", "flow_roles", "flow_inference"),
-    *("partial", "lm_nf4", "refl", "dgpo", "hunyuan"),
+    *("partial", "lm_nf4", "refl", "dgpo", "hunyuan", "ltx2", "edits", "talks"),
     *("nf4_2_ranks", "judge", "judge_beside", "judge_on_a_rank", "vllm_judge", "wan_2_ranks_a_sample"),
 }
 
 
 def build(cfg: Any) -> Any:
     """The job, or this rank's part in it; an engine that is not here is pretended."""
+    if isinstance(cfg, JointConfig):
+        return joint.build(cfg)
     if cfg.rollout.engine == "vllm":
         pretend_vllm()
     return lm_rl.build(cfg) if isinstance(cfg, LMRLConfig) else flow_rl.build(cfg)
@@ -96,6 +106,12 @@ def configure(name: str, model: Path, folder: Path) -> Any:
         words = tiny_vlm.tokenizer()
         tiny_vlm.save(folder / "judge", tiny_vlm.untrained(words), words)
         keys = (*keys, f"reward.model.path={folder / 'judge'}")
+    if name == "joint":
+        return joint_config(model, folder / "painter", folder, *(f"{one}.{BF16}" for one in POLICIES))
+    if name == "talks":
+        return conversations(model, folder, BF16)
+    if name == "edits":
+        return edits(model, folder, BF16, *keys)
     if kind in ("lm", "blocks", "llada2", "vision"):
         cfg: Any = tiny_lm_config(model, folder, BF16, *keys)
     elif keys[0].startswith("algorithm.name="):
@@ -124,6 +140,8 @@ def waits(record: Record, phase: str) -> dict[str, int]:
 def test_a_job_on_pretended_gpus(name: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     """Two steps with checkpoints, and a third after a resume."""
     model: Path = request.getfixturevalue(f"{JOBS[name][0]}_folder")
+    if name == "joint":
+        (tmp_path / "painter").symlink_to(request.getfixturevalue("sd3_folder"))
     cfg = configure(name, model, tmp_path)
     for record in rehearse(build, cfg, JOBS[name][2]):
         for phase, most in CEILINGS[name].items():
@@ -152,7 +170,7 @@ CEILINGS = {
     "sd3_lora": {"rollout": 29, "update": 58},
     "sd3_full": {"rollout": 29, "update": 616},
     "lm": {"rollout": 715, "update": 154},
-    "lm_packed": {"rollout": 786, "update": 234},
+    "lm_packed": {"rollout": 647, "update": 154},
     "blocks": {"rollout": 838, "update": 362},
     "ppo": {"rollout": 715, "update": 350},
     "qwen_2_ranks": {"rollout": 43, "update": 50},
@@ -180,6 +198,10 @@ CEILINGS = {
     "dgpo": {"rollout": 29, "update": 280},
     "hunyuan": {"rollout": 31, "update": 58},
     "vision": {"rollout": 517, "update": 122},
+    "ltx2": {"rollout": 93, "update": 86},
+    "edits": {"rollout": 73, "update": 70},
+    "talks": {"rollout": 3733},
+    "joint": {"rollout": 692},
 }
 
 

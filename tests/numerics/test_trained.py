@@ -248,11 +248,16 @@ def test_compiled_blocks_compute_the_same(qwen_folder: Path, monkeypatch: pytest
 
 # The first block's inputs need no gradient. SD3's last block outputs no text. FLUX has blocks of two streams and of one
 # stream, and the first of the latter gets other strides. Z-Image has blocks for the image, the text, and both. FLUX.2's
-# blocks of two streams share a graph, since their inputs before and after the first block have the same strides.
+# blocks of two streams share a graph, since their inputs before and after the first block have the same strides. The two
+# transformers of Wan 2.2 A14B share theirs.
 @pytest.mark.full
-@pytest.mark.seldom("sd3-2", "flux-4", "flux2_klein-3", "z_image-3")
+@pytest.mark.seldom("sd3-2", "flux-4", "flux2_klein-3", "z_image-3", "wan-2", "a14b-2", "hunyuan-2")
 @pytest.mark.parametrize(
-    ("family", "graphs"), [("sd3", 2), ("qwen", 2), ("flux", 4), ("z_image", 3), ("flux2_klein", 3)]
+    ("family", "graphs"),
+    [
+        *(("sd3", 2), ("qwen", 2), ("flux", 4), ("z_image", 3), ("flux2_klein", 3)),
+        *(("wan", 2), ("a14b", 2), ("hunyuan", 2)),
+    ],
 )
 def test_blocks_of_each_family_can_be_compiled(folder: Folder, family: str, graphs: int) -> None:
     """Each kind of block is one graph for both modes and all lengths of texts. The graphs are run without generating

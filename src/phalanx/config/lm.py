@@ -179,8 +179,8 @@ class LMRolloutConfig(RolloutConfig):
     )
     micro_batch_size_per_gpu: Optional[int] = arg(
         None,
-        "responses decoded together; null: all of the rank, but on GPUs with rollout.engine=policy no more than have "
-        "room for their keys and values in 30 % of the memory",
+        "responses decoded together; null: all of the rank; in the trained modules on GPUs "
+        "no more than have room for their keys and values in 30 % of the memory",
         **COUNT,
     )
     val: LMValRolloutConfig = field(default_factory=LMValRolloutConfig)

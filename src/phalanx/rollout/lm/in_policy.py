@@ -337,7 +337,8 @@ class LMRollout:
             return replace(samples, log_prob=log_prob.to(samples.mask.device))
         if self.passes is None:
             # One update per sample: log pi_old is the detached log-probability of the training pass, and rho = 1.
-            return replace(samples, log_prob=torch.full(samples.mask.shape, torch.nan), on_policy=True)
+            unknown = torch.full_like(samples.mask, torch.nan, dtype=torch.float32)
+            return replace(samples, log_prob=unknown, on_policy=True)
         trace, tokens = samples.trace, samples.tokens
         assert tokens is not None
         # log pi_old [B, A], computed in passes of the training's shapes, so that rho is exactly 1 at the first update
