@@ -11,6 +11,7 @@ from phalanx.config.engines import EngineFacts, EngineMemory, check_engine_class
 from phalanx.config.load import arg
 from phalanx.config.ranges import COUNT, DTYPES, SEEDS, TIMES
 from phalanx.config.reward import RewardConfig
+from phalanx.config.section import Section
 
 SDE_TYPES = ("sde", "cps", "dance_sde")
 SCHEDULES = ("synchronous", "pipelined", "one_step_off")
@@ -19,7 +20,7 @@ LOSS_AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "se
 
 
 @dataclass
-class ModelConfig:
+class ModelConfig(Section, name="model"):
     """The model that is trained."""
 
     path: str = arg("???", "model folder, or hub id if the hub is reachable", path=True)
@@ -65,8 +66,9 @@ class ModelConfig:
             return 0
         limit = self.gradient_checkpointing_blocks
         if limit is not None and limit > blocks:
-            key = "model.gradient_checkpointing_blocks"
-            raise ValueError(f"{key}: {limit}; expected 1 to {blocks}, the model's blocks")
+            raise ValueError(
+                f"{self:gradient_checkpointing_blocks}: {limit}; expected 1 to {blocks}, the model's blocks"
+            )
         return blocks if limit is None else limit
 
 
@@ -105,7 +107,7 @@ class ParallelConfig:
 
 
 @dataclass
-class DataConfig:
+class DataConfig(Section, name="data"):
     """Sources of the prompts."""
 
     train_files: list[str] = arg(
@@ -138,7 +140,7 @@ class DataConfig:
 
 
 @dataclass
-class ValRolloutConfig:
+class ValRolloutConfig(Section, name="rollout.val"):
     """Sampling in validation."""
 
     n: int = arg(1, "samples per prompt", **COUNT)
@@ -146,7 +148,7 @@ class ValRolloutConfig:
 
 
 @dataclass
-class RolloutConfig:
+class RolloutConfig(Section, name="rollout"):
     """Sampling of the policy for training."""
 
     ENGINES: ClassVar[dict[str, str]] = {}  # maps the names of engines for this kind of policy to module:Class
@@ -196,7 +198,7 @@ class RolloutConfig:
         """Facts of the engine. Imports its class unless the engine is the policy; raises ConfigError if that fails."""
         if self.engine == "policy":
             return EngineFacts()
-        facts: EngineFacts = engine_class(self.engine, self.ENGINES).facts
+        facts: EngineFacts = engine_class(self.engine, self.ENGINES, f"{self:engine}").facts
         return facts
 
     @property
@@ -206,7 +208,7 @@ class RolloutConfig:
 
 
 @dataclass
-class AlgorithmConfig:
+class AlgorithmConfig(Section, name="algorithm"):
     """The algorithm. Its own keys are in the same section as `name`; see its file in phalanx.algorithms."""
 
     DEFAULTS: ClassVar[dict[str, Any]] = {}  # defaults for keys of other sections, such as {"rollout.sde_type": "cps"}
@@ -237,7 +239,7 @@ class EmaConfig:
 
 
 @dataclass
-class ActorConfig:
+class ActorConfig(Section, name="actor"):
     """Updates of the policy."""
 
     ppo_mini_batch_size: int = arg(16, "prompts per optimizer step, each with rollout.n samples", **COUNT)
@@ -269,7 +271,7 @@ class ActorConfig:
 
 
 @dataclass
-class OptimConfig:
+class OptimConfig(Section, name="optim"):
     """The optimizer and its learning rate."""
 
     name: str = arg(

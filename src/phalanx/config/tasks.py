@@ -15,6 +15,7 @@ from phalanx.config.load import ConfigError, arg, build
 from phalanx.config.messages import UnknownKeys
 from phalanx.config.ranges import COUNT, DTYPES, SEEDS, TIMES
 from phalanx.config.run import SDE_TYPES, ParallelConfig, RunConfig, TrainerConfig
+from phalanx.config.section import Section
 from phalanx.config.sources import parse_yaml
 from phalanx.config.trust import Use
 
@@ -73,7 +74,7 @@ class SampleModelConfig:
 
 
 @dataclass
-class SampleConfig:
+class SampleConfig(Section):
     """Configuration of tasks/sample.py. Sampling settings that are null are taken from the run's validation."""
 
     model: SampleModelConfig = field(default_factory=SampleModelConfig)

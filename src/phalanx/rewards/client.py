@@ -46,6 +46,7 @@ class RewardClient:
     ) -> None:
         self.cfg, self.world, self.timers, self.noun = cfg.reward, world, timers, noun
         self.reward_set, self.on_stop, self.judged = reward_set, on_stop, judged
+        self._weights = f"{cfg.model:path}, {cfg.model:dtype} and {cfg.optim:lr}"  # for messages
         self._errors = 0  # samples without a score since the last take_errors
         self._warned_of_errors = False
         self._submitted = 0  # samples since the last collect
@@ -61,7 +62,7 @@ class RewardClient:
         them, and so does a signal to stop, because nothing is trained while samples are drawn.
         """
         with self._in_step():
-            check_finite(outputs, prompts)
+            check_finite(outputs, prompts, self._weights)
             if self.reward_set is not None:
                 self._submit(outputs, prompts)
         self.timers.advance()
@@ -184,14 +185,16 @@ def without_filling(prompts: list[Prompt], first: int, real: int) -> list[Prompt
     return shown
 
 
-def check_finite(outputs: Outputs, prompts: Sequence[Prompt]) -> None:
-    """Raise RewardError for an image or video with NaN or infinity, which would otherwise be scored as a black one."""
+def check_finite(outputs: Outputs, prompts: Sequence[Prompt], keys: str) -> None:
+    """Raise RewardError for an image or video with NaN or infinity, which would otherwise be scored as a black one.
+
+    keys: those that the weights depend on.
+    """
     if not isinstance(outputs, Tensor):
         return
     fine = outputs.flatten(1).isfinite().all(1)
     if not fine.all():
         bad = fine.tolist().index(False)
         raise RewardError(
-            f"the sample of the prompt {prompts[bad].text!r} contains NaN or infinity; check the weights of "
-            "model.path, model.dtype and optim.lr"
+            f"the sample of the prompt {prompts[bad].text!r} contains NaN or infinity; check the weights of {keys}"
         )

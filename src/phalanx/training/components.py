@@ -2,13 +2,15 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
+from phalanx.config.run import ModelConfig
+from phalanx.config.section import copy_with
 from phalanx.distributed.mesh import World
 from phalanx.models.trained import TrainedModel
 from phalanx.rewards import RewardSet
@@ -17,6 +19,8 @@ from phalanx.training.optim import TrainState
 from phalanx.training.progress import Progress
 from phalanx.training.stops import Stops
 from phalanx.types import Policy, Prompt, Rollout, Samples, Teacher
+
+M = TypeVar("M", bound=ModelConfig)
 
 
 class Job(Protocol):
@@ -119,10 +123,8 @@ class JobComponents:
     noun: str = "samples"
 
 
-@contextmanager
-def about(teacher: Teacher) -> Iterator[None]:
-    """Make ValueErrors within the block name the teacher's key instead of model.path."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"{teacher.key}: {str(error).removeprefix('model.path: ')}") from error
+def taught_model(teacher: Teacher, model: M) -> M:
+    """The section `model` of a frozen teacher, from the policy's; in messages, its `path` has the teacher's key."""
+    given = {"path": teacher.path, "revision": teacher.revision, "gradient_checkpointing": False}
+    taught = copy_with(model, **given, lora_rank=0, lora_path=None, quantization=None)
+    return taught.rename_keys("model", path=teacher.key)
