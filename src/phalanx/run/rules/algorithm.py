@@ -1,46 +1,18 @@
 """Rules for the algorithm, its rewards and its critic."""
 
 from collections.abc import Callable
-from dataclasses import fields
 from typing import Any
 
-from phalanx.run.rules.rule import FLOW_RL, LM_RL, RL, RUN, Rule, changed, not_betas
-
-
-def _unused(c: Any) -> tuple[str, Any] | None:
-    """The first key that is set though the algorithm never reads it, and its value."""
-    # the algorithm's class inherits keys that it shares with other algorithms
-    for field in fields(c.algorithm):
-        value = vars(c.algorithm)[field.name]
-        if field.name in c.algorithm.unused and value != field.default:
-            return field.name, value
-    return None
-
-
-def _clamps_undivided(c: Any) -> float | None:
-    """algorithm.adv_clip_max if it is set and counts standard deviations, but advantages are not divided by one."""
-    if not c.algorithm.bounds_stds or c.algorithm.norm_adv_by_std_in_grpo:
-        return None
-    default = next(field.default for field in fields(c.algorithm) if field.name == "adv_clip_max")
-    return c.algorithm.adv_clip_max if c.algorithm.adv_clip_max != default else None
-
-
-def _old_decay(c: Any) -> tuple[str, Any] | None:
-    """The first key of a schedule of the sampling weights that is set though these are the policy's, and its value."""
-    keys = vars(c.algorithm)
-    if keys.get("old_decay") == "zero":
-        for name in ("old_decay_rate", "old_decay_flat", "old_decay_limit"):
-            if keys[name] is not None:
-                return name, keys[name]
-    return None
+from phalanx.run.rules.rule import FLOW_RL, LM_RL, RL, RUN, Rule, first_set, not_betas
 
 
 def _critic(c: Any) -> tuple[str, Any] | None:
     """The first key of a critic that is set though the algorithm has none, and its value."""
     if c.algorithm.needs_critic:
         return None
-    for key, value in changed(c.critic, type(c.critic)(), "critic."):
-        return key, value
+    entry = first_set(c.critic)
+    if entry is not None:
+        return f"critic.{entry[0]}", entry[1]
     return ("trainer.critic_warmup", c.trainer.critic_warmup) if c.trainer.critic_warmup else None
 
 
@@ -57,6 +29,7 @@ def _teachers(c: Any, broken: Callable[[Any], bool]) -> bool:
     return "teachers" in vars(c.algorithm) and broken(c.algorithm)
 
 
+_DECAYS = ("old_decay_rate", "old_decay_flat", "old_decay_limit")
 _NO_GROUP = (
     "{c.rollout:n}: 1 leaves %s no group of samples to compare; set it to at least 2, or leave the other key out"
 )
@@ -109,12 +82,16 @@ RULES = (
          "{c.algorithm:global_std}: false contradicts reward.normalize=gdpo, which divides by the std of all "
          "samples; leave it out, or set reward.normalize=group"),
     Rule("algorithm.* algorithm.name", RL, "A key is only set for an algorithm that reads it.",
-         _unused,
+         lambda c: first_set(c.algorithm, c.algorithm.unused),
          "{c.algorithm:{x[0]}}: {x[1]} is not used by {c.algorithm:name=}; leave it out"),
     Rule("algorithm.adv_clip_max algorithm.norm_adv_by_std_in_grpo", RL,
          "Advantages are clamped only if they are divided by a standard deviation.",
-         _clamps_undivided,
-         "{c.algorithm:adv_clip_max}: {x} clamps advantages that were divided by a std, but "
+         lambda c: (
+             c.algorithm.bounds_stds
+             and not c.algorithm.norm_adv_by_std_in_grpo
+             and first_set(c.algorithm, ("adv_clip_max",))
+         ),
+         "{c.algorithm:adv_clip_max:} clamps advantages that were divided by a std, but "
          "{c.algorithm:norm_adv_by_std_in_grpo}=false does not divide; leave it out"),
     Rule("rollout.sde_type algorithm.name", FLOW_RL,
          "The stochastic step is one for which the algorithm's loss is derived.",
@@ -150,7 +127,7 @@ RULES = (
          "{c.algorithm:teachers}; set both, or leave both out"),
     Rule("algorithm.old_decay_rate algorithm.old_decay_flat algorithm.old_decay_limit algorithm.old_decay", FLOW_RL,
          "With `algorithm.old_decay=zero` the sampling weights are the policy's, without a schedule.",
-         _old_decay,
+         lambda c: vars(c.algorithm).get("old_decay") == "zero" and first_set(c.algorithm, _DECAYS),
          "{c.algorithm:{x[0]}}: {x[1]} has no effect with {c.algorithm:old_decay}=zero; set old_decay to slow or late, "
          "or leave it out"),
 )  # fmt: skip

@@ -4,7 +4,7 @@ from typing import Any
 
 from phalanx.config.engines import BLOCK_ENGINES
 from phalanx.run.rules.rollout import truncated
-from phalanx.run.rules.rule import BLOCK_DIFFUSION, GENERATE, LM, LM_RL, Rule, changed, near_multiples
+from phalanx.run.rules.rule import BLOCK_DIFFUSION, GENERATE, LM, LM_RL, Rule, first_set, near_multiples
 
 _KEYS = ("mask_token", "denoising_steps_per_block", "threshold", "confidence", "log_prob_estimate")
 _NOT_WHOLE = (
@@ -27,9 +27,9 @@ def _without_blocks(c: Any) -> tuple[str, Any] | None:
         if name not in vars(c):
             continue
         section = vars(c)[name]
-        for key, value in changed(section, type(section)(), ""):
-            if key.rpartition(".")[2] in _KEYS:
-                return f"{section:{key}}", value
+        entry = first_set(section, _KEYS)
+        if entry is not None:
+            return f"{section:{entry[0]}}", entry[1]
     return None
 
 

@@ -3,14 +3,7 @@
 from typing import Any
 
 from phalanx.config.engines import TURN_ENGINES
-from phalanx.run.rules.rule import LM_RL, Rule, changed
-
-
-def _without(c: Any) -> tuple[str, Any] | None:
-    """The first key of an environment that is set though there is none, and its value."""
-    if c.environment.used:
-        return None
-    return next(changed(c.environment, type(c.environment)(), "environment."), None)
+from phalanx.run.rules.rule import LM_RL, Rule, first_set
 
 
 def _asks(c: Any) -> bool:
@@ -25,8 +18,8 @@ RULES = (
          "maps names to these, got {c.environment.path!r}"),
     Rule("environment.* environment.path environment.tools environment.tool_config_path", LM_RL,
          "Keys of an environment need an environment or tools.",
-         _without,
-         "{x[0]}: {x[1]} configures an environment; set environment.path, environment.tools or "
+         lambda c: not c.environment.used and first_set(c.environment),
+         "environment.{x[0]}: {x[1]} configures an environment; set environment.path, environment.tools or "
          "environment.tool_config_path, or leave it out"),
     Rule("environment.path environment.tool_config_path", LM_RL, "verl's tools exclude another environment.",
          lambda c: c.environment.path is not None and c.environment.tool_config_path is not None,

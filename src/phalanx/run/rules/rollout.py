@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from phalanx.config.engines import EngineFacts
-from phalanx.run.rules.rule import FLOW, FLOW_MATCHING, FLOW_RL, GENERATE, LM, LM_RL, RL, RUN, Rule, too_cold
+from phalanx.run.rules.rule import FLOW, FLOW_MATCHING, FLOW_RL, GENERATE, LM, LM_RL, RL, RUN, Rule, first_set, too_cold
 
 
 def _able(rollout: Any, able: Callable[[EngineFacts], bool]) -> str:
@@ -39,15 +39,6 @@ def _no_log_probs(c: Any) -> bool:
     """Whether samples with other log-probs than the policy's are used without recomputing their log-probs."""
     r = c.rollout
     return r.correction == "none" and (not r.facts.exact or r.partial_rollout)
-
-
-def _only_partial(c: Any) -> tuple[str, Any] | None:
-    """The first key of partial rollouts that is set without them, and its value."""
-    r, fresh = c.rollout, type(c.rollout)()
-    for key in ("over_sampling_batch_size", "partial_rollout_tokens"):
-        if not r.partial_rollout and vars(r)[key] != vars(fresh)[key]:
-            return key, vars(r)[key]
-    return None
 
 
 def _not_partial(c: Any) -> str | None:
@@ -114,6 +105,8 @@ def _last_step(c: Any, a: Any) -> int | None:
     return None
 
 
+_OF_PARTIAL = ("over_sampling_batch_size", "partial_rollout_tokens")
+
 RULES = (
     too_cold(LM, "rollout.val.temperature", "{c.rollout.val:temperature}"),
     too_cold(RUN, "reward.model.temperature"),
@@ -142,7 +135,7 @@ RULES = (
          "{c.rollout:correction}=none does not compute them; set it to rescore"),
     Rule("rollout.over_sampling_batch_size rollout.partial_rollout_tokens rollout.partial_rollout", LM_RL,
          "Keys of partial rollouts need partial rollouts.",
-         _only_partial,
+         lambda c: not c.rollout.partial_rollout and first_set(c.rollout, _OF_PARTIAL),
          "{c.rollout:{x[0]}}: {x[1]} is for partial rollouts; set {c.rollout:partial_rollout}=true, or leave it out"),
     Rule("rollout.partial_rollout rollout.engine environment.path environment.tools environment.tool_config_path "
          "model.block_size placement rollout.stop rollout.max_num_gen_batches rollout.max_draws_per_prompt", LM_RL,

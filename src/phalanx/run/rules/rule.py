@@ -1,6 +1,6 @@
 """A rule across keys of a configuration, and helpers for the tables of rules."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from operator import attrgetter
 from typing import Any
@@ -58,6 +58,14 @@ def changed(section: Any, default: Any, prefix: str) -> Iterator[tuple[str, Any]
             yield from changed(value, other, f"{prefix}{f.name}.")
         elif value != other:
             yield f"{prefix}{f.name}", value
+
+
+def first_set(section: Any, keys: Container[str] | None = None) -> tuple[str, Any] | None:
+    """The first key of a section, one of `keys` if given, that differs from its default, and its value."""
+    for key, value in changed(section, type(section)(), ""):
+        if keys is None or key.rpartition(".")[2] in keys:
+            return key, value
+    return None
 
 
 def beside_per_gpu(section: Any, key: str) -> tuple[Any, Any, Any] | None:
