@@ -14,7 +14,8 @@ from torch import Tensor
 from phalanx.config.joint import POLICIES, JointConfig
 from phalanx.config.messages import ConfigError
 from phalanx.config.trust import Use
-from phalanx.run.joint_rl import about, build, check
+from phalanx.run.joint_rl import build, check
+from phalanx.run.rl import warn_of_k1
 from phalanx.run.rules import load_config
 from phalanx.tools.export import open_checkpoint
 from tests.helpers.checks import refused
@@ -216,21 +217,36 @@ def test_pictures_are_compared_within_a_text_or_a_prompt(lm_folder: Path, sd3_fo
 
 
 FAILING = """
+import logging
+
 calls = 0
 
 
 def picky(images, prompts, metadata):
     global calls
     calls += 1
+    logging.getLogger("mine").warning("optim.lr: %s", "model.path: a")
     assert calls % 3, "no score"
     return [float(image.mean()) for image in images]
 """
 TEXTS = ("", "x " * 5000, "<|endoftext|></s><|im_end|><pad> a fox")
 
 
-def odd_steps(cfg: JointConfig) -> list[dict[str, float]]:
-    """The metrics of a step for each of TEXTS, with all responses equal to it."""
-    t = build(cfg)
+class Lines(logging.Handler):
+    """Keeps the messages of a logger."""
+
+    def __init__(self, logger: str) -> None:
+        super().__init__()
+        self.texts: set[str] = set()
+        logging.getLogger(logger).addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.add(record.getMessage())
+
+
+def odd_steps(cfg: JointConfig) -> tuple[list[dict[str, float]], set[str]]:
+    """The metrics of a step for each of TEXTS, with all responses equal to it, and the lines that the reward logs."""
+    t, lines = build(cfg), Lines("mine")
     texts, draw, result = t.rewriter.texts, t.draw, []
 
     def kept(step: int) -> Any:
@@ -245,7 +261,7 @@ def odd_steps(cfg: JointConfig) -> list[dict[str, float]]:
         t.rewriter.texts = lambda responses, text=text: texts([text] * len(responses))  # type: ignore[method-assign]
         row = t.step(step)
         result[-1] |= row
-    return result
+    return result, lines.texts
 
 
 def test_texts_and_rewards_that_are_missing(lm_folder: Path, sd3_folder: Path, tmp_path: Path) -> None:
@@ -254,7 +270,8 @@ def test_texts_and_rewards_that_are_missing(lm_folder: Path, sd3_folder: Path, t
     reward = (f"reward.functions=[{{path: '{tmp_path}/picky.py:picky'}}]", "reward.on_error=skip")
     reward += ("reward.max_error_fraction=0.9", "trainer.total_training_steps=9")
     cfg = joint_config(lm_folder, sd3_folder, tmp_path, *reward)
-    for part in run_ranks(odd_steps, 2, cfg):
+    for part, lines in run_ranks(odd_steps, 2, cfg):
+        assert lines == {"optim.lr: model.path: a"}  # a user's lines have no keys of policies
         ratios = []
         for row in part:
             ratios.append([row[f"writer/rewrite/{name}_ratio"] for name in ("fallback", "cut", "distinct")])
@@ -297,8 +314,8 @@ def test_messages_have_the_keys_of_the_joint_run(
         "rewrite.keep_originals) 8; nearest that work: painter.actor.ppo_mini_batch_size=2 or 4"
     ):
         check(joint_config(lm_folder, sd3_folder, tmp_path, "painter.actor.ppo_mini_batch_size=3"))
-    log = logging.getLogger("phalanx.run.rl")
-    with about("writer"):
-        log.warning("algorithm.kl_loss_type: %s", "k1")
-    log.warning("algorithm.kl_loss_type: %s", "k1")
-    assert caplog.messages == ["writer.algorithm.kl_loss_type: k1", "algorithm.kl_loss_type: k1"]
+    cfg = joint_config(
+        lm_folder, sd3_folder, tmp_path, "writer.algorithm.kl_loss_type=k1", "writer.algorithm.kl_loss_coef=1"
+    )
+    warn_of_k1(cfg.of_writer(), lead=True)
+    assert caplog.messages[0].startswith("writer.algorithm.kl_loss_type: the expected gradient of k1 is 0")

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from phalanx.config.joint import POLICIES, JointConfig
 from phalanx.config.lm import LMRLConfig
-from phalanx.run import flow_rl, joint, lm_rl
+from phalanx.run import flow_rl, joint_rl, lm_rl
 from tests.distributed.test_conversations import job as conversations
 from tests.distributed.test_editing import configure as edits
 from tests.distributed.test_joint import joint_config
@@ -92,7 +92,7 @@ ALIKE = {
 def build(cfg: Any) -> Any:
     """The job, or this rank's part in it; an engine that is not here is pretended."""
     if isinstance(cfg, JointConfig):
-        return joint.build(cfg)
+        return joint_rl.build(cfg)
     if cfg.rollout.engine == "vllm":
         pretend_vllm()
     return lm_rl.build(cfg) if isinstance(cfg, LMRLConfig) else flow_rl.build(cfg)

@@ -8,6 +8,7 @@ import torch
 from diffusers.models.attention_dispatch import AttentionBackendName
 from torch import Tensor
 
+from phalanx.config.flow import FlowDataConfig
 from phalanx.distributed.mesh import World
 from phalanx.models.flow.attention import set_backend
 from phalanx.types import Prompt
@@ -135,7 +136,7 @@ def test_sizes(world: World, ltx2_folder: Path) -> None:
         "data.max_prompt_length: 40 should be a multiple of 16, the number of learned tokens that LTX-2 pads texts "
         "with, e.g. 32 or 48"
     ):
-        model.check_length(40)
+        model.check_length(FlowDataConfig(max_prompt_length=40))
 
 
 def test_folders_that_are_refused(world: World, ltx2_folder: Path, tmp_path: Path) -> None:

@@ -1,17 +1,15 @@
 """Prompts that are too long for a text encoder are found by token counts that agree with the embeddings."""
 
 import logging
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
-from phalanx.config.flow import FlowDataConfig
+from phalanx.config.flow import FlowDataConfig, FlowRunConfig
 from phalanx.data.prompts import DataError
 from phalanx.distributed.mesh import World
 from phalanx.run.prompt_lengths import fitting
-from phalanx.run.rules import of_part
 from phalanx.types import Prompt
 from tests.helpers.checks import refused
 from tests.helpers.policies import make_policy
@@ -53,7 +51,7 @@ def rows(
     data = FlowDataConfig(max_prompt_length=LIMIT, overlong_prompts=setting)
     caplog.clear()
     with caplog.at_level(logging.WARNING, "phalanx.run.prompt_lengths"):
-        return fitting(given, "data.train_files", model, data, first=True)
+        return fitting(given, "data.train_files", model, FlowRunConfig(data=data), first=True)
 
 
 def test_settings(flux_folder: Path, world: World, caplog: pytest.LogCaptureFixture) -> None:
@@ -83,11 +81,11 @@ def test_clip_reads_77_tokens(sd3_folder: Path, world: World, caplog: pytest.Log
     """Without T5, no data.max_prompt_length allows more."""
     model = make_policy(world, sd3_folder, max_prompt_length=256).model
     with caplog.at_level(logging.WARNING, "phalanx.run.prompt_lengths"):
-        fitting([Prompt("x " * 300, 0, {})], "data.train_files", model, FlowDataConfig(), first=True)
+        fitting([Prompt("x " * 300, 0, {})], "data.train_files", model, FlowRunConfig(), first=True)
     (message,) = caplog.messages
     assert "1 of 1 prompts have more than 77 tokens and are cut there" in message
     assert message.endswith("; the text encoders of model.path read no more than 77")
-    named = partial(of_part, part="painter")
+    cfg = FlowRunConfig(data=FlowDataConfig(overlong_prompts="error"))
+    cfg.model.rename_keys("painter.model")
     with pytest.raises(DataError, match=r"the text encoders of painter\.model\.path read no more than 77, or set"):
-        data = FlowDataConfig(overlong_prompts="error")
-        fitting([Prompt("x " * 300, 0, {})], "data.train_files", model, data, first=True, named=named)
+        fitting([Prompt("x " * 300, 0, {})], "data.train_files", model, cfg, first=True)

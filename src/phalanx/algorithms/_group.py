@@ -36,12 +36,12 @@ class GroupConfig(AlgorithmConfig):
 def teachers_of(config: Any, guidance: float | None = None) -> tuple[Teacher, ...]:
     """The teacher at `teacher_path`, or those of `teachers`, each for the rows that name it in column `teacher_key`."""
     if config.teacher_path is not None:
-        key = "algorithm.teacher_path"
+        key = f"{config:teacher_path}"
         return (Teacher(TEACHER, config.teacher_path, key, guidance, config.teacher_revision),)
     teachers = []
     for name, path in config.teachers.items():
         rows = (config.teacher_key, name)
-        teachers.append(Teacher(f"{TEACHER} {name}", path, f"algorithm.teachers.{name}", guidance, rows=rows))
+        teachers.append(Teacher(f"{TEACHER} {name}", path, f"{config:teachers}.{name}", guidance, rows=rows))
     return tuple(teachers)
 
 

@@ -16,15 +16,16 @@ TURN_ENGINES = {  # with an environment
 FORMS = ("module:Class", "path/to/file.py:Class")
 
 
-def engine_class(engine: str, names: Mapping[str, str]) -> Any:
-    """The class of an engine: one of `names`, module:Class or path/to/file.py:Class. Raises ConfigError, with one line,
-    if there is none.
+def engine_class(engine: str, names: Mapping[str, str], key: str = KEY) -> Any:
+    """The class of an engine: one of `names`, module:Class or path/to/file.py:Class. Raises ConfigError, with one line
+    that begins with `key`, if there is none.
     """
-    return resolve_object(names.get(engine, engine), KEY, "class")
+    return resolve_object(names.get(engine, engine), key, "class")
 
 
 def check_engine_class(config: Any) -> None:
     """Raise ConfigError if the section `rollout`, `config`, names a custom class that cannot be used as an engine."""
     if ":" in config.engine and config.REGISTRY:
         package = importlib.import_module(config.REGISTRY)
-        package.check_entry(engine_class(config.engine, config.ENGINES), config.engine)
+        kind = engine_class(config.engine, config.ENGINES, f"{config:engine}")
+        package.check_entry(kind, config.engine)

@@ -1,6 +1,6 @@
 """Keys of joint runs: a language model rewrites prompts and a flow model draws them, both under one reward."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Optional
 
 from phalanx.config.engines import check_engine_class
@@ -18,6 +18,7 @@ from phalanx.config.optimizer import OptimConfig
 from phalanx.config.parallel import ParallelConfig
 from phalanx.config.ranges import COUNT
 from phalanx.config.run import AlgorithmConfig, RLConfig
+from phalanx.config.section import copy_with
 from phalanx.config.trained_model import FlowModelConfig, LMModelConfig
 
 WRITER, PAINTER = POLICIES = ("writer", "painter")
@@ -101,9 +102,11 @@ class JointConfig:
     trainer: LMTrainerConfig = field(default_factory=LMTrainerConfig)
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for an engine class that cannot be used."""
-        for part in (self.writer, self.painter):
-            check_engine_class(part.rollout)
+        """Name the sections of the policies; raise ConfigError for an engine class that cannot be used."""
+        for part, sections in ((WRITER, self.writer), (PAINTER, self.painter)):
+            for section in (*vars(sections).values(), sections.rollout.val):
+                section.rename_keys(f"{part}.{section.NAME}")
+            check_engine_class(sections.rollout)
 
     @property
     def rewrites(self) -> int:
@@ -136,9 +139,14 @@ class JointConfig:
             unusable_rows=d.unusable_rows,
             text_length_multiple=d.text_length_multiple,
         )
+        data.rename_keys(
+            "data",
+            max_prompt_length="data.max_rewrite_length",
+            train_batch_size="data.train_batch_size x (writer.rollout.n + rewrite.keep_originals)",
+        )
         return FlowRLConfig(data=data, **vars(self.painter), **self._shared())
 
 
 def frozen(config: Any) -> Any:
     """A copy of a section `model` for a policy that is not trained: without a LoRA and quantization."""
-    return replace(config, lora_rank=0, quantization=None)
+    return copy_with(config, lora_rank=0, quantization=None)

@@ -3,10 +3,11 @@
 from dataclasses import dataclass
 
 from phalanx.config.fields import arg
+from phalanx.config.section import Section
 
 
 @dataclass
-class OptimConfig:
+class OptimConfig(Section, name="optim"):
     """The optimizer and its learning rate."""
 
     name: str = arg(

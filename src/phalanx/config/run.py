@@ -14,11 +14,12 @@ from phalanx.config.optimizer import OptimConfig
 from phalanx.config.parallel import ParallelConfig
 from phalanx.config.ranges import CORRECTIONS, COUNT, LOSS_AGG_MODES, SCHEDULES, SDE_TYPES, SEEDS, TIMES
 from phalanx.config.reward import RewardConfig
+from phalanx.config.section import Section
 from phalanx.config.trained_model import ModelConfig
 
 
 @dataclass
-class DataConfig:
+class DataConfig(Section, name="data"):
     """Sources of the prompts."""
 
     train_files: list[str] = arg(
@@ -51,7 +52,7 @@ class DataConfig:
 
 
 @dataclass
-class ValRolloutConfig:
+class ValRolloutConfig(Section, name="rollout.val"):
     """Sampling in validation."""
 
     n: int = arg(1, "samples per prompt", **COUNT)
@@ -59,7 +60,7 @@ class ValRolloutConfig:
 
 
 @dataclass
-class RolloutConfig:
+class RolloutConfig(Section, name="rollout"):
     """Sampling of the policy for training."""
 
     ENGINES: ClassVar[dict[str, str]] = {}  # maps the names of engines for this kind of policy to module:Class
@@ -109,7 +110,7 @@ class RolloutConfig:
         """Facts of the engine. Imports its class unless the engine is the policy; raises ConfigError if that fails."""
         if self.engine == "policy":
             return EngineFacts()
-        facts: EngineFacts = engine_class(self.engine, self.ENGINES).facts
+        facts: EngineFacts = engine_class(self.engine, self.ENGINES, f"{self:engine}").facts
         return facts
 
     @property
@@ -119,7 +120,7 @@ class RolloutConfig:
 
 
 @dataclass
-class AlgorithmConfig:
+class AlgorithmConfig(Section, name="algorithm"):
     """The algorithm. Its own keys are in the same section as `name`; see its file in phalanx.algorithms."""
 
     DEFAULTS: ClassVar[dict[str, Any]] = {}  # defaults for keys of other sections, such as {"rollout.sde_type": "cps"}
@@ -150,7 +151,7 @@ class EmaConfig:
 
 
 @dataclass
-class ActorConfig:
+class ActorConfig(Section, name="actor"):
     """Updates of the policy."""
 
     ppo_mini_batch_size: int = arg(16, "prompts per optimizer step, each with rollout.n samples", **COUNT)

@@ -17,6 +17,7 @@ from phalanx.config.messages import ConfigError, UnknownKeys
 from phalanx.config.parallel import ParallelConfig
 from phalanx.config.ranges import COUNT, DTYPES, SDE_TYPES, SEEDS, TIMES
 from phalanx.config.run import RunConfig, TrainerConfig
+from phalanx.config.section import Section
 from phalanx.config.sources import parse_yaml
 from phalanx.config.trained_model import ATTENTION, FlowModelConfig
 from phalanx.config.trust import Use
@@ -76,7 +77,7 @@ class SampleModelConfig:
 
 
 @dataclass
-class SampleConfig:
+class SampleConfig(Section):
     """Configuration of tasks/sample.py. Sampling settings that are null are taken from the run's validation."""
 
     model: SampleModelConfig = field(default_factory=SampleModelConfig)

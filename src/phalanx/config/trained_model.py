@@ -5,13 +5,14 @@ from typing import Optional
 
 from phalanx.config.fields import arg
 from phalanx.config.ranges import COUNT, DTYPES, TIMES
+from phalanx.config.section import Section
 
 ATTENTION = ("sdpa", "eager", "flash_attention_2", "flex_attention")
 EXPERTS = ("eager", "batched_mm", "grouped_mm")
 
 
 @dataclass
-class ModelConfig:
+class ModelConfig(Section, name="model"):
     """The model that is trained."""
 
     path: str = arg("???", "model folder, or hub id if the hub is reachable", path=True)
@@ -57,8 +58,9 @@ class ModelConfig:
             return 0
         limit = self.gradient_checkpointing_blocks
         if limit is not None and limit > blocks:
-            key = "model.gradient_checkpointing_blocks"
-            raise ValueError(f"{key}: {limit}; expected 1 to {blocks}, the model's blocks")
+            raise ValueError(
+                f"{self:gradient_checkpointing_blocks}: {limit}; expected 1 to {blocks}, the model's blocks"
+            )
         return blocks if limit is None else limit
 
 

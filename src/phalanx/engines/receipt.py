@@ -21,8 +21,9 @@ class Receipt:
     blocks is kept in another form, as quantised weights are: it is logged once and not compared.
     """
 
-    def __init__(self, shards: int) -> None:
-        self._shards = shards
+    def __init__(self, shards: int, key: str = "rollout.engine") -> None:
+        """key: the configuration key of the engine, for messages."""
+        self._shards, self._key = shards, key
         self._sent: dict[str, Tensor] = {}
         self._compared: dict[str, bool] = {}  # by kind, from the first comparison in which one was not 0
         self._dtype = torch.float32
@@ -62,9 +63,8 @@ class Receipt:
                 if not self._compared[name]:
                     foreign.append(name)
         if foreign:
-            log.warning(
-                "rollout.engine: vLLM keeps %s in another form; only a probe verifies its copy", listed(foreign)
-            )
+            listing = listed(foreign)
+            log.warning("%s: vLLM keeps %s in another form; only a probe verifies its copy", self._key, listing)
         return [name for name in names if self._compared[kind(name)]]
 
 

@@ -47,6 +47,7 @@ class TextEngineConfig:
     """Settings of an engine: at most `longest` tokens per prompt and response, and `together` responses at once.
     `sleep_level`: 1 keeps the weights in main memory; 2 discards them, since each rollout brings them.
     `images`: keyword arguments of the image processor, if prompts may have images, at most `limit_images` each.
+    `key`: the configuration key of the engine, for messages.
     """
 
     path: str
@@ -61,6 +62,7 @@ class TextEngineConfig:
     enforce_eager: bool = False
     images: dict[str, Any] | None = None
     limit_images: int | None = None
+    key: str = "rollout.engine"
 
 
 class TextEngine:
@@ -71,12 +73,13 @@ class TextEngine:
         self._groups, self._dtype = groups, getattr(torch, config.dtype)
         cuda = torch.cuda.is_available()
         self._sleeps, self._level, self._images = config.sleep and cuda, config.sleep_level, config.images is not None
-        self._receipt = Receipt(config.tensor_parallel_size)
+        self._key = config.key
+        self._receipt = Receipt(config.tensor_parallel_size, config.key)
         with groups.active():
             if not cuda:
                 torch.cpu._init_amx()
                 _keep_linears_plain()
-            with rejected("rollout.engine", config.path):
+            with rejected(config.key, config.path):
                 self._llm = load_llm(
                     config,
                     groups,
@@ -152,7 +155,7 @@ class TextEngine:
         for request, prompt, image in zip(requests, prompts, images, strict=True):
             if image is not None and request.prompt_token_ids != prompt:
                 raise JobError(
-                    f"rollout.engine: vLLM reads {len(request.prompt_token_ids)} tokens in the prompt {image.place}, "
+                    f"{self._key}: vLLM reads {len(request.prompt_token_ids)} tokens in the prompt {image.place}, "
                     f"and the policy {len(prompt)}: their processors make different tokens of its images"
                 )
         tokens, log_probs = [], []

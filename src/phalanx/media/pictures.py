@@ -51,10 +51,10 @@ class Picture:
         value = self.source()
         return len(value) if isinstance(value, list) else 1
 
-    def check_count(self, expected: int) -> None:
-        """Raise ValueError if `count` is not as expected: all rows of a batch need the same number of images."""
+    def check_count(self, expected: int, key: str = "model.reference_count") -> None:
+        """Raise ValueError if `count` is not as expected by `key`: all rows of a batch need as many images."""
         if self.count != expected:
-            raise ValueError(f"{self.where} holds {self.count} images; model.reference_count is {expected}")
+            raise ValueError(f"{self.where} holds {self.count} images; {key} is {expected}")
 
     @property
     def parts(self) -> list["Picture"]:

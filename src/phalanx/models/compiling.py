@@ -5,7 +5,6 @@ Ranks that compute in different ways would round differently, so all ranks of a 
 
 import logging
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
@@ -15,6 +14,7 @@ from torch import Tensor
 from torch._inductor import cpp_builder
 
 from phalanx.config.messages import reason
+from phalanx.config.section import copy_with
 from phalanx.config.trained_model import ModelConfig
 from phalanx.distributed.collectives import all_gather_object
 from phalanx.distributed.mesh import World
@@ -51,9 +51,9 @@ def compiles(world: World, key: str, trial: Callable[[torch.device], object]) ->
 
 def where_it_works(config: C, world: World) -> C:
     """`config` without `compile` if that does not work on all ranks."""
-    if not config.compile or compiles(world, "model.compile", _one_operator):
+    if not config.compile or compiles(world, f"{config:compile}", _one_operator):
         return config
-    return replace(config, compile=False)
+    return copy_with(config, compile=False)
 
 
 def _problem(check: Callable[[], object]) -> str:

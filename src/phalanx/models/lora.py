@@ -232,6 +232,11 @@ def adapter_config(
     )
 
 
+def lora_key(config: ModelConfig | None) -> str:
+    """The configuration key of the LoRA to start from, for messages."""
+    return f"{config or ModelConfig():lora_path}"
+
+
 def lora_file(path: str) -> Path:
     """The weights file of model.lora_path, which is this file or its folder; raises ValueError if there is none."""
     given = Path(path).expanduser()
@@ -246,8 +251,11 @@ def lora_file(path: str) -> Path:
     )
 
 
-def read_adapter(file: Path) -> Layers:
-    """Read peft's LoRA file, with adapter_config.json in the same folder; layers have the model's names."""
+def read_adapter(file: Path, key: str = "model.lora_path") -> Layers:
+    """Read peft's LoRA file, with adapter_config.json in the same folder; layers have the model's names.
+
+    key: that of a warning.
+    """
     from peft import PeftConfig
 
     with warnings.catch_warnings():
@@ -257,9 +265,7 @@ def read_adapter(file: Path) -> Layers:
     unknown = sorted(key for key, value in given.items() if value and key not in settings)
     if unknown:
         where, names = file.with_name("adapter_config.json"), ", ".join(unknown)
-        log.warning(
-            "model.lora_path: the installed peft does not know settings of %s, which are ignored: %s", where, names
-        )
+        log.warning("%s: the installed peft does not know settings of %s, which are ignored: %s", key, where, names)
     return plain_layers(renamed(load_file(file), lambda name: name.removeprefix("base_model.model.")), settings)
 
 

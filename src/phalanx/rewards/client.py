@@ -53,6 +53,7 @@ class RewardClient:
         self.forgives = cfg.reward.on_error != "fail"
         self.has_judges = reward_set is not None and reward_set.judges is not None
         self.metrics: dict[str, float] = {}
+        self._weights = f"{cfg.model:path}, {cfg.model:dtype} and {cfg.optim:lr}"  # for messages
         self._errors = 0  # samples without a score since the last take_errors
         self._warned_of_errors = False
         self._submitted = 0  # samples since the last collect
@@ -69,7 +70,7 @@ class RewardClient:
         """
         with self._in_step():
             if isinstance(outputs, Tensor):
-                check_finite(outputs, prompts)
+                check_finite(outputs, prompts, self._weights)
             if self.reward_set is not None:
                 if self.world.context_size > 1:
                     outputs, prompts = self._dealt(outputs, prompts)
@@ -188,12 +189,14 @@ def without_filling(prompts: list[Prompt], first: int, real: int) -> list[Prompt
     return shown
 
 
-def check_finite(outputs: Tensor, prompts: Sequence[Prompt]) -> None:
-    """Raise RewardError for an image or video with NaN or infinity, which would otherwise be scored as a black one."""
+def check_finite(outputs: Tensor, prompts: Sequence[Prompt], keys: str) -> None:
+    """Raise RewardError for an image or video with NaN or infinity, which would otherwise be scored as a black one.
+
+    keys: those that the weights depend on.
+    """
     fine = outputs.flatten(1).isfinite().all(1)
     if not fine.all():
         bad = fine.tolist().index(False)
         raise RewardError(
-            f"the sample of the prompt {prompts[bad].text!r} contains NaN or infinity; check the weights of "
-            "model.path, model.dtype and optim.lr"
+            f"the sample of the prompt {prompts[bad].text!r} contains NaN or infinity; check the weights of {keys}"
         )

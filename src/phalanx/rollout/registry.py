@@ -56,4 +56,4 @@ def check_installed(config: RolloutConfig) -> None:
     facts = config.facts
     if facts.package is not None and find_spec(facts.package.partition(".")[0]) is None:
         remedy = f"{facts.install}; or set" if facts.install else "set"
-        raise ConfigError(f"{KEY}: {facts.package} is not installed; {remedy} {KEY}=policy")
+        raise ConfigError(f"{config:engine}: {facts.package} is not installed; {remedy} {config:engine}=policy")

@@ -24,6 +24,7 @@ def plan(
     """
     each = {"prompts": cfg.data.train_batch_size_per_gpu, "mini": cfg.actor.ppo_mini_batch_size_per_gpu}
     numbers = _Numbers(
+        keys=keys_of(cfg),
         world=world_size,
         actions=actions,
         prompts=cfg.data.batch_size(world_size),
@@ -90,22 +91,27 @@ _CONTENTS = dict.fromkeys((".lock", "running.json", "config.yaml", "metrics.json
 _CONTENTS |= dict.fromkeys(("checkpoints", "val", "tensorboard", "ranks"), "folder")
 
 
-KEYS = {
-    "prompts": "data.train_batch_size",
-    "n": "rollout.n",
-    "mini": "actor.ppo_mini_batch_size",
-    "micro": "actor.ppo_micro_batch_size_per_gpu",
-    "rollout": "rollout.micro_batch_size_per_gpu",
-}
+def keys_of(cfg: RLConfig) -> dict[str, str]:
+    """The configuration keys of the numbers that must divide."""
+    return {
+        "prompts": f"{cfg.data:train_batch_size}",
+        "n": f"{cfg.rollout:n}",
+        "mini": f"{cfg.actor:ppo_mini_batch_size}",
+        "micro": f"{cfg.actor:ppo_micro_batch_size_per_gpu}",
+        "rollout": f"{cfg.rollout:micro_batch_size_per_gpu}",
+    }
+
+
 _SMALLEST_GROUP = 2
 
 
 @dataclass(frozen=True)
 class _Numbers:
-    """The numbers that must divide. rollout: None to derive it from the others. per_gpu: names of the numbers that the
-    user gives per rank.
+    """The numbers that must divide, and their configuration keys. rollout: None to derive it from the others. per_gpu:
+    names of the numbers that the user gives per rank.
     """
 
+    keys: dict[str, str]
     world: int
     actions: int
     prompts: int
@@ -128,7 +134,7 @@ class _Numbers:
             message = f"{mini_key}: {mini_prompts} do not divide {self.key('prompts')} {self.product('prompts')}"
             return message, ("mini", "prompts")
         samples = mini * self.n
-        update = f"{mini_prompts} x {KEYS['n']} {self.n} = {samples} samples of an update"
+        update = f"{mini_prompts} x {self.keys['n']} {self.n} = {samples} samples of an update"
         if samples % world:
             return f"{mini_key}: {update} do not divide over {world} ranks", ("mini", "n")
         # the samples of a unit must be on one rank
@@ -137,14 +143,14 @@ class _Numbers:
         per_update, per_rank = samples // world, prompts * self.n // world
         if per_update % micro:
             message = f"{micro} does not divide the {per_update} samples of an update on a rank"
-            return f"{KEYS['micro']}: {message} ({update} / {world} ranks)", ("micro", "n")
+            return f"{self.keys['micro']}: {message} ({update} / {world} ranks)", ("micro", "n")
         if per_rank % self.rollout_micro == 0:
             return None
         uneven = f"does not divide the {per_rank} samples of a rank"
         if self.rollout is not None:
-            return f"{KEYS['rollout']}: {self.rollout} {uneven}", ("rollout",)
+            return f"{self.keys['rollout']}: {self.rollout} {uneven}", ("rollout",)
         rows = f"{micro} x {self.actions} trained steps = {self.rollout_micro}"
-        return f"{KEYS['micro']}: {rows}, the rollout's micro-batch, {uneven}", ("micro", "rollout")
+        return f"{self.keys['micro']}: {rows}, the rollout's micro-batch, {uneven}", ("micro", "rollout")
 
     def nearest(self, keys: tuple[str, ...]) -> str:
         """The nearest values that work, for the first of `keys` that has any, or for two keys.
@@ -198,7 +204,7 @@ class _Numbers:
 
     def key(self, name: str) -> str:
         """The configuration key of a number."""
-        return f"{KEYS[name]}_per_gpu" if name in self.per_gpu else KEYS[name]
+        return f"{self.keys[name]}_per_gpu" if name in self.per_gpu else self.keys[name]
 
     def product(self, name: str) -> str:
         """A number as text, written as a product if it is configured per rank."""

@@ -41,8 +41,8 @@ def check_plan(cfg: FlowRunConfig) -> None:
         return
     able = [name for name, model in families().items() if model.transformer_class._cp_plan]
     raise ConfigError(
-        f"{KEY}: {size} needs a plan of how to split tokens, which neither diffusers nor Phalanx has for model.path "
-        f"{cfg.model.path!r}; set it to 1, or use one of the families {', '.join(able)}"
+        f"{KEY}: {size} needs a plan of how to split tokens, which neither diffusers nor Phalanx has for "
+        f"{cfg.model:path} {cfg.model.path!r}; set it to 1, or use one of the families {', '.join(able)}"
     )
 
 
@@ -56,7 +56,7 @@ def check_references(config: FlowModelConfig, rows: Iterable[Prompt]) -> None:
         )
     if family.image_column is not None:
         for row in rows:
-            row.meta[family.image_column].check_count(count)
+            row.meta[family.image_column].check_count(count, f"{config:reference_count}")
 
 
 def name_unused_columns(parts: Iterable[tuple[Iterable[Prompt], bool]], model: FlowModel) -> None:
@@ -108,7 +108,7 @@ def build_components(
     rows, val_sets = usable(list(rows), "data.train_files"), fitting_sets(val_sets, usable)
     rewards = build_rewards(cfg, world, rows, val_sets, gradients=last_steps > 0)
     policy = build_policy(cfg.model, cfg.parallel, cfg.data, world, seed=cfg.trainer.seed, detach_uncond=detach_uncond)
-    fit = partial(fitting, model=policy.model, data=cfg.data, first=world.rank == 0)
+    fit = partial(fitting, model=policy.model, cfg=cfg, first=world.rank == 0)
     val_sets = fitting_sets(val_sets, fit)
     name_unused_columns(sampled_parts(rows, val_sets, cfg.rollout, policy.model), policy.model)
     rollout, exact = None, cfg.rollout.facts.exact

@@ -48,7 +48,7 @@ def build(cfg: FlowRLConfig) -> Trainer | RolloutWorker | LogProbWorker:
         cfg, plan.rollout_micro, rows, detach_uncond=detach, window=window, last_steps=algorithm.last_steps
     )
     world, policy, rollout = components.world, components.policy, components.rollout
-    rows = fitting(components.rows, "data.train_files", policy.model, cfg.data, first=world.rank == 0)
+    rows = fitting(components.rows, "data.train_files", policy.model, cfg, first=world.rank == 0)
     prompts = PromptStream(rows, plan.samples // cfg.rollout.n, cfg.data.seed)
     if world.role == INFERENCE:
         return LogProbWorker(cfg, part_of(plan, cfg, world), world, policy)
@@ -98,8 +98,8 @@ def check(cfg: FlowRLConfig, launch: Launch | None = None) -> BatchPlan:
     family = family_of(cfg.model)
     if cfg.rollout.facts.columns and not family.encodes_images:
         raise ConfigError(
-            f"rollout.engine: {cfg.rollout.engine} trains on images of the data, which {family.pipeline_class} cannot "
-            "encode; set rollout.engine=policy"
+            f"{cfg.rollout:engine:} trains on images of the data, which {family.pipeline_class} "
+            f"cannot encode; set {cfg.rollout:engine}=policy"
         )
     train_sampler(cfg.rollout, family)
     val_sampler(cfg.rollout, family)
@@ -112,8 +112,8 @@ def check_roles(cfg: FlowRLConfig, roles: Roles, launch: Launch) -> BatchPlan:
     part = of_role(batches, cfg, roles, ROLLOUT)
     if part.per_rank % part.rollout_micro:  # the last pass would have another shape than the replay
         raise ConfigError(
-            f"actor.ppo_micro_batch_size_per_gpu: the rollout's passes of {part.rollout_micro} samples do not divide "
-            f"the {part.per_rank} of each of its {len(roles.ranks[ROLLOUT])} ranks; change that, or placement"
+            f"{cfg.actor:ppo_micro_batch_size_per_gpu}: the rollout's passes of {part.rollout_micro} samples do not "
+            f"divide the {part.per_rank} of each of its {len(roles.ranks[ROLLOUT])} ranks; change that, or placement"
         )
     return batches
 

@@ -8,19 +8,20 @@ import torch
 from torch import nn
 
 from phalanx.config.flow import FlowRLConfig
+from phalanx.config.section import copy_with, reported_by
 from phalanx.config.trained_model import FlowModelConfig
 from phalanx.distributed.mesh import World
 from phalanx.functional.flow import FlowTrace
 from phalanx.models.flow.folder import model_index
 from phalanx.models.flow.policy import FlowPolicy, build_policy
 from phalanx.rollout.flow.in_policy import PolicyRollout
-from phalanx.training.components import about
+from phalanx.training.components import taught_model
 from phalanx.types import Samples, Teacher
 
 
 def check_teacher(teacher: Teacher, config: FlowModelConfig) -> None:
     """Raise ValueError, before loading, for a folder without a model of the policy's family."""
-    with about(teacher):
+    with reported_by({"model": taught_model(teacher, config)}):
         kind = model_index(teacher.path, teacher.revision)["_class_name"]
     check_kind(teacher, kind, model_index(config.path, config.revision)["_class_name"])
 
@@ -64,9 +65,11 @@ def guided_reference(
 ) -> LoadedFlowTeacher:
     """The policy's reference, whose velocities have another guidance scale than the policy's."""
     if policy.model.distilled and scale > 1:
-        raise ValueError(f"algorithm.reference_guidance: {scale:g}: the model is distilled to do without guidance")
+        raise ValueError(
+            f"{cfg.algorithm:reference_guidance}: {scale:g}: the model is distilled to do without guidance"
+        )
     guidance: dict[str, Any] = {policy.model.guidance_key: scale}
-    rollout = PolicyRollout(policy, replace(cfg.rollout, **guidance), world, micro)
+    rollout = PolicyRollout(policy, copy_with(cfg.rollout, **guidance), world, micro)
     return LoadedFlowTeacher(policy, policy, rollout)
 
 
@@ -79,16 +82,15 @@ def load_teacher(
     build: Callable[..., FlowPolicy] = build_policy,
 ) -> LoadedFlowTeacher:
     """Load a teacher by `build`; all ranks call this together. Raises ValueError for a model with another VAE."""
-    model = replace(cfg.model, path=teacher.path, revision=teacher.revision, lora_rank=0, lora_path=None)
-    model = replace(model, quantization=None, gradient_checkpointing=False)
-    with about(teacher):
+    model = taught_model(teacher, cfg.model)
+    with reported_by({"model": model}):
         policy = build(model, cfg.parallel, cfg.data, world, seed=cfg.trainer.seed, detach_uncond=False, frozen=True)
     ours, theirs = student.model, policy.model
     if not _alike([ours.vae], [theirs.vae], rtol=2e-2, atol=2e-3):  # two folders may differ in their dtype
         raise ValueError(f"{teacher.key}: {teacher.path!r} has another VAE than model.path, so its latents differ")
     policy.share(student, text=_alike(ours.text_encoders, theirs.text_encoders))
     guidance: dict[str, Any] = {} if teacher.guidance is None else {theirs.guidance_key: teacher.guidance}
-    rollout = PolicyRollout(policy, replace(cfg.rollout, **guidance), world, micro)
+    rollout = PolicyRollout(policy, copy_with(cfg.rollout, **guidance), world, micro)
     return LoadedFlowTeacher(student, policy, rollout)
 
 

@@ -247,8 +247,14 @@ class Job:
             self._save(self._good)
         raise JobError(
             f"no update of the last {self.bad_steps} training steps was finite (NaN or infinity in loss or gradient): "
-            f"the weights are still those of step {self._good.step}; lower optim.lr, or look at the rewards"
+            f"the weights are still those of step {self._good.step}; {self._remedy}"
         )
+
+    @property
+    def _remedy(self) -> str:
+        """The advice about updates with NaN or infinity, for messages."""
+        rates = [f"{state.optimizer.config:lr}" for state in self.policies.values()]
+        return f"lower {' or '.join(rates)}, or look at the rewards"
 
     def _warn_of_skipped(self) -> None:
         """Count the skipped updates and warn at the first of them; `_run` logs the total."""
@@ -259,8 +265,9 @@ class Job:
         if before == 0 and self._skipped > 0 and self.world.rank == 0:
             log.warning(
                 "step %d: an update with NaN or infinity in loss or gradient was skipped (actor/updates_non_finite); "
-                "lower optim.lr, or look at the rewards",
+                "%s",
                 self.progress.step,
+                self._remedy,
             )
 
     def _count_updates(self) -> None:
@@ -276,7 +283,7 @@ class Job:
             if problem is not None:
                 raise JobError(
                     f"after step {progress.step} {problem}; no checkpoint is written, and the earlier ones are kept; "
-                    "lower optim.lr, or look at the rewards"
+                    f"{self._remedy}"
                 )
             self.checkpointer.save(self.tensors(), copy(progress), in_flight)
 

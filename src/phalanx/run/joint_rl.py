@@ -7,13 +7,11 @@ Shapes: P prompts, N rewrites per prompt, K prompts per original for the painter
 with rewrite.keep_originals), M images for each of these.
 """
 
-import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,8 +20,8 @@ from phalanx import algorithms
 from phalanx.config.flow import FlowRLConfig
 from phalanx.config.joint import PAINTER, WRITER, JointConfig, frozen
 from phalanx.config.lm import LMRLConfig
-from phalanx.config.messages import ConfigError
 from phalanx.config.run import RLConfig
+from phalanx.config.section import reported_by
 from phalanx.data.overlap import held_out_overlap
 from phalanx.data.prompts import share_of_rank
 from phalanx.data.streams import PromptStream
@@ -40,7 +38,6 @@ from phalanx.run.joint_prompts import read_prompts, usable_prompts
 from phalanx.run.lm_prompt_lengths import fitting_prompts
 from phalanx.run.rewriting import Rewriter, as_original
 from phalanx.run.rl import train_state
-from phalanx.run.rules import of_part
 from phalanx.run.start import build_rewards, choose_cpu_linear, fitting_sets, start_job
 from phalanx.run.validation import Validator
 from phalanx.telemetry.step_metrics import reward_metrics
@@ -123,7 +120,7 @@ class JointTrainer(Training):
             collected = drawn.pop(name)
             if trains(self.cfg, name, step):
                 start = time.perf_counter() - self.seconds[name]  # the step includes the time it took to sample
-                with about(name, JobError, JobError):
+                with reported_by(vars(self.parts[name].cfg), JobError, JobError):
                     numbers = train_step(self.job, Drawn(collected), self.updaters[name], step, start)
             else:
                 numbers = collected.row
@@ -137,13 +134,13 @@ class JointTrainer(Training):
         writer, painter = self.parts[WRITER], self.parts[PAINTER]
         each, pictures = writer.cfg.rollout.n, painter.cfg.rollout.n
         began = time.perf_counter()
-        with about(WRITER, JobError, JobError):
+        with reported_by(vars(writer.cfg), JobError, JobError):
             samples, row = self.collectors[WRITER].sample(step)
         assert isinstance(samples.outputs, list)
         with writer.timers("rewrite"):
             row |= self.rewriter.write(step, samples.outputs, each)
         written = time.perf_counter()
-        with about(PAINTER, JobError, JobError):
+        with reported_by(vars(painter.cfg), JobError, JobError):
             painted = self.collectors[PAINTER].collect(step)
         self.seconds = {WRITER: written - began, PAINTER: time.perf_counter() - written}
         # r [P, K]: mean reward of a prompt's images, without images that have none; NaN if no image has one
@@ -210,7 +207,7 @@ class JointValidator(Validator):
                 shown = [
                     self.rewriter.prompt(p, text, p.group_id) for p, text in zip(prompts, texts[kind], strict=True)
                 ]
-                with about(PAINTER, JobError, JobError):
+                with reported_by(vars(self.parts[PAINTER].cfg), JobError, JobError):
                     metrics, kept[name] = self.validate_set(name, shown, self.parts[PAINTER].best())
                 row |= metrics
                 if self.rewards.forgives:
@@ -241,29 +238,6 @@ class JointValidator(Validator):
 # -- building ---------------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def about(
-    part: str, kind: type[Exception] = ValueError, told_as: Callable[[str], Exception] = ConfigError
-) -> Iterator[None]:
-    """Translate configuration keys in messages within the block, errors of `kind` and log lines, from those of the
-    policy `part` to those of the joint run.
-    """
-    make = logging.getLogRecordFactory()
-
-    def named_record(*args: Any, **kwargs: Any) -> logging.LogRecord:
-        record = make(*args, **kwargs)
-        record.msg = of_part(str(record.msg), part)
-        return record
-
-    logging.setLogRecordFactory(named_record)
-    try:
-        yield
-    except kind as error:
-        raise told_as(of_part(str(error), part)) from error
-    finally:
-        logging.setLogRecordFactory(make)
-
-
 def build(cfg: JointConfig) -> JointTrainer:
     """Build the job; all ranks call this together. A ValueError is the user's mistake."""
     plans = check(cfg)
@@ -275,7 +249,7 @@ def build(cfg: JointConfig) -> JointTrainer:
         writer.model = frozen(writer.model)
     if still[PAINTER]:
         painter.model = frozen(painter.model)
-    with about(WRITER):
+    with reported_by(vars(writer)):
         words = lm_rl.load_policy(writer, world, plans[WRITER], frozen=still[WRITER])
         plans[WRITER] = lm_rl.as_loaded(plans[WRITER], words)
         rows = fitting_prompts(rows, "data.train_files", words, first=world.lead)
@@ -285,7 +259,7 @@ def build(cfg: JointConfig) -> JointTrainer:
         decoded = writer.rollout.micro_batch_size_per_gpu or plan.per_rank
         passes = None if still[WRITER] else lm_rl.scoring(plan, by_words, writer.rollout)
         texts = lm_rollouts.build_rollout(writer, words, world, decoded, passes)
-    with about(PAINTER):
+    with reported_by(vars(painter)):
         detach, by_pictures = painter.actor.detach_uncond, algorithms.build(painter.algorithm)
         pictures = build_policy(
             painter.model,
@@ -301,10 +275,7 @@ def build(cfg: JointConfig) -> JointTrainer:
         micro = plans[PAINTER].rollout_micro
         images = flow_rollouts.build_rollout(pictures, painter.rollout, world, micro, window=window)
         name_unused_columns(sampled_parts(rows, val_sets, painter.rollout, pictures.model), pictures.model)
-        named_keys = partial(of_part, part=PAINTER)
-        prompt_lengths.fitting(
-            rows, "data.train_files", pictures.model, painter.data, first=world.lead, named=named_keys
-        )
+        prompt_lengths.fitting(rows, "data.train_files", pictures.model, painter, first=world.lead)
     if world.lead:
         held_out_overlap(rows, [p for some in val_sets.values() for p in some], pictures.model.image_column)
     timers, n, m = Timers(), writer.rollout.n, painter.rollout.n
@@ -321,7 +292,7 @@ def build(cfg: JointConfig) -> JointTrainer:
     for name in cfg.train:
         part = parts[name]
         steps = sum(trains(cfg, name, step) for step in range(trainer_steps))
-        with about(name):
+        with reported_by(vars(part.cfg)):
             part.state = states[name] = train_state(part.cfg, part.plan, part.algorithm, part.policy, steps)
     unscored = RewardClient(writer, world, None, of_words, texts.noun)
     rewards = RewardClient(painter, world, reward_set, of_pictures, images.noun, judged=as_original)
@@ -342,12 +313,12 @@ def start_with_prompts(
     cfg: JointConfig, writer: LMRLConfig, painter: FlowRLConfig
 ) -> tuple[World, list[Prompt], dict[str, list[Prompt]]]:
     """The world, and the prompts of training and of each validation set that both policies can read."""
-    with about(PAINTER):
+    with reported_by(vars(painter)):
         rows, val_sets = read_prompts(cfg, painter)
     world = start_job(writer, WRITER)
     if world.device.type == "cpu":
         choose_cpu_linear(painter, world, PAINTER)
-    with about(PAINTER):
+    with reported_by(vars(painter)):
         return world, *usable_prompts(rows, val_sets, painter, world)
 
 
@@ -375,9 +346,9 @@ def check(cfg: JointConfig, launch: Launch | None = None, *, installed: bool = T
     """Return the batch sizes of each policy; ConfigError for a configuration that the ranks of `launch` (None: the
     current one) cannot run, before ranks wait for one another. installed: whether the engine must be installed here.
     """
-    plans = {}
-    with about(WRITER):
-        plans[WRITER] = lm_rl.check(cfg.of_writer(), launch, installed=installed)
-    with about(PAINTER):
-        plans[PAINTER] = flow_rl.check(cfg.of_painter(), launch)
+    plans, writer, painter = {}, cfg.of_writer(), cfg.of_painter()
+    with reported_by(vars(writer)):
+        plans[WRITER] = lm_rl.check(writer, launch, installed=installed)
+    with reported_by(vars(painter)):
+        plans[PAINTER] = flow_rl.check(painter, launch)
     return plans

@@ -10,6 +10,7 @@ from phalanx import algorithms
 from phalanx.algorithms import TokenAlgorithm
 from phalanx.config.lm import LMRLConfig, LMRolloutConfig
 from phalanx.config.messages import ConfigError
+from phalanx.config.section import copy_with
 from phalanx.config.trained_model import LMModelConfig
 from phalanx.data.overlap import held_out_overlap
 from phalanx.data.prompts import load_prompts, validation_sets
@@ -64,7 +65,7 @@ def build(cfg: LMRLConfig) -> Trainer | RolloutWorker | LogProbWorker:
         raise ConfigError(f"data.image_key: no row of the data files has images in a column {data.image_key!r}")
     images = place is not None or vision_families.is_needed(cfg.model)
     if images and place is None:
-        check_images(cfg, f"model.path: transformers has no text-only class for {cfg.model.path!r}")
+        check_images(cfg, f"{cfg.model:path}: transformers has no text-only class for {cfg.model.path!r}")
     environments = Environments(cfg.environment) if cfg.environment.used else None
     if environments is not None:
         rows = with_tools(rows, environments)
@@ -117,12 +118,12 @@ def check_images(cfg: LMRLConfig, subject: str) -> None:
     limits = (
         (
             cfg.environment.used and cfg.rollout.facts.weights != "policy",
-            f"environments and rollout.engine={cfg.rollout.engine}; set rollout.engine=policy",
+            f"environments and {cfg.rollout:engine=}; set {cfg.rollout:engine}=policy",
         ),
-        (cfg.rollout.partial_rollout, "partial rollouts; leave rollout.partial_rollout out"),
+        (cfg.rollout.partial_rollout, f"partial rollouts; leave {cfg.rollout:partial_rollout} out"),
         (bool(cfg.placement), "ranks with roles; leave placement out"),
         (bool(build_algorithm(cfg).teachers), "teachers; choose an algorithm without them"),
-        (cfg.model.block_size is not None, "block diffusion; leave model.block_size out"),
+        (cfg.model.block_size is not None, f"block diffusion; leave {cfg.model:block_size} out"),
         (cfg.parallel.ulysses_sequence_parallel_size > 1, f"context parallelism; set {KEY} to 1"),
     )
     for unsupported, message in limits:
@@ -191,8 +192,8 @@ def plan(cfg: LMRLConfig, world_size: int) -> BatchPlan:
     drawn = drawn_at_once(cfg.rollout, prompts)
     if not prompts <= drawn <= prompts * (age + 1):
         raise ConfigError(
-            f"rollout.over_sampling_batch_size: {drawn} should be {prompts} to {prompts * (age + 1)}: the {prompts} "
-            f"prompts of a training step, and those that may wait for rollout.max_staleness={age} steps"
+            f"{cfg.rollout:over_sampling_batch_size}: {drawn} should be {prompts} to {prompts * (age + 1)}: the "
+            f"{prompts} prompts of a training step, and those that may wait for {cfg.rollout:max_staleness}={age} steps"
         )
     # the number decoded together does not affect log-probs: these are computed in passes of the training's shape
     decoded = cfg.rollout.micro_batch_size_per_gpu or -(-drawn * cfg.rollout.n // world_size)
@@ -219,7 +220,7 @@ def _packing(cfg: LMRLConfig, plan: BatchPlan, algorithm: Algorithm) -> tuple[bo
 
 def as_planned(model: LMModelConfig, plan: BatchPlan) -> LMModelConfig:
     """`model` with the packing of the plan."""
-    return replace(model, use_remove_padding=plan.packed, use_prefix_grouper=plan.adjacent)
+    return copy_with(model, use_remove_padding=plan.packed, use_prefix_grouper=plan.adjacent)
 
 
 def as_loaded(plan: BatchPlan, policy: LMPolicy) -> BatchPlan:

@@ -5,12 +5,13 @@ from dataclasses import replace
 from functools import partial
 
 from phalanx.config.lm import LMRLConfig
+from phalanx.config.section import reported_by
 from phalanx.distributed.mesh import World
 from phalanx.functional.tokens import TokenTrace
 from phalanx.models.lm.blocks import build_block_policy
 from phalanx.models.lm.lm_policy import LMPolicy, build_policy
 from phalanx.models.lm.load_folder import load_tokenizer
-from phalanx.training.components import about
+from phalanx.training.components import taught_model
 from phalanx.types import Samples, Teacher
 
 
@@ -34,15 +35,13 @@ class LoadedLMTeacher:
 
 def load_teacher(teacher: Teacher, cfg: LMRLConfig, student: LMPolicy, world: World) -> LoadedLMTeacher:
     """Load a teacher; all ranks call this together. Raises ValueError for a model with another vocabulary."""
-    path, revision = teacher.path, teacher.revision
-    model = replace(student.config, path=path, revision=revision, lora_rank=0, lora_path=None)
-    model = replace(model, quantization=None, gradient_checkpointing=False)
-    with about(teacher):
+    model, here = taught_model(teacher, student.config), f"{teacher.key}: {teacher.path!r}"
+    with reported_by({"model": model}):
         theirs, ours = load_tokenizer(model).get_vocab(), student.tokenizer.get_vocab()
         if theirs != ours:
             raise ValueError(
-                f"{path!r} has another tokenizer than model.path, with {len(theirs)} tokens instead of {len(ours)}; "
-                "the teacher's tokens must have the same ids as the policy's"
+                f"{here} has another tokenizer than {student.config:path}, with {len(theirs)} tokens instead of "
+                f"{len(ours)}; the teacher's tokens must have the same ids as the policy's"
             )
         build: Callable[..., LMPolicy] = build_policy
         if model.block_size is not None:
@@ -59,5 +58,7 @@ def load_teacher(teacher: Teacher, cfg: LMRLConfig, student: LMPolicy, world: Wo
         )
         rows, needed = policy.settings.vocab_size, student.settings.vocab_size
         if rows < needed:
-            raise ValueError(f"{path!r} has logits for {rows} tokens, but the policy may draw any of {needed}")
+            raise ValueError(
+                f"{teacher.key}: {teacher.path!r} has logits for {rows} tokens, but the policy may draw any of {needed}"
+            )
     return LoadedLMTeacher(student, policy)

@@ -1,9 +1,9 @@
 """Prompts of flow models that are too long for the text encoder (data.overlong_prompts)."""
 
 import logging
-from collections.abc import Callable
 from typing import Any
 
+from phalanx.config.flow import FlowRunConfig
 from phalanx.config.messages import cut
 from phalanx.data.prompts import DataError
 from phalanx.models.flow.family import FlowModel
@@ -12,23 +12,21 @@ from phalanx.types import Prompt
 log = logging.getLogger(__name__)
 
 
-def fitting(
-    rows: list[Prompt], key: str, model: FlowModel, data: Any, *, first: bool, named: Callable[[str], str] = str
-) -> list[Prompt]:
+def fitting(rows: list[Prompt], key: str, model: FlowModel, cfg: FlowRunConfig, *, first: bool) -> list[Prompt]:
     """The rows to use according to data.overlong_prompts.
 
     key: the configuration key of the rows' files. first: whether this rank logs how many prompts are cut or left out.
-    named: translates configuration keys in a message. Raises DataError for an overlong prompt if
-    data.overlong_prompts is `error`, and if no row is left.
+    Raises DataError for an overlong prompt if data.overlong_prompts is `error`, and if no row is left.
     """
+    data = cfg.data
     tokenizer, tokens, limit = model.text_tokens([row.text for row in rows], data.max_prompt_length)
     overlong = [i for i in range(len(rows)) if len(tokens[i]) > limit]
     if not overlong:
         return rows
     needed = max(map(len, tokens))
-    remedy = named(f"data.max_prompt_length={needed} holds all")
+    remedy = f"{data:max_prompt_length}={needed} holds all"
     if limit < data.max_prompt_length:
-        remedy = named(f"the text encoders of model.path read no more than {limit}")
+        remedy = f"the text encoders of {cfg.model:path} read no more than {limit}"
     where = f"prompt {overlong[0]} ({cut(repr(rows[overlong[0]].text))})"
     count = f"{key}: {len(overlong)} of {len(rows)} prompts have more than {limit} tokens"
     if data.overlong_prompts == "error":

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from phalanx.config.run import RLConfig
 from phalanx.data.streams import PromptStream
-from phalanx.distributed.mesh import ACTOR, INFERENCE, World
+from phalanx.distributed.mesh import ACTOR, INFERENCE
 from phalanx.rewards.client import RewardClient
 from phalanx.run.disaggregated.role_batches import of_role
 from phalanx.run.disaggregated.schedules import SCHEDULES, RemoteCollector
@@ -109,7 +109,7 @@ def build_trainer(
 
 def train_state(cfg: RLConfig, plan: BatchPlan, algorithm: Algorithm, policy: TrainedPolicy, steps: int) -> TrainState:
     """The optimizer and the other weights of a policy that is trained for `steps` training steps."""
-    _warn_of_k1(cfg, policy.trained.world)
+    warn_of_k1(cfg, lead=policy.trained.world.rank == 0)
     return TrainState(
         policy.trained,
         cfg.optim,
@@ -120,13 +120,14 @@ def train_state(cfg: RLConfig, plan: BatchPlan, algorithm: Algorithm, policy: Tr
     )
 
 
-def _warn_of_k1(cfg: RLConfig, world: World) -> None:
-    """Warn of a KL loss without an expected gradient."""
+def warn_of_k1(cfg: RLConfig, *, lead: bool) -> None:
+    """Warn on the rank `lead` of a KL loss without an expected gradient."""
     keys = vars(cfg.algorithm)
-    if keys.get("kl_loss_type") == "k1" and keys["kl_loss_coef"] > 0 and world.rank == 0:
+    if keys.get("kl_loss_type") == "k1" and keys["kl_loss_coef"] > 0 and lead:
         log.warning(
-            "algorithm.kl_loss_type: the expected gradient of k1 is 0, so it does not keep the policy near the "
-            "reference; expected k3+, k2 or k3"
+            "%s: the expected gradient of k1 is 0, so it does not keep the policy near the reference; expected k3+, k2 "
+            "or k3",
+            f"{cfg.algorithm:kl_loss_type}",
         )
 
 

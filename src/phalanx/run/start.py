@@ -76,7 +76,7 @@ def choose_cpu_linear(cfg: RunConfig, world: World, part: str = "") -> None:
     name = f"{part}: cpu_linear" if part else "cpu_linear"
     choice = cfg.model.cpu_linear = choose_once(cfg, world, name, cfg.model.cpu_linear, preferred)
     if world.lead:
-        log.debug("float32 linear layers by %s (model.cpu_linear)", choice)
+        log.debug("float32 linear layers by %s (%s)", choice, f"{cfg.model:cpu_linear}")
 
 
 def choose_once(cfg: RunConfig, world: World, name: str, given: str | None, choose: Callable[[], str]) -> str | None:

@@ -259,7 +259,7 @@ def _flow(candidate: Candidate, world: World, sets: Sets, rewards: RewardSet | N
     assert isinstance(run, FlowRunConfig), "of the two kinds"
     rewards = rewards or _rewards(run, world, sets, "images")
     policy = build_policy(run.model, run.parallel, run.data, world, seed=run.trainer.seed, detach_uncond=False)
-    sets = fitting_sets(sets, partial(fitting_flow, model=policy.model, data=run.data, first=world.rank == 0))
+    sets = fitting_sets(sets, partial(fitting_flow, model=policy.model, cfg=run, first=world.rank == 0))
     micro = run.rollout.micro_batch_size_per_gpu or 1
     return Parts(policy, flow_engines.build_rollout(policy, run.rollout, world, micro, window=False), rewards, sets)
 

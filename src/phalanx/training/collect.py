@@ -132,11 +132,12 @@ class Rescorer:
         self.progress.rescoring = True
         if self.policy.trained.world.rank == 0:
             log.warning(
-                "%s is %.1e, more than a tenth of the clip range %g of algorithm.name=%s: the policy's replay differs "
-                "from the rollout, so from here on the policy recomputes the old log-probs (time/rescore)",
+                "%s is %.1e, more than a tenth of the clip range %g of %s=%s: the policy's replay differs from the "
+                "rollout, so from here on the policy recomputes the old log-probs (time/rescore)",
                 ERROR,
                 row[ERROR],
                 clip,
+                f"{self.cfg.algorithm:name}",
                 self.cfg.algorithm.name,
             )
 

@@ -2,12 +2,14 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
+from phalanx.config.run import ModelConfig
+from phalanx.config.section import copy_with
 from phalanx.distributed.mesh import World
 from phalanx.models.trained import TrainedModel
 from phalanx.telemetry.records import Record
@@ -18,6 +20,8 @@ from phalanx.training.stops import Stops
 from phalanx.types import Policy, Samples, Teacher
 
 Records = dict[str, list[Record]]  # by name of the validation set
+
+M = TypeVar("M", bound=ModelConfig)
 
 
 class Job(Protocol):
@@ -150,10 +154,8 @@ class Critic(Protocol):
         """[B, A] float32 for a Trace: the predicted return before each action, with a gradient."""
 
 
-@contextmanager
-def about(teacher: Teacher) -> Iterator[None]:
-    """Make ValueErrors within the block name the teacher's key instead of model.path."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"{teacher.key}: {str(error).removeprefix('model.path: ')}") from error
+def taught_model(teacher: Teacher, model: M) -> M:
+    """The section `model` of a frozen teacher, from the policy's; in messages, its `path` has the teacher's key."""
+    given = {"path": teacher.path, "revision": teacher.revision, "gradient_checkpointing": False}
+    taught = copy_with(model, **given, lora_rank=0, lora_path=None, quantization=None)
+    return taught.rename_keys("model", path=teacher.key)

@@ -15,6 +15,7 @@ import transformers
 from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 from torch import Tensor, nn
 
+from phalanx.config.flow import FlowDataConfig
 from phalanx.config.trained_model import FlowModelConfig
 from phalanx.functional.flow import Sampler
 from phalanx.media.pictures import Picture
@@ -93,7 +94,7 @@ class FlowModel(ModelFiles):
         # every rank would draw its own progress bar, and error messages would end up in their lines
         diffusers.utils.logging.disable_progress_bar()
         transformers.utils.logging.disable_progress_bar()
-        with ignored_named(config.path):
+        with ignored_named(config):
             self.load(config, dtype, weights_dtype, getattr(diffusers, self.pipeline_class), self.transformer_class)
         self.adapt(self.transformer)
         encoders = [part for name, part in self.pipeline.components.items() if name.startswith("text_encoder")]
@@ -112,7 +113,7 @@ class FlowModel(ModelFiles):
         )
         for name in component_names(index):
             if name.startswith("text_encoder"):
-                given[name] = load_text_encoder(path, name, index[name][1], dtype)
+                given[name] = load_text_encoder(path, name, index[name][1], dtype, f"{config:path}")
         given |= {"transformer": self.transformer, "dtype": {"default": dtype, "vae": self.vae_dtype or dtype}}
         self.pipeline = pipeline.from_pretrained(path, trust_remote_code=False, **given)
         self.vae = self.pipeline.vae
@@ -139,7 +140,7 @@ class FlowModel(ModelFiles):
         c = self.transformer.config
         return c.num_attention_heads, c.attention_head_dim
 
-    def check_length(self, max_length: int) -> None:
+    def check_length(self, data: FlowDataConfig) -> None:
         """Check `data.max_prompt_length` before any prompt is encoded: warn, or raise ValueError."""
 
     def text_tokens(self, texts: list[str], max_length: int) -> tuple[Any, list[list[int]], int]:
@@ -248,8 +249,8 @@ class FlowModel(ModelFiles):
         """Classifier-free guidance scale: one number, or a tensor [N, 1, ...] with that of each of `timesteps` [N]."""
         return sampler.guidance
 
-    def check_window(self, timesteps: Tensor, components: Sequence[str] | None) -> None:
-        """Warn if a part in `components` (model.target_components) takes none of the steps at `timesteps` [S]."""
+    def check_window(self, timesteps: Tensor, config: FlowModelConfig) -> None:
+        """Warn if a part in `config.target_components` takes none of the steps at `timesteps` [S]."""
 
     def computed_as_sampled(self) -> AbstractContextManager[None]:
         """A context in which every row is computed at the batch size of the whole pass, as in sampling."""

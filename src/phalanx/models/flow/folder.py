@@ -59,7 +59,7 @@ def how_to_load(folder: Path) -> str | None:
 
 
 @contextmanager
-def ignored_named(path: str) -> Iterator[None]:
+def ignored_named(config: FlowModelConfig) -> Iterator[None]:
     """Within this context, log what diffusers ignores in a folder: tensors and settings that its classes do not know.
 
     Each is one line. diffusers' other messages, which a job cannot act on, are not shown.
@@ -74,7 +74,7 @@ def ignored_named(path: str) -> Iterator[None]:
         library.setLevel(level)
         library.handlers = handlers
     for line in dict.fromkeys(ignored.lines):
-        log.warning("model.path: %r: %s", path, line)
+        log.warning("%s: %r: %s", f"{config:path}", config.path, line)
 
 
 class _Ignored(logging.Handler):
@@ -118,16 +118,22 @@ def _check_layers(path: str, name: str, transformer: nn.Module) -> None:
             raise ValueError(f"model.path: {file} contains {extra[0]}, for which its config.json has no layer")
 
 
-def read_lora(path: str, pipeline: Any, repeats: Callable[[str, Collection[str]], bool] | None = None) -> Layers:
+def read_lora(
+    path: str,
+    pipeline: Any,
+    repeats: Callable[[str, Collection[str]], bool] | None = None,
+    key: str = "model.lora_path",
+) -> Layers:
     """The LoRA of model.lora_path, by diffusers' names of the transformer's layers.
 
     It may be peft's, or in any format that the pipeline's class reads. repeats: whether a tensor, by its name and those
-    of the file, repeats others under a second name. Raises ValueError, in one line, for other files.
+    of the file, repeats others under a second name. key: that of warnings. Raises ValueError, in one line, for other
+    files.
     """
     file = lora_file(path)
     with loading(f"model.lora_path: {path!r} does not load"):
         if file.name == ADAPTER:
-            return read_adapter(file)
+            return read_adapter(file, key)
         with safe_open(file, "pt") as stored:
             metadata = json.loads((stored.metadata() or {}).get("lora_adapter_metadata", "{}"))
 
@@ -153,7 +159,7 @@ def read_lora(path: str, pipeline: Any, repeats: Callable[[str, Collection[str]]
             twice = [name for name in lost if repeats(name, given)]
             lost = sorted({*lost} - {*twice})
             if twice:
-                log.warning("model.lora_path: %r: %d tensors repeat others and are left out", path, len(twice))
+                log.warning("%s: %r: %d tensors repeat others and are left out", key, path, len(twice))
         if lost:
             more = f" (+{len(lost) - 1} more)" if len(lost) > 1 else ""
             raise ValueError(
@@ -207,7 +213,7 @@ def load_transformer(kind: Any, path: str, name: str, weights_dtype: torch.dtype
     return transformer
 
 
-def load_text_encoder(path: str, name: str, kind: str, dtype: torch.dtype) -> nn.Module:
+def load_text_encoder(path: str, name: str, kind: str, dtype: torch.dtype, key: str = "model.path") -> nn.Module:
     """Load a text encoder of transformers. Raises ValueError for a tensor that is missing or has another shape.
 
     Without this check, transformers would initialise such a tensor at random.
@@ -216,8 +222,8 @@ def load_text_encoder(path: str, name: str, kind: str, dtype: torch.dtype) -> nn
     encoder, info = getattr(transformers, kind).from_pretrained(
         path, subfolder=name, dtype=dtype, trust_remote_code=False, **checked
     )
-    check_weights(info, f"model.path: {path!r}: the weights of {name} are not whole")
-    warn_of_unread(info, f"model.path: {path!r}: {name}")
+    check_weights(info, f"{key}: {path!r}: the weights of {name} are not whole")
+    warn_of_unread(info, f"{key}: {path!r}: {name}")
     return encoder
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from phalanx.config.trained_model import FlowModelConfig
 from phalanx.models.flow.folder import base_folder, dtype_on_disk, model_index, read_lora
 from phalanx.models.flow.pipeline_headers import component_names
-from phalanx.models.lora import Layers
+from phalanx.models.lora import Layers, lora_key
 
 
 class ModelFiles:
@@ -52,7 +52,7 @@ class ModelFiles:
     @classmethod
     def read_lora(cls, path: str, config: FlowModelConfig | None = None, names: Iterable[str] = ()) -> Layers:
         """See phalanx.models.flow.folder.read_lora; `config` is that of the model that the LoRA is for."""
-        return read_lora(path, getattr(diffusers, cls.lora_pipeline or cls.pipeline_class))
+        return read_lora(path, getattr(diffusers, cls.lora_pipeline or cls.pipeline_class), key=lora_key(config))
 
     @classmethod
     def lora_names(cls, layers: Sequence[str]) -> dict[str, str]:

@@ -60,7 +60,7 @@ class FlowPolicy:
         """`frozen`: nothing is trained; `kept`: see Sharded. Raises ValueError for unsupported settings."""
         config = where_it_works(config, world)
         self.model, self.world, self.config, self.detach_uncond = model, world, config, detach_uncond
-        model.check_length(data.max_prompt_length)
+        model.check_length(data)
         quantized = model.blocks() if config.quantization is not None else ()
         start_from_lora(model.transformer, config.lora_path, partial(model.read_lora, config=config), kept, quantized)
         for module in (model.vae, *model.text_encoders):
@@ -273,7 +273,7 @@ class FlowPolicy:
         names = [f"use_{kind}_sigmas" for kind in ("karras", "exponential", "beta")]
         ignored = [name for name in (*names, "shift_terminal") if config.get(name)]
         if ignored:
-            _say_ignored(self.config.path, ", ".join(ignored))
+            _say_ignored(f"{self.config:path}: {self.config.path!r}", ", ".join(ignored))
         return self.model.shift_of_video(num_inference_steps, height, width, frames)
 
     @torch.no_grad()
@@ -369,8 +369,8 @@ def build_policy(
 
 
 @cache  # once
-def _say_ignored(path: str, names: str) -> None:
-    log.warning("model.path: %r: noise levels that are drawn at random do not follow the scheduler's %s", path, names)
+def _say_ignored(what: str, names: str) -> None:
+    log.warning("%s: noise levels that are drawn at random do not follow the scheduler's %s", what, names)
 
 
 def _rows_of(embeds: Embeds, rows: Tensor, sampler: Sampler) -> Embeds:

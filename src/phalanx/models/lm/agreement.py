@@ -62,13 +62,13 @@ def check_agreement(
     advice = ["this model cannot be trained here" if module.context is None else f"set {KEY} to 1"]
     if module.packs:
         paths.append(PACKED)
-        advice.append("set model.use_remove_padding=false")
+        advice.append(f"set {config:use_remove_padding}=false")
     if module.groups:
         paths.append(GROUPED)
-        advice.append("set model.use_prefix_grouper=false")
+        advice.append(f"set {config:use_prefix_grouper}=false")
     if decodes:
         paths.append("decoding with a cache")
-        advice.append("this model cannot sample here; set rollout.engine=vllm")
+        advice.append(f"this model cannot sample here; set {config:.rollout.engine}=vllm")
     values: dict[str, Tensor] = {}
     hints = dict(zip(paths, advice, strict=True))
     # Eager, so that blocks are compiled later for the shapes of the job, and not for these few tokens.

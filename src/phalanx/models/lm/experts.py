@@ -14,17 +14,18 @@ from phalanx.distributed.expert_parallel import SpreadExperts
 SHAPES, SPREAD = "phalanx_shapes", "phalanx_spread"
 
 
-def use(lm: Any, name: str, *, compiled: bool) -> None:
+def use(lm: Any, config: LMModelConfig) -> None:
     """Set model.experts_implementation; raises ValueError for a model that does not support it."""
+    name = config.experts_implementation
     if not lm._can_set_experts_implementation():
         raise ValueError(
-            f"model.experts_implementation: {name!r} needs a model with experts, and {lm.config.model_type} has none "
-            "that transformers can compute in another way; leave it out"
+            f"{config:experts_implementation}: {name!r} needs a model with experts, and {lm.config.model_type} has "
+            "none that transformers can compute in another way; leave it out"
         )
-    if compiled and name == "eager":
+    if config.compile and name == "eager":
         raise ValueError(
-            "model.experts_implementation: eager is a loop with a data-dependent length, which model.compile cannot "
-            "compile; set another one, or model.compile=false"
+            f"{config:experts_implementation}: eager is a loop with a data-dependent length, which {config:compile} "
+            f"cannot compile; set another one, or {config:compile}=false"
         )
     lm.set_experts_implementation(name)
 
@@ -46,7 +47,9 @@ def spread(lm: Any, config: LMModelConfig, parallel: ParallelConfig, ranks: int)
     if any(m.has_bias or m.is_transposed or not m.has_gate for m in layers):
         raise ValueError(f"{key} needs experts with a gate and without biases, unlike those of {lm.config.model_type}")
     if config.compile:
-        raise ValueError(f"{key} sends a data-dependent number of tokens, which model.compile cannot compile; drop one")
+        raise ValueError(
+            f"{key} sends a data-dependent number of tokens, which {config:compile} cannot compile; drop one"
+        )
     if ranks == 1:
         return []
     lm.config._experts_implementation = SPREAD

@@ -7,7 +7,6 @@ import logging
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
@@ -19,6 +18,7 @@ from torch import Tensor
 from phalanx.config.lm import LMDataConfig
 from phalanx.config.messages import cut
 from phalanx.config.parallel import ParallelConfig
+from phalanx.config.section import copy_with
 from phalanx.config.trained_model import LMModelConfig
 from phalanx.distributed.collectives import reduce_int
 from phalanx.distributed.mesh import World
@@ -66,7 +66,7 @@ class LMPolicy:
         self.tokenizer, self.world, self.data = tokenizer, world, data
         model.fused = world.device.type == "cuda" and compiles(world, "scores of tokens", trial)
         config = where_it_works(config, world)
-        packing.settle(model, world, DTYPES[config.dtype], compiled=config.compile)
+        packing.settle(model, world, DTYPES[config.dtype], config)
         self.config = _as_loaded(config, model)
         self.parallel, self.temperature, self.truncation, self.trim = parallel, temperature, truncation, trim
         self.vision = model.vision
@@ -86,7 +86,7 @@ class LMPolicy:
         model.share_positions(world, config.attn_implementation)
         names = dict(model.named_parameters())
         quantized = model.blocks() if config.quantization is not None else ()
-        start_from_lora(model, config.lora_path, partial(read_lora, names=names), kept, quantized)
+        start_from_lora(model, config.lora_path, partial(read_lora, config=config, names=names), kept, quantized)
         self.trained = TrainedModel(
             model,
             model.blocks(),
@@ -347,7 +347,7 @@ def _key(prompt: Prompt) -> bytes:
 
 def _as_loaded(config: LMModelConfig, model: CausalLM) -> LMModelConfig:
     """`config` with what the model does of what was tried."""
-    return replace(config, use_remove_padding=model.packs, use_prefix_grouper=model.groups)
+    return copy_with(config, use_remove_padding=model.packs, use_prefix_grouper=model.groups)
 
 
 def build_policy(

@@ -17,7 +17,7 @@ from phalanx.models.lm.composite import OF_WHOLE, text_part
 from phalanx.models.lm.lm_folder import check_folder
 from phalanx.models.lm.model import CausalLM, decoder_of, places_of
 from phalanx.models.lm.vision import Vision
-from phalanx.models.lora import Layers, lora_file, read_adapter
+from phalanx.models.lora import Layers, lora_file, lora_key, read_adapter
 from phalanx.models.stored import cast_weights, computes_alike, dtype_to_read, widen_buffers
 
 log = logging.getLogger(__name__)
@@ -37,21 +37,21 @@ def load_model(
     config: LMModelConfig,
     dtype: torch.dtype,
     chunk: int,
-    key: str = "model.path",
     *,
     stored: bool = False,
     images: bool = False,
     tries: bool = False,
 ) -> CausalLM:
-    """Load `config.path` in `dtype`; raises ValueError, in one line with the config `key`, if that fails.
+    """Load `config.path` in `dtype`; raises ValueError, in one line, if that fails.
 
     stored: parameters may keep the dtype of their files, and the caller casts them; see dtype_to_read. images: load
     all of a vision-language model, not only its text part. tries: see causal_lm.
     """
-    check_folder(config.path, key)
+    here = f"{config:path}: {config.path!r}"
+    check_folder(config.path, f"{config:path}")
     transformers.utils.logging.disable_progress_bar()  # every rank would draw its own progress bar
     log.info("loading the model %s", config.path)
-    with loading(f"{key}: {config.path!r} does not load"):
+    with loading(f"{here} does not load"):
         read = dtype_to_read(Path(config.path).expanduser(), dtype) if stored else dtype
         lm, info, places = _from_files(config, read, images)
         if read is not dtype:
@@ -63,11 +63,11 @@ def load_model(
     if not any(isinstance(child, nn.ModuleList) for child in decoder_of(lm).children()):
         # checked only now, because GPT-NeoX has this setting as well, and its layers are causal in any case
         if lm.config.to_dict().get("is_decoder") is False:
-            raise ValueError(f"{key}: {config.path!r} is an encoder; expected a causal language model")
-        raise ValueError(f"{key}: {config.path!r}: the layers of a {type(lm).__name__} are not where others are")
-    check_weights(info, f"{key}: {config.path!r}: its weights are not whole")
-    warn_of_unread(info, f"{key}: {config.path!r}")
-    model = causal_lm(lm, config, chunk, key, images=images, tries=tries)
+            raise ValueError(f"{here} is an encoder; expected a causal language model")
+        raise ValueError(f"{here}: the layers of a {type(lm).__name__} are not where others are")
+    check_weights(info, f"{here}: its weights are not whole")
+    warn_of_unread(info, here)
+    model = causal_lm(lm, config, chunk, images=images, tries=tries)
     model.places = places
     return model
 
@@ -114,21 +114,19 @@ def load_class(kind: Any, config: LMModelConfig, dtype: torch.dtype) -> tuple[An
     return lm, info
 
 
-def causal_lm(
-    lm: Any, config: LMModelConfig, chunk: int, key: str = "model.path", *, images: bool = False, tries: bool = False
-) -> CausalLM:
+def causal_lm(lm: Any, config: LMModelConfig, chunk: int, *, images: bool = False, tries: bool = False) -> CausalLM:
     """Wrap a loaded model and set it up by `config`; raises ValueError for settings that it does not support.
 
     tries: a model that does not pack is used without packing.
     """
-    vision = Vision(lm, config, key) if images else None
+    vision = Vision(lm, config) if images else None
     if config.experts_implementation is not None:
-        experts.use(lm, config.experts_implementation, compiled=config.compile)
+        experts.use(lm, config)
     packs = bool(config.use_remove_padding)
     if packs:
         try:
             decoder = lm if vision is None else vision.packing()
-            packing.check(decoder)
+            packing.check(decoder, f"{config:use_remove_padding}: true")
         except ValueError:
             if not tries:
                 raise
@@ -146,7 +144,7 @@ def causal_lm(
     return model
 
 
-def read_lora(path: str, config: object = None, names: Iterable[str] = ()) -> Layers:
+def read_lora(path: str, config: LMModelConfig | None = None, names: Iterable[str] = ()) -> Layers:
     """The LoRA of model.lora_path, by the names of a CausalLM's layers.
 
     In the file, a composite model's text part may have the names of the composite model (current, or of transformers
@@ -155,7 +153,7 @@ def read_lora(path: str, config: object = None, names: Iterable[str] = ()) -> La
     """
     file = lora_file(path)
     with loading(f"model.lora_path: {path!r} does not load"):
-        layers = read_adapter(file)
+        layers = read_adapter(file, lora_key(config))
     whole = next(filter(None, map(OF_WHOLE.match, names)), None)
     place: str = "model" if whole is None else whole[2]
     placed: Layers = {}

@@ -53,11 +53,12 @@ def check(lm: Any, given: str = "model.use_remove_padding: true", advice: str = 
         )
 
 
-def settle(model: Any, world: World, dtype: torch.dtype, *, compiled: bool) -> None:
+def settle(model: Any, world: World, dtype: torch.dtype, named: Any) -> None:
     """Choose how a model packs on all ranks: by one call per layer if that works, and not at all if its blocks are
     compiled and each sequence would be a separate call.
 
-    model: a phalanx.models.lm.model.CausalLM that computes in `dtype`. Raises ValueError if it must pack nevertheless.
+    model: a phalanx.models.lm.model.CausalLM that computes in `dtype`. named: section `model`. Raises ValueError if
+    it must pack nevertheless.
     """
     lm = model.lm if model.vision is None else model.vision.decoder
     config = lm.config.get_text_config(decoder=True)
@@ -68,12 +69,12 @@ def settle(model: Any, world: World, dtype: torch.dtype, *, compiled: bool) -> N
     tried = world.device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
     if tried and works(world, line, partial(trial, world.device, dtype, dim)):
         lm.set_attn_implementation(PACKED_VARLEN)
-    elif compiled:
+    elif named.compile:
         if not model.tries:
             raise ValueError(
-                "model.compile: true would recompile for each pass with model.use_remove_padding, whose lengths "
+                f"{named:compile}: true would recompile for each pass with {named:use_remove_padding}, whose lengths "
                 "differ, because torch's varlen_attn does not work here; set one of the two to false, or "
-                "model.attn_implementation=flash_attention_2"
+                f"{named:attn_implementation}=flash_attention_2"
             )
         model.packs = model.groups = False
 

@@ -1,7 +1,6 @@
 """The critic: a causal language model with a value head instead of its logits, sharded over the mesh."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,6 +8,7 @@ from torch import Tensor, nn
 
 from phalanx.config.critic import CriticModelConfig
 from phalanx.config.parallel import ParallelConfig
+from phalanx.config.section import copy_with
 from phalanx.functional.tokens import TokenTrace
 from phalanx.models.lm import experts, packing
 from phalanx.models.lm.lm_policy import LMPolicy
@@ -71,7 +71,7 @@ def build_critic(config: CriticModelConfig, parallel: ParallelConfig, policy: LM
     Raises ValueError, in one line, for a folder that does not load or that does not embed the policy's vocabulary.
     """
     base, checkpointing = policy.config, config.gradient_checkpointing
-    settings = replace(
+    settings = copy_with(
         base,
         path=base.path if config.path is None else config.path,
         revision=base.revision if config.path is None else config.revision,
@@ -82,23 +82,28 @@ def build_critic(config: CriticModelConfig, parallel: ParallelConfig, policy: LM
         gradient_checkpointing=base.gradient_checkpointing if checkpointing is None else checkpointing,
         gradient_checkpointing_blocks=None,
     )
-    key = "model.path" if config.path is None else "critic.model.path"
-    images = policy.vision is not None
-    model = load_model(settings, torch.float32, chunk=1, key=key, stored=True, images=images)
+    if config.path is not None:
+        settings.rename_keys("critic.model")
+    here, images = f"{settings:path}: {settings.path!r}", policy.vision is not None
+    model = load_model(settings, torch.float32, chunk=1, stored=True, images=images)
     if images:
         if model.vision.name != policy.vision.name:
-            raise ValueError(f"{key}: {settings.path!r} is a {model.vision.name}; expected a {policy.vision.name}")
+            raise ValueError(
+                f"{settings:path}: {settings.path!r} is a {model.vision.name}; expected a {policy.vision.name}"
+            )
         model.vision.owner, model.vision.dummy = "critic", policy.vision.dummy
     rows, vocabulary = model.lm.get_input_embeddings().num_embeddings, len(policy.tokenizer)
     if rows < vocabulary:
-        raise ValueError(f"{key}: {settings.path!r} embeds {rows} tokens, and the policy's tokenizer has {vocabulary}")
+        raise ValueError(
+            f"{settings:path}: {settings.path!r} embeds {rows} tokens, and the policy's tokenizer has {vocabulary}"
+        )
     longest, limit = policy.data.max_prompt_length + policy.data.max_response_length, positions(model.lm.config)
     if limit is not None and limit < longest:
         raise ValueError(
-            f"{key}: {settings.path!r} has {limit} positions, and data.max_prompt_length "
+            f"{here} has {limit} positions, and data.max_prompt_length "
             f"with data.max_response_length is {longest} tokens"
         )
-    packing.settle(model, policy.world, DTYPES[settings.dtype], compiled=settings.compile)
+    packing.settle(model, policy.world, DTYPES[settings.dtype], settings)
     model.share_positions(policy.world, settings.attn_implementation)
     spread = experts.spread(model.lm, settings, parallel, policy.world.shard_size)
     critic = ValueLM(model)

@@ -76,17 +76,17 @@ class Vision:
     `frozen`: the tower is not trained; `owner` is this tower's name in Look.seen.
     """
 
-    def __init__(self, lm: Any, config: LMModelConfig, key: str) -> None:
-        """`key`: config key of the model. Raises ValueError, in one line, for a model whose images cannot be read."""
+    def __init__(self, lm: Any, config: LMModelConfig) -> None:
+        """Raises ValueError, in one line, for a model whose images cannot be read."""
         self.name, self.model, self.decoder = type(lm).__name__, lm.model, decoder_of(lm)
-        self.frozen, self.owner = config.freeze_vision_tower or config.lora_rank > 0, key
+        self.frozen, self.owner = config.freeze_vision_tower or config.lora_rank > 0, f"{config:path}"
         if self.name not in FAMILIES:
-            raise ValueError(f"{key}: {config.path!r} is a {self.name}; expected one of {', '.join(FAMILIES)}")
+            raise ValueError(f"{config:path}: {config.path!r} is a {self.name}; expected one of {', '.join(FAMILIES)}")
         self.family = FAMILIES[self.name]
         if "mm_encoder_outputs" not in inspect.signature(lm.model.forward).parameters:
             raise ValueError(
-                f"{key}: {config.path!r}: transformers {transformers.__version__} gives a {type(lm).__name__} no "
-                "mm_encoder_outputs, which images need; install a newer one"
+                f"{config:path}: {config.path!r}: transformers {transformers.__version__} gives a {type(lm).__name__} "
+                "no mm_encoder_outputs, which images need; install a newer one"
             )
         settings = lm.config.to_dict()
         self.image = int(lm.config.image_token_id)

@@ -50,7 +50,7 @@ class PolicyRollout:
     def check_steps(self, steps: range) -> None:
         """Warn if a component of the model learns nothing from `steps`, the trained denoising steps."""
         timesteps = self.schedule(self.sampler).timesteps[steps.start : steps.stop]
-        self.policy.model.check_window(timesteps, self.policy.config.target_components)
+        self.policy.model.check_window(timesteps, self.policy.config)
 
     @property
     def exact(self) -> bool:

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from phalanx.config.flow import FlowRolloutConfig
+from phalanx.config.flow import FlowRolloutConfig, FlowValRolloutConfig
 from phalanx.functional.flow import Sampler
 from phalanx.media.videos import can_write
 from phalanx.models.flow.family import FlowModel
@@ -11,9 +11,9 @@ from phalanx.models.flow.family import FlowModel
 
 def train_sampler(c: FlowRolloutConfig, model: FlowModel | type[FlowModel]) -> Sampler:
     """The sampler of training. Raises ValueError for settings that the model does not support."""
-    guidance, embedded = _guidance(c, model, "rollout.")
+    guidance, embedded = _guidance(c, model)
     assert guidance is not None
-    check_noise(c.sde_type, c.noise_level, "rollout.noise_level")
+    check_noise(c, c)
     return Sampler(
         num_inference_steps=c.num_inference_steps,
         height=c.height,
@@ -32,14 +32,11 @@ def train_sampler(c: FlowRolloutConfig, model: FlowModel | type[FlowModel]) -> S
 def val_sampler(c: FlowRolloutConfig, model: FlowModel | type[FlowModel]) -> Sampler:
     """The sampler of validation: that of training with the changes of rollout.val, and without skipped steps."""
     v, train = c.val, train_sampler(c, model)
-    check_noise(c.sde_type, v.noise_level, "rollout.val.noise_level")
-    guidance, embedded = _guidance(v, model, "rollout.val.")
+    check_noise(c, v)
+    guidance, embedded = _guidance(v, model)
     solver = c.solver if v.solver is None else v.solver
     if solver != "euler" and v.noise_level > 0:
-        raise ValueError(
-            f"rollout.val.solver: {solver} takes steps without noise; set rollout.val.noise_level=0, or "
-            "rollout.val.solver=euler"
-        )
+        raise ValueError(f"{v:solver}: {solver} takes steps without noise; set {v:noise_level}=0, or {v:solver}=euler")
     return replace(
         train,
         num_inference_steps=v.num_inference_steps or train.num_inference_steps,
@@ -55,36 +52,41 @@ def val_sampler(c: FlowRolloutConfig, model: FlowModel | type[FlowModel]) -> Sam
     )
 
 
-def check_noise(sde_type: str, noise_level: float, key: str) -> None:
+def check_noise(c: FlowRolloutConfig, section: FlowRolloutConfig | FlowValRolloutConfig) -> None:
     """Raise ValueError for a noise level that cps does not define: sin(eta pi / 2) decreases above 1."""
-    if sde_type == "cps" and noise_level > 1:
-        raise ValueError(f"{key}: {noise_level:g} is more than 1, the maximum with rollout.sde_type=cps")
+    if c.sde_type == "cps" and section.noise_level > 1:
+        level = section.noise_level
+        raise ValueError(f"{section:noise_level}: {level:g} is more than 1, the maximum with {c:sde_type}=cps")
 
 
-def check_frames(section: Any, model: FlowModel | type[FlowModel], prefix: str = "") -> None:
+def check_frames(section: Any, model: FlowModel | type[FlowModel]) -> None:
     """Raise ValueError for videos that the model cannot generate, or that cannot be written."""
     frames = section.num_frames
     if frames == 1 and model.makes_videos and model.image_column is not None:
-        raise ValueError(f"{prefix}num_frames: 1 is only the given image; expected more frames, which follow it")
+        raise ValueError(f"{section:num_frames}: 1 is only the given image; expected more frames, which follow it")
     if frames is None or frames == 1:
         return
     if not model.makes_videos:
-        raise ValueError(f"{prefix}num_frames: {frames}: {model.pipeline_class} makes images, not videos; set it to 1")
+        raise ValueError(
+            f"{section:num_frames}: {frames}: {model.pipeline_class} makes images, not videos; set it to 1"
+        )
     if not can_write():
-        raise ValueError(f"{prefix}num_frames: {frames}: videos need PyAV with libx264; pip install 'phalanx[video]'")
+        raise ValueError(f"{section:num_frames}: {frames}: videos need PyAV with libx264; pip install 'phalanx[video]'")
 
 
-def check_guidance(section: Any, model: FlowModel | type[FlowModel], prefix: str = "") -> None:
+def check_guidance(section: Any, model: FlowModel | type[FlowModel]) -> None:
     """Raise ValueError if `section` sets a guidance scale that has no effect on the model."""
     effective = (model.guidance_key, model.embedded_guidance_key)
     second = section.guidance_scale_2
     if second is not None and not model.second_guidance:
-        raise ValueError(f"{prefix}guidance_scale_2: {second:g} needs a model with two transformers; this one has one")
+        raise ValueError(
+            f"{section:guidance_scale_2}: {second:g} needs a model with two transformers; this one has one"
+        )
     first = section.guidance_scale
     if second is not None and first is not None and first <= 1:
         raise ValueError(
-            f"{prefix}guidance_scale_2: {second:g} has no effect where {prefix}guidance_scale is not above 1, as in "
-            "diffusers"
+            f"{section:guidance_scale_2}: {second:g} has no effect where {section:guidance_scale} is not above 1, as "
+            "in diffusers"
         )
     for key in ("guidance_scale", "true_cfg_scale"):
         value = getattr(section, key)
@@ -92,21 +94,23 @@ def check_guidance(section: Any, model: FlowModel | type[FlowModel], prefix: str
             continue
         if model.distilled and key == model.guidance_key:
             raise ValueError(
-                f"{prefix}{key}: {value:g}: the model is distilled to do without classifier-free guidance; set it to 1"
+                f"{section:{key}}: {value:g}: the model is distilled to do without classifier-free guidance; set it "
+                "to 1"
             )
         if key not in effective:
             raise ValueError(
-                f"{prefix}{key}: {value:g} has no effect on this model; its guidance is {prefix}{model.guidance_key}"
+                f"{section:{key}}: {value:g} has no effect on this model; its guidance is "
+                f"{section:{model.guidance_key}}"
             )
 
 
-def _guidance(section: Any, model: FlowModel | type[FlowModel], prefix: str) -> tuple[float | None, float | None]:
+def _guidance(section: Any, model: FlowModel | type[FlowModel]) -> tuple[float | None, float | None]:
     """The scales of classifier-free guidance and of embedded guidance, which the model takes as an input.
 
     Raises ValueError for guidance and videos that the model does not support.
     """
-    check_guidance(section, model, prefix)
-    check_frames(section, model, prefix)
+    check_guidance(section, model)
+    check_frames(section, model)
     # the meaning of a key depends on the model: guidance_scale is the former for SD3, the latter for FLUX.1-dev
     key = model.embedded_guidance_key
     return getattr(section, model.guidance_key), None if key is None else getattr(section, key)

@@ -139,7 +139,7 @@ def check_finite(finite: Tensor) -> None:
     if not finite:
         raise JobError(
             "model.path: the model's logits contain NaN or infinity during decoding, because activations overflow; try "
-            "model.dtype=float32 or, if earlier steps had finite logits, a lower optim.lr"
+            "the dtype float32 or, if earlier steps had finite logits, a lower learning rate"
         )
 
 

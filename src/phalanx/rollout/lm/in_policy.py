@@ -361,11 +361,13 @@ def check_stops(policy: LMPolicy, config: LMRolloutConfig) -> None:
     """Raise ValueError, in one line, for stop tokens or texts that can never end a response of this policy."""
     path, last = policy.config.path, max(config.stop_token_ids, default=0)
     if last >= policy.rows:
-        raise ValueError(f"rollout.stop_token_ids: {last} is not a token of {path!r}; expected ids below {policy.rows}")
+        raise ValueError(
+            f"{config:stop_token_ids}: {last} is not a token of {path!r}; expected ids below {policy.rows}"
+        )
     if config.stop and not isinstance(policy.tokenizer, transformers.PreTrainedTokenizerFast):
         raise ValueError(
-            f"rollout.stop: the tokenizer of {path!r} is not backed by the tokenizers library, which is needed to find "
-            "these texts token by token; use rollout.stop_token_ids instead"
+            f"{config:stop}: the tokenizer of {path!r} is not backed by the tokenizers library, which is needed to "
+            f"find these texts token by token; use {config:stop_token_ids} instead"
         )
 
 

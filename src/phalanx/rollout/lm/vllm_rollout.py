@@ -55,12 +55,13 @@ class VllmRollout(LMRollout):
         super().__init__(policy, config, world, micro_batch_size, passes)
         if policy.vision is not None and policy.vision.family.types:
             raise ValueError(
-                "rollout.engine: vllm does not support bidirectional attention between the tokens of an image, as in "
-                f"{type(policy.trained.module.lm).__name__}; set rollout.engine=policy"
+                f"{config:engine}: vllm does not support bidirectional attention between the tokens of an image, as in "
+                f"{type(policy.trained.module.lm).__name__}; set {config:engine}=policy"
             )
         size, first = config.tensor_parallel_size, world.rank - world.rank % config.tensor_parallel_size
         self.group = range(first, first + size)  # the ranks that share the engine's weights, including this one
         settings = TextEngineConfig(
+            key=f"{config:engine}",
             path=policy.config.path,
             revision=policy.config.revision,
             dtype=policy.config.dtype,
@@ -106,9 +107,9 @@ class VllmRollout(LMRollout):
         self.sync_error = reduce_float(self._probe_error(), "max")
         if not self.sync_error <= self._limit:
             raise JobError(
-                "rollout.engine: vLLM holds the weights that it was sent, but its log-probs of a probe differ from the "
-                f"policy's by {self.sync_error:.2g} in the mean, more than {self._limit:.2g} (rollout.max_sync_error): "
-                "it does not sample from the policy"
+                f"{self.config:engine}: vLLM holds the weights that it was sent, but its log-probs of a probe differ "
+                f"from the policy's by {self.sync_error:.2g} in the mean, more than {self._limit:.2g} "
+                f"({self.config:max_sync_error}): it does not sample from the policy"
             )
         if self._first:
             self._first, self._limit = False, max(self._limit, MOST_GROWTH * self.sync_error)
@@ -117,8 +118,8 @@ class VllmRollout(LMRollout):
         missing = self.engine.missing()
         if missing:
             raise ValueError(
-                f"rollout.engine: after the weights were copied, vLLM does not hold {listed(missing)} as it was sent: "
-                "it does not sample from the policy"
+                f"{self.config:engine}: after the weights were copied, vLLM does not hold {listed(missing)} as it was "
+                "sent: it does not sample from the policy"
             )
 
     def _probe_error(self) -> float:

@@ -8,7 +8,7 @@ from phalanx.config.run import RLConfig
 from phalanx.distributed.launch_env import Launch
 from phalanx.distributed.mesh import ACTOR, ROLLOUT, World
 from phalanx.distributed.placement import place
-from phalanx.run.batch_plan import KEYS
+from phalanx.run.batch_plan import keys_of
 from phalanx.run.link import link_of
 from phalanx.run.roles import Roles
 from phalanx.training.minibatches import BatchPlan
@@ -24,14 +24,14 @@ def of_role(plan: BatchPlan, cfg: RLConfig, roles: Roles, role: str) -> BatchPla
         near = near_divisors(prompts, parts)
         raise ConfigError(f"rollout.parts: {parts} does not divide the {prompts} prompts of a step; nearest: {near}")
     samples = plan.samples // parts
-    words = f"{prompts // parts} prompts x {KEYS['n']} {cfg.rollout.n} = {samples} samples"
+    words = f"{prompts // parts} prompts x {keys_of(cfg)['n']} {cfg.rollout.n} = {samples} samples"
     if samples % ranks:
         raise ConfigError(f"placement.{role}: {ranks} ranks do not divide {words}")
     each = samples // ranks
     if role == ACTOR and parts > 1 and each % plan.micro:
         raise ConfigError(
-            f"{KEYS['micro']}: {plan.micro} does not divide the {each} samples of a part on a rank ({words} / {ranks} "
-            "ranks of the actor)"
+            f"{keys_of(cfg)['micro']}: {plan.micro} does not divide the {each} samples of a part on a rank ({words} / "
+            f"{ranks} ranks of the actor)"
         )
     return replace(plan, samples=samples, per_rank=each, units=each, parts=parts)
 

@@ -23,7 +23,6 @@ from phalanx.run.rules import (
 )
 from phalanx.run.rules.rule import Ranks as Ranks
 from phalanx.run.rules.rule import Rule as Rule
-from phalanx.run.rules.rule import of_part as of_part
 
 T = TypeVar("T")
 # in the order of the checks
@@ -53,9 +52,8 @@ def broken(rules: Iterable[Rule], c: Any, **given: Any) -> Iterator[tuple[Rule, 
             if x:
                 yield rule, rule.message.format(c=c, x=x, **given)
     if "JointConfig" in schemas:
-        for part, config in c.parts().items():
-            for rule, message in broken(rules, config, **given):
-                yield rule, of_part(message, part)
+        for config in c.parts().values():
+            yield from broken(rules, config, **given)
 
 
 def load_config(schema: type[T], path: str | None, overrides: list[str]) -> T:

@@ -1,46 +1,18 @@
 """Rules for the algorithm, its rewards and its critic."""
 
 from collections.abc import Callable
-from dataclasses import fields
 from typing import Any
 
-from phalanx.run.rules.rule import FLOW_RL, LM_RL, RL, RUN, Rule, changed, not_betas
-
-
-def _unused(c: Any) -> tuple[str, Any] | None:
-    """The first key that is set though the algorithm never reads it, and its value."""
-    # the algorithm's class inherits keys that it shares with other algorithms
-    for field in fields(c.algorithm):
-        value = vars(c.algorithm)[field.name]
-        if field.name in c.algorithm.unused and value != field.default:
-            return field.name, value
-    return None
-
-
-def _clamps_undivided(c: Any) -> float | None:
-    """algorithm.adv_clip_max if it is set and counts standard deviations, but advantages are not divided by one."""
-    if not c.algorithm.bounds_stds or c.algorithm.norm_adv_by_std_in_grpo:
-        return None
-    default = next(field.default for field in fields(c.algorithm) if field.name == "adv_clip_max")
-    return c.algorithm.adv_clip_max if c.algorithm.adv_clip_max != default else None
-
-
-def _old_decay(c: Any) -> tuple[str, Any] | None:
-    """The first key of a schedule of the sampling weights that is set though these are the policy's, and its value."""
-    keys = vars(c.algorithm)
-    if keys.get("old_decay") == "zero":
-        for name in ("old_decay_rate", "old_decay_flat", "old_decay_limit"):
-            if keys[name] is not None:
-                return name, keys[name]
-    return None
+from phalanx.run.rules.rule import FLOW_RL, LM_RL, RL, RUN, Rule, first_set, not_betas
 
 
 def _critic(c: Any) -> tuple[str, Any] | None:
     """The first key of a critic that is set though the algorithm has none, and its value."""
     if c.algorithm.needs_critic:
         return None
-    for key, value in changed(c.critic, type(c.critic)(), "critic."):
-        return key, value
+    entry = first_set(c.critic)
+    if entry is not None:
+        return f"critic.{entry[0]}", entry[1]
     return ("trainer.critic_warmup", c.trainer.critic_warmup) if c.trainer.critic_warmup else None
 
 
@@ -57,34 +29,37 @@ def _teachers(c: Any, broken: Callable[[Any], bool]) -> bool:
     return "teachers" in vars(c.algorithm) and broken(c.algorithm)
 
 
-_NO_GROUP = "rollout.n: 1 leaves {} no group of samples to compare; set it to at least 2, or leave the other key out"
+_DECAYS = ("old_decay_rate", "old_decay_flat", "old_decay_limit")
+_NO_GROUP = (
+    "{c.rollout:n}: 1 leaves %s no group of samples to compare; set it to at least 2, or leave the other key out"
+)
 
 RULES = (
     Rule("rollout.n algorithm.name", LM_RL,
          "An algorithm that compares the samples of a prompt needs at least two of them.",
          lambda c: c.rollout.n == 1 and c.algorithm.needs_groups,
-         "rollout.n: 1 leaves algorithm.name={c.algorithm.name} nothing to compare a sample with; set it to at least "
-         "2, or algorithm.name=ppo, which needs no groups"),
+         "{c.rollout:n}: 1 leaves {c.algorithm:name=} nothing to compare a sample with; set it to at least 2, or "
+         "{c.algorithm:name}=ppo, which needs no groups"),
     Rule("rollout.n reward.normalize", LM_RL,
          "Rewards that are normalized within a prompt's group need at least two samples of each prompt.",
          lambda c: c.rollout.n == 1 and c.reward.normalize != "none",
-         _NO_GROUP.format("reward.normalize={c.reward.normalize}")),
+         _NO_GROUP % "reward.normalize={c.reward.normalize}"),
     Rule("rollout.n rollout.max_num_gen_batches", LM_RL,
          "New prompts for groups of equal rewards need at least two samples of each prompt.",
          lambda c: c.rollout.n == 1 and c.rollout.max_num_gen_batches > 1,
-         _NO_GROUP.format("rollout.max_num_gen_batches={c.rollout.max_num_gen_batches}")),
+         _NO_GROUP % "{c.rollout:max_num_gen_batches=}"),
     Rule("rollout.n rollout.max_draws_per_prompt", LM_RL,
          "New samples for groups of equal rewards need at least two samples of each prompt.",
          lambda c: c.rollout.n == 1 and c.rollout.max_draws_per_prompt > 1,
-         _NO_GROUP.format("rollout.max_draws_per_prompt={c.rollout.max_draws_per_prompt}")),
+         _NO_GROUP % "{c.rollout:max_draws_per_prompt=}"),
     Rule("critic.optim.betas", LM_RL, "AdamW's betas of the critic are two numbers in 0 .. 1.",
          lambda c: c.algorithm.needs_critic and not_betas(c.critic.optim.betas),
          "critic.optim.betas: {c.critic.optim.betas} should be two numbers in 0 .. 1, e.g. [0.9, 0.999]"),
     Rule("critic.* trainer.critic_warmup algorithm.name", LM_RL,
          "Keys of a critic are only for an algorithm that trains one.",
          _critic,
-         "{x[0]}: {x[1]} configures a critic, but algorithm.name={c.algorithm.name} has none; leave it out, or set "
-         "algorithm.name=ppo"),
+         "{x[0]}: {x[1]} configures a critic, but {c.algorithm:name=} has none; leave it out, or set "
+         "{c.algorithm:name}=ppo"),
     Rule("trainer.critic_warmup trainer.total_training_steps", LM_RL,
          "The steps that train only the critic do not exceed those of the run.",
          lambda c: 0 < (c.trainer.total_training_steps or 0) < c.trainer.critic_warmup,
@@ -100,56 +75,61 @@ RULES = (
     Rule("rollout.max_num_gen_batches rollout.max_draws_per_prompt", RL,
          "For groups of equal rewards, either new prompts are drawn or new samples, not both.",
          lambda c: min(c.rollout.max_num_gen_batches, c.rollout.max_draws_per_prompt) > 1,
-         "rollout.max_num_gen_batches: {c.rollout.max_num_gen_batches} draws new prompts, and "
-         "rollout.max_draws_per_prompt: {c.rollout.max_draws_per_prompt} the same ones again; set one of the two to 1"),
+         "{c.rollout:max_num_gen_batches:} draws new prompts, and {c.rollout:max_draws_per_prompt:} the same ones "
+         "again; set one of the two to 1"),
     Rule("algorithm.global_std reward.normalize", RL, "`reward.normalize=gdpo` divides by the std of all samples.",
          lambda c: c.reward.normalize == "gdpo" and vars(c.algorithm).get("global_std") is False,
-         "algorithm.global_std: false contradicts reward.normalize=gdpo, which divides by the std of all samples; "
-         "leave it out, or set reward.normalize=group"),
+         "{c.algorithm:global_std}: false contradicts reward.normalize=gdpo, which divides by the std of all "
+         "samples; leave it out, or set reward.normalize=group"),
     Rule("algorithm.* algorithm.name", RL, "A key is only set for an algorithm that reads it.",
-         _unused,
-         "algorithm.{x[0]}: {x[1]} is not used by algorithm.name={c.algorithm.name}; leave it out"),
+         lambda c: first_set(c.algorithm, c.algorithm.unused),
+         "{c.algorithm:{x[0]}}: {x[1]} is not used by {c.algorithm:name=}; leave it out"),
     Rule("algorithm.adv_clip_max algorithm.norm_adv_by_std_in_grpo", RL,
          "Advantages are clamped only if they are divided by a standard deviation.",
-         _clamps_undivided,
-         "algorithm.adv_clip_max: {x} clamps advantages that were divided by a std, but "
-         "algorithm.norm_adv_by_std_in_grpo=false does not divide; leave it out"),
+         lambda c: (
+             c.algorithm.bounds_stds
+             and not c.algorithm.norm_adv_by_std_in_grpo
+             and first_set(c.algorithm, ("adv_clip_max",))
+         ),
+         "{c.algorithm:adv_clip_max:} clamps advantages that were divided by a std, but "
+         "{c.algorithm:norm_adv_by_std_in_grpo}=false does not divide; leave it out"),
     Rule("rollout.sde_type algorithm.name", FLOW_RL,
          "The stochastic step is one for which the algorithm's loss is derived.",
          lambda c: c.rollout.sde_type not in c.algorithm.sde_types and " or ".join(c.algorithm.sde_types),
-         "rollout.sde_type: {c.rollout.sde_type} does not work with algorithm.name={c.algorithm.name}; expected {x}"),
+         "{c.rollout:sde_type:} does not work with {c.algorithm:name=}; expected {x}"),
     Rule("algorithm.timestep_weight algorithm.importance", FLOW_RL,
          "Weights of single steps need a likelihood ratio per step.",
          lambda c: (
              vars(c.algorithm).get("importance") == "sequence"
              and vars(c.algorithm).get("timestep_weight", "none") != "none"
          ),
-         "algorithm.timestep_weight: {c.algorithm.timestep_weight} weights a sample's steps differently, but "
-         "algorithm.importance=sequence treats them as one; set one of the two to its default"),
+         "{c.algorithm:timestep_weight:} weights a sample's steps differently, but {c.algorithm:importance}=sequence "
+         "treats them as one; set one of the two to its default"),
     Rule("algorithm.noise_draws algorithm.last_steps", FLOW_RL,
          "Fresh noise is drawn only for the last denoising step.",
          lambda c: vars(c.algorithm).get("noise_draws") and c.algorithm.last_steps > 1,
-         "algorithm.noise_draws: {c.algorithm.noise_draws} draws repeat only the last denoising step; set "
-         "algorithm.last_steps to 1, or leave it out"),
+         "{c.algorithm:noise_draws:} draws repeat only the last denoising step; set {c.algorithm:last_steps} to 1, "
+         "or leave it out"),
     Rule("algorithm.teacher_path algorithm.teachers", RL,
          "An algorithm that learns from a teacher needs at least one.",
          lambda c: _teachers(c, lambda a: a.teacher_path is None and not a.teachers),
-         "algorithm.teacher_path is not set; give algorithm.teacher_path=..., or several as algorithm.teachers"),
+         "{c.algorithm:teacher_path} is not set; give {c.algorithm:teacher_path}=..., or several as "
+         "{c.algorithm:teachers}"),
     Rule("algorithm.teachers algorithm.teacher_path algorithm.teacher_revision", RL,
          "Several teachers take the place of a single teacher and its revision.",
          lambda c: _teachers(c, lambda a: a.teachers and (a.teacher_path or a.teacher_revision)),
-         "algorithm.teachers: takes the place of algorithm.teacher_path and algorithm.teacher_revision; leave those "
-         "out, or algorithm.teachers"),
+         "{c.algorithm:teachers}: takes the place of {c.algorithm:teacher_path} and {c.algorithm:teacher_revision}; "
+         "leave those out, or {c.algorithm:teachers}"),
     Rule("algorithm.teacher_key algorithm.teachers", RL,
          "Several teachers need the column that names each row's teacher, and vice versa.",
          lambda c: _teachers(c, lambda a: bool(a.teachers) != (a.teacher_key is not None)),
-         "algorithm.teacher_key: {c.algorithm.teacher_key}; expected the column of the data that names each row's "
-         "teacher, one of algorithm.teachers; set both, or leave both out"),
+         "{c.algorithm:teacher_key:}; expected the column of the data that names each row's teacher, one of "
+         "{c.algorithm:teachers}; set both, or leave both out"),
     Rule("algorithm.old_decay_rate algorithm.old_decay_flat algorithm.old_decay_limit algorithm.old_decay", FLOW_RL,
          "With `algorithm.old_decay=zero` the sampling weights are the policy's, without a schedule.",
-         _old_decay,
-         "algorithm.{x[0]}: {x[1]} has no effect with algorithm.old_decay=zero; set old_decay to slow or late, or "
-         "leave it out"),
+         lambda c: vars(c.algorithm).get("old_decay") == "zero" and first_set(c.algorithm, _DECAYS),
+         "{c.algorithm:{x[0]}}: {x[1]} has no effect with {c.algorithm:old_decay}=zero; set old_decay to slow or late, "
+         "or leave it out"),
 )  # fmt: skip
 
 START_RULES = (
@@ -164,16 +144,16 @@ START_RULES = (
     Rule("rollout.max_num_gen_batches algorithm.name", RL,
          "Prompts are drawn again only if the algorithm learns from rewards.",
          lambda c, a: not a.needs_reward and c.rollout.max_num_gen_batches > 1,
-         "rollout.max_num_gen_batches: {c.rollout.max_num_gen_batches} depends on rewards, from which "
-         "{c.algorithm.name} does not learn; set it to 1"),
+         "{c.rollout:max_num_gen_batches:} depends on rewards, from which {c.algorithm.name} does not learn; set it "
+         "to 1"),
     Rule("rollout.max_draws_per_prompt algorithm.name", RL,
          "Samples are drawn again only if the algorithm learns from rewards.",
          lambda c, a: not a.needs_reward and c.rollout.max_draws_per_prompt > 1,
-         "rollout.max_draws_per_prompt: {c.rollout.max_draws_per_prompt} depends on rewards, from which "
-         "{c.algorithm.name} does not learn; set it to 1"),
+         "{c.rollout:max_draws_per_prompt:} depends on rewards, from which {c.algorithm.name} does not learn; set it "
+         "to 1"),
     Rule("actor.ref_model_sync_steps algorithm.kl_loss_coef", RL,
          "A reference that follows the policy needs a loss that reads a reference.",
          lambda c, a: c.actor.ref_model_sync_steps is not None and "reference" not in a.references,
-         "actor.ref_model_sync_steps: {c.actor.ref_model_sync_steps} has no reference to sync; set "
-         "algorithm.kl_loss_coef > 0, or leave it out"),
+         "{c.actor:ref_model_sync_steps:} has no reference to sync; set {c.algorithm:kl_loss_coef} > 0, or leave it "
+         "out"),
 )  # fmt: skip

@@ -31,13 +31,14 @@ RULES = (
     Rule("actor.ppo_mini_batch_size_per_gpu actor.ppo_mini_batch_size", RL,
          "A mini-batch is given for all ranks or per rank, not both.",
          lambda c: beside_per_gpu(c.actor, "ppo_mini_batch_size"),
-         "actor.ppo_mini_batch_size_per_gpu: {x[0]} conflicts with actor.ppo_mini_batch_size: {x[1]}; set one of them: "
-         "leave actor.ppo_mini_batch_size at {x[2]}, or set actor.ppo_mini_batch_size_per_gpu=null"),
+         "{c.actor:ppo_mini_batch_size_per_gpu}: {x[0]} conflicts with {c.actor:ppo_mini_batch_size}: {x[1]}; set "
+         "one of them: leave {c.actor:ppo_mini_batch_size} at {x[2]}, or set "
+         "{c.actor:ppo_mini_batch_size_per_gpu}=null"),
     Rule("actor.ppo_mini_batch_size_per_gpu data.train_batch_size_per_gpu", RL,
          "A mini-batch per rank needs a batch per rank.",
          lambda c: c.actor.ppo_mini_batch_size_per_gpu is not None and c.data.train_batch_size_per_gpu is None,
-         "actor.ppo_mini_batch_size_per_gpu: {c.actor.ppo_mini_batch_size_per_gpu} grows with the ranks, but "
-         "data.train_batch_size does not; set data.train_batch_size_per_gpu, or actor.ppo_mini_batch_size"),
+         "{c.actor:ppo_mini_batch_size_per_gpu:} grows with the ranks, but data.train_batch_size does not; set "
+         "data.train_batch_size_per_gpu, or {c.actor:ppo_mini_batch_size}"),
     Rule("data.chat_template_date", LM, "The date for chat templates is a valid date.",
          lambda c: _no_date(c.data.chat_template_date),
          "data.chat_template_date: {x}; expected a day such as 2026-01-31"),
@@ -50,14 +51,14 @@ RULES = (
          "With `actor.use_dynamic_bsz`, a pass has room for the longest sample: the longest prompt and response, and "
          "for block diffusion all states of the response.",
          _budget,
-         "actor.ppo_max_token_len_per_gpu: {c.actor.ppo_max_token_len_per_gpu} tokens{x[2]} are too few for a "
-         "sample, which may have {x[0]} (data.max_prompt_length, data.max_response_length{x[1]})"),
+         "{c.actor:ppo_max_token_len_per_gpu:} tokens{x[2]} are too few for a sample, which may have {x[0]} "
+         "(data.max_prompt_length, data.max_response_length{x[1]})"),
     Rule("data.min_pixels data.max_pixels", LM, "The lower bound of an image's pixels does not exceed the upper one.",
          lambda c: None not in (c.data.min_pixels, c.data.max_pixels) and c.data.min_pixels > c.data.max_pixels,
          "data.min_pixels: {c.data.min_pixels} is more than data.max_pixels={c.data.max_pixels}"),
     Rule("optim.betas", RUN, "AdamW's betas are two numbers in 0 .. 1.",
          lambda c: not_betas(c.optim.betas),
-         "optim.betas: {c.optim.betas} should be two numbers in 0 .. 1, e.g. [0.9, 0.999]"),
+         "{c.optim:betas:} should be two numbers in 0 .. 1, e.g. [0.9, 0.999]"),
     Rule("trainer.save_freq", RUN,
          "Checkpoints are written every `trainer.save_freq` steps, at least 1, or with -1 never.",
          lambda c: c.trainer.save_freq < 1 and c.trainer.save_freq != -1,

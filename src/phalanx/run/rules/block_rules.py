@@ -4,7 +4,7 @@ from typing import Any
 
 from phalanx.config.engines import BLOCK_ENGINES
 from phalanx.run.rules.rollout_rules import truncated
-from phalanx.run.rules.rule import BLOCK_DIFFUSION, GENERATE, LM, LM_RL, Rule, changed, near_multiples
+from phalanx.run.rules.rule import BLOCK_DIFFUSION, GENERATE, LM, LM_RL, Rule, first_set, near_multiples
 
 _KEYS = ("mask_token", "denoising_steps_per_block", "threshold", "confidence", "log_prob_estimate")
 _NOT_WHOLE = (
@@ -27,9 +27,9 @@ def _without_blocks(c: Any) -> tuple[str, Any] | None:
         if name not in vars(c):
             continue
         section = vars(c)[name]
-        for key, value in changed(section, type(section)(), f"{name}."):
-            if key.rpartition(".")[2] in _KEYS:
-                return key, value
+        entry = first_set(section, _KEYS)
+        if entry is not None:
+            return f"{section:{entry[0]}}", entry[1]
     return None
 
 
@@ -57,7 +57,7 @@ def _is_more(steps: int | None, size: int | None) -> bool:
     return steps is not None and size is not None and steps > size
 
 
-_LEAVE_OUT = " does not work with block diffusion (model.block_size={c.model.block_size}); leave it out"
+_LEAVE_OUT = " does not work with block diffusion ({c.model:block_size=}); leave it out"
 
 RULES = (
     Rule("model.block_size", BLOCK_DIFFUSION, "Supervised block diffusion needs a block size.",
@@ -66,10 +66,10 @@ RULES = (
     Rule("model.mask_token *.denoising_steps_per_block *.threshold rollout.confidence actor.log_prob_estimate "
          "model.block_size", LM, "Keys of block diffusion need `model.block_size`.",
          _without_blocks,
-         "{x[0]}: {x[1]} is for block diffusion; set model.block_size, or leave it out"),
+         "{x[0]}: {x[1]} is for block diffusion; set {c.model:block_size}, or leave it out"),
     Rule("rollout.engine model.block_size", LM, "An engine for block diffusion needs `model.block_size`.",
          lambda c: c.model.block_size is None and ":" in c.rollout.engine and c.rollout.facts.blocks,
-         "rollout.engine: {c.rollout.engine} is for block diffusion; set model.block_size, or another engine"),
+         "{c.rollout:engine:} is for block diffusion; set {c.model:block_size}, or another engine"),
     Rule("data.max_response_length model.block_size", LM, "A response has a whole number of blocks.",
          lambda c: _not_whole("data.max_response_length", c.data.max_response_length, c.model.block_size),
          _NOT_WHOLE),
@@ -80,33 +80,31 @@ RULES = (
     Rule("rollout.denoising_steps_per_block model.block_size", LM,
          "A block has at most one denoising step per token.",
          lambda c: _is_more(c.rollout.denoising_steps_per_block, c.model.block_size),
-         "rollout.denoising_steps_per_block: {c.rollout.denoising_steps_per_block} is more than "
-         "model.block_size={c.model.block_size}"),
+         "{c.rollout:denoising_steps_per_block:} is more than {c.model:block_size=}"),
     Rule("rollout.val.denoising_steps_per_block model.block_size", LM,
          "A block in validation has at most one denoising step per token.",
          lambda c: _is_more(c.rollout.val.denoising_steps_per_block, c.model.block_size),
-         "rollout.val.denoising_steps_per_block: {c.rollout.val.denoising_steps_per_block} is more than "
-         "model.block_size={c.model.block_size}"),
+         "{c.rollout.val:denoising_steps_per_block:} is more than {c.model:block_size=}"),
     Rule("algorithm.name model.block_size", LM_RL, "A critic reads from left to right and not in blocks.",
          lambda c: c.model.block_size is not None and c.algorithm.needs_critic,
-         "algorithm.name: {c.algorithm.name} trains a critic, which reads from left to right and not in blocks "
-         "(model.block_size={c.model.block_size}); set algorithm.name=grpo, or leave model.block_size out"),
+         "{c.algorithm:name:} trains a critic, which reads from left to right and not in blocks "
+         "({c.model:block_size=}); set {c.algorithm:name}=grpo, or leave {c.model:block_size} out"),
     Rule("rollout.engine model.block_size", LM, "Block diffusion needs an engine that samples it.",
          _samples_no_blocks,
-         "rollout.engine: {c.rollout.engine}" + _LEAVE_OUT),
+         "{c.rollout:engine:}" + _LEAVE_OUT),
     Rule("rollout.top_k rollout.top_p rollout.min_p model.block_size", LM,
          "Block diffusion samples for training from untruncated distributions.",
          lambda c: truncated(c) if c.model.block_size is not None else None,
          "{x[0]}: {x[1]}" + _LEAVE_OUT),
     Rule("rollout.stop model.block_size", LM, "Block diffusion has no stop texts, since its tokens have no order.",
          lambda c: c.model.block_size is not None and c.rollout.stop,
-         "rollout.stop: {c.rollout.stop}" + _LEAVE_OUT),
+         "{c.rollout:stop:}" + _LEAVE_OUT),
     Rule("model.use_remove_padding model.block_size", LM, "Samples of block diffusion are not packed.",
          lambda c: c.model.block_size is not None and c.model.use_remove_padding,
-         "model.use_remove_padding: true" + _LEAVE_OUT),
+         "{c.model:use_remove_padding}: true" + _LEAVE_OUT),
     Rule("model.attn_implementation model.block_size", LM, "Block diffusion needs attention with a mask.",
          lambda c: c.model.block_size is not None and c.model.attn_implementation == "flash_attention_2",
-         "model.attn_implementation: flash_attention_2" + _LEAVE_OUT),
+         "{c.model:attn_implementation}: flash_attention_2" + _LEAVE_OUT),
     Rule("block_diffusion.noise_range_low block_diffusion.noise_range_high", BLOCK_DIFFUSION,
          "The lower bound of the noise does not exceed the upper one.",
          lambda c: c.block_diffusion.noise_range_low > c.block_diffusion.noise_range_high,

@@ -3,14 +3,7 @@
 from typing import Any
 
 from phalanx.config.engines import TURN_ENGINES
-from phalanx.run.rules.rule import LM_RL, Rule, changed
-
-
-def _without(c: Any) -> tuple[str, Any] | None:
-    """The first key of an environment that is set though there is none, and its value."""
-    if c.environment.used:
-        return None
-    return next(changed(c.environment, type(c.environment)(), "environment."), None)
+from phalanx.run.rules.rule import LM_RL, Rule, first_set
 
 
 def _asks(c: Any) -> bool:
@@ -25,8 +18,8 @@ RULES = (
          "maps names to these, got {c.environment.path!r}"),
     Rule("environment.* environment.path environment.tools environment.tool_config_path", LM_RL,
          "Keys of an environment need an environment or tools.",
-         _without,
-         "{x[0]}: {x[1]} configures an environment; set environment.path, environment.tools or "
+         lambda c: not c.environment.used and first_set(c.environment),
+         "environment.{x[0]}: {x[1]} configures an environment; set environment.path, environment.tools or "
          "environment.tool_config_path, or leave it out"),
     Rule("environment.path environment.tool_config_path", LM_RL, "verl's tools exclude another environment.",
          lambda c: c.environment.path is not None and c.environment.tool_config_path is not None,
@@ -35,17 +28,16 @@ RULES = (
     Rule("environment.path environment.tools environment.tool_config_path model.block_size", LM_RL,
          "Block diffusion answers in one turn.",
          lambda c: c.environment.used and c.model.block_size is not None,
-         "environment.path: block diffusion (model.block_size={c.model.block_size}) has a single turn; leave the "
-         "section out"),
+         "environment.path: block diffusion ({c.model:block_size=}) has a single turn; leave the section out"),
     Rule("environment.path environment.tools environment.tool_config_path rollout.engine", LM_RL,
          "Samples of several turns need a built-in engine.",
          lambda c: c.environment.used and c.rollout.engine not in TURN_ENGINES,
-         "rollout.engine: {c.rollout.engine} samples only single turns; expected policy or vllm with an environment"),
+         "{c.rollout:engine:} samples only single turns; expected policy or vllm with an environment"),
     Rule("environment.path environment.tools environment.tool_config_path rollout.stop rollout.stop_token_ids", LM_RL,
          "With an environment, turns end with the model's end tokens.",
          lambda c: c.environment.used and (c.rollout.stop or c.rollout.stop_token_ids),
-         "rollout.stop: with an environment, a turn ends with an end token of the model, after which the answer "
-         "follows; leave rollout.stop and rollout.stop_token_ids out"),
+         "{c.rollout:stop}: with an environment, a turn ends with an end token of the model, after which the answer "
+         "follows; leave {c.rollout:stop} and {c.rollout:stop_token_ids} out"),
     Rule("reward.functions environment.path environment.tools environment.tool_config_path", LM_RL,
          "The reward `environment` needs an environment.",
          lambda c: _asks(c) and not c.environment.used,

@@ -25,7 +25,8 @@ RULES = (
     Rule(f"{_CONTEXT} model.attn_implementation", LM,
          "Context parallelism of language models supports torch's SDPA and eager attention.",
          lambda c: _shares(c) and c.model.attn_implementation not in ("sdpa", "eager"),
-         _SIZE + "does not work with model.attn_implementation={c.model.attn_implementation}; expected sdpa or eager"),
+         _SIZE + "does not work with {c.model:attn_implementation=}; expected sdpa or "
+         "eager"),
     Rule(f"{_CONTEXT} parallel.expert_parallel", LM, "Context parallelism excludes expert parallelism.",
          lambda c: _shares(c) and c.parallel.expert_parallel,
          _SIZE + "does not work with parallel.expert_parallel; set one of them back to its default"),
@@ -35,16 +36,16 @@ RULES = (
          _SIZE + "does not work with {x[0]}; set one of them back to its default"),
     Rule(f"{_CONTEXT} rollout.partial_rollout", LM_RL, "Context parallelism does not support partial rollouts.",
          lambda c: _shares(c) and c.rollout.partial_rollout,
-         _SIZE + "does not work with rollout.partial_rollout; set one of them back to its default"),
+         _SIZE + "does not work with {c.rollout:partial_rollout}; set one of them back to its default"),
     Rule(_CONTEXT, SAMPLE, "`tasks/sample.py` does not support context parallelism.",
          _shares,
          _SIZE + "is only for training; here ranks sample different prompts, so set it to 1"),
     Rule(f"{_CONTEXT} rollout.engine", FLOW, "With context parallelism, the policy's modules sample.",
          lambda c: _shares(c) and c.rollout.facts.weights == "copy",
-         _SIZE + "needs an engine that samples in the policy's modules; set rollout.engine=policy"),
+         _SIZE + "needs an engine that samples in the policy's modules; set {c.rollout:engine}=policy"),
     Rule(f"{_CONTEXT} model.compile", RUN, "Context parallelism excludes compiled blocks.",
          lambda c: _shares(c) and c.model.compile,
-         _SIZE + "exchanges tokens within blocks, which cannot be compiled then; set model.compile=false"),
+         _SIZE + "exchanges tokens within blocks, which cannot be compiled then; set {c.model:compile}=false"),
     Rule("parallel.param_offload parallel.expert_parallel", RUN, "Weights are not offloaded under expert parallelism.",
          lambda c: c.parallel.param_offload and c.parallel.expert_parallel,
          "parallel.param_offload: true does not work with parallel.expert_parallel; set one to false"),
@@ -54,28 +55,29 @@ RULES = (
          "set it to false"),
     Rule("model.freeze_vision_tower model.lora_rank", LM_RL, "A LoRA does not train the vision tower.",
          lambda c: c.model.lora_rank > 0 and not c.model.freeze_vision_tower,
-         "model.freeze_vision_tower: false is only for training all weights; a LoRA is only in the language model, so "
-         "leave it out"),
+         "{c.model:freeze_vision_tower}: false is only for training all weights; a LoRA is only in the language "
+         "model, so leave it out"),
     Rule("model.quantization model.lora_rank", RUN, "Only frozen weights are quantized.",
          lambda c: c.model.quantization and c.model.lora_rank == 0,
-         "model.quantization: {c.model.quantization} is for the frozen weights under a LoRA; set model.lora_rank, for "
-         "example to 32, or leave it out"),
+         "{c.model:quantization:} is for the frozen weights under a LoRA; set {c.model:lora_rank}, for example to "
+         "32, or leave it out"),
     Rule("model.quantization rollout.engine", RL, "A quantized model samples in the trained modules.",
          lambda c: c.model.quantization and c.rollout.facts.weights == "copy",
-         "model.quantization: {c.model.quantization} needs sampling in the trained modules, but {c.rollout.engine} has "
-         "a separate copy of the weights; set rollout.engine=policy or leave it out"),
+         "{c.model:quantization:} needs sampling in the trained modules, but {c.rollout.engine} has a separate copy "
+         "of the weights; set {c.rollout:engine}=policy or leave it out"),
     Rule("model.quantization model.lora_init", RUN, "PiSSA changes the weights that quantization would round.",
          lambda c: c.model.quantization and c.model.lora_init == "pissa",
-         "model.lora_init: pissa moves a part of the base into the LoRA, which model.quantization would round; set it "
-         "to gaussian"),
+         "{c.model:lora_init}: pissa moves a part of the base into the LoRA, which {c.model:quantization} would "
+         "round; set it to gaussian"),
     Rule("model.use_prefix_grouper model.use_remove_padding model.attn_implementation", LM,
          "Prompts are shared only in packed rows and with torch's SDPA.",
          lambda c: c.model.use_prefix_grouper
          and (c.model.use_remove_padding is False or c.model.attn_implementation != "sdpa"),
-         "model.use_prefix_grouper: true needs model.use_remove_padding=true and model.attn_implementation=sdpa"),
+         "{c.model:use_prefix_grouper}: true needs {c.model:use_remove_padding}=true and "
+         "{c.model:attn_implementation}=sdpa"),
     Rule(f"{_CONTEXT} model.use_prefix_grouper", LM, "Context parallelism does not share prompts between samples.",
          lambda c: _shares(c) and c.model.use_prefix_grouper,
-         _SIZE + "does not work with model.use_prefix_grouper; set one of them back to its default"),
+         _SIZE + "does not work with {c.model:use_prefix_grouper}; set one of them back to its default"),
 )  # fmt: skip
 
 LAUNCH_RULES = (
@@ -94,8 +96,8 @@ LAUNCH_RULES = (
          "parallel.param_offload: true needs parallel.fsdp_size > 1; replicated weights stay on the device"),
     Rule("optim.name parallel.fsdp_size", RUN, "Muon needs all rows of a matrix on each rank.",
          lambda c, w: c.optim.name == "muon" and w.width > 1,
-         "optim.name: 'muon' orthogonalizes whole matrices, which {w.width} ranks share here; set "
-         "parallel.fsdp_size=1 or optim.name=adamw"),
+         "{c.optim:name}: 'muon' orthogonalizes whole matrices, which {w.width} ranks share here; set "
+         "parallel.fsdp_size=1 or {c.optim:name}=adamw"),
     Rule("rollout.tensor_parallel_size rollout.engine", LM,
          "The number of ranks that share a copy divides the number of sampling ranks of a node.",
          lambda c, w: (
@@ -104,12 +106,11 @@ LAUNCH_RULES = (
              and w.sampling_node % c.rollout.tensor_parallel_size
              and near_divisors(w.sampling_node, c.rollout.tensor_parallel_size)
          ),
-         "rollout.tensor_parallel_size: {c.rollout.tensor_parallel_size} does not divide the {w.sampling_node} ranks "
-         "of a node; nearest that does: {x}"),
+         "{c.rollout:tensor_parallel_size:} does not divide the {w.sampling_node} ranks of a node; nearest that "
+         "does: {x}"),
     Rule("rollout.schedule placement", RL, "A schedule that trains and samples at once needs ranks that only sample.",
          lambda c, w: c.rollout.schedule != "synchronous" and not w.apart,
-         "rollout.schedule: {c.rollout.schedule} needs ranks that only sample; see placement, such as {{rollout: 0, "
-         "actor: 1}}"),
+         "{c.rollout:schedule:} needs ranks that only sample; see placement, such as {{rollout: 0, actor: 1}}"),
     Rule("trainer.resume", RUN, "A job whose ranks may be restarted resumes from its newest checkpoint.",
          # torchrun restarts ranks with the same command line, so "never" or a path would start over
          lambda c, w: c.trainer.resume != "auto" and w.restarts,

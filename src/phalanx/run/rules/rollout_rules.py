@@ -5,13 +5,13 @@ from dataclasses import replace
 from typing import Any
 
 from phalanx.config.engine_facts import EngineFacts
-from phalanx.run.rules.rule import FLOW, FLOW_MATCHING, FLOW_RL, GENERATE, LM, LM_RL, RL, RUN, Rule, too_cold
+from phalanx.run.rules.rule import FLOW, FLOW_MATCHING, FLOW_RL, GENERATE, LM, LM_RL, RL, RUN, Rule, first_set, too_cold
 
 
 def _able(rollout: Any, able: Callable[[EngineFacts], bool]) -> str:
     """The built-in engines whose facts satisfy `able`, as a setting such as rollout.engine=policy or vllm."""
     names = [name for name in rollout.ENGINES if able(replace(rollout, engine=name).facts)]
-    return f"rollout.engine={' or '.join(names)}"
+    return f"{rollout:engine}={' or '.join(names)}"
 
 
 def _no_redraws(c: Any, times: int) -> str | None:
@@ -32,22 +32,13 @@ def truncated(c: Any) -> tuple[str, Any] | None:
     """The first key that truncates the distributions from which training samples are drawn, and its value."""
     r = c.rollout
     keys = {"top_k": r.top_k > 0, "top_p": r.top_p < 1, "min_p": r.min_p > 0}
-    return next(((f"rollout.{key}", vars(r)[key]) for key, on in keys.items() if on), None)
+    return next(((f"{r:{key}}", vars(r)[key]) for key, on in keys.items() if on), None)
 
 
 def _no_log_probs(c: Any) -> bool:
     """Whether samples with other log-probs than the policy's are used without recomputing their log-probs."""
     r = c.rollout
     return r.correction == "none" and (not r.facts.exact or r.partial_rollout)
-
-
-def _only_partial(c: Any) -> tuple[str, Any] | None:
-    """The first key of partial rollouts that is set without them, and its value."""
-    r, fresh = c.rollout, type(c.rollout)()
-    for key in ("over_sampling_batch_size", "partial_rollout_tokens"):
-        if not r.partial_rollout and vars(r)[key] != vars(fresh)[key]:
-            return key, vars(r)[key]
-    return None
 
 
 def _not_partial(c: Any) -> str | None:
@@ -114,25 +105,26 @@ def _last_step(c: Any, a: Any) -> int | None:
     return None
 
 
+_OF_PARTIAL = ("over_sampling_batch_size", "partial_rollout_tokens")
+
 RULES = (
-    too_cold(LM, "rollout.val.temperature"),
+    too_cold(LM, "rollout.val.temperature", "{c.rollout.val:temperature}"),
     too_cold(RUN, "reward.model.temperature"),
     Rule("rollout.correction rollout.engine", RUN,
          "Log-probs are corrected only if they come from an engine other than the policy, or from older weights.",
          _needless_correction,
-         "rollout.correction: {c.rollout.correction} has nothing to correct with rollout.engine={c.rollout.engine}; "
-         "{x}"),
+         "{c.rollout:correction:} has nothing to correct with {c.rollout:engine=}; {x}"),
     Rule("rollout.max_num_gen_batches rollout.engine", RUN,
          "New prompts for groups of equal rewards need an engine that can draw again.",
          lambda c: _no_redraws(c, c.rollout.max_num_gen_batches),
-         "rollout.max_num_gen_batches: {c.rollout.max_num_gen_batches} needs {x}; set it to 1"),
+         "{c.rollout:max_num_gen_batches:} needs {x}; set it to 1"),
     Rule("rollout.max_draws_per_prompt rollout.engine", RUN,
          "New samples for groups of equal rewards need an engine that can draw again.",
          lambda c: _no_redraws(c, c.rollout.max_draws_per_prompt),
-         "rollout.max_draws_per_prompt: {c.rollout.max_draws_per_prompt} needs {x}; set it to 1"),
+         "{c.rollout:max_draws_per_prompt:} needs {x}; set it to 1"),
     Rule("rollout.num_frames rollout.engine", FLOW, "Videos need an engine that samples them.",
          _no_videos,
-         "rollout.num_frames: {c.rollout.num_frames} needs {x}; {c.rollout.engine} samples images, not videos"),
+         "{c.rollout:num_frames:} needs {x}; {c.rollout.engine} samples images, not videos"),
     Rule("rollout.num_frames", FLOW_MATCHING, "Supervised flow matching trains on images.",
          lambda c: c.rollout.num_frames > 1,
          "rollout.num_frames: {c.rollout.num_frames}: flow matching trains on images; set it to 1"),
@@ -140,31 +132,30 @@ RULES = (
          "Truncated distributions need the policy's own log-probs, which determine the tokens that are kept.",
          lambda c: truncated(c) if _no_log_probs(c) else None,
          "{x[0]}: {x[1]} needs the policy's own log-probs, which determine the tokens that are kept, but "
-         "rollout.correction=none does not compute them; set it to rescore"),
+         "{c.rollout:correction}=none does not compute them; set it to rescore"),
     Rule("rollout.over_sampling_batch_size rollout.partial_rollout_tokens rollout.partial_rollout", LM_RL,
          "Keys of partial rollouts need partial rollouts.",
-         _only_partial,
-         "rollout.{x[0]}: {x[1]} is for partial rollouts; set rollout.partial_rollout=true, or leave it out"),
+         lambda c: not c.rollout.partial_rollout and first_set(c.rollout, _OF_PARTIAL),
+         "{c.rollout:{x[0]}}: {x[1]} is for partial rollouts; set {c.rollout:partial_rollout}=true, or leave it out"),
     Rule("rollout.partial_rollout rollout.engine environment.path environment.tools environment.tool_config_path "
          "model.block_size placement rollout.stop rollout.max_num_gen_batches rollout.max_draws_per_prompt", LM_RL,
          "Partial rollouts need single-turn autoregressive responses that end with a token, a built-in engine, and "
          "ranks that both sample and train; groups are not drawn again.",
          _not_partial,
-         "rollout.partial_rollout: true does not work with {x}; leave out one of them"),
+         "{c.rollout:partial_rollout}: true does not work with {x}; leave out one of them"),
     Rule("rollout.partial_rollout rollout.partial_rollout_tokens data.max_response_length", LM_RL,
          "The longest response is a whole number of rounds of partial rollouts.",
          lambda c: c.rollout.partial_rollout and c.data.max_response_length % c.rollout.partial_rollout_tokens,
-         "rollout.partial_rollout_tokens: {c.rollout.partial_rollout_tokens} does not divide data.max_response_length="
-         "{c.data.max_response_length}"),
+         "{c.rollout:partial_rollout_tokens:} does not divide data.max_response_length={c.data.max_response_length}"),
     Rule("rollout.stop", LM, "A stop text is not empty.",
          lambda c: "" in c.rollout.stop,
-         "rollout.stop: an empty text would end each response at once; leave it out"),
+         "{c.rollout:stop}: an empty text would end each response at once; leave it out"),
     Rule("stop", GENERATE, "A stop text is not empty.",
          lambda c: "" in (c.stop or ()),
          "stop: an empty text would end each response at once; leave it out"),
     Rule("rollout.stop_token_ids", LM, "Stop tokens are non-negative integers.",
          lambda c: min(c.rollout.stop_token_ids, default=0) < 0,
-         "rollout.stop_token_ids: {c.rollout.stop_token_ids}; expected token ids, which are at least 0"),
+         "{c.rollout:stop_token_ids:}; expected token ids, which are at least 0"),
     Rule("parallel.rollout_unsharded rollout.engine", LM,
          "If a language model samples in the policy's modules, its weights are gathered for the whole rollout.",
          lambda c: not c.parallel.rollout_unsharded and c.rollout.facts.weights == "policy",
@@ -173,17 +164,18 @@ RULES = (
     Rule("rollout.sleep reward.model.sleep rollout.engine reward.model.engine", LM_RL,
          "If the rollout and the reward model both run in vLLM, only one of them may sleep, a limit of vLLM.",
          _two_sleep,
-         "reward.model.sleep: true does not work with rollout.sleep=true, because vLLM lets only one engine per "
+         "reward.model.sleep: true does not work with {c.rollout:sleep}=true, because vLLM lets only one engine per "
          "process sleep; set one of the two to false, or reward.model.engine=transformers"),
     Rule("rollout.schedule rollout.max_staleness", RL,
          "One step off-policy needs samples that may be one step older than the weights.",
          lambda c: c.rollout.schedule == "one_step_off" and c.rollout.max_staleness == 0,
-         "rollout.schedule: one_step_off trains on samples that are one step old; set rollout.max_staleness to 1"),
+         "{c.rollout:schedule}: one_step_off trains on samples that are one step old; set {c.rollout:max_staleness} "
+         "to 1"),
     Rule("rollout.schedule actor.ppo_epochs algorithm.name", RL,
          "A pipelined schedule trains each sample once, without a critic.",
          lambda c: c.rollout.schedule == "pipelined" and (c.actor.ppo_epochs > 1 or c.algorithm.needs_critic),
-         "rollout.schedule: pipelined trains on each sample once, when it arrives; set actor.ppo_epochs to 1, and use "
-         "no critic"),
+         "{c.rollout:schedule}: pipelined trains on each sample once, when it arrives; set {c.actor:ppo_epochs} to "
+         "1, and use no critic"),
     Rule("rollout.schedule actor.loss_agg_mode actor.loss_scale_factor", RL,
          "With a pipelined schedule, `seq-mean-token-sum-norm` needs its constant.",
          lambda c: (
@@ -191,83 +183,80 @@ RULES = (
              and c.actor.loss_agg_mode == "seq-mean-token-sum-norm"
              and c.actor.loss_scale_factor is None
          ),
-         "rollout.schedule: pipelined trains before the longest sample of a step is known; set "
-         "actor.loss_scale_factor"),
+         "{c.rollout:schedule}: pipelined trains before the longest sample of a step is known; set "
+         "{c.actor:loss_scale_factor}"),
     Rule("rollout.branching rollout.init_same_noise", FLOW_RL,
          "Images that branch in the window start from the same noise.",
          lambda c: c.rollout.branching and not c.rollout.init_same_noise,
-         "rollout.branching: true takes the steps before the window once; set rollout.init_same_noise=true"),
+         "{c.rollout:branching}: true takes the steps before the window once; set {c.rollout:init_same_noise}=true"),
     Rule("rollout.branching rollout.max_num_gen_batches rollout.max_draws_per_prompt", FLOW_RL,
          "Images that branch in the window are drawn together with all others of their prompt.",
          lambda c: c.rollout.branching and max(c.rollout.max_num_gen_batches, c.rollout.max_draws_per_prompt) > 1,
-         "rollout.branching: true draws all images of a prompt together; set rollout.max_num_gen_batches and "
-         "rollout.max_draws_per_prompt to 1"),
+         "{c.rollout:branching}: true draws all images of a prompt together; set {c.rollout:max_num_gen_batches} and "
+         "{c.rollout:max_draws_per_prompt} to 1"),
     Rule("rollout.sde_window_range", FLOW_RL, "The range of the window is given by two numbers.",
          lambda c: c.rollout.sde_window_range is not None and len(c.rollout.sde_window_range) != 2,
-         "rollout.sde_window_range: {c.rollout.sde_window_range}; expected two numbers [a, b]"),
+         "{c.rollout:sde_window_range:}; expected two numbers [a, b]"),
 )  # fmt: skip
 
 START_RULES = (
     Rule("rollout.schedule algorithm.name algorithm.global_std reward.normalize", RL,
          "A pipelined schedule needs an algorithm whose advantages depend only on the samples of one prompt.",
          lambda c, a: c.rollout.schedule == "pipelined" and _trains_on_whole_steps(c, a),
-         "rollout.schedule: pipelined: {c.algorithm.name} needs all samples of a step before it trains on the first "
-         "one (as with global_std); expected an algorithm such as grpo with algorithm.global_std=false"),
+         "{c.rollout:schedule}: pipelined: {c.algorithm.name} needs all samples of a step before it trains on the "
+         "first one (as with global_std); expected an algorithm such as grpo with {c.algorithm:global_std}=false"),
     Rule("placement rollout.engine algorithm.name", RL,
          "Ranks for inference need log-probs to recompute: those of another engine, for an algorithm that uses them.",
          lambda c, a: "inference" in str(list(c.placement)) and (c.rollout.facts.exact or a.levels is not None),
          "placement.inference: there are no log-probs to recompute; give its ranks to the rollout"),
     Rule("rollout.engine algorithm.name", FLOW_RL, "Images of the data need an algorithm that trains on images.",
          lambda c, a: a.levels is None and c.rollout.facts.columns,
-         "rollout.engine: {c.rollout.engine} takes images from the data, but algorithm.name={c.algorithm.name} trains "
-         "on sampled denoising steps; use one that trains on images, such as diffusion_dpo"),
+         "{c.rollout:engine:} takes images from the data, but {c.algorithm:name=} trains on sampled denoising steps; "
+         "use one that trains on images, such as diffusion_dpo"),
     Rule("rollout.n rollout.engine", FLOW_RL, "If images come from the data, their number per prompt is fixed.",
          _other_number_of_images,
-         "rollout.n: {c.rollout.n}; expected {x[0]} with rollout.engine={c.rollout.engine}: the {x[1]} one"),
+         "{c.rollout:n:}; expected {x[0]} with {c.rollout:engine=}: the {x[1]} one"),
     Rule("rollout.noise_level algorithm.name", FLOW_RL,
          "An algorithm that trains denoising steps needs noise, without which a step has no probability.",
          lambda c, a: a.levels is None and c.rollout.noise_level == 0,
-         "rollout.noise_level: 0.0; expected more than 0"),
+         "{c.rollout:noise_level}: 0.0; expected more than 0"),
     Rule("rollout.sde_window_range rollout.sde_type", FLOW_RL, "The window leaves out the last step under cps.",
          _last_step,
-         "rollout.sde_window_range: {c.rollout.sde_window_range} contains the last step, which has no log-probability "
-         "under cps; expected an end of at most {x}"),
+         "{c.rollout:sde_window_range:} contains the last step, which has no log-probability under cps; expected an "
+         "end of at most {x}"),
     Rule("rollout.correction algorithm.name", FLOW_RL, "Log-probs are corrected only for an algorithm that uses them.",
          lambda c, a: a.levels is not None and c.rollout.correction != "rescore",
-         "rollout.correction: {c.rollout.correction} corrects log-probs, which {c.algorithm.name} does not use; leave "
-         "it out"),
+         "{c.rollout:correction:} corrects log-probs, which {c.algorithm.name} does not use; leave it out"),
     Rule("rollout.correction algorithm.name", FLOW_RL, "Distillation has no policy gradient that could be weighted.",
          lambda c, a: c.algorithm.name == "opd" and c.rollout.correction not in ("rescore", "none"),
-         "rollout.correction: {c.rollout.correction} weights a policy gradient, which algorithm.name=opd does not "
-         "have; set it to rescore or none"),
+         "{c.rollout:correction:} weights a policy gradient, which {c.algorithm:name}=opd does not have; set it to "
+         "rescore or none"),
     Rule("rollout.engine rollout.noise_level rollout.solver reward.normalize placement "
          "parallel.ulysses_sequence_parallel_size algorithm.name", FLOW_RL,
          "A reward is differentiated through Euler steps without noise, taken by the policy on ranks that both sample "
          "and train, each with whole images, and through the plain sum of the terms.",
          _not_differentiated,
-         "{x[0]}: {x[1]} does not work with algorithm.name={c.algorithm.name}, which differentiates the reward; "
-         "{x[2]}"),
+         "{x[0]}: {x[1]} does not work with {c.algorithm:name=}, which differentiates the reward; {x[2]}"),
     Rule("algorithm.last_steps rollout.num_inference_steps", FLOW_RL,
          "The last steps, through which a reward is differentiated, are among the sampled steps.",
          lambda c, a: a.last_steps > c.rollout.num_inference_steps,
-         "algorithm.last_steps: {a.last_steps} is more than rollout.num_inference_steps="
-         "{c.rollout.num_inference_steps}; lower it"),
+         "{c.algorithm:last_steps}: {a.last_steps} is more than {c.rollout:num_inference_steps=}; lower it"),
     Rule("rollout.ode_compression algorithm.name", FLOW_RL,
          "Steps after the window are left out only for an algorithm that has a window.",
          lambda c, a: a.levels is not None and c.rollout.ode_compression < 1,
-         "rollout.ode_compression: {c.rollout.ode_compression:g} leaves out steps after the window, but "
-         "{c.algorithm.name} has none; lower rollout.num_inference_steps instead"),
+         "{c.rollout:ode_compression}: {c.rollout.ode_compression:g} leaves out steps after the window, but "
+         "{c.algorithm.name} has none; lower {c.rollout:num_inference_steps} instead"),
     Rule("rollout.branching algorithm.name", FLOW_RL, "Images branch only if the algorithm has a window.",
          lambda c, a: a.levels is not None and c.rollout.branching,
-         "rollout.branching: true needs a window, but {c.algorithm.name} has none; set it to false"),
+         "{c.rollout:branching}: true needs a window, but {c.algorithm.name} has none; set it to false"),
     Rule("rollout.solver rollout.noise_level algorithm.name", FLOW_RL,
          "A solver of higher order needs steps without noise.",
          lambda c, a: a.levels is not None and c.rollout.noise_level > 0 and c.rollout.solver != "euler",
-         "rollout.solver: {c.rollout.solver} takes steps without noise, but with {c.algorithm.name} all steps have "
-         "rollout.noise_level={c.rollout.noise_level:g}; set that to 0, or rollout.solver=euler"),
+         "{c.rollout:solver:} takes steps without noise, but with {c.algorithm.name} all steps have "
+         "{c.rollout:noise_level}={c.rollout.noise_level:g}; set that to 0, or {c.rollout:solver}=euler"),
     Rule("rollout.init_same_noise rollout.noise_level algorithm.name", FLOW_RL,
          "Images that start from the same noise need further noise in their steps.",
          lambda c, a: a.levels is not None and c.rollout.noise_level == 0 and c.rollout.init_same_noise,
-         "rollout.init_same_noise: true makes all images of a prompt equal, because {c.algorithm.name} samples without "
-         "noise; set it to false"),
+         "{c.rollout:init_same_noise}: true makes all images of a prompt equal, because {c.algorithm.name} samples "
+         "without noise; set it to false"),
 )  # fmt: skip

@@ -1,7 +1,6 @@
 """A rule across keys of a configuration, and helpers for the tables of rules."""
 
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from operator import attrgetter
 from typing import Any
@@ -61,14 +60,12 @@ def changed(section: Any, default: Any, prefix: str) -> Iterator[tuple[str, Any]
             yield f"{prefix}{f.name}", value
 
 
-def of_part(message: str, part: str) -> str:
-    """Replace the keys in an error about a policy of a joint run, seen as a separate job, by those of the joint run."""
-    message = re.sub(r"(?<![\w.])(model|rollout|algorithm|actor|optim)\.(?=[a-z])", rf"{part}.\1.", message)
-    if part == "painter":  # its prompts are those that the writer rewrites
-        message = message.replace("data.max_prompt_length", "data.max_rewrite_length")
-        texts = "data.train_batch_size x (writer.rollout.n + rewrite.keep_originals) "
-        message = re.sub(r"(?<![\w.])data\.train_batch_size (?=\d)", texts, message)
-    return message
+def first_set(section: Any, keys: Container[str] | None = None) -> tuple[str, Any] | None:
+    """The first key of a section, one of `keys` if given, that differs from its default, and its value."""
+    for key, value in changed(section, type(section)(), ""):
+        if keys is None or key.rpartition(".")[2] in keys:
+            return key, value
+    return None
 
 
 def beside_per_gpu(section: Any, key: str) -> tuple[Any, Any, Any] | None:
@@ -78,12 +75,12 @@ def beside_per_gpu(section: Any, key: str) -> tuple[Any, Any, Any] | None:
     return (per_gpu, value, default) if per_gpu is not None and value != default else None
 
 
-def too_cold(schema: str, key: str) -> Rule:
-    """The rule for a temperature that may be 0. key: its dotted key."""
+def too_cold(schema: str, key: str, named: str | None = None) -> Rule:
+    """The rule for a temperature that may be 0. key: its dotted key. named: its name in the message, if not the key."""
     return Rule(key, schema, "A temperature is 0, which selects the most likely token, or at least 0.01.",
                 lambda c: 0 < (attrgetter(key)(c) or 0) < COLDEST,
-                f"{key}: {{c.{key}:g}} is so low that float32 always selects the most likely token; set it to 0, or to "
-                f"at least {COLDEST}")  # fmt: skip
+                f"{named or key}: {{c.{key}:g}} is so low that float32 always selects the most likely token; set it to "
+                f"0, or to at least {COLDEST}")  # fmt: skip
 
 
 def not_betas(betas: list[float]) -> bool:

@@ -1,7 +1,7 @@
 """A planned job on a cluster: its parts on the meta device, after a training step that a ledger counted."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ from phalanx.config.joint import WRITER, JointConfig, frozen
 from phalanx.config.lm import LMRLConfig
 from phalanx.config.reward import RewardModelConfig
 from phalanx.config.run import RLConfig, RunConfig
+from phalanx.config.section import reported_by
 from phalanx.config.trained_model import FlowModelConfig
 from phalanx.distributed import mesh
 from phalanx.distributed.launch_env import Launch
@@ -42,7 +43,7 @@ from phalanx.tools.plan.rehearsal import (
     RLRehearsal,
     SupervisedRehearsal,
 )
-from phalanx.training.components import about as of_teacher
+from phalanx.training.components import taught_model
 from phalanx.training.minibatches import BatchPlan
 from phalanx.types import Prompt, Teacher
 
@@ -77,8 +78,8 @@ def policies_of(cfg: RunConfig | JointConfig) -> dict[str, RunConfig]:
 
 def locate(cfg: RunConfig | JointConfig) -> None:
     """Have the configuration name local folders of its models, and the families of flow models."""
-    for name, part in policies_of(cfg).items():
-        with joint_rl.about(name) if name else nullcontext():
+    for part in policies_of(cfg).values():
+        with reported_by(vars(part)):
             part.model.path = fetch(part.model.path, part.model.revision)
             if isinstance(part, FlowRunConfig):
                 part.model.family = family_name(part.model)
@@ -147,7 +148,7 @@ def planned_joint(cfg: JointConfig, cluster: Cluster) -> list[Rehearsal]:
             part.reward = replace(part.reward, model=RewardModelConfig())
             if cfg.rewrite.validate == ["original"]:
                 part.reward = replace(part.reward, functions=[])
-        with joint_rl.about(name):
+        with reported_by(vars(part)):
             jobs.append(planned(part, cluster, part=name, learns=name in cfg.train))
     writer, painter = jobs
     writer.waiting, painter.waiting = (0, painter.samples_size), (writer.samples_size, 0)
@@ -265,7 +266,7 @@ class _Engine(PolicyRollout):
 
 def _teacher(teacher: Teacher, cfg: FlowRLConfig, student: PlannedFlowPolicy, micro: int) -> LoadedFlowTeacher:
     """As load_teacher; text encoders with the same shapes count as equal."""
-    with of_teacher(teacher):
+    with reported_by({"model": taught_model(teacher, cfg.model)}):
         folder = fetch(teacher.path, teacher.revision)
         kind = read_index(Path(folder))["_class_name"]
     check_kind(teacher, kind, read_index(Path(cfg.model.path))["_class_name"])

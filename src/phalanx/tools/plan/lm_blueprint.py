@@ -322,7 +322,7 @@ def planned_lm_policy(
         cast_weights(lm, kept)
         module: CausalLM = causal_lm(lm, config, chunk, images=images, tries=tries)
         if images:
-            module.vision = PlannedVision(lm, config, "model.path")
+            module.vision = PlannedVision(lm, config)
         lm.config._experts_implementation = experts.SHAPES
         blocks = module.blocks()
         make: type[PlannedLMPolicy] = PlannedLMPolicy

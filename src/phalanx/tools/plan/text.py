@@ -8,7 +8,6 @@ from phalanx.config.run import RLConfig, RunConfig
 from phalanx.distributed.mesh import ACTOR, INFERENCE, ROLLOUT
 from phalanx.distributed.placement import place
 from phalanx.run.roles import Roles, roles_of, span
-from phalanx.run.rules import of_part
 from phalanx.tools.plan.batch import arithmetic, batch, messages
 from phalanx.tools.plan.jobs import roles_on, task_of
 from phalanx.tools.plan.layout import Cluster, Weight
@@ -45,7 +44,7 @@ def describe(
         ranks, label = roles.ranks[p.role or ACTOR], f"{p.label}: " if p.label else ""
         of_ranks += _of_a_rank(p, memory, len(ranks), gpu_memory)
         for warning in warnings(p, memory, gpu_memory, ranks, cluster.per_node):
-            warned.append(f"warning: {label}{of_part(warning, p.part) if p.part else warning}")
+            warned.append(f"warning: {label}{warning}")
     topology, within = ("Topology", "") if roles.collocated else ("Placement", " within a role")
     sections = [
         [f"Plan of {words(cluster)}; no GPU, process group or weights were used"],
@@ -180,9 +179,8 @@ def _checkpointing(p: Rehearsal, gpu_memory: int | None) -> Iterator[str]:
     if fewer is None:
         return
     blocks, flops = fewer
-    key = f"model.gradient_checkpointing_blocks={blocks} of {len(p.policy.blocks)}"
-    key = key if blocks else "model.gradient_checkpointing=false"
-    key = of_part(key, p.part) if p.part else key
+    key = f"{p.cfg.model:gradient_checkpointing_blocks}={blocks} of {len(p.policy.blocks)}"
+    key = key if blocks else f"{p.cfg.model:gradient_checkpointing}=false"
     before, after = 100 * (1 - p.model_flops / p.flops), 100 * (1 - p.model_flops / flops)
     yield f"  fits too: {key}; backward passes then repeat {after:.0f} instead of {before:.0f} % of a step's arithmetic"
 

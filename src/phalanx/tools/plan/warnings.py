@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from phalanx.config.run import RLConfig
 from phalanx.distributed.mesh import ROLLOUT
@@ -75,14 +76,15 @@ def warnings(
 
 def _remedies(p: Rehearsal, memory: Memory) -> list[str]:
     """Keys that lower the peak, the cheapest first."""
-    cfg, parallel, largest, layout = p.cfg, p.cfg.parallel, memory.largest, p.policy.layout
+    cfg: Any = p.cfg
+    parallel, largest, layout = p.cfg.parallel, memory.largest, p.policy.layout
     sharded, reward, facts = layout.width > 1, memory.reward, cfg.rollout.facts
     update, judge = largest.name == "update", largest.name == "judge"
     sample, decode = "sample" in largest.name, "decode" in largest.name
     section = task_of(p.cfg).section
-    micro = "actor.ppo_micro_batch_size_per_gpu" if p.plan else f"{section}.micro_batch_size_per_gpu"
+    micro = f"{cfg.actor:ppo_micro_batch_size_per_gpu}" if p.plan else f"{section}.micro_batch_size_per_gpu"
     if p.plan is not None and p.plan.budget is not None:
-        micro = "actor.ppo_max_token_len_per_gpu"
+        micro = f"{cfg.actor:ppo_max_token_len_per_gpu}"
     summed = p.state.micro_batches > p.state.updates_made and sharded and not parallel.sync_each_batch
     whole = largest.gradients > largest.activations and summed
     held = {name for name, size in memory.held.items() if size > memory.peak / 20}
@@ -91,26 +93,26 @@ def _remedies(p: Rehearsal, memory: Memory) -> list[str]:
     texts = p.policy.tokens > 0
     may_reshard = parallel.rollout_unsharded and not texts
     remedies = {
-        "model.gradient_checkpointing=true": update and not cfg.model.gradient_checkpointing,
-        "a larger model.gradient_checkpointing_blocks": update and 0 < p.policy.trained.recomputed < 1,
+        f"{cfg.model:gradient_checkpointing}=true": update and not cfg.model.gradient_checkpointing,
+        f"a larger {cfg.model:gradient_checkpointing_blocks}": update and 0 < p.policy.trained.recomputed < 1,
         "parallel.sync_each_batch=true": update and summed and cfg.model.lora_rank == 0,
         f"a larger {micro} (gradients are whole between the passes of an update)": update and whole,
         f"a smaller {micro}": update and not whole,
         "parallel.reshard_after_forward=true": update and not parallel.reshard_after_forward and sharded,
         "parallel.rollout_unsharded=false": not update and largest.gathered and may_reshard,
-        "a smaller rollout.micro_batch_size_per_gpu": sample and not facts.reserves,
-        "a smaller rollout.vae_batch_size": decode,
+        f"a smaller {cfg.rollout:micro_batch_size_per_gpu}": sample and not facts.reserves,
+        f"a smaller {cfg.rollout:vae_batch_size}": decode,
         "reward.overlap=false": (sample or decode) and reward is not None and reward.overlaps and reward.awake,
         "a smaller reward.model.gpu_memory_utilization": judge and share,
         "a larger reward.model.tensor_parallel_size": judge and not share,
         "reward.model.sleep=true": "reward model" in held,
         f"a smaller {section}.log_prob_chunk_size": texts and (update or largest.name == "rescore"),
-        "a smaller rollout.gpu_memory_utilization": sample and facts.reserves,
-        "rollout.engine=policy": sample and facts.weights == "copy" and not facts.reserves,
+        f"a smaller {cfg.rollout:gpu_memory_utilization}": sample and facts.reserves,
+        f"{cfg.rollout:engine}=policy": sample and facts.weights == "copy" and not facts.reserves,
         "parallel.optimizer_offload=true": "optimizer's state" in held and largest.name != "optimizer",
         "a larger parallel.fsdp_size": divided and layout.width < layout.cluster.per_node,
         "parallel.param_offload=true": divided and sharded and not parallel.param_offload,
-        "a LoRA (model.lora_rank)": cfg.model.lora_rank == 0,
+        f"a LoRA ({cfg.model:lora_rank})": cfg.model.lora_rank == 0,
     }
     return [remedy for remedy, helps in remedies.items() if helps]
 

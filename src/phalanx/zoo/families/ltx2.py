@@ -12,6 +12,7 @@ from diffusers.models.transformers.transformer_ltx2 import apply_interleaved_rot
 from torch import Tensor
 from torch.nn.functional import pad
 
+from phalanx.config.flow import FlowDataConfig
 from phalanx.config.trained_model import FlowModelConfig
 from phalanx.distributed.context_parallel import KEY
 from phalanx.models.flow.attention import sharing_ranks
@@ -160,7 +161,8 @@ class Model(FlowModel):
     def split_tokens(self, height: int, width: int, frames: int, max_length: int) -> dict[str, int]:
         return {f"a video of {frames} x {height} x {width}": self.video_tokens(height, width, frames)}
 
-    def check_length(self, max_length: int) -> None:
+    def check_length(self, data: FlowDataConfig) -> None:
+        max_length = data.max_prompt_length
         if max_length % self.registers:
             below = max(max_length // self.registers, 1) * self.registers
             raise ValueError(

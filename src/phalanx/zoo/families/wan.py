@@ -14,6 +14,7 @@ from diffusers.pipelines.wan.pipeline_wan import prompt_clean
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from phalanx.config.flow import FlowDataConfig
 from phalanx.config.trained_model import FlowModelConfig
 from phalanx.distributed.collectives import reduce_sum
 from phalanx.functional.flow import Sampler
@@ -181,12 +182,13 @@ class Model(FlowModel):
             blocks += pair
         return blocks
 
-    def check_length(self, max_length: int) -> None:
-        if max_length != TRAINED_LENGTH:
+    def check_length(self, data: FlowDataConfig) -> None:
+        if data.max_prompt_length != TRAINED_LENGTH:
             log.warning(
-                "data.max_prompt_length: %d: Wan was trained with texts padded to %d tokens, and attends to the "
-                "padding; set it to %d (for tasks/sample.py: max_prompt_length)",
-                max_length,
+                "%s: %d: Wan was trained with texts padded to %d tokens, and attends to the padding; set it to %d (for "
+                "tasks/sample.py: max_prompt_length)",
+                f"{data:max_prompt_length}",
+                data.max_prompt_length,
                 TRAINED_LENGTH,
                 TRAINED_LENGTH,
             )
@@ -269,15 +271,18 @@ class Model(FlowModel):
         rows = timesteps.view(-1, 1, 1, 1, 1)
         return torch.where(rows >= self.transformer.boundary, sampler.guidance, sampler.guidance_2)
 
-    def check_window(self, timesteps: Tensor, components: Sequence[str] | None) -> None:
+    def check_window(self, timesteps: Tensor, config: FlowModelConfig) -> None:
         if not isinstance(self.transformer, Experts) or timesteps.is_meta:
             return
         high = timesteps >= self.transformer.boundary
         for name, steps in ((FIRST, high), (SECOND, ~high)):
-            if name in (components or (FIRST, SECOND)) and not steps.any():
+            if name in (config.target_components or (FIRST, SECOND)) and not steps.any():
                 log.warning(
-                    "model.target_components: no step of rollout.sde_window_range, or of algorithm.last_steps, is one "
-                    "of %s, so it learns nothing; its steps are those whose timestep is %s %g",
+                    "%s: no step of %s, or of %s, is one of %s, so it learns nothing; its steps are those whose "
+                    "timestep is %s %g",
+                    f"{config:target_components}",
+                    f"{config:.rollout.sde_window_range}",
+                    f"{config:.algorithm.last_steps}",
                     name,
                     "at least" if name == FIRST else "below",
                     self.transformer.boundary,

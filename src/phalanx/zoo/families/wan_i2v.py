@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
+from phalanx.config.flow import FlowDataConfig
 from phalanx.config.trained_model import FlowModelConfig
 from phalanx.models.flow.family import Embeds, Instruction
 from phalanx.models.flow.folder import check_channels, load_text_encoder, model_index
@@ -55,13 +56,13 @@ class Model(wan.Model):
             )
         return parts
 
-    def check_length(self, max_length: int) -> None:
-        if self.sees and max_length != wan.TRAINED_LENGTH:
+    def check_length(self, data: FlowDataConfig) -> None:
+        if self.sees and data.max_prompt_length != wan.TRAINED_LENGTH:
             raise ValueError(
-                f"data.max_prompt_length: {max_length}: expected {wan.TRAINED_LENGTH}, since the transformer takes the "
-                f"last {wan.TRAINED_LENGTH} tokens for the text and those before for the image"
+                f"data.max_prompt_length: {data.max_prompt_length}: expected {wan.TRAINED_LENGTH}, since the "
+                f"transformer takes the last {wan.TRAINED_LENGTH} tokens for the text and those before for the image"
             )
-        super().check_length(max_length)
+        super().check_length(data)
 
     def encode_instruction(self, instruction: Instruction, device: torch.device, max_length: int) -> Embeds:
         """As `encode`, with `condition` and, if the transformer takes them, `image_embeds`.

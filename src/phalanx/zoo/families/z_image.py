@@ -9,11 +9,12 @@ from diffusers import ZImagePipeline, ZImageTransformer2DModel
 from torch import Tensor
 from torch.nn.functional import pad
 
+from phalanx.config.flow import FlowDataConfig
 from phalanx.config.trained_model import FlowModelConfig
 from phalanx.models.flow.embeds import masked_texts
 from phalanx.models.flow.family import Embeds, FlowModel, check_size
 from phalanx.models.flow.folder import read_lora
-from phalanx.models.lora import Layers
+from phalanx.models.lora import Layers, lora_key
 from phalanx.models.recompute import run_block
 
 PATCH = 2  # side of an image token, in latents
@@ -118,7 +119,7 @@ class Model(FlowModel):
     def read_lora(cls, path: str, config: FlowModelConfig | None = None, names: Iterable[str] = ()) -> Layers:
         """As for other models; the model's own fused layer `qkv` is split, and its `out` named as in diffusers."""
         layers: Layers = {}
-        for name, (down, up) in read_lora(path, ZImagePipeline, _repeats).items():
+        for name, (down, up) in read_lora(path, ZImagePipeline, _repeats, lora_key(config)).items():
             block, _, layer = name.rpartition(".attention.")
             if layer == "qkv":
                 for part, rows in zip(("to_q", "to_k", "to_v"), up.chunk(3), strict=True):
@@ -131,12 +132,13 @@ class Model(FlowModel):
         c = self.transformer.config
         return c.n_heads, c.dim // c.n_heads
 
-    def check_length(self, max_length: int) -> None:
+    def check_length(self, data: FlowDataConfig) -> None:
         # a text's positions begin at 1, and the image has the one after the text's
         limit = self.transformer.config.axes_lens[0] - 2
-        if _filled(max_length) > limit:
+        if _filled(data.max_prompt_length) > limit:
             raise ValueError(
-                f"data.max_prompt_length: {max_length} is more than the model's {limit // UNIT * UNIT} tokens"
+                f"data.max_prompt_length: {data.max_prompt_length} is more than the model's "
+                f"{limit // UNIT * UNIT} tokens"
             )
 
     def text_tokens(self, texts: list[str], max_length: int) -> tuple[Any, list[list[int]], int]:
