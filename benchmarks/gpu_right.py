@@ -28,10 +28,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from phalanx.distributed import mesh
 from phalanx.distributed.fsdp import local
 from phalanx.distributed.mesh import World
 from phalanx.functional.tokens import TokenTrace
+from phalanx.run import world as run_world
 
 LIMIT = 1e-5  # of |ratio - 1|: a tenth of the clip range of the recipes
 OFF = 0.03  # of attention in bfloat16, relative to the largest value
@@ -261,7 +261,7 @@ def fsdp() -> Lines:
     layouts = {"gathered once a rollout": "parallel.rollout_unsharded=true"}
     layouts |= {name: f"parallel.{name}=true" for name in ("param_offload", "optimizer_offload")}
     # otherwise a single rank does not use FSDP, and offloading is rejected
-    with patch.object(World, "shard_size", 2), patch.object(mesh, "check_launch", lambda *_: None):
+    with patch.object(World, "shard_size", 2), patch.object(run_world, "check_launch", lambda *_: None):
         for name, key in layouts.items():
             yield from tried(f"FSDP2, {name}", partial(layout, name, key, norm))
         yield from tried("FSDP2, resumed", resumed)
