@@ -126,7 +126,11 @@ def main() -> None:
         files, rewards = traced(kind)
         loop = sum(name.startswith("training/") for name in files)
         functions = sum(len(names) for names in files.values())
-        print(f"{kind}: {len(files)} files, {loop} of them in training/, {functions} functions")
+        job = sum(name.startswith("run/") for name in files)
+        print(
+            f"{kind}: {len(files) - job} files of the core, {loop} of them in training/, and {job} of run/, "
+            f"{functions} functions"
+        )
         met = sum(len(names) for names in rewards.values())
         print(f"{kind}: a reward meets {met} functions in {len(rewards)} files of rewards/, on all threads")
         if args.list:
