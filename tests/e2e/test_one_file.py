@@ -94,7 +94,9 @@ def test_a_step_runs_through_few_files(kind: str, most: int) -> None:
     job.
     """
     text = step_files(kind)
-    files, of_loop, of_job = map(int, re.findall(rf"{kind}: (\d+) files of the core, (\d+) .* and (\d+) of run/", text)[0])
+    files, of_loop, of_job = map(
+        int, re.findall(rf"{kind}: (\d+) files of the core, (\d+) .* and (\d+) of run/", text)[0]
+    )
     assert "training/loop.py: " in text and "training/update.py: " in text
     assert files <= most and of_loop <= 7 and of_job <= 3, text
 

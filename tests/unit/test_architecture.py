@@ -371,6 +371,13 @@ def test_files_of_one_name_are_found() -> None:
     assert files_of_one_name([Path("a/x.py"), Path("b/x.py"), Path("b/y.py")]) == {"x.py": ["a", "b"]}
 
 
+def test_the_reading_path_is_short() -> None:
+    page = (ROOT / "docs" / "contributing.md").read_text()
+    files = [line.split()[0] for line in code_block(page, "Reading path").splitlines()]
+    assert len(files) <= 25 and {ring_of(file.split("/")[0]) for file in files} == {RINGS.index("core")}
+    assert sum(len((ROOT / "src" / "phalanx" / file).read_text().splitlines()) for file in files) <= 4000
+
+
 def test_files_of_tests_are_short() -> None:
     lengths = {p.relative_to(ROOT): len(p.read_text().splitlines()) for p in (ROOT / "tests").rglob("*.py")}
     assert {file: length for file, length in lengths.items() if length > MAX_TEST_LINES} == {}

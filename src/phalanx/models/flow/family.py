@@ -104,10 +104,9 @@ class FlowModel(ModelFiles):
         self, config: FlowModelConfig, dtype: torch.dtype, weights_dtype: torch.dtype, pipeline: Any, transformer: Any
     ) -> None:
         """Set `pipeline`, `transformer`, `vae` and `dtype`; the arguments `pipeline` and `transformer` are classes."""
-        path = str(base_folder(config))
+        path, self.dtype = str(base_folder(config)), dtype
         index = model_index(path)
         given = absent_components(index) | self.components(path)
-        self.dtype = dtype
         self.transformer = load_transformer(
             transformer, path, "transformer", weights_dtype, stored=config.lora_rank == 0
         )
