@@ -58,7 +58,7 @@ def test_parts_are_those_of_the_whole(
     parallel = ParallelConfig(fsdp_size=shards, param_offload=shards == 4)
     build: Any = language_model if kind == "lm" else flow_model
     found = run_ranks(build, max(shards, 2), folder, parallel)[0]
-    for module in ("models.lm.model", "models.flow.folder"):
+    for module in ("models.lm.load_folder", "models.flow.folder"):
         monkeypatch.setattr(f"phalanx.{module}.dtype_to_read", lambda _, dtype: dtype)
     whole = run_ranks(build, 1, folder, ParallelConfig(fsdp_size=1))[0]
     assert list(found) == list(whole)
