@@ -78,7 +78,7 @@ MUTANTS = [
     Mutant("sd3_lora", MINI, "advantage=self.advantage.to(self.device)[at]", "advantage=self.advantage[at.cpu()]"),
     Mutant("sd3_lora", MINI, "weights = weight.to(self.device)", "weights = weight"),
     Mutant("sd3_lora", "distributed/fsdp.py", "module.to(world.device)", "module.to('cpu')"),
-    Mutant("sd3_lora", "distributed/mesh.py", '"cpu:gloo,cuda:nccl" if cuda', '"nccl" if cuda'),
+    Mutant("sd3_lora", "run/world.py", '"cpu:gloo,cuda:nccl" if cuda', '"nccl" if cuda'),
     Mutant(
         "qwen_2_ranks",
         "distributed/mesh.py",
@@ -137,7 +137,7 @@ MUTANTS = [
     Mutant("roles", LINK, "work.popleft().wait()", "work.popleft()"),
     Mutant("roles", LINK, "            work.wait()\n            upcoming", "            pass\n            upcoming"),
     Mutant("inference", "run/disaggregated/wire.py", "(world), kind, world.device", '(world), kind, "cpu"'),
-    Mutant("inference", "run/disaggregated/wire.py", "tensors[name] = tensors[name].to(device)", "pass"),
+    Mutant("inference", "training/exchange.py", "tensors[name] = tensors[name].to(device)", "pass"),
     Mutant("vllm", TEXT_ROLLOUT, "TokenTrace(ids.to(device), ", "TokenTrace(ids, "),
     Mutant("vllm", TEXT_ROLLOUT, "scored(trace, 1.0).log_prob.cpu()", "scored(trace, 1.0).log_prob"),
     Mutant("vllm", TEXT_ROLLOUT, ", self.engine.awake(self.policy.engine_weights()):", ":"),
