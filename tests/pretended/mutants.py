@@ -81,7 +81,7 @@ MUTANTS = [
     Mutant("sd3_lora", "run/world.py", '"cpu:gloo,cuda:nccl" if cuda', '"nccl" if cuda'),
     Mutant(
         "qwen_2_ranks",
-        "distributed/mesh.py",
+        "run/world.py",
         "max(config.timeout_s, CHECKPOINT_S))",
         'max(config.timeout_s, CHECKPOINT_S), "nccl")',
     ),
