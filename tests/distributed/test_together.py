@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import GPT2Config, MambaConfig, Qwen3Config
 
-from phalanx.rollout.lm.together import SHARE, fitting_together
+from phalanx.rollout.lm.together import SHARE, fitting_together, token_bytes
 from phalanx.run.lm_rl import build
 from phalanx.tools.plan.jobs import planned
 from phalanx.tools.plan.layout import Cluster
@@ -32,6 +33,18 @@ EACH = 2 * 2 * (64 + 12) * 32 * 4  # bytes of a response: keys and values of 2 l
 )
 def test_equal_parts(count: int, memory: int | None, ranks: int, together: int) -> None:
     assert fitting_together(count, 1, memory, ranks) == together
+
+
+@pytest.mark.parametrize(
+    ("settings", "size"),
+    [
+        (GPT2Config(n_layer=3, n_head=4, n_embd=64), 2 * 3 * 64 * 2),  # other names
+        (Qwen3Config(num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=8), 2 * 3 * 2 * 8 * 2),
+        (MambaConfig(), 0),
+    ],
+)
+def test_bytes_of_a_token(settings: Any, size: int) -> None:
+    assert token_bytes(settings, 2) == size
 
 
 def sampled(cfg: Any, memory: list[int], port: int) -> tuple[int, list[list[str]]]:

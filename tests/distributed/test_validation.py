@@ -174,7 +174,9 @@ def overlap(cfg: FlowRLConfig) -> tuple[float, float, list[tuple[float, float]]]
         rewards = trainer.collector.rewards.rewards
         if cfg.reward.overlap and len(submitted) == 3:
             assert rewards is not None and rewards._calls[0].task is not None
-            wait_for(rewards._calls[0].task.done)  # the last one is sampled for long enough, however busy the machine is
+            wait_for(
+                rewards._calls[0].task.done
+            )  # the last one is sampled for long enough, however busy the machine is
         submitted.append(time.perf_counter())
         trainer.collector.rewards.submit(images, prompts)
 

@@ -1,6 +1,7 @@
 """How many responses the policy's own modules decode together on a GPU, so that their keys and values fit it."""
 
 import logging
+from typing import Any
 
 import torch
 
@@ -15,26 +16,34 @@ KEY = "rollout.micro_batch_size_per_gpu"
 SHARE = 0.3  # fraction of a GPU's memory for keys and values; beside them are weights, moments, logits, a layer's copy
 
 
-def token_bytes(policy: LMPolicy) -> int:
-    """Bytes of the keys and values of a token in all layers."""
-    sizes = policy.settings.to_dict()
-    heads = sizes["num_attention_heads"]
-    width = sizes.get("head_dim") or sizes["hidden_size"] // heads
-    pairs: int = sizes["num_hidden_layers"] * (sizes.get("num_key_value_heads") or heads) * width
-    return 2 * pairs * policy.trained.dtype.itemsize
+def token_bytes(settings: Any, itemsize: int) -> int:
+    """Bytes of the keys and values of a token in all layers of a model; 0 without attention. settings: transformers'
+    configuration of the model.
+    """
+    sizes = settings.to_dict()
+    names = (settings.attribute_map.get(name, name) for name in ("num_attention_heads", "hidden_size"))
+    heads, hidden = (sizes.get(name) or 0 for name in names)
+    if not heads:
+        return 0
+    width = sizes.get("head_dim") or hidden // heads
+    return int(2 * settings.num_hidden_layers * (sizes.get("num_key_value_heads") or heads) * width * itemsize)
 
 
 def cache_bytes(cfg: LMRunConfig, policy: LMPolicy, talks: bool) -> int:
     """Bytes of the keys and values of the longest response with its prompt. talks: of a conversation."""
     limit = max(cfg.data.max_response_length, cfg.rollout.val.max_response_length or 0)
-    return int(token_bytes(policy) * (cfg.data.max_prompt_length + limit) * (WASTE if talks else 1))
+    return int(
+        token_bytes(policy.settings, policy.trained.dtype.itemsize)
+        * (cfg.data.max_prompt_length + limit)
+        * (WASTE if talks else 1)
+    )
 
 
 def fitting_together(count: int, each: int, memory: int | None, ranks: int = 1) -> int:
     """How many of `count` responses to decode together where each takes `each` bytes: all, or the fewest equal parts
     that fit SHARE of a GPU of `memory` bytes; all if `memory` is None. ranks: those that share the responses.
     """
-    share, most = -(-count // ranks), count if memory is None else max(int(SHARE * memory) // each, 1)
+    share, most = -(-count // ranks), count if memory is None else max(int(SHARE * memory) // max(each, 1), 1)
     return count if share <= most else -(-share // -(-share // most))
 
 
