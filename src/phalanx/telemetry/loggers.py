@@ -98,7 +98,7 @@ def _logger_class(entry: str) -> type[Logger]:
             )
         kind = vars(importlib.import_module(f"{PACKAGE}.{entry}"))[entry.capitalize()]
     if not isinstance(kind, type) or not issubclass(kind, Logger):
-        raise ConfigError(f"{KEY}={entry!r} is not a class derived from Logger of {PACKAGE}")
+        raise ConfigError(f"{KEY}={entry!r} is not a class derived from Logger of {__name__}")
     if kind.extra is not None and importlib.util.find_spec(kind.extra) is None:
         raise ConfigError(f"{KEY}: the package {kind.extra} is not installed; pip install 'phalanx[{kind.extra}]'")
     return kind
