@@ -123,6 +123,7 @@ def test_one_tiny_step(path: Path, home: Path, request: pytest.FixtureRequest) -
         folder = request.getfixturevalue(next(TINY[name] for name in TINY if path.stem.startswith(name)))
         tiny = [f"model.path={folder}", "model.reference_size=32", "data.max_prompt_length=16"]
         tiny += ["model.compile=false"]  # compiling takes a CPU minutes; test_compiling.py and test_trained.py do it
+        tiny += ["model.gradient_checkpointing_blocks=null"]  # there are fewer blocks
         tiny += ["rollout.height=32", "rollout.width=32"]
     tiny += ["data.train_batch_size=2", "actor.ppo_mini_batch_size=1", "actor.ppo_micro_batch_size_per_gpu=1"]
     tiny += ["data.train_batch_size_per_gpu=null", "actor.ppo_mini_batch_size_per_gpu=null"]
