@@ -55,7 +55,7 @@ def spoiled(cfg: FlowRLConfig, value: float, steps: tuple[int, ...], loss_only: 
 
 
 @pytest.mark.seldom("nan-False-1", "inf-False-1", "inf-False-2", "inf-True-1", "inf-True-2")
-@pytest.mark.quick("nan-False-2")
+@pytest.mark.full
 @pytest.mark.parametrize("fsdp", [1, 2])
 @pytest.mark.parametrize(
     ("value", "loss_only"), [(float("nan"), False), (float("inf"), False), (float("inf"), True)], ids=str
@@ -97,6 +97,7 @@ def bad_at_the_end(cfg: FlowRLConfig) -> dict[str, dict[str, Tensor]]:
     return found
 
 
+@pytest.mark.full
 def test_an_algorithms_own_weights_stay_those_of_the_good_step(sd3_folder: Path, tmp_path: Path) -> None:
     keys = ["algorithm.name=diffusion_nft", "algorithm.old_decay_rate=0.2", "rollout.noise_level=0"]
     keys += ["parallel.fsdp_size=1", "trainer.max_bad_steps=2", "trainer.save_freq=10"]

@@ -39,6 +39,7 @@ def of_kinds(model: Path, folder: Path, *keys: str) -> dict[str, LMRLConfig]:
     return {name: tiny_lm_config(model, folder / name, *BLOCKS, *own, *keys) for name, own in KINDS.items()}
 
 
+@pytest.mark.full
 def test_layouts_agree(blocks_folder: Path, tmp_path: Path) -> None:
     """Replicas of shards unmask the same tokens in the same order with bit-identical log-probs, and take the same step;
     so do passes with a token budget, up to rounding.
@@ -162,6 +163,7 @@ def taught(cfg: Any) -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.mark.full
 def test_an_export_has_the_mask_token(lm_folder: Path, tmp_path: Path) -> None:
     """transformers loads it, and RL can start from it; an adapter would lack the token."""
     ema, base = "block_diffusion.ema={decay: 0.7, warmup: false}", AutoTokenizer.from_pretrained(lm_folder)

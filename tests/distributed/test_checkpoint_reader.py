@@ -51,6 +51,7 @@ def replace_metadata(checkpoint: Path, content: bytes) -> None:
     assert complete(checkpoint) is None
 
 
+@pytest.mark.full
 def test_a_payload_that_returns_the_true_metadata(sd3_folder: Path, tmp_path: Path) -> None:
     steps = ("trainer.total_training_steps=2", "trainer.save_freq=1")
     cfg = tiny_config(sd3_folder, tmp_path, *steps)

@@ -62,7 +62,7 @@ def assert_same(alone: list[dict[str, Any]], shared: list[dict[str, Any]]) -> No
             torch.testing.assert_close(part["weights"][name], value, rtol=0, atol=1e-5)
 
 
-@pytest.mark.quick("qwen-lora-2-1")
+@pytest.mark.full
 @pytest.mark.seldom(
     *("qwen-lora-4-2", "qwen-full-2-1", "qwen-full-4-2", "wan-lora-4-2", "wan-full-2-1"),
     *("flux2_klein-lora-4-2", "flux2_klein-full-2-1", "flux2_klein-full-4-2"),
@@ -186,6 +186,7 @@ def test_pairs_of_the_data(qwen_folder: Path, tmp_path: Path) -> None:
 pictures = test_flow_matching.pictures
 
 
+@pytest.mark.full
 def test_supervised_flow_matching(wan_folder: Path, pictures: Path, tmp_path: Path) -> None:
     def configure(name: str, *keys: str) -> FlowMatchingTaskConfig:
         return test_flow_matching.configure(wan_folder, pictures, tmp_path / name, GENTLE, *keys)
@@ -197,6 +198,7 @@ def test_supervised_flow_matching(wan_folder: Path, pictures: Path, tmp_path: Pa
         assert b["actor/grad_norm"] == pytest.approx(a["actor/grad_norm"], rel=1e-4)
 
 
+@pytest.mark.full
 def test_a_teacher(qwen_folder: Path, tmp_path: Path) -> None:
     teacher = test_opd.moved(qwen_folder, tmp_path / "teacher")
     alone, shared = (

@@ -160,6 +160,7 @@ def dist_size() -> int:
     return int(os.environ["WORLD_SIZE"])
 
 
+@pytest.mark.quick("eager-2")
 @pytest.mark.parametrize(
     ("attention", "ranks"), [("sdpa", 2), ("eager", 2), pytest.param("sdpa", 4, marks=pytest.mark.full)]
 )

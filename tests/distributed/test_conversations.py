@@ -117,7 +117,7 @@ def joined(parts: list[dict[str, Any]]) -> list[Any]:
     return [conversation for part in parts for conversation in part["conversations"]]
 
 
-@pytest.mark.quick("keys1")
+@pytest.mark.full
 @pytest.mark.parametrize(
     "keys", [(), ("actor.use_dynamic_bsz=true", "model.use_remove_padding=true", "algorithm.name=reinforce_plus_plus")]
 )
@@ -248,6 +248,7 @@ def collected(cfg: LMRLConfig) -> tuple[torch.Tensor, torch.Tensor]:
     return step.samples.action_reward.sum(1), step.reward
 
 
+@pytest.mark.full
 def test_rewards_of_turns_are_parts_of_the_reward(talker: Path, tmp_path: Path) -> None:
     """Only from the term of the environment, and not from normalised scores."""
     terms = "reward.functions=[{name: environment, weight: 2}, {name: length, weight: 0.01}]"

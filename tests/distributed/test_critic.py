@@ -89,7 +89,7 @@ def leaves(state: dict[str, Any], prefix: str) -> Iterator[tuple[str, Tensor]]:
             yield f"{prefix}{name}", (value.full_tensor() if isinstance(value, DTensor) else value).clone()
 
 
-@pytest.mark.quick("ppo")
+@pytest.mark.full
 @pytest.mark.parametrize(
     "keys",
     [PPO, ("algorithm.name=reinforce_plus_plus", "algorithm.group_baseline=true", "algorithm.gamma=0.9")],

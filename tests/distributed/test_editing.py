@@ -59,7 +59,7 @@ def configure(model: Path, folder: Path, *overrides: str) -> FlowRLConfig:
     )
 
 
-@pytest.mark.quick("lora")
+@pytest.mark.full
 @pytest.mark.parametrize("kind", [LORA, ()], ids=["lora", "full"])
 def test_layouts_agree(kind: tuple[str, ...], qwen_edit_folder: Path, tmp_path: Path) -> None:
     cfg = configure(qwen_edit_folder, tmp_path, *kind)
@@ -128,6 +128,7 @@ def trained(cfg: FlowRLConfig) -> Tensor:
     return torch.cat(parts)
 
 
+@pytest.mark.full
 def test_a_run_from_validation_to_export(
     qwen_edit_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

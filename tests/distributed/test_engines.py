@@ -101,7 +101,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 
 @pytest.mark.seldom("lm-1")
-@pytest.mark.quick("flow-1", "lm-2")
+@pytest.mark.quick("flow-1")
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("made", KINDS, indirect=True)
 def test_an_engine_of_ones_own_samples(made: Made, ranks: int, tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_an_engine_of_ones_own_samples(made: Made, ranks: int, tmp_path: Path) -
 
 
 @pytest.mark.seldom("flow-1", "lm-1", "flow-2")
-@pytest.mark.quick("lm-2")
+@pytest.mark.full
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("made", KINDS, indirect=True)
 def test_log_probs_of_an_engine_that_is_not_exact_are_taken_again(made: Made, ranks: int, tmp_path: Path) -> None:

@@ -164,6 +164,7 @@ def test_a_stopped_evaluation_goes_on_and_two_at_once_are_refused(lm_folder: Pat
     assert written(folder) == written(tmp_path / "whole")
 
 
+@pytest.mark.full
 def test_a_checkpoint_scores_as_in_its_validation_and_beats_no_baseline(sd3_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "reward.py").write_text(REWARD)
     (tmp_path / "held_out.txt").write_text("\n".join(PROMPTS[:3]) + "\n")

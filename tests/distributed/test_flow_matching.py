@@ -63,7 +63,7 @@ def train(cfg: FlowMatchingTaskConfig) -> dict[str, Any]:
     return {"rows": found, "weights": full_weights(job.policy.trained.parameters)}
 
 
-@pytest.mark.quick("adamw")
+@pytest.mark.full
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_layouts_agree(optimizer: str, sd3_folder: Path, pictures: Path, tmp_path: Path) -> None:
     name = f"optim.name={optimizer}"

@@ -189,7 +189,7 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.seldom("lora")
-@pytest.mark.quick("full")
+@pytest.mark.full
 @pytest.mark.parametrize(("world", "kind"), [(1, ()), (2, (LORA,))], ids=["full", "lora"])
 def test_resume_repeats_bit_for_bit(world: int, kind: tuple[str, ...], sd3_folder: Path, tmp_path: Path) -> None:
     """The old policy is in the checkpoint, and samples after the resume."""

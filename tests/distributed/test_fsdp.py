@@ -56,6 +56,7 @@ def gradients(parallel: ParallelConfig) -> tuple[dict[str, Tensor], list[int]]:
     return wholes, there
 
 
+@pytest.mark.quick("shards")
 @pytest.mark.parametrize("ranks", [2, 4], ids=["shards", "two copies of shards"])
 def test_gradients_of_each_micro_batch_are_summed_alike(ranks: int) -> None:
     """Reducing after each micro-batch gives the same numbers as reducing once, and keeps no unsharded gradient."""

@@ -119,6 +119,7 @@ def fit(cfg: JointConfig) -> dict[str, dict[str, Tensor]]:
 KEPT = ("rewrite.keep_originals=4", "painter.actor.ppo_mini_batch_size=8")
 
 
+@pytest.mark.full
 def test_layouts_agree(lm_folder: Path, sd3_folder: Path, tmp_path: Path) -> None:
     """One rank, two ranks, and two replicas of two shards have equal texts, images and rewards, and take equal steps."""
     (alone,) = run_ranks(one_step, 1, joint_config(lm_folder, sd3_folder, tmp_path / "1", *KEPT))
@@ -184,6 +185,7 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(lm_folder: Path, sd3_folder:
     assert ["painter/actor/lr" in row for row in first] == [False, True, False, True]
 
 
+@pytest.mark.quick("writer")
 @pytest.mark.parametrize("trained", ["writer", "painter"])
 def test_the_other_policy_stays_as_it_is(trained: str, lm_folder: Path, sd3_folder: Path, tmp_path: Path) -> None:
     cfg = joint_config(lm_folder, sd3_folder, tmp_path, f"train=[{trained}]", "painter.model.lora_rank=2")
@@ -264,6 +266,7 @@ def odd_steps(cfg: JointConfig) -> tuple[list[dict[str, float]], set[str]]:
     return result, lines.texts
 
 
+@pytest.mark.full
 def test_texts_and_rewards_that_are_missing(lm_folder: Path, sd3_folder: Path, tmp_path: Path) -> None:
     """Texts that are empty, all equal, far too long or with special tokens; some have no reward for both images."""
     (tmp_path / "picky.py").write_text(FAILING)

@@ -70,12 +70,7 @@ def sd3_reference(
     "full-4-parallel.fsdp_size=2",
     "full-2-parallel.fsdp_size=2-parallel.optimizer_offload=true",
 )
-@pytest.mark.quick(
-    "lora-2-parallel.fsdp_size=1",
-    "lora-4-parallel.fsdp_size=2",
-    "full-2-parallel.fsdp_size=2",
-    "full-2-parallel.fsdp_size=2-parallel.param_offload=true",
-)
+@pytest.mark.quick("lora-2-parallel.fsdp_size=1", "full-2-parallel.fsdp_size=2")
 @pytest.mark.parametrize(("world", "layout"), LAYOUTS, ids=lambda v: "-".join(v) if isinstance(v, tuple) else str(v))
 def test_layout(world: int, layout: tuple[str, ...], sd3_reference: Any, sd3_folder: Path, tmp_path: Path) -> None:
     kind, reference = sd3_reference
@@ -103,7 +98,7 @@ def test_replicated_lora_over_a_sharded_base(qwen_folder: Path, tmp_path: Path) 
 
 
 @pytest.mark.seldom("flux-full", "z_image-lora")
-@pytest.mark.quick("flux-lora", "z_image-full")
+@pytest.mark.quick("z_image-full")
 @pytest.mark.parametrize("kind", [LORA, ()], ids=["lora", "full"])
 @pytest.mark.parametrize("family", ["flux", "z_image"])
 def test_shards_of_other_families(

@@ -61,6 +61,7 @@ def gradients(
     return total, full_weights(grads)
 
 
+@pytest.mark.quick("full")
 @pytest.mark.parametrize(
     "keys",
     [
@@ -83,7 +84,7 @@ def test_loss_and_gradient_are_those_of_one_process(keys: dict[str, Any], tmp_pa
                 assert (gradient - wanted[name]).abs().max() < 1e-6, name
 
 
-@pytest.mark.quick("keys1", "keys2")
+@pytest.mark.quick("keys1")
 @pytest.mark.parametrize("keys", [{}, {"gradient_checkpointing": True}, {"lora_rank": 4}])
 def test_experts_on_ranks_of_their_own(keys: dict[str, Any], tmp_path: Path) -> None:
     """The same loss and gradient if tokens are sent to the experts, also within replicas."""
@@ -140,7 +141,7 @@ def test_a_flow_model_has_no_experts_to_spread(sd3_folder: Path, tmp_path: Path)
         run_ranks(jobs.one_step, 2, cfg)
 
 
-@pytest.mark.quick("lora")
+@pytest.mark.full
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 def test_a_job_from_the_hub_to_the_hub(lora: bool, tmp_path: Path) -> None:
     """Two ranks sample, train and save; the export has the hub's tensors, with an unchanged router bias."""

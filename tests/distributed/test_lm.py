@@ -23,7 +23,7 @@ def joined(parts: list[dict[str, Any]], key: str) -> Any:
     return torch.cat([part[key] for part in parts])
 
 
-@pytest.mark.quick("lora")
+@pytest.mark.full
 @pytest.mark.parametrize("kind", [LORA, ()], ids=["lora", "full"])
 def test_layouts_agree(kind: tuple[str, ...], lm_folder: Path, tmp_path: Path) -> None:
     """Replicas, shards and both sample the same texts with bit-identical log-probs, and take the same step."""
@@ -125,6 +125,7 @@ def test_a_resumed_run_keeps_its_prompts(lm_folder: Path, tmp_path: Path) -> Non
         run_ranks(fit, 1, job("parts", 3))
 
 
+@pytest.mark.full
 def test_a_resumed_run_is_the_run(lm_folder: Path, tmp_path: Path) -> None:
     """Bit for bit, with the reference and resampled prompts."""
     keys = (KL, "rollout.max_num_gen_batches=2", "parallel.fsdp_size=2", "trainer.save_freq=2")

@@ -37,7 +37,7 @@ def watched(cfg: Any) -> dict[str, Any]:
         return one_step(cfg) | {"passes": passes}
 
 
-@pytest.mark.quick("packed")
+@pytest.mark.full
 @pytest.mark.parametrize("own", [(PADDED,), (PACKED,), (PACKED, GROUPED)], ids=["padded", "packed", "prompts once"])
 def test_the_step_is_that_of_fixed_micro_batches(own: tuple[str, ...], lm_folder: Path, tmp_path: Path) -> None:
     mask = "rollout.mask_truncated=true"

@@ -67,6 +67,7 @@ def test_parts_are_those_of_the_whole(
         assert torch.equal(found[name], value), name
 
 
+@pytest.mark.full
 def test_a_rank_reads_and_casts_its_part(tmp_path: Path) -> None:
     """MB of four ranks, of a file in bfloat16 and weights in float32."""
     size = run_ranks(write, 1, tmp_path, 2048, 1, init=False)[0]

@@ -123,7 +123,7 @@ def check(name: str, model: Path, tmp_path: Path, *packed: str) -> dict[str, flo
 
 
 @pytest.mark.seldom("rloo")
-@pytest.mark.quick("grpo", "ppo")
+@pytest.mark.quick("grpo")
 @pytest.mark.parametrize("name", TOKENS)
 def test_tokens(name: str, lm_folder: Path, tmp_path: Path) -> None:
     row = check(name, lm_folder, tmp_path, PACKED)
@@ -131,7 +131,7 @@ def test_tokens(name: str, lm_folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.seldom("cps", "dance_grpo", "mix_grpo", "tempflow_grpo")  # flow_grpo's loss
-@pytest.mark.quick("flow_grpo", "diffusion_dpo")
+@pytest.mark.quick("diffusion_dpo")
 @pytest.mark.parametrize("name", FLOW)
 def test_flow(name: str, sd3_folder: Path, tmp_path: Path) -> None:
     row = check(name, sd3_folder, tmp_path)
@@ -182,6 +182,7 @@ def test_a_plain_loop_over_tokens(kind: str, lm_folder: Path, tmp_path: Path) ->
 # --- the decision to stop early
 
 
+@pytest.mark.full
 def test_the_updates_of_a_step_end_early_on_all_layouts_or_on_none(lm_folder: Path, tmp_path: Path) -> None:
     """With a limit just below the second update's mean ratio, and just above it."""
     ((free,),) = run_ranks(steps, 1, [job("grpo", lm_folder, tmp_path / "free", 3)])

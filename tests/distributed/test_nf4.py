@@ -37,7 +37,7 @@ def log_probs(parts: list[dict[str, Any]]) -> torch.Tensor:
 
 
 @pytest.mark.seldom("flow-float32", "text-bfloat16", "blocks-float32", "blocks-bfloat16")
-@pytest.mark.quick("text-float32")
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_a_step_is_exact_on_every_layout(kind: str, dtype: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:

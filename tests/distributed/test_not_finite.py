@@ -63,6 +63,7 @@ def broken_after_two(cfg: FlowRLConfig) -> str:
     return str(raised.value)
 
 
+@pytest.mark.full
 def test_weights_that_are_saved(sd3_folder: Path, tmp_path: Path) -> None:
     settings = ("trainer.total_training_steps=4", "trainer.save_freq=1", "parallel.fsdp_size=1")
     cfg = tiny_config(sd3_folder, tmp_path, *settings)

@@ -37,7 +37,7 @@ def joined(ranks: Sequence[list[tuple[float, float]]]) -> list[tuple[float, floa
     return [rate for rank in ranks for rate in rank]
 
 
-@pytest.mark.quick("seeded")
+@pytest.mark.full
 @pytest.mark.seldom("as sampled", "both")
 @pytest.mark.parametrize(
     "options",

@@ -78,6 +78,7 @@ def joined(parts: list[list[dict[str, Any]]], name: str) -> list[Any]:
     return steps
 
 
+@pytest.mark.full
 def test_layouts_train_the_same_groups(lm_folder: Path, tmp_path: Path) -> None:
     """Each group once and completely, within its staleness; tokens have log-probs of the weights that sampled them."""
     one = run_ranks(drawn, 1, job(lm_folder, tmp_path / "1", "optim.lr=1e-2"))

@@ -335,7 +335,7 @@ def messages(cfg: FlowRLConfig) -> dict[tuple[str, int], float]:
     return mail.received
 
 
-@pytest.mark.quick("lora")
+@pytest.mark.full
 @pytest.mark.parametrize(
     "overrides",
     [

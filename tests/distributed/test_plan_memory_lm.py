@@ -210,7 +210,7 @@ def in_blocks(folder: Path) -> tuple[str, int]:
     raise AssertionError("some length divides")
 
 
-@pytest.mark.quick("coupled")
+@pytest.mark.full
 @needs_glibc
 @pytest.mark.parametrize(
     ("ranks", "overrides"),

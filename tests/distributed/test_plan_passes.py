@@ -96,7 +96,7 @@ def compare(cfg: FlowRLConfig, ranks: int) -> dict[str, list[int]]:
     return took
 
 
-@pytest.mark.quick("transitions", "pairs", "pairs that fill no micro-batch")
+@pytest.mark.quick("pairs")
 @pytest.mark.parametrize(
     ("name", "keys", "ranks", "trained", "viewed"),
     [

@@ -45,6 +45,7 @@ def assert_same_step(one: list[dict[str, Any]], two: list[dict[str, Any]], lr: f
     assert_same_weights(one[0]["weights"], two[0]["weights"], lr)
 
 
+@pytest.mark.full
 @pytest.mark.seldom("full")
 @pytest.mark.parametrize("kind", [(), (LORA, "algorithm.kl_loss_coef=0.01")], ids=["full", "lora"])
 def test_layouts_agree(kind: tuple[str, ...], sd3_folder: Path, tmp_path: Path) -> None:

@@ -132,7 +132,7 @@ def waits(record: Record, phase: str) -> dict[str, int]:
     return counts
 
 
-@pytest.mark.quick("sd3_lora")
+@pytest.mark.full
 @pytest.mark.seldom("experts", "joint", "sd3_full", "inference", "ppo", "roles")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.long) if name in ALIKE else name for name in JOBS]

@@ -27,7 +27,7 @@ def stop_after(folder: Path, step: int) -> None:
 
 
 @pytest.mark.seldom("1-1-lora", "1-1-full", "2-2-full")
-@pytest.mark.quick("2-2-lora")
+@pytest.mark.full
 @pytest.mark.parametrize("kind", [LORA, ("actor.ema.decay=0.9",)], ids=["lora", "full"])
 @pytest.mark.parametrize(("world", "fsdp"), [(1, 1), (2, 2)])
 def test_resume_repeats_bit_for_bit(
@@ -81,7 +81,7 @@ def test_offloaded_states_are_saved_and_resumed(
 
 
 @pytest.mark.seldom("4-2-1", "2-4-2")
-@pytest.mark.quick("1-2-2")
+@pytest.mark.full
 @pytest.mark.parametrize(("before", "after", "fsdp"), [(1, 2, 2), (4, 2, 1), (2, 4, 2)])
 def test_resume_on_other_ranks(before: int, after: int, fsdp: int, sd3_folder: Path, tmp_path: Path) -> None:
     fixed = ("rollout.micro_batch_size_per_gpu=4", "actor.ppo_micro_batch_size_per_gpu=2")
@@ -110,6 +110,7 @@ def test_only_what_is_trained_is_saved(sd3_folder: Path, tmp_path: Path) -> None
     assert set(saved) == expected
 
 
+@pytest.mark.full
 def test_damaged_checkpoints_are_passed_over(
     sd3_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

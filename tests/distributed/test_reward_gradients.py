@@ -31,7 +31,7 @@ RULES = [
 @pytest.mark.seldom(
     "draft-model.lora_rank=4-algorithm.noise_draws=2", "refl-algorithm.last_steps=2-algorithm.kl_loss_coef=0.01"
 )
-@pytest.mark.quick("draft-algorithm.last_steps=2")
+@pytest.mark.full
 @pytest.mark.parametrize(("name", "kind"), RULES, ids=lambda v: v if isinstance(v, str) else "-".join(v))
 def test_layouts_agree(name: str, kind: tuple[str, ...], sd3_folder: Path, tmp_path: Path) -> None:
     """On one rank and on two ranks that shard the weights, with other micro-batches and recomputed blocks."""

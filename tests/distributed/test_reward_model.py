@@ -49,7 +49,7 @@ def section(model: Path, **settings: Any) -> RewardModelConfig:
     return RewardModelConfig(path=str(model), engine="transformers", **wanted)
 
 
-@pytest.mark.quick("2-settings1", "4-settings4")
+@pytest.mark.quick("2-settings1")
 @pytest.mark.parametrize(
     ("world", "settings"),
     [
@@ -346,6 +346,7 @@ def waiting(cfg: Any, answered: Path) -> dict[str, Any]:
     return step_and_terms(cfg)
 
 
+@pytest.mark.full
 def test_a_model_on_some_ranks_answers_while_others_sample(sd3_folder: Path, judge_model: Path, tmp_path: Path) -> None:
     """The step is the same as with asking afterwards."""
     judges = (*settings(judge_model, "{name: vlm_ocr}"), ENGINE, "reward.model.placement=ranks 1-1")

@@ -56,7 +56,7 @@ def kind(request: pytest.FixtureRequest, lm_folder: Path, blocks_folder: Path, s
     return (pictures if request.param == "flow-lora" else language), config
 
 
-@pytest.mark.quick("lm")
+@pytest.mark.full
 @pytest.mark.seldom("lm-lora")
 def test_roles_learn_what_all_ranks_learn(kind: tuple[Job, Job], tmp_path: Path) -> None:
     """Synchronous: bit-identical samples, gradients and validations, sharded or not."""
@@ -106,7 +106,7 @@ def test_shards_of_other_widths(kind: tuple[Job, Job], tmp_path: Path) -> None:
 
 
 @pytest.mark.seldom("lm-lora", "blocks")
-@pytest.mark.quick("lm")
+@pytest.mark.full
 def test_parts_are_the_step(kind: tuple[Job, Job], tmp_path: Path) -> None:
     """Pipelined: a part's samples are trained while the next ones are drawn, with the gradient of the whole step."""
     build, config = kind

@@ -23,6 +23,7 @@ def needs_key(images, prompts, metadata, key):
 """
 
 
+@pytest.mark.quick("'${oc.create:\"{key: Bearer ${oc.env:PHALANX_TEST_KEY}}\"}'")
 @pytest.mark.parametrize(
     "kwargs",
     ["{key: 'Bearer ${oc.env:PHALANX_TEST_KEY}'}", "'${oc.create:\"{key: Bearer ${oc.env:PHALANX_TEST_KEY}}\"}'"],

@@ -80,6 +80,7 @@ def text(cfg: Any, at: int) -> Any:
     return told(build, cfg, at)
 
 
+@pytest.mark.full
 def test_a_stop_within_an_update(sd3_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The launcher's patience is 0 s here: one warning says so, after the first step that ended."""
     monkeypatch.setenv(SHUTDOWN, "0")

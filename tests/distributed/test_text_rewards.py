@@ -34,6 +34,7 @@ def section(model: Path, **settings: Any) -> RewardModelConfig:
     return RewardModelConfig(path=str(model), engine="transformers", **wanted)
 
 
+@pytest.mark.quick("1-settings0", "3-settings2")
 @pytest.mark.parametrize(
     ("world", "settings"),
     [(1, {}), (2, {"tensor_parallel_size": 2, "micro_batch_size": 2}), (3, {"placement": "ranks 1-1"})],

@@ -62,6 +62,7 @@ def sampled(cfg: Any, memory: list[int], port: int) -> tuple[int, list[list[str]
     return together, found
 
 
+@pytest.mark.full
 def test_ranks_decode_as_many_as_the_smallest_gpu_holds(lm_folder: Path, tmp_path: Path) -> None:
     """The other GPU could hold all 8 responses; the plan knows the number, and the tokens are the same."""
     cfg, few = tiny_lm_config(lm_folder, tmp_path, NULL), int(3.5 * EACH / SHARE)

@@ -28,6 +28,7 @@ def one_step(cfg: RLConfig) -> dict[str, Any]:
     }
 
 
+@pytest.mark.quick("seq-mean-token-sum-norm")
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
 def test_ragged_actions_have_one_gradient_in_every_layout(mode: str, tmp_path: Path) -> None:
     cfg = word_config(tmp_path, f"actor.loss_agg_mode={mode}", "parallel.fsdp_size=1")
@@ -154,6 +155,7 @@ def with_critic(cfg: RLConfig, stop: int) -> dict[str, Any]:
     return weights | {"updates": torch.tensor([t.job.state.updates, critic.updates])}
 
 
+@pytest.mark.quick("1")
 @pytest.mark.parametrize("width", [1, 2])
 def test_two_models_are_saved_and_resumed_together(width: int, tmp_path: Path) -> None:
     keys = ["trainer.total_training_steps=4", "trainer.save_freq=1", f"parallel.fsdp_size={width}"]

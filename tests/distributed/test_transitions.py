@@ -51,10 +51,7 @@ def assert_same_step(one: dict[str, Any], two: list[dict[str, Any]]) -> None:
     "grpo_guard-model.lora_rank=4-algorithm.kl_loss_coef=0.04",
     "grpo_guard-rollout.sde_type=dance_sde-algorithm.importance=sequence",
 )
-@pytest.mark.quick(
-    "flow_dppo-model.lora_rank=4-algorithm.threshold=1e-9",
-    "flow_grpo-model.lora_rank=4-algorithm.group_filter=top_bottom-algorithm.group_filter_k=1",
-)
+@pytest.mark.quick("flow_grpo-model.lora_rank=4-algorithm.group_filter=top_bottom-algorithm.group_filter_k=1")
 @pytest.mark.parametrize(("name", "kind"), RULES, ids=lambda v: v if isinstance(v, str) else "-".join(v))
 def test_layouts_agree(name: str, kind: tuple[str, ...], sd3_folder: Path, tmp_path: Path) -> None:
     cfg = configure(sd3_folder, tmp_path, name, *kind)

@@ -66,6 +66,7 @@ def test_layouts_agree(family: str, name: str, request: pytest.FixtureRequest, t
     assert_same_step(one, run_ranks(one_step, 2, cfg), cfg.optim.lr)
 
 
+@pytest.mark.full
 @pytest.mark.seldom("full")
 @pytest.mark.parametrize("kind", [("model.lora_rank=4",), ()], ids=["lora", "full"])
 def test_shards_and_replicas_agree(kind: tuple[str, ...], wan_folder: Path, tmp_path: Path) -> None:
@@ -178,6 +179,7 @@ def run_sample(overrides: list[str]) -> None:
     Generator(load_config(SampleConfig, None, overrides)).run()
 
 
+@pytest.mark.full
 def test_a_checkpoint_is_sampled_as_mp4(trained: tuple[Path, Tensor], tmp_path: Path) -> None:
     wanted = [f"checkpoint={trained[0]}", f"prompts=['{PROMPTS[3]}']", f"output_dir={tmp_path}"]
     run_ranks(run_sample, 1, wanted)

@@ -123,7 +123,7 @@ def logits_of(model: Any, folder: Path) -> Tensor:
     return logits
 
 
-@pytest.mark.quick("weights", "lora")
+@pytest.mark.quick("weights")
 @pytest.mark.parametrize(
     ("rank", "frozen"), [(0, True), (0, False), (4, True)], ids=["weights", "with the tower", "lora"]
 )

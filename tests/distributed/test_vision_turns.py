@@ -102,6 +102,7 @@ TOGETHER = ("rollout.micro_batch_size_per_gpu=16",)  # conversations with images
 PACKED = ("model.use_remove_padding=true", "actor.use_dynamic_bsz=true", "actor.ppo_max_token_len_per_gpu=400")
 
 
+@pytest.mark.full
 def test_turns_behind_images_are_those_of_transformers_on_any_layout(talker: Path, tmp_path: Path) -> None:
     """In two updates per step, padded and packed."""
     (alone,) = run_ranks(one_step, 1, config_of(talker, tmp_path / "alone", *TOGETHER))

@@ -64,6 +64,7 @@ def i2v(model: Path, folder: Path, *overrides: str) -> FlowRLConfig:
     return tiny_config(model, folder, *VIDEO, "model.family=wan_i2v", *files, *LORA, *overrides)
 
 
+@pytest.mark.full
 @pytest.mark.seldom("2.1", "5b")
 @pytest.mark.parametrize("kind", ["2.1", "2.2", "5b"])
 def test_image_to_video_on_any_ranks(kind: str, datasets_cache: None, tmp_path: Path) -> None:

@@ -151,7 +151,7 @@ def distance(a: Tensor, b: Tensor) -> float:
 
 
 @pytest.mark.seldom("sd3-pissa-model", "flux-lora-model", "z-lora-model", "klein-lora-model")
-@pytest.mark.quick("sd3-lora-ema", "qwen-lora-model")
+@pytest.mark.quick("qwen-lora-model")
 @pytest.mark.parametrize("weights", ["ema", "model"])
 @pytest.mark.parametrize("name", ["sd3-lora", "qwen-lora", "sd3-pissa", "flux-lora", "z-lora", "klein-lora"])
 def test_lora(name: str, weights: str, trained: Runs, tmp_path: Path) -> None:
@@ -171,7 +171,7 @@ def test_lora(name: str, weights: str, trained: Runs, tmp_path: Path) -> None:
     assert distance(stock_images(pipeline), run.images[weights]) < 1e-4
 
 
-@pytest.mark.quick("sd3-lora")
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["sd3-lora", "sd3-pissa", "qwen-lora"])
 def test_a_merged_lora(name: str, trained: Runs, tmp_path: Path) -> None:
     run = trained(name)
@@ -183,6 +183,7 @@ def test_a_merged_lora(name: str, trained: Runs, tmp_path: Path) -> None:
         assert torch.equal(tensor, exact[key].bfloat16())
 
 
+@pytest.mark.full
 def test_lora_file(trained: Runs, tmp_path: Path) -> None:
     run = trained("sd3-lora")
     file = export(tmp_path / "a", run.folder) / "pytorch_lora_weights.safetensors"
@@ -220,6 +221,7 @@ def same(file: Path, folder: Path, other: Path) -> bool:
     return twin.is_file() and twin.read_bytes() == file.read_bytes()
 
 
+@pytest.mark.full
 def test_command_line_and_dtype(trained: Runs, tmp_path: Path) -> None:
     run = trained("sd3-full")
     job = run_task(["tasks/export_checkpoint.py", f"checkpoint={run.folder}", "weights=model", "dtype=bfloat16"])
@@ -306,6 +308,7 @@ def test_damage_within_a_file_is_told(copy: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "export").exists()
 
 
+@pytest.mark.full
 def test_the_configuration_of_the_run_is_needed(copy: Path) -> None:
     file = copy / "config.yaml"
     text = file.read_text()
@@ -322,6 +325,7 @@ def test_the_configuration_of_the_run_is_needed(copy: Path) -> None:
     assert refused(f"checkpoint={copy}") == f"{file} is missing; it says which model the checkpoints belong to"
 
 
+@pytest.mark.full
 def test_another_model_is_refused(trained: Runs, qwen_folder: Path, tmp_path: Path) -> None:
     run, wrong = trained("sd3-full"), qwen_folder
     with pytest.raises(ValueError) as error:

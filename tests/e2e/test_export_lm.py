@@ -111,7 +111,7 @@ def test_all_weights(trained: Runs, tmp_path: Path) -> None:
     assert settings == {k: v for k, v in json.loads((run.base / "config.json").read_text()).items() if k != "dtype"}
 
 
-@pytest.mark.quick("lora", "pissa")
+@pytest.mark.quick("pissa")
 @pytest.mark.parametrize("name", ["lora", "pissa", "pissa-bfloat16"])
 def test_lora(name: str, trained: Runs, tmp_path: Path) -> None:
     run = trained(name)

@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from phalanx.config.lm import LMRLConfig
 from phalanx.config.tasks import ExportConfig, GenerateConfig
 from phalanx.run import lm_rl
@@ -52,6 +54,7 @@ def write_prompts(folder: Path) -> Path:
     return file
 
 
+@pytest.mark.full
 def test_a_checkpoint_and_its_export_write_what_validation_did(tmp_path: Path) -> None:
     model, prompts = tiny_vision(tmp_path / "model", "qwen3_vl"), write_prompts(tmp_path)
     run_ranks(train, 1, model, tmp_path / "run", prompts)

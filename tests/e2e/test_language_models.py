@@ -98,6 +98,7 @@ def test_a_mistake_is_told(key: str, message: str, lm_folder: Path, tmp_path: Pa
     assert said.startswith(message.format(folder=tmp_path)) and "\n" not in said
 
 
+@pytest.mark.full
 def test_files_are_looked_at_before_a_rank_starts(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     done = torchrun([TASK, CONFIG, f"model.path={tmp_path}"], nproc=2)

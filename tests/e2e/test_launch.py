@@ -52,6 +52,7 @@ def script(folder: Path, what: str, each: str = "pass") -> Path:
     return path
 
 
+@pytest.mark.quick("1")
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_a_mistake_is_one_line_on_each_node(nodes: int) -> None:
     arguments = [TASK, CONFIG, "rollout.nn=3"]
@@ -61,6 +62,7 @@ def test_a_mistake_is_one_line_on_each_node(nodes: int) -> None:
         assert done.stderr == "error: unknown key rollout.nn; did you mean rollout.n?\n"
 
 
+@pytest.mark.quick("model.path=/none-model.path: '/none': no such folder")
 @pytest.mark.parametrize(
     ("mistake", "message"),
     [
@@ -77,6 +79,7 @@ def test_files_are_looked_at_before_a_rank_starts(mistake: str, message: str) ->
     assert done.returncode == 2 and done.stderr.startswith(f"error: {message}") and done.stderr.count("\n") == 1
 
 
+@pytest.mark.full
 def test_an_error_of_the_ranks_is_one_line(tmp_path: Path) -> None:
     """For a mistake that only a running rank detects; its exit status is that of the job."""
     done = torchrun([TASK, CONFIG, UNEVEN, f"trainer.output_dir={tmp_path / 'out'}"], nproc=2)
@@ -85,6 +88,10 @@ def test_an_error_of_the_ranks_is_one_line(tmp_path: Path) -> None:
     assert len(said.splitlines()) == 1
 
 
+@pytest.mark.quick(
+    "os._exit(7)-7-ended with status 7, without a word-1",
+    "os.kill(os.getpid(), signal.SIGKILL)-137-was killed by SIGKILL, possibly out of memory-1",
+)
 @pytest.mark.parametrize("nproc", [1, 2])
 @pytest.mark.parametrize(
     ("what", "status", "message"),
@@ -278,6 +285,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
             os.kill(int(file.read_text()), signal.SIGKILL)
 
 
+@pytest.mark.quick("launcher-1-1", "train.sh-1-1", "train.sh-1-2")
 @pytest.mark.parametrize(
     ("whom", "nodes", "nproc"), [("train.sh", 1, 1), ("train.sh", 1, 2), ("launcher", 1, 1), ("launcher", 2, 2)]
 )
@@ -296,6 +304,7 @@ def test_ranks_do_not_outlive_their_launcher(whom: str, nodes: int, nproc: int, 
         process.wait(LIMIT_S)
 
 
+@pytest.mark.quick("1")
 @pytest.mark.parametrize("nproc", [1, 2])
 def test_a_rank_that_does_not_stop_is_ended_after_the_grace(nproc: int, folder: Path) -> None:
     [process] = started(folder, nproc=nproc, what="signal.signal(signal.SIGTERM, signal.SIG_IGN)", GRACE_S="2")

@@ -68,7 +68,7 @@ def train(base: Path, folder: Path, overrides: tuple[str, ...]) -> dict[str, Ten
     return images | {"model": sample(trainer), "reference": sample(trainer, "reference")}
 
 
-@pytest.mark.quick("lora", "nf4")
+@pytest.mark.quick("lora")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_from_a_lora(kind: str, sd3_folder: Path, tmp_path: Path) -> None:
     lora = write_lora(sd3_folder, tmp_path / "lora", "ff.net.2")
@@ -98,6 +98,7 @@ def test_a_resume_with_another_lora_is_refused(sd3_folder: Path, tmp_path: Path)
         run_ranks(train, 1, sd3_folder, tmp_path, LORA)
 
 
+@pytest.mark.quick("null")
 @pytest.mark.parametrize("quantization", ["null", "nf4"])
 def test_a_language_model_from_an_adapter(quantization: str, lm_folder: Path, tmp_path: Path) -> None:
     """In 4 bits, the adapter is added to the rounded weights, as peft does, and the export is added to these too."""

@@ -41,7 +41,7 @@ def run_example(name: str, *arguments: str) -> str:
 
 
 @pytest.mark.seldom("flowgrpo")
-@pytest.mark.quick("grpo")
+@pytest.mark.full
 @pytest.mark.parametrize(("kind", "keys"), [("flowgrpo", FLOW), ("grpo", TEXT)], ids=["flowgrpo", "grpo"])
 def test_a_loop_in_one_file_takes_the_jobs_steps(kind: str, keys: tuple[str, ...], tmp_path: Path) -> None:
     config = f"configs/{kind}/quickstart.yaml"
@@ -87,7 +87,7 @@ def step_files(kind: str) -> str:
 
 
 @pytest.mark.seldom("text-34")
-@pytest.mark.quick("flow-38")
+@pytest.mark.full
 @pytest.mark.parametrize(("kind", "most"), [("flow", 38), ("text", 34)])
 def test_a_step_runs_through_few_files(kind: str, most: int) -> None:
     """So that a reader can follow a step: at most seven of the core's files are in training/, and three are about the

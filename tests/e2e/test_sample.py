@@ -75,7 +75,7 @@ def test_a_model_folder(family: str, request: pytest.FixtureRequest, tmp_path: P
     assert difference(ours, stock) <= 1  # a value halfway between two levels may be rounded up or down
 
 
-@pytest.mark.quick("sd3-full")
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["sd3-full", "sd3-pissa", "qwen-lora"])
 def test_a_checkpoint(name: str, trained: Runs, tmp_path: Path) -> None:
     """Model, sizes, guidance and seed come from the run: the images are bit-equal to those of its validation."""
@@ -88,6 +88,7 @@ def test_a_checkpoint(name: str, trained: Runs, tmp_path: Path) -> None:
     assert other.shape == (2, 3, 16, 32)
 
 
+@pytest.mark.full
 def test_ranks_share_the_work_and_change_nothing(trained: Runs, tmp_path: Path) -> None:
     file = tmp_path / "prompts.txt"
     file.write_text("one\ntwo words\nthree or more words\n")

@@ -152,7 +152,7 @@ def bare(name: str) -> str:
     return f"import runpy, sys; sys.modules[{name!r}] = None; sys.argv = ['x', 'port=0']; runpy.run_path({TASK!r}, run_name='__main__')"
 
 
-@pytest.mark.quick("open", "key")
+@pytest.mark.quick("key")
 @pytest.mark.parametrize(
     ("command", "message"),
     [
@@ -188,6 +188,7 @@ def trained(folder: Path, model: Path, functions: str, ranks: int) -> tuple[list
     return [{k: v for k, v in row.items() if not k.startswith(("time/", "perf/"))} for row in rows], weights
 
 
+@pytest.mark.full
 @pytest.mark.seldom("multipart")
 @pytest.mark.parametrize("encoding", ["json", "multipart"])
 def test_a_job_learns_the_same_from_a_server(server: str, encoding: str, sd3_folder: Path, tmp_path: Path) -> None:
@@ -223,6 +224,7 @@ def test_a_dead_server_ends_a_job_of_two_ranks(sd3_folder: Path, tmp_path: Path)
     ]
 
 
+@pytest.mark.full
 def test_a_job_goes_on_without_its_server_where_that_is_configured(sd3_folder: Path, tmp_path: Path) -> None:
     """Each rank reports the missing scores, and the job still learns from its other reward."""
     (tmp_path / "prompts.txt").write_text('the "alpha"\na "beta"\na "gamma"\nthe "delta"\n')

@@ -50,6 +50,7 @@ def test_quickstart_learns(tmp_path: Path) -> None:
     assert "Content-Security-Policy\" content=\"default-src 'none'; img-src data:;" in report  # it loads nothing
 
 
+@pytest.mark.full
 def test_two_nodes_are_one_world(sd3_folder: Path, tmp_path: Path) -> None:
     """Two torchruns with one rank each, which differ only in NNODES and NODE_RANK, act as two ranks on one node."""
     fixed = ["parallel.fsdp_size=1", "rollout.micro_batch_size_per_gpu=4"]

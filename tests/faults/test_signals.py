@@ -25,7 +25,7 @@ def unstopped(model: Path, folder: Path, total: int, *overrides: str) -> list[di
     return rows(folder)
 
 
-@pytest.mark.quick("SIGTERM in a rollout")
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("number", "status", "phase"),
     [

@@ -31,6 +31,7 @@ def faults(*words: str, **environment: str) -> int:
     return int(done.stdout)
 
 
+@pytest.mark.full
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="malloc's thresholds are glibc's")
 def test_freed_pages_are_kept() -> None:
     all_of_them = 10 * 2 * 40_000_000 // os.sysconf("SC_PAGE_SIZE")

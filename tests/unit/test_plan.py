@@ -259,6 +259,7 @@ def test_compiled_blocks_are_counted_as_plain_ones(tmp_path: Path, sd3_folder: P
     assert plan_job(tiny_config(sd3_folder, tmp_path, "model.compile=true"), {"nproc": "1"}) == plain
 
 
+@pytest.mark.full
 def test_the_command() -> None:
     task, config = "tasks/train_flowgrpo.py", "configs/flowgrpo/quickstart.yaml"
     done = run(

@@ -24,6 +24,7 @@ from tests.unit.test_plan_lm import SHIPPED_LM
 # -- the model without its weights --------------------------------------------------------------------------------
 
 
+@pytest.mark.quick("flux-1", "wan-2", "flux2_klein-2")
 @pytest.mark.parametrize(
     ("family", "branches"),
     [
@@ -42,6 +43,7 @@ def test_a_plan_of_each_family(
     assert "  update " in text and "TFLOP" in text
 
 
+@pytest.mark.quick("lora-sd3", "lora-qwen", "full-wan", "full-flux2_klein")
 @pytest.mark.parametrize(
     "family", ["sd3", "sd3_t5", "qwen", "qwen_21", "flux", "z_image", "wan", "flux2", "flux2_klein", "hunyuan", "ltx2"]
 )

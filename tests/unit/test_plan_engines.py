@@ -61,6 +61,7 @@ def judge_phase(memory: Memory) -> int:
     return judge.other - phases["update"].other
 
 
+@pytest.mark.full
 def test_a_sleeping_reward_model(sd3_folder: Path, tmp_path: Path, reward_folder: Path) -> None:
     """It is on the device while it scores, and on the host throughout; one that does not sleep is held instead."""
     cfg = judged(sd3_folder, tmp_path, reward_folder, "reward.model.gpu_memory_utilization=0.25")
@@ -308,6 +309,7 @@ def test_a_teacher_that_cannot_be(sd3_folder: Path, qwen_folder: Path, tmp_path:
         assert str(error.value) == f"algorithm.teacher_path: {reason}"
 
 
+@pytest.mark.quick("full")
 @pytest.mark.parametrize("keys", [["model.lora_rank=4", "model.dtype=bfloat16"], []], ids=["lora", "full"])
 def test_the_copy_of_a_sampling_engine(keys: list[str], sd3_folder: Path, tmp_path: Path) -> None:
     """The transformer without its LoRA, whole and in model.dtype on each rank, while it samples."""

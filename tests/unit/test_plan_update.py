@@ -35,7 +35,7 @@ def config(*keys: str) -> LMRLConfig:
 
 
 @pytest.mark.seldom("four passes, each reduced", "four passes", "one pass")
-@pytest.mark.quick("two passes")
+@pytest.mark.full
 @pytest.mark.parametrize(
     "keys",
     [
@@ -120,6 +120,7 @@ def test_a_qwen3s_update(keys: list[str], lm_folder: Path, tmp_path: Path, monke
     assert_agrees(lambda: tiny_lm_config(lm_folder, tmp_path, *TINY, *keys), monkeypatch)
 
 
+@pytest.mark.quick("full")
 @pytest.mark.parametrize("keys", [[], LORA], ids=["full", "LoRA"])
 def test_the_update_of_experts_in_blocks(keys: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tiny_llada2(tmp_path / "base")
