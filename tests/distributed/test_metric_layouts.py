@@ -28,7 +28,7 @@ SAMPLES = 12  # 4 prompts x 3
 # micro-batches on one rank, whose update has 6 samples, and on each of two; three samples would cut a pair in two
 MICROS = {pairs: ((1, 2, 6), 1) if pairs else ((1, 3, 6), 3) for pairs in (True, False)}
 PACKED = "model.use_remove_padding=true"
-GRADED = ROOT / "tests" / "graded.py"
+GRADED = ROOT / "tests" / "helpers" / "graded.py"
 # small steps, since AdamW's first ones are as large for a gradient of rounding errors as for any other
 TINY = ("rollout.n=3", "rollout.micro_batch_size_per_gpu=6", "parallel.fsdp_size=1", "optim.lr=1e-5")
 
