@@ -40,7 +40,11 @@ OF_TEXTS = ("reward.functions=[{name: length}, {name: llm_judge, weight: 0}]", *
 OF_IMAGES = ("reward.functions=[{name: jpeg_incompressibility}, {name: vlm_ocr, weight: 0}]", *JUDGE)
 IN_VLLM = (*OF_TEXTS, "rollout.engine=vllm", "rollout.max_sync_error=100", "reward.model.engine=vllm")
 FOUR = "rollout.micro_batch_size_per_gpu=4"
-OF_LIGHT = (FOUR, f"reward.functions=[{{path: '{ROOT / 'tests' / 'graded.py'}:brightness'}}]", "algorithm.last_steps=2")
+OF_LIGHT = (
+    FOUR,
+    f"reward.functions=[{{path: '{ROOT / 'tests' / 'helpers' / 'graded.py'}:brightness'}}]",
+    "algorithm.last_steps=2",
+)
 PARTIAL = ("rollout.partial_rollout=true", "rollout.partial_rollout_tokens=4", "rollout.max_staleness=2")
 APART = ("placement={rollout: 0, inference: 1, actor: 2}",)
 # by name: the folder of a model, the keys, and the ranks
