@@ -307,6 +307,20 @@ def undeclared_errors(module: Module) -> list[str]:
 
 
 MODULES = read_modules()
+NAMES = {f"phalanx.{module.name}".rstrip(".") for module in MODULES}
+
+
+def missing_errors(module: Module) -> list[str]:
+    """Modules of phalanx that are imported and do not exist; mypy accepts those."""
+    found = set()
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            found.add(node.module)
+    return [f"{module.name} imports {n}, which is not there" for n in sorted(found - NAMES) if within(n, "phalanx")]
+
+
 PACKAGE = [module for module in MODULES if module.part != "tasks"]
 CORE = [module for module in PACKAGE if module.name and RINGS[ring_of(module.part)] == "core"]
 
@@ -315,7 +329,16 @@ def test_the_modules_are_found() -> None:
     assert {"functional.sde", "config", "types"} <= {module.name for module in MODULES}
 
 
-CHECKS = (layer_errors, pure_errors, light_errors, group_errors, owner_errors, style_errors, undeclared_errors)
+CHECKS = (
+    missing_errors,
+    layer_errors,
+    pure_errors,
+    light_errors,
+    group_errors,
+    owner_errors,
+    style_errors,
+    undeclared_errors,
+)
 
 
 @pytest.mark.parametrize("check", CHECKS)
@@ -409,6 +432,7 @@ EXAMPLES: list[tuple[Callable[[Module], list[str]], str, str, list[str]]] = [
     (layer_errors, "models.sd3", "from phalanx.models.flow.family import FlowModel", []),
     (layer_errors, "newcomer", "", ["newcomer: newcomer has no place in LAYERS"]),
     (layer_errors, "", "import phalanx.run.rl", ["phalanx/__init__.py imports phalanx.run.rl"]),
+    (missing_errors, "run.job", "def f():\n    from phalanx.models.no_such import A", ["run.job imports phalanx.models.no_such, which is not there"]),
     (pure_errors, "functional.sde", "import torch\ntorch.distributed.barrier()", ["functional.sde uses torch.distributed"]),
     (pure_errors, "algorithms.a", "from torch import distributed as dist", ["algorithms.a uses torch.distributed"]),
     (pure_errors, "algorithms.a", "from torch import Tensor", []),
