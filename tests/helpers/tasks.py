@@ -1,6 +1,7 @@
 """Tasks for tests: run as by `sh train.sh tasks/...`, but in forks of this process, which need not import again."""
 
 import contextlib
+import faulthandler
 import logging
 import os
 import runpy
@@ -36,7 +37,7 @@ def run_task(
     """Run `python tasks/... ARGS` on `nproc` ranks; returns the output of all of them.
 
     As under torchrun, a rank that fails ends the others, and its exit status is the result. Raises TimeoutExpired, with
-    the output so far.
+    the output so far, which ends with the stack of each rank and is printed too: pytest shows it.
     """
     command = [str(arg) for arg in args]
     before_forks()
@@ -49,13 +50,15 @@ def run_task(
             if nproc > 1:
                 stack.enter_context(_store(int(environment["MASTER_PORT"])))
                 for rank in range(nproc):
-                    ranks.append(_fork_rank(command, {**environment, **rank_environment(rank, nproc, nproc)}, out, err))
+                    variables = {**environment, **rank_environment(rank, nproc, nproc)}
+                    ranks.append(_fork_rank(command, variables, out, err, timeout))
             else:
-                ranks.append(_fork_rank(command, dict(env or {}), out, err))
+                ranks.append(_fork_rank(command, dict(env or {}), out, err, timeout))
             status = _wait(ranks, timeout)
         keep_finds(Path(name))
         said = out.read_text(), err.read_text()
     if status is None:
+        print(*said, sep="\n")
         raise TimeoutExpired(command, timeout, *said)
     return CompletedProcess(command, status, *said)
 
@@ -78,14 +81,14 @@ def _store(port: int) -> Iterator[None]:
         os.waitpid(pid, 0)
 
 
-def _fork_rank(command: list[str], environment: dict[str, str], out: Path, err: Path) -> int:
+def _fork_rank(command: list[str], environment: dict[str, str], out: Path, err: Path, timeout: float) -> int:
     pid = os.fork()
     if pid == 0:
-        _be_the_task(command, environment, out, err)
+        _be_the_task(command, environment, out, err, timeout)
     return pid
 
 
-def _be_the_task(command: list[str], environment: dict[str, str], out: Path, err: Path) -> None:
+def _be_the_task(command: list[str], environment: dict[str, str], out: Path, err: Path, timeout: float) -> None:
     """Run a script as the interpreter does; never returns."""
     status = 0
     before = set(sys.modules)
@@ -97,6 +100,8 @@ def _be_the_task(command: list[str], environment: dict[str, str], out: Path, err
         for path, number in ((out, 1), (err, 2)):
             os.dup2(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND), number)
         sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+        # just before the parent's time limit; a duplicate, since the task may close its own
+        faulthandler.dump_traceback_later(max(timeout - 0.5, timeout / 2), file=os.dup(2))
         logging.getLogger().handlers.clear()  # with pytest's handlers, a task would not install its own
         sys.argv = command
         sys.path.insert(0, str(Path(command[0]).parent))
@@ -106,6 +111,7 @@ def _be_the_task(command: list[str], environment: dict[str, str], out: Path, err
     except BaseException:
         traceback.print_exc()
         status = 1
+    faulthandler.cancel_dump_traceback_later()
     sys.stdout.flush()
     sys.stderr.flush()
     write_finds(out.with_name(str(os.getpid())), before)

@@ -293,3 +293,46 @@ def test_a_long_cell_and_an_entry_without_a_name(tmp_path: Path) -> None:
     for entry in ("", " "):  # the first of which would be the current folder
         with refused(f"{KEY}: {entry!r} names no file; expected {FORMATS}"):
             texts([entry])
+
+
+ROWS = """
+def few():
+    yield {"prompt": 'a door with "eta"', "colour": "red"}
+    yield {"prompt": "a cat"}
+
+def failing():
+    yield {"prompt": "a cat"}
+    raise RuntimeError("no network")
+
+def numbers():
+    return [1]
+
+def nothing():
+    return []
+"""
+
+
+def test_rows_of_a_function(tmp_path: Path) -> None:
+    (tmp_path / "rows.py").write_text(ROWS)
+    assert [(row.text, row.meta) for row in load_prompts([f"{tmp_path}/rows.py:few"], "k")] == [
+        ('a door with "eta"', {"colour": "red", "ground_truth": "eta"}),
+        ("a cat", {}),
+    ]
+    sets = validation_sets([f"{tmp_path}/rows.py:few"])
+    assert [(name, len(rows)) for name, rows in sets.items()] == [("rows_few", 2)]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("fev", "k='{file}:fev': {file} has no 'fev'; did you mean few?"),
+        ("failing", "k: {file}:failing, line 8: RuntimeError: no network"),
+        ("numbers", "k: {file}:numbers, row 0: int; expected a dict with the columns of a row"),
+        ("nothing", "k: {file}:nothing has no prompts"),
+    ],
+)
+def test_a_function_without_rows(name: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "rows.py").write_text(ROWS)
+    with pytest.raises(DataError) as error:
+        load_prompts([f"{tmp_path}/rows.py:{name}"], "k")
+    assert str(error.value) == message.format(file=tmp_path / "rows.py")

@@ -31,7 +31,7 @@ from phalanx.config.tasks import (
     SampleConfig,
     ServeRewardConfig,
 )
-from phalanx.data.prompts import load_prompts
+from phalanx.data.prompts import load_prompts, validation_sets
 from phalanx.environments import EnvironmentFailure, Environments
 from phalanx.models.flow.folder import model_index
 from phalanx.rewards import RewardSet
@@ -413,6 +413,27 @@ def test_the_engine_example_of_text(examples: Path, lm_folder: Path, tmp_path: P
     (again,) = run_ranks(lm.one_step, 1, lm.tiny_lm_config(lm_folder, tmp_path, *keys), timeout=240)
     (plain,) = run_ranks(lm.one_step, 1, lm.tiny_lm_config(lm_folder, tmp_path, keys[1]), timeout=240)
     assert again["texts"] != plain["texts"] and again["row"]["actor/first_ratio_error"] == 0
+
+
+def test_the_parts_of_a_text_job_train_together(examples: Path, lm_folder: Path, tmp_path: Path) -> None:
+    """The reward, the environment and the data of the page on extending, in one step."""
+    keys = [
+        "data.train_files=[data/sums.py:train]",
+        "data.val_files=[data/sums.py:held_out]",
+        "environment.path=environments/consistent.py:Consistent",
+        "reward.functions=[{path: rewards/brief_answers.py:brevity, kwargs: {words: 50}}, {name: environment}]",
+        "data.max_response_length=24",
+        "trainer.total_training_steps=1",
+    ]
+    run_ranks(lm.fit, 1, lm.tiny_lm_config(lm_folder, tmp_path, *keys))
+    row = read_metrics(tmp_path / "out" / "metrics.jsonl")[-1]
+    assert row["reward/mean"] == pytest.approx(row["reward/brevity"] + row["reward/environment"])
+    assert 0 < row["reward/brevity"] <= 1
+    (sums,) = validation_sets(["data/sums.py:held_out"], 100, quoted=False).items()
+    assert sums[0] == "sums_held_out" and len(sums[1]) == 100
+    for prompt in sums[1]:
+        a, b = map(int, re.findall(r"\d+", prompt.text))
+        assert prompt.meta["ground_truth"] == str(a + b)
 
 
 @pytest.mark.parametrize("script", ["draw_block_attention.py", "draw_loop.py"])

@@ -55,6 +55,7 @@ MEMBERS: dict[str, tuple[dict[str, Any], str]] = {
     "an engine": ({"rollout__engine": "/x/evil.py:Engine"}, "rollout.engine=/x/evil.py:Engine"),
     "a path": ({"model__path": "${oc.env:PHALANX_SECRET}"}, "model.path=${oc.env:PHALANX_SECRET}"),
     "nested": ({"model__path": "${oc.decode:${oc.env:PHALANX_SECRET}}"}, "model.path=${oc.decode:"),
+    "rows": ({"data__val_files": ["a.txt", "/x/evil.py:rows"]}, "data.val_files[1]=/x/evil.py:rows"),
     "data": ({"data__val_files": ["${oc.env:PHALANX_SECRET}/a.txt"]}, "data.val_files[0]=${oc.env:PHALANX_SECRET}/a.txt"),
 }  # fmt: skip
 
@@ -159,6 +160,7 @@ def test_every_place_that_resolves_code_is_known() -> None:
         "config/engines.py",  # rollout.engine
         "config/load.py",  # algorithm and other sections of training
         "config/registry.py",
+        "data/row_functions.py",  # data.train_files and data.val_files
         "environments/registry.py",  # environment.path and environment.tools
         "zoo/adapters/verl.py",  # environment.tool_config_path
         "models/flow/registry.py",  # model.family

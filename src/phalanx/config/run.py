@@ -25,7 +25,7 @@ class DataConfig(Section, name="data"):
     train_files: list[str] = arg(
         [],
         "training prompts: files, folders or patterns of .txt, .jsonl, .json, .csv and .parquet, Hugging Face dataset "
-        "folders",
+        "folders, or a function that returns rows, path/to/file.py:function",
         path=True,
     )
     val_files: list[str] = arg([], "held-out prompts in the same formats, one validation set per entry", path=True)

@@ -83,6 +83,8 @@ def _foreign(key: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield key, value
     elif key in ("environment.path", "environment.tools", "environment.format", "rollout.engine"):
         yield from ((name, text) for name, text in _texts(key, value, every=True) if ":" in str(text))
+    elif key in ("data.train_files", "data.val_files"):
+        yield from ((name, text) for name, text in _texts(key, value, every=True) if ".py:" in str(text))
     elif key == "model.family" and isinstance(value, str) and (":" in value or "." in value):
         yield key, value
 

@@ -14,6 +14,7 @@ from phalanx.config.files import kind, parse_json, read_bytes
 from phalanx.config.messages import cut, reason
 from phalanx.data.parquet import ROW, check_unpacked, limit_of, reading_parquet, unpacked
 from phalanx.data.parquet import DataError as DataError
+from phalanx.data.row_functions import made_rows
 from phalanx.data.shown import (
     COLUMNS,
     Located,
@@ -28,14 +29,14 @@ from phalanx.data.shown import (
 from phalanx.media.pictures import Picture, in_memory
 
 FORMATS = (
-    "a .txt, .jsonl, .json, .csv or .parquet file, a folder or a pattern of such files, or the folder of a Hugging "
-    "Face dataset (folder:split for one split)"
+    "a .txt, .jsonl, .json, .csv or .parquet file, a folder or a pattern of such files, the folder of a Hugging "
+    "Face dataset (folder:split for one split), or a function of yours that returns rows (path/to/file.py:function)"
 )
 LONGEST = 2**22  # characters of a prompt: a tokenizer would take minutes for longer ones
 _ENDINGS = (".parquet", ".jsonl", ".csv")  # files that are used if an entry is a folder
 _OF_DATASET = ("dataset_info.json", "dataset_dict.json", "state.json")  # files in a folder written by save_to_disk
 _SHARD = re.compile(r"[-_.]?\d+[-_]of[-_]\d+$|^(part|shard|chunk)?[-_]?\d+$")  # the number of a part
-Source = tuple[Path, str | None]  # a file, or a dataset's folder and its split
+Source = tuple[Path, str | None]  # a file, a dataset's folder and its split, or a file of code and its function
 T = TypeVar("T")
 _KINDS = {
     bool: "boolean",
@@ -73,6 +74,8 @@ def _sources(file: str, key: str) -> list[Source]:
         folder, _, split = file.rpartition(":")
         if folder and kind(Path(folder)) == "folder":
             return _in_folder(Path(folder).expanduser(), split, f"{key}: {file}")
+        if folder.endswith(".py") and kind(Path(folder)) == "file":
+            return [(Path(folder).expanduser(), split)]
         path = path.expanduser()
         if any(mark in file for mark in "*?["):
             matches = [Path(name) for name in sorted(glob.glob(str(path)))]
@@ -131,7 +134,7 @@ def read(
     texts: bool,
     image_key: str | None = None,
 ) -> Iterator[Located]:
-    """Iterate over the rows of a file.
+    """Iterate over the rows of a file, or of a function in it.
 
     place: the file's name in messages.
     images: columns with one image each; a column's name in the file may also be the plural.
@@ -148,8 +151,10 @@ def read(
         if images:
             raise DataError(f"{place} is plain text; images ({', '.join(images)}) come in the other formats")
         return ((where, {"prompt": line}) for where, line in _lines(path, place, drop))
-    if path.suffix in (".jsonl", ".json"):
-        return in_rows(_json_rows(path, place, images, drop), path.parent, shown)
+    made = made_rows(path, split, place, drop) if path.suffix == ".py" and split is not None else None
+    if made is not None or path.suffix in (".jsonl", ".json"):
+        rows = _object_rows(made or json_objects(path, place, drop), path.parent, images, drop)
+        return in_rows(rows, path.parent, shown)
     if path.suffix == ".csv":
         return in_rows(_csv_rows(path, place, images, prompt, drop), path.parent, shown)
     if path.suffix == ".parquet":
@@ -241,8 +246,10 @@ def _repeated(names: Sequence[str]) -> str | None:
     return next((name for i, name in enumerate(names) if name in names[:i]), None)
 
 
-def _json_rows(path: Path, place: str, images: Sequence[str], drop: Callable[[DataError], None]) -> Iterator[Located]:
-    for where, value in json_objects(path, place, drop):
+def _object_rows(
+    rows: Iterable[Located], folder: Path, images: Sequence[str], drop: Callable[[DataError], None]
+) -> Iterator[Located]:
+    for where, value in rows:
         for name in images:
             if name not in value and f"{name}s" in value:
                 value[name] = value.pop(f"{name}s")
@@ -251,7 +258,7 @@ def _json_rows(path: Path, place: str, images: Sequence[str], drop: Callable[[Da
             drop(DataError(f"{where}: no {missing!r}; it has {', '.join(value) or 'no keys'}"))
             continue
         for name in images:
-            value[name] = Picture(partial(in_memory, value[name]), path.parent, f"{where}: {name}")
+            value[name] = Picture(partial(in_memory, value[name]), folder, f"{where}: {name}")
         yield where, value
 
 

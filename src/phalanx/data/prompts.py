@@ -46,6 +46,7 @@ def load_prompts(
     - `.jsonl`: one object per line, with `prompt` (a text or a chat) and optionally `negative_prompt`.
     - `.csv`: the same as columns, named in the first line; an empty cell means no value.
     - `.parquet` and Hugging Face datasets: the same as columns; VeRL-Omni's files work unchanged.
+    - `file.py:function`: the same as dicts that the function returns or yields.
 
     The prompt of a chat (a list of `{role, content}`, where a content is a text or parts `{type: text, text}`) is its
     last user message; language models also keep the whole chat, with its tool calls. All other columns go into `meta`.
@@ -97,7 +98,8 @@ def validation_sets(
 ) -> dict[str, list[Prompt]]:
     """Read the validation sets in `data.val_files`, each with at most `limit` rows, by name.
 
-    A set has the name of its file without suffix; a split of a folder is named `folder_split`. Each file of a pattern
+    A set has the name of its file without suffix; a split of a folder is named `folder_split`, the rows of a function
+    `file_function`. Each file of a pattern
     is a set, except that the parts of a file make one set. Sets that would have the same name are prefixed with that of
     their folder. A prompt's `group_id` is its row number. For the other arguments see `load_prompts`.
     """
@@ -139,9 +141,9 @@ def _sets(file: str, key: str) -> list[_Set]:
         name = path.stem if path.is_file() else path.resolve().name
         return [_Set(name, path.resolve().parent.name, file, [file])]
     folder, _, split = file.rpartition(":")
-    if folder and Path(folder).expanduser().is_dir():
+    if folder and Path(folder).expanduser().exists():
         path = Path(folder).expanduser().resolve()
-        return [_Set(f"{path.name}_{split}", path.parent.name, file, [file])]
+        return [_Set(f"{path.name.removesuffix('.py')}_{split}", path.parent.name, file, [file])]
     sets: dict[tuple[Path, str], _Set] = {}
     for place, (path, _) in places:
         within = path.resolve().parent
