@@ -23,9 +23,11 @@ TESTS ?= tests
 STARTS = subprocess|write_tool|multiprocessing|run_ranks|run_task|torchrun|serving|ReasoningGym|RunLogger|Verifier
 MAKES = World|tiny_\w+|\w+_folder: Path|Ocr|peak_flops|aliases
 FAST_TESTS = $(shell grep -LE '\b($(STARTS)|$(MAKES))\b' tests/numerics/test_*.py tests/unit/test_*.py)
-# test-instruction-sets runs the tests of exactness as on other processors.
-EXACT_TESTS = $(addprefix tests/numerics/test_,exact_logprob.py linear.py linear_nf4.py fused_lora.py packing.py \
-  qwen_image_edit.py video_families.py sampling.py block_diffusion.py)
+# test-instruction-sets runs the tests of exactness as on other processors, and those that depend on the library of linear
+# layers most with the other library as well.
+LINEAR_TESTS = $(addprefix tests/numerics/test_,exact_logprob.py linear.py linear_nf4.py fused_lora.py packing.py \
+  qwen_image_edit.py)
+EXACT_TESTS = $(LINEAR_TESTS) $(addprefix tests/numerics/test_,video_families.py sampling.py block_diffusion.py)
 # Tests leave a core idle at times, so the whole suite runs in two lanes, file by file; a part of it runs in one.
 LANES ?= $(if $(filter tests,$(TESTS)),2,0)
 BENCH_CONFIG ?= benchmarks/cpu_reference.yaml
@@ -124,10 +126,10 @@ test-all: $(VENV)/.installed-test
 
 # First with AVX2 only and linear layers by MKL, then with none of torch's own vector kernels and linear layers by oneDNN.
 test-instruction-sets: LANES = 0
-test-instruction-sets: CHOSEN = $(PYTEST) -m "not full and not long" $(EXACT_TESTS) $(ARGS)
+test-instruction-sets: CHOSEN = $(PYTEST) -m "not full and not long" $(ARGS)
 test-instruction-sets: $(VENV)/.installed-test
-	@ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 DNNL_MAX_CPU_ISA=AVX2 LINEAR=torch $(CHOSEN)
-	@ATEN_CPU_CAPABILITY=default MKL_ENABLE_INSTRUCTIONS=AVX512 DNNL_MAX_CPU_ISA=AVX512_CORE LINEAR=onednn $(CHOSEN)
+	@ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 DNNL_MAX_CPU_ISA=AVX2 LINEAR=torch $(CHOSEN) $(EXACT_TESTS)
+	@ATEN_CPU_CAPABILITY=default MKL_ENABLE_INSTRUCTIONS=AVX512 DNNL_MAX_CPU_ISA=AVX512_CORE LINEAR=onednn $(CHOSEN) $(LINEAR_TESTS)
 
 test-vllm: $(VLLM_VENV)/.installed
 	@PATH="$(abspath $(VLLM_VENV))/bin:$$PATH" OMP_NUM_THREADS=1 python -m pytest --durations 20 tests/vllm $(ARGS)

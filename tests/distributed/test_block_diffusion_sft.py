@@ -133,7 +133,7 @@ def trained(cfgs: dict[str, BlockDiffusionTaskConfig]) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_layouts_agree(blocks_folder: Path, tmp_path: Path) -> None:
     """Replicas and shards, and passes of another size: masks are drawn per sample."""
 

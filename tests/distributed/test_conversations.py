@@ -117,6 +117,7 @@ def joined(parts: list[dict[str, Any]]) -> list[Any]:
     return [conversation for part in parts for conversation in part["conversations"]]
 
 
+@pytest.mark.seldom("keys0")
 @pytest.mark.full
 @pytest.mark.parametrize(
     "keys", [(), ("actor.use_dynamic_bsz=true", "model.use_remove_padding=true", "algorithm.name=reinforce_plus_plus")]
@@ -261,7 +262,7 @@ def test_rewards_of_turns_are_parts_of_the_reward(talker: Path, tmp_path: Path) 
         assert not none.any()
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_rewards_of_turns_reach_ranks_that_only_train(talker: Path, tmp_path: Path) -> None:
     from phalanx.run.lm_rl import build
 

@@ -69,7 +69,7 @@ def test_layouts_agree(kind: tuple[str, ...], qwen_edit_folder: Path, tmp_path: 
     assert_same_step(reference, run_ranks(one_step, 2, cfg), cfg.optim.lr)
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_layouts_agree_of_several_references(qwen_edit_folder: Path, tmp_path: Path) -> None:
     data = f"data.train_files=[{write_edits(tmp_path / 'two', each=2)}]"
     reward = "reward.functions=[{name: jpeg_incompressibility}]"

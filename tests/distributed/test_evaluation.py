@@ -266,7 +266,7 @@ def judged_words(model: Path, judge: Path, folder: Path, name: str, *words: str)
     return [*given, "rollout.height=32", "rollout.width=32", "rollout.val.num_inference_steps=2", "n=2", *words]
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_a_judge_scores_alike_on_any_ranks(judge_model: Path, sd3_folder: Path, tmp_path: Path) -> None:
     """The reward model is on each rank, or on one of two ranks, where it answers while the other one samples."""
     run_ranks(evaluate_shown, 1, judged_words(sd3_folder, judge_model, tmp_path, "one"))

@@ -84,6 +84,7 @@ def test_loss_and_gradient_are_those_of_one_process(keys: dict[str, Any], tmp_pa
                 assert (gradient - wanted[name]).abs().max() < 1e-6, name
 
 
+@pytest.mark.seldom("keys2")
 @pytest.mark.quick("keys1")
 @pytest.mark.parametrize("keys", [{}, {"gradient_checkpointing": True}, {"lora_rank": 4}])
 def test_experts_on_ranks_of_their_own(keys: dict[str, Any], tmp_path: Path) -> None:

@@ -164,7 +164,7 @@ def encoded(cfg: FlowRLConfig) -> list[str]:
     return texts
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_a_job_encodes_a_prompt_once_a_node(sd3_folder: Path, tmp_path: Path) -> None:
     """In three epochs, in which a prompt comes to other ranks; they would encode 41 texts, each for itself."""
     keys = ["trainer.total_training_steps=12", "rollout.num_inference_steps=2", "rollout.sde_window_size=1"]

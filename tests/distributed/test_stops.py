@@ -98,7 +98,7 @@ def test_what_a_critic_has_learned_is_a_change(lm_folder: Path, tmp_path: Path) 
         assert passes == 8 and end.startswith("stopped by SIGTERM after step 2 of 3; ")
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_partial_rollouts_that_stop_within_an_update(lm_folder: Path, tmp_path: Path) -> None:
     """The checkpoint has the responses that waited before the step, which then draws the same tokens again."""
     keys = ("rollout.partial_rollout=true", "rollout.partial_rollout_tokens=4", "rollout.max_staleness=2")

@@ -179,7 +179,7 @@ def run_sample(overrides: list[str]) -> None:
     Generator(load_config(SampleConfig, None, overrides)).run()
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_a_checkpoint_is_sampled_as_mp4(trained: tuple[Path, Tensor], tmp_path: Path) -> None:
     wanted = [f"checkpoint={trained[0]}", f"prompts=['{PROMPTS[3]}']", f"output_dir={tmp_path}"]
     run_ranks(run_sample, 1, wanted)

@@ -24,7 +24,7 @@ TINY = [
 ]
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_a_step_is_measured_on_two_ranks(tmp_path: Path) -> None:
     trace = tmp_path / "trace.json"
     options = ["--shapes", "tiny_sd3", "--steps", "2", "--profile", trace]

@@ -202,6 +202,7 @@ def test_lora_file(trained: Runs, tmp_path: Path) -> None:
     assert all(torch.equal(t, tensors[name].half()) for name, t in half.items()) and half.keys() == tensors.keys()
 
 
+@pytest.mark.seldom("flux-full")
 @pytest.mark.quick("sd3-full")
 @pytest.mark.parametrize("name", ["sd3-full", "qwen-full", "flux-full", "z-full"])
 def test_whole_folder(name: str, trained: Runs, tmp_path: Path) -> None:
@@ -352,7 +353,7 @@ def test_other_mistakes(copy: Path, tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_a_run_without_an_average(sd3_folder: Path, tmp_path: Path) -> None:
     (images,) = run_ranks(train, 1, (*LORA, "actor.ema.decay=null"), sd3_folder, tmp_path, timeout=150)
     run = tmp_path / "out"

@@ -140,7 +140,7 @@ def test_called_code_that_exits_is_one_line_with_its_place(tmp_path: Path) -> No
     assert done.returncode == 1
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_everything_is_shown_where_that_is_asked_for() -> None:
     done = torchrun([TASK, CONFIG, UNEVEN], nproc=2, env={"PHALANX_TRACEBACK": "1"})
     assert "Traceback (most recent call last)" in done.stderr and "ChildFailedError" in done.stderr

@@ -75,6 +75,7 @@ def test_a_model_folder(family: str, request: pytest.FixtureRequest, tmp_path: P
     assert difference(ours, stock) <= 1  # a value halfway between two levels may be rounded up or down
 
 
+@pytest.mark.seldom("sd3-pissa", "sd3-full")
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["sd3-full", "sd3-pissa", "qwen-lora"])
 def test_a_checkpoint(name: str, trained: Runs, tmp_path: Path) -> None:

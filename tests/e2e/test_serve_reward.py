@@ -130,7 +130,7 @@ def peak_mb(pid: int) -> float:
     return int(line.split()[1]) * 1024 / 1e6
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_memory_has_a_bound() -> None:
     """With small files of large pictures from 8 clients at once, which would take 1,300 MB if decoded concurrently."""
     budget = 200

@@ -72,6 +72,7 @@ def test_a_host_goes_and_comes_back(hosts: Hosts, sd3_folder: Path, tmp_path: Pa
             assert row[key] == pytest.approx(wanted[key], rel=1e-4), (row["step"], key)
 
 
+@pytest.mark.long
 def test_a_stop_of_node_0_is_one_line_on_the_other(hosts: Hosts, sd3_folder: Path, tmp_path: Path) -> None:
     """In an elastic job, whose second node joins later; node 0 reports that, too."""
     settings = (*FIXED, "trainer.total_training_steps=500")

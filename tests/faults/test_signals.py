@@ -69,7 +69,7 @@ def test_a_signal_to_one_rank_stops_all(sd3_folder: Path, tmp_path: Path) -> Non
     assert (steps(tmp_path), checkpoints(tmp_path)) == ([1], [kept.name])
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_phalanx_stop_ends_a_job_that_would_be_started_again(sd3_folder: Path, tmp_path: Path) -> None:
     """The launcher may restart failed ranks, but not those that were asked to stop. The request that remains in the
     folder does not stop the next start.

@@ -240,7 +240,7 @@ def test_several_teachers(sd3_folder: Path, tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_each_count_of_operations_is_a_new_one(sd3_folder: Path, tmp_path: Path) -> None:
     """Each is of a model that is gone afterwards: the next one may have its place in memory, and is another one."""
     model = plan_of(tiny_config(sd3_folder, tmp_path), Cluster(1, 2)).policy.model

@@ -58,7 +58,7 @@ def update(job: Rehearsal) -> int:
     return sum(memory.held.values()) + next(phase.total for phase in memory.phases if phase.name == "update")
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_of_layers_that_are_alike() -> None:
     assert_so_many_fit_and_one_less_does_not(qwen)
 

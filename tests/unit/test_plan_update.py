@@ -34,7 +34,7 @@ def config(*keys: str) -> LMRLConfig:
     return cfg
 
 
-@pytest.mark.seldom("four passes, each reduced", "four passes", "one pass")
+@pytest.mark.seldom("four passes, each reduced", "four passes", "one pass", "LoRA")
 @pytest.mark.full
 @pytest.mark.parametrize(
     "keys",

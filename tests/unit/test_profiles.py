@@ -110,7 +110,7 @@ def left() -> Iterator[None]:
     stop_world()
 
 
-@pytest.mark.full
+@pytest.mark.long
 @pytest.mark.usefixtures("left")
 def test_steps_that_a_run_does_not_take(sd3_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     keys = ("trainer.total_training_steps=null", "trainer.total_epochs=1", "trainer.profile_steps=[1,3]")

@@ -116,7 +116,7 @@ def test_detection_finds_lines_in_reading_order(page_ocr: Ocr) -> None:
     assert page_ocr(images, ["p", "p"], metas("first second third", "x")) == [1.0, 0.0]
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_two_workers_read_what_one_reads(page_ocr: Ocr) -> None:
     """The detecting engine keeps state between its stages, so each worker has its own."""
     pages = [picture({(20, 20): f"word {i}", (40, 70): f"{i}{i}{i}"}, (160, 110), 28) for i in range(4)]

@@ -196,6 +196,7 @@ def text_rewards(on_error: str, **kwargs: Any) -> RewardSet:
     return RewardSet(cfg, "cpu", outputs="completions")
 
 
+@pytest.mark.seldom("fail")
 @pytest.mark.quick("skip")
 @pytest.mark.parametrize("on_error", ["fail", "skip"])
 def test_no_answer_ends_the_job(on_error: str) -> None:
