@@ -92,11 +92,11 @@ def test_sound_changes_the_video(world: World, ltx2_folder: Path) -> None:
 def test_levels_depend_on_the_length_of_a_video(world: World, ltx2_folder: Path) -> None:
     model, levels = make_policy(world, ltx2_folder).model, []
     for frames in (1, 25):
-        sigmas, timesteps = model.schedule_of_video(4, 64, 64, frames)
+        sigmas, timesteps = model.schedule(4, 64, 64, frames)
         assert sigmas[0] == 1 and sigmas[-1] == 0 and sigmas[-2] == pytest.approx(0.1)  # shift_terminal
         torch.testing.assert_close(timesteps, sigmas[:-1] * 1000)
         levels.append(sigmas)
-        assert model.shift_of_video(4, 64, 64, frames) > 1
+        assert model.shift(4, 64, 64, frames) > 1
     assert levels[1][1] > levels[0][1] and torch.equal(levels[0], model.schedule(4, 64, 64)[0])
 
 
@@ -108,8 +108,8 @@ def test_the_shift_is_that_of_the_schedule(world: World, ltx2_folder: Path, kind
     keys = {"use_dynamic_shifting": False, "shift": 2.5} if kind == "static" else {"time_shift_type": kind}
     model.pipeline.scheduler = type(scheduler).from_config(scheduler.config, shift_terminal=None, **keys)
     even = torch.arange(5, 0, -1) / 5
-    s = model.shift_of_video(5, 64, 64, 25)
-    levels, _ = model.schedule_of_video(5, 64, 64, 25)
+    s = model.shift(5, 64, 64, 25)
+    levels, _ = model.schedule(5, 64, 64, 25)
     torch.testing.assert_close(s * even / (1 + (s - 1) * even), levels[:-1], rtol=1e-5, atol=0)
 
 

@@ -166,7 +166,7 @@ def test_reasoning_gym_has_a_problem_for_each_group() -> None:
             "environment.kwargs: ReasoningGym: there is no task 'chainsum'; did you mean chain_sum?",
         ),
         ({"task": "chain_sum", "settings": {"terms": 2}}, "environment.kwargs: ReasoningGym: task chain_sum with "),
-        ({"task": "chain_sum", "attempts": 0}, "environment.kwargs: ReasoningGym: attempts=0 should be at least 1"),
+        ({"task": "chain_sum", "attempts": 0}, "environment.kwargs: ReasoningGym: attempts=0 should be greater than 0"),
     ],
 )
 def test_reasoning_gym_names_mistakes(kwargs: dict[str, Any], message: str) -> None:

@@ -135,4 +135,3 @@ def test_bad_weights_and_bases(base: Path, state: State, tmp_path: Path) -> None
     assert message(state, base=silent) == (
         f"base='{silent}' has no chat template for images; expected one beside its tokenizer"
     )
-    assert message(state, dtype="int8") == "dtype='int8'; expected one of bfloat16, float16, float32"

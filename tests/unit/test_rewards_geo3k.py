@@ -5,7 +5,6 @@ import time
 import pytest
 
 from phalanx.zoo.rewards.text.geo3k import Geo3k, formed
-from tests.helpers.checks import refused
 
 THOUGHT = "<think>so</think> it is "
 
@@ -21,8 +20,6 @@ def test_answers_and_forms() -> None:
     assert score(THOUGHT + r"\boxed{4}") == pytest.approx(0.1)
     assert score("no") == 0
     assert score(r"\boxed{2\sqrt{3}}", format_weight=0.5) == 0.5
-    with refused("format_weight=2 should be in 0..1"):
-        Geo3k(2)
     with pytest.raises(ValueError, match="no ground_truth"):
         Geo3k(equivalence="string").check_row("", {})
 

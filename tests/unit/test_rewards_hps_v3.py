@@ -255,8 +255,6 @@ def test_bad_kwargs_of_hps_v3(qwen_base: Path, hps_v3_file: Path, clip_base: Pat
         "reward.functions[0].kwargs: hps_v3(**kwargs): missing a required argument: 'model'; its kwargs: model, base, "
         "template, reward_token, micro_batch_size, dtype"
     )
-    assert message(dtype="int8") == "dtype='int8'; expected one of bfloat16, float16, float32"
-    assert message(micro_batch_size=0) == "micro_batch_size=0; expected a number of images, at least 1"
     for template in ("{prompt}", "<|Reward|>", "{prompt} <|Reward|> <|Reward|>"):
         assert message(template=template) == (f"template='{template}'; expected {{prompt}} and <|Reward|> once each")
     assert message(base="./no") == (

@@ -1,12 +1,15 @@
 """Building rewards from the configuration, and errors about rewards that cannot be built."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from phalanx.config import ConfigError
 from phalanx.config.flow import FlowRewardFunctionConfig
+from phalanx.config.reward import RewardFunctionConfig
+from phalanx.rewards.registry import build_terms
 from tests.helpers.rewards import BUILT_IN, entry, rewards, told
 from tests.unit.test_rewards import HERE, Stateful, mine, some
 
@@ -95,6 +98,35 @@ def test_bad_configurations(tmp_path: Path) -> None:
         assert told(ValueError, rewards, *functions) == message
     for first, message in bad_entries(tmp_path):
         assert told(ValueError, rewards, first) == f"reward.functions[0]{message}"
+
+
+OPTIONS = [
+    ("gsm8k", {"method": "loose"}, "method='loose' should be 'strict' or 'flexible'"),
+    ("math", {"equivalence": "sympy"}, "equivalence='sympy' should be 'math_verify' or 'string'"),
+    ("length", {"unit": "tokens"}, "unit='tokens' should be 'characters' or 'words'"),
+    ("length", {"target": 0}, "target=0 should be greater than 0"),
+    ("iou", {"threshold": 2}, "threshold=2 should be less than or equal to 1"),
+    ("iou", {"coordinates": "inches"}, "coordinates='inches' should be 'pixels', 'unit' or 'thousand'"),
+    ("geo3k", {"format_weight": 2}, "format_weight=2 should be less than or equal to 1"),
+    ("overlong", {"overlong_buffer_len": 0}, "overlong_buffer_len=0 should be greater than 0"),
+    ("llm_judge", {"read": "first"}, "read='first' should be 'score' or 'last'"),
+    ("vlm_ocr", {"recall": "letters"}, "recall='letters' should be 'words' or 'characters'"),
+    ("ocr", {"recall": "letters"}, "recall='letters' should be 'words' or 'characters'"),
+    ("geneval", {"max_objects": 0}, "max_objects=0 should be greater than 0"),
+    ("hps_v3", {"model": "m", "dtype": "int8"}, "dtype='int8' should be 'bfloat16', 'float16' or 'float32'"),
+    ("edit_reward", {"model": "m", "micro_batch_size": 0}, "micro_batch_size=0 should be greater than 0"),
+    ("video_align", {"model": "m", "fps": 0}, "fps=0 should be greater than 0"),
+]
+
+
+@pytest.mark.parametrize(("name", "kwargs", "message"), OPTIONS)
+def test_an_option_outside_its_annotation(name: str, kwargs: dict[str, Any], message: str) -> None:
+    """It is refused before the reward is made, which may load a model."""
+    texts = name in ("gsm8k", "math", "length", "iou", "geo3k", "overlong", "llm_judge")
+    functions = [RewardFunctionConfig(name=name, kwargs=kwargs)]
+    assert told(ConfigError, build_terms, functions, "cpu", 0.0, "completions" if texts else "images") == (
+        f"reward.functions[0].kwargs: {name}: {message}"
+    )
 
 
 BROKEN_MODULES = [

@@ -284,7 +284,6 @@ def test_the_judge_of_texts() -> None:
     [
         ({"template": "?"}, "template has no {completion}, the text to judge"),
         ({"lowest": 1, "highest": 1}, "lowest=1 and highest=1 should be numbers, the smaller one first"),
-        ({"read": "first"}, "read='first' should be score or last"),
     ],
 )
 def test_mistakes_of_the_judge_of_texts(kwargs: dict[str, Any], problem: str) -> None:

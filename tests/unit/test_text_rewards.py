@@ -65,5 +65,3 @@ def test_gsm8k_without_a_ground_truth() -> None:
     for value in ("NaN", float("nan"), float("inf")):
         with pytest.raises(ValueError, match=f"gsm8k: the ground_truth '{value}' is not a number"):
             Gsm8k()(["#### 1"], ["?"], [{"ground_truth": value}])
-    with pytest.raises(ValueError, match="method='loose' should be strict or flexible"):
-        Gsm8k("loose")  # type: ignore[arg-type]

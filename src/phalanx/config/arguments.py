@@ -58,8 +58,6 @@ def _check_types(function: Callable[..., Any], kwargs: dict[str, Any], key: str,
             TypeAdapter[Any](parameter.annotation).validate_json(text, strict=True)
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
-            if first["type"] == "literal_error" and function.__module__.startswith("phalanx."):
-                continue  # our constructors say what they expect in their own words
             where = ".".join(map(str, (name, *(part for part in first["loc"] if isinstance(part, int)))))
             should = " ".join(first["msg"].removeprefix("Value error, ").removeprefix("Input ").split())
             raise ConfigError(f"{key}: {label}: {where}={cut(repr(first['input']))} {should}") from None

@@ -19,12 +19,12 @@ from phalanx.data.shown import (
     COLUMNS,
     Located,
     column_of,
+    counts_of,
     holds_images,
     in_rows,
     in_table,
-    lengths_of,
     stored,
-    undecoded,
+    stored_cell,
 )
 from phalanx.media.pictures import Picture, in_memory
 
@@ -339,17 +339,12 @@ def with_pictures(dataset: Any, folder: Path, place: str, images: Sequence[str])
     for name, column in zip(images, _named(images, dataset.column_names), strict=True):
         if name != column:
             dataset = dataset.rename_column(column, name)
-    columns = {name: undecoded(dataset.select_columns([name])) for name in images}
-
-    lengths = {name: lengths_of(columns[name], name) for name in images}
-
-    def cell(name: str, number: int) -> Any:
-        return columns[name][number][name]
-
+    columns = {name: dataset.select_columns([name]) for name in images}
+    lengths = {name: list(counts_of(columns[name], name, 1)) for name in images}
     for number, (where, texts) in enumerate(_numbered(dataset.remove_columns(list(images)), place)):
         pictures = {}
         for name in images:
-            source = partial(cell, name, number)
+            source = partial(stored_cell, columns[name], name, number)
             pictures[name] = Picture(source, folder, f"{where}: {name}", lengths[name][number])
         yield where, {**texts, **pictures}
 

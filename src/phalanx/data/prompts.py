@@ -85,26 +85,14 @@ def load_prompts(
     return rows
 
 
-def validation_sets(
-    files: list[str],
-    limit: int | None = None,
-    images: Sequence[str] = (),
-    prompt: str = "prompt",
-    *,
-    quoted: bool = True,
-    answered: bool = False,
-    image_key: str | None = None,
-    unusable: str = "error",
-) -> dict[str, list[Prompt]]:
-    """Read the validation sets in `data.val_files`, each with at most `limit` rows, by name.
+def validation_sets(files: list[str], limit: int | None = None, **form: Any) -> dict[str, list[Prompt]]:
+    """Read the validation sets in `data.val_files`, each with at most `limit` rows, by name. form: see `load_prompts`.
 
     A set has the name of its file without suffix; a split of a folder is named `folder_split`, the rows of a function
-    `file_function`. Each file of a pattern
-    is a set, except that the parts of a file make one set. Sets that would have the same name are prefixed with that of
-    their folder. A prompt's `group_id` is its row number. For the other arguments see `load_prompts`.
+    `file_function`. Each file of a pattern is a set, except that the parts of a file make one set. Sets that would have
+    the same name are prefixed with that of their folder. A prompt's `group_id` is its row number.
     """
     key = "data.val_files"
-    form: dict[str, Any] = {"quoted": quoted, "answered": answered, "image_key": image_key, "unusable": unusable}
     entries: list[_Set] = []
     for file in files:
         entries += _sets(file, key)
@@ -118,7 +106,7 @@ def validation_sets(
                 f"{key}: {origin[name]} and {entry.file} would both be the validation set {name!r}; rename one of them"
             )
         origin[name] = entry.file
-        rows = load_prompts(entry.places, key, images, prompt, **form)
+        rows = load_prompts(entry.places, key, **form)
         sets[name] = [replace(row, group_id=i) for i, row in enumerate(rows[:limit])]
     return sets
 

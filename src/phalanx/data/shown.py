@@ -1,7 +1,7 @@
 """Images in rows of data files for language models, as Pictures that are not read yet."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -114,27 +114,27 @@ def _is_list(type_: Any) -> bool:
     return bool(pa.types.is_list(type_) or pa.types.is_large_list(type_) or pa.types.is_fixed_size_list(type_))
 
 
-def lengths_of(dataset: Any, name: str) -> list[int]:
-    """Number of images in each row of a dataset's column; only the lengths of lists are read."""
+def counts_of(dataset: Any, name: str, null: int) -> Iterator[int]:
+    """Number of images in each row of a dataset's column, `null` where it has none; no image is read."""
+    import pyarrow as pa
     import pyarrow.compute as pc
 
-    lengths: list[int] = []
     for table in dataset.with_format("arrow").iter(batch_size=1000):
-        column = table[name]
-        lengths += pc.list_value_length(column).fill_null(1).to_pylist() if _is_list(column.type) else [1] * len(column)
-    return lengths
+        values = table[name]
+        if _is_list(values.type):
+            counts = pc.fill_null(pc.list_value_length(values), null)
+        else:
+            there = pc.is_valid(values)
+            if pa.types.is_struct(values.type):  # both of its fields may be null
+                fields = [pc.is_valid(pc.struct_field(values, field.name)) for field in values.type]
+                there = pc.and_(there, reduce(pc.or_, fields))
+            counts = pc.if_else(there, 1, null)
+        yield from counts.to_pylist()
 
 
-def undecoded(dataset: Any) -> Any:
-    """A dataset whose images are not decoded."""
-    from datasets import Image, List
-
-    for name, feature in dataset.features.items():
-        if isinstance(feature, Image):
-            dataset = dataset.cast_column(name, Image(decode=False))
-        elif isinstance(feature, List) and isinstance(feature.feature, Image):
-            dataset = dataset.cast_column(name, List(Image(decode=False)))
-    return dataset
+def stored_cell(dataset: Any, name: str, number: int) -> Any:
+    """The value of a dataset's column in row `number` as it is stored: an image stays a file."""
+    return dataset.with_format("arrow")[number][name][0].as_py()
 
 
 def stored(dataset: Any) -> Iterator[dict[str, Any]]:
@@ -145,33 +145,15 @@ def stored(dataset: Any) -> Iterator[dict[str, Any]]:
 
 def in_table(rows: Iterable[Located], dataset: Any, folder: Path, column: str) -> Iterator[Located]:
     """The rows with a tuple of Pictures in `images`, from a dataset's column with one image or a list per row."""
-    dataset = undecoded(dataset)
     listed = _is_list(dataset.features.arrow_schema.field(column).type)
 
     def cell(number: int, i: int) -> Any:
-        value = dataset[number][column]
+        value = stored_cell(dataset, column, number)
         return value[i] if listed else value
 
-    for number, ((where, row), count) in enumerate(zip(rows, _counts(dataset, column, listed), strict=True)):
+    for number, ((where, row), count) in enumerate(zip(rows, counts_of(dataset, column, 0), strict=True)):
         pictures = []
         for i in range(count):
             name = f"{where}: {column}[{i}]" if listed else f"{where}: {column}"
             pictures.append(Picture(partial(cell, number, i), folder, name))
         yield where, {**row, "images": tuple(pictures)}
-
-
-def _counts(dataset: Any, column: str, listed: bool) -> Iterator[int]:
-    """Number of images of each row, without reading any."""
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
-    for batch in dataset.with_format("arrow").iter(batch_size=1024):
-        values = batch[column]
-        if listed:
-            counts = pc.fill_null(pc.list_value_length(values), 0)
-        elif pa.types.is_struct(values.type):  # both of its fields may be null
-            there = [pc.is_valid(pc.struct_field(values, field.name)) for field in values.type]
-            counts = pc.and_(pc.is_valid(values), there[0] if len(there) == 1 else pc.or_(*there))
-        else:
-            counts = pc.is_valid(values)
-        yield from map(int, counts.to_pylist())

@@ -1,6 +1,6 @@
 """Environments and tools that a language model talks to, inside each rank: see docs/environments.md.
 
-`base` defines the answers of environments, `registry` reads the configuration, `tools` makes functions and methods
+`turn` defines the answers of environments, `registry` reads the configuration, `tools` makes functions and methods
 callable by a model, `pool` runs them, `conversation` conducts the conversation of one sample, and `harness` runs a
 user's own loop.
 """

@@ -71,8 +71,7 @@ class Conversation:
             self.closed = self._pool.submit(self._close(self._latest))
 
     def _begun(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        future = self._pool.submit(coroutine)
-        self._latest = future
+        self._latest = future = self._pool.submit(coroutine)
         return future
 
     async def _close(self, before: Future[Any] | None) -> Outcome | None:

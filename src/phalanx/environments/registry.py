@@ -177,16 +177,11 @@ def _stateless(path: str, key: str) -> dict[str, Tool]:
         functions = [getattr(instance, name) for name in _public(factory)]
         return {function.__name__: function_tool(function, key) for function in functions}
     with _foreign(path, key):
-        return _function_tools(resolve_object(path, key, "function"), path, key)
-
-
-def _function_tools(function: Any, path: str, key: str) -> dict[str, Tool]:
-    """The user's function as a tool."""
-    if not inspect.isfunction(function) and not inspect.ismethod(function):
-        what = "a class" if isinstance(function, type) else f"of type {type(function).__name__}"
-        raise ConfigError(f"{key}={path!r} is {what}; expected a function, as environment.path takes classes")
-    tool = function_tool(function, key)
-    return {tool.name: tool}
+        function = resolve_object(path, key, "function")
+        if not inspect.isfunction(function) and not inspect.ismethod(function):
+            what = "a class" if isinstance(function, type) else f"of type {type(function).__name__}"
+            raise ConfigError(f"{key}={path!r} is {what}; expected a function, as environment.path takes classes")
+        return {function.__name__: function_tool(function, key)}
 
 
 def _add(tools: dict[str, Tool], more: Mapping[str, Tool], key: str) -> None:

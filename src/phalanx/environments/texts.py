@@ -10,6 +10,7 @@ from PIL import Image
 from phalanx.config.messages import cut
 from phalanx.config.secrets import hide
 from phalanx.data.prompts import MARK
+from phalanx.data.shown import IMAGE_PARTS
 from phalanx.environments.turn import Message, Turn
 
 _CHARACTERS = 16  # maximum characters of a token, by which texts are truncated before they are tokenized
@@ -17,8 +18,7 @@ _MOST_BITS = 10_000  # of an integer that is written out; Python refuses more th
 _ONLY_TEXT = "the model sees only those of the prompt, expected a text"
 SEEN = f"an image; {_ONLY_TEXT}"
 _TEXT_KEYS = {"type", "text", "annotations", "cache_control", "meta", "_meta"}  # of a part, in OpenAI's form and MCP's
-_IMAGE_PARTS = ("image", "image_url", "input_image")  # types of a message's parts that are images
-_OTHER_PARTS = (*_IMAGE_PARTS, "video", "video_url", "audio", "audio_url", "input_audio")
+_OTHER_PARTS = (*IMAGE_PARTS, "video", "video_url", "audio", "audio_url", "input_audio")
 _TURN_KEYS = {"messages", "observation", "observations", "reward", "done"}
 _TURNS = (
     "expected a Turn, a text, a list of messages, a dict with messages, reward and done, or (messages, reward, done)"
@@ -66,7 +66,7 @@ def _joined(parts: list[dict[str, Any]], what: str) -> str:
     """The texts of parts, one after the other, as chat templates render them. Raises Odd for a part of another type."""
     for part in parts:
         if part["type"] != "text":
-            kind = "an image" if part["type"] in _IMAGE_PARTS else f"a part of the type {part['type']}"
+            kind = "an image" if part["type"] in IMAGE_PARTS else f"a part of the type {part['type']}"
             raise Odd(f"{what} returned {kind}; {_ONLY_TEXT}")
     return "".join(part["text"] for part in parts)
 

@@ -160,9 +160,5 @@ def _tool(function: Callable[..., Any], name: str, label: str, key: str, run: Ca
     empty = inspect.Parameter.empty
     required = frozenset(each for each, parameter in parameters.items() if parameter.default is empty)
     asynchronous = inspect.iscoroutinefunction(inspect.unwrap(function))
-    return Tool(name, _plain(schema), run, types, required, asynchronous)
-
-
-def _plain(schema: dict[str, Any]) -> dict[str, Any]:
-    """The schema without the description of the result, which no template shows."""
-    return {**schema, "function": {key: value for key, value in schema["function"].items() if key != "return"}}
+    schema["function"].pop("return", None)  # the description of the result, which no template shows
+    return Tool(name, schema, run, types, required, asynchronous)

@@ -1,6 +1,9 @@
 """Shared parts of rewards: the call signature, the exception that ends the job, and the base classes.
 
-The name of a reward's first parameter determines its input: `images`, float32 [B, 3, H, W], or `videos`, float32
+A reward maps B outputs, B prompts and B metadata dicts to B numbers or a RewardOutput. It may be called from several
+threads at once, and may modify its arguments, which are copies.
+
+The name of its first parameter determines what it gets: `images`, float32 [B, 3, H, W], or `videos`, float32
 [B, F, 3, H, W], both in 0..1 on the CPU; `completions`, B texts; or `transcripts`, B lists of messages that begin with
 the prompt's. `outputs` means images or completions, whichever the job generates; any other name means images.
 """
@@ -49,18 +52,6 @@ class RewardWithExtras:
     """
 
     extras: tuple[str, ...] = ()
-
-
-class RewardFunction(Protocol):
-    """A reward maps B outputs, of the kind that the first parameter's name determines, B prompts and B metadata dicts
-    to B numbers.
-
-    It may be called from several threads at once, and may modify its arguments, which are copies.
-    """
-
-    def __call__(
-        self, outputs: Any, prompts: list[str], metadata: list[dict[str, Any]], /
-    ) -> Scores | RewardOutput: ...
 
 
 @runtime_checkable

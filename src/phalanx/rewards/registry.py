@@ -45,7 +45,7 @@ class Term:
     """One term of the reward: its name in the logs, the function with bound arguments, and its share in the sum."""
 
     name: str
-    function: Callable[..., Any]  # a RewardFunction, a PolicyReward, or ParsedAnswers around a judge
+    function: Callable[..., Any]  # a reward, a PolicyReward, or ParsedAnswers around a judge
     share: Share
     on_device: bool
     takes: str = "images"  # one of TAKES
@@ -93,7 +93,7 @@ def build_terms(
     if not functions:
         raise ConfigError(
             "reward.functions is empty: nothing to optimise; give at least one entry, e.g. {name: ocr}; "
-            f"built in: {_built_in()}"
+            f"built in: {', '.join(_known())}"
         )
     terms: list[Term] = []
     for i, entry in enumerate(functions):
@@ -184,7 +184,9 @@ def _build(cfg: RewardFunctionConfig, key: str, device: str, unparseable_score: 
     per_sample = (splittable if cfg.per_sample is None else cfg.per_sample) and on_threads
     extras = function.extras if isinstance(function, RewardWithExtras) else ()
     chats = form is TrlReward
-    return Term(name, function, _share(cfg), on_device, takes, frames, extras, per_sample, chats)
+    clip = None if cfg.clip is None else (cfg.clip[0], cfg.clip[1])
+    share = Share(cfg.weight, clip, cfg.initial_weight, cfg.weight_steps)
+    return Term(name, function, share, on_device, takes, frames, extras, per_sample, chats)
 
 
 def _adapted(
@@ -226,11 +228,6 @@ def _instance(reward: Callable[..., Any], kwargs: dict[str, Any], where: str) ->
         raise ConfigError(f"{where}: {reason(error).removeprefix('ValueError: ')}") from error
 
 
-def _share(entry: RewardFunctionConfig) -> Share:
-    clip = None if entry.clip is None else (entry.clip[0], entry.clip[1])
-    return Share(entry.weight, clip, entry.initial_weight, entry.weight_steps)
-
-
 def judged_frames(terms: list[Term]) -> int:
     """Frames per video that judges are asked about; it must be equal for all judges, since they share the frames."""
     counts = {term.frames for term in terms if isinstance(term.function, ParsedAnswers)}
@@ -249,13 +246,14 @@ def _find(cfg: RewardFunctionConfig, key: str) -> tuple[Callable[..., Any], str]
             kind = type(reward).__name__
             raise ConfigError(f"{key}.path={cfg.path!r} is of type {kind}; expected a function or a class")
         return reward, cfg.path.rpartition(":")[2]
-    if cfg.name is None:
-        raise ConfigError(f"{key} has neither name nor path; give name (built in: {_built_in()}) or path ({FORMS})")
     known = _known()
+    built_in = ", ".join(known)
+    if cfg.name is None:
+        raise ConfigError(f"{key} has neither name nor path; give name (built in: {built_in}) or path ({FORMS})")
     if cfg.name not in known:
         hint = nearest(cfg.name, list(known)) or ";"
         raise ConfigError(
-            f"{key}.name={cfg.name!r} is not a built-in reward{hint} built in: {_built_in()}; or give path: {FORMS}"
+            f"{key}.name={cfg.name!r} is not a built-in reward{hint} built in: {built_in}; or give path: {FORMS}"
         )
     names = vars(importlib.import_module(f"{known[cfg.name]}.{cfg.name}"))
     camel = "".join(map(str.capitalize, cfg.name.split("_")))
@@ -269,10 +267,6 @@ def _call_signature(reward: Callable[..., Any], key: str, label: str) -> inspect
     signature = signature_of(reward.__call__, key, label)
     parameters = [each for name, each in signature.parameters.items() if name != "self"]
     return signature.replace(parameters=parameters)
-
-
-def _built_in() -> str:
-    return ", ".join(_known())
 
 
 def _known() -> dict[str, str]:

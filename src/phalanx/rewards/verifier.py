@@ -9,9 +9,9 @@ import logging
 import queue
 import signal
 import subprocess
-import threading
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +41,7 @@ class Verifier:
         self._name, self._timeout_s = name, timeout_s
         self._source = name if file is None else f"{file}:{name}"
         self._idle: queue.SimpleQueue[subprocess.Popen[str]] = queue.SimpleQueue()
-        self._lock = threading.Lock()  # guards these two
-        self._warned_of_missing = self._warned_of_unjudged = False
+        self._starts, self._unjudged = count(), count()  # by several threads: `next` is atomic
 
     def ask(self, *arguments: Any) -> Any:
         """The verdict. Raises VerifierError if the verifier takes too long, raises or ends the process; ValueError if
@@ -70,9 +69,8 @@ class Verifier:
         try:
             return float(self.ask(*arguments)), 0.0
         except VerifierError as error:
-            with self._lock:
-                first, self._warned_of_unjudged = not self._warned_of_unjudged, True
-            if first:  # at level error, because only rank 0 shows warnings, and this rank may be the only one affected
+            if next(self._unjudged) == 0:
+                # at level error, because only rank 0 shows warnings, and this rank may be the only one affected
                 log.error(
                     "%s: the verifier %s has no verdict on an answer, which is scored as a wrong one; from here on see "
                     "the reward's metric unjudged; the first: %s",
@@ -96,9 +94,7 @@ class Verifier:
         if not line:
             raise RuntimeError(f"the verifier {self._name} did not start: {self._end(child)}")
         missing = json.loads(line)
-        with self._lock:
-            first, self._warned_of_missing = not self._warned_of_missing, True
-        if missing and first:
+        if next(self._starts) == 0 and missing:
             log.warning(
                 "this machine has no %s: the verifier %s runs without that confinement; see docs/rewards.md",
                 " and no ".join(missing),

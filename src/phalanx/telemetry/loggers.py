@@ -78,6 +78,15 @@ class Logger:
         """Close the run, which a resumed job may continue; `failed`: the job raised an error."""
 
 
+def cannot_start(name: str, error: Exception) -> ConfigError:
+    """The error for a tracker that could not open a run."""
+    reason = " ".join(str(error).split()).rstrip(".")
+    return ConfigError(
+        f"{KEY}: {name} could not start: {reason}; run `{name} login`, set {name.upper()}_MODE=offline, or leave "
+        f"{name} out"
+    )
+
+
 def check_loggers(entries: Iterable[str]) -> dict[str, type[Logger]]:
     """The class of each entry of `trainer.logger`: a module of this package, or module:Class or path/to/file.py:Class.
 

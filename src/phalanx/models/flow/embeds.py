@@ -160,6 +160,13 @@ def _size(embeds: Embeds) -> int:
     return sum(t.numel() * t.element_size() for t in embeds.values())
 
 
+def chat_tokens(tokenizer: Any, texts: list[str], **form: Any) -> list[list[int]]:
+    """Tokens of each text as a turn of the user in the chat template, which gets `form`."""
+    turns = [[{"role": "user", "content": text}] for text in texts]
+    chats = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True, **form)
+    return tokenizer(chats)["input_ids"]
+
+
 def pooled_embeds(embeds: Tensor, pooled: Tensor) -> list[Embeds]:
     """Split a pipeline's embeddings [N, L, D] and CLIP's pooled embeddings [N, P] by text."""
     result = []

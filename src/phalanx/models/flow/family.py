@@ -168,26 +168,21 @@ class FlowModel(ModelFiles):
         """Stack embeddings to [N, length, D]; `padded`: a prompt on some rank is shorter than `length`."""
         return {name: torch.stack([e[name] for e in embeds]) for name in embeds[0]}
 
-    def schedule(self, num_inference_steps: int, height: int, width: int) -> tuple[Tensor, Tensor]:
+    def schedule(self, num_inference_steps: int, height: int, width: int, frames: int = 1) -> tuple[Tensor, Tensor]:
         """sigmas [N + 1] and timesteps [N], float32, of the model folder's own scheduler.
 
         They are those of diffusers' pipelines with `calculate_shift`: evenly spaced levels 1 .. 1/N, shifted by the
         number of image tokens if the folder has `use_dynamic_shifting`.
         """
-        return self.schedule_of_tokens(num_inference_steps, self.tokens(height, width))
-
-    def schedule_of_tokens(self, num_inference_steps: int, tokens: int) -> tuple[Tensor, Tensor]:
-        """`schedule` of a sample with this number of tokens."""
         scheduler = self.pipeline.scheduler
         even = np.linspace(1.0, 1 / num_inference_steps, num_inference_steps)
+        tokens = self.scheduled_tokens(height, width, frames)
         scheduler.set_timesteps(sigmas=even, mu=self.dynamic_shift(tokens, num_inference_steps))
         return scheduler.sigmas.float().cpu(), scheduler.timesteps.float().cpu()
 
-    def schedule_of_video(
-        self, num_inference_steps: int, height: int, width: int, frames: int
-    ) -> tuple[Tensor, Tensor]:
-        """`schedule` of a video, for families where it depends on the number of frames."""
-        return self.schedule(num_inference_steps, height, width)
+    def scheduled_tokens(self, height: int, width: int, frames: int) -> int:
+        """Number of tokens by which levels of noise are shifted; in most families that of an image, also for videos."""
+        return self.tokens(height, width)
 
     def dynamic_shift(self, tokens: int, num_inference_steps: int) -> float:
         """diffusers' `mu` for an image of `tokens` tokens."""
@@ -195,8 +190,14 @@ class FlowModel(ModelFiles):
         return calculate_shift(tokens, c.base_image_seq_len, c.max_image_seq_len, c.base_shift, c.max_shift)
 
     def tokens(self, height: int, width: int) -> int:
-        """Number of image tokens in the transformer."""
-        raise AssertionError
+        """Number of image tokens in the transformer; each is a square of latents."""
+        *_, rows, columns = self.latent_shape(height, width)
+        return (rows // self.patch) * (columns // self.patch)
+
+    @property
+    def patch(self) -> int:
+        """Side of an image token, in latents."""
+        return self.transformer.config.patch_size
 
     def prepare_sharing(self, size: int) -> None:
         """Before `size` ranks share a sample's tokens, replace modules of the transformer that do not support this.
@@ -212,29 +213,20 @@ class FlowModel(ModelFiles):
         """Lengths of the sequences that the plan splits in a sample, except text, by a description for messages."""
         return {f"an image of {height} x {width}": self.tokens(height, width)}
 
-    def shift(self, num_inference_steps: int, height: int, width: int) -> float:
-        """The scheduler's shift s for an image; it maps a noise level t to s t / (1 + (s - 1) t)."""
-        return self.shift_of_tokens(num_inference_steps, self.tokens(height, width))
-
-    def shift_of_tokens(self, num_inference_steps: int, tokens: int) -> float:
-        """`shift` of a sample with this number of tokens."""
+    def shift(self, num_inference_steps: int, height: int, width: int, frames: int = 1) -> float:
+        """The scheduler's shift s, which maps a noise level t to s t / (1 + (s - 1) t); without `shift_terminal`."""
         c = self.pipeline.scheduler.config
         if not c.use_dynamic_shifting:
             return float(c.shift)
-        mu = self.dynamic_shift(tokens, num_inference_steps)
+        mu = self.dynamic_shift(self.scheduled_tokens(height, width, frames), num_inference_steps)
         return math.exp(mu) if c.time_shift_type == "exponential" else mu
-
-    def shift_of_video(self, num_inference_steps: int, height: int, width: int, frames: int) -> float:
-        """`shift` of a video, for families where it depends on the number of frames."""
-        return self.shift(num_inference_steps, height, width)
 
     def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
         """Shape of one sample's latents; raises ValueError for a size that the model does not support."""
-        raise AssertionError
+        return self.sample_shape(height, width, 1)
 
     def sample_shape(self, height: int, width: int, frames: int) -> tuple[int, ...]:
-        """`latent_shape` of a sample of `frames` frames; one frame is an image."""
-        assert frames == 1, "a family that makes videos overrides this"
+        """`latent_shape` of a sample of `frames` frames; one frame is an image. A family has one of these two."""
         return self.latent_shape(height, width)
 
     def velocity(self, latents: Tensor, timesteps: Tensor, embeds: Embeds, height: int, width: int) -> Tensor:

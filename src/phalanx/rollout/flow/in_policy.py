@@ -259,7 +259,7 @@ class PolicyRollout:
         """The model's noise schedule for the sampler's number of steps and size, on the device."""
         model, device = self.policy.model, self.world.device
         size = (sampler.height, sampler.width, sampler.num_frames)
-        sigmas, timesteps = model.schedule_of_video(sampler.num_inference_steps, *size)
+        sigmas, timesteps = model.schedule(sampler.num_inference_steps, *size)
         return Schedule(sigmas.to(device), timesteps.to(device), sigmas.tolist())
 
     def encode(self, batches: list[list[Prompt]]) -> int:

@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from phalanx.functional.statistics import (
     CONFIDENCE,
-    Estimate,
     best_of_k,
     in_unit_range,
     majority_at_k,
@@ -25,9 +24,9 @@ from phalanx.zoo.loggers.console import plain
 
 STATISTICS = ("mean", "avg", "pass", "best", "majority")
 CHANGED = 20  # number of prompts in the list of largest changes, half of them improvements
-Figures = dict[str, dict[str, Estimate]]  # by score and statistic
-Statistics = dict[str, dict[str, NDArray[np.float64]]]  # likewise: the value of each prompt, [P]
-Pair = tuple[NDArray[np.float64], NDArray[np.float64]]  # those of two models
+Figures = dict[str, dict[str, Any]]  # by score and statistic: the fields of an Estimate
+# by (score, statistic): the value of each prompt, [P], or those of two models, [2, P]; NaN for a prompt without one
+Statistics = dict[tuple[str, str], NDArray[np.float64]]
 
 
 # -- statistics -------------------------------------------------------------------------------------------------------
@@ -77,23 +76,21 @@ def read_scores(rows: Sequence[Row]) -> dict[str, Scores]:
     result = {}
     for name, prompts in sets.items():
         grid = [[samples[i] for i in sorted(samples)] for _, samples in sorted(prompts.items())]
-        values: dict[str, Any] = {REWARD: _matrix([[row[REWARD] for row in line] for line in grid])}
+        values: dict[str, Any] = {REWARD: [[row[REWARD] for row in line] for line in grid]}
         for term in grid[0][0]["scores"]:
-            values[term] = _matrix([[row["scores"][term] for row in line] for line in grid])
+            values[term] = [[row["scores"][term] for row in line] for line in grid]
         answers = {}
         for term in grid[0][0].get("answers", {}):
             answers[term] = [[row["answers"][term] for row in line] for line in grid]
+        for term, of_term in values.items():
+            values[term] = np.array(of_term, dtype=np.float64)  # None is NaN
         result[name] = Scores([line[0] for line in grid], values, answers)
     return result
 
 
-def _matrix(values: Sequence[Sequence[float | None]]) -> NDArray[np.float64]:
-    return np.array(values, dtype=np.float64)  # None is NaN
-
-
 def per_prompt(scores: Scores, wanted: Wanted) -> Statistics:
     """The statistics of each prompt; NaN for prompts with too few scored samples."""
-    result = {}
+    result: Statistics = {}
     for name, values in scores.values.items():
         statistics = {"mean": _each(values, 1, lambda row, _: float(row.mean()))}
         are_marks = bool(np.isin(values[~np.isnan(values)], (0.0, 1.0)).all())
@@ -109,7 +106,8 @@ def per_prompt(scores: Scores, wanted: Wanted) -> Statistics:
             if name in scores.answers:
                 votes = partial(_majority, values=values, answers=scores.answers[name], k=k)
                 statistics[f"majority@{k}"] = _each(values, k, votes)
-        result[name] = {statistic: statistics[statistic] for statistic in sorted(statistics, key=_order)}
+        for statistic in sorted(statistics, key=_order):
+            result[name, statistic] = statistics[statistic]
     return result
 
 
@@ -151,40 +149,28 @@ def _is_ranged(name: str, statistic: str, ranged: set[str]) -> bool:
 
 
 def figures(statistics: Statistics, ranged: set[str]) -> Figures:
-    """The estimates over all prompts that have a value; `ranged` are the scores in 0..1."""
+    """The estimates over all prompts that have a value, or of the paired differences of two models; `ranged` are the
+    scores in 0..1.
+    """
     result: Figures = {}
-    for name, row in statistics.items():
-        result[name] = {}
-        for key, values in row.items():
-            if len(known := values[~np.isnan(values)]):
-                result[name][key] = mean_interval(known, _is_ranged(name, key, ranged))
+    for (name, statistic), values in statistics.items():
+        of_score, known = result.setdefault(name, {}), _known(values)
+        if known.size:
+            unit = _is_ranged(name, statistic, ranged)
+            estimate = mean_interval(known[0], unit) if len(known) == 1 else paired_interval(known[0], known[1], unit)
+            of_score[statistic] = asdict(estimate)
     return result
 
 
-def _pairs(values: Statistics, before: Statistics) -> dict[str, dict[str, Pair]]:
-    """The values [P] of both models by score and statistic, of prompts that have both; what only one has is omitted."""
-    result: dict[str, dict[str, Pair]] = {}
-    for name in values:
-        if name not in before:
-            continue
-        result[name] = {}
-        for statistic in values[name]:
-            if statistic in before[name]:
-                now, then = values[name][statistic], before[name][statistic]
-                known = ~np.isnan(now) & ~np.isnan(then)
-                if known.any():
-                    result[name][statistic] = now[known], then[known]
-    return result
+def _known(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The values [1 or 2, K] of the K prompts that have all of them."""
+    rows = np.atleast_2d(values)
+    return rows[:, ~np.isnan(rows).any(0)]
 
 
-def differences(values: Statistics, before: Statistics, ranged: set[str]) -> Figures:
-    """Paired differences of two models' statistics; those that only one of them has are omitted."""
-    result: Figures = {}
-    for name, row in _pairs(values, before).items():
-        result[name] = {}
-        for key, pair in row.items():
-            result[name][key] = paired_interval(*pair, _is_ranged(name, key, ranged))
-    return result
+def _pairs(values: Statistics, before: Statistics) -> Statistics:
+    """The values [2, P] of both models; a statistic that only one of them has is omitted."""
+    return {key: np.stack([values[key], before[key]]) for key in values if key in before}
 
 
 def _changed_most(rows: Sequence[Row], now: NDArray[np.float64], then: NDArray[np.float64]) -> list[dict[str, Any]]:
@@ -231,14 +217,14 @@ def result_of(
     for name, scores in read_scores(rows).items():
         part: dict[str, Any] = {"prompts": len(scores.rows), "n": scores.n}
         ranged = _ranged(scores)
-        part["scores"] = _plain(figures(per_prompt(scores, wanted), ranged))
+        part["scores"] = figures(per_prompt(scores, wanted), ranged)
         groups = {} if wanted.group_by is None else grouped(scores, wanted.group_by)
         if groups:
             of_groups = {value: per_prompt(scores.of(places), wanted) for value, places in groups.items()}
             part["groups"] = {}
             for value, places in groups.items():
-                part["groups"][value] = {"prompts": len(places), "scores": _plain(figures(of_groups[value], ranged))}
-            part["mean_of_groups"] = {"scores": _plain(_over(list(of_groups.values()), ranged))}
+                part["groups"][value] = {"prompts": len(places), "scores": figures(of_groups[value], ranged)}
+            part["mean_of_groups"] = {"scores": _over(list(of_groups.values()), ranged)}
         if others is not None:
             part["baseline"] = _compared(scores, others[name], wanted, groups)
         sets[name] = part
@@ -248,43 +234,35 @@ def result_of(
 def _compared(scores: Scores, others: Scores, wanted: Wanted, groups: Mapping[str, list[int]]) -> dict[str, Any]:
     values, before = per_prompt(scores, wanted), per_prompt(others, wanted)
     ranged = _ranged(scores) & _ranged(others)
-    compared = differences(values, before, ranged)
-    part: dict[str, Any] = {"scores": _plain(figures(before, _ranged(others))), "differences": _plain(compared)}
+    compared = figures(_pairs(values, before), ranged)
+    part: dict[str, Any] = {"scores": figures(before, _ranged(others)), "differences": compared}
     wins = {}
     for name in compared:
-        changes = values[name]["mean"] - before[name]["mean"]
+        changes = values[name, "mean"] - before[name, "mean"]
         wins[name] = {"prompts": _wins(changes), "samples": _wins(scores.values[name] - others.values[name])}
     part["better_equal_worse"] = wins
-    part["changed_most"] = _changed_most(scores.rows, values[REWARD]["mean"], before[REWARD]["mean"])
+    part["changed_most"] = _changed_most(scores.rows, values[REWARD, "mean"], before[REWARD, "mean"])
     inner = []
     for value, places in groups.items():
-        now, then = per_prompt(scores.of(places), wanted), per_prompt(others.of(places), wanted)
-        part.setdefault("groups", {})[value] = {"differences": _plain(differences(now, then, ranged))}
-        inner.append(_pairs(now, then))
+        inner.append(_pairs(per_prompt(scores.of(places), wanted), per_prompt(others.of(places), wanted)))
+        part.setdefault("groups", {})[value] = {"differences": figures(inner[-1], ranged)}
     if inner:
-        part["mean_of_groups"] = {"differences": _plain(_over(inner, ranged))}
+        part["mean_of_groups"] = {"differences": _over(inner, ranged)}
     return part
 
 
-def _over(groups: Sequence[Statistics] | Sequence[dict[str, dict[str, Pair]]], ranged: set[str]) -> Figures:
-    """The mean over groups of each statistic, or pair of them, that all of them have."""
+def _over(groups: Sequence[Statistics], ranged: set[str]) -> Figures:
+    """The mean over groups of each statistic that all of them have."""
     result: Figures = {}
-    for name, row in groups[0].items():
-        result[name] = {}
-        for statistic in row:
-            parts = list[NDArray[np.float64] | Pair]()
-            for group in groups:
-                part = group.get(name, {}).get(statistic)
-                known = part if part is None or isinstance(part, tuple) else part[~np.isnan(part)]
-                if known is not None and len(known):
-                    parts.append(known)
-            if len(parts) == len(groups):
-                result[name][statistic] = mean_of_groups(parts, _is_ranged(name, statistic, ranged))
+    for name, statistic in groups[0]:
+        of_score, parts = result.setdefault(name, {}), list[Any]()
+        for group in groups:
+            known = _known(group.get((name, statistic), np.array([])))
+            if known.size:
+                parts.append(known[0] if len(known) == 1 else (known[0], known[1]))
+        if len(parts) == len(groups):
+            of_score[statistic] = asdict(mean_of_groups(parts, _is_ranged(name, statistic, ranged)))
     return result
-
-
-def _plain(result: Figures) -> dict[str, Any]:
-    return {name: {key: asdict(value) for key, value in row.items()} for name, row in result.items()}
 
 
 # -- the console ------------------------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ import functools
 import inspect
 import uuid
 from collections.abc import Awaitable, Mapping
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 from omegaconf import OmegaConf
@@ -48,21 +47,13 @@ class _Schema(BaseModel):
     function: _Function
 
 
-@dataclass(frozen=True)
-class Shared:
-    """The tools of a file, shared by all conversations of a rank, which have their own instance ids."""
-
-    tools: Mapping[str, Any]
-    callable: Mapping[str, Tool]
-
-
 class VerlTools:
-    """The tools in one conversation. Its reward is the sum of calc_reward over the tools that were called and of the
-    rewards that execute returned.
+    """The tools of a file in one conversation, which has its own instance ids. Its reward is the sum of calc_reward
+    over the tools that were called and of the rewards that execute returned.
     """
 
-    def __init__(self, shared: Shared) -> None:
-        self._tools = shared.tools
+    def __init__(self, tools: Mapping[str, Any]) -> None:
+        self._tools = tools  # shared by all conversations of a rank
         self._instances: dict[str, str] = {}  # instance ids of the tools that have been called, by tool
         self._kwargs: dict[str, Any] = {}
         self._earned = 0.0
@@ -129,8 +120,7 @@ def load(path: str) -> Kind:
             raise ConfigError(f"{key}: two tools are named {name!r}; rename one of them")
         tools[name] = tool
         callables[name] = schema_tool(schema, functools.partial(VerlTools.execute, name=name), asynchronous=True)
-    shared = Shared(tools, callables)
-    return Kind(KEY, lambda: VerlTools(shared), callables, frozenset({"reset", "get_reward", "close"}))
+    return Kind(KEY, lambda: VerlTools(tools), callables, frozenset({"reset", "get_reward", "close"}))
 
 
 def _made(entry: Any, key: str) -> tuple[Any, dict[str, Any]]:

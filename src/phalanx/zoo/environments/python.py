@@ -12,6 +12,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
 
 from phalanx.environments.turn import CALL
 from phalanx.sandbox import command, environment
@@ -20,6 +23,8 @@ _CHILD = Path(__file__).with_name("_child.py")
 _LONGEST = 100_000  # maximum characters of code
 _MOST_OUTPUT = 2**17  # bytes that are kept; longer observations are truncated anyway
 _NO_RANDOMIZE = 0x0040000  # ADDR_NO_RANDOMIZE of personality
+Seconds = Annotated[int, Field(ge=1, le=3600)]
+Mebibytes = Annotated[int, Field(ge=128, le=2**20)]
 _PATIENCE = 5  # seconds of wall-clock time for each second of CPU time
 
 
@@ -32,11 +37,7 @@ class Python:
     unconfined: run scripts even if this machine lacks a layer of the confinement.
     """
 
-    def __init__(self, timeout_s: int = 5, memory_mb: int = 1024, unconfined: bool = False) -> None:
-        if not isinstance(timeout_s, int) or not 1 <= timeout_s <= 3600:
-            raise ValueError(f"timeout_s={timeout_s} should be whole seconds, from 1 to 3600")
-        if not 128 <= memory_mb <= 2**20:
-            raise ValueError(f"memory_mb={memory_mb} should be from 128 to {2**20}")
+    def __init__(self, timeout_s: Seconds = 5, memory_mb: Mebibytes = 1024, unconfined: bool = False) -> None:
         self._timeout_s, self._memory, self._unconfined = timeout_s, memory_mb * 2**20, unconfined
         if not unconfined:
             _check_machine()

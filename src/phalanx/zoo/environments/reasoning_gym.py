@@ -2,8 +2,9 @@
 
 import json
 from functools import cache
-from importlib.util import find_spec
 from typing import Any
+
+from pydantic import PositiveInt
 
 from phalanx.config.messages import cut, nearest, reason
 from phalanx.environments.turn import Turn
@@ -24,12 +25,10 @@ class ReasoningGym:
         self,
         task: str,
         settings: dict[str, Any] | None = None,
-        attempts: int = 1,
+        attempts: PositiveInt = 1,
         answer: str = "answer",
         timeout_s: float = 10.0,
     ) -> None:
-        if attempts < 1:
-            raise ValueError(f"attempts={attempts} should be at least 1")
         self._task, self._settings, self._attempts = task, settings or {}, attempts
         self._verifier = _verifier(answer, timeout_s)
         self._best = 0.0
@@ -61,8 +60,6 @@ def _verifier(answer: str, timeout_s: float) -> Verifier:
 @cache
 def _check_task(task: str, settings: str) -> None:
     """Raise ValueError for an unknown task, invalid settings, or a task whose problems do not survive JSON."""
-    if find_spec("reasoning_gym") is None:
-        raise ValueError("it needs reasoning-gym, which is not installed; pip install 'phalanx[reasoning-gym]'")
     import reasoning_gym
     from reasoning_gym.factory import DATASETS
 

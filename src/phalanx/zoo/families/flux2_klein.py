@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from phalanx.config.trained_model import FlowModelConfig
+from phalanx.models.flow.embeds import chat_tokens
 from phalanx.zoo.families import flux2
 
 
@@ -28,8 +29,5 @@ class Model(flux2.Model):
 
     def text_tokens(self, texts: list[str], max_length: int) -> tuple[Any, list[list[int]], int]:
         """Tokens of the chat template with the text."""
-        tokenizer, tokens = self.pipeline.tokenizer, []
-        for text in texts:
-            chat, form = [{"role": "user", "content": text}], {"tokenize": False, "add_generation_prompt": True}
-            tokens.append(tokenizer(tokenizer.apply_chat_template(chat, **form, enable_thinking=False))["input_ids"])
-        return tokenizer, tokens, max_length
+        tokenizer = self.pipeline.tokenizer
+        return tokenizer, chat_tokens(tokenizer, texts, enable_thinking=False), max_length

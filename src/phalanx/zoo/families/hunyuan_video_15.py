@@ -186,16 +186,9 @@ class Model(FlowModel):
         kinds = [pad(e["kinds"], (0, length - len(e["kinds"]))) for e in embeds]
         return masked_texts(embeds, length, padded) | {"kinds": torch.stack(kinds)}
 
-    def tokens(self, height: int, width: int) -> int:
-        _, _, h, w = self.latent_shape(height, width)
-        return (h // self.transformer.config.patch_size) * (w // self.transformer.config.patch_size)
-
     def split_tokens(self, height: int, width: int, frames: int, max_length: int) -> dict[str, int]:
         latents = self.sample_shape(height, width, frames)[1] // self.transformer.config.patch_size_t
         return {f"a video of {frames} x {height} x {width}": latents * self.tokens(height, width)}
-
-    def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
-        return self.sample_shape(height, width, 1)
 
     def sample_shape(self, height: int, width: int, frames: int) -> tuple[int, ...]:
         factor, step = self.vae.spatial_compression_ratio, self.vae.temporal_compression_ratio

@@ -159,7 +159,7 @@ class Model(FlowModel):
         return context_plan(self.transformer.config.rope_type)
 
     def split_tokens(self, height: int, width: int, frames: int, max_length: int) -> dict[str, int]:
-        return {f"a video of {frames} x {height} x {width}": self.video_tokens(height, width, frames)}
+        return {f"a video of {frames} x {height} x {width}": self.scheduled_tokens(height, width, frames)}
 
     def check_length(self, data: FlowDataConfig) -> None:
         max_length = data.max_prompt_length
@@ -184,20 +184,11 @@ class Model(FlowModel):
         video, sound, _ = p.connectors(hidden, mask, padding_side=p.tokenizer.padding_side)
         return [{"prompt_embeds": video[i].cpu(), "sound_embeds": sound[i].cpu()} for i in range(len(texts))]
 
-    def schedule_of_video(
-        self, num_inference_steps: int, height: int, width: int, frames: int
-    ) -> tuple[Tensor, Tensor]:
-        return self.schedule_of_tokens(num_inference_steps, self.video_tokens(height, width, frames))
-
-    def shift_of_video(self, num_inference_steps: int, height: int, width: int, frames: int) -> float:
-        """As FlowModel.shift_of_video, without the effect of `shift_terminal` on the schedule."""
-        return self.shift_of_tokens(num_inference_steps, self.video_tokens(height, width, frames))
-
     def tokens(self, height: int, width: int) -> int:
         unit = self.pipeline.vae_spatial_compression_ratio
         return (height // unit) * (width // unit)
 
-    def video_tokens(self, height: int, width: int, frames: int) -> int:
+    def scheduled_tokens(self, height: int, width: int, frames: int) -> int:
         """Number of tokens of all frames of a video."""
         return latent_frames(frames, self.pipeline.vae_temporal_compression_ratio) * self.tokens(height, width)
 
@@ -213,9 +204,6 @@ class Model(FlowModel):
         while frames * self.tokens(height, width) + self.sound_tokens(frames) < length:
             frames += 1
         return frames, height // unit, width // unit
-
-    def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
-        return self.sample_shape(height, width, 1)
 
     def sample_shape(self, height: int, width: int, frames: int) -> tuple[int, ...]:
         check_size(height, width, self.pipeline.vae_spatial_compression_ratio)

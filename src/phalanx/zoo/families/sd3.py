@@ -31,17 +31,13 @@ class Model(FlowModel):
         )
         return pooled_embeds(embeds, pooled)
 
-    def schedule(self, num_inference_steps: int, height: int, width: int) -> tuple[Tensor, Tensor]:
+    def schedule(self, num_inference_steps: int, height: int, width: int, frames: int = 1) -> tuple[Tensor, Tensor]:
         scheduler = self.pipeline.scheduler
         mu = None
         if scheduler.config.use_dynamic_shifting:
             mu = self.dynamic_shift(self.tokens(height, width), num_inference_steps)
         scheduler.set_timesteps(num_inference_steps, mu=mu)
         return scheduler.sigmas.float().cpu(), scheduler.timesteps.float().cpu()
-
-    def tokens(self, height: int, width: int) -> int:
-        (_, h, w), patch = self.latent_shape(height, width), self.transformer.config.patch_size
-        return (h // patch) * (w // patch)
 
     def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
         factor, patch = self.pipeline.vae_scale_factor, self.transformer.config.patch_size

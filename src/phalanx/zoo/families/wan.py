@@ -215,21 +215,20 @@ class Model(FlowModel):
         """`prompt_embeds` [N, max_length, D], independent of `length`."""
         return {"prompt_embeds": padded_texts(embeds, int(embeds[0]["padded_length"]))}
 
-    def schedule(self, num_inference_steps: int, height: int, width: int) -> tuple[Tensor, Tensor]:
+    def schedule(self, num_inference_steps: int, height: int, width: int, frames: int = 1) -> tuple[Tensor, Tensor]:
         scheduler = self.pipeline.scheduler
         scheduler.set_timesteps(num_inference_steps)
         sigmas = scheduler.sigmas.float().cpu()
         sigmas[0] = 1.0  # the multistep solver keeps 1e-6 below 1, for its logarithms
         return sigmas, scheduler.timesteps.float().cpu()
 
-    def shift(self, num_inference_steps: int, height: int, width: int) -> float:
+    def shift(self, num_inference_steps: int, height: int, width: int, frames: int = 1) -> float:
         c = self.pipeline.scheduler.config
         return float(c.flow_shift if type(self.pipeline.scheduler).__name__ == MULTISTEP else c.shift)
 
-    def tokens(self, height: int, width: int) -> int:
-        _, _, h, w = self.latent_shape(height, width)
-        _, rows, columns = self.transformer.config.patch_size
-        return (h // rows) * (w // columns)
+    @property
+    def patch(self) -> int:
+        return self.transformer.config.patch_size[1]
 
     def context_plan(self) -> dict[str, Any]:
         # without the entry for timesteps per token, which are not used here: see __init__
@@ -241,9 +240,6 @@ class Model(FlowModel):
     def split_tokens(self, height: int, width: int, frames: int, max_length: int) -> dict[str, int]:
         latents = self.sample_shape(height, width, frames)[1] // self.transformer.config.patch_size[0]
         return {f"a video of {frames} x {height} x {width}": latents * self.tokens(height, width)}
-
-    def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
-        return self.sample_shape(height, width, 1)
 
     def sample_shape(self, height: int, width: int, frames: int) -> tuple[int, ...]:
         c = self.transformer.config

@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 
 from phalanx.config.flow import FlowDataConfig
 from phalanx.config.trained_model import FlowModelConfig
-from phalanx.models.flow.embeds import masked_texts
+from phalanx.models.flow.embeds import chat_tokens, masked_texts
 from phalanx.models.flow.family import Embeds, FlowModel, check_size
 from phalanx.models.flow.folder import read_lora
 from phalanx.models.lora import Layers, lora_key
@@ -107,6 +107,7 @@ class Model(FlowModel):
 
     pipeline_class = "ZImagePipeline"
     transformer_class = Transformer
+    patch = PATCH
     masks_text = True
     block_lists = ("noise_refiner", "context_refiner", "layers")  # of the image, of the text, and of both
     # the layers of Flow-Factory's recipes: all but the modulation
@@ -143,11 +144,8 @@ class Model(FlowModel):
 
     def text_tokens(self, texts: list[str], max_length: int) -> tuple[Any, list[list[int]], int]:
         """Tokens of the chat template with the text."""
-        tokenizer, tokens = self.pipeline.tokenizer, []
-        for text in texts:
-            chat, form = [{"role": "user", "content": text}], {"tokenize": False, "add_generation_prompt": True}
-            tokens.append(tokenizer(tokenizer.apply_chat_template(chat, **form, enable_thinking=True))["input_ids"])
-        return tokenizer, tokens, max_length
+        tokenizer = self.pipeline.tokenizer
+        return tokenizer, chat_tokens(tokenizer, texts, enable_thinking=True), max_length
 
     def encode(self, texts: list[str], device: torch.device, max_length: int) -> list[Embeds]:
         """`prompt_embeds` [L, D], L a multiple of UNIT, and `text_mask` [L], False for padding by the learned token."""
@@ -169,10 +167,6 @@ class Model(FlowModel):
         """As `masked_texts`, with `text_mask` [N, length]."""
         kept = [pad(e["text_mask"], (0, length - len(e["text_mask"]))) for e in embeds]
         return masked_texts(embeds, length, padded) | {"text_mask": torch.stack(kept)}
-
-    def tokens(self, height: int, width: int) -> int:
-        _, h, w = self.latent_shape(height, width)
-        return (h // PATCH) * (w // PATCH)
 
     def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
         factor, c = self.pipeline.vae_scale_factor, self.transformer.config

@@ -5,9 +5,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from phalanx.config.messages import ConfigError
 from phalanx.media.videos import gif
-from phalanx.telemetry.loggers import KEY, Logger, RunStart
+from phalanx.telemetry.loggers import Logger, RunStart, cannot_start
 from phalanx.telemetry.records import IMAGES, SAMPLES, Record, kind_of, together
 
 
@@ -34,10 +33,7 @@ class Swanlab(Logger):
                 settings=swanlab.Settings(interactive=False),  # nobody can answer prompts of a rank
             )
         except RuntimeError as error:
-            raise ConfigError(
-                f"{KEY}: swanlab could not start: {' '.join(str(error).split()).rstrip('.')}; run `swanlab login`, set "
-                "SWANLAB_MODE=offline, or leave swanlab out"
-            ) from None
+            raise cannot_start("swanlab", error) from None
         # restore the job's own handlers of exceptions and Ctrl-C, which also close this run
         sys.excepthook = hook
         signal.signal(signal.SIGINT, handler)

@@ -2,8 +2,7 @@
 
 from pathlib import Path
 
-from phalanx.config.messages import ConfigError
-from phalanx.telemetry.loggers import KEY, Logger, RunStart
+from phalanx.telemetry.loggers import Logger, RunStart, cannot_start
 from phalanx.telemetry.records import IMAGES, SAMPLES, Record, kind_of, together
 
 
@@ -26,10 +25,7 @@ class Wandb(Logger):
                 resume="allow",
             )
         except wandb.Error as error:
-            reason = " ".join(str(error).split()).rstrip(".")
-            raise ConfigError(
-                f"{KEY}: wandb could not start: {reason}; run `wandb login`, set WANDB_MODE=offline, or leave wandb out"
-            ) from None
+            raise cannot_start("wandb", error) from None
         self.id = self._run.id
 
     def log(self, step: int, row: dict[str, float]) -> None:

@@ -6,14 +6,14 @@ at white space and compared without case; for Chinese, characters are compared a
 
 import re
 from collections import Counter
-from typing import Any
+from typing import Any, Literal
 
-KINDS = ("words", "characters")
+Kind = Literal["words", "characters"]
 _ACCENTED = "àâäéèêëîïôöùûüç"
 _IGNORED = re.compile(rf"[^a-zA-Z0-9\u4e00-\u9fa5{_ACCENTED}{_ACCENTED.upper()}\s]")
 
 
-def matched(target: str, read: str, kind: str) -> tuple[int, int]:
+def matched(target: str, read: str, kind: Kind) -> tuple[int, int]:
     """The number of the target's words or characters that were read, at most as often as they occur in the target, and
     the number of all of them.
     """
@@ -21,7 +21,7 @@ def matched(target: str, read: str, kind: str) -> tuple[int, int]:
     return (expected & _parts(read, kind)).total(), expected.total()
 
 
-def target_of(prompt: str, metadata: dict[str, Any], column: str, recall: str | None) -> str:
+def target_of(prompt: str, metadata: dict[str, Any], column: str, recall: Kind | None) -> str:
     """The text that an image of `prompt` should show; a list of texts is joined with spaces. Raises ValueError if the
     data has none, or none that `recall` could count.
     """
@@ -37,6 +37,6 @@ def target_of(prompt: str, metadata: dict[str, Any], column: str, recall: str | 
     return target
 
 
-def _parts(text: str, kind: str) -> Counter[str]:
+def _parts(text: str, kind: Kind) -> Counter[str]:
     words = _IGNORED.sub("", text).split()
     return Counter("".join(words)) if kind == "characters" else Counter(word.lower() for word in words)

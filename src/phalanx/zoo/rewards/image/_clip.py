@@ -64,8 +64,7 @@ class Clip:
         """
         from transformers import AutoImageProcessor, AutoTokenizer, CLIPModel
 
-        source = folder_or_hub(model, name)
-        clip = load_model(CLIPModel, source, name, "a CLIP model", use_safetensors=True)
+        clip = load_model(CLIPModel, model, name, "a CLIP model", use_safetensors=True)
         self._device = torch.device(device)
         self._vision: nn.Module = clip.vision_model.to(device)
         self._vision_projection: nn.Module = clip.visual_projection.to(device)
@@ -74,12 +73,11 @@ class Clip:
         self.edge: int = clip.config.vision_config.image_size  # pixels per side of its input
         if processor is not None:
             name, model = "processor", processor
-            source = folder_or_hub(model, name)
-        pixels = pixels_of(load_part(AutoImageProcessor, source, name).to_dict(), self._device)
+        pixels = pixels_of(load_part(AutoImageProcessor, model, name).to_dict(), self._device)
         self._pixels = replace(pixels, antialias=antialias)
         if not text:
             return
-        self._tokenizer = load_part(AutoTokenizer, source, name)
+        self._tokenizer = load_part(AutoTokenizer, model, name)
         config = clip.config.text_config
         if len(self._tokenizer) != config.vocab_size:
             # transformers silently makes an empty tokenizer if the folder has none
@@ -151,22 +149,25 @@ def read_weights(file: Path, what: str) -> dict[str, Tensor]:
         return load_file(file)
 
 
-def folder_or_hub(source: str, name: str, holds: str = "a CLIP model") -> str:
-    """The path of an existing folder, or a hub id unchanged. Raises ValueError, with the kwarg's `name`, for a path
-    that is not a folder; `holds` describes what it should contain.
+def load_part(cls: Any, source: str, name: str, holds: str = "a CLIP model", **options: Any) -> Any:
+    """`cls.from_pretrained` of a folder or hub id, which should contain what `holds` describes. Raises ValueError, with
+    one line that names the kwarg `name`, for a path that is not a folder, and if it does not load.
     """
     path = Path(source).expanduser()
     if source.startswith(("/", ".", "~")) or path.exists():
         if not path.is_dir():
             raise ValueError(f"{name}={source!r} is not a folder; give a folder with {holds}, or a hub id")
-        return str(path)
-    return source
-
-
-def load_part(cls: Any, source: str, name: str, **options: Any) -> Any:
-    """`cls.from_pretrained`, with errors as a ValueError of one line that names the kwarg `name`."""
+        source = str(path)
     with loading(f"{name}={source!r} does not load as {cls.__name__}"):
         return cls.from_pretrained(source, trust_remote_code=False, **options)
+
+
+def openai_colours(device: torch.device | str) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation [3, 1, 1] of the images that CLIP was trained with; other models use them, too."""
+    from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
+
+    mean, std = torch.tensor([OPENAI_CLIP_MEAN, OPENAI_CLIP_STD], device=device).view(2, 3, 1, 1)
+    return mean, std
 
 
 def load_model(cls: Any, source: str, name: str, what: str, **options: Any) -> Any:
@@ -174,6 +175,6 @@ def load_model(cls: Any, source: str, name: str, what: str, **options: Any) -> A
     transformers would initialise at random.
     """
     checked = {"output_loading_info": True, "ignore_mismatched_sizes": True}
-    model, info = load_part(cls, source, name, dtype=torch.float32, **checked, **options)
+    model, info = load_part(cls, source, name, what, dtype=torch.float32, **checked, **options)
     check_weights(info, f"{name}={source!r} is not {what}")
     return model.requires_grad_(False).eval()

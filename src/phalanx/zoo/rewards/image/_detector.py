@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoImageProcessor, Mask2FormerConfig, Mask2FormerModel, Mask2FormerPreTrainedModel
 
 from phalanx.media.pictures import to_uint8
-from phalanx.zoo.rewards.image._clip import folder_or_hub, load_model, load_part
+from phalanx.zoo.rewards.image._clip import load_model, load_part
 from phalanx.zoo.rewards.image._geneval_rules import CLASSES, Detection
 
 _KIND = "a Mask2Former for COCO's instances"
@@ -43,16 +43,15 @@ class Detector:
     """
 
     def __init__(self, model: str, device: str, edges: Sequence[int], name: str = "model") -> None:
-        source = folder_or_hub(model, name, _KIND)
-        config = load_part(AutoConfig, source, name)
+        config = load_part(AutoConfig, model, name, _KIND)
         if config.model_type != "mask2former" or config.num_labels != len(CLASSES):
             raise ValueError(
                 f"{name}={model!r} is a model of type {config.model_type} with {config.num_labels} classes; expected "
                 f"{_KIND}, which has {len(CLASSES)}"
             )
-        self._segmenter: Any = load_model(_Segmenter, source, name, _KIND).to(device)
+        self._segmenter: Any = load_model(_Segmenter, model, name, _KIND).to(device)
         size = dict(zip(("shortest_edge", "longest_edge"), edges, strict=True))
-        self._processor = load_part(AutoImageProcessor, source, name, size=size)
+        self._processor = load_part(AutoImageProcessor, model, name, size=size)
         self._device = torch.device(device)
 
     @torch.no_grad()

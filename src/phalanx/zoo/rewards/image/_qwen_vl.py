@@ -10,16 +10,16 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from phalanx.zoo.rewards.image._clip import folder_or_hub, load_part, read_weights, resize
+from phalanx.zoo.rewards.image._clip import load_part, openai_colours, read_weights, resize
 
 IMAGE_TOKEN = "<|image_pad|>"
 VIDEO_TOKEN = "<|video_pad|>"
-_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+Dtype = Literal["bfloat16", "float16", "float32"]
 _PIXELS = 256 * 28 * 28  # approximate area of an image after resizing
 _HEAD = ("0", "3", "5")  # positions of the linear layers in the published nn.Sequential
 _PEFT = "base_model.model."  # peft's prefix of the names of weights
@@ -57,21 +57,16 @@ class Trunk:
     """
 
     def __init__(
-        self, published: Published, added: list[str], heads: list[str], dtype: str, micro_batch_size: int, device: str
+        self, published: Published, added: list[str], heads: list[str], dtype: Dtype, micro_batch_size: int, device: str
     ) -> None:
         from transformers import AutoConfig, AutoTokenizer
 
-        if dtype not in _DTYPES:
-            raise ValueError(f"dtype={dtype!r}; expected one of {', '.join(_DTYPES)}")
-        if micro_batch_size < 1:
-            raise ValueError(f"micro_batch_size={micro_batch_size}; expected a number of images, at least 1")
         model, base = published.model, published.base
         self._base = base
-        source = folder_or_hub(base, "base", f"the configuration and tokenizer of {published.family}")
-        config = load_part(AutoConfig, source, "base")
+        config = load_part(AutoConfig, base, "base", f"the configuration and tokenizer of {published.family}")
         if config.model_type != published.kind:
             raise ValueError(f"base={base!r} is a model of type {config.model_type}; expected a {published.kind}")
-        tokenizer = load_part(AutoTokenizer, source, "base", padding_side="right")
+        tokenizer = load_part(AutoTokenizer, base, "base", padding_side="right")
         if tokenizer.convert_tokens_to_ids(IMAGE_TOKEN) != config.image_token_id:
             # transformers silently makes an empty tokenizer if the folder has none
             raise ValueError(
@@ -94,7 +89,7 @@ class Trunk:
             )
         config.text_config.vocab_size = rows
         self.heads = _heads(head, heads, published, self.device)
-        self.backbone = _backbone(weights, config, _DTYPES[dtype], self.device, published)
+        self.backbone = _backbone(weights, config, vars(torch)[dtype], self.device, published)
 
     def plain(self, text: str) -> str:
         """The text with a blank in each special token, so that it is tokenized as plain words."""
@@ -159,11 +154,9 @@ def patches_of(
     and `frames` frames deep; merge * merge patches become one token. An image is a video of one frame, which is
     repeated for all `frames` of a patch. `least` and `most` bound the pixels of a frame after resizing.
     """
-    from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
-
     b, count, device = len(videos), videos.shape[1], videos.device
     height, width = resized(videos.shape[3], videos.shape[4], side * merge, least, most)
-    mean, std = (torch.tensor(rgb, device=device).view(3, 1, 1) for rgb in (OPENAI_CLIP_MEAN, OPENAI_CLIP_STD))
+    mean, std = openai_colours(device)
     pixels = (resize(videos.flatten(0, 1), (height, width)) / 255 - mean) / std
     h, w = height // side, width // side
     pixels = pixels.view(b, count, 3, h // merge, merge, side, w // merge, merge, side)

@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import AutoTokenizer, BlipForQuestionAnswering
-from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 
 from phalanx.rewards.base import DifferentiableReward
-from phalanx.zoo.rewards.image._clip import Pixels, folder_or_hub, load_model, load_part
+from phalanx.zoo.rewards.image._clip import Pixels, load_model, load_part, openai_colours
 
 _IGNORED = re.compile(r'[.!"()*#:;~]')  # characters that BLIP's questions do not have
 _MAX_TOKENS = 35
@@ -27,10 +26,9 @@ class BlipVqa(DifferentiableReward):
     def __init__(
         self, model: str = "Salesforce/blip-vqa-capfilt-large", column: str = "phrases", device: str = "cpu"
     ) -> None:
-        source = folder_or_hub(model, "model", _KIND)
-        blip = load_model(BlipForQuestionAnswering, source, "model", _KIND)
+        blip = load_model(BlipForQuestionAnswering, model, "model", _KIND)
         self._blip: Any = blip.to(device)
-        self._tokenizer = load_part(AutoTokenizer, source, "model")
+        self._tokenizer = load_part(AutoTokenizer, model, "model")
         text = blip.config.text_config
         self._answers = self._tokenizer.convert_tokens_to_ids(list(_ANSWERS))
         unknown = self._tokenizer.unk_token_id
@@ -40,8 +38,7 @@ class BlipVqa(DifferentiableReward):
         self._opens_answer, self._opens_question = text.bos_token_id, text.vocab_size - 1
         self._column, self._device = column, torch.device(device)
         edge = blip.config.vision_config.image_size
-        mean, std = torch.tensor([OPENAI_CLIP_MEAN, OPENAI_CLIP_STD], device=device).view(2, 3, 1, 1)
-        self._pixels = Pixels(None, (edge, edge), (edge, edge), mean, std)
+        self._pixels = Pixels(None, (edge, edge), (edge, edge), *openai_colours(device))
 
     def check_row(self, prompt: str, metadata: dict[str, Any]) -> None:
         """Raise ValueError for a row without phrases."""

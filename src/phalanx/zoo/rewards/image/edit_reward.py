@@ -13,12 +13,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from pydantic import PositiveInt
 from torch import Tensor
 
 from phalanx.media.pictures import Picture
 from phalanx.rewards.base import DeviceReward, RewardOutput, RewardWithExtras
 from phalanx.zoo.rewards.image._edit_reward_text import FOLLOWING, QUALITY, REWARD_TOKEN
-from phalanx.zoo.rewards.image._qwen_vl import IMAGE_TOKEN, Published, Trunk
+from phalanx.zoo.rewards.image._qwen_vl import IMAGE_TOKEN, Dtype, Published, Trunk
 
 _HEADS = {"rm_heads.head_0": FOLLOWING, "rm_heads.head_1": QUALITY}
 _SHOWN = ("image", "image")  # before and after editing
@@ -38,8 +39,8 @@ class EditReward(DeviceReward, RewardWithExtras):
         model: str,
         base: str = "Qwen/Qwen2.5-VL-7B-Instruct",
         source_key: str = "image",
-        micro_batch_size: int = 8,
-        dtype: str = "bfloat16",
+        micro_batch_size: PositiveInt = 8,
+        dtype: Dtype = "bfloat16",
         device: str = "cpu",
     ) -> None:
         self._source_key = source_key

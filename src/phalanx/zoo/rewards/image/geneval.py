@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from pydantic import PositiveInt
 from torch import Tensor
 
 from phalanx.rewards.base import DeviceReward, RewardOutput, RewardWithExtras
@@ -40,7 +41,7 @@ class Geneval(RewardWithExtras, DeviceReward):
         strict: bool = False,
         threshold: float = 0.3,
         counting_threshold: float = 0.9,
-        max_objects: int = 16,
+        max_objects: PositiveInt = 16,
         max_overlap: float = 1.0,
         position_threshold: float = 0.1,
         detector_size: tuple[int, int] = (800, 1333),
@@ -48,8 +49,6 @@ class Geneval(RewardWithExtras, DeviceReward):
     ) -> None:
         if len(detector_size) != 2 or not 0 < detector_size[0] <= detector_size[1]:
             raise ValueError(f"detector_size={detector_size}; expected pixels of the shorter and the longer side")
-        if max_objects < 1:
-            raise ValueError(f"max_objects={max_objects}; expected a number of objects of a class, at least 1")
         self._detector = Detector(detector, device, detector_size, "detector")
         self._clip = Clip(clip_model, device, name="clip_model")
         self._strict, self._thresholds = strict, (threshold, counting_threshold)

@@ -12,11 +12,12 @@ code of github.com/MizzenAI/HPSv3:
 from typing import Any
 
 import torch
+from pydantic import PositiveInt
 from torch import Tensor
 
 from phalanx.rewards.base import DeviceReward
 from phalanx.zoo.rewards.image._hps_v3_text import CHAT, REWARD_TOKEN, TEMPLATE
-from phalanx.zoo.rewards.image._qwen_vl import IMAGE_TOKEN, Published, Trunk
+from phalanx.zoo.rewards.image._qwen_vl import IMAGE_TOKEN, Dtype, Published, Trunk
 
 _EXPECTED = "expected HPSv3.safetensors of MizzenAI/HPSv3, or its folder"
 
@@ -33,8 +34,8 @@ class HpsV3(DeviceReward):
         base: str = "Qwen/Qwen2-VL-7B-Instruct",
         template: str = TEMPLATE,
         reward_token: str = REWARD_TOKEN,
-        micro_batch_size: int = 8,
-        dtype: str = "bfloat16",
+        micro_batch_size: PositiveInt = 8,
+        dtype: Dtype = "bfloat16",
         device: str = "cpu",
     ) -> None:
         if template.count("{prompt}") != 1 or template.count(reward_token) != 1:

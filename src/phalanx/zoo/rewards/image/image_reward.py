@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.rewards.base import DifferentiableReward
-from phalanx.zoo.rewards.image._clip import Pixels, folder_or_hub, load_part
+from phalanx.zoo.rewards.image._clip import Pixels, load_part, openai_colours
 from phalanx.zoo.rewards.image.aesthetic import linear_layers, read_published
 
 _MEAN, _STD = 0.16717362830052426, 1.0333394966054072  # of the MLP's output, over the authors' training data
@@ -39,7 +39,6 @@ class ImageReward(DifferentiableReward):
 
     def __init__(self, model: str, tokenizer: str = "google-bert/bert-base-uncased", device: str = "cpu") -> None:
         from transformers import AutoTokenizer
-        from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 
         where = f"model={model!r}"
         state = read_published(model, where)
@@ -51,8 +50,7 @@ class ImageReward(DifferentiableReward):
         self._text = _text_tower(text, vision, where)
         self._vision.to(device)
         self._text.to(device)
-        source = folder_or_hub(tokenizer, "tokenizer", "BERT's tokenizer")
-        self._tokenizer = load_part(AutoTokenizer, source, "tokenizer")
+        self._tokenizer = load_part(AutoTokenizer, tokenizer, "tokenizer", "BERT's tokenizer")
         rows = len(text["embeddings.word_embeddings.weight"])
         if not 2 < len(self._tokenizer) <= rows or self._tokenizer.cls_token_id is None:
             # transformers silently makes an empty tokenizer if the folder has none
@@ -61,8 +59,7 @@ class ImageReward(DifferentiableReward):
                 "the tokenizer of bert-base-uncased"
             )
         self._device = torch.device(device)
-        mean, std = (torch.tensor(rgb, device=device).view(3, 1, 1) for rgb in (OPENAI_CLIP_MEAN, OPENAI_CLIP_STD))
-        self._pixels = Pixels(edge, (edge, edge), (edge, edge), mean, std)
+        self._pixels = Pixels(edge, (edge, edge), (edge, edge), *openai_colours(device))
 
     def with_gradient(self, images: Tensor, prompts: list[str], metadata: list[dict[str, Any]]) -> Tensor:
         """Scores [B], about -2..2, of images [B, 3, H, W] in 0..1."""

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from phalanx.media.pictures import to_uint8
 from phalanx.rewards.base import RewardOutput, RewardWithExtras
-from phalanx.zoo.rewards._recall import KINDS, matched, target_of
+from phalanx.zoo.rewards._recall import Kind, matched, target_of
 
 RECOGNISER = "models/PP-OCRv6_rec_small.onnx"
 _LINE_HEIGHT = 48  # pixels: the height of a line that the recogniser was trained on
@@ -43,11 +43,11 @@ class Ocr(RewardWithExtras):
         contains: bool = False,
         threads: int = 1,
         exact: bool = False,
-        recall: str | None = None,
+        recall: Kind | None = None,
         column: str = "ground_truth",
     ) -> None:
-        if recall not in (None, *KINDS) or (recall and (contains or exact)):
-            raise ValueError(f"recall={recall!r}; expected words or characters, without contains and exact")
+        if recall and (contains or exact):
+            raise ValueError(f"recall={recall!r} is given without contains and exact")
         for name in ("rapidocr", "onnxruntime"):
             if find_spec(name) is None:
                 raise ValueError(f"the package {name} is not installed; pip install 'phalanx[ocr]'")

@@ -36,8 +36,6 @@ class LlmJudge(Judge):
     ) -> None:
         if not (math.isfinite(lowest) and math.isfinite(highest) and lowest < highest):
             raise ValueError(f"lowest={lowest} and highest={highest} should be numbers, the smaller one first")
-        if read not in ("score", "last"):
-            raise ValueError(f"read={read!r} should be score or last")
         if template is not None:
             self.template = checked_template(template)
         if "{completion}" not in self.template:

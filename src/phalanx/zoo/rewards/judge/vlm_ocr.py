@@ -7,7 +7,7 @@ in lower case. The target is `metadata["ground_truth"]`.
 from typing import Any
 
 from phalanx.rewards.judge import Judge
-from phalanx.zoo.rewards._recall import KINDS, matched, target_of
+from phalanx.zoo.rewards._recall import Kind, matched, target_of
 
 
 class VlmOcr(Judge):
@@ -19,9 +19,7 @@ class VlmOcr(Judge):
 
     template = "Please output only the text content from the image without any additional descriptions or formatting."
 
-    def __init__(self, strict: bool = False, recall: str | None = None, column: str = "ground_truth") -> None:
-        if recall not in (None, *KINDS):
-            raise ValueError(f"recall={recall!r}; expected words or characters")
+    def __init__(self, strict: bool = False, recall: Kind | None = None, column: str = "ground_truth") -> None:
         self._strict, self._recall, self._column = strict, recall, column
 
     def question(self, prompt: str, metadata: dict[str, Any]) -> str:

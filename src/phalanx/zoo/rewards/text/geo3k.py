@@ -6,7 +6,9 @@ r"""Reward: mathematics about an image, as verl scores Geometry3K: the answer in
 the reward `math`, which accepts more forms of an answer than verl's.
 """
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from phalanx.rewards.base import RewardOutput
 from phalanx.zoo.rewards.text.math import Math
@@ -19,12 +21,10 @@ class Geo3k(Math):
 
     def __init__(
         self,
-        format_weight: float = 0.1,
+        format_weight: Annotated[float, Field(ge=0, le=1)] = 0.1,
         equivalence: Literal["math_verify", "string"] = "math_verify",
         timeout_s: float = 5.0,
     ) -> None:
-        if not 0 <= format_weight <= 1:
-            raise ValueError(f"format_weight={format_weight} should be in 0..1")
         super().__init__(equivalence, timeout_s=timeout_s)
         self._weight = format_weight
 

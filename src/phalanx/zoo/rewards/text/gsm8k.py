@@ -22,8 +22,6 @@ class Gsm8k:
     """1 if the number equals the metadata's `ground_truth`, `format_score` for another number, 0 without one."""
 
     def __init__(self, method: Literal["strict", "flexible"] = "strict", format_score: float = 0.0) -> None:
-        if method not in ("strict", "flexible"):
-            raise ValueError(f"method={method!r} should be strict or flexible")
         self.method, self.format_score = method, format_score
 
     def __call__(self, completions: list[str], prompts: list[str], metadata: list[dict[str, Any]]) -> list[float]:

@@ -7,7 +7,9 @@ A box is given by its left, top, right and bottom sides as [x1, y1, x2, y2], in 
 import json
 import re
 from itertools import islice
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from phalanx.zoo.rewards.text import _answers
 
@@ -17,6 +19,7 @@ _NUMBER = r"\s{0,9}([+-]?(?:\d{1,9}(?:\.\d{0,17})?|\.\d{1,17})(?:[eE][+-]?\d{1,2
 _BOX = re.compile(rf"[\[(]{_NUMBER},{_NUMBER}(?:[\])]\s{{0,9}})?,\s{{0,9}}[\[(]?{_NUMBER},{_NUMBER}[\])]")
 Box = tuple[float, float, float, float]
 Units = Literal["pixels", "unit", "thousand"]
+Share = Annotated[float, Field(gt=0, le=1)]
 
 
 class Iou:
@@ -31,13 +34,8 @@ class Iou:
     """
 
     def __init__(
-        self, threshold: float | None = None, coordinates: Units = "pixels", truth_coordinates: Units = "pixels"
+        self, threshold: Share | None = None, coordinates: Units = "pixels", truth_coordinates: Units = "pixels"
     ) -> None:
-        if threshold is not None and not 0 < threshold <= 1:
-            raise ValueError(f"threshold={threshold} should be in 0..1")
-        for name, value in {"coordinates": coordinates, "truth_coordinates": truth_coordinates}.items():
-            if value not in ("pixels", "unit", "thousand"):
-                raise ValueError(f"{name}={value!r} should be pixels, unit or thousand")
         self._threshold, self._units, self._truth_units = threshold, coordinates, truth_coordinates
 
     def __call__(self, completions: list[str], prompts: list[str], metadata: list[dict[str, Any]]) -> list[float]:

@@ -2,17 +2,17 @@
 
 from typing import Any, Literal
 
+from pydantic import PositiveFloat
+
 
 class Length:
     """The number n of characters or words, which a negative weight penalises; with `target`, the negative relative
     distance to it, max(-|n - target| / target, -1).
     """
 
-    def __init__(self, unit: Literal["characters", "words"] = "characters", target: float | None = None) -> None:
-        if unit not in ("characters", "words"):
-            raise ValueError(f"unit={unit!r} should be characters or words")
-        if target is not None and not target > 0:
-            raise ValueError(f"target={target!r} should be above 0")
+    def __init__(
+        self, unit: Literal["characters", "words"] = "characters", target: PositiveFloat | None = None
+    ) -> None:
         self._unit, self._target = unit, target
 
     def __call__(self, completions: list[str], prompts: list[str], metadata: list[dict[str, Any]]) -> list[float]:

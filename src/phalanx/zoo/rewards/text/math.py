@@ -30,8 +30,6 @@ class Math(RewardWithExtras):
         format_score: float = 0.0,
         timeout_s: float = 5.0,
     ) -> None:
-        if equivalence not in ("math_verify", "string"):
-            raise ValueError(f"equivalence={equivalence!r} should be math_verify or string")
         if equivalence == "math_verify" and find_spec("math_verify") is None:
             raise ValueError(
                 "equivalence=math_verify needs math-verify, which is not installed; pip install 'phalanx[math]', or "

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from pydantic import PositiveInt
+
 
 class Overlong:
     """0 up to `overlong_buffer_len` tokens before the limit, then decreasing linearly to -1 at the limit.
@@ -10,9 +12,7 @@ class Overlong:
     metadata. The weight of the reward's entry is the penalty factor.
     """
 
-    def __init__(self, overlong_buffer_len: int) -> None:
-        if overlong_buffer_len < 1:
-            raise ValueError(f"overlong_buffer_len={overlong_buffer_len} should be at least 1")
+    def __init__(self, overlong_buffer_len: PositiveInt) -> None:
         self.buffer = overlong_buffer_len
 
     def __call__(self, completions: list[str], prompts: list[str], metadata: list[dict[str, Any]]) -> list[float]:

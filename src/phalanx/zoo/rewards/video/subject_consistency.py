@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoConfig, AutoImageProcessor, ViTModel
 
-from phalanx.zoo.rewards.image._clip import folder_or_hub, load_model, load_part
+from phalanx.zoo.rewards.image._clip import load_model, load_part
 from phalanx.zoo.rewards.video._frames import Consistency
 
 
@@ -18,13 +18,12 @@ class SubjectConsistency(Consistency):
     """`model`: folder or hub id of DINO, a ViTModel with its processor."""
 
     def __init__(self, model: str = "facebook/dino-vitb16", device: str = "cpu") -> None:
-        source = folder_or_hub(model, "model", "DINO")
-        config = load_part(AutoConfig, source, "model")
+        config = load_part(AutoConfig, model, "model", "DINO")
         if config.model_type != "vit":
             raise ValueError(f"model={model!r} is a model of type {config.model_type}; expected DINO, of type vit")
-        self._vit: Any = load_model(ViTModel, source, "model", "DINO", add_pooling_layer=False).to(device)
+        self._vit: Any = load_model(ViTModel, model, "model", "DINO", add_pooling_layer=False).to(device)
         self._vit.embeddings.interpolate_pos_encoding = self._positions
-        processor = load_part(AutoImageProcessor, source, "model")
+        processor = load_part(AutoImageProcessor, model, "model")
         mean, std = torch.tensor([processor.image_mean, processor.image_std], device=device).view(2, 3, 1, 1)
         self._edge: int = config.image_size
         self._mean, self._std, self._device = mean, std, torch.device(device)

@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import PositiveFloat, PositiveInt
 from torch import Tensor
 
 from phalanx.rewards.base import DeviceReward, RewardOutput, RewardWithExtras
-from phalanx.zoo.rewards.image._qwen_vl import VIDEO_TOKEN, Published, Trunk
+from phalanx.zoo.rewards.image._qwen_vl import VIDEO_TOKEN, Dtype, Published, Trunk
+from phalanx.zoo.rewards.video._frames import check_frames
 from phalanx.zoo.rewards.video._video_align_text import REWARD_TOKENS, TEMPLATE
 
 _EXPECTED = "expected a folder with model_config.json and model.pth of KwaiVGI/VideoReward, the latter as .safetensors"
@@ -49,14 +51,12 @@ class VideoAlign(DeviceReward, RewardWithExtras):
     def __init__(
         self,
         model: str,
-        fps: float,
+        fps: PositiveFloat,
         base: str = "Qwen/Qwen2-VL-2B-Instruct",
-        micro_batch_size: int = 4,
-        dtype: str = "bfloat16",
+        micro_batch_size: PositiveInt = 4,
+        dtype: Dtype = "bfloat16",
         device: str = "cpu",
     ) -> None:
-        if fps <= 0:
-            raise ValueError(f"fps={fps}; expected the frames per second of the videos, more than 0")
         config = _configuration(model)
         lora, data, norm = config["peft_lora_config"], config["data_config"], config["inference_config"]
         scale = lora["lora_alpha"] / lora["lora_r"]
@@ -72,6 +72,7 @@ class VideoAlign(DeviceReward, RewardWithExtras):
     @torch.no_grad()
     def __call__(self, videos: Tensor, prompts: list[str], metadata: list[dict[str, Any]]) -> RewardOutput:
         """Scores float32 [B] of videos [B, F, 3, H, W] in 0..1, with the three grades as extras."""
+        check_frames(videos)
         chosen = frames(videos.shape[1], self._fps, self._sampled_fps)
         grades = self._trunk.in_micro_batches(lambda part, texts: self._grade(part[:, chosen], texts), videos, prompts)
         normalised = (grades - self._mean) / self._std
@@ -89,10 +90,8 @@ class VideoAlign(DeviceReward, RewardWithExtras):
 
 def frames(count: int, fps: float, sampled_fps: float) -> list[int]:
     """The frames that the model sees of `count` frames at `fps`: `sampled_fps` per second, an even number of 4 to 768,
-    evenly spaced. Raises ValueError for a video of one frame.
+    evenly spaced.
     """
-    if count < 2:
-        raise ValueError("samples of one frame; expected videos of two frames or more (rollout.num_frames)")
     most = min(_MOST_FRAMES, count) // 2 * 2
     number = round(min(max(count / fps * sampled_fps, _FEWEST), most) / 2) * 2
     chosen: list[int] = torch.linspace(0, count - 1, number).round().long().tolist()
