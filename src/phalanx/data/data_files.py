@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from phalanx.config.files import kind, parse_json, read_bytes
 from phalanx.config.messages import cut, reason
-from phalanx.data.parquet import ROW, check_unpacked, limit_of, reading_parquet, unpacked
+from phalanx.data.parquet import GROWTH, ROW, UNPACKED, check_unpacked, reading_parquet, unpacked
 from phalanx.data.parquet import DataError as DataError
 from phalanx.data.row_functions import made_rows
 from phalanx.data.shown import (
@@ -295,7 +295,7 @@ def _parquet_rows(
         source = pq.ParquetFile(path)
         fields = source.schema_arrow
         _check_columns(fields.names, place, (prompt, *_named(images, fields.names)))
-        limit = limit_of(path)
+        limit = UNPACKED + GROWTH * path.stat().st_size
         on_disk = bool(images) or column_of(fields, shown) is not None
         wanted = [field.name for field in fields if not (shown and holds_images(field.type))]
         if not on_disk:

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 # Bytes that rows of a Parquet file may take in memory, plus GROWTH times the file's size: a few kB can repeat a value a
@@ -12,11 +11,6 @@ UNPACKED, GROWTH, ROW = 2**27, 100, 512
 
 class DataError(ValueError):
     """A data file that cannot be used. The message is one line that names the file and the line or row."""
-
-
-def limit_of(path: Path) -> int:
-    """The bytes that the rows of a file may take in memory."""
-    return UNPACKED + GROWTH * path.stat().st_size
 
 
 @contextmanager

@@ -138,7 +138,7 @@ def _majority(
     return majority_at_k(given, row, k)
 
 
-def _ranged(scores: Scores) -> set[str]:
+def _ranged_scores(scores: Scores) -> set[str]:
     """The scores that are known to be in 0..1."""
     return {name for name, values in scores.values.items() if in_unit_range(values)}
 
@@ -148,13 +148,13 @@ def _is_ranged(name: str, statistic: str, ranged: set[str]) -> bool:
     return name in ranged or statistic.startswith("pass")
 
 
-def figures(statistics: Statistics, ranged: set[str]) -> Figures:
+def estimated_figures(statistics: Statistics, ranged: set[str]) -> Figures:
     """The estimates over all prompts that have a value, or of the paired differences of two models; `ranged` are the
     scores in 0..1.
     """
     result: Figures = {}
     for (name, statistic), values in statistics.items():
-        of_score, known = result.setdefault(name, {}), _known(values)
+        of_score, known = result.setdefault(name, {}), _known_values(values)
         if known.size:
             unit = _is_ranged(name, statistic, ranged)
             estimate = mean_interval(known[0], unit) if len(known) == 1 else paired_interval(known[0], known[1], unit)
@@ -162,13 +162,13 @@ def figures(statistics: Statistics, ranged: set[str]) -> Figures:
     return result
 
 
-def _known(values: NDArray[np.float64]) -> NDArray[np.float64]:
+def _known_values(values: NDArray[np.float64]) -> NDArray[np.float64]:
     """The values [1 or 2, K] of the K prompts that have all of them."""
     rows = np.atleast_2d(values)
     return rows[:, ~np.isnan(rows).any(0)]
 
 
-def _pairs(values: Statistics, before: Statistics) -> Statistics:
+def _paired_values(values: Statistics, before: Statistics) -> Statistics:
     """The values [2, P] of both models; a statistic that only one of them has is omitted."""
     return {key: np.stack([values[key], before[key]]) for key in values if key in before}
 
@@ -190,7 +190,7 @@ def _wins(changes: NDArray[np.float64]) -> tuple[int, int, int]:
     return int((changes > 0).sum()), int((changes == 0).sum()), int((changes < 0).sum())
 
 
-def grouped(scores: Scores, column: str) -> dict[str, list[int]]:
+def grouped_prompts(scores: Scores, column: str) -> dict[str, list[int]]:
     """Group the positions of prompts by the values of a data column, in numerical order if all are numbers."""
     groups: dict[str, list[int]] = {}
     numbers: dict[str, float] = {}
@@ -216,15 +216,15 @@ def result_of(
     sets: dict[str, Any] = {}
     for name, scores in read_scores(rows).items():
         part: dict[str, Any] = {"prompts": len(scores.rows), "n": scores.n}
-        ranged = _ranged(scores)
-        part["scores"] = figures(per_prompt(scores, wanted), ranged)
-        groups = {} if wanted.group_by is None else grouped(scores, wanted.group_by)
+        ranged = _ranged_scores(scores)
+        part["scores"] = estimated_figures(per_prompt(scores, wanted), ranged)
+        groups = {} if wanted.group_by is None else grouped_prompts(scores, wanted.group_by)
         if groups:
             of_groups = {value: per_prompt(scores.of(places), wanted) for value, places in groups.items()}
             part["groups"] = {}
             for value, places in groups.items():
-                part["groups"][value] = {"prompts": len(places), "scores": figures(of_groups[value], ranged)}
-            part["mean_of_groups"] = {"scores": _over(list(of_groups.values()), ranged)}
+                part["groups"][value] = {"prompts": len(places), "scores": estimated_figures(of_groups[value], ranged)}
+            part["mean_of_groups"] = {"scores": _mean_over_groups(list(of_groups.values()), ranged)}
         if others is not None:
             part["baseline"] = _compared(scores, others[name], wanted, groups)
         sets[name] = part
@@ -233,9 +233,9 @@ def result_of(
 
 def _compared(scores: Scores, others: Scores, wanted: Wanted, groups: Mapping[str, list[int]]) -> dict[str, Any]:
     values, before = per_prompt(scores, wanted), per_prompt(others, wanted)
-    ranged = _ranged(scores) & _ranged(others)
-    compared = figures(_pairs(values, before), ranged)
-    part: dict[str, Any] = {"scores": figures(before, _ranged(others)), "differences": compared}
+    ranged = _ranged_scores(scores) & _ranged_scores(others)
+    compared = estimated_figures(_paired_values(values, before), ranged)
+    part: dict[str, Any] = {"scores": estimated_figures(before, _ranged_scores(others)), "differences": compared}
     wins = {}
     for name in compared:
         changes = values[name, "mean"] - before[name, "mean"]
@@ -244,20 +244,20 @@ def _compared(scores: Scores, others: Scores, wanted: Wanted, groups: Mapping[st
     part["changed_most"] = _changed_most(scores.rows, values[REWARD, "mean"], before[REWARD, "mean"])
     inner = []
     for value, places in groups.items():
-        inner.append(_pairs(per_prompt(scores.of(places), wanted), per_prompt(others.of(places), wanted)))
-        part.setdefault("groups", {})[value] = {"differences": figures(inner[-1], ranged)}
+        inner.append(_paired_values(per_prompt(scores.of(places), wanted), per_prompt(others.of(places), wanted)))
+        part.setdefault("groups", {})[value] = {"differences": estimated_figures(inner[-1], ranged)}
     if inner:
-        part["mean_of_groups"] = {"differences": _over(inner, ranged)}
+        part["mean_of_groups"] = {"differences": _mean_over_groups(inner, ranged)}
     return part
 
 
-def _over(groups: Sequence[Statistics], ranged: set[str]) -> Figures:
+def _mean_over_groups(groups: Sequence[Statistics], ranged: set[str]) -> Figures:
     """The mean over groups of each statistic that all of them have."""
     result: Figures = {}
     for name, statistic in groups[0]:
         of_score, parts = result.setdefault(name, {}), list[Any]()
         for group in groups:
-            known = _known(group.get((name, statistic), np.array([])))
+            known = _known_values(group.get((name, statistic), np.array([])))
             if known.size:
                 parts.append(known[0] if len(known) == 1 else (known[0], known[1]))
         if len(parts) == len(groups):
