@@ -168,26 +168,20 @@ class FlowModel(ModelFiles):
         """Stack embeddings to [N, length, D]; `padded`: a prompt on some rank is shorter than `length`."""
         return {name: torch.stack([e[name] for e in embeds]) for name in embeds[0]}
 
-    def schedule(self, num_inference_steps: int, height: int, width: int) -> tuple[Tensor, Tensor]:
+    def schedule(self, num_inference_steps: int, height: int, width: int, frames: int = 1) -> tuple[Tensor, Tensor]:
         """sigmas [N + 1] and timesteps [N], float32, of the model folder's own scheduler.
 
         They are those of diffusers' pipelines with `calculate_shift`: evenly spaced levels 1 .. 1/N, shifted by the
-        number of image tokens if the folder has `use_dynamic_shifting`.
+        number of tokens if the folder has `use_dynamic_shifting`.
         """
-        return self.schedule_of_tokens(num_inference_steps, self.tokens(height, width))
-
-    def schedule_of_tokens(self, num_inference_steps: int, tokens: int) -> tuple[Tensor, Tensor]:
-        """`schedule` of a sample with this number of tokens."""
-        scheduler = self.pipeline.scheduler
+        scheduler, tokens = self.pipeline.scheduler, self.shifting_tokens(height, width, frames)
         even = np.linspace(1.0, 1 / num_inference_steps, num_inference_steps)
         scheduler.set_timesteps(sigmas=even, mu=self.dynamic_shift(tokens, num_inference_steps))
         return scheduler.sigmas.float().cpu(), scheduler.timesteps.float().cpu()
 
-    def schedule_of_video(
-        self, num_inference_steps: int, height: int, width: int, frames: int
-    ) -> tuple[Tensor, Tensor]:
-        """`schedule` of a video, for families where it depends on the number of frames."""
-        return self.schedule(num_inference_steps, height, width)
+    def shifting_tokens(self, height: int, width: int, frames: int) -> int:
+        """Number of tokens by which the schedule is shifted."""
+        return self.tokens(height, width)
 
     def dynamic_shift(self, tokens: int, num_inference_steps: int) -> float:
         """diffusers' `mu` for an image of `tokens` tokens."""
@@ -212,30 +206,20 @@ class FlowModel(ModelFiles):
         """Lengths of the sequences that the plan splits in a sample, except text, by a description for messages."""
         return {f"an image of {height} x {width}": self.tokens(height, width)}
 
-    def shift(self, num_inference_steps: int, height: int, width: int) -> float:
-        """The scheduler's shift s for an image; it maps a noise level t to s t / (1 + (s - 1) t)."""
-        return self.shift_of_tokens(num_inference_steps, self.tokens(height, width))
-
-    def shift_of_tokens(self, num_inference_steps: int, tokens: int) -> float:
-        """`shift` of a sample with this number of tokens."""
+    def shift(self, num_inference_steps: int, height: int, width: int, frames: int = 1) -> float:
+        """The scheduler's shift s; it maps a noise level t to s t / (1 + (s - 1) t), without `shift_terminal`."""
         c = self.pipeline.scheduler.config
         if not c.use_dynamic_shifting:
             return float(c.shift)
-        mu = self.dynamic_shift(tokens, num_inference_steps)
+        mu = self.dynamic_shift(self.shifting_tokens(height, width, frames), num_inference_steps)
         return math.exp(mu) if c.time_shift_type == "exponential" else mu
 
-    def shift_of_video(self, num_inference_steps: int, height: int, width: int, frames: int) -> float:
-        """`shift` of a video, for families where it depends on the number of frames."""
-        return self.shift(num_inference_steps, height, width)
+    def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
+        """Shape of the latents of one sample, an image if it has one frame.
 
-    def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
-        """Shape of one sample's latents; raises ValueError for a size that the model does not support."""
+        Raises ValueError for a size that the model does not support.
+        """
         raise AssertionError
-
-    def sample_shape(self, height: int, width: int, frames: int) -> tuple[int, ...]:
-        """`latent_shape` of a sample of `frames` frames; one frame is an image."""
-        assert frames == 1, "a family that makes videos overrides this"
-        return self.latent_shape(height, width)
 
     def velocity(self, latents: Tensor, timesteps: Tensor, embeds: Embeds, height: int, width: int) -> Tensor:
         """One forward pass: latents and embeds [N, ...], timesteps [N] in 0..1000 -> velocities [N, ...].
@@ -296,7 +280,7 @@ class FlowModel(ModelFiles):
         c = self.vae.config
         return (self.posterior(images, generator) - c.shift_factor) * c.scaling_factor
 
-    def embeds_like(self, length: int, height: int, width: int) -> Embeds:
+    def embeds_like(self, length: int, height: int, width: int, frames: int = 1) -> Embeds:
         """Uninitialised embeddings shaped like those of a prompt of `length` tokens, to count FLOPs with.
 
         This implementation has T5's `prompt_embeds` and CLIP's `pooled`.
@@ -305,20 +289,16 @@ class FlowModel(ModelFiles):
         shapes = {"prompt_embeds": (length, c.joint_attention_dim), "pooled": (c.pooled_projection_dim,)}
         return {name: torch.empty(shape, dtype=self.dtype) for name, shape in shapes.items()}
 
-    def embeds_of_video(self, length: int, height: int, width: int, frames: int) -> Embeds:
-        """`embeds_like` of a video, for families where the embeddings depend on the number of frames."""
-        return self.embeds_like(length, height, width)
-
     def flops(self, height: int, width: int, text_length: int, frames: int = 1) -> int:
         """Floating-point operations of one forward pass of one sample."""
         kind, config = self.transformer_class, self.transformer.config
 
         def inputs() -> dict[str, Any]:
-            one = self.embeds_of_video(text_length, height, width, frames)
+            one = self.embeds_like(text_length, height, width, frames)
             embeds = self.collate([one], len(one["prompt_embeds"]), padded=False)
             if self.embedded_guidance_key is not None:
                 embeds["guidance"] = torch.empty(1)
-            latents = torch.empty(1, *self.sample_shape(height, width, frames))
+            latents = torch.empty(1, *self.latent_shape(height, width, frames))
             return {"latents": latents, "timesteps": torch.empty(1), "embeds": embeds, "height": height, "width": width}
 
         def forward_pass() -> nn.Module:
@@ -350,7 +330,7 @@ class PackedModel(FlowModel):
         rows, columns = self.grid(height, width)
         return rows * columns
 
-    def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
+    def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
         return (self.tokens(height, width), self.transformer.config.in_channels)
 
     def grid(self, height: int, width: int) -> tuple[int, int]:

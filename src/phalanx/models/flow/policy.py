@@ -256,7 +256,7 @@ class FlowPolicy:
         device, sampler = trace.clean.device, trace.sampler
         noise = torch.stack([normal((levels, *trace.clean.shape[1:]), seed, device) for seed in seeds])
         size = (sampler.num_inference_steps, sampler.height, sampler.width, sampler.num_frames)
-        sigmas, _ = self.model.schedule_of_video(*size)
+        sigmas, _ = self.model.schedule(*size)
         schedule = sigmas[:-1]  # at the last level, 0, there is no noise to predict
         # each sample has its own stream, so that its levels do not depend on its rank; "schedule" shuffles the whole
         # schedule, and needs a number for each of its levels
@@ -268,13 +268,13 @@ class FlowPolicy:
         return Noised(noise, drawn.to(device))
 
     def level_shift(self, num_inference_steps: int, height: int, width: int, frames: int) -> float:
-        """The shift of noise levels that are drawn at random; see FlowModel.shift_of_video."""
+        """The shift of noise levels that are drawn at random; see FlowModel.shift."""
         config = self.model.pipeline.scheduler.config
         names = [f"use_{kind}_sigmas" for kind in ("karras", "exponential", "beta")]
         ignored = [name for name in (*names, "shift_terminal") if config.get(name)]
         if ignored:
             _say_ignored(f"{self.config:path}: {self.config.path!r}", ", ".join(ignored))
-        return self.model.shift_of_video(num_inference_steps, height, width, frames)
+        return self.model.shift(num_inference_steps, height, width, frames)
 
     @torch.no_grad()
     def decode(self, latents: Tensor, sampler: Sampler, slice_size: int | None) -> Tensor:

@@ -42,7 +42,7 @@ class PolicyRollout:
         self.ahead = EncodeAhead(self.encode)
         # sizes that the model does not support are rejected now, not hours later in the first validation
         for sampler in (self.sampler, self.val_sampler):
-            policy.model.sample_shape(sampler.height, sampler.width, sampler.num_frames)
+            policy.model.latent_shape(sampler.height, sampler.width, sampler.num_frames)
             check_tokens(policy.model, sampler, policy.longest, policy.world.context_size)
         if window:
             self.check_steps(window_reach(config.num_inference_steps, config.sde_window_range))
@@ -259,7 +259,7 @@ class PolicyRollout:
         """The model's noise schedule for the sampler's number of steps and size, on the device."""
         model, device = self.policy.model, self.world.device
         size = (sampler.height, sampler.width, sampler.num_frames)
-        sigmas, timesteps = model.schedule_of_video(sampler.num_inference_steps, *size)
+        sigmas, timesteps = model.schedule(sampler.num_inference_steps, *size)
         return Schedule(sigmas.to(device), timesteps.to(device), sigmas.tolist())
 
     def encode(self, batches: list[list[Prompt]]) -> int:

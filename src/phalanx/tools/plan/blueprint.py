@@ -80,7 +80,7 @@ class _Blueprint(FlowModel):
 
     def encode_instruction(self, instruction: Instruction, device: torch.device, max_length: int) -> Embeds:
         length = self.most_tokens(max_length, *instruction.size)
-        return self.embeds_of_video(length, *instruction.size, instruction.frames)
+        return self.embeds_like(length, *instruction.size, instruction.frames)
 
     def velocity(self, latents: Tensor, timesteps: Tensor, embeds: Embeds, height: int, width: int) -> Tensor:
         self.ledger.phase.passes += 1

@@ -91,7 +91,7 @@ class Model(PackedModel):
             count += self.tokens(*self.references.size(height, width))
         return {f"an image of {height} x {width}": count, "data.max_prompt_length": max_length}
 
-    def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
+    def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
         if self.image_column is not None:
             self.references.size(height, width)
         return (self.transformer.config.in_channels, *self.grid(height, width))
@@ -132,7 +132,7 @@ class Model(PackedModel):
         mean, std = self.latent_statistics(images.device)
         return (self.pipeline._patchify_latents(self.posterior(images, generator)) - mean) / std
 
-    def embeds_like(self, length: int, height: int, width: int) -> Embeds:
+    def embeds_like(self, length: int, height: int, width: int, frames: int = 1) -> Embeds:
         c = self.transformer.config
         shapes: dict[str, tuple[int, ...]] = {"prompt_embeds": (length, c.joint_attention_dim)}
         if self.image_column is not None:

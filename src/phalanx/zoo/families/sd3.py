@@ -31,7 +31,7 @@ class Model(FlowModel):
         )
         return pooled_embeds(embeds, pooled)
 
-    def schedule(self, num_inference_steps: int, height: int, width: int) -> tuple[Tensor, Tensor]:
+    def schedule(self, num_inference_steps: int, height: int, width: int, frames: int = 1) -> tuple[Tensor, Tensor]:
         scheduler = self.pipeline.scheduler
         mu = None
         if scheduler.config.use_dynamic_shifting:
@@ -43,7 +43,7 @@ class Model(FlowModel):
         (_, h, w), patch = self.latent_shape(height, width), self.transformer.config.patch_size
         return (h // patch) * (w // patch)
 
-    def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
+    def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
         factor, patch = self.pipeline.vae_scale_factor, self.transformer.config.patch_size
         unit, limit = factor * patch, self.transformer.config.pos_embed_max_size * factor * patch
         check_size(height, width, unit, limit)

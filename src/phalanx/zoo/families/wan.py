@@ -215,14 +215,14 @@ class Model(FlowModel):
         """`prompt_embeds` [N, max_length, D], independent of `length`."""
         return {"prompt_embeds": padded_texts(embeds, int(embeds[0]["padded_length"]))}
 
-    def schedule(self, num_inference_steps: int, height: int, width: int) -> tuple[Tensor, Tensor]:
+    def schedule(self, num_inference_steps: int, height: int, width: int, frames: int = 1) -> tuple[Tensor, Tensor]:
         scheduler = self.pipeline.scheduler
         scheduler.set_timesteps(num_inference_steps)
         sigmas = scheduler.sigmas.float().cpu()
         sigmas[0] = 1.0  # the multistep solver keeps 1e-6 below 1, for its logarithms
         return sigmas, scheduler.timesteps.float().cpu()
 
-    def shift(self, num_inference_steps: int, height: int, width: int) -> float:
+    def shift(self, num_inference_steps: int, height: int, width: int, frames: int = 1) -> float:
         c = self.pipeline.scheduler.config
         return float(c.flow_shift if type(self.pipeline.scheduler).__name__ == MULTISTEP else c.shift)
 
@@ -239,13 +239,10 @@ class Model(FlowModel):
         return {f"{part}.{layer}": split for part in (FIRST, SECOND) for layer, split in plan.items()}
 
     def split_tokens(self, height: int, width: int, frames: int, max_length: int) -> dict[str, int]:
-        latents = self.sample_shape(height, width, frames)[1] // self.transformer.config.patch_size[0]
+        latents = self.latent_shape(height, width, frames)[1] // self.transformer.config.patch_size[0]
         return {f"a video of {frames} x {height} x {width}": latents * self.tokens(height, width)}
 
-    def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
-        return self.sample_shape(height, width, 1)
-
-    def sample_shape(self, height: int, width: int, frames: int) -> tuple[int, ...]:
+    def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
         c = self.transformer.config
         factor, step = self.pipeline.vae_scale_factor_spatial, self.vae.config.scale_factor_temporal
         patches = c.patch_size
@@ -306,7 +303,7 @@ class Model(FlowModel):
     def encode_images(self, images: Tensor, generator: torch.Generator | None = None) -> Tensor:
         return self.frame_latents(images, generator)
 
-    def embeds_like(self, length: int, height: int, width: int) -> Embeds:
+    def embeds_like(self, length: int, height: int, width: int, frames: int = 1) -> Embeds:
         text = torch.empty(length, self.transformer.config.text_dim, dtype=self.dtype)
         return {"prompt_embeds": text, "padded_length": torch.tensor(length, device="cpu")}  # `collate` reads it
 
