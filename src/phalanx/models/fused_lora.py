@@ -40,7 +40,8 @@ class FusedLinear(Linear):
         [name] = self.active_adapters
         base, down, up = self.base_layer, self.lora_A[name].weight, self.lora_B[name].weight
         fused = _MergedLinear if _merges(x, base.out_features, base.in_features) else _LoraLinear
-        stored, onednn = (base.weight, None, None, None), isinstance(base, OneDnnLinear)
+        stored: tuple[Tensor | None, ...] = (base.weight, None, None, None)
+        onednn = isinstance(base, OneDnnLinear)
         if isinstance(base, Nf4Linear):
             stored, onednn = base.stored(), base.onednn
         out: Tensor = fused.apply(x, down, up, base.bias, self.scaling[name], onednn, *stored)

@@ -95,26 +95,23 @@ class FlowModel(ModelFiles):
         diffusers.utils.logging.disable_progress_bar()
         transformers.utils.logging.disable_progress_bar()
         with ignored_named(config):
-            self.load(config, dtype, weights_dtype, getattr(diffusers, self.pipeline_class), self.transformer_class)
+            self.load(config, dtype, weights_dtype)
         self.adapt(self.transformer)
         encoders = [part for name, part in self.pipeline.components.items() if name.startswith("text_encoder")]
         self.text_encoders = [encoder for encoder in encoders if encoder is not None]
 
-    def load(
-        self, config: FlowModelConfig, dtype: torch.dtype, weights_dtype: torch.dtype, pipeline: Any, transformer: Any
-    ) -> None:
-        """Set `pipeline`, `transformer`, `vae` and `dtype`; the arguments `pipeline` and `transformer` are classes."""
+    def load(self, config: FlowModelConfig, dtype: torch.dtype, weights_dtype: torch.dtype) -> None:
+        """Set `pipeline`, `transformer`, `vae` and `dtype`."""
         path, self.dtype = str(base_folder(config)), dtype
         index = model_index(path)
         given = absent_components(index) | self.components(path)
-        self.transformer = load_transformer(
-            transformer, path, "transformer", weights_dtype, stored=config.lora_rank == 0
-        )
+        stored = config.lora_rank == 0
+        self.transformer = load_transformer(self.transformer_class, path, "transformer", weights_dtype, stored=stored)
         for name in component_names(index):
             if name.startswith("text_encoder"):
                 given[name] = load_text_encoder(path, name, index[name][1], dtype, f"{config:path}")
         given |= {"transformer": self.transformer, "dtype": {"default": dtype, "vae": self.vae_dtype or dtype}}
-        self.pipeline = pipeline.from_pretrained(path, trust_remote_code=False, **given)
+        self.pipeline = self.stock_pipeline().from_pretrained(path, trust_remote_code=False, **given)
         self.vae = self.pipeline.vae
         check_parts(path, self.pipeline.components, self.input_channels)
 

@@ -45,13 +45,15 @@ class BlockDiffusionLM(CausalLM):
         if states is None:
             with self._for_decoding():
                 return self.lm(**decoding | {"attention_mask": self._mask(decoding["attention_mask"])})
-        flex = self.lm.config._attn_implementation == "flex_attention"
-        mask = block_mask(states) if flex else self._mask(states.allowed())
-        rows = {"input_ids": states.tokens, "position_ids": states.positions}
-        output = decoder_of(self.lm)(**rows, attention_mask=mask, use_cache=False)
+        output = decoder_of(self.lm)(
+            input_ids=states.tokens,
+            position_ids=states.positions,
+            attention_mask=self._mask_of(states),
+            use_cache=False,
+        )
         scored = states.weight != 0
-        sample, _, _ = scored.nonzero(as_tuple=True)
-        hidden, targets = output.last_hidden_state[sample, states.at[scored]], states.target[scored]
+        rows, _, _ = scored.nonzero(as_tuple=True)
+        hidden, targets = output.last_hidden_state[rows, states.at[scored]], states.target[scored]
         head = self.head(output)
         options: dict[str, Any] = {"temperature": temperature, "chunk": self.chunk, "never": [self.mask_id]}
         scores = token_scores(hidden, head, targets, fused=self.fused, **options)
@@ -80,6 +82,12 @@ class BlockDiffusionLM(CausalLM):
             yield
         finally:
             config._attn_implementation = kind
+
+    def _mask_of(self, states: States) -> Any:
+        """The states' attention mask, in the form that the model's attention implementation takes."""
+        if self.lm.config._attn_implementation != "flex_attention":
+            return self._mask(states.allowed())
+        return block_mask(states)
 
     def _mask(self, allowed: Tensor) -> Tensor:
         """The mask `allowed`, bool, in the form that the attention takes: eager attention adds it to the scores."""

@@ -46,10 +46,8 @@ class Model(PackedModel):
         """None for the folder's processor, whose image processor requires torchvision; see `load`."""
         return {"tokenizer": None}
 
-    def load(
-        self, config: FlowModelConfig, dtype: torch.dtype, weights_dtype: torch.dtype, pipeline: Any, transformer: Any
-    ) -> None:
-        super().load(config, dtype, weights_dtype, pipeline, transformer)
+    def load(self, config: FlowModelConfig, dtype: torch.dtype, weights_dtype: torch.dtype) -> None:
+        super().load(config, dtype, weights_dtype)
         if self.pipeline.tokenizer is None:  # texts only need the processor's tokenizer
             path = str(base_folder(config))
             tokenizer = AutoTokenizer.from_pretrained(path, subfolder="tokenizer", trust_remote_code=False)

@@ -98,13 +98,12 @@ class Model(FlowModel):
         if second is not None:
             self.transformer = Experts(self.transformer, second, ratio * TIMESTEPS)
 
-    def load(
-        self, config: FlowModelConfig, dtype: torch.dtype, weights_dtype: torch.dtype, pipeline: Any, transformer: Any
-    ) -> None:
-        super().load(config, dtype, weights_dtype, pipeline, transformer)
+    def load(self, config: FlowModelConfig, dtype: torch.dtype, weights_dtype: torch.dtype) -> None:
+        super().load(config, dtype, weights_dtype)
         path = str(base_folder(config))
         if SECOND in component_names(model_index(path)):
-            second = load_transformer(transformer, path, SECOND, weights_dtype, stored=config.lora_rank == 0)
+            stored = config.lora_rank == 0
+            second = load_transformer(self.transformer_class, path, SECOND, weights_dtype, stored=stored)
             self.pipeline.register_modules(transformer_2=second)
 
     @classmethod
