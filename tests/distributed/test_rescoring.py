@@ -28,7 +28,7 @@ def train(cfg: Any, error: float) -> tuple[bool, list[str]]:
     t = build(cfg)
     t.collector.rollout = Off(t.policy, cfg, t.world)
     t.collector.rollout.error = error
-    with warnings_of("phalanx.training.collect") as said:
+    with warnings_of("phalanx.training.rescorer") as said:
         t.fit()
     return t.job.progress.rescoring, said
 

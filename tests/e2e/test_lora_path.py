@@ -42,7 +42,7 @@ def rounded(blocks: nn.Module) -> None:
     """Give the layers of a model's blocks the weights of bitsandbytes' NF4; see test_linear_nf4."""
     table = torch.tensor([[NF4[byte >> 4], NF4[byte & 15]] for byte in range(256)])
     for layer in filter(fits, blocks.modules()):
-        layer.weight.data = dense(quantize(layer.weight.data), table, torch.float32)
+        layer.weight.data = dense(torch.float32, quantize(layer.weight.data), table)
 
 
 def train(base: Path, folder: Path, overrides: tuple[str, ...]) -> dict[str, Tensor]:

@@ -94,7 +94,7 @@ def ode(rollout: PolicyRollout, prompts: list[Prompt] = PROMPTS) -> tuple[Tensor
     """The rollout's images of prompts without noise in its steps, one per prompt, and the initial latents."""
     sampler = replace(rollout.sampler, noise_level=0.0)
     names = [(7, 0, p.group_id, 0) for p in prompts]
-    shape = rollout.policy.model.sample_shape(sampler.height, sampler.width, sampler.num_frames)
+    shape = rollout.policy.model.latent_shape(sampler.height, sampler.width, sampler.num_frames)
     latents = torch.stack([normal(shape, fold_in(*name, "init"), torch.device("cpu")) for name in names])
     with rollout.awake():
         embeds, rows = rollout.collate(prompts), torch.arange(len(prompts))

@@ -47,11 +47,6 @@ def test_all_modes_but_the_sums_agree_where_samples_have_as_many_actions() -> No
     torch.testing.assert_close(token, sample / 3)
 
 
-def test_an_unknown_mode_is_refused() -> None:
-    with pytest.raises(ValueError, match="unknown mode 'mean'"):
-        action_weights(MASK, KEPT, 10, 4, mode="mean")
-
-
 def share_of_the_loss(ranks: int, mode: str) -> list[float]:
     """This rank's part of the loss in each of two optimizer steps."""
     from phalanx.config.parallel import ParallelConfig

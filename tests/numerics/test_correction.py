@@ -66,15 +66,6 @@ def test_log_probs_of_minus_infinity(kind: str) -> None:
     assert weight[1, 0] == pytest.approx(0, abs=1e-8)
 
 
-def test_unknown_kind() -> None:
-    message = (
-        "correction_weight: kind 'is' should be one of rescore, none, truncated_is, rejection, token_tis, sequence_tis, "
-        "token_mask, sequence_mask"
-    )
-    with pytest.raises(ValueError, match=f"^{message}$"):
-        correction_weight(POLICY, ENGINE, MASK, kind="is", limit=1e-3)
-
-
 def off_by(samples: Samples, error: float) -> Samples:
     """Imitate an engine: the second sample's log-probabilities are too large by `error`."""
     assert samples.log_prob is not None

@@ -68,7 +68,7 @@ def test_padding_of_the_text_changes_nothing(world: World, hunyuan_folder: Path)
     model = make_policy(world, hunyuan_folder).model
     embeds = model.encode(['a "cat"'], torch.device("cpu"), 32)
     n = len(embeds[0]["prompt_embeds"])
-    latents = torch.randn(1, *model.sample_shape(32, 48, VIDEO), generator=torch.Generator().manual_seed(0))
+    latents = torch.randn(1, *model.latent_shape(32, 48, VIDEO), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         short, long = (
             model.velocity(latents, torch.tensor([500.0]), model.collate(embeds, length, padded), 32, 48)
@@ -114,13 +114,13 @@ def test_images_are_encoded_as_they_are_decoded(world: World, hunyuan_folder: Pa
 
 def test_sizes(world: World, hunyuan_folder: Path, hunyuan_i2v_folder: Path) -> None:
     model = make_policy(world, hunyuan_folder).model
-    assert model.latent_shape(32, 48) == (4, 1, 8, 12) and model.sample_shape(36, 48, 9) == (4, 3, 9, 12)
+    assert model.latent_shape(32, 48) == (4, 1, 8, 12) and model.latent_shape(36, 48, 9) == (4, 3, 9, 12)
     for size, message in (
         ((32, 48, 6), "rollout.num_frames: 6 should be 1 more than a multiple of 4, e.g. 5 or 9"),
         ((34, 48, 5), "rollout.height: 34 should be a multiple of 4, e.g. 32 or 36"),
     ):
         with refused(message):
-            model.sample_shape(*size)
+            model.latent_shape(*size)
     with refused("rollout.num_frames: 1 is only the given image; expected more frames, which follow it"):
         make_rollout(make_policy(world, hunyuan_i2v_folder), 1)
 

@@ -20,7 +20,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 
 def rounded(layer: Nf4Linear, dtype: torch.dtype) -> Tensor:
-    return dense(layer.weight, layer.table, dtype)
+    return dense(dtype, layer.weight, layer.table)
 
 
 def make(dtype: torch.dtype = torch.float32, *, lora: bool = True, onednn: bool = False) -> nn.ModuleDict:
@@ -60,8 +60,8 @@ def test_each_weight_is_the_nearest_value() -> None:
     scales = blocks.abs().amax(-1, keepdim=True)
     index = (blocks[..., None] - scales[..., None] * torch.tensor(NF4)).abs().argmin(-1)
     nearest = (torch.tensor(NF4)[index] * scales).view(OUT, IN)
-    assert torch.equal(dense(packed, table, torch.float32), nearest)
-    assert torch.equal(dense(packed, table, torch.bfloat16), nearest.bfloat16())
+    assert torch.equal(dense(torch.float32, packed, table), nearest)
+    assert torch.equal(dense(torch.bfloat16, packed, table), nearest.bfloat16())
     error = (nearest - weight).square().mean() / weight.square().mean()
     assert 0.08 < error.sqrt() < 0.1
     assert torch.equal(quantize(nearest), packed)

@@ -77,7 +77,7 @@ def test_sound_changes_the_video(world: World, ltx2_folder: Path) -> None:
     """Audio has its own velocity, which the gradient of a video's log-prob includes."""
     model = make_policy(world, ltx2_folder).model
     embeds = model.collate(model.encode(["a cat"], torch.device("cpu"), 32), 32, False)
-    shape = model.sample_shape(32, 48, VIDEO)
+    shape = model.latent_shape(32, 48, VIDEO)
     tokens = 3 * 96
     assert shape == (tokens + 5, 8)  # 5 / 24 seconds
     latents = torch.randn(1, *shape, generator=torch.Generator().manual_seed(0))
@@ -124,14 +124,14 @@ def test_ranks_that_share_tokens_keep_the_backend(world: World, ltx2_folder: Pat
 
 def test_sizes(world: World, ltx2_folder: Path) -> None:
     model = make_policy(world, ltx2_folder).model
-    assert model.latent_shape(32, 48) == (97, 8) and model.sample_shape(36, 44, 9) == (5 * 99 + 9, 8)
+    assert model.latent_shape(32, 48) == (97, 8) and model.latent_shape(36, 44, 9) == (5 * 99 + 9, 8)
     assert model.grid(5 * 99 + 9, 36, 44) == (5, 9, 11)
     for size, message in (
         ((32, 48, 6), "rollout.num_frames: 6 should be 1 more than a multiple of 2, e.g. 5 or 7"),
         ((34, 48, 5), "rollout.height: 34 should be a multiple of 4, e.g. 32 or 36"),
     ):
         with refused(message):
-            model.sample_shape(*size)
+            model.latent_shape(*size)
     with refused(
         "data.max_prompt_length: 40 should be a multiple of 16, the number of learned tokens that LTX-2 pads texts "
         "with, e.g. 32 or 48"

@@ -44,7 +44,7 @@ def test_the_count_of_flops_is_that_of_the_real_forward_pass(world: World, folde
     policy = make_policy(world, folder)
     rollout = make_rollout(policy, 1, num_frames=9)
     embeds = rollout.collate(PROMPTS[:1])
-    latents = torch.zeros(1, *policy.model.sample_shape(32, 48, 9))
+    latents = torch.zeros(1, *policy.model.latent_shape(32, 48, 9))
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         policy.velocity(latents, torch.ones(1), embeds, torch.zeros(1, dtype=torch.long), rollout.sampler)
     assert policy.model.flops(32, 48, embeds["prompt_embeds"].shape[1], 9) == counter.get_total_flops()

@@ -74,7 +74,7 @@ def test_timesteps_of_each_token_are_one_a_sample(world: World, tmp_path: Path) 
     folder = tiny_wan(tmp_path / "wan", multistep=False, per_token=True)
     policy, pipeline = make_policy(world, folder), load_pipeline(folder)
     assert pipeline.config.expand_timesteps and policy.model.fps == 24
-    assert policy.model.sample_shape(32, 48, VIDEO) == (4, 2, 4, 6)
+    assert policy.model.latent_shape(32, 48, VIDEO) == (4, 2, 4, 6)
     ours, latents = ode(make_rollout(policy, 3, guidance=4.5, num_frames=VIDEO))
     torch.testing.assert_close(ours, stock(pipeline, 4.5, VIDEO, latents), rtol=0, atol=1e-4)
 
@@ -175,8 +175,8 @@ def test_layers_that_get_a_lora(world: World, wan_folder: Path) -> None:
 
 def test_sizes(world: World, wan_folder: Path) -> None:
     model = make_policy(world, wan_folder).model
-    assert model.sample_shape(32, 48, 125) == (4, 32, 8, 12)
-    assert model.latent_shape(32, 48) == (4, 1, 8, 12) and model.sample_shape(32, 48, 9) == (4, 3, 8, 12)
+    assert model.latent_shape(32, 48, 125) == (4, 32, 8, 12)
+    assert model.latent_shape(32, 48) == (4, 1, 8, 12) and model.latent_shape(32, 48, 9) == (4, 3, 8, 12)
     for size, message in (
         ((32, 48, 6), "rollout.num_frames: 6 should be 1 more than a multiple of 4, e.g. 5 or 9"),
         ((32, 48, 3), "rollout.num_frames: 3 should be 1 more than a multiple of 4, e.g. 1 or 5"),
@@ -185,7 +185,7 @@ def test_sizes(world: World, wan_folder: Path) -> None:
         ((32, 48, 129), "rollout.num_frames: 129 is more than the model's 125 frames"),
     ):
         with refused(message):
-            model.sample_shape(*size)
+            model.latent_shape(*size)
 
 
 def test_the_count_of_flops_is_that_of_the_real_forward_pass(world: World, wan_folder: Path) -> None:
@@ -193,7 +193,7 @@ def test_the_count_of_flops_is_that_of_the_real_forward_pass(world: World, wan_f
     rollout = make_rollout(policy, 1, num_frames=9)
     embeds, counts = rollout.collate(PROMPTS[:1]), []
     for frames in (1, 9):
-        latents = torch.zeros(1, *policy.model.sample_shape(32, 48, frames))
+        latents = torch.zeros(1, *policy.model.latent_shape(32, 48, frames))
         with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
             policy.velocity(latents, torch.ones(1), embeds, torch.zeros(1, dtype=torch.long), rollout.sampler)
         counts.append(counter.get_total_flops())

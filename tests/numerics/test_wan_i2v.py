@@ -119,13 +119,13 @@ def test_a_condition_is_kept_once_and_differs_between_images(world: World, folde
     assert longer["condition"].shape == (4, 3, 8, 12) and again["condition"] is found[0]["condition"]
     model = policy.model
     assert isinstance(model, Model)
-    drawn = model.embeds_of_video(len(found[0]["prompt_embeds"]), 32, 48, VIDEO)
+    drawn = model.embeds_like(len(found[0]["prompt_embeds"]), 32, 48, VIDEO)
     shapes = {name: (t.shape, t.dtype) for name, t in drawn.items() if name != "padded_length"}
     assert shapes == {name: (t.shape, t.dtype) for name, t in found[0].items() if name != "padded_length"}
     assert model.flops(32, 48, 512, VIDEO) > 0
     # the velocity depends on CLIP's features
     rollout = make_rollout(policy, 1, num_frames=VIDEO)
-    latents = torch.zeros(1, *model.sample_shape(32, 48, VIDEO))
+    latents = torch.zeros(1, *model.latent_shape(32, 48, VIDEO))
     batch = model.collate(found[:1], 512, False)
     other_batch = batch | {"image_embeds": found[1]["image_embeds"][None]}
     with torch.no_grad():

@@ -81,7 +81,7 @@ class GroupAlgorithm:
     def __init__(self, config: Any) -> None:
         self.config = config
         if vars(config).get("kl_loss_coef", 0.0) > 0 and "reference" not in self.references:
-            self.references = ("reference", *self.references)
+            self.references = (*self.references, "reference")
 
     def advantage(self, reward: Tensor, group_id: Tensor) -> Tensor:
         """[N] advantages of the samples of all ranks, clamped if they are divided by a std."""

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from phalanx.algorithms import grpo
@@ -38,6 +37,7 @@ class ReturnsAlgorithm(grpo.Algorithm, ABC):
 
     config: ReturnsConfig
     per_action = True
+    trains_all = True
 
     def __init__(self, config: ReturnsConfig) -> None:
         super().__init__(config)
@@ -51,10 +51,6 @@ class ReturnsAlgorithm(grpo.Algorithm, ABC):
     def advantage(self, reward: Tensor, group_id: Tensor) -> Tensor:
         """[N] the rewards themselves."""
         return reward
-
-    def sample_mask(self, reward: Tensor, group_id: Tensor) -> Tensor:
-        """[N] bool: all samples, also if the rewards of a prompt are equal."""
-        return torch.ones_like(reward, dtype=torch.bool)
 
     def credit(self, scored: Scored, total: Callable[[Tensor], Tensor]) -> Credit:
         """The advantages and returns of tokens from their rewards r_t."""

@@ -36,10 +36,7 @@ class Algorithm(ForwardAlgorithm):
     """The learning rule: see phalanx.types.Algorithm."""
 
     config: Config
-
-    def __init__(self, config: Config) -> None:
-        super().__init__(config)
-        self.references = ("policy", *self.references)
+    references = ("policy",)
 
     def loss(self, policy: Policy, batch: FlowBatch) -> tuple[Tensor, Metrics]:
         """The loss [B, W] per sample and noise level, before its weight, and metrics."""

@@ -43,10 +43,7 @@ class Algorithm(ForwardAlgorithm):
 
     config: Config
     samples_per_unit = 2
-
-    def __init__(self, config: Config) -> None:
-        super().__init__(config)
-        self.references = ("reference",)
+    references = ("reference",)
 
     def units(self, reward: Tensor, group_id: Tensor) -> Tensor:
         """[G, 2]: the best and the worst image of each prompt."""

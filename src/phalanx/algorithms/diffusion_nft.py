@@ -55,10 +55,10 @@ class Algorithm(ForwardAlgorithm):
     config: Config
     behaviour = "old"
     averages = ("old",)
+    references = ("old",)
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self.references = ("old", *self.references)
         rate, flat, limit = SCHEDULES[config.old_decay]
         self.rate = rate if config.old_decay_rate is None else config.old_decay_rate
         self.flat = flat if config.old_decay_flat is None else config.old_decay_flat

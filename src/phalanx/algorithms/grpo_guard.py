@@ -17,7 +17,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from phalanx.algorithms._transitions import TransitionAlgorithm, TransitionConfig, divergence
+from phalanx.algorithms import flow_grpo
+from phalanx.algorithms._transitions import divergence
 from phalanx.config.fields import arg
 from phalanx.functional.flow import FlowBatch, FlowReplay
 from phalanx.functional.losses import clipped_ratio, guarded_log_ratio
@@ -25,7 +26,7 @@ from phalanx.types import Metrics
 
 
 @dataclass
-class Config(TransitionConfig):
+class Config(flow_grpo.Config):
     """The configuration of `algorithm.name=grpo_guard`."""
 
     # the bias correction assumes Gaussian log-probabilities, which cps does not use
@@ -34,14 +35,10 @@ class Config(TransitionConfig):
     clip_ratio: float = arg(2e-6, "eps: the regulated ratio is clipped to 1 +- clip_ratio", gt=0)
 
 
-class Algorithm(TransitionAlgorithm):
+class Algorithm(flow_grpo.Algorithm):
     """The learning rule: see phalanx.types.Algorithm."""
 
     config: Config
-
-    def __init__(self, config: Config) -> None:
-        super().__init__(config)
-        self.clip_range = config.clip_ratio
 
     def surrogate(self, replay: FlowReplay, batch: FlowBatch) -> tuple[Tensor, Metrics]:
         """The clipped surrogate [B, W] of the regulated ratio, divided by the time steps, and its metrics."""

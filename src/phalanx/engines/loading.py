@@ -77,8 +77,12 @@ def warn_of_unread(info: dict[str, Any], what: str) -> None:
 
 def unread_tensors(model: str, names: Sequence[str]) -> str:
     """A sentence about tensors of a model's files that its class does not use."""
-    more = f" (+{len(names) - 1} more)" if len(names) > 1 else ""
-    return f"{model} has no place for {names[0]}{more} of its files, and ignores it"
+    return f"{model} has no place for {listed(names)} of its files, and ignores it"
+
+
+def listed(names: Sequence[str]) -> str:
+    """The first name and the number of the others."""
+    return names[0] + (f" (+{len(names) - 1} more)" if len(names) > 1 else "")
 
 
 def without_videos(processor: Any) -> Any:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 
+from phalanx.engines.loading import listed
 from phalanx.functional.fingerprints import fingerprints
 
 log = logging.getLogger(__name__)
@@ -71,8 +72,3 @@ class Receipt:
 def kind(name: str) -> str:
     """The name of a tensor without the numbers of its layer and of its expert."""
     return re.sub(r"\d+", "#", name)
-
-
-def listed(names: list[str]) -> str:
-    """The first name and the number of the others."""
-    return names[0] + (f" (+{len(names) - 1} more)" if len(names) > 1 else "")

@@ -64,9 +64,6 @@ def action_weights(
         samples: S over all ranks.
         mode: one of the names above.
         constant: c of seq-mean-token-sum-norm; None: A.
-
-    Raises:
-        ValueError: for an unknown mode.
     """
     weight = (mask & kept[:, None]).float()
     if mode == "token-mean":
@@ -76,9 +73,8 @@ def action_weights(
     if mode == "seq-mean-token-mean":
         lengths = mask.sum(1, keepdim=True).clamp(min=1)
         return weight / lengths / samples
-    if mode == "seq-mean-token-sum-norm":
-        return weight / (samples * (mask.shape[1] if constant is None else constant))
-    raise ValueError(f"action_weights: unknown mode {mode!r}")
+    assert mode == "seq-mean-token-sum-norm"  # of LOSS_AGG_MODES of phalanx.config.ranges
+    return weight / (samples * (mask.shape[1] if constant is None else constant))
 
 
 def ratio_metrics(log_ratio: Tensor) -> Metrics:

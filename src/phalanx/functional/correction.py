@@ -14,8 +14,6 @@ arXiv 2510.18855, section 3.1).
 import torch
 from torch import Tensor
 
-from phalanx.config.ranges import CORRECTIONS, TOKEN_CORRECTIONS
-
 LARGEST = 20.0  # bound of |d| summed over a response, so that exp does not overflow
 MOST = 1e6  # bound of |d| of an action, also for ratios of 0 and infinity
 
@@ -35,9 +33,6 @@ def correction_weight(policy: Tensor, engine: Tensor, mask: Tensor, *, kind: str
     - `token_tis`: min(rho, limit); `sequence_tis`: min(product of a response's rho, limit).
     - `token_mask`: rho if 1 / limit <= rho <= limit, else 0; `sequence_mask`: 1 if the geometric mean of a response's
       rho is in this range, else 0.
-
-    Raises:
-        ValueError: for an unknown kind.
     """
     d = log_ratios(policy, engine, mask)
     if kind in ("rescore", "none"):
@@ -55,8 +50,6 @@ def correction_weight(policy: Tensor, engine: Tensor, mask: Tensor, *, kind: str
     total = d.clamp(-MOST, MOST).sum(1, keepdim=True)
     if kind == "sequence_tis":
         return torch.exp(total.clamp(-LARGEST, LARGEST)).clamp(max=limit).expand_as(d)
-    if kind == "sequence_mask":
-        rho = torch.exp((total / mask.sum(1, keepdim=True).clamp(min=1)).clamp(-LARGEST, LARGEST))
-        return ((rho >= 1 / limit) & (rho <= limit)).float().expand_as(d)
-    known = ", ".join((*CORRECTIONS, *TOKEN_CORRECTIONS))
-    raise ValueError(f"correction_weight: kind {kind!r} should be one of {known}")
+    assert kind == "sequence_mask"  # of CORRECTIONS and TOKEN_CORRECTIONS of phalanx.config.ranges
+    rho = torch.exp((total / mask.sum(1, keepdim=True).clamp(min=1)).clamp(-LARGEST, LARGEST))
+    return ((rho >= 1 / limit) & (rho <= limit)).float().expand_as(d)

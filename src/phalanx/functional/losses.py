@@ -29,7 +29,7 @@ def clipped_ratio(log_ratio: Tensor, advantage: Tensor, *, clip_ratio: float) ->
         The loss per element [B, ...], float32, and metrics: those of `ratio_metrics`, clipfrac (elements outside the
         range), and clipfrac_higher and clipfrac_lower, those above and below it.
     """
-    log_ratio, a = log_ratio.float(), _like(advantage, log_ratio)
+    log_ratio, a = log_ratio.float(), spread(advantage, log_ratio)
     ratio = torch.exp(log_ratio)
     loss = torch.maximum(-a * ratio, -a * ratio.clamp(1 - clip_ratio, 1 + clip_ratio))
     higher, lower = ratio > 1 + clip_ratio, ratio < 1 - clip_ratio
@@ -53,7 +53,7 @@ def masked_ratio(
         The loss per element [B, ...], float32, and metrics: those of `ratio_metrics`, divergence, and maskfrac
         (elements that are dropped).
     """
-    log_ratio, a = log_ratio.float(), _like(advantage, log_ratio)
+    log_ratio, a = log_ratio.float(), spread(advantage, log_ratio)
     divergence = divergence.detach().float()
     away = a * log_ratio.detach() > 0
     dropped = away & (divergence >= threshold)
@@ -83,8 +83,7 @@ def noise_weight(std: Tensor, typical_std: float) -> Tensor:
     return std.float() / typical_std
 
 
-@torch.no_grad()
-def _like(advantage: Tensor, values: Tensor) -> Tensor:
+def spread(advantage: Tensor, values: Tensor) -> Tensor:
     """Advantages [B] or [B, ...] in float32, detached and shaped to broadcast over values [B, ...]."""
     a = advantage.detach().float()
     return a.reshape(*a.shape, *[1] * (values.dim() - a.dim()))

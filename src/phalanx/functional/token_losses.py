@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from phalanx.functional.aggregation import ratio_metrics
+from phalanx.functional.losses import spread
 from phalanx.types import Metrics
 
 KL_TYPES = ("k1", "k2", "k3")
@@ -88,16 +89,3 @@ def kl_estimate(log_prob: Tensor, other: Tensor, kind: str) -> Tensor:
     if kind == "k3":
         return torch.expm1(d) - d
     raise ValueError(f"kl_estimate: kind {kind!r} should be one of {', '.join(KL_LOSS_TYPES)}")
-
-
-def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """The mean of values [B, A] over the tokens of a mask [B, A]; 0 if the mask is empty. For algorithms of users that
-    take means over micro-batches: see phalanx.types.Metrics.
-    """
-    return (values * mask).sum() / mask.sum().clamp(min=1)
-
-
-def spread(advantage: Tensor, values: Tensor) -> Tensor:
-    """Advantages [B] or [B, A] in float32, detached and shaped to broadcast over values [B, A]."""
-    a = advantage.detach().float()
-    return a if a.dim() == values.dim() else a[:, None]

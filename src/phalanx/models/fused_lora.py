@@ -44,7 +44,7 @@ class FusedLinear(Linear):
         onednn = isinstance(base, OneDnnLinear)
         if isinstance(base, Nf4Linear):
             stored, onednn = base.stored(), base.onednn
-        out: Tensor = fused.apply(x, *stored, base.bias, down, up, self.scaling[name], onednn)
+        out: Tensor = fused.apply(x, down, up, base.bias, self.scaling[name], onednn, *stored)
         return out
 
     def _is_plain(self, x: Tensor) -> bool:
@@ -73,23 +73,12 @@ def _merges(x: Tensor, wide: int, narrow: int) -> bool:
 class _MergedLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        table: Tensor | None,
-        start_up: Tensor | None,
-        start_down: Tensor | None,
-        bias: Tensor | None,
-        down: Tensor,
-        up: Tensor,
-        scale: float,
-        onednn: bool,
+        ctx: Any, x: Tensor, down: Tensor, up: Tensor, bias: Tensor | None, scale: float, onednn: bool, *stored: Any
     ) -> Tensor:
         # the backward pass recomputes the merged weight: keeping all of them would be a second copy of the model
-        ctx.save_for_backward(x, down, up, weight, table, start_up, start_down)
+        ctx.save_for_backward(x, down, up, *stored)
         ctx.scale, ctx.onednn = scale, onednn
-        base = dense(weight, table, x.dtype, start_up, start_down)
-        return product(x, torch.addmm(base, up, down, alpha=scale), bias, onednn=onednn)
+        return product(x, torch.addmm(dense(x.dtype, *stored), up, down, alpha=scale), bias, onednn=onednn)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -97,7 +86,7 @@ class _MergedLinear(torch.autograd.Function):
         scale, onednn = ctx.scale, ctx.onednn
         of_x, grad, rows = None, _rows(grad), _rows(x)
         if ctx.needs_input_grad[0]:
-            merged = torch.addmm(_whole(stored, x.dtype), up, down, alpha=scale)
+            merged = torch.addmm(dense(x.dtype, *stored), up, down, alpha=scale)
             of_x = product(grad, merged.t(), None, onednn=onednn).view_as(x)
         wide, narrow = len(up), down.shape[1]
         if wide * narrow <= 2 * len(down) * (wide + narrow):  # whichever takes fewer FLOPs
@@ -108,28 +97,18 @@ class _MergedLinear(torch.autograd.Function):
             hidden = product(rows, down, None, onednn=onednn)
             of_down = product(of_hidden.t(), rows.t(), None, onednn=onednn)
             of_up = product(grad.t(), hidden.t(), None, onednn=onednn)
-        return of_x, None, None, None, None, None, of_down.mul_(scale), of_up.mul_(scale), None, None
+        return of_x, of_down.mul_(scale), of_up.mul_(scale), *[None] * 7
 
 
 class _LoraLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        table: Tensor | None,
-        start_up: Tensor | None,
-        start_down: Tensor | None,
-        bias: Tensor | None,
-        down: Tensor,
-        up: Tensor,
-        scale: float,
-        onednn: bool,
+        ctx: Any, x: Tensor, down: Tensor, up: Tensor, bias: Tensor | None, scale: float, onednn: bool, *stored: Any
     ) -> Tensor:
         # not flattened: torch rounds some shapes differently, and the base layer without a LoRA is the reference
-        out = product(x, dense(weight, table, x.dtype, start_up, start_down), bias, onednn=onednn)
+        out = product(x, dense(x.dtype, *stored), bias, onednn=onednn)
         hidden = product(_rows(x), down, None, onednn=onednn)
-        ctx.save_for_backward(x, down, up, hidden, weight, table, start_up, start_down)
+        ctx.save_for_backward(x, down, up, hidden, *stored)
         ctx.scale, ctx.onednn = scale, onednn
         # in place, because cuBLAS would otherwise copy the base's output first
         out.view(-1, out.shape[-1]).addmm_(hidden, up.t(), alpha=scale)
@@ -138,25 +117,19 @@ class _LoraLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, down, up, hidden, *stored = ctx.saved_tensors
-        needs_x, *_, needs_down, needs_up, _, _ = ctx.needs_input_grad
+        needs_x, needs_down, needs_up, *_ = ctx.needs_input_grad
         onednn, grad = ctx.onednn, _rows(grad)
         of_x = of_down = of_up = None
         # scale this product, which has only `rank` columns, instead of one with as many as the output
         of_hidden = product(grad, up.t(), None, onednn=onednn).mul_(ctx.scale)
         if needs_x:
-            whole = _whole(stored, x.dtype)
+            whole = dense(x.dtype, *stored)
             of_x = product(grad, whole.t(), None, onednn=onednn).addmm_(of_hidden, down).view_as(x)
         if needs_down:
             of_down = product(of_hidden.t(), _rows(x).t(), None, onednn=onednn)
         if needs_up:
             of_up = product(grad.t(), hidden.t(), None, onednn=onednn).mul_(ctx.scale)
-        return of_x, None, None, None, None, None, of_down, of_up, None, None
-
-
-def _whole(stored: list[Any], dtype: torch.dtype) -> Tensor:
-    """The base layer's weight; see phalanx.models.linear.dense."""
-    weight, table, *start = stored
-    return dense(weight, table, dtype, *start)
+        return of_x, of_down, of_up, *[None] * 7
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -132,7 +132,11 @@ def count_weights(parameters: Iterable[Tensor]) -> int:
 
 
 def dense(
-    weight: Tensor, table: Tensor | None, dtype: torch.dtype, up: Tensor | None = None, down: Tensor | None = None
+    dtype: torch.dtype,
+    weight: Tensor,
+    table: Tensor | None = None,
+    up: Tensor | None = None,
+    down: Tensor | None = None,
 ) -> Tensor:
     """A layer's weight [out, in]; one in NF4, which has a `table`, is dequantized to `dtype`.
 
@@ -196,7 +200,7 @@ class Nf4Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., in] -> [..., out]."""
-        return _Nf4Linear.apply(input, *self.stored(), self.bias, self.onednn)
+        return _Nf4Linear.apply(input, self.bias, self.onednn, *self.stored())
 
     def stored(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """The tensors from which `dense` computes the weight."""
@@ -208,25 +212,15 @@ PLAIN = (nn.Linear, OneDnnLinear, UnfusedLinear)
 
 class _Nf4Linear(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        input: Tensor,
-        weight: Tensor,
-        table: Tensor,
-        start_up: Tensor | None,
-        start_down: Tensor | None,
-        bias: Tensor | None,
-        onednn: bool,
-    ) -> Tensor:
-        ctx.save_for_backward(weight, table, start_up, start_down)
+    def forward(ctx: Any, input: Tensor, bias: Tensor | None, onednn: bool, *stored: Any) -> Tensor:
+        ctx.save_for_backward(*stored)
         ctx.onednn = onednn
-        return product(input, dense(weight, table, input.dtype, start_up, start_down), bias, onednn=onednn)
+        return product(input, dense(input.dtype, *stored), bias, onednn=onednn)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        weight, table, *start = ctx.saved_tensors
-        whole = dense(weight, table, grad.dtype, *start)
-        return product(grad, whole.t(), None, onednn=ctx.onednn), None, None, None, None, None, None
+        whole = dense(grad.dtype, *ctx.saved_tensors)
+        return product(grad, whole.t(), None, onednn=ctx.onednn), *[None] * 6
 
 
 def product(input: Tensor, weight: Tensor, bias: Tensor | None, *, onednn: bool) -> Tensor:

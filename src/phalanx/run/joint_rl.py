@@ -42,11 +42,12 @@ from phalanx.run.start import build_rewards, choose_cpu_linear, fitting_sets, st
 from phalanx.run.validation import Validator
 from phalanx.telemetry.step_metrics import reward_metrics
 from phalanx.telemetry.timers import Timers
-from phalanx.training.collect import Collector, PromptSource, Rescorer, total_steps
+from phalanx.training.collect import Collector, PromptSource, total_steps
 from phalanx.training.components import Records, TrainedPolicy, Training
 from phalanx.training.loop import train_step
 from phalanx.training.minibatches import BatchPlan
 from phalanx.training.optim import TrainState
+from phalanx.training.rescorer import Rescorer
 from phalanx.training.update import Updater
 from phalanx.types import Algorithm, Collected, JobError, Outputs, Prompt, Rollout, Samples
 

@@ -15,12 +15,13 @@ from phalanx.run.link import link_of
 from phalanx.run.start import JobComponents
 from phalanx.run.validation import Validator
 from phalanx.telemetry.timers import Timers
-from phalanx.training.collect import Collector, Rescorer, total_steps
+from phalanx.training.collect import Collector, total_steps
 from phalanx.training.components import LoadedTeacher, TrainedPolicy, Training
 from phalanx.training.critic_trainer import CriticTrainer
 from phalanx.training.loop import Collects, train
 from phalanx.training.minibatches import BatchPlan
 from phalanx.training.optim import TrainState
+from phalanx.training.rescorer import Rescorer
 from phalanx.training.update import Updater
 from phalanx.types import Algorithm, Samples
 

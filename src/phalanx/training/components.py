@@ -110,27 +110,6 @@ class TrainedPolicy(Policy, Protocol):
         """
 
 
-class Rescores(Protocol):
-    """The recomputation of old log-probabilities, see phalanx.training.collect.Rescorer. `between`: called after each
-    forward pass, on all ranks; it may stop the job.
-    """
-
-    between: Callable[[], None]
-
-    def __call__(self, samples: Samples) -> tuple[Samples, dict[str, float]]:
-        """Return the samples with old log-probabilities [B, A] of the policy, and metrics."""
-
-    @property
-    def in_training(self) -> bool:
-        """Whether old log-probabilities are computed in the same passes as the training."""
-
-    def in_passes(self, samples: Samples, passes: list[Tensor]) -> Samples:
-        """Return the samples with log-probabilities computed in these passes, the rows [b] of each."""
-
-    def check(self, row: dict[str, float]) -> None:
-        """Rescore from now on if the metrics of a step show that replay and rollout differ too much."""
-
-
 class LoadedTeacher(Protocol):
     """A frozen model beside the policy, on all ranks."""
 

@@ -115,10 +115,8 @@ def exchanged(samples: Samples, ranks: Tensor, world: World) -> Samples:
     that gets each sample of all ranks, -1 for samples that no rank needs.
     """
     this, kind, parcels = world.rank, type(samples.trace), dict[int, Tensor]()
-    size = world.context_size
-    place = (
-        this % size
-    )  # context-parallel ranks have the same samples: those at the same place exchange with each other
+    # context-parallel ranks have the same samples: those at the same place exchange with each other
+    size, place = world.context_size, this % world.context_size
     goes = ranks[samples.index]
     for rank in goes[goes >= 0].unique().tolist():
         rows = (goes == rank).nonzero().flatten()

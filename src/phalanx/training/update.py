@@ -18,11 +18,12 @@ from phalanx.functional.aggregation import Sums
 from phalanx.telemetry.flops import peak_flops
 from phalanx.telemetry.step_metrics import merged_rows, peak_memory_gb, token_metrics, update_metrics
 from phalanx.telemetry.timers import Timers
-from phalanx.training.components import LoadedTeacher, Rescores, TrainedPolicy
+from phalanx.training.components import LoadedTeacher, TrainedPolicy
 from phalanx.training.critic_trainer import CriticTrainer
 from phalanx.training.exchange import exchanged
 from phalanx.training.minibatches import BatchPlan, Minibatches, Units, optimizer_steps
 from phalanx.training.optim import TrainState
+from phalanx.training.rescorer import Rescorer
 from phalanx.types import ASKED, TEACHER, Algorithm, Policy, Prompt, Samples
 
 Pass = tuple[Tensor, Tensor]  # rows [b] of this rank's samples, and the weights [u, A] of their units' actions
@@ -95,7 +96,7 @@ class Updater:
         policy: TrainedPolicy,
         world: World,
         state: TrainState,
-        rescorer: Rescores,
+        rescorer: Rescorer,
         timers: Timers,
         *,
         teachers: Mapping[str, LoadedTeacher] | None = None,
@@ -173,7 +174,8 @@ class Updater:
         for epoch in range(self.plan.epochs if batch.learns and not warming_up else 0):
             if self.algorithm.levels is not None:
                 # forward process: x_t = (1 - t) x_0 + t noise; this epoch draws its own noise and t [B, W]
-                seeds = self._corruption_seeds(batch.samples, step, epoch)
+                seed = self.cfg.trainer.seed
+                seeds = [fold_in(seed, step, int(i), "forward", epoch) for i in batch.samples.index]
                 batch.corrupted = self.algorithm.corrupt(self.policy, batch.samples, seeds)
                 if self.score is not None:
                     batch.score = partial(self.score, step=step)
@@ -200,10 +202,6 @@ class Updater:
             summed=chunked,
             at_least_one=batch.pending,
         )
-
-    def _corruption_seeds(self, samples: Samples, step: int, epoch: int) -> list[int]:
-        """One seed per sample of this rank, a function of (trainer.seed, step, sample, epoch)."""
-        return [fold_in(self.cfg.trainer.seed, step, int(i), "forward", epoch) for i in samples.index]
 
     def ends_update(self, chunk: int) -> bool:
         """Whether an optimizer step follows the passes of this chunk."""

@@ -28,20 +28,16 @@ def set_backend(model: FlowModel, backend: str, device: torch.device) -> None:
     known = sorted(b.value for b in AttentionBackendName)
     if backend not in known:
         raise ValueError(f"model.attn_backend: {backend!r} is unknown to diffusers; known: {', '.join(known)}")
+    problem = "cannot be used here"
     try:
         model.transformer.set_attention_backend(backend)
         _try(model, backend, device, masked=False)
+        if model.masks_text:
+            problem = "takes no mask, which this model needs for prompts of different lengths"
+            _try(model, backend, device, masked=True)
     except (ImportError, OSError, RuntimeError, ValueError) as error:
-        raise ValueError(f"model.attn_backend: {backend!r} cannot be used here: {_line(error)}") from None
-    if not model.masks_text:
-        return
-    try:
-        _try(model, backend, device, masked=True)
-    except (RuntimeError, ValueError) as error:
-        raise ValueError(
-            f"model.attn_backend: {backend!r} takes no mask, which this model needs for prompts of different lengths: "
-            f"{_line(error)}"
-        ) from None
+        line = str(error).strip().split("\n")[0]
+        raise ValueError(f"model.attn_backend: {backend!r} {problem}: {line}") from None
 
 
 @torch.enable_grad()
@@ -57,10 +53,6 @@ def _try(model: FlowModel, backend: str, device: torch.device, *, masked: bool) 
     if not out.requires_grad:
         raise ValueError("it has no backward pass")
     out.sum().backward()
-
-
-def _line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0]
 
 
 def sharing_ranks(parallel_config: Any) -> ContextGroup | None:

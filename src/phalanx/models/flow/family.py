@@ -95,26 +95,23 @@ class FlowModel(ModelFiles):
         diffusers.utils.logging.disable_progress_bar()
         transformers.utils.logging.disable_progress_bar()
         with ignored_named(config):
-            self.load(config, dtype, weights_dtype, getattr(diffusers, self.pipeline_class), self.transformer_class)
+            self.load(config, dtype, weights_dtype)
         self.adapt(self.transformer)
         encoders = [part for name, part in self.pipeline.components.items() if name.startswith("text_encoder")]
         self.text_encoders = [encoder for encoder in encoders if encoder is not None]
 
-    def load(
-        self, config: FlowModelConfig, dtype: torch.dtype, weights_dtype: torch.dtype, pipeline: Any, transformer: Any
-    ) -> None:
-        """Set `pipeline`, `transformer`, `vae` and `dtype`; the arguments `pipeline` and `transformer` are classes."""
+    def load(self, config: FlowModelConfig, dtype: torch.dtype, weights_dtype: torch.dtype) -> None:
+        """Set `pipeline`, `transformer`, `vae` and `dtype`."""
         path, self.dtype = str(base_folder(config)), dtype
         index = model_index(path)
         given = absent_components(index) | self.components(path)
-        self.transformer = load_transformer(
-            transformer, path, "transformer", weights_dtype, stored=config.lora_rank == 0
-        )
+        stored = config.lora_rank == 0
+        self.transformer = load_transformer(self.transformer_class, path, "transformer", weights_dtype, stored=stored)
         for name in component_names(index):
             if name.startswith("text_encoder"):
                 given[name] = load_text_encoder(path, name, index[name][1], dtype, f"{config:path}")
         given |= {"transformer": self.transformer, "dtype": {"default": dtype, "vae": self.vae_dtype or dtype}}
-        self.pipeline = pipeline.from_pretrained(path, trust_remote_code=False, **given)
+        self.pipeline = self.stock_pipeline().from_pretrained(path, trust_remote_code=False, **given)
         self.vae = self.pipeline.vae
         check_parts(path, self.pipeline.components, self.input_channels)
 
@@ -172,16 +169,15 @@ class FlowModel(ModelFiles):
         """sigmas [N + 1] and timesteps [N], float32, of the model folder's own scheduler.
 
         They are those of diffusers' pipelines with `calculate_shift`: evenly spaced levels 1 .. 1/N, shifted by the
-        number of image tokens if the folder has `use_dynamic_shifting`.
+        number of tokens if the folder has `use_dynamic_shifting`.
         """
-        scheduler = self.pipeline.scheduler
+        scheduler, tokens = self.pipeline.scheduler, self.shifting_tokens(height, width, frames)
         even = np.linspace(1.0, 1 / num_inference_steps, num_inference_steps)
-        tokens = self.scheduled_tokens(height, width, frames)
         scheduler.set_timesteps(sigmas=even, mu=self.dynamic_shift(tokens, num_inference_steps))
         return scheduler.sigmas.float().cpu(), scheduler.timesteps.float().cpu()
 
-    def scheduled_tokens(self, height: int, width: int, frames: int) -> int:
-        """Number of tokens by which levels of noise are shifted; in most families that of an image, also for videos."""
+    def shifting_tokens(self, height: int, width: int, frames: int) -> int:
+        """Number of tokens by which the schedule is shifted."""
         return self.tokens(height, width)
 
     def dynamic_shift(self, tokens: int, num_inference_steps: int) -> float:
@@ -214,20 +210,19 @@ class FlowModel(ModelFiles):
         return {f"an image of {height} x {width}": self.tokens(height, width)}
 
     def shift(self, num_inference_steps: int, height: int, width: int, frames: int = 1) -> float:
-        """The scheduler's shift s, which maps a noise level t to s t / (1 + (s - 1) t); without `shift_terminal`."""
+        """The scheduler's shift s; it maps a noise level t to s t / (1 + (s - 1) t), without `shift_terminal`."""
         c = self.pipeline.scheduler.config
         if not c.use_dynamic_shifting:
             return float(c.shift)
-        mu = self.dynamic_shift(self.scheduled_tokens(height, width, frames), num_inference_steps)
+        mu = self.dynamic_shift(self.shifting_tokens(height, width, frames), num_inference_steps)
         return math.exp(mu) if c.time_shift_type == "exponential" else mu
 
-    def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
-        """Shape of one sample's latents; raises ValueError for a size that the model does not support."""
-        return self.sample_shape(height, width, 1)
+    def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
+        """Shape of the latents of one sample, an image if it has one frame.
 
-    def sample_shape(self, height: int, width: int, frames: int) -> tuple[int, ...]:
-        """`latent_shape` of a sample of `frames` frames; one frame is an image. A family has one of these two."""
-        return self.latent_shape(height, width)
+        Raises ValueError for a size that the model does not support.
+        """
+        raise AssertionError
 
     def velocity(self, latents: Tensor, timesteps: Tensor, embeds: Embeds, height: int, width: int) -> Tensor:
         """One forward pass: latents and embeds [N, ...], timesteps [N] in 0..1000 -> velocities [N, ...].
@@ -288,7 +283,7 @@ class FlowModel(ModelFiles):
         c = self.vae.config
         return (self.posterior(images, generator) - c.shift_factor) * c.scaling_factor
 
-    def embeds_like(self, length: int, height: int, width: int) -> Embeds:
+    def embeds_like(self, length: int, height: int, width: int, frames: int = 1) -> Embeds:
         """Uninitialised embeddings shaped like those of a prompt of `length` tokens, to count FLOPs with.
 
         This implementation has T5's `prompt_embeds` and CLIP's `pooled`.
@@ -297,20 +292,16 @@ class FlowModel(ModelFiles):
         shapes = {"prompt_embeds": (length, c.joint_attention_dim), "pooled": (c.pooled_projection_dim,)}
         return {name: torch.empty(shape, dtype=self.dtype) for name, shape in shapes.items()}
 
-    def embeds_of_video(self, length: int, height: int, width: int, frames: int) -> Embeds:
-        """`embeds_like` of a video, for families where the embeddings depend on the number of frames."""
-        return self.embeds_like(length, height, width)
-
     def flops(self, height: int, width: int, text_length: int, frames: int = 1) -> int:
         """Floating-point operations of one forward pass of one sample."""
         kind, config = self.transformer_class, self.transformer.config
 
         def inputs() -> dict[str, Any]:
-            one = self.embeds_of_video(text_length, height, width, frames)
+            one = self.embeds_like(text_length, height, width, frames)
             embeds = self.collate([one], len(one["prompt_embeds"]), padded=False)
             if self.embedded_guidance_key is not None:
                 embeds["guidance"] = torch.empty(1)
-            latents = torch.empty(1, *self.sample_shape(height, width, frames))
+            latents = torch.empty(1, *self.latent_shape(height, width, frames))
             return {"latents": latents, "timesteps": torch.empty(1), "embeds": embeds, "height": height, "width": width}
 
         def forward_pass() -> nn.Module:
@@ -342,7 +333,7 @@ class PackedModel(FlowModel):
         rows, columns = self.grid(height, width)
         return rows * columns
 
-    def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
+    def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
         return (self.tokens(height, width), self.transformer.config.in_channels)
 
     def grid(self, height: int, width: int) -> tuple[int, int]:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from phalanx.config.messages import cut, shown
 from phalanx.config.trained_model import FlowModelConfig
-from phalanx.engines.loading import check_weights, loading, unread_tensors, warn_of_unread
+from phalanx.engines.loading import check_weights, listed, loading, unread_tensors, warn_of_unread
 from phalanx.models.flow import pipeline_headers
 from phalanx.models.flow.pipeline_headers import absent_components, check_index, component_names, module_of
 from phalanx.models.headers import check_variants, read_json, tensors
@@ -102,8 +102,7 @@ def check_tensors(path: str, name: str, module: nn.Module) -> None:
         held = {key for file in (Path(path) / name).glob("*.safetensors") for key in tensors(file)}
         lost += [key for key, b in module.named_buffers() if key in state and b.is_floating_point() and key not in held]
     if lost:
-        more = f" (+{len(lost) - 1} more)" if len(lost) > 1 else ""
-        raise ValueError(f"model.path: {path!r}: the weights of {name} lack the tensor {lost[0]}{more}")
+        raise ValueError(f"model.path: {path!r}: the weights of {name} lack the tensor {listed(lost)}")
 
 
 def _check_layers(path: str, name: str, transformer: nn.Module) -> None:
@@ -161,9 +160,8 @@ def read_lora(
             if twice:
                 log.warning("%s: %r: %d tensors repeat others and are left out", key, path, len(twice))
         if lost:
-            more = f" (+{len(lost) - 1} more)" if len(lost) > 1 else ""
             raise ValueError(
-                f"its tensor {lost[0]}{more} cannot be used: expected the matrices, alphas and biases of a plain LoRA, "
+                f"its tensor {listed(lost)} cannot be used: expected the matrices, alphas and biases of a plain LoRA, "
                 "all with one prefix"
             )
         settings = {name.removeprefix("transformer."): value for name, value in metadata.items()}

@@ -23,6 +23,11 @@ class ModelFiles:
     lora_bias: str = "lora_B.bias"  # what a LoRA's bias of a layer is called in a file with the model's own names
 
     @classmethod
+    def stock_pipeline(cls) -> Any:
+        """diffusers' class of the pipeline."""
+        return getattr(diffusers, cls.pipeline_class)
+
+    @classmethod
     def parts(cls, transformer: Any) -> dict[str, Any]:
         """diffusers' transformers that make up `transformer`, by the names of their folders."""
         return {"transformer": transformer}

@@ -14,6 +14,8 @@ from phalanx.models.headers import check_files, check_numbers, check_weights, re
 LIBRARIES = ("diffusers", "transformers")
 # modules with components of single pipelines, by their names in a model_index.json
 _PIPELINES = {"ltx2": "diffusers.pipelines.ltx2"}
+# settings of a scheduler with one supported value
+_FIXED = {"prediction_type": "flow_prediction", "final_sigmas_type": "zero", "num_train_timesteps": 1000}
 _SHIFTS = {"shift", "flow_shift", "base_shift", "max_shift", "base_image_seq_len", "max_image_seq_len"}
 SCHEDULER = "FlowMatchEulerDiscreteScheduler"
 # other schedulers whose noise levels a family supports, by the pipeline's class
@@ -130,23 +132,14 @@ def _check_scheduler(file: Path) -> None:
         if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
             raise ValueError(f"model.path: {file}: {name} is {shown(value)}; expected a number more than 0")
     # whatever the stock pipeline does, steps here follow dx = v dsigma from 1 down to 0, or the rollout's SDE
-    for name in ("stochastic_sampling", "invert_sigmas", "thresholding"):
+    refused = ["stochastic_sampling", "invert_sigmas", "thresholding"]
+    if "use_flow_sigmas" in config:
+        # for these, the multistep solver uses the noise of diffusion models, whose levels are not those of a flow
+        refused += ["use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas"]
+    for name in refused:
         if config.get(name):
             raise ValueError(f"model.path: {file}: {name} is {shown(config[name])}; only false is supported")
-    prediction = config.get("prediction_type", "flow_prediction")
-    if prediction != "flow_prediction":
-        raise ValueError(f"model.path: {file}: prediction_type is {shown(prediction)}; expected flow_prediction")
-    # for these, the multistep solver uses the noise of diffusion models, whose levels are not those of a flow
-    changed = (
-        [f"use_{kind}_sigmas" for kind in ("karras", "exponential", "beta")] if "use_flow_sigmas" in config else []
-    )
-    for name in changed:
-        if config.get(name):
-            raise ValueError(f"model.path: {file}: {name} is {shown(config[name])}; only false is supported")
-    if config.get("final_sigmas_type", "zero") != "zero":
-        raise ValueError(
-            f"model.path: {file}: final_sigmas_type is {shown(config['final_sigmas_type'])}; expected zero"
-        )
-    steps = config.get("num_train_timesteps", 1000)
-    if steps != 1000:
-        raise ValueError(f"model.path: {file}: num_train_timesteps is {shown(steps)}; expected 1000")
+    for name, expected in _FIXED.items():
+        value = config.get(name, expected)
+        if value != expected:
+            raise ValueError(f"model.path: {file}: {name} is {shown(value)}; expected {expected}")

@@ -96,7 +96,9 @@ def check_agreement(
     if not reference.isfinite().all():
         raise ValueError(f"model.path: {config.path!r}: log-probs of a {type(module.lm).__name__} are NaN or infinite")
     for path, value in values.items():
-        expected = reference if len(value) == len(reference) else _responses(reference, counts)
+        expected = reference
+        if len(value) < len(reference):  # of the responses only
+            expected = torch.cat([part[-RESPONSE:] for part in reference.split(counts)])
         difference = (value.double() - expected.double()).abs().nan_to_num(nan=torch.inf)
         if config.dtype == "float32":
             size, bound = float(difference.max()), FLOAT32_BOUND
@@ -140,11 +142,6 @@ def _log_probs(module: CausalLM, logits: Tensor, tokens: Tensor) -> Tensor:
     if module.never:
         logits = logits.index_fill(-1, torch.tensor(module.never, device=logits.device), FAR)
     return logits.float().log_softmax(-1).gather(-1, tokens[..., None]).squeeze(-1)
-
-
-def _responses(log_probs: Tensor, counts: Sequence[int]) -> Tensor:
-    """The log-probs of the responses, the last RESPONSE of each sample, of all [sum of counts]."""
-    return torch.cat([part[-RESPONSE:] for part in log_probs.split(list(counts))])
 
 
 def _grouped(module: CausalLM, ids: Tensor, predicting: Tensor, lengths: Sequence[int], looks: Sequence[Any]) -> Tensor:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from phalanx.config.files import parse_json
 from phalanx.config.messages import ConfigError, cut, nearest, reason
 from phalanx.config.registry import object_forms, resolve_object
-from phalanx.models.lm.schemas import Parameters, Types, argument_types
+from phalanx.models.lm.schemas import UNKNOWN, Types, argument_types
 from phalanx.types import JobError
 
 # A parser maps the text of a turn, and the end of the text before it, to a message {role, content}, with `tool_calls`
@@ -238,7 +238,7 @@ def _function(body: str, types: Types) -> dict[str, Any]:
     name = head.removeprefix("<function=").strip()
     if not closed or not head.startswith("<function=") or not name:
         raise CallError("expected <function=name> after <tool_call>")
-    texts = _texts(rest, "<parameter=", _PARAMETER, "</parameter>", _known(name, types))
+    texts = _texts(rest, "<parameter=", _PARAMETER, "</parameter>", types.get(name, UNKNOWN).named)
     for key, text in texts.items():
         texts[key] = text.removeprefix("\n").removesuffix("\n")
     return _typed_call(name, texts, types)
@@ -250,18 +250,13 @@ def _keyed(body: str, types: Types) -> dict[str, Any]:
     name = head.strip()
     if not name:
         raise CallError("expected the name of a function after <tool_call>")
-    texts = _texts(tag + rest, "<arg_key>", _ARGUMENT, "</arg_value>", _known(name, types))
+    texts = _texts(tag + rest, "<arg_key>", _ARGUMENT, "</arg_value>", types.get(name, UNKNOWN).named)
     return _typed_call(name, texts, types)
-
-
-def _known(name: str, types: Types) -> Container[str]:
-    """The names of a tool's parameters."""
-    return types[name].named if name in types else ()
 
 
 def _typed_call(name: str, texts: dict[str, str], types: Types) -> dict[str, Any]:
     """A call with arguments given as text, converted to the types in the tool's schema."""
-    kinds = types.get(name, Parameters({}))
+    kinds = types.get(name, UNKNOWN)
     return {"name": name, "arguments": {key: _typed(text, kinds.of(key)) for key, text in texts.items()}}
 
 
@@ -307,7 +302,7 @@ def _braced(body: str, types: Types) -> dict[str, Any]:
     pieces = (brace + rest).split(_QUOTE)
     for place, piece in enumerate(pieces):
         pieces[place] = json.dumps(piece) if place % 2 else _KEY.sub(_quoted, piece)
-    return _call({"name": name, "arguments": parse_json("".join(pieces))}, "arguments")
+    return _received(name, "".join(pieces))
 
 
 def _quoted(match: re.Match[str]) -> str:

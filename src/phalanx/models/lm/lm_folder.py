@@ -4,9 +4,7 @@ import re
 from collections import defaultdict
 from pathlib import Path
 
-from safetensors import safe_open
-
-from phalanx.models.headers import check_files, check_weights, read_object, require
+from phalanx.models.headers import check_files, check_weights, read_object, require, tensors
 
 CAUSAL = ("ForCausalLM", "LMHeadModel", "MoeModelLM")  # suffixes of the classes of causal language models
 # further files to check, because transformers ignores damage in some of them
@@ -49,11 +47,10 @@ def _check_experts(folder: Path, key: str) -> None:
     """
     layers: dict[str, dict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
     for file in folder.glob("*.safetensors"):
-        with safe_open(file, "np") as tensors:
-            for name in tensors.keys():  # noqa: SIM118
-                if match := re.fullmatch(r"(.+\.experts)\.(\d+)\.(.+)", name):
-                    place, number, part = match.groups()
-                    layers[place][part].add(int(number))
+        for name in tensors(file, key):
+            if match := re.fullmatch(r"(.+\.experts)\.(\d+)\.(.+)", name):
+                place, number, part = match.groups()
+                layers[place][part].add(int(number))
     for place, parts in layers.items():
         every = set[int]().union(*parts.values())
         for part, experts in sorted(parts.items()):

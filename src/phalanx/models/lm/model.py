@@ -110,9 +110,13 @@ class CausalLM(nn.Module):
         return logits
 
     def blocks(self) -> list[nn.Module]:
-        """The layers, which are sharded one by one; their name depends on the class."""
-        lists = [child for child in decoder_of(self.lm).children() if isinstance(child, nn.ModuleList)]
-        return list(lists[0])
+        """The layers, which are sharded one by one."""
+        return layers_of(decoder_of(self.lm))
+
+
+def layers_of(decoder: nn.Module) -> list[nn.Module]:
+    """The layers of a decoder; their name depends on the class."""
+    return list(next(child for child in decoder.children() if isinstance(child, nn.ModuleList)))
 
 
 def set_checkpointing(model: Any, on: bool) -> None:

@@ -279,9 +279,7 @@ class Share:
 
         `attend` gets whole sequences of some of the heads. module: the layer. window: its sliding window.
         """
-        size, heads = self.context.size, query.shape[1]
-        if heads % size:
-            raise ValueError(f"{KEY}: {size} does not divide the {heads} attention heads of a layer")
+        size = self.context.size
         # repeat the heads of keys and values until the ranks can divide them equally
         times = size // math.gcd(size, key.shape[1])
         length, parts = sum(self.sequences), []

@@ -22,6 +22,7 @@ class Parameters(NamedTuple):
         return self.named.get(name, self.others)
 
 
+UNKNOWN = Parameters({})  # of a tool without a schema
 Types = Mapping[str, Parameters]  # by the tool's name
 
 

@@ -13,7 +13,7 @@ from phalanx.functional.tokens import TokenTrace
 from phalanx.models.lm import experts, packing
 from phalanx.models.lm.lm_policy import LMPolicy
 from phalanx.models.lm.load_folder import load_model
-from phalanx.models.lm.model import DTYPES, CausalLM, decoder_of, outputs_at, positions, set_checkpointing
+from phalanx.models.lm.model import DTYPES, CausalLM, decoder_of, layers_of, outputs_at, positions, set_checkpointing
 from phalanx.models.lm.packing import Row
 from phalanx.models.trained import TrainedModel
 
@@ -46,8 +46,7 @@ class ValueLM(nn.Module):
 
     def blocks(self) -> list[nn.Module]:
         """The layers, which are sharded one by one."""
-        decoder = self.backbone if self.vision is None else self.vision.decoder
-        return list(next(child for child in decoder.children() if isinstance(child, nn.ModuleList)))
+        return layers_of(self.backbone if self.vision is None else self.vision.decoder)
 
 
 class LMCritic:

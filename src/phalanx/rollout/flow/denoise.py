@@ -94,7 +94,7 @@ def generate(policy: FlowPolicy, job: Job) -> Generated:
     Steps in the window are stochastic; with noise but without a window, as in validation, all steps but the last are.
     """
     sampler, schedule, window = job.sampler, job.schedule, job.window
-    shape = policy.model.sample_shape(sampler.height, sampler.width, sampler.num_frames)
+    shape = policy.model.latent_shape(sampler.height, sampler.width, sampler.num_frames)
     noisy = window if sampler.noise_level > 0 else range(0)
     if not window and sampler.noise_level > 0:
         noisy = range(sampler.num_inference_steps - 1)  # noise of the last step would remain in the image

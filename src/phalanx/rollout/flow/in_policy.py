@@ -42,7 +42,7 @@ class PolicyRollout:
         self.ahead = EncodeAhead(self.encode)
         # sizes that the model does not support are rejected now, not hours later in the first validation
         for sampler in (self.sampler, self.val_sampler):
-            policy.model.sample_shape(sampler.height, sampler.width, sampler.num_frames)
+            policy.model.latent_shape(sampler.height, sampler.width, sampler.num_frames)
             check_tokens(policy.model, sampler, policy.longest, policy.world.context_size)
         if window:
             self.check_steps(window_reach(config.num_inference_steps, config.sde_window_range))

@@ -18,9 +18,10 @@ from phalanx.exit import Stopped
 from phalanx.run.disaggregated.wire import Mail, deserialize_records, routes
 from phalanx.run.link import VALIDATION, Order
 from phalanx.telemetry.timers import Timers
-from phalanx.training.components import Records, Rescores, TrainedPolicy
+from phalanx.training.components import Records, TrainedPolicy
 from phalanx.training.exchange import concatenate, deserialize, serialize
 from phalanx.training.minibatches import BatchPlan
+from phalanx.training.rescorer import Rescorer
 from phalanx.types import Collected, JobError, Samples
 
 
@@ -166,7 +167,7 @@ SCHEDULES: dict[str, type[Schedule]] = {
 class RemoteCollector:
     """Provides samples with rewards of other ranks to the loop: see phalanx.training.loop.Collects."""
 
-    def __init__(self, schedule: Schedule, rescorer: Rescores) -> None:
+    def __init__(self, schedule: Schedule, rescorer: Rescorer) -> None:
         self.schedule, self.rescorer, self.chunks = schedule, rescorer, schedule.plan.parts
         self._reward: Tensor  # of the last chunk
 

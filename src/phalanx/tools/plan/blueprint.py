@@ -42,11 +42,10 @@ class _Blueprint(FlowModel):
     ledger: Ledger
     mapped: list[nn.Module]  # text encoders whose files have the dtype that they compute in
 
-    def load(
-        self, config: FlowModelConfig, dtype: torch.dtype, weights_dtype: torch.dtype, pipeline: Any, transformer: Any
-    ) -> None:
+    def load(self, config: FlowModelConfig, dtype: torch.dtype, weights_dtype: torch.dtype) -> None:
         """As FlowModel.load, with tensors on the meta device and without tokenizers."""
         folder, self.dtype = Path(config.path), dtype
+        pipeline = self.stock_pipeline()
         parts: dict[str, Any] = {}
         self.mapped: list[nn.Module] = []
         for name, entry in read_index(folder).items():
@@ -58,7 +57,7 @@ class _Blueprint(FlowModel):
             elif name in signature(pipeline.__init__).parameters:
                 parts[name] = entry  # a setting, such as Wan's boundary_ratio
         if "transformer" in parts:  # the family's own class, which may be a subclass of the folder's
-            parts["transformer"] = transformer.from_config(parts["transformer"].config)
+            parts["transformer"] = self.transformer_class.from_config(parts["transformer"].config)
         try:
             self.pipeline = pipeline(**parts)
         except TypeError as error:
@@ -80,7 +79,7 @@ class _Blueprint(FlowModel):
 
     def encode_instruction(self, instruction: Instruction, device: torch.device, max_length: int) -> Embeds:
         length = self.most_tokens(max_length, *instruction.size)
-        return self.embeds_of_video(length, *instruction.size, instruction.frames)
+        return self.embeds_like(length, *instruction.size, instruction.frames)
 
     def velocity(self, latents: Tensor, timesteps: Tensor, embeds: Embeds, height: int, width: int) -> Tensor:
         self.ledger.phase.passes += 1

@@ -27,12 +27,12 @@ from phalanx.telemetry.timers import Timers
 from phalanx.tools.plan.blueprint import PlannedFlowPolicy
 from phalanx.tools.plan.layout import ShardedUpdate, Weight
 from phalanx.tools.plan.lm_blueprint import PlannedBlockPolicy, PlannedLMPolicy
-from phalanx.training.collect import Rescorer
 from phalanx.training.components import LoadedTeacher
 from phalanx.training.loop import train_step
 from phalanx.training.minibatches import BatchPlan, Minibatches
 from phalanx.training.optim import TrainState
 from phalanx.training.progress import Progress
+from phalanx.training.rescorer import Rescorer
 from phalanx.training.stops import Stops
 from phalanx.training.supervised import SupervisedTrainer
 from phalanx.training.update import StepLog, Updater

@@ -46,10 +46,8 @@ class Model(PackedModel):
         """None for the folder's processor, whose image processor requires torchvision; see `load`."""
         return {"tokenizer": None}
 
-    def load(
-        self, config: FlowModelConfig, dtype: torch.dtype, weights_dtype: torch.dtype, pipeline: Any, transformer: Any
-    ) -> None:
-        super().load(config, dtype, weights_dtype, pipeline, transformer)
+    def load(self, config: FlowModelConfig, dtype: torch.dtype, weights_dtype: torch.dtype) -> None:
+        super().load(config, dtype, weights_dtype)
         if self.pipeline.tokenizer is None:  # texts only need the processor's tokenizer
             path = str(base_folder(config))
             tokenizer = AutoTokenizer.from_pretrained(path, subfolder="tokenizer", trust_remote_code=False)
@@ -91,7 +89,7 @@ class Model(PackedModel):
             count += self.tokens(*self.references.size(height, width))
         return {f"an image of {height} x {width}": count, "data.max_prompt_length": max_length}
 
-    def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
+    def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
         if self.image_column is not None:
             self.references.size(height, width)
         return (self.transformer.config.in_channels, *self.grid(height, width))
@@ -132,7 +130,7 @@ class Model(PackedModel):
         mean, std = self.latent_statistics(images.device)
         return (self.pipeline._patchify_latents(self.posterior(images, generator)) - mean) / std
 
-    def embeds_like(self, length: int, height: int, width: int) -> Embeds:
+    def embeds_like(self, length: int, height: int, width: int, frames: int = 1) -> Embeds:
         c = self.transformer.config
         shapes: dict[str, tuple[int, ...]] = {"prompt_embeds": (length, c.joint_attention_dim)}
         if self.image_column is not None:

@@ -23,7 +23,7 @@ class Model(flux.Model):
         super().__init__(config, dtype, weights_dtype)
         self.references = References(config.reference_size, self.pipeline.vae_scale_factor * 2)
 
-    def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
+    def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
         shape = super().latent_shape(height, width)
         self.references.size(height, width)
         return shape
@@ -54,7 +54,7 @@ class Model(flux.Model):
         count = self.tokens(height, width) + self.tokens(*self.references.size(height, width))
         return super().split_tokens(height, width, frames, max_length) | {f"an image of {height} x {width}": count}
 
-    def embeds_like(self, length: int, height: int, width: int) -> Embeds:
+    def embeds_like(self, length: int, height: int, width: int, frames: int = 1) -> Embeds:
         embeds = super().embeds_like(length, height, width)
         tokens = self.tokens(*self.references.size(height, width))
         return embeds | {"reference": torch.empty(tokens, self.transformer.config.in_channels, dtype=self.dtype)}

@@ -187,10 +187,10 @@ class Model(FlowModel):
         return masked_texts(embeds, length, padded) | {"kinds": torch.stack(kinds)}
 
     def split_tokens(self, height: int, width: int, frames: int, max_length: int) -> dict[str, int]:
-        latents = self.sample_shape(height, width, frames)[1] // self.transformer.config.patch_size_t
+        latents = self.latent_shape(height, width, frames)[1] // self.transformer.config.patch_size_t
         return {f"a video of {frames} x {height} x {width}": latents * self.tokens(height, width)}
 
-    def sample_shape(self, height: int, width: int, frames: int) -> tuple[int, ...]:
+    def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
         factor, step = self.vae.spatial_compression_ratio, self.vae.temporal_compression_ratio
         check_size(height, width, factor * self.transformer.config.patch_size)
         count = latent_frames(frames, step)
@@ -218,6 +218,6 @@ class Model(FlowModel):
     def encode_images(self, images: Tensor, generator: torch.Generator | None = None) -> Tensor:
         return self.posterior(images[:, :, None], generator) * self.vae.config.scaling_factor
 
-    def embeds_like(self, length: int, height: int, width: int) -> Embeds:
+    def embeds_like(self, length: int, height: int, width: int, frames: int = 1) -> Embeds:
         text = torch.empty(length, self.transformer.config.text_embed_dim, dtype=self.dtype)
         return {"prompt_embeds": text, "kinds": torch.zeros(length, dtype=torch.long)}

@@ -51,7 +51,7 @@ class Model(hunyuan_video_15.Model):
         first = embeds["first"][:, :, None]
         return pad(torch.cat([first, torch.ones_like(first[:, :1])], 1), later)
 
-    def embeds_like(self, length: int, height: int, width: int) -> Embeds:
+    def embeds_like(self, length: int, height: int, width: int, frames: int = 1) -> Embeds:
         channels, _, rows, columns = self.latent_shape(height, width)
         first = torch.empty(channels, rows, columns, dtype=self.dtype)
         return super().embeds_like(length, height, width) | {"first": first}

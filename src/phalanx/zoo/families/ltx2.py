@@ -159,7 +159,7 @@ class Model(FlowModel):
         return context_plan(self.transformer.config.rope_type)
 
     def split_tokens(self, height: int, width: int, frames: int, max_length: int) -> dict[str, int]:
-        return {f"a video of {frames} x {height} x {width}": self.scheduled_tokens(height, width, frames)}
+        return {f"a video of {frames} x {height} x {width}": self.shifting_tokens(height, width, frames)}
 
     def check_length(self, data: FlowDataConfig) -> None:
         max_length = data.max_prompt_length
@@ -188,7 +188,7 @@ class Model(FlowModel):
         unit = self.pipeline.vae_spatial_compression_ratio
         return (height // unit) * (width // unit)
 
-    def scheduled_tokens(self, height: int, width: int, frames: int) -> int:
+    def shifting_tokens(self, height: int, width: int, frames: int) -> int:
         """Number of tokens of all frames of a video."""
         return latent_frames(frames, self.pipeline.vae_temporal_compression_ratio) * self.tokens(height, width)
 
@@ -205,7 +205,7 @@ class Model(FlowModel):
             frames += 1
         return frames, height // unit, width // unit
 
-    def sample_shape(self, height: int, width: int, frames: int) -> tuple[int, ...]:
+    def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
         check_size(height, width, self.pipeline.vae_spatial_compression_ratio)
         latents = latent_frames(frames, self.pipeline.vae_temporal_compression_ratio)
         return (latents * self.tokens(height, width) + self.sound_tokens(latents), self.transformer.config.in_channels)
@@ -241,7 +241,7 @@ class Model(FlowModel):
         scale = vae.config.scaling_factor
         return self.decode_frames(self.pipeline._denormalize_latents(video, vae.latents_mean, vae.latents_std, scale))
 
-    def embeds_like(self, length: int, height: int, width: int) -> Embeds:
+    def embeds_like(self, length: int, height: int, width: int, frames: int = 1) -> Embeds:
         connectors = self.pipeline.connectors
         widths = connectors.video_connector.inner_dim, connectors.audio_connector.inner_dim
         names = "prompt_embeds", "sound_embeds"

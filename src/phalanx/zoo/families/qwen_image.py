@@ -79,5 +79,5 @@ class Model(PackedModel):
     def encode_images(self, images: Tensor, generator: torch.Generator | None = None) -> Tensor:
         return self.pack(self.frame_latents(images, generator))
 
-    def embeds_like(self, length: int, height: int, width: int) -> Embeds:
+    def embeds_like(self, length: int, height: int, width: int, frames: int = 1) -> Embeds:
         return {"prompt_embeds": torch.empty(length, self.transformer.config.joint_attention_dim, dtype=self.dtype)}

@@ -206,5 +206,5 @@ class Model(PackedModel):
         opaque = torch.cat([images, torch.ones_like(images[:, :1])], 1)
         return self.pack(self.frame_latents(opaque, generator))
 
-    def embeds_like(self, length: int, height: int, width: int) -> Embeds:
+    def embeds_like(self, length: int, height: int, width: int, frames: int = 1) -> Embeds:
         return {"prompt_embeds": torch.empty(length, self.transformer.config.context_in_dim, dtype=self.dtype)}

@@ -58,7 +58,7 @@ class Model(qwen_image.Model):
         found_width, found_height = stock.calculate_dimensions(stock.CONDITION_IMAGE_SIZE, width / height)
         return found_height, found_width
 
-    def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
+    def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
         shape = super().latent_shape(height, width)
         self.reference_size(height, width)
         return shape
@@ -114,7 +114,7 @@ class Model(qwen_image.Model):
         reference = (1, *self.grid(*self.reference_size(height, width)))
         return [*super().image_shapes(height, width), *[reference] * self.count]
 
-    def embeds_like(self, length: int, height: int, width: int) -> Embeds:
+    def embeds_like(self, length: int, height: int, width: int, frames: int = 1) -> Embeds:
         rows, columns = self.grid(*self.reference_size(height, width))
         reference = torch.empty(self.count * rows * columns, self.transformer.config.in_channels, dtype=self.dtype)
         return super().embeds_like(length, height, width) | {"reference": reference}

@@ -39,7 +39,7 @@ class Model(FlowModel):
         scheduler.set_timesteps(num_inference_steps, mu=mu)
         return scheduler.sigmas.float().cpu(), scheduler.timesteps.float().cpu()
 
-    def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
+    def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
         factor, patch = self.pipeline.vae_scale_factor, self.transformer.config.patch_size
         unit, limit = factor * patch, self.transformer.config.pos_embed_max_size * factor * patch
         check_size(height, width, unit, limit)

@@ -98,13 +98,12 @@ class Model(FlowModel):
         if second is not None:
             self.transformer = Experts(self.transformer, second, ratio * TIMESTEPS)
 
-    def load(
-        self, config: FlowModelConfig, dtype: torch.dtype, weights_dtype: torch.dtype, pipeline: Any, transformer: Any
-    ) -> None:
-        super().load(config, dtype, weights_dtype, pipeline, transformer)
+    def load(self, config: FlowModelConfig, dtype: torch.dtype, weights_dtype: torch.dtype) -> None:
+        super().load(config, dtype, weights_dtype)
         path = str(base_folder(config))
         if SECOND in component_names(model_index(path)):
-            second = load_transformer(transformer, path, SECOND, weights_dtype, stored=config.lora_rank == 0)
+            stored = config.lora_rank == 0
+            second = load_transformer(self.transformer_class, path, SECOND, weights_dtype, stored=stored)
             self.pipeline.register_modules(transformer_2=second)
 
     @classmethod
@@ -238,10 +237,10 @@ class Model(FlowModel):
         return {f"{part}.{layer}": split for part in (FIRST, SECOND) for layer, split in plan.items()}
 
     def split_tokens(self, height: int, width: int, frames: int, max_length: int) -> dict[str, int]:
-        latents = self.sample_shape(height, width, frames)[1] // self.transformer.config.patch_size[0]
+        latents = self.latent_shape(height, width, frames)[1] // self.transformer.config.patch_size[0]
         return {f"a video of {frames} x {height} x {width}": latents * self.tokens(height, width)}
 
-    def sample_shape(self, height: int, width: int, frames: int) -> tuple[int, ...]:
+    def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
         c = self.transformer.config
         factor, step = self.pipeline.vae_scale_factor_spatial, self.vae.config.scale_factor_temporal
         patches = c.patch_size
@@ -302,7 +301,7 @@ class Model(FlowModel):
     def encode_images(self, images: Tensor, generator: torch.Generator | None = None) -> Tensor:
         return self.frame_latents(images, generator)
 
-    def embeds_like(self, length: int, height: int, width: int) -> Embeds:
+    def embeds_like(self, length: int, height: int, width: int, frames: int = 1) -> Embeds:
         text = torch.empty(length, self.transformer.config.text_dim, dtype=self.dtype)
         return {"prompt_embeds": text, "padded_length": torch.tensor(length, device="cpu")}  # `collate` reads it
 

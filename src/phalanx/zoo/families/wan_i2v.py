@@ -127,9 +127,9 @@ class Model(wan.Model):
         known = (latents[:, :, :1] - condition) / (timesteps.view(-1, 1, 1, 1, 1) / wan.TIMESTEPS)
         return torch.cat([known, rest.float()], 2)
 
-    def embeds_of_video(self, length: int, height: int, width: int, frames: int) -> Embeds:
-        channels, of_latent, *sides = self.sample_shape(height, width, frames)
-        embeds = self.embeds_like(length, height, width)
+    def embeds_like(self, length: int, height: int, width: int, frames: int = 1) -> Embeds:
+        channels, of_latent, *sides = self.latent_shape(height, width, frames)
+        embeds = super().embeds_like(length, height, width)
         embeds["condition"] = torch.empty(channels, 1 if self.keeps_frame else of_latent, *sides)
         if self.sees:
             c = self.pipeline.image_encoder.config

@@ -168,7 +168,7 @@ class Model(FlowModel):
         kept = [pad(e["text_mask"], (0, length - len(e["text_mask"]))) for e in embeds]
         return masked_texts(embeds, length, padded) | {"text_mask": torch.stack(kept)}
 
-    def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
+    def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
         factor, c = self.pipeline.vae_scale_factor, self.transformer.config
         check_size(height, width, factor * PATCH, min(c.axes_lens[1:]) * factor * PATCH)
         return (c.in_channels, height // factor, width // factor)
@@ -187,7 +187,7 @@ class Model(FlowModel):
         """As in the pipeline, where scale 0 is the positive branch."""
         return positive + scale * (positive - negative)
 
-    def embeds_like(self, length: int, height: int, width: int) -> Embeds:
+    def embeds_like(self, length: int, height: int, width: int, frames: int = 1) -> Embeds:
         filled = _filled(length)
         text = torch.empty(filled, self.transformer.config.cap_feat_dim, dtype=self.dtype)
         return {"prompt_embeds": text, "text_mask": torch.ones(filled, dtype=torch.bool)}
