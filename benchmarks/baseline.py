@@ -33,7 +33,7 @@ from phalanx.config.registry import resolve_registry
 from phalanx.data.prompts import load_prompts
 from phalanx.models.lora import add_lora
 from phalanx.run.cli import rank, run
-from phalanx.run.flow_rl import check
+from phalanx.run.kind import kind_of
 from phalanx.run.world import start_world, stop_world
 from phalanx.telemetry.step_metrics import peak_memory_gb
 from phalanx.zoo.rewards.image.jpeg_compressibility import jpeg_compressibility
@@ -222,7 +222,7 @@ def main() -> None:
     args = parser.parse_intermixed_args()
 
     def build(cfg: FlowRLConfig) -> Any:
-        check(cfg)
+        kind_of(cfg).check()
         torch.set_num_threads(1)
         alone = args.only == "baseline"
         if alone:

@@ -71,7 +71,7 @@ class Clock:
 def phalanx(folder: Path, clock: Clock, keys: list[str]) -> None:
     """The job that benchmarks/cpu_reference.yaml describes."""
     from phalanx.config.flow import FlowRLConfig
-    from phalanx.run.flow_rl import build
+    from phalanx.run.rl import build
     from phalanx.run.rules import load_config
 
     settings = {

@@ -36,7 +36,7 @@ def phalanx(steps: int, folder: Path) -> dict[str, float]:
 def job(config: Path, samples: int, steps: int, folder: Path, *overrides: str) -> dict[str, float]:
     """A job of a language model, on this process only, with `samples` samples per step."""
     from phalanx.config.lm import LMRLConfig
-    from phalanx.run.lm_rl import build
+    from phalanx.run.rl import build
     from phalanx.run.rules import load_config
 
     keys = {

@@ -18,7 +18,7 @@ from phalanx.run.cli import parse, run
 
 
 def build(cfg: LMRLConfig) -> Callable[[], None]:
-    from phalanx.run import lm_rl, rl
+    from phalanx.run import rl
     from phalanx.run.disaggregated import workers
     from phalanx.telemetry import timers
     from phalanx.telemetry.timers import Timers
@@ -69,7 +69,7 @@ def build(cfg: LMRLConfig) -> Callable[[], None]:
 
     timers.Timers = rl.Timers = workers.Timers = Phases  # type: ignore[misc]
     Collector.sample, Minibatches.select, StepLog.micro_batch = slow_sample, begin_pass, end_pass  # type: ignore[method-assign]
-    job: Any = lm_rl.build(cfg)
+    job: Any = rl.build(cfg)
     world = job.world
     return job.run
 

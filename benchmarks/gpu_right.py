@@ -282,7 +282,7 @@ def resumed() -> Lines:
     weights = []
     try:
         for _ in range(2):
-            trainer: Any = step.flow_rl.build(cfg)
+            trainer: Any = step.rl.build(cfg)
             trainer.fit()
             weights.append({n: local(p).detach().clone() for n, p in trainer.policy.trained.parameters.items()})
             # as if the run had been killed in its second step

@@ -134,7 +134,7 @@ def steps(kinds: list[str], folder: Path) -> Iterator[tuple[str, Rows]]:
 
 def imports() -> None:
     """Import once what each of the forks needs."""
-    for name in ("jobs", "phalanx.run.flow_rl", "phalanx.run.lm_rl"):
+    for name in ("jobs", "phalanx.run.rl", "phalanx.run.flow_kind", "phalanx.run.lm_kind"):
         importlib.import_module(name if "." in name else f"tests.helpers.{name}")
     for kind in KINDS.values():
         importlib.import_module(f"tests.helpers.{kind.module}")
@@ -148,7 +148,7 @@ def step_of(name: str, where: str, folder: Path) -> Iterator[dict[str, Any]]:
         torch.set_num_threads(1)
     else:
         draw_on_cpu()
-    from phalanx.run import flow_rl, lm_rl
+    from phalanx.run import rl
     from tests.helpers import jobs, lm, tiny_vision
 
     make: Any = getattr(sys.modules[f"tests.helpers.{kind.module}"], kind.make)
@@ -158,7 +158,7 @@ def step_of(name: str, where: str, folder: Path) -> Iterator[dict[str, Any]]:
     if kind.module == "tiny_vision":
         tiny_vision.shown_prompts(folder / "job", "prompts.jsonl")
     try:
-        trainer: Any = (lm_rl if kind.text else flow_rl).build(cfg)
+        trainer: Any = rl.build(cfg)
     except ValueError as error:
         if "install a newer one" not in str(error):
             raise

@@ -29,7 +29,8 @@ from phalanx.distributed.launch_env import Launch
 from phalanx.models.fused_lora import fuse
 from phalanx.models.lora import lora_off
 from phalanx.run.cli import rank, run
-from phalanx.run.flow_rl import build, check
+from phalanx.run.kind import kind_of
+from phalanx.run.rl import build
 from phalanx.run.world import stop_world
 
 NOISE = 0.02  # standard deviation of LoRA's B, whose initial value is 0
@@ -141,7 +142,7 @@ def main() -> None:
     args = arguments(__doc__ or "").parse_intermixed_args()
 
     def build(cfg: FlowRLConfig) -> Callable[[], None]:
-        check(cfg)
+        kind_of(cfg).check()
 
         def job() -> None:
             ranks = Launch.from_env().world_size

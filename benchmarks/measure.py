@@ -21,7 +21,7 @@ from phalanx.config.flow import FlowRewardFunctionConfig, FlowRLConfig
 from phalanx.config.lm import LMRLConfig
 from phalanx.distributed.collectives import reduce_float
 from phalanx.distributed.launch_env import Launch
-from phalanx.run import flow_rl, lm_rl
+from phalanx.run import rl
 from phalanx.run.cli import fail, rank
 from phalanx.run.rl import Trainer
 from phalanx.run.rules import load_config
@@ -182,7 +182,7 @@ class Bench:
     def of(cls, cfg: FlowRLConfig | LMRLConfig, *, warmup: int, steps: int, trace: Path | None = None) -> "Bench":
         """`trace`: a file for a torch.profiler trace of one more step."""
         cfg.trainer.total_training_steps = warmup + steps + (trace is not None)
-        trainer = flow_rl.build(cfg) if isinstance(cfg, FlowRLConfig) else lm_rl.build(cfg)
+        trainer = rl.build(cfg)
         assert isinstance(trainer, Trainer), "each rank does everything"
         return cls(cfg, trainer, warmup=warmup, steps=steps, trace=trace)
 

@@ -23,8 +23,8 @@ from measure import Meter, arguments, configure, origin, table, use_timers
 from phalanx.config.flow import FlowRLConfig
 from phalanx.distributed.collectives import reduce_float
 from phalanx.run.cli import rank, run
-from phalanx.run.flow_rl import build, check
-from phalanx.run.rl import Trainer
+from phalanx.run.kind import kind_of
+from phalanx.run.rl import Trainer, build
 from phalanx.run.world import stop_world
 from phalanx.telemetry.step_metrics import peak_memory_gb
 from phalanx.training.collect import Collector
@@ -81,7 +81,7 @@ def summary(trainer: Trainer, medians: dict[str, float]) -> dict[str, Any]:
 
 def timed(args: Namespace) -> Callable[[FlowRLConfig], Callable[[], None]]:
     def job(cfg: FlowRLConfig) -> Callable[[], None]:
-        check(cfg)
+        kind_of(cfg).check()
         if cfg.rollout.engine == "vllm_omni" and not torch.cuda.is_available():
             sys.path.append(str(Path(__file__).parents[1]))
             from tests.vllm import omni_cpu_platform

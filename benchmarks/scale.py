@@ -92,7 +92,7 @@ def is_group(leaf: Any) -> bool:
 
 def simulate(cfg: FlowRLConfig, cluster: Cluster, rank: int) -> dict[str, Any]:
     """Groups, memory and received bytes of rank `rank` of the cluster in a training step. Must run in a new process."""
-    from phalanx.run.flow_rl import build
+    from phalanx.run.rl import build
 
     place = {"RANK": rank, "WORLD_SIZE": cluster.ranks, "LOCAL_RANK": rank % cluster.per_node}
     os.environ.update({name: str(value) for name, value in place.items()}, LOCAL_WORLD_SIZE=str(cluster.per_node))
@@ -420,7 +420,7 @@ def imports() -> float:
     seconds = []
     for _ in range(3):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        subprocess.run([sys.executable, "-c", "import phalanx.run.flow_rl"], check=True)
+        subprocess.run([sys.executable, "-c", "import phalanx.run.rl, phalanx.run.flow_kind"], check=True)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
     return statistics.median(seconds)

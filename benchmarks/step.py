@@ -24,8 +24,8 @@ from shapes import blueprint
 from phalanx.config.flow import FlowRLConfig
 from phalanx.config.lm import LMRLConfig
 from phalanx.models.lm.model import DTYPES
-from phalanx.run import flow_rl, lm_rl
 from phalanx.run.cli import rank, run
+from phalanx.run.kind import kind_of
 from phalanx.run.world import stop_world
 from phalanx.telemetry.flops import peak_flops
 from phalanx.tools.plan.jobs import planned
@@ -170,7 +170,7 @@ if __name__ == "__main__":
     args, cfg = parse()
 
     def build(cfg: FlowRLConfig | LMRLConfig) -> Any:
-        flow_rl.check(cfg) if isinstance(cfg, FlowRLConfig) else lm_rl.check(cfg)
+        kind_of(cfg).check()
         bench = prepared(cfg, args)
         return lambda: measure(bench, args)
 

@@ -49,7 +49,7 @@ def traced(kind: str) -> tuple[dict[str, set[str]], dict[str, set[str]]]:
     """The functions that run in a step of a job, `flow` or `text`, by file below src/phalanx: on the main thread, and
     those of rewards/ on all threads.
     """
-    from phalanx.run import flow_rl, lm_rl
+    from phalanx.run import rl
 
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
@@ -59,14 +59,14 @@ def traced(kind: str) -> tuple[dict[str, set[str]], dict[str, set[str]]]:
         if kind == "flow":
             from phalanx.config.flow import FlowRLConfig
 
-            trainer: Any = flow_rl.build(load_config(FlowRLConfig, "configs/flowgrpo/quickstart.yaml", [*FLOW, *keys]))
+            trainer: Any = rl.build(load_config(FlowRLConfig, "configs/flowgrpo/quickstart.yaml", [*FLOW, *keys]))
         else:
             from phalanx.config.lm import LMRLConfig
 
             reward = Path(folder) / "reward.py"
             reward.write_text("def length(completions, prompts, metadata):\n    return [len(c) for c in completions]\n")
             keys += [f"reward.functions=[{{path: '{reward}:length'}}]"]
-            trainer = lm_rl.build(load_config(LMRLConfig, "configs/grpo/quickstart.yaml", [*TEXT, *keys]))
+            trainer = rl.build(load_config(LMRLConfig, "configs/grpo/quickstart.yaml", [*TEXT, *keys]))
         return trace_second_step(trainer)
 
 

@@ -17,7 +17,7 @@ from phalanx.distributed.passes import Passes
 from phalanx.functional.advantage import group_advantage, has_signal
 from phalanx.functional.token_losses import clipped_tokens
 from phalanx.rollout.lm.in_policy import LMRollout
-from phalanx.run.lm_rl import load_policy
+from phalanx.run.kind import kind_of
 from phalanx.run.rules import load_config
 from phalanx.run.start import build_rewards, start_job
 from phalanx.training.optim import Optimizer
@@ -27,7 +27,7 @@ n, micro, clip = cfg.rollout.n, cfg.actor.ppo_micro_batch_size_per_gpu, cfg.algo
 seed, steps, data = cfg.trainer.seed, cfg.trainer.total_training_steps, cfg.data
 
 world = start_job(cfg)
-policy = load_policy(cfg, world)
+policy = kind_of(cfg).load_policy(world)
 rollout = LMRollout(policy, cfg.rollout, world, data.train_batch_size * n, Passes(micro))
 rewards = build_rewards(cfg, world, outputs="completions")
 rows = load_prompts(data.train_files, "data.train_files", prompt=data.prompt_key, quoted=False)

@@ -11,10 +11,10 @@ from phalanx.run.cli import parse, run
 
 
 def build(cfg: FlowRLConfig) -> Callable[[], None]:
-    from phalanx.run import flow_rl
+    from phalanx.run import rl
     from phalanx.tools.board.report import write_report
 
-    return partial(flow_rl.build(cfg).run, write_report)
+    return partial(rl.build(cfg).run, write_report)
 
 
 def check(cfg: FlowRLConfig) -> None:

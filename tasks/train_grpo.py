@@ -11,10 +11,10 @@ from phalanx.run.cli import parse, run
 
 
 def build(cfg: LMRLConfig) -> Callable[[], None]:
-    from phalanx.run import lm_rl
+    from phalanx.run import rl
     from phalanx.tools.board.report import write_report
 
-    return partial(lm_rl.build(cfg).run, write_report)
+    return partial(rl.build(cfg).run, write_report)
 
 
 def check(cfg: LMRLConfig) -> None:

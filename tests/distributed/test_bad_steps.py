@@ -32,7 +32,7 @@ def spoil(trainer: Any, value: float, steps: tuple[int, ...], *, loss_only: bool
 
 
 def spoiled(cfg: FlowRLConfig, value: float, steps: tuple[int, ...], loss_only: bool) -> dict[str, Any]:
-    from phalanx.run.flow_rl import build
+    from phalanx.run.rl import build
 
     trainer = build(cfg)
     spoil(trainer, value, steps, loss_only=loss_only)
@@ -78,7 +78,7 @@ def test_a_bad_update_is_skipped_on_all_ranks(
 
 def bad_at_the_end(cfg: FlowRLConfig) -> dict[str, dict[str, Tensor]]:
     """The old policy's weights when the run gives up, and those of the checkpoint that it leaves."""
-    from phalanx.run.flow_rl import build
+    from phalanx.run.rl import build
 
     trainer = build(cfg)
     spoil(trainer, float("nan"), (2, 3))

@@ -36,7 +36,7 @@ KINDS = {
 
 def steps(cfgs: dict[str, LMRLConfig]) -> dict[str, dict[str, Any]]:
     """A step of each job: its results, and the numbers and costs of the samples that this rank trained."""
-    from phalanx.run.lm_rl import build
+    from phalanx.run.rl import build
 
     results, original = {}, Updater.batches
     for name, cfg in cfgs.items():
@@ -157,7 +157,7 @@ def test_a_resumed_run_is_the_run(lm_folder: Path, tmp_path: Path) -> None:
 
 
 def language(cfg: Any) -> Any:
-    from phalanx.run.lm_rl import build
+    from phalanx.run.rl import build
 
     return build(cfg)
 

@@ -26,7 +26,7 @@ KINDS = {"full": (), "lora": ("model.lora_rank=4",), "budget": BUDGET}
 
 def steps(cfgs: dict[str, LMRLConfig]) -> dict[str, Any]:
     """The first step of each job (see first_step), with the responses and the step in which each token was unmasked."""
-    from phalanx.run.lm_rl import build
+    from phalanx.run.rl import build
 
     found = {}
     for name, cfg in cfgs.items():
@@ -66,7 +66,7 @@ def test_layouts_agree(blocks_folder: Path, tmp_path: Path) -> None:
 
 def drawn_lengths(cfg: LMRLConfig) -> tuple[dict[str, float], list[list[int]]]:
     """A rollout's metrics of its responses, and their tokens."""
-    from phalanx.run.lm_rl import build
+    from phalanx.run.rl import build
 
     t = build(cfg)
     with t.collector.rollout.awake():

@@ -113,12 +113,12 @@ def test_settings_of_supervised_training(keys: tuple[str, ...], message: str, tm
 
 def said(cfgs: dict[str, Any]) -> dict[str, str]:
     """The messages of jobs that do not start."""
-    from phalanx.run import block_diffusion_sft, lm_rl
+    from phalanx.run import block_diffusion_sft, rl
 
     found = {}
     for name, cfg in cfgs.items():
         with pytest.raises(ValueError) as error:
-            (lm_rl if isinstance(cfg, LMRLConfig) else block_diffusion_sft).build(cfg)
+            (rl if isinstance(cfg, LMRLConfig) else block_diffusion_sft).build(cfg)
         found[name] = str(error.value)
     return found
 
@@ -237,7 +237,7 @@ def with_weights(folder: Path, to: Path, change: Callable[[Any], Any]) -> Path:
 
 
 def overflowing(cfg: Any) -> str:
-    from phalanx.run.lm_rl import build
+    from phalanx.run.rl import build
 
     with pytest.raises(JobError) as error:
         build(cfg).fit()

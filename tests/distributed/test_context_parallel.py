@@ -11,7 +11,7 @@ from phalanx.config import ConfigError
 from phalanx.config.flow import FlowMatchingTaskConfig, FlowRLConfig
 from phalanx.config.lm import LMRLConfig
 from phalanx.config.tasks import SampleConfig
-from phalanx.run import flow_rl
+from phalanx.run import rl
 from phalanx.run.rules import load_config
 from phalanx.tools.plan.jobs import planned
 from phalanx.tools.plan.layout import Cluster
@@ -20,6 +20,7 @@ from tests.distributed import test_editing, test_flow_matching, test_opd, test_p
 from tests.distributed.test_resume import stop_after
 from tests.helpers.checks import refused
 from tests.helpers.jobs import fit, one_step, rows, tiny_config
+from tests.helpers.kinds import check
 from tests.helpers.plans import describe
 from tests.helpers.ranks import RankError, run_ranks
 
@@ -158,7 +159,7 @@ def test_a_run_resumes_with_and_without(wan_folder: Path, tmp_path: Path) -> Non
 
 
 def collected(cfg: FlowRLConfig) -> tuple[torch.Tensor, dict[str, float]]:
-    found = flow_rl.build(cfg).collector.collect(0)
+    found = rl.build(cfg).collector.collect(0)
     return found.samples.outputs, found.row
 
 
@@ -251,7 +252,7 @@ def test_what_is_refused(
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
     with refused(message.replace("FOLDER", repr(str(folder))), ConfigError):
-        flow_rl.check(tiny_config(folder, tmp_path, *keys))
+        check(tiny_config(folder, tmp_path, *keys))
 
 
 def test_other_jobs_refuse_it(wan_folder: Path) -> None:

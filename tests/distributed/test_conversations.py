@@ -104,7 +104,7 @@ def job(model: Path, folder: Path, *keys: str, name: str = "Talk", **kwargs: Any
 
 def one_step(cfg: LMRLConfig) -> dict[str, Any]:
     """Sample, score and update once. Returns this rank's conversations, the metrics, and the updated weights."""
-    from phalanx.run.lm_rl import build
+    from phalanx.run.rl import build
 
     samples, found = first_step(build, cfg)
     trace, conversations = samples.trace, []
@@ -242,7 +242,7 @@ def timeless(row: dict[str, Any]) -> dict[str, Any]:
 
 def collected(cfg: LMRLConfig) -> tuple[torch.Tensor, torch.Tensor]:
     """The rewards of the turns of a step's samples, and the samples' rewards."""
-    from phalanx.run.lm_rl import build
+    from phalanx.run.rl import build
 
     step = build(cfg).collector.collect(0)
     assert step.samples.action_reward is not None
@@ -264,7 +264,7 @@ def test_rewards_of_turns_are_parts_of_the_reward(talker: Path, tmp_path: Path) 
 
 @pytest.mark.long
 def test_rewards_of_turns_reach_ranks_that_only_train(talker: Path, tmp_path: Path) -> None:
-    from phalanx.run.lm_rl import build
+    from phalanx.run.rl import build
 
     norms = []
     for name, terminal in (("alone", False), ("apart", False), ("last", True)):
@@ -281,7 +281,7 @@ def test_rewards_of_turns_reach_ranks_that_only_train(talker: Path, tmp_path: Pa
 
 
 def sampled(cfg: LMRLConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    from phalanx.run.lm_rl import build
+    from phalanx.run.rl import build
 
     samples, _ = first_step(build, cfg)
     return samples.lost, samples.mask.any(1)
@@ -309,7 +309,7 @@ def test_a_failure_of_one_rank_ends_all_in_one_line(talker: Path, tmp_path: Path
 
 def run(cfg: LMRLConfig) -> None:
     """Run the job to its end, as a task does."""
-    from phalanx.run.lm_rl import build
+    from phalanx.run.rl import build
 
     build(cfg).run()
 

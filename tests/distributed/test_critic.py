@@ -45,7 +45,7 @@ def one_step(cfg: LMRLConfig, poison: bool = False) -> dict[str, Any]:
 
     `poison` makes the critic's loss NaN.
     """
-    from phalanx.run.lm_rl import build
+    from phalanx.run.rl import build
 
     found: dict[str, Any] = {}
 
@@ -74,7 +74,7 @@ def weights(t: Any) -> dict[str, dict[str, Tensor]]:
 
 def fit(cfg: LMRLConfig) -> dict[str, Tensor]:
     """Train to the end; returns the contents of a checkpoint: weights and both optimizers' states."""
-    from phalanx.run.lm_rl import build
+    from phalanx.run.rl import build
 
     t = build(cfg)
     t.fit()

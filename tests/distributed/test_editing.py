@@ -117,7 +117,7 @@ def test_images_in_parquet_are_the_same(tmp_path: Path) -> None:
 
 
 def trained(cfg: FlowRLConfig) -> Tensor:
-    from phalanx.run.flow_rl import build
+    from phalanx.run.rl import build
 
     trainer = build(cfg)
     trainer.fit()
@@ -198,7 +198,7 @@ def test_sampling_from_a_file(qwen_edit_folder: Path, tmp_path: Path) -> None:
 
 def built(cfg: Any) -> None:
     from phalanx.run import flow_matching
-    from phalanx.run.flow_rl import build
+    from phalanx.run.rl import build
 
     (build if isinstance(cfg, FlowRLConfig) else flow_matching.build)(cfg)
 

@@ -145,7 +145,7 @@ def test_an_engine_on_ranks_of_its_own(lm_folder: Path, tmp_path: Path) -> None:
 
 
 def build_lm(cfg: Any) -> Any:
-    from phalanx.run.lm_rl import build
+    from phalanx.run.rl import build
 
     return build(cfg)
 

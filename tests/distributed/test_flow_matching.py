@@ -19,6 +19,7 @@ from phalanx.run import flow_matching
 from phalanx.run.rules import load_config
 from tests.helpers.checks import refused
 from tests.helpers.jobs import full_weights, rows
+from tests.helpers.kinds import check
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tasks import run_task
 
@@ -118,7 +119,7 @@ def test_what_is_refused(
     monkeypatch.setenv("WORLD_SIZE", ranks)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
     with pytest.raises(ConfigError) as error:
-        flow_matching.check(configure(sd3_folder, tmp_path / "pictures.jsonl", tmp_path, override))
+        check(configure(sd3_folder, tmp_path / "pictures.jsonl", tmp_path, override))
     assert str(error.value) == message
 
 

@@ -73,7 +73,7 @@ def test_actor_micro_batch(micro: int, sd3_folder: Path, tmp_path: Path) -> None
 
 def fresh_noise(cfg: FlowRLConfig) -> dict[str, tuple[Tensor, Tensor]]:
     """Noise [B, W, ...] and levels [B, W] of this rank, by distribution, step and epoch."""
-    from phalanx.run.flow_rl import build
+    from phalanx.run.rl import build
 
     t = build(cfg)
     with t.collector.rollout.awake():
@@ -125,7 +125,7 @@ def watched_fit(cfg: FlowRLConfig) -> dict[str, Any]:
     """Train two steps. Returns the weights and images of each rollout, the policy's weights before and after each step,
     and the rollout of step 1 under some of these.
     """
-    from phalanx.run.flow_rl import build
+    from phalanx.run.rl import build
 
     t = build(cfg)
     sample, after_step = t.collector.rollout.sample, t.updater.follow

@@ -38,7 +38,7 @@ def distilled(teacher: Path, *overrides: str) -> tuple[str, ...]:
 
 def step_beside_a_teacher(cfg: Any) -> dict[str, Any]:
     """A job's first step, and the part of the teacher on this rank."""
-    from phalanx.run.lm_rl import build
+    from phalanx.run.rl import build
 
     made: list[Any] = []
     _, found = first_step(lambda c: made.append(build(c)) or made[0], cfg)
@@ -100,7 +100,7 @@ def test_several_teachers(lm_folder: Path, teacher_folder: Path, tmp_path: Path)
 
 def distilled_step(cfg: Any) -> dict[str, Any]:
     """The metrics of a job's step, and the weights after it."""
-    from phalanx.run.lm_rl import build
+    from phalanx.run.rl import build
 
     trainer = build(cfg)
     row = train_step(trainer.job, trainer.collector, trainer.updater, 0)
@@ -135,7 +135,7 @@ def test_the_student_comes_nearer(lm_folder: Path, teacher_folder: Path, tmp_pat
 @pytest.mark.full
 def test_what_is_no_teacher(lm_folder: Path, teacher_folder: Path, tmp_path: Path) -> None:
     """Other tokens, too few logits, no folder: one line each."""
-    from phalanx.run.lm_rl import build
+    from phalanx.run.rl import build
 
     other = Path(shutil.copytree(teacher_folder, tmp_path / "other"))
     tokenizer = AutoTokenizer.from_pretrained(other)

@@ -61,7 +61,7 @@ def test_the_step_is_that_of_fixed_micro_batches(own: tuple[str, ...], lm_folder
 def scored_again(cfg: Any) -> list[float]:
     """The first ratio's error of a step, without and with old log-probs computed in the training's passes."""
     from phalanx.distributed.collectives import all_gather
-    from phalanx.run.lm_rl import build
+    from phalanx.run.rl import build
 
     errors = []
     for again in (False, True):

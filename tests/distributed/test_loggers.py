@@ -12,7 +12,7 @@ from phalanx.run.checkpoint import read_meta
 from tests.helpers.ranks import ROOT, run_ranks
 from tests.helpers.toy import build, word_config
 
-VALIDATED = ("trainer.save_freq=1", "trainer.test_freq=1", "data.val_files=[none]")
+VALIDATED = ("trainer.save_freq=1", "trainer.test_freq=1")
 
 
 def fit(cfg: RLConfig) -> None:
@@ -21,7 +21,12 @@ def fit(cfg: RLConfig) -> None:
 
 def test_the_example_of_ones_own_logger(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """A job on two ranks and its continuation from step 2, because the next checkpoint is incomplete."""
-    keys = (*VALIDATED, "trainer.max_checkpoints=9", f"trainer.logger=[console,'{ROOT}/examples/my_logger.py:Csv']")
+    keys = (
+        *VALIDATED,
+        f"data.val_files=[{tmp_path}/held_out.txt]",
+        "trainer.max_checkpoints=9",
+        f"trainer.logger=[console,'{ROOT}/examples/my_logger.py:Csv']",
+    )
     folder = tmp_path / "out"
     run_ranks(fit, 2, word_config(tmp_path, *keys, "trainer.total_training_steps=3"))
     os.rename(folder / "checkpoints" / "step_000003", folder / "checkpoints" / "step_000003.tmp")

@@ -53,7 +53,7 @@ def reward(folder: Path, *names: str) -> str:
 
 def drawn_again(cfg: FlowRLConfig) -> dict[str, Any]:
     """A step's samples as first sampled, and after resampling."""
-    from phalanx.run.flow_rl import build
+    from phalanx.run.rl import build
 
     t = build(cfg)
     with t.collector.rollout.awake():
@@ -148,7 +148,7 @@ def test_groups_of_equal_rewards_give_way_to_other_prompts(
 
 def two_references(cfg: FlowRLConfig) -> list[dict[str, torch.Tensor]]:
     """The reference and the weights after each of three steps."""
-    from phalanx.run.flow_rl import build
+    from phalanx.run.rl import build
 
     t = build(cfg)
     found: list[dict[str, torch.Tensor]] = []
@@ -177,7 +177,7 @@ def test_the_reference_follows_every_k_steps(sd3_folder: Path, tmp_path: Path) -
 
 
 def rewards_of_a_step(cfg: FlowRLConfig) -> dict[str, Any]:
-    from phalanx.run.flow_rl import build
+    from phalanx.run.rl import build
 
     t = build(cfg)
     with t.collector.rollout.awake():
@@ -223,7 +223,7 @@ def test_terms_are_clipped_weighted_by_step_and_normalised(sd3_folder: Path, tmp
 def encoded(cfg: FlowRLConfig, room: int) -> list[list[str]]:
     """The prompts encoded together in a run whose memory has room for that many embeddings."""
     from phalanx.models.flow import embeds
-    from phalanx.run.flow_rl import build
+    from phalanx.run.rl import build
 
     t, calls = build(cfg), list[list[str]]()
     (one,) = t.policy.model.encode(["x"], torch.device("cpu"), cfg.data.max_prompt_length)

@@ -9,13 +9,13 @@ from phalanx.config import ConfigError
 from phalanx.config.flow import FlowMatchingTaskConfig
 from phalanx.config.tasks import ExportConfig
 from phalanx.distributed.seed import fold_in, normal
-from phalanx.run import flow_matching, flow_rl
 from phalanx.run.rules import load_config
 from phalanx.tools.export import Export
 from phalanx.types import Prompt
 from tests.distributed.test_videos import train
 from tests.helpers.checks import refused
 from tests.helpers.jobs import PROMPTS, algorithm_config, tiny_config
+from tests.helpers.kinds import check
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import load_pipeline
 from tests.numerics.test_ltx2 import stock
@@ -28,14 +28,14 @@ LORA = "model.lora_rank=4"
 def test_what_trains_on_images_is_refused(ltx2_folder: Path, tmp_path: Path) -> None:
     keys = (f"model.path={ltx2_folder}", "data.train_files=[x.jsonl]", "trainer.total_training_steps=1")
     with refused(f"model.path: '{ltx2_folder}' cannot encode images; flow matching trains on images", ConfigError):
-        flow_matching.check(load_config(FlowMatchingTaskConfig, None, list(keys)))
+        check(load_config(FlowMatchingTaskConfig, None, list(keys)))
     cfg = algorithm_config(ltx2_folder, tmp_path, "diffusion_dpo", "rollout.engine=dataset", "rollout.n=2")
     with refused(
         "rollout.engine: dataset trains on images of the data, which LTX2Pipeline cannot encode; set "
         "rollout.engine=policy",
         ConfigError,
     ):
-        flow_rl.check(cfg)
+        check(cfg)
 
 
 @pytest.mark.full

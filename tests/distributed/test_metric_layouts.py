@@ -46,10 +46,10 @@ def given(samples: Samples, spread: float) -> tuple[Samples, torch.Tensor]:
 
 def made(cfg: Any) -> tuple[Any, Samples, torch.Tensor]:
     """A job whose weights have moved from its reference, and `given` samples of a step."""
-    from phalanx.run import flow_rl, lm_rl
+    from phalanx.run.rl import build
 
     is_text = cfg.algorithm.name in TOKENS
-    t = (lm_rl if is_text else flow_rl).build(cfg)
+    t = build(cfg)
     disturb(t.policy)
     with t.collector.rollout.awake():
         drawn = t.collector.rollout.sample(t.collector.prompts.batch(0), seed=0, step=0, each=lambda *_: None)

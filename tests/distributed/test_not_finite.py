@@ -46,7 +46,7 @@ def test_pictures(sd3_folder: Path, tmp_path: Path) -> None:
 
 def broken_after_two(cfg: FlowRLConfig) -> str:
     """The message of a run in whose third step a weight becomes infinite on one rank."""
-    from phalanx.run.flow_rl import build
+    from phalanx.run.rl import build
 
     trainer = build(cfg)
     honest = trainer.updater.follow

@@ -13,10 +13,11 @@ from phalanx.config.flow import FlowRLConfig
 from phalanx.distributed.fsdp import local
 from phalanx.models.flow.policy import build_policy
 from phalanx.rollout.flow.in_policy import PolicyRollout
-from phalanx.run.flow_rl import build, check
+from phalanx.run.rl import build
 from phalanx.run.rules import load_config
 from phalanx.training.update import StepLog
 from tests.helpers.jobs import PROMPTS, base_overrides, fit, full_weights, rows, update
+from tests.helpers.kinds import check
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import jitter, load_pipeline, tiny_sd3
 

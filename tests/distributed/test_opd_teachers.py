@@ -13,7 +13,7 @@ from phalanx.config.flow import FlowRLConfig
 from phalanx.data.prompts import load_prompts
 from phalanx.functional.flow import FlowReplay
 from phalanx.functional.sde import gaussian_kl
-from phalanx.run.flow_rl import build
+from phalanx.run.rl import build
 from phalanx.run.rules import load_config
 from phalanx.run.start import routed
 from phalanx.training.update import StepLog

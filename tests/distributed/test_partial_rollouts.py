@@ -27,7 +27,7 @@ def job(model: Path, folder: Path, *keys: str) -> LMRLConfig:
 
 def drawn(cfg: LMRLConfig) -> list[dict[str, Any]]:
     """This rank's samples in each step of a run as they were sampled, with the policy's log-probs at that time."""
-    from phalanx.run.lm_rl import build
+    from phalanx.run.rl import build
     from phalanx.training.loop import train
 
     trainer, found = build(cfg), list[dict[str, Any]]()

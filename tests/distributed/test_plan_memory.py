@@ -24,7 +24,7 @@ from phalanx.config.flow import FlowMatchingTaskConfig, FlowRLConfig, FlowRunCon
 from phalanx.distributed.collectives import all_gather
 from phalanx.distributed.fsdp import local
 from phalanx.run import flow_matching
-from phalanx.run.flow_rl import build
+from phalanx.run.rl import build
 from phalanx.run.rules import load_config
 from phalanx.tools.plan.batch import messages as planned_messages
 from phalanx.tools.plan.blueprint import family_name

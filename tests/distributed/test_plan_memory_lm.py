@@ -23,7 +23,8 @@ from phalanx.config.lm import LMRLConfig
 from phalanx.data.prompts import load_prompts
 from phalanx.distributed.mesh import alone
 from phalanx.run import joint_rl
-from phalanx.run.lm_rl import build, load_policy
+from phalanx.run.kind import kind_of
+from phalanx.run.rl import build
 from phalanx.run.rules import load_config
 from phalanx.run.world import lone_world
 from phalanx.tools.plan.jobs import planned, planned_joint
@@ -387,6 +388,8 @@ def test_memory_of_images(ranks: int, overrides: list[str], medium_vision: Path,
 def length_of(cfg: LMRLConfig) -> int:
     """The length of the first prompt."""
     with alone():
-        policy = load_policy(cfg, lone_world(cfg.parallel, 1, 0, torch.device("cpu")), images=True)
+        kind = kind_of(cfg)
+        kind.images = True
+        policy = kind.load_policy(lone_world(cfg.parallel, 1, 0, torch.device("cpu")))
         row = load_prompts(cfg.data.train_files, "data.train_files", quoted=False)[0]
         return policy.length(row)

@@ -10,7 +10,7 @@ from benchmarks.scale import Mail
 
 from phalanx.config.flow import FlowRLConfig
 from phalanx.distributed.fsdp import local
-from phalanx.run.flow_rl import build
+from phalanx.run.rl import build
 from phalanx.run.rules import load_config
 from phalanx.telemetry.flops import peak_flops
 from phalanx.tools.plan.batch import messages

@@ -10,9 +10,10 @@ import torch
 
 from phalanx.config import ConfigError
 from phalanx.config.flow import FlowRLConfig
-from phalanx.run.flow_rl import build, check
+from phalanx.run.rl import build
 from tests.helpers.checks import refused
 from tests.helpers.jobs import algorithm_config, assert_same_weights, fit, one_step, update
+from tests.helpers.kinds import check
 from tests.helpers.pairs import rows, write_parquet
 from tests.helpers.ranks import RankError, run_ranks
 

@@ -11,8 +11,7 @@ import pytest
 from safetensors.torch import load_file
 
 from phalanx.config.joint import POLICIES, JointConfig
-from phalanx.config.lm import LMRLConfig
-from phalanx.run import flow_rl, joint_rl, lm_rl
+from phalanx.run import joint_rl, rl
 from tests.distributed.test_conversations import job as conversations
 from tests.distributed.test_editing import configure as edits
 from tests.distributed.test_joint import joint_config
@@ -99,7 +98,7 @@ def build(cfg: Any) -> Any:
         return joint_rl.build(cfg)
     if cfg.rollout.engine == "vllm":
         pretend_vllm()
-    return lm_rl.build(cfg) if isinstance(cfg, LMRLConfig) else flow_rl.build(cfg)
+    return rl.build(cfg)
 
 
 def configure(name: str, model: Path, folder: Path) -> Any:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from phalanx.config.tasks import ExportConfig
-from phalanx.run import lm_rl
+from phalanx.run import rl
 from phalanx.run.rl import Trainer
 from phalanx.run.rules import load_config
 from phalanx.tools.export import Export
@@ -40,7 +40,7 @@ LAYOUTS = {
 def train(cfg: Any, port: int) -> tuple[dict[str, Tensor], str]:
     """Train to the end; this rank's part of the weights, and the device that it is on."""
     os.environ["MASTER_PORT"] = str(port)
-    trainer = lm_rl.build(cfg)
+    trainer = rl.build(cfg)
     assert isinstance(trainer, Trainer)
     trainer.run()
     parameters = trainer.policy.trained.parameters

@@ -253,7 +253,7 @@ def test_a_new_run_sets_old_checkpoints_aside(sd3_folder: Path, tmp_path: Path) 
 
 def parts(cfg: FlowRLConfig) -> None:
     from phalanx.distributed.fsdp import as_part_of, local
-    from phalanx.run.flow_rl import build
+    from phalanx.run.rl import build
 
     for p in build(cfg).policy.trained.parameters.values():
         part = local(p).detach().clone()

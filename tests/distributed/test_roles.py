@@ -27,13 +27,13 @@ Job = Callable[..., Any]
 
 
 def language(cfg: Any) -> Any:
-    from phalanx.run.lm_rl import build
+    from phalanx.run.rl import build
 
     return build(cfg)
 
 
 def pictures(cfg: Any) -> Any:
-    from phalanx.run.flow_rl import build
+    from phalanx.run.rl import build
 
     return build(cfg)
 
@@ -303,7 +303,7 @@ REFUSED = [
 def test_what_roles_do_not_allow(
     keys: tuple[str, ...], expected: str, lm_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from phalanx.run.lm_rl import check
+    from tests.helpers.kinds import check
 
     for name, value in {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4"}.items():
         monkeypatch.setenv(name, value)
@@ -314,7 +314,7 @@ def test_what_roles_do_not_allow(
 def test_passes_of_pictures_that_do_not_divide(
     sd3_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from phalanx.run.flow_rl import check
+    from tests.helpers.kinds import check
 
     for name, value in {"RANK": "0", "WORLD_SIZE": "5", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "5"}.items():
         monkeypatch.setenv(name, value)

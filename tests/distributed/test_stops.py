@@ -69,13 +69,13 @@ def check(told_job: Callable[[Any, int], Any], config: Callable[[Path], Any], fo
 
 
 def flow(cfg: Any, at: int) -> Any:
-    from phalanx.run.flow_rl import build
+    from phalanx.run.rl import build
 
     return told(build, cfg, at)
 
 
 def text(cfg: Any, at: int) -> Any:
-    from phalanx.run.lm_rl import build
+    from phalanx.run.rl import build
 
     return told(build, cfg, at)
 

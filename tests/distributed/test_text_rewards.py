@@ -92,7 +92,7 @@ def test_special_tokens_of_a_completion_are_text(lm_folder: Path) -> None:
 
 def step(cfg: Any) -> dict[str, Any]:
     """The first step's samples and rewards as in the loop, and the terms of all ranks."""
-    from phalanx.run.lm_rl import build
+    from phalanx.run.rl import build
 
     trainer = build(cfg)
     samples, _ = trainer.collector.sample(0)
@@ -166,7 +166,7 @@ def unscored(cfg: Any) -> float:
     """The largest error of the term if no pass of the policy has computed it yet, as with another engine."""
     from dataclasses import replace
 
-    from phalanx.run.lm_rl import build
+    from phalanx.run.rl import build
 
     trainer = build(cfg)
     samples, _ = trainer.collector.sample(0)
@@ -201,7 +201,7 @@ def test_self_certainty_alone_trains(lm_folder: Path, tmp_path: Path) -> None:
 
 
 def refused(cfg: Any) -> str:
-    from phalanx.run.lm_rl import build
+    from phalanx.run.rl import build
 
     return told(ConfigError, build, cfg)
 

@@ -8,7 +8,7 @@ import pytest
 from transformers import GPT2Config, MambaConfig, Qwen3Config
 
 from phalanx.rollout.lm.together import SHARE, fitting_together, token_bytes
-from phalanx.run.lm_rl import build
+from phalanx.run.rl import build
 from phalanx.tools.plan.jobs import planned
 from phalanx.tools.plan.layout import Cluster
 from tests.helpers.lm import tiny_lm_config

@@ -1,14 +1,21 @@
 """The whole loop with a policy without images, whose samples have different numbers of actions."""
 
 import contextlib
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from examples.my_kind import FILE
 
 from phalanx.config.ranges import LOSS_AGG_MODES
 from phalanx.config.run import RLConfig
+from phalanx.config.tasks import EvaluateConfig, ExportConfig, GenerateConfig
+from phalanx.tools.evaluate import Evaluation
+from phalanx.tools.export import Export
+from phalanx.tools.generate import Generation
+from phalanx.tools.plan import plan_job
 from tests.helpers.jobs import full_weights, update
 from tests.helpers.ranks import RankError, run_ranks
 from tests.helpers.toy import Critic, build, small, word_config
@@ -88,7 +95,9 @@ def test_the_loop_learns_to_write(tmp_path: Path) -> None:
 
 
 def test_a_run_writes_its_texts(tmp_path: Path) -> None:
-    cfg = word_config(tmp_path, "trainer.test_freq=1", "data.val_files=[none]", "trainer.logger=[tensorboard]")
+    cfg = word_config(
+        tmp_path, "trainer.test_freq=1", f"data.val_files=[{tmp_path}/held_out.txt]", "trainer.logger=[tensorboard]"
+    )
     run_ranks(fit, 2, cfg)
     folder = tmp_path / "out" / "samples" / "held_out" / "step_000002"
     lines = (folder / "index.jsonl").read_text().splitlines()
@@ -99,6 +108,28 @@ def test_a_run_writes_its_texts(tmp_path: Path) -> None:
 
 def fit(cfg: RLConfig) -> None:
     build(cfg).fit()
+
+
+def evaluated(cfg: EvaluateConfig) -> None:
+    Evaluation(cfg).run()
+
+
+def test_a_registered_kind_is_evaluated_exported_and_planned(tmp_path: Path) -> None:
+    out, val = str(tmp_path / "out"), f"data.val_files=[{tmp_path}/held_out.txt]"
+    cfg = word_config(tmp_path, val, "trainer.save_freq=2", "trainer.val_before_train=false", "rollout.val.n=2")
+    run_ranks(fit, 1, cfg)
+    plan = plan_job(cfg, {"nnodes": "2", "nproc": "2"})
+    assert "4 prompts x 4 words = 16 words" in plan and "2 words of 7 letters" in plan
+    Export(ExportConfig(checkpoint=out, output_dir=str(tmp_path / "export"))).run()
+    assert {file.name for file in (tmp_path / "export").iterdir()} == {FILE, "model.safetensors"}
+    scores = tmp_path / "scores"
+    trust = {"trust_run": True, "checkpoint": out}
+    run_ranks(evaluated, 2, EvaluateConfig(**trust, baseline=str(tmp_path), output_dir=str(scores)))
+    rows = [json.loads(line) for line in (scores / "records.jsonl").read_text().splitlines()]
+    assert len(rows) == 3 * 2 and all(set(row["text"]) <= set("abcdefgh.") for row in rows)
+    assert json.loads((scores / "evaluation.json").read_text())["baseline"] == str(tmp_path)
+    with pytest.raises(ValueError, match="is of another kind of model; use its own task"):
+        Generation(GenerateConfig(**trust, prompts=["ab"]))
 
 
 def with_critic(cfg: RLConfig, stop: int) -> dict[str, Any]:

@@ -52,7 +52,7 @@ def configure(model: Path, folder: Path, *overrides: str) -> FlowRLConfig:
 
 
 def validate(cfg: FlowRLConfig) -> dict[str, float]:
-    from phalanx.run.flow_rl import build
+    from phalanx.run.rl import build
 
     trainer = build(cfg)
     with trainer.job.logger:
@@ -98,7 +98,7 @@ def test_each_prompt_and_image_has_its_own_noise(sd3_folder: Path, tmp_path: Pat
 
 
 def moved_and_average(cfg: FlowRLConfig) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
-    from phalanx.run.flow_rl import build
+    from phalanx.run.rl import build
 
     trainer = build(cfg)
     with trainer.job.logger:
@@ -122,7 +122,7 @@ def test_validation_uses_the_average(kind: tuple[str, ...], sd3_folder: Path, tm
 
 
 def around_other_weights(cfg: FlowRLConfig) -> None:
-    from phalanx.run.flow_rl import build
+    from phalanx.run.rl import build
 
     trainer = build(cfg)
 
@@ -165,7 +165,7 @@ def test_other_weights_leave_nothing_behind(
 def overlap(cfg: FlowRLConfig) -> tuple[float, float, list[tuple[float, float]]]:
     import time
 
-    from phalanx.run.flow_rl import build
+    from phalanx.run.rl import build
 
     trainer = build(cfg)
     submitted: list[float] = []

@@ -97,7 +97,7 @@ def test_mixed_precision(wan_folder: Path, tmp_path: Path) -> None:
 
 def train(cfg: FlowRLConfig) -> Tensor:
     """All of a run; then videos of the trained policy, two of the held-out prompts'."""
-    from phalanx.run.flow_rl import build
+    from phalanx.run.rl import build
 
     trainer, parts = build(cfg), []
     trainer.fit()
@@ -204,7 +204,7 @@ def fit(make: Callable[[Any], Any], cfg: Any) -> None:
 @pytest.mark.parametrize("of", ["flow matching", "dataset"])
 def test_jobs_that_train_on_images_validate_with_videos(of: str, wan_folder: Path, tmp_path: Path) -> None:
     from phalanx.run import flow_matching
-    from phalanx.run.flow_rl import build
+    from phalanx.run.rl import build
 
     (tmp_path / "held_out.txt").write_text("\n".join(PROMPTS[:2]) + "\n")
     (tmp_path / "reward.py").write_text(REWARD)

@@ -18,7 +18,8 @@ from phalanx.distributed.context_parallel import KEY
 from phalanx.engines.transformers import load_processor
 from phalanx.models.lm import vision_families
 from phalanx.models.lm.load_folder import read_lora
-from phalanx.run import lm_rl
+from phalanx.run import rl
+from phalanx.run.kind import kind_of
 from phalanx.run.rules import load_config
 from phalanx.tools.export import Export
 from phalanx.types import JobError
@@ -42,7 +43,7 @@ def config_of(model: Path, folder: Path, *overrides: str) -> LMRLConfig:
 
 def job(config: LMRLConfig, steps: int = 2) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
     """The metrics of a run's steps, and its weights at the end."""
-    trainer: Any = lm_rl.build(config)
+    trainer: Any = rl.build(config)
     trainer.fit()
     rows = [json.loads(line) for line in (Path(config.trainer.output_dir) / "metrics.jsonl").read_text().splitlines()]
     weights = {name: value.detach().clone() for name, value in trainer.policy.trained.whole()}
@@ -94,7 +95,7 @@ def test_a_run_that_goes_on_is_the_whole_one(qwen: Path, tmp_path: Path) -> None
 
 def damaged_later(config: LMRLConfig) -> str:
     """The error of a run with an image that is damaged after the start, on one rank in the middle of the file."""
-    trainer: Any = lm_rl.build(config)
+    trainer: Any = rl.build(config)
     last = next(prompt for prompt in reversed(trainer.collector.prompts.batch(1)) if prompt.images)
     if torch.distributed.get_rank() == 0:
         path = last.images[0].folder / last.images[0].source()
@@ -151,7 +152,7 @@ def test_exports_are_read_by_stock_libraries_with_the_processor_beside(
 
 def trained_from(config: LMRLConfig) -> Tensor:
     """The logits of a run's final policy for a prompt with an image."""
-    trainer: Any = lm_rl.build(config)
+    trainer: Any = rl.build(config)
     trainer.fit()
     with trainer.policy.unsharded():
         return logits_of(trainer.policy.trained.module.lm, Path(config.model.path))
@@ -209,12 +210,12 @@ def test_options_that_do_not_work_with_images_are_refused(qwen: Path, tmp_path: 
         ([f"{KEY}=2"], f"context parallelism; set {KEY} to 1"),
     ):
         with refused(f"data.train_files: a:1 has images, which is not supported with {message}", ConfigError):
-            lm_rl.check_images(config_of(qwen, tmp_path / "data", *keys), "data.train_files: a:1 has images")
+            kind_of(config_of(qwen, tmp_path / "data", *keys)).check_images("data.train_files: a:1 has images")
     config = config_of(qwen, tmp_path / "data", "rollout.limit_images=1")
     with refused(
         f"data.train_files: {tmp_path}/data/prompts.jsonl:3 has 2 images, more than rollout.limit_images=1", ConfigError
     ):
-        lm_rl.build(config)
+        rl.build(config)
     text = tiny_lm(tmp_path / "text")
     with refused(f"a:1 has images, and model.path: {str(text)!r} is a Qwen3ForCausalLM, which reads none"):
         vision_families.check(config_of(text, tmp_path / "data").model, "a:1")
@@ -244,4 +245,4 @@ def test_a_model_without_a_class_of_its_text_part_is_trained_on_texts_as_a_whole
         "rollouts; leave rollout.partial_rollout out",
         ConfigError,
     ):
-        lm_rl.build(load_config(LMRLConfig, None, [*lm_overrides(qwen, tmp_path / "data"), *keys, *PARTIAL]))
+        rl.build(load_config(LMRLConfig, None, [*lm_overrides(qwen, tmp_path / "data"), *keys, *PARTIAL]))

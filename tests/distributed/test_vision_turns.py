@@ -13,7 +13,8 @@ from phalanx.config.lm import LMRLConfig
 from phalanx.config.messages import ConfigError
 from phalanx.config.tasks import EvaluateConfig, GenerateConfig
 from phalanx.rollout.lm.decode import draw
-from phalanx.run import lm_rl
+from phalanx.run import rl
+from phalanx.run.kind import kind_of
 from phalanx.run.rules import load_config
 from phalanx.telemetry.records import read_index
 from phalanx.tools.evaluate import Evaluation
@@ -67,7 +68,7 @@ def one_step(config: LMRLConfig) -> dict[str, Any]:
     trainers: list[Any] = []
 
     def build(cfg: LMRLConfig) -> Any:
-        trainers.append(lm_rl.build(cfg))
+        trainers.append(rl.build(cfg))
         return trainers[0]
 
     samples, result = first_step(build, config)
@@ -127,11 +128,11 @@ def test_another_engine_draws_none(talker: Path, tmp_path: Path) -> None:
         "a:1 has images, which is not supported with environments and rollout.engine=vllm; set rollout.engine=policy",
         ConfigError,
     ):
-        lm_rl.check_images(config, "a:1 has images")
+        kind_of(config).check_images("a:1 has images")
 
 
 def fit(config: LMRLConfig) -> None:
-    trainer: Any = lm_rl.build(config)
+    trainer: Any = rl.build(config)
     trainer.fit()
 
 

@@ -82,7 +82,7 @@ def test_image_to_video_on_any_ranks(kind: str, datasets_cache: None, tmp_path: 
 
 def trained(cfg: FlowRLConfig) -> Tensor:
     """A whole run; then videos of two prompts by the trained policy."""
-    from phalanx.run.flow_rl import build
+    from phalanx.run.rl import build
 
     trainer, parts = build(cfg), []
     trainer.fit()

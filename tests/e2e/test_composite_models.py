@@ -63,7 +63,7 @@ def composite(kind: str, tokenizer: Path, folder: Path) -> Path:
 
 def train(model: Path, folder: Path, *overrides: str) -> tuple[Tensor, list[str]]:
     """Train; returns the logits of the policy, and the names of weights that an engine gets."""
-    from phalanx.run.lm_rl import build
+    from phalanx.run.rl import build
 
     keys = ("data.max_prompt_length=60", "trainer.save_freq=2", "trainer.total_training_steps=2", "optim.lr=1e-2")
     trainer = build(tiny_lm_config(model, folder, *keys, *overrides))

@@ -66,7 +66,7 @@ class Run:
 def train(overrides: tuple[str, ...], base: Path, folder: Path) -> dict[str, Tensor]:
     """Two steps of real training, then images with the weights, the moving average, and the initial weights."""
 
-    from phalanx.run.flow_rl import build
+    from phalanx.run.rl import build
 
     trainer = build(
         tiny_config(

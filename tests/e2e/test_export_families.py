@@ -33,7 +33,7 @@ def held_out(images: bool) -> list[Prompt]:
 
 def train(cfg: FlowRLConfig, images: bool) -> Tensor:
     """A whole run, then samples of the trained policy."""
-    from phalanx.run.flow_rl import build
+    from phalanx.run.rl import build
 
     trainer, parts = build(cfg), []
     trainer.fit()

@@ -48,7 +48,7 @@ Runs = Callable[[str], Run]
 
 
 def train(base: Path, folder: Path, overrides: tuple[str, ...]) -> dict[str, Tensor]:
-    from phalanx.run.lm_rl import build
+    from phalanx.run.rl import build
 
     trainer = build(tiny_lm_config(base, folder, "trainer.save_freq=2", *overrides))
 

@@ -8,7 +8,7 @@ import pytest
 
 from phalanx.config.lm import LMRLConfig
 from phalanx.config.tasks import ExportConfig, GenerateConfig
-from phalanx.run import lm_rl
+from phalanx.run import rl
 from phalanx.run.rules import load_config
 from phalanx.telemetry.records import read_index
 from phalanx.tools.export import Export
@@ -33,7 +33,7 @@ def train(model: Path, folder: Path, prompts: Path) -> None:
         "trainer.test_freq=2",
         f"trainer.output_dir={folder / 'out'}",
     ]
-    trainer: Any = lm_rl.build(load_config(LMRLConfig, None, keys))
+    trainer: Any = rl.build(load_config(LMRLConfig, None, keys))
     trainer.fit()
 
 

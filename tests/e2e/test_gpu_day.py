@@ -23,9 +23,8 @@ import gpu_tiny
 import step
 from gpu_lines import Line, Stage
 
-from phalanx.config.flow import FlowRLConfig
 from phalanx.distributed.launch_env import Launch
-from phalanx.run import flow_rl, lm_rl
+from phalanx.run.kind import kind_of
 
 RECORDED = json.loads(gpu_tiny.RECORDED.read_text())["tiny"]
 # packages of the tests that an image with torch, transformers and `make gpu-wheels` lacks
@@ -155,8 +154,7 @@ def test_the_jobs_of_a_gpu_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None
     assert len(words) == 13
     for some in words:
         args, cfg = step.parse(some)
-        job = flow_rl if isinstance(cfg, FlowRLConfig) else lm_rl
-        assert job.check(cfg, Launch.from_env()).samples >= 16, args.shapes
+        assert kind_of(cfg).check(Launch.from_env()).samples >= 16, args.shapes
 
 
 def test_an_unknown_stage_is_told() -> None:

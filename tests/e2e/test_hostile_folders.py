@@ -22,7 +22,7 @@ import yaml
 
 from phalanx.config.tasks import EvaluateConfig, ExportConfig, GenerateConfig
 from phalanx.exit import Stopped
-from phalanx.run import lm_rl
+from phalanx.run import rl
 from phalanx.run.rules import load_config
 from phalanx.tools.evaluate import Evaluation
 from phalanx.tools.export import Export
@@ -56,7 +56,7 @@ class Evil:
 
 def train(base: Path, folder: Path, *words: str) -> None:
     words = ("trainer.total_training_steps=1", "trainer.save_freq=1", f"trainer.output_dir={folder / 'out'}", *words)
-    trainer: Any = lm_rl.build(tiny_lm_config(base, folder, *words))
+    trainer: Any = rl.build(tiny_lm_config(base, folder, *words))
     trainer.fit()
 
 

@@ -168,7 +168,7 @@ def test_it_trains(change: Change, folder: Path, tmp_path: Path) -> None:
     ],
 )
 def test_it_is_refused(change: Change, keys: tuple[str, ...], message: str, folder: Path, tmp_path: Path) -> None:
-    from phalanx.run.lm_rl import build
+    from phalanx.run.rl import build
 
     def built() -> str:
         with pytest.raises(ValueError) as error:
@@ -216,7 +216,7 @@ def test_all_responses_may_be_left_out(keys: tuple[str, ...], lm_folder: Path, t
 
 
 def overflowing(cfg: Any) -> str:
-    from phalanx.run.lm_rl import build
+    from phalanx.run.rl import build
 
     trainer = build(cfg)
     with torch.no_grad():
@@ -227,7 +227,7 @@ def overflowing(cfg: Any) -> str:
 
 
 def refused(cfg: Any) -> str:
-    from phalanx.run.lm_rl import build
+    from phalanx.run.rl import build
 
     with pytest.raises(ValueError, match="NaN") as error:
         build(cfg)

@@ -87,7 +87,7 @@ def test_the_recipe_of_ppo_trains_policy_and_critic(tmp_path: Path) -> None:
     ],
 )
 def test_a_mistake_is_told(key: str, message: str, lm_folder: Path, tmp_path: Path) -> None:
-    from phalanx.run.lm_rl import build
+    from phalanx.run.rl import build
 
     def built() -> str:
         with pytest.raises(ValueError) as error:

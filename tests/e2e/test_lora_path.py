@@ -47,7 +47,7 @@ def rounded(blocks: nn.Module) -> None:
 
 def train(base: Path, folder: Path, overrides: tuple[str, ...]) -> dict[str, Tensor]:
     """Two steps of training; returns images of the start, and of the policy and its reference after them."""
-    from phalanx.run.flow_rl import build
+    from phalanx.run.rl import build
 
     trainer = build(
         tiny_config(

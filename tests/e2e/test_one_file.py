@@ -12,7 +12,7 @@ import pytest
 
 from phalanx.config.flow import FlowRLConfig
 from phalanx.config.lm import LMRLConfig
-from phalanx.run import flow_rl, lm_rl
+from phalanx.run import rl
 from phalanx.run.rules import load_config
 from tests.helpers.jobs import rows
 from tests.helpers.lm import tiny_lm_config
@@ -27,9 +27,9 @@ ONE_UPDATE = ("trainer.total_training_steps=2", "trainer.save_freq=-1", "trainer
 def fit(kind: str, config: str, overrides: list[str]) -> None:
     os.chdir(ROOT)
     if kind == "flowgrpo":
-        flow_rl.build(load_config(FlowRLConfig, config, overrides)).fit()
+        rl.build(load_config(FlowRLConfig, config, overrides)).fit()
     else:
-        lm_rl.build(load_config(LMRLConfig, config, overrides)).fit()
+        rl.build(load_config(LMRLConfig, config, overrides)).fit()
 
 
 def run_example(name: str, *arguments: str) -> str:
@@ -74,7 +74,7 @@ def test_a_reward_and_an_algorithm_of_ones_own(lm_folder: Path, tmp_path: Path) 
 
 
 def fit_lm(cfg: Any) -> None:
-    lm_rl.build(cfg).fit()
+    rl.build(cfg).fit()
 
 
 @cache

@@ -20,8 +20,8 @@ from phalanx.config.lm import LMRLConfig
 from phalanx.run.cli import parse, run
 
 RECIPES: dict[str, tuple[str, type[Any]]] = {
-    "": ("flow_rl", FlowRLConfig),
-    "lm": ("lm_rl", LMRLConfig),
+    "": ("rl", FlowRLConfig),
+    "lm": ("rl", LMRLConfig),
     "sft": ("block_diffusion", BlockDiffusionTaskConfig),
 }
 RECIPE = os.environ.get("RECIPE", "")

@@ -49,7 +49,7 @@ def fit_on_a_filling_disk(cfg: FlowRLConfig, folder: Path) -> None:
     """The disk is full from the end of step 3 to the end of step 7."""
     logging.basicConfig(force=True)
 
-    from phalanx.run.flow_rl import build
+    from phalanx.run.rl import build
 
     trainer = build(cfg)
     job, plain = trainer.job, trainer.job.end_step

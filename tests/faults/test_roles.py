@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from phalanx.run.lm_rl import build
+from phalanx.run.rl import build
 from phalanx.run.telemetry.curves import read_metrics
 from tests.faults import jobs
 from tests.faults.jobs import SHORT, Job, checkpoints, kill, killed, steps

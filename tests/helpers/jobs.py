@@ -72,7 +72,7 @@ def base_overrides(model: Path, folder: Path) -> list[str]:
 
 def one_step(cfg: FlowRLConfig) -> dict[str, Any]:
     """Sample, score and update once; returns this rank's samples, the row of metrics, and the weights after."""
-    from phalanx.run.flow_rl import build
+    from phalanx.run.rl import build
 
     samples, found = first_step(build, cfg)
     return found | {"images": samples.outputs, "latents": samples.trace.latents.cpu()}
@@ -146,7 +146,7 @@ def full_weights(parameters: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]
 
 def fit(cfg: FlowRLConfig) -> dict[str, torch.Tensor]:
     """Train to the end; returns the weights."""
-    from phalanx.run.flow_rl import build
+    from phalanx.run.rl import build
 
     t = build(cfg)
     t.fit()

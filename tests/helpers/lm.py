@@ -117,7 +117,7 @@ def fit_sft(cfg: BlockDiffusionTaskConfig) -> dict[str, torch.Tensor]:
 
 def fit(cfg: LMRLConfig) -> dict[str, torch.Tensor]:
     """Train to the end; returns the weights."""
-    from phalanx.run.lm_rl import build
+    from phalanx.run.rl import build
 
     trainer = build(cfg)
     trainer.fit()
@@ -126,7 +126,7 @@ def fit(cfg: LMRLConfig) -> dict[str, torch.Tensor]:
 
 def one_step(cfg: LMRLConfig) -> dict[str, Any]:
     """Sample, score and update once; returns this rank's samples, the row of metrics, and the weights after."""
-    from phalanx.run.lm_rl import build
+    from phalanx.run.rl import build
 
     samples, found = first_step(build, cfg)
     return found | {"texts": samples.outputs, "mask": samples.mask}

@@ -12,7 +12,7 @@ from phalanx.config.flow import FlowRLConfig
 from phalanx.functional.advantage import fill_missing, group_advantage, on_scored
 from phalanx.functional.flow import Noised
 from phalanx.functional.preference import group_preference
-from phalanx.run.flow_rl import build
+from phalanx.run.rl import build
 from phalanx.training.minibatches import Minibatches, Units
 from phalanx.types import Batch
 from tests.helpers.checks import normal, reduced

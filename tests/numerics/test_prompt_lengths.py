@@ -9,7 +9,7 @@ import torch
 from phalanx.config.flow import FlowDataConfig, FlowRunConfig
 from phalanx.data.prompts import DataError
 from phalanx.distributed.mesh import World
-from phalanx.run.prompt_lengths import fitting
+from phalanx.run.flow_components import fitting
 from phalanx.types import Prompt
 from tests.helpers.checks import refused
 from tests.helpers.policies import make_policy
@@ -50,7 +50,7 @@ def rows(
     model = make_policy(world, model_folder, max_prompt_length=LIMIT).model
     data = FlowDataConfig(max_prompt_length=LIMIT, overlong_prompts=setting)
     caplog.clear()
-    with caplog.at_level(logging.WARNING, "phalanx.run.prompt_lengths"):
+    with caplog.at_level(logging.WARNING, "phalanx.run.flow_components"):
         return fitting(given, "data.train_files", model, FlowRunConfig(data=data), first=True)
 
 
@@ -80,7 +80,7 @@ def test_settings(flux_folder: Path, world: World, caplog: pytest.LogCaptureFixt
 def test_clip_reads_77_tokens(sd3_folder: Path, world: World, caplog: pytest.LogCaptureFixture) -> None:
     """Without T5, no data.max_prompt_length allows more."""
     model = make_policy(world, sd3_folder, max_prompt_length=256).model
-    with caplog.at_level(logging.WARNING, "phalanx.run.prompt_lengths"):
+    with caplog.at_level(logging.WARNING, "phalanx.run.flow_components"):
         fitting([Prompt("x " * 300, 0, {})], "data.train_files", model, FlowRunConfig(), first=True)
     (message,) = caplog.messages
     assert "1 of 1 prompts have more than 77 tokens and are cut there" in message

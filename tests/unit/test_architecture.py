@@ -99,6 +99,13 @@ SAME_NAMES = {
     "reasoning_gym.py": "the name of an environment, and of its reward",
     "sd3.py": "the name of a family, and of its part in vLLM-omni",
 }
+# Classes of kinds of policies and jobs. Who asks for one by isinstance should ask phalanx.run.kind.Kind instead, so that
+# another kind needs no line there.
+OF_A_KIND = re.compile(
+    r"\w*(RunConfig|RLConfig|TaskConfig|JointConfig|ModelConfig|DataConfig|RewardFunctionConfig|Policy|Rollout|Rehearsal)"
+    r"|\w+LM|Denoising|Conversed|TokenAlgorithm"
+)
+MOST_OF_A_KIND = 8
 MAX_LINES = 400
 MAX_TEST_LINES = 500
 
@@ -306,6 +313,17 @@ def undeclared_errors(module: Module) -> list[str]:
     return [f"{module.name} imports {n}" for n in sorted({n.split(".")[0] for n in module.imports}) if n not in known]
 
 
+def asks_of_kinds(module: Module) -> list[str]:
+    """Calls of isinstance and issubclass with classes of OF_A_KIND."""
+    found = []
+    for node in ast.walk(module.tree):
+        if not isinstance(node, ast.Call) or ast.unparse(node.func) not in ("isinstance", "issubclass"):
+            continue
+        if any(OF_A_KIND.fullmatch(name) for name in re.findall(r"\w+", ast.unparse(node.args[1]))):
+            found.append(f"{module.name}: {ast.unparse(node)}")
+    return found
+
+
 MODULES = read_modules()
 NAMES = {f"phalanx.{module.name}".rstrip(".") for module in MODULES}
 
@@ -354,6 +372,11 @@ def test_no_modules_import_one_another_in_a_circle() -> None:
 def test_chains_of_imports_are_short(modules: list[Module], limit: int) -> None:
     chain = longest_chain(import_graph(modules))
     assert len(chain) <= limit, " <- ".join(chain)
+
+
+def test_few_ask_for_a_kind_of_policy() -> None:
+    found = [ask for module in PACKAGE for ask in asks_of_kinds(module)]
+    assert len(found) <= MOST_OF_A_KIND, found
 
 
 def test_modules_are_short() -> None:
@@ -444,6 +467,8 @@ EXAMPLES: list[tuple[Callable[[Module], list[str]], str, str, list[str]]] = [
     (owner_errors, "zoo.rewards.image.ocr", "from rapidocr import RapidOCR", []),
     (style_errors, "data", "hasattr(a, 'b')\ngetattr(a, 'b', None)\ngetattr(a, 'b')", ["data, line 1: hasattr", "data, line 2: getattr"]),
     (undeclared_errors, "data", "import os, scipy.stats", ["data imports scipy"]),
+    (asks_of_kinds, "tools.plan", "isinstance(a, (x.FlowRLConfig, int))", ["tools.plan: isinstance(a, (x.FlowRLConfig, int))"]),
+    (asks_of_kinds, "tools.plan", "isinstance(a, PolicyReward | FileConfig)", []),
 ]  # fmt: skip
 
 

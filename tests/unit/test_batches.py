@@ -14,10 +14,11 @@ from phalanx.config import ConfigError
 from phalanx.config.flow import FlowRewardFunctionConfig, FlowRLConfig
 from phalanx.config.messages import cut
 from phalanx.distributed.launch_env import Launch
-from phalanx.run import flow_rl
+from phalanx.run.flow_kind import stochastic_steps
 from phalanx.run.rules import load_config
 from phalanx.run.world import check_world
 from phalanx.training.minibatches import BatchPlan
+from tests.helpers.kinds import check_config, plan_of
 
 KEYS = {
     "data.train_batch_size": "prompts",
@@ -65,27 +66,27 @@ def refusal(check: Callable[..., Any], *args: Any) -> str:
 
 def test_the_quickstart_on_two_ranks() -> None:
     # 12 prompts x 16 = 192 images, 96 a rank, 2 updates of 6 prompts; 48 x 2 steps sampled and replayed together
-    assert flow_rl.plan(config(), 2) == BatchPlan(**QUICKSTART, rollout_micro=96, exact=True)
+    assert plan_of(config(), 2) == BatchPlan(**QUICKSTART, rollout_micro=96, exact=True)
 
 
 def test_a_rollout_batch_of_its_own_is_not_exact() -> None:
-    assert flow_rl.plan(config(rollout=32), 2) == BatchPlan(**QUICKSTART, rollout_micro=32, exact=False)
-    assert flow_rl.plan(config(rollout=96), 2).exact
+    assert plan_of(config(rollout=32), 2) == BatchPlan(**QUICKSTART, rollout_micro=32, exact=False)
+    assert plan_of(config(rollout=96), 2).exact
 
 
 def test_a_window_of_all_steps() -> None:
     cfg = config(micro=16)
     cfg.rollout.sde_window_size = None
     cfg.rollout.sde_window_range = [1, 4]
-    assert flow_rl.plan(cfg, 1).actions == 3
-    assert flow_rl.plan(cfg, 1).rollout_micro == 48
+    assert plan_of(cfg, 1).actions == 3
+    assert plan_of(cfg, 1).rollout_micro == 48
 
 
 def test_a_share_of_the_stochastic_steps() -> None:
     cfg = config(micro=16)
     cfg.rollout.sde_window_size, cfg.rollout.timestep_fraction = None, 0.34
-    plan = flow_rl.plan(cfg, 1)
-    assert (flow_rl.stochastic_steps(cfg), plan.actions, plan.rollout_micro) == (9, 3, 48)
+    plan = plan_of(cfg, 1)
+    assert (stochastic_steps(cfg), plan.actions, plan.rollout_micro) == (9, 3, 48)
     assert plan.exact
 
 
@@ -93,10 +94,10 @@ def test_a_batch_that_follows_the_ranks() -> None:
     """A rank's share is the same on any number of them."""
     cfg = config(prompts=32, mini=16, prompts_each=4, mini_each=2, micro=8)
     for world in (1, 3, 8, 32):
-        plan = flow_rl.plan(cfg, world)
+        plan = plan_of(cfg, world)
         assert (plan.samples, plan.per_rank, plan.updates) == (64 * world, 64, 2)
     half = config(prompts=32, mini=16, prompts_each=4, micro=8)  # only the prompts follow
-    assert [flow_rl.plan(half, world).updates for world in (4, 8, 16)] == [1, 2, 4]
+    assert [plan_of(half, world).updates for world in (4, 8, 16)] == [1, 2, 4]
 
 
 ONE_OF_THE_TWO = [
@@ -114,7 +115,7 @@ ONE_OF_THE_TWO = [
 
 @pytest.mark.parametrize(("overrides", "message"), ONE_OF_THE_TWO)
 def test_a_batch_has_one_size(overrides: tuple[str, ...], message: str, tmp_path: Path) -> None:
-    assert refusal(lambda: flow_rl.check_config(job(tmp_path, *overrides))) == message
+    assert refusal(lambda: check_config(job(tmp_path, *overrides))) == message
 
 
 def job(tmp_path: Path, *overrides: str) -> FlowRLConfig:
@@ -161,7 +162,7 @@ NONSENSE = [
 
 @pytest.mark.parametrize(("overrides", "message"), NONSENSE)
 def test_samplers_that_make_no_sense(overrides: tuple[str, ...], message: str, tmp_path: Path) -> None:
-    assert refusal(lambda: flow_rl.check_config(job(tmp_path, *overrides))) == message
+    assert refusal(lambda: check_config(job(tmp_path, *overrides))) == message
 
 
 @pytest.mark.parametrize(
@@ -179,7 +180,7 @@ def test_samplers_that_make_no_sense(overrides: tuple[str, ...], message: str, t
     ],
 )
 def test_samplers_that_make_sense(overrides: tuple[str, ...], tmp_path: Path) -> None:
-    flow_rl.check_config(job(tmp_path, *overrides))
+    check_config(job(tmp_path, *overrides))
 
 
 UNEVEN = [
@@ -217,7 +218,7 @@ UNEVEN = [
 
 @pytest.mark.parametrize(("world", "numbers", "message"), UNEVEN)
 def test_what_does_not_divide(world: int, numbers: dict[str, Any], message: str) -> None:
-    assert refusal(flow_rl.plan, config(**numbers), world) == message
+    assert refusal(plan_of, config(**numbers), world) == message
 
 
 def splits(
@@ -280,13 +281,13 @@ def test_every_suggestion_works_and_is_the_nearest() -> None:
         if trial % 3 == 2:
             numbers["mini_each"] = numbers.pop("mini")
         if splits(world, **numbers):
-            flow_rl.plan(config(**numbers), world)
+            plan_of(config(**numbers), world)
             continue
         refused += 1
-        advice = refusal(flow_rl.plan, config(**numbers), world)
+        advice = refusal(plan_of, config(**numbers), world)
         changed, named, suggested = advised(advice, numbers)
         for value in suggested:
-            plan = flow_rl.plan(config(**{**changed, named: value}), world)
+            plan = plan_of(config(**{**changed, named: value}), world)
             assert splits(world, **{**changed, named: value}), advice
             assert plan.per_rank * world == plan.samples
         own = numbers[named] or numbers["micro"] * numbers["window"]
@@ -310,13 +311,13 @@ def pairs(**numbers: Any) -> FlowRLConfig:
 
 def test_the_units_of_pairs() -> None:
     """12 prompts x 16 images in 2 updates: a rank trains 3 pairs per update, and all 6 pass through its references."""
-    plan = flow_rl.plan(pairs(micro=4, rollout=8), 2)
+    plan = plan_of(pairs(micro=4, rollout=8), 2)
     assert (plan.per_rank, plan.units, plan.together) == (96, 6, 2)
     assert (plan.micro_units, plan.passes, plan.reference_samples) == (2, 2, 12)
     assert [plan.first(passes) for passes in (1, 2)] == [4, 6]  # the last micro-batch is a single pair
     for micro, units in ((1, 1), (3, 1), (6, 3), (48, 24)):
-        assert flow_rl.plan(pairs(micro=micro, rollout=8), 2).micro_units == units
-    plain = flow_rl.plan(config(micro=12), 2)
+        assert plan_of(pairs(micro=micro, rollout=8), 2).micro_units == units
+    plain = plan_of(config(micro=12), 2)
     assert (plain.micro_units, plain.passes, plain.reference_samples) == (12, 4, 96)
 
 
@@ -324,10 +325,10 @@ def test_references_see_every_epoch() -> None:
     """On the forward process, since each epoch has fresh noise."""
     cfg = pairs(micro=4, rollout=8)
     cfg.actor.ppo_epochs = 3
-    plan = flow_rl.plan(cfg, 2)
+    plan = plan_of(cfg, 2)
     assert plan.reference_samples == 36
     cfg.algorithm = flow_grpo.Config()
-    assert flow_rl.plan(cfg, 2).reference_samples == 96
+    assert plan_of(cfg, 2).reference_samples == 96
 
 
 UNEVEN_PAIRS = [
@@ -350,7 +351,7 @@ UNEVEN_PAIRS = [
 
 @pytest.mark.parametrize(("world", "numbers", "message"), UNEVEN_PAIRS)
 def test_pairs_that_do_not_divide(world: int, numbers: dict[str, Any], message: str) -> None:
-    assert refusal(flow_rl.plan, pairs(**numbers), world) == message
+    assert refusal(plan_of, pairs(**numbers), world) == message
 
 
 def test_every_suggestion_for_pairs_works() -> None:
@@ -366,7 +367,7 @@ def test_every_suggestion_for_pairs_works() -> None:
             "rollout": draw.choice([None, 1, 4, 9]),
         }
         try:
-            plan = flow_rl.plan(pairs(**numbers), world)
+            plan = plan_of(pairs(**numbers), world)
         except ConfigError as error:
             changed, named, suggested = advised(str(error), numbers)
         else:
@@ -376,7 +377,7 @@ def test_every_suggestion_for_pairs_works() -> None:
         # which pairs of the data do not leave open
         assert named != "n" and changed["n"] == numbers["n"]
         for value in suggested:
-            flow_rl.plan(pairs(**{**changed, named: value}), world)
+            plan_of(pairs(**{**changed, named: value}), world)
     assert refused > 200
 
 
@@ -404,12 +405,12 @@ IMPOSSIBLE = [
 @pytest.mark.parametrize(("changes", "message"), IMPOSSIBLE)
 def test_impossible_combinations(changes: dict[str, Any], message: str) -> None:
     cfg = config()
-    flow_rl.check_config(cfg)
+    check_config(cfg)
     for key, value in changes.items():
         section, _, name = key.partition(".")
         assert name in vars(vars(cfg)[section])
         setattr(vars(cfg)[section], name, value)
-    assert refusal(flow_rl.check_config, cfg) == message
+    assert refusal(check_config, cfg) == message
 
 
 def test_offload_needs_shards() -> None:
@@ -424,20 +425,19 @@ def test_the_last_step_is_fine_under_the_other_types() -> None:
     for kind in ("sde", "dance_sde"):
         cfg = config()
         cfg.rollout.sde_type, cfg.rollout.sde_window_range = kind, [8, 10]
-        flow_rl.check_config(cfg)
+        check_config(cfg)
 
 
 def test_a_folder_for_the_run_that_cannot_be(tmp_path: Path) -> None:
     cfg = config()
     for good in (tmp_path, tmp_path / "new" / "deep", Path("outputs") / "x"):
         cfg.trainer.output_dir = str(good)
-        flow_rl.check_config(cfg)
+        check_config(cfg)
     (tmp_path / "file").write_text("")
     for bad in (tmp_path / "file", tmp_path / "file" / "deep"):
         cfg.trainer.output_dir = str(bad)
         assert (
-            refusal(flow_rl.check_config, cfg)
-            == f"trainer.output_dir: '{bad}' cannot be a folder: {tmp_path}/file is a file"
+            refusal(check_config, cfg) == f"trainer.output_dir: '{bad}' cannot be a folder: {tmp_path}/file is a file"
         )
     (tmp_path / "circle").symlink_to(tmp_path / "circle")
     (tmp_path / "nowhere").symlink_to(tmp_path / "no" / "where")
@@ -448,7 +448,7 @@ def test_a_folder_for_the_run_that_cannot_be(tmp_path: Path) -> None:
     ):
         cfg.trainer.output_dir = str(tmp_path / name)
         said = cut(cfg.trainer.output_dir)
-        assert refusal(flow_rl.check_config, cfg) == f"trainer.output_dir: '{said}' cannot be a folder: {problem}"
+        assert refusal(check_config, cfg) == f"trainer.output_dir: '{said}' cannot be a folder: {problem}"
 
 
 def test_what_stands_in_the_way_of_a_runs_files(tmp_path: Path) -> None:
@@ -462,6 +462,6 @@ def test_what_stands_in_the_way_of_a_runs_files(tmp_path: Path) -> None:
         (".lock", os.mkfifo, "neither a file nor a folder"),
     ):
         make(tmp_path / name)
-        assert refusal(flow_rl.check_config, cfg) == f"{here}/{name} is {problem}; move it away"
+        assert refusal(check_config, cfg) == f"{here}/{name} is {problem}; move it away"
         (tmp_path / name).rename(tmp_path / f"away_{name}")
-    flow_rl.check_config(cfg)
+    check_config(cfg)

@@ -10,8 +10,9 @@ import yaml
 
 from phalanx.config.block_diffusion import BlockDiffusionTaskConfig
 from phalanx.config.lm import LMRLConfig
-from phalanx.run import block_diffusion_sft, lm_rl
+from phalanx.run import block_diffusion_sft
 from phalanx.run.rules import load_config
+from tests.helpers.kinds import plan_of
 from tests.helpers.llada2 import tiny_llada2
 from tests.helpers.lm import REWARD, one_step
 from tests.helpers.ranks import ROOT, run_ranks
@@ -40,7 +41,7 @@ def test_batches_divide(path: Path) -> None:
     if path.stem.endswith("sft"):
         each = block_diffusion_sft.samples_of_rank(cfg, ranks_of(path))
     else:
-        each = lm_rl.plan(cfg, ranks_of(path)).per_rank // cfg.rollout.n
+        each = plan_of(cfg, ranks_of(path)).per_rank // cfg.rollout.n
     assert each * ranks_of(path) == cfg.data.train_batch_size
 
 

@@ -35,7 +35,6 @@ from phalanx.data.prompts import load_prompts, validation_sets
 from phalanx.environments import EnvironmentFailure, Environments
 from phalanx.models.flow.folder import model_index
 from phalanx.rewards import RewardSet
-from phalanx.run import flow_rl
 from phalanx.run.cli import _plan_words
 from phalanx.run.rules import load_config
 from phalanx.run.telemetry.curves import read_metrics
@@ -43,6 +42,7 @@ from phalanx.tools.plan import clusters
 from phalanx.types import Prompt
 from tests.helpers import lm
 from tests.helpers.jobs import PROMPTS, base_overrides, one_step
+from tests.helpers.kinds import plan_of
 from tests.helpers.ranks import ROOT, run_ranks
 
 FRONT = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "AGENTS.md")]
@@ -137,7 +137,7 @@ def try_arguments(schema: type, arguments: list[str], env: dict[str, str]) -> No
     if isinstance(cfg, FlowRLConfig) and path is not None:
         made_for = re.search(r"^# ranks: (\d+)$", path.read_text(), re.MULTILINE)
         ranks = env.get("NPROC_PER_NODE", made_for[1] if made_for else "1")
-        assert flow_rl.plan(cfg, int(ranks)).exact, overrides
+        assert plan_of(cfg, int(ranks)).exact, overrides
 
 
 def test_configurations(tmp_path: Path) -> None:
@@ -283,7 +283,7 @@ def test_messages(override: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError) as error:
         model = ["model.path=assets/digits/base", "data.train_files=[assets/digits/train.txt]"]
         cfg = load_config(FlowRLConfig, None, [*model, override])
-        flow_rl.plan(cfg, 2)
+        plan_of(cfg, 2)
         load_prompts(cfg.data.train_files, "data.train_files")
         model_index(cfg.model.path)
     assert f"error: {error.value}\n" in (ROOT / "docs" / "configuration.md").read_text()
@@ -305,8 +305,9 @@ def test_excerpts_of_the_source_are_its_lines() -> None:
         assert any(textwrap.indent(block.text, " " * depth) in source for depth in range(0, 40, 4)), block
 
 
-def test_the_logger_of_ones_own_is_the_example() -> None:
-    assert example("examples/my_logger.py") == (ROOT / "examples" / "my_logger.py").read_text()
+@pytest.mark.parametrize("name", ["my_kind.py", "my_logger.py"])
+def test_files_of_ones_own_are_the_examples(name: str) -> None:
+    assert example(f"examples/{name}") == (ROOT / "examples" / name).read_text()
 
 
 @pytest.fixture

@@ -15,8 +15,8 @@ import pytest
 import yaml
 
 from phalanx.config.flow import FlowRLConfig
-from phalanx.run import flow_rl
 from phalanx.run.rules import load_config
+from tests.helpers.kinds import plan_of
 from tests.helpers.ranks import LIMIT_S, ROOT
 from tests.helpers.shells import (
     DSTACK,
@@ -82,7 +82,7 @@ def test_its_job_exists_and_divides(path: Path) -> None:
     file = ROOT / command[1]
     made_for = re.search(r"^# ranks: (\d+)$", file.read_text(), re.MULTILINE)
     assert made_for is not None
-    assert flow_rl.plan(load_config(FlowRLConfig, str(file), overrides), int(made_for[1])).exact
+    assert plan_of(load_config(FlowRLConfig, str(file), overrides), int(made_for[1])).exact
     assert made_for[1] == "32"  # the 4 nodes of 8 GPUs that every example asks for
     nodes = re.search(
         r"--nodes=4 --gpus-per-node=8|num_nodes: 4|^nodes: 4|numNodes: 4|completions: 4|NNODES=4", text, re.M

@@ -15,8 +15,8 @@ from phalanx.config.trained_model import LMModelConfig
 from phalanx.engines.transformers import image_tokens, load_processor
 from phalanx.media.pictures import Picture
 from phalanx.models.lm.lm_policy import build_policy
-from phalanx.run.lm_prompt_lengths import fitting_prompts
-from phalanx.run.lm_rl import build
+from phalanx.run.lm_kind import fitting_prompts
+from phalanx.run.rl import build
 from phalanx.types import Prompt
 from tests.helpers.checks import refused
 from tests.helpers.lm import tiny_lm, tiny_lm_config

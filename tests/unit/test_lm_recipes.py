@@ -17,9 +17,9 @@ import yaml
 
 from phalanx.config.lm import LMRLConfig
 from phalanx.rewards import RewardSet
-from phalanx.run import lm_rl
 from phalanx.run.rules import load_config
 from phalanx.types import Prompt
+from tests.helpers.kinds import plan_of
 from tests.helpers.lm import REWARD, one_step
 from tests.helpers.ranks import ROOT, run_ranks
 from tests.helpers.tiny_vision import picture, tiny_vision
@@ -74,7 +74,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @recipes
 def test_batches_divide(path: Path) -> None:
     cfg = load_config(LMRLConfig, str(path), [])
-    plan = lm_rl.plan(cfg, ranks_of(path))
+    plan = plan_of(cfg, ranks_of(path))
     # a pass whose shape depends on its samples is like no other: old log-probs are taken by the training's passes
     assert plan.exact != (cfg.actor.use_dynamic_bsz or plan.packed)
     assert plan.samples == cfg.data.train_batch_size * cfg.rollout.n
@@ -176,5 +176,5 @@ def test_what_is_packed(keys: tuple[str, ...], packed: bool, shared: bool) -> No
     """Keys that are not set exclude nothing, and old log-probs that were exact stay so."""
     base = ["model.path=m", "algorithm.name=grpo", "data.train_files=[a.jsonl]", "reward.functions=[{name: gsm8k}]"]
     cfg = load_config(LMRLConfig, None, [*base, "data.train_batch_size=4", "actor.ppo_mini_batch_size=4", *keys])
-    plan = lm_rl.plan(cfg, 2)
+    plan = plan_of(cfg, 2)
     assert (plan.packed, plan.adjacent) == (packed, shared)

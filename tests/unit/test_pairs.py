@@ -17,12 +17,12 @@ from phalanx.data.images import ImageTextData
 from phalanx.data.prompts import DataError, load_prompts
 from phalanx.media.pictures import Picture, to_size
 from phalanx.rollout.flow.dataset import PAIR
-from phalanx.run.flow_rl import check_config as check
 from phalanx.run.rules import check as check_rules
 from phalanx.run.rules import load_config
 from phalanx.types import Prompt
 from phalanx.zoo.rewards.image.preferred import preferred
 from tests.helpers.checks import refused
+from tests.helpers.kinds import check_config as check
 from tests.helpers.pairs import PROMPTS, picture, png, rows, write_jsonl, write_parquet
 
 pytestmark = pytest.mark.usefixtures("datasets_cache")

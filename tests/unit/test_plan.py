@@ -9,7 +9,7 @@ import pytest
 
 from phalanx.config import ConfigError
 from phalanx.config.flow import FlowRLConfig
-from phalanx.run import flow_rl
+from phalanx.run.flow_kind import stochastic_steps
 from phalanx.run.rules import load_config
 from phalanx.tools.plan import plan_job
 from phalanx.tools.plan.layout import Cluster
@@ -316,7 +316,7 @@ def test_a_share_of_the_stochastic_steps(tmp_path: Path, sd3_folder: Path) -> No
     """All 3 are kept, 2 are trained."""
     cfg = tiny_config(sd3_folder, tmp_path, "rollout.sde_window_size=null", "rollout.timestep_fraction=0.6")
     share = plan_of(cfg)
-    assert share.plan is not None and (flow_rl.stochastic_steps(cfg), share.plan.actions) == (3, 2)
+    assert share.plan is not None and (stochastic_steps(cfg), share.plan.actions) == (3, 2)
     two = replace(cfg, rollout=replace(cfg.rollout, sde_window_size=2, timestep_fraction=1.0))
     latent = 4 * 8 * 8 * 4
     assert share.samples_size - plan_of(two).samples_size == pytest.approx(16 * latent, abs=100)

@@ -14,7 +14,7 @@ import torch
 
 from phalanx.config.run import TrainerConfig
 from phalanx.distributed.mesh import World
-from phalanx.run.flow_rl import build
+from phalanx.run.rl import build
 from phalanx.run.telemetry.profiles import Profiler
 from phalanx.run.world import stop_world
 from phalanx.telemetry.timers import Timers

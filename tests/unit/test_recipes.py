@@ -17,11 +17,11 @@ from PIL import Image
 from phalanx.config import ConfigError
 from phalanx.config.flow import FlowRewardConfig, FlowRLConfig
 from phalanx.rewards import RewardSet
-from phalanx.run import flow_rl
 from phalanx.run.rules import load_config
 from phalanx.types import Prompt
 from tests.helpers.jobs import PROMPTS, one_step
 from tests.helpers.judged import JUDGE, step_and_terms
+from tests.helpers.kinds import check_config, plan_of
 from tests.helpers.ranks import ROOT, run_ranks
 
 RECIPES = sorted((ROOT / "configs" / "flowgrpo").glob("*.yaml"))
@@ -96,8 +96,8 @@ def verl_rows(folder: str, split: str) -> Iterator[dict[str, Any]]:
 @recipes
 def test_batches_divide(path: Path) -> None:
     cfg = load_config(FlowRLConfig, str(path), [])
-    flow_rl.check_config(cfg)
-    plan = flow_rl.plan(cfg, ranks_of(path))
+    check_config(cfg)
+    plan = plan_of(cfg, ranks_of(path))
     assert plan.exact  # log-probs of rollout and replay are equal to the last bit
     assert cfg.trainer.experiment_name == path.stem
 
@@ -120,7 +120,7 @@ def test_one_tiny_step(path: Path, home: Path, request: pytest.FixtureRequest) -
     stays, and is a tiny one.
     """
     cfg = load_config(FlowRLConfig, str(path), [])
-    window = flow_rl.plan(cfg, ranks_of(path)).actions
+    window = plan_of(cfg, ranks_of(path)).actions
     tiny = []
     if path in FOR_GPUS:
         folder = request.getfixturevalue(next(TINY[name] for name in TINY if path.stem.startswith(name)))

@@ -17,7 +17,6 @@ from phalanx.config.trust import Use
 from phalanx.distributed.placement import judged_beside
 from phalanx.rollout import flow, lm
 from phalanx.rollout.registry import check_installed, made
-from phalanx.run.flow_rl import check_config
 from phalanx.run.rules import check, load_config
 from phalanx.tools.plan.blueprint import family_name
 from phalanx.tools.plan.jobs import planned
@@ -25,6 +24,7 @@ from phalanx.tools.plan.layout import Cluster
 from phalanx.tools.plan.memory import count
 from tests.helpers.checks import refused
 from tests.helpers.jobs import tiny_config
+from tests.helpers.kinds import check_config
 from tests.helpers.lm import tiny_lm_config
 from tests.helpers.ranks import ROOT
 

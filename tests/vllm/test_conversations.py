@@ -58,7 +58,7 @@ def job(cfg: LMRLConfig) -> dict[str, Any]:
     """Conversations with tools that behave, whose answers join at known steps or as they arrive, and with such that do
     not; then training; then a tool that ends the job.
     """
-    from phalanx.run.lm_rl import build
+    from phalanx.run.rl import build
 
     trainer = build(cfg)
     rollout, prompts = trainer.collector.rollout, trainer.collector.prompts.batch(0)

@@ -144,7 +144,7 @@ def fit_and_break(cfg: LMRLConfig) -> str:
     """Train to the end. Then only a trained tower moves, and the engine does not get the new weights: what the job
     says.
     """
-    from phalanx.run.lm_rl import build
+    from phalanx.run.rl import build
 
     trainer = build(cfg)
     trainer.fit()
@@ -195,7 +195,7 @@ def shown_config(family: str, folder: Path, *overrides: str) -> LMRLConfig:
 
 
 def refused(cfg: LMRLConfig) -> str:
-    from phalanx.run.lm_rl import build
+    from phalanx.run.rl import build
 
     with pytest.raises(ValueError) as error:
         build(cfg)

@@ -68,7 +68,7 @@ def without(refresh: Any, lost: str, weights: Any) -> None:
 
 def stale(cfg: Any) -> dict[str, str]:
     """What a job says after its steps when an update at a rate of 1e-6 does not reach one layer, and when it does."""
-    from phalanx.run.lm_rl import build
+    from phalanx.run.rl import build
 
     trainer = build(cfg)
     trainer.fit()
@@ -98,7 +98,7 @@ def test_a_stale_layer_is_no_rounding(smollm2: Path, tmp_path: Path) -> None:
 def handovers(cfg: Any, packs: bool) -> dict[str, str]:
     """Renewals that are broken in the silent ways, each after all weights have moved, and one that is not."""
     from phalanx.engines import vllm_text
-    from phalanx.run.lm_rl import build
+    from phalanx.run.rl import build
 
     if packs:
         vllm_text._keep_linears_plain = lambda: None  # type: ignore[assignment]
@@ -193,7 +193,7 @@ def test_texts_end_responses_alike(tmp_path: Path) -> None:
 
 def validated(cfg: Any) -> list[tuple[str, bool]]:
     """Greedy responses to 16 prompts, and whether each was truncated."""
-    from phalanx.run.lm_rl import build
+    from phalanx.run.rl import build
 
     rollout = build(cfg).collector.rollout
     prompts = [Prompt(f"Jack has {i} boxes with 8 pens each. How many pens are left?", i, {}) for i in range(16)]

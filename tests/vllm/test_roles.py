@@ -14,7 +14,7 @@ LORA = "model.lora_rank=4"
 
 
 def language(cfg: Any) -> Any:
-    from phalanx.run.lm_rl import build
+    from phalanx.run.rl import build
 
     return build(cfg)
 

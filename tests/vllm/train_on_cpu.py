@@ -14,7 +14,7 @@ def build(cfg: FlowRLConfig) -> Callable[[], None]:
     from tests.vllm import omni_cpu_platform
 
     omni_cpu_platform.install()
-    from phalanx.run.flow_rl import build
+    from phalanx.run.rl import build
 
     return build(cfg).run
 

@@ -1,7 +1,7 @@
 """Configuration of tasks/train_block_diffusion.py."""
 
 from dataclasses import dataclass, field
-from typing import Optional
+from typing import ClassVar, Optional
 
 from phalanx.config.engines import check_engine_class
 from phalanx.config.fields import arg
@@ -67,6 +67,7 @@ class BlockDiffusionConfig:
 class BlockDiffusionRunConfig(LMRunConfig):
     """Sections that supervised block diffusion shares with every job that trains a language model."""
 
+    kind: ClassVar[str] = "block_diffusion"
     data: BlockDiffusionDataConfig = field(default_factory=BlockDiffusionDataConfig)
 
 

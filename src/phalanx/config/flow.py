@@ -168,6 +168,7 @@ class FlowRewardConfig(RewardConfig):
 class FlowRunConfig(RunConfig):
     """Sections of every job that trains a flow-matching model."""
 
+    kind: ClassVar[str] = "flow"
     model: FlowModelConfig = field(default_factory=FlowModelConfig)
     data: FlowDataConfig = field(default_factory=FlowDataConfig)
     rollout: FlowRolloutConfig = field(default_factory=FlowRolloutConfig)
@@ -203,6 +204,7 @@ class FlowMatchingTaskConfig(FlowRunConfig):
     for validation; images have rollout.height x rollout.width pixels.
     """
 
+    kind: ClassVar[str] = "flow_matching"
     rollout: FlowRolloutConfig = field(default_factory=FlowRolloutConfig, metadata={"unused": OF_TRAINING_SAMPLES})
     flow_matching: FlowMatchingConfig = field(default_factory=FlowMatchingConfig)
 

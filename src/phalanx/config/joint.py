@@ -1,7 +1,7 @@
 """Keys of joint runs: a language model rewrites prompts and a flow model draws them, both under one reward."""
 
 from dataclasses import dataclass, field
-from typing import Any, Optional
+from typing import Any, ClassVar, Optional
 
 from phalanx.config.engines import check_engine_class
 from phalanx.config.fields import arg
@@ -83,6 +83,7 @@ class RewriteConfig:
 class JointConfig:
     """Configuration of a joint run."""
 
+    kind: ClassVar[str] = "joint"
     writer: WriterConfig = field(default_factory=WriterConfig)
     painter: PainterConfig = field(default_factory=PainterConfig)
     train: list[str] = arg(list(POLICIES), "policies to train: writer, painter, or both; the others are frozen")

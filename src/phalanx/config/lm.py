@@ -248,6 +248,17 @@ class LMRunConfig(RunConfig):
     rollout: LMRolloutConfig = field(default_factory=LMRolloutConfig)
     trainer: LMTrainerConfig = field(default_factory=LMTrainerConfig)
 
+    @property
+    def kind(self) -> str:  # type: ignore[override]
+        """See RunConfig."""
+        return "lm" if self.model.block_size is None else "blocks"
+
+    @property
+    def talks(self) -> bool:
+        """Whether samples are conversations with an environment."""
+        environment = vars(self).get("environment")
+        return environment is not None and environment.used
+
 
 @dataclass
 class LMTurnRunConfig(LMRunConfig):

@@ -233,6 +233,7 @@ class JobConfig(Protocol):
 class RunConfig:
     """Sections that every training job has."""
 
+    kind: ClassVar[str] = ""  # the kind of its policy, or of its job: see KINDS of phalanx.run.kind
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     data: DataConfig = field(default_factory=DataConfig)

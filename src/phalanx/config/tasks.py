@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Optional, TypeVar
+from typing import Any, ClassVar, Optional, TypeVar
 
 import yaml
 from omegaconf import OmegaConf
@@ -247,6 +247,7 @@ class CheckedModelConfig(FlowModelConfig):
 class CheckClusterConfig(FlowRLConfig, FlowMatchingTaskConfig):
     """Configuration of tasks/check_cluster.py: all keys of the flow models' training tasks, and a few more."""
 
+    kind: ClassVar[str] = "flow"
     model: CheckedModelConfig = field(default_factory=CheckedModelConfig)
     expect: Optional[int] = arg(None, "expected number of ranks; null: any number", ge=1)
     timeout_s: float = arg(60.0, "longest step of the check, in seconds", gt=0)

@@ -9,13 +9,12 @@ t ~ U(.3, .8). Mesh, model, checkpoints, validation and logs are shared with rei
 
 import logging
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from phalanx.config.block_diffusion import BlockDiffusionTaskConfig
+from phalanx.config.block_diffusion import BlockDiffusionRunConfig, BlockDiffusionTaskConfig
 from phalanx.data.data_files import DataError
 from phalanx.data.prompts import answer_of, load_prompts, question, refuse_images, validation_sets
 from phalanx.distributed.collectives import reduce_float, reduce_int
@@ -23,20 +22,18 @@ from phalanx.distributed.launch_env import Launch
 from phalanx.distributed.mesh import World
 from phalanx.distributed.seed import fold_in
 from phalanx.functional.block_states import States, Views, states_of
-from phalanx.models.lm.blocks import BlockDiffusionPolicy, build_block_policy
-from phalanx.rollout.lm import build_rollout, check_engine
+from phalanx.models.lm.blocks import BlockDiffusionPolicy
 from phalanx.run import batch_plan
-from phalanx.run.lm_prompt_lengths import fitting_prompts
-from phalanx.run.start import JobComponents, build_rewards, fitting_sets, start_job
+from phalanx.run.kind import sampling_parts
+from phalanx.run.lm_kind import Blocks
+from phalanx.run.roles import Roles
+from phalanx.run.start import start_job
 from phalanx.run.supervised_job import supervised_trainer
-from phalanx.run.world import check_world
-from phalanx.telemetry.loggers import check_loggers
 from phalanx.training.supervised import Shares, SupervisedTrainer, Task, share_of_rank
 from phalanx.types import Prompt
 
 log = logging.getLogger(__name__)
 
-DECODED_TOGETHER = 64  # default number of validation responses per decoding batch
 LEVELS = 5  # bins of the noise level; the loss is logged for each
 
 
@@ -68,49 +65,46 @@ def samples_of_rank(cfg: BlockDiffusionTaskConfig, world_size: int) -> int:
     return share_of_rank(cfg, micro, key, "samples", world_size)
 
 
-def check(cfg: BlockDiffusionTaskConfig, launch: Launch | None = None) -> int:
-    """Return the samples per rank and step; ConfigError for a configuration that the ranks of `launch` (None: the
-    current one) cannot run.
-    """
-    batch_plan.check(cfg)
-    check_engine(cfg)
-    check_loggers(cfg.trainer.logger)
-    return check_world(cfg, lambda roles, _: samples_of_rank(cfg, roles.world_size), launch or Launch.from_env())
+class Training(Blocks):
+    """The job's kind, and that of its checkpoints: see phalanx.run.kind."""
+
+    schemas = (BlockDiffusionRunConfig,)
+    drawn = "samples"
+    section = "block_diffusion"
+    planner = "phalanx.tools.plan.lm_jobs:rehearsed_blocks"
+    together = 64
+    adds_mask = True
+
+    def check_config(self) -> None:
+        batch_plan.check(self.cfg)
+
+    def plan(self, ranks: int) -> None:
+        """None: a step's samples are those of Shares."""
+
+    def check_roles(self, roles: Roles, launch: Launch) -> int:
+        """The samples per rank and step."""
+        return samples_of_rank(self.cfg, roles.world_size)
+
+    def options(self) -> dict[str, Any]:
+        section = vars(self.cfg).get("block_diffusion")
+        return super().options() | ({} if section is None else {"chunk": section.log_prob_chunk_size, "trim": True})
 
 
 def build(cfg: BlockDiffusionTaskConfig) -> SupervisedTrainer:
     """Build the job; all ranks call this together. A ValueError is the user's mistake."""
-    check(cfg)
-    data, key = cfg.data, cfg.data.prompt_key
-    chats = data.response_key is None
-    form: dict[str, Any] = {"prompt": key, "quoted": False, "answered": chats, "image_key": data.image_key}
-    form["unusable"] = data.unusable_rows
-    rows = load_prompts(data.train_files, "data.train_files", **form)
-    val_sets = validation_sets(data.val_files, **form)
-    for held_out in val_sets.values():
-        refuse_images(held_out, "block diffusion reads none")
-    refuse_images(rows, "block diffusion reads none")
+    kind = Training(cfg)
+    kind.check()
+    form = kind.form(answered=cfg.data.response_key is None)
+    rows = load_prompts(cfg.data.train_files, "data.train_files", **form)
+    val_sets = validation_sets(cfg.data.val_files, **form)
+    for some in (*val_sets.values(), rows):
+        refuse_images(some, "block diffusion reads none")
     world = start_job(cfg)
-    rewards = build_rewards(cfg, world, val_sets=val_sets, outputs="completions")
-    policy = build_block_policy(
-        cfg.model,
-        cfg.parallel,
-        data,
-        world,
-        chunk=cfg.block_diffusion.log_prob_chunk_size,
-        temperature=1.0,
-        seed=cfg.trainer.seed,
-        trim=True,
-        add_mask=True,
-    )
+    val_sets = {name: list(map(question, prompts)) for name, prompts in val_sets.items()}
+    components = sampling_parts(kind, world, val_sets)
+    policy: Any = components.policy
     examples = fitting(rows, policy, cfg.data.response_key, first=world.rank == 0)
-    val_sets = {name: [question(prompt) for prompt in prompts] for name, prompts in val_sets.items()}
-    val_sets = fitting_sets(val_sets, partial(fitting_prompts, policy=policy, first=world.rank == 0))
-    decoded = cfg.rollout.micro_batch_size_per_gpu or DECODED_TOGETHER
-    rollout = build_rollout(cfg, policy, world, decoded, None)
-    components = JobComponents(world, rewards, policy, rollout, val_sets)
-    task = BlockDiffusion(cfg, policy, examples, world)
-    return supervised_trainer(cfg, components, task, cfg.block_diffusion.ema)
+    return supervised_trainer(cfg, components, BlockDiffusion(cfg, policy, examples, world), cfg.block_diffusion.ema)
 
 
 def fitting(

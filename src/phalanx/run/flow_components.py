@@ -1,37 +1,23 @@
-"""The components of every job that trains a flow-matching model."""
+"""Checks of flow-matching models with their data, which every job and command makes."""
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Iterable, Mapping
 from itertools import chain
+from typing import Any
 
 from phalanx.config.flow import FlowRolloutConfig, FlowRunConfig
-from phalanx.config.messages import ConfigError
+from phalanx.config.messages import ConfigError, cut
 from phalanx.config.trained_model import FlowModelConfig
-from phalanx.data.prompts import validation_sets
+from phalanx.data.prompts import DataError
 from phalanx.distributed.context_parallel import KEY
 from phalanx.models.flow.family import FlowModel
-from phalanx.models.flow.policy import FlowPolicy, build_policy
-from phalanx.models.flow.registry import families, family_of, image_columns
-from phalanx.rollout.flow import build_rollout
+from phalanx.models.flow.policy import FlowPolicy
+from phalanx.models.flow.registry import families, family_of
 from phalanx.rollout.flow.in_policy import PolicyRollout
 from phalanx.rollout.flow.samplers import train_sampler, val_sampler
-from phalanx.run.prompt_lengths import fitting
-from phalanx.run.start import JobComponents, build_rewards, fitting_sets, start_job
-from phalanx.run.usable_images import usable_images
 from phalanx.types import Prompt
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class FlowComponents(JobComponents):
-    """JobComponents with a flow policy and its rollout. rows: the training rows that can be used."""
-
-    policy: FlowPolicy
-    rollout: PolicyRollout | None
-    rows: list[Prompt] = field(default_factory=list)
 
 
 def check_plan(cfg: FlowRunConfig) -> None:
@@ -85,40 +71,6 @@ def sampled_parts(
     return [(rows, train.guided), (chain(*val_sets.values()), val.guided)]
 
 
-def build_components(
-    cfg: FlowRunConfig,
-    micro: int,
-    rows: Sequence[Prompt] = (),
-    *,
-    detach_uncond: bool = False,
-    window: bool = True,
-    last_steps: int = 0,
-) -> FlowComponents:
-    """Build the components; all ranks call this together.
-
-    Raises a one-line ValueError for the user's mistakes. micro, window: see build_rollout. rows: the training rows, of
-    which the components have those that can be used. last_steps: see phalanx.types.Algorithm.
-    """
-    world = start_job(cfg)
-    data, columns = cfg.data, image_columns(cfg.model)
-    val_sets = validation_sets(data.val_files, images=columns, prompt=data.prompt_key, unusable=data.unusable_rows)
-    check_references(cfg.model, () if data.unusable_rows == "filter" else chain(rows, *val_sets.values()))
-    check = partial(check_references, cfg.model)
-    usable = partial(usable_images, unusable=data.unusable_rows, world=world, check=check)
-    rows, val_sets = usable(list(rows), "data.train_files"), fitting_sets(val_sets, usable)
-    rewards = build_rewards(cfg, world, rows, val_sets, gradients=last_steps > 0)
-    policy = build_policy(cfg.model, cfg.parallel, cfg.data, world, seed=cfg.trainer.seed, detach_uncond=detach_uncond)
-    fit = partial(fitting, model=policy.model, cfg=cfg, first=world.rank == 0)
-    val_sets = fitting_sets(val_sets, fit)
-    name_unused_columns(sampled_parts(rows, val_sets, cfg.rollout, policy.model), policy.model)
-    rollout, exact = None, cfg.rollout.facts.exact
-    if world.samples:
-        rollout = build_rollout(policy, cfg.rollout, world, micro, window=window)
-        exact = rollout.exact
-        keep_last_steps(policy, rollout, last_steps, cfg.model)
-    return FlowComponents(world, rewards, policy, rollout, val_sets, exact=exact, noun=PolicyRollout.noun, rows=rows)
-
-
 def keep_last_steps(policy: FlowPolicy, rollout: PolicyRollout, last_steps: int, config: FlowModelConfig) -> None:
     """For an algorithm that differentiates the reward through the last denoising steps: keep the states of these steps,
     and turn on gradient checkpointing of the VAE if the model uses it and diffusers supports it.
@@ -128,3 +80,43 @@ def keep_last_steps(policy: FlowPolicy, rollout: PolicyRollout, last_steps: int,
         rollout.check_steps(rollout.stochastic_steps(0, 0))
     if last_steps and config.gradient_checkpointing and vae._supports_gradient_checkpointing:
         vae.enable_gradient_checkpointing()
+
+
+def fitting(rows: list[Prompt], key: str, model: FlowModel, cfg: FlowRunConfig, *, first: bool) -> list[Prompt]:
+    """The rows to use according to data.overlong_prompts.
+
+    key: the configuration key of the rows' files. first: whether this rank logs how many prompts are cut or left out.
+    Raises DataError for an overlong prompt if data.overlong_prompts is `error`, and if no row is left.
+    """
+    data = cfg.data
+    tokenizer, tokens, limit = model.text_tokens([row.text for row in rows], data.max_prompt_length)
+    overlong = [i for i in range(len(rows)) if len(tokens[i]) > limit]
+    if not overlong:
+        return rows
+    needed = max(map(len, tokens))
+    remedy = f"{data:max_prompt_length}={needed} holds all"
+    if limit < data.max_prompt_length:
+        remedy = f"the text encoders of {cfg.model:path} read no more than {limit}"
+    where = f"prompt {overlong[0]} ({cut(repr(rows[overlong[0]].text))})"
+    count = f"{key}: {len(overlong)} of {len(rows)} prompts have more than {limit} tokens"
+    if data.overlong_prompts == "error":
+        raise DataError(f"{count}, first {where}; {remedy}, or set data.overlong_prompts to filter or truncate")
+    if data.overlong_prompts == "filter":
+        if len(overlong) == len(rows):
+            raise DataError(f"{count}, and data.overlong_prompts=filter leaves none; {remedy}")
+        if first:
+            log.warning("%s and are left out, first %s; %s", count, where, remedy)
+        return [row for row, ids in zip(rows, tokens, strict=True) if len(ids) <= limit]
+    lost = 0  # prompts whose ground truth is only in the part that is cut off
+    for i in overlong:
+        truth = _plain(rows[i].meta.get("ground_truth", ""))
+        lost += truth in _plain(rows[i].text) and truth not in _plain(tokenizer.decode(tokens[i][:limit]))
+    unseen = f"; the ground truth of {lost} of them is in the part that is cut off" if lost else ""
+    if first:
+        log.warning("%s and are cut there, first %s%s; %s", count, where, unseen, remedy)
+    return rows
+
+
+def _plain(text: Any) -> str:
+    """The text without case and whitespace, which tokenizers may change."""
+    return "".join(str(text).lower().split())

@@ -9,6 +9,7 @@ schedule. Mesh, model, checkpoints, validation and logs are shared with reinforc
 import logging
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,15 +23,14 @@ from phalanx.distributed.mesh import World
 from phalanx.distributed.seed import fold_in
 from phalanx.models.flow.policy import FlowPolicy
 from phalanx.models.flow.registry import family_of, image_columns
-from phalanx.rollout.flow.in_policy import PolicyRollout
 from phalanx.rollout.flow.samplers import train_sampler
 from phalanx.run import batch_plan
-from phalanx.run.flow_components import build_components, check_plan
+from phalanx.run.flow_kind import Flow
+from phalanx.run.kind import sampling_parts
 from phalanx.run.roles import Roles
+from phalanx.run.start import start_job
 from phalanx.run.supervised_job import supervised_trainer
 from phalanx.run.usable_images import usable_rows
-from phalanx.run.world import check_world
-from phalanx.telemetry.loggers import check_loggers
 from phalanx.training.supervised import Shares, SupervisedTrainer, Task, share_of_rank
 from phalanx.types import JobError, Prompt
 
@@ -39,24 +39,30 @@ log = logging.getLogger(__name__)
 ENCODED_TOGETHER = 64  # images per VAE pass when latents are cached
 
 
-def check(cfg: FlowMatchingTaskConfig, launch: Launch | None = None) -> int:
-    """Return the images per rank and step; ConfigError for a configuration that the ranks of `launch` (None: the
-    current one) cannot run.
-    """
-    batch_plan.check(cfg)
-    if image_columns(cfg.model):
-        raise ConfigError(
-            f"model.path: {cfg.model.path!r} takes an image with each text; flow matching trains only from texts"
-        )
-    if not family_of(cfg.model).encodes_images:
-        raise ConfigError(f"model.path: {cfg.model.path!r} cannot encode images; flow matching trains on images")
-    check_loggers(cfg.trainer.logger)
-    check_plan(cfg)
+class Training(Flow):
+    """The job's kind: see phalanx.run.kind."""
 
-    def images(roles: Roles, _: Launch) -> int:
-        return images_of_rank(cfg, cfg.parallel.data_ranks(roles.world_size))
+    schemas = ()
+    section = "flow_matching"
+    planner = "phalanx.tools.plan.flow_jobs:rehearsed_matching"
+    together = 16
 
-    return check_world(cfg, images, launch or Launch.from_env())
+    def check_config(self) -> None:
+        batch_plan.check(self.cfg)
+        model = self.cfg.model
+        if image_columns(model):
+            raise ConfigError(
+                f"model.path: {model.path!r} takes an image with each text; flow matching trains only from texts"
+            )
+        if not family_of(model).encodes_images:
+            raise ConfigError(f"model.path: {model.path!r} cannot encode images; flow matching trains on images")
+
+    def plan(self, ranks: int) -> None:
+        """None: a step's samples are those of Shares."""
+
+    def check_roles(self, roles: Roles, launch: Launch) -> int:
+        """The images per rank and step."""
+        return images_of_rank(self.cfg, self.cfg.parallel.data_ranks(roles.world_size))
 
 
 def images_of_rank(cfg: FlowMatchingTaskConfig, world_size: int) -> int:
@@ -67,15 +73,18 @@ def images_of_rank(cfg: FlowMatchingTaskConfig, world_size: int) -> int:
 
 def build(cfg: FlowMatchingTaskConfig) -> SupervisedTrainer:
     """Build the job; all ranks call this together. A ValueError is the user's mistake."""
-    check(cfg)
+    kind = Training(cfg)
+    kind.check()
     r = cfg.rollout
     key, unusable = "data.train_files", cfg.data.unusable_rows
     images = ImageTextData(cfg.data.train_files, r.height, r.width, key, unusable)
-    components = build_components(cfg, r.micro_batch_size_per_gpu or 16)
-    rollout = components.rollout
-    assert rollout is not None, "each rank validates"
-    images.keep(partial(usable_rows, key=key, unusable=unusable, world=components.world))
-    task = FlowMatching(cfg, components.policy, rollout, images, components.world)
+    val_sets = kind.read_sets()
+    world = start_job(cfg)
+    _, val_sets = kind.usable([], val_sets, world)
+    components = sampling_parts(kind, world, val_sets)
+    policy: Any = components.policy
+    images.keep(partial(usable_rows, key=key, unusable=unusable, world=world))
+    task = FlowMatching(cfg, policy, components.rollout, images, world)
     return supervised_trainer(cfg, components, task, cfg.flow_matching.ema)
 
 
@@ -86,14 +95,9 @@ class FlowMatching(Task):
     policy: FlowPolicy
 
     def __init__(
-        self,
-        cfg: FlowMatchingTaskConfig,
-        policy: FlowPolicy,
-        rollout: PolicyRollout,
-        images: ImageTextData,
-        world: World,
+        self, cfg: FlowMatchingTaskConfig, policy: FlowPolicy, rollout: Any, images: ImageTextData, world: World
     ) -> None:
-        """`rollout` embeds the prompts."""
+        """`rollout`, a PolicyRollout, embeds the prompts."""
         self.cfg, self.policy, self.rollout, self.images, self.world = cfg, policy, rollout, images, world
         micro = cfg.flow_matching.micro_batch_size_per_gpu
         self.shares = Shares(len(images), images_of_rank(cfg, world.data_size), micro, world, cfg.data.seed)

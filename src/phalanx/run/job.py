@@ -10,8 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from phalanx.config.joint import JointConfig
-from phalanx.config.lm import LMDataConfig
+from phalanx.config.joint import POLICIES
 from phalanx.config.load import save
 from phalanx.config.messages import ConfigError
 from phalanx.config.run import JobConfig
@@ -330,10 +329,8 @@ class Job:
                     signature[f"{before}lora_init"] += ", rounded before it was subtracted"
         if list(self.policies) != [""]:
             signature["trained policies"] = ", ".join(self.policies)
-        data = self.cfg.data
-        if isinstance(data, LMDataConfig):
-            signature["chat_template_date"] = data.chat_template_date
-            signature["chat_template_kwargs"] = data.chat_template_kwargs
+        data = vars(self.cfg.data)
+        signature |= {key: data[key] for key in ("chat_template_date", "chat_template_kwargs") if key in data}
         return signature
 
     def _resume(self) -> Progress:
@@ -370,8 +367,8 @@ class Job:
 
 def _with_whole_path(cfg: Any) -> Any:
     """The configuration with absolute paths of model folders, so that later commands find them from any folder."""
-    if isinstance(cfg, JointConfig):
-        return replace(cfg, writer=_with_whole_path(cfg.writer), painter=_with_whole_path(cfg.painter))
+    if "model" not in vars(cfg):  # a joint run's
+        return replace(cfg, **{name: _with_whole_path(vars(cfg)[name]) for name in POLICIES})
     folder = Path(cfg.model.path).expanduser()
     if folder.is_absolute() or not folder.is_dir():
         return cfg

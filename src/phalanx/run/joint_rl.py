@@ -8,37 +8,31 @@ with rewrite.keep_originals), M images for each of these.
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from phalanx import algorithms
-from phalanx.config.flow import FlowRLConfig
 from phalanx.config.joint import PAINTER, WRITER, JointConfig, frozen
-from phalanx.config.lm import LMRLConfig
+from phalanx.config.messages import ConfigError
 from phalanx.config.run import RLConfig
 from phalanx.config.section import reported_by
 from phalanx.data.overlap import held_out_overlap
-from phalanx.data.prompts import share_of_rank
+from phalanx.data.prompts import MARK, load_prompts, share_of_rank
 from phalanx.data.streams import PromptStream
 from phalanx.distributed.launch_env import Launch
 from phalanx.distributed.mesh import World
-from phalanx.models.flow.policy import build_policy
 from phalanx.rewards.client import RewardClient
-from phalanx.rollout import flow as flow_rollouts
-from phalanx.rollout import lm as lm_rollouts
-from phalanx.run import flow_rl, lm_rl, prompt_lengths
-from phalanx.run.flow_components import name_unused_columns, sampled_parts
 from phalanx.run.job import Job
-from phalanx.run.joint_prompts import read_prompts, usable_prompts
-from phalanx.run.lm_prompt_lengths import fitting_prompts
+from phalanx.run.kind import Kind, Sets, kind_of
 from phalanx.run.rewriting import Rewriter, as_original
 from phalanx.run.rl import train_state
-from phalanx.run.start import build_rewards, choose_cpu_linear, fitting_sets, start_job
+from phalanx.run.start import build_rewards, choose_cpu_linear, start_job
 from phalanx.run.validation import Validator
 from phalanx.telemetry.step_metrics import reward_metrics
 from phalanx.telemetry.timers import Timers
@@ -239,53 +233,49 @@ class JointValidator(Validator):
 # -- building ---------------------------------------------------------------------------------------------------------
 
 
+class Joint(Kind):
+    """The job's kind, of the kinds of both policies: see phalanx.run.kind."""
+
+    def parts(self) -> dict[str, Kind]:
+        return {name: kind_of(part) for name, part in self.cfg.parts().items()}
+
+    def check(self, launch: Launch | None = None, *, installed: bool = True) -> dict[str, BatchPlan]:
+        """The batch sizes of each policy."""
+        plans = {}
+        for name, kind in self.parts().items():
+            with reported_by(vars(kind.cfg)):
+                plans[name] = kind.check(launch, installed=installed)
+        return plans
+
+
 def build(cfg: JointConfig) -> JointTrainer:
     """Build the job; all ranks call this together. A ValueError is the user's mistake."""
-    plans = check(cfg)
-    writer, painter = cfg.of_writer(), cfg.of_painter()
-    world, rows, val_sets = start_with_prompts(cfg, writer, painter)
+    joint = Joint(cfg)
+    plans, kinds = joint.check(), joint.parts()
+    writer, painter = kinds[WRITER].cfg, kinds[PAINTER].cfg
+    world, rows, val_sets = start_with_prompts(cfg, kinds)
     reward_set = build_rewards(painter, world, rows, val_sets)
-    still = {name: name not in cfg.train for name in plans}
-    if still[WRITER]:
-        writer.model = frozen(writer.model)
-    if still[PAINTER]:
-        painter.model = frozen(painter.model)
-    with reported_by(vars(writer)):
-        words = lm_rl.load_policy(writer, world, plans[WRITER], frozen=still[WRITER])
-        plans[WRITER] = lm_rl.as_loaded(plans[WRITER], words)
-        rows = fitting_prompts(rows, "data.train_files", words, first=world.lead)
-        val_sets = fitting_sets(val_sets, partial(fitting_prompts, policy=words, first=world.lead))
-        by_words = lm_rl.build_algorithm(writer)
-        plan = plans[WRITER]
-        decoded = writer.rollout.micro_batch_size_per_gpu or plan.per_rank
-        passes = None if still[WRITER] else lm_rl.scoring(plan, by_words, writer.rollout)
-        texts = lm_rollouts.build_rollout(writer, words, world, decoded, passes)
-    with reported_by(vars(painter)):
-        detach, by_pictures = painter.actor.detach_uncond, algorithms.build(painter.algorithm)
-        pictures = build_policy(
-            painter.model,
-            painter.parallel,
-            painter.data,
-            world,
-            seed=cfg.trainer.seed,
-            detach_uncond=detach,
-            frozen=still[PAINTER],
-        )
-        # a frozen painter needs no exploration, since its samples are not trained on
-        window = by_pictures.levels is None and not still[PAINTER]
-        micro = plans[PAINTER].rollout_micro
-        images = flow_rollouts.build_rollout(pictures, painter.rollout, world, micro, window=window)
-        name_unused_columns(sampled_parts(rows, val_sets, painter.rollout, pictures.model), pictures.model)
-        prompt_lengths.fitting(rows, "data.train_files", pictures.model, painter, first=world.lead)
-    if world.lead:
-        held_out_overlap(rows, [p for some in val_sets.values() for p in some], pictures.model.image_column)
     timers, n, m = Timers(), writer.rollout.n, painter.rollout.n
     compared = m if cfg.diffusion_group_scope == "rewrite" else m * cfg.rewrites
-    of_words, of_pictures = Timers(part=WRITER, whole=timers), Timers(part=PAINTER, whole=timers)
-    parts = {
-        WRITER: Part(writer, plans[WRITER], by_words, words, texts, of_words, n),
-        PAINTER: Part(painter, plans[PAINTER], by_pictures, pictures, images, of_pictures, compared),
-    }
+    parts: dict[str, Part] = {}
+    for name, kind in kinds.items():
+        learns = name in cfg.train
+        if not learns:
+            kind.cfg.model = frozen(kind.cfg.model)
+        with reported_by(vars(kind.cfg)):
+            policy = kind.load_policy(world, plans[name], frozen=not learns)
+            plan, algorithm = kind.as_loaded(plans[name], policy), kind.build_algorithm()
+            if name == WRITER:
+                rows, val_sets = kind.fitting(rows, val_sets, policy)
+            else:  # which reads these prompts rewritten
+                kind.fit(rows, "data.train_files", policy)
+                kind.name_unused(rows, val_sets, policy)
+            rollout = kind.train_rollout(policy, plan, algorithm, learns=learns)
+        clock, group = Timers(part=name, whole=timers), n if name == WRITER else compared
+        parts[name] = Part(kind.cfg, plan, algorithm, policy, rollout, clock, group)
+    pictures: Any = parts[PAINTER].policy
+    if world.lead:
+        held_out_overlap(rows, chain(*val_sets.values()), *kinds[PAINTER].form()["images"])
     originals = PromptStream(rows, plans[WRITER].samples // n, cfg.data.seed)
     rewriter = Rewriter(cfg.rewrite, originals, pictures.model, painter.data.max_prompt_length)
     trainer_steps = total_steps(cfg.trainer, originals)
@@ -295,61 +285,50 @@ def build(cfg: JointConfig) -> JointTrainer:
         steps = sum(trains(cfg, name, step) for step in range(trainer_steps))
         with reported_by(vars(part.cfg)):
             part.state = states[name] = train_state(part.cfg, part.plan, part.algorithm, part.policy, steps)
-    unscored = RewardClient(writer, world, None, of_words, texts.noun)
-    rewards = RewardClient(painter, world, reward_set, of_pictures, images.noun, judged=as_original)
+    texts, images = parts[WRITER], parts[PAINTER]
+    unscored = RewardClient(writer, world, None, texts.timers, texts.rollout.noun)
+    rewards = RewardClient(painter, world, reward_set, images.timers, images.rollout.noun, judged=as_original)
     validator = JointValidator(cfg, world, parts, rewriter, rewards, val_sets, timers)
-    batch = f"{plans[WRITER].samples // n} prompts x {cfg.rewrites} of the writer x {m} {images.noun}"
+    batch = f"{plans[WRITER].samples // n} prompts x {cfg.rewrites} of the writer x {m} {images.rollout.noun}"
     job = Job(cfg, world, states, validator, timers, trainer_steps, batch=batch)
-    by_cost = cfg.trainer.balance_batch and plans[WRITER].by_tokens
-    costs = {WRITER: words.sample_flops if by_cost else None, PAINTER: None}
     collectors, updaters = {}, {}
     for name, client, source in ((WRITER, unscored, originals), (PAINTER, rewards, rewriter)):
-        collectors[name], updater = around_loop(parts[name], world, job, client, source, costs[name])
+        part = parts[name]
+        beside = kinds[name].load_beside(part.policy, part.plan, part.algorithm, part.rollout)
+        collectors[name], updater = around_loop(part, world, job, client, source, beside)
         if updater is not None:
             updaters[name] = updater
     return JointTrainer(cfg, parts, rewriter, collectors, updaters, job)
 
 
-def start_with_prompts(
-    cfg: JointConfig, writer: LMRLConfig, painter: FlowRLConfig
-) -> tuple[World, list[Prompt], dict[str, list[Prompt]]]:
+def start_with_prompts(cfg: JointConfig, kinds: Mapping[str, Kind]) -> tuple[World, list[Prompt], Sets]:
     """The world, and the prompts of training and of each validation set that both policies can read."""
+    writer, painter = kinds[WRITER].cfg, kinds[PAINTER].cfg
     with reported_by(vars(painter)):
-        rows, val_sets = read_prompts(cfg, painter)
+        # the painter's own columns, but not those of an engine that trains on images: these prompts are rewritten
+        rows = load_prompts(cfg.data.train_files, "data.train_files", **kinds[PAINTER].form())
+        rows, val_sets = kinds[PAINTER].prepare(rows, kinds[PAINTER].read_sets())
+        for row in (*rows, *chain(*val_sets.values())):
+            has = f"a place for an image, {MARK}" if MARK in row.text else "a column images"
+            if MARK in row.text or "images" in row.meta:
+                raise ConfigError(f"{row.place} has {has}; the writer of a joint run reads texts")
     world = start_job(writer, WRITER)
     if world.device.type == "cpu":
         choose_cpu_linear(painter, world, PAINTER)
     with reported_by(vars(painter)):
-        return world, *usable_prompts(rows, val_sets, painter, world)
+        return world, *kinds[PAINTER].usable(rows, val_sets, world)
 
 
 def around_loop(
-    part: Part,
-    world: World,
-    job: Job,
-    client: RewardClient,
-    source: PromptSource,
-    costs: Callable[[Samples], list[float]] | None,
+    part: Part, world: World, job: Job, client: RewardClient, source: PromptSource, beside: dict[str, Any]
 ) -> tuple[Collector, Updater | None]:
-    """The collector and updater of a policy; a frozen policy has no updater. `costs`: see Updater."""
+    """The collector and updater of a policy; a frozen policy has no updater. `beside`: see Updater."""
     common = (part.cfg, part.plan, part.algorithm, part.policy)
     rescorer = Rescorer(*common, part.timers, job.progress, exact=part.rollout.exact, between=job.stops.check)
     drawing = partial(Collector, part.cfg, part.plan, part.policy, part.rollout, client, source, part.timers)
     if part.state is None:
         return drawing(weights=None, rescorer=None, group=part.group), None
     updater = Updater(
-        *common, world, part.state, rescorer, part.timers, noun=part.rollout.noun, costs=costs, group=part.group
+        *common, world, part.state, rescorer, part.timers, noun=part.rollout.noun, group=part.group, **beside
     )
     return drawing(weights=part.algorithm.behaviour, rescorer=rescorer, group=part.group), updater
-
-
-def check(cfg: JointConfig, launch: Launch | None = None, *, installed: bool = True) -> dict[str, BatchPlan]:
-    """Return the batch sizes of each policy; ConfigError for a configuration that the ranks of `launch` (None: the
-    current one) cannot run, before ranks wait for one another. installed: whether the engine must be installed here.
-    """
-    plans, writer, painter = {}, cfg.of_writer(), cfg.of_painter()
-    with reported_by(vars(writer)):
-        plans[WRITER] = lm_rl.check(writer, launch, installed=installed)
-    with reported_by(vars(painter)):
-        plans[PAINTER] = flow_rl.check(painter, launch)
-    return plans

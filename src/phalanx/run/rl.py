@@ -1,29 +1,35 @@
-"""Assemble a reinforcement learning job: everything that the training loop takes."""
+"""Put a reinforcement learning job together, of any kind of policy: everything that the training loop takes."""
 
 import logging
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import chain
+from typing import Any
 
+from phalanx.config.messages import ConfigError
 from phalanx.config.run import RLConfig
+from phalanx.data.overlap import held_out_overlap
+from phalanx.data.prompts import load_prompts
 from phalanx.data.streams import PromptStream
-from phalanx.distributed.mesh import ACTOR, INFERENCE
+from phalanx.distributed.launch_env import Launch
+from phalanx.distributed.mesh import ACTOR, INFERENCE, ROLLOUT
 from phalanx.rewards.client import RewardClient
-from phalanx.run.disaggregated.role_batches import of_role
+from phalanx.run.disaggregated.role_batches import of_role, part_of
 from phalanx.run.disaggregated.schedules import SCHEDULES, RemoteCollector
+from phalanx.run.disaggregated.workers import LogProbWorker, RolloutWorker
 from phalanx.run.job import Job
+from phalanx.run.kind import Kind, kind_of
 from phalanx.run.link import link_of
-from phalanx.run.start import JobComponents
+from phalanx.run.start import JobComponents, build_rewards, routed, start_job
 from phalanx.run.validation import Validator
 from phalanx.telemetry.timers import Timers
 from phalanx.training.collect import Collector, total_steps
-from phalanx.training.components import LoadedTeacher, TrainedPolicy, Training
-from phalanx.training.critic_trainer import CriticTrainer
+from phalanx.training.components import TrainedPolicy, Training
 from phalanx.training.loop import Collects, train
 from phalanx.training.minibatches import BatchPlan
 from phalanx.training.optim import TrainState
 from phalanx.training.rescorer import Rescorer
 from phalanx.training.update import Updater
-from phalanx.types import Algorithm, Samples
+from phalanx.types import Algorithm
 
 log = logging.getLogger(__name__)
 
@@ -47,25 +53,60 @@ class Trainer(Training):
             train(self.job, self.collector, self.updater)
 
 
+def build(cfg: RLConfig) -> Trainer | RolloutWorker | LogProbWorker:
+    """Build the job, or this rank's worker in it; all ranks call this together. A ValueError is the user's mistake."""
+    # The cheapest checks come first: numbers, then files, then everything that needs process groups and models.
+    kind: Kind = kind_of(cfg)
+    plan: BatchPlan = kind.check()
+    algorithm = kind.build_algorithm()
+    rows = load_prompts(cfg.data.train_files, "data.train_files", **kind.form(train=True))
+    rows = routed(rows, algorithm.teachers, first=Launch.from_env().rank == 0)
+    rows, val_sets = kind.prepare(rows, kind.read_sets())
+    world = start_job(cfg)
+    rows, val_sets = kind.usable(rows, val_sets, world)
+    gradients = algorithm.last_steps > 0
+    rewards = build_rewards(cfg, world, rows, val_sets, outputs=kind.outputs, gradients=gradients)
+    if val_sets and rewards is not None and not rewards.validates:
+        raise ConfigError(
+            "data.val_files: the policy itself computes all terms of the reward, which it does only in training; add "
+            "one for validation, such as {name: gsm8k, weight: 0}"
+        )
+    policy = kind.load_policy(world, plan)
+    plan = kind.as_loaded(plan, policy)
+    part = part_of(plan, cfg, world)
+    if world.role == INFERENCE:
+        return LogProbWorker(cfg, part, world, policy)
+    rows, val_sets = kind.fitting(rows, val_sets, policy)
+    prompts = PromptStream(rows, plan.samples // cfg.rollout.n, cfg.data.seed)
+    rollout = kind.train_rollout(policy, plan, algorithm) if world.samples else None
+    exact = cfg.rollout.facts.exact if rollout is None else rollout.exact
+    components = JobComponents(world, rewards, policy, rollout, val_sets, exact=exact, noun=kind.noun)
+    if world.role == ROLLOUT:
+        return RolloutWorker(cfg, part, components, prompts)
+    beside = kind.load_beside(policy, plan, algorithm, rollout)
+    trainer = build_trainer(cfg, plan, algorithm, components, prompts, beside)
+    if world.lead:
+        held_out_overlap(rows, chain(*val_sets.values()), *kind.form().get("images", ()))
+    return trainer
+
+
 def build_trainer(
     cfg: RLConfig,
     plan: BatchPlan,
     algorithm: Algorithm,
     components: JobComponents,
     prompts: PromptStream,
-    teachers: Mapping[str, LoadedTeacher] | None = None,
-    critic: CriticTrainer | None = None,
-    costs: Callable[[Samples], list[float]] | None = None,
+    beside: dict[str, Any],
 ) -> Trainer:
-    """Build the job; all ranks call this together. For `teachers`, `critic` and `costs` see Updater.
+    """Build the job; all ranks call this together. beside: see Kind.load_beside.
 
     Raises ValueError for a checkpoint or a folder that cannot be used.
     """
     world, policy, timers, link = components.world, components.policy, Timers(), components.world.link
     steps = total_steps(cfg.trainer, prompts)
-    beside, trained = {}, steps
+    critic, others, trained = beside.get("critic"), {}, steps
     if critic is not None:
-        beside["critic"] = critic.prepare(steps, offload=cfg.parallel.optimizer_offload)
+        others["critic"] = critic.prepare(steps, offload=cfg.parallel.optimizer_offload)
         trained = max(steps - critic.warmup, 0)
     state = train_state(cfg, plan, algorithm, policy, trained)
     updates = "update" if plan.updates == 1 else "updates"
@@ -75,7 +116,7 @@ def build_trainer(
         assert rollout is not None, "each rank samples"
         rewards = RewardClient(cfg, world, components.rewards, timers, noun)
         validator = Validator(cfg, world, policy, rollout, rewards, components.val_sets, timers)
-        job = Job(cfg, world, {"": state}, validator, timers, steps, batch=batch, beside=beside)
+        job = Job(cfg, world, {"": state}, validator, timers, steps, batch=batch, beside=others)
         rescorer = Rescorer(cfg, plan, algorithm, policy, timers, job.progress, exact=exact, between=job.stops.check)
         weights = algorithm.behaviour
         collector: Collects = Collector(
@@ -85,7 +126,7 @@ def build_trainer(
         make, part = SCHEDULES[cfg.rollout.schedule], of_role(plan, cfg, link_of(world).roles, ACTOR)
         held_out = sum(map(len, components.val_sets.values()))
         schedule = make(cfg, part, world, policy, timers, algorithm.behaviour, held_out)
-        job = Job(cfg, world, {"": state}, schedule, timers, steps, batch=batch, beside=beside)
+        job = Job(cfg, world, {"": state}, schedule, timers, steps, batch=batch, beside=others)
         scored = INFERENCE in link_of(world).roles.ranks
         rescorer = Rescorer(cfg, plan, algorithm, policy, timers, job.progress, exact=exact, scored_elsewhere=scored)
         collector = RemoteCollector(schedule, rescorer)
@@ -98,12 +139,10 @@ def build_trainer(
         state,
         rescorer,
         timers,
-        teachers=teachers,
-        critic=critic,
         chunks=collector.chunks,
         noun=noun,
-        costs=costs,
         score=components.rewards.with_gradient if components.rewards is not None and algorithm.last_steps else None,
+        **beside,
     )
     return Trainer(job, collector, updater)
 

@@ -10,9 +10,8 @@ from types import MappingProxyType
 
 import torch
 
-from phalanx.config.lm import LMDataConfig
 from phalanx.config.messages import ConfigError
-from phalanx.config.run import RLConfig, RunConfig
+from phalanx.config.run import RunConfig
 from phalanx.distributed.collectives import broadcast_object
 from phalanx.distributed.launch_env import Launch
 from phalanx.distributed.mesh import ACTOR, World
@@ -57,15 +56,14 @@ def start_job(cfg: RunConfig, part: str = "") -> World:
     ranks = Launch.from_env().world_size
     if ranks > 1:
         log.info("joining %d ranks", ranks)
-    world = start_world(cfg.parallel, cfg.placement if isinstance(cfg, RLConfig) else None)
+    world = start_world(cfg.parallel, vars(cfg).get("placement"))
     if world.role == ACTOR:
         folder_lock.hold(Path(cfg.trainer.output_dir), world)
     if world.device.type == "cpu":
         choose_cpu_linear(cfg, world, part)
-    data = cfg.data
-    if isinstance(data, LMDataConfig):
-        given, name = data.chat_template_date, "chat_template_date"
-        data.chat_template_date = choose_once(cfg, world, name, given, lambda: date.today().isoformat())
+    data, name = vars(cfg.data), "chat_template_date"
+    if name in data:
+        data[name] = choose_once(cfg, world, name, data[name], lambda: date.today().isoformat())
     return world
 
 

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from phalanx.config.messages import ConfigError
 from phalanx.config.parallel import ParallelConfig
-from phalanx.config.run import RLConfig, RunConfig
+from phalanx.config.run import RunConfig
 from phalanx.distributed.collectives import all_gather_object, broadcast_object, count_once
 from phalanx.distributed.context_parallel import context_groups, context_mesh
 from phalanx.distributed.launch_env import Launch
@@ -61,7 +61,7 @@ def check_world(cfg: RunConfig, plan: Callable[[Roles, Launch], T], launch: Laun
     """The result of `plan` for the roles of a launch. Raises ConfigError for a job that cannot run on this launch."""
 
     def checked(launch: Launch) -> T:
-        roles = roles_of(cfg.placement if isinstance(cfg, RLConfig) else {}, launch)
+        roles = roles_of(vars(cfg).get("placement", {}), launch)
         check_launch(cfg, ranks_of(cfg, roles, launch))
         return plan(roles, launch)
 

@@ -1,54 +1,33 @@
 """The models of an evaluation, from checkpoints or folders, with the task's changes to their configuration."""
 
-import gc
 import json
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from hashlib import sha256
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import torch
 from omegaconf import DictConfig, OmegaConf
 
-from phalanx.config.block_diffusion import BlockDiffusionRunConfig
-from phalanx.config.flow import FlowRunConfig
-from phalanx.config.lm import LMRunConfig, LMTurnRunConfig
 from phalanx.config.load import build, flat
 from phalanx.config.messages import ConfigError, shown
 from phalanx.config.run import RunConfig, TrainerConfig
 from phalanx.config.secrets import public
 from phalanx.config.tasks import EvaluateConfig
 from phalanx.config.trust import Use
-from phalanx.data.prompts import question, validation_sets
+from phalanx.data.prompts import question
 from phalanx.distributed.launch_env import Launch
 from phalanx.distributed.mesh import World
-from phalanx.environments.environments import Environments, with_tools
-from phalanx.models.flow.pipeline_headers import local_index
-from phalanx.models.flow.policy import build_policy
-from phalanx.models.flow.registry import family_of, image_columns
-from phalanx.models.lm.blocks import build_block_policy
-from phalanx.models.lm.lm_folder import check_folder
-from phalanx.models.lm.lm_policy import LMPolicy
-from phalanx.models.lm.lm_policy import build_policy as build_lm_policy
 from phalanx.rewards.runner import RewardSet
-from phalanx.rollout import flow as flow_engines
-from phalanx.rollout import lm as lm_engines
 from phalanx.rollout.registry import check_installed
 from phalanx.run.checkpoint import read_meta
-from phalanx.run.flow_components import check_plan, check_references
-from phalanx.run.lm_prompt_lengths import fitting_prompts
-from phalanx.run.lm_rl import check_counts
-from phalanx.run.prompt_lengths import fitting as fitting_flow
+from phalanx.run.kind import Kind, Sets, kind_class, kind_of, kind_of_folder, sampling_parts
 from phalanx.run.rules import check
-from phalanx.run.start import build_rewards, fitting_sets
+from phalanx.run.start import JobComponents
 from phalanx.run.world import check_world
-from phalanx.tools.export import Trained, open_checkpoint, with_images
+from phalanx.tools.export import Trained, open_checkpoint
 from phalanx.tools.inputs import given
-from phalanx.training.components import TrainedPolicy
-from phalanx.types import Prompt, Rollout
+from phalanx.types import Prompt
 
 SECTIONS = ("model", "data", "rollout", "reward", "environment")
 # keys that affect only memory and time, not samples and scores
@@ -62,8 +41,6 @@ COSTS = (
     "reward.model.sleep",
     "reward.model.tensor_parallel_size",
 )
-DECODED = 8  # responses that the policy's own modules decode together if rollout.micro_batch_size_per_gpu is null
-Sets = dict[str, list[Prompt]]
 
 
 @dataclass(frozen=True)
@@ -93,23 +70,6 @@ class Candidate:
         return int(read_meta(self.trained.folder)["progress"]["step"])
 
 
-@dataclass(frozen=True)
-class Parts:
-    """A candidate on this rank, ready to sample."""
-
-    policy: TrainedPolicy
-    rollout: Rollout
-    rewards: RewardSet
-    sets: Sets
-
-    def close(self) -> None:
-        """Free the memory for another model."""
-        self.rollout.close()
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-
-
 def read_candidate(cfg: EvaluateConfig) -> Candidate:
     """The candidate specified by the task's keys; raises ValueError with one line."""
     changes: dict[str, Any] = {name: public(vars(cfg)[name]) for name in SECTIONS if vars(cfg)[name]}
@@ -123,8 +83,8 @@ def read_candidate(cfg: EvaluateConfig) -> Candidate:
             changes["model"] = {"revision": None} | changes["model"]
     else:
         name = str(changes["model"]["path"])
-        kind = FlowRunConfig if (cfg.kind or _kind(name, "model.path")) == "flow" else LMTurnRunConfig
-        run = build(kind, OmegaConf.create({"model": {"path": name}}))
+        kind = _kind(name, "model.path") if cfg.kind is None else kind_class(cfg.kind)
+        run = build(kind.schemas[0], OmegaConf.create({"model": {"path": name}}))
     content = OmegaConf.merge(OmegaConf.create(public(run)), OmegaConf.create(changes))
     assert isinstance(content, DictConfig), "a configuration has keys"
     run = build(type(run), content)
@@ -149,11 +109,11 @@ def read_baseline(cfg: EvaluateConfig, candidate: Candidate) -> Candidate:
         base = candidate.run.model
         model = replace(base, path=name, revision=None, lora_rank=0, lora_path=None, target_modules=None)
         model = replace(model, quantization=None)
-        kind = "flow" if isinstance(candidate.run, FlowRunConfig) else "lm"
-        if folder.is_dir() and _kind(name, "baseline") != kind:
+        kind = kind_of(candidate.run)
+        if folder.is_dir() and not issubclass(type(kind), _kind(name, "baseline")):
             raise ConfigError(f"baseline: {name!r} is not the same kind of model as {candidate.name!r}")
         try:
-            local_index(name) if kind == "flow" else check_folder(name, "baseline")
+            kind.check_folder(name, "baseline")
         except ValueError as error:
             raise ConfigError(str(error).replace("model.path", "baseline")) from error
     run = replace(candidate.run, model=model)
@@ -182,14 +142,14 @@ def _with_val(rollout: dict[str, Any], val: dict[str, Any]) -> dict[str, Any]:
     return rollout | {"val": section | val}
 
 
-def _kind(path: str, key: str) -> str:
-    """The kind of a model folder, lm or flow, by its files; raises ConfigError if it does not exist."""
+def _kind(path: str, key: str) -> type[Kind]:
+    """The kind of a model folder, by its files; raises ConfigError if it does not exist."""
     folder = Path(path).expanduser()
     if not folder.is_dir():
         raise ConfigError(
             f"{key}: {path!r} is not a folder on this machine; for a hub id, also set kind=lm or kind=flow"
         )
-    return "flow" if (folder / "model_index.json").is_file() else "lm"
+    return kind_of_folder(folder)
 
 
 def _check(run: RunConfig) -> None:
@@ -202,25 +162,15 @@ def _check(run: RunConfig) -> None:
     # with a default `trainer`, because a restarted job resumes from its records whatever trainer.resume is
     check_world(replace(run, trainer=TrainerConfig()), lambda *_: None, Launch.from_env())
     check_installed(run.rollout)
-    if isinstance(run, FlowRunConfig):
-        check_plan(run)
-        family_of(run.model)
-    elif isinstance(run, LMRunConfig):
-        lm_engines.check_engine(run)
+    kind_of(run).check_model()
 
 
 def read_sets(run: RunConfig) -> Sets:
     """Read the prompts of each set; raises ValueError for files that cannot be read."""
-    data = run.data
-    form: dict[str, Any] = {"prompt": data.prompt_key, "unusable": data.unusable_rows}
-    if isinstance(run, FlowRunConfig):
-        sets = validation_sets(data.val_files, images=image_columns(run.model), **form)
-        check_references(run.model, chain.from_iterable(sets.values()))
-        return sets
-    assert isinstance(run, LMRunConfig), "the other of the two kinds"
-    form |= {"quoted": False, "answered": True, "image_key": run.data.image_key}
-    sets = validation_sets(data.val_files, **form)
-    return {name: [question(prompt) for prompt in prompts] for name, prompts in sets.items()}
+    kind = kind_of(run)
+    sets = {name: list(map(question, prompts)) for name, prompts in kind.read_sets(answered=True).items()}
+    kind.check_rows(chain.from_iterable(sets.values()))
+    return sets
 
 
 def _digest(prompts: list[Prompt]) -> str:
@@ -241,71 +191,17 @@ def differing(before: dict[str, Any], now: dict[str, Any]) -> str | None:
     return None
 
 
-def build_parts(candidate: Candidate, world: World, sets: Sets, rewards: RewardSet | None) -> Parts:
+def build_parts(candidate: Candidate, world: World, sets: Sets, rewards: RewardSet | None) -> JobComponents:
     """Build the model, its rollout and its rewards on all ranks, and load the checkpoint. `rewards`: those of a model
     evaluated before, which are reused. Raises ValueError for the user's mistakes.
     """
-    run = candidate.run
-    build = _flow if isinstance(run, FlowRunConfig) else _lm
-    made = build(candidate, world, sets, rewards)
-    if candidate.trained is not None:
-        candidate.trained.check_fits(made.policy.trained.parameters, run.model.path)
-        candidate.trained.load(made.policy.trained, world.checkpoint_group)
-    return made
-
-
-def _flow(candidate: Candidate, world: World, sets: Sets, rewards: RewardSet | None) -> Parts:
-    run = candidate.run
-    assert isinstance(run, FlowRunConfig), "of the two kinds"
-    rewards = rewards or _rewards(run, world, sets, "images")
-    policy = build_policy(run.model, run.parallel, run.data, world, seed=run.trainer.seed, detach_uncond=False)
-    sets = fitting_sets(sets, partial(fitting_flow, model=policy.model, cfg=run, first=world.rank == 0))
-    micro = run.rollout.micro_batch_size_per_gpu or 1
-    return Parts(policy, flow_engines.build_rollout(policy, run.rollout, world, micro, window=False), rewards, sets)
-
-
-def _lm(candidate: Candidate, world: World, sets: Sets, rewards: RewardSet | None) -> Parts:
-    run, facts = candidate.run, candidate.run.rollout.facts
-    assert isinstance(run, LMRunConfig), "of the two kinds"
-    environments = None
-    if isinstance(run, LMTurnRunConfig) and run.environment.used:
-        environments = Environments(run.environment)
-        tools: Callable[..., Any] = partial(with_tools, environments=environments)
-        sets = {name: tools(prompts) for name, prompts in sets.items()}
-    images = _images(candidate, sets, talks=environments is not None)
-    rewards = rewards or _rewards(run, world, sets, "completions")
-    options: dict[str, Any] = {"chunk": 1024, "seed": run.trainer.seed}
-    if run.model.block_size is not None:
-        options |= {"temperature": 1.0, "add_mask": isinstance(run, BlockDiffusionRunConfig)}
-        policy: LMPolicy = build_block_policy(run.model, run.parallel, run.data, world, **options)
-    else:
-        options |= {"temperature": run.rollout.temperature, "decodes": facts.weights == "policy", "images": images}
-        policy = build_lm_policy(run.model, run.parallel, run.data, world, **options)
-    sets = fitting_sets(sets, partial(fitting_prompts, policy=policy, first=world.lead))
-    # engines with their own copy of the weights form batches themselves
-    decoded = run.rollout.micro_batch_size_per_gpu or (DECODED if facts.weights == "policy" else 2**20)
-    rollout = lm_engines.build_rollout(run, policy, world, decoded, None, environments)
-    return Parts(policy, rollout, rewards, sets)
-
-
-def _rewards(run: RunConfig, world: World, sets: Sets, outputs: str) -> RewardSet:
-    rewards = build_rewards(run, world, (), sets, outputs=outputs)
-    assert rewards is not None, "there are functions, and all ranks sample"
-    if not rewards.validates:
+    run, trained, kind = candidate.run, candidate.trained, kind_of(candidate.run)
+    _, sets = kind.prepare([], sets, None if trained is None else trained.entries)
+    made = sampling_parts(kind, world, sets, rewards)
+    assert made.rewards is not None, "there are functions, and all ranks sample"
+    if not made.rewards.validates:
         raise ConfigError("reward.functions: the policy itself computes all of them, which it does only in training")
-    return rewards
-
-
-def _images(candidate: Candidate, sets: Sets, *, talks: bool) -> bool:
-    """Whether the model reads images; raises ConfigError if prompts have images that it cannot read."""
-    run, prompts = candidate.run, list(chain.from_iterable(sets.values()))
-    assert isinstance(run, LMRunConfig)
-    place = next((prompt.place for prompt in prompts if prompt.images), None)
-    if place is not None and talks and run.rollout.facts.weights != "policy":
-        raise ConfigError(
-            f"{place} has images, and only the engine policy samples conversations about images; set "
-            "rollout.engine=policy"
-        )
-    images = with_images(run.model, prompts, candidate.trained)
-    check_counts(prompts, run.rollout.limit_images)
-    return images
+    if trained is not None:
+        trained.check_fits(made.policy.trained.parameters, run.model.path)
+        trained.load(made.policy.trained, world.checkpoint_group)
+    return made

@@ -13,7 +13,6 @@ from itertools import islice
 from pathlib import Path
 
 from phalanx.config.inside import status_inside
-from phalanx.config.lm import LMRunConfig
 from phalanx.config.messages import ConfigError, reason
 from phalanx.config.secrets import hide
 from phalanx.config.tasks import EvaluateConfig
@@ -21,6 +20,7 @@ from phalanx.distributed.collectives import broadcast_object, from_first
 from phalanx.exit import Stopped
 from phalanx.rewards.registry import asks_model
 from phalanx.run import folder_lock
+from phalanx.run.kind import Sets
 from phalanx.run.start import fitting_sets, start_job
 from phalanx.run.usable_images import usable_images
 from phalanx.run.world import stop_world
@@ -37,13 +37,14 @@ from phalanx.tools.board.evaluation_files import (
     write_json,
 )
 from phalanx.tools.board.evaluation_page import Side, write_page
-from phalanx.tools.candidate import Candidate, Sets, differing, read_baseline, read_candidate, read_sets
+from phalanx.tools.candidate import Candidate, differing, read_baseline, read_candidate, read_sets
 from phalanx.tools.outputs import check_place, place_in_run, refuse_link, writing
 from phalanx.tools.scored import Sampling, columns_of, is_complete, stored_in
 from phalanx.types import JobError
 
 log = logging.getLogger(__name__)
 # the facts that must be equal in two evaluations that are compared, plus `reward.model` if there is a judge
+DATE = "chat_template_date"  # a key of language models
 PAIRED = ("rollout.val.n", "rollout.val.seed", "reward.functions", "prompts")
 
 
@@ -87,7 +88,7 @@ class Evaluation:
     def _start(self) -> None:
         """Join the world, and agree on what may differ by rank or day: checkpoint, linear library, template date."""
         run = self.candidate.run
-        given = run.model.cpu_linear, run.data.chat_template_date if isinstance(run, LMRunConfig) else None
+        given = run.model.cpu_linear, vars(run.data).get(DATE)
         run.trainer.output_dir = str(self.folder)
         try:
             self.world = start_job(run)
@@ -102,13 +103,13 @@ class Evaluation:
         )
         stored = broadcast_object(stored_in(self.folder) if self.world.rank == 0 else None)
         facts = {} if stored is None else stored["facts"]
-        before = setting(facts, "model.cpu_linear"), setting(facts, "data.chat_template_date")
-        chosen = run.model.cpu_linear, run.data.chat_template_date if isinstance(run, LMRunConfig) else None
+        before = setting(facts, "model.cpu_linear"), setting(facts, f"data.{DATE}")
+        chosen = run.model.cpu_linear, vars(run.data).get(DATE)
         linear, date = (value or old or new for value, old, new in zip(given, before, chosen, strict=True))
         run = self.candidate.run
         run.trainer.output_dir, run.model.cpu_linear = str(self.folder), linear
-        if isinstance(run, LMRunConfig):
-            run.data.chat_template_date = date
+        if DATE in vars(run.data):
+            vars(run.data)[DATE] = date
         if self.baseline is not None:
             candidate = self.candidate
             self.baseline = self._agreed(

@@ -7,11 +7,11 @@ language model becomes a peft adapter, and a full model a transformers folder.
 
 import shutil
 import warnings
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,26 +20,19 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from phalanx.config.block_diffusion import BlockDiffusionRunConfig
-from phalanx.config.flow import FlowRunConfig
-from phalanx.config.lm import LMRunConfig, LMTurnRunConfig
+from phalanx.config.messages import ConfigError
 from phalanx.config.run import RunConfig
 from phalanx.config.tasks import ExportConfig, read_run
-from phalanx.config.trained_model import FlowModelConfig, LMModelConfig, ModelConfig
 from phalanx.config.trust import Use
 from phalanx.distributed.launch_env import Launch
-from phalanx.models.flow.folder import how_to_load
 from phalanx.models.flow.policy import DTYPES
-from phalanx.models.flow.registry import family_of
-from phalanx.models.lm import lm_export as language_models
-from phalanx.models.lm import vision_families
-from phalanx.models.lm.blocks import adds_mask
 from phalanx.models.lora import Layers, add_lora, joined, lora_alpha, merge_lora, plain_layers, start_from_lora
 from phalanx.models.trained import TrainedModel
 from phalanx.run.checkpoint import complete, damaged, find, read_meta
 from phalanx.run.checkpoint_reader import Reader
+from phalanx.run.kind import kind_of, known_schemas
 from phalanx.tools.outputs import check_place, place_in_run, writing
-from phalanx.types import JobError, Prompt
+from phalanx.types import JobError
 
 # -- opening ----------------------------------------------------------------------------------------------------------
 
@@ -57,6 +50,12 @@ class Trained:
     weights: str
     entries: dict[str, TensorStorageMetadata]
     policy: str = ""
+
+    def check_command(self, command: str) -> None:
+        """Raise ConfigError if another task samples from this kind of model."""
+        kind = kind_of(self.run)
+        if kind.command != command:
+            raise ConfigError(f"checkpoint: {self.folder} is of {kind.words}; use {kind.command or 'its own task'}")
 
     def check_fits(self, parameters: Mapping[str, Tensor], path: str) -> None:
         """Raise ValueError if the trained parameters of the model at `path` are not those of the checkpoint."""
@@ -102,8 +101,7 @@ def open_checkpoint(checkpoint: str, weights: str, use: Use, policy: str | None 
     Raises ValueError if the checkpoint does not exist, is incomplete, or lacks these weights, or needs trust.
     """
     folder = _locate(checkpoint)
-    kinds = (LMTurnRunConfig, LMRunConfig, BlockDiffusionRunConfig, FlowRunConfig)
-    run = read_run(folder.parent.parent / "config.yaml", *kinds, policy=policy, use=use)
+    run = read_run(folder.parent.parent / "config.yaml", *known_schemas(), policy=policy, use=use)
     signature = read_meta(folder)["signature"]
     # in a joint run, all names that belong to a policy begin with the policy's name
     policy = policy if policy is not None and "trained policies" in signature else ""
@@ -112,8 +110,9 @@ def open_checkpoint(checkpoint: str, weights: str, use: Use, policy: str | None 
         raise ValueError(f"checkpoint: {folder} cannot be used: its meta.json has no signature")
     if f"{before}lora_rank" not in signature:
         raise ValueError(f"policy: {policy} was not trained in this run; it is {run.model.path} unchanged")
-    if isinstance(run, LMRunConfig):
-        run.data.chat_template_date = run.data.chat_template_date or signature.get("chat_template_date")
+    data, date = vars(run.data), "chat_template_date"
+    if date in data:
+        data[date] = data[date] or signature.get(date)
     lora_rank = signature[f"{before}lora_rank"]
     if lora_rank != run.model.lora_rank:
         raise ValueError(
@@ -156,46 +155,14 @@ def _locate(given: str) -> Path:
     return folder.resolve()
 
 
-def with_images(config: LMModelConfig, prompts: Iterable[Prompt], trained: Trained | None) -> bool:
-    """Whether to load a language model with its vision tower. Raises ValueError, with one line, if prompts have images
-    that it cannot read.
-    """
-    place = next((prompt.place for prompt in prompts if prompt.images), None)
-    if place is not None and config.block_size is not None:
-        raise ValueError(f"{place} has images, which block diffusion does not support; leave model.block_size out")
-    if place is not None:
-        vision_families.check(config, place)
-        return True
-    return vision_families.is_needed(config) if trained is None else language_models.reads_images(trained.entries)
-
-
 # -- exporting --------------------------------------------------------------------------------------------------------
-
-
-class Family(Protocol):
-    """Reads and writes the files of one kind of model. names: the names of the trained tensors."""
-
-    @property
-    def lora_targets(self) -> Sequence[str]:
-        """The layers that get a LoRA unless the configuration names others."""
-
-    def load_base(self, config: Any, dtype: torch.dtype | None, names: Collection[str]) -> nn.Module:
-        """Load the trained module from the base folder, on the CPU."""
-
-    def read_lora(self, path: str, config: Any, names: Iterable[str]) -> Layers:
-        """Read the LoRA of model.lora_path, by the names of the module's layers."""
-
-    def export_model(self, folder: Path, config: Any, module: Any) -> None:
-        """Write the whole model."""
-
-    def export_lora(self, folder: Path, config: Any, layers: dict[str, Tensor], rank: int, alpha: float) -> None:
-        """Write a LoRA; `layers` have peft's names without the adapter's."""
 
 
 class Export:
     """The job: `Export(cfg)` checks everything (a ValueError is the user's mistake), `run()` writes; on rank 0 only.
 
-    The model's Family handles the file formats; this class contains what they have in common.
+    The model's `family`, with the methods of phalanx.models.flow.model_files.ModelFiles, handles the file formats; this
+    class contains what they have in common.
     """
 
     def __init__(self, cfg: ExportConfig) -> None:
@@ -208,14 +175,11 @@ class Export:
             raise ValueError(f"policy: {cfg.checkpoint!r} is not from a joint run; leave policy={cfg.policy} out")
         folder, model = self.trained.folder, self.trained.run.model
         self.model = model if cfg.model_path is None else replace(model, path=cfg.model_path, revision=None)
-        self.family = _family(self.model)
+        self.family = kind_of(self.trained.run).files(self.model)
         path = self.model.lora_path
         self.start: Layers = {} if path is None else self.family.read_lora(path, self.model, self.trained.entries)
-        if self.model.lora_rank > 0 and not cfg.merge_lora and _embeds_more(self.model):
-            raise ValueError(
-                "merge_lora: false would omit the mask token that the run added to the model, which is not part of its "
-                "LoRA; set it to true"
-            )
+        if self.model.lora_rank > 0 and not cfg.merge_lora:
+            self.family.check_base(self.model)
         place = cfg.output_dir or place_in_run(folder, "export", self.trained.policy)
         self.output_dir = Path(place).expanduser()
         if self.output_dir.exists():
@@ -225,8 +189,6 @@ class Export:
         # such a LoRA is exported without loading the base model
         plain_lora = self.model.lora_rank > 0 and self.model.lora_init != "pissa" and not cfg.merge_lora
         self.base: nn.Module | None = None if plain_lora else self._base()
-        if plain_lora and isinstance(self.model, LMModelConfig):
-            language_models.check_base(self.model)
         if cfg.push_to_hub is not None:
             make_repository(cfg.push_to_hub)
 
@@ -235,10 +197,16 @@ class Export:
         lora = self.model.lora_rank > 0
         dtype = DTYPES[self.model.dtype] if lora else self.dtype
         base = self.family.load_base(self.model, dtype, self.trained.entries.keys())
-        read = partial(self.family.read_lora, config=self.model, names=self.trained.entries)
-        start_from_lora(base, self.model.lora_path, read)
+        if self.model.lora_path is not None:
+            read = partial(self.family.read_lora, config=self.model, names=self.trained.entries)
+            start_from_lora(base, self.model.lora_path, read)
         if lora:
-            add_lora(_part(base, self.model), self.model, self.family.lora_targets, self.trained.run.trainer.seed)
+            add_lora(
+                self.family.trained_part(base, self.model),
+                self.model,
+                self.family.lora_targets,
+                self.trained.run.trainer.seed,
+            )
             for p in base.parameters():
                 p.data = p.data.float() if p.requires_grad else p.data  # sums of both LoRAs are exact
         self.trained.check_fits(_trained_parameters(base), self.model.path)
@@ -252,8 +220,8 @@ class Export:
             self._write()
         what = "the moving average" if self.trained.weights == "ema" else "the weights"
         print(f"{what} of {self.trained.folder} -> {self.output_dir}", flush=True)
-        if isinstance(self.model, FlowModelConfig) and self.model.lora_rank == 0:
-            call = how_to_load(self.output_dir)
+        if self.model.lora_rank == 0:
+            call = self.family.how_to_load(self.output_dir)
             if call is not None:
                 print(f"the folder lacks components, as its base does; load it with {call}", flush=True)
         if self.cfg.push_to_hub is not None:
@@ -286,28 +254,12 @@ class Export:
         if self.base is not None or self.start:
             dtype = self.dtype or torch.float32
         layers = {name.replace(".default.", "."): t for name, t in tensors.items()}
-        if self.start or isinstance(self.model, FlowModelConfig):
+        if self.start or not self.family.stores_alpha:
             # alpha is multiplied into B, because ComfyUI ignores an alpha that is not stored as a tensor
             rank, layers = joined(self.start, plain_layers(layers, {"lora_alpha": alpha}))
             alpha = rank
         layers = {name: t.to(dtype) for name, t in layers.items()}
         self.family.export_lora(folder, self.model, layers, rank, alpha)
-
-
-def _family(config: ModelConfig) -> Family:
-    if isinstance(config, FlowModelConfig):
-        return family_of(config)
-    return language_models
-
-
-def _part(base: nn.Module, config: ModelConfig) -> nn.Module:
-    """The part of the base that was trained."""
-    return family_of(config).trained_part(base, config) if isinstance(config, FlowModelConfig) else base
-
-
-def _embeds_more(config: ModelConfig) -> bool:
-    """Whether the run's model has a mask token that its base lacks."""
-    return isinstance(config, LMModelConfig) and config.block_size is not None and adds_mask(config)
 
 
 def _trained_parameters(module: nn.Module) -> dict[str, Tensor]:

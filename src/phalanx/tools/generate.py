@@ -6,16 +6,14 @@ reported.
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
-from phalanx.config.block_diffusion import BlockDiffusionRunConfig
 from phalanx.config.joint import WRITER
-from phalanx.config.lm import LMRunConfig, LMTurnRunConfig
+from phalanx.config.lm import LMRunConfig
 from phalanx.config.messages import ConfigError
 from phalanx.config.parallel import ParallelConfig
 from phalanx.config.tasks import GenerateConfig
@@ -25,18 +23,17 @@ from phalanx.data.prompts import load_prompts, question
 from phalanx.distributed.launch_env import Launch
 from phalanx.environments.environments import Environments, with_tools
 from phalanx.exit import Stopped
-from phalanx.models.lm.blocks import BlockDiffusionPolicy, load_blocks
-from phalanx.models.lm.lm_policy import LMPolicy
-from phalanx.models.lm.load_folder import load_model, load_tokenizer
-from phalanx.models.lm.model import DTYPES, CausalLM, positions
+from phalanx.models.lm.model import positions
 from phalanx.rollout.lm import build_rollout
 from phalanx.rollout.lm.conversations import Conversed
 from phalanx.rollout.lm.in_blocks import BlockDiffusionRollout
-from phalanx.rollout.lm.in_policy import Drawn, LMRollout
+from phalanx.rollout.lm.in_policy import Drawn
+from phalanx.run.kind import kind_of
+from phalanx.run.lm_kind import LM, reads_images
 from phalanx.run.rules import check, check_model
 from phalanx.run.world import start_world, stop_world
 from phalanx.telemetry.records import CONVERSATION, as_text, storable, summary
-from phalanx.tools.export import open_checkpoint, with_images
+from phalanx.tools.export import open_checkpoint
 from phalanx.tools.inputs import given, model_changes
 from phalanx.tools.outputs import check_place, writing
 from phalanx.types import Prompt
@@ -56,12 +53,13 @@ class Generation:
         sections = ("model", "data", "rollout", *(("environment",) if cfg.environment else ()))
         use = Use(cfg.trust_run, sections, UNUSED | {"model": given(**vars(cfg.model))})
         self.trained = None if cfg.checkpoint is None else open_checkpoint(cfg.checkpoint, cfg.weights, use, WRITER)
-        run = self.trained.run if self.trained is not None else LMRunConfig()
-        if not isinstance(run, LMRunConfig):
-            raise ConfigError(f"checkpoint: {cfg.checkpoint!r} is of a flow-matching model; use tasks/sample.py")
+        run: Any = LMRunConfig()
+        if self.trained is not None:
+            self.trained.check_command(LM.command)
+            run = self.trained.run
         self.prompts = read_prompts(cfg, cfg.prompt_key or run.data.prompt_key, run.data.image_key)
         self.environments: Environments | None = None
-        if isinstance(run, LMTurnRunConfig) and run.environment.used and cfg.environment:
+        if run.talks and cfg.environment:
             if cfg.stop:
                 raise ConfigError(
                     "stop: with an environment, a turn ends with an end token of the model; leave stop out, or set "
@@ -77,24 +75,16 @@ class Generation:
         config = self._model_config(run)
         data = replace(run.data, overlong_prompts="error", **given(system_prompt=cfg.system_prompt))
         data.chat_template_kwargs = run.data.chat_template_kwargs | cfg.chat_template_kwargs
-        images, dtype = with_images(config, self.prompts, self.trained), DTYPES[config.dtype]
-        model: CausalLM
-        if config.block_size is not None:
-            # supervised block diffusion adds a mask token that the base model lacks
-            adds = isinstance(run, BlockDiffusionRunConfig)
-            model, tokenizer = load_blocks(config, dtype, chunk=1, add_mask=adds)
-            make: Callable[..., LMPolicy] = partial(BlockDiffusionPolicy, size=config.block_size, estimate="trace")
-        else:
-            model, tokenizer = load_model(config, dtype, chunk=1, images=images), load_tokenizer(config)
-            make = LMPolicy
+        place = next((prompt.place for prompt in self.prompts if prompt.images), None)
+        images = reads_images(config, place, None if self.trained is None else self.trained.entries)
         self.world = start_world(ParallelConfig())
         # placeholder limits, since the policy must first count the tokens of the prompts
         shortest = replace(data, max_prompt_length=1, max_response_length=1)
-        parts = model, tokenizer, self.world, config, ParallelConfig(), shortest
-        self.policy = make(*parts, temperature=1.0, seed=run.trainer.seed)
+        kind: LM = kind_of(replace(run, model=config, data=shortest, parallel=ParallelConfig()))
+        self.policy = kind.plain_policy(self.world, images=images)
         self.policy.encode_ahead(self.prompts)
         lengths = [self.policy.length(prompt) for prompt in self.prompts]
-        room = positions(model.lm.config) or 2**20
+        room = positions(self.policy.trained.module.lm.config) or 2**20
         limit = self._limit(run, lengths, room, config.block_size or 1)
         longest = max(lengths)
         if self.environments is not None:  # an environment may extend prompts
@@ -106,12 +96,9 @@ class Generation:
         self.val = replace(run.rollout.val, **settings, max_response_length=limit)
         run = replace(run, rollout=replace(run.rollout, engine="policy", **given(stop=cfg.stop), val=self.val))
         self.tokens = self.forwards = 0  # counted for block diffusion
-        if not isinstance(self.policy, BlockDiffusionPolicy):
-            self.policy.check_agreement(decodes=True)
+        self.policy.check_agreement(decodes=True)
         together = cfg.micro_batch_size_per_gpu
-        rollout = build_rollout(run, self.policy, self.world, together, None, self.environments)
-        assert isinstance(rollout, LMRollout), "of the engine policy"
-        self.rollout = rollout
+        self.rollout: Any = build_rollout(run, self.policy, self.world, together, None, self.environments)
         if self.trained is not None:
             self.trained.check_fits(self.policy.trained.parameters, config.path)
 

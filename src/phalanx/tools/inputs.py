@@ -10,9 +10,9 @@ from typing import Any
 
 from phalanx.config.environment import EnvironmentConfig
 from phalanx.config.flow import FlowRunConfig
-from phalanx.config.lm import LMRLConfig, LMRunConfig, LMTurnRunConfig
+from phalanx.config.lm import LMRunConfig
 from phalanx.config.messages import ConfigError
-from phalanx.config.run import RLConfig, RunConfig
+from phalanx.config.run import RunConfig
 from phalanx.data.prompts import load_prompts, validation_sets
 from phalanx.distributed.launch_env import Launch
 from phalanx.models.flow.pipeline_headers import local_index
@@ -53,8 +53,8 @@ def check_lm(cfg: LMRunConfig, *, answered: bool = False) -> None:
     form["unusable"] = cfg.data.unusable_rows
     rows = load_prompts(cfg.data.train_files, "data.train_files", **form) if cfg.data.train_files else []
     sets = validation_sets(cfg.data.val_files, **form)
-    if isinstance(cfg, LMTurnRunConfig | LMRLConfig) and cfg.environment.used:
-        _check_environment(cfg.environment, chain(rows, *sets.values()))
+    if cfg.talks:
+        _check_environment(vars(cfg)["environment"], chain(rows, *sets.values()))
 
 
 def _check_environment(cfg: EnvironmentConfig, rows: Iterable[Prompt]) -> None:
@@ -70,14 +70,15 @@ def _check_environment(cfg: EnvironmentConfig, rows: Iterable[Prompt]) -> None:
 
 def check_placement(cfg: RunConfig) -> None:
     """Raise ConfigError if the placement fits none of the world sizes that train.sh's environment allows."""
-    if not isinstance(cfg, RLConfig) or "NPROC_PER_NODE" not in os.environ:
+    placement = vars(cfg).get("placement")
+    if not placement or "NPROC_PER_NODE" not in os.environ:
         return
     nodes, node = os.environ.get("NNODES", "1"), int(os.environ["NPROC_PER_NODE"])
     problems: list[ConfigError] = []
     counts = range(int(nodes.split(":")[0]), int(nodes.split(":")[-1]) + 1)
     for count in counts:
         try:
-            roles_of(cfg.placement, Launch(0, count * node, 0, node, nodes=nodes if ":" in nodes else ""))
+            roles_of(placement, Launch(0, count * node, 0, node, nodes=nodes if ":" in nodes else ""))
         except ConfigError as error:
             problems.append(error)
     if len(problems) == len(counts):

@@ -38,6 +38,7 @@ from phalanx.models.flow.registry import family_of
 from phalanx.rollout.flow.in_policy import PolicyRollout
 from phalanx.rollout.flow.samplers import check_frames, check_guidance
 from phalanx.run.flow_components import check_references, name_unused_columns
+from phalanx.run.flow_kind import Flow
 from phalanx.run.rules import check
 from phalanx.run.world import start_world, stop_world
 from phalanx.telemetry.records import read_index, write_index
@@ -66,10 +67,10 @@ class Generator:
         check_place(self.output_dir, "output_dir")
         use = Use(cfg.trust_run, ("model", "data", "rollout"), UNUSED | {"model": given(**vars(cfg.model))})
         self.trained = None if cfg.checkpoint is None else open_checkpoint(cfg.checkpoint, cfg.weights, use, PAINTER)
-        run = self.trained.run if self.trained is not None else FlowRunConfig()
-        if not isinstance(run, FlowRunConfig):
-            raise ConfigError(f"checkpoint: {cfg.checkpoint!r} is of a language model; use tasks/generate.py")
-        self.base = run
+        self.base: Any = FlowRunConfig()
+        if self.trained is not None:
+            self.trained.check_command(Flow.command)
+            self.base = self.trained.run
         self.model = replace(self.base.model, gradient_checkpointing=False, **model_changes(cfg.model))
         family = family_of(self.model)
         if family.image_column is not None:

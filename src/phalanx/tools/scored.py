@@ -1,10 +1,12 @@
 """The samples of an evaluation: sampled and scored on all ranks, and written chunk by chunk."""
 
+import gc
 import logging
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from phalanx.config.files import json_object
@@ -22,10 +24,11 @@ from phalanx.rewards.base import GivesAnswers
 from phalanx.rewards.client import RewardClient, without_filling
 from phalanx.rewards.judge_pool import Answers
 from phalanx.rewards.runner import RewardSet
+from phalanx.run.kind import Sets
 from phalanx.telemetry.records import CONVERSATION, TALKS, finite_or_none, storable
 from phalanx.telemetry.timers import Timers
 from phalanx.tools.board.evaluation_files import ARGUMENTS, Records, each_record, write_json
-from phalanx.tools.candidate import Candidate, Parts, Sets, build_parts, differing
+from phalanx.tools.candidate import Candidate, build_parts, differing
 from phalanx.tools.outputs import writing
 from phalanx.types import JobError, Outputs, Prompt
 
@@ -52,7 +55,7 @@ class Sampling:
         self.key, self.before = key, before
         self.cfg, self.candidate, self.world, self.sets, self.folder = cfg, candidate, world, sets, folder
         self.records, self.facts = Records(folder), candidate.facts(sets) | {"chunk": cfg.prompts_per_chunk}
-        self.parts: Parts | None = None
+        self.parts: Any = None
         self.rewards: RewardSet | None = None
         self._kept = ""  # description of the completed chunks
         self.complete = from_first(self._is_complete)
@@ -90,7 +93,7 @@ class Sampling:
         assert self.parts is not None, "built above or before"
         run, noun = self.candidate.run, self.parts.rollout.noun
         self.client = RewardClient(run, self.world, self.parts.rewards, Timers(), noun, on_stop=self._stop)
-        chunks, n = self._chunks(self.parts.sets), run.rollout.val.n
+        chunks, n = self._chunks(self.parts.val_sets), run.rollout.val.n
         sizes = [len(prompts) * n for _, prompts in chunks]
         done = 0
         with writing(self.folder, "output_dir"):
@@ -111,8 +114,11 @@ class Sampling:
         if self.world.rank == 0:
             with writing(self.folder, "output_dir"):
                 write_json(self.folder, ARGUMENTS, {"facts": self.facts, "complete": True, "samples": sum(sizes)})
-        self.parts.close()
+        self.parts.rollout.close()
         self.parts = None
+        gc.collect()  # the memory is for another model
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
     def _stop(self, number: int) -> None:
         self.world.watch.close()
@@ -126,7 +132,7 @@ class Sampling:
                 chunks.append((name, prompts[first : first + size]))
         return chunks
 
-    def _sample(self, parts: Parts, set_name: str, prompts: list[Prompt]) -> list[dict[str, Any]]:
+    def _sample(self, parts: Any, set_name: str, prompts: list[Prompt]) -> list[dict[str, Any]]:
         """Sample and score a chunk; returns its rows on rank 0, ordered by prompt and sample."""
         world, n = self.world, self.candidate.run.rollout.val.n
         local = share_of_rank(prompts, world.data_rank, world.data_size)

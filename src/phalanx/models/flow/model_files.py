@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.config.trained_model import FlowModelConfig
-from phalanx.models.flow.folder import base_folder, dtype_on_disk, model_index, read_lora
+from phalanx.models.flow.folder import base_folder, dtype_on_disk, how_to_load, model_index, read_lora
 from phalanx.models.flow.pipeline_headers import component_names
 from phalanx.models.lora import Layers, lora_key
 
@@ -21,6 +21,17 @@ class ModelFiles:
     pipeline_class: str  # name of diffusers' pipeline class, by which a folder is recognised
     lora_pipeline: str | None = None  # pipeline class that reads and writes its LoRAs, if its own does not
     lora_bias: str = "lora_B.bias"  # what a LoRA's bias of a layer is called in a file with the model's own names
+
+    stores_alpha = False  # whether a LoRA's file has its alpha
+
+    @classmethod
+    def check_base(cls, config: FlowModelConfig) -> None:
+        """Do nothing: a LoRA's export needs no base."""
+
+    @classmethod
+    def how_to_load(cls, folder: Path) -> str | None:
+        """See phalanx.models.flow.folder.how_to_load."""
+        return how_to_load(folder)
 
     @classmethod
     def stock_pipeline(cls) -> Any:

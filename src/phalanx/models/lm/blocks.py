@@ -109,6 +109,9 @@ class BlockDiffusionPolicy(LMPolicy):
         super().__init__(model, *args, **options)
         self.size, self.estimate, self.mask_id = size, estimate, model.mask_id
 
+    def check_agreement(self, *, decodes: bool) -> None:
+        """Do nothing: blocks are sampled and scored by the same passes."""
+
     def encode(self, prompt: Prompt) -> list[int]:
         """As in LMPolicy, but also raises ValueError for a prompt that contains the mask token."""
         tokens = super().encode(prompt)

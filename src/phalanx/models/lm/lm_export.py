@@ -14,17 +14,17 @@ from torch import Tensor
 from phalanx.config.trained_model import LMModelConfig
 from phalanx.engines.loading import loading
 from phalanx.models.headers import read_json
-from phalanx.models.lm.blocks import load_blocks, mask_tokenizer
+from phalanx.models.lm.blocks import adds_mask, load_blocks, mask_tokenizer
 from phalanx.models.lm.composite import OF_WHOLE, name_in_whole, text_part
 from phalanx.models.lm.lm_policy import LORA_TARGETS
 from phalanx.models.lm.load_folder import load_class, load_model, read_lora
 from phalanx.models.lm.model import DTYPES, CausalLM, decoder_of, places_of
 from phalanx.models.lora import ALL_LINEAR, adapter_config
 
-# the interface of a Family, see jobs/export.py
+# the interface of phalanx.models.flow.model_files.ModelFiles
 __all__ = ["export_lora", "export_model", "load_base", "lora_targets", "read_lora", "reads_images"]
 
-lora_targets = LORA_TARGETS
+lora_targets, stores_alpha = LORA_TARGETS, True
 # files of the base folder that training does not change
 _KEPT = (
     "tokenizer*",
@@ -110,10 +110,24 @@ def export_lora(folder: Path, config: LMModelConfig, layers: dict[str, Tensor], 
 
 
 def check_base(config: LMModelConfig) -> None:
-    """Raise ValueError, in one line, if a LoRA cannot be exported because model.path is not a model's."""
+    """Raise ValueError, in one line, if a LoRA cannot be exported: the run added a mask token, or its base is gone."""
+    if config.block_size is not None and adds_mask(config):
+        raise ValueError(
+            "merge_lora: false would omit the mask token that the run added to the model, which is not part of its "
+            "LoRA; set it to true"
+        )
     base = _base_folder(config)
     with loading(f"model.path: {config.path!r} does not load"):
         transformers.AutoConfig.from_pretrained(base, trust_remote_code=False)
+
+
+def trained_part(base: CausalLM, config: LMModelConfig) -> CausalLM:
+    """All of the model."""
+    return base
+
+
+def how_to_load(folder: Path) -> None:
+    """None: an export is complete."""
 
 
 def _places(base: Path) -> dict[str, str]:

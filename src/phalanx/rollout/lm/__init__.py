@@ -11,19 +11,13 @@ from phalanx.models.lm.blocks import BlockDiffusionPolicy
 from phalanx.models.lm.lm_policy import LMPolicy
 from phalanx.rollout.lm.in_policy import check_stops
 from phalanx.rollout.lm.together import decoded_together
-from phalanx.rollout.registry import check_class, check_installed, made
+from phalanx.rollout.registry import check_class, made
 from phalanx.types import Rollout
 
 
 def check_entry(kind: Any, name: str) -> None:
     """Raise ConfigError, when a configuration is loaded, for a class that cannot be an engine."""
     check_class(kind, name, "passes", "phalanx.rollout.lm.in_policy.LMRollout")
-
-
-def check_engine(cfg: LMRunConfig, *, installed: bool = True) -> None:
-    """Raise ConfigError for an engine that, with `installed`, is missing."""
-    if installed:
-        check_installed(cfg.rollout)
 
 
 def build_rollout(

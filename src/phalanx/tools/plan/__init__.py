@@ -15,7 +15,8 @@ from phalanx.config.joint import JointConfig
 from phalanx.config.messages import ConfigError
 from phalanx.config.run import RunConfig
 from phalanx.distributed.launch_env import Launch
-from phalanx.tools.plan.jobs import check, locate, parts_of, policies_of
+from phalanx.run.kind import kind_of
+from phalanx.tools.plan.jobs import locate, parts_of, policies_of
 from phalanx.tools.plan.layout import Cluster
 from phalanx.tools.plan.text import describe, sizes
 
@@ -37,14 +38,14 @@ def plan_job(cfg: RunConfig | JointConfig, words: Mapping[str, str]) -> str:
         # restarts, and the range of an elastic job, are those of the present environment
         launch = replace(Launch.from_env(), world_size=cluster.ranks, local_world_size=cluster.per_node)
         try:
-            check(cfg, launch)
+            kind_of(cfg).check(launch, installed=False)
         except ConfigError as error:
             refused[cluster] = str(error)
     if len(refused) == len(tried):
         none = f"no number of nodes from {tried[0].nodes} to {tried[-1].nodes} works: " if len(tried) > 1 else ""
         raise ConfigError(none + refused[tried[0]])
     largest = [cluster for cluster in tried if cluster not in refused][-1]
-    alternate = isinstance(cfg, JointConfig) and cfg.alternate is not None
+    alternate = vars(cfg).get("alternate") is not None
     text = describe(largest, parts_of(cfg, largest), gpu_memory, alternate=alternate)
     if len(tried) == 1:
         return text

@@ -1,43 +1,24 @@
 """The batches of a planned step in words, its operations, and its messages: bytes that a rank receives and sends."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from phalanx.config.messages import counted
 from phalanx.distributed.mesh import ACTOR, ROLLOUT
 from phalanx.run.roles import Roles
-from phalanx.tools.plan.blueprint import PlannedFlowPolicy
-from phalanx.tools.plan.jobs import task_of
 from phalanx.tools.plan.ledger import kinds
-from phalanx.tools.plan.lm_blueprint import PlannedBlockRollout
-from phalanx.tools.plan.rehearsal import Rehearsal, RLRehearsal, SupervisedRehearsal
+from phalanx.tools.plan.rehearsal import Rehearsal, RLRehearsal
 from phalanx.tools.plan.tables import Rows
 
 
 def batch(p: Rehearsal) -> Rows:
     """How a step is divided over ranks, optimizer steps and micro-batches."""
-    trainer, samples, part = p.cfg.trainer, task_of(p.cfg).samples, "step"
-    noun, total = samples.removesuffix("s"), trainer.total_training_steps
+    trainer, noun = p.cfg.trainer, p.kind.drawn.removesuffix("s")
+    total, rows = trainer.total_training_steps, p.step_rows(noun)
     run = "" if total is None else counted(total, "step")
-    if isinstance(p, SupervisedRehearsal):
-        shares = p.task.shares
-        rows = [
-            ("a step", f"{shares.batch_size} {samples}, {shares.per_rank} per rank, one optimizer step"),
-            ("update", f"{counted(p.state.micro_batches, 'micro-batch')} of {counted(shares.micro, noun)}"),
-        ]
-    else:
-        assert isinstance(p, RLRehearsal), "the other kind of training"
-        plan, n, in_parts = p.plan, p.cfg.rollout.n, ""
-        prompts = len({prompt.group_id for prompt in p.samples.prompts})
-        if plan.parts > 1:
-            part, in_parts = "part", f", in each of {plan.parts} parts"
-        rows = [
-            ("a step", f"{plan.samples // n} prompts x {n} {samples} = {plan.samples} {samples}"),
-            ("a rank", f"{counted(plan.per_rank, noun)} of {counted(prompts, 'prompt')}{in_parts}"),
-            *(_of_tokens(p) if p.policy.tokens else _of_images(p)),
-        ]
-        if total is not None:
-            run += f", {counted(total * plan.updates * plan.epochs, 'optimizer step')}"
+    if total is not None and p.plan is not None:
+        run += f", {counted(total * p.plan.updates * p.plan.epochs, 'optimizer step')}"
     passes = []
     for kind in kinds(p.frozen):  # decoding a language model takes as many passes as a response has tokens
         took = p.ledger.phases.get(kind.name)
@@ -45,65 +26,10 @@ def batch(p: Rehearsal) -> Rows:
             passes.append(f"{took.passes} {kind.passes}")
     return [
         *rows,
-        *_inputs(p),
-        ("forward passes", f"{', '.join(passes)}, per rank and {part}"),
+        *p.policy.input_rows(p),
+        ("forward passes", f"{', '.join(passes)}, per rank and {p.unit}"),
         ("run", run or f"as many steps as trainer.total_epochs={trainer.total_epochs} gives"),
     ]
-
-
-def _of_tokens(p: RLRehearsal) -> Rows:
-    """How responses are drawn and trained."""
-    plan, what = p.plan, "tokens"
-    assert p.samples.tokens is not None, "samples of tokens have lengths"
-    longest = int(p.samples.tokens[0])
-    engine = "" if p.cfg.rollout.facts.weights == "policy" else f", in {p.cfg.rollout.engine}"
-    if isinstance(p.rollout, PlannedBlockRollout):
-        what = "positions"
-        engine = f", at least {p.rollout.per_look:.3g} of a block's tokens per denoising step"
-    inner = f"{counted(plan.first(1), 'response')} of {longest} {what}"
-    if plan.budget is not None:
-        inner = f"at most {plan.budget} {what}, {plan.budget // longest} of the longest responses"
-    return [
-        ("rollout", f"{plan.rollout_micro} responses together{engine}"),
-        (
-            "updates",
-            f"{plan.updates * plan.epochs} per step, of {counted(p.state.micro_batches, 'micro-batch')} in all",
-        ),
-        ("micro-batch", f"{inner}{', in one row' if plan.packed else ''}"),
-    ]
-
-
-def _of_images(p: RLRehearsal) -> Rows:
-    """How images are drawn and trained."""
-    assert isinstance(p.policy, PlannedFlowPolicy), "of a flow model"
-    plan, images = p.plan, p.plan.first(1)
-    # branches of guidance that share a forward pass
-    together = 2 if p.samples.trace.sampler.guided and not p.policy.detach_uncond else 1
-    both = f" x {together} branches of guidance" if together > 1 else ""
-    inner = f"{counted(images, 'image')} x {counted(plan.actions, 'trained step')}{both}"
-    drawn = counted(plan.per_rank // plan.rollout_micro, "micro-batch")
-    return [
-        ("rollout", f"{drawn} of {plan.rollout_micro} images{both}"),
-        ("updates", f"{plan.updates * plan.epochs} per step, each of {counted(plan.passes, 'micro-batch')}"),
-        ("micro-batch", f"{inner} = {counted(images * plan.actions * together, 'row')}"),
-    ]
-
-
-def _inputs(p: Rehearsal) -> Iterator[tuple[str, str]]:
-    """The lengths of texts, or of a language model's samples with the states of their blocks."""
-    policy, prompt = p.policy, p.cfg.data.max_prompt_length
-    if isinstance(policy, PlannedFlowPolicy):
-        yield "texts", f"{counted(policy.text_tokens, 'token')} at most"
-        return
-    yield "tokens", f"{prompt} + {policy.tokens - prompt} at most"
-    if policy.vision is not None:
-        tower = "frozen, which reads each once" if policy.vision.frozen else "trained, which reads it in each pass"
-        yield "images", f"1 image per prompt, {policy.vision.look.count} of its tokens; the tower is {tower}"
-    if isinstance(p.rollout, PlannedBlockRollout) and isinstance(p, RLRehearsal):
-        size, most = p.rollout.policy.size, p.rollout.most
-        assert p.samples.tokens is not None, "samples of tokens have lengths"
-        clean = int(p.samples.tokens[0]) - most * size
-        yield "states", f"{most} of {size} tokens behind {clean} of a sample at most"
 
 
 def arithmetic(parts: Sequence[Rehearsal], roles: Roles, *, alternate: bool = False) -> Rows:
@@ -113,13 +39,11 @@ def arithmetic(parts: Sequence[Rehearsal], roles: Roles, *, alternate: bool = Fa
     rows = []
     for p in parts:
         if p.role:
-            assert isinstance(p, RLRehearsal), "only samples are drawn elsewhere"
-            rows.append((p.role, _operations(p.flops_of_role, len(roles.ranks[p.role]))))
+            rows.append((p.role, _operations(cast(RLRehearsal, p).flops_of_role, len(roles.ranks[p.role]))))
             continue
         text = _operations(p.flops, p.policy.layout.cluster.ranks)
         if alternate:
-            assert isinstance(p, RLRehearsal), "both draw samples"
-            text += f"; {_operations(p.drawn_flops)} in a step that does not train it"
+            text += f"; {_operations(cast(RLRehearsal, p).drawn_flops)} in a step that does not train it"
         rows.append((p.part or "a step", text))
         again = 1 - p.model_flops / p.flops
         if again > 0 and not p.part:

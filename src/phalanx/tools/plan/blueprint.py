@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.config.flow import FlowRunConfig
+from phalanx.config.messages import counted
 from phalanx.config.trained_model import FlowModelConfig
 from phalanx.models.flow.family import Embeds, FlowModel, Instruction
 from phalanx.models.flow.folder import read_index
@@ -25,6 +26,7 @@ from phalanx.models.recompute import recompute
 from phalanx.run.world import lone_world
 from phalanx.tools.plan.layout import Cluster, CountedPolicy
 from phalanx.tools.plan.ledger import META, Ledger
+from phalanx.tools.plan.tables import Rows
 
 log = logging.getLogger(__name__)
 _WITHOUT_TENSORS = ("Tokenizer", "TokenizerFast", "FeatureExtractor")
@@ -114,6 +116,24 @@ class PlannedFlowPolicy(CountedPolicy, FlowPolicy):
 
     text_tokens = 0
 
+    def update_rows(self, p: Any) -> Rows:
+        """How images of a planned job `p` are drawn and trained."""
+        plan, images = p.plan, p.plan.first(1)
+        # branches of guidance that share a forward pass
+        together = 2 if p.samples.trace.sampler.guided and not self.detach_uncond else 1
+        both = f" x {together} branches of guidance" if together > 1 else ""
+        inner = f"{counted(images, 'image')} x {counted(plan.actions, 'trained step')}{both}"
+        drawn = counted(plan.per_rank // plan.rollout_micro, "micro-batch")
+        return [
+            ("rollout", f"{drawn} of {plan.rollout_micro} images{both}"),
+            ("updates", f"{plan.updates * plan.epochs} per step, each of {counted(plan.passes, 'micro-batch')}"),
+            ("micro-batch", f"{inner} = {counted(images * plan.actions * together, 'row')}"),
+        ]
+
+    def input_rows(self, p: Any) -> Rows:
+        """The lengths of texts."""
+        return [("texts", f"{counted(self.text_tokens, 'token')} at most")]
+
     def recompute(self, count: int) -> None:
         """Have the first `count` blocks recomputed in backward passes."""
         self.model.transformer.enable_gradient_checkpointing(recompute(self.blocks[:count]))
@@ -133,11 +153,9 @@ def planned_policy(
     world = lone_world(cfg.parallel, cluster.ranks, rank, META)
     given: dict[str, Any] = {"detach_uncond": False, "seed": cfg.trainer.seed, "make": PlannedFlowPolicy, **options}
     with META:
-        policy = build_policy(config, cfg.parallel, data, world, family=kind, **given)
-    assert isinstance(policy, PlannedFlowPolicy)
+        policy: Any = build_policy(config, cfg.parallel, data, world, family=kind, **given)
     policy.lay_out(cfg, cluster, ledger, policy.model.blocks())
     policy.encoders, policy.decoders = policy.model.text_encoders, [policy.model.vae]
-    assert isinstance(policy.model, _Blueprint)
     policy.mapped = policy.model.mapped
     policy.image_columns = [] if policy.model.image_column is None else [policy.model.image_column]
     policy.text_tokens = policy.model.most_tokens(data.max_prompt_length, cfg.rollout.height, cfg.rollout.width)

@@ -8,7 +8,7 @@ token, as if each denoising step unmasked one. Only the folder's configurations 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from phalanx.config.lm import LMRunConfig
+from phalanx.config.messages import counted
 from phalanx.config.parallel import ParallelConfig
 from phalanx.distributed.expert_parallel import Exchange
 from phalanx.engines.loading import loading
@@ -37,6 +38,7 @@ from phalanx.rollout.lm.in_policy import LMRollout
 from phalanx.run.world import lone_world
 from phalanx.tools.plan.layout import NOTHING, Cluster, CountedPolicy
 from phalanx.tools.plan.ledger import META, Ledger
+from phalanx.tools.plan.tables import Rows
 from phalanx.tools.plan.vision_blueprint import PlannedVision, shows_images
 from phalanx.types import Each, Prompt, Samples
 
@@ -52,6 +54,30 @@ class PlannedLMPolicy(CountedPolicy, LMPolicy):
         module = self.trained.module
         module.eval()  # also those that were recomputed
         module.recomputes, self.trained.recomputed = count, count / len(self.blocks)
+
+    def update_rows(self, p: Any, what: str = "tokens", drawn: str = "") -> Rows:
+        """How responses of a planned job `p` are drawn and trained. what: what a pass is measured in."""
+        plan, longest = p.plan, int(p.samples.tokens[0])
+        if not drawn and p.cfg.rollout.facts.weights != "policy":
+            drawn = f", in {p.cfg.rollout.engine}"
+        inner = f"{counted(plan.first(1), 'response')} of {longest} {what}"
+        if plan.budget is not None:
+            inner = f"at most {plan.budget} {what}, {plan.budget // longest} of the longest responses"
+        batches = counted(p.state.micro_batches, "micro-batch")
+        return [
+            ("rollout", f"{plan.rollout_micro} responses together{drawn}"),
+            ("updates", f"{plan.updates * plan.epochs} per step, of {batches} in all"),
+            ("micro-batch", f"{inner}{', in one row' if plan.packed else ''}"),
+        ]
+
+    def input_rows(self, p: Any) -> Rows:
+        """The lengths of samples, and what their images take."""
+        prompt, vision = p.cfg.data.max_prompt_length, self.vision
+        rows = [("tokens", f"{prompt} + {self.tokens - prompt} at most")]
+        if vision is not None:
+            tower = "frozen, which reads each once" if vision.frozen else "trained, which reads it in each pass"
+            rows.append(("images", f"1 image per prompt, {vision.look.count} of its tokens; the tower is {tower}"))
+        return rows
 
     def scored(self, trace: TokenTrace, temperature: float) -> TokenReplay:
         """As LMPolicy.scored; only the first of equal passes of a phase runs."""
@@ -209,6 +235,18 @@ class PlannedBlockPolicy(PlannedLMPolicy, BlockDiffusionPolicy):
 
     looks_of_a_response = 0.0
 
+    def update_rows(self, p: Any, what: str = "positions", drawn: str = "") -> Rows:
+        drawn = f", at least {p.rollout.per_look:.3g} of a block's tokens per denoising step"
+        return super().update_rows(p, what, drawn)
+
+    def input_rows(self, p: Any) -> Rows:
+        rows = super().input_rows(p)
+        if p.plan is None:
+            return rows
+        size, most = self.size, p.rollout.most
+        clean = int(p.samples.tokens[0]) - most * size
+        return [*rows, ("states", f"{most} of {size} tokens behind {clean} of a sample at most")]
+
     def _scores(self, trace: Any, temperature: float) -> Tensor:
         replay = BlockDiffusionPolicy.scored(self, trace, temperature)
         return torch.stack([replay.log_prob, replay.entropy, replay.self_certainty])
@@ -248,8 +286,7 @@ class PlannedBlockRollout(PlannedLMRollout, BlockDiffusionRollout):
     @property
     def per_look(self) -> float:
         """Tokens that a pass over a block unmasks; a threshold may unmask more."""
-        assert isinstance(self.how, Denoising), "as BlockDiffusionRollout makes it"
-        return self.policy.size / self.how.steps
+        return self.policy.size / cast(Denoising, self.how).steps
 
     def _longest(self, share: int) -> tuple[BlockTrace, int]:
         (plain, length), size, limit = super()._longest(share), self.policy.size, self.how.limit
@@ -259,9 +296,8 @@ class PlannedBlockRollout(PlannedLMRollout, BlockDiffusionRollout):
         trace = BlockTrace(plain.ids, plain.starts, plain.lengths, limit, **beside)
         return trace, length + (self.most - 1) * size
 
-    def _decoded(self, count: int, n: int, decoding: Decoding, looks: Sequence[Any] | None) -> None:
+    def _decoded(self, count: int, n: int, decoding: Any, looks: Sequence[Any] | None) -> None:
         """Read the prompts, and pass over the last block of `count` responses, n of each prompt."""
-        assert isinstance(decoding, Denoising), "as BlockDiffusionRollout makes it"
         self.policy.ledger.phase.passes += 1
         forward, size, length = self.policy.trained.module, self.policy.size, self.before + decoding.limit
         cache, rows = DynamicCache(config=self.policy.settings), [i // n for i in range(count)]

@@ -16,17 +16,21 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from phalanx.config.messages import counted
 from phalanx.config.run import EmaConfig, RLConfig, RunConfig
 from phalanx.distributed.mesh import ACTOR, INFERENCE, ROLLOUT
 from phalanx.run.block_diffusion_sft import BlockDiffusion, Noised
 from phalanx.run.flow_matching import ENCODED_TOGETHER, FlowMatching
 from phalanx.run.job import Job
+from phalanx.run.kind import Kind
 from phalanx.run.rl import weights_beside
 from phalanx.telemetry.flops import step_flops
 from phalanx.telemetry.timers import Timers
 from phalanx.tools.plan.blueprint import PlannedFlowPolicy
-from phalanx.tools.plan.layout import ShardedUpdate, Weight
+from phalanx.tools.plan.layout import Cluster, ShardedUpdate, Weight
+from phalanx.tools.plan.ledger import META
 from phalanx.tools.plan.lm_blueprint import PlannedBlockPolicy, PlannedLMPolicy
+from phalanx.tools.plan.tables import Rows
 from phalanx.training.components import LoadedTeacher
 from phalanx.training.loop import train_step
 from phalanx.training.minibatches import BatchPlan, Minibatches
@@ -110,18 +114,20 @@ class Rehearsal(ABC):
 
     plan: the batch arithmetic of reinforcement learning. samples_size: bytes of the step's samples on the device, and
     outputs_size of their images on the host. copies_reference: the reference is a copy of the initial weights.
-    frozen: the policies of teachers by name.
+    frozen: the policies of teachers by name. unit: what its passes are counted in.
 
     role: that of the planned rank, if ranks have roles; rescores: log-probs may be recomputed here, not by another
     role. part: the name of this policy of a joint run; learns: it is trained; beside: bytes that the other policy holds
     on the device; waiting: bytes of the other policy's samples before this one's updates, and during them.
     """
 
+    kind: Kind
     plan: BatchPlan | None = None
     samples: Samples
     samples_size = outputs_size = 0
     copies_reference = False
     role = part = ""
+    unit = "step"
     learns = rescores = True
     beside: Mapping[str, int] = {}
     waiting = 0, 0
@@ -149,6 +155,10 @@ class Rehearsal(ABC):
     @abstractmethod
     def train(self) -> None:
         """The updates of the step."""
+
+    @abstractmethod
+    def step_rows(self, noun: str) -> Rows:
+        """How a step is divided over ranks, optimizer steps and micro-batches; noun: what a sample is called."""
 
     @abstractmethod
     def operations(self, *, recomputed: bool) -> int:
@@ -205,6 +215,7 @@ class RLRehearsal(Rehearsal):
         super().__init__(cfg, policy, rollout, state)
         self.learns = learns
         self.plan, self.algorithm, self.prompts = plan, algorithm, prompts
+        self.unit = "part" if plan.parts > 1 else "step"
         state.sharding.middle = plan.budget is not None or plan.passes > 2
         self.frozen = {name: cast(PlannedFlowPolicy, teacher.policy) for name, teacher in (teachers or {}).items()}
         timers, progress = self.job.timers, self.job.progress
@@ -245,6 +256,16 @@ class RLRehearsal(Rehearsal):
             self.outputs_size = outputs.nbytes
         if self.trains:
             self.train()
+
+    def step_rows(self, noun: str) -> Rows:
+        plan, n = self.plan, self.cfg.rollout.n
+        prompts = len({prompt.group_id for prompt in self.samples.prompts})
+        in_parts = f", in each of {plan.parts} parts" if plan.parts > 1 else ""
+        return [
+            ("a step", f"{plan.samples // n} prompts x {n} {noun}s = {plan.samples} {noun}s"),
+            ("a rank", f"{counted(plan.per_rank, noun)} of {counted(prompts, 'prompt')}{in_parts}"),
+            *self.policy.update_rows(self),
+        ]
 
     def train(self) -> None:
         """The updates, with rewards whose best sample is a different one for each prompt."""
@@ -315,6 +336,13 @@ class SupervisedRehearsal(Rehearsal):
         self.task.begin(range(ENCODED_TOGETHER // self.task.shares.per_rank + 1))
         self.train()
 
+    def step_rows(self, noun: str) -> Rows:
+        shares = self.task.shares
+        return [
+            ("a step", f"{shares.batch_size} {noun}s, {shares.per_rank} per rank, one optimizer step"),
+            ("update", f"{counted(self.state.micro_batches, 'micro-batch')} of {counted(shares.micro, noun)}"),
+        ]
+
     def train(self) -> None:
         """The update on the first samples."""
         with self.ledger.during("update"):
@@ -348,3 +376,23 @@ class PlannedBlockDiffusion(BlockDiffusion):
 
     def metrics(self, sums: dict[str, float]) -> dict[str, float]:
         return {}
+
+
+def busiest_rank(cfg: RLConfig, plan: BatchPlan, cluster: Cluster) -> int:
+    """The rank whose samples belong to the most prompts."""
+    n, each, ranks = cfg.rollout.n, plan.per_rank, cfg.parallel.data_ranks(cluster.ranks)
+    return max(range(ranks), key=lambda rank: ((rank + 1) * each - 1) // n - rank * each // n)
+
+
+def longest_prompts(policy: AnyPlannedPolicy, count: int, columns: Sequence[str] = ()) -> list[Prompt]:
+    """Prompts, with an image in each of these columns and in that of an editing model."""
+    images = dict.fromkeys([*columns, *policy.image_columns], Blank())
+    return [Prompt(f"prompt {i}", i, images) for i in range(count)]
+
+
+class Blank:
+    """An image of the data, which takes no memory."""
+
+    def pixels(self, height: int, width: int) -> Tensor:
+        """An image [3, H, W] on the host, where it takes no memory."""
+        return torch.empty(3, height, width, device=META).cpu()

@@ -2,14 +2,16 @@
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import cast
 
 from phalanx.config.messages import counted
-from phalanx.config.run import RLConfig, RunConfig
+from phalanx.config.run import RunConfig
 from phalanx.distributed.mesh import ACTOR, INFERENCE, ROLLOUT
 from phalanx.distributed.placement import place
+from phalanx.run.kind import kind_of
 from phalanx.run.roles import Roles, roles_of, span
 from phalanx.tools.plan.batch import arithmetic, batch, messages
-from phalanx.tools.plan.jobs import roles_on, task_of
+from phalanx.tools.plan.jobs import roles_on
 from phalanx.tools.plan.layout import Cluster, Weight
 from phalanx.tools.plan.memory import MAPPED, Memory, count
 from phalanx.tools.plan.rehearsal import Rehearsal, RLRehearsal
@@ -62,7 +64,7 @@ def describe(
 
 def sizes(cfg: RunConfig, clusters: Sequence[Cluster], refused: Mapping[Cluster, str]) -> str:
     """A line for each number of nodes: the share of a rank, or the reason why the job is refused."""
-    each = cfg.rollout.n if isinstance(cfg, RLConfig) else 1
+    each = cfg.rollout.n if "algorithm" in vars(cfg) else 1
     rows = []
     for c in clusters:
         if c in refused:
@@ -72,7 +74,7 @@ def sizes(cfg: RunConfig, clusters: Sequence[Cluster], refused: Mapping[Cluster,
         text = ", ".join(f"{role} {span(members)}" for role, members in roles.ranks.items())
         if roles.collocated:
             share = cfg.data.batch_size(ranks) * each // ranks
-            text = f"{share} {task_of(cfg).samples} per rank, {copies(c, c.width(cfg.parallel))}"
+            text = f"{share} {kind_of(cfg).drawn} per rank, {copies(c, c.width(cfg.parallel))}"
         rows.append((words(c), text))
     return "\n".join(["Sizes", *listed(rows)])
 
@@ -115,7 +117,7 @@ def _rewards(cfg: RunConfig, roles: Roles, cluster: Cluster) -> Rows:
     """The ranks that score samples."""
     names = ", ".join(f.name or f.path or "" for f in cfg.reward.functions)
     where = "every rank, for its own" if roles.collocated else "the ranks of the rollout, each for its own"
-    rows = [("rewards", f"{names}: on {where} {task_of(cfg).samples}" if names else "none")]
+    rows = [("rewards", f"{names}: on {where} {kind_of(cfg).drawn}" if names else "none")]
     if cfg.reward.model.path is not None:
         launch, ranks = roles.launch(ROLLOUT, cluster.launch), roles.ranks[ROLLOUT]
         domains = place(cfg.reward.model, launch.world_size, launch.local_world_size)
@@ -211,10 +213,9 @@ def _host(memories: Sequence[tuple[Rehearsal, Memory]], roles: Roles, per_node: 
 
 def _across(parts: Sequence[Rehearsal], roles: Roles) -> list[str]:
     """The weights that the actor sends and the samples that it receives, if ranks have roles."""
-    rollout, actor, ranks = parts[0], parts[-1], roles.ranks
+    rollout, actor, ranks = cast(RLRehearsal, parts[0]), cast(RLRehearsal, parts[-1]), roles.ranks
     if roles.collocated:
         return []
-    assert isinstance(rollout, RLRehearsal) and isinstance(actor, RLRehearsal), "only samples are drawn elsewhere"
     cfg, scores = rollout.cfg, INFERENCE in ranks
     weights = sum(w.numel * w.kept.itemsize for w in actor.policy.layout.trained)
     samples = rollout.sent * len(ranks[ROLLOUT]) * rollout.plan.parts
@@ -223,7 +224,7 @@ def _across(parts: Sequence[Rehearsal], roles: Roles) -> list[str]:
     to = f"from rank {ranks[ACTOR][0]} to each of {others} ranks that sample{' or score' * scores}"
     again = ", and again for a validation" if "validation: sample" in rollout.ledger.phases else ""
     way = "to inference, and on to the actor" if scores else "to the actor"
-    drawn = f"{actor.plan.samples} {task_of(cfg).samples}"
+    drawn = f"{actor.plan.samples} {kind_of(cfg).drawn}"
     rows = [
         ("weights", f"{Scale.of(weights)}, {what}, {to}{again}"),
         ("samples", f"{Scale.of(samples)} of {drawn}, from the rollout {way}"),

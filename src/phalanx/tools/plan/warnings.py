@@ -4,10 +4,9 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from phalanx.config.run import RLConfig
 from phalanx.distributed.mesh import ROLLOUT
 from phalanx.run.roles import span
-from phalanx.tools.plan.jobs import task_of, train_again
+from phalanx.tools.plan.jobs import train_again
 from phalanx.tools.plan.memory import Memory, count
 from phalanx.tools.plan.rehearsal import Rehearsal
 from phalanx.tools.plan.tables import Scale
@@ -45,9 +44,10 @@ def warnings(
                 f"of weights goes through the network; parallel.fsdp_size={inside} keeps it within a node"
             )
             break
-    if isinstance(p.cfg, RLConfig) and p.cfg.algorithm.needs_critic and p.trains:
+    algorithm = vars(p.cfg).get("algorithm")
+    if algorithm is not None and algorithm.needs_critic and p.trains:
         yield (
-            f"algorithm.name={p.cfg.algorithm.name} trains a critic, which no figure includes: one of the "
+            f"algorithm.name={algorithm.name} trains a critic, which no figure includes: one of the "
             "policy's size it takes as much again as training all weights of the policy"
         )
     beside, owners = allowance(p, memory)
@@ -81,7 +81,7 @@ def _remedies(p: Rehearsal, memory: Memory) -> list[str]:
     sharded, reward, facts = layout.width > 1, memory.reward, cfg.rollout.facts
     update, judge = largest.name == "update", largest.name == "judge"
     sample, decode = "sample" in largest.name, "decode" in largest.name
-    section = task_of(p.cfg).section
+    section = p.kind.section
     micro = f"{cfg.actor:ppo_micro_batch_size_per_gpu}" if p.plan else f"{section}.micro_batch_size_per_gpu"
     if p.plan is not None and p.plan.budget is not None:
         micro = f"{cfg.actor:ppo_max_token_len_per_gpu}"

@@ -1,0 +1,336 @@
+"""Language models, causal or of block diffusion: the parts of their jobs, see phalanx.run.kind."""
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from itertools import chain
+from typing import Any, ClassVar
+
+from phalanx.algorithms import TokenAlgorithm
+from phalanx.config.lm import LMRLConfig, LMRolloutConfig, LMRunConfig, LMTurnRunConfig
+from phalanx.config.messages import ConfigError
+from phalanx.config.section import copy_with, reported_by
+from phalanx.config.trained_model import LMModelConfig
+from phalanx.data.unusable import UnusableRows
+from phalanx.distributed.context_parallel import KEY
+from phalanx.distributed.mesh import World
+from phalanx.distributed.passes import Passes
+from phalanx.environments.environments import Environments, with_tools
+from phalanx.functional.tokens import TokenTrace, Truncation
+from phalanx.models.lm import lm_export, vision_families
+from phalanx.models.lm.blocks import BlockDiffusionPolicy, build_block_policy, load_blocks
+from phalanx.models.lm.lm_folder import check_folder
+from phalanx.models.lm.lm_policy import LMPolicy, build_policy
+from phalanx.models.lm.load_folder import load_model, load_tokenizer
+from phalanx.models.lm.model import DTYPES
+from phalanx.models.lm.value_model import build_critic
+from phalanx.rollout.lm import build_rollout
+from phalanx.rollout.lm.partial import PartialRollout, drawn_at_once
+from phalanx.run import batch_plan
+from phalanx.run.disaggregated.role_batches import part_of
+from phalanx.run.kind import Kind, Schemas, Sets
+from phalanx.run.start import fitting_sets
+from phalanx.training.components import taught_model
+from phalanx.training.critic_trainer import CriticTrainer
+from phalanx.training.minibatches import BatchPlan
+from phalanx.types import Algorithm, Prompt, Rollout, Samples, Teacher
+
+log = logging.getLogger(__name__)
+
+
+class LM(Kind):
+    """A causal language model in transformers' format, which may read images, and talk with environments."""
+
+    schemas: ClassVar[Schemas] = (LMTurnRunConfig, LMRunConfig)
+    drawn = "responses"
+    of_tokens = True
+    words = "a language model"
+    command = "tasks/generate.py"
+    planner = "phalanx.tools.plan.lm_jobs:rehearsed"
+    together = 8  # engines with their own copy of the weights form batches themselves
+
+    def __init__(self, cfg: Any) -> None:
+        super().__init__(cfg)
+        self.images = False  # whether prompts may have images
+        self.environments: Environments | None = None
+
+    @staticmethod
+    def check_folder(path: str, key: str) -> None:
+        check_folder(path, key)
+
+    def plan(self, ranks: int) -> Any:
+        cfg: LMRLConfig = self.cfg
+        budget = cfg.token_budget if cfg.actor.use_dynamic_bsz else None
+        algorithm = self.build_algorithm()
+        result = batch_plan.plan(cfg, algorithm, ranks, micro=None if budget is None else 1)
+        packed, adjacent = _packing(cfg, result, algorithm)
+        prompts, age = result.samples // cfg.rollout.n, cfg.rollout.max_staleness
+        drawn = drawn_at_once(cfg.rollout, prompts)
+        if not prompts <= drawn <= prompts * (age + 1):
+            raise ConfigError(
+                f"{cfg.rollout:over_sampling_batch_size}: {drawn} should be {prompts} to {prompts * (age + 1)}: the "
+                f"{prompts} prompts of a training step, and those that may wait for {cfg.rollout:max_staleness}={age} "
+                "steps"
+            )
+        # the number decoded together does not affect log-probs: these are computed in passes of the training's shape
+        decoded = cfg.rollout.micro_batch_size_per_gpu or -(-drawn * cfg.rollout.n // ranks)
+        exact = budget is None and not packed
+        return replace(result, rollout_micro=decoded, exact=exact, budget=budget, packed=packed, adjacent=adjacent)
+
+    def form(self, *, answered: bool = False, train: bool = False) -> dict[str, Any]:
+        image_key = self.cfg.data.image_key
+        return super().form() | {"quoted": False, "answered": answered, "image_key": image_key}
+
+    def prepare(self, rows: list[Prompt], sets: Sets, entries: Mapping[str, Any] | None = None) -> tuple[Any, Sets]:
+        """Also start the environments."""
+        cfg, every = self.cfg, [*rows, *chain(*sets.values())]
+        place = next((row.place for row in every if row.images), None)
+        if place is not None:
+            self.check_images(f"{place} has images")
+            limit = cfg.rollout.limit_images
+            for row in every if limit is not None else ():
+                if len(row.images) > limit:
+                    has = f"{row.place} has {len(row.images)} images"
+                    raise ConfigError(f"{has}, more than rollout.limit_images={limit}")
+        elif rows and cfg.data.image_key is not None:
+            raise ConfigError(f"data.image_key: no row of the data files has images in a column {cfg.data.image_key!r}")
+        self.images = reads_images(cfg.model, place, entries)
+        if self.images and place is None and "actor" in vars(cfg):
+            self.check_images(f"{cfg.model:path}: transformers has no text-only class for {cfg.model.path!r}")
+        if not cfg.talks:
+            return rows, sets
+        environments = self.environments = Environments(cfg.environment)
+        return with_tools(rows, environments), fitting_sets(sets, lambda some, _: with_tools(some, environments))
+
+    def check_images(self, subject: str) -> None:
+        """Raise ConfigError for options that do not work with models that read images; `subject` begins the message."""
+        cfg, talks = self.cfg, self.cfg.talks and self.cfg.rollout.facts.weights != "policy"
+        trained = "actor" in vars(cfg)
+        limits = (
+            (talks, f"environments and {cfg.rollout:engine=}; set {cfg.rollout:engine}=policy"),
+            (cfg.rollout.partial_rollout and trained, f"partial rollouts; leave {cfg.rollout:partial_rollout} out"),
+            (bool(vars(cfg).get("placement")), "ranks with roles; leave placement out"),
+            (trained and self.build_algorithm().teachers, "teachers; choose an algorithm without them"),
+            (cfg.model.block_size is not None, f"block diffusion; leave {cfg.model:block_size} out"),
+            (cfg.parallel.ulysses_sequence_parallel_size > 1, f"context parallelism; set {KEY} to 1"),
+        )
+        for unsupported, message in limits:
+            if unsupported:
+                raise ConfigError(f"{subject}, which is not supported with {message}")
+
+    def fit(self, rows: list[Prompt], key: str, policy: LMPolicy) -> list[Prompt]:
+        return fitting_prompts(rows, key, policy, first=policy.world.lead)
+
+    def load_policy(self, world: World, plan: BatchPlan | None = None, *, frozen: bool = False) -> LMPolicy:
+        cfg, options = self.cfg, self.options()
+        model = cfg.model if plan is None else as_planned(cfg.model, plan)
+        if "actor" in vars(cfg):
+            options["tries"] = cfg.model.use_remove_padding is None
+            if Truncation.of(cfg.rollout).on:
+                options["truncation"] = Truncation.of(cfg.rollout)
+        options |= {"decodes": cfg.rollout.facts.weights == "policy", "frozen": frozen, "images": self.images}
+        return build_policy(model, cfg.parallel, cfg.data, world, **options)
+
+    def plain_policy(self, world: World, *, images: bool) -> LMPolicy:
+        """The policy in model.dtype, to sample in one process. images: see build_policy."""
+        cfg, model = self.cfg, self.cfg.model
+        module = load_model(model, DTYPES[model.dtype], chunk=1, images=images)
+        parts = module, load_tokenizer(model), world, model, cfg.parallel, cfg.data
+        return LMPolicy(*parts, temperature=1.0, seed=cfg.trainer.seed)
+
+    def options(self) -> dict[str, Any]:
+        """Keywords of the policy for all kinds of language models."""
+        cfg = self.cfg
+        options = {"chunk": 1024, "temperature": cfg.rollout.temperature, "seed": cfg.trainer.seed}
+        if "actor" in vars(cfg):
+            options |= {"chunk": cfg.actor.log_prob_chunk_size, "trim": cfg.actor.use_dynamic_bsz}
+        return options
+
+    def as_loaded(self, plan: BatchPlan, policy: LMPolicy) -> BatchPlan:
+        packed = bool(policy.config.use_remove_padding)
+        adjacent, exact = bool(policy.config.use_prefix_grouper), plan.budget is None and not packed
+        return replace(plan, exact=exact, packed=packed, adjacent=adjacent)
+
+    def train_rollout(self, policy: LMPolicy, plan: BatchPlan, algorithm: Algorithm, *, learns: bool = True) -> Rollout:
+        config, world, split = self.cfg.rollout, policy.world, self.cfg.rollout.partial_rollout
+        decoded = plan.rollout_micro if split else config.micro_batch_size_per_gpu
+        decoded = decoded or part_of(plan, self.cfg, world).per_rank
+        passes = scoring(plan, algorithm, config) if learns else None
+        rollout: Any = build_rollout(self.cfg, policy, world, decoded, passes, self.environments)
+        return PartialRollout(rollout, plan.samples // config.n) if split else rollout
+
+    def val_rollout(self, policy: LMPolicy) -> Rollout:
+        config = self.cfg.rollout
+        decoded = config.micro_batch_size_per_gpu or (self.together if config.facts.weights == "policy" else 2**20)
+        return build_rollout(self.cfg, policy, policy.world, decoded, None, self.environments)
+
+    def load_beside(self, policy: LMPolicy, plan: BatchPlan, algorithm: Algorithm, rollout: Any) -> dict[str, Any]:
+        cfg, world, beside = self.cfg, policy.world, dict[str, Any]()
+        beside["teachers"] = {teacher.name: load_teacher(teacher, cfg, policy, world) for teacher in algorithm.teachers}
+        if cfg.algorithm.needs_critic:
+            model = build_critic(cfg.critic.model, cfg.parallel, policy, cfg.trainer.seed)
+            warmup = cfg.trainer.critic_warmup
+            beside["critic"] = CriticTrainer(model, cfg.critic, cfg.actor, plan, world, warmup)
+        # Without token budget or packing all passes have one shape and cost the same; images never move between ranks.
+        if cfg.trainer.balance_batch and plan.by_tokens and policy.vision is None:
+            beside["costs"] = policy.sample_flops
+        return beside
+
+    def files(self, config: Any) -> Any:
+        return lm_export
+
+
+class Blocks(LM):
+    """A language model that denoises blocks of tokens."""
+
+    schemas: ClassVar[Schemas] = ()
+    adds_mask = False  # a mask token to the tokenizer of a base model that lacks it
+
+    def plain_policy(self, world: World, *, images: bool) -> BlockDiffusionPolicy:
+        cfg, model = self.cfg, self.cfg.model
+        parts = load_blocks(model, DTYPES[model.dtype], chunk=1, add_mask=self.adds_mask)
+        beside: dict[str, Any] = {"size": model.block_size, "estimate": "trace", "seed": cfg.trainer.seed}
+        return BlockDiffusionPolicy(*parts, world, model, cfg.parallel, cfg.data, temperature=1.0, **beside)
+
+    def load_policy(self, world: World, plan: BatchPlan | None = None, *, frozen: bool = False) -> BlockDiffusionPolicy:
+        cfg, options = self.cfg, self.options() | {"add_mask": self.adds_mask, "frozen": frozen}
+        if "actor" in vars(cfg):
+            options["estimate"] = cfg.actor.log_prob_estimate
+        else:
+            options["temperature"] = 1.0
+        return build_block_policy(cfg.model, cfg.parallel, cfg.data, world, **options)
+
+
+def reads_images(config: LMModelConfig, place: str | None, entries: Mapping[str, Any] | None) -> bool:
+    """Whether to load a model with its vision tower: there are prompts with images, the first at `place`, or the
+    checkpoint that is loaded into it, whose tensors are `entries`, has one. Raises ValueError for images that it cannot
+    read.
+    """
+    if place is not None and config.block_size is not None:
+        raise ValueError(f"{place} has images, which block diffusion does not support; leave model.block_size out")
+    if place is not None:
+        vision_families.check(config, place)
+        return True
+    return vision_families.is_needed(config) if entries is None else lm_export.reads_images(entries)
+
+
+def _packing(cfg: LMRLConfig, plan: BatchPlan, algorithm: Algorithm) -> tuple[bool, bool]:
+    """Whether samples are packed, and whether those of a prompt go into the same pass, to share it.
+
+    Unless the keys say so, only where no other key excludes it, and where old log-probabilities are none of a pass of
+    another shape: they are those of the training pass itself, or passes are split by tokens in any case.
+    """
+    model = cfg.model
+    packed, shared = model.use_remove_padding, model.use_prefix_grouper
+    if packed is not None or shared:
+        return packed is not False, bool(shared)
+    free = cfg.actor.use_dynamic_bsz or (cfg.rollout.facts.exact and scoring(plan, algorithm, cfg.rollout) is None)
+    others = cfg.parallel.ulysses_sequence_parallel_size > 1 or bool(algorithm.teachers)
+    others = others or model.block_size is not None or cfg.critic.model.path is not None
+    packed = free and not others and model.attn_implementation in ("sdpa", "flash_attention_2")
+    return packed, packed and shared is None and model.attn_implementation == "sdpa"
+
+
+def as_planned(model: LMModelConfig, plan: BatchPlan) -> LMModelConfig:
+    """`model` with the packing of the plan."""
+    return copy_with(model, use_remove_padding=plan.packed, use_prefix_grouper=plan.adjacent)
+
+
+def scoring(plan: BatchPlan, algorithm: Algorithm, config: LMRolloutConfig) -> Passes | None:
+    """The passes that compute old log-probabilities; None if each sample is trained only once, under the weights that
+    sampled it: then the training pass provides them.
+    """
+    once = plan.updates * plan.epochs == 1 and config.schedule != "one_step_off"
+    # references run before the training pass, and with truncated sampling need the kept tokens that rescoring finds
+    once = once and not (algorithm.references and Truncation.of(config).on)
+    # advantages per action and custom losses may need the old log-probs before the training pass
+    if once and not algorithm.per_action and type(algorithm).loss is TokenAlgorithm.loss:
+        return None
+    return plan.passes_of(1)
+
+
+def fitting_prompts(rows: list[Prompt], key: str, policy: LMPolicy, *, first: bool) -> list[Prompt]:
+    """Return the rows to train on, according to data.overlong_prompts.
+
+    Raises ValueError for a prompt that is too long if data.overlong_prompts is `error`, and if no row is left.
+    """
+    limit, overlong = policy.data.max_prompt_length, policy.data.overlong_prompts
+    kept, drop = [], UnusableRows(key, policy.data.unusable_rows)
+    policy.encode_ahead(rows)
+    for number, row in enumerate(rows):
+        try:
+            length = policy.length(row)
+        except ValueError as error:  # an image that the model does not take, such as one of 300 to 1
+            drop(error)
+            continue
+        if length <= limit:
+            kept.append(row)
+        elif row.images and overlong != "filter":
+            smaller = "lower data.max_pixels, " if policy.vision.family.sizes else ""
+            raise ValueError(
+                f"{row.place}: it has {length} tokens with the chat template, {policy.look(row).count} of "
+                f"them of its images, more than data.max_prompt_length={limit}, and images are not cut; raise that, "
+                f"{smaller}or set data.overlong_prompts to filter"
+            )
+        elif overlong == "error":
+            raise ValueError(
+                f"{row.place or f'{key}, prompt {number}'}: it has {length} tokens with the chat template, more than "
+                f"data.max_prompt_length={limit}; raise that, or set data.overlong_prompts to filter or truncate"
+            )
+    drop.report(len(rows) - len(drop.reasons))
+    if not kept:
+        raise ValueError(f"{key}: all {len(rows)} prompts are longer than data.max_prompt_length={limit}")
+    dropped = len(rows) - len(drop.reasons) - len(kept)
+    if first and dropped:
+        log.warning("%s: %d of %d prompts have more than %d tokens and are left out", key, dropped, len(rows), limit)
+    return kept
+
+
+class LoadedLMTeacher:
+    """A teacher sharded over the mesh, in model.dtype; its weights are gathered layer by layer, never all at once."""
+
+    def __init__(self, student: LMPolicy, policy: LMPolicy) -> None:
+        self.student, self.policy = student, policy
+
+    def relative_cost(self, samples: Samples) -> float:
+        """Operations of the teacher's pass over a sample, relative to the policy's."""
+        trace: TokenTrace = samples.trace
+        scored = float(trace.lengths.float().mean())
+        length = float(trace.stops.float().mean())
+        return self.policy.forward_flops(length, scored) / self.student.forward_flops(length, scored)
+
+    def samples(self, samples: Samples) -> Samples:
+        """The policy's samples unchanged: the teacher reads the same tokens."""
+        return samples
+
+
+def load_teacher(teacher: Teacher, cfg: LMRLConfig, student: LMPolicy, world: World) -> LoadedLMTeacher:
+    """Load a teacher; all ranks call this together. Raises ValueError for a model with another vocabulary."""
+    model, here = taught_model(teacher, student.config), f"{teacher.key}: {teacher.path!r}"
+    with reported_by({"model": model}):
+        theirs, ours = load_tokenizer(model).get_vocab(), student.tokenizer.get_vocab()
+        if theirs != ours:
+            raise ValueError(
+                f"{here} has another tokenizer than {student.config:path}, with {len(theirs)} tokens instead of "
+                f"{len(ours)}; the teacher's tokens must have the same ids as the policy's"
+            )
+        build: Callable[..., LMPolicy] = build_policy
+        if model.block_size is not None:
+            build = partial(build_block_policy, estimate=cfg.actor.log_prob_estimate)
+        policy = build(
+            model,
+            replace(cfg.parallel, rollout_unsharded=False),  # all ranks make equally many passes
+            cfg.data,
+            world,
+            chunk=cfg.actor.log_prob_chunk_size,
+            temperature=cfg.rollout.temperature,
+            seed=cfg.trainer.seed,
+            frozen=True,
+        )
+        rows, needed = policy.settings.vocab_size, student.settings.vocab_size
+        if rows < needed:
+            raise ValueError(
+                f"{teacher.key}: {teacher.path!r} has logits for {rows} tokens, but the policy may draw any of {needed}"
+            )
+    return LoadedLMTeacher(student, policy)
