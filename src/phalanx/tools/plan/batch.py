@@ -3,8 +3,10 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from phalanx.config.lm import LMRLConfig
 from phalanx.config.messages import counted
 from phalanx.distributed.mesh import ACTOR, ROLLOUT
+from phalanx.rollout.lm.partial import drawn_at_once
 from phalanx.run.roles import Roles
 from phalanx.tools.plan.blueprint import PlannedFlowPolicy
 from phalanx.tools.plan.jobs import task_of
@@ -63,8 +65,15 @@ def _of_tokens(p: RLRehearsal) -> Rows:
     inner = f"{counted(plan.first(1), 'response')} of {longest} {what}"
     if plan.budget is not None:
         inner = f"at most {plan.budget} {what}, {plan.budget // longest} of the longest responses"
+    flying: Rows = []
+    if isinstance(p.cfg, LMRLConfig) and p.cfg.rollout.partial_rollout:
+        r = p.cfg.rollout
+        drawn = drawn_at_once(r, plan.samples // r.n) * r.n
+        rounds = f"in rounds of {counted(r.partial_rollout_tokens, 'token')}"
+        flying = [("in flight", f"{drawn} responses, {rounds}; those that wait have no keys and values")]
     return [
         ("rollout", f"{plan.rollout_micro} responses together{engine}"),
+        *flying,
         (
             "updates",
             f"{plan.updates * plan.epochs} per step, of {counted(p.state.micro_batches, 'micro-batch')} in all",

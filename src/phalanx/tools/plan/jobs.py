@@ -194,7 +194,8 @@ def _lm(cfg: LMRLConfig, cluster: Cluster, plan: BatchPlan, teaches: bool, learn
         options["estimate"] = actor.log_prob_estimate
     given, tries = replace(cfg, model=lm_rl.as_planned(cfg.model, plan)), cfg.model.use_remove_padding is None
     policy = planned_lm_policy(given, cluster, Ledger(), rank=_busiest(cfg, plan, cluster), tries=tries, **options)
-    plan, decoded = lm_rl.as_loaded(plan, policy), cfg.rollout.micro_batch_size_per_gpu or plan.per_rank
+    plan, some = lm_rl.as_loaded(plan, policy), cfg.rollout.micro_batch_size_per_gpu
+    decoded = some or (plan.rollout_micro if cfg.rollout.partial_rollout else plan.per_rank)
     if cfg.rollout.micro_batch_size_per_gpu is None and cfg.rollout.facts.weights == "policy":
         each = cache_bytes(cfg, policy, cfg.environment.used)
         decoded = fitting_together(decoded, each, cluster.gpu_memory, policy.world.context_size)

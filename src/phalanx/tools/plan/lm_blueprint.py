@@ -34,6 +34,7 @@ from phalanx.rollout.lm.decode import Decoding, draw
 from phalanx.rollout.lm.denoise_blocks import Denoising, drawn_tokens, read
 from phalanx.rollout.lm.in_blocks import BlockDiffusionRollout
 from phalanx.rollout.lm.in_policy import LMRollout
+from phalanx.rollout.lm.partial import drawn_at_once
 from phalanx.run.world import lone_world
 from phalanx.tools.plan.layout import NOTHING, Cluster, CountedPolicy
 from phalanx.tools.plan.ledger import META, Ledger
@@ -139,7 +140,10 @@ class PlannedLMRollout(LMRollout):
             looks = self.policy.vision.looks(rows[-1] - rows[0] + 1)
             self.policy.vision.keep(looks)
             trace = replace(trace, looks=tuple(looks[row - rows[0]] for row in rows))
-        self._decoded(min(self.micro_batch_size, -(-share // self.world.context_size)), n, self.how, trace.looks)
+        drawn = -(-drawn_at_once(self.config, len(prompts)) * n // self.world.data_size)  # not only those trained
+        together = min(self.micro_batch_size, -(-drawn // self.world.context_size))
+        again = self.config.partial_rollout_tokens if self.config.partial_rollout else None
+        self._decoded(together, n, self.how, trace.looks, again)
         positions = torch.full((share,), longest)
         log_prob = torch.zeros(share, self.how.limit, device=META)
         if self.exact and self.passes is not None:
@@ -165,13 +169,19 @@ class PlannedLMRollout(LMRollout):
         starts, lengths = torch.full((share,), before, device=META), torch.full((share,), limit, device=META)
         return TokenTrace(ids, starts, lengths, limit), before + limit
 
-    def _decoded(self, count: int, n: int, decoding: Decoding, looks: Sequence[Any] | None) -> None:
-        """Read the prompts, and decode the last token of `count` responses, n of each. looks: see TokenTrace."""
+    def _decoded(
+        self, count: int, n: int, decoding: Decoding, looks: Sequence[Any] | None, again: int | None = None
+    ) -> None:
+        """Read the prompts, and decode the last token of `count` responses, n of each. looks: see TokenTrace.
+
+        again: instead, read all but the last `again` tokens of each response, which has begun in an earlier round.
+        """
         if self.facts.weights != "policy":
             return
         self.policy.ledger.phase.passes += 1
         forward, length = self.policy.trained.module, self.before + decoding.limit
-        ids = torch.zeros(-(-count // n), self.before, dtype=torch.long, device=META)
+        shape = (-(-count // n), self.before) if again is None else (count, max(length - again, self.before))
+        ids = torch.zeros(shape, dtype=torch.long, device=META)
         cache = DynamicCache(config=self.policy.settings)
         given: dict[str, Any] = {}
         if looks is not None:
@@ -259,7 +269,9 @@ class PlannedBlockRollout(PlannedLMRollout, BlockDiffusionRollout):
         trace = BlockTrace(plain.ids, plain.starts, plain.lengths, limit, **beside)
         return trace, length + (self.most - 1) * size
 
-    def _decoded(self, count: int, n: int, decoding: Decoding, looks: Sequence[Any] | None) -> None:
+    def _decoded(
+        self, count: int, n: int, decoding: Decoding, looks: Sequence[Any] | None, again: int | None = None
+    ) -> None:
         """Read the prompts, and pass over the last block of `count` responses, n of each prompt."""
         assert isinstance(decoding, Denoising), "as BlockDiffusionRollout makes it"
         self.policy.ledger.phase.passes += 1
