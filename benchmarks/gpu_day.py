@@ -7,7 +7,7 @@
 Weights are random, and neither a network nor git is needed. Each stage runs in a process of its own with a limit. A
 result is a line of JSON in DIR/results.jsonl, synced as soon as it is known, and a short line here, where everything
 fits into 12,000 characters. A stage that no longer fits the budget is skipped. On a CPU the same runs at tiny shapes.
-The exit status is 1 if a line fails.
+The exit status is 1 if a line fails, or no stage ran.
 """
 
 import argparse
@@ -137,7 +137,8 @@ def main(argv: list[str] | None = None, chosen: dict[str, Stage] | None = None) 
             continue
         run(name, stage, min(stage.limit, left), results)
     print("\n".join(closing(results)), flush=True)
-    return 1 if results.failed() else 0
+    ran = any(row["name"] != "skipped" for row in results.lines)
+    return 1 if results.failed() or not ran else 0
 
 
 PACKAGES = ("transformers", "diffusers", "peft", "triton", "trl")

@@ -145,8 +145,8 @@ def test_a_stage_that_does_not_fit_the_budget_is_skipped_and_the_output_is_bound
     assert status == 1 and len(lines) == 401 and len(out) < gpu_day.MOST
     assert "line 10 " in out and "line 399 " not in out and "FAIL many      line 150 " in out
     spent = str(time.time() - gpu_day.BEGAN)
-    _, lines, out = run({"many": many}, tmp_path / "again", "--budget", spent)
-    assert list(lines) == [("many", "skipped")] and "it takes about 1" in out
+    status, lines, out = run({"many": many}, tmp_path / "again", "--budget", spent)
+    assert status == 1 and list(lines) == [("many", "skipped")] and "it takes about 1" in out
 
 
 def test_a_full_disk_loses_no_line_of_the_output(tmp_path: Path) -> None:
