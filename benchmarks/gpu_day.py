@@ -7,7 +7,7 @@
 Weights are random, and neither a network nor git is needed. Each stage runs in a process of its own with a limit. A
 result is a line of JSON in DIR/results.jsonl, synced as soon as it is known, and a short line here, where everything
 fits into 12,000 characters. A stage that no longer fits the budget is skipped. On a CPU the same runs at tiny shapes.
-The exit status is 1 if a line fails.
+The exit status is 1 if a line fails, or no stage ran.
 """
 
 import argparse
@@ -43,7 +43,7 @@ import gpu_fast  # noqa: E402
 import gpu_right  # noqa: E402
 import gpu_tiny  # noqa: E402
 import torch  # noqa: E402
-from gpu_lines import RAISED, Line, Part, Stage, adopt_orphans, device, kill_orphans  # noqa: E402
+from gpu_lines import RAISED, Line, Part, Stage, adopt_orphans, device, first_line, kill_orphans  # noqa: E402
 from measure import cpu_name  # noqa: E402
 
 MOST, TABLE = 12_000, 3_000  # characters of the whole output, and of the table at its end
@@ -58,7 +58,8 @@ class Results:
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self.file = (folder / "results.jsonl").open("a")
+        self.file = os.open(folder / "results.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        self.unwritten = ""
         self.lines: list[dict[str, Any]] = []
         self.room = MOST - TABLE
 
@@ -66,9 +67,11 @@ class Results:
         """Write a line; print it while there is room, and failures also later."""
         row = {"stage": stage, "t": round(time.time() - BEGAN, 1), **asdict(line)}
         self.lines.append(row)
-        self.file.write(json.dumps(row, default=str) + "\n")
-        self.file.flush()
-        os.fsync(self.file.fileno())
+        try:
+            os.write(self.file, (json.dumps(row, default=str) + "\n").encode())
+            os.fsync(self.file)
+        except OSError as error:  # such as a full disk; the line is still printed
+            self.unwritten = self.unwritten or first_line(error)
         value = "" if line.value is None else f"{line.value:.4g} {line.unit}"
         text = f"{row['t']:5.0f} {STATES[line.good]:4} {stage:9} {line.name:36} {value:>14}  {line.note}".rstrip()
         self.say(text[:170], always=line.good is False)
@@ -114,8 +117,11 @@ def main(argv: list[str] | None = None, chosen: dict[str, Stage] | None = None) 
     unknown = [name for name in args.only or () if name not in known]
     if unknown:
         parser.error(f"--only: no stage {', '.join(unknown)}; there are {', '.join(known)}")
-    results = Results(args.out)
-    os.chdir(args.out)  # logs of stages go here
+    try:
+        results = Results(args.out)
+        os.chdir(args.out)  # logs of stages go here
+    except OSError as error:
+        parser.error(f"--out: {error}; expected a folder that can be written")
     if args.record:
         gpu_tiny.record()
         return 0
@@ -131,7 +137,8 @@ def main(argv: list[str] | None = None, chosen: dict[str, Stage] | None = None) 
             continue
         run(name, stage, min(stage.limit, left), results)
     print("\n".join(closing(results)), flush=True)
-    return 1 if results.failed() else 0
+    ran = any(row["name"] != "skipped" for row in results.lines)
+    return 1 if results.failed() or not ran else 0
 
 
 PACKAGES = ("transformers", "diffusers", "peft", "triton", "trl")
@@ -157,9 +164,15 @@ def closing(results: Results) -> list[str]:
     """The last lines, for docs/performance.md."""
     good, failed = sum(row["good"] is True for row in results.lines), results.failed()
     names = f" ({'; '.join(failed)[:600]})" if failed else ""
-    title = f"{about()}, {time.strftime('%Y-%m-%d')}: {good} lines passed, {len(failed)} failed{names}"
-    return ["", "for docs/performance.md:", title, *gpu_fast.table(results.lines)]
+    skipped = sum(row["name"] == "skipped" for row in results.lines)
+    title = (
+        f"{about()}, {time.strftime('%Y-%m-%d')}: {good} lines passed, {len(failed)} failed{names}, {skipped} skipped"
+    )
+    lost = [f"results.jsonl lacks lines: {results.unwritten}"] if results.unwritten else []
+    return ["", *lost, "for docs/performance.md:", title, *gpu_fast.table(results.lines)]
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    sys.stdout.flush()
+    os._exit(status)  # a process that the driver holds would keep multiprocessing from ending

@@ -19,6 +19,7 @@ import torch
 
 CUDA_ONLY = "only with CUDA"
 RAISED = 3  # exit status of a part that has sent its error as a line
+KILLED_S = 10.0  # in which a killed process ends, unless the driver holds it
 PR_SET_CHILD_SUBREAPER = 36  # Linux: orphans below this process become its children
 
 
@@ -118,12 +119,12 @@ class Part:
         time.sleep(wait)  # the process has closed the pipe and is about to end
 
     def end(self) -> None:
-        """Kill the process and all that it has started and left."""
+        """Kill the process and all that it has started and left; do not wait for one that cannot end."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid or 0, signal.SIGKILL)
         if self.process.is_alive():
             self.process.kill()
-        self.process.join()
+        self.process.join(KILLED_S)
 
 
 def adopt_orphans() -> None:
@@ -132,14 +133,16 @@ def adopt_orphans() -> None:
 
 
 def kill_orphans() -> int:
-    """Kill all processes below this one until none is left; returns how many. To be called while no part runs."""
-    killed = 0
-    while pids := _children():
+    """Kill all processes below this one until none is left, or for KILLED_S; returns how many have ended. To be called
+    while no part runs.
+    """
+    killed, end = 0, time.monotonic() + KILLED_S
+    while (pids := _children()) and time.monotonic() < end:
         for pid in pids:
             with contextlib.suppress(ProcessLookupError, ChildProcessError):
                 os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
-                killed += 1
+                killed += os.waitpid(pid, os.WNOHANG)[0] == pid
+        time.sleep(0.02)
     return killed
 
 

@@ -152,7 +152,7 @@ def flex(title: str) -> Lines:
     from torch._dynamo.utils import counters
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    compiled, first, ms, made = torch.compile(flex_attention), [], 0.0, 0.0
+    compiled, first, ms, made = torch.compile(flex_attention, dynamic=True), [], 0.0, 0.0
     for length in (4096, 5120, 6144, 8192):
         qkv = [torch.randn(1, 16, length, 128, device=device()).bfloat16().requires_grad_() for _ in range(3)]
         mask: list[Any] = []

@@ -24,18 +24,22 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.tasks import run_task
 
 
-@pytest.fixture
-def pictures(tmp_path: Path) -> Path:
+def write_pictures(folder: Path) -> Path:
     """A .jsonl of eight plain pictures, of other sizes than the model's."""
     rng = random.Random(0)
     rows = []
     for i in range(8):
         colour = tuple(rng.randint(0, 255) for _ in range(3))
-        Image.new("RGB", (48 + 2 * i, 40), colour).save(tmp_path / f"{i}.png")
+        Image.new("RGB", (48 + 2 * i, 40), colour).save(folder / f"{i}.png")
         rows.append({"image": f"{i}.png", "prompt": f"picture {i}"})
-    file = tmp_path / "pictures.jsonl"
+    file = folder / "pictures.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return file
+
+
+@pytest.fixture
+def pictures(tmp_path: Path) -> Path:
+    return write_pictures(tmp_path)
 
 
 def configure(model: Path, pictures: Path, folder: Path, *overrides: str) -> FlowMatchingTaskConfig:

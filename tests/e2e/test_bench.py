@@ -94,3 +94,11 @@ def test_passes_of_a_family_are_timed_here_and_in_diffusers() -> None:
     assert row is not None, done.stdout
     here, there, ratio = map(float, row.groups())
     assert min(here, there) > 0 and ratio == pytest.approx(there / here, rel=0.2)
+
+
+def test_the_check_of_a_weight_sync_is_measured_beside_it() -> None:
+    """The tiny model joins projections, and the check finds all of its tensors."""
+    done = run_task(["benchmarks/sync_check.py", "--rounds", "1"])
+    assert done.returncode == 0, done.stderr
+    r = json.loads(done.stdout.strip().splitlines()[-1])
+    assert (r["tensors"], r["rounds"]) == (35, 1) and r["copied_cpu_s"] > 0 and r["copied_and_checked_cpu_s"] > 0

@@ -99,14 +99,18 @@ def run(stages: dict[str, Callable[[], Iterator[Line]]], folder: Path, *args: st
     """The exit status and the lines of these stages, run in a process of its own."""
     folder.mkdir(exist_ok=True)
     known = {name: Stage("right", stage, 1, limit if name != "hangs" else 1.5) for name, stage in stages.items()}
+    status, out = output(known, folder, *args)
+    rows = [json.loads(text) for text in (folder / "results.jsonl").read_text().splitlines()]
+    return status, {(row["stage"], row["name"]): row for row in rows}, out
+
+
+def output(known: dict[str, Stage], folder: Path, *args: str) -> tuple[int, str]:
     pid = os.fork()
     if pid == 0:
         os.dup2(os.open(folder / "out", os.O_WRONLY | os.O_CREAT), 1)
         sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")  # in place of pytest's
         os._exit(gpu_day.main(["--out", str(folder), *args], known))
-    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    rows = [json.loads(text) for text in (folder / "results.jsonl").read_text().splitlines()]
-    return status, {(row["stage"], row["name"]): row for row in rows}, (folder / "out").read_text()
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), (folder / "out").read_text()
 
 
 def test_a_stage_that_hangs_dies_raises_or_leaves_children_does_not_end_the_others(tmp_path: Path) -> None:
@@ -140,8 +144,27 @@ def test_a_stage_that_does_not_fit_the_budget_is_skipped_and_the_output_is_bound
     assert status == 1 and len(lines) == 401 and len(out) < gpu_day.MOST
     assert "line 10 " in out and "line 399 " not in out and "FAIL many      line 150 " in out
     spent = str(time.time() - gpu_day.BEGAN)
-    _, lines, out = run({"many": many}, tmp_path / "again", "--budget", spent)
-    assert list(lines) == [("many", "skipped")] and "it takes about 1" in out
+    status, lines, out = run({"many": many}, tmp_path / "again", "--budget", spent)
+    assert status == 1 and list(lines) == [("many", "skipped")] and "it takes about 1" in out
+
+
+def test_a_full_disk_loses_no_line_of_the_output(tmp_path: Path) -> None:
+    def two() -> Iterator[Line]:
+        yield Line("first", True)
+        yield Line("second", True)
+
+    (tmp_path / "results.jsonl").symlink_to("/dev/full")
+    status, out = output({"two": Stage("right", two, 1, 60)}, tmp_path)
+    assert status == 0 and "second" in out and "2 lines passed, 0 failed, 0 skipped" in out
+    assert "results.jsonl lacks lines: OSError: [Errno 28] No space left on device" in out
+
+
+def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit) as ended:
+        gpu_day.main(["--out", str(tmp_path / "file" / "day")], {})
+    assert ended.value.code == 2
+    assert "error: --out: [Errno 20] Not a directory: " in capsys.readouterr().err
 
 
 def test_the_jobs_of_a_gpu_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:

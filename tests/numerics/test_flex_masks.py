@@ -1,14 +1,17 @@
-"""FlexAttention's masks of block diffusion, against those made from all pairs of tokens."""
+"""FlexAttention: its masks of block diffusion against those made from all pairs of tokens, and its graphs."""
 
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from transformers.integrations.flex_attention import flex_attention_forward
 
 from phalanx.functional.block_states import States, sees
-from phalanx.models.lm.flex import block_mask
+from phalanx.models.lm.flex import block_mask, one_graph
+from tests.helpers.ranks import run_ranks
 
 
 def states(rows: int, length: int, seed: int = 0) -> States:
@@ -53,3 +56,24 @@ def test_attention_is_that_of_the_dense_mask() -> None:
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen.allowed())
     real = ~padding[:, None, :, None].expand_as(found)
     assert torch.allclose(found[real], expected[real], atol=1e-5)
+
+
+def graphs() -> list[int]:
+    """The number of graphs of transformers' FlexAttention after each of several shapes."""
+    counter = CompileCounter()
+    one_graph(counter)
+    layer, found = torch.nn.Module().eval(), []
+    for rows, length in ((2, 300), (2, 420), (3, 256), (1, 700), (1, 130)):
+        seen = states(rows, length)
+        q = torch.randn(rows, 2, length, 16)
+        kept, _ = flex_attention_forward(layer, q, q, q, block_mask(seen), scaling=0.25)
+        expected = flex_attention(q, q, q, block_mask=block_mask(seen), scale=0.25).transpose(1, 2)
+        assert torch.equal(kept, expected)
+        found.append(counter.frame_count)
+    return found
+
+
+@pytest.mark.full
+def test_one_graph_serves_all_lengths() -> None:
+    """A second one serves single rows."""
+    assert run_ranks(graphs, 1) == [[1, 1, 1, 2, 2]]

@@ -98,6 +98,39 @@ def test_the_cache_of_a_rollout(lm_folder: Path, tmp_path: Path) -> None:
     assert 4 * cache < found[0] and 4 * cache < found[1] - found[0] < 4 * (1.5 * cache + 512 * 30)
 
 
+def test_partial_rollouts_hold_more_than_they_train(lm_folder: Path, tmp_path: Path) -> None:
+    """A rank decodes 16 responses where it trains 8, and reads again what they have so far."""
+    found = []
+    for keys in (
+        (),
+        (
+            "rollout.partial_rollout=true",
+            "rollout.partial_rollout_tokens=4",
+            "rollout.max_staleness=1",
+            "rollout.correction=token_tis",
+        ),
+    ):
+        every = ("rollout.micro_batch_size_per_gpu=null", *keys)
+        job = planned(tiny_lm_config(lm_folder, tmp_path, *every), Cluster(1, 2))
+        found.append(next(phase for phase in count(job, None).phases if phase.name == "rollout: sample").activations)
+    rows = dict(batch(job))
+    assert rows["rollout"] == "16 responses together"
+    assert rows["in flight"] == "32 responses, in rounds of 4 tokens; those that wait have no keys and values"
+    cache = 2 * 2 * (64 + 11) * 32 * 4
+    assert 8 * cache < found[1] - found[0]
+
+
+def test_an_engine_that_sleeps_on_the_host(lm_folder: Path, tmp_path: Path) -> None:
+    """vLLM's first level keeps a rank's part of its bfloat16 weights there, its second nothing."""
+    keys = ("rollout.engine=vllm", "rollout.tensor_parallel_size=2", "model.dtype=bfloat16")
+    shallow = planned(tiny_lm_config(lm_folder, tmp_path, *keys, "rollout.sleep_level=1"), Cluster(1, 2))
+    held, deep = count(shallow).host, memory_of(lm_folder, tmp_path, *keys).host
+    weights = sum(w.numel for w in shallow.policy.layout.weights)
+    assert {name: held[name] for name in held.keys() - deep.keys()} == {"sleeping engine": weights}
+    awake = memory_of(lm_folder, tmp_path, *keys, "rollout.sleep_level=1", "rollout.sleep=false")
+    assert "sleeping engine" not in awake.host
+
+
 def test_the_cache_of_conversations(lm_folder: Path, tmp_path: Path) -> None:
     """While some wait for an answer, their columns are empty."""
     found = []

@@ -104,12 +104,20 @@ def test_all_have_to_be() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.seldom("sd35_large-59-5")
-@pytest.mark.parametrize(("name", "size", "blocks"), [("flux2_klein_4b", 63, 0), ("sd35_large", 59, 5)])
+@pytest.mark.seldom("sd35_large_pickscore-59-5", "flux1_dev_pickscore-64-36", "wan21_t2v_1_3b_ocr-63-25")
+@pytest.mark.parametrize(
+    ("name", "size", "blocks"),
+    [
+        ("flux2_klein_4b_pickscore", 63, 0),
+        ("sd35_large_pickscore", 59, 5),
+        ("flux1_dev_pickscore", 64, 36),
+        ("wan21_t2v_1_3b_ocr", 63, 25),
+    ],
+)
 def test_recipes_that_recompute_little_fit(name: str, size: int, blocks: int) -> None:
-    """As their comments say, in an update: besides 4 GB of PickScore."""
-    cfg = load_config(FlowRLConfig, str(ROOT / "configs" / "flowgrpo" / f"{name}_pickscore_lora.yaml"), [])
-    assert cfg.model.recomputed(38) == blocks
+    """As their comments say, in an update: besides 4 GB, such as PickScore's."""
+    cfg = load_config(FlowRLConfig, str(ROOT / "configs" / "flowgrpo" / f"{name}_lora.yaml"), [])
+    assert cfg.model.recomputed(60) == blocks
     cfg.model.path = fetch(cfg.model.path)
     cfg.model.family = family_name(cfg.model)
     peak = count(planned(cfg, Cluster(1, 8))).peak

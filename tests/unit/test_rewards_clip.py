@@ -51,9 +51,14 @@ def save_clip_base(folder: Path) -> Path:
 @pytest.fixture(scope="module")
 def clip_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny CLIPModel with its processor; read only."""
+    return save_clip(tmp_path_factory.mktemp("clip"))
+
+
+def save_clip(folder: Path) -> Path:
+    """The folder of a tiny CLIPModel with its processor."""
     from transformers import CLIPConfig, CLIPModel
 
-    folder = save_clip_base(tmp_path_factory.mktemp("clip"))
+    save_clip_base(folder)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = CLIPModel(CLIPConfig.from_pretrained(folder))

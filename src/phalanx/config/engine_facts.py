@@ -44,9 +44,11 @@ class EngineMemory:
     """Memory of a sampling engine.
 
     ranks: number of ranks that share one copy of the weights. reserved: fraction of a GPU's memory that it takes in any
-    case; 0: only as much as it needs. sleeps: it frees its memory between rollouts.
+    case; 0: only as much as it needs. sleeps: it frees its memory between rollouts. keeps: while it sleeps, its weights
+    are in main memory.
     """
 
     ranks: int = 1
     reserved: float = 0.0
     sleeps: bool = False
+    keeps: bool = False

@@ -190,7 +190,8 @@ class LMRolloutConfig(RolloutConfig):
         facts = self.facts
         ranks = self.tensor_parallel_size if facts.tensor_parallel else 1
         reserved = self.gpu_memory_utilization if facts.reserves else 0.0
-        return EngineMemory(ranks, reserved, facts.sleeps and self.sleep)
+        sleeps = facts.sleeps and self.sleep
+        return EngineMemory(ranks, reserved, sleeps, sleeps and facts.reserves and self.sleep_level == 1)
 
 
 @dataclass

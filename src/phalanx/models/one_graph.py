@@ -15,16 +15,21 @@ from torch.fx.experimental import _config as shapes
 from torch.utils._pytree import tree_map_only
 
 
+def any_shape() -> None:
+    """Settings of torch.compile for graphs that serve all shapes."""
+    # Duck shaping assumes that two sizes that are equal at compile time are always equal. When they differ later, a
+    # second graph is compiled that also fits the first case, and which of the two runs depends on their order.
+    shapes.use_duck_shape = False
+    # graphs of one class: the first block and others, with and without a mask, LoRA on and off, a single row
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 32)
+
+
 class OneGraph:
     """Compiled blocks; a call of a function that runs them uses the same graphs in both modes."""
 
     def __init__(self, blocks: Sequence[nn.Module]) -> None:
         self._cutting = False
-        # Duck shaping assumes that two sizes that are equal at compile time are always equal. When they differ later, a
-        # second graph is compiled that also fits the first case, and which of the two runs depends on their order.
-        shapes.use_duck_shape = False
-        # graphs of one class: the first block and others, with and without a mask, LoRA on and off, a single row
-        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 32)
+        any_shape()
         for block in blocks:
             # Only the forward: FSDP's hooks, which gather its weights, stay outside the graph. Equal blocks share one
             # compilation, for all lengths of texts.

@@ -1,13 +1,29 @@
-"""FlexAttention's masks of block diffusion, without a mask of all pairs of tokens."""
+"""FlexAttention: its graph for all lengths, and masks of block diffusion without a mask of all pairs of tokens."""
+
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from transformers.integrations.flex_attention import WrappedFlexAttention
 
 from phalanx.functional.block_states import States, sees
+from phalanx.models.one_graph import any_shape
 
 TILE = 128  # rows and columns of a mask's tile, as in create_block_mask
 AT_ONCE = 1 << 26  # pairs of tokens that are looked at together
+
+
+def one_graph(backend: Any = "inductor") -> None:
+    """Have transformers' FlexAttention compiled once for all lengths and numbers of rows, and once more for one row.
+
+    By default torch compiles the first length alone, then a graph for each further dim that changes, each with and
+    without gradients: kernels of different graphs may round differently, and beyond eight graphs attention is computed
+    without kernels, with the scores of all pairs in memory.
+    """
+    any_shape()
+    # attention modules stay in evaluation mode, for which transformers keeps one function
+    WrappedFlexAttention(False)._compiled_flex_attention = torch.compile(flex_attention, dynamic=True, backend=backend)
 
 
 @torch.no_grad()

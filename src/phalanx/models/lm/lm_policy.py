@@ -25,7 +25,7 @@ from phalanx.distributed.mesh import World
 from phalanx.functional.scores import trial
 from phalanx.functional.tokens import TokenReplay, TokenTrace, Truncation
 from phalanx.models.compiling import compiles, where_it_works
-from phalanx.models.lm import experts, packing
+from phalanx.models.lm import experts, flex, packing
 from phalanx.models.lm.agreement import check_agreement
 from phalanx.models.lm.chat import prompt_tokens
 from phalanx.models.lm.composite import name_in_whole
@@ -116,9 +116,13 @@ class LMPolicy:
         self.trained.sharded.reshard()
 
     def _check(self, model: CausalLM) -> None:
-        if self.config.attn_implementation == "flex_attention" and self.world.device.type == "cpu":
-            # it has no backward pass on CPUs, and for some lengths compiles to invalid C++
-            raise ValueError("model.attn_implementation: flex_attention needs a GPU; expected sdpa or eager on CPUs")
+        if self.config.attn_implementation == "flex_attention":
+            if self.world.device.type == "cpu":
+                # it has no backward pass on CPUs, and for some lengths compiles to invalid C++
+                raise ValueError(
+                    "model.attn_implementation: flex_attention needs a GPU; expected sdpa or eager on CPUs"
+                )
+            flex.one_graph()
         rows = self.rows = model.lm.get_input_embeddings().num_embeddings
         # some folders list special tokens for other modalities after the last token that the model embeds
         beyond = len(self.tokenizer) - rows

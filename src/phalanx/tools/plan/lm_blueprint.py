@@ -35,6 +35,7 @@ from phalanx.rollout.lm.decode import Decoding, draw
 from phalanx.rollout.lm.denoise_blocks import Denoising, drawn_tokens, read
 from phalanx.rollout.lm.in_blocks import BlockDiffusionRollout
 from phalanx.rollout.lm.in_policy import LMRollout
+from phalanx.rollout.lm.partial import drawn_at_once
 from phalanx.run.world import lone_world
 from phalanx.tools.plan.layout import NOTHING, Cluster, CountedPolicy
 from phalanx.tools.plan.ledger import META, Ledger
@@ -63,9 +64,15 @@ class PlannedLMPolicy(CountedPolicy, LMPolicy):
         inner = f"{counted(plan.first(1), 'response')} of {longest} {what}"
         if plan.budget is not None:
             inner = f"at most {plan.budget} {what}, {plan.budget // longest} of the longest responses"
-        batches = counted(p.state.micro_batches, "micro-batch")
+        batches, flying = counted(p.state.micro_batches, "micro-batch"), Rows()
+        if p.cfg.rollout.partial_rollout:
+            r = p.cfg.rollout
+            count = drawn_at_once(r, plan.samples // r.n) * r.n
+            rounds = f"in rounds of {counted(r.partial_rollout_tokens, 'token')}"
+            flying = [("in flight", f"{count} responses, {rounds}; those that wait have no keys and values")]
         return [
             ("rollout", f"{plan.rollout_micro} responses together{drawn}"),
+            *flying,
             ("updates", f"{plan.updates * plan.epochs} per step, of {batches} in all"),
             ("micro-batch", f"{inner}{', in one row' if plan.packed else ''}"),
         ]
@@ -165,7 +172,10 @@ class PlannedLMRollout(LMRollout):
             looks = self.policy.vision.looks(rows[-1] - rows[0] + 1)
             self.policy.vision.keep(looks)
             trace = replace(trace, looks=tuple(looks[row - rows[0]] for row in rows))
-        self._decoded(min(self.micro_batch_size, -(-share // self.world.context_size)), n, self.how, trace.looks)
+        drawn = -(-drawn_at_once(self.config, len(prompts)) * n // self.world.data_size)  # not only those trained
+        together = min(self.micro_batch_size, -(-drawn // self.world.context_size))
+        again = self.config.partial_rollout_tokens if self.config.partial_rollout else None
+        self._decoded(together, n, self.how, trace.looks, again)
         positions = torch.full((share,), longest)
         log_prob = torch.zeros(share, self.how.limit, device=META)
         if self.exact and self.passes is not None:
@@ -191,13 +201,19 @@ class PlannedLMRollout(LMRollout):
         starts, lengths = torch.full((share,), before, device=META), torch.full((share,), limit, device=META)
         return TokenTrace(ids, starts, lengths, limit), before + limit
 
-    def _decoded(self, count: int, n: int, decoding: Decoding, looks: Sequence[Any] | None) -> None:
-        """Read the prompts, and decode the last token of `count` responses, n of each. looks: see TokenTrace."""
+    def _decoded(
+        self, count: int, n: int, decoding: Decoding, looks: Sequence[Any] | None, again: int | None = None
+    ) -> None:
+        """Read the prompts, and decode the last token of `count` responses, n of each. looks: see TokenTrace.
+
+        again: instead, read all but the last `again` tokens of each response, which has begun in an earlier round.
+        """
         if self.facts.weights != "policy":
             return
         self.policy.ledger.phase.passes += 1
         forward, length = self.policy.trained.module, self.before + decoding.limit
-        ids = torch.zeros(-(-count // n), self.before, dtype=torch.long, device=META)
+        shape = (-(-count // n), self.before) if again is None else (count, max(length - again, self.before))
+        ids = torch.zeros(shape, dtype=torch.long, device=META)
         cache = DynamicCache(config=self.policy.settings)
         given: dict[str, Any] = {}
         if looks is not None:
@@ -296,7 +312,9 @@ class PlannedBlockRollout(PlannedLMRollout, BlockDiffusionRollout):
         trace = BlockTrace(plain.ids, plain.starts, plain.lengths, limit, **beside)
         return trace, length + (self.most - 1) * size
 
-    def _decoded(self, count: int, n: int, decoding: Any, looks: Sequence[Any] | None) -> None:
+    def _decoded(
+        self, count: int, n: int, decoding: Any, looks: Sequence[Any] | None, again: int | None = None
+    ) -> None:
         """Read the prompts, and pass over the last block of `count` responses, n of each prompt."""
         self.policy.ledger.phase.passes += 1
         forward, size, length = self.policy.trained.module, self.policy.size, self.before + decoding.limit

@@ -31,7 +31,8 @@ def rehearsed(kind: LM, cluster: Cluster, plan: BatchPlan, *, teaches: bool, lea
         options["estimate"] = actor.log_prob_estimate
     given, tries = replace(cfg, model=as_planned(cfg.model, plan)), cfg.model.use_remove_padding is None
     policy = planned_lm_policy(given, cluster, Ledger(), rank=busiest_rank(cfg, plan, cluster), tries=tries, **options)
-    plan, decoded = kind.as_loaded(plan, policy), cfg.rollout.micro_batch_size_per_gpu or plan.per_rank
+    plan, some = kind.as_loaded(plan, policy), cfg.rollout.micro_batch_size_per_gpu
+    decoded = some or (plan.rollout_micro if cfg.rollout.partial_rollout else plan.per_rank)
     if cfg.rollout.micro_batch_size_per_gpu is None and cfg.rollout.facts.weights == "policy":
         each = cache_bytes(cfg, policy, cfg.talks)
         decoded = fitting_together(decoded, each, cluster.gpu_memory, policy.world.context_size)

@@ -124,7 +124,8 @@ def count(p: Rehearsal, gpu_memory: int | None = None) -> Memory:
     host |= {"text encoders": sum(encoders) - mapped, MAPPED: mapped}
     host |= {name: size - on_device[name] for name, size in state.items()}
     host["reference"] = layout.kept(layout.trained) if p.copies_reference and trains else 0
-    host |= {"images": p.outputs_size, "sleeping reward model": asleep}
+    kept = engine_copy(p.cfg, layout) if samples and p.cfg.rollout.engine_memory.keeps else 0
+    host |= {"images": p.outputs_size, "sleeping engine": kept, "sleeping reward model": asleep}
     phases = []
     before, after = p.waiting
     if encoders[0] and samples:
@@ -241,11 +242,15 @@ def engine_size(cfg: RunConfig, gpu_memory: int | None, layout: Layout) -> int:
     """Bytes that an engine takes on the device while it samples: its share of the GPU, cache included, if it reserves
     one, else a part of its copy of the model, with the LoRA merged into it.
     """
-    memory = cfg.rollout.engine_memory
     if cfg.rollout.facts.weights != "copy":
         return 0
+    return int((gpu_memory or 0) * cfg.rollout.engine_memory.reserved) or engine_copy(cfg, layout)
+
+
+def engine_copy(cfg: RunConfig, layout: Layout) -> int:
+    """Bytes of a rank's part of an engine's copy of the model."""
     whole = sum(w.numel for w in layout.weights if not w.lora) * layout.dtype.itemsize
-    return int((gpu_memory or 0) * memory.reserved) or -(-whole // memory.ranks)
+    return -(-whole // cfg.rollout.engine_memory.ranks)
 
 
 def _size(model: RewardModelConfig, folder: Path) -> int | None:
