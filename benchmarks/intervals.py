@@ -182,7 +182,8 @@ def main() -> None:
     for cell in cells(tuple(arguments.prompts)):
         if cell.statistic not in arguments.statistics:
             continue
-        times = arguments.times // 4 if cell.prompts == 500 or "groups" in cell.statistic else arguments.times
+        fewer = 4 if cell.prompts == 500 else 2 if "groups" in cell.statistic else 1
+        times = arguments.times // fewer
         value = coverage(cell, times)
         found.setdefault((cell.statistic, cell.prompts), []).append(value)
         if arguments.cells and not RIGHT[0] <= value <= RIGHT[1]:

@@ -130,7 +130,9 @@ def _interval(values: Values, others: Values | None, unit: bool | None, confiden
     return Estimate(mean, float(low), float(high), count)
 
 
-def _bounds(values: Values, others: Values | None, unit: bool, quantile: Values, relief: float) -> tuple[Values, Values]:
+def _bounds(
+    values: Values, others: Values | None, unit: bool, quantile: Values, relief: float
+) -> tuple[Values, Values]:
     """The bounds [...] of the mean of values [..., P], or of values - others, with quantiles [...] of Student's t."""
     if unit:
         return mean_bounds(values, quantile, relief) if others is None else difference_bounds(values, others, quantile)
