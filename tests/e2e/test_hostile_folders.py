@@ -4,54 +4,37 @@ Each must end, well or by one line: without a traceback, a hang or much memory, 
 reading or writing outside. The cases of a test share a fork, whose model libraries are loaded.
 """
 
+import itertools
 import json
 import os
 import pickle
 import shutil
 import struct
 import time
-import traceback
-import zlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import yaml
 
-from phalanx.config.tasks import EvaluateConfig, ExportConfig, GenerateConfig
-from phalanx.exit import Stopped
 from phalanx.run import rl
-from phalanx.run.rules import load_config
-from phalanx.tools.evaluate import Evaluation
-from phalanx.tools.export import Export
-from phalanx.tools.generate import Generation
-from phalanx.types import JobError
-from tests.helpers.hostile import (
-    BOMB,
-    SECRET,
-    Change,
-    digest,
-    fifo,
-    in_child,
-    in_place_of,
-    linked,
-    remove,
-    replaced,
-    sparse,
+from tests.helpers.hostile import BOMB, Change, both, bound, fifo, in_place_of, linked, remove, replaced, sparse
+from tests.helpers.hostile_jobs import (
+    AUTO,
+    HUGE,
+    STEP,
+    Evil,
+    configured,
+    edited,
+    evil,
+    meta,
+    sealed,
+    settings,
+    survives,
 )
 from tests.helpers.lm import REWARD, tiny_lm, tiny_lm_config
-from tests.helpers.ranks import before_forks, run_ranks
-
-MOST_MEMORY = 500 << 20  # bytes beside those of an ordinary job
-ORDINARY = 700 << 20  # of address space, most of it libraries' code
-STEP = "out/checkpoints/step_000001"
-
-
-class Evil:
-    def __reduce__(self) -> Any:
-        return os.system, ("touch PWNED",)
+from tests.helpers.ranks import run_ranks
+from tests.helpers.tasks import run_task
 
 
 def train(base: Path, folder: Path, *words: str) -> None:
@@ -68,63 +51,6 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_ranks(train, 1, folder / "base", folder, "model.lora_rank=4")
     (folder / "reward.py").write_text(REWARD)
     return folder
-
-
-def configured(**changes: Any) -> Change:
-    """Keys of the run's config.yaml such as `model__path` with other values."""
-
-    def change(folder: Path) -> None:
-        file = folder / "out" / "config.yaml"
-        content = yaml.safe_load(file.read_text())
-        for key, value in changes.items():
-            section, _, name = key.partition("__")
-            content[section][name] = (
-                value.replace("{outside}", str(folder.parent / "outside")) if isinstance(value, str) else value
-            )
-        file.write_text(yaml.safe_dump(content))
-
-    return change
-
-
-def meta(**changes: Any) -> Change:
-    def change(folder: Path) -> None:
-        file = folder / STEP / "meta.json"
-        file.write_text(json.dumps(json.loads(file.read_text()) | changes))
-
-    return change
-
-
-def sealed(*changes: Change) -> Change:
-    """Changes of a checkpoint's files with a meta.json that fits."""
-
-    def change(folder: Path) -> None:
-        for each in changes:
-            each(folder)
-        files = {}
-        for file in (folder / STEP).iterdir():
-            if file.name != "meta.json":
-                large = file.stat().st_size > 1 << 30
-                files[file.name] = (file.stat().st_size, 0 if large else zlib.crc32(file.read_bytes()))
-        meta(files=files)(folder)
-
-    return change
-
-
-def settings(name: str, **changes: Any) -> Change:
-    """Keys of a JSON file of the model with other values."""
-
-    def change(folder: Path) -> None:
-        file = folder / "base" / name
-        file.write_text(json.dumps(json.loads(file.read_text()) | changes))
-
-    return change
-
-
-def edited(name: str, edit: Callable[[bytes], bytes]) -> Change:
-    def change(folder: Path) -> None:
-        (folder / name).write_bytes(edit((folder / name).read_bytes()))
-
-    return change
 
 
 def pickled(folder: Path) -> None:
@@ -151,7 +77,62 @@ def weights(**tensors: tuple[list[int], bytes]) -> Change:
     return replaced("base/model.safetensors", struct.pack("<Q", len(written)) + written + data)
 
 
-HUGE = 1 << 40
+def doubling(times: int) -> str:
+    """A configuration whose text doubles with each key."""
+    lines = ["k0: xx\n"]
+    for i in range(times):
+        lines.append(f"k{i + 1}: ${{k{i}}}${{k{i}}}\n")
+    return "".join(lines) + f"model: {{path: ${{k{times}}}}}\n"
+
+
+def chained(name: str) -> Change:
+    """A file behind 60 links, more than the system follows."""
+
+    def change(folder: Path) -> None:
+        (folder / name).rename(folder / "end")
+        for i in range(60):
+            (folder / f"link{i}").symlink_to(f"link{i + 1}" if i < 59 else "end")
+        (folder / name).symlink_to(folder / "link0")
+
+    return change
+
+
+def growing(name: str, content: bytes = b"\0") -> Change:
+    """A file to which another process adds 64 MB while it is read."""
+
+    def change(folder: Path) -> None:
+        if os.fork() == 0:
+            try:
+                with (folder / name).open("ab", buffering=0) as file:
+                    for _ in range(1024):
+                        file.write(content * (1 << 16))
+                        time.sleep(0.002)
+            finally:
+                os._exit(0)
+
+    return change
+
+
+def tokenizer(**parts: Any) -> Change:
+    """Another normalizer or pattern in tokenizer.json."""
+    return settings("tokenizer.json", **parts)
+
+
+def multiplied(before: str, after: str) -> dict[str, Any]:
+    return {"type": "Replace", "pattern": {"String": before}, "content": after * 100}
+
+
+def overlapping(data: bytes) -> bytes:
+    """Weights whose tensors are all of the first one's bytes."""
+    size = struct.unpack("<Q", data[:8])[0]
+    head = json.loads(data[8 : 8 + size])
+    for name, part in head.items():
+        if name != "__metadata__":
+            part["data_offsets"] = [0, part["data_offsets"][1] - part["data_offsets"][0]]
+    written = json.dumps(head).encode()
+    return struct.pack("<Q", len(written)) + written + data[8 + size :]
+
+
 RUNS: dict[str, Change] = {
     "nothing": lambda _: None,
     "a pipe as config.yaml": fifo("out/config.yaml"),
@@ -208,6 +189,26 @@ RUNS: dict[str, Change] = {
     "a huge rank": configured(model__lora_rank=10**9),
     "huge lengths": configured(data__max_prompt_length=10**15, data__max_response_length=10**15),
     "many responses": configured(rollout__n=10**12),
+    "shards that climb": sealed(
+        edited(f"{STEP}/.metadata", lambda data: data.replace(b"__0_0.distcp", b"../../secret"))
+    ),
+    "shards elsewhere": sealed(
+        edited(f"{STEP}/.metadata", lambda data: data.replace(b"__0_0.distcp", b"/etc//passwd"))
+    ),
+    "texts that grow": replaced("out/config.yaml", doubling(60)),
+    "a circle of references": configured(model__path="${model.path}"),
+    "a reference to much": configured(model__path="${oc.create:${oc.env:SECRET}}", trainer__project_name="${now:%H}"),
+    "anchors of lists": replaced("out/config.yaml", BOMB + "reward: {functions: *a7}\ndata: {val_files: *a7}\n"),
+    "a tag of Python": replaced("out/config.yaml", "model: {path: !!python/name:os.system }\n"),
+    "long numbers": replaced("out/config.yaml", "trainer: {seed: " + "9" * 200_000 + "}\n"),
+    "many keys": replaced("out/config.yaml", "".join(f"k{i}: 1\n" for i in range(20_000))),
+    "many entries": meta(files={f"f{i}": [1, 0] for i in range(30_000)}),
+    "gigantic JSON": replaced(f"{STEP}/meta.json", '{"files": [' + "0," * (60 << 20) + "0]}"),
+    "a growing configuration": growing("out/config.yaml"),
+    "growing tensors": growing(f"{STEP}/__0_0.distcp"),
+    "a socket": bound("out/config.yaml"),
+    "a link to a pipe": both(fifo("pipe"), linked("out/config.yaml", "../pipe")),
+    "a chain of links": chained("out/config.yaml"),
     "other layers": configured(model__target_modules=["(a+)+$" * 9]),
 }
 MODELS: dict[str, Change] = {
@@ -249,6 +250,44 @@ MODELS: dict[str, Change] = {
     "a template of no end": replaced("base/chat_template.jinja", "{{ 'x' * 10**12 }}"),
     "a template of another type": settings("tokenizer_config.json", chat_template={"a": 1}),
     "no tokens": replaced("base/tokenizer.json", "{}"),
+    "a template that loops": replaced(
+        "base/chat_template.jinja", "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    ),
+    "a template that calls itself": replaced(
+        "base/chat_template.jinja", "{% macro f(n) %}{{ f(n) }}{{ f(n) }}{% endmacro %}{{ f(1) }}"
+    ),
+    "a template that doubles": replaced(
+        "base/chat_template.jinja",
+        "{% set a = namespace(x='xx') %}{% for i in range(60) %}{% set a.x = a.x ~ a.x %}{% endfor %}{{ a.x }}",
+    ),
+    "a template of other files": replaced("base/chat_template.jinja", "{% include '/etc/passwd' %}"),
+    "gigantic JSON": replaced("base/config.json", '{"a": [' + "0," * (50 << 20) + "0]}"),
+    "a gigantic tokenizer": replaced("base/tokenizer_config.json", '{"a": "' + "x" * (100 << 20) + '"}'),
+    "tensors that overlap": edited("base/model.safetensors", overlapping),
+    "a long name": weights(**{"x" * (30 << 20): ([0], b"")}),
+    "many tensors": weights(**{f"t{i}": ([0], b"") for i in range(30_000)}),
+    "weights of a pickle": both(pickled, replaced("base/model.safetensors", pickle.dumps(Evil()))),
+    "an index of pipes": both(
+        fifo("base/pipe.safetensors"),
+        replaced("base/model.safetensors.index.json", '{"weight_map": {"model.norm.weight": "pipe.safetensors"}}'),
+    ),
+    "an absolute index": replaced(
+        "base/model.safetensors.index.json", '{"weight_map": {"model.norm.weight": "/etc/passwd"}}'
+    ),
+    "growing weights": growing("base/model.safetensors"),
+    "a growing tokenizer": growing("base/tokenizer.json", b" "),
+    "a normalizer that multiplies": tokenizer(
+        normalizer={"type": "Sequence", "normalizers": [multiplied(c, d) for c, d in itertools.pairwise("abcdefghijk")]}
+    ),
+    "a pattern that backtracks": tokenizer(
+        pre_tokenizer={
+            "type": "Split",
+            "pattern": {"Regex": "(.|.)*(.|.)*(.|.)*$^"},
+            "behavior": "Isolated",
+            "invert": False,
+        }
+    ),
+    "code in every file": both(*(settings(name, **AUTO) for name in ("config.json", "tokenizer_config.json")), evil),
     "an index elsewhere": lambda folder: (
         remove(folder / "base/model.safetensors"),
         replaced(
@@ -275,72 +314,37 @@ def words(command: str, folder: Path) -> list[str]:
     }[command]
 
 
-JOBS: dict[str, tuple[type, Callable[[Any], Any]]] = {
-    "export": (ExportConfig, Export), "generate": (GenerateConfig, Generation), "evaluate": (EvaluateConfig, Evaluation)
-}  # fmt: skip
-
-
-def ended(command: str, folder: Path) -> str:
-    """Run a command as phalanx.run.cli does; returns what is wrong with its end, or "" if it is a result or one line."""
-    kind, job = JOBS[command.partition(" ")[0]]
-    phase: tuple[type[BaseException], ...] = (ValueError,)
-    try:
-        built = job(load_config(kind, None, words(command, folder)))
-        phase = (JobError, Stopped)
-        built.run()
-    except phase as error:
-        return "more than a line" if len(str(error).splitlines()) > 1 or SECRET in str(error) else ""
-    except BaseException:  # reported by the test
-        return traceback.format_exc()
-    return ""
-
-
-def attacked(command: str, changes: dict[str, Change], good: Path, place: Path) -> None:
-    """Run a command on a copy of the good folder after each change; raises AssertionError with what was wrong."""
-    os.environ["SECRET"] = SECRET
-    os.chdir(place)
-    wrong = {}
-    for number, (name, change) in enumerate(changes.items()):
-        folder, outside = place / str(number) / "given", place / str(number) / "outside"
-        shutil.copytree(good, folder)
-        outside.mkdir()
-        (outside / "secret").write_text(SECRET)
-        (outside / "evil.py").write_text("import os\nos.system('touch PWNED')\n")
-        configured(model__path=str(folder / "base"))(folder)
-        change(folder)
-        before, start = digest(outside), time.monotonic()
-        problem = ended(command, folder)
-        print(f"{time.monotonic() - start:.1f} s: {command}: {name}{' FAILS' if problem else ''}", flush=True)
-        if not problem and digest(outside) != before:
-            problem = "it wrote outside"
-        if (not problem and any(folder.rglob("PWNED"))) or Path("PWNED").exists():
-            problem = "it ran code"
-        result = folder / "result"
-        written = [result] if result.is_file() else [file for file in result.rglob("*") if file.is_file()]
-        if not problem and any(SECRET.encode() in file.read_bytes() for file in written):
-            problem = "it read outside"
-        if problem:
-            wrong[name] = problem
-        shutil.rmtree(place / str(number), ignore_errors=True)
-    assert not wrong, "\n".join(f"{name}: {problem}" for name, problem in wrong.items())
-
-
-def survives(command: str, changes: dict[str, Change], good: Path, place: Path) -> None:
-    before_forks()
-    words = in_child(lambda: attacked(command, changes, good, place), MOST_MEMORY + ORDINARY)
-    assert words == "", words[-20_000:]
-
-
 @pytest.mark.seldom("generate", "evaluate", "evaluate in place")
 @pytest.mark.full
 @pytest.mark.parametrize("command", ["export", "generate", "evaluate", "evaluate in place"])
 def test_a_run_of_somebody_else(command: str, good: Path, tmp_path: Path) -> None:
     chosen = RUNS if command != "evaluate in place" else {name: RUNS[name] for name in RUNS if "link" in name}
-    survives(command, chosen, good, tmp_path)
+    survives(command, words, chosen, good, tmp_path)
+
+
+def test_a_damaged_checkpoint_is_told_in_a_line(good: Path, tmp_path: Path) -> None:
+    """By the command itself, which loads it before the job begins."""
+    shutil.copytree(good, tmp_path / "w")
+    RUNS["other bytes"](tmp_path / "w")
+    done = run_task(["tasks/evaluate.py", *words("evaluate", tmp_path / "w"), f"model.path={good}/base"])
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "step_000001 is damaged (the checksum of __0_0.distcp differs); use another one" in done.stderr
+
+
+SLOW = (
+    *("a template that loops", "a template that doubles", "a gigantic tokenizer", "many tensors", "gigantic JSON"),
+    *("growing weights", "a growing tokenizer", "a long name", "a normalizer that multiplies"),
+)  # a minute in all
+
+
+@pytest.mark.long
+def test_a_large_model_of_somebody_else(good: Path, tmp_path: Path) -> None:
+    survives("generate from a model", words, {name: MODELS[name] for name in SLOW}, good, tmp_path)
 
 
 @pytest.mark.seldom("evaluate a model")
 @pytest.mark.quick("generate from a model")
 @pytest.mark.parametrize("command", ["generate from a model", "evaluate a model"])
 def test_a_model_of_somebody_else(command: str, good: Path, tmp_path: Path) -> None:
-    survives(command, MODELS, good, tmp_path)
+    quick = {name: MODELS[name] for name in MODELS if name not in SLOW}
+    survives(command, words, quick, good, tmp_path)

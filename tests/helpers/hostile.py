@@ -26,7 +26,9 @@ BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
 )
 
 
-def in_child(act: Callable[[], object], most: int = MOST_MEMORY, user: int | None = None) -> str:
+def in_child(
+    act: Callable[[], object], most: int = MOST_MEMORY, user: int | None = None, seconds: int = MOST_SECONDS
+) -> str:
     """Run a function in a fork with limits of memory and time; returns its traceback, or "" if it has none."""
     reading, writing = os.pipe()
     child = os.fork()
@@ -36,7 +38,7 @@ def in_child(act: Callable[[], object], most: int = MOST_MEMORY, user: int | Non
             pages = int(Path("/proc/self/statm").read_text().split()[0])
             resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + most,) * 2)
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
-            signal.alarm(MOST_SECONDS)
+            signal.alarm(seconds)
             if user is not None:
                 os.setuid(user)
             act()

@@ -23,7 +23,7 @@ from phalanx.config.run import RunConfig
 from phalanx.distributed import mesh
 from phalanx.distributed.launch_env import Launch
 from phalanx.run.watchdog import Watch
-from phalanx.tools.plan import blueprint, jobs, lm_blueprint, rehearsal
+from phalanx.tools.plan import blueprint, flow_jobs, jobs, lm_blueprint, lm_jobs, rehearsal
 from phalanx.tools.plan.layout import Cluster
 from phalanx.tools.plan.ledger import META, Ledger
 from phalanx.tools.plan.rehearsal import AnyPlannedPolicy
@@ -117,7 +117,8 @@ def referee(cfg: RunConfig, cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -
         patch.setattr(_fsdp_param_group.FSDPParamGroup, "_validate_cpu_offload_params", lambda _: None)
         for module in (blueprint, lm_blueprint):
             patch.setattr(module, "lone_world", world_of(cluster.ranks))
-        patch.setattr(jobs, "Ledger", RealLedger)
+        for module in (flow_jobs, lm_jobs):
+            patch.setattr(module, "Ledger", RealLedger)
         patch.setattr(rehearsal, "PlannedState", RealState)
         job = jobs.planned(cfg, cluster)
     return job.ledger.phases["update"].peak

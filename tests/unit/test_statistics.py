@@ -168,7 +168,9 @@ RIGHT = [
         Cell("difference", 500, 64, 0.8, name, "5 % solved") for name in ("greedy", "Beta, a+b=0.2")
     ],  # few large changes
     Cell("difference", 100, 64, 0.5, "Beta, a+b=5", "odds x 1.6"),  # many small ones in one direction
-    *[Cell("mean of groups", 100, 8, mean, "Beta, a+b=5") for mean in (0.3, 0.5)],
+    *[Cell("mean of groups", 100, n, 0.5, "Beta, a+b=5") for n in (4, 16, 64)],
+    *[Cell("mean of groups", 500, n, 0.3, name) for n, name in ((1, "equal"), (4, "greedy"), (64, "Beta, a+b=1"))],
+    *[Cell("difference of groups", 500, n, 0.5, "Beta, a+b=5", "drawn anew") for n in (1, 8, 64)],
 ]
 WIDE = [
     *[Cell("mean", 10, n, mean, name) for n in (1, 16, 64) for mean in (0.02, 0.2) for name in ("equal", "greedy")],
@@ -177,6 +179,9 @@ WIDE = [
     *[Cell("pass@4", count, 64, 0.05, "greedy") for count in (30, 100)],
     *[Cell("difference", 30, 64, mean, name, "5 % solved") for mean in (0.02, 0.5) for name in ("equal", "greedy")],
     *[Cell("difference", 10, 1, 0.5, "greedy", change) for change in CHANGES],
+    *[Cell("mean of groups", 10, n, 0.02, "greedy") for n in (4, 64)],
+    *[Cell("difference of groups", 30, n, 0.3, "Beta, a+b=0.2", change) for n in (1, 64) for change in CHANGES],
+    *[Cell("difference of groups", 100, 64, mean, "greedy", "5 % solved") for mean in (0.02, 0.8)],
     *[Cell("mean of groups", 30, 8, mean, name) for mean, name in ((0.02, "Beta, a+b=0.2"), (0.05, "all or nothing"))],
 ]
 
@@ -185,7 +190,7 @@ WIDE = [
 def test_intervals_hold_the_truth_as_often_as_they_say(cells: list[Cell], highest: float) -> None:
     wrong = {}
     for cell in cells:
-        share = coverage(cell, 500 if cell.statistic == "mean of groups" or cell.prompts == 500 else 2000)
+        share = coverage(cell, 1000 if cell.prompts == 500 else 2000)
         if not 0.923 <= share <= highest:
             wrong[cell] = share
     assert wrong == {}

@@ -119,25 +119,26 @@ def paired_interval(
     return _interval(values, others, unit, confidence)
 
 
-def _interval(
-    values: Values, others: Values | None, unit: bool | None, confidence: float, degrees: int | None = None
-) -> Estimate:
-    """degrees: of freedom of Student's t, if the variances of other prompts are estimated, too."""
+def _interval(values: Values, others: Values | None, unit: bool | None, confidence: float) -> Estimate:
     count, shown = len(values), values if others is None else np.concatenate([values, others])
     differences = values if others is None else values - others
     mean = float(differences.mean())
     known = in_unit_range(shown) if unit is None else unit
     if count < 2:
         return Estimate(mean, (0.0 if others is None else -1.0) if known else None, 1.0 if known else None, count)
-    quantile = t_quantile((1 + confidence) / 2, degrees or count - 1)
-    if known:
-        if others is None:  # of several groups, the bounds on the further side do not all err in the same direction
-            low, high = mean_bounds(values, quantile, RELIEF if degrees is None else 0.0)
-        else:
-            low, high = difference_bounds(values, others, quantile)
-        return Estimate(mean, float(low), float(high), count)
-    half_width = quantile * math.sqrt(float(differences.var(ddof=1)) / count)
-    return Estimate(mean, mean - half_width, mean + half_width, count)
+    low, high = _bounds(values, others, known, np.array(t_quantile((1 + confidence) / 2, count - 1)), RELIEF)
+    return Estimate(mean, float(low), float(high), count)
+
+
+def _bounds(
+    values: Values, others: Values | None, unit: bool, quantile: Values, relief: float
+) -> tuple[Values, Values]:
+    """The bounds [...] of the mean of values [..., P], or of values - others, with quantiles [...] of Student's t."""
+    if unit:
+        return mean_bounds(values, quantile, relief) if others is None else difference_bounds(values, others, quantile)
+    differences = values if others is None else values - others
+    mean, half_width = differences.mean(-1), quantile * np.sqrt(differences.var(-1, ddof=1) / values.shape[-1])
+    return mean - half_width, mean + half_width
 
 
 def t_half_width(values: Values, confidence: float = CONFIDENCE) -> float | None:
@@ -146,7 +147,7 @@ def t_half_width(values: Values, confidence: float = CONFIDENCE) -> float | None
     return None if high is None else high - mean
 
 
-def mean_bounds(values: Values, quantile: float, relief: float = RELIEF) -> tuple[Values, Values]:
+def mean_bounds(values: Values, quantile: float | Values, relief: float = RELIEF) -> tuple[Values, Values]:
     """The bounds [...] of the mean of scores in 0..1, values [..., P] with P > 1: Wilson's (1927) with a quantile of
     Student's t and the effective number of independent zeros and ones, m (1 - m) / s^2, where s^2 is the variance of
     the mean m. If all prompts score the same, this number is P.
@@ -167,7 +168,7 @@ def mean_bounds(values: Values, quantile: float, relief: float = RELIEF) -> tupl
     return np.where(mean <= 0, 0.0, np.maximum(low, 0.0)), np.where(mean >= 1, 1.0, np.minimum(high, 1.0))
 
 
-def difference_bounds(values: Values, others: Values, quantile: float) -> tuple[Values, Values]:
+def difference_bounds(values: Values, others: Values, quantile: float | Values) -> tuple[Values, Values]:
     """The bounds [...] of the mean of values - others [..., P], P > 1, of scores in 0..1: Tango's score interval of
     paired proportions (Statistics in Medicine 17, 1998) with a quantile of Student's t and an effective number of
     pairs: with u and d the mean rise and fall, (u + d - (u - d)^2) / s^2; P if no prompt differs.
@@ -215,13 +216,13 @@ def _effective(most: Values, variance: Values, count: int) -> Values:
     return np.divide(count * most, variance, out=whole, where=(variance > _TINY) & (most > _TINY))
 
 
-def _wilson(mean: Values, number: Values, z: float) -> tuple[Values, Values]:
+def _wilson(mean: Values, number: Values, z: float | Values) -> tuple[Values, Values]:
     centre = (mean + z * z / (2 * number)) / (1 + z * z / number)
     half = z / (1 + z * z / number) * np.sqrt(mean * (1 - mean) / number + z * z / (4 * number * number))
     return centre - half, centre + half
 
 
-def _tango(up: Values, down: Values, number: Values, z: float) -> Values:
+def _tango(up: Values, down: Values, number: Values, z: float | Values) -> Values:
     """The lower bound of up - down, the shares of pairs that rise and that fall, by bisection: the smallest difference
     that is at most z standard errors away, where the share that falls is the most likely one for this difference.
     """
@@ -236,56 +237,68 @@ def _tango(up: Values, down: Values, number: Values, z: float) -> Values:
     return low
 
 
-def mean_of_groups(groups: Sequence[Values | tuple[Values, Values]], unit: bool) -> Estimate:
-    """The unweighted mean of the groups' means of values [P], or of pairs' differences [P], in 0..1 (`unit`) or not;
-    bounds are None if a group has one prompt. The distance of each bound from the mean combines the groups' distances
-    in quadrature (MOVER; Zou and Donner, Statistics in Medicine 27, 2008), which keeps asymmetric intervals so. The
-    degrees of freedom of Student's t are those of the mean (Welch 1947). In 0..1 the bounds extend to those of all
-    prompts together, since a group without a success, whose bound is 0, hides how far the others are from theirs.
+Group = Values | tuple[Values, Values]
+
+
+def mean_of_groups(groups: Sequence[Group], unit: bool) -> Estimate:
+    """The unweighted mean of the groups' means of values [P], or of pairs' differences [P], in 0..1 (`unit`) or not,
+    and `group_bounds`; None if a group has one prompt.
     """
-    number, count, value, variance, squares = len(groups), 0, 0.0, 0.0, 0.0
-    pairs = list[tuple[Values, Values | None]]()
-    fewest = math.inf
+    means, counts = list[float](), list[int]()
+    for group in groups:
+        differences = group[0] - group[1] if isinstance(group, tuple) else group
+        means.append(float(differences.mean()))
+        counts.append(len(differences))
+    if min(counts) < 2:
+        return Estimate(float(np.mean(means)), None, None, sum(counts))
+    low, high = group_bounds(groups, unit)
+    return Estimate(float(np.mean(means)), float(low), float(high), sum(counts))
+
+
+def group_bounds(groups: Sequence[Group], unit: bool, confidence: float = CONFIDENCE) -> tuple[Values, Values]:
+    """The bounds [...] of the unweighted mean of the groups' means of values [..., P], P > 1, or of pairs' differences.
+
+    The distance of each bound from the mean combines the groups' distances in quadrature (MOVER; Zou and Donner,
+    Statistics in Medicine 27, 2008), which keeps asymmetric intervals so. The degrees of freedom of Student's t are
+    those of the mean (Welch 1947). In 0..1 the bounds extend to those of all prompts together, since a group without a
+    success, whose bound is 0, hides how far the others are from theirs.
+    """
+    number, count, level = len(groups), 0, (1 + confidence) / 2
+    mean = up = down = variance = squares = below = above = np.zeros(())
+    pairs = list[tuple[Values, Values | None, Values]]()
     for group in groups:
         values, others = group if isinstance(group, tuple) else (group, None)
         differences = values if others is None else values - others
-        pairs.append((values, others))
-        count, fewest = count + len(values), min(fewest, len(values))
-        value += float(differences.mean()) / number
-        if len(values) > 1:
-            error = float(differences.var(ddof=1)) / len(values)
-            variance, squares = variance + error, squares + error**2 / (len(values) - 1)
-    if fewest < 2:
-        return Estimate(value, None, None, count)
-    degrees = int(variance**2 / squares) if squares > _TINY**2 else count - number
-    below, above = 0.0, 0.0
-    for values, others in pairs:
-        part = _interval(values, others, unit, CONFIDENCE, degrees)
-        assert part.low is not None and part.high is not None
-        below += (part.value - part.low) ** 2
-        above += (part.high - part.value) ** 2
-    low, high = value - math.sqrt(below) / number, value + math.sqrt(above) / number
+        pairs.append((values, others, differences))
+        size, error = values.shape[-1], differences.var(-1, ddof=1) / values.shape[-1]
+        count, variance, squares = count + size, variance + error, squares + error**2 / (size - 1)
+        mean = mean + differences.mean(-1) / number
+        up = up + np.maximum(differences, 0).mean(-1) / number
+        down = down + np.maximum(-differences, 0).mean(-1) / number
+    degrees = np.divide(variance**2, squares, out=np.full_like(variance, count - number), where=squares > _TINY**2)
+    quantile = t_quantiles(level, degrees)
+    for values, others, differences in pairs:  # bounds on the further side do not all err in the same direction
+        low, high = _bounds(values, others, unit, quantile, 0.0)
+        below = below + (differences.mean(-1) - low) ** 2
+        above = above + (high - differences.mean(-1)) ** 2
+    low, high = mean - np.sqrt(below) / number, mean + np.sqrt(above) / number
     if unit:
-        together = _together(pairs, variance / number**2, t_quantile((1 + CONFIDENCE) / 2, count - number))
-        low, high = min(low, together[0]), max(high, together[1])
-    return Estimate(value, low, high, count)
+        together = t_quantile(level, count - number)
+        effective = _effective(up + down - (up - down) ** 2, variance / number**2 * count, count)
+        if pairs[0][1] is None:
+            least, most = _wilson(up, effective, together)
+        else:
+            least, most = _tango(up, down, effective, together), -_tango(down, up, effective, together)
+        low, high = np.minimum(low, least), np.maximum(high, most)
+        floor = 0.0 if pairs[0][1] is None else -1.0
+        low, high = np.maximum(low, floor), np.minimum(high, 1.0)
+    return low, high
 
 
-def _together(pairs: Sequence[tuple[Values, Values | None]], variance: float, quantile: float) -> tuple[float, float]:
-    """The bounds of the mean of groups in 0..1, whose variance is known, as of one group."""
-    up = down = count = 0.0
-    for values, others in pairs:
-        differences = values if others is None else values - others
-        up += float(np.maximum(differences, 0).mean()) / len(pairs)
-        down += float(np.maximum(-differences, 0).mean()) / len(pairs)
-        count += len(values)
-    most = np.array(up + down - (up - down) ** 2)
-    number = _effective(most, np.array(variance * count), int(count))
-    if pairs[0][1] is None:
-        low, high = _wilson(np.array(up), number, quantile)
-        return max(float(low), 0.0), min(float(high), 1.0)
-    rise, fall = np.array(up), np.array(down)
-    return float(_tango(rise, fall, number, quantile)), -float(_tango(fall, rise, number, quantile))
+def t_quantiles(probability: float, degrees: Values) -> Values:
+    """`t_quantile` of degrees of freedom [...], of which only the integer part counts."""
+    known, places = np.unique(degrees.astype(np.int64), return_inverse=True)
+    return np.array([t_quantile(probability, int(each)) for each in known])[places].reshape(degrees.shape)
 
 
 def t_quantile(probability: float, degrees: int) -> float:

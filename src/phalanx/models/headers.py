@@ -4,7 +4,9 @@ They do without torch, so that a folder that cannot be loaded is reported within
 """
 
 import json
+import math
 import re
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,11 @@ from phalanx.config.files import kind, parse_json, read_bytes
 MOST = 1e8  # limit of any number in a configuration
 MOST_LAYERS = 10_000
 MOST_BYTES = 1 << 27  # of a file other than weights, such as a tokenizer
+MOST_VALUES = 1_000_000  # of a JSON file; the index of 140,000 tensors has two each
+MOST_TOKENS = 8_000_000  # the same of a vocabulary and its merges
+MOST_HEADER = 1 << 25  # bytes of a *.safetensors file's header, 150 of which a tensor takes
+MOST_NAME = 1000  # characters of a tensor's name
+MOST_GROWTH = 10_000  # times as long as a text that a tokenizer's replacements make of it
 # files of any size, most of which are not read
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".msgpack", ".h5", ".onnx")
 _VARIANT = re.compile(r"[^.]+\.(\w+)(-\d+-of-\d+)?\.safetensors")  # as in model.fp16.safetensors
@@ -30,6 +37,41 @@ def check_files(folder: Path, key: str = "model.path") -> None:
                 raise ValueError(f"{key}: {file} has {file.stat().st_size} bytes; expected at most {MOST_BYTES}")
         except OSError as error:
             raise ValueError(f"{key}: {file} cannot be read: {error.strerror}") from None
+        if file.suffix == ".json" and kind(file) == "file":
+            changed = file.stat()
+            _check_json(file, key, changed.st_mtime_ns, changed.st_size)
+
+
+@lru_cache(maxsize=64)  # a folder is checked by each of its readers
+def _check_json(file: Path, key: str, changed: int, size: int) -> None:
+    """Raise ValueError for a JSON file of absurdly many values, or a tokenizer whose texts would grow absurdly."""
+    most = MOST_TOKENS if file.name in ("tokenizer.json", "vocab.json") else MOST_VALUES
+    try:
+        content = read_bytes(file, MOST_BYTES)
+    except OSError as error:
+        raise ValueError(f"{key}: {file} cannot be read: {error.strerror}") from None
+    values = content.count(b",") + content.count(b"[") + content.count(b"{")
+    if values > most:
+        raise ValueError(f"{key}: {file} has about {values} values; expected at most {most}")
+    if file.name == "tokenizer.json":
+        settings = read_json(file, key)
+        parts = [settings.get(name) for name in ("normalizer", "decoder")] if isinstance(settings, dict) else []
+        if any(_growth(part) > MOST_GROWTH for part in parts):
+            raise ValueError(f"{key}: {file} makes a text more than {MOST_GROWTH} times as long")
+
+
+def _growth(part: Any) -> float:
+    """How many times as long a text may become by the replacements of a normalizer or decoder of tokenizer.json."""
+    if isinstance(part, list):
+        return math.prod(map(_growth, part))
+    if not isinstance(part, dict):
+        return 1
+    added, pattern = part.get("content"), part.get("pattern")
+    growth = _growth(list(part.values()))  # the parts of a sequence
+    if isinstance(added, str) and isinstance(pattern, dict):
+        replaced = pattern.get("String")  # a regular expression may match between any two characters
+        growth *= max(1, len(added) / max(1, len(replaced))) if isinstance(replaced, str) else 1 + len(added)
+    return growth
 
 
 def read_json(file: Path, key: str = "model.path") -> Any:
@@ -61,8 +103,14 @@ def tensors(file: Path, key: str = "model.path") -> dict[str, tuple[str, list[in
     """
     parts = {}
     try:
+        with file.open("rb") as opened:
+            header = int.from_bytes(opened.read(8), "little")
+        if header > min(MOST_HEADER, file.stat().st_size):
+            raise ValueError(f"{key}: {file} is damaged or cut short: its header has {header} bytes")
         with safe_open(file, "np") as stored:  # reads the header, and compares it with the file's length
             for name in stored.keys():  # noqa: SIM118 - it is not a dict
+                if len(name) > MOST_NAME:
+                    raise ValueError(f"{key}: {file} has a tensor whose name has {len(name)} characters")
                 part = stored.get_slice(name)
                 parts[name] = part.get_dtype(), part.get_shape()
     except (SafetensorError, OSError, MemoryError) as error:

@@ -163,8 +163,9 @@ def run(build: Callable[[T], Callable[[], None]], config: T) -> NoReturn:
     """Build a job, run it and exit.
 
     A ValueError of `build` (data, model folder, rewards, batch sizes) is a user's mistake: one line and status 2. A
-    JobError of the job itself is one line and status 1. Any other exception is printed with its traceback;
-    PHALANX_TRACEBACK=1 prints the traceback of all. A job that is told to stop exits with 128 + the signal's number.
+    JobError, of `build` or of the job itself, is one line and status 1. Any other exception is printed with its
+    traceback; PHALANX_TRACEBACK=1 prints the traceback of all. A job that is told to stop exits with
+    128 + the signal's number.
     """
     faulthandler.enable()  # print the stack after a crash in C++, which would otherwise be silent
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # until the watch handles this signal
@@ -180,6 +181,9 @@ def run(build: Callable[[T], Callable[[], None]], config: T) -> NoReturn:
     except (ValueError, SystemExit) as error:  # SystemExit comes from user code: Phalanx does not call sys.exit here
         _leave_folder()
         _tell(error, status=2)
+    except JobError as error:  # a damaged checkpoint, which an evaluation loads here
+        _leave_folder()
+        _tell(error, status=1)
     # A ValueError during training is a bug, which `build` should have caught, and keeps its traceback.
     try:
         job()

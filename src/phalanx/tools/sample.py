@@ -33,7 +33,7 @@ from phalanx.media.grids import STRIP, fit, pictures, sheet, side_by_side, stand
 from phalanx.media.pictures import encode_image
 from phalanx.media.videos import write_video
 from phalanx.models.flow.family import FlowModel
-from phalanx.models.flow.policy import DTYPES, FlowPolicy
+from phalanx.models.flow.policy import DTYPES, FlowPolicy, load_family
 from phalanx.models.flow.registry import family_of
 from phalanx.rollout.flow.in_policy import PolicyRollout
 from phalanx.rollout.flow.samplers import check_frames, check_guidance
@@ -102,7 +102,7 @@ class Generator:
         dtype = DTYPES[self.model.dtype]
         full = self.trained is not None and self.model.lora_rank == 0
         # as in training, a full fine-tune is loaded in float32; its buffers stay float32, its parameters get `dtype`
-        model = family(self.model, dtype, torch.float32 if full else dtype)
+        model = load_family(family, self.model, dtype, torch.float32 if full else dtype)
         for p in model.transformer.parameters():
             p.data = p.data.to(dtype)
         model.vae.to(self.world.device)

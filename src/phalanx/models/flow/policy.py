@@ -354,18 +354,25 @@ def build_policy(
     weights_dtype = dtype if config.lora_rank > 0 or frozen else torch.float32
     family = family_of(config) if family is None else family
     log.info("loading the model %s", config.path)
-    try:
-        model = family(config, dtype, weights_dtype)
-    except Exception as error:  # on malformed files the libraries raise any type
-        ours = isinstance(error, ValueError) and str(error).startswith("model.path: ")
-        cause = FOREIGN if needs_code(error) else reason(error)
-        message = str(error).removeprefix("model.path: ") if ours else f"{config.path!r} does not load: {cause}"
-        raise ValueError(f"model.path: {message}") from error
+    model = load_family(family, config, dtype, weights_dtype)
     weights = sum(p.numel() for p in model.transformer.parameters())
     log.info("laying out %s, %.2f M weights", type(model.transformer).__name__, weights / 1e6)
     model.vae.to(world.device)  # small, and needed after each micro-batch, so it stays there
     kept = weights_dtype if config.lora_rank == 0 else None
     return make(model, world, config, parallel, data, seed=seed, detach_uncond=detach_uncond, frozen=frozen, kept=kept)
+
+
+def load_family(
+    family: type[FlowModel], config: FlowModelConfig, dtype: torch.dtype, weights_dtype: torch.dtype
+) -> FlowModel:
+    """The model of a folder; raises ValueError, with one line that begins with `model.path`, if it cannot be used."""
+    try:
+        return family(config, dtype, weights_dtype)
+    except Exception as error:  # on malformed files the libraries raise any type
+        ours = isinstance(error, ValueError) and str(error).startswith("model.path: ")
+        cause = FOREIGN if needs_code(error) else reason(error)
+        message = str(error).removeprefix("model.path: ") if ours else f"{config.path!r} does not load: {cause}"
+        raise ValueError(f"model.path: {message}") from error
 
 
 @cache  # once

@@ -14,11 +14,34 @@ _WORDS = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox)\s*\{([^
 _UNIT = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox)\s*\{([^{}]*)\}\s*(?:\^\s*\{?\d\}?)?\s*\Z")
 # parts that make no difference: dollars, degrees, percent
 _LAYOUT = re.compile(r"\\?[$%]|\^\s*\{?\\circ\}?|\\degree\b|\u00b0")
-_DELIMITER = re.compile(r"\\(?:left|right)(?![a-z]) ?")
+_DELIMITER = re.compile(r"\\(?:left|right|[bB]igg?[lrm]?)(?![a-zA-Z]) ?")
+# other spellings: of styles, the end of a row, words, sets and numbers
+_SPELLINGS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
+    (re.compile(pattern), new)
+    for pattern, new in (
+        (r"\\(?:text)?color ?\{\w+\}|\\displaystyle(?![a-z])", ""),
+        (r"\A ?\\(?:mathbf|boldsymbol|bm|pmb) ?\{((?=[^{}]*[\d\\])(?:[^{}]|\{[^{}]*\})*)\}\Z", r"\1"),
+        (r"\\(?:text|mathrm|mathbf|mbox) ?\{ ?(i|[-+]?\d+(?:\.\d+)?) ?\}", r"\1"),
+        (r"\\\\ ?\[-?[\d.]+ ?(?:pt|em|ex|mm|cm|in)\]|\\cr(?![a-z])", r"\\\\ "),
+        (r"(?<=\d) ?\\(?:lor|vee)(?![a-z])(?=[^=<>]*[=<>])", " or "),  # not of propositions
+        (r"(?<=\d) ?\\(?:land|wedge)(?![a-z])(?=[^=<>]*[=<>])|\\&", " and "),
+        (r"\\(?:text|mathrm|mbox) ?\{ ?([,;]) ?\}", r"\1 "),
+        (r"\\colon(?![a-z])", ":"),
+        (r"\^ ?\{ ?\\(?:text|mathrm) ?\{ ?o ?\} ?\}", r"^\\circ"),
+        (r"(\\mathbb ?\{?[CQRZ]\}?) ?- ?(?=\\\{)", r"\1\\setminus "),
+        (r"\\\{ ?([a-z]) ?(?::|\||\\(?:mid|vert|colon)(?![a-z])) ?([^{}]*[<>][^{}]*|[^{}]*\\[gl]eq?[^{}]*)\\\}", r"\2"),
+        (r"(?<![\w)\]}])\((\w+)\)_(?=\{?\(?\d)", r"\1_"),
+        (r"_\{? ?\(?(?<=\()(\d+)\) ?\}?", r"_{\1}"),
+    )
+)
+_OPEN = re.compile(r"([\[\]])([^\[\](){}=]*,[^\[\](){}=]*)([\[\]])")  # intervals as in France: [1,2[
+_NAMED = re.compile(r"([a-z]) ?= ?((?:[^a-zA-Z=,\\&]|\\[a-z]+)+)")
 _TIGHT = re.compile(r"(?<!\s)\s*\\!\s*")  # a negative space, as in 32,\!349
-_PUNCTUATION = re.compile(r"(?<!\s)\s*\{\s*([,:])\s*\}\s*")  # without the space that TeX puts after it, as in 32{,}349
+_PUNCTUATION = re.compile(
+    r"(?<!\s)(?<!text)(?<!mbox)(?<!mathrm)\s*\{\s*([,:])\s*\}\s*"
+)  # without the space that TeX puts after it, as in 32{,}349
 # not the end of a matrix's row, \\ and a blank
-_BLANK = re.compile(r"(?:(?<!\\)\\[,;:> ]|\\q?quad\b|~|\s)+")
+_BLANK = re.compile(r"(?:(?<!\\)\\[,;:> ]|\\q?quad\b|\\thinspace\b|\\hspace\*?\{[^{}]*\}|~|\s)+")
 # arguments of one character without braces: \frac 1 2, \sqrt2, \log_2 8
 _TWO = re.compile(r"\\[dtc]?(frac|binom) ?([0-9a-z]) ?([0-9a-z])(?![0-9a-z])")
 _ONE = re.compile(r"(\\sqrt|\\mathbb|[_^]) ?([0-9a-zA-Z])(?![0-9a-zA-Z])")
@@ -36,10 +59,13 @@ _LIST = ("(", "[", r"\{")
 _AND_WORDS = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox) ?\{ ?(and|or) ?\}")
 _AND = re.compile(r"(?:, | ,|[, ])?(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z]) ?")
 _PLUS_MINUS = re.compile(r"\\pm(?![a-zA-Z])")
+_GREEK = r"\\(?:alpha|beta|gamma|delta|theta|phi|varphi|omega|lambda|mu|rho|sigma|tau)"
+_NAME = re.compile(rf"[^\W\d_]{{1,2}}|[a-z]_\{{?\w\}}?|m?\\angle[A-Z]{{1,3}}|{_GREEK}")
 _SPACED_LIST = re.compile(r"\d, +\d{3}(?!\d)")
 _PARTED = re.compile(r"\d \.?\d")
 _BASE = re.compile(r"\d_\{?(\d+)\}?")
 _DECIMAL = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)")
+_SCIENTIFIC = re.compile(r"([+-]?(?:\d+\.?\d*|\.\d+))(?:[eE]|(?:\\times|\\cdot)10\^)\{?([+-]?\d{1,3})\}?")
 _MIXED = re.compile(r"([+-]?)(\d*)\\frac\{(\d+)\}\{(\d+)\}")
 
 
@@ -139,6 +165,10 @@ def written(text: str) -> str:
     for other, command in ((r"\varnothing", r"\emptyset"), (r"\lbrace", r"\{"), (r"\rbrace", r"\}")):
         text = text.replace(other, command)
     text = _DELIMITER.sub("", text)
+    for pattern, new in _SPELLINGS:
+        text = pattern.sub(new, text)
+    text = re.sub("&", " and ", text) if r"\begin" not in text else text
+    text = _tuple(_OPEN.sub(_interval, text).strip().removeprefix("=").strip())
     if not text.startswith(_LIST):
         text = _THOUSANDS.sub(_joined, text)
     text = _SPACED.sub(lambda match: match[1] + match[2].replace(" ", ""), _BLANK.sub(" ", text).strip())
@@ -172,12 +202,13 @@ def normalised(text: str) -> str:
 def _without_name(text: str) -> str:
     """A normal form without the name of its values: 5 of x=5, and 5,6 of x=5,x=6."""
     first, sign, _ = text.partition("=")
-    if not sign or len(first) > 2 or not first.isalpha():
+    if not sign or _NAME.fullmatch(first) is None:
         return text
+    first = first.partition("_")[0]
     values = []
     for item in text.split(","):
         name, sign, value = item.partition("=")
-        if "=" in value or (sign and name != first):
+        if "=" in value or (sign and name.partition("_")[0] != first):
             return text
         values.append(value if sign else name)
     return ",".join(values)
@@ -189,6 +220,9 @@ def exact(text: str) -> Fraction | None:
         return None
     if _DECIMAL.fullmatch(text):
         return Fraction(text)
+    power = _SCIENTIFIC.fullmatch(text)
+    if power is not None:
+        return Fraction(power[1]) * Fraction(10) ** int(power[2])
     mixed = _MIXED.fullmatch(text)
     if mixed is None or int(mixed[4]) == 0:
         return None
@@ -229,6 +263,24 @@ def same(answer: str, truth: str) -> bool:
         return True
     decimal = number(some)
     return decimal is not None and decimal == number(others)
+
+
+def _interval(result: "re.Match[str]") -> str:
+    """[1,2) of [1,2[; other pairs of brackets stay."""
+    if result[1] + result[3] == "[]":
+        return result.group()
+    return ("[" if result[1] == "[" else "(") + result[2] + ("]" if result[3] == "]" else ")")
+
+
+def _tuple(text: str) -> str:
+    """(3,5) of x=3, y=5, and of y=5, x=3: values of different letters, in the order of the letters."""
+    values = dict[str, str]()
+    items = re.split(r",| and |\\(?:text|textrm|mathrm|mbox) ?\{ ?and ?\}", text)
+    for item in items:
+        named = _NAMED.fullmatch(item.strip())
+        if named is not None:
+            values[named[1]] = named[2].strip()
+    return f"({','.join(values[name] for name in sorted(values))})" if len(values) == len(items) > 1 else text
 
 
 def _joined(result: "re.Match[str]") -> str:
