@@ -27,8 +27,11 @@ class DataConfig(Section, name="data"):
         "training prompts: files, folders or patterns of .txt, .jsonl, .json, .csv and .parquet, Hugging Face dataset "
         "folders",
         path=True,
+        single=".*",
     )
-    val_files: list[str] = arg([], "held-out prompts in the same formats, one validation set per entry", path=True)
+    val_files: list[str] = arg(
+        [], "held-out prompts in the same formats, one validation set per entry", path=True, single=".*"
+    )
     prompt_key: str = arg("prompt", "column of the prompts in data.train_files and data.val_files")
     train_batch_size: int = arg(32, "prompts per training step, across all ranks", **COUNT)
     train_batch_size_per_gpu: Optional[int] = arg(

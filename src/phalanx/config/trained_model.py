@@ -26,7 +26,9 @@ class ModelConfig(Section, name="model"):
         choices=("gaussian", "kaiming", "orthogonal", "pissa"),
     )
     target_modules: Optional[list[str]] = arg(
-        None, "name suffixes of the modules that get a LoRA, or all-linear; null: the model family's default"
+        None,
+        "name suffixes of the modules that get a LoRA, or all-linear; null: the model family's default",
+        single="all-linear",  # which peft accepts in place of a list
     )
     lora_path: Optional[str] = arg(
         None,
