@@ -4,6 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field
 from typing import Any
 
+from phalanx.config.choices import Choice
+
 
 def arg(
     default: Any,
@@ -15,6 +17,7 @@ def arg(
     each: Mapping[str, float] | None = None,
     single: str = "",
     valid: Callable[[Any], str | None] | None = None,
+    only: Sequence[Choice] = (),
     **limits: float,
 ) -> Any:
     """A dataclass field with its help text and constraints.
@@ -22,10 +25,11 @@ def arg(
     choices: allowed values. forms: descriptions of further values that are allowed besides `choices`: any text with a
     colon, such as module:Class. path: whether `located` resolves the value. each: bounds of a list's numbers. single: a
     regular expression of texts that stand for a list of one. valid: function of a value of the key's type; it returns
-    what is expected instead, in words, or None. limits: bounds of a number: ge, gt, lt and le, as pydantic calls them.
+    what is expected instead, in words, or None. only: the choices without which there is no such key. limits: bounds of
+    a number: ge, gt, lt and le, as pydantic calls them.
     """
     metadata = {"help": help, "path": path, "choices": choices, "forms": forms, "limits": limits}
-    metadata |= {"each": each or {}, "single": single, "valid": valid}
+    metadata |= {"each": each or {}, "single": single, "valid": valid, "only": only}
     if isinstance(default, list | dict):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
     return field(default=default, metadata=metadata)

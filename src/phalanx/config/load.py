@@ -18,6 +18,7 @@ from phalanx.config.fields import PLAIN
 from phalanx.config.fields import arg as arg  # algorithms of users import it from here
 from phalanx.config.files import replace_file
 from phalanx.config.messages import ConfigError, bare, element_of, shown, type_name
+from phalanx.config.moved import move_keys
 from phalanx.config.registry import resolve_registry
 from phalanx.config.secrets import mark, public
 from phalanx.config.shipped import located
@@ -47,6 +48,7 @@ def build(schema: type[T], user: DictConfig) -> T:
     try:
         named = _with_named_sections(schema, user)
         given: Any = OmegaConf.to_container(user)
+        move_keys(named, given)
         check_keys(named, given, lambda: [row.key for row in rows(named)], hints_of)
         # values are converted before others refer to them
         converted = validated(named, _given(named, given, interpolated=False))
@@ -192,6 +194,10 @@ def rows(schema: Any, prefix: str = "", defaults: Any = None) -> Iterator[Row]:
             yield from rows(hint, f"{key}.", default)
             continue
         meta = PLAIN | f.metadata
+        if is_dataclass(bare(hint)):  # a section that a job need not have
+            yield Row(key, "section or null", "null", meta["help"])
+            yield from rows(bare(hint), f"{key}.")
+            continue
         choices = (*meta["choices"], *meta["forms"])
         text = default if isinstance(default, str) else shown(default)
         yield Row(
@@ -233,10 +239,12 @@ def _given(schema: Any, values: dict[str, Any], interpolated: bool) -> dict[str,
     given: dict[str, Any] = {}
     hints = hints_of(schema)
     for name, item in values.items():
-        inner = is_dataclass(hints[name])
+        inner, optional = is_dataclass(bare(hints[name])), bare(hints[name]) is not hints[name]
+        if inner and optional and isinstance(item, bool):
+            item = {} if item else None
         if inner and isinstance(item, dict):
-            given[name] = _given(hints[name], item, interpolated)
-        elif item != "???" and not (inner and item is None) and ("${" in str(item)) is interpolated:
+            given[name] = _given(bare(hints[name]), item, interpolated)
+        elif item != "???" and (item is not None or optional or not inner) and ("${" in str(item)) is interpolated:
             given[name] = item
     return given
 

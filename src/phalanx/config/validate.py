@@ -4,15 +4,13 @@ A message names the key, the expected value and the given one.
 """
 
 import re
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
-from functools import cache
+from functools import cache, partial
 from math import isfinite
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model
-from pydantic_core import ErrorDetails, PydanticCustomError
 
 from phalanx.config.fields import PLAIN
 from phalanx.config.messages import ConfigError, bare, cut, element_of, expected, nearest, shown
@@ -23,6 +21,14 @@ LIMITS |= {"less_than_equal": "at most"}
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")  # surrogates stand for bytes that are not UTF-8
 PLACES = ("output_dir", "output_file", "checkpoint", "baseline")  # paths that must not be empty (the current folder)
 _CONFIG = ConfigDict(extra="forbid")
+
+
+class _Wrong(ValueError):
+    """A value in place of which `words` are expected. near: a hint. at: its key within a free-form value `value`."""
+
+    def __init__(self, words: str, near: str = "", at: str = "", value: Any = None) -> None:
+        super().__init__(words)
+        self.words, self.near, self.at, self.value = words, near, at, value
 
 
 @cache
@@ -61,81 +67,47 @@ def _type(hint: Any, meta: dict[str, Any]) -> Any:
     """The type by which pydantic validates a value of this type with the constraints of `arg`."""
     if bare(hint) is not hint:
         return _type(bare(hint), meta) | None
-    checks: list[Any] = [AfterValidator(_checked(meta["valid"]))] if meta["valid"] is not None else []
+    arguments, after = get_args(hint), AfterValidator(partial(_checked, meta))
     if is_section(hint):
-        kind: Any = _model(hint)
-    elif get_origin(hint) is list:
-        kind = list[_type(get_args(hint)[0], PLAIN | {"limits": meta["each"]})]  # type: ignore[misc]
-        checks.insert(0, BeforeValidator(_several(meta["single"])))
-    elif get_origin(hint) is dict and get_args(hint)[1] is not Any:
-        kind = dict[str, _type(get_args(hint)[1], PLAIN)]  # type: ignore[misc]
-    elif hint is str:
-        kind = Annotated[str, BeforeValidator(_text), AfterValidator(_printable), AfterValidator(_one_of(meta))]
-    elif hint in (int, float):
+        return _model(hint)
+    if get_origin(hint) is list:
+        elements: Any = _type(arguments[0], PLAIN | {"limits": meta["each"]})
+        return Annotated[list[elements], BeforeValidator(partial(_converted, meta["single"])), after]
+    if get_origin(hint) is dict and arguments[1] is not Any:
+        values: Any = _type(arguments[1], PLAIN)
+        return dict[str, values]
+    if hint in (int, float):
         limits = {"ge": -MOST} | ({} if "lt" in meta["limits"] else {"le": MOST}) | meta["limits"]
         options: dict[str, Any] = {"allow_inf_nan": False} if hint is float else {}
         for name, limit in limits.items():
             options[name] = hint(limit)
-        kind = Annotated[hint, Field(strict=True, **options), BeforeValidator(_number(hint))]
-    elif hint is bool:
-        kind = bool
-    else:
-        kind = Annotated[hint, AfterValidator(_free)]
-    for check in checks:
-        kind = Annotated[kind, check]
-    return kind
+        return Annotated[hint, Field(strict=True, **options), BeforeValidator(partial(_converted, hint)), after]
+    return Annotated[hint, BeforeValidator(partial(_converted, hint)), after]
 
 
-def _wrong(words: str, **context: Any) -> PydanticCustomError:
-    """The error of a value in place of which `words` are expected."""
-    return PydanticCustomError("expected", "expected {words}", {"words": words, **context})
-
-
-def _checked(valid: Callable[[Any], str | None]) -> Callable[[Any], Any]:
-    def check(value: Any) -> Any:
-        words = valid(value)
-        if words is not None:
-            raise _wrong(words)
-        return value
-
-    return check
-
-
-def _one_of(meta: dict[str, Any]) -> Callable[[str], str]:
-    def check(value: str) -> str:
-        choices = meta["choices"]
-        if choices and value not in choices and not (meta["forms"] and ":" in value):
-            raise _wrong(f"one of {', '.join((*choices, *meta['forms']))}", near=nearest(value, choices))
-        return value
-
-    return check
-
-
-def _several(single: str) -> Callable[[Any], Any]:
-    return lambda value: [value] if isinstance(value, str) and re.fullmatch(single, value) else value
-
-
-def _text(value: Any) -> Any:
-    """Numbers are texts, too, such as a name of digits."""
-    return str(value) if isinstance(value, int | float) else value
-
-
-def _number(kind: type) -> Callable[[Any], Any]:
-    """Texts of numbers are numbers, such as the value of an environment variable, and integers are numbers, too."""
-
-    def convert(value: Any) -> Any:
-        if isinstance(value, str) or (type(value) is int and kind is float):
-            with suppress(ValueError, OverflowError):
-                return kind(value)
-        return value
-
-    return convert
-
-
-def _printable(value: str) -> str:
-    if _CONTROL.search(value):
-        raise _wrong("text in UTF-8 without control characters")
+def _converted(kind: Any, value: Any) -> Any:
+    """The value, converted to `kind` if a file may write it otherwise: the text of a number, as of an environment
+    variable, an integer, or a name of digits. A text as `kind` is a regular expression of texts that are lists of one.
+    """
+    if isinstance(kind, str):
+        return [value] if isinstance(value, str) and re.fullmatch(kind, value) else value
+    if kind is str:
+        return str(value) if isinstance(value, int | float) else value
+    if (kind in (int, float) and isinstance(value, str)) or (kind is float and type(value) is int):
+        with suppress(ValueError, OverflowError):
+            return kind(value)
     return value
+
+
+def _checked(meta: dict[str, Any], value: Any) -> Any:
+    """The value. Raises pydantic's error for one that the constraints of `arg` exclude."""
+    choices, forms = meta["choices"], meta["forms"]
+    if choices and value not in choices and not (forms and ":" in value):
+        raise _Wrong(f"one of {', '.join((*choices, *forms))}", near=nearest(value, choices))
+    words = meta["valid"](_free(value)) if meta["valid"] is not None else None
+    if words is not None:
+        raise _Wrong(words)
+    return _free(value)
 
 
 def _free(value: Any, at: str = "") -> Any:
@@ -144,16 +116,16 @@ def _free(value: Any, at: str = "") -> Any:
     for name, item in items:
         _free(item, f"{at}[{name}]" if isinstance(value, list) else f"{at}.{name}")
     if isinstance(value, str) and _CONTROL.search(value):
-        raise _wrong("text in UTF-8 without control characters", at=at, value=value)
+        raise _Wrong("text in UTF-8 without control characters", at=at, value=value)
     if isinstance(value, float) and not isfinite(value):
-        raise _wrong("a finite number", at=at, value=value)
+        raise _Wrong("a finite number", at=at, value=value)
     return value
 
 
 # --- messages
 
 
-def _message(schema: Any, values: Any, error: ErrorDetails) -> str:
+def _message(schema: Any, values: Any, error: Any) -> str:
     """The line about pydantic's error."""
     hint, key, value, rest = schema, "", values, list(error["loc"])
     while rest:
@@ -166,18 +138,21 @@ def _message(schema: Any, values: Any, error: ErrorDetails) -> str:
             break
         value = value[rest.pop(0)]
     context = error.get("ctx", {})
-    if error["type"] == "expected":
-        words, value = context["words"], context.get("value", error["input"])
+    at = near = ""
+    if error["type"] == "value_error":
+        wrong: _Wrong = context["error"]
+        words, at, near, value = wrong.words, wrong.at, wrong.near, wrong.value if wrong.at else error["input"]
     elif error["type"] in LIMITS:
         (limit,), value = context.values(), error["input"]
         words = f"{LIMITS[error['type']]} {limit:g}"
     elif error["type"] == "finite_number":
         words, value = "a finite number", error["input"]
     elif is_section(bare(hint)):
-        return f"{key}: expected a section, got {shown(value)}; its keys: {', '.join(hints_of(bare(hint)))}"
+        form = "a section" if bare(hint) is hint else "a section, true or false"
+        return f"{key}: expected {form}, got {shown(value)}; its keys: {', '.join(hints_of(bare(hint)))}"
     else:
         example = f"; write [{value}]" if type(value) is element_of(hint) else ""
         return f"{key}: expected {expected(hint)}, got {shown(value)}{example}"
     for part in rest:
         key += f"[{part}]" if isinstance(part, int) else f".{part}"
-    return f"{key}{context.get('at', '')}: expected {words}, got {cut(repr(value))}{context.get('near', '')}"
+    return f"{key}{at}: expected {words}, got {cut(repr(value))}{near}"
