@@ -9,8 +9,9 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from phalanx.config.choices import Choice
 from phalanx.config.flow import FlowMatchingTaskConfig, FlowRLConfig, FlowRunConfig
-from phalanx.config.joint import JointConfig
+from phalanx.config.joint import OF_IMAGES, JointConfig
 from phalanx.config.lm import LMRLConfig
 from phalanx.config.load import Row, rows
 from phalanx.config.registry import known_modules, resolve_registry
@@ -23,9 +24,9 @@ from phalanx.config.tasks import (
     SampleConfig,
     ServeRewardConfig,
 )
+from phalanx.config.validate import hints_of
 from phalanx.models.flow.registry import families
 from phalanx.run.rules import LAUNCH_RULES, MODEL_RULES, RULES, START_RULES, Rule
-from phalanx.run.rules.joint_rules import OF_IMAGES
 
 PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
 MARKER = "<!-- Below this line: written by scripts/generate_configuration.py -->\n"
@@ -118,6 +119,10 @@ def rules_page() -> Iterator[str]:
     yield "which they are checked; a job that breaks one ends before it starts, with one line that names the key and"
     yield "a value that works. The rules are defined in `phalanx.run.rules`, from which this page is generated;"
     yield "limits of single keys are in the [configuration reference](configuration.md).\n"
+    yield "## Keys that need a choice\n"
+    yield "A key with a meaning only for some choice exists only with this choice. A file may set it to its default, as"
+    yield "the saved configurations of runs do.\n"
+    yield from choice_table()
     yield "## When the configuration is loaded\n"
     yield from rule_table(RULES)
     yield "## Before a job starts\n"
@@ -129,6 +134,33 @@ def rules_page() -> Iterator[str]:
     yield "## When the model is known\n"
     yield "Null keys of `tasks/generate.py` are those of the run whose checkpoint is given.\n"
     yield from rule_table(MODEL_RULES)
+
+
+def choice_table() -> Iterator[str]:
+    """The table of choices, with the keys that exist only with each."""
+    keys: dict[Choice, list[str]] = {}
+    algorithms = [resolve_registry("phalanx.algorithms", n, "").Config for n in known_modules("phalanx.algorithms")]
+    schemas = [FlowRLConfig, LMRLConfig, JointConfig, EvaluateConfig]
+    for schema, prefix in [*((schema, "") for schema in schemas), *((config, "algorithm.") for config in algorithms)]:
+        for key, choices in needed(schema, prefix):
+            for choice in choices:
+                keys.setdefault(choice, [])
+                keys[choice] += [] if key in keys[choice] else [key]
+    yield "| keys | jobs | only with |"
+    yield "|---|---|---|"
+    for choice, names in keys.items():
+        yield f"| {', '.join(f'`{name}`' for name in names)} | {JOBS[choice.schema]} | {choice.name} |"
+    yield ""
+
+
+def needed(schema: Any, prefix: str) -> Iterator[tuple[str, tuple[Choice, ...]]]:
+    """Iterate over the keys and sections of a schema that need choices, with these."""
+    for f in fields(schema):
+        hint = hints_of(schema)[f.name]
+        if "only" in f.metadata:
+            yield f"{prefix}{f.name}" + (".*" if is_dataclass(hint) else ""), tuple(f.metadata["only"])
+        if is_dataclass(hint) and f.name not in ("writer", "painter", "algorithm"):
+            yield from needed(hint, f"{prefix}{f.name}.")
 
 
 def rule_table(rules: Iterable[Rule]) -> Iterator[str]:

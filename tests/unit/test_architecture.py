@@ -77,7 +77,7 @@ PURE = ("functional", "algorithms")
 IMPURE_LIBRARIES = ("torch.distributed", "diffusers", "vllm")
 # a mistake in a configuration is told before torch is imported
 LIGHT = ("__main__", "config", "exit", "garbage", "run.cli", "run.launch", "run.rules")
-LIGHT_LIBRARIES = {"omegaconf", "rich", "yaml"}
+LIGHT_LIBRARIES = {"omegaconf", "pydantic", "rich", "yaml"}
 GROUP_MAKERS = {
     "DeviceMesh",
     "init_device_mesh",

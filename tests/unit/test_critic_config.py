@@ -28,7 +28,7 @@ def refusal(*overrides: str) -> str:
         ),
         (
             ["algorithm.name=ppo", "critic.optim.betas=[0.9]"],
-            "critic.optim.betas: [0.9] should be two numbers in 0 .. 1, e.g. [0.9, 0.999]",
+            "critic.optim.betas: expected two numbers in 0 .. 1, such as [0.9, 0.999], got [0.9]",
         ),
         (["rollout.temperature=1e-30"], "rollout.temperature: expected at least 0.01, got 1e-30"),
         (["algorithm.name=ppo", "critic.cliprange_value=0"], "critic.cliprange_value: expected more than 0, got 0.0"),

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from phalanx.config.lm import LMRolloutConfig
+from phalanx.config.lm import LMRolloutConfig, PartialRolloutConfig
 from phalanx.functional.tokens import TokenTrace
 from phalanx.rollout.lm.decode import Decoding
 from phalanx.rollout.lm.partial import PartialRollout
@@ -33,7 +33,7 @@ class Lengths:
 
     def __init__(self, drawn: int, length: Any) -> None:
         self.config = LMRolloutConfig(
-            n=2, partial_rollout=True, over_sampling_batch_size=drawn, partial_rollout_tokens=4, max_staleness=2
+            n=2, partial_rollout=PartialRolloutConfig(over_sampling_batch_size=drawn, tokens=4), max_staleness=2
         )
         self.world = SimpleNamespace(rank=0, size=1)
         self.policy = SimpleNamespace(encode=lambda prompt: [int(prompt.text)], decode=str)

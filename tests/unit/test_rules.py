@@ -16,6 +16,7 @@ from phalanx.config.trained_model import LMModelConfig
 from phalanx.run import rules
 from phalanx.run.rules import Ranks, Rule, load_config
 from tests.helpers.broken_rules import LAUNCHED, LOADED, MODELS, STARTED
+from tests.helpers.refused_keys import REFUSED, REFUSED_AT_START
 
 ROOT = Path(__file__).parents[2]
 
@@ -53,6 +54,21 @@ def test_a_rule_of_a_configuration(schema: type, overrides: tuple[str, ...], mes
         load_config(schema, None, [*models(schema), *overrides])
 
 
+@pytest.mark.parametrize(("schema", "overrides", "message"), REFUSED, ids=[message[:50] for *_, message in REFUSED])
+def test_a_key_without_its_choice_and_a_value_out_of_range(
+    schema: type, overrides: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
+        load_config(schema, None, [*models(schema), *overrides])
+
+
+@pytest.mark.parametrize(("schema", "overrides", "message"), REFUSED_AT_START)
+def test_a_key_without_an_algorithm_of_its_kind(schema: type, overrides: tuple[str, ...], message: str) -> None:
+    cfg = load_config(schema, None, [*models(schema), *overrides])
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
+        rules.check_start(cfg, algorithm(cfg))
+
+
 @pytest.mark.parametrize(("schema", "overrides", "message"), STARTED, ids=[message[:50] for *_, message in STARTED])
 def test_a_rule_of_a_job(schema: type, overrides: tuple[str, ...], message: str) -> None:
     cfg = load_config(schema, None, [*models(schema), *overrides])
@@ -81,7 +97,7 @@ def test_a_rule_of_a_model(overrides: tuple[str, ...], model: dict[str, Any], me
     ("overrides", "message"),
     [
         (("writer.rollout.n=1",), "writer.rollout.n: 1 leaves writer.algorithm.name=grpo nothing"),
-        (("painter.optim.betas=[1]",), "painter.optim.betas: [1.0] should be two numbers"),
+        (("painter.optim.betas=[1]",), "painter.optim.betas: expected two numbers in 0 .. 1"),
         (("trainer.critic_warmup=3",), "trainer.critic_warmup: 3 configures a critic"),
         (("environment.path=a:B",), "unknown key environment.path; the writer of a joint run answers once, without"),
         (("writer.environment.path=a:B",), "unknown key writer.environment.path; the writer of a joint run answers"),
@@ -92,7 +108,10 @@ def test_a_rule_of_a_model(overrides: tuple[str, ...], model: dict[str, Any], me
         (("painter.data.seed=2",), "unknown key painter.data.seed; both policies have one data.seed"),
         (("actor_rollout_ref.rollout.n=2",), "unknown key actor_rollout_ref.rollout.n; here it is rollout.n, which a"),
         (("writer.algorithm.clip_ratio=a",), "writer.algorithm.clip_ratio: expected a number, got 'a'"),
-        (("rewrite.pattern='(a{99999999999})'",), "rewrite.pattern: '(a{99999999999})' cannot be used (the repetition"),
+        (
+            ("rewrite.pattern='(a{99999999999})'",),
+            "rewrite.pattern: expected a pattern such as '<prompt>(.*?)</prompt>' (the repetition",
+        ),
         (("writer=3",), "writer: expected a section, got 3"),
     ],
 )

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Optional
 import torch
 from torch import Tensor
 
+from phalanx.config.choices import STDS
 from phalanx.config.fields import arg
 from phalanx.config.run import AlgorithmConfig
 from phalanx.functional.advantage import group_advantage, has_signal, top_and_bottom
@@ -22,7 +23,7 @@ class GroupConfig(AlgorithmConfig):
 
     bounds_stds: ClassVar[bool] = True
 
-    adv_clip_max: float = arg(5.0, "advantages divided by a std are clamped to +- this", gt=0)
+    adv_clip_max: float = arg(5.0, "advantages divided by a std are clamped to +- this", only=(STDS,), gt=0)
     global_std: Optional[bool] = arg(
         None, "divide advantages by the std of all rewards, not of the group's; null: only with reward.normalize=gdpo"
     )

@@ -21,6 +21,7 @@ from typing import ClassVar, Optional
 from torch import Tensor
 
 from phalanx.algorithms._forward import ForwardAlgorithm, ForwardConfig, mean_square
+from phalanx.config.choices import DECAY
 from phalanx.config.fields import arg
 from phalanx.functional.flow import FlowBatch
 from phalanx.functional.forward_losses import negative_aware, optimality
@@ -44,9 +45,13 @@ class Config(ForwardConfig):
         "(0.001, 0, 0.5) or late (0.0075, 75, 0.999)",
         choices=tuple(SCHEDULES),
     )
-    old_decay_rate: Optional[float] = arg(None, "rate of old_decay per training step; null: the schedule's", ge=0)
-    old_decay_flat: Optional[int] = arg(None, "training steps before old_decay rises; null: the schedule's", ge=0)
-    old_decay_limit: Optional[float] = arg(None, "largest old_decay; null: the schedule's", ge=0, lt=1)
+    old_decay_rate: Optional[float] = arg(
+        None, "rate of old_decay per training step; null: the schedule's", only=(DECAY,), ge=0
+    )
+    old_decay_flat: Optional[int] = arg(
+        None, "training steps before old_decay rises; null: the schedule's", only=(DECAY,), ge=0
+    )
+    old_decay_limit: Optional[float] = arg(None, "largest old_decay; null: the schedule's", only=(DECAY,), ge=0, lt=1)
 
 
 class Algorithm(ForwardAlgorithm):

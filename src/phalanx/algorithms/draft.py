@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from phalanx.algorithms._reward_gradient import RewardGradientAlgorithm, RewardGradientConfig, euler_steps
+from phalanx.config.choices import ONE_STEP
 from phalanx.config.fields import arg
 from phalanx.functional.flow import Denoiser, FlowTrace, States
 from phalanx.types import Policy, Samples
@@ -36,6 +37,7 @@ class Config(RewardGradientConfig):
         0,
         "n: the last step is taken from n fresh draws of noise for each final latent, not from the sampled state "
         "(DRaFT-LV; 2 in the paper); 0: DRaFT-K",
+        only=(ONE_STEP,),
         ge=0,
     )
 

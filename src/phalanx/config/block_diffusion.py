@@ -13,7 +13,7 @@ from phalanx.config.run import EmaConfig
 OF_TRAINING_SAMPLES = (
     *("n", "correction", "correction_limit", "max_num_gen_batches", "max_draws_per_prompt"),
     *("schedule", "parts", "max_staleness", "in_flight"),
-    *("partial_rollout", "over_sampling_batch_size", "partial_rollout_tokens"),
+    *("partial_rollout", "partial_rollout.over_sampling_batch_size", "partial_rollout.tokens"),
 )
 
 

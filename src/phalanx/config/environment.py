@@ -6,6 +6,8 @@ from typing import Any, Optional
 from phalanx.config.fields import arg
 from phalanx.config.ranges import COUNT, TIMES
 
+PATHS = "a built-in environment, module:Class, path/to/file.py:Class, or a section that maps names to these"
+
 
 @dataclass
 class EnvironmentConfig:
@@ -15,6 +17,7 @@ class EnvironmentConfig:
         None,
         "environment: a built-in one, module:Class, path/to/file.py:Class, or an async function in place of the class; "
         "or a mapping from names to these, from which each row's column environment selects; null: none",
+        valid=lambda path: None if isinstance(path, str | dict | None) else PATHS,
     )
     kwargs: dict[str, Any] = arg({}, "keyword arguments of its class; with several environments, keyed by their names")
     tools: list[str] = arg([], "stateless functions as tools: built-in ones, module:function or file.py:function")

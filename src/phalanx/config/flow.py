@@ -3,9 +3,10 @@
 from dataclasses import dataclass, field
 from typing import ClassVar, Optional
 
+from phalanx.config.choices import WINDOW
 from phalanx.config.engines import FORMS, check_engine_class
 from phalanx.config.fields import arg
-from phalanx.config.ranges import COUNT, SDE_TYPES, TIMES
+from phalanx.config.ranges import COUNT, SDE_TYPES, STEPS, TIMES
 from phalanx.config.reward import RewardConfig, RewardFunctionConfig
 from phalanx.config.run import ActorConfig, DataConfig, EmaConfig, RLConfig, RolloutConfig, RunConfig, ValRolloutConfig
 from phalanx.config.trained_model import FlowModelConfig
@@ -94,7 +95,7 @@ class FlowRolloutConfig(RolloutConfig):
         2, "number of consecutive steps that are stochastic and trained; null: all but the last", ge=1
     )
     sde_window_range: Optional[list[int]] = arg(
-        None, "[a, b]: the window lies within steps a .. b-1; null: within all steps but the last"
+        None, "[a, b]: the window lies within steps a .. b-1; null: within all steps but the last", valid=STEPS
     )
     timestep_fraction: float = arg(
         1.0, "fraction of the stochastic steps that is trained, drawn anew in each training step", gt=0, le=1
@@ -111,6 +112,7 @@ class FlowRolloutConfig(RolloutConfig):
         False,
         "take the steps before the window once for all images of a prompt, which start from the same noise and branch "
         "in the window (TempFlow-GRPO)",
+        only=(WINDOW,),
     )
     solver: str = arg(
         "euler",
@@ -118,7 +120,9 @@ class FlowRolloutConfig(RolloutConfig):
         "dpm_solver++ of second order",
         choices=SOLVERS,
     )
-    ode_compression: float = arg(1.0, "fraction of the steps after the window that are taken; 1: all", gt=0, le=1)
+    ode_compression: float = arg(
+        1.0, "fraction of the steps after the window that are taken; 1: all", only=(WINDOW,), gt=0, le=1
+    )
     micro_batch_size_per_gpu: Optional[int] = arg(
         None, "images sampled together; null: ppo_micro_batch_size_per_gpu x window, for exact log-probs", **COUNT
     )

@@ -1,8 +1,11 @@
 """Keys of joint runs: a language model rewrites prompts and a flow model draws them, both under one reward."""
 
+import re
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Optional
 
+from phalanx.config.choices import TWO_POLICIES
 from phalanx.config.engines import check_engine_class
 from phalanx.config.fields import arg
 from phalanx.config.flow import FlowActorConfig, FlowDataConfig, FlowRewardConfig, FlowRLConfig, FlowRolloutConfig
@@ -16,9 +19,10 @@ from phalanx.config.lm import (
 )
 from phalanx.config.optimizer import OptimConfig
 from phalanx.config.parallel import ParallelConfig
-from phalanx.config.ranges import COUNT
-from phalanx.config.run import AlgorithmConfig, RLConfig
+from phalanx.config.ranges import COUNT, expect, some_of
+from phalanx.config.run import ALGORITHM, AlgorithmConfig, RLConfig
 from phalanx.config.section import copy_with
+from phalanx.config.templates import WIDEST, too_wide
 from phalanx.config.trained_model import FlowModelConfig, LMModelConfig
 
 WRITER, PAINTER = POLICIES = ("writer", "painter")
@@ -31,7 +35,7 @@ class WriterConfig:
 
     model: LMModelConfig = field(default_factory=LMModelConfig)
     rollout: LMRolloutConfig = field(default_factory=LMRolloutConfig)
-    algorithm: Any = field(default_factory=LMAlgorithmConfig, metadata={"registry": "phalanx.algorithms"})
+    algorithm: Any = field(default_factory=LMAlgorithmConfig, metadata=ALGORITHM)
     actor: LMActorConfig = field(default_factory=LMActorConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
 
@@ -42,7 +46,7 @@ class PainterConfig:
 
     model: FlowModelConfig = field(default_factory=FlowModelConfig)
     rollout: FlowRolloutConfig = field(default_factory=FlowRolloutConfig)
-    algorithm: Any = field(default_factory=AlgorithmConfig, metadata={"registry": "phalanx.algorithms"})
+    algorithm: Any = field(default_factory=AlgorithmConfig, metadata=ALGORITHM)
     actor: FlowActorConfig = field(default_factory=FlowActorConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
 
@@ -59,6 +63,22 @@ class JointDataConfig(LMDataConfig):
     )
 
 
+def _pattern(text: str) -> str | None:
+    """The expected value in words, unless the text is a regular expression with a group."""
+    try:
+        reason = None if re.compile(text).groups else "it has no group in parentheses"
+    except (re.error, OverflowError, RecursionError) as error:
+        reason = str(error)
+    return reason and f"a pattern such as '<prompt>(.*?)</prompt>' ({reason})"
+
+
+def _once(text: str) -> bool:
+    """Whether `str.format` fills exactly one place of the text, and not up to an absurd width."""
+    with suppress(IndexError, KeyError, ValueError):
+        return too_wide(text) is None and min(text.format(mark).count(mark) == 1 for mark in ("\0first", "\0second"))
+    return False
+
+
 @dataclass
 class RewriteConfig:
     """Conversion of the writer's response into the painter's prompt."""
@@ -67,8 +87,15 @@ class RewriteConfig:
         None,
         "regular expression whose first group, in its last match in the response without think blocks, is the "
         "rewritten prompt; null: the whole response",
+        valid=_pattern,
     )
-    template: str = arg("{}", "text that the painter receives, with {} in place of the rewritten prompt")
+    template: str = arg(
+        "{}",
+        "text that the painter receives, with {} in place of the rewritten prompt",
+        valid=expect(
+            f"a text with {{}} once, for the rewritten prompt, filled up to at most {WIDEST} characters", _once
+        ),
+    )
     keep_originals: int = arg(
         0, "original prompts in each group, besides writer.rollout.n rewritten ones", ge=0, le=65535
     )
@@ -76,6 +103,7 @@ class RewriteConfig:
         ["rewritten", "original"],
         "validation sets per file: images of rewritten prompts, of original prompts, and swapped: of the next prompt's "
         "rewritten one, scored against this prompt, which shows the score of a painter that ignores its prompt",
+        valid=some_of(("rewritten", "original", "swapped")),
     )
 
 
@@ -86,9 +114,14 @@ class JointConfig:
     kind: ClassVar[str] = "joint"
     writer: WriterConfig = field(default_factory=WriterConfig)
     painter: PainterConfig = field(default_factory=PainterConfig)
-    train: list[str] = arg(list(POLICIES), "policies to train: writer, painter, or both; the others are frozen")
+    train: list[str] = arg(
+        list(POLICIES), "policies to train: writer, painter, or both; the others are frozen", valid=some_of(POLICIES)
+    )
     alternate: Optional[int] = arg(
-        None, "training steps after which training switches to the other policy; null: train both in each step", **COUNT
+        None,
+        "training steps after which training switches to the other policy; null: train both in each step",
+        only=(TWO_POLICIES,),
+        **COUNT,
     )
     diffusion_group_scope: str = arg(
         "rewrite",

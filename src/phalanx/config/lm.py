@@ -1,15 +1,19 @@
 """Keys that jobs with causal language models add to phalanx.config.run."""
 
+from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import date
 from typing import Any, ClassVar, Optional
 
+from phalanx.config.choices import BLOCKS, CRITIC, ENVIRONMENT, IMAGES
 from phalanx.config.critic import CriticConfig
 from phalanx.config.engine_facts import EngineMemory
 from phalanx.config.engines import FORMS
 from phalanx.config.environment import EnvironmentConfig
 from phalanx.config.fields import arg
-from phalanx.config.ranges import COUNT, ESTIMATES, TIMES, TOKEN_CORRECTIONS
+from phalanx.config.ranges import COUNT, ESTIMATES, TEXTS, TIMES, TOKEN_CORRECTIONS, WARM
 from phalanx.config.run import (
+    ALGORITHM,
     ActorConfig,
     AlgorithmConfig,
     DataConfig,
@@ -25,22 +29,34 @@ ENGINES = {"policy": "phalanx.rollout.lm.in_policy:LMRollout", "vllm": "phalanx.
 MOST_TOKENS: dict[str, Any] = {"ge": 1, "le": 2**20}
 
 
+def _day(text: str) -> str | None:
+    """The expected value in words, unless the text is a date."""
+    with suppress(ValueError):
+        date.fromisoformat(text)
+        return None
+    return "a day such as 2026-01-31"
+
+
 @dataclass
 class LMDataConfig(DataConfig):
     """Sources of the prompts."""
 
     prompt_key: str = arg("prompt", "column of the prompts in the data files: texts or chats")
     image_key: Optional[str] = arg(
-        None, "column of the images of prompts, one or a list per row; null: images, or else image, if there is one"
+        None,
+        "column of the images of prompts, one or a list per row; null: images, or else image, if there is one",
+        only=(IMAGES,),
     )
     min_pixels: Optional[int] = arg(
         None,
         "minimum pixels of an image as the model sees it, to which smaller ones are enlarged; null: the processor's",
+        only=(IMAGES,),
         ge=1,
     )
     max_pixels: Optional[int] = arg(
         None,
         "maximum pixels of an image as the model sees it, to which larger ones are reduced; null: the processor's",
+        only=(IMAGES,),
         ge=1,
     )
     max_prompt_length: int = arg(1024, "longest prompt, in tokens with the chat template and images", **MOST_TOKENS)
@@ -56,7 +72,9 @@ class LMDataConfig(DataConfig):
         {}, "variables for the chat template, such as Qwen3's {enable_thinking: false}"
     )
     chat_template_date: Optional[str] = arg(
-        None, "date for chat templates that contain today's, such as 2026-01-31; null: the day on which the run began"
+        None,
+        "date for chat templates that contain today's, such as 2026-01-31; null: the day on which the run began",
+        valid=_day,
     )
 
 
@@ -64,16 +82,32 @@ class LMDataConfig(DataConfig):
 class LMValRolloutConfig(ValRolloutConfig):
     """Sampling in validation."""
 
-    temperature: float = arg(0.0, "sampling temperature; 0: greedy", ge=0)
+    temperature: float = arg(0.0, "sampling temperature; 0: greedy", valid=WARM, ge=0)
     top_k: int = arg(-1, "sample from this number of most likely tokens; -1 or 0: from all", ge=-1)
     top_p: float = arg(1.0, "sample from the most likely tokens up to this total probability", gt=0, le=1)
     min_p: float = arg(0.0, "sample from tokens with at least this fraction of the largest probability", ge=0, le=1)
     max_response_length: Optional[int] = arg(None, "longest response; null: data.max_response_length", **MOST_TOKENS)
     denoising_steps_per_block: Optional[int] = arg(
-        None, "block diffusion: maximum denoising steps per block; null: rollout's", **TIMES
+        None, "block diffusion: maximum denoising steps per block; null: rollout's", only=(BLOCKS,), **TIMES
     )
     threshold: Optional[float] = arg(
-        None, "block diffusion: probability from which tokens are unmasked at once; null: rollout's", gt=0, le=1
+        None,
+        "block diffusion: probability from which tokens are unmasked at once; null: rollout's",
+        only=(BLOCKS,),
+        gt=0,
+        le=1,
+    )
+
+
+@dataclass
+class PartialRolloutConfig:
+    """Rollouts that do not wait for the longest responses."""
+
+    over_sampling_batch_size: Optional[int] = arg(
+        None, "prompts whose responses are sampled at once; null: twice those of a training step", **COUNT
+    )
+    tokens: int = arg(
+        512, "tokens sampled per response before the ranks check if enough groups are complete", **MOST_TOKENS
     )
 
 
@@ -143,34 +177,31 @@ class LMRolloutConfig(RolloutConfig):
         None,
         "block diffusion: maximum number of denoising steps per block, each of which unmasks at least an equal share "
         "of it; null: one per token",
+        only=(BLOCKS,),
         **TIMES,
     )
     threshold: float = arg(
-        0.9, "block diffusion: tokens above this probability are unmasked at once; 1: none", gt=0, le=1
+        0.9, "block diffusion: tokens above this probability are unmasked at once; 1: none", only=(BLOCKS,), gt=0, le=1
     )
     confidence: str = arg(
         "distribution",
         "block diffusion: the confidence that is compared with the threshold: the largest probability at a position, "
         "or the probability of the sampled token (LLaDA2), which makes old log-probs inexact",
         choices=("distribution", "token"),
+        only=(BLOCKS,),
     )
-    partial_rollout: bool = arg(
-        False,
-        "do not wait for the longest responses: sample for more prompts than a step trains on, train on the groups "
-        "that are complete, and resume the others in the next step with its weights",
-    )
-    over_sampling_batch_size: Optional[int] = arg(
+    partial_rollout: Optional[PartialRolloutConfig] = arg(
         None,
-        "partial_rollout: prompts whose responses are sampled at once; null: twice those of a training step",
-        **COUNT,
+        "a section, or true for its defaults: do not wait for the longest responses, but sample for more prompts than "
+        "a step trains on, train on the groups that are complete, and resume the others in the next step with its "
+        "weights",
     )
-    partial_rollout_tokens: int = arg(
-        512,
-        "partial_rollout: tokens sampled per response before the ranks check if enough groups are complete",
-        **MOST_TOKENS,
+    stop: list[str] = arg(
+        [], "texts that end a response, in validation too; the token that completes one is its last", valid=TEXTS
     )
-    stop: list[str] = arg([], "texts that end a response, in validation too; the token that completes one is its last")
-    stop_token_ids: list[int] = arg([], "tokens that end a response, in validation too, besides the model's own")
+    stop_token_ids: list[int] = arg(
+        [], "tokens that end a response, in validation too, besides the model's own", each={"ge": 0}
+    )
     limit_images: Optional[int] = arg(
         None, "maximum images per prompt, for which vLLM also reserves memory; null: no limit", **COUNT
     )
@@ -225,6 +256,7 @@ class LMActorConfig(ActorConfig):
         "masked, with the whole response masked (d1), in two complementary halves (DiffuCoder), or at a random masking "
         "rate",
         choices=ESTIMATES,
+        only=(BLOCKS,),
     )
 
 
@@ -232,7 +264,7 @@ class LMActorConfig(ActorConfig):
 class LMTrainerConfig(TrainerConfig):
     """The run."""
 
-    critic_warmup: int = arg(0, "first training steps, in which only the critic is trained", ge=0)
+    critic_warmup: int = arg(0, "first training steps, in which only the critic is trained", only=(CRITIC,), ge=0)
     balance_batch: bool = arg(
         True,
         "reinforcement learning: exchange samples between ranks before training so that all have about equal work; "
@@ -272,10 +304,10 @@ class LMTurnRunConfig(LMRunConfig):
 class LMRLConfig(LMRunConfig, RLConfig):
     """Configuration of reinforcement learning of a language model."""
 
-    algorithm: Any = field(default_factory=LMAlgorithmConfig, metadata={"registry": "phalanx.algorithms"})
+    algorithm: Any = field(default_factory=LMAlgorithmConfig, metadata=ALGORITHM)
     actor: LMActorConfig = field(default_factory=LMActorConfig)
-    critic: CriticConfig = field(default_factory=CriticConfig)
-    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig, metadata={"only": (CRITIC,)})
+    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig, metadata={"only": (ENVIRONMENT,)})
 
     @property
     def most_states(self) -> int:

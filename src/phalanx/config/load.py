@@ -5,33 +5,29 @@ that names the key, the expected value and the given one.
 """
 
 import importlib
-import math
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_type_hints
+from typing import Any, TypeVar
 
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException, ValidationError
+from omegaconf.errors import OmegaConfBaseException
 
-from phalanx.config.fields import FREE, LIMITS, PLAIN
+from phalanx.config.fields import PLAIN
 from phalanx.config.fields import arg as arg  # algorithms of users import it from here
 from phalanx.config.files import replace_file
-from phalanx.config.messages import ConfigError, cut, element_of, expected, nearest, shown, type_name
+from phalanx.config.messages import ConfigError, bare, element_of, shown, type_name
+from phalanx.config.moved import move_keys
 from phalanx.config.registry import resolve_registry
 from phalanx.config.secrets import mark, public
 from phalanx.config.shipped import located
 from phalanx.config.sources import one_line, override, read
 from phalanx.config.unknown_keys import check_keys
+from phalanx.config.validate import hints_of, validated
 
 T = TypeVar("T")
 USAGE = "usage: sh train.sh tasks/<task>.py (or phalanx <command>) [config.yaml] [key=value ...]"
-
-
-PLACES = ("output_dir", "output_file", "checkpoint", "baseline")  # paths that must not be empty (the current folder)
-MOST = 1e9  # limit of the absolute value of a number whose key sets no other limit
-_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")  # surrogates stand for bytes that are not UTF-8
 
 
 # --- a configuration from a file and overrides
@@ -51,19 +47,22 @@ def build(schema: type[T], user: DictConfig) -> T:
     """An instance of `schema` from the user's values. Raises ConfigError like `load`, but does not check the rules."""
     try:
         named = _with_named_sections(schema, user)
-        config = _defaults(named)
-        check_keys(named, OmegaConf.to_container(user), lambda: [row.key for row in rows(named)], _hints)
-        _assign(config, named, named, OmegaConf.to_container(user), "")
+        given: Any = OmegaConf.to_container(user)
+        move_keys(named, given)
+        check_keys(named, given, lambda: [row.key for row in rows(named)], hints_of)
+        # values are converted before others refer to them
+        converted = validated(named, _given(named, given, interpolated=False))
+        config = OmegaConf.merge(_defaults(named), converted, _given(named, given, interpolated=True))
         missing = sorted(OmegaConf.missing_keys(config))
         if missing:
             help = {row.key: row.help for row in rows(named)}.get(missing[0], "")
             raise ConfigError(f"{missing[0]} is not set; give {missing[0]}=...: {help}")
-        value = OmegaConf.to_object(config)
+        values: Any = OmegaConf.to_container(config, resolve=True)
     except OmegaConfBaseException as error:
         raise ConfigError(one_line(error)) from None
     except RecursionError:
         raise ConfigError("an interpolation is nested too deeply") from None
-    _finish(value, "")
+    value = _made(named, validated(named, values))
     raw, known = OmegaConf.to_container(config), set[str]()
     for _ in range(2):  # the second pass finds texts that refer to another key
         mark(value, raw, known)
@@ -92,15 +91,9 @@ def _user(schema: type, path: str | None, overrides: list[str]) -> DictConfig:
 # --- reading a schema
 
 
-def _hints(schema: Any) -> dict[str, Any]:
-    """The type of each field; for a section whose keys depend on a name, the class of its default."""
-    hints = get_type_hints(schema)
-    return {f.name: f.default_factory if "registry" in f.metadata else hints[f.name] for f in fields(schema)}
-
-
 def _registries(schema: Any) -> dict[str, str]:
     """Sections whose keys depend on a name (`algorithm`, `writer.algorithm`), with the packages of their modules."""
-    sections, hints = {}, _hints(schema)
+    sections, hints = {}, hints_of(schema)
     for f in fields(schema):
         if "registry" in f.metadata:
             sections[f.name] = f.metadata["registry"]
@@ -112,7 +105,7 @@ def _registries(schema: Any) -> dict[str, str]:
 def _section(schema: Any, key: str) -> Any:
     """The class of the section with this dotted key."""
     for name in key.split("."):
-        schema = _hints(schema)[name]
+        schema = hints_of(schema)[name]
     return schema
 
 
@@ -142,9 +135,9 @@ def _with_named_sections(schema: type, user: DictConfig, prefix: str = "") -> ty
 
     prefix: the dotted key of the section that `schema` describes, with a trailing dot; empty for the whole job.
     """
-    sections: list[tuple[str, Any, Any]] = []
+    sections: list[tuple[str, Any]] = []
     for f in fields(schema):
-        key, hint = f"{prefix}{f.name}", _hints(schema)[f.name]
+        key, hint = f"{prefix}{f.name}", hints_of(schema)[f.name]
         if "registry" in f.metadata:
             given = OmegaConf.select(user, key)
             name = _name(hint, given)
@@ -152,11 +145,18 @@ def _with_named_sections(schema: type, user: DictConfig, prefix: str = "") -> ty
             above = OmegaConf.select(user, prefix.rstrip(".")) if prefix else user
             if isinstance(above, DictConfig | None) and isinstance(given, DictConfig | None):
                 OmegaConf.update(user, f"{key}.name", name)  # the job's default may differ from the class's
-            sections.append((f.name, config, field(default_factory=config, metadata=f.metadata)))
+            sections.append((f.name, config))
         elif is_dataclass(hint) and _registries(hint):
-            inner = _with_named_sections(_section(schema, f.name), user, f"{key}.")
-            sections.append((f.name, inner, field(default_factory=inner, metadata=f.metadata)))
-    return make_dataclass(schema.__name__, sections, bases=(schema,)) if sections else schema
+            sections.append((f.name, _with_named_sections(_section(schema, f.name), user, f"{key}.")))
+    return _derived(schema, *sections) if sections else schema
+
+
+@cache
+def _derived(schema: type, *sections: tuple[str, Any]) -> type:
+    """The schema with other classes for some of its sections."""
+    metadata = {f.name: f.metadata for f in fields(schema)}
+    made = [(name, kind, field(default_factory=kind, metadata=metadata[name])) for name, kind in sections]
+    return make_dataclass(schema.__name__, made, bases=(schema,))
 
 
 def _config_of(registry: str, name: str, key: str, base: type) -> Any:
@@ -187,13 +187,17 @@ class Row:
 def rows(schema: Any, prefix: str = "", defaults: Any = None) -> Iterator[Row]:
     """Iterate over all leaves of a schema, for --help and the configuration reference."""
     defaults = OmegaConf.to_container(_defaults(schema)) if defaults is None else defaults
-    hints = _hints(schema)
+    hints = hints_of(schema)
     for f in fields(schema):
         key, hint, default = prefix + f.name, hints[f.name], defaults[f.name]
         if is_dataclass(hint):
             yield from rows(hint, f"{key}.", default)
             continue
         meta = PLAIN | f.metadata
+        if is_dataclass(bare(hint)):  # a section that a job need not have
+            yield Row(key, "section or null", "null", meta["help"])
+            yield from rows(bare(hint), f"{key}.")
+            continue
         choices = (*meta["choices"], *meta["forms"])
         text = default if isinstance(default, str) else shown(default)
         yield Row(
@@ -224,97 +228,41 @@ def help_text(
     return "\n".join(lines)
 
 
-# --- checks
+# --- values
 
 
-def _assign(base: DictConfig, root: type, hint: Any, value: Any, key: str) -> None:
-    """Set `key` of `base` to a value given by the user, one leaf at a time.
+def _given(schema: Any, values: dict[str, Any], interpolated: bool) -> dict[str, Any]:
+    """The values that the user sets, without missing ones and empty sections, such as `trainer:` with only comments.
 
-    Raises ConfigError for the first value of a wrong type. OmegaConf converts and checks each leaf separately, because
-    its messages about a whole configuration do not name keys within lists. Interpolations are checked after all values
-    are set.
+    interpolated: whether those that contain an interpolation are returned, or the others.
     """
-    if is_dataclass(hint) and not (isinstance(value, str) and "${" in value):
-        hints = _hints(hint)
-        if not isinstance(value, dict):
-            raise ConfigError(f"{key}: expected a section, got {shown(value)}; its keys: {', '.join(hints)}")
-        for name, item in value.items():
-            inner = f"{key}.{name}" if key else str(name)
-            # an empty section, such as `trainer:` with only comments below it, changes nothing
-            if item != "???" and (item is not None or not is_dataclass(hints[name])):
-                _assign(base, root, hints[name], item, inner)
-        return
+    given: dict[str, Any] = {}
+    hints = hints_of(schema)
+    for name, item in values.items():
+        inner, optional = is_dataclass(bare(hints[name])), bare(hints[name]) is not hints[name]
+        if inner and optional and isinstance(item, bool):
+            item = {} if item else None
+        if inner and isinstance(item, dict):
+            given[name] = _given(bare(hints[name]), item, interpolated)
+        elif item != "???" and (item is not None or optional or not inner) and ("${" in str(item)) is interpolated:
+            given[name] = item
+    return given
+
+
+def _made(hint: Any, value: Any) -> Any:
+    """The sections that validated values stand for, with their paths located."""
     element = element_of(hint)
-    try:
-        if is_dataclass(element) and isinstance(value, list):
-            OmegaConf.update(base, key, [element] * len(value))
-            for i, item in enumerate(value):
-                _assign(base, root, element, item, f"{key}[{i}]")
-        else:
-            # peft accepts one word in place of a list of names, and verl one file in place of a list
-            is_single = key.endswith("target_modules") and value == "all-linear"
-            is_single |= key in ("data.train_files", "data.val_files") and isinstance(value, str)
-            # OmegaConf would convert any number to a boolean and a list to a string
-            number_for_truth = bool in (hint, *get_args(hint)) and type(value) is int and value not in (0, 1)
-            items = value if element is not None and isinstance(value, list) else ()
-            if number_for_truth or any(isinstance(item, list | dict) for item in items):
-                raise ValidationError
-            OmegaConf.update(base, key, [value] if is_single else value)
-    except OmegaConfBaseException:
-        example = f"; write [{value}]" if type(value) is element else ""
-        raise ConfigError(f"{key}: expected {expected(hint)}, got {shown(value)}{example}") from None
-
-
-def _finish(section: Any, prefix: str) -> None:
-    """Check the bounds of all leaves (ConfigError), and locate paths."""
-    for f in fields(section):
-        key, value, meta = prefix + f.name, vars(section)[f.name], PLAIN | f.metadata
-        if is_dataclass(value):
-            _finish(value, f"{key}.")
-        elif isinstance(value, list) and value and is_dataclass(value[0]):
-            for i, element in enumerate(value):
-                _finish(element, f"{key}[{i}].")
-        elif value is not None:
-            _check(value, meta, key)
-            if f.name in PLACES and not value.strip():
-                raise ConfigError(f"{key}: expected a path, got {value!r}")
-            if meta["path"]:
-                setattr(section, f.name, located(value))
-
-
-def _check(value: Any, meta: dict[str, Any], key: str) -> None:
-    """Raise ConfigError for the first value out of bounds, including those in a list or a free-form section."""
-    if isinstance(value, dict):
-        for name, item in value.items():
-            _check(item, FREE, f"{key}.{name}")
-    elif isinstance(value, list):
-        for i, item in enumerate(value):
-            _check(item, FREE if meta is FREE else PLAIN, f"{key}[{i}]")
-    elif value is not None:
-        complaint = _complaint(value, meta)
-        if complaint:
-            near = nearest(str(value), meta["choices"])
-            raise ConfigError(f"{key}: expected {complaint}, got {cut(repr(value))}{near}")
-
-
-def _complaint(value: Any, meta: dict[str, Any]) -> str | None:
-    """The expected values, in words, if `value` is not one of them; else None."""
-    if isinstance(value, str) and _CONTROL.search(value):
-        return "text in UTF-8 without control characters"
-    if isinstance(value, float) and not math.isfinite(value):
-        return "a finite number"
-    if meta["choices"] and value not in meta["choices"] and not (meta["forms"] and ":" in value):
-        return f"one of {', '.join((*meta['choices'], *meta['forms']))}"
-    if not isinstance(value, int | float):
-        return None
-    limits = meta["limits"]
-    if "lt" not in limits:
-        limits = {"le": MOST} | limits
-    for name, limit in ({"ge": -MOST} | limits).items():
-        holds, words = LIMITS[name]
-        if not holds(value, limit):
-            return f"{words} {limit:g}"
-    return None
+    if is_dataclass(element) and isinstance(value, list):
+        return [_made(element, item) for item in value]
+    if not is_dataclass(bare(hint)) or not isinstance(value, dict):
+        return value
+    schema, hints, made = bare(hint), hints_of(bare(hint)), {}
+    for f in fields(schema):
+        if f.name in value:
+            made[f.name] = _made(hints[f.name], value[f.name])
+            if "path" in f.metadata and f.metadata["path"] and made[f.name] is not None:
+                made[f.name] = located(made[f.name])
+    return schema(**made)
 
 
 def flat(config: dict[str, Any], prefix: str = "") -> dict[str, str]:

@@ -95,31 +95,31 @@ def close(word: str, known: Sequence[str], cutoff: float = 0.6) -> str | None:
 
 def element_of(hint: Any) -> Any:
     """The type of the elements of list[X] or Optional[list[X]]; None for any other type."""
-    return get_args(_bare(hint))[0] if get_origin(_bare(hint)) is list else None
+    return get_args(bare(hint))[0] if get_origin(bare(hint)) is list else None
 
 
 def expected(hint: Any) -> str:
     """A description of a type, such as "an integer or null"."""
-    element, bare = element_of(hint), _bare(hint)
+    element, inner = element_of(hint), bare(hint)
     if element is not None:
         text = f"a list of {PLURALS[element] if element in PLURALS else 'sections'}"
-    elif get_origin(bare) is dict:
-        text = "a section of names and strings" if get_args(bare)[1] is str else "a section of keys and values"
+    elif get_origin(inner) is dict:
+        text = "a section of names and strings" if get_args(inner)[1] is str else "a section of keys and values"
     else:
-        text = TYPES[bare] if bare in TYPES else type_name(bare)
-    return text if bare is hint else f"{text} or null"
+        text = TYPES[inner] if inner in TYPES else type_name(inner)
+    return text if inner is hint else f"{text} or null"
 
 
 def type_name(hint: Any) -> str:
     """The name of a type in the configuration reference."""
-    if _bare(hint) is not hint:
-        return f"{type_name(_bare(hint))} or null"
+    if bare(hint) is not hint:
+        return f"{type_name(bare(hint))} or null"
     if get_args(hint):
         return f"{get_origin(hint).__name__}[{', '.join(map(type_name, get_args(hint)))}]"
     return hint.__name__ if isinstance(hint, type) else "any"
 
 
-def _bare(hint: Any) -> Any:
+def bare(hint: Any) -> Any:
     """The X of Optional[X]; any other type unchanged."""
     choices = [a for a in get_args(hint) if a is not type(None)]
     return choices[0] if len(choices) < len(get_args(hint)) else hint

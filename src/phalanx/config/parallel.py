@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Optional
 
+from phalanx.config.choices import FULL
 from phalanx.config.fields import arg
 from phalanx.config.ranges import COUNT
 
@@ -17,6 +18,7 @@ class ParallelConfig:
         False,
         "under FSDP, reduce-scatter gradients after each micro-batch instead of once per optimizer step: more "
         "communication, but no unsharded gradients in memory between micro-batches",
+        only=(FULL,),
     )
     rollout_unsharded: bool = arg(True, "gather all weights once for the whole rollout (needs memory for a full copy)")
     lora_sharding: str = arg(

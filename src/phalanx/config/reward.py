@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any, Optional
 
 from phalanx.config.fields import arg
-from phalanx.config.ranges import COUNT, DTYPES, SEEDS
+from phalanx.config.ranges import COUNT, DTYPES, INTERVAL, SEEDS, WARM
 
 
 @dataclass
@@ -18,7 +18,9 @@ class RewardFunctionConfig:
         None, "weight in the first step, which then changes linearly to `weight`; null: `weight` throughout"
     )
     weight_steps: int = arg(0, "training steps over which the weight changes", ge=0)
-    clip: Optional[list[float]] = arg(None, "[low, high]: scores are clamped to this range; null: no clamping")
+    clip: Optional[list[float]] = arg(
+        None, "[low, high]: scores are clamped to this range; null: no clamping", valid=INTERVAL
+    )
     kwargs: dict[str, Any] = arg({}, "keyword arguments of the reward")
     per_sample: Optional[bool] = arg(
         None,
@@ -54,7 +56,7 @@ class RewardModelConfig:
     )
     max_model_len: Optional[int] = arg(None, "tokens of question, sample and answer; null: the model's own limit", ge=1)
     max_tokens: int = arg(512, "longest answer, in tokens", ge=1)
-    temperature: float = arg(0.0, "sampling temperature of the answers; 0: greedy", ge=0)
+    temperature: float = arg(0.0, "sampling temperature of the answers; 0: greedy", valid=WARM, ge=0)
     seed: int = arg(0, "seed of each answer: equal questions about equal samples get equal answers", **SEEDS)
     unparseable_score: float = arg(0.0, "score if the judge's answer cannot be parsed; such answers are counted")
 

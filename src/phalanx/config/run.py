@@ -7,12 +7,13 @@ before torch is imported or a process group or model is created. Key names follo
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Optional, Protocol
 
+from phalanx.config.choices import READ, REFERENCE, REWARDS, WINDOW
 from phalanx.config.engine_facts import EngineFacts, EngineMemory
 from phalanx.config.engines import check_engine_class, engine_class
 from phalanx.config.fields import arg
 from phalanx.config.optimizer import OptimConfig
 from phalanx.config.parallel import ParallelConfig
-from phalanx.config.ranges import CORRECTIONS, COUNT, LOSS_AGG_MODES, SCHEDULES, SDE_TYPES, SEEDS, TIMES
+from phalanx.config.ranges import CORRECTIONS, COUNT, FREQUENCY, LOSS_AGG_MODES, SCHEDULES, SDE_TYPES, SEEDS, TIMES
 from phalanx.config.reward import RewardConfig
 from phalanx.config.section import Section
 from phalanx.config.trained_model import ModelConfig
@@ -27,8 +28,11 @@ class DataConfig(Section, name="data"):
         "training prompts: files, folders or patterns of .txt, .jsonl, .json, .csv and .parquet, Hugging Face dataset "
         "folders, or a function that returns rows, path/to/file.py:function",
         path=True,
+        single=".*",
     )
-    val_files: list[str] = arg([], "held-out prompts in the same formats, one validation set per entry", path=True)
+    val_files: list[str] = arg(
+        [], "held-out prompts in the same formats, one validation set per entry", path=True, single=".*"
+    )
     prompt_key: str = arg("prompt", "column of the prompts in data.train_files and data.val_files")
     train_batch_size: int = arg(32, "prompts per training step, across all ranks", **COUNT)
     train_batch_size_per_gpu: Optional[int] = arg(
@@ -72,6 +76,7 @@ class RolloutConfig(Section, name="rollout"):
         "old log-probs of samples from an engine other than the policy: rescore: recompute them with the policy; "
         "truncated_is: also weight actions by truncated importance ratios; rejection: also drop actions whose "
         "log-probs differ too much; none: use the engine's",
+        only=(WINDOW,),
         choices=CORRECTIONS,
     )
     correction_limit: float = arg(
@@ -82,10 +87,14 @@ class RolloutConfig(Section, name="rollout"):
         1,
         "maximum number of times per step that prompts are drawn: new prompts replace those whose samples all have the "
         "same reward (DAPO's dynamic sampling); 1: no replacement",
+        only=(REWARDS,),
         **TIMES,
     )
     max_draws_per_prompt: int = arg(
-        1, "maximum number of times that a prompt is sampled if its samples all have the same reward; 1: once", **TIMES
+        1,
+        "maximum number of times that a prompt is sampled if its samples all have the same reward; 1: once",
+        only=(REWARDS,),
+        **TIMES,
     )
     micro_batch_size_per_gpu: Optional[int] = arg(None, "samples drawn together; null: chosen by the engine", **COUNT)
     schedule: str = arg(
@@ -117,6 +126,10 @@ class RolloutConfig(Section, name="rollout"):
     def engine_memory(self) -> EngineMemory:
         """Memory of the engine according to the keys of this section."""
         return EngineMemory(sleeps=self.facts.sleeps)
+
+
+# of the field of an algorithm, whose keys are those of its module
+ALGORITHM: dict[str, Any] = {"registry": "phalanx.algorithms", "only": (READ,)}
 
 
 @dataclass
@@ -172,7 +185,10 @@ class ActorConfig(Section, name="actor"):
         None, "constant that seq-mean-token-sum-norm divides by; null: the maximum number of actions per sample", gt=0
     )
     ref_model_sync_steps: Optional[int] = arg(
-        None, "every this many training steps, the current weights become the reference; null: never", ge=1
+        None,
+        "every this many training steps, the current weights become the reference; null: never",
+        only=(REFERENCE,),
+        ge=1,
     )
     ema: EmaConfig = field(default_factory=EmaConfig)
 
@@ -188,8 +204,8 @@ class TrainerConfig:
 
     total_training_steps: Optional[int] = arg(None, "number of training steps; null: computed from total_epochs", ge=0)
     total_epochs: Optional[float] = arg(None, "passes over the training prompts, if total_training_steps is null", gt=0)
-    save_freq: int = arg(50, "training steps between checkpoints, with one at the end; -1: never")
-    test_freq: int = arg(-1, "training steps between validations, with one at the end; -1: never")
+    save_freq: int = arg(50, "training steps between checkpoints, with one at the end; -1: never", valid=FREQUENCY)
+    test_freq: int = arg(-1, "training steps between validations, with one at the end; -1: never", valid=FREQUENCY)
     val_before_train: bool = arg(True, "validate before the first training step, if data.val_files is set")
     log_val_generations: int = arg(16, "number of samples stored from each validation", ge=0)
     logger: list[str] = arg(
@@ -212,6 +228,7 @@ class TrainerConfig:
         [],
         "training steps, counted from 1, that are profiled: each rank writes a trace, a table of the most expensive "
         "operations and, on GPUs, a memory snapshot to profiles/ in output_dir",
+        each={"ge": 1},
     )
     deterministic: bool = arg(False, "use torch.use_deterministic_algorithms: bitwise reproducible, but slower on GPUs")
 
@@ -250,7 +267,7 @@ class RunConfig:
 class RLConfig(RunConfig):
     """Configuration of reinforcement learning."""
 
-    algorithm: Any = field(default_factory=AlgorithmConfig, metadata={"registry": "phalanx.algorithms"})
+    algorithm: Any = field(default_factory=AlgorithmConfig, metadata=ALGORITHM)
     actor: ActorConfig = field(default_factory=ActorConfig)
     placement: dict[str, Any] = arg(
         {}, "ranks of each role, such as {rollout: 0-5, actor: 6-7}, see docs/placement.md; {}: all ranks do everything"

@@ -14,6 +14,7 @@ from yaml.reader import ReaderError
 
 from phalanx.config.files import kind, read_bytes
 from phalanx.config.messages import ConfigError, cut, nearest
+from phalanx.config.moved import move_keys
 from phalanx.config.secrets import public
 
 MOST_DEPTH = 50  # nesting of sections and lists: libraries recurse, and no sensible configuration comes near
@@ -61,7 +62,8 @@ def override(file: DictConfig, overrides: Sequence[str]) -> DictConfig:
         if key.count(".") + key.count("[") > MOST_DEPTH:
             raise ConfigError(f"{quoted}: the key is nested more than {MOST_DEPTH} deep")
         try:
-            parse_yaml(value)
+            if parse_yaml(value) is True and isinstance(OmegaConf.select(user, key), DictConfig):
+                continue  # a section that is there is switched on
             user.merge_with_dotlist([item])
         except yaml.MarkedYAMLError as error:
             hint = "; within [ ] or { } an interpolation needs quotes" if "${" in value else ""
@@ -164,6 +166,7 @@ def changed(before: Path, config: Any) -> list[str]:
     # written and read as YAML, like the saved one, because a number may be read back with a different type
     plain = OmegaConf.create(OmegaConf.to_yaml(OmegaConf.create(public(config))))
     saved: Any = OmegaConf.to_container(read(str(before)))
+    move_keys(type(config), saved)
     now: Any = OmegaConf.to_container(plain)
     return sorted(_changed(saved, now, config))
 

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Optional, TypeVar
 import yaml
 from omegaconf import OmegaConf
 
+from phalanx.config.choices import CHECKPOINT, FOLDER
 from phalanx.config.fields import arg
 from phalanx.config.files import MOST_CONFIG, read_bytes
 from phalanx.config.flow import FlowDataConfig, FlowMatchingTaskConfig, FlowRewardConfig, FlowRLConfig
@@ -15,7 +16,7 @@ from phalanx.config.lm import MOST_TOKENS, LMDataConfig
 from phalanx.config.load import build
 from phalanx.config.messages import ConfigError, UnknownKeys
 from phalanx.config.parallel import ParallelConfig
-from phalanx.config.ranges import COUNT, DTYPES, SDE_TYPES, SEEDS, TIMES
+from phalanx.config.ranges import COUNT, DTYPES, SDE_TYPES, SEEDS, TEXTS, TIMES, WARM
 from phalanx.config.run import RunConfig, TrainerConfig
 from phalanx.config.section import Section
 from phalanx.config.sources import parse_yaml
@@ -157,7 +158,7 @@ class GenerateConfig:
         {}, "variables for the chat template, in addition to the run's data.chat_template_kwargs"
     )
     n: Optional[int] = arg(None, "responses per prompt; null: the run's, or 1", **COUNT)
-    temperature: Optional[float] = arg(None, "sampling temperature; 0: greedy; null: the run's, or 0", ge=0)
+    temperature: Optional[float] = arg(None, "sampling temperature; 0: greedy; null: the run's, or 0", valid=WARM, ge=0)
     top_p: Optional[float] = arg(
         None, "sample from the most likely tokens up to this total probability; null: the run's, or 1", gt=0, le=1
     )
@@ -170,7 +171,7 @@ class GenerateConfig:
         ge=0,
         le=1,
     )
-    stop: Optional[list[str]] = arg(None, "texts that end a response; null: the run's, or none")
+    stop: Optional[list[str]] = arg(None, "texts that end a response; null: the run's, or none", valid=TEXTS)
     max_response_length: Optional[int] = arg(
         None, "longest response, in tokens; null: the run's, or 1024 if the model's context allows it", **MOST_TOKENS
     )
@@ -207,11 +208,14 @@ class EvaluateConfig:
     checkpoint: Optional[str] = arg(
         None, "a run's output_dir, for its newest complete checkpoint, or a folder step_NNNNNN; null: the model folder"
     )
-    policy: Optional[str] = arg(None, "for a joint run: policy to evaluate", choices=POLICIES)
+    policy: Optional[str] = arg(None, "for a joint run: policy to evaluate", choices=POLICIES, only=(CHECKPOINT,))
     weights: str = arg("auto", "auto: the moving average if the checkpoint has one", choices=WEIGHTS)
     trust_run: bool = arg(False, TRUST)
     kind: Optional[str] = arg(
-        None, "kind of model, if there is no checkpoint: lm or flow; null: from its local folder", choices=KINDS
+        None,
+        "kind of model, if there is no checkpoint: lm or flow; null: from its local folder",
+        choices=KINDS,
+        only=(FOLDER,),
     )
     baseline: Optional[str] = arg(
         None, "baseline for differences: the output_dir of an earlier evaluation, a checkpoint, or a model folder"
@@ -219,7 +223,7 @@ class EvaluateConfig:
     n: Optional[int] = arg(None, "samples per prompt; null: as in the run's validation, or 1", **COUNT)
     seed: Optional[int] = arg(None, "seed of the samples; null: that of the run's validation, or 1234", **SEEDS)
     k: Optional[list[int]] = arg(
-        None, "values of k in avg@k, pass@k, best@k and majority@k; null: the powers of 2 up to n"
+        None, "values of k in avg@k, pass@k, best@k and majority@k; null: the powers of 2 up to n", each={"ge": 1}
     )
     threshold: Optional[float] = arg(
         None, "lowest score with which a sample passes; null: 1 if all scores are 0 or 1, otherwise no pass@k"

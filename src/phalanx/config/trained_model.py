@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Optional
 
+from phalanx.config.choices import BLOCKS, FULL, LORA
 from phalanx.config.fields import arg
 from phalanx.config.ranges import COUNT, DTYPES, TIMES
 from phalanx.config.section import Section
@@ -26,7 +27,9 @@ class ModelConfig(Section, name="model"):
         choices=("gaussian", "kaiming", "orthogonal", "pissa"),
     )
     target_modules: Optional[list[str]] = arg(
-        None, "name suffixes of the modules that get a LoRA, or all-linear; null: the model family's default"
+        None,
+        "name suffixes of the modules that get a LoRA, or all-linear; null: the model family's default",
+        single="all-linear",  # which peft accepts in place of a list
     )
     lora_path: Optional[str] = arg(
         None,
@@ -40,6 +43,7 @@ class ModelConfig(Section, name="model"):
         "storage format of the frozen weights under a LoRA: nf4 quantizes the linear layers of the model's blocks to 4 "
         "bits, for sampling and training; null: model.dtype",
         choices=("nf4",),
+        only=(LORA,),
     )
     gradient_checkpointing: bool = arg(False, "recompute activations block by block in the backward pass")
     gradient_checkpointing_blocks: Optional[int] = arg(
@@ -105,7 +109,7 @@ class LMModelConfig(ModelConfig):
     block_size: Optional[int] = arg(
         None, "block diffusion: tokens of a block, which are denoised together; null: an autoregressive model", **TIMES
     )
-    mask_token: Optional[str] = arg(None, "block diffusion: the mask token; null: the tokenizer's")
+    mask_token: Optional[str] = arg(None, "block diffusion: the mask token; null: the tokenizer's", only=(BLOCKS,))
     experts_implementation: Optional[str] = arg(
         None, "how transformers computes layers with experts; null: its best, grouped_mm", choices=EXPERTS
     )
@@ -113,4 +117,5 @@ class LMModelConfig(ModelConfig):
         True,
         "prompts with images: do not train the vision tower and its projector, as with a LoRA, so that each image is "
         "encoded once per rollout, independently of its batch; false, verl's default, trains them",
+        only=(FULL,),
     )

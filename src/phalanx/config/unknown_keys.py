@@ -5,7 +5,7 @@ from dataclasses import is_dataclass
 from typing import Any
 
 from phalanx.config.aliases import alias
-from phalanx.config.messages import ConfigError, UnknownKeys, close, element_of
+from phalanx.config.messages import ConfigError, UnknownKeys, bare, close, element_of
 
 Keys = Callable[[], list[str]]
 Types = Callable[[Any], dict[str, Any]]  # the type of each field of a schema
@@ -29,9 +29,9 @@ def _unknown_keys(hint: Any, value: Any, key: str, keys: Keys, types: Types) -> 
     if is_dataclass(element) and isinstance(value, list):
         for i, item in enumerate(value):
             yield from _unknown_keys(element, item, f"{key}[{i}]", keys, types)
-    if not is_dataclass(hint) or not isinstance(value, dict):
+    if not is_dataclass(bare(hint)) or not isinstance(value, dict):
         return
-    hints = types(hint)
+    hints = types(bare(hint))
     for name, item in value.items():
         inner = f"{key}.{name}" if key else str(name)
         if name in hints:

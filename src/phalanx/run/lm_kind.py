@@ -69,9 +69,9 @@ class LM(Kind):
         drawn = drawn_at_once(cfg.rollout, prompts)
         if not prompts <= drawn <= prompts * (age + 1):
             raise ConfigError(
-                f"{cfg.rollout:over_sampling_batch_size}: {drawn} should be {prompts} to {prompts * (age + 1)}: the "
-                f"{prompts} prompts of a training step, and those that may wait for {cfg.rollout:max_staleness}={age} "
-                "steps"
+                f"{cfg.rollout:partial_rollout}.over_sampling_batch_size: {drawn} should be {prompts} to "
+                f"{prompts * (age + 1)}: the {prompts} prompts of a training step, and those that may wait for "
+                f"{cfg.rollout:max_staleness}={age} steps"
             )
         # the number decoded together does not affect log-probs: these are computed in passes of the training's shape
         decoded = cfg.rollout.micro_batch_size_per_gpu or -(-drawn * cfg.rollout.n // ranks)
@@ -109,7 +109,10 @@ class LM(Kind):
         trained = "actor" in vars(cfg)
         limits = (
             (talks, f"environments and {cfg.rollout:engine=}; set {cfg.rollout:engine}=policy"),
-            (cfg.rollout.partial_rollout and trained, f"partial rollouts; leave {cfg.rollout:partial_rollout} out"),
+            (
+                cfg.rollout.partial_rollout is not None and trained,
+                f"partial rollouts; leave {cfg.rollout:partial_rollout} out",
+            ),
             (bool(vars(cfg).get("placement")), "ranks with roles; leave placement out"),
             (trained and self.build_algorithm().teachers, "teachers; choose an algorithm without them"),
             (cfg.model.block_size is not None, f"block diffusion; leave {cfg.model:block_size} out"),

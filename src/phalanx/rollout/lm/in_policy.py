@@ -74,7 +74,7 @@ class LMRollout:
     @property
     def exact(self) -> bool:
         """See phalanx.types.Rollout."""
-        return self.facts.exact and not self.config.partial_rollout
+        return self.facts.exact and self.config.partial_rollout is None
 
     def prepare(self, batches: Callable[[int], list[Prompt]], step: int, end: int) -> None:
         """Do nothing: no work is cheaper when done ahead."""

@@ -63,7 +63,8 @@ class _Group:
 
 def drawn_at_once(config: LMRolloutConfig, prompts: int) -> int:
     """The number of groups in flight, if a training step trains the groups of `prompts` prompts."""
-    return (config.over_sampling_batch_size or 2 * prompts) if config.partial_rollout else prompts
+    partial = config.partial_rollout
+    return prompts if partial is None else partial.over_sampling_batch_size or 2 * prompts
 
 
 class PartialRollout:
@@ -232,7 +233,8 @@ class PartialRollout:
 
     def _draw(self, seed: int, step: int) -> None:
         """Draw one round of further tokens for all unfinished responses. Collective."""
-        count, limit, ends = self.config.partial_rollout_tokens, self.rollout.how.limit, self.rollout.how.ends
+        assert self.config.partial_rollout is not None
+        count, limit, ends = self.config.partial_rollout.tokens, self.rollout.how.limit, self.rollout.how.ends
         alive: list[tuple[_Group, int]] = []
         for group in self._groups:
             alive += [(group, i) for i, response in enumerate(group.responses) if not response.ended]

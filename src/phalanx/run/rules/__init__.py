@@ -23,6 +23,7 @@ from phalanx.run.rules import (
 )
 from phalanx.run.rules.rule import Ranks as Ranks
 from phalanx.run.rules.rule import Rule as Rule
+from phalanx.run.rules.rule import without_choice
 
 T = TypeVar("T")
 # in the order of the checks
@@ -64,7 +65,8 @@ def load_config(schema: type[T], path: str | None, overrides: list[str]) -> T:
 
 
 def check(c: Any) -> None:
-    """Raise ConfigError for the first of RULES that a configuration breaks."""
+    """Raise ConfigError for the first key without its choice, or else for the first of RULES that is broken."""
+    _check_choices(c)
     _check(RULES, c)
 
 
@@ -73,6 +75,8 @@ def check_start(c: Any, algorithm: Any = None) -> None:
     of phalanx.types.Algorithm.
     """
     check(c)  # again, because a configuration may have been changed or made without a file
+    if algorithm is not None:
+        _check_choices(c, a=algorithm)
     _check(START_RULES, c, a=algorithm)
 
 
@@ -84,6 +88,13 @@ def check_launch(c: Any, ranks: Ranks) -> None:
 def check_model(c: Any, model: Any) -> None:
     """Raise ConfigError for the first of MODEL_RULES that a task breaks. model: the settings of the sampled model."""
     _check(MODEL_RULES, c, m=model)
+
+
+def _check_choices(c: Any, **given: Any) -> None:
+    """Raise ConfigError for the first key that is set without the choice that gives it a meaning."""
+    for config in (c, *(c.parts().values() if "JointConfig" in {s.__name__ for s in type(c).__mro__} else ())):
+        for message in without_choice(config, **given):
+            raise ConfigError(message)
 
 
 def _check(rules: Iterable[Rule], c: Any, **given: Any) -> None:

@@ -1,10 +1,8 @@
 """Rules for batch sizes, prompts and the run."""
 
-from datetime import date
 from typing import Any
 
-from phalanx.config.messages import cut
-from phalanx.run.rules.rule import BLOCK_DIFFUSION, FLOW_MATCHING, LM, LM_RL, RL, RUN, Rule, beside_per_gpu, not_betas
+from phalanx.run.rules.rule import BLOCK_DIFFUSION, FLOW_MATCHING, LM, LM_RL, RL, RUN, Rule, beside_per_gpu
 
 
 def _budget(c: Any) -> tuple[int, str, str] | None:
@@ -16,15 +14,6 @@ def _budget(c: Any) -> tuple[int, str, str] | None:
     ranks = c.parallel.ulysses_sequence_parallel_size
     keys = ", and rollout.denoising_steps_per_block times it" if c.model.block_size else ""
     return c.longest_row, keys, f" on each of {ranks} ranks" if ranks > 1 else ""
-
-
-def _no_date(text: str | None) -> str | None:
-    """The text, quoted, if it is not a date."""
-    try:
-        date.fromisoformat(text or "2000-01-01")
-    except ValueError:
-        return cut(repr(text))
-    return None
 
 
 RULES = (
@@ -39,9 +28,6 @@ RULES = (
          lambda c: c.actor.ppo_mini_batch_size_per_gpu is not None and c.data.train_batch_size_per_gpu is None,
          "{c.actor:ppo_mini_batch_size_per_gpu:} grows with the ranks, but data.train_batch_size does not; set "
          "data.train_batch_size_per_gpu, or {c.actor:ppo_mini_batch_size}"),
-    Rule("data.chat_template_date", LM, "The date for chat templates is a valid date.",
-         lambda c: _no_date(c.data.chat_template_date),
-         "data.chat_template_date: {x}; expected a day such as 2026-01-31"),
     Rule("data.train_batch_size_per_gpu data.train_batch_size", RUN,
          "A batch is given for all ranks or per rank, not both.",
          lambda c: beside_per_gpu(c.data, "train_batch_size"),
@@ -56,20 +42,6 @@ RULES = (
     Rule("data.min_pixels data.max_pixels", LM, "The lower bound of an image's pixels does not exceed the upper one.",
          lambda c: None not in (c.data.min_pixels, c.data.max_pixels) and c.data.min_pixels > c.data.max_pixels,
          "data.min_pixels: {c.data.min_pixels} is more than data.max_pixels={c.data.max_pixels}"),
-    Rule("optim.betas", RUN, "AdamW's betas are two numbers in 0 .. 1.",
-         lambda c: not_betas(c.optim.betas),
-         "{c.optim:betas:} should be two numbers in 0 .. 1, e.g. [0.9, 0.999]"),
-    Rule("trainer.save_freq", RUN,
-         "Checkpoints are written every `trainer.save_freq` steps, at least 1, or with -1 never.",
-         lambda c: c.trainer.save_freq < 1 and c.trainer.save_freq != -1,
-         "trainer.save_freq: {c.trainer.save_freq} should be -1 (never) or a number of steps"),
-    Rule("trainer.test_freq", RUN,
-         "Validations are made every `trainer.test_freq` steps, at least 1, or with -1 never.",
-         lambda c: c.trainer.test_freq < 1 and c.trainer.test_freq != -1,
-         "trainer.test_freq: {c.trainer.test_freq} should be -1 (never) or a number of steps"),
-    Rule("trainer.profile_steps", RUN, "Profiled steps are counted from 1.",
-         lambda c: min(c.trainer.profile_steps, default=1) < 1,
-         "trainer.profile_steps: {c.trainer.profile_steps} should be numbers of training steps, from 1"),
     Rule("trainer.profile_steps trainer.total_training_steps", RUN, "Profiled steps lie within the run.",
          lambda c: c.trainer.total_training_steps is not None
          and max(c.trainer.profile_steps, default=0) > c.trainer.total_training_steps,

@@ -4,9 +4,8 @@ from typing import Any
 
 from phalanx.config.engines import BLOCK_ENGINES
 from phalanx.run.rules.rollout_rules import truncated
-from phalanx.run.rules.rule import BLOCK_DIFFUSION, GENERATE, LM, LM_RL, Rule, first_set, near_multiples
+from phalanx.run.rules.rule import BLOCK_DIFFUSION, GENERATE, LM, LM_RL, Rule, near_multiples
 
-_KEYS = ("mask_token", "denoising_steps_per_block", "threshold", "confidence", "log_prob_estimate")
 _NOT_WHOLE = (
     "{x[0]}: {x[1]} tokens are not a whole number of blocks of model.block_size={x[2]}; nearest: {x[3]} or {x[4]}"
 )
@@ -17,20 +16,6 @@ def _not_whole(key: str, length: int | None, size: int | None) -> tuple[str, int
     if size is None or length is None or length % size == 0:
         return None
     return key, length, size, *near_multiples(length, size)
-
-
-def _without_blocks(c: Any) -> tuple[str, Any] | None:
-    """The first key of block diffusion that is set though there are no blocks, and its value."""
-    if c.model.block_size is not None:
-        return None
-    for name in ("model", "rollout", "actor"):
-        if name not in vars(c):
-            continue
-        section = vars(c)[name]
-        entry = first_set(section, _KEYS)
-        if entry is not None:
-            return f"{section:{entry[0]}}", entry[1]
-    return None
 
 
 def _samples_no_blocks(c: Any) -> bool:
@@ -63,28 +48,19 @@ RULES = (
     Rule("model.block_size", BLOCK_DIFFUSION, "Supervised block diffusion needs a block size.",
          lambda c: c.model.block_size is None,
          "model.block_size is missing: the number of tokens of a block, 32 in LLaDA2"),
-    Rule("model.mask_token *.denoising_steps_per_block *.threshold rollout.confidence actor.log_prob_estimate "
-         "model.block_size", LM, "Keys of block diffusion need `model.block_size`.",
-         _without_blocks,
-         "{x[0]}: {x[1]} is for block diffusion; set {c.model:block_size}, or leave it out"),
     Rule("rollout.engine model.block_size", LM, "An engine for block diffusion needs `model.block_size`.",
          lambda c: c.model.block_size is None and ":" in c.rollout.engine and c.rollout.facts.blocks,
          "{c.rollout:engine:} is for block diffusion; set {c.model:block_size}, or another engine"),
-    Rule("data.max_response_length model.block_size", LM, "A response has a whole number of blocks.",
-         lambda c: _not_whole("data.max_response_length", c.data.max_response_length, c.model.block_size),
+    Rule("data.max_response_length rollout.val.max_response_length model.block_size", LM,
+         "A response has a whole number of blocks, in validation too.",
+         lambda c: _not_whole("data.max_response_length", c.data.max_response_length, c.model.block_size)
+         or _not_whole("rollout.val.max_response_length", c.rollout.val.max_response_length, c.model.block_size),
          _NOT_WHOLE),
-    Rule("rollout.val.max_response_length model.block_size", LM,
-         "A response in validation has a whole number of blocks.",
-         lambda c: _not_whole("rollout.val.max_response_length", c.rollout.val.max_response_length, c.model.block_size),
-         _NOT_WHOLE),
-    Rule("rollout.denoising_steps_per_block model.block_size", LM,
-         "A block has at most one denoising step per token.",
-         lambda c: _is_more(c.rollout.denoising_steps_per_block, c.model.block_size),
-         "{c.rollout:denoising_steps_per_block:} is more than {c.model:block_size=}"),
-    Rule("rollout.val.denoising_steps_per_block model.block_size", LM,
-         "A block in validation has at most one denoising step per token.",
-         lambda c: _is_more(c.rollout.val.denoising_steps_per_block, c.model.block_size),
-         "{c.rollout.val:denoising_steps_per_block:} is more than {c.model:block_size=}"),
+    Rule("rollout.denoising_steps_per_block rollout.val.denoising_steps_per_block model.block_size", LM,
+         "A block has at most one denoising step per token, in validation too.",
+         lambda c: next((r for r in (c.rollout, c.rollout.val) if
+                         _is_more(r.denoising_steps_per_block, c.model.block_size)), None),
+         "{x:denoising_steps_per_block:} is more than {c.model:block_size=}"),
     Rule("algorithm.name model.block_size", LM_RL, "A critic reads from left to right and not in blocks.",
          lambda c: c.model.block_size is not None and c.algorithm.needs_critic,
          "{c.algorithm:name:} trains a critic, which reads from left to right and not in blocks "

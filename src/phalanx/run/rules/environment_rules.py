@@ -3,7 +3,7 @@
 from typing import Any
 
 from phalanx.config.engines import TURN_ENGINES
-from phalanx.run.rules.rule import LM_RL, Rule, first_set
+from phalanx.run.rules.rule import LM_RL, Rule
 
 
 def _asks(c: Any) -> bool:
@@ -12,15 +12,6 @@ def _asks(c: Any) -> bool:
 
 
 RULES = (
-    Rule("environment.path", LM_RL, "An environment is a path, or a section that maps names to paths.",
-         lambda c: not isinstance(c.environment.path, str | dict | None),
-         "environment.path: expected a built-in environment, module:Class, path/to/file.py:Class, or a section that "
-         "maps names to these, got {c.environment.path!r}"),
-    Rule("environment.* environment.path environment.tools environment.tool_config_path", LM_RL,
-         "Keys of an environment need an environment or tools.",
-         lambda c: not c.environment.used and first_set(c.environment),
-         "environment.{x[0]}: {x[1]} configures an environment; set environment.path, environment.tools or "
-         "environment.tool_config_path, or leave it out"),
     Rule("environment.path environment.tool_config_path", LM_RL, "verl's tools exclude another environment.",
          lambda c: c.environment.path is not None and c.environment.tool_config_path is not None,
          "environment.tool_config_path: {c.environment.tool_config_path} cannot be combined with environment.path; "

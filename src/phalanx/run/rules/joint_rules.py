@@ -1,23 +1,11 @@
 """Rules for joint runs. The rules for each policy's configuration apply as well."""
 
-import re
 from typing import Any
 
-from phalanx.config.joint import OF_IMAGES
-from phalanx.config.templates import WIDEST, too_wide
+from phalanx.run.rules.rollout_rules import redrawn
 from phalanx.run.rules.rule import JOINT, Rule
 
 _PARTS = ("writer", "painter")
-
-
-def _redraws(c: Any) -> tuple[str, int] | None:
-    """The first key that makes samples be drawn again, and its value."""
-    for part in _PARTS:
-        for key in ("max_num_gen_batches", "max_draws_per_prompt"):
-            times = vars(vars(c)[part].rollout)[key]
-            if times > 1:
-                return f"{part}.rollout.{key}", times
-    return None
 
 
 def _schedule(c: Any) -> tuple[str, str] | None:
@@ -32,45 +20,11 @@ def _teacher(c: Any) -> tuple[str, str] | None:
     return next(((part, a.name) for part, a in algorithms if "teacher_path" in vars(a)), None)
 
 
-def _images(c: Any) -> tuple[str, Any] | None:
-    """The first key for images in prompts that is set, and its value."""
-    return next(((key, vars(c.data)[key]) for key in OF_IMAGES if vars(c.data)[key] is not None), None)
-
-
-def _pattern(c: Any) -> str | None:
-    """The reason why the pattern cannot be used; None if it can."""
-    if c.rewrite.pattern is None:
-        return None
-    try:
-        groups = re.compile(c.rewrite.pattern).groups
-    except (re.error, OverflowError, RecursionError) as error:
-        return str(error)
-    return None if groups else "it has no group in parentheses"
-
-
-def _template(c: Any) -> bool:
-    """Whether the template does not contain exactly one placeholder, or fills it up to an absurd width."""
-    marks = ("\0first", "\0second")
-    try:
-        if too_wide(c.rewrite.template) is not None:
-            return True
-        texts = [c.rewrite.template.format(mark) for mark in marks]
-    except (IndexError, KeyError, ValueError):
-        return True
-    return any(text.count(mark) != 1 for text, mark in zip(texts, marks, strict=True))
-
-
 RULES = (
-    Rule("train", JOINT, "Either the writer or the painter is trained, or both.",
-         lambda c: not c.train or len(set(c.train)) < len(c.train) or not set(c.train) <= set(_PARTS),
-         "train: {c.train} should be [writer], [painter] or [writer, painter]"),
-    Rule("alternate train", JOINT, "`alternate` needs two trained policies.",
-         lambda c: c.alternate is not None and len(c.train) < 2,
-         "alternate: {c.alternate} needs two trained policies; set it to null, or train=[writer, painter]"),
     Rule("writer.rollout.max_num_gen_batches writer.rollout.max_draws_per_prompt "
          "painter.rollout.max_num_gen_batches painter.rollout.max_draws_per_prompt", JOINT,
          "Joint runs do not resample groups of equal rewards.",
-         _redraws,
+         lambda c: redrawn(c.writer.rollout) or redrawn(c.painter.rollout),
          "{x[0]}: {x[1]} would draw samples again, which a joint run does not support; set it to 1"),
     Rule("writer.rollout.schedule painter.rollout.schedule", JOINT,
          "The policies of a joint run are sampled and trained sequentially, on all ranks.",
@@ -82,11 +36,6 @@ RULES = (
          lambda c: c.writer.rollout.partial_rollout,
          "writer.rollout.partial_rollout: true would leave texts of a step unfinished, but the painter needs them all; "
          "set it to false"),
-    Rule("data.image_key data.min_pixels data.max_pixels", JOINT,
-         "The writer reads only text.",
-         _images,
-         "data.{x[0]}: {x[1]} is for prompts with images, but the writer of a joint run reads only text; set it to "
-         "null"),
     Rule("painter.rollout.engine", JOINT, "The painter samples in the trained modules.",
          lambda c: c.painter.rollout.engine != "policy",
          "painter.rollout.engine: {c.painter.rollout.engine} does not support rewritten prompts; set it to policy"),
@@ -114,14 +63,4 @@ RULES = (
          lambda c: c.diffusion_group_scope == "prompt" and c.painter.algorithm.name in ("diffusion_dpo", "dgpo"),
          "diffusion_group_scope: prompt would compare images of different texts with "
          "painter.algorithm.name={c.painter.algorithm.name}; set it to rewrite"),
-    Rule("rewrite.pattern", JOINT, "The pattern has a group that captures the rewritten prompt.",
-         _pattern,
-         "rewrite.pattern: {c.rewrite.pattern!r} cannot be used ({x}); expected such as '<prompt>(.*?)</prompt>'"),
-    Rule("rewrite.template", JOINT, "The template has one placeholder for the rewritten prompt.",
-         _template,
-         "rewrite.template: {c.rewrite.template!r} should contain {{}} once, in place of the rewritten prompt, filled "
-         f"up to at most {WIDEST} characters"),
-    Rule("rewrite.validate", JOINT, "Validation sets consist of rewritten, original or swapped prompts.",
-         lambda c: not c.rewrite.validate or not set(c.rewrite.validate) <= {"rewritten", "original", "swapped"},
-         "rewrite.validate: {c.rewrite.validate} should list some of rewritten, original and swapped"),
 )  # fmt: skip

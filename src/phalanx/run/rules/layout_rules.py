@@ -49,18 +49,6 @@ RULES = (
     Rule("parallel.param_offload parallel.expert_parallel", RUN, "Weights are not offloaded under expert parallelism.",
          lambda c: c.parallel.param_offload and c.parallel.expert_parallel,
          "parallel.param_offload: true does not work with parallel.expert_parallel; set one to false"),
-    Rule("parallel.sync_each_batch model.lora_rank", RUN, "Gradients of a LoRA are reduced once per optimizer step.",
-         lambda c: c.parallel.sync_each_batch and c.model.lora_rank > 0,
-         "parallel.sync_each_batch: true is only for training all weights; a LoRA's gradients need little memory, so "
-         "set it to false"),
-    Rule("model.freeze_vision_tower model.lora_rank", LM_RL, "A LoRA does not train the vision tower.",
-         lambda c: c.model.lora_rank > 0 and not c.model.freeze_vision_tower,
-         "{c.model:freeze_vision_tower}: false is only for training all weights; a LoRA is only in the language "
-         "model, so leave it out"),
-    Rule("model.quantization model.lora_rank", RUN, "Only frozen weights are quantized.",
-         lambda c: c.model.quantization and c.model.lora_rank == 0,
-         "{c.model:quantization:} is for the frozen weights under a LoRA; set {c.model:lora_rank}, for example to "
-         "32, or leave it out"),
     Rule("model.quantization rollout.engine", RL, "A quantized model samples in the trained modules.",
          lambda c: c.model.quantization and c.rollout.facts.weights == "copy",
          "{c.model:quantization:} needs sampling in the trained modules, but {c.rollout.engine} has a separate copy "

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from phalanx.config.engine_facts import EngineFacts
-from phalanx.run.rules.rule import FLOW, FLOW_MATCHING, FLOW_RL, GENERATE, LM, LM_RL, RL, RUN, Rule, first_set, too_cold
+from phalanx.run.rules.rule import FLOW, FLOW_MATCHING, FLOW_RL, LM, LM_RL, RL, RUN, Rule
 
 
 def _able(rollout: Any, able: Callable[[EngineFacts], bool]) -> str:
@@ -14,11 +14,18 @@ def _able(rollout: Any, able: Callable[[EngineFacts], bool]) -> str:
     return f"{rollout:engine}={' or '.join(names)}"
 
 
-def _no_redraws(c: Any, times: int) -> str | None:
-    """The engines that can draw samples again, if that is asked for and this one cannot."""
-    if times == 1 or c.rollout.facts.redraws:
-        return None
-    return _able(c.rollout, lambda facts: facts.redraws)
+def redrawn(rollout: Any) -> tuple[str, int] | None:
+    """The first key that makes samples of groups with equal rewards be drawn again, and its value."""
+    for key in ("max_num_gen_batches", "max_draws_per_prompt"):
+        if vars(rollout)[key] > 1:
+            return f"{rollout:{key}}", vars(rollout)[key]
+    return None
+
+
+def _no_redraws(c: Any) -> tuple[str, int, str] | None:
+    """The key that makes samples be drawn again, its value, and the engines that can, if this one cannot."""
+    key = None if c.rollout.facts.redraws else redrawn(c.rollout)
+    return key and (*key, _able(c.rollout, lambda facts: facts.redraws))
 
 
 def _no_videos(c: Any) -> str | None:
@@ -38,7 +45,7 @@ def truncated(c: Any) -> tuple[str, Any] | None:
 def _no_log_probs(c: Any) -> bool:
     """Whether samples with other log-probs than the policy's are used without recomputing their log-probs."""
     r = c.rollout
-    return r.correction == "none" and (not r.facts.exact or r.partial_rollout)
+    return r.correction == "none" and (not r.facts.exact or bool(r.partial_rollout))
 
 
 def _not_partial(c: Any) -> str | None:
@@ -105,23 +112,15 @@ def _last_step(c: Any, a: Any) -> int | None:
     return None
 
 
-_OF_PARTIAL = ("over_sampling_batch_size", "partial_rollout_tokens")
-
 RULES = (
-    too_cold(LM, "rollout.val.temperature", "{c.rollout.val:temperature}"),
-    too_cold(RUN, "reward.model.temperature"),
     Rule("rollout.correction rollout.engine", RUN,
          "Log-probs are corrected only if they come from an engine other than the policy, or from older weights.",
          _needless_correction,
          "{c.rollout:correction:} has nothing to correct with {c.rollout:engine=}; {x}"),
-    Rule("rollout.max_num_gen_batches rollout.engine", RUN,
-         "New prompts for groups of equal rewards need an engine that can draw again.",
-         lambda c: _no_redraws(c, c.rollout.max_num_gen_batches),
-         "{c.rollout:max_num_gen_batches:} needs {x}; set it to 1"),
-    Rule("rollout.max_draws_per_prompt rollout.engine", RUN,
-         "New samples for groups of equal rewards need an engine that can draw again.",
-         lambda c: _no_redraws(c, c.rollout.max_draws_per_prompt),
-         "{c.rollout:max_draws_per_prompt:} needs {x}; set it to 1"),
+    Rule("rollout.max_num_gen_batches rollout.max_draws_per_prompt rollout.engine", RUN,
+         "New prompts or samples for groups of equal rewards need an engine that can draw again.",
+         _no_redraws,
+         "{x[0]}: {x[1]} needs {x[2]}; set it to 1"),
     Rule("rollout.num_frames rollout.engine", FLOW, "Videos need an engine that samples them.",
          _no_videos,
          "{c.rollout:num_frames:} needs {x}; {c.rollout.engine} samples images, not videos"),
@@ -133,29 +132,17 @@ RULES = (
          lambda c: truncated(c) if _no_log_probs(c) else None,
          "{x[0]}: {x[1]} needs the policy's own log-probs, which determine the tokens that are kept, but "
          "{c.rollout:correction}=none does not compute them; set it to rescore"),
-    Rule("rollout.over_sampling_batch_size rollout.partial_rollout_tokens rollout.partial_rollout", LM_RL,
-         "Keys of partial rollouts need partial rollouts.",
-         lambda c: not c.rollout.partial_rollout and first_set(c.rollout, _OF_PARTIAL),
-         "{c.rollout:{x[0]}}: {x[1]} is for partial rollouts; set {c.rollout:partial_rollout}=true, or leave it out"),
     Rule("rollout.partial_rollout rollout.engine environment.path environment.tools environment.tool_config_path "
          "model.block_size placement rollout.stop rollout.max_num_gen_batches rollout.max_draws_per_prompt", LM_RL,
          "Partial rollouts need single-turn autoregressive responses that end with a token, a built-in engine, and "
          "ranks that both sample and train; groups are not drawn again.",
          _not_partial,
          "{c.rollout:partial_rollout}: true does not work with {x}; leave out one of them"),
-    Rule("rollout.partial_rollout rollout.partial_rollout_tokens data.max_response_length", LM_RL,
+    Rule("rollout.partial_rollout.tokens data.max_response_length", LM_RL,
          "The longest response is a whole number of rounds of partial rollouts.",
-         lambda c: c.rollout.partial_rollout and c.data.max_response_length % c.rollout.partial_rollout_tokens,
-         "{c.rollout:partial_rollout_tokens:} does not divide data.max_response_length={c.data.max_response_length}"),
-    Rule("rollout.stop", LM, "A stop text is not empty.",
-         lambda c: "" in c.rollout.stop,
-         "{c.rollout:stop}: an empty text would end each response at once; leave it out"),
-    Rule("stop", GENERATE, "A stop text is not empty.",
-         lambda c: "" in (c.stop or ()),
-         "stop: an empty text would end each response at once; leave it out"),
-    Rule("rollout.stop_token_ids", LM, "Stop tokens are non-negative integers.",
-         lambda c: min(c.rollout.stop_token_ids, default=0) < 0,
-         "{c.rollout:stop_token_ids:}; expected token ids, which are at least 0"),
+         lambda c: c.rollout.partial_rollout and c.data.max_response_length % c.rollout.partial_rollout.tokens,
+         "{c.rollout:partial_rollout}.tokens: {c.rollout.partial_rollout.tokens} does not divide "
+         "data.max_response_length={c.data.max_response_length}"),
     Rule("parallel.rollout_unsharded rollout.engine", LM,
          "If a language model samples in the policy's modules, its weights are gathered for the whole rollout.",
          lambda c: not c.parallel.rollout_unsharded and c.rollout.facts.weights == "policy",
@@ -194,9 +181,6 @@ RULES = (
          lambda c: c.rollout.branching and max(c.rollout.max_num_gen_batches, c.rollout.max_draws_per_prompt) > 1,
          "{c.rollout:branching}: true draws all images of a prompt together; set {c.rollout:max_num_gen_batches} and "
          "{c.rollout:max_draws_per_prompt} to 1"),
-    Rule("rollout.sde_window_range", FLOW_RL, "The range of the window is given by two numbers.",
-         lambda c: c.rollout.sde_window_range is not None and len(c.rollout.sde_window_range) != 2,
-         "{c.rollout:sde_window_range:}; expected two numbers [a, b]"),
 )  # fmt: skip
 
 START_RULES = (
@@ -224,9 +208,6 @@ START_RULES = (
          _last_step,
          "{c.rollout:sde_window_range:} contains the last step, which has no log-probability under cps; expected an "
          "end of at most {x}"),
-    Rule("rollout.correction algorithm.name", FLOW_RL, "Log-probs are corrected only for an algorithm that uses them.",
-         lambda c, a: a.levels is not None and c.rollout.correction != "rescore",
-         "{c.rollout:correction:} corrects log-probs, which {c.algorithm.name} does not use; leave it out"),
     Rule("rollout.correction algorithm.name", FLOW_RL, "Distillation has no policy gradient that could be weighted.",
          lambda c, a: c.algorithm.name == "opd" and c.rollout.correction not in ("rescore", "none"),
          "{c.rollout:correction:} weights a policy gradient, which {c.algorithm:name}=opd does not have; set it to "
@@ -241,14 +222,6 @@ START_RULES = (
          "The last steps, through which a reward is differentiated, are among the sampled steps.",
          lambda c, a: a.last_steps > c.rollout.num_inference_steps,
          "{c.algorithm:last_steps}: {a.last_steps} is more than {c.rollout:num_inference_steps=}; lower it"),
-    Rule("rollout.ode_compression algorithm.name", FLOW_RL,
-         "Steps after the window are left out only for an algorithm that has a window.",
-         lambda c, a: a.levels is not None and c.rollout.ode_compression < 1,
-         "{c.rollout:ode_compression}: {c.rollout.ode_compression:g} leaves out steps after the window, but "
-         "{c.algorithm.name} has none; lower {c.rollout:num_inference_steps} instead"),
-    Rule("rollout.branching algorithm.name", FLOW_RL, "Images branch only if the algorithm has a window.",
-         lambda c, a: a.levels is not None and c.rollout.branching,
-         "{c.rollout:branching}: true needs a window, but {c.algorithm.name} has none; set it to false"),
     Rule("rollout.solver rollout.noise_level algorithm.name", FLOW_RL,
          "A solver of higher order needs steps without noise.",
          lambda c, a: a.levels is not None and c.rollout.noise_level > 0 and c.rollout.solver != "euler",

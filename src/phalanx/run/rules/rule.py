@@ -1,9 +1,11 @@
 """A rule across keys of a configuration, and helpers for the tables of rules."""
 
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, is_dataclass
-from operator import attrgetter
 from typing import Any
+
+from phalanx.config.choices import Choice
+from phalanx.config.section import Section
 
 # names of schemas; a rule also applies to schemas derived from its own
 RUN, RL = "RunConfig", "RLConfig"
@@ -12,7 +14,6 @@ LM, LM_RL, BLOCK_DIFFUSION = "LMRunConfig", "LMRLConfig", "BlockDiffusionTaskCon
 JOINT = "JointConfig"
 SAMPLE, GENERATE, PREPARE_DATA = "SampleConfig", "GenerateConfig", "PrepareDataConfig"
 EVALUATE = "EvaluateConfig"
-COLDEST = 0.01  # lowest temperature above 0, which is greedy
 
 
 @dataclass(frozen=True)
@@ -50,24 +51,6 @@ class Ranks:
     restarts: bool
 
 
-def changed(section: Any, default: Any, prefix: str) -> Iterator[tuple[str, Any]]:
-    """Iterate over the keys of a section whose values differ from those of `default`, with these values."""
-    for f in fields(section):
-        value, other = vars(section)[f.name], vars(default)[f.name]
-        if is_dataclass(value):
-            yield from changed(value, other, f"{prefix}{f.name}.")
-        elif value != other:
-            yield f"{prefix}{f.name}", value
-
-
-def first_set(section: Any, keys: Container[str] | None = None) -> tuple[str, Any] | None:
-    """The first key of a section, one of `keys` if given, that differs from its default, and its value."""
-    for key, value in changed(section, type(section)(), ""):
-        if keys is None or key.rpartition(".")[2] in keys:
-            return key, value
-    return None
-
-
 def beside_per_gpu(section: Any, key: str) -> tuple[Any, Any, Any] | None:
     """If both `<key>_per_gpu` and `key` are set: their values and the default of `key`. Otherwise None."""
     value, per_gpu = vars(section)[key], vars(section)[f"{key}_per_gpu"]
@@ -75,20 +58,34 @@ def beside_per_gpu(section: Any, key: str) -> tuple[Any, Any, Any] | None:
     return (per_gpu, value, default) if per_gpu is not None and value != default else None
 
 
-def too_cold(schema: str, key: str, named: str | None = None) -> Rule:
-    """The rule for a temperature that may be 0. key: its dotted key. named: its name in the message, if not the key."""
-    return Rule(key, schema, "A temperature is 0, which selects the most likely token, or at least 0.01.",
-                lambda c: 0 < (attrgetter(key)(c) or 0) < COLDEST,
-                f"{named or key}: {{c.{key}:g}} is so low that float32 always selects the most likely token; set it to "
-                f"0, or to at least {COLDEST}")  # fmt: skip
-
-
-def not_betas(betas: list[float]) -> bool:
-    """Whether these are not two numbers of at least 0 and less than 1."""
-    return len(betas) != 2 or not all(0 <= beta < 1 for beta in betas)
-
-
 def near_multiples(number: int, unit: int) -> tuple[int, int]:
     """The multiples of `unit` next below and above a number; the lower one is at least `unit`."""
     below = max(number // unit, 1) * unit
     return below, below + unit
+
+
+def without_choice(c: Any, **given: Any) -> Iterator[str]:
+    """Iterate over the messages about keys that are set in `c`, although the choice that gives them a meaning is not
+    made. given: `a`, the algorithm, for choices that depend on its facts, instead of the others.
+    """
+    schemas = {schema.__name__ for schema in type(c).__mro__}
+    for key, value, choices in _keys(c, "", ()):
+        for choice in choices:
+            applies = choice.schema in schemas and choice.fact is bool(given)
+            if applies and not choice.made(c, key.rpartition(".")[2], *given.values()):
+                shown = str(value).lower() if isinstance(value, bool) else value
+                yield f"{key}: {shown} {choice.message.format(c=c)}"
+
+
+def _keys(section: Any, name: str, above: tuple[Choice, ...]) -> Iterator[tuple[str, Any, tuple[Choice, ...]]]:
+    """Iterate over the keys that are not at their defaults and need choices: dotted name, value, choices."""
+    defaults = type(section)()
+    for f in fields(section):
+        value, key = vars(section)[f.name], f"{name}.{f.name}".lstrip(".")
+        choices = (*above, *(f.metadata["only"] if "only" in f.metadata else ()))
+        if is_dataclass(value):
+            if isinstance(value, Section) and value.names[""].endswith(f".{key}"):
+                key = value.names[""]  # of a policy of a joint run
+            yield from _keys(value, key, choices)
+        elif choices and value != vars(defaults)[f.name]:
+            yield key, value, choices

@@ -1,46 +1,42 @@
 """Rules for the tasks other than training."""
 
-from phalanx.run.rules.rule import EVALUATE, GENERATE, PREPARE_DATA, SAMPLE, Rule, too_cold
+import math
+
+from phalanx.run.rules.rule import EVALUATE, GENERATE, PREPARE_DATA, SAMPLE, Rule
 
 
-def _of_sampling(schema: str, example: str) -> tuple[Rule, ...]:
-    """The rules for a task that samples. example: a prompt for a message."""
+def _of_weights(schema: str) -> tuple[Rule, ...]:
+    """The rules for a task whose weights are those of a folder or of a checkpoint."""
     return (
         Rule("model.path checkpoint", schema, "The weights are those of a model folder or of a checkpoint.",
-             lambda c: c.model.path is None and c.checkpoint is None,
+             lambda c: c.checkpoint is None and not (c.model if schema == EVALUATE else vars(c.model)).get("path"),
              "neither model.path nor checkpoint is set; give one of them"),
-        Rule("prompts prompt_file", schema, "Prompts come from the command line or from a file, not both.",
-             lambda c: c.prompts and c.prompt_file is not None,
-             "prompts and prompt_file are both set; give one of them"),
-        Rule("prompts prompt_file", schema, "Prompts come from the command line or from a file.",
-             lambda c: not c.prompts and c.prompt_file is None,
-             f"neither prompts nor prompt_file is set; give one of them, e.g. prompts='[{example}]'"),
         Rule("weights checkpoint", schema, "Only a checkpoint has a moving average.",
              lambda c: c.weights == "ema" and c.checkpoint is None,
              "weights: ema needs a checkpoint; a model folder has its own weights only"),
     )  # fmt: skip
 
 
+def _of_sampling(schema: str, example: str) -> tuple[Rule, ...]:
+    """The rules for a task that samples. example: a prompt for a message."""
+    return (
+        *_of_weights(schema),
+        Rule("prompts prompt_file", schema, "Prompts come from the command line or from a file, not both.",
+             lambda c: c.prompts and c.prompt_file is not None,
+             "prompts and prompt_file are both set; give one of them"),
+        Rule("prompts prompt_file", schema, "Prompts come from the command line or from a file.",
+             lambda c: not c.prompts and c.prompt_file is None,
+             f"neither prompts nor prompt_file is set; give one of them, e.g. prompts='[{example}]'"),
+    )  # fmt: skip
+
+
 RULES = (
     *_of_sampling(SAMPLE, "a red apple"),
     *_of_sampling(GENERATE, "Why is the sky blue?"),
-    too_cold(GENERATE, "temperature"),
-    Rule("checkpoint model.path", EVALUATE, "The weights are those of a model folder or of a checkpoint.",
-         lambda c: c.checkpoint is None and not c.model.get("path"),
-         "neither model.path nor checkpoint is set; give one of them"),
-    Rule("weights checkpoint", EVALUATE, "Only a checkpoint has a moving average.",
-         lambda c: c.weights == "ema" and c.checkpoint is None,
-         "weights: ema needs a checkpoint; a model folder has its own weights only"),
-    Rule("kind checkpoint", EVALUATE, "The kind of a checkpoint is determined by its run.",
-         lambda c: c.kind is not None and c.checkpoint is not None,
-         "kind: {c.kind} is only for a model folder, because the run of a checkpoint determines its kind; leave it "
-         "out"),
-    Rule("k n", EVALUATE, "Each k is at least 1, and at most n if that is given.",
-         lambda c: [k for k in c.k or [] if k < 1 or (c.n is not None and k > c.n)],
-         "k: {x[0]} is not between 1 and n, the samples per prompt; give another k, or a larger n"),
-    Rule("policy checkpoint", EVALUATE, "Only the checkpoint of a joint run has two policies.",
-         lambda c: c.policy is not None and c.checkpoint is None,
-         "policy: {c.policy} is for the checkpoint of a joint run; set checkpoint, or leave it out"),
+    *_of_weights(EVALUATE),
+    Rule("k n", EVALUATE, "Each k is at most n if that is given.",
+         lambda c: max(c.k or (0,)) > (c.n or math.inf) and max(c.k),
+         "k: {x} is not between 1 and n, the samples per prompt; give another k, or a larger n"),
     Rule("source reasoning_gym test_source", PREPARE_DATA,
          "Problems come from a file or from tasks of reasoning-gym; a benchmark needs only a test_source.",
          lambda c: bool(c.source and c.reasoning_gym) or not (c.source or c.reasoning_gym or c.test_source),

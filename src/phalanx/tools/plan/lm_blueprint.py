@@ -68,7 +68,7 @@ class PlannedLMPolicy(CountedPolicy, LMPolicy):
         if p.cfg.rollout.partial_rollout:
             r = p.cfg.rollout
             count = drawn_at_once(r, plan.samples // r.n) * r.n
-            rounds = f"in rounds of {counted(r.partial_rollout_tokens, 'token')}"
+            rounds = f"in rounds of {counted(r.partial_rollout.tokens, 'token')}"
             flying = [("in flight", f"{count} responses, {rounds}; those that wait have no keys and values")]
         return [
             ("rollout", f"{plan.rollout_micro} responses together{drawn}"),
@@ -174,7 +174,7 @@ class PlannedLMRollout(LMRollout):
             trace = replace(trace, looks=tuple(looks[row - rows[0]] for row in rows))
         drawn = -(-drawn_at_once(self.config, len(prompts)) * n // self.world.data_size)  # not only those trained
         together = min(self.micro_batch_size, -(-drawn // self.world.context_size))
-        again = self.config.partial_rollout_tokens if self.config.partial_rollout else None
+        again = None if self.config.partial_rollout is None else self.config.partial_rollout.tokens
         self._decoded(together, n, self.how, trace.looks, again)
         positions = torch.full((share,), longest)
         log_prob = torch.zeros(share, self.how.limit, device=META)
