@@ -154,6 +154,11 @@ class LMRolloutConfig(RolloutConfig):
         "or the probability of the sampled token (LLaDA2), which makes old log-probs inexact",
         choices=("distribution", "token"),
     )
+    refill: Optional[bool] = arg(
+        None,
+        "engine policy: responses that wait take the places of those that have ended, so which ones are decoded "
+        "together depends on their lengths; null: unless micro_batch_size_per_gpu fixes which",
+    )
     partial_rollout: bool = arg(
         False,
         "do not wait for the longest responses: sample for more prompts than a step trains on, train on the groups "

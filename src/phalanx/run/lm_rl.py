@@ -94,7 +94,11 @@ def build(cfg: LMRLConfig) -> Trainer | RolloutWorker | LogProbWorker:
         passes = scoring(plan, algorithm, cfg.rollout)
         rollout = build_rollout(cfg, policy, world, decoded, passes, environments)
         if cfg.rollout.partial_rollout:
-            assert isinstance(rollout, LMRollout), "rules refuse others"
+            if not isinstance(rollout, LMRollout) or type(rollout).decode is not LMRollout.decode:
+                raise ConfigError(
+                    f"{cfg.rollout:engine}: {cfg.rollout.engine} draws whole responses; expected one with a `session`, "
+                    f"which draws tokens, or leave {cfg.rollout:partial_rollout} out"
+                )
             rollout = PartialRollout(rollout, plan.samples // cfg.rollout.n)
         components = replace(components, rollout=rollout, exact=rollout.exact)
         if world.role == ROLLOUT:
@@ -120,7 +124,6 @@ def check_images(cfg: LMRLConfig, subject: str) -> None:
             cfg.environment.used and cfg.rollout.facts.weights != "policy",
             f"environments and {cfg.rollout:engine=}; set {cfg.rollout:engine}=policy",
         ),
-        (cfg.rollout.partial_rollout, f"partial rollouts; leave {cfg.rollout:partial_rollout} out"),
         (bool(cfg.placement), "ranks with roles; leave placement out"),
         (bool(build_algorithm(cfg).teachers), "teachers; choose an algorithm without them"),
         (cfg.model.block_size is not None, f"block diffusion; leave {cfg.model:block_size} out"),

@@ -25,7 +25,7 @@ from phalanx.distributed.mesh import ACTOR, INFERENCE, ROLLOUT
 from phalanx.models.flow.folder import read_index
 from phalanx.rollout.flow.dataset import DatasetRollout
 from phalanx.rollout.flow.in_policy import PolicyRollout
-from phalanx.rollout.lm.converse import WASTE
+from phalanx.rollout.lm.policy_session import WASTE
 from phalanx.rollout.lm.together import cache_bytes, fitting_together
 from phalanx.run import block_diffusion_sft, flow_matching, flow_rl, joint_rl, lm_rl
 from phalanx.run.disaggregated.role_batches import of_role
@@ -196,14 +196,15 @@ def _lm(cfg: LMRLConfig, cluster: Cluster, plan: BatchPlan, teaches: bool, learn
     policy = planned_lm_policy(given, cluster, Ledger(), rank=_busiest(cfg, plan, cluster), tries=tries, **options)
     plan, decoded = lm_rl.as_loaded(plan, policy), cfg.rollout.micro_batch_size_per_gpu or plan.per_rank
     if cfg.rollout.micro_batch_size_per_gpu is None and cfg.rollout.facts.weights == "policy":
-        each = cache_bytes(cfg, policy, cfg.environment.used)
+        each = cache_bytes(cfg, policy)
         decoded = fitting_together(decoded, each, cluster.gpu_memory, policy.world.context_size)
     plan = replace(plan, rollout_micro=decoded)
     passes = lm_rl.scoring(plan, algorithm, cfg.rollout) if learns else None
     kind = PlannedBlockRollout if blocks else PlannedLMRollout
     rollout = kind(policy, cfg.rollout, policy.world, plan.rollout_micro, passes)
     rollout.facts, rollout.most = cfg.rollout.facts, cfg.most_states if blocks else 0
-    if cfg.environment.used:  # samples that wait for an answer have empty columns
+    # samples that wait for an answer, or begin while others are drawn, have empty columns
+    if cfg.environment.used or plan.rollout_micro < plan.per_rank:
         rollout.waste = WASTE
     with policy.ledger, policy.ledger.uncounted():
         prompts = _prompts(policy, plan.samples // cfg.rollout.n)
