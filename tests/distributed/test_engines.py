@@ -163,3 +163,34 @@ def test_an_engine_of_block_diffusion(blocks_folder: Path, lm_folder: Path, tmp_
     run_ranks(lm.fit_sft, 1, lm.tiny_sft_config(lm_folder, sft, engine, *val), timeout=240)
     scores = [value for row in rows(sft) for key, value in row.items() if re.match(r"val/.+/reward/(?!ci95$)", key)]
     assert scores and set(scores) == {0}
+
+
+SESSION = """
+from phalanx.rollout.lm.policy_session import PolicySession
+
+
+class Mine:
+    def __init__(self, policy, config, world, micro_batch_size):
+        model = policy.trained.module, policy.settings, world.device
+        self.inner = PolicySession(*model, micro_batch_size, scores=True)
+
+    def add(self, request):
+        self.inner.add(request)
+
+    def step(self):
+        return self.inner.step()
+
+    def close(self):
+        self.inner.close()
+"""
+
+
+@pytest.mark.full
+def test_a_class_of_three_methods_is_an_engine(lm_folder: Path, tmp_path: Path) -> None:
+    """Its samples are the policy's, whichever are drawn together; its own log-probs are not exact."""
+    (tmp_path / "session.py").write_text(SESSION)
+    (plain,) = run_ranks(lm.one_step, 1, lm.tiny_lm_config(lm_folder, tmp_path / "plain"))
+    four = ("rollout.micro_batch_size_per_gpu=4", "rollout.refill=true")
+    for keys, most in (((f"rollout.engine={tmp_path / 'session.py'}:Mine",), 1e-5), (four, 0)):
+        (step,) = run_ranks(lm.one_step, 1, lm.tiny_lm_config(lm_folder, tmp_path / str(len(keys)), *keys))
+        assert step["texts"] == plain["texts"] and step["row"]["actor/first_ratio_error"] <= most

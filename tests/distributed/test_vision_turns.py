@@ -81,7 +81,7 @@ def one_step(config: LMRLConfig) -> dict[str, Any]:
         at = trace.sampled[i, :end].nonzero().flatten()
         name = (*rollout._seed, samples.prompts[i].group_id, number % config.rollout.n)
         drawn = logits[at - 1]
-        uniform = rollout._uniform([name], config.data.max_response_length, rollout.how)[0, : len(at)]
+        uniform = rollout.request([], name, rollout.how).numbers[: len(at)]
         same = same and torch.equal(draw(drawn, uniform, rollout.how), ids[0, at])
         drawn[:, list(rollout.policy.vision.never)] = -torch.inf
         log_prob = drawn.log_softmax(-1).gather(1, ids[0, at, None]).squeeze(1)

@@ -99,16 +99,6 @@ LOADED: list[tuple[type, tuple[str, ...], str]] = [
     (LMRLConfig, ("environment.tools=[calculator]", *BLOCKS, IN_BLOCKS), "environment.path: block diffusion"),
     (
         LMRLConfig,
-        ("environment.tools=[calculator]", "rollout.engine=phalanx.rollout.lm.in_policy:LMRollout"),
-        "rollout.engine: phalanx.rollout.lm.in_policy:LMRollout samples only single turns; expected policy or vllm",
-    ),
-    (
-        LMRLConfig,
-        ("environment.tools=[calculator]", "rollout.stop_token_ids=[3]"),
-        "rollout.stop: with an environment, a turn ends with an end token of the model",
-    ),
-    (
-        LMRLConfig,
         ("reward.functions=[{name: environment}]",),
         "reward.functions: the reward environment comes from an environment; set environment.path",
     ),
@@ -159,7 +149,6 @@ LOADED: list[tuple[type, tuple[str, ...], str]] = [
     (LMRLConfig, (*BLOCKS, "algorithm.name=ppo"), "algorithm.name: ppo trains a critic"),
     (LMRLConfig, (*BLOCKS, "rollout.engine=vllm"), "rollout.engine: vllm does not work with block diffusion"),
     (LMRLConfig, (*BLOCKS, "rollout.min_p=0.1"), "rollout.min_p: 0.1 does not work with block diffusion"),
-    (LMRLConfig, (*BLOCKS, "rollout.stop=[a]"), "rollout.stop: ['a'] does not work with block diffusion"),
     (LMRLConfig, (*BLOCKS, "model.use_remove_padding=true"), "model.use_remove_padding: true does not work"),
     (LMRLConfig, (*BLOCKS, "model.attn_implementation=flash_attention_2"), "model.attn_implementation: flash_att"),
     (
@@ -221,7 +210,6 @@ LOADED: list[tuple[type, tuple[str, ...], str]] = [
     ),
     (LMRLConfig, (CONTEXT, "parallel.expert_parallel=true"), f"{OF_CONTEXT} does not work with parallel.expert_par"),
     (LMRLConfig, (CONTEXT, "rollout.top_p=0.9"), f"{OF_CONTEXT} does not work with rollout.top_p"),
-    (LMRLConfig, (CONTEXT, "rollout.partial_rollout=true"), f"{OF_CONTEXT} does not work with rollout.partial_rol"),
     (SampleConfig, (CONTEXT,), f"{OF_CONTEXT} is only for training"),
     (FlowRLConfig, (CONTEXT, "rollout.engine=vllm_omni"), f"{OF_CONTEXT} needs an engine that samples in the policy"),
     (FlowRLConfig, (CONTEXT, "model.compile=true"), f"{OF_CONTEXT} exchanges tokens"),
@@ -350,7 +338,6 @@ LAUNCHED: list[tuple[type, tuple[str, ...], Ranks, str]] = [
 MODELS: list[tuple[tuple[str, ...], dict[str, Any], str]] = [
     (("threshold=0.5",), {}, "threshold: 0.5 is for block diffusion"),
     (("max_response_length=7",), {"block_size": 4}, "max_response_length: 7 tokens are not a whole number of blocks"),
-    (("stop=[a]",), {"block_size": 4}, "stop: ['a'] does not work with block diffusion"),
     (("denoising_steps_per_block=5",), {"block_size": 4}, "denoising_steps_per_block: 5 is more than"),
     ((), {"block_size": 4, "attn_implementation": "flash_attention_2"}, "model.attn_implementation: flash_attention_2"),
 ]

@@ -3,15 +3,18 @@
 from concurrent.futures import Future
 from pathlib import Path
 from threading import Timer
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from phalanx.models.lm.model import CausalLM
-from phalanx.rollout.lm.converse import Spoken, converse
-from phalanx.rollout.lm.decode import Decoding, decode
+from phalanx.rollout.lm.decode import Decoding
+from phalanx.rollout.lm.policy_session import PolicySession
+from phalanx.rollout.lm.session import Request, converse
 from phalanx.types import JobError
+from tests.helpers.sessions import asked, decode
 
 PROMPTS = [[5, 9, 11, 40], [7], [30, 31, 32, 33, 34, 35, 36, 37, 38]]
 ROWS = [row for row in range(3) for _ in range(6)]
@@ -44,7 +47,7 @@ class Answers:
         return future
 
     def answer(self, sample: int, turn: int) -> list[int] | None:
-        """See phalanx.rollout.lm.converse.Partner."""
+        """See phalanx.rollout.lm.session.Partner."""
         return None if turn == self.turns else answer_to(sample, turn)
 
 
@@ -67,7 +70,7 @@ def turn_by_turn(model: CausalLM, uniform: torch.Tensor) -> list[list[int]]:
         for turn in range(1, TURNS + 1):
             how = Decoding(ROOM[i] - len(tokens), HOW.temperature, HOW.ends, HOW.pad)
             numbers = uniform[i : i + 1, drawn:]
-            [said] = decode(model, model.lm.config, [PROMPTS[row] + tokens], [0], numbers, how)
+            [said] = decode(model, [PROMPTS[row] + tokens], [0], numbers, how)
             tokens, drawn, answer = tokens + said, drawn + len(said), answer_to(i, turn)
             if said[-1] not in HOW.ends or turn == TURNS or len(tokens) + len(answer) >= ROOM[i]:
                 break
@@ -76,8 +79,11 @@ def turn_by_turn(model: CausalLM, uniform: torch.Tensor) -> list[list[int]]:
     return whole
 
 
-def talk(model: CausalLM, uniform: torch.Tensor, partner: Answers, join: int) -> list[Spoken]:
-    return converse(model, model.lm.config, PROMPTS, ROWS, uniform, HOW, ROOM, partner, join)
+def talk(model: Any, uniform: torch.Tensor, partner: Answers, join: int, forward: Any = None) -> list[Request]:
+    requests = asked(PROMPTS, ROWS, uniform, HOW, ROOM)
+    session = PolicySession(forward or model, model.lm.config, torch.device("cpu"), len(ROWS))
+    converse(session, requests, partner, join)
+    return requests
 
 
 def test_conversations_are_their_turns_one_after_the_other(model: CausalLM, uniform: torch.Tensor) -> None:
@@ -97,10 +103,13 @@ def test_conversations_are_their_turns_one_after_the_other(model: CausalLM, unif
     assert 0 < sum(talked.cut for talked in spoken) < len(ROWS)
 
 
-def test_one_turn_is_a_response(model: CausalLM, uniform: torch.Tensor) -> None:
-    room = [LIMIT] * len(ROWS)
-    spoken = converse(model, model.lm.config, PROMPTS, ROWS, uniform, HOW, room, Answers(turns=1), 32)
-    assert [talked.tokens for talked in spoken] == decode(model, model.lm.config, PROMPTS, ROWS, uniform, HOW)
+def test_one_turn_is_a_response_in_any_batch(model: CausalLM, uniform: torch.Tensor) -> None:
+    requests = asked(PROMPTS, ROWS, uniform, HOW)
+    converse(PolicySession(model, model.lm.config, torch.device("cpu"), len(ROWS)), requests, Answers(turns=1), 32)
+    expected = decode(model, PROMPTS, ROWS, uniform, HOW)
+    assert [talked.tokens for talked in requests] == expected
+    for together in (1, 4, 7):  # the others take the places of those that have ended
+        assert decode(model, PROMPTS, ROWS, uniform, HOW, together=together) == expected
 
 
 def test_logits_that_are_not_finite(model: CausalLM, uniform: torch.Tensor) -> None:
@@ -111,4 +120,4 @@ def test_logits_that_are_not_finite(model: CausalLM, uniform: torch.Tensor) -> N
         return out
 
     with pytest.raises(JobError, match=r"^model\.path: the model's logits contain NaN or infinity"):
-        converse(forward, model.lm.config, PROMPTS, ROWS, uniform, HOW, ROOM, Answers(), 8)
+        talk(model, uniform, Answers(), 8, forward)

@@ -9,10 +9,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from phalanx.config.lm import LMRolloutConfig
 from phalanx.models.lm.model import CausalLM
-from phalanx.rollout.lm.decode import Decoding, StopTexts, decode
+from phalanx.rollout.lm.decode import Decoding
 from phalanx.rollout.lm.in_policy import check_stops
+from phalanx.rollout.lm.session import StopTexts
 from tests.helpers.lm import one_step, tiny_lm_config
 from tests.helpers.ranks import run_ranks
+from tests.helpers.sessions import decode
 
 PROMPTS, ROWS = [[5, 9, 11, 40], [7]], [0, 0, 0, 1, 1, 1]
 
@@ -38,8 +40,8 @@ def test_the_token_that_completes_a_text_is_the_last(
     tokenizer: Any, text: str, stops: list[str], expected: str | None
 ) -> None:
     """Also if a text spans several tokens, a token contains more than the text, or a character has several tokens."""
-    stop_texts, tokens = StopTexts(tokenizer, stops, [[5, 9]]), tokenizer(text).input_ids
-    complete = [stop_texts.complete(0, token) for token in tokens]
+    stop_texts, tokens = StopTexts(tokenizer, stops, [5, 9]), tokenizer(text).input_ids
+    complete = [stop_texts.complete(token) for token in tokens]
     assert (tokenizer.decode(tokens[: complete.index(True) + 1]) if any(complete) else None) == expected
 
 
@@ -47,10 +49,10 @@ def test_responses_end_with_a_text(lm_folder: Path, tokenizer: Any) -> None:
     """Each equals the response without stop texts up to the first one, whatever the others in the batch do."""
     model = CausalLM(AutoModelForCausalLM.from_pretrained(lm_folder, dtype=torch.float32).eval(), chunk=1024)
     uniform = torch.rand(6, 16, generator=torch.Generator().manual_seed(0))
-    settings = model.lm.config, PROMPTS, ROWS, uniform, Decoding(16, 1.0, [], 0)
+    settings = PROMPTS, ROWS, uniform, Decoding(16, 1.0, [], 0)
     whole = decode(model, *settings)
     stop = tokenizer.decode(whole[0][1:3])
-    ended = decode(model, *settings, StopTexts(tokenizer, [stop], [PROMPTS[row] for row in ROWS]))
+    ended = decode(model, *settings, [StopTexts(tokenizer, [stop], PROMPTS[row]) for row in ROWS])
     assert ended[0] == whole[0][:3]
     for response, longer in zip(ended, whole, strict=True):
         assert response == longer[: len(response)]

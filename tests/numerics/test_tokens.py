@@ -11,8 +11,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from phalanx.functional.token_losses import clipped_tokens, kl_estimate
 from phalanx.functional.tokens import TokenTrace, Truncation, token_scores
 from phalanx.models.lm.model import CausalLM
-from phalanx.rollout.lm.decode import Decoding, decode
+from phalanx.rollout.lm.decode import Decoding
 from tests.helpers.checks import reduced
+from tests.helpers.sessions import decode
 
 PROMPTS = [[5, 9, 11, 40], [7], [8, 8, 30, 31, 32, 33, 34]]
 
@@ -49,7 +50,7 @@ def test_greedy_decoding_is_that_of_transformers(model: CausalLM, lm_folder: Pat
     end, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
     rows = [0, 0, 1, 2, 2]
     how = Decoding(limit=12, temperature=0.0, ends=[end], pad=pad)
-    found = decode(model, model.lm.config, PROMPTS, rows, torch.zeros(5, 12), how)
+    found = decode(model, PROMPTS, rows, torch.zeros(5, 12), how)
     for row, response in zip(rows, found, strict=True):
         ids = torch.tensor([PROMPTS[row]])
         out = model.lm.generate(
@@ -65,7 +66,7 @@ def test_tokens_are_drawn_from_the_models_distribution(model: CausalLM) -> None:
     p = torch.softmax(logits / 0.3, -1)
     for top_p in (1.0, 0.5):
         how = Decoding(limit=1, temperature=0.3, ends=[], pad=0, truncation=Truncation(top_p=top_p))
-        found = decode(model, model.lm.config, PROMPTS, [0] * 4000, uniform, how)
+        found = decode(model, PROMPTS, [0] * 4000, uniform, how)
         share = torch.bincount(torch.tensor(found).flatten(), minlength=len(p)) / 4000
         ordered, order = p.sort(descending=True)
         kept = order[ordered.cumsum(0) - ordered < top_p]

@@ -29,6 +29,8 @@ SAMPLING = vllm_text.Sampling(4, 1.0, WHOLE, [], [])
 class Groups:
     """The groups of an engine that is alone."""
 
+    cpu_group = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
+
     def __init__(self, *_: Any) -> None:
         """See VllmGroups."""
 
@@ -53,6 +55,7 @@ class LLM:
         self.sleeps, self.awake = enable_sleep_mode, {"weights", "kv_cache"}
         self.loaded = load_format != "dummy"
         self.name = "judge" if self.loaded else "rollout"
+        self.asked: list[Any] = []
 
     def say(self, what: str) -> None:
         RECORD.event(f"{self.name} {what}")
@@ -94,6 +97,20 @@ class LLM:
             requests.append(SimpleNamespace(outputs=[SimpleNamespace(token_ids=tokens, logprobs=entries)]))
         return requests
 
+    @property
+    def llm_engine(self) -> "LLM":
+        return self
+
+    def add_request(self, name: str, prompt: Any, setting: Any) -> None:
+        self.asked.append((name, prompt, setting))
+
+    def step(self) -> list[Any]:
+        asked, self.asked = self.asked, []
+        requests = self.generate([prompt for _, prompt, _ in asked], [setting for _, _, setting in asked])
+        for request, (name, prompt, _) in zip(requests, asked, strict=True):
+            request.request_id, request.prompt_token_ids = name, prompt["prompt_token_ids"]
+        return requests
+
     def chat(self, talks: list[Any], *_: Any, **__: Any) -> list[Any]:
         self._asked()
         return [SimpleNamespace(outputs=[SimpleNamespace(text="Score: 5")]) for _ in talks]
@@ -108,9 +125,17 @@ class LLM:
 
 def pretend_vllm() -> None:
     """A module `vllm`, in a forked process with a pretended GPU."""
-    modules = ("vllm", "vllm.exceptions", "vllm.v1", "vllm.v1.executor", "vllm.v1.executor.uniproc_executor")
+    modules = (
+        "vllm",
+        "vllm.exceptions",
+        "vllm.sampling_params",
+        "vllm.v1",
+        "vllm.v1.executor",
+        "vllm.v1.executor.uniproc_executor",
+    )
     sys.modules.update({name: ModuleType(name) for name in modules})
     vars(sys.modules["vllm"]).update(LLM=LLM, SamplingParams=SimpleNamespace, __spec__=ModuleSpec("vllm", None))
+    vars(sys.modules["vllm.sampling_params"]).update(RequestOutputKind=SimpleNamespace(FINAL_ONLY=None))
     vars(sys.modules["vllm.exceptions"]).update(VLLMError=RuntimeError)
     vars(sys.modules["vllm.v1.executor.uniproc_executor"]).update(UniProcExecutor=object)
     for module in (vllm_groups, rollout_engine):

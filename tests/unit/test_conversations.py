@@ -55,7 +55,7 @@ class Talked:
         conversation = self.environments.open({"prompt": "What is there?"}, 0, 0)
         conversation.reset().result(30)
         self.talk = _Talk(conversation, turns, parser(format, tools), messages, prompt, before=prompt)
-        self.partner = _Partner([self.talk], config, SimpleNamespace(tokenizer=self.tokenizer, readable=list))  # type: ignore[arg-type]
+        self.partner = _Partner([self.talk], config, SimpleNamespace(tokenizer=self.tokenizer, readable=list, ends=ids))  # type: ignore[arg-type]
 
     def say(self, text: str) -> str | None:
         """The text that follows a turn of the model; None if the conversation is over."""

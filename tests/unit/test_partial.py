@@ -12,7 +12,9 @@ import torch.distributed as dist
 from phalanx.config.lm import LMRolloutConfig, PartialRolloutConfig
 from phalanx.functional.tokens import TokenTrace
 from phalanx.rollout.lm.decode import Decoding
+from phalanx.rollout.lm.in_policy import LMRollout
 from phalanx.rollout.lm.partial import PartialRollout
+from phalanx.rollout.lm.session import Request
 from phalanx.training.exchange import deserialize
 from phalanx.types import Prompt, Samples
 
@@ -30,28 +32,37 @@ class Lengths:
     """A rollout whose responses have lengths given by their names: tokens 1, and 0 at the end."""
 
     facts, fps, noun, exact, micro_batch_size = None, 1, "samples", False, 64
+    request, drawn, text = LMRollout.request, LMRollout.drawn, LMRollout.text
 
     def __init__(self, drawn: int, length: Any) -> None:
         self.config = LMRolloutConfig(
             n=2, partial_rollout=PartialRolloutConfig(over_sampling_batch_size=drawn, tokens=4), max_staleness=2
         )
-        self.world = SimpleNamespace(rank=0, size=1)
-        self.policy = SimpleNamespace(encode=lambda prompt: [int(prompt.text)], decode=str)
-        self.how, self.length = Decoding(LIMIT, 1.0, [0], 0), length
+        self.world = SimpleNamespace(rank=0, size=1, data_rank=0, data_size=1)
+        self.policy = SimpleNamespace(encode=lambda prompt: [int(prompt.text)], decode=str, look=lambda prompt: None)
+        self.how, self.length, self.session = Decoding(LIMIT, 1.0, [0], 0), length, self
+        self.asked: list[Request] = []
 
     def prepare(self, *_: Any) -> None:
         pass
 
-    def continued(self, rows: Any, starts: Any, names: Any, count: int) -> list[tuple[list[int], list[float]]]:
-        new: list[tuple[list[int], list[float]]] = []
-        for row, start, (_, step, place, i) in zip(rows, starts, names, strict=True):
+    def add(self, request: Request) -> None:
+        self.asked.append(request)
+
+    def step(self) -> list[Request]:
+        asked, self.asked = self.asked, []
+        for request in asked:
+            _, step, place, i = request.name
             length = self.length(step * PROMPTS + place, i)
             whole = [1] * LIMIT if length > LIMIT else [1] * (length - 1) + [0]
-            tokens = whole[len(row) - start :][:count]
-            new.append((tokens, [-1.0] * len(tokens)))
-        return new
+            tokens = whole[len(request.tokens) : request.room]
+            assert request.say(tokens, [-1.0] * len(tokens))
+        return asked
 
-    def gathered(self, drawn: Any, prompts: list[Prompt], index: torch.Tensor) -> Samples:
+    def close(self) -> None:
+        pass
+
+    def gathered(self, drawn: Any, prompts: list[Prompt], index: torch.Tensor, seed: Any) -> Samples:
         mask = torch.ones(len(drawn), max(len(some.response) for some in drawn), dtype=torch.bool)
         return Samples(prompts, [], mask.float(), mask, None, index)
 

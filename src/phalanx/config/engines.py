@@ -9,10 +9,6 @@ from phalanx.config.registry import resolve_object
 
 KEY = "rollout.engine"
 BLOCK_ENGINES = {"policy": "phalanx.rollout.lm.in_blocks:BlockDiffusionRollout"}  # for block diffusion
-TURN_ENGINES = {  # with an environment
-    "policy": "phalanx.rollout.lm.conversations:ConversationRollout",
-    "vllm": "phalanx.rollout.lm.vllm_conversations:VllmConversationRollout",
-}
 FORMS = ("module:Class", "path/to/file.py:Class")
 
 
@@ -21,6 +17,18 @@ def engine_class(engine: str, names: Mapping[str, str], key: str = KEY) -> Any:
     that begins with `key`, if there is none.
     """
     return resolve_object(names.get(engine, engine), key, "class")
+
+
+def is_session(kind: Any) -> bool:
+    """Whether a class only draws tokens: it has the methods of phalanx.rollout.lm.session.Session, not of Rollout."""
+    members = dir(kind)
+    return {"add", "step", "close"} <= set(members) and "sample" not in members
+
+
+def facts_of(kind: Any) -> EngineFacts:
+    """The facts of an engine's class. A session may state none: then the policy recomputes its log-probs."""
+    facts: EngineFacts = kind.facts if "facts" in dir(kind) else EngineFacts(exact=False)
+    return facts
 
 
 def check_engine_class(config: Any) -> None:

@@ -190,6 +190,11 @@ class LMRolloutConfig(RolloutConfig):
         choices=("distribution", "token"),
         only=(BLOCKS,),
     )
+    refill: Optional[bool] = arg(
+        None,
+        "engine policy: responses that wait take the places of those that have ended, so which ones are decoded "
+        "together depends on their lengths; null: unless micro_batch_size_per_gpu fixes which",
+    )
     partial_rollout: Optional[PartialRolloutConfig] = arg(
         None,
         "a section, or true for its defaults: do not wait for the longest responses, but sample for more prompts than "

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Optional, Protocol
 
 from phalanx.config.choices import READ, REFERENCE, REWARDS, WINDOW
 from phalanx.config.engine_facts import EngineFacts, EngineMemory
-from phalanx.config.engines import check_engine_class, engine_class
+from phalanx.config.engines import check_engine_class, engine_class, facts_of
 from phalanx.config.fields import arg
 from phalanx.config.optimizer import OptimConfig
 from phalanx.config.parallel import ParallelConfig
@@ -119,8 +119,7 @@ class RolloutConfig(Section, name="rollout"):
         """Facts of the engine. Imports its class unless the engine is the policy; raises ConfigError if that fails."""
         if self.engine == "policy":
             return EngineFacts()
-        facts: EngineFacts = engine_class(self.engine, self.ENGINES, f"{self:engine}").facts
-        return facts
+        return facts_of(engine_class(self.engine, self.ENGINES, f"{self:engine}"))
 
     @property
     def engine_memory(self) -> EngineMemory:

@@ -43,6 +43,19 @@ class Shown:
 
 
 @dataclass(frozen=True)
+class Asked:
+    """A request: its `name`, unique while it is not answered, the tokens before the response, with one placeholder per
+    image, a seed and settings.
+    """
+
+    name: str
+    tokens: list[int]
+    seed: int
+    sampling: Sampling
+    shown: Shown | None = None
+
+
+@dataclass(frozen=True)
 class TextEngineConfig:
     """Settings of an engine: at most `longest` tokens per prompt and response, and `together` responses at once.
     `sleep_level`: 1 keeps the weights in main memory; 2 discards them, since each rollout brings them.
@@ -151,13 +164,11 @@ class TextEngine:
         settings = [_settings(sampling, seed) for seed in seeds]
         images = shown or [None] * len(prompts)
         with self._groups.active(), torch.no_grad():
-            requests = self._llm.generate(_inputs(prompts, images), settings, use_tqdm=False)
+            short = [prompt if image is None else image.short for prompt, image in zip(prompts, images, strict=True)]
+            requests = self._llm.generate(_inputs(short, images), settings, use_tqdm=False)
         for request, prompt, image in zip(requests, prompts, images, strict=True):
-            if image is not None and request.prompt_token_ids != prompt:
-                raise JobError(
-                    f"{self._key}: vLLM reads {len(request.prompt_token_ids)} tokens in the prompt {image.place}, "
-                    f"and the policy {len(prompt)}: their processors make different tokens of its images"
-                )
+            if image is not None:
+                self.check_read(request.prompt_token_ids, prompt, image.place)
         tokens, log_probs = [], []
         for request in requests:
             response, scores = _response(request)
@@ -165,41 +176,35 @@ class TextEngine:
             log_probs.append(scores)
         return tokens, log_probs
 
+    def check_read(self, read: Sequence[int], prompt: Sequence[int], place: str) -> None:
+        """Raise JobError if vLLM has read other tokens than the policy in a prompt with images."""
+        if read != prompt:
+            raise JobError(
+                f"{self._key}: vLLM reads {len(read)} tokens in the prompt {place}, and the policy {len(prompt)}: "
+                "their processors make different tokens of its images"
+            )
+
     @contextmanager
-    def requests(self) -> Iterator["Requests"]:
-        """Let the engine answer requests one by one for the duration of the block."""
+    def called(self) -> Iterator[None]:
+        """For a block that calls `add` and `step`. A replica's ranks add the same requests before the same steps."""
         with self._groups.active(), torch.no_grad():
-            yield Requests(self._llm.llm_engine, self._groups)
+            yield
 
-
-class Requests:
-    """Requests to an engine, step by step. All ranks of a replica add the same ones in the same order before a step."""
-
-    def __init__(self, engine: Any, groups: VllmGroups) -> None:
-        self._engine = engine
-        self.gather, self.rank, self.ranks = groups.gather, groups.cpu_group.rank(), groups.cpu_group.size()
-        self._keys: dict[str, tuple[int, int]] = {}  # of unanswered requests, by vLLM's names for them
-
-    @property
-    def running(self) -> bool:
-        """Whether any request is unanswered; the same on all ranks of the replica."""
-        return bool(self._keys)
-
-    def add(self, key: tuple[int, int], prompt: list[int], seed: int, sampling: Sampling) -> None:
-        """Request a response, a function of prompt, seed and settings; `key` must have no other unanswered request."""
+    def add(self, requests: Sequence["Asked"]) -> None:
+        """Request responses, each a function of the tokens, seed and settings."""
         from vllm.sampling_params import RequestOutputKind
 
-        name = f"{key[0]}:{key[1]}"
-        settings = _settings(sampling, seed, output_kind=RequestOutputKind.FINAL_ONLY)  # not token by token
-        self._keys[name] = key
-        self._engine.add_request(name, {"prompt_token_ids": prompt}, settings)
+        inputs = _inputs([request.tokens for request in requests], [request.shown for request in requests])
+        for request, given in zip(requests, inputs, strict=True):
+            # not token by token
+            settings = _settings(request.sampling, request.seed, output_kind=RequestOutputKind.FINAL_ONLY)
+            self._llm.llm_engine.add_request(request.name, given, settings)
 
-    def step(self) -> list[tuple[tuple[int, int], list[int], list[float]]]:
-        """Draw one more token of each running request; returns (key, response, log-probabilities) of those that end."""
-        ended = []
-        for request in self._engine.step():
-            ended.append((self._keys.pop(request.request_id), *_response(request)))
-        return ended
+    def step(self) -> list[tuple[str, list[int], list[int], list[float]]]:
+        """Draw one more token of each request; returns (name, tokens read, response, log-probabilities) of those that
+        end.
+        """
+        return [(r.request_id, list(r.prompt_token_ids), *_response(r)) for r in self._llm.llm_engine.step()]
 
 
 def _image_options(processor: dict[str, Any] | None, limit: int | None) -> dict[str, Any]:
@@ -225,7 +230,7 @@ def _inputs(prompts: list[list[int]], shown: Sequence[Shown | None]) -> list[dic
         if id(images) not in pictures:
             pictures[id(images)] = [picture.pil() for picture in images.pictures]
         data = {"image": pictures[id(images)]}
-        inputs.append({"prompt_token_ids": images.short, "multi_modal_data": data})
+        inputs.append({"prompt_token_ids": prompt, "multi_modal_data": data})
     return inputs
 
 

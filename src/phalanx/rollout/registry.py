@@ -35,11 +35,16 @@ def check_class(kind: Any, name: str, keyword: str, base: str, beside: Sequence[
         raise ConfigError(
             f"{here} lacks facts = EngineFacts(...) of phalanx.config.engine_facts; derive it from {base}"
         )
+    check_call(engine, name, keyword)
+
+
+def check_call(kind: Any, name: str, *keywords: str) -> None:
+    """Raise ConfigError unless a class takes ARGUMENTS and these keywords."""
     try:
-        inspect.signature(kind).bind(*ARGUMENTS, **{keyword: None})
+        inspect.signature(kind).bind(*ARGUMENTS, **dict.fromkeys(keywords))
     except TypeError as error:
-        call = f"{kind.__name__}({', '.join(ARGUMENTS)}, {keyword}=...)"
-        raise ConfigError(f"{here} is constructed as {call}: {error}") from None
+        call = ", ".join([*ARGUMENTS, *(f"{keyword}=..." for keyword in keywords)])
+        raise ConfigError(f"{KEY}: {name!r} is constructed as {kind.__name__}({call}): {error}") from None
 
 
 def made(kind: Callable[..., Any], name: str, *args: Any, **options: Any) -> Any:

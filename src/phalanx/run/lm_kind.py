@@ -26,6 +26,7 @@ from phalanx.models.lm.load_folder import load_model, load_tokenizer
 from phalanx.models.lm.model import DTYPES
 from phalanx.models.lm.value_model import build_critic
 from phalanx.rollout.lm import build_rollout
+from phalanx.rollout.lm.in_policy import LMRollout
 from phalanx.rollout.lm.partial import PartialRollout, drawn_at_once
 from phalanx.run import batch_plan
 from phalanx.run.disaggregated.role_batches import part_of
@@ -161,7 +162,14 @@ class LM(Kind):
         decoded = decoded or part_of(plan, self.cfg, world).per_rank
         passes = scoring(plan, algorithm, config) if learns else None
         rollout: Any = build_rollout(self.cfg, policy, world, decoded, passes, self.environments)
-        return PartialRollout(rollout, plan.samples // config.n) if split else rollout
+        if split is None:
+            return rollout
+        if not isinstance(rollout, LMRollout) or type(rollout).decode is not LMRollout.decode:
+            raise ConfigError(
+                f"{config:engine}: {config.engine} draws whole responses; expected one with a `session`, which draws "
+                f"tokens, or leave {config:partial_rollout} out"
+            )
+        return PartialRollout(rollout, plan.samples // config.n)
 
     def val_rollout(self, policy: LMPolicy) -> Rollout:
         config = self.cfg.rollout

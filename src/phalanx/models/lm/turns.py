@@ -103,12 +103,14 @@ class TurnRenderer:
         """Tokens of a conversation without a turn of the model; its first turn follows them directly."""
         return self._encode(self._renderer.text(with_system_prompt(messages, self._system), self._tools))
 
-    def answer(self, messages: Messages, history: Messages | None = None, end: int | None = None) -> list[int]:
+    def answer(
+        self, messages: Messages, history: Messages | None = None, end: int | None = None, *, open: bool = False
+    ) -> list[int]:
         """Tokens after the end token of a turn: those of `messages`, and those that begin the model's next turn.
 
         messages: all are of the user, or the first ones are of tools, one for each call of the turn.
         history: the conversation up to the turn, which is the last message; None: a question and a turn.
-        end: the end token that was sampled; None: the template's own.
+        end: the end token that was sampled; None: the template's own. open: the turn has none, which is added.
         """
         if not messages:
             raise ValueError("an environment says nothing after a turn; expected a message, or that it was the last")
@@ -124,7 +126,9 @@ class TurnRenderer:
             tokens = self._after(rule, [_QUESTION, _TURN], numbered)
         if tokens is None:
             raise ValueError(f"{self._renderer.name} does not render what follows a turn in {roles_of(messages)}")
-        return self._behind(end, rule, tokens)
+        if not open:
+            return self._behind(end, rule, tokens)
+        return tokens if rule.end is None or tokens[:1] == [rule.end] else [rule.end, *tokens]
 
     def text(self, tokens: Sequence[int]) -> str:
         """The text of a turn without its end token, but with other special tokens, which a parser of calls may need."""

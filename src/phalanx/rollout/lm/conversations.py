@@ -11,10 +11,7 @@ import torch
 from torch import Tensor
 
 from phalanx.config.environment import EnvironmentConfig
-from phalanx.config.lm import LMRolloutConfig
 from phalanx.distributed.collectives import agree, all_gather, all_gather_apart, reduce_float, reduce_int
-from phalanx.distributed.mesh import World
-from phalanx.distributed.passes import Passes
 from phalanx.distributed.seed import fold_in
 from phalanx.environments.conversation import Conversation
 from phalanx.environments.environments import Environments
@@ -25,13 +22,12 @@ from phalanx.functional.aggregation import Mean
 from phalanx.functional.tokens import TokenTrace
 from phalanx.models.lm.calls import Parser, parser
 from phalanx.models.lm.lm_policy import LMPolicy
-from phalanx.models.lm.model import other_layers
 from phalanx.models.lm.turns import TurnRenderer
-from phalanx.rollout.lm.converse import Partner, Spoken, converse
 from phalanx.rollout.lm.decode import Decoding
-from phalanx.rollout.lm.in_policy import Drawn, LMRollout, distinct
+from phalanx.rollout.lm.in_policy import Drawn, LMRollout
+from phalanx.rollout.lm.session import Request, converse
 from phalanx.telemetry.step_metrics import reward_by_turns
-from phalanx.types import Each, JobError, Prompt, Samples
+from phalanx.types import JobError, Prompt, Samples
 
 log = logging.getLogger(__name__)
 LOST = ("timeout", "error")  # endings caused by the environment: such samples say nothing about the policy
@@ -72,6 +68,7 @@ class _Talk:
     messages: list[Message]
     prompt: list[int] = field(default_factory=list)
     look: Any = None  # the images of the prompt
+    place: str = ""  # names the prompt in messages
     before: list[int] = field(default_factory=list)  # what the next turn follows: the prompt, or the last answer
     end: int | None = None  # the last token of the last turn
     turns: int = 0
@@ -84,40 +81,23 @@ class _Talk:
         return self.conversation.ended or ("turns" if self.full else "tokens")
 
 
-class ConversationRollout(LMRollout):
-    """See phalanx.types.Rollout. Ranks synchronize after the conversations of a micro-batch have begun and after they
-    have ended; a failure on one rank is then raised on all. Engines differ only in `_speak`.
+class Talks:
+    """The conversations of a rollout's samples. Ranks synchronize after those of a micro-batch have begun and after
+    they have ended; a failure on one rank is then raised on all.
     """
 
-    def __init__(
-        self,
-        policy: LMPolicy,
-        config: LMRolloutConfig,
-        world: World,
-        micro_batch_size: int,
-        passes: Passes | None,
-        environment: EnvironmentConfig,
-        environments: Environments,
-    ) -> None:
-        """Raises ValueError for a model whose conversations cannot be rendered or decoded."""
-        super().__init__(policy, config, world, micro_batch_size, passes)
-        self.environment, self.environments = environment, environments
-        other = other_layers(policy.trained.module.lm)
-        if other and self.facts.weights == "policy":
-            raise ValueError(
-                f"environment.path: {policy.config.path!r} has layers other than full causal attention ({other[0]}); "
-                "conversations cannot be decoded with it"
-            )
+    def __init__(self, policy: LMPolicy, environment: EnvironmentConfig, environments: Environments) -> None:
+        """Raises ValueError for a model whose conversations cannot be rendered."""
+        self.policy, self.data, self.environment, self.environments = policy, policy.data, environment, environments
         self._renderers: dict[str | None, tuple[TurnRenderer, Parser]] = {}
         for name in environments.names:
             tools, calls = environments.tools(name), environment.max_calls_per_turn
-            renderer = TurnRenderer(policy.tokenizer, self.data, policy.config.path, tools, policy.ends, calls=calls)
+            renderer = TurnRenderer(policy.tokenizer, policy.data, policy.config.path, tools, policy.ends, calls=calls)
             self._renderers[name] = renderer, parser(environment.format, tools)
         self._warned = False
 
-    def metrics(self, samples: Samples, reward: Tensor) -> dict[str, float]:
-        """Metrics of every rollout (response/... of the drawn tokens), and conversation/... and tools/..."""
-        row, drawn = super().metrics(samples, reward), self._conversed
+    def metrics(self, drawn: Sequence[Conversed], reward: Tensor) -> dict[str, float]:
+        """Metrics conversation/... and tools/... of samples with these rewards [N]."""
         total = reduce_int(len(drawn), "sum")
 
         def mean(values: Sequence[float], of: float = total) -> float:
@@ -125,7 +105,7 @@ class ConversationRollout(LMRollout):
 
         calls = [sample.calls + sample.mistakes for sample in drawn]
         made = reduce_int(sum(calls), "sum")
-        row |= {
+        row = {
             "conversation/length_mean": mean([len(sample.response) for sample in drawn]),
             "conversation/length_max": reduce_float(float(max(len(sample.response) for sample in drawn)), "max"),
             "conversation/turns_mean": mean([sample.turns for sample in drawn]),
@@ -138,22 +118,13 @@ class ConversationRollout(LMRollout):
         for ended in ("turns", "tokens", *LOST):
             row[f"conversation/{ended}_ratio"] = mean([sample.ended == ended for sample in drawn])
         turns = torch.tensor([sample.turns for sample in drawn])
-        return row | reward_by_turns(all_gather(reward[samples.index]), all_gather(turns))
+        return row | reward_by_turns(all_gather(reward), all_gather(turns))
 
-    def close(self) -> None:
-        """Wait until all environment instances are closed."""
-        self.environments.close()
-
-    @property
-    def _conversed(self) -> list[Conversed]:
-        """The samples of the last call of `sample`."""
-        return [drawn for drawn in self._drawn if isinstance(drawn, Conversed)]
-
-    def _draw(
-        self, prompts: list[Prompt], names: Sequence[tuple[int, ...]], decoding: Decoding, each: Each
-    ) -> list[Drawn]:
+    @contextmanager
+    def checked(self) -> Iterator[None]:
+        """For a block in which all ranks draw: warn of failures of the environment, and leave it if a rank fails."""
         try:
-            drawn = super()._draw(prompts, names, decoding, each)
+            yield
             with self._in_step():
                 # summed over every rank: ranks that hold the same samples have drawn different parts of them
                 problem = self.environments.check(lambda count: int(sum(all_gather_apart(torch.tensor([count])))))
@@ -163,16 +134,17 @@ class ConversationRollout(LMRollout):
         if problem is not None and not self._warned:
             log.warning("%s; further failures are counted only in tools/failure_frequency", problem)
             self._warned = True
-        return drawn
 
-    def decode(self, prompts: list[Prompt], names: Sequence[tuple[int, ...]], decoding: Decoding) -> list[Drawn]:
-        """See LMRollout."""
+    def held(
+        self, rollout: LMRollout, prompts: list[Prompt], names: Sequence[tuple[int, ...]], decoding: Decoding
+    ) -> list[Drawn]:
+        """Hold a conversation for each prompt; see LMRollout.decode."""
         talks: list[_Talk] = []
         drawn: list[Drawn] = []
         with self._in_step():
             talks += self._begin(prompts, names)
         with self._in_step():
-            drawn += self._converse(talks, names, decoding)
+            drawn += self._converse(rollout, talks, names, decoding)
         return drawn
 
     @contextmanager
@@ -187,46 +159,28 @@ class ConversationRollout(LMRollout):
         if message is not None:
             raise JobError(message) from failure
 
-    def _converse(self, talks: list[_Talk], names: Sequence[tuple[int, ...]], decoding: Decoding) -> list[Drawn]:
-        # samples whose environment failed to start, or whose prompt it made too long, have no turns
-        limit = self.data.max_prompt_length
-        places = [i for i, talk in enumerate(talks) if talk.conversation.ended is None and len(talk.prompt) <= limit]
-        speaking = [talks[i] for i in places]
-        partner = _Partner(speaking, self.environment, self.policy)
-        starts, looks = [talk.prompt for talk in speaking], [talk.look for talk in speaking]
-        outcomes = self._speak(starts, looks, [names[i] for i in places], decoding, partner)
-        spoken = dict(zip(places, outcomes, strict=True))
-        for i, speech in spoken.items():
-            talk, tokens = talks[i], speech.tokens
-            if tokens and talk.ended == "tokens" and tokens[-1] not in self.how.ends:  # the last turn was truncated
-                talk.messages.append({"role": "assistant", "content": self.policy.decode(speech.turn)})
+    def _converse(
+        self, rollout: LMRollout, talks: list[_Talk], names: Sequence[tuple[int, ...]], decoding: Decoding
+    ) -> list[Drawn]:
+        spoken: list[Request] = []
+        speaking: list[_Talk] = []
+        for talk, name in zip(talks, names, strict=True):
+            spoken.append(rollout.request(talk.prompt, name, decoding, look=talk.look, place=talk.place))
+            # samples whose environment failed to start, or whose prompt it made too long, have no turns
+            if talk.conversation.ended is None and len(talk.prompt) <= self.data.max_prompt_length:
+                speaking.append(talk)
+        requests = [request for request, talk in zip(spoken, talks, strict=True) if talk in speaking]
+        converse(rollout.session, requests, _Partner(speaking, self.environment, self.policy), self.environment.join)
+        for request, talk in zip(requests, speaking, strict=True):
+            if request.tokens and talk.ended == "tokens" and not request.ended:  # the last turn was truncated
+                talk.messages.append({"role": "assistant", "content": self.policy.decode(request.turn)})
                 talk.turns += 1
         rewards = [talk.conversation.reward(talk.messages) for talk in talks]
         drawn: list[Drawn] = []
-        for i, (talk, reward) in enumerate(zip(talks, rewards, strict=True)):
-            drawn.append(self._conversation(talk, spoken.get(i, Spoken(0)), reward.result()))
+        for request, talk, reward in zip(spoken, talks, rewards, strict=True):
+            drawn.append(self._conversation(talk, rollout.drawn(request), request, reward.result()))
             talk.conversation.close()
         return drawn
-
-    def _speak(
-        self,
-        prompts: list[list[int]],
-        looks: list[Any],
-        names: Sequence[tuple[int, ...]],
-        decoding: Decoding,
-        partner: Partner,
-    ) -> list[Spoken]:
-        """Hold the conversations that begin with these prompts and images; a rank may have none.
-
-        Other engines override this; with `facts` that are not exact, each result has the `log_probs` of drawn tokens.
-        """
-        if not prompts:
-            return []
-        tokens, rows = distinct(prompts, looks)
-        uniform = self._uniform(names, decoding.limit, decoding)
-        room, join, prefill = [decoding.limit] * len(prompts), self.environment.join, self._prefill(rows, looks)
-        forward, settings = self.policy.trained.module, self.policy.settings
-        return converse(forward, settings, tokens, rows, uniform, decoding, room, partner, join, prefill)
 
     def _begin(self, prompts: list[Prompt], names: Sequence[tuple[int, ...]]) -> list[_Talk]:
         """Open a conversation per prompt, each with a new environment instance, whose reset may add to the prompt."""
@@ -241,7 +195,7 @@ class ConversationRollout(LMRollout):
                 fold_in(*name, "environment"),
             )
             kind = None if None in self._renderers else prompt.meta[COLUMN]
-            talks.append(_Talk(conversation, *self._renderers[kind], list(messages)))
+            talks.append(_Talk(conversation, *self._renderers[kind], list(messages), place=prompt.place))
         known: dict[tuple[int, str], tuple[list[int], Any]] = {}  # prompts with images that reset has changed
         resets = [talk.conversation.reset() for talk in talks]
         for talk, prompt, reset in zip(talks, prompts, resets, strict=True):
@@ -261,7 +215,9 @@ class ConversationRollout(LMRollout):
             talk.messages, talk.before = in_texts(talk.messages), talk.prompt
         return talks
 
-    def _conversation(self, talk: _Talk, spoken: Spoken, reward: float | dict[str, float] | None) -> Conversed:
+    def _conversation(
+        self, talk: _Talk, drawn: Drawn, request: Request, reward: float | dict[str, float] | None
+    ) -> Drawn:
         """The sample of a finished conversation."""
         ended, conversation = talk.ended, talk.conversation
         beside = {
@@ -276,15 +232,10 @@ class ConversationRollout(LMRollout):
         prompt, look = talk.prompt[-self.data.max_prompt_length :], talk.look
         if look is not None and len(prompt) < len(talk.prompt):  # nothing was drawn, and images cannot be truncated
             prompt, look = self.policy.readable(prompt) or [self.policy.pad], None
+        given = vars(drawn) | {"prompt": prompt, "look": look, "truncated": ended == "tokens", "beside": beside}
         return Conversed(
-            prompt,
-            spoken.tokens,
-            self.policy.decode(spoken.turn),
-            ended == "tokens",
-            spoken.log_probs,
-            beside=beside,
-            look=look,
-            sampled=spoken.sampled,
+            **given,
+            sampled=request.sampled,
             ended=ended,
             turns=talk.turns,
             calls=conversation.calls,
@@ -294,40 +245,45 @@ class ConversationRollout(LMRollout):
             earned=dict(zip(talk.ends, conversation.turn_rewards, strict=False)),  # the last turn may have no reward
         )
 
-    def _samples(self, prompts: list[Prompt], index: Tensor) -> Samples:
-        if reduce_int(sum(drawn.length for drawn in self._drawn), "sum") == 0:
-            raise JobError(
-                "environment: no sample of this step has a token; expected prompts, including what reset adds, of at "
-                f"most data.max_prompt_length={self.data.max_prompt_length} tokens"
-            )
-        lost = torch.tensor([drawn.ended in LOST for drawn in self._conversed])
-        samples = super()._samples(prompts, index)
+    def samples(self, samples: Samples, drawn: Sequence[Conversed]) -> Samples:
+        """Mask the samples that the environment ended, and add the rewards of turns."""
+        lost = torch.tensor([sample.ended in LOST for sample in drawn])
         # also masked, because some algorithms train on samples without a reward
         samples = replace(samples, mask=samples.mask & ~lost.to(samples.mask.device)[:, None], lost=lost)
         if not self.environments.rewards_turns:
             return samples
         action_reward = torch.zeros(samples.mask.shape)
-        for i, drawn in enumerate(self._conversed):
-            for place, reward in drawn.earned.items():
+        for i, sample in enumerate(drawn):
+            for place, reward in sample.earned.items():
                 action_reward[i, place] = reward
         return replace(samples, action_reward=action_reward.to(samples.mask.device))
 
-    def _trace(self, ids: Tensor, starts: Tensor, lengths: Tensor, width: int) -> TokenTrace:
-        sampled = torch.zeros(ids.shape, dtype=torch.bool)
-        ends = torch.zeros(len(ids), dtype=torch.long)
-        for i, drawn in enumerate(self._conversed):
-            ends[i] = len(drawn.prompt) + len(drawn.response)
-            sampled[i, len(drawn.prompt) : ends[i]] = torch.tensor(drawn.sampled, dtype=torch.bool)
-        trace: TokenTrace = super()._trace(ids, starts, lengths, width)
-        return replace(trace, sampled=sampled.to(ids.device), ends=ends.to(ids.device))
+    def trace(self, trace: TokenTrace, drawn: Sequence[Conversed]) -> TokenTrace:
+        """Mark the tokens that the model drew. Raises JobError if there are none on any rank."""
+        if not all(isinstance(sample, Conversed) for sample in drawn):
+            raise JobError(
+                "rollout.engine: its `decode` makes samples of a single turn; expected those of LMRollout.decode, or "
+                "no environment"
+            )
+        if reduce_int(sum(sample.length for sample in drawn), "sum") == 0:
+            raise JobError(
+                "environment: no sample of this step has a token; expected prompts, including what reset adds, of at "
+                f"most data.max_prompt_length={self.data.max_prompt_length} tokens"
+            )
+        sampled = torch.zeros(trace.ids.shape, dtype=torch.bool)
+        ends = torch.zeros(len(trace.ids), dtype=torch.long)
+        for i, sample in enumerate(drawn):
+            ends[i] = len(sample.prompt) + len(sample.response)
+            sampled[i, len(sample.prompt) : ends[i]] = torch.tensor(sample.sampled, dtype=torch.bool)
+        return replace(trace, sampled=sampled.to(trace.ids.device), ends=ends.to(trace.ids.device))
 
 
 class _Partner:
-    """See phalanx.rollout.lm.converse.Partner."""
+    """See phalanx.rollout.lm.session.Partner."""
 
     def __init__(self, talks: Sequence[_Talk], config: EnvironmentConfig, policy: LMPolicy) -> None:
         self._talks, self._config, self._tokenizer = talks, config, policy.tokenizer
-        self._readable = policy.readable
+        self._readable, self._ends = policy.readable, policy.ends
 
     def hear(self, sample: int, turn: list[int]) -> Future[Turn]:
         talk = self._talks[sample]
@@ -349,7 +305,10 @@ class _Partner:
         if talk.full:
             return None
         with _rendering():
-            talk.before = self._readable(talk.renderer.answer(messages, history, talk.end))
+            stopped = talk.end not in self._ends  # by a stop text or token, in the middle of the template's turn
+            talk.before = self._readable(
+                talk.renderer.answer(messages, history, None if stopped else talk.end, open=stopped)
+            )
         return talk.before
 
     def _cut(self, message: Message) -> Message:

@@ -16,7 +16,9 @@ from transformers import DynamicCache
 
 from phalanx.functional.block_states import confident, least_unmasked
 from phalanx.models.lm.model import CACHE
-from phalanx.rollout.lm.decode import SHRINK, Decoding, check_finite, draw
+from phalanx.rollout.lm.decode import Decoding, check_finite, draw
+from phalanx.rollout.lm.policy_session import SHRINK
+from phalanx.rollout.lm.session import Request
 
 TOGETHER = 2**24  # logits that are drawn from at once; each takes up to 50 bytes of temporary memory
 
@@ -40,92 +42,101 @@ class Denoising(Decoding):
         return self.steps if self.confidence == "token" else 1
 
 
-@dataclass(frozen=True)
-class Denoised:
-    """A response: its tokens, up to the end of a block; the step of its block in which each token was unmasked, and its
-    log-probability in that step.
+class BlockSession:
+    """See phalanx.rollout.lm.session.Session. `forward` and `config` are the language model's.
+
+    rows: samples drawn at once; the others wait until all of these have ended.
     """
 
-    tokens: list[int]
-    steps: list[int]
-    log_probs: list[float]
+    def __init__(self, forward: Callable[..., Any], config: Any, device: torch.device, rows: int) -> None:
+        self._forward, self._config, self._device, self._most = forward, config, device, rows
+        self._queue: list[Request] = []
+        self._rows: list[Request] = []
+        self._block = 0  # the number of the next block
+        self._seen = self._start = self._numbers = torch.empty(0)
+        self._finite = torch.ones((), dtype=torch.bool, device=device)
 
+    def add(self, request: Request) -> None:
+        """See Session."""
+        self._queue.append(request)
 
-@torch.no_grad()
-def denoise(
-    forward: Callable[..., Any],
-    config: Any,
-    prompts: list[list[int]],
-    rows: list[int],
-    uniform: Tensor,
-    decoding: Denoising,
-) -> list[Denoised]:
-    """Draw a response for each of `rows`, ascending indices into `prompts`, with uniform numbers [B, draws, limit].
+    def close(self) -> None:
+        """See Session."""
+        finite, self._finite = self._finite, torch.ones_like(self._finite)
+        self._queue, self._rows = [], []
+        check_finite(finite)
 
-    `forward` and `config` are the language model's. Raises JobError if logits are not finite.
-    """
-    device, size = uniform.device, decoding.size
-    cache = DynamicCache(config=config)
-    seen, start = read(forward, cache, prompts, rows, decoding, device)
-    tails = [prompts[row][len(prompts[row]) // size * size :] for row in rows]
-    tail = torch.tensor([len(tokens) for tokens in tails], device=device)
-    blocks = decoding.limit // size
-    shape = (len(rows), blocks * size)
-    ids, step = torch.full(shape, decoding.pad, device=device), torch.full(shape, -1, device=device)
-    log_prob = torch.zeros(shape, device=device)
-    alive = torch.arange(len(rows), device=device)
-    within, ends = torch.arange(size, device=device), torch.tensor(decoding.ends, device=device)
-    finite = torch.ones((), dtype=torch.bool, device=device)
-    used = torch.zeros(len(rows), dtype=torch.long, device=device)  # number of blocks of each response
-    ended = torch.zeros(len(rows), dtype=torch.bool, device=device)
-    for b in range(blocks):
-        state = torch.full((len(alive), size), decoding.mask_id, device=device)
-        if b == 0:
-            for i, tokens in enumerate(tails):
-                state[i, : len(tokens)] = torch.tensor(tokens, dtype=torch.long)
-        here = slice(b * size, (b + 1) * size)
-        seen = torch.cat([seen, seen.new_ones(len(alive), size)], 1)
-        block = {
-            "attention_mask": seen[:, None, None].expand(-1, 1, size, -1),
-            "position_ids": start[alive, None] + b * size + within,
-            CACHE: cache,
+    @torch.no_grad()
+    def step(self) -> list[Request]:
+        """See Session: a block of each sample."""
+        if self._rows:
+            self._finish()
+        else:
+            self._begin()
+        decoding = self._decoding
+        size, rows = decoding.size, len(self._rows)
+        state = torch.full((rows, size), decoding.mask_id, device=self._device)
+        tails = [len(request.prompt) % size if self._block == 0 else 0 for request in self._rows]
+        for i, (tail, request) in enumerate(zip(tails, self._rows, strict=True)):
+            state[i, :tail] = torch.tensor(request.prompt[len(request.prompt) - tail :], dtype=torch.long)
+        self._seen = torch.cat([self._seen, self._seen.new_ones(rows, size)], 1)
+        within = torch.arange(size, device=self._device)
+        self._passed = {
+            "attention_mask": self._seen[:, None, None].expand(-1, 1, size, -1),
+            "position_ids": self._start[:, None] + self._block * size + within,
+            CACHE: self._cache,
             "use_cache": True,
         }
-        place = (b * size + within - tail[alive, None]).clamp(min=0)  # index of each token in its response
-        steps, chosen = torch.full_like(state, -1), torch.zeros(state.shape, device=device)
+        begun = torch.tensor([len(request.prompt) % size for request in self._rows], device=self._device)
+        place = (self._block * size + within - begun[:, None]).clamp(min=0)  # index of each token in its response
+        steps, chosen = torch.full_like(state, -1), torch.zeros(state.shape, device=self._device)
         for k, least in enumerate(least_unmasked(size, decoding.steps)):
             masked = state == decoding.mask_id
             if not masked.any():
                 break
-            logits = forward(input_ids=state, **block).logits
-            cache.crop(-size)
-            drawn = uniform[alive, min(k, decoding.draws - 1)].gather(1, place)
-            token, probability, confidence = drawn_tokens(logits, masked, drawn, decoding)
+            logits = self._forward(input_ids=state, **self._passed).logits
+            self._cache.crop(-size)
+            numbers = self._numbers[:, min(k, decoding.draws - 1)].gather(1, place)
+            token, probability, confidence = drawn_tokens(logits, masked, numbers, decoding)
             del logits  # free the memory before the next step's logits
-            finite &= probability.isfinite().all()
-            sure = torch.zeros(state.shape, device=device).masked_scatter(masked, confidence)
+            self._finite &= probability.isfinite().all()
+            sure = torch.zeros(state.shape, device=self._device).masked_scatter(masked, confidence)
             now = confident(sure, masked, least=least, threshold=decoding.threshold)
             state = torch.where(now, state.masked_scatter(masked, token), state)
             chosen = torch.where(now, chosen.masked_scatter(masked, probability), chosen)
             steps = torch.where(now, k, steps)
-        ids[alive, here], step[alive, here], log_prob[alive, here] = state, steps, chosen
-        used[alive] += ~ended[alive]
-        ended[alive] |= (torch.isin(state, ends) & (steps >= 0)).any(1)
-        going = ~ended[alive]
-        if b + 1 == blocks or not going.any():
-            break
-        forward(input_ids=state, **block, logits_to_keep=1)  # adds the finished block's keys and values to the cache
-        if int(going.sum()) < SHRINK * len(going):
-            cache.batch_select_indices(going.nonzero().squeeze(1))
-            alive, seen = alive[going], seen[going]
-    check_finite(finite)
-    responses = []
-    for i, (first, last) in enumerate(zip(tail.tolist(), (used * size).tolist(), strict=True)):
-        of_response = (i, slice(first, last))
-        responses.append(
-            Denoised(ids[of_response].tolist(), step[of_response].tolist(), log_prob[of_response].tolist())
-        )
-    return responses
+        self._state, over = state, []
+        columns = zip(self._rows, tails, state.tolist(), chosen.tolist(), steps.tolist(), strict=True)
+        for request, first, tokens, log_probs, unmasked in columns:
+            if not request.over and request.say(tokens[first:], log_probs[first:], unmasked[first:]):
+                over.append(request)
+        if all(request.over for request in self._rows):
+            self._rows = []
+        self._block += 1
+        return over
+
+    def _begin(self) -> None:
+        """Read the prompts of the next samples."""
+        self._rows, self._queue = self._queue[: self._most], self._queue[self._most :]
+        decoding = self._rows[0].decoding
+        assert isinstance(decoding, Denoising), "BlockDiffusionRollout makes no others"
+        self._decoding, self._block, self._cache = decoding, 0, DynamicCache(config=self._config)
+        distinct = list(dict.fromkeys(tuple(request.prompt) for request in self._rows))
+        at = [distinct.index(tuple(request.prompt)) for request in self._rows]
+        prompts = [list(prompt) for prompt in distinct]
+        self._seen, self._start = read(self._forward, self._cache, prompts, at, decoding, self._device)
+        numbers = torch.stack([request.numbers for request in self._rows])
+        self._numbers = numbers.view(len(self._rows), decoding.draws, decoding.limit).to(self._device)
+
+    def _finish(self) -> None:
+        """Add the keys and values of the last block to the cache, and drop samples that have ended if they are many."""
+        self._forward(input_ids=self._state, **self._passed, logits_to_keep=1)
+        going = [i for i, request in enumerate(self._rows) if not request.over]
+        if len(going) < SHRINK * len(self._rows):
+            at = torch.tensor(going, device=self._device)
+            self._cache.batch_select_indices(at)
+            self._seen, self._start, self._numbers = self._seen[at], self._start[at], self._numbers[at]
+            self._rows = [self._rows[i] for i in going]
 
 
 def read(

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -14,9 +15,10 @@ from phalanx.functional.aggregation import Mean
 from phalanx.functional.block_states import BlockTrace
 from phalanx.models.lm.blocks import BlockDiffusionPolicy
 from phalanx.rollout.lm.decode import Decoding
-from phalanx.rollout.lm.denoise_blocks import Denoising, denoise
+from phalanx.rollout.lm.denoise_blocks import BlockSession, Denoising
 from phalanx.rollout.lm.in_policy import Drawn, LMRollout
-from phalanx.types import Prompt, Samples
+from phalanx.rollout.lm.session import Request, Session
+from phalanx.types import Samples
 
 
 class BlockDiffusionRollout(LMRollout):
@@ -51,23 +53,30 @@ class BlockDiffusionRollout(LMRollout):
         first = len(drawn.prompt) % self.policy.size
         return len({((first + i) // self.policy.size, step) for i, step in enumerate(drawn.steps)})
 
-    def decode(self, prompts: list[Prompt], names: Sequence[tuple[int, ...]], decoding: Decoding) -> list[Drawn]:
+    @cached_property
+    def session(self) -> Session:
         """See LMRollout."""
-        assert isinstance(decoding, Denoising), "_settings returns Denoising"
-        tokens, rows = self._encoded(prompts)
-        uniform = self._uniform(names, decoding.draws * decoding.limit, decoding).view(
-            len(names), decoding.draws, decoding.limit
-        )
-        forward = self.policy.trained.module
-        responses = denoise(forward, self.policy.settings, tokens, rows, uniform, decoding)
-        drawn = []
-        for row, response in zip(rows, responses, strict=True):
-            end = next((i for i, token in enumerate(response.tokens) if token in decoding.ends), None)
-            behind = 0 if end is None else len(response.tokens) - end - 1
-            text = self.policy.decode(response.tokens[:end])
-            cut = end is None
-            drawn.append(Drawn(tokens[row], response.tokens, text, cut, response.log_probs, response.steps, behind))
-        return drawn
+        module, settings = self.policy.trained.module, self.policy.settings
+        return BlockSession(module, settings, self.world.device, self.micro_batch_size)
+
+    def request(
+        self, prompt: list[int], name: tuple[Any, ...], decoding: Decoding, tokens: Sequence[int] = (), **options: Any
+    ) -> Request:
+        """See LMRollout: up to a whole number of blocks."""
+        size = self.policy.size
+        room = decoding.limit // size * size - len(prompt) % size
+        return super().request(prompt, name, decoding, tokens, **{"room": room} | options)
+
+    def drawn(self, request: Request) -> Drawn:
+        """See LMRollout."""
+        drawn = super().drawn(request)
+        return replace(drawn, log_probs=request.log_probs, steps=request.steps, behind=request.behind)
+
+    def text(self, request: Request) -> str:
+        """The text before the end token, or with its stop text."""
+        tokens = request.tokens[: len(request.tokens) - request.behind]
+        ends = tokens[-1:] and tokens[-1] in request.decoding.ends
+        return self.policy.decode(tokens[:-1] if ends else tokens)
 
     def _trace(self, ids: Tensor, starts: Tensor, lengths: Tensor, width: int) -> BlockTrace:
         step = torch.full((len(ids), width), -1)

@@ -1,9 +1,9 @@
 """Sampling with the trained modules themselves: no second copy of the weights, and exact log-probabilities."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property
 from itertools import chain
 from typing import Any
 
@@ -17,12 +17,13 @@ from phalanx.distributed.collectives import on_all_ranks, reduce_float, reduce_i
 from phalanx.distributed.context_parallel import ContextGroup
 from phalanx.distributed.mesh import World
 from phalanx.distributed.passes import Passes
-from phalanx.distributed.seed import fold_in
 from phalanx.functional.aggregation import Mean
 from phalanx.functional.token_budget import in_order
 from phalanx.functional.tokens import TokenTrace, Truncation
 from phalanx.models.lm.lm_policy import LMPolicy
-from phalanx.rollout.lm.decode import Decoding, Prefill, StopTexts, decode
+from phalanx.rollout.lm.decode import Decoding
+from phalanx.rollout.lm.policy_session import PolicySession
+from phalanx.rollout.lm.session import Request, Session, StopTexts, converse
 from phalanx.types import Each, Prompt, Samples
 
 
@@ -57,6 +58,7 @@ class LMRollout:
     facts = EngineFacts()
     fps = 1
     noun = "samples"
+    talks: Any = None  # phalanx.rollout.lm.conversations.Talks, if samples have several turns
 
     def __init__(
         self, policy: LMPolicy, config: LMRolloutConfig, world: World, micro_batch_size: int, passes: Passes | None
@@ -99,12 +101,14 @@ class LMRollout:
             local.append(prompts[i // n])
             # keyed random numbers: the response depends neither on the rank nor on the batch
             names.append((seed, step, local[-1].group_id, i % n))
-        self._drawn = self._draw(local, names, self.how, each)
+        self._drawn = self._checked_draw(local, names, self.how, each)
         return self._samples(local, index)
 
-    def gathered(self, drawn: list[Drawn], prompts: list[Prompt], index: Tensor) -> Samples:
-        """The Samples of responses `drawn` earlier for these prompts; `index` [B] are their numbers in the step."""
-        self._drawn = drawn
+    def gathered(self, drawn: list[Drawn], prompts: list[Prompt], index: Tensor, seed: tuple[int, int]) -> Samples:
+        """The Samples of responses `drawn` earlier for these prompts; `index` [B] are their numbers in the step, and
+        `seed` is that of the run and the step.
+        """
+        self._drawn, self._seed = drawn, seed
         return self._samples(prompts, index)
 
     def renew(self, samples: Samples, prompts: list[Prompt]) -> Samples:
@@ -121,7 +125,7 @@ class LMRollout:
             i = int(samples.index[j]) % n
             # numbers that no response of an earlier attempt has used
             names.append((*self._seed, samples.prompts[j].group_id, i + attempt * n))
-        again = self._draw([samples.prompts[j] for j in places], names, self.how, each)
+        again = self._checked_draw([samples.prompts[j] for j in places], names, self.how, each)
         for j, drawn in zip(local, again, strict=False):
             self._drawn[j] = drawn
         numbers = torch.full((len(places),), -1)
@@ -137,7 +141,7 @@ class LMRollout:
         val = self.config.val
         repeated = [prompt for prompt in prompts for _ in range(val.n)]
         names = [(val.seed, 0, prompt.group_id, i) for prompt in prompts for i in range(val.n)]
-        return self._draw(repeated, names, self.val_how, each)
+        return self._checked_draw(repeated, names, self.val_how, each)
 
     def metrics(self, samples: Samples, reward: Tensor) -> dict[str, float]:
         """Metrics response/... and prompt/... over the samples of all ranks, whose rewards are `reward` [N]."""
@@ -147,7 +151,7 @@ class LMRollout:
         total = reduce_int(len(cut), "sum")
         count = reduce_int(int(cut.sum()), "sum")  # truncated by max_response_length
         of_cut = reduce_float(float(reward[samples.index][cut].nan_to_num().sum()), "sum")
-        row = {
+        row: dict[str, float] = {
             "response/length_mean": reduce_float(float(lengths.sum()), "sum") / total,
             "response/length_max": reduce_float(float(lengths.max()), "max"),
             "response/length_min": -reduce_float(-float(lengths.min()), "max"),
@@ -156,12 +160,16 @@ class LMRollout:
         }
         if count:
             row["response/truncated_reward_mean"] = Mean(of_cut / count, count)
+        if self.talks is not None:
+            row |= self.talks.metrics(self._drawn, reward[samples.index])
         # nothing is drawn again from here on, so the frozen vision tower's features are freed with the samples
         self._drawn = [replace(drawn, look=None) for drawn in self._drawn]
         return row
 
     def close(self) -> None:
-        """Do nothing: this rollout runs nothing in the background."""
+        """Wait until all environment instances are closed."""
+        if self.talks is not None:
+            self.talks.environments.close()
 
     # -- decoding ---------------------------------------------------------------------------------
 
@@ -175,28 +183,63 @@ class LMRollout:
         val_limit = val.max_response_length or limit
         return decoding, Decoding(val_limit, val.temperature, ends, pad, Truncation.of(val), never)
 
+    def _checked_draw(
+        self, prompts: list[Prompt], names: Sequence[tuple[int, ...]], decoding: Decoding, each: Each
+    ) -> list[Drawn]:
+        """As `_draw`; failures of an environment are counted over all ranks."""
+        # a rank that fails closes its environments, and then all do
+        with nullcontext() if self.talks is None else self.talks.checked():
+            return self._draw(prompts, names, decoding, each)
+
     def _draw(
         self, prompts: list[Prompt], names: Sequence[tuple[int, ...]], decoding: Decoding, each: Each
     ) -> list[Drawn]:
         """Draw a sample for each prompt in micro-batches, and pass each finished micro-batch to `each`. Raises
         JobError, on all ranks, if a prompt's image is unreadable.
         """
-        result: list[Drawn] = []
         if self.policy.vision is not None:
             self._held = on_all_ranks(lambda: [self.policy.look(prompt) for prompt in prompts])
         draw, together = self.decode, self.micro_batch_size
         if self.world.context is not None:
             draw, together = self._decode_shares, together * self.world.context_size
-        for start in range(0, len(prompts), together):
-            part = slice(start, start + together)
-            new = draw(prompts[part], names[part], decoding)
+        parts = [slice(start, start + together) for start in range(0, len(prompts), together)]
+        # parts are rewarded in order, while later ones are drawn; all ranks have equally many
+        queued: list[Request] = []
+        if self._refills and len(parts) > 1:  # samples take the places of those that have ended
+            queued = self.requests(prompts, names, decoding)
+            for request in queued:
+                self.session.add(request)
+        result: list[Drawn] = []
+        for part in parts:
+            if queued:
+                # a step draws a token of each sample that has a row, also of later parts
+                while not all(request.over for request in queued[part]):
+                    self.session.step()
+                new = [self.drawn(request) for request in queued[part]]
+            else:
+                new = draw(prompts[part], names[part], decoding)
             each(
                 [drawn.text for drawn in new],
                 [measured(p, d, decoding) for p, d in zip(prompts[part], new, strict=True)],
             )
             result += new
+        if queued:
+            # raises if logits were not finite
+            self.session.close()
         self._held = []
         return result
+
+    @property
+    def _refills(self) -> bool:
+        """Whether the samples of all micro-batches are drawn in one session, in which no step waits for other ranks.
+
+        Kernels of other batches round differently: a fixed size of the micro-batches fixes which samples share one.
+        """
+        fixed = self.config.micro_batch_size_per_gpu is not None
+        if fixed if self.config.refill is None else not self.config.refill:
+            return False
+        alone = self.world.context is None and self.talks is None and not self.facts.exclusive
+        return alone and type(self).decode is LMRollout.decode
 
     def _decode_shares(
         self, prompts: list[Prompt], names: Sequence[tuple[int, ...]], decoding: Decoding
@@ -210,89 +253,60 @@ class LMRollout:
         drawn = self.decode([prompts[i] for i in places], [names[i] for i in places], decoding)
         return list(chain.from_iterable(context.objects(drawn)))[: len(prompts)]
 
+    @cached_property
+    def session(self) -> Session:
+        """Draws the tokens; other engines override this. With `facts` that are not exact, it gives log-probs."""
+        vision, module = self.policy.vision, self.policy.trained.module
+        prefill = None if vision is None else vision.prefill
+        rows, scores = self.micro_batch_size, not self.exact
+        return PolicySession(module, self.policy.settings, self.world.device, rows, prefill, scores=scores)
+
     def decode(self, prompts: list[Prompt], names: Sequence[tuple[int, ...]], decoding: Decoding) -> list[Drawn]:
-        """Draw a response for each prompt, all in one batch; other engines override this.
+        """Draw a response for each prompt, all together; a user's engine may override this.
 
         The random numbers of each response are a function of its entry in `names` (phalanx.distributed.seed). Repeated
         prompts have the same `group_id`. With `facts` that are not exact, each Drawn has the `log_probs` of its tokens.
         """
-        # references to the images, which all samples of a prompt share
-        looks = [self.policy.look(prompt) for prompt in prompts]
-        tokens, rows = self._encoded(prompts)  # P distinct prompts, and the prompt's number for each of the B responses
-        uniform = self._uniform(names, decoding.limit, decoding)  # [B, limit]: one number per token
-        forward, settings = self.policy.trained.module, self.policy.settings
-        stops = self._stops([tokens[row] for row in rows])
-        prefill = self._prefill(rows, looks)
-        responses = decode(forward, settings, tokens, rows, uniform, decoding, stops, prefill=prefill)
-        result = []
-        for row, response, look in zip(rows, responses, looks, strict=True):
-            text, cut = self.policy.decode(response), self._cut(tokens[row], response, decoding)
-            result.append(Drawn(tokens[row], response, text, cut, look=look))
-        return result
+        if self.talks is not None:
+            # turns, answered by an environment or tools
+            return self.talks.held(self, prompts, names, decoding)
+        requests = self.requests(prompts, names, decoding)
+        converse(self.session, requests)
+        return [self.drawn(request) for request in requests]
 
-    def continued(
-        self, rows: list[list[int]], starts: Sequence[int], names: Sequence[tuple[int, ...]], count: int
-    ) -> list[tuple[list[int], list[float]]]:
-        """Draw up to `count` further tokens of each response; returns them with their log-probabilities.
+    def requests(self, prompts: list[Prompt], names: Sequence[tuple[int, ...]], decoding: Decoding) -> list[Request]:
+        """A request for a response to each prompt."""
+        # samples of a prompt share its tokens and, by reference, its images
+        made: list[Request] = []
+        encoded: dict[int, list[int]] = {}
+        for prompt, name in zip(prompts, names, strict=True):
+            if prompt.group_id not in encoded:
+                encoded[prompt.group_id] = self.policy.encode(prompt)
+            tokens, look = encoded[prompt.group_id], self.policy.look(prompt)
+            made.append(self.request(tokens, name, decoding, look=look, place=prompt.place))
+        return made
 
-        `rows` are prompts with the tokens drawn so far, which begin at `starts`; a rank may have none. Collective, as
-        `decode`.
-        """
-        if not rows:  # only other ranks have some
-            return []
-        # the random number of a token does not depend on the round in which it is drawn
-        uniform = self._uniform(names, self.how.limit, self.how)
-        parts = []
-        for numbers, row, start in zip(uniform, rows, starts, strict=True):
-            done = len(row) - start
-            parts.append(numbers[done : done + count])
-        tokens, places = distinct(rows)  # responses without a token yet share the prefill of their prompt
-        log_probs: list[list[float]] = []
-        decoding = replace(self.how, limit=count)  # of this round
-        forward, settings = self.policy.trained.module, self.policy.settings
-        responses = decode(forward, settings, tokens, places, torch.stack(parts), decoding, log_probs=log_probs)
-        return list(zip(responses, log_probs, strict=True))
+    def request(
+        self, prompt: list[int], name: tuple[Any, ...], decoding: Decoding, tokens: Sequence[int] = (), **options: Any
+    ) -> Request:
+        """A request for further tokens of a response, of which `tokens` were drawn before."""
+        # each response has its own detector, which has read its prompt: a text may begin in the middle of a token
+        stops = StopTexts(self.policy.tokenizer, self.config.stop, prompt) if self.config.stop else None
+        options = {"room": decoding.limit} | options
+        request = Request(prompt=prompt, name=name, decoding=decoding, stops=stops, **options)
+        if tokens:
+            # as if they had been drawn now: the next one has the random number of its place
+            request.say(tokens)
+        return request
 
-    def _prefill(self, rows: list[int], looks: list[Any]) -> Prefill | None:
-        """The function that reads prompts with images; `looks` are those of each sample, and `rows` its prompt."""
-        if self.policy.vision is None:
-            return None
-        of_prompts = dict(zip(rows, looks, strict=True))  # in the order of the prompts' numbers
-        # also if none of these prompts has images, because other ranks' prompts may have some
-        return partial(self.policy.vision.prefill, looks=list(of_prompts.values()))
+    def drawn(self, request: Request) -> Drawn:
+        """The sample of a request that is over."""
+        response, scores = request.tokens, () if self.exact else request.log_probs
+        return Drawn(request.prompt, response, self.text(request), request.cut, scores, look=request.look)
 
-    def _stops(self, prompts: list[list[int]]) -> StopTexts | None:
-        """Detect the texts of rollout.stop, in one response to each of these prompts; None without such texts."""
-        return StopTexts(self.policy.tokenizer, self.config.stop, prompts) if self.config.stop else None
-
-    def _cut(self, prompt: list[int], response: list[int], decoding: Decoding) -> bool:
-        """Whether the length limit, and nothing else, ended a response."""
-        if len(response) < decoding.limit or response[-1] in decoding.ends:
-            return False
-        # the last token may have completed a stop text
-        stops = self._stops([prompt])
-        return stops is None or not any(stops.complete(0, token) for token in response)
-
-    def _encoded(self, prompts: list[Prompt]) -> tuple[list[list[int]], list[int]]:
-        """The tokens of the distinct prompts, and for each prompt its index among them."""
-        tokens: list[list[int]] = []
-        rows: list[int] = []
-        known: dict[int, int] = {}
-        for prompt in prompts:
-            if prompt.group_id not in known:
-                known[prompt.group_id] = len(tokens)
-                tokens.append(self.policy.encode(prompt))
-            rows.append(known[prompt.group_id])
-        return tokens, rows
-
-    def _uniform(self, names: Sequence[tuple[int, ...]], count: int, decoding: Decoding) -> Tensor:
-        """Uniform random numbers [B, count]; the row of each sample is a function of its name."""
-        uniform = torch.zeros(len(names), count)
-        if decoding.temperature > 0:
-            for i, name in enumerate(names):
-                # one generator per sample: with one for the batch, a sample would depend on its neighbors
-                uniform[i] = torch.rand(count, generator=torch.Generator().manual_seed(fold_in(*name)))
-        return uniform.to(self.world.device)
+    def text(self, request: Request) -> str:
+        """The text of a response, or of its last turn."""
+        return self.policy.decode(request.turn)
 
     def _samples(self, prompts: list[Prompt], index: Tensor) -> Samples:
         """Pad the samples to tensors of the same sizes on all ranks, and add the policy's log-probabilities."""
@@ -314,12 +328,15 @@ class LMRollout:
         texts = [drawn.text for drawn in self._drawn]
         lengths = torch.stack([starts, behind, lengths], 1)
         samples = Samples(prompts, texts, torch.empty(0), mask, trace, index, lengths=lengths)
+        if self.talks is not None:
+            samples = self.talks.samples(samples, self._drawn)
         return self._scored(replace(samples, positions=self._positions(samples)))
 
     def _trace(self, ids: Tensor, starts: Tensor, lengths: Tensor, width: int) -> Any:
         """The trace that the policy replays: see TokenTrace."""
         looks = tuple(drawn.look for drawn in self._drawn)
-        return TokenTrace(ids, starts, lengths, width, looks=looks if any(looks) else None)
+        trace = TokenTrace(ids, starts, lengths, width, looks=looks if any(looks) else None)
+        return trace if self.talks is None else self.talks.trace(trace, self._drawn)
 
     def _positions(self, samples: Samples) -> Tensor | None:
         """See phalanx.types.Samples."""
@@ -346,15 +363,6 @@ class LMRollout:
         replays = [self.policy.replay(trace.select(part.to(trace.ids.device))) for part in parts]
         log_prob = in_order([replay.log_prob for replay in replays], parts)
         return replace(samples, log_prob=log_prob, trace=trace.rescored(replays, parts))
-
-
-def distinct(prompts: Sequence[list[int]], looks: Sequence[Any] = ()) -> tuple[list[list[int]], list[int]]:
-    """The distinct prompts, and for each prompt its index among them; prompts with different `looks` are distinct."""
-    known: dict[tuple[tuple[int, ...], int], int] = {}
-    rows = []
-    for prompt, look in zip(prompts, looks or [None] * len(prompts), strict=True):
-        rows.append(known.setdefault((tuple(prompt), id(look)), len(known)))
-    return [list(prompt) for prompt, _ in known], rows
 
 
 def check_stops(policy: LMPolicy, config: LMRolloutConfig) -> None:

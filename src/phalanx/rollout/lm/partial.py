@@ -13,6 +13,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import safetensors.torch
 import torch
@@ -22,6 +23,7 @@ from phalanx.config.lm import LMRolloutConfig
 from phalanx.distributed.collectives import all_gather_object
 from phalanx.functional.token_budget import evenly_dealt
 from phalanx.rollout.lm.in_policy import Drawn, LMRollout, measured
+from phalanx.rollout.lm.session import converse
 from phalanx.types import Each, Prompt, Samples
 
 log = logging.getLogger(__name__)
@@ -48,6 +50,7 @@ class _Group:
     begun: int
     prompt: Prompt
     tokens: list[int]
+    look: Any
     responses: list[_Response]
 
     @property
@@ -86,6 +89,8 @@ class PartialRollout:
         self._saved: dict[str, Tensor] = {}  # a checkpoint's groups, until the prompts are available
         self._waiting: tuple[int, dict[str, Tensor]] = -1, {}  # on the first rank: the last step begun, and what waited
         self._row: dict[str, float] = {}
+        self._given: list[Prompt] = []  # the prompts of the last step
+        self._versions: list[list[int]] = []  # of the last samples, the steps that drew their tokens
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
@@ -177,15 +182,16 @@ class PartialRollout:
         step, place = divmod(number, self._prompts)
         prompt = self._batches(step)[place]
         responses = [_Response() for _ in range(self.config.n)]
-        return _Group(number, begun, prompt, self.rollout.policy.encode(prompt), responses)
+        policy = self.rollout.policy
+        return _Group(number, begun, prompt, policy.encode(prompt), policy.look(prompt), responses)
 
     def awake(self) -> AbstractContextManager[None]:
         """See phalanx.types.Rollout."""
         return self.rollout.awake()
 
     def sample(self, prompts: list[Prompt], *, seed: int, step: int, each: Each) -> Samples:
-        """See phalanx.types.Rollout; ignores `prompts`: the samples' prompts are those of the trained groups."""
-        rounds = 0
+        """See phalanx.types.Rollout; the samples' prompts are those of the trained groups, not `prompts`."""
+        self._given, rounds = prompts, 0
         while (trained := self._trained(step)) is None:
             self._draw(seed, step)
             rounds += 1
@@ -193,26 +199,27 @@ class PartialRollout:
         self._groups = [group for group in self._groups if group not in trained]
         self._step = step + 1
         self._row = self._metrics(trained, step, before) | {"rollout/rounds": float(rounds)}
-        n, share = self.config.n, self._prompts * self.config.n // self.world.size
-        index = torch.arange(self.world.rank * share, (self.world.rank + 1) * share)
+        n, share = self.config.n, self._prompts * self.config.n // self.world.data_size
+        index = torch.arange(self.world.data_rank * share, (self.world.data_rank + 1) * share)
         local: list[Prompt] = []
         drawn: list[Drawn] = []
-        versions: list[list[int]] = []
+        self._versions = []
         for i in index.tolist():
             group, response = trained[i // n], trained[i // n].responses[i % n]
             local.append(replace(group.prompt, group_id=i // n))
-            versions.append(response.versions)
-            tokens, cut = response.tokens, response.tokens[-1] not in self.rollout.how.ends
-            text = self.rollout.policy.decode(tokens)
-            drawn.append(Drawn(group.tokens, tokens, text, cut, response.log_probs))
+            self._versions.append(response.versions)
+            of_response = self.rollout.request(group.tokens, (), self.rollout.how, response.tokens, look=group.look)
+            drawn.append(replace(self.rollout.drawn(of_response), log_probs=response.log_probs))
         for start in range(0, share, self.micro_batch_size):
             part = slice(start, start + self.micro_batch_size)
             pairs = zip(local[part], drawn[part], strict=True)
             scored = [measured(prompt, response, self.rollout.how) for prompt, response in pairs]
             each([response.text for response in drawn[part]], scored)
-        samples = self.rollout.gathered(drawn, local, index)
+        return self._versioned(self.rollout.gathered(drawn, local, index, (seed, step)), step)
+
+    def _versioned(self, samples: Samples, step: int) -> Samples:
         version = torch.full(samples.mask.shape, step)  # [B, A]
-        for i, of_tokens in enumerate(versions):
+        for i, of_tokens in enumerate(self._versions):
             version[i, : len(of_tokens)] = torch.tensor(of_tokens)
         return replace(samples, version=version)
 
@@ -234,7 +241,7 @@ class PartialRollout:
     def _draw(self, seed: int, step: int) -> None:
         """Draw one round of further tokens for all unfinished responses. Collective."""
         assert self.config.partial_rollout is not None
-        count, limit, ends = self.config.partial_rollout.tokens, self.rollout.how.limit, self.rollout.how.ends
+        count, limit = self.config.partial_rollout.tokens, self.rollout.how.limit
         alive: list[tuple[_Group, int]] = []
         for group in self._groups:
             alive += [(group, i) for i, response in enumerate(group.responses) if not response.ended]
@@ -243,25 +250,28 @@ class PartialRollout:
         most = -(-len(alive) // self.world.size)
         ranks = evenly_dealt(costs, [most] * self.world.size)
         places = [place for place, rank in enumerate(ranks) if rank == self.world.rank]
-        drawn: list[tuple[int, list[int], list[float]]] = []
-        for start in range(0, most, self.micro_batch_size):
-            part = places[start : start + self.micro_batch_size]
-            rows, starts, names = [], [], []
-            for place in part:
-                group, i = alive[place]
-                rows.append(group.tokens + group.responses[i].tokens)
-                starts.append(len(group.tokens))
-                names.append((seed, *divmod(group.number, self._prompts), i))
-            new = self.rollout.continued(rows, starts, names, count)
-            drawn += [(place, *tokens) for place, tokens in zip(part, new, strict=True)]
+        requests = []
+        for place in places:
+            group, i = alive[place]
+            name, done = (seed, *divmod(group.number, self._prompts), i), group.responses[i].tokens
+            room = len(done) + count
+            requests.append(
+                self.rollout.request(group.tokens, name, self.rollout.how, done, look=group.look, room=room)
+            )
+        converse(self.rollout.session, requests)
+        drawn: list[tuple[int, list[int], list[float], bool]] = []
+        for place, request in zip(places, requests, strict=True):
+            group, i = alive[place]
+            new = request.tokens[len(group.responses[i].tokens) :]
+            drawn.append((place, new, request.log_probs, request.ended or len(request.tokens) == limit))
         for parts in all_gather_object(drawn):
-            for place, tokens, log_probs in parts:
+            for place, tokens, log_probs, ended in parts:
                 group, i = alive[place]
                 response = group.responses[i]
                 response.tokens += tokens
                 response.log_probs += log_probs
                 response.versions += [step] * len(tokens)
-                response.ended = tokens[-1] in ends or len(tokens) < count or len(response.tokens) == limit
+                response.ended = ended
 
     def _metrics(self, trained: list[_Group], step: int, pool: int) -> dict[str, float]:
         ages: list[int] = []
@@ -286,12 +296,20 @@ class PartialRollout:
     # -- other methods ------------------------------------------------------------------------------------------------
 
     def renew(self, samples: Samples, prompts: list[Prompt]) -> Samples:
-        """Not called: phalanx.run.rules rejects the settings that draw groups again."""
-        raise AssertionError("rules reject the settings that draw groups again")
+        """See phalanx.types.Rollout."""
+        renewed = self.rollout.renew(samples, prompts).prompts
+        for j, i in enumerate(samples.index.tolist()):
+            place = i // self.config.n
+            if prompts[place] == self._given[place]:  # the step's own prompt, in whose place another one is trained
+                renewed[j] = samples.prompts[j]
+        return replace(samples, prompts=renewed)
 
     def resample(self, samples: Samples, stale: Tensor, attempt: int, *, each: Each) -> tuple[Samples, Tensor]:
-        """See `renew`."""
-        raise AssertionError("rules reject the settings that draw groups again")
+        """See phalanx.types.Rollout: whole responses, of the current weights."""
+        for i in stale[samples.index].nonzero().flatten().tolist():
+            self._versions[i] = []
+        samples, numbers = self.rollout.resample(samples, stale, attempt, each=each)
+        return self._versioned(samples, self._step - 1), numbers
 
     def sample_validation(self, prompts: list[Prompt], *, each: Each) -> None:
         """See phalanx.types.Rollout."""

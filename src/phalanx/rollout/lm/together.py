@@ -9,7 +9,7 @@ from phalanx.config.lm import LMRunConfig
 from phalanx.distributed.collectives import reduce_int
 from phalanx.distributed.mesh import World
 from phalanx.models.lm.lm_policy import LMPolicy
-from phalanx.rollout.lm.converse import WASTE
+from phalanx.rollout.lm.policy_session import WASTE
 
 log = logging.getLogger(__name__)
 KEY = "rollout.micro_batch_size_per_gpu"
@@ -29,13 +29,11 @@ def token_bytes(settings: Any, itemsize: int) -> int:
     return int(2 * settings.num_hidden_layers * (sizes.get("num_key_value_heads") or heads) * width * itemsize)
 
 
-def cache_bytes(cfg: LMRunConfig, policy: LMPolicy, talks: bool) -> int:
-    """Bytes of the keys and values of the longest response with its prompt. talks: of a conversation."""
+def cache_bytes(cfg: LMRunConfig, policy: LMPolicy) -> int:
+    """Bytes of the keys and values of the longest response with its prompt."""
     limit = max(cfg.data.max_response_length, cfg.rollout.val.max_response_length or 0)
     return int(
-        token_bytes(policy.settings, policy.trained.dtype.itemsize)
-        * (cfg.data.max_prompt_length + limit)
-        * (WASTE if talks else 1)
+        token_bytes(policy.settings, policy.trained.dtype.itemsize) * (cfg.data.max_prompt_length + limit) * WASTE
     )
 
 
@@ -47,7 +45,7 @@ def fitting_together(count: int, each: int, memory: int | None, ranks: int = 1) 
     return count if share <= most else -(-share // -(-share // most))
 
 
-def decoded_together(cfg: LMRunConfig, policy: LMPolicy, world: World, count: int, *, talks: bool) -> int:
+def decoded_together(cfg: LMRunConfig, policy: LMPolicy, world: World, count: int) -> int:
     """`count`, or fewer if no key says how many and the policy's own modules decode on GPUs. Collective there.
 
     From the memory that the smallest GPU has, and not from what is free, so that runs repeat.
@@ -56,7 +54,7 @@ def decoded_together(cfg: LMRunConfig, policy: LMPolicy, world: World, count: in
     if chosen or world.device.type != "cuda":
         return count
     memory = -reduce_int(-torch.cuda.get_device_properties(world.device).total_memory, "max")
-    each = cache_bytes(cfg, policy, talks)
+    each = cache_bytes(cfg, policy)
     together = fitting_together(count, each, memory, world.context_size)
     if together < count and world.lead:
         log.info(

@@ -1,10 +1,10 @@
 """Sampling with vLLM in each rank's process, on a copy of the weights that is verified after every refresh."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial
-from typing import Any, TypeAlias
+from functools import cached_property, partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,24 +14,22 @@ from phalanx.config.lm import LMDataConfig, LMRolloutConfig
 from phalanx.distributed.collectives import on_all_ranks, reduce_float
 from phalanx.distributed.mesh import World
 from phalanx.distributed.passes import Passes
-from phalanx.distributed.seed import fold_in
 from phalanx.distributed.vllm_groups import VllmGroups
 from phalanx.engines.receipt import listed
-from phalanx.engines.vllm_text import Sampling, Shown, TextEngine, TextEngineConfig
+from phalanx.engines.vllm_text import Asked, Sampling, Shown, TextEngine, TextEngineConfig
 from phalanx.functional.tokens import WHOLE, TokenTrace
 from phalanx.media.pictures import in_memory
 from phalanx.models.lm.lm_policy import LMPolicy
-from phalanx.rollout.lm.decode import Decoding
-from phalanx.rollout.lm.in_policy import Drawn, LMRollout
-from phalanx.types import JobError, Prompt, Samples
+from phalanx.rollout.lm.in_policy import LMRollout
+from phalanx.rollout.lm.session import Request, Session
+from phalanx.types import JobError, Samples
 
 PROBE_PROMPTS, PROBE_TOKENS, PROBE_RESPONSE = 4, 160, 8  # the prompts are longer than a block of vLLM's KV cache
 # Largest mean difference of log-probs of the probe at the first sync, in dtypes in which it is not 0.3. Rounding makes
 # .06 in bfloat16 and 3e-7 in float32; what was computed with other weights or without some, .04 and more.
 PROBE_LIMITS = {"float32": 0.02}
 MOST_GROWTH = 5  # of the first sync's difference that later ones may reach
-
-Request: TypeAlias = tuple[list[int], int, Shown | None]  # the tokens of a prompt, a seed, and its images
+ARRIVALS = 8  # the number of engine steps between two exchanges among a replica's ranks
 
 
 class VllmRollout(LMRollout):
@@ -143,50 +141,82 @@ class VllmRollout(LMRollout):
         """Metrics of every rollout, and the engine's error on the probe after the last refresh."""
         return super().metrics(samples, reward) | {"rollout/sync_error": self.sync_error}
 
-    def decode(self, prompts: list[Prompt], names: Sequence[tuple[int, ...]], decoding: Decoding) -> list[Drawn]:
+    @cached_property
+    def session(self) -> Session:
         """See LMRollout."""
-        looks = [self.policy.look(prompt) for prompt in prompts]
-        shown: dict[Any, Shown | None] = {}  # shared by all samples of a prompt
-        requests: list[Request] = []
-        for prompt, look, name in zip(prompts, looks, names, strict=True):
-            if look not in shown:
-                shown[look] = shown_to(look, prompt.place)
-            requests.append((self.policy.encode(prompt), fold_in(*name), shown[look]))
-        drawn = []
-        generated = self._generated(requests, decoding)
-        for (tokens, *_), look, (response, log_probs) in zip(requests, looks, generated, strict=True):
-            text, cut = self.policy.decode(response), self._cut(tokens, response, decoding)
-            drawn.append(Drawn(tokens, response, text, cut, tuple(log_probs), look=look))
-        return drawn
+        return VllmSession(self.engine, self._groups, self.config.stop)
 
-    def continued(
-        self, rows: list[list[int]], starts: Sequence[int], names: Sequence[tuple[int, ...]], count: int
-    ) -> list[tuple[list[int], list[float]]]:
-        """See LMRollout. The seed of each call depends on the number of tokens drawn so far."""
-        requests: list[Request] = []
-        for row, start, name in zip(rows, starts, names, strict=True):
-            requests.append((row, fold_in(*name, len(row) - start), None))
-        return self._generated(requests, replace(self.how, limit=count))
 
-    def _generated(self, requests: list[Request], decoding: Decoding) -> list[tuple[list[int], list[float]]]:
-        """A response to each of this rank's requests, a function of the request only, with its log-probabilities."""
-        tokens: list[list[int]] = []
-        seeds: list[int] = []
-        images: list[Shown | None] = []
-        first = 0  # the index of this rank's first request
-        # ranks that share the weights must submit the same requests: those of all of them; each keeps its own responses
-        for rank, rank_requests in zip(self.group, self._groups.gather(requests), strict=True):
-            if rank == self.world.rank:
-                first = len(tokens)
-            for prompt_tokens, seed, image in rank_requests:
-                tokens.append(prompt_tokens)
-                seeds.append(seed)
-                images.append(image)
-        sampling = Sampling(
-            decoding.limit, decoding.temperature, decoding.truncation, decoding.ends, self.config.stop, decoding.never
-        )
-        responses, log_probs = self.engine.generate(tokens, seeds, sampling, images) if tokens else ([], [])
-        return list(zip(responses, log_probs, strict=True))[first : first + len(requests)]
+class VllmSession:
+    """See phalanx.rollout.lm.session.Session. A response is a function of the tokens before it and of its seed.
+
+    All ranks of a replica must add the same requests before the same engine steps: they exchange the new ones there,
+    and each goes on stepping until all have closed.
+    """
+
+    def __init__(self, engine: TextEngine, groups: VllmGroups, stop: Sequence[str]) -> None:
+        self._engine, self._groups, self._stop = engine, groups, stop
+        self._rank, ranks = groups.cpu_group.rank(), groups.cpu_group.size()
+        self._every = ARRIVALS if ranks > 1 else 1
+        self._steps = self._count = 0
+        self._new: list[Asked] = []  # what the other ranks of the replica have not got yet
+        self._shown: dict[Any, Shown | None] = {}  # shared by all samples of a prompt
+        self._own: dict[str, Request] = {}  # requests of this rank, by vLLM's names for them
+        self._running: set[str] = set()  # requests of the replica
+        self._active = ExitStack()
+
+    def add(self, request: Request) -> None:
+        """See Session."""
+        name, decoding, look = f"{self._rank}:{self._count}", request.decoding, request.look
+        self._count += 1
+        if look not in self._shown:
+            self._shown[look] = shown_to(look, request.place)
+        shown = self._shown[look]
+        tokens = request.rest(0) if shown is None else shown.short + request.tokens
+        room = request.room - len(request.tokens)
+        sampling = Sampling(room, decoding.temperature, decoding.truncation, decoding.ends, self._stop, decoding.never)
+        self._new.append(Asked(name, tokens, request.seed, sampling, shown))
+        self._own[name] = request
+
+    def step(self) -> list[Request]:
+        """See Session."""
+        self._exchange(closed=False)
+        return self._advance()
+
+    def _advance(self) -> list[Request]:
+        over = []
+        for name, read, response, log_probs in self._engine.step() if self._running else ():
+            self._running.discard(name)
+            request = self._own.pop(name, None)
+            if request is not None:
+                if request.look is not None:
+                    self._engine.check_read(read, request.rest(0), request.place)
+                request.say(response, log_probs)
+                request.over = True
+                over.append(request)
+        return over
+
+    def close(self) -> None:
+        """See Session."""
+        while not self._exchange(closed=True):
+            self._advance()
+        self._active.close()
+        self._steps = self._count = 0
+        self._shown = {}
+
+    def _exchange(self, *, closed: bool) -> bool:
+        """Give all ranks of the replica the new requests, when it is time; returns whether all of them are done."""
+        if self._steps == 0:
+            self._active.enter_context(self._engine.called())
+        self._steps += 1
+        if self._running and self._steps % self._every:
+            return False
+        everyone = self._groups.gather((self._new, closed))
+        self._new = []
+        for of_rank, _ in everyone:
+            self._engine.add(of_rank)
+            self._running |= {request.name for request in of_rank}
+        return not self._running and all(done for _, done in everyone)
 
 
 def bounds(data: LMDataConfig) -> dict[str, int]:

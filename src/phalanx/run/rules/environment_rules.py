@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from phalanx.config.engines import TURN_ENGINES
 from phalanx.run.rules.rule import LM_RL, Rule
 
 
@@ -20,15 +19,6 @@ RULES = (
          "Block diffusion answers in one turn.",
          lambda c: c.environment.used and c.model.block_size is not None,
          "environment.path: block diffusion ({c.model:block_size=}) has a single turn; leave the section out"),
-    Rule("environment.path environment.tools environment.tool_config_path rollout.engine", LM_RL,
-         "Samples of several turns need a built-in engine.",
-         lambda c: c.environment.used and c.rollout.engine not in TURN_ENGINES,
-         "{c.rollout:engine:} samples only single turns; expected policy or vllm with an environment"),
-    Rule("environment.path environment.tools environment.tool_config_path rollout.stop rollout.stop_token_ids", LM_RL,
-         "With an environment, turns end with the model's end tokens.",
-         lambda c: c.environment.used and (c.rollout.stop or c.rollout.stop_token_ids),
-         "{c.rollout:stop}: with an environment, a turn ends with an end token of the model, after which the answer "
-         "follows; leave {c.rollout:stop} and {c.rollout:stop_token_ids} out"),
     Rule("reward.functions environment.path environment.tools environment.tool_config_path", LM_RL,
          "The reward `environment` needs an environment.",
          lambda c: _asks(c) and not c.environment.used,

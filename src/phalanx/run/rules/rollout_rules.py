@@ -52,13 +52,9 @@ def _not_partial(c: Any) -> str | None:
     """The first setting that does not work with partial rollouts, if these are enabled."""
     r = c.rollout
     broken = {
-        f"rollout.engine={r.engine}": r.engine not in r.ENGINES,
         "an environment": c.environment.used,
         f"model.block_size={c.model.block_size}": c.model.block_size is not None,
         "placement": bool(c.placement),
-        "rollout.stop": bool(r.stop),
-        f"rollout.max_num_gen_batches={r.max_num_gen_batches}": r.max_num_gen_batches > 1,
-        f"rollout.max_draws_per_prompt={r.max_draws_per_prompt}": r.max_draws_per_prompt > 1,
     }
     return next((setting for setting, true in broken.items() if r.partial_rollout and true), None)
 
@@ -132,10 +128,10 @@ RULES = (
          lambda c: truncated(c) if _no_log_probs(c) else None,
          "{x[0]}: {x[1]} needs the policy's own log-probs, which determine the tokens that are kept, but "
          "{c.rollout:correction}=none does not compute them; set it to rescore"),
-    Rule("rollout.partial_rollout rollout.engine environment.path environment.tools environment.tool_config_path "
-         "model.block_size placement rollout.stop rollout.max_num_gen_batches rollout.max_draws_per_prompt", LM_RL,
-         "Partial rollouts need single-turn autoregressive responses that end with a token, a built-in engine, and "
-         "ranks that both sample and train; groups are not drawn again.",
+    Rule("rollout.partial_rollout environment.path environment.tools environment.tool_config_path model.block_size "
+         "placement", LM_RL,
+         "Partial rollouts need single-turn autoregressive responses (an environment's state is in no checkpoint), and "
+         "ranks that both sample and train.",
          _not_partial,
          "{c.rollout:partial_rollout}: true does not work with {x}; leave out one of them"),
     Rule("rollout.partial_rollout.tokens data.max_response_length", LM_RL,

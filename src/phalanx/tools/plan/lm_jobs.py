@@ -5,7 +5,7 @@ from typing import Any
 
 from phalanx.config.block_diffusion import BlockDiffusionTaskConfig
 from phalanx.config.lm import LMRLConfig
-from phalanx.rollout.lm.converse import WASTE
+from phalanx.rollout.lm.policy_session import WASTE
 from phalanx.rollout.lm.together import cache_bytes, fitting_together
 from phalanx.run.block_diffusion_sft import Example, Training
 from phalanx.run.lm_kind import LM, as_planned, scoring
@@ -34,14 +34,15 @@ def rehearsed(kind: LM, cluster: Cluster, plan: BatchPlan, *, teaches: bool, lea
     plan, some = kind.as_loaded(plan, policy), cfg.rollout.micro_batch_size_per_gpu
     decoded = some or (plan.rollout_micro if cfg.rollout.partial_rollout else plan.per_rank)
     if cfg.rollout.micro_batch_size_per_gpu is None and cfg.rollout.facts.weights == "policy":
-        each = cache_bytes(cfg, policy, cfg.talks)
+        each = cache_bytes(cfg, policy)
         decoded = fitting_together(decoded, each, cluster.gpu_memory, policy.world.context_size)
     plan = replace(plan, rollout_micro=decoded)
     passes = scoring(plan, algorithm, cfg.rollout) if learns else None
     make = PlannedBlockRollout if blocks else PlannedLMRollout
     rollout = make(policy, cfg.rollout, policy.world, plan.rollout_micro, passes)
     rollout.facts, rollout.most = cfg.rollout.facts, cfg.most_states if blocks else 0
-    if cfg.talks:  # samples that wait for an answer have empty columns
+    # samples that wait for an answer, or begin while others are drawn, have empty columns
+    if cfg.talks or plan.rollout_micro < plan.per_rank:
         rollout.waste = WASTE
     with policy.ledger, policy.ledger.uncounted():
         prompts = longest_prompts(policy, plan.samples // cfg.rollout.n)
