@@ -9,7 +9,7 @@ import pytest
 from phalanx.config import ConfigError
 from phalanx.config.lm import LMRLConfig
 from phalanx.distributed.launch_env import Launch
-from phalanx.run import lm_rl
+from phalanx.run.kind import kind_of
 from phalanx.run.rules import load_config
 
 ENGINE = """
@@ -79,9 +79,9 @@ def refused(overrides: list[str], own: Path) -> str | None:
     keys += [key.replace("{own}", str(own)) for key in overrides if key != IMAGES]
     try:
         cfg = load_config(LMRLConfig, None, keys)
-        lm_rl.check(cfg, Launch(0, 4, 0, 4), installed=False)
+        kind_of(cfg).check(Launch(0, 4, 0, 4), installed=False)
         if IMAGES in overrides:
-            lm_rl.check_images(cfg, "a row has images")
+            kind_of(cfg).check_images("a row has images")
     except (ConfigError, ValueError) as error:
         return str(error)
     return None

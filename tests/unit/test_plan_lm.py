@@ -139,7 +139,7 @@ def test_the_cache_of_conversations(lm_folder: Path, tmp_path: Path) -> None:
         found.append(next(phase for phase in count(job, None).phases if phase.name == "rollout: sample").activations)
         assert ("tokens", "64 + 12 at most") in batch(job)
     cache = job.rollout.micro_batch_size * 2 * 2 * (64 + 11) * 32 * 4
-    assert 0.5 * cache < found[1] - found[0] < 0.8 * cache  # the half of it, and of the layer that grows
+    assert 0.125 * cache < found[1] - found[0] < 0.2 * cache  # an eighth of it, and of the layer that grows
 
 
 def test_experts_that_stay_apart(tmp_path: Path) -> None:

@@ -110,10 +110,6 @@ class LM(Kind):
         trained = "actor" in vars(cfg)
         limits = (
             (talks, f"environments and {cfg.rollout:engine=}; set {cfg.rollout:engine}=policy"),
-            (
-                cfg.rollout.partial_rollout is not None and trained,
-                f"partial rollouts; leave {cfg.rollout:partial_rollout} out",
-            ),
             (bool(vars(cfg).get("placement")), "ranks with roles; leave placement out"),
             (trained and self.build_algorithm().teachers, "teachers; choose an algorithm without them"),
             (cfg.model.block_size is not None, f"block diffusion; leave {cfg.model:block_size} out"),

@@ -3,7 +3,8 @@
 from typing import Any
 
 from phalanx.config.engines import BLOCK_ENGINES, engine_class, is_session
-from phalanx.config.lm import ENGINES, LMRLConfig, LMRunConfig, LMTurnRunConfig
+from phalanx.config.environment import EnvironmentConfig
+from phalanx.config.lm import ENGINES, LMRunConfig
 from phalanx.config.messages import ConfigError
 from phalanx.distributed.mesh import World
 from phalanx.distributed.passes import Passes
@@ -42,14 +43,14 @@ def build_rollout(
     check_stops(policy, cfg.rollout)
     talks = None
     if environments is not None:
-        assert isinstance(cfg, LMRLConfig | LMTurnRunConfig), "only these jobs have environments"
+        environment: EnvironmentConfig = vars(cfg)["environment"]
         other = other_layers(policy.trained.module.lm)
         if other and cfg.rollout.facts.weights == "policy":
             raise ValueError(
                 f"environment.path: {policy.config.path!r} has layers other than full causal attention ({other[0]}); "
                 "conversations cannot be decoded with it"
             )
-        talks = Talks(policy, cfg.environment, environments)
+        talks = Talks(policy, environment, environments)
     decoded = decoded_together(cfg, policy, world, decoded)
     kind = engine_class(engine, names)
     if is_session(kind):

@@ -24,8 +24,7 @@ from phalanx.models.lm.calls import Parser, parser
 from phalanx.models.lm.lm_policy import LMPolicy
 from phalanx.models.lm.turns import TurnRenderer
 from phalanx.rollout.lm.decode import Decoding
-from phalanx.rollout.lm.in_policy import Drawn, LMRollout
-from phalanx.rollout.lm.session import Request, converse
+from phalanx.rollout.lm.session import Drawn, Request, converse
 from phalanx.telemetry.step_metrics import reward_by_turns
 from phalanx.types import JobError, Prompt, Samples
 
@@ -136,9 +135,9 @@ class Talks:
             self._warned = True
 
     def held(
-        self, rollout: LMRollout, prompts: list[Prompt], names: Sequence[tuple[int, ...]], decoding: Decoding
+        self, rollout: Any, prompts: list[Prompt], names: Sequence[tuple[int, ...]], decoding: Decoding
     ) -> list[Drawn]:
-        """Hold a conversation for each prompt; see LMRollout.decode."""
+        """Hold a conversation for each prompt; see LMRollout.decode, of `rollout`."""
         talks: list[_Talk] = []
         drawn: list[Drawn] = []
         with self._in_step():
@@ -160,7 +159,7 @@ class Talks:
             raise JobError(message) from failure
 
     def _converse(
-        self, rollout: LMRollout, talks: list[_Talk], names: Sequence[tuple[int, ...]], decoding: Decoding
+        self, rollout: Any, talks: list[_Talk], names: Sequence[tuple[int, ...]], decoding: Decoding
     ) -> list[Drawn]:
         spoken: list[Request] = []
         speaking: list[_Talk] = []

@@ -8,7 +8,7 @@ distribution at a uniform number that belongs to its place in the sample.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -118,8 +118,7 @@ class BlockSession:
     def _begin(self) -> None:
         """Read the prompts of the next samples."""
         self._rows, self._queue = self._queue[: self._most], self._queue[self._most :]
-        decoding = self._rows[0].decoding
-        assert isinstance(decoding, Denoising), "BlockDiffusionRollout makes no others"
+        decoding = cast(Denoising, self._rows[0].decoding)  # BlockDiffusionRollout makes no others
         self._decoding, self._block, self._cache = decoding, 0, DynamicCache(config=self._config)
         distinct = list(dict.fromkeys(tuple(request.prompt) for request in self._rows))
         at = [distinct.index(tuple(request.prompt)) for request in self._rows]

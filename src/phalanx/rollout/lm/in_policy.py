@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cached_property
 from itertools import chain
 from typing import Any
@@ -23,33 +23,9 @@ from phalanx.functional.tokens import TokenTrace, Truncation
 from phalanx.models.lm.lm_policy import LMPolicy
 from phalanx.rollout.lm.decode import Decoding
 from phalanx.rollout.lm.policy_session import PolicySession
+from phalanx.rollout.lm.session import Drawn as Drawn
 from phalanx.rollout.lm.session import Request, Session, StopTexts, converse
 from phalanx.types import Each, Prompt, Samples
-
-
-@dataclass(frozen=True)
-class Drawn:
-    """A sample: the tokens of its prompt and response, the response's text, and whether the limit truncated it.
-
-    `log_probs`: the engine's log-probabilities of the response's tokens, if the engine is not exact. With block
-    diffusion, `steps` are the denoising steps that unmasked the tokens, and `behind` counts the tokens after the end
-    of the text. `beside`: further metadata for the reward. `look`: the images of the prompt, see TokenTrace.
-    """
-
-    prompt: list[int]
-    response: list[int]
-    text: str
-    truncated: bool
-    log_probs: Sequence[float] = ()
-    steps: Sequence[int] = ()
-    behind: int = 0
-    beside: dict[str, Any] = field(default_factory=dict)
-    look: Any = None
-
-    @property
-    def length(self) -> int:
-        """The number of tokens that the model generated."""
-        return len(self.response)
 
 
 class LMRollout:

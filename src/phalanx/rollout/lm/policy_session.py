@@ -24,9 +24,8 @@ from phalanx.rollout.lm.session import Request
 # takes ids and mask of left-padded prompts and their images; returns arguments of the forward pass, and next positions
 Prefill = Callable[[Tensor, Tensor, list[Any]], tuple[dict[str, Any], Tensor]]
 
-SHRINK = (
-    0.75  # if a smaller fraction of the rows is in use and none waits for one, the batch is copied into a smaller one
-)
+# if a smaller fraction of the rows is in use and none waits for one, the batch is copied into a smaller one
+SHRINK = 0.75
 GROWTH, SPARE = 1.5, 32  # buffers are allocated for this many times the columns in use and some more: few steps copy
 WASTE = 1.125  # if rows begin at different steps, there are up to this many columns per token of the longest sample
 

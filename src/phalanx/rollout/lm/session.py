@@ -48,6 +48,31 @@ class StopTexts:
             return self._stream.step(self._tokenizer, token) or ""
 
 
+@dataclass(frozen=True)
+class Drawn:
+    """A sample: the tokens of its prompt and response, the response's text, and whether the limit truncated it.
+
+    `log_probs`: the engine's log-probabilities of the response's tokens, if the engine is not exact. With block
+    diffusion, `steps` are the denoising steps that unmasked the tokens, and `behind` counts the tokens after the end
+    of the text. `beside`: further metadata for the reward. `look`: the images of the prompt, see TokenTrace.
+    """
+
+    prompt: list[int]
+    response: list[int]
+    text: str
+    truncated: bool
+    log_probs: Sequence[float] = ()
+    steps: Sequence[int] = ()
+    behind: int = 0
+    beside: dict[str, Any] = field(default_factory=dict)
+    look: Any = None
+
+    @property
+    def length(self) -> int:
+        """The number of tokens that the model generated."""
+        return len(self.response)
+
+
 @dataclass(eq=False, kw_only=True)
 class Request:
     """A sample in progress: the tokens of its prompt, and those after it.

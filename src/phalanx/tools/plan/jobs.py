@@ -110,12 +110,3 @@ def planned_role(cfg: RLConfig, cluster: Cluster, roles: Roles, role: str) -> Re
     smaller = replace(cluster, nodes=launch.world_size // node, per_node=node)
     rescores = role == (INFERENCE if INFERENCE in roles.ranks else ACTOR)
     return planned(cfg, smaller, plan=plan, role=role, rescores=rescores)
-
-
-def train_again(job: Rehearsal, recomputed: int) -> None:
-    """Repeat a planned job's updates with `recomputed` blocks recomputed in backward passes."""
-    job.state.updates_made = job.state.micro_batches = 0
-    job.ledger.forget("update")
-    job.policy.recompute(recomputed)
-    with mesh.alone(job.cfg.parallel.ulysses_sequence_parallel_size), fused_attention(), job.ledger:
-        job.train()

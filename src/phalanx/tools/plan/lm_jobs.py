@@ -42,7 +42,8 @@ def rehearsed(kind: LM, cluster: Cluster, plan: BatchPlan, *, teaches: bool, lea
     rollout = make(policy, cfg.rollout, policy.world, plan.rollout_micro, passes)
     rollout.facts, rollout.most = cfg.rollout.facts, cfg.most_states if blocks else 0
     # samples that wait for an answer, or begin while others are drawn, have empty columns
-    if cfg.talks or plan.rollout_micro < plan.per_rank:
+    refills = some is None if cfg.rollout.refill is None else cfg.rollout.refill
+    if cfg.talks or (refills and plan.rollout_micro < plan.per_rank):
         rollout.waste = WASTE
     with policy.ledger, policy.ledger.uncounted():
         prompts = longest_prompts(policy, plan.samples // cfg.rollout.n)

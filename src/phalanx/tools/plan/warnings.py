@@ -4,9 +4,9 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from phalanx.distributed.mesh import ROLLOUT
+from phalanx.distributed.mesh import ROLLOUT, alone
 from phalanx.run.roles import span
-from phalanx.tools.plan.jobs import train_again
+from phalanx.tools.plan.ledger import fused_attention
 from phalanx.tools.plan.memory import Memory, count
 from phalanx.tools.plan.rehearsal import Rehearsal
 from phalanx.tools.plan.tables import Scale
@@ -152,3 +152,12 @@ def fewer_blocks(p: Rehearsal, memory: int | None) -> tuple[int, int] | None:
     p.policy.recompute(configured)
     p.ledger.phases, p.state.updates_made, p.state.micro_batches = before
     return (many, flops) if many < configured else None
+
+
+def train_again(job: Rehearsal, recomputed: int) -> None:
+    """Repeat a planned job's updates with `recomputed` blocks recomputed in backward passes."""
+    job.state.updates_made = job.state.micro_batches = 0
+    job.ledger.forget("update")
+    job.policy.recompute(recomputed)
+    with alone(job.cfg.parallel.ulysses_sequence_parallel_size), fused_attention(), job.ledger:
+        job.train()
