@@ -86,7 +86,7 @@ def trace_second_step(trainer: Any) -> tuple[dict[str, set[str]], dict[str, set[
             enter(frame)
 
     def called_beside(frame: Any, event: str, argument: Any) -> None:
-        if event == "call" and (in_step.is_set() or frame.f_code.co_name == "_work"):  # a loop that began before
+        if event == "call" and (in_step.is_set() or frame.f_code.co_name == "_run_tasks"):  # a loop that began before
             enter(frame, beside)
 
     end_step = trainer.job.end_step

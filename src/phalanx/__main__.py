@@ -82,7 +82,7 @@ class _Parser(ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status, unless a task replaces this process."""
-    parser = _parser()
+    parser = _command_parser()
     given, words = parser.parse_known_args(argv)
     wants_help = not {"-h", "--help"}.isdisjoint(words)
     if given.version:
@@ -108,16 +108,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return manage(given.command, words)
     try:
         if command.task is None:
-            return show(_configs(words))
-        task = _task(command.task, given.task) if "*" in command.task else command.task
+            return show(_list_configs(words))
+        task = _find_task(command.task, given.task) if "*" in command.task else command.task
         if given.config is not None:
             words = [str(find_config(given.config, task.removeprefix("train_"))), *words]
     except ValueError as error:
         parser.error(str(error))
-    return _launch(task, [*words, *command.options], one_rank=command.one_rank)
+    return _launch_task(task, [*words, *command.options], one_rank=command.one_rank)
 
 
-def _parser() -> ArgumentParser:
+def _command_parser() -> ArgumentParser:
     parser = _Parser(
         prog="phalanx",
         usage="phalanx COMMAND [--config NAME] [key=value ...]",
@@ -155,7 +155,7 @@ def _tasks_help(name: str, command: Command) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _task(pattern: str, given: str | None) -> str:
+def _find_task(pattern: str, given: str | None) -> str:
     """The task named by `pattern`, such as train_*, with `given` for the *. Raises ValueError if it does not exist."""
     known = {path.stem.removeprefix(pattern[:-1]): path.stem for path in (ROOT / "tasks").glob(f"{pattern}.py")}
     if given not in known:
@@ -177,23 +177,23 @@ def find_config(name: str, folder: str = "") -> Path:
     if name.endswith((".yaml", ".yml")):
         return Path(name)
     known = configs()
-    matches = [full for full in known if name in (full, _short(full))]
+    matches = [full for full in known if name in (full, _base_name(full))]
     matches = [full for full in matches if full.startswith(f"{folder}/")] or matches
     if len(matches) == 1:
         return known[matches[0]]
     if matches:
         raise ValueError(f"--config: {name} is ambiguous: {', '.join(matches)}; name its folder too")
-    names = list(dict.fromkeys(full if "/" in name else _short(full) for full in known))
+    names = list(dict.fromkeys(full if "/" in name else _base_name(full) for full in known))
     near = difflib.get_close_matches(name, names, 3)
     hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(names)}"
     raise ValueError(f"--config: no shipped configuration is named {name}; {hint}")
 
 
-def _short(full: str) -> str:
+def _base_name(full: str) -> str:
     return full.rpartition("/")[2]
 
 
-def _configs(words: list[str]) -> str:
+def _list_configs(words: list[str]) -> str:
     """The output of `phalanx configs`: a named configuration, or a line for each with the first sentence about it."""
     if words:
         return find_config(words[0]).read_text(encoding="utf-8").rstrip()
@@ -205,7 +205,7 @@ def _configs(words: list[str]) -> str:
     return "\n".join(lines)
 
 
-def _launch(task: str, words: list[str], *, one_rank: bool) -> NoReturn:
+def _launch_task(task: str, words: list[str], *, one_rank: bool) -> NoReturn:
     """Replace this process by train.sh, which finds python3 and torchrun on PATH: this interpreter's come first."""
     env = dict(os.environ)
     env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env.get('PATH', os.defpath)}"

@@ -33,12 +33,12 @@ hide: Callable[[str], str] = str  # removes secrets from everything printed or r
 REQUEST = signal.SIGUSR2
 
 
-def _uncopied(words: str, last: bool) -> None:
+def _no_copy(words: str, last: bool) -> None:
     """The default of `copy`, which keeps no copy."""
 
 
 # Receives lines that do not pass through sys.stdout or sys.stderr, and whether they may be this process's last.
-copy: Callable[[str, bool], None] = _uncopied
+copy: Callable[[str, bool], None] = _no_copy
 
 
 class Stopped(RuntimeError):
@@ -81,16 +81,16 @@ def take_role(role: str, *, first: bool, lead: bool) -> None:
     """Set this process's role; it is the `first` rank of the role or not, and leads the job or not."""
     global _role, _leads, _first
     _role, _leads, _first = role, lead, first
-    _log(lead, logging.INFO)
+    _set_levels(lead, logging.INFO)
 
 
 def speak_for_role() -> None:
     """Enable the warnings of each role's first rank, once roles do different things."""
     if not leads():
-        _log(is_first(), logging.NOTSET)
+        _set_levels(is_first(), logging.NOTSET)
 
 
-def _log(enabled: bool, level: int) -> None:
+def _set_levels(enabled: bool, level: int) -> None:
     """Log warnings of all libraries, and records of Phalanx from `level` on; only errors if not `enabled`."""
     logging.getLogger().setLevel(logging.WARNING if enabled else logging.ERROR)
     logging.getLogger("phalanx").setLevel(level if enabled else logging.NOTSET)
@@ -123,13 +123,13 @@ def begin() -> None:
     global _mark
     folder = os.environ.pop(MARKS, None)  # child processes of this one are not ranks
     if folder is None and "TORCHELASTIC_RUN_ID" in os.environ:
-        os._exit = partial(_left, os.getpid())
+        os._exit = partial(_early_exit, os.getpid())
     elif folder is not None:
         _mark = Path(folder, os.environ["LOCAL_RANK"])  # not RANK, which may change after a restart
         _mark.write_text(os.environ["RANK"])
 
 
-def _left(rank_pid: int, status: int) -> NoReturn:
+def _early_exit(rank_pid: int, status: int) -> NoReturn:
     """Replaces os._exit in a rank and the processes that it forks: a rank that calls it has not finished its job."""
     if os.getpid() != rank_pid:
         _leave(status)
@@ -146,7 +146,7 @@ def hide_with(function: Callable[[str], str]) -> None:
     global hide
     hide = function
     logging.setLogRecordFactory(_Record)
-    warnings.formatwarning = _warning
+    warnings.formatwarning = _hidden_warning
     threading.excepthook = _thread_crash
 
 
@@ -162,7 +162,7 @@ class _Record(logging.LogRecord):
         return hide(super().getMessage())
 
 
-def _warning(*args: Any, **kwargs: Any) -> str:
+def _hidden_warning(*args: Any, **kwargs: Any) -> str:
     return hide(_format_warning(*args, **kwargs))
 
 

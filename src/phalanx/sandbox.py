@@ -27,7 +27,7 @@ _FIXED = {
 }
 
 # The system calls that a computing Python process needs (memory, clocks, reading files), by number on each
-# architecture: AUDIT_ARCH, calls that are allowed whatever their arguments, and the numbers of those in _limited.
+# architecture: AUDIT_ARCH, calls that are allowed whatever their arguments, and the numbers of those in _limited_calls.
 # fmt: off
 _CALLS: dict[str, tuple[int, tuple[int, ...], dict[str, int]]] = {
     "x86_64": (
@@ -103,9 +103,9 @@ def confine(memory: int = 4 * 2**30, newest: int = 7) -> list[str]:
     packages = [path for path in site.getsitepackages() if os.access(path, os.R_OK)]
     missing = [] if _without_capabilities(libc) else ["empty set of capabilities"]
     missing += [f"right to read {path} without capabilities" for path in packages if not os.access(path, os.R_OK)]
-    if libc.prctl(_NO_NEW_PRIVS, 1, 0, 0, 0) != 0 or not _landlock(libc, newest, job):
+    if libc.prctl(_NO_NEW_PRIVS, 1, 0, 0, 0) != 0 or not _apply_landlock(libc, newest, job):
         missing.append("Landlock")
-    if not _seccomp(libc):
+    if not _apply_seccomp(libc):
         missing.append("seccomp")
     sys.path_importer_cache.clear()  # it knows modules in folders that are closed now
     return missing + [f"{layer} that denies {what}" for layer, what in leaks(libc, job) if layer not in missing]
@@ -143,7 +143,7 @@ def _without_capabilities(libc: ctypes.CDLL) -> bool:
     return dropped
 
 
-def _readable(job: str) -> list[str]:
+def _readable_paths(job: str) -> list[str]:
     """Python's standard library, the packages installed for it, and shared libraries: the same folders and files
     whatever PYTHONPATH, sys.path and the current folder are.
     """
@@ -158,7 +158,7 @@ def _readable(job: str) -> list[str]:
     return sorted(path for path in paths if os.path.isabs(path) and os.path.realpath(path) not in never)
 
 
-def _landlock(libc: ctypes.CDLL, newest: int, job: str) -> bool:
+def _apply_landlock(libc: ctypes.CDLL, newest: int, job: str) -> bool:
     """Allow nothing but reading Python's files; returns False if the kernel does not support Landlock."""
     abi = min(libc.syscall(_CREATE_RULESET, None, 0, 1), newest)
     if abi < 1:
@@ -170,7 +170,7 @@ def _landlock(libc: ctypes.CDLL, newest: int, job: str) -> bool:
     ruleset = libc.syscall(_CREATE_RULESET, attributes, size, 0)
     if ruleset < 0:
         return False
-    for path in _readable(job):
+    for path in _readable_paths(job):
         try:
             descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
         except OSError:  # it does not exist, or this user cannot reach it
@@ -184,7 +184,7 @@ def _landlock(libc: ctypes.CDLL, newest: int, job: str) -> bool:
     return confined
 
 
-def _seccomp(libc: ctypes.CDLL) -> bool:
+def _apply_seccomp(libc: ctypes.CDLL) -> bool:
     """Make system calls other than those in _CALLS fail with EPERM; returns False if the filter is not supported."""
     if platform.machine() not in _CALLS:
         return False
@@ -203,38 +203,48 @@ def seccomp_program(machine: str) -> list[Step]:
     program = [(_LOAD, 0, 0, 4), (_EQUAL, 1, 0, arch), (_GIVE, 0, 0, _REFUSE), (_LOAD, 0, 0, 0)]
     for call in calls:
         program += [(_EQUAL, 0, 1, call), (_GIVE, 0, 0, _ALLOW)]
-    for name, steps in _limited().items():
+    for name, steps in _limited_calls().items():
         if name in numbers:
             program += [(_EQUAL, 0, len(steps), numbers[name]), *steps]
     return [*program, (_GIVE, 0, 0, _REFUSE)]
 
 
-def _limited() -> dict[str, list[Step]]:
+def _limited_calls() -> dict[str, list[Step]]:
     """The system calls that are allowed with some arguments only. The kernel, too, reads the lower 32 bits of these."""
-    flags = _without(2, _ASYNC)
+    flags = _forbid_bits(2, _ASYNC)
     return {
-        "open": _without(1, _WRITING),
-        "openat": _without(2, _WRITING),
-        "mmap": _without(3, _RESERVED),
+        "open": _forbid_bits(1, _WRITING),
+        "openat": _forbid_bits(2, _WRITING),
+        "mmap": _forbid_bits(3, _RESERVED),
         "madvise": _one_of(2, _ADVICE),
         "ioctl": _one_of(1, _REQUESTS),
-        "fcntl": [(_LOAD, 0, 0, _offset(1)), (_EQUAL, 0, len(flags), _SET_FLAGS), *flags, *_one_of(1, _COMMANDS)],
+        "fcntl": [
+            (_LOAD, 0, 0, _argument_offset(1)),
+            (_EQUAL, 0, len(flags), _SET_FLAGS),
+            *flags,
+            *_one_of(1, _COMMANDS),
+        ],
     }
 
 
-def _without(argument: int, bits: int) -> list[Step]:
+def _forbid_bits(argument: int, bits: int) -> list[Step]:
     """Allow a call unless the argument has any of the bits."""
-    return [(_LOAD, 0, 0, _offset(argument)), (_ANY_BIT, 0, 1, bits), (_GIVE, 0, 0, _REFUSE), (_GIVE, 0, 0, _ALLOW)]
+    return [
+        (_LOAD, 0, 0, _argument_offset(argument)),
+        (_ANY_BIT, 0, 1, bits),
+        (_GIVE, 0, 0, _REFUSE),
+        (_GIVE, 0, 0, _ALLOW),
+    ]
 
 
 def _one_of(argument: int, values: tuple[int, ...]) -> list[Step]:
     """Allow a call only if the argument is one of the values."""
-    steps = [(_LOAD, 0, 0, _offset(argument))]
+    steps = [(_LOAD, 0, 0, _argument_offset(argument))]
     for value in values:
         steps += [(_EQUAL, 0, 1, value), (_GIVE, 0, 0, _ALLOW)]
     return [*steps, (_GIVE, 0, 0, _REFUSE)]
 
 
-def _offset(argument: int) -> int:
+def _argument_offset(argument: int) -> int:
     """The place of an argument's lower half in struct seccomp_data."""
     return 16 + 8 * argument

@@ -77,12 +77,12 @@ class Hasty(ClusterCheck):
 
     hangs: tuple[int, str] = -1, ""  # rank and topic
 
-    def _ask(self, topic: str, work: Callable[[], Any]) -> dict[int, Any] | None:
+    def _ask_ranks(self, topic: str, work: Callable[[], Any]) -> dict[int, Any] | None:
         plain = self.cfg.timeout_s
         if self.hangs == (self.launch.rank, topic):
             self.cfg.timeout_s = SHORT_S
         try:
-            return super()._ask(topic, work)
+            return super()._ask_ranks(topic, work)
         finally:
             self.cfg.timeout_s = plain
 
@@ -237,11 +237,11 @@ def test_the_others_end_where_rank_0_does() -> None:
 class Late(ClusterCheck):
     """The first step begins when rank 1 has arrived, and rank 0 keeps the store until rank 1 has ended."""
 
-    def _ranks(self) -> bool:
+    def _check_ranks(self) -> bool:
         if self.launch.rank == 0:
-            self.exchange._wait(["1/1"], 60)
+            self.exchange._wait_keys(["1/1"], 60)
             self.cfg.timeout_s, check.GRACE_S = SHORT_S, 0.5
-        return super()._ranks()
+        return super()._check_ranks()
 
     def run(self) -> None:
         try:
@@ -250,7 +250,7 @@ class Late(ClusterCheck):
             if self.launch.rank == 1:
                 self.exchange._store.set("over", "")
             else:
-                self.exchange._wait(["over"], 60)
+                self.exchange._wait_keys(["over"], 60)
 
 
 def test_ranks_that_never_come_are_named() -> None:

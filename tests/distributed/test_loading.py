@@ -158,8 +158,8 @@ def test_all_weights_have_one_dtype(tmp_path: Path) -> None:
 def encoded(cfg: FlowRLConfig) -> list[str]:
     """The texts that a rank encodes in a job."""
     texts: list[str] = []
-    encode = FlowPolicy._encode
-    with patch.object(FlowPolicy, "_encode", lambda self, wanted: texts.extend(wanted) or encode(self, wanted)):
+    encode = FlowPolicy._encode_missing
+    with patch.object(FlowPolicy, "_encode_missing", lambda self, wanted: texts.extend(wanted) or encode(self, wanted)):
         fit(cfg)
     return texts
 

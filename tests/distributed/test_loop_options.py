@@ -60,13 +60,13 @@ def drawn_again(cfg: FlowRLConfig) -> dict[str, Any]:
         first = t.collector.rollout.sample(
             t.collector.prompts.batch(0), seed=0, step=0, each=t.collector.rewards.submit
         )
-    combine, seen = t.collector._combine, list[dict[str, torch.Tensor]]()
+    combine, seen = t.collector._combine_terms, list[dict[str, torch.Tensor]]()
 
     def noted(reward_set: RewardSet, terms: dict[str, torch.Tensor], step: int, samples: Samples) -> torch.Tensor:
         seen.append(terms)
         return combine(reward_set, terms, step, samples)
 
-    t.collector._combine = noted  # type: ignore[method-assign]
+    t.collector._combine_terms = noted  # type: ignore[method-assign]
     samples, reward, row = t.collector.reward(first, 0)
     before, after = seen[0], seen[-1]
     learned = update(t, samples, reward, 0)

@@ -264,8 +264,8 @@ def test_weights_that_are_not_what_was_sent(lm_folder: Path, tmp_path: Path, mon
             tensor[500] += 1
         return work
 
-    send = link._broadcast
-    monkeypatch.setattr(link, "_broadcast", broadcast)
+    send = link._broadcast_tensor
+    monkeypatch.setattr(link, "_broadcast_tensor", broadcast)
     cfg = tiny_lm_config(lm_folder, tmp_path, "placement={rollout: 0, actor: 1}")
     with pytest.raises(
         RankError, match=r"the weights that this rank \(rollout\) received are not those that were sent"

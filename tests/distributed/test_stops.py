@@ -42,7 +42,7 @@ def told(build: Callable[[Any], Any], cfg: Any, at: int) -> tuple[str, int, dict
     trainer.updater.algorithm.loss = loss
     end = ""
     try:
-        trainer.job._run(trainer.fit, None)
+        trainer.job._run_loop(trainer.fit, None)
     except Stopped as stop:
         end = str(stop)
     return end, passes, full_weights(trainer.policy.trained.parameters), warnings

@@ -97,13 +97,13 @@ def step(cfg: Any) -> dict[str, Any]:
     trainer = build(cfg)
     samples, _ = trainer.collector.sample(0)
     kept: dict[str, torch.Tensor] = {}
-    combine = trainer.collector._combine
+    combine = trainer.collector._combine_terms
 
     def keep(reward_set: RewardSet, terms: dict[str, torch.Tensor], number: int, samples: Samples) -> torch.Tensor:
         kept.update(terms)
         return combine(reward_set, terms, number, samples)
 
-    trainer.collector._combine = keep  # type: ignore[method-assign]
+    trainer.collector._combine_terms = keep  # type: ignore[method-assign]
     samples, reward, row = trainer.collector.reward(samples, 0)
     return {"trace": vars(samples.trace), "texts": samples.outputs, "reward": reward, "row": row, "terms": kept}
 

@@ -109,4 +109,4 @@ def test_a_reward_that_is_a_function_meets_few_others(kind: str, most: int) -> N
     text = step_files(kind)
     functions, files = map(int, re.findall(r"meets (\d+) functions in (\d+) files of rewards/", text)[0])
     assert functions <= most and files <= 3, text
-    assert "reward: rewards/call.py: _work, as_numbers" in text  # those on the thread
+    assert "reward: rewards/call.py: _run_tasks, as_numbers" in text  # those on the thread

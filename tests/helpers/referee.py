@@ -74,7 +74,7 @@ def resizing(ledgers: list[Ledger]) -> Callable[..., Any]:
         out = resize(storage, size)
         for ledger in ledgers:
             if storage._cdata in ledger._sizes:
-                ledger._add(size - ledger._sizes[storage._cdata])
+                ledger._add_bytes(size - ledger._sizes[storage._cdata])
                 ledger._sizes[storage._cdata] = size
         return out
 

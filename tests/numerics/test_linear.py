@@ -190,7 +190,7 @@ def test_a_rows_product_depends_on_nothing_but_the_row(library: str) -> None:
         pytest.skip("MKL has a strict mode on Intel's processors only")
     for rows, width, out in ((7, 32, 32), (9, 64, 256), (33, 48, 144), (65, 400, 32), (128, 128, 32)):
         linear, x = nn.Linear(width, out), torch.randn(rows, width)
-        kernel = products._product if library == "onednn" else F.linear  # whatever the number of rows
+        kernel = products._linear_product if library == "onednn" else F.linear  # whatever the number of rows
         use = partial(kernel, weight=linear.weight, bias=linear.bias)
         with torch.no_grad():
             assert torch.equal(one_by_one(use, x), use(x))

@@ -63,7 +63,7 @@ def debian(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     monkeypatch.setenv("MASTER_ADDR", "node-a")
     monkeypatch.setattr(socket, "gethostbyname", lambda name: "127.0.1.1")
-    monkeypatch.setattr(devices, "_interfaces", lambda names: {"10.0.0.2": "eth0", "10.1.0.2": "ib0"})
+    monkeypatch.setattr(devices, "_interface_names", lambda names: {"10.0.0.2": "eth0", "10.1.0.2": "ib0"})
     monkeypatch.setattr(devices, "_address_towards", {"node-a": "10.1.0.2", devices.ANYWHERE: "10.0.0.2"}.get)
 
 
@@ -82,7 +82,7 @@ def test_node_0_knows_itself_by_loopback(debian: None, monkeypatch: pytest.Monke
     monkeypatch.setattr(devices, "_address_towards", lambda target: "")
     with pytest.raises(ConfigError, match=r"set GLOO_SOCKET_IFNAME to one of eth0, ib0$"):
         devices.choose_interface(TWO_NODES)
-    monkeypatch.setattr(devices, "_interfaces", lambda names: {"10.0.0.2": "eth0"})
+    monkeypatch.setattr(devices, "_interface_names", lambda names: {"10.0.0.2": "eth0"})
     devices.choose_interface(TWO_NODES)
     assert os.environ["GLOO_SOCKET_IFNAME"] == "eth0"
 

@@ -129,8 +129,8 @@ def test_a_signal_to_one_rank_stops_all() -> None:
     store = dist.HashStore()
     told, other = (Watch(rank, "ab", range(rank, rank + 1), 10.0, store, store) for rank in (0, 1))
     told._seen = other._seen = [(b"0", time.monotonic())] * 2
-    told._hear(signal.SIGTERM)
-    other._exchange(store)
+    told._handle_signal(signal.SIGTERM)
+    other._exchange_beats(store)
     assert (told.stop, other.stop) == (signal.SIGTERM, signal.SIGTERM)
 
 
@@ -146,10 +146,10 @@ def test_a_rank_of_the_same_launcher_is_dead_only_without_a_heartbeat(alive: boo
     store = dist.HashStore()
     told, other = (Failing(rank, "aa", range(2), 1.0, store, store) for rank in (0, 1))
     told._seen = other._seen = [(b"0", time.monotonic())] * 2
-    beating = threading.Thread(target=other._beats, args=(store,), daemon=True)
+    beating = threading.Thread(target=other._send_beats, args=(store,), daemon=True)
     if alive:
         beating.start()
-        told._hear(signal.SIGTERM)
+        told._handle_signal(signal.SIGTERM)
         other._closed.set()
         beating.join()
         assert (told.stop, other.stop) == (signal.SIGTERM, signal.SIGTERM)
@@ -157,16 +157,16 @@ def test_a_rank_of_the_same_launcher_is_dead_only_without_a_heartbeat(alive: boo
         with pytest.raises(
             RuntimeError, match=r"^no word from rank 1 on a: killed, out of memory, crashed, or frozen$"
         ):
-            told._hear(signal.SIGTERM)
+            told._handle_signal(signal.SIGTERM)
 
 
 class Silent(Watch):
     """A watch that keeps the errors for which it would end its process."""
 
     def fail(self, error: str, gone: int = 0) -> NoReturn:
-        self._leave(self.tell(error)[0])
+        self._leave_silently(self.tell(error)[0])
 
-    def _leave(self, error: str, gone: int = 0) -> NoReturn:
+    def _leave_silently(self, error: str, gone: int = 0) -> NoReturn:
         errors.append(error)
         self._closed.set()
         raise SystemExit  # ends the thread
@@ -205,11 +205,11 @@ def test_who_is_silent_is_lost() -> None:
     while time.monotonic() - begin < 4:  # ranks 0 and 1 live, 2 and 3 were never heard of again
         for watch in (first, second):
             assert watch._store is not None
-            watch._exchange(watch._store)
+            watch._exchange_beats(watch._store)
         time.sleep(0.2)
-    assert first._lost(60.0) is None
-    lost = first._lost(3.0)
+    assert first._lost_ranks(60.0) is None
+    lost = first._lost_ranks(3.0)
     assert lost is not None and lost.startswith("lost ranks 2, 3 on b: no sign of life for ")
     assert (first.explain() or "").startswith("lost ranks 2, 3 on b: no sign of life for ")
-    assert third._names([0, 1, 3]) == "ranks 0, 1 on a, rank 3 on b"
-    assert (fourth._lost(3.0) or "").startswith("lost rank 0 on a, which keeps the store: no contact for ")
+    assert third._rank_names([0, 1, 3]) == "ranks 0, 1 on a, rank 3 on b"
+    assert (fourth._lost_ranks(3.0) or "").startswith("lost rank 0 on a, which keeps the store: no contact for ")

@@ -115,7 +115,7 @@ def test_a_policy_encodes_each_prompt_alone_and_once(
         assert same(first[0], alone[0])
 
         later = make_policy(world, folder, embeds_cache_dir=tmp_path)
-        monkeypatch.setattr(later, "_encode", None)  # calling it would fail
+        monkeypatch.setattr(later, "_encode_missing", None)  # calling it would fail
         monkeypatch.setattr(later.model, "text_encoders", [])
         for a, b in zip(later.embed(PROMPTS), first, strict=True):
             assert same(a, b)
@@ -180,9 +180,9 @@ def test_a_tensor_that_texts_share_travels_once() -> None:
     image, alone = torch.randn(6, 8), torch.randn(6, 8)
     texts = [torch.randn(n + 1, 8) for n in range(3)]
     sent = {3: image, 4: image, 7: alone}
-    packed = embeds._pack({i: {"prompt_embeds": t, "image": sent[i]} for i, t in zip(sent, texts, strict=True)})
+    packed = embeds._pack_embeds({i: {"prompt_embeds": t, "image": sent[i]} for i, t in zip(sent, texts, strict=True)})
     assert packed.count(b"image") == 2
-    received = embeds._unpack(packed)
+    received = embeds._unpack_embeds(packed)
     assert sorted(received) == sorted(sent) and received[3]["image"] is received[4]["image"]
     for i, t in zip(sent, texts, strict=True):
         assert same(received[i], {"prompt_embeds": t, "image": sent[i]})

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from phalanx.run.launch import _tell
+from phalanx.run.launch import _report_failures
 
 
 @pytest.mark.parametrize(
@@ -27,5 +27,5 @@ def test_a_killed_rank_gives_the_status_though_another_one_told_first(
     failures = {0: ProcessFailure(0, 1, 1, str(file))}
     for rank, exitcode in enumerate(others, 1):
         failures[rank] = ProcessFailure(rank, 1 + rank, exitcode, str(tmp_path / "none.json"))
-    assert _tell(ChildFailedError("ranks", failures)) == status
+    assert _report_failures(ChildFailedError("ranks", failures)) == status
     assert capfd.readouterr().err == ""

@@ -68,7 +68,7 @@ def test_how_a_rank_ends(error: Exception, end: str, world: World, tmp_path: Pat
     assert (lines(tmp_path)[-1]["event"], lines(tmp_path)[-1]["text"]) == (end, str(error))
     assert read_ranks(tmp_path)[0]["ended"] == end
     assert (sys.stdout, sys.stderr) == streams
-    exit.copy = exit._uncopied  # a failing process keeps the copy for its final message
+    exit.copy = exit._no_copy  # a failing process keeps the copy for its final message
 
 
 def test_the_files_stay_short(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,7 +80,7 @@ def test_the_files_stay_short(world: World, tmp_path: Path, monkeypatch: pytest.
             with timers("rollout"):
                 print(f"line {step}")
             if step % 50 == 49:
-                files._flush()
+                files._flush_queue()
     for ending in ("jsonl", "log"):
         assert 1000 < (tmp_path / "ranks" / f"0.{ending}").stat().st_size < 8000
     steps = [line["step"] for line in lines(tmp_path) if "phase" in line]
@@ -92,8 +92,8 @@ def test_the_files_stay_short(world: World, tmp_path: Path, monkeypatch: pytest.
 def test_a_disk_that_refuses_them_ends_no_job(world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "ranks").write_text("in the way")
     with RankFiles(tmp_path, world, Timers(), None) as files:
-        files._flush()
-        files._flush()
+        files._flush_queue()
+        files._flush_queue()
     assert [record.message for record in caplog.records if "phalanx watch cannot show" in record.message] != []
     assert len(caplog.records) == 1
 

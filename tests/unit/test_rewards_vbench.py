@@ -99,14 +99,14 @@ def test_dinos_positions(dino_folder: Path) -> None:
     learnt = reward._vit.embeddings.position_embeddings.data
     grid = learnt[:, 1:].view(side, side, width)
     grid[:] = torch.arange(side).float()[:, None, None]  # each row has its number
-    wide = reward._positions(torch.empty(0), DINO_EDGE, 9 * PATCH)
+    wide = reward._position_embeddings(torch.empty(0), DINO_EDGE, 9 * PATCH)
     assert wide.shape == (1, 1 + side * 9, width) and torch.equal(wide[:, 0], learnt[:, 0])
     rows = wide[0, 1:].view(side, 9, width)
     assert torch.allclose(rows, rows[:, :1, :1].expand_as(rows), atol=1e-5)
     assert rows[:, 0, 0].diff().min() > 0.8
-    tall = reward._positions(torch.empty(0), 9 * PATCH, DINO_EDGE)[0, 1:].view(9, side, width)
+    tall = reward._position_embeddings(torch.empty(0), 9 * PATCH, DINO_EDGE)[0, 1:].view(9, side, width)
     assert torch.allclose(tall, tall[:, :1, :1].expand_as(tall), atol=1e-5) and tall[8, 0, 0] > tall[4, 0, 0] + 1
-    assert torch.equal(reward._positions(torch.empty(0), DINO_EDGE, DINO_EDGE), learnt)
+    assert torch.equal(reward._position_embeddings(torch.empty(0), DINO_EDGE, DINO_EDGE), learnt)
 
 
 def test_the_style_of_frames(clip_folder: Path) -> None:  # noqa: F811

@@ -11,7 +11,7 @@ from benchmarks.intervals import CHANGES, DIFFICULTIES, PAIRED, Cell, coverage
 
 from phalanx.functional.statistics import (
     Estimate,
-    _tango,
+    _tango_bound,
     best_of_k,
     in_unit_range,
     majority_at_k,
@@ -130,7 +130,7 @@ def test_differences_are_paired() -> None:
 @pytest.mark.parametrize(("up", "down", "count"), [(9, 4, 50), (0, 3, 20), (1, 0, 44), (30, 2, 40)])
 def test_bounds_of_differences_are_tangos(up: int, down: int, count: int) -> None:
     """At its lower bound the difference is 1.96 standard errors away, with the likeliest shares of this difference."""
-    low = float(_tango(np.array(up / count), np.array(down / count), np.array(float(count)), 1.96))
+    low = float(_tango_bound(np.array(up / count), np.array(down / count), np.array(float(count)), 1.96))
     falling = np.linspace(1e-9, 1 - 1e-9, 400_001)
     rising = falling + low
     with np.errstate(invalid="ignore", divide="ignore"):

@@ -175,7 +175,7 @@ def test_an_answer_that_takes_too_long_is_wrong(caplog: pytest.LogCaptureFixture
 
 
 def test_a_verifier_that_is_killed_costs_only_its_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    ready, asked = Verifier._ready, list[Any]()
+    ready, asked = Verifier._ready_process, list[Any]()
 
     def doomed(verifier: Verifier) -> Any:
         asked.append(ready(verifier))
@@ -183,7 +183,7 @@ def test_a_verifier_that_is_killed_costs_only_its_sample(monkeypatch: pytest.Mon
             threading.Timer(0.5, asked[0].kill).start()
         return asked[-1]
 
-    monkeypatch.setattr(Verifier, "_ready", doomed)
+    monkeypatch.setattr(Verifier, "_ready_process", doomed)
     reward = Format("(a+)+b", timeout_s=60)
     result = reward(["a" * 60, "aab", "c"], ["?"] * 3, [{}] * 3)  # the first would take for ever
     assert list(result.scores) == [0, 1, 0] and result.extras == {"unjudged": [1, 0, 0]}

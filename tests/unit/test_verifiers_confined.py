@@ -146,7 +146,7 @@ def test_a_verifier_has_no_secrets(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     shows.write_text(f"#!{sys.executable}\nimport os\nprint(*os.environ)\n")
     shows.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(shows))
-    child = Verifier("pattern", 5.0)._start()
+    child = Verifier("pattern", 5.0)._start_process()
     names = set(child.communicate()[0].split())
     assert names >= {"LC_ALL", "PATH", "PYTHONHASHSEED"}
     assert {name for name in names if not name.startswith("LC_")} <= {

@@ -56,7 +56,7 @@ class RewardGradientAlgorithm(GroupAlgorithm, ABC):
 
     def reference_output(self, policy: Policy, batch: FlowBatch) -> Tensor:
         """The velocities [B, V, ...] of other weights at the states."""
-        return _velocity(cast(Denoiser, policy), batch.trace, batch.corrupted)
+        return _state_velocities(cast(Denoiser, policy), batch.trace, batch.corrupted)
 
     def clean(self, policy: Denoiser, trace: FlowTrace, states: States, velocity: Tensor) -> Tensor:
         """The final latents [B, V, ...] predicted at the states from the velocities there: x_0 = x - sigma v."""
@@ -67,7 +67,7 @@ class RewardGradientAlgorithm(GroupAlgorithm, ABC):
         """The loss [B, W] per sample, before its weight, and metrics."""
         flow, states, sampler = cast(Denoiser, policy), batch.corrupted, batch.trace.sampler
         assert batch.score is not None, "the loop provides it to algorithms with last_steps"
-        velocity = _velocity(flow, batch.trace, states)
+        velocity = _state_velocities(flow, batch.trace, states)
         clean = self.clean(flow, batch.trace, states, velocity)
         images = flow.model.decode(clean.flatten(0, 1), sampler.height, sampler.width)
         reward = batch.score(images).view(states.step.shape)
@@ -100,7 +100,7 @@ def euler_steps(policy: Denoiser, trace: FlowTrace, x: Tensor, velocity: Tensor)
     return x
 
 
-def _velocity(policy: Denoiser, trace: FlowTrace, states: States) -> Tensor:
+def _state_velocities(policy: Denoiser, trace: FlowTrace, states: States) -> Tensor:
     """The velocities [B, V, ...] at the states, in one forward pass of B V rows."""
     rows = trace.prompt_index.repeat_interleave(states.step.shape[1])
     timesteps = trace.timesteps[states.step].flatten()

@@ -75,18 +75,18 @@ class Algorithm(ForwardAlgorithm):
 
     def reference_output(self, policy: Policy, batch: FlowBatch) -> Tensor:
         """The velocities [B, W, ...] of other weights."""
-        return super().reference_output(policy, _shared(batch))
+        return super().reference_output(policy, _share_noise(batch))
 
     def loss(self, policy: Policy, batch: FlowBatch) -> tuple[Tensor, Metrics]:
         """The loss [G, W] of each group, and its metrics."""
-        batch = _shared(batch)
+        batch = _share_noise(batch)
         velocity, target = policy.predict(batch.trace, batch.corrupted), batch.corrupted.target(batch.trace.clean)
         error = mean_square(velocity - target)  # [B, W]
         reference = batch.reference_outputs["reference"]
         stats: Metrics = {}
         if self.config.clip_ratio is not None:
             old_error = mean_square(batch.reference_outputs["policy"] - target)
-            beyond = _beyond(old_error - error.detach(), batch.advantage, self.config.clip_ratio)
+            beyond = _outside_clip(old_error - error.detach(), batch.advantage, self.config.clip_ratio)
             error, stats["clipfrac"] = torch.where(beyond, error.detach(), error), Metric(beyond, where=batch.mask)
         # [B, W] -> [G, n, W]: the images of a group are consecutive rows
         groups = (len(batch.weight), -1)
@@ -104,12 +104,12 @@ class Algorithm(ForwardAlgorithm):
         return loss, stats | preferred
 
 
-def _beyond(log_ratio: Tensor, advantage: Tensor, clip_ratio: float) -> Tensor:
+def _outside_clip(log_ratio: Tensor, advantage: Tensor, clip_ratio: float) -> Tensor:
     """[B, W] bool: log-ratios [B, W] outside the clip range, in the direction of the advantage [B]."""
     ratio, better = torch.exp(log_ratio), advantage[:, None] > 0
     return torch.where(better, ratio > 1 + clip_ratio, ratio < 1 - clip_ratio)
 
 
-def _shared(batch: FlowBatch) -> FlowBatch:
+def _share_noise(batch: FlowBatch) -> FlowBatch:
     """The batch with the noise and levels of each group's first image for the whole group."""
     return shared_noise(batch, len(batch.advantage) // len(batch.weight))

@@ -49,7 +49,7 @@ class Algorithm(TokenAlgorithm):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self.clip_range = min(self._range())
+        self.clip_range = min(self._clip_range())
 
     def surrogate(self, replay: TokenReplay, batch: Batch[TokenTrace]) -> tuple[Tensor, Metrics]:
         """The clipped surrogate [B, A], and its metrics."""
@@ -57,13 +57,13 @@ class Algorithm(TokenAlgorithm):
 
     def clipped(self, replay: TokenReplay, batch: Batch[TokenTrace], advantage: Tensor) -> tuple[Tensor, Metrics]:
         """The clipped surrogate for advantages [B], or [B, A] with one per token."""
-        c, (low, high) = self.config, self._range()
+        c, (low, high) = self.config, self._clip_range()
         log_ratio = (replay.log_prob - batch.log_prob) * batch.mask
         if c.importance == "sequence":
             log_ratio = of_sequences(replay.log_prob, log_ratio, batch.mask)
         return clipped_tokens(log_ratio, advantage, low=low, high=high, dual=c.clip_ratio_c)
 
-    def _range(self) -> tuple[float, float]:
+    def _clip_range(self) -> tuple[float, float]:
         """eps_low and eps_high."""
         c = self.config
         low = c.clip_ratio if c.clip_ratio_low is None else c.clip_ratio_low

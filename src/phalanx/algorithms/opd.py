@@ -72,25 +72,25 @@ class Algorithm(GroupAlgorithm):
 
     def reference_output(self, policy: Policy, batch: FlowBatch) -> Tensor:
         """The means or velocities [B, W, ...] of the same transitions under other weights."""
-        return self._prediction(policy.replay(batch.trace))
+        return self._student_prediction(policy.replay(batch.trace))
 
     def loss(self, policy: Policy, batch: FlowBatch) -> tuple[Tensor, Metrics]:
         """The loss [B, W] per sample and trained step, before its weight, and metrics."""
         replay: FlowReplay = policy.replay(batch.trace)
-        loss = self._distance(replay, batch.reference_outputs[TEACHER])
+        loss = self._transition_loss(replay, batch.reference_outputs[TEACHER])
         stats = of_teachers(self.teachers, f"teacher_{self.config.loss_type}", loss, batch)
         if "reference" in batch.reference_outputs:
-            anchor = self._distance(replay, batch.reference_outputs["reference"])
+            anchor = self._transition_loss(replay, batch.reference_outputs["reference"])
             loss = loss + self.config.kl_loss_coef * anchor
             stats["kl_ref"] = anchor
         return loss, stats
 
-    def _distance(self, replay: FlowReplay, other: Tensor) -> Tensor:
+    def _transition_loss(self, replay: FlowReplay, other: Tensor) -> Tensor:
         """The loss [B, W] of each transition relative to means or velocities [B, W, ...] of other weights."""
-        student = self._prediction(replay)
+        student = self._student_prediction(replay)
         if self.config.loss_type == "velocity":
             return mean_square(student - other)
         return divergence(student, other, replay.std)
 
-    def _prediction(self, replay: FlowReplay) -> Tensor:
+    def _student_prediction(self, replay: FlowReplay) -> Tensor:
         return replay.mean if self.config.loss_type == "kl" else replay.velocity

@@ -52,13 +52,13 @@ _KINDS = {
 def locate(file: str, key: str) -> list[tuple[str, Source]]:
     """The files of an entry, each with its name for messages."""
     places = []
-    for path, split in _sources(file, key):
+    for path, split in _find_sources(file, key):
         is_entry = split is not None or path == Path(file).expanduser()
         places.append((file if is_entry else str(path), (path, split)))
     return places
 
 
-def _sources(file: str, key: str) -> list[Source]:
+def _find_sources(file: str, key: str) -> list[Source]:
     """The files of an entry: the file itself, those of a folder or a pattern sorted by name, or a dataset's folder, of
     which `folder:split` selects one split.
     """
@@ -105,10 +105,10 @@ def _in_folder(folder: Path, split: str | None, place: str) -> list[Source]:
     splits: dict[str, list[Source]] = {}
     for path in files:
         splits.setdefault(without_number(path), []).append((path, None))
-    return _chosen(splits, split, place, folder, f", or all, {pattern}")
+    return _select_split(splits, split, place, folder, f", or all, {pattern}")
 
 
-def _chosen(splits: Mapping[str, T], split: str | None, place: str, folder: Path, all_: str = "") -> T:
+def _select_split(splits: Mapping[str, T], split: str | None, place: str, folder: Path, all_: str = "") -> T:
     """The split of this name in a folder, or the only one. `all_`: how to name all splits, the end of a message."""
     first = next(iter(splits))
     if split is None and len(splits) > 1:
@@ -150,7 +150,7 @@ def read(
     if path.suffix == ".txt":
         if images:
             raise DataError(f"{place} is plain text; images ({', '.join(images)}) come in the other formats")
-        return ((where, {"prompt": line}) for where, line in _lines(path, place, drop))
+        return ((where, {"prompt": line}) for where, line in _text_lines(path, place, drop))
     made = made_rows(path, split, place, drop) if path.suffix == ".py" and split is not None else None
     if made is not None or path.suffix in (".jsonl", ".json"):
         rows = _object_rows(made or json_objects(path, place, drop), path.parent, images, drop)
@@ -163,7 +163,7 @@ def read(
     raise DataError(f"{place} {ending}; expected {FORMATS}")
 
 
-def _refuse(error: DataError) -> None:
+def _raise_error(error: DataError) -> None:
     raise error
 
 
@@ -176,7 +176,7 @@ def _check_regular(path: Path, place: str) -> None:
         raise DataError(f"{place} cannot be read: {error.strerror}") from None
 
 
-def _lines(path: Path, place: str, drop: Callable[[DataError], None]) -> Iterator[tuple[str, str]]:
+def _text_lines(path: Path, place: str, drop: Callable[[DataError], None]) -> Iterator[tuple[str, str]]:
     """Iterate over the lines that are not blank, each with its place. drop: see `read`."""
     try:
         content = read_bytes(path).removeprefix(b"\xef\xbb\xbf")
@@ -195,12 +195,12 @@ def _lines(path: Path, place: str, drop: Callable[[DataError], None]) -> Iterato
             yield where, line
 
 
-def json_objects(path: Path, place: str, drop: Callable[[DataError], None] = _refuse) -> Iterator[Located]:
+def json_objects(path: Path, place: str, drop: Callable[[DataError], None] = _raise_error) -> Iterator[Located]:
     """Iterate over the objects of a JSON Lines file, or of a .json file that is one list of objects, each with its
     place. drop: called for a line or an item that is no object.
     """
     expected = 'expected one object per line, {"prompt": "..."}'
-    listed = _listed(path, place) if path.suffix == ".json" else None
+    listed = _json_list(path, place) if path.suffix == ".json" else None
     if listed is not None:
         for number, value in enumerate(listed):
             if isinstance(value, dict):
@@ -208,7 +208,7 @@ def json_objects(path: Path, place: str, drop: Callable[[DataError], None] = _re
             else:
                 drop(DataError(f"{place}, row {number}: JSON of type {kind_of(value)}; expected an object"))
         return
-    for where, line in _lines(path, place, drop):
+    for where, line in _text_lines(path, place, drop):
         try:
             value = parse_json(line, _named_once)
         except json.JSONDecodeError as error:
@@ -222,9 +222,9 @@ def json_objects(path: Path, place: str, drop: Callable[[DataError], None] = _re
                 drop(DataError(f"{where}: JSON of type {kind_of(value)}; {expected}"))
 
 
-def _listed(path: Path, place: str) -> list[Any] | None:
+def _json_list(path: Path, place: str) -> list[Any] | None:
     """The list that a .json file contains; None if it does not begin with one. Raises DataError for a damaged list."""
-    text = "\n".join(line for _, line in _lines(path, place, _refuse))
+    text = "\n".join(line for _, line in _text_lines(path, place, _raise_error))
     if not text.startswith("["):
         return None
     try:
@@ -237,11 +237,11 @@ def _named_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """A JSON object. Raises ValueError for a duplicate key, of which json would keep only the last value."""
     value = dict(pairs)
     if len(value) < len(pairs):
-        raise ValueError(f"the key {_repeated([name for name, _ in pairs])!r} occurs twice")
+        raise ValueError(f"the key {_first_duplicate([name for name, _ in pairs])!r} occurs twice")
     return value
 
 
-def _repeated(names: Sequence[str]) -> str | None:
+def _first_duplicate(names: Sequence[str]) -> str | None:
     """The first name that occurs twice; None if there is none."""
     return next((name for i, name in enumerate(names) if name in names[:i]), None)
 
@@ -294,23 +294,23 @@ def _parquet_rows(
     with reading_parquet(place):
         source = pq.ParquetFile(path)
         fields = source.schema_arrow
-        _check_columns(fields.names, place, (prompt, *_named(images, fields.names)))
+        _check_columns(fields.names, place, (prompt, *_image_columns(images, fields.names)))
         limit = UNPACKED + GROWTH * path.stat().st_size
         on_disk = bool(images) or column_of(fields, shown) is not None
         wanted = [field.name for field in fields if not (shown and holds_images(field.type))]
         if not on_disk:
-            return _numbered(unpacked(source, wanted, limit, place), place)
+            return _number_rows(unpacked(source, wanted, limit, place), place)
         check_unpacked(ROW * source.metadata.num_rows, limit, place)
-        rows = _mapped(path, place)
+        rows = _open_parquet(path, place)
     return _table_rows(rows, path.parent, place, images, prompt, shown)
 
 
-def _named(images: Sequence[str], columns: Sequence[str]) -> list[str]:
+def _image_columns(images: Sequence[str], columns: Sequence[str]) -> list[str]:
     """The names of the columns of images in the file, which may be plurals."""
     return [name if name in columns or f"{name}s" not in columns else f"{name}s" for name in images]
 
 
-def _mapped(path: Path, place: str) -> Any:
+def _open_parquet(path: Path, place: str) -> Any:
     """A Parquet file as a dataset on disk. `datasets` keeps a copy in its cache that allows reading single rows."""
     import datasets
 
@@ -330,18 +330,18 @@ def _mapped(path: Path, place: str) -> Any:
         raise DataError(f"{place} is damaged: {reason(cause)}") from error
 
 
-def _numbered(rows: Iterable[dict[str, Any]], place: str) -> Iterator[Located]:
+def _number_rows(rows: Iterable[dict[str, Any]], place: str) -> Iterator[Located]:
     return ((f"{place}, row {number}", row) for number, row in enumerate(rows))
 
 
 def with_pictures(dataset: Any, folder: Path, place: str, images: Sequence[str]) -> Iterator[Located]:
     """Iterate over the rows of a dataset on disk, with Pictures in place of images."""
-    for name, column in zip(images, _named(images, dataset.column_names), strict=True):
+    for name, column in zip(images, _image_columns(images, dataset.column_names), strict=True):
         if name != column:
             dataset = dataset.rename_column(column, name)
     columns = {name: dataset.select_columns([name]) for name in images}
     lengths = {name: list(counts_of(columns[name], name, 1)) for name in images}
-    for number, (where, texts) in enumerate(_numbered(dataset.remove_columns(list(images)), place)):
+    for number, (where, texts) in enumerate(_number_rows(dataset.remove_columns(list(images)), place)):
         pictures = {}
         for name in images:
             source = partial(stored_cell, columns[name], name, number)
@@ -360,7 +360,7 @@ def load_dataset(path: Path, split: str | None, place: str) -> Any:
     except Exception as error:  # `datasets` may raise anything for damaged JSON files
         raise DataError(f"{place}: the dataset is damaged: {reason(error)}") from error
     if isinstance(dataset, DatasetDict):
-        return _chosen(dataset, split, place, path)
+        return _select_split(dataset, split, place, path)
     if split is not None:
         raise DataError(f"{place}: the dataset has no splits; expected {path}")
     return dataset
@@ -370,15 +370,15 @@ def _table_rows(
     dataset: Any, folder: Path, place: str, images: Sequence[str], prompt: str, shown: Sequence[str]
 ) -> Iterator[Located]:
     """Iterate over the rows of a dataset on disk; see `read`."""
-    _check_columns(dataset.column_names, place, (prompt, *_named(images, dataset.column_names)))
+    _check_columns(dataset.column_names, place, (prompt, *_image_columns(images, dataset.column_names)))
     if images:
         return with_pictures(dataset, folder, place, images)
     if not shown:
-        return _numbered(dataset, place)
+        return _number_rows(dataset, place)
     schema = dataset.features.arrow_schema
     column = column_of(schema, shown)
     left_out = [field.name for field in schema if field.name == column or holds_images(field.type)]
-    rows = _numbered(stored(dataset.remove_columns(left_out)), place)
+    rows = _number_rows(stored(dataset.remove_columns(left_out)), place)
     return rows if column is None else in_table(rows, dataset.select_columns([column]), folder, column)
 
 
@@ -386,7 +386,7 @@ def _check_columns(columns: Sequence[str], place: str, wanted: Sequence[str]) ->
     for name in wanted:
         if name not in columns:
             raise DataError(f"{place} has no column {name!r}; it has {', '.join(columns) or 'none'}")
-    if (repeated := _repeated(columns)) is not None:
+    if (repeated := _first_duplicate(columns)) is not None:
         raise DataError(f"{place} has the column {repeated!r} twice; rename one of them")
 
 

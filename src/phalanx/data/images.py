@@ -29,7 +29,7 @@ class ImageTextData:
         self._rows: list[tuple[Picture, str]] = []
         drop = UnusableRows(key, unusable)
         for file in files:
-            self._rows += _rows(file, key, drop)
+            self._rows += _read_rows(file, key, drop)
         drop.report(len(self._rows))
         if not self._rows:
             raise DataError(f"{key}: {files} contain no images")
@@ -53,7 +53,7 @@ class ImageTextData:
             raise DataError(str(error)) from None
 
 
-def _rows(file: str, key: str, drop: UnusableRows) -> Iterator[tuple[Picture, str]]:
+def _read_rows(file: str, key: str, drop: UnusableRows) -> Iterator[tuple[Picture, str]]:
     for place, (path, split) in locate(file, key):
         if path.is_dir():
             yield from _dataset_rows(load_dataset(path, split, f"{key}: {place}"), path, f"{key}: {place}")

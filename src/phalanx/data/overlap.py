@@ -20,10 +20,10 @@ def held_out_overlap(train: Iterable[Prompt], val: Iterable[Prompt], image: str 
         return row.images if image is None else (row.meta[image],)
 
     held_out = list(val)
-    seen, same = _common(list(train), held_out, lambda row: row.text.strip())
+    seen, same = _common_rows(list(train), held_out, lambda row: row.text.strip())
     # compare file sizes first, because reading all images takes long
-    seen, same = _common(seen, same, lambda row: (row.text.strip(), *[each.file_size for each in images(row)]))
-    seen, same = _common(seen, same, lambda row: (row.text.strip(), *[each.digest for each in images(row)]))
+    seen, same = _common_rows(seen, same, lambda row: (row.text.strip(), *[each.file_size for each in images(row)]))
+    seen, same = _common_rows(seen, same, lambda row: (row.text.strip(), *[each.digest for each in images(row)]))
     overlap = len(same)
     if overlap:
         logger.warning(
@@ -34,7 +34,7 @@ def held_out_overlap(train: Iterable[Prompt], val: Iterable[Prompt], image: str 
     return overlap
 
 
-def _common(
+def _common_rows(
     some: list[Prompt], others: list[Prompt], name: Callable[[Prompt], Hashable]
 ) -> tuple[list[Prompt], list[Prompt]]:
     """The rows of each list whose name occurs in the other list as well."""

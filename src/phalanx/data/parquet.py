@@ -51,17 +51,17 @@ def unpacked(source: Any, columns: list[str], limit: int, place: str) -> Iterato
             for field, column in zip(batch.schema, batch.columns, strict=True):
                 # a dictionary has each value once, and a list of numbers is larger in Python
                 flat = not (pa.types.is_nested(field.type) or pa.types.is_dictionary(field.type))
-                total += column.nbytes if flat else sum(_size(row[field.name]) for row in rows)
+                total += column.nbytes if flat else sum(_value_bytes(row[field.name]) for row in rows)
             check_unpacked(total, limit, place)
         yield from rows
 
 
-def _size(value: Any) -> int:
+def _value_bytes(value: Any) -> int:
     """The bytes that a value of a row takes in memory, roughly."""
     if isinstance(value, dict):
-        return ROW + sum(map(_size, value.values()))
+        return ROW + sum(map(_value_bytes, value.values()))
     if isinstance(value, list):
-        return 64 + sum(map(_size, value))
+        return 64 + sum(map(_value_bytes, value))
     return 40 + (len(value) if isinstance(value, str | bytes) else 0)
 
 

@@ -73,7 +73,7 @@ def load_prompts(
                 try:
                     if not quoted:
                         take_held(columns, column, folder, where)
-                    row = _row(columns, where, column, bool(images), quoted, answered)
+                    row = _parse_row(columns, where, column, bool(images), quoted, answered)
                     if not quoted:
                         _check_marks(columns, column, where, COLUMNS if image_key is None else (image_key,))
                     rows.append(row)
@@ -95,7 +95,7 @@ def validation_sets(files: list[str], limit: int | None = None, **form: Any) -> 
     key = "data.val_files"
     entries: list[_Set] = []
     for file in files:
-        entries += _sets(file, key)
+        entries += _validation_sets(file, key)
     counts = Counter(entry.name for entry in entries)
     sets: dict[str, list[Prompt]] = {}
     origin: dict[str, str] = {}
@@ -121,7 +121,7 @@ class _Set:
     places: list[str]
 
 
-def _sets(file: str, key: str) -> list[_Set]:
+def _validation_sets(file: str, key: str) -> list[_Set]:
     """The validation sets of an entry."""
     places = locate(file, key)
     path = Path(file).expanduser()
@@ -158,22 +158,24 @@ def answer_of(value: Any, name: str, where: str) -> str | None:
     """A response given as text or, as in TRL, as a chat of one assistant message; None if there is none."""
     if not isinstance(value, list):
         return value if isinstance(value, str) else None
-    messages = _messages(value, name, where, answered=True) if value else []
+    messages = _parse_messages(value, name, where, answered=True) if value else []
     if messages is None or [message["role"] for message in messages] != ["assistant"] or "content" not in messages[0]:
         raise DataError(f"{where}: {name} is a chat of {len(value)} messages; expected one of the assistant, or a text")
     return str(messages[0]["content"])
 
 
-def _row(columns: dict[str, Any], where: str, prompt: str, about_image: bool, quoted: bool, answered: bool) -> Prompt:
+def _parse_row(
+    columns: dict[str, Any], where: str, prompt: str, about_image: bool, quoted: bool, answered: bool
+) -> Prompt:
     if prompt not in columns:
         raise DataError(f"{where}: no {prompt!r}; it has {', '.join(columns) or 'no keys'}")
     images = columns.get("images")
     shows = isinstance(images, tuple)  # the file has a column of images, which may be empty in this row
     pictures: tuple[Picture, ...] = images if isinstance(images, tuple) else ()
-    text = _text(columns[prompt], prompt, where, shows)
+    text = _prompt_text(columns[prompt], prompt, where, shows)
     negative = columns.get("negative_prompt")
     if negative is not None:
-        negative = _text(negative, "negative_prompt", where)
+        negative = _prompt_text(negative, "negative_prompt", where)
     if about_image:
         text = _PLACEHOLDER.sub("", text)
         negative = None if negative is None else _PLACEHOLDER.sub("", negative)
@@ -186,11 +188,13 @@ def _row(columns: dict[str, Any], where: str, prompt: str, about_image: bool, qu
     if quoted:
         return Prompt(text, 0, meta, negative, place=where)
     if "tools" in meta:
-        meta["tools"] = _tools(meta["tools"])
+        meta["tools"] = _parse_tools(meta["tools"])
     if not shows:
-        return Prompt(text, 0, meta, negative, _messages(columns[prompt], prompt, where, answered), where)
+        return Prompt(text, 0, meta, negative, _parse_messages(columns[prompt], prompt, where, answered), where)
     given = columns[prompt]
-    chat = _messages(given, prompt, where, answered, shows) or [{"role": "user", "content": _parts(given)}]
+    chat = _parse_messages(given, prompt, where, answered, shows) or [
+        {"role": "user", "content": _message_parts(given)}
+    ]
     _place_images(chat, len(pictures), f"{where}: {prompt}")
     return Prompt(text, 0, meta, negative, chat if isinstance(given, list) or pictures else None, where, pictures)
 
@@ -206,7 +210,7 @@ def _check_marks(columns: dict[str, Any], prompt: str, where: str, shown: Sequen
         if name is not None and mark in content and not (shows and mark == MARK):
             raise DataError(f"{where}: {prompt} has {mark}, and the row a column {name!r}; {reason}")
     if MARK in content and not shows and not columns.keys().isdisjoint(shown):
-        raise DataError(_misplaced(content.count(MARK), 0, f"{where}: {prompt}"))
+        raise DataError(_count_mismatch(content.count(MARK), 0, f"{where}: {prompt}"))
 
 
 def _place_images(chat: list[dict[str, Any]], images: int, where: str) -> None:
@@ -219,18 +223,18 @@ def _place_images(chat: list[dict[str, Any]], images: int, where: str) -> None:
         places = [{"type": "image"}] * images
         users[0]["content"] = [*places, *users[0]["content"]]
     if len(places) != images:
-        raise DataError(_misplaced(len(places), images, where))
+        raise DataError(_count_mismatch(len(places), images, where))
     for message in chat:
         parts = message.get("content", [])
         if all(part["type"] == "text" for part in parts) and "content" in message:
             message["content"] = "".join(part["text"] for part in parts)
 
 
-def _misplaced(places: int, images: int, where: str) -> str:
+def _count_mismatch(places: int, images: int, where: str) -> str:
     return f"{where} has places for {places} images ({MARK}, or parts {{type: image}}), but the row has {images}"
 
 
-def _parts(text: str) -> list[dict[str, str]]:
+def _message_parts(text: str) -> list[dict[str, str]]:
     """Split a text with marks of images into the parts of a message."""
     parts: list[dict[str, str]] = []
     for i, piece in enumerate(text.split(MARK)):
@@ -239,7 +243,9 @@ def _parts(text: str) -> list[dict[str, str]]:
     return parts
 
 
-def _messages(value: Any, name: str, where: str, answered: bool, shows: bool = False) -> list[dict[str, Any]] | None:
+def _parse_messages(
+    value: Any, name: str, where: str, answered: bool, shows: bool = False
+) -> list[dict[str, Any]] | None:
     """A chat's messages with contents as texts, and their further keys such as `tool_calls`; None for a plain text.
 
     shows: contents may show images and become lists of parts instead.
@@ -250,20 +256,20 @@ def _messages(value: Any, name: str, where: str, answered: bool, shows: bool = F
     for given in value:
         message = without_nulls(given)
         if isinstance(message, dict) and isinstance(message.get("content"), list):
-            message["content"] = _joined(message["content"], name, where, shows)
+            message["content"] = _join_parts(message["content"], name, where, shows)
         calls = isinstance(message, dict) and "content" not in message and "tool_calls" in message
         keys = ("role",) if calls else ("role", "content")
         if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in keys):
             raise DataError(f"{where}: {name} contains a message that is not {{role, content}}, both texts")
         if shows and "content" in message:
-            message["content"] = _parts(message["content"])
+            message["content"] = _message_parts(message["content"])
         messages.append(message)
     if messages[-1]["role"] == "assistant" and not answered:
         raise DataError(f"{where}: {name} ends with an answer of the assistant; expected a message to be answered")
     return messages
 
 
-def _joined(parts: list[Any], name: str, where: str, shows: bool) -> str:
+def _join_parts(parts: list[Any], name: str, where: str, shows: bool) -> str:
     """Join the parts of a message, {type: text, text} each, to a text. Parts {type: image} become marks."""
     texts = []
     for part in parts:
@@ -272,7 +278,7 @@ def _joined(parts: list[Any], name: str, where: str, shows: bool) -> str:
             continue
         if isinstance(part, dict) and part.get("type") in IMAGE_PARTS:
             raise DataError(
-                f"{where}: {name} has a part {{{_keys(part)}}} of a message; expected the row's images in a column "
+                f"{where}: {name} has a part {{{_key_list(part)}}} of a message; expected the row's images in a column "
                 f"`images`, and parts {{type: image}} in their places, or {{type: image, image}} with {FORMS}"
             )
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
@@ -281,21 +287,21 @@ def _joined(parts: list[Any], name: str, where: str, shows: bool) -> str:
     return "".join(texts)
 
 
-def _keys(part: dict[str, Any]) -> str:
+def _key_list(part: dict[str, Any]) -> str:
     return ", ".join([f"type: {part['type']}", *(str(name) for name in without_nulls(part) if name != "type")])
 
 
-def _tools(value: Any) -> Any:
+def _parse_tools(value: Any) -> Any:
     """Tools for the chat template as a list of JSON schemas. Parses JSON text of the list or of its elements; any other
     value is unchanged.
     """
-    value = _parsed(value, list)
+    value = _decode_json(value, list)
     if isinstance(value, list):
-        value = [_parsed(item, dict) for item in value]
+        value = [_decode_json(item, dict) for item in value]
     return without_nulls(value)
 
 
-def _parsed(value: Any, kind: type) -> Any:
+def _decode_json(value: Any, kind: type) -> Any:
     """The value of a JSON text if it is of this kind; any other value unchanged."""
     try:
         parsed = parse_json(value) if isinstance(value, str) else None
@@ -325,7 +331,7 @@ def _ground_truth(columns: dict[str, Any], text: str, quoted: bool) -> Any:
     return span.group(1) if span else None
 
 
-def _text(value: Any, name: str, where: str, shows: bool = False) -> str:
+def _prompt_text(value: Any, name: str, where: str, shows: bool = False) -> str:
     """A text, or the content of a chat's last user message. shows: remove the marks of images."""
     if isinstance(value, list):
         messages = [m for m in value if isinstance(m, dict) and m.get("role") == "user"]
@@ -333,7 +339,7 @@ def _text(value: Any, name: str, where: str, shows: bool = False) -> str:
             raise DataError(f"{where}: {name} is a list without a user message; expected text or [{{role, content}}]")
         value = messages[-1].get("content")
         if isinstance(value, list):
-            value = _joined(value, name, where, shows)
+            value = _join_parts(value, name, where, shows)
     if not isinstance(value, str):
         raise DataError(f"{where}: {name} is of type {kind_of(value)}; expected text, or a chat of texts")
     if len(value) > LONGEST:

@@ -52,7 +52,7 @@ def take_held(row: dict[str, Any], column: str, folder: Path, where: str) -> Non
     for message in row[column]:
         content = message.get("content") if isinstance(message, dict) else None
         for part in content if isinstance(content, list) else []:
-            image = _held(part)
+            image = _part_image(part)
             if image is not None:
                 pictures.append(Picture(partial(in_memory, image), folder, f"{where}: {column}, image {len(pictures)}"))
                 part.clear()
@@ -63,7 +63,7 @@ def take_held(row: dict[str, Any], column: str, folder: Path, where: str) -> Non
         row["images"] = tuple(pictures)
 
 
-def _held(part: Any) -> Any:
+def _part_image(part: Any) -> Any:
     """The image that a part of a message holds, as a Picture's source returns it; None if it holds none, or more."""
     if not isinstance(part, dict) or part.get("type") not in IMAGE_PARTS or len(part) != 2:
         return None

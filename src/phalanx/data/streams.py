@@ -16,7 +16,7 @@ class IndexStream:
 
     def __init__(self, size: int, batch_size: int, seed: int | str) -> None:
         self._size, self._batch_size, self._seed = size, batch_size, seed
-        self._order = lru_cache(maxsize=2)(self._permutation)
+        self._order = lru_cache(maxsize=2)(self._epoch_order)
 
     def batch(self, step: int) -> list[int]:
         """The indices of training step `step`, for all ranks."""
@@ -27,7 +27,7 @@ class IndexStream:
             numbers.append(self._order(epoch)[index])
         return numbers
 
-    def _permutation(self, epoch: int) -> list[int]:
+    def _epoch_order(self, epoch: int) -> list[int]:
         order = list(range(self._size))
         # Random hashes a string with SHA-512, which is the same in every process, unlike hash()
         random.Random(f"{self._seed}/{epoch}").shuffle(order)

@@ -26,7 +26,7 @@ _numbers = itertools.count()
 
 
 @contextmanager
-def _timed() -> Iterator[None]:
+def _record_wait() -> Iterator[None]:
     """Record a collective in which this rank waits for others."""
     number, begin = next(_numbers), time.perf_counter()
     yield
@@ -51,7 +51,7 @@ def all_gather(value: Tensor) -> Tensor:
 def all_gather_apart(value: Tensor) -> list[Tensor]:
     """CPU tensors of the same shape from all ranks, in rank order."""
     out = [torch.empty_like(value) for _ in range(dist.get_world_size())]
-    with _timed():
+    with _record_wait():
         dist.all_gather(out, value.contiguous())
     return out
 
@@ -59,7 +59,7 @@ def all_gather_apart(value: Tensor) -> list[Tensor]:
 def all_gather_object(value: T) -> list[T]:
     """Values of all ranks, in rank order. For small values that can be pickled."""
     out: list[Any] = [None] * dist.get_world_size()
-    with _timed():
+    with _record_wait():
         dist.all_gather_object(out, value)
     return out
 
@@ -72,31 +72,31 @@ def all_gather_rows(row: T) -> list[T]:
 def broadcast_object(value: T, source: int = 0) -> T:
     """Broadcast the value of rank `source` to all ranks."""
     box = [value]
-    with _timed():
+    with _record_wait():
         dist.broadcast_object_list(box, src=source)
     return box[0]
 
 
 def reduce_int(value: int, op: str) -> int:
     """The "max" or "sum" of an integer over all ranks."""
-    return int(_reduced(torch.tensor([value], dtype=torch.int64), op))
+    return int(_reduce_values(torch.tensor([value], dtype=torch.int64), op))
 
 
 def reduce_float(value: float, op: str) -> float:
     """The "max" or "sum" of a number over all ranks."""
-    return float(_reduced(torch.tensor([value], dtype=torch.float64), op))
+    return float(_reduce_values(torch.tensor([value], dtype=torch.float64), op))
 
 
 def reduce_sum(values: Tensor) -> Tensor:
     """The sum over all ranks of CPU tensors of the same shape."""
-    return _reduced(values.clone(), "sum")
+    return _reduce_values(values.clone(), "sum")
 
 
-def _reduced(values: Tensor, op: str) -> Tensor:
+def _reduce_values(values: Tensor, op: str) -> Tensor:
     """Reduce `values` in place over all ranks."""
     if op == "sum" and dist.get_rank() % _alike:
         values.zero_()
-    with _timed():
+    with _record_wait():
         dist.all_reduce(values, {"max": dist.ReduceOp.MAX, "sum": dist.ReduceOp.SUM}[op])
     return values
 
@@ -110,7 +110,7 @@ def agree(error: str | None, stop: int) -> tuple[str | None, int]:
     ranks = dist.get_world_size()
     # called for every micro-batch: only two numbers per rank are reduced, and text is sent only if there is an error
     box = torch.tensor([ranks - dist.get_rank() if error else 0, stop], dtype=torch.int64)
-    with _timed():
+    with _record_wait():
         dist.all_reduce(box, dist.ReduceOp.MAX)
     failed, largest = box.tolist()
     if not failed:
@@ -171,13 +171,13 @@ def exchange(parcels: Mapping[int, Tensor], sources: Iterable[int]) -> dict[int,
     """
     sizes = {rank: torch.tensor([len(parcel)]) for rank, parcel in parcels.items()}
     coming = {rank: torch.empty(1, dtype=torch.int64) for rank in sources}
-    _swap(sizes, coming)
+    _exchange_tensors(sizes, coming)
     received = {rank: torch.empty(int(size), dtype=torch.uint8) for rank, size in coming.items()}
-    _swap(parcels, received)
+    _exchange_tensors(parcels, received)
     return received
 
 
-def _swap(sent: Mapping[int, Tensor], received: Mapping[int, Tensor]) -> None:
+def _exchange_tensors(sent: Mapping[int, Tensor], received: Mapping[int, Tensor]) -> None:
     """Send tensors to ranks, and receive those from other ranks in place."""
     operations = [dist.P2POp(dist.isend, tensor, rank) for rank, tensor in sent.items()]
     operations += [dist.P2POp(dist.irecv, tensor, rank) for rank, tensor in received.items()]

@@ -71,11 +71,11 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, split: int, join: int, context: ContextGroup) -> Tensor:
         ctx.split, ctx.join, ctx.context = split, join, context
-        return _exchanged(value, split, join, context)
+        return _all_to_all(value, split, join, context)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _exchanged(grad, ctx.join, ctx.split, ctx.context), None, None, None
+        return _all_to_all(grad, ctx.join, ctx.split, ctx.context), None, None, None
 
 
 class _Gather(torch.autograd.Function):
@@ -94,7 +94,7 @@ class _Gather(torch.autograd.Function):
         return grad.chunk(ctx.context.size, ctx.dim)[ctx.context.place], None, None
 
 
-def _exchanged(value: Tensor, split: int, join: int, context: ContextGroup) -> Tensor:
+def _all_to_all(value: Tensor, split: int, join: int, context: ContextGroup) -> Tensor:
     """See ContextGroup.exchange."""
     parts = torch.stack(value.chunk(context.size, split))
     received = torch.empty_like(parts)

@@ -114,14 +114,14 @@ class _Travel(torch.autograd.Function):
         ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup | None
     ) -> Tensor:
         ctx.sent, ctx.received, ctx.group = sent, received, group
-        return _sent(rows, sent, received, group)
+        return _exchange_rows(rows, sent, received, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _sent(grad, ctx.received, ctx.sent, ctx.group), None, None, None
+        return _exchange_rows(grad, ctx.received, ctx.sent, ctx.group), None, None, None
 
 
-def _sent(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup | None) -> Tensor:
+def _exchange_rows(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup | None) -> Tensor:
     """Send `sent[i]` of the rows to rank i, and return the rows that arrive, `received[i]` from rank i."""
     output, rows = rows.new_empty(sum(received), rows.shape[1]), rows.contiguous()
     if not rows.is_meta:  # meta tensors of a plan have no values

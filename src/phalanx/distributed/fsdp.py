@@ -59,10 +59,12 @@ class Sharded:
         self._copies: dict[str, tuple[nn.Parameter, Tensor]] = {}
         if config.expert_parallel and world.shard_size > 1 and not experts:
             raise ValueError("parallel.expert_parallel: true needs a language model with experts; leave it out")
-        self._spread = [SpreadExperts(m, world, dtype, self._dtype) for m in experts] if world.shard_size > 1 else []
+        self._spread = (
+            [SpreadExperts(m, world, dtype, self._storage_dtype) for m in experts] if world.shard_size > 1 else []
+        )
         for spread in self._spread:
             spread.module.spread = spread  # type: ignore[assignment]  # read by its forward
-        trained = _trained(module)
+        trained = _trainable_parameters(module)
         unsharded = {p for part in whole for p in part.parameters()}
         for p in unsharded:
             p.data = p.data.to(world.device, dtype)
@@ -76,16 +78,16 @@ class Sharded:
                 ignored |= set(m.parameters(recurse=False))
             self._fully_shard(blocks, dtype, ignored)
             self._fsdp = [m for m in module.modules() if isinstance(m, FSDPModule)]
-            trained = _trained(module)  # fully_shard has replaced the parameters by DTensors
+            trained = _trainable_parameters(module)  # fully_shard has replaced the parameters by DTensors
         else:
             replicated = list(trained)
             module.to(world.device)
             for p in module.parameters():
                 if p not in unsharded:
-                    p.data = p.data.to(self._dtype(p))
+                    p.data = p.data.to(self._storage_dtype(p))
         self.parameters: dict[str, Tensor] = dict(trained)
         for name in replicated:
-            self.parameters[name] = self._own(name, trained[name], dtype)
+            self.parameters[name] = self._optimizer_tensor(name, trained[name], dtype)
         self._replicated = [self.parameters[name] for name in replicated]
         inner = {id(p) for block in blocks for p in block.parameters()}
         # a parameter of three dims is a stack of experts
@@ -142,7 +144,9 @@ class Sharded:
                 continue
             whole[name] = p
             if p not in shapes:
-                shapes[p] = nn.Parameter(torch.empty_like(p, device="meta", dtype=self._dtype(p)), p.requires_grad)
+                shapes[p] = nn.Parameter(
+                    torch.empty_like(p, device="meta", dtype=self._storage_dtype(p)), p.requires_grad
+                )
             head, _, leaf = name.rpartition(".")
             setattr(unit.get_submodule(head), leaf, shapes[p])
         return whole
@@ -158,18 +162,18 @@ class Sharded:
             if p not in made:
                 rows = -(-len(p) // size)
                 part = p.detach()[place * rows : (place + 1) * rows]
-                part = part.to(device, self._dtype(p), copy=True)
+                part = part.to(device, self._storage_dtype(p), copy=True)
                 made[p] = nn.Parameter(as_part_of(part, unit.get_parameter(name)), p.requires_grad)
             parts[name] = made[p]
         unit.load_state_dict(parts, strict=False, assign=True)
 
-    def _dtype(self, p: Tensor) -> torch.dtype:
+    def _storage_dtype(self, p: Tensor) -> torch.dtype:
         """The dtype in which a parameter is stored."""
         if self._kept is None or p.dtype.itemsize >= self._kept.itemsize or not p.is_floating_point():
             return p.dtype
         return self._kept
 
-    def _own(self, name: str, p: nn.Parameter, dtype: torch.dtype) -> Tensor:
+    def _optimizer_tensor(self, name: str, p: nn.Parameter, dtype: torch.dtype) -> Tensor:
         """The optimizer's tensor for a replicated parameter: a copy if the parameter is not in `dtype`."""
         # FSDP neither moves nor casts ignored parameters
         p.data = p.data.to(self.world.device)
@@ -180,7 +184,7 @@ class Sharded:
         copy = p.data.detach().clone().requires_grad_()
         p.data = p.data.to(dtype)
         self._copies[name] = (p, copy)
-        p.register_post_accumulate_grad_hook(lambda param: _accumulate(param, copy))
+        p.register_post_accumulate_grad_hook(lambda param: _accumulate_gradient(param, copy))
         return copy
 
     @contextmanager
@@ -291,12 +295,12 @@ def as_part_of(part: Tensor, whole: Tensor) -> Tensor:
     return DTensor(part, spec, requires_grad=False)
 
 
-def _trained(module: nn.Module) -> dict[str, nn.Parameter]:
+def _trainable_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in module.named_parameters() if p.requires_grad}
 
 
 @torch.no_grad()
-def _accumulate(param: Tensor, copy: Tensor) -> None:
+def _accumulate_gradient(param: Tensor, copy: Tensor) -> None:
     """Move a micro-batch's gradient from a parameter to the optimizer's copy, where it is added in the copy's dtype."""
     assert param.grad is not None
     if copy.grad is None:

@@ -29,7 +29,7 @@ def place(config: RewardModelConfig, world_size: int, local_world_size: int) -> 
     tp, node = config.tensor_parallel_size, local_world_size
     if config.placement == "colocate":
         _check_divides(tp, node, f"the {node} ranks of a node")
-        return tuple(Domain(block, (block,)) for block in _blocks(range(world_size), tp))
+        return tuple(Domain(block, (block,)) for block in _split_ranks(range(world_size), tp))
     bounds = re.fullmatch(r"ranks (\d+)-(\d+)", config.placement)
     if bounds is None:
         raise ConfigError(f"reward.model.placement: {config.placement!r}; expected {_FORMS}")
@@ -38,8 +38,8 @@ def place(config: RewardModelConfig, world_size: int, local_world_size: int) -> 
         raise ConfigError(f"reward.model.placement: {config.placement!r}: a node has ranks 0 to {node - 1} here")
     _check_divides(tp, last - first + 1, f"the {last - first + 1} ranks of reward.model.placement {config.placement!r}")
     return tuple(
-        Domain(ranks, tuple(_blocks(range(ranks[0] + first, ranks[0] + last + 1), tp)))
-        for ranks in _blocks(range(world_size), node)
+        Domain(ranks, tuple(_split_ranks(range(ranks[0] + first, ranks[0] + last + 1), tp)))
+        for ranks in _split_ranks(range(world_size), node)
     )
 
 
@@ -59,7 +59,7 @@ def judged_beside(cfg: RunConfig, shard_size: int) -> bool:
     )
 
 
-def _blocks(ranks: range, size: int) -> list[tuple[int, ...]]:
+def _split_ranks(ranks: range, size: int) -> list[tuple[int, ...]]:
     return [tuple(ranks[i : i + size]) for i in range(0, len(ranks), size)]
 
 

@@ -55,7 +55,7 @@ def parallelize(model: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh) -> 
     styles: dict[str, ParallelStyle] = {}
     for name, style in planned.items():
         if name.endswith(".k_proj") and style == "colwise":
-            styles |= _heads(modules, name.removesuffix(".k_proj"), mesh.size())
+            styles |= _repeat_heads(modules, name.removesuffix(".k_proj"), mesh.size())
 
     for name, style in planned.items():
         module = modules[name]
@@ -86,7 +86,7 @@ def _check_features(name: str, layer: nn.Linear, style: str, tp: int) -> None:
         raise ValueError(f"{KEY}: {tp} does not divide the {count} features of the model's layer {name}")
 
 
-def _heads(modules: Mapping[str, nn.Module], name: str, tp: int) -> dict[str, ParallelStyle]:
+def _repeat_heads(modules: Mapping[str, nn.Module], name: str, tp: int) -> dict[str, ParallelStyle]:
     """Styles of k_proj and v_proj of the attention `name` if it has fewer key-value heads than `tp` ranks."""
     attention, attributes = modules[name], vars(modules[name])
     for attribute in ("head_dim", "num_key_value_groups"):
@@ -117,7 +117,7 @@ class RepeatedHeads(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         head = device_mesh.get_local_rank() * self.heads // device_mesh.size()
         for name, parameter in list(module.named_parameters(recurse=False)):
-            _keep(module, name, parameter.chunk(self.heads)[head])
+            _keep_part(module, name, parameter.chunk(self.heads)[head])
         return module
 
 
@@ -141,7 +141,7 @@ class Experts(ParallelStyle):
             if count % tp:
                 raise ValueError(f"{KEY}: {tp} does not divide the {count} features of the experts {self.name}.{leaf}")
             blocks = parameter.unflatten(dim, (packed, tp, -1))
-            _keep(module, leaf, blocks.select(dim - 1, rank).flatten(dim - 1, dim))
+            _keep_part(module, leaf, blocks.select(dim - 1, rank).flatten(dim - 1, dim))
 
         def add_up(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
             dist.all_reduce(output, group=group)
@@ -151,6 +151,6 @@ class Experts(ParallelStyle):
         return module
 
 
-def _keep(module: nn.Module, name: str, part: Tensor) -> None:
+def _keep_part(module: nn.Module, name: str, part: Tensor) -> None:
     """Replace a parameter by a copy of `part`, so that the whole can be freed."""
     module.register_parameter(name, nn.Parameter(part.detach().clone(), requires_grad=False))

@@ -26,19 +26,19 @@ class Sleeping:
             weight, slots = places.popitem()
             weight = nn.Parameter(torch.empty_like(weight, pin_memory=pin).copy_(weight), requires_grad=False)
             self._weights.append((weight, slots))
-            _put(weight, slots)
+            _set_weight(weight, slots)
 
     @contextmanager
     def awake(self) -> Iterator[None]:
         """Keep the model on the device for the duration of the block."""
         try:
             for weight, slots in self._weights:
-                _put(nn.Parameter(weight.to(self._device, non_blocking=True), requires_grad=False), slots)
+                _set_weight(nn.Parameter(weight.to(self._device, non_blocking=True), requires_grad=False), slots)
             self._move_buffers(self._device)
             yield
         finally:
             for weight, slots in self._weights:
-                _put(weight, slots)
+                _set_weight(weight, slots)
             self._move_buffers(torch.device("cpu"))
             if self._device.type == "cuda":
                 torch.cuda.empty_cache()
@@ -49,6 +49,6 @@ class Sleeping:
                 setattr(module, name, buffer.to(device))
 
 
-def _put(weight: nn.Parameter, slots: list[tuple[nn.Module, str]]) -> None:
+def _set_weight(weight: nn.Parameter, slots: list[tuple[nn.Module, str]]) -> None:
     for module, name in slots:
         setattr(module, name, weight)

@@ -86,13 +86,13 @@ class TransformersEngine:
                     # judges may ask several questions about an image, which is decoded only once
                     picture = cache(lambda number: decoded(files[number], "an image for the reward model"))
                     illustrated = [(list(map(picture, questions[i][0])), questions[i][1]) for i in batch]
-                    for i, text in zip(batch, self._answer(illustrated), strict=True):
+                    for i, text in zip(batch, self._answer_batch(illustrated), strict=True):
                         answers[i] = text
         return answers
 
-    def _answer(self, batch: list[tuple[list[Any], Turns]]) -> list[str]:
+    def _answer_batch(self, batch: list[tuple[list[Any], Turns]]) -> list[str]:
         """Answer a batch of questions, all or none of which have pictures."""
-        cfg, inputs = self._cfg, self._tokens(batch)
+        cfg, inputs = self._cfg, self._model_inputs(batch)
         lengths: list[int] = inputs["attention_mask"].sum(1).tolist()
         if max(lengths) >= self._limit:
             its, smaller = (" with its image", "or images smaller") if batch[0][0] else ("", "shorter")
@@ -114,7 +114,7 @@ class TransformersEngine:
             answers.append(str(self._processor.decode(row[: self._limit - length], skip_special_tokens=True)))
         return answers
 
-    def _tokens(self, batch: list[tuple[list[Any], Turns]]) -> Any:
+    def _model_inputs(self, batch: list[tuple[list[Any], Turns]]) -> Any:
         """The model's inputs: `input_ids` and `attention_mask` [B, S], left-padded, and pixels."""
         if not self._reads_images:
             talks = []

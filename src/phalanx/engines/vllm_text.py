@@ -161,17 +161,17 @@ class TextEngine:
 
         `shown`: the images of each prompt. JobError if vLLM's tokens of a prompt with images differ from `prompts`.
         """
-        settings = [_settings(sampling, seed) for seed in seeds]
+        settings = [_sampling_params(sampling, seed) for seed in seeds]
         images = shown or [None] * len(prompts)
         with self._groups.active(), torch.no_grad():
             short = [prompt if image is None else image.short for prompt, image in zip(prompts, images, strict=True)]
-            requests = self._llm.generate(_inputs(short, images), settings, use_tqdm=False)
+            requests = self._llm.generate(_vllm_prompts(short, images), settings, use_tqdm=False)
         for request, prompt, image in zip(requests, prompts, images, strict=True):
             if image is not None:
                 self.check_read(request.prompt_token_ids, prompt, image.place)
         tokens, log_probs = [], []
         for request in requests:
-            response, scores = _response(request)
+            response, scores = _response_tokens(request)
             tokens.append(response)
             log_probs.append(scores)
         return tokens, log_probs
@@ -194,17 +194,17 @@ class TextEngine:
         """Request responses, each a function of the tokens, seed and settings."""
         from vllm.sampling_params import RequestOutputKind
 
-        inputs = _inputs([request.tokens for request in requests], [request.shown for request in requests])
+        inputs = _vllm_prompts([request.tokens for request in requests], [request.shown for request in requests])
         for request, given in zip(requests, inputs, strict=True):
             # not token by token
-            settings = _settings(request.sampling, request.seed, output_kind=RequestOutputKind.FINAL_ONLY)
+            settings = _sampling_params(request.sampling, request.seed, output_kind=RequestOutputKind.FINAL_ONLY)
             self._llm.llm_engine.add_request(request.name, given, settings)
 
     def step(self) -> list[tuple[str, list[int], list[int], list[float]]]:
         """Draw one more token of each request; returns (name, tokens read, response, log-probabilities) of those that
         end.
         """
-        return [(r.request_id, list(r.prompt_token_ids), *_response(r)) for r in self._llm.llm_engine.step()]
+        return [(r.request_id, list(r.prompt_token_ids), *_response_tokens(r)) for r in self._llm.llm_engine.step()]
 
 
 def _image_options(processor: dict[str, Any] | None, limit: int | None) -> dict[str, Any]:
@@ -219,7 +219,7 @@ def _image_options(processor: dict[str, Any] | None, limit: int | None) -> dict[
     }
 
 
-def _inputs(prompts: list[list[int]], shown: Sequence[Shown | None]) -> list[dict[str, Any]]:
+def _vllm_prompts(prompts: list[list[int]], shown: Sequence[Shown | None]) -> list[dict[str, Any]]:
     """The prompts as vLLM takes them; samples of one prompt share its images."""
     pictures: dict[int, list[Any]] = {}
     inputs: list[dict[str, Any]] = []
@@ -234,7 +234,7 @@ def _inputs(prompts: list[list[int]], shown: Sequence[Shown | None]) -> list[dic
     return inputs
 
 
-def _settings(sampling: Sampling, seed: int, **options: Any) -> Any:
+def _sampling_params(sampling: Sampling, seed: int, **options: Any) -> Any:
     """vLLM's settings of a request."""
     from vllm import SamplingParams
 
@@ -254,7 +254,7 @@ def _settings(sampling: Sampling, seed: int, **options: Any) -> Any:
     )
 
 
-def _response(request: Any) -> tuple[list[int], list[float]]:
+def _response_tokens(request: Any) -> tuple[list[int], list[float]]:
     """The tokens of a response and their log-probabilities."""
     sample = request.outputs[0]
     scored = zip(sample.logprobs, sample.token_ids, strict=True)

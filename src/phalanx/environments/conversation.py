@@ -50,40 +50,42 @@ class Conversation:
 
     def reset(self) -> Future[list[Message]]:
         """Make an instance and reset it. Returns the messages that it adds to the prompt; see `texts.joined`."""
-        return self._begun(self._reset())
+        return self._submit_call(self._reset_instance())
 
     def hear(self, message: Message) -> Future[Turn]:
         """Answer a turn of the model: run its calls one after the other, or call step."""
         assert self.ended is None, self.ended
-        return self._begun(self._step(message) if "step" in self._kind.hooks else self._answer(message))
+        return self._submit_call(
+            self._step_instance(message) if "step" in self._kind.hooks else self._answer_calls(message)
+        )
 
     def reward(self, messages: Sequence[Message] = ()) -> Future[float | dict[str, float] | None]:
         """The environment's reward: the result of get_reward, which may read all messages, or the sum over steps and
         tools; None if it gives none, or if a failure ended the sample.
         """
-        return self._begun(self._reward(messages))
+        return self._submit_call(self._final_reward(messages))
 
     def close(self) -> None:
         """Close the instance after the call in progress, unless one of its calls ran too long. `Environments.close`
         waits for it.
         """
         if self.closed is None and "close" in self._kind.hooks and self.ended != "timeout":
-            self.closed = self._pool.submit(self._close(self._latest))
+            self.closed = self._pool.submit(self._close_instance(self._latest))
 
-    def _begun(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+    def _submit_call(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
         self._latest = future = self._pool.submit(coroutine)
         return future
 
-    async def _close(self, before: Future[Any] | None) -> Outcome | None:
+    async def _close_instance(self, before: Future[Any] | None) -> Outcome | None:
         if before is not None and not before.done():
             await asyncio.wait({asyncio.wrap_future(before)})
         instance, self._instance = self._instance, None
         if instance is None or self.ended == "timeout":
             return None
-        return await self._call("close", instance.close)
+        return await self._call_environment("close", instance.close)
 
-    async def _reset(self) -> list[Message]:
-        made = await self._call("__init__", self._kind.make)
+    async def _reset_instance(self) -> list[Message]:
+        made = await self._call_environment("__init__", self._kind.make)
         if made is None:
             return []
         self._instance = made.value
@@ -94,14 +96,14 @@ class Conversation:
             return self._instance.reset(**accepted(self._instance.reset, copied(self._row)))
 
         side = self._cfg.truncate_side
-        outcome = await self._call("reset", reset, lambda value: messages_of(value, _PROMPT, side, "reset"))
+        outcome = await self._call_environment("reset", reset, lambda value: messages_of(value, _PROMPT, side, "reset"))
         return [] if outcome is None else outcome.value
 
-    async def _step(self, message: Message) -> Turn:
+    async def _step_instance(self, message: Message) -> Turn:
         self.calls += 1
         side, most = self._cfg.truncate_side, self._cfg.max_observation_length
         content = message if self._kind.whole else message["content"]
-        outcome = await self._call(
+        outcome = await self._call_environment(
             "step", lambda: self._instance.step(content), lambda value: turn_of(value, most, side, "step")
         )
         if outcome is None:
@@ -109,22 +111,22 @@ class Conversation:
         turn: Turn = outcome.value
         if "get_reward" not in self._kind.hooks:
             self.turn_rewards.append(turn.reward)
-        self._earn(turn)
+        self._record_reward(turn)
         return turn
 
-    def _earn(self, turn: Turn) -> None:
+    def _record_reward(self, turn: Turn) -> None:
         """Record the reward of a step or a tool, and whether it ended the conversation."""
         self._earned = (self._earned or 0.0) + turn.reward
         if turn.done:
             self.ended = "done"
 
-    async def _answer(self, message: Message) -> Turn:
+    async def _answer_calls(self, message: Message) -> Turn:
         """Run the tools that a message calls, and return their answers; a message without a call is the last one."""
         calls, limit = message.get("tool_calls") or [], self._cfg.max_calls_per_turn
         answers: list[Message] = []
         for call in calls[:limit]:
             name = call["function"]["name"]
-            text = await self._called(name, call["function"]["arguments"])
+            text = await self._run_call(name, call["function"]["arguments"])
             if self.ended is not None:
                 return Turn(done=True)
             # the identifier that the model wrote, which some chat templates repeat
@@ -146,7 +148,7 @@ class Conversation:
             self.ended = "done"
         return Turn(answers, done=not answers)
 
-    async def _called(self, name: Any, arguments: Any) -> str:
+    async def _run_call(self, name: Any, arguments: Any) -> str:
         """Run a call of the model. Returns the text that the model reads."""
         try:
             if name not in self._kind.tools:
@@ -157,17 +159,19 @@ class Conversation:
             self.mistakes += 1
             return f"error: {mistake}"
         self.calls += 1
-        outcome = await self._call(tool.name, self._runs(tool, checked), self._text, observe=True)
+        outcome = await self._call_environment(
+            tool.name, self._tool_function(tool, checked), self._tool_text, observe=True
+        )
         if outcome is None:
             return ""
         if outcome.error is not None:
             return f"error: {cut(reason(outcome.error), 500)}"
         if isinstance(outcome.value, Turn):
-            self._earn(outcome.value)
+            self._record_reward(outcome.value)
             return "\n".join(message["content"] for message in outcome.value.messages)
         return str(outcome.value)
 
-    def _runs(self, tool: Tool, arguments: dict[str, Any]) -> Callable[[], Any]:
+    def _tool_function(self, tool: Tool, arguments: dict[str, Any]) -> Callable[[], Any]:
         """A function that calls the tool; it is async if the tool is."""
         call = self._row["sample_seed"], self.calls
         if not tool.asynchronous:
@@ -183,22 +187,22 @@ class Conversation:
 
         return run
 
-    def _text(self, value: Any) -> str | Turn:
+    def _tool_text(self, value: Any) -> str | Turn:
         most, side = self._cfg.max_observation_length, self._cfg.truncate_side
         return turn_of(value, most, side, "the tool") if isinstance(value, Turn) else text_of(value, most, side)
 
-    async def _reward(self, messages: Sequence[Message]) -> float | dict[str, float] | None:
+    async def _final_reward(self, messages: Sequence[Message]) -> float | dict[str, float] | None:
         if self.ended in ("timeout", "error"):
             return None
         if "get_reward" not in self._kind.hooks:
             return self._earned
         kwargs = {"messages": copied(list(messages))} if self._kind.judges else {}
-        outcome = await self._call(
+        outcome = await self._call_environment(
             "get_reward", lambda: self._instance.get_reward(**kwargs), lambda value: reward_of(value, "get_reward")
         )
         return None if outcome is None else outcome.value
 
-    async def _call(
+    async def _call_environment(
         self,
         name: str,
         function: Callable[[], Any],
@@ -214,7 +218,7 @@ class Conversation:
         if outcome.error is None and not outcome.overdue:
             return outcome
         self.failures += 1
-        line = self._line(name, outcome)
+        line = self._failure_line(name, outcome)
         self.problem = self.problem or line
         if self._cfg.on_error == "fail":
             raise EnvironmentFailure(line) from outcome.error
@@ -226,7 +230,7 @@ class Conversation:
         self.ended = "error"
         return None
 
-    def _line(self, name: str, outcome: Outcome) -> str:
+    def _failure_line(self, name: str, outcome: Outcome) -> str:
         """A description of a failed call, in one line."""
         error = outcome.error
         if outcome.overdue:

@@ -77,14 +77,14 @@ class Environments:
         """Close all instances because a failure ends the job; instances with a running call are closed after it."""
         for conversation in self._conversations:
             conversation.close()
-        self._wait(2 * self._cfg.timeout_s)  # the time limits of the running call and of close
+        self._wait_closed(2 * self._cfg.timeout_s)  # the time limits of the running call and of close
 
     def close(self) -> None:
         """Wait until all instances are closed, and end the threads."""
-        self._wait()
+        self._wait_closed()
         self._pool.close()
 
-    def _wait(self, timeout_s: float | None = None) -> None:
+    def _wait_closed(self, timeout_s: float | None = None) -> None:
         wait([each.closed for each in self._conversations if each.closed is not None], timeout_s)
 
 

@@ -80,8 +80,8 @@ class Harness:
         """Run the loop up to its first request for a turn. Returns the messages that it adds to the prompt."""
         prompt = row["prompt"]
         self._chat = Chat([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
-        self._task = asyncio.ensure_future(self._solved(row))
-        turn = await self._next()
+        self._task = asyncio.ensure_future(self._run_solve(row))
+        turn = await self._next_turn()
         if turn.done:
             raise ValueError("solve returned before it requested a turn")
         return turn.messages
@@ -89,7 +89,7 @@ class Harness:
     async def step(self, message: Message) -> Turn:
         """Pass the loop a turn of the model, and run it up to its next request."""
         self._chat.answer({key: value for key, value in message.items() if key != "error"})
-        return await self._next()
+        return await self._next_turn()
 
     async def get_reward(self) -> Any:
         """The loop's result; 0 if it is ended by ConversationEnded."""
@@ -103,7 +103,7 @@ class Harness:
         """Cancel a loop that still waits for a turn although its sample has ended."""
         self._task.cancel()
 
-    async def _solved(self, row: dict[str, Any]) -> Any:
+    async def _run_solve(self, row: dict[str, Any]) -> Any:
         try:
             return await self._solve(self._chat, row)
         except Blocked:
@@ -111,7 +111,7 @@ class Harness:
         except SystemExit as error:  # it would end the event loop that all samples share
             raise RuntimeError(f"solve ended by {reason(error)}") from error
 
-    async def _next(self) -> Turn:
+    async def _next_turn(self) -> Turn:
         """The messages that precede the next turn that the loop requests, or a last Turn if it returns."""
         try:
             await asyncio.wait({self._task, self._chat.asked}, return_when=asyncio.FIRST_COMPLETED)

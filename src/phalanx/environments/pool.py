@@ -63,7 +63,9 @@ class Loop:
         with self._lock:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
-                self._thread = threading.Thread(target=self._run, args=[self._loop], name=self._name, daemon=True)
+                self._thread = threading.Thread(
+                    target=self._run_forever, args=[self._loop], name=self._name, daemon=True
+                )
                 self._thread.start()
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
@@ -74,7 +76,7 @@ class Loop:
         _raise_in(self._thread.ident, Blocked)
         return "" if frame is None else f" at {frame.f_code.co_filename}:{frame.f_lineno}"
 
-    def _run(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _run_forever(self, loop: asyncio.AbstractEventLoop) -> None:
         while True:
             try:
                 loop.run_forever()
@@ -139,7 +141,7 @@ class Pool:
         await asyncio.wrap_future(call.began)
         ended = asyncio.wrap_future(call.ended)
         await asyncio.wait({ended}, timeout=self._timeout_s)
-        if not ended.done() and self._abandon(call):
+        if not ended.done() and self._abandon_call(call):
             return Outcome(overdue=True, seconds=self._timeout_s)
         return await ended
 
@@ -156,7 +158,7 @@ class Pool:
         loop = self._async
         ended = asyncio.wrap_future(loop.submit(run()))
         await asyncio.wait({ended}, timeout=self._timeout_s)
-        if not ended.done() and await self._freed(loop):
+        if not ended.done() and await self._unblock_loop(loop):
             # another coroutine may have delayed this one, so its time limit restarts
             await asyncio.wait({ended}, timeout=self._timeout_s)
         if not ended.done() or (not ended.cancelled() and isinstance(ended.result().error, Blocked)):
@@ -166,22 +168,22 @@ class Pool:
             return Outcome(error=asyncio.CancelledError("it was cancelled"))
         return ended.result()
 
-    async def _freed(self, loop: Loop) -> bool:
+    async def _unblock_loop(self, loop: Loop) -> bool:
         """Interrupt an async function that blocks the event loop. Returns whether the loop was blocked and responds
         again; a loop that still does not respond is replaced.
         """
         if loop.freed is None:
-            loop.freed = asyncio.ensure_future(self._free(loop))
+            loop.freed = asyncio.ensure_future(self._interrupt_loop(loop))
         freed = loop.freed
         answers = await freed
         loop.freed = None
         return answers
 
-    async def _free(self, loop: Loop) -> bool:
-        if await _answers(loop):
+    async def _interrupt_loop(self, loop: Loop) -> bool:
+        if await _is_responsive(loop):
             return False
         place = loop.interrupt()
-        answers = await _answers(loop, _ANSWERS_S / 2)
+        answers = await _is_responsive(loop, _ANSWERS_S / 2)
         log.warning(
             "environment: an async function%s blocked the event loop of all samples of this rank for %g seconds and "
             "was interrupted%s; expected await, or asyncio.to_thread for blocking calls",
@@ -196,9 +198,9 @@ class Pool:
     def _start_thread(self) -> None:
         self._started += 1
         self._alive += 1
-        threading.Thread(target=self._work, name=f"environments-{self._started}", daemon=True).start()
+        threading.Thread(target=self._run_calls, name=f"environments-{self._started}", daemon=True).start()
 
-    def _abandon(self, call: _Call) -> bool:
+    def _abandon_call(self, call: _Call) -> bool:
         """Abandon a call that runs too long, and its thread; False if it has ended in the meantime."""
         with self._lock:
             if call.ended.done():
@@ -209,7 +211,7 @@ class Pool:
             _raise_in(call.thread)
         return True
 
-    def _work(self) -> None:
+    def _run_calls(self) -> None:
         while True:
             call = self._queue.get()
             if call is None:
@@ -228,7 +230,7 @@ class Pool:
             del call, value, failure  # so that nothing is kept alive while the thread waits
 
 
-async def _answers(loop: Loop, seconds: float = _ANSWERS_S) -> bool:
+async def _is_responsive(loop: Loop, seconds: float = _ANSWERS_S) -> bool:
     """Whether an event loop responds within some seconds."""
 
     async def answer() -> None: ...

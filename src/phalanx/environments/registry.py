@@ -45,16 +45,18 @@ def build_kinds(cfg: EnvironmentConfig) -> dict[Key, Kind]:
         )
     extra: dict[str, Tool] = {}
     for i, path in enumerate(cfg.tools):
-        tools = _stateless(path, f"environment.tools[{i}]")
-        _add(extra, tools, f"environment.tools[{i}]")
+        tools = _stateless_tools(path, f"environment.tools[{i}]")
+        _add_tools(extra, tools, f"environment.tools[{i}]")
     if cfg.tool_config_path is not None:
-        return {None: _with_tools(_adapter("verl").load(cfg.tool_config_path), extra, "environment.tools")}
+        return {None: _with_tools(_import_adapter("verl").load(cfg.tool_config_path), extra, "environment.tools")}
     if cfg.path is None:
         return {None: Kind("environment.tools", object, extra, frozenset())}  # functions have no state
     if isinstance(cfg.path, str):
-        return {None: _kind(cfg.path, cfg.kwargs, extra, "environment.path", "environment.kwargs")}
+        return {None: _resolve_kind(cfg.path, cfg.kwargs, extra, "environment.path", "environment.kwargs")}
     if not isinstance(cfg.path, dict) or not cfg.path:
-        raise ConfigError(f"environment.path: expected {_forms()}, or a mapping of names to these, got {cfg.path!r}")
+        raise ConfigError(
+            f"environment.path: expected {_expected_forms()}, or a mapping of names to these, got {cfg.path!r}"
+        )
     for name, kwargs in cfg.kwargs.items():
         if name not in cfg.path or not isinstance(kwargs, dict):
             raise ConfigError(
@@ -65,8 +67,8 @@ def build_kinds(cfg: EnvironmentConfig) -> dict[Key, Kind]:
     for name, path in cfg.path.items():
         key = f"environment.path.{name}"
         if not isinstance(path, str):
-            raise ConfigError(f"{key}: expected {_forms()}, got {path!r}")
-        kinds[name] = _kind(path, cfg.kwargs.get(name, {}), extra, key, f"environment.kwargs.{name}")
+            raise ConfigError(f"{key}: expected {_expected_forms()}, got {path!r}")
+        kinds[name] = _resolve_kind(path, cfg.kwargs.get(name, {}), extra, key, f"environment.kwargs.{name}")
     return kinds
 
 
@@ -82,14 +84,14 @@ def kind_of(row: Mapping[str, Any], kinds: Mapping[Key, Kind]) -> Kind:
     return kinds[name]
 
 
-def _kind(path: str, kwargs: dict[str, Any], extra: dict[str, Tool], key: str, kwargs_key: str) -> Kind:
+def _resolve_kind(path: str, kwargs: dict[str, Any], extra: dict[str, Tool], key: str, kwargs_key: str) -> Kind:
     """The environment at `path`, with the tools `extra`; `key` and `kwargs_key` name the keys in messages."""
-    with _foreign(path, key):
-        return _kind_of(_resolved(path, key), path, kwargs, extra, key, kwargs_key)
+    with _foreign_errors(path, key):
+        return _kind_of(_resolve_factory(path, key), path, kwargs, extra, key, kwargs_key)
 
 
 @contextmanager
-def _foreign(path: str, key: str) -> Iterator[None]:
+def _foreign_errors(path: str, key: str) -> Iterator[None]:
     """Turn whatever the user's code at `path` raises when it is looked at, such as a metaclass, into a ConfigError."""
     try:
         yield
@@ -111,37 +113,37 @@ def _kind_of(
     for base in factory.__mro__:
         library = base.__module__.partition(".")[0]
         if ADAPTED.get(library) == base.__name__:
-            return _with_tools(_adapter(library).load(factory, kwargs, key, kwargs_key), extra, key)
+            return _with_tools(_import_adapter(library).load(factory, kwargs, key, kwargs_key), extra, key)
     check_arguments(factory, (), kwargs, kwargs_key, label)
     if getattr_static(factory, "solve", None):
         return Kind(label, lambda: Harness(factory(**kwargs).solve), extra, _OF_LOOP, whole=True)
     hooks = frozenset(name for name in HOOKS if getattr_static(factory, name, None))
-    tools = {} if "step" in hooks else {name: method_tool(factory, name, key) for name in _public(factory)}
+    tools = {} if "step" in hooks else {name: method_tool(factory, name, key) for name in _public_methods(factory)}
     if not tools and "step" not in hooks:
         raise ConfigError(
             f"{key}: {label} has neither tools, which are public methods with type hints and a docstring, nor step"
         )
-    _add(tools, extra, key)
+    _add_tools(tools, extra, key)
     if "step" in hooks and extra:
         raise ConfigError(f"{key}: {label} reads turns in step, which never calls environment.tools; leave them out")
     if ":" not in path:
-        _made(factory, kwargs, kwargs_key)  # so that mistakes are reported before the job begins
+        _make_instance(factory, kwargs, kwargs_key)  # so that mistakes are reported before the job begins
     judges = "get_reward" in hooks and "messages" in inspect.signature(getattr_static(factory, "get_reward")).parameters
     return Kind(label, lambda: factory(**kwargs), tools, hooks, judges=judges)
 
 
-def _adapter(library: str) -> Any:
+def _import_adapter(library: str) -> Any:
     return importlib.import_module(f"{ADAPTERS}.{library}")
 
 
 def _with_tools(kind: Kind, extra: Mapping[str, Tool], key: str) -> Kind:
     """An environment with further tools."""
     tools = dict(kind.tools)
-    _add(tools, extra, key)
+    _add_tools(tools, extra, key)
     return replace(kind, tools=tools)
 
 
-def _resolved(path: str, key: str) -> Any:
+def _resolve_factory(path: str, key: str) -> Any:
     """The class, or the function solve, that a path or the name of a built-in environment refers to."""
     factory = resolve_object(path, key, "class") if ":" in path else _built_in(path, key)
     solve = getattr_static(factory, "solve", factory) if isinstance(factory, type) else factory
@@ -155,11 +157,13 @@ def _built_in(name: str, key: str) -> Any:
     known = known_modules(BUILT_IN)
     if name not in known:
         hint = nearest(name, known) or ";"
-        raise ConfigError(f"{key}={name!r} is not built in{hint} built in: {', '.join(known)}; or give {_forms()}")
+        raise ConfigError(
+            f"{key}={name!r} is not built in{hint} built in: {', '.join(known)}; or give {_expected_forms()}"
+        )
     return vars(importlib.import_module(f"{BUILT_IN}.{name}"))["".join(map(str.capitalize, name.split("_")))]
 
 
-def _made(factory: type, kwargs: dict[str, Any], key: str) -> Any:
+def _make_instance(factory: type, kwargs: dict[str, Any], key: str) -> Any:
     """An instance of a built-in class."""
     try:
         return factory(**kwargs)
@@ -167,16 +171,16 @@ def _made(factory: type, kwargs: dict[str, Any], key: str) -> Any:
         raise ConfigError(f"{key}: {factory.__name__}: {error}") from None
 
 
-def _stateless(path: str, key: str) -> dict[str, Tool]:
+def _stateless_tools(path: str, key: str) -> dict[str, Tool]:
     """The tools of an entry of environment.tools."""
     if ":" not in path:
         factory = _built_in(path, key)
         if any(getattr_static(factory, hook, None) for hook in HOOKS):
             raise ConfigError(f"{key}={path!r} is an environment; give it as environment.path")
-        instance = _made(factory, {}, key)
-        functions = [getattr(instance, name) for name in _public(factory)]
+        instance = _make_instance(factory, {}, key)
+        functions = [getattr(instance, name) for name in _public_methods(factory)]
         return {function.__name__: function_tool(function, key) for function in functions}
-    with _foreign(path, key):
+    with _foreign_errors(path, key):
         function = resolve_object(path, key, "function")
         if not inspect.isfunction(function) and not inspect.ismethod(function):
             what = "a class" if isinstance(function, type) else f"of type {type(function).__name__}"
@@ -184,14 +188,14 @@ def _stateless(path: str, key: str) -> dict[str, Tool]:
         return {function.__name__: function_tool(function, key)}
 
 
-def _add(tools: dict[str, Tool], more: Mapping[str, Tool], key: str) -> None:
+def _add_tools(tools: dict[str, Tool], more: Mapping[str, Tool], key: str) -> None:
     for name, tool in more.items():
         if name in tools:
             raise ConfigError(f"{key}: two tools are named {name!r}; rename one of them")
         tools[name] = tool
 
 
-def _public(factory: type) -> list[str]:
+def _public_methods(factory: type) -> list[str]:
     """Names of the public methods that are not hooks, in the order of their definition."""
     names: dict[str, None] = {}
     for base in reversed(factory.__mro__[:-1]):
@@ -202,5 +206,5 @@ def _public(factory: type) -> list[str]:
     return list(names)
 
 
-def _forms() -> str:
+def _expected_forms() -> str:
     return f"a built-in environment or {object_forms('class')}"

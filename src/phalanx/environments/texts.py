@@ -36,15 +36,15 @@ def text_of(value: Any, most_tokens: int, side: str) -> str:
     if isinstance(value, str):
         text = value
     elif is_parts(value):
-        text = _joined(value, "a tool")
+        text = _join_texts(value, "a tool")
     elif value is None:
         text = ""
     elif isinstance(value, int) and value.bit_length() > _MOST_BITS:
         text = f"an integer of {math.ceil(value.bit_length() * math.log10(2))} digits or so"
     elif isinstance(value, dict | list | tuple | bool | int | float):
-        text = json.dumps(value, ensure_ascii=False, default=_plain)
+        text = json.dumps(value, ensure_ascii=False, default=_value_text)
     else:
-        text = _plain(value)
+        text = _value_text(value)
     text = shortened(hide(text), _CHARACTERS * most_tokens, side)
     return text.encode("utf-8", "replace").decode()  # lone surrogates become question marks
 
@@ -62,7 +62,7 @@ def _is_part(value: Any) -> bool:
     return value["type"] in _OTHER_PARTS and (value["type"] in value or {"data", "mimeType"} <= value.keys())
 
 
-def _joined(parts: list[dict[str, Any]], what: str) -> str:
+def _join_texts(parts: list[dict[str, Any]], what: str) -> str:
     """The texts of parts, one after the other, as chat templates render them. Raises Odd for a part of another type."""
     for part in parts:
         if part["type"] != "text":
@@ -71,7 +71,7 @@ def _joined(parts: list[dict[str, Any]], what: str) -> str:
     return "".join(part["text"] for part in parts)
 
 
-def _plain(value: Any) -> str:
+def _value_text(value: Any) -> str:
     """The text of a value that JSON cannot represent."""
     if isinstance(value, Image.Image):
         raise Odd(f"a tool returned {SEEN}")
@@ -93,7 +93,7 @@ def messages_of(value: Any, most_tokens: int, side: str, what: str) -> list[Mess
     contents may be parts as well. Raises Odd.
     """
     if is_parts(value):
-        value = _joined(value, what)
+        value = _join_texts(value, what)
     if value is None or value == "":
         return []
     if isinstance(value, str):
@@ -107,7 +107,7 @@ def messages_of(value: Any, most_tokens: int, side: str, what: str) -> list[Mess
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise Odd(f"{what} returned the message {cut(repr(message))}; expected a dict with role and content")
         if is_parts(message.get("content")):
-            message = {**message, "content": _joined(message["content"], what)}
+            message = {**message, "content": _join_texts(message["content"], what)}
         if not isinstance(message.get("content"), str):
             kind = type(message.get("content")).__name__
             raise Odd(f"{what} returned a message with a content of type {kind}; expected a text")

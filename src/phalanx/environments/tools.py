@@ -47,14 +47,18 @@ class Tool:
             with suppress(ValueError):
                 arguments = parse_json(arguments)
         if not isinstance(arguments, dict):
-            raise BadCall(f"the arguments of {self.name} should be an object with its parameters: {self._parameters}")
+            raise BadCall(
+                f"the arguments of {self.name} should be an object with its parameters: {self._parameter_names}"
+            )
         missing = sorted(self.required - arguments.keys())
         if missing:
-            raise BadCall(f"{self.name} needs {', '.join(missing)}; its parameters: {self._parameters}")
+            raise BadCall(f"{self.name} needs {', '.join(missing)}; its parameters: {self._parameter_names}")
         checked = {}
         for name, value in arguments.items():
             if name not in self.types:
-                raise BadCall(f"{self.name} has no parameter {cut(str(name), 40)}; its parameters: {self._parameters}")
+                raise BadCall(
+                    f"{self.name} has no parameter {cut(str(name), 40)}; its parameters: {self._parameter_names}"
+                )
             try:
                 checked[name] = self.types[name].validate_python(value)
             except ValidationError as error:
@@ -62,7 +66,7 @@ class Tool:
         return checked
 
     @property
-    def _parameters(self) -> str:
+    def _parameter_names(self) -> str:
         return ", ".join(self.types) or "none"
 
 
@@ -73,13 +77,13 @@ def method_tool(kind: type, name: str, key: str) -> Tool:
     function = getattr(kind, name)
     if inspect.isfunction(described):  # bound to any object, so that the signature lacks self
         function = function.__get__(object())
-    return _tool(function, name, label, key, lambda instance, arguments: getattr(instance, name)(**arguments))
+    return _make_tool(function, name, label, key, lambda instance, arguments: getattr(instance, name)(**arguments))
 
 
 def function_tool(function: Callable[..., Any], key: str) -> Tool:
     """A stateless function as a tool."""
     name = function.__name__
-    return _tool(function, name, name, key, lambda _, arguments: function(**arguments))
+    return _make_tool(function, name, name, key, lambda _, arguments: function(**arguments))
 
 
 def schema_of(name: str, description: str, parameters: dict[str, Any]) -> dict[str, Any]:
@@ -138,7 +142,7 @@ def unknown(name: Any, tools: Mapping[str, Tool]) -> BadCall:
     return BadCall(f"there is no tool {cut(str(name), 40)}{hint}; the tools: {', '.join(tools) or 'none'}")
 
 
-def _tool(function: Callable[..., Any], name: str, label: str, key: str, run: Callable[..., Any]) -> Tool:
+def _make_tool(function: Callable[..., Any], name: str, label: str, key: str, run: Callable[..., Any]) -> Tool:
     from transformers.utils import get_json_schema
     from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
 

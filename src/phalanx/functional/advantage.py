@@ -22,7 +22,7 @@ def group_advantage(
         [N] float32; exactly 0 if all rewards of a group are equal.
     """
     r = reward.double()
-    centred, variance = _centred(r, group_id)
+    centred, variance = _centre_rewards(r, group_id)
     if normalize:
         std = torch.sqrt(((r - r.mean()) ** 2).mean()) if global_std else torch.sqrt(variance)
         centred = centred / (std + eps)
@@ -33,7 +33,7 @@ def leave_one_out(reward: Tensor, group_id: Tensor) -> Tensor:
     """[N] float32: each reward minus the mean of the other rewards of its group (RLOO, arXiv 2402.14740, equation 8);
     exactly 0 if all rewards of a group are equal, also for a group of one sample.
     """
-    centred, _ = _centred(reward.double(), group_id)
+    centred, _ = _centre_rewards(reward.double(), group_id)
     _, inverse, counts = torch.unique(group_id, return_inverse=True, return_counts=True)
     count = counts[inverse].double()
     values = centred * count / (count - 1).clamp(min=1)
@@ -120,12 +120,12 @@ def group_weights(value: Tensor, group_id: Tensor, keep: Tensor) -> Tensor:
 
 def group_std(reward: Tensor, group_id: Tensor) -> Tensor:
     """[G] float32: the population std of each group's rewards, in the order of the groups' ids."""
-    _, variance = _centred(reward.double(), group_id)
+    _, variance = _centre_rewards(reward.double(), group_id)
     ids, inverse = torch.unique(group_id, return_inverse=True)
     return variance.new_zeros(len(ids)).scatter(0, inverse, torch.sqrt(variance)).float()
 
 
-def _centred(r: Tensor, group_id: Tensor) -> tuple[Tensor, Tensor]:
+def _centre_rewards(r: Tensor, group_id: Tensor) -> tuple[Tensor, Tensor]:
     """[N] rewards minus their group's mean, and [N] their group's variance."""
     _, inverse, counts = torch.unique(group_id, return_inverse=True, return_counts=True)
     zeros = torch.zeros(len(counts), dtype=r.dtype, device=r.device)

@@ -114,7 +114,7 @@ class Sums:
             if metric.reduction == "first_max" and not self.first:
                 continue
             label = f"first_{name}" if metric.reduction == "first_max" else name
-            self.merge([{label: _sums(name, metric, weight != 0)}])
+            self.merge([{label: _metric_sums(name, metric, weight != 0)}])
 
     def merge(self, others: Iterable[Mapping[str, Tensor]]) -> None:
         """Add the parts of other sums."""
@@ -138,7 +138,7 @@ class Sums:
         return row
 
 
-def _sums(name: str, metric: Metric, counted: Tensor) -> Tensor:
+def _metric_sums(name: str, metric: Metric, counted: Tensor) -> Tensor:
     """[1], [2] or [3], see Sums: of the values of a micro-batch in which the actions `counted` [U, A] bool count."""
     values = metric.values
     if not isinstance(values, Tensor) or values.dim() == 0:  # a mean that the algorithm took counts once per action

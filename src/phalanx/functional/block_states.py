@@ -184,7 +184,9 @@ def replayed(trace: BlockTrace, estimate: str = "trace") -> Views:
     if estimate in ("block_mean_field", "mean_field"):
         masked = real[:, :, None]
         return Views(masked, masked.float(), trace.starts // trace.size if estimate == "mean_field" else None)
-    drawn = torch.stack([_uniform(seed, step.shape[1:].numel()) for seed in trace.seeds.tolist()]).to(step.device)
+    drawn = torch.stack([_uniform_numbers(seed, step.shape[1:].numel()) for seed in trace.seeds.tolist()]).to(
+        step.device
+    )
     t, uniform = drawn[:, :1, None], drawn[:, 1:].view(step.shape)
     if estimate == "elbo":
         masked = (real & (uniform < t))[:, :, None]
@@ -196,7 +198,7 @@ def replayed(trace: BlockTrace, estimate: str = "trace") -> Views:
     return Views(masked, weight)
 
 
-def _uniform(seed: int, count: int) -> Tensor:
+def _uniform_numbers(seed: int, count: int) -> Tensor:
     """[1 + count] uniform random numbers: one for the masking rate, and one per token."""
     return torch.rand(1 + count, generator=torch.Generator().manual_seed(seed))
 

@@ -39,7 +39,7 @@ def fingerprints(tensor: Tensor, parts: int = 1) -> Tensor:
         rows = rows.clone()  # words must be aligned
     width = rows.shape[-1] * rows.itemsize
     words = rows.view(WORDS[next(size for size in WORDS if width % size == 0)])
-    odd = _odd(words[:1, :, :1].numel(), words.device).view(words.shape[1], 1, -1)
+    odd = _odd_numbers(words[:1, :, :1].numel(), words.device).view(words.shape[1], 1, -1)
     sums = []
     for chunk in words.split(max(1, CHUNK // words[:1].numel())):
         sums.append((chunk * odd).sum((1, 3)).flatten())
@@ -47,7 +47,7 @@ def fingerprints(tensor: Tensor, parts: int = 1) -> Tensor:
 
 
 @cache
-def _odd(count: int, device: torch.device) -> Tensor:
+def _odd_numbers(count: int, device: torch.device) -> Tensor:
     """Odd numbers [count], the same in every process."""
     generator = torch.Generator().manual_seed(0)
     return torch.randint(-(2**62), 2**62, (count,), generator=generator).mul(2).add(1).to(device)

@@ -44,8 +44,8 @@ class TokenScores(torch.autograd.Function):
         fused = fused and len(logits) > 1  # a single row would need graphs of its own
         if not held:
             parts = []
-            for rows in _rows(fused, logits, tokens, outside):
-                parts.append(_of(_values, fused)(*rows, temperature, never))
+            for rows in _row_chunks(fused, logits, tokens, outside):
+                parts.append(_select_function(_score_values, fused)(*rows, temperature, never))
             held.extend(map(torch.cat, zip(*parts, strict=True)))
         log_prob, entropy, certainty = map(torch.clone, held[:3])
         ctx.save_for_backward(logits, tokens, never, outside, *held)
@@ -63,8 +63,8 @@ class TokenScores(torch.autograd.Function):
         g = torch.zeros_like(log_prob) if g is None else g / ctx.temperature
         e = None if e is None else e / ctx.temperature
         slope = torch.empty_like(logits)
-        for rows in _rows(ctx.fused, slope, logits, g, e, total, entropy, outside):
-            _of(_slope, ctx.fused)(*rows, ctx.temperature, never)
+        for rows in _row_chunks(ctx.fused, slope, logits, g, e, total, entropy, outside):
+            _select_function(_write_gradient, ctx.fused)(*rows, ctx.temperature, never)
         drawn = -torch.expm1(log_prob) * g
         if e is not None:
             drawn -= e * log_prob.exp() * (log_prob + entropy)
@@ -81,23 +81,23 @@ def trial(device: torch.device) -> None:
     TokenScores.apply(logits, tokens, 1.0, None, None, True, [])[0].sum().backward()
 
 
-def _rows(fused: bool, first: Tensor, *rest: Tensor | None) -> Iterator[tuple[Any, ...]]:
+def _row_chunks(fused: bool, first: Tensor, *rest: Tensor | None) -> Iterator[tuple[Any, ...]]:
     """The tensors, on a CPU a few rows of each at a time."""
     count = len(first) if fused or first.device.type != "cpu" else max(BLOCK // first.shape[1], 1)
     for at in range(0, max(len(first), 1), count):  # a rank may have no tokens
         yield tuple(None if value is None else value[at : at + count] for value in (first, *rest))
 
 
-def _of(function: Callable[..., Any], fused: bool) -> Callable[..., Any]:
-    return _compiled(function) if fused else function
+def _select_function(function: Callable[..., Any], fused: bool) -> Callable[..., Any]:
+    return _compile_function(function) if fused else function
 
 
 @cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+def _compile_function(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, fullgraph=True, dynamic=True)
 
 
-def _scaled(logits: Tensor, temperature: float, never: Tensor | None) -> Tensor:
+def _scale_logits(logits: Tensor, temperature: float, never: Tensor | None) -> Tensor:
     """The logits [N, V] over the temperature, at least in float32, with FAR for `never`."""
     z = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if temperature != 1:
@@ -105,11 +105,11 @@ def _scaled(logits: Tensor, temperature: float, never: Tensor | None) -> Tensor:
     return z if never is None else z.index_fill(-1, never, FAR)
 
 
-def _values(
+def _score_values(
     logits: Tensor, tokens: Tensor, outside: Tensor | None, temperature: float, never: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The three scores, and logsumexp(z / T)."""
-    z, count = _scaled(logits, temperature, None), logits.shape[1]
+    z, count = _scale_logits(logits, temperature, None), logits.shape[1]
     mean = z.mean(-1)
     if never is not None:
         mean = (mean * count - z.index_select(-1, never).sum(-1)) / (count - len(never))
@@ -129,7 +129,7 @@ def _values(
     return log_prob, entropy, (total if whole is None else whole) - mean, total
 
 
-def _slope(
+def _write_gradient(
     slope: Tensor,
     logits: Tensor,
     g: Tensor,
@@ -141,7 +141,7 @@ def _slope(
     never: Tensor | None,
 ) -> None:
     """Write the gradient [N, V] of all entries but that of the token itself, -p (g + e (log p + H)), to `slope`."""
-    z = _scaled(logits, temperature, never)
+    z = _scale_logits(logits, temperature, never)
     if outside is not None:
         z = z.masked_fill(outside, FAR)
     log_p = z - total[:, None]

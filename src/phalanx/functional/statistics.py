@@ -70,14 +70,14 @@ def majority_at_k(answers: Sequence[Hashable | None], scores: Values, k: int) ->
         others = tuple(sorted(len(other) for name, other in groups.items() if name != answer))
         chance = 0.0
         for votes in range(1, min(len(given), k) + 1):
-            for ties, ways in enumerate(_ways(others, len(silent), votes, k - votes)):
+            for ties, ways in enumerate(_count_ways(others, len(silent), votes, k - votes)):
                 chance += math.comb(len(given), votes) * ways / total / (ties + 1)
         expected += chance * (sum(given) / len(given))
     return expected
 
 
 @lru_cache(maxsize=2**14)  # group sizes repeat across prompts
-def _ways(others: tuple[int, ...], silent: int, most: int, left: int) -> list[int]:
+def _count_ways(others: tuple[int, ...], silent: int, most: int, left: int) -> list[int]:
     """The number of ways to choose `left` samples from groups of the sizes `others`, at most `most` from each, and from
     the `silent` samples; by the number of groups from which `most` are chosen.
     """
@@ -107,7 +107,7 @@ def mean_interval(values: Values, unit: bool | None = None, confidence: float = 
     """The mean of values [P], one per prompt, and its interval: `mean_bounds` if the scores are in 0..1 (`unit`; None:
     if the values show it), otherwise Student's t.
     """
-    return _interval(values, None, unit, confidence)
+    return _estimate_interval(values, None, unit, confidence)
 
 
 def paired_interval(
@@ -116,10 +116,10 @@ def paired_interval(
     """The mean of values - others [P] of the same prompts, and its interval: `difference_bounds` if the scores of both
     are in 0..1 (`unit`; None: if the values show it), otherwise Student's t of the differences.
     """
-    return _interval(values, others, unit, confidence)
+    return _estimate_interval(values, others, unit, confidence)
 
 
-def _interval(values: Values, others: Values | None, unit: bool | None, confidence: float) -> Estimate:
+def _estimate_interval(values: Values, others: Values | None, unit: bool | None, confidence: float) -> Estimate:
     count, shown = len(values), values if others is None else np.concatenate([values, others])
     differences = values if others is None else values - others
     mean = float(differences.mean())
@@ -158,10 +158,10 @@ def mean_bounds(values: Values, quantile: float | Values, relief: float = RELIEF
     """
     count, mean, variance = values.shape[-1], values.mean(-1), values.var(-1, ddof=1)
     most = mean * (1 - mean)  # the variance of such prompts
-    added = _lacking(mean, count) * np.maximum(most - variance, 0)
+    added = _skewness_weight(mean, count) * np.maximum(most - variance, 0)
     nearer = 1 - relief * np.divide(added, most, out=np.zeros_like(most), where=most > _TINY)
-    low, high = _wilson(mean, _effective(most, variance, count), quantile * nearer)
-    further_low, further_high = _wilson(mean, _effective(most, variance + added, count), quantile)
+    low, high = _wilson_interval(mean, _effective_count(most, variance, count), quantile * nearer)
+    further_low, further_high = _wilson_interval(mean, _effective_count(most, variance + added, count), quantile)
     low = np.where(mean > 0.5, np.minimum(low, further_low), low)
     high = np.where(mean < 0.5, np.maximum(high, further_high), high)
     # exact bounds if all are 0 or all are 1, since a rounding error would print as -0.0
@@ -185,44 +185,44 @@ def difference_bounds(values: Values, others: Values, quantile: float | Values) 
         mean = scores.mean(-1)
         of_marks = mean * (1 - mean)
         share = np.divide(scores.var(-1), of_marks, out=np.ones_like(mean), where=of_marks > _TINY)
-        split = np.maximum(split, np.maximum(share, _lacking(mean, count)))
-    rare = _between(1 / np.sqrt(np.maximum(count * (up + down), _TINY)), RARE)
-    number = _effective(most, variance + rare * split * np.maximum(most - variance, 0), count)
-    low, high = _tango(up, down, number, quantile), -_tango(down, up, number, quantile)
+        split = np.maximum(split, np.maximum(share, _skewness_weight(mean, count)))
+    rare = _relative_position(1 / np.sqrt(np.maximum(count * (up + down), _TINY)), RARE)
+    number = _effective_count(most, variance + rare * split * np.maximum(most - variance, 0), count)
+    low, high = _tango_bound(up, down, number, quantile), -_tango_bound(down, up, number, quantile)
     squares, central = (differences**2).mean(-1), differences - differences.mean(-1)[..., None]
     of_mean = np.sqrt(count * (central**2).mean(-1) ** 3)
     skewness = np.divide((central**3).mean(-1), of_mean, out=np.zeros_like(most), where=of_mean > _TINY)
     jump = np.divide((abs(differences) ** 3).mean(-1), squares, out=np.ones_like(most), where=squares > _TINY)
     changed = np.minimum(squares / jump**2, 1.0)
     moved, every = np.clip(differences.mean(-1) / jump, -changed, changed), np.full_like(most, count)
-    up, down, share = (changed + moved) / 2, (changed - moved) / 2, _between(np.abs(skewness), SKEWED_CHANGES)
-    low -= share * np.maximum(low - jump * _tango(up, down, every, quantile), 0)
-    high += share * np.maximum(-jump * _tango(down, up, every, quantile) - high, 0)
+    up, down, share = (changed + moved) / 2, (changed - moved) / 2, _relative_position(np.abs(skewness), SKEWED_CHANGES)
+    low -= share * np.maximum(low - jump * _tango_bound(up, down, every, quantile), 0)
+    high += share * np.maximum(-jump * _tango_bound(down, up, every, quantile) - high, 0)
     return low, high
 
 
-def _lacking(mean: Values, count: int) -> Values:
+def _skewness_weight(mean: Values, count: int) -> Values:
     """0 to 1: how likely rare prompts are to be missing, by the skewness of the mean of `count` zeros and ones."""
-    return _between(np.abs(1 - 2 * mean) / np.sqrt(np.maximum(count * mean * (1 - mean), _TINY)), SKEWED)
+    return _relative_position(np.abs(1 - 2 * mean) / np.sqrt(np.maximum(count * mean * (1 - mean), _TINY)), SKEWED)
 
 
-def _between(values: Values, ends: tuple[float, float]) -> Values:
+def _relative_position(values: Values, ends: tuple[float, float]) -> Values:
     return np.clip((values - ends[0]) / (ends[1] - ends[0]), 0.0, 1.0)
 
 
-def _effective(most: Values, variance: Values, count: int) -> Values:
+def _effective_count(most: Values, variance: Values, count: int) -> Values:
     """The number of prompts with the variance `most` whose mean varies as much as that of `count` with `variance`."""
     whole = np.full_like(most, float(count))
     return np.divide(count * most, variance, out=whole, where=(variance > _TINY) & (most > _TINY))
 
 
-def _wilson(mean: Values, number: Values, z: float | Values) -> tuple[Values, Values]:
+def _wilson_interval(mean: Values, number: Values, z: float | Values) -> tuple[Values, Values]:
     centre = (mean + z * z / (2 * number)) / (1 + z * z / number)
     half = z / (1 + z * z / number) * np.sqrt(mean * (1 - mean) / number + z * z / (4 * number * number))
     return centre - half, centre + half
 
 
-def _tango(up: Values, down: Values, number: Values, z: float | Values) -> Values:
+def _tango_bound(up: Values, down: Values, number: Values, z: float | Values) -> Values:
     """The lower bound of up - down, the shares of pairs that rise and that fall, by bisection: the smallest difference
     that is at most z standard errors away, where the share that falls is the most likely one for this difference.
     """
@@ -284,11 +284,11 @@ def group_bounds(groups: Sequence[Group], unit: bool, confidence: float = CONFID
     low, high = mean - np.sqrt(below) / number, mean + np.sqrt(above) / number
     if unit:
         together = t_quantile(level, count - number)
-        effective = _effective(up + down - (up - down) ** 2, variance / number**2 * count, count)
+        effective = _effective_count(up + down - (up - down) ** 2, variance / number**2 * count, count)
         if pairs[0][1] is None:
-            least, most = _wilson(up, effective, together)
+            least, most = _wilson_interval(up, effective, together)
         else:
-            least, most = _tango(up, down, effective, together), -_tango(down, up, effective, together)
+            least, most = _tango_bound(up, down, effective, together), -_tango_bound(down, up, effective, together)
         low, high = np.minimum(low, least), np.maximum(high, most)
         floor = 0.0 if pairs[0][1] is None else -1.0
         low, high = np.maximum(low, floor), np.minimum(high, 1.0)

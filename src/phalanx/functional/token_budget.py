@@ -24,9 +24,9 @@ def split(tokens: Tensor, parts: int, *, packed: bool, adjacent: bool = False) -
         The rows of `tokens` in each part, in ascending order; no part is empty.
     """
     if adjacent and packed:
-        result = _adjacent(tokens, parts)
+        result = _split_adjacent(tokens, parts)
     else:
-        result = _packed(tokens, parts) if packed else _padded(tokens, parts)
+        result = _split_packed(tokens, parts) if packed else _split_padded(tokens, parts)
     result.sort(key=lambda rows: (-cost(tokens, rows, packed=packed), rows))
     return result
 
@@ -49,7 +49,7 @@ def needed(tokens: Tensor, budget: int, *, packed: bool, adjacent: bool = False,
     """
     total = int(tokens.sum())
     parts = max(least, -(-total // budget))  # a lower bound, packed or not
-    while parts < len(tokens) and _largest(tokens, parts, packed=packed, adjacent=adjacent) > budget:
+    while parts < len(tokens) and _largest_cost(tokens, parts, packed=packed, adjacent=adjacent) > budget:
         parts += 1
     return min(parts, len(tokens))
 
@@ -76,12 +76,12 @@ def evenly_dealt(costs: Sequence[float], room: Sequence[int]) -> list[int]:
     return result
 
 
-def _largest(tokens: Tensor, parts: int, *, packed: bool, adjacent: bool) -> int:
+def _largest_cost(tokens: Tensor, parts: int, *, packed: bool, adjacent: bool) -> int:
     cut = split(tokens, parts, packed=packed, adjacent=adjacent)
     return max(cost(tokens, rows, packed=packed) for rows in cut)
 
 
-def _packed(tokens: Tensor, parts: int) -> list[list[int]]:
+def _split_packed(tokens: Tensor, parts: int) -> list[list[int]]:
     """Assign rows to parts: the longest first, each to the part with the fewest tokens."""
     sizes = tokens.sum(1).tolist()
     heap: list[tuple[int, int, list[int]]] = [(0, i, []) for i in range(parts)]
@@ -92,21 +92,21 @@ def _packed(tokens: Tensor, parts: int) -> list[list[int]]:
     return [sorted(rows) for _, _, rows in heap]
 
 
-def _padded(tokens: Tensor, parts: int) -> list[list[int]]:
+def _split_padded(tokens: Tensor, parts: int) -> list[list[int]]:
     """Split the rows, sorted by length, into runs of at most the smallest cost for which `parts` runs are enough."""
     longest, width = tokens.max(1).values.tolist(), tokens.shape[1]
     order = sorted(range(len(longest)), key=lambda row: (-longest[row], row))
     lengths = [longest[row] * width for row in order]
-    return _runs(order, partial(_cut, lengths), lengths[0], lengths[0] * len(lengths), parts)
+    return _search_runs(order, partial(_padded_runs, lengths), lengths[0], lengths[0] * len(lengths), parts)
 
 
-def _adjacent(tokens: Tensor, parts: int) -> list[list[int]]:
+def _split_adjacent(tokens: Tensor, parts: int) -> list[list[int]]:
     """Split the rows, in their order, into runs of at most the smallest sum for which `parts` runs are enough."""
     sums = tokens.sum(1).tolist()
-    return _runs(list(range(len(sums))), partial(_filled, sums), max(sums), sum(sums), parts)
+    return _search_runs(list(range(len(sums))), partial(_summed_runs, sums), max(sums), sum(sums), parts)
 
 
-def _runs(order: list[int], cut: Callable[[int], list[int]], low: int, high: int, parts: int) -> list[list[int]]:
+def _search_runs(order: list[int], cut: Callable[[int], list[int]], low: int, high: int, parts: int) -> list[list[int]]:
     """Split `order` into `parts` runs. `cut(cost)` returns the lengths of runs of at most that cost; a binary search
     from `low` to `high` finds the smallest cost with at most `parts` runs.
     """
@@ -128,7 +128,7 @@ def _runs(order: list[int], cut: Callable[[int], list[int]], low: int, high: int
     return result
 
 
-def _cut(lengths: list[int], most: int) -> list[int]:
+def _padded_runs(lengths: list[int], most: int) -> list[int]:
     """The sizes of runs of descending lengths for which rows x longest is at most `most`."""
     sizes, at = [], 0
     while at < len(lengths):
@@ -138,7 +138,7 @@ def _cut(lengths: list[int], most: int) -> list[int]:
     return sizes
 
 
-def _filled(sums: list[int], most: int) -> list[int]:
+def _summed_runs(sums: list[int], most: int) -> list[int]:
     """The sizes of runs of rows whose sums are at most `most`."""
     sizes, total = [0], 0
     for tokens in sums:

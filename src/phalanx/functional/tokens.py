@@ -98,7 +98,7 @@ class TokenTrace:
 
     def select(self, rows: Tensor) -> Self:
         """The samples in `rows` [b]."""
-        values: dict[str, Any] = {name: value[rows] for name, value in self._tensors.items()}
+        values: dict[str, Any] = {name: value[rows] for name, value in self._tensor_fields.items()}
         if self.looks is not None:
             values["looks"] = tuple(self.looks[row] for row in rows.tolist())
         return replace(self, **values)
@@ -107,15 +107,15 @@ class TokenTrace:
     def joined(cls, parts: Sequence[Self]) -> Self:
         """See phalanx.types.Trace."""
         values: dict[str, Any] = {}
-        for name in parts[0]._tensors:
-            tensors = [part._tensors[name] for part in parts]
+        for name in parts[0]._tensor_fields:
+            tensors = [part._tensor_fields[name] for part in parts]
             values[name] = torch.cat(widened(tensors) if name == "kept" else tensors)
         if parts[0].looks is not None:
             values["looks"] = sum((part.looks or () for part in parts), ())
         return replace(parts[0], **values)
 
     @property
-    def _tensors(self) -> dict[str, Tensor]:
+    def _tensor_fields(self) -> dict[str, Tensor]:
         """The fields that are tensors; each has one row per sample."""
         return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
 
@@ -217,7 +217,7 @@ def token_scores(
         pools = list(zip(pool[0].split([int(part.sum()) for part in counts]), counts, strict=True))
     for states, targets, kept in zip(chunks, tokens.split(chunk), pools, strict=True):
         # the values of a chunk are held, so that its recomputation needs only the logits
-        score = partial(_scores, head, temperature=temperature, never=excluded, fused=fused, held=[])
+        score = partial(_head_scores, head, temperature=temperature, never=excluded, fused=fused, held=[])
         if len(hidden) > chunk and torch.is_grad_enabled():
             parts.append(checkpoint(score, states, targets, *kept, use_reentrant=False))
         else:
@@ -269,7 +269,7 @@ def up_to(counts: Tensor, width: int) -> Tensor:
     return torch.arange(width, device=counts.device) < counts[:, None]
 
 
-def _scores(
+def _head_scores(
     head: Callable[[Tensor], Tensor],
     hidden: Tensor,
     tokens: Tensor,

@@ -84,7 +84,7 @@ def wrap(text: str, font: Any, width: int) -> list[str]:
     lines: list[str] = []
     words = text.split()
     while words and len(lines) < CAPTION_LINES:
-        line = _take(words, font, width)
+        line = _take_line(words, font, width)
         if words and len(lines) == CAPTION_LINES - 1:
             while line and font.getlength(line + " …") > width:
                 line = line[:-1]
@@ -93,7 +93,7 @@ def wrap(text: str, font: Any, width: int) -> list[str]:
     return lines
 
 
-def _take(words: list[str], font: Any, width: int) -> str:
+def _take_line(words: list[str], font: Any, width: int) -> str:
     """Remove the words that fit on one line from `words` and return them. A word wider than a line is split."""
     line = words.pop(0)
     if font.getlength(line) > width:

@@ -70,7 +70,7 @@ class Picture:
 
     def pil(self) -> Image.Image:
         """The image in RGB; see `upright`. Raises ValueError, with one line, if it cannot be read."""
-        with self._opened() as image:
+        with self._open_image() as image:
             return upright(image)
 
     @cached_property
@@ -78,7 +78,7 @@ class Picture:
         """(height, width) of the upright image; reads only the file's header, except for TIFF. Raises ValueError like
         `pil`.
         """
-        with self._opened() as image:
+        with self._open_image() as image:
             if image.format == "TIFF":  # PIL rotates TIFFs when it reads their pixels
                 whole = ImageOps.exif_transpose(image)
                 return whole.height, whole.width
@@ -97,7 +97,7 @@ class Picture:
         and the last bytes, and the pixels only where these do not tell.
         """
         for part in self.parts:
-            with part._opened() as image:
+            with part._open_image() as image:
                 end = _ENDS.get(image.format or "")
                 if image.fp is None or end is None or image.mode in ("I", "F"):
                     upright(image)
@@ -110,16 +110,16 @@ class Picture:
                     image.load()
 
     @contextmanager
-    def _opened(self) -> "Iterator[ImageFile]":
-        """Open the image with PIL; exceptions in the block are handled as in `_reading`."""
-        file = self._file(self.source())
-        with self._reading(), Image.open(file) as image:
+    def _open_image(self) -> "Iterator[ImageFile]":
+        """Open the image with PIL; exceptions in the block are handled as in `_reading_errors`."""
+        file = self._image_file(self.source())
+        with self._reading_errors(), Image.open(file) as image:
             if image.format == "EPS":
                 raise ValueError("EPS is a program, and is not run")
             yield image
 
     @contextmanager
-    def _reading(self) -> "Iterator[None]":
+    def _reading_errors(self) -> "Iterator[None]":
         """Turn exceptions of files and of PIL in the block into ValueErrors with one line."""
         try:
             yield
@@ -144,8 +144,8 @@ class Picture:
 
     def encoded(self) -> bytes:
         """The content of the image's file. Raises ValueError, with one line, if it cannot be read."""
-        file = self._file(self.source())
-        with self._reading():
+        file = self._image_file(self.source())
+        with self._reading_errors():
             return file.read_bytes() if isinstance(file, Path) else file.getvalue()
 
     @cached_property
@@ -153,11 +153,11 @@ class Picture:
         """The size of the image's file in bytes. Raises ValueError, with one line, if it cannot be read."""
         if self.count > 1:
             return sum(part.file_size for part in self.parts)
-        file = self._file(self.source())
-        with self._reading():
+        file = self._image_file(self.source())
+        with self._reading_errors():
             return file.stat().st_size if isinstance(file, Path) else len(file.getvalue())
 
-    def _file(self, value: Any) -> Path | BytesIO:
+    def _image_file(self, value: Any) -> Path | BytesIO:
         """The argument for Image.open."""
         if isinstance(value, list) and len(value) == 1:
             value = value[0]
@@ -167,12 +167,12 @@ class Picture:
             return BytesIO(value)
         if isinstance(value, str) and value:
             if data := _DATA.match(value):
-                return BytesIO(self._decoded(value[data.end() :]))
+                return BytesIO(self._decode_base64(value[data.end() :]))
             value = value.removeprefix("file://")
             if _ADDRESS.match(value):
                 raise ValueError(f"{self.where}: {cut(value)!r} is a URL, and nothing is downloaded; expected {FORMS}")
             path = self.folder / value
-            with self._reading():
+            with self._reading_errors():
                 kind(path)  # refuses pipes and devices, whose reading would not end
             return path
         form = f"a list of {len(value)}" if isinstance(value, list) else f"of type {type(value).__name__}"
@@ -181,7 +181,7 @@ class Picture:
         form = "empty" if value in ("", None) else form
         raise ValueError(f"{self.where} is {form}; expected {FORMS}")
 
-    def _decoded(self, text: str) -> bytes:
+    def _decode_base64(self, text: str) -> bytes:
         """Decode a file from base64."""
         try:
             return base64.b64decode(text, validate=True)

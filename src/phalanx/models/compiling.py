@@ -29,7 +29,7 @@ def works(world: World, line: str, *checks: Callable[[], object]) -> bool:
     says what all ranks do instead, with the rank and the reason.
     """
     for check in checks:
-        problem = _problem(check)
+        problem = _find_problem(check)
         problems = all_gather_object(problem) if dist.is_initialized() else [problem]
         for rank, text in enumerate(problems):
             if text:
@@ -56,7 +56,7 @@ def where_it_works(config: C, world: World) -> C:
     return copy_with(config, compile=False)
 
 
-def _problem(check: Callable[[], object]) -> str:
+def _find_problem(check: Callable[[], object]) -> str:
     """Why `check` fails here; empty if it works."""
     try:
         check()

@@ -39,7 +39,7 @@ class FusedLinear(Linear):
             return super().forward(x, *args, **kwargs)
         [name] = self.active_adapters
         base, down, up = self.base_layer, self.lora_A[name].weight, self.lora_B[name].weight
-        fused = _MergedLinear if _merges(x, base.out_features, base.in_features) else _LoraLinear
+        fused = _MergedLinear if _should_merge(x, base.out_features, base.in_features) else _LoraLinear
         stored: tuple[Tensor | None, ...] = (base.weight, None, None, None)
         onednn = isinstance(base, OneDnnLinear)
         if isinstance(base, Nf4Linear):
@@ -61,7 +61,7 @@ class FusedLinear(Linear):
         return bool(x.dtype == dtype == self.lora_A[name].weight.dtype == self.lora_B[name].weight.dtype)
 
 
-def _merges(x: Tensor, wide: int, narrow: int) -> bool:
+def _should_merge(x: Tensor, wide: int, narrow: int) -> bool:
     """Whether to merge: in float32, if `x` has enough rows to make that cheaper."""
     if x.dtype != torch.float32:
         return False
@@ -84,7 +84,7 @@ class _MergedLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, down, up, *stored = ctx.saved_tensors
         scale, onednn = ctx.scale, ctx.onednn
-        of_x, grad, rows = None, _rows(grad), _rows(x)
+        of_x, grad, rows = None, _flatten_rows(grad), _flatten_rows(x)
         if ctx.needs_input_grad[0]:
             merged = torch.addmm(dense(x.dtype, *stored), up, down, alpha=scale)
             of_x = product(grad, merged.t(), None, onednn=onednn).view_as(x)
@@ -107,7 +107,7 @@ class _LoraLinear(torch.autograd.Function):
     ) -> Tensor:
         # not flattened: torch rounds some shapes differently, and the base layer without a LoRA is the reference
         out = product(x, dense(x.dtype, *stored), bias, onednn=onednn)
-        hidden = product(_rows(x), down, None, onednn=onednn)
+        hidden = product(_flatten_rows(x), down, None, onednn=onednn)
         ctx.save_for_backward(x, down, up, hidden, *stored)
         ctx.scale, ctx.onednn = scale, onednn
         # in place, because cuBLAS would otherwise copy the base's output first
@@ -118,7 +118,7 @@ class _LoraLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, down, up, hidden, *stored = ctx.saved_tensors
         needs_x, needs_down, needs_up, *_ = ctx.needs_input_grad
-        onednn, grad = ctx.onednn, _rows(grad)
+        onednn, grad = ctx.onednn, _flatten_rows(grad)
         of_x = of_down = of_up = None
         # scale this product, which has only `rank` columns, instead of one with as many as the output
         of_hidden = product(grad, up.t(), None, onednn=onednn).mul_(ctx.scale)
@@ -126,12 +126,12 @@ class _LoraLinear(torch.autograd.Function):
             whole = dense(x.dtype, *stored)
             of_x = product(grad, whole.t(), None, onednn=onednn).addmm_(of_hidden, down).view_as(x)
         if needs_down:
-            of_down = product(of_hidden.t(), _rows(x).t(), None, onednn=onednn)
+            of_down = product(of_hidden.t(), _flatten_rows(x).t(), None, onednn=onednn)
         if needs_up:
             of_up = product(grad.t(), hidden.t(), None, onednn=onednn).mul_(ctx.scale)
         return of_x, of_down, of_up, *[None] * 7
 
 
-def _rows(x: Tensor) -> Tensor:
+def _flatten_rows(x: Tensor) -> Tensor:
     """[..., D] -> [N, D]."""
     return x.reshape(-1, x.shape[-1])

@@ -60,12 +60,12 @@ def use_onednn(module: nn.Module) -> None:
     if not torch.backends.mkldnn.is_available():
         raise ValueError("model.cpu_linear: onednn is not available in this build of torch; expected torch or null")
     _register_flops()
-    _make(OneDnnLinear, module)
+    _convert_layers(OneDnnLinear, module)
 
 
 def unfuse_biases(module: nn.Module) -> None:
     """In code compiled for CPUs, let all linear layers in `module` add their bias separately, in place."""
-    _make(UnfusedLinear, module)
+    _convert_layers(UnfusedLinear, module)
 
 
 def quantize_layers(blocks: Iterable[nn.Module], device: torch.device, *, stays: bool) -> None:
@@ -91,7 +91,7 @@ def quantize_layers(blocks: Iterable[nn.Module], device: torch.device, *, stays:
             # change the class instead of replacing the module, to keep hooks and names in checkpoints
             part.__class__ = Nf4Linear
             part.weight = nn.Parameter(packed, requires_grad=False)
-            part.register_buffer("table", _pairs(place), persistent=False)
+            part.register_buffer("table", _value_pairs(place), persistent=False)
             for factor in (UP, DOWN):
                 part.register_parameter(factor, part._parameters.get(factor))
     widths = ", ".join(f"{names[0]} has {width}" for width, names in left_out.items())
@@ -153,13 +153,13 @@ def dense(
     return whole.to(dtype)
 
 
-def _pairs(device: torch.device) -> Tensor:
+def _value_pairs(device: torch.device) -> Tensor:
     """[256, 2]: the two values that each byte of codes stands for."""
     values = torch.tensor(NF4, device=device)
     return torch.stack([values.repeat_interleave(16), values.repeat(16)], 1)
 
 
-def _make(kind: type[nn.Linear], module: nn.Module) -> None:
+def _convert_layers(kind: type[nn.Linear], module: nn.Module) -> None:
     for part in module.modules():
         if type(part) is nn.Linear:
             # change the class instead of replacing the module, to keep parameters, hooks and names in checkpoints
@@ -179,10 +179,10 @@ class OneDnnLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., in] -> [..., out]."""
-        if not _takes(input, self.weight):
+        if not _is_accepted(input, self.weight):
             return F.linear(input, self.weight, self.bias)
         if not torch.is_grad_enabled():
-            return _product(input, self.weight, self.bias)
+            return _linear_product(input, self.weight, self.bias)
         # torch has no derivative for the oneDNN operator
         return _Linear.apply(input, self.weight, self.bias)
 
@@ -225,15 +225,15 @@ class _Nf4Linear(torch.autograd.Function):
 
 def product(input: Tensor, weight: Tensor, bias: Tensor | None, *, onednn: bool) -> Tensor:
     """A layer's output, [..., in] -> [..., out]. It has no derivative if oneDNN computes it."""
-    if onednn and _takes(input, weight):
-        return _product(input, weight, bias)
+    if onednn and _is_accepted(input, weight):
+        return _linear_product(input, weight, bias)
     if bias is not None and input.device.type == "cpu" and torch.compiler.is_compiling():
         # torch would first copy the bias to every row of the output; the compiler fuses the sum with what follows
         return F.linear(input, weight) + bias
     return F.linear(input, weight, bias)
 
 
-def _takes(input: Tensor, weight: Tensor) -> bool:
+def _is_accepted(input: Tensor, weight: Tensor) -> bool:
     if not (input.device.type == "cpu" and input.dtype == weight.dtype == torch.float32):
         return False
     if input.numel() == 0:
@@ -247,7 +247,7 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         # only the weight's gradient needs the input, and a frozen layer with a LoRA does not compute it
         ctx.save_for_backward(input if weight.requires_grad else None, weight)
-        return _product(input, weight, bias)
+        return _linear_product(input, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -256,9 +256,9 @@ class _Linear(torch.autograd.Function):
         needs_input, needs_weight, needs_bias = ctx.needs_input_grad
         of_input = of_weight = of_bias = None
         if needs_input:
-            of_input = _product(grad, weight.t(), None)
+            of_input = _linear_product(grad, weight.t(), None)
         if needs_weight:
-            of_weight = _product(rows.t(), input.reshape(-1, input.shape[-1]).t(), None)
+            of_weight = _linear_product(rows.t(), input.reshape(-1, input.shape[-1]).t(), None)
         if needs_bias:
             of_bias = rows.sum(0)
         return of_input, of_weight, of_bias
@@ -274,7 +274,7 @@ def _register_flops() -> None:
     register_flop_formula(torch.ops.mkldnn._linear_pointwise)(flops)
 
 
-def _product(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _linear_product(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if torch.compiler.is_compiling():
         return _opaque_product(input, weight, bias)
     return torch.ops.mkldnn._linear_pointwise(input, weight, bias, "none", [], "")

@@ -187,11 +187,11 @@ def merged_weights(state: dict[str, Tensor], config: ModelConfig, dtype: torch.d
         merged = name.endswith(".base_layer.weight")
         if isinstance(tensor, DTensor) and tensor.dtype.itemsize > dtype.itemsize and not merged:
             tensor = tensor.to(dtype)
-        weight = _whole(tensor)
+        weight = _full_tensor(tensor)
         if merged:
             stem = name.removesuffix("base_layer.weight")
-            down = _whole(state[f"{stem}lora_A.default.weight"])
-            up = _whole(state[f"{stem}lora_B.default.weight"])
+            down = _full_tensor(state[f"{stem}lora_A.default.weight"])
+            up = _full_tensor(state[f"{stem}lora_B.default.weight"])
             # in float32: the receiver rounds the sum only once
             weight = weight.float() + scale * (up.float() @ down.float())
         yield name.replace(".base_layer.", "."), weight
@@ -386,5 +386,5 @@ def lora_alpha(config: ModelConfig) -> float:
     return config.lora_alpha
 
 
-def _whole(tensor: Tensor) -> Tensor:
+def _full_tensor(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

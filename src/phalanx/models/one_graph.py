@@ -33,9 +33,9 @@ class OneGraph:
         for block in blocks:
             # Only the forward: FSDP's hooks, which gather its weights, stay outside the graph. Equal blocks share one
             # compilation, for all lengths of texts.
-            block.forward = self._cut(torch.compile(block.forward, fullgraph=True, dynamic=True))
+            block.forward = self._cut_graph(torch.compile(block.forward, fullgraph=True, dynamic=True))
 
-    def _cut(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def _cut_graph(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a block's forward to detach its outputs from its autograd graph if no backward pass follows."""
 
         @wraps(forward)
@@ -43,7 +43,7 @@ class OneGraph:
             out = forward(*args, **kwargs)
             if not self._cutting:
                 return out
-            return tree_map_only(Tensor, _leaf, out)
+            return tree_map_only(Tensor, _leaf_copy, out)
 
         return cut
 
@@ -60,6 +60,6 @@ class OneGraph:
         return tree_map_only(Tensor, Tensor.detach, out)
 
 
-def _leaf(tensor: Tensor) -> Tensor:
+def _leaf_copy(tensor: Tensor) -> Tensor:
     """A copy without history that requires a gradient as in training, so that the next block has the same graph."""
     return tensor.detach().requires_grad_(tensor.requires_grad)

@@ -51,10 +51,10 @@ def convert_traced(
         value.sources, value.read = frozenset([name]), read
         given[name] = value
     result = dict(convert(given))
-    used = read | _sources(result.values())
+    used = read | _source_names(result.values())
     unused = [name for name, tensor in tensors.items() if name not in used and bool(torch.any(tensor != 0))]
     return {name: tensor.as_subclass(Tensor) for name, tensor in result.items()}, sorted(unused)
 
 
-def _sources(tensors: Iterable[Tensor]) -> set[str]:
+def _source_names(tensors: Iterable[Tensor]) -> set[str]:
     return {name for tensor in tensors if isinstance(tensor, Traced) for name in tensor.sources}

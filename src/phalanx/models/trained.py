@@ -161,14 +161,14 @@ class TrainedModel:
             return
         # Swap the values, not the tensors: FSDP, the optimizer and compiled blocks refer to the tensors.
         kept = {name: local(p).detach().clone() for name, p in self.parameters.items()}
-        self._write(self._weights[weights])
+        self._write_weights(self._weights[weights])
         try:
             yield
         finally:
-            self._write(kept)
+            self._write_weights(kept)
 
     @torch.no_grad()
-    def _write(self, values: dict[str, Tensor]) -> None:
+    def _write_weights(self, values: dict[str, Tensor]) -> None:
         # weights that stay gathered would not reflect a change of their shards
         self.sharded.reshard()
         for name, p in self.parameters.items():

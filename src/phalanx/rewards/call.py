@@ -169,13 +169,13 @@ class DaemonPool:
             self._queue = queue.SimpleQueue()
             for i in range(self._threads):
                 arguments, name = (self._queue, self._device), f"{self._name}-{i}"
-                threading.Thread(target=_work, args=arguments, name=name, daemon=True).start()
+                threading.Thread(target=_run_tasks, args=arguments, name=name, daemon=True).start()
         task: Task[T] = Task()
         self._queue.put((task, function))
         return task
 
 
-def _work(tasks: "queue.SimpleQueue[tuple[Task[Any], Callable[[], Any]]]", device: torch.device | None) -> None:
+def _run_tasks(tasks: "queue.SimpleQueue[tuple[Task[Any], Callable[[], Any]]]", device: torch.device | None) -> None:
     if device is not None and device.type == "cuda":
         torch.cuda.set_device(device)
     while True:

@@ -73,7 +73,7 @@ class RewardClient:
                 check_finite(outputs, prompts, self._weights)
             if self.reward_set is not None:
                 if self.world.context_size > 1:
-                    outputs, prompts = self._dealt(outputs, prompts)
+                    outputs, prompts = self._local_samples(outputs, prompts)
                 if self.judged is not None:
                     prompts = list(map(self.judged, prompts))
                 if prompts:
@@ -106,7 +106,7 @@ class RewardClient:
         if self.world.context_size > 1:
             terms = self._of_all(terms)
         if self.forgives and terms:  # there are none if every term is a PolicyReward
-            terms = self._forgive(terms)
+            terms = self._fill_missing(terms)
         return terms
 
     def score(self) -> tuple[Tensor, dict[str, Tensor]]:
@@ -119,7 +119,7 @@ class RewardClient:
         count, self._errors = self._errors, 0
         return {f"{prefix}reward/errors": float(count)}
 
-    def _dealt(self, outputs: Outputs, prompts: list[Prompt]) -> tuple[Outputs, list[Prompt]]:
+    def _local_samples(self, outputs: Outputs, prompts: list[Prompt]) -> tuple[Outputs, list[Prompt]]:
         """The samples that this rank scores: ranks that hold the same samples share them out one by one."""
         first, size = self.world.rank - self._submitted, self.world.context_size
         self._submitted += len(prompts)
@@ -139,7 +139,7 @@ class RewardClient:
             merged[name] = torch.stack(dealt, 1).flatten()[:count]
         return merged
 
-    def _forgive(self, terms: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _fill_missing(self, terms: dict[str, Tensor]) -> dict[str, Tensor]:
         """This rank's terms [B] with missing scores set to 0, or left NaN with reward.on_error=skip.
 
         Raises RewardError on all ranks if more samples lack a score than reward.max_error_fraction allows.

@@ -50,7 +50,7 @@ class TrlReward:
                 turns = list(answered) or turns
             answers.append(turns if isinstance(prompt, list) else completion)
         arguments = {**columns, **self._kwargs, "prompts": prompts, "completions": answers}
-        return _results([self._function(**arguments)])[0]
+        return _await_results([self._function(**arguments)])[0]
 
     def check_row(self, prompt: str, metadata: dict[str, Any]) -> None:
         """Raise ValueError for a row without a column that the function requires."""
@@ -85,7 +85,7 @@ class VerlReward:
             }
             arguments = {name: values[name] for name in self._names}
             results.append(self._function(**{**arguments, **self._kwargs}))
-        return [_score(result) for result in _results(results)]
+        return [_verl_score(result) for result in _await_results(results)]
 
     def check_row(self, prompt: str, metadata: dict[str, Any]) -> None:
         """Raise ValueError for a row without the ground truth that a function of texts requires."""
@@ -148,7 +148,7 @@ def _takes_any(signature: inspect.Signature) -> bool:
     return any(each.kind is inspect.Parameter.VAR_KEYWORD for each in signature.parameters.values())
 
 
-def _score(result: Any) -> float | None:
+def _verl_score(result: Any) -> float | None:
     """The score in a result of a function of verl."""
     if not isinstance(result, Mapping):
         return result
@@ -157,7 +157,7 @@ def _score(result: Any) -> float | None:
     return result["score"]
 
 
-def _results(returned: list[Any]) -> list[Any]:
+def _await_results(returned: list[Any]) -> list[Any]:
     """The results of calls; those of an `async` function are awaited concurrently."""
     if not returned or not inspect.isawaitable(returned[0]):
         return returned

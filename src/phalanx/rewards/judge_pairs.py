@@ -81,23 +81,23 @@ class Comparison:
         """For each sample of this rank, the fraction of its comparisons that it wins, 1/2 if there are none, and the
         fraction whose answer could not be parsed. A collective; raises RewardError, on all ranks, if one fails.
         """
-        pairs = self._pairs(judge)
+        pairs = self._all_pairs(judge)
         local = [pair for pair in pairs if pair.asker == self.rank]
         files = self._exchange_files(pairs)
         verdicts: list[float | None] = []
         questions: list[Question] = []
         shown: list[bytes] = []
         try:
-            shown, questions = self._questions(name, judge, local, files, of_text=of_text)
+            shown, questions = self._pair_questions(name, judge, local, files, of_text=of_text)
         except RewardError as error:
             self.problem = str(error)
         try:
             answers = ask(shown, questions)  # a collective of the domain, also of ranks with a problem
             if self.problem is None:
-                verdicts = [self._verdict(name, judge, *both) for both in zip(local, answers, strict=True)]
+                verdicts = [self._parse_verdict(name, judge, *both) for both in zip(local, answers, strict=True)]
         except RewardError as error:
             self.problem = self.problem or str(error)
-        return self._rates(pairs, self._of_all(verdicts))
+        return self._win_rates(pairs, self._of_all(verdicts))
 
     def _of_all(self, value: Any) -> list[Any]:
         """Every rank's value. Raises RewardError, on all ranks, if one has a problem."""
@@ -107,7 +107,7 @@ class Comparison:
                 raise RewardError(problem)
         return [values for values, _ in gathered]
 
-    def _pairs(self, judge: PairJudge) -> list[Pair]:
+    def _all_pairs(self, judge: PairJudge) -> list[Pair]:
         """All pairs, the same list on all ranks."""
         pairs = []
         for group, places in self._groups.items():
@@ -146,7 +146,7 @@ class Comparison:
                 files[rank, number] = tuple(parts)
         return files
 
-    def _questions(
+    def _pair_questions(
         self, name: str, judge: PairJudge, pairs: list[Pair], files: dict[Place, tuple[bytes, ...]], *, of_text: bool
     ) -> tuple[list[bytes], list[Question]]:
         """The files that the model sees for some pairs, and the questions, with indices of these files."""
@@ -165,7 +165,7 @@ class Comparison:
             prompt, meta = subject.prompt, copied(subject.prompt.meta)
             try:
                 if prompt.group_id not in numbers:  # the data's images are read only once for all pairs
-                    numbered(prompt.group_id, subject.prompt_files or _sources(judge, prompt))
+                    numbered(prompt.group_id, subject.prompt_files or _source_files(judge, prompt))
                 seen = numbers[prompt.group_id]
                 if of_text:
                     meta |= {f"completion_{i}": files[at][0].decode() for i, at in ((1, pair.first), (2, pair.second))}
@@ -182,7 +182,7 @@ class Comparison:
         """This rank's sample in a pair that it asks about."""
         return self.subjects[(pair.first if pair.first[0] == self.rank else pair.second)[1]]
 
-    def _verdict(self, name: str, judge: PairJudge, pair: Pair, answer: str) -> float | None:
+    def _parse_verdict(self, name: str, judge: PairJudge, pair: Pair, answer: str) -> float | None:
         """The share of a pair that its first sample wins, given the answer; None if it cannot be parsed."""
         prompt = self._asked_about(pair).prompt
         try:
@@ -196,7 +196,7 @@ class Comparison:
             )
         return verdict
 
-    def _rates(self, pairs: list[Pair], verdicts: list[list[float | None]]) -> list[tuple[float, float]]:
+    def _win_rates(self, pairs: list[Pair], verdicts: list[list[float | None]]) -> list[tuple[float, float]]:
         """The win rates of this rank's samples, and the fractions of answers that could not be parsed."""
         count = len(self.subjects)
         wins, unparsed, total = [0.0] * count, [0] * count, [0] * count
@@ -215,7 +215,7 @@ class Comparison:
         return rates
 
 
-def _sources(judge: PairJudge, prompt: Prompt) -> tuple[bytes, ...]:
+def _source_files(judge: PairJudge, prompt: Prompt) -> tuple[bytes, ...]:
     """The files of the images in the column `source_key` of the prompt's data."""
     if judge.source_key is None:
         return ()

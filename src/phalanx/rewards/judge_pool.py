@@ -104,7 +104,7 @@ class JudgePool:
         questions = {}
         for name, judge in self._judges.items():
             questions[name] = list(map(partial(_questions_of, name, judge, self._forgives), prompts, texts))
-        files, shown = self._seen(outputs, prompts)
+        files, shown = self._seen_images(outputs, prompts)
         subjects: list[Subject] = []
         if self._pair_judges and isinstance(outputs, Tensor):
             for i in range(0, len(prompts), frames):
@@ -120,7 +120,7 @@ class JudgePool:
                 if answers.done():
                     answers.result()  # raises if it has failed in the meantime
 
-    def _seen(self, outputs: Outputs, prompts: list[Prompt]) -> tuple[list[bytes], list[tuple[int, ...]]]:
+    def _seen_images(self, outputs: Outputs, prompts: list[Prompt]) -> tuple[list[bytes], list[tuple[int, ...]]]:
         """Files of images, and for each sample the indices of those that the model sees."""
         if isinstance(outputs, Tensor):
             files = list(map(raw_file, to_uint8(outputs)))
@@ -158,7 +158,7 @@ class JudgePool:
                 parts, rates = self._ask_all(batches, [lambda: self._ask_judges(batches)] if self._judges else [])
         else:
             parts, rates = self._ask_all(batches, [answers.result for answers in pending])
-            self._thread.submit(self._sleep).result()  # after the last question
+            self._thread.submit(self._put_asleep).result()  # after the last question
         self.busy_s, self._spent_s = self._spent_s, 0.0
 
         prompts = list(chain.from_iterable(batch.prompts for batch in batches))
@@ -192,7 +192,7 @@ class JudgePool:
         return self._thread.submit(lambda: self._on_thread(lambda: self._ask_model(files, questions))).result()
 
     def _on_thread(self, ask: Callable[[], T]) -> T:
-        """Call `ask` with the model awake, on a separate stream. The model stays awake until `_sleep`. Runs on the
+        """Call `ask` with the model awake, on a separate stream. The model stays awake until `_put_asleep`. Runs on the
         thread.
         """
         if self._device.type == "cuda" and self._stream is None:
@@ -203,7 +203,7 @@ class JudgePool:
             self._is_awake = True
         return ask()
 
-    def _sleep(self) -> None:
+    def _put_asleep(self) -> None:
         """Let the model sleep until the next rollout. Runs on the thread."""
         self._awake.close()
         self._is_awake = False

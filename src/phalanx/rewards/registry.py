@@ -93,11 +93,11 @@ def build_terms(
     if not functions:
         raise ConfigError(
             "reward.functions is empty: nothing to optimise; give at least one entry, e.g. {name: ocr}; "
-            f"built in: {', '.join(_known())}"
+            f"built in: {', '.join(_known_rewards())}"
         )
     terms: list[Term] = []
     for i, entry in enumerate(functions):
-        term = _build(entry, f"reward.functions[{i}]", device, unparseable_score, outputs)
+        term = _build_term(entry, f"reward.functions[{i}]", device, unparseable_score, outputs)
         for k, other in enumerate(terms):
             if other.name == term.name:
                 raise ConfigError(
@@ -115,18 +115,20 @@ def build_terms(
 
 def asks_model(functions: Sequence[RewardFunctionConfig]) -> bool:
     """Whether any of the functions is a judge, which needs `reward.model`."""
-    rewards = (_find(entry, f"reward.functions[{i}]")[0] for i, entry in enumerate(functions))
+    rewards = (_find_reward(entry, f"reward.functions[{i}]")[0] for i, entry in enumerate(functions))
     return any(isinstance(reward, type) and issubclass(reward, Judge) for reward in rewards)
 
 
-def _build(cfg: RewardFunctionConfig, key: str, device: str, unparseable_score: float | None, outputs: str) -> Term:
+def _build_term(
+    cfg: RewardFunctionConfig, key: str, device: str, unparseable_score: float | None, outputs: str
+) -> Term:
     """Resolve, check and bind one entry, which messages call `key`; see `build_terms`."""
-    reward, label = _find(cfg, key)
+    reward, label = _find_reward(cfg, key)
     name = label if cfg.name is None else cfg.name
     if name in RESERVED:
         raise ConfigError(f"{key}: {name!r} is the name of another metric; give the term another name")
     is_judge = isinstance(reward, type) and issubclass(reward, Judge)
-    takes = _takes(reward, key, label, outputs)
+    takes = _taken_outputs(reward, key, label, outputs)
     if (takes in TEXTS) != (outputs == "completions"):
         what = f"the judge {label}" if is_judge else label
         raise ConfigError(f"{key}: {what} takes {takes}, and this job makes {outputs}")
@@ -141,7 +143,7 @@ def _build(cfg: RewardFunctionConfig, key: str, device: str, unparseable_score: 
             check_arguments(reward, arguments, cfg.kwargs, f"{key}.kwargs", label)
             function = functools.partial(reward, **cfg.kwargs)
         else:
-            function = _adapted(form, reward, cfg.kwargs, f"{key}.kwargs", label)
+            function = _adapt_function(form, reward, cfg.kwargs, f"{key}.kwargs", label)
     elif is_judge and inspect.isabstract(reward):
         raise ConfigError(f"{key}: the judge {label} has no method parse(answer, prompt, metadata)")
     else:
@@ -149,7 +151,7 @@ def _build(cfg: RewardFunctionConfig, key: str, device: str, unparseable_score: 
         check_arguments(reward, (), kwargs, f"{key}.kwargs", label, hidden=("device",) if on_device else ())
         if not is_judge:
             log.info("loading the reward %s", name)
-        function = _instance(reward, kwargs, f"{key} ({name})")
+        function = _make_instance(reward, kwargs, f"{key} ({name})")
         if isinstance(function, Judge):
             check_arguments(function.parse, ("answer", "prompt", "metadata"), {}, key, f"{label}.parse")
             if unparseable_score is None:
@@ -170,7 +172,7 @@ def _build(cfg: RewardFunctionConfig, key: str, device: str, unparseable_score: 
             call = f"__call__({', '.join(arguments)})"
             raise ConfigError(f"{key}: {label} is a class without __call__; expected {call}")
         elif form is not None:
-            function = _adapted(form, function, {}, key, label)
+            function = _adapt_function(form, function, {}, key, label)
         else:
             check_arguments(function, arguments, {}, key, label)
     frames = cfg.frames if isinstance(cfg, FlowRewardFunctionConfig) else 1
@@ -189,7 +191,7 @@ def _build(cfg: RewardFunctionConfig, key: str, device: str, unparseable_score: 
     return Term(name, function, share, on_device, takes, frames, extras, per_sample, chats)
 
 
-def _adapted(
+def _adapt_function(
     form: type[TrlReward] | type[VerlReward], function: Callable[..., Any], kwargs: dict[str, Any], key: str, label: str
 ) -> Callable[..., Any]:
     """A function of another trainer as a reward. Raises ConfigError if it does not accept that trainer's arguments."""
@@ -202,7 +204,7 @@ def _adapted(
     return form(function, kwargs)
 
 
-def _takes(reward: Callable[..., Any], key: str, label: str, outputs: str) -> str:
+def _taken_outputs(reward: Callable[..., Any], key: str, label: str, outputs: str) -> str:
     """The outputs that a reward takes, one of TAKES, by the name of its first parameter; "images" for other names.
 
     The parameters of a class are read before it is instantiated, because the constructor may load a model.
@@ -219,7 +221,7 @@ def _takes(reward: Callable[..., Any], key: str, label: str, outputs: str) -> st
     return first if first in TAKES else "images"
 
 
-def _instance(reward: Callable[..., Any], kwargs: dict[str, Any], where: str) -> Any:
+def _make_instance(reward: Callable[..., Any], kwargs: dict[str, Any], where: str) -> Any:
     try:
         return reward(**kwargs)
     except ValidationError as error:
@@ -238,7 +240,7 @@ def judged_frames(terms: list[Term]) -> int:
     return counts.pop() if counts else 1
 
 
-def _find(cfg: RewardFunctionConfig, key: str) -> tuple[Callable[..., Any], str]:
+def _find_reward(cfg: RewardFunctionConfig, key: str) -> tuple[Callable[..., Any], str]:
     """The object that an entry refers to, and its name in messages."""
     if cfg.path is not None:
         reward = resolve_object(cfg.path, f"{key}.path", "function")
@@ -246,7 +248,7 @@ def _find(cfg: RewardFunctionConfig, key: str) -> tuple[Callable[..., Any], str]
             kind = type(reward).__name__
             raise ConfigError(f"{key}.path={cfg.path!r} is of type {kind}; expected a function or a class")
         return reward, cfg.path.rpartition(":")[2]
-    known = _known()
+    known = _known_rewards()
     built_in = ", ".join(known)
     if cfg.name is None:
         raise ConfigError(f"{key} has neither name nor path; give name (built in: {built_in}) or path ({FORMS})")
@@ -269,7 +271,7 @@ def _call_signature(reward: Callable[..., Any], key: str, label: str) -> inspect
     return signature.replace(parameters=parameters)
 
 
-def _known() -> dict[str, str]:
+def _known_rewards() -> dict[str, str]:
     """The packages of the built-in rewards by their names, in alphabetical order."""
     packages = {"http": "phalanx.zoo.rewards"}
     for package in PACKAGES:

@@ -124,7 +124,7 @@ class RewardSet:
             if term.takes != made:
                 subjects, prompt_of = seen_by(term.takes, outputs, prompts, term.frames)
             frames = len(prompt_of) // len(prompts)
-            for first, end in self._parts(term, len(prompts)) if term.per_sample else [(0, len(prompts))]:
+            for first, end in self._call_parts(term, len(prompts)) if term.per_sample else [(0, len(prompts))]:
                 rows = slice(first * frames, end * frames)
                 call = Call(term, subjects[rows], prompt_of[rows], frames)
                 self._calls.append(call)
@@ -274,7 +274,7 @@ class RewardSet:
         """The weight in the sample's reward of the rewards that an environment gives for single turns."""
         return sum(term.share.at(step) for term in self.terms if isinstance(term.function, OfEnvironment))
 
-    def _parts(self, term: Term, count: int) -> list[tuple[int, int]]:
+    def _call_parts(self, term: Term, count: int) -> list[tuple[int, int]]:
         """The parts, from one sample to before another, into which a call on `count` samples is split."""
         # Twice as many as threads, because samples take unequal times and threads may be busy with an earlier
         # micro-batch. Where each sample has a time limit, one call per sample: several could exceed reward.timeout_s.

@@ -48,14 +48,14 @@ class Verifier:
         the row of the data cannot be judged; RuntimeError if the process does not start.
         """
         question = json.dumps(arguments) + "\n"
-        child = self._ready()
+        child = self._ready_process()
         assert child.stdin is not None and child.stdout is not None
         with suppress(BrokenPipeError):  # the process has ended, which reading from it shows
             child.stdin.write(question)
             child.stdin.flush()
         line = child.stdout.readline()
         if not line:
-            raise VerifierError(self._end(child))
+            raise VerifierError(self._end_process(child))
         self._idle.put(child)
         verdict, problem, of_row = json.loads(line)
         if problem is None:
@@ -80,19 +80,19 @@ class Verifier:
                 )
             return wrong, 1.0
 
-    def _ready(self) -> "subprocess.Popen[str]":
+    def _ready_process(self) -> "subprocess.Popen[str]":
         """A process that is ready for a question: an idle one that is still running, or a new one."""
         with suppress(queue.Empty):
             while True:
                 child = self._idle.get_nowait()
                 if child.poll() is None:
                     return child
-                self._end(child)
-        child = self._start()
+                self._end_process(child)
+        child = self._start_process()
         assert child.stdout is not None
         line = child.stdout.readline()
         if not line:
-            raise RuntimeError(f"the verifier {self._name} did not start: {self._end(child)}")
+            raise RuntimeError(f"the verifier {self._name} did not start: {self._end_process(child)}")
         missing = json.loads(line)
         if next(self._starts) == 0 and missing:
             log.warning(
@@ -102,12 +102,12 @@ class Verifier:
             )
         return child
 
-    def _start(self) -> "subprocess.Popen[str]":
+    def _start_process(self) -> "subprocess.Popen[str]":
         pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
         line = command(_CHILD, self._source, str(self._timeout_s))
         return subprocess.Popen(line, text=True, encoding="utf-8", env=environment(), **pipes)
 
-    def _end(self, child: "subprocess.Popen[str]") -> str:
+    def _end_process(self, child: "subprocess.Popen[str]") -> str:
         """Wait for a process that ends. Returns the reason for its end, as a phrase."""
         code = child.wait()
         assert child.stdin is not None and child.stdout is not None

@@ -26,7 +26,7 @@ def scorer(term: Term, *, forgives: bool = False, copy: Callable[[Outputs], Outp
     if term.per_sample:
         scored = partial(_one_by_one, scored, forgives)
     if forgives:
-        scored = partial(_forgiven, scored)
+        scored = partial(_forgive_errors, scored)
         if isinstance(term.reward, ChecksRows):
             scored = partial(_of_checked_rows, scored)
     return scored
@@ -53,19 +53,19 @@ def _one_by_one(inner: Score, forgives: bool, call: Call) -> Scored:
         except Raised as error:
             if not forgives or error.__cause__ is None:
                 raise
-            scored = _missing(term, 1, reason(error.__cause__) + place(error.__cause__))
+            scored = _missing_scores(term, 1, reason(error.__cause__) + place(error.__cause__))
         problem = problem or scored.problem
         for row, values in scored.rows.items():
             rows[row].append(values)
     return Scored({row: torch.cat(values) for row, values in rows.items()}, problem)
 
 
-def _forgiven(inner: Score, call: Call) -> Scored:
+def _forgive_errors(inner: Score, call: Call) -> Scored:
     """Values are NaN for samples without a score, and `problem` says why, as a sentence."""
     try:
         scored = inner(call)
     except Raised as error:
-        return _missing(call.term, len(call.prompts) // call.frames, str(error))
+        return _missing_scores(call.term, len(call.prompts) // call.frames, str(error))
     lost = torch.stack([~(values.abs() <= LARGEST) for values in scored.rows.values()]).any(0)  # true for NaN, too
     if not lost.any():
         return Scored(scored.rows)
@@ -85,7 +85,7 @@ def _of_checked_rows(inner: Score, call: Call) -> Scored:
         return inner(call)
     where = on_prompts([call.prompts[i * frames] for i in refused])
     problem = f"reward {term.name!r} has no score on {where}: {objections[refused[0]]}"
-    rows = _missing(term, len(objections)).rows
+    rows = _missing_scores(term, len(objections)).rows
     kept = [i for i in range(len(objections)) if i not in refused]
     subject = call.subject
     if kept and subject is not None:
@@ -98,6 +98,6 @@ def _of_checked_rows(inner: Score, call: Call) -> Scored:
     return Scored(rows, problem, len(refused))
 
 
-def _missing(term: Term, count: int, problem: str | None = None) -> Scored:
+def _missing_scores(term: Term, count: int, problem: str | None = None) -> Scored:
     """No scores for `count` samples."""
     return Scored({row: torch.full((count,), torch.nan) for row in term.rows}, problem)

@@ -160,7 +160,7 @@ class _Numbers:
         if self.together > 1:  # a larger n does not change the number of units
             keys = (*(key for key in keys if key != "n"), "mini")
         for key in keys:
-            near = self._near(key)
+            near = self._nearest_values(key)
             if near:
                 return f"{self.key(key)}={near}"
         # Changing one number is not enough: change two, the first of them as little as possible.
@@ -170,12 +170,12 @@ class _Numbers:
             step = self.step("mini")
             minis, other = [d for d in range(step, self.prompts + 1, step) if self.prompts % d == 0], "n"
         for mini in sorted(minis, key=lambda m: abs(m - self.mini)):
-            near = replace(self, mini=mini)._near(other)
+            near = replace(self, mini=mini)._nearest_values(other)
             if near:
                 return f"{self.key('mini')}={mini // self.step('mini')} with {self.key(other)}={near}"
         raise AssertionError(f"some numbers always fit: {self}")
 
-    def _near(self, key: str) -> str:
+    def _nearest_values(self, key: str) -> str:
         """The nearest values of a number that work, below and above, such as "4 or 6"; empty if none do."""
         # the current value of each number, and the largest one to try
         bounds = {

@@ -78,7 +78,7 @@ def damaged(folder: Path, part: int = 0, parts: int = 1) -> str | None:
     files = sorted(read_meta(folder)["files"].items())
     for name, (_, checksum) in files[part::parts]:
         try:
-            value = _checksum(folder / name)
+            value = _file_checksum(folder / name)
         except OSError as error:
             return f"{name} cannot be read: {error}"
         if value != checksum:
@@ -86,7 +86,7 @@ def damaged(folder: Path, part: int = 0, parts: int = 1) -> str | None:
     return None
 
 
-def _checksum(path: Path) -> int:
+def _file_checksum(path: Path) -> int:
     value = 0
     with path.open("rb") as file:
         while block := file.read(1 << 24):
@@ -130,7 +130,7 @@ def read_meta(folder: Path) -> dict[str, Any]:
     return dict(parse_json(read_bytes(folder / "meta.json", MOST_META).decode()))
 
 
-def _unseen(folder: Path) -> str | None:
+def _unseen_file(folder: Path) -> str | None:
     """Describe a file of another rank that is not visible here; None if all are."""
     # If each node wrote to a local disk, each would have only a part, which otherwise only a resume would reveal.
     stored = Reader(folder).read_metadata().storage_data.values()
@@ -141,14 +141,14 @@ def _unseen(folder: Path) -> str | None:
     return None
 
 
-def _cause(error: BaseException) -> str:
+def _root_cause(error: BaseException) -> str:
     """The root cause of an error in one line; torch's own message begins with each rank's stack trace."""
     if isinstance(error, CheckpointException):
         error, _ = next(iter(error.failures.values()))  # the first rank's failure
     return " ".join(str(error).split())[:300]
 
 
-def _first(problems: list[str | None]) -> str | None:
+def _first_problem(problems: list[str | None]) -> str | None:
     return next(filter(None, problems), None)
 
 
@@ -173,11 +173,11 @@ class Checkpointer:
         passed: list[Path] = []
         while True:
             # only rank 0 looks, since a network file system may show other ranks another state
-            folder = from_first(partial(self._locate, resume, passed))
+            folder = from_first(partial(self._locate_folder, resume, passed))
             if folder is None:
                 return None
             # the ranks share the work of computing checksums of all files
-            problem = _first(all_gather_object(damaged(folder, self.world.rank, self.world.size)))
+            problem = _first_problem(all_gather_object(damaged(folder, self.world.rank, self.world.size)))
             if problem is None:
                 return folder
             if resume != "auto":
@@ -185,7 +185,7 @@ class Checkpointer:
             log.warning("checkpoint %s is skipped: %s", folder, problem)
             passed.append(folder)
 
-    def _locate(self, resume: str, passed: Collection[Path]) -> Path | None:
+    def _locate_folder(self, resume: str, passed: Collection[Path]) -> Path | None:
         """On rank 0: like `locate`, but without checksums, and skipping the folders `passed`."""
         if resume == "never":
             return None
@@ -221,8 +221,8 @@ class Checkpointer:
                 warnings.filterwarnings("ignore", "torch.distributed is disabled")
                 dcp.load(state, storage_reader=Reader(folder), no_dist=True)
         except CheckpointException as error:
-            problem = _cause(error)
-        problem = _first(all_gather_object(problem))
+            problem = _root_cause(error)
+        problem = _first_problem(all_gather_object(problem))
         if problem is not None:
             raise ValueError(f"trainer.resume: {folder} cannot be loaded: {problem}")
         return Progress(**read_meta(folder)["progress"])
@@ -250,21 +250,23 @@ class Checkpointer:
         response: Any = dcp.async_save(part_of_rank, checkpoint_id=str(part), process_group=self.world.checkpoint_group)
         # a daemon thread, since a failing rank must not wait for the disk; half-written checkpoints are skipped
         self._pending = threading.Thread(
-            target=self._finish, args=(response, part, final, meta, in_flight), daemon=True
+            target=self._finish_save, args=(response, part, final, meta, in_flight), daemon=True
         )
         self._pending.start()
         self._begun = time.monotonic()
 
-    def _finish(self, response: Any, part: Path, final: Path, meta: dict[str, Any], in_flight: Tensor | None) -> None:
+    def _finish_save(
+        self, response: Any, part: Path, final: Path, meta: dict[str, Any], in_flight: Tensor | None
+    ) -> None:
         """On every rank, in the background: publish once all ranks have written."""
         problem, checksums = None, {}
         try:
             if in_flight is not None:
                 (part / f"__{self.world.rank}_{IN_FLIGHT}").write_bytes(in_flight.numpy().tobytes())
             response.result()
-            checksums = {f.name: _checksum(f) for f in part.glob(f"__{self.world.rank}_*")}
+            checksums = {f.name: _file_checksum(f) for f in part.glob(f"__{self.world.rank}_*")}
         except (CheckpointException, OSError, RuntimeError) as error:
-            problem, full = _cause(error), os.strerror(errno.ENOSPC)
+            problem, full = _root_cause(error), os.strerror(errno.ENOSPC)
             # on a full disk torch only reports a file that is too short, and other ranks do not get the system's error
             if full not in problem and part.is_dir() and shutil.disk_usage(part).free < FULL:
                 problem = f"{full} ({problem})"
@@ -286,14 +288,14 @@ class Checkpointer:
         self, per_rank: list[tuple[str | None, dict[str, int]]], part: Path, final: Path, meta: dict[str, Any]
     ) -> bool:
         """On rank 0: publish a checkpoint if all ranks have written their parts. Returns whether it is complete."""
-        problem = _first([failure for failure, _ in per_rank])
+        problem = _first_problem([failure for failure, _ in per_rank])
         checksums: dict[str, int] = {}
         for _, written in per_rank:
             checksums |= written
         try:
-            problem = problem or _unseen(part)
+            problem = problem or _unseen_file(part)
             if problem is None:
-                self._publish(part, final, meta, checksums)
+                self._publish_folder(part, final, meta, checksums)
         except OSError as error:
             problem = str(error)
         if problem is not None:
@@ -301,12 +303,12 @@ class Checkpointer:
             shutil.rmtree(part, ignore_errors=True)
         return problem is None
 
-    def _publish(self, part: Path, final: Path, meta: dict[str, Any], checksums: dict[str, int]) -> None:
+    def _publish_folder(self, part: Path, final: Path, meta: dict[str, Any], checksums: dict[str, int]) -> None:
         """Make a written checkpoint visible, and remove the oldest complete ones."""
         meta["files"] = {}
         for file in part.iterdir():
             # each rank has the checksums of its own files; only the small .metadata is left
-            checksum = checksums[file.name] if file.name in checksums else _checksum(file)
+            checksum = checksums[file.name] if file.name in checksums else _file_checksum(file)
             meta["files"][file.name] = (file.stat().st_size, checksum)
         (part / "meta.json").write_text(json.dumps(meta, indent=1))
         # the rename publishes it atomically; older ones are removed only afterwards

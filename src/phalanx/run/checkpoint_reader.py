@@ -30,7 +30,7 @@ MOST_METADATA = 1 << 30  # bytes
 FRAME = 1 << 20  # bytes beside its numbers that a part of a tensor may take
 
 
-def _member(kind: Any, name: str) -> _MEM_FORMAT_ENCODING:
+def _enum_member(kind: Any, name: str) -> _MEM_FORMAT_ENCODING:
     """The only permitted call of getattr: some Python versions, such as 3.11.2, pickle enum members this way."""
     if kind is not _MEM_FORMAT_ENCODING:
         raise pickle.UnpicklingError("it calls getattr on an object that is not a memory format")
@@ -43,7 +43,7 @@ _CLASSES = (
 )
 _KNOWN: dict[tuple[str, str], Any] = {(kind.__module__, kind.__name__): kind for kind in _CLASSES}
 _KNOWN |= {("torch", name): dtype for name, dtype in vars(torch).items() if isinstance(dtype, torch.dtype)}
-_KNOWN["builtins", "getattr"] = _member
+_KNOWN["builtins", "getattr"] = _enum_member
 _KNOWN["torch", "Size"] = torch.Size
 _KNOWN["pathlib", "PosixPath"] = _KNOWN["pathlib._local", "PosixPath"] = PosixPath  # the second by Python 3.13
 
@@ -60,7 +60,7 @@ class Reader(FileSystemReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The names, sizes and places of the tensors; ValueError if the file contains anything else."""
-        metadata = _read(Path(self.path) / ".metadata")
+        metadata = _load_metadata(Path(self.path) / ".metadata")
         metadata.storage_meta = StorageMeta(load_id=self.load_id)
         return metadata
 
@@ -72,7 +72,7 @@ class Reader(FileSystemReader):
             raise ValueError(f"a file is damaged, or contains no tensors ({type(error).__name__})") from error
 
 
-def _read(file: Path) -> Metadata:
+def _load_metadata(file: Path) -> Metadata:
     try:
         if kind(file) == "file" and file.stat().st_size > MOST_METADATA:
             raise ValueError(f"it is larger than {MOST_METADATA} bytes")

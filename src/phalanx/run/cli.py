@@ -106,13 +106,13 @@ def parse(
                 check(config)
             end(0)  # with torch loaded, the interpreter's own shutdown takes as long as the check
     except ValueError as error:
-        _tell(error, status=2)
+        _report_mistake(error, status=2)
     if plan is None or asked is None:
         return config
     try:
         text = plan(config, asked)
     except ValueError as error:
-        _tell(error, status=2)
+        _report_mistake(error, status=2)
     if rank() == 0:
         show(text)
     sys.exit(0)
@@ -132,7 +132,7 @@ class _Terminal(logging.StreamHandler[TextIO]):
 
 def _leave_folder() -> None:
     """Release the job's lock on output_dir; otherwise the job would look crashed, and `phalanx stop` would wait."""
-    module = sys.modules.get("phalanx.run.folder_lock")  # not imported here, see _watch
+    module = sys.modules.get("phalanx.run.folder_lock")  # not imported here, see _current_watch
     if module is not None:
         module.release()
 
@@ -169,7 +169,7 @@ def run(build: Callable[[T], Callable[[], None]], config: T) -> NoReturn:
     """
     faulthandler.enable()  # print the stack after a crash in C++, which would otherwise be silent
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # until the watch handles this signal
-    sys.excepthook = _crash
+    sys.excepthook = _report_crash
     if rank() == 0:
         logging.getLogger("phalanx").setLevel(logging.INFO)  # show progress before the first step
     log.info("loading the libraries")
@@ -180,16 +180,16 @@ def run(build: Callable[[T], Callable[[], None]], config: T) -> NoReturn:
             job = build(config)
     except (ValueError, SystemExit) as error:  # SystemExit comes from user code: Phalanx does not call sys.exit here
         _leave_folder()
-        _tell(error, status=2)
+        _report_mistake(error, status=2)
     except JobError as error:  # a damaged checkpoint, which an evaluation loads here
         _leave_folder()
-        _tell(error, status=1)
+        _report_mistake(error, status=1)
     # A ValueError during training is a bug, which `build` should have caught, and keeps its traceback.
     try:
         job()
     except (JobError, SystemExit) as error:
         _leave_folder()
-        _tell(error, status=1)
+        _report_mistake(error, status=1)
     except Stopped as stop:
         _leave_folder()
         end(stop.status, str(stop), str(stop) if leads() else None, restart=stop.number != REQUEST)
@@ -218,7 +218,7 @@ def _one_line(message: str) -> str:
     return shown if len(shown) <= LONGEST else f"{shown[:LONGEST]}…"
 
 
-def _tell(error: BaseException, status: int) -> NoReturn:
+def _report_mistake(error: BaseException, status: int) -> NoReturn:
     """Report a user's mistake or a JobError and exit."""
     if os.environ.get("PHALANX_TRACEBACK") == "1":
         say(traceback.format_exc())
@@ -226,11 +226,11 @@ def _tell(error: BaseException, status: int) -> NoReturn:
     fail(text, status, lines=text.count("\n") + 1 if isinstance(error, UnknownKeys) else 1)
 
 
-def _crash(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+def _report_crash(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Report an unexpected exception and exit (sys.excepthook)."""
     if kind is KeyboardInterrupt:
         end(128 + signal.SIGINT, f"{place()}: interrupted", "interrupted" if leads() else None)
-    watch = _watch()
+    watch = _current_watch()
     text = "".join(traceback.format_exception(kind, error, trace))
     report = f"{place()}:\n{hide(text).rstrip()}"
     # A failed collective reveals only that a peer is gone; the watch may know which one, and why.
@@ -247,7 +247,7 @@ def _from_a_collective(error: BaseException) -> bool:
 
 def _end_with(report: str, status: int) -> NoReturn:
     """Exit with an error, or with that of another rank if one was reported earlier."""
-    watch, first = _watch(), True
+    watch, first = _current_watch(), True
     if watch is not None:
         report, first = watch.tell(report)
     if first:
@@ -257,7 +257,7 @@ def _end_with(report: str, status: int) -> NoReturn:
     end(status, report, None)
 
 
-def _watch() -> "Watch | None":
+def _current_watch() -> "Watch | None":
     """This rank's watch, or None before it has started."""
     # Not imported here: if the module is not loaded there is no watch, and importing it would load torch.
     module = sys.modules.get("phalanx.run.watchdog")

@@ -95,8 +95,8 @@ def choose_interface(launch: Launch) -> None:
             raise ConfigError(f"GLOO_SOCKET_IFNAME={name}: {socket.gethostname()} has {', '.join(present)}")
     if launch.world_size == launch.local_world_size or os.environ.get("GLOO_SOCKET_IFNAME"):
         return
-    by_address = _interfaces(present)
-    if _resolved(socket.gethostname()) in by_address:
+    by_address = _interface_names(present)
+    if _host_ipv4(socket.gethostname()) in by_address:
         return  # gloo uses this interface by default
     if not by_address:
         raise ConfigError(f"{socket.gethostname()} has no interface but lo: no other node can reach it")
@@ -109,13 +109,13 @@ def choose_interface(launch: Launch) -> None:
     if len(by_address) > 1:
         host = socket.gethostname()
         raise ConfigError(
-            f"{host}: this node's name resolves to {_resolved(host) or 'no address'}, which other nodes cannot reach; "
+            f"{host}: this node's name resolves to {_host_ipv4(host) or 'no address'}, which other nodes cannot reach; "
             f"set GLOO_SOCKET_IFNAME to one of {', '.join(by_address.values())}"
         )
     [os.environ["GLOO_SOCKET_IFNAME"]] = by_address.values()
 
 
-def _resolved(name: str) -> str:
+def _host_ipv4(name: str) -> str:
     """The IPv4 address of a name; empty if it has none."""
     try:
         return socket.gethostbyname(name)
@@ -123,7 +123,7 @@ def _resolved(name: str) -> str:
         return ""
 
 
-def _interfaces(names: list[str]) -> dict[str, str]:
+def _interface_names(names: list[str]) -> dict[str, str]:
     """Map the IPv4 addresses of interfaces, except loopback addresses, to the interfaces' names."""
     by_address = {}
     with socket.socket(type=socket.SOCK_DGRAM) as probe:

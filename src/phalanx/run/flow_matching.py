@@ -114,7 +114,7 @@ class FlowMatching(Task):
             log.info("encoding %d images", len(images))
         for start in range(0, len(images), ENCODED_TOGETHER):
             part = images[start : start + ENCODED_TOGETHER]
-            self._latents.update(zip(part, self._encode(part).cpu(), strict=True))
+            self._latents.update(zip(part, self._encode_images(part).cpu(), strict=True))
 
     def passes(self, share: list[int], step: int) -> list[tuple[list[int], int, int]]:
         """Per pass: its images, the step, and the number of its first image in the batch of all ranks."""
@@ -128,40 +128,40 @@ class FlowMatching(Task):
     def errors(self, images: list[int], step: int, first: int) -> Tensor:
         """The loss [b] of some images; the first is number `first` in the batch of all ranks."""
         c, device = self.cfg.flow_matching, self.world.device
-        x0 = torch.stack([self._latent(i) for i in images]).to(device)
+        x0 = torch.stack([self._image_latent(i) for i in images]).to(device)
         # a sample's randomness depends only on (seed, step, its number), not on the number of ranks
         seeds = [fold_in(self.cfg.trainer.seed, step, first + j) for j in range(len(images))]
         streams = [torch.Generator().manual_seed(seed) for seed in seeds]
         noise = torch.stack([torch.randn(x0.shape[1:], generator=g) for g in streams]).to(device)
         normal = torch.stack([torch.randn((), generator=g) for g in streams])
         keep = torch.stack([torch.rand((), generator=g) for g in streams]) >= c.prompt_dropout
-        sigma = self._shift(torch.sigmoid(c.logit_mean + c.logit_std * normal)).to(device)
+        sigma = self._shift_levels(torch.sigmoid(c.logit_mean + c.logit_std * normal)).to(device)
         # drop some prompts, to train the unconditional branch for classifier-free guidance
         texts = [self.images.prompt(i) if kept else "" for i, kept in zip(images, keep.tolist(), strict=True)]
-        embeds, rows = self._embed(texts)
+        embeds, rows = self._embed_texts(texts)
         level = sigma.view(-1, *[1] * (x0.dim() - 1))
         x = (1 - level) * x0 + level * noise
         velocity = self.policy.velocity(x, sigma * 1000, embeds, rows, self.sampler)
         return ((velocity - (noise - x0)) ** 2).flatten(1).mean(1)
 
-    def _shift(self, t: Tensor) -> Tensor:
+    def _shift_levels(self, t: Tensor) -> Tensor:
         """Shift noise levels as the model's own schedule does at this image size."""
         s = self.sampler
         shift = self.policy.level_shift(s.num_inference_steps, s.height, s.width, frames=1)
         return shift * t / (1 + (shift - 1) * t)
 
-    def _latent(self, i: int) -> Tensor:
-        return self._latents[i] if i in self._latents else self._encode([i])[0]
+    def _image_latent(self, i: int) -> Tensor:
+        return self._latents[i] if i in self._latents else self._encode_images([i])[0]
 
     @torch.no_grad()
-    def _encode(self, images: list[int]) -> Tensor:
+    def _encode_images(self, images: list[int]) -> Tensor:
         try:
             pixels = torch.stack([self.images.image(i) for i in images]).to(self.world.device)
         except DataError as error:
             raise JobError(str(error)) from error
         return self.policy.model.encode_images(pixels)
 
-    def _embed(self, texts: list[str]) -> tuple[dict[str, Tensor], Tensor]:
+    def _embed_texts(self, texts: list[str]) -> tuple[dict[str, Tensor], Tensor]:
         """The embeddings of the distinct prompts, and the row [b] of each text among them."""
         distinct = list(dict.fromkeys(texts))
         prompts = [Prompt(text=text, group_id=i, meta={}) for i, text in enumerate(distinct)]

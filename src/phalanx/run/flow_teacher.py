@@ -86,15 +86,15 @@ def load_teacher(
     with reported_by({"model": model}):
         policy = build(model, cfg.parallel, cfg.data, world, seed=cfg.trainer.seed, detach_uncond=False, frozen=True)
     ours, theirs = student.model, policy.model
-    if not _alike([ours.vae], [theirs.vae], rtol=2e-2, atol=2e-3):  # two folders may differ in their dtype
+    if not _are_equal([ours.vae], [theirs.vae], rtol=2e-2, atol=2e-3):  # two folders may differ in their dtype
         raise ValueError(f"{teacher.key}: {teacher.path!r} has another VAE than model.path, so its latents differ")
-    policy.share(student, text=_alike(ours.text_encoders, theirs.text_encoders))
+    policy.share(student, text=_are_equal(ours.text_encoders, theirs.text_encoders))
     guidance: dict[str, Any] = {} if teacher.guidance is None else {theirs.guidance_key: teacher.guidance}
     rollout = PolicyRollout(policy, copy_with(cfg.rollout, **guidance), world, micro)
     return LoadedFlowTeacher(student, policy, rollout)
 
 
-def _alike(some: list[nn.Module], others: list[nn.Module], rtol: float = 0.0, atol: float = 0.0) -> bool:
+def _are_equal(some: list[nn.Module], others: list[nn.Module], rtol: float = 0.0, atol: float = 0.0) -> bool:
     """Whether two lists of modules have equal tensors up to the tolerance; on the meta device, equal shapes."""
     if len(some) != len(others):
         return False

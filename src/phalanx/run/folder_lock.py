@@ -74,7 +74,7 @@ class FolderLock:
             locked = self._try_lock()
             other = read_json(self.folder, RUNNING_FILE)
             # on this machine, holding the lock proves that the other job is dead
-            if other is not None and not (locked and other.get("machine") == _machine()):
+            if other is not None and not (locked and other.get("machine") == _machine_name()):
                 self._wait_for_silence(other)
         except BaseException:
             self._lock.close()
@@ -83,13 +83,13 @@ class FolderLock:
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "since": datetime.now().astimezone().isoformat(sep=" ", timespec="seconds"),
-            "machine": _machine(),
+            "machine": _machine_name(),
             "token": secrets.token_hex(8),
             "beat": 0,
         }
-        self._write()
+        self._write_state()
         self._done, self._stop_called = threading.Event(), False
-        self._thread = threading.Thread(target=self._beats, name="folder lock", daemon=True)
+        self._thread = threading.Thread(target=self._send_beats, name="folder lock", daemon=True)
         self._thread.start()
 
     def release(self) -> None:
@@ -118,7 +118,7 @@ class FolderLock:
 
     def _wait_for_silence(self, other: dict[str, Any]) -> None:
         """Wait PATIENCE_S for a beat of the other job; ValueError if it is alive."""
-        say(f"{self.folder} was left by {_named(other)}; checking for {PATIENCE_S:.0f} s whether it still runs")
+        say(f"{self.folder} was left by {_describe_job(other)}; checking for {PATIENCE_S:.0f} s whether it still runs")
         deadline = time.monotonic() + PATIENCE_S
         while time.monotonic() < deadline:
             time.sleep(BEAT_S / 4)
@@ -128,7 +128,7 @@ class FolderLock:
             if now != other:
                 raise ValueError(self._in_use(now))
 
-    def _beats(self) -> None:
+    def _send_beats(self) -> None:
         while not self._done.wait(BEAT_S):
             other = read_json(self.folder, RUNNING_FILE)
             if other is not None and other.get("token") != self._me["token"]:
@@ -139,15 +139,15 @@ class FolderLock:
                 self._stop_called = True
                 self._stop()
             self._me["beat"] += 1
-            self._write()
+            self._write_state()
 
     def _in_use(self, other: dict[str, Any]) -> str:
         return (
-            f"{self.folder} is in use by another job, {_named(other)}; "
+            f"{self.folder} is in use by another job, {_describe_job(other)}; "
             "stop that job first, or choose another trainer.output_dir"
         )
 
-    def _write(self) -> None:
+    def _write_state(self) -> None:
         try:
             write_json(self.folder, RUNNING_FILE, self._me)
         except OSError:
@@ -156,11 +156,11 @@ class FolderLock:
             # a disk that is full for a while must not end the job
 
 
-def _named(job: dict[str, Any]) -> str:
+def _describe_job(job: dict[str, Any]) -> str:
     return f"process {job.get('pid', '?')} on {job.get('host', '?')}, since {job.get('since', '?')}"
 
 
-def _machine() -> str:
+def _machine_name() -> str:
     """A name of this machine that differs from that of other machines with the same host name."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

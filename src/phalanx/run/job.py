@@ -68,15 +68,15 @@ class Job:
         self.state, self.states = next(iter(policies.values())), self.policies | self.beside
         self.output_dir = Path(cfg.trainer.output_dir)
         self.checkpointer = Checkpointer(
-            self.output_dir, world, self._signature(), cfg.trainer.max_checkpoints, cfg.parallel.timeout_s
+            self.output_dir, world, self._job_signature(), cfg.trainer.max_checkpoints, cfg.parallel.timeout_s
         )
-        self.progress = self._resume()
+        self.progress = self._resume_progress()
         problem = self._not_finite()
         if problem is not None:
             raise ValueError(f"model.path: {problem}; a base or a checkpoint of such weights cannot be trained")
         self.checkpointer.saved_step = self.progress.step
         self.stops = Stops(world, self.states, self.progress, timers)
-        self._profile()
+        self._set_profiling()
         self._good = copy(self.progress)  # after the last step with at least one finite update
         self.bad_steps = 0
         self._skipped = 0  # skipped updates of policies and critic since this start of the job
@@ -99,7 +99,7 @@ class Job:
         self.logger = RunLogger(cfg.trainer, public(cfg), ids, logged, total, first, self.timers)
         self.progress.logger_ids = self.logger.ids
 
-    def _profile(self) -> None:
+    def _set_profiling(self) -> None:
         """Set up profiling of trainer.profile_steps. Raises ValueError for a step after the last one."""
         key, done, steps = "trainer.profile_steps", self.progress.step, self.cfg.trainer.profile_steps
         if max(steps, default=0) > self.total_steps:
@@ -137,19 +137,19 @@ class Job:
         self.world.watch.listen()
         try:
             with RankFiles(self.output_dir, self.world, self.timers, self.total_steps):
-                self._run(fit, report)
+                self._run_loop(fit, report)
         finally:
             folder_lock.release()
         stop_world()
 
-    def _run(self, fit: Callable[[], None], report: Callable[[Path], object] | None) -> None:
+    def _run_loop(self, fit: Callable[[], None], report: Callable[[Path], object] | None) -> None:
         try:
             fit()
         except JobError:  # all ranks raise it, so the pending checkpoint can still be completed
             self.checkpointer.wait()
             raise
         except Stopped as stop:
-            raise self._keep(stop) from None
+            raise self._save_stopped(stop) from None
         self.sampling.end()
         self.world.watch.close()
         if self.cfg.trainer.save_freq > 0 and self.checkpointer.saved_step < self.total_steps:
@@ -209,7 +209,7 @@ class Job:
         self.logger.log(step, row | self.timers.pop())
         self._count_bad_step()
         if t.save_freq > 0 and (last or (step % t.save_freq == 0 and not self.bad_steps)):
-            self._save(self.progress)
+            self._save_checkpoint(self.progress)
         if not last:
             _, stop = agree(None, self.world.watch.stop or 0)
             if stop:
@@ -243,20 +243,20 @@ class Job:
             return
         self.checkpointer.wait()
         if self.cfg.trainer.save_freq > 0 and self._good.step > self.checkpointer.saved_step:
-            self._save(self._good)
+            self._save_checkpoint(self._good)
         raise JobError(
             f"no update of the last {self.bad_steps} training steps was finite (NaN or infinity in loss or gradient): "
-            f"the weights are still those of step {self._good.step}; {self._remedy}"
+            f"the weights are still those of step {self._good.step}; {self._nan_advice}"
         )
 
     @property
-    def _remedy(self) -> str:
+    def _nan_advice(self) -> str:
         """The advice about updates with NaN or infinity, for messages."""
         rates = [f"{state.optimizer.config:lr}" for state in self.policies.values()]
         return f"lower {' or '.join(rates)}, or look at the rewards"
 
     def _warn_of_skipped(self) -> None:
-        """Count the skipped updates and warn at the first of them; `_run` logs the total."""
+        """Count the skipped updates and warn at the first of them; `_run_loop` logs the total."""
         before = self._skipped
         for state in self.states.values():
             self._skipped += state.skipped
@@ -266,7 +266,7 @@ class Job:
                 "step %d: an update with NaN or infinity in loss or gradient was skipped (actor/updates_non_finite); "
                 "%s",
                 self.progress.step,
-                self._remedy,
+                self._nan_advice,
             )
 
     def _count_updates(self) -> None:
@@ -275,14 +275,14 @@ class Job:
 
     # -- state ----------------------------------------------------------------------------------------------------
 
-    def _save(self, progress: Progress) -> None:
+    def _save_checkpoint(self, progress: Progress) -> None:
         in_flight = self.sampling.in_flight(progress.step)
         with self.timers("checkpoint"):
             problem = self._not_finite()
             if problem is not None:
                 raise JobError(
                     f"after step {progress.step} {problem}; no checkpoint is written, and the earlier ones are kept; "
-                    f"{self._remedy}"
+                    f"{self._nan_advice}"
                 )
             self.checkpointer.save(self.tensors(), copy(progress), in_flight)
 
@@ -293,13 +293,13 @@ class Job:
             name = name or state.not_finite()
         return agree(None if name is None else f"the weights {name} hold NaN or infinity", 0)[0]
 
-    def _keep(self, stop: Stopped) -> Stopped:
+    def _save_stopped(self, stop: Stopped) -> Stopped:
         """Save the state after the last complete step, and end. Returns the exception to raise."""
         step = self.progress.step
         self.checkpointer.wait()
         self._count_updates()
         if self.cfg.trainer.save_freq > 0 and step > self.checkpointer.saved_step:
-            self._save(self.progress)
+            self._save_checkpoint(self.progress)
             self.checkpointer.wait()
         self.logger.close()
         self.sampling.end(stop.number)
@@ -315,7 +315,7 @@ class Job:
             tensors |= {name: state.state()} if name else state.state()
         return tensors
 
-    def _signature(self) -> dict[str, Any]:
+    def _job_signature(self) -> dict[str, Any]:
         signature: dict[str, Any] = {}
         seed = self.cfg.trainer.seed
         for name, state in self.states.items():
@@ -333,7 +333,7 @@ class Job:
         signature |= {key: data[key] for key in ("chat_template_date", "chat_template_kwargs") if key in data}
         return signature
 
-    def _resume(self) -> Progress:
+    def _resume_progress(self) -> Progress:
         folder = self.checkpointer.locate(self.cfg.trainer.resume)
         self.kept = [] if folder is None else kept_in_flight(folder)
         if folder is None:

@@ -58,9 +58,9 @@ def main(argv: list[str]) -> NoReturn:
         from torch.distributed import run
 
     args = run.parse_args(argv)
-    _check(args.training_script, args.training_script_args)
+    _check_task(args.training_script, args.training_script_args)
     find_node_0(args)
-    _announce(args)
+    _announce_start(args)
     with tempfile.TemporaryDirectory(prefix="phalanx-launch-") as folder:
         os.environ[MARKS] = folder
         if ":" in args.nnodes:
@@ -68,11 +68,11 @@ def main(argv: list[str]) -> NoReturn:
         if verbose:
             run.main(argv)
         else:
-            _run(args, folder)
-        sys.exit(_unfinished(folder))
+            _run_torchrun(args, folder)
+        sys.exit(_unfinished_status(folder))
 
 
-def _run(args: Namespace, folder: str) -> None:
+def _run_torchrun(args: Namespace, folder: str) -> None:
     """Run torchrun, and exit if it fails. `folder` is where its ranks leave their marks (see `exit.begin`)."""
     from torch.distributed import DistError, run
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -89,12 +89,12 @@ def _run(args: Namespace, folder: str) -> None:
     try:
         run.run(args)
     except ChildFailedError as error:
-        sys.exit(_tell(error))
+        sys.exit(_report_failures(error))
     except SignalException as error:
         sys.exit(128 + error.sigval)
     except RendezvousConnectionError as error:
         address, port, _ = _node_0(args)
-        stopped = [status for _, status in _marks(folder) if status > 128]
+        stopped = [status for _, status in _read_marks(folder) if status > 128]
         ended = "this node's ranks were stopped" if stopped else "this node's ranks cannot start"
         cause = in_words(error.__cause__ or error)
         say(f"error: node 0 (MASTER_ADDR={address}, MASTER_PORT={port}) has left the job, and {ended}: {cause}")
@@ -106,19 +106,19 @@ def _run(args: Namespace, folder: str) -> None:
         say("this node's ranks have ended")
 
 
-def _unfinished(folder: str) -> int:
+def _unfinished_status(folder: str) -> int:
     """The launcher's exit status if all ranks exited with status 0: 1 if some of them left without `exit.end`, else the
     real status of ranks that hid it from torchrun, so as not to be restarted (see `exit.end`).
     """
-    ranks = [rank for rank, status in _marks(folder) if status < 0]
+    ranks = [rank for rank, status in _read_marks(folder) if status < 0]
     if ranks:
         numbers = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
         ended = f"ended with status 0 before {'their' if len(ranks) > 1 else 'its'} job was done"
         say(f"error: {numbers} on {socket.gethostname()} {ended}, for example by os._exit in a reward")
-    return 1 if ranks else max((status for _, status in _marks(folder)), default=0)
+    return 1 if ranks else max((status for _, status in _read_marks(folder)), default=0)
 
 
-def _marks(folder: str) -> list[tuple[int, int]]:
+def _read_marks(folder: str) -> list[tuple[int, int]]:
     """The ranks that have begun and left a mark, each with its exit status, -1 if it did not record one."""
     marks = []
     for file in Path(folder).iterdir():
@@ -171,14 +171,14 @@ def _run_alone(command: list[str]) -> NoReturn:
             ranks[0].terminate()
         status = ranks[0].wait()
         if status == 0:
-            sys.exit(_unfinished(str(marks)))
+            sys.exit(_unfinished_status(str(marks)))
         told = report.is_file()
     if not told and not stopped:
         _say_end(0, status)
     sys.exit(status if status >= 0 else 128 - status)
 
 
-def _check(task: str, words: list[str]) -> None:
+def _check_task(task: str, words: list[str]) -> None:
     """Let the task check its command line; if it reports a mistake, exit with its status."""
     if not Path(task).is_file() or "phalanx.run.cli" not in Path(task).read_text():
         return  # not a task of Phalanx
@@ -204,7 +204,7 @@ def find_node_0(args: Namespace) -> None:
         return
     where = f"MASTER_ADDR={address}, MASTER_PORT={port}"
     begin, told = time.monotonic(), False
-    while (problem := _problem(address, port, first)) is not None:
+    while (problem := _node_problem(address, port, first)) is not None:
         waited = time.monotonic() - begin
         if waited > JOIN_S:
             say(f"error: node 0 ({where}) was not reached within {JOIN_S:.0f} s: {problem}")
@@ -217,7 +217,7 @@ def find_node_0(args: Namespace) -> None:
         say(f"WARNING: this is node 0, but {where} is not one of its addresses; the job hangs unless it is routed here")
 
 
-def _announce(args: Namespace) -> None:
+def _announce_start(args: Namespace) -> None:
     """Say that ranks are starting, since they take seconds to load torch. Nodes other than node 0 print little else."""
     address, _, first = _node_0(args)
     where = "" if args.nnodes == "1" else f" on each of {args.nnodes} nodes"
@@ -236,7 +236,7 @@ def _node_0(args: Namespace) -> tuple[str, int, bool]:
     return args.master_addr, args.master_port, args.node_rank == 0
 
 
-def _problem(address: str, port: int, first: bool) -> str | None:
+def _node_problem(address: str, port: int, first: bool) -> str | None:
     """The reason why node 0 cannot be reached, None if it can."""
     try:
         if first:  # nothing listens on its port yet
@@ -302,10 +302,10 @@ def _has_ranks() -> bool:
     return bool(children)
 
 
-def _tell(error: "ChildFailedError") -> int:
+def _report_failures(error: "ChildFailedError") -> int:
     """The exit status of failed ranks; prints the cause unless one of the ranks has done so."""
     failures = dict(sorted(error.failures.items(), key=lambda item: item[1].timestamp))
-    told = [failure for failure in failures.values() if _told(failure)]
+    told = [failure for failure in failures.values() if _has_reported(failure)]
     if told and told[0].exitcode < 128:
         # A rank may notice the loss of a killed one and end before the launcher checks either of them. Ranks that
         # the launcher itself kills, because they ignore SIGTERM, are reported HEED_S later.
@@ -324,7 +324,7 @@ def _tell(error: "ChildFailedError") -> int:
     return first.exitcode if first.exitcode > 0 else 128 - first.exitcode
 
 
-def _told(failure: "ProcessFailure") -> bool:
+def _has_reported(failure: "ProcessFailure") -> bool:
     """Whether this rank has printed its error itself (see `exit.end`)."""
     return isinstance(failure.message, dict) and bool(failure.message["extraInfo"].get("told"))
 

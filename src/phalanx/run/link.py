@@ -58,17 +58,17 @@ class Link:
         everyone = range(roles.world_size)
         actors = roles.ranks[ACTOR]
         self.lead = actors[0]
-        self._control = self._group("control", everyone, store)
-        self._samples = self._group("samples", everyone, store)
-        self._gate = self._group(f"gate of {self.role}", roles.ranks[self.role], store)
+        self._control = self._make_group("control", everyone, store)
+        self._samples = self._make_group("samples", everyone, store)
+        self._gate = self._make_group(f"gate of {self.role}", roles.ranks[self.role], store)
         receivers = [*roles.ranks[ROLLOUT], *roles.ranks.get(INFERENCE, ())]
         self._weights: dist.ProcessGroup | None = None
         if rank in (self.lead, *receivers):
-            self._weights = self._group("weights", [self.lead, *receivers], store, device.type)
+            self._weights = self._make_group("weights", [self.lead, *receivers], store, device.type)
         self._device = device
         self._sent: list[list[tuple[dist.Work, Tensor]]] = [[]]  # one list for each of the last orders
 
-    def _group(self, name: str, ranks: Sequence[int], store: dist.Store, device: str = "cpu") -> Any:
+    def _make_group(self, name: str, ranks: Sequence[int], store: dist.Store, device: str = "cpu") -> Any:
         prefixed, number = dist.PrefixStore(f"across/{name}", store), list(ranks).index(self.rank)
         if device == "cuda":
             options = dist.ProcessGroupNCCL.Options()
@@ -99,11 +99,11 @@ class Link:
     def order(self, order: Order | None = None) -> Order:
         """Broadcast the order given by the actor's first rank to all ranks of the world."""
         box = torch.tensor(astuple(order or Order()), dtype=torch.int64)
-        _broadcast(self._control, box, self.lead).wait()
+        _broadcast_tensor(self._control, box, self.lead).wait()
         version, first, last, validate, end, stop = box.tolist()
         received = Order(version, first, last, bool(validate), bool(end), stop)
         if received.steps:
-            self._settle()
+            self._wait_sent()
         return received
 
     # -- weights ----------------------------------------------------------------------------------
@@ -116,7 +116,7 @@ class Link:
         digest = hashlib.sha256(repr(listing).encode()).digest()
         local = torch.tensor(list(digest), dtype=torch.uint8, device=self._device)
         sent = local.clone()
-        _broadcast(self._weights, sent, 0).wait()
+        _broadcast_tensor(self._weights, sent, 0).wait()
         if not torch.equal(local, sent):
             raise JobError(
                 f"placement: the actor and the {self.role} have different tensors; is model.path the same on all ranks?"
@@ -125,7 +125,7 @@ class Link:
     def send_weights(self, weights: Iterable[tuple[str, Tensor]], shapes: Shapes) -> None:
         """On all ranks of the actor: send unsharded tensors, in the order of `shapes`, as `weights` yields them."""
         each, sums, work = iter(weights), [], deque[dist.Work]()
-        for bucket, flat in self._messages(shapes):
+        for bucket, flat in self._weight_messages(shapes):
             if len(work) == 2:  # the older of these messages uses the same memory
                 work.popleft().wait()
             for name, place in bucket.items():
@@ -134,30 +134,32 @@ class Link:
                 if self._weights is not None:
                     flat[place].copy_(tensor.detach().contiguous().view(-1).view(torch.uint8))
             if self._weights is not None:
-                sums.append(_sum(flat))
+                sums.append(_integer_sum(flat))
                 if self._device.type == "cuda":
                     # The bucket was gathered in another group. NCCL does not order the kernels of two groups, so that
                     # ranks which have begun both may wait for one another.
                     torch.cuda.current_stream(self._device).synchronize()
-                work.append(_broadcast(self._weights, flat, 0))
+                work.append(_broadcast_tensor(self._weights, flat, 0))
         assert next(each, None) is None, "more weights than shapes"
         for one in work:
             one.wait()
         if self._weights is not None and sums:
-            _broadcast(self._weights, torch.stack(sums), 0).wait()
+            _broadcast_tensor(self._weights, torch.stack(sums), 0).wait()
 
     def receive_weights(self, shapes: Shapes) -> Iterator[tuple[str, Tensor]]:
         """On a rank that samples or scores: iterate over the unsharded tensors from the actor. Each is valid until the
         next one is requested. Raises JobError at the end if checksums differ from those of the sent tensors.
         """
         sums = []
-        coming = ((bucket, flat, _broadcast(self._weights, flat, 0)) for bucket, flat in self._messages(shapes))
+        coming = (
+            (bucket, flat, _broadcast_tensor(self._weights, flat, 0)) for bucket, flat in self._weight_messages(shapes)
+        )
         upcoming = next(coming, None)
         while upcoming is not None:
             bucket, flat, work = upcoming
             work.wait()
             upcoming = next(coming, None)  # it is received while this one is read
-            sums.append(_sum(flat))
+            sums.append(_integer_sum(flat))
             for name, place in bucket.items():
                 shape, dtype = shapes[name]
                 yield name, flat[place].view(dtype).view(shape)
@@ -165,13 +167,13 @@ class Link:
             return
         local = torch.stack(sums)
         sent = torch.empty_like(local)
-        _broadcast(self._weights, sent, 0).wait()
+        _broadcast_tensor(self._weights, sent, 0).wait()
         if not torch.equal(local, sent):
             raise JobError(f"placement: the weights that this rank ({self.role}) received are not those that were sent")
 
-    def _messages(self, shapes: Shapes) -> Iterator[tuple[Bucket, Tensor]]:
+    def _weight_messages(self, shapes: Shapes) -> Iterator[tuple[Bucket, Tensor]]:
         """Iterate over messages: the places of the tensors in each, and its buffer, which the next but one reuses."""
-        buckets = list(_buckets(shapes))
+        buckets = list(_group_tensors(shapes))
         usual = max((size for _, size in buckets if size <= BUCKET_BYTES), default=0)
         kept = [torch.empty(usual, dtype=torch.uint8, device=self._device) for _ in range(2)]
         for number, (bucket, size) in enumerate(buckets):
@@ -208,7 +210,7 @@ class Link:
         self._samples.recv([data], source, tag).wait()
         return data
 
-    def _settle(self) -> None:
+    def _wait_sent(self) -> None:
         """With each order of samples, wait until everything sent before the previous order has been received. Later
         messages may be received only after the actor has sent the weights of this order.
         """
@@ -224,14 +226,14 @@ def link_of(world: World) -> Link:
     return world.link
 
 
-def _broadcast(group: Any, tensor: Tensor, root: int) -> dist.Work:
+def _broadcast_tensor(group: Any, tensor: Tensor, root: int) -> dist.Work:
     options = dist.BroadcastOptions()
     options.rootRank, options.rootTensor = root, 0
     work: dist.Work = group.broadcast([tensor], options)
     return work
 
 
-def _buckets(shapes: Shapes) -> Iterator[tuple[Bucket, int]]:
+def _group_tensors(shapes: Shapes) -> Iterator[tuple[Bucket, int]]:
     """Group the tensors, in order, into messages of up to BUCKET_BYTES, and yield each with its size in bytes. A larger
     tensor gets a separate message.
     """
@@ -248,5 +250,5 @@ def _buckets(shapes: Shapes) -> Iterator[tuple[Bucket, int]]:
         yield bucket, held
 
 
-def _sum(flat: Tensor) -> Tensor:
+def _integer_sum(flat: Tensor) -> Tensor:
     return flat.view(torch.int64).sum()

@@ -76,7 +76,7 @@ def meet(launch: Launch, limit: timedelta) -> dist.Store:
     """
     if launch.alone:
         return dist.HashStore()
-    store = _connected(launch, limit)
+    store = _connect_store(launch, limit)
     if _is_launchers() and (launch.max_restarts or launch.nodes):
         return store  # it may contain the ranks of an earlier start
     at = dist.PrefixStore("meet", store)
@@ -85,7 +85,7 @@ def meet(launch: Launch, limit: timedelta) -> dist.Store:
         register(at, "rank", launch.rank, launch.world_size)
     except ConfigError as error:
         at.set("end", str(error))  # no rank needs to wait for this one
-        _linger(at, launch)
+        _wait_readers(at, launch)
         raise
     if at.add("count", 1) == launch.world_size:
         at.set("end", "")
@@ -102,12 +102,12 @@ def meet(launch: Launch, limit: timedelta) -> dist.Store:
         time.sleep(min(1.0, 0.01 + waited / 10))
     problem = at.get("end").decode()
     if problem:
-        _linger(at, launch)
+        _wait_readers(at, launch)
         raise ConfigError(problem)
     return store
 
 
-def _linger(at: dist.Store, launch: Launch) -> None:
+def _wait_readers(at: dist.Store, launch: Launch) -> None:
     """Count this rank as one that has read the error. Rank 0, which may keep the store, waits for the others."""
     at.add("read", 1)
     deadline = time.monotonic() + LINGER_S
@@ -120,7 +120,7 @@ def _is_launchers() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def _connected(launch: Launch, limit: timedelta) -> dist.Store:
+def _connect_store(launch: Launch, limit: timedelta) -> dist.Store:
     """Connect to the store, which rank 0 creates unless torchrun has done so."""
     if "MASTER_ADDR" not in os.environ or "MASTER_PORT" not in os.environ:
         raise ConfigError("RANK is set, but MASTER_ADDR and MASTER_PORT, the address of rank 0, are not both set")

@@ -80,13 +80,13 @@ class Rewriter:
         """The prompts in all ranks' responses (None if there is none), and whether each is too long for the painter,
         which then reads only its first tokens.
         """
-        texts = list(map(self._rewritten, responses))
+        texts = list(map(self._rewrite_response, responses))
         known = [text for text in texts if text is not None]
         too_long = iter(self._too_long(known))
         local = [(text, text is not None and next(too_long)) for text in texts]
         return [one for part in all_gather_object(local) for one in part]
 
-    def _rewritten(self, response: str) -> str | None:
+    def _rewrite_response(self, response: str) -> str | None:
         """See `rewritten`; None if matching the pattern takes too long, which is logged once."""
         try:
             return rewritten(response, self.config, self._last_group)

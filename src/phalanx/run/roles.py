@@ -66,7 +66,7 @@ def roles_of(placement: Mapping[str, Any], launch: Launch) -> Roles:
         for name in str(names).split(","):
             role = name.strip()
             if role not in ROLES:
-                raise ConfigError(f"placement: no role {role!r}{_hint(role)}")
+                raise ConfigError(f"placement: no role {role!r}{_role_hint(role)}")
             if role in given:
                 raise ConfigError(f"placement: {role} is placed twice")
             given[role] = " ".join(str(value).split())
@@ -79,7 +79,7 @@ def roles_of(placement: Mapping[str, Any], launch: Launch) -> Roles:
         raise ConfigError(f"placement: counts ({', '.join(counted)}) and ranges ({ranges}) cannot be combined")
     if counted:
         return Roles(_laid_out(counted, launch.world_size))
-    ranks_of_role = {role: _ranks(role, text, launch) for role, text in given.items()}
+    ranks_of_role = {role: _parse_ranks(role, text, launch) for role, text in given.items()}
     _check_cover(ranks_of_role, launch.world_size)
     return Roles(ranks_of_role)
 
@@ -95,7 +95,7 @@ def span(ranks: Collection[int], separator: str = ",") -> str:
     return separator.join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
 
 
-def _hint(role: str) -> str:
+def _role_hint(role: str) -> str:
     if role == "reward":
         return "; rewards run where the rollout does, and reward.model.placement places a reward model there"
     return nearest(role, ROLES) or f"; expected one of {', '.join(ROLES)}"
@@ -105,7 +105,7 @@ def _is_count(text: str) -> bool:
     return re.fullmatch(r"\d+ ranks?|\d+/\d+|rest", text) is not None
 
 
-def _ranks(role: str, text: str, launch: Launch) -> tuple[int, ...]:
+def _parse_ranks(role: str, text: str, launch: Launch) -> tuple[int, ...]:
     """Parse the ranks that a text names."""
     key, size, node = f"placement.{role}: {text!r}", launch.world_size, launch.local_world_size
     if text == "all":

@@ -24,11 +24,13 @@ def usable_images(
     check: raises ValueError for a row with images that the model does not take. For the other arguments and what is
     raised see `usable_rows`.
     """
-    kept = usable_rows(list(map(_images, rows)), key, unusable=unusable, world=world, check=lambda i: check([rows[i]]))
+    kept = usable_rows(
+        list(map(_row_images, rows)), key, unusable=unusable, world=world, check=lambda i: check([rows[i]])
+    )
     return [rows[i] for i in kept]
 
 
-def _images(row: Prompt) -> list[Picture]:
+def _row_images(row: Prompt) -> list[Picture]:
     """The images that a row's prompt shows, and those of its columns."""
     return [*row.images, *(value for value in row.meta.values() if isinstance(value, Picture))]
 

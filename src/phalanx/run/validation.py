@@ -94,7 +94,7 @@ class Validator:
                 if TALKS in prompt.meta:
                     turns.append(prompt.meta["turns"])
                 number = prompt.group_id
-                if number >= keep or _holder(number, share, world) != world.rank:
+                if number >= keep or _holding_rank(number, share, world) != world.rank:
                     continue
                 # the first sample of a prompt arrives first; only that one is kept
                 if isinstance(output, str):
@@ -151,7 +151,7 @@ class Validator:
         self.rollout.close()
 
 
-def _holder(number: int, share: int, world: World) -> int:
+def _holding_rank(number: int, share: int, world: World) -> int:
     """The rank that keeps the sample of a prompt: the first of the context-parallel ranks that have it."""
     return number // share * world.context_size
 
@@ -166,7 +166,7 @@ def _on_first(pictures: dict[int, Tensor], texts: dict[int, Kept], count: int, s
         return []
     for number in range(len(pictures), count if pictures else 0):
         pictures[number] = torch.empty_like(pictures[0])
-        to_first(pictures[number], _holder(number, share, world))
+        to_first(pictures[number], _holding_rank(number, share, world))
     for part in gather_object(texts):
         texts |= part
     outputs = dict(texts)

@@ -93,11 +93,11 @@ class Watch:
         """Start the threads. The watches of all ranks must have been created by then."""
         self._started = True
         self._seen = [(b"0", time.monotonic())] * len(self.hosts)
-        threading.Thread(target=self._run, name="watch", daemon=True).start()
+        threading.Thread(target=self._run_thread, name="watch", daemon=True).start()
         if self._store is not None:
             # a second thread, because a call to a store whose host is gone may never return, and the first thread must
             # notice that
-            threading.Thread(target=self._beats, args=(self._store,), name="beat", daemon=True).start()
+            threading.Thread(target=self._send_beats, args=(self._store,), name="beat", daemon=True).start()
 
     def listen(self) -> None:
         """Make SIGTERM and SIGINT set `stop`, and SIGUSR1 print the stacks of all ranks."""
@@ -109,19 +109,19 @@ class Watch:
             signal.signal(number, lambda *_: None)
         faulthandler.register(signal.SIGUSR1, all_threads=True, chain=True)
         signal.set_wakeup_fd(self._alarm.fileno(), warn_on_full_buffer=False)
-        os.register_at_fork(after_in_child=_deaf)  # a forked child, such as a reward's worker, is not a rank
+        os.register_at_fork(after_in_child=_reset_signals)  # a forked child, such as a reward's worker, is not a rank
         if not self._started:
             self.start()
 
     def ask(self) -> None:
         """Stop the job at the end of its next step, like a signal to all ranks. Calling it on one rank is enough."""
         self.stop = REQUEST
-        self._bounded(lambda store: store.set("stop", str(int(REQUEST))))
+        self._ask_store(lambda store: store.set("stop", str(int(REQUEST))))
 
     def close(self) -> None:
         """Mark the job as done, so that peers that end from now on do not count as failed."""
         self._closed.set()
-        self._bounded(lambda store: store.set(f"done/{self.rank}", "1"))
+        self._ask_store(lambda store: store.set(f"done/{self.rank}", "1"))
 
     def tell(self, error: str) -> tuple[str, bool]:
         """Report this rank's error. Returns the world's first error, and whether it is this one."""
@@ -133,9 +133,9 @@ class Watch:
             first = store.add("told", 1) == 1
             if first:
                 store.set("error", error)
-            return (error if first else self._read(store)), first
+            return (error if first else self._read_error(store)), first
 
-        return self._bounded(ask) or (error, True)
+        return self._ask_store(ask) or (error, True)
 
     def linger(self, gone: int = 0) -> None:
         """On rank 0, whose end ends the store: wait for the other ranks to read the first error.
@@ -147,7 +147,7 @@ class Watch:
         readers = len(self.hosts) - 1 - gone + self._has_read  # rank 0 counts itself if it has read
         deadline = time.monotonic() + 2.5 * self.interval  # each rank looks once per interval
         while time.monotonic() < deadline:
-            have_read = self._bounded(lambda store: store.add("read", 0)) or 0
+            have_read = self._ask_store(lambda store: store.add("read", 0)) or 0
             if have_read >= readers:
                 return
             time.sleep(0.05)
@@ -161,22 +161,22 @@ class Watch:
         # noticed only after three intervals, plus one between looks and one for the age of its last heartbeat.
         deadline = time.monotonic() + max(PATIENCE_S, 5.5 * self.interval)
         while time.monotonic() < deadline:
-            error = self._bounded(self._read_if_any)
+            error = self._ask_store(self._read_if_any)
             if error:
                 return error
-            lost = self._lost(3 * self.interval)
+            lost = self._lost_ranks(3 * self.interval)
             if lost is not None:
                 return lost
             time.sleep(0.1)
-        self._bounded(lambda store: store.add("stacks", 1))
+        self._ask_store(lambda store: store.add("stacks", 1))
         time.sleep(1.5 * self.interval)  # every rank sees the request with its next heartbeat
         return None
 
     def _read_if_any(self, store: dist.Store) -> str | None:
         """The world's first error; None if there is none yet."""
-        return self._read(store) if store.check(["error"]) else None
+        return self._read_error(store) if store.check(["error"]) else None
 
-    def _read(self, store: dist.Store) -> str:
+    def _read_error(self, store: dist.Store) -> str:
         """The world's first error. Reading it is counted, because rank 0 waits until all ranks have done so."""
         # `told` is incremented before `error` is written, and get waits in between
         error = store.get("error").decode()
@@ -185,7 +185,7 @@ class Watch:
             store.add("read", 1)
         return error
 
-    def _bounded(self, ask: Callable[[dist.Store], T]) -> T | None:
+    def _ask_store(self, ask: Callable[[dist.Store], T]) -> T | None:
         """The result of `ask(store)`; None if the store does not answer within PATIENCE_S seconds."""
         store, answers = self._second, list[T]()
         if store is None:
@@ -204,39 +204,39 @@ class Watch:
 
     # -- the watch's side --------------------------------------------------------------------------
 
-    def _run(self) -> None:
+    def _run_thread(self) -> None:
         poller = select.poll()  # select() supports only file descriptors below 1,024, and a large job has more
         poller.register(self._wakeup, select.POLLIN)
         while True:
             before = time.monotonic()
             # sleep until the next look at the other ranks, or until a signal writes a byte
             heard = self._wakeup.recv(64) if poller.poll(1000 * self.interval) else b""
-            self._forgive(time.monotonic() - before - self.interval)
+            self._forgive_pause(time.monotonic() - before - self.interval)
             for number in heard:
-                self._hear(number)
-            lost = self._lost(self.silence_s)
+                self._handle_signal(number)
+            lost = self._lost_ranks(self.silence_s)
             if lost is not None and not self._closed.is_set():
                 self.fail(lost)
 
-    def _forgive(self, paused: float) -> None:
+    def _forgive_pause(self, paused: float) -> None:
         """Do not count the last `paused` seconds as silence of others, because this process did not run (SIGSTOP,
         `docker pause`). The others may have been frozen as well.
         """
         if paused < self.interval:
             return
         if paused > self.silence_s and not self._closed.is_set():
-            say(f"{self._names([self.rank])} was frozen for {paused:.0f} s")
+            say(f"{self._rank_names([self.rank])} was frozen for {paused:.0f} s")
         now = time.monotonic()
         self._seen = [(beat, min(now, since + paused)) for beat, since in self._seen]
         self._contact = min(now, self._contact + paused)
 
-    def _beats(self, store: dist.Store) -> None:
+    def _send_beats(self, store: dist.Store) -> None:
         while not self._closed.is_set():
-            with contextlib.suppress(dist.DistError):  # `_lost` measures how long this lasts
-                self._exchange(store)
+            with contextlib.suppress(dist.DistError):  # `_lost_ranks` measures how long this lasts
+                self._exchange_beats(store)
             time.sleep(self.interval)
 
-    def _exchange(self, store: dist.Store) -> None:
+    def _exchange_beats(self, store: dist.Store) -> None:
         """Exchange heartbeats, end the process on the world's first error, and answer a request for stacks."""
         self._beat += 1
         store.set(f"beat/{self.rank}", str(self._beat))
@@ -247,23 +247,23 @@ class Watch:
             if beat != self._seen[rank][0]:
                 self._seen[rank] = beat, now
         if store.check(["error"]) and not self._closed.is_set():
-            self._leave(self._read(store))
+            self._leave_silently(self._read_error(store))
         if self.stop is None and store.check(["stop"]):
             self.stop = signal.Signals(int(store.get("stop")))
         asked = store.add("stacks", 0)
         if asked > self._stacks:
             self._stacks = asked
-            say(f"stacks of {self._names([self.rank])}:")
+            say(f"stacks of {self._rank_names([self.rank])}:")
             faulthandler.dump_traceback(all_threads=True)
 
-    def _hear(self, number: int) -> None:
+    def _handle_signal(self, number: int) -> None:
         if number == signal.SIGUSR1 and self._store is not None:
             self._stacks += 1  # faulthandler has printed its own already
-            self._bounded(lambda store: store.add("stacks", 1))
+            self._ask_store(lambda store: store.add("stacks", 1))
         elif number in STOP_SIGNALS:
             self.stop = signal.Signals(number)
             if self._store is not None and not self._closed.is_set():
-                self._bounded(lambda store: store.set("stop", str(number)))
+                self._ask_store(lambda store: store.set("stop", str(number)))
                 self._end_if_alone()
 
     def _end_if_alone(self) -> None:
@@ -276,7 +276,7 @@ class Watch:
         """
         missing, beats = list(self.local_ranks), dict[int, bytes]()
         deadline = time.monotonic() + PATIENCE_S + 1.5 * self.interval
-        self._bounded(lambda store: store.set(f"stop/{self.rank}", "1"))
+        self._ask_store(lambda store: store.set(f"stop/{self.rank}", "1"))
 
         def look(store: dist.Store) -> tuple[str | None, list[int]]:
             error = self._read_if_any(store)
@@ -289,21 +289,21 @@ class Watch:
 
         while missing and time.monotonic() < deadline:
             # without an answer, the store has ended together with rank 0, which runs it
-            error, missing = self._bounded(look) or (None, [0])
+            error, missing = self._ask_store(look) or (None, [0])
             if error is not None:
-                self._leave(error)
+                self._leave_silently(error)
             time.sleep(0.05)
         if missing:
-            error = f"no word from {self._names(missing)}: killed, out of memory, crashed, or frozen"
+            error = f"no word from {self._rank_names(missing)}: killed, out of memory, crashed, or frozen"
             self.fail(error, gone=len(missing))
 
-    def _lost(self, silence: float) -> str | None:
+    def _lost_ranks(self, silence: float) -> str | None:
         """Message about the ranks without a heartbeat for `silence` seconds; None if all ranks are alive."""
         now = time.monotonic()
         if self._store is None:
             return None
         if now - self._contact > silence:
-            return f"lost {self._names([0])}, which keeps the store: no contact for {now - self._contact:.0f} s"
+            return f"lost {self._rank_names([0])}, which keeps the store: no contact for {now - self._contact:.0f} s"
         # measured at the last contact with the store, since there is no news of any rank after it
         silent = {rank: self._contact - since for rank, (_, since) in enumerate(self._seen)}
         longest = max(silent.values())
@@ -313,16 +313,16 @@ class Watch:
         # When the first of them exceeds the limit, all that have missed three heartbeats are named.
         limit = min(silence, 3 * self.interval)
         gone = [rank for rank, seconds in silent.items() if seconds > limit]
-        return f"lost {self._names(gone)}: no sign of life for {longest:.0f} s"
+        return f"lost {self._rank_names(gone)}: no sign of life for {longest:.0f} s"
 
     def fail(self, error: str, gone: int = 0) -> NoReturn:
         """Report an error detected outside the main thread, and end this process."""
         error, first = self.tell(error)
         if first:
             say(error)
-        self._leave(error, gone)
+        self._leave_silently(error, gone)
 
-    def _leave(self, error: str, gone: int = 0) -> NoReturn:
+    def _leave_silently(self, error: str, gone: int = 0) -> NoReturn:
         """End this process without a message, with the world's first error as its report."""
         # if the main thread is already ending the process, this thread waits here until it has done so
         self._ending.acquire()
@@ -330,7 +330,7 @@ class Watch:
         # end() uses os._exit, because the main thread, stuck in a collective, would never see an exception
         end(1 if self.stop is None else 128 + self.stop, error, None)
 
-    def _names(self, ranks: Sequence[int]) -> str:
+    def _rank_names(self, ranks: Sequence[int]) -> str:
         """The ranks by machine, such as `ranks 0, 1 on a, rank 3 on b`."""
         on: dict[str, list[int]] = {}
         for rank in ranks:
@@ -341,7 +341,7 @@ class Watch:
         return ", ".join(parts)
 
 
-def _deaf() -> None:
+def _reset_signals() -> None:
     """Restore the default handling of signals in a forked child, so that they do not reach the rank's watch."""
     signal.set_wakeup_fd(-1)
     faulthandler.unregister(signal.SIGUSR1)

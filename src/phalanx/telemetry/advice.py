@@ -27,16 +27,16 @@ class Advisor:
     def warnings(self, step: int, row: dict[str, Any]) -> list[str]:
         """The new warnings about this row."""
         if self._policy is None:
-            return self._warnings(step, row)
+            return self._row_warnings(step, row)
         prefix = f"{self._policy}/"
         metrics = {key.removeprefix(prefix): value for key, value in row.items() if key.startswith(prefix)}
         if self._policy == PAINTER:  # the rewards of the run are those of the painter's images
             metrics |= {key: value for key, value in row.items() if key.startswith("reward/")}
-        return [f"{self._policy}: {line}" for line in self._warnings(step, metrics)]
+        return [f"{self._policy}: {line}" for line in self._row_warnings(step, metrics)]
 
-    def _warnings(self, step: int, row: dict[str, Any]) -> list[str]:
+    def _row_warnings(self, step: int, row: dict[str, Any]) -> list[str]:
         lines = []
-        if row.get("response/truncated_ratio") == 1 and self._lasts("cut", True, 1):
+        if row.get("response/truncated_ratio") == 1 and self._has_lasted("cut", True, 1):
             limit = "data.max_response_length" + (f"={self._limit}" if self._limit else "")
             lines.append(
                 f"all responses of step {step} are cut at {limit}, before their end of sequence: raise it, or reward "
@@ -51,7 +51,9 @@ class Advisor:
         reward = row.get("reward/mean"), row.get("reward/std")
         is_same = reward == self._last_reward and bool(reward[1])
         self._last_reward = reward
-        if self._lasts("same", is_same, SAME_STEPS - 1):  # k equal values are k - 1 comparisons with the previous one
+        if self._has_lasted(
+            "same", is_same, SAME_STEPS - 1
+        ):  # k equal values are k - 1 comparisons with the previous one
             lines.append(
                 f"reward/mean is {reward[0]:g} in each of the last {SAME_STEPS} steps, up to step {step}: either the "
                 "samples do not depend on the weights, or the reward does not depend on the samples"
@@ -66,9 +68,9 @@ class Advisor:
         no_group_differs = row.get("reward/zero_std_ratio") == 1 and self._samples_per_prompt > 1 and not has_critic
         reason = None if has_critic else _why_nothing_was_updated(row)
         patience = min(PATIENCE, self._total)
-        is_flat = self._lasts("flat", high is not None and high == low, patience)
-        is_even = self._lasts("even", no_group_differs, patience)
-        is_idle = self._lasts("idle", reason is not None, patience)
+        is_flat = self._has_lasted("flat", high is not None and high == low, patience)
+        is_even = self._has_lasted("even", no_group_differs, patience)
+        is_idle = self._has_lasted("idle", reason is not None, patience)
         if not (is_flat or is_even or is_idle):
             return None
         self._reported |= {"flat", "even", "idle"}  # each implies the next, so report only one
@@ -79,7 +81,7 @@ class Advisor:
             return f"no prompt's samples differ in reward in {steps}: there is nothing to learn from"
         return f"no weight was updated in {steps}: {reason}"
 
-    def _lasts(self, kind: str, holds: bool, patience: int) -> bool:
+    def _has_lasted(self, kind: str, holds: bool, patience: int) -> bool:
         """True once, when the condition has held for `patience` consecutive rows."""
         self._streaks[kind] = self._streaks.get(kind, 0) + 1 if holds else 0
         if self._streaks[kind] < patience or kind in self._reported:

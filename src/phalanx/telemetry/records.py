@@ -290,7 +290,7 @@ def _is_row(row: dict[str, Any], content: str) -> bool:
 
 def grid(records: Sequence[Record]) -> Image.Image:
     """A roughly square grid of all images, each with its reward and prompt below it."""
-    return _grid(records, [standing(record.frames) for record in records])
+    return _frame_grid(records, [standing(record.frames) for record in records])
 
 
 def shown_grid(records: Sequence[Record]) -> Image.Image | None:
@@ -300,23 +300,23 @@ def shown_grid(records: Sequence[Record]) -> Image.Image | None:
         return None
     tiles = [fit(together(record.images)) for record in seen]
     answered = [replace(record, prompt=f"{record.prompt} -> {record.output}") for record in seen]
-    return _sheet(answered, tiles, math.ceil(math.sqrt(len(tiles))))
+    return _record_sheet(answered, tiles, math.ceil(math.sqrt(len(tiles))))
 
 
 def moving_grid(records: Sequence[Record]) -> Iterator[NDArray[np.uint8]]:
     """The frames, uint8 [H, W, 3], of a grid of videos that have the same length."""
     for at_once in zip(*(record.frames for record in records), strict=True):
-        yield np.asarray(_grid(records, [frame[None] for frame in at_once]))
+        yield np.asarray(_frame_grid(records, [frame[None] for frame in at_once]))
 
 
-def _grid(records: Sequence[Record], strips: Sequence[NDArray[np.uint8]]) -> Image.Image:
+def _frame_grid(records: Sequence[Record], strips: Sequence[NDArray[np.uint8]]) -> Image.Image:
     """A grid whose tiles show the frames strips[i] [f, H, W, 3] of each record side by side."""
     tiles = [side_by_side(list(map(fit, pictures(strip)))) for strip in strips]
     columns = math.ceil(math.sqrt(len(tiles) / len(strips[0])))  # each tile is f times as wide as a frame
-    return _sheet(records, tiles, columns)
+    return _record_sheet(records, tiles, columns)
 
 
-def _sheet(records: Sequence[Record], tiles: Sequence[Image.Image], columns: int) -> Image.Image:
+def _record_sheet(records: Sequence[Record], tiles: Sequence[Image.Image], columns: int) -> Image.Image:
     """Arrange tiles on one sheet, each with the reward and prompt of its record."""
     prompts, headings = [], []
     for record in records:

@@ -64,15 +64,15 @@ def merged_rows(rows: Sequence[dict[str, float]], scored: Sequence[int]) -> dict
         elif key.startswith("time/") or key.endswith(("_s", "/errors")):
             merged[key] = sum(values)
         else:
-            merged[key] = _mean(values, counts)
+            merged[key] = _weighted_mean(values, counts)
     if "reward/std" in merged and len(rows) > 1:
         # the mean of the chunks' variances, and the variance of their means
         moved = [row["reward/std"] ** 2 + (row["reward/mean"] - merged["reward/mean"]) ** 2 for row in rows]
-        merged["reward/std"] = _mean(moved, scored) ** 0.5
+        merged["reward/std"] = _weighted_mean(moved, scored) ** 0.5
     return merged
 
 
-def _mean(values: Sequence[float], weights: Sequence[float]) -> float:
+def _weighted_mean(values: Sequence[float], weights: Sequence[float]) -> float:
     """The mean of values with weights; those of weight 0 may be NaN. A single value stays as it is."""
     if len(values) == 1:
         return float(values[0])

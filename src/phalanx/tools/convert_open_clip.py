@@ -58,13 +58,13 @@ def convert(source: str | Path, target: str | Path, base: str = BASE) -> Path:
     folder = Path(target).expanduser()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{target} exists and is not an empty folder; give another DST")
-    state = translate(_read(Path(source).expanduser()), str(source))
-    config = _load(AutoConfig, base)
+    state = translate(_read_weights(Path(source).expanduser()), str(source))
+    config = _load_base(AutoConfig, base)
     if config.model_type != "clip":
         raise ValueError(f"--base {base} is a model of type {config.model_type}; expected clip")
-    parts = [config, _load(AutoTokenizer, base), _load(AutoImageProcessor, base)]
+    parts = [config, _load_base(AutoTokenizer, base), _load_base(AutoImageProcessor, base)]
     with torch.device("meta"):
-        difference = _difference(state, CLIPModel(config).state_dict())
+        difference = _first_difference(state, CLIPModel(config).state_dict())
     if difference is not None:
         raise ValueError(
             f"{source} is another CLIP than --base {base}: {difference}; give the base of its architecture"
@@ -99,7 +99,7 @@ def translate(state: dict[str, Tensor], source: str) -> dict[str, Tensor]:
     return translated
 
 
-def _load(cls: Any, base: str) -> Any:
+def _load_base(cls: Any, base: str) -> Any:
     path = Path(base).expanduser()
     try:
         return cls.from_pretrained(str(path) if path.is_dir() else base, trust_remote_code=False)
@@ -108,7 +108,7 @@ def _load(cls: Any, base: str) -> Any:
         raise ValueError(f"--base {base} does not load: {reason}") from error
 
 
-def _read(path: Path) -> dict[str, Tensor]:
+def _read_weights(path: Path) -> dict[str, Tensor]:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -123,7 +123,7 @@ def _read(path: Path) -> dict[str, Tensor]:
         raise ValueError(f"{path} is not a safetensors file: {error}") from error
 
 
-def _difference(state: dict[str, Tensor], expected: dict[str, Tensor]) -> str | None:
+def _first_difference(state: dict[str, Tensor], expected: dict[str, Tensor]) -> str | None:
     """The first difference from the expected weights, None if there is none."""
     for name in sorted(expected.keys() - state.keys()):
         return f"no weights for {name}"

@@ -37,14 +37,14 @@ class PrepareData:
         self.cfg = cfg
         self.proofs: list[str] = []  # messages about omitted proofs
         check(cfg)
-        test, form = ([], "none") if cfg.test_source is None else self._read(cfg.test_source, "test_source")
+        test, form = ([], "none") if cfg.test_source is None else self._read_answers(cfg.test_source, "test_source")
         rows: list[Row] = []
         if cfg.source is not None:
-            rows, form = self._read(cfg.source, "source")
+            rows, form = self._read_answers(cfg.source, "source")
         elif cfg.reasoning_gym:
-            rows, form = list(self._made()), "answer"
+            rows, form = list(self._generate_rows()), "answer"
         self.instruction = INSTRUCTIONS[cfg.instruction or form] if cfg.suffix is None else cfg.suffix
-        self._split(rows, test)
+        self._split_rows(rows, test)
 
     def run(self) -> None:
         """Write those of train.jsonl, val.jsonl and test.jsonl that have rows."""
@@ -54,7 +54,7 @@ class PrepareData:
         with writing(folder, "output_dir"):
             folder.mkdir(parents=True, exist_ok=True)
             for name, rows in self.files.items():
-                lines = [json.dumps(self._instructed(row), default=str) + "\n" for row in rows]
+                lines = [json.dumps(self._instruct_row(row), default=str) + "\n" for row in rows]
                 (folder / name).write_text("".join(lines), encoding="utf-8")
         counts = [f"{folder / name}: {len(rows)} prompts" for name, rows in self.files.items()]
         print(", ".join(counts))
@@ -66,12 +66,12 @@ class PrepareData:
         if self.leaked:
             print(f"{self.leaked} prompts of the source are also in test_source: left out")
 
-    def _split(self, rows: list[Row], test: list[Row]) -> None:
+    def _split_rows(self, rows: list[Row], test: list[Row]) -> None:
         """Set `files`: the rows of each output file. No prompt is in two of them."""
-        held_out = set(map(_name, test))
+        held_out = set(map(_prompt_name, test))
         distinct: dict[str, Row] = {}
         for row in rows:
-            distinct.setdefault(_name(row), row)  # keep the first of several duplicates
+            distinct.setdefault(_prompt_name(row), row)  # keep the first of several duplicates
         kept = [row for name, row in distinct.items() if name not in held_out]
         self.repeated, self.leaked = len(rows) - len(distinct), len(distinct) - len(kept)
         count = self.cfg.val_size if rows else 0  # a benchmark has only test_source
@@ -87,10 +87,10 @@ class PrepareData:
 
     # -- files ----------------------------------------------------------------------------------------------------
 
-    def _read(self, file: str, key: str) -> tuple[list[Row], str]:
+    def _read_answers(self, file: str, key: str) -> tuple[list[Row], str]:
         """The rows of a file, and the form of its answers, a key of INSTRUCTIONS."""
         rows, form, plain = [], "none", list[int]()  # `plain`: rows whose answer is the whole text of the column
-        problems = self._prompts(file, key)
+        problems = self._read_prompts(file, key)
         refuse_images(problems, "this task writes none")
         for number, row in enumerate(problems):
             answers = row.meta.get("ground_truth"), row.meta.get("solution")
@@ -133,7 +133,7 @@ class PrepareData:
             )
         return [row for number, row in enumerate(rows) if number not in proofs]
 
-    def _prompts(self, file: str, key: str) -> list[Prompt]:
+    def _read_prompts(self, file: str, key: str) -> list[Prompt]:
         if self.cfg.prompt_key is not None:
             return load_prompts([file], key, prompt=self.cfg.prompt_key, quoted=False)
         problems = []
@@ -146,24 +146,24 @@ class PrepareData:
                 problems.append(error)
         raise ConfigError(f"{problems[0]}; prompt_key names the column of the prompts")
 
-    def _instructed(self, row: Row) -> Row:
+    def _instruct_row(self, row: Row) -> Row:
         """Append the instruction to a row's prompt; for a chat, to its last message."""
         if not self.instruction:
             return row
         prompt = row["prompt"]
         if isinstance(prompt, str):
-            return row | {"prompt": self._appended(prompt)}
-        last = prompt[-1] | {"content": self._appended(prompt[-1]["content"])}
+            return row | {"prompt": self._append_instruction(prompt)}
+        last = prompt[-1] | {"content": self._append_instruction(prompt[-1]["content"])}
         return row | {"prompt": [*prompt[:-1], last]}
 
-    def _appended(self, text: str) -> str:
+    def _append_instruction(self, text: str) -> str:
         """Append the instruction to a text, on a new line if the text has several lines."""
         text = text.rstrip()
         return text + ("\n" if "\n" in text else " ") + self.instruction
 
     # -- reasoning-gym --------------------------------------------------------------------------------------------
 
-    def _made(self) -> Iterator[Row]:
+    def _generate_rows(self) -> Iterator[Row]:
         """cfg.size rows of each task, with the entries that its verifier needs."""
         if find_spec("reasoning_gym") is None:
             raise ConfigError("reasoning_gym is not installed; pip install 'phalanx[reasoning-gym]'")
@@ -194,7 +194,7 @@ class PrepareData:
                 yield {**row, "data_source": source, "reasoning_gym": {"task": task, "entry": entry}}
 
 
-def _name(row: Row) -> str:
+def _prompt_name(row: Row) -> str:
     """The prompt without case and spacing, by which duplicates are recognized."""
     prompt = row["prompt"]
     text = prompt if isinstance(prompt, str) else "\n".join(message.get("content", "") for message in prompt)

@@ -108,7 +108,7 @@ class RewardServer:
         """The HTTP server."""
         config = uvicorn.Config(
             self.app,
-            http=_impatient(self.cfg.read_timeout_s),
+            http=_impatient_protocol(self.cfg.read_timeout_s),
             ws="none",
             lifespan="off",
             log_config=None,
@@ -131,21 +131,21 @@ class RewardServer:
 
     async def score(self, request: Request) -> dict[str, Any]:
         """The weighted scores of a request's images, and the scores of each reward."""
-        files, prompts = await self._contents(request)
+        files, prompts = await self._request_contents(request)
         terms = await self._within_budget(request, files, prompts)
         total = combine([terms[term.name] for term in self.terms], [term.share for term in self.terms])
         return {"scores": total.tolist(), "terms": {name: values.tolist() for name, values in terms.items()}}
 
     # -- reading --------------------------------------------------------------------------------------------------
 
-    async def _contents(self, request: Request) -> tuple[list[bytes], list[Prompt]]:
+    async def _request_contents(self, request: Request) -> tuple[list[bytes], list[Prompt]]:
         """The PNG files of a request and their prompts; its body is released."""
-        body = await self._read(request)
+        body = await self._read_body(request)
         kind = request.headers.get("content-type", "")
         if kind.startswith("multipart/form-data"):
-            texts, files = await self._form(request, body)
+            texts, files = await self._read_form(request, body)
         elif kind.startswith("application/json"):
-            content = await asyncio.to_thread(_parsed, ScoreRequest, body)
+            content = await asyncio.to_thread(_parse_body, ScoreRequest, body)
             texts, files = content, content.images
         else:
             raise HTTPException(415, f"content-type {kind!r}; expected application/json or multipart/form-data")
@@ -153,9 +153,9 @@ class RewardServer:
             raise HTTPException(400, "the request contains no images")
         if len(files) > self.cfg.max_images:
             raise HTTPException(413, f"{len(files)} images are more than max_images={self.cfg.max_images}")
-        return files, _prompts(texts, len(files))
+        return files, _request_prompts(texts, len(files))
 
-    async def _read(self, request: Request) -> bytes:
+    async def _read_body(self, request: Request) -> bytes:
         """The body of a request. Even a request that is refused is read to its end, because the answer would be lost
         if the connection were closed with unread bytes; the bytes of such a request are discarded.
         """
@@ -170,7 +170,7 @@ class RewardServer:
                 while more:
                     message = await request.receive()
                     if message["type"] == "http.disconnect":
-                        raise _left()
+                        raise _disconnect_error()
                     chunk = message.get("body", b"")
                     size += len(chunk)
                     if allowed and size <= limit:
@@ -189,7 +189,7 @@ class RewardServer:
             raise HTTPException(408, f"the body did not arrive within read_timeout_s={self.cfg.read_timeout_s:g}")
         return b"".join(chunks)
 
-    async def _form(self, request: Request, body: bytes) -> tuple[Texts, list[bytes]]:
+    async def _read_form(self, request: Request, body: bytes) -> tuple[Texts, list[bytes]]:
         async def receive() -> dict[str, Any]:
             return {"type": "http.request", "body": body, "more_body": False}
 
@@ -200,13 +200,13 @@ class RewardServer:
             files = [await image.read() for image in images]
         if not isinstance(texts, str):
             raise HTTPException(400, "the form's field request should be JSON: {prompts: [], metadata: []}")
-        return _parsed(Texts, texts), files
+        return _parse_body(Texts, texts), files
 
-    def _size(self, files: list[bytes]) -> tuple[int, int]:
+    def _image_size(self, files: list[bytes]) -> tuple[int, int]:
         """Height and width of the PNG files, from their headers; nothing is decompressed."""
         limit, sizes = self.cfg.max_pixels, []
         for i, file in enumerate(files):
-            with _opened(i, file, limit) as image:
+            with _open_png(i, file, limit) as image:
                 if image.width * image.height > limit:
                     raise HTTPException(413, f"image {i}: {image.width} x {image.height} is over {limit} pixels")
                 if image.mode != "RGB":
@@ -216,11 +216,11 @@ class RewardServer:
                 raise HTTPException(400, f"image {i} differs in size from image 0; expected images of one size")
         return sizes[0]
 
-    def _images(self, files: list[bytes], size: tuple[int, int]) -> Tensor:
+    def _decode_images(self, files: list[bytes], size: tuple[int, int]) -> Tensor:
         """Decode PNG files to images uint8 [B, H, W, 3]."""
         images = torch.empty(len(files), *size, 3, dtype=torch.uint8)
         for i, file in enumerate(files):
-            with _opened(i, file, self.cfg.max_pixels) as image:
+            with _open_png(i, file, self.cfg.max_pixels) as image:
                 images[i] = torch.from_numpy(np.array(image))
         return images
 
@@ -230,7 +230,7 @@ class RewardServer:
         """The scores [B] of each reward, computed once there is memory for the images. The memory is released when the
         last call that uses them is done, which may be after the answer.
         """
-        height, width = await asyncio.to_thread(self._size, files)
+        height, width = await asyncio.to_thread(self._image_size, files)
         at_once = min(len(self.terms), self.cfg.reward.num_workers + 1)
         need = len(files) * height * width * 3 * (1 + at_once * CALL_BYTES)
         if need > self._memory.limit:
@@ -246,27 +246,27 @@ class RewardServer:
             raise HTTPException(503, "other requests occupy all of max_memory_mb; try again") from None
         turns: list[Call] = []
         try:
-            images = await asyncio.to_thread(self._images, files, (height, width))
+            images = await asyncio.to_thread(self._decode_images, files, (height, width))
             files.clear()
             turns += [Call(term, images, prompts) for term in self.terms]
             del images
-            return await self._score(request, turns)
+            return await self._score_turns(request, turns)
         finally:
-            release = asyncio.create_task(self._release(turns, need))
+            release = asyncio.create_task(self._release_memory(turns, need))
             self._releases.add(release)  # asyncio keeps only weak references to tasks
             release.add_done_callback(self._releases.discard)
 
-    async def _release(self, turns: list[Call], size: int) -> None:
+    async def _release_memory(self, turns: list[Call], size: int) -> None:
         """Release memory once the calls of these turns are done."""
         calls = [asyncio.wrap_future(turn.task) for turn in turns if turn.task is not None]
         await asyncio.gather(*calls, return_exceptions=True)
         self._memory.release(size)
 
-    async def _score(self, request: Request, turns: list[Call]) -> dict[str, Tensor]:
+    async def _score_turns(self, request: Request, turns: list[Call]) -> dict[str, Tensor]:
         """The scores [B] of each reward. If a request waits too long or its client disconnects, its remaining calls are
         cancelled; calls that are running continue, because threads cannot be stopped.
         """
-        calls = [self._begin(turn) for turn in turns]
+        calls = [self._begin_call(turn) for turn in turns]
         limit = self.cfg.reward.timeout_s
         done = asyncio.gather(*map(asyncio.wrap_future, calls), return_exceptions=True)
         try:
@@ -274,7 +274,7 @@ class RewardServer:
                 while not done.done():
                     await asyncio.wait([done], timeout=_POLL_S)
                     if not done.done() and await request.is_disconnected():
-                        raise _left()
+                        raise _disconnect_error()
         except TimeoutError:
             pass  # reported below, after errors of rewards
         finally:
@@ -294,15 +294,15 @@ class RewardServer:
             scores[term.name] = call.result().rows[term.name]
         return scores
 
-    def _begin(self, turn: Call) -> Task[Scored]:
+    def _begin_call(self, turn: Call) -> Task[Scored]:
         """Queue a call of a reward."""
         pool = self._device_pool if turn.term.on_device else self._cpu_pool
         call = turn.task = pool.submit(lambda: scorer(turn.term, copy=as_floats)(turn))
         self._turns.add(turn)
-        call.add_done_callback(lambda _: self._end(turn))
+        call.add_done_callback(lambda _: self._end_call(turn))
         return call
 
-    def _end(self, turn: Call) -> None:
+    def _end_call(self, turn: Call) -> None:
         self._turns.discard(turn)
         turn.subject = None  # because a pool keeps cancelled calls until it reaches them
 
@@ -316,7 +316,7 @@ def as_floats(images: Outputs) -> Tensor:
 
 
 @contextmanager
-def _opened(number: int, file: bytes, limit: int) -> Iterator[Image.Image]:
+def _open_png(number: int, file: bytes, limit: int) -> Iterator[Image.Image]:
     """Open a PNG file of a request; its pixels are decoded on demand."""
     try:
         with Image.open(BytesIO(file), formats=["PNG"]) as image:
@@ -327,11 +327,11 @@ def _opened(number: int, file: bytes, limit: int) -> Iterator[Image.Image]:
         raise HTTPException(400, f"image {number} is not a complete PNG ({type(error).__name__})") from None
 
 
-def _left() -> HTTPException:
+def _disconnect_error() -> HTTPException:
     return HTTPException(400, "the client has disconnected")  # nobody reads it
 
 
-def _impatient(limit_s: float) -> type[H11Protocol]:
+def _impatient_protocol(limit_s: float) -> type[H11Protocol]:
     """uvicorn's connection class, but closing connections that do not send a whole request head within `limit_s`.
     uvicorn's own limit applies only after an answer, and ends with the next byte.
     """
@@ -376,7 +376,7 @@ def bind(host: str, port: int, guarded: bool) -> socket.socket:
     return listener
 
 
-def _parsed(model: type[Checked], body: bytes | str) -> Checked:
+def _parse_body(model: type[Checked], body: bytes | str) -> Checked:
     """Validate a client's JSON against a model."""
     try:
         return model.model_validate_json(body)
@@ -384,7 +384,7 @@ def _parsed(model: type[Checked], body: bytes | str) -> Checked:
         raise HTTPException(400, complaint(error)) from None
 
 
-def _prompts(texts: Texts, count: int) -> list[Prompt]:
+def _request_prompts(texts: Texts, count: int) -> list[Prompt]:
     """The prompts of a request with `count` images, with their metadata, which is optional."""
     metadata = [{}] * count if texts.metadata is None else texts.metadata
     for name, values in (("prompts", texts.prompts), ("metadata", metadata)):

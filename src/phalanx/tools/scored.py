@@ -92,8 +92,8 @@ class Sampling:
             raise JobError(str(error)) from error
         assert self.parts is not None, "built above or before"
         run, noun = self.candidate.run, self.parts.rollout.noun
-        self.client = RewardClient(run, self.world, self.parts.rewards, Timers(), noun, on_stop=self._stop)
-        chunks, n = self._chunks(self.parts.val_sets), run.rollout.val.n
+        self.client = RewardClient(run, self.world, self.parts.rewards, Timers(), noun, on_stop=self._raise_stopped)
+        chunks, n = self._prompt_chunks(self.parts.val_sets), run.rollout.val.n
         sizes = [len(prompts) * n for _, prompts in chunks]
         done = 0
         with writing(self.folder, "output_dir"):
@@ -106,7 +106,7 @@ class Sampling:
             log.info("resuming after %d of %d chunks in %s", done, len(chunks), self.folder)
         for number, (set_name, prompts) in enumerate(chunks[done:], start=done + 1):
             self._kept = f"{number - 1} of {len(chunks)} chunks of prompts"
-            rows = self._sample(self.parts, set_name, prompts)
+            rows = self._sample_chunk(self.parts, set_name, prompts)
             if self.world.rank == 0:
                 with writing(self.folder, "output_dir"):
                     self.records.add(rows)
@@ -120,11 +120,11 @@ class Sampling:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
-    def _stop(self, number: int) -> None:
+    def _raise_stopped(self, number: int) -> None:
         self.world.watch.close()
         raise Stopped(number, f" after {self._kept}; the same command resumes from {self.folder}")
 
-    def _chunks(self, sets: Sets) -> list[tuple[str, list[Prompt]]]:
+    def _prompt_chunks(self, sets: Sets) -> list[tuple[str, list[Prompt]]]:
         """The prompts that all ranks sample together, each time with the name of their set."""
         chunks, size = [], self.cfg.prompts_per_chunk
         for name, prompts in sets.items():
@@ -132,7 +132,7 @@ class Sampling:
                 chunks.append((name, prompts[first : first + size]))
         return chunks
 
-    def _sample(self, parts: Any, set_name: str, prompts: list[Prompt]) -> list[dict[str, Any]]:
+    def _sample_chunk(self, parts: Any, set_name: str, prompts: list[Prompt]) -> list[dict[str, Any]]:
         """Sample and score a chunk; returns its rows on rank 0, ordered by prompt and sample."""
         world, n = self.world, self.candidate.run.rollout.val.n
         local = share_of_rank(prompts, world.data_rank, world.data_size)
@@ -145,7 +145,7 @@ class Sampling:
             for prompt, output, place in zip(sampled, outputs, places, strict=True):
                 row = {"set": set_name, "index": prompt.group_id, "sample": place % n}
                 row |= {"prompt": prompt.text, "place": place}
-                row |= _text(parts.rewards, prompt, output) if isinstance(output, str) else {}
+                row |= _text_fields(parts.rewards, prompt, output) if isinstance(output, str) else {}
                 beside.append(row)
             if isinstance(outputs, Tensor):
                 self._keep_pictures(outputs, rollout.fps, beside, len(prompts) * n)
@@ -187,7 +187,7 @@ class Sampling:
                     write_inside(self.folder, file, content)
 
 
-def _text(rewards: RewardSet, prompt: Prompt, output: str) -> dict[str, Any]:
+def _text_fields(rewards: RewardSet, prompt: Prompt, output: str) -> dict[str, Any]:
     """The fields of a record that describe a response."""
     row: dict[str, Any] = {"text": storable(output), "tokens": prompt.meta.get("response_length")}
     row["truncated"] = prompt.meta.get("truncated", False)

@@ -79,13 +79,13 @@ class Collector:
         seed, unit = self.cfg.trainer.seed, step * self.chunks + chunk
         with self.timers("encode"):
             end = self.total_steps * self.chunks if self.prompts.ahead else unit + 1
-            self.rollout.prepare(self._prompts, unit, end)
-        with self.timers("rollout"), self._behaviour(), self.rollout.awake():
+            self.rollout.prepare(self._chunk_prompts, unit, end)
+        with self.timers("rollout"), self._behaviour_weights(), self.rollout.awake():
             self.timers.expect(-(-self.plan.per_rank // self.rollout.micro_batch_size))
-            samples = self.rollout.sample(self._prompts(unit), seed=seed, step=step, each=self.rewards.submit)
+            samples = self.rollout.sample(self._chunk_prompts(unit), seed=seed, step=step, each=self.rewards.submit)
         if self.rewards.has_judges:
             self.rewards.ask()
-        return self._rescored(samples)
+        return self._rescore_samples(samples)
 
     def reward(self, samples: Samples, step: int, chunk: int = 0) -> tuple[Samples, Tensor, dict[str, float]]:
         """Return the samples, the rewards [N] of all ranks' samples (all zeros without reward functions, NaN for
@@ -100,10 +100,10 @@ class Collector:
             return samples, reward, self.rollout.metrics(samples, reward)
         with self.timers("reward"):  # only waits for the last scores: most were computed during sampling
             terms = self._gather_terms() | self._policy_terms(reward_set, samples)
-        reward, redrawn, config = self._combine(reward_set, terms, step, samples), 0, self.cfg.rollout
+        reward, redrawn, config = self._combine_terms(reward_set, terms, step, samples), 0, self.cfg.rollout
         check_range(reward)
         unit, limit = step * self.chunks + chunk, max(config.max_num_gen_batches, config.max_draws_per_prompt)
-        rows = self._rows(unit)
+        rows = self._chunk_rows(unit)
         for attempt in range(1, limit):
             stale = ~has_signal(fill_missing(reward, self.group_id), self.group_id)
             if not stale.any():
@@ -112,8 +112,8 @@ class Collector:
                 groups = self.group_id[stale].unique().tolist()
                 rows = self.prompts.renewed(rows, groups, unit * (limit - 1) + attempt - 1)
                 with self.timers("encode"):
-                    samples = self.rollout.renew(samples, self._numbered(rows, unit))
-            with self.timers("rollout"), self._behaviour(), self.rollout.awake():
+                    samples = self.rollout.renew(samples, self._numbered_prompts(rows, unit))
+            with self.timers("rollout"), self._behaviour_weights(), self.rollout.awake():
                 samples, numbers = self.rollout.resample(samples, stale, attempt, each=self.rewards.submit)
             if self.rewards.has_judges:
                 self.rewards.ask()
@@ -122,11 +122,11 @@ class Collector:
             real = numbers >= 0
             drawn = {name: terms[name].index_copy(0, numbers[real], again[name][real]) for name in again}
             terms = drawn | self._policy_terms(reward_set, samples)
-            reward = self._combine(reward_set, terms, step, samples)
+            reward = self._combine_terms(reward_set, terms, step, samples)
             check_range(reward)
             redrawn += int(stale.sum())
         if redrawn > 0:
-            samples, _ = self._rescored(samples)
+            samples, _ = self._rescore_samples(samples)
         # rewards of single actions are part of the weighted sum, but not of normalised scores
         if samples.action_reward is not None:
             weight = 0.0 if self.cfg.reward.normalize != "none" else reward_set.turn_weight(step)
@@ -142,26 +142,26 @@ class Collector:
         samples, reward, scores = self.reward(samples, step, chunk)
         return Collected(samples, reward, drawn | scores)
 
-    def _rescored(self, samples: Samples) -> tuple[Samples, dict[str, float]]:
+    def _rescore_samples(self, samples: Samples) -> tuple[Samples, dict[str, float]]:
         return (samples, {}) if self.rescorer is None else self.rescorer(samples)
 
-    def _behaviour(self) -> AbstractContextManager[None]:
+    def _behaviour_weights(self) -> AbstractContextManager[None]:
         """A context with the weights that sample for training."""
         return nullcontext() if self.weights is None else self.policy.using(self.weights)
 
-    def _rows(self, unit: int) -> list[int]:
+    def _chunk_rows(self, unit: int) -> list[int]:
         """The data rows of a chunk's prompts. unit: number of the chunk, counted from the first training step."""
         step, chunk = divmod(unit, self.chunks)
         count = self.plan.samples // self.cfg.rollout.n
         return self.prompts.numbers(step)[chunk * count : (chunk + 1) * count]
 
-    def _numbered(self, rows: list[int], unit: int) -> list[Prompt]:
+    def _numbered_prompts(self, rows: list[int], unit: int) -> list[Prompt]:
         """The prompts of these rows, with group ids counted within their training step."""
         return self.prompts.prompts(rows, first=unit % self.chunks * len(rows))
 
-    def _prompts(self, unit: int) -> list[Prompt]:
+    def _chunk_prompts(self, unit: int) -> list[Prompt]:
         """The prompts of a chunk, for all ranks."""
-        return self._numbered(self._rows(unit), unit)
+        return self._numbered_prompts(self._chunk_rows(unit), unit)
 
     def _reward_metrics(
         self, reward_set: RewardSet, reward: Tensor, terms: dict[str, Tensor], step: int
@@ -183,7 +183,7 @@ class Collector:
         terms = reward_set.of_policy(self.policy, samples, self.plan.passes_of(1))
         return {name: all_gather(values) for name, values in terms.items()}
 
-    def _combine(self, reward_set: RewardSet, terms: dict[str, Tensor], step: int, samples: Samples) -> Tensor:
+    def _combine_terms(self, reward_set: RewardSet, terms: dict[str, Tensor], step: int, samples: Samples) -> Tensor:
         """The reward [N] for training from its terms [N]; NaN for samples that lack a term or are lost."""
         group_id = None if self.cfg.reward.normalize == "none" else self.group_id
         scored = ~torch.stack(list(terms.values())).isnan().any(0)

@@ -69,7 +69,7 @@ class Optimizer:
             for part in matrices:
                 optimizer.state[part] = {"momentum_buffer": torch.zeros_like(part, device=home)}
             self._optimizers.append(optimizer)
-        self._offloaded = OffloadedState(self._states().items()) if offload else None
+        self._offloaded = OffloadedState(self._part_states().items()) if offload else None
 
     @torch.no_grad()
     def step(self, loss: Tensor) -> dict[str, float | Tensor]:
@@ -93,13 +93,13 @@ class Optimizer:
             for group in optimizer.param_groups:
                 group["lr"] = lr
         for parts in [list(gradients)] if self._offloaded is None else self._offloaded.visits():
-            self._update({part: gradients.pop(part) for part in parts})
+            self._update_parts({part: gradients.pop(part) for part in parts})
         # the module may compute with copies of the parameters in another dtype
         self.sharded.copy_to_module()
         self.updates += 1
         return {"grad_norm": norm, "lr": lr, "skipped": False}
 
-    def _update(self, gradients: dict[Tensor, Tensor | None]) -> None:
+    def _update_parts(self, gradients: dict[Tensor, Tensor | None]) -> None:
         """Update these parameters; torch's optimizers skip all others, because they have no gradient."""
         for part, gradient in gradients.items():
             part.grad = gradient
@@ -121,10 +121,10 @@ class Optimizer:
     def state(self) -> dict[str, dict[str, Tensor]]:
         """This rank's part of the state, by parameter name."""
         # torch's own state dict goes by position, which changes with the layers of the model
-        states = self._states()
+        states = self._part_states()
         return {name: states[part] for name, part in self._parts.items()}
 
-    def _states(self) -> dict[Tensor, dict[str, Tensor]]:
+    def _part_states(self) -> dict[Tensor, dict[str, Tensor]]:
         """The state, by this rank's part of each parameter."""
         return {part: state for optimizer in self._optimizers for part, state in optimizer.state.items()}
 
@@ -219,18 +219,18 @@ class TrainState:
         return self.skipped > 0 and self.applied == 0
 
     @property
-    def _copies(self) -> dict[str, dict[str, Tensor]]:
+    def _averaged_weights(self) -> dict[str, dict[str, Tensor]]:
         """The averaged weights by name."""
         copies = {name: average.values for name, average in self.averages.items()}
         return copies if self.ema is None else copies | {"ema": self.ema.values}
 
     def state(self) -> dict[str, Any]:
         """The contents of a checkpoint as DTensors, to save or to load into."""
-        return trained_state(self.model.parameters, self.optimizer.state(), self._copies)
+        return trained_state(self.model.parameters, self.optimizer.state(), self._averaged_weights)
 
     def not_finite(self) -> str | None:
         """The name of a weight or average with NaN or infinity in this rank's part; None if all are finite."""
-        for tensors in (self.model.parameters, *self._copies.values()):
+        for tensors in (self.model.parameters, *self._averaged_weights.values()):
             finite = [local(tensor).isfinite().all() for tensor in tensors.values()]
             if not torch.stack(finite).all():  # waits for the device once, not once per tensor
                 return next(name for name, ok in zip(tensors, finite, strict=True) if not ok)

@@ -180,13 +180,13 @@ class Updater:
                 if self.score is not None:
                     batch.score = partial(self.score, step=step)
                 batch.reference_outputs = self.reference_outputs(batch)
-            steps = self._steps(batch)
+            steps = self._epoch_steps(batch)
             # compute log pi_old in the same passes as the training if their shapes depend on the samples in them
             if epoch == 0 and self.rescorer.in_training and not batch.samples.on_policy:
                 batch.samples = self.rescorer.in_passes(batch.samples, [rows for passes in steps for rows, _ in passes])
             yield from steps
 
-    def _steps(self, batch: Minibatches) -> list[list[Pass]]:
+    def _epoch_steps(self, batch: Minibatches) -> list[list[Pass]]:
         """The passes of each optimizer step of an epoch; with several chunks, this chunk's passes of one step."""
         actor, chunked = self.cfg.actor, self.chunks > 1
         if chunked:

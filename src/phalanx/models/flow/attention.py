@@ -31,17 +31,17 @@ def set_backend(model: FlowModel, backend: str, device: torch.device) -> None:
     problem = "cannot be used here"
     try:
         model.transformer.set_attention_backend(backend)
-        _try(model, backend, device, masked=False)
+        _try_backend(model, backend, device, masked=False)
         if model.masks_text:
             problem = "takes no mask, which this model needs for prompts of different lengths"
-            _try(model, backend, device, masked=True)
+            _try_backend(model, backend, device, masked=True)
     except (ImportError, OSError, RuntimeError, ValueError) as error:
         line = str(error).strip().split("\n")[0]
         raise ValueError(f"model.attn_backend: {backend!r} {problem}: {line}") from None
 
 
 @torch.enable_grad()
-def _try(model: FlowModel, backend: str, device: torch.device, *, masked: bool) -> None:
+def _try_backend(model: FlowModel, backend: str, device: torch.device, *, masked: bool) -> None:
     """Run the forward and the backward pass of a tiny attention with the model's heads."""
     length = 8
     shape = (1, length, *model.heads())
@@ -65,18 +65,18 @@ def sharing_ranks(parallel_config: Any) -> ContextGroup | None:
 
 def image_heads(attn: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values [N, L, heads, head_dim] of image tokens x [N, L, D]."""
-    q, k = _heads(attn, x, attn.to_q, attn.norm_q), _heads(attn, x, attn.to_k, attn.norm_k)
-    return q, k, _heads(attn, x, attn.to_v)
+    q, k = _project_heads(attn, x, attn.to_q, attn.norm_q), _project_heads(attn, x, attn.to_k, attn.norm_k)
+    return q, k, _project_heads(attn, x, attn.to_v)
 
 
 def text_heads(attn: Any, x: Tensor, queried: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """As `image_heads`, of text tokens; `queried`: tokens to compute the queries of, by default all."""
-    q = _heads(attn, x if queried is None else queried, attn.add_q_proj, attn.norm_added_q)
-    k = _heads(attn, x, attn.add_k_proj, attn.norm_added_k)
-    return q, k, _heads(attn, x, attn.add_v_proj)
+    q = _project_heads(attn, x if queried is None else queried, attn.add_q_proj, attn.norm_added_q)
+    k = _project_heads(attn, x, attn.add_k_proj, attn.norm_added_k)
+    return q, k, _project_heads(attn, x, attn.add_v_proj)
 
 
-def _heads(attn: Any, x: Tensor, projection: Any, norm: Any = None) -> Tensor:
+def _project_heads(attn: Any, x: Tensor, projection: Any, norm: Any = None) -> Tensor:
     heads = projection(x).unflatten(-1, (attn.heads, -1))
     return heads if norm is None else norm(heads)
 

@@ -46,8 +46,8 @@ class EmbedsCache:
         encoded = self._encode(missing) if missing else []
         for text, embeds in zip(missing, encoded, strict=True):
             result[text] = embeds
-            self._remember(text, embeds)
-            self._write(text, embeds)
+            self._remember_embeds(text, embeds)
+            self._write_embeds(text, embeds)
         return [result[text] for text in texts]
 
     def share(
@@ -83,17 +83,17 @@ class EmbedsCache:
         encoded = agreed(lambda: self._encode(to_encode) if to_encode else [])
         for text, embeds in zip(to_encode, encoded, strict=True):
             held[text] = embeds
-            self._write(text, embeds)
+            self._write_embeds(text, embeds)
         parcels = []
         for place in range(len(node.ranks)):
             sent = lacks[place] & (source == node.place) & (place != node.place)
-            parcels.append(_pack({i: held[texts[i]] for i in sent.nonzero().flatten().tolist()}))
+            parcels.append(_pack_embeds({i: held[texts[i]] for i in sent.nonzero().flatten().tolist()}))
         for parcel in node.exchange(parcels):
-            for i, embeds in _unpack(parcel).items():
+            for i, embeds in _unpack_embeds(parcel).items():
                 held[texts[i]] = embeds
         for text in texts:
             if text in new_here:
-                self._remember(text, held[text])
+                self._remember_embeds(text, held[text])
 
     def room(self) -> int:
         """Number of entries, of the mean size of those in memory, that fill half of the limit."""
@@ -104,22 +104,22 @@ class EmbedsCache:
         if text in self._memory:
             self._memory.move_to_end(text)
             return self._memory[text]
-        file = self._file(text)
+        file = self._cache_file(text)
         if file is None or not file.is_file():
             return None
         embeds = load_file(file)
-        self._remember(text, embeds)
+        self._remember_embeds(text, embeds)
         return embeds
 
-    def _remember(self, text: Hashable, embeds: Embeds) -> None:
+    def _remember_embeds(self, text: Hashable, embeds: Embeds) -> None:
         self._memory[text] = embeds
-        self._bytes += _size(embeds)
+        self._bytes += _embeds_bytes(embeds)
         while self._bytes > MEMORY_LIMIT and len(self._memory) > 1:
             _, forgotten = self._memory.popitem(last=False)
-            self._bytes -= _size(forgotten)
+            self._bytes -= _embeds_bytes(forgotten)
 
-    def _write(self, text: Hashable, embeds: Embeds) -> None:
-        file = self._file(text)
+    def _write_embeds(self, text: Hashable, embeds: Embeds) -> None:
+        file = self._cache_file(text)
         if file is None:
             return
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -128,7 +128,7 @@ class EmbedsCache:
         save_file({name: t.contiguous() for name, t in embeds.items()}, part)
         part.replace(file)
 
-    def _file(self, text: Hashable) -> Path | None:
+    def _cache_file(self, text: Hashable) -> Path | None:
         if self._folder is None:
             return None
         # a prompt may be too long for a file name, and may contain any character
@@ -136,7 +136,7 @@ class EmbedsCache:
         return self._folder / digest[:2] / f"{digest}.safetensors"
 
 
-def _pack(embeds: dict[int, Embeds]) -> bytes:
+def _pack_embeds(embeds: dict[int, Embeds]) -> bytes:
     # texts about the same image share a tensor: it is sent once, and shared again by the receiver
     places: dict[tuple[str, int], list[str]] = {}
     tensors: dict[tuple[str, int], Tensor] = {}
@@ -147,7 +147,7 @@ def _pack(embeds: dict[int, Embeds]) -> bytes:
     return save({f"{','.join(places[key])} {key[0]}": t for key, t in tensors.items()})
 
 
-def _unpack(parcel: bytes) -> dict[int, Embeds]:
+def _unpack_embeds(parcel: bytes) -> dict[int, Embeds]:
     embeds: dict[int, Embeds] = {}
     for key, tensor in load(parcel).items():
         texts, _, name = key.partition(" ")
@@ -156,7 +156,7 @@ def _unpack(parcel: bytes) -> dict[int, Embeds]:
     return embeds
 
 
-def _size(embeds: Embeds) -> int:
+def _embeds_bytes(embeds: Embeds) -> int:
     return sum(t.numel() * t.element_size() for t in embeds.values())
 
 

@@ -110,9 +110,9 @@ def _check_layers(path: str, name: str, transformer: nn.Module) -> None:
 
     Other unknown tensors are ignored by diffusers, and named by `ignored_named`.
     """
-    known = {None, *map(_block, transformer.state_dict())}
+    known = {None, *map(_block_name, transformer.state_dict())}
     for file in sorted((Path(path) / name).glob("*.safetensors")):
-        extra = sorted(name for name in tensors(file) if _block(name) not in known)
+        extra = sorted(name for name in tensors(file) if _block_name(name) not in known)
         if extra:
             raise ValueError(f"model.path: {file} contains {extra[0]}, for which its config.json has no layer")
 
@@ -181,7 +181,7 @@ def _beside_biases(lost: Sequence[str], given: Mapping[str, Tensor]) -> dict[str
     return matrices
 
 
-def _block(tensor: str) -> str | None:
+def _block_name(tensor: str) -> str | None:
     """The numbered block that a tensor belongs to; None for a tensor outside of all blocks."""
     head, number, *_ = [*tensor.split("."), ""]
     return f"{head}.{number}" if number.isdigit() else None

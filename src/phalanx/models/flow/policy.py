@@ -93,7 +93,7 @@ class FlowPolicy:
         parts += [config.reference_size] * (model.image_column is not None)
         self.longest, self._multiple = data.max_prompt_length, data.text_length_multiple
         self._forward_flops: int | None = None
-        self._embeds = EmbedsCache(self._encode, " ".join(map(str, parts)), data.embeds_cache_dir)
+        self._embeds = EmbedsCache(self._encode_missing, " ".join(map(str, parts)), data.embeds_cache_dir)
         self.node = Node(world, parallel.timeout_s)
 
     # -- text -------------------------------------------------------------------------------------
@@ -105,7 +105,7 @@ class FlowPolicy:
         (height, width) of the samples, or (height, width, frames) of videos. Raises ValueError for an image that cannot
         be read.
         """
-        return self._embeds(self._keys(prompts, negatives, size))
+        return self._embeds(self._cache_keys(prompts, negatives, size))
 
     def embed_in_turns(
         self,
@@ -119,10 +119,10 @@ class FlowPolicy:
         prompts: a list for each rank of the node. agreed: calls a function that may raise ValueError on one rank, so
         that all ranks raise.
         """
-        keys = [self._keys(each, negatives, size) for each in prompts]
+        keys = [self._cache_keys(each, negatives, size) for each in prompts]
         self._embeds.share(keys, self.node, agreed)
 
-    def _keys(self, prompts: list[Prompt], negatives: bool, size: tuple[int, ...] | None) -> list[Any]:
+    def _cache_keys(self, prompts: list[Prompt], negatives: bool, size: tuple[int, ...] | None) -> list[Any]:
         """Keys of the prompts in the cache, then keys of their negative prompts."""
         texts = [p.text for p in prompts]
         if negatives:
@@ -148,7 +148,7 @@ class FlowPolicy:
         return self._embeds.room()
 
     @torch.no_grad()
-    def _encode(self, keys: list[str | Instruction]) -> list[Embeds]:
+    def _encode_missing(self, keys: list[str | Instruction]) -> list[Embeds]:
         """Embeddings that the cache lacks; the text encoders are moved to the device for them."""
         # They are often larger than this rank's shards of the transformer and are needed only now, so they are on the
         # device only for this call; EncodeAhead makes such calls rare.

@@ -48,7 +48,7 @@ def check_agreement(
     and its look (phalanx.models.lm.vision). Raises ValueError, in one line, if paths differ by more than the bounds
     above, or if the model fails in one.
     """
-    ids, lengths = _samples(tokenizer, module.lm.get_input_embeddings().num_embeddings).to(device), list(LENGTHS)
+    ids, lengths = _random_samples(tokenizer, module.lm.get_input_embeddings().num_embeddings).to(device), list(LENGTHS)
     looks: list[Any] = [None, None]
     counts = [length - 1 for length in lengths]  # tokens that are scored, the last ones of each sample
     if image_prompt is not None:
@@ -75,12 +75,14 @@ def check_agreement(
     with torch.no_grad(), torch.compiler.set_stance("force_eager"):
         path = "its forward pass"
         try:
-            reference = torch.cat([_stock(module, ids[i, :n], looks[i])[-counts[i] :] for i, n in enumerate(lengths)])
+            reference = torch.cat(
+                [_stock_log_probs(module, ids[i, :n], looks[i])[-counts[i] :] for i, n in enumerate(lengths)]
+            )
             for path in paths:
                 if path.endswith("cache"):
-                    values[path] = _decoded(module, ids, lengths, looks)
+                    values[path] = _decoded_log_probs(module, ids, lengths, looks)
                 elif path == GROUPED:
-                    values[path] = _grouped(module, ids, predicting, lengths, looks)
+                    values[path] = _grouped_log_probs(module, ids, predicting, lengths, looks)
                 else:
                     row = packing.Row.of(ids, lengths) if path == PACKED else None
                     values[path] = module(ids, predicting, 1.0, row, looks=looks)[0]
@@ -123,7 +125,7 @@ def _goes_without(module: CausalLM, path: str, problem: str) -> bool:
     return True
 
 
-def _samples(tokenizer: Any, rows: int) -> Tensor:
+def _random_samples(tokenizer: Any, rows: int) -> Tensor:
     """[2, longest] random ids without special tokens; those after a sample's length are padding."""
     special = set(tokenizer.all_special_ids)
     vocabulary = [token for token in range(min(len(tokenizer), rows)) if token not in special] or [0]
@@ -131,7 +133,7 @@ def _samples(tokenizer: Any, rows: int) -> Tensor:
     return torch.tensor(vocabulary)[at]
 
 
-def _stock(module: CausalLM, ids: Tensor, look: Any) -> Tensor:
+def _stock_log_probs(module: CausalLM, ids: Tensor, look: Any) -> Tensor:
     """Log-probs [T - 1] of a sample's ids [T] by the model's own forward."""
     inputs = {"input_ids": ids[None, :-1]} if look is None else module.vision.stock(ids[None, :-1], look)
     logits = module(**inputs, use_cache=False).logits[0]
@@ -144,7 +146,9 @@ def _log_probs(module: CausalLM, logits: Tensor, tokens: Tensor) -> Tensor:
     return logits.float().log_softmax(-1).gather(-1, tokens[..., None]).squeeze(-1)
 
 
-def _grouped(module: CausalLM, ids: Tensor, predicting: Tensor, lengths: Sequence[int], looks: Sequence[Any]) -> Tensor:
+def _grouped_log_probs(
+    module: CausalLM, ids: Tensor, predicting: Tensor, lengths: Sequence[int], looks: Sequence[Any]
+) -> Tensor:
     """Log-probs by a row with each sample twice and its prompt once; returned are those of the second copies."""
     twice = torch.tensor([0, 1, 0, 1], device=ids.device)
     starts = [length - RESPONSE for length in lengths] * 2
@@ -153,7 +157,7 @@ def _grouped(module: CausalLM, ids: Tensor, predicting: Tensor, lengths: Sequenc
     return values[len(values) // 2 :]
 
 
-def _decoded(module: CausalLM, ids: Tensor, lengths: Sequence[int], looks: Sequence[Any]) -> Tensor:
+def _decoded_log_probs(module: CausalLM, ids: Tensor, lengths: Sequence[int], looks: Sequence[Any]) -> Tensor:
     """Log-probs [2 x RESPONSE] of the responses, decoded as in phalanx.rollout.lm.decode.
 
     Prompts are left-padded, and samples are selected in the cache.

@@ -44,7 +44,7 @@ class BlockDiffusionLM(CausalLM):
         set_checkpointing(self, states is not None and torch.is_grad_enabled())
         if states is None:
             with self._for_decoding():
-                return self.lm(**decoding | {"attention_mask": self._mask(decoding["attention_mask"])})
+                return self.lm(**decoding | {"attention_mask": self._attention_mask(decoding["attention_mask"])})
         output = decoder_of(self.lm)(
             input_ids=states.tokens,
             position_ids=states.positions,
@@ -59,10 +59,10 @@ class BlockDiffusionLM(CausalLM):
         scores = token_scores(hidden, head, targets, fused=self.fused, **options)
         if not right:
             return scores
-        return *scores[:2], self._likeliest(hidden, head) == targets
+        return *scores[:2], self._likeliest_tokens(hidden, head) == targets
 
     @torch.no_grad()
-    def _likeliest(self, hidden: Tensor, head: Callable[[Tensor], Tensor]) -> Tensor:
+    def _likeliest_tokens(self, hidden: Tensor, head: Callable[[Tensor], Tensor]) -> Tensor:
         """The most likely tokens [N] of hidden states [N, H]."""
         tokens = [torch.zeros(0, dtype=torch.long, device=hidden.device)]
         for part in hidden.split(self.chunk):
@@ -86,10 +86,10 @@ class BlockDiffusionLM(CausalLM):
     def _mask_of(self, states: States) -> Any:
         """The states' attention mask, in the form that the model's attention implementation takes."""
         if self.lm.config._attn_implementation != "flex_attention":
-            return self._mask(states.allowed())
+            return self._attention_mask(states.allowed())
         return block_mask(states)
 
-    def _mask(self, allowed: Tensor) -> Tensor:
+    def _attention_mask(self, allowed: Tensor) -> Tensor:
         """The mask `allowed`, bool, in the form that the attention takes: eager attention adds it to the scores."""
         if self.lm.config._attn_implementation != "eager":
             return allowed

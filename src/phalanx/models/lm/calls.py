@@ -63,7 +63,7 @@ def parser(format: str, tools: Sequence[dict[str, Any]] = ()) -> Parser:
         known = f"known: {', '.join(FORMATS)}, {object_forms('function')}"
         raise ConfigError(f"environment.format={format!r} is unknown{near} {known}")
     types = argument_types(tools)
-    return lambda text, before="": _message(text, before, FORMATS[format], types)
+    return lambda text, before="": _parse_message(text, before, FORMATS[format], types)
 
 
 class _Parts:
@@ -80,7 +80,7 @@ class _Parts:
         try:
             self.calls.append(read(text))
         except ValueError as error:
-            self.error = self.error or _problem(error)
+            self.error = self.error or _describe_error(error)
 
 
 class Format(NamedTuple):
@@ -91,7 +91,7 @@ class Format(NamedTuple):
     thought: str = "</think>"
 
 
-def _message(text: str, before: str, format: Format, types: Types) -> dict[str, Any]:
+def _parse_message(text: str, before: str, format: Format, types: Types) -> dict[str, Any]:
     """The message of a text. Calls within thoughts are ignored, also if the text before has opened these."""
     closing = ""
     if not format.think:
@@ -118,7 +118,7 @@ def _message(text: str, before: str, format: Format, types: Types) -> dict[str, 
     return message
 
 
-def _pieces(text: str, opening: str, closing: str | None) -> Iterator[tuple[str, str]]:
+def _split_tags(text: str, opening: str, closing: str | None) -> Iterator[tuple[str, str]]:
     """Split a text into (opening tag, body): calls, thoughts, and the texts between them, whose tag is empty. Without
     its closing tag, or with None, a body reaches to the end. Within a line, a tag of thoughts is text.
     """
@@ -138,14 +138,14 @@ def _pieces(text: str, opening: str, closing: str | None) -> Iterator[tuple[str,
     yield "", text[place:]
 
 
-def _tagged(
+def _tagged_calls(
     read: Callable[[str, Types], dict[str, Any]], opening: str = "<tool_call>", closing: str = "</tool_call>"
 ) -> Callable[[str, Types], _Parts]:
     """The `read` of a Format with calls between tags; the last closing tag may be missing at the end of a turn."""
 
     def parts_of(text: str, types: Types) -> _Parts:
         parts = _Parts()
-        for tag, body in _pieces(text, opening, closing):
+        for tag, body in _split_tags(text, opening, closing):
             if tag == opening:
                 parts.add(body, lambda body: read(body, types))
             else:
@@ -155,24 +155,24 @@ def _tagged(
     return parts_of
 
 
-def _llama3(text: str, types: Types) -> _Parts:
+def _read_llama3(text: str, types: Types) -> _Parts:
     """Llama 3.1 to 3.3: a text that is one JSON object, or several separated by semicolons.
 
     Without the tag that begins a call, an object is one only if it has a name and parameters: other JSON is an answer.
     """
     parts = _Parts()
     if _TAG not in text:
-        objects = _objects(text.strip())
+        objects = _split_objects(text.strip())
         if not _looks_called(objects[0] if objects else ""):
             parts.rest.append(text)
             return parts
         for body in objects:
-            parts.add(body, lambda body: _call(parse_json(body), "parameters", required=True))
+            parts.add(body, lambda body: _check_call(parse_json(body), "parameters", required=True))
         return parts
-    for tag, piece in _pieces(text, _TAG, None):
+    for tag, piece in _split_tags(text, _TAG, None):
         if tag == _TAG:
-            for body in _objects(piece):
-                parts.add(body, lambda body: _call(parse_json(body), "parameters"))
+            for body in _split_objects(piece):
+                parts.add(body, lambda body: _check_call(parse_json(body), "parameters"))
         else:
             (parts.thoughts if tag else parts.rest).append(piece)
     return parts
@@ -199,7 +199,7 @@ def _gpt_oss(text: str, types: Types) -> _Parts:
         if not opened:
             parts.rest.append(head)
         elif recipient is not None:
-            parts.add(body, partial(_received, recipient[1]))
+            parts.add(body, partial(_received_call, recipient[1]))
         elif "analysis" in head:
             parts.thoughts.append(body)
         else:
@@ -207,7 +207,7 @@ def _gpt_oss(text: str, types: Types) -> _Parts:
     return parts
 
 
-def _call(value: Any, arguments: str, *, required: bool = False) -> dict[str, Any]:
+def _check_call(value: Any, arguments: str, *, required: bool = False) -> dict[str, Any]:
     """The call in a JSON value {name, arguments}, with its `id` if it has one; `arguments` is the key of the arguments,
     which a call without any lacks unless they are `required`.
     """
@@ -226,10 +226,10 @@ def _call(value: Any, arguments: str, *, required: bool = False) -> dict[str, An
 
 def _json_call(body: str, types: Types) -> dict[str, Any]:
     """Hermes, Qwen2.5 and Qwen3: a JSON object."""
-    return _call(parse_json(body), "arguments")
+    return _check_call(parse_json(body), "arguments")
 
 
-def _function(body: str, types: Types) -> dict[str, Any]:
+def _parse_function(body: str, types: Types) -> dict[str, Any]:
     """Qwen3-Coder, Qwen3.5 and later: a call `<function=name>` with a `<parameter=name>` for each argument.
 
     Arguments may have several lines. They have the types of the tool's schema; those without a type remain text.
@@ -238,29 +238,31 @@ def _function(body: str, types: Types) -> dict[str, Any]:
     name = head.removeprefix("<function=").strip()
     if not closed or not head.startswith("<function=") or not name:
         raise CallError("expected <function=name> after <tool_call>")
-    texts = _texts(rest, "<parameter=", _PARAMETER, "</parameter>", types.get(name, UNKNOWN).named)
+    texts = _argument_texts(rest, "<parameter=", _PARAMETER, "</parameter>", types.get(name, UNKNOWN).named)
     for key, text in texts.items():
         texts[key] = text.removeprefix("\n").removesuffix("\n")
     return _typed_call(name, texts, types)
 
 
-def _keyed(body: str, types: Types) -> dict[str, Any]:
+def _parse_keyed(body: str, types: Types) -> dict[str, Any]:
     """GLM-4.5 and later: a name, with `<arg_key>name</arg_key><arg_value>` for each argument, typed by the schema."""
     head, tag, rest = body.partition("<arg_key>")
     name = head.strip()
     if not name:
         raise CallError("expected the name of a function after <tool_call>")
-    texts = _texts(tag + rest, "<arg_key>", _ARGUMENT, "</arg_value>", types.get(name, UNKNOWN).named)
+    texts = _argument_texts(tag + rest, "<arg_key>", _ARGUMENT, "</arg_value>", types.get(name, UNKNOWN).named)
     return _typed_call(name, texts, types)
 
 
 def _typed_call(name: str, texts: dict[str, str], types: Types) -> dict[str, Any]:
     """A call with arguments given as text, converted to the types in the tool's schema."""
     kinds = types.get(name, UNKNOWN)
-    return {"name": name, "arguments": {key: _typed(text, kinds.of(key)) for key, text in texts.items()}}
+    return {"name": name, "arguments": {key: _convert_argument(text, kinds.of(key)) for key, text in texts.items()}}
 
 
-def _texts(body: str, head: str, opening: re.Pattern[str], closing: str, known: Container[str]) -> dict[str, str]:
+def _argument_texts(
+    body: str, head: str, opening: re.Pattern[str], closing: str, known: Container[str]
+) -> dict[str, str]:
     """The texts between tags, by the names in the opening tags, which begin with `head`.
 
     A text without its closing tag ends where the next argument begins: an opening tag at the start of a line, or one
@@ -288,12 +290,12 @@ def _texts(body: str, head: str, opening: re.Pattern[str], closing: str, known: 
         place = end.start()
 
 
-def _received(name: str, body: str) -> dict[str, Any]:
+def _received_call(name: str, body: str) -> dict[str, Any]:
     """The call of a function that is the recipient of JSON."""
-    return _call({"name": name, "arguments": parse_json(body)}, "arguments")
+    return _check_call({"name": name, "arguments": parse_json(body)}, "arguments")
 
 
-def _braced(body: str, types: Types) -> dict[str, Any]:
+def _parse_braced(body: str, types: Types) -> dict[str, Any]:
     """Gemma 4: a call `call:name{key:value}`, with unquoted keys, and a token in place of quotation marks."""
     head, brace, rest = body.partition("{")
     name = head.removeprefix("call:").strip()
@@ -301,26 +303,26 @@ def _braced(body: str, types: Types) -> dict[str, Any]:
         raise CallError("expected call:name{...} after <|tool_call>")
     pieces = (brace + rest).split(_QUOTE)
     for place, piece in enumerate(pieces):
-        pieces[place] = json.dumps(piece) if place % 2 else _KEY.sub(_quoted, piece)
-    return _received(name, "".join(pieces))
+        pieces[place] = json.dumps(piece) if place % 2 else _KEY.sub(_quote_key, piece)
+    return _received_call(name, "".join(pieces))
 
 
-def _quoted(match: re.Match[str]) -> str:
+def _quote_key(match: re.Match[str]) -> str:
     """A key with quotation marks; a text that has them is left as it is."""
     return match[0] if match[2] is None else f'{match[1]}"{match[2]}":'
 
 
 FORMATS: dict[str, Format] = {
-    "hermes": Format(_tagged(_json_call)),
-    "qwen3_coder": Format(_tagged(_function)),
-    "llama3": Format(_llama3),
-    "glm45": Format(_tagged(_keyed)),
+    "hermes": Format(_tagged_calls(_json_call)),
+    "qwen3_coder": Format(_tagged_calls(_parse_function)),
+    "llama3": Format(_read_llama3),
+    "glm45": Format(_tagged_calls(_parse_keyed)),
     "gpt_oss": Format(_gpt_oss, "", ""),
-    "gemma4": Format(_tagged(_braced, "<|tool_call>", "<tool_call|>"), "<|channel>thought", "<channel|>"),
+    "gemma4": Format(_tagged_calls(_parse_braced, "<|tool_call>", "<tool_call|>"), "<|channel>thought", "<channel|>"),
 }
 
 
-def _typed(text: str, kinds: frozenset[str]) -> Any:
+def _convert_argument(text: str, kinds: frozenset[str]) -> Any:
     """Convert an argument to one of these types; it remains text if there are none, or if it has another type."""
     word = text.strip()
     if "null" in kinds and word in ("null", "None"):
@@ -334,7 +336,7 @@ def _typed(text: str, kinds: frozenset[str]) -> Any:
         return text
 
 
-def _objects(text: str) -> list[str]:
+def _split_objects(text: str) -> list[str]:
     """Split JSON objects separated by semicolons or whitespace; from the first invalid one, the text is one part."""
     parts: list[str] = []
     place, decoder = 0, json.JSONDecoder()
@@ -350,7 +352,7 @@ def _objects(text: str) -> list[str]:
     return parts
 
 
-def _problem(error: ValueError) -> str:
+def _describe_error(error: ValueError) -> str:
     return f"malformed call: {cut(' '.join(str(error).split()))}"
 
 
@@ -361,7 +363,7 @@ def _of_user(read: Callable[[str], Any], path: str) -> Parser:
         try:
             message = read(text)
         except ValueError as error:
-            return {"role": "assistant", "content": text, "error": _problem(error)}
+            return {"role": "assistant", "content": text, "error": _describe_error(error)}
         except Exception as error:  # whatever the user's code raises
             raise JobError(f"environment.format={path!r} raised {reason(error)}") from error
         if not isinstance(message, dict) or not isinstance(message.get("content"), str):

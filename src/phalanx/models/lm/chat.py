@@ -44,7 +44,7 @@ def prompt_tokens(tokenizer: Any, prompts: Sequence[Prompt], data: LMDataConfig,
                 raise ValueError(f"data.chat_template_kwargs: {path!r} has no chat template, which would read them")
             texts = []
             for prompt in some:
-                messages = with_system_prompt(_chat(prompt), data.system_prompt)
+                messages = with_system_prompt(_chat_messages(prompt), data.system_prompt)
                 texts.append("\n\n".join(message.get("content", "") for message in messages))
             encoded = tokenizer(texts)
         else:
@@ -54,7 +54,7 @@ def prompt_tokens(tokenizer: Any, prompts: Sequence[Prompt], data: LMDataConfig,
     return tokens
 
 
-def _chat(prompt: Prompt) -> list[dict[str, Any]]:
+def _chat_messages(prompt: Prompt) -> list[dict[str, Any]]:
     return prompt.messages or [{"role": "user", "content": prompt.text}]
 
 
@@ -72,7 +72,10 @@ def rendered(tokenizer: Any, prompts: Sequence[Prompt], data: LMDataConfig, path
     for number, prompt in enumerate(prompts):
         tools = prompt.meta.get("tools")
         schemas = isinstance(tools, list) and bool(tools) and all(isinstance(tool, dict) for tool in tools)
-        chat = {"messages": with_system_prompt(_chat(prompt), data.system_prompt), "tools": tools if schemas else None}
+        chat = {
+            "messages": with_system_prompt(_chat_messages(prompt), data.system_prompt),
+            "tools": tools if schemas else None,
+        }
         chats.append(chat)
         by_template.setdefault(template_of(tokenizer, chat["tools"], path), []).append(number)
     texts = [""] * len(prompts)
@@ -213,7 +216,7 @@ class TemplateProcess:
         assert self._child.stdout is not None
         # serialised here, because in the writer thread an error would leave this thread waiting for an answer
         lines = [json.dumps(question) + "\n" for question in questions]
-        writer = threading.Thread(target=self._write, args=(lines,), daemon=True)
+        writer = threading.Thread(target=self._write_lines, args=(lines,), daemon=True)
         writer.start()
         for _ in questions:
             answer = self._child.stdout.readline()
@@ -224,16 +227,16 @@ class TemplateProcess:
                 continue
             writer.join()  # the process ends
             _, errors = self._child.communicate()
-            raise TemplateProblem(problem or self._end(errors))
+            raise TemplateProblem(problem or self._exit_reason(errors))
         writer.join()
 
-    def _write(self, lines: Sequence[str]) -> None:
+    def _write_lines(self, lines: Sequence[str]) -> None:
         assert self._child.stdin is not None
         with suppress(BrokenPipeError):  # the process has ended; its missing answers report that
             self._child.stdin.writelines(lines)
             self._child.stdin.flush()
 
-    def _end(self, errors: str) -> str:
+    def _exit_reason(self, errors: str) -> str:
         """Why the process has ended without an answer."""
         code = self._child.returncode
         late = code in (-signal.SIGPROF, -signal.SIGXCPU)

@@ -64,14 +64,14 @@ def exchanged(experts: Any, states: Tensor, chosen: Tensor, shares: Tensor) -> T
     rows, tensors = states[order // chosen.shape[1]], spread_experts.tensors()
     if spread_experts.gathered is None:
         exchange = spread_experts.exchange(rows, counts)
-        rows = exchange.back(_products(experts, tensors, exchange.rows, exchange.counts))
+        rows = exchange.back(_expert_outputs(experts, tensors, exchange.rows, exchange.counts))
     else:
-        rows = _products(experts, tensors, rows, counts)
+        rows = _expert_outputs(experts, tensors, rows, counts)
     outputs = torch.empty_like(rows).index_copy(0, order, rows).view(*chosen.shape, -1)
     return (outputs * shares[..., None]).sum(1).to(states.dtype)
 
 
-def _products(experts: Any, tensors: dict[str, Tensor], rows: Tensor, counts: Tensor) -> Tensor:
+def _expert_outputs(experts: Any, tensors: dict[str, Tensor], rows: Tensor, counts: Tensor) -> Tensor:
     """The experts' MLPs on rows [N, D], sorted by expert; `counts` has the number of rows of each."""
     if not len(rows):
         return rows
@@ -88,14 +88,14 @@ def shapes(experts: Any, states: Tensor, chosen: Tensor, shares: Tensor) -> Tens
     """
     rows = states.repeat_interleave(chosen.shape[1], 0)
     if experts.has_gate:
-        inner = experts._apply_gate(_linear(rows, experts.gate_up_proj, experts.is_transposed))
+        inner = experts._apply_gate(_first_linear(rows, experts.gate_up_proj, experts.is_transposed))
     else:
-        inner = experts.act_fn(_linear(rows, experts.up_proj, experts.is_transposed))
-    outer = _linear(inner, experts.down_proj, experts.is_transposed) * shares.reshape(-1, 1)
+        inner = experts.act_fn(_first_linear(rows, experts.up_proj, experts.is_transposed))
+    outer = _first_linear(inner, experts.down_proj, experts.is_transposed) * shares.reshape(-1, 1)
     return outer.view(*chosen.shape, -1).sum(1).to(states.dtype)
 
 
-def _linear(rows: Tensor, weights: Tensor, is_transposed: bool) -> Tensor:
+def _first_linear(rows: Tensor, weights: Tensor, is_transposed: bool) -> Tensor:
     first = weights[0]
     return rows @ first if is_transposed else F.linear(rows, first)
 

@@ -54,11 +54,11 @@ def block_mask(states: States, at_once: int = AT_ONCE) -> BlockMask:
         every.append(seen.all(4).all(2))
     full = torch.cat(every, 1)
     partial = torch.cat(some, 1) & ~full  # [B, tiles, tiles]
-    lists = (*_listed(partial), *_listed(full))
+    lists = (*_list_chosen(partial), *_list_chosen(full))
     return BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=TILE, mask_mod=rule, seq_lengths=(length, length))
 
 
-def _listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
+def _list_chosen(chosen: Tensor) -> tuple[Tensor, Tensor]:
     """The number [B, 1, tiles] of chosen columns of each row, and all columns [B, 1, tiles, tiles], chosen first."""
     order = chosen.to(torch.int32).argsort(dim=-1, descending=True, stable=True)
     return chosen.sum(-1)[:, None].to(torch.int32), order[:, None].to(torch.int32).contiguous()

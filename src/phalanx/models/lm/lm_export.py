@@ -89,7 +89,7 @@ def export_model(folder: Path, config: LMModelConfig, model: CausalLM) -> None:
 def export_lora(folder: Path, config: LMModelConfig, layers: dict[str, Tensor], rank: int, alpha: float) -> None:
     """Write a LoRA as a peft folder, with the tokenizer; `layers` have peft's names without the adapter's name."""
     base, tensors = _base_folder(config), {}
-    places = _places(base)
+    places = _composite_names(base)
     for name, t in layers.items():
         name = name.removeprefix("lm.")
         # the names of a model that reads images are already those of the composite model
@@ -130,7 +130,7 @@ def how_to_load(folder: Path) -> None:
     """None: an export is complete."""
 
 
-def _places(base: Path) -> dict[str, str]:
+def _composite_names(base: Path) -> dict[str, str]:
     """Names of the folder's language model in its composite model (see places_of), empty for a plain one."""
     settings = transformers.AutoConfig.from_pretrained(base, trust_remote_code=False)
     text = text_part(settings)

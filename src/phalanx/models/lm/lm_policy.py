@@ -80,7 +80,7 @@ class LMPolicy:
         self._cost: tuple[float, float] | None = None  # a and b of forward_flops
         self._weights = sum(p.numel() for p in model.parameters())
         self._head = 2 * model.lm.get_output_embeddings().weight.numel()  # FLOPs of a token's logits
-        self._check(model)
+        self._check_model(model)
         if not frozen and (unused := unused_generation(model.lm)):
             log.info("sampling is by rollout.*, not by %s of the model's generation_config.json", unused)
         model.share_positions(world, config.attn_implementation)
@@ -115,7 +115,7 @@ class LMPolicy:
         # weights that stay gathered would hide those that a checkpoint loads
         self.trained.sharded.reshard()
 
-    def _check(self, model: CausalLM) -> None:
+    def _check_model(self, model: CausalLM) -> None:
         if self.config.attn_implementation == "flex_attention":
             if self.world.device.type == "cpu":
                 # it has no backward pass on CPUs, and for some lengths compiles to invalid C++
@@ -149,7 +149,7 @@ class LMPolicy:
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Tokens of a prompt, rendered by the chat template; a response follows them directly."""
-        key = _key(prompt)
+        key = _prompt_digest(prompt)
         if key not in self._tokens:
             if prompt.images:
                 self.look(prompt)
@@ -164,7 +164,7 @@ class LMPolicy:
         """
         if not prompt.images:
             return None
-        key = _key(prompt)
+        key = _prompt_digest(prompt)
         if key not in self._looks:
             tokens, look = self.reader.read(prompt, self.data)
             self._tokens[key], self._looks[key] = array("i", tokens), look
@@ -180,7 +180,7 @@ class LMPolicy:
 
         Prompts with images are rendered here, and read by `look`.
         """
-        new = {_key(prompt): prompt for prompt in prompts if not prompt.images}
+        new = {_prompt_digest(prompt): prompt for prompt in prompts if not prompt.images}
         given = list(new.values())
         if self.reader is not None:
             given = self.reader.in_parts(given)
@@ -216,13 +216,13 @@ class LMPolicy:
         """
         if trace.kept is None and self.truncation is None:
             return self.scored(trace, self.temperature)
-        return self._scored(trace, self.temperature, self.truncation, trace.pool)
+        return self._score_tokens(trace, self.temperature, self.truncation, trace.pool)
 
     def scored(self, trace: TokenTrace, temperature: float) -> TokenReplay:
         """As `replay`, at the given temperature and without truncation."""
-        return self._scored(trace, temperature)
+        return self._score_tokens(trace, temperature)
 
-    def _scored(self, trace: TokenTrace, temperature: float, *truncated: Any) -> TokenReplay:
+    def _score_tokens(self, trace: TokenTrace, temperature: float, *truncated: Any) -> TokenReplay:
         trace, row = self.read(trace)
         given = trace.ids, trace.predicting, temperature, row, trace.looks, *truncated
         scores = self.trained.run(self.trained.module, *given)
@@ -260,13 +260,13 @@ class LMPolicy:
         Attention is counted without the causal mask, as if each token attended to all tokens.
         """
         if self._cost is None:
-            short, long = self._flops(64), self._flops(128)
+            short, long = self._count_flops(64), self._count_flops(128)
             b = (long / 128 - short / 64) / 64
             self._cost = short / 64 - 64 * b - self._head, b
         a, b = self._cost
         return a * length + b * length**2 + self._head * logits
 
-    def _flops(self, length: int) -> int:
+    def _count_flops(self, length: int) -> int:
         def build() -> Any:
             settings = copy.deepcopy(self.settings)
             return transformers.AutoModelForCausalLM.from_config(
@@ -341,7 +341,7 @@ class LMPolicy:
         return self.trained.using(weights)
 
 
-def _key(prompt: Prompt) -> bytes:
+def _prompt_digest(prompt: Prompt) -> bytes:
     """Digest of everything that a prompt's tokens depend on."""
     chat = json.dumps([prompt.messages or prompt.text, prompt.meta.get("tools")], default=str)
     for picture in prompt.images:

@@ -216,11 +216,11 @@ def _one_by_one(
         q, shared_k, shared_v = next(split)
         seen = None
         if window is not None and first > window:
-            seen = _band(first, first, window, q.device)
+            seen = _band_mask(first, first, window, q.device)
         parts.append(attend(q, shared_k, shared_v, seen))
         for length in rest:
             q, k, v = next(split)
-            seen = _band(length, first + length, window or first + length, q.device)
+            seen = _band_mask(length, first + length, window or first + length, q.device)
             parts.append(attend(q, torch.cat([shared_k, k], 2), torch.cat([shared_v, v], 2), seen))
     return torch.cat(parts, 1)
 
@@ -288,14 +288,14 @@ class Share:
                 states = states.repeat_interleave(times, 1)
             parts.append(self.context.exchange(states, 1, 2)[:, :, :length])
         query, key, value = parts
-        with _groups(module, query.shape[1] // key.shape[1]):
+        with _query_groups(module, query.shape[1] // key.shape[1]):
             output = _one_by_one(attend, query, key, value, [(length, ()) for length in self.sequences], window)
         padding = self.everywhere.shape[1] - length
         return self.context.exchange(pad(output, (0, 0, 0, 0, 0, padding)), 1, 2)
 
 
 @contextmanager
-def _groups(module: nn.Module, count: int) -> Iterator[None]:
+def _query_groups(module: nn.Module, count: int) -> Iterator[None]:
     """Within this context, the layer has `count` query heads per key head, as on a rank with some of the heads."""
     if vars(module).get("num_key_value_groups", count) == count:
         yield
@@ -324,7 +324,7 @@ def shared_eager(
         return result
 
     def attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None) -> Tensor:
-        seen = _band(q.shape[2], q.shape[2], q.shape[2], q.device) if seen is None else seen
+        seen = _band_mask(q.shape[2], q.shape[2], q.shape[2], q.device) if seen is None else seen
         mask = torch.zeros(seen.shape, dtype=q.dtype, device=q.device).masked_fill(~seen, torch.finfo(q.dtype).min)
         output: Tensor = eager(module, q, k, v, mask, **kwargs)[0]
         return output
@@ -332,7 +332,7 @@ def shared_eager(
     return share.attention(attend, module, query, key, value, kwargs.get("sliding_window")), None
 
 
-def _band(rows: int, length: int, window: int, device: torch.device) -> Tensor:
+def _band_mask(rows: int, length: int, window: int, device: torch.device) -> Tensor:
     """Mask [1, 1, rows, length] bool of the last `rows` of `length` tokens: each sees the `window` tokens up to it."""
     ones, before = torch.ones(1, 1, rows, length, dtype=torch.bool, device=device), length - rows
     return ones.tril(before) & ones.triu(before + 1 - window)

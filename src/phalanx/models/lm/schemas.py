@@ -40,73 +40,73 @@ def parameter_types(root: Any) -> Parameters:
     named: dict[str, frozenset[str]] = {}
     others: frozenset[str] = frozenset()
     known: _Known = {}
-    for schema in _merged(root, root, set()):
+    for schema in _merged_schemas(root, root, set()):
         properties = schema.get("properties")
         for name, each in properties.items() if isinstance(properties, dict) else ():
-            named[name] = _allowed(each, root, known)
-        others = others or _allowed(schema.get("additionalProperties"), root, known)
+            named[name] = _allowed_types(each, root, known)
+        others = others or _allowed_types(schema.get("additionalProperties"), root, known)
     return Parameters(named, others)
 
 
-def _allowed(schema: Any, root: Any, known: _Known) -> frozenset[str]:
+def _allowed_types(schema: Any, root: Any, known: _Known) -> frozenset[str]:
     """The types that a schema allows; none if it allows any, or cannot be read. root: where its references begin."""
     if not isinstance(schema, dict):
         return frozenset()
-    parts = [_listed(schema.get("type")), _enumerated(schema)]
+    parts = [_listed_types(schema.get("type")), _enum_types(schema)]
     if not parts[0]:
         parts.append(frozenset({"object"} if "properties" in schema else {"array"} if "items" in schema else ()))
     if "$ref" in schema:
         name = str(schema["$ref"])
         if name not in known:
             known[name] = frozenset()  # where a reference leads back to itself
-            known[name] = _allowed(_referred(name, root), root, known)
+            known[name] = _allowed_types(_resolve_reference(name, root), root, known)
         parts.append(known[name])
     for key in ("anyOf", "oneOf"):
         choices: frozenset[str] = frozenset()
-        for each in _list(schema.get(key)):
-            choices |= _allowed(each, root, known)
+        for each in _as_list(schema.get(key)):
+            choices |= _allowed_types(each, root, known)
         parts.append(choices)
-    for each in _list(schema.get("allOf")):
-        parts.append(_allowed(each, root, known))
+    for each in _as_list(schema.get("allOf")):
+        parts.append(_allowed_types(each, root, known))
     types: frozenset[str] = frozenset()
     for part in parts:
-        types = _both(types, part) if types and part else types or part
+        types = _common_types(types, part) if types and part else types or part
     return types | {"null"} if schema.get("nullable") is True else types
 
 
-def _both(first: frozenset[str], second: frozenset[str]) -> frozenset[str]:
+def _common_types(first: frozenset[str], second: frozenset[str]) -> frozenset[str]:
     """The types that both sets allow; those of the first if they contradict each other."""
     kept = set()
     for some, others in ((first, second), (second, first)):
         for kind in some:
-            if kind in others or _general(kind) in others:
+            if kind in others or _wider_type(kind) in others:
                 kept.add(kind)
     return frozenset(kept) or first
 
 
-def _general(kind: str) -> str:
+def _wider_type(kind: str) -> str:
     """The type that includes another one."""
     return "string" if kind.startswith('"') else "number" if kind == "integer" else kind
 
 
-def _listed(kind: Any) -> frozenset[str]:
+def _listed_types(kind: Any) -> frozenset[str]:
     names = set()
-    for name in [kind] if isinstance(kind, str) else _list(kind):
+    for name in [kind] if isinstance(kind, str) else _as_list(kind):
         if isinstance(name, str):
             names.add(_NAMES.get(name.lower(), name.lower()))
     return frozenset(names)
 
 
-def _enumerated(schema: dict[str, Any]) -> frozenset[str]:
+def _enum_types(schema: dict[str, Any]) -> frozenset[str]:
     """The types of the values of an enumeration or a constant."""
     kinds = {bool: "boolean", int: "integer", float: "number", type(None): "null", dict: "object", list: "array"}
     types = set()
-    for value in [*_list(schema.get("enum")), *([schema["const"]] if "const" in schema else [])]:
+    for value in [*_as_list(schema.get("enum")), *([schema["const"]] if "const" in schema else [])]:
         types.add(json.dumps(value) if isinstance(value, str) else kinds[type(value)])
     return frozenset(types)
 
 
-def _merged(schema: Any, root: Any, seen: set[str]) -> list[dict[str, Any]]:
+def _merged_schemas(schema: Any, root: Any, seen: set[str]) -> list[dict[str, Any]]:
     """A schema, and all those that it refers to or joins."""
     if not isinstance(schema, dict):
         return []
@@ -114,13 +114,13 @@ def _merged(schema: Any, root: Any, seen: set[str]) -> list[dict[str, Any]]:
     name = schema.get("$ref")
     if isinstance(name, str) and name not in seen:
         seen.add(name)
-        schemas += _merged(_referred(name, root), root, seen)
-    for each in _list(schema.get("allOf")):
-        schemas += _merged(each, root, seen)
+        schemas += _merged_schemas(_resolve_reference(name, root), root, seen)
+    for each in _as_list(schema.get("allOf")):
+        schemas += _merged_schemas(each, root, seen)
     return schemas
 
 
-def _referred(name: str, root: Any) -> Any:
+def _resolve_reference(name: str, root: Any) -> Any:
     """The part of a schema that a reference within it, such as #/$defs/Point, points to; None if there is none."""
     value = root
     for part in filter(None, name.removeprefix("#").split("/")):
@@ -129,5 +129,5 @@ def _referred(name: str, root: Any) -> Any:
     return value
 
 
-def _list(value: Any) -> list[Any]:
+def _as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []

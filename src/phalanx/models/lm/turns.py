@@ -83,7 +83,7 @@ class TurnRenderer:
         refused = {}
         for role in ("user", "tool") if self._tools else ("user",):
             try:
-                self._rules[role] = self._rule(role, calls)
+                self._rules[role] = self._find_rule(role, calls)
             except ValueError as error:
                 refused[role] = str(error)
         needed = "tool" if self._tools else "user"
@@ -101,7 +101,7 @@ class TurnRenderer:
 
     def prompt(self, messages: Messages) -> list[int]:
         """Tokens of a conversation without a turn of the model; its first turn follows them directly."""
-        return self._encode(self._renderer.text(with_system_prompt(messages, self._system), self._tools))
+        return self._encode_text(self._renderer.text(with_system_prompt(messages, self._system), self._tools))
 
     def answer(
         self, messages: Messages, history: Messages | None = None, end: int | None = None, *, open: bool = False
@@ -120,14 +120,14 @@ class TurnRenderer:
         rule, tokens = self._rules[role], None
         with suppress(ValueError):  # the model may write identifiers and names that the template refuses
             past = [_QUESTION, _TURN] if history is None else with_system_prompt(history, self._system)
-            tokens = self._after(rule, past, messages)
+            tokens = self._following_tokens(rule, past, messages)
         if tokens is None:
             numbered = [{**message, "tool_call_id": None} for message in messages]
-            tokens = self._after(rule, [_QUESTION, _TURN], numbered)
+            tokens = self._following_tokens(rule, [_QUESTION, _TURN], numbered)
         if tokens is None:
             raise ValueError(f"{self._renderer.name} does not render what follows a turn in {roles_of(messages)}")
         if not open:
-            return self._behind(end, rule, tokens)
+            return self._tokens_behind(end, rule, tokens)
         return tokens if rule.end is None or tokens[:1] == [rule.end] else [rule.end, *tokens]
 
     def text(self, tokens: Sequence[int]) -> str:
@@ -143,19 +143,21 @@ class TurnRenderer:
         """End the template's process."""
         self._renderer.close()
 
-    def _encode(self, text: str) -> list[int]:
+    def _encode_text(self, text: str) -> list[int]:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    def _after(self, rule: Rule, past: Messages, messages: Messages, word: str = _WORDS[0]) -> list[int] | None:
+    def _following_tokens(
+        self, rule: Rule, past: Messages, messages: Messages, word: str = _WORDS[0]
+    ) -> list[int] | None:
         """The tokens of messages after a conversation that ends in a turn of the model."""
-        whole = _placed([*past, *messages], word, self._unanswered)
+        whole = _placeholder_turns([*past, *messages], word, self._unanswered)
         turn = {"messages": whole[: len(past)], "add_generation_prompt": False}
         texts = self._renderer.texts([{"tools": self._tools} | turn, {"tools": self._tools, "messages": whole}])
         texts[0] = texts[0].rstrip()  # whitespace after a turn belongs to what follows
-        common = self._common(rule, texts)
-        return rule.following(self._encode(texts[0][common:]), self._encode(texts[1][common:]))
+        common = self._common_length(rule, texts)
+        return rule.following(self._encode_text(texts[0][common:]), self._encode_text(texts[1][common:]))
 
-    def _common(self, rule: Rule, texts: list[str]) -> int:
+    def _common_length(self, rule: Rule, texts: list[str]) -> int:
         """The number of characters that both texts begin with and that need no tokens, because the rule finds the same
         without them. They end before a special token; of those that the rule counts, two remain.
         """
@@ -167,7 +169,7 @@ class TurnRenderer:
                 place = max(place, texts[0].rfind(mark, 0, before))
         return place
 
-    def _behind(self, end: int | None, rule: Rule, tokens: list[int]) -> list[int]:
+    def _tokens_behind(self, end: int | None, rule: Rule, tokens: list[int]) -> list[int]:
         """The tokens of an answer behind the end token that was sampled.
 
         For some models, an end token begins the next message. It follows a turn that ended with another one; the token
@@ -180,14 +182,14 @@ class TurnRenderer:
         opens = rule.opens or any(each.opens and each.end == end for each in self._rules.values())
         return [rule.end, *tokens] if opens else tokens
 
-    def _rule(self, role: str, calls: int) -> Rule:
+    def _find_rule(self, role: str, calls: int) -> Rule:
         """The first rule that is correct for messages of this role after a turn."""
         rules = [Rule(token, extra) for extra in (0, 1) for token in sorted(self._ends)]
         for rule in (*rules, Rule(None)):
             if all(self._is_right(rule, role, count) for count in range(1, calls + 1 if role == "tool" else 2)):
-                return rule._replace(opens=self._opens(rule, role))
-        probe = self._probe(role, 1, 0)
-        text = self._renderer.text(_placed([_QUESTION, _TURN, *probe], _WORDS[0], False), self._tools)
+                return rule._replace(opens=self._is_opening(rule, role))
+        probe = self._test_messages(role, 1, 0)
+        text = self._renderer.text(_placeholder_turns([_QUESTION, _TURN, *probe], _WORDS[0], False), self._tools)
         if probe[0]["content"] not in text:
             raise ValueError(
                 f"{self._renderer.name} omits the text of a message of the role {role!r} after a turn; expected "
@@ -202,11 +204,11 @@ class TurnRenderer:
         """Whether the rule finds the same tokens after two different turns; and after a conversation with a turn of the
         same form before, the same but for numbers and identifiers.
         """
-        first, second = self._probe(role, count, 0), self._probe(role, count, 1)
+        first, second = self._test_messages(role, count, 0), self._test_messages(role, count, 1)
         forms = set()
         for past in ([_QUESTION, _TURN], [_QUESTION, _TURN, *first, _TURN]):
-            tokens = self._after(rule, past, second)
-            if tokens is None or tokens != self._after(rule, past, second, _WORDS[1]):
+            tokens = self._following_tokens(rule, past, second)
+            if tokens is None or tokens != self._following_tokens(rule, past, second, _WORDS[1]):
                 return False
             text = self._tokenizer.decode(tokens)
             if not all(message["content"] in text for message in second) or any(word in text for word in _WORDS):
@@ -214,13 +216,13 @@ class TurnRenderer:
             forms.add(re.sub(r"\d+", "0", text))
         return len(forms) == 1
 
-    def _opens(self, rule: Rule, role: str) -> bool:
+    def _is_opening(self, rule: Rule, role: str) -> bool:
         """Whether the rule's token begins each message: it is between two, and not behind the last one."""
         if rule.end is None:
             return False
-        probe, mark = self._probe(role, 2, 0), self._marks[rule.end]
+        probe, mark = self._test_messages(role, 2, 0), self._marks[rule.end]
         try:
-            tokens = self._after(rule, [_QUESTION, _TURN], probe)
+            tokens = self._following_tokens(rule, [_QUESTION, _TURN], probe)
         except ValueError:  # a template that takes one call
             return False
         between, _, behind = self._tokenizer.decode(tokens or []).partition(probe[1]["content"])
@@ -228,9 +230,9 @@ class TurnRenderer:
 
     def _takes_unanswered(self) -> bool:
         """Whether the template renders a turn with two calls of which one is answered."""
-        (answer,) = self._probe("tool", 1, 0)
+        (answer,) = self._test_messages("tool", 1, 0)
         call = {"type": "function", "function": {"name": answer["name"]}}
-        chat = _placed([_QUESTION, _TURN | {"tool_calls": [call, call]}, answer], _WORDS[0], True)
+        chat = _placeholder_turns([_QUESTION, _TURN | {"tool_calls": [call, call]}, answer], _WORDS[0], True)
         try:
             return bool(self._renderer.text(chat, self._tools))
         except ValueError:
@@ -247,7 +249,7 @@ class TurnRenderer:
                 ", ".join(silent),
             )
 
-    def _probe(self, role: str, count: int, number: int) -> Messages:
+    def _test_messages(self, role: str, count: int, number: int) -> Messages:
         """Test messages that follow a turn."""
         messages: Messages = [{"role": role, "content": f"maple {number} of {i}"} for i in range(count)]
         if role == "tool":
@@ -257,7 +259,7 @@ class TurnRenderer:
         return messages
 
 
-def _placed(messages: Messages, word: str, unanswered: bool) -> Messages:
+def _placeholder_turns(messages: Messages, word: str, unanswered: bool) -> Messages:
     """A conversation whose turns of the model are placeholders that say `word`. They have the identifiers and names of
     their calls, and so have the answers of tools; calls without an identifier are numbered over the conversation.
 
@@ -275,12 +277,12 @@ def _placed(messages: Messages, word: str, unanswered: bool) -> Messages:
             if not answers or not unanswered:
                 written = written[: len(answers)]
             pairs = zip_longest(answers, written, fillvalue=_NOTHING)
-            calls = [_call(answer, call, word, number + i) for i, (answer, call) in enumerate(pairs)]
+            calls = [_placeholder_call(answer, call, word, number + i) for i, (answer, call) in enumerate(pairs)]
             number += len(calls)
             turn = {"content": "", "tool_calls": list(calls)} if calls else {"content": word}
             result.append({"role": "assistant"} | turn)
         elif message["role"] == "tool":
-            call = calls.pop(0) if calls else _call(message, _NOTHING, word, number)
+            call = calls.pop(0) if calls else _placeholder_call(message, _NOTHING, word, number)
             identifier = {"tool_call_id": call["id"]}
             result.append({"name": call["function"]["name"]} | identifier | message | identifier)
         else:
@@ -288,7 +290,7 @@ def _placed(messages: Messages, word: str, unanswered: bool) -> Messages:
     return result
 
 
-def _call(answer: dict[str, Any], written: Any, word: str, number: int) -> dict[str, Any]:
+def _placeholder_call(answer: dict[str, Any], written: Any, word: str, number: int) -> dict[str, Any]:
     """A call with the identifier and the name in the answer of its tool, or those that the model or the data wrote."""
     written = written if isinstance(written, dict) else _NOTHING
     function = written.get("function")

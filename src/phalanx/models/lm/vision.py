@@ -124,28 +124,28 @@ class Vision:
     def features(self, looks: Sequence[Look]) -> list[Features]:
         """The tower's output for the images of these prompts."""
         if not self.frozen:
-            return self._compute(looks)
+            return self._compute_features(looks)
         for look in looks:
             if self.owner not in look.seen:
                 with torch.no_grad():
-                    look.seen[self.owner] = self._compute([look])[0]
+                    look.seen[self.owner] = self._compute_features([look])[0]
         return [look.seen[self.owner] for look in looks]
 
-    def _compute(self, looks: Sequence[Look]) -> list[Features]:
-        inputs = self._joined([look.inputs for look in looks])
+    def _compute_features(self, looks: Sequence[Look]) -> list[Features]:
+        inputs = self._join_inputs([look.inputs for look in looks])
         output = self.model.get_image_features(**inputs, return_dict=True)
         counts = [look.count for look in looks]
-        pooled = _flat(output.pooler_output).split(counts)
+        pooled = _flatten_features(output.pooler_output).split(counts)
         deep = []
         for layer in output.get("deepstack_features") or ():
-            deep.append(_flat(layer).split(counts))
+            deep.append(_flatten_features(layer).split(counts))
         listed = not isinstance(output.pooler_output, Tensor)
         features = []
         for i in range(len(looks)):
             features.append(Features(type(output), listed, pooled[i], tuple(layer[i] for layer in deep)))
         return features
 
-    def _joined(self, inputs: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    def _join_inputs(self, inputs: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
         """Concatenate the inputs of several prompts, on the device."""
         device = next(self.decoder.parameters()).device
         joined = {}
@@ -177,10 +177,10 @@ class Vision:
         """0, computed by a trained tower: a pass without images must gather its shards as other ranks' passes do."""
         if self.frozen:
             return 0.0
-        output = self.model.get_image_features(**self._joined([self.dummy]), return_dict=True)
-        total = _flat(output.pooler_output).sum()
+        output = self.model.get_image_features(**self._join_inputs([self.dummy]), return_dict=True)
+        total = _flatten_features(output.pooler_output).sum()
         for layer in output.get("deepstack_features") or ():
-            total = total + _flat(layer).sum()
+            total = total + _flatten_features(layer).sum()
         return 0.0 * total
 
     # -- passes -----------------------------------------------------------------------------------
@@ -217,7 +217,7 @@ class Vision:
         kinds = (ids == self.image).long()
         types = {"token_type_ids": kinds} if self.family.types else {}
         types |= {"mm_token_type_ids": kinds} if self.family.rotary else {}
-        return {"input_ids": ids, **types, **self._joined([look.inputs])}
+        return {"input_ids": ids, **types, **self._join_inputs([look.inputs])}
 
     def positions(self, looks: Sequence[Look | None], width: int) -> Tensor:
         """Position ids [3, B, width], or [B, width], of samples whose prompts begin at 0."""
@@ -256,7 +256,7 @@ class Reader:
         self.vision, self.path, self.tokenizer = vision, config.path, tokenizer
         self.processor = load_processor(config.path, config.revision, "model.path")
         tokenizer.chat_template = self.processor.chat_template  # some folders have another one that ignores images
-        self._bound(data)
+        self._set_bounds(data)
         self._texts: dict[str, str] = {}  # rendered prompts with images, by their chats
         content = [{"type": "image"}, {"type": "text", "text": "?"}]
         prompt = Prompt("?", 0, {}, messages=[{"role": "user", "content": content}], images=(_random_picture(),))
@@ -264,7 +264,7 @@ class Reader:
             self.tried = self.read(prompt, data)
         vision.dummy = self.tried[1].inputs  # any image will do; see Vision.unseen
 
-    def _bound(self, data: LMDataConfig) -> None:
+    def _set_bounds(self, data: LMDataConfig) -> None:
         """Set the bounds that images are resized to, in pixels, if `data` has them."""
         bounds = {"shortest_edge": data.min_pixels, "longest_edge": data.max_pixels}  # the processors' names for them
         given = {name: pixels for name, pixels in bounds.items() if pixels is not None}
@@ -302,7 +302,7 @@ class Reader:
         """Render many prompts at once, and keep their texts."""
         if len(self._texts) > MOST_TEXTS:  # environments may produce new ones in each step
             self._texts.clear()
-        new = {_chat(prompt): prompt for prompt in prompts if _chat(prompt) not in self._texts}
+        new = {_chat_key(prompt): prompt for prompt in prompts if _chat_key(prompt) not in self._texts}
         if new:
             texts = rendered(self.tokenizer, self.in_parts(list(new.values())), data, self.path)
             self._texts |= zip(new, texts, strict=True)
@@ -310,7 +310,7 @@ class Reader:
     def short(self, prompt: Prompt, data: LMDataConfig) -> tuple[str, list[int]]:
         """A prompt's text, and its tokens with one placeholder per image."""
         self.render([prompt], data)
-        text = self._texts[_chat(prompt)]
+        text = self._texts[_chat_key(prompt)]
         tokens: list[int] = self.processor.tokenizer(text, add_special_tokens=False)["input_ids"]
         # Gemma's template has another token per image, which its processor replaces by the placeholders
         self.check(prompt, tokens, 0 if self.vision.family.types else len(prompt.images))
@@ -352,7 +352,7 @@ def named(prompt: Prompt) -> str:
     return prompt.place or f"the prompt {cut(prompt.text)!r}"
 
 
-def _chat(prompt: Prompt) -> str:
+def _chat_key(prompt: Prompt) -> str:
     return json.dumps([prompt.messages, prompt.meta.get("tools")], default=str)
 
 
@@ -364,6 +364,6 @@ def _random_picture() -> Picture:
     return Picture(file.getvalue, Path(), "a picture that the model is tested with")
 
 
-def _flat(values: Any) -> Tensor:
+def _flatten_features(values: Any) -> Tensor:
     """Features [n, H] from a tower's output, which is one tensor for all images or one for each."""
     return torch.cat([value.reshape(-1, value.shape[-1]) for value in values])

@@ -36,7 +36,7 @@ FAMILIES = {
 
 def check(config: LMModelConfig, place: str) -> None:
     """Raise ValueError, in one line, if the model of `config` does not read images; `place` is a prompt with some."""
-    settings, kind = _settings(config)
+    settings, kind = _load_settings(config)
     if kind not in FAMILIES:
         known = ", ".join(name.partition("For")[0] for name in FAMILIES)
         reads = "which reads none" if "vision_config" not in settings.sub_configs else f"expected one of {known}"
@@ -45,11 +45,11 @@ def check(config: LMModelConfig, place: str) -> None:
 
 def is_needed(config: LMModelConfig) -> bool:
     """Whether all of the model is loaded even for prompts without images: its text part has no class by itself."""
-    settings, kind = _settings(config)
+    settings, kind = _load_settings(config)
     return kind in FAMILIES and type(text_part(settings)) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
 
 
-def _settings(config: LMModelConfig) -> tuple[Any, str]:
+def _load_settings(config: LMModelConfig) -> tuple[Any, str]:
     """The configuration of a model's folder, and the name of its class."""
     check_folder(config.path)
     with loading(f"model.path: {config.path!r} does not load"):

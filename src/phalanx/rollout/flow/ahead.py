@@ -37,12 +37,12 @@ class EncodeAhead:
         if self._room is None:  # the size of embeddings is known once the first prompts are encoded
             prompts = batches(step)
             log.info("encoding %d prompts", len(prompts))
-            self._room = self._encode([prompts])
+            self._room = self._encode_steps([prompts])
         # decided by the step, not by the contents of a rank's cache: all ranks must encode at the same steps
         self.until = min(step + self._room, end)
-        self._room = self._encode([batches(k) for k in range(step, self.until)])
+        self._room = self._encode_steps([batches(k) for k in range(step, self.until)])
 
-    def _encode(self, prompts: list[list[Prompt]]) -> int:
+    def _encode_steps(self, prompts: list[list[Prompt]]) -> int:
         """Encode, and return the number of steps, at most ENCODE_AHEAD, that fit into the caches."""
         room = [encode(prompts) for encode in self.encoders]
         return max(1, min(ENCODE_AHEAD, *room))

@@ -45,8 +45,8 @@ class DatasetRollout(PolicyRollout):
             group = i // self.config.n
             turned = fold_in(seed, step, group, "pair")
             shown.append((prompts[group], columns[(i + turned) % len(columns)]))
-        pixels = self._read(shown)
-        marked = [self._marked(prompt, column == columns[0]) for prompt, column in shown]
+        pixels = self._read_images(shown)
+        marked = [self._mark_preferred(prompt, column == columns[0]) for prompt, column in shown]
         parts = []
         for part in torch.arange(len(index)).split(self.micro_batch_size):
             parts.append(self.policy.model.encode_images(pixels[part].to(self.world.device)))
@@ -73,15 +73,15 @@ class DatasetRollout(PolicyRollout):
     def sample_validation(self, prompts: list[Prompt], *, each: Each) -> None:
         """As PolicyRollout. `preferred` is None, because these images are not from the data."""
         with self.policy.unsharded():  # `awake` does not gather the weights
-            super().sample_validation([self._marked(prompt, None) for prompt in prompts], each=each)
+            super().sample_validation([self._mark_preferred(prompt, None) for prompt in prompts], each=each)
 
-    def _read(self, shown: list[tuple[Prompt, str]]) -> Tensor:
+    def _read_images(self, shown: list[tuple[Prompt, str]]) -> Tensor:
         """Read the images [B, 3, H, W] in 0..1 of pairs of a prompt and a column."""
         s = self.sampler
         pictures = [prompt.meta[column] for prompt, column in shown]
         return torch.stack(on_all_ranks(lambda: [picture.pixels(s.height, s.width) for picture in pictures]))
 
-    def _marked(self, prompt: Prompt, preferred: bool | None) -> Prompt:
+    def _mark_preferred(self, prompt: Prompt, preferred: bool | None) -> Prompt:
         """The prompt of one image: its meta gets `preferred` instead of the columns of images."""
         other = {name: value for name, value in prompt.meta.items() if name not in self.facts.columns}
         return replace(prompt, meta=other | {"preferred": preferred})

@@ -54,11 +54,11 @@ class Job:
         """Noise [R, *shape] to start from."""
         # without the image's number, all names of a group are equal
         names = [name[:3] if self.same_init else name for name in self.names]
-        return self._noise(shape, [fold_in(*name, "init") for name in names])
+        return self._draw_noise(shape, [fold_in(*name, "init") for name in names])
 
     def step_noise(self, shape: tuple[int, ...], i: int) -> Tensor:
         """Noise [R, *shape] of step i."""
-        return self._noise(shape, [fold_in(*name, "step", i) for name in self.names])
+        return self._draw_noise(shape, [fold_in(*name, "step", i) for name in self.names])
 
     def trunks(self) -> tuple[Tensor, Tensor]:
         """The index [T] of each group's first image, and for each image [R] the index of its group among these."""
@@ -67,7 +67,7 @@ class Job:
         first, trunk = [groups.index(group) for group in distinct], [distinct.index(group) for group in groups]
         return torch.tensor(first, device=self.rows.device), torch.tensor(trunk, device=self.rows.device)
 
-    def _noise(self, shape: tuple[int, ...], seeds: list[int]) -> Tensor:
+    def _draw_noise(self, shape: tuple[int, ...], seeds: list[int]) -> Tensor:
         # one draw per sample: in a single draw for all, the noise of a sample would depend on its place in the batch
         device = self.schedule.sigmas.device
         return torch.stack([normal(shape, seed, device) for seed in seeds])

@@ -269,17 +269,17 @@ class PolicyRollout:
         Returns the number of such steps that fit into the cache, the minimum over all ranks.
         """
         node, sampler = self.policy.node, self.sampler
-        shown = [self._shown(batches, rank) for rank in node.ranks]
+        shown = [self._rank_prompts(batches, rank) for rank in node.ranks]
         local = shown[node.place]
         self.policy.embed_in_turns(
-            shown, sampler.guided, (sampler.height, sampler.width, sampler.num_frames), self._agreed
+            shown, sampler.guided, (sampler.height, sampler.width, sampler.num_frames), self._encode_together
         )
         entries = len(local) * (2 if sampler.guided else 1)
         room = self.policy.room() * len(batches) // entries
         # the minimum, because all ranks must encode at the same steps
         return -reduce_int(-room, "max")
 
-    def _shown(self, batches: list[list[Prompt]], rank: int) -> list[Prompt]:
+    def _rank_prompts(self, batches: list[list[Prompt]], rank: int) -> list[Prompt]:
         """The prompts of a rank's samples, in each of the batches; see `share`."""
         n, place, shown = self.config.n, rank // self.world.context_size, list[Prompt]()
         for prompts in batches:
@@ -291,9 +291,9 @@ class PolicyRollout:
     def embed(self, prompts: list[Prompt], negatives: bool, sampler: Sampler) -> list[dict[str, Tensor]]:
         """See FlowPolicy.embed. Raises JobError, on all ranks, if a prompt's image is unreadable."""
         size = (sampler.height, sampler.width, sampler.num_frames)
-        return self._agreed(lambda: self.policy.embed(prompts, negatives, size))
+        return self._encode_together(lambda: self.policy.embed(prompts, negatives, size))
 
-    def _agreed(self, encode: Callable[[], list[dict[str, Tensor]]]) -> list[dict[str, Tensor]]:
+    def _encode_together(self, encode: Callable[[], list[dict[str, Tensor]]]) -> list[dict[str, Tensor]]:
         """Call `encode`, with an exchange of errors between the ranks only if prompts have images: texts never fail."""
         return encode() if self.policy.model.image_column is None else on_all_ranks(encode)
 

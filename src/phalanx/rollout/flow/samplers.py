@@ -11,7 +11,7 @@ from phalanx.models.flow.family import FlowModel
 
 def train_sampler(c: FlowRolloutConfig, model: FlowModel | type[FlowModel]) -> Sampler:
     """The sampler of training. Raises ValueError for settings that the model does not support."""
-    guidance, embedded = _guidance(c, model)
+    guidance, embedded = _guidance_scales(c, model)
     assert guidance is not None
     check_noise(c, c)
     return Sampler(
@@ -33,7 +33,7 @@ def val_sampler(c: FlowRolloutConfig, model: FlowModel | type[FlowModel]) -> Sam
     """The sampler of validation: that of training with the changes of rollout.val, and without skipped steps."""
     v, train = c.val, train_sampler(c, model)
     check_noise(c, v)
-    guidance, embedded = _guidance(v, model)
+    guidance, embedded = _guidance_scales(v, model)
     solver = c.solver if v.solver is None else v.solver
     if solver != "euler" and v.noise_level > 0:
         raise ValueError(f"{v:solver}: {solver} takes steps without noise; set {v:noise_level}=0, or {v:solver}=euler")
@@ -104,7 +104,7 @@ def check_guidance(section: Any, model: FlowModel | type[FlowModel]) -> None:
             )
 
 
-def _guidance(section: Any, model: FlowModel | type[FlowModel]) -> tuple[float | None, float | None]:
+def _guidance_scales(section: Any, model: FlowModel | type[FlowModel]) -> tuple[float | None, float | None]:
     """The scales of classifier-free guidance and of embedded guidance, which the model takes as an input.
 
     Raises ValueError for guidance and videos that the model does not support.

@@ -129,10 +129,10 @@ class OneStepOffSchedule(Schedule):
         super().begin(step, total_steps, kept)
         self._at = self._next = step  # the next step to train, and the first step not yet ordered
         self._drawn: Collected | None = None  # samples of the next step, if a checkpoint has needed them
-        whole = self._joined(kept)
+        whole = self._join_received(kept)
         if whole is not None and len(whole.reward) == self.plan.samples:  # the batch size has not changed
             share = serialize(whole, slice(self.mail.own.first, self.mail.own.last))
-            self._drawn, self._next = self._joined([share]), step + 1
+            self._drawn, self._next = self._join_received([share]), step + 1
 
     def collect(self, step: int, chunk: int) -> Collected:
         last = min(step + 2, self.total_steps)
@@ -151,7 +151,7 @@ class OneStepOffSchedule(Schedule):
                 return None
         return serialize(self._drawn, slice(None))
 
-    def _joined(self, kept: Sequence[Tensor]) -> Collected | None:
+    def _join_received(self, kept: Sequence[Tensor]) -> Collected | None:
         parts = [deserialize(data, self.policy.trace_type, self.world.device)[0] for data in kept]
         whole = [part for part in parts if part is not None]
         return concatenate(whole) if whole else None

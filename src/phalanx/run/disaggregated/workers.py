@@ -62,9 +62,9 @@ class Worker(ABC):
     def run(self, report: object = None) -> None:
         """Work until the actor, whose `report` it is, ends the job."""
         with RankFiles(Path(self.cfg.trainer.output_dir), self.world, self.timers, None):
-            self._serve()
+            self._follow_orders()
 
-    def _serve(self) -> None:
+    def _follow_orders(self) -> None:
         """Follow the actor's orders, each with the weights sent with it."""
         link, trained = self.link, self.policy.trained
         link.meet()  # as in Job.run

@@ -93,9 +93,9 @@ class Curves:
                 points.values.append(value)
                 self._values += 1
         if self._values > self._limit:
-            self._forget()
+            self._drop_half()
 
-    def _forget(self) -> None:
+    def _drop_half(self) -> None:
         """Drop the older half of all points."""
         self._values = 0
         for points in self.points.values():
@@ -123,7 +123,7 @@ class MetricsFile:
 
     def read(self) -> None:
         """Add the new rows. Raises OSError."""
-        for row in _rows(self._path, self._file):
+        for row in _metric_rows(self._path, self._file):
             self.curves.add(row)
             numbers = {name: value if is_finite(value) else None for name, value in row.items()}
             self._warnings += self._advisor.warnings(row["step"], numbers)
@@ -141,10 +141,10 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     """All rows of a metrics.jsonl. A half-written last line is ignored, other broken lines with a warning. Raises
     OSError.
     """
-    return list(_rows(path, GrowingFile(path.parent, path.name, sys.maxsize, list)))
+    return list(_metric_rows(path, GrowingFile(path.parent, path.name, sys.maxsize, list)))
 
 
-def _rows(path: Path, file: GrowingFile) -> Iterator[dict[str, Any]]:
+def _metric_rows(path: Path, file: GrowingFile) -> Iterator[dict[str, Any]]:
     damaged = 0
     for number, line in file.lines():
         row = json_object(line)

@@ -59,13 +59,13 @@ class Profiler:
             # on a GPU the snapshot shows memory in more detail
             with profile(activities=kinds, record_shapes=True, profile_memory=not on_gpu) as trace:
                 yield
-            self._write(step, trace)
+            self._write_profile(step, trace)
         finally:
             self._timers.range = phases
             if on_gpu:
                 torch.cuda.memory._record_memory_history(enabled=None)
 
-    def _write(self, step: int, trace: profile) -> None:
+    def _write_profile(self, step: int, trace: profile) -> None:
         """Write the files of a step. If this fails, for example on a full disk, the run goes on."""
         folder, name = self._folder / f"step_{step:06d}", f"rank_{self._rank}"
         try:
@@ -76,7 +76,7 @@ class Profiler:
             with plain.open("rb") as source, gzip.open(f"{plain}.gz", "wb", compresslevel=5) as target:
                 shutil.copyfileobj(source, target, 1 << 20)
             plain.unlink()
-            (folder / f"{name}.txt").write_text(self._table(step, trace, size), encoding="utf-8")
+            (folder / f"{name}.txt").write_text(self._operation_table(step, trace, size), encoding="utf-8")
             if self._device.type == "cuda":
                 torch.cuda.memory._dump_snapshot(str(folder / f"{name}.pickle"))
         except OSError as error:
@@ -84,7 +84,7 @@ class Profiler:
         else:
             _log.info("trainer.profile_steps: the profile of step %d is in %s", step, folder)
 
-    def _table(self, step: int, trace: profile, size: int) -> str:
+    def _operation_table(self, step: int, trace: profile, size: int) -> str:
         """A table of the most expensive operations of a step whose trace has `size` bytes."""
         on_cpu, title = self._device.type == "cpu", f"Step {step}, rank {self._rank} of {self._ranks} ({self._role})"
         note = f"Open rank_{self._rank}.pickle at pytorch.org/memory_viz to see the memory."

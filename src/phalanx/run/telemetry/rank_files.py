@@ -63,7 +63,7 @@ class RankFiles:
         self._turn = threading.Condition()
         self._asked = self._answered = 0  # numbers of the latest request to write at once, and the latest served
         self._done = False
-        self._thread = threading.Thread(target=self._run, name="rank files", daemon=True)
+        self._thread = threading.Thread(target=self._run_writer, name="rank files", daemon=True)
         self._handler = _Warnings(self._events)
         self._streams, self._copied_before = (sys.stdout, sys.stderr), exit.copy
         self._has_failed = False
@@ -73,7 +73,7 @@ class RankFiles:
         self._streams = sys.stdout, sys.stderr
         sys.stdout, sys.stderr = (cast(TextIO, _Copy(stream, self._hear)) for stream in self._streams)
         logging.getLogger().addHandler(self._handler)
-        self._copied_before, exit.copy = exit.copy, self._copy
+        self._copied_before, exit.copy = exit.copy, self._copy_line
         self._thread.start()
         return self
 
@@ -89,7 +89,7 @@ class RankFiles:
             current = sys.stdout if name == "stdout" else sys.stderr
             if isinstance(current, _Copy):  # the progress line may have replaced the stream since
                 setattr(sys, name, stream)
-        self._flush()
+        self._flush_queue()
         if error is None:  # after an error, its report is still to be printed and copied
             exit.copy = self._copied_before
             with self._turn:
@@ -102,15 +102,15 @@ class RankFiles:
         if os.getpid() == self._state["pid"]:  # ignore the output of forked children
             self._text.append(text)
 
-    def _copy(self, words: str, last: bool) -> None:
+    def _copy_line(self, words: str, last: bool) -> None:
         """Copy a line that bypasses sys.stderr; if it may be the last one of this process, write it now."""
         self._hear(f"{words}\n")
         if not last or os.getpid() != self._state["pid"]:
             return
         self._events.append({"event": "said", "at": time.time(), "text": words[:LONGEST_EVENT]})
-        self._flush()
+        self._flush_queue()
 
-    def _flush(self) -> None:
+    def _flush_queue(self) -> None:
         """Wait until the thread has written everything queued so far, for at most LAST_WORDS_S."""
         if threading.current_thread() is self._thread:
             return
@@ -122,11 +122,11 @@ class RankFiles:
 
     # -- the thread ------------------------------------------------------------------------------------------------
 
-    def _run(self) -> None:
+    def _run_writer(self) -> None:
         while not self._done:
             number = self._asked
             try:
-                self._write()
+                self._write_queued()
             except OSError as error:
                 if not self._has_failed:
                     _log.error("%s: %s; phalanx watch cannot show this rank", exit.place(), error)
@@ -136,34 +136,36 @@ class RankFiles:
                 self._turn.notify_all()
                 self._turn.wait_for(lambda: self._done or self._asked > self._answered, self._interval)
 
-    def _write(self) -> None:
+    def _write_queued(self) -> None:
         """Write everything queued since the last call, and the current state."""
         # without parents, because only rank 0 recreates the folder of a run after it was deleted
         make_inside(self._folder, RANKS)
         lines = []
-        for event in _taken(self._events):
+        for event in _take_entries(self._events):
             lines.append(json.dumps(event))
-        for name, step, begin, end in _taken(self._timers.spans):
-            lines.append(f'{{"phase":"{name}","step":{step},"from":{self._wall(begin)},"to":{self._wall(end)}}}')
-        for number, begin, end in _taken(waits):
-            lines.append(f'{{"wait":{number},"from":{self._wall(begin)},"to":{self._wall(end)}}}')
+        for name, step, begin, end in _take_entries(self._timers.spans):
+            lines.append(
+                f'{{"phase":"{name}","step":{step},"from":{self._wall_time(begin)},"to":{self._wall_time(end)}}}'
+            )
+        for number, begin, end in _take_entries(waits):
+            lines.append(f'{{"wait":{number},"from":{self._wall_time(begin)},"to":{self._wall_time(end)}}}')
         if lines:
-            _append(self._folder, self._names["jsonl"], "\n".join([*lines, ""]))
-        text = exit.hide(CONTROL.sub("", "".join(_taken(self._text))))
+            _append_text(self._folder, self._names["jsonl"], "\n".join([*lines, ""]))
+        text = exit.hide(CONTROL.sub("", "".join(_take_entries(self._text))))
         if text:
-            _append(self._folder, self._names["log"], text)
+            _append_text(self._folder, self._names["log"], text)
         phase = self._timers.phase
         state = self._state | {
             "at": time.time(),
             "step": self._timers.step,
             "rate": self._timers.rate,
             "phase": str(phase),
-            "phase_since": self._wall(phase.since),
+            "phase_since": self._wall_time(phase.since),
             "memory_gb": peak_memory_gb(self._world.device),
         }
         write_json(self._folder, self._names["json"], state)
 
-    def _wall(self, moment: float) -> float:
+    def _wall_time(self, moment: float) -> float:
         """Convert time.perf_counter to time.time."""
         return round(moment + self._offset, 6)
 
@@ -194,7 +196,7 @@ class _Warnings(logging.Handler):
         self._events.append({"event": record.levelname.lower(), "at": record.created, "text": text})
 
 
-def _taken(queue: deque[Any]) -> list[Any]:
+def _take_entries(queue: deque[Any]) -> list[Any]:
     """Remove and return the entries of a queue to which another thread may append."""
     entries = []
     for _ in range(len(queue)):
@@ -202,7 +204,7 @@ def _taken(queue: deque[Any]) -> list[Any]:
     return entries
 
 
-def _append(folder: Path, name: str, text: str) -> None:
+def _append_text(folder: Path, name: str, text: str) -> None:
     """Append to a file, and drop its older half when it exceeds MAX_BYTES."""
     with append_inside(folder, name) as file:
         file.write(text.encode("utf-8", "backslashreplace"))

@@ -105,8 +105,8 @@ class RunReader:
         key = key_of(folder, CONFIG_FILE)
         if self._metrics is None or key != self._key:
             self._key, (self._text, self._config) = key, read_config(folder)
-            total, samples = self._whole("trainer.total_training_steps"), self._whole("rollout.n")
-            limit = self._whole("data.max_response_length")
+            total, samples = self._integer_setting("trainer.total_training_steps"), self._integer_setting("rollout.n")
+            limit = self._integer_setting("data.max_response_length")
             self._metrics = MetricsFile(folder, METRICS_FILE, total, samples or 1, limit)
         try:
             self._metrics.read()
@@ -117,7 +117,7 @@ class RunReader:
         curves, advice = self._metrics.curves, tuple(self._metrics.advice)
         return Run(folder, self._label, curves, self._text, self._config, advice, tuple(problems))
 
-    def _whole(self, name: str) -> int | None:
+    def _integer_setting(self, name: str) -> int | None:
         value = setting(self._config, name)
         return value if is_count(value) else None
 
@@ -175,7 +175,7 @@ def read_ranks(folder: Path) -> list[dict[str, Any]]:
     states = []
     for name, is_folder in list_inside(folder, RANKS):
         number = re.fullmatch(r"(0|[1-9][0-9]{0,6})\.json", name)
-        state = _state(read_json(folder, f"{RANKS}/{name}")) if number and not is_folder else None
+        state = _checked_state(read_json(folder, f"{RANKS}/{name}")) if number and not is_folder else None
         if number and state is not None and state["rank"] == int(number[1]):
             states.append(state)
     states.sort(key=lambda state: state["rank"])
@@ -187,7 +187,7 @@ def read_ranks(folder: Path) -> list[dict[str, Any]]:
     return [state for state in states if state["rank"] < count]
 
 
-def _state(value: dict[str, Any] | None) -> dict[str, Any] | None:
+def _checked_state(value: dict[str, Any] | None) -> dict[str, Any] | None:
     """The fields of a rank's state that are shown; None if one that readers rely on is missing or of another type."""
     if value is None or not (is_finite(value.get("at")) and 0 < value["at"] < LATEST):
         return None

@@ -72,14 +72,14 @@ class RunLogger:
         start = RunStart(trainer, resolved_config, start_step, total_steps, None, timers or Timers())
         try:
             # trackers come first: if one fails to start, an older run's rows and the terminal are still untouched
-            self._open(start, kinds, terminal=False)
+            self._open_loggers(start, kinds, terminal=False)
             self._file = _MetricsFile(path, [row for row in earlier if row["step"] <= start_step])
-            self._open(start, kinds, terminal=True)
+            self._open_loggers(start, kinds, terminal=True)
         except Exception:  # close the loggers that have started
             self.close(failed=True)
             raise
 
-    def _open(self, start: RunStart, kinds: dict[str, type[Logger]], terminal: bool) -> None:
+    def _open_loggers(self, start: RunStart, kinds: dict[str, type[Logger]], terminal: bool) -> None:
         """Open the loggers that use the terminal, or the others, each with its earlier id. Raises ConfigError."""
         for entry, kind in kinds.items():
             if kind.terminal != terminal:
@@ -105,7 +105,7 @@ class RunLogger:
         if self._file is None:
             return
         row = self._file.write(step, row)
-        self._each(lambda logger: logger.log(step, row), step)
+        self._call_loggers(lambda logger: logger.log(step, row), step)
         for advisor in self._advisors:
             for warning in advisor.warnings(step, row):
                 _log.warning("%s", warning)
@@ -123,17 +123,17 @@ class RunLogger:
             _log.warning("%s of step %d were not written: %s", kind_of(rows), step, error)
             return
         if rows:
-            self._each(lambda logger: logger.records(step, set_name, rows, folder), step)
+            self._call_loggers(lambda logger: logger.records(step, set_name, rows, folder), step)
 
     def close(self, failed: bool = False) -> None:
         """Flush and close all loggers; safe to call twice. `failed` marks the run as crashed in them."""
         if self._file is not None:
             self._file.close()
             self._file = None
-        self._each(lambda logger: logger.close(failed))
+        self._call_loggers(lambda logger: logger.close(failed))
         self._loggers = {}
 
-    def _each(self, act: Callable[[Logger], None], step: int | None = None) -> None:
+    def _call_loggers(self, act: Callable[[Logger], None], step: int | None = None) -> None:
         """Call `act` for each logger, the one on the terminal first. A logger that fails is dropped, so that the run
         goes on. Append-only loggers are skipped if they contain this `step` from an earlier start.
         """
@@ -164,13 +164,13 @@ class _MetricsFile:
     def __init__(self, path: Path, kept: list[dict[str, Any]]) -> None:
         """Begin with the rows `kept` from an earlier start; rows after its checkpoint will be logged again."""
         self._path = path
-        self._begin("".join(map(_dump, kept)).encode())
+        self._replace_content("".join(map(_json_line, kept)).encode())
         self._last = kept[-1]["step"] if kept else -1
         before = kept[-1].get(ELAPSED) if kept else None
         self._origin = time.monotonic() - (before or 0.0)
         self._waiting = b""
 
-    def _begin(self, content: bytes) -> None:
+    def _replace_content(self, content: bytes) -> None:
         """Replace the file by one with this content, and open it to append."""
         replace_file(self._path, content)
         self._stream = append_inside(self._path.parent, self._path.name, buffering=0)
@@ -180,11 +180,11 @@ class _MetricsFile:
         assert step > self._last, f"metrics: row of step {step} after one of step {self._last}"
         self._last = step
         row = {**row, ELAPSED: round(time.monotonic() - self._origin, 3)}
-        self._waiting += _dump({"step": step} | {key: _plain(value) for key, value in row.items()}).encode()
-        self._flush()
+        self._waiting += _json_line({"step": step} | {key: _json_number(value) for key, value in row.items()}).encode()
+        self._flush_rows()
         return row
 
-    def _flush(self) -> None:
+    def _flush_rows(self) -> None:
         """Write either all waiting rows or none."""
         size = self._stream.tell()
         try:
@@ -192,7 +192,7 @@ class _MetricsFile:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 self._stream.seek(0)
                 deleted = self._stream
-                self._begin(deleted.read())
+                self._replace_content(deleted.read())
                 deleted.close()
             written = self._stream.write(self._waiting)
         except OSError as error:
@@ -208,11 +208,11 @@ class _MetricsFile:
 
     def close(self) -> None:
         if self._waiting:
-            self._flush()
+            self._flush_rows()
         self._stream.close()
 
 
-def _plain(value: float) -> float | None:
+def _json_number(value: float) -> float | None:
     """A Python number for strict JSON; None for NaN and infinities."""
     if isinstance(value, int):
         return value
@@ -220,5 +220,5 @@ def _plain(value: float) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def _dump(row: dict[str, Any]) -> str:
+def _json_line(row: dict[str, Any]) -> str:
     return json.dumps(row, allow_nan=False) + "\n"

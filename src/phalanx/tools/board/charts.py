@@ -38,12 +38,12 @@ class Series:
 
     def data(self, limit: int) -> dict[str, Any]:
         """The curve in the format of page/report.js, with at most `limit` points."""
-        steps, values = _columns(thin(self.points, limit))
+        steps, values = _point_columns(thin(self.points, limit))
         data: dict[str, Any] = {"label": self.label, "colour": self.colour, "dash": self.dash, "x": steps, "y": values}
         if self.band:
-            _, data["band"] = _columns(thin(self.band.aligned(self.points.steps), limit))
+            _, data["band"] = _point_columns(thin(self.band.aligned(self.points.steps), limit))
         if len(self.low) == len(self.points):  # runs of earlier versions have none
-            _, data["low"] = _columns(thin(self.low, limit))
+            _, data["low"] = _point_columns(thin(self.low, limit))
         return data
 
     def summary(self) -> str:
@@ -173,18 +173,18 @@ def charts_of(runs: Sequence[Run]) -> tuple[list[Chart], list[Chart]]:
     for chart in CHARTS:
         keys = [name for name in sorted(names, key=_policies_last) if re.fullmatch(chart.keys, _of_policy(name)[1])]
         for key in keys:
-            used |= {key, _beside(chart, key, chart.band), _beside(chart, key, chart.low)}
+            used |= {key, _band_metric(chart, key, chart.band), _band_metric(chart, key, chart.low)}
         if not chart.bars and constants.keys() >= set(keys):
             continue
         if not chart.bars:
-            drawn.append(replace(chart, series=_curves(chart, keys, runs)))
+            drawn.append(replace(chart, series=_chart_curves(chart, keys, runs)))
             continue
         for run in runs:
-            drawn.append(replace(chart, title=run.titled(chart.title), series=_stack(run, keys)))
+            drawn.append(replace(chart, title=run.titled(chart.title), series=_phase_stack(run, keys)))
     rest = []
     for name in sorted(names - used):
         chart = Chart(name, re.escape(_of_policy(name)[1]), plain=name.startswith("val/"))
-        rest.append(replace(chart, series=_curves(chart, [name], runs)))
+        rest.append(replace(chart, series=_chart_curves(chart, [name], runs)))
     return [chart for chart in drawn if chart.series], [chart for chart in rest if chart.series]
 
 
@@ -205,7 +205,7 @@ def constants_of(runs: Sequence[Run]) -> dict[str, float]:
     return constants
 
 
-def _curves(chart: Chart, names: list[str], runs: Sequence[Run]) -> list[Series]:
+def _chart_curves(chart: Chart, names: list[str], runs: Sequence[Run]) -> list[Series]:
     """One curve per metric and run, each with a separate colour; curves that share a colour have different dashes. With
     several metrics and several runs, and enough colours, the dash identifies the run.
     """
@@ -221,7 +221,7 @@ def _curves(chart: Chart, names: list[str], runs: Sequence[Run]) -> list[Series]
             if not points:
                 continue
             if len(runs) == 1:
-                band, low = (run.points(_beside(chart, name, form)) for form in (chart.band, chart.low))
+                band, low = (run.points(_band_metric(chart, name, form)) for form in (chart.band, chart.low))
                 curves.append(Series(label, points, band, low, colour=i, dash=i // COLOURS))
             else:  # bands would hide the other runs and the differences between their means
                 name_of = run.label if len(names) == 1 else f"{run.label} · {label}"
@@ -231,7 +231,7 @@ def _curves(chart: Chart, names: list[str], runs: Sequence[Run]) -> list[Series]
     return curves
 
 
-def _beside(chart: Chart, name: str, form: str) -> str:
+def _band_metric(chart: Chart, name: str, form: str) -> str:
     """The metric `form` of the band around the curve of `name`, one of the chart's metrics."""
     policy, plain = _of_policy(name)
     match = re.fullmatch(chart.keys, plain)
@@ -253,17 +253,17 @@ def _policies_last(name: str) -> tuple[bool, str, str]:
     return policy.startswith(PAINTER), policy, plain
 
 
-def _phase(name: str) -> tuple[int, bool]:
+def _phase_order(name: str) -> tuple[int, bool]:
     """Sort key of phases: the usual ones in order, then others; in a joint run the writer's before the painter's."""
     phase = name.removeprefix("time/")
     plain = phase.removeprefix(f"{WRITER}_").removeprefix(f"{PAINTER}_")
     return _PHASES.get(plain, len(_PHASES)), phase.startswith(PAINTER)
 
 
-def _stack(run: Run, names: list[str]) -> list[Series]:
+def _phase_stack(run: Run, names: list[str]) -> list[Series]:
     """The seconds of each phase in all steps that have any phase; 0 for phases that a step lacks."""
     # the usual phases come first, so that the bottom of a bar with a validation looks like that of its neighbours
-    ordered = sorted(names, key=_phase)
+    ordered = sorted(names, key=_phase_order)
     steps = sorted(set[int]().union(*(run.points(name).steps for name in ordered)))
     series: list[Series] = []
     for name in ordered:
@@ -285,7 +285,7 @@ def thin(points: Points, limit: int) -> Points:
     return Points(steps[bounds[:-1] + sizes // 2].tolist(), means.tolist())
 
 
-def _columns(points: Points) -> tuple[list[int], list[float]]:
+def _point_columns(points: Points) -> tuple[list[int], list[float]]:
     """Steps and values, rounded to six digits: the page shows four, and each digit costs a byte per point."""
     steps, values = [], []
     for step, value in points:

@@ -22,7 +22,7 @@ def comparison_table(runs: Sequence[Run]) -> str:
     for run, row in zip(runs, figures, strict=True):
         html += f"<tr><th scope=row>{escape(run.label)}</th>"
         for name in columns:
-            html += f"<td>{_cell(name, row.get(name), None if row is figures[0] else figures[0].get(name))}</td>"
+            html += f"<td>{_figure_cell(name, row.get(name), None if row is figures[0] else figures[0].get(name))}</td>"
         html += "</tr>"
     note = f"Small figures are differences to {runs[0].label}. Throughput is the median over the steps."
     return f"{html}</tbody></table></div><p class=n>{escape(note)}</p></section>"
@@ -51,7 +51,7 @@ def figures_of(run: Run) -> dict[str, float]:
     return figures
 
 
-def _cell(name: str, value: float | None, first: float | None) -> str:
+def _figure_cell(name: str, value: float | None, first: float | None) -> str:
     """A figure and its difference to that of the first run."""
     if value is None:
         return "-"

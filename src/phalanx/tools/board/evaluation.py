@@ -92,32 +92,32 @@ def per_prompt(scores: Scores, wanted: Wanted) -> Statistics:
     """The statistics of each prompt; NaN for prompts with too few scored samples."""
     result: Statistics = {}
     for name, values in scores.values.items():
-        statistics = {"mean": _each(values, 1, lambda row, _: float(row.mean()))}
+        statistics = {"mean": _each_prompt(values, 1, lambda row, _: float(row.mean()))}
         are_marks = bool(np.isin(values[~np.isnan(values)], (0.0, 1.0)).all())
         threshold = 1.0 if wanted.threshold is None and are_marks else wanted.threshold
         for k in wanted.of(scores.n):
             if threshold is not None:
-                statistics[f"pass@{k}"] = _each(values, k, partial(_passed, k=k, threshold=threshold))
+                statistics[f"pass@{k}"] = _each_prompt(values, k, partial(_pass_rate, k=k, threshold=threshold))
             if k == 1:  # all other statistics equal the mean
                 continue
-            statistics[f"avg@{k}"] = _each(values[:, :k], k, lambda row, _: float(row.mean()))
+            statistics[f"avg@{k}"] = _each_prompt(values[:, :k], k, lambda row, _: float(row.mean()))
             if not are_marks:  # for scores of 0 and 1, best@k equals pass@k
-                statistics[f"best@{k}"] = _each(values, k, lambda row, _, k=k: best_of_k(row, k))
+                statistics[f"best@{k}"] = _each_prompt(values, k, lambda row, _, k=k: best_of_k(row, k))
             if name in scores.answers:
-                votes = partial(_majority, values=values, answers=scores.answers[name], k=k)
-                statistics[f"majority@{k}"] = _each(values, k, votes)
-        for statistic in sorted(statistics, key=_order):
+                votes = partial(_majority_score, values=values, answers=scores.answers[name], k=k)
+                statistics[f"majority@{k}"] = _each_prompt(values, k, votes)
+        for statistic in sorted(statistics, key=_statistic_order):
             result[name, statistic] = statistics[statistic]
     return result
 
 
-def _order(statistic: str) -> tuple[int, int]:
+def _statistic_order(statistic: str) -> tuple[int, int]:
     """Sort key of statistics: by kind, then by k."""
     kind, _, k = statistic.partition("@")
     return STATISTICS.index(kind), int(k or 0)
 
 
-def _each(values: NDArray[np.float64], least: int, statistic: Any) -> NDArray[np.float64]:
+def _each_prompt(values: NDArray[np.float64], least: int, statistic: Any) -> NDArray[np.float64]:
     """Apply `statistic(row, i)` to the scores of each prompt i that has at least `least` of them; others are NaN."""
     result = np.full(len(values), np.nan)
     for i, row in enumerate(values):
@@ -127,11 +127,11 @@ def _each(values: NDArray[np.float64], least: int, statistic: Any) -> NDArray[np
     return result
 
 
-def _passed(row: NDArray[np.float64], _: int, k: int, threshold: float) -> float:
+def _pass_rate(row: NDArray[np.float64], _: int, k: int, threshold: float) -> float:
     return pass_at_k(int((row >= threshold).sum()), len(row), k)
 
 
-def _majority(
+def _majority_score(
     row: NDArray[np.float64], i: int, values: NDArray[np.float64], answers: list[list[str | None]], k: int
 ) -> float:
     given = [answer for answer, value in zip(answers[i], values[i], strict=True) if not math.isnan(value)]
@@ -185,7 +185,7 @@ def _changed_most(rows: Sequence[Row], now: NDArray[np.float64], then: NDArray[n
     return changed
 
 
-def _wins(changes: NDArray[np.float64]) -> tuple[int, int, int]:
+def _count_wins(changes: NDArray[np.float64]) -> tuple[int, int, int]:
     """How many values are better, equal and worse."""
     return int((changes > 0).sum()), int((changes == 0).sum()), int((changes < 0).sum())
 
@@ -226,12 +226,12 @@ def result_of(
                 part["groups"][value] = {"prompts": len(places), "scores": estimated_figures(of_groups[value], ranged)}
             part["mean_of_groups"] = {"scores": _mean_over_groups(list(of_groups.values()), ranged)}
         if others is not None:
-            part["baseline"] = _compared(scores, others[name], wanted, groups)
+            part["baseline"] = _compare_scores(scores, others[name], wanted, groups)
         sets[name] = part
     return {**facts, "confidence": CONFIDENCE, "sets": sets}
 
 
-def _compared(scores: Scores, others: Scores, wanted: Wanted, groups: Mapping[str, list[int]]) -> dict[str, Any]:
+def _compare_scores(scores: Scores, others: Scores, wanted: Wanted, groups: Mapping[str, list[int]]) -> dict[str, Any]:
     values, before = per_prompt(scores, wanted), per_prompt(others, wanted)
     ranged = _ranged_scores(scores) & _ranged_scores(others)
     compared = estimated_figures(_paired_values(values, before), ranged)
@@ -239,7 +239,10 @@ def _compared(scores: Scores, others: Scores, wanted: Wanted, groups: Mapping[st
     wins = {}
     for name in compared:
         changes = values[name, "mean"] - before[name, "mean"]
-        wins[name] = {"prompts": _wins(changes), "samples": _wins(scores.values[name] - others.values[name])}
+        wins[name] = {
+            "prompts": _count_wins(changes),
+            "samples": _count_wins(scores.values[name] - others.values[name]),
+        }
     part["better_equal_worse"] = wins
     part["changed_most"] = _changed_most(scores.rows, values[REWARD, "mean"], before[REWARD, "mean"])
     inner = []
@@ -301,10 +304,10 @@ def table(result: Mapping[str, Any]) -> str:
     for name, part in result["sets"].items():
         lines.append(f"{name}: {part['prompts']} prompts x {part['n']}, 95 % intervals over prompts")
         rows = [["", "", "value", *(["difference"] if "baseline" in part else [])]]
-        rows += _lines(part["scores"], part.get("baseline", {}).get("differences"), "")
+        rows += _table_rows(part["scores"], part.get("baseline", {}).get("differences"), "")
         for label, group, inner in groups_of(part):
             only = {score: {"mean": row["mean"]} for score, row in group.items() if "mean" in row}
-            rows += _lines(only, inner, f"{plain(' '.join(label.split()))} ")
+            rows += _table_rows(only, inner, f"{plain(' '.join(label.split()))} ")
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         for row in rows:
             lines.append("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
@@ -314,7 +317,7 @@ def table(result: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _lines(scores: Mapping[str, Any], differences: Mapping[str, Any] | None, prefix: str) -> list[list[str]]:
+def _table_rows(scores: Mapping[str, Any], differences: Mapping[str, Any] | None, prefix: str) -> list[list[str]]:
     rows = []
     for name in shown_scores(scores):
         for statistic, estimate in scores[name].items():

@@ -67,7 +67,11 @@ def each_record(folder: Path, *, is_cut: bool = False) -> Iterator[Row]:
                 if is_cut and len(line) < MOST_LINE and not line.endswith(b"\n"):
                     break
                 row = json_object(line.decode("utf-8", "replace"))
-                if row is None or not _is_record(row) or names.setdefault(row["set"], _names(row)) != _names(row):
+                if (
+                    row is None
+                    or not _is_record(row)
+                    or names.setdefault(row["set"], _record_names(row)) != _record_names(row)
+                ):
                     place = f"{folder / RECORDS}:{number}"
                     raise ValueError(f"{place}: not a record of an evaluation; delete the file to sample again")
                 yield row
@@ -88,7 +92,7 @@ def _is_record(row: Row) -> bool:
     return counts and scores and is_answered and isinstance(row.get("columns", {}), dict)
 
 
-def _names(row: Row) -> tuple[set[str], set[str], bool]:
+def _record_names(row: Row) -> tuple[set[str], set[str], bool]:
     """The names of a record's scores and answers, and whether it has a text: equal in all records of a set."""
     return set(row["scores"]), set(row.get("answers", {})), "text" in row
 

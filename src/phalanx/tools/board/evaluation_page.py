@@ -13,7 +13,7 @@ from phalanx.config.load import flat
 from phalanx.config.messages import cut
 from phalanx.tools.board.evaluation import CHANGED, groups_of, interval_text, shown_scores
 from phalanx.tools.board.evaluation_files import PAGE, REWARD, Row
-from phalanx.tools.board.report import _asset, _cells, _details, _policy, _tile, document
+from phalanx.tools.board.report import _html_details, _html_table, _read_asset, _security_policy, _value_tile, document
 from phalanx.tools.board.samples import LOST, Room, data_url, image_html, notes_html
 
 EXTREMES = 8  # at most this many prompts of each set with the highest, and with the lowest, rewards
@@ -46,40 +46,40 @@ def write_page(folder: Path, result: Mapping[str, Any], now: Side, baseline: Sid
     """Write the page of an evaluation into `folder`, from `result` (the content of evaluation.json), its records and
     those of the baseline. Raises OSError.
     """
-    write_inside(folder, PAGE, _page(result, now, baseline))
+    write_inside(folder, PAGE, _evaluation_page(result, now, baseline))
     return folder / PAGE
 
 
-def _page(result: Mapping[str, Any], now: Side, baseline: Side | None) -> bytes:
+def _evaluation_page(result: Mapping[str, Any], now: Side, baseline: Side | None) -> bytes:
     name = Path(str(result["model"])).name
     facts = [str(result["model"]), None if result["baseline"] is None else f"against {result['baseline']}"]
     body = []
     for set_name, part in result["sets"].items():
         others = None if baseline is None else baseline.of(set_name)
-        body.append(_set(set_name, part, now.of(set_name), others))
+        body.append(_set_section(set_name, part, now.of(set_name), others))
     arguments = [[key, value] for key, value in flat(result["arguments"]).items()]
-    body.append(_details("Arguments", _cells(["key", "value"], arguments)))
+    body.append(_html_details("Arguments", _html_table(["key", "value"], arguments)))
     footer = (
         "Made by <code>phalanx evaluate</code>; the numbers are also in evaluation.json, and the samples in "
         "records.jsonl."
     )
-    return document(f"Evaluation of {name}", facts, body, footer, _policy([]), _asset("report.css"))
+    return document(f"Evaluation of {name}", facts, body, footer, _security_policy([]), _read_asset("report.css"))
 
 
-def _set(name: str, part: Mapping[str, Any], now: Side, baseline: Side | None) -> str:
+def _set_section(name: str, part: Mapping[str, Any], now: Side, baseline: Side | None) -> str:
     """The section of a set of prompts."""
     differences = part.get("baseline", {}).get("differences")
-    html = f"<section><h2>{escape(name)}</h2>{_tiles(part)}"
-    html += _table(part["scores"], part.get("baseline", {}).get("scores"), differences)
+    html = f"<section><h2>{escape(name)}</h2>{_score_tiles(part)}"
+    html += _score_table(part["scores"], part.get("baseline", {}).get("scores"), differences)
     html += notes_html([INTERVALS, PAIRED] if differences is not None else [INTERVALS])
     if "groups" in part:
-        html += f"<h3>By group</h3>{_groups(part)}"
+        html += f"<h3>By group</h3>{_group_table(part)}"
     if baseline is not None and part["baseline"]["changed_most"]:
-        html += f"<h3>Prompts that changed most (up to {CHANGED})</h3>{_changed(part, now, baseline)}"
-    return f"{html}{_extremes(now)}</section>"
+        html += f"<h3>Prompts that changed most (up to {CHANGED})</h3>{_changed_cards(part, now, baseline)}"
+    return f"{html}{_extreme_cards(now)}</section>"
 
 
-def _tiles(part: Mapping[str, Any]) -> str:
+def _score_tiles(part: Mapping[str, Any]) -> str:
     scores, html = part["scores"], ""
     for name in shown_scores(scores):
         if "mean" not in scores[name]:  # no sample has this score
@@ -87,16 +87,18 @@ def _tiles(part: Mapping[str, Any]) -> str:
         mean = scores[name]["mean"]
         low, high = mean["low"], mean["high"]
         note = "one prompt" if low is None else f"{low:.4f} to {high:.4f}"
-        html += _tile(f"Mean · {name}", f"{mean['value']:.4f}", note)
-    html += _tile("Samples", str(part["prompts"] * part["n"]), f"{part['prompts']} prompts x {part['n']}")
+        html += _value_tile(f"Mean · {name}", f"{mean['value']:.4f}", note)
+    html += _value_tile("Samples", str(part["prompts"] * part["n"]), f"{part['prompts']} prompts x {part['n']}")
     if "baseline" in part:
         better, equal, worse = part["baseline"]["better_equal_worse"][REWARD]["prompts"]
-        html += _tile("Prompts", f"{better} / {equal} / {worse}", "better, equal and worse than the baseline")
+        html += _value_tile("Prompts", f"{better} / {equal} / {worse}", "better, equal and worse than the baseline")
     columns = min(html.count("</div></div>"), 4)
     return f'<div class="tiles" style="--columns:{columns}" aria-label="Headline figures">{html}</div>'
 
 
-def _table(scores: Mapping[str, Any], before: Mapping[str, Any] | None, differences: Mapping[str, Any] | None) -> str:
+def _score_table(
+    scores: Mapping[str, Any], before: Mapping[str, Any] | None, differences: Mapping[str, Any] | None
+) -> str:
     columns, table = ["score", "statistic", "value", "prompts"], list[list[str]]()
     if differences is not None:
         columns += ["baseline", "difference"]
@@ -107,10 +109,10 @@ def _table(scores: Mapping[str, Any], before: Mapping[str, Any] | None, differen
                 other = (others or {}).get(name, {}).get(statistic)
                 row.append("-" if other is None else interval_text(other))
             table.append(row)
-    return _cells(columns, table)
+    return _html_table(columns, table)
 
 
-def _groups(part: Mapping[str, Any]) -> str:
+def _group_table(part: Mapping[str, Any]) -> str:
     columns, table = ["group", "score", "mean"], list[list[str]]()
     if "baseline" in part:
         columns.append("difference")
@@ -123,10 +125,10 @@ def _groups(part: Mapping[str, Any]) -> str:
                 other = inner.get(name, {}).get("mean")
                 row.append("-" if other is None else interval_text(other))
             table.append(row)
-    return _cells(columns, table)
+    return _html_table(columns, table)
 
 
-def _changed(part: Mapping[str, Any], now: Side, baseline: Side) -> str:
+def _changed_cards(part: Mapping[str, Any], now: Side, baseline: Side) -> str:
     """Cards of the prompts that changed most; each shows the sample that changed most, before and now."""
     rows, others, html = now.by_place(), baseline.by_place(), ""
     for change in part["baseline"]["changed_most"]:
@@ -137,12 +139,12 @@ def _changed(part: Mapping[str, Any], now: Side, baseline: Side) -> str:
                 changes.append((abs(row["reward"] - other["reward"]), -sample))
         place = change["index"], -max(changes, default=(0.0, 0))[1]
         html += f"<figure><figcaption>{escape(change['prompt'])}</figcaption><div class='pair'>"
-        html += _side("mean before", change["before"], others[place], baseline)
-        html += f"{_side('mean now', change['now'], rows[place], now)}</div></figure>"
+        html += _sample_side("mean before", change["before"], others[place], baseline)
+        html += f"{_sample_side('mean now', change['now'], rows[place], now)}</div></figure>"
     return f"<div class='cards {_kind(now.rows)}' style='--w:256px;--n:2'>{html}</div>"
 
 
-def _extremes(now: Side) -> str:
+def _extreme_cards(now: Side) -> str:
     """Cards of the prompts whose first samples have the highest and the lowest rewards."""
     scored = [row for row in now.rows if row["sample"] == 0 and row["reward"] is not None]
     scored.sort(key=itemgetter("reward"))
@@ -150,7 +152,7 @@ def _extremes(now: Side) -> str:
     for title, shown in (("Highest", scored[::-1][:count]), ("Lowest", scored[:count])):
         cards = ""
         for row in shown:
-            side = _side(f"reward {row['reward']:.4g}", None, row, now)
+            side = _sample_side(f"reward {row['reward']:.4g}", None, row, now)
             cards += f"<figure><figcaption>{escape(row['prompt'])}</figcaption><div class='pair'>{side}</div></figure>"
         html += f"<h3>{title} rewards</h3><div class='cards {_kind(now.rows)}' style='--w:256px;--n:1'>{cards}</div>"
     return html if count else ""
@@ -160,19 +162,19 @@ def _kind(rows: Sequence[Row]) -> str:
     return "samples" if rows and "text" in rows[0] else ""
 
 
-def _side(label: str, mean: float | None, row: Row, side: Side) -> str:
+def _sample_side(label: str, mean: float | None, row: Row, side: Side) -> str:
     """A sample with its caption."""
     if "text" in row:
         text = str(row["text"])
         content = f"<pre>{escape(text if len(text) <= MOST_TEXT else f'{text[:MOST_TEXT]}…')}</pre>"
     else:
-        content = _shown(cut(str(row.get("file"))), side)
+        content = _sample_media(cut(str(row.get("file"))), side)
     content = side.room.take(content)
     figure = "" if mean is None else f"<b>{mean:.4g}</b>"
     return f"<div class='side'>{content}<div class='cap'><span>{escape(label)}</span>{figure}</div></div>"
 
 
-def _shown(file: str, side: Side) -> str:
+def _sample_media(file: str, side: Side) -> str:
     """An image or a small video of an evaluation, or the name of a file that cannot be shown."""
     if file.endswith(".png"):
         image = image_html(side.folder, file, "", side.room)

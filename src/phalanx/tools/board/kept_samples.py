@@ -55,7 +55,7 @@ class Kept:
         self.folders = dict(sorted(self.folders.items()))
         for ends in list(self.folders), list(self.folders)[::-1]:  # the first and the last step that have samples
             for step in ends:
-                if self._read(step):
+                if self._read_step(step):
                     break
                 self.folders.pop(step, None)
 
@@ -79,15 +79,15 @@ class Kept:
     def keep(self, steps: Collection[int], keys: Collection[Key]) -> None:
         """Read these steps, and forget all samples but those with the keys."""
         for step in steps:
-            rows = self._read(step)
+            rows = self._read_step(step)
             self.rows[step] = {key: rows[key] for key in keys if key in rows}
 
-    def _read(self, step: int) -> dict[Key, Sample]:
+    def _read_step(self, step: int) -> dict[Key, Sample]:
         if step not in self.rows:
-            self.rows[step] = {sample.key: sample for sample in self._samples(self.folders[step])}
+            self.rows[step] = {sample.key: sample for sample in self._step_samples(self.folders[step])}
         return self.rows[step]
 
-    def _samples(self, folder: str) -> Iterator[Sample]:
+    def _step_samples(self, folder: str) -> Iterator[Sample]:
         try:
             with open_inside(self.run.folder, f"{folder}/index.jsonl") as file:
                 for number in range(1, MOST_ROWS + 1):
@@ -107,18 +107,18 @@ def sample_of(row: dict[str, Any] | None, number: int, content: str) -> Sample:
     if not (is_count(index) and isinstance(prompt, str)):
         return Sample((-number, f"line {number} of index.jsonl"), damaged=True)
     try:
-        return Sample((index, prompt), **_fields(row, content))
+        return Sample((index, prompt), **_sample_fields(row, content))
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError):  # of values of other types
         return Sample((index, prompt), damaged=True)
 
 
-def _fields(row: dict[str, Any], content: str) -> dict[str, Any]:
+def _sample_fields(row: dict[str, Any], content: str) -> dict[str, Any]:
     """The other fields of a Sample. Raises one of several exceptions for values of other types."""
     texts = {"text": row.get("text"), "file": row.get("file", ""), "video": row.get("video")}
     if not isinstance(row[content], str) or not all(isinstance(text, str | None) for text in texts.values()):
         raise TypeError(content)
-    fields: dict[str, Any] = texts | {"reward": _number(row["reward"]), "truncated": bool(row.get("truncated"))}
-    fields["scores"] = {name: _number(score) for name, score in row.get("scores", {}).items()}
+    fields: dict[str, Any] = texts | {"reward": _finite_number(row["reward"]), "truncated": bool(row.get("truncated"))}
+    fields["scores"] = {name: _finite_number(score) for name, score in row.get("scores", {}).items()}
     fields["truth"] = str(row["ground_truth"]) if "ground_truth" in row else None
     if "messages" in row:
         fields |= {"talk": spoken(row["messages"]), "summary": summary(row)}
@@ -129,7 +129,7 @@ def _fields(row: dict[str, Any], content: str) -> dict[str, Any]:
     return fields
 
 
-def _number(value: Any) -> float | None:
+def _finite_number(value: Any) -> float | None:
     """A number, or None for null, NaN and infinities. Raises TypeError for anything else."""
     if value is not None and not isinstance(value, int | float):
         raise TypeError("not a number")

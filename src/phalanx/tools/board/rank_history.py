@@ -62,9 +62,9 @@ class RankLines:
         """Read new lines. A file that was truncated at its front is read from its beginning, skipping known events."""
         with suppress(OSError):
             for _, line in self._file.lines():
-                self._add(line)
+                self._add_line(line)
 
-    def _add(self, line: bytes) -> None:
+    def _add_line(self, line: bytes) -> None:
         value = json_object(line) or {}
         if "event" in value:
             self._starts += value["event"] == "start"
@@ -73,7 +73,7 @@ class RankLines:
                 self._known[hash(line)] = None
                 if len(self._known) > MOST_KNOWN:
                     del self._known[next(iter(self._known))]
-                self.events.append(_event(value))
+                self.events.append(_shown_event(value))
             return
         begin, end, step, wait = (value.get(name) for name in ("from", "to", "step", "wait"))
         if not (_is_time(begin) and _is_time(end)):
@@ -88,7 +88,7 @@ def _is_time(value: Any) -> TypeGuard[float]:
     return is_finite(value) and abs(value) < LATEST
 
 
-def _event(value: dict[str, Any]) -> dict[str, Any]:
+def _shown_event(value: dict[str, Any]) -> dict[str, Any]:
     """An event as it is shown; the file may be damaged or written by others."""
     event = {"event": str(value["event"])[:MOST_SHOWN], "at": value["at"]}
     event["text"] = str(value.get("text") or "")[:LONGEST_EVENT]
@@ -119,11 +119,13 @@ class RankHistory:
         return {
             "now": time.time(),
             "ranks": ranks,
-            "events": _events(ranks, lines),
-            **self._timeline(ranks, lines, step),
+            "events": _last_events(ranks, lines),
+            **self._step_timeline(ranks, lines, step),
         }
 
-    def _timeline(self, ranks: list[dict[str, Any]], lines: dict[int, RankLines], step: int | None) -> dict[str, Any]:
+    def _step_timeline(
+        self, ranks: list[dict[str, Any]], lines: dict[int, RankLines], step: int | None
+    ) -> dict[str, Any]:
         """The time window of a step on the first rank that trains, with the phases and waits of all ranks in it."""
         lead = next((state for state in ranks if state.get("role") == "actor"), None)
         phases = [] if lead is None else [line for line in lines[lead["rank"]].phases if line.number > 0]
@@ -138,20 +140,20 @@ class RankHistory:
         begin = min(line.begin for line in of_step if line.start == newest)
         end = max(line.end for line in of_step if line.start == newest)
         window: dict[str, Any] = {"steps": [steps[0], steps[-1]], "step": step, "begin": begin, "seconds": end - begin}
-        return window | _within(ranks, lines, begin, end)
+        return window | _spans_within(ranks, lines, begin, end)
 
 
-def _within(ranks: list[dict[str, Any]], lines: dict[int, RankLines], begin: float, end: float) -> dict[str, Any]:
+def _spans_within(ranks: list[dict[str, Any]], lines: dict[int, RankLines], begin: float, end: float) -> dict[str, Any]:
     """Phases [rank, name, from, to] and waits [rank, the rank that is waited for, from, to] between two times."""
     spans: list[list[Any]] = []
     waits: list[list[Any]] = []
     met: dict[tuple[str, int], list[tuple[int, float, float]]] = {}  # by role and number: each role numbers its waits
     for state in ranks:
         rank = state["rank"]
-        for line in _overlapping(lines[rank].phases, begin, end):
-            spans.append([rank, line.name, *_clipped(line, begin, end)])
-        for line in _overlapping(lines[rank].waits, begin, end):
-            part = _clipped(line, begin, end)
+        for line in _overlapping_spans(lines[rank].phases, begin, end):
+            spans.append([rank, line.name, *_clip_span(line, begin, end)])
+        for line in _overlapping_spans(lines[rank].waits, begin, end):
+            part = _clip_span(line, begin, end)
             met.setdefault((str(state.get("role")), line.number), []).append((rank, *part))
     blame: dict[int, float] = {}
     for (role, _), parts in met.items():
@@ -169,15 +171,15 @@ def _within(ranks: list[dict[str, Any]], lines: dict[int, RankLines], begin: flo
     return {"spans": spans[-MAX_SPANS:], "waits": waits[-MAX_SPANS:], "blame": worst[:8]}
 
 
-def _overlapping(lines: Iterable[Span], begin: float, end: float) -> list[Span]:
+def _overlapping_spans(lines: Iterable[Span], begin: float, end: float) -> list[Span]:
     return [line for line in lines if line.begin < end and line.end > begin]
 
 
-def _clipped(line: Span, begin: float, end: float) -> tuple[float, float]:
+def _clip_span(line: Span, begin: float, end: float) -> tuple[float, float]:
     return round(max(line.begin - begin, 0.0), 5), round(min(line.end, end) - begin, 5)
 
 
-def _events(ranks: list[dict[str, Any]], lines: dict[int, RankLines]) -> list[dict[str, Any]]:
+def _last_events(ranks: list[dict[str, Any]], lines: dict[int, RankLines]) -> list[dict[str, Any]]:
     """The last events of all ranks, ordered by time; the text of a start gives its number of ranks."""
     events, size, told = [], None, dict[str, float]()
     firsts: dict[str, int] = {}

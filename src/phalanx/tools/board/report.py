@@ -96,26 +96,26 @@ def page_of(runs: list[Run], *, live: bool = False, room: Room | None = None) ->
     else:
         name = f"Comparison of {len(runs)} runs"
         facts = [run.label for run in runs]
-    scripts = [_asset("uPlot.iife.min.js"), _asset("report.js")]
+    scripts = [_read_asset("uPlot.iife.min.js"), _read_asset("report.js")]
     sections = sections_of(runs, room=room)
     charts = sections.pop("charts")
-    ranks = None if live else _ranks(runs)
+    ranks = None if live else _run_ranks(runs)
     of_ranks = ""
     if live or ranks is not None:
-        of_ranks = f'<script type="application/json" id="of-ranks">{_json(ranks)}</script>\n'
-        scripts.append(_asset("ranks.js"))
+        of_ranks = f'<script type="application/json" id="of-ranks">{_script_json(ranks)}</script>\n'
+        scripts.append(_read_asset("ranks.js"))
         names = escape(json.dumps([run.label or run.folder.resolve().name for run in runs]))
         place = f'<section id="ranks" {"data-live" if live else ""} data-runs="{names}"><h2>Ranks</h2></section>'
         sections = {"headline": sections.pop("headline"), "ranks": place} | sections
-    policy = _policy(scripts) + ("; connect-src 'self'" if live else "")
+    policy = _security_policy(scripts) + ("; connect-src 'self'" if live else "")
     end = (
-        f'\n<script type="application/json" id="charts">{_json(charts)}</script>\n'
+        f'\n<script type="application/json" id="charts">{_script_json(charts)}</script>\n'
         f"{of_ranks}"
-        f"<!-- uPlot: {_asset('uPlot.LICENSE')} -->\n"
+        f"<!-- uPlot: {_read_asset('uPlot.LICENSE')} -->\n"
         f"<script>{'</script><script>'.join(scripts)}</script>"
     )
     footer = f"Made by <code>phalanx report</code> from {METRICS_FILE}, config.yaml, images/ and samples/."
-    style = _asset("uPlot.min.css") + _asset("report.css")
+    style = _read_asset("uPlot.min.css") + _read_asset("report.css")
     return document(name, facts, list(sections.values()), footer, policy, style, end), policy
 
 
@@ -141,17 +141,17 @@ def sections_of(runs: list[Run], *, with_samples: bool = True, room: Room | None
     samples.
     """
     known, others = charts_of(runs)
-    headlines = [_headline(runs[0])] if len(runs) == 1 else [comparison_table(runs), *map(_run_notes, runs)]
-    tables = [*map(_table, runs), _differences(runs), *map(_config, runs)]
+    headlines = [_headline_tiles(runs[0])] if len(runs) == 1 else [comparison_table(runs), *map(_run_notes, runs)]
+    tables = [*map(_metric_table, runs), _settings_table(runs), *map(_config_section, runs)]
     sections: dict[str, Any] = {"headline": f'<div id="headline">{"".join(headlines)}</div>'}
     if with_samples:
         sections["samples"] = f'<div id="samples">{samples_html(runs, room)}</div>'
-    sections["curves"] = _curves(known, others, constants_of(runs))
+    sections["curves"] = _curve_section(known, others, constants_of(runs))
     sections["tables"] = f'<div id="tables">{"".join(tables)}</div>'
     return sections | {"charts": [chart.data() for chart in known + others]}
 
 
-def _ranks(runs: list[Run]) -> list[dict[str, Any]] | None:
+def _run_ranks(runs: list[Run]) -> list[dict[str, Any]] | None:
     """The last step of each run's ranks, in the format of the live page; None if no run has files of its ranks."""
     if not any(status_inside(run.folder, RANKS) for run in runs):
         return None
@@ -161,11 +161,11 @@ def _ranks(runs: list[Run]) -> list[dict[str, Any]] | None:
     return data
 
 
-def _asset(name: str) -> str:
+def _read_asset(name: str) -> str:
     return (files("phalanx.tools.board") / "page" / name).read_text(encoding="utf-8")
 
 
-def _policy(scripts: list[str]) -> str:
+def _security_policy(scripts: list[str]) -> str:
     """The page's Content-Security-Policy: allow only resources inside the page, and no scripts other than these."""
     policy = "default-src 'none'; img-src data:; media-src data:; style-src 'unsafe-inline'; script-src"
     for script in scripts:
@@ -173,7 +173,7 @@ def _policy(scripts: list[str]) -> str:
     return policy
 
 
-def _json(value: object) -> str:
+def _script_json(value: object) -> str:
     """JSON for a <script> element, which only a `<` could end."""
     return json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
@@ -181,24 +181,24 @@ def _json(value: object) -> str:
 # --- headline figures ---------------------------------------------------------------------------------------------
 
 
-def _headline(run: Run) -> str:
+def _headline_tiles(run: Run) -> str:
     tiles = []
     for name, points in run.validations().items():
         kind = "better" if points[-1][1] > points[0][1] else ""
-        tiles.append(_change(f"Validation · {name}", points, kind))
+        tiles.append(_change_tile(f"Validation · {name}", points, kind))
     reward = run.points("reward/mean")
     if reward:
-        tiles.append(_change("Training reward", reward))
+        tiles.append(_change_tile("Training reward", reward))
     for key in run.metrics():
         if LOSS.fullmatch(key) and run.points(key):
             title = "Training loss" if key == "train/loss" else f"Loss · {key.removeprefix('actor/')}"
-            tiles.append(_change(title, run.points(key)))
+            tiles.append(_change_tile(title, run.points(key)))
     planned = run.setting("trainer.total_training_steps")
-    tiles.append(_tile("Training steps", str(run.last_step()), f"of {planned}" if planned is not None else ""))
+    tiles.append(_value_tile("Training steps", str(run.last_step()), f"of {planned}" if planned is not None else ""))
     seconds = run.wall_seconds()
     if seconds is not None:
-        tiles.append(_tile("Wall time", str(timedelta(seconds=round(seconds))), "h:mm:ss"))
-    tiles += _pace(run)
+        tiles.append(_value_tile("Wall time", str(timedelta(seconds=round(seconds))), "h:mm:ss"))
+    tiles += _throughput_tiles(run)
     columns = min(range(5, 2, -1), key=lambda count: -len(tiles) % count)  # leaves the fewest empty places
     return (
         f'<section class="tiles" style="--columns:{min(columns, len(tiles))}" aria-label="Headline figures">'
@@ -217,13 +217,13 @@ def _run_notes(run: Run) -> str:
         notes.append("No validation was logged, so there is no figure on held-out prompts.")
     if rows and not run.curves.is_trained:
         notes.append("No training step was logged.")
-    notes += _profiles(run)
+    notes += _profile_notes(run)
     notes += [f"{note[0].upper()}{note[1:]}." for note in run.advice]
     prefix = f"{run.label}: " if run.label else ""
     return notes_html([f"{prefix}{note}" for note in notes])
 
 
-def _profiles(run: Run) -> list[str]:
+def _profile_notes(run: Run) -> list[str]:
     """Notes on where the profiles of each profiled step are."""
     notes = list[str]()
     for name, is_folder in list_inside(run.folder, PROFILES):
@@ -237,30 +237,30 @@ def _profiles(run: Run) -> list[str]:
     return notes
 
 
-def _pace(run: Run) -> list[str]:
+def _throughput_tiles(run: Run) -> list[str]:
     """Tiles with the median throughput and model FLOPs utilization over the steps."""
     tiles = []
     for noun in ("images", "samples", "tokens"):
         rates = run.values(f"perf/{noun}_per_gpu_per_s")
         if rates:
-            tiles.append(_tile("Throughput", f"{median(rates):.3g}", f"{noun} per second and rank"))
+            tiles.append(_value_tile("Throughput", f"{median(rates):.3g}", f"{noun} per second and rank"))
     shares = run.values("perf/mfu")
     if shares:
-        tiles.append(_tile("Model FLOPs", f"{100 * median(shares):.1f} %", "of the device's peak"))
+        tiles.append(_value_tile("Model FLOPs", f"{100 * median(shares):.1f} %", "of the device's peak"))
     return tiles
 
 
-def _change(title: str, points: Points, kind: str = "") -> str:
+def _change_tile(title: str, points: Points, kind: str = "") -> str:
     """A tile with the first and the last value of a curve."""
     (first, before), (last, after) = points[0], points[-1]
     if len(points) == 1:
-        return _tile(title, f"{before:.3f}", f"step {first} only", kind)
+        return _value_tile(title, f"{before:.3f}", f"step {first} only", kind)
     sign = "▲" if after > before else "▼" if after < before else "="
     note = f"{sign} {after - before:+.3f} from step {first} to {last}"
-    return _tile(title, f"{before:.3f} → {after:.3f}", note, kind)
+    return _value_tile(title, f"{before:.3f} → {after:.3f}", note, kind)
 
 
-def _tile(title: str, value: str, note: str, kind: str = "") -> str:
+def _value_tile(title: str, value: str, note: str, kind: str = "") -> str:
     return (
         f'<div class="tile {kind}"><div class="k">{escape(title)}</div><div class="v">{escape(value)}</div>'
         f'<div class="n">{escape(note)}</div></div>'
@@ -270,7 +270,7 @@ def _tile(title: str, value: str, note: str, kind: str = "") -> str:
 # --- curves and tables --------------------------------------------------------------------------------------------
 
 
-def _curves(known: list[Chart], others: list[Chart], constants: dict[str, float]) -> str:
+def _curve_section(known: list[Chart], others: list[Chart], constants: dict[str, float]) -> str:
     fixed = ", ".join(f"{name} {value:.4g}" for name, value in constants.items())
     notes = notes_html([f"Constant over all steps, and therefore not drawn: {fixed}."] if constants else [])
     if not known and not others:
@@ -283,16 +283,16 @@ def _curves(known: list[Chart], others: list[Chart], constants: dict[str, float]
         '<p class="n" hidden>Point at a curve for its values. Drag to zoom all charts, double-click to zoom out, '
         "click a name to hide its curve.</p>"
     )
-    rest = _details("All other metrics as curves", _grid(others)) if others else ""
+    rest = _html_details("All other metrics as curves", _chart_grid(others)) if others else ""
     no_script = '<noscript><p class="note">Curves need JavaScript; below are their figures.</p></noscript>'
-    return f'<section id="curves"><h2>Curves</h2>{no_script}{slider}{hint}{_grid(known)}{notes}{rest}</section>'
+    return f'<section id="curves"><h2>Curves</h2>{no_script}{slider}{hint}{_chart_grid(known)}{notes}{rest}</section>'
 
 
-def _grid(charts: list[Chart]) -> str:
+def _chart_grid(charts: list[Chart]) -> str:
     return f'<div class="charts">{"".join(map(Chart.html, charts))}</div>'
 
 
-def _table(run: Run) -> str:
+def _metric_table(run: Run) -> str:
     """A table of all metrics, as an accessible alternative to the curves."""
     rows = []
     for key in run.metrics():
@@ -301,10 +301,10 @@ def _table(run: Run) -> str:
             cells = list(map("{:.5g}".format, (values[0], values[-1], min(values), max(values))))
         rows.append([key, *cells, str(len(values))])
     columns = ["metric", "first", "last", "lowest", "highest", "values"]
-    return _details(run.titled("All metrics in figures"), _cells(columns, rows)) if rows else ""
+    return _html_details(run.titled("All metrics in figures"), _html_table(columns, rows)) if rows else ""
 
 
-def _differences(runs: list[Run]) -> str:
+def _settings_table(runs: list[Run]) -> str:
     """The settings that differ between the runs."""
     if len(runs) == 1:
         return ""
@@ -314,18 +314,18 @@ def _differences(runs: list[Run]) -> str:
         values = [setting.get(key, "-") for setting in settings]
         if len(set(values)) > 1:
             rows.append([cut(key), *map(cut, values)])
-    table = _cells(["setting", *(run.label for run in runs)], rows)
-    return _details("Settings that differ", table, is_open=True) if rows else notes_html(["No settings differ."])
+    table = _html_table(["setting", *(run.label for run in runs)], rows)
+    return _html_details("Settings that differ", table, is_open=True) if rows else notes_html(["No settings differ."])
 
 
-def _config(run: Run) -> str:
+def _config_section(run: Run) -> str:
     """The resolved configuration, collapsed."""
     if run.config_text is None:
         return notes_html([f"There is no config.yaml in {run.label or 'the folder'}."])
-    return _details(run.titled("Resolved configuration"), f"<pre>{escape(run.config_text)}</pre>")
+    return _html_details(run.titled("Resolved configuration"), f"<pre>{escape(run.config_text)}</pre>")
 
 
-def _cells(columns: list[str], rows: list[list[str]]) -> str:
+def _html_table(columns: list[str], rows: list[list[str]]) -> str:
     html = "<div class=scroll><table><thead><tr>"
     for name in columns:
         html += f"<th scope=col>{escape(name)}</th>"
@@ -338,7 +338,7 @@ def _cells(columns: list[str], rows: list[list[str]]) -> str:
     return html + "</tbody></table></div>"
 
 
-def _details(title: str, content: str, is_open: bool = False) -> str:
+def _html_details(title: str, content: str, is_open: bool = False) -> str:
     return f"<details{' open' if is_open else ''}><summary>{escape(title)}</summary>{content}</details>"
 
 

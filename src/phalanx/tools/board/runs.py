@@ -109,7 +109,7 @@ def states(folders: Sequence[Path]) -> dict[Path, str]:
     for folder, job in jobs.items():
         if job is None:
             known[folder] = ended(folder)
-        elif _age(folder) < 2 * BEAT_S:
+        elif _beat_age(folder) < 2 * BEAT_S:
             known[folder] = LIVING
         else:  # the machines' clocks may differ, so wait for another heartbeat before declaring the job dead
             silent[folder] = job
@@ -127,7 +127,7 @@ def ended(folder: Path) -> str:
     return "ended" if first is None else str(first.get("ended", DEAD))
 
 
-def _age(folder: Path) -> float:
+def _beat_age(folder: Path) -> float:
     status = status_inside(folder, RUNNING_FILE)
     return float("inf") if status is None else abs(time.time() - status.st_mtime)
 
@@ -188,12 +188,12 @@ def main(command: str, argv: Sequence[str]) -> int:
     given = parser.parse_args(argv)
     try:
         if command == "runs":
-            return _runs(given.folder)
+            return _list_runs(given.folder)
         if command == "logs":
-            return _logs(check_run(given.folder), given.rank, given.lines, given.follow)
+            return _print_logs(check_run(given.folder), given.rank, given.lines, given.follow)
         # an evaluation has none of a run's files once it ended
         is_evaluation = status_inside(given.folder, ARGUMENTS) is not None
-        return _stop(given.folder if is_evaluation else check_run(given.folder), wait=not given.no_wait)
+        return _stop_run(given.folder if is_evaluation else check_run(given.folder), wait=not given.no_wait)
     except BrokenPipeError:  # as with `phalanx logs RUN | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes the remaining output at exit
         return 0
@@ -211,7 +211,7 @@ ABOUT = {
 }
 
 
-def _runs(root: Path) -> int:
+def _list_runs(root: Path) -> int:
     if not root.is_dir():
         raise ValueError(f"{root}: no such folder; give one that contains runs")
     folders = list(run_folders(root))
@@ -228,7 +228,7 @@ def _runs(root: Path) -> int:
     return show("\n".join(lines))
 
 
-def _logs(folder: Path, rank: int, lines: int | None, follow: bool) -> int:
+def _print_logs(folder: Path, rank: int, lines: int | None, follow: bool) -> int:
     exists = status_inside(folder, f"{RANKS}/{rank}.log") is not None
     if not exists and not (follow and status_inside(folder, f"{RANKS}/{rank}.json")):
         known = [str(state["rank"]) for state in read_ranks(folder)]
@@ -237,14 +237,14 @@ def _logs(folder: Path, rank: int, lines: int | None, follow: bool) -> int:
             return 0
         ranks = f"its ranks are {', '.join(known)}" if known else "it has no files of any rank"
         raise ValueError(f"{folder}: no log of rank {rank}; {ranks}")
-    text = _text(folder, rank)
+    text = _log_text(folder, rank)
     shown = text if lines is None else "".join(text.splitlines(keepends=True)[-lines:] if lines > 0 else [])
     sys.stdout.write(plain(shown))
     sys.stdout.flush()
     while follow:
         ends = states([folder])[folder] != LIVING
-        newer = _text(folder, rank)
-        sys.stdout.write(plain(_after(text, newer)))
+        newer = _log_text(folder, rank)
+        sys.stdout.write(plain(_new_text(text, newer)))
         sys.stdout.flush()
         text = newer
         if ends:
@@ -253,14 +253,14 @@ def _logs(folder: Path, rank: int, lines: int | None, follow: bool) -> int:
     return 0
 
 
-def _text(folder: Path, rank: int) -> str:
+def _log_text(folder: Path, rank: int) -> str:
     try:
         return tail(folder, f"{RANKS}/{rank}.log", LOG_BYTES).decode("utf-8", "replace")
     except FileNotFoundError:  # the rank has not printed anything yet
         return ""
 
 
-def _after(before: str, now: str) -> str:
+def _new_text(before: str, now: str) -> str:
     """The new part of a log, whose beginning may have been removed because logs are kept short."""
     if now.startswith(before):
         return now[len(before) :]
@@ -269,7 +269,7 @@ def _after(before: str, now: str) -> str:
     return now if at < 0 else now[at + len(end) :]
 
 
-def _stop(folder: Path, wait: bool) -> int:
+def _stop_run(folder: Path, wait: bool) -> int:
     """Write a request to stop beside running.json, and wait until the job has stopped.
 
     The request contains the token of the current start, so that a leftover request, for example to a job that died

@@ -73,7 +73,7 @@ def samples_html(runs: Sequence[Run], room: Room | None = None) -> str:
         for name in sorted(sets)[:MAX_SETS]:
             kept = [kept for kept in (Kept(run, kind, name) for run in sets[name]) if kept.steps]
             if kept:
-                parts.append(_set(kept, len(sets), room))
+                parts.append(_set_cards(kept, len(sets), room))
     none = "No validation samples were kept (trainer.log_val_generations, images/ or samples/)."
     parts = parts or [notes_html([none])]
     hint = ""
@@ -86,7 +86,7 @@ def notes_html(notes: Sequence[str]) -> str:
     return "".join(f'<p class="note">{escape(note)}</p>' for note in notes)
 
 
-def _escaped(text: str, most: int = MOST_TEXT) -> str:
+def _escape_text(text: str, most: int = MOST_TEXT) -> str:
     """A text for HTML, cut if it is long. Python stores a text with a character beyond U+FFFF, such as an emoji, in
     4 bytes per character, so that the whole page would take four times its size: they are written as numbers.
     """
@@ -96,7 +96,7 @@ def _escaped(text: str, most: int = MOST_TEXT) -> str:
 # --- the same prompts over steps ----------------------------------------------------------------------------------
 
 
-def _set(kept: list[Kept], share: int, room: Room) -> str:
+def _set_cards(kept: list[Kept], share: int, room: Room) -> str:
     """The cards of a validation set with their slider, and its best and worst samples, on a page of `share` sets."""
     shared = list(kept[0].rows[kept[0].first])
     for each in kept:
@@ -104,40 +104,40 @@ def _set(kept: list[Kept], share: int, room: Room) -> str:
             shared = [key for key in shared if key in rows]
     keys = shared[:MAX_CARDS]
     count = max(2, MAX_SAMPLES // (share * len(kept) * max(1, len(keys))))
-    sides, ends = [], [_ends(each) for each in kept]
+    sides, ends = [], [_extreme_keys(each) for each in kept]
     for each in kept:
         sides.append((each, [each.steps[i] for i in evenly_spaced(len(each.steps), count)]))
-    notes = notes_html(_notes(sides, shared))
+    notes = notes_html(_set_notes(sides, shared))
     for (each, chosen), (_, best, worst) in zip(sides, ends, strict=True):
         each.keep(chosen, [*keys, *best, *worst])
-    movies = _movies(sides, keys, share)
+    movies = _has_video_room(sides, keys, share)
     first, steps = sides[0]
     if not first.run.label and len(steps) > 1:  # for a single run, show the first validation beside the later ones
         sides = [(first, steps[:1]), (first, steps[1:])]
     stops = set[int]().union(*(chosen for _, chosen in sides if len(chosen) > 1))
     html = (
-        f'<section class="set"><h3>{escape(_heading(kept))}</h3>{notes}{_slider(sorted(stops))}'
-        f'<div class="cards {first.kind}" style="--w:{_width(first, keys)}px;--n:{len(sides)}">'
+        f'<section class="set"><h3>{escape(_set_heading(kept))}</h3>{notes}{_step_slider(sorted(stops))}'
+        f'<div class="cards {first.kind}" style="--w:{_card_width(first, keys)}px;--n:{len(sides)}">'
     )
     for key in keys:
-        html += f'<figure>{_caption(first, steps[-1], key, room)}<div class="pair">'
+        html += f'<figure>{_prompt_caption(first, steps[-1], key, room)}<div class="pair">'
         for each, chosen in sides:
-            html += _side(each, chosen, key, movies, room)
+            html += _sample_steps(each, chosen, key, movies, room)
         html += "</div></figure>"
     html += "</div></section>"
     for each, end in zip(kept, ends, strict=True):
-        html += _extremes(each, *end, movies, room)
+        html += _extreme_samples(each, *end, movies, room)
     return html
 
 
-def _heading(kept: list[Kept]) -> str:
+def _set_heading(kept: list[Kept]) -> str:
     steps = set[int]().union(*(each.steps for each in kept))
     first, last = min(steps), max(steps)
     between = f"step {first}" if first == last else f"step {first} to {last}"
     return f"{kept[0].name}: {between}"
 
 
-def _notes(sides: list[tuple[Kept, list[int]]], shared: list[Key]) -> list[str]:
+def _set_notes(sides: list[tuple[Kept, list[int]]], shared: list[Key]) -> list[str]:
     notes, kept = [], sides[0][0]
     if len(sides) == 1 and len(kept.steps) == 1:
         notes.append(f"Only the validation of step {kept.first} kept {kept.kind}: nothing to compare with yet.")
@@ -154,7 +154,7 @@ def _notes(sides: list[tuple[Kept, list[int]]], shared: list[Key]) -> list[str]:
     return notes
 
 
-def _slider(stops: list[int]) -> str:
+def _step_slider(stops: list[int]) -> str:
     """A slider over these steps, which is hidden without JavaScript."""
     if len(stops) < 2:
         return ""
@@ -165,19 +165,19 @@ def _slider(stops: list[int]) -> str:
     )
 
 
-def _side(kept: Kept, steps: list[int], key: Key, movies: bool, room: Room) -> str:
+def _sample_steps(kept: Kept, steps: list[int], key: Key, movies: bool, room: Room) -> str:
     """A sample at the last of these steps, with templates of the other steps for the slider."""
     last, templates = max(step for step in steps if key in kept.rows[step]), ""
     for step in steps:
         if step != last and key in kept.rows[step]:
-            templates += f'<template data-step="{step}">{_frame(kept, step, key, movies, room)}</template>'
-    return f'<div class="side" data-step="{last}">{_frame(kept, last, key, movies, room)}{templates}</div>'
+            templates += f'<template data-step="{step}">{_sample_frame(kept, step, key, movies, room)}</template>'
+    return f'<div class="side" data-step="{last}">{_sample_frame(kept, last, key, movies, room)}{templates}</div>'
 
 
 # --- the best and the worst ---------------------------------------------------------------------------------------
 
 
-def _ends(kept: Kept) -> tuple[int, list[Key], list[Key]]:
+def _extreme_keys(kept: Kept) -> tuple[int, list[Key], list[Key]]:
     """Of the last validation, the number of samples with a reward, and those with the highest and the lowest one."""
     rewards = {key: sample.reward for key, sample in kept.rows[kept.last].items() if sample.reward is not None}
     order = sorted(rewards, key=lambda key: -rewards[key])
@@ -185,18 +185,18 @@ def _ends(kept: Kept) -> tuple[int, list[Key], list[Key]]:
     return len(order), order[:count], order[: -count - 1 : -1]
 
 
-def _extremes(kept: Kept, number: int, best: list[Key], worst: list[Key], movies: bool, room: Room) -> str:
+def _extreme_samples(kept: Kept, number: int, best: list[Key], worst: list[Key], movies: bool, room: Room) -> str:
     """The samples of the last validation with the highest and the lowest reward, of `number`."""
     if not best:
         return ""
     title = kept.run.titled(f"{kept.name}: best and worst of the {number} samples of step {kept.last}")
-    width = _width(kept, best)
+    width = _card_width(kept, best)
     html = f"<h3>{escape(title)}</h3><div class='extremes {kept.kind}' style='--w:{width}px;--n:1'>"
     for word, keys in ("Best", best), ("Worst", worst):
         html += f"<div><h4>{word}</h4><div class='cards few'>"
         for key in keys:
-            side = f'<div class="side">{_frame(kept, kept.last, key, movies, room)}</div>'
-            html += f"<figure>{_caption(kept, kept.last, key, room)}{side}</figure>"
+            side = f'<div class="side">{_sample_frame(kept, kept.last, key, movies, room)}</div>'
+            html += f"<figure>{_prompt_caption(kept, kept.last, key, room)}{side}</figure>"
         html += "</div></div>"
     return f"{html}</div>"
 
@@ -204,31 +204,31 @@ def _extremes(kept: Kept, number: int, best: list[Key], worst: list[Key], movies
 # --- one sample ---------------------------------------------------------------------------------------------------
 
 
-def _frame(kept: Kept, step: int, key: Key, movies: bool, room: Room) -> str:
+def _sample_frame(kept: Kept, step: int, key: Key, movies: bool, room: Room) -> str:
     """A sample with its step, reward and scores."""
     sample = kept.rows[step][key]
     label = f"{kept.run.label} · {step}" if kept.run.label else f"Step {step}"
     reward = "no reward" if sample.reward is None else f"{sample.reward:.3f}"
-    alt = _escaped(f"{label}, reward {reward}: {key[1]}", MOST_SHOWN)
+    alt = _escape_text(f"{label}, reward {reward}: {key[1]}", MOST_SHOWN)
     if sample.damaged:
         html = DAMAGED
     elif sample.text is not None:
-        html = _words(sample)
+        html = _sample_text(sample)
     else:
-        html = _movie(kept, step, sample, alt) if movies else ""
+        html = _sample_video(kept, step, sample, alt) if movies else ""
         html = html or image_html(kept.run.folder, f"{kept.folders[step]}/{sample.file}", alt, room)
     caption = f'<div class="cap"><span>{escape(label)}</span><b>{escape(reward)}</b></div>'
     terms = [f"{name} {value:.4g}" for name, value in sample.scores.items() if value is not None]
     if terms and list(sample.scores.values()) != [sample.reward]:  # omit a single term that equals the reward
-        caption += f"<p class=n>{_escaped(' · '.join(terms))}</p>"
+        caption += f"<p class=n>{_escape_text(' · '.join(terms))}</p>"
     return f'<div class="frame">{room.take(html)}{room.take(caption)}</div>'
 
 
-def _words(sample: Sample) -> str:
+def _sample_text(sample: Sample) -> str:
     """A text, or a conversation message by message with its summary."""
     response = sample.text or ""
     is_empty = not response.strip() and sample.talk is None
-    html = '<p class="lost">(no text)</p>' if is_empty else f"<pre>{_escaped(response)}</pre>"
+    html = '<p class="lost">(no text)</p>' if is_empty else f"<pre>{_escape_text(response)}</pre>"
     if sample.talk is not None:
         html, left = '<div class="talk">', MOST_TEXT
         for number, (role, text) in enumerate(sample.talk):
@@ -236,9 +236,9 @@ def _words(sample: Sample) -> str:
                 html += f"<p class=n>{counted(len(sample.talk) - number, 'more message')}</p>"
                 break
             html += f'<div class="said {"own" if role == "assistant" else ""}">'
-            html += f"<span>{_escaped(role, MOST_SHOWN)}</span><pre>{_escaped(text, left)}</pre></div>"
+            html += f"<span>{_escape_text(role, MOST_SHOWN)}</span><pre>{_escape_text(text, left)}</pre></div>"
             left -= len(text) + MOST_SHOWN  # the markup counts as well
-        html += f"</div><p class=n>{_escaped(sample.summary)}</p>"
+        html += f"</div><p class=n>{_escape_text(sample.summary)}</p>"
     if is_empty:
         html += '<span class="mark">empty</span>'
     if sample.truncated:
@@ -246,7 +246,7 @@ def _words(sample: Sample) -> str:
     return html
 
 
-def _movie(kept: Kept, step: int, sample: Sample, alt: str) -> str:
+def _sample_video(kept: Kept, step: int, sample: Sample, alt: str) -> str:
     """The <video> of a sample; empty if it has none that can be read."""
     if sample.video is None:
         return ""
@@ -257,32 +257,32 @@ def _movie(kept: Kept, step: int, sample: Sample, alt: str) -> str:
     return f'<video controls loop muted playsinline aria-label="{alt}" src="{data_url("video/mp4", data)}"></video>'
 
 
-def _caption(kept: Kept, step: int, key: Key, room: Room) -> str:
+def _prompt_caption(kept: Kept, step: int, key: Key, room: Room) -> str:
     """The prompt with its images, and its ground truth if the data contains one."""
     sample, shown = kept.rows[step][key], ""
     for file, title in sample.images[:MAX_CARDS]:
         shown += room.take(
-            image_html(kept.run.folder, f"{kept.folders[step]}/{file}", _escaped(title, MOST_SHOWN), room)
+            image_html(kept.run.folder, f"{kept.folders[step]}/{file}", _escape_text(title, MOST_SHOWN), room)
         )
     shown = f'<div class="shown">{shown}</div>' if shown else ""
-    truth = "" if sample.truth is None else f"<p class=n>ground truth: {_escaped(sample.truth)}</p>"
-    return f"<figcaption>{shown}{room.take(_escaped(key[1]) + truth)}</figcaption>"
+    truth = "" if sample.truth is None else f"<p class=n>ground truth: {_escape_text(sample.truth)}</p>"
+    return f"<figcaption>{shown}{room.take(_escape_text(key[1]) + truth)}</figcaption>"
 
 
-def _width(kept: Kept, keys: Sequence[Key]) -> int:
+def _card_width(kept: Kept, keys: Sequence[Key]) -> int:
     """The width of the images on cards in pixels: their own, or a multiple for tiny ones, but at most CARD_SIDE."""
     width = CARD_SIDE
     if keys and kept.kind == IMAGES:
         sample = kept.rows[kept.last][keys[0]]
         try:
-            width, _ = _size(kept.run.folder, f"{kept.folders[kept.last]}/{sample.file}")
+            width, _ = _png_size(kept.run.folder, f"{kept.folders[kept.last]}/{sample.file}")
         except (OSError, ValueError):
             return CARD_SIDE
         width = max(width // (1 if sample.video is None else STRIP), 1)  # the image of a video shows several frames
     return min(width * math.ceil(TINY_SIDE / width), CARD_SIDE)
 
 
-def _movies(sides: list[tuple[Kept, list[int]]], keys: list[Key], share: int) -> bool:
+def _has_video_room(sides: list[tuple[Kept, list[int]]], keys: list[Key], share: int) -> bool:
     """Whether the videos of these steps are small enough to be embedded in the page."""
     total = 0
     for kept, steps in sides:
@@ -297,11 +297,11 @@ def _movies(sides: list[tuple[Kept, list[int]]], keys: list[Key], share: int) ->
 def image_html(folder: Path, name: str, alt: str, room: Room) -> str:
     """An <img> with an embedded PNG file of a run, which is converted to a smaller JPEG if it is large."""
     try:
-        width, height = _size(folder, name)
+        width, height = _png_size(folder, name)
         if max(width, height) <= INLINE_SIDE and room.left > MOST_HTML // 2:
             kind, data = "png", read_inside(folder, name, 4 * INLINE_SIDE**2)
         else:
-            kind, data = "jpeg", _scaled(folder, name, room)
+            kind, data = "jpeg", _scaled_image(folder, name, room)
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError):  # as PIL reports damaged files
         return LOST
     pixels = " class='pixels'" if max(width, height) <= TINY_SIDE else ""
@@ -309,7 +309,7 @@ def image_html(folder: Path, name: str, alt: str, room: Room) -> str:
     return f'<img{pixels} tabindex="0" {size} alt="{alt}" src="{data_url(f"image/{kind}", data)}">'
 
 
-def _size(folder: Path, name: str) -> tuple[int, int]:
+def _png_size(folder: Path, name: str) -> tuple[int, int]:
     """Width and height of a PNG file, from its header. Raises ValueError for another file, or if it is too large."""
     with open_inside(folder, name) as file:
         head = file.read(24)
@@ -321,7 +321,7 @@ def _size(folder: Path, name: str) -> tuple[int, int]:
     return width, height
 
 
-def _scaled(folder: Path, name: str, room: Room) -> bytes:
+def _scaled_image(folder: Path, name: str, room: Room) -> bytes:
     """The file as a JPEG of at most INLINE_SIDE pixels."""
     with open_inside(folder, name) as file:
         status = os.fstat(file.fileno())

@@ -59,12 +59,12 @@ class Watcher:
         self._readers, self._scaled = run_readers(self.folders), dict[tuple[int, ...], bytes]()
         self._lock = threading.Lock()  # each request is handled in a separate thread
         self._beats: list[tuple[dict[str, Any] | None, float]] = [(None, 0.0)] * len(self.folders)
-        self._runs()
+        self._read_runs()
 
     def page(self) -> tuple[bytes, str]:
         """The page and its Content-Security-Policy."""
         with self._lock:
-            return page_of(self._runs(), live=True, room=Room(scaled=self._scaled))
+            return page_of(self._read_runs(), live=True, room=Room(scaled=self._scaled))
 
     def ask(self, path: str, query: dict[str, str]) -> dict[str, Any]:
         """Answer a request for one of PATHS. Raises ValueError for an invalid query, OSError for missing files."""
@@ -73,23 +73,23 @@ class Watcher:
             raise ValueError(f"run={number}: no such run; expected 0 to {len(self.folders) - 1}")
         with self._lock:
             if path == "/sections":
-                return self._sections(query.get("seen", ""), query.get("kept", ""))
+                return self._changed_sections(query.get("seen", ""), query.get("kept", ""))
             if not self.folders[number].is_dir():
                 raise FileNotFoundError(f"{self.folders[number]} no longer exists")
             if path == "/ranks":
-                return self._ranks(number, int(query["step"]) if "step" in query else None)
-            return self._log(number, int(query.get("rank", "")))
+                return self._rank_data(number, int(query["step"]) if "step" in query else None)
+            return self._rank_log(number, int(query.get("rank", "")))
 
-    def _runs(self) -> list[Run]:
+    def _read_runs(self) -> list[Run]:
         return [reader.read() for reader in self._readers]
 
-    def _ranks(self, number: int, step: int | None) -> dict[str, Any]:
+    def _rank_data(self, number: int, step: int | None) -> dict[str, Any]:
         folder = self.folders[number]
-        line = overview(folder, self._state(number))
+        line = overview(folder, self._run_state(number))
         of_run = {"state": line.state, "done": line.step, "total": line.total, "eta_s": line.eta_s}
         return of_run | self._histories[number].data(step)
 
-    def _state(self, number: int) -> str:
+    def _run_state(self, number: int) -> str:
         """Like phalanx.tools.board.runs.states, but without waiting: compares heartbeats between requests."""
         folder, now = self.folders[number], time.monotonic()
         job = read_json(folder, RUNNING_FILE)
@@ -99,21 +99,21 @@ class Watcher:
             self._beats[number] = job, now
         return LIVING if now - self._beats[number][1] < SILENCE_S else DEAD
 
-    def _log(self, number: int, rank: int) -> dict[str, Any]:
+    def _rank_log(self, number: int, rank: int) -> dict[str, Any]:
         try:
             data = tail(self.folders[number], f"{RANKS}/{rank}.log", LOG_BYTES)
         except FileNotFoundError:  # the rank has not printed anything yet
             data = b""
         return {"text": data.decode("utf-8", "replace")}
 
-    def _sections(self, seen: str, kept: str) -> dict[str, Any]:
+    def _changed_sections(self, seen: str, kept: str) -> dict[str, Any]:
         """The sections of the report, if the keys of its files differ from `seen` and `kept`, those of the page."""
         keys = [key_of(folder, METRICS_FILE, CONFIG_FILE) for folder in self.folders]
         now = {"seen": " ".join(keys), "kept": " ".join(map(_key_of_samples, self.folders))}
         if now == {"seen": seen, "kept": kept}:
             return now
         room = Room(scaled=self._scaled)
-        return sections_of(self._runs(), with_samples=now["kept"] != kept, room=room) | now
+        return sections_of(self._read_runs(), with_samples=now["kept"] != kept, room=room) | now
 
 
 def _key_of_samples(folder: Path) -> str:
@@ -155,9 +155,9 @@ class Server(ThreadingHTTPServer):
         with self._turn:
             same = [other for other, (name, _) in self._silent.items() if name == address]
             if len(same) >= MOST_SILENT:
-                self._drop(same[0])
+                self._drop_connection(same[0])
             elif len(self._open) >= MOST_CONNECTIONS and self._silent:
-                self._drop(next(iter(self._silent)))
+                self._drop_connection(next(iter(self._silent)))
             is_full = len(self._open) >= MOST_CONNECTIONS
             if not is_full:
                 self._open.add(request)
@@ -181,9 +181,9 @@ class Server(ThreadingHTTPServer):
         with self._turn:
             late = time.monotonic() - HEAD_S
             for request in [request for request, (_, since) in self._silent.items() if since < late]:
-                self._drop(request)
+                self._drop_connection(request)
 
-    def _drop(self, request: socket.socket) -> None:
+    def _drop_connection(self, request: socket.socket) -> None:
         """Close a silent connection; its thread, which is reading, then ends."""
         del self._silent[request]
         self._open.discard(request)
@@ -234,33 +234,35 @@ class Handler(BaseHTTPRequestHandler):
         try:
             address = urlsplit(self.path)
         except ValueError as error:
-            return self._refuse(HTTPStatus.BAD_REQUEST, str(error))
+            return self._refuse_request(HTTPStatus.BAD_REQUEST, str(error))
         query = {name: values[-1] for name, values in parse_qs(address.query).items()}
         token = self.server.token
         if not self.server.admits(self.headers.get("Host", "")):
-            return self._refuse(HTTPStatus.FORBIDDEN, "unknown host name; use the address that was printed")
+            return self._refuse_request(HTTPStatus.FORBIDDEN, "unknown host name; use the address that was printed")
         if token is not None and not secrets.compare_digest(query.get("token", "").encode(), token.encode()):
-            return self._refuse(HTTPStatus.FORBIDDEN, "missing or wrong token; use the address that was printed")
+            return self._refuse_request(
+                HTTPStatus.FORBIDDEN, "missing or wrong token; use the address that was printed"
+            )
         if not self.server.has_asked(self.connection):
             self.close_connection = True
             return None
         if address.path not in ("/", *PATHS):
-            return self._refuse(HTTPStatus.NOT_FOUND, "there is no such page")
+            return self._refuse_request(HTTPStatus.NOT_FOUND, "there is no such page")
         try:
             if address.path == "/":
                 page, policy = self.server.watcher.page()
-                return self._send(HTTPStatus.OK, page, "text/html", policy)
+                return self._send_data(HTTPStatus.OK, page, "text/html", policy)
             answer = self.server.watcher.ask(address.path, query)
             # browsers cannot parse NaN: raise ValueError for it
             text = json.dumps(answer, separators=(",", ":"), allow_nan=False)
         except (ValueError, OSError) as error:  # for example, a file is being replaced at this moment
-            return self._refuse(HTTPStatus.BAD_REQUEST, str(error))
-        return self._send(HTTPStatus.OK, text.encode(), "application/json")
+            return self._refuse_request(HTTPStatus.BAD_REQUEST, str(error))
+        return self._send_data(HTTPStatus.OK, text.encode(), "application/json")
 
-    def _refuse(self, status: HTTPStatus, words: str) -> None:
-        self._send(status, f"{words}\n".encode("utf-8", "replace"), "text/plain")
+    def _refuse_request(self, status: HTTPStatus, words: str) -> None:
+        self._send_data(status, f"{words}\n".encode("utf-8", "replace"), "text/plain")
 
-    def _send(self, status: HTTPStatus, data: bytes, kind: str, policy: str = "default-src 'none'") -> None:
+    def _send_data(self, status: HTTPStatus, data: bytes, kind: str, policy: str = "default-src 'none'") -> None:
         self.send_response(status)
         self.send_header("Content-Type", f"{kind}; charset=utf-8")
         self.send_header("Content-Length", str(len(data)))

@@ -67,30 +67,30 @@ class ClusterCheck:
         """Execute all steps and print the findings; raises JobError on all ranks if training would fail."""
         self.exchange = KVExchange(self.launch.rank, self.launch.world_size, self._open_store())
         steps = {
-            "ranks": self._ranks,
-            "machines": self._machines,
+            "ranks": self._check_ranks,
+            "machines": self._check_machines,
             "shared disk": self._shared_disk,
-            "groups": self._groups,
-            "clocks": self._clocks,
-            "all-reduce": self._sums,
-            "bandwidth": self._bandwidth,
+            "groups": self._check_groups,
+            "clocks": self._check_clocks,
+            "all-reduce": self._check_sums,
+            "bandwidth": self._check_bandwidth,
         }
         if self.cfg.placement:
             steps["roles"] = self._across_roles
         left = list(steps)
-        while left and self._agree(steps[left.pop(0)]()):
+        while left and self._agree_value(steps[left.pop(0)]()):
             pass
         if self.launch.rank == 0:
             print(table(self.nodes, self.machines, self.gpus, self.ahead, self.rates, self.roles))
             print(*self.findings, sep="\n", flush=True)
-        verdict = self._agree(self._verdict(left))
+        verdict = self._agree_value(self._final_verdict(left))
         # the store may end with rank 0, which therefore waits until all ranks have read the verdict
         self.exchange.gather(None, GRACE_S)
         if verdict is not None:
             raise JobError(verdict)
         stop_world()
 
-    def _verdict(self, left: list[str]) -> str | None:
+    def _final_verdict(self, left: list[str]) -> str | None:
         failed: list[str] = []
         for finding in self.findings:
             if finding.level == FAIL and finding.topic not in failed:
@@ -100,14 +100,14 @@ class ClusterCheck:
 
     # -- steps: each returns True, on rank 0, if the next step is possible --------------------------
 
-    def _ranks(self) -> bool:
+    def _check_ranks(self) -> bool:
         limit = self.cfg.timeout_s
         notes = self.exchange.gather(asdict(facts.RankInfo.here(self.launch)), limit)
         infos = [facts.RankInfo(**note) for note in notes.values()]
         self.nodes = name_nodes(infos)
-        placed = self._place()
+        placed = self._place_roles()
         # the first rank of each node collects facts that are common to its ranks
-        self.firsts = self._agree([ranks[0] for ranks in self.nodes.values()])
+        self.firsts = self._agree_value([ranks[0] for ranks in self.nodes.values()])
         if self.launch.rank != 0:
             return True
         size = self.launch.world_size
@@ -119,7 +119,7 @@ class ClusterCheck:
         self.findings += placed
         return True
 
-    def _place(self) -> list[Finding]:
+    def _place_roles(self) -> list[Finding]:
         """Assign roles to the ranks."""
         try:
             roles = roles_of(self.cfg.placement, self.launch)
@@ -130,9 +130,9 @@ class ClusterCheck:
         self.roles = roles
         return diagnose.placement(roles)
 
-    def _machines(self) -> bool:
-        gpu_notes = self._ask("GPUs", lambda: asdict(facts.look_at_gpu(self.launch.local_rank)))
-        if not self._agree(gpu_notes is not None):
+    def _check_machines(self) -> bool:
+        gpu_notes = self._ask_ranks("GPUs", lambda: asdict(facts.look_at_gpu(self.launch.local_rank)))
+        if not self._agree_value(gpu_notes is not None):
             return False
         machine_notes = self._ask_firsts("machines", lambda: asdict(facts.look_at_machine(self.cfg)))
         if gpu_notes is None or machine_notes is None:
@@ -157,9 +157,9 @@ class ClusterCheck:
 
     def _shared_disk(self) -> bool:
         # a new name per check, because a network file system may still show the marks of an earlier check
-        folder = SharedFolder(self._output_dir, self._agree(secrets.token_hex(4)), self.launch.rank)
+        folder = SharedFolder(self._output_dir, self._agree_value(secrets.token_hex(4)), self.launch.rank)
         written = self._ask_firsts("shared disk", folder.write)
-        if self._agree(written is not None):
+        if self._agree_value(written is not None):
             # the first node checks all nodes' marks, the others only that of the first, which needs few reads
             expected = self.firsts if self.launch.rank == 0 else self.firsts[:1]
             patience = min(PATIENCE_S, self.cfg.timeout_s / 2)
@@ -170,21 +170,21 @@ class ClusterCheck:
                 for first, name in names.items():
                     unseen[name] = [names[other] for other in missing[first]]
                 self.findings += diagnose.shared(str(self._output_dir), unseen, patience)
-        if self._agree(not self._stuck):
+        if self._agree_value(not self._stuck):
             self._ask_firsts("shared disk", folder.remove)
         return self._can_connect and not self._stuck
 
-    def _groups(self) -> bool:
+    def _check_groups(self) -> bool:
         # longer than the check's time limit, because NCCL ends the process at its own
         limits = ParallelConfig(timeout_s=2 * self.cfg.timeout_s + 30)
 
         def connect() -> None:
             self.world = start_world(limits)
 
-        return self._ask("groups", connect) is not None
+        return self._ask_ranks("groups", connect) is not None
 
-    def _clocks(self) -> bool:
-        offsets = self._ask("clocks", lambda: measure.clock_offset(self.world))
+    def _check_clocks(self) -> bool:
+        offsets = self._ask_ranks("clocks", lambda: measure.clock_offset(self.world))
         if offsets is None:
             return False
         for name, ranks in self.nodes.items():
@@ -192,15 +192,15 @@ class ClusterCheck:
         self.findings += diagnose.clocks(self.ahead)
         return True
 
-    def _sums(self) -> bool:
-        problems = self._ask("all-reduce", lambda: measure.check_sums(self.world))
+    def _check_sums(self) -> bool:
+        problems = self._ask_ranks("all-reduce", lambda: measure.check_sums(self.world))
         if problems is None:
             return False
         self.findings += diagnose.sums(self.nodes, problems)
         return True
 
-    def _bandwidth(self) -> bool:
-        rates = self._ask("bandwidth", lambda: measure.bandwidths(self.world))
+    def _check_bandwidth(self) -> bool:
+        rates = self._ask_ranks("bandwidth", lambda: measure.bandwidths(self.world))
         if rates is None:
             return False
         self.rates = rates
@@ -210,11 +210,11 @@ class ClusterCheck:
     def _across_roles(self) -> bool:
         """Measure the transfer of weights between roles as in training; skipped without valid roles."""
         # use rank 0's roles, because the nodes' configurations may differ
-        ranks_of_role = self._agree(None if self.roles is None else self.roles.ranks)
+        ranks_of_role = self._agree_value(None if self.roles is None else self.roles.ranks)
         if ranks_of_role is None:
             return True
         roles = Roles({role: tuple(ranks) for role, ranks in ranks_of_role.items()})
-        seconds = self._ask("roles", lambda: measure.weights_across(self.world, roles, 2 * self.cfg.timeout_s))
+        seconds = self._ask_ranks("roles", lambda: measure.weights_across(self.world, roles, 2 * self.cfg.timeout_s))
         if seconds is None:
             return False
         self.findings += diagnose.roles(self.nodes, roles, seconds)
@@ -234,15 +234,15 @@ class ClusterCheck:
     def _output_dir(self) -> Path:
         return Path(self.cfg.trainer.output_dir).absolute()
 
-    def _agree(self, value: Any) -> Any:
+    def _agree_value(self, value: Any) -> Any:
         """Rank 0's value, on all ranks. Waits up to two time limits, for rank 0's work and for the others' notes."""
         return self.exchange.agree(value, 2 * self.cfg.timeout_s + 3 * GRACE_S)
 
     def _ask_firsts(self, topic: str, work: Callable[[], Any]) -> dict[int, Any] | None:
-        """Like `_ask`, but only the first rank of each node does `work`."""
-        return self._ask(topic, work if self.launch.rank in self.firsts else lambda: None)
+        """Like `_ask_ranks`, but only the first rank of each node does `work`."""
+        return self._ask_ranks(topic, work if self.launch.rank in self.firsts else lambda: None)
 
-    def _ask(self, topic: str, work: Callable[[], Any]) -> dict[int, Any] | None:
+    def _ask_ranks(self, topic: str, work: Callable[[], Any]) -> dict[int, Any] | None:
         """Do `work` on all ranks; returns the results by rank on rank 0, or None after adding a finding."""
         begin, limit = time.monotonic(), self.cfg.timeout_s
         try:

@@ -224,7 +224,7 @@ def paths(machines: Machines) -> list[Finding]:
     right = []
     for key, by_node in facts.items():
         before = len(topic.findings)
-        _path(key, by_node, topic)
+        _compare_path(key, by_node, topic)
         if len(topic.findings) == before:
             right.append(key)
     if right:
@@ -232,7 +232,7 @@ def paths(machines: Machines) -> list[Finding]:
     return topic.or_ok("nothing to check; give model.path and data.train_files, or a training configuration")
 
 
-def _path(key: str, facts: Mapping[str, PathFact], topic: Topic) -> None:
+def _compare_path(key: str, facts: Mapping[str, PathFact], topic: Topic) -> None:
     """Compare the nodes' facts of one path."""
     problems: dict[str, list[str]] = {}
     sizes, remote = {}, []
@@ -317,10 +317,10 @@ def bandwidths(nodes: Nodes, measured: Rates) -> list[Finding]:
         if links:
             text += f", from node to node {statistics.median(links.values()):.3g} GB/s"
         topic.add(OK, text)
-    for name, median in _slow(inside):
+    for name, median in _slow_nodes(inside):
         topic.warn(f"{name} has {inside[name]:.3g} GB/s inside, the median is {median:.3g}; all nodes will wait")
     names = list(nodes)
-    for name, median in _slow(links):
+    for name, median in _slow_nodes(links):
         link = f"{links[name]:.3g} GB/s from {names[names.index(name) - 1]}"
         topic.warn(f"{name} gets {link}, the median is {median:.3g}; all nodes will wait")
     return topic.findings
@@ -353,7 +353,7 @@ def by_node(nodes: Nodes, measured: Rates) -> tuple[dict[str, float], dict[str, 
     return inside, links
 
 
-def _slow(figures: Mapping[str, float]) -> list[tuple[str, float]]:
+def _slow_nodes(figures: Mapping[str, float]) -> list[tuple[str, float]]:
     """The names of nodes far below the median, each with the median."""
     median = statistics.median(figures.values() or [0.0])
     return [(name, median) for name, figure in figures.items() if figure < SLOW * median]

@@ -19,14 +19,14 @@ class SharedFolder:
         """Write this node's mark; raises OSError."""
         self._made = [p for p in (self.folder, *self.folder.parents) if not p.exists()]
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._mark(self.node).write_text(self.folder.name)
+        self._mark_file(self.node).write_text(self.folder.name)
 
     def missing(self, nodes: list[int], patience_s: float) -> list[int]:
         """Those of `nodes` whose marks are still not visible here after `patience_s` seconds."""
         deadline = time.monotonic() + patience_s
         while True:
             list(self.folder.iterdir())  # makes a network file system refresh its cache
-            unseen = [node for node in nodes if not self._seen(node)]
+            unseen = [node for node in nodes if not self._is_seen(node)]
             if not unseen or time.monotonic() > deadline:
                 return unseen
             time.sleep(0.2)
@@ -42,11 +42,11 @@ class SharedFolder:
             except OSError:  # the folder is no longer empty
                 return
 
-    def _mark(self, node: int) -> Path:
+    def _mark_file(self, node: int) -> Path:
         return self.folder / f"node_{node}"
 
-    def _seen(self, node: int) -> bool:
+    def _is_seen(self, node: int) -> bool:
         try:
-            return self._mark(node).read_text() == self.folder.name
+            return self._mark_file(node).read_text() == self.folder.name
         except FileNotFoundError:
             return False

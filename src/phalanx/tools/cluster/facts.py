@@ -246,7 +246,7 @@ def bytes_below(path: Path) -> int:
     files = [path]
     if path.is_dir():
         files = []
-        for root, _, names in os.walk(path, onerror=_refuse):
+        for root, _, names in os.walk(path, onerror=_raise_error):
             files += [Path(root, name) for name in names]
     size = 0
     for file in files:
@@ -256,5 +256,5 @@ def bytes_below(path: Path) -> int:
     return size
 
 
-def _refuse(error: OSError) -> NoReturn:
+def _raise_error(error: OSError) -> NoReturn:
     raise error

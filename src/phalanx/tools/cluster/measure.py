@@ -57,7 +57,7 @@ def check_sums(world: World) -> str | None:
     Small integers in float32 have exact sums in any order.
     """
     for size in SUM_SIZES:
-        total = _pattern(size, world.device) * _factor(world.rank)
+        total = _test_pattern(size, world.device) * _rank_factor(world.rank)
         dist.all_reduce(total)
         problem = wrong_sum(total, world.size)
         if problem is not None:
@@ -67,7 +67,7 @@ def check_sums(world: World) -> str | None:
 
 def wrong_sum(total: Tensor, ranks: int) -> str | None:
     """Describe the error in `total` [N], the sum over `ranks` ranks; None if correct."""
-    right = _pattern(total.numel(), total.device) * sum(map(_factor, range(ranks)))
+    right = _test_pattern(total.numel(), total.device) * sum(map(_rank_factor, range(ranks)))
     wrong = (total != right).nonzero().flatten()
     if not wrong.numel():
         return None
@@ -76,11 +76,11 @@ def wrong_sum(total: Tensor, ranks: int) -> str | None:
     return f"{wrong.numel()} of {total.numel()} sums are wrong; {first}"
 
 
-def _pattern(size: int, device: torch.device) -> Tensor:
+def _test_pattern(size: int, device: torch.device) -> Tensor:
     return (torch.arange(size, device=device) % 7 + 1).float()
 
 
-def _factor(rank: int) -> int:
+def _rank_factor(rank: int) -> int:
     return rank % 16 + 1
 
 
@@ -101,7 +101,7 @@ def bandwidths(world: World) -> dict[str, float]:
     if dist.get_world_size(node) > 1:
         rates["node"] = _all_reduce(size, world.device, node)
     if dist.get_world_size(link) > 1:
-        rates["link"] = _ring(size, world.device, link)
+        rates["link"] = _ring_bandwidth(size, world.device, link)
     return rates
 
 
@@ -109,11 +109,11 @@ def _all_reduce(size: int, device: torch.device, group: dist.ProcessGroup | None
     """Bus bandwidth as in nccl-tests: each link carries 2 (n - 1) / n times the message."""
     tensor = torch.zeros(size // 4, device=device)
     n = dist.get_world_size(group)
-    seconds = _seconds(lambda: dist.all_reduce(tensor, group=group), device)
+    seconds = _median_seconds(lambda: dist.all_reduce(tensor, group=group), device)
     return 2 * (n - 1) / n * size / seconds / 1e9
 
 
-def _ring(size: int, device: torch.device, group: dist.ProcessGroup) -> float:
+def _ring_bandwidth(size: int, device: torch.device, group: dist.ProcessGroup) -> float:
     """Bandwidth of a shift by one rank, in which all ranks of `group` send and receive simultaneously."""
     ranks, i = dist.get_process_group_ranks(group), dist.get_rank(group)
     out, into = torch.zeros(size // 4, device=device), torch.zeros(size // 4, device=device)
@@ -124,7 +124,7 @@ def _ring(size: int, device: torch.device, group: dist.ProcessGroup) -> float:
         for work in dist.batch_isend_irecv([send, receive]):
             work.wait()
 
-    return size / _seconds(shift, device) / 1e9
+    return size / _median_seconds(shift, device) / 1e9
 
 
 def weights_across(world: World, roles: Roles, timeout_s: float) -> float | None:
@@ -146,10 +146,10 @@ def weights_across(world: World, roles: Roles, timeout_s: float) -> float | None
 
     if link.role == ACTOR and world.rank != link.lead:
         return None
-    return _seconds(send if link.role == ACTOR else receive, world.device) / size * 1e9
+    return _median_seconds(send if link.role == ACTOR else receive, world.device) / size * 1e9
 
 
-def _seconds(work: Callable[[], object], device: torch.device) -> float:
+def _median_seconds(work: Callable[[], object], device: torch.device) -> float:
     """Median time of several repetitions, after a first one that opens the connections."""
     times = []
     for _ in range(1 + REPETITIONS):

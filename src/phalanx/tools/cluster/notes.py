@@ -32,7 +32,7 @@ def open_store(launch: Launch, timeout_s: float) -> dist.Store:
     # torchrun sets this variable if it already serves a store at that address
     is_host = launch.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     if not is_host:
-        _reach(address, port, timeout_s)
+        _wait_reachable(address, port, timeout_s)
     try:
         store = dist.TCPStore(
             address,
@@ -54,7 +54,7 @@ def master() -> str:
     return f"MASTER_ADDR={os.environ['MASTER_ADDR']}, MASTER_PORT={os.environ['MASTER_PORT']}"
 
 
-def _reach(address: str, port: int, timeout_s: float) -> None:
+def _wait_reachable(address: str, port: int, timeout_s: float) -> None:
     """Wait until something listens at the address; TCPStore would wait too, but fail with a C++ stack trace."""
     deadline = time.monotonic() + timeout_s
     while (problem := unreachable(address, port)) is not None:
@@ -81,7 +81,7 @@ class KVExchange:
         self._store.set(keys[self.rank], json.dumps(value))
         if self.rank != 0:
             return {}
-        self._wait(keys, limit_s)
+        self._wait_keys(keys, limit_s)
         notes = {}
         for rank, key in enumerate(keys):
             if self._store.check([key]):
@@ -96,14 +96,14 @@ class KVExchange:
             self._store.set(key, json.dumps(value))
             return value
         try:
-            if self._wait([key], limit_s):
+            if self._wait_keys([key], limit_s):
                 return json.loads(self._store.get(key))
             problem = f"said nothing for {limit_s:g} s"
         except dist.DistError:
             problem = "is gone"
         raise JobError(f"rank 0 {problem}; its own log says why")
 
-    def _wait(self, keys: list[str], limit_s: float) -> bool:
+    def _wait_keys(self, keys: list[str], limit_s: float) -> bool:
         """Wait for all keys; returns False after the time limit."""
         # not store.wait, which also prints a C++ stack trace
         deadline = time.monotonic() + limit_s

@@ -58,16 +58,16 @@ def clusters(words: Mapping[str, str], env: Mapping[str, str]) -> list[Cluster]:
     given = {"NNODES": env.get("NNODES", "1"), "NPROC_PER_NODE": env.get("NPROC_PER_NODE", "1"), **words}
     name = "nnodes" if "nnodes" in words else "NNODES"
     first, _, last = given[name].partition(":")
-    nodes = range(_integer(first), _integer(last or first) + 1)
+    nodes = range(_parse_integer(first), _parse_integer(last or first) + 1)
     if not nodes or nodes[0] == 0:
         raise ConfigError(f"{name}={given[name]}: expected an integer, e.g. 4, or a range, e.g. 2:4")
     name = next(key for key in ("nproc_per_node", "nproc", "NPROC_PER_NODE") if key in given)
-    if _integer(given[name]) == 0:
+    if _parse_integer(given[name]) == 0:
         raise ConfigError(f"{name}={given[name]}: expected an integer, e.g. 8")
-    return [Cluster(number, _integer(given[name])) for number in nodes]
+    return [Cluster(number, _parse_integer(given[name])) for number in nodes]
 
 
-def _integer(text: str) -> int:
+def _parse_integer(text: str) -> int:
     """The number that a text spells; 0 for other texts."""
     return int(text) if text.isdecimal() else 0
 

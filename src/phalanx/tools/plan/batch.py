@@ -39,11 +39,11 @@ def arithmetic(parts: Sequence[Rehearsal], roles: Roles, *, alternate: bool = Fa
     rows = []
     for p in parts:
         if p.role:
-            rows.append((p.role, _operations(cast(RLRehearsal, p).flops_of_role, len(roles.ranks[p.role]))))
+            rows.append((p.role, _operation_count(cast(RLRehearsal, p).flops_of_role, len(roles.ranks[p.role]))))
             continue
-        text = _operations(p.flops, p.policy.layout.cluster.ranks)
+        text = _operation_count(p.flops, p.policy.layout.cluster.ranks)
         if alternate:
-            text += f"; {_operations(cast(RLRehearsal, p).drawn_flops)} in a step that does not train it"
+            text += f"; {_operation_count(cast(RLRehearsal, p).drawn_flops)} in a step that does not train it"
         rows.append((p.part or "a step", text))
         again = 1 - p.model_flops / p.flops
         if again > 0 and not p.part:
@@ -53,7 +53,7 @@ def arithmetic(parts: Sequence[Rehearsal], roles: Roles, *, alternate: bool = Fa
     return [*rows, ("left out", "rewards, text encoders, VAE and vision tower")]
 
 
-def _operations(flops: int, ranks: int = 1) -> str:
+def _operation_count(flops: int, ranks: int = 1) -> str:
     """A number of operations with its unit, and each rank's share of it."""
     unit, size = ("PFLOP", 1e15) if flops >= 1e15 else ("TFLOP", 1e12)
     text = f"{flops / size:.4g} {unit}"

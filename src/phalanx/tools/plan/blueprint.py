@@ -53,7 +53,7 @@ class _Blueprint(FlowModel):
         for name, entry in read_index(folder).items():
             if isinstance(entry, list) and len(entry) == 2:
                 library, kind = entry
-                parts[name] = _component(folder, name, library, kind, dtype)
+                parts[name] = _make_component(folder, name, library, kind, dtype)
                 if name.startswith("text_encoder") and parts[name] is not None and _stored_in(folder / name) is dtype:
                     self.mapped.append(parts[name])
             elif name in signature(pipeline.__init__).parameters:
@@ -177,11 +177,11 @@ def fetch(path: str, revision: str | None = None) -> str:
     try:
         return snapshot_download(path, revision=revision, allow_patterns=_FILES)
     except (HfHubHTTPError, OSError):
-        return str(_shipped(path))
+        return str(_shipped_folder(path))
 
 
 @cache
-def _shipped(path: str) -> Path:
+def _shipped_folder(path: str) -> Path:
     """The folder of a hub id's configurations that Phalanx ships; cached, so that a process logs each only once."""
     folder = _SHIPPED / path.replace("/", "--")
     if not folder.is_dir():
@@ -201,7 +201,7 @@ def _stored_in(folder: Path) -> torch.dtype | None:
     return DTYPES.get(settings.get("dtype", settings.get("torch_dtype")))
 
 
-def _component(folder: Path, name: str, library: str | None, kind: str | None, dtype: torch.dtype) -> Any:
+def _make_component(folder: Path, name: str, library: str | None, kind: str | None, dtype: torch.dtype) -> Any:
     """A component of the folder by its class in model_index.json; None if it is absent or has no tensors.
 
     The scheduler and the guider are real ones: they have no tensors to load.

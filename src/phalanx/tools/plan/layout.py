@@ -274,8 +274,8 @@ class ShardedUpdate:
         self._unit: int | None = None  # in its backward pass
         self._message = 0  # bytes of the last reduction's message, which the next one frees
         for number, unit in [*enumerate(policy.units), (ROOT, policy.trained.module)]:
-            unit.register_forward_pre_hook(partial(self._enter, number))
-            unit.register_forward_hook(partial(self._leave, number))
+            unit.register_forward_pre_hook(partial(self._enter_unit, number))
+            unit.register_forward_hook(partial(self._leave_unit, number))
 
     def begin(self) -> None:
         """Begin a pass: nothing is gathered, and accumulated gradients exist as a whole or as parts."""
@@ -294,29 +294,29 @@ class ShardedUpdate:
         self._computed[w.unit] += size
         self._waiting[w.unit] -= 1
         if self._waiting[w.unit] == 0:
-            self._reduce(w.unit)
+            self._reduce_gradients(w.unit)
 
-    def _enter(self, number: int, module: nn.Module, args: Any) -> None:
+    def _enter_unit(self, number: int, module: nn.Module, args: Any) -> None:
         if self.ledger.phase.name != "update" or (
             self._backward and number != ROOT
         ):  # the latter: checkpointing recomputes it
             return
         if number == ROOT:
-            self._free()
+            self._free_gathered()
             self._waiting = {unit: len(weights) for unit, weights in self._weights.items()}
         size = self._sizes[number]
-        self._hold("message", self._gathered["message"] + size)  # that of the unit before still exists
-        self._hold("message", size)
-        self._hold(str(number), size)
+        self._hold_bytes("message", self._gathered["message"] + size)  # that of the unit before still exists
+        self._hold_bytes("message", size)
+        self._hold_bytes(str(number), size)
 
-    def _leave(self, number: int, module: nn.Module, args: Any, output: Any) -> None:
+    def _leave_unit(self, number: int, module: nn.Module, args: Any, output: Any) -> None:
         if self.ledger.phase.name != "update" or (self._backward and number != ROOT):
             return
         if number == ROOT:
-            self._hold("message", 0)
+            self._hold_bytes("message", 0)
             self._backward = True
         elif self.reshards:
-            self._hold(str(number), 0)
+            self._hold_bytes(str(number), 0)
         for leaf in tree_leaves(output):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
                 leaf.register_hook(partial(self._enter_backward, number))
@@ -325,17 +325,17 @@ class ShardedUpdate:
         if number == self._unit:
             return
         if self._unit is not None and self._unit != ROOT:
-            self._reduce(self._unit)
+            self._reduce_gradients(self._unit)
         self._unit = number
-        self._hold(str(number), self._sizes[number])  # copied out of the message
+        self._hold_bytes(str(number), self._sizes[number])  # copied out of the message
         before = len(self._sizes) - 2 if number == ROOT else number - 1
-        self._hold("message", 0)
+        self._hold_bytes("message", 0)
         if self.reshards and before >= 0:
-            self._hold("message", self._sizes[before])
+            self._hold_bytes("message", self._sizes[before])
 
-    def _reduce(self, number: int) -> None:
+    def _reduce_gradients(self, number: int) -> None:
         """End a unit's backward pass: free its weights, and reduce its gradients to this rank's parts."""
-        self._hold(str(number), 0)
+        self._hold_bytes(str(number), 0)
         if number not in self._computed:
             return
         keep, weights = self.ledger.keep_gradient, self._weights[number]
@@ -353,19 +353,19 @@ class ShardedUpdate:
         kept = 0 if self.summed and self._each else 1  # whether the parts stay, or are added to those of other passes
         keep(sum(kept * self.layout.gradient(w) * (not w.away) - w.part * REDUCED for w in weights))
 
-    def _hold(self, name: str, size: int) -> None:
+    def _hold_bytes(self, name: str, size: int) -> None:
         """Replace the gathered bytes of this name by `size`."""
         self.ledger.gather(size - self._gathered[name])
         self._gathered[name] = size
 
     def end(self) -> None:
         """End an update: no gradients are left, and nothing is gathered."""
-        self._free()
+        self._free_gathered()
         self.ledger.keep_gradient(-self.ledger.gradients)
         self._message = 0
         self._computed.clear()
 
-    def _free(self) -> None:
+    def _free_gathered(self) -> None:
         for name in self._gathered:
-            self._hold(name, 0)
+            self._hold_bytes(name, 0)
         self._backward, self._unit = False, None

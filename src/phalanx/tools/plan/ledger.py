@@ -115,7 +115,7 @@ class Ledger(TorchDispatchMode):
             # a mask that is indexed by another mask keeps all of its true elements
             true = self._true.get(args[0].untyped_storage()._cdata)
         if func is aten.index.Tensor and args[0].is_meta:
-            args = args[0], self._numbered(args[1])
+            args = args[0], self._replace_masks(args[1])
         elif func is aten.index.Tensor:
             args = args[0], [self._to_host(i, kwargs) if i is not None and i.is_meta else i for i in args[1]]
         elif func is aten.nonzero.default and args[0].is_meta:
@@ -132,12 +132,12 @@ class Ledger(TorchDispatchMode):
             func, args = aten.new_empty.default, (args[0], args[2])
         # results that are views of an argument, or the argument itself, take no memory
         new = any(returned.alias_info is None for returned in func._schema.returns)
-        out = self._compute(func, args, kwargs) if new else func(*args, **kwargs)
+        out = self._compute_result(func, args, kwargs) if new else func(*args, **kwargs)
         if new:
-            inputs, made = _storages(args), _storages(out)
+            inputs, made = _meta_storages(args), _meta_storages(out)
             on_host = bool(inputs) and all(storage._cdata in self._on_host for storage in inputs)
             for storage in made:
-                self._enter(storage, on_host=on_host)
+                self._enter_storage(storage, on_host=on_host)
                 if true is not None:
                     self._true[storage._cdata] = true
             if moves and made and not args[0].is_meta and not args[0].is_floating_point():
@@ -197,14 +197,14 @@ class Ledger(TorchDispatchMode):
     def keep_gradient(self, size: int) -> None:
         """Count a gradient that stays; a negative size frees it."""
         self.gradients += size
-        self._add(size)
+        self._add_bytes(size)
 
     def gather(self, size: int) -> None:
         """Count gathered weights; a negative size frees them."""
         self.gathered += size
-        self._add(size)
+        self._add_bytes(size)
 
-    def _numbered(self, indices: Sequence[Tensor | None]) -> list[Tensor | None]:
+    def _replace_masks(self, indices: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Indices, with masks replaced by as many numbers as they have true elements."""
         numbered: list[Tensor | None] = []
         for index in indices:
@@ -218,15 +218,15 @@ class Ledger(TorchDispatchMode):
         """The number of true elements: the marked number, or all; of a part of a mask at most its size."""
         return min(self._true.get(mask.untyped_storage()._cdata, mask.numel()), mask.numel())
 
-    def _compute(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _compute_result(self, func: Any, args: Any, kwargs: Any) -> Any:
         """A new result. It is remembered for equal inputs, because torch computes many shapes slowly, in Python."""
-        key = func, _form(args), _form(tuple(kwargs.items()))
+        key = func, _argument_form(args), _argument_form(tuple(kwargs.items()))
         if key in self._results:
             shape, stride, dtype = self._results[key]
             return torch.empty_strided(shape, stride, dtype=dtype, device=META)
         out = func(*args, **kwargs)
         # an _unsafe_view does not declare that it is a view
-        shared = {storage._cdata for storage in _storages(args)}
+        shared = {storage._cdata for storage in _meta_storages(args)}
         if isinstance(out, Tensor) and out.is_meta and out.untyped_storage()._cdata not in shared:
             self._results[key] = out.shape, out.stride(), out.dtype
         return out
@@ -238,26 +238,26 @@ class Ledger(TorchDispatchMode):
         if tensor.dtype is torch.bool:
             return torch.ones(tensor.shape, dtype=torch.bool)
         out = torch.empty_like(tensor, dtype=kwargs.get("dtype"))
-        self._enter(out.untyped_storage(), on_host=True)
+        self._enter_storage(out.untyped_storage(), on_host=True)
         return out
 
-    def _enter(self, storage: torch.UntypedStorage, *, on_host: bool) -> None:
+    def _enter_storage(self, storage: torch.UntypedStorage, *, on_host: bool) -> None:
         key = storage._cdata
         if key in self._sizes:
             return
         self._sizes[key] = storage.nbytes() if self._counting and not on_host else 0
         if on_host:
             self._on_host.add(key)
-        weakref.finalize(storage, self._leave, key).atexit = False
-        self._add(self._sizes[key])
+        weakref.finalize(storage, self._leave_storage, key).atexit = False
+        self._add_bytes(self._sizes[key])
 
-    def _leave(self, key: int) -> None:
+    def _leave_storage(self, key: int) -> None:
         self.live -= self._sizes.pop(key)
         self._on_host.discard(key)
         self._numbers.pop(key, None)
         self._true.pop(key, None)
 
-    def _add(self, size: int) -> None:
+    def _add_bytes(self, size: int) -> None:
         self.live += size
         self.phase.reach(self.live, self.gradients, self.gathered)
 
@@ -267,16 +267,16 @@ def _on_device(tensor: Tensor) -> Tensor:
     return tensor if tensor.is_meta or tensor.dim() == 0 else torch.empty_like(tensor, device=META)
 
 
-def _form(value: Any) -> Hashable:
+def _argument_form(value: Any) -> Hashable:
     """All of an argument that determines the form of a result; 1, 1.0 and True are different."""
     if isinstance(value, Tensor):
         return value.shape, value.stride(), value.dtype, value.device
     if isinstance(value, list | tuple):
-        return tuple(map(_form, value))
+        return tuple(map(_argument_form, value))
     return type(value), value
 
 
-def _storages(tree: Any) -> list[torch.UntypedStorage]:
+def _meta_storages(tree: Any) -> list[torch.UntypedStorage]:
     """The storages of the meta tensors among arguments or results."""
     return [t.untyped_storage() for t in tree_leaves(tree) if isinstance(t, Tensor) and t.is_meta]
 

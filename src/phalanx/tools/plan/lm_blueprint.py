@@ -91,9 +91,9 @@ class PlannedLMPolicy(CountedPolicy, LMPolicy):
         rows, longest, width = *trace.ids.shape, trace.width
         self.ledger.phase.passes += 1
         key = self.trained.module, torch.is_grad_enabled(), rows, longest, width
-        return TokenReplay(*self.ledger.once(key, lambda: self._scores(trace, temperature)).view(3, rows, width))
+        return TokenReplay(*self.ledger.once(key, lambda: self._replay_scores(trace, temperature)).view(3, rows, width))
 
-    def _scores(self, trace: Any, temperature: float) -> Tensor:
+    def _replay_scores(self, trace: Any, temperature: float) -> Tensor:
         rows, longest = trace.ids.shape
         predicting = torch.ones(rows, longest - 1, dtype=torch.bool, device=META)
         self.ledger.mark(predicting, rows * trace.width)
@@ -166,7 +166,7 @@ class PlannedLMRollout(LMRollout):
     def sample(self, prompts: list[Prompt], *, seed: int, step: int, each: Each) -> Samples:
         n, share = self.config.n, len(prompts) * self.config.n // self.world.data_size
         index = self.world.data_rank * share + torch.arange(share)
-        trace, longest = self._longest(share)
+        trace, longest = self._longest_samples(share)
         if self.policy.vision is not None:
             rows = [i // n for i in index.tolist()]
             looks = self.policy.vision.looks(rows[-1] - rows[0] + 1)
@@ -175,7 +175,7 @@ class PlannedLMRollout(LMRollout):
         drawn = -(-drawn_at_once(self.config, len(prompts)) * n // self.world.data_size)  # not only those trained
         together = min(self.micro_batch_size, -(-drawn // self.world.context_size))
         again = None if self.config.partial_rollout is None else self.config.partial_rollout.tokens
-        self._decoded(together, n, self.how, trace.looks, again)
+        self._decode_last(together, n, self.how, trace.looks, again)
         positions = torch.full((share,), longest)
         log_prob = torch.zeros(share, self.how.limit, device=META)
         if self.exact and self.passes is not None:
@@ -192,16 +192,16 @@ class PlannedLMRollout(LMRollout):
         val = self.config.val
         count = min(self.micro_batch_size, len(prompts) * val.n)
         looks = None if self.policy.vision is None else self.policy.vision.looks(count)
-        self._decoded(count, val.n, self.val_how, looks)
+        self._decode_last(count, val.n, self.val_how, looks)
 
-    def _longest(self, share: int) -> tuple[Any, int]:
+    def _longest_samples(self, share: int) -> tuple[Any, int]:
         """`share` of the longest samples, and the number of positions of each in a pass."""
         before, limit = self.before, self.how.limit
         ids = torch.zeros(share, before + limit, dtype=torch.long, device=META)
         starts, lengths = torch.full((share,), before, device=META), torch.full((share,), limit, device=META)
         return TokenTrace(ids, starts, lengths, limit), before + limit
 
-    def _decoded(
+    def _decode_last(
         self, count: int, n: int, decoding: Decoding, looks: Sequence[Any] | None, again: int | None = None
     ) -> None:
         """Read the prompts, and decode the last token of `count` responses, n of each. looks: see TokenTrace.
@@ -220,13 +220,13 @@ class PlannedLMRollout(LMRollout):
             shown = list(dict.fromkeys(looks))[: len(ids)]
             given, _ = self.policy.vision.prefill(ids, torch.ones(ids.shape, dtype=torch.long), shown)
         forward(input_ids=ids, **given, **{CACHE: cache}, use_cache=True, logits_to_keep=1)
-        full = self._filled(cache, count, round(self.waste * (length - 1)))
+        full = self._filled_cache(cache, count, round(self.waste * (length - 1)))
         del cache
         at = torch.full((count, 1), length - 1, device=META)
         out = forward(input_ids=ids[:1, :1].expand(count, 1), position_ids=at, **{CACHE: full}, use_cache=True)
         draw(out.logits[:, -1].float(), torch.empty(count, device=META), decoding)
 
-    def _filled(self, cache: DynamicCache, count: int, length: int) -> DynamicCache:
+    def _filled_cache(self, cache: DynamicCache, count: int, length: int) -> DynamicCache:
         """A cache like the given one, with the keys and values of `count` samples of `length` tokens."""
         full = DynamicCache(config=self.policy.settings)
         for number, layer in enumerate(cache.layers):
@@ -263,7 +263,7 @@ class PlannedBlockPolicy(PlannedLMPolicy, BlockDiffusionPolicy):
         clean = int(p.samples.tokens[0]) - most * size
         return [*rows, ("states", f"{most} of {size} tokens behind {clean} of a sample at most")]
 
-    def _scores(self, trace: Any, temperature: float) -> Tensor:
+    def _replay_scores(self, trace: Any, temperature: float) -> Tensor:
         replay = BlockDiffusionPolicy.scored(self, trace, temperature)
         return torch.stack([replay.log_prob, replay.entropy, replay.self_certainty])
 
@@ -304,15 +304,15 @@ class PlannedBlockRollout(PlannedLMRollout, BlockDiffusionRollout):
         """Tokens that a pass over a block unmasks; a threshold may unmask more."""
         return self.policy.size / cast(Denoising, self.how).steps
 
-    def _longest(self, share: int) -> tuple[BlockTrace, int]:
-        (plain, length), size, limit = super()._longest(share), self.policy.size, self.how.limit
+    def _longest_samples(self, share: int) -> tuple[BlockTrace, int]:
+        (plain, length), size, limit = super()._longest_samples(share), self.policy.size, self.how.limit
         step, seeds = torch.zeros_like(plain.ids[:, self.before :]), torch.zeros_like(plain.starts)
         self.policy.looks_of_a_response = limit / self.per_look
         beside: dict[str, Any] = {"step": step, "seeds": seeds, "states": self.most, "size": size}
         trace = BlockTrace(plain.ids, plain.starts, plain.lengths, limit, **beside)
         return trace, length + (self.most - 1) * size
 
-    def _decoded(
+    def _decode_last(
         self, count: int, n: int, decoding: Any, looks: Sequence[Any] | None, again: int | None = None
     ) -> None:
         """Read the prompts, and pass over the last block of `count` responses, n of each prompt."""
@@ -321,7 +321,7 @@ class PlannedBlockRollout(PlannedLMRollout, BlockDiffusionRollout):
         cache, rows = DynamicCache(config=self.policy.settings), [i // n for i in range(count)]
         prompts = [[0] * self.before] * (rows[-1] + 1)
         read(forward, cache, prompts, rows, decoding, META)
-        full = self._filled(cache, count, length)
+        full = self._filled_cache(cache, count, length)
         del cache
         full.crop(-size)
         state = torch.zeros(count, size, dtype=torch.long, device=META)

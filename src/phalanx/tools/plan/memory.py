@@ -100,19 +100,19 @@ def count(p: Rehearsal, gpu_memory: int | None = None) -> Memory:
     # a replicated weight that is trained in another dtype has a copy in the dtype that the module computes in
     copied = [w for w in layout.trained if not w.sharded and w.kept != layout.dtype]
     copies = sum(w.numel for w in copied) * layout.dtype.itemsize
-    state = _beside(p, layout.trained if trains else [])
-    on_device = _beside(p, trained if trains and not offload else [])
+    state = _optimizer_bytes(p, layout.trained if trains else [])
+    on_device = _optimizer_bytes(p, trained if trains and not offload else [])
     held = {
         "frozen weights": layout.kept_on(host=False) - layout.kept(trained),
         "trained weights": layout.kept(trained) + copies,
-        "model's buffers": _buffers(policy),
+        "model's buffers": _buffer_bytes(policy),
         **on_device,
         "VAE": nbytes(*policy.decoders),
     }
     encoders, mapped = [nbytes(*policy.encoders)], nbytes(*policy.mapped)
     host = {"text encoders": 0, MAPPED: 0, "weights": layout.kept_on(host=True)}
     for name, teacher in p.frozen.items():
-        held[name] = teacher.layout.kept_on(host=False) + _buffers(teacher)
+        held[name] = teacher.layout.kept_on(host=False) + _buffer_bytes(teacher)
         host[name] = teacher.layout.kept_on(host=True)
         if teacher.model.text_encoders is not policy.encoders:
             encoders.append(nbytes(*teacher.encoders))
@@ -132,17 +132,17 @@ def count(p: Rehearsal, gpu_memory: int | None = None) -> Memory:
         phases.append(Phase("encode prompts", other=max(encoders) + before))
     if p.role:
         phases.append(Phase("weights from the actor", other=_passing_on(p)))
-    phases += _phases(p, layout.kept(trained), reward, engine if sleeps else 0)
+    phases += _step_phases(p, layout.kept(trained), reward, engine if sleeps else 0)
     if trains:
-        moved = _beside(p, trained)["optimizer's state"] * offload
+        moved = _optimizer_bytes(p, trained)["optimizer's state"] * offload
         gradients = sum(map(layout.gradient, trained))
-        other = p.samples_size + _stepping(p, trained, moved) + after
+        other = p.samples_size + _step_bytes(p, trained, moved) + after
         phases.append(Phase("optimizer", gradients=gradients, other=other))
     some = [{name: size for name, size in sizes.items() if size} for sizes in (held, host)]
     return Memory(some[0], phases, some[1], reward)
 
 
-def _stepping(p: Rehearsal, trained: list[Weight], moved: int) -> int:
+def _step_bytes(p: Rehearsal, trained: list[Weight], moved: int) -> int:
     """Temporary bytes of an optimizer step, which fetches `moved` bytes of its state from the host in parts."""
     # on GPUs, AdamW takes the roots of all second moments at once; the message to other copies was sent by then
     roots = p.policy.layout.kept(trained)
@@ -162,7 +162,7 @@ def _passing_on(p: Rehearsal) -> int:
     return message * (3 if p.role == ACTOR else 2)
 
 
-def _beside(p: Rehearsal, weights: list[Weight]) -> dict[str, int]:
+def _optimizer_bytes(p: Rehearsal, weights: list[Weight]) -> dict[str, int]:
     """Bytes of the optimizer and of the averages for these weights on a rank."""
     state = p.state.optimizer.state()
     moments = 0
@@ -176,11 +176,11 @@ def _beside(p: Rehearsal, weights: list[Weight]) -> dict[str, int]:
     }
 
 
-def _buffers(policy: CountedPolicy) -> int:
+def _buffer_bytes(policy: CountedPolicy) -> int:
     return sum(buffer.nbytes for buffer in policy.trained.module.buffers())
 
 
-def _phases(p: Rehearsal, trained: int, reward: RewardModel | None, engine: int) -> Iterator[Phase]:
+def _step_phases(p: Rehearsal, trained: int, reward: RewardModel | None, engine: int) -> Iterator[Phase]:
     """The phases that ran, in the order of a step.
 
     trained: bytes of weights, which are copied while other weights take their place. engine: bytes of an engine that
@@ -201,10 +201,10 @@ def _phases(p: Rehearsal, trained: int, reward: RewardModel | None, engine: int)
         if reward is not None and scored:
             other += reward.awake * reward.overlaps
         activations = took.peak - took.before - took.gradients - took.gathered
-        yield Phase(kind.name, took.gathered + _gathered(p, kind, engine), activations, took.gradients, other)
+        yield Phase(kind.name, took.gathered + _gathered_bytes(p, kind, engine), activations, took.gradients, other)
 
 
-def _gathered(p: Rehearsal, kind: Kind, engine: int) -> int:
+def _gathered_bytes(p: Rehearsal, kind: Kind, engine: int) -> int:
     """Bytes of whole weights throughout a phase: none in an update; those of a sleeping engine while it samples."""
     layout, parallel = p.policy.layout, p.cfg.parallel
     if kind.name in ("encode images", "update"):
@@ -230,7 +230,7 @@ def reward_model(cfg: RunConfig, gpu_memory: int | None, width: int) -> RewardMo
     with suppress(ValueError):
         folder = fetch(model.path, model.revision)  # of a hub id: its cached files, and the index
         whole = Path(folder)
-    size = None if whole is None else _size(model, whole)
+    size = None if whole is None else _model_bytes(model, whole)
     weights = None if size is None else -(-size // model.tensor_parallel_size)
     share = None
     if model.engine == "vllm" and gpu_memory is not None:
@@ -253,7 +253,7 @@ def engine_copy(cfg: RunConfig, layout: Layout) -> int:
     return -(-whole // cfg.rollout.engine_memory.ranks)
 
 
-def _size(model: RewardModelConfig, folder: Path) -> int | None:
+def _model_bytes(model: RewardModelConfig, folder: Path) -> int | None:
     """Bytes of all weights in the dtype that they are loaded in, or if only their index is within reach, in that of the
     files; None without an index.
     """

@@ -180,14 +180,14 @@ class Rehearsal(ABC):
             average = self.state.ema is not None and not self.role  # else the actor sends it in place of the weights
             weights = self.policy.using("ema") if average else nullcontext()
             with weights, self.rollout.awake():
-                self.rollout.sample_validation(prompts, each=_unscored)
+                self.rollout.sample_validation(prompts, each=_score_none)
 
 
-def _unscored(outputs: Outputs, prompts: list[Prompt]) -> None:
+def _score_none(outputs: Outputs, prompts: list[Prompt]) -> None:
     """Take samples, and score none."""
 
 
-def _differentiable(images: Tensor, *, prompts: list[Prompt], step: int) -> Tensor:
+def _image_means(images: Tensor, *, prompts: list[Prompt], step: int) -> Tensor:
     """A number for each image, with a gradient, in place of a reward."""
     return images.flatten(1).mean(1)
 
@@ -220,9 +220,9 @@ class RLRehearsal(Rehearsal):
         self.frozen = {name: cast(PlannedFlowPolicy, teacher.policy) for name, teacher in (teachers or {}).items()}
         timers, progress = self.job.timers, self.job.progress
         self.rescorer = Rescorer(cfg, plan, algorithm, policy, timers, progress, exact=rollout.exact)
-        algorithm.credit = self._credit  # type: ignore[method-assign]
+        algorithm.credit = self._assign_credit  # type: ignore[method-assign]
         common = (cfg, plan, algorithm, policy, policy.world, state, self.rescorer, timers)
-        score = _differentiable if algorithm.last_steps else None
+        score = _image_means if algorithm.last_steps else None
         self.updater = PlannedUpdater(*common, teachers=teachers, score=score)
 
     @property
@@ -240,7 +240,7 @@ class RLRehearsal(Rehearsal):
             weights = nullcontext() if behaviour is None else self.policy.using(behaviour)
             self.rollout.prepare(lambda _: self.prompts, 0, 1)
             with weights, self.rollout.awake():
-                drawn = self.rollout.sample(self.prompts, seed=0, step=0, each=_unscored)
+                drawn = self.rollout.sample(self.prompts, seed=0, step=0, each=_score_none)
         if self.role in (ACTOR, INFERENCE):  # other ranks drew them
             self.ledger.phases.clear()
             if self.cfg.rollout.schedule == "one_step_off":
@@ -281,7 +281,7 @@ class RLRehearsal(Rehearsal):
         reward = (torch.arange(self.plan.samples) + self.updater.group_id) % self.cfg.rollout.n
         return samples, reward.float(), {}
 
-    def _credit(self, scored: Scored, total: Callable[[Tensor], Tensor]) -> Credit:
+    def _assign_credit(self, scored: Scored, total: Callable[[Tensor], Tensor]) -> Credit:
         """An advantage for each action, whatever it is; no critic is trained here."""
         advantage = scored.advantage[:, None].expand(scored.mask.shape)
         return Credit(advantage, advantage, {})

@@ -50,12 +50,12 @@ def describe(
     topology, within = ("Topology", "") if roles.collocated else ("Placement", " within a role")
     sections = [
         [f"Plan of {words(cluster)}; no GPU, process group or weights were used"],
-        [topology, *listed([*_ranks(parts, roles, cluster), *_rewards(cfg, roles, cluster)])],
-        *_batches(parts),
+        [topology, *listed([*_rank_rows(parts, roles, cluster), *_reward_rows(cfg, roles, cluster)])],
+        *_batch_lines(parts),
         *of_ranks,
-        ["In the host's memory", *listed(_host(memories, roles, cluster.per_node))],
-        _across(parts, roles),
-        [f"Messages of a step{within}: bytes that each rank receives, and sends as well", *_messages(parts)],
+        ["In the host's memory", *listed(_host_rows(memories, roles, cluster.per_node))],
+        _role_lines(parts, roles),
+        [f"Messages of a step{within}: bytes that each rank receives, and sends as well", *_message_lines(parts)],
         ["Arithmetic", *listed(arithmetic(parts, roles, alternate=alternate))],
         warned,
     ]
@@ -87,7 +87,7 @@ def words(c: Cluster) -> str:
 # -- ranks and batches --------------------------------------------------------------------------------------------
 
 
-def _ranks(parts: Sequence[Rehearsal], roles: Roles, cluster: Cluster) -> Rows:
+def _rank_rows(parts: Sequence[Rehearsal], roles: Roles, cluster: Cluster) -> Rows:
     """Groups of ranks that share weights or samples, or the ranks of each role."""
     rows = []
     for p in parts if not roles.collocated else ():
@@ -113,7 +113,7 @@ def copies(cluster: Cluster, width: int) -> str:
     return f"{copies} cop{'y' if copies == 1 else 'ies'} of the weights, each over {width} ranks"
 
 
-def _rewards(cfg: RunConfig, roles: Roles, cluster: Cluster) -> Rows:
+def _reward_rows(cfg: RunConfig, roles: Roles, cluster: Cluster) -> Rows:
     """The ranks that score samples."""
     names = ", ".join(f.name or f.path or "" for f in cfg.reward.functions)
     where = "every rank, for its own" if roles.collocated else "the ranks of the rollout, each for its own"
@@ -126,7 +126,7 @@ def _rewards(cfg: RunConfig, roles: Roles, cluster: Cluster) -> Rows:
     return rows
 
 
-def _batches(parts: Sequence[Rehearsal]) -> Iterator[list[str]]:
+def _batch_lines(parts: Sequence[Rehearsal]) -> Iterator[list[str]]:
     """The batch of a step, of each policy of a joint run, or of the whole step if ranks have roles."""
     if parts[0].part:
         yield from ([f"Batch of the {p.part}", *listed(batch(p))] for p in parts)
@@ -145,7 +145,7 @@ def _batches(parts: Sequence[Rehearsal]) -> Iterator[list[str]]:
 def _of_a_rank(p: Rehearsal, memory: Memory, ranks: int, gpu_memory: int | None) -> Iterator[list[str]]:
     """The memory of a rank; for one of the `ranks` ranks of a role also its share of the batch."""
     layout, title, work = p.policy.layout, f"Memory of a rank{': ' * bool(p.part)}{p.part}", []
-    trained = f"{_billions(layout.trained)} B of them trained"
+    trained = f"{_in_billions(layout.trained)} B of them trained"
     if p.role:
         title = f"{p.role.capitalize()}, a rank of {ranks}"
         work = [row for row in batch(p) if row[0] in OF_A_RANK[p.role] and not row[1].startswith(", ")]
@@ -153,15 +153,15 @@ def _of_a_rank(p: Rehearsal, memory: Memory, ranks: int, gpu_memory: int | None)
         trained = "without gradients and optimizer"
     scale = Scale(memory.peak)
     rows = [("held throughout", scale.unit), *((f"  {name}", scale(size)) for name, size in memory.held.items())]
-    yield [f"{title} ({_billions(layout.weights)} B weights, {trained})", *listed(work), *table(rows)]
-    yield [*_phases(p, memory, gpu_memory), *_checkpointing(p, gpu_memory)]
+    yield [f"{title} ({_in_billions(layout.weights)} B weights, {trained})", *listed(work), *table(rows)]
+    yield [*_phase_lines(p, memory, gpu_memory), *_checkpointing_lines(p, gpu_memory)]
 
 
-def _billions(weights: Iterable[Weight]) -> str:
+def _in_billions(weights: Iterable[Weight]) -> str:
     return f"{sum(w.count for w in weights) / 1e9:.3g}"
 
 
-def _phases(p: Rehearsal, memory: Memory, gpu_memory: int | None) -> Iterator[str]:
+def _phase_lines(p: Rehearsal, memory: Memory, gpu_memory: int | None) -> Iterator[str]:
     scale, held = Scale(memory.peak), sum(memory.held.values())
     rows: list[Sequence[str]] = [("phase", "held", "gathered", "activations", "gradients", "other", "together")]
     for q in memory.phases:
@@ -175,7 +175,7 @@ def _phases(p: Rehearsal, memory: Memory, gpu_memory: int | None) -> Iterator[st
         yield f"  peak: {plain(memory.peak)} and {plain(beside)} for {owners}, of {plain(gpu_memory)} {unit}"
 
 
-def _checkpointing(p: Rehearsal, gpu_memory: int | None) -> Iterator[str]:
+def _checkpointing_lines(p: Rehearsal, gpu_memory: int | None) -> Iterator[str]:
     """The smallest number of recomputed blocks that fits, if it is below the configured one."""
     fewer = None if p.role else fewer_blocks(p, gpu_memory)
     if fewer is None:
@@ -187,7 +187,7 @@ def _checkpointing(p: Rehearsal, gpu_memory: int | None) -> Iterator[str]:
     yield f"  fits too: {key}; backward passes then repeat {after:.0f} instead of {before:.0f} % of a step's arithmetic"
 
 
-def _host(memories: Sequence[tuple[Rehearsal, Memory]], roles: Roles, per_node: int) -> Rows:
+def _host_rows(memories: Sequence[tuple[Rehearsal, Memory]], roles: Roles, per_node: int) -> Rows:
     """The host's memory for a rank of each part, and for the fullest node, whichever roles its ranks have."""
     fullest = 0
     for first in range(0, roles.world_size, per_node):
@@ -211,7 +211,7 @@ def _host(memories: Sequence[tuple[Rehearsal, Memory]], roles: Roles, per_node: 
     return [*rows, ("a node", f"{bound}{scale(fullest)} {scale.unit}")]
 
 
-def _across(parts: Sequence[Rehearsal], roles: Roles) -> list[str]:
+def _role_lines(parts: Sequence[Rehearsal], roles: Roles) -> list[str]:
     """The weights that the actor sends and the samples that it receives, if ranks have roles."""
     rollout, actor, ranks = cast(RLRehearsal, parts[0]), cast(RLRehearsal, parts[-1]), roles.ranks
     if roles.collocated:
@@ -232,7 +232,7 @@ def _across(parts: Sequence[Rehearsal], roles: Roles) -> list[str]:
     return ["What crosses roles in a step", *listed(rows)]
 
 
-def _messages(parts: Sequence[Rehearsal]) -> Iterable[str]:
+def _message_lines(parts: Sequence[Rehearsal]) -> Iterable[str]:
     items = [(p.label, item) for p in parts for item in messages(p)]
     if not items:
         return ["  none"]

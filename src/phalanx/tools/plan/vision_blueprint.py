@@ -18,7 +18,7 @@ from phalanx.config.lm import LMDataConfig, LMRunConfig
 from phalanx.config.messages import ConfigError
 from phalanx.data.prompts import load_prompts
 from phalanx.engines.loading import loading
-from phalanx.models.lm.vision import Features, Look, Vision, _flat
+from phalanx.models.lm.vision import Features, Look, Vision, _flatten_features
 from phalanx.models.lm.vision_families import FAMILIES, Family
 from phalanx.tools.plan.ledger import META
 
@@ -32,9 +32,13 @@ class PlannedVision(Vision):
 
     def begin(self, path: str, data: LMDataConfig) -> None:
         """Find the image that prompts show. Raises ValueError, in one line, if prompts have no room for an image."""
-        inputs = dict(_processed(path, data, self.family))
+        inputs = dict(_processor_tensors(path, data, self.family))
         with torch.no_grad():
-            count = len(_flat(self.model.get_image_features(**self._joined([inputs]), return_dict=True).pooler_output))
+            count = len(
+                _flatten_features(
+                    self.model.get_image_features(**self._join_inputs([inputs]), return_dict=True).pooler_output
+                )
+            )
         length = data.max_prompt_length
         if count > length:
             raise ConfigError(
@@ -73,8 +77,8 @@ class PlannedVision(Vision):
         # the class receives them, so they exist until its forward ends
         return {"inputs_embeds": shown, "mm_encoder_outputs": {"layers": layers}, **types}
 
-    def _joined(self, inputs: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-        """As Vision._joined. Only pixels move to the device, and not those of tiles: classes drop empty tiles."""
+    def _join_inputs(self, inputs: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+        """As Vision._join_inputs. Only pixels move to the device, and not those of tiles: classes drop empty tiles."""
         joined = {}
         for name in inputs[0]:
             whole = torch.cat([each[name] for each in inputs], self.family.tiles)
@@ -96,7 +100,7 @@ def shows_images(cfg: LMRunConfig, settings: Any) -> bool:
     return any(row.images for row in rows)
 
 
-def _processed(path: str, data: LMDataConfig, family: Family) -> dict[str, Tensor]:
+def _processor_tensors(path: str, data: LMDataConfig, family: Family) -> dict[str, Tensor]:
     """The tensors that the image processor of a folder makes of the largest image. Raises ValueError, in one line, for
     a folder without a processor.
     """

@@ -56,7 +56,7 @@ def warnings(
         scale = Scale(gpu_memory)
         much = "does not fit" if needed > gpu_memory else "leaves little for fragmentation"
         takes = f"takes {scale.plain(needed)} of {scale.plain(gpu_memory)} {scale.unit} with {owners}"
-        yield f"{memory.largest.name} {takes} and {much}; what helps: {', '.join(_remedies(p, memory))}"
+        yield f"{memory.largest.name} {takes} and {much}; what helps: {', '.join(_memory_remedies(p, memory))}"
     reward, model = memory.reward, p.cfg.reward.model
     if reward is None:
         return
@@ -74,7 +74,7 @@ def warnings(
         )
 
 
-def _remedies(p: Rehearsal, memory: Memory) -> list[str]:
+def _memory_remedies(p: Rehearsal, memory: Memory) -> list[str]:
     """Keys that lower the peak, the cheapest first."""
     cfg: Any = p.cfg
     parallel, largest, layout = p.cfg.parallel, memory.largest, p.policy.layout

@@ -29,13 +29,13 @@ class Episode:
         row["seed"] = row["seed"] % _SEEDS
         for name in {"prompt", "sample_seed"} - inspect.signature(reset).parameters.keys():
             row.pop(name, None)  # an environment that takes any columns of the data does not expect these
-        text = _text(reset(**accepted(reset, row)))
+        text = _observation_text(reset(**accepted(reset, row)))
         return f"\n\n{text}" if text else ""
 
     def act(self, action: Any) -> Turn:
         """Take a step, and return its observation, reward and end as a turn."""
         observation = self._environment.step(action)
-        answer = {"role": "tool", "content": _text(observation)}
+        answer = {"role": "tool", "content": _observation_text(observation)}
         return Turn([answer], 0.0 if observation.reward is None else float(observation.reward), observation.done)
 
     def close(self) -> None:
@@ -113,7 +113,7 @@ def _of_action(factory: Any, key: str) -> dict[str, Tool]:
     return {"step": replace(schema_tool(schema_of("step", description, schema), run), types=types)}
 
 
-def _text(observation: Any) -> str:
+def _observation_text(observation: Any) -> str:
     """An observation as the model reads it: its text if that is the only field, otherwise its fields as JSON."""
     if type(observation).__name__ == "CallToolObservation":
         if observation.error is not None:

@@ -73,7 +73,7 @@ class Episode:
             await server.setup_task(data)
         self._servers = [*servers, *self._tasks.servers]
         await self._task.setup(self._trace, None)
-        added = _messages(data)
+        added = _prompt_messages(data)
         given = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         self._given = len(joined(given, added))
         return added
@@ -88,7 +88,7 @@ class Episode:
     async def get_reward(self, messages: list[Message]) -> dict[str, float]:
         """The task's rewards by name, computed on a trace of the conversation."""
         for i, message in enumerate(messages):
-            self._add(message, sampled=i >= self._given and message["role"] == "assistant")
+            self._add_node(message, sampled=i >= self._given and message["role"] == "assistant")
         last = messages[-1]
         closed = last["role"] == "assistant" and not last.get("tool_calls")
         self._trace.ok = True
@@ -97,7 +97,7 @@ class Episode:
         await self._task.score(self._trace)
         return {name: reward.value for name, reward in self._trace.rewards.items() if reward is not None}
 
-    def _add(self, message: Message, sampled: bool) -> None:
+    def _add_node(self, message: Message, sampled: bool) -> None:
         """Append a message as a node of the trace."""
         from verifiers.v1 import types
         from verifiers.v1.graph import MessageNode
@@ -143,17 +143,17 @@ def load(factory: Any, kwargs: dict[str, Any], _: str, key: str) -> Kind:
         raise ConfigError(f"{key}: {label} has no task") from None
     except Exception as error:  # whatever the taskset's code raises
         raise ConfigError(f"{key}: {label}: {reason(error)}") from error
-    _check(first, key)
+    _check_hooks(first, key)
     tools: dict[str, Tool] = {}
     for number, server in enumerate(servers):
-        for tool in _tools(server, number):
+        for tool in _server_tools(server, number):
             if tool.name in tools:
                 raise ConfigError(f"{key}: two tools of {label} are named {tool.name!r}")
             tools[tool.name] = tool
     return Kind(label, lambda: Episode(tasks), tools, frozenset({"reset", "get_reward"}), judges=True)
 
 
-def _check(task: Any, key: str) -> None:
+def _check_hooks(task: Any, key: str) -> None:
     """Raise ConfigError for a task with a requirement or a hook that is not supported."""
     label = type(task).__name__
     if task.NEEDS_CONTAINER:
@@ -169,7 +169,7 @@ def _check(task: Any, key: str) -> None:
         raise ConfigError(f"{key}: {label}.{hook.__name__} is a @stop, which is not supported")
 
 
-def _tools(server: Any, number: int) -> Iterator[Tool]:
+def _server_tools(server: Any, number: int) -> Iterator[Tool]:
     """The tools of a server, under the names that verifiers gives them."""
     from verifiers.v1.utils.decorators import discover_decorated
 
@@ -185,7 +185,7 @@ def _tools(server: Any, number: int) -> Iterator[Tool]:
         yield replace(tool, types=types)
 
 
-def _messages(data: Any) -> list[Message]:
+def _prompt_messages(data: Any) -> list[Message]:
     """The messages of a task's prompt, which begins with its system prompt."""
     prompt = data.prompt or []
     messages: list[Message] = []

@@ -20,7 +20,7 @@ KEY = "environment.tool_config_path"
 _METHODS = ("create", "execute", "calc_reward", "release")
 
 
-def _checked(parameters: dict[str, Any]) -> dict[str, Any]:
+def _check_parameters(parameters: dict[str, Any]) -> dict[str, Any]:
     """The JSON schema of the parameters, unchanged. Raises ValueError if a tool cannot be made of it."""
     for key, kind in (("properties", dict), ("required", list)):
         value = parameters.get(key)
@@ -36,7 +36,7 @@ class _Function(BaseModel):
     model_config = ConfigDict(extra="allow")
     name: str
     description: str = ""
-    parameters: Annotated[dict[str, Any], AfterValidator(_checked)] = {}
+    parameters: Annotated[dict[str, Any], AfterValidator(_check_parameters)] = {}
 
 
 class _Schema(BaseModel):
@@ -73,10 +73,10 @@ class VerlTools:
             kwargs = self._kwargs_of(name, "create_kwargs")
             # each by name and, for newer classes of verl, all as create_kwargs
             kwargs = accepted(tool.create, {**kwargs, "create_kwargs": kwargs})
-            made = await _awaited(tool.create(str(uuid.uuid4()), **kwargs))
+            made = await _await_result(tool.create(str(uuid.uuid4()), **kwargs))
             self._instances[name] = made[0] if isinstance(made, tuple) else made
         kwargs = self._kwargs_of(name, "execute_kwargs")
-        returned = await _awaited(tool.execute(self._instances[name], arguments, **kwargs))
+        returned = await _await_result(tool.execute(self._instances[name], arguments, **kwargs))
         response, reward = (*returned, None)[:2] if isinstance(returned, tuple) else (returned, None)
         self._earned += 0.0 if reward is None else float(reward)
         if isinstance(response, str | None):
@@ -90,14 +90,14 @@ class VerlTools:
         total = self._earned
         for name, instance in self._instances.items():
             kwargs = self._kwargs_of(name, "calc_reward_kwargs")
-            reward = await _awaited(self._tools[name].calc_reward(instance, **kwargs))
+            reward = await _await_result(self._tools[name].calc_reward(instance, **kwargs))
             total += 0.0 if reward is None else float(reward)
         return total
 
     async def close(self) -> None:
         """Release the instances."""
         for name, instance in self._instances.items():
-            await _awaited(self._tools[name].release(instance, **self._kwargs_of(name, "release_kwargs")))
+            await _await_result(self._tools[name].release(instance, **self._kwargs_of(name, "release_kwargs")))
 
     def _kwargs_of(self, name: str, part: str) -> dict[str, Any]:
         """The arguments in the row's tools_kwargs for a method of a tool."""
@@ -114,7 +114,7 @@ def load(path: str) -> Kind:
     callables: dict[str, Tool] = {}
     for i, entry in enumerate(entries):
         key = f"{KEY}: {path}: tools[{i}]"
-        tool, schema = _made(entry, key)
+        tool, schema = _make_tool(entry, key)
         name = schema["function"]["name"]
         if name in tools:
             raise ConfigError(f"{key}: two tools are named {name!r}; rename one of them")
@@ -123,7 +123,7 @@ def load(path: str) -> Kind:
     return Kind(KEY, lambda: VerlTools(tools), callables, frozenset({"reset", "get_reward", "close"}))
 
 
-def _made(entry: Any, key: str) -> tuple[Any, dict[str, Any]]:
+def _make_tool(entry: Any, key: str) -> tuple[Any, dict[str, Any]]:
     """Make the tool of an entry. Returns it and its schema."""
     if not isinstance(entry, dict) or not isinstance(entry.get("class_name"), str):
         raise ConfigError(f"{key} has no class_name; expected the dotted name of a class, config and tool_schema")
@@ -150,6 +150,6 @@ def _made(entry: Any, key: str) -> tuple[Any, dict[str, Any]]:
         raise ConfigError(f"{key}: {entry['class_name']}(config, tool_schema) raised {reason(error)}") from error
 
 
-async def _awaited(value: Any) -> Any:
+async def _await_result(value: Any) -> Any:
     """The result of a method, which may be async."""
     return await value if isinstance(value, Awaitable) else value

@@ -44,7 +44,7 @@ class VllmOmniRollout(PolicyRollout):
         # starting it changes random states, threads and environment variables of the whole process
         log.info("starting vLLM-omni")
         with as_before():
-            self.executor = _executor(policy)
+            self.executor = _start_executor(policy)
         self.pipeline = self.executor.driver_worker.worker.model_runner.pipeline
         # our sampling loop runs vLLM-omni's transformer; noise, guidance, VAE and text encoding are the policy's
         self.pipeline.attach(policy, generate)
@@ -92,7 +92,7 @@ def _pipeline_class(policy: FlowPolicy) -> type:
     return pipeline
 
 
-def _executor(policy: FlowPolicy) -> Any:
+def _start_executor(policy: FlowPolicy) -> Any:
     """Start vLLM-omni's in-process executor. Collective, because it creates process groups."""
     from vllm_omni.diffusion.data import OmniDiffusionConfig, TransformerConfig
     from vllm_omni.diffusion.executor.uniproc_executor import UniProcDiffusionExecutor

@@ -50,30 +50,30 @@ class Calculator:
         try:
             if len(expression) > _LONGEST:
                 raise _Refused(f"the expression has {len(expression)} characters; at most {_LONGEST} are allowed")
-            return str(_value(ast.parse(expression.strip().replace("^", "**"), mode="eval").body))
+            return str(_node_value(ast.parse(expression.strip().replace("^", "**"), mode="eval").body))
         except SyntaxError:
             return "error: this is no arithmetic expression"
         except (_Refused, ArithmeticError, ValueError, TypeError, RecursionError, MemoryError) as error:
             return f"error: {error}"
 
 
-def _value(node: ast.expr) -> int | float:
+def _node_value(node: ast.expr) -> int | float:
     """The value of a node of an expression."""
     if isinstance(node, ast.Constant) and type(node.value) in (int, float):
         value: Any = node.value
     elif isinstance(node, ast.Name) and node.id in _CONSTANTS:
         value = _CONSTANTS[node.id]
     elif isinstance(node, ast.UnaryOp) and type(node.op) in _UNARY:
-        value = _UNARY[type(node.op)](_value(node.operand))
+        value = _UNARY[type(node.op)](_node_value(node.operand))
     elif isinstance(node, ast.BinOp) and type(node.op) in _BINARY:
-        left, right = _value(node.left), _value(node.right)
+        left, right = _node_value(node.left), _node_value(node.right)
         if isinstance(node.op, ast.Pow):
             _check_power(left, right)
         value = _BINARY[type(node.op)](left, right)
     elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _FUNCTIONS:
         if node.keywords:
             raise _Refused("functions take no keywords")
-        value = _FUNCTIONS[node.func.id](*[_value(each) for each in node.args])
+        value = _FUNCTIONS[node.func.id](*[_node_value(each) for each in node.args])
     else:
         raise _Refused(f"{ast.unparse(node)[:40]!r} is not known; known: {_KNOWN}")
     if isinstance(value, complex):

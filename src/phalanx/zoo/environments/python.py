@@ -50,9 +50,9 @@ class Python:
         """
         if len(code) > _LONGEST:
             return f"error: the code has {len(code)} characters; at most {_LONGEST} are allowed"
-        return self._run(code)
+        return self._run_script(code)
 
-    def _run(self, code: str, needs_all: bool = False) -> str:
+    def _run_script(self, code: str, needs_all: bool = False) -> str:
         """The output of a script. `needs_all`: ValueError if this machine lacks a layer of the confinement."""
         seed = ascii(CALL.get())
         arguments = [str(self._timeout_s), str(self._memory), "1" if self._unconfined else "0", seed]
@@ -69,14 +69,14 @@ class Python:
             with suppress(BrokenPipeError):
                 child.stdin.write(code.encode("utf-8", "replace"))
                 child.stdin.close()
-            output, problem = self._read(child)
+            output, problem = self._read_output(child)
         finally:
             child.kill()
             child.wait()
             assert child.stdout is not None
             child.stdout.close()
         head, _, text = output.decode("utf-8", "replace").partition("\n")
-        missing = _missing(head)
+        missing = _missing_layers(head)
         if missing is None:
             *_, last = ["", *output.decode("utf-8", "replace").splitlines()]
             raise RuntimeError(f"the process of the tool python did not start: {last or problem}")
@@ -87,7 +87,7 @@ class Python:
             )
         return text if problem is None else f"{text}\nerror: {problem}".lstrip()
 
-    def _read(self, child: "subprocess.Popen[bytes]") -> tuple[bytes, str | None]:
+    def _read_output(self, child: "subprocess.Popen[bytes]") -> tuple[bytes, str | None]:
         """The output of the process until it ends or exceeds a limit, and the problem, None for a normal end."""
         assert child.stdout is not None
         output, deadline = b"", time.monotonic() + _PATIENCE * self._timeout_s
@@ -96,28 +96,28 @@ class Python:
         while len(output) <= _MOST_OUTPUT:
             left = deadline - time.monotonic()
             if left <= 0 or not poll.poll(1000 * left):
-                return output, self._late
+                return output, self._timeout_text
             part = os.read(child.stdout.fileno(), 2**16)
             if part:
                 output += part
                 continue
             try:
-                return output, self._end(child.wait(deadline - time.monotonic()))
+                return output, self._exit_problem(child.wait(deadline - time.monotonic()))
             except subprocess.TimeoutExpired:  # it has closed its output, and runs on
-                return output, self._late
+                return output, self._timeout_text
         return output[:_MOST_OUTPUT], "it printed too much, and was stopped"
 
     @property
-    def _late(self) -> str:
+    def _timeout_text(self) -> str:
         """One text for both limits, since the load of the machine decides which one a script meets first."""
         return f"it was stopped at its time limit of {self._timeout_s} seconds"
 
-    def _end(self, code: int) -> str | None:
+    def _exit_problem(self, code: int) -> str | None:
         """A description of the process's exit; None for status 0."""
         if code >= 0:
             return None if code == 0 else f"it ended with status {code}"
         if code in (-signal.SIGKILL, -signal.SIGXCPU):
-            return self._late
+            return self._timeout_text
         return f"its process was ended by {signal.Signals(-code).name}"
 
 
@@ -141,10 +141,10 @@ def _same_addresses() -> Iterator[None]:
 @cache
 def _check_machine() -> None:
     """Raise ValueError if this machine cannot confine a process."""
-    Python(60, unconfined=True)._run("", needs_all=True)
+    Python(60, unconfined=True)._run_script("", needs_all=True)
 
 
-def _missing(head: str) -> list[str] | None:
+def _missing_layers(head: str) -> list[str] | None:
     """The missing layers of confinement, from the first line of the output; None if that is something else."""
     try:
         missing = json.loads(head)

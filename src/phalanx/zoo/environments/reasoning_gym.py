@@ -30,13 +30,13 @@ class ReasoningGym:
         timeout_s: float = 10.0,
     ) -> None:
         self._task, self._settings, self._attempts = task, settings or {}, attempts
-        self._verifier = _verifier(answer, timeout_s)
+        self._verifier = _shared_verifier(answer, timeout_s)
         self._best = 0.0
         _check_task(task, json.dumps(self._settings))
 
     def reset(self, seed: int) -> str:
         """Generate the problem, which is appended to the prompt."""
-        self._entry = _problem(self._task, self._settings, seed)
+        self._entry = _make_problem(self._task, self._settings, seed)
         return "\n\n" + str(self._entry["question"])
 
     def step(self, message: str) -> Turn:
@@ -52,7 +52,7 @@ class ReasoningGym:
 
 
 @cache
-def _verifier(answer: str, timeout_s: float) -> Verifier:
+def _shared_verifier(answer: str, timeout_s: float) -> Verifier:
     """The reward reasoning_gym, whose processes all samples share."""
     return Verifier(answer, timeout_s)
 
@@ -66,7 +66,7 @@ def _check_task(task: str, settings: str) -> None:
     if task not in DATASETS:
         raise ValueError(f"there is no task {cut(task, 60)!r}{nearest(task, list(DATASETS))}")
     try:
-        entry = _problem(task, json.loads(settings), 0)
+        entry = _make_problem(task, json.loads(settings), 0)
         plain = json.loads(json.dumps(entry))
         score = reasoning_gym.get_score_answer_fn(task)
         survives = score(entry["answer"], plain) == score(entry["answer"], entry)
@@ -76,7 +76,7 @@ def _check_task(task: str, settings: str) -> None:
         raise ValueError(f"task {task}: its verifier does not accept problems that were converted to JSON and back")
 
 
-def _problem(task: str, settings: dict[str, Any], seed: int) -> dict[str, Any]:
+def _make_problem(task: str, settings: dict[str, Any], seed: int) -> dict[str, Any]:
     """The problem of a task for a seed."""
     import reasoning_gym
 

@@ -101,9 +101,9 @@ class Transformer(HunyuanVideo15Transformer3DModel):
         for block in self.transformer_blocks:
             tokens, text = run_block(self, block, tokens, text, condition, attention_mask, rope)
         out = self.proj_out(self.norm_out(tokens, condition))
-        return (self._unpatched(out, frames, height, width),)
+        return (self._join_patches(out, frames, height, width),)
 
-    def _unpatched(self, tokens: Tensor, frames: int, height: int, width: int) -> Tensor:
+    def _join_patches(self, tokens: Tensor, frames: int, height: int, width: int) -> Tensor:
         """[N, L, C p] -> [N, C, F, H, W]."""
         t, p = self.config.patch_size_t, self.config.patch_size
         cut = tokens.view(len(tokens), frames // t, height // p, width // p, -1, t, p, p)

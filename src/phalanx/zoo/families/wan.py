@@ -330,7 +330,7 @@ class Experts(nn.Module):
         levels = [True] * len(high) if high.is_meta else high.tolist()
         needed = [any(levels), not all(levels) or (high.is_meta and self.whole)]
         experts = [self.transformer, self.transformer_2]
-        for number, runs in enumerate(self._agreed(needed)):
+        for number, runs in enumerate(self._needed_experts(needed)):
             if not runs:
                 return experts[1 - number](**rows)
         if self.whole:
@@ -346,7 +346,7 @@ class Experts(nn.Module):
             order += chosen
         return (torch.cat(parts)[torch.tensor(order, device=high.device).argsort()],)
 
-    def _agreed(self, needed: list[bool]) -> list[bool]:
+    def _needed_experts(self, needed: list[bool]) -> list[bool]:
         """Which transformers run: those that any rank needs, and with gradients at least one that is trained."""
         if isinstance(self, FSDPModule):
             needed = (reduce_sum(torch.tensor(needed, dtype=torch.long, device="cpu")) > 0).tolist()

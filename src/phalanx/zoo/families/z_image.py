@@ -47,21 +47,21 @@ class Transformer(ZImageTransformer2DModel):
         condition = self.t_embedder(timestep * self.t_scale).type_as(hidden_states)
         lengths = text_mask.shape[1] if attention_mask is None else attention_mask.sum(1, keepdim=True)
 
-        image = self.all_x_embedder[f"{PATCH}-1"](_patches(hidden_states))
+        image = self.all_x_embedder[f"{PATCH}-1"](_split_patches(hidden_states))
         tokens = image.shape[1]
         filler = self.x_pad_token.to(image.dtype).expand(n, -tokens % UNIT, -1)
         image = torch.cat([image, filler], 1)
         # positions are (1 + the text's length, row, column) for image tokens, and 0 for their padding
-        grid = self._grid((1, height // PATCH, width // PATCH), image).repeat(n, 1, 1)
+        grid = self._grid_positions((1, height // PATCH, width // PATCH), image).repeat(n, 1, 1)
         grid[..., 0] += lengths
-        image_rope = self._rope(pad(grid, (0, 0, 0, image.shape[1] - tokens)))
+        image_rope = self._rotary_embeddings(pad(grid, (0, 0, 0, image.shape[1] - tokens)))
         for block in self.noise_refiner:
             image = run_block(self, block, image, None, image_rope, condition)
 
         text = self.cap_embedder(encoder_hidden_states)
         text = torch.where(text_mask[..., None], text, self.cap_pad_token.to(text.dtype))
         # positions are (1 + j, 0, 0) for token j
-        text_rope = self._rope(self._grid((text.shape[1], 1, 1), text).expand(n, -1, -1))
+        text_rope = self._rotary_embeddings(self._grid_positions((text.shape[1], 1, 1), text).expand(n, -1, -1))
         for block in self.context_refiner:
             text = run_block(self, block, text, attention_mask, text_rope)
 
@@ -71,32 +71,32 @@ class Transformer(ZImageTransformer2DModel):
         for block in self.layers:
             both = run_block(self, block, both, mask, rope, condition)
         out = self.all_final_layer[f"{PATCH}-1"](both, c=condition)
-        return (_unpatched(out[:, :tokens], height, width),)
+        return (_join_patches(out[:, :tokens], height, width),)
 
-    def _rope(self, positions: Tensor) -> Tensor:
+    def _rotary_embeddings(self, positions: Tensor) -> Tensor:
         """Rotary embeddings [N, L, head_dim / 2] of positions [N, L, 3]."""
         return self.rope_embedder(positions.flatten(0, 1)).unflatten(0, positions.shape[:2])
 
-    def _grid(self, size: tuple[int, int, int], like: Tensor) -> Tensor:
+    def _grid_positions(self, size: tuple[int, int, int], like: Tensor) -> Tensor:
         """Positions [L, 3] of a grid with origin (1, 0, 0)."""
         return self.create_coordinate_grid(size, (1, 0, 0), like.device).flatten(0, 2)
 
 
-def _patches(latents: Tensor) -> Tensor:
+def _split_patches(latents: Tensor) -> Tensor:
     """[N, C, H, W] -> [N, (H / 2)(W / 2), 4 C], with the channel as the fastest index."""
     n, c, h, w = latents.shape
     cut = latents.view(n, c, h // PATCH, PATCH, w // PATCH, PATCH)
     return cut.permute(0, 2, 4, 3, 5, 1).reshape(n, -1, PATCH * PATCH * c)
 
 
-def _unpatched(tokens: Tensor, height: int, width: int) -> Tensor:
-    """The inverse of `_patches`."""
+def _join_patches(tokens: Tensor, height: int, width: int) -> Tensor:
+    """The inverse of `_split_patches`."""
     n, h, w = len(tokens), height // PATCH, width // PATCH
     cut = tokens.view(n, h, w, PATCH, PATCH, -1)
     return cut.permute(0, 5, 1, 3, 2, 4).reshape(n, -1, height, width)
 
 
-def _repeats(name: str, names: Collection[str]) -> bool:
+def _is_repeated(name: str, names: Collection[str]) -> bool:
     """Whether a tensor is of the fused `qkv`, or of `out`, in a LoRA that has to_q, to_k, to_v or to_out as well."""
     fused = re.fullmatch(r"(.+attention[._])(qkv|out)\.(lora.+|alpha)", name)
     return fused is not None and any(other.startswith((f"{fused[1]}to_", f"{fused[1]}to.")) for other in names)
@@ -120,7 +120,7 @@ class Model(FlowModel):
     def read_lora(cls, path: str, config: FlowModelConfig | None = None, names: Iterable[str] = ()) -> Layers:
         """As for other models; the model's own fused layer `qkv` is split, and its `out` named as in diffusers."""
         layers: Layers = {}
-        for name, (down, up) in read_lora(path, ZImagePipeline, _repeats, lora_key(config)).items():
+        for name, (down, up) in read_lora(path, ZImagePipeline, _is_repeated, lora_key(config)).items():
             block, _, layer = name.rpartition(".attention.")
             if layer == "qkv":
                 for part, rows in zip(("to_q", "to_k", "to_v"), up.chunk(3), strict=True):
@@ -136,7 +136,7 @@ class Model(FlowModel):
     def check_length(self, data: FlowDataConfig) -> None:
         # a text's positions begin at 1, and the image has the one after the text's
         limit = self.transformer.config.axes_lens[0] - 2
-        if _filled(data.max_prompt_length) > limit:
+        if _padded_length(data.max_prompt_length) > limit:
             raise ValueError(
                 f"data.max_prompt_length: {data.max_prompt_length} is more than the model's "
                 f"{limit // UNIT * UNIT} tokens"
@@ -155,13 +155,13 @@ class Model(FlowModel):
         )
         embeds = []
         for text in texts_embeds:
-            n, length = len(text), _filled(len(text))
+            n, length = len(text), _padded_length(len(text))
             padded = pad(text.cpu(), (0, 0, 0, length - n))
             embeds.append({"prompt_embeds": padded, "text_mask": torch.arange(length) < n})
         return embeds
 
     def most_tokens(self, max_length: int, height: int, width: int) -> int:
-        return _filled(max_length)
+        return _padded_length(max_length)
 
     def collate(self, embeds: list[Embeds], length: int, padded: bool) -> Embeds:
         """As `masked_texts`, with `text_mask` [N, length]."""
@@ -188,11 +188,11 @@ class Model(FlowModel):
         return positive + scale * (positive - negative)
 
     def embeds_like(self, length: int, height: int, width: int, frames: int = 1) -> Embeds:
-        filled = _filled(length)
+        filled = _padded_length(length)
         text = torch.empty(filled, self.transformer.config.cap_feat_dim, dtype=self.dtype)
         return {"prompt_embeds": text, "text_mask": torch.ones(filled, dtype=torch.bool)}
 
 
-def _filled(length: int) -> int:
+def _padded_length(length: int) -> int:
     """Number of tokens of a text with its padding."""
     return length + -length % UNIT

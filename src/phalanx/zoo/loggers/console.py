@@ -58,7 +58,7 @@ class Console(Logger):
         self.eta = Eta(start)
         self._bar: Progress | None = None
         if sys.stderr.isatty():
-            self._bar = _bar(start, self.eta)
+            self._bar = _progress_bar(start, self.eta)
             self._bar.start()
             self._bar.console.show_cursor()  # a rank that dies could not restore a hidden cursor
 
@@ -81,7 +81,7 @@ class Console(Logger):
         first = records[0]
         text = f"{_middle_out(first.prompt)}\n{_middle_out(str(first.output))}"
         if first.conversation is not None:
-            text = _talk(first.conversation)
+            text = _conversation_text(first.conversation)
         for shown in first.images:
             text = f"[{shown.title}]\n{text}"
         if first.ground_truth is not None:
@@ -160,7 +160,7 @@ def shown_keys(row: dict[str, float]) -> list[str]:
     return keys + [key for key in CONSOLE_KEYS if key in row and key not in constant]
 
 
-def _bar(start: RunStart, eta: Eta) -> Any:
+def _progress_bar(start: RunStart, eta: Eta) -> Any:
     """The progress line. Its thread reads the timers at each refresh, so training need not update it."""
     from rich.console import Console as Screen
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -179,7 +179,7 @@ def _bar(start: RunStart, eta: Eta) -> Any:
     return bar
 
 
-def _talk(conversation: dict[str, Any]) -> str:
+def _conversation_text(conversation: dict[str, Any]) -> str:
     """An abridged conversation."""
     lines = []
     for role, text in spoken(conversation["messages"]):

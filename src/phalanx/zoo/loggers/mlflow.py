@@ -42,12 +42,12 @@ class Mlflow(Logger):
             except MlflowException:  # another store than that of the checkpoint's run; an unreachable one fails below
                 self.id = None
         if self.id is None:
-            self.id = self._create(start, None if server else (folder / "mlflow").as_uri())
+            self.id = self._create_run(start, None if server else (folder / "mlflow").as_uri())
         self._client.log_dict(self.id, start.config, "config.yaml")
         self._worker = ThreadPoolExecutor(1, "mlflow")
         self._sent: deque[Future[Any]] = deque()
 
-    def _create(self, start: RunStart, artifacts: str | None) -> str:
+    def _create_run(self, start: RunStart, artifacts: str | None) -> str:
         """Create a run and return its id. `artifacts`: location for a new experiment's files; None: the server's."""
         from mlflow.entities import Param
 
@@ -63,17 +63,17 @@ class Mlflow(Logger):
 
         now = int(time.time() * 1000)
         metrics = [Metric(_REFUSED.sub("_", key), float(value), now, step) for key, value in row.items()]
-        self._send(self._client.log_batch, metrics)
+        self._queue_call(self._client.log_batch, metrics)
 
     def records(self, step: int, set_name: str, records: list[Record], folder: Path) -> None:
         kind = kind_of(records)
-        self._send(self._client.log_artifacts, str(folder), f"{kind}/{set_name}/{folder.name}")
+        self._queue_call(self._client.log_artifacts, str(folder), f"{kind}/{set_name}/{folder.name}")
         grid = shown_grid(records) if kind == SAMPLES else Image.open(folder / "grid.png")
         if grid is not None:
             key = re.sub(r"[^\w/. -]", "_", f"{kind}/{set_name}", flags=re.ASCII)
-            self._send(self._client.log_image, grid, key=key, step=step)
+            self._queue_call(self._client.log_image, grid, key=key, step=step)
 
-    def _send(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    def _queue_call(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         """Queue a call for this run on the thread. Raises the exception of an earlier call, if any."""
         while self._sent and self._sent[0].done():
             if self._sent[0].exception() is not None:
@@ -82,7 +82,7 @@ class Mlflow(Logger):
         self._sent.append(self._worker.submit(call, self.id, *args, **kwargs))
 
     def close(self, failed: bool) -> None:
-        self._send(self._client.set_terminated, "FAILED" if failed else "FINISHED")
+        self._queue_call(self._client.set_terminated, "FAILED" if failed else "FINISHED")
         self._worker.shutdown()
         for sent in self._sent:
             sent.result()

@@ -17,8 +17,8 @@ def matched(target: str, read: str, kind: Kind) -> tuple[int, int]:
     """The number of the target's words or characters that were read, at most as often as they occur in the target, and
     the number of all of them.
     """
-    expected = _parts(target, kind)
-    return (expected & _parts(read, kind)).total(), expected.total()
+    expected = _count_parts(target, kind)
+    return (expected & _count_parts(read, kind)).total(), expected.total()
 
 
 def target_of(prompt: str, metadata: dict[str, Any], column: str, recall: Kind | None) -> str:
@@ -32,11 +32,11 @@ def target_of(prompt: str, metadata: dict[str, Any], column: str, recall: Kind |
         actual = f"no {column}" if target is None else f"{column} {target!r}"
         quoted = "a text in double quotes in the prompt, or " if column == "ground_truth" else ""
         raise ValueError(f'{actual} for the prompt "{prompt}" (expected {quoted}a column {column} in the data)')
-    if recall is not None and not _parts(target, recall):
+    if recall is not None and not _count_parts(target, recall):
         raise ValueError(f"{column} {target!r} has no letters or digits that recall could count")
     return target
 
 
-def _parts(text: str, kind: Kind) -> Counter[str]:
+def _count_parts(text: str, kind: Kind) -> Counter[str]:
     words = _IGNORED.sub("", text).split()
     return Counter("".join(words)) if kind == "characters" else Counter(word.lower() for word in words)

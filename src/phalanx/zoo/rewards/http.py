@@ -83,7 +83,7 @@ class Http(RewardWithExtras):
 
     def __post_init__(self) -> None:
         """Check the options and read the token; nothing is sent before the first call."""
-        self.shown = _address(self.url)
+        self.shown = _shown_address(self.url)
         if (self.on_error == "value") != (self.error_value is not None):
             raise ValueError("on_error=value and error_value, a number, go together; give both or neither")
         if self.error_value is not None:
@@ -97,7 +97,7 @@ class Http(RewardWithExtras):
         if self.token_env is not None:
             token = read_token(self.token_env)
             self._headers["Authorization"] = f"Bearer {token}"
-            self._secret = _spellings(token)
+            self._secret = _token_pattern(token)
         self._tls = ssl.create_default_context()
         self._random = random.Random()  # separate from the job's generator, whose numbers retries must not change
 
@@ -106,16 +106,16 @@ class Http(RewardWithExtras):
     ) -> list[float] | RewardOutput:
         """Scores of images [B, 3, H, W] in 0..1, sent with 8 bits per channel, or of B texts. Raises ServerError."""
         sent = to_uint8(outputs) if isinstance(outputs, Tensor) else outputs
-        text_of = cache(_base64)  # the samples of a prompt share its images
-        plain = [self._plain(meta, text_of) for meta in metadata]
-        scored = asyncio.run(self._ask(sent, prompts, plain))
+        text_of = cache(_image_base64)  # the samples of a prompt share its images
+        plain = [self._json_metadata(meta, text_of) for meta in metadata]
+        scored = asyncio.run(self._score_all(sent, prompts, plain))
         scores, degraded = (list(values) for values in zip(*scored, strict=True))
         if self.extras:
             return RewardOutput(scores, {"degraded": degraded})
         missing = any(map(math.isnan, scores))
         return RewardOutput(scores, problem=f"{self.shown}: its answer has null for a score") if missing else scores
 
-    async def _ask(self, outputs: Outputs, prompts: list[str], metadata: list[dict[str, Any]]) -> list[Scored]:
+    async def _score_all(self, outputs: Outputs, prompts: list[str], metadata: list[dict[str, Any]]) -> list[Scored]:
         """The scores of all samples, with batch_size samples per request and up to `concurrency` requests at once."""
         deadline = asyncio.get_running_loop().time() + self.timeout_s
         free = asyncio.Semaphore(self.concurrency)
@@ -130,38 +130,38 @@ class Http(RewardWithExtras):
                 async with free:
                     # in a thread, so that other requests proceed during the PNG encoding
                     body = await asyncio.to_thread(encode, outputs[batch], *texts, self.encoding)
-                    return await self._batch(client, deadline, body, len(prompts[batch]))
+                    return await self._score_batch(client, deadline, body, len(prompts[batch]))
 
             parts = await asyncio.gather(*map(part, range(0, len(prompts), self.batch_size)))
         return list(chain.from_iterable(parts))
 
-    async def _batch(
+    async def _score_batch(
         self, client: httpx2.AsyncClient, deadline: float, body: dict[str, Any], count: int
     ) -> list[Scored]:
         """The scores of one request's samples, with error_value for those that are missing, if it is configured."""
         try:
-            content = await self._answer(client, deadline, body)
-            scores = self._scores(content, count)
+            content = await self._answer_body(client, deadline, body)
+            scores = self._checked_scores(content, count)
         except ServerError as error:
             if self.error_value is None:
                 raise
-            self._degrade(count, error)
+            self._count_degraded(count, error)
             return [(self.error_value, 1.0)] * count
         absent = scores.count(None)
         if absent and self.error_value is not None:
-            self._degrade(absent, self._error("its answer has null for a score"))
+            self._count_degraded(absent, self._server_error("its answer has null for a score"))
         missing = (math.nan, 0.0) if self.error_value is None else (self.error_value, 1.0)
         return [missing if score is None else (score, 0.0) for score in scores]
 
-    async def _answer(self, client: httpx2.AsyncClient, deadline: float, body: dict[str, Any]) -> bytes:
+    async def _answer_body(self, client: httpx2.AsyncClient, deadline: float, body: dict[str, Any]) -> bytes:
         """The body of the first answer with status 200, after retries if necessary."""
         now, tries = asyncio.get_running_loop().time, self.retries + 1
         for attempt in range(1, tries + 1):
             try:
                 async with asyncio.timeout_at(deadline):
-                    return await self._post(client, body)
+                    return await self._post_body(client, body)
             except TimeoutError:
-                raise self._error(f"no answer within timeout_s={self.timeout_s:g}") from None
+                raise self._server_error(f"no answer within timeout_s={self.timeout_s:g}") from None
             except _Retryable as failure:
                 problem, wait_s = failure.args
             if attempt == tries:
@@ -170,11 +170,11 @@ class Http(RewardWithExtras):
             pause = max(wait_s, backoff_s)
             if now() + pause > deadline:
                 late = f"the next one, in {pause:.0f} s, would be past timeout_s={self.timeout_s:g}"
-                raise self._error(f"{problem} (try {attempt} of {tries}; {late})")
+                raise self._server_error(f"{problem} (try {attempt} of {tries}; {late})")
             await asyncio.sleep(pause)
-        raise self._error(f"{problem} (try {tries} of {tries})")
+        raise self._server_error(f"{problem} (try {tries} of {tries})")
 
-    async def _post(self, client: httpx2.AsyncClient, body: dict[str, Any]) -> bytes:
+    async def _post_body(self, client: httpx2.AsyncClient, body: dict[str, Any]) -> bytes:
         """The body of an answer with status 200. Raises _Retryable if a retry may succeed, else ServerError."""
         content = bytearray()
         try:
@@ -182,19 +182,19 @@ class Http(RewardWithExtras):
                 async for chunk in response.aiter_raw():
                     content += chunk
                     if len(content) > MAX_ANSWER:
-                        raise self._error(f"its answer is longer than {MAX_ANSWER} bytes")
+                        raise self._server_error(f"its answer is longer than {MAX_ANSWER} bytes")
         except httpx2.TransportError as error:
             raise _Retryable(self._no_answer(error), 0.0) from None
         status, headers = response.status_code, response.headers
         if status == 200:
             return bytes(content)
         if 300 <= status < 400 and "location" in headers:
-            to = self._printable(headers["location"])
-            raise self._error(f"answered {status}, a redirect to {to}, which is not followed; give that as url")
+            to = self._printable_line(headers["location"])
+            raise self._server_error(f"answered {status}, a redirect to {to}, which is not followed; give that as url")
         problem = f"answered {status}: {self._text_of(bytes(content))}"
         if status >= 500 or status in _RETRIED:
             raise _Retryable(problem, _retry_after(headers))
-        raise self._error(problem)
+        raise self._server_error(problem)
 
     def _no_answer(self, error: httpx2.TransportError) -> str:
         """A description of a failed connection."""
@@ -203,25 +203,25 @@ class Http(RewardWithExtras):
         if isinstance(error, httpx2.TimeoutException):
             return f"silent for read_timeout_s={self.read_timeout_s:g}"
         if isinstance(error, httpx2.ConnectError):
-            return f"no connection ({self._printable(str(error))})"
+            return f"no connection ({self._printable_line(str(error))})"
         reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-        return f"the connection broke ({self._printable(reason)})"
+        return f"the connection broke ({self._printable_line(reason)})"
 
-    def _scores(self, content: bytes, count: int) -> list[float | None]:
+    def _checked_scores(self, content: bytes, count: int) -> list[float | None]:
         """The checked scores of an answer; None for those that are null."""
         try:
             scores = ScoreAnswer.model_validate_json(content).scores
         except ValidationError as error:
-            reason = self._printable(complaint(error, values=True))
-            raise self._error(f"its answer is not usable, {reason}: {self._text_of(content)}") from None
+            reason = self._printable_line(complaint(error, values=True))
+            raise self._server_error(f"its answer is not usable, {reason}: {self._text_of(content)}") from None
         if len(scores) != count:
-            raise self._error(f"{len(scores)} scores for {count} samples")
+            raise self._server_error(f"{len(scores)} scores for {count} samples")
         for i, score in enumerate(scores):
             if score is not None and abs(score) > self.max_abs:
-                raise self._error(f"score {i} is {score}; expected numbers up to max_abs={self.max_abs:g}")
+                raise self._server_error(f"score {i} is {score}; expected numbers up to max_abs={self.max_abs:g}")
         return scores
 
-    def _degrade(self, count: int, error: ServerError) -> None:
+    def _count_degraded(self, count: int, error: ServerError) -> None:
         """Count samples that get error_value. Log their number at the first ones and whenever it has doubled."""
         with self._lock:
             self.degraded += count
@@ -238,7 +238,7 @@ class Http(RewardWithExtras):
                 error,
             )
 
-    def _plain(self, meta: dict[str, Any], text_of: Callable[[Picture], str]) -> dict[str, Any]:
+    def _json_metadata(self, meta: dict[str, Any], text_of: Callable[[Picture], str]) -> dict[str, Any]:
         """A sample's metadata for JSON, with the images of its prompt converted by `text_of`. Values that JSON cannot
         represent are left out, with one warning per key.
         """
@@ -258,17 +258,17 @@ class Http(RewardWithExtras):
                 kept[key] = value
         return kept
 
-    def _error(self, problem: str) -> ServerError:
+    def _server_error(self, problem: str) -> ServerError:
         return ServerError(f"{self.shown}: {problem}")
 
     def _text_of(self, content: bytes) -> str:
         """The text of an answer for a message: its `detail`, FastAPI's key for an error, or else its beginning."""
         try:
-            return self._printable(Refusal.model_validate_json(content).detail)
+            return self._printable_line(Refusal.model_validate_json(content).detail)
         except ValidationError:
-            return self._printable(content.decode("utf-8", "replace"))
+            return self._printable_line(content.decode("utf-8", "replace"))
 
-    def _printable(self, text: str) -> str:
+    def _printable_line(self, text: str) -> str:
         """A text of the server as one line, without the token, which some servers echo."""
         if self._secret is not None:
             text = self._secret.sub("***", text)  # before the cut, which could leave a part of the token
@@ -295,7 +295,7 @@ def encode(outputs: Outputs, prompts: list[str], metadata: list[dict[str, Any]],
     }
 
 
-def _base64(image: Picture) -> str:
+def _image_base64(image: Picture) -> str:
     """The image's file in base64. Raises ValueError with a line if the file cannot be read."""
     return base64.b64encode(image.encoded()).decode()
 
@@ -312,12 +312,12 @@ def read_token(variable: str) -> str:
     return token
 
 
-def _spellings(token: str) -> re.Pattern[str]:
+def _token_pattern(token: str) -> re.Pattern[str]:
     """Matches the token in texts: in any case, with signs escaped as in JSON, in Python or in a URL."""
     return re.compile("".join(rf"(?:\\?{re.escape(c)}|%{ord(c):02x}|\\u{ord(c):04x})" for c in token), re.IGNORECASE)
 
 
-def _address(url: str) -> str:
+def _shown_address(url: str) -> str:
     """The address for messages, without the query, which may contain a key. Raises ValueError if it is invalid."""
     expected = "expected one such as http://127.0.0.1:8077/score"
     try:

@@ -71,11 +71,11 @@ class Detector:
                 continue
             score = float(score * logits.sigmoid()[mask].mean())
             if score > threshold:
-                detected.setdefault(CLASSES[label], []).append(Detection(_box(mask), score, mask))
+                detected.setdefault(CLASSES[label], []).append(Detection(_mask_box(mask), score, mask))
         return detected
 
 
-def _box(mask: Tensor) -> tuple[float, float, float, float]:
+def _mask_box(mask: Tensor) -> tuple[float, float, float, float]:
     """The box (left, top, right, bottom) of a mask [H, W]; right and bottom are exclusive."""
     rows, columns = mask.any(1).nonzero(), mask.any(0).nonzero()
     return float(columns[0]), float(rows[0]), float(columns[-1] + 1), float(rows[-1] + 1)

@@ -55,12 +55,12 @@ def kept(detections: Sequence[Detection], threshold: float, max_objects: int, ma
 
 def overlap(a: Detection, b: Detection) -> float:
     """The IoU of two boxes with inclusive right and bottom sides, as in GenEval."""
-    shared = _area((*map(max, a.box[:2], b.box[:2]), *map(min, a.box[2:], b.box[2:])))
-    union = _area(a.box) + _area(b.box) - shared
+    shared = _box_area((*map(max, a.box[:2], b.box[:2]), *map(min, a.box[2:], b.box[2:])))
+    union = _box_area(a.box) + _box_area(b.box) - shared
     return shared / union if union else 0.0
 
 
-def _area(box: Sequence[float]) -> float:
+def _box_area(box: Sequence[float]) -> float:
     return max(box[2] - box[0] + 1, 0) * max(box[3] - box[1] + 1, 0)
 
 
@@ -85,7 +85,7 @@ def verdict(detected: Detected, row: Mapping[str, Any], colors_of: ColorsOf, pos
     """GenEval's verdict: for each clause of `include` there are enough objects, the best of which have the expected
     colour and position, and for each clause of `exclude` there are fewer objects than its count.
     """
-    groups, _ = _clauses(detected, row, colors_of, position_threshold, exact=False)
+    groups, _ = _match_clauses(detected, row, colors_of, position_threshold, exact=False)
     too_many = [len(detected.get(clause["class"], ())) >= clause["count"] for clause in row.get("exclude") or ()]
     return None not in groups and not any(too_many)
 
@@ -95,11 +95,11 @@ def fraction(detected: Detected, row: Mapping[str, Any], colors_of: ColorsOf, po
     count is right, score 1 - |expected - actual| / expected; positions score 0 or 1. If the count is wrong, colour and
     position score 0.
     """
-    _, parts = _clauses(detected, row, colors_of, position_threshold, exact=True)
+    _, parts = _match_clauses(detected, row, colors_of, position_threshold, exact=True)
     return sum(parts) / len(parts)
 
 
-def _clauses(
+def _match_clauses(
     detected: Detected, row: Mapping[str, Any], colors_of: ColorsOf, position_threshold: float, *, exact: bool
 ) -> tuple[list[tuple[Detection, ...] | None], list[float]]:
     """For each clause of `include` the objects that fulfil it, None if it is not fulfilled; and a score for each rule.
@@ -139,12 +139,12 @@ def check(row: Mapping[str, Any]) -> None:
         raise ValueError("no lists include and exclude; expected those of GenEval's evaluation_metadata.jsonl")
     for name, clauses in (("include", include), ("exclude", exclude)):
         for i, clause in enumerate(clauses):
-            problem = _problem(clause, i)
+            problem = _clause_problem(clause, i)
             if problem is not None:
                 raise ValueError(f"{name}[{i}]: {problem}")
 
 
-def _problem(clause: Any, number: int) -> str | None:
+def _clause_problem(clause: Any, number: int) -> str | None:
     if not isinstance(clause, dict) or clause.get("class") not in CLASSES:
         return f"{clause!r} has no class of COCO under GenEval's name, such as dog or tv remote"
     count, color, position = clause.get("count"), clause.get("color"), clause.get("position")

@@ -77,7 +77,7 @@ class Trunk:
         self._micro_batch = micro_batch_size
         self.added: list[int] = tokenizer.convert_tokens_to_ids(added)
         self._specials = re.compile("|".join(map(re.escape, tokenizer.get_added_vocab())))
-        weights, head = _split(_without_lora(_read(published), published), published)
+        weights, head = _split_weights(_without_lora(_read_weights(published), published), published)
         embeddings = weights.get("language_model.embed_tokens.weight")
         if embeddings is None:
             raise published.wrong("has no weights model.embed_tokens.weight")
@@ -88,8 +88,8 @@ class Trunk:
                 f"base={base!r}; expected the base that the model was trained from"
             )
         config.text_config.vocab_size = rows
-        self.heads = _heads(head, heads, published, self.device)
-        self.backbone = _backbone(weights, config, vars(torch)[dtype], self.device, published)
+        self.heads = _build_heads(head, heads, published, self.device)
+        self.backbone = _build_backbone(weights, config, vars(torch)[dtype], self.device, published)
 
     def plain(self, text: str) -> str:
         """The text with a blank in each special token, so that it is tokenized as plain words."""
@@ -186,7 +186,7 @@ def resized(height: int, width: int, unit: int, least: int, most: int) -> tuple[
     return nearest[0], nearest[1]
 
 
-def _read(published: Published) -> dict[str, Tensor]:
+def _read_weights(published: Published) -> dict[str, Tensor]:
     """All weights of a .safetensors file, or of all such files of a folder."""
     path = Path(published.model).expanduser()
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
@@ -212,13 +212,13 @@ def _without_lora(state: dict[str, Tensor], published: Published) -> dict[str, T
         layer, base, kind = name.removeprefix(_PEFT).partition(".base_layer.")
         if base and kind == "weight":
             down, up = (f"{_PEFT}{layer}.lora_{part}.default.weight" for part in "AB")
-            _require([down, up], state, published)
+            _require_weights([down, up], state, published)
             value = value.float().addmm(state[up].float(), state[down].float(), alpha=scale).to(value.dtype)
         plain[f"{layer}.{kind}" if base else layer] = value
     return plain
 
 
-def _split(state: dict[str, Tensor], published: Published) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def _split_weights(state: dict[str, Tensor], published: Published) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """The weights of the trunk, under transformers' current names, and those of the heads; lm_head is dropped."""
     trunk: dict[str, Tensor] = {}
     heads: dict[str, Tensor] = {}
@@ -235,7 +235,7 @@ def _split(state: dict[str, Tensor], published: Published) -> tuple[dict[str, Te
     return trunk, heads
 
 
-def _require(names: list[str], state: dict[str, Tensor], published: Published, why: str = "") -> None:
+def _require_weights(names: list[str], state: dict[str, Tensor], published: Published, why: str = "") -> None:
     """Raise ValueError if any of the weights is missing."""
     missing = [name for name in names if name not in state]
     if missing:
@@ -243,14 +243,14 @@ def _require(names: list[str], state: dict[str, Tensor], published: Published, w
         raise published.wrong(f"has no weights {missing[0]}{more}{why}")
 
 
-def _heads(
+def _build_heads(
     state: dict[str, Tensor], prefixes: list[str], published: Published, device: torch.device
 ) -> dict[str, nn.Module]:
     """The heads in float32, with widths inferred from the weights."""
     parts = [f"{k}.{kind}" for k in _HEAD for kind in ("weight", "bias")]
     parts = ["weight"] if published.linear else parts
     names = [f"{prefix}.{part}" for prefix in prefixes for part in parts]
-    _require(names, state, published, ": not a reward model")
+    _require_weights(names, state, published, ": not a reward model")
     extra = sorted(state.keys() - set(names))
     if extra:
         raise published.wrong(f"has another head, with {extra[0]}")
@@ -268,7 +268,7 @@ def _heads(
     return heads
 
 
-def _backbone(
+def _build_backbone(
     state: dict[str, Tensor], config: Any, dtype: torch.dtype, device: torch.device, published: Published
 ) -> nn.Module:
     """The transformer with exactly these weights."""
@@ -277,7 +277,7 @@ def _backbone(
     with torch.device("meta"):
         empty = AutoModel.from_config(config, trust_remote_code=False)
     expected = empty.state_dict()
-    _require(sorted(expected), state, published)
+    _require_weights(sorted(expected), state, published)
     wrong = sorted(state.keys() - expected.keys())
     for name, value in state.items():
         if name in expected and value.shape != expected[name].shape:

@@ -55,11 +55,11 @@ class BlipVqa(DifferentiableReward):
                 questions.append(_IGNORED.sub("", f"{phrase}?".lower()).rstrip())
                 image_of.append(i)
         patches = self._blip.vision_model(self._pixels(images.to(self._device))).last_hidden_state
-        probabilities = self._probabilities(patches[image_of], questions)
+        probabilities = self._yes_probabilities(patches[image_of], questions)
         counts = [len(row[self._column]) for row in metadata]
         return torch.stack([part.prod() for part in probabilities.split(counts)])
 
-    def _probabilities(self, patches: Tensor, questions: list[str]) -> Tensor:
+    def _yes_probabilities(self, patches: Tensor, questions: list[str]) -> Tensor:
         """The probabilities [Q] of yes, relative to no, for Q questions about images with patches [Q, N, D]."""
         ids = self._tokenizer(questions, truncation=True, max_length=_MAX_TOKENS).input_ids
         probabilities: list[Tensor] = [patches.new_empty(())] * len(ids)

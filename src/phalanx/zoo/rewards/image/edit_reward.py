@@ -61,10 +61,10 @@ class EditReward(DeviceReward, RewardWithExtras):
         """Scores float32 [B] of images [B, 3, H, W] in 0..1, with those of both heads as extras."""
         for prompt, meta in zip(prompts, metadata, strict=True):
             self.check_row(prompt, meta)
-        both = self._trunk.in_micro_batches(self._score, images, prompts, metadata)
+        both = self._trunk.in_micro_batches(self._score_images, images, prompts, metadata)
         return RewardOutput(both.mean(1), dict(zip(self.extras, both.T, strict=True)))
 
-    def _score(self, images: Tensor, prompts: list[str], metadata: list[dict[str, Any]]) -> Tensor:
+    def _score_images(self, images: Tensor, prompts: list[str], metadata: list[dict[str, Any]]) -> Tensor:
         """The means of both heads [b, 2]."""
         edited, grid = self._trunk.patches(images)
         sources: dict[int, tuple[Tensor, Tensor]] = {}  # by image to edit, which the samples of a prompt share

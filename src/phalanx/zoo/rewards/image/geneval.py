@@ -73,14 +73,14 @@ class Geneval(RewardWithExtras, DeviceReward):
 
             @cache
             def colors_of(name: str, objects: tuple[Detection, ...], image: Tensor = image) -> list[str]:
-                return self._classify(image, name, objects)
+                return self._classify_colors(image, name, objects)
 
             rules = (detected, row, colors_of, self._position_threshold)
             correct.append(float(verdict(*rules)))
             scores.append(correct[-1] if self._strict else fraction(*rules))
         return RewardOutput(scores, {"correct": correct})
 
-    def _classify(self, image: Tensor, name: str, objects: tuple[Detection, ...]) -> list[str]:
+    def _classify_colors(self, image: Tensor, name: str, objects: tuple[Detection, ...]) -> list[str]:
         """The colours of the objects, of class `name`, in an image [3, H, W]."""
         if name not in self._colors:
             texts = []

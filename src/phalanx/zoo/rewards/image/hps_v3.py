@@ -47,9 +47,9 @@ class HpsV3(DeviceReward):
     @torch.no_grad()
     def __call__(self, images: Tensor, prompts: list[str], metadata: list[dict[str, Any]]) -> Tensor:
         """Scores float32 [B] of images [B, 3, H, W] in 0..1."""
-        return self._trunk.in_micro_batches(self._score, images, prompts)
+        return self._trunk.in_micro_batches(self._score_images, images, prompts)
 
-    def _score(self, images: Tensor, prompts: list[str]) -> Tensor:
+    def _score_images(self, images: Tensor, prompts: list[str]) -> Tensor:
         pixels, grid = self._trunk.patches(images)
         chats = []
         for prompt in prompts:

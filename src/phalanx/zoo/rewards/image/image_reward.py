@@ -42,10 +42,10 @@ class ImageReward(DifferentiableReward):
 
         where = f"model={model!r}"
         state = read_published(model, where)
-        vision = {_vision_name(name): value for name, value in _part(state, _VISION).items()}
-        text = _part(state, _TEXT)
+        vision = {_vision_name(name): value for name, value in _prefixed_weights(state, _VISION).items()}
+        text = _prefixed_weights(state, _TEXT)
         text.pop("embeddings.position_ids", None)  # the numbers 0, 1, 2, ...
-        self._layers = linear_layers(_part(state, _MLP), where).to(device)
+        self._layers = linear_layers(_prefixed_weights(state, _MLP), where).to(device)
         self._vision, edge = _vision_tower(vision, where)
         self._text = _text_tower(text, vision, where)
         self._vision.to(device)
@@ -74,7 +74,7 @@ class ImageReward(DifferentiableReward):
         return (scores.squeeze(-1) - _MEAN) / _STD
 
 
-def _part(state: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+def _prefixed_weights(state: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
     """The weights under a prefix, without it."""
     return {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
 
@@ -90,20 +90,20 @@ def _vision_tower(state: dict[str, Tensor], where: str) -> tuple[nn.Module, int]
     """BLIP's vision tower, with its size inferred from the weights, and the edge of its square input in pixels."""
     from transformers import BlipVisionConfig, BlipVisionModel
 
-    patches = _weight(state, "embeddings.patch_embedding.weight", where)
-    positions = _weight(state, "embeddings.position_embedding", where)
+    patches = _find_weight(state, "embeddings.patch_embedding.weight", where)
+    positions = _find_weight(state, "embeddings.position_embedding", where)
     width, _, side, _ = patches.shape
     edge = side * round((positions.shape[1] - 1) ** 0.5)
     config = BlipVisionConfig(
         hidden_size=width,
-        intermediate_size=len(_weight(state, "encoder.layers.0.mlp.fc1.weight", where)),
-        num_hidden_layers=_layers(state, "encoder.layers"),
+        intermediate_size=len(_find_weight(state, "encoder.layers.0.mlp.fc1.weight", where)),
+        num_hidden_layers=_count_layers(state, "encoder.layers"),
         num_attention_heads=width // _HEAD_WIDTH,
         image_size=edge,
         patch_size=side,
         layer_norm_eps=1e-6,
     )
-    return _loaded(BlipVisionModel(config), state, where), edge
+    return _load_tower(BlipVisionModel(config), state, where), edge
 
 
 def _text_tower(state: dict[str, Tensor], vision: dict[str, Tensor], where: str) -> nn.Module:
@@ -111,30 +111,30 @@ def _text_tower(state: dict[str, Tensor], vision: dict[str, Tensor], where: str)
     from transformers import BlipTextConfig
     from transformers.models.blip.modeling_blip_text import BlipTextModel
 
-    words = _weight(state, "embeddings.word_embeddings.weight", where)
+    words = _find_weight(state, "embeddings.word_embeddings.weight", where)
     config = BlipTextConfig(
         vocab_size=len(words),
         hidden_size=words.shape[1],
         encoder_hidden_size=len(vision["post_layernorm.weight"]),
-        intermediate_size=len(_weight(state, "encoder.layer.0.intermediate.dense.weight", where)),
-        num_hidden_layers=_layers(state, "encoder.layer"),
+        intermediate_size=len(_find_weight(state, "encoder.layer.0.intermediate.dense.weight", where)),
+        num_hidden_layers=_count_layers(state, "encoder.layer"),
         num_attention_heads=words.shape[1] // _HEAD_WIDTH,
-        max_position_embeddings=len(_weight(state, "embeddings.position_embeddings.weight", where)),
+        max_position_embeddings=len(_find_weight(state, "embeddings.position_embeddings.weight", where)),
     )
-    return _loaded(BlipTextModel(config, add_pooling_layer=False), state, where)
+    return _load_tower(BlipTextModel(config, add_pooling_layer=False), state, where)
 
 
-def _layers(state: dict[str, Tensor], prefix: str) -> int:
-    return len({name.partition(".")[0] for name in _part(state, f"{prefix}.")})
+def _count_layers(state: dict[str, Tensor], prefix: str) -> int:
+    return len({name.partition(".")[0] for name in _prefixed_weights(state, f"{prefix}.")})
 
 
-def _weight(state: dict[str, Tensor], name: str, where: str) -> Tensor:
+def _find_weight(state: dict[str, Tensor], name: str, where: str) -> Tensor:
     if name not in state:
         raise ValueError(f"{where} has no weights of BLIP's {name}; {_EXPECTED}")
     return state[name]
 
 
-def _loaded(tower: nn.Module, state: dict[str, Tensor], where: str) -> nn.Module:
+def _load_tower(tower: nn.Module, state: dict[str, Tensor], where: str) -> nn.Module:
     """A tower with exactly these weights, frozen and in float32."""
     try:
         tower.load_state_dict({name: value.float() for name, value in state.items()})

@@ -71,7 +71,7 @@ class Ocr(RewardWithExtras):
             targets.append(target_of(prompt, meta, self._column, self._recall))
         pairs = zip(targets, self.read(images), strict=True)
         if self._recall is None:
-            return [self._score(_plain(target), _plain(text)) for target, text in pairs]
+            return [self._text_score(_normalize_text(target), _normalize_text(text)) for target, text in pairs]
         counts = [matched(target, text, self._recall) for target, text in pairs]
         extras = dict(zip(self.extras, zip(*counts, strict=True), strict=True))
         return RewardOutput([right / expected for right, expected in counts], extras)
@@ -84,7 +84,7 @@ class Ocr(RewardWithExtras):
         """The texts that the engine reads in images [B, 3, H, W] in 0..1."""
         return self._reader.read(to_uint8(images))
 
-    def _score(self, target: str, read: str) -> float:
+    def _text_score(self, target: str, read: str) -> float:
         from rapidfuzz.distance import Levenshtein
 
         if self._contains and target in read:
@@ -94,7 +94,7 @@ class Ocr(RewardWithExtras):
         return 1.0 - min(1.0, Levenshtein.distance(target, read) / len(target))
 
 
-def _plain(text: str) -> str:
+def _normalize_text(text: str) -> str:
     return "".join(text.lower().split())
 
 

@@ -170,11 +170,11 @@ def written(text: str) -> str:
     text = re.sub("&", " and ", text) if r"\begin" not in text else text
     text = _tuple(_OPEN.sub(_interval, text).strip().removeprefix("=").strip())
     if not text.startswith(_LIST):
-        text = _THOUSANDS.sub(_joined, text)
+        text = _THOUSANDS.sub(_join_digits, text)
     text = _SPACED.sub(lambda match: match[1] + match[2].replace(" ", ""), _BLANK.sub(" ", text).strip())
     text = _TWO.sub(r"\\\1{\2}{\3}", text)
     text = _ROOT.sub(r"\\sqrt{\1}", _ONE.sub(r"\1{\2}", re.sub(r"\\[dtc]frac", r"\\frac", text)))
-    text = _REPEATING.sub(_repeated, _MIXED_RATIO.sub(r"\1\\frac{\2}{\3}", text))
+    text = _REPEATING.sub(_repeating_fraction, _MIXED_RATIO.sub(r"\1\\frac{\2}{\3}", text))
     text = _AND_WORDS.sub(r" \1 ", re.sub(r"\\\{ ?\\\}", r"\\emptyset", text))
     if len(_PLUS_MINUS.findall(text)) == 1:
         text = f"{_PLUS_MINUS.sub('+', text)}, {_PLUS_MINUS.sub('-', text)}"
@@ -283,11 +283,11 @@ def _tuple(text: str) -> str:
     return f"({','.join(values[name] for name in sorted(values))})" if len(values) == len(items) > 1 else text
 
 
-def _joined(result: "re.Match[str]") -> str:
+def _join_digits(result: "re.Match[str]") -> str:
     return result[1] or re.sub(r"\D", "", result.group())
 
 
-def _repeated(result: "re.Match[str]") -> str:
+def _repeating_fraction(result: "re.Match[str]") -> str:
     r"""The fraction of a repeating decimal: \frac{7}{6} of 1.1\overline{6}."""
     first, period = result[1] + result[2], result[3] or result[4]
     value = Fraction(int(first + period) - int(first or 0), (10 ** len(period) - 1) * 10 ** len(result[2]))

@@ -48,12 +48,12 @@ def is_formula(answer: str) -> bool:
     if len(answer) > LONGEST or _FORMULA.fullmatch(answer) is None:
         return False
     try:
-        return _bits(ast.parse(answer.strip(), mode="eval").body, DEEPEST) <= MAX_BITS
+        return _bit_bound(ast.parse(answer.strip(), mode="eval").body, DEEPEST) <= MAX_BITS
     except (ValueError, SyntaxError, MemoryError, RecursionError):
         return False
 
 
-def _bits(node: ast.expr, depth: int) -> float:
+def _bit_bound(node: ast.expr, depth: int) -> float:
     """An upper bound on the bits of a formula's value for variables up to 2. Raises ValueError for anything else."""
     if depth == 0:
         raise ValueError("too deep")
@@ -63,14 +63,14 @@ def _bits(node: ast.expr, depth: int) -> float:
         case ast.Name(id=name) if len(name) == 1 or name in _NAMES:
             return 1.0
         case ast.UnaryOp(op=ast.UAdd() | ast.USub(), operand=operand):
-            return _bits(operand, depth - 1)
+            return _bit_bound(operand, depth - 1)
         case ast.Call(func=ast.Name(id=name), args=[argument], keywords=[]) if name in _FUNCTIONS:
-            return _bits(argument, depth - 1)
+            return _bit_bound(argument, depth - 1)
         case ast.BinOp(left=left, op=ast.Pow(), right=right):
-            base, exponent = _bits(left, depth - 1), _bits(right, depth - 1)
+            base, exponent = _bit_bound(left, depth - 1), _bit_bound(right, depth - 1)
             return max(base, 1.0) * 2**exponent if exponent < 16 else math.inf
         case ast.BinOp(left=left, op=ast.Mult() | ast.Div(), right=right):
-            return _bits(left, depth - 1) + _bits(right, depth - 1)
+            return _bit_bound(left, depth - 1) + _bit_bound(right, depth - 1)
         case ast.BinOp(left=left, op=ast.Add() | ast.Sub(), right=right):
-            return max(_bits(left, depth - 1), _bits(right, depth - 1)) + 1.0
+            return max(_bit_bound(left, depth - 1), _bit_bound(right, depth - 1)) + 1.0
     raise ValueError("not a formula")

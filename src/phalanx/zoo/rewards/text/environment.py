@@ -16,9 +16,9 @@ class Environment(OfEnvironment):
         self._key = key
 
     def __call__(self, completions: list[str], prompts: list[str], metadata: list[dict[str, Any]]) -> list[float]:
-        return [self._score(meta) for meta in metadata]
+        return [self._environment_score(meta) for meta in metadata]
 
-    def _score(self, meta: dict[str, Any]) -> float:
+    def _environment_score(self, meta: dict[str, Any]) -> float:
         reward = meta["environment_reward"]
         if reward is None:
             if meta["ended"] in ("timeout", "error"):

@@ -57,7 +57,7 @@ def answer(text: str, method: str = "strict") -> Fraction | None:
     text = text.replace("\u2212", "-")
     if method == "flexible":
         numbers = deque(_NUMBER.finditer(text), maxlen=1)
-        return _value(numbers[0]) if numbers else None
+        return _exact_value(numbers[0]) if numbers else None
     _, mark, rest = text.rpartition("####")
     if not mark:
         return None
@@ -66,7 +66,7 @@ def answer(text: str, method: str = "strict") -> Fraction | None:
     result = _NUMBER.match(line.rpartition("=")[2].lstrip("*_`$\\ "))
     if result is None or re.match(r"\s*[-+*/^x\u00d7]\s*\d", result.string[result.end() :]):
         return None
-    return _value(result)
+    return _exact_value(result)
 
 
 def truth(value: Any) -> Fraction | None:
@@ -75,10 +75,10 @@ def truth(value: Any) -> Fraction | None:
     if "####" in text:
         return answer(text)
     result = _NUMBER.fullmatch(text.strip().rstrip("."))
-    return None if result is None else _value(result)
+    return None if result is None else _exact_value(result)
 
 
-def _value(result: "re.Match[str]") -> Fraction | None:
+def _exact_value(result: "re.Match[str]") -> Fraction | None:
     """The exact value of a match of _NUMBER; None if it is too long, or a fraction with denominator 0."""
     if len(result.group()) > LONGEST:
         return None

@@ -41,26 +41,26 @@ class Iou:
     def __call__(self, completions: list[str], prompts: list[str], metadata: list[dict[str, Any]]) -> list[float]:
         scores = []
         for completion, meta in zip(completions, metadata, strict=True):
-            scores.append(self._score(boxes(answer(completion)), self._truth(meta), meta))
+            scores.append(self._match_score(boxes(answer(completion)), self._truth_boxes(meta), meta))
         return scores
 
     def check_row(self, prompt: str, metadata: dict[str, Any]) -> None:
         """Raise ValueError for a row without valid boxes as ground truth, or with an unknown image size if needed."""
-        self._truth(metadata)
+        self._truth_boxes(metadata)
         if self._units != self._truth_units and "pixels" in (self._units, self._truth_units):
-            _size(metadata)
+            _image_size(metadata)
 
-    def _truth(self, metadata: dict[str, Any]) -> list[Box]:
+    def _truth_boxes(self, metadata: dict[str, Any]) -> list[Box]:
         value = metadata.get("ground_truth")
         truth = boxes(value if isinstance(value, str) else json.dumps(value, default=str))
-        if not truth or len(truth) > MOST or not all(map(_area, truth)):
+        if not truth or len(truth) > MOST or not all(map(_box_area, truth)):
             raise ValueError(
                 f"iou needs a ground_truth for each prompt, a box [x1, y1, x2, y2] or a list of at most {MOST}; it has "
                 f"{str(value)[-80:]!r}"
             )
         return truth
 
-    def _score(self, given: list[Box], truth: list[Box], metadata: dict[str, Any]) -> float:
+    def _match_score(self, given: list[Box], truth: list[Box], metadata: dict[str, Any]) -> float:
         if not 0 < len(given) <= MOST:
             return 0.0
         if self._units != self._truth_units:  # the IoU does not depend on the units if both boxes have the same
@@ -96,23 +96,23 @@ def boxes(text: str) -> list[Box]:
 def iou(one: Box, other: Box) -> float:
     """Intersection over union in 0..1; 0 if a box has no area."""
     both = max(one[0], other[0]), max(one[1], other[1]), min(one[2], other[2]), min(one[3], other[3])
-    if not (_area(one) and _area(other)):
+    if not (_box_area(one) and _box_area(other)):
         return 0.0
-    common = _area(both)
-    return common / (_area(one) + _area(other) - common)
+    common = _box_area(both)
+    return common / (_box_area(one) + _box_area(other) - common)
 
 
-def _area(box: Box) -> float:
+def _box_area(box: Box) -> float:
     return max(box[2] - box[0], 0.0) * max(box[3] - box[1], 0.0)
 
 
 def _in_unit(some: list[Box], units: str, metadata: dict[str, Any]) -> list[Box]:
     """Boxes converted to fractions of the image's width and height."""
-    height, width = _size(metadata) if units == "pixels" else (1, 1) if units == "unit" else (1000, 1000)
+    height, width = _image_size(metadata) if units == "pixels" else (1, 1) if units == "unit" else (1000, 1000)
     return [(left / width, top / height, right / width, bottom / height) for left, top, right, bottom in some]
 
 
-def _size(metadata: dict[str, Any]) -> tuple[int, int]:
+def _image_size(metadata: dict[str, Any]) -> tuple[int, int]:
     """(height, width) of the prompt's image."""
     images = metadata.get("images", ())
     if len(images) != 1:

@@ -43,7 +43,7 @@ class Math(RewardWithExtras):
     def __call__(self, completions: list[str], prompts: list[str], metadata: list[dict[str, Any]]) -> RewardOutput:
         judged = []
         for completion, meta in zip(completions, metadata, strict=True):
-            judged.append(self._score(self._find(completion), _answers.truth(meta, "math")))
+            judged.append(self._grade_answer(self._find(completion), _answers.truth(meta, "math")))
         output = with_unjudged(judged)
         return output if self.extras else RewardOutput(output.scores)
 
@@ -56,7 +56,7 @@ class Math(RewardWithExtras):
         answer = self._find(completion)
         return None if answer is None or len(answer) > _answers.LONGEST else _answers.canonical(answer)
 
-    def _score(self, answer: str | None, truth: str) -> tuple[float, float]:
+    def _grade_answer(self, answer: str | None, truth: str) -> tuple[float, float]:
         """The score of an answer, and 1 if math-verify had no verdict, else 0."""
         if answer is None or not 0 < len(answer) <= _answers.LONGEST:
             return 0.0, 0.0

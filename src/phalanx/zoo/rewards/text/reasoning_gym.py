@@ -34,7 +34,7 @@ class ReasoningGym(RewardWithExtras):
     def __call__(self, completions: list[str], prompts: list[str], metadata: list[dict[str, Any]]) -> RewardOutput:
         judged = []
         for completion, meta in zip(completions, metadata, strict=True):
-            task, entry = _row(meta)
+            task, entry = _task_entry(meta)
             answer = self._find(completion)
             if answer is None:
                 judged.append((0.0, 0.0))
@@ -46,10 +46,10 @@ class ReasoningGym(RewardWithExtras):
 
     def check_row(self, prompt: str, metadata: dict[str, Any]) -> None:
         """Raise ValueError for a row that tasks/prepare_data.py has not made."""
-        _row(metadata)
+        _task_entry(metadata)
 
 
-def _row(metadata: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+def _task_entry(metadata: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """The task of a row, and its entry. Raises ValueError if the row has none."""
     row = metadata.get("reasoning_gym")
     if not isinstance(row, dict) or not isinstance(row.get("task"), str) or not isinstance(row.get("entry"), dict):

@@ -22,7 +22,7 @@ class SubjectConsistency(Consistency):
         if config.model_type != "vit":
             raise ValueError(f"model={model!r} is a model of type {config.model_type}; expected DINO, of type vit")
         self._vit: Any = load_model(ViTModel, model, "model", "DINO", add_pooling_layer=False).to(device)
-        self._vit.embeddings.interpolate_pos_encoding = self._positions
+        self._vit.embeddings.interpolate_pos_encoding = self._position_embeddings
         processor = load_part(AutoImageProcessor, model, "model")
         mean, std = torch.tensor([processor.image_mean, processor.image_std], device=device).view(2, 3, 1, 1)
         self._edge: int = config.image_size
@@ -39,7 +39,7 @@ class SubjectConsistency(Consistency):
         features: Tensor = self._vit(pixels, interpolate_pos_encoding=True).last_hidden_state[:, 0]
         return features
 
-    def _positions(self, embeddings: Tensor, height: int, width: int) -> Tensor:
+    def _position_embeddings(self, embeddings: Tensor, height: int, width: int) -> Tensor:
         """DINO's position embeddings [1, 1 + patches, D] for frames of any size. They replace those of transformers,
         which interpolates by the exact ratio of the sizes, whereas DINO adds a tenth of a patch.
         """

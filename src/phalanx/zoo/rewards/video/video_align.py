@@ -57,7 +57,7 @@ class VideoAlign(DeviceReward, RewardWithExtras):
         dtype: Dtype = "bfloat16",
         device: str = "cpu",
     ) -> None:
-        config = _configuration(model)
+        config = _read_configuration(model)
         lora, data, norm = config["peft_lora_config"], config["data_config"], config["inference_config"]
         scale = lora["lora_alpha"] / lora["lora_r"]
         published = Published(model, base, "qwen2_vl", "Qwen2-VL", "VideoReward", _EXPECTED, scale, linear=True)
@@ -74,11 +74,13 @@ class VideoAlign(DeviceReward, RewardWithExtras):
         """Scores float32 [B] of videos [B, F, 3, H, W] in 0..1, with the three grades as extras."""
         check_frames(videos)
         chosen = frames(videos.shape[1], self._fps, self._sampled_fps)
-        grades = self._trunk.in_micro_batches(lambda part, texts: self._grade(part[:, chosen], texts), videos, prompts)
+        grades = self._trunk.in_micro_batches(
+            lambda part, texts: self._grade_videos(part[:, chosen], texts), videos, prompts
+        )
         normalised = (grades - self._mean) / self._std
         return RewardOutput(normalised.sum(1), dict(zip(self.extras, normalised.T, strict=True)))
 
-    def _grade(self, videos: Tensor, prompts: list[str]) -> Tensor:
+    def _grade_videos(self, videos: Tensor, prompts: list[str]) -> Tensor:
         """The grades [b, 3] before normalisation."""
         pixels, grid = self._trunk.video_patches(videos, _LEAST, self._most)
         texts = [TEMPLATE.replace("{prompt}", self._trunk.plain(prompt)) for prompt in prompts]
@@ -98,7 +100,7 @@ def frames(count: int, fps: float, sampled_fps: float) -> list[int]:
     return chosen
 
 
-def _configuration(model: str) -> dict[str, Any]:
+def _read_configuration(model: str) -> dict[str, Any]:
     """The checked `model_config.json` of the weights' folder."""
 
     def wrong(problem: str) -> ValueError:
