@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 
 from phalanx.config.flow import FlowRLConfig
+from phalanx.distributed.seed import fold_in
 from tests.distributed.test_layouts import assert_same_step
 from tests.helpers.jobs import algorithm_config, fit, full_weights, one_step
 from tests.helpers.ranks import RankError, run_ranks
@@ -84,7 +85,8 @@ def fresh_noise(cfg: FlowRLConfig) -> dict[str, tuple[Tensor, Tensor]]:
     for distribution in ("schedule", "uniform", "logit_normal"):
         t.updater.algorithm.config.level_distribution = distribution  # type: ignore[attr-defined]
         for step, epoch in ((0, 0), (0, 1), (1, 0)):
-            noised = t.updater.algorithm.corrupt(t.policy, samples, t.updater._corruption_seeds(samples, step, epoch))
+            seeds = [fold_in(cfg.trainer.seed, step, int(i), "forward", epoch) for i in samples.index]
+            noised = t.updater.algorithm.corrupt(t.policy, samples, seeds)
             found[f"{distribution} {step} {epoch}"] = (noised.noise, noised.levels)
     size = cfg.rollout.height, cfg.rollout.width
     schedule, _ = t.policy.model.schedule(cfg.rollout.num_inference_steps, *size)

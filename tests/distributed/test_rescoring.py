@@ -26,7 +26,7 @@ class Off(WordRollout):
 
 def train(cfg: Any, error: float) -> tuple[bool, list[str]]:
     t = build(cfg)
-    t.collector.rollout = Off(t.policy, cfg, t.world)
+    t.collector.rollout = Off(t.policy, cfg, t.collector.rollout.micro_batch_size)
     t.collector.rollout.error = error
     with warnings_of("phalanx.training.rescorer") as said:
         t.fit()

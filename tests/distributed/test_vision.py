@@ -240,9 +240,16 @@ def test_a_model_without_a_class_of_its_text_part_is_trained_on_texts_as_a_whole
     assert not any("visual" in name for name in weights)
     for name, value in weights.items():
         assert torch.equal(model.get_parameter(name.removeprefix("lm.")), value), name
-    with refused(
-        f"model.path: transformers has no text-only class for {str(qwen)!r}, which is not supported with partial "
-        "rollouts; leave rollout.partial_rollout out",
-        ConfigError,
-    ):
-        rl.build(load_config(LMRLConfig, None, [*lm_overrides(qwen, tmp_path / "data"), *keys, *PARTIAL]))
+
+
+@pytest.mark.full
+def test_partial_rollouts_of_prompts_with_images(qwen: Path, tmp_path: Path) -> None:
+    """A response that goes on in the next step still sees its image: layouts train the same."""
+    found = []
+    for ranks in (1, 2):
+        keys = [*PARTIAL, "rollout.correction=rescore", f"trainer.output_dir={tmp_path / str(ranks)}"]
+        found.append(run_ranks(job, ranks, config_of(qwen, tmp_path / "data", *keys))[0][0])
+    for one, two in zip(*found, strict=True):
+        assert one["reward/mean"] == pytest.approx(two["reward/mean"])
+        assert one["actor/grad_norm"] == pytest.approx(two["actor/grad_norm"], rel=1e-3)
+        assert one["actor/first_ratio_error"] < 1e-5

@@ -85,7 +85,7 @@ def test_a_reward_that_fails_is_one_line(tmp_path: Path) -> None:
         ("rollout.val.n=4", "n and rollout.val.n are both set; give one of them"),
         ("group_by=level", "sums.jsonl:1 has no number or short text in a column 'level'; it has answer, ground_truth"),
         ("k=[4]", "k: 4 is not between 1 and n, the samples per prompt"),
-        ("k=[0]", "k: 0 is not between 1 and n, the samples per prompt; give another k, or a larger n"),
+        ("k=[0]", "k[0]: expected at least 1, got 0"),
         (
             "parallel.ulysses_sequence_parallel_size=2",
             "parallel.ulysses_sequence_parallel_size: 2 does not divide the 1 ranks",

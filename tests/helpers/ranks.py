@@ -94,11 +94,12 @@ def run_ranks(
 def before_forks() -> None:
     """Do once in this process what each forked copy would otherwise repeat: measurements and garbage collection."""
     peak_flops(torch.device("cpu"), torch.float32)  # measured once per process
+    if dist.is_initialized():  # by a test that failed: ranks would wait for threads that a fork does not have
+        dist.destroy_process_group()
     gc.collect()  # remains of earlier tests' process groups end their threads here, not in a copy without the threads
-    if not dist.is_initialized():
-        # Otherwise each collection in a rank, and in a later call here, would scan everything that was imported, for
-        # most of a second, and in a rank copy all of its pages.
-        gc.freeze()
+    # Otherwise each collection in a rank, and in a later call here, would scan everything that was imported, for most of
+    # a second, and in a rank copy all of its pages.
+    gc.freeze()
 
 
 def write_finds(path: Path, before: set[str]) -> None:

@@ -94,8 +94,9 @@ class RewardClient:
 
         Raises RewardError on all ranks if a reward fails on one of them.
         """
-        rewards = self.rewards
-        if rewards.must_ask:  # validation does not call `ask` itself
+        rewards = self.reward_set
+        assert rewards is not None, "nothing is scored without rewards"
+        if self.has_judges and rewards.must_ask:  # validation does not call `ask` itself
             with self._in_step():
                 rewards.ask()
         with self._in_step():
