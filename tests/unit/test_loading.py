@@ -28,7 +28,7 @@ CONCRETE = {
     ("models/flow/folder.py", "kind"): "diffusers' class of the family's transformer",
     ("models/flow/family.py", "kind"): "the same, without files",
     ("models/lora.py", "PeftConfig"): "settings in JSON",
-    ("tools/plan/blueprint.py", "transformer"): "diffusers' class of the family's transformer",
+    ("tools/plan/blueprint.py", "self.transformer_class"): "diffusers' class of the family's transformer",
     ("tools/plan/blueprint.py", "module"): "diffusers' classes, of the libraries that headers.LIBRARIES lists",
     ("tools/plan/blueprint.py", "module.config_class"): "settings in JSON",
 }
