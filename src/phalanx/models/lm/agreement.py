@@ -75,9 +75,8 @@ def check_agreement(
     with torch.no_grad(), torch.compiler.set_stance("force_eager"):
         path = "its forward pass"
         try:
-            reference = torch.cat(
-                [_stock_log_probs(module, ids[i, :n], looks[i])[-counts[i] :] for i, n in enumerate(lengths)]
-            )
+            parts = enumerate(lengths)
+            reference = torch.cat([_stock_log_probs(module, ids[i, :n], looks[i])[-counts[i] :] for i, n in parts])
             for path in paths:
                 if path.endswith("cache"):
                     values[path] = _decoded_log_probs(module, ids, lengths, looks)
