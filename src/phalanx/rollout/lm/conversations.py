@@ -177,7 +177,7 @@ class Talks:
         rewards = [talk.conversation.reward(talk.messages) for talk in talks]
         drawn: list[Drawn] = []
         for request, talk, reward in zip(spoken, talks, rewards, strict=True):
-            drawn.append(self._conversation(talk, rollout.drawn(request), request, reward.result()))
+            drawn.append(self._conversation(talk, rollout.drawn_sample(request), request, reward.result()))
             talk.conversation.close()
         return drawn
 

@@ -67,9 +67,9 @@ class BlockDiffusionRollout(LMRollout):
         room = decoding.limit // size * size - len(prompt) % size
         return super().request(prompt, name, decoding, tokens, **{"room": room} | options)
 
-    def drawn(self, request: Request) -> Drawn:
+    def drawn_sample(self, request: Request) -> Drawn:
         """See LMRollout."""
-        drawn = super().drawn(request)
+        drawn = super().drawn_sample(request)
         return replace(drawn, log_probs=request.log_probs, steps=request.steps, behind=request.behind)
 
     def text(self, request: Request) -> str:

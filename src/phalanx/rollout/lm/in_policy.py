@@ -191,7 +191,7 @@ class LMRollout:
                 # a step draws a token of each sample that has a row, also of later parts
                 while not all(request.over for request in queued[part]):
                     self.session.step()
-                new = [self.drawn(request) for request in queued[part]]
+                new = [self.drawn_sample(request) for request in queued[part]]
             else:
                 new = draw(prompts[part], names[part], decoding)
             each(
@@ -248,7 +248,7 @@ class LMRollout:
             return self.talks.held(self, prompts, names, decoding)
         requests = self.requests(prompts, names, decoding)
         converse(self.session, requests)
-        return [self.drawn(request) for request in requests]
+        return [self.drawn_sample(request) for request in requests]
 
     def requests(self, prompts: list[Prompt], names: Sequence[tuple[int, ...]], decoding: Decoding) -> list[Request]:
         """A request for a response to each prompt."""
@@ -275,7 +275,7 @@ class LMRollout:
             request.say(tokens)
         return request
 
-    def drawn(self, request: Request) -> Drawn:
+    def drawn_sample(self, request: Request) -> Drawn:
         """The sample of a request that is over."""
         response, scores = request.tokens, () if self.exact else request.log_probs
         return Drawn(request.prompt, response, self.text(request), request.cut, scores, look=request.look)

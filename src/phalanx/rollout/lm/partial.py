@@ -209,7 +209,7 @@ class PartialRollout:
             local.append(replace(group.prompt, group_id=i // n))
             self._versions.append(response.versions)
             of_response = self.rollout.request(group.tokens, (), self.rollout.how, response.tokens, look=group.look)
-            drawn.append(replace(self.rollout.drawn(of_response), log_probs=response.log_probs))
+            drawn.append(replace(self.rollout.drawn_sample(of_response), log_probs=response.log_probs))
         for start in range(0, share, self.micro_batch_size):
             part = slice(start, start + self.micro_batch_size)
             pairs = zip(local[part], drawn[part], strict=True)
