@@ -31,7 +31,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 from phalanx.distributed.fsdp import local
 from phalanx.distributed.mesh import World
 from phalanx.functional.tokens import TokenTrace
-from phalanx.run import world
+from phalanx.run import rl, world
 
 LIMIT = 1e-5  # of |ratio - 1|: a tenth of the clip range of the recipes
 OFF = 0.03  # of attention in bfloat16, relative to the largest value
@@ -282,7 +282,7 @@ def resumed() -> Lines:
     weights = []
     try:
         for _ in range(2):
-            trainer: Any = step.rl.build(cfg)
+            trainer: Any = rl.build(cfg)
             trainer.fit()
             weights.append({n: local(p).detach().clone() for n, p in trainer.policy.trained.parameters.items()})
             # as if the run had been killed in its second step
