@@ -51,10 +51,15 @@ class BlockSession:
     def __init__(self, forward: Callable[..., Any], config: Any, device: torch.device, rows: int) -> None:
         self._forward, self._config, self._device, self._most = forward, config, device, rows
         self._queue: list[Request] = []
-        self._rows: list[Request] = []
         self._block = 0  # the number of the next block
-        self._seen = self._start = self._numbers = torch.empty(0)
         self._finite = torch.ones((), dtype=torch.bool, device=device)
+        self._forget_rows()
+
+    def _forget_rows(self) -> None:
+        """Free what the samples held: their keys and values must not outlive them."""
+        self._rows: list[Request] = []
+        self._cache, self._passed = DynamicCache(config=self._config), dict[str, Any]()
+        self._seen = self._start = self._numbers = self._state = torch.empty(0)
 
     def add(self, request: Request) -> None:
         """See Session."""
@@ -63,7 +68,8 @@ class BlockSession:
     def close(self) -> None:
         """See Session."""
         finite, self._finite = self._finite, torch.ones_like(self._finite)
-        self._queue, self._rows = [], []
+        self._queue = []
+        self._forget_rows()
         check_finite(finite)
 
     @torch.no_grad()
@@ -111,7 +117,7 @@ class BlockSession:
             if not request.over and request.say(tokens[first:], log_probs[first:], unmasked[first:]):
                 over.append(request)
         if all(request.over for request in self._rows):
-            self._rows = []
+            self._forget_rows()
         self._block += 1
         return over
 
@@ -119,7 +125,7 @@ class BlockSession:
         """Read the prompts of the next samples."""
         self._rows, self._queue = self._queue[: self._most], self._queue[self._most :]
         decoding = cast(Denoising, self._rows[0].decoding)  # BlockDiffusionRollout makes no others
-        self._decoding, self._block, self._cache = decoding, 0, DynamicCache(config=self._config)
+        self._decoding, self._block = decoding, 0
         distinct = list(dict.fromkeys(tuple(request.prompt) for request in self._rows))
         at = [distinct.index(tuple(request.prompt)) for request in self._rows]
         prompts = [list(prompt) for prompt in distinct]
