@@ -59,7 +59,7 @@ MINI = "training/minibatches.py"
 OFFLOAD = "training/offload.py"
 IN_POLICY = "rollout/flow/in_policy.py"
 LM_POLICY = "rollout/lm/in_policy.py"
-DECODE = "rollout/lm/decode.py"
+SESSION = "rollout/lm/policy_session.py"
 JUDGE = "engines/transformers.py"
 TEXT_ENGINE = "engines/vllm_text.py"
 JUDGE_ENGINE = "engines/vllm.py"
@@ -96,13 +96,6 @@ MUTANTS = [
     Mutant("sd3_full", OFFLOAD, "dtype=torch.uint8, device=self._device)", "dtype=torch.uint8)"),
     Mutant("lm", MINI, "weights = weight.to(self.device)", "weights = weight"),
     Mutant(
-        "lm",
-        DECODE,
-        "ended = torch.zeros(len(rows), dtype=torch.bool, device=device)",
-        "ended = torch.zeros(len(rows)) > 0",
-    ),
-    Mutant("lm", DECODE, "torch.tensor(decoding.ends, device=device)", "torch.tensor(decoding.ends)"),
-    Mutant(
         "blocks",
         "rollout/lm/denoise_blocks.py",
         "column = torch.arange(width, device=device)",
@@ -114,12 +107,12 @@ MUTANTS = [
         "torch.eye(width, dtype=torch.bool, device=device)",
         "torch.eye(width) > 0",
     ),
-    Mutant("lm", LM_POLICY, "return uniform.to(self.world.device)", "return uniform"),
     Mutant("lm", LM_POLICY, "ids.to(device), starts.to(device)", "ids, starts.to(device)"),
     Mutant("lm", LM_POLICY, "starts.to(device), lengths.to(device)", "starts, lengths.to(device)"),
     Mutant("lm", LM_POLICY, "lengths.to(device), width", "lengths, width"),
-    Mutant("lm", DECODE, "ids, mask = ids.to(device), mask", "ids, mask = ids, mask"),
-    Mutant("lm", DECODE, "torch.zeros(len(rows), dtype=torch.bool, device=device)", "torch.zeros(len(rows)) > 0"),
+    Mutant("lm", SESSION, "ids, mask = ids.to(self._device), mask", "ids, mask = ids, mask"),
+    Mutant("lm", SESSION, "ids, new = ids.to(self._device), new", "ids, new = ids, new"),
+    Mutant("lm", SESSION, "request in requests]).to(self._device)", "request in requests])"),
     Mutant("lm_packed", "models/lm/packing.py", "torch.cat(positions)]).to(ids.device)", "torch.cat(positions)])"),
     Mutant("ppo", "training/critic_trainer.py", "weight = weight.to(self.world.device)", "weight = weight"),
     Mutant("blocks", "rollout/lm/denoise_blocks.py", "input_ids=ids.to(device)", "input_ids=ids"),

@@ -277,7 +277,7 @@ def fit(cfg: RLConfig) -> None:
 def test_a_job_and_its_continuation(tmp_path: Path, trackio_folder: Path) -> None:
     """On two ranks, only the first one logs: each of the three trackers has one run with the rows of metrics.jsonl."""
     keys = ("trainer.logger=[mlflow,swanlab,trackio]", "trainer.save_freq=1", "trainer.project_name=job")
-    keys += ("trainer.test_freq=1", "data.val_files=[none]")
+    keys += ("trainer.test_freq=1", f"data.val_files=[{tmp_path}/held_out.txt]")
     for steps in (1, 3):
         run_ranks(fit, 2, word_config(tmp_path, *keys, f"trainer.total_training_steps={steps}"), timeout=120)
     folder = tmp_path / "out"

@@ -32,7 +32,7 @@ class Lengths:
     """A rollout whose responses have lengths given by their names: tokens 1, and 0 at the end."""
 
     facts, fps, noun, exact, micro_batch_size = None, 1, "samples", False, 64
-    request, drawn, text = LMRollout.request, LMRollout.drawn, LMRollout.text
+    request, drawn_sample, text = LMRollout.request, LMRollout.drawn_sample, LMRollout.text
 
     def __init__(self, drawn: int, length: Any) -> None:
         self.config = LMRolloutConfig(
