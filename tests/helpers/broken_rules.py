@@ -54,6 +54,7 @@ LOADED: list[tuple[type, tuple[str, ...], str]] = [
         ("algorithm.name=tempflow_grpo", "rollout.max_draws_per_prompt=2"),
         "rollout.branching: true draws all images of a prompt together",
     ),
+    (JointConfig, ("writer.rollout.engine=dataset",), "writer.rollout.engine: dataset takes responses from the data"),
     (JointConfig, ("painter.algorithm.name=draft",), "painter.algorithm.name: draft differentiates the reward"),
     (
         JointConfig,

@@ -5,7 +5,7 @@ from typing import ClassVar, Optional
 
 from phalanx.config.engines import check_engine_class
 from phalanx.config.fields import arg
-from phalanx.config.lm import LMDataConfig, LMRolloutConfig, LMRunConfig
+from phalanx.config.lm import AnsweredDataConfig, LMRolloutConfig, LMRunConfig
 from phalanx.config.ranges import COUNT
 from phalanx.config.run import EmaConfig
 
@@ -18,10 +18,9 @@ OF_TRAINING_SAMPLES = (
 
 
 @dataclass
-class BlockDiffusionDataConfig(LMDataConfig):
+class BlockDiffusionDataConfig(AnsweredDataConfig):
     """Sources of the samples."""
 
-    prompt_key: str = arg("messages", "column of the chats or prompts in the data files")
     response_key: Optional[str] = arg(None, "column of the responses; null: the last message of each chat")
 
 

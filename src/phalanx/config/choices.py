@@ -59,6 +59,15 @@ FULL = Choice("RunConfig", "training of all weights, `model.lora_rank=0`",
 IMAGES = Choice("JointConfig", "a job with one policy",
                 lambda c, key: False,
                 "is for prompts with images, but the writer of a joint run reads only text; set it to null")
+WRITTEN = Choice("LMRLConfig", "`rollout.engine=dataset`",
+                 lambda c, key: c.rollout.facts.weights == "none",
+                 "is for responses of the data; set {c.rollout:engine}=dataset, or leave it out")
+DRAWN = Choice("LMRLConfig", "an engine that samples",
+               lambda c, key: c.rollout.facts.weights != "none",
+               "is for sampled responses, but {c.rollout:engine=} takes them from the data; leave it out")
+NOT_JOINT = Choice("JointConfig", "a job with one policy",
+                   lambda c, key: False,
+                   "is for responses of the data, which a joint run does not train on; leave it out")
 TWO_POLICIES = Choice("JointConfig", "two trained policies",
                       lambda c, key: len(c.train) > 1,
                       "needs two trained policies; set it to null, or train=[writer, painter]")

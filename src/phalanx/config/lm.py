@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from datetime import date
 from typing import Any, ClassVar, Optional
 
-from phalanx.config.choices import BLOCKS, CRITIC, ENVIRONMENT, IMAGES
+from phalanx.config.choices import BLOCKS, CRITIC, DRAWN, ENVIRONMENT, IMAGES, NOT_JOINT, WRITTEN
 from phalanx.config.critic import CriticConfig
 from phalanx.config.engine_facts import EngineMemory
 from phalanx.config.engines import FORMS
@@ -25,7 +25,11 @@ from phalanx.config.run import (
 )
 from phalanx.config.trained_model import LMModelConfig
 
-ENGINES = {"policy": "phalanx.rollout.lm.in_policy:LMRollout", "vllm": "phalanx.rollout.lm.vllm_rollout:VllmRollout"}
+ENGINES = {
+    "policy": "phalanx.rollout.lm.in_policy:LMRollout",
+    "vllm": "phalanx.rollout.lm.vllm_rollout:VllmRollout",
+    "dataset": "phalanx.rollout.lm.given_responses:DatasetRollout",
+}
 MOST_TOKENS: dict[str, Any] = {"ge": 1, "le": 2**20}
 
 
@@ -42,6 +46,11 @@ class LMDataConfig(DataConfig):
     """Sources of the prompts."""
 
     prompt_key: str = arg("prompt", "column of the prompts in the data files: texts or chats")
+    response_key: Optional[str] = arg(
+        None,
+        "column of the responses to train on; null: what the assistant says in the chats of prompt_key",
+        only=(WRITTEN, NOT_JOINT),
+    )
     image_key: Optional[str] = arg(
         None,
         "column of the images of prompts, one or a list per row; null: images, or else image, if there is one",
@@ -76,6 +85,13 @@ class LMDataConfig(DataConfig):
         "date for chat templates that contain today's, such as 2026-01-31; null: the day on which the run began",
         valid=_day,
     )
+
+
+@dataclass
+class AnsweredDataConfig(LMDataConfig):
+    """Sources of prompts with responses."""
+
+    prompt_key: str = arg("messages", "column of the chats or prompts in the data files")
 
 
 @dataclass
@@ -122,7 +138,7 @@ class LMRolloutConfig(RolloutConfig):
     engine: str = arg(
         "policy",
         "policy: sample in the trained modules themselves; vllm: in vLLM within each rank, with a copy of the weights "
-        "that is verified after each update; or a custom class",
+        "that is verified after each update; dataset: train on responses of the data; or a custom class",
         choices=tuple(ENGINES),
         forms=FORMS,
     )
@@ -155,21 +171,26 @@ class LMRolloutConfig(RolloutConfig):
         "may also be 5 times the first; null: 0.02 in float32, 0.3 in other dtypes",
         gt=0,
     )
-    temperature: float = arg(1.0, "sampling temperature, by which the policy's logits are divided as well", ge=0.01)
+    temperature: float = arg(
+        1.0, "sampling temperature, by which the policy's logits are divided as well", only=(DRAWN,), ge=0.01
+    )
     top_k: int = arg(
         -1,
         "sample from this number of most likely tokens and renormalize log-probs over them; -1 or 0: from all",
+        only=(DRAWN,),
         ge=-1,
     )
     top_p: float = arg(
         1.0,
         "sample from the most likely tokens up to this total probability and renormalize log-probs over them",
+        only=(DRAWN,),
         gt=0,
         le=1,
     )
     min_p: float = arg(
         0.0,
         "sample from tokens with at least this fraction of the largest probability and renormalize over them",
+        only=(DRAWN,),
         ge=0,
         le=1,
     )
@@ -200,6 +221,7 @@ class LMRolloutConfig(RolloutConfig):
         "a section, or true for its defaults: do not wait for the longest responses, but sample for more prompts than "
         "a step trains on, train on the groups that are complete, and resume the others in the next step with its "
         "weights",
+        only=(DRAWN,),
     )
     stop: list[str] = arg(
         [], "texts that end a response, in validation too; the token that completes one is its last", valid=TEXTS
@@ -332,3 +354,27 @@ class LMRLConfig(LMRunConfig, RLConfig):
         """Number of positions that the longest sample takes in a pass."""
         length, size = self.data.max_prompt_length + self.data.max_response_length, self.model.block_size
         return length if size is None else length + (self.most_states - 1) * size
+
+
+@dataclass
+class SFTRolloutConfig(LMRolloutConfig):
+    """The responses of the data; `val` samples from the policy."""
+
+    n: int = arg(1, "times that each response is trained in a step", **COUNT)
+    engine: str = arg("dataset", "dataset: train on responses of the data", choices=("dataset",), forms=FORMS)
+
+
+@dataclass
+class SFTAlgorithmConfig(AlgorithmConfig):
+    """The algorithm."""
+
+    name: str = arg("cross_entropy", "algorithm: cross_entropy, a dotted module, or path/to/file.py")
+
+
+@dataclass
+class SFTConfig(LMRLConfig):
+    """Configuration of supervised training of a language model on the responses of data.train_files."""
+
+    data: AnsweredDataConfig = field(default_factory=AnsweredDataConfig)
+    rollout: SFTRolloutConfig = field(default_factory=SFTRolloutConfig)
+    algorithm: Any = field(default_factory=SFTAlgorithmConfig, metadata=ALGORITHM)

@@ -4,6 +4,7 @@ A kind is a subclass of Kind in a module of its own, and a line of KINDS.
 """
 
 from collections.abc import Iterable, Mapping
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -189,8 +190,9 @@ def kind_of(cfg: Any) -> Any:
 
 
 def known_schemas() -> list[type[RunConfig]]:
-    """The schemas of a run's config.yaml, of all kinds."""
-    return [schema for name in KINDS for schema in kind_class(name).schemas]
+    """The schemas of a run's config.yaml, of all kinds, those with the most sections first."""
+    every = [schema for name in KINDS for schema in kind_class(name).schemas]
+    return sorted(every, key=lambda schema: -len(fields(schema)))
 
 
 def kind_of_folder(folder: Path) -> type[Kind]:

@@ -26,6 +26,7 @@ from phalanx.models.lm.load_folder import load_model, load_tokenizer
 from phalanx.models.lm.model import DTYPES
 from phalanx.models.lm.value_model import build_critic
 from phalanx.rollout.lm import build_rollout
+from phalanx.rollout.lm.given_responses import ANSWER, read_answers, split_answers
 from phalanx.rollout.lm.in_policy import LMRollout
 from phalanx.rollout.lm.partial import PartialRollout, drawn_at_once
 from phalanx.run import batch_plan
@@ -60,6 +61,11 @@ class LM(Kind):
     def check_folder(path: str, key: str) -> None:
         check_folder(path, key)
 
+    @property
+    def written(self) -> bool:
+        """Whether the responses to train on are those of the data."""
+        return bool(self.cfg.rollout.facts.weights == "none")
+
     def plan(self, ranks: int) -> Any:
         cfg: LMRLConfig = self.cfg
         budget = cfg.token_budget if cfg.actor.use_dynamic_bsz else None
@@ -80,12 +86,16 @@ class LM(Kind):
         return replace(result, rollout_micro=decoded, exact=exact, budget=budget, packed=packed, adjacent=adjacent)
 
     def form(self, *, answered: bool = False, train: bool = False) -> dict[str, Any]:
-        image_key = self.cfg.data.image_key
-        return super().form() | {"quoted": False, "answered": answered, "image_key": image_key}
+        data = self.cfg.data
+        answered = answered or (train and self.written and data.response_key is None)
+        return super().form() | {"quoted": False, "answered": answered, "image_key": data.image_key}
 
     def prepare(self, rows: list[Prompt], sets: Sets, entries: Mapping[str, Any] | None = None) -> tuple[Any, Sets]:
         """Also start the environments."""
-        cfg, every = self.cfg, [*rows, *chain(*sets.values())]
+        cfg = self.cfg
+        if rows and self.written:
+            rows = split_answers(rows, cfg.data.response_key, cfg.data.unusable_rows)
+        every = [*rows, *chain(*sets.values())]
         place = next((row.place for row in every if row.images), None)
         if place is not None:
             self.check_images(f"{place} has images")
@@ -106,7 +116,7 @@ class LM(Kind):
 
     def check_images(self, subject: str) -> None:
         """Raise ConfigError for options that do not work with models that read images; `subject` begins the message."""
-        cfg, talks = self.cfg, self.cfg.talks and self.cfg.rollout.facts.weights != "policy"
+        cfg, talks = self.cfg, self.cfg.talks and self.cfg.rollout.facts.weights == "copy"
         trained = "actor" in vars(cfg)
         limits = (
             (talks, f"environments and {cfg.rollout:engine=}; set {cfg.rollout:engine}=policy"),
@@ -120,7 +130,8 @@ class LM(Kind):
                 raise ConfigError(f"{subject}, which is not supported with {message}")
 
     def fit(self, rows: list[Prompt], key: str, policy: LMPolicy) -> list[Prompt]:
-        return fitting_prompts(rows, key, policy, first=policy.world.lead)
+        rows = fitting_prompts(rows, key, policy, first=policy.world.lead)
+        return read_answers(rows, policy, first=policy.world.lead) if ANSWER in rows[0].meta else rows
 
     def load_policy(self, world: World, plan: BatchPlan | None = None, *, frozen: bool = False) -> LMPolicy:
         cfg, options = self.cfg, self.options()
@@ -129,7 +140,7 @@ class LM(Kind):
             options["tries"] = cfg.model.use_remove_padding is None
             if Truncation.of(cfg.rollout).on:
                 options["truncation"] = Truncation.of(cfg.rollout)
-        options |= {"decodes": cfg.rollout.facts.weights == "policy", "frozen": frozen, "images": self.images}
+        options |= {"decodes": cfg.rollout.facts.weights != "copy", "frozen": frozen, "images": self.images}
         return build_policy(model, cfg.parallel, cfg.data, world, **options)
 
     def plain_policy(self, world: World, *, images: bool) -> LMPolicy:
@@ -169,7 +180,7 @@ class LM(Kind):
 
     def val_rollout(self, policy: LMPolicy) -> Rollout:
         config = self.cfg.rollout
-        decoded = config.micro_batch_size_per_gpu or (self.together if config.facts.weights == "policy" else 2**20)
+        decoded = config.micro_batch_size_per_gpu or (self.together if config.facts.weights != "copy" else 2**20)
         return build_rollout(self.cfg, policy, policy.world, decoded, None, self.environments)
 
     def load_beside(self, policy: LMPolicy, plan: BatchPlan, algorithm: Algorithm, rollout: Any) -> dict[str, Any]:
@@ -248,6 +259,8 @@ def scoring(plan: BatchPlan, algorithm: Algorithm, config: LMRolloutConfig) -> P
     """The passes that compute old log-probabilities; None if each sample is trained only once, under the weights that
     sampled it: then the training pass provides them.
     """
+    if config.facts.weights == "none":  # responses of the data were drawn by nobody's weights
+        return None
     once = plan.updates * plan.epochs == 1 and config.schedule != "one_step_off"
     # references run before the training pass, and with truncated sampling need the kept tokens that rescoring finds
     once = once and not (algorithm.references and Truncation.of(config).on)

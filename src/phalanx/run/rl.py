@@ -119,6 +119,8 @@ def build_trainer(
         job = Job(cfg, world, {"": state}, validator, timers, steps, batch=batch, beside=others)
         rescorer = Rescorer(cfg, plan, algorithm, policy, timers, job.progress, exact=exact, between=job.stops.check)
         weights = algorithm.behaviour
+        if not algorithm.needs_reward and rollout.facts.weights == "none":  # scores of the data would teach nothing
+            rewards = RewardClient(cfg, world, None, timers, noun)
         collector: Collects = Collector(
             cfg, plan, policy, rollout, rewards, prompts, timers, weights=weights, rescorer=rescorer
         )

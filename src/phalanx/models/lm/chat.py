@@ -44,7 +44,7 @@ def prompt_tokens(tokenizer: Any, prompts: Sequence[Prompt], data: LMDataConfig,
                 raise ValueError(f"data.chat_template_kwargs: {path!r} has no chat template, which would read them")
             texts = []
             for prompt in some:
-                messages = with_system_prompt(_chat_messages(prompt), data.system_prompt)
+                messages = with_system_prompt(chat_messages(prompt), data.system_prompt)
                 texts.append("\n\n".join(message.get("content", "") for message in messages))
             encoded = tokenizer(texts)
         else:
@@ -54,7 +54,8 @@ def prompt_tokens(tokenizer: Any, prompts: Sequence[Prompt], data: LMDataConfig,
     return tokens
 
 
-def _chat_messages(prompt: Prompt) -> list[dict[str, Any]]:
+def chat_messages(prompt: Prompt) -> list[dict[str, Any]]:
+    """A prompt's chat: a plain text is a message of the user."""
     return prompt.messages or [{"role": "user", "content": prompt.text}]
 
 
@@ -73,7 +74,7 @@ def rendered(tokenizer: Any, prompts: Sequence[Prompt], data: LMDataConfig, path
         tools = prompt.meta.get("tools")
         schemas = isinstance(tools, list) and bool(tools) and all(isinstance(tool, dict) for tool in tools)
         chat = {
-            "messages": with_system_prompt(_chat_messages(prompt), data.system_prompt),
+            "messages": with_system_prompt(chat_messages(prompt), data.system_prompt),
             "tools": tools if schemas else None,
         }
         chats.append(chat)

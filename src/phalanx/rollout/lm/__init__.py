@@ -45,7 +45,7 @@ def build_rollout(
     if environments is not None:
         environment: EnvironmentConfig = vars(cfg)["environment"]
         other = other_layers(policy.trained.module.lm)
-        if other and cfg.rollout.facts.weights == "policy":
+        if other and cfg.rollout.facts.weights != "copy":
             raise ValueError(
                 f"environment.path: {policy.config.path!r} has layers other than full causal attention ({other[0]}); "
                 "conversations cannot be decoded with it"

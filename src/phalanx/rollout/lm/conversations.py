@@ -269,12 +269,17 @@ class Talks:
                 "environment: no sample of this step has a token; expected prompts, including what reset adds, of at "
                 f"most data.max_prompt_length={self.data.max_prompt_length} tokens"
             )
-        sampled = torch.zeros(trace.ids.shape, dtype=torch.bool)
-        ends = torch.zeros(len(trace.ids), dtype=torch.long)
-        for i, sample in enumerate(drawn):
-            ends[i] = len(sample.prompt) + len(sample.response)
-            sampled[i, len(sample.prompt) : ends[i]] = torch.tensor(sample.sampled, dtype=torch.bool)
-        return replace(trace, sampled=sampled.to(trace.ids.device), ends=ends.to(trace.ids.device))
+        return marked(trace, drawn)
+
+
+def marked(trace: TokenTrace, drawn: Sequence[Conversed]) -> TokenTrace:
+    """The trace of these samples, with the tokens of the model's turns marked."""
+    sampled = torch.zeros(trace.ids.shape, dtype=torch.bool)
+    ends = torch.zeros(len(trace.ids), dtype=torch.long)
+    for i, sample in enumerate(drawn):
+        ends[i] = len(sample.prompt) + len(sample.response)
+        sampled[i, len(sample.prompt) : ends[i]] = torch.tensor(sample.sampled, dtype=torch.bool)
+    return replace(trace, sampled=sampled.to(trace.ids.device), ends=ends.to(trace.ids.device))
 
 
 class _Partner:

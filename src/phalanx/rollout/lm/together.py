@@ -50,7 +50,7 @@ def decoded_together(cfg: LMRunConfig, policy: LMPolicy, world: World, count: in
 
     From the memory that the smallest GPU has, and not from what is free, so that runs repeat.
     """
-    chosen = cfg.rollout.micro_batch_size_per_gpu is not None or cfg.rollout.facts.weights != "policy"
+    chosen = cfg.rollout.micro_batch_size_per_gpu is not None or cfg.rollout.facts.weights == "copy"
     if chosen or world.device.type != "cuda":
         return count
     memory = -reduce_int(-torch.cuda.get_device_properties(world.device).total_memory, "max")

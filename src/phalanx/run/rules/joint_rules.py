@@ -36,6 +36,10 @@ RULES = (
          lambda c: c.writer.rollout.partial_rollout,
          "writer.rollout.partial_rollout: true would leave texts of a step unfinished, but the painter needs them all; "
          "set it to false"),
+    Rule("writer.rollout.engine", JOINT, "The writer writes what the painter draws.",
+         lambda c: c.writer.rollout.facts.weights == "none",
+         "{c.writer.rollout:engine:} takes responses from the data, but a joint run draws what its writer writes; set "
+         "{c.writer.rollout:engine}=policy"),
     Rule("painter.rollout.engine", JOINT, "The painter samples in the trained modules.",
          lambda c: c.painter.rollout.engine != "policy",
          "painter.rollout.engine: {c.painter.rollout.engine} does not support rewritten prompts; set it to policy"),
