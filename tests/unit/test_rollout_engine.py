@@ -108,7 +108,7 @@ def test_the_engines_are_known() -> None:
     )
     with refused(message):
         flow_config("rollout.engine=vllm")
-    with refused(f"rollout.engine: expected one of policy, vllm, {forms}, got 'polcy'; did you mean policy?"):
+    with refused(f"rollout.engine: expected one of policy, vllm, dataset, {forms}, got 'polcy'; did you mean policy?"):
         lm_config("rollout.engine=polcy", "model.block_size=4", "data.max_response_length=8")
 
 

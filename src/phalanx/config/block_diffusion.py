@@ -64,10 +64,13 @@ class BlockDiffusionConfig:
 
 @dataclass
 class BlockDiffusionRunConfig(LMRunConfig):
-    """Sections that supervised block diffusion shares with every job that trains a language model."""
+    """Sections that supervised block diffusion shares with every job that trains a language model, and its own, by which
+    a run of it is known.
+    """
 
     kind: ClassVar[str] = "block_diffusion"
     data: BlockDiffusionDataConfig = field(default_factory=BlockDiffusionDataConfig)
+    block_diffusion: BlockDiffusionConfig = field(default_factory=BlockDiffusionConfig)
 
 
 @dataclass
@@ -77,7 +80,6 @@ class BlockDiffusionTaskConfig(BlockDiffusionRunConfig):
     """
 
     rollout: LMRolloutConfig = field(default_factory=LMRolloutConfig, metadata={"unused": OF_TRAINING_SAMPLES})
-    block_diffusion: BlockDiffusionConfig = field(default_factory=BlockDiffusionConfig)
 
     def __post_init__(self) -> None:
         """Raise ConfigError for an engine class that cannot be used."""

@@ -86,8 +86,7 @@ class Training(Blocks):
         return samples_of_rank(self.cfg, roles.world_size)
 
     def options(self) -> dict[str, Any]:
-        section = vars(self.cfg).get("block_diffusion")
-        return super().options() | ({} if section is None else {"chunk": section.log_prob_chunk_size, "trim": True})
+        return super().options() | {"chunk": self.cfg.block_diffusion.log_prob_chunk_size, "trim": True}
 
 
 def build(cfg: BlockDiffusionTaskConfig) -> SupervisedTrainer:
