@@ -64,9 +64,7 @@ class BlockDiffusionConfig:
 
 @dataclass
 class BlockDiffusionRunConfig(LMRunConfig):
-    """Sections that supervised block diffusion shares with every job that trains a language model, and its own, by which
-    a run of it is known.
-    """
+    """Sections that supervised block diffusion shares with every job that trains a language model, and its own."""
 
     kind: ClassVar[str] = "block_diffusion"
     data: BlockDiffusionDataConfig = field(default_factory=BlockDiffusionDataConfig)
