@@ -12,7 +12,8 @@ from typing import Any, get_type_hints
 from phalanx.config.choices import Choice
 from phalanx.config.flow import FlowMatchingTaskConfig, FlowRLConfig, FlowRunConfig
 from phalanx.config.joint import OF_IMAGES, JointConfig
-from phalanx.config.lm import LMRLConfig, SFTConfig
+from phalanx.config.lm import LMRLConfig
+from phalanx.config.lm_supervised import DPOConfig, SFTConfig
 from phalanx.config.load import Row, rows
 from phalanx.config.registry import known_modules, resolve_registry
 from phalanx.config.tasks import (
@@ -195,10 +196,11 @@ def reference() -> Iterator[str]:
     yield "## Reinforcement learning of language models\n"
     yield "All sections of `tasks/train_grpo.py`; algorithms are those above that train on tokens.\n"
     yield from sections(LMRLConfig)
-    yield "## Supervised fine-tuning of language models\n"
-    yield f"{sentence(SFTConfig)} The keys are those of `tasks/train_grpo.py`, some with other defaults:\n"
     known = list(rows(LMRLConfig))
-    yield from table(row for row in rows(SFTConfig) if row not in known)
+    for heading, schema in (("Supervised fine-tuning", SFTConfig), ("Preference optimisation", DPOConfig)):
+        yield f"## {heading} of language models\n"
+        yield f"{sentence(schema)} The keys are those of `tasks/train_grpo.py`, some with other defaults:\n"
+        yield from table(row for row in rows(schema) if row not in known)
     yield "## Joint runs\n"
     yield "Keys of `tasks/train_joint.py` beside `parallel`, `reward` and `trainer`; `writer` has sections of"
     yield "`tasks/train_grpo.py`, and `painter` those of `tasks/train_flowgrpo.py`.\n"

@@ -6,7 +6,7 @@ sh train.sh tasks/train_sft.py configs/sft/quickstart.yaml trainer.seed=1
 from collections.abc import Callable
 from functools import partial
 
-from phalanx.config.lm import SFTConfig
+from phalanx.config.lm_supervised import SFTConfig
 from phalanx.run.cli import parse, run
 
 

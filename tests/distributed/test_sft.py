@@ -14,7 +14,7 @@ from pyarrow import parquet
 from torch.nn.functional import cross_entropy, pad
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
-from phalanx.config.lm import SFTConfig
+from phalanx.config.lm_supervised import SFTConfig
 from phalanx.config.messages import ConfigError
 from phalanx.config.tasks import read_run
 from phalanx.engines.transformers import load_processor

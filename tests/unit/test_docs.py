@@ -20,7 +20,8 @@ from phalanx.config.block_diffusion import BlockDiffusionTaskConfig
 from phalanx.config.environment import EnvironmentConfig
 from phalanx.config.flow import FlowMatchingTaskConfig, FlowRewardConfig, FlowRLConfig
 from phalanx.config.joint import JointConfig
-from phalanx.config.lm import LMRLConfig, SFTConfig
+from phalanx.config.lm import LMRLConfig
+from phalanx.config.lm_supervised import DPOConfig, SFTConfig
 from phalanx.config.reward import RewardConfig, RewardFunctionConfig
 from phalanx.config.tasks import (
     CheckClusterConfig,
@@ -52,6 +53,7 @@ SCHEMAS: dict[str, type] = {
     "tasks/train_flow_matching.py": FlowMatchingTaskConfig,
     "tasks/train_grpo.py": LMRLConfig,
     "tasks/train_sft.py": SFTConfig,
+    "tasks/train_dpo.py": DPOConfig,
     "tasks/train_joint.py": JointConfig,
     "tasks/train_block_diffusion.py": BlockDiffusionTaskConfig,
     "tasks/sample.py": SampleConfig,

@@ -51,6 +51,11 @@ class LMDataConfig(DataConfig):
         "column of the responses to train on; null: what the assistant says in the chats of prompt_key",
         only=(WRITTEN, NOT_JOINT),
     )
+    rejected_key: Optional[str] = arg(
+        None,
+        "column of responses to which those of response_key are preferred, for pairs; null: none",
+        only=(WRITTEN, NOT_JOINT),
+    )
     image_key: Optional[str] = arg(
         None,
         "column of the images of prompts, one or a list per row; null: images, or else image, if there is one",
@@ -354,27 +359,3 @@ class LMRLConfig(LMRunConfig, RLConfig):
         """Number of positions that the longest sample takes in a pass."""
         length, size = self.data.max_prompt_length + self.data.max_response_length, self.model.block_size
         return length if size is None else length + (self.most_states - 1) * size
-
-
-@dataclass
-class SFTRolloutConfig(LMRolloutConfig):
-    """The responses of the data; `val` samples from the policy."""
-
-    n: int = arg(1, "times that each response is trained in a step", **COUNT)
-    engine: str = arg("dataset", "dataset: train on responses of the data", choices=("dataset",), forms=FORMS)
-
-
-@dataclass
-class SFTAlgorithmConfig(AlgorithmConfig):
-    """The algorithm."""
-
-    name: str = arg("cross_entropy", "algorithm: cross_entropy, a dotted module, or path/to/file.py")
-
-
-@dataclass
-class SFTConfig(LMRLConfig):
-    """Configuration of supervised training of a language model on the responses of data.train_files."""
-
-    data: AnsweredDataConfig = field(default_factory=AnsweredDataConfig)
-    rollout: SFTRolloutConfig = field(default_factory=SFTRolloutConfig)
-    algorithm: Any = field(default_factory=SFTAlgorithmConfig, metadata=ALGORITHM)

@@ -164,6 +164,11 @@ def answer_of(value: Any, name: str, where: str) -> str | None:
     return str(messages[0]["content"])
 
 
+def chat_of(value: Any, name: str, where: str) -> list[dict[str, Any]]:
+    """A chat in the column `name`, which may end with the assistant."""
+    return (_parse_messages(value, name, where, answered=True) if value else None) or []
+
+
 def _parse_row(
     columns: dict[str, Any], where: str, prompt: str, about_image: bool, quoted: bool, answered: bool
 ) -> Prompt:

@@ -22,9 +22,23 @@ def dpo_loss(error: Tensor, reference_error: Tensor, *, beta: float) -> tuple[Te
         The loss [U, ...], float32, and metrics: dpo_loss (the same), accuracy (pairs whose winner has the larger
         implicit reward r = -beta / 2 (e - e_ref)), and margin (r_w - r_l).
     """
-    gain = -0.5 * beta * (error.float() - reference_error.detach().float())
-    margin = gain[:, 0] - gain[:, 1]
-    loss = -logsigmoid(margin)
+    return pair_loss(-0.5 * (error.float() - reference_error.detach().float()), beta=beta)
+
+
+def pair_loss(gain: Tensor, *, beta: float, kind: str = "sigmoid") -> tuple[Tensor, Metrics]:
+    """-log sigmoid(beta [g_w - g_l]) (DPO, arXiv 2305.18290, equation 7); for the kind `ipo`, (g_w - g_l - 1 / (2
+    beta))^2 (arXiv 2310.12036, equation 17).
+
+    Args:
+        gain: [U, 2, ...], the log-ratios g of (winner, loser) to a reference.
+        beta: weight of a difference of gains.
+
+    Returns:
+        The loss [U, ...] and metrics: dpo_loss (the same), accuracy (pairs whose winner has the larger implicit reward
+        beta g), and margin (beta [g_w - g_l]).
+    """
+    margin = beta * (gain[:, 0] - gain[:, 1])
+    loss = -logsigmoid(margin) if kind == "sigmoid" else (margin / beta - 1 / (2 * beta)) ** 2
     return loss, {"dpo_loss": loss, "accuracy": margin > 0, "margin": margin}
 
 

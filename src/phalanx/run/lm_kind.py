@@ -26,7 +26,7 @@ from phalanx.models.lm.load_folder import load_model, load_tokenizer
 from phalanx.models.lm.model import DTYPES
 from phalanx.models.lm.value_model import build_critic
 from phalanx.rollout.lm import build_rollout
-from phalanx.rollout.lm.given_responses import ANSWER, read_answers, split_answers
+from phalanx.rollout.lm.given_responses import ANSWERS, read_answers, split_answers
 from phalanx.rollout.lm.in_policy import LMRollout
 from phalanx.rollout.lm.partial import PartialRollout, drawn_at_once
 from phalanx.run import batch_plan
@@ -94,7 +94,7 @@ class LM(Kind):
         """Also start the environments."""
         cfg = self.cfg
         if rows and self.written:
-            rows = split_answers(rows, cfg.data.response_key, cfg.data.unusable_rows)
+            rows = split_answers(rows, cfg.data)
         every = [*rows, *chain(*sets.values())]
         place = next((row.place for row in every if row.images), None)
         if place is not None:
@@ -131,7 +131,7 @@ class LM(Kind):
 
     def fit(self, rows: list[Prompt], key: str, policy: LMPolicy) -> list[Prompt]:
         rows = fitting_prompts(rows, key, policy, first=policy.world.lead)
-        return read_answers(rows, policy, first=policy.world.lead) if ANSWER in rows[0].meta else rows
+        return read_answers(rows, policy, first=policy.world.lead) if ANSWERS in rows[0].meta else rows
 
     def load_policy(self, world: World, plan: BatchPlan | None = None, *, frozen: bool = False) -> LMPolicy:
         cfg, options = self.cfg, self.options()

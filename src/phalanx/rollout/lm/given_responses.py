@@ -10,15 +10,16 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
-from itertools import takewhile
+from itertools import dropwhile, takewhile
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from phalanx.config.engine_facts import EngineFacts
+from phalanx.config.lm import LMDataConfig
 from phalanx.data.data_files import DataError
-from phalanx.data.prompts import answer_of
+from phalanx.data.prompts import chat_of
 from phalanx.data.unusable import UnusableRows
 from phalanx.distributed.collectives import on_all_ranks
 from phalanx.environments.texts import in_texts
@@ -31,7 +32,7 @@ from phalanx.rollout.lm.in_policy import LMRollout, measured
 from phalanx.types import Each, Prompt, Samples
 
 log = logging.getLogger(__name__)
-ANSWER = "phalanx_answer"  # key of a prompt's meta: the messages after it, later the Answer
+ANSWERS = "phalanx_answers"  # key of a prompt's meta: what follows it; of a pair, first the preferred response
 Messages = list[dict[str, Any]]
 
 
@@ -47,6 +48,12 @@ class Answer:
     calls: int
     text: str
     truncated: bool = False
+
+    def cut(self, limit: int) -> "Answer":
+        """The answer with at most `limit` tokens."""
+        if len(self.tokens) <= limit:
+            return self
+        return replace(self, tokens=self.tokens[:limit], sampled=self.sampled[:limit], truncated=True)
 
 
 class DatasetRollout(LMRollout):
@@ -67,11 +74,12 @@ class DatasetRollout(LMRollout):
         """
         share, n = len(prompts) * self.config.n // self.world.data_size, self.config.n
         index = torch.arange(self.world.data_rank * share, (self.world.data_rank + 1) * share)
-        local = [prompts[i // n] for i in index.tolist()]
-        self._drawn = list(on_all_ranks(lambda: list(map(self._read, local))))
+        local = [(prompts[i // n], prompts[i // n].meta[ANSWERS], i % n) for i in index.tolist()]
+        self._drawn = list(on_all_ranks(lambda: [self._read(row, some[i % len(some)]) for row, some, i in local]))
         plain: list[Prompt] = []
-        for prompt in local:
-            plain.append(replace(prompt, meta={name: prompt.meta[name] for name in prompt.meta if name != ANSWER}))
+        for prompt, answers, i in local:
+            meta = {name: prompt.meta[name] for name in prompt.meta if name != ANSWERS}
+            plain.append(replace(prompt, meta=meta | ({"preferred": i == 0} if len(answers) > 1 else {})))
         for start in range(0, share, self.micro_batch_size):
             part = slice(start, start + self.micro_batch_size)
             pairs = zip(plain[part], self._drawn[part], strict=True)
@@ -83,8 +91,7 @@ class DatasetRollout(LMRollout):
         with self.policy.unsharded():  # `awake` does not gather the weights
             super().sample_validation(prompts, each=each)
 
-    def _read(self, prompt: Prompt) -> Conversed:
-        answer: Answer = prompt.meta[ANSWER]
+    def _read(self, prompt: Prompt, answer: Answer) -> Conversed:
         return Conversed(
             self.policy.encode(prompt),
             answer.tokens,
@@ -107,45 +114,57 @@ class DatasetRollout(LMRollout):
         return trace if self.talks is not None else marked(trace, read)
 
 
-def split_answers(rows: list[Prompt], response_key: str | None, unusable: str) -> list[Prompt]:
+def split_answers(rows: list[Prompt], data: LMDataConfig) -> list[Prompt]:
     """Split each row into a prompt and what follows it, which `read_answers` reads: the text or chat in the column
-    `response_key`, or without that the chat from the assistant's first message on. Raises DataError for a row without a
-    response, unless `unusable` (data.unusable_rows) is `filter`.
+    data.response_key, or without that the chat from the assistant's first message on; and for pairs also that in
+    data.rejected_key. Raises DataError for a row without a response, unless data.unusable_rows is `filter`.
     """
-    result, drop = [], UnusableRows("data.train_files", unusable)
+    result, drop = [], UnusableRows("data.train_files", data.unusable_rows)
     for row in rows:
         try:
-            result.append(_split_row(row, response_key))
+            result.append(_split_row(row, data))
         except DataError as error:
             drop(error)
     drop.report(len(result))
     return result
 
 
-def _split_row(row: Prompt, response_key: str | None) -> Prompt:
-    messages = chat_messages(row)
-    if response_key is None:
+def _split_row(row: Prompt, data: LMDataConfig) -> Prompt:
+    if data.response_key is None:
+        messages = chat_messages(row)
         first = list(takewhile(lambda message: message["role"] != "assistant", messages))
-        rest = messages[len(first) :]
-        while rest and rest[-1]["role"] != "assistant":  # nobody answers these
-            rest = rest[:-1]
-        missing = "its chat has no message of the assistant"
-    else:
-        text = answer_of(row.meta.get(response_key), response_key, row.place)
-        first, rest = messages, [] if text is None else [{"role": "assistant", "content": text}]
-        missing = f"no text or chat in the column {response_key}"
-    if not rest:
-        raise DataError(f"{row.place} has no response ({missing}); see data.prompt_key and data.response_key")
-    if not first:
-        raise DataError(f"{row.place}: its chat begins with the assistant; expected a message to be answered")
-    for message in rest:
+        if not first:
+            raise DataError(f"{row.place}: its chat begins with the assistant; expected a message to be answered")
+        users = [message for message in in_texts(first) if message["role"] == "user"]
+        row = replace(row, messages=first, text=users[-1]["content"] if users else "")
+        return replace(row, meta=row.meta | {ANSWERS: [_said(messages[len(first) :], row, "its chat")]})
+    answers = []
+    for key in filter(None, (data.response_key, data.rejected_key)):
+        value = row.meta.get(key)
+        messages = [{"role": "assistant", "content": value}] if isinstance(value, str) else []
+        if isinstance(value, list):  # the chat may begin with the prompt
+            every = chat_of(value, key, row.place)
+            messages = list(dropwhile(lambda message: message["role"] != "assistant", every))
+        answers.append(_said(messages, row, f"its column {key}"))
+    if len(answers) > 1 and answers[0] == answers[1]:
+        raise DataError(f"{row.place}: {data.response_key} and {data.rejected_key} are the same")
+    return replace(row, meta=row.meta | {ANSWERS: answers})
+
+
+def _said(messages: Messages, row: Prompt, where: str) -> Messages:
+    """The messages up to the assistant's last one."""
+    while messages and messages[-1]["role"] != "assistant":  # nobody answers these
+        messages = messages[:-1]
+    if not messages:
+        raise DataError(
+            f"{row.place} has no response ({where} has no message of the assistant); see data.prompt_key and "
+            "data.response_key"
+        )
+    for message in messages:
         empty = not in_texts([message])[0].get("content", "").strip() and not message.get("tool_calls")
         if message["role"] == "assistant" and empty:
             raise DataError(f"{row.place}: a message of the assistant is empty")
-    if row.messages is None and response_key is not None:
-        return replace(row, meta=row.meta | {ANSWER: rest})
-    users = [message for message in in_texts(first) if message["role"] == "user"]
-    return replace(row, messages=first, text=users[-1]["content"] if users else "", meta=row.meta | {ANSWER: rest})
+    return messages
 
 
 def read_answers(rows: list[Prompt], policy: LMPolicy, *, first: bool) -> list[Prompt]:
@@ -154,27 +173,23 @@ def read_answers(rows: list[Prompt], policy: LMPolicy, *, first: bool) -> list[P
     rank warns.
     """
     key, limit, overlong = "data.train_files", policy.data.max_response_length, policy.data.overlong_prompts
-    groups: dict[str, list[int]] = {}
-    for number, row in enumerate(rows):
-        groups.setdefault(json.dumps(_tools(row), default=str), []).append(number)
-    answers: dict[int, Answer] = {}
-    for numbers in groups.values():
-        some = [rows[number] for number in numbers]
-        answers |= zip(numbers, _read_group(some, policy), strict=True)
+    groups: dict[str, list[tuple[Prompt, Messages]]] = {}
+    for row in rows:
+        groups.setdefault(json.dumps(_tools(row), default=str), []).extend((row, some) for some in row.meta[ANSWERS])
+    read: dict[int, Answer] = {}  # by the identity of the messages
+    for group in groups.values():
+        read |= zip((id(some) for _, some in group), _read_group(group, policy), strict=True)
     kept = []
-    for number, row in enumerate(rows):
-        answer = answers[number]
-        length = len(answer.tokens)
-        if length > limit and overlong == "error":
+    for row in rows:
+        answers = [read[id(some)] for some in row.meta[ANSWERS]]
+        longest = max(len(answer.tokens) for answer in answers)
+        if longest > limit and overlong == "error":
             raise DataError(
-                f"{row.place}: its response has {length} tokens, more than data.max_response_length={limit}; raise "
+                f"{row.place}: its response has {longest} tokens, more than data.max_response_length={limit}; raise "
                 "that, or set data.overlong_prompts to filter or truncate"
             )
-        if length > limit and overlong == "filter":
-            continue
-        if length > limit:
-            answer = replace(answer, tokens=answer.tokens[:limit], sampled=answer.sampled[:limit], truncated=True)
-        kept.append(replace(row, meta=row.meta | {ANSWER: answer}))
+        if longest <= limit or overlong == "truncate":
+            kept.append(replace(row, meta=row.meta | {ANSWERS: [answer.cut(limit) for answer in answers]}))
     if not kept:
         raise DataError(f"{key}: all {len(rows)} responses are longer than data.max_response_length={limit}")
     if first and len(kept) < len(rows):
@@ -188,74 +203,72 @@ def _tools(row: Prompt) -> list[dict[str, Any]]:
     return tools if isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools) else []
 
 
-def _read_group(rows: Sequence[Prompt], policy: LMPolicy) -> list[Answer]:
-    """The answers of rows with the same tools."""
-    tokenizer, tools, path = policy.tokenizer, _tools(rows[0]), policy.config.path
-    chats = list(map(chat_messages, rows))
-    spoken: list[tuple[int, int]] = []  # of each turn: its row, and its place in what follows the prompt
-    for number, row in enumerate(rows):
-        for place, message in enumerate(row.meta[ANSWER]):
+def _read_group(group: Sequence[tuple[Prompt, Messages]], policy: LMPolicy) -> Iterator[Answer]:
+    """The answers of prompts with the same tools."""
+    tools, spoken, calls = _tools(group[0][0]), list[tuple[Prompt, Messages, int]](), 1
+    for row, rest in group:
+        for place, message in enumerate(rest):
             if message["role"] == "assistant":
-                spoken.append((number, place))
-    turns = dict(zip(spoken, _turn_tokens(rows, chats, spoken, policy), strict=True))
-    several = max(sum(message["role"] == "assistant" for message in row.meta[ANSWER]) for row in rows) > 1
-    if not several:
-        return [_joined(row, number, turns, policy, None) for number, row in enumerate(rows)]
-    calls = max(len(message.get("tool_calls") or ()) for row in rows for message in row.meta[ANSWER])
-    renderer = TurnRenderer(tokenizer, policy.data, path, tools, policy.ends, calls=max(calls, 1))
-    with closing(renderer):
-        return [_joined(row, number, turns, policy, renderer) for number, row in enumerate(rows)]
+                spoken.append((row, rest, place))
+                calls = max(calls, len(message.get("tool_calls") or ()))
+    turns = iter(_turn_tokens(spoken, tools, policy))
+    if len(spoken) == len(group):  # each has one turn
+        for row, rest in group:
+            yield _joined(row, rest, [next(turns)], policy, None)
+        return
+    data, path = policy.data, policy.config.path
+    with closing(TurnRenderer(policy.tokenizer, data, path, tools, policy.ends, calls=calls)) as renderer:
+        for row, rest in group:
+            theirs = [next(turns) for message in rest if message["role"] == "assistant"]
+            yield _joined(row, rest, theirs, policy, renderer)
 
 
 def _turn_tokens(
-    rows: Sequence[Prompt], chats: Sequence[Messages], spoken: Sequence[tuple[int, int]], policy: LMPolicy
+    spoken: Sequence[tuple[Prompt, Messages, int]], tools: list[dict[str, Any]], policy: LMPolicy
 ) -> Iterator[list[int]]:
-    """The tokens of each turn, with its end token."""
+    """The tokens of each turn, the message at a place of what follows a prompt, with its end token."""
     tokenizer, data, path = policy.tokenizer, policy.data, policy.config.path
     if tokenizer.chat_template is None:
-        texts = [rows[number].meta[ANSWER][place]["content"] for number, place in spoken]
+        texts = [rest[place]["content"] for _, rest, place in spoken]
     else:
-        tools = _tools(rows[0]) or None
         asked: list[dict[str, Any]] = []
-        for number, place in spoken:
-            rest = rows[number].meta[ANSWER]
-            messages = with_system_prompt([*chats[number], *rest[:place]], data.system_prompt)
-            asked.append({"messages": messages, "tools": tools})
-            asked.append({"messages": [*messages, rest[place]], "tools": tools, "add_generation_prompt": False})
-        with closing(ChatRenderer(template_of(tokenizer, tools, path), tokenizer, data, path)) as renderer:
+        for row, rest, place in spoken:
+            messages = with_system_prompt([*chat_messages(row), *rest[:place]], data.system_prompt)
+            asked.append({"messages": messages, "tools": tools or None})
+            whole = [*messages, rest[place]]
+            asked.append({"messages": whole, "tools": tools or None, "add_generation_prompt": False})
+        with closing(ChatRenderer(template_of(tokenizer, tools or None, path), tokenizer, data, path)) as renderer:
             rendered = renderer.texts(asked)
         texts = []
-        for (number, _), before, after in zip(spoken, rendered[::2], rendered[1::2], strict=True):
+        for (row, _, _), before, after in zip(spoken, rendered[::2], rendered[1::2], strict=True):
             if not after.startswith(before):
                 raise DataError(
-                    f"{rows[number].place}: {renderer.name} does not render the assistant's message behind its own "
-                    "generation prompt; expected one that does, or data.chat_template_kwargs with which it does"
+                    f"{row.place}: {renderer.name} does not render the assistant's message behind its own generation "
+                    "prompt; expected one that does, or data.chat_template_kwargs with which it does"
                 )
             texts.append(after[len(before) :])
-    every = tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
-    for (number, _), tokens in zip(spoken, every, strict=True):
+    for (row, _, _), tokens in zip(spoken, tokenizer(texts, add_special_tokens=False)["input_ids"], strict=True):
         end = next((place for place, token in enumerate(tokens) if token in policy.ends), len(tokens))
         if policy.decode(tokens[end:]).strip():
-            raise DataError(f"{rows[number].place}: a message of the assistant contains an end token of the model")
+            raise DataError(f"{row.place}: a message of the assistant contains an end token of the model")
         if max(tokens, default=0) >= policy.rows:
             token = tokenizer.convert_ids_to_tokens(max(tokens))
-            raise DataError(f"{rows[number].place}: its response contains {token!r}, which the model does not embed")
+            raise DataError(f"{row.place}: its response contains {token!r}, which the model does not embed")
         yield [*tokens[:end], tokens[end] if end < len(tokens) else tokenizer.eos_token_id]
 
 
 def _joined(
-    row: Prompt, number: int, turns: dict[tuple[int, int], list[int]], policy: LMPolicy, renderer: TurnRenderer | None
+    row: Prompt, rest: Messages, turns: Sequence[list[int]], policy: LMPolicy, renderer: TurnRenderer | None
 ) -> Answer:
-    """A row's turns, and the tokens between them."""
-    rest: Messages = row.meta[ANSWER]
+    """The turns, and the tokens between them."""
     tokens: list[int] = []
     sampled: list[bool] = []
     spoken = [place for place, message in enumerate(rest) if message["role"] == "assistant"]
     history = in_texts(chat_messages(row))
-    for place, following in zip(spoken, [*spoken[1:], len(rest)], strict=True):
-        turn, between = policy.readable(turns[number, place]), in_texts(rest[place + 1 : following])
-        tokens += turn
-        sampled += [True] * len(turn)
+    for turn, place, following in zip(turns, spoken, [*spoken[1:], len(rest)], strict=True):
+        tokens += policy.readable(turn)
+        between, missing = in_texts(rest[place + 1 : following]), len(tokens) - len(sampled)
+        sampled += [True] * missing
         if following < len(rest):
             if renderer is None or not between:
                 raise DataError(f"{row.place}: a message of the assistant follows another; expected one in between")
@@ -265,4 +278,4 @@ def _joined(
             tokens += answer
             sampled += [False] * len(answer)
     calls = sum(len(rest[place].get("tool_calls") or ()) for place in spoken)
-    return Answer(tokens, sampled, len(spoken), calls, policy.decode(turns[number, spoken[-1]]))
+    return Answer(tokens, sampled, len(spoken), calls, policy.decode(turns[-1]))

@@ -180,6 +180,10 @@ RULES = (
 )  # fmt: skip
 
 START_RULES = (
+    Rule("rollout.n rollout.engine data.rejected_key", LM_RL, "A pair of the data is two responses.",
+         lambda c, a: c.rollout.facts.weights == "none" and c.rollout.n != 2 and c.data.rejected_key is not None,
+         "{c.rollout:n:}; expected 2 with {c.rollout:engine=} and data.rejected_key: the preferred and the other "
+         "response"),
     Rule("rollout.schedule algorithm.name algorithm.global_std reward.normalize", RL,
          "A pipelined schedule needs an algorithm whose advantages depend only on the samples of one prompt.",
          lambda c, a: c.rollout.schedule == "pipelined" and _trains_on_whole_steps(c, a),
