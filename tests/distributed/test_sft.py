@@ -50,8 +50,10 @@ CHATS = [
 def config(folder: Path, *overrides: str, chats: Any = CHATS) -> SFTConfig:
     """A job of three steps on all of these chats."""
     folder.mkdir(parents=True, exist_ok=True)
-    lines = [json.dumps({"messages": chat, "tools": [TOOL]}) for chat in chats]
-    (folder / "chats.jsonl").write_text("\n".join(lines) + "\n")
+    text = "\n".join(json.dumps({"messages": chat, "tools": [TOOL]}) for chat in chats) + "\n"
+    for arguments in re.findall(r'"arguments": (\{.*?\})', text):  # as OpenAI writes them
+        text = text.replace(arguments, json.dumps(arguments))
+    (folder / "chats.jsonl").write_text(text)
     keys = [
         f"model.path={BASE}",
         "model.dtype=float32",

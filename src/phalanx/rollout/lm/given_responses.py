@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from phalanx.config.engine_facts import EngineFacts
+from phalanx.config.files import json_object
 from phalanx.config.lm import LMDataConfig
 from phalanx.data.data_files import DataError
 from phalanx.data.prompts import chat_of
@@ -164,7 +165,20 @@ def _said(messages: Messages, row: Prompt, where: str) -> Messages:
         empty = not in_texts([message])[0].get("content", "").strip() and not message.get("tool_calls")
         if message["role"] == "assistant" and empty:
             raise DataError(f"{row.place}: a message of the assistant is empty")
-    return messages
+    return list(map(_with_objects, messages))
+
+
+def _with_objects(message: dict[str, Any]) -> dict[str, Any]:
+    """The message, with arguments of its calls that are JSON texts, as in OpenAI's format, as the objects in them: a
+    template would quote a text.
+    """
+    calls = []
+    for call in message.get("tool_calls") or ():
+        function: Any = call.get("function") if isinstance(call, dict) else None
+        text = function.get("arguments") if isinstance(function, dict) else None
+        value = json_object(text) if isinstance(text, str) else None
+        calls.append(call if value is None else {**call, "function": {**function, "arguments": value}})
+    return {**message, "tool_calls": calls} if calls else message
 
 
 def read_answers(rows: list[Prompt], policy: LMPolicy, *, first: bool) -> list[Prompt]:
