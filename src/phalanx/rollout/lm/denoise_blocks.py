@@ -93,9 +93,9 @@ class BlockSession:
             CACHE: self._cache,
             "use_cache": True,
         }
-        first = torch.tensor([len(request.prompt) for request in self._rows], device=self._device)
+        prompts = torch.tensor([len(request.prompt) for request in self._rows], device=self._device)
         # [B, S]: index of each token in its response
-        place = (self._passed["position_ids"] - first[:, None]).clamp(min=0)
+        place = (self._passed["position_ids"] - prompts[:, None]).clamp(min=0)
         steps, chosen = torch.full_like(state, -1), torch.zeros(state.shape, device=self._device)
         for k, least in enumerate(least_unmasked(size, decoding.steps)):
             masked = state == decoding.mask_id
