@@ -135,6 +135,38 @@ def rules_page() -> Iterator[str]:
     yield "## When the model is known\n"
     yield "Null keys of `tasks/generate.py` are those of the run whose checkpoint is given.\n"
     yield from rule_table(MODEL_RULES)
+    yield "## Features of language models that exclude each other\n"
+    yield "Tried in pairs, all other features of text jobs work together. Two engines, algorithms or values of a"
+    yield "key are alternatives; so are block diffusion and engines without blocks.\n"
+    yield "| feature | and | why not |"
+    yield "|---|---|---|"
+    for one, other, reason in PAIRS:
+        yield f"| {one} | {other} | {reason} |"
+    yield ""
+
+
+# Pairs of features that the rules refuse, see tests/unit/test_feature_pairs.py, and the reasons
+PAIRS = (
+    ("vllm", "4-bit base", "vLLM would need a whole copy of the weights that 4 bits are to spare"),
+    ("vllm", "judge", "vLLM lets one engine of a process sleep; with `reward.model.sleep=false` they work"),
+    ("environment", "partial rollouts", "the state of an environment lives on one rank and is in no checkpoint"),
+    ("environment", "block diffusion", "its block goes on after a response's end, and all its tokens are trained"),
+    ("partial rollouts", "roles", "not implemented: responses would wait on ranks that write no checkpoints"),
+    ("block diffusion", "images", "no supported family of block diffusion reads images"),
+    ("block diffusion", "context parallelism", "not implemented: the mask of states is of a whole row"),
+    ("block diffusion", "top-k", "which tokens are kept differs in each state in which a position is masked"),
+    ("block diffusion", "packing", "a packed row is read from left to right, and blocks are read in both directions"),
+    ("block diffusion", "critic", "a value before each token needs an order of tokens, which a block does not have"),
+    ("images", "roles", "not implemented: samples travel between ranks as tokens, without the pixels"),
+    ("images", "context parallelism", "not implemented: an image is embedded as a whole, by no rank's positions"),
+    ("roles", "context parallelism", "not implemented: ranks that share samples would also have to be of one role"),
+    ("context parallelism", "prefix sharing", "not implemented: ranks divide a prompt's tokens as they do a sample's"),
+    ("context parallelism", "compiled blocks", "ranks exchange tokens within a layer, which is compiled as a whole"),
+    ("context parallelism", "expert parallelism", "not implemented: both would divide the same ranks"),
+    ("new prompts", "new samples", "two answers to one question: what replaces a group whose rewards are equal"),
+    ("new prompts", "teacher", "distillation has no rewards that could be equal"),
+    ("new samples", "teacher", "distillation has no rewards that could be equal"),
+)  # fmt: skip
 
 
 def choice_table() -> Iterator[str]:

@@ -51,6 +51,7 @@ from tests.numerics.test_agreement import Tokenizer
 KEY = "parallel.ulysses_sequence_parallel_size"
 KL = "algorithm.kl_loss_coef=0.04"
 PACKED = "model.use_remove_padding=true"
+KEPT = "rollout.top_k=9"
 BUDGET = ("actor.use_dynamic_bsz=true", "actor.ppo_max_token_len_per_gpu=60")
 
 COUNTED = """
@@ -222,7 +223,7 @@ def one_step_with_exchanges(cfg: LMRLConfig) -> dict[str, Any]:
     ("ranks", "size", "heads", "keys"),
     [
         (2, 2, (4, 2), ("model.lora_rank=4", "parallel.fsdp_size=1")),
-        (4, 2, (4, 1), ("parallel.fsdp_size=2", "model.gradient_checkpointing=true", PACKED, *BUDGET)),
+        (4, 2, (4, 1), ("parallel.fsdp_size=2", "model.gradient_checkpointing=true", KEPT, PACKED, *BUDGET)),
         pytest.param(4, 4, (4, 2), ("parallel.fsdp_size=4",), marks=pytest.mark.long),
     ],
     ids=["lora", "full-2x2", "full-4"],
@@ -230,7 +231,9 @@ def one_step_with_exchanges(cfg: LMRLConfig) -> dict[str, Any]:
 def test_the_same_step(
     ranks: int, size: int, heads: tuple[int, int], keys: tuple[str, ...], lm_folder: Path, tmp_path: Path
 ) -> None:
-    """With fewer key heads than ranks, and with as many. If passes have a budget, groups exchange samples."""
+    """With fewer key heads than ranks, and with as many, and with truncated distributions, whose kept tokens each rank has
+    of its positions. If passes have a budget, groups exchange samples.
+    """
     model = with_heads(tmp_path / "model", lm_folder, *heads)
     plain = [key.replace("=60", "=120") for key in keys if "fsdp" not in key]
     alone = run_ranks(one_step, ranks // size, tiny_lm_config(model, tmp_path / "alone", KL, *plain))

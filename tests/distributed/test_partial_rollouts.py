@@ -18,6 +18,7 @@ from tests.helpers.ranks import run_ranks
 
 STEPS = 5
 KEYS = ("rollout.partial_rollout=true", "rollout.partial_rollout_tokens=4", "rollout.correction=token_tis")
+BLOCKS = ("model.block_size=4", "rollout.threshold=0.1")
 LONGER = ("data.max_response_length=24", "rollout.max_staleness=2", f"trainer.total_training_steps={STEPS}")
 
 
@@ -104,17 +105,21 @@ def test_layouts_train_the_same_groups(lm_folder: Path, tmp_path: Path) -> None:
     assert sum(times) == 4 * STEPS and max(times) - min(times) <= 1  # as without partial rollouts
 
 
-def test_a_step_that_waits_for_all_is_a_usual_one(lm_folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["lm", "blocks"])
+def test_a_step_that_waits_for_all_is_a_usual_one(request: pytest.FixtureRequest, tmp_path: Path, kind: str) -> None:
     """The responses do not depend on the number of rounds in which they were sampled."""
-    usual = run_ranks(fit, 1, tiny_lm_config(lm_folder, tmp_path / "usual", "trainer.logger=[]"))
-    partial = tiny_lm_config(lm_folder, tmp_path / "partial", *KEYS, "rollout.over_sampling_batch_size=4")
-    run_ranks(fit, 1, partial)
+    folder = request.getfixturevalue(f"{kind}_folder")
+    keys = BLOCKS if kind == "blocks" else ()
+    usual = run_ranks(fit, 1, tiny_lm_config(folder, tmp_path / "usual", "trainer.logger=[]", *keys))
+    more = (*KEYS, "rollout.over_sampling_batch_size=4", *keys)
+    run_ranks(fit, 1, tiny_lm_config(folder, tmp_path / "partial", *more))
     for one, other in zip(rows(tmp_path / "usual" / "out"), rows(tmp_path / "partial" / "out"), strict=True):
         assert one["response/length_mean"] == other["response/length_mean"]
         assert one["reward/mean"] == other["reward/mean"]
         assert other["rollout/rounds"] == 3 and other["rollout/staleness_max"] == 0
         assert other["actor/grad_norm"] == pytest.approx(one["actor/grad_norm"], rel=1e-3)
         assert other["actor/first_ratio_error"] == 0
+        assert kind == "lm" or one["rollout/tokens_per_forward"] == other["rollout/tokens_per_forward"]
     assert usual
 
 

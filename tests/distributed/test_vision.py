@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -202,6 +203,49 @@ def test_a_critic_reads_images(qwen: Path, tmp_path: Path) -> None:
     keys = ["algorithm.name=ppo", f"trainer.output_dir={tmp_path / 'out'}"]
     rows, _ = run_ranks(job, 1, config_of(qwen, tmp_path / "data", *keys))[0]
     assert len(rows) == 2 and all(torch.tensor(row["critic/values_mean"]).isfinite() for row in rows)
+
+
+def taught(config: LMRLConfig) -> tuple[Tensor, Tensor, Tensor, list[bool]]:
+    """The log-probs of a step's samples under the policy and its teacher, the mask, and which samples have images."""
+    trainer: Any = rl.build(config)
+    samples, _ = trainer.collector.sample(0)
+    [teacher] = trainer.updater.teachers.values()
+    with torch.no_grad():
+        of_teacher = teacher.policy.scored(samples.trace, 1.0).log_prob
+        own = trainer.policy.scored(samples.trace, 1.0).log_prob
+    return own, of_teacher, samples.mask, [look is not None for look in samples.trace.looks]
+
+
+def test_a_teacher_reads_images(qwen: Path, tmp_path: Path) -> None:
+    """With its own tower: the policy's own folder gives the policy's log-probs, another one other log-probs."""
+    other = tmp_path / "other"
+    shutil.copytree(qwen, other)
+    model = transformers.AutoModelForImageTextToText.from_pretrained(qwen)
+    with torch.no_grad():
+        for weight in model.model.visual.merger.parameters():
+            weight += 1
+    model.save_pretrained(other)
+    for folder in (qwen, other):
+        keys = [
+            "algorithm.name=distillation",
+            f"algorithm.teacher_path={folder}",
+            f"trainer.output_dir={tmp_path / 'o'}",
+        ]
+        config = config_of(qwen, tmp_path / "data", *keys)
+        [(own, theirs, mask, seen)] = run_ranks(taught, 1, config)
+        off = ((own - theirs).abs() * mask).amax(1)
+        assert any(seen) and not all(seen)
+        assert [bool(value > 1e-4) for value in off] == [folder == other and shown for shown in seen]
+        if folder == other:
+            rows, _ = run_ranks(job, 1, config)[0]
+            assert len(rows) == 2 and all(row["actor/grad_norm"] > 0 for row in rows)
+    settings = json.loads((other / "preprocessor_config.json").read_text())
+    (other / "preprocessor_config.json").write_text(json.dumps(settings | {"image_mean": [0.1, 0.2, 0.3]}))
+    with refused(
+        f"algorithm.teacher_path: {str(other)!r} reads images differently from model.path; expected a "
+        "Qwen3VLForConditionalGeneration with the same image processor"
+    ):
+        rl.build(config)
 
 
 def test_options_that_do_not_work_with_images_are_refused(qwen: Path, tmp_path: Path) -> None:

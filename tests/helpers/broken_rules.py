@@ -210,7 +210,6 @@ LOADED: list[tuple[type, tuple[str, ...], str]] = [
         f"{OF_CONTEXT} does not work with model.attn_implementation=flex_attention; expected sdpa or eager",
     ),
     (LMRLConfig, (CONTEXT, "parallel.expert_parallel=true"), f"{OF_CONTEXT} does not work with parallel.expert_par"),
-    (LMRLConfig, (CONTEXT, "rollout.top_p=0.9"), f"{OF_CONTEXT} does not work with rollout.top_p"),
     (SampleConfig, (CONTEXT,), f"{OF_CONTEXT} is only for training"),
     (FlowRLConfig, (CONTEXT, "rollout.engine=vllm_omni"), f"{OF_CONTEXT} needs an engine that samples in the policy"),
     (FlowRLConfig, (CONTEXT, "model.compile=true"), f"{OF_CONTEXT} exchanges tokens"),

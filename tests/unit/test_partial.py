@@ -56,7 +56,9 @@ class Lengths:
             length = self.length(step * PROMPTS + place, i)
             whole = [1] * LIMIT if length > LIMIT else [1] * (length - 1) + [0]
             tokens = whole[len(request.tokens) : request.room]
-            assert request.say(tokens, [-1.0] * len(tokens))
+            assert request.say(
+                tokens, [-1.0] * len(tokens), range(len(request.tokens), len(request.tokens) + len(tokens))
+            )
         return asked
 
     def close(self) -> None:

@@ -121,17 +121,17 @@ def agree(error: str | None, stop: int) -> tuple[str | None, int]:
     return text, largest
 
 
-def on_all_ranks(read: Callable[[], T]) -> T:
-    """The result of `read`. Raises JobError on all ranks if it raises ValueError on one."""
-    problem = None
+def on_all_ranks(read: Callable[[], T], kind: type[Exception] = ValueError) -> T:
+    """The result of `read`. Raises JobError on all ranks if it raises an error of this kind on one."""
+    problem: Exception | None = None
     try:
         result = read()
-    except ValueError as error:
-        problem = str(error)
+    except kind as error:
+        problem = error
     # only the rank with a bad image sees the error, and the others would wait for that rank
-    message, _ = agree(problem, 0)
+    message, _ = agree(None if problem is None else str(problem), 0)
     if message is not None:
-        raise JobError(message)
+        raise JobError(message) from problem
     return result
 
 

@@ -7,6 +7,8 @@ from functools import partial
 from itertools import chain
 from typing import Any, ClassVar
 
+import torch
+
 from phalanx.algorithms import TokenAlgorithm
 from phalanx.config.lm import LMRLConfig, LMRolloutConfig, LMRunConfig, LMTurnRunConfig
 from phalanx.config.messages import ConfigError
@@ -117,11 +119,9 @@ class LM(Kind):
     def check_images(self, subject: str) -> None:
         """Raise ConfigError for options that do not work with models that read images; `subject` begins the message."""
         cfg, talks = self.cfg, self.cfg.talks and self.cfg.rollout.facts.weights == "copy"
-        trained = "actor" in vars(cfg)
         limits = (
             (talks, f"environments and {cfg.rollout:engine=}; set {cfg.rollout:engine}=policy"),
             (bool(vars(cfg).get("placement")), "ranks with roles; leave placement out"),
-            (trained and self.build_algorithm().teachers, "teachers; choose an algorithm without them"),
             (cfg.model.block_size is not None, f"block diffusion; leave {cfg.model:block_size} out"),
             (cfg.parallel.ulysses_sequence_parallel_size > 1, f"context parallelism; set {KEY} to 1"),
         )
@@ -325,9 +325,23 @@ class LoadedLMTeacher:
         return samples
 
 
+def _check_same_images(teacher: LMPolicy, student: LMPolicy, here: str) -> None:
+    """Raise ValueError unless both read images alike: a teacher gets the tokens and pixels that the student reads."""
+    (theirs, shown), (ours, seen) = teacher.reader.tried, student.reader.tried
+    alike = theirs == ours and shown.inputs.keys() == seen.inputs.keys()
+    for name, values in seen.inputs.items():
+        alike = alike and torch.equal(shown.inputs[name], values)
+    if not alike or teacher.vision.name != student.vision.name:
+        raise ValueError(
+            f"{here} reads images differently from {student.config:path}; expected a {student.vision.name} with the "
+            "same image processor"
+        )
+
+
 def load_teacher(teacher: Teacher, cfg: LMRLConfig, student: LMPolicy, world: World) -> LoadedLMTeacher:
     """Load a teacher; all ranks call this together. Raises ValueError for a model with another vocabulary."""
     model, here = taught_model(teacher, student.config), f"{teacher.key}: {teacher.path!r}"
+    model.freeze_vision_tower = True
     with reported_by({"model": model}):
         theirs, ours = load_tokenizer(model).get_vocab(), student.tokenizer.get_vocab()
         if theirs != ours:
@@ -335,7 +349,7 @@ def load_teacher(teacher: Teacher, cfg: LMRLConfig, student: LMPolicy, world: Wo
                 f"{here} has another tokenizer than {student.config:path}, with {len(theirs)} tokens instead of "
                 f"{len(ours)}; the teacher's tokens must have the same ids as the policy's"
             )
-        build: Callable[..., LMPolicy] = build_policy
+        build: Callable[..., LMPolicy] = partial(build_policy, images=student.vision is not None)
         if model.block_size is not None:
             build = partial(build_block_policy, estimate=cfg.actor.log_prob_estimate)
         policy = build(
@@ -348,6 +362,8 @@ def load_teacher(teacher: Teacher, cfg: LMRLConfig, student: LMPolicy, world: Wo
             seed=cfg.trainer.seed,
             frozen=True,
         )
+        if student.vision is not None:
+            _check_same_images(policy, student, here)
         rows, needed = policy.settings.vocab_size, student.settings.vocab_size
         if rows < needed:
             raise ValueError(

@@ -68,11 +68,13 @@ class CausalLM(nn.Module):
         tokens, head = ids[:, 1:][predicting] if share is None else share.tokens, self.head(output)
         hidden = output.last_hidden_state
         options: dict[str, Any] = {"temperature": temperature, "chunk": self.chunk, "never": self.never}
-        if truncation is not None and pool is None:
-            pool = sampled_from(hidden, head, tokens, truncation, **options)
-        scores = token_scores(hidden, head, tokens, pool=pool, fused=self.fused, **options)
+        local = pool if pool is None or share is None else share.part_of_pool(*pool)
+        if truncation is not None and local is None:
+            local = sampled_from(hidden, head, tokens, truncation, **options)
+            pool = local if share is None else share.whole_pool(*local)
+        scores: tuple[Tensor, ...] = token_scores(hidden, head, tokens, pool=local, fused=self.fused, **options)
         if share is not None:
-            return share.whole(scores)
+            scores = share.whole(scores)
         return scores if pool is None else (*scores, *pool)
 
     @property

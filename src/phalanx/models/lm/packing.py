@@ -272,6 +272,27 @@ class Share:
         dense = torch.stack([zeros.masked_scatter(self.predicting, value) for value in values])
         return self.context.gather(dense, -1)[:, self.everywhere].unbind(0)
 
+    @property
+    def _owners(self) -> Tensor:
+        """The rank of each value, in the order of `everywhere`."""
+        ranks = torch.arange(self.everywhere.shape[1], device=self.ids.device) // self.predicting.shape[1]
+        return ranks.expand_as(self.everywhere)[self.everywhere]
+
+    def part_of_pool(self, kept: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+        """This rank's part of the kept tokens of all ranks, see TokenTrace.pool."""
+        local = self._owners == self.context.place
+        return kept[local.repeat_interleave(counts)], counts[local]
+
+    def whole_pool(self, kept: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+        """The kept tokens of all ranks, in the order of `everywhere`, from this rank's."""
+        [counts], owners = self.whole([counts]), self._owners
+        totals = counts.new_zeros(self.context.size).index_add(0, owners, counts)
+        every = self.context.gather(pad(kept, (0, int(totals.max()) - len(kept))), 0).view(self.context.size, -1)
+        order = owners.argsort(stable=True)  # of the values, as the ranks one after the other have them
+        of_value = order.repeat_interleave(counts[order])
+        real = torch.arange(every.shape[1], device=kept.device) < totals[:, None]
+        return every[real][of_value.argsort(stable=True)], counts
+
     def attention(
         self, attend: Attend, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, window: int | None
     ) -> Tensor:

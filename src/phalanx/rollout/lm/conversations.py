@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from phalanx.config.environment import EnvironmentConfig
-from phalanx.distributed.collectives import agree, all_gather, all_gather_apart, reduce_float, reduce_int
+from phalanx.distributed.collectives import all_gather, all_gather_apart, on_all_ranks, reduce_float, reduce_int
 from phalanx.distributed.seed import fold_in
 from phalanx.environments.conversation import Conversation
 from phalanx.environments.environments import Environments
@@ -124,9 +124,11 @@ class Talks:
         """For a block in which all ranks draw: warn of failures of the environment, and leave it if a rank fails."""
         try:
             yield
-            with self._in_step():
-                # summed over every rank: ranks that hold the same samples have drawn different parts of them
-                problem = self.environments.check(lambda count: int(sum(all_gather_apart(torch.tensor([count])))))
+            # summed over every rank: ranks that hold the same samples have drawn different parts of them
+            problem = on_all_ranks(
+                lambda: self.environments.check(lambda count: int(sum(all_gather_apart(torch.tensor([count]))))),
+                JobError,
+            )
         except JobError:  # raised on all ranks
             self.environments.abandon()
             raise
@@ -138,25 +140,8 @@ class Talks:
         self, rollout: Any, prompts: list[Prompt], names: Sequence[tuple[int, ...]], decoding: Decoding
     ) -> list[Drawn]:
         """Hold a conversation for each prompt; see LMRollout.decode, of `rollout`."""
-        talks: list[_Talk] = []
-        drawn: list[Drawn] = []
-        with self._in_step():
-            talks += self._begin(prompts, names)
-        with self._in_step():
-            drawn += self._converse(rollout, talks, names, decoding)
-        return drawn
-
-    @contextmanager
-    def _in_step(self) -> Iterator[None]:
-        """For a block that all ranks run in step: raise the JobError of the lowest failing rank on all ranks."""
-        failure: JobError | None = None
-        try:
-            yield
-        except JobError as error:
-            failure = error
-        message, _ = agree(None if failure is None else str(failure), 0)
-        if message is not None:
-            raise JobError(message) from failure
+        talks = on_all_ranks(lambda: self._begin(prompts, names), JobError)
+        return on_all_ranks(lambda: self._converse(rollout, talks, names, decoding), JobError)
 
     def _converse(
         self, rollout: Any, talks: list[_Talk], names: Sequence[tuple[int, ...]], decoding: Decoding

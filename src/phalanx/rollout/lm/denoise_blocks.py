@@ -82,9 +82,9 @@ class BlockSession:
         decoding = self._decoding
         size, rows = decoding.size, len(self._rows)
         state = torch.full((rows, size), decoding.mask_id, device=self._device)
-        tails = [len(request.prompt) % size if self._block == 0 else 0 for request in self._rows]
+        tails = [len(request.rest(0)) % size if self._block == 0 else 0 for request in self._rows]
         for i, (tail, request) in enumerate(zip(tails, self._rows, strict=True)):
-            state[i, :tail] = torch.tensor(request.prompt[len(request.prompt) - tail :], dtype=torch.long)
+            state[i, :tail] = torch.tensor(request.rest(0)[len(request.rest(0)) - tail :], dtype=torch.long)
         self._seen = torch.cat([self._seen, self._seen.new_ones(rows, size)], 1)
         within = torch.arange(size, device=self._device)
         self._passed = {
@@ -93,8 +93,9 @@ class BlockSession:
             CACHE: self._cache,
             "use_cache": True,
         }
-        begun = torch.tensor([len(request.prompt) % size for request in self._rows], device=self._device)
-        place = (self._block * size + within - begun[:, None]).clamp(min=0)  # index of each token in its response
+        prompts = torch.tensor([len(request.prompt) for request in self._rows], device=self._device)
+        # [B, S]: index of each token in its response
+        place = (self._passed["position_ids"] - prompts[:, None]).clamp(min=0)
         steps, chosen = torch.full_like(state, -1), torch.zeros(state.shape, device=self._device)
         for k, least in enumerate(least_unmasked(size, decoding.steps)):
             masked = state == decoding.mask_id
@@ -122,13 +123,13 @@ class BlockSession:
         return over
 
     def _begin(self) -> None:
-        """Read the prompts of the next samples."""
+        """Read the prompts of the next samples, with the blocks that were drawn before."""
         self._rows, self._queue = self._queue[: self._most], self._queue[self._most :]
         decoding = cast(Denoising, self._rows[0].decoding)  # BlockDiffusionRollout makes no others
         self._decoding, self._block = decoding, 0
-        distinct = list(dict.fromkeys(tuple(request.prompt) for request in self._rows))
-        at = [distinct.index(tuple(request.prompt)) for request in self._rows]
-        prompts = [list(prompt) for prompt in distinct]
+        begun = [tuple(request.rest(0)) for request in self._rows]
+        distinct = list(dict.fromkeys(begun))
+        at, prompts = [distinct.index(tokens) for tokens in begun], [list(tokens) for tokens in distinct]
         self._seen, self._start = read(self._forward, self._cache, prompts, at, decoding, self._device)
         numbers = torch.stack([request.numbers for request in self._rows])
         self._numbers = numbers.view(len(self._rows), decoding.draws, decoding.limit).to(self._device)

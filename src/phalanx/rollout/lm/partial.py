@@ -13,7 +13,8 @@ import zlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from itertools import chain
+from typing import Any, Self
 
 import safetensors.torch
 import torch
@@ -28,18 +29,26 @@ from phalanx.types import Each, Prompt, Samples
 
 log = logging.getLogger(__name__)
 _MARK = "partial"  # among a checkpoint's tensors
+_OF_TOKENS = {"tokens": torch.int32, "log_probs": torch.float32, "versions": torch.int32, "steps": torch.int32}
 
 
 @dataclass(eq=False)
 class _Response:
-    """The tokens of a response so far, their log-probabilities under the weights that drew them, and the training steps
-    in which they were drawn.
+    """The tokens of a response so far, their log-probabilities under the weights that drew them, the training steps in
+    which they were drawn, and with block diffusion the denoising steps that unmasked them.
     """
 
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    steps: list[int] = field(default_factory=list)
     ended: bool = False
+
+    def extend(self, new: Self) -> None:
+        """Append what a round has drawn."""
+        for name in _OF_TOKENS:
+            vars(self)[name] += vars(new)[name]
+        self.ended = new.ended
 
 
 @dataclass(eq=False)
@@ -120,13 +129,10 @@ class PartialRollout:
 
     def _tensors(self) -> dict[str, Tensor]:
         responses = [response for group in self._groups for response in group.responses]
-        tokens: list[int] = []
-        log_probs: list[float] = []
-        versions: list[int] = []
-        for response in responses:
-            tokens += response.tokens
-            log_probs += response.log_probs
-            versions += response.versions
+        of_tokens = {}
+        for name, dtype in _OF_TOKENS.items():
+            values = chain.from_iterable(vars(response)[name] for response in responses)
+            of_tokens[name] = torch.tensor(list(values), dtype=dtype)
         # for another schedule that resumes from it: a parcel without samples, see phalanx.run.disaggregated.wire
         empty = torch.tensor(list(b'{"stop": 0}'), dtype=torch.uint8)
         return {
@@ -138,18 +144,17 @@ class PartialRollout:
             "checksum": torch.tensor([group.checksum for group in self._groups], dtype=torch.long),
             "length": torch.tensor([len(response.tokens) for response in responses], dtype=torch.long),
             "ended": torch.tensor([response.ended for response in responses], dtype=torch.bool),
-            "tokens": torch.tensor(tokens, dtype=torch.int32),
-            "log_probs": torch.tensor(log_probs, dtype=torch.float32),
-            "versions": torch.tensor(versions, dtype=torch.int32),
+            **of_tokens,
         }
 
     def _restore(self, saved: dict[str, Tensor]) -> None:
         """Restore the groups of a checkpoint; groups whose prompt has changed since are drawn from the start."""
         lengths = saved["length"].tolist()
-        parts = []
-        for name in ("tokens", "log_probs", "versions"):
-            parts.append([part.tolist() for part in saved[name].split(lengths)])
-        responses = [_Response(*values) for values in zip(*parts, saved["ended"].tolist(), strict=True)]
+        responses = [_Response(ended=ended) for ended in saved["ended"].tolist()]
+        for name in _OF_TOKENS:
+            if name in saved and len(saved[name]):  # only block diffusion has denoising steps
+                for response, part in zip(responses, saved[name].split(lengths), strict=True):
+                    vars(response)[name] = part.tolist()
         self._next, n, changed = int(saved["next"]), self.config.n, 0
         columns = [saved[name].tolist() for name in ("number", "begun", "checksum")]
         for i, (number, begun, checksum) in enumerate(zip(*columns, strict=True)):
@@ -209,7 +214,8 @@ class PartialRollout:
             local.append(replace(group.prompt, group_id=i // n))
             self._versions.append(response.versions)
             of_response = self.rollout.request(group.tokens, (), self.rollout.how, response.tokens, look=group.look)
-            drawn.append(replace(self.rollout.drawn_sample(of_response), log_probs=response.log_probs))
+            of_response.log_probs, of_response.steps = response.log_probs, response.steps
+            drawn.append(self.rollout.drawn_sample(of_response))
         for start in range(0, share, self.micro_batch_size):
             part = slice(start, start + self.micro_batch_size)
             pairs = zip(local[part], drawn[part], strict=True)
@@ -241,7 +247,7 @@ class PartialRollout:
     def _draw(self, seed: int, step: int) -> None:
         """Draw one round of further tokens for all unfinished responses. Collective."""
         assert self.config.partial_rollout is not None
-        count, limit = self.config.partial_rollout.tokens, self.rollout.how.limit
+        count = self.config.partial_rollout.tokens
         alive: list[tuple[_Group, int]] = []
         for group in self._groups:
             alive += [(group, i) for i, response in enumerate(group.responses) if not response.ended]
@@ -250,28 +256,24 @@ class PartialRollout:
         most = -(-len(alive) // self.world.size)
         ranks = evenly_dealt(costs, [most] * self.world.size)
         places = [place for place, rank in enumerate(ranks) if rank == self.world.rank]
-        requests = []
+        requests, full = [], []
         for place in places:
             group, i = alive[place]
             name, done = (seed, *divmod(group.number, self._prompts), i), group.responses[i].tokens
-            room = len(done) + count
-            requests.append(
-                self.rollout.request(group.tokens, name, self.rollout.how, done, look=group.look, room=room)
-            )
+            request = self.rollout.request(group.tokens, name, self.rollout.how, done, look=group.look)
+            full.append(request.room)
+            request.room = min(request.room, len(done) + count)
+            requests.append(request)
         converse(self.rollout.session, requests)
-        drawn: list[tuple[int, list[int], list[float], bool]] = []
-        for place, request in zip(places, requests, strict=True):
+        drawn: list[tuple[int, _Response]] = []
+        for place, request, room in zip(places, requests, full, strict=True):
             group, i = alive[place]
-            new = request.tokens[len(group.responses[i].tokens) :]
-            drawn.append((place, new, request.log_probs, request.ended or len(request.tokens) == limit))
+            new, ended = request.tokens[len(group.responses[i].tokens) :], request.ended or len(request.tokens) >= room
+            drawn.append((place, _Response(new, request.log_probs, [step] * len(new), request.steps, ended)))
         for parts in all_gather_object(drawn):
-            for place, tokens, log_probs, ended in parts:
+            for place, new_part in parts:
                 group, i = alive[place]
-                response = group.responses[i]
-                response.tokens += tokens
-                response.log_probs += log_probs
-                response.versions += [step] * len(tokens)
-                response.ended = ended
+                group.responses[i].extend(new_part)
 
     def _metrics(self, trained: list[_Group], step: int, pool: int) -> dict[str, float]:
         ages: list[int] = []

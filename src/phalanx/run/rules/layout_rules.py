@@ -3,8 +3,7 @@
 from typing import Any
 
 from phalanx.config.messages import near_divisors
-from phalanx.run.rules.rollout_rules import truncated
-from phalanx.run.rules.rule import FLOW, JOINT, LM, LM_RL, RL, RUN, SAMPLE, Rule
+from phalanx.run.rules.rule import FLOW, JOINT, LM, RL, RUN, SAMPLE, Rule
 
 _CONTEXT = "parallel.ulysses_sequence_parallel_size"
 _SIZE = f"{_CONTEXT}: {{c.{_CONTEXT}}} "
@@ -30,10 +29,6 @@ RULES = (
     Rule(f"{_CONTEXT} parallel.expert_parallel", LM, "Context parallelism excludes expert parallelism.",
          lambda c: _shares(c) and c.parallel.expert_parallel,
          _SIZE + "does not work with parallel.expert_parallel; set one of them back to its default"),
-    Rule(f"{_CONTEXT} rollout.top_k rollout.top_p rollout.min_p", LM_RL,
-         "Context parallelism does not support truncated distributions.",
-         lambda c: truncated(c) if _shares(c) else None,
-         _SIZE + "does not work with {x[0]}; set one of them back to its default"),
     Rule(_CONTEXT, SAMPLE, "`tasks/sample.py` does not support context parallelism.",
          _shares,
          _SIZE + "is only for training; here ranks sample different prompts, so set it to 1"),

@@ -51,11 +51,7 @@ def _no_log_probs(c: Any) -> bool:
 def _not_partial(c: Any) -> str | None:
     """The first setting that does not work with partial rollouts, if these are enabled."""
     r = c.rollout
-    broken = {
-        "an environment": c.environment.used,
-        f"model.block_size={c.model.block_size}": c.model.block_size is not None,
-        "placement": bool(c.placement),
-    }
+    broken = {"an environment": c.environment.used, "placement": bool(c.placement)}
     return next((setting for setting, true in broken.items() if r.partial_rollout and true), None)
 
 
