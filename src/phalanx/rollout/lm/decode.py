@@ -51,7 +51,7 @@ def draw(logits: Tensor, uniform: Tensor, decoding: Decoding) -> Tensor:
     if decoding.temperature == 0:
         return logits.argmax(-1)
     # on CPUs a sum in float64 copies what it adds: of a few rows, these copies stay in the cache
-    return torch.cat([_invert(*rows, decoding) for rows in row_chunks(False, logits, uniform)])
+    return torch.cat([_invert(z, u, decoding) for z, u in row_chunks(False, logits, uniform)])
 
 
 def _invert(logits: Tensor, uniform: Tensor, decoding: Decoding) -> Tensor:
