@@ -8,8 +8,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from phalanx.config.lm import LMRolloutConfig
+from phalanx.functional.scores import BLOCK
 from phalanx.models.lm.model import CausalLM
-from phalanx.rollout.lm.decode import Decoding
+from phalanx.rollout.lm.decode import Decoding, draw
 from phalanx.rollout.lm.in_policy import check_stops
 from phalanx.rollout.lm.session import StopTexts
 from tests.helpers.lm import one_step, tiny_lm_config
@@ -89,3 +90,14 @@ def test_stops_that_end_nothing_are_refused(lm_folder: Path, tokenizer: Any) -> 
     Policy.tokenizer = object()  # type: ignore[attr-defined]
     with pytest.raises(ValueError, match=r"^rollout.stop: the tokenizer of 'folder' is not backed by the tokenizers"):
         check_stops(Policy, LMRolloutConfig(stop=["x"]))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_rows_that_are_read_in_parts_are_drawn_as_by_their_definition(temperature: float) -> None:
+    """The distributions are inverted at a uniform number each, in float64; a CPU reads two of these five at a time."""
+    logits = torch.randn(5, BLOCK // 2 - 3, generator=torch.Generator().manual_seed(0))
+    uniform = torch.tensor([0.0, 0.3, 0.6, 0.9, 1 - 2**-24])
+    drawn = draw(logits, uniform, Decoding(1, temperature, [], 0))
+    ends = torch.softmax(logits / temperature, -1).double().cumsum(-1)
+    expected = torch.searchsorted(ends, uniform.double()[:, None] * ends[:, -1:], right=True)
+    assert torch.equal(drawn, expected.squeeze(1))

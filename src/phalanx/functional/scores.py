@@ -44,7 +44,7 @@ class TokenScores(torch.autograd.Function):
         fused = fused and len(logits) > 1  # a single row would need graphs of its own
         if not held:
             parts = []
-            for rows in _row_chunks(fused, logits, tokens, outside):
+            for rows in row_chunks(fused, logits, tokens, outside):
                 parts.append(_select_function(_score_values, fused)(*rows, temperature, never))
             held.extend(map(torch.cat, zip(*parts, strict=True)))
         log_prob, entropy, certainty = map(torch.clone, held[:3])
@@ -63,7 +63,7 @@ class TokenScores(torch.autograd.Function):
         g = torch.zeros_like(log_prob) if g is None else g / ctx.temperature
         e = None if e is None else e / ctx.temperature
         slope = torch.empty_like(logits)
-        for rows in _row_chunks(ctx.fused, slope, logits, g, e, total, entropy, outside):
+        for rows in row_chunks(ctx.fused, slope, logits, g, e, total, entropy, outside):
             _select_function(_write_gradient, ctx.fused)(*rows, ctx.temperature, never)
         drawn = -torch.expm1(log_prob) * g
         if e is not None:
@@ -81,7 +81,7 @@ def trial(device: torch.device) -> None:
     TokenScores.apply(logits, tokens, 1.0, None, None, True, [])[0].sum().backward()
 
 
-def _row_chunks(fused: bool, first: Tensor, *rest: Tensor | None) -> Iterator[tuple[Any, ...]]:
+def row_chunks(fused: bool, first: Tensor, *rest: Tensor | None) -> Iterator[tuple[Any, ...]]:
     """The tensors, on a CPU a few rows of each at a time."""
     count = len(first) if fused or first.device.type != "cpu" else max(BLOCK // first.shape[1], 1)
     for at in range(0, max(len(first), 1), count):  # a rank may have no tokens

@@ -292,9 +292,6 @@ def _head_scores(
 def left_padded(prompts: Sequence[Sequence[int]], pad: int) -> tuple[Tensor, Tensor]:
     """ids and mask [P, longest], int64, of left-padded prompts, for decoding."""
     longest = max(map(len, prompts))
-    ids = torch.full((len(prompts), longest), pad)
-    mask = torch.zeros(len(prompts), longest, dtype=torch.long)
-    for i, prompt in enumerate(prompts):
-        ids[i, longest - len(prompt) :] = torch.tensor(prompt)
-        mask[i, longest - len(prompt) :] = 1
+    ids = torch.tensor([[pad] * (longest - len(prompt)) + [*prompt] for prompt in prompts], dtype=torch.long)
+    mask = (torch.arange(longest) >= longest - torch.tensor(list(map(len, prompts)))[:, None]).long()
     return ids, mask

@@ -3,6 +3,7 @@
 import copy
 import logging
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -183,7 +184,7 @@ def other_layers(lm: Any) -> list[str]:
 
 def decoder_of(lm: Any) -> Any:
     """The submodule with the layers: the model's get_decoder() or, for some classes, a submodule of that."""
-    for module in (lm.get_decoder(), *lm.modules()):
+    for module in chain((lm.get_decoder(),), lm.modules()):
         lists = [child for child in module.children() if isinstance(child, nn.ModuleList)]
         if lists and isinstance(module, transformers.PreTrainedModel):
             return module

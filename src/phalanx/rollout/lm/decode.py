@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from phalanx.functional.scores import row_chunks
 from phalanx.functional.tokens import FAR, WHOLE, Truncation
 from phalanx.types import JobError
 
@@ -49,6 +50,12 @@ def draw(logits: Tensor, uniform: Tensor, decoding: Decoding) -> Tensor:
         logits = logits.index_fill(-1, torch.tensor(decoding.never, device=logits.device), FAR)
     if decoding.temperature == 0:
         return logits.argmax(-1)
+    # on CPUs a sum in float64 copies what it adds: of a few rows, these copies stay in the cache
+    return torch.cat([_invert(z, u, decoding) for z, u in row_chunks(False, logits, uniform)])
+
+
+def _invert(logits: Tensor, uniform: Tensor, decoding: Decoding) -> Tensor:
+    """Tokens [B] where the cumulative distributions of logits [B, V] reach `uniform` [B]."""
     p = _probabilities(logits, decoding)
     parts = pad(p, (0, -p.shape[-1] % PART)).view(len(p), -1, PART)
     ends = parts.sum(-1, dtype=torch.double).cumsum(-1)  # [B, V / PART]
@@ -71,5 +78,5 @@ def drawn_log_prob(logits: Tensor, tokens: Tensor, decoding: Decoding) -> Tensor
 
 def _probabilities(logits: Tensor, decoding: Decoding) -> Tensor:
     """The probabilities [B, V] of a draw, not normalized; 0 for the tokens that truncation excludes."""
-    p = torch.softmax(logits / decoding.temperature, -1)
+    p = torch.softmax(logits if decoding.temperature == 1 else logits / decoding.temperature, -1)
     return p.masked_fill(~decoding.truncation.kept(p.double()), 0.0) if decoding.truncation.on else p
